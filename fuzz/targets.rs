@@ -208,6 +208,7 @@ fn samples() -> Vec<RewardSample> {
         completion: "c".into(),
         finish_reason: FinishReason::Stop,
         num_tokens: 3,
+        completion_ids: None,
         columns: Map::new(),
     };
     (0..3).map(sample).collect()

@@ -11,7 +11,7 @@ use clap::error::ErrorKind;
 use futures::future::LocalBoxFuture;
 
 use crate::causes::with_causes;
-use crate::commands::{backup, bench, convert, gc, keys, reward_check};
+use crate::commands::{backup, bench, convert, gc, keys, reward_check, reward_serve};
 use crate::config::{COMPUTE_THREADS, Cli, Command as Role, LogFormat, RewardCommand};
 use crate::{config, demo, engine, exporter, generator, http, judge, prober, reward_server, serve, worker};
 
@@ -61,6 +61,12 @@ pub fn run() -> ExitCode {
             computing(format, args.threads, || on_runtime(format, None, reward_server::run(args)))
         }
         Role::Reward(args) => match args.command {
+            RewardCommand::Serve(args) => on_runtime(format, None, async move {
+                match reward_serve::run(args).await {
+                    Err(error) if error.is_usage() => Ok(refuse(format, &error)),
+                    ended => ended,
+                }
+            }),
             // Nothing but a flag that cannot be used is an error here.
             RewardCommand::Check(args) => on_runtime(format, None, async move {
                 Ok::<_, reward_check::CheckError>(

@@ -6,3 +6,4 @@ pub mod convert;
 pub mod gc;
 pub mod keys;
 pub mod reward_check;
+pub mod reward_serve;

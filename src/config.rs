@@ -20,6 +20,7 @@ pub mod edge;
 pub mod gc;
 pub mod hub;
 pub mod keys;
+mod python;
 pub mod retention;
 mod reward;
 mod serve;
@@ -29,8 +30,9 @@ pub use device::{Isa, Precision};
 pub use edge::{Edge, EdgeArgs};
 pub use hub::{HubArgs, HubConfig, HubTokenFor};
 pub use keys::KeysArgs;
+pub use python::{PythonRewards, PythonRewardsArgs};
 pub use retention::{Retention, RetentionArgs};
-pub use reward::{RewardArgs, RewardCheckArgs, RewardCommand, RewardFormat, RewardServerArgs};
+pub use reward::{RewardArgs, RewardCheckArgs, RewardCommand, RewardFormat, RewardServeArgs, RewardServerArgs};
 pub(crate) use serve::random_token;
 pub use serve::{ServeArgs, ServeConfig, no_key_for, resolve_listen};
 

@@ -42,6 +42,7 @@ pub mod openapi;
 pub mod probe;
 mod prometheus;
 mod prompts;
+mod python_rewards;
 mod reach;
 mod rescore;
 pub mod retry;

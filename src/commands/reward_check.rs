@@ -328,6 +328,7 @@ fn default_samples(columns: &Map<String, Value>) -> Vec<RewardSample> {
                 source: None,
                 messages: Some(json!([{"role": "user", "content": prompt}])),
                 num_tokens: u32::try_from(completion.split_whitespace().count()).unwrap_or(u32::MAX),
+                completion_ids: None,
                 prompt,
                 completion,
                 finish_reason: FinishReason::Stop,

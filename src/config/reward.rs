@@ -1,4 +1,4 @@
-//! Flags of `rlood reward-server` and `rlood reward check`.
+//! Flags of `rlood reward-server`, `rlood reward check` and `rlood reward serve`.
 
 use std::path::PathBuf;
 
@@ -86,6 +86,66 @@ pub enum RewardCommand {
     /// Ask a service as a job would, and as a job never would; print what is wrong and what to do. About 60 requests. Exit
     /// code 0 when it keeps the reward contract v1, 1 when it does not, 2 when a flag cannot be used.
     Check(RewardCheckArgs),
+
+    /// Serve Python functions with TRL's signature of reward functions, by the reward contract v1: one endpoint for each
+    /// function. The first line of standard output is the address, then come the rewards to paste into a job.
+    Serve(RewardServeArgs),
+}
+
+/// Flags of `rlood reward serve`.
+#[derive(Debug, Clone, Args)]
+pub struct RewardServeArgs {
+    /// What to serve: FILE:FUNCTION,… or MODULE:FUNCTION,… (rewards.py:accuracy,format). May be repeated; names of functions
+    /// must differ.
+    #[arg(required = true, value_name = "FILE:FUNCTION,…")]
+    pub functions: Vec<String>,
+
+    /// Address to listen on, HOST:PORT; port 0 takes a free one.
+    #[arg(long, env = "RLOOD_REWARD_LISTEN", default_value = "127.0.0.1:8090", value_name = "HOST:PORT")]
+    pub listen: String,
+
+    /// `whsec_…`, the same as the job's reward has: only requests signed with it are answered. Two, separated by a space, while
+    /// one is rotated. Without it everybody who reaches the address is answered. Prefer the variable: flags are visible to other
+    /// users.
+    #[arg(long, env = "RLOOD_REWARD_SECRET", hide_env_values = true, value_name = "SECRET")]
+    pub secret: Option<String>,
+
+    /// Processes that run the functions: as many calls run at once. Each loads the files for itself.
+    #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256))]
+    pub processes: u32,
+
+    /// Most samples of one call; a prompt's completions stay together where they fit. Default: those of a request
+    /// (the job's max_batch_samples).
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub batch_size: Option<u32>,
+
+    /// Seconds that one call may take; its process is then ended and replaced, and its samples have the error `timeout`. A call
+    /// ends in any case before the `deadline_ms` of its request.
+    #[arg(long, default_value_t = 270.0, value_name = "SECONDS", value_parser = parse_seconds)]
+    pub timeout: f64,
+
+    /// The Python to run, 3.8 or newer. Default: python3, else python.
+    #[arg(long, env = "RLOOD_PYTHON", value_name = "PATH")]
+    pub python: Option<PathBuf>,
+
+    /// Load the files anew when they, or modules that they import from beside them, change. A version that cannot be loaded is
+    /// reported on standard error, and the one before it goes on.
+    #[arg(long)]
+    pub reload: bool,
+
+    /// Names, besides addresses, localhost and the machine's name, by which clients may call this server (the Host header),
+    /// comma-separated: rm.internal, or *.example.com for all below it.
+    #[arg(long, env = "RLOOD_REWARD_ALLOWED_HOSTS", value_delimiter = ',', value_name = "HOST,…")]
+    pub allowed_hosts: Option<Vec<String>>,
+
+    /// Connections at once; new ones beyond them are closed.
+    #[arg(long, env = "RLOOD_REWARD_MAX_CONNECTIONS", default_value_t = 256, value_name = "N", value_parser = clap::value_parser!(u32).range(16..=4096))]
+    pub max_connections: u32,
+}
+
+fn parse_seconds(text: &str) -> Result<f64, String> {
+    let seconds = text.parse::<f64>().ok().filter(|seconds| *seconds > 0.0 && *seconds <= 604_800.0);
+    seconds.ok_or_else(|| "must be above 0 and at most 604800".to_owned())
 }
 
 /// Flags of `rlood reward check`.

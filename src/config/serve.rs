@@ -11,8 +11,8 @@ use clap::Args;
 use super::device::parse_devices;
 use super::{
     ConfigError, Device, Edge, EdgeArgs, GPU_MEMORY, GRACE_S, HEARTBEAT_MS, HubArgs, HubConfig, Isa, LEASE_MS,
-    LogFormat, MIN_SECRET_CHARS, Retention, RetentionArgs, SAMPLES_MAX_BYTES, machine_memory_bytes, machine_threads,
-    parse_size_of,
+    LogFormat, MIN_SECRET_CHARS, PythonRewards, PythonRewardsArgs, Retention, RetentionArgs, SAMPLES_MAX_BYTES,
+    machine_memory_bytes, machine_threads, parse_size_of,
 };
 use crate::spec::footprint::Place;
 use crate::storage::{NoLimit, StorageKind, StorageLimits};
@@ -121,6 +121,10 @@ pub struct ServeArgs {
     /// Of what is kept.
     #[command(flatten)]
     pub retention: RetentionArgs,
+
+    /// Of rewards that are Python functions.
+    #[command(flatten)]
+    pub python_rewards: PythonRewardsArgs,
 }
 
 /// What a server runs with; every value checked. Made by [`ServeArgs::resolve`] or [`ServeConfig::loopback`].
@@ -180,6 +184,8 @@ pub struct ServeConfig {
     pub storage_limits: StorageLimits,
     /// How long things are kept.
     pub retention: Retention,
+    /// Which Python functions may be rewards.
+    pub python_rewards: PythonRewards,
     /// `allow_outgoing` was left to its default, which a key of the database narrows.
     pub default_outgoing: bool,
 }
@@ -231,6 +237,7 @@ impl ServeConfig {
             hub: HubConfig::offline(),
             storage_limits: StorageLimits::new(),
             retention: Retention::default(),
+            python_rewards: PythonRewards::default(),
             default_outgoing: true,
         })
     }
@@ -351,6 +358,7 @@ impl ServeArgs {
             hub: self.hub.resolve()?,
             storage_limits: parse_storage_limits(&self.storage_limit)?,
             retention: self.retention.resolve(),
+            python_rewards: self.python_rewards.resolve()?,
             default_outgoing: self.allow_outgoing.is_none(),
         })
     }

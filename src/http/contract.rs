@@ -114,6 +114,8 @@ struct RewardRequestSample {
     finish_reason: FinishReason,
     /// Completion tokens.
     num_tokens: u32,
+    /// Their ids, where the reward has `completion_ids: true`.
+    completion_ids: Option<Vec<u32>>,
     /// The other columns of the row.
     #[schema(value_type = std::collections::BTreeMap<String, Value>)]
     columns: Value,

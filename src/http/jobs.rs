@@ -347,7 +347,8 @@ async fn read_renewed(
             continue;
         };
         let is_webhook = matches!(reward.kind, RewardKind::Webhook(_));
-        if !is_webhook && (reward.kind.service().is_none() || renewed.secret.is_some()) {
+        let is_http = reward.kind.service().is_some() && !matches!(reward.kind, RewardKind::Python(_));
+        if !is_webhook && (!is_http || renewed.secret.is_some()) {
             let detail = "only webhooks sign with secrets, and only rewards over HTTP have headers";
             errors.push(FieldError::new(pointer, "conflict", detail));
             continue;

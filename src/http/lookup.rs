@@ -13,6 +13,7 @@ use super::heavy;
 use super::models::hub::{self, Looked};
 use super::models::is_as_registered;
 use super::prompts::{Place, Prompts};
+use super::python_rewards;
 use super::reach;
 use super::reward_models;
 use super::warm_start;
@@ -91,6 +92,7 @@ pub(super) async fn prepare(
             *prompts = Prompts::find(state, caller, source, &Place::new(at, chat_default), &mut errors).await?;
         }
     }
+    python_rewards::resolve(state, caller, spec, &mut errors).await?;
     let reward_models = reward_models::find(state, caller, spec, &mut errors).await?;
     let (memory_limit_bytes, places) = (state.config.memory_per_worker(), state.config.places());
     let warm_start = warm_start::find(state, caller, spec, use_of_hub == UseOfHub::Register, &mut errors).await?;

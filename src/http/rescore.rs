@@ -25,6 +25,7 @@ use super::error::{Code, FieldError, Problem, ProblemBody};
 use super::extract::{HashedJson, Path};
 use super::heavy;
 use super::idempotency::{Answer, identity, once};
+use super::python_rewards;
 use super::reach;
 use super::rewards::is_built_in;
 use crate::event::{Sample, SamplePhase};
@@ -170,6 +171,9 @@ async fn rescore(state: AppState, caller: Caller, id: JobId, body: Value) -> Res
     let reading = move |_: &AtomicBool| read(&body, &plan).map(|wanted| (wanted, plan));
     let (mut wanted, plan) = heavy::run(&state, &caller, COMPUTE_WITHIN, reading).await??;
     lend_secrets(&mut wanted, &plan, state.store.job_secrets(id).await?);
+    if let Some(error) = python_rewards::resolve_one(&state, &caller, &mut wanted.plan, "/reward").await? {
+        return Err(invalid(vec![error]));
+    }
     let service = match &wanted.plan.kind {
         kind if is_built_in(kind) => None,
         kind => {

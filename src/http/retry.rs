@@ -16,6 +16,7 @@ use super::error::{Problem, ProblemBody, chain};
 use super::extract::{OptionalJson, Path};
 use super::idempotency::{Answer, identity, once};
 use super::jobs::JobView;
+use super::python_rewards;
 use super::warm_start::{self, blocking};
 use crate::id::JobId;
 use crate::job::{Action, RetryFrom};
@@ -67,13 +68,14 @@ async fn retry_job(
         Some(RetryFrom::Latest) => identity(format_args!("{id} latest")),
         Some(RetryFrom::Start) => identity(format_args!("{id} start")),
     };
-    let work = retry(state.clone(), id, from);
+    let work = retry(state.clone(), caller.clone(), id, from);
     once(&state, &caller, &headers, "POST /jobs/{id}/retry", &identity, work).await
 }
 
 /// Keeps the files first, then makes the row: what is left of a failure is removed, at the latest at the next start.
-async fn retry(state: AppState, id: JobId, from: Option<RetryFrom>) -> Result<Answer, Problem> {
+async fn retry(state: AppState, caller: Caller, id: JobId, from: Option<RetryFrom>) -> Result<Answer, Problem> {
     let old = state.store.job_get(id).await?;
+    python_rewards::check_plan(&state, &caller, &old.plan()?).await?;
     if !old.state.is_terminal() {
         return Err(StoreError::IllegalMove { state: old.state, action: Action::Retry }.into());
     }

@@ -16,16 +16,19 @@ use super::auth::Caller;
 use super::error::{Code, Problem, ProblemBody};
 use super::extract::Json;
 use super::heavy;
+use super::python_rewards;
 use super::reach;
 use super::reward_test_journal::TestJournal;
 use crate::id::JobId;
 use crate::outgoing::OutgoingPolicy;
 use crate::reward::builtin::Builtin;
+use crate::reward::client::RewardClient;
 use crate::reward::journal::Journal;
 use crate::reward::local::Local;
+use crate::reward::python::{PythonFunction, PythonFunctions};
 use crate::reward::trial::read_samples;
 use crate::reward::webhook::{Exchange, Ping, Webhook};
-use crate::reward::{BuildError, JobContext, Judged, Judgement, Reward, SampleError};
+use crate::reward::{BuildError, JobContext, Judged, Judgement, Reward, RewardFailure, SampleError};
 use crate::sample::{RewardSample, RewardValue, RolloutId};
 use crate::spec::{FieldError, OnInvalid, RewardKind, RewardPlan, RewardSecrets, ServicePlan, read_single_reward};
 
@@ -106,11 +109,14 @@ async fn test_reward(
     caller: Caller,
     Json(body): Json<Value>,
 ) -> Result<Json<Report>, Problem> {
-    let (plan, secrets, samples) = heavy::run(&state, &caller, READ_WITHIN, move |_| read_test(&body)).await??;
+    let (mut plan, secrets, samples) = heavy::run(&state, &caller, READ_WITHIN, move |_| read_test(&body)).await??;
     if is_built_in(&plan.kind) {
         let limit = GRADE_WITHIN + LAST_SAMPLE;
         let graded = heavy::run(&state, &caller, limit, move |stop| grade(&plan, &samples, stop)).await?;
         return graded.map(Json).map_err(unusable);
+    }
+    if let Some(error) = python_rewards::resolve_one(&state, &caller, &mut plan, "/reward").await? {
+        return Err(Problem::new(Code::InvalidBody, "the reward cannot be tested; see 'errors'").items(vec![error]));
     }
     let outgoing = reach::outgoing(&state).await?;
     let journal: Arc<dyn Journal> = Arc::new(TestJournal::new(&state).await?);
@@ -178,8 +184,13 @@ async fn try_reward(
             warnings
                 .push("without 'secret' requests are not signed: the service cannot know who sends them".to_owned());
         }
-        let webhook = Webhook::of_kind(&plan.name, &plan.kind.with_service(once), secrets, outgoing)?;
-        let webhook = webhook.bounded(plan.max_abs_reward).with_journal(journal).recording();
+        let patient = RewardPlan { kind: plan.kind.with_service(once), ..plan.clone() };
+        let asked = Asked::of(&patient, secrets, outgoing, journal)?;
+        let webhook = asked.webhook();
+        if let Err(failure) = asked.prepare().await {
+            let detail = failure.to_string();
+            return Err(BuildError { reward: plan.name.clone(), detail: without_name(&detail, &plan.name) });
+        }
         ping = webhook.greet().await;
         start = Instant::now();
         judged = webhook.judge(&job, samples).await;
@@ -220,6 +231,51 @@ async fn try_reward(
         }
     });
     Ok(report_of(samples, Tried { judged, start, ping, exchanges, warnings }))
+}
+
+/// A service, or the process of a Python function that lasts for one test.
+enum Asked {
+    Service(Box<Webhook>),
+    Python(Box<PythonFunction>),
+}
+
+impl Asked {
+    fn of(
+        plan: &RewardPlan,
+        secrets: &RewardSecrets,
+        outgoing: &OutgoingPolicy,
+        journal: Option<Arc<dyn Journal>>,
+    ) -> Result<Self, BuildError> {
+        let watched = |webhook: Webhook| webhook.with_journal(journal).recording();
+        if let RewardKind::Python(python) = &plan.kind {
+            let client = RewardClient::new(outgoing);
+            let client = client.map_err(|detail| BuildError { reward: plan.name.clone(), detail })?;
+            let files = PythonFunctions::default();
+            let function = PythonFunction::new(plan, python, &files, &client, |webhook, _| watched(webhook))?;
+            return Ok(Self::Python(Box::new(function)));
+        }
+        let webhook = Webhook::of_kind(&plan.name, &plan.kind, secrets, outgoing)?.bounded(plan.max_abs_reward);
+        Ok(Self::Service(Box::new(watched(webhook))))
+    }
+
+    fn webhook(&self) -> &Webhook {
+        match self {
+            Self::Service(webhook) => webhook,
+            Self::Python(function) => function.webhook(),
+        }
+    }
+
+    async fn prepare(&self) -> Result<(), RewardFailure> {
+        match self {
+            Self::Service(_) => Ok(()),
+            Self::Python(function) => function.prepare().await,
+        }
+    }
+}
+
+/// A failure's words without the name of the reward, which is told beside them.
+fn without_name(detail: &str, name: &str) -> String {
+    detail.strip_prefix(&format!("reward '{name}': ")).unwrap_or(detail).to_owned()
 }
 
 /// What a try brought.

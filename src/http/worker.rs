@@ -29,6 +29,7 @@ use super::auth::WorkerPass;
 use super::download::{Download, send_file};
 use super::error::{Code, Problem};
 use super::extract::{Json, Path, Query, body_problem};
+use super::python_rewards;
 use super::storage::check_limit;
 use crate::config::random_token;
 use crate::digest::Sha256Digest;
@@ -220,19 +221,33 @@ async fn prepare(state: &AppState, asked: &ClaimRequest, claimed: Claimed) -> Re
         }
         Err(error) => return Err(error.into()),
     };
-    let Some(model_path) = model else {
-        let failure = Failure {
-            class: FailureClass::User,
-            code: "model_missing".to_owned(),
-            message: format!("the model '{}' was deleted while the job was queued", plan.model.id),
-            phase: None,
-            step: None,
-            suggestion: Some("register the model again and retry the job".to_owned()),
-        };
-        return match state.store.job_finish(job, attempt, Outcome::Failed { failure }, clock_ms()).await {
-            Ok(()) | Err(StoreError::LeaseLost) => Ok(None),
-            Err(error) => Err(error.into()),
-        };
+    let failed = |code: &str, message: String, suggestion: &str| Failure {
+        class: FailureClass::User,
+        code: code.to_owned(),
+        message,
+        phase: None,
+        step: None,
+        suggestion: Some(suggestion.to_owned()),
+    };
+    let usable = match (model, python_rewards::withdrawn(&state.config.python_rewards, &plan)) {
+        (_, Some(why)) => {
+            let suggestion = "ask the operator for --python-rewards with the folder of the file, then retry the job";
+            Err(failed("python_rewards_off", why, suggestion))
+        }
+        (None, None) => {
+            let message = format!("the model '{}' was deleted while the job was queued", plan.model.id);
+            Err(failed("model_missing", message, "register the model again and retry the job"))
+        }
+        (Some(model), None) => Ok(model),
+    };
+    let model_path = match usable {
+        Ok(model) => model,
+        Err(failure) => {
+            return match state.store.job_finish(job, attempt, Outcome::Failed { failure }, clock_ms()).await {
+                Ok(()) | Err(StoreError::LeaseLost) => Ok(None),
+                Err(error) => Err(error.into()),
+            };
+        }
     };
     let mut reward_models = std::collections::BTreeMap::new();
     for id in plan.reward_models.keys() {

@@ -186,6 +186,8 @@ async fn services(store: &Store, job: JobId) -> Result<Vec<(Address, RewardPlan,
 /// The rewards that can pause the job, their URLs, and the names of their secrets.
 fn required(plan: &Plan) -> impl Iterator<Item = (&RewardPlan, &str, String)> {
     let all = plan.rewards_by_secret_name().filter(|(_, reward)| reward.required);
+    // The process of a Python function is the worker's: the next attempt starts another one.
+    let all = all.filter(|(_, reward)| !matches!(reward.kind, RewardKind::Python(_)));
     all.filter_map(|(name, reward)| Some((reward, reward.kind.service()?.url.as_str(), name)))
 }
 

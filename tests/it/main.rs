@@ -58,6 +58,7 @@ mod preempt;
 mod probe;
 mod processes;
 mod protocol;
+mod python_rewards;
 mod rescore;
 mod retention;
 mod retry;

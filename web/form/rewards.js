@@ -43,7 +43,7 @@ function Reward({ form, index, reward, types, remove }) {
   const isShown = (name) => !COMMON.includes(name) && (required.includes(name) || SHOWN.includes(name));
   const order = (list) => list.toSorted((a, b) => required.includes(b) - required.includes(a));
   const setting = (name) => html`<${Setting} key=${name} form=${form} pointer=${`${at}/${name}`} schema=${schema.properties[name]}
-    label=${`${words(name)}${required.includes(name) ? " *" : ""}`} placeholder=${name === "name" ? reward.type : undefined} />`;
+    label=${`${words(name)}${required.includes(name) ? " *" : ""}`} placeholder=${name === "name" ? reward.function || reward.type : undefined} />`;
   return html`<div class="reward" role="group" aria-label=${`Reward ${index + 1}`} data-pointer=${at}>
     <div class="fields">
       <${Input} label="Type" hint=${(schema?.description ?? "").split("\n")[0]} errors=${form.errorsAt(`${at}/type`)} pointer=${`${at}/type`}

@@ -239,6 +239,7 @@ impl Rollouts<'_> {
                     completion: self.data.text.decode(completion.segments.completion()?, true)?,
                     finish_reason: completion.finish_reason,
                     num_tokens: completion.segments.num_model_tokens() as u32,
+                    completion_ids: Some(completion.segments.completion()?.to_vec()),
                     columns: prompt.columns.clone(),
                 });
             }

@@ -155,7 +155,8 @@ impl Builtin {
             | RewardKind::SglangClassify(_)
             | RewardKind::HfTextClassification(_)
             | RewardKind::OpenaiJudge(_)
-            | RewardKind::HttpTemplate(_) => return Err(error("a service is not built in".to_owned())),
+            | RewardKind::HttpTemplate(_)
+            | RewardKind::Python(_) => return Err(error("a service is not built in".to_owned())),
         };
         let (name, check, running) = (name.to_owned(), Arc::new(check), Arc::default());
         Ok(Self { name, check, blank, limit: Limit::default(), running })
@@ -361,6 +362,7 @@ mod tests {
             completion: completion.into(),
             finish_reason: crate::event::FinishReason::Stop,
             num_tokens: 3,
+            completion_ids: None,
             columns: Map::new(),
         }
     }

@@ -96,6 +96,7 @@ pub fn key(revision: &CacheKey, sample: &RewardSample) -> CacheKey {
         completion,
         finish_reason,
         num_tokens,
+        completion_ids: _,
         columns,
     } = sample;
     let rest = serde_json::to_vec(&(messages, finish_reason, num_tokens, columns)).unwrap_or_default();
@@ -127,6 +128,7 @@ mod tests {
             completion: completion.into(),
             finish_reason: FinishReason::Stop,
             num_tokens: 1,
+            completion_ids: None,
             columns: serde_json::Map::new(),
         }
     }

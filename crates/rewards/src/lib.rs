@@ -34,6 +34,7 @@ pub mod http_client;
 pub mod journal;
 pub mod local;
 mod meter;
+pub mod python;
 mod redact;
 pub mod signature;
 pub mod signed_post;
@@ -47,6 +48,7 @@ use health::{Health, Verdict};
 use journal::Journal;
 use local::LocalModels;
 use meter::Meter;
+use python::{PythonFunction, PythonFunctions};
 use status::Status;
 use webhook::endpoint::{Endpoint, Endpoints};
 
@@ -200,6 +202,7 @@ struct Around {
     status: Arc<Status>,
     journal: Option<Arc<dyn Journal>>,
     models: Option<Arc<dyn LocalModels>>,
+    files: Arc<PythonFunctions>,
     endpoints: Arc<Endpoints>,
     /// What former attempts told.
     former: Arc<[RewardReport]>,
@@ -299,7 +302,8 @@ impl Rewards {
         let Surroundings { client, journal, models, former } = surroundings;
         let (status, notices) = Status::new();
         let endpoints = Arc::new(Endpoints::new(client.pace));
-        let around = Around { client, status: Arc::new(status), journal, models, endpoints, former: former.into() };
+        let (status, files) = (Arc::new(status), Arc::default());
+        let around = Around { client, status, journal, models, files, endpoints, former: former.into() };
         let rewards = Self::around(plans, secrets, around, false)?;
         Ok(Self { notices: Mutex::new(Some(notices)), ..rewards })
     }
@@ -323,6 +327,17 @@ impl Rewards {
             let mut endpoint = None;
             let none = RewardSecrets::default();
             let reward: Box<dyn Reward> = match (&plan.kind, plan.kind.service()) {
+                (RewardKind::Python(python), _) => {
+                    let share = |webhook: webhook::Webhook, url: &str| {
+                        let shared = around.endpoints.at(url, python.service.max_concurrency);
+                        endpoint = Some(shared.clone());
+                        webhook
+                            .with_status(around.status.clone())
+                            .with_endpoint(shared, meter.clone())
+                            .with_journal(around.journal.clone())
+                    };
+                    Box::new(PythonFunction::new(plan, python, &around.files, &around.client, share)?)
+                }
                 (kind, Some(service)) => {
                     let secrets = secrets.get(&plan.name).unwrap_or(&none);
                     let webhook = webhook::Webhook::sharing(&plan.name, kind, secrets, &around.client)?;

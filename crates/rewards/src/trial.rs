@@ -4,7 +4,9 @@
 use serde_json::{Map, Value};
 
 use super::builtin::Builtin;
+use super::client::RewardClient;
 use super::local::Local;
+use super::python::{PythonFunction, PythonFunctions};
 use super::webhook::Webhook;
 use super::{BuildError, Reward};
 use crate::event::FinishReason;
@@ -25,6 +27,11 @@ pub fn reward_of(
     outgoing: &OutgoingPolicy,
 ) -> Result<Box<dyn Reward>, BuildError> {
     Ok(match &plan.kind {
+        RewardKind::Python(python) => {
+            let client = RewardClient::new(outgoing);
+            let client = client.map_err(|detail| BuildError { reward: plan.name.clone(), detail })?;
+            Box::new(PythonFunction::new(plan, python, &PythonFunctions::default(), &client, |webhook, _| webhook)?)
+        }
         kind if kind.service().is_some() => {
             Box::new(Webhook::of_kind(&plan.name, kind, secrets, outgoing)?.bounded(plan.max_abs_reward))
         }
@@ -94,6 +101,7 @@ fn read_sample(index: usize, value: &Value) -> Result<RewardSample, (&'static st
         completion,
         finish_reason: FinishReason::Stop,
         num_tokens,
+        completion_ids: None,
         columns,
     })
 }

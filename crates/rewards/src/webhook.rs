@@ -116,9 +116,17 @@ impl Webhook {
         };
         let dialect: Box<dyn Dialect> = match kind {
             RewardKind::Webhook(plan) => Box::new(Contract(plan.clone())),
+            RewardKind::Python(plan) => Box::new(Contract::of_python(plan)),
             kind => adapters::dialect(kind).map_err(error)?,
         };
-        let revision = service.cache.then(|| cache::revision(&client.cache_scope, secrets, name, kind));
+        let revision = service.cache.then(|| match kind {
+            // Its address and its secret are other ones in every attempt; the file's hash tells what computes.
+            RewardKind::Python(plan) => {
+                let lasting = (&plan.file, &plan.function, &plan.sha256);
+                cache::revision(&client.cache_scope, &RewardSecrets::default(), name, &lasting)
+            }
+            kind => cache::revision(&client.cache_scope, secrets, name, kind),
+        });
         Ok(Self { revision, ..Self::speaking(dialect, name, service, secrets, client)? })
     }
 
@@ -283,6 +291,7 @@ impl Reward for Webhook {
 pub fn read_answer(kind: &RewardKind, body: &[u8], id: &str, samples: &[RewardSample]) -> Result<usize, String> {
     let dialect: Box<dyn Dialect> = match kind {
         RewardKind::Webhook(plan) => Box::new(Contract(plan.clone())),
+        RewardKind::Python(plan) => Box::new(Contract::of_python(plan)),
         other => adapters::dialect(other)?,
     };
     Ok(dialect.read(body, id, &samples.iter().collect::<Vec<_>>())?.found.len())

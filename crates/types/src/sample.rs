@@ -180,6 +180,8 @@ pub struct RewardSample {
     pub finish_reason: FinishReason,
     /// Completion tokens.
     pub num_tokens: u32,
+    /// Their ids, where they are known.
+    pub completion_ids: Option<Vec<u32>>,
     /// The other columns of the row.
     pub columns: Map<String, Value>,
 }

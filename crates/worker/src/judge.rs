@@ -356,6 +356,7 @@ fn reward_samples(
                 finish_reason: completion.generated.finish_reason,
                 num_tokens: completion.generated.segments.num_model_tokens() as u32,
                 columns: prompt.columns.clone(),
+                completion_ids: completion.generated.segments.completion().ok().map(<[u32]>::to_vec),
             });
         }
     }

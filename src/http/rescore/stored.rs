@@ -92,6 +92,7 @@ pub(super) async fn with_columns(
             completion: sample.completion.clone(),
             finish_reason: sample.finish_reason,
             num_tokens: sample.num_tokens,
+            completion_ids: None,
             columns,
         }
     });

@@ -8,7 +8,7 @@ use tokio::sync::mpsc;
 
 use super::super::generate::unchanged;
 use super::super::tasks::{self, Work};
-use super::super::{AppState, reach};
+use super::super::{AppState, python_rewards, reach};
 use crate::causes::with_causes;
 use crate::files::DataDir;
 use crate::one_shot::{ChildLine, OneShotError};
@@ -96,6 +96,9 @@ async fn prepare(state: &AppState, row: &TaskRow) -> Result<JudgeTask, VerdictEr
         failed("internal", "the server's database failed: ask again")
     };
     let plan = store.job_get(row.job).await.and_then(|job| job.plan()).map_err(internal)?;
+    if let Some(detail) = python_rewards::withdrawn(&state.config.python_rewards, &plan) {
+        return Err(failed("python_rewards_off", detail));
+    }
     let checkpoint = store.checkpoint_get(row.checkpoint).await.map_err(|error| match error {
         StoreError::NotFound { .. } => failed("no_such_checkpoint", "the checkpoint was removed in the meantime"),
         error => internal(error),

@@ -179,6 +179,7 @@ fn sample() -> rlood_types::sample::RewardSample {
         completion: String::new(),
         finish_reason: rlood_types::event::FinishReason::Stop,
         num_tokens: 1,
+        completion_ids: None,
         columns: serde_json::Map::new(),
     }
 }

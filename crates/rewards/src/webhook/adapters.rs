@@ -38,7 +38,7 @@ pub(super) fn dialect(kind: &RewardKind) -> Result<Box<dyn Dialect>, String> {
         RewardKind::HfTextClassification(plan) => Box::new(hf_text_classification::HfTextClassification::new(plan)?),
         RewardKind::OpenaiJudge(plan) => Box::new(openai_judge::OpenaiJudge::new(plan)?),
         RewardKind::HttpTemplate(plan) => Box::new(http_template::HttpTemplate::new(plan)?),
-        RewardKind::Webhook(_) => return Err("contract v1 is not an adapter".to_owned()),
+        RewardKind::Webhook(_) | RewardKind::Python(_) => return Err("contract v1 is not an adapter".to_owned()),
         _ => return Err("a built-in reward is not asked over HTTP".to_owned()),
     })
 }

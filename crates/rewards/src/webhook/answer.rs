@@ -109,10 +109,13 @@ fn result(entry: &Map<String, Value>) -> Found {
     match entry.get("error") {
         None | Some(Value::Null) => {}
         Some(Value::Object(error)) => {
-            let text = |key: &str| error.get(key).and_then(Value::as_str).map(|text| text.chars().take(300).collect());
-            let code: String = text("code").unwrap_or_else(|| "service_error".to_owned());
-            let message: String =
-                text("message").unwrap_or_else(|| format!("the service answered with the error '{code}'"));
+            let text = |key: &str, most| {
+                error.get(key).and_then(Value::as_str).map(|text| text.chars().take(most).collect::<String>())
+            };
+            let code = text("code", 300).unwrap_or_else(|| "service_error".to_owned());
+            // A traceback has room.
+            let message =
+                text("message", 2000).unwrap_or_else(|| format!("the service answered with the error '{code}'"));
             return if error.get("retryable") == Some(&Value::Bool(true)) {
                 Found::Retryable(SampleError { code, message })
             } else {

@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use reqwest::Url;
-use serde_json::Value;
+use serde_json::{Map, Value, json};
 
 use super::PingReply;
 use super::answer::{self, Answer};
@@ -12,7 +12,7 @@ pub(crate) use super::request::Batching;
 use super::request::{Envelope, ping_body, sample_json, score_body};
 use crate::hidden::Legible;
 use crate::sample::RewardSample;
-use crate::spec::WebhookPlan;
+use crate::spec::{PythonPlan, WebhookPlan};
 use crate::{JobContext, SampleError};
 
 /// One way to ask for rewards over HTTP.
@@ -105,9 +105,20 @@ pub(crate) type ReadGreeting = fn(&[u8]) -> Option<PingReply>;
 /// Contract v1.
 pub(super) struct Contract(pub WebhookPlan);
 
+impl Contract {
+    /// Contract v1 as the Python server of this machine is asked: with the ids of tokens.
+    pub(super) fn of_python(plan: &PythonPlan) -> Self {
+        Self(WebhookPlan { service: plan.service.clone(), params: Map::new(), completion_ids: true })
+    }
+}
+
 impl Dialect for Contract {
     fn piece(&self, sample: &RewardSample) -> Result<Value, SampleError> {
-        Ok(sample_json(sample))
+        let mut piece = sample_json(sample);
+        if let Some(ids) = sample.completion_ids.as_ref().filter(|_| self.0.completion_ids) {
+            piece["completion_ids"] = json!(ids);
+        }
+        Ok(piece)
     }
 
     fn body(&self, ask: &Ask<'_>) -> String {

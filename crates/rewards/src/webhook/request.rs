@@ -153,6 +153,7 @@ pub fn sample_json(sample: &RewardSample) -> Value {
         completion,
         finish_reason,
         num_tokens,
+        completion_ids: _,
         columns,
     } = sample;
     let wire = Wire {
@@ -231,6 +232,7 @@ mod tests {
                     completion: "c".into(),
                     finish_reason: FinishReason::Stop,
                     num_tokens: 1,
+                    completion_ids: None,
                     columns: Map::new(),
                 });
             }

@@ -6,6 +6,7 @@ mod adapters;
 mod corpus;
 mod journal;
 mod judge;
+mod python;
 mod reward_load;
 mod reward_values;
 mod rewards;

@@ -112,6 +112,7 @@ pub fn samples(count: usize, group: usize) -> Vec<RewardSample> {
         completion: format!("c{index}"),
         finish_reason: FinishReason::Stop,
         num_tokens: 3,
+        completion_ids: None,
         columns: Map::from_iter([("reference".to_owned(), json!(index))]),
     };
     (0..count).map(sample).collect()

@@ -12,6 +12,7 @@ mod adapters;
 mod builtins;
 mod formula;
 mod json_schema;
+mod python;
 mod reward_model;
 mod service;
 mod template;
@@ -58,6 +59,7 @@ const KINDS: &[(&str, Read)] = &[
     ("format", builtins::read_format),
     ("multi", builtins::read_multi),
     ("reward_model", |reader| RewardKind::RewardModel(reward_model::read_reward_model(reader))),
+    ("python", |reader| RewardKind::Python(python::read_python(reader))),
 ];
 
 /// Types of the reward contract that are not built yet.
@@ -138,15 +140,16 @@ pub fn read_single_reward(document: &Value) -> Result<(RewardPlan, RewardSecrets
 }
 
 fn read_reward(reader: &Reader<'_>) -> Option<(RewardPlan, RewardSecrets)> {
-    let kind_field = reader
-        .required("type", "name the reward's type: webhook, openai_judge, length, math_equal, … (docs/rewards.md)");
+    let kind_field = reader.required(
+        "type",
+        "name the reward's type: webhook, openai_judge, length, math_equal, python, … (docs/rewards.md)",
+    );
     let type_name = kind_field.value().and_then(|value| value.as_str()).unwrap_or_default();
     if LATER.contains(&type_name) {
         kind_field.fail("unsupported", format!("'{type_name}' is not built yet; a webhook can compute any reward"));
         return None;
     }
     let read = kind_field.choice(KINDS)?;
-    let name = read_name(&reader.field("name"), type_name);
     let weight = reader.field("weight").number("between -1000000 and 1000000", |weight| weight.abs() <= MAX_WEIGHT);
     let weight = weight.unwrap_or(1.0);
     let required = reader.field("required");
@@ -155,6 +158,11 @@ fn read_reward(reader: &Reader<'_>) -> Option<(RewardPlan, RewardSecrets)> {
     }
     let required = required.value().and_then(|value| value.as_bool()).unwrap_or(weight != 0.0);
     let kind = read(reader);
+    let default_name = match &kind {
+        RewardKind::Python(plan) if !plan.function.is_empty() => &plan.function,
+        _ => type_name,
+    };
+    let name = read_name(&reader.field("name"), default_name);
     let limit = reader.field("max_abs_reward");
     let range = "greater than 0 and at most 1000000000000";
     let max_abs_reward = limit.number(range, |limit| limit > 0.0 && limit <= MAX_LIMIT).unwrap_or(MAX_ABS_REWARD);
@@ -168,6 +176,7 @@ fn read_reward(reader: &Reader<'_>) -> Option<(RewardPlan, RewardSecrets)> {
     let applies_to = read_applies_to(&reader.field("applies_to"));
     let secrets = match &kind {
         RewardKind::Webhook(_) => service::read_secrets(reader),
+        RewardKind::Python(_) => RewardSecrets::default(),
         kind if kind.service().is_some() => RewardSecrets {
             headers: service::read_headers(&reader.field("headers")).unwrap_or_default(),
             ..RewardSecrets::default()

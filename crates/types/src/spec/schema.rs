@@ -12,9 +12,9 @@ use super::settings::{SECTIONS, form_layout};
 use super::{
     AnswerPlace, ContainsPlan, DatasetPlan, EvalPlan, FormatPlan, HttpTemplatePlan, JobSpec, JsonSchemaPlan, LabelPlan,
     LengthPlan, LengthUnit, MAX_ABS_REWARD, MatchPlan, MathEqualPlan, MultiPlan, NumberMatchPlan, OpenaiJudgePlan,
-    OpenrlhfPlan, OptimizerPlan, PairPlan, Plan, RegexPlan, RepetitionPlan, RewardModelPlan, RlooPlan, ServicePlan,
-    SimilarityMetric, SlimePlan, SoftOverlongPlan, StringCheckPlan, StringOperation, TextPlan, TextSimilarityPlan,
-    VllmPoolingPlan, WebhookPlan,
+    OpenrlhfPlan, OptimizerPlan, PairPlan, Plan, PythonPlan, RegexPlan, RepetitionPlan, RewardModelPlan, RlooPlan,
+    ServicePlan, SimilarityMetric, SlimePlan, SoftOverlongPlan, StringCheckPlan, StringOperation, TextPlan,
+    TextSimilarityPlan, VllmPoolingPlan, WebhookPlan,
 };
 
 /// The name of a reward in the document.
@@ -232,6 +232,11 @@ fn reward_schema(RewardType { name: kind, schema, required, mut minimal }: Rewar
     }
     own.description = into_object(schema.clone()).description;
     own.properties.extend(into_object(schema).properties);
+    let is_python = kind == "python";
+    if is_python {
+        // The worker's and the server's to set.
+        own.properties.retain(|name, _| !["url", "sha256"].contains(&name.as_str()));
+    }
     own.schema_type = Type::Object.into();
     let mut object = into_object(optional(own.into(), defaults.as_ref(), required));
     for name in required.iter().chain(&["text"]) {
@@ -239,7 +244,8 @@ fn reward_schema(RewardType { name: kind, schema, required, mut minimal }: Rewar
     }
     object.required.insert(0, "type".to_owned());
     object.properties.insert("type".to_owned(), words("The reward's type.", &[kind]));
-    object.properties.insert("name".to_owned(), string("Unique in the job; default: the type."));
+    let default_name = if is_python { "the function" } else { "the type" };
+    object.properties.insert("name".to_owned(), string(&format!("Unique in the job; default: {default_name}.")));
     let weight = number("Between -1000000 and 1000000; 0 = metric only.");
     object.properties.insert("weight".to_owned(), defaulted(weight, json!(1.0)));
     let limit = number("A value that is further from 0 than this is invalid, as NaN is.");
@@ -262,7 +268,7 @@ fn reward_schema(RewardType { name: kind, schema, required, mut minimal }: Rewar
         let previous = "While the secret is rotated, the one before: requests are signed with both. Never shown again.";
         object.properties.insert("previous_secret".to_owned(), write_only(string(previous)));
     }
-    if is_service {
+    if is_service && !is_python {
         let headers = write_only(texts("Sent with every request; never shown again."));
         object.properties.insert("headers".to_owned(), headers);
     }
@@ -324,6 +330,12 @@ fn reward_types() -> Vec<RewardType> {
         kind("number_match", NumberMatchPlan::schema(), &["column"], json!({"column": "answer"})),
         kind("regex", RegexPlan::schema(), &["pattern"], json!({"pattern": "."})),
         kind("reward_model", RewardModelPlan::schema(), &["model"], json!({"model": "org/reward-model"})),
+        kind(
+            "python",
+            PythonPlan::schema(),
+            &["file", "function"],
+            json!({"file": "rewards.py", "function": "accuracy"}),
+        ),
         kind(
             "string_check",
             StringCheckPlan::schema(),

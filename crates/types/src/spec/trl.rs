@@ -11,6 +11,7 @@ mod batching;
 mod keys;
 mod peft;
 mod reading;
+mod rewards;
 mod schedule;
 
 use std::collections::BTreeMap;
@@ -314,7 +315,7 @@ fn as_dataset(dataset: &Value) -> Value {
 
 /// TRL: one weight a reward, in their order; without reward_weights every weight is 1.
 fn put_rewards(keys: &Keys<'_>, rewards: Option<&Value>, spec: &mut Map<String, Value>) {
-    let mut rewards = rewards.cloned();
+    let mut rewards = rewards.cloned().or(self::rewards::named_rewards(keys, rewards.is_some()));
     if let Some(weights) = keys.value("reward_weights") {
         match (weights.as_array(), rewards.as_mut().map(Value::as_array_mut)) {
             (None, _) => keys.fail("reward_weights", "invalid_type", "must be a list of numbers, one a reward"),
@@ -551,7 +552,8 @@ fn unknown(key: &str) -> String {
     let ignored = IGNORED.iter().flat_map(|entry| entry.keys);
     let refused = REFUSED.iter().flat_map(|entry| entry.keys);
     let of_settings = SECTIONS.iter().flat_map(|section| section.settings).flat_map(|setting| setting.trl.keys());
-    let known = of_settings.chain(READ.iter().chain(ignored).chain(refused).copied());
+    let known =
+        of_settings.chain(READ.iter().chain(&self::rewards::REWARD_FUNCS).chain(ignored).chain(refused).copied());
     match nearest(key, known) {
         Some(meant) => format!("not a key of RLOOConfig (TRL 1.16): did you mean '{meant}'?"),
         None => "not a key of RLOOConfig (TRL 1.16), nor of the arguments around it: remove it".to_owned(),

@@ -153,7 +153,7 @@ fn what_is_not_done_is_answered_by_name_with_what_to_use() {
         "use_vllm": true, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3, "deepspeed": "ds_z3.json", "fsdp": "full_shard",
         "fsdp_config": {"version": 2}, "sync_ref_model": true, "ref_model_sync_steps": 64, "load_in_4bit": true, "fp16": true,
         "optim": "adafactor", "lr_scheduler_type": "polynomial", "push_to_hub": true, "neftune_noise_alpha": 5,
-        "generation_kwargs": {"num_beams": 4}, "model_init_kwargs": {"load_in_8bit": true}, "reward_funcs": ["accuracy"],
+        "generation_kwargs": {"num_beams": 4}, "model_init_kwargs": {"load_in_8bit": true}, "reward_model_path": "org/rm",
         "dataset_name": "trl-lib/tldr", "max_prompt_length": 512, "whiten_rewards": true, "num_generatoins": 4,
         "resume_from_checkpoint": "last", "loss_type": "dapo"
     });
@@ -173,6 +173,47 @@ fn what_is_not_done_is_answered_by_name_with_what_to_use() {
     assert!(reason("deepspeed").contains("one worker drives one device"));
     assert!(reason("load_in_4bit").contains("LoRA"));
     assert!(reason("dataset_name").contains("POST /datasets"));
+}
+
+#[test]
+fn named_reward_functions_become_rewards_with_what_is_to_be_done() {
+    let of = |config: Value| {
+        let conversion = convert(&json!({"config": config, "model": "m", "dataset": {"id": "ds_1"}}), None);
+        assert!(conversion.errors.is_empty() && conversion.unsupported.is_empty(), "{conversion:?}");
+        conversion
+    };
+    let conversion = of(json!({
+        "reward_funcs": ["accuracy_reward", "my_lib.rewards.custom", "<function brevity at 0x7f00>", "get_soft_overlong_punishment",
+            "org/reward-model", "other.rewards.custom", "lib/more.py:tidy"],
+        "reward_weights": [1, 0.5, 0, 1, 1, 1, 1]
+    }));
+    let expected = json!([
+        {"type": "webhook", "name": "accuracy_reward", "url": "http://127.0.0.1:8090/accuracy_reward", "completion_ids": true, "weight": 1},
+        {"type": "python", "file": "my_lib/rewards.py", "function": "custom", "weight": 0.5},
+        {"type": "python", "file": "rewards.py", "function": "brevity", "weight": 0},
+        {"type": "soft_overlong", "max_tokens": 1280, "cache_tokens": 256, "weight": 1},
+        {"type": "reward_model", "model": "org/reward-model", "weight": 1},
+        {"type": "python", "file": "other/rewards.py", "function": "custom", "name": "custom_2", "weight": 1},
+        {"type": "python", "file": "lib/more.py", "function": "tidy", "weight": 1}
+    ]);
+    assert_eq!(conversion.spec["rewards"], expected);
+    let (spec, errors) = JobSpec::read(json!({"rewards": expected}));
+    let of_rewards: Vec<_> = errors.iter().filter(|error| error.pointer.starts_with("/rewards")).collect();
+    assert!(of_rewards.is_empty() && spec.rewards[2].name == "brevity", "{of_rewards:?}");
+    let warned = |code: &str, part: &str| {
+        conversion
+            .warnings
+            .iter()
+            .any(|w| w.code == code && w.pointer == "/config/reward_funcs" && w.detail.contains(part))
+    };
+    assert!(warned("reward_to_be_served", "rlood reward serve trl.rewards:accuracy_reward"));
+    assert!(warned("reward_runs_python", "rlood reward serve my_lib/rewards.py:custom"));
+    assert!(warned("reward_file_assumed", "the file of 'brevity' is not named"));
+    assert_eq!(of(json!({"reward_funcs": "my.module.func"})).spec["rewards"][0]["file"], "my/module.py");
+    let both = converted(json!({"reward_funcs": ["x"]}));
+    assert!(ignored_keys(&both).contains(&"reward_funcs") && both.spec["rewards"] == json!([{"type": "length"}]));
+    let bad = convert(&json!({"config": {"reward_funcs": [3]}, "model": "m"}), None);
+    assert!(bad.errors[0].detail.contains("must name functions"), "{:?}", bad.errors);
 }
 
 #[test]

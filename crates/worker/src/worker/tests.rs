@@ -285,6 +285,7 @@ fn sample() -> RewardSample {
         completion: "1".to_owned(),
         finish_reason: FinishReason::Stop,
         num_tokens: 1,
+        completion_ids: None,
         columns: serde_json::Map::new(),
     }
 }

@@ -101,6 +101,8 @@ pub enum RewardKind {
     Regex(RegexPlan),
     /// A registered sequence-classification model on the worker's device: its raw logit.
     RewardModel(RewardModelPlan),
+    /// A Python function on the worker's machine, with TRL's signature of reward functions.
+    Python(PythonPlan),
     /// OpenAI's grader: 1 if two templated texts are equal (or one is in the other), else 0.
     StringCheck(StringCheckPlan),
     /// OpenAI's grader: how alike two templated texts are, 0 to 1.
@@ -135,6 +137,7 @@ macro_rules! service_of {
             RewardKind::VllmPooling(plan) => Some($($reference)+ plan.service),
             RewardKind::OpenaiJudge(plan) => Some($($reference)+ plan.service),
             RewardKind::HttpTemplate(plan) => Some($($reference)+ plan.service),
+            RewardKind::Python(plan) => Some($($reference)+ plan.service),
             RewardKind::Length(_)
             | RewardKind::ExactMatch(_)
             | RewardKind::Contains(_)
@@ -154,7 +157,8 @@ macro_rules! service_of {
 }
 
 impl RewardKind {
-    /// The service it asks; `None` for what is computed here.
+    /// The service it asks; `None` for what is computed here. That of a Python function is started by the worker: it has no
+    /// address before.
     pub fn service(&self) -> Option<&ServicePlan> {
         service_of!(self, &)
     }
@@ -214,7 +218,8 @@ impl RewardKind {
             | RewardKind::Repetition(_)
             | RewardKind::SoftOverlong(_)
             | RewardKind::Format(_)
-            | RewardKind::RewardModel(_) => return Vec::new(),
+            | RewardKind::RewardModel(_)
+            | RewardKind::Python(_) => return Vec::new(),
         };
         column.map(|column| (field.to_owned(), column.as_str())).into_iter().collect()
     }
@@ -235,7 +240,8 @@ impl RewardKind {
             | RewardKind::HfTextClassification(_)
             | RewardKind::HttpTemplate(_)
             | RewardKind::Multi(_)
-            | RewardKind::RewardModel(_) => None,
+            | RewardKind::RewardModel(_)
+            | RewardKind::Python(_) => None,
             RewardKind::Length(plan) => Some(plan.bounds()),
             RewardKind::Repetition(plan) => Some((plan.max_penalty.min(0.0), 0.0)),
             RewardKind::SoftOverlong(_) => Some((-1.0, 0.0)),
@@ -262,12 +268,34 @@ pub struct WebhookPlan {
     /// Given to the service as it is.
     #[serde(default)]
     pub params: serde_json::Map<String, serde_json::Value>,
+    /// Samples carry the token ids of their completion (`completion_ids`), as functions with TRL's signature may ask for.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub completion_ids: bool,
+}
+
+/// A Python function that the worker runs in a process of its own.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct PythonPlan {
+    /// The file that defines it: absolute, or relative to a folder of the server's --python-rewards. A plan has the absolute path.
+    pub file: String,
+    /// Its name in the file: `accuracy`, or `Judge.score`.
+    pub function: String,
+    /// Of the file, when the job was accepted: the function is not run from another one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sha256: Option<String>,
+    /// Processes that run the file's functions.
+    pub processes: u32,
+    /// How it is asked.
+    #[serde(flatten)]
+    pub service: ServicePlan,
 }
 
 /// Where a service is, and how it is asked: the same for every reward over HTTP.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct ServicePlan {
-    /// http or https.
+    /// http or https. Absent of a Python function.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    #[schema(required = true)]
     pub url: String,
     /// Requests in flight at once.
     pub max_concurrency: u32,

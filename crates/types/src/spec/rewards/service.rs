@@ -27,14 +27,24 @@ const RESERVED_HEADERS: [&str; 13] = [
 
 /// Contract v1.
 pub(super) fn read_webhook(reader: &Reader<'_>) -> WebhookPlan {
-    WebhookPlan { service: read_service(reader, 32), params: reader.field("params").map().cloned().unwrap_or_default() }
+    WebhookPlan {
+        service: read_service(reader, 32),
+        params: reader.field("params").map().cloned().unwrap_or_default(),
+        completion_ids: reader.field("completion_ids").bool().unwrap_or(false),
+    }
 }
 
 /// Address and limits. `batch` samples in one request unless the client says otherwise; 1: it cannot be more.
 pub(super) fn read_service(reader: &Reader<'_>, batch: u32) -> ServicePlan {
+    let url = read_url(&reader.required("url", "give the http or https address of the reward service"));
+    ServicePlan { url, ..read_limits(reader, batch) }
+}
+
+/// The limits of a service whose address is not the client's to give.
+pub(super) fn read_limits(reader: &Reader<'_>, batch: u32) -> ServicePlan {
     let timeout = reader.field("timeout_ms");
     let service = ServicePlan {
-        url: read_url(&reader.required("url", "give the http or https address of the reward service")),
+        url: String::new(),
         max_concurrency: reader.field("max_concurrency").whole(1..=256).unwrap_or(8),
         max_batch_samples: reader
             .field("max_batch_samples")

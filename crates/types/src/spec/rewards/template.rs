@@ -155,6 +155,7 @@ mod tests {
             completion: "{\"sum\": 4}".into(),
             finish_reason: FinishReason::Stop,
             num_tokens: 6,
+            completion_ids: None,
             columns: Map::from_iter([
                 ("answer".to_owned(), json!(4)),
                 ("none".to_owned(), json!(null)),

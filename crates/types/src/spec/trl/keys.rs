@@ -291,16 +291,9 @@ pub(super) const REFUSED: &[Refused] = &[
         reason: "a registered model is a directory with one revision: register that revision's files under an id of their own",
     },
     Refused {
-        keys: &[
-            "reward_funcs",
-            "reward_func",
-            "reward_functions",
-            "reward_model_name_or_path",
-            "reward_model_path",
-            "reward_model",
-        ],
+        keys: &["reward_model_name_or_path", "reward_model_path", "reward_model"],
         off: &[],
-        reason: "Python functions and models cannot be sent: give rewards, a list of built-in types (length, exact_match, contains, number_match, regex), of reward_model for a registered sequence-classification model, or webhooks that call your code",
+        reason: "give it as a reward: {\"type\": \"reward_model\", \"model\": …} of a registered sequence-classification model (POST /models)",
     },
     Refused {
         keys: &["dataset_mixture", "datasets"],

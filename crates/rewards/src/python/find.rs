@@ -1,0 +1,150 @@
+//! Which functions of which files: `rewards.py:accuracy,format`, or `my.module:accuracy`.
+
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+
+use super::PythonError;
+
+/// A file or module, and the functions of it that are served.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Target {
+    /// The file; None = a module that Python finds.
+    pub file: Option<PathBuf>,
+    /// The module, where there is no file.
+    pub module: Option<String>,
+    /// The first folder in which the functions' imports are looked for.
+    pub folder: PathBuf,
+    /// As the user wrote it.
+    pub shown: String,
+    /// Their names.
+    pub functions: Vec<String>,
+    /// The SHA-256 that the file must have, hexadecimal.
+    pub sha256: Option<String>,
+}
+
+impl Target {
+    /// Functions of a file at an absolute path.
+    pub fn of_file(file: &Path, functions: Vec<String>, sha256: Option<String>) -> Self {
+        Self {
+            file: Some(file.to_owned()),
+            module: None,
+            folder: file.parent().map(Path::to_owned).unwrap_or_default(),
+            shown: file.file_name().unwrap_or(file.as_os_str()).to_string_lossy().into_owned(),
+            functions,
+            sha256,
+        }
+    }
+}
+
+/// Reads `FILE_OR_MODULE:FUNCTION,…`, each as given on a command line. Files are looked for in `directory`.
+///
+/// # Errors
+/// What cannot be read; which file is not there; which two functions have one name.
+pub fn read_targets(given: &[String], directory: &Path) -> Result<Vec<Target>, PythonError> {
+    let mut targets: Vec<Target> = Vec::new();
+    for text in given {
+        let target = read_target(text, directory)?;
+        for name in &target.functions {
+            if targets
+                .iter()
+                .chain([&target])
+                .flat_map(|target| &target.functions)
+                .filter(|other| *other == name)
+                .count()
+                > 1
+            {
+                let detail = format!(
+                    "two functions are named '{name}', and each has the endpoint of its name: serve them by two processes"
+                );
+                return Err(PythonError::Setting(detail));
+            }
+        }
+        targets.push(target);
+    }
+    if targets.is_empty() {
+        return Err(PythonError::Setting("name what to serve, rewards.py:accuracy for example".to_owned()));
+    }
+    Ok(targets)
+}
+
+fn read_target(text: &str, directory: &Path) -> Result<Target, PythonError> {
+    let wrong = |detail: String| Err(PythonError::Setting(detail));
+    let Some((place, functions)) = text.rsplit_once(':').filter(|(place, _)| !place.is_empty()) else {
+        return wrong(format!(
+            "'{text}' names no function: write FILE:FUNCTION, rewards.py:accuracy,format for example"
+        ));
+    };
+    let functions: Vec<String> = functions.split(',').map(|name| name.trim().to_owned()).collect();
+    if let Some(bad) = functions.iter().find(|name| !is_dotted_name(name)) {
+        return wrong(format!("'{bad}' in '{text}' is not the name of a function"));
+    }
+    let file = directory.join(place);
+    let is_file = place.ends_with(".py") || place.contains('/');
+    if !is_file && !file.is_file() {
+        if !is_dotted_name(place) {
+            return wrong(format!("'{place}' is neither a Python file (rewards.py) nor a module (my.module)"));
+        }
+        return Ok(Target {
+            file: None,
+            module: Some(place.to_owned()),
+            folder: directory.to_owned(),
+            shown: place.to_owned(),
+            functions,
+            sha256: None,
+        });
+    }
+    match file.canonicalize() {
+        Ok(path) if path.is_file() => {
+            // Imports are looked for beside the file as it was named, not where a link leads.
+            let folder = file.parent().and_then(|folder| folder.canonicalize().ok()).unwrap_or_default();
+            Ok(Target { folder, shown: place.to_owned(), ..Target::of_file(&path, functions, None) })
+        }
+        Ok(path) => wrong(format!("{} is a directory: name a Python file", path.display())),
+        Err(error) => wrong(format!("{}: {error}", file.display())),
+    }
+}
+
+fn is_dotted_name(name: &str) -> bool {
+    let is_name = |part: &str| {
+        let mut characters = part.chars();
+        characters.next().is_some_and(|c| c.is_alphabetic() || c == '_')
+            && characters.all(|c| c.is_alphanumeric() || c == '_')
+    };
+    name.split('.').all(is_name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(given: &[&str], directory: &Path) -> Result<Vec<Target>, String> {
+        let given: Vec<String> = given.iter().map(|&text| text.to_owned()).collect();
+        read_targets(&given, directory).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn files_and_modules_are_told_apart() {
+        let scratch = std::env::temp_dir().join(format!("rlood-find-{}", std::process::id()));
+        std::fs::create_dir_all(&scratch).unwrap();
+        std::fs::write(scratch.join("rewards.py"), "").unwrap();
+        let targets = read(&["rewards.py:accuracy, format", "my.module:Judge.score"], &scratch).unwrap();
+        assert_eq!(targets[0].functions, ["accuracy", "format"]);
+        assert_eq!(targets[0].file, Some(scratch.canonicalize().unwrap().join("rewards.py")));
+        assert_eq!((targets[1].module.as_deref(), &targets[1].file), (Some("my.module"), &None));
+        for (given, part) in [
+            (&["rewards.py"][..], "names no function"),
+            (&["nowhere.py:accuracy"], "nowhere.py: No such file"),
+            (&["rewards.py:a b"], "not the name of a function"),
+            (&["rewards.py:a", "other:a"], "two functions are named 'a'"),
+            (&["rewards.py:a,a"], "two functions are named 'a'"),
+            (&["my-module:a"], "neither a Python file"),
+            (&["../:a"], "is a directory"),
+            (&[], "name what to serve"),
+        ] {
+            let error = read(given, &scratch).unwrap_err();
+            assert!(error.contains(part), "{given:?}: {error}");
+        }
+        std::fs::remove_dir_all(&scratch).unwrap();
+    }
+}

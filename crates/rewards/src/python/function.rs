@@ -1,0 +1,174 @@
+//! A reward of type `python`: its server process is started when it is first needed and asked over loopback like any
+//! webhook, with the same retries, journal and rules for missing values.
+
+use std::collections::BTreeMap;
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use futures::future::BoxFuture;
+use tokio::sync::OnceCell;
+
+use super::{PythonError, PythonServer, Settings, Target};
+use crate::client::RewardClient;
+use crate::http_client::restricted_client_builder;
+use crate::outgoing::OutgoingPolicy;
+use crate::signature::Key;
+use crate::spec::{PythonPlan, RewardKind, RewardPlan, RewardSecrets};
+use crate::webhook::Webhook;
+use crate::{BuildError, JobContext, Judged, Reward, RewardFailure};
+
+/// The Python files of one attempt: a process each, whatever the number of rewards that are functions of it.
+#[derive(Default)]
+pub struct PythonFunctions(Mutex<BTreeMap<PathBuf, Arc<FileServer>>>);
+
+/// The process of one file, once it is started.
+struct FileServer {
+    file: PathBuf,
+    sha256: Option<String>,
+    /// Held from the beginning, so that the address is known before the process runs.
+    listener: TcpListener,
+    secret: String,
+    wanted: Mutex<Wanted>,
+    server: OnceCell<PythonServer>,
+}
+
+/// What the rewards of one file ask of its process.
+#[derive(Debug, Default, Clone)]
+struct Wanted {
+    functions: Vec<String>,
+    processes: u32,
+}
+
+impl PythonFunctions {
+    fn of_file(&self, plan: &PythonPlan) -> std::io::Result<Arc<FileServer>> {
+        let mut files = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let file = Path::new(&plan.file);
+        let server = match files.get(file) {
+            Some(server) => server.clone(),
+            None => {
+                let server = Arc::new(FileServer::new(file, plan.sha256.clone())?);
+                files.insert(file.to_owned(), server.clone());
+                server
+            }
+        };
+        let mut wanted = server.wanted.lock().unwrap_or_else(PoisonError::into_inner);
+        if !wanted.functions.contains(&plan.function) {
+            wanted.functions.push(plan.function.clone());
+        }
+        wanted.processes = wanted.processes.max(plan.processes);
+        drop(wanted);
+        Ok(server)
+    }
+}
+
+impl FileServer {
+    fn new(file: &Path, sha256: Option<String>) -> std::io::Result<Self> {
+        Ok(Self {
+            file: file.to_owned(),
+            sha256,
+            listener: TcpListener::bind(("127.0.0.1", 0))?,
+            secret: Key::generate()?,
+            wanted: Mutex::default(),
+            server: OnceCell::new(),
+        })
+    }
+
+    async fn started(self: &Arc<Self>) -> Result<(), String> {
+        let start = || async {
+            let this = self.clone();
+            match tokio::task::spawn_blocking(move || this.start()).await {
+                Ok(started) => started.map_err(|error| error.to_string()),
+                Err(error) => Err(error.to_string()),
+            }
+        };
+        self.server.get_or_try_init(start).await.map(drop)
+    }
+
+    fn start(&self) -> Result<PythonServer, PythonError> {
+        if !self.file.is_file() {
+            let file = self.file.display();
+            let detail = format!(
+                "{file} is not on this worker's machine: a reward of type python needs the same file at the same path there. Copy \
+                 it, or serve it with `rlood reward serve` and name that address in a webhook"
+            );
+            return Err(PythonError::Setting(detail));
+        }
+        let Wanted { functions, processes } = self.wanted.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let target = Target::of_file(&self.file, functions, self.sha256.clone());
+        let settings = Settings {
+            processes,
+            secrets: vec![self.secret.clone()],
+            directory: Some(target.folder.clone()),
+            log_as: self.file.file_name().map(|name| name.to_string_lossy().into_owned()),
+            ..Settings::new(vec![target])
+        };
+        let server = PythonServer::start(&self.listener, &settings)?;
+        tracing::info!(file = %self.file.display(), python = server.version, "serves rewards");
+        Ok(server)
+    }
+}
+
+/// One function as a reward.
+pub struct PythonFunction {
+    name: String,
+    file: Arc<FileServer>,
+    webhook: Webhook,
+}
+
+impl PythonFunction {
+    /// Makes the reward of a plan; its process is one of `files`. `change` gives the webhook what it shares with others.
+    ///
+    /// # Errors
+    /// When the system gives no address to listen on or no HTTP client.
+    pub fn new(
+        reward: &RewardPlan,
+        plan: &PythonPlan,
+        files: &PythonFunctions,
+        client: &RewardClient,
+        change: impl FnOnce(Webhook, &str) -> Webhook,
+    ) -> Result<Self, BuildError> {
+        let error = |detail: String| BuildError { reward: reward.name.clone(), detail };
+        let file = files.of_file(plan).map_err(|why| error(format!("no address for its process: {why}")))?;
+        let address = file.listener.local_addr().map_err(|why| error(why.to_string()))?;
+        let url = format!("http://{address}/{}", plan.function);
+        let kind = RewardKind::Python(plan.clone()).with_service(|service| service.url.clone_from(&url));
+        let secrets = RewardSecrets { secret: Some(file.secret.clone()), ..RewardSecrets::default() };
+        let client = to_this_machine(client).map_err(error)?;
+        let webhook = Webhook::sharing(&reward.name, &kind, &secrets, &client)?.bounded(reward.max_abs_reward);
+        Ok(Self { name: reward.name.clone(), file, webhook: change(webhook, &url) })
+    }
+
+    /// The webhook by which the process is asked.
+    pub fn webhook(&self) -> &Webhook {
+        &self.webhook
+    }
+}
+
+/// The same client for the process's address only: whether loopback may be reached is a rule for addresses that users give.
+fn to_this_machine(client: &RewardClient) -> Result<RewardClient, String> {
+    let policy = OutgoingPolicy::parse(&["loopback"]).map_err(|why| why.to_string())?;
+    let http = restricted_client_builder(&policy).http1_only().build();
+    let http = http.map_err(|why| format!("no HTTP client: {why}"))?;
+    Ok(RewardClient { policy, http, ..client.clone() })
+}
+
+impl Reward for PythonFunction {
+    fn judge<'a>(
+        &'a self,
+        job: &'a JobContext,
+        samples: &'a [crate::sample::RewardSample],
+    ) -> BoxFuture<'a, Result<Judged, RewardFailure>> {
+        Box::pin(async move {
+            self.prepare().await?;
+            self.webhook.judge(job, samples).await
+        })
+    }
+
+    fn prepare(&self) -> BoxFuture<'_, Result<(), RewardFailure>> {
+        Box::pin(async move {
+            let unusable = |detail| RewardFailure::Unusable { reward: self.name.clone(), detail };
+            self.file.started().await.map_err(unusable)
+        })
+    }
+}

@@ -1,0 +1,386 @@
+# Continues processes.py: HTTP, and the server's life.
+
+
+class Answer:
+    """What became of one request."""
+
+    def __init__(self, seconds):
+        self.done = threading.Event()
+        self.until = time.monotonic() + seconds
+        # A call that hangs is told of while the client still listens.
+        self.compute_until = time.monotonic() + seconds * 0.9
+        self.token = random_secrets.token_urlsafe(16)
+        self.body = None
+
+
+class Answers:
+    """By request: the same request again gets the same answer, and is not computed twice."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+        self.by_key, self.by_token, self.size = {}, {}, 0
+
+    def begin(self, key, seconds):
+        """The answer, and whether it is to be computed; None: too much is under way."""
+        with self.lock:
+            now = time.monotonic()
+            for old in [k for k, answer in self.by_key.items() if answer.done.is_set() and answer.until < now]:
+                self.drop(old)
+            if key in self.by_key:
+                return self.by_key[key], False
+            if sum(not answer.done.is_set() for answer in self.by_key.values()) >= MAX_UNDER_WAY:
+                return None, False
+            answer = self.by_key[key] = Answer(seconds)
+            self.by_token[answer.token] = answer
+            return answer, True
+
+    def finish(self, key, body, keep):
+        with self.lock:
+            answer = self.by_key[key]
+            answer.body = body
+            self.size += len(body)
+            if not keep:
+                # The same request again is computed again; whoever was shown a status address still finds the results there.
+                self.by_key[answer.token] = self.by_key.pop(key)
+            for old in [k for k, kept in self.by_key.items() if kept.done.is_set()]:
+                if self.size <= KEPT_BYTES:
+                    break
+                self.drop(old)
+            answer.done.set()
+
+    def drop(self, key):
+        answer = self.by_key.pop(key)
+        self.by_token.pop(answer.token, None)
+        self.size -= len(answer.body or b"")
+
+    def under_way(self):
+        with self.lock:
+            return sum(not answer.done.is_set() for answer in self.by_key.values())
+
+
+class Refused(Exception):
+    """What is wrong with a request: an HTTP status and a reason."""
+
+    def __init__(self, status, reason):
+        super().__init__(reason)
+        self.status = status
+
+
+def verify(keys, headers, body):
+    """Standard Webhooks: one of the secrets must have signed these very bytes, just now."""
+    if not keys:
+        return
+    name, stamp = headers.get("webhook-id", ""), headers.get("webhook-timestamp", "")
+    if not (stamp.isascii() and stamp.isdigit() and len(stamp) < 16 and abs(time.time() - int(stamp)) <= TOLERANCE_S):
+        raise Refused(401, "webhook-timestamp is missing or more than five minutes away from this clock")
+    given = [s[3:].encode() for s in headers.get("webhook-signature", "").split(" ") if s.startswith("v1,")]
+    for key in keys:
+        digest = hmac.new(key, ("%s.%s." % (name, stamp)).encode() + body, hashlib.sha256).digest()
+        if any(hmac.compare_digest(base64.b64encode(digest), signature) for signature in given):
+            return
+    raise Refused(401, "no signature in webhook-signature fits: is the job's secret the one of this server?")
+
+
+def no_constant(name):
+    raise ValueError("%s is no JSON" % name)
+
+
+def read_request(body):
+    try:
+        request = json.loads(body, parse_constant=no_constant)
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, "the body is not JSON: %s" % error) from None
+    kind = request.get("type") if isinstance(request, dict) else None
+    if kind not in ("reward.ping", "reward.score.request"):
+        raise Refused(422, "known types: reward.ping, reward.score.request")
+    if kind == "reward.ping":
+        return request
+    if request.get("version") != "1":
+        raise Refused(422, "version 1 of the reward contract is spoken here")
+    samples, job = request.get("samples"), request.get("job", {})
+    if not isinstance(request.get("id"), str) or not isinstance(job, dict):
+        raise Refused(422, "'id' must be a string and 'job' an object")
+    if not isinstance(samples, list) or not samples:
+        raise Refused(422, "'samples' must be a list of at least one sample")
+    if len(samples) > MAX_SAMPLES:
+        raise Refused(413, "at most %d samples in one request" % MAX_SAMPLES)
+    for index, sample in enumerate(samples):
+        good = (
+            isinstance(sample, dict)
+            and isinstance(sample.get("sample_id"), str)
+            and isinstance(sample.get("completion"), str)
+            and isinstance(sample.get("prompt", ""), str)
+            and isinstance(sample.get("messages"), (list, type(None)))
+            and isinstance(sample.get("columns", {}), dict)
+            and isinstance(sample.get("num_tokens", 0), int)
+        )
+        if not good:
+            text = "samples[%d] must be an object with sample_id and completion, prompt, messages and columns"
+            raise Refused(422, text % index)
+    return request
+
+
+def chunks(samples, size):
+    """Calls of at most `size` samples; a group stays whole where it fits."""
+    if not size:
+        return [samples]
+    calls, group_start = [[]], 0
+    for index, sample in enumerate(samples):
+        if index and sample.get("group_id") != samples[index - 1].get("group_id"):
+            group_start = len(calls[-1])
+        if len(calls[-1]) == size:
+            # Of the group that does not fit, what is here already moves on, unless it fills a call.
+            moved = calls[-1][group_start:] if group_start else []
+            del calls[-1][len(calls[-1]) - len(moved) :]
+            calls.append(moved)
+            group_start = 0
+        calls[-1].append(sample)
+    return calls
+
+
+def compute(server, function, request, key, answer):
+    """Runs on a thread of its own: the client may leave and ask again."""
+    samples, job = request["samples"], request.get("job", {})
+    calls = chunks(samples, server.pool.batch_size)
+    done = [None] * len(calls)
+
+    def one(index):
+        try:
+            done[index] = server.pool.ask(function, calls[index], job, answer.compute_until)
+        except Exception as error:
+            say("a call of '%s' went wrong: %s" % (function, told(error)))
+            done[index] = [failed("internal", told(error), retryable=True) for _ in calls[index]]
+
+    threads = [threading.Thread(target=one, args=(index,), daemon=True) for index in range(1, len(calls))]
+    for thread in threads:
+        thread.start()
+    one(0)
+    for thread in threads:
+        thread.join()
+    results = [result for part in done for result in part]
+    keep = not any(result.get("error", {}).get("retryable") for result in results)
+    results = [dict(result, sample_id=sample["sample_id"]) for sample, result in zip(samples, results)]
+    body = json.dumps({"version": "1", "id": request["id"], "results": results}).encode()
+    server.answers.finish(key, body, keep)
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    # Head and body leave together: in two pieces the second would wait for the first one's acknowledgement.
+    wbufsize = -1
+    disable_nagle_algorithm = True
+    # Longer than clients keep an idle connection.
+    timeout = 180
+
+    def do_GET(self):
+        try:
+            self.check_caller()
+            path = urllib.parse.urlsplit(self.path).path
+            if path.startswith("/status/"):
+                verify(self.server.keys, self.headers, b"")
+                answer = self.server.answers.by_token.get(path[len("/status/") :])
+                if answer is None:
+                    raise Refused(404, "there is no such request")
+                if not answer.done.wait(1.0):
+                    return self.say(202, {"eta_ms": 1000})
+                return self.reply(200, answer.body)
+            endpoints = ["/" + name for name in self.server.functions]
+            self.say(200, {"service": "rlood reward serve", "contract": "1", "endpoints": endpoints})
+        except Refused as refused:
+            self.refuse(refused)
+
+    def do_POST(self):
+        try:
+            # Until the body is read.
+            closes, self.close_connection = self.close_connection, True
+            self.check_caller()
+            kind = self.headers.get("content-type", "").split(";")[0].strip().lower()
+            # A web page of another origin cannot send this without asking first.
+            if kind != "application/json" and not self.server.keys:
+                raise Refused(415, "send 'content-type: application/json'")
+            length = self.headers.get("content-length", "")
+            if not (length.isascii() and length.isdigit()):
+                raise Refused(411, "send a content-length")
+            if int(length) > MAX_BYTES:
+                raise Refused(413, "at most %d bytes in one request" % MAX_BYTES)
+            body = self.rfile.read(int(length))
+            if len(body) < int(length):
+                return
+            self.close_connection = closes
+            verify(self.server.keys, self.headers, body)
+            request = read_request(body)
+            function = self.function()
+            if request["type"] == "reward.ping":
+                return self.say(200, {"max_batch_samples": MAX_SAMPLES, "modes": ["sync", "async"]})
+            self.score(function, request, body)
+        except Refused as refused:
+            self.refuse(refused)
+
+    def function(self):
+        name = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path).strip("/")
+        if name in self.server.functions:
+            return name
+        if name in ("", "score") and len(self.server.functions) == 1:
+            return self.server.functions[0]
+        raise Refused(404, "the endpoints are: " + ", ".join("/" + name for name in self.server.functions))
+
+    def score(self, function, request, body):
+        deadline_ms = request.get("deadline_ms")
+        good = isinstance(deadline_ms, (int, float)) and not isinstance(deadline_ms, bool) and deadline_ms > 0
+        seconds = min(deadline_ms / 1000.0, KEPT_S) if good else 300.0
+        key = (function, request["id"], hashlib.sha256(body).digest())
+        answer, is_new = self.server.answers.begin(key, seconds)
+        if answer is None:
+            return self.say(429, {"error": {"code": "busy", "message": "too many requests wait"}}, {"retry-after": "1"})
+        if is_new:
+            arguments = (self.server, function, request, key, answer)
+            threading.Thread(target=compute, args=arguments, daemon=True).start()
+        if answer.done.wait(SYNC_WAIT_S):
+            return self.reply(200, answer.body)
+        self.say(202, {"id": request["id"], "eta_ms": 1000, "status_url": "/status/" + answer.token})
+
+    def check_caller(self):
+        """Neither a page whose name was made to point here (DNS rebinding) nor a page of another origin is answered."""
+        host = self.headers.get("host", "")
+        name = host[: host.rindex("]") + 1] if host.startswith("[") and "]" in host else host.split(":")[0]
+        name = name.lower().rstrip(".")
+        if not any(name == own or (own.startswith("*.") and name.endswith(own[1:])) for own in self.server.names):
+            if not is_address(name):
+                text = "'%s' is not a name of this server: use its address, or start it with --allowed-hosts"
+                raise Refused(421, text % host[:100])
+        origin = self.headers.get("origin")
+        if origin is not None and origin.split("://")[-1] != host:
+            raise Refused(403, "a web page of another origin may not use these functions")
+
+    def refuse(self, refused):
+        self.say(refused.status, {"error": {"code": "refused", "message": str(refused)}})
+
+    def say(self, status, value, headers=None):
+        self.reply(status, json.dumps(value).encode(), headers)
+
+    def reply(self, status, body, headers=None):
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        if self.close_connection:
+            self.send_header("connection", "close")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+def is_address(name):
+    for family, text in ((socket.AF_INET, name), (socket.AF_INET6, name.strip("[]"))):
+        try:
+            socket.inet_pton(family, text)
+            return True
+        except (OSError, ValueError):
+            pass
+    return False
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, listening, settings, pool):
+        self.pool, self.answers = pool, Answers()
+        self.functions = [name for target in settings["targets"] for name in target["functions"]]
+        self.keys = [base64.b64decode(secret[len("whsec_") :]) for secret in settings["secrets"]]
+        self.names = ["localhost", socket.gethostname().lower()] + [n.lower() for n in settings["allowed_hosts"]]
+        self.places = threading.BoundedSemaphore(settings["max_connections"])
+        self.address_family = listening.family
+        super().__init__(listening.getsockname(), Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listening
+
+    def process_request(self, request, client_address):
+        if self.places.acquire(blocking=False):
+            return super().process_request(request, client_address)
+        self.shutdown_request(request)
+
+    def process_request_thread(self, request, client_address):
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.places.release()
+
+    def handle_error(self, request, client_address):
+        error = sys.exc_info()[1]
+        if not isinstance(error, (OSError, socket.timeout)):
+            say("a request went wrong: " + told(error))
+
+
+def serve(channel, settings):
+    """The server's life."""
+    listening = socket.socket(fileno=os.dup(1))
+    listening.setblocking(True)
+    os.dup2(2, 1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        pool = Pool(settings)
+    except NotLoaded as error:
+        report(channel, {"event": "failed", "code": error.code, "message": str(error)})
+        os._exit(3)
+    server = Server(listening, settings, pool)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    if settings["reload"]:
+        threading.Thread(target=pool.watch, daemon=True).start()
+    ending = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ending.set())
+
+    def listen():
+        # A byte asks for an end in good order, the channel's end for one at once.
+        orderly = channel.recv(1)
+        if not orderly:
+            end(pool)
+        ending.set()
+        channel.recv(1)
+        end(pool)
+
+    version = "%d.%d.%d" % sys.version_info[:3]
+    report(channel, {"event": "ready", "functions": server.functions, "python": version})
+    threading.Thread(target=listen, daemon=True).start()
+    # With a time limit, as a wait without one would not let signals through.
+    while not ending.wait(3600):
+        pass
+    server.shutdown()
+    until = time.monotonic() + DRAIN_S
+    while server.answers.under_way() and time.monotonic() < until:
+        time.sleep(0.02)
+    # For the last answers to leave.
+    time.sleep(0.1)
+    end(pool)
+
+
+def report(channel, value):
+    channel.sendall(json.dumps(value).encode() + b"\n")
+
+
+def end(pool):
+    """Ends this process and all that it or a function has started: they are one process group, which this process leads."""
+    pool.stop()
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(0)
+
+
+def main():
+    channel = socket.socket(fileno=os.dup(0))
+    channel.setblocking(True)
+    settings = receive(channel)
+    if settings is not None and "boot" in settings:
+        BOOT.append(settings["boot"])
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    if settings is None:
+        os._exit(0)
+    if settings["role"] == "worker":
+        work(channel, settings)
+    else:
+        serve(channel, settings)
+
+

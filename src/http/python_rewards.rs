@@ -1,0 +1,177 @@
+//! Rewards of type `python`: whether this server permits them to whoever asks, and which file of its folders they name.
+
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+use super::AppState;
+use super::auth::{Actor, Caller, keys_are_on};
+use super::error::{Code, Problem, shortened};
+use crate::config::PythonRewards;
+use crate::digest::Sha256Digest;
+use crate::spec::{FieldError, JobSpec, Plan, PythonPlan, RewardKind, RewardPlan};
+
+/// The largest file; what is larger is no program of a person's.
+const MAX_FILE_BYTES: u64 = 4 << 20;
+
+/// Stands for `RLOOD_API_KEY` where keys are named.
+const OPERATOR: &str = "operator";
+
+/// Resolves the files that a job's rewards name: their plans then have the absolute path and its SHA-256.
+pub(super) async fn resolve(
+    state: &AppState,
+    caller: &Caller,
+    spec: &mut JobSpec,
+    errors: &mut Vec<FieldError>,
+) -> Result<(), Problem> {
+    let own = spec.rewards.iter_mut().enumerate().map(|(index, reward)| (format!("/rewards/{index}"), reward));
+    let (eval, guard) = match &mut spec.eval {
+        Some(eval) => (eval.rewards.as_mut(), eval.guard.as_mut().and_then(|guard| guard.rewards.as_mut())),
+        None => (None, None),
+    };
+    let placed = |(at, rewards): (&'static str, Option<&mut Vec<RewardPlan>>)| {
+        let rewards = rewards.into_iter().flatten().enumerate();
+        rewards.map(move |(index, reward)| (format!("{at}/{index}"), reward))
+    };
+    for (at, reward) in own.chain([("/eval/rewards", eval), ("/eval/guard/rewards", guard)].into_iter().flat_map(placed)) {
+        errors.extend(resolve_one(state, caller, reward, &at).await?);
+    }
+    Ok(())
+}
+
+/// Resolves the file of one reward; any other kind stays as it is. `at` points to the reward in the request.
+pub(super) async fn resolve_one(
+    state: &AppState,
+    caller: &Caller,
+    reward: &mut RewardPlan,
+    at: &str,
+) -> Result<Option<FieldError>, Problem> {
+    let RewardKind::Python(plan) = &mut reward.kind else { return Ok(None) };
+    if let Some(detail) = refusal(state, caller).await? {
+        return Ok(Some(FieldError::new(format!("{at}/type"), "python_rewards_off", detail)));
+    }
+    if plan.file.is_empty() {
+        return Ok(None); // Reported by the reader.
+    }
+    let (permitted, given) = (state.config.python_rewards.clone(), plan.file.clone());
+    let found = tokio::task::spawn_blocking(move || find(&permitted, &given)).await.map_err(Problem::internal)?;
+    match found {
+        Ok((path, sha256)) => {
+            (plan.file, plan.sha256) = (path, Some(sha256));
+            Ok(None)
+        }
+        Err((code, detail)) => Ok(Some(FieldError::new(format!("{at}/file"), code, detail))),
+    }
+}
+
+/// Why whoever asks may not have such rewards; `None`: may.
+async fn refusal(state: &AppState, caller: &Caller) -> Result<Option<String>, Problem> {
+    let PythonRewards { folders, keys } = &state.config.python_rewards;
+    if folders.is_empty() {
+        let detail = "this server runs no Python functions: its operator permits the files of a folder with --python-rewards DIR \
+                      (RLOOD_PYTHON_REWARDS); or serve the function with `rlood reward serve` and name that address in a webhook";
+        return Ok(Some(detail.to_owned()));
+    }
+    let (name, id) = match caller.actor() {
+        Actor::Anonymous if !keys_are_on(state).await? => return Ok(None),
+        // A session whose key is gone, at most.
+        Actor::Anonymous => (String::new(), "NAME".to_owned()),
+        Actor::Operator => (OPERATOR.to_owned(), OPERATOR.to_owned()),
+        // A key of this name is not the operator's.
+        Actor::Key { id, name } if name == OPERATOR => (String::new(), id.to_string()),
+        Actor::Key { id, name } => (name.clone(), id.to_string()),
+    };
+    if keys.iter().any(|key| *key == name || *key == id) {
+        return Ok(None);
+    }
+    Ok(Some(format!(
+        "the key '{}' may not run Python functions: the operator permits it with --python-rewards-keys {id}",
+        shortened(if name.is_empty() { &id } else { &name })
+    )))
+}
+
+/// Whether whoever asks may start a job again that has such rewards.
+///
+/// # Errors
+/// When they may not.
+pub(super) async fn check_plan(state: &AppState, caller: &Caller, plan: &Plan) -> Result<(), Problem> {
+    if python_plans(plan).next().is_none() {
+        return Ok(());
+    }
+    match refusal(state, caller).await? {
+        Some(detail) => Err(Problem::new(Code::Forbidden, detail)),
+        None => Ok(()),
+    }
+}
+
+/// Why a job that was accepted must not run any more: the operator permits less than then.
+pub(super) fn withdrawn(permitted: &PythonRewards, plan: &Plan) -> Option<String> {
+    let refused = python_plans(plan).find(|plan| !permitted.holds(Path::new(&plan.file)))?;
+    let file = Path::new(&refused.file).file_name().unwrap_or_default().to_string_lossy();
+    Some(format!("the reward '{}' of {file} lies in no folder of --python-rewards any more", refused.function))
+}
+
+fn python_plans(plan: &Plan) -> impl Iterator<Item = &PythonPlan> {
+    plan.rewards_by_secret_name().filter_map(|(_, reward)| match &reward.kind {
+        RewardKind::Python(plan) => Some(plan),
+        _ => None,
+    })
+}
+
+/// The absolute path of a file, and the SHA-256 of its bytes. Blocks.
+fn find(permitted: &PythonRewards, given: &str) -> Result<(String, String), (&'static str, String)> {
+    // The same words whether or not something lies elsewhere: they tell nothing of the machine.
+    let nowhere = || {
+        let detail = format!("no file '{}' lies in the folders of --python-rewards", shortened(given));
+        ("unknown_file", detail)
+    };
+    let candidates: Vec<PathBuf> = match Path::new(given) {
+        path if path.is_absolute() => vec![path.to_owned()],
+        path => permitted.folders.iter().map(|folder| folder.join(path)).collect(),
+    };
+    let canonical = candidates.iter().filter_map(|path| path.canonicalize().ok());
+    let path = canonical.filter(|path| permitted.holds(path)).find(|path| path.is_file()).ok_or_else(nowhere)?;
+    let unreadable =
+        |error: std::io::Error| ("unknown_file", format!("'{}' cannot be read: {error}", shortened(given)));
+    let mut bytes = Vec::new();
+    let file = std::fs::File::open(&path).map_err(unreadable)?;
+    file.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes).map_err(unreadable)?;
+    if bytes.len() as u64 > MAX_FILE_BYTES {
+        let detail =
+            format!("'{}' is larger than {} MiB: it is no Python file", shortened(given), MAX_FILE_BYTES >> 20);
+        return Err(("too_large", detail));
+    }
+    let Some(text) = path.to_str() else {
+        return Err(("invalid_value", format!("the path of '{}' is not UTF-8: rename it", shortened(given))));
+    };
+    Ok((text.to_owned(), Sha256Digest::of(&bytes).to_string()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_is_found_in_the_folders_only() {
+        let scratch = tempfile::tempdir().unwrap();
+        let root = scratch.path().canonicalize().unwrap();
+        let (first, second, outside) = (root.join("first"), root.join("second"), root.join("outside"));
+        for folder in [&first, &second, &outside] {
+            std::fs::create_dir(folder).unwrap();
+        }
+        std::fs::write(second.join("rewards.py"), "x = 1\n").unwrap();
+        std::fs::write(outside.join("secret.py"), "").unwrap();
+        std::os::unix::fs::symlink(outside.join("secret.py"), first.join("link.py")).unwrap();
+        let permitted = PythonRewards { folders: vec![first.clone(), second.clone()], keys: Vec::new() };
+        let path = second.join("rewards.py").to_str().unwrap().to_owned();
+        let found = find(&permitted, "rewards.py").unwrap();
+        assert_eq!(found, (path.clone(), Sha256Digest::of("x = 1\n").to_string()));
+        assert_eq!(find(&permitted, &path).unwrap(), found);
+        for hidden in
+            ["../outside/secret.py", "link.py", "nowhere.py", outside.join("secret.py").to_str().unwrap(), "."]
+        {
+            let (code, detail) = find(&permitted, hidden).unwrap_err();
+            assert_eq!(code, "unknown_file", "{hidden}");
+            assert!(detail.contains("--python-rewards"), "{detail}");
+        }
+    }
+}
