@@ -1,5 +1,7 @@
 //! What the server knows of the model and the data that a job names: looked up, read, counted.
 
+mod answers;
+
 use std::path::Path as FilePath;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -41,6 +43,8 @@ pub(super) struct Prepared {
     pub(super) train: Option<Prompts>,
     /// The evaluation prompts.
     pub(super) eval: Option<Prompts>,
+    /// The rows of the warm-up.
+    pub(super) warm_up: Option<Prompts>,
 }
 
 /// Looks up what a job names. Inline records are taken out of it.
@@ -64,18 +68,19 @@ pub(super) async fn prepare(
     };
     let eval = spec.eval.as_mut().and_then(|eval| eval.dataset.as_mut());
     let eval = Prompts::find(state, caller, eval, &Place::new("/eval/dataset", chat_default), &mut errors).await?;
+    let warm_up = answers::find(state, caller, spec, chat_default, &mut errors).await?;
     let reward_models = reward_models::find(state, caller, spec, &mut errors).await?;
     let (memory_limit_bytes, places) = (state.config.memory_per_worker(), state.config.places());
     let warm_start = warm_start::find(state, caller, spec, use_of_hub == UseOfHub::Register, &mut errors).await?;
     let kwargs = spec.sampling.chat_template_kwargs.clone();
     let model = model.map(|row| (state.downloads.readable(&row), row));
     let inspection = move |stop: &AtomicBool| {
-        let (mut train, mut eval, mut warnings) = (train, eval, Vec::new());
+        let (mut train, mut eval, mut warm_up, mut warnings) = (train, eval, warm_up, Vec::new());
         let prompts = train.iter_mut().chain(eval.iter_mut());
         let facts = match model {
             Some((dir, model)) => {
                 let mut found = Found { errors: &mut errors, warnings: &mut warnings };
-                inspect((&model, &dir), prompts, &kwargs, stop, &mut found)?
+                inspect((&model, &dir), (prompts, warm_up.as_mut()), &kwargs, stop, &mut found)?
             }
             None => None,
         };
@@ -89,12 +94,13 @@ pub(super) async fn prepare(
             model: facts.map(|(facts, _)| facts),
             dataset: facts_of(&train),
             eval_dataset: facts_of(&eval),
+            warm_up_dataset: facts_of(&warm_up),
             warm_start,
             reward_models,
             memory_limit_bytes,
             places,
         };
-        Ok(Prepared { context, errors, warnings, train, eval })
+        Ok(Prepared { context, errors, warnings, train, eval, warm_up })
     };
     heavy::run(state, caller, INSPECT_WITHIN, inspection).await?
 }
@@ -185,7 +191,7 @@ pub(super) enum UseOfHub {
 /// Reads the model's card and counts the tokens of prompts, until `stop` is set. Blocking.
 fn inspect<'p>(
     (model, dir): (&ModelRow, &FilePath),
-    prompts: impl Iterator<Item = &'p mut Prompts>,
+    (prompts, answers): (impl Iterator<Item = &'p mut Prompts>, Option<&'p mut Prompts>),
     kwargs: &Map<String, Value>,
     stop: &AtomicBool,
     found: &mut Found<'_>,
@@ -228,6 +234,12 @@ fn inspect<'p>(
     for prompts in prompts {
         let model = Model { text: &text, facts: &facts, kwargs };
         if let Err(error) = measure(prompts, &model, stop, found) {
+            return Err(Problem::internal(format!("the rows of a dataset cannot be read: {error}")));
+        }
+    }
+    if let Some(rows) = answers {
+        let model = Model { text: &text, facts: &facts, kwargs };
+        if let Err(error) = answers::measure(rows, &model, stop, found) {
             return Err(Problem::internal(format!("the rows of a dataset cannot be read: {error}")));
         }
     }

@@ -172,7 +172,7 @@ pub(super) async fn submit(
     let (mut spec, spec_errors) = read_spec(&state, &caller, document).await?;
     errors.extend(spec_errors);
     let train = rows.map(|(summary, staged)| Prompts::of_upload(summary, staged));
-    let Prepared { context, errors: found, warnings: _, train, eval } =
+    let Prepared { context, errors: found, warnings: _, train, eval, warm_up } =
         prepare(&state, &caller, &mut spec, train, UseOfHub::Register).await?;
     errors.extend(found);
     let resolved = resolve(&spec, &context);
@@ -184,7 +184,7 @@ pub(super) async fn submit(
             return Err(invalid(Code::InvalidSpec, errors));
         }
     };
-    keep_prompts(&state, caller.owner(), (train, eval), &mut spec.redacted, &mut plan).await?;
+    keep_prompts(&state, caller.owner(), (train, eval, warm_up), &mut spec.redacted, &mut plan).await?;
     let id = JobId::new();
     warm_start::keep(&state, id, &plan).await?;
     let (secrets, priority) = (&spec.secrets, spec.priority);
@@ -195,7 +195,12 @@ pub(super) async fn submit(
     }
     let row = match created {
         Err(StoreError::NotFound { kind: "dataset", id }) => {
-            let at = if plan.dataset.id.to_string() == id { "/dataset/id" } else { "/eval/dataset/id" };
+            let of_warm_up = plan.warm_up.as_ref().is_some_and(|warm_up| warm_up.dataset.id.to_string() == id);
+            let at = match of_warm_up {
+                true => "/warm_up/dataset/id",
+                false if plan.dataset.id.to_string() == id => "/dataset/id",
+                false => "/eval/dataset/id",
+            };
             return Err(invalid(Code::InvalidSpec, vec![unknown_dataset(at, &id)]));
         }
         created => created?,
@@ -218,7 +223,7 @@ fn put_placeholder(document: &mut Value) -> Option<FieldError> {
 pub(super) async fn keep_prompts(
     state: &AppState,
     owner: &str,
-    (train, eval): (Option<Prompts>, Option<Prompts>),
+    (train, eval, warm_up): (Option<Prompts>, Option<Prompts>, Option<Prompts>),
     document: &mut Value,
     plan: &mut Plan,
 ) -> Result<(), Problem> {
@@ -232,6 +237,14 @@ pub(super) async fn keep_prompts(
     if let (Some(row), Some(eval)) = (keep(state, owner, eval).await?, &mut plan.eval) {
         store_in(&mut eval.dataset, &row);
         document["eval"]["dataset"] = submittable_dataset(&eval.dataset);
+    }
+    if let (Some(row), Some(warm_up)) = (keep(state, owner, warm_up).await?, &mut plan.warm_up) {
+        store_in(&mut warm_up.dataset, &row);
+        document["warm_up"]["dataset"] = submittable_dataset(&warm_up.dataset);
+        // The rows that are stored are mapped.
+        if let Some(document) = document["warm_up"].as_object_mut() {
+            document.shift_remove("map");
+        }
     }
     Ok(())
 }
@@ -368,7 +381,8 @@ async fn validated(
             let mut plan = serde_json::to_value(&resolution.plan).map_err(Problem::internal)?;
             let held_out = resolution.plan.eval.as_ref().is_some_and(|eval| eval.fraction.is_some());
             let eval = if held_out { &prepared.train } else { &prepared.eval };
-            for (prompts, at) in [(&prepared.train, "/dataset"), (eval, "/eval/dataset")] {
+            let of_warm_up = (&prepared.warm_up, "/warm_up/dataset");
+            for (prompts, at) in [(&prepared.train, "/dataset"), (eval, "/eval/dataset"), of_warm_up] {
                 let stored = prompts.as_ref().is_some_and(|prompts| matches!(prompts.source, Source::Stored(_)));
                 if let Some(dataset) = plan.pointer_mut(at).and_then(Value::as_object_mut).filter(|_| !stored) {
                     dataset.insert("id".to_owned(), Value::Null);

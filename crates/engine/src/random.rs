@@ -26,6 +26,8 @@ pub enum Stream {
     Generate,
     /// Which source of a dataset comes next.
     Mixture,
+    /// Order of the rows of a warm-up, and its dropout.
+    WarmUp,
 }
 
 /// A point in the space of draws; narrow it with [`Key::with`], then draw.
@@ -53,6 +55,7 @@ impl Key {
             Stream::Refill => 7,
             Stream::Generate => 8,
             Stream::Mixture => 9,
+            Stream::WarmUp => 10,
         };
         Self(mix(seed.wrapping_add(GOLDEN_GAMMA))).with(stream)
     }

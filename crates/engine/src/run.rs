@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::path::Path;
 
 use super::ahead::{self, Ahead};
+use super::answers::{self, AnsweredRow};
 use super::backend::{BackendKind, Optimizer};
 use super::block::Block;
 use super::checkpoint::{self, TrainerState};
@@ -57,6 +58,8 @@ pub(super) struct Data {
     pub text: Text,
     pub prompts: Vec<TokenizedPrompt>,
     pub eval_prompts: Vec<TokenizedPrompt>,
+    /// The rows of the warm-up; empty once it is over.
+    pub answered: Vec<AnsweredRow>,
     /// Rows of the dataset that train, where some are held out.
     pub trained_rows: Option<Vec<u64>>,
     /// Rows that are evaluated: of the evaluation dataset, or held out of the training dataset.
@@ -91,6 +94,8 @@ pub(super) struct Files<'a> {
     pub model_name: &'a str,
     /// Where checkpoints are written before they are published.
     pub scratch_dir: &'a Path,
+    /// The reference's weights, which checkpoints hold once a warm-up is over.
+    pub reference: Option<tempfile::TempPath>,
 }
 
 impl<'a> Run<'a> {
@@ -105,14 +110,27 @@ impl<'a> Run<'a> {
         let warnings = [start::rounding_warning(&policy, plan.training.dtype), start::skipped_warning(&policy)];
         warnings.into_iter().flatten().try_for_each(|warning| host.event(warning))?;
         host.poll()?;
-        let data = Data::load(text, &mut input, policy.card().max_position_embeddings, host)?;
-        let schedule = Schedule::new(plan, &data.rows_by_source(plan))?;
-        let reference = start::begin(&mut policy, &input)?;
-        let (adam, state, block, ahead) = match &input.resume {
-            Some(dir) => {
-                let restored = checkpoint::read(dir, plan)?;
-                (restored.adam, restored.state, restored.block, restored.ahead)
+        let restored = input.resume.as_deref().map(|dir| checkpoint::read(dir, plan)).transpose()?;
+        let step = restored.as_ref().map_or(0, |restored| restored.state.step);
+        let mut data = Data::load(text, &mut input, policy.card().max_position_embeddings, host)?;
+        if step < plan.warm_up_steps() {
+            let rows = std::mem::take(&mut input.warm_up_rows);
+            let longest = policy.card().max_position_embeddings;
+            data.answered = answers::tokenize(&data.text, rows, &plan.sampling, longest)?;
+            if data.answered.is_empty() {
+                return Err(RunEnd::Failed(EngineError::Prompts("the warm-up has no rows; add some".to_owned())));
             }
+            host.poll()?;
+        }
+        let schedule = Schedule::new(plan, &data.rows_by_source(plan))?;
+        let reference = start::begin(&mut policy, &input, step)?;
+        let kept_reference = match &input.resume {
+            _ if !plan.has_warmed_reference() || step < plan.warm_up_steps() => None,
+            Some(dir) if step > plan.warm_up_steps() => Some(checkpoint::keep_reference(dir, input.scratch_dir)?),
+            Some(_) | None => Some(start::keep_reference(&policy, input.scratch_dir)?),
+        };
+        let (adam, state, block, ahead) = match restored {
+            Some(restored) => (restored.adam, restored.state, restored.block, restored.ahead),
             None => {
                 let state = TrainerState { plan_sha256: checkpoint::plan_sha256(plan), ..TrainerState::default() };
                 (AdamW::of_kind(plan.optimizer.kind, policy.flat().len()), state, None, None)
@@ -130,7 +148,12 @@ impl<'a> Run<'a> {
                 seconds: StepSeconds::default(),
                 state,
             },
-            files: Files { model_dir: input.model_dir, model_name: input.model_name, scratch_dir: input.scratch_dir },
+            files: Files {
+                model_dir: input.model_dir,
+                model_name: input.model_name,
+                scratch_dir: input.scratch_dir,
+                reference: kept_reference,
+            },
             plan,
             host,
         };
@@ -192,7 +215,7 @@ impl Model {
         let delta_norm = DeltaNorm::load(input.model_dir, policy.card(), policy.lora_config(), &parameter_info)?;
         Ok(Self {
             samples_exactly: policy.samples_exactly(),
-            is_warm_started: input.initial_adapter.is_some(),
+            is_warm_started: input.initial_adapter.is_some() || plan.warm_up.is_some(),
             micro_batching: MicroBatching {
                 num_generations: num_generations(plan),
                 max_tokens: plan.training.micro_batch_tokens as usize,
@@ -223,7 +246,15 @@ impl Data {
         let Some(fraction) = plan.eval.as_ref().and_then(|eval| eval.fraction) else {
             let evaluated_rows = (0..eval_prompts.len() as u64).collect();
             let shared_prompts = shared_prompts(&keys, &eval_keys);
-            return Ok(Self { text, prompts, eval_prompts, trained_rows: None, evaluated_rows, shared_prompts });
+            return Ok(Self {
+                text,
+                prompts,
+                eval_prompts,
+                answered: Vec::new(),
+                trained_rows: None,
+                evaluated_rows,
+                shared_prompts,
+            });
         };
         let evaluated_rows = held_out_rows(plan.arithmetic.split, &keys, fraction, plan.training.seed);
         if evaluated_rows.is_empty() {
@@ -235,7 +266,15 @@ impl Data {
             (0..prompts.len() as u64).filter(|row| evaluated_rows.binary_search(row).is_err()).collect();
         let of_rows = |rows: &[u64]| rows.iter().filter_map(|row| keys.get(*row as usize)).collect::<Vec<_>>();
         let shared_prompts = shared_prompts(of_rows(&trained_rows), of_rows(&evaluated_rows));
-        Ok(Self { text, prompts, eval_prompts, trained_rows: Some(trained_rows), evaluated_rows, shared_prompts })
+        Ok(Self {
+            text,
+            prompts,
+            eval_prompts,
+            answered: Vec::new(),
+            trained_rows: Some(trained_rows),
+            evaluated_rows,
+            shared_prompts,
+        })
     }
 
     /// How many rows of each source are trained; one number where there is one.
@@ -299,7 +338,7 @@ impl Schedule {
         drops || self.batching.uses_per_block() > 1 || (plan.rloo.penalizes_reward() && plan.rloo.whitens_advantages())
     }
 
-    /// Passes over the dataset after a step: where refills move the cursor, by the cursor.
+    /// Passes over the dataset after a step of RLOO: where refills move the cursor, by the cursor.
     pub fn epochs(&self, step: u64, state: &TrainerState, plan: &Plan) -> f64 {
         match state.next_prompt {
             Some(next) if !plan.dataset.sources.is_empty() => self.batching.epochs_at(next),

@@ -210,7 +210,7 @@ impl Store {
         .bind(id.to_string())
         .bind(&plan.name)
         .bind(priority)
-        .bind(int(plan.training.max_steps))
+        .bind(int(plan.total_steps()))
         .bind(&plan.model.id)
         .bind(to_json("spec", spec)?)
         .bind(to_json("plan", plan)?)
@@ -224,7 +224,11 @@ impl Store {
         .execute(&mut *tx)
         .await
         .doing(doing)?;
-        let datasets = [Some(plan.dataset.id), plan.eval.as_ref().map(|eval| eval.dataset.id)];
+        let datasets = [
+            Some(plan.dataset.id),
+            plan.eval.as_ref().map(|eval| eval.dataset.id),
+            plan.warm_up.as_ref().map(|warm_up| warm_up.dataset.id),
+        ];
         for dataset in datasets.into_iter().flatten() {
             sqlx::query("INSERT OR IGNORE INTO job_datasets (job_id, dataset_id) VALUES (?, ?)")
                 .bind(id.to_string())

@@ -33,6 +33,7 @@ mod settings;
 mod sources;
 pub mod trl;
 mod warm;
+mod warm_up;
 
 pub use adapter::ModuleRank;
 pub use document::{JobSpec, Labels, TrainingSpec, read_labels, submittable, submittable_dataset};
@@ -54,3 +55,4 @@ pub use secrets::eval_secret_name;
 pub use settings::settings_page;
 pub use sources::{DatasetSource, HubDataset, MixedSource};
 pub use warm::WarmStartFacts;
+pub use warm_up::{WarmUpPlan, WarmUpReference, WarmUpSpec};

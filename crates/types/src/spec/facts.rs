@@ -19,6 +19,8 @@ pub struct Context {
     pub dataset: Option<DatasetFacts>,
     /// The evaluation prompts, where asked for.
     pub eval_dataset: Option<DatasetFacts>,
+    /// The rows of the warm-up, where asked for.
+    pub warm_up_dataset: Option<DatasetFacts>,
     /// The checkpoint of a warm start, where asked for.
     pub warm_start: Option<WarmStartFacts>,
     /// The registered models that score as `reward_model`, by id.

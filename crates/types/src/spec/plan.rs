@@ -9,6 +9,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+use super::warm_up::WarmUpPlan;
 use crate::event::{OnAlert, Rule};
 use crate::id::{AdapterId, CheckpointId, DatasetId};
 
@@ -41,6 +42,9 @@ pub struct Plan {
     /// A checkpoint whose weights the run begins with, instead of a fresh adapter or the base model's weights.
     #[serde(default)]
     pub warm_start: Option<WarmStartPlan>,
+    /// Supervised steps before RLOO's first one, if asked for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub warm_up: Option<WarmUpPlan>,
     /// The optimizer and its schedule.
     pub optimizer: OptimizerPlan,
     /// Batches, length, seed.
@@ -333,7 +337,7 @@ pub struct OptimizerPlan {
 pub struct TrainingPlan {
     /// Prompts an optimizer step.
     pub prompts_per_step: u32,
-    /// Optimizer steps in all.
+    /// Optimizer steps of RLOO; those of a warm-up come before them.
     pub max_steps: u64,
     /// Of sampling, order and initialisation.
     pub seed: u64,

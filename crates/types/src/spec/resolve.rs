@@ -15,6 +15,7 @@ use super::prompts::{image_column, image_detail};
 use super::reader::shown;
 use super::rloo;
 use super::warm;
+use super::warm_up;
 use super::{
     ComputeDtype, DatasetPlan, DatasetSource, Estimator, EvalPlan, EvalSpec, FieldError, JobSpec, LoraPlan, ModelPlan,
     OnInvalid, Plan, RewardKind, RewardModelPlan, RewardPlan, SamplingPlan, Totals, TrainingPlan, low_lora_rate,
@@ -55,6 +56,7 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
             check_dataset(spec, facts, context.model.as_ref(), at, &mut errors);
         }
     }
+    warm_up::check(spec, context, &mut errors);
     let sampling = fit_completions(spec, context, &mut errors);
     rloo::check(spec, &sampling, &mut errors);
     let (checkpoints, early_stopping) = resolve_metrics(spec, &mut errors);
@@ -91,6 +93,9 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
         (Some(eval), Some(facts)) => Some(plan_eval(eval, facts, None)),
         (Some(_), None) => return Err(errors),
     };
+    if spec.warm_up.is_some() && context.warm_up_dataset.is_none() {
+        return Err(errors);
+    }
     if !errors.is_empty() {
         return Err(errors);
     }
@@ -106,6 +111,7 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
         sampling,
         lora,
         warm_start: spec.warm_start.clone().map(|warm_start| warm::found(warm_start, context)),
+        warm_up: context.warm_up_dataset.as_ref().and_then(|facts| warm_up::plan(spec, facts, plan_dataset(facts))),
         optimizer: spec.optimizer.clone(),
         training,
         checkpoints,
