@@ -63,7 +63,7 @@ pub use models::ModelFiles;
 pub use rewards::*;
 
 /// The number of this protocol, the plan included; see the rule above.
-pub const PROTOCOL: u32 = 4;
+pub const PROTOCOL: u32 = 5;
 
 /// How long a transfer between server and worker may stand still, on either side: it ends when no byte has flowed for this
 /// long, however long it takes in all.
