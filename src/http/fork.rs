@@ -104,7 +104,8 @@ async fn fork(state: AppState, caller: Caller, id: JobId, request: ForkRequest) 
     };
     let resolved = match (resolved, &stands_against) {
         (Ok(plan), Some(_)) => {
-            let reference = asked_reference.or_else(|| parent.warm_start.is_none().then_some(Reference::Base));
+            let has_own_reference = parent.warm_start.is_some() || parent.has_warmed_reference();
+            let reference = asked_reference.or_else(|| (!has_own_reference).then_some(Reference::Base));
             match reference {
                 Some(reference) => {
                     spec.warm_start = Some(WarmStartPlan { checkpoint: Some(checkpoint.id), adapter: None, reference });
@@ -220,7 +221,7 @@ fn take_reference(overrides: &mut Value) -> Result<Option<Reference>, Problem> {
 
 fn ambiguous_reference(differ: &Option<String>) -> FieldError {
     let detail = format!(
-        "the new job differs from the old one in {}, so it starts warm from the checkpoint; the old one has a warm start of its own, so say what the KL penalty is measured against now: {{\"reference\": \"base\"}} or {{\"reference\": \"initial\"}} (this checkpoint)",
+        "the new job differs from the old one in {}, so it starts warm from the checkpoint; the old one has a warm start or a warm-up of its own, so say what the KL penalty is measured against now: {{\"reference\": \"base\"}} or {{\"reference\": \"initial\"}} (this checkpoint)",
         differ.as_deref().unwrap_or("its start")
     );
     FieldError::new("/warm_start", "required", detail)

@@ -84,5 +84,6 @@ mod streams;
 mod throttle;
 mod transfer;
 mod versions;
+mod warm_up;
 mod worker_protocol;
 mod workspace;

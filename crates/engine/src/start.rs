@@ -14,7 +14,7 @@ use serde_json::json;
 /// What the KL penalty is measured against (rloo.md, "Log-probabilities").
 #[derive(Debug)]
 pub(super) enum ReferenceModel {
-    /// beta = 0: nothing.
+    /// Nothing: beta = 0, or the warm-up that makes the reference is not over.
     None,
     /// The policy's own weights without the adapter.
     AdapterOff,

@@ -83,6 +83,9 @@ pub(super) fn measure(
         if !count || stop.load(Ordering::Relaxed) {
             return false; // The first rows stand for all; the worker looks at every one.
         }
+        if !prompt.is_string() && !prompt.is_array() {
+            return true; // Reported for the row.
+        }
         let row = match answered(&prompt, &row) {
             Ok(row) => row,
             Err((code, detail)) => {
