@@ -1,10 +1,12 @@
 //! The rows of a warm-up: prompts with answers, templated and tokenised at the start of a run.
 
+use serde_json::Value;
+
 use super::error::{EngineError, Result};
 use super::host::PromptRow;
 use super::text::Text;
 use crate::dataset::answered;
-use crate::spec::SamplingPlan;
+use crate::spec::{PromptKey, SamplingPlan, prompt_key};
 use crate::trajectory::Segments;
 
 /// A row with an answer, ready for the model.
@@ -14,6 +16,17 @@ pub struct AnsweredRow {
     pub prompt: Vec<u32>,
     /// The answer: the only tokens that bear loss.
     pub answer: Segments,
+}
+
+/// What tells the prompt of a row apart, its answer left out.
+pub fn prompt_key_of(row: &PromptRow) -> PromptKey {
+    match &row.prompt {
+        Value::Array(messages) => match messages.split_last() {
+            Some((last, before)) if last["role"] == "assistant" => prompt_key(&Value::Array(before.to_vec())),
+            Some(_) | None => prompt_key(&row.prompt),
+        },
+        prompt => prompt_key(prompt),
+    }
 }
 
 /// Rows to token ids. A row without an answer, or longer than the model reads, is a user failure by its number; rows are never cut.

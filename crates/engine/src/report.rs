@@ -239,6 +239,15 @@ pub(super) fn first_warnings(batching: &Batching, data: &Data) -> Vec<Event> {
     dropped.into_iter().chain(shared).collect()
 }
 
+/// The warning that rows of the warm-up are not learned from.
+pub(super) fn left_out_warning(left_out: usize, num_rows: usize) -> Event {
+    let message = format!(
+        "{left_out} of {num_rows} rows of the warm-up are left out, because their prompts are evaluated: the evaluation would measure what was learned by heart"
+    );
+    let data = json!({ "left_out": left_out, "rows": num_rows });
+    Event::Warning { code: "warm_up_rows_left_out".into(), message, data }
+}
+
 /// The warning when rows do not fill a block.
 fn dropped_rows_warning(batching: &Batching) -> Event {
     let dropped = batching.dropped_rows_per_epoch();

@@ -1,6 +1,6 @@
 //! What a run holds, by what it is, and how it is loaded.
 
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 use std::ops::Range;
 use std::path::Path;
 
@@ -16,7 +16,7 @@ use super::lora::ParameterInfo;
 use super::model::Policy;
 use super::optim::AdamW;
 use super::prompts::{self, TokenizedPrompt};
-use super::report::StepSeconds;
+use super::report::{self, StepSeconds};
 use super::rollout::{Batching, Cursor, num_generations};
 use super::rollouts::Rollouts;
 use super::scoring::Scorer;
@@ -64,6 +64,8 @@ pub(super) struct Data {
     pub trained_rows: Option<Vec<u64>>,
     /// Rows that are evaluated: of the evaluation dataset, or held out of the training dataset.
     pub evaluated_rows: Vec<u64>,
+    /// What tells the evaluated prompts apart.
+    evaluated_keys: HashSet<PromptKey>,
     /// The number of evaluated rows whose prompt is trained too.
     pub shared_prompts: u64,
 }
@@ -115,12 +117,7 @@ impl<'a> Run<'a> {
         let mut data = Data::load(text, &mut input, policy.card().max_position_embeddings, host)?;
         if step < plan.warm_up_steps() {
             let rows = std::mem::take(&mut input.warm_up_rows);
-            let longest = policy.card().max_position_embeddings;
-            data.answered = answers::tokenize(&data.text, rows, &plan.sampling, longest)?;
-            if data.answered.is_empty() {
-                return Err(RunEnd::Failed(EngineError::Prompts("the warm-up has no rows; add some".to_owned())));
-            }
-            host.poll()?;
+            data.take_answers(rows, plan, policy.card().max_position_embeddings, host)?;
         }
         let schedule = Schedule::new(plan, &data.rows_by_source(plan))?;
         let reference = start::begin(&mut policy, &input, step)?;
@@ -251,6 +248,7 @@ impl Data {
                 prompts,
                 eval_prompts,
                 answered: Vec::new(),
+                evaluated_keys: eval_keys.into_iter().collect(),
                 trained_rows: None,
                 evaluated_rows,
                 shared_prompts,
@@ -271,10 +269,38 @@ impl Data {
             prompts,
             eval_prompts,
             answered: Vec::new(),
+            evaluated_keys: of_rows(&evaluated_rows).into_iter().copied().collect(),
             trained_rows: Some(trained_rows),
             evaluated_rows,
             shared_prompts,
         })
+    }
+
+    /// Tokenises the rows of the warm-up. Those whose prompts are evaluated are left out: a model that has learned their answers would
+    /// be measured by them.
+    fn take_answers(
+        &mut self,
+        rows: Vec<PromptRow>,
+        plan: &Plan,
+        max_positions: usize,
+        host: &mut dyn Host,
+    ) -> Result<(), RunEnd> {
+        let keys: Vec<PromptKey> = rows.iter().map(answers::prompt_key_of).collect();
+        let answered = answers::tokenize(&self.text, rows, &plan.sampling, max_positions)?;
+        host.poll()?;
+        let num_rows = answered.len();
+        let rows = answered.into_iter().zip(&keys).filter(|(_, key)| !self.evaluated_keys.contains(*key));
+        self.answered = rows.map(|(row, _)| row).collect();
+        let left_out = num_rows - self.answered.len();
+        if left_out > 0 {
+            host.event(report::left_out_warning(left_out, num_rows))?;
+        }
+        if self.answered.is_empty() {
+            let why = if num_rows == 0 { "it has no rows" } else { "the prompts of all its rows are evaluated" };
+            let detail = format!("nothing is left for the warm-up to learn from: {why}; add some");
+            return Err(RunEnd::Failed(EngineError::Prompts(detail)));
+        }
+        Ok(())
     }
 
     /// How many rows of each source are trained; one number where there is one.

@@ -55,4 +55,4 @@ pub use secrets::eval_secret_name;
 pub use settings::settings_page;
 pub use sources::{DatasetSource, HubDataset, MixedSource};
 pub use warm::WarmStartFacts;
-pub use warm_up::{WarmUpPlan, WarmUpReference, WarmUpSpec};
+pub use warm_up::WarmUpSpec;

@@ -331,6 +331,37 @@ fn evaluation_before_the_start_comes_before_and_behind_the_warm_up() {
 }
 
 #[test]
+fn the_answers_of_evaluated_prompts_are_not_learned() {
+    let chat = |question: &str, answer: &str| {
+        row(&json!({"prompt": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}))
+    };
+    let key = |row: &PromptRow| rlood_engine::answers::prompt_key_of(row);
+    assert_eq!(key(&chat("a", "b")), key(&chat("a", "c")), "whatever the answer");
+    assert_eq!(key(&chat("a", "b")), key(&row(&json!({"prompt": [{"role": "user", "content": "a"}]}))));
+    assert_ne!(key(&chat("a", "b")), key(&chat("b", "b")));
+
+    // Of two evaluated prompts one is that of two rows.
+    let mut plan = warmed(WarmUpReference::Base);
+    plan.eval = Some(EvalPlan::of_dataset(plan.dataset.clone(), 100));
+    plan.warm_up.as_mut().unwrap().batch_size = 6;
+    let eval_rows = || vec![row(&json!({"prompt": "w0 w1"})), row(&json!({"prompt": "w20"}))];
+    let host = run(&plan, Start { eval_rows: eval_rows(), ..start() });
+    let left_out = host.events.iter().find_map(|event| match event {
+        Event::Warning { code, data, .. } if code == "warm_up_rows_left_out" => Some(data.clone()),
+        _ => None,
+    });
+    assert_eq!(left_out, Some(json!({"left_out": 2, "rows": 6})));
+    // It is the run of the other rows.
+    let others = answers().into_iter().filter(|row| row.prompt != "w0 w1").collect();
+    let without = run(&plan, Start { warm_up_rows: others, eval_rows: eval_rows(), ..Start::default() });
+    assert!(weights_of(&at(&host, 7)) == weights_of(&at(&without, 7)));
+    assert!(!without.warnings().contains(&"warm_up_rows_left_out".to_owned()));
+    let all = Start { eval_rows: answers(), ..start() };
+    let error = train(&plan, rows(), all, &mut TestHost::default()).unwrap_err();
+    assert!(error.to_string().contains("all its rows are evaluated"), "{error}");
+}
+
+#[test]
 fn a_warm_up_may_follow_a_warm_start() {
     let first = run(&plan(), Start::default());
     for (of_start, reference) in [

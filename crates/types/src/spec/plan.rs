@@ -3,19 +3,20 @@
 mod algorithm;
 mod arithmetic;
 mod rewards;
+mod warm_up;
 
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use super::warm_up::WarmUpPlan;
 use crate::event::{OnAlert, Rule};
 use crate::id::{AdapterId, CheckpointId, DatasetId};
 
 pub use algorithm::*;
 pub use arithmetic::*;
 pub use rewards::*;
+pub use warm_up::*;
 
 /// Everything a run needs to know, with no default left open.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
