@@ -81,12 +81,7 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
         (Some(_), None) => return Err(errors),
         (None, _) => spec.lora.clone().and_then(|lora| modules_of(spec, lora, model, &mut errors)),
     };
-    if let (Some(keys), true) = (model.beyond_gpu, !context.places.is_empty() && context.places.iter().all(is_gpu)) {
-        let detail = format!(
-            "this model cannot run on a GPU yet ({keys} in its config.json), and this server has GPUs only: start one with --devices cpu"
-        );
-        errors.push(FieldError::new("/model", "not_on_gpu", detail));
-    }
+    errors.extend(beyond_all_places(model, context));
     let eval = match (&spec.eval, &context.eval_dataset) {
         (None, _) => None,
         (Some(eval), _) if eval.fraction.is_some() => Some(plan_eval(eval, dataset, held_out)),
@@ -560,6 +555,15 @@ fn warn_of_evaluation(plan: &Plan, context: &Context, warn: &mut impl FnMut(Stri
             warn("/eval/dataset".to_owned(), SHARED_PROMPTS, detail);
         }
     }
+}
+
+/// A model that only a CPU computes, where there are GPUs only.
+fn beyond_all_places(model: &ModelFacts, context: &Context) -> Option<FieldError> {
+    let keys = model.beyond_gpu.filter(|_| !context.places.is_empty() && context.places.iter().all(is_gpu))?;
+    let detail = format!(
+        "this model cannot run on a GPU yet ({keys} in its config.json), and this server has GPUs only: start one with --devices cpu"
+    );
+    Some(FieldError::new("/model", "not_on_gpu", detail))
 }
 
 fn is_gpu(place: &Place) -> bool {

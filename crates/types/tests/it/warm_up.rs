@@ -88,8 +88,6 @@ fn what_is_wrong_is_told_at_its_place() {
         assert!(found.detail.contains(word), "'{word}' is not in: {}", found.detail);
         assert_eq!(errors.len(), 1, "{errors:#?}");
     };
-    let id = |job: &mut Value| job["warm_up"]["dataset"] = json!({"id": rlood_types::id::DatasetId::new()});
-    id(&mut job(|_| {}));
     refused(
         |job| drop(job["warm_up"].as_object_mut().unwrap().shift_remove("dataset")),
         "/warm_up/dataset",
