@@ -104,6 +104,7 @@ fn run(rloo: &Value, steps: u64, seed: u64) -> Result<Ledger, Failure> {
         model_name: "rlood/tiny",
         rows: task::rows("train")?,
         eval_rows: task::rows("heldout")?,
+        warm_up_rows: Vec::new(),
         resume: None,
         initial_adapter: None,
         scratch_dir: scratch.path(),

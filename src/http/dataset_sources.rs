@@ -71,7 +71,7 @@ pub(super) async fn convert_files(
     state: &AppState,
     files: Files,
     recipe: Recipe,
-    chat_default: bool,
+    (chat_default, answers): (bool, bool),
 ) -> Result<(Summary, StagedDone, Value), Problem> {
     check_disk(state)?;
     let Files { sources, format, mut origin, staged: raw, whole: _ } = files;
@@ -83,7 +83,7 @@ pub(super) async fn convert_files(
     let (sender, mut pieces) = mpsc::channel(PIECES);
     let (cancelled, max_bytes) = (cancel.0.clone(), state.dataset_limit_bytes);
     let work = tokio::task::spawn_blocking(move || {
-        let options = Options { format, chat_default, max_bytes, cancelled: &cancelled };
+        let options = Options { format, chat_default, answers, max_bytes, cancelled: &cancelled };
         let converted = convert(&sources, &recipe, &options, &mut Pipe(sender));
         drop(raw);
         converted
@@ -150,7 +150,7 @@ async fn look_at(
     let Files { sources, format, staged, .. } = files;
     let looked = tokio::task::spawn_blocking(move || {
         let cancelled = AtomicBool::new(false);
-        let options = Options { format, chat_default, max_bytes: u64::MAX, cancelled: &cancelled };
+        let options = Options { format, chat_default, answers: false, max_bytes: u64::MAX, cancelled: &cancelled };
         let looked = preview(&sources, &recipe, &options, rows);
         drop(staged);
         looked
@@ -297,6 +297,12 @@ async fn converted_branch(
     let info = hub.info(&branch).await.map_err(|error| problem(&error))?;
     let chosen = chosen_of(Some(&readme), &info, wanted).map_err(|error| cannot_choose(repo, &error))?;
     Ok((branch, info, chosen))
+}
+
+/// Rows that lie in a file here.
+pub(super) fn stored(name: &str, path: PathBuf, origin: Value, staged: Option<StagedDone>) -> Files {
+    let sources = vec![Source::file(name.to_owned(), path)];
+    Files { sources, format: Some(Format::Ndjson), origin, staged, whole: None }
 }
 
 /// A file that was uploaded as it came.

@@ -125,7 +125,7 @@ async fn create_dataset(
     let rows = match rows {
         SentRows::Ready(summary, staged) => (summary, staged, None),
         SentRows::Files(files, recipe) => {
-            let (summary, staged, origin) = convert_files(&state, *files, recipe, true).await?;
+            let (summary, staged, origin) = convert_files(&state, *files, recipe, (true, false)).await?;
             (summary, staged, Some(origin))
         }
     };

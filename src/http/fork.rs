@@ -50,7 +50,7 @@ pub struct ForkRequest {
 ///
 /// Where model, dataset, adapter, optimizer, batches and seed stay the same, the new job continues with the checkpoint's full
 /// state: its first step is `from_step` + 1. Otherwise it starts warm: step 0, a fresh optimizer, the checkpoint's weights;
-/// its plan then has a `warm_start`. Secrets of rewards that stay are copied inside the server.
+/// its plan then has a `warm_start`, and no `warm_up` unless `overrides` give one. Secrets of rewards that stay are copied inside the server.
 #[utoipa::path(post, path = "/jobs/{id}/fork", tag = "Jobs", request_body = ForkRequest,
     params(("id" = JobId, Path), ("idempotency-key" = Option<String>, Header)), responses(
     (status = 201, description = "The new job; its `parent` is the old one", body = JobView, headers(("location" = String))),
@@ -86,6 +86,7 @@ async fn fork(state: AppState, caller: Caller, id: JobId, request: ForkRequest) 
         return Err(no_such_step(&state, &row, from_step, &checkpoints));
     };
     let asked_reference = take_reference(&mut overrides)?;
+    let asks_warm_up = overrides.get("warm_up").is_some_and(|warm_up| !warm_up.is_null());
 
     let document = forked_document(&parent, &overrides);
     let (mut spec, mut errors) = read_spec(&state, &caller, document).await?;
@@ -93,7 +94,7 @@ async fn fork(state: AppState, caller: Caller, id: JobId, request: ForkRequest) 
     spec.arithmetic = parent.arithmetic;
     copy_secrets(&mut spec, &parent, state.store.job_secrets(id).await?);
     let prepared = prepare(&state, &caller, &mut spec, None, UseOfHub::Register).await?;
-    let Prepared { mut context, errors: found, warnings: _, train, eval } = prepared;
+    let Prepared { mut context, errors: found, warnings: _, train, eval, warm_up } = prepared;
     errors.extend(found);
     let resolved =
         resolve(&spec, &context).map(|resolution| Plan { warm_start: parent.warm_start.clone(), ..resolution.plan });
@@ -103,12 +104,17 @@ async fn fork(state: AppState, caller: Caller, id: JobId, request: ForkRequest) 
     };
     let resolved = match (resolved, &stands_against) {
         (Ok(plan), Some(_)) => {
-            let reference = asked_reference.or_else(|| parent.warm_start.is_none().then_some(Reference::Base));
+            let has_own_reference = parent.warm_start.is_some() || parent.has_warmed_reference();
+            let reference = asked_reference.or_else(|| (!has_own_reference).then_some(Reference::Base));
             match reference {
                 Some(reference) => {
                     spec.warm_start = Some(WarmStartPlan { checkpoint: Some(checkpoint.id), adapter: None, reference });
                     spec.arithmetic = Arithmetic::LATEST;
                     context.warm_start = Some(warm_start::facts(&parent));
+                    if !asks_warm_up {
+                        // The checkpoint's weights are warm: the warm-up is not repeated.
+                        without_warm_up(&mut spec);
+                    }
                     resolve(&spec, &context).map(|resolution| resolution.plan)
                 }
                 None => {
@@ -127,17 +133,17 @@ async fn fork(state: AppState, caller: Caller, id: JobId, request: ForkRequest) 
         }
     };
     let continues = stands_against.is_none();
-    if continues && plan.training.max_steps <= from_step {
+    if continues && plan.total_steps() <= from_step {
         let detail = format!(
             "the new job goes on after step {from_step} and would end at step {}: give more than {from_step}",
-            plan.training.max_steps
+            plan.total_steps()
         );
         errors.push(FieldError::new("/training/max_steps", "out_of_range", detail));
     }
     if !errors.is_empty() {
         return Err(refused(errors));
     }
-    keep_prompts(&state, &owner, (train, eval), &mut spec.redacted, &mut plan).await?;
+    keep_prompts(&state, &owner, (train, eval, warm_up), &mut spec.redacted, &mut plan).await?;
     create(&state, (id, &owner), checkpoint, continues, spec, plan).await
 }
 
@@ -186,6 +192,14 @@ async fn create(
     Answer::new(StatusCode::CREATED, Some(format!("/jobs/{}", row.id)), &JobView::of(state, row).await?)
 }
 
+/// The job begins with RLOO's first step.
+fn without_warm_up(spec: &mut JobSpec) {
+    spec.warm_up = None;
+    if let Some(document) = spec.redacted.as_object_mut() {
+        document.shift_remove("warm_up");
+    }
+}
+
 /// `overrides.warm_start` may only say what the reference is: the checkpoint is the fork's.
 fn take_reference(overrides: &mut Value) -> Result<Option<Reference>, Problem> {
     let Some(asked) = overrides.as_object_mut().and_then(|overrides| overrides.shift_remove("warm_start")) else {
@@ -207,7 +221,7 @@ fn take_reference(overrides: &mut Value) -> Result<Option<Reference>, Problem> {
 
 fn ambiguous_reference(differ: &Option<String>) -> FieldError {
     let detail = format!(
-        "the new job differs from the old one in {}, so it starts warm from the checkpoint; the old one has a warm start of its own, so say what the KL penalty is measured against now: {{\"reference\": \"base\"}} or {{\"reference\": \"initial\"}} (this checkpoint)",
+        "the new job differs from the old one in {}, so it starts warm from the checkpoint; the old one has a warm start or a warm-up of its own, so say what the KL penalty is measured against now: {{\"reference\": \"base\"}} or {{\"reference\": \"initial\"}} (this checkpoint)",
         differ.as_deref().unwrap_or("its start")
     );
     FieldError::new("/warm_start", "required", detail)

@@ -1,5 +1,7 @@
 //! What the server knows of the model and the data that a job names: looked up, read, counted.
 
+mod answers;
+
 use std::path::Path as FilePath;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -42,6 +44,8 @@ pub(super) struct Prepared {
     pub(super) train: Option<Prompts>,
     /// The prompts of the evaluation and of the verdict.
     pub(super) eval: EvalPrompts,
+    /// The rows of the warm-up.
+    pub(super) warm_up: Option<Prompts>,
 }
 
 /// The prompts that an evaluation names, beside the training dataset.
@@ -92,6 +96,7 @@ pub(super) async fn prepare(
             *prompts = Prompts::find(state, caller, source, &Place::new(at, chat_default), &mut errors).await?;
         }
     }
+    let warm_up = answers::find(state, caller, spec, chat_default, &mut errors).await?;
     python_rewards::resolve(state, caller, spec, &mut errors).await?;
     let reward_models = reward_models::find(state, caller, spec, &mut errors).await?;
     let (memory_limit_bytes, places) = (state.config.memory_per_worker(), state.config.places());
@@ -99,11 +104,12 @@ pub(super) async fn prepare(
     let kwargs = spec.sampling.chat_template_kwargs.clone();
     let model = model.map(|row| (state.downloads.readable(&row), row));
     let inspection = move |stop: &AtomicBool| {
-        let (mut train, mut eval, mut warnings) = (train, eval, Vec::new());
+        let (mut train, mut eval, mut warm_up, mut warnings) = (train, eval, warm_up, Vec::new());
         let facts = match model {
             Some((dir, model)) => {
                 let mut found = Found { errors: &mut errors, warnings: &mut warnings };
-                inspect((&model, &dir), train.iter_mut().chain(eval.each()), &kwargs, stop, &mut found)?
+                let prompts = train.iter_mut().chain(eval.each());
+                inspect((&model, &dir), (prompts, warm_up.as_mut()), &kwargs, stop, &mut found)?
             }
             None => None,
         };
@@ -119,12 +125,13 @@ pub(super) async fn prepare(
             eval_dataset: facts_of(&eval.eval),
             test_dataset: facts_of(&eval.test),
             guard_dataset: facts_of(&eval.guard),
+            warm_up_dataset: facts_of(&warm_up),
             warm_start,
             reward_models,
             memory_limit_bytes,
             places,
         };
-        Ok(Prepared { context, errors, warnings, train, eval })
+        Ok(Prepared { context, errors, warnings, train, eval, warm_up })
     };
     heavy::run(state, caller, INSPECT_WITHIN, inspection).await?
 }
@@ -218,7 +225,7 @@ pub(super) enum UseOfHub {
 /// Reads the model's card and counts the tokens of prompts, until `stop` is set. Blocking.
 fn inspect<'p>(
     (model, dir): (&ModelRow, &FilePath),
-    prompts: impl Iterator<Item = &'p mut Prompts>,
+    (prompts, answers): (impl Iterator<Item = &'p mut Prompts>, Option<&'p mut Prompts>),
     kwargs: &Map<String, Value>,
     stop: &AtomicBool,
     found: &mut Found<'_>,
@@ -261,6 +268,12 @@ fn inspect<'p>(
     for prompts in prompts {
         let model = Model { text: &text, facts: &facts, kwargs };
         if let Err(error) = measure(prompts, &model, stop, found) {
+            return Err(Problem::internal(format!("the rows of a dataset cannot be read: {error}")));
+        }
+    }
+    if let Some(rows) = answers {
+        let model = Model { text: &text, facts: &facts, kwargs };
+        if let Err(error) = answers::measure(rows, &model, stop, found) {
             return Err(Problem::internal(format!("the rows of a dataset cannot be read: {error}")));
         }
     }

@@ -37,13 +37,15 @@ pub(super) enum Source {
 
 /// Where a job names a dataset, and what strings become that no mapping speaks of.
 pub(super) struct Place {
-    at: String,
-    chat_default: bool,
+    pub(super) at: String,
+    pub(super) chat_default: bool,
+    /// The rows are to have answers.
+    pub(super) answers: bool,
 }
 
 impl Place {
     pub(super) fn new(at: &str, chat_default: bool) -> Self {
-        Self { at: at.to_owned(), chat_default }
+        Self { at: at.to_owned(), chat_default, answers: false }
     }
 }
 
@@ -124,7 +126,7 @@ impl Prompts {
         Self::of_file("/dataset", summary, staged, None)
     }
 
-    fn of_file(at: &str, summary: Summary, staged: StagedDone, origin: Option<Value>) -> Self {
+    pub(super) fn of_file(at: &str, summary: Summary, staged: StagedDone, origin: Option<Value>) -> Self {
         let (num_rows, columns) = (summary.num_rows, summary.columns.clone());
         let facts = DatasetFacts::of_file(DatasetId::new(), staged.sha256.to_string(), num_rows, columns);
         Self { at: at.to_owned(), source: Source::Uploaded(summary, staged, origin), facts }
@@ -187,7 +189,7 @@ impl Prompts {
         errors: &mut Vec<FieldError>,
     ) -> Result<Option<Self>, Problem> {
         let made = match fetch(state, caller, hub).await {
-            Ok(files) => convert_files(state, files, hub.recipe(), place.chat_default).await,
+            Ok(files) => convert_files(state, files, hub.recipe(), (place.chat_default, place.answers)).await,
             Err(problem) => Err(problem),
         };
         match made {
@@ -262,6 +264,17 @@ impl Prompts {
             Ok(wanted.peek().is_some())
         })?;
         Ok(rows)
+    }
+
+    /// Calls `look` with each row and its number, until it says no. Blocking.
+    pub(super) fn each_row(&self, mut look: impl FnMut(u64, Map<String, Value>) -> bool) -> std::io::Result<()> {
+        let mut number = 0;
+        let all = self.source.each_row(&mut |row| {
+            let goes_on = look(number, row.read()?);
+            number += 1;
+            Ok(goes_on)
+        });
+        all.map(drop)
     }
 
     /// Calls `look` with each prompt and its row number, until it says no. Blocking.

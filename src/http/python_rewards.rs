@@ -32,7 +32,9 @@ pub(super) async fn resolve(
         let rewards = rewards.into_iter().flatten().enumerate();
         rewards.map(move |(index, reward)| (format!("{at}/{index}"), reward))
     };
-    for (at, reward) in own.chain([("/eval/rewards", eval), ("/eval/guard/rewards", guard)].into_iter().flat_map(placed)) {
+    for (at, reward) in
+        own.chain([("/eval/rewards", eval), ("/eval/guard/rewards", guard)].into_iter().flat_map(placed))
+    {
         errors.extend(resolve_one(state, caller, reward, &at).await?);
     }
     Ok(())

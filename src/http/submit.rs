@@ -34,8 +34,8 @@ use crate::probe::ProbeReport;
 use crate::spec::format::Format as DocumentFormat;
 use crate::spec::trl::{self, Remark};
 use crate::spec::{
-    DatasetPlan, DraftDocument, DraftPlan, Estimate, FieldError, FormDocument, JobDocument, JobSpec, Plan, Warning,
-    resolve, submittable_dataset,
+    DatasetPlan, DraftDocument, DraftPlan, Estimate, EvalPlan, FieldError, FormDocument, JobDocument, JobSpec, Plan,
+    Warning, resolve, submittable_dataset,
 };
 use crate::store::{DatasetRow, NewJob, StoreError, clock_ms};
 
@@ -172,7 +172,7 @@ pub(super) async fn submit(
     let (mut spec, spec_errors) = read_spec(&state, &caller, document).await?;
     errors.extend(spec_errors);
     let train = rows.map(|(summary, staged)| Prompts::of_upload(summary, staged));
-    let Prepared { context, errors: found, warnings: _, train, eval } =
+    let Prepared { context, errors: found, warnings: _, train, eval, warm_up } =
         prepare(&state, &caller, &mut spec, train, UseOfHub::Register).await?;
     errors.extend(found);
     let resolved = resolve(&spec, &context);
@@ -184,7 +184,7 @@ pub(super) async fn submit(
             return Err(invalid(Code::InvalidSpec, errors));
         }
     };
-    keep_prompts(&state, caller.owner(), (train, eval), &mut spec.redacted, &mut plan).await?;
+    keep_prompts(&state, caller.owner(), (train, eval, warm_up), &mut spec.redacted, &mut plan).await?;
     let id = JobId::new();
     warm_start::keep(&state, id, &plan).await?;
     let (secrets, priority) = (&spec.secrets, spec.priority);
@@ -198,6 +198,7 @@ pub(super) async fn submit(
             let is = |dataset: &DatasetPlan| dataset.id.to_string() == id;
             let at = match &plan.eval {
                 _ if is(&plan.dataset) => "/dataset/id",
+                _ if plan.warm_up.as_ref().is_some_and(|warm_up| is(&warm_up.dataset)) => "/warm_up/dataset/id",
                 Some(eval) if eval.test_dataset.as_ref().is_some_and(is) => "/eval/test_dataset/id",
                 Some(eval) if eval.guard.as_ref().is_some_and(|guard| is(&guard.dataset)) => "/eval/guard/dataset/id",
                 Some(_) | None => "/eval/dataset/id",
@@ -224,7 +225,7 @@ fn put_placeholder(document: &mut Value) -> Option<FieldError> {
 pub(super) async fn keep_prompts(
     state: &AppState,
     owner: &str,
-    (train, eval): (Option<Prompts>, EvalPrompts),
+    (train, eval, warm_up): (Option<Prompts>, EvalPrompts, Option<Prompts>),
     document: &mut Value,
     plan: &mut Plan,
 ) -> Result<(), Problem> {
@@ -235,7 +236,28 @@ pub(super) async fn keep_prompts(
             eval.dataset = plan.dataset.clone();
         }
     }
-    let Some(plan) = &mut plan.eval else { return Ok(()) };
+    if let Some(plan) = &mut plan.eval {
+        keep_eval_prompts(state, owner, eval, document, plan).await?;
+    }
+    if let (Some(row), Some(warm_up)) = (keep(state, owner, warm_up).await?, &mut plan.warm_up) {
+        store_in(&mut warm_up.dataset, &row);
+        document["warm_up"]["dataset"] = submittable_dataset(&warm_up.dataset);
+        // The rows that are stored are mapped.
+        if let Some(document) = document["warm_up"].as_object_mut() {
+            document.shift_remove("map");
+        }
+    }
+    Ok(())
+}
+
+/// The same of the datasets that an evaluation names.
+async fn keep_eval_prompts(
+    state: &AppState,
+    owner: &str,
+    eval: EvalPrompts,
+    document: &mut Value,
+    plan: &mut EvalPlan,
+) -> Result<(), Problem> {
     let EvalPrompts { eval, test, guard } = eval;
     if let Some(row) = keep(state, owner, eval).await? {
         store_in(&mut plan.dataset, &row);
@@ -389,6 +411,7 @@ async fn validated(
                 (eval, "/eval/dataset"),
                 (&prepared.eval.test, "/eval/test_dataset"),
                 (&prepared.eval.guard, "/eval/guard/dataset"),
+                (&prepared.warm_up, "/warm_up/dataset"),
             ] {
                 let stored = prompts.as_ref().is_some_and(|prompts| matches!(prompts.source, Source::Stored(_)));
                 if let Some(dataset) = plan.pointer_mut(at).and_then(Value::as_object_mut).filter(|_| !stored) {

@@ -304,7 +304,10 @@ async fn send_dataset(
     let sha256 = match plan.eval {
         _ if plan.dataset.id == dataset => plan.dataset.sha256,
         Some(eval) if eval.dataset.id == dataset => eval.dataset.sha256,
-        Some(_) | None => return Err(Problem::not_found("dataset of this job", dataset)),
+        Some(_) | None => match plan.warm_up {
+            Some(warm_up) if warm_up.dataset.id == dataset => warm_up.dataset.sha256,
+            Some(_) | None => return Err(Problem::not_found("dataset of this job", dataset)),
+        },
     };
     // Without a hash that can be read it has a tag of its own; the worker compares the bytes.
     let sha256 = sha256.parse().unwrap_or_else(|_| Sha256Digest::of(&sha256));

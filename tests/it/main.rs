@@ -87,5 +87,6 @@ mod throttle;
 mod transfer;
 mod verdict;
 mod versions;
+mod warm_up;
 mod worker_protocol;
 mod workspace;

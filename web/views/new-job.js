@@ -17,7 +17,9 @@ import { Loading, ProblemBox } from "../parts/problem.js";
 import { Code, Facts } from "../parts/text.js";
 
 /** Settings with a control of their own. */
-const ELSEWHERE = ["/eval/dataset"];
+const ELSEWHERE = ["/eval/dataset", "/warm_up/dataset"];
+/** Datasets of sections. */
+const DATASETS = { eval: "Prompts of the evaluation", warm_up: "Rows of the warm-up, with answers" };
 const EMPTY = { rewards: [{ type: "exact_match", column: "answer" }] };
 const CHECK_MS = 500;
 
@@ -152,21 +154,21 @@ function More({ form }) {
     ${form.schema.sections.filter(({ name }) => form.spec[name] !== null).map(({ name, title, order, properties }) => {
       const keys = order.filter((key) => isHere(`/${name}/${key}`));
       return html`<section key=${name}><h2>${title}</h2>
-        ${name === "eval" && html`<${DatasetChoice} form=${evalForm(form)} pointer="/dataset" label="Prompts of the evaluation" />`}
+        ${DATASETS[name] && html`<${DatasetChoice} form=${sectionForm(form, name)} pointer="/dataset" label=${DATASETS[name]} />`}
         <div class="fields">${keys.map((key) => html`<${Setting} key=${key} form=${form} pointer=${`/${name}/${key}`} schema=${properties[key]} />`)}</div></section>`;
     })}
     <section><h2>Labels</h2><div class="fields"><${Setting} form=${form} pointer="/metadata" placeholder=${'{"team": "x"}'} /></div></section>
   </details>`;
 }
 
-/** The form with `/eval` as its root. */
-const evalForm = (form) => ({ ...form, at: "/eval", spec: form.spec.eval ?? {}, set: (pointer, value) => form.set(`/eval${pointer}`, value), errorsAt: (pointer, alone) => form.errorsAt(`/eval${pointer}`, alone) });
+/** The form with a section as its root. */
+const sectionForm = (form, name) => ({ ...form, at: `/${name}`, spec: form.spec[name] ?? {}, set: (pointer, value) => form.set(`/${name}${pointer}`, value), errorsAt: (pointer, alone) => form.errorsAt(`/${name}${pointer}`, alone) });
 
 /** What the server makes of the job. */
 function Verdict({ answer }) {
   const { valid, warnings, estimate, plan, probe } = answer;
   const facts = [
-    ["Steps", plan && count(plan.training.max_steps)],
+    ["Steps", plan && count(plan.training.max_steps + (plan.warm_up?.steps ?? 0))],
     ["Completions a step", plan && count(plan.training.prompts_per_step * plan.rloo.num_generations)],
     ["Memory", estimate?.memory_bytes && bytes(estimate.memory_bytes)],
     ["A checkpoint", estimate?.checkpoint_bytes && bytes(estimate.checkpoint_bytes)],

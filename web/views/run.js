@@ -114,13 +114,15 @@ function useDetail(run, group) {
   }, [run, group]);
 }
 
-/** The eight charts, in an order that does not change. */
+/** The eight charts, in an order that does not change; a warm-up's stands before them. */
 function layout(table, job) {
   const one = (key, label, more = {}) => ({ key, label, values: table.column(key), ...more });
   const names = job.plan.rewards.map(({ name }) => name);
   const evalNames = table.keys.filter((key) => /^eval_rewards\/.*\/mean$/.test(key) && !names.includes(key.slice(13, -5))).map((key) => key.slice(13, -5));
   const present = (list) => list.filter(({ key }) => table.has(key));
+  const warmUp = { title: "Warm-up", note: "loss on the answers, nats a token", series: [one("warm_up/loss", "loss"), one("warm_up/entropy", "entropy", { tint: 1 })] };
   return [
+    ...(job.plan.warm_up ? [warmUp] : []),
     { title: "Reward", note: "± std", series: [one("reward", "reward", { band: table.column("reward_std") }), ...present([one("eval_reward", "evaluation", { points: true, tint: 1 })])] },
     { title: "Each reward", note: "mean", series: [...names.map((name, tint) => one(`rewards/${name}/mean`, name, { tint })),
       ...evalNames.map((name, index) => one(`eval_rewards/${name}/mean`, `${name} (evaluation)`, { points: true, tint: names.length + index }))] },

@@ -6,7 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use rlood_types::dataset::{
-    Format, InvalidRecipe, MAX_ERRORS, MAX_ROW_BYTES, Recipe, Rejected, RowError, Rows, Summary, check_row, presets,
+    Format, InvalidRecipe, MAX_ERRORS, MAX_ROW_BYTES, Recipe, RecipeMap, Rejected, RowError, Rows, Summary, check_row,
+    presets,
 };
 use serde_json::Value;
 
@@ -27,6 +28,8 @@ pub struct Options<'o> {
     pub format: Option<Format>,
     /// Whether a text becomes a chat where the map does not say: the model has a chat template, or is not known.
     pub chat_default: bool,
+    /// The rows are to have answers: see [`Mapping::taking_chats`].
+    pub answers: bool,
     /// Bytes of the rows that are kept.
     pub max_bytes: u64,
     /// Set = end soon.
@@ -76,7 +79,7 @@ pub fn convert(
     options: &Options<'_>,
     out: &mut dyn Write,
 ) -> Result<Converted, Rejected> {
-    let mapping = compile(recipe, options.chat_default)?;
+    let mapping = compile(recipe, options)?;
     let mut sample = match recipe.seed.zip(recipe.limit) {
         Some((seed, limit)) => {
             let mut count = 0;
@@ -144,7 +147,7 @@ pub fn preview(sources: &[Source], recipe: &Recipe, options: &Options<'_>, rows:
         true => first.filter(|_| recipe.map.is_none()).and_then(presets::truth),
         false => first.filter(|_| !names_prompt).and_then(presets::fitting),
     };
-    let mapping = compile(recipe, options.chat_default)?;
+    let mapping = compile(recipe, options)?;
     let mut pass = Pass::new(mapping.as_ref(), options);
     pass.is_late = &is_late;
     let (mut mapped, limit) = (Vec::new(), rows.min(usize::try_from(recipe.limit.unwrap_or(u64::MAX)).unwrap_or(rows)));
@@ -178,10 +181,15 @@ fn note_columns(columns: &mut Vec<PreviewColumn>, row: &Value) {
     }
 }
 
-fn compile(recipe: &Recipe, chat_default: bool) -> Result<Option<Mapping>, Rejected> {
+fn compile(recipe: &Recipe, options: &Options<'_>) -> Result<Option<Mapping>, Rejected> {
     let refuse = |error: InvalidRecipe| rejected(whole("invalid_map", error.to_string()));
     recipe.check().map_err(refuse)?;
-    recipe.map.as_ref().map(|map| Mapping::new(map, chat_default)).transpose().map_err(refuse)
+    let (map, plain) = (recipe.map.as_ref(), RecipeMap::default());
+    if options.answers {
+        let mapping = Mapping::new(map.unwrap_or(&plain), options.chat_default).map_err(refuse)?;
+        return Ok(Some(mapping.taking_chats()));
+    }
+    map.map(|map| Mapping::new(map, options.chat_default)).transpose().map_err(refuse)
 }
 
 fn rejected(error: RowError) -> Rejected {

@@ -1,6 +1,6 @@
 //! What a row becomes.
 
-use rlood_types::dataset::{InvalidRecipe, PROMPT, RecipeMap, RowError, presets};
+use rlood_types::dataset::{COMPLETION, InvalidRecipe, PROMPT, RecipeMap, RowError, presets};
 use rlood_types::spec::SampleTemplate;
 use serde_json::{Map, Value, json};
 use std::cell::OnceCell;
@@ -20,6 +20,8 @@ pub struct Mapping {
     condition: Option<SampleTemplate>,
     unique: Vec<String>,
     cut_answer: bool,
+    /// Without a column `prompt`, chat messages under one of their usual names are the prompt.
+    takes_chats: bool,
 }
 
 /// The value of a field.
@@ -45,6 +47,9 @@ pub enum Mapped {
     /// The condition does not hold.
     Left,
 }
+
+/// Columns that hold chat messages in most data sets.
+const CHATS: [&str; 2] = ["messages", "conversations"];
 
 fn is_template(text: &str) -> bool {
     text.contains("{{") || text.contains("{%")
@@ -123,7 +128,7 @@ impl Mapping {
     /// # Errors
     /// A template that does not compile, with its field.
     pub fn new(map: &RecipeMap, chat_default: bool) -> Result<Mapping, InvalidRecipe> {
-        let RecipeMap { prompt, system, chat, columns, keep, drop, condition, unique, cut_answer } = map;
+        let RecipeMap { prompt, completion, system, chat, columns, keep, drop, condition, unique, cut_answer } = map;
         let prompt = prompt.as_deref().map(|text| Text::new("map.prompt", text)).transpose()?;
         let system = match system.as_deref() {
             None => None,
@@ -134,6 +139,9 @@ impl Mapping {
         for (name, text) in columns {
             let text = Text::new(&format!("map.columns.{name}"), text.as_str().unwrap_or_default())?;
             made.push((name.clone(), text));
+        }
+        if let Some(text) = completion {
+            made.push((COMPLETION.to_owned(), Text::new("map.completion", text)?));
         }
         let condition = condition.as_ref().map(|text| {
             let compiled = SampleTemplate::expression(text);
@@ -150,7 +158,20 @@ impl Mapping {
             condition: condition.transpose()?,
             unique: unique.as_ref().map(|unique| unique.columns().to_vec()).unwrap_or_default(),
             cut_answer: *cut_answer,
+            takes_chats: false,
         })
+    }
+
+    /// For rows with answers: where neither the map nor a column names the prompt, it is the chat of the row.
+    pub fn taking_chats(self) -> Mapping {
+        Mapping { takes_chats: true, ..self }
+    }
+
+    /// Where the row's chat stands, for rows that have no prompt.
+    fn chat_column(&self, row: &Row) -> &'static str {
+        let is_chat = |name: &&str| row.get(*name).is_some_and(Value::is_array);
+        let chats = CHATS.iter().filter(|_| self.takes_chats && !row.contains_key(PROMPT));
+        chats.copied().find(is_chat).unwrap_or(PROMPT)
     }
 
     /// The columns that are needed of the source; None = all, since the rest travels on or a template may look at any.
@@ -166,6 +187,9 @@ impl Mapping {
         let is_plain = self.condition.is_none() && !matches!(self.system, Some(System::Template(_)));
         needed.extend(keep.iter().chain(&self.unique).cloned());
         needed.push(PROMPT.to_owned());
+        if self.takes_chats {
+            needed.extend(CHATS.map(str::to_owned));
+        }
         is_plain.then_some(needed)
     }
 
@@ -212,19 +236,22 @@ impl Mapping {
         let prompt = self.make_prompt(&row, &variables)?;
         let mut made = Vec::with_capacity(self.columns.len());
         for (name, text) in &self.columns {
-            let value = text.value(&format!("map.columns.{name}"), &row, &variables)?;
+            let at = if name == COMPLETION { "map.completion".to_owned() } else { format!("map.columns.{name}") };
+            let value = text.value(&at, &row, &variables)?;
             made.push((name, value));
         }
         drop(variables);
         let mut out = Map::with_capacity(row.len() + made.len() + 1);
         out.insert(PROMPT.to_owned(), prompt);
         let key = self.key(&row, &out, &made)?;
+        // What became the prompt goes.
+        let chat = if self.prompt.is_none() { self.chat_column(&row) } else { PROMPT };
         let stays = |name: &str| match &self.keep {
             Some(keep) => keep.iter().any(|kept| kept == name),
             None => !self.drop.iter().any(|dropped| dropped == name),
         };
         for (name, value) in row {
-            if name != PROMPT && stays(&name) {
+            if name != PROMPT && name != chat && stays(&name) {
                 out.insert(name, value);
             }
         }
@@ -239,7 +266,7 @@ impl Mapping {
         let (value, column) = match &self.prompt {
             Some(text) => (text.value("map.prompt", row, variables)?, text.column()),
             None => {
-                let value = row.get(PROMPT).cloned();
+                let value = row.get(self.chat_column(row)).cloned();
                 (value.ok_or_else(|| wrong("missing_prompt", presets::advice(row)))?, Some(PROMPT))
             }
         };

@@ -60,7 +60,7 @@ pub(super) fn next_block(run: &mut Run<'_>, step: u64, index: u64) -> Result<(Ro
     }
     let next_step = step + run.schedule.batching.uses_per_block();
     if let [ahead] = run.progress.ahead.make_contiguous()
-        && next_step <= run.plan.training.max_steps
+        && next_step <= run.plan.total_steps()
     {
         let position = ahead.next_prompt;
         sample(run, next_step, index + 1, position)?;

@@ -8,6 +8,7 @@
 //! | `trainer_state.json` | steps, tokens, counters, the hash of what must not change |
 //! | `rollout.json`, `rollout.safetensors` | only in the middle of a block: its completions and log-probs |
 //! | `ahead.json`, `ahead.safetensors` | only with overlap: the next block, sampled and not scored, and its log-probs |
+//! | `reference.safetensors` | only behind a warm-up: the weights that the KL penalty is measured against, flat |
 //! | `manifest.json` | size and SHA-256 of each of them; written last |
 
 use std::fs::{self, File};
@@ -26,6 +27,7 @@ use super::lora;
 use super::model::{Policy, full};
 use super::optim::blockwise::{BLOCK, Map, Quantized};
 use super::optim::{AdamW, Moments};
+use super::start::REFERENCE;
 use super::tensors::{self, Data};
 use super::watch::Evaluations;
 use crate::digest::Sha256Digest;
@@ -99,6 +101,8 @@ pub struct Snapshot<'a> {
     pub block: Option<&'a Block>,
     /// With overlap: the block behind it.
     pub ahead: Option<&'a Ahead>,
+    /// Behind a warm-up: the file with the reference's weights.
+    pub reference: Option<&'a Path>,
 }
 
 /// A checkpoint read back; weights are loaded by [`Policy::load_lora`] or [`Policy::load_full`] from the same directory.
@@ -130,7 +134,7 @@ pub fn plan_sha256(plan: &Plan) -> String {
 /// Write a complete checkpoint below `scratch_dir` and return its directory and files, the manifest last. What lies there
 /// under the same name is replaced.
 pub fn write(scratch_dir: &Path, snapshot: &Snapshot<'_>) -> Result<(PathBuf, Vec<FileEntry>)> {
-    let Snapshot { policy, model_dir, model_name, adam, state, block, ahead } = *snapshot;
+    let Snapshot { policy, model_dir, model_name, adam, state, block, ahead, reference } = *snapshot;
     let state_bytes = state_json(state)?;
     fs::create_dir_all(scratch_dir).map_err(io(scratch_dir))?;
     let temporary = tempfile::Builder::new().prefix(".checkpoint-").tempdir_in(scratch_dir).map_err(io(scratch_dir))?;
@@ -152,6 +156,10 @@ pub fn write(scratch_dir: &Path, snapshot: &Snapshot<'_>) -> Result<(PathBuf, Ve
     if let Some(ahead) = ahead {
         write_file(&dir.join(AHEAD), &to_json(ahead)?)?;
         write_logps(&dir.join(AHEAD_LOGPS), &ahead.old_logps, &ahead.ref_logps)?;
+    }
+
+    if let Some(reference) = reference {
+        fs::copy(reference, dir.join(REFERENCE)).map_err(io(reference))?;
     }
 
     let mut names: Vec<String> = fs::read_dir(dir)
@@ -209,16 +217,25 @@ pub fn read(dir: &Path, plan: &Plan) -> Result<Restored> {
     let state: TrainerState = from_json(dir, STATE)?;
     if state.plan_sha256 != plan_sha256(plan) {
         return Err(EngineError::Checkpoint(
-            "it was written with another model, dataset, lora, warm start, optimizer, dtype, batch or seed; start a new job instead".into(),
+            "it was written with another model, dataset, lora, warm start, warm-up, optimizer, dtype, batch or seed; start a new job instead".into(),
         ));
     }
     let moments = read_moments(&dir.join(OPTIMIZER), plan.optimizer.kind)?;
     let adam = AdamW { decayed: moments.len(), moments, updates: state.updates };
     let uses = u64::from(plan.rloo.num_iterations) * u64::from(plan.rloo.steps_per_generation);
-    let inside_block = !state.step.is_multiple_of(uses.max(1));
+    let inside_block = !plan.rloo_step(state.step).unwrap_or(0).is_multiple_of(uses.max(1));
     let block = if inside_block { Some(read_block(dir, plan)?) } else { None };
     let ahead = if plan.rloo.overlap && dir.join(AHEAD).is_file() { Some(read_ahead(dir)?) } else { None };
     Ok(Restored { adam, state, block, ahead })
+}
+
+/// A copy of the reference that a checkpoint holds, for the checkpoints to come.
+pub(super) fn keep_reference(dir: &Path, scratch_dir: &Path) -> Result<tempfile::TempPath> {
+    fs::create_dir_all(scratch_dir).map_err(io(scratch_dir))?;
+    let file = tempfile::Builder::new().prefix(".reference-").tempfile_in(scratch_dir).map_err(io(scratch_dir))?;
+    let from = dir.join(REFERENCE);
+    fs::copy(&from, file.path()).map_err(io(&from))?;
+    Ok(file.into_temp_path())
 }
 
 fn read_ahead(dir: &Path) -> Result<Ahead> {

@@ -15,9 +15,11 @@ use crate::trajectory::Trajectory;
 pub(super) fn is_due(run: &Run<'_>) -> bool {
     let Some(eval) = &run.plan.eval else { return false };
     let step = run.progress.state.step;
-    let due = match step {
-        0 => eval.before_start,
-        _ => step.is_multiple_of(eval.every_steps.max(1)) || step == run.plan.training.max_steps,
+    // Before the start means before a warm-up, and behind it.
+    let due = match (step, run.plan.rloo_step(step)) {
+        (0, _) | (_, Some(0)) => eval.before_start,
+        (_, Some(done)) => done.is_multiple_of(eval.every_steps.max(1)) || done == run.plan.training.max_steps,
+        (_, None) => false,
     };
     due && !run.data.evaluated_rows.is_empty() && run.progress.state.evaluated_step != Some(step)
 }
@@ -30,7 +32,7 @@ pub(super) fn evaluate(run: &mut Run<'_>) -> Result<(), RunEnd> {
     run.enter(Phase::Eval)?;
     let started = Instant::now();
     let rows = run.data.evaluated_rows.clone();
-    let key = Key::new(run.plan.training.seed, Stream::Eval).with(step);
+    let key = Key::new(run.plan.training.seed, Stream::Eval).with(run.plan.rloo_step(step).unwrap_or(0));
     let sampler = Sampler::for_evaluation(&run.plan.sampling, eval);
     let rollout = run.rollouts().evaluation(RolloutId::eval(step), &rows, key, sampler)?;
     let trajectories: Vec<Trajectory<'_>> = rollout.trajectories().collect();

@@ -213,6 +213,8 @@ pub struct TrainInput<'a> {
     pub rows: Vec<PromptRow>,
     /// The evaluation rows; empty without evaluation.
     pub eval_rows: Vec<PromptRow>,
+    /// The rows of the warm-up; empty without one, and where it is over.
+    pub warm_up_rows: Vec<PromptRow>,
     /// A verified checkpoint to go on from.
     pub resume: Option<PathBuf>,
     /// The checkpoint of a warm start: a PEFT adapter, or all weights in full fine-tuning; the plan says what the reference is.

@@ -51,9 +51,11 @@
 //! | 39 | 8-bit moments: block-wise dynamic quantisation, 256 values a block | [`optim::blockwise`] | `moments_in_8_bits_take_a_quarter_and_follow_those_in_32` | Dettmers et al. 2022 (arXiv 2110.02861) |
 //! | 40 | full fine-tuning: the reference is a frozen copy of the first weights, none when beta = 0 | `start::begin` | `tests/it/params.rs` | rloo.md |
 //! | 41 | overlap: the next block is sampled by the policy before this one is trained, its old log-probs are that policy's | [`ahead`] | `an_overlapped_block_is_sampled_by_the_policy_before_the_last_block`; `tests/it/{resume,interrupt}.rs` | Noukhovitch et al. 2024 (arXiv 2410.18252) |
+//! | 42 | warm-up: cross-entropy on answers, one denominator a step, through the same head; then a fresh optimizer | [`warm_up`], [`loss::cross_entropy`] | `tests/it/warm_up.rs` against torch and PEFT | Ouyang et al. 2022 (arXiv 2203.02155) |
 
 pub mod advantage;
 pub mod ahead;
+pub mod answers;
 pub mod backend;
 pub mod block;
 pub mod checkpoint;
@@ -89,12 +91,13 @@ mod step;
 pub mod tensors;
 pub mod text;
 pub mod update;
+mod warm_up;
 pub mod watch;
 
 pub use rlood_kernels as kernels;
 
 use rlood_model_files as modelcard;
-use rlood_types::{digest, doctor, event, failpoint, job, protocol, sample, spec, trajectory};
+use rlood_types::{dataset, digest, doctor, event, failpoint, job, protocol, sample, spec, trajectory};
 
 use self::host::{Host, RunEnd, TrainInput};
 use self::run::Run;
@@ -130,12 +133,15 @@ fn all_steps(run: &mut Run<'_>) -> Result<(), RunEnd> {
         if saving::is_due(run) {
             saving::save(run)?;
         }
-        if run.progress.state.step >= run.plan.training.max_steps {
+        if run.progress.state.step >= run.plan.total_steps() {
             return Ok(());
         }
         if run.progress.state.evaluations.stopped {
             return watch::report_early_stop(&run.progress, run.host, run.plan);
         }
-        step::train_step(run)?;
+        match &run.plan.warm_up {
+            Some(warm_up) if run.progress.state.step < warm_up.steps => warm_up::train_step(run, warm_up)?,
+            Some(_) | None => step::train_step(run)?,
+        }
     }
 }

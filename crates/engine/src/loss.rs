@@ -159,6 +159,24 @@ pub fn row_loss(row: &LossRow<'_>, config: &LossConfig, denominators: &Denominat
     loss
 }
 
+/// Cross-entropy of one answer: Σ_t −log p, over the answer tokens of the whole step. It is the policy gradient of an
+/// advantage of 1 where the ratio is 1 and nothing is clipped.
+pub fn cross_entropy(logps: &[f32], tokens_of_step: usize) -> RowLoss {
+    let denominator = tokens_of_step.max(1) as f64;
+    let logp: f64 = logps.iter().map(|logp| f64::from(*logp)).sum();
+    RowLoss {
+        old_logp: logp,
+        new_logp: logp,
+        ratio: 1.0,
+        loss: -logp,
+        denominator,
+        num_ratios: 0,
+        clipped_low: 0,
+        clipped_high: 0,
+        gradient: vec![-1.0 / denominator; logps.len()],
+    }
+}
+
 /// Σ of the rows' losses, each over its denominator.
 pub fn total_loss(rows: &[RowLoss]) -> f64 {
     rows.iter().map(|row| row.loss / row.denominator).sum()

@@ -28,6 +28,8 @@ pub enum Stream {
     Mixture,
     /// Sampling of a verdict's completions, by both models.
     Verdict,
+    /// Order of the rows of a warm-up, and its dropout.
+    WarmUp,
 }
 
 /// A point in the space of draws; narrow it with [`Key::with`], then draw.
@@ -56,6 +58,7 @@ impl Key {
             Stream::Generate => 8,
             Stream::Mixture => 9,
             Stream::Verdict => 11,
+            Stream::WarmUp => 10,
         };
         Self(mix(seed.wrapping_add(GOLDEN_GAMMA))).with(stream)
     }

@@ -12,7 +12,7 @@ use super::memory::peak_resident_bytes;
 use super::metrics::{
     KlRow, RolloutRows, advantage_metrics, entropy, kl_metrics, loss_metrics, rollout_metrics, sampling_metrics,
 };
-use super::model::RowScore;
+use super::model::{Policy, RowScore};
 use super::rollout::{Batching, num_generations};
 use super::run::Data;
 use super::step::Update;
@@ -191,8 +191,15 @@ fn time_metrics(metrics: &mut Metrics, report: &StepReport<'_>, seconds: &StepSe
         let sampled = report.block.num_completion_tokens() as f64;
         metrics.insert("tokens_per_second/rollout".into(), Some(sampled / generate));
     }
+}
+
+/// The peaks of the process's memory and of its GPU's.
+pub(super) fn memory_metrics(metrics: &mut Metrics, policy: &Policy) {
     if let Some(bytes) = peak_resident_bytes() {
         metrics.insert("memory/peak_resident_bytes".into(), Some(bytes as f64));
+    }
+    if let Some(bytes) = policy.device_peak_bytes() {
+        metrics.insert("memory/peak_device_bytes".into(), Some(bytes as f64));
     }
 }
 
@@ -232,6 +239,15 @@ pub(super) fn first_warnings(batching: &Batching, data: &Data) -> Vec<Event> {
     dropped.into_iter().chain(shared).collect()
 }
 
+/// The warning that rows of the warm-up are not learned from.
+pub(super) fn left_out_warning(left_out: usize, num_rows: usize) -> Event {
+    let message = format!(
+        "{left_out} of {num_rows} rows of the warm-up are left out, because their prompts are evaluated: the evaluation would measure what was learned by heart"
+    );
+    let data = json!({ "left_out": left_out, "rows": num_rows });
+    Event::Warning { code: "warm_up_rows_left_out".into(), message, data }
+}
+
 /// The warning when rows do not fill a block.
 fn dropped_rows_warning(batching: &Batching) -> Event {
     let dropped = batching.dropped_rows_per_epoch();
@@ -245,15 +261,15 @@ fn dropped_rows_warning(batching: &Batching) -> Event {
 }
 
 /// The warning when an update could not be used.
-pub(super) fn skipped_update_warning(step: u64, update: &Update, state: &TrainerState) -> Event {
+pub(super) fn skipped_update_warning(step: u64, (loss, grad_norm): (f64, f64), state: &TrainerState) -> Event {
     let message = format!(
         "the update of step {step} was skipped, because its loss or gradient is not finite; {MAX_SKIPPED_IN_A_ROW} in a row end the job"
     );
     let data = json!({
         "step": step,
         "skipped_in_a_row": state.skipped_in_a_row,
-        "loss": update.loss.to_string(),
-        "grad_norm": update.grad_norm.to_string(),
+        "loss": loss.to_string(),
+        "grad_norm": grad_norm.to_string(),
     });
     Event::Warning { code: "non_finite".into(), message, data }
 }

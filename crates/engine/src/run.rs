@@ -1,10 +1,11 @@
 //! What a run holds, by what it is, and how it is loaded.
 
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 use std::ops::Range;
 use std::path::Path;
 
 use super::ahead::{self, Ahead};
+use super::answers::{self, AnsweredRow};
 use super::backend::{BackendKind, Optimizer};
 use super::block::Block;
 use super::checkpoint::{self, TrainerState};
@@ -15,7 +16,7 @@ use super::lora::ParameterInfo;
 use super::model::Policy;
 use super::optim::AdamW;
 use super::prompts::{self, TokenizedPrompt};
-use super::report::StepSeconds;
+use super::report::{self, StepSeconds};
 use super::rollout::{Batching, Cursor, num_generations};
 use super::rollouts::Rollouts;
 use super::scoring::Scorer;
@@ -57,12 +58,16 @@ pub(super) struct Data {
     pub text: Text,
     pub prompts: Vec<TokenizedPrompt>,
     pub eval_prompts: Vec<TokenizedPrompt>,
+    /// The rows of the warm-up; empty once it is over.
+    pub answered: Vec<AnsweredRow>,
     /// Rows of the dataset that train, where some are held out for evaluation or for the verdict.
     pub trained_rows: Option<Vec<u64>>,
     /// Whether the evaluated rows are rows of the training dataset.
     pub eval_is_held_out: bool,
     /// Rows that are evaluated: of the evaluation dataset, or held out of the training dataset.
     pub evaluated_rows: Vec<u64>,
+    /// What tells the evaluated prompts apart.
+    evaluated_keys: HashSet<PromptKey>,
     /// The number of evaluated rows whose prompt is trained too.
     pub shared_prompts: u64,
 }
@@ -93,6 +98,8 @@ pub(super) struct Files<'a> {
     pub model_name: &'a str,
     /// Where checkpoints are written before they are published.
     pub scratch_dir: &'a Path,
+    /// The reference's weights, which checkpoints hold once a warm-up is over.
+    pub reference: Option<tempfile::TempPath>,
 }
 
 impl<'a> Run<'a> {
@@ -107,14 +114,22 @@ impl<'a> Run<'a> {
         let warnings = [start::rounding_warning(&policy, plan.training.dtype), start::skipped_warning(&policy)];
         warnings.into_iter().flatten().try_for_each(|warning| host.event(warning))?;
         host.poll()?;
-        let data = Data::load(text, &mut input, policy.card().max_position_embeddings, host)?;
+        let restored = input.resume.as_deref().map(|dir| checkpoint::read(dir, plan)).transpose()?;
+        let step = restored.as_ref().map_or(0, |restored| restored.state.step);
+        let mut data = Data::load(text, &mut input, policy.card().max_position_embeddings, host)?;
+        if step < plan.warm_up_steps() {
+            let rows = std::mem::take(&mut input.warm_up_rows);
+            data.take_answers(rows, plan, policy.card().max_position_embeddings, host)?;
+        }
         let schedule = Schedule::new(plan, &data.rows_by_source(plan))?;
-        let reference = start::begin(&mut policy, &input)?;
-        let (adam, state, block, ahead) = match &input.resume {
-            Some(dir) => {
-                let restored = checkpoint::read(dir, plan)?;
-                (restored.adam, restored.state, restored.block, restored.ahead)
-            }
+        let reference = start::begin(&mut policy, &input, step)?;
+        let kept_reference = match &input.resume {
+            _ if !plan.has_warmed_reference() || step < plan.warm_up_steps() => None,
+            Some(dir) if step > plan.warm_up_steps() => Some(checkpoint::keep_reference(dir, input.scratch_dir)?),
+            Some(_) | None => Some(start::keep_reference(&policy, input.scratch_dir)?),
+        };
+        let (adam, state, block, ahead) = match restored {
+            Some(restored) => (restored.adam, restored.state, restored.block, restored.ahead),
             None => {
                 let state = TrainerState { plan_sha256: checkpoint::plan_sha256(plan), ..TrainerState::default() };
                 (AdamW::of_kind(plan.optimizer.kind, policy.flat().len()), state, None, None)
@@ -132,7 +147,12 @@ impl<'a> Run<'a> {
                 seconds: StepSeconds::default(),
                 state,
             },
-            files: Files { model_dir: input.model_dir, model_name: input.model_name, scratch_dir: input.scratch_dir },
+            files: Files {
+                model_dir: input.model_dir,
+                model_name: input.model_name,
+                scratch_dir: input.scratch_dir,
+                reference: kept_reference,
+            },
             plan,
             host,
         };
@@ -194,7 +214,7 @@ impl Model {
         let delta_norm = DeltaNorm::load(input.model_dir, policy.card(), policy.lora_config(), &parameter_info)?;
         Ok(Self {
             samples_exactly: policy.samples_exactly(),
-            is_warm_started: input.initial_adapter.is_some(),
+            is_warm_started: input.initial_adapter.is_some() || plan.warm_up.is_some(),
             micro_batching: MicroBatching {
                 num_generations: num_generations(plan),
                 max_tokens: plan.training.micro_batch_tokens as usize,
@@ -241,14 +261,57 @@ impl Data {
         let of_rows = |rows: &[u64]| rows.iter().filter_map(|row| keys.get(*row as usize)).collect::<Vec<_>>();
         let trained_keys = trained_rows.as_deref().map_or_else(|| keys.iter().collect(), of_rows);
         let eval_is_held_out = held_out.is_some();
+        let mut evaluated_keys: HashSet<PromptKey> = of_rows(&tested).into_iter().copied().collect();
         let (evaluated_rows, shared_prompts) = match held_out {
             Some(rows) => {
                 let shared = shared_prompts(trained_keys, of_rows(&rows));
+                evaluated_keys.extend(of_rows(&rows));
                 (rows, shared)
             }
-            None => ((0..eval_prompts.len() as u64).collect(), shared_prompts(trained_keys, &eval_keys)),
+            None => {
+                let shared = shared_prompts(trained_keys, &eval_keys);
+                evaluated_keys.extend(&eval_keys);
+                ((0..eval_prompts.len() as u64).collect(), shared)
+            }
         };
-        Ok(Self { text, prompts, eval_prompts, trained_rows, eval_is_held_out, evaluated_rows, shared_prompts })
+        Ok(Self {
+            text,
+            prompts,
+            eval_prompts,
+            answered: Vec::new(),
+            trained_rows,
+            eval_is_held_out,
+            evaluated_rows,
+            evaluated_keys,
+            shared_prompts,
+        })
+    }
+
+    /// Tokenises the rows of the warm-up. Those whose prompts are evaluated are left out: a model that has learned their answers would
+    /// be measured by them.
+    fn take_answers(
+        &mut self,
+        rows: Vec<PromptRow>,
+        plan: &Plan,
+        max_positions: usize,
+        host: &mut dyn Host,
+    ) -> Result<(), RunEnd> {
+        let keys: Vec<PromptKey> = rows.iter().map(answers::prompt_key_of).collect();
+        let answered = answers::tokenize(&self.text, rows, &plan.sampling, max_positions)?;
+        host.poll()?;
+        let num_rows = answered.len();
+        let rows = answered.into_iter().zip(&keys).filter(|(_, key)| !self.evaluated_keys.contains(*key));
+        self.answered = rows.map(|(row, _)| row).collect();
+        let left_out = num_rows - self.answered.len();
+        if left_out > 0 {
+            host.event(report::left_out_warning(left_out, num_rows))?;
+        }
+        if self.answered.is_empty() {
+            let why = if num_rows == 0 { "it has no rows" } else { "the prompts of all its rows are evaluated" };
+            let detail = format!("nothing is left for the warm-up to learn from: {why}; add some");
+            return Err(RunEnd::Failed(EngineError::Prompts(detail)));
+        }
+        Ok(())
     }
 
     /// How many rows of each source are trained; one number where there is one.
@@ -312,7 +375,7 @@ impl Schedule {
         drops || self.batching.uses_per_block() > 1 || (plan.rloo.penalizes_reward() && plan.rloo.whitens_advantages())
     }
 
-    /// Passes over the dataset after a step: where refills move the cursor, by the cursor.
+    /// Passes over the dataset after a step of RLOO: where refills move the cursor, by the cursor.
     pub fn epochs(&self, step: u64, state: &TrainerState, plan: &Plan) -> f64 {
         match state.next_prompt {
             Some(next) if !plan.dataset.sources.is_empty() => self.batching.epochs_at(next),

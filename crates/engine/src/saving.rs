@@ -23,11 +23,13 @@ pub(super) fn is_due(run: &Run<'_>) -> bool {
     let wanted = || run.host.wants_checkpoint();
     // Weights whose loss is not finite make no good checkpoint.
     let good = progress.state.skipped_in_a_row == 0;
-    good && step > progress.saved_step && (step.is_multiple_of(run.plan.checkpoints.every_steps.max(1)) || wanted())
+    let is_warmed = run.plan.warm_up.is_some() && run.plan.rloo_step(step) == Some(0);
+    let planned = is_warmed || step.is_multiple_of(run.plan.checkpoints.every_steps.max(1));
+    good && step > progress.saved_step && (planned || wanted())
 }
 
 fn is_last(run: &Run<'_>) -> bool {
-    run.progress.state.step == run.plan.training.max_steps || run.progress.state.evaluations.stopped
+    run.progress.state.step == run.plan.total_steps() || run.progress.state.evaluations.stopped
 }
 
 /// Writes a checkpoint of the last completed step and has it published.
@@ -36,7 +38,8 @@ pub(super) fn save(run: &mut Run<'_>) -> Result<(), RunEnd> {
     let started = Instant::now();
     let (state, last) = (&run.progress.state, is_last(run));
     let step = state.step;
-    let inside_block = !step.is_multiple_of(run.schedule.batching.uses_per_block().max(1));
+    let own_steps = run.plan.rloo_step(step).unwrap_or(0);
+    let inside_block = !own_steps.is_multiple_of(run.schedule.batching.uses_per_block().max(1));
     let adam = run.model.optimizer.state()?;
     let snapshot = Snapshot {
         policy: &run.model.policy,
@@ -46,6 +49,7 @@ pub(super) fn save(run: &mut Run<'_>) -> Result<(), RunEnd> {
         state,
         block: run.progress.block.as_ref().filter(|_| inside_block),
         ahead: run.progress.ahead.front(),
+        reference: run.files.reference.as_deref().filter(|_| own_steps > 0),
     };
     let (dir, files) = checkpoint::write(run.files.scratch_dir, &snapshot)?;
     let mut metrics: Metrics = state.step_metrics.clone();

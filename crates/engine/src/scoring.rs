@@ -9,6 +9,7 @@ use super::model::{Adapter, Policy, RowScore};
 use super::relief;
 use super::report::StepSeconds;
 use super::run::{Data, Model};
+use super::start::ReferenceModel;
 use super::update::score_trajectories;
 use crate::event::{Event, Phase};
 use crate::spec::Plan;
@@ -66,9 +67,10 @@ impl Scorer<'_> {
         self.scores(trajectories, policy)
     }
 
-    /// Log-probs by the reference; none when beta = 0.
+    /// Log-probs by the reference; none when beta = 0, and before the end of the warm-up that makes the reference.
     pub fn reference_logps(&mut self, trajectories: &[Trajectory<'_>]) -> Result<Logps, RunEnd> {
-        if !self.plan.rloo.needs_reference() {
+        let is_there = !matches!(self.model.reference, ReferenceModel::None);
+        if !self.plan.rloo.needs_reference() || !is_there {
             return Ok(Vec::new());
         }
         Ok(logps(self.scores(trajectories, |model| model.reference.of(&model.policy))?))

@@ -5,6 +5,7 @@ use std::path::Path;
 use super::error::{EngineError, Result};
 use super::host::TrainInput;
 use super::model::{Adapter, Policy};
+use super::tensors;
 use crate::event::Event;
 use crate::modelcard::{Skipped, TensorDtype};
 use crate::spec::{ComputeDtype, Reference};
@@ -13,7 +14,7 @@ use serde_json::json;
 /// What the KL penalty is measured against (rloo.md, "Log-probabilities").
 #[derive(Debug)]
 pub(super) enum ReferenceModel {
-    /// beta = 0: nothing.
+    /// Nothing: beta = 0, or the warm-up that makes the reference is not over.
     None,
     /// The policy's own weights without the adapter.
     AdapterOff,
@@ -31,8 +32,8 @@ impl ReferenceModel {
     }
 }
 
-/// Give the policy its first weights, or those of the checkpoint to go on from, and keep the reference.
-pub(super) fn begin(policy: &mut Policy, input: &TrainInput<'_>) -> Result<ReferenceModel> {
+/// Give the policy its first weights, or those of the checkpoint to go on from, and keep the reference. `step`: steps done.
+pub(super) fn begin(policy: &mut Policy, input: &TrainInput<'_>, step: u64) -> Result<ReferenceModel> {
     policy.check_trainable()?;
     let plan = input.plan;
     let wants_initial = plan.warm_start.as_ref().is_some_and(|warm| warm.reference == Reference::Initial);
@@ -40,7 +41,8 @@ pub(super) fn begin(policy: &mut Policy, input: &TrainInput<'_>) -> Result<Refer
     if plan.warm_start.is_some() && initial.is_none() && (input.resume.is_none() || wants_initial) {
         return Err(EngineError::Input("the checkpoint that the job begins with is not there".to_owned()));
     }
-    let with_reference = plan.rloo.needs_reference();
+    // What follows a warm-up is kept when it is over.
+    let with_reference = plan.rloo.needs_reference() && !plan.has_warmed_reference();
     let mut reference = ReferenceModel::None;
     match &plan.lora {
         Some(lora) => {
@@ -85,6 +87,52 @@ pub(super) fn begin(policy: &mut Policy, input: &TrainInput<'_>) -> Result<Refer
                 policy.load_full(dir)?;
             }
         }
+    }
+    if plan.has_warmed_reference() && step >= plan.warm_up_steps() {
+        reference = match &input.resume {
+            Some(dir) if step > plan.warm_up_steps() => restored_reference(policy, dir, plan.lora.is_some())?,
+            // These are the warmed weights.
+            Some(_) | None => warmed_reference(policy),
+        };
+    }
+    Ok(reference)
+}
+
+/// The reference of a run whose warm-up is over now.
+pub(super) fn warmed_reference(policy: &Policy) -> ReferenceModel {
+    ReferenceModel::Frozen(Box::new(policy.frozen_copy()))
+}
+
+/// The file of a checkpoint with the reference's weights, where they are those at the end of a warm-up.
+pub(super) const REFERENCE: &str = "reference.safetensors";
+const TENSOR: &str = "reference";
+
+/// Writes the weights down that the policy has at the end of its warm-up: every later checkpoint holds them too.
+pub(super) fn keep_reference(policy: &Policy, scratch_dir: &Path) -> Result<tempfile::TempPath> {
+    let failed = |source| EngineError::Io { path: scratch_dir.to_owned(), source };
+    std::fs::create_dir_all(scratch_dir).map_err(failed)?;
+    let file = tempfile::Builder::new().prefix(".reference-").tempfile_in(scratch_dir).map_err(failed)?;
+    let values = policy.flat().values()?;
+    let tensor = tensors::Tensor { name: TENSOR, shape: &[values.len()], data: tensors::Data::F32(&values) };
+    tensors::write_finite(file.path(), &[tensor])?;
+    Ok(file.into_temp_path())
+}
+
+/// The reference that a checkpoint holds. The policy has the checkpoint's weights, before and after.
+fn restored_reference(policy: &mut Policy, dir: &Path, is_adapter: bool) -> Result<ReferenceModel> {
+    let path = dir.join(REFERENCE);
+    let values = tensors::Reader::open(&path)?.f32s(TENSOR)?;
+    let values = values.ok_or_else(|| EngineError::Checkpoint(format!("{REFERENCE} holds no weights")))?;
+    policy.set_parameter_values(&values)?;
+    drop(values);
+    let reference = warmed_reference(policy);
+    match is_adapter {
+        true => {
+            let dropout = policy.lora_config().map_or(0.0, |lora| lora.dropout);
+            policy.load_lora(dir)?;
+            policy.set_lora_dropout(dropout);
+        }
+        false => policy.load_full(dir)?,
     }
     Ok(reference)
 }

@@ -43,11 +43,16 @@ impl Update {
     }
 }
 
+/// The number of a step among RLOO's own, which follow those of a warm-up.
+fn rloo_step(run: &Run<'_>, step: u64) -> u64 {
+    run.plan.rloo_step(step).unwrap_or(0)
+}
+
 /// Trains one step. A block of completions is sampled once and trained several times, a slice a step.
 pub(super) fn train_step(run: &mut Run<'_>) -> Result<(), RunEnd> {
     let started = Instant::now();
     let step = run.progress.state.step + 1;
-    let cursor = run.schedule.batching.cursor(step);
+    let cursor = run.schedule.batching.cursor(rloo_step(run, step));
     let mut block = match run.progress.block.take() {
         Some(block) if cursor.use_index > 0 => block,
         Some(_) | None => {
@@ -164,7 +169,7 @@ fn slice_gradient(run: &Run<'_>, block: &mut Block, step: u64, slice: Range<usiz
         rows.map(|row| row_loss(&row, &loss_config, &denominators)).collect()
     };
     let stop = || run.host.stop().is_some();
-    let dropout = Some(Key::new(plan.training.seed, Stream::Dropout).with(step));
+    let dropout = Some(Key::new(plan.training.seed, Stream::Dropout).with(rloo_step(run, step)));
     let micro_batching = MicroBatching { dropout, ..run.model.micro_batching };
     step_gradient(&run.model.policy, &trajectories, &micro_batching, &mut losses, &stop)
 }
@@ -188,7 +193,7 @@ fn update_weights(
 ) -> Result<Update, RunEnd> {
     let started = Instant::now();
     let plan = run.plan;
-    let learning_rate = learning_rate(&plan.optimizer, step - 1, plan.training.max_steps);
+    let learning_rate = learning_rate(&plan.optimizer, rloo_step(run, step) - 1, plan.training.max_steps);
     let mut update = Update { slice, learning_rate, grad_norm: f64::NAN, loss: f64::NAN, step_gradient };
     if let Some(step_gradient) = &mut update.step_gradient {
         update.loss = total_loss(&step_gradient.losses);
@@ -226,7 +231,7 @@ fn finish_step(run: &mut Run<'_>, step: u64, cursor: Cursor, update: &Update) ->
     }
     let state = &run.progress.state;
     if !update.is_finite() {
-        run.host.event(report::skipped_update_warning(step, update, state))?;
+        run.host.event(report::skipped_update_warning(step, (update.loss, update.grad_norm), state))?;
     }
     if state.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW {
         let updates = state.skipped_in_a_row;
@@ -238,12 +243,12 @@ fn finish_step(run: &mut Run<'_>, step: u64, cursor: Cursor, update: &Update) ->
 
 fn count_step(run: &mut Run<'_>, step: u64, cursor: Cursor, update: &Update) {
     let Some(block) = &run.progress.block else { return };
-    let finite = update.is_finite();
+    let (finite, rloo_step) = (update.is_finite(), rloo_step(run, step));
     let state = &mut run.progress.state;
     state.step = step;
     state.next_prompt = block.rollout.drawn.next_prompt;
     state.reward_stats = block.values.reward_stats;
-    state.epoch = run.schedule.epochs(step, state, run.plan);
+    state.epoch = run.schedule.epochs(rloo_step, state, run.plan);
     state.num_tokens += if cursor.use_index == 0 { block.num_tokens() } else { 0 };
     state.updates = run.model.optimizer.updates();
     state.skipped_in_a_row = if finite { 0 } else { state.skipped_in_a_row + 1 };
@@ -262,9 +267,7 @@ fn metrics(run: &Run<'_>, block: &Block, cursor: Cursor, update: &Update) -> Res
         seconds: &run.progress.seconds,
     });
     let policy = &run.model.policy;
-    if let Some(bytes) = policy.device_peak_bytes() {
-        metrics.insert("memory/peak_device_bytes".into(), Some(bytes as f64));
-    }
+    report::memory_metrics(&mut metrics, policy);
     let delta_norm = match &run.model.delta_norm {
         Some(delta) => Some(delta.of(&policy.flat().values()?)),
         None => None,

@@ -58,7 +58,7 @@ impl Evaluations {
             None => self.without_progress += 1,
         }
         // At the last step the run ends anyway.
-        self.stopped = self.without_progress >= stopping.patience && step < plan.training.max_steps;
+        self.stopped = self.without_progress >= stopping.patience && step < plan.total_steps();
     }
 }
 

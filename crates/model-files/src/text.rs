@@ -6,6 +6,8 @@ use serde::Deserialize;
 use serde_json::{Map, Value};
 use tokenizers::{EncodeInput, Tokenizer, TruncationDirection, TruncationParams, TruncationStrategy};
 
+use rlood_types::dataset::Answered;
+
 use super::template::{ChatTemplate, TemplateError};
 use super::{ModelCardError, read_json, read_text};
 
@@ -27,6 +29,12 @@ pub enum TextError {
          chat_template.jinja to the model"
     )]
     NoChatTemplate,
+    /// The chat template writes something else before the answer than a rollout's prompt.
+    #[error(
+        "the chat template does not continue its own generation prompt: what it writes before the assistant's last turn differs \
+         from the prompt of a rollout, so the turn cannot be learned from"
+    )]
+    NotAPrefix,
     /// The chat template refused the messages.
     #[error(transparent)]
     Template(#[from] TemplateError),
@@ -148,6 +156,33 @@ impl Text {
             Prompt::Text(text) => self.encode(text, true),
             Prompt::Chat(messages) => self.encode(&self.render_chat(messages, true, kwargs)?, false),
         }
+    }
+
+    /// A row with an answer to ids: the prompt as a rollout sees it, and the answer with the token that ends it.
+    ///
+    /// Of chat messages the answer is what the template writes behind the prompt with its generation prompt. It ends with its
+    /// first end-of-sequence token, as a completion does; where neither the template nor the text has one, it is added.
+    pub fn answered_ids(&self, row: &Answered, kwargs: &Map<String, Value>) -> Result<(Vec<u32>, Vec<u32>), TextError> {
+        let (prompt, whole, special) = match row {
+            Answered::Text { prompt, completion } => (prompt.clone(), format!("{prompt}{completion}"), true),
+            Answered::Chat(messages) => {
+                let before = messages.get(..messages.len().saturating_sub(1)).unwrap_or_default();
+                let rendered = |messages: &[Value], open: bool| self.render_chat(messages, open, kwargs);
+                (rendered(before, true)?, rendered(messages, false)?, false)
+            }
+        };
+        let Some(answer) = whole.strip_prefix(&prompt) else { return Err(TextError::NotAPrefix) };
+        let prompt_ids = self.encode(&prompt, special)?;
+        // Across the border the tokenizer may join letters; a rollout begins behind the prompt's own tokens.
+        let mut ids = match self.encode(&whole, special)?.strip_prefix(prompt_ids.as_slice()) {
+            Some(rest) => rest.to_vec(),
+            None => self.encode(answer, false)?,
+        };
+        match ids.iter().position(|id| self.eos_token_ids.contains(id)) {
+            Some(end) => ids.truncate(end + 1),
+            None => ids.extend(self.eos_token_ids.first()),
+        }
+        Ok((prompt_ids, ids))
     }
 
     /// Every id that ends a completion: the tokenizer's, and generation_config.json's or, without that file, config.json's.

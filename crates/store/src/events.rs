@@ -59,7 +59,7 @@ pub struct LogRow {
 }
 
 /// Metrics that a `step` event carries, so that a watcher sees progress without asking; the others are in the step's row.
-const HEADLINES: [&str; 9] = [
+const HEADLINES: [&str; 10] = [
     "reward",
     "reward_std",
     "kl",
@@ -69,6 +69,7 @@ const HEADLINES: [&str; 9] = [
     "learning_rate",
     "completions/mean_length",
     "completions/clipped_ratio",
+    "warm_up/loss",
 ];
 
 /// Bytes of a log line that are kept.

@@ -210,7 +210,7 @@ impl Store {
         .bind(id.to_string())
         .bind(&plan.name)
         .bind(priority)
-        .bind(int(plan.training.max_steps))
+        .bind(int(plan.total_steps()))
         .bind(&plan.model.id)
         .bind(to_json("spec", spec)?)
         .bind(to_json("plan", plan)?)
@@ -225,7 +225,8 @@ impl Store {
         .await
         .doing(doing)?;
         let of_eval = plan.eval.iter().flat_map(|eval| eval.datasets());
-        for dataset in std::iter::once(&plan.dataset).chain(of_eval).map(|dataset| dataset.id) {
+        let of_warm_up = plan.warm_up.iter().map(|warm_up| &warm_up.dataset);
+        for dataset in std::iter::once(&plan.dataset).chain(of_eval).chain(of_warm_up).map(|dataset| dataset.id) {
             sqlx::query("INSERT OR IGNORE INTO job_datasets (job_id, dataset_id) VALUES (?, ?)")
                 .bind(id.to_string())
                 .bind(dataset.to_string())

@@ -6,6 +6,7 @@
 //!
 //! Longer than other files: the reader and the checks of a row share their words and limits, and are read together.
 
+mod answer;
 pub mod presets;
 mod recipe;
 mod split;
@@ -13,6 +14,7 @@ mod split;
 use serde_json::{Map, Value};
 
 use crate::json;
+pub use answer::{Answered, COMPLETION, answered};
 pub use recipe::{InvalidRecipe, Map as RecipeMap, Recipe, Unique};
 use split::{CsvSplit, JsonSplit, LineSplit};
 

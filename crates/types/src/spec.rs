@@ -35,6 +35,7 @@ mod split;
 pub mod trl;
 mod verdict;
 mod warm;
+mod warm_up;
 
 pub use adapter::ModuleRank;
 pub use document::{JobSpec, Labels, TrainingSpec, read_labels, submittable, submittable_dataset};
@@ -59,3 +60,4 @@ pub use settings::settings_page;
 pub use sources::{DatasetSource, HubDataset, MixedSource};
 pub use verdict::{VerdictDocument, VerdictSpec};
 pub use warm::WarmStartFacts;
+pub use warm_up::WarmUpSpec;

@@ -218,6 +218,7 @@ impl Probe {
             model_name: &self.plan.model.id,
             rows: self.prompts[..used].to_vec(),
             eval_rows: Vec::new(),
+            warm_up_rows: Vec::new(),
             resume: None,
             initial_adapter: self.initial.clone(),
             scratch_dir: &self.scratch,
@@ -233,6 +234,8 @@ impl Probe {
     fn plan_of_look(&self, prompts_per_step: usize, steps: usize) -> Plan {
         let mut plan = self.plan.clone();
         plan.eval = None;
+        // The base model is looked at.
+        plan.warm_up = None;
         plan.rloo.steps_per_generation = 1;
         plan.rloo.num_iterations = 1;
         // A refill would ask for the same few prompts again.

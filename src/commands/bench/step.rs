@@ -104,6 +104,7 @@ fn input<'a>(
         model_name: "bench",
         rows,
         eval_rows: Vec::new(),
+        warm_up_rows: Vec::new(),
         resume: None,
         initial_adapter: None,
         scratch_dir,

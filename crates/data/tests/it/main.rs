@@ -18,7 +18,7 @@ use serde_json::{Value, json};
 static GO_ON: AtomicBool = AtomicBool::new(false);
 
 fn options() -> Options<'static> {
-    Options { format: None, chat_default: true, max_bytes: 1 << 30, cancelled: &GO_ON }
+    Options { format: None, chat_default: true, answers: false, max_bytes: 1 << 30, cancelled: &GO_ON }
 }
 
 fn fixture_path(name: &str) -> PathBuf {
@@ -213,6 +213,50 @@ fn a_text_becomes_a_chat_where_that_is_meant() {
     let plain = Options { chat_default: false, ..options() };
     convert(&source, &recipe(json!({"map": {"prompt": "q"}})), &plain, &mut out).unwrap();
     assert!(out.starts_with(b"{\"prompt\":\"b\","));
+}
+
+#[test]
+fn rows_with_answers_keep_them() {
+    let dir = Dir::new();
+    let turns = json!([{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]);
+    let chat = json!([{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]);
+    let lines = [
+        json!({"messages": chat, "id": 1}),
+        json!({"conversations": turns, "id": 2}),
+        json!({"prompt": "p", "messages": chat, "id": 3}),
+        json!({"messages": "no chat", "id": 4}),
+    ];
+    let answers = Options { answers: true, ..options() };
+    let of = |lines: &[Value], map: Value, options: &Options<'_>| {
+        let text: String = lines.iter().map(|line| format!("{line}\n")).collect();
+        let source = [dir.file("rows.ndjson", text.as_bytes())];
+        let mut out = Vec::new();
+        convert(&source, &recipe(map), options, &mut out).map_err(|rejected| rejected.errors[0].detail.clone())?;
+        let lines = out.split(|byte| *byte == b'\n').filter(|line| !line.is_empty());
+        Ok::<Vec<Value>, String>(lines.map(|line| serde_json::from_slice(line).unwrap()).collect())
+    };
+    let expected = [
+        json!({"prompt": chat, "id": 1}),
+        json!({"prompt": chat, "id": 2}),
+        json!({"prompt": "p", "messages": chat, "id": 3}),
+    ];
+    assert_eq!(of(&lines[..3], json!({}), &answers).unwrap(), expected);
+    assert_eq!(of(&lines[..1], json!({"map": {"keep": []}}), &answers).unwrap(), [json!({"prompt": chat})]);
+    assert!(of(&lines[3..], json!({}), &answers).unwrap_err().contains("no 'prompt' column"));
+    assert!(
+        of(&lines[..1], json!({}), &options()).unwrap_err().contains("cut_answer"),
+        "elsewhere it is offered to cut it"
+    );
+    // The answer has a name of its own.
+    let pair = [json!({"question": "q", "answer": "a #### 4"})];
+    let by_name = of(&pair, json!({"map": {"prompt": "question", "completion": "answer", "keep": []}}), &options());
+    assert_eq!(by_name.unwrap(), [json!({"prompt": [{"role": "user", "content": "q"}], "completion": "a #### 4"})]);
+    let made = of(&pair, json!({"map": {"prompt": "question", "completion": "{{ answer }}!", "keep": []}}), &options());
+    assert_eq!(made.unwrap()[0]["completion"], "a #### 4!");
+    let unknown = of(&pair, json!({"map": {"prompt": "question", "completion": "anser"}}), &options()).unwrap_err();
+    assert!(unknown.contains("map.completion") && unknown.contains("did you mean 'answer'"), "{unknown}");
+    let twice = json!({"map": {"prompt": "question", "completion": "answer", "columns": {"completion": "answer"}}});
+    assert!(of(&pair, twice, &options()).unwrap_err().contains("one of the two"));
 }
 
 #[test]

@@ -94,6 +94,7 @@ impl Machine {
             model_name: "tiny",
             rows: rows(),
             eval_rows: Vec::new(),
+            warm_up_rows: Vec::new(),
             resume,
             initial_adapter: None,
             scratch_dir: scratch.path(),

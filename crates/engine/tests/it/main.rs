@@ -29,4 +29,5 @@ mod sources;
 mod train;
 mod variants;
 mod vectors;
+mod warm_up;
 mod watch;

@@ -84,6 +84,7 @@ pub fn plan() -> Plan {
             ..LoraPlan::all_linear(4, 8.0)
         }),
         warm_start: None,
+        warm_up: None,
         optimizer: OptimizerPlan {
             kind: OptimizerKind::Adamw,
             learning_rate: 0.01,
@@ -332,6 +333,7 @@ pub struct Start {
     pub resume: Option<PathBuf>,
     pub initial_adapter: Option<PathBuf>,
     pub eval_rows: Vec<PromptRow>,
+    pub warm_up_rows: Vec<PromptRow>,
     pub backend: Option<BackendKind>,
 }
 
@@ -359,6 +361,7 @@ pub fn train_model(
         model_name: "tiny",
         rows,
         eval_rows: start.eval_rows,
+        warm_up_rows: start.warm_up_rows,
         resume: start.resume,
         initial_adapter: start.initial_adapter,
         scratch_dir: scratch.path(),
@@ -641,6 +644,7 @@ fn a_base_model_with_nan_weights_is_a_failure_that_names_the_tensor() {
         model_name: "tiny",
         rows: rows(),
         eval_rows: Vec::new(),
+        warm_up_rows: Vec::new(),
         resume: None,
         initial_adapter: None,
         scratch_dir: dir.path(),

@@ -40,6 +40,10 @@ pub struct Map {
     /// chat template.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub chat: Option<bool>,
+    /// The answer that a warm-up learns from; it becomes the column `completion`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(example = "answer")]
+    pub completion: Option<String>,
     /// Columns that are made: name → column, path or template.
     #[serde(default, skip_serializing_if = "serde_json::Map::is_empty")]
     #[schema(value_type = std::collections::BTreeMap<String, String>)]
@@ -98,7 +102,7 @@ impl Recipe {
         *self == Recipe::default()
     }
 
-    /// Reads the simple keys of a query: prompt, system, chat, where, unique, cut_answer, limit, seed, keep, drop (names by commas). Others
+    /// Reads the simple keys of a query: prompt, completion, system, chat, where, unique, cut_answer, limit, seed, keep, drop (names by commas). Others
     /// are left to the caller.
     ///
     /// # Errors
@@ -114,6 +118,7 @@ impl Recipe {
                 "limit" => recipe.limit = Some(number(key, text)?),
                 "seed" => recipe.seed = Some(number(key, text)?),
                 "prompt" => map.prompt = Some(text.to_owned()),
+                "completion" => map.completion = Some(text.to_owned()),
                 "system" => map.system = Some(text.to_owned()),
                 "chat" => map.chat = Some(flag(key, text)?),
                 "where" => map.condition = Some(text.to_owned()),
@@ -150,10 +155,15 @@ impl Recipe {
         if map.unique.as_ref().is_some_and(|unique| unique.columns().is_empty()) {
             return wrong("map.unique", "it names no column".to_owned());
         }
-        for (at, text) in [("map.prompt", &map.prompt), ("map.where", &map.condition)] {
+        for (at, text) in
+            [("map.prompt", &map.prompt), ("map.completion", &map.completion), ("map.where", &map.condition)]
+        {
             if text.as_ref().is_some_and(|text| text.trim().is_empty()) {
                 return wrong(at, "it is empty".to_owned());
             }
+        }
+        if map.completion.is_some() && map.columns.contains_key(super::COMPLETION) {
+            return wrong("map.completion", "map.columns makes a completion too: give one of the two".to_owned());
         }
         let dropped: BTreeSet<&str> = map.drop.iter().flatten().map(String::as_str).collect();
         for (name, value) in &map.columns {

@@ -52,7 +52,8 @@ fn judge(case: &Case<'_>, current: Option<TrainingPhase>) -> Option<(TrainingPha
     let mut evidence = vec![recent.observe_mean(None)];
     evidence.extend(stds.as_ref().map(|stds| stds.observe_mean(None)));
     evidence.extend(history.last("clip_ratio/region_mean", RECENT).map(|clipped| clipped.observe_mean(None)));
-    let share = case.step as f64 / case.input.plan.training.max_steps.max(1) as f64;
+    let done = case.input.plan.rloo_step(case.step).unwrap_or(0);
+    let share = done as f64 / case.input.plan.training.max_steps.max(1) as f64;
     evidence.push(recent.observe("share of the run's steps that are done", share, None));
     let (Some(before), Some(first), Some((low, high))) =
         (history.before("reward", RECENT, RECENT), history.early("reward"), case.range())

@@ -372,7 +372,11 @@ fn adapter_unchanged(case: &Case<'_>) -> Option<Verdict> {
     let still = last.mean() - first.mean() <= case.chance()?;
     // Without a gradient nothing can move: that has rules of its own.
     let pushed = case.history.up_to("grad_norm", 20)?.median() > 0.0;
-    if delta.latest() >= LIMIT || case.step < case.input.plan.optimizer.warmup_steps + 20 || !still || !pushed {
+    if delta.latest() >= LIMIT
+        || case.step < case.input.plan.warm_up_steps() + case.input.plan.optimizer.warmup_steps + 20
+        || !still
+        || !pushed
+    {
         return Some(Verdict::Hold);
     }
     let message = format!(

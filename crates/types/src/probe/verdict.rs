@@ -132,7 +132,14 @@ fn level(report: &ProbeReport, plan: &Plan) -> Option<Finding> {
         return Some(finding(
             FindingCode::SftFirst,
             format!("the base model never scores: its mean reward is {reward:.3}, {of_what}"),
-            "fine-tune it on good answers first (SFT), begin with easier prompts, or give partial reward for partial success",
+            match plan.warm_up {
+                None => {
+                    "let the job learn from good answers first (warm_up: {dataset, steps}), begin with easier prompts, or give partial reward for partial success"
+                }
+                Some(_) => {
+                    "the job's warm_up comes before its first rollout and is not part of this look: see what the evaluation says behind it, and whether its answers score with these rewards"
+                }
+            },
         ));
     }
     if at_ceiling {

@@ -13,10 +13,11 @@ use super::rewards::{read_reward_secrets, read_rewards};
 use super::rloo::read_rloo;
 use super::sections::{read_lora, read_optimizer, read_section, read_training, read_warm_start};
 use super::settings::{CHECKPOINTS, SAMPLING};
-use super::sources::{DatasetSource, attach_records, detach_records, read_dataset};
+use super::sources::{DatasetSource, attach_records, attach_unmapped, detach_records, read_dataset, with_prompts};
+use super::warm_up::read_warm_up;
 use super::{
     Arithmetic, CheckpointPlan, ComputeDtype, DatasetPlan, DoctorPlan, LoraPlan, OptimizerPlan, Plan, RewardPlan,
-    RewardSecrets, RlooPlan, SamplingPlan, WarmStartPlan,
+    RewardSecrets, RlooPlan, SamplingPlan, WarmStartPlan, WarmUpSpec,
 };
 
 /// A submitted job. Where a field was refused it holds a harmless stand-in, so that the rest can still be checked.
@@ -44,6 +45,8 @@ pub struct JobSpec {
     pub lora: Option<LoraPlan>,
     /// The checkpoint to begin with, if any.
     pub warm_start: Option<WarmStartPlan>,
+    /// Supervised steps before RLOO's first one, if asked for.
+    pub warm_up: Option<WarmUpSpec>,
     /// The optimizer and its schedule.
     pub optimizer: OptimizerPlan,
     /// Batches, length, seed.
@@ -97,6 +100,7 @@ impl JobSpec {
         let eval_records = detach_records(&mut document, "/eval/dataset");
         let test_records = detach_records(&mut document, "/eval/test_dataset");
         let guard_records = detach_records(&mut document, "/eval/guard/dataset");
+        let warm_up_records = detach_records(&mut document, "/warm_up/dataset");
         let errors = Errors::default();
         let mut spec = read_job(&Reader::document(&document, &errors));
         let mut errors = errors.into_vec();
@@ -114,6 +118,14 @@ impl JobSpec {
             if let Some(source) = source {
                 errors.extend(attach_records(source, at, records));
             }
+        }
+        if let Some(warm_up) = &mut spec.warm_up
+            && let Some(source) = &mut warm_up.dataset
+        {
+            errors.extend(match warm_up.map {
+                None => attach_records(source, "/warm_up/dataset", with_prompts(warm_up_records)),
+                Some(_) => attach_unmapped(source, "/warm_up/dataset", warm_up_records),
+            });
         }
         spec.redacted = redacted(document);
         (spec, errors)
@@ -134,6 +146,7 @@ pub fn submittable(plan: &Plan) -> Value {
         sampling,
         lora,
         warm_start,
+        warm_up,
         optimizer,
         training,
         checkpoints,
@@ -164,6 +177,11 @@ pub fn submittable(plan: &Plan) -> Value {
         if let Some(guard) = &eval.guard {
             document["eval"]["guard"]["dataset"] = submittable_dataset(&guard.dataset);
         }
+    }
+    if let Some(warm_up) = warm_up {
+        document["warm_up"] = json!(warm_up);
+        document["warm_up"]["dataset"] = submittable_dataset(&warm_up.dataset);
+        document["warm_up"]["longest_row_tokens"] = Value::Null;
     }
     without_nulls(&mut document);
     if lora.is_none() {
@@ -235,6 +253,10 @@ fn read_job(document: &Reader<'_>) -> JobSpec {
         rloo: read_rloo(document.section("rloo")),
         sampling: read_section(&SAMPLING, document.section("sampling")),
         warm_start: document.field("warm_start").object().and_then(read_warm_start),
+        warm_up: document
+            .field("warm_up")
+            .object()
+            .and_then(|reader| read_warm_up(reader, !document.field("warm_start").value().is_none_or(Value::is_null))),
         optimizer: read_optimizer(document.section("optimizer"), lora.is_none()),
         lora,
         training: read_training(document.section("training")),

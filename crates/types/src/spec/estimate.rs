@@ -21,7 +21,7 @@ pub struct Estimate {
     pub process_bytes: u64,
     /// The model's weights in memory, bytes.
     pub weights_bytes: Option<u64>,
-    /// The frozen copy that the KL penalty needs in full fine-tuning or after a warm start, bytes; else 0.
+    /// The frozen copy that the KL penalty needs in full fine-tuning, after a warm start or after a warm-up, bytes; else 0.
     pub reference_bytes: Option<u64>,
     /// The weights of reward models that the worker runs, bytes.
     #[serde(default)]
@@ -148,7 +148,11 @@ pub(super) fn fit(plan: &mut Plan, model: &ModelFacts, limits: Limits<'_>) -> Re
         allocator_bytes: part(|needs| needs.allocator),
         total_bytes: part(|needs| needs.total),
         memory_limit_bytes: limit(place),
-        checkpoint_bytes: trainable.zip(part(|needs| needs.optimizer)).map(|(count, moments)| 4 * count + moments),
+        checkpoint_bytes: trainable.zip(part(|needs| needs.optimizer)).map(|(count, moments)| {
+            // The reference beside the weights.
+            let copies = if plan.has_warmed_reference() { 2 } else { 1 };
+            copies * 4 * count + moments
+        }),
         longest_prompt_tokens: longest,
         max_completion_tokens: plan.totals.max_completion_tokens,
     })

@@ -23,6 +23,8 @@ pub struct Context {
     pub test_dataset: Option<DatasetFacts>,
     /// The guard's prompts, where asked for.
     pub guard_dataset: Option<DatasetFacts>,
+    /// The rows of the warm-up, where asked for.
+    pub warm_up_dataset: Option<DatasetFacts>,
     /// The checkpoint of a warm start, where asked for.
     pub warm_start: Option<WarmStartFacts>,
     /// The registered models that score as `reward_model`, by id.

@@ -270,7 +270,8 @@ impl Footprint {
         let per_step = u64::from(plan.training.prompts_per_step);
         let full = plan.lora.is_none();
         let with_reference = plan.rloo.needs_reference();
-        let initial = plan.warm_start.as_ref().is_some_and(|warm| warm.reference == Reference::Initial);
+        let initial = plan.has_warmed_reference()
+            || plan.warm_start.as_ref().is_some_and(|warm| warm.reference == Reference::Initial);
 
         let parameters = trainable_parameters(plan, num_parameters, shape);
         let weight_bytes = value_bytes(plan.training.dtype);
@@ -301,8 +302,9 @@ impl Footprint {
         // Training: whole groups of one step until the micro-batch is full; their prompts are computed once.
         let group_tokens = group * (prompt + completion);
         let groups = (micro_batch_tokens / group_tokens).clamp(1, per_step);
-        let tokens = groups * (prompt + group * completion.saturating_sub(1));
-        let targets = groups * group * completion;
+        let warm_up_tokens = warm_up_tokens(plan, micro_batch_tokens);
+        let tokens = (groups * (prompt + group * completion.saturating_sub(1))).max(warm_up_tokens);
+        let targets = (groups * group * completion).max(warm_up_tokens);
         let head = F32 * targets * (4 * shape.hidden_size + HEAD_TABLE * shape.vocab_size.div_ceil(HEAD_CHUNK));
         let inputs = F32 * tokens * (shape.num_hidden_layers + 1) * shape.hidden_size;
         let layer = F32 * tokens * saved_width(shape);
@@ -332,6 +334,13 @@ impl Footprint {
             total: resident + phase + allocator,
         }
     }
+}
+
+/// Tokens of a warm-up's micro-batch: whole rows until it is full, at least one. Any of them may be the answer's.
+fn warm_up_tokens(plan: &Plan, micro_batch_tokens: u64) -> u64 {
+    let Some(warm_up) = &plan.warm_up else { return 0 };
+    let row = warm_up.longest_row_tokens.unwrap_or(2 * UNCOUNTED_PROMPT_TOKENS).max(1);
+    row * (micro_batch_tokens / row).clamp(1, u64::from(warm_up.batch_size))
 }
 
 /// The factors that compute an adapter, packed in panels: A stacked, B block-diagonal over the modules that read the same

@@ -42,6 +42,14 @@ pub fn resume_identity(plan: &Plan) -> Value {
     if let Some(warm_start) = &plan.warm_start {
         shared["warm_start"] = json!(warm_start);
     }
+    if let Some(warm_up) = &plan.warm_up {
+        let mut identity = json!(warm_up);
+        identity["dataset"] = json!(warm_up.dataset.sha256);
+        identity["longest_row_tokens"] = Value::Null;
+        // A checkpoint holds the reference where the run needs one.
+        identity["keeps_reference"] = json!(plan.has_warmed_reference());
+        shared["warm_up"] = identity;
+    }
     shared
 }
 
@@ -68,7 +76,7 @@ pub fn continues(plan: &Plan, parent: &Plan, step: u64) -> Result<(), String> {
     let mut differ = differing(&new, &old);
     // In the middle of a block the checkpoint holds its rewards and log-probs.
     let uses = u64::from(parent.rloo.num_iterations) * u64::from(parent.rloo.steps_per_generation);
-    if !step.is_multiple_of(uses.max(1)) {
+    if !parent.rloo_step(step).unwrap_or(0).is_multiple_of(uses.max(1)) {
         let inside = |plan: &Plan, rewards: &[RewardPlan]| json!({"rewards": rewards, "rloo": plan.rloo, "temperature": plan.sampling.temperature});
         let rewards = as_old_as(&plan.rewards, &parent.rewards);
         differ.extend(differing(&inside(plan, &rewards), &inside(parent, &parent.rewards)));
@@ -97,7 +105,8 @@ fn differing(new: &Value, old: &Value) -> Vec<String> {
 }
 
 /// A job's plan as a document, with `overrides` merged over it as RFC 7396 says: objects key by key, null = back to the
-/// default, anything else replaces. `lora: null` stays (full fine-tuning); `dataset` and `warm_start` are replaced whole.
+/// default, anything else replaces. `lora: null` stays (full fine-tuning); `dataset`, `warm_start` and `warm_up`
+/// are replaced whole.
 pub fn forked_document(parent: &Plan, overrides: &Value) -> Value {
     let mut document = submittable(parent);
     if let Some(document) = document.as_object_mut() {
@@ -114,7 +123,7 @@ pub fn forked_document(parent: &Plan, overrides: &Value) -> Value {
 fn merge(into: &mut Value, overrides: &Value, depth: usize) {
     let (Some(into), Some(overrides)) = (into.as_object_mut(), overrides.as_object()) else { return };
     for (key, value) in overrides {
-        let whole = matches!(key.as_str(), "dataset" | "warm_start");
+        let whole = matches!(key.as_str(), "dataset" | "warm_start" | "warm_up");
         match (into.get_mut(key), value) {
             (_, Value::Null) if depth == 0 && key == "lora" => {
                 into.insert(key.clone(), Value::Null);

@@ -3,6 +3,7 @@
 mod algorithm;
 mod arithmetic;
 mod rewards;
+mod warm_up;
 
 use std::collections::BTreeMap;
 
@@ -15,6 +16,7 @@ use crate::id::{AdapterId, CheckpointId, DatasetId};
 pub use algorithm::*;
 pub use arithmetic::*;
 pub use rewards::*;
+pub use warm_up::*;
 
 /// Everything a run needs to know, with no default left open.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
@@ -41,6 +43,9 @@ pub struct Plan {
     /// A checkpoint whose weights the run begins with, instead of a fresh adapter or the base model's weights.
     #[serde(default)]
     pub warm_start: Option<WarmStartPlan>,
+    /// Supervised steps before RLOO's first one, if asked for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub warm_up: Option<WarmUpPlan>,
     /// The optimizer and its schedule.
     pub optimizer: OptimizerPlan,
     /// Batches, length, seed.
@@ -390,7 +395,7 @@ pub struct OptimizerPlan {
 pub struct TrainingPlan {
     /// Prompts an optimizer step.
     pub prompts_per_step: u32,
-    /// Optimizer steps in all.
+    /// Optimizer steps of RLOO; those of a warm-up come before them.
     pub max_steps: u64,
     /// Of sampling, order and initialisation.
     pub seed: u64,

@@ -16,6 +16,7 @@ use super::reader::shown;
 use super::rloo;
 use super::split::{Split, mixture_of, split};
 use super::warm;
+use super::warm_up;
 use super::{
     ComputeDtype, DatasetSource, Estimator, EvalPlan, EvalSpec, FieldError, GuardPlan, JobSpec, LoraPlan, ModelPlan,
     OnInvalid, Plan, RewardKind, RewardModelPlan, RewardPlan, SamplingPlan, Totals, TrainingPlan, low_lora_rate,
@@ -54,6 +55,7 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
     for (facts, at) in context.datasets() {
         check_dataset(spec, facts, context.model.as_ref(), at, &mut errors);
     }
+    warm_up::check(spec, context, &mut errors);
     let sampling = fit_completions(spec, context, &mut errors);
     rloo::check(spec, &sampling, &mut errors);
     let (checkpoints, early_stopping) = resolve_metrics(spec, &mut errors);
@@ -75,18 +77,16 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
         (Some(_), None) => return Err(errors),
         (None, _) => spec.lora.clone().and_then(|lora| modules_of(spec, lora, model, &mut errors)),
     };
-    if let (Some(keys), true) = (model.beyond_gpu, !context.places.is_empty() && context.places.iter().all(is_gpu)) {
-        let detail = format!(
-            "this model cannot run on a GPU yet ({keys} in its config.json), and this server has GPUs only: start one with --devices cpu"
-        );
-        errors.push(FieldError::new("/model", "not_on_gpu", detail));
-    }
+    errors.extend(beyond_all_places(model, context));
     let eval = match (&spec.eval, &context.eval_dataset) {
         (None, _) => None,
         (Some(eval), _) if eval.fraction.is_some() => Some(plan_eval(eval, dataset, &split, context)),
         (Some(eval), Some(facts)) => Some(plan_eval(eval, facts, &split, context)),
         (Some(_), None) => return Err(errors),
     };
+    if spec.warm_up.is_some() && context.warm_up_dataset.is_none() {
+        return Err(errors);
+    }
     if !errors.is_empty() {
         return Err(errors);
     }
@@ -102,6 +102,7 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
         sampling,
         lora,
         warm_start: spec.warm_start.clone().map(|warm_start| warm::found(warm_start, context)),
+        warm_up: context.warm_up_dataset.as_ref().and_then(|facts| warm_up::plan(spec, facts, plan_dataset(facts))),
         optimizer: spec.optimizer.clone(),
         training,
         checkpoints,
@@ -560,6 +561,15 @@ fn warn_of_evaluation(spec: &JobSpec, plan: &Plan, context: &Context, warn: &mut
         );
         warn("/eval/test_fraction".to_owned(), "no_test_rows", detail);
     }
+}
+
+/// A model that only a CPU computes, where there are GPUs only.
+fn beyond_all_places(model: &ModelFacts, context: &Context) -> Option<FieldError> {
+    let keys = model.beyond_gpu.filter(|_| !context.places.is_empty() && context.places.iter().all(is_gpu))?;
+    let detail = format!(
+        "this model cannot run on a GPU yet ({keys} in its config.json), and this server has GPUs only: start one with --devices cpu"
+    );
+    Some(FieldError::new("/model", "not_on_gpu", detail))
 }
 
 fn is_gpu(place: &Place) -> bool {

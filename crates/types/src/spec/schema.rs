@@ -14,7 +14,7 @@ use super::{
     LengthPlan, LengthUnit, MAX_ABS_REWARD, MatchPlan, MathEqualPlan, MultiPlan, NumberMatchPlan, OpenaiJudgePlan,
     OpenrlhfPlan, OptimizerPlan, PairPlan, Plan, PythonPlan, RegexPlan, RepetitionPlan, RewardModelPlan, RlooPlan,
     ServicePlan, SimilarityMetric, SlimePlan, SoftOverlongPlan, StringCheckPlan, StringOperation, TextPlan,
-    TextSimilarityPlan, VllmPoolingPlan, WebhookPlan,
+    TextSimilarityPlan, VllmPoolingPlan, WarmUpPlan, WebhookPlan,
 };
 
 /// The name of a reward in the document.
@@ -115,7 +115,10 @@ impl PartialSchema for DraftPlan {
         let dataset = with_property(DatasetPlan::schema(), "id", id);
         let dataset = object(with_property(object(dataset), "sha256", sha256));
         let eval = object(with_property(EvalPlan::schema(), "dataset", dataset.clone()));
+        let warm_up = object(with_property(WarmUpPlan::schema(), "dataset", dataset.clone()));
         let mut plan = with_property(Plan::schema(), "dataset", dataset);
+        let text = "Supervised steps before RLOO's first one, if asked for.";
+        plan.properties.insert("warm_up".to_owned(), or_null(warm_up, text));
         plan.properties.insert("eval".to_owned(), or_null(eval, "Evaluation, if asked for."));
         plan.description = Some("What a job would do; as Plan, but for datasets that are not stored yet.".to_owned());
         plan.into()

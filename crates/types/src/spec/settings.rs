@@ -18,6 +18,7 @@ mod schema;
 #[cfg(test)]
 mod tests;
 mod training;
+mod warm_up;
 mod watch;
 
 use serde_json::{Value, json};
@@ -38,11 +39,23 @@ pub(super) use rloo::RLOO;
 pub(super) use sampling::{GREEDY, GREEDY_TEMPERATURE, SAMPLING};
 pub(super) use schema::form_layout;
 pub(super) use training::{MAX_SEED, MAX_STEPS, TRAINING};
+pub(super) use warm_up::WARM_UP;
 pub(super) use watch::{DOCTOR, EARLY_STOPPING};
 
 /// Every section, in the order of the form and of the reference page.
-pub(super) static SECTIONS: [&Section; 10] =
-    [&TRAINING, &RLOO, &SAMPLING, &OPTIMIZER, &LORA, &EVAL, &CHECKPOINTS, &EARLY_STOPPING, &DOCTOR, &WARM_START];
+pub(super) static SECTIONS: [&Section; 11] = [
+    &TRAINING,
+    &RLOO,
+    &SAMPLING,
+    &OPTIMIZER,
+    &LORA,
+    &EVAL,
+    &CHECKPOINTS,
+    &EARLY_STOPPING,
+    &DOCTOR,
+    &WARM_START,
+    &WARM_UP,
+];
 
 /// A section of a job's document.
 pub(super) struct Section {

@@ -11,7 +11,7 @@ use super::foreign::advice;
 use super::plan::SourcePlan;
 use super::reader::{Field, FieldError};
 use super::rewards::check_metric_name;
-use crate::dataset::{Recipe, RecipeMap};
+use crate::dataset::{PROMPT, Recipe, RecipeMap};
 use crate::id::DatasetId;
 
 /// Sources of one job.
@@ -249,6 +249,35 @@ pub(super) fn detach_records(document: &mut Value, at: &str) -> Detached {
         }
         Some(source) => take(source).map(|records| (None, records)).into_iter().collect(),
     }
+}
+
+/// Records whose chat messages stand in a column `messages`, as rows with a prompt.
+pub(super) fn with_prompts(mut detached: Detached) -> Detached {
+    let rows = detached.iter_mut().flat_map(|(_, records)| records).filter_map(Value::as_object_mut);
+    for row in rows.filter(|row| !row.contains_key(PROMPT) && row.get("messages").is_some_and(Value::is_array)) {
+        if let Some(messages) = row.shift_remove("messages") {
+            row.shift_insert(0, PROMPT.to_owned(), messages);
+        }
+    }
+    detached
+}
+
+/// As [`attach_records`], of records that a map makes rows of: only that there are some is checked.
+pub(super) fn attach_unmapped(source: &mut DatasetSource, at: &str, detached: Detached) -> Vec<FieldError> {
+    let mut errors = Vec::new();
+    for (_, records) in detached {
+        if records.is_empty() {
+            errors.push(FieldError::new(
+                format!("{at}/records"),
+                "empty_dataset",
+                "the dataset is empty: give at least one row",
+            ));
+        }
+        if let DatasetSource::Records(rows) = source {
+            *rows = records;
+        }
+    }
+    errors
 }
 
 /// Gives records back to their sources, which stand at `at`; what is wrong with them.

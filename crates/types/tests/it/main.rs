@@ -7,3 +7,4 @@ mod datasets;
 mod sources;
 mod spec;
 mod trl;
+mod warm_up;

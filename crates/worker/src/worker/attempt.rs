@@ -56,6 +56,7 @@ struct Prepared {
     models: JobModels,
     rows: Vec<PromptRow>,
     eval_rows: Vec<PromptRow>,
+    warm_up_rows: Vec<PromptRow>,
     resume: Option<PathBuf>,
     initial: Option<PathBuf>,
 }
@@ -85,7 +86,7 @@ async fn run_and_report(worker: &Worker, claim: Claim) -> Option<u8> {
     let held = Held { job: claim.job, attempt: claim.attempt };
     let stop = StopSignal::new();
     let done = claim.resume.as_ref().map_or(0, |resume| resume.step);
-    let progress = Progress::new(done, claim.plan.training.max_steps);
+    let progress = Progress::new(done, claim.plan.total_steps());
     let (events, delivery) = Events::start(worker.client.clone(), held, stop.clone());
     let attempt = Attempt { client: worker.client.clone(), held, stop: stop.clone(), progress, events };
     attempt.events.log(format!("attempt {} begins on {} ({})", held.attempt, worker.device, worker.id));
@@ -336,7 +337,17 @@ impl Attempt {
             None => Vec::new(),
         };
         let resume = self.fetch_checkpoint(&mut claim.resume, scratch).await?;
-        Ok(Prepared { models, rows, eval_rows, resume, initial: self.fetch_initial(&claim.initial, scratch).await? })
+        let done = claim.resume.as_ref().map_or(0, |resume| resume.step);
+        let warm_up_rows = match &claim.plan.warm_up {
+            Some(warm_up) if done < warm_up.steps => match warm_up.dataset.id == claim.plan.dataset.id {
+                true => rows.clone(),
+                false => self.fetch_rows(&warm_up.dataset, scratch).await?,
+            },
+            // It is over.
+            Some(_) | None => Vec::new(),
+        };
+        let initial = self.fetch_initial(&claim.initial, scratch).await?;
+        Ok(Prepared { models, rows, eval_rows, warm_up_rows, resume, initial })
     }
 
     async fn fetch_rows(&self, dataset: &DatasetPlan, scratch: &Path) -> Result<Vec<PromptRow>, Failure> {
@@ -405,6 +416,7 @@ impl EngineRun {
                     model_name: &claim.model_name,
                     rows: prepared.rows,
                     eval_rows: prepared.eval_rows,
+                    warm_up_rows: prepared.warm_up_rows,
                     resume: prepared.resume,
                     initial_adapter: prepared.initial,
                     scratch_dir: &scratch_dir,

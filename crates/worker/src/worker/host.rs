@@ -305,7 +305,7 @@ fn step_line(step: u64, kind: SamplePhase, metrics: &Metrics) -> String {
         SamplePhase::Eval => ("eval after step", "eval_"),
     };
     let mut line = format!("{word} {step}");
-    for name in ["reward", "reward_std", "kl", "loss", "grad_norm"] {
+    for name in ["reward", "reward_std", "kl", "loss", "grad_norm", "warm_up/loss"] {
         if let Some(Some(value)) = metrics.get(&format!("{prefix}{name}")) {
             line.push_str(&format!(" {name} {value:.4}"));
         }

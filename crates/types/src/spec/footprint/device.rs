@@ -158,7 +158,8 @@ pub(super) fn footprint(
     let group = u64::from(plan.rloo.num_generations.get());
     let per_step = u64::from(plan.training.prompts_per_step);
     let (full, with_reference) = (plan.lora.is_none(), plan.rloo.needs_reference());
-    let initial = plan.warm_start.as_ref().is_some_and(|warm| warm.reference == Reference::Initial);
+    let initial = plan.has_warmed_reference()
+        || plan.warm_start.as_ref().is_some_and(|warm| warm.reference == Reference::Initial);
     let dtype = plan.training.dtype;
     let value = value_bytes(dtype);
     let widths = Widths::new(plan, shape);
@@ -202,8 +203,9 @@ pub(super) fn footprint(
     // Training: whole groups of one step until the micro-batch is full; their prompts are computed once.
     let group_tokens = group * (prompt + completion);
     let groups = (micro_batch_tokens / group_tokens).clamp(1, per_step);
-    let tokens = groups * (prompt + group * completion.saturating_sub(1));
-    let targets = groups * group * completion;
+    let warm_up_tokens = super::warm_up_tokens(plan, micro_batch_tokens);
+    let tokens = (groups * (prompt + group * completion.saturating_sub(1))).max(warm_up_tokens);
+    let targets = (groups * group * completion).max(warm_up_tokens);
     let inputs = widths.stream * tokens * shape.num_hidden_layers;
     let layer = widths.saved() * tokens;
     let checkpointing = plan.training.gradient_checkpointing;

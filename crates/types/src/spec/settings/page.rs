@@ -25,7 +25,13 @@ A Python function with TRL's signature is the reward `{\"type\": \"python\", \"f
 ";
 
 /// What a table cannot say of a section.
-const NOTES: [(&str, &str); 1] = [("rloo", "
+const NOTES: [(&str, &str); 2] = [("warm_up", "
+- A row is chat messages that end with the assistant's turn (`messages`, or as the `prompt`), or a `prompt` and a `completion`. Only the
+  tokens of the last assistant turn bear loss, up to the end-of-sequence token; a step's loss is their mean.
+- The warm-up's steps are the first steps of the job, and RLOO's follow: 20 steps and `training.max_steps` 100 make a job of 120. Schedules,
+  `eval.every_steps` and `optimizer.warmup_steps` count RLOO's own steps. AdamW begins afresh with RLOO.
+- Where `eval.before_start` is true, evaluation comes before the warm-up and behind it. The warmed weights are always checkpointed.
+"), ("rloo", "
 - Estimators `reinforce_pp` and `reinforce_pp_baseline` give every token an advantage of its own; with them `loss` is one of
   `token_mean`, `seq_mean_token_mean` and `dr_grpo`. `remax` also scores one greedy completion a prompt. `remax` and
   `reinforce` allow `num_generations` 1.

@@ -1,0 +1,59 @@
+//! The rows of a warm-up: prompts with answers, templated and tokenised at the start of a run.
+
+use serde_json::Value;
+
+use super::error::{EngineError, Result};
+use super::host::PromptRow;
+use super::text::Text;
+use crate::dataset::answered;
+use crate::spec::{PromptKey, SamplingPlan, prompt_key};
+use crate::trajectory::Segments;
+
+/// A row with an answer, ready for the model.
+#[derive(Debug, Clone, PartialEq)]
+pub struct AnsweredRow {
+    /// Token ids of the prompt, as a rollout has them.
+    pub prompt: Vec<u32>,
+    /// The answer: the only tokens that bear loss.
+    pub answer: Segments,
+}
+
+/// What tells the prompt of a row apart, its answer left out.
+pub fn prompt_key_of(row: &PromptRow) -> PromptKey {
+    match &row.prompt {
+        Value::Array(messages) => match messages.split_last() {
+            Some((last, before)) if last["role"] == "assistant" => prompt_key(&Value::Array(before.to_vec())),
+            Some(_) | None => prompt_key(&row.prompt),
+        },
+        prompt => prompt_key(prompt),
+    }
+}
+
+/// Rows to token ids. A row without an answer, or longer than the model reads, is a user failure by its number; rows are never cut.
+///
+/// # Errors
+/// The first such row.
+pub fn tokenize(
+    text: &Text,
+    rows: Vec<PromptRow>,
+    sampling: &SamplingPlan,
+    max_position_embeddings: usize,
+) -> Result<Vec<AnsweredRow>> {
+    let of_row = |(index, row): (usize, PromptRow)| {
+        let wrong = |detail: String| EngineError::Prompts(format!("row {index} of the warm-up: {detail}"));
+        let answered = answered(&row.prompt, &row.columns).map_err(|(_, detail)| wrong(detail))?;
+        let ids = text.answered_ids(&answered, &sampling.chat_template_kwargs);
+        let (prompt, answer) = ids.map_err(|error| wrong(error.to_string()))?;
+        let tokens = prompt.len() + answer.len();
+        if prompt.is_empty() || answer.is_empty() {
+            return Err(wrong("its prompt or its answer is empty after tokenisation; drop it".to_owned()));
+        }
+        if tokens > max_position_embeddings {
+            return Err(wrong(format!(
+                "it has {tokens} tokens, and the model reads at most {max_position_embeddings}; shorten or drop it"
+            )));
+        }
+        Ok(AnsweredRow { prompt, answer: Segments::of_completion(answer, None) })
+    };
+    rows.into_iter().enumerate().map(of_row).collect()
+}

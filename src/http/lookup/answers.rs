@@ -1,0 +1,124 @@
+//! The rows of a warm-up: found like prompts, mapped where the job says how, and looked at for their answers.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use serde_json::{Value, json};
+
+use super::{AppState, Caller, Found, MAX_COUNTED_BYTES, MAX_COUNTED_ROWS, Model, text_bytes};
+use crate::dataset::{Answered, COMPLETION, PROMPT, Recipe, answered};
+use crate::http::dataset_sources::{Files, convert_files, stored};
+use crate::http::error::{Problem, chain};
+use crate::http::prompts::{Place, Prompts, Source};
+use crate::spec::{DatasetSource, FieldError, JobSpec, PromptLengths, Warning};
+
+const AT: &str = "/warm_up/dataset";
+/// How many rows are complained about.
+const MAX_FAILURES: usize = 5;
+
+/// The rows of the job's warm-up; inline records are taken out of it. What cannot be found or mapped is an error of the job.
+pub(super) async fn find(
+    state: &AppState,
+    caller: &Caller,
+    spec: &mut JobSpec,
+    chat_default: bool,
+    errors: &mut Vec<FieldError>,
+) -> Result<Option<Prompts>, Problem> {
+    let Some(warm_up) = &mut spec.warm_up else { return Ok(None) };
+    let map = warm_up.map.clone();
+    // A data set of the hub is mapped while it is read.
+    let is_mapped_later = map.is_some() && !matches!(warm_up.dataset, Some(DatasetSource::Hub(_)));
+    let place = Place { answers: true, ..Place::new(AT, chat_default) };
+    let found = Prompts::find(state, caller, warm_up.dataset.as_mut(), &place, errors).await?;
+    let rows = match found {
+        Some(rows) if is_mapped_later => rows,
+        found => return Ok(found),
+    };
+    let recipe = Recipe { map, ..Recipe::default() };
+    match convert_files(state, files_of(state, rows).await?, recipe, (chat_default, true)).await {
+        Ok((summary, staged, origin)) => Ok(Some(Prompts::of_file(AT, summary, staged, Some(origin)))),
+        Err(problem) if problem.code().status().is_client_error() => {
+            errors.push(FieldError::new(AT, problem.code().as_str(), problem.detail()));
+            Ok(None)
+        }
+        Err(problem) => Err(problem),
+    }
+}
+
+/// The rows as a file to convert.
+async fn files_of(state: &AppState, rows: Prompts) -> Result<Files, Problem> {
+    let origin = rows.source.origin().unwrap_or_else(|| json!({}));
+    match rows.source {
+        Source::Stored(path) => Ok(stored("the dataset", path, origin, None)),
+        source => {
+            let mut staged = state.files.stage(u64::MAX).await?;
+            let Source::Records(records) = source else {
+                return Err(Problem::internal("rows of several sources cannot be mapped together"));
+            };
+            for record in &records {
+                staged.write(format!("{record}\n").as_bytes()).await?;
+            }
+            let staged = staged.finish().await?;
+            Ok(stored("records", staged.path().to_owned(), origin, Some(staged)))
+        }
+    }
+}
+
+/// Looks at each row's answer and counts its tokens, until `stop` is set. Blocking.
+pub(super) fn measure(
+    rows: &mut Prompts,
+    model: &Model<'_>,
+    stop: &AtomicBool,
+    found: &mut Found<'_>,
+) -> std::io::Result<()> {
+    let Model { text, facts: model, kwargs } = *model;
+    let mut count = rows.facts.num_rows <= MAX_COUNTED_ROWS;
+    let (mut has_chat, mut lengths, mut failures) = (false, PromptLengths::default(), Vec::new());
+    let (mut seen_rows, mut seen_bytes) = (0_u64, 0);
+    rows.each_row(|number, mut row| {
+        let prompt = row.shift_remove(PROMPT).unwrap_or(Value::Null);
+        has_chat |= prompt.is_array();
+        seen_rows += 1;
+        seen_bytes += text_bytes(&prompt) + row.get(COMPLETION).map_or(0, text_bytes);
+        count &= seen_bytes <= MAX_COUNTED_BYTES;
+        if !count || stop.load(Ordering::Relaxed) {
+            return false; // The first rows stand for all; the worker looks at every one.
+        }
+        if !prompt.is_string() && !prompt.is_array() {
+            return true; // Reported for the row.
+        }
+        let row = match answered(&prompt, &row) {
+            Ok(row) => row,
+            Err((code, detail)) => {
+                failures.push((code, format!("row {number}: {detail}")));
+                return failures.len() < MAX_FAILURES;
+            }
+        };
+        if matches!(row, Answered::Chat(_)) && !model.has_chat_template {
+            return true; // Reported for the whole.
+        }
+        match text.answered_ids(&row, kwargs) {
+            Ok((prompt, answer)) => {
+                let tokens = (prompt.len() + answer.len()) as u64;
+                lengths.too_long += u64::from(tokens > model.max_position_embeddings);
+                if tokens > lengths.longest {
+                    (lengths.longest, lengths.longest_row) = (tokens, number);
+                }
+            }
+            Err(error) => failures.push(("row_not_encodable", format!("row {number}: {}", chain(&error)))),
+        }
+        failures.len() < MAX_FAILURES
+    })?;
+    rows.facts.has_chat_prompts = has_chat;
+    rows.facts.prompt_lengths = (count && failures.is_empty()).then_some(lengths);
+    if !count {
+        let detail = format!(
+            "only the first {seen_rows} of {} rows were looked at (that ends at {MAX_COUNTED_ROWS} rows or {} MiB): the worker \
+             looks at all of them when the job starts, and the job fails then if one has no answer or is too long",
+            rows.facts.num_rows,
+            MAX_COUNTED_BYTES >> 20
+        );
+        found.warnings.push(Warning { pointer: AT.to_owned(), code: "prompts_not_counted".to_owned(), detail });
+    }
+    found.errors.extend(failures.into_iter().map(|(code, detail)| FieldError::new(AT, code, detail)));
+    Ok(())
+}
