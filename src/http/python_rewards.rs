@@ -28,13 +28,11 @@ pub(super) async fn resolve(
         Some(eval) => (eval.rewards.as_mut(), eval.guard.as_mut().and_then(|guard| guard.rewards.as_mut())),
         None => (None, None),
     };
-    let placed = |(at, rewards): (&'static str, Option<&mut Vec<RewardPlan>>)| {
-        let rewards = rewards.into_iter().flatten().enumerate();
-        rewards.map(move |(index, reward)| (format!("{at}/{index}"), reward))
-    };
-    for (at, reward) in
-        own.chain([("/eval/rewards", eval), ("/eval/guard/rewards", guard)].into_iter().flat_map(placed))
-    {
+    let eval = eval.into_iter().flatten().enumerate();
+    let eval = eval.map(|(index, reward)| (format!("/eval/rewards/{index}"), reward));
+    let guard = guard.into_iter().flatten().enumerate();
+    let guard = guard.map(|(index, reward)| (format!("/eval/guard/rewards/{index}"), reward));
+    for (at, reward) in own.chain(eval).chain(guard) {
         errors.extend(resolve_one(state, caller, reward, &at).await?);
     }
     Ok(())

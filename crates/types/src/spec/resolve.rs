@@ -102,7 +102,7 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
         sampling,
         lora,
         warm_start: spec.warm_start.clone().map(|warm_start| warm::found(warm_start, context)),
-        warm_up: context.warm_up_dataset.as_ref().and_then(|facts| warm_up::plan(spec, facts, plan_dataset(facts))),
+        warm_up: context.warm_up_dataset.as_ref().and_then(|facts| warm_up::plan(spec, facts, facts.plan())),
         optimizer: spec.optimizer.clone(),
         training,
         checkpoints,

@@ -66,6 +66,10 @@ pub fn with(pointer: &str, value: Value) -> Value {
     document
 }
 
+fn context() -> Context {
+    Context { model: Some(model()), dataset: Some(dataset(64)), eval_dataset: Some(dataset(4)), ..Context::default() }
+}
+
 fn errors(document: Value) -> Vec<FieldError> {
     let (spec, mut errors) = JobSpec::read(document);
     let context = Context {
@@ -698,7 +702,7 @@ fn rows_for_the_verdict_alone_are_taken_where_there_are_enough() {
     for key in ["test_fraction", "test_rows"] {
         old["eval"].as_object_mut().unwrap().remove(key);
     }
-    let old: Plan = serde_json::from_value(old).unwrap();
+    let old: rlood_types::spec::Plan = serde_json::from_value(old).unwrap();
     assert_eq!(rlood_types::spec::submittable(&old)["eval"]["test_fraction"], json!(0.0));
     let (spec, _) = JobSpec::read(with("/eval", json!({"fraction": 0.1, "test_fraction": 0})));
     let none = resolve(&spec, &many).unwrap().plan.eval.unwrap();
