@@ -4,13 +4,12 @@ use std::io::Read;
 use std::time::Duration;
 
 use clap::Args;
-use rlood_client::Which;
 use serde_json::{Map, Value, json};
 
 use crate::context::{Common, Context};
 use crate::error::CliError;
 use crate::follow::text;
-use crate::names::{self, CheckpointName, Pick};
+use crate::names;
 use crate::output::{clean_lines, shown};
 
 /// The server's time limit of one question.
@@ -55,23 +54,11 @@ pub struct Generate {
 /// # Errors
 /// When the job has no checkpoint, or the server cannot generate.
 pub async fn run(context: &Context, args: &Generate) -> Result<u8, CliError> {
-    let (job, checkpoint) = match CheckpointName::parse(&args.checkpoint)? {
-        CheckpointName::Id(id) => {
-            let checkpoint = context.client.get_checkpoint(id).await?;
-            (checkpoint.job_id, Some(json!(checkpoint.step)))
-        }
-        CheckpointName::OfJob(job, pick) => {
-            let checkpoint = match pick {
-                Pick::Result => None,
-                Pick::Which(Which::Last) => Some(json!("last")),
-                Pick::Which(Which::Best) => Some(json!("best")),
-                Pick::Step(step) => Some(json!(step)),
-            };
-            (names::job(context, &job).await?, checkpoint)
-        }
-    };
-    let body = request(args, checkpoint)?;
-    let call = context.client.raw_ask(&["jobs", &job.to_string(), "generate"]).body(&body).work(WORK);
+    // As `rlood pull` chooses: one name means one checkpoint.
+    let checkpoint = names::checkpoint(context, &args.checkpoint).await?;
+    let body = request(args, checkpoint.step)?;
+    let job = checkpoint.job_id.to_string();
+    let call = context.client.raw_ask(&["jobs", &job, "generate"]).body(&body).work(WORK);
     let answer = call.send().await?;
     if context.out.json {
         context.out.json(&answer.text)?;
@@ -94,7 +81,7 @@ pub async fn run(context: &Context, args: &Generate) -> Result<u8, CliError> {
     Ok(0)
 }
 
-fn request(args: &Generate, checkpoint: Option<Value>) -> Result<Value, CliError> {
+fn request(args: &Generate, step: u64) -> Result<Value, CliError> {
     let mut prompt = args.prompt.clone();
     if prompt == "-" {
         prompt.clear();
@@ -108,9 +95,8 @@ fn request(args: &Generate, checkpoint: Option<Value>) -> Result<Value, CliError
     ] {
         sampling.extend(value.map(|value| (name.to_owned(), value)));
     }
-    let mut body = json!({"prompt": prompt});
+    let mut body = json!({"prompt": prompt, "checkpoint": step});
     for (name, value) in [
-        ("checkpoint", checkpoint),
         ("num_generations", args.num_generations.map(Value::from)),
         ("seed", args.seed.map(Value::from)),
         ("sampling", (!sampling.is_empty()).then_some(Value::Object(sampling))),
