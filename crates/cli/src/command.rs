@@ -5,8 +5,8 @@ use std::process::ExitCode;
 use clap::Subcommand;
 
 use crate::commands::{
-    compare, completions, datasets, events, generate, list, login, logs, metrics, models, moves, profile, pull,
-    rewards, samples, show, submit, wait, watch,
+    compare, completions, datasets, events, export, generate, list, login, logs, metrics, models, moves, profile, pull,
+    rewards, samples, show, submit, verdict, wait, watch,
 };
 use crate::context::{Common, Context};
 use crate::error::CliError;
@@ -42,6 +42,10 @@ pub enum Command {
     Rewards(rewards::Rewards),
     /// Download a checkpoint, verified; what arrived before a cut is kept.
     Pull(pull::Pull),
+    /// Merge a checkpoint into its base model on the server, and download the result.
+    Export(export::Export),
+    /// Say whether training made the model better: with an interval, on rows that were not trained on.
+    Verdict(verdict::Verdict),
     /// End jobs. Their checkpoints stay.
     Cancel(moves::Cancel),
     /// Stop jobs at a checkpoint, to resume them later.
@@ -100,6 +104,8 @@ async fn dispatch(command: Command) -> Result<u8, CliError> {
         Command::Metrics(args) => with(&args.common, async |context| metrics::run(context, &args).await).await,
         Command::Rewards(args) => with(&args.common, async |context| rewards::run(context, &args).await).await,
         Command::Pull(args) => with(&args.common, async |context| pull::run(context, &args).await).await,
+        Command::Export(args) => with(&args.common, async |context| export::run(context, &args).await).await,
+        Command::Verdict(args) => with(&args.common, async |context| verdict::run(context, &args).await).await,
         Command::Cancel(args) => with(&args.common, async |context| moves::cancel(context, &args).await).await,
         Command::Pause(args) => with(&args.common, async |context| moves::pause(context, &args).await).await,
         Command::Resume(args) => with(&args.common, async |context| moves::resume(context, &args).await).await,

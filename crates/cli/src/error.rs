@@ -99,6 +99,8 @@ fn describe(error: &Error) -> String {
         return text;
     };
     let mut text = match (problem.detail.as_str(), problem.title.as_str()) {
+        // The detail is about headers.
+        (_, title) if problem.status == 401 && !title.is_empty() => title.to_owned(),
         ("", "") => format!("the server answered with status {}", problem.status),
         ("", title) => title.to_owned(),
         (detail, _) => detail.to_owned(),

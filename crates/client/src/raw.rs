@@ -1,13 +1,16 @@
 //! Requests by their path: for programs that show the API's own JSON, or read fields that this version has no types for.
 
+use std::path::Path;
 use std::time::Duration;
 
 use reqwest::Method;
+use rlood_types::digest::Sha256Digest;
 use serde_json::Value;
 
 use crate::api::datasets::DatasetUpload;
 use crate::call::Call;
 use crate::client::Client;
+use crate::download::Downloaded;
 use crate::error::Error;
 use crate::page::{Page, Pages};
 use crate::upload::{Body, Document};
@@ -111,6 +114,14 @@ impl RawCall {
     /// As [`Error`] says; also when the answer is not UTF-8.
     pub async fn text(self) -> Result<String, Error> {
         self.client.text(self.call.accept("*/*")).await
+    }
+
+    /// Downloads the answer to a file, whose folder must exist: resumed after a cut, and compared with this hash.
+    ///
+    /// # Errors
+    /// As [`Error`] says.
+    pub async fn download(self, to: &Path, sha256: Option<Sha256Digest>) -> Result<Downloaded, Error> {
+        self.client.download(self.call, to, sha256).await
     }
 
     /// The answers of a list, page by page.

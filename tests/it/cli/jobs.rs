@@ -56,9 +56,6 @@ async fn every_end_has_its_exit_code_and_moves_may_be_repeated() {
     let changing = model_copy(&user.path("changing"));
     user.run(&["models", "add", "changing", changing.to_str().unwrap()]).ok();
     let first = user.submit(&endless("first"));
-    let mut second = named("second", 4);
-    second["model"] = json!("changing");
-    let second = user.submit(&second);
     server.job_when(&first, "a checkpoint", |job| job["step"].as_u64() >= Some(2)).await;
 
     user.run(&["wait", &first, "--timeout", "0.5s"]).failed(124, "--timeout");
@@ -71,6 +68,10 @@ async fn every_end_has_its_exit_code_and_moves_may_be_repeated() {
     );
     user.run(&["resume", "first"]).ok();
 
+    // It waits behind the first while its model is replaced.
+    let mut second = named("second", 4);
+    second["model"] = json!("changing");
+    let second = user.submit(&second);
     let config = std::fs::read_to_string(changing.join("config.json")).unwrap();
     std::fs::write(changing.join("config.json"), format!("{config}\n")).unwrap();
     user.run(&["cancel", "first", "second@"]).failed(3, "second@");

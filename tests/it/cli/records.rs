@@ -18,9 +18,9 @@ async fn what_a_job_recorded_is_printed_for_people() {
     assert!(full.contains("Say nine.") && !full.contains("  train  "), "{full}");
     assert_eq!(user.run(&["samples", &id, "--contains", "no such text"]).err, "no samples\n");
     let metrics = user.run(&["metrics", &id]).ok();
-    assert!(metrics.lines().count() == 5 && metrics.starts_with("step  reward"), "{metrics}");
+    assert!(metrics.lines().count() == 6 && metrics.starts_with("step  reward"), "{metrics}");
     let two = user.run(&["metrics", &id, "--keys", "kl", "--tail", "2"]);
-    assert!(two.err.contains("2 earlier steps"), "{two:?}");
+    assert!(two.err.contains("3 earlier steps"), "{two:?}");
     assert_eq!(two.ok().lines().count(), 3);
     let csv = user.run(&["metrics", &id, "--csv", "--keys", "reward,kl", "--min-step", "2", "--max-step", "3"]).ok();
     assert_eq!(csv.lines().map(|line| line.split(',').next().unwrap()).collect::<Vec<_>>(), ["step", "2", "3"]);
@@ -59,7 +59,7 @@ async fn json_is_the_apis_own() {
         (vec!["samples", &id, "--worst", "3"], format!("{job}/samples?limit=3&sort=worst")),
         (vec!["rewards", &id], format!("{job}/rewards")),
         (vec!["compare", &id, &other], format!("/jobs/compare?ids={id},{other}&keys=reward,eval_reward,kl")),
-        (vec!["pull", &id, "-o", "pulled"], format!("/checkpoints/{checkpoint}")),
+        (vec!["pull", &checkpoint, "-o", "pulled"], format!("/checkpoints/{checkpoint}")),
         (vec!["models", "list"], "/models".to_owned()),
         (vec!["models", "show", "tiny"], "/models/tiny".to_owned()),
         (vec!["datasets", "list"], "/datasets".to_owned()),

@@ -58,7 +58,7 @@ async fn sources_of_a_list_and_a_file_of_the_command_line_are_uploaded() {
     assert_eq!((&sources[0]["name"], &sources[1]["num_rows"]), (&json!("first"), &json!(1)));
     std::fs::create_dir(user.path("below")).unwrap();
     user.write("below/job.json", with_dataset(json!({"records": [{"prompt": "other"}]})).to_string());
-    let id = user.run(&["submit", "below/job.json", "--dataset", "b.tsv"]).ok();
+    let id = user.run(&["submit", "below/job.json", "--dataset", "b.tsv", "--set", "training.prompts_per_step=1"]).ok();
     let rows = server.get(&format!("/jobs/{}", id.trim())).await["plan"]["dataset"]["num_rows"].clone();
     assert_eq!(rows, json!(1));
 
@@ -81,10 +81,10 @@ async fn sources_of_a_list_and_a_file_of_the_command_line_are_uploaded() {
 #[tokio::test]
 async fn a_job_is_json_yaml_or_toml_and_settings_change_it() {
     let (server, user) = start("none");
-    let toml = "model = \"tiny\"\nrewards = [{type = \"length\", max_words = 3}]\n[dataset]\nrecords = [{prompt = \"Say one.\"}]\n\
-                [training]\nmax_steps = 2\nprompts_per_step = 1\n";
-    let yaml = "model: tiny\nrewards: [{type: length, max_words: 3}]\ndataset: {records: [{prompt: Say one.}]}\n\
-                training: {max_steps: 2, prompts_per_step: 1}\n";
+    let toml = "model = \"tiny\"\nrewards = [{type = \"length\", min_words = 1, max_words = 3}]\n[dataset]\nrecords = [{prompt = \"Say one.\"}]\n\
+                [training]\nmax_steps = 2\nprompts_per_step = 1\n[sampling]\nmax_completion_length = 6\n";
+    let yaml = "model: tiny\nrewards: [{type: length, min_words: 1, max_words: 3}]\ndataset: {records: [{prompt: Say one.}]}\n\
+                training: {max_steps: 2, prompts_per_step: 1}\nsampling: {max_completion_length: 6}\n";
     for text in [toml, yaml] {
         let id = user.run_with(&["submit", "-"], text).ok();
         assert_eq!(server.get(&format!("/jobs/{}", id.trim())).await["total_steps"], json!(2));
@@ -135,9 +135,9 @@ async fn a_dry_run_shows_what_the_job_would_do_and_trl_is_translated() {
     assert!(json["valid"] == true && json["estimate"]["total_bytes"].as_u64() > Some(0), "{json}");
     assert_eq!(server.get("/jobs").await["data"], json!([]));
     let trl = json!({
-        "config": {"max_steps": 3, "num_generations": 2, "per_device_train_batch_size": 2, "report_to": "none"},
+        "config": {"max_steps": 3, "num_generations": 2, "per_device_train_batch_size": 2, "max_completion_length": 6, "report_to": "none"},
         "model": "tiny", "dataset": {"records": [{"prompt": "Say one."}, {"prompt": "Say two."}]},
-        "rewards": [{"type": "length", "max_words": 3}]
+        "rewards": [{"type": "length", "min_words": 1, "max_words": 3}]
     });
     user.write("trl.json", trl.to_string());
     let id = user.run(&["submit", "trl.json", "--trl"]).ok();

@@ -41,8 +41,16 @@ pub struct Pull {
     #[arg(short, long, value_name = "DIR")]
     pub output: Option<PathBuf>,
 
+    /// What to download: adapter (the checkpoint's own files), or merged (a model of its own, as `rlood export --merged` makes it).
+    #[arg(long, value_name = "FORMAT", default_value = "adapter", value_parser = ["adapter", "merged"])]
+    pub format: String,
+
+    /// With --format merged: precision of the weights. Default: as the base model has them.
+    #[arg(long, value_name = "DTYPE", value_parser = super::export::DTYPES)]
+    pub dtype: Option<String>,
+
     /// All files, those with which training goes on too: the optimizer's state and the manifest.
-    #[arg(long)]
+    #[arg(long, conflicts_with = "dtype")]
     pub all: bool,
 
     /// The server and the output.
@@ -53,13 +61,29 @@ pub struct Pull {
 /// # Errors
 /// When there is no such checkpoint, a file does not arrive as its manifest says, or the disk fails.
 pub async fn run(context: &Context, args: &Pull) -> Result<u8, CliError> {
-    let mut checkpoint = names::checkpoint(context, &args.checkpoint).await?;
+    if args.format == "merged" {
+        return super::export::merged(context, &args.checkpoint, args.dtype.as_deref(), args.output.as_deref()).await;
+    }
+    if args.dtype.is_some() {
+        return Err(CliError::Usage(
+            "--dtype belongs to --format merged: an adapter is downloaded as it is".to_owned(),
+        ));
+    }
+    adapter(context, &args.checkpoint, args.output.as_deref(), args.all).await
+}
+
+/// Downloads a checkpoint's own files.
+///
+/// # Errors
+/// As [`run`].
+pub async fn adapter(context: &Context, name: &str, output: Option<&Path>, all: bool) -> Result<u8, CliError> {
+    let mut checkpoint = names::checkpoint(context, name).await?;
     let (id, step, job) = (checkpoint.id, checkpoint.step, checkpoint.job_id);
     context.out.note(format!("{id}: step {step} of {job}{}", if checkpoint.best { ", the best" } else { "" }));
     check_manifest(context, &checkpoint).await?;
-    checkpoint.files.retain(|file| args.all || !OF_TRAINING.contains(&file.name.as_str()));
-    let target = args.output.clone().unwrap_or_else(|| PathBuf::from(format!("{job}-step{step}")));
-    if is_there(&checkpoint, &target)? {
+    checkpoint.files.retain(|file| all || !OF_TRAINING.contains(&file.name.as_str()));
+    let target = output.map_or_else(|| PathBuf::from(format!("{job}-step{step}")), Path::to_owned);
+    if is_there(&target, &checkpoint.files)? {
         context.out.note("it is there already");
     } else {
         let staging = Staging::beside(&target, &id.to_string())?;
@@ -90,8 +114,11 @@ async fn check_manifest(context: &Context, checkpoint: &Checkpoint) -> Result<()
     }
 }
 
-/// Whether the folder holds the checkpoint already; one that holds something else is an error.
-fn is_there(checkpoint: &Checkpoint, target: &Path) -> Result<bool, CliError> {
+/// Whether the folder holds these files already.
+///
+/// # Errors
+/// When it holds something else.
+pub fn is_there(target: &Path, files: &[FileEntry]) -> Result<bool, CliError> {
     let entries = match std::fs::read_dir(target) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(false),
         entries => entries.map_err(CliError::local(format!("read {}", target.display())))?,
@@ -99,7 +126,7 @@ fn is_there(checkpoint: &Checkpoint, target: &Path) -> Result<bool, CliError> {
     if entries.count() == 0 {
         return Ok(false);
     }
-    for file in &checkpoint.files {
+    for file in files {
         let found = hash_of(&target.join(&file.name));
         if found.ok() != Some((file.sha256, file.size_bytes)) {
             return Err(CliError::Usage(format!(
