@@ -8,7 +8,7 @@ use crate::commands::{
     compare, completions, datasets, events, export, generate, list, login, logs, metrics, models, moves, profile, pull,
     rewards, samples, show, submit, verdict, wait, watch,
 };
-use crate::context::{Common, Context};
+use crate::context::with;
 use crate::error::CliError;
 
 /// The commands that talk to a server.
@@ -72,19 +72,8 @@ pub enum Command {
 pub async fn run(command: Command) -> ExitCode {
     match dispatch(command).await {
         Ok(code) => ExitCode::from(code),
-        Err(error) => report(&error),
+        Err(error) => error.report(),
     }
-}
-
-/// Says an error, and returns its exit code.
-pub fn report(error: &CliError) -> ExitCode {
-    match error {
-        CliError::Closed => {}
-        // No error, but what the user asked for.
-        CliError::Interrupted(text) => eprintln!("\n{text}"),
-        _ => eprintln!("rlood: {error}"),
-    }
-    error.exit_code()
 }
 
 async fn dispatch(command: Command) -> Result<u8, CliError> {
@@ -116,13 +105,4 @@ async fn dispatch(command: Command) -> Result<u8, CliError> {
         Command::Models(args) => with(&args.common, async |context| models::run(context, &args).await).await,
         Command::Datasets(args) => with(&args.common, async |context| datasets::run(context, &args).await).await,
     }
-}
-
-/// Runs a command that needs a server.
-pub(crate) async fn with(
-    common: &Common,
-    work: impl AsyncFnOnce(&Context) -> Result<u8, CliError>,
-) -> Result<u8, CliError> {
-    let context = common.context()?;
-    work(&context).await.map_err(|error| context.explain(error))
 }

@@ -10,6 +10,7 @@ pub mod keys;
 pub mod list;
 pub mod login;
 pub mod logs;
+pub mod merged;
 pub mod metrics;
 pub mod models;
 pub mod moves;

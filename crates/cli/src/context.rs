@@ -96,6 +96,15 @@ impl Context {
     }
 }
 
+/// Runs a command that needs a server.
+///
+/// # Errors
+/// Those of the command; where no server answers, with what to do.
+pub async fn with(common: &Common, work: impl AsyncFnOnce(&Context) -> Result<u8, CliError>) -> Result<u8, CliError> {
+    let context = common.context()?;
+    work(&context).await.map_err(|error| context.explain(error))
+}
+
 /// A client of the target.
 pub fn client_of(target: &Target) -> Result<Client, CliError> {
     let mut builder = Client::builder(&target.server).retry(Retry { max_retries: RETRIES, ..Retry::default() });

@@ -1,5 +1,6 @@
 //! Why a command failed, what it says then, and its exit code.
 
+use std::io::Write;
 use std::process::ExitCode;
 
 use rlood_client::Error;
@@ -56,6 +57,18 @@ impl CliError {
     /// An error of the local machine: what was tried, and why it failed.
     pub(crate) fn local(doing: impl std::fmt::Display) -> impl FnOnce(std::io::Error) -> CliError {
         move |source| CliError::Failed(format!("cannot {doing}: {source}"))
+    }
+
+    /// Says it on standard error, and returns its exit code.
+    pub fn report(&self) -> ExitCode {
+        // A closed standard error changes nothing.
+        let _ = match self {
+            CliError::Closed => Ok(()),
+            // What the user asked for; the terminal shows ^C before it.
+            CliError::Interrupted(text) => writeln!(std::io::stderr(), "\n{text}"),
+            _ => writeln!(std::io::stderr(), "rlood: {self}"),
+        };
+        self.exit_code()
     }
 
     /// Its exit code.

@@ -165,6 +165,35 @@ pub async fn detached<T>(
     }
 }
 
+/// Says how far something of the server is, when that has changed.
+pub fn say_progress(context: &Context, resource: &Value, told: &mut String) {
+    let progress = &resource["progress"];
+    let line = match (progress["done"].as_u64(), progress["total"].as_u64()) {
+        (Some(done), Some(total)) if total > 0 => {
+            format!("{} {} %", shown(&resource["state"]), (done as f64 / total as f64 * 100.0) as u64)
+        }
+        _ => shown(&resource["state"]),
+    };
+    if *told != line {
+        context.out.note(format!("{}: {line}", shown(&resource["id"])));
+        *told = line;
+    }
+}
+
+/// Runs until it is done or the user presses Ctrl-C, which stops nothing on the server.
+///
+/// # Errors
+/// [`CliError::Interrupted`], which says how to come back.
+pub async fn interruptible<T>(again: &str, work: impl Future<Output = Result<T, CliError>>) -> Result<T, CliError> {
+    tokio::select! {
+        done = work => done,
+        pressed = tokio::signal::ctrl_c() => {
+            pressed.map_err(CliError::local("listen for Ctrl-C"))?;
+            Err(CliError::Interrupted(format!("detached, the server goes on: `{again}` comes back")))
+        }
+    }
+}
+
 /// Ends with a timeout after `limit`.
 ///
 /// # Errors

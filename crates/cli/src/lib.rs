@@ -13,6 +13,7 @@
 //! | `follow` | a job as it goes on: figures, lines, the live table, its outcome |
 //! | `files` | local files, read piece by piece |
 //! | `listing` | lists, page by page |
+//! | `transfer` | folders that are downloaded |
 //! | `output` | standard output, tables, numbers and times for people |
 //! | `error` | [`CliError`] and the exit codes |
 //!
@@ -34,6 +35,7 @@ mod names;
 mod output;
 mod profiles;
 mod target;
+mod transfer;
 
 pub use command::{Command, run};
 pub use commands::keys;

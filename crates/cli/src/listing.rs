@@ -23,7 +23,18 @@ impl Listing {
     /// # Errors
     /// When the server does not answer with a page.
     pub async fn read(call: RawCall, limit: usize) -> Result<Self, CliError> {
-        Self::read_where(call, limit, |_| true).await
+        let (mut items, mut first, mut after) = (Vec::new(), None, None::<String>);
+        loop {
+            let missing = if limit == 0 { PAGE } else { limit - items.len() };
+            let (page, answer) = call.clone().query("limit", missing.min(PAGE)).page(after.as_deref()).await?;
+            items.extend(page.data);
+            let is_first = first.is_none();
+            first.get_or_insert(answer);
+            if page.next.is_none() || (limit > 0 && items.len() >= limit) {
+                return Ok(Self::of(items, page.next, first, !is_first));
+            }
+            after = page.next;
+        }
     }
 
     /// Reads a list from a cursor on, to its end.
@@ -65,27 +76,23 @@ impl Listing {
         }
     }
 
-    /// Reads items of a list that satisfy a condition, until there are `limit` of them.
+    /// Reads items of a list that satisfy a condition, until there are `limit` of them; all of them for 0.
     ///
     /// # Errors
     /// As [`Listing::read`].
     pub async fn read_where(call: RawCall, limit: usize, keep: impl Fn(&Value) -> bool) -> Result<Self, CliError> {
-        let (mut items, mut after, mut first, mut changed) = (Vec::new(), None::<String>, None, false);
-        let mut next;
+        let (mut items, mut first, mut after) = (Vec::new(), None, None::<String>);
         loop {
-            let missing = if limit == 0 { PAGE } else { limit - items.len() };
-            let (page, answer) = call.clone().query("limit", missing.min(PAGE)).page(after.as_deref()).await?;
-            let found = page.data.len();
+            let (page, answer) = call.clone().query("limit", PAGE).page(after.as_deref()).await?;
             items.extend(page.data.into_iter().filter(&keep));
-            changed |= first.is_some() || items.len() != found;
             first.get_or_insert(answer);
-            next = page.next;
-            if next.is_none() || (limit > 0 && items.len() >= limit) {
-                break;
+            if page.next.is_none() || (limit > 0 && items.len() >= limit) {
+                items.truncate(if limit == 0 { usize::MAX } else { limit });
+                // A cursor of the server's would be one of all items.
+                return Ok(Self::of(items, None, first, true));
             }
-            after.clone_from(&next);
+            after = page.next;
         }
-        Ok(Self::of(items, next, first, changed))
     }
 
     fn of(items: Vec<Value>, next: Option<String>, first: Option<RawAnswer>, is_changed: bool) -> Self {

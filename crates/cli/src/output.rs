@@ -85,8 +85,7 @@ impl Out {
 
     /// Says something that is no data.
     pub fn note(&self, text: impl AsRef<str>) {
-        // A closed standard error changes nothing of what is done.
-        let _ = writeln!(std::io::stderr(), "{}", text.as_ref());
+        note(text);
     }
 
     /// Asks whether to go on.
@@ -113,6 +112,12 @@ impl Out {
             None => text.to_owned(),
         }
     }
+}
+
+/// Says something on standard error.
+pub fn note(text: impl AsRef<str>) {
+    // A closed standard error changes nothing of what is done.
+    let _ = writeln!(std::io::stderr(), "{}", text.as_ref());
 }
 
 /// Lines of columns, which are as wide as their widest value.

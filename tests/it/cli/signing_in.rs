@@ -16,7 +16,7 @@ async fn a_profile_holds_a_server_and_a_key_for_its_owner_alone() {
     let user = User::new();
     let server = guarded(&user);
     user.run(&["login", &server.url]).failed(2, "--key-file");
-    user.run_with(&["login", &server.url, "--key-file", "-"], "rld_wrong_wrong_wrong\n").failed(4, "");
+    user.run_with(&["login", &server.url], "rld_wrong_wrong_wrong\n").failed(4, "");
     assert!(!user.path(".config").exists(), "nothing is kept of a key that the server refused");
     let done = user.run_with(&["login", &server.url, "--name", "prod", "--key-file", "-"], &format!("{KEY}\n"));
     assert!(done.err.contains("operator's key") && done.err.contains("'prod'") && !done.err.contains(KEY), "{done:?}");

@@ -6,8 +6,7 @@ use rlood_types::access::Scope;
 use rlood_types::id::KeyId;
 use serde_json::{Value, json};
 
-use crate::command::{report, with};
-use crate::context::{Common, Context};
+use crate::context::{Common, Context, with};
 use crate::error::CliError;
 use crate::follow::text;
 use crate::listing::Listing;
@@ -45,7 +44,7 @@ pub async fn run(common: &Common, action: &Action) -> ExitCode {
     };
     match with(common, work).await {
         Ok(code) => ExitCode::from(code),
-        Err(error) => report(&error),
+        Err(error) => error.report(),
     }
 }
 

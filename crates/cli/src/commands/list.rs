@@ -70,7 +70,10 @@ pub async fn run(context: &Context, args: &List) -> Result<u8, CliError> {
         (state.is_empty() || state.contains(&text(job, "state")))
             && name.as_ref().is_none_or(|name| text(job, "name").contains(name.as_str()))
     };
-    let listing = Listing::read_where(call, *limit, is_wanted).await?;
+    let listing = match state.len() > 1 || name.is_some() {
+        true => Listing::read_where(call, *limit, is_wanted).await?,
+        false => Listing::read(call, *limit).await?,
+    };
     if context.out.json {
         context.out.json(&listing.document)?;
     } else if *quiet {

@@ -22,7 +22,8 @@ pub struct Login {
     #[arg(long, value_name = "NAME")]
     pub name: Option<String>,
 
-    /// File with the key, `-` for standard input. Default: the key is asked for at the terminal, where nothing shows it.
+    /// File with the key, `-` for standard input. Default: the key is asked for at the terminal, where nothing shows it; without
+    /// a terminal it is read from standard input.
     #[arg(long, value_name = "FILE", conflicts_with = "key_command")]
     pub key_file: Option<PathBuf>,
 
@@ -48,15 +49,7 @@ pub async fn run(args: &Login) -> Result<u8, CliError> {
         None => None,
     };
     if profile.key.is_none() && profile.key_command.is_none() && needs_key(&profile).await? {
-        if !out.can_ask {
-            return Err(CliError::Usage(format!(
-                "{server} asks for a key: give --key-file FILE, or - to read it from standard input"
-            )));
-        }
-        let mut terminal = console::Term::stderr();
-        std::io::Write::write_all(&mut terminal, b"API key: ").map_err(CliError::local("ask for the key"))?;
-        let key = terminal.read_secure_line().map_err(CliError::local("read the key"))?;
-        profile.key = Some(checked(&key)?);
+        profile.key = Some(if out.can_ask { ask_key()? } else { piped_key(&server)? });
     }
     let session = client_of(&Target::of_profile(&profile)?)?.raw_get(&["session"]).send().await?.value;
     let name = match name {
@@ -64,11 +57,17 @@ pub async fn run(args: &Login) -> Result<u8, CliError> {
         None => host(&server).to_owned(),
     };
     let mut profiles = Profiles::open()?;
+    if let Some(other) = profiles.get(&name).ok().filter(|other| other.server != server) {
+        let other = other.server;
+        return Err(CliError::Usage(format!(
+            "the profile '{name}' is for {other}: give this one another --name, or remove it"
+        )));
+    }
     profiles.put(&name, &profile);
     profiles.set_default(&name);
     let path = profiles.save()?.display().to_string();
     let who = match (session["keys_required"].as_bool(), session["key_name"].as_str()) {
-        (Some(false), _) => "the server asks for no key".to_owned(),
+        (Some(false), _) => "without a key, as the server asks for none".to_owned(),
         (_, Some(key)) => format!("with the key '{}'", clean(key)),
         (_, None) => "with the operator's key".to_owned(),
     };
@@ -77,6 +76,19 @@ pub async fn run(args: &Login) -> Result<u8, CliError> {
     out.note(format!("signed in to {server} {who}; it permits {}", scopes.join(", ")));
     out.note(format!("kept as the default profile '{name}' in {path}"));
     Ok(0)
+}
+
+fn ask_key() -> Result<String, CliError> {
+    let mut terminal = console::Term::stderr();
+    std::io::Write::write_all(&mut terminal, b"API key: ").map_err(CliError::local("ask for the key"))?;
+    checked(&terminal.read_secure_line().map_err(CliError::local("read the key"))?)
+}
+
+/// The key that a program sends on standard input.
+fn piped_key(server: &str) -> Result<String, CliError> {
+    read_key(Path::new("-")).map_err(|_| {
+        CliError::Usage(format!("{server} asks for a key: send it on standard input, or name a file with --key-file"))
+    })
 }
 
 /// Whether the server refuses those without a key.

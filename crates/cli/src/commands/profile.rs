@@ -4,7 +4,7 @@ use clap::{Args, Subcommand};
 use serde_json::json;
 
 use crate::error::CliError;
-use crate::output::{Color, Out, Table, clean};
+use crate::output::{Color, Out, Table, clean, note};
 use crate::profiles::Profiles;
 
 /// Flags of `rlood profile`.
@@ -46,7 +46,7 @@ pub fn run(args: &Profile) -> Result<u8, CliError> {
             let profile = profiles.get(name)?;
             profiles.set_default(name);
             profiles.save()?;
-            eprintln!("'{name}' is the default profile: {}", profile.server);
+            note(format!("'{name}' is the default profile: {}", profile.server));
         }
         Action::Remove { name } => {
             let was_default = profiles.default_name() == Some(name);
@@ -55,7 +55,7 @@ pub fn run(args: &Profile) -> Result<u8, CliError> {
             profiles.save()?;
             let what =
                 if was_default { "; no profile is the default now: `rlood profile use NAME` chooses one" } else { "" };
-            eprintln!("removed '{name}'{what}");
+            note(format!("removed '{name}'{what}"));
         }
     }
     Ok(0)

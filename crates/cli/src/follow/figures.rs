@@ -92,20 +92,20 @@ impl Figures {
         }
     }
 
-    /// Step, reward, KL, speed and remaining time on one line.
-    pub fn line(&self) -> String {
-        let eval = self.latest("eval_reward").map(|reward| format!("  eval {}", crate::output::figure(reward)));
+    /// Step, remaining time, speed and KL.
+    pub fn pace(&self) -> String {
         let speed = self.tokens_per_second().map_or_else(|| NONE.to_owned(), |speed| format!("{speed:.0}"));
         let eta = self.job["eta_s"].as_f64().map_or_else(|| NONE.to_owned(), span);
-        format!(
-            "step {}/{}  reward {}{}  KL {}  {speed} tokens/s  ETA {eta}  {}",
-            shown(&self.job["step"]),
-            shown(&self.job["total_steps"]),
-            figure_or_none(self.latest("reward")),
-            eval.unwrap_or_default(),
-            figure_or_none(self.latest("kl")),
-            self.doing()
-        )
+        let (step, total) = (shown(&self.job["step"]), shown(&self.job["total_steps"]));
+        let kl = figure_or_none(self.latest("kl"));
+        format!("step {step}/{total}  ETA {eta}  {speed} tokens/s  KL {kl}")
+    }
+
+    /// All of it on one line.
+    pub fn line(&self) -> String {
+        let eval = self.latest("eval_reward").map(|reward| format!("  eval {}", crate::output::figure(reward)));
+        let reward = figure_or_none(self.latest("reward"));
+        format!("{}  reward {reward}{}  {}", self.pace(), eval.unwrap_or_default(), self.doing())
     }
 }
 
@@ -119,7 +119,7 @@ mod tests {
     fn a_line_shows_the_latest_figures() {
         let mut figures = Figures::new(JobId::new());
         figures.job = json!({"state": "running", "phase": "reward", "step": 2, "total_steps": 9, "eta_s": 75.2});
-        assert!(figures.line().starts_with("step 2/9  reward –  KL –  – tokens/s  ETA 1m15s  running: reward"));
+        assert_eq!(figures.line(), "step 2/9  ETA 1m15s  – tokens/s  KL –  reward –  running: reward");
         for row in [
             json!({"step": 0, "eval_reward": 0.25}),
             json!({"step": 1, "reward": 0.5, "kl": 0.0, "num_tokens": 100.0, "step_time": 1.0}),
@@ -129,7 +129,7 @@ mod tests {
         }
         assert_eq!(
             figures.line(),
-            "step 2/9  reward 0.75  eval 0.25  KL 0.002  120 tokens/s  ETA 1m15s  running: reward"
+            "step 2/9  ETA 1m15s  120 tokens/s  KL 0.002  reward 0.75  eval 0.25  running: reward"
         );
         assert_eq!(figures.course("reward"), [0.5, 0.75]);
         figures.rows.remove(&1);

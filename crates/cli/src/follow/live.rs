@@ -171,10 +171,10 @@ impl View for Frame {
 fn block(figures: &Figures) -> Vec<String> {
     let job = &figures.job;
     let name = job["name"].as_str().map(|name| format!("  {}", clean(name))).unwrap_or_default();
-    let mut lines = vec![format!("{}{name}", console::style(&figures.id).bold())];
+    let mut lines = vec![format!("{}{name}  {}", console::style(&figures.id).bold(), figures.doing())];
     let (step, total) = (job["step"].as_u64().unwrap_or(0), job["total_steps"].as_u64().unwrap_or(0));
     let done = if total == 0 { 0 } else { (step * BAR as u64 / total).min(BAR as u64) as usize };
-    lines.push(format!("  {}{}  {}", "━".repeat(done), "─".repeat(BAR - done), figures.line()));
+    lines.push(format!("  {}{}  {}", "━".repeat(done), "─".repeat(BAR - done), figures.pace()));
     for (label, key) in [("reward", "reward"), ("eval reward", "eval_reward")] {
         let course = figures.course(key);
         if let (Some(first), Some(last)) = (course.first(), course.last()) {
@@ -204,7 +204,7 @@ mod tests {
         let alert = json!({"rule": "reward_flat", "severity": "warning", "step": 7, "message": "no\u{1b}[2J spread"});
         figures.job = json!({"name": "sums", "state": "running", "step": 5, "total_steps": 10, "alerts": [alert]});
         let lines = block(&figures);
-        assert_eq!(lines[0], format!("{}  sums", figures.id));
+        assert_eq!(lines[0], format!("{}  sums  running", figures.id));
         assert!(lines[1].starts_with("  ━━━━━━━━━━──────────  step 5/10"), "{lines:?}");
         assert_eq!(lines[2], "  ! warning reward_flat, step 7: no\u{fffd}[2J spread");
     }
