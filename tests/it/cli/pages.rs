@@ -60,7 +60,7 @@ fn describe(page: &mut String, name: &str, command: &Command) {
         let default = if defaults.is_empty() || !argument.get_action().takes_values() {
             String::new()
         } else {
-            format!(" Default: {}.", defaults.join(","))
+            format!(". Default: {}", defaults.join(","))
         };
         writeln!(page, "| `{}` | {}{default} |", escaped(&flag), escaped(&help)).unwrap();
     }
@@ -82,7 +82,8 @@ fn page() -> String {
         "\n## Exit codes\n\n| | |\n|---|---|\n| 0 | done |\n| 1 | the job failed, or an error of the server |\n\
          | 2 | the command line, a file or the request is not valid |\n| 3 | not found |\n| 4 | not allowed |\n\
          | 5 | the server cannot be reached |\n| 6 | the job was cancelled |\n\
-         | 7 | the job is paused (`--until-paused`) |\n| 124 | `--timeout` |\n| 130 | Ctrl-C |\n\n## Commands\n\n",
+         | 7 | the job is paused (`--until-paused`) |\n\
+         | 10 to 13 | `rlood verdict`: no difference shown, worse, the guard fell, too few rows |\n| 124 | `--timeout` |\n| 130 | Ctrl-C |\n\n## Commands\n\n",
     );
     for command in &commands {
         describe(&mut page, command.get_name(), command);

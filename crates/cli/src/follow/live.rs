@@ -173,7 +173,7 @@ fn block(figures: &Figures) -> Vec<String> {
     let name = job["name"].as_str().map(|name| format!("  {}", clean(name))).unwrap_or_default();
     let mut lines = vec![format!("{}{name}  {}", console::style(&figures.id).bold(), figures.doing())];
     let (step, total) = (job["step"].as_u64().unwrap_or(0), job["total_steps"].as_u64().unwrap_or(0));
-    let done = if total == 0 { 0 } else { (step * BAR as u64 / total).min(BAR as u64) as usize };
+    let done = (step * BAR as u64).checked_div(total).unwrap_or(0).min(BAR as u64) as usize;
     lines.push(format!("  {}{}  {}", "━".repeat(done), "─".repeat(BAR - done), figures.pace()));
     for (label, key) in [("reward", "reward"), ("eval reward", "eval_reward")] {
         let course = figures.course(key);

@@ -135,9 +135,8 @@ pub async fn upload_once(
     }
     context.out.note(format!("uploading {file} ({})", size(size_bytes)));
     let upload = upload_of(path, name.unwrap_or(&file), mapping);
-    let answer = context.client.raw_post(&["datasets"]).upload(&upload).await?.send().await.map_err(|error| {
+    let answer = context.client.raw_post(&["datasets"]).upload(&upload).await?.send().await.inspect_err(|_| {
         context.out.note(format!("{} was refused:", path.display()));
-        error
     })?;
     let id = answer.value["id"].as_str().unwrap_or_default().to_owned();
     context.out.note(format!("{file} is {id}, {} rows", shown(&answer.value["num_rows"])));
