@@ -6,8 +6,8 @@ use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, ExitCode};
 
-use clap::Parser;
 use clap::error::ErrorKind;
+use clap::{CommandFactory, Parser};
 use futures::future::LocalBoxFuture;
 
 use crate::causes::with_causes;
@@ -20,6 +20,8 @@ const EXIT_USAGE: u8 = 2;
 
 /// Runs the program as its command line says.
 pub fn run() -> ExitCode {
+    // A shell asks for completions: answered here, and the program ends.
+    clap_complete::CompleteEnv::with_factory(Cli::command).complete();
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(error) => return unparsed(&error),
@@ -47,10 +49,13 @@ pub fn run() -> ExitCode {
         Role::Keys(args) => on_runtime(format, None, keys::run(args)),
         Role::Openapi(args) => openapi(args.schemas.as_deref()).unwrap_or_else(|error| fail(format, &*error)),
         Role::Convert(args) => convert::run(&args).unwrap_or_else(|error| fail(format, &error)),
+        Role::Api(command) => {
+            on_runtime(format, None, async move { Ok::<_, std::convert::Infallible>(rlood_cli::run(command).await) })
+        }
         Role::Demo(args) => on_runtime(format, None, demo::run(args)),
         Role::Worker(args) => computing(format, args.threads, || on_runtime(format, Some(2), worker::run(args))),
         Role::Probe(args) => computing(format, args.threads, || on_runtime(format, Some(2), prober::run(args))),
-        Role::Generate(args) => {
+        Role::Generator(args) => {
             computing(format, args.threads, || generator::run(&args).unwrap_or_else(|error| fail(format, &error)))
         }
         Role::ExportCheckpoint(args) => {

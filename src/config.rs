@@ -104,7 +104,7 @@ pub enum Command {
     Probe(ProbeArgs),
     /// Set up by the server: complete the prompt on standard input, write a report to standard output.
     #[command(hide = true)]
-    Generate(ProbeArgs),
+    Generator(ProbeArgs),
     /// Set up by the server: compare the models of the task on standard input, write lines to standard output.
     #[command(hide = true)]
     Judge(ProbeArgs),
@@ -122,7 +122,7 @@ pub enum Command {
     Backup(backup::BackupArgs),
     /// Make a data directory of a backup, every byte of it verified.
     Restore(backup::RestoreArgs),
-    /// Make, list and revoke API keys of a server's data directory.
+    /// Create, list and revoke API keys, over the API or in a server's data directory.
     Keys(KeysArgs),
     /// Remove what nothing needs: files without a row, what is kept for longer than asked, models in the cache of workers.
     Gc(gc::GcArgs),
@@ -130,6 +130,9 @@ pub enum Command {
     Openapi(OpenapiArgs),
     /// Check versions, disk, devices and ports; exit code 0 when a server would start.
     Check(ServeArgs),
+    /// Talk to a server: submit jobs, follow them, fetch what they made.
+    #[command(flatten)]
+    Api(rlood_cli::Command),
 }
 
 /// Flags of `rlood convert`.

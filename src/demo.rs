@@ -140,7 +140,9 @@ async fn demonstrate(
     println!("model     {MODEL}, {num_parameters} parameters, in {}", model_dir.display());
     println!("dataset   {} prompts, {} held out", train.num_rows, held_out.num_rows);
     println!("reward    {} (contract v1, signed)", service.url());
-    println!("job       {}/jobs/{id}\n", client.server());
+    println!("job       {}/jobs/{id}", client.server());
+    println!("          rlood submit job.yaml --server {} submits one of your own", client.server());
+    println!("          rlood watch {id} --server {} follows it, as here\n", client.server());
 
     let progress = Progress::new(steps, std::io::stdout().is_terminal() && std::io::stderr().is_terminal());
     let job = progress.follow(&client, id).await?;

@@ -8,6 +8,7 @@
 //! | [`serve`] [`supervisor`] [`courier`] [`http`] [`demo`] [`commands`] [`reward_server`] | servers and subcommands; `tests/it/layering.rs` holds their edges |
 //! | [`downloads`] | models on their way from a hub |
 //! | [`listen`] [`bundle`] [`config`] | the accept loop of a server; the bundled model; the command line |
+//! | `rlood-cli` | the commands that talk to a server, over the public API alone |
 //! | `rlood-client` | a typed client of the public API; knows the words and nothing of the server |
 //! | `rlood-worker`: [`worker`] [`prober`] [`generator`] [`judge`] [`exporter`] [`reward_model`] | the processes that compute |
 //! | `rlood-store`: [`store`] [`files`] | durable |

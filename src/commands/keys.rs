@@ -1,4 +1,4 @@
-//! `rlood keys`: make, list and revoke API keys where the server's data directory lies, while it runs or not.
+//! `rlood keys`: create, list and revoke API keys, over a server's API, or where its data directory lies, while it runs or not.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -7,7 +7,7 @@ use jiff::Timestamp;
 use serde_json::{Value, json};
 
 use crate::access::Scopes;
-use crate::config::keys::{CreateKeyArgs, KeysAction, KeysArgs};
+use crate::config::keys::{CreateKeyArgs, KeysAction, KeysArgs, KeysPlace};
 use crate::files::{DataDir, FilesError};
 use crate::store::webhooks::WebhookRow;
 use crate::store::{KeyRow, NewAudit, NewKey, Store, StoreError, clock_ms};
@@ -30,6 +30,9 @@ pub enum KeysError {
     /// A name or owner.
     #[error("--{0} must have 1 to 100 characters, none of them a control character")]
     Name(&'static str),
+    /// The file of profiles cannot be used.
+    #[error(transparent)]
+    Profiles(#[from] rlood_cli::CliError),
 }
 
 /// `rlood keys …`.
@@ -37,7 +40,12 @@ pub enum KeysError {
 /// # Errors
 /// When the data directory or the database cannot be used or is not there, or there is no such key.
 pub async fn run(args: KeysArgs) -> Result<ExitCode, KeysError> {
-    let KeysArgs { action, data_dir, json } = args;
+    let data_dir = match args.place()? {
+        KeysPlace::DataDir(dir) => dir,
+        KeysPlace::Api => return Ok(rlood_cli::keys::run(&args.common, &over_api(args.action)).await),
+    };
+    let KeysArgs { action, data_dir: _, common } = args;
+    let json = common.json;
     // Only a first key may come before the server: elsewhere a misspelt directory would look like one without keys.
     if !matches!(action, KeysAction::Create(_)) && !data_dir.join("rlood.db").is_file() {
         return Err(KeysError::NoDatabase(data_dir));
@@ -54,6 +62,17 @@ pub async fn run(args: KeysArgs) -> Result<ExitCode, KeysError> {
     store.close().await;
     done?;
     Ok(ExitCode::SUCCESS)
+}
+
+fn over_api(action: KeysAction) -> rlood_cli::keys::Action {
+    match action {
+        KeysAction::Create(CreateKeyArgs { name, scopes, owner, expires }) => {
+            let expires_in_s = expires.map(|life| life.seconds);
+            rlood_cli::keys::Action::Create { name, scopes, owner, expires_in_s }
+        }
+        KeysAction::List => rlood_cli::keys::Action::List,
+        KeysAction::Revoke { id } => rlood_cli::keys::Action::Revoke(id),
+    }
 }
 
 async fn act(store: &Store, action: KeysAction, json: bool) -> Result<(), KeysError> {

@@ -14,13 +14,42 @@ pub struct KeysArgs {
     #[command(subcommand)]
     pub action: KeysAction,
 
-    /// The server's data directory. A server may be running on it.
-    #[arg(long, env = "RLOOD_DATA_DIR", default_value = "rlood-data", global = true, value_name = "DIR")]
-    pub data_dir: PathBuf,
+    /// Work on this data directory of a server, which may be running, without its API. RLOOD_DATA_DIR says the same unless a flag
+    /// names a server. Default: the API of the server that RLOOD_SERVER or a profile names, else rlood-data here.
+    #[arg(long, global = true, value_name = "DIR", conflicts_with_all = ["server", "key", "profile"])]
+    pub data_dir: Option<PathBuf>,
 
-    /// Print JSON to standard output.
-    #[arg(long, global = true)]
-    pub json: bool,
+    /// The server and the output.
+    #[command(flatten)]
+    pub common: rlood_cli::Common,
+}
+
+/// Where keys are.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum KeysPlace {
+    /// In this data directory.
+    DataDir(PathBuf),
+    /// With a server, which is asked over its API.
+    Api,
+}
+
+impl KeysArgs {
+    /// Where the keys are: as a flag says, else `RLOOD_DATA_DIR`, else the server that a variable or a profile names.
+    ///
+    /// # Errors
+    /// When the file of profiles cannot be read.
+    pub fn place(&self) -> Result<KeysPlace, rlood_cli::CliError> {
+        let variable = || std::env::var_os("RLOOD_DATA_DIR").filter(|dir| !dir.is_empty()).map(PathBuf::from);
+        match &self.data_dir {
+            Some(dir) => Ok(KeysPlace::DataDir(dir.clone())),
+            None if self.common.has_flag() => Ok(KeysPlace::Api),
+            None => match variable() {
+                Some(dir) => Ok(KeysPlace::DataDir(dir)),
+                None if self.common.names_a_server()? => Ok(KeysPlace::Api),
+                None => Ok(KeysPlace::DataDir("rlood-data".into())),
+            },
+        }
+    }
 }
 
 /// The actions of `rlood keys`.

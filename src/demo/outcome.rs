@@ -113,11 +113,12 @@ impl Outcome {
         }
         println!("\nadapter   {} (PEFT: PeftModel.from_pretrained loads it)", adapter_dir.display());
         println!("          {WEIGHTS} sha256 {adapter_sha256}");
-        println!("\ngo on     {base}/docs");
+        println!("\ngo on     {base} (the dashboard), {base}/docs (the API)");
+        println!("          rlood samples {job} --server {base} --phase eval --worst 3");
+        println!("          rlood metrics {job} --server {base} --keys reward,kl");
+        println!("          rlood generate {job} --server {base} --chat -p 'What is 12 + 30?'");
+        println!("          rlood pull {job} --server {base} -o adapter");
         println!("          curl {base}/jobs/{job}");
-        println!("          curl '{base}/jobs/{job}/metrics?keys=reward,kl&format=csv'");
-        println!("          curl '{base}/jobs/{job}/samples?phase=eval&sort=worst'");
-        println!("          curl {base}/jobs/{job}/adapter | tar t");
     }
 
     /// The exit code of `--exit`, said aloud.

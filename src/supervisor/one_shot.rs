@@ -40,7 +40,7 @@ pub struct OneShot<Task: ?Sized, Report> {
 
 /// Runs preflights: `rlood probe`.
 pub type Preflights = OneShot<ProbeTask, ProbeReport>;
-/// Runs models beside each other: `rlood generate`.
+/// Runs models beside each other: `rlood generator`.
 pub type Generations = OneShot<GenerationTask, GenerationReport>;
 
 /// Compares checkpoints with their base models: `rlood judge`.
@@ -68,7 +68,7 @@ impl Preflights {
 impl Generations {
     /// On the processor, with the threads of one worker; children die with `stop`.
     pub fn new(children: &Children, stop: CancellationToken) -> Self {
-        Self::of(Arc::new(Kind::new(children, "generate", Device::Cpu, GENERATE_GRACE, stop)))
+        Self::of(Arc::new(Kind::new(children, "generator", Device::Cpu, GENERATE_GRACE, stop)))
     }
 }
 

@@ -94,6 +94,7 @@ const EXCEPTIONS: &[(&str, &str)] = &[
 const CRATES: &[(&str, &[&str])] = &[
     ("axum", &["commands", "demo", "http", "listen", "reward_server"]),
     ("reqwest", &["commands", "config", "courier"]),
+    ("rlood_cli", &["command_line", "commands", "config"]),
     ("rlood_client", &["demo"]),
     ("sqlx", &["serve"]),
     (

@@ -10,6 +10,7 @@ mod bench;
 mod bounds;
 mod chaos;
 mod circles;
+mod cli;
 mod client;
 #[path = "../../crates/rewards/tests/it/corpus.rs"]
 mod corpus;

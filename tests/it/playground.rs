@@ -278,7 +278,7 @@ fn generators(server: &Server) -> Vec<u32> {
         .collect::<Vec<_>>();
     let generates = |pid: &u32| {
         let command = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-        command.split(|byte| *byte == 0).nth(1) == Some(b"generate")
+        command.split(|byte| *byte == 0).nth(1) == Some(b"generator")
     };
     children.into_iter().filter(|pid| is_alive(*pid) && generates(pid)).collect()
 }

@@ -16,7 +16,7 @@ const ONLY_IN: &[(&str, &[&str])] = &[
     ("cudarc", &["rlood-kernels"]),
     ("reqwest", &["rlood", "rlood-client", "rlood-hub", "rlood-rewards", "rlood-worker"]),
     ("sqlx", &["rlood", "rlood-store"]),
-    ("tokio", &["rlood", "rlood-client", "rlood-hub", "rlood-rewards", "rlood-store", "rlood-worker"]),
+    ("tokio", &["rlood", "rlood-cli", "rlood-client", "rlood-hub", "rlood-rewards", "rlood-store", "rlood-worker"]),
 ];
 
 /// Where `env!("CARGO_MANIFEST_DIR")` is right below `crates`; elsewhere it breaks when a file moves to another crate.

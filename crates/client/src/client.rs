@@ -5,6 +5,8 @@ use std::time::Duration;
 
 use reqwest::Url;
 use reqwest::header::HeaderValue;
+use rustls::pki_types::CertificateDer;
+use rustls::pki_types::pem::PemObject;
 
 use crate::error::Error;
 use crate::retry::Retry;
@@ -43,6 +45,7 @@ pub struct ClientBuilder {
     timeout: Duration,
     stall_timeout: Duration,
     with_proxy: bool,
+    root_certificates: Vec<u8>,
 }
 
 impl Client {
@@ -63,6 +66,7 @@ impl Client {
             timeout: TIMEOUT,
             stall_timeout: STALL_TIMEOUT,
             with_proxy: true,
+            root_certificates: Vec::new(),
         }
     }
 
@@ -112,12 +116,18 @@ impl ClientBuilder {
         Self { with_proxy: false, ..self }
     }
 
+    /// Trusts these certificates (PEM) beside the system's: those of a company's own authority.
+    #[must_use]
+    pub fn root_certificates(self, pem: impl Into<Vec<u8>>) -> Self {
+        Self { root_certificates: pem.into(), ..self }
+    }
+
     /// The client.
     ///
     /// # Errors
-    /// When the address is not one of http or https, or the key cannot stand in a header.
+    /// When the address is not one of http or https, a certificate cannot be read, or the key cannot stand in a header.
     pub fn build(self) -> Result<Client, Error> {
-        let Self { server, api_key, retry, timeout, stall_timeout, with_proxy } = self;
+        let Self { server, api_key, retry, timeout, stall_timeout, with_proxy, root_certificates } = self;
         let base = Url::parse(&server).map_err(|error| Error::Settings(format!("'{server}' is not a URL: {error}")))?;
         if !matches!(base.scheme(), "http" | "https") || base.cannot_be_a_base() {
             return Err(Error::Settings(format!("'{server}' is neither http:// nor https://")));
@@ -133,7 +143,7 @@ impl ClientBuilder {
             .connect_timeout(CONNECT_TIMEOUT)
             .redirect(reqwest::redirect::Policy::none())
             .referer(false)
-            .tls_backend_preconfigured(tls_config());
+            .tls_backend_preconfigured(tls_config(&root_certificates)?);
         // Ends a connection whose peer reads slowly, as a server does that has much to read; the limits here see that better.
         #[cfg(target_os = "linux")]
         {
@@ -148,20 +158,31 @@ impl ClientBuilder {
     }
 }
 
-/// The system's certificates; on a machine without any, plain http works (reqwest's own verifier would refuse to build a client).
-fn tls_config() -> rustls::ClientConfig {
-    static CONFIG: OnceLock<rustls::ClientConfig> = OnceLock::new();
-    CONFIG
-        .get_or_init(|| {
-            let mut roots = rustls::RootCertStore::empty();
-            roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
-            rustls::ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
-                .with_safe_default_protocol_versions()
-                .expect("ring's provider supports the default protocol versions")
-                .with_root_certificates(roots)
-                .with_no_client_auth()
-        })
-        .clone()
+/// The system's certificates, and those of `pem`. On a machine without any, plain http works (reqwest's own verifier would refuse to
+/// build a client).
+fn tls_config(pem: &[u8]) -> Result<rustls::ClientConfig, Error> {
+    static SYSTEM: OnceLock<rustls::RootCertStore> = OnceLock::new();
+    let system = SYSTEM.get_or_init(|| {
+        let mut roots = rustls::RootCertStore::empty();
+        roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
+        roots
+    });
+    let mut roots = system.clone();
+    let refused = |why: String| Error::Settings(format!("the certificates of the authority cannot be used: {why}"));
+    let mut found = 0;
+    for certificate in CertificateDer::pem_slice_iter(pem) {
+        let certificate = certificate.map_err(|error| refused(error.to_string()))?;
+        roots.add(certificate).map_err(|error| refused(error.to_string()))?;
+        found += 1;
+    }
+    if found == 0 && !pem.is_empty() {
+        return Err(refused("there is none in PEM form (-----BEGIN CERTIFICATE-----)".to_owned()));
+    }
+    Ok(rustls::ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
+        .with_safe_default_protocol_versions()
+        .expect("ring's provider supports the default protocol versions")
+        .with_root_certificates(roots)
+        .with_no_client_auth())
 }
 
 #[cfg(test)]
@@ -176,6 +197,10 @@ mod tests {
         }
         let error = Client::builder("http://host").api_key("rld_\nsecret").build().unwrap_err().to_string();
         assert!(error.contains("API key") && !error.contains("secret"), "{error}");
+        for pem in ["no certificate", "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"] {
+            let error = Client::builder("https://host").root_certificates(pem).build().unwrap_err().to_string();
+            assert!(error.contains("certificates of the authority"), "{error}");
+        }
         let client = Client::builder("http://host/below/").api_key("rld_secret").build().unwrap();
         assert_eq!(client.server(), "http://host/below");
         assert!(!format!("{client:?}").contains("rld_secret"), "{client:?}");

@@ -72,6 +72,7 @@ pub enum JobChange {
 pub struct JobUpdates {
     source: Source,
     last_seq: i64,
+    last_json: String,
     is_over: bool,
 }
 
@@ -83,12 +84,17 @@ pub struct JobChanges {
 
 impl JobUpdates {
     pub(crate) fn new(client: &Client, call: Call, after: i64) -> Self {
-        Self { source: Source::new(client, call), last_seq: after, is_over: false }
+        Self { source: Source::new(client, call), last_seq: after, last_json: String::new(), is_over: false }
     }
 
     /// The `seq` of the last event that was told: where another follower would go on.
     pub fn last_seq(&self) -> i64 {
         self.last_seq
+    }
+
+    /// The JSON of the update that [`JobUpdates::next`] returned last, as the server sent it.
+    pub fn last_json(&self) -> &str {
+        &self.last_json
     }
 
     /// What happens next; `None` once the job is over. May be dropped while it waits, and called again.
@@ -100,6 +106,7 @@ impl JobUpdates {
         while !self.is_over {
             let last = (self.last_seq > 0).then(|| HeaderValue::from(self.last_seq));
             let Signal::Message(message) = self.source.next(last).await? else { continue };
+            self.last_json.clone_from(&message.data);
             match message.event.as_str() {
                 "end" => {
                     #[derive(Deserialize)]

@@ -27,6 +27,7 @@
 //! | `upload` | bodies that are read from files; multipart forms |
 //! | `download` | transfers that resume, are verified, and appear whole |
 //! | `sse`, `follow` | server-sent events; [`JobUpdates`] and [`JobChanges`] |
+//! | `raw` | [`RawCall`]: requests by their path, answers as they were sent |
 //! | `api` | a method for each operation of `openapi.json`, under its operation id |
 //!
 //! # What it promises
@@ -44,6 +45,7 @@ mod download;
 mod error;
 mod follow;
 mod page;
+mod raw;
 mod retry;
 mod sse;
 mod upload;
@@ -72,5 +74,6 @@ pub use download::{Checked, Downloaded};
 pub use error::{Error, Problem};
 pub use follow::{JobChange, JobChanges, JobEvent, JobUpdate, JobUpdates};
 pub use page::{Page, Pages, Removed};
+pub use raw::{RawAnswer, RawCall};
 pub use retry::Retry;
 pub use upload::{Content, Document};

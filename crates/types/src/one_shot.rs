@@ -1,4 +1,4 @@
-//! A one-shot child: a process that answers one request, `rlood probe` or `rlood generate`. It reads a task from standard
+//! A one-shot child: a process that answers one request, `rlood probe` or `rlood generator`. It reads a task from standard
 //! input and writes one report to standard output. The server's side is `supervisor::one_shot`, the child's `worker::one_shot`.
 
 use std::time::Duration;

@@ -77,7 +77,7 @@ pub fn default_cache_dir(scratch_dir: Option<&Path>) -> PathBuf {
     }
 }
 
-/// Flags of `rlood probe` and `rlood generate`.
+/// Flags of `rlood probe` and `rlood generator`.
 #[derive(Debug, Clone, Args)]
 pub struct ProbeArgs {
     /// The one device to compute on: cpu or cuda:N.

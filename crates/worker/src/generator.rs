@@ -1,4 +1,4 @@
-//! `rlood generate`: the base model's completions of one prompt beside those of a checkpoint, in a process of its own. A
+//! `rlood generator`: the base model's completions of one prompt beside those of a checkpoint, in a process of its own. A
 //! task on standard input (one line of JSON), a report on standard output, then the end.
 //!
 //! What fits neither the model nor the memory is refused before any weight is read.

@@ -53,7 +53,7 @@ pub struct DatasetUpload {
 }
 
 impl DatasetUpload {
-    async fn body(&self) -> Result<Body, Error> {
+    pub(crate) async fn body(&self) -> Result<Body, Error> {
         let Self { name: _, media_type, rows, mapping } = self;
         let Some(mapping) = mapping else { return Body::content(media_type, rows.clone()).await };
         let mapping = Content::from(serde_json::to_vec(mapping).unwrap_or_default());

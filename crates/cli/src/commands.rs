@@ -1,0 +1,25 @@
+//! One module a command: its flags beside its code.
+
+pub mod compare;
+pub mod completions;
+pub mod datasets;
+pub mod events;
+pub mod export;
+pub mod generate;
+pub mod keys;
+pub mod list;
+pub mod login;
+pub mod logs;
+pub mod merged;
+pub mod metrics;
+pub mod models;
+pub mod moves;
+pub mod profile;
+pub mod pull;
+pub mod rewards;
+pub mod samples;
+pub mod show;
+pub mod submit;
+pub mod verdict;
+pub mod wait;
+pub mod watch;

@@ -1,0 +1,223 @@
+//! `rlood datasets`: list, upload, show, rows, remove.
+
+use std::path::{Path, PathBuf};
+
+use clap::{Args, Subcommand};
+use rlood_types::dataset::{Recipe, RecipeMap};
+use rlood_types::id::DatasetId;
+use rlood_types::spec::format::Format;
+use serde_json::{Value, json};
+
+use crate::context::{Common, Context};
+use crate::error::CliError;
+use crate::follow::text;
+use crate::job_file::uploads;
+use crate::listing::Listing;
+use crate::output::{Table, ago, clean, shown, size};
+
+/// Flags of `rlood datasets`.
+#[derive(Debug, Clone, Args)]
+pub struct Datasets {
+    /// What to do.
+    #[command(subcommand)]
+    pub action: Action,
+
+    /// The server and the output.
+    #[command(flatten)]
+    pub common: Common,
+}
+
+/// The actions of `rlood datasets`.
+#[derive(Debug, Clone, Subcommand)]
+pub enum Action {
+    /// List the datasets, newest first.
+    List {
+        /// Print the ids alone, one a line.
+        #[arg(short, long)]
+        quiet: bool,
+    },
+    /// Upload a file of rows, or find it there by its content. Prints the dataset's id.
+    Upload(Upload),
+    /// Show a dataset.
+    Show {
+        /// The dataset: its id, or a name that only one has.
+        dataset: String,
+    },
+    /// Print rows of a dataset, one JSON object a line.
+    Rows {
+        /// The dataset: its id, or a name that only one has.
+        dataset: String,
+        /// Rows to print, the first ones; 0 = all.
+        #[arg(long, default_value_t = 10, value_name = "N")]
+        limit: usize,
+    },
+    /// Delete datasets that no job needs.
+    Remove {
+        /// The datasets: ids, or names that only one has.
+        #[arg(required = true, num_args = 1.., value_name = "DATASET")]
+        datasets: Vec<String>,
+    },
+}
+
+/// Flags of `rlood datasets upload`.
+#[derive(Debug, Clone, Args)]
+pub struct Upload {
+    /// The file: ndjson, JSON, CSV, TSV, each also packed with gzip or zstd, or parquet.
+    #[arg(value_name = "FILE")]
+    pub file: PathBuf,
+
+    /// Name of the dataset. Default: the file's.
+    #[arg(long, value_name = "NAME")]
+    pub name: Option<String>,
+
+    /// What each row becomes: JSON, or a file with JSON, YAML or TOML, as `map` of a job's dataset.
+    #[arg(long, value_name = "JSON|FILE")]
+    pub map: Option<String>,
+
+    /// Column, path or template that is the prompt.
+    #[arg(long, value_name = "COLUMN")]
+    pub prompt: Option<String>,
+
+    /// System message, put in front of each prompt.
+    #[arg(long, value_name = "TEXT")]
+    pub system: Option<String>,
+
+    /// Rows to keep at most, the first ones.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    pub limit: Option<u64>,
+
+    /// With --limit: keep a sample of all rows, drawn with this seed.
+    #[arg(long, value_name = "N", requires = "limit")]
+    pub seed: Option<u64>,
+}
+
+/// # Errors
+/// When there is no such dataset, or its rows cannot be used.
+pub async fn run(context: &Context, args: &Datasets) -> Result<u8, CliError> {
+    match &args.action {
+        Action::List { quiet } => list(context, *quiet).await?,
+        Action::Upload(args) => upload(context, args).await?,
+        Action::Show { dataset } => {
+            let id = find(context, dataset).await?;
+            let answer = context.client.raw_get(&["datasets", &id]).send().await?;
+            if context.out.json { context.out.json(&answer.text)? } else { show(context, &answer.value)? }
+        }
+        Action::Rows { dataset, limit } => {
+            let id = find(context, dataset).await?;
+            let listing = Listing::read(context.client.raw_get(&["datasets", &id, "rows"]), *limit).await?;
+            match context.out.json {
+                true => context.out.json(&listing.document)?,
+                false => listing.items.iter().try_for_each(|row| context.out.line(row["record"].to_string()))?,
+            }
+        }
+        Action::Remove { datasets } => {
+            for dataset in datasets {
+                let id = find(context, dataset).await?;
+                context.client.raw_delete(&["datasets", &id]).send().await?;
+                context.out.note(format!("removed {id}"));
+            }
+        }
+    }
+    Ok(0)
+}
+
+/// A dataset by its id or its name.
+async fn find(context: &Context, word: &str) -> Result<String, CliError> {
+    if word.parse::<DatasetId>().is_ok() {
+        return Ok(word.to_owned());
+    }
+    let named = |dataset: &Value| dataset["name"].as_str() == Some(word);
+    let listing = Listing::read_where(context.client.raw_get(&["datasets"]), 0, named).await?;
+    match listing.items.as_slice() {
+        [] => {
+            Err(CliError::NotFound(format!("no dataset is called '{}': `rlood datasets list` shows them", clean(word))))
+        }
+        [dataset] => Ok(text(dataset, "id").to_owned()),
+        several => {
+            let ids: Vec<&str> = several.iter().map(|dataset| text(dataset, "id")).collect();
+            Err(CliError::Usage(format!(
+                "'{}' is the name of {} datasets; give the id of one: {}",
+                clean(word),
+                several.len(),
+                ids.join(", ")
+            )))
+        }
+    }
+}
+
+async fn list(context: &Context, quiet: bool) -> Result<(), CliError> {
+    let listing = Listing::read(context.client.raw_get(&["datasets"]), 0).await?;
+    if context.out.json {
+        return context.out.json(&listing.document);
+    }
+    if quiet {
+        return listing.items.iter().try_for_each(|dataset| context.out.line(text(dataset, "id")));
+    }
+    if listing.items.is_empty() {
+        context.out.note("no datasets: `rlood datasets upload FILE` makes one");
+        return Ok(());
+    }
+    let mut table = Table::new(&["id", "rows", "size", "uploaded", "name"]);
+    for dataset in &listing.items {
+        table.row([
+            shown(&dataset["id"]),
+            shown(&dataset["num_rows"]),
+            size(dataset["size_bytes"].as_u64().unwrap_or(0)),
+            ago(&dataset["created_at"]),
+            shown(&dataset["name"]),
+        ]);
+    }
+    table.print(&context.out)
+}
+
+async fn upload(context: &Context, args: &Upload) -> Result<(), CliError> {
+    let mapping = recipe(args)?;
+    let id = uploads::upload_once(context, &args.file, args.name.as_deref(), mapping).await?;
+    if context.out.json {
+        let answer = context.client.raw_get(&["datasets", &id]).send().await?;
+        return context.out.json(&answer.text);
+    }
+    context.out.line(id)
+}
+
+/// What the flags say of the rows.
+fn recipe(args: &Upload) -> Result<Option<Recipe>, CliError> {
+    let Upload { file: _, name: _, map, prompt, system, limit, seed } = args;
+    let mut value = match map {
+        None => json!({}),
+        Some(text) if text.trim_start().starts_with('{') => rlood_types::json::read(text.as_bytes())
+            .map_err(|error| CliError::Usage(format!("--map is not JSON: {error}")))?,
+        Some(path) => {
+            let text = std::fs::read_to_string(Path::new(path));
+            let text = text.map_err(|error| CliError::Usage(format!("--map: cannot read {path}: {error}")))?;
+            let read = Format::of_file_name(path).read(&text);
+            read.map_err(|error| CliError::Usage(format!("--map {path}: {error}")))?
+        }
+    };
+    for (key, given) in [("prompt", prompt), ("system", system)] {
+        if let (Some(given), Some(map)) = (given, value.as_object_mut()) {
+            map.insert(key.to_owned(), json!(given));
+        }
+    }
+    let is_plain = value.as_object().is_some_and(serde_json::Map::is_empty);
+    let map = match is_plain {
+        true => None,
+        false => Some(
+            serde_json::from_value::<RecipeMap>(value).map_err(|error| CliError::Usage(format!("--map: {error}")))?,
+        ),
+    };
+    let recipe = Recipe { map, limit: *limit, seed: *seed };
+    Ok((recipe != Recipe::default()).then_some(recipe))
+}
+
+fn show(context: &Context, dataset: &Value) -> Result<(), CliError> {
+    let line = |label: &str, value: String| context.out.line(format!("{label:<12} {value}"));
+    line("dataset", shown(&dataset["id"]))?;
+    line("name", shown(&dataset["name"]))?;
+    line("rows", shown(&dataset["num_rows"]))?;
+    line("size", size(dataset["size_bytes"].as_u64().unwrap_or(0)))?;
+    let columns = dataset["columns"].as_array().into_iter().flatten().map(shown);
+    line("columns", columns.collect::<Vec<_>>().join(", "))?;
+    line("sha256", shown(&dataset["sha256"]))?;
+    line("uploaded", ago(&dataset["created_at"]))
+}

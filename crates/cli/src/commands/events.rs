@@ -1,0 +1,93 @@
+//! `rlood events`: what happened to a job.
+
+use clap::Args;
+use rlood_client::JobUpdate;
+use rlood_types::id::JobId;
+use serde_json::Value;
+
+use crate::context::{Common, Context};
+use crate::error::CliError;
+use crate::follow::{Patience, detached, exit_code, report_outcome};
+use crate::listing::Listing;
+use crate::names;
+use crate::output::{clean, shown};
+
+/// Flags of `rlood events`.
+#[derive(Debug, Clone, Args)]
+pub struct Events {
+    /// The job: its id, at least 6 characters of it after job_, its name, or @last.
+    #[arg(value_name = "JOB", add = super::completions::jobs())]
+    pub job: String,
+
+    /// Go on until the job is over, and end with its exit code. Ctrl-C detaches: the job goes on.
+    #[arg(short, long)]
+    pub follow: bool,
+
+    /// Only events after this one, by its number.
+    #[arg(long, default_value_t = 0, value_name = "SEQ", value_parser = clap::value_parser!(i64).range(0..))]
+    pub after: i64,
+
+    /// The server and the output.
+    #[command(flatten)]
+    pub common: Common,
+}
+
+/// # Errors
+/// When there is no such job, or on Ctrl-C.
+pub async fn run(context: &Context, args: &Events) -> Result<u8, CliError> {
+    let id = names::job(context, &args.job).await?;
+    if args.follow {
+        let job = detached(&[id], "events -f", follow(context, id, args.after)).await?;
+        report_outcome(&context.out, &job);
+        return Ok(exit_code([&job]));
+    }
+    let call = context.client.raw_get(&["jobs", &id.to_string(), "events"]);
+    let listing =
+        Listing::read_after(call, Some(args.after).filter(|after| *after > 0).map(|after| after.to_string())).await?;
+    if context.out.json {
+        context.out.json(&listing.document)?;
+        return Ok(0);
+    }
+    listing.items.iter().try_for_each(|event| print(context, event))?;
+    Ok(0)
+}
+
+/// Prints events until the job is over; returns the job.
+async fn follow(context: &Context, id: JobId, after: i64) -> Result<Value, CliError> {
+    let mut patience = Patience::default();
+    let mut updates = context.client.follow_job(id, after);
+    loop {
+        let update = updates.next().await;
+        let Some(update) = patience.take(&context.out, update).await? else {
+            updates = context.client.follow_job(id, updates.last_seq());
+            continue;
+        };
+        match update {
+            Some(JobUpdate::Event(_)) if context.out.json => context.out.json(updates.last_json())?,
+            Some(JobUpdate::Event(_)) => {
+                // It was parsed once already.
+                let event = serde_json::from_str(updates.last_json()).unwrap_or_default();
+                print(context, &event)?;
+            }
+            Some(JobUpdate::Removed { to_seq }) => {
+                context.out.note(format!("events up to {to_seq} were removed by the server's retention"));
+            }
+            Some(JobUpdate::End { .. }) | None => loop {
+                let job = context.client.raw_get(&["jobs", &id.to_string()]).send().await;
+                if let Some(job) = patience.take(&context.out, job).await? {
+                    return Ok(job.value);
+                }
+            },
+        }
+    }
+}
+
+fn print(context: &Context, event: &Value) -> Result<(), CliError> {
+    let (seq, time, kind) = (shown(&event["seq"]), shown(&event["time"]), shown(&event["type"]));
+    let data = match &event["data"] {
+        Value::Null => String::new(),
+        data => clean(&data.to_string()),
+    };
+    let line = format!("{seq:>5} {time} {kind:<20} {data}");
+    context.out.line(context.out.fit(line.trim_end()))
+}

@@ -1,0 +1,109 @@
+//! `rlood list`: jobs, newest first.
+
+use clap::Args;
+use rlood_types::job::State;
+use serde_json::Value;
+
+use crate::context::{Common, Context};
+use crate::error::CliError;
+use crate::follow::text;
+use crate::listing::Listing;
+use crate::output::{NONE, Table, ago, shown, span};
+
+/// Flags of `rlood list`.
+#[derive(Debug, Clone, Args)]
+pub struct List {
+    /// Only jobs in these states, comma-separated: queued, running, paused, succeeded, failed, cancelled.
+    #[arg(long, value_delimiter = ',', value_parser = parse_state, value_name = "STATE,…")]
+    pub state: Vec<&'static str>,
+
+    /// Only jobs whose name contains this text.
+    #[arg(long, value_name = "TEXT")]
+    pub name: Option<String>,
+
+    /// Only jobs of this model.
+    #[arg(long, value_name = "MODEL")]
+    pub model: Option<String>,
+
+    /// Only jobs with this label, KEY=VALUE; may be given several times.
+    #[arg(long = "label", value_parser = parse_label, value_name = "KEY=VALUE")]
+    pub labels: Vec<(String, String)>,
+
+    /// Jobs to show; 0 = all.
+    #[arg(long, default_value_t = 20, value_name = "N")]
+    pub limit: usize,
+
+    /// Print the ids alone, one a line.
+    #[arg(short, long)]
+    pub quiet: bool,
+
+    /// The server and the output.
+    #[command(flatten)]
+    pub common: Common,
+}
+
+fn parse_state(text: &str) -> Result<&'static str, String> {
+    let known = State::ALL.map(State::as_str);
+    let found = known.into_iter().find(|state| *state == text);
+    found.ok_or_else(|| format!("'{text}' is not a state: use {}", known.join(", ")))
+}
+
+fn parse_label(text: &str) -> Result<(String, String), String> {
+    let label = text.split_once('=').filter(|(key, _)| !key.is_empty());
+    let (key, value) = label.ok_or_else(|| format!("'{text}' is not a label: write KEY=VALUE"))?;
+    Ok((key.to_owned(), value.to_owned()))
+}
+
+/// # Errors
+/// When the server does not answer with a list.
+pub async fn run(context: &Context, args: &List) -> Result<u8, CliError> {
+    let List { state, name, model, labels, limit, quiet, common: _ } = args;
+    let mut call = context.client.raw_get(&["jobs"]).query_if("model", model.as_ref());
+    // The API takes one state.
+    if let [state] = state.as_slice() {
+        call = call.query("state", state);
+    }
+    for (key, value) in labels {
+        call = call.query(&format!("metadata.{key}"), value);
+    }
+    let is_wanted = |job: &Value| {
+        (state.is_empty() || state.contains(&text(job, "state")))
+            && name.as_ref().is_none_or(|name| text(job, "name").contains(name.as_str()))
+    };
+    let listing = match state.len() > 1 || name.is_some() {
+        true => Listing::read_where(call, *limit, is_wanted).await?,
+        false => Listing::read(call, *limit).await?,
+    };
+    if context.out.json {
+        context.out.json(&listing.document)?;
+    } else if *quiet {
+        for job in &listing.items {
+            context.out.line(text(job, "id"))?;
+        }
+    } else if listing.items.is_empty() {
+        context.out.note("no jobs");
+    } else {
+        table(&listing.items).print(&context.out)?;
+    }
+    Ok(0)
+}
+
+fn table(jobs: &[Value]) -> Table {
+    let mut table = Table::new(&["id", "state", "step", "ETA", "model", "submitted", "name"]);
+    for job in jobs {
+        let state = match job["status_reason"].as_str() {
+            Some(reason) => format!("{} ({})", shown(&job["state"]), crate::output::clean(reason)),
+            None => shown(&job["state"]),
+        };
+        table.row([
+            shown(&job["id"]),
+            state,
+            format!("{}/{}", shown(&job["step"]), shown(&job["total_steps"])),
+            job["eta_s"].as_f64().map_or_else(|| NONE.to_owned(), span),
+            shown(&job["plan"]["model"]["id"]),
+            ago(&job["created_at"]),
+            shown(&job["name"]),
+        ]);
+    }
+    table
+}

@@ -1,0 +1,154 @@
+//! A checkpoint merged into its base model: made by the server, downloaded and verified.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use rlood_types::protocol::FileEntry;
+use serde_json::{Value, json};
+
+use crate::context::Context;
+use crate::error::CliError;
+use crate::files::hash_of;
+use crate::follow::{Patience, interruptible, say_progress, text};
+use crate::listing::Listing;
+use crate::names;
+use crate::output::{clean_lines, shown, size};
+use crate::transfer::{Staging, is_there, with_bar};
+
+/// The precisions of a merged model.
+pub const DTYPES: [&str; 3] = ["float32", "float16", "bfloat16"];
+/// Between two looks at an export.
+const POLL: Duration = Duration::from_secs(1);
+
+/// Merges a checkpoint on the server and downloads the result. An export that is there already is taken.
+///
+/// # Errors
+/// When there is no such checkpoint, the server cannot merge it, or the download fails.
+pub async fn pull(context: &Context, name: &str, dtype: Option<&str>, output: Option<&Path>) -> Result<u8, CliError> {
+    let checkpoint = names::checkpoint(context, name).await?;
+    let (id, step, job) = (checkpoint.id.to_string(), checkpoint.step, checkpoint.job_id);
+    context.out.note(format!("{id}: step {step} of {job}{}", if checkpoint.best { ", the best" } else { "" }));
+    let export = match existing(context, &id, dtype).await? {
+        Some(export) => export,
+        None => {
+            let body = json!({"format": "merged", "dtype": dtype});
+            context.client.raw_post(&["checkpoints", &id, "exports"]).body(&body).send().await?.value
+        }
+    };
+    let export_id = text(&export, "id").to_owned();
+    let again = format!("rlood export --merged {id}");
+    let (export, document) = interruptible(&again, finished(context, &export_id)).await?;
+    if text(&export, "state") != "succeeded" {
+        let error = &export["error"];
+        let why = format!("{}: {}", shown(&error["code"]), clean_lines(text(error, "message")));
+        return Err(CliError::Failed(format!("{export_id} {}: {why}", shown(&export["state"]))));
+    }
+    say_what_survived(context, &export);
+    let files = files_of(&export)?;
+    let target = output.map_or_else(|| PathBuf::from(format!("{job}-step{step}-merged")), Path::to_owned);
+    if is_there(&target, &files)? {
+        context.out.note("it is there already");
+    } else {
+        let staging = Staging::beside(&target, &export_id)?;
+        let total = files.iter().map(|file| file.size_bytes).sum();
+        let fetched = fetch(context, &export_id, &files, &staging.path);
+        with_bar(context, total, &staging.path, fetched).await?;
+        context.out.note(format!("{} files, {}, each with the hash that the server lists", files.len(), size(total)));
+        staging.publish(&target)?;
+    }
+    if context.out.json {
+        context.out.json(&document)?;
+    } else {
+        context.out.line(target.display().to_string())?;
+    }
+    Ok(0)
+}
+
+/// An export of this form that is under way or done.
+async fn existing(context: &Context, checkpoint: &str, dtype: Option<&str>) -> Result<Option<Value>, CliError> {
+    let listing = Listing::whole(context.client.raw_get(&["checkpoints", checkpoint, "exports"])).await?;
+    let is_usable = |export: &Value| {
+        text(export, "format") == "merged"
+            // Without a wish, the server decides: its answer to the same question is the same.
+            && dtype.is_some_and(|dtype| text(export, "dtype") == dtype)
+            && matches!(text(export, "state"), "queued" | "running" | "succeeded")
+    };
+    Ok(listing.items.into_iter().find(is_usable))
+}
+
+/// Waits for the end of an export; returns it, and its text.
+async fn finished(context: &Context, id: &str) -> Result<(Value, String), CliError> {
+    let mut patience = Patience::default();
+    let mut told = String::new();
+    loop {
+        let answer = context.client.raw_get(&["exports", id]).send().await;
+        let Some(answer) = patience.take(&context.out, answer).await? else { continue };
+        match text(&answer.value, "state") {
+            "queued" | "running" => say_progress(context, &answer.value, &mut told),
+            _ => return Ok((answer.value, answer.text)),
+        }
+        tokio::time::sleep(POLL).await;
+    }
+}
+
+/// What part of the update survived the rounding.
+fn say_what_survived(context: &Context, export: &Value) {
+    if let (Some(fraction), Some(cosine)) =
+        (export["survived"]["fraction"].as_f64(), export["survived"]["cosine"].as_f64())
+    {
+        let dtype = shown(&export["dtype"]);
+        context.out.note(format!("{:.1} % of the update survives in {dtype}, cosine {cosine:.3}", fraction * 100.0));
+    }
+    if let Some(advice) = export["advice"].as_str() {
+        context.out.note(clean_lines(advice));
+    }
+}
+
+/// The files of an export, whose paths stay inside its folder.
+fn files_of(export: &Value) -> Result<Vec<FileEntry>, CliError> {
+    let wrong = || CliError::Failed("the server's list of files cannot be read: its version may be another".to_owned());
+    let file = |file: &Value| {
+        let name = file["path"].as_str().filter(|path| is_inside(path)).ok_or_else(wrong)?.to_owned();
+        let sha256 = file["sha256"].as_str().and_then(|hash| hash.parse().ok()).ok_or_else(wrong)?;
+        Ok(FileEntry { name, size_bytes: file["size_bytes"].as_u64().ok_or_else(wrong)?, sha256 })
+    };
+    export["files"].as_array().ok_or_else(wrong)?.iter().map(file).collect()
+}
+
+fn is_inside(path: &str) -> bool {
+    use std::path::Component;
+    !path.is_empty() && Path::new(path).components().all(|part| matches!(part, Component::Normal(_)))
+}
+
+async fn fetch(context: &Context, export: &str, files: &[FileEntry], folder: &Path) -> Result<(), CliError> {
+    for file in files {
+        let to = folder.join(&file.name);
+        if hash_of(&to).ok() == Some((file.sha256, file.size_bytes)) {
+            continue;
+        }
+        if let Some(parent) = to.parent() {
+            std::fs::create_dir_all(parent)
+                .map_err(CliError::local(format!("create the folder {}", parent.display())))?;
+        }
+        let mut path = vec!["exports", export, "files"];
+        path.extend(file.name.split('/'));
+        context.client.raw_get(&path).download(&to, Some(file.sha256)).await?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_files_of_an_export_stay_inside_its_folder() {
+        let hash = "0".repeat(64);
+        let with = |path: &str| json!({"files": [{"path": path, "size_bytes": 3, "sha256": hash}]});
+        assert_eq!(files_of(&with("a/model.safetensors")).unwrap()[0].size_bytes, 3);
+        for path in ["", "/etc/passwd", "../x", "a/../../x", "./x"] {
+            assert!(files_of(&with(path)).is_err(), "{path}");
+        }
+        assert!(files_of(&json!({})).is_err());
+    }
+}

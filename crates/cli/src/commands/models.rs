@@ -1,0 +1,225 @@
+//! `rlood models`: list, add, show, remove.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use clap::{Args, Subcommand};
+use serde_json::{Value, json};
+
+use crate::context::{Common, Context};
+use crate::error::CliError;
+use crate::follow::{Patience, text};
+use crate::listing::Listing;
+use crate::output::{NONE, Table, ago, clean, shown, size, span};
+use crate::target::is_loopback;
+
+/// Between two looks at a download.
+const POLL: Duration = Duration::from_secs(1);
+
+/// Flags of `rlood models`.
+#[derive(Debug, Clone, Args)]
+pub struct Models {
+    /// What to do.
+    #[command(subcommand)]
+    pub action: Action,
+
+    /// The server and the output.
+    #[command(flatten)]
+    pub common: Common,
+}
+
+/// The actions of `rlood models`.
+#[derive(Debug, Clone, Subcommand)]
+pub enum Action {
+    /// List the registered models.
+    List {
+        /// Print the names alone, one a line.
+        #[arg(short, long)]
+        quiet: bool,
+    },
+    /// Register a model of the hub, ORG/NAME[@REVISION], which the server downloads; or with a PATH the model in a folder of the
+    /// server's machine.
+    Add {
+        /// Repository of the hub; with a PATH, what jobs call the model.
+        name: String,
+        /// Folder on the server's machine, with config.json, *.safetensors and tokenizer.json.
+        path: Option<PathBuf>,
+        /// What jobs call a model of the hub. Default: its repository and revision.
+        #[arg(long = "as", value_name = "NAME", conflicts_with = "path")]
+        alias: Option<String>,
+        /// Wait until a model of the hub is downloaded.
+        #[arg(long)]
+        wait: bool,
+    },
+    /// Show a model.
+    Show {
+        /// The model's name.
+        name: String,
+    },
+    /// Forget models. Files in folders of the operator stay.
+    Remove {
+        /// The models' names.
+        #[arg(required = true, num_args = 1.., value_name = "NAME")]
+        names: Vec<String>,
+    },
+}
+
+/// # Errors
+/// When there is no such model, or it cannot be used.
+pub async fn run(context: &Context, args: &Models) -> Result<u8, CliError> {
+    match &args.action {
+        Action::List { quiet } => list(context, *quiet).await?,
+        Action::Add { name, path, alias, wait } => {
+            return add(context, name, path.as_deref(), alias.as_deref(), *wait).await;
+        }
+        Action::Show { name } => {
+            let answer = context.client.raw_get(&["models", name]).send().await?;
+            if context.out.json { context.out.json(&answer.text)? } else { show(context, &answer.value)? }
+        }
+        Action::Remove { names } => {
+            for name in names {
+                context.client.raw_delete(&["models", name]).send().await?;
+                context.out.note(format!("removed {}", clean(name)));
+            }
+        }
+    }
+    Ok(0)
+}
+
+async fn list(context: &Context, quiet: bool) -> Result<(), CliError> {
+    let listing = Listing::read(context.client.raw_get(&["models"]), 0).await?;
+    if context.out.json {
+        return context.out.json(&listing.document);
+    }
+    if quiet {
+        return listing.items.iter().try_for_each(|model| context.out.line(text(model, "id")));
+    }
+    if listing.items.is_empty() {
+        context.out.note("no models: `rlood models add ORG/NAME` registers one of the hub");
+        return Ok(());
+    }
+    let mut table = Table::new(&["name", "state", "architecture", "parameters", "size", "registered"]);
+    for model in &listing.items {
+        let card = &model["card"];
+        table.row([
+            shown(&model["id"]),
+            state(model),
+            shown(&card["architecture"]),
+            card["num_parameters"].as_u64().map_or_else(|| NONE.to_owned(), count),
+            card["size_bytes"].as_u64().map_or_else(|| NONE.to_owned(), size),
+            ago(&model["created_at"]),
+        ]);
+    }
+    table.print(&context.out)
+}
+
+/// A number of parameters: 596M, 7.6B.
+fn count(parameters: u64) -> String {
+    match parameters {
+        0..10_000 => parameters.to_string(),
+        10_000..1_000_000 => format!("{}K", parameters / 1000),
+        1_000_000..1_000_000_000 => format!("{}M", parameters / 1_000_000),
+        _ => format!("{:.1}B", parameters as f64 / 1e9),
+    }
+}
+
+fn state(model: &Value) -> String {
+    let state = shown(&model["state"]);
+    match (model["bytes_done"].as_u64(), model["bytes_total"].as_u64()) {
+        (Some(done), Some(total)) if state == "downloading" && total > 0 => {
+            format!("{state} {} %", (done as f64 / total as f64 * 100.0) as u64)
+        }
+        _ => state,
+    }
+}
+
+async fn add(
+    context: &Context,
+    name: &str,
+    path: Option<&Path>,
+    alias: Option<&str>,
+    wait: bool,
+) -> Result<u8, CliError> {
+    let body = match path {
+        Some(path) => {
+            // A relative path means one of this machine, which is the server's.
+            let path = match path.is_absolute() {
+                true => path.to_owned(),
+                false if is_loopback(&context.target.server) => {
+                    std::path::absolute(path).map_err(CliError::local("read PATH"))?
+                }
+                false => {
+                    let path = path.display();
+                    return Err(CliError::Usage(format!(
+                        "PATH '{path}' must be absolute: it is a folder of the server's machine"
+                    )));
+                }
+            };
+            json!({"id": name, "source": path})
+        }
+        None => match alias {
+            Some(alias) => json!({"hub": name, "id": alias}),
+            None => json!({"hub": name}),
+        },
+    };
+    let mut call = context.client.raw_post(&["models"]).body(&body);
+    let mut patience = Patience::default();
+    let mut told = String::new();
+    loop {
+        let Some(answer) = patience.take(&context.out, call.send().await).await? else {
+            call = context.client.raw_post(&["models"]).body(&body);
+            continue;
+        };
+        let model = &answer.value;
+        let is_downloading = text(model, "state") == "downloading";
+        if !is_downloading || !wait {
+            if context.out.json {
+                context.out.json(&answer.text)?;
+            } else {
+                context.out.line(shown(&model["id"]))?;
+                context.out.note(state(model));
+            }
+            if text(model, "state") == "failed" {
+                return Err(CliError::Failed(format!("the download failed: {}", clean(text(model, "problem")))));
+            }
+            return Ok(0);
+        }
+        let eta = model["eta_s"].as_f64().map(|eta| format!(", {} to go", span(eta))).unwrap_or_default();
+        let line = format!("{}{eta}", state(model));
+        if told != line {
+            context.out.note(&line);
+            told = line;
+        }
+        tokio::time::sleep(POLL).await;
+        call = context.client.raw_get(&["models", text(model, "id")]);
+    }
+}
+
+fn show(context: &Context, model: &Value) -> Result<(), CliError> {
+    let line = |label: &str, value: String| context.out.line(format!("{label:<12} {value}"));
+    line("model", shown(&model["id"]))?;
+    line("state", state(model))?;
+    if model["problem"].is_string() {
+        line("problem", shown(&model["problem"]))?;
+    }
+    if model["hub"].is_string() {
+        line("hub", format!("{} at {}", shown(&model["hub"]), shown(&model["commit"])))?;
+    }
+    line("folder", shown(&model["source"]))?;
+    let card = &model["card"];
+    for (label, key) in [
+        ("architecture", "architecture"),
+        ("task", "task"),
+        ("parameters", "num_parameters"),
+        ("layers", "num_hidden_layers"),
+        ("width", "hidden_size"),
+        ("vocabulary", "vocab_size"),
+        ("context", "max_position_embeddings"),
+        ("chat", "has_chat_template"),
+    ] {
+        line(label, shown(&card[key]))?;
+    }
+    line("size", card["size_bytes"].as_u64().map_or_else(|| NONE.to_owned(), size))?;
+    line("sha256", shown(&model["sha256"]))?;
+    line("registered", ago(&model["created_at"]))
+}

@@ -1,0 +1,141 @@
+//! `rlood show`: a job, and what became of it.
+
+use clap::Args;
+use serde_json::Value;
+
+use crate::context::{Common, Context};
+use crate::error::CliError;
+use crate::follow::text;
+use crate::names;
+use crate::output::{Table, ago, between, clean, clean_lines, figure, shown, size, span};
+
+/// Flags of `rlood show`.
+#[derive(Debug, Clone, Args)]
+pub struct Show {
+    /// The job: its id, at least 6 characters of it after job_, its name, or @last.
+    #[arg(value_name = "JOB", add = super::completions::jobs())]
+    pub job: String,
+
+    /// Print the job's settings instead, in this form, as they can be submitted again: json, yaml or toml.
+    #[arg(long, value_name = "FORMAT", value_parser = ["json", "yaml", "toml"])]
+    pub config: Option<String>,
+
+    /// The server and the output.
+    #[command(flatten)]
+    pub common: Common,
+}
+
+/// # Errors
+/// When there is no such job.
+pub async fn run(context: &Context, args: &Show) -> Result<u8, CliError> {
+    let id = names::job(context, &args.job).await?.to_string();
+    if let Some(format) = &args.config {
+        let config = context.client.raw_get(&["jobs", &id, "config"]).query("format", format).text().await?;
+        context.out.text(&config)?;
+        return Ok(0);
+    }
+    let job = context.client.raw_get(&["jobs", &id]).send().await?;
+    if context.out.json {
+        context.out.json(&job.text)?;
+        return Ok(0);
+    }
+    let summary = context.client.raw_get(&["jobs", &id, "summary"]).send().await?.value;
+    let checkpoints =
+        context.client.raw_get(&["jobs", &id, "checkpoints"]).query("limit", 100).pages().collect().await?;
+    let job = job.value;
+    head(context, &job)?;
+    courses(context, &job, &summary)?;
+    ends(context, &job, &summary)?;
+    if !checkpoints.is_empty() {
+        context.out.line("")?;
+        table(&checkpoints).print(&context.out)?;
+    }
+    Ok(0)
+}
+
+fn head(context: &Context, job: &Value) -> Result<(), CliError> {
+    let line = |label: &str, value: String| context.out.line(format!("{label:<12} {value}"));
+    line("job", console::style(shown(&job["id"])).bold().to_string())?;
+    if job["name"].is_string() {
+        line("name", shown(&job["name"]))?;
+    }
+    let reason = job["status_reason"].as_str().map(|reason| format!(" ({})", clean(reason))).unwrap_or_default();
+    let requested = job["requested"].as_str().map(|wish| format!(", {wish} requested")).unwrap_or_default();
+    line("state", format!("{}{reason}{requested}", shown(&job["state"])))?;
+    let eta = job["eta_s"].as_f64().map(|eta| format!(", {} to go", span(eta))).unwrap_or_default();
+    line("step", format!("{} of {}{eta}", shown(&job["step"]), shown(&job["total_steps"])))?;
+    line("model", shown(&job["plan"]["model"]["id"]))?;
+    let rows = &job["plan"]["dataset"]["num_rows"];
+    line("dataset", format!("{}, {} rows", shown(&job["plan"]["dataset"]["id"]), shown(rows)))?;
+    line("submitted", ago(&job["created_at"]))?;
+    if let Some(took) = between(&job["started_at"], &job["finished_at"]) {
+        line("took", span(took))?;
+    }
+    if job["device"].is_string() {
+        line("device", shown(&job["device"]))?;
+    }
+    if job["parent"].is_string() {
+        line("made from", shown(&job["parent"]))?;
+    }
+    for (key, value) in job["metadata"].as_object().into_iter().flatten() {
+        line("label", format!("{}={}", clean(key), shown(value)))?;
+    }
+    Ok(())
+}
+
+fn courses(context: &Context, job: &Value, summary: &Value) -> Result<(), CliError> {
+    for (label, course) in [("reward", &summary["reward"]), ("eval reward", &summary["eval_reward"])] {
+        if let (Some(first), Some(last)) = (course["first"].as_f64(), course["last"].as_f64()) {
+            let best = format!("best {} at step {}", shown(&course["best"]), shown(&course["best_step"]));
+            context.out.line(format!("{label:<12} {} → {}, {best}", figure(first), figure(last)))?;
+        }
+    }
+    if let Some(kl) = summary["kl"].as_f64() {
+        context.out.line(format!("{:<12} {}", "KL", figure(kl)))?;
+    }
+    for alert in job["alerts"].as_array().into_iter().flatten() {
+        let (severity, rule, message) = (text(alert, "severity"), text(alert, "rule"), clean(text(alert, "message")));
+        let line = format!("{:<12} {severity} {rule}, step {}: {message}", "alert", shown(&alert["step"]));
+        context.out.line(console::style(line).yellow().to_string())?;
+        context.out.line(format!("{:<12} {}", "", clean(text(alert, "fix"))))?;
+    }
+    Ok(())
+}
+
+fn ends(context: &Context, job: &Value, summary: &Value) -> Result<(), CliError> {
+    let failure = &job["failure"];
+    if failure.is_object() {
+        let message = clean_lines(text(failure, "message"));
+        let line = format!("{:<12} {}: {message}", "failure", shown(&failure["code"]));
+        context.out.line(console::style(line).red().to_string())?;
+        if let Some(suggestion) = failure["suggestion"].as_str() {
+            context.out.line(format!("{:<12} {}", "", clean_lines(suggestion)))?;
+        }
+    }
+    if let Some(message) = job["ending"]["message"].as_str() {
+        context.out.line(format!("{:<12} {}", "ended early", clean(message)))?;
+    }
+    if let Some(verdict) = summary["verdict"]["result"]["verdict"].as_str() {
+        context.out.line(format!("{:<12} {}", "verdict", clean(verdict)))?;
+    }
+    Ok(())
+}
+
+fn table(checkpoints: &[Value]) -> Table {
+    let mut table = Table::new(&["checkpoint", "step", "size", "eval reward", "saved", ""]);
+    for checkpoint in checkpoints {
+        let files = checkpoint["files"].as_array().into_iter().flatten();
+        let bytes = files.filter_map(|file| file["size_bytes"].as_u64()).sum();
+        let marks = [("best", "best"), ("pinned", "pinned")];
+        let marks: Vec<&str> = marks.iter().filter(|(key, _)| checkpoint[key] == true).map(|(_, word)| *word).collect();
+        table.row([
+            shown(&checkpoint["id"]),
+            shown(&checkpoint["step"]),
+            size(bytes),
+            shown(&checkpoint["metrics"]["eval_reward"]),
+            ago(&checkpoint["created_at"]),
+            marks.join(", "),
+        ]);
+    }
+    table
+}

@@ -1,0 +1,47 @@
+//! `rlood wait`: nothing but the exit code.
+
+use std::time::Duration;
+
+use clap::Args;
+use futures::future::try_join_all;
+
+use crate::context::{Common, Context};
+use crate::error::CliError;
+use crate::follow::{detached, exit_code, report_outcome, wait_for, within};
+use crate::names;
+use crate::output::parse_span;
+
+/// Flags of `rlood wait`.
+#[derive(Debug, Clone, Args)]
+pub struct Wait {
+    /// The jobs: ids, beginnings of ids, names, or @last.
+    #[arg(value_name = "JOB", num_args = 1.., required = true, add = super::completions::jobs())]
+    pub jobs: Vec<String>,
+
+    /// End with exit code 124 after this time: 30s, 10m, 2h, 1d. The jobs go on.
+    #[arg(long, value_parser = parse_span, value_name = "TIME")]
+    pub timeout: Option<Duration>,
+
+    /// End with exit code 7 when a job is paused, in place of waiting for it to go on.
+    #[arg(long)]
+    pub until_paused: bool,
+
+    /// The server and the output.
+    #[command(flatten)]
+    pub common: Common,
+}
+
+/// # Errors
+/// When one of the jobs does not exist, the time is over, or on Ctrl-C.
+pub async fn run(context: &Context, args: &Wait) -> Result<u8, CliError> {
+    let ids = names::jobs(context, &args.jobs).await?;
+    let all = try_join_all(ids.iter().map(|id| wait_for(context, *id, args.until_paused)));
+    let jobs = detached(&ids, "wait", within(args.timeout, all)).await?;
+    for job in &jobs {
+        if context.out.json {
+            context.out.json(&job.to_string())?;
+        }
+        report_outcome(&context.out, job);
+    }
+    Ok(exit_code(&jobs))
+}

@@ -1,0 +1,171 @@
+//! Why a command failed, what it says then, and its exit code.
+
+use std::io::Write;
+use std::process::ExitCode;
+
+use rlood_client::Error;
+
+/// The job failed, or the server did.
+pub const EXIT_FAILED: u8 = 1;
+/// The command line or the request is not valid.
+pub const EXIT_USAGE: u8 = 2;
+/// There is no such thing.
+pub const EXIT_NOT_FOUND: u8 = 3;
+/// The key is missing, not valid, or permits too little.
+pub const EXIT_NOT_ALLOWED: u8 = 4;
+/// The server does not answer.
+pub const EXIT_UNREACHABLE: u8 = 5;
+/// The job was cancelled.
+pub const EXIT_CANCELLED: u8 = 6;
+/// The job is paused.
+pub const EXIT_PAUSED: u8 = 7;
+/// `--timeout` is over, as with `timeout`.
+pub const EXIT_TIMEOUT: u8 = 124;
+/// Ctrl-C, as shells have it.
+pub const EXIT_INTERRUPTED: u8 = 130;
+
+/// Why a command failed.
+#[derive(Debug, thiserror::Error)]
+pub enum CliError {
+    /// The command line, or a file that it names, cannot be used.
+    #[error("{0}")]
+    Usage(String),
+    /// There is no such thing.
+    #[error("{0}")]
+    NotFound(String),
+    /// Something went wrong that is not the command line's fault.
+    #[error("{0}")]
+    Failed(String),
+    /// The server refused, or did not answer.
+    #[error("{}", describe(.0))]
+    Api(#[from] Error),
+    /// No server answers at its address. The text says what to do.
+    #[error("{0}")]
+    Unreachable(String),
+    /// `--timeout` is over.
+    #[error("{0}")]
+    Timeout(String),
+    /// Ctrl-C. The text says what goes on.
+    #[error("{0}")]
+    Interrupted(String),
+    /// What reads standard output is gone, as `head` is after its lines.
+    #[error("standard output was closed")]
+    Closed,
+}
+
+impl CliError {
+    /// An error of the local machine: what was tried, and why it failed.
+    pub(crate) fn local(doing: impl std::fmt::Display) -> impl FnOnce(std::io::Error) -> CliError {
+        move |source| CliError::Failed(format!("cannot {doing}: {source}"))
+    }
+
+    /// Says it on standard error, and returns its exit code.
+    pub fn report(&self) -> ExitCode {
+        // A closed standard error changes nothing.
+        let _ = match self {
+            CliError::Closed => Ok(()),
+            // What the user asked for; the terminal shows ^C before it.
+            CliError::Interrupted(text) => writeln!(std::io::stderr(), "\n{text}"),
+            _ => writeln!(std::io::stderr(), "rlood: {self}"),
+        };
+        self.exit_code()
+    }
+
+    /// Its exit code.
+    pub fn exit_code(&self) -> ExitCode {
+        ExitCode::from(match self {
+            CliError::Usage(_) => EXIT_USAGE,
+            CliError::NotFound(_) => EXIT_NOT_FOUND,
+            CliError::Failed(_) => EXIT_FAILED,
+            CliError::Api(error) => exit_code_of(error),
+            CliError::Unreachable(_) => EXIT_UNREACHABLE,
+            CliError::Timeout(_) => EXIT_TIMEOUT,
+            CliError::Interrupted(_) => EXIT_INTERRUPTED,
+            CliError::Closed => 0,
+        })
+    }
+}
+
+fn exit_code_of(error: &Error) -> u8 {
+    match error {
+        Error::Settings(_) => EXIT_USAGE,
+        Error::Unreachable { .. } | Error::Interrupted { .. } | Error::Stalled { .. } => EXIT_UNREACHABLE,
+        Error::NotUnderstood { .. } | Error::Damaged { .. } | Error::Disk { .. } => EXIT_FAILED,
+        Error::Refused { problem, .. } => match problem.status {
+            401 | 403 => EXIT_NOT_ALLOWED,
+            404 | 410 => EXIT_NOT_FOUND,
+            400 | 413 | 415 | 422 => EXIT_USAGE,
+            _ => EXIT_FAILED,
+        },
+    }
+}
+
+/// What the server said: its detail, each error on a line, and the id under which its log has the request.
+fn describe(error: &Error) -> String {
+    let Some(problem) = error.problem() else {
+        let mut text = error.to_string();
+        let mut cause = std::error::Error::source(error);
+        while let Some(source) = cause {
+            text.push_str(&format!(": {source}"));
+            cause = source.source();
+        }
+        return text;
+    };
+    let mut text = match (problem.detail.as_str(), problem.title.as_str()) {
+        // The detail is about headers.
+        (_, title) if problem.status == 401 && !title.is_empty() => title.to_owned(),
+        ("", "") => format!("the server answered with status {}", problem.status),
+        ("", title) => title.to_owned(),
+        (detail, _) => detail.to_owned(),
+    };
+    for error in &problem.errors {
+        // One error is often the whole detail.
+        if !text.contains(&error.detail) || !text.contains(&error.pointer) {
+            text.push_str(&format!("\n  {}: {}", error.pointer, error.detail));
+        }
+    }
+    if problem.status == 401 {
+        text.push_str(
+            "\n  `rlood login URL` keeps a key; --key, RLOOD_KEY and --profile name one for a single command",
+        );
+    }
+    if !problem.request_id.is_empty() {
+        text.push_str(&format!("\n  request {}", problem.request_id));
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use rlood_client::Problem;
+    use rlood_types::spec::FieldError;
+
+    use super::*;
+
+    fn refused(status: u16) -> Error {
+        let errors = vec![
+            FieldError::new("/rloo/beta", "out_of_range", "must be at least 0"),
+            FieldError::new("/model", "required", "name a model"),
+        ];
+        let detail = "/rloo/beta: must be at least 0 (and 1 more; see errors)".to_owned();
+        let problem = Problem { status, detail, errors, request_id: "req_1".to_owned(), ..Problem::default() };
+        Error::Refused { request: "POST /jobs".to_owned(), problem: Box::new(problem) }
+    }
+
+    #[test]
+    fn the_exit_code_says_what_kind_of_error_it_was() {
+        for (status, code) in [(401, 4), (403, 4), (404, 3), (410, 3), (422, 2), (400, 2), (409, 1), (500, 1), (503, 1)]
+        {
+            assert_eq!(exit_code_of(&refused(status)), code, "{status}");
+        }
+    }
+
+    #[test]
+    fn a_problem_is_shown_with_each_error_once_and_the_id_of_the_request() {
+        let text = describe(&refused(422));
+        assert_eq!(
+            text,
+            "/rloo/beta: must be at least 0 (and 1 more; see errors)\n  /model: name a model\n  request req_1"
+        );
+    }
+}

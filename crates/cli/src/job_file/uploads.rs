@@ -1,0 +1,209 @@
+//! Local files that a job names become datasets of the server, each content once; a local folder of a model is registered where
+//! server and folder are on one machine.
+
+use std::path::Path;
+
+use rlood_client::{Content, DatasetUpload};
+use rlood_types::dataset::{Format, Reader, Recipe};
+use rlood_types::digest::Sha256Digest;
+use rlood_types::id::DatasetId;
+use serde_json::{Map, Value, json};
+use sha2::{Digest, Sha256};
+
+use super::JobFile;
+use crate::context::Context;
+use crate::error::CliError;
+use crate::files::{hash_of, read_pieces};
+use crate::output::{clean, shown, size};
+use crate::profiles;
+use crate::target::is_loopback;
+
+/// Where a job names rows.
+const PLACES: [&[&str]; 5] = [
+    &["dataset"],
+    &["eval", "dataset"],
+    &["eval", "test_dataset"],
+    &["eval", "guard", "dataset"],
+    &["warm_up", "dataset"],
+];
+/// The field with the path of a file.
+const FILE: &str = "file";
+/// What belongs to a file's mapping, and not to the job.
+const OF_MAPPING: [&str; 3] = ["map", "limit", "seed"];
+/// Keeps which dataset a file became.
+const CACHE: &str = "datasets.toml";
+/// Longer files are uploaded without a look at the server's list: their rows would have to be read here first.
+const MAX_CANONICAL_BYTES: u64 = 1 << 30;
+
+/// Puts datasets of the server in the place of local files, and the registered name in the place of a local model folder.
+///
+/// # Errors
+/// When a file is missing, or the server refuses it.
+pub async fn replace_local_files(context: &Context, job: &mut JobFile) -> Result<(), CliError> {
+    for place in PLACES {
+        let mut document = std::mem::take(&mut job.document);
+        let at = place.iter().try_fold(&mut document, |at, key| at.get_mut(*key));
+        let replaced = match at {
+            Some(Value::Array(sources)) => {
+                let mut replaced = Ok(());
+                for (index, source) in sources.iter_mut().enumerate() {
+                    replaced =
+                        replaced.and(replace(context, job, &format!("{}[{index}]", place.join(".")), source).await);
+                }
+                replaced
+            }
+            Some(source) => replace(context, job, &place.join("."), source).await,
+            None => Ok(()),
+        };
+        job.document = document;
+        replaced?;
+    }
+    register_folder(context, job).await
+}
+
+/// Uploads the file of one source, if it names one.
+async fn replace(context: &Context, job: &JobFile, place: &str, source: &mut Value) -> Result<(), CliError> {
+    let (file, mut rest) = match source {
+        Value::String(text) if text.parse::<DatasetId>().is_ok() => {
+            *source = json!({"id": text});
+            return Ok(());
+        }
+        Value::String(text) => (text.clone(), Map::new()),
+        Value::Object(fields) => match fields.get(FILE) {
+            None => return Ok(()),
+            Some(Value::String(file)) => (file.clone(), fields.clone()),
+            Some(_) => return Err(CliError::Usage(format!("{place}.{FILE} must be the path of a file"))),
+        },
+        _ => return Ok(()),
+    };
+    let path = job.path(&file);
+    if !path.is_file() {
+        let advice = "for rows of the hub write {\"hub\": \"org/name\"}, for an uploaded dataset {\"id\": \"ds_…\"}";
+        return Err(CliError::Usage(format!("{place}: there is no file {}; {advice}", path.display())));
+    }
+    rest.shift_remove(FILE);
+    let mut mapping = Map::new();
+    for key in OF_MAPPING {
+        if let Some(value) = rest.shift_remove(key) {
+            mapping.insert(key.to_owned(), value);
+        }
+    }
+    let mapping = match mapping.is_empty() {
+        true => None,
+        false => {
+            let recipe = serde_json::from_value::<Recipe>(Value::Object(mapping));
+            Some(recipe.map_err(|error| CliError::Usage(format!("{place}: {error}")))?)
+        }
+    };
+    let id = upload_once(context, &path, None, mapping).await?;
+    let mut replaced = Map::from_iter([("id".to_owned(), Value::String(id))]);
+    replaced.extend(rest);
+    *source = Value::Object(replaced);
+    Ok(())
+}
+
+/// The dataset of a file: one that is there already, or a new one.
+///
+/// # Errors
+/// When the file cannot be read, or the server refuses it.
+pub async fn upload_once(
+    context: &Context,
+    path: &Path,
+    name: Option<&str>,
+    mapping: Option<Recipe>,
+) -> Result<String, CliError> {
+    let unreadable = |error: std::io::Error| CliError::Usage(format!("cannot read {}: {error}", path.display()));
+    let (hash, size_bytes) = hash_of(path).map_err(unreadable)?;
+    let recipe = mapping.as_ref().map(|mapping| json!(mapping).to_string()).unwrap_or_default();
+    let kept = format!("{} {}", context.target.name(), Sha256Digest::of(format!("{hash} {recipe}")));
+    let file = path.file_name().map_or_else(|| path.to_string_lossy(), |name| name.to_string_lossy()).into_owned();
+    if let Some(id) = profiles::kept(CACHE, &kept) {
+        match context.client.raw_get(&["datasets", &id]).send().await {
+            Ok(_) => return said(context, &file, id),
+            // It was deleted, or the server is a new one.
+            Err(error) if matches!(error.status(), Some(403 | 404)) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    if mapping.is_none()
+        && size_bytes <= MAX_CANONICAL_BYTES
+        && let Some(sha256) = canonical_hash(path).map_err(unreadable)?
+        && let Some(id) = find_by_hash(context, &sha256).await?
+    {
+        profiles::keep(CACHE, &kept, &id)?;
+        return said(context, &file, id);
+    }
+    context.out.note(format!("uploading {file} ({})", size(size_bytes)));
+    let upload = upload_of(path, name.unwrap_or(&file), mapping);
+    let answer = context.client.raw_post(&["datasets"]).upload(&upload).await?.send().await.inspect_err(|_| {
+        context.out.note(format!("{} was refused:", path.display()));
+    })?;
+    let id = answer.value["id"].as_str().unwrap_or_default().to_owned();
+    context.out.note(format!("{file} is {id}, {} rows", shown(&answer.value["num_rows"])));
+    profiles::keep(CACHE, &kept, &id)?;
+    Ok(id)
+}
+
+fn said(context: &Context, file: &str, id: String) -> Result<String, CliError> {
+    context.out.note(format!("{file} is {id}, which is there already"));
+    Ok(id)
+}
+
+/// A file as it is uploaded: its name says what it is, where its content does not.
+pub fn upload_of(path: &Path, name: &str, mapping: Option<Recipe>) -> DatasetUpload {
+    let media_type = match Format::of_file_name(&path.to_string_lossy()) {
+        Some(Format::Csv) => "text/csv",
+        Some(Format::Tsv) => "text/tab-separated-values",
+        Some(Format::Json) => "application/json",
+        Some(Format::Ndjson) => "application/x-ndjson",
+        None => "application/octet-stream",
+    };
+    // The server's limit of a name.
+    let name = name.chars().take(200).collect();
+    DatasetUpload { name: Some(name), media_type: media_type.to_owned(), rows: Content::from(path), mapping }
+}
+
+/// The hash of the rows as the server keeps them; none of files that are no plain text of rows, or have bad ones.
+fn canonical_hash(path: &Path) -> std::io::Result<Option<String>> {
+    let Some(format) = Format::of_file_name(&path.to_string_lossy()) else { return Ok(None) };
+    let (mut reader, mut hash, mut rows) = (Reader::new(format), Sha256::new(), Vec::new());
+    read_pieces(path, |piece| {
+        reader.push(piece, &mut rows);
+        hash.update(&rows);
+        rows.clear();
+    })?;
+    let summary = reader.finish(&mut rows);
+    hash.update(&rows);
+    Ok(summary.is_ok().then(|| Sha256Digest::from(hash).to_string()))
+}
+
+async fn find_by_hash(context: &Context, sha256: &str) -> Result<Option<String>, CliError> {
+    let mut pages = context.client.raw_get(&["datasets"]).query("limit", 100).pages();
+    while let Some(page) = pages.next_page().await? {
+        if let Some(found) = page.data.iter().find(|dataset| dataset["sha256"].as_str() == Some(sha256)) {
+            return Ok(found["id"].as_str().map(str::to_owned));
+        }
+    }
+    Ok(None)
+}
+
+/// A model that is named by a path is registered by it under the folder's name.
+async fn register_folder(context: &Context, job: &mut JobFile) -> Result<(), CliError> {
+    let Some(given) = job.document["model"].as_str().filter(|model| model.starts_with(['.', '/'])) else {
+        return Ok(());
+    };
+    let (path, given) = (job.path(given), clean(given));
+    let folder = std::fs::canonicalize(&path).ok().filter(|folder| folder.is_dir());
+    let folder = folder.ok_or_else(|| CliError::Usage(format!("model: there is no folder {}", path.display())))?;
+    if !is_loopback(&context.target.server) {
+        return Err(CliError::Usage(format!(
+            "model: '{given}' is a folder of this machine, and a model's files are not uploaded: copy it to the server's machine, register it there with `rlood models add NAME PATH`, and name it in the job"
+        )));
+    }
+    let name = folder.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+    let body = json!({"id": name, "source": folder});
+    let answer = context.client.raw_post(&["models"]).body(&body).send().await?;
+    context.out.note(format!("{given} is registered as {}", shown(&answer.value["id"])));
+    job.document["model"] = answer.value["id"].clone();
+    Ok(())
+}

@@ -1,0 +1,101 @@
+//! Folders that are downloaded: beside their place until they are whole, with a bar meanwhile.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use indicatif::{ProgressBar, ProgressStyle};
+use rlood_types::protocol::FileEntry;
+
+use crate::context::Context;
+use crate::error::CliError;
+use crate::files::hash_of;
+
+/// Between two looks at what has arrived.
+const TICK: Duration = Duration::from_millis(200);
+
+/// Whether the folder holds these files already.
+///
+/// # Errors
+/// When it holds something else.
+pub fn is_there(target: &Path, files: &[FileEntry]) -> Result<bool, CliError> {
+    let entries = match std::fs::read_dir(target) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(false),
+        entries => entries.map_err(CliError::local(format!("read {}", target.display())))?,
+    };
+    if entries.count() == 0 {
+        return Ok(false);
+    }
+    for file in files {
+        let found = hash_of(&target.join(&file.name));
+        if found.ok() != Some((file.sha256, file.size_bytes)) {
+            return Err(CliError::Usage(format!(
+                "{} is there and holds something else: name another folder with -o, or remove it",
+                target.display()
+            )));
+        }
+    }
+    Ok(true)
+}
+
+/// Shows how much of a folder has arrived while something fills it.
+pub async fn with_bar<T, E>(
+    context: &Context,
+    total: u64,
+    folder: &Path,
+    work: impl Future<Output = Result<T, E>>,
+) -> Result<T, CliError>
+where
+    CliError: From<E>,
+{
+    let template = "{bar:30} {bytes}/{total_bytes} {bytes_per_sec} {eta}";
+    let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
+    // On standard error, and only on a terminal.
+    let bar = if context.out.json { ProgressBar::hidden() } else { ProgressBar::new(total).with_style(style) };
+    let mut work = std::pin::pin!(work);
+    let done = loop {
+        tokio::select! {
+            done = &mut work => break done,
+            () = tokio::time::sleep(TICK) => bar.set_position(size_of(folder)),
+        }
+    };
+    bar.finish_and_clear();
+    Ok(done?)
+}
+
+fn size_of(folder: &Path) -> u64 {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    entries.filter_map(|entry| entry.metadata().ok()).map(|metadata| metadata.len()).sum()
+}
+
+/// A folder beside the one that is to appear; what arrived before a cut stays in it.
+pub struct Staging {
+    /// Where files go.
+    pub path: PathBuf,
+}
+
+impl Staging {
+    /// The folder for this target and content.
+    ///
+    /// # Errors
+    /// When it cannot be made.
+    pub fn beside(target: &Path, content: &str) -> Result<Self, CliError> {
+        let Some(name) = target.file_name() else {
+            return Err(CliError::Usage(format!("-o {}: name the folder to make", target.display())));
+        };
+        let path = target.with_file_name(format!(".{}.{content}.part", name.to_string_lossy()));
+        std::fs::create_dir_all(&path).map_err(CliError::local(format!("create the folder {}", path.display())))?;
+        Ok(Self { path })
+    }
+
+    /// Gives the folder its name.
+    ///
+    /// # Errors
+    /// When the target is there and not empty, or the disk fails.
+    pub fn publish(self, target: &Path) -> Result<(), CliError> {
+        let failed = || CliError::local(format!("name the folder {}", target.display()));
+        std::fs::File::open(&self.path).and_then(|folder| folder.sync_all()).map_err(failed())?;
+        std::fs::rename(&self.path, target).map_err(failed())?;
+        let parent = target.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        std::fs::File::open(parent).and_then(|folder| folder.sync_all()).map_err(failed())
+    }
+}
