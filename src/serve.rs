@@ -124,8 +124,7 @@ pub struct Running {
     deaths: AbortOnDropHandle<()>,
     courier: AbortOnDropHandle<()>,
     house: AbortOnDropHandle<()>,
-    verdicts: AbortOnDropHandle<()>,
-    exports: AbortOnDropHandle<()>,
+    tasks: [AbortOnDropHandle<()>; 2],
     store: Store,
 }
 
@@ -157,14 +156,13 @@ impl Running {
             deaths,
             courier,
             house,
-            verdicts,
-            exports,
+            tasks,
             store,
         } = self;
         let begun = Instant::now();
         stop_generations.cancel();
         supervisor.stop(grace + WORKERS_MARGIN).await;
-        drop((tick, outages, deaths, courier, house, verdicts, exports));
+        drop((tick, outages, deaths, courier, house, tasks));
         stop_http.cancel();
         let drain = REQUESTS_STOP.min((grace + STOP_MARGIN).saturating_sub(begun.elapsed()));
         let ended = tokio::select! {
@@ -280,10 +278,7 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
     if let Err(problem) = http::models::hub::resume(&state).await {
         tracing::warn!(?problem, "downloads of the last start do not go on");
     }
-    let verdicts = http::verdicts::run(state.clone(), Verdicts::new(&children, stop_generations.clone()));
-    let verdicts = AbortOnDropHandle::new(tokio::spawn(verdicts));
-    let exports = http::exports::run(state.clone(), Exports::new(&children, stop_generations.clone()));
-    let exports = AbortOnDropHandle::new(tokio::spawn(exports));
+    let tasks = start_tasks(&state, &children, &stop_generations);
     let downloads = state.downloads.clone();
     let connections = state.connections.clone();
     let router = http::router(state);
@@ -312,10 +307,16 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
         deaths,
         courier,
         house,
-        verdicts,
-        exports,
+        tasks,
         store,
     })
+}
+
+/// Runs the verdicts and the exports that are asked for.
+fn start_tasks(state: &AppState, children: &Children, stop: &CancellationToken) -> [AbortOnDropHandle<()>; 2] {
+    let verdicts = http::verdicts::run(state.clone(), Verdicts::new(children, stop.clone()));
+    let exports = http::exports::run(state.clone(), Exports::new(children, stop.clone()));
+    [AbortOnDropHandle::new(tokio::spawn(verdicts)), AbortOnDropHandle::new(tokio::spawn(exports))]
 }
 
 /// Requeues the jobs of workers that fell silent, looks at the disk; once a minute, housekeeping.

@@ -240,11 +240,11 @@ impl Store {
                     now,
                 )
                 .await?;
-                if self.judges {
-                    if let Some(task) = verdict_begin(&mut tx, job, &row.plan()?, now).await? {
-                        let data = json!({"id": task.id, "checkpoint_id": task.checkpoint, "step": task.step});
-                        event_insert(&mut tx, job, &task.event(), now, data).await?;
-                    }
+                if self.judges
+                    && let Some(task) = verdict_begin(&mut tx, job, &row.plan()?, now).await?
+                {
+                    let data = json!({"id": task.id, "checkpoint_id": task.checkpoint, "step": task.step});
+                    event_insert(&mut tx, job, &task.event(), now, data).await?;
                 }
             }
             Outcome::Failed { failure } => match failure.may_pass() {

@@ -108,7 +108,7 @@ fn say_what_survived(context: &Context, export: &Value) {
 fn files_of(export: &Value) -> Result<Vec<FileEntry>, CliError> {
     let wrong = || CliError::Failed("the server's list of files cannot be read: its version may be another".to_owned());
     let file = |file: &Value| {
-        let name = file["path"].as_str().filter(|path| is_inside(path)).ok_or_else(wrong)?.to_owned();
+        let name = file["name"].as_str().filter(|path| is_inside(path)).ok_or_else(wrong)?.to_owned();
         let sha256 = file["sha256"].as_str().and_then(|hash| hash.parse().ok()).ok_or_else(wrong)?;
         Ok(FileEntry { name, size_bytes: file["size_bytes"].as_u64().ok_or_else(wrong)?, sha256 })
     };
@@ -144,7 +144,7 @@ mod tests {
     #[test]
     fn the_files_of_an_export_stay_inside_its_folder() {
         let hash = "0".repeat(64);
-        let with = |path: &str| json!({"files": [{"path": path, "size_bytes": 3, "sha256": hash}]});
+        let with = |name: &str| json!({"files": [{"name": name, "size_bytes": 3, "sha256": hash}]});
         assert_eq!(files_of(&with("a/model.safetensors")).unwrap()[0].size_bytes, 3);
         for path in ["", "/etc/passwd", "../x", "a/../../x", "./x"] {
             assert!(files_of(&with(path)).is_err(), "{path}");

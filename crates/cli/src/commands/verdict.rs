@@ -14,6 +14,8 @@ use crate::output::{clean_lines, figure, shown};
 
 /// Between two looks at a verdict.
 const POLL: Duration = Duration::from_secs(1);
+/// Characters of a text that are shown.
+const SHOWN_CHARS: usize = 160;
 /// Rows that are shown of those that were won, and of those that were lost.
 const SHOWN: usize = 2;
 
@@ -24,15 +26,17 @@ pub struct Verdict {
     #[arg(value_name = "JOB", add = super::completions::jobs())]
     pub job: String,
 
-    /// Checkpoint to judge: best, last, result, a step, or ckpt_…. Default: the job's result.
+    /// Checkpoint to judge: best, last, result, a step, or ckpt_…. Default: the best, else the
+    /// newest.
     #[arg(long, value_name = "WHICH")]
     pub checkpoint: Option<String>,
 
-    /// Completions of each row and model, averaged within the row. Default: one, the most likely text.
+    /// Completions of each row and model, averaged within the row. Default: as the
+    /// job's evaluation.
     #[arg(short = 'k', long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub num_generations: Option<u32>,
 
-    /// Temperature of sampling. Default: the server's.
+    /// Temperature of sampling; 0 = greedy. Default: as the job's evaluation; with several completions the training's.
     #[arg(long, value_name = "T")]
     pub temperature: Option<f64>,
 
@@ -160,18 +164,20 @@ fn print(context: &Context, verdict: &Value) -> Result<(), CliError> {
     line("verdict", console::style(sentence).bold().to_string())?;
     line("checkpoint", format!("{}, step {}", shown(&verdict["checkpoint_id"]), shown(&verdict["step"])))?;
     line("rows", format!("{} ({})", shown(&result["rows"]), shown(&result["rows_from"])))?;
-    let (base, trained) = (&result["base"]["mean"], &result["trained"]["mean"]);
-    line("metric", format!("{}: base {}, trained {}", shown(&result["metric"]), shown(base), shown(trained)))?;
+    let mean = |model: &str| result[model]["mean"].as_f64().map_or_else(|| "none".to_owned(), figure);
+    line("mean reward", format!("base {}, trained {}", mean("base"), mean("trained")))?;
     line("difference", difference(result))?;
     if result["p_value"].is_number() {
         line("p", shown(&result["p_value"]))?;
     }
     line(
-        "rows",
+        "of the rows",
         format!("won {}, lost {}, tied {}", shown(&result["won"]), shown(&result["lost"]), shown(&result["tied"])),
     )?;
-    for (k, value) in result["pass_at_k"].as_object().into_iter().flatten() {
-        line(&format!("pass@k {k}"), shown(value))?;
+    let passes = |model: &str| result[model]["pass_at"].as_array().cloned().unwrap_or_default();
+    for (base, trained) in passes("base").iter().zip(passes("trained")) {
+        let chance = |of: &Value| of["chance"].as_f64().map_or_else(|| "none".to_owned(), figure);
+        line(&format!("pass@{}", shown(&base["k"])), format!("base {}, trained {}", chance(base), chance(&trained)))?;
     }
     if result["guard"].is_object() {
         line("guard", guard(&result["guard"]))?;
@@ -179,16 +185,28 @@ fn print(context: &Context, verdict: &Value) -> Result<(), CliError> {
     if let Some(note) = result["note"].as_str() {
         line("note", clean_lines(note))?;
     }
-    for (label, key) in [("won", "won"), ("lost", "lost")] {
-        for example in result["examples"][key].as_array().into_iter().flatten().take(SHOWN) {
+    for (label, key) in [("won", "won_examples"), ("lost", "lost_examples")] {
+        for row in result[key].as_array().into_iter().flatten().take(SHOWN) {
             out.line("")?;
-            for (field, value) in example.as_object().into_iter().flatten() {
-                let value = value.as_str().map_or_else(|| shown(value), clean_lines);
-                out.line(format!("  {label:<5} {field:<10} {value}"))?;
+            let difference = row["difference"].as_f64().unwrap_or_default();
+            out.line(format!("  row {} {label}, {}{}", shown(&row["row"]), sign(difference), figure(difference)))?;
+            out.line(format!("    prompt   {}", beginning(text(row, "prompt"))))?;
+            for model in ["base", "trained"] {
+                let said = text(&row[model]["completions"][0], "completion");
+                out.line(format!("    {model:<8} {}", beginning(said)))?;
             }
         }
     }
     Ok(())
+}
+
+/// The beginning of a text, in one line.
+fn beginning(text: &str) -> String {
+    let line = clean_lines(text).split_whitespace().collect::<Vec<_>>().join(" ");
+    match line.char_indices().nth(SHOWN_CHARS) {
+        Some((end, _)) => format!("{}…", &line[..end]),
+        None => line,
+    }
 }
 
 fn difference(result: &Value) -> String {
@@ -208,8 +226,13 @@ fn sign(value: f64) -> &'static str {
 }
 
 fn guard(guard: &Value) -> String {
-    let fields = guard.as_object().into_iter().flatten();
-    fields.map(|(name, value)| format!("{name} {}", shown(value))).collect::<Vec<_>>().join(", ")
+    let fell = match guard["fell"].as_bool() {
+        Some(true) => "it may have fallen further",
+        Some(false) => "it did not fall further",
+        None => "too few rows to tell",
+    };
+    let margin = guard["margin"].as_f64().unwrap_or_default();
+    format!("{} on {} rows; may fall by {}: {fell}", difference(guard), shown(&guard["rows"]), figure(margin))
 }
 
 #[cfg(test)]

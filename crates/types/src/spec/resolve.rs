@@ -220,19 +220,7 @@ fn check_dataset(
         );
         errors.push(FieldError::new(at, "no_chat_template", detail));
     }
-    // Evaluation's own rewards look at the rows that are evaluated or tested, the guard's at the guard's, the job's at all others.
-    let eval = spec.eval.as_ref();
-    let own = eval.and_then(|eval| Some((eval.rewards.as_deref()?, "/eval/rewards")));
-    let of_guard = eval.and_then(|eval| Some((eval.guard.as_ref()?.rewards.as_deref()?, "/eval/guard/rewards")));
-    let is_divided = eval.is_some_and(|eval| eval.fraction.is_some());
-    let is_tested = eval.is_some_and(|eval| eval.wanted_test_fraction() > 0.0);
-    let job = (spec.rewards.as_slice(), "/rewards");
-    let judged: Vec<(&[RewardPlan], &str)> = match at {
-        "/dataset" => std::iter::once(job).chain(own.filter(|_| is_divided || is_tested)).collect(),
-        "/eval/guard/dataset" => vec![of_guard.or(own).unwrap_or(job)],
-        "/eval/dataset" => vec![own.filter(|_| !is_divided).unwrap_or(job)],
-        _ => vec![own.unwrap_or(job)],
-    };
+    let judged = judging(spec, at);
     let judged = judged.into_iter().flat_map(|(rewards, at)| rewards.iter().enumerate().map(move |pair| (at, pair)));
     let facts_are_of_evaluation = at != "/dataset";
     let which = match at {
@@ -284,6 +272,23 @@ fn check_dataset(
             );
             errors.push(FieldError::new("/rewards", "unjudged_source", detail));
         }
+    }
+}
+
+/// The rewards that judge the rows of a dataset, and where the job names them.
+fn judging<'s>(spec: &'s JobSpec, at: &str) -> Vec<(&'s [RewardPlan], &'static str)> {
+    // Evaluation's own rewards look at the rows that are evaluated or tested, the guard's at the guard's, the job's at all others.
+    let eval = spec.eval.as_ref();
+    let own = eval.and_then(|eval| Some((eval.rewards.as_deref()?, "/eval/rewards")));
+    let of_guard = eval.and_then(|eval| Some((eval.guard.as_ref()?.rewards.as_deref()?, "/eval/guard/rewards")));
+    let is_divided = eval.is_some_and(|eval| eval.fraction.is_some());
+    let is_tested = eval.is_some_and(|eval| eval.wanted_test_fraction() > 0.0);
+    let job = (spec.rewards.as_slice(), "/rewards");
+    match at {
+        "/dataset" => std::iter::once(job).chain(own.filter(|_| is_divided || is_tested)).collect(),
+        "/eval/guard/dataset" => vec![of_guard.or(own).unwrap_or(job)],
+        "/eval/dataset" => vec![own.filter(|_| !is_divided).unwrap_or(job)],
+        _ => vec![own.unwrap_or(job)],
     }
 }
 
