@@ -1,4 +1,5 @@
-"""Adapters that the server trains and PEFT loads: every tensor finds its place, and greedy completions are the same.
+"""Adapters that the server trains and PEFT loads: every tensor finds its place, and greedy completions are the same. Merged
+checkpoints that transformers loads: their logits are those of base and adapter.
 
 usage: tests/peft/adapters.py BINARY
 """
@@ -109,6 +110,33 @@ def greedy(model, ids, eos):
     return new, True
 
 
+@torch.no_grad()
+def check_merged(server, job, model, ids, folder):
+    """The checkpoint, merged by the server in f32 and in bf16: what transformers loads says what base and adapter say. Returns the
+    largest difference of logits of each."""
+    checkpoint = server.call(f"/jobs/{job}/checkpoints")["data"][0]["id"]
+    want = model(input_ids=torch.tensor([ids])).logits
+    worst = {}
+    for dtype, tolerance in {"float32": 2e-4, "bfloat16": None}.items():
+        export = server.call(f"/checkpoints/{checkpoint}/exports", {"format": "merged", "dtype": dtype})
+        while export["state"] in ("queued", "running"):
+            time.sleep(0.05)
+            export = server.call(f"/exports/{export['id']}")
+        assert export["state"] == "succeeded", export
+        into = folder / f"merged-{dtype}"
+        with tarfile.open(fileobj=io.BytesIO(server.bytes(f"/exports/{export['id']}/archive.tar"))) as archive:
+            archive.extractall(into, filter="data")
+        merged, report = transformers.AutoModelForCausalLM.from_pretrained(
+            into, dtype=torch.float32, attn_implementation="eager", output_loading_info=True)
+        assert not report["missing_keys"] and not report["unexpected_keys"], report
+        # What was rounded once: every adapted weight is W + ΔW in f32, then in the dtype.
+        rounded = {key: value.to(getattr(torch, dtype)) for key, value in merged.state_dict().items()}
+        assert all(torch.equal(value.float(), merged.state_dict()[key]) for key, value in rounded.items()), f"{dtype} holds more"
+        worst[dtype] = (merged.eval()(input_ids=torch.tensor([ids])).logits - want).abs().max().item()
+        assert tolerance is None or worst[dtype] <= tolerance * max(1, want.abs().max().item()), (dtype, worst)
+    return worst
+
+
 def check(server, name, lora, folder):
     job = train(server, name, lora)
     into = folder / name
@@ -133,6 +161,8 @@ def check(server, name, lora, folder):
         plain, _ = greedy(model, ids, [])
     want = tokenizer.decode(new, skip_special_tokens=True)
     assert got == want if ends else got.startswith(want), f"{name}: {got!r}, by PEFT {want!r}"
+    worst = check_merged(server, job, model, ids + new, folder / f"{name}-export")
+    print(f"merged {name}: logits differ by {worst['float32']:.1e} in float32, {worst['bfloat16']:.1e} in bfloat16", flush=True)
     compared, shifted = len(new), new != plain[: len(new)]
     print(f"peft {name}: {len(tensors)} tensors, {compared} greedy tokens the same{'' if shifted else ', which are those of the base model'}", flush=True)
     return compared, shifted

@@ -11,7 +11,8 @@ export const WORKER_TOKEN = "a-token-for-the-tests-of-the-pages";
 export async function startServer({ devices = "none", env = {}, args = [] } = {}) {
   const data = mkdtempSync(join(tmpdir(), "rlood-web-"));
   const child = spawn(process.env.RLOOD, ["serve", "--listen", "127.0.0.1:0", "--data-dir", data, "--devices", devices, ...args], {
-    env: { ...process.env, RLOOD_WORKER_TOKEN: WORKER_TOKEN, ...env },
+    // Verdicts begin when a test asks for them.
+    env: { ...process.env, RLOOD_WORKER_TOKEN: WORKER_TOKEN, RLOOD_AUTO_VERDICT: "false", ...env },
     stdio: ["ignore", "pipe", "pipe"],
   });
   let said = "";
