@@ -59,18 +59,17 @@ class Case(unittest.TestCase):
         return caught.exception
 
 
+def setUpModule():
+    """One server for all tests, on which the demonstration job has run."""
+    stack = contextlib.ExitStack()
+    unittest.addModuleCleanup(stack.close)
+    WithServer.data = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    WithServer.client = stack.enter_context(rlood.serve(WithServer.data))
+    WithServer.demo = WithServer.client.request("POST", "/demo")["id"]
+    WithServer.events = list(WithServer.client.watch(WithServer.demo))
+
+
 class WithServer(Case):
-    """A server on which the demonstration job has run."""
-
-    @classmethod
-    def setUpClass(cls):
-        cls.stack = contextlib.ExitStack()
-        cls.addClassCleanup(cls.stack.close)
-        cls.data = Path(cls.stack.enter_context(tempfile.TemporaryDirectory()))
-        cls.client = cls.stack.enter_context(rlood.serve(cls.data))
-        cls.demo = cls.client.request("POST", "/demo")["id"]
-        cls.events = list(cls.client.watch(cls.demo))
-
     def flaky(self, *plan):
         proxy = self.enterContext(Flaky(self.client.server, plan))
         return proxy, rlood.Client(proxy.url, key="")

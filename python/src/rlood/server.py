@@ -48,7 +48,8 @@ def serve(data_dir: Optional[Union[str, os.PathLike]] = None, *arguments: str) -
         log_path = Path(own) / "log"
         # What the environment says to another server, its key above all, is not for this one.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RLOOD_")}
-        command = [find_rlood_bin(), "serve", "--listen", "127.0.0.1:0", "--data-dir", os.fspath(data_dir or Path(own) / "data"), *arguments]
+        folder = os.fspath(data_dir or Path(own) / "data")
+        command = [find_rlood_bin(), "serve", "--listen", "127.0.0.1:0", "--data-dir", folder, *arguments]
         with open(log_path, "wb") as log:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
         # A notebook whose kernel ends leaves the block without a word.
