@@ -374,6 +374,13 @@ class Keys(Case):
             with mock.patch.dict(os.environ, {"RLOOD_SERVER": client.server, "RLOOD_KEY": key}):
                 self.assertEqual(rlood.Client().jobs(), [])
 
+    def test_a_refusal_of_a_large_upload_is_heard(self):
+        path = self.folder / "rows.jsonl"
+        path.write_text(json.dumps({"prompt": "x" * 1000}) + "\n")
+        path.write_bytes(path.read_bytes() * 40_000)
+        with rlood.serve(None, "--api-key", "k" * 20, "--devices", "none") as client:
+            self.refused(401, "unauthorized", client.upload_dataset, path)
+
     def test_a_server_that_does_not_start_says_why(self):
         with self.assertRaisesRegex(RuntimeError, "(?s)did not start.*--no-such-flag"):
             with rlood.serve(None, "--no-such-flag"):

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, Dict, Iterable, Iterator, List, Optional, Union, cast
 
 from . import types
+from .connection import opener
 from .errors import Error
 from .profile import Profile
-from .transfer import CUT, MOST_TRIES, NoRedirect, download_folder, events, form, pause_s, pieces_of, query_string
+from .transfer import CUT, MOST_TRIES, download_folder, events, form, pause_s, pieces_of, query_string
 
 TIMEOUT_S, WORK_TIMEOUT_S, LONGEST_WAIT_S = 60.0, 180.0, 30.0
 MEDIA_TYPES = {".yaml": "application/yaml", ".yml": "application/yaml", ".toml": "application/toml"}
@@ -29,9 +30,7 @@ class Client:
 
     def __init__(self, server: Optional[str] = None, key: Optional[str] = None, profile: Optional[str] = None):
         found = Profile.find(server, key, profile)
-        self.server, self._key = found.server, found.key
-        direct = [urllib.request.ProxyHandler({})] if found.is_local() else []
-        self._opener = urllib.request.build_opener(NoRedirect, urllib.request.HTTPSHandler(context=found.tls()), *direct)
+        self.server, self._key, self._opener = found.server, found.key, opener(found)
 
     def _open(self, method: str, path: str, body=None, headers=None, timeout=TIMEOUT_S, **query: Any):
         """Sends a request until it is answered or its error stands. `body` makes the bytes, or their pieces, of each try."""

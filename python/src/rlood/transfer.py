@@ -12,7 +12,6 @@ import tarfile
 import tempfile
 import time
 import urllib.parse
-import urllib.request
 import uuid
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, Iterator, Tuple
@@ -21,13 +20,6 @@ from .errors import Error
 
 CUT = (OSError, http.client.HTTPException)  # what a connection raises that fails or breaks off
 MOST_TRIES, DAMAGED_TRIES, PIECE_BYTES = 9, 3, 1 << 18
-
-
-class NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect: the key is for one server alone."""
-
-    def redirect_request(self, *_: Any) -> None:
-        return None
 
 
 def pause_s(failed: int) -> float:
@@ -148,7 +140,7 @@ def _unpack(archive: Path, to: Path, tag: str) -> None:
                 raise ValueError(f"'{member.name}' is not a plain file")
             digest = hashlib.sha256()
             with source, open(folder / member.name, "wb") as file:
-                for piece in iter(lambda: source.read(PIECE_BYTES), b""):
+                while piece := source.read(PIECE_BYTES):
                     digest.update(piece)
                     file.write(piece)
                 file.flush()
