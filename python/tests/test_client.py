@@ -1,25 +1,25 @@
-"""The client against a real server: `PYTHONPATH=python/src RLOOD_BINARY=target/release/rlood python3 -m unittest discover python/tests`."""
+"""The client against a real server."""
 
 import contextlib
 import hashlib
 import io
 import json
 import os
-import subprocess
-import sys
+import ssl
 import tarfile
 import tempfile
 import time
 import typing
 import unittest
+import urllib.error
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import rlood
+from case import Case
 from flaky import Flaky
 from rlood import transfer, types
-from rlood.profile import Profile
 
 ADD = [{"role": "user", "content": "Add 76 and 45."}]
 
@@ -36,27 +36,6 @@ def job_of(rows=8, **changes):
         "training": {"prompts_per_step": 4, "max_steps": 2},
         **changes,
     }
-
-
-class Case(unittest.TestCase):
-    def setUp(self):
-        self.folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
-
-    def enterContext(self, context):  # Python 3.11 has it
-        value = context.__enter__()
-        self.addCleanup(context.__exit__, None, None, None)
-        return value
-
-    def hurried(self):
-        """Failures are followed by no pause."""
-        for module in ("client", "transfer"):
-            self.enterContext(mock.patch(f"rlood.{module}.pause_s", lambda _: 0.0))
-
-    def refused(self, status, code, call, *arguments, **named):
-        with self.assertRaises(rlood.Error) as caught:
-            call(*arguments, **named)
-        self.assertEqual((caught.exception.status, caught.exception.code), (status, code), caught.exception)
-        return caught.exception
 
 
 def setUpModule():
@@ -351,6 +330,12 @@ class Failing(WithServer):
         proxy.server_close()
         error = self.refused(0, "unreachable", rlood.Client(proxy.url, key="").job, self.demo)
         self.assertIn(proxy.url, error.detail)
+        self.assertIn("rlood serve", error.detail)
+
+    def test_a_certificate_that_is_not_valid_is_not_tried_again(self):
+        cause = urllib.error.URLError(ssl.SSLCertVerificationError("self-signed certificate"))
+        self.assertFalse(rlood.Error.unreachable("GET /jobs", cause).may_pass())
+        self.assertTrue(rlood.Error.unreachable("GET /jobs", urllib.error.URLError(ConnectionResetError())).may_pass())
 
     def test_a_redirect_does_not_get_the_key(self):
         with Flaky(self.client.server) as elsewhere:
@@ -363,72 +348,6 @@ class Failing(WithServer):
         answer = mock.Mock(code=403, reason="Forbidden", headers={}, read=lambda _: b"<h1>Go away</h1>")
         error = rlood.Error.of(answer)
         self.assertEqual((error.status, error.code, error.detail), (403, "http", "Forbidden: <h1>Go away</h1>"))
-
-
-class Keys(Case):
-    def test_a_key_opens_a_server_that_asks_for_one(self):
-        key = "k" * 20
-        with rlood.serve(None, "--api-key", key, "--devices", "none") as client:
-            self.refused(401, "unauthorized", client.jobs)
-            self.assertEqual(rlood.Client(client.server, key=key).jobs(), [])
-            with mock.patch.dict(os.environ, {"RLOOD_SERVER": client.server, "RLOOD_KEY": key}):
-                self.assertEqual(rlood.Client().jobs(), [])
-
-    def test_a_refusal_of_a_large_upload_is_heard(self):
-        path = self.folder / "rows.jsonl"
-        path.write_text(json.dumps({"prompt": "x" * 1000}) + "\n")
-        path.write_bytes(path.read_bytes() * 40_000)
-        with rlood.serve(None, "--api-key", "k" * 20, "--devices", "none") as client:
-            self.refused(401, "unauthorized", client.upload_dataset, path)
-
-    def test_a_server_that_does_not_start_says_why(self):
-        with self.assertRaisesRegex(RuntimeError, "(?s)did not start.*--no-such-flag"):
-            with rlood.serve(None, "--no-such-flag"):
-                pass
-
-    def test_the_package_runs_the_binary(self):
-        here = dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
-        said = subprocess.run([sys.executable, "-m", "rlood", "--version"], env=here, stdout=subprocess.PIPE, check=True).stdout
-        self.assertEqual(said, subprocess.run([rlood.find_rlood_bin(), "--version"], stdout=subprocess.PIPE, check=True).stdout)
-        self.assertRegex(said.decode(), r"^rlood \d+\.\d+\.\d+")
-
-
-class Profiles(Case):
-    def find(self, *arguments, text=None, **variables):
-        (self.folder / "rlood").mkdir(exist_ok=True)
-        if text is not None:
-            (self.folder / "rlood/config.toml").write_text(text)
-        clean = {name: value for name, value in os.environ.items() if not name.startswith("RLOOD_")}
-        with mock.patch.dict(os.environ, {**clean, "XDG_CONFIG_HOME": str(self.folder), **variables}, clear=True):
-            return Profile.find(*arguments)[:2]
-
-    def test_without_a_file_arguments_come_before_variables(self):
-        self.assertEqual(self.find(), ("http://127.0.0.1:8080", None))
-        self.assertEqual(self.find(RLOOD_SERVER="https://a/", RLOOD_KEY="k"), ("https://a", "k"))
-        self.assertEqual(self.find("http://b", RLOOD_SERVER="https://a", RLOOD_KEY="k"), ("http://b", "k"))
-        self.assertEqual(self.find("http://b", "", RLOOD_KEY="k"), ("http://b", None))
-        for address in ("127.0.0.1:8080", "ftp://host", "http://"):
-            with self.assertRaisesRegex(ValueError, "write http://HOST:PORT"):
-                self.find(address)
-
-    @unittest.skipIf(sys.version_info < (3, 11), "tomllib came with Python 3.11")
-    def test_a_profiles_key_goes_to_its_server_alone(self):
-        text = 'default = "a"\n[profiles.a]\nserver = "http://a"\nkey = "ka"\n[profiles.b]\nserver = "http://b/"\nkey_command = "echo kb"\n'
-        self.assertEqual(self.find(text=text), ("http://a", "ka"))
-        self.assertEqual(self.find(text=text, RLOOD_PROFILE="b"), ("http://b", "kb"))
-        self.assertEqual(self.find(None, None, "b", text=text, RLOOD_KEY="k", RLOOD_SERVER="http://c"), ("http://b", "kb"))
-        self.assertEqual(self.find("http://b", text=text), ("http://b", "kb"))
-        self.assertEqual(self.find("http://c", text=text), ("http://c", None))
-        self.assertEqual(self.find(text=text, RLOOD_SERVER="http://c", RLOOD_PROFILE="b"), ("http://c", None))
-        self.assertEqual(self.find(text=text, RLOOD_KEY="k"), ("http://a", "k"))
-        with self.assertRaisesRegex(ValueError, "no profile 'c'.*there are: a, b"):
-            self.find(None, None, "c", text=text)
-        with self.assertRaisesRegex(ValueError, "profile 'b' is for http://b/, not for http://a"):
-            self.find("http://a", None, "b", text=text)
-        with self.assertRaisesRegex(ValueError, "printed no key"):
-            self.find(text=text.replace("echo kb", "exit 3"), RLOOD_PROFILE="b")
-        with self.assertRaisesRegex(ValueError, "not valid TOML"):
-            self.find(text="default =")
 
 
 if __name__ == "__main__":

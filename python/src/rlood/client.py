@@ -18,22 +18,22 @@ from . import types
 from .connection import opener
 from .errors import Error
 from .profile import Profile
-from .transfer import CUT, MOST_TRIES, download_folder, events, form, pause_s, pieces_of, query_string
+from .transfer import CUT, MOST_TRIES, FilePath, download_folder, events, form, media_type, pause_s, pieces_of, query_string
 
 TIMEOUT_S, WORK_TIMEOUT_S, LONGEST_WAIT_S = 60.0, 180.0, 30.0
-MEDIA_TYPES = {".yaml": "application/yaml", ".yml": "application/yaml", ".toml": "application/toml"}
-FilePath = Union[str, "os.PathLike[str]"]
+Rows = Iterable[Dict[str, Any]]
+Seconds = Optional[float]
 
 
 class Client:
-    """A client of a server: the one given, RLOOD_SERVER's, that of a profile of `rlood login`, or http://127.0.0.1:8080."""
+    """A client of the server given, of RLOOD_SERVER, of a profile of `rlood login`, or of http://127.0.0.1:8080."""
 
     def __init__(self, server: Optional[str] = None, key: Optional[str] = None, profile: Optional[str] = None):
         found = Profile.find(server, key, profile)
         self.server, self._key, self._opener = found.server, found.key, opener(found)
 
     def _open(self, method: str, path: str, body=None, headers=None, timeout=TIMEOUT_S, **query: Any):
-        """Sends a request until it is answered or its error stands. `body` makes the bytes, or their pieces, of each try."""
+        """Sends a request until it is answered or its error stands. `body` makes the bytes (or pieces) of each try."""
         url = self.server + urllib.parse.quote(path) + query_string(query)
         headers = {"Accept": "application/json", "User-Agent": "rlood-python", **(headers or {})}
         if self._key:
@@ -48,7 +48,7 @@ class Client:
                 if method == "DELETE" and error.status == 404 and failed > 1:
                     return io.BytesIO()  # an earlier try did it
             except CUT as cause:
-                error = Error(0, "unreachable", f"{method} {self.server}{path}: {getattr(cause, 'reason', cause)}")
+                error = Error.unreachable(f"{method} {self.server}{path}", cause)
             if failed >= MOST_TRIES or not error.may_pass():
                 raise error
             time.sleep(max(pause_s(failed), error.retry_after_s))
@@ -67,7 +67,7 @@ class Client:
                 time.sleep(pause_s(failed))
 
     def request(self, method: str, path: str, content: Any = None, timeout: float = TIMEOUT_S, **query: Any) -> Any:
-        """Any operation of the API, `request("POST", f"/jobs/{job}/cancel")` say: the JSON of its answer, None if it has none."""
+        """Any operation of the API: `request("POST", f"/jobs/{job}/cancel")`. Returns the answer's JSON, or None."""
         if content is None:
             return self._call(method, path, timeout=timeout, **query)
         text = json.dumps(content).encode()
@@ -82,7 +82,7 @@ class Client:
                 return
             query["after"] = page["next"]
 
-    def _until_over(self, timeout: Optional[float], what: str, ask: Any) -> Any:
+    def _until_over(self, timeout: Seconds, what: str, ask: Any) -> Any:
         """Asks until the state is neither queued nor running."""
         end = None if timeout is None else time.monotonic() + timeout
         while True:
@@ -95,10 +95,10 @@ class Client:
             time.sleep(min(0.2, left))
 
     def submit(self, job: Union[types.JobSpec, Dict[str, Any], FilePath], wait: bool = False) -> types.Job:
-        """Submits a job: a dict, or the path of a JSON, YAML or TOML file. With `wait`, returns it when it is over or paused."""
+        """Submits a job: a dict, or a JSON, YAML or TOML file. With `wait`, returns it when it is over or paused."""
         if isinstance(job, (str, os.PathLike)):
-            text, kind = Path(job).read_bytes(), MEDIA_TYPES.get(Path(job).suffix.lower(), "application/json")
-            queued = self._call("POST", "/jobs", lambda: text, {"Content-Type": kind})
+            text = Path(job).read_bytes()
+            queued = self._call("POST", "/jobs", lambda: text, {"Content-Type": media_type(Path(job))})
         else:
             queued = self.request("POST", "/jobs", job)
         return self.wait(queued["id"]) if wait else queued
@@ -111,8 +111,8 @@ class Client:
         """Jobs, newest first, those of `state="running"` or `model="org/name"` say."""
         return list(itertools.islice(self.pages("/jobs", **filters), limit))
 
-    def wait(self, id: str, timeout: Optional[float] = None) -> types.Job:
-        """Returns a job when it is over, or paused until somebody resumes it. Raises TimeoutError after `timeout` seconds."""
+    def wait(self, id: str, timeout: Seconds = None) -> types.Job:
+        """Returns a job when it is over, or paused. Raises TimeoutError after `timeout` seconds."""
         ask = lambda wait_s: self.request("GET", f"/jobs/{id}", wait=int(wait_s))  # noqa: E731
         return self._until_over(timeout, f"job {id}", ask)
 
@@ -143,16 +143,16 @@ class Client:
         return list(self.pages(f"/jobs/{id}/metrics", keys=keys, **query))
 
     def samples(self, id: str, limit: Optional[int] = 100, **filters: Any) -> List[types.Sample]:
-        """Completions with their rewards: `step=40`, `phase="eval"`, `sort="worst"`, `q="text"`…; a `limit` of None means all."""
+        """Completions with rewards: `step=40`, `phase="eval"`, `sort="worst"`, `q="text"`…; `limit=None` means all."""
         size = min(limit or 100, 100)
         return list(itertools.islice(self.pages(f"/jobs/{id}/samples", **{**filters, "limit": size}), limit))
 
     def generate(self, id: str, prompt: Union[str, List[Dict[str, Any]]], **options: Any) -> types.GenerationResult:
-        """What the base model and a checkpoint say: `checkpoint="best"`, `num_generations=4`, `sampling={"temperature": 0}`."""
+        """Completions of the base model and of a checkpoint: `checkpoint="best"`, `sampling={"temperature": 0}`…"""
         return self.request("POST", f"/jobs/{id}/generate", {"prompt": prompt, **options}, timeout=WORK_TIMEOUT_S)
 
-    def verdict(self, id: str, wait: bool = True, new: bool = False, timeout: Optional[float] = None, **request: Any) -> types.Verdict:
-        """Whether training made the model better: the newest verdict, or a new one (`new`, or `checkpoint=…`, `num_generations=…`)."""
+    def verdict(self, id: str, wait=True, new=False, timeout: Seconds = None, **request: Any) -> types.Verdict:
+        """Whether training made the model better: the newest verdict, or another (`new`, or `checkpoint="last"`…)."""
         try:
             found = None if new or request else self.request("GET", f"/jobs/{id}/verdict")
         except Error as error:
@@ -164,13 +164,14 @@ class Client:
         return self._until_over(timeout, f"verdict {found['id']}", ask) if wait else found
 
     def pull(self, id: str, to: FilePath, which: Optional[str] = None) -> Path:
-        """Makes the adapter of a job (`which`: "best" or "last"; its result by default), a checkpoint or an export a folder."""
+        """Downloads a job's adapter (`which`: "best", "last"; default: its result), a checkpoint or an export: a folder."""
         kinds = {"ckpt": f"/checkpoints/{id}/archive.tar", "exp": f"/exports/{id}/archive.tar"}
         path = kinds.get(id.split("_")[0], f"/jobs/{id}/adapter")
-        return download_folder(lambda headers: self._open("GET", path, None, {"Accept": "*/*", **headers}, which=which), Path(to))
+        read = lambda headers: self._open("GET", path, None, {"Accept": "*/*", **headers}, which=which)  # noqa: E731
+        return download_folder(read, to)
 
-    def export(self, checkpoint: str, to: FilePath, timeout: Optional[float] = None, **request: Any) -> types.Export:
-        """Merges a checkpoint, or the best of a job, into its base model: a folder that transformers loads. `dtype="float32"`."""
+    def export(self, checkpoint: str, to: FilePath, timeout: Seconds = None, **request: Any) -> types.Export:
+        """Merges a checkpoint, or a job's best, into its base model: a folder for transformers. `dtype="float32"`…"""
         if checkpoint.startswith("job_"):
             marked = self.request("GET", f"/jobs/{checkpoint}/summary")["checkpoints"]
             checkpoint = (marked["best"] or marked["last"] or {"id": checkpoint})["id"]
@@ -182,8 +183,8 @@ class Client:
         self.pull(export["id"], to)
         return export
 
-    def upload_dataset(self, source: Union[FilePath, Iterable[Dict[str, Any]]], name: Optional[str] = None, **recipe: Any) -> types.Dataset:
-        """Uploads a file (JSON lines, JSON, CSV, TSV, parquet; also packed) or rows. `map`, `limit` and `seed` say what rows become."""
+    def upload_dataset(self, source: Union[FilePath, Rows], name: Optional[str] = None, **recipe: Any) -> types.Dataset:
+        """Uploads rows, or a file (JSON lines, JSON, CSV, TSV, parquet). `map`, `limit`, `seed` say what rows become."""
         if isinstance(source, (str, os.PathLike)):
             path = Path(source)
             file_name, size, pieces = path.name, path.stat().st_size, lambda: pieces_of(path)
@@ -193,7 +194,7 @@ class Client:
         fields = {**({"name": name} if name else {}), **({"mapping": json.dumps(recipe)} if recipe else {})}
         return self._call("POST", "/datasets", *form(fields, file_name, size, pieces))
 
-    def add_model(self, id: Optional[str] = None, source: Optional[str] = None, hub: Optional[str] = None, **more: Any) -> types.Model:
-        """Registers a model: a folder of the server (`id` and `source`), or a repository of the hub (`hub`, `revision`)."""
-        given = {"id": id, "source": source, "hub": hub, **more}
+    def add_model(self, id: Optional[str] = None, source: Optional[FilePath] = None, **more: Any) -> types.Model:
+        """Registers a model: a folder of the server (`id` and `source`), or the hub's (`hub="org/name"`, `revision`)."""
+        given = {"id": id, "source": source and os.fspath(source), **more}
         return self.request("POST", "/models", {name: value for name, value in given.items() if value is not None})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 import urllib.error
 from typing import Iterable, Optional
 
@@ -16,11 +17,18 @@ PASSING = (0, 408, 425, 429, 500, 502, 503, 504)
 class Error(Exception):
     """The server refused a request, or could not be reached (`status` is 0).
 
-    `code` is a stable word for programs, `detail` says what happened and what to do. `errors` lists everything that is wrong with a
-    request, each with its `pointer`. The server's log has the `request_id`.
+    `code` is a stable word for programs, `detail` says what happened and what to do. `errors` lists everything that is
+    wrong with a request, each with its `pointer`. The server's log has the `request_id`.
     """
 
-    def __init__(self, status: int, code: str, detail: str, errors: Iterable[types.ProblemItem] = (), request_id: Optional[str] = None):
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        detail: str,
+        errors: Iterable[types.ProblemItem] = (),
+        request_id: Optional[str] = None,
+    ):
         self.status, self.code, self.detail, self.request_id = status, code, detail, request_id
         self.errors = list(errors)
         self.retryable, self.retry_after_s = True, 0.0
@@ -42,6 +50,17 @@ class Error(Exception):
             error = cls(answer.code, "http", f"{answer.reason}: {text[:300]}".strip(": "))
         wait = answer.headers.get("Retry-After", "")
         error.retry_after_s = float(wait) if wait.isdigit() else 0.0
+        return error
+
+    @classmethod
+    def unreachable(cls, what: str, cause: Exception) -> Error:
+        """The error of a connection that failed."""
+        reason = getattr(cause, "reason", cause)
+        if isinstance(reason, ConnectionRefusedError):
+            reason = f"{reason}: start a server with `rlood serve`, or name another address"
+        error = cls(0, "unreachable", f"{what}: {reason}")
+        # A certificate does not become valid by waiting.
+        error.retryable = not isinstance(reason, ssl.SSLCertVerificationError)
         return error
 
     def may_pass(self) -> bool:

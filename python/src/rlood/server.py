@@ -6,7 +6,6 @@ import atexit
 import os
 import shutil
 import subprocess
-import sys
 import sysconfig
 import tempfile
 import time
@@ -23,19 +22,18 @@ def find_rlood_bin() -> str:
     """The path of the `rlood` binary: RLOOD_BINARY's, the package's own, or the one on PATH."""
     if os.environ.get("RLOOD_BINARY"):
         return os.environ["RLOOD_BINARY"]
-    name = "rlood.exe" if sys.platform == "win32" else "rlood"
-    user_scheme = {"nt": "nt_user"}.get(os.name, "osx_framework_user" if sys._framework else "posix_user")  # type: ignore[attr-defined]
     package = Path(__file__).resolve().parent
-    folders: List[Any] = [sysconfig.get_path("scripts"), sysconfig.get_path("scripts", scheme=user_scheme),
+    folders: List[Any] = [sysconfig.get_path("scripts"), sysconfig.get_path("scripts", scheme="posix_user"),
                package.parent / "bin",  # pip install --target
                *(parent / "bin" for parent in package.parents if parent.name.startswith("lib"))]  # pip install --prefix
     for folder in folders:
-        if folder and (Path(folder) / name).is_file():
-            return str(Path(folder) / name)
-    on_path = shutil.which(name)
+        if folder and (Path(folder) / "rlood").is_file():
+            return str(Path(folder) / "rlood")
+    on_path = shutil.which("rlood")
     if on_path:
         return on_path
-    raise FileNotFoundError(f"no rlood binary in {', '.join(map(str, folders))} or on PATH: install the wheel, or set RLOOD_BINARY")
+    looked = ", ".join(map(str, folders))
+    raise FileNotFoundError(f"no rlood binary in {looked} or on PATH: install the wheel, or set RLOOD_BINARY")
 
 
 @contextmanager

@@ -14,10 +14,11 @@ import time
 import urllib.parse
 import uuid
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterable, Iterator, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, Tuple, Union
 
 from .errors import Error
 
+FilePath = Union[str, "os.PathLike[str]"]
 CUT = (OSError, http.client.HTTPException)  # what a connection raises that fails or breaks off
 MOST_TRIES, DAMAGED_TRIES, PIECE_BYTES = 9, 3, 1 << 18
 
@@ -25,6 +26,12 @@ MOST_TRIES, DAMAGED_TRIES, PIECE_BYTES = 9, 3, 1 << 18
 def pause_s(failed: int) -> float:
     """How long to wait after so many failures in a row: about 20 s in all, varied so that clients do not come back together."""
     return min(5.0, 0.1 * 2**failed) * random.uniform(0.5, 1.0)
+
+
+def media_type(path: Path) -> str:
+    """What a job file is."""
+    kinds = {".yaml": "application/yaml", ".yml": "application/yaml", ".toml": "application/toml"}
+    return kinds.get(path.suffix.lower(), "application/json")
 
 
 def query_string(query: Dict[str, Any]) -> str:
@@ -58,11 +65,13 @@ def events(stream: Iterable[bytes]) -> Iterator[Tuple[str, Any]]:
 def form(fields: Dict[str, str], file_name: str, size_bytes: int, pieces: Callable[[], Iterable[bytes]]):
     """A multipart form with one file: what makes its bytes, and its headers. The file is read as it is sent."""
     boundary = uuid.uuid4().hex
-    parts = "".join(f'--{boundary}\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{value}\r\n' for name, value in fields.items())
+    begin = f"--{boundary}\r\nContent-Disposition: form-data; name="
     quoted = file_name.replace("\r", "").replace("\n", "").replace('"', "%22")
-    head = f'{parts}--{boundary}\r\nContent-Disposition: form-data; name="file"; filename="{quoted}"\r\n\r\n'.encode()
+    texts = "".join(f'{begin}"{name}"\r\n\r\n{value}\r\n' for name, value in fields.items())
+    head = f'{texts}{begin}"file"; filename="{quoted}"\r\n\r\n'.encode()
     tail = f"\r\n--{boundary}--\r\n".encode()
-    headers = {"Content-Type": f"multipart/form-data; boundary={boundary}", "Content-Length": str(len(head) + size_bytes + len(tail))}
+    length = str(len(head) + size_bytes + len(tail))
+    headers = {"Content-Type": f"multipart/form-data; boundary={boundary}", "Content-Length": length}
     return lambda: itertools.chain([head], pieces(), [tail]), headers
 
 
@@ -72,7 +81,7 @@ def pieces_of(path: Path) -> Iterator[bytes]:
         yield from iter(lambda: file.read(PIECE_BYTES), b"")
 
 
-def download_folder(open_range: Callable[[Dict[str, str]], Any], to: os.PathLike) -> Path:
+def download_folder(open_range: Callable[[Dict[str, str]], Any], to: FilePath) -> Path:
     """Downloads a tar of files and makes it the folder `to`, which must be new or empty.
 
     `open_range` opens the archive with these headers. What has arrived lies beside `to` as `.NAME.HASH.part`, and a transfer that
@@ -91,7 +100,7 @@ def download_folder(open_range: Callable[[Dict[str, str]], Any], to: os.PathLike
         except (ValueError, tarfile.TarError) as damage:
             damaged += 1
             if damaged >= DAMAGED_TRIES:
-                raise Error(0, "damaged", f"the archive for {to} arrived {damaged} times as it should not be: {damage}") from damage
+                raise Error(0, "damaged", f"the archive for {to} arrived damaged {damaged} times: {damage}") from damage
         finally:
             part.unlink()
 
@@ -102,7 +111,8 @@ def _download(open_range: Callable[[Dict[str, str]], Any], to: Path) -> Tuple[Pa
     while True:
         # A byte of it tells its size and version. (A refusal of HEAD would not say why.)
         with open_range({"Range": "bytes=0-0"}) as first:
-            tag, size = first.headers["ETag"], int((first.headers["Content-Range"] or first.headers["Content-Length"]).rsplit("/")[-1])
+            tag, length = first.headers["ETag"], first.headers["Content-Range"] or first.headers["Content-Length"]
+        size = int(length.rsplit("/")[-1])
         part = to.with_name(f".{to.name}.{hashlib.sha256(tag.encode()).hexdigest()[:16]}.part")
         have = part.stat().st_size if part.exists() else 0
         if have == size:
