@@ -29,6 +29,12 @@ expected=$("$binary" --version)
 [[ $("$work/venv/bin/rlood" --version) == "$expected" ]]
 [[ $("$python" -m rlood --version) == "$expected" ]]
 [[ $("$python" -c 'import importlib.metadata as m; print("rlood", m.version("rlood"))') == "$expected" ]]
+for place in target prefix; do
+    "$python" -m pip install --quiet --no-index --ignore-installed "--$place" "$work/$place" "$wheel"
+    installed=$(find "$work/$place" -path '*/rlood/client.py' -printf '%h\n')
+    [[ $(PYTHONPATH=$(dirname "$installed") python3 -m rlood --version) == "$expected" ]]
+    [[ $(PYTHONPATH=$(dirname "$installed") python3 -c 'import rlood; print(rlood.find_rlood_bin())') == "$work/$place"/* ]]
+done
 
 "$python" -m unittest discover --start-directory "$root/python/tests" 2>&1 | tee tests
 echo "figure: client's tests: $(sed -n 's/^Ran \([0-9]*\) tests.*/\1/p' tests)"

@@ -23,9 +23,12 @@ def find_rlood_bin() -> str:
     if os.environ.get("RLOOD_BINARY"):
         return os.environ["RLOOD_BINARY"]
     package = Path(__file__).resolve().parent
-    folders: List[Any] = [sysconfig.get_path("scripts"), sysconfig.get_path("scripts", scheme="posix_user"),
-               package.parent / "bin",  # pip install --target
-               *(parent / "bin" for parent in package.parents if parent.name.startswith("lib"))]  # pip install --prefix
+    folders: List[Any] = [
+        sysconfig.get_path("scripts"),
+        sysconfig.get_path("scripts", scheme="posix_user"),
+        package.parent / "bin",  # pip install --target
+        *(parent.parent / "bin" for parent in package.parents if parent.name in ("lib", "lib64")),  # pip install --prefix
+    ]
     for folder in folders:
         if folder and (Path(folder) / "rlood").is_file():
             return str(Path(folder) / "rlood")
