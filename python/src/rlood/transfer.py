@@ -24,7 +24,7 @@ MOST_TRIES, DAMAGED_TRIES, PIECE_BYTES = 9, 3, 1 << 18
 
 
 def pause_s(failed: int) -> float:
-    """How long to wait after so many failures in a row: about 20 s in all, varied so that clients do not come back together."""
+    """How long to wait after so many failures in a row: about 15 s in all, varied so that clients do not come back together."""
     return min(5.0, 0.1 * 2**failed) * random.uniform(0.5, 1.0)
 
 
