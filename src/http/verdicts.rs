@@ -24,7 +24,9 @@ use super::tasks::{StateWord, TaskProgress};
 use crate::id::{CheckpointId, JobId, VerdictId};
 use crate::spec::{CheckpointChoice, VerdictDocument, VerdictSpec};
 use crate::store::{NewTask, TaskKind, TaskRow, clock_ms};
-use crate::verdict::{RowOutcome, VerdictError, VerdictResult, VerdictRow, VerdictSampling, VerdictWord};
+use crate::verdict::{
+    RowOutcome, VerdictError, VerdictResult, VerdictRow, VerdictSampling, VerdictWord, usual_sampling,
+};
 
 pub(crate) use judging::run;
 
@@ -177,7 +179,7 @@ async fn begin(state: AppState, id: JobId, body: Value) -> Result<Answer, Proble
         return Err(Problem::new(Code::NoEvaluation, detail));
     }
     let VerdictSpec { checkpoint, sampling } =
-        VerdictSpec::read(&body, &plan).map_err(|errors| invalid(Code::InvalidBody, errors))?;
+        VerdictSpec::read(&body, &plan, usual_sampling(&plan)).map_err(|errors| invalid(Code::InvalidBody, errors))?;
     let checkpoint = generate::find(&state, &job, checkpoint.unwrap_or(CheckpointChoice::Best)).await?;
     let request = json!(sampling);
     let known = state.store.task_list(TaskKind::Verdict, id, Some(checkpoint.id)).await?;
