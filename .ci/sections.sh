@@ -87,3 +87,9 @@ schemathesis() {
     binary
     EXAMPLES=30 tests/schemathesis/run.sh target/docker-out/rlood | figures '^Test cases:|generated'
 }
+
+section python-package "python3 with venv; PyPI for Jupyter" python scripts/python_types.py openapi src/http
+python-package() {
+    binary
+    python/tests/run.sh target/docker-out/rlood
+}

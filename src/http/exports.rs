@@ -186,12 +186,23 @@ async fn find(state: &AppState, id: ExportId) -> Result<TaskRow, Problem> {
 }
 
 /// Cancel an export. One that has ended stays as it is.
-#[utoipa::path(post, path = "/exports/{id}/cancel", tag = "Artifacts", params(("id" = ExportId, Path)), responses(
-    (status = 200, description = "The export", body = Export),
-    (status = 404, description = "No such export", body = ProblemBody)))]
-async fn cancel_export(State(state): State<AppState>, Path(id): Path<ExportId>) -> Result<Json<Export>, Problem> {
-    let row = state.store.task_cancel(TaskKind::Export, &id.to_string(), clock_ms()).await?;
-    Ok(Json(Export::of(row)?))
+#[utoipa::path(post, path = "/exports/{id}/cancel", tag = "Artifacts",
+    params(("id" = ExportId, Path), ("Idempotency-Key" = Option<String>, Header, description = "The same key gives the same answer for 24 hours")),
+    responses(
+        (status = 200, description = "The export", body = Export),
+        (status = 404, description = "No such export", body = ProblemBody)))]
+async fn cancel_export(
+    State(state): State<AppState>,
+    caller: Caller,
+    headers: HeaderMap,
+    Path(id): Path<ExportId>,
+) -> Result<Response, Problem> {
+    let store = state.store.clone();
+    let work = async move {
+        let row = store.task_cancel(TaskKind::Export, &id.to_string(), clock_ms()).await?;
+        Answer::new(StatusCode::OK, None, &Export::of(row)?)
+    };
+    once(&state, &caller, &headers, "POST /exports/{id}/cancel", &identity(id), work).await
 }
 
 /// Remove an export and its files; one that is under way is cancelled first.

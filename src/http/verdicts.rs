@@ -23,8 +23,10 @@ use super::list::{self, List, Time};
 use super::tasks::{StateWord, TaskProgress};
 use crate::id::{CheckpointId, JobId, VerdictId};
 use crate::spec::{CheckpointChoice, VerdictDocument, VerdictSpec};
-use crate::store::{NewTask, StoreError, TaskKind, TaskRow, clock_ms};
-use crate::verdict::{RowOutcome, VerdictError, VerdictResult, VerdictRow, VerdictSampling, VerdictWord};
+use crate::store::{NewTask, TaskKind, TaskRow, clock_ms};
+use crate::verdict::{
+    RowOutcome, VerdictError, VerdictResult, VerdictRow, VerdictSampling, VerdictWord, usual_sampling,
+};
 
 pub(crate) use judging::run;
 
@@ -177,7 +179,7 @@ async fn begin(state: AppState, id: JobId, body: Value) -> Result<Answer, Proble
         return Err(Problem::new(Code::NoEvaluation, detail));
     }
     let VerdictSpec { checkpoint, sampling } =
-        VerdictSpec::read(&body, &plan).map_err(|errors| invalid(Code::InvalidBody, errors))?;
+        VerdictSpec::read(&body, &plan, usual_sampling(&plan)).map_err(|errors| invalid(Code::InvalidBody, errors))?;
     let checkpoint = generate::find(&state, &job, checkpoint.unwrap_or(CheckpointChoice::Best)).await?;
     let request = json!(sampling);
     let known = state.store.task_list(TaskKind::Verdict, id, Some(checkpoint.id)).await?;
@@ -252,13 +254,21 @@ async fn list_verdict_rows(
 }
 
 /// Cancel a verdict. One that has ended stays as it is.
-#[utoipa::path(post, path = "/verdicts/{id}/cancel", tag = "Verdicts", params(("id" = VerdictId, Path)), responses(
-    (status = 200, description = "The verdict", body = Verdict),
-    (status = 404, description = "No such verdict", body = ProblemBody)))]
-async fn cancel_verdict(State(state): State<AppState>, Path(id): Path<VerdictId>) -> Result<Json<Verdict>, Problem> {
-    let row = match state.store.task_cancel(TaskKind::Verdict, &id.to_string(), clock_ms()).await {
-        Err(StoreError::NotFound { .. }) => return Err(Problem::not_found("verdict", id)),
-        row => row?,
+#[utoipa::path(post, path = "/verdicts/{id}/cancel", tag = "Verdicts",
+    params(("id" = VerdictId, Path), ("Idempotency-Key" = Option<String>, Header, description = "The same key gives the same answer for 24 hours")),
+    responses(
+        (status = 200, description = "The verdict", body = Verdict),
+        (status = 404, description = "No such verdict", body = ProblemBody)))]
+async fn cancel_verdict(
+    State(state): State<AppState>,
+    caller: Caller,
+    headers: HeaderMap,
+    Path(id): Path<VerdictId>,
+) -> Result<Response, Problem> {
+    let store = state.store.clone();
+    let work = async move {
+        let row = store.task_cancel(TaskKind::Verdict, &id.to_string(), clock_ms()).await?;
+        Answer::new(StatusCode::OK, None, &Verdict::of(row)?)
     };
-    Ok(Json(Verdict::of(row)?))
+    once(&state, &caller, &headers, "POST /verdicts/{id}/cancel", &identity(id), work).await
 }

@@ -10,6 +10,7 @@ use tempfile::TempDir;
 use crate::processes::{Server, binary, model_copy, spec};
 
 mod jobs;
+mod judging;
 mod names;
 mod pages;
 mod pull;

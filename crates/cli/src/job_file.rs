@@ -107,8 +107,8 @@ impl Setting {
             if !key.is_empty() {
                 steps.push(key.parse().map_or_else(|_| Step::Key(key.to_owned()), Step::Index));
             }
-            for index in indexes.split_terminator(']') {
-                let index = index.strip_prefix('[').and_then(|index| index.parse().ok());
+            for index in indexes.split_inclusive(']') {
+                let index = index.strip_prefix('[').and_then(|index| index.strip_suffix(']')?.parse().ok());
                 steps.push(Step::Index(
                     index.ok_or_else(|| format!("'{part}' in '{path}' is no index of a list: write rewards[0]"))?,
                 ));

@@ -7,7 +7,7 @@ use sqlx::sqlite::{SqliteConnection, SqliteRow};
 use super::{Doing, StoreError, column, corrupt, count_column, id_column, int, json_column, word_column};
 use crate::id::{CheckpointId, JobId, VerdictId};
 use crate::spec::Plan;
-use crate::verdict::VerdictSampling;
+use crate::verdict::usual_sampling;
 
 /// What a task does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -155,7 +155,7 @@ pub(super) async fn verdict_begin(
         .await
         .doing("read the best checkpoint")?;
     let Some(best) = best else { return Ok(None) };
-    let sampling = serde_json::to_value(VerdictSampling::of_plan(plan)).map_err(corrupt("request"))?;
+    let sampling = serde_json::to_value(usual_sampling(plan)).map_err(corrupt("request"))?;
     let new = NewTask {
         id: VerdictId::new().to_string(),
         kind: TaskKind::Verdict,

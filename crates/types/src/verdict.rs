@@ -20,6 +20,8 @@ use crate::one_shot::ChildLine;
 use crate::probe::verdict::{combined_range, range_of};
 use crate::spec::{Plan, RewardPlan, RewardSecrets};
 
+pub use crate::spec::VerdictSampling;
+
 /// Rows won and lost that a result shows; all of them are in the verdict's rows.
 const EXAMPLES: usize = 3;
 
@@ -54,27 +56,14 @@ pub struct JudgeTask {
     pub memory_limit_bytes: Option<u64>,
 }
 
-/// How a verdict samples both models.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, ToSchema)]
-pub struct VerdictSampling {
-    /// Completions of each model a row; their rewards are averaged within the row.
-    pub num_generations: u32,
-    /// 0 = greedy.
-    pub temperature: f64,
-    /// The reward from which a completion passes, for pass@k; null = unknown.
-    pub pass_threshold: Option<f64>,
-}
-
-impl VerdictSampling {
-    /// The sampling of the job's evaluation; a completion passes with the highest reward that can be, where that is known.
-    pub fn of_plan(plan: &Plan) -> Self {
-        let eval = plan.eval.as_ref();
-        let ranges: Vec<_> = judging_rewards(plan).iter().map(range_of).collect();
-        Self {
-            num_generations: eval.map_or(1, |eval| eval.num_generations),
-            temperature: eval.map_or(0.0, |eval| eval.temperature),
-            pass_threshold: combined_range(judging_rewards(plan), &ranges).map(|(_, highest)| highest),
-        }
+/// The sampling of the job's evaluation; a completion passes with the highest reward that can be, where that is known.
+pub fn usual_sampling(plan: &Plan) -> VerdictSampling {
+    let eval = plan.eval.as_ref();
+    let ranges: Vec<_> = judging_rewards(plan).iter().map(range_of).collect();
+    VerdictSampling {
+        num_generations: eval.map_or(1, |eval| eval.num_generations),
+        temperature: eval.map_or(0.0, |eval| eval.temperature),
+        pass_threshold: combined_range(judging_rewards(plan), &ranges).map(|(_, highest)| highest),
     }
 }
 

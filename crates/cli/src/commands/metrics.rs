@@ -24,11 +24,11 @@ pub struct Metrics {
     #[arg(long, value_delimiter = ',', value_name = "NAME,…")]
     pub keys: Vec<String>,
 
-    /// From this step on.
+    /// Only steps from this one on.
     #[arg(long, value_name = "STEP")]
     pub min_step: Option<u64>,
 
-    /// Up to this step.
+    /// Only steps up to this one.
     #[arg(long, value_name = "STEP")]
     pub max_step: Option<u64>,
 

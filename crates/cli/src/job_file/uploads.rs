@@ -40,6 +40,7 @@ const MAX_CANONICAL_BYTES: u64 = 1 << 30;
 /// # Errors
 /// When a file is missing, or the server refuses it.
 pub async fn replace_local_files(context: &Context, job: &mut JobFile) -> Result<(), CliError> {
+    map_warm_up_file(&mut job.document);
     for place in PLACES {
         let mut document = std::mem::take(&mut job.document);
         let at = place.iter().try_fold(&mut document, |at, key| at.get_mut(*key));
@@ -59,6 +60,20 @@ pub async fn replace_local_files(context: &Context, job: &mut JobFile) -> Result
         replaced?;
     }
     register_folder(context, job).await
+}
+
+/// The mapping of a warm-up's rows is applied when their file is uploaded: without it the server may not know the prompts.
+fn map_warm_up_file(document: &mut Value) {
+    let Some(warm_up) = document.get_mut("warm_up").and_then(Value::as_object_mut) else { return };
+    let file = match warm_up.get("dataset") {
+        Some(Value::String(text)) if text.parse::<DatasetId>().is_err() => json!({FILE: text}),
+        Some(Value::Object(fields)) if fields.contains_key(FILE) && !fields.contains_key("map") => json!(fields),
+        _ => return,
+    };
+    if let Some(map) = warm_up.shift_remove("map") {
+        warm_up.insert("dataset".to_owned(), file);
+        warm_up["dataset"]["map"] = map;
+    }
 }
 
 /// Uploads the file of one source, if it names one.
@@ -206,4 +221,31 @@ async fn register_folder(context: &Context, job: &mut JobFile) -> Result<(), Cli
     context.out.note(format!("{given} is registered as {}", shown(&answer.value["id"])));
     job.document["model"] = answer.value["id"].clone();
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_mapping_of_a_warm_up_goes_with_its_file() {
+        let map = json!({"prompt": "question", "completion": "answer"});
+        for (dataset, moves) in [
+            (json!("rows.jsonl"), true),
+            (json!({"file": "rows.jsonl", "limit": 5}), true),
+            (json!({"file": "rows.jsonl", "map": {"prompt": "q"}}), false),
+            (json!({"id": "ds_01jd0000000000000000000000"}), false),
+            (json!("ds_01jd0000000000000000000000"), false),
+        ] {
+            let mut document = json!({"warm_up": {"dataset": dataset, "map": map, "steps": 3}});
+            map_warm_up_file(&mut document);
+            assert_eq!(document["warm_up"].get("map").is_none(), moves, "{dataset}");
+            if moves {
+                assert_eq!(
+                    (&document["warm_up"]["dataset"]["file"], &document["warm_up"]["dataset"]["map"]),
+                    (&json!("rows.jsonl"), &map)
+                );
+            }
+        }
+    }
 }

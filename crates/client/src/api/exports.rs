@@ -101,6 +101,14 @@ impl Client {
         self.download(call, to, Some(file.sha256)).await
     }
 
+    /// Downloads all files of an export in one tar.
+    ///
+    /// # Errors
+    /// `not_ready` before the end, or any other [`Error`].
+    pub async fn download_export_archive(&self, id: ExportId, to: &Path) -> Result<Downloaded, Error> {
+        self.download(self.get(&["exports", &id.to_string(), "archive.tar"]), to, None).await
+    }
+
     /// Downloads all files of an export into a folder, which is made if it is not there. Files that are there and whole are not
     /// asked for again.
     ///

@@ -9,6 +9,8 @@ const OTHERWISE: &[(&str, Option<&str>)] = &[
     ("get_archive", Some("download_archive")),
     ("get_content", Some("download_dataset")),
     ("get_file", Some("download_file")),
+    ("get_export_archive", Some("download_export_archive")),
+    ("get_export_file", Some("download_export_file")),
     // A cookie for browsers; programs have their key.
     ("open_session", None),
     ("end_session", None),

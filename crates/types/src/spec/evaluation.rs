@@ -10,7 +10,7 @@ use super::foreign::advice;
 use super::reader::{Field, Reader};
 use super::rewards::read_rewards;
 use super::secrets::{eval_secret_name, guard_secret_name};
-use super::settings::{EVAL, Range};
+use super::settings::{DEFAULT_MARGIN, EVAL, Range};
 use super::sources::{DatasetSource, read_dataset};
 use super::{RewardPlan, RewardSecrets, SplitRule};
 
@@ -78,8 +78,6 @@ pub const DEFAULT_TEST_FRACTION: f64 = 0.1;
 pub const FEWEST_TEST_ROWS: u64 = 50;
 /// Most rows of a test set that is taken from the training dataset.
 pub const MOST_TEST_ROWS: u64 = 500;
-/// How far the reward of a guard set may fall by default.
-pub const DEFAULT_MARGIN: f64 = 0.02;
 
 /// The evaluation, and the secrets of its own rewards, by the names they are kept under.
 pub(super) fn read_eval(reader: Reader<'_>) -> (EvalSpec, BTreeMap<String, RewardSecrets>) {

@@ -29,7 +29,7 @@ use utoipa::openapi::schema::Schema;
 use super::reader::Field;
 
 pub(super) use checkpoints::CHECKPOINTS;
-pub(super) use eval::{EVAL, WARM_START};
+pub(super) use eval::{DEFAULT_MARGIN, EVAL, WARM_START};
 pub(super) use lora::{ALL_LINEAR, LORA};
 pub(super) use optimizer::OPTIMIZER;
 pub use page::settings_page;

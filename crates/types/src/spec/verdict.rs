@@ -1,5 +1,6 @@
 //! A verdict as it is asked for: a checkpoint, and how to sample.
 
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use utoipa::openapi::RefOr;
 use utoipa::openapi::schema::{ObjectBuilder, Schema, Type};
@@ -10,10 +11,20 @@ use super::reader::{Errors, FieldError, Reader};
 use super::schema::{closed, integer_of};
 use super::settings::GREEDY;
 use super::{Plan, foreign::advice};
-use crate::verdict::VerdictSampling;
 
 /// Most completions of each model a row.
 pub const MAX_SAMPLES: u64 = 64;
+
+/// How a verdict samples both models.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct VerdictSampling {
+    /// Completions of each model a row; their rewards are averaged within the row.
+    pub num_generations: u32,
+    /// 0 = greedy.
+    pub temperature: f64,
+    /// The reward from which a completion passes, for pass@k; null = unknown.
+    pub pass_threshold: Option<f64>,
+}
 
 /// A verdict, as asked for.
 #[derive(Debug, Clone, PartialEq)]
@@ -25,16 +36,15 @@ pub struct VerdictSpec {
 }
 
 impl VerdictSpec {
-    /// Reads one; what it does not say is as in the job's evaluation.
+    /// Reads one; what it does not say is as `usual`.
     ///
     /// # Errors
     /// Everything that is wrong, with pointers into the document.
-    pub fn read(document: &Value, plan: &Plan) -> Result<Self, Vec<FieldError>> {
+    pub fn read(document: &Value, plan: &Plan, usual: VerdictSampling) -> Result<Self, Vec<FieldError>> {
         let errors = Errors::default();
         let reader = Reader::document(document, &errors);
         let checkpoint = reader.field("checkpoint");
         let checkpoint = checkpoint.value().map(|_| read_checkpoint(&checkpoint));
-        let usual = VerdictSampling::of_plan(plan);
         let samples = reader.field("num_generations").whole(1..=MAX_SAMPLES).unwrap_or(usual.num_generations);
         let given = reader.field("temperature");
         let temperature = given.number_in(GREEDY).unwrap_or(match usual.temperature {

@@ -56,7 +56,7 @@ fn rows(set: RowSet, won: u64, lost: u64, tied: u64) -> Vec<VerdictRow> {
 }
 
 fn judged(rows: &[VerdictRow], plan: &Plan) -> VerdictResult {
-    VerdictResult::of(rows, plan, RowsFrom::TestFraction, VerdictSampling::of_plan(plan))
+    VerdictResult::of(rows, plan, RowsFrom::TestFraction, usual_sampling(plan))
 }
 
 #[test]
@@ -113,7 +113,7 @@ fn samples_are_averaged_within_a_row_and_give_pass_at_k() {
     let plan = plan(
         json!({"dataset": {"records": [{"prompt": "p", "answer": "a"}]}, "num_generations": 4, "temperature": 1.0}),
     );
-    let sampling = VerdictSampling::of_plan(&plan);
+    let sampling = usual_sampling(&plan);
     assert_eq!((sampling.num_generations, sampling.pass_threshold), (4, Some(1.0)));
     let quarter = answers(&[Some(1.0), Some(0.0), Some(0.0), Some(0.0)]);
     let half = answers(&[Some(1.0), Some(1.0), Some(0.0), Some(0.0)]);

@@ -9,9 +9,11 @@ use super::sampling::{GREEDY, MIN_P, REPETITION_PENALTY, TOP_K, TOP_P};
 use super::{Kind, MAX_STEPS, Range, Resume, Section, Setting, Trl, words_of};
 use crate::id::{AdapterId, CheckpointId};
 use crate::spec::Reference;
-use crate::spec::evaluation::DEFAULT_MARGIN;
 use crate::spec::reader::Field;
 use crate::spec::schema::{dataset, rewards, string};
+
+/// How far the reward of a guard set may fall by default.
+pub(in crate::spec) const DEFAULT_MARGIN: f64 = 0.02;
 
 pub(in crate::spec) static EVAL: Section = Section::new(
     "eval",

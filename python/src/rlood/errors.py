@@ -1,0 +1,69 @@
+"""The error that every method of the client raises when the server refuses."""
+
+from __future__ import annotations
+
+import json
+import ssl
+import urllib.error
+from typing import Iterable, Optional
+
+from . import types
+
+LONGEST_RETRY_AFTER_S = 60.0
+# These pass in seconds, if the server does not say otherwise. 0: it could not be reached.
+PASSING = (0, 408, 425, 429, 500, 502, 503, 504)
+
+
+class Error(Exception):
+    """The server refused a request, or could not be reached (`status` is 0).
+
+    `code` is a stable word for programs, `detail` says what happened and what to do. `errors` lists everything that is
+    wrong with a request, each with its `pointer`. The server's log has the `request_id`.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        detail: str,
+        errors: Iterable[types.ProblemItem] = (),
+        request_id: Optional[str] = None,
+    ):
+        self.status, self.code, self.detail, self.request_id = status, code, detail, request_id
+        self.errors = list(errors)
+        self.retryable, self.retry_after_s = True, 0.0
+        lines = [f"{status} {code}: {detail}"] + [f"  {item['pointer']}: {item['detail']}" for item in self.errors]
+        super().__init__("\n".join(lines) + (f" ({request_id})" if request_id else ""))
+
+    @classmethod
+    def of(cls, answer: urllib.error.HTTPError) -> Error:
+        """Reads the answer. A page that is no problem of the server's, a proxy's say, is quoted."""
+        try:
+            text = answer.read(1 << 20).decode(errors="replace")
+        except Exception:  # it broke off; the status is known
+            text = ""
+        try:
+            body = json.loads(text)
+            error = cls(answer.code, body["code"], body["detail"], body.get("errors", ()), body.get("request_id"))
+            error.retryable = bool(body.get("retryable"))
+        except (ValueError, LookupError, TypeError, AttributeError):
+            error = cls(answer.code, "http", f"{answer.reason}: {text[:300]}".strip(": "))
+        wait = answer.headers.get("Retry-After", "")
+        error.retry_after_s = float(wait) if wait.isdigit() else 0.0
+        return error
+
+    @classmethod
+    def unreachable(cls, what: str, cause: Exception) -> Error:
+        """The error of a connection that failed."""
+        reason = getattr(cause, "reason", cause)
+        if isinstance(reason, ConnectionRefusedError):
+            reason = f"{reason}: start a server with `rlood serve`, or name another address"
+        error = cls(0, "unreachable", f"{what}: {reason}")
+        # A certificate does not become valid by waiting.
+        error.retryable = not isinstance(reason, ssl.SSLCertVerificationError)
+        return error
+
+    def may_pass(self) -> bool:
+        """Whether the same request may succeed in a moment."""
+        passing = self.status in PASSING or self.code in ("body_interrupted", "idempotency_in_flight")
+        return passing and self.retryable and self.retry_after_s <= LONGEST_RETRY_AFTER_S

@@ -1,0 +1,1931 @@
+"""What the API takes and returns. Generated from openapi/openapi.json by scripts/python_types.py: do not edit.
+
+These are plain dicts. The names are for editors and type checkers; nothing is checked when a program runs, and an answer
+may have fields that are not named here.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List, Literal, Optional, TypedDict, Union
+
+Time = str
+
+
+class FileEntry(TypedDict):
+    """A file of a checkpoint."""
+
+    name: str
+    sha256: str
+    size_bytes: int
+
+CheckpointId = str
+
+JobId = str
+
+
+class Checkpoint(TypedDict):
+    """A published checkpoint."""
+
+    best: bool
+    created_at: Time
+    files: List[FileEntry]
+    id: CheckpointId
+    job_id: JobId
+    metrics: Dict[str, Optional[float]]
+    pinned: bool
+    step: int
+
+DatasetId = str
+
+
+class _DatasetRequired(TypedDict):
+    columns: List[str]
+    created_at: Time
+    id: DatasetId
+    num_rows: int
+    owner: str
+    sha256: str
+    size_bytes: int
+
+
+class Dataset(_DatasetRequired, total=False):
+    """A dataset."""
+
+    name: Optional[str]
+    origin: Optional[Dict[str, Any]]
+
+Unique = Union[str, List[str]]
+
+
+class DatasetMap(TypedDict, total=False):
+    """What a row becomes."""
+
+    chat: Optional[bool]
+    columns: Dict[str, str]
+    cut_answer: bool
+    drop: Optional[List[str]]
+    keep: Optional[List[str]]
+    prompt: Optional[str]
+    system: Optional[str]
+    unique: Optional[Unique]
+    where: Optional[str]
+
+
+class Event(TypedDict):
+    """An event of a job."""
+
+    attempt: int
+    data: Any
+    seq: int
+    time: Time
+    type: str
+
+ExportDtype = Literal["float32", "float16", "bfloat16"]
+
+
+class ExportError(TypedDict):
+    """Why there is no export."""
+
+    code: str
+    message: str
+
+ExportFormat = Literal["merged"]
+
+ExportId = str
+
+
+class TaskProgress(TypedDict):
+    """How far a task is."""
+
+    done: int
+    total: int
+
+TaskState = Literal["queued", "running", "succeeded", "failed", "cancelled"]
+
+
+class Survived(TypedDict):
+    """What of an adapter's update survives the rounding to the dtype."""
+
+    cosine: float
+    fraction: float
+
+
+class _ExportRequired(TypedDict):
+    checkpoint_id: CheckpointId
+    created_at: Time
+    files: List[FileEntry]
+    format: ExportFormat
+    id: ExportId
+    job_id: JobId
+    progress: TaskProgress
+    state: TaskState
+    step: int
+
+
+class Export(_ExportRequired, total=False):
+    """A checkpoint in another form."""
+
+    advice: Optional[str]
+    dtype: Optional[ExportDtype]
+    error: Optional[ExportError]
+    expires_at: Optional[Time]
+    finished_at: Optional[Time]
+    size_bytes: Optional[int]
+    started_at: Optional[Time]
+    survived: Optional[Survived]
+
+
+class _ExportRequestRequired(TypedDict):
+    format: ExportFormat
+
+
+class ExportRequest(_ExportRequestRequired, total=False):
+    """An export, as asked for."""
+
+    dtype: Optional[ExportDtype]
+
+
+class GenerationRequestPrompt2Item(TypedDict):
+    content: str
+    role: str
+
+
+class GenerationRequestSampling(TypedDict, total=False):
+    """What differs from the job's own; temperature 0 = greedy."""
+
+    chat_template_kwargs: Dict[str, Any]
+    max_completion_length: int
+    min_p: float
+    repetition_penalty: float
+    stop: List[str]
+    temperature: float
+    top_k: int
+    top_p: float
+
+
+class _GenerationRequestRequired(TypedDict):
+    prompt: Union[str, List[GenerationRequestPrompt2Item]]
+
+
+class GenerationRequest(_GenerationRequestRequired, total=False):
+    checkpoint: Union[Literal["last", "best", "result"], int, str]
+    num_generations: int
+    sampling: GenerationRequestSampling
+    seed: int
+
+FinishReason = Literal["stop", "length"]
+
+
+class GeneratedText(TypedDict):
+    """One completion."""
+
+    completion: str
+    finish_reason: FinishReason
+    num_tokens: int
+
+
+class RenderedPrompt(TypedDict):
+    """A prompt as the model saw it."""
+
+    num_tokens: int
+    text: str
+
+
+class SamplingPlan(TypedDict):
+    """Rollouts."""
+
+    chat_template_kwargs: Dict[str, Any]
+    max_completion_length: int
+    min_p: float
+    repetition_penalty: float
+    stop: List[str]
+    temperature: float
+    top_k: int
+    top_p: float
+
+Weights = Literal["adapter", "model"]
+
+
+class GenerationResult(TypedDict):
+    """Completions of the base model and of a checkpoint, to the same prompt, with the same random numbers."""
+
+    base: List[GeneratedText]
+    checkpoint_id: CheckpointId
+    job_id: JobId
+    model: str
+    prompt: RenderedPrompt
+    sampling: SamplingPlan
+    seconds: float
+    seed: int
+    step: int
+    trained: List[GeneratedText]
+    weights: Weights
+
+Phase = Literal["loading", "rollout", "reward", "train", "eval", "checkpoint"]
+
+
+class _AttemptEndRequired(TypedDict):
+    attempt: int
+    reason: str
+    step: int
+    time_ms: int
+
+
+class AttemptEnd(_AttemptEndRequired, total=False):
+    """How one attempt ended."""
+
+    detail: Optional[str]
+    memory_bytes: Optional[int]
+    phase: Optional[Phase]
+
+
+class _ObservationRequired(TypedDict):
+    from_step: int
+    metric: str
+    statistic: str
+    to_step: int
+    value: float
+
+
+class Observation(_ObservationRequired, total=False):
+    """One number that speaks for an alert."""
+
+    limit: Optional[float]
+
+OnAlert = Literal["note", "pause", "stop"]
+
+Rule = Literal[
+    "high_variance",
+    "kl_explosion",
+    "reward_collapse",
+    "length_explosion",
+    "empty_output",
+    "reward_hacking",
+    "cold_start",
+    "nothing_to_learn",
+    "adapter_unchanged",
+    "entropy_collapse",
+    "slow_reward",
+    "non_finite",
+    "many_restarts",
+]
+
+Severity = Literal["info", "warning", "critical"]
+
+
+class _JobAlertRequired(TypedDict):
+    evidence: List[Observation]
+    fix: str
+    message: str
+    on_alert: OnAlert
+    rule: Rule
+    severity: Severity
+    since_step: int
+    step: int
+    time: Time
+
+
+class JobAlert(_JobAlertRequired, total=False):
+    """An alert of a job, one episode."""
+
+    ends: List[AttemptEnd]
+    cleared_step: Optional[int]
+
+EndingCode = Literal["early_stopping", "alert", "diverged"]
+
+
+class Marked(TypedDict):
+    """A checkpoint and its step."""
+
+    id: CheckpointId
+    step: int
+
+
+class _JobEndingRequired(TypedDict):
+    code: EndingCode
+    message: str
+    step: int
+
+
+class JobEnding(_JobEndingRequired, total=False):
+    """Why a job ended before its last step."""
+
+    best: Optional[float]
+    best_step: Optional[int]
+    good_before_step: Optional[int]
+    metric: Optional[str]
+    rule: Optional[Rule]
+    checkpoint: Optional[Marked]
+
+FailureClass = Literal["user", "reward", "infra"]
+
+_FailureRequiredFields = TypedDict("_FailureRequiredFields", {"class": "FailureClass", "code": "str", "message": "str"}, total=True)
+
+
+class _FailureRequired(_FailureRequiredFields):
+    pass
+
+
+class Failure(_FailureRequired, total=False):
+    """Why a job failed, and what to do."""
+
+    phase: Optional[Phase]
+    step: Optional[int]
+    suggestion: Optional[str]
+
+SplitRule = Literal["row_number", "prompt_hash"]
+
+SumOrder = Literal["v1"]
+
+TieRule = Literal["std", "equal"]
+
+
+class Arithmetic(TypedDict, total=False):
+    """The rules that decide the bits of a run; absent = those of rlood 0.1."""
+
+    split: SplitRule
+    sums: SumOrder
+    ties: TieRule
+
+
+class _CheckpointPlanRequired(TypedDict):
+    every_steps: int
+    keep_best: int
+    keep_last: int
+
+
+class CheckpointPlan(_CheckpointPlanRequired, total=False):
+    """When to save and what to keep."""
+
+    every_seconds: Optional[int]
+    greater_is_better: Optional[bool]
+    metric_for_best: Optional[str]
+
+
+class SourcePlan(TypedDict):
+    """One of several sources of prompts."""
+
+    name: str
+    num_rows: int
+    weight: float
+
+
+class _DatasetPlanRequired(TypedDict):
+    id: DatasetId
+    num_rows: int
+    sha256: str
+
+
+class DatasetPlan(_DatasetPlanRequired, total=False):
+    """A dataset and which of its columns matter."""
+
+    sources: List[SourcePlan]
+
+
+class _RulePlanRequired(TypedDict):
+    enabled: bool
+
+
+class RulePlan(_RulePlanRequired, total=False):
+    """One rule's own settings."""
+
+    on_alert: Optional[OnAlert]
+
+
+class _DoctorPlanRequired(TypedDict):
+    on_alert: OnAlert
+
+
+class DoctorPlan(_DoctorPlanRequired, total=False):
+    """What alerts do."""
+
+    rules: Dict[str, RulePlan]
+
+
+class EarlyStoppingPlan(TypedDict):
+    """Ends a run that does not get better."""
+
+    greater_is_better: bool
+    metric: str
+    min_delta: float
+    patience: int
+
+RewardPlan = Dict[str, Any]
+
+
+class _GuardPlanRequired(TypedDict):
+    dataset: DatasetPlan
+    margin: float
+
+
+class GuardPlan(_GuardPlanRequired, total=False):
+    """Prompts on which the trained model must not be worse than the base model."""
+
+    rewards: Optional[List[RewardPlan]]
+
+
+class _EvalPlanRequired(TypedDict):
+    before_start: bool
+    dataset: DatasetPlan
+    every_steps: int
+    num_generations: int
+    temperature: float
+
+
+class EvalPlan(_EvalPlanRequired, total=False):
+    """Evaluation on prompts of its own, or on rows held out of the training dataset."""
+
+    auto_verdict: bool
+    fraction: Optional[float]
+    guard: Optional[GuardPlan]
+    held_out_rows: Optional[int]
+    min_p: Optional[float]
+    repetition_penalty: Optional[float]
+    rewards: Optional[List[RewardPlan]]
+    test_dataset: Optional[DatasetPlan]
+    test_fraction: Optional[float]
+    test_rows: Optional[int]
+    top_k: Optional[int]
+    top_p: Optional[float]
+
+
+class _LoraPlanRequired(TypedDict):
+    alpha: float
+    dropout: float
+    r: int
+    target_modules: List[str]
+    use_rslora: bool
+
+
+class LoraPlan(_LoraPlanRequired, total=False):
+    """The adapter."""
+
+    alpha_pattern: Dict[str, float]
+    rank_pattern: Dict[str, int]
+
+
+class ModelPlan(TypedDict):
+    """The base model."""
+
+    id: str
+    sha256: str
+
+OptimizerKind = Literal["adamw", "adamw_8bit"]
+
+LrSchedulerType = Literal["constant", "linear", "cosine"]
+
+
+class _OptimizerPlanRequired(TypedDict):
+    adam_beta1: float
+    adam_beta2: float
+    adam_epsilon: float
+    learning_rate: float
+    lr_scheduler_type: LrSchedulerType
+    max_grad_norm: float
+    warmup_steps: int
+    weight_decay: float
+
+
+class OptimizerPlan(_OptimizerPlanRequired, total=False):
+    """AdamW and its schedule."""
+
+    kind: OptimizerKind
+
+Combine = Literal["renormalize", "nansum"]
+
+Estimator = Literal["rloo", "grpo", "dr_grpo", "reinforce_pp", "reinforce_pp_baseline", "remax", "reinforce"]
+
+KlEstimator = Literal["k1", "k2", "k3"]
+
+KlIn = Literal["reward", "loss"]
+
+Loss = Literal["sequence", "token_mean", "seq_mean_token_mean", "dr_grpo", "gspo"]
+
+RewardNormalization = Literal["none", "batch", "running"]
+
+
+class _RlooPlanRequired(TypedDict):
+    beta: float
+    combine: Combine
+    epsilon: float
+    epsilon_high: float
+    mask_truncated_completions: bool
+    normalize_advantages: bool
+    num_generations: int
+    num_iterations: int
+    steps_per_generation: int
+
+
+class RlooPlan(_RlooPlanRequired, total=False):
+    """The algorithm (`rloo.md`)."""
+
+    drop_tied_groups: bool
+    estimator: Estimator
+    kl_estimator: KlEstimator
+    kl_in: KlIn
+    length_penalty: float
+    loss: Loss
+    max_refills: int
+    min_informative_groups: int
+    overlap: bool
+    reward_clip_range: Optional[List[Any]]
+    reward_normalization: RewardNormalization
+    soft_overlong: Optional[int]
+
+
+class _TotalsRequired(TypedDict):
+    completions: int
+    completions_per_step: int
+    dropped_rows_per_epoch: int
+    epochs: float
+    generation_blocks: int
+    max_completion_tokens: int
+    optimizer_steps: int
+    prompts_per_block: int
+
+
+class Totals(_TotalsRequired, total=False):
+    """The arithmetic of a run, echoed so that nobody is surprised."""
+
+    greedy_completions: int
+    max_refill_completions: int
+
+ComputeDtype = Literal["f32", "bf16"]
+
+
+class _TrainingPlanRequired(TypedDict):
+    max_steps: int
+    prompts_per_step: int
+    seed: int
+    shuffle_dataset: bool
+
+
+class TrainingPlan(_TrainingPlanRequired, total=False):
+    """Batches, length, seed."""
+
+    dtype: ComputeDtype
+    gradient_checkpointing: bool
+    max_attempts: Optional[int]
+    micro_batch_tokens: int
+
+AdapterId = str
+
+
+class AdapterPlan(TypedDict, total=False):
+    """A PEFT adapter from elsewhere."""
+
+    hub: Optional[str]
+    revision: Optional[str]
+    upload: Optional[AdapterId]
+
+Reference = Literal["base", "initial"]
+
+
+class _WarmStartPlanRequired(TypedDict):
+    reference: Reference
+
+
+class WarmStartPlan(_WarmStartPlanRequired, total=False):
+    """Where a run's weights come from, and what its KL penalty holds on to."""
+
+    adapter: Optional[AdapterPlan]
+    checkpoint: Optional[CheckpointId]
+
+
+class _PlanRequired(TypedDict):
+    checkpoints: CheckpointPlan
+    dataset: DatasetPlan
+    metadata: Dict[str, str]
+    model: ModelPlan
+    optimizer: OptimizerPlan
+    rewards: List[RewardPlan]
+    rloo: RlooPlan
+    sampling: SamplingPlan
+    totals: Totals
+    training: TrainingPlan
+
+
+class Plan(_PlanRequired, total=False):
+    """Everything a run needs to know, with no default left open."""
+
+    arithmetic: Arithmetic
+    doctor: DoctorPlan
+    early_stopping: Optional[EarlyStoppingPlan]
+    eval: Optional[EvalPlan]
+    lora: Optional[LoraPlan]
+    name: Optional[str]
+    reward_models: Dict[str, str]
+    warm_start: Optional[WarmStartPlan]
+
+Requested = Literal["cancel", "pause"]
+
+State = Literal["queued", "running", "paused", "succeeded", "failed", "cancelled"]
+
+TrainingPhase = Literal["exploration", "exploitation", "convergence"]
+
+
+class _PhaseChangeRequired(TypedDict):
+    evidence: List[Observation]
+    phase: TrainingPhase
+    step: int
+
+PhaseChangeFields = TypedDict("PhaseChangeFields", {"from": "Optional[TrainingPhase]"}, total=False)
+
+
+class PhaseChange(PhaseChangeFields, total=False):
+    """The run entered a phase."""
+
+    pass
+
+
+class _JobRequired(TypedDict):
+    alerts: List[JobAlert]
+    attempt: int
+    created_at: Time
+    id: JobId
+    last_seq: int
+    metadata: Dict[str, str]
+    owner: str
+    plan: Plan
+    server_errors: int
+    state: State
+    step: int
+    total_steps: int
+
+
+class Job(_JobRequired, total=False):
+    """A job."""
+
+    device: Optional[str]
+    ending: Optional[JobEnding]
+    eta_s: Optional[float]
+    failure: Optional[Failure]
+    finished_at: Optional[Time]
+    name: Optional[str]
+    parent: Optional[JobId]
+    phase: Optional[Phase]
+    queue_position: Optional[int]
+    requested: Optional[Requested]
+    started_at: Optional[Time]
+    status_reason: Optional[str]
+    training_phase: Optional[PhaseChange]
+
+
+class JobSpecCheckpoints(TypedDict, total=False):
+    """When to save and what to keep."""
+
+    every_seconds: Optional[int]
+    every_steps: int
+    greater_is_better: Optional[bool]
+    keep_best: int
+    keep_last: int
+    metric_for_best: Optional[str]
+
+
+class JobSpecDataset1(TypedDict, total=False):
+    """The training prompts."""
+
+    config: str
+    hub: str
+    id: str
+    limit: int
+    map: DatasetMap
+    records: List[Dict[str, Any]]
+    revision: str
+    seed: int
+    sources: List[SourcePlan]
+    split: str
+
+
+class JobSpecDataset2Item(TypedDict, total=False):
+    """One of several sources."""
+
+    config: str
+    hub: str
+    id: str
+    limit: int
+    map: DatasetMap
+    name: str
+    records: List[Dict[str, Any]]
+    revision: str
+    seed: int
+    split: str
+    weight: float
+
+
+class JobSpecDoctorRulesAdapterUnchanged1(TypedDict, total=False):
+    enabled: bool
+    on_alert: Literal["note", "pause", "stop"]
+
+
+class JobSpecDoctorRules(TypedDict, total=False):
+    """Rules that differ, by name; false switches one off."""
+
+    adapter_unchanged: Union[JobSpecDoctorRulesAdapterUnchanged1, bool]
+    cold_start: Union[JobSpecDoctorRulesAdapterUnchanged1, bool]
+    empty_output: Union[JobSpecDoctorRulesAdapterUnchanged1, bool]
+    entropy_collapse: Union[JobSpecDoctorRulesAdapterUnchanged1, bool]
+    high_variance: Union[JobSpecDoctorRulesAdapterUnchanged1, bool]
+    kl_explosion: Union[JobSpecDoctorRulesAdapterUnchanged1, bool]
+    length_explosion: Union[JobSpecDoctorRulesAdapterUnchanged1, bool]
+    non_finite: Union[JobSpecDoctorRulesAdapterUnchanged1, bool]
+    nothing_to_learn: Union[JobSpecDoctorRulesAdapterUnchanged1, bool]
+    reward_collapse: Union[JobSpecDoctorRulesAdapterUnchanged1, bool]
+    reward_hacking: Union[JobSpecDoctorRulesAdapterUnchanged1, bool]
+    slow_reward: Union[JobSpecDoctorRulesAdapterUnchanged1, bool]
+
+
+class JobSpecDoctor(TypedDict, total=False):
+    """What the doctor's alerts do."""
+
+    on_alert: Literal["note", "pause", "stop"]
+    rules: JobSpecDoctorRules
+
+
+class JobSpecEarlyStopping(TypedDict, total=False):
+    """Ends a run that does not get better, as succeeded; its best checkpoint is its result."""
+
+    greater_is_better: bool
+    metric: str
+    min_delta: float
+    patience: int
+
+OnInvalid = Literal["mask", "zero", "fail"]
+
+
+class _WebhookRewardSpecRequired(TypedDict):
+    type: Literal["webhook"]
+    url: str
+
+
+class WebhookRewardSpec(_WebhookRewardSpecRequired, total=False):
+    """A reward service that speaks contract v1."""
+
+    applies_to: List[str]
+    cache: bool
+    deadline_ms: int
+    headers: Dict[str, str]
+    max_abs_reward: float
+    max_batch_bytes: int
+    max_batch_samples: int
+    max_concurrency: int
+    max_invalid_fraction: float
+    max_invalid_tries: int
+    max_outage_s: int
+    max_tries: int
+    min_valid_per_group: int
+    name: str
+    on_invalid: OnInvalid
+    params: Dict[str, Any]
+    previous_secret: str
+    required: bool
+    secret: str
+    timeout_ms: int
+    weight: float
+
+
+class _OpenrlhfRewardSpecRequired(TypedDict):
+    type: Literal["openrlhf"]
+    url: str
+
+
+class OpenrlhfRewardSpec(_OpenrlhfRewardSpecRequired, total=False):
+    """OpenRLHF's `{query, prompts, labels}`."""
+
+    applies_to: List[str]
+    cache: bool
+    deadline_ms: int
+    headers: Dict[str, str]
+    label_column: Optional[str]
+    max_abs_reward: float
+    max_batch_bytes: int
+    max_batch_samples: int
+    max_concurrency: int
+    max_invalid_fraction: float
+    max_invalid_tries: int
+    max_outage_s: int
+    max_tries: int
+    min_valid_per_group: int
+    name: str
+    on_invalid: OnInvalid
+    required: bool
+    template: Optional[str]
+    timeout_ms: int
+    weight: float
+
+
+class _SlimeRewardSpecRequired(TypedDict):
+    type: Literal["slime"]
+    url: str
+
+
+class SlimeRewardSpec(_SlimeRewardSpecRequired, total=False):
+    """slime's `{prompt, response, label}`, one sample a request."""
+
+    applies_to: List[str]
+    cache: bool
+    deadline_ms: int
+    headers: Dict[str, str]
+    label_column: Optional[str]
+    max_abs_reward: float
+    max_batch_bytes: int
+    max_batch_samples: int
+    max_concurrency: int
+    max_invalid_fraction: float
+    max_invalid_tries: int
+    max_outage_s: int
+    max_tries: int
+    min_valid_per_group: int
+    name: str
+    on_invalid: OnInvalid
+    required: bool
+    reward_key: Optional[str]
+    timeout_ms: int
+    weight: float
+
+
+class _LlamafactoryRewardSpecRequired(TypedDict):
+    type: Literal["llamafactory"]
+    url: str
+
+
+class LlamafactoryRewardSpec(_LlamafactoryRewardSpecRequired, total=False):
+    """A server that gives one score a text."""
+
+    applies_to: List[str]
+    cache: bool
+    deadline_ms: int
+    extra_body: Dict[str, Any]
+    headers: Dict[str, str]
+    max_abs_reward: float
+    max_batch_bytes: int
+    max_batch_samples: int
+    max_concurrency: int
+    max_invalid_fraction: float
+    max_invalid_tries: int
+    max_outage_s: int
+    max_tries: int
+    min_valid_per_group: int
+    model: Optional[str]
+    name: str
+    on_invalid: OnInvalid
+    required: bool
+    template: Optional[str]
+    timeout_ms: int
+    weight: float
+
+
+class _TeiPredictRewardSpecRequired(TypedDict):
+    type: Literal["tei_predict"]
+    url: str
+
+
+class TeiPredictRewardSpec(_TeiPredictRewardSpecRequired, total=False):
+    """A server that gives one score a label."""
+
+    applies_to: List[str]
+    cache: bool
+    deadline_ms: int
+    extra_body: Dict[str, Any]
+    headers: Dict[str, str]
+    label: Optional[str]
+    max_abs_reward: float
+    max_batch_bytes: int
+    max_batch_samples: int
+    max_concurrency: int
+    max_invalid_fraction: float
+    max_invalid_tries: int
+    max_outage_s: int
+    max_tries: int
+    min_valid_per_group: int
+    model: Optional[str]
+    name: str
+    on_invalid: OnInvalid
+    required: bool
+    template: Optional[str]
+    timeout_ms: int
+    weight: float
+
+
+class _TeiRerankRewardSpecRequired(TypedDict):
+    type: Literal["tei_rerank"]
+    url: str
+
+
+class TeiRerankRewardSpec(_TeiRerankRewardSpecRequired, total=False):
+    """A server that says how well a text answers a query."""
+
+    applies_to: List[str]
+    cache: bool
+    deadline_ms: int
+    extra_body: Dict[str, Any]
+    headers: Dict[str, str]
+    max_abs_reward: float
+    max_batch_bytes: int
+    max_batch_samples: int
+    max_concurrency: int
+    max_invalid_fraction: float
+    max_invalid_tries: int
+    max_outage_s: int
+    max_tries: int
+    min_valid_per_group: int
+    model: Optional[str]
+    name: str
+    on_invalid: OnInvalid
+    query: Optional[str]
+    required: bool
+    text: Optional[str]
+    timeout_ms: int
+    weight: float
+
+
+class _VllmClassifyRewardSpecRequired(TypedDict):
+    type: Literal["vllm_classify"]
+    url: str
+
+
+class VllmClassifyRewardSpec(_VllmClassifyRewardSpecRequired, total=False):
+    """A server that gives one score a label."""
+
+    applies_to: List[str]
+    cache: bool
+    deadline_ms: int
+    extra_body: Dict[str, Any]
+    headers: Dict[str, str]
+    label: Optional[str]
+    max_abs_reward: float
+    max_batch_bytes: int
+    max_batch_samples: int
+    max_concurrency: int
+    max_invalid_fraction: float
+    max_invalid_tries: int
+    max_outage_s: int
+    max_tries: int
+    min_valid_per_group: int
+    model: Optional[str]
+    name: str
+    on_invalid: OnInvalid
+    required: bool
+    template: Optional[str]
+    timeout_ms: int
+    weight: float
+
+
+class _VllmScoreRewardSpecRequired(TypedDict):
+    type: Literal["vllm_score"]
+    url: str
+
+
+class VllmScoreRewardSpec(_VllmScoreRewardSpecRequired, total=False):
+    """A server that says how well a text answers a query."""
+
+    applies_to: List[str]
+    cache: bool
+    deadline_ms: int
+    extra_body: Dict[str, Any]
+    headers: Dict[str, str]
+    max_abs_reward: float
+    max_batch_bytes: int
+    max_batch_samples: int
+    max_concurrency: int
+    max_invalid_fraction: float
+    max_invalid_tries: int
+    max_outage_s: int
+    max_tries: int
+    min_valid_per_group: int
+    model: Optional[str]
+    name: str
+    on_invalid: OnInvalid
+    query: Optional[str]
+    required: bool
+    text: Optional[str]
+    timeout_ms: int
+    weight: float
+
+
+class _VllmPoolingRewardSpecRequired(TypedDict):
+    type: Literal["vllm_pooling"]
+    url: str
+
+
+class VllmPoolingRewardSpec(_VllmPoolingRewardSpecRequired, total=False):
+    """vLLM's `/pooling`."""
+
+    applies_to: List[str]
+    cache: bool
+    deadline_ms: int
+    extra_body: Dict[str, Any]
+    headers: Dict[str, str]
+    max_abs_reward: float
+    max_batch_bytes: int
+    max_batch_samples: int
+    max_concurrency: int
+    max_invalid_fraction: float
+    max_invalid_tries: int
+    max_outage_s: int
+    max_tries: int
+    min_valid_per_group: int
+    model: Optional[str]
+    name: str
+    on_invalid: OnInvalid
+    required: bool
+    task: str
+    template: Optional[str]
+    timeout_ms: int
+    weight: float
+
+
+class _SglangClassifyRewardSpecRequired(TypedDict):
+    type: Literal["sglang_classify"]
+    url: str
+
+
+class SglangClassifyRewardSpec(_SglangClassifyRewardSpecRequired, total=False):
+    """A server that gives one score a label."""
+
+    applies_to: List[str]
+    cache: bool
+    deadline_ms: int
+    extra_body: Dict[str, Any]
+    headers: Dict[str, str]
+    label: Optional[str]
+    max_abs_reward: float
+    max_batch_bytes: int
+    max_batch_samples: int
+    max_concurrency: int
+    max_invalid_fraction: float
+    max_invalid_tries: int
+    max_outage_s: int
+    max_tries: int
+    min_valid_per_group: int
+    model: Optional[str]
+    name: str
+    on_invalid: OnInvalid
+    required: bool
+    template: Optional[str]
+    timeout_ms: int
+    weight: float
+
+
+class _HfTextClassificationRewardSpecRequired(TypedDict):
+    type: Literal["hf_text_classification"]
+    url: str
+
+
+class HfTextClassificationRewardSpec(_HfTextClassificationRewardSpecRequired, total=False):
+    """A server that gives one score a label."""
+
+    applies_to: List[str]
+    cache: bool
+    deadline_ms: int
+    extra_body: Dict[str, Any]
+    headers: Dict[str, str]
+    label: Optional[str]
+    max_abs_reward: float
+    max_batch_bytes: int
+    max_batch_samples: int
+    max_concurrency: int
+    max_invalid_fraction: float
+    max_invalid_tries: int
+    max_outage_s: int
+    max_tries: int
+    min_valid_per_group: int
+    model: Optional[str]
+    name: str
+    on_invalid: OnInvalid
+    required: bool
+    template: Optional[str]
+    timeout_ms: int
+    weight: float
+
+
+class _OpenaiJudgeRewardSpecRequired(TypedDict):
+    model: str
+    rubric: str
+    type: Literal["openai_judge"]
+    url: str
+
+
+class OpenaiJudgeRewardSpec(_OpenaiJudgeRewardSpecRequired, total=False):
+    """A language model that marks by a rubric, one sample a request."""
+
+    applies_to: List[str]
+    cache: bool
+    deadline_ms: int
+    extra_body: Dict[str, Any]
+    headers: Dict[str, str]
+    max_abs_reward: float
+    max_batch_bytes: int
+    max_batch_samples: int
+    max_completion_tokens: int
+    max_concurrency: int
+    max_invalid_fraction: float
+    max_invalid_tries: int
+    max_outage_s: int
+    max_score: float
+    max_tries: int
+    min_score: float
+    min_valid_per_group: int
+    name: str
+    on_invalid: OnInvalid
+    required: bool
+    temperature: float
+    timeout_ms: int
+    votes: int
+    weight: float
+
+
+class _HttpTemplateRewardSpecRequired(TypedDict):
+    body: Dict[str, Any]
+    pointer: str
+    type: Literal["http_template"]
+    url: str
+
+
+class HttpTemplateRewardSpec(_HttpTemplateRewardSpecRequired, total=False):
+    """Any JSON over HTTP."""
+
+    applies_to: List[str]
+    batch: bool
+    cache: bool
+    deadline_ms: int
+    headers: Dict[str, str]
+    max_abs_reward: float
+    max_batch_bytes: int
+    max_batch_samples: int
+    max_concurrency: int
+    max_invalid_fraction: float
+    max_invalid_tries: int
+    max_outage_s: int
+    max_tries: int
+    min_valid_per_group: int
+    name: str
+    on_invalid: OnInvalid
+    required: bool
+    timeout_ms: int
+    weight: float
+
+LengthUnit = Literal["words", "tokens"]
+
+
+class _LengthRewardSpecRequired(TypedDict):
+    type: Literal["length"]
+
+
+class LengthRewardSpec(_LengthRewardSpecRequired, total=False):
+    """Band of lengths: 1 inside, `below` and `above` outside, in between over `soft_margin`; a bonus for a sentence's end."""
+
+    above: float
+    applies_to: List[str]
+    below: float
+    max_abs_reward: float
+    max_words: int
+    min_words: int
+    name: str
+    required: bool
+    sentence_bonus: float
+    soft_margin: int
+    unit: LengthUnit
+    weight: float
+
+
+class _ExactMatchRewardSpecRequired(TypedDict):
+    column: str
+    type: Literal["exact_match"]
+
+
+class ExactMatchRewardSpec(_ExactMatchRewardSpecRequired, total=False):
+    """Compare with a column."""
+
+    applies_to: List[str]
+    blank_reference: Literal["not_applicable", "compare"]
+    ignore_case: bool
+    max_abs_reward: float
+    name: str
+    required: bool
+    weight: float
+
+
+class _ContainsRewardSpecRequired(TypedDict):
+    type: Literal["contains"]
+
+
+class ContainsRewardSpec(_ContainsRewardSpecRequired, total=False):
+    """Search for text."""
+
+    applies_to: List[str]
+    column: Optional[str]
+    ignore_case: bool
+    max_abs_reward: float
+    name: str
+    required: bool
+    text: Optional[str]
+    weight: float
+
+
+class _NumberMatchRewardSpecRequired(TypedDict):
+    column: str
+    type: Literal["number_match"]
+
+
+class NumberMatchRewardSpec(_NumberMatchRewardSpecRequired, total=False):
+    """Compare the last number."""
+
+    applies_to: List[str]
+    blank_reference: Literal["not_applicable", "compare"]
+    max_abs_reward: float
+    name: str
+    required: bool
+    tolerance: float
+    weight: float
+
+
+class _RegexRewardSpecRequired(TypedDict):
+    pattern: str
+    type: Literal["regex"]
+
+
+class RegexRewardSpec(_RegexRewardSpecRequired, total=False):
+    """Search for a pattern (Rust's regex syntax: linear time)."""
+
+    applies_to: List[str]
+    max_abs_reward: float
+    name: str
+    required: bool
+    weight: float
+
+RewardTextFormat = Literal["auto", "chat", "text", "pair"]
+
+
+class _RewardModelRewardSpecRequired(TypedDict):
+    model: str
+    type: Literal["reward_model"]
+
+
+class RewardModelRewardSpec(_RewardModelRewardSpecRequired, total=False):
+    """A registered sequence-classification model, run by the worker."""
+
+    applies_to: List[str]
+    dtype: ComputeDtype
+    format: RewardTextFormat
+    label: Optional[str]
+    max_abs_reward: float
+    max_length: Optional[int]
+    name: str
+    required: bool
+    weight: float
+
+StringOperation = Literal["eq", "ne", "like", "ilike"]
+
+
+class _StringCheckRewardSpecRequired(TypedDict):
+    operation: StringOperation
+    reference: str
+    type: Literal["string_check"]
+
+
+class StringCheckRewardSpec(_StringCheckRewardSpecRequired, total=False):
+    """Compare two texts, as OpenAI's `string_check` grader does."""
+
+    applies_to: List[str]
+    blank_reference: Literal["not_applicable", "compare"]
+    input: str
+    max_abs_reward: float
+    name: str
+    required: bool
+    weight: float
+
+SimilarityMetric = Literal[
+    "fuzzy_match",
+    "bleu",
+    "gleu",
+    "rouge_1",
+    "rouge_2",
+    "rouge_3",
+    "rouge_4",
+    "rouge_5",
+    "rouge_l",
+]
+
+
+class _TextSimilarityRewardSpecRequired(TypedDict):
+    evaluation_metric: SimilarityMetric
+    reference: str
+    type: Literal["text_similarity"]
+
+
+class TextSimilarityRewardSpec(_TextSimilarityRewardSpecRequired, total=False):
+    """How alike two texts are, as OpenAI's `text_similarity` grader says it."""
+
+    applies_to: List[str]
+    blank_reference: Literal["not_applicable", "compare"]
+    input: str
+    max_abs_reward: float
+    name: str
+    required: bool
+    weight: float
+
+AnswerPlace = Literal["auto", "boxed", "tag", "whole"]
+
+
+class _MathEqualRewardSpecRequired(TypedDict):
+    column: str
+    type: Literal["math_equal"]
+
+
+class MathEqualRewardSpec(_MathEqualRewardSpecRequired, total=False):
+    """Compare a final answer as mathematics."""
+
+    answer: AnswerPlace
+    applies_to: List[str]
+    blank_reference: Literal["not_applicable", "compare"]
+    max_abs_reward: float
+    name: str
+    required: bool
+    tolerance: float
+    weight: float
+
+
+class _JsonSchemaRewardSpecRequired(TypedDict):
+    type: Literal["json_schema"]
+
+
+class JsonSchemaRewardSpec(_JsonSchemaRewardSpecRequired, total=False):
+    """JSON that a schema accepts."""
+
+    applies_to: List[str]
+    column: Optional[str]
+    fenced: bool
+    max_abs_reward: float
+    name: str
+    required: bool
+    schema: Optional[Dict[str, Any]]
+    weight: float
+
+
+class _RepetitionRewardSpecRequired(TypedDict):
+    type: Literal["repetition"]
+
+
+class RepetitionRewardSpec(_RepetitionRewardSpecRequired, total=False):
+    """Penalise repeated n-grams (Yeo et al."""
+
+    applies_to: List[str]
+    max_abs_reward: float
+    max_penalty: float
+    name: str
+    ngram_size: int
+    required: bool
+    weight: float
+
+
+class _SoftOverlongRewardSpecRequired(TypedDict):
+    cache_tokens: int
+    max_tokens: int
+    type: Literal["soft_overlong"]
+
+
+class SoftOverlongRewardSpec(_SoftOverlongRewardSpecRequired, total=False):
+    """Length punishment of DAPO (arXiv 2503.14476, equation 13)."""
+
+    applies_to: List[str]
+    max_abs_reward: float
+    name: str
+    required: bool
+    weight: float
+
+
+class _FormatRewardSpecRequired(TypedDict):
+    type: Literal["format"]
+
+
+class FormatRewardSpec(_FormatRewardSpecRequired, total=False):
+    """Tags that a completion is laid out in."""
+
+    applies_to: List[str]
+    first_tag_open: bool
+    max_abs_reward: float
+    name: str
+    partial: bool
+    required: bool
+    strict: bool
+    tags: List[str]
+    weight: float
+
+
+class _MultiRewardSpecRequired(TypedDict):
+    calculate_output: str
+    graders: Dict[str, Any]
+    type: Literal["multi"]
+
+
+class MultiRewardSpec(_MultiRewardSpecRequired, total=False):
+    """A formula over built-in rewards, as OpenAI's `multi` grader has it."""
+
+    applies_to: List[str]
+    max_abs_reward: float
+    name: str
+    required: bool
+    weight: float
+
+RewardSpec = Union[
+    WebhookRewardSpec,
+    OpenrlhfRewardSpec,
+    SlimeRewardSpec,
+    LlamafactoryRewardSpec,
+    TeiPredictRewardSpec,
+    TeiRerankRewardSpec,
+    VllmClassifyRewardSpec,
+    VllmScoreRewardSpec,
+    VllmPoolingRewardSpec,
+    SglangClassifyRewardSpec,
+    HfTextClassificationRewardSpec,
+    OpenaiJudgeRewardSpec,
+    HttpTemplateRewardSpec,
+    LengthRewardSpec,
+    ExactMatchRewardSpec,
+    ContainsRewardSpec,
+    NumberMatchRewardSpec,
+    RegexRewardSpec,
+    RewardModelRewardSpec,
+    StringCheckRewardSpec,
+    TextSimilarityRewardSpec,
+    MathEqualRewardSpec,
+    JsonSchemaRewardSpec,
+    RepetitionRewardSpec,
+    SoftOverlongRewardSpec,
+    FormatRewardSpec,
+    MultiRewardSpec,
+]
+
+
+class _JobSpecEvalGuardRequired(TypedDict):
+    dataset: Union[JobSpecDataset1, List[JobSpecDataset2Item]]
+
+
+class JobSpecEvalGuard(_JobSpecEvalGuardRequired, total=False):
+    """Prompts on which training must not make the model worse: the verdict looks at them."""
+
+    margin: float
+    rewards: List[RewardSpec]
+
+
+class JobSpecEval(TypedDict, total=False):
+    """Evaluation on prompts of its own, or on held-out rows; by the job's rewards or by its own."""
+
+    auto_verdict: bool
+    before_start: bool
+    dataset: Union[JobSpecDataset1, List[JobSpecDataset2Item]]
+    every_steps: int
+    fraction: float
+    guard: JobSpecEvalGuard
+    min_p: float
+    num_generations: int
+    repetition_penalty: float
+    rewards: List[RewardSpec]
+    temperature: float
+    test_dataset: Union[JobSpecDataset1, List[JobSpecDataset2Item]]
+    test_fraction: float
+    top_k: int
+    top_p: float
+
+
+class JobSpecLora(TypedDict, total=False):
+    """The adapter."""
+
+    alpha: float
+    dropout: float
+    r: int
+    target_modules: Union[
+        Literal["all-linear"],
+        List[Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj", "input_linear", "output_linear"]],
+    ]
+    use_rslora: bool
+
+
+class JobSpecOptimizer(TypedDict, total=False):
+    """The optimizer and its schedule."""
+
+    adam_beta1: float
+    adam_beta2: float
+    adam_epsilon: float
+    kind: Literal["adamw", "adamw_8bit"]
+    learning_rate: float
+    lr_scheduler_type: LrSchedulerType
+    max_grad_norm: float
+    warmup_steps: int
+    weight_decay: float
+
+
+class JobSpecRloo(TypedDict, total=False):
+    """The algorithm."""
+
+    beta: float
+    combine: Combine
+    drop_tied_groups: bool
+    epsilon: float
+    epsilon_high: float
+    estimator: Estimator
+    kl_coef: float
+    kl_coeff: float
+    kl_estimator: KlEstimator
+    kl_in: KlIn
+    length_penalty: float
+    loss: Loss
+    mask_truncated_completions: bool
+    max_refills: int
+    min_informative_groups: int
+    normalize_advantages: bool
+    num_generations: int
+    num_iterations: int
+    overlap: bool
+    reward_clip_range: Optional[List[Any]]
+    reward_normalization: RewardNormalization
+    soft_overlong: Optional[int]
+    steps_per_generation: int
+
+
+class JobSpecTraining(TypedDict, total=False):
+    """Batches, length, seed."""
+
+    dtype: Literal["f32", "bf16"]
+    gradient_checkpointing: bool
+    max_attempts: Optional[int]
+    max_steps: int
+    micro_batch_tokens: int
+    num_train_epochs: float
+    prompts_per_step: int
+    seed: int
+    shuffle_dataset: bool
+
+
+class _JobSpecWarmStartAdapter1Required(TypedDict):
+    hub: str
+
+
+class JobSpecWarmStartAdapter1(_JobSpecWarmStartAdapter1Required, total=False):
+    revision: str
+
+
+class JobSpecWarmStartAdapter2(TypedDict):
+    upload: str
+
+
+class JobSpecWarmStartAdapter3(TypedDict):
+    checkpoint: str
+
+
+class _JobSpecWarmStartRequired(TypedDict):
+    reference: Literal["base", "initial"]
+
+
+class JobSpecWarmStart(_JobSpecWarmStartRequired, total=False):
+    """Begin with the weights of a checkpoint or of an adapter, fresh optimizer and step 0."""
+
+    adapter: Union[JobSpecWarmStartAdapter1, JobSpecWarmStartAdapter2, JobSpecWarmStartAdapter3]
+    checkpoint: str
+
+
+class _JobSpecRequired(TypedDict):
+    dataset: Union[JobSpecDataset1, List[JobSpecDataset2Item]]
+    model: str
+    rewards: List[RewardSpec]
+
+
+class JobSpec(_JobSpecRequired, total=False):
+    """A job."""
+
+    checkpoints: JobSpecCheckpoints
+    doctor: JobSpecDoctor
+    early_stopping: JobSpecEarlyStopping
+    eval: JobSpecEval
+    lora: Optional[JobSpecLora]
+    metadata: Dict[str, str]
+    name: str
+    optimizer: JobSpecOptimizer
+    priority: int
+    rloo: JobSpecRloo
+    sampling: GenerationRequestSampling
+    training: JobSpecTraining
+    warm_start: JobSpecWarmStart
+
+MetricsRow = Dict[str, Any]
+
+ModelTask = Literal["causal_lm", "sequence_classification"]
+
+
+class _ModelCardRequired(TypedDict):
+    architecture: str
+    eos_token_ids: List[int]
+    has_chat_template: bool
+    hidden_size: int
+    max_position_embeddings: int
+    num_hidden_layers: int
+    num_parameters: int
+    size_bytes: int
+    vocab_size: int
+
+
+class ModelCard(_ModelCardRequired, total=False):
+    """What is known of a model."""
+
+    labels: List[str]
+    task: ModelTask
+
+
+class _ModelRequired(TypedDict):
+    created_at: Time
+    id: str
+    owner: str
+    sha256: str
+    source: str
+    state: str
+
+
+class Model(_ModelRequired, total=False):
+    """A registered model."""
+
+    bytes_done: Optional[int]
+    bytes_per_second: Optional[float]
+    bytes_total: Optional[int]
+    card: Optional[ModelCard]
+    commit: Optional[str]
+    eta_s: Optional[float]
+    hub: Optional[str]
+    problem: Optional[str]
+    revision: Optional[str]
+
+
+class ProblemItem(TypedDict):
+    """One thing that is wrong in a request."""
+
+    code: str
+    detail: str
+    pointer: str
+
+
+class Problem(TypedDict):
+    """The body of every error: `application/problem+json` (RFC 9457)."""
+
+    code: str
+    detail: str
+    errors: List[ProblemItem]
+    request_id: str
+    retryable: bool
+    status: int
+    title: str
+    type: str
+
+SamplePhase = Literal["train", "eval"]
+
+
+class _SampleRequired(TypedDict):
+    completion: str
+    finish_reason: FinishReason
+    group_id: str
+    num_tokens: int
+    phase: SamplePhase
+    prompt: str
+    prompt_id: str
+    rewards: Dict[str, Optional[float]]
+    step: int
+
+
+class Sample(_SampleRequired, total=False):
+    """One completion with everything that is known of it."""
+
+    advantage: Optional[float]
+    kl: Optional[float]
+    reward: Optional[float]
+
+
+class _CheckpointsRequired(TypedDict):
+    count: int
+
+
+class Checkpoints(_CheckpointsRequired, total=False):
+    """What can be downloaded."""
+
+    best: Optional[Marked]
+    last: Optional[Marked]
+
+
+class _DurationsRequired(TypedDict):
+    queued_s: float
+
+
+class Durations(_DurationsRequired, total=False):
+    """How long it took, in seconds."""
+
+    mean_step_s: Optional[float]
+    running_s: Optional[float]
+
+
+class Course(TypedDict):
+    """How a metric went."""
+
+    best: float
+    best_step: int
+    change: float
+    first: float
+    last: float
+
+
+class VerdictError(TypedDict):
+    """Why there is no verdict."""
+
+    code: str
+    message: str
+
+VerdictId = str
+
+VerdictWord = Literal["better", "no_difference", "worse", "guard_fell", "too_few_rows"]
+
+
+class _VerdictSummaryRequired(TypedDict):
+    checkpoint_id: CheckpointId
+    id: VerdictId
+    state: TaskState
+    step: int
+
+
+class VerdictSummary(_VerdictSummaryRequired, total=False):
+    """A verdict in a few words, in the summary of its job."""
+
+    difference: Optional[float]
+    error: Optional[VerdictError]
+    interval: Optional[List[float]]
+    note: Optional[str]
+    rows: Optional[int]
+    summary: Optional[str]
+    verdict: Optional[VerdictWord]
+
+
+class _SummaryRequired(TypedDict):
+    alerts: List[JobAlert]
+    checkpoints: Checkpoints
+    durations: Durations
+    id: JobId
+    state: State
+    step: int
+    total_steps: int
+    totals: Totals
+
+
+class Summary(_SummaryRequired, total=False):
+    """A job in a few numbers."""
+
+    ending: Optional[JobEnding]
+    eval_gap: Optional[float]
+    eval_reward: Optional[Course]
+    kl: Optional[float]
+    num_tokens: Optional[float]
+    reward: Optional[Course]
+    training_phase: Optional[PhaseChange]
+    verdict: Optional[VerdictSummary]
+
+
+class PassAt(TypedDict):
+    """The chance that at least one of `k` completions passes."""
+
+    chance: float
+    k: int
+
+
+class ModelScore(TypedDict, total=False):
+    """One model on the rows."""
+
+    mean: Optional[float]
+    pass_at: Optional[List[PassAt]]
+
+Method = Literal["bca", "exact", "none"]
+
+
+class _GuardResultRequired(TypedDict):
+    base: ModelScore
+    difference: float
+    lost: int
+    method: Method
+    missing_rows: int
+    rows: int
+    tied: int
+    trained: ModelScore
+    won: int
+    margin: float
+
+
+class GuardResult(_GuardResultRequired, total=False):
+    """The guard's rows."""
+
+    interval: Optional[List[float]]
+    p_value: Optional[float]
+    fell: Optional[bool]
+
+
+class _JudgedTextRequired(TypedDict):
+    completion: str
+    finish_reason: FinishReason
+    num_tokens: int
+
+
+class JudgedText(_JudgedTextRequired, total=False):
+    """One completion, judged."""
+
+    reward: Optional[float]
+
+
+class _AnswersRequired(TypedDict):
+    completions: List[JudgedText]
+
+
+class Answers(_AnswersRequired, total=False):
+    """One model's answers to a row."""
+
+    reward: Optional[float]
+
+RowOutcome = Literal["won", "lost", "tied", "missing"]
+
+RowSet = Literal["test", "guard"]
+
+
+class _VerdictRowRequired(TypedDict):
+    base: Answers
+    outcome: RowOutcome
+    prompt: str
+    row: int
+    set: RowSet
+    trained: Answers
+
+
+class VerdictRow(_VerdictRowRequired, total=False):
+    """One row, judged."""
+
+    difference: Optional[float]
+
+RowsFrom = Literal["test_fraction", "test_dataset", "eval"]
+
+
+class _VerdictSamplingRequired(TypedDict):
+    num_generations: int
+    temperature: float
+
+
+class VerdictSampling(_VerdictSamplingRequired, total=False):
+    """How a verdict samples both models."""
+
+    pass_threshold: Optional[float]
+
+
+class _VerdictResultRequired(TypedDict):
+    base: ModelScore
+    difference: float
+    lost: int
+    method: Method
+    missing_rows: int
+    rows: int
+    tied: int
+    trained: ModelScore
+    won: int
+    lost_examples: List[VerdictRow]
+    optimistic: bool
+    rows_from: RowsFrom
+    sampling: VerdictSampling
+    summary: str
+    verdict: VerdictWord
+    won_examples: List[VerdictRow]
+
+
+class VerdictResult(_VerdictResultRequired, total=False):
+    """The comparison of the two models, and what follows from it."""
+
+    interval: Optional[List[float]]
+    p_value: Optional[float]
+    guard: Optional[GuardResult]
+    note: Optional[str]
+
+
+class _VerdictRequired(TypedDict):
+    checkpoint_id: CheckpointId
+    created_at: Time
+    id: VerdictId
+    job_id: JobId
+    progress: TaskProgress
+    sampling: VerdictSampling
+    state: TaskState
+    step: int
+
+
+class Verdict(_VerdictRequired, total=False):
+    """A comparison of a checkpoint with its base model."""
+
+    error: Optional[VerdictError]
+    finished_at: Optional[Time]
+    result: Optional[VerdictResult]
+    started_at: Optional[Time]
+
+
+class VerdictRequest(TypedDict, total=False):
+    checkpoint: Union[Literal["last", "best", "result"], int, str]
+    num_generations: int
+    pass_threshold: float
+    temperature: float

@@ -1,0 +1,90 @@
+//! `rlood verdict` and `rlood export --merged` against the real routes.
+
+use serde_json::{Value, json};
+
+use super::{User, named, start};
+use crate::processes::Server;
+
+/// A job with an evaluation of so many rows, which the model's random texts win and lose by chance.
+async fn judged(server: &Server, user: &User, rows: u64, rate: f64) -> String {
+    let mut job = named("judged", 4);
+    let records: Vec<Value> =
+        (0..rows).map(|n| json!({"prompt": format!("Say the number {n} in a few words.")})).collect();
+    job["eval"] = json!({"dataset": {"records": records}, "every_steps": 2});
+    job["rewards"] = json!([{"type": "regex", "pattern": "[a-m]"}]);
+    job["rloo"]["num_generations"] = json!(4);
+    job["optimizer"]["learning_rate"] = json!(rate);
+    let id = user.submit(&job);
+    server.job_in_state(&id, "succeeded").await;
+    id
+}
+
+#[tokio::test]
+async fn a_verdict_is_begun_followed_and_shown_and_its_exit_code_is_its_word() {
+    let (server, user) = start("cpu");
+    let id = judged(&server, &user, 40, 0.05).await;
+    let first = user.run(&["verdict", "judged"]);
+    let known = server.get(&format!("/jobs/{id}/verdict")).await;
+    let result = &known["result"];
+    let code = match result["verdict"].as_str().unwrap() {
+        "better" => 0,
+        "no_difference" => 10,
+        "worse" => 11,
+        other => panic!("{other}"),
+    };
+    assert_eq!(first.code, code, "{first:?}");
+    for said in [
+        format!("won {}, lost {}, tied {}", result["won"], result["lost"], result["tied"]),
+        known["checkpoint_id"].as_str().unwrap().to_owned(),
+        "95 % interval".to_owned(),
+        "these rows also chose this checkpoint: optimistic".to_owned(),
+    ] {
+        assert!(first.out.contains(&said), "{said}: {first:?}");
+    }
+    // Shown again it is the same one; asked for anew, or otherwise, it is another.
+    let again = user.run(&["verdict", &id, "--json"]);
+    assert_eq!((again.code, serde_json::from_str::<Value>(&again.out).unwrap()), (code, known.clone()));
+    let other = user.run(&["verdict", &format!("{id}@last"), "-k", "4", "--temperature", "1", "--json"]);
+    let other: Value = serde_json::from_str(&other.out).unwrap();
+    assert_ne!(other["id"], known["id"]);
+    assert_eq!(other["sampling"]["num_generations"], 4);
+    let shown = user.run(&["verdict", &id]);
+    assert!(shown.out.contains("pass@4"), "{shown:?}");
+}
+
+#[tokio::test]
+async fn too_few_rows_and_no_rows_have_codes_of_their_own() {
+    let (server, user) = start("cpu");
+    judged(&server, &user, 12, 0.05).await;
+    let few = user.run(&["verdict", "judged"]);
+    assert!(few.code == 13 && few.out.contains("too few rows"), "{few:?}");
+    let id = user.submit(&named("plain", 2));
+    server.job_in_state(&id, "succeeded").await;
+    user.run(&["verdict", "plain"]).failed(1, "no evaluation");
+}
+
+#[tokio::test]
+async fn a_merged_checkpoint_is_exported_once_and_downloaded_whole() {
+    let (server, user) = start("cpu");
+    let id = user.submit(&named("trained", 4));
+    server.job_in_state(&id, "succeeded").await;
+    let done = user.run(&["export", "trained@last", "--merged", "--dtype", "bfloat16", "-o", "merged"]);
+    assert!(done.err.contains("of the update survives in bfloat16"), "{done:?}");
+    assert_eq!(done.ok().trim(), "merged");
+    let config: Value = serde_json::from_slice(&std::fs::read(user.path("merged/config.json")).unwrap()).unwrap();
+    assert_eq!(config["dtype"], "bfloat16");
+    let checkpoint = server.get(&format!("/jobs/{id}/checkpoints")).await["data"][0]["id"].as_str().unwrap().to_owned();
+    let exports = server.get(&format!("/checkpoints/{checkpoint}/exports")).await;
+    let export = &exports["data"][0];
+    for file in export["files"].as_array().unwrap() {
+        let path = user.path("merged").join(file["name"].as_str().unwrap());
+        assert_eq!(std::fs::metadata(path).unwrap().len(), file["size_bytes"].as_u64().unwrap(), "{file}");
+    }
+    // The same as `pull --format merged`, and nothing is made or downloaded twice.
+    let pulled = user.run(&["pull", "trained@last", "--format", "merged", "--dtype", "bfloat16", "-o", "merged"]);
+    assert!(pulled.err.contains("there already"), "{pulled:?}");
+    assert_eq!(server.get(&format!("/checkpoints/{checkpoint}/exports")).await["data"].as_array().unwrap().len(), 1);
+    // Without --merged it is the adapter.
+    user.run(&["export", "trained@last", "-o", "adapter"]).ok();
+    assert!(user.path("adapter/adapter_model.safetensors").is_file());
+}
