@@ -62,6 +62,7 @@ class DatasetMap(TypedDict, total=False):
 
     chat: Optional[bool]
     columns: Dict[str, str]
+    completion: Optional[str]
     cut_answer: bool
     drop: Optional[List[str]]
     keep: Optional[List[str]]
@@ -591,6 +592,22 @@ class WarmStartPlan(_WarmStartPlanRequired, total=False):
     adapter: Optional[AdapterPlan]
     checkpoint: Optional[CheckpointId]
 
+WarmUpReference = Literal["base", "warmed"]
+
+
+class _WarmUpPlanRequired(TypedDict):
+    batch_size: int
+    dataset: DatasetPlan
+    learning_rate: float
+    reference: WarmUpReference
+    steps: int
+
+
+class WarmUpPlan(_WarmUpPlanRequired, total=False):
+    """Supervised steps before RLOO's first one."""
+
+    longest_row_tokens: Optional[int]
+
 
 class _PlanRequired(TypedDict):
     checkpoints: CheckpointPlan
@@ -616,6 +633,7 @@ class Plan(_PlanRequired, total=False):
     name: Optional[str]
     reward_models: Dict[str, str]
     warm_start: Optional[WarmStartPlan]
+    warm_up: Optional[WarmUpPlan]
 
 Requested = Literal["cancel", "pause"]
 
@@ -763,6 +781,7 @@ class WebhookRewardSpec(_WebhookRewardSpecRequired, total=False):
 
     applies_to: List[str]
     cache: bool
+    completion_ids: bool
     deadline_ms: int
     headers: Dict[str, str]
     max_abs_reward: float
@@ -1275,6 +1294,35 @@ class RewardModelRewardSpec(_RewardModelRewardSpecRequired, total=False):
     required: bool
     weight: float
 
+
+class _PythonRewardSpecRequired(TypedDict):
+    file: str
+    function: str
+    type: Literal["python"]
+
+
+class PythonRewardSpec(_PythonRewardSpecRequired, total=False):
+    """A Python function that the worker runs in a process of its own."""
+
+    applies_to: List[str]
+    cache: bool
+    deadline_ms: int
+    max_abs_reward: float
+    max_batch_bytes: int
+    max_batch_samples: int
+    max_concurrency: int
+    max_invalid_fraction: float
+    max_invalid_tries: int
+    max_outage_s: int
+    max_tries: int
+    min_valid_per_group: int
+    name: str
+    on_invalid: OnInvalid
+    processes: int
+    required: bool
+    timeout_ms: int
+    weight: float
+
 StringOperation = Literal["eq", "ne", "like", "ilike"]
 
 
@@ -1448,6 +1496,7 @@ RewardSpec = Union[
     NumberMatchRewardSpec,
     RegexRewardSpec,
     RewardModelRewardSpec,
+    PythonRewardSpec,
     StringCheckRewardSpec,
     TextSimilarityRewardSpec,
     MathEqualRewardSpec,
@@ -1586,6 +1635,20 @@ class JobSpecWarmStart(_JobSpecWarmStartRequired, total=False):
     checkpoint: str
 
 
+class _JobSpecWarmUpRequired(TypedDict):
+    dataset: Union[JobSpecDataset1, List[JobSpecDataset2Item]]
+    steps: int
+
+
+class JobSpecWarmUp(_JobSpecWarmUpRequired, total=False):
+    """Steps of supervised training before RLOO's first step: cross-entropy on the final assistant turn of each row, on the same adapter or weights."""
+
+    batch_size: int
+    learning_rate: float
+    map: DatasetMap
+    reference: Literal["base", "warmed"]
+
+
 class _JobSpecRequired(TypedDict):
     dataset: Union[JobSpecDataset1, List[JobSpecDataset2Item]]
     model: str
@@ -1608,6 +1671,7 @@ class JobSpec(_JobSpecRequired, total=False):
     sampling: GenerationRequestSampling
     training: JobSpecTraining
     warm_start: JobSpecWarmStart
+    warm_up: JobSpecWarmUp
 
 MetricsRow = Dict[str, Any]
 
