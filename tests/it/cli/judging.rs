@@ -66,9 +66,8 @@ async fn too_few_rows_and_no_rows_have_codes_of_their_own() {
 #[tokio::test]
 async fn a_merged_checkpoint_is_exported_once_and_downloaded_whole() {
     let (server, user) = start("cpu");
-    let id = user.submit(&named("trained", 4));
-    server.job_in_state(&id, "succeeded").await;
-    let done = user.run(&["export", "trained@last", "--merged", "--dtype", "bfloat16", "-o", "merged"]);
+    let id = judged(&server, &user, 4, 0.05).await;
+    let done = user.run(&["export", "judged@last", "--merged", "--dtype", "bfloat16", "-o", "merged"]);
     assert!(done.err.contains("of the update survives in bfloat16"), "{done:?}");
     assert_eq!(done.ok().trim(), "merged");
     let config: Value = serde_json::from_slice(&std::fs::read(user.path("merged/config.json")).unwrap()).unwrap();
@@ -81,10 +80,10 @@ async fn a_merged_checkpoint_is_exported_once_and_downloaded_whole() {
         assert_eq!(std::fs::metadata(path).unwrap().len(), file["size_bytes"].as_u64().unwrap(), "{file}");
     }
     // The same as `pull --format merged`, and nothing is made or downloaded twice.
-    let pulled = user.run(&["pull", "trained@last", "--format", "merged", "--dtype", "bfloat16", "-o", "merged"]);
+    let pulled = user.run(&["pull", "judged@last", "--format", "merged", "--dtype", "bfloat16", "-o", "merged"]);
     assert!(pulled.err.contains("there already"), "{pulled:?}");
     assert_eq!(server.get(&format!("/checkpoints/{checkpoint}/exports")).await["data"].as_array().unwrap().len(), 1);
     // Without --merged it is the adapter.
-    user.run(&["export", "trained@last", "-o", "adapter"]).ok();
+    user.run(&["export", "judged@last", "-o", "adapter"]).ok();
     assert!(user.path("adapter/adapter_model.safetensors").is_file());
 }
