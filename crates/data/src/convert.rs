@@ -28,7 +28,7 @@ pub struct Options<'o> {
     pub format: Option<Format>,
     /// Whether a text becomes a chat where the map does not say: the model has a chat template, or is not known.
     pub chat_default: bool,
-    /// The rows are to have answers: see [`Mapping::taking_chats`].
+    /// The rows are to have answers: a column `completion`, or a chat whose last message is the answer.
     pub answers: bool,
     /// Bytes of the rows that are kept.
     pub max_bytes: u64,

@@ -51,7 +51,7 @@
 //! | 39 | 8-bit moments: block-wise dynamic quantisation, 256 values a block | [`optim::blockwise`] | `moments_in_8_bits_take_a_quarter_and_follow_those_in_32` | Dettmers et al. 2022 (arXiv 2110.02861) |
 //! | 40 | full fine-tuning: the reference is a frozen copy of the first weights, none when beta = 0 | `start::begin` | `tests/it/params.rs` | rloo.md |
 //! | 41 | overlap: the next block is sampled by the policy before this one is trained, its old log-probs are that policy's | [`ahead`] | `an_overlapped_block_is_sampled_by_the_policy_before_the_last_block`; `tests/it/{resume,interrupt}.rs` | Noukhovitch et al. 2024 (arXiv 2410.18252) |
-//! | 42 | warm-up: cross-entropy on answers, one denominator a step, through the same head; then a fresh optimizer | [`warm_up`], [`loss::cross_entropy`] | `tests/it/warm_up.rs` against torch and PEFT | Ouyang et al. 2022 (arXiv 2203.02155) |
+//! | 42 | warm-up: cross-entropy on answers, one denominator a step, through the same head; then a fresh optimizer | `warm_up`, [`loss::cross_entropy`] | `tests/it/warm_up.rs` against torch and PEFT | Ouyang et al. 2022 (arXiv 2203.02155) |
 
 pub mod advantage;
 pub mod ahead;

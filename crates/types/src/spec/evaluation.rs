@@ -41,7 +41,7 @@ pub struct EvalSpec {
     /// Rewards of its own; None = the job's.
     #[serde(skip)]
     pub rewards: Option<Vec<RewardPlan>>,
-    /// The share of the training dataset that only the verdict reads; 0 = none, None = [`DEFAULT_TEST_FRACTION`] beside `fraction`.
+    /// The share of the training dataset that only the verdict reads; 0 = none, None = 0.1 beside `fraction`.
     pub test_fraction: Option<f64>,
     /// Prompts that only the verdict reads, instead.
     #[serde(skip)]
@@ -227,10 +227,10 @@ pub fn test_count(num_rows: u64, fraction: f64) -> u64 {
 }
 
 /// The rows that only the verdict reads, ascending; none of them is in `held_out` (ascending). The choice depends on the prompts and
-/// the seed alone: these are the rows of the prompts with the smallest SHA-256 of seed and prompt, [`test_count`] of them.
+/// the seed alone: these are the rows of the prompts with the smallest SHA-256 of seed and prompt, as many as the fraction asks for, at most 500.
 ///
-/// The rows of equal prompts stay together. A prompt whose rows would make it more than [`MOST_TEST_ROWS`], or would leave none to
-/// train on, is passed over. Where fewer than [`FEWEST_TEST_ROWS`] remain, there are none.
+/// The rows of equal prompts stay together. A prompt whose rows would make it more than 500, or would leave none to
+/// train on, is passed over. Where fewer than 50 remain, there are none.
 pub fn test_rows(prompts: &[PromptKey], held_out: &[u64], fraction: f64, seed: u64) -> Vec<u64> {
     let wanted = test_count(prompts.len() as u64, fraction) as usize;
     let most = wanted.max(MOST_TEST_ROWS as usize).min(prompts.len().saturating_sub(held_out.len() + 1));
