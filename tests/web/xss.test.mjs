@@ -177,7 +177,7 @@ test("the words of a reward service are text where a reward is tried", { timeout
     await page.getByRole("heading", { name: /^New job/ }).waitFor();
     for (let tries = 0; tries < 2; tries++) {
       await page.getByRole("button", { name: /^Test/ }).first().click();
-      await page.getByLabel("Completion").first().fill(CORPUS.slice(0, 20).join("\n---\n"));
+      await page.getByLabel("Completion", { exact: true }).first().fill(CORPUS.slice(0, 20).join("\n---\n"));
       await page.getByRole("button", { name: "Score it" }).click();
       await page.locator(".trial, .problem").first().waitFor({ timeout: 60_000 });
       await inspect(page, "a reward's test");
