@@ -237,11 +237,19 @@ fn is_packed(start: &[u8]) -> bool {
     [&b"PAR1"[..], b"\x1f\x8b", b"\x28\xb5\x2f\xfd"].iter().any(|magic| start.starts_with(magic))
 }
 
+/// What a request for a data set of the hub may say.
+const OF_HUB_DATASET: [&str; 8] = ["hub", "revision", "config", "split", "map", "limit", "seed", "name"];
+
 /// `{"hub": …}`: a request for a data set of the hub, in place of rows; with its name.
 fn hub_document(kind: &str, start: &[u8]) -> Option<Result<(Option<String>, HubDataset), Problem>> {
     let is_document = kind == "application/json" && start.trim_ascii_start().starts_with(b"{");
     let mut document: Value = is_document.then(|| serde_json::from_slice(start).ok()).flatten()?;
-    document.get("hub")?;
+    let keys = document.as_object()?;
+    // Without `hub` it is one row, unless all that it says is of such a request: then the error says what is missing.
+    let is_request = !keys.is_empty() && keys.keys().all(|key| OF_HUB_DATASET.contains(&key.as_str()));
+    if !keys.contains_key("hub") && !is_request {
+        return None;
+    }
     let name = document.as_object_mut()?.shift_remove("name");
     let refuse = |detail: String| Problem::new(Code::InvalidBody, detail.clone()).item("", "invalid", detail);
     let name = match name {
@@ -402,4 +410,25 @@ pub(super) fn checked_name(name: Option<String>) -> Result<Option<String>, Probl
 fn bad_name() -> Problem {
     let detail = format!("a name has 1 to {LONGEST_NAME} characters, none of them a control character");
     Problem::new(Code::InvalidQuery, detail.clone()).item("?name", "invalid", detail)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_request_for_a_data_set_of_the_hub_is_told_from_a_row() {
+        let asked = |text: &str| hub_document("application/json", text.as_bytes());
+        assert!(asked(r#"{"hub": "org/data", "split": "train"}"#).is_some_and(|asked| asked.is_ok()));
+        for incomplete in [r#"{"map": null, "seed": null}"#, r#"{"split": "train"}"#] {
+            let refused = asked(incomplete).map(|asked| asked.map(drop));
+            assert!(
+                refused.is_some_and(|refused| refused.is_err_and(|problem| problem.detail().contains("hub"))),
+                "{incomplete}"
+            );
+        }
+        for row in [r#"{"prompt": "p", "seed": 3}"#, r#"{"question": "q"}"#, "{}", "[]"] {
+            assert!(asked(row).is_none(), "{row}");
+        }
+    }
 }
