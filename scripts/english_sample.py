@@ -39,7 +39,7 @@ def messages(name):
         text = re.sub(r"\\\n\s*", "", text)
         if re.search(r"\n|=>|class=|\$\{|\|\|", text) or (name.startswith("web/") and not re.match(r"[A-Z]|.*[.,:?]", text)):
             continue
-        if len(re.findall(r"[A-Za-z]{2,}", text)) >= 4 and not re.match(r"(SELECT|INSERT|UPDATE|DELETE|CREATE) ", text):
+        if len(text.split()) >= 3 and not re.match(r"(SELECT|INSERT|UPDATE|DELETE|CREATE) ", text):
             yield text
 
 
