@@ -1,4 +1,4 @@
-//! Reads the algorithm's section and knows which of its settings go together (rloo.md).
+//! Reads the algorithm's section and checks which settings are compatible (rloo.md).
 
 use super::foreign::advice;
 use super::reader::{Field, Reader};
@@ -25,7 +25,8 @@ pub(super) fn read_rloo(reader: Reader<'_>) -> RlooPlan {
     rloo
 }
 
-/// A block that is sampled before the one ahead of it is trained must be known without its rewards, and be worth the wait.
+/// A block that is sampled before the previous one is trained must not depend on that block's rewards, and must
+/// train for several steps.
 fn check_overlap(rloo: &RlooPlan, field: &Field<'_>) {
     if !rloo.overlap {
         return;
@@ -40,7 +41,7 @@ fn check_overlap(rloo: &RlooPlan, field: &Field<'_>) {
     }
 }
 
-/// What stands against settings of this section together with those of others.
+/// Checks settings of this section that depend on other sections.
 pub(super) fn check(spec: &JobSpec, sampling: &SamplingPlan, errors: &mut Vec<FieldError>) {
     let rloo = &spec.rloo;
     let block = u64::from(spec.training.prompts_per_step) * u64::from(rloo.steps_per_generation);
@@ -60,7 +61,7 @@ pub(super) fn check(spec: &JobSpec, sampling: &SamplingPlan, errors: &mut Vec<Fi
     }
 }
 
-/// What is legal and probably not meant.
+/// Returns warnings about settings that are legal but probably not intended.
 pub(super) fn warnings(plan: &Plan) -> Vec<Warning> {
     let rloo = &plan.rloo;
     let mut warnings = Vec::new();

@@ -1,4 +1,4 @@
-//! Reads the built-in rewards.
+//! Reads the settings of built-in rewards.
 
 use std::collections::BTreeMap;
 
@@ -15,7 +15,7 @@ use super::KINDS;
 use super::adapters::read_template;
 use super::json_schema::JsonSchema;
 
-/// The most graders of one `multi`.
+/// Maximum number of graders in one `multi` reward.
 const MAX_GRADERS: usize = 32;
 
 pub(super) fn read_length(reader: &Reader<'_>) -> RewardKind {
@@ -271,7 +271,7 @@ pub(super) fn read_multi(reader: &Reader<'_>) -> RewardKind {
 fn read_grader(reader: &Reader<'_>) -> Option<RewardKind> {
     let field = reader.required("type", "name the grader's type");
     let kind = field.choice(KINDS)?(reader);
-    // Graders of OpenAI's carry their name inside as well.
+    // OpenAI's graders have a `name` field of their own, which is ignored.
     let _ = reader.field("name").string(64);
     if kind.service().is_some() || matches!(kind, RewardKind::Multi(_)) {
         field.fail(

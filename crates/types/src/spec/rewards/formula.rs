@@ -1,4 +1,4 @@
-//! The formula of a `multi` grader: arithmetic over the graders' names, with the functions that OpenAI's has.
+//! The formula of a `multi` grader: arithmetic over the graders' names, with the functions of OpenAI's grader.
 
 use std::collections::BTreeMap;
 
@@ -6,9 +6,9 @@ use minijinja::{Environment, Error, ErrorKind, UndefinedBehavior, Value};
 
 use crate::jinja::{Template, guard};
 
-/// Steps one evaluation may take.
+/// Maximum number of steps per evaluation.
 const FUEL: u64 = 10_000;
-/// Bytes one evaluation may make. Numbers take none.
+/// Maximum number of bytes that one evaluation may allocate. Numbers do not count.
 const BUDGET: u64 = 1 << 20;
 const FUNCTIONS: [&str; 8] = ["min", "max", "abs", "floor", "ceil", "exp", "sqrt", "log"];
 const WORDS: [&str; 14] =
@@ -26,7 +26,7 @@ pub struct Formula {
 }
 
 impl Formula {
-    /// Parses `text`; the error is for the one who wrote it.
+    /// Parses `text`. The error message is for the user who wrote the formula.
     pub fn parse(text: &str) -> Result<Self, String> {
         let mut environment = Environment::empty();
         environment.set_fuel(Some(FUEL));
@@ -59,7 +59,7 @@ impl Formula {
         }
     }
 
-    /// Whether a grader may be called so.
+    /// Whether a grader may have this name.
     pub fn is_name(name: &str) -> bool {
         let mut chars = name.chars();
         chars.next().is_some_and(|c| c.is_ascii_alphabetic() || c == '_')
@@ -69,7 +69,7 @@ impl Formula {
             && !WORDS.contains(&name)
     }
 
-    /// The graders that it speaks of.
+    /// Returns the names of the graders in the formula.
     pub fn names(&self) -> Vec<String> {
         let Ok(compiled) = self.environment.compile_expression(&self.text) else { return Vec::new() };
         let mut names: Vec<String> = compiled.undeclared_variables(false).into_iter().collect();
@@ -78,7 +78,7 @@ impl Formula {
         names
     }
 
-    /// Its value, a finite number.
+    /// Evaluates the formula; the value is a finite number.
     pub fn value(&self, scores: &BTreeMap<&str, f64>) -> Result<f64, String> {
         let variables = Value::from_pairs(scores.iter().map(|(name, score)| (*name, *score)));
         let value = self.expression.eval(&self.environment, variables, BUDGET, Ok).map_err(|error| {

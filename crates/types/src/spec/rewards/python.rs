@@ -1,10 +1,10 @@
-//! Reads the reward `python`: a function with TRL's signature, run on the worker's machine.
+//! Reads the reward `python`: a function with TRL's signature that runs on the worker's machine.
 
 use super::service::read_limits;
 use crate::spec::PythonPlan;
 use crate::spec::reader::{Field, Reader, shown};
 
-/// The longest path.
+/// Maximum length of the path, in bytes.
 const MAX_PATH_BYTES: usize = 4096;
 
 pub(super) fn read_python(reader: &Reader<'_>) -> PythonPlan {

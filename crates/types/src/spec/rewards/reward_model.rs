@@ -25,7 +25,7 @@ pub(super) fn read_reward_model(reader: &Reader<'_>) -> RewardModelPlan {
     }
 }
 
-/// A name, or a number from 0.
+/// Reads a label's name, or its number from 0.
 fn read_label(field: &Field<'_>) -> Option<String> {
     match field.value() {
         Some(value) if value.is_u64() => Some(value.to_string()),

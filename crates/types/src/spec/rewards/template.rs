@@ -1,4 +1,4 @@
-//! Templates over one sample, for what is sent to services and what graders compare: Jinja in the sandbox of
+//! Templates over one sample, for requests to services and for the texts that graders compare: Jinja in the sandbox of
 //! [`crate::jinja`]. A variable that does not exist is an error, never an empty text.
 
 use std::sync::LazyLock;
@@ -10,11 +10,11 @@ use serde_json::{Map, json};
 use crate::jinja::{Ordered, Template, draw, environment, to_json, to_json_value, to_value};
 use crate::sample::RewardSample;
 
-/// Instructions that one rendering may take; a usual one takes tens.
+/// Maximum number of instructions per rendering. A typical rendering takes tens.
 const FUEL: u64 = 1_000_000;
-/// Longest text that a template may make, bytes.
+/// Maximum length of a rendered text, in bytes.
 const MAX_OUTPUT_BYTES: usize = 4 << 20;
-/// What one rendering may make on the way there, bytes.
+/// Maximum number of bytes that one rendering may allocate.
 const BUDGET: u64 = 64 << 20;
 
 static ENVIRONMENT: LazyLock<Environment<'static>> = LazyLock::new(|| {
@@ -29,17 +29,17 @@ static ENVIRONMENT: LazyLock<Environment<'static>> = LazyLock::new(|| {
 /// A compiled template.
 ///
 /// Its variables: `prompt`, `completion`, `question` (the last user message, or the prompt), `messages` (the chat with the
-/// completion as its last message), `columns` (also `item`), `sample` (`output_text`, and `output_json` where it is JSON, as
-/// OpenAI's graders have them), `finish_reason`, `num_tokens`.
+/// completion as its last message), `columns` (also `item`), `sample` (`output_text`, and `output_json` if the completion is JSON,
+/// as in OpenAI's graders), `finish_reason`, `num_tokens`.
 #[derive(Debug)]
 pub struct SampleTemplate {
     template: Template,
-    /// The inside of a template that is one `{{ expression }}`, and as it was written.
+    /// The compiled expression and its source, if the template is a single `{{ expression }}`.
     expression: Option<(Template, String)>,
 }
 
 impl SampleTemplate {
-    /// Compiles. The error is for the one who wrote it.
+    /// Compiles a template. The error message is for the user who wrote it.
     pub fn new(source: &str) -> Result<Self, String> {
         let template = Template::new(&ENVIRONMENT, "template", source.to_owned()).map_err(|error| told(&error))?;
         let inside = source.trim().strip_prefix("{{").and_then(|rest| rest.strip_suffix("}}"));
@@ -54,13 +54,13 @@ impl SampleTemplate {
         Ok(Self { expression: Some((expression, source.to_owned())), ..Self::new("")? })
     }
 
-    /// The text for these variables.
+    /// Renders the text for these variables.
     pub fn render(&self, variables: &Value) -> Result<String, String> {
         let text = self.template.render(&ENVIRONMENT, variables.clone(), BUDGET, MAX_OUTPUT_BYTES);
         text.map_err(|error| told(&error))
     }
 
-    /// The value, where the template is one `{{ expression }}`; else the text.
+    /// Returns the expression's value if the template is a single `{{ expression }}`, otherwise the rendered text.
     pub fn value(&self, variables: &Value) -> Result<serde_json::Value, String> {
         let Some((expression, written)) = &self.expression else { return Ok(self.render(variables)?.into()) };
         let value = expression.eval(&ENVIRONMENT, variables.clone(), BUDGET, |value| {
@@ -73,7 +73,7 @@ impl SampleTemplate {
         value.map_err(|error| told(&error))
     }
 
-    /// What a template sees of a sample.
+    /// Returns the variables of a sample.
     pub fn variables(sample: &RewardSample) -> Value {
         let mut messages = match &sample.messages {
             Some(serde_json::Value::Array(messages)) => messages.clone(),
@@ -101,17 +101,17 @@ impl SampleTemplate {
         ]))
     }
 
-    /// Variables that were JSON in between.
+    /// Converts variables that were stored as JSON.
     pub fn json_variables(json: &serde_json::Value) -> Value {
         to_value(json)
     }
 
-    /// What a template of a dataset's mapping sees: the row's columns.
+    /// Returns the variables of a template in a dataset's mapping: the row's columns.
     pub fn row_variables(row: &Map<String, serde_json::Value>) -> Value {
         Value::from_object(Ordered(row.iter().map(|(name, value)| (name.clone(), to_value(value))).collect()))
     }
 
-    /// What a template of a batch sees: `samples`.
+    /// Returns the variables of a template for a batch: `samples`.
     pub fn batch_variables(samples: impl Iterator<Item = Value>) -> Value {
         Value::from_object(Ordered(vec![("samples".to_owned(), samples.collect())]))
     }
@@ -125,7 +125,8 @@ fn told(error: &Error) -> String {
     text
 }
 
-/// Texts as they are, everything else as JSON. Null is an error: nobody wants to be asked about "none".
+/// Writes texts as they are and everything else as JSON. Null is an error, because a service should never be sent
+/// the text "none" by accident.
 fn write(out: &mut Output, _: &mut State, value: &Value) -> Result<(), Error> {
     if value.is_undefined() || value.is_none() {
         return Err(Error::new(ErrorKind::InvalidOperation, "a value that the template writes is null or undefined"));
@@ -273,7 +274,7 @@ mod tests {
             ("a\nb{{ [1] + 1 }}", "tried to use + operator on unsupported types sequence and number (line 2)"),
             ("{{ 'a' * -1 }}", "strings can only be multiplied with integers"),
         ] {
-            // Builds with debug assertions say more.
+            // In builds with debug assertions the error has more lines.
             let error = rendered(source).unwrap_err();
             assert!(error.contains(expected), "{source}: {error}");
         }

@@ -1,4 +1,4 @@
-//! The adapter's settings.
+//! The settings of the LoRA adapter.
 
 use serde_json::Value;
 use utoipa::PartialSchema;
@@ -14,7 +14,7 @@ use crate::spec::schema::words;
 /// The projections that most models have, in the order of the plan.
 pub(in crate::spec) const ALL_LINEAR: [&str; 7] =
     ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
-/// Those that can get an adapter: the last four are stored as one in some models (Phi-3, Granite 4).
+/// The projections that can have an adapter. Some models (Phi-3, Granite 4) store the last four as one.
 const PROJECTIONS: [&str; 11] = [
     "q_proj",
     "k_proj",
@@ -33,7 +33,7 @@ const PROJECTIONS: [&str; 11] = [
 pub(in crate::spec) static LORA: Section = Section::new(
     "lora",
     "Adapter",
-    "The adapter.",
+    "The LoRA adapter.",
     &[
         Setting::whole("r", 1, 4096)
             .hint("the adapter's rank; 16 is usual")
@@ -58,7 +58,7 @@ pub(in crate::spec) static LORA: Section = Section::new(
                 says: "\"all-linear\", or a list of projections",
             },
         )
-        .doc("Which projections get an adapter.")
+        .doc("Projections that get an adapter.")
         .default(Words(&ALL_LINEAR))
         .trl(Trl::Adapter(
             Form::Modules,
@@ -89,5 +89,5 @@ fn read_target_modules(field: &Field<'_>) -> Option<Value> {
 
 fn target_modules() -> RefOr<Schema> {
     let list = RefOr::T(Schema::Array(Array::new(words("", &PROJECTIONS))));
-    OneOfBuilder::new().item(words("All that the model has.", &["all-linear"])).item(list).into()
+    OneOfBuilder::new().item(words("All projections of the model.", &["all-linear"])).item(list).into()
 }

@@ -9,18 +9,18 @@ use crate::spec::{LORA_LEARNING_RATE, LrSchedulerType, OptimizerKind};
 
 const DECAY: Range = Range::at_least(0.0).below(1.0);
 
-// TRL's defaults are transformers', but for the learning rate, which is RLOOConfig's.
+// TRL's defaults are those of transformers, except the learning rate, which is RLOOConfig's.
 pub(in crate::spec) static OPTIMIZER: Section = Section::new(
     "optimizer",
     "Optimizer",
     "The optimizer and its schedule.",
     &[
         Setting::word("kind", words_of::<OptimizerKind>)
-            .doc("How moments are kept.")
+            .doc("Optimizer: AdamW with moments in 32 bits (`adamw`) or in 8 bits (`adamw_8bit`).")
             .default(Word("adamw"))
             .trl(Trl::Own(&["optim"]))
             .resume(Resume::FixedUnless { key: "optimizer", value: "adamw" }),
-        // Of an adapter; full fine-tuning has its own.
+        // The default for an adapter. Full fine-tuning has a different default.
         Setting::number("learning_rate", Range::above(0.0).at_most(1.0))
             .default(Number(LORA_LEARNING_RATE))
             .trl(Trl::Key(&["learning_rate"], Form::Number, Number(1e-6)))

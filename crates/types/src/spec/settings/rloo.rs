@@ -1,4 +1,4 @@
-//! The algorithm's settings (`rloo.md`), and which of them go together.
+//! The algorithm's settings (`rloo.md`), and the checks between them.
 
 use serde_json::{Value, json};
 use utoipa::PartialSchema;
@@ -50,11 +50,11 @@ pub(in crate::spec) static RLOO: Section = Section::new(
         Setting::flag("mask_truncated_completions")
             .default(Flag(false))
             .trl(Trl::Key(&["mask_truncated_completions"], Form::Flag, Flag(false))),
-        // In TRL a missing reward contributes 0, and the weights stay as they are.
+        // In TRL a missing reward contributes 0, and weights are not scaled.
         Setting::word("combine", words_of::<Combine>).default(Word("renormalize")).trl(Trl::Always(Word("nansum"))),
         Setting::word("estimator", words_of::<Estimator>).first().default(Word("rloo")),
         Setting::word("loss", words_of::<Loss>)
-            .default(Follows(default_loss, "`sequence`, with estimators of tokens `token_mean`"))
+            .default(Follows(default_loss, "`sequence`; `token_mean` with estimators that have token advantages"))
             .conflict(loss_conflict),
         Setting::word("kl_in", words_of::<KlIn>).first().default(Word("reward")),
         Setting::word("kl_estimator", words_of::<KlEstimator>)
@@ -97,7 +97,7 @@ fn default_loss(read: &Values) -> Value {
     json!(if of_tokens { Loss::TokenMean } else { Loss::Sequence })
 }
 
-/// Estimators of tokens need a loss over tokens.
+/// Reports a loss with one ratio per completion for an estimator with token advantages.
 fn loss_conflict(read: &Values, given: &Value) -> Option<String> {
     let estimator: Estimator = read.get("estimator");
     let loss: Loss = serde_json::from_value(given.clone()).ok()?;
