@@ -1,11 +1,11 @@
-//! Keys of other trainers, refused by name with what to use here instead.
+//! Keys of other trainers. They are rejected by name, with a hint on what to use instead.
 
 use std::collections::BTreeMap;
 use std::sync::LazyLock;
 
 use super::settings::SECTIONS;
 
-/// What to say of a key that this section does not know: its error code and the text.
+/// Returns the error code and text for a key that this section does not know.
 pub(super) fn advice(key: &str, pointer: &str) -> Option<(&'static str, String)> {
     if let Some((code, text)) = of_another_trainer(key) {
         return Some((code, format!("'{key}': {text}")));
@@ -279,7 +279,7 @@ const PREFIXES: &[(&str, &str)] = &[
     ("vf_", VALUE_MODEL),
 ];
 
-/// Where each setting of a section that every job has lives: a known key in the wrong section is told its place.
+/// The place of each setting, for sections that every job has. The error for a known key in the wrong section names its place.
 static HOMES: LazyLock<BTreeMap<&'static str, String>> = LazyLock::new(|| {
     let sections = SECTIONS.iter().filter(|section| !section.is_optional);
     let settings = sections.flat_map(|section| section.settings.iter().map(move |setting| (section, setting)));

@@ -1,11 +1,11 @@
-//! A TRL run (RLOOConfig, with a PEFT LoraConfig) as a job of this service.
+//! Translates a TRL configuration (RLOOConfig, with a PEFT LoraConfig) into a job.
 //!
-//! [`convert`] never fails: it gives the job as far as it can be told, and says of every key that was sent whether it was
-//! refused as TRL refuses it (`errors`), asks for something that is not done (`unsupported`), or makes no difference
-//! (`ignored`); all other keys are in the job. TRL's defaults (release 1.16) are written out, so that the job means the same
-//! wherever defaults differ; names and defaults stand in the tables of `super::settings`. The arithmetic of batches stands in `batching`, `rloo.md` says why.
+//! [`convert`] never fails: it translates as much of the job as possible. It reports every key that TRL would reject too
+//! (`errors`), that requests something unsupported (`unsupported`), or that makes no difference (`ignored`); all other keys are in
+//! the job. TRL's defaults (release 1.16) are written explicitly, so that the job is equivalent even where defaults differ. Names
+//! and defaults are in the tables of `super::settings`. The batch arithmetic is in `batching`, and `rloo.md` explains it.
 //!
-//! Longer than other files: a short function for each part of a job, and among them all of TRL's keys.
+//! This file is longer than others: it has a short function for each part of a job, which together cover all of TRL's keys.
 
 mod batching;
 mod keys;
@@ -28,16 +28,16 @@ use super::settings::{Form, RLOO, SAMPLING, SECTIONS, Section, TRAINING, Trl, Va
 
 pub use reading::Remark;
 
-/// A translated run.
+/// A translated TRL configuration.
 #[derive(Debug, Clone, Default)]
 pub struct Conversion {
-    /// The job, ready for [`super::JobSpec::read`]; without model, dataset or rewards where none were sent.
+    /// The job, ready for [`super::JobSpec::read`]. It lacks model, dataset or rewards if none were sent.
     pub spec: Value,
-    /// What TRL refuses too; pointers lead into what was sent.
+    /// Errors that TRL would report too, with pointers into the submitted configuration.
     pub errors: Vec<FieldError>,
-    /// Legal, but probably not meant; pointers lead into what was sent.
+    /// Warnings about legal but probably unintended settings, with pointers into the submitted configuration.
     pub warnings: Vec<Warning>,
-    /// Keys that ask for something that is not done.
+    /// Keys that request something unsupported.
     pub unsupported: Vec<Remark>,
     /// Keys that make no difference.
     pub ignored: Vec<Remark>,
@@ -45,7 +45,8 @@ pub struct Conversion {
 }
 
 impl Conversion {
-    /// An error of the spec, told where the user wrote it: a pointer to a setting that a key gave becomes a pointer to that key.
+    /// Translates an error in the spec to the user's configuration: a pointer to a setting becomes a pointer to the key
+    /// that it came from.
     pub fn told_by_key(&self, mut error: FieldError) -> FieldError {
         let mut at = error.pointer.as_str();
         loop {
@@ -61,7 +62,7 @@ impl Conversion {
     }
 }
 
-/// Keys around an RLOOConfig, at the top of what was sent: what TRL's script takes as other arguments, in this API's words.
+/// Top-level keys next to an RLOOConfig: other arguments of TRL's script, with this API's names.
 const AROUND: [&str; 12] = [
     "config",
     "peft_config",
@@ -77,8 +78,8 @@ const AROUND: [&str; 12] = [
     "lora_config",
 ];
 
-/// What was sent, in its two forms: `{config, peft_config, model, dataset, eval_dataset, rewards, …}`, or an RLOOConfig's keys
-/// with the others beside them.
+/// The submitted configuration, in either of its two forms: `{config, peft_config, model, dataset, eval_dataset, rewards, …}`, or
+/// the keys of an RLOOConfig together with the others.
 struct Sent<'v> {
     config: Map<String, Value>,
     config_pointer: String,
@@ -125,7 +126,8 @@ fn sent<'v>(document: &'v Value, findings: &Findings) -> Sent<'v> {
     Sent { config, config_pointer, around }
 }
 
-/// Translates a run. `num_rows`: of the dataset, where they can be counted; epochs and fractions of a run become steps by them.
+/// Translates a configuration. `num_rows` is the dataset's number of rows, if known; it converts epochs and
+/// fractions of a run to steps.
 pub fn convert(document: &Value, num_rows: Option<u64>) -> Conversion {
     let findings = Findings::default();
     let Sent { config, config_pointer, around } = sent(document, &findings);
@@ -187,13 +189,13 @@ fn inline_rows(dataset: &Value) -> Option<u64> {
     Some(rows.len() as u64)
 }
 
-/// The dataset a run names by its id, so that a caller can look up its rows.
+/// Returns the dataset id in the configuration, so that a caller can look up its rows.
 pub fn named_dataset(document: &Value) -> Option<&str> {
     let dataset = document.get("dataset").or_else(|| document.get("train_dataset"))?;
     dataset.as_str().or_else(|| dataset.get("id")?.as_str())
 }
 
-/// `lora` of the job: from a LoraConfig, from flat keys, or null (TRL without PEFT trains every weight).
+/// Reads the job's `lora` from a LoraConfig, from flat keys, or as null (TRL without PEFT trains every weight).
 fn read_adapter<'v>(
     keys: &Keys<'v>,
     around: &BTreeMap<&'static str, &'v Value>,
@@ -204,7 +206,7 @@ fn read_adapter<'v>(
     let inside = ["peft_config", "lora_config"].iter().filter_map(|key| Some((keys.pointer_to(key), keys.value(key)?)));
     let given: Vec<_> = outside.chain(inside).collect();
     let flat = peft::has_flat_keys(keys);
-    // Without an adapter there is no dropout to turn off: no supported model has one of its own.
+    // Without an adapter there is no dropout to turn off, because no supported model has dropout.
     let _ = keys.flag("disable_dropout");
     let use_peft = keys.flag("use_peft");
     if let Some((second, _)) = given.get(1) {
@@ -248,7 +250,7 @@ fn read_adapter<'v>(
     }
 }
 
-/// They have been judged as a whole.
+/// Marks the flat keys as read, because they have been judged as a whole.
 fn ask_flat_keys(keys: &Keys<'_>) {
     for key in peft::flat_keys() {
         let _ = keys.value(key);
@@ -262,7 +264,7 @@ fn without_dropout(keys: &Keys<'_>, mut lora: Map<String, Value>) -> Value {
     Value::Object(lora)
 }
 
-/// What stands beside an RLOOConfig: model, data, rewards, labels.
+/// Writes the settings next to an RLOOConfig: model, data, rewards, labels.
 fn put_surroundings(keys: &Keys<'_>, around: &BTreeMap<&'static str, &Value>, spec: &mut Map<String, Value>) {
     let mut first = Map::new();
     let name = around.get("name").copied().or(keys.value("run_name"));
@@ -304,7 +306,7 @@ fn put_surroundings(keys: &Keys<'_>, around: &BTreeMap<&'static str, &Value>, sp
     *spec = first;
 }
 
-/// A dataset's id or rows alone are taken as well as {"id"} and {"records"}.
+/// Accepts a dataset's id or its rows alone, in addition to {"id"} and {"records"}.
 fn as_dataset(dataset: &Value) -> Value {
     match dataset {
         Value::String(id) => json!({ "id": id }),
@@ -313,7 +315,7 @@ fn as_dataset(dataset: &Value) -> Value {
     }
 }
 
-/// TRL: one weight a reward, in their order; without reward_weights every weight is 1.
+/// Writes the rewards. As in TRL, there is one weight per reward, in order; without reward_weights every weight is 1.
 fn put_rewards(keys: &Keys<'_>, rewards: Option<&Value>, spec: &mut Map<String, Value>) {
     let mut rewards = rewards.cloned().or(self::rewards::named_rewards(keys, rewards.is_some()));
     if let Some(weights) = keys.value("reward_weights") {
@@ -354,7 +356,7 @@ fn put_rewards(keys: &Keys<'_>, rewards: Option<&Value>, spec: &mut Map<String, 
     }
 }
 
-/// The settings of a section that have a key of TRL's, in the order of the table.
+/// Writes the settings of a section that have a TRL key, in the order of the table.
 fn put_settings(keys: &Keys<'_>, section: &Section, into: &mut Map<String, Value>) {
     let nothing = Values::default();
     for setting in section.settings {
@@ -373,14 +375,14 @@ fn put_settings(keys: &Keys<'_>, section: &Section, into: &mut Map<String, Value
     }
 }
 
-/// The value of a key with several spellings; two at once are an error.
+/// Reads a key with several spellings. Two spellings at once are an error.
 fn read_spellings(keys: &Keys<'_>, spellings: &[&'static str], form: Form) -> Option<Value> {
     let given: Vec<_> = spellings.iter().filter(|key| keys.has(key)).collect();
     if let ([_, second, ..], [others @ .., last]) = (given.as_slice(), spellings) {
         let detail = format!("{} and {last} are spellings of one setting: give one of them", others.join(", "));
         keys.fail(second, "conflict", detail);
     }
-    // Each is read, so that none is left over as unknown.
+    // Reads every spelling, so that none is reported as unknown.
     let values: Vec<_> = spellings.iter().filter_map(|key| keys.read(key, form)).collect();
     values.into_iter().next()
 }
@@ -394,7 +396,7 @@ fn rloo(keys: &Keys<'_>) -> Map<String, Value> {
     rloo
 }
 
-/// The sampling keys; TRL lets generation_kwargs override them.
+/// Reads the sampling keys; in TRL, generation_kwargs overrides them.
 fn sampling(keys: &Keys<'_>) -> Map<String, Value> {
     let mut sampling = Map::new();
     put_settings(keys, &SAMPLING, &mut sampling);
@@ -406,7 +408,7 @@ fn sampling(keys: &Keys<'_>) -> Map<String, Value> {
         let named = format!("generation_kwargs.{key}");
         match key.as_str() {
             _ if value.is_null() => {}
-            // One temperature here is that of sampling and of the log-probs; in TRL this one is sampling's alone.
+            // Here a single temperature applies to sampling and log-probabilities; in TRL this one applies to sampling only.
             "temperature" if value.as_f64() != sampling["temperature"].as_f64() => keys.refuse(
                 &named,
                 "it would change how completions are sampled and leave their log-probs at 'temperature': give 'temperature' alone",
@@ -433,7 +435,7 @@ fn sampling(keys: &Keys<'_>) -> Map<String, Value> {
     sampling
 }
 
-/// bf16 and f32 where they are asked for; the default is the server's, since TRL's bf16 default supposes a GPU.
+/// Reads bf16 or f32 if requested. The default is the server's, because TRL's default of bf16 assumes a GPU.
 fn read_precision(keys: &Keys<'_>, training: &mut Map<String, Value>) {
     let init = keys.object("model_init_kwargs").unwrap_or_default();
     for (key, value) in &init {
@@ -496,9 +498,9 @@ fn put_eval(keys: &Keys<'_>, eval: Option<Map<String, Value>>, dataset: Option<&
     spec.insert("eval".to_owned(), Value::Object(eval));
 }
 
-/// Every key that no section read: harmless, refused, or unknown.
+/// Reports every key that no section read as harmless, unsupported or unknown.
 fn judge_the_rest(keys: &Keys<'_>) {
-    // A dump of a whole RLOOConfig holds vLLM's settings too; with use_vllm false they say nothing.
+    // A dump of a whole RLOOConfig has vLLM's settings too; with use_vllm false they have no effect.
     let vllm_off = keys.flag("use_vllm") == Some(false);
     if keys.flag("use_vllm") == Some(true) {
         let entry = REFUSED.iter().find(|entry| entry.keys.contains(&"use_vllm"));
@@ -545,7 +547,7 @@ fn judge_the_rest(keys: &Keys<'_>) {
 
 fn unknown(key: &str) -> String {
     if let Some((_, text)) = advice(key, "") {
-        // Its text begins with the key, which stands beside the reason already.
+        // The text begins with the key, which is already shown next to the reason.
         let prefix = format!("'{key}': ");
         return text.strip_prefix(&prefix).unwrap_or(&text).to_owned();
     }

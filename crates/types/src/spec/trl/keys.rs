@@ -1,28 +1,27 @@
-//! The keys of a TRL run that need no translation: those without a counterpart because nothing here depends on them, and
-//! those that ask for something this service does not do. The list is that of `RLOOConfig` in TRL 1.16 with
-//! `TrainingArguments` of transformers 5, `ModelConfig` and the script arguments, and of older releases where users still
-//! have them.
+//! TRL keys that need no translation: keys without a counterpart because nothing here depends on them, and keys that request
+//! something unsupported. The list covers `RLOOConfig` of TRL 1.16 with `TrainingArguments` of transformers 5, `ModelConfig` and
+//! the script arguments, and keys of older releases that users still have.
 
 use serde_json::Value;
 
-/// Keys of one kind.
+/// A group of keys with the same explanation.
 pub(super) struct Entry {
     pub keys: &'static [&'static str],
-    /// What to say of them.
+    /// The explanation for the user.
     pub reason: &'static str,
 }
 
-/// Keys that ask for something only when they hold more than these values (JSON); null, false, "" and empty lists and
-/// objects always count as off.
+/// Keys that request something unsupported unless they have one of these values (JSON). Null, false, "" and empty lists and objects
+/// always count as off.
 pub(super) struct Refused {
     pub keys: &'static [&'static str],
-    /// More values, as JSON, at which the key asks for nothing.
+    /// Additional values, as JSON, that count as off.
     pub off: &'static [&'static str],
     pub reason: &'static str,
 }
 
 impl Refused {
-    /// The key asks for nothing.
+    /// Whether the key requests nothing with this value.
     pub(super) fn is_off(&self, value: &Value) -> bool {
         let listed = |off: &&str| {
             serde_json::from_str::<Value>(off).is_ok_and(|off| match (off.as_f64(), value.as_f64()) {
@@ -34,7 +33,7 @@ impl Refused {
     }
 }
 
-/// null, false (also as a word), "" and empty lists and objects.
+/// Whether the value is null, false (also as a word), "" or an empty list or object.
 pub(super) fn says_nothing(value: &Value) -> bool {
     match value {
         Value::Null | Value::Bool(false) => true,
@@ -47,7 +46,7 @@ pub(super) fn says_nothing(value: &Value) -> bool {
     }
 }
 
-/// What the service does in its own way, or not at all, without a difference to the weights.
+/// Keys for things that the service does in its own way, or not at all, without affecting the weights.
 pub(super) const IGNORED: &[Entry] = &[
     Entry {
         keys: &[
@@ -222,7 +221,7 @@ const NO_QUANTIZATION: &str =
     "quantized base models are not supported: register the unquantized model and train a LoRA adapter on it";
 const ONE_DEVICE: &str = "one worker drives one device, so there is nothing to distribute: remove it; several jobs run side by side, one a device";
 
-/// What is not done.
+/// Keys that request something unsupported.
 pub(super) const REFUSED: &[Refused] = &[
     Refused {
         keys: &["use_vllm"],
@@ -307,11 +306,11 @@ pub(super) const REFUSED: &[Refused] = &[
     },
 ];
 
-/// GRPO's and other trainers' settings that TRL's RLOO has not either are answered by `foreign`; these begin alike.
+/// Prefix of vLLM's keys. Settings of GRPO and other trainers that TRL's RLOO does not have are explained in `foreign`.
 pub(super) const VLLM_PREFIX: &str = "vllm_";
 
-/// Keys that the translation reads and that belong to no setting; with those of the settings and of the tables above, for
-/// "did you mean".
+/// Keys that the translation reads and that belong to no setting. Together with those of the settings and of the tables above, they
+/// are candidates for "did you mean".
 pub(super) const READ: &[&str] = &[
     "reward_weights",
     "load_best_model_at_end",
