@@ -1,4 +1,4 @@
-//! How the rewards of jobs went, in few points: for lists of many jobs.
+//! Sparklines: the rewards of jobs over time, thinned out to a few points for lists of many jobs.
 
 use serde_json::json;
 
@@ -8,14 +8,14 @@ use crate::id::JobId;
 /// The mean reward of a job's training steps, thinned out.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Course {
-    /// Whose.
+    /// Id of the job.
     pub job: JobId,
-    /// Step and value, by step: the first, the last, and of every stretch the lowest and the highest.
+    /// Points as (step, reward), in the order of the steps: the first, the last, and the lowest and the highest of every section.
     pub points: Vec<(u64, f64)>,
 }
 
-/// The courses of the jobs ?1 (of the owner ?3), in the order given, over the ?2 stretches numbered in ?4. Reads an index alone; a
-/// short run's points are told as they are. A stretch is a range of the index, so that nothing is sorted or grouped.
+/// Selects the sparklines of the jobs ?1 (of the owner ?3), in the given order, over the ?2 sections numbered in ?4. Reads only an
+/// index; all points of a short run are returned. A section is a range of the index, so that nothing is sorted or grouped.
 pub const REWARD_COURSES: &str = "WITH wanted AS MATERIALIZED (\
        SELECT wanted.key AS place, jobs.id, \
          (SELECT MIN(step) FROM steps INDEXED BY steps_reward WHERE job_id = jobs.id AND kind = 'train') AS first, \
@@ -42,8 +42,8 @@ pub const REWARD_COURSES: &str = "WITH wanted AS MATERIALIZED (\
        END AS points FROM wanted ORDER BY place";
 
 impl Store {
-    /// The courses of these jobs over about `stretches` equal stretches of their steps: at most 2 · `stretches` + 2 points each,
-    /// none before the first step. A job that there is not, or that is another owner's (None = any owner's), is left out.
+    /// Returns the sparklines of these jobs over about `sections` equal sections of their steps: at most 2 · `sections` + 2 points
+    /// each, none before the first step. Jobs that do not exist or that belong to another owner (`None` = any owner) are left out.
     pub async fn reward_courses(
         &self,
         jobs: &[JobId],
@@ -61,7 +61,7 @@ impl Store {
             .doing("read the courses of rewards")?
             .iter()
             .map(|row| {
-                // A stretch without a value has neither step nor value.
+                // A section without a value has neither step nor value.
                 let found: Vec<(Option<u64>, Option<f64>)> =
                     serde_json::from_str(column(row, "points")?).map_err(corrupt("reward"))?;
                 let mut points: Vec<(u64, f64)> =

@@ -1,8 +1,9 @@
-//! The database: open, migrate, pools, errors, wake-ups. The SQL lies in the modules below, one table family a file.
+//! The database: opening, migrations, pools, errors and notifications. The SQL is in the modules below, with one
+//! table family per file.
 //!
-//! The server process alone opens it. SQLite in WAL mode has one writer connection (every transaction begins IMMEDIATE,
-//! `synchronous = FULL`) and a few readers. `now` (Unix ms) is an argument of every query that needs the time. A change of state
-//! and the event that tells of it are one transaction; [`Store::changed`] wakes whoever waits for the next event.
+//! Only the server process opens it. SQLite in WAL mode has one writer connection (every transaction begins IMMEDIATE, `synchronous
+//! = FULL`) and a few readers. `now` (Unix time in milliseconds) is an argument of every query that needs the time. A change of
+//! state and its event are written in one transaction; [`Store::changed`] wakes tasks that wait for the next event.
 
 pub mod adapters;
 pub mod api_keys;
@@ -98,119 +99,119 @@ pub use task_rows::{NewTask, TaskKind, TaskRow, TaskState};
 pub use tasks::TaskEnd;
 pub use workers::WorkerRow;
 
-/// The database of one server. Cheap to clone.
+/// The database of one server. Clones are cheap.
 #[derive(Debug, Clone)]
 pub struct Store {
     writer: SqlitePool,
     readers: SqlitePool,
-    /// Searches.
+    /// Connections for searches.
     searchers: SqlitePool,
-    /// Folds the log.
+    /// Connection that checkpoints the write-ahead log.
     folder: SqlitePool,
     changes: Arc<Changes>,
-    /// Whether a job that succeeds with an evaluation is judged by itself.
+    /// Whether a job that succeeds with an evaluation automatically gets a verdict.
     judges: bool,
 }
 
-/// What the store was asked to do and could not.
+/// Errors of the store.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
     /// The database file cannot be opened or created.
     #[error("could not open the database {}", .path.display())]
     Open {
-        /// The file.
+        /// Path of the database file.
         path: PathBuf,
-        /// Why.
+        /// The cause of the error.
         #[source]
         source: sqlx::Error,
     },
-    /// Versions before 3.51.3 can corrupt a WAL database.
+    /// SQLite versions before 3.51.3 can corrupt a WAL database.
     #[error("SQLite {found} is too old: 3.51.3 or later is needed (earlier ones can corrupt a database in WAL mode)")]
     SqliteTooOld {
-        /// Its version.
+        /// Version of the linked SQLite.
         found: String,
     },
-    /// The schema cannot be brought up to date.
+    /// The schema cannot be migrated.
     #[error("could not migrate the database")]
     Migrate {
-        /// Why.
+        /// The cause of the error.
         #[source]
         source: sqlx::migrate::MigrateError,
     },
-    /// It has what this rlood knows nothing of.
+    /// The database has migrations that this rlood does not know.
     #[error(
         "the database was written by a newer rlood (its migration {found}; this one knows {known}): use that rlood or a later one"
     )]
     Newer {
-        /// Its last migration.
+        /// Number of the database's last migration.
         found: i64,
-        /// The last one known here.
+        /// Number of the last migration known to this rlood.
         known: i64,
     },
-    /// It lacks what this rlood expects.
+    /// The database lacks migrations that this rlood requires.
     #[error(
         "the database is of an older rlood (without migration {missing}): use that rlood, or let `rlood serve` of this one bring it up to date"
     )]
     Older {
-        /// The first migration that it lacks.
+        /// Number of the first missing migration.
         missing: i64,
     },
-    /// SQLite refused a statement.
+    /// SQLite reported an error.
     #[error("could not {doing}")]
     Database {
-        /// What the statement was for.
+        /// Purpose of the statement, as in "could not …".
         doing: &'static str,
-        /// Why.
+        /// The cause of the error.
         #[source]
         source: sqlx::Error,
     },
-    /// A stored value does not read back.
+    /// A stored value cannot be parsed.
     #[error("could not read the stored {what}")]
     Corrupt {
-        /// Which column of what.
+        /// Name of the value or its column.
         what: &'static str,
-        /// Why.
+        /// The cause of the error.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// There is none.
+    /// The object does not exist.
     #[error("there is no {kind} '{id}'")]
     NotFound {
-        /// `job`, `dataset`, ….
+        /// Kind of object: `job`, `dataset`, ….
         kind: &'static str,
-        /// As asked for.
+        /// Requested id of the object.
         id: String,
     },
-    /// The name is taken by something else.
+    /// Another object has this name.
     #[error("the {kind} '{id}' exists already and is a different one")]
     Exists {
-        /// `model`.
+        /// Kind of object: `model`.
         kind: &'static str,
-        /// As asked for.
+        /// Requested id of the object.
         id: String,
     },
-    /// It cannot be deleted yet.
+    /// The object cannot be deleted while jobs use it.
     #[error("the {kind} '{id}' is used by {} that are not over", count_of_jobs(.jobs))]
     InUse {
-        /// `dataset` or `model`.
+        /// Kind of object: `dataset` or `model`.
         kind: &'static str,
-        /// As asked for.
+        /// Requested id of the object.
         id: String,
-        /// The jobs, oldest first (at most 20).
+        /// Jobs that use it, oldest first (at most 20).
         jobs: Vec<JobId>,
     },
-    /// The job's state does not allow it; [`State::actions`] are what it does allow.
+    /// The job's state does not allow the action; [`State::actions`] lists those that it allows.
     #[error("cannot {} a job that is {}", .action.as_str(), .state.as_str())]
     IllegalMove {
-        /// Where the job stands.
+        /// Current state of the job.
         state: State,
-        /// What was asked for.
+        /// The requested action.
         action: Action,
     },
-    /// The attempt does not own the job any more.
+    /// The attempt no longer owns the job.
     #[error("the claim is lost: this attempt does not own the job any more")]
     LeaseLost,
-    /// A page cursor that this server did not make.
+    /// The page cursor was not created by this server.
     #[error("the cursor is not one of this list: start again without 'after'")]
     BadCursor,
 }
@@ -220,7 +221,7 @@ fn count_of_jobs(jobs: &[JobId]) -> String {
 }
 
 impl StoreError {
-    /// There was no space to write to (SQLITE_FULL).
+    /// Whether the disk is full (SQLITE_FULL).
     pub fn is_disk_full(&self) -> bool {
         let StoreError::Database { source, .. } = self else { return false };
         match source {
@@ -230,8 +231,8 @@ impl StoreError {
     }
 }
 
-/// Wake-ups: a counter per job that somebody waits for, one for the queue, one for what reward services send, and which
-/// jobs changed, for whoever looks at all.
+/// Notifications: a counter per watched job, one for the queue, one for late answers of reward services, and a
+/// channel that names changed jobs.
 #[derive(Debug)]
 struct Changes {
     jobs: Mutex<HashMap<JobId, watch::Sender<u64>>>,
@@ -241,12 +242,12 @@ struct Changes {
     all: broadcast::Sender<JobNews>,
 }
 
-/// A job that is new, changed or gone.
+/// A job that is new, changed or deleted.
 #[derive(Debug, Clone)]
 pub struct JobNews {
-    /// The job.
+    /// Id of the job.
     pub id: JobId,
-    /// Whose it was, when it is gone: nobody can ask any more.
+    /// Owner of a deleted job, which can no longer be looked up; `None` = the job exists.
     pub gone_of: Option<String>,
 }
 
@@ -262,28 +263,28 @@ impl Default for Changes {
     }
 }
 
-/// Changed jobs that may wait for whoever looks at all of them.
+/// Maximum number of changed jobs that wait for a subscriber of all changes.
 const CHANGES: usize = 1024;
 
-/// The time now, Unix ms: what handlers pass as `now`.
+/// Returns the current Unix time in milliseconds, which handlers pass as `now`.
 pub fn clock_ms() -> i64 {
     jiff::Timestamp::now().as_millisecond()
 }
 
-/// Connections for searches that may read much: nothing else waits for them.
+/// Number of connections for expensive searches, so that no other query waits for them.
 const SEARCHERS: u32 = 2;
 
-/// Pages in the log that are worth folding it into the database: 4 MiB.
+/// Number of pages in the log from which it is checkpointed: 4 MiB.
 const FOLDED_PAGES: i64 = 1000;
-/// Pages in the log at which the writer itself folds it, should nobody else.
+/// Number of pages in the log at which the writer itself checkpoints it, if the background task has not.
 const MOST_PAGES: &str = "16384";
 
-/// Before this version a WAL database can be corrupted when a checkpoint meets a reset of the log.
+/// Before this version a WAL database can be corrupted when a checkpoint coincides with a reset of the log.
 const OLDEST_SQLITE: [u32; 3] = [3, 51, 3];
 
 impl Store {
-    /// Opens (or creates) the database file, for this user only, and brings its schema up to date. The caller holds the data directory's lock
-    /// ([`crate::files::DataDir`]): one server a file.
+    /// Opens (or creates) the database file, for this user only, and migrates its schema. The caller holds the data directory's
+    /// lock ([`crate::files::DataDir`]), so there is one server per file.
     pub async fn open(database: &Path) -> Result<Store, StoreError> {
         sqlite_version().await?;
         let cannot_open = |source| StoreError::Open { path: database.to_owned(), source };
@@ -293,12 +294,12 @@ impl Store {
             .foreign_keys(true)
             .busy_timeout(Duration::from_secs(5))
             .pragma("trusted_schema", "OFF");
-        // Connections live as long as the server: no lifetime, no idle time, no ping before use.
+        // Connections live as long as the server: no maximum lifetime, no idle timeout, no ping before use.
         let pool = SqlitePoolOptions::new().max_lifetime(None).idle_timeout(None).test_before_acquire(false);
         let writer = pool
             .clone()
             .max_connections(1)
-            // Whatever the one before wanted.
+            // Resets the setting of the previous user of the connection.
             .before_acquire(|writer, _| {
                 Box::pin(async move { sqlx::query("PRAGMA synchronous = FULL").execute(writer).await.map(|_| true) })
             })
@@ -321,7 +322,7 @@ impl Store {
         Ok(Store { writer, readers, searchers, folder, changes, judges: false })
     }
 
-    /// Closes every connection; the WAL is folded into the file.
+    /// Closes every connection and checkpoints the WAL into the file.
     pub async fn close(&self) {
         self.readers.close().await;
         self.searchers.close().await;
@@ -329,38 +330,39 @@ impl Store {
         self.writer.close().await;
     }
 
-    /// Both pools answer: for `/readyz`.
+    /// Checks that both pools work, for `/readyz`.
     pub async fn ping(&self) -> Result<(), StoreError> {
         sqlx::query("SELECT 1 FROM jobs LIMIT 1").execute(&self.readers).await.doing("read the database")?;
         sqlx::query("SELECT 1 FROM jobs LIMIT 1").execute(&self.writer).await.doing("reach the writer")?;
         Ok(())
     }
 
-    /// Wakes after every committed change of the job (a new event, a new state). Subscribe first, then read, then wait:
-    /// nothing is missed.
+    /// Returns a receiver that wakes after every committed change of the job (a new event, a new state). Subscribe first, then
+    /// read, then wait, so that nothing is missed.
     pub fn changed(&self, job: JobId) -> watch::Receiver<u64> {
         let mut jobs = self.changes.jobs.lock().unwrap_or_else(PoisonError::into_inner);
         jobs.entry(job).or_insert_with(|| watch::Sender::new(0)).subscribe()
     }
 
-    /// Wakes when a job was queued: for long-polling claims.
+    /// Returns a receiver that wakes when a job was queued, for long-polling claims.
     pub fn queue_changed(&self) -> watch::Receiver<u64> {
         self.changes.queue.subscribe()
     }
 
-    /// The same store; with `judges`, a job that succeeds and has an evaluation gets a verdict, unless it asks for none.
+    /// Returns the same store; with `judges`, a job that succeeds and has an evaluation gets a verdict unless its
+    /// settings turn that off.
     #[must_use]
     pub fn with_verdicts(mut self, judges: bool) -> Self {
         self.judges = judges;
         self
     }
 
-    /// Wakes when a task was queued or cancelled.
+    /// Returns a receiver that wakes when a task was queued or cancelled.
     pub fn tasks_changed(&self) -> watch::Receiver<u64> {
         self.changes.tasks.subscribe()
     }
 
-    /// Names every job that is new, changed or gone.
+    /// Returns a receiver of every job that is new, changed or deleted.
     pub fn changed_jobs(&self) -> broadcast::Receiver<JobNews> {
         self.changes.all.subscribe()
     }
@@ -370,7 +372,8 @@ impl Store {
         self.writer.begin_with(begin).await.doing(doing)
     }
 
-    /// For what may be lost with the machine, never with the process: nobody waits for the disk.
+    /// Begins a transaction that may be lost in a power failure, but not when the process ends. Its commit does not
+    /// wait for the disk.
     async fn begin_soon(&self, doing: &'static str) -> Result<Transaction<'static, Sqlite>, StoreError> {
         if without!(Immediate) {
             return self.begin(doing).await;
@@ -378,7 +381,8 @@ impl Store {
         self.writer.begin_with("PRAGMA synchronous = NORMAL; BEGIN IMMEDIATE").await.doing(doing)
     }
 
-    /// Copies the log into the database when it has grown, beside the writer: otherwise one request in a hundred would have to.
+    /// Checkpoints the write-ahead log when it has grown, in parallel with the writer. Otherwise one request in a
+    /// hundred would have to.
     pub async fn log_fold(&self) -> Result<(), StoreError> {
         let doing = "fold the database's log";
         let (_, pages, folded): (i64, i64, i64) =
@@ -395,19 +399,19 @@ impl Store {
         fail_point!("store.after_commit", doing).map_err(sqlx::Error::Io).doing(doing)
     }
 
-    /// Call after the commit, never before.
+    /// Notifies watchers of a job. Call it after the commit, never before.
     fn wake_job(&self, job: JobId) {
         self.tell(JobNews { id: job, gone_of: None });
     }
 
-    /// The same, of a job that was deleted.
+    /// Notifies watchers of a job that was deleted.
     fn wake_gone(&self, job: JobId, owner: String) {
         self.tell(JobNews { id: job, gone_of: Some(owner) });
     }
 
     fn tell(&self, news: JobNews) {
         let job = news.id;
-        // An error says that nobody looks.
+        // An error means that there are no subscribers.
         let _ = self.changes.all.send(news);
         let mut jobs = self.changes.jobs.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(sender) = jobs.get(&job) else { return };
@@ -422,14 +426,14 @@ impl Store {
         self.changes.tasks.send_modify(|count| *count += 1);
     }
 
-    /// Wakes the workers that wait for a job. Call after the commit, never before.
+    /// Wakes the workers that wait for a job. Call it after the commit, never before.
     pub fn wake_queue(&self) {
         self.changes.queue.send_modify(|count| *count += 1);
     }
 }
 
-/// Creates the file if need be, and takes it and the files beside it from other users, whatever the directory permits: secrets
-/// stand in them. SQLite gives new files beside it the same mode.
+/// Creates the file if necessary, and makes it and its companion files inaccessible to other users, whatever the directory permits,
+/// because they contain secrets. SQLite creates new companion files with the same mode.
 fn make_private(database: &Path) -> std::io::Result<()> {
     std::fs::OpenOptions::new().create(true).append(true).mode(0o600).open(database)?;
     for end in ["", "-wal", "-shm"] {
@@ -443,9 +447,9 @@ fn make_private(database: &Path) -> std::io::Result<()> {
     Ok(())
 }
 
-/// The version of the SQLite inside; an error when it is too old to be trusted.
+/// Returns the version of the linked SQLite; fails if it is too old to be safe.
 pub async fn sqlite_version() -> Result<String, StoreError> {
-    // It is linked into this binary.
+    // The version cannot change, because SQLite is linked into this binary.
     static FOUND: OnceLock<String> = OnceLock::new();
     if let Some(found) = FOUND.get() {
         return Ok(found.clone());

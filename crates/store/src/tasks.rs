@@ -1,11 +1,11 @@
-//! Long work on a checkpoint that is no job: verdicts and exports, each with a state, a progress and a result.
+//! Tasks: long-running work on a checkpoint that is not a job. Verdicts and exports each have a state, a progress and a result.
 //!
 //! ```text
 //! queued → running → succeeded | failed | cancelled
 //! queued → cancelled
-//! running → queued   (the server stopped: the next one begins it again, attempt + 1)
+//! running → queued   (the server stopped: the next one starts it again, attempt + 1)
 //! ```
-//! Whoever runs a task holds its attempt: what a former attempt says is refused.
+//! The runner of a task holds its attempt: reports of a former attempt are rejected.
 
 use serde_json::{Map, Value, json};
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
@@ -21,14 +21,14 @@ use crate::verdict::{RowOutcome, VerdictRow};
 /// How a task ended.
 #[derive(Debug, Clone)]
 pub enum TaskEnd {
-    /// With a result; and when what it left on the disk is removed, Unix ms.
+    /// It succeeded with this result; its files are removed at the given time, Unix time in milliseconds.
     Succeeded(Value, Option<i64>),
-    /// With an error, `{code, message}`.
+    /// It failed with this error, `{code, message}`.
     Failed(Value),
 }
 
 impl Store {
-    /// Creates a task; its job's events tell of it.
+    /// Creates a task and records the event in its job's history.
     pub async fn task_create(&self, new: NewTask, now: i64) -> Result<TaskRow, StoreError> {
         let doing = "create a task";
         let mut tx = self.begin(doing).await?;
@@ -39,7 +39,7 @@ impl Store {
         Ok(row)
     }
 
-    /// One task, or `NotFound`.
+    /// Returns one task, or `NotFound`.
     pub async fn task_get(&self, kind: TaskKind, id: &str) -> Result<TaskRow, StoreError> {
         let row = sqlx::query("SELECT * FROM tasks WHERE id = ? AND kind = ?")
             .bind(id)
@@ -51,7 +51,7 @@ impl Store {
         TaskRow::read(&row)
     }
 
-    /// The newest task of a job, or of one of its checkpoints.
+    /// Returns the newest task of this kind of a job.
     pub async fn task_newest(&self, kind: TaskKind, job: JobId) -> Result<Option<TaskRow>, StoreError> {
         sqlx::query("SELECT * FROM tasks WHERE job_id = ? AND kind = ? ORDER BY created_at DESC, id DESC LIMIT 1")
             .bind(job.to_string())
@@ -63,7 +63,7 @@ impl Store {
             .transpose()
     }
 
-    /// All tasks of a job, or of one of its checkpoints, newest first.
+    /// Lists the tasks of a job, or of one of its checkpoints, newest first.
     pub async fn task_list(
         &self,
         kind: TaskKind,
@@ -85,7 +85,7 @@ impl Store {
         .collect()
     }
 
-    /// Begins the task of a kind that waits for longest; `None` when none waits.
+    /// Starts the task of a kind that has waited for longest; `None` if none waits.
     pub async fn task_claim(&self, kind: TaskKind, now: i64) -> Result<Option<TaskRow>, StoreError> {
         let doing = "begin a task";
         let mut tx = self.begin(doing).await?;
@@ -100,7 +100,7 @@ impl Store {
         .doing(doing)?;
         let Some(row) = begun else { return Ok(None) };
         let row = TaskRow::read(&row)?;
-        // What an attempt left that did not come to its end.
+        // Rows that an interrupted attempt left.
         sqlx::query("DELETE FROM verdict_rows WHERE verdict_id = ?")
             .bind(&row.id)
             .execute(&mut *tx)
@@ -110,7 +110,7 @@ impl Store {
         Ok(Some(row))
     }
 
-    /// Notes how far a running task is; whether it is still this attempt's.
+    /// Records the progress of a running task; returns whether it still belongs to this attempt.
     pub async fn task_progress(&self, id: &str, attempt: u64, done: u64, total: u64) -> Result<bool, StoreError> {
         let noted =
             sqlx::query("UPDATE tasks SET done = ?, total = ? WHERE id = ? AND attempt = ? AND state = 'running'")
@@ -124,7 +124,7 @@ impl Store {
         Ok(noted.rows_affected() == 1)
     }
 
-    /// Ends a running task; nothing when it is not this attempt's any more.
+    /// Ends a running task; does nothing if it no longer belongs to this attempt.
     pub async fn task_finish(&self, row: &TaskRow, end: TaskEnd, now: i64) -> Result<(), StoreError> {
         let doing = "end a task";
         let (state, result, error, expires) = match end {
@@ -154,7 +154,7 @@ impl Store {
         Ok(())
     }
 
-    /// Cancels a task that has not ended; one that has stays as it is.
+    /// Cancels a task. A task that has ended is not changed.
     pub async fn task_cancel(&self, kind: TaskKind, id: &str, now: i64) -> Result<TaskRow, StoreError> {
         let doing = "cancel a task";
         let mut tx = self.begin(doing).await?;
@@ -180,13 +180,13 @@ impl Store {
         Ok(row)
     }
 
-    /// Puts the running tasks back: the server that ran them is gone.
+    /// Queues the running tasks again, because the server that ran them has ended.
     pub async fn tasks_requeue(&self) -> Result<u64, StoreError> {
         let again = sqlx::query("UPDATE tasks SET state = 'queued' WHERE state = 'running'");
         Ok(again.execute(&self.writer).await.doing("queue tasks again")?.rows_affected())
     }
 
-    /// Removes a task that has ended; the caller then removes its files.
+    /// Deletes a task that has ended; the caller then removes its files.
     pub async fn task_delete(&self, kind: TaskKind, id: &str) -> Result<(), StoreError> {
         sqlx::query("DELETE FROM tasks WHERE id = ? AND kind = ?")
             .bind(id)
@@ -197,7 +197,7 @@ impl Store {
         Ok(())
     }
 
-    /// Ids of the tasks of a kind whose files must be kept.
+    /// Returns the ids of the tasks of a kind, whose files must be kept.
     pub async fn task_ids(&self, kind: TaskKind) -> Result<Vec<String>, StoreError> {
         sqlx::query_scalar("SELECT id FROM tasks WHERE kind = ?")
             .bind(kind.as_str())
@@ -206,7 +206,7 @@ impl Store {
             .doing("list all tasks")
     }
 
-    /// Tasks whose files are to be removed by now.
+    /// Returns tasks whose files are due for removal.
     pub async fn tasks_expired(&self, now: i64) -> Result<Vec<TaskRow>, StoreError> {
         sqlx::query("SELECT * FROM tasks WHERE expires_at <= ?")
             .bind(now)
@@ -218,7 +218,7 @@ impl Store {
             .collect()
     }
 
-    /// Keeps judged rows of a running verdict; nothing when it is not this attempt's any more.
+    /// Stores judged rows of a running verdict; does nothing if it no longer belongs to this attempt.
     pub async fn verdict_rows_append(&self, row: &TaskRow, judged: &[VerdictRow]) -> Result<(), StoreError> {
         let doing = "keep judged rows";
         let mut tx = self.begin(doing).await?;
@@ -240,7 +240,7 @@ impl Store {
         self.commit(tx, doing).await
     }
 
-    /// The judged rows of a verdict in order, of one outcome or of all.
+    /// Returns the judged rows of a verdict in order, with one outcome or all.
     pub async fn verdict_row_page(
         &self,
         id: VerdictId,
@@ -271,19 +271,19 @@ impl Store {
     }
 }
 
-/// Creates a task and tells of it.
+/// Inserts a task and records its event.
 async fn task_insert(tx: &mut SqliteConnection, new: NewTask, now: i64) -> Result<TaskRow, StoreError> {
     let row = task_row_insert(tx, new, now).await?;
     task_event(tx, &row, now).await?;
     Ok(row)
 }
 
-/// `verdict.queued`, `verdict.succeeded`, …: in the history of the job.
+/// Records `verdict.queued`, `verdict.succeeded`, … in the history of the job.
 async fn task_event(tx: &mut SqliteConnection, row: &TaskRow, now: i64) -> Result<(), StoreError> {
     let mut data = json!({"id": row.id, "checkpoint_id": row.checkpoint, "step": row.step});
     for (key, value) in [("result", &row.result), ("error", &row.error)] {
         if let Some(value) = value {
-            // Of a verdict's result what a line can say; the whole is with the task.
+            // For a verdict, only a short form of the result; the task has all of it.
             data[key] = match row.kind {
                 TaskKind::Verdict if key == "result" => {
                     let short = ["verdict", "summary", "difference", "interval", "rows"];

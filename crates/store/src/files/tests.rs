@@ -1,4 +1,4 @@
-//! The data directory on a real disk.
+//! Tests of the data directory on a real disk.
 
 use super::*;
 use crate::failpoint;
@@ -90,12 +90,12 @@ async fn a_publication_goes_by_what_was_received_and_reads_no_file_again() {
     let stale = [entry("manifest.json", b"{}"), entry("weights", b"first")];
     assert!(files.checkpoint_commit(job, 5, 1, &stale).is_err(), "the later upload counts");
 
-    // Of the same size: only who reads the bytes would see it.
+    // The content has the same size, so only reading the bytes would reveal the difference.
     fs::write(staged.join("weights"), b"????").unwrap();
     files.checkpoint_commit(job, 5, 1, &listed).unwrap();
     files.checkpoint_commit(job, 5, 1, &listed).unwrap();
     assert!(files.checkpoint_verify(job, 5, 1, &listed).is_err());
-    // With its row it is compared with that; without either its bytes are all there is.
+    // With a database row, the files are compared with the row. Otherwise only their bytes are available.
     files.checkpoint_published(job, 5, 1);
     assert!(files.checkpoint_commit(job, 5, 1, &listed).is_err());
     assert!(files.uploads.lock().unwrap().is_empty());
@@ -180,7 +180,7 @@ fn a_directory_is_vacant_when_nothing_of_ours_is_in_it() {
     assert!(is_vacant(&killed).unwrap(), "a restore that was killed leaves its lock");
 }
 
-/// The points that a call passes where hard links are not to be had; `failing` makes one of them fail.
+/// Returns the failpoints that a call passes on a file system without hard links; `failing` makes one of them fail.
 fn without_links<T>(failing: Option<&'static str>, call: impl FnOnce() -> T) -> (T, Vec<String>) {
     let passed = std::rc::Rc::new(std::cell::RefCell::new(Vec::new()));
     let noted = passed.clone();
@@ -222,7 +222,7 @@ fn a_checkpoint_that_cannot_be_linked_is_copied_and_synced_before_it_is_in_its_p
         ]
     );
     files.checkpoint_verify(child, 5, 0, &listed).unwrap();
-    // The same for what a warm start keeps, and its list.
+    // The same is true for the files and the list that a warm start keeps.
     let (kept, passed) = without_links(None, || files.initial_keep(child, &from, &listed));
     kept.unwrap();
     assert_eq!(passed[4..], ["files.list_sync", "files.place"]);
