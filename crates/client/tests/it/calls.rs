@@ -1,4 +1,4 @@
-//! Calls: what is sent again, what is not, and what a caller learns.
+//! Tests of calls: which requests are repeated, which are not, and what a caller gets.
 
 use std::time::{Duration, Instant};
 
@@ -49,7 +49,7 @@ async fn a_pause_is_as_long_as_the_server_asks() {
     let begun = Instant::now();
     fake.client().readyz().await.unwrap();
     assert!(begun.elapsed() >= Duration::from_secs(1), "{:?}", begun.elapsed());
-    // Longer than the client would wait: its caller learns it at once.
+    // The delay is longer than the client would wait, so its caller gets the error immediately.
     let error = fake.client().readyz().await.unwrap_err();
     assert_eq!((error.code(), fake.seen().len()), ("not_ready", 3));
     assert_eq!(error.problem().unwrap().retry_after, Some(Duration::from_secs(6)));
@@ -121,7 +121,7 @@ async fn what_an_earlier_try_deleted_is_deleted() {
     .await;
     lost.client().delete_dataset(id).await.unwrap();
     assert_eq!(lost.seen().len(), 2);
-    // What was never there is not.
+    // Deleting an object that never existed is an error.
     let refused = Fake::start(|number, _| match number {
         0 => Reply::problem(503, "overloaded", true),
         _ => Reply::problem(404, "not_found", false),
@@ -156,7 +156,7 @@ async fn an_answer_that_is_not_the_apis_is_said_to_be_that() {
     assert!(matches!(error, Error::NotUnderstood { .. }) && !error.is_retryable(), "{error:?}");
     assert!(error.to_string().starts_with("GET /session: the answer is not understood"), "{error}");
     assert_eq!(fake.seen().len(), 1);
-    // A redirect is not followed: the key would go with it.
+    // A redirect is not followed, because the key would be sent along.
     let moved = Fake::start(|_, _| Reply::new(301, "").header("location", "http://example.com/")).await;
     assert_eq!(moved.client().get_session().await.unwrap_err().status(), Some(301));
 }
@@ -177,7 +177,7 @@ async fn the_key_is_in_every_request_and_in_no_message() {
     assert_eq!((made.key.as_deref(), made.view.name.as_str()), (Some("rld_new"), "ci"));
     assert!(!format!("{made:?} {client:?}").contains("rld_new"));
     assert_eq!(fake.client().create_key(&new).await.unwrap_err().code(), "unauthorized");
-    // A late answer shows its own token instead.
+    // A late answer uses its own token instead.
     let id = "rwr_01jd0000000000000000000000".parse().unwrap();
     let _ = client.take_reward_callback(id, "tok", &json!({"results": []})).await;
     assert_eq!(fake.seen().last().unwrap().headers["authorization"], "Bearer tok");

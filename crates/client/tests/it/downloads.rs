@@ -1,4 +1,4 @@
-//! Transfers: broken off, damaged, changed on the way, repeated.
+//! Tests of interrupted, damaged, changed and repeated downloads.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -22,7 +22,7 @@ fn digest(bytes: &[u8]) -> String {
     format!("sha-256=:{}:", base64::engine::general_purpose::STANDARD.encode(Sha256Digest::of(bytes).bytes()))
 }
 
-/// As the server answers: whole, or the rest of it.
+/// Replies as the server does: with the whole, or with the rest.
 fn reply(seen: &Seen, etag: &str, bytes: &[u8]) -> Reply {
     let is_of_this = seen.headers.get("if-range").is_none_or(|known| *known == format!("\"{etag}\""));
     let first = seen.headers.get("range").filter(|_| is_of_this).map(|range| {
@@ -59,7 +59,7 @@ fn job() -> JobId {
 async fn a_transfer_that_breaks_off_goes_on_where_it_was() {
     let bytes = Arc::new(content(1));
     let whole = bytes.clone();
-    // More breaks than there are tries: each brings something.
+    // There are more interruptions than tries, but each transfers some bytes.
     let fake = Fake::start(move |number, seen| {
         let reply = reply(seen, "v1", &whole);
         if number < 9 { reply.cut(100_000) } else { reply }
@@ -135,7 +135,7 @@ async fn a_damaged_transfer_is_fetched_again_and_never_gets_the_name() {
         if number < 2 {
             sent[777_777] ^= 1;
         }
-        // A tag that is no hash; the digest is that of the right bytes.
+        // The tag is not a hash; the digest is that of the correct bytes.
         Reply::new(200, sent).header("etag", "\"v1\"").header("repr-digest", digest(&whole)).header("x", &seen.line)
     })
     .await;
@@ -257,7 +257,7 @@ async fn the_files_of_a_checkpoint_are_compared_with_its_list_and_whole_ones_are
     std::fs::write(folder.join("adapter_config.json"), "[]").unwrap();
     assert_eq!(fake.client().download_files(&checkpoint, &folder).await.unwrap(), got);
     assert_eq!(fake.seen().len(), 3, "only what differs");
-    // The list is what counts, whatever the server says beside the bytes.
+    // Only the list counts, whatever hash the server sends with the bytes.
     checkpoint.files[0].sha256 = Sha256Digest::of("another");
     let error = fake.client().download_files(&checkpoint, &folder).await.unwrap_err();
     assert!(matches!(error, Error::Damaged { .. }), "{error:?}");

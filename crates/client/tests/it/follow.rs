@@ -1,4 +1,4 @@
-//! Following a job and all jobs over connections that break.
+//! Tests of following one job and all jobs over connections that break.
 
 use std::time::Duration;
 
@@ -48,10 +48,10 @@ async fn a_cut_stream_goes_on_without_gap_or_duplicate_until_the_end() {
     let fake = Fake::start(|number, seen| {
         let next = last_of(seen).unwrap_or(0) + 1;
         match number {
-            // Cut in the middle of the fourth.
+            // Breaks in the middle of the fourth event.
             0 => stream(events(1..=4)).cut(events(1..=3).len() + 30),
             1 => Reply::problem(503, "overloaded", true).header("retry-after", 0),
-            // From further back than asked for.
+            // Starts earlier than requested.
             2 => stream(events(next - 2..next + 3)),
             3 => Reply::nothing(),
             4..8 => stream(events(next..next + 2)),

@@ -1,4 +1,5 @@
-//! The journal: fenced, durable, found again by the next attempt, and gone when a checkpoint covers it.
+//! Tests of the journal: writes need the current attempt, are durable, are read by the next attempt, and are
+//! removed when a checkpoint covers them.
 
 use rlood_store::StoreError;
 use rlood_types::event::{FinishReason, Metrics};
@@ -34,7 +35,7 @@ async fn the_next_attempt_finds_what_the_last_one_wrote_and_a_late_one_writes_no
     let (train, eval) = (RolloutId::train(1), RolloutId::eval(0));
     let entries = [rollout(eval), rollout(train), request(train, "k1", "rwr_1"), request(train, "k2", "rwr_2")];
     store.journal_append(job, 1, &entries, T0).await.unwrap();
-    // A call whose answer was lost is made again.
+    // A call whose response was lost is repeated.
     store.journal_append(job, 1, &entries, T0).await.unwrap();
     store.journal_append(job, 1, &[answer(train, "k1", "rwr_1")], T0).await.unwrap();
     store.journal_append(job, 1, &[answer(train, "k1", "rwr_1")], T0).await.unwrap();
@@ -50,7 +51,7 @@ async fn the_next_attempt_finds_what_the_last_one_wrote_and_a_late_one_writes_no
     assert!(matches!(store.journal_page(job, 1, 0, T0).await, Err(StoreError::LeaseLost)));
     let page = store.journal_page(job, 2, 0, T0).await.unwrap();
     assert_eq!(page.next, None);
-    // An answered request is never sent again: only its answer is kept.
+    // An answered request is never sent again, so only its answer is stored.
     let expected =
         [rollout(eval), rollout(train), answer(train, "k1", "rwr_1"), request(train, "k2", "rwr_2")].to_vec();
     assert_eq!(page.entries, expected);
@@ -78,7 +79,7 @@ async fn a_checkpoint_takes_what_it_covers_and_the_end_of_the_job_the_rest() {
     let ids = [RolloutId::eval(1), RolloutId::train(1), RolloutId::train(2), RolloutId::eval(2), RolloutId::train(3)];
     store.journal_append(job, 1, &ids.map(rollout), T0).await.unwrap();
     setting.publish(&claimed, 2, &Metrics::new()).await.unwrap();
-    // The evaluation of step 2 may be under way still: a pause saves before it is done.
+    // The evaluation of step 2 may not be finished, because a pause saves before it is.
     assert_eq!(kept().await, [RolloutId::eval(2), RolloutId::train(3)].map(|id| (id.phase, id.step)));
     let forget = JournalEntry::Forget { rollout: RolloutId::train(3), reward: "r".into() };
     store.journal_append(job, 1, &[request(RolloutId::train(3), "k", "rwr_1"), forget], T0).await.unwrap();

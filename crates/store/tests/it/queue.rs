@@ -1,4 +1,4 @@
-//! The queue: states and moves, claims, leases, and what becomes of a job whose worker is gone.
+//! Tests of the queue: states, state changes, claims, leases, and jobs whose worker is gone.
 
 use std::collections::BTreeSet;
 
@@ -16,7 +16,7 @@ fn beat() -> Beat {
     Beat { phase: Phase::Train, status_reason: None, step: 1, eta_s: Some(3.0), memory_bytes: None }
 }
 
-/// The columns that go with a state, for a bare UPDATE.
+/// Returns assignments of the columns that a state requires, for a plain UPDATE.
 fn columns(state: State, worker: &str) -> String {
     let running = state == State::Running;
     format!(
@@ -169,7 +169,7 @@ async fn every_outcome_meets_every_mark() {
         (own(), None, State::Paused),
         (own(), cancel, State::Cancelled),
         (own(), pause, State::Paused),
-        // The user took the pause back before the worker stopped for it.
+        // The user withdrew the pause before the worker stopped for it.
         (Outcome::Paused { reason: None }, None, State::Queued),
         (Outcome::Paused { reason: None }, cancel, State::Cancelled),
         (Outcome::Paused { reason: None }, pause, State::Paused),
@@ -190,7 +190,7 @@ async fn every_outcome_meets_every_mark() {
         assert_eq!((row.requested, row.worker, row.lease_until, row.phase), (None, None, None, None));
         assert_eq!(row.finished_at, expected.is_terminal().then_some(T0 + 9));
         assert_eq!(row.failed_attempts, 0, "no outcome is charged");
-        // With the user's mark it is the user's pause.
+        // With a pending request, the pause counts as the user's.
         let reason = if outcome == own() && requested.is_none() { Some("reward_outage") } else { None };
         assert_eq!(row.status_reason.as_deref(), reason);
         setting.sql("DELETE FROM jobs").await.unwrap();
@@ -258,7 +258,7 @@ async fn the_queue_is_first_come_within_a_priority_and_a_requeued_job_keeps_its_
     let setting = Setting::new().await;
     let store = &setting.store;
     let first = setting.job_with(0, T0).await;
-    // A clock that goes back changes nothing.
+    // A clock that moves backwards has no effect.
     let second = setting.job_with(0, T0 - 1000).await;
     let urgent = setting.job_with(5, T0 + 1000).await;
     let lazy = setting.job_with(-1, T0).await;
@@ -288,13 +288,13 @@ async fn a_lease_lasts_from_the_last_heartbeat_and_a_restart_extends_it() {
     assert_eq!(store.leases_reap(T0 + 40_000).await.unwrap(), []);
     let row = store.job_get(job).await.unwrap();
     assert_eq!((row.phase, row.step, row.eta_s), (Some(Phase::Train), 1, Some(3.0)));
-    // The server was down for an hour.
+    // The server was stopped for an hour.
     let boot = T0 + 3_600_000;
     store.leases_renew(boot, LEASE).await.unwrap();
     assert_eq!(store.leases_reap(boot + LEASE).await.unwrap(), []);
     assert_eq!(store.leases_reap(boot + LEASE + 1).await.unwrap(), [job]);
     let row = store.job_get(job).await.unwrap();
-    // A step was done, so that the loss is no strike.
+    // A step was done, so the lost worker is not a strike.
     assert_eq!((row.state, row.failed_attempts, row.attempt), (State::Queued, 0, 1));
 }
 
@@ -375,7 +375,7 @@ async fn a_restart_frees_the_children_and_waits_for_the_others() {
     assert_eq!((row.state, row.failed_attempts), (State::Queued, 0));
     let workers = store.worker_list().await.unwrap();
     assert_eq!(workers.iter().map(|row| (row.id, row.job)).collect::<Vec<_>>(), [(guest, Some(of_guest))]);
-    // A worker that holds a job is never pruned, an idle one that fell silent is.
+    // A worker that holds a job is never pruned, but an idle one without heartbeats is.
     store.workers_prune(boot).await.unwrap();
     assert_eq!(store.worker_list().await.unwrap().len(), 1);
     store.job_finish(of_guest, 1, Outcome::Succeeded, boot).await.unwrap();
@@ -410,7 +410,7 @@ async fn the_next_job_is_found_by_index_however_long_the_queue() {
         let rows = sqlx::query(explain).fetch_all(&mut connection).await.unwrap();
         let steps: Vec<String> = rows.iter().map(|row| row.get("detail")).collect();
         assert!(steps[0].contains(&format!("INDEX {index}")), "{query}: {steps:?}");
-        // Of a job's model, whether its files are here.
+        // The plan also looks up whether the files of a job's model are downloaded.
         let beside = |step: &String| step.contains("SUBQUERY") || step.starts_with("SEARCH models USING INDEX");
         assert!(steps[1..].iter().all(beside), "{query}: {steps:?}");
     }

@@ -1,4 +1,4 @@
-//! Datasets: the streaming reader.
+//! Tests of the streaming reader of datasets.
 
 use std::io::Write;
 
@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use rlood_types::dataset::{Format, MAX_ROW_BYTES, Reader, Rejected, Summary};
 use serde_json::{Value, json};
 
-/// Reads bytes in pieces of a size.
+/// Reads bytes in chunks of a given size.
 fn read(format: Format, bytes: &[u8], piece: usize) -> (Vec<u8>, Result<Summary, Rejected>) {
     let (mut reader, mut out) = (Reader::new(format), Vec::new());
     for piece in bytes.chunks(piece.max(1)) {
@@ -152,7 +152,7 @@ fn what_would_be_rounded_or_dropped_is_refused_where_it_stands() {
     let error = of(Format::Json, "[\n{\"prompt\":\"a\",\n  \"n\": -9223372036854775809}]");
     assert_eq!((error.line, error.code), (2, "not_exact"));
     assert!(error.detail.starts_with("at line 3, column 8: "), "{}", error.detail);
-    // Fractions are rounded as everywhere, and what 64 bits hold is kept.
+    // Fractions are rounded as in other parsers, and integers that fit into 64 bits are kept.
     let kept = "{\"prompt\":\"a\",\"n\":18446744073709551615,\"x\":1e30,\"y\":0.1000000000000000055511151231257827}\n";
     let expected = [json!({"prompt": "a", "n": u64::MAX, "x": 1e30, "y": 0.1})];
     assert_eq!(rows(Format::Ndjson, kept.as_bytes()), expected);
@@ -240,7 +240,7 @@ proptest! {
     fn csv_rows_end_where_the_csv_crate_ends_them(text in "[a\",\n\r]{0,30}") {
         let mut reference = csv::ReaderBuilder::new().has_headers(false).flexible(true).from_reader(text.as_bytes());
         let reference: Vec<Vec<String>> = reference.records().map(|row| row.unwrap().iter().map(str::to_owned).collect()).collect();
-        // As one column named by its own header: rows of other widths are errors in both.
+        // The header names a single column, so rows of other widths are errors in both.
         let bytes = format!("prompt\n{text}");
         let (_, result) = read(Format::Csv, bytes.as_bytes(), 3);
         if let Ok(summary) = result {

@@ -1,5 +1,5 @@
-//! One sequence: users, workers and the clock act at random on a real server, and each answer and each row is compared with
-//! what should be.
+//! One sequence: users, workers and the clock act at random on a real server, and every response and every row is compared
+//! with the expected one.
 
 mod users;
 mod workers;
@@ -17,28 +17,28 @@ use rlood_types::spec::Plan;
 
 const MAX_JOBS: usize = 5;
 const MAX_WORKERS: usize = 4;
-/// Time passes in pieces of this, ms; workers that can be heard send a heartbeat in each.
+/// Length of a time step in milliseconds; connected workers send a heartbeat in each.
 const PIECE: i64 = 6_000;
 
-/// A worker process.
+/// A simulated worker process.
 #[derive(Debug)]
 struct Puppet {
     id: WorkerId,
-    /// It dies with the server.
+    /// Whether it is a child process that ends with the server.
     child: bool,
-    /// Its heartbeats do not arrive.
+    /// Whether its heartbeats do not arrive.
     cut_off: bool,
     held: Option<Held>,
 }
 
-/// What it believes to hold.
+/// The claim that a worker believes it holds.
 #[derive(Debug, Clone)]
 struct Held {
     job: JobId,
     attempt: u64,
     step: u64,
     next_batch: u64,
-    /// The answer to it did not arrive.
+    /// The last batch, if its response did not arrive.
     unconfirmed: Option<EventBatch>,
     requests: BTreeMap<u64, String>,
 }
@@ -49,18 +49,18 @@ pub(super) struct World {
     plan: Plan,
     jobs: BTreeMap<JobId, Job>,
     puppets: Vec<Puppet>,
-    /// Requests that were sent, by job and step.
+    /// Ids of sent requests, by job and step.
     asked: BTreeMap<(JobId, u64), String>,
     next_request: u32,
-    /// The clock was set since the last tick.
+    /// Whether the clock was set since the last tick.
     clock_set: bool,
-    /// What happened, for people.
+    /// Log of the actions, in words.
     pub(super) story: Vec<String>,
 }
 
 type Check = Result<(), String>;
 
-/// An answer that should have been another one.
+/// Describes a response that differs from the expected one.
 fn wrong<T>(what: &str, answer: &Result<T, StoreError>, expected: &str) -> String
 where
     T: std::fmt::Debug,
@@ -83,7 +83,7 @@ impl World {
         }
     }
 
-    /// A number of things happen; then everybody stops, and every job is to have an end.
+    /// Runs a number of actions; then all activity stops, and every job must end.
     pub(super) async fn run(&mut self, length: usize) -> Check {
         for _ in 0..length {
             self.step().await?;
@@ -92,7 +92,7 @@ impl World {
         self.say("everything is cancelled and given up".to_owned());
         self.puppets.iter_mut().for_each(|puppet| puppet.held = None);
         for job in self.jobs.keys().copied().collect::<Vec<_>>() {
-            // The server may die over it.
+            // The server may die during the call.
             while !self.jobs[&job].state.is_terminal() && self.jobs[&job].requested != Some(Requested::Cancel) {
                 self.wish(job, "cancel").await?;
             }
@@ -146,7 +146,7 @@ impl World {
         self.server.store.clone()
     }
 
-    /// What the model does when the server came back: children died with the old one, the others have a whole lease.
+    /// Updates the model after a restart: child workers died with the old server, and the other leases were renewed.
     async fn after_restart(&mut self, why: &str) -> Check {
         self.say(format!("{why}, and another one starts"));
         let children: BTreeSet<WorkerId> = self.puppets.iter().filter(|puppet| puppet.child).map(|p| p.id).collect();
@@ -162,14 +162,14 @@ impl World {
         self.check_all().await
     }
 
-    /// Whether a call that was cut short had its effect.
+    /// Records an interrupted call; returns whether it took effect.
     fn cut_short(&mut self, what: &str, applied: bool) -> bool {
         let when = if applied { "after" } else { "before" };
         self.say(format!("{what}: the server dies {when} it is durable"));
         applied
     }
 
-    /// Time passes; workers that can be heard send heartbeats, the server looks for lapsed leases.
+    /// Advances the time; connected workers send heartbeats, and the server checks for expired leases.
     async fn pass(&mut self, time: i64) -> Check {
         let mut left = time;
         while left > 0 {
@@ -178,7 +178,7 @@ impl World {
             self.server.wall += PIECE;
             self.tick().await?;
             for place in 0..self.puppets.len() {
-                // A restart may have taken some away.
+                // A restart may have removed some workers.
                 if self.puppets.get(place).is_some_and(|puppet| !puppet.cut_off) {
                     self.beat(place).await?;
                 }
@@ -207,7 +207,7 @@ impl World {
         Ok(())
     }
 
-    /// Every job's row is as it should be.
+    /// Checks that every job's row is as expected.
     async fn check_rows(&mut self) -> Check {
         let mut owners = BTreeSet::new();
         let all = self.server.store.job_list(&JobFilter::default(), None, 1000).await;
@@ -247,7 +247,7 @@ impl World {
         Ok(())
     }
 
-    /// And what hangs on it: history, steps, checkpoints with their bytes.
+    /// Checks also the dependent data: history, steps, checkpoints with their bytes.
     async fn check_all(&mut self) -> Check {
         let store = self.store();
         for (id, job) in &self.jobs {

@@ -1,4 +1,4 @@
-//! What users do: jobs, wishes, and two calls at the same time.
+//! Actions of users: jobs, requests, and two calls at the same time.
 
 use std::collections::BTreeMap;
 
@@ -69,7 +69,7 @@ impl World {
                 }
             }
         };
-        // What it makes of the job; None = it is refused.
+        // The job after the action; `None` = the action is rejected.
         let running = state == State::Running;
         let after: Option<Job> = {
             let mut job = before.clone();
@@ -83,7 +83,7 @@ impl World {
                     job.tell("job.pause_requested");
                     Some(job)
                 }
-                // What paused by itself is the user's pause from now on.
+                // A job that paused automatically is now paused by the user.
                 "pause" if state == State::Paused && job.by_itself => {
                     job.by_itself = false;
                     job.tell("job.paused");
@@ -142,7 +142,7 @@ impl World {
         if matches!(called, Called::Lost { .. }) { self.after_restart("it").await } else { Ok(()) }
     }
 
-    /// Two calls at the same time, over two connections that both write.
+    /// Makes two calls at the same time, over two connections that both write.
     pub(super) async fn race(&mut self) -> Check {
         let ids: Vec<JobId> = self.jobs.iter().filter(|(_, job)| !job.state.is_terminal()).map(|(id, _)| *id).collect();
         if ids.len() < 2 {
@@ -161,7 +161,7 @@ impl World {
             job.tell("job.updated");
         }
         self.say("two writers at once".to_owned());
-        // And for one job each.
+        // Then two claims, of one job each.
         while self.puppets.len() < 2 {
             self.register(false).await?;
         }
@@ -176,7 +176,7 @@ impl World {
                 let answer = answer.map_err(|error| format!("two claims at once: {error:?}"))?;
                 found.extend(answer.map(|claimed| (place, worker, claimed.job, claimed.attempt)));
             }
-            // Whoever came first has the first job.
+            // The worker that came first has the first job.
             let next = self.next_in_queue();
             found.sort_by_key(|(_, _, job, _)| Some(*job) != next);
             let queued = self.jobs.values().filter(|job| job.state == State::Queued).count();

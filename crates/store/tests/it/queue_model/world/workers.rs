@@ -1,4 +1,4 @@
-//! What workers do, and those that believe to be ones.
+//! Actions of workers, including workers that wrongly believe they hold a job.
 
 use std::collections::BTreeMap;
 
@@ -39,7 +39,7 @@ impl World {
         } else {
             self.random.below(self.puppets.len())
         };
-        // One that holds a job asks again only after it was started anew under its old id.
+        // A worker that holds a job claims again only after it was restarted under its old id.
         if self.puppets[place].held.is_some() && !self.random.one_in(8) {
             return Ok(());
         }
@@ -66,7 +66,7 @@ impl World {
         }
     }
 
-    /// The model's claim.
+    /// Applies a claim to the model.
     pub(super) fn claimed(&mut self, worker: WorkerId) -> Option<(JobId, u64)> {
         for job in self.jobs.values_mut().filter(|job| job.owner == Some(worker)) {
             job.release(true);
@@ -78,7 +78,7 @@ impl World {
         Some((next, job.attempt))
     }
 
-    /// The worker reads the journal and goes on from the checkpoint.
+    /// The worker reads the journal and continues from the checkpoint.
     pub(super) async fn take_up(&mut self, place: usize, claimed: Option<(JobId, u64)>) -> Check {
         self.puppets[place].held = None;
         let Some((job, attempt)) = claimed else { return Ok(()) };
@@ -101,7 +101,7 @@ impl World {
         Ok(())
     }
 
-    /// A worker that believes to hold a job.
+    /// Returns a worker that believes it holds a job.
     pub(super) fn busy(&mut self) -> Option<(usize, Held)> {
         let busy: Vec<usize> = (0..self.puppets.len()).filter(|place| self.puppets[*place].held.is_some()).collect();
         let place = self.random.pick(&busy)?;
@@ -112,7 +112,7 @@ impl World {
         self.jobs.get(&held.job).is_some_and(|job| job.is_owned_by(held.attempt))
     }
 
-    /// The fence: what comes from one that does not own the job is refused. Most notice, some go on for a while.
+    /// Checks that calls of a worker that does not own the job are rejected. Most workers then stop, and some continue for a while.
     pub(super) fn fenced<T: std::fmt::Debug>(
         &mut self,
         place: usize,
@@ -165,7 +165,7 @@ impl World {
             Ok(found) if found == requested => {}
             other => return Err(wrong("heartbeat", &other, &format!("Ok({requested:?})"))),
         }
-        // Most workers do as they are told.
+        // Most workers carry out the request.
         if requested.is_some() && self.random.one_in(2) { self.finish_as(place, None).await } else { Ok(()) }
     }
 
@@ -197,7 +197,7 @@ impl World {
             })
             .collect();
         let number = batch.batch;
-        // Its answer may get lost on the way: the same batch comes again.
+        // Its response may get lost on the way, so that the same batch is sent again.
         let confirmed = !self.random.one_in(6);
         held.unconfirmed = (!confirmed).then(|| batch.clone());
         let owns = self.owns(&held);
@@ -231,7 +231,7 @@ impl World {
 
     pub(super) async fn publish(&mut self) -> Check {
         let Some((place, held)) = self.busy() else { return Ok(()) };
-        // What the rows of its steps are not stored for is not saved.
+        // A checkpoint is not saved before the rows of its steps are stored.
         if held.step == 0 || held.unconfirmed.is_some() {
             return Ok(());
         }
@@ -282,7 +282,7 @@ impl World {
         }
     }
 
-    /// A reward request for the step under way: written down, and only then sent.
+    /// Sends a reward request for the current step, after it was recorded in the journal.
     pub(super) async fn journal(&mut self) -> Check {
         let Some((place, mut held)) = self.busy() else { return Ok(()) };
         let (job, attempt, held_step, step) = (held.job, held.attempt, held.step, held.step + 1);
@@ -301,14 +301,14 @@ impl World {
             body: body.clone(),
             later: None,
         };
-        // The same whoever samples it: a row or two.
+        // The groups are the same for any worker: a row or two.
         let groups = |count: u64| (0..count).map(|row| SampledGroup { row, completions: Vec::new() }).collect();
         let (answered, rows) = (self.random.one_in(2), 1 + step % 2);
         let mut entries = vec![JournalEntry::Rollout { rollout, groups: groups(1) }, request];
         if answered {
             entries.push(JournalEntry::Answer { rollout, key, id: id.clone(), answer: RewardAnswer::Body { body } });
         }
-        // The evaluation that follows the step before.
+        // The evaluation that follows the previous step.
         let evaluated = (self.random.one_in(3) && held_step > 0).then_some(held_step);
         if let Some(step) = evaluated {
             entries.push(JournalEntry::Rollout { rollout: RolloutId::eval(step), groups: groups(rows) });
@@ -371,7 +371,7 @@ impl World {
         self.finish_as(place, Some(outcome)).await
     }
 
-    /// With this outcome, or as the user wants it.
+    /// Ends the attempt with this outcome, or as the user requested.
     pub(super) async fn finish_as(&mut self, place: usize, outcome: Option<Outcome>) -> Check {
         let Some(held) = self.puppets[place].held.clone() else { return Ok(()) };
         let requested = self.jobs.get(&held.job).and_then(|job| job.requested);
@@ -408,7 +408,7 @@ impl World {
         }
         let place = self.random.below(self.puppets.len());
         if !self.puppets[place].child {
-            // Its machine, its network, or both: nobody tells the server.
+            // The machine, the network or both fail, and the server is not notified.
             let puppet = &mut self.puppets[place];
             puppet.cut_off = !puppet.cut_off;
             let line = format!("{} is {}", puppet.id, if puppet.cut_off { "cut off" } else { "heard again" });
@@ -421,7 +421,7 @@ impl World {
         let held = self.jobs.iter().find(|(_, job)| job.owner == Some(worker)).map(|(id, _)| *id);
         let lost = match self.server.call(&mut self.random, call).await? {
             Called::Lost { applied } => {
-                // Whoever starts next forgets the child, without a charge, if nobody did.
+                // If the child was not removed yet, the next server removes it, and its attempt does not count as failed.
                 if self.cut_short("the death of a child", applied)
                     && let Some(job) = held
                 {
