@@ -37,7 +37,7 @@ pub(crate) struct Call {
     gone_is_done: bool,
 }
 
-/// A complete response.
+/// A response that was read completely.
 #[derive(Debug)]
 pub(crate) struct Answer {
     pub(crate) body: Bytes,

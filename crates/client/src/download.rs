@@ -34,11 +34,11 @@ const LONGEST_TAG: usize = 100;
 /// How a download was verified.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Checked {
-    /// By its SHA-256.
+    /// Verified by its SHA-256.
     Sha256,
-    /// By its size only, because the server does not send the hash of an archive above 64 MiB.
+    /// Verified by its size only, because the server does not send the hash of an archive above 64 MiB.
     Size,
-    /// Only by the end of the transfer, because an export has neither a hash nor a size.
+    /// Verified only by the end of the transfer, because an export has neither a hash nor a size.
     End,
 }
 
@@ -47,7 +47,7 @@ pub enum Checked {
 pub struct Downloaded {
     /// Path of the file.
     pub path: PathBuf,
-    /// Size in bytes.
+    /// Size of the data, in bytes.
     pub size_bytes: u64,
     /// SHA-256 of the file's bytes.
     pub sha256: Sha256Digest,
@@ -153,7 +153,7 @@ impl Client {
     }
 }
 
-/// A partial download.
+/// A partially downloaded file.
 #[derive(Debug)]
 struct Part {
     folder: PathBuf,

@@ -199,7 +199,7 @@ impl JobChanges {
 enum Signal {
     /// A connection was opened.
     Opened,
-    /// An event arrived.
+    /// An event arrived over the connection.
     Message(Message),
 }
 

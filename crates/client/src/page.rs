@@ -27,13 +27,13 @@ pub struct Page<T> {
 /// Items that the server's retention has deleted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 pub struct Removed {
-    /// For events, the last deleted sequence number.
+    /// Last deleted sequence number; only for lists of events.
     pub to_seq: Option<i64>,
-    /// For samples, the last training step with deleted samples.
+    /// Last training step with deleted samples; only for lists of samples.
     pub to_step: Option<u64>,
-    /// For samples, the number of deleted samples.
+    /// Number of deleted samples; only for lists of samples.
     pub samples: Option<u64>,
-    /// For samples, their former size in bytes.
+    /// Former size of deleted samples, in bytes; only for lists of samples.
     pub size_bytes: Option<u64>,
 }
 

@@ -22,7 +22,7 @@ pub struct RawCall {
     call: Call,
 }
 
-/// A JSON response.
+/// A response whose body is JSON.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RawAnswer {
     /// The text as the server sent it.
@@ -120,7 +120,7 @@ impl RawCall {
     /// hash is verified if given.
     ///
     /// # Errors
-    /// See [`Error`].
+    /// Returns an [`Error`] if the call fails.
     pub async fn download(self, to: &Path, sha256: Option<Sha256Digest>) -> Result<Downloaded, Error> {
         self.client.download(self.call, to, sha256).await
     }

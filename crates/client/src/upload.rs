@@ -20,7 +20,7 @@ const READ_BYTES: usize = 256 * 1024;
 /// Bytes to send: from memory, or from a file that is read while it is sent.
 #[derive(Debug, Clone)]
 pub enum Content {
-    /// Bytes in memory.
+    /// Bytes that are kept in memory.
     Bytes(Bytes),
     /// A file, which must not change while it is sent.
     File(PathBuf),

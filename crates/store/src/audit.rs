@@ -26,7 +26,7 @@ pub struct NewAudit {
     pub address: Option<String>,
 }
 
-/// A recorded change.
+/// A change in the audit log.
 #[derive(Debug, Clone)]
 pub struct AuditRow {
     /// Number of the entry, in ascending order.

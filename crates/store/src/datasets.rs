@@ -6,7 +6,7 @@ use sqlx::sqlite::SqliteRow;
 use super::{Doing, Newest, Page, Store, StoreError, column, count_column, id_column, int, json_column, to_json};
 use crate::id::DatasetId;
 
-/// A stored dataset.
+/// A dataset that the server stores.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DatasetRow {
     /// Id of the dataset.

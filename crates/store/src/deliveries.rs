@@ -15,7 +15,7 @@ use crate::lifecycle::TEST_TYPE;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize, utoipa::ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum DeliveryState {
-    /// To be delivered, or to be retried.
+    /// The message is to be delivered, or retried.
     Pending,
     /// The endpoint accepted the message.
     Delivered,
@@ -90,12 +90,12 @@ pub struct MessageEvent {
     pub metadata: serde_json::Value,
 }
 
-/// One delivery attempt.
+/// One attempt to deliver a message.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TryRow {
     /// Time at which it started, Unix time in milliseconds.
     pub time: i64,
-    /// Duration in milliseconds.
+    /// Duration of the attempt, in milliseconds.
     pub duration_ms: u64,
     /// HTTP status of the response; `None` = no response.
     pub status: Option<u16>,

@@ -115,7 +115,7 @@ pub struct StagedFile {
 #[derive(Debug)]
 pub struct StagedDone {
     path: Unfinished,
-    /// Size in bytes.
+    /// Size of the data, in bytes.
     pub size_bytes: u64,
     /// SHA-256 of its bytes.
     pub sha256: Sha256Digest,

@@ -48,7 +48,7 @@ pub struct GcItem {
     pub kind: StorageKind,
     /// Display name of the object.
     pub name: String,
-    /// Size in bytes.
+    /// Size of the data, in bytes.
     pub size_bytes: u64,
     /// Why it is removed, or why it is kept.
     pub reason: String,

@@ -28,7 +28,7 @@ pub struct NewJob<'a> {
     pub id: JobId,
     /// The submitted document, with secrets redacted.
     pub spec: &'a Value,
-    /// The resolved plan.
+    /// The resolved plan of the job.
     pub plan: &'a Plan,
     /// Secrets by reward name; never returned by the API.
     pub secrets: &'a BTreeMap<String, RewardSecrets>,

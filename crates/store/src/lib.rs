@@ -104,7 +104,7 @@ pub use workers::WorkerRow;
 pub struct Store {
     writer: SqlitePool,
     readers: SqlitePool,
-    /// Connections for searches.
+    /// Database connections that only searches use.
     searchers: SqlitePool,
     /// Connection that checkpoints the write-ahead log.
     folder: SqlitePool,
@@ -205,7 +205,7 @@ pub enum StoreError {
     IllegalMove {
         /// Current state of the job.
         state: State,
-        /// The requested action.
+        /// The action that was requested.
         action: Action,
     },
     /// The attempt no longer owns the job.

@@ -17,7 +17,7 @@ pub struct Measures {
     pub alerts: u64,
     /// Number of published checkpoints.
     pub checkpoints: u64,
-    /// Number of datasets.
+    /// Number of datasets in the database.
     pub datasets: u64,
     /// Number of browser sessions.
     pub sessions: u64,
@@ -26,7 +26,7 @@ pub struct Measures {
 }
 
 impl Store {
-    /// Returns all measures.
+    /// Reads all of these numbers.
     pub async fn measures(&self) -> Result<Measures, StoreError> {
         let doing = "take measurements";
         let row = sqlx::query(

@@ -5,7 +5,7 @@ use sqlx::sqlite::{SqliteConnection, SqliteRow};
 
 use super::{Doing, Newest, Page, Store, StoreError, column, count_column, id_column, json_column};
 
-/// A registered model.
+/// A model that was registered on the server.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ModelRow {
     /// Id of the model, such as `org/name`.
@@ -31,7 +31,7 @@ pub struct ModelRow {
 /// The origin of a downloaded model.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HubOrigin {
-    /// Repository: `org/name`.
+    /// Repository on the hub: `org/name`.
     pub repo: String,
     /// Requested branch, tag or commit.
     pub revision: String,

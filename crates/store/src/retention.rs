@@ -13,7 +13,7 @@ pub enum Leftover {
     Events,
     /// Completions with their rewards.
     Samples,
-    /// Metrics by step.
+    /// Metrics of every optimizer step.
     Metrics,
     /// Log lines of its workers.
     Logs,

@@ -20,19 +20,19 @@ use super::{
 use crate::event::{FinishReason, Sample, SamplePhase};
 use crate::id::JobId;
 
-/// One stored sample.
+/// A sample in the database.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SampleRow {
     /// Number of the row, ascending in the order of arrival.
     pub id: i64,
-    /// The stored sample.
+    /// The sample as it was stored.
     pub sample: Sample,
 }
 
-/// Order of samples.
+/// The order of returned samples.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum SampleSort {
-    /// Latest samples first.
+    /// The latest samples come first.
     #[default]
     Recent,
     /// Highest reward first; unscorable samples last.
@@ -52,7 +52,7 @@ pub struct SampleQuery {
     pub phase: Option<SamplePhase>,
     /// Only this dataset row: `row_N`.
     pub prompt_id: Option<String>,
-    /// Only this group.
+    /// Only samples of this group.
     pub group_id: Option<String>,
     /// Only completions that ended for this reason.
     pub finish_reason: Option<FinishReason>,

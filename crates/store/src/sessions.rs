@@ -93,7 +93,7 @@ impl Store {
         Ok(())
     }
 
-    /// Removes expired sessions.
+    /// Removes sessions that have expired.
     pub async fn sessions_expire(&self, now: i64) -> Result<(), StoreError> {
         sqlx::query("DELETE FROM sessions WHERE expires_at <= ?")
             .bind(now)

@@ -81,7 +81,7 @@ pub struct TaskRow {
     pub state: TaskState,
     /// Number of times that it was started.
     pub attempt: u64,
-    /// The request.
+    /// The request, as JSON.
     pub request: Value,
     /// Number of completed units of work.
     pub done: u64,
@@ -114,7 +114,7 @@ pub struct NewTask {
     pub checkpoint: CheckpointId,
     /// Step of the checkpoint.
     pub step: u64,
-    /// The request.
+    /// The request, as JSON.
     pub request: Value,
 }
 

@@ -283,7 +283,7 @@ async fn task_event(tx: &mut SqliteConnection, row: &TaskRow, now: i64) -> Resul
     let mut data = json!({"id": row.id, "checkpoint_id": row.checkpoint, "step": row.step});
     for (key, value) in [("result", &row.result), ("error", &row.error)] {
         if let Some(value) = value {
-            // For a verdict, only a short form of the result; the task has all of it.
+            // The event contains only a short form of a verdict's result; the task has all of it.
             data[key] = match row.kind {
                 TaskKind::Verdict if key == "result" => {
                     let short = ["verdict", "summary", "difference", "interval", "rows"];

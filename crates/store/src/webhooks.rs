@@ -6,7 +6,7 @@ use super::{Doing, Newest, Page, Store, StoreError, column, id_column, json_colu
 use crate::id::WebhookId;
 use crate::lifecycle::MessageType;
 
-/// A webhook.
+/// A webhook and its settings.
 #[derive(Clone)]
 pub struct WebhookRow {
     /// Id of the webhook.
@@ -17,7 +17,7 @@ pub struct WebhookRow {
     pub all_jobs: bool,
     /// URL that messages are sent to.
     pub url: String,
-    /// Human-readable description.
+    /// Human-readable description, set by the user.
     pub description: Option<String>,
     /// Types of messages to send.
     pub types: Vec<MessageType>,
@@ -44,7 +44,7 @@ pub struct NewWebhook {
     pub all_jobs: bool,
     /// URL that messages are sent to.
     pub url: String,
-    /// Human-readable description.
+    /// Human-readable description, set by the user.
     pub description: Option<String>,
     /// Types of messages to send.
     pub types: Vec<MessageType>,

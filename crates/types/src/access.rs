@@ -20,7 +20,7 @@ pub enum Scope {
 }
 
 impl Scope {
-    /// All scopes.
+    /// All scopes that exist.
     pub const ALL: [Scope; 4] = [Scope::Read, Scope::Submit, Scope::Admin, Scope::Worker];
 
     /// Returns the scope's name in the API and in the database.

@@ -90,7 +90,7 @@ pub struct Flaw {
     pub pointer: String,
     /// Stable error code in snake_case.
     pub code: &'static str,
-    /// What is wrong, and how to fix it.
+    /// Explanation of the error, and how to fix it.
     pub detail: String,
 }
 

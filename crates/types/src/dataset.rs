@@ -82,7 +82,7 @@ pub struct RowError {
     pub line: u64,
     /// Stable error code in snake_case.
     pub code: &'static str,
-    /// What is wrong, and how to fix it.
+    /// Explanation of the error, and how to fix it.
     pub detail: String,
 }
 
@@ -99,7 +99,7 @@ pub struct Rejected {
 /// The result of reading a whole dataset.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Summary {
-    /// Number of rows.
+    /// Number of rows in the dataset.
     pub num_rows: u64,
     /// Column names, in order of first appearance.
     pub columns: Vec<String>,
@@ -110,7 +110,7 @@ pub struct Summary {
 pub struct RowReader {
     split: Split,
     limit: usize,
-    /// For CSV, a column that the header must have.
+    /// Column that the header of a CSV file must have.
     needed: Option<&'static str>,
     start: Vec<u8>,
     begun: bool,
@@ -335,7 +335,7 @@ impl Reader {
         rows.push(bytes, &mut |line, row| written.take(line, row, out));
     }
 
-    /// Ends the input.
+    /// Ends the input of the reader.
     ///
     /// # Errors
     /// Returns everything that is wrong with the dataset.

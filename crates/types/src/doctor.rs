@@ -48,11 +48,11 @@ pub use input::RuleInput;
 /// A change after a step or an evaluation.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Finding {
-    /// An alert begins.
+    /// A rule raised an alert.
     Raised(Alert),
     /// An alert has ended; its rule can raise again.
     Cleared {
-        /// The alert's rule.
+        /// Rule of the ended alert.
         rule: Rule,
         /// The step at which the alert was raised.
         raised_step: u64,

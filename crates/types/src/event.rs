@@ -15,7 +15,7 @@ pub use alert::{Alert, AttemptEnd, Observation, OnAlert, PhaseChange, Rule, Seve
 pub enum Phase {
     /// Loading the model and tokenizing the prompts.
     Loading,
-    /// Sampling completions.
+    /// Sampling completions from the policy.
     Rollout,
     /// Waiting for reward services.
     Reward,
@@ -71,7 +71,7 @@ pub struct Sample {
     /// Optimizer step (from 1) that first used the completion. For an evaluation, the step that it follows (0 =
     /// before the first step).
     pub step: u64,
-    /// Training or evaluation.
+    /// Whether it belongs to training or to evaluation.
     pub phase: SamplePhase,
     /// Id of the completion's group: all completions of one prompt in one rollout.
     pub group_id: String,
@@ -102,7 +102,7 @@ pub struct Sample {
 pub enum RewardChange {
     /// Too many requests fail.
     Degraded,
-    /// Requests succeed again.
+    /// Requests to the service succeed again.
     Recovered,
     /// The circuit breaker opened: no requests are sent for a while, because too many failed.
     BreakerOpened,
@@ -128,7 +128,7 @@ impl RewardChange {
 pub enum Event {
     /// The training loop entered a phase.
     Phase {
-        /// The new phase.
+        /// The phase that the run entered.
         phase: Phase,
         /// Number of completed optimizer steps.
         step: u64,
@@ -137,7 +137,7 @@ pub enum Event {
     Step {
         /// Optimizer step, from 1. For an evaluation, the step that it follows (0 = before the first step).
         step: u64,
-        /// Training or evaluation.
+        /// Whether it belongs to training or to evaluation.
         kind: SamplePhase,
         /// The metrics, with TRL's names.
         metrics: Metrics,
@@ -151,7 +151,7 @@ pub enum Event {
     Warning {
         /// Stable warning code in snake_case.
         code: String,
-        /// Human-readable message.
+        /// Human-readable message in English.
         message: String,
         /// Figures behind the warning, by name.
         data: serde_json::Value,
@@ -162,7 +162,7 @@ pub enum Event {
         reward: String,
         /// The change of state.
         change: RewardChange,
-        /// Human-readable message.
+        /// Human-readable message in English.
         message: String,
         /// Figures behind the change, by name.
         data: serde_json::Value,
@@ -174,7 +174,7 @@ pub enum Event {
     },
     /// An alert has ended.
     AlertCleared {
-        /// The alert's rule.
+        /// Rule of the ended alert.
         rule: Rule,
         /// The step at which the alert was raised.
         raised_step: u64,

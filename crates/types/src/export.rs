@@ -15,9 +15,9 @@ use crate::protocol::FileEntry;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum ExportDtype {
-    /// 32-bit IEEE float.
+    /// 32-bit IEEE floating point.
     Float32,
-    /// 16-bit IEEE float.
+    /// 16-bit IEEE floating point.
     Float16,
     /// 16-bit brain float (bfloat16).
     Bfloat16,
@@ -86,7 +86,7 @@ pub enum ExportReport {
 pub struct ExportError {
     /// Stable error code in snake_case.
     pub code: String,
-    /// Human-readable message.
+    /// Human-readable message in English.
     pub message: String,
 }
 
@@ -99,7 +99,7 @@ pub struct ExportResult {
     pub files: Vec<FileEntry>,
     /// How much of the adapter's update survives rounding; null without an adapter.
     pub survived: Option<Survived>,
-    /// What to do if too little of the update survives; null otherwise.
+    /// Advice if too little of the update survives; null otherwise.
     pub advice: Option<String>,
 }
 

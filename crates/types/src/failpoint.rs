@@ -57,12 +57,12 @@ pub use crate::{fail_point, pace, without};
 /// Exit code of a process that ends at a failpoint.
 pub const EXIT: i32 = 86;
 
-/// What happens at a failpoint.
+/// The action at a failpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Action {
-    /// The call fails.
+    /// The call fails with an error.
     Error,
-    /// The thread panics.
+    /// The current thread panics.
     Panic,
     /// The process exits immediately.
     Exit,
@@ -115,7 +115,7 @@ pub fn is_off(rule: Rule) -> bool {
     OFF.get() == Some(rule)
 }
 
-/// Implementation of [`fail_point!`](crate::fail_point).
+/// Acts as [`fail_point!`](crate::fail_point) requires at this point.
 ///
 /// # Errors
 /// Fails if the test requests it.
@@ -131,7 +131,7 @@ pub fn reach(point: &str, what: &str) -> io::Result<()> {
     }
 }
 
-/// Implementation of [`pace!`](crate::pace).
+/// Returns the limit that [`pace!`](crate::pace) applies, in bytes per second.
 pub fn bytes_per_s_at(name: &str) -> Option<u64> {
     plan().iter().find_map(|(point, action)| match action {
         Action::Slow(bytes_per_s) if point == name => Some(*bytes_per_s),

@@ -67,7 +67,7 @@ pub struct RenderedPrompt {
     pub num_tokens: u64,
 }
 
-/// A generated completion.
+/// A completion that a model generated.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct GeneratedText {
     /// Text of the completion, without special tokens.

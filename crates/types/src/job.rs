@@ -97,7 +97,7 @@ pub enum Action {
 }
 
 impl Action {
-    /// All actions.
+    /// All actions that exist.
     pub const ALL: [Action; 5] = [Action::Cancel, Action::Pause, Action::Resume, Action::Retry, Action::Delete];
 
     /// Returns the name used in the API.
@@ -149,7 +149,7 @@ pub struct Failure {
     /// Optimizer steps done when the job failed; null = unknown.
     #[serde(default)]
     pub step: Option<u64>,
-    /// What to change; null = no suggestion.
+    /// Suggested change; null = no suggestion.
     #[serde(default)]
     pub suggestion: Option<String>,
 }
@@ -166,9 +166,9 @@ impl Failure {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum RetryFrom {
-    /// At the newest valid checkpoint, with the reward answers of the steps after it; at step 0 if there is none.
+    /// From the newest valid checkpoint, with the reward answers of the steps after it; at step 0 if there is none.
     Latest,
-    /// At step 0, with nothing from the old run.
+    /// The new job begins at step 0, with nothing from the old run.
     Start,
 }
 
@@ -205,7 +205,7 @@ pub enum EndingCode {
 pub struct Ending {
     /// The reason for the end.
     pub code: EndingCode,
-    /// Human-readable message.
+    /// Human-readable message in English.
     pub message: String,
     /// Number of completed optimizer steps.
     pub step: u64,

@@ -17,7 +17,7 @@ const RESERVED: &str = "$serde_json::private::RawValue";
 /// Maximum number of characters of a key or a number that an error shows.
 const SHOWN: usize = 40;
 
-/// Parses a text.
+/// Parses a text as JSON.
 ///
 /// # Errors
 /// Fails with line and column if the text is not JSON, or has a duplicate key in an object or an integer beyond 64 bits. The last

@@ -15,7 +15,7 @@ macro_rules! message_types {
         }
 
         impl MessageType {
-            /// All message types.
+            /// All message types that exist.
             pub const ALL: &'static [MessageType] = &[$(MessageType::$variant),+];
 
             /// Returns the type's name in the API.

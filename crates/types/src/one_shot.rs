@@ -32,14 +32,14 @@ pub enum OneShotError {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ChildLine<Item, Report> {
-    /// The child's progress.
+    /// The progress of the child process.
     Progress {
         /// Number of completed units of work.
         done: u64,
         /// Total number of units of work.
         total: u64,
     },
-    /// An intermediate result.
+    /// An intermediate result of the child.
     Item(Item),
     /// The report, which is the last line.
     Report(Report),

@@ -88,7 +88,7 @@ pub struct ProbeReport {
     pub samples: Vec<ProbedSample>,
     /// Warnings from the rewards.
     pub warnings: Vec<String>,
-    /// What the figures mean and what to do; never empty.
+    /// Conclusions from the figures, and what to do; never empty.
     pub verdict: Vec<Finding>,
 }
 
@@ -97,7 +97,7 @@ pub struct ProbeReport {
 pub struct ProbeError {
     /// Stable error code in snake_case.
     pub code: String,
-    /// Human-readable message.
+    /// Human-readable message in English.
     pub message: String,
 }
 
@@ -164,7 +164,7 @@ pub struct Finding {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum FindingCode {
-    /// Nothing was measured.
+    /// The preflight could not measure anything.
     NotMeasured,
     /// A required reward has no value for many completions.
     RewardNotUsable,

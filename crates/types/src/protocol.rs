@@ -203,7 +203,7 @@ pub enum FileList {
 pub struct Inspection {
     /// Whether the file is damaged.
     pub verdict: Verdict,
-    /// For a damaged file in `resume`, the next older checkpoint to resume from; null = start from the beginning.
+    /// Next older checkpoint to resume from, if the damaged file is in `resume`; null = start from the beginning.
     #[serde(default)]
     pub resume: Option<ResumePoint>,
 }
@@ -243,7 +243,7 @@ pub fn check_file_name(name: &str) -> Result<(), BadFileName> {
 pub struct FileEntry {
     /// File name, without path separators.
     pub name: String,
-    /// Size in bytes.
+    /// Size of the data, in bytes.
     pub size_bytes: u64,
     /// SHA-256 of the file's bytes, in lower-case hex.
     #[schema(value_type = String)]
@@ -317,7 +317,7 @@ pub struct Publish {
     pub temporary: bool,
 }
 
-/// The published checkpoint.
+/// The checkpoint that was published.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Published {
     /// Id of the checkpoint.
@@ -359,7 +359,7 @@ pub enum JournalEntry {
         key: String,
         /// Id of the request.
         id: String,
-        /// The service's reply.
+        /// The service's reply to the request.
         accepted: Accepted,
     },
     /// The request is answered and is never sent again.
@@ -399,11 +399,11 @@ pub enum RewardAnswer {
     },
     /// Status 413: the request is split in half and sent again.
     TooLarge,
-    /// No usable response.
+    /// The service sent no usable response.
     Unusable {
         /// Stable error code in snake_case.
         code: String,
-        /// Human-readable message.
+        /// Human-readable message in English.
         detail: String,
     },
 }
@@ -473,8 +473,8 @@ pub enum Outcome {
     },
     /// The worker shuts down. The job returns to the front of the queue, and the attempt does not count as failed.
     Requeued,
-    /// As `requeued`, because the machine is being reclaimed: a manually started worker received SIGTERM, as clouds
-    /// and Kubernetes announce it.
+    /// Like `requeued`, because the machine is being reclaimed: a manually started worker received SIGTERM, as
+    /// clouds and Kubernetes announce it.
     Preempted,
 }
 

@@ -15,7 +15,7 @@ pub use crate::trajectory::{Segment, Segments, exact_f32s};
 /// `round`, and completions that are sampled in addition to the trained ones have another `part`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct RolloutId {
-    /// Training or evaluation.
+    /// Whether it belongs to training or to evaluation.
     pub phase: SamplePhase,
     /// Optimizer step of the rollout, from 1 (the first step that uses the block). For an evaluation, the step that it follows.
     pub step: u64,
@@ -197,7 +197,7 @@ pub struct Score {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RewardValue {
-    /// A finite number.
+    /// The reward is a finite number.
     Number(f64),
     /// Null without an error: the reward does not apply to this row.
     NotApplicable,

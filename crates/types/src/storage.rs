@@ -13,7 +13,7 @@ use utoipa::ToSchema;
 pub enum StorageKind {
     /// Models that the server downloaded or that come with it. Models in other folders are counted separately.
     Models,
-    /// Rows of datasets.
+    /// Rows of uploaded and downloaded datasets.
     Datasets,
     /// Published checkpoints, including adapters.
     Checkpoints,
@@ -31,7 +31,7 @@ pub enum StorageKind {
     Staging,
     /// Files of the server's own workers that are not published yet.
     Scratch,
-    /// All other files.
+    /// All other files in the directory.
     Other,
 }
 

@@ -107,7 +107,7 @@ pub enum JudgeReport {
 pub struct VerdictError {
     /// Stable error code in snake_case.
     pub code: String,
-    /// Human-readable message.
+    /// Human-readable message in English.
     pub message: String,
 }
 
@@ -135,7 +135,7 @@ pub enum RowOutcome {
     Missing,
 }
 
-/// One judged row.
+/// A row judged with both models.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct VerdictRow {
     /// The set that the row belongs to.
@@ -223,7 +223,7 @@ pub enum VerdictWord {
 pub struct VerdictResult {
     /// The conclusion of the verdict.
     pub verdict: VerdictWord,
-    /// One-sentence summary.
+    /// Summary of the result in one sentence.
     pub summary: String,
     /// Limitations of the result; null = none known.
     pub note: Option<String>,
@@ -259,7 +259,7 @@ pub struct PairedRows {
     pub difference: f64,
     /// 95 % interval of the difference, as [low, high]; null = fewer than 20 rows.
     pub interval: Option<[f64; 2]>,
-    /// The statistical method.
+    /// The statistical method that was used.
     pub method: Method,
     /// Two-sided p-value of the exact test; null = the interval decided.
     pub p_value: Option<f64>,

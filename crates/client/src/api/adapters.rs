@@ -63,7 +63,7 @@ impl Client {
         }
     }
 
-    /// Returns one adapter.
+    /// Returns the adapter with this id.
     ///
     /// # Errors
     /// `not_found`, or any other [`Error`].

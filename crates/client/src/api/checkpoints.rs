@@ -16,7 +16,7 @@ use crate::download::{Checked, Downloaded, hash_of};
 use crate::error::Error;
 use crate::page::Pages;
 
-/// A published checkpoint.
+/// A published checkpoint of a job.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct Checkpoint {
     /// Id of the checkpoint.
@@ -33,16 +33,16 @@ pub struct Checkpoint {
     pub best: bool,
     /// Whether the checkpoint is kept when older ones are deleted.
     pub pinned: bool,
-    /// Time of publication.
+    /// Time at which it was published.
     pub created_at: Timestamp,
 }
 
 /// A choice of a job's checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Which {
-    /// The newest checkpoint.
+    /// The newest checkpoint of the job.
     Last,
-    /// The best checkpoint.
+    /// The best checkpoint of the job.
     Best,
 }
 
@@ -52,10 +52,10 @@ impl Client {
         Pages::new(self, self.get(&["jobs", &id.to_string(), "checkpoints"]))
     }
 
-    /// Returns one checkpoint.
+    /// Returns the checkpoint with this id.
     ///
     /// # Errors
-    /// See [`Error`].
+    /// Returns an [`Error`] if the call fails.
     pub async fn get_checkpoint(&self, id: CheckpointId) -> Result<Checkpoint, Error> {
         self.json(self.get(&["checkpoints", &id.to_string()])).await
     }
@@ -63,7 +63,7 @@ impl Client {
     /// Returns a checkpoint's manifest as the worker wrote it.
     ///
     /// # Errors
-    /// See [`Error`].
+    /// Returns an [`Error`] if the call fails.
     pub async fn get_manifest(&self, id: CheckpointId) -> Result<Value, Error> {
         self.json(self.get(&["checkpoints", &id.to_string(), "manifest.json"])).await
     }
@@ -83,7 +83,7 @@ impl Client {
     /// Downloads all files of a checkpoint in one tar.
     ///
     /// # Errors
-    /// See [`Error`].
+    /// Returns an [`Error`] if the call fails.
     pub async fn download_archive(&self, id: CheckpointId, to: &Path) -> Result<Downloaded, Error> {
         self.download(self.get(&["checkpoints", &id.to_string(), "archive.tar"]), to, None).await
     }
@@ -91,7 +91,7 @@ impl Client {
     /// Downloads a file of a checkpoint and verifies its hash.
     ///
     /// # Errors
-    /// See [`Error`].
+    /// Returns an [`Error`] if the call fails.
     pub async fn download_file(&self, id: CheckpointId, file: &FileEntry, to: &Path) -> Result<Downloaded, Error> {
         let call = self.get(&["checkpoints", &id.to_string(), "files", &file.name]);
         self.download(call, to, Some(file.sha256)).await
@@ -101,7 +101,7 @@ impl Client {
     /// hash are not downloaded again.
     ///
     /// # Errors
-    /// See [`Error`].
+    /// Returns an [`Error`] if the call fails.
     pub async fn download_files(&self, checkpoint: &Checkpoint, folder: &Path) -> Result<Vec<Downloaded>, Error> {
         let id = checkpoint.id.to_string();
         self.download_all(&checkpoint.files, folder, |name| self.get(&["checkpoints", &id, "files", name])).await
@@ -135,7 +135,7 @@ impl Client {
     /// Keeps a checkpoint when older ones are deleted.
     ///
     /// # Errors
-    /// See [`Error`].
+    /// Returns an [`Error`] if the call fails.
     pub async fn pin_checkpoint(&self, id: CheckpointId) -> Result<Checkpoint, Error> {
         self.json(self.post_once(&["checkpoints", &id.to_string(), "pin"])).await
     }
@@ -143,7 +143,7 @@ impl Client {
     /// Allows a checkpoint to be deleted when it is old.
     ///
     /// # Errors
-    /// See [`Error`].
+    /// Returns an [`Error`] if the call fails.
     pub async fn unpin_checkpoint(&self, id: CheckpointId) -> Result<Checkpoint, Error> {
         self.json(self.call(Method::DELETE, &["checkpoints", &id.to_string(), "pin"])).await
     }

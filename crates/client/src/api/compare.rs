@@ -42,7 +42,7 @@ pub struct Compared {
     pub step: u64,
     /// Total number of optimizer steps.
     pub total_steps: u64,
-    /// The job's evaluations.
+    /// Results of the job's evaluations.
     pub evals: Vec<Evaluation>,
     /// The job's best checkpoint.
     pub best_checkpoint: Option<MarkedMetrics>,
@@ -82,7 +82,7 @@ pub struct Difference {
 pub struct ComparedStep {
     /// Number of the optimizer step.
     pub step: u64,
-    /// For each metric, the value in each job, in the order of the jobs.
+    /// Values by metric name: one per job, in the order of the jobs.
     #[serde(flatten)]
     pub metrics: BTreeMap<String, Vec<Option<f64>>>,
 }
@@ -101,10 +101,10 @@ pub struct RewardCourse {
 }
 
 impl Client {
-    /// Compares several jobs.
+    /// Compares the settings and metrics of several jobs.
     ///
     /// # Errors
-    /// See [`Error`].
+    /// Returns an [`Error`] if the call fails.
     pub async fn compare_jobs(&self, ids: &[JobId], query: &MetricsQuery) -> Result<Comparison, Error> {
         let MetricsQuery { keys, min_step, max_step, max_points } = query;
         let keys = (!keys.is_empty()).then(|| keys.join(","));
@@ -116,7 +116,7 @@ impl Client {
     /// Returns the rewards of several jobs over time, each with about `points` points (48 by default).
     ///
     /// # Errors
-    /// See [`Error`].
+    /// Returns an [`Error`] if the call fails.
     pub async fn list_courses(&self, ids: &[JobId], points: Option<u32>) -> Result<Vec<RewardCourse>, Error> {
         let call = self.get(&["jobs", "courses"]).query("ids", joined(ids)).query_if("points", points);
         Pages::new(self, call).collect().await

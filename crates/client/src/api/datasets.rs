@@ -17,7 +17,7 @@ use crate::error::Error;
 use crate::page::Pages;
 use crate::upload::{Body, Content};
 
-/// A stored dataset.
+/// A dataset that the server stores.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct Dataset {
     /// Id of the dataset.
@@ -159,15 +159,15 @@ impl Client {
         self.json(call.body(upload.body().await?)).await
     }
 
-    /// Returns one dataset.
+    /// Returns the dataset with this id.
     ///
     /// # Errors
-    /// See [`Error`].
+    /// Returns an [`Error`] if the call fails.
     pub async fn get_dataset(&self, id: DatasetId) -> Result<Dataset, Error> {
         self.json(self.get(&["datasets", &id.to_string()])).await
     }
 
-    /// Deletes a dataset.
+    /// Deletes a dataset and its rows.
     ///
     /// # Errors
     /// `in_use` if jobs need it, or any other [`Error`].
@@ -183,7 +183,7 @@ impl Client {
     /// Downloads all rows as ndjson, the bytes whose hash is [`Dataset::sha256`].
     ///
     /// # Errors
-    /// See [`Error`].
+    /// Returns an [`Error`] if the call fails.
     pub async fn download_dataset(&self, id: DatasetId, to: &Path) -> Result<Downloaded, Error> {
         self.download(self.get(&["datasets", &id.to_string(), "content"]), to, None).await
     }

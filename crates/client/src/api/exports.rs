@@ -40,7 +40,7 @@ pub struct Export {
     pub files: Vec<FileEntry>,
     /// How much of the adapter's update survives rounding to the data type.
     pub survived: Option<Survived>,
-    /// What to do if too little of the update survives.
+    /// Advice if too little of the update survives.
     pub advice: Option<String>,
     /// Time of the request.
     pub created_at: Timestamp,
@@ -68,10 +68,10 @@ impl Client {
         Pages::new(self, self.get(&["checkpoints", &id.to_string(), "exports"]))
     }
 
-    /// Returns one export.
+    /// Returns the export with this id.
     ///
     /// # Errors
-    /// See [`Error`].
+    /// Returns an [`Error`] if the call fails.
     pub async fn get_export(&self, id: ExportId) -> Result<Export, Error> {
         self.json(self.get(&["exports", &id.to_string()])).await
     }
@@ -79,7 +79,7 @@ impl Client {
     /// Cancels an export. An export that has ended is not changed.
     ///
     /// # Errors
-    /// See [`Error`].
+    /// Returns an [`Error`] if the call fails.
     pub async fn cancel_export(&self, id: ExportId) -> Result<Export, Error> {
         self.json(self.post_once(&["exports", &id.to_string(), "cancel"])).await
     }
@@ -87,7 +87,7 @@ impl Client {
     /// Deletes an export and its files.
     ///
     /// # Errors
-    /// See [`Error`].
+    /// Returns an [`Error`] if the call fails.
     pub async fn delete_export(&self, id: ExportId) -> Result<(), Error> {
         self.delete(&["exports", &id.to_string()]).await
     }

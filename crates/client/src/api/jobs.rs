@@ -27,7 +27,7 @@ const WAIT: Duration = Duration::from_secs(30);
 /// Time limit of a preflight without `timeout_s`, in seconds.
 const PREFLIGHT_S: u32 = 60;
 
-/// A training job.
+/// A training job and its state.
 #[derive(Debug, Clone, Deserialize)]
 pub struct Job {
     /// Id of the job.
@@ -72,7 +72,7 @@ pub struct Job {
     pub plan: Value,
     /// Id of the job that it was created from.
     pub parent: Option<JobId>,
-    /// Time of submission.
+    /// Time at which it was submitted.
     pub created_at: Timestamp,
     /// Time of the first claim.
     pub started_at: Option<Timestamp>,
@@ -104,7 +104,7 @@ pub struct JobAlert {
     pub step: u64,
     /// First step of the evidence.
     pub since_step: u64,
-    /// Human-readable message.
+    /// Human-readable message in English.
     pub message: String,
     /// The measured values that support the alert.
     pub evidence: Vec<Observation>,
@@ -123,7 +123,7 @@ pub struct JobAlert {
 pub struct JobEnding {
     /// The reason for the end.
     pub code: EndingCode,
-    /// Human-readable message.
+    /// Human-readable message in English.
     pub message: String,
     /// Number of completed optimizer steps.
     pub step: u64,
@@ -177,7 +177,7 @@ pub struct Preflight {
 pub struct Validation {
     /// Whether the job would be accepted.
     pub valid: bool,
-    /// The resolved settings.
+    /// The settings with all defaults filled in.
     pub plan: Option<Value>,
     /// All errors in the job.
     pub errors: Vec<FieldError>,
@@ -244,7 +244,7 @@ impl Client {
     /// Submits the demo job.
     ///
     /// # Errors
-    /// See [`Error`].
+    /// Returns an [`Error`] if the call fails.
     pub async fn create_demo(&self) -> Result<Job, Error> {
         self.json(self.post_once(&["demo"])).await
     }
@@ -280,10 +280,10 @@ impl Client {
         self.json(call.body(Body::bytes(document.media_type, document.bytes.clone()))).await
     }
 
-    /// Returns one job.
+    /// Returns the job with this id.
     ///
     /// # Errors
-    /// See [`Error`].
+    /// Returns an [`Error`] if the call fails.
     pub async fn get_job(&self, id: JobId) -> Result<Job, Error> {
         self.get_job_within(id, Duration::ZERO).await
     }
@@ -292,7 +292,7 @@ impl Client {
     /// at most an hour).
     ///
     /// # Errors
-    /// See [`Error`].
+    /// Returns an [`Error`] if the call fails.
     pub async fn get_job_within(&self, id: JobId, wait: Duration) -> Result<Job, Error> {
         let seconds = Some(wait.as_secs()).filter(|seconds| *seconds > 0);
         self.json(self.get(&["jobs", &id.to_string()]).query_if("wait", seconds).work(wait)).await
@@ -301,7 +301,7 @@ impl Client {
     /// Returns a job when it has ended or paused, without a time limit.
     ///
     /// # Errors
-    /// See [`Error`].
+    /// Returns an [`Error`] if the call fails.
     pub async fn wait_for_job(&self, id: JobId) -> Result<Job, Error> {
         loop {
             let begun = tokio::time::Instant::now();
@@ -319,7 +319,7 @@ impl Client {
     /// Changes a job's name, labels, priority, or secrets of its rewards. `patch` is a `JobPatch` of the OpenAPI document.
     ///
     /// # Errors
-    /// See [`Error`].
+    /// Returns an [`Error`] if the call fails.
     pub async fn patch_job(&self, id: JobId, patch: &Value) -> Result<Job, Error> {
         self.json(self.call(Method::PATCH, &["jobs", &id.to_string()]).json(patch)).await
     }
@@ -327,7 +327,7 @@ impl Client {
     /// Deletes a job that has ended, and everything that belongs to it.
     ///
     /// # Errors
-    /// See [`Error`].
+    /// Returns an [`Error`] if the call fails.
     pub async fn delete_job(&self, id: JobId) -> Result<(), Error> {
         self.delete(&["jobs", &id.to_string()]).await
     }
@@ -395,7 +395,7 @@ impl Client {
     /// Lists the alerts of a job, latest first.
     ///
     /// # Errors
-    /// See [`Error`].
+    /// Returns an [`Error`] if the call fails.
     pub async fn list_alerts(&self, id: JobId, active: bool) -> Result<Vec<JobAlert>, Error> {
         let call = self.get(&["jobs", &id.to_string(), "alerts"]).query("active", active);
         Pages::new(self, call).collect().await

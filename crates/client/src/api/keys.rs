@@ -26,7 +26,7 @@ pub struct ApiKey {
     pub prefix: String,
     /// Whether the key is valid.
     pub state: KeyState,
-    /// Time of creation.
+    /// Time at which it was created.
     pub created_at: Timestamp,
     /// Time at which the key expires.
     pub expires_at: Option<Timestamp>,
@@ -82,11 +82,11 @@ pub struct RevokedKeyWebhook {
     pub id: WebhookId,
     /// URL that messages are sent to.
     pub url: String,
-    /// Human-readable description.
+    /// Human-readable description, set by the user.
     pub description: Option<String>,
     /// Whether messages are sent.
     pub enabled: bool,
-    /// Time of creation.
+    /// Time at which it was created.
     pub created_at: Timestamp,
 }
 
@@ -143,20 +143,20 @@ impl Client {
         Pages::new(self, self.get(&["keys"]))
     }
 
-    /// Creates a key.
+    /// Creates a new API key.
     ///
     /// # Errors
-    /// See [`Error`].
+    /// Returns an [`Error`] if the call fails.
     pub async fn create_key(&self, key: &NewKey) -> Result<NewApiKey, Error> {
         let NewKey { name, scopes, owner, expires_in_s } = key;
         let body = json!({"name": name, "scopes": scopes, "owner": owner, "expires_in_s": expires_in_s});
         self.json(self.post_once(&["keys"]).json(&body)).await
     }
 
-    /// Returns one key.
+    /// Returns the key with this id.
     ///
     /// # Errors
-    /// See [`Error`].
+    /// Returns an [`Error`] if the call fails.
     pub async fn get_key(&self, id: KeyId) -> Result<ApiKey, Error> {
         self.json(self.get(&["keys", &id.to_string()])).await
     }
@@ -164,7 +164,7 @@ impl Client {
     /// Revokes a key and ends all sessions that were opened with it.
     ///
     /// # Errors
-    /// See [`Error`].
+    /// Returns an [`Error`] if the call fails.
     pub async fn revoke_key(&self, id: KeyId) -> Result<RevokedApiKey, Error> {
         self.json(self.call(Method::DELETE, &["keys", &id.to_string()])).await
     }

@@ -9,7 +9,7 @@ use crate::client::Client;
 use crate::error::Error;
 use crate::page::Pages;
 
-/// A registered model.
+/// A model that was registered on the server.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct Model {
     /// Name by which jobs refer to the model.
@@ -42,7 +42,7 @@ pub struct ModelCard {
     pub labels: Vec<String>,
     /// Number of weights, each counted once.
     pub num_parameters: u64,
-    /// Number of layers.
+    /// Number of layers of the model.
     pub num_hidden_layers: u64,
     /// Width of the residual stream.
     pub hidden_size: u64,
@@ -86,10 +86,10 @@ impl Client {
         self.json(self.post_once(&["models"]).json(&body)).await
     }
 
-    /// Returns one model.
+    /// Returns the model with this id.
     ///
     /// # Errors
-    /// See [`Error`].
+    /// Returns an [`Error`] if the call fails.
     pub async fn get_model(&self, id: &str) -> Result<Model, Error> {
         self.json(self.get(&["models", id])).await
     }

@@ -66,15 +66,15 @@ pub struct MetricsQuery {
     pub max_points: Option<u32>,
 }
 
-/// Order of samples.
+/// The order of returned samples.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum SampleSort {
-    /// Latest samples first.
+    /// The latest samples come first.
     #[default]
     Recent,
-    /// Highest reward first.
+    /// Samples with the highest reward come first.
     Best,
-    /// Lowest reward first.
+    /// Samples with the lowest reward come first.
     Worst,
 }
 
@@ -91,7 +91,7 @@ pub struct SampleQuery {
     pub phase: Option<SamplePhase>,
     /// Only this dataset row, `row_N`.
     pub prompt_id: Option<String>,
-    /// Only this group.
+    /// Only samples of this group.
     pub group_id: Option<String>,
     /// Only completions that ended for this reason.
     pub finish_reason: Option<FinishReason>,
@@ -137,7 +137,7 @@ pub struct Summary {
     pub num_tokens: Option<f64>,
     /// Amounts that follow from the settings; deserialize as [`rlood_types::spec::Totals`].
     pub totals: Value,
-    /// Durations in seconds.
+    /// Durations of the job, in seconds.
     pub durations: Durations,
     /// Checkpoints that can be downloaded.
     pub checkpoints: SummaryCheckpoints,
@@ -186,9 +186,9 @@ pub struct Durations {
 pub struct SummaryCheckpoints {
     /// Number of kept checkpoints.
     pub count: usize,
-    /// The newest checkpoint.
+    /// The newest checkpoint of the job.
     pub last: Option<Marked>,
-    /// The best checkpoint.
+    /// The best checkpoint of the job.
     pub best: Option<Marked>,
 }
 
@@ -211,7 +211,7 @@ impl Client {
     /// Writes a job's metrics to a file: one page of 10,000 steps, or the number of steps in `max_points`.
     ///
     /// # Errors
-    /// See [`Error`].
+    /// Returns an [`Error`] if the call fails.
     pub async fn export_metrics(
         &self,
         id: JobId,
@@ -237,7 +237,7 @@ impl Client {
     /// Writes every sample that matches the query to a file.
     ///
     /// # Errors
-    /// See [`Error`].
+    /// Returns an [`Error`] if the call fails.
     pub async fn export_samples(
         &self,
         id: JobId,
@@ -280,7 +280,7 @@ impl Client {
     /// Returns the key figures of a job.
     ///
     /// # Errors
-    /// See [`Error`].
+    /// Returns an [`Error`] if the call fails.
     pub async fn get_summary(&self, id: JobId) -> Result<Summary, Error> {
         self.json(self.get(&["jobs", &id.to_string(), "summary"])).await
     }

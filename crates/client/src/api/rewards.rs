@@ -58,9 +58,9 @@ pub struct RewardTestResult {
 /// Why a sample has no value.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct SampleProblem {
-    /// Stable error code.
+    /// Stable error code in snake_case.
     pub code: String,
-    /// Human-readable message.
+    /// Human-readable message in English.
     pub message: String,
 }
 
@@ -108,9 +108,9 @@ pub struct RescoredSample {
     pub prompt_id: String,
     /// Index of the completion in its group, from 0.
     pub index: usize,
-    /// The stored reward.
+    /// The reward as it was stored.
     pub old: Option<f64>,
-    /// The new reward.
+    /// The value of the new reward.
     pub new: Option<f64>,
     /// Advantage with the stored reward.
     pub old_advantage: Option<f64>,
@@ -187,7 +187,7 @@ impl Client {
     /// `replaces`, `phase`, `step`, `min_step`, `max_step`, `limit`, `max_wait_s`.
     ///
     /// # Errors
-    /// See [`Error`].
+    /// Returns an [`Error`] if the call fails.
     pub async fn rescore_job(&self, id: JobId, request: &Value) -> Result<Rescore, Error> {
         self.json(self.post_once(&["jobs", &id.to_string(), "rescore"]).json(request).work(WORK)).await
     }
@@ -195,7 +195,7 @@ impl Client {
     /// Returns the statistics of a job's rewards.
     ///
     /// # Errors
-    /// See [`Error`].
+    /// Returns an [`Error`] if the call fails.
     pub async fn list_job_rewards(&self, id: JobId) -> Result<Vec<JobReward>, Error> {
         Pages::new(self, self.get(&["jobs", &id.to_string(), "rewards"])).collect().await
     }

@@ -11,7 +11,7 @@ use crate::client::Client;
 use crate::error::Error;
 use crate::page::Pages;
 
-/// A worker process.
+/// A worker process and its state.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct Worker {
     /// Id of the worker.
@@ -133,7 +133,7 @@ impl Client {
     /// Checks that the server's process is alive.
     ///
     /// # Errors
-    /// See [`Error`].
+    /// Returns an [`Error`] if the call fails.
     pub async fn livez(&self) -> Result<(), Error> {
         self.text(self.get(&["livez"]).accept("*/*")).await.map(drop)
     }
@@ -149,7 +149,7 @@ impl Client {
     /// Returns the server's metrics in Prometheus text format.
     ///
     /// # Errors
-    /// See [`Error`].
+    /// Returns an [`Error`] if the call fails.
     pub async fn metrics(&self) -> Result<String, Error> {
         self.text(self.get(&["metrics"]).accept("*/*")).await
     }
@@ -157,7 +157,7 @@ impl Client {
     /// Returns the OpenAPI 3.1 document.
     ///
     /// # Errors
-    /// See [`Error`].
+    /// Returns an [`Error`] if the call fails.
     pub async fn get_openapi(&self) -> Result<Value, Error> {
         self.json(self.get(&["openapi.json"])).await
     }
@@ -165,7 +165,7 @@ impl Client {
     /// Returns the server's version.
     ///
     /// # Errors
-    /// See [`Error`].
+    /// Returns an [`Error`] if the call fails.
     pub async fn version(&self) -> Result<String, Error> {
         let call = self.get(&["openapi.json"]);
         let document: Value = self.json(call.clone()).await?;
@@ -178,7 +178,7 @@ impl Client {
     /// Lists the workers, oldest first.
     ///
     /// # Errors
-    /// See [`Error`].
+    /// Returns an [`Error`] if the call fails.
     pub async fn list_workers(&self) -> Result<Vec<Worker>, Error> {
         Pages::new(self, self.get(&["workers"])).collect().await
     }
@@ -186,7 +186,7 @@ impl Client {
     /// Returns the server's storage use, by kind and by owner.
     ///
     /// # Errors
-    /// See [`Error`].
+    /// Returns an [`Error`] if the call fails.
     pub async fn get_storage(&self) -> Result<Storage, Error> {
         self.json(self.get(&["system", "storage"])).await
     }

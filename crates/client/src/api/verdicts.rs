@@ -113,10 +113,10 @@ impl Client {
         self.json(self.get(&["jobs", &id.to_string(), "verdict"])).await
     }
 
-    /// Returns one verdict.
+    /// Returns the verdict with this id.
     ///
     /// # Errors
-    /// See [`Error`].
+    /// Returns an [`Error`] if the call fails.
     pub async fn get_verdict(&self, id: VerdictId) -> Result<Verdict, Error> {
         self.json(self.get(&["verdicts", &id.to_string()])).await
     }
@@ -131,7 +131,7 @@ impl Client {
     /// Cancels a verdict. A verdict that has ended is not changed.
     ///
     /// # Errors
-    /// See [`Error`].
+    /// Returns an [`Error`] if the call fails.
     pub async fn cancel_verdict(&self, id: VerdictId) -> Result<Verdict, Error> {
         self.json(self.post_once(&["verdicts", &id.to_string(), "cancel"])).await
     }

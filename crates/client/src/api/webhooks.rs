@@ -21,7 +21,7 @@ pub struct Webhook {
     pub id: WebhookId,
     /// URL that messages are sent to.
     pub url: String,
-    /// Human-readable description.
+    /// Human-readable description, set by the user.
     pub description: Option<String>,
     /// Types of messages to send.
     pub events: Vec<MessageType>,
@@ -35,7 +35,7 @@ pub struct Webhook {
     pub owner: String,
     /// Time until which the previous secret signs messages too.
     pub old_secret_until: Option<Timestamp>,
-    /// Time of creation.
+    /// Time at which it was created.
     pub created_at: Timestamp,
     /// Time of the last change.
     pub updated_at: Timestamp,
@@ -65,7 +65,7 @@ pub struct NewWebhook {
     pub url: String,
     /// Types of messages to send; default: all.
     pub events: Option<Vec<MessageType>>,
-    /// Human-readable description.
+    /// Human-readable description, set by the user.
     pub description: Option<String>,
     /// Signing secret, `whsec_…`; default: the server creates one.
     pub secret: Option<String>,
@@ -108,12 +108,12 @@ pub struct WebhookDelivery {
     pub tries: Vec<WebhookTry>,
 }
 
-/// One delivery attempt.
+/// One attempt to deliver a message.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct WebhookTry {
     /// Time at which the attempt started.
     pub time: Timestamp,
-    /// Duration in milliseconds.
+    /// Duration of the attempt, in milliseconds.
     pub duration_ms: u64,
     /// HTTP status of the endpoint's response; `None` = no response.
     pub status: Option<u16>,
@@ -127,10 +127,10 @@ impl Client {
         Pages::new(self, self.get(&["webhooks"]))
     }
 
-    /// Creates a webhook.
+    /// Creates a webhook for lifecycle messages.
     ///
     /// # Errors
-    /// See [`Error`].
+    /// Returns an [`Error`] if the call fails.
     pub async fn create_webhook(&self, new: &NewWebhook) -> Result<WebhookWithSecret, Error> {
         let NewWebhook { url, events, description, secret, enabled, all_jobs } = new;
         let body = json!({"url": url, "events": events, "description": description, "secret": secret, "enabled": enabled,
@@ -138,18 +138,18 @@ impl Client {
         self.json(self.post_once(&["webhooks"]).json(&body)).await
     }
 
-    /// Returns one webhook.
+    /// Returns the webhook with this id.
     ///
     /// # Errors
-    /// See [`Error`].
+    /// Returns an [`Error`] if the call fails.
     pub async fn get_webhook(&self, id: WebhookId) -> Result<Webhook, Error> {
         self.json(self.get(&["webhooks", &id.to_string()])).await
     }
 
-    /// Changes a webhook.
+    /// Changes the settings of a webhook.
     ///
     /// # Errors
-    /// See [`Error`].
+    /// Returns an [`Error`] if the call fails.
     pub async fn patch_webhook(&self, id: WebhookId, patch: &WebhookPatch) -> Result<Webhook, Error> {
         let WebhookPatch { url, events, description, enabled } = patch;
         let mut body = json!({"url": url, "events": events, "enabled": enabled});
@@ -159,10 +159,10 @@ impl Client {
         self.json(self.call(Method::PATCH, &["webhooks", &id.to_string()]).json(&body)).await
     }
 
-    /// Deletes a webhook.
+    /// Deletes a webhook and its messages.
     ///
     /// # Errors
-    /// See [`Error`].
+    /// Returns an [`Error`] if the call fails.
     pub async fn delete_webhook(&self, id: WebhookId) -> Result<(), Error> {
         self.delete(&["webhooks", &id.to_string()]).await
     }
@@ -171,7 +171,7 @@ impl Client {
     /// `keep_old_s` seconds, a day by default.
     ///
     /// # Errors
-    /// See [`Error`].
+    /// Returns an [`Error`] if the call fails.
     pub async fn rotate_secret(
         &self,
         id: WebhookId,

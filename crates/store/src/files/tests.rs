@@ -95,7 +95,7 @@ async fn a_publication_goes_by_what_was_received_and_reads_no_file_again() {
     files.checkpoint_commit(job, 5, 1, &listed).unwrap();
     files.checkpoint_commit(job, 5, 1, &listed).unwrap();
     assert!(files.checkpoint_verify(job, 5, 1, &listed).is_err());
-    // With a database row, the files are compared with the row. Otherwise only their bytes are available.
+    // If there is a database row, the files are compared with the row. Otherwise only their bytes are available.
     files.checkpoint_published(job, 5, 1);
     assert!(files.checkpoint_commit(job, 5, 1, &listed).is_err());
     assert!(files.uploads.lock().unwrap().is_empty());

@@ -13,11 +13,11 @@ use crate::id::{AdapterId, DatasetId, JobId};
 /// Owners of the objects that files belong to.
 #[derive(Debug, Default)]
 pub struct Owners {
-    /// Owners by job.
+    /// Owner of each job.
     pub jobs: HashMap<JobId, String>,
-    /// Owners by dataset.
+    /// Owner of each dataset.
     pub datasets: HashMap<DatasetId, String>,
-    /// Owners by adapter.
+    /// Owner of each adapter.
     pub adapters: HashMap<AdapterId, String>,
     /// Owners by the directory of a model.
     pub models: Vec<(PathBuf, String)>,

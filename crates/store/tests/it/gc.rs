@@ -107,7 +107,7 @@ async fn a_data_set_goes_when_no_job_has_used_it_for_long_enough_and_never_under
     let items = gc::plan(store, files, rules(T0 + 40 * DAY + 1)).await.unwrap();
     let removal = items[0].removal.clone().unwrap();
     assert_eq!(removal, Removal::Dataset(setting.dataset));
-    // In the meantime a user submits a job.
+    // A user submits a job in the meantime.
     let another = setting.job().await;
     assert!(!gc::remove(store, files, &removal).await.unwrap());
     assert!(file.is_file());

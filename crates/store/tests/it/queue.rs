@@ -190,7 +190,7 @@ async fn every_outcome_meets_every_mark() {
         assert_eq!((row.requested, row.worker, row.lease_until, row.phase), (None, None, None, None));
         assert_eq!(row.finished_at, expected.is_terminal().then_some(T0 + 9));
         assert_eq!(row.failed_attempts, 0, "no outcome is charged");
-        // With a pending request, the pause counts as the user's.
+        // If a request is pending, the pause counts as the user's.
         let reason = if outcome == own() && requested.is_none() { Some("reward_outage") } else { None };
         assert_eq!(row.status_reason.as_deref(), reason);
         setting.sql("DELETE FROM jobs").await.unwrap();

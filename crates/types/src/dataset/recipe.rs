@@ -72,7 +72,7 @@ pub struct Map {
 pub enum Unique {
     /// A single column name.
     Column(String),
-    /// Several column names.
+    /// The names of several columns.
     Columns(Vec<String>),
 }
 
@@ -92,7 +92,7 @@ impl Unique {
 pub struct InvalidRecipe {
     /// Path of the invalid field, such as `map.columns.answer`.
     pub at: String,
-    /// What is wrong, and how to fix it.
+    /// Explanation of the error, and how to fix it.
     pub detail: String,
 }
 

@@ -14,7 +14,7 @@ pub struct RuleInput<'a> {
     pub reward_range: Option<(f64, f64)>,
     /// Lowest and highest possible reward of an evaluation; `None` if a reward does not declare them.
     pub eval_range: Option<(f64, f64)>,
-    /// Completions per evaluation.
+    /// Number of completions per evaluation.
     pub eval_completions: f64,
     /// Rewards of weight 0, which training does not see, each with the width of its range (`None` = unknown).
     pub independent: Vec<(&'a str, Option<f64>)>,

@@ -17,7 +17,7 @@ pub enum Rule {
     RewardCollapse,
     /// Completions grow until they are truncated.
     LengthExplosion,
-    /// Completions end immediately.
+    /// Completions end with their first token.
     EmptyOutput,
     /// The reward rises while an independent measure falls.
     RewardHacking,
@@ -122,7 +122,7 @@ pub enum Severity {
     Critical,
 }
 
-/// What an alert does to the run.
+/// Effect of an alert on the run.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum OnAlert {
@@ -142,7 +142,7 @@ pub struct Observation {
     pub metric: String,
     /// How the value was computed from the metric: `mean`, `last`, ….
     pub statistic: String,
-    /// The measured value.
+    /// Value that was measured.
     pub value: f64,
     /// The threshold that the value is compared with; null = the value is only explanatory.
     pub limit: Option<f64>,
@@ -163,15 +163,15 @@ pub struct Alert {
     pub step: u64,
     /// The first step of the evidence. Checkpoints saved before this step are not affected.
     pub since_step: u64,
-    /// Human-readable message.
+    /// Human-readable message in English.
     pub message: String,
     /// The measured values that support the alert.
     pub evidence: Vec<Observation>,
-    /// What to change, with the names of the settings.
+    /// Suggested changes, with the names of the settings.
     pub fix: String,
-    /// What the alert does to the run.
+    /// Effect of the alert on the run.
     pub on_alert: OnAlert,
-    /// For `many_restarts`, the ends of attempts that the alert is about, oldest first.
+    /// Ends of attempts that an alert of the rule `many_restarts` is about, oldest first.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schema(required = false)]
     pub ends: Vec<AttemptEnd>,
@@ -213,7 +213,7 @@ impl AttemptEnd {
 pub enum TrainingPhase {
     /// The reward is close to where it began, and varies.
     Exploration,
-    /// The reward rises.
+    /// The mean reward is rising.
     Exploitation,
     /// The reward has risen and is flat, and the KL is stable.
     Convergence,
@@ -222,7 +222,7 @@ pub enum TrainingPhase {
 /// A change of the training phase.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct PhaseChange {
-    /// The new phase.
+    /// The phase that the run entered.
     pub phase: TrainingPhase,
     /// The previous phase; null = this is the first.
     pub from: Option<TrainingPhase>,

@@ -63,15 +63,15 @@ pub struct TestData {
 /// Data of `job.queued`: why a job waits for a worker.
 #[derive(Debug, Default, Serialize, ToSchema)]
 pub struct QueuedDetail {
-    /// For a new job, its base model.
+    /// Base model of a new job.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
     pub model: Option<String>,
-    /// For a new job, the job that it was created from.
+    /// Job that a new job was created from.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
     pub parent: Option<JobId>,
-    /// For a retry that resumes, the step of the parent's checkpoint that it starts from; 0 = without a checkpoint.
+    /// Step of a retry that resumes: the step of the parent's checkpoint that it starts from; 0 = without a checkpoint.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
     pub from_step: Option<u64>,
@@ -84,19 +84,19 @@ pub struct QueuedDetail {
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
     pub reason: Option<String>,
-    /// For a job returned to the queue, the number of attempts in a row that failed without progress.
+    /// Number of consecutive attempts that failed without progress, for a job that returned to the queue.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
     pub failed_attempts: Option<u32>,
-    /// For a job returned to the queue, the phase that it was in.
+    /// Phase in which the job was when it returned to the queue.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
     pub phase: Option<crate::event::Phase>,
-    /// For a job returned to the queue, the number of completed optimizer steps.
+    /// Number of completed optimizer steps when the job returned to the queue.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
     pub step: Option<u64>,
-    /// For a job returned to the queue, the last reported resident memory of its worker, in bytes.
+    /// Last reported resident memory of its worker, in bytes.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
     pub memory_bytes: Option<u64>,
@@ -161,7 +161,7 @@ pub struct CheckpointDetail {
 pub struct RewardDetail {
     /// Name of the reward in the job.
     pub reward: String,
-    /// Human-readable message.
+    /// Human-readable message in English.
     pub message: String,
     /// Figures behind the message, by name.
     #[schema(value_type = std::collections::BTreeMap<String, Value>)]

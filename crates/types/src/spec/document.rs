@@ -163,7 +163,7 @@ pub fn submittable(plan: &Plan) -> Value {
         "early_stopping": early_stopping, "doctor": doctor, "metadata": metadata,
     });
     if let Some(eval) = eval {
-        // With a fraction, the rows are those of the training dataset, and their number follows from the fraction.
+        // If a fraction is given, the rows are those of the training dataset, and their number follows from the fraction.
         document["eval"]["dataset"] = eval.fraction.map_or_else(|| submittable_dataset(&eval.dataset), |_| Value::Null);
         document["eval"]["held_out_rows"] = Value::Null;
         document["eval"]["test_rows"] = Value::Null;

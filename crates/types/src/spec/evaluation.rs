@@ -238,7 +238,7 @@ pub fn test_rows(prompts: &[PromptKey], held_out: &[u64], fraction: f64, seed: u
     let of_seed = |key: &PromptKey| -> PromptKey {
         Sha256::new().chain_update(format!("verdict {seed} ")).chain_update(key).finalize().into()
     };
-    // With the rule of row numbers, a prompt of the evaluation may have rows on both sides.
+    // Under the rule of row numbers, a prompt of the evaluation may have rows on both sides.
     let evaluated: HashSet<&PromptKey> = held_out.iter().filter_map(|row| prompts.get(*row as usize)).collect();
     let mut keyed: Vec<(PromptKey, u64)> = prompts
         .iter()
@@ -316,7 +316,7 @@ mod tests {
         let of_turned: Vec<u64> =
             held_out_rows(SplitRule::PromptHash, &turned, 0.2, 7).iter().map(|row| 89 - row).rev().collect();
         assert_eq!(of_turned, rows);
-        // By row number, equal prompts fall on both sides.
+        // The rule of row numbers puts equal prompts on both sides.
         let by_number = held_out_rows(SplitRule::RowNumber, &prompts, 0.2, 7);
         let trained = (0..90).filter(|row| by_number.binary_search(row).is_err()).map(|row| &prompts[row as usize]);
         assert!(shared_prompts(trained, by_number.iter().map(|row| &prompts[*row as usize])) > 0);

@@ -12,7 +12,7 @@ use super::{ComputeDtype, LoraPlan, ModelShape, OptimizerKind, Plan, Reference};
 pub enum Place {
     /// The CPU, with the machine's memory.
     Cpu,
-    /// An NVIDIA GPU.
+    /// A GPU with CUDA support.
     Cuda {
         /// Memory of the GPU, in bytes; `None` = unknown.
         memory_bytes: Option<u64>,

@@ -75,7 +75,7 @@ fn fixed_later(section: &Section, plan: &impl Serialize) -> Map<String, Value> {
 pub fn continues(plan: &Plan, parent: &Plan, step: u64) -> Result<(), String> {
     let (new, old) = (resume_identity(plan), resume_identity(parent));
     let mut differ = differing(&new, &old);
-    // In the middle of a block, the checkpoint contains the block's rewards and log-probabilities.
+    // Inside a block, the checkpoint contains the block's rewards and log-probabilities.
     let uses = u64::from(parent.rloo.num_iterations) * u64::from(parent.rloo.steps_per_generation);
     if !parent.rloo_step(step).unwrap_or(0).is_multiple_of(uses.max(1)) {
         let inside = |plan: &Plan, rewards: &[RewardPlan]| json!({"rewards": rewards, "rloo": plan.rloo, "temperature": plan.sampling.temperature});

@@ -9,7 +9,7 @@ use serde_json::{Map, Value};
 use super::reader::{escaped, shown};
 use crate::json;
 
-/// A document format.
+/// Format of a job document.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Format {
     /// JSON as defined by RFC 8259.
@@ -37,7 +37,7 @@ impl FormatError {
 }
 
 impl Format {
-    /// All formats.
+    /// All formats that are supported.
     pub const ALL: [Format; 3] = [Format::Json, Format::Yaml, Format::Toml];
 
     /// Returns the name in flags and query parameters.
@@ -86,7 +86,7 @@ impl Format {
         }
     }
 
-    /// Reads a document.
+    /// Reads a document in this format.
     ///
     /// # Errors
     /// Fails (with line and column) if the text is not in this format, exceeds the limits, or has a non-finite number.

@@ -39,7 +39,7 @@ pub struct GenerationSpec {
 pub enum CheckpointChoice {
     /// The job's result: the newest checkpoint, unless the job ended early.
     Result,
-    /// The newest checkpoint.
+    /// The newest checkpoint of the job.
     Last,
     /// The best checkpoint by the job's metric.
     Best,

@@ -140,8 +140,8 @@ pub struct EvalPlan {
     /// Share of the training dataset that is held out for evaluation; null with a separate evaluation dataset.
     #[serde(default)]
     pub fraction: Option<f64>,
-    /// With `fraction`, the number of rows that are used for evaluation and never for training. Above 10,000 rows the worker
-    /// chooses the rows, and this is the number that the fraction asks for; rows with equal prompts stay together.
+    /// Number of rows, with `fraction`, that are used for evaluation and never for training. Above 10,000 rows the worker chooses
+    /// the rows, and this is the number that the fraction asks for; rows with equal prompts stay together.
     #[serde(default)]
     pub held_out_rows: Option<u64>,
     /// Optimizer steps between evaluations. The last step is always evaluated.
@@ -170,8 +170,8 @@ pub struct EvalPlan {
     /// Share of the training dataset that only the verdict uses; null = none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub test_fraction: Option<f64>,
-    /// With `test_fraction`, the number of rows that only the verdict uses. Above 10,000 rows the worker chooses the rows, and this
-    /// is the number that the fraction asks for.
+    /// Number of rows, with `test_fraction`, that only the verdict uses. Above 10,000 rows the worker chooses the rows, and this is
+    /// the number that the fraction asks for.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub test_rows: Option<u64>,
     /// Prompts that only the verdict uses; null = no separate test dataset.
@@ -327,7 +327,7 @@ pub struct AdapterPlan {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Reference {
-    /// The base model.
+    /// The base model of the job.
     Base,
     /// A frozen copy of the weights that the run starts from.
     Initial,
@@ -349,7 +349,7 @@ pub enum OptimizerKind {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum ComputeDtype {
-    /// 32-bit floats throughout.
+    /// All computations use 32-bit floats.
     #[default]
     F32,
     /// Weights and inputs of matrix products are rounded to bfloat16; sums are in 32 bits.
@@ -476,8 +476,8 @@ pub struct EarlyStoppingPlan {
 /// Which alert rules are on, and what happens on an alert.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct DoctorPlan {
-    /// What happens on an alert. `note`: the alert is recorded and the run continues. `pause`: the job pauses. `stop`: the job
-    /// ends, and its last good checkpoint is its result.
+    /// Effect of an alert. `note`: the alert is recorded and the run continues. `pause`: the job pauses. `stop`: the job ends, and
+    /// its last good checkpoint is its result.
     pub on_alert: OnAlert,
     /// Rules with settings of their own, by rule name.
     #[serde(default)]
@@ -489,7 +489,7 @@ pub struct DoctorPlan {
 pub struct RulePlan {
     /// Whether the rule is on.
     pub enabled: bool,
-    /// What happens on an alert of this rule; null = as `doctor.on_alert` says.
+    /// Effect of an alert of this rule; null = as `doctor.on_alert` says.
     #[serde(default)]
     pub on_alert: Option<OnAlert>,
 }

@@ -23,7 +23,7 @@ pub struct FieldError {
     /// Stable error code in snake_case.
     #[schema(example = "out_of_range")]
     pub code: String,
-    /// What is wrong, and how to fix it.
+    /// Explanation of the error, and how to fix it.
     pub detail: String,
 }
 

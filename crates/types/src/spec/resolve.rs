@@ -29,7 +29,7 @@ pub struct Warning {
     pub pointer: String,
     /// Stable warning code in snake_case.
     pub code: String,
-    /// What will happen, and how to change it.
+    /// Explanation of the consequence, and how to change it.
     pub detail: String,
 }
 
@@ -41,7 +41,7 @@ pub const SHARED_PROMPTS: &str = "eval_prompts_in_training";
 /// A job that can run.
 #[derive(Debug, Clone)]
 pub struct Resolution {
-    /// The resolved plan.
+    /// The resolved plan of the job.
     pub plan: Plan,
     /// Warnings for the user.
     pub warnings: Vec<Warning>,
@@ -401,7 +401,7 @@ fn plan_training(spec: &JobSpec, sampling: &SamplingPlan, mixture: &Mixture) -> 
                 (0..epochs as u64).map(steps_of).sum::<u64>() as f64 + epochs.fract() * steps_of(epochs as u64) as f64
             }
         };
-        // As in transformers, a partial step counts as a step.
+        // transformers also counts a partial step as a step.
         (steps.ceil() as u64).max(1)
     };
     let max_steps = training.max_steps.unwrap_or_else(by_epochs);

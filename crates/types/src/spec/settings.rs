@@ -142,7 +142,7 @@ pub(super) enum Kind {
 pub(super) enum DefaultValue {
     /// No value: null in the plan, or resolved later.
     Nothing,
-    /// A boolean value.
+    /// A boolean as the value.
     Flag(bool),
     /// A whole number as the value.
     Whole(u64),
@@ -184,7 +184,7 @@ pub(super) enum Form {
     Count,
     /// A boolean, true or false.
     Flag,
-    /// Any value, unchanged.
+    /// Any value, without a conversion.
     AsSent,
     /// Module names as in PEFT.
     Modules,

@@ -24,7 +24,7 @@ const OF_A_LIST: [&str; 2] = ["name", "weight"];
 /// The source of a job's prompts.
 #[derive(Debug, Clone, PartialEq)]
 pub enum DatasetSource {
-    /// An uploaded dataset.
+    /// A dataset that was uploaded before.
     Id(DatasetId),
     /// Rows that were sent with the job, one object per row.
     Records(Vec<Value>),

@@ -10,7 +10,7 @@ pub struct WarmStartFacts {
     pub model: Option<(String, String)>,
     /// The checkpoint's adapter; `None` = it has all weights.
     pub lora: Option<LoraPlan>,
-    /// For an imported adapter, where it is stored now.
+    /// Stored location of an imported adapter; `None` for a checkpoint of a job.
     pub adapter: Option<AdapterPlan>,
 }
 

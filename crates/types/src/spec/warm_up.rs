@@ -25,7 +25,7 @@ pub struct WarmUpSpec {
     pub map: Option<RecipeMap>,
     /// Number of optimizer steps.
     pub steps: u64,
-    /// Rows per step.
+    /// Number of rows per step.
     pub batch_size: u32,
     /// Learning rate; `None` = optimizer.learning_rate.
     pub learning_rate: Option<f64>,

@@ -64,7 +64,7 @@ pub struct Paired {
     pub difference: f64,
     /// 95 % interval of the mean difference; `None` with too few rows.
     pub interval: Option<[f64; 2]>,
-    /// The statistical method.
+    /// The statistical method that was used.
     pub method: Method,
     /// Two-sided p-value of the sign-flip test; `None` if the bootstrap decided.
     pub p_value: Option<f64>,

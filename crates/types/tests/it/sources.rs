@@ -103,7 +103,7 @@ fn an_epoch_ends_when_the_largest_source_was_seen_once() {
     let by_rows = plan([Value::Null, Value::Null], json!({}));
     assert_eq!((by_rows.training.max_steps, by_rows.totals.dropped_rows_per_epoch), (27, 0));
     assert_eq!(by_rows.dataset.sources[1], SourcePlan { name: "own".into(), num_rows: 8, weight: 8.0 });
-    // With equal weights, 100 prompts of each source.
+    // Equal weights give 100 prompts of each source.
     assert_eq!(plan([json!(1), json!(1)], json!({})).training.max_steps, 50);
     let steps = |epochs: f64| {
         let training = json!({"training": {"prompts_per_step": 4, "num_train_epochs": epochs}});

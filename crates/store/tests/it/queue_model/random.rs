@@ -1,6 +1,6 @@
 //! Pseudorandom choices that a seed reproduces.
 
-/// The SplitMix64 generator.
+/// The pseudorandom number generator SplitMix64.
 #[derive(Debug, Clone)]
 pub(super) struct Random(u64);
 

@@ -11,8 +11,8 @@ use utoipa::ToSchema;
 pub enum Combine {
     /// The weights of the applicable rewards are scaled up. A sample without a required reward is unscorable.
     Renormalize,
-    /// As in TRL: a missing reward contributes 0 and weights are not scaled. A sample is unscorable only if
-    /// all its rewards are missing.
+    /// TRL's rule: a missing reward contributes 0 and weights are not scaled. A sample is unscorable only if all
+    /// its rewards are missing.
     Nansum,
 }
 
@@ -43,7 +43,7 @@ pub struct RlooPlan {
     /// How rewards become advantages.
     #[serde(default)]
     pub estimator: Estimator,
-    /// What is clipped, and what the sum over tokens is divided by.
+    /// The loss: which ratio is clipped, and what the sum over tokens is divided by.
     #[serde(default)]
     pub loss: Loss,
     /// Where the KL penalty goes: subtracted from the reward, or added as a term of the loss.
@@ -114,7 +114,7 @@ pub enum Estimator {
     DrGrpo,
     /// The return of each token including its KL penalty, whitened over the block.
     ReinforcePp,
-    /// As `reinforce_pp`, after subtracting the mean of the group.
+    /// Like `reinforce_pp`, after subtracting the mean of the group.
     ReinforcePpBaseline,
     /// The reward minus the reward of the prompt's greedy completion.
     Remax,
@@ -134,7 +134,7 @@ impl Estimator {
     }
 }
 
-/// What is clipped, and what the sum is divided by.
+/// A loss: which ratio is clipped, and what the sum is divided by.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Loss {

@@ -34,10 +34,10 @@ impl Arithmetic {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum SplitRule {
-    /// By the hash of seed and row number: equal prompts may fall on both sides.
+    /// Chosen by the hash of seed and row number: equal prompts may fall on both sides.
     #[default]
     RowNumber,
-    /// By the hash of seed and prompt: equal prompts fall on the same side.
+    /// Chosen by the hash of seed and prompt: equal prompts fall on the same side.
     PromptHash,
 }
 

@@ -27,7 +27,7 @@ pub struct RewardPlan {
     /// existed, which have no limit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_abs_reward: Option<f64>,
-    /// What a row with a blank reference means. Absent for rewards without a reference, and in jobs created before this
+    /// Meaning of a row with a blank reference. Absent for rewards without a reference, and in jobs created before this
     /// setting existed, which compare.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub blank_reference: Option<BlankReference>,
@@ -46,10 +46,10 @@ impl RewardPlan {
     }
 }
 
-/// Default of `max_abs_reward`.
+/// Default value of the setting `max_abs_reward`.
 pub const MAX_ABS_REWARD: f64 = 1e6;
 
-/// What a row means to a built-in reward if its reference is blank: null, missing, empty or only whitespace.
+/// Meaning of a row to a built-in reward if its reference is blank: null, missing, empty or only whitespace.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum BlankReference {
@@ -70,7 +70,7 @@ pub enum RewardKind {
     Openrlhf(OpenrlhfPlan),
     /// Remote reward model as in slime and miles.
     Slime(SlimePlan),
-    /// LLaMA-Factory's reward API.
+    /// The reward API of LLaMA-Factory.
     Llamafactory(TextPlan),
     /// The `/predict` endpoint of text-embeddings-inference.
     TeiPredict(LabelPlan),
@@ -312,7 +312,7 @@ pub struct ServicePlan {
     pub max_tries: u32,
     /// Maximum number of tries when the response is not valid.
     pub max_invalid_tries: u32,
-    /// What happens to samples whose response is invalid.
+    /// Treatment of samples whose response is invalid.
     pub on_invalid: OnInvalid,
     /// How long the service may be unavailable before the job pauses, in seconds.
     pub max_outage_s: u64,
@@ -328,17 +328,17 @@ pub struct ServicePlan {
     pub max_invalid_fraction: f64,
 }
 
-/// Default of `min_valid_per_group`.
+/// Returns the default of `min_valid_per_group`.
 fn min_valid_per_group() -> u32 {
     2
 }
 
-/// Default of `max_invalid_fraction`.
+/// Returns the default of `max_invalid_fraction`.
 fn max_invalid_fraction() -> f64 {
     0.5
 }
 
-/// What happens to samples whose response is invalid.
+/// Treatment of samples whose response is invalid.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum OnInvalid {
@@ -346,7 +346,7 @@ pub enum OnInvalid {
     Mask,
     /// The value is 0. The client must choose this explicitly.
     Zero,
-    /// The job fails.
+    /// The job fails with an error.
     Fail,
 }
 

@@ -12,7 +12,7 @@ pub struct WarmUpPlan {
     pub dataset: DatasetPlan,
     /// Number of optimizer steps. They are the first steps of the job.
     pub steps: u64,
-    /// Rows per step.
+    /// Number of rows per step.
     pub batch_size: u32,
     /// Learning rate, constant over the warm-up.
     pub learning_rate: f64,

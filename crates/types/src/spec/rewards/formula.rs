@@ -17,7 +17,7 @@ const WORDS: [&str; 14] =
 type OfOne = fn(f64) -> f64;
 type OfTwo = fn(f64, f64) -> f64;
 
-/// A parsed formula.
+/// A formula that was parsed successfully.
 #[derive(Debug)]
 pub struct Formula {
     environment: Environment<'static>,

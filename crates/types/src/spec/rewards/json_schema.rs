@@ -31,7 +31,7 @@ pub struct JsonSchema {
 }
 
 impl JsonSchema {
-    /// Compiles the schema.
+    /// Compiles a JSON Schema and checks its cost.
     ///
     /// # Errors
     /// Returns what is wrong with the schema and how to fix it, for the user who wrote it.

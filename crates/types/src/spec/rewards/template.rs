@@ -26,7 +26,7 @@ static ENVIRONMENT: LazyLock<Environment<'static>> = LazyLock::new(|| {
     environment
 });
 
-/// A compiled template.
+/// A template that was compiled successfully.
 ///
 /// Its variables: `prompt`, `completion`, `question` (the last user message, or the prompt), `messages` (the chat with the
 /// completion as its last message), `columns` (also `item`), `sample` (`output_text`, and `output_json` if the completion is JSON,
@@ -274,7 +274,7 @@ mod tests {
             ("a\nb{{ [1] + 1 }}", "tried to use + operator on unsupported types sequence and number (line 2)"),
             ("{{ 'a' * -1 }}", "strings can only be multiplied with integers"),
         ] {
-            // In builds with debug assertions the error has more lines.
+            // The error has more lines in builds with debug assertions.
             let error = rendered(source).unwrap_err();
             assert!(error.contains(expected), "{source}: {error}");
         }

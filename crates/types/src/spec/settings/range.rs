@@ -20,7 +20,7 @@ struct Bound {
 }
 
 impl Range {
-    /// Every finite number.
+    /// The range of all finite numbers.
     pub(in crate::spec) const ANY: Range = Range { low: None, high: None };
 
     /// Creates the range of numbers greater than `low`.

@@ -14,7 +14,7 @@ pub(in crate::spec) struct Values {
 }
 
 impl Values {
-    /// Returns one value.
+    /// Returns the value of a setting.
     ///
     /// # Panics
     /// Panics if the table has no such setting, or one of another type. The tests in this folder read every table.

@@ -50,7 +50,7 @@ pub(in crate::spec) static RLOO: Section = Section::new(
         Setting::flag("mask_truncated_completions")
             .default(Flag(false))
             .trl(Trl::Key(&["mask_truncated_completions"], Form::Flag, Flag(false))),
-        // In TRL a missing reward contributes 0, and weights are not scaled.
+        // TRL counts a missing reward as 0 and does not scale weights.
         Setting::word("combine", words_of::<Combine>).default(Word("renormalize")).trl(Trl::Always(Word("nansum"))),
         Setting::word("estimator", words_of::<Estimator>).first().default(Word("rloo")),
         Setting::word("loss", words_of::<Loss>)

@@ -35,7 +35,7 @@ pub(super) fn read_batches(keys: &Keys<'_>, evaluates: bool) -> Option<Batches> 
     if keys.findings.errors.borrow().len() > before {
         return None;
     }
-    // At most 10^6 each, so no product overflows.
+    // Each is at most 10^6, so no product overflows.
     let slice = batch * world;
     if let (Some(_), Some(_)) = (steps, whole) {
         let detail = "generation_batch_size and steps_per_generation say the same thing: give one of them";

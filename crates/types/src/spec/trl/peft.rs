@@ -111,9 +111,9 @@ pub(super) fn flat_keys() -> impl Iterator<Item = &'static str> {
 /// The class whose names and defaults describe an adapter.
 #[derive(Clone, Copy)]
 enum Source {
-    /// The class `peft.LoraConfig`.
+    /// PEFT's class for adapters, `peft.LoraConfig`.
     LoraConfig,
-    /// The class `trl.ModelConfig`.
+    /// TRL's class for models, `trl.ModelConfig`.
     ModelConfig,
 }
 

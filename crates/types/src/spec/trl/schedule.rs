@@ -188,7 +188,7 @@ pub(super) fn evaluation(
             }
             return None;
         }
-        // In transformers, eval_steps defaults to logging_steps, which TRL sets to 10.
+        // transformers' default of eval_steps is logging_steps, which TRL sets to 10.
         "steps" => {
             interval(keys, "eval_steps", steps.unwrap_or_else(|| keys.number("logging_steps").unwrap_or(10.0)), length)
         }
@@ -259,7 +259,7 @@ pub(super) fn checkpoints(keys: &Keys<'_>, length: &Length, eval_every: Option<&
         checkpoints.insert("every_steps".to_owned(), every);
         keys.origin("/checkpoints/every_steps", "save_steps");
     }
-    // By default transformers keeps every checkpoint; 1000 is the maximum here.
+    // transformers keeps every checkpoint by default; 1000 is the maximum here.
     let keep = if strategy == "no" { 1 } else { keys.count("save_total_limit", 1).unwrap_or(1000).min(1000) };
     checkpoints.insert("keep_last".to_owned(), json!(keep));
     keys.origin("/checkpoints/keep_last", "save_total_limit");

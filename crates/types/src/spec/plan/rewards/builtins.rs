@@ -44,7 +44,7 @@ impl LengthPlan {
     }
 }
 
-/// Unit of length.
+/// Unit in which the length is counted.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum LengthUnit {
@@ -123,7 +123,7 @@ pub struct TextSimilarityPlan {
     pub input: String,
     /// Template of the text to compare with.
     pub reference: String,
-    /// The similarity metric.
+    /// The metric of text similarity.
     pub evaluation_metric: SimilarityMetric,
 }
 
@@ -177,7 +177,7 @@ pub enum AnswerPlace {
     Boxed,
     /// The last `<answer>…</answer>` only.
     Tag,
-    /// The whole completion.
+    /// The whole text of the completion.
     Whole,
 }
 

@@ -116,7 +116,7 @@ pub(super) struct Graph {
 }
 
 impl Graph {
-    /// Reads the schema.
+    /// Reads a schema and checks its limits.
     ///
     /// # Errors
     /// Fails if the schema is too large, or if its references branch too often or form a cycle.
@@ -495,7 +495,7 @@ impl<'s> Builder<'s> {
                     ALL_PATTERNS_BYTES >> 20
                 ));
             }
-            // In the worst case each byte is compared with each state of the automaton.
+            // Each byte is compared with each state of the automaton in the worst case.
             node.per_kib += size_bytes as u64 / 256;
         }
         // Up to draft 7, `format` is enforced. This format compiles every text.
