@@ -18,7 +18,7 @@ use crate::upload::{Body, Flow};
 
 const IDEMPOTENCY_KEY: HeaderName = HeaderName::from_static("idempotency-key");
 /// Maximum size of an error body that is read, in bytes.
-const PROBLEM_BYTES: usize = 1 << 20;
+const MAX_PROBLEM_BYTES: usize = 1 << 20;
 
 /// A request that may be sent several times.
 #[derive(Debug, Clone)]
@@ -157,7 +157,7 @@ impl Client {
         let headers = response.headers().clone();
         let mut body = Vec::new();
         let read = async {
-            while body.len() < PROBLEM_BYTES
+            while body.len() < MAX_PROBLEM_BYTES
                 && let Ok(Some(piece)) = response.chunk().await
             {
                 body.extend_from_slice(&piece);

@@ -25,11 +25,11 @@ use crate::retry::{Repeat, Tries};
 
 const REPR_DIGEST: HeaderName = HeaderName::from_static("repr-digest");
 /// Maximum number of tries of a download that arrives complete with a wrong hash.
-const DAMAGED_TRIES: u32 = 3;
+const MAX_DAMAGED_TRIES: u32 = 3;
 /// Number of bytes that are read from a file at a time.
 const READ_BYTES: usize = 256 * 1024;
 /// Maximum length of an entity tag in a file name.
-const LONGEST_TAG: usize = 100;
+const MAX_TAG_BYTES: usize = 100;
 
 /// How a download was verified.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -89,7 +89,7 @@ impl Client {
                             Err(detail) => {
                                 part.discard().await?;
                                 damaged += 1;
-                                if damaged >= DAMAGED_TRIES {
+                                if damaged >= MAX_DAMAGED_TRIES {
                                     return Err(call.damaged(detail));
                                 }
                             }
@@ -313,7 +313,7 @@ fn header(text: String) -> HeaderValue {
 
 /// Whether a tag may be part of a file name.
 fn is_plain(tag: &str) -> bool {
-    (1..=LONGEST_TAG).contains(&tag.len()) && tag.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-')
+    (1..=MAX_TAG_BYTES).contains(&tag.len()) && tag.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-')
 }
 
 /// Returns a strong entity tag without its quotes. Weak tags do not identify bytes.

@@ -9,7 +9,7 @@ use rlood_types::spec::FieldError;
 use serde::Deserialize;
 
 /// Maximum number of characters shown of a body that is not a problem document.
-const SHOWN_CHARACTERS: usize = 200;
+const MAX_SHOWN_CHARACTERS: usize = 200;
 
 /// Why a call failed. `request` is its method and path.
 #[derive(Debug, thiserror::Error)]
@@ -146,7 +146,7 @@ impl Problem {
     pub(crate) fn read(status: u16, headers: &HeaderMap, body: &[u8]) -> Self {
         let problem = serde_json::from_slice::<Problem>(body).ok().filter(|problem| !problem.code.is_empty());
         let mut problem = problem.unwrap_or_else(|| {
-            let detail = String::from_utf8_lossy(body).chars().take(SHOWN_CHARACTERS).collect();
+            let detail = String::from_utf8_lossy(body).chars().take(MAX_SHOWN_CHARACTERS).collect();
             let retryable = matches!(status, 408 | 425 | 429 | 500 | 502..=504);
             Problem { detail, retryable, ..Problem::default() }
         });
@@ -190,7 +190,7 @@ mod tests {
     fn a_page_of_a_proxy_is_an_error_too() {
         let headers = HeaderMap::from_iter([(RETRY_AFTER, "7".parse().unwrap())]);
         let problem = Problem::read(502, &headers, "x".repeat(1000).as_bytes());
-        assert_eq!((problem.detail.len(), problem.code.as_str(), problem.retryable), (SHOWN_CHARACTERS, "", true));
+        assert_eq!((problem.detail.len(), problem.code.as_str(), problem.retryable), (MAX_SHOWN_CHARACTERS, "", true));
         assert_eq!(problem.retry_after, Some(Duration::from_secs(7)));
         assert!(!Problem::read(404, &headers, b"{}").retryable);
     }

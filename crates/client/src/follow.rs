@@ -21,7 +21,7 @@ use crate::sse::{Message, Parser};
 
 const LAST_EVENT_ID: HeaderName = HeaderName::from_static("last-event-id");
 /// Minimum duration of a connection that counts as successful, even without an event.
-const GOOD_CONNECTION: Duration = Duration::from_secs(5);
+const MIN_GOOD_CONNECTION: Duration = Duration::from_secs(5);
 
 /// An event of a job.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
@@ -257,7 +257,7 @@ impl Source {
 
     /// Closes the connection and waits for the next try, or gives up.
     async fn reconnect(&mut self, error: Error) -> Result<(), Error> {
-        if self.connection.take().is_some_and(|connection| connection.since.elapsed() >= GOOD_CONNECTION) {
+        if self.connection.take().is_some_and(|connection| connection.since.elapsed() >= MIN_GOOD_CONNECTION) {
             self.tries.progressed();
         }
         match self.tries.pause_after(&error, &Repeat::Harmless) {

@@ -53,7 +53,7 @@ mod upload;
 
 pub use api::adapters::{AdapterSource, StoredAdapter};
 pub use api::checkpoints::{Checkpoint, Which};
-pub use api::compare::{Compared, ComparedStep, Comparison, Difference, Evaluation, MarkedMetrics, RewardCourse};
+pub use api::compare::{Compared, ComparedStep, Comparison, Difference, Evaluation, MarkedMetrics, RewardSparkline};
 pub use api::datasets::{Dataset, DatasetPreview, DatasetUpload, PreviewColumn, PreviewRow, Row};
 pub use api::exports::Export;
 pub use api::generate::{Generation, GenerationRequest};
@@ -61,11 +61,11 @@ pub use api::jobs::{Fork, Job, JobAlert, JobEnding, JobFilter, Marked, Preflight
 pub use api::keys::{ApiKey, AuditEvent, AuditFilter, KeyState, NewApiKey, NewKey, RevokedApiKey, RevokedKeyWebhook};
 pub use api::models::{Model, ModelCard};
 pub use api::records::{
-    Course, Durations, ExportForm, LogLine, MetricsQuery, MetricsRow, SampleQuery, SampleSort, Summary,
+    Durations, ExportForm, LogLine, MetricTrend, MetricsQuery, MetricsRow, SampleQuery, SampleSort, Summary,
     SummaryCheckpoints,
 };
 pub use api::rewards::{
-    CallbackTaken, JobReward, Rescore, RescoredSample, RewardTest, RewardTestResult, SampleProblem,
+    CallbackCounts, JobReward, Rescore, RescoredSample, RewardTest, RewardTestResult, SampleProblem,
 };
 pub use api::system::{Amount, Disk, KindAmount, KindStorage, OwnerStorage, Session, Storage, Worker, WorkerState};
 pub use api::verdicts::{TaskProgress, TaskState, Verdict, VerdictRequest};

@@ -1,7 +1,7 @@
 //! Parses server-sent events as defined by the HTML standard (9.2.6).
 
 /// Maximum size of an event, in bytes. The server's largest events contain samples.
-const LONGEST_BYTES: usize = 64 << 20;
+const MAX_EVENT_BYTES: usize = 64 << 20;
 
 /// One event of a stream.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -33,7 +33,7 @@ impl Parser {
         self.searched -= self.read;
         self.read = 0;
         self.buffer.extend_from_slice(bytes);
-        self.buffer.len() + self.message.data.len() <= LONGEST_BYTES
+        self.buffer.len() + self.message.data.len() <= MAX_EVENT_BYTES
     }
 
     /// Returns the next complete event. An event that a broken connection leaves unfinished is never returned.
@@ -59,11 +59,11 @@ impl Parser {
                 }
                 continue;
             }
-            self.take(line.strip_prefix('\u{feff}').unwrap_or(&line));
+            self.read_field(line.strip_prefix('\u{feff}').unwrap_or(&line));
         }
     }
 
-    fn take(&mut self, line: &str) {
+    fn read_field(&mut self, line: &str) {
         let (name, value) = line.split_once(':').unwrap_or((line, ""));
         let value = value.strip_prefix(' ').unwrap_or(value);
         match name {

@@ -135,7 +135,7 @@ impl Body {
             });
         }
         let flow = flow.clone();
-        Ok(stream::iter(opened).flatten().inspect(move |_| flow.moved()).boxed())
+        Ok(stream::iter(opened).flatten().inspect(move |_| flow.record_progress()).boxed())
     }
 }
 
@@ -161,7 +161,7 @@ impl Default for Flow {
 }
 
 impl Flow {
-    fn moved(&self) {
+    fn record_progress(&self) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
     }
 

@@ -9,7 +9,9 @@ use sqlx::sqlite::{SqliteConnection, SqliteRow};
 
 use super::claims::MAX_FAILED_ATTEMPTS;
 use super::doctor::alert_store;
-use super::{Doing, JobRow, Store, StoreError, column, count_column, int, json_column, to_json, word, word_column};
+use super::{
+    Doing, JobRow, Store, StoreError, column, count_column, int, json_column, to_json, variant_column, variant_name,
+};
 use crate::event::SamplePhase;
 use crate::failpoint::without;
 use crate::id::JobId;
@@ -51,7 +53,7 @@ impl Store {
 /// recorded as soon as the step before it is done (with overlap, a block earlier).
 pub(super) async fn cursor(tx: &mut SqliteConnection, row: &JobRow) -> Result<Cursor, StoreError> {
     let doing = "find out how far a job is";
-    let (train, eval) = (word(&SamplePhase::Train)?, word(&SamplePhase::Eval)?);
+    let (train, eval) = (variant_name(&SamplePhase::Train)?, variant_name(&SamplePhase::Eval)?);
     let newest = sqlx::query(
         "SELECT COALESCE(MAX(CASE WHEN phase = ?2 THEN step END), 0) AS train, \
          COALESCE(MAX(CASE WHEN phase = ?3 THEN step END), 0) AS eval FROM journal WHERE job_id = ?1",
@@ -99,7 +101,7 @@ pub(super) async fn progress(tx: &mut SqliteConnection, row: &JobRow) -> Result<
 
 /// Records at the beginning of an attempt, after the rewind to its checkpoint, that earlier progress is not its own. `before` is
 /// the row as it was in the queue.
-pub(super) async fn reached_settle(
+pub(super) async fn baseline_store(
     tx: &mut SqliteConnection,
     before: &JobRow,
     resume_step: u64,
@@ -160,7 +162,7 @@ pub(super) async fn was_interrupted(tx: &mut SqliteConnection, job: JobId) -> Re
 }
 
 /// Returns why the job fails after a failed attempt with this number of strikes; `None` = another attempt follows.
-pub(super) async fn give_up(
+pub(super) async fn failure_after(
     tx: &mut SqliteConnection,
     row: &JobRow,
     strikes: u32,
@@ -238,7 +240,7 @@ fn read(row: &SqliteRow) -> Result<AttemptEnd, StoreError> {
         attempt: count_column(row, "attempt")?,
         time_ms: column(row, "time")?,
         reason: column(row, "reason")?,
-        phase: word_column(row, "phase")?,
+        phase: variant_column(row, "phase")?,
         step: count_column(row, "step")?,
         memory_bytes: column::<Option<i64>>(row, "memory_bytes")?.map(i64::unsigned_abs),
         detail: column(row, "detail")?,

@@ -11,14 +11,14 @@ use super::claims::owned_row;
 use super::{Doing, Store, StoreError, column, int, json_column, to_json};
 use crate::callback::{Chunk, Entry, Later};
 use crate::id::JobId;
-use crate::protocol::{CallbackNews, News};
+use crate::protocol::{CallbackUpdate, CallbackUpdates};
 
 /// Approximate maximum size of a page, in bytes; a single entry may be larger.
 const PAGE_BYTES: usize = 4 << 20;
 
 /// Result of receiving a part of an answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Taken {
+pub enum Received {
     /// The part was stored.
     Counted(Counted),
     /// The request's deadline has passed.
@@ -96,7 +96,7 @@ impl Store {
     }
 
     /// Stores a part of an answer, durably. `NotFound` if the request is unknown.
-    pub async fn callback_take(&self, id: &str, chunk: &Chunk, now: i64) -> Result<Taken, StoreError> {
+    pub async fn callback_receive(&self, id: &str, chunk: &Chunk, now: i64) -> Result<Received, StoreError> {
         let doing = "keep a part of an answer";
         let mut tx = self.begin(doing).await?;
         let row = sqlx::query("SELECT * FROM reward_callbacks WHERE id = ?")
@@ -106,7 +106,7 @@ impl Store {
             .doing(doing)?
             .ok_or_else(|| StoreError::NotFound { kind: "reward request", id: id.to_owned() })?;
         if column::<i64>(&row, "deadline")? < now {
-            return Ok(Taken::Late);
+            return Ok(Received::Late);
         }
         let done: bool = column(&row, "done")?;
         let over = done || column(&row, "closed")?;
@@ -117,14 +117,14 @@ impl Store {
                 counted.unknown += 1;
                 continue;
             }
-            let kept = put(&mut tx, id, Some((sample_id, result))).await?;
+            let kept = insert_result(&mut tx, id, Some((sample_id, result))).await?;
             *(if kept { &mut counted.accepted } else { &mut counted.duplicate }) += 1;
         }
         if over && counted.accepted > 0 {
-            return Ok(Taken::Over);
+            return Ok(Received::Over);
         }
         if chunk.done && !over {
-            put(&mut tx, id, None).await?;
+            insert_result(&mut tx, id, None).await?;
             sqlx::query("UPDATE reward_callbacks SET done = 1 WHERE id = ?")
                 .bind(id)
                 .execute(&mut *tx)
@@ -133,7 +133,7 @@ impl Store {
         }
         self.commit(tx, doing).await?;
         self.changes.callbacks.send_modify(|count| *count += 1);
-        Ok(Taken::Counted(counted))
+        Ok(Received::Counted(counted))
     }
 
     /// Returns the results of one request so far.
@@ -157,11 +157,11 @@ impl Store {
 
     /// Returns the results that arrived after `after` (0 = all) for the job's requests that are not answered yet. `LeaseLost` if
     /// the attempt does not own the job.
-    pub async fn callback_news(&self, job: JobId, attempt: u64, after: i64) -> Result<CallbackNews, StoreError> {
+    pub async fn callback_updates(&self, job: JobId, attempt: u64, after: i64) -> Result<CallbackUpdates, StoreError> {
         let doing = "read what came for a job";
         let mut reader = self.readers.acquire().await.doing(doing)?;
         owned_row(&mut reader, job, attempt).await?;
-        let mut page = CallbackNews { news: Vec::new(), next: after };
+        let mut page = CallbackUpdates { updates: Vec::new(), next: after };
         let mut bytes = 0;
         let mut rows = sqlx::query(
             "SELECT came.* FROM reward_callback_results AS came \
@@ -177,14 +177,18 @@ impl Store {
             page.next = column(&row, "seq")?;
             let entry = entry(&row)?;
             bytes += entry.as_ref().map_or(0, |entry| entry.result.len());
-            page.news.push(News { request: column(&row, "request_id")?, entry });
+            page.updates.push(CallbackUpdate { request: column(&row, "request_id")?, entry });
         }
         Ok(page)
     }
 }
 
 /// Inserts a result; returns whether it was stored, which is true for the first one of its sample.
-async fn put(tx: &mut SqliteConnection, id: &str, entry: Option<(&String, &String)>) -> Result<bool, StoreError> {
+async fn insert_result(
+    tx: &mut SqliteConnection,
+    id: &str,
+    entry: Option<(&String, &String)>,
+) -> Result<bool, StoreError> {
     let done = sqlx::query(
         "INSERT INTO reward_callback_results (request_id, sample_id, result) VALUES (?, ?, ?) \
          ON CONFLICT (request_id, sample_id) DO NOTHING",

@@ -8,14 +8,16 @@ use serde_json::{Value, json};
 use sqlx::sqlite::SqliteConnection;
 
 use super::artifacts::latest_checkpoint;
-use super::attempts::{End, end_store, give_up, progress, reached_settle, was_interrupted};
+use super::attempts::{End, baseline_store, end_store, failure_after, progress, was_interrupted};
 use super::doctor::doctor_rewind;
 use super::events::event_insert;
-use super::moves::{Leave, job_leave};
+use super::moves::{Transition, job_transition};
 use super::server_errors::LONGEST_PAUSE_MS;
 use super::task_rows::verdict_begin;
 use super::workers::{worker_mark_lost, worker_touch};
-use super::{CheckpointRow, Doing, JobRow, Store, StoreError, id_column, int, json_column, word, word_column};
+use super::{
+    CheckpointRow, Doing, JobRow, Store, StoreError, id_column, int, json_column, variant_column, variant_name,
+};
 use crate::event::Phase;
 use crate::failpoint::without;
 use crate::id::{CheckpointId, JobId, WorkerId};
@@ -47,7 +49,7 @@ pub struct Claimed {
 
 /// The progress that a heartbeat reports.
 #[derive(Debug, Clone)]
-pub struct Beat {
+pub struct HeartbeatUpdate {
     /// Current phase of the training loop.
     pub phase: Phase,
     /// Reason for a wait; `None` = the job is not waiting.
@@ -184,19 +186,19 @@ impl Store {
         &self,
         job: JobId,
         attempt: u64,
-        beat: Beat,
+        update: HeartbeatUpdate,
         now: i64,
         lease_ms: i64,
     ) -> Result<Option<Requested>, StoreError> {
         let doing = "take a heartbeat";
-        let Beat { phase, status_reason, step, eta_s, memory_bytes } = beat;
-        let mut tx = self.begin_soon(doing).await?;
+        let HeartbeatUpdate { phase, status_reason, step, eta_s, memory_bytes } = update;
+        let mut tx = self.begin_relaxed(doing).await?;
         owned_row(&mut tx, job, attempt).await?;
         let row = sqlx::query(
             "UPDATE jobs SET phase = ?, status_reason = ?, step = MAX(step, ?), eta_s = ?, \
              memory_bytes = COALESCE(?, memory_bytes), lease_until = ? WHERE id = ? AND state = 'running' RETURNING requested, worker",
         )
-        .bind(word(&phase)?)
+        .bind(variant_name(&phase)?)
         .bind(status_reason)
         .bind(int(step))
         .bind(eta_s)
@@ -208,7 +210,7 @@ impl Store {
         .doing(doing)?
         .ok_or(StoreError::LeaseLost)?;
         worker_touch(&mut tx, id_column(&row, "worker")?, now).await?;
-        let requested = word_column(&row, "requested")?;
+        let requested = variant_column(&row, "requested")?;
         self.commit(tx, doing).await?;
         Ok(requested)
     }
@@ -231,10 +233,10 @@ impl Store {
             Outcome::Succeeded => {
                 let data = SucceededDetail { step: row.step, ending: row.ending.clone() };
                 let status_reason = row.ending.as_ref().map(|_| "early_stopping".to_owned());
-                job_leave(
+                job_transition(
                     &mut tx,
                     &row,
-                    Leave { status_reason, ..Leave::to(State::Succeeded) },
+                    Transition { status_reason, ..Transition::to(State::Succeeded) },
                     "job.succeeded",
                     data,
                     now,
@@ -258,19 +260,36 @@ impl Store {
             // user can end it.
             Outcome::Paused { reason: Some(reason) } if !cancel && !pause => {
                 let data = PausedDetail { reason: Some(reason.clone()) };
-                let leave = Leave { status_reason: Some(reason), ..Leave::to(State::Paused) };
-                job_leave(&mut tx, &row, leave, "job.paused", data, now).await?;
+                let transition = Transition { status_reason: Some(reason), ..Transition::to(State::Paused) };
+                job_transition(&mut tx, &row, transition, "job.paused", data, now).await?;
             }
             Outcome::Paused { .. } | Outcome::Requeued | Outcome::Preempted if pause => {
                 let data = PausedDetail { reason: row.requested_reason.clone() };
-                let leave = Leave { status_reason: row.requested_reason.clone(), ..Leave::to(State::Paused) };
-                job_leave(&mut tx, &row, leave, "job.paused", data, now).await?;
+                let transition =
+                    Transition { status_reason: row.requested_reason.clone(), ..Transition::to(State::Paused) };
+                job_transition(&mut tx, &row, transition, "job.paused", data, now).await?;
             }
             Outcome::Cancelled | Outcome::Paused { .. } | Outcome::Requeued | Outcome::Preempted if cancel => {
-                job_leave(&mut tx, &row, Leave::to(State::Cancelled), "job.cancelled", CancelledDetail {}, now).await?;
+                job_transition(
+                    &mut tx,
+                    &row,
+                    Transition::to(State::Cancelled),
+                    "job.cancelled",
+                    CancelledDetail {},
+                    now,
+                )
+                .await?;
             }
             Outcome::Cancelled => {
-                job_leave(&mut tx, &row, Leave::to(State::Cancelled), "job.cancelled", CancelledDetail {}, now).await?;
+                job_transition(
+                    &mut tx,
+                    &row,
+                    Transition::to(State::Cancelled),
+                    "job.cancelled",
+                    CancelledDetail {},
+                    now,
+                )
+                .await?;
             }
             Outcome::Paused { .. } => job_release(&mut tx, &row, Charge::Free("pause_taken_back"), now).await?,
             Outcome::Requeued => job_release(&mut tx, &row, Charge::Free("worker_shutdown"), now).await?,
@@ -359,7 +378,7 @@ async fn claim_row(
     let data = StartedDetail { worker, attempt: attempt.unsigned_abs(), resume_step: step, version, previous_version };
     event_insert(tx, row.id, "job.started", now, data).await?;
     rewind(tx, row.id, resume.as_ref(), now).await?;
-    reached_settle(tx, row, step.unwrap_or(0)).await?;
+    baseline_store(tx, row, step.unwrap_or(0)).await?;
     let checkpoint_soon = was_interrupted(tx, row.id).await?;
     let (job, attempt, server_errors) = (row.id, attempt.unsigned_abs(), row.server_errors);
     Ok(Claimed { job, attempt, plan, secrets, resume, checkpoint_soon, server_errors })
@@ -515,7 +534,8 @@ pub(super) async fn job_release_seen(
     now: i64,
 ) -> Result<(), StoreError> {
     if row.requested == Some(Requested::Cancel) {
-        return job_leave(tx, row, Leave::to(State::Cancelled), "job.cancelled", CancelledDetail {}, now).await;
+        return job_transition(tx, row, Transition::to(State::Cancelled), "job.cancelled", CancelledDetail {}, now)
+            .await;
     }
     let (progressed, _) = progress(tx, row).await?;
     let (reason, failed) = match charge {
@@ -530,13 +550,14 @@ pub(super) async fn job_release_seen(
     if row.requested == Some(Requested::Pause) {
         let status_reason = row.requested_reason.clone();
         let data = PausedDetail { reason: status_reason.clone() };
-        let leave = Leave { failed_attempts: Some(failed_attempts), status_reason, ..Leave::to(State::Paused) };
-        return job_leave(tx, row, leave, "job.paused", data, now).await;
+        let transition =
+            Transition { failed_attempts: Some(failed_attempts), status_reason, ..Transition::to(State::Paused) };
+        return job_transition(tx, row, transition, "job.paused", data, now).await;
     }
-    if failed && let Some(failure) = give_up(tx, row, failed_attempts).await? {
+    if failed && let Some(failure) = failure_after(tx, row, failed_attempts).await? {
         return job_fail(tx, row, failure, now).await;
     }
-    let leave = Leave { failed_attempts: Some(failed_attempts), ..Leave::to(State::Queued) };
+    let transition = Transition { failed_attempts: Some(failed_attempts), ..Transition::to(State::Queued) };
     let data = QueuedDetail {
         reason: Some(reason.to_owned()),
         failed_attempts: Some(failed_attempts),
@@ -545,7 +566,7 @@ pub(super) async fn job_release_seen(
         memory_bytes: row.memory_bytes,
         ..QueuedDetail::default()
     };
-    job_leave(tx, row, leave, "job.requeued", data, now).await
+    job_transition(tx, row, transition, "job.requeued", data, now).await
 }
 
 pub(super) async fn job_fail(
@@ -557,6 +578,6 @@ pub(super) async fn job_fail(
     failure.phase = failure.phase.or(row.phase);
     failure.step = failure.step.or(Some(row.step));
     let data = FailedDetail { failure: failure.clone() };
-    let leave = Leave { failure: Some(failure), ..Leave::to(State::Failed) };
-    job_leave(tx, row, leave, "job.failed", data, now).await
+    let transition = Transition { failure: Some(failure), ..Transition::to(State::Failed) };
+    job_transition(tx, row, transition, "job.failed", data, now).await
 }

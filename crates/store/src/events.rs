@@ -8,7 +8,7 @@ use super::claims::owned_row;
 use super::doctor::{alert_clear, alert_store, diverged_store, ending_store, phase_store};
 use super::{
     Doing, Page, Store, StoreError, column, corrupt, count_column, cursor, cursor_key, int, json_column, page,
-    parse_cursor, to_json, word, word_column,
+    parse_cursor, to_json, variant_column, variant_name,
 };
 use crate::event::{Event, Metrics, Phase, Sample, SamplePhase};
 use crate::failpoint::{fail_point, without};
@@ -145,7 +145,7 @@ impl Store {
         .bind(job.to_string())
         .bind(int(min_step))
         .bind(int(max_step))
-        .bind(kind.map(|kind| word(&kind)).transpose()?)
+        .bind(kind.map(|kind| variant_name(&kind)).transpose()?)
         .fetch_all(&self.readers)
         .await
         .doing("read steps")?
@@ -185,13 +185,13 @@ async fn event_store(
     match event {
         Event::Phase { phase: new, step } => {
             sqlx::query("UPDATE jobs SET phase = ?, step = MAX(step, ?) WHERE id = ?")
-                .bind(word(new)?)
+                .bind(variant_name(new)?)
                 .bind(int(*step))
                 .bind(job.to_string())
                 .execute(&mut *tx)
                 .await
                 .doing("store a phase")?;
-            if phase.map(chapter) != Some(chapter(*new)) {
+            if phase.map(chapter) != Some(history_group(*new)) {
                 event_insert(tx, job, "phase", now, json!({ "phase": new, "step": step })).await?;
             }
             *phase = Some(*new);
@@ -204,7 +204,7 @@ async fn event_store(
             )
             .bind(job.to_string())
             .bind(int(*step))
-            .bind(word(kind)?)
+            .bind(variant_name(kind)?)
             .bind(int(attempt))
             .bind(now)
             .bind(to_json("metrics", metrics)?)
@@ -264,7 +264,7 @@ async fn event_store(
 
 /// Groups phases that are recorded in the history as one. Rollout, reward and train alternate every step; their changes are
 /// only in the job's row.
-fn chapter(phase: Phase) -> u8 {
+fn history_group(phase: Phase) -> u8 {
     match phase {
         Phase::Loading => 0,
         Phase::Rollout | Phase::Reward | Phase::Train => 1,
@@ -286,7 +286,7 @@ async fn samples_store(
     let doing = "store samples";
     let mut of: Option<(u64, SamplePhase)> = None;
     for sample in samples {
-        let phase = word(&sample.phase)?;
+        let phase = variant_name(&sample.phase)?;
         if of != Some((sample.step, sample.phase)) {
             of = Some((sample.step, sample.phase));
             // An evaluation that a former attempt reported just before it ended is reported again.
@@ -383,7 +383,7 @@ impl StepRow {
     fn read(row: &SqliteRow) -> Result<StepRow, StoreError> {
         Ok(StepRow {
             step: count_column(row, "step")?,
-            kind: word_column(row, "kind")?.ok_or_else(|| corrupt("kind")("NULL"))?,
+            kind: variant_column(row, "kind")?.ok_or_else(|| corrupt("kind")("NULL"))?,
             time: column(row, "time")?,
             metrics: json_column(row, "metrics")?,
         })

@@ -17,8 +17,8 @@
 mod adapters;
 pub mod copy;
 mod exports;
-pub mod held;
 mod initial;
+pub mod pinned;
 mod uploads;
 pub mod usage;
 
@@ -130,7 +130,7 @@ impl Unfinished {
         self.0.as_deref().unwrap_or(Path::new(""))
     }
 
-    fn keep(mut self) {
+    fn disarm(mut self) {
         self.0 = None;
     }
 }
@@ -156,7 +156,7 @@ impl DataDir {
         for dir in [files.staging(), files.datasets(), files.checkpoints()] {
             create_private_dir(&dir)?;
             // Files that root's command creates between two server runs must not block the server's user.
-            held::give_to_owner_of(&files.root, &dir);
+            pinned::give_to_owner_of(&files.root, &dir);
         }
         sync_dir(&files.root)?;
         Ok(files)
@@ -339,7 +339,7 @@ impl StagedDone {
     /// Renames the file to its final path, durably.
     pub async fn publish(self, to: &Path) -> Result<(), FilesError> {
         tokio::fs::rename(self.path.path(), to).await.map_err(cannot("move a file to", to))?;
-        self.path.keep();
+        self.path.disarm();
         let parent = to.parent().unwrap_or(Path::new("/")).to_owned();
         let synced = tokio::task::spawn_blocking(move || sync_dir(&parent)).await;
         synced.unwrap_or_else(|error| Err(cannot("sync the directory of", to)(io::Error::other(error))))

@@ -88,7 +88,7 @@ struct InUse {
 /// # Errors
 /// Fails if the database or the directory cannot be read.
 pub async fn plan(store: &Store, files: &DataDir, rules: GcRules) -> Result<Vec<GcItem>, StorageError> {
-    let seen = files.in_background(orphans::look).await?;
+    let seen = files.in_background(orphans::list_candidates).await?;
     let mut items = orphans::without_rows(store, files, seen, rules).await?;
     items.extend(unused(store, files, rules).await?);
     if let Some(keep_ms) = rules.checkpoints_ms {

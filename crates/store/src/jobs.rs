@@ -10,7 +10,7 @@ use sqlx::sqlite::{SqliteConnection, SqliteRow};
 use super::attempts::{Cursor, reached_column};
 use super::events::event_insert;
 use super::{
-    Doing, Store, StoreError, column, corrupt, count_column, id_column, int, json_column, to_json, word_column,
+    Doing, Store, StoreError, column, corrupt, count_column, id_column, int, json_column, to_json, variant_column,
 };
 use crate::event::Phase;
 use crate::id::{IdError, JobId, WorkerId};
@@ -139,10 +139,10 @@ impl JobRow {
         Ok(JobRow {
             id: id_column(row, "id")?,
             name: column(row, "name")?,
-            state: word_column(row, "state")?.ok_or_else(|| corrupt("state")("NULL"))?,
-            requested: word_column(row, "requested")?,
+            state: variant_column(row, "state")?.ok_or_else(|| corrupt("state")("NULL"))?,
+            requested: variant_column(row, "requested")?,
             requested_reason: column(row, "requested_reason")?,
-            phase: word_column(row, "phase")?,
+            phase: variant_column(row, "phase")?,
             status_reason: column(row, "status_reason")?,
             priority: column(row, "priority")?,
             last_seq: column::<i64>(row, "next_seq")? - 1,
@@ -345,7 +345,7 @@ impl Store {
             .doing("count jobs")?;
         let mut counts = State::ALL.map(|state| (state, 0)).to_vec();
         for row in &rows {
-            let state: Option<State> = word_column(row, "state")?;
+            let state: Option<State> = variant_column(row, "state")?;
             let jobs = count_column(row, "jobs")?;
             counts.iter_mut().filter(|(of, _)| Some(*of) == state).for_each(|(_, count)| *count = jobs);
         }

@@ -8,7 +8,7 @@ use sqlx::sqlite::{SqliteConnection, SqliteQueryResult, SqliteRow};
 
 use super::callbacks::{CallbackChange, callback_change, callback_insert};
 use super::claims::owned_row;
-use super::{Doing, Store, StoreError, column, int, json_column, to_json, word};
+use super::{Doing, Store, StoreError, column, int, json_column, to_json, variant_name};
 use crate::callback::{Accepted, Later};
 use crate::event::SamplePhase;
 use crate::id::JobId;
@@ -164,7 +164,7 @@ async fn insert(
     )
     .bind(job.to_string())
     .bind(row.key.unwrap_or(&rollout))
-    .bind(word(&row.rollout.phase)?)
+    .bind(variant_name(&row.rollout.phase)?)
     .bind(int(row.rollout.step))
     .bind(&rollout)
     .bind(int(row.attempt))
@@ -193,7 +193,7 @@ pub(super) async fn journal_trim(tx: &mut SqliteConnection, job: JobId, step: u6
     sqlx::query("DELETE FROM journal WHERE job_id = ?1 AND (step < ?2 OR (step = ?2 AND phase = ?3))")
         .bind(job.to_string())
         .bind(int(step))
-        .bind(word(&SamplePhase::Train)?)
+        .bind(variant_name(&SamplePhase::Train)?)
         .execute(tx)
         .await
         .doing("trim the journal")?;

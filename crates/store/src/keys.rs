@@ -23,7 +23,7 @@ pub enum KeyBegin {
 }
 
 /// How long a response is stored, in milliseconds.
-const KEEP_MS: i64 = 24 * 60 * 60 * 1000;
+const RETENTION_MS: i64 = 24 * 60 * 60 * 1000;
 
 impl Store {
     /// Looks up a key and reserves it if it is new. `route` is method and path.
@@ -33,7 +33,7 @@ impl Store {
         sqlx::query("DELETE FROM idempotency_keys WHERE route = ? AND key = ? AND created_at < ?")
             .bind(route)
             .bind(key)
-            .bind(now.saturating_sub(KEEP_MS))
+            .bind(now.saturating_sub(RETENTION_MS))
             .execute(&mut *tx)
             .await
             .doing(doing)?;
@@ -114,7 +114,7 @@ impl Store {
     /// Removes keys older than 24 hours.
     pub async fn keys_expire(&self, now: i64) -> Result<(), StoreError> {
         sqlx::query("DELETE FROM idempotency_keys WHERE created_at < ?")
-            .bind(now.saturating_sub(KEEP_MS))
+            .bind(now.saturating_sub(RETENTION_MS))
             .execute(&self.writer)
             .await
             .doing("remove old idempotency keys")?;

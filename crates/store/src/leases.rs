@@ -6,9 +6,9 @@ use crate::{Store, StoreError};
 
 /// Time between two ticks after which the server counts as having been unavailable, in milliseconds. It
 /// could not receive heartbeats either.
-const AWAY_MS: i64 = 10_000;
+const MIN_UNAVAILABLE_MS: i64 = 10_000;
 /// Difference between the wall clock and the steady clock from which the wall clock counts as having been set, in milliseconds.
-const SET_MS: i64 = 5_000;
+const MIN_CLOCK_JUMP_MS: i64 = 5_000;
 
 /// Takes jobs from workers that stopped sending heartbeats. There is one per server. Its times are Unix time in milliseconds, and
 /// milliseconds of a monotonic clock.
@@ -32,7 +32,7 @@ impl LeaseWatch {
     pub async fn tick(&mut self, store: &Store, wall_ms: i64, steady_ms: i64) -> Result<Vec<JobId>, StoreError> {
         let went = steady_ms - self.steady_ms;
         let set_by = wall_ms - self.wall_ms - went;
-        if went > AWAY_MS || set_by.abs() > SET_MS {
+        if went > MIN_UNAVAILABLE_MS || set_by.abs() > MIN_CLOCK_JUMP_MS {
             tracing::warn!(target: "rlood::serve::leases", away_ms = went, clock_set_by_ms = set_by, "every claim gets a whole lease");
             store.leases_renew(wall_ms, self.lease_ms).await?;
         }

@@ -12,7 +12,6 @@ pub mod attempts;
 pub mod audit;
 pub mod callbacks;
 pub mod claims;
-pub mod courses;
 pub mod datasets;
 pub mod deliveries;
 pub mod disk;
@@ -43,6 +42,7 @@ pub mod samples;
 pub mod server_errors;
 pub mod sessions;
 pub mod snapshot;
+pub mod sparklines;
 pub mod steps;
 pub mod storage;
 mod task_rows;
@@ -74,9 +74,8 @@ pub use api_keys::{Dropped, KeyRow, NewKey};
 pub use artifacts::{CheckpointRow, Publication, PublishCheckpoint};
 pub use attempts::Cursor;
 pub use audit::{AuditRow, NewAudit};
-pub use callbacks::{Counted, Taken};
-pub use claims::{Beat, Claimed, Damage};
-pub use courses::Course;
+pub use callbacks::{Counted, Received};
+pub use claims::{Claimed, Damage, HeartbeatUpdate};
 pub use datasets::{DatasetRow, NewDataset};
 pub use deliveries::{DeliveryRow, DeliveryState, MessageEvent, Next, TryRow};
 pub use doctor::AlertRow;
@@ -91,9 +90,10 @@ pub use pages::Page;
 use pages::{Newest, cursor, cursor_key, newest_after, page, parse_cursor};
 pub use retry::Continuation;
 pub use rewards::RewardHealthRow;
-use rows::{Doing, column, corrupt, count_column, id_column, int, json_column, to_json, word, word_column};
+use rows::{Doing, column, corrupt, count_column, id_column, int, json_column, to_json, variant_column, variant_name};
 pub use samples::{SampleQuery, SampleRow, SampleSort, SamplesRemoved};
 pub use sessions::{SessionKey, SessionRow};
+pub use sparklines::Sparkline;
 pub use steps::{StepLine, StepLines};
 pub use task_rows::{NewTask, TaskKind, TaskRow, TaskState};
 pub use tasks::TaskEnd;
@@ -107,7 +107,7 @@ pub struct Store {
     /// Database connections that only searches use.
     searchers: SqlitePool,
     /// Connection that checkpoints the write-ahead log.
-    folder: SqlitePool,
+    checkpointer: SqlitePool,
     changes: Arc<Changes>,
     /// Whether a job that succeeds with an evaluation automatically gets a verdict.
     judges: bool,
@@ -239,16 +239,16 @@ struct Changes {
     queue: watch::Sender<u64>,
     callbacks: watch::Sender<u64>,
     tasks: watch::Sender<u64>,
-    all: broadcast::Sender<JobNews>,
+    all: broadcast::Sender<JobChange>,
 }
 
 /// A job that is new, changed or deleted.
 #[derive(Debug, Clone)]
-pub struct JobNews {
+pub struct JobChange {
     /// Id of the job.
     pub id: JobId,
     /// Owner of a deleted job, which can no longer be looked up; `None` = the job exists.
-    pub gone_of: Option<String>,
+    pub deleted_owner: Option<String>,
 }
 
 impl Default for Changes {
@@ -258,13 +258,13 @@ impl Default for Changes {
             queue: watch::Sender::default(),
             callbacks: watch::Sender::default(),
             tasks: watch::Sender::default(),
-            all: broadcast::Sender::new(CHANGES),
+            all: broadcast::Sender::new(CHANGE_CAPACITY),
         }
     }
 }
 
 /// Maximum number of changed jobs that wait for a subscriber of all changes.
-const CHANGES: usize = 1024;
+const CHANGE_CAPACITY: usize = 1024;
 
 /// Returns the current Unix time in milliseconds, which handlers pass as `now`.
 pub fn clock_ms() -> i64 {
@@ -272,15 +272,15 @@ pub fn clock_ms() -> i64 {
 }
 
 /// Number of connections for expensive searches, so that no other query waits for them.
-const SEARCHERS: u32 = 2;
+const SEARCH_CONNECTIONS: u32 = 2;
 
 /// Number of pages in the log from which it is checkpointed: 4 MiB.
-const FOLDED_PAGES: i64 = 1000;
+const CHECKPOINT_PAGES: i64 = 1000;
 /// Number of pages in the log at which the writer itself checkpoints it, if the background task has not.
-const MOST_PAGES: &str = "16384";
+const MAX_LOG_PAGES: &str = "16384";
 
 /// Before this version a WAL database can be corrupted when a checkpoint coincides with a reset of the log.
-const OLDEST_SQLITE: [u32; 3] = [3, 51, 3];
+const MIN_SQLITE: [u32; 3] = [3, 51, 3];
 
 impl Store {
     /// Opens (or creates) the database file, for this user only, and migrates its schema. The caller holds the data directory's
@@ -309,24 +309,25 @@ impl Store {
                     .create_if_missing(true)
                     .journal_mode(SqliteJournalMode::Wal)
                     .synchronous(SqliteSynchronous::Full)
-                    .pragma("wal_autocheckpoint", MOST_PAGES)
+                    .pragma("wal_autocheckpoint", MAX_LOG_PAGES)
                     .optimize_on_close(true, 400),
             )
             .await
             .map_err(cannot_open)?;
         version::MIGRATIONS.run(&writer).await.map_err(version::not_migrated)?;
-        let folder = pool.clone().max_connections(1).connect_lazy_with(options.clone());
-        let searchers = pool.clone().max_connections(SEARCHERS).connect_lazy_with(options.clone().read_only(true));
+        let checkpointer = pool.clone().max_connections(1).connect_lazy_with(options.clone());
+        let searchers =
+            pool.clone().max_connections(SEARCH_CONNECTIONS).connect_lazy_with(options.clone().read_only(true));
         let readers = pool.max_connections(4).connect_with(options.read_only(true)).await.map_err(cannot_open)?;
         let changes = Arc::default();
-        Ok(Store { writer, readers, searchers, folder, changes, judges: false })
+        Ok(Store { writer, readers, searchers, checkpointer, changes, judges: false })
     }
 
     /// Closes every connection and checkpoints the WAL into the file.
     pub async fn close(&self) {
         self.readers.close().await;
         self.searchers.close().await;
-        self.folder.close().await;
+        self.checkpointer.close().await;
         self.writer.close().await;
     }
 
@@ -363,7 +364,7 @@ impl Store {
     }
 
     /// Returns a receiver of every job that is new, changed or deleted.
-    pub fn changed_jobs(&self) -> broadcast::Receiver<JobNews> {
+    pub fn changed_jobs(&self) -> broadcast::Receiver<JobChange> {
         self.changes.all.subscribe()
     }
 
@@ -374,7 +375,7 @@ impl Store {
 
     /// Begins a transaction that may be lost in a power failure, but not when the process ends. Its commit does not
     /// wait for the disk.
-    async fn begin_soon(&self, doing: &'static str) -> Result<Transaction<'static, Sqlite>, StoreError> {
+    async fn begin_relaxed(&self, doing: &'static str) -> Result<Transaction<'static, Sqlite>, StoreError> {
         if without!(Immediate) {
             return self.begin(doing).await;
         }
@@ -383,12 +384,12 @@ impl Store {
 
     /// Checkpoints the write-ahead log when it has grown, in parallel with the writer. Otherwise one request in a
     /// hundred would have to.
-    pub async fn log_fold(&self) -> Result<(), StoreError> {
-        let doing = "fold the database's log";
+    pub async fn log_checkpoint(&self) -> Result<(), StoreError> {
+        let doing = "checkpoint the database's log";
         let (_, pages, folded): (i64, i64, i64) =
-            sqlx::query_as("PRAGMA wal_checkpoint(NOOP)").fetch_one(&self.folder).await.doing(doing)?;
-        if pages - folded >= FOLDED_PAGES {
-            sqlx::query("PRAGMA wal_checkpoint(PASSIVE)").execute(&self.folder).await.doing(doing)?;
+            sqlx::query_as("PRAGMA wal_checkpoint(NOOP)").fetch_one(&self.checkpointer).await.doing(doing)?;
+        if pages - folded >= CHECKPOINT_PAGES {
+            sqlx::query("PRAGMA wal_checkpoint(PASSIVE)").execute(&self.checkpointer).await.doing(doing)?;
         }
         Ok(())
     }
@@ -401,18 +402,18 @@ impl Store {
 
     /// Notifies watchers of a job. Call it after the commit, never before.
     fn wake_job(&self, job: JobId) {
-        self.tell(JobNews { id: job, gone_of: None });
+        self.notify(JobChange { id: job, deleted_owner: None });
     }
 
     /// Notifies watchers of a job that was deleted.
     fn wake_gone(&self, job: JobId, owner: String) {
-        self.tell(JobNews { id: job, gone_of: Some(owner) });
+        self.notify(JobChange { id: job, deleted_owner: Some(owner) });
     }
 
-    fn tell(&self, news: JobNews) {
-        let job = news.id;
+    fn notify(&self, change: JobChange) {
+        let job = change.id;
         // An error means that there are no subscribers.
-        let _ = self.changes.all.send(news);
+        let _ = self.changes.all.send(change);
         let mut jobs = self.changes.jobs.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(sender) = jobs.get(&job) else { return };
         if sender.receiver_count() == 0 {
@@ -467,7 +468,7 @@ pub async fn sqlite_version() -> Result<String, StoreError> {
 fn is_new_enough(version: &str) -> bool {
     let mut parts = version.split('.').map(|part| part.parse::<u32>().unwrap_or(0));
     let found: [u32; 3] = std::array::from_fn(|_| parts.next().unwrap_or(0));
-    found >= OLDEST_SQLITE
+    found >= MIN_SQLITE
 }
 
 #[cfg(test)]
@@ -485,7 +486,7 @@ mod tests {
         let full = 2;
         assert_eq!(synchronous(&store).await, full);
         for committed in [true, false] {
-            let mut soon = store.begin_soon("test").await.unwrap();
+            let mut soon = store.begin_relaxed("test").await.unwrap();
             let level: i64 = sqlx::query_scalar("PRAGMA synchronous").fetch_one(&mut *soon).await.unwrap();
             assert_eq!(level, 1);
             if committed {
@@ -502,12 +503,12 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_log_is_folded_when_it_has_grown() {
+    async fn the_log_is_checkpointed_when_it_has_grown() {
         let dir = tempfile::tempdir().unwrap();
         let store = Store::open(&dir.path().join("a.db")).await.unwrap();
-        let unfolded = async || {
+        let pages_in_log = async || {
             let (_, pages, folded): (i64, i64, i64) =
-                sqlx::query_as("PRAGMA wal_checkpoint(NOOP)").fetch_one(&store.folder).await.unwrap();
+                sqlx::query_as("PRAGMA wal_checkpoint(NOOP)").fetch_one(&store.checkpointer).await.unwrap();
             pages - folded
         };
         let write = async |bytes: u32| {
@@ -518,13 +519,13 @@ mod tests {
                 .unwrap();
         };
         write(100).await;
-        let before = unfolded().await;
-        store.log_fold().await.unwrap();
-        assert_eq!(unfolded().await, before, "a few pages are not worth it");
+        let before = pages_in_log().await;
+        store.log_checkpoint().await.unwrap();
+        assert_eq!(pages_in_log().await, before, "a few pages are not worth it");
         write(4 << 20).await;
-        assert!(unfolded().await > FOLDED_PAGES);
-        store.log_fold().await.unwrap();
-        assert_eq!(unfolded().await, 0);
+        assert!(pages_in_log().await > CHECKPOINT_PAGES);
+        store.log_checkpoint().await.unwrap();
+        assert_eq!(pages_in_log().await, 0);
     }
 
     #[test]

@@ -53,20 +53,36 @@ impl Store {
             | (Action::Pause, State::Paused, _)
             | (Action::Pause, State::Running, Some(Requested::Pause)) => return Ok(row),
             (Action::Cancel, State::Queued | State::Paused, _) => {
-                job_leave(&mut tx, &row, Leave::to(State::Cancelled), "job.cancelled", CancelledDetail {}, now).await?;
+                job_transition(
+                    &mut tx,
+                    &row,
+                    Transition::to(State::Cancelled),
+                    "job.cancelled",
+                    CancelledDetail {},
+                    now,
+                )
+                .await?;
             }
             (Action::Cancel, State::Running, _) => {
                 job_mark(&mut tx, id, Some("cancel"), "job.cancel_requested", now).await?;
             }
             (Action::Pause, State::Queued, _) => {
                 let data = PausedDetail { reason: None };
-                job_leave(&mut tx, &row, Leave::to(State::Paused), "job.paused", data, now).await?;
+                job_transition(&mut tx, &row, Transition::to(State::Paused), "job.paused", data, now).await?;
             }
             (Action::Pause, State::Running, None) => {
                 job_mark(&mut tx, id, Some("pause"), "job.pause_requested", now).await?;
             }
             (Action::Resume, State::Paused, _) => {
-                job_leave(&mut tx, &row, Leave::to(State::Queued), "job.resumed", QueuedDetail::default(), now).await?;
+                job_transition(
+                    &mut tx,
+                    &row,
+                    Transition::to(State::Queued),
+                    "job.resumed",
+                    QueuedDetail::default(),
+                    now,
+                )
+                .await?;
             }
             (Action::Resume, State::Running, Some(Requested::Pause)) => {
                 job_mark(&mut tx, id, None, "job.resumed", now).await?;
@@ -91,29 +107,29 @@ impl Store {
 }
 
 /// The new state of a job and its fields. The fields that belong to a claim are always cleared.
-pub(super) struct Leave {
+pub(super) struct Transition {
     pub to: State,
     pub status_reason: Option<String>,
     pub failure: Option<Failure>,
     pub failed_attempts: Option<u32>,
 }
 
-impl Leave {
-    pub fn to(to: State) -> Leave {
-        Leave { to, status_reason: None, failure: None, failed_attempts: None }
+impl Transition {
+    pub fn to(to: State) -> Transition {
+        Transition { to, status_reason: None, failure: None, failed_attempts: None }
     }
 }
 
 /// Moves a job out of the state and attempt of `row` to any state except `running` (which a claim sets), and records the event.
-pub(super) async fn job_leave(
+pub(super) async fn job_transition(
     tx: &mut SqliteConnection,
     row: &JobRow,
-    leave: Leave,
+    transition: Transition,
     event: &'static str,
     data: impl Serialize + Send,
     now: i64,
 ) -> Result<(), StoreError> {
-    let Leave { to, status_reason, failure, failed_attempts } = leave;
+    let Transition { to, status_reason, failure, failed_attempts } = transition;
     // The progress of this attempt is kept after its end.
     let (reached, failed_attempts) = if row.state == State::Running {
         let (progressed, reached) = progress(tx, row).await?;

@@ -4,7 +4,7 @@ use super::artifacts::CheckpointRow;
 use super::{Doing, Store, StoreError};
 
 /// Maximum number of rows that one transaction removes, because the writer connection must not be held for long.
-const AT_ONCE: i64 = 5_000;
+const BATCH_SIZE: i64 = 5_000;
 
 /// Kind of data of an ended job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -58,7 +58,7 @@ impl Store {
         let job: Option<String> =
             sqlx::query_scalar(find).bind(finished_before).fetch_optional(&self.readers).await.doing(doing)?;
         let Some(job) = job else { return Ok(0) };
-        let removed = sqlx::query(remove).bind(job).bind(AT_ONCE).execute(&self.writer).await.doing(doing)?;
+        let removed = sqlx::query(remove).bind(job).bind(BATCH_SIZE).execute(&self.writer).await.doing(doing)?;
         Ok(removed.rows_affected())
     }
 
@@ -89,7 +89,7 @@ impl Store {
     pub async fn audit_remove(&self, before: i64) -> Result<u64, StoreError> {
         let removed = sqlx::query("DELETE FROM audit WHERE id IN (SELECT id FROM audit WHERE time < ? LIMIT ?)")
             .bind(before)
-            .bind(AT_ONCE)
+            .bind(BATCH_SIZE)
             .execute(&self.writer)
             .await
             .doing("remove old entries of the record of changes")?;
@@ -103,7 +103,7 @@ impl Store {
              (SELECT id FROM deliveries WHERE state <> 'pending' AND finished_at < ? LIMIT ?)",
         )
         .bind(before)
-        .bind(AT_ONCE)
+        .bind(BATCH_SIZE)
         .execute(&self.writer)
         .await
         .doing("remove old messages")?;

@@ -4,7 +4,7 @@ use sqlx::sqlite::SqliteRow;
 
 use super::claims::owned_row;
 use super::jobs::job_row;
-use super::moves::{Leave, job_leave};
+use super::moves::{Transition, job_transition};
 use super::{Doing, Store, StoreError, column, count_column, id_column, int, json_column, to_json};
 use crate::id::JobId;
 use crate::job::State;
@@ -37,7 +37,7 @@ impl Store {
     pub async fn reward_reports_store(&self, job: JobId, reports: &RewardReports, now: i64) -> Result<(), StoreError> {
         let doing = "store how rewards do";
         let RewardReports { attempt, rewards } = reports;
-        let mut tx = self.begin_soon(doing).await?;
+        let mut tx = self.begin_relaxed(doing).await?;
         owned_row(&mut tx, job, *attempt).await?;
         for RewardReport { name, evaluation, health } in rewards.iter().take(MAX_REWARDS) {
             let mut text = to_json("health", health)?;
@@ -121,7 +121,7 @@ impl Store {
         }
         let (by, reason) = (Some("server".to_owned()), Some("reward_outage".to_owned()));
         let data = QueuedDetail { by, reason, ..QueuedDetail::default() };
-        job_leave(&mut tx, &row, Leave::to(State::Queued), "job.resumed", data, now).await?;
+        job_transition(&mut tx, &row, Transition::to(State::Queued), "job.resumed", data, now).await?;
         self.commit(tx, doing).await?;
         self.wake_job(id);
         self.wake_queue();

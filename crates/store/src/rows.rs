@@ -52,7 +52,10 @@ pub(super) fn count_column(row: &SqliteRow, name: &'static str) -> Result<u64, S
 }
 
 /// Reads a column with the serde name of a plain enum, or NULL.
-pub(super) fn word_column<T: DeserializeOwned>(row: &SqliteRow, name: &'static str) -> Result<Option<T>, StoreError> {
+pub(super) fn variant_column<T: DeserializeOwned>(
+    row: &SqliteRow,
+    name: &'static str,
+) -> Result<Option<T>, StoreError> {
     column::<Option<&str>>(row, name)?
         .map(|word| T::deserialize(IntoDeserializer::<serde::de::value::Error>::into_deserializer(word)))
         .transpose()
@@ -60,7 +63,7 @@ pub(super) fn word_column<T: DeserializeOwned>(row: &SqliteRow, name: &'static s
 }
 
 /// Returns the serde name of a plain enum's variant.
-pub(super) fn word<T: Serialize>(value: &T) -> Result<String, StoreError> {
+pub(super) fn variant_name<T: Serialize>(value: &T) -> Result<String, StoreError> {
     match serde_json::to_value(value).map_err(corrupt("word"))? {
         Value::String(word) => Ok(word),
         other => Err(corrupt("word")(format!("{other} is not a word"))),

@@ -15,7 +15,7 @@ use sqlx::{QueryBuilder, Sqlite};
 use super::events::event_insert;
 use super::{
     Doing, Page, Store, StoreError, column, count_column, cursor, cursor_key, int, json_column, parse_cursor, to_json,
-    word,
+    variant_name,
 };
 use crate::event::{FinishReason, Sample, SamplePhase};
 use crate::id::JobId;
@@ -123,7 +123,7 @@ const MAX_REMOVED_STEPS: usize = 64;
 const FEW_STEPS: u64 = 64;
 
 /// Number of rows that a search reads before it yields its thread.
-const ROWS_A_TURN: u32 = 64;
+const ROWS_PER_TURN: u32 = 64;
 
 /// The position at which a page continues: the last row's reward (by its bits) and id.
 enum After {
@@ -197,7 +197,7 @@ impl Store {
                 break;
             }
             let Some(row) = rows.try_next().await.doing(doing)? else { break };
-            if count % ROWS_A_TURN == 0 {
+            if count % ROWS_PER_TURN == 0 {
                 tokio::task::yield_now().await;
             }
             let (reward, id) = (column(&row, "reward")?, column(&row, "id")?);
@@ -263,14 +263,14 @@ impl Store {
                      AND step < (SELECT MAX(step) FROM samples WHERE job_id = ?1 AND phase = ?2)",
                 )
                 .bind(job.to_string())
-                .bind(word(&phase)?)
+                .bind(variant_name(&phase)?)
                 .fetch_one(&mut *tx)
                 .await
                 .doing(doing)?;
                 let Some(oldest) = oldest else { break };
                 let done = sqlx::query("DELETE FROM samples WHERE job_id = ? AND phase = ? AND step = ?")
                     .bind(job.to_string())
-                    .bind(word(&phase)?)
+                    .bind(variant_name(&phase)?)
                     .bind(oldest)
                     .execute(&mut *tx)
                     .await
@@ -322,13 +322,13 @@ fn scan(
         (false, SampleSort::Best | SampleSort::Worst) => "samples_reward",
     };
     let mut sql = QueryBuilder::<Sqlite>::new("SELECT id, reward, CASE WHEN ");
-    push_fits(&mut sql, query)?;
+    push_conditions(&mut sql, query)?;
     sql.push(" THEN sample END AS sample FROM samples INDEXED BY ")
         .push(index)
         .push(" WHERE job_id = ")
         .push_bind(job.to_string());
     match query.phase.filter(|_| query.has_few_steps()) {
-        Some(phase) => sql.push(" AND phase = ").push_bind(word(&phase)?),
+        Some(phase) => sql.push(" AND phase = ").push_bind(variant_name(&phase)?),
         None => sql.push(" AND phase IN ('train', 'eval')"),
     };
     if query.has_few_steps() {
@@ -377,10 +377,10 @@ fn scan(
 }
 
 /// Adds the conditions on a row that no index covers.
-fn push_fits(sql: &mut QueryBuilder<Sqlite>, query: &SampleQuery) -> Result<(), StoreError> {
+fn push_conditions(sql: &mut QueryBuilder<Sqlite>, query: &SampleQuery) -> Result<(), StoreError> {
     sql.push("TRUE");
     if let Some(phase) = query.phase.filter(|_| !query.has_few_steps()) {
-        sql.push(" AND phase = ").push_bind(word(&phase)?);
+        sql.push(" AND phase = ").push_bind(variant_name(&phase)?);
     }
     if (query.min_step.is_some() || query.max_step.is_some()) && !query.has_few_steps() {
         let (min, max) = query.steps();
@@ -395,7 +395,9 @@ fn push_fits(sql: &mut QueryBuilder<Sqlite>, query: &SampleQuery) -> Result<(), 
         }
     }
     if let Some(reason) = query.finish_reason {
-        sql.push(" AND instr(sample, ").push_bind(format!("\"finish_reason\":\"{}\"", word(&reason)?)).push(") > 0");
+        sql.push(" AND instr(sample, ")
+            .push_bind(format!("\"finish_reason\":\"{}\"", variant_name(&reason)?))
+            .push(") > 0");
     }
     if let Some(text) = &query.contains {
         sql.push(" AND sample LIKE ").push_bind(superset(text)?).push(" ESCAPE '~'");

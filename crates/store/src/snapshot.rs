@@ -12,9 +12,9 @@ use super::{Doing, Store, StoreError, corrupt, id_column};
 use crate::id::{CheckpointId, DatasetId};
 
 /// Maximum time that writes are paused. The server's own statements wait for 5 s before they fail.
-const LONGEST_PAUSE: Duration = Duration::from_secs(2);
+const MAX_WRITE_PAUSE: Duration = Duration::from_secs(2);
 /// Maximum time to wait for a moment without another writer.
-const LONGEST_WAIT: Duration = Duration::from_secs(30);
+const MAX_WAIT: Duration = Duration::from_secs(30);
 
 impl Store {
     /// Writes a consistent copy to a file that does not exist yet. `keep` receives every checkpoint that the copy will name before
@@ -24,8 +24,8 @@ impl Store {
         // The file contains secrets from the first byte on. SQLite treats an empty file like a missing one.
         super::make_private(path).map_err(|error| StoreError::Open { path: path.to_owned(), source: error.into() })?;
         let name = path.to_str().ok_or("the path is not UTF-8").map_err(corrupt("path of a snapshot"))?;
-        let mut pause = self.pause().await;
-        let end = Instant::now() + LONGEST_PAUSE;
+        let mut pause = self.pause_writes().await;
+        let end = Instant::now() + MAX_WRITE_PAUSE;
         keep(&self.checkpoint_all().await?);
         let mut copy = pin!(sqlx::query("VACUUM INTO ?").bind(name).execute(&self.readers));
         loop {
@@ -48,10 +48,10 @@ impl Store {
 
     /// Blocks other writers while the returned transaction is open. `None` if the data directory is mounted read-only, or the disk
     /// is too slow for the server's writes; the caller then detects which files are gone.
-    async fn pause(&self) -> Option<Transaction<'static, Sqlite>> {
+    async fn pause_writes(&self) -> Option<Transaction<'static, Sqlite>> {
         // SQLite's own waiting polls ten times a second, and so misses the gaps of a server that writes continuously.
         const BEGIN: &str = "PRAGMA busy_timeout = 0; BEGIN IMMEDIATE; PRAGMA busy_timeout = 10000";
-        let end = Instant::now() + LONGEST_WAIT;
+        let end = Instant::now() + MAX_WAIT;
         loop {
             match self.writer.begin_with(BEGIN).await {
                 Err(error) if is_busy(&error) && Instant::now() < end => {

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
 
-use super::{Doing, StoreError, column, corrupt, count_column, id_column, int, json_column, word_column};
+use super::{Doing, StoreError, column, corrupt, count_column, id_column, int, json_column, variant_column};
 use crate::id::{CheckpointId, JobId, VerdictId};
 use crate::spec::Plan;
 use crate::verdict::usual_sampling;
@@ -180,11 +180,11 @@ impl TaskRow {
         let required = |name: &'static str| corrupt(name)("it is empty");
         Ok(Self {
             id: column(row, "id")?,
-            kind: word_column(row, "kind")?.ok_or_else(|| required("kind"))?,
+            kind: variant_column(row, "kind")?.ok_or_else(|| required("kind"))?,
             job: id_column(row, "job_id")?,
             checkpoint: id_column(row, "checkpoint_id")?,
             step: count_column(row, "step")?,
-            state: word_column(row, "state")?.ok_or_else(|| required("state"))?,
+            state: variant_column(row, "state")?.ok_or_else(|| required("state"))?,
             attempt: count_column(row, "attempt")?,
             request: json_column(row, "request")?,
             done: count_column(row, "done")?,

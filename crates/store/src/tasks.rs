@@ -13,7 +13,8 @@ use sqlx::sqlite::{SqliteConnection, SqliteRow};
 use super::events::event_insert;
 use super::task_rows::{NewTask, TaskKind, TaskRow, TaskState, task_row_insert};
 use super::{
-    Doing, Page, Store, StoreError, column, cursor, cursor_key, int, json_column, page, parse_cursor, to_json, word,
+    Doing, Page, Store, StoreError, column, cursor, cursor_key, int, json_column, page, parse_cursor, to_json,
+    variant_name,
 };
 use crate::id::{CheckpointId, JobId, VerdictId};
 use crate::verdict::{RowOutcome, VerdictRow};
@@ -137,7 +138,7 @@ impl Store {
             "UPDATE tasks SET state = ?, result = ?, error = ?, expires_at = ?, finished_at = ? \
              WHERE id = ? AND attempt = ? AND state = 'running' RETURNING *",
         )
-        .bind(word(&state)?)
+        .bind(variant_name(&state)?)
         .bind(json(result))
         .bind(json(error))
         .bind(expires)
@@ -229,8 +230,8 @@ impl Store {
                  WHERE id = ?1 AND attempt = ?5 AND state = 'running'",
             )
             .bind(&row.id)
-            .bind(word(&one.set)?)
-            .bind(word(&one.outcome)?)
+            .bind(variant_name(&one.set)?)
+            .bind(variant_name(&one.outcome)?)
             .bind(to_json("row", one)?)
             .bind(int(row.attempt))
             .execute(&mut *tx)
@@ -259,7 +260,7 @@ impl Store {
         )
         .bind(id.to_string())
         .bind(after)
-        .bind(outcome.map(|outcome| word(&outcome)).transpose()?)
+        .bind(outcome.map(|outcome| variant_name(&outcome)).transpose()?)
         .bind(i64::from(limit) + 1)
         .fetch_all(&self.readers)
         .await

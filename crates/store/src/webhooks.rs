@@ -77,9 +77,9 @@ pub enum KeepOld {
 }
 
 /// Maximum number of previous secrets of a webhook, which limits the size of a message's signature header.
-pub const MOST_OLD_SECRETS: usize = 10;
+pub const MAX_OLD_SECRETS: usize = 10;
 
-fn words_of(types: &[MessageType]) -> String {
+fn type_names(types: &[MessageType]) -> String {
     types.iter().fold(" ".to_owned(), |text, kind| text + kind.as_str() + " ")
 }
 
@@ -96,7 +96,7 @@ impl Store {
         .bind(all_jobs)
         .bind(url)
         .bind(description)
-        .bind(words_of(&types))
+        .bind(type_names(&types))
         .bind(secret)
         .bind(enabled)
         .bind(now)
@@ -169,7 +169,7 @@ impl Store {
         )
         .bind(&row.url)
         .bind(&row.description)
-        .bind(words_of(&row.types))
+        .bind(type_names(&row.types))
         .bind(row.enabled)
         .bind(&row.disabled_reason)
         .bind(now)
@@ -182,7 +182,7 @@ impl Store {
     }
 
     /// Replaces the signing secret; previous ones also sign messages for a while. Setting the current secret again only changes
-    /// these times. `None`, without a change, if there would be more than [`MOST_OLD_SECRETS`].
+    /// these times. `None`, without a change, if there would be more than [`MAX_OLD_SECRETS`].
     pub async fn webhook_rotate(
         &self,
         id: WebhookId,
@@ -200,7 +200,7 @@ impl Store {
         row.old_secrets.iter_mut().for_each(|(_, until)| *until = longest.min(*until));
         row.old_secrets.insert(0, (std::mem::replace(&mut row.secret, secret.to_owned()), until));
         row.old_secrets.retain(|(old, until)| old != secret && *until > now);
-        if row.old_secrets.len() > MOST_OLD_SECRETS {
+        if row.old_secrets.len() > MAX_OLD_SECRETS {
             return Ok(None);
         }
         row.updated_at = now;

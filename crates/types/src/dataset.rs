@@ -127,7 +127,7 @@ enum Split {
 }
 
 /// Receives each row's line, counted from 1, and the row, or why it cannot be parsed.
-pub type TakeRow<'r> = dyn FnMut(u64, Result<Value, RowError>) + 'r;
+pub type OnRow<'r> = dyn FnMut(u64, Result<Value, RowError>) + 'r;
 
 impl RowReader {
     /// Creates a parser for a format, with a maximum row size in bytes.
@@ -142,7 +142,7 @@ impl RowReader {
     }
 
     /// Parses the next bytes.
-    pub fn push(&mut self, bytes: &[u8], row: &mut TakeRow<'_>) {
+    pub fn push(&mut self, bytes: &[u8], row: &mut OnRow<'_>) {
         if self.begun {
             self.split(bytes, row);
             return;
@@ -155,12 +155,12 @@ impl RowReader {
     }
 
     /// Ends the input, and parses a last row without a line break.
-    pub fn finish(&mut self, row: &mut TakeRow<'_>) {
+    pub fn finish(&mut self, row: &mut OnRow<'_>) {
         if !self.begun {
             self.begin(row);
         }
         let mut taken =
-            Taken { limit: self.limit, needed: self.needed, header: &mut self.header, stopped: &mut self.stopped };
+            RowParser { limit: self.limit, needed: self.needed, header: &mut self.header, stopped: &mut self.stopped };
         match &mut self.split {
             Split::Lines(lines) => lines.finish(&mut |line, text| taken.json(line, text, row)),
             Split::Csv(csv) => csv.finish(&mut |line, fields| taken.csv(line, fields, row)),
@@ -168,7 +168,7 @@ impl RowReader {
         }
     }
 
-    fn begin(&mut self, row: &mut TakeRow<'_>) {
+    fn begin(&mut self, row: &mut OnRow<'_>) {
         self.begun = true;
         let start = std::mem::take(&mut self.start);
         let mut refuse = |code: &'static str, detail: &str| {
@@ -186,12 +186,12 @@ impl RowReader {
         self.split(start.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&start), row);
     }
 
-    fn split(&mut self, bytes: &[u8], row: &mut TakeRow<'_>) {
+    fn split(&mut self, bytes: &[u8], row: &mut OnRow<'_>) {
         if self.stopped {
             return;
         }
         let mut taken =
-            Taken { limit: self.limit, needed: self.needed, header: &mut self.header, stopped: &mut self.stopped };
+            RowParser { limit: self.limit, needed: self.needed, header: &mut self.header, stopped: &mut self.stopped };
         match &mut self.split {
             Split::Lines(lines) => lines.push(bytes, &mut |line, text| taken.json(line, text, row)),
             Split::Csv(csv) => csv.push(bytes, &mut |line, fields| taken.csv(line, fields, row)),
@@ -204,15 +204,15 @@ impl RowReader {
 type Raw<'a, T> = Result<T, split::Broken<'a>>;
 
 /// Converts the splitter's output to rows.
-struct Taken<'t> {
+struct RowParser<'t> {
     limit: usize,
     needed: Option<&'static str>,
     header: &'t mut Option<Vec<String>>,
     stopped: &'t mut bool,
 }
 
-impl Taken<'_> {
-    fn json(&mut self, line: u64, text: Raw<'_, &[u8]>, row: &mut TakeRow<'_>) {
+impl RowParser<'_> {
+    fn json(&mut self, line: u64, text: Raw<'_, &[u8]>, row: &mut OnRow<'_>) {
         let Some(text) = self.whole(line, text, row) else { return };
         let wrong = |code: &'static str, detail: String| Err(RowError { line, code, detail });
         let read = match json::read(text) {
@@ -221,7 +221,7 @@ impl Taken<'_> {
                 wrong("encoding", "not UTF-8; save the file as UTF-8".to_owned())
             }
             Err(error) => {
-                let what = json::words(&error);
+                let what = json::message(&error);
                 // A row of a JSON list may span several lines.
                 let at = match error.line() {
                     0 | 1 => format!("column {}", error.column()),
@@ -236,7 +236,7 @@ impl Taken<'_> {
         row(line, read);
     }
 
-    fn csv(&mut self, line: u64, fields: Raw<'_, &[Vec<u8>]>, row: &mut TakeRow<'_>) {
+    fn csv(&mut self, line: u64, fields: Raw<'_, &[Vec<u8>]>, row: &mut OnRow<'_>) {
         let Some(fields) = self.whole(line, fields, row) else { return };
         let mut wrong = |code: &'static str, detail: String| row(line, Err(RowError { line, code, detail }));
         let mut texts = Vec::with_capacity(fields.len());
@@ -270,7 +270,7 @@ impl Taken<'_> {
     }
 
     /// Returns the row, unless the splitter could not find its end.
-    fn whole<T>(&mut self, line: u64, raw: Raw<'_, T>, row: &mut TakeRow<'_>) -> Option<T> {
+    fn whole<T>(&mut self, line: u64, raw: Raw<'_, T>, row: &mut OnRow<'_>) -> Option<T> {
         if *self.stopped {
             return None;
         }
@@ -332,7 +332,7 @@ impl Reader {
     /// still read to find every bad row.
     pub fn push(&mut self, bytes: &[u8], out: &mut Vec<u8>) {
         let Self { rows, written } = self;
-        rows.push(bytes, &mut |line, row| written.take(line, row, out));
+        rows.push(bytes, &mut |line, row| written.add(line, row, out));
     }
 
     /// Ends the input of the reader.
@@ -341,7 +341,7 @@ impl Reader {
     /// Returns everything that is wrong with the dataset.
     pub fn finish(mut self, out: &mut Vec<u8>) -> Result<Summary, Rejected> {
         let Self { rows, written } = &mut self;
-        rows.finish(&mut |line, row| written.take(line, row, out));
+        rows.finish(&mut |line, row| written.add(line, row, out));
         self.written.finish()
     }
 }
@@ -357,9 +357,9 @@ pub struct Rows {
 
 impl Rows {
     /// Adds a row, or an error in its place. The row is appended to `out` unless there was a bad row before.
-    pub fn take(&mut self, line: u64, row: Result<Value, RowError>, out: &mut Vec<u8>) {
+    pub fn add(&mut self, line: u64, row: Result<Value, RowError>, out: &mut Vec<u8>) {
         match row {
-            Ok(value) => self.value(line, &value, out),
+            Ok(value) => self.add_value(line, &value, out),
             Err(RowError { line, code, detail }) => self.error(line, code, detail),
         }
     }
@@ -375,7 +375,7 @@ impl Rows {
     }
 
     /// Adds a row that was parsed already; see [`Rows::add`].
-    pub fn value(&mut self, line: u64, value: &Value, out: &mut Vec<u8>) {
+    pub fn add_value(&mut self, line: u64, value: &Value, out: &mut Vec<u8>) {
         let row = match (check_row(value), value) {
             (Ok(row), _) => row,
             // A file's rows can be mapped, so the error suggests a mapping.

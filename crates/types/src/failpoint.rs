@@ -106,7 +106,7 @@ pub fn set_hook(hook: Option<Hook>) {
 }
 
 /// Turns off a rule in this thread, or turns all rules on again (`None`).
-pub fn take_away(rule: Option<Rule>) {
+pub fn turn_off_rule(rule: Option<Rule>) {
     OFF.set(rule);
 }
 

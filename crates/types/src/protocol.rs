@@ -428,16 +428,17 @@ pub struct JournalPage {
 
 /// Late results of reward services for requests of a job that are not answered yet.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
-pub struct CallbackNews {
+pub struct CallbackUpdates {
     /// Updates in the order in which they arrived.
-    pub news: Vec<News>,
+    #[serde(rename = "news")]
+    pub updates: Vec<CallbackUpdate>,
     /// `after` of the next call.
     pub next: i64,
 }
 
 /// One late result from a service.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct News {
+pub struct CallbackUpdate {
     /// Id of the request.
     pub request: String,
     /// Result for a sample; null = the service sends nothing more for this request.

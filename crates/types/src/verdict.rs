@@ -365,7 +365,7 @@ impl VerdictResult {
             let (rows, _) = PairedRows::of(&of_set(RowSet::Guard), sampling);
             GuardResult { margin: guard.margin, fell: rows.interval.map(|[low, _]| low < -guard.margin), rows }
         });
-        let verdict = word(direction, guard.as_ref());
+        let verdict = conclude(direction, guard.as_ref());
         let optimistic = rows_from == RowsFrom::Eval;
         let examples = |outcome, largest: fn(f64) -> f64| {
             let mut rows: Vec<&VerdictRow> =
@@ -390,7 +390,7 @@ impl VerdictResult {
 }
 
 /// The test rows decide first. A guard set that fell overrides everything but "worse".
-fn word(direction: Direction, guard: Option<&GuardResult>) -> VerdictWord {
+fn conclude(direction: Direction, guard: Option<&GuardResult>) -> VerdictWord {
     let fell = guard.map(|guard| guard.fell);
     match (direction, fell) {
         (Direction::TooFewRows, _) => VerdictWord::TooFewRows,

@@ -4,7 +4,7 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 use crate::http::error::{Code, FieldError, Problem, shortened};
-use crate::json::words;
+use crate::json::message;
 
 /// As [`parse_json`], of a body that must be an object. serde would take a list for a struct's fields in order.
 pub(super) fn parse_object<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Problem> {

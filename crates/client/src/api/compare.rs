@@ -89,7 +89,7 @@ pub struct ComparedStep {
 
 /// The mean reward of a job's training steps, thinned out to a few points.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
-pub struct RewardCourse {
+pub struct RewardSparkline {
     /// Id of the job.
     pub id: JobId,
     /// Mean reward of the first step.
@@ -117,7 +117,7 @@ impl Client {
     ///
     /// # Errors
     /// Returns an [`Error`] if the call fails.
-    pub async fn list_courses(&self, ids: &[JobId], points: Option<u32>) -> Result<Vec<RewardCourse>, Error> {
+    pub async fn list_courses(&self, ids: &[JobId], points: Option<u32>) -> Result<Vec<RewardSparkline>, Error> {
         let call = self.get(&["jobs", "courses"]).query("ids", joined(ids)).query_if("points", points);
         Pages::new(self, call).collect().await
     }

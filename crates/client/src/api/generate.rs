@@ -12,7 +12,7 @@ use crate::client::Client;
 use crate::error::Error;
 
 /// The server's time limit for one generation.
-const WORK: Duration = Duration::from_secs(120);
+const SERVER_TIME_LIMIT: Duration = Duration::from_secs(120);
 
 /// A request to generate completions with a job's models.
 #[derive(Debug, Clone)]
@@ -81,6 +81,7 @@ impl Client {
                 body[name] = value;
             }
         }
-        self.json(self.call(Method::POST, &["jobs", &id.to_string(), "generate"]).json(&body).work(WORK)).await
+        self.json(self.call(Method::POST, &["jobs", &id.to_string(), "generate"]).json(&body).work(SERVER_TIME_LIMIT))
+            .await
     }
 }

@@ -23,7 +23,7 @@ use crate::page::Pages;
 use crate::upload::{Body, Content, Document};
 
 /// Duration of a long-poll request, shorter than the usual timeout of proxies.
-const WAIT: Duration = Duration::from_secs(30);
+const LONG_POLL: Duration = Duration::from_secs(30);
 /// Time limit of a preflight without `timeout_s`, in seconds.
 const PREFLIGHT_S: u32 = 60;
 
@@ -305,7 +305,7 @@ impl Client {
     pub async fn wait_for_job(&self, id: JobId) -> Result<Job, Error> {
         loop {
             let begun = tokio::time::Instant::now();
-            let job = self.get_job_within(id, WAIT).await?;
+            let job = self.get_job_within(id, LONG_POLL).await?;
             if job.is_settled() {
                 return Ok(job);
             }

@@ -128,9 +128,9 @@ pub struct Summary {
     /// Total number of optimizer steps.
     pub total_steps: u64,
     /// Mean reward of training steps.
-    pub reward: Option<Course>,
+    pub reward: Option<MetricTrend>,
     /// Mean reward of evaluations.
-    pub eval_reward: Option<Course>,
+    pub eval_reward: Option<MetricTrend>,
     /// Latest mean KL divergence per token.
     pub kl: Option<f64>,
     /// Prompt and completion tokens so far.
@@ -157,7 +157,7 @@ pub struct Summary {
 
 /// Key figures of a metric over time.
 #[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
-pub struct Course {
+pub struct MetricTrend {
     /// First value of the metric.
     pub first: f64,
     /// Latest value of the metric.

@@ -15,7 +15,7 @@ use crate::page::Pages;
 use crate::retry::Repeat;
 
 /// The server's time limit for calling a service or scoring stored samples.
-const WORK: std::time::Duration = std::time::Duration::from_secs(120);
+const SERVER_TIME_LIMIT: std::time::Duration = std::time::Duration::from_secs(120);
 
 /// The result of a reward test.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
@@ -164,7 +164,7 @@ pub struct JobReward {
 
 /// How the results of a late answer were processed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
-pub struct CallbackTaken {
+pub struct CallbackCounts {
     /// Number of new results.
     pub accepted: u64,
     /// Number of results that were received before.
@@ -180,7 +180,7 @@ impl Client {
     /// `invalid_body` if the reward or the samples are not valid, or any other [`Error`]. A failure of the service is not an error.
     pub async fn test_reward(&self, reward: &Value, samples: &Value) -> Result<RewardTest, Error> {
         let call = self.call(Method::POST, &["rewards", "test"]).json(&json!({"reward": reward, "samples": samples}));
-        self.json(call.repeat(Repeat::Again).work(WORK)).await
+        self.json(call.repeat(Repeat::Again).work(SERVER_TIME_LIMIT)).await
     }
 
     /// Scores a job's stored samples with another reward. `request` is as in the OpenAPI document: `{"reward": …}`, and optionally
@@ -189,7 +189,7 @@ impl Client {
     /// # Errors
     /// Returns an [`Error`] if the call fails.
     pub async fn rescore_job(&self, id: JobId, request: &Value) -> Result<Rescore, Error> {
-        self.json(self.post_once(&["jobs", &id.to_string(), "rescore"]).json(request).work(WORK)).await
+        self.json(self.post_once(&["jobs", &id.to_string(), "rescore"]).json(request).work(SERVER_TIME_LIMIT)).await
     }
 
     /// Returns the statistics of a job's rewards.
@@ -210,7 +210,7 @@ impl Client {
         id: RewardRequestId,
         token: &str,
         results: &Value,
-    ) -> Result<CallbackTaken, Error> {
+    ) -> Result<CallbackCounts, Error> {
         let call = self.call(Method::POST, &["reward-callbacks", &id.to_string()]).bearer(token)?;
         self.json(call.json(results)).await
     }

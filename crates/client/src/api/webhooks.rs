@@ -12,7 +12,7 @@ use crate::error::Error;
 use crate::page::Pages;
 
 /// The server's time limit for an endpoint's response to a test.
-const WORK: std::time::Duration = std::time::Duration::from_secs(10);
+const SERVER_TIME_LIMIT: std::time::Duration = std::time::Duration::from_secs(10);
 
 /// A webhook. Its secret is not shown.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
@@ -187,7 +187,7 @@ impl Client {
     /// # Errors
     /// `conflict` if the webhook is disabled, or any other [`Error`].
     pub async fn test_webhook(&self, id: WebhookId) -> Result<WebhookDelivery, Error> {
-        self.json(self.post_once(&["webhooks", &id.to_string(), "test"]).work(WORK)).await
+        self.json(self.post_once(&["webhooks", &id.to_string(), "test"]).work(SERVER_TIME_LIMIT)).await
     }
 
     /// Lists a webhook's messages with their delivery attempts, newest first; with `state`, only those that are

@@ -146,16 +146,16 @@ fn what_is_held_stays_when_it_is_removed_and_what_a_killed_backup_held_goes() {
     let before = std::time::SystemTime::now() - std::time::Duration::from_secs(120);
     fs::File::open(&dead).unwrap().set_modified(before).unwrap();
 
-    let mut held = files.hold();
+    let mut pinned = files.pin_files();
     assert!(!dead.exists() && young.exists(), "one that was just made may not be locked yet");
     fs::remove_dir_all(&young).unwrap();
-    held.keep(&path);
-    held.keep(&files.datasets().join("missing"));
+    pinned.pin(&path);
+    pinned.pin(&files.datasets().join("missing"));
     fs::remove_file(&path).unwrap();
-    let other = files.hold();
-    assert_eq!(fs::read_to_string(held.link(&path).unwrap()).unwrap(), "rows", "another one leaves it alone");
-    assert!(held.link(&files.datasets().join("missing")).is_none());
-    drop((held, other));
+    let other = files.pin_files();
+    assert_eq!(fs::read_to_string(pinned.link(&path).unwrap()).unwrap(), "rows", "another one leaves it alone");
+    assert!(pinned.link(&files.datasets().join("missing")).is_none());
+    drop((pinned, other));
     assert!(entries(&files.staging()).unwrap().is_empty());
 }
 

@@ -56,7 +56,7 @@ impl DataDir {
                 fs::rename(uploaded.path(), &at).map_err(cannot("move a file to", &at))?;
                 uploads.received.insert(at, (uploaded.size_bytes, uploaded.sha256));
             }
-            uploaded.path.keep();
+            uploaded.path.disarm();
             sync_dir(&dir)
         });
         placed.await.unwrap_or_else(|error| Err(cannot("move a file to", &to)(io::Error::other(error))))

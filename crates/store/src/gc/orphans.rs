@@ -16,7 +16,7 @@ use crate::storage::StorageError;
 
 /// A file or directory, as it was before the rows were read.
 #[derive(Debug)]
-pub(super) struct Seen {
+pub(super) struct Candidate {
     kind: StorageKind,
     path: PathBuf,
     size_bytes: u64,
@@ -25,7 +25,7 @@ pub(super) struct Seen {
 }
 
 /// Lists everything in the data directory that may have a row. Blocking.
-pub(super) fn look(files: &DataDir) -> Result<Vec<Seen>, FilesError> {
+pub(super) fn list_candidates(files: &DataDir) -> Result<Vec<Candidate>, FilesError> {
     let root = files.root();
     let mut found: Vec<(StorageKind, PathBuf)> = Vec::new();
     let mut add = |kind, paths: Vec<PathBuf>| found.extend(paths.into_iter().map(|path| (kind, path)));
@@ -47,7 +47,7 @@ pub(super) fn look(files: &DataDir) -> Result<Vec<Seen>, FilesError> {
     for (kind, path) in found {
         let changed_at = last_change(&path)?;
         let size_bytes = size_below(&path, &mut HashSet::new())?;
-        seen.extend(changed_at.map(|changed_at| Seen { kind, path, size_bytes, changed_at }));
+        seen.extend(changed_at.map(|changed_at| Candidate { kind, path, size_bytes, changed_at }));
     }
     Ok(seen)
 }
@@ -56,7 +56,7 @@ pub(super) fn look(files: &DataDir) -> Result<Vec<Seen>, FilesError> {
 pub(super) async fn without_rows(
     store: &Store,
     files: &DataDir,
-    seen: Vec<Seen>,
+    seen: Vec<Candidate>,
     rules: GcRules,
 ) -> Result<Vec<GcItem>, StorageError> {
     let mut named: HashSet<PathBuf> = HashSet::new();
@@ -69,7 +69,7 @@ pub(super) async fn without_rows(
     let models = store.model_sources().await?;
     let kept = linked_from(&models, files.root());
     let mut items = Vec::new();
-    for Seen { kind, path, size_bytes, changed_at } in seen {
+    for Candidate { kind, path, size_bytes, changed_at } in seen {
         let name = path.strip_prefix(files.root()).unwrap_or(&path).to_string_lossy().into_owned();
         let job = path.file_name().and_then(|name| name.to_str()?.parse::<JobId>().ok());
         let is_needed = match kind {

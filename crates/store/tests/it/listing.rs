@@ -2,9 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use rlood_store::courses::REWARD_COURSES;
 use rlood_store::listing::{BESIDE_JOBS, BETWEEN_IN_QUEUE, list_query};
 use rlood_store::rewards::OUTAGE_JOBS;
+use rlood_store::sparklines::REWARD_SPARKLINES;
 use rlood_store::steps::{SOME_STEP_LINES, STEP_LINES};
 use rlood_store::{JobFilter, JobPatch, JobRow, NewJob};
 use rlood_types::id::JobId;
@@ -175,7 +175,7 @@ async fn no_page_reads_all_rows_or_sorts_them() {
     for (sql, indexes) in [
         (BESIDE_JOBS, &["alerts USING PRIMARY KEY", "training_phases USING PRIMARY KEY", "workers USING INDEX"][..]),
         (BETWEEN_IN_QUEUE, &["COVERING INDEX jobs_queue"]),
-        (REWARD_COURSES, &["COVERING INDEX steps_reward"]),
+        (REWARD_SPARKLINES, &["COVERING INDEX steps_reward"]),
         (STEP_LINES, &["steps USING PRIMARY KEY (job_id=? AND step>? AND step<?)"]),
         (SOME_STEP_LINES, &["steps USING PRIMARY KEY (job_id=? AND step=?)"]),
         (OUTAGE_JOBS, &["INDEX jobs_outage"]),
@@ -186,7 +186,7 @@ async fn no_page_reads_all_rows_or_sorts_them() {
         }
         // Tables are searched by index. Scans are only of lists that are part of the statement or of its intermediate results.
         for step in steps.iter().filter(|step| step.starts_with("SCAN")) {
-            let small = ["wanted", "stretch", "(subquery", "CONSTANT ROW"].iter().any(|name| step.contains(name));
+            let small = ["wanted", "section", "(subquery", "CONSTANT ROW"].iter().any(|name| step.contains(name));
             assert!(small || step.contains("INDEX jobs_outage"), "{steps:?}");
         }
     }

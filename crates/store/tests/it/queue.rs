@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use rlood_store::claims::{JOBS_OF_WORKER, LAPSED_JOBS, NEXT_JOB};
 use rlood_store::server_errors::NEXT_DUE;
-use rlood_store::{Beat, Claimed, StoreError};
+use rlood_store::{Claimed, HeartbeatUpdate, StoreError};
 use rlood_types::event::{Event, Metrics, Phase};
 use rlood_types::id::JobId;
 use rlood_types::job::{Action, FailureClass, Requested, State};
@@ -12,8 +12,8 @@ use rlood_types::protocol::{EventBatch, Outcome};
 
 use crate::setting::{LEASE, Setting, T0, failure, plan};
 
-fn beat() -> Beat {
-    Beat { phase: Phase::Train, status_reason: None, step: 1, eta_s: Some(3.0), memory_bytes: None }
+fn heartbeat() -> HeartbeatUpdate {
+    HeartbeatUpdate { phase: Phase::Train, status_reason: None, step: 1, eta_s: Some(3.0), memory_bytes: None }
 }
 
 /// Returns assignments of the columns that a state requires, for a plain UPDATE.
@@ -120,9 +120,9 @@ async fn a_mark_is_set_once_and_cancel_outranks_pause() {
     let job = setting.job_in(State::Running).await;
     assert_eq!(store.job_pause(job, T0).await.unwrap().requested, Some(Requested::Pause));
     store.job_pause(job, T0).await.unwrap();
-    assert_eq!(store.job_heartbeat(job, 1, beat(), T0, LEASE).await.unwrap(), Some(Requested::Pause));
+    assert_eq!(store.job_heartbeat(job, 1, heartbeat(), T0, LEASE).await.unwrap(), Some(Requested::Pause));
     assert_eq!(store.job_resume(job, T0).await.unwrap().requested, None);
-    assert_eq!(store.job_heartbeat(job, 1, beat(), T0, LEASE).await.unwrap(), None);
+    assert_eq!(store.job_heartbeat(job, 1, heartbeat(), T0, LEASE).await.unwrap(), None);
     store.job_pause(job, T0).await.unwrap();
     assert_eq!(store.job_cancel(job, T0).await.unwrap().requested, Some(Requested::Cancel));
     store.job_cancel(job, T0).await.unwrap();
@@ -211,7 +211,7 @@ async fn a_late_worker_cannot_finish_a_requeued_job() {
         let now = T0 + LEASE + 2;
         let refused = [
             store.claim_check(job, late.attempt).await,
-            store.job_heartbeat(job, late.attempt, beat(), now, LEASE).await.map(drop),
+            store.job_heartbeat(job, late.attempt, heartbeat(), now, LEASE).await.map(drop),
             store.events_append(job, &batch(late.attempt), now).await.map(drop),
             setting.publish(&late, 1, &Metrics::new()).await.map(drop),
             store.job_finish(job, late.attempt, Outcome::Succeeded, now).await,
@@ -284,7 +284,7 @@ async fn a_lease_lasts_from_the_last_heartbeat_and_a_restart_extends_it() {
     let setting = Setting::new().await;
     let store = &setting.store;
     let job = setting.job_in(State::Running).await;
-    store.job_heartbeat(job, 1, beat(), T0 + 10_000, LEASE).await.unwrap();
+    store.job_heartbeat(job, 1, heartbeat(), T0 + 10_000, LEASE).await.unwrap();
     assert_eq!(store.leases_reap(T0 + 40_000).await.unwrap(), []);
     let row = store.job_get(job).await.unwrap();
     assert_eq!((row.phase, row.step, row.eta_s), (Some(Phase::Train), 1, Some(3.0)));

@@ -33,7 +33,7 @@ use world::World;
 /// Number of actions in a sequence.
 const LENGTH: usize = 60;
 /// Number of sequences within which a missing rule must be detected.
-const NOTICED_WITHIN: u64 = 400;
+const DETECTED_WITHIN: u64 = 400;
 
 /// A data directory as a new server leaves it, with a dataset.
 struct Template {
@@ -168,17 +168,17 @@ fn every_rule_is_missed_when_it_is_taken_away() {
     for rule in [Fence, Immediate, LeaseMargin, BootMargin, ManifestLast, SameTransaction, Reached] {
         let noticed = on_this_thread(async {
             let template = Template::new().await;
-            failpoint::take_away(Some(rule));
-            for seed in 0..NOTICED_WITHIN {
+            failpoint::turn_off_rule(Some(rule));
+            for seed in 0..DETECTED_WITHIN {
                 if let Err((wrong, _)) = sequence(seed, &template).await {
                     return Some((seed, wrong));
                 }
             }
             None
         });
-        failpoint::take_away(None);
+        failpoint::turn_off_rule(None);
         failpoint::set_hook(None);
-        let (seed, wrong) = noticed.unwrap_or_else(|| panic!("{NOTICED_WITHIN} sequences hold without {rule:?}"));
+        let (seed, wrong) = noticed.unwrap_or_else(|| panic!("{DETECTED_WITHIN} sequences hold without {rule:?}"));
         println!("without {rule:?}: noticed in sequence {seed}: {wrong}");
     }
 }

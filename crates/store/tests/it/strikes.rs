@@ -1,6 +1,6 @@
 //! Tests of strikes against a job: consecutive failed attempts that did not pass the furthest point of any earlier attempt.
 
-use rlood_store::{Beat, Claimed, Cursor, JobRow};
+use rlood_store::{Claimed, Cursor, HeartbeatUpdate, JobRow};
 use rlood_types::doctor::Rule;
 use rlood_types::event::{Event, Metrics, Phase, SamplePhase};
 use rlood_types::id::{JobId, WorkerId};
@@ -295,11 +295,11 @@ async fn every_tenth_end_raises_an_alert_with_phase_and_memory_of_each() {
         let claimed = run.claim().await;
         let phase = if turn % 2 == 0 { Phase::Rollout } else { Phase::Train };
         let memory_bytes = (turn != 3).then_some(turn << 20);
-        let beat = Beat { phase, status_reason: None, step: 0, eta_s: None, memory_bytes };
-        store.job_heartbeat(run.job, claimed.attempt, beat, T0, LEASE).await.unwrap();
+        let heartbeat = HeartbeatUpdate { phase, status_reason: None, step: 0, eta_s: None, memory_bytes };
+        store.job_heartbeat(run.job, claimed.attempt, heartbeat, T0, LEASE).await.unwrap();
         // A heartbeat without memory does not change the recorded memory.
-        let beat = Beat { phase, status_reason: None, step: 0, eta_s: None, memory_bytes: None };
-        store.job_heartbeat(run.job, claimed.attempt, beat, T0, LEASE).await.unwrap();
+        let heartbeat = HeartbeatUpdate { phase, status_reason: None, step: 0, eta_s: None, memory_bytes: None };
+        store.job_heartbeat(run.job, claimed.attempt, heartbeat, T0, LEASE).await.unwrap();
         match turn % 2 {
             0 => store.job_finish(run.job, claimed.attempt, Outcome::Preempted, T0).await.unwrap(),
             _ => {

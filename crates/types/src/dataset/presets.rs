@@ -7,7 +7,7 @@ use super::brief;
 type Row = Map<String, Value>;
 
 /// Returns the mapping for rows of verl and SkyRL, which have a prompt: it adds a column `ground_truth` for the rewards.
-pub fn truth(row: &Row) -> Option<Value> {
+pub fn ground_truth_map(row: &Row) -> Option<Value> {
     if row.contains_key("ground_truth") {
         return None;
     }
@@ -17,7 +17,7 @@ pub fn truth(row: &Row) -> Option<Value> {
 }
 
 /// Returns the mapping for these columns, if the layout is known.
-pub fn fitting(row: &Row) -> Option<Value> {
+pub fn known_layout_map(row: &Row) -> Option<Value> {
     let has = |name: &str| row.contains_key(name);
     let text = |name: &str| row.get(name).is_some_and(Value::is_string);
     if text("question") && has("answer") {
@@ -53,7 +53,7 @@ pub fn fitting(row: &Row) -> Option<Value> {
 pub fn advice(row: &Row) -> String {
     let columns: Vec<String> = row.keys().take(20).map(|name| format!("'{}'", brief(name))).collect();
     let found = if columns.is_empty() { "no columns".to_owned() } else { columns.join(", ") };
-    match fitting(row) {
+    match known_layout_map(row) {
         Some(map) => format!("there is no 'prompt' column (found {found}): give a mapping, here \"map\": {map}"),
         None => {
             format!("there is no 'prompt' column (found {found}): say which one it is, \"map\": {{\"prompt\": \"…\"}}")

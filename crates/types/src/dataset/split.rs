@@ -38,18 +38,18 @@ impl LineSplit {
 
     pub(super) fn push(&mut self, mut bytes: &[u8], row: &mut JsonRow<'_>) {
         while let Some(end) = bytes.iter().position(|byte| *byte == b'\n') {
-            self.hold(&bytes[..end]);
+            self.buffer_bytes(&bytes[..end]);
             self.emit(row);
             bytes = &bytes[end + 1..];
         }
-        self.hold(bytes);
+        self.buffer_bytes(bytes);
     }
 
     pub(super) fn finish(&mut self, row: &mut JsonRow<'_>) {
         self.emit(row);
     }
 
-    fn hold(&mut self, bytes: &[u8]) {
+    fn buffer_bytes(&mut self, bytes: &[u8]) {
         if self.overlong || self.row.len() + bytes.len() > self.limit {
             self.overlong = true;
             self.row = Vec::new();

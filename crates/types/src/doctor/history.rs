@@ -8,7 +8,7 @@ use super::{Observation, RuleInput};
 use crate::event::Metrics;
 
 /// Number of recent values kept of each metric.
-const KEPT: usize = 24;
+const MAX_RECENT: usize = 24;
 /// Number of values from the beginning of a run that are kept permanently.
 pub(super) const EARLY: usize = 5;
 
@@ -31,7 +31,7 @@ const WATCHED: [&str; 15] = [
     "reward_at_eval",
 ];
 /// Durations depend on the machine and not on the run, so they are left out of the trainer state.
-const TIMES: [&str; 2] = ["step_time", "step_time/reward"];
+const DURATIONS: [&str; 2] = ["step_time", "step_time/reward"];
 
 /// The values of one metric, as `(step, value)` in order.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -40,7 +40,7 @@ struct Series {
     count: u64,
     /// The first [`EARLY`] values.
     early: Vec<(u64, f64)>,
-    /// The last [`KEPT`] values.
+    /// The last [`MAX_RECENT`] values.
     recent: VecDeque<(u64, f64)>,
 }
 
@@ -50,7 +50,7 @@ impl Series {
         if self.early.len() < EARLY {
             self.early.push((step, value));
         }
-        if self.recent.len() == KEPT {
+        if self.recent.len() == MAX_RECENT {
             self.recent.pop_front();
         }
         self.recent.push_back((step, value));
@@ -95,7 +95,7 @@ impl History {
                 self.series.entry(name).or_default().push(step, value);
             }
         }
-        for name in TIMES {
+        for name in DURATIONS {
             if let Some(value) = value(name) {
                 self.times.entry(name.to_owned()).or_default().push(step, value);
             }

@@ -63,7 +63,7 @@ fn judge(case: &Case<'_>, current: Option<TrainingPhase>) -> Option<(TrainingPha
     };
     // A run in convergence needs twice the change to leave that phase.
     let slack = if current == Some(TrainingPhase::Convergence) { 2.0 } else { 1.0 };
-    let flat = slack * case.chance().unwrap_or(0.0);
+    let flat = slack * case.chance_difference().unwrap_or(0.0);
     let trend = recent.mean() - before.mean();
     let gain = recent.mean() - first.mean();
     evidence.push(recent.observe("change from the five before", trend, Some(flat)));

@@ -6,9 +6,9 @@ use super::{Case, Rule, Symptom, Verdict};
 /// Number of values in the usual window.
 pub(super) const RECENT: usize = 5;
 /// Position of the mean reward above which low diversity is not a problem.
-const NEAR_THE_TOP: f64 = 0.9;
+const HIGH_POSITION: f64 = 0.9;
 /// Minimum increase of a rising reward, as a share of the range.
-const RISE: f64 = 0.02;
+const MIN_RISE: f64 = 0.02;
 
 /// Evaluates a rule for the current state of the run.
 pub(super) fn examine(rule: Rule, case: &Case<'_>) -> Verdict {
@@ -44,29 +44,29 @@ impl Case<'_> {
     }
 
     /// Whether the recent mean reward is close to the highest possible reward.
-    fn near_the_top(&self) -> bool {
+    fn is_near_the_top(&self) -> bool {
         let recent = self.history.last("reward", RECENT).map(|window| window.mean());
-        recent.and_then(|reward| self.position(reward)).is_some_and(|position| position >= NEAR_THE_TOP)
+        recent.and_then(|reward| self.position(reward)).is_some_and(|position| position >= HIGH_POSITION)
     }
 
     fn is_rising(&self) -> bool {
         let (recent, before) = (self.history.last("reward", RECENT), self.history.before("reward", RECENT, RECENT));
         let (Some(recent), Some(before), Some((low, high))) = (recent, before, self.range()) else { return false };
-        recent.mean() - before.mean() > RISE * (high - low)
+        recent.mean() - before.mean() > MIN_RISE * (high - low)
     }
 
     /// Returns the difference between two means of five rollouts that can be due to chance: twice the standard
-    /// error, at least [`RISE`].
-    pub(super) fn chance(&self) -> Option<f64> {
+    /// error, at least [`MIN_RISE`].
+    pub(super) fn chance_difference(&self) -> Option<f64> {
         let (low, high) = self.range()?;
         // Groups are independent of each other; completions of a group are not.
         let groups = self.input.prompts_per_rollout.max(1.0) * RECENT as f64;
         let spread = self.history.last("reward_std", RECENT).map_or(0.0, |stds| stds.mean());
-        Some((2.0 * spread * (2.0 / groups).sqrt()).max(RISE * (high - low)))
+        Some((2.0 * spread * (2.0 / groups).sqrt()).max(MIN_RISE * (high - low)))
     }
 
     /// Whether no completion has ever earned much more than the lowest reward.
-    fn never_left_the_floor(&self) -> bool {
+    fn has_never_left_the_floor(&self) -> bool {
         let Some(best) = self.history.best_reward() else { return false };
         match self.position(best) {
             Some(position) => position <= 0.05,
@@ -168,11 +168,11 @@ fn reward_collapse(case: &Case<'_>) -> Option<Verdict> {
     let group = f64::from(case.input.num_generations());
     let by_chance = position.powf(group) + (1.0 - position).powf(group);
     let limit = f64::max(0.6, (1.0 + by_chance) / 2.0);
-    if share <= limit - 0.1 || case.near_the_top() {
+    if share <= limit - 0.1 || case.is_near_the_top() {
         return Some(Verdict::Clear);
     }
     // A model that never earned anything has a separate rule.
-    if share <= limit || case.is_rising() || case.never_left_the_floor() {
+    if share <= limit || case.is_rising() || case.has_never_left_the_floor() {
         return Some(Verdict::Hold);
     }
     let message = format!(
@@ -330,7 +330,7 @@ fn evaluation_divergence(case: &Case<'_>, width: f64) -> Option<Divergence> {
 fn cold_start(case: &Case<'_>) -> Option<Verdict> {
     const FIRST: u64 = 10;
     let rewards = case.history.up_to("reward", FIRST as usize)?;
-    if !case.never_left_the_floor() {
+    if !case.has_never_left_the_floor() {
         let recent = case.position(case.history.last("reward", 3)?.mean())?;
         return Some(if recent > 0.1 { Verdict::Clear } else { Verdict::Hold });
     }
@@ -370,7 +370,7 @@ fn adapter_unchanged(case: &Case<'_>) -> Option<Verdict> {
         return Some(Verdict::Clear);
     }
     let (first, last) = (case.history.early("reward")?, case.history.last("reward", RECENT)?);
-    let still = last.mean() - first.mean() <= case.chance()?;
+    let still = last.mean() - first.mean() <= case.chance_difference()?;
     // Without a gradient the adapter cannot change; other rules cover that case.
     let pushed = case.history.up_to("grad_norm", 20)?.median() > 0.0;
     if delta.latest() >= LIMIT
@@ -397,7 +397,7 @@ fn entropy_collapse(case: &Case<'_>) -> Option<Verdict> {
     let entropy = case.history.last("entropy", RECENT)?;
     let mean = entropy.mean();
     if mean >= 0.05 && case.history.early("entropy").is_none_or(|early| mean >= 0.2 * early.mean())
-        || case.near_the_top()
+        || case.is_near_the_top()
     {
         return Some(Verdict::Clear);
     }

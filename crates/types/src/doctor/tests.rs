@@ -114,7 +114,7 @@ fn healthy_runs_raise_nothing_and_go_through_the_three_phases() {
 }
 
 /// The alerts that each unhealthy run raises, in order. No other alert may be raised.
-const ILL: &[(&str, &[(&str, u64)])] = &[
+const UNHEALTHY: &[(&str, &[(&str, u64)])] = &[
     (
         "kl_explosion",
         &[
@@ -148,7 +148,7 @@ const ILL: &[(&str, &[(&str, u64)])] = &[
 #[test]
 fn ill_runs_raise_what_is_wrong_with_them_and_nothing_else() {
     let mut differences = Vec::new();
-    for (name, expected) in ILL {
+    for (name, expected) in UNHEALTHY {
         let found = recording(name).alerts();
         if found != *expected {
             differences.push(format!("{name}: {found:?}, not {expected:?}"));
@@ -163,7 +163,7 @@ fn every_rule_is_raised_by_a_recording_and_explained_in_the_table() {
     for rule in Rule::ALL {
         let name = rule.as_str();
         assert!(
-            ILL.iter().any(|(_, alerts)| alerts.iter().any(|(raised, _)| *raised == name)),
+            UNHEALTHY.iter().any(|(_, alerts)| alerts.iter().any(|(raised, _)| *raised == name)),
             "{name} has no recording"
         );
         assert!(table.contains(&format!("//! | `{name}` |")), "{name} is not in the table");
@@ -173,7 +173,7 @@ fn every_rule_is_raised_by_a_recording_and_explained_in_the_table() {
 
 #[test]
 fn an_alert_carries_numbers_steps_and_the_settings_to_change() {
-    for (name, _) in ILL {
+    for (name, _) in UNHEALTHY {
         for (step, finding) in recording(name).findings() {
             let Finding::Raised(alert) = finding else { continue };
             let first = alert.evidence.first().expect("evidence");
@@ -193,7 +193,7 @@ fn a_doctor_read_back_from_its_json_goes_on_as_if_never_stored() {
         let timed = |finding: &Finding| matches!(finding, Finding::Raised(alert) if alert.rule == Rule::SlowReward);
         findings.into_iter().filter(|(_, finding)| !timed(finding)).collect()
     };
-    for (name, _) in ILL {
+    for (name, _) in UNHEALTHY {
         let recording = recording(name);
         let mut doctor = Doctor::default();
         let mut resumed = Vec::new();

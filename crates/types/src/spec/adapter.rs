@@ -61,7 +61,7 @@ impl LoraPlan {
     }
 
     /// Whether the weights of one adapter fit the other: everything except dropout is equal.
-    pub fn fits(&self, other: &LoraPlan) -> bool {
+    pub fn is_compatible_with(&self, other: &LoraPlan) -> bool {
         let sorted = |plan: &LoraPlan| {
             let mut names = plan.target_modules.clone();
             names.sort();

@@ -75,7 +75,11 @@ pub(super) struct Limits<'a> {
 const MIN_MICRO_BATCH_TOKENS: u32 = 256;
 
 /// Chooses the micro-batch size and estimates the run's memory (on the first of the places). Fails if that exceeds the limit.
-pub(super) fn fit(plan: &mut Plan, model: &ModelFacts, limits: Limits<'_>) -> Result<Estimate, FieldError> {
+pub(super) fn choose_micro_batch(
+    plan: &mut Plan,
+    model: &ModelFacts,
+    limits: Limits<'_>,
+) -> Result<Estimate, FieldError> {
     let longest = limits.lengths.map(|lengths| lengths.longest);
     let places = if limits.places.is_empty() { &[Place::Cpu] } else { limits.places };
     let limit = |place: Place| match place {

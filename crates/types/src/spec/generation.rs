@@ -7,7 +7,7 @@ use utoipa::{PartialSchema, ToSchema};
 
 use super::foreign::advice;
 use super::reader::{Errors, Field, FieldError, Reader};
-use super::schema::{closed, described, integer, integer_of, optional, words};
+use super::schema::{closed, described, enumeration, integer, integer_of, optional};
 use super::sections::read_greedy_sampling;
 use super::settings::{MAX_SEED, MAX_STEPS};
 use super::{Plan, SamplingPlan};
@@ -112,7 +112,7 @@ pub(super) fn read_checkpoint(field: &Field<'_>) -> CheckpointChoice {
 /// Returns the schema of a choice of checkpoint.
 pub(super) fn checkpoint_schema(text: &str) -> OneOfBuilder {
     OneOfBuilder::new()
-        .item(words("", &["last", "best", "result"]))
+        .item(enumeration("", &["last", "best", "result"]))
         .item(integer_of("A step that has a checkpoint."))
         .item(plain_string("Id of a checkpoint, `ckpt_…`.").pattern(Some("^ckpt_")))
         .description(Some(text))
@@ -130,17 +130,23 @@ impl PartialSchema for GenerationDocument {
             .property("content", plain_string("Text."))
             .additional_properties(Some(AdditionalProperties::<Schema>::FreeForm(true)));
         let chat = Array::new(message);
-        let prompt =
-            OneOfBuilder::new().item(text).item(chat).description(Some("The prompt, as in a dataset: text, or a list of chat messages."));
-        let checkpoint =
-            checkpoint_schema("The checkpoint: the newest, the best, that of a step, or one by its id; default: the job's result.");
+        let prompt = OneOfBuilder::new()
+            .item(text)
+            .item(chat)
+            .description(Some("The prompt, as in a dataset: text, or a list of chat messages."));
+        let checkpoint = checkpoint_schema(
+            "The checkpoint: the newest, the best, that of a step, or one by its id; default: the job's result.",
+        );
         let sampling = optional(SamplingPlan::schema(), None, &[]);
         closed(&["prompt"])
             .property("prompt", prompt)
             .property("checkpoint", checkpoint)
             .property("num_generations", integer("Number of completions per model, 1 to 8.", json!(1)))
             .property("seed", integer_of("Random seed, the same for both models; default: the job's seed."))
-            .property("sampling", described(sampling, "Sampling settings that differ from the job's; temperature 0 = greedy."))
+            .property(
+                "sampling",
+                described(sampling, "Sampling settings that differ from the job's; temperature 0 = greedy."),
+            )
             .examples([json!({"prompt": "What is 2 + 2?", "checkpoint": "best", "sampling": {"temperature": 0}})])
             .build()
             .into()

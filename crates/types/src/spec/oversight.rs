@@ -9,7 +9,7 @@ use super::reader::{Reader, nearest, shown};
 use super::sections::read_section;
 use super::settings::{DOCTOR, EARLY_STOPPING};
 use super::{CheckpointPlan, DoctorPlan, EarlyStoppingPlan, FieldError, JobSpec, RewardPlan, RulePlan};
-use crate::event::{OnAlert, Rule};
+use crate::event::Rule;
 
 /// Early stopping, as requested.
 #[derive(Debug, Clone, Deserialize)]
@@ -29,8 +29,6 @@ pub(super) fn read_early_stopping(reader: Reader<'_>) -> EarlyStoppingSpec {
 }
 
 pub(super) fn read_doctor(reader: Reader<'_>) -> DoctorPlan {
-    const ON_ALERT: [(&str, OnAlert); 3] =
-        [("note", OnAlert::Note), ("pause", OnAlert::Pause), ("stop", OnAlert::Stop)];
     let on_alert = DOCTOR.read(&reader).get("on_alert");
     let section = reader.section("rules");
     let mut rules = BTreeMap::new();
@@ -44,7 +42,7 @@ pub(super) fn read_doctor(reader: Reader<'_>) -> DoctorPlan {
         }
         let Some(own) = field.object() else { continue };
         let enabled = own.field("enabled").bool().unwrap_or(true);
-        rules.insert(rule, RulePlan { enabled, on_alert: own.field("on_alert").choice(&ON_ALERT) });
+        rules.insert(rule, RulePlan { enabled, on_alert: own.field("on_alert").variant() });
         own.finish(advice);
     }
     section.finish(advice);

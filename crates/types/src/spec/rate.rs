@@ -11,13 +11,13 @@ pub const LORA_LEARNING_RATE: f64 = 5e-5;
 /// Default learning rate of full fine-tuning, without an adapter.
 pub const FULL_LEARNING_RATE: f64 = 1e-6;
 /// Lowest and highest learning rate of published recipes.
-const RECIPES: (f64, f64) = (4e-5, 1e-4);
+const PUBLISHED_RATES: (f64, f64) = (4e-5, 1e-4);
 /// The scale alpha/r of those recipes.
 const USUAL_SCALE: f64 = 2.0;
 /// The hidden size for which the default is suggested.
 const USUAL_HIDDEN_SIZE: f64 = 2048.0;
 /// Fraction of the suggestion at and below which a rate is too low.
-const LOW: f64 = 0.25;
+const LOW_RATE_FRACTION: f64 = 0.25;
 
 /// Returns the suggested learning rate for an adapter on a model of this hidden size, rounded to one digit. A larger scale of the
 /// adapter makes each update larger, so the suggestion falls with it.
@@ -25,7 +25,8 @@ pub fn suggested_lora_rate(lora: &LoraPlan, hidden_size: u64) -> f64 {
     let rank = f64::from(lora.r.max(1));
     let scale = lora.alpha / if lora.use_rslora { rank.sqrt() } else { rank };
     let by_width = LORA_LEARNING_RATE * (USUAL_HIDDEN_SIZE / hidden_size.max(1) as f64).sqrt();
-    let rate = by_width.clamp(RECIPES.0, RECIPES.1) * USUAL_SCALE / if scale > 0.0 { scale } else { USUAL_SCALE };
+    let rate = by_width.clamp(PUBLISHED_RATES.0, PUBLISHED_RATES.1) * USUAL_SCALE
+        / if scale > 0.0 { scale } else { USUAL_SCALE };
     let digit = 10f64.powf(rate.log10().floor());
     (rate / digit).round() * digit
 }
@@ -35,7 +36,7 @@ pub fn suggested_lora_rate(lora: &LoraPlan, hidden_size: u64) -> f64 {
 pub fn low_lora_rate(lora: &LoraPlan, hidden_size: u64, learning_rate: f64) -> Option<(String, String)> {
     let suggested = suggested_lora_rate(lora, hidden_size);
     // Tolerates the rounding of decimal fractions.
-    if learning_rate > suggested * LOW * (1.0 + 1e-9) {
+    if learning_rate > suggested * LOW_RATE_FRACTION * (1.0 + 1e-9) {
         return None;
     }
     let detail = format!(

@@ -6,11 +6,13 @@ use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
 use std::sync::LazyLock;
 
+use serde::de::DeserializeOwned;
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
-use utoipa::ToSchema;
+use utoipa::{PartialSchema, ToSchema};
 
-use super::settings::Range;
+use super::settings::{Range, variant_names};
 
 /// One error in a request.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
@@ -264,12 +266,18 @@ impl<'v> Field<'v> {
     /// Reads one of several words and returns the value that it stands for.
     pub(super) fn choice<T: Copy>(&self, choices: &[(&'static str, T)]) -> Option<T> {
         let words: Vec<_> = choices.iter().map(|(word, _)| *word).collect();
-        let given = self.word(&words)?;
+        let given = self.one_of(&words)?;
         choices.iter().find(|(word, _)| *word == given).map(|(_, value)| *value)
     }
 
+    /// Reads the serialized name of an enum's variant.
+    pub(super) fn variant<T: PartialSchema + DeserializeOwned>(&self) -> Option<T> {
+        let name = self.one_of(&variant_names::<T>())?;
+        serde_json::from_value(Value::from(name)).ok()
+    }
+
     /// Reads one of several words.
-    pub(super) fn word<W: AsRef<str>>(&self, words: &[W]) -> Option<&'v str> {
+    pub(super) fn one_of<W: AsRef<str>>(&self, words: &[W]) -> Option<&'v str> {
         let given = self.string(usize::MAX)?;
         let words: Vec<&str> = words.iter().map(AsRef::as_ref).collect();
         if words.contains(&given) {

@@ -5,7 +5,7 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use super::estimate::{Estimate, Limits, fit};
+use super::estimate::{Estimate, Limits, choose_micro_batch};
 use super::evaluation::{FEWEST_TEST_ROWS, shared_prompts};
 use super::facts::{Context, DatasetFacts, ModelFacts};
 use super::footprint::Place;
@@ -120,7 +120,7 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
         micro_batch_tokens: spec.training.micro_batch_tokens,
         gradient_checkpointing: spec.training.gradient_checkpointing,
     };
-    let estimate = fit(&mut plan, model, limits).map_err(|error| vec![error])?;
+    let estimate = choose_micro_batch(&mut plan, model, limits).map_err(|error| vec![error])?;
     Ok(Resolution { warnings: warnings(spec, context, &plan, mixture.epoch_len(0)), plan, estimate })
 }
 

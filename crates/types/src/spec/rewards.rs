@@ -28,10 +28,10 @@ const MAX_WEIGHT: f64 = 1e6;
 const MAX_LIMIT: f64 = 1e12;
 
 /// The function that reads a reward type.
-type Read = fn(&Reader<'_>) -> RewardKind;
+type ReadKind = fn(&Reader<'_>) -> RewardKind;
 
 /// All reward types, services first.
-const KINDS: &[(&str, Read)] = &[
+const KINDS: &[(&str, ReadKind)] = &[
     ("webhook", |reader| RewardKind::Webhook(service::read_webhook(reader))),
     ("openrlhf", adapters::read_openrlhf),
     ("slime", adapters::read_slime),
@@ -63,7 +63,7 @@ const KINDS: &[(&str, Read)] = &[
 ];
 
 /// Types of the reward contract that are not implemented yet.
-const LATER: [&str; 1] = ["judge"];
+const UNIMPLEMENTED: [&str; 1] = ["judge"];
 
 /// Reads all rewards, and the secrets of the rewards that have some.
 pub(super) fn read_rewards(field: &Field<'_>) -> (Vec<RewardPlan>, BTreeMap<String, RewardSecrets>) {
@@ -145,7 +145,7 @@ fn read_reward(reader: &Reader<'_>) -> Option<(RewardPlan, RewardSecrets)> {
         "name the reward's type: webhook, openai_judge, length, math_equal, python, … (docs/rewards.md)",
     );
     let type_name = kind_field.value().and_then(|value| value.as_str()).unwrap_or_default();
-    if LATER.contains(&type_name) {
+    if UNIMPLEMENTED.contains(&type_name) {
         kind_field.fail("unsupported", format!("'{type_name}' is not built yet; a webhook can compute any reward"));
         return None;
     }
@@ -201,8 +201,7 @@ fn read_applies_to(field: &Field<'_>) -> Option<Vec<String>> {
 }
 
 fn read_blank_reference(field: &Field<'_>) -> BlankReference {
-    let choices = [("not_applicable", BlankReference::NotApplicable), ("compare", BlankReference::Compare)];
-    field.choice(&choices).unwrap_or(BlankReference::NotApplicable)
+    field.variant().unwrap_or(BlankReference::NotApplicable)
 }
 
 fn read_name(field: &Field<'_>, type_name: &str) -> String {

@@ -3,7 +3,7 @@
 use super::foreign::advice;
 use super::reader::{Field, Reader};
 use super::resolve::Warning;
-use super::settings::{RLOO, word_of};
+use super::settings::{RLOO, variant_name};
 use super::{Estimator, FieldError, JobSpec, KlIn, Loss, Plan, RlooPlan, SamplingPlan};
 
 pub(super) fn read_rloo(reader: Reader<'_>) -> RlooPlan {
@@ -68,7 +68,7 @@ pub(super) fn warnings(plan: &Plan) -> Vec<Warning> {
     let mut warn = |field: &str, code: &str, detail: String| {
         warnings.push(Warning { pointer: format!("/rloo/{field}"), code: code.to_owned(), detail });
     };
-    let estimator = word_of(rloo.estimator);
+    let estimator = variant_name(rloo.estimator);
     if rloo.epsilon_high < rloo.epsilon {
         let detail = format!(
             "{} is below epsilon {}: likely completions are held back sooner than unlikely ones, which lowers entropy; DAPO uses 0.28 with 0.2",
@@ -86,7 +86,7 @@ pub(super) fn warnings(plan: &Plan) -> Vec<Warning> {
     if rloo.estimator == Estimator::DrGrpo && rloo.loss != Loss::DrGrpo {
         let detail = format!(
             "Dr. GRPO takes out two biases together: with estimator 'dr_grpo' use loss 'dr_grpo' instead of '{}'",
-            word_of(rloo.loss)
+            variant_name(rloo.loss)
         );
         warn("loss", "half_of_dr_grpo", detail);
     }

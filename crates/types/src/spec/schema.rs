@@ -28,9 +28,10 @@ impl PartialSchema for JobDocument {
     fn schema() -> RefOr<Schema> {
         let job = SECTIONS.into_iter().fold(closed(&["model", "dataset", "rewards"]), |job, section| {
             let schema = match section.name {
-                "lora" => {
-                    or_null(object(section.schema()), "The LoRA adapter; null = full fine-tuning: every weight is trained.")
-                }
+                "lora" => or_null(
+                    object(section.schema()),
+                    "The LoRA adapter; null = full fine-tuning: every weight is trained.",
+                ),
                 _ => object(section.schema()),
             };
             job.property(section.name, schema)
@@ -110,8 +111,12 @@ pub struct DraftPlan;
 
 impl PartialSchema for DraftPlan {
     fn schema() -> RefOr<Schema> {
-        let id = or_null(Ref::from_schema_name("DatasetId").into(), "Id of the dataset; null when it is not stored yet.");
-        let sha256 = or_null(string(""), "SHA-256 of the canonical rows, in lower-case hex; null when the dataset is not stored yet.");
+        let id =
+            or_null(Ref::from_schema_name("DatasetId").into(), "Id of the dataset; null when it is not stored yet.");
+        let sha256 = or_null(
+            string(""),
+            "SHA-256 of the canonical rows, in lower-case hex; null when the dataset is not stored yet.",
+        );
         let dataset = with_property(DatasetPlan::schema(), "id", id);
         let dataset = object(with_property(object(dataset), "sha256", sha256));
         let eval = object(with_property(EvalPlan::schema(), "dataset", dataset.clone()));
@@ -120,7 +125,10 @@ impl PartialSchema for DraftPlan {
         let text = "Supervised steps before the first RLOO step; null = no warm-up.";
         plan.properties.insert("warm_up".to_owned(), or_null(warm_up, text));
         plan.properties.insert("eval".to_owned(), or_null(eval, "Evaluation settings; null = no evaluation."));
-        plan.description = Some("The plan of a job that has not been submitted. Like `Plan`, except that a dataset may not be stored yet.".to_owned());
+        plan.description = Some(
+            "The plan of a job that has not been submitted. Like `Plan`, except that a dataset may not be stored yet."
+                .to_owned(),
+        );
         plan.into()
     }
 }
@@ -166,9 +174,12 @@ fn or_null(schema: RefOr<Schema>, text: &str) -> RefOr<Schema> {
 
 pub(super) fn dataset(text: &str) -> RefOr<Schema> {
     let one = source(format!("{text} Give one of `id`, `records` and `hub`."), &[("sources", joined())]);
-    let name =
-        string("Name of the source, unique in the list; metrics are `sources/{name}/…`. Default: the repository's name, or the position in the list.");
-    let weight = number("Weight of the source. Its share of the prompts is its weight divided by the sum of all weights; default: its number of rows.");
+    let name = string(
+        "Name of the source, unique in the list; metrics are `sources/{name}/…`. Default: the repository's name, or the position in the list.",
+    );
+    let weight = number(
+        "Weight of the source. Its share of the prompts is its weight divided by the sum of all weights; default: its number of rows.",
+    );
     let several = source("One of several sources.".to_owned(), &[("name", name), ("weight", weight)]);
     let several = Array::new(several);
     OneOfBuilder::new()
@@ -205,8 +216,7 @@ fn source(text: String, more: &[(&str, RefOr<Schema>)]) -> RefOr<Schema> {
 /// Returns the schema of sources as they appear in a plan.
 fn joined() -> RefOr<Schema> {
     let mut sources = Array::new(Ref::from_schema_name("SourcePlan"));
-    sources.description =
-        Some("With `id`: the sources of the dataset's rows, one after another.".to_owned());
+    sources.description = Some("With `id`: the sources of the dataset's rows, one after another.".to_owned());
     RefOr::T(Schema::Array(sources))
 }
 
@@ -246,27 +256,38 @@ fn reward_schema(RewardType { name: kind, schema, required, mut minimal }: Rewar
         forget_default(&mut object, name);
     }
     object.required.insert(0, "type".to_owned());
-    object.properties.insert("type".to_owned(), words("The reward's type.", &[kind]));
+    object.properties.insert("type".to_owned(), enumeration("The reward's type.", &[kind]));
     let default_name = if is_python { "the function" } else { "the type" };
-    object.properties.insert("name".to_owned(), string(&format!("Name of the reward, unique in the job; default: {default_name}.")));
+    object
+        .properties
+        .insert("name".to_owned(), string(&format!("Name of the reward, unique in the job; default: {default_name}.")));
     let weight = number("Weight in the sum of rewards, between -1000000 and 1000000; 0 = logged as a metric only.");
     object.properties.insert("weight".to_owned(), defaulted(weight, json!(1.0)));
     let limit = number("Maximum absolute value. A value further from 0 is invalid, as NaN is.");
     object.properties.insert("max_abs_reward".to_owned(), defaulted(limit, json!(MAX_ABS_REWARD)));
     if reward.is_some_and(|reward| reward.kind.has_reference()) {
-        let blank = words(
+        let blank = enumeration(
             "What a row with a blank reference means (null, missing, empty or only whitespace). not_applicable: the reward does not apply to the row. compare: the reference is compared like any text.",
             &["not_applicable", "compare"],
         );
         object.properties.insert("blank_reference".to_owned(), defaulted(blank, json!("not_applicable")));
     }
     let mut sources = Array::new(string(""));
-    sources.description =
-        Some("With several dataset sources: names of the sources whose rows this reward judges; default: all.".to_owned());
+    sources.description = Some(
+        "With several dataset sources: names of the sources whose rows this reward judges; default: all.".to_owned(),
+    );
     object.properties.insert("applies_to".to_owned(), RefOr::T(Schema::Array(sources)));
-    object.properties.insert("required".to_owned(), flag("Whether a sample without this reward is unscorable. If false, a missing value counts as not applicable.", true));
+    object.properties.insert(
+        "required".to_owned(),
+        flag(
+            "Whether a sample without this reward is unscorable. If false, a missing value counts as not applicable.",
+            true,
+        ),
+    );
     if kind == "webhook" {
-        let secret = write_only(string("Signing secret, `whsec_…`; never shown again. Without a secret, requests are not signed."));
+        let secret = write_only(string(
+            "Signing secret, `whsec_…`; never shown again. Without a secret, requests are not signed.",
+        ));
         object.properties.insert("secret".to_owned(), secret);
         let previous = "Previous signing secret during a rotation; requests are signed with both. Never shown again.";
         object.properties.insert("previous_secret".to_owned(), write_only(string(previous)));
@@ -475,7 +496,7 @@ pub(super) fn flag(text: &str, default: bool) -> RefOr<Schema> {
     plain(Type::Boolean, text).default(Some(json!(default))).into()
 }
 
-pub(super) fn words<W: AsRef<str>>(text: &str, choices: &[W]) -> RefOr<Schema> {
+pub(super) fn enumeration<W: AsRef<str>>(text: &str, choices: &[W]) -> RefOr<Schema> {
     plain(Type::String, text).enum_values(Some(choices.iter().map(|word| json!(word.as_ref())))).into()
 }
 

@@ -116,7 +116,7 @@ pub(super) enum Kind {
     /// A finite number within a range.
     Number(Range),
     /// A name of an enum's variant.
-    Word(fn() -> Vec<String>),
+    Variant(fn() -> Vec<String>),
     /// Text that is not blank, with at most this many characters.
     Text(usize),
     /// A value with its own reader and schema.
@@ -149,7 +149,7 @@ pub(super) enum DefaultValue {
     /// A floating-point number as the value.
     Number(f64),
     /// A name of an enum's variant.
-    Word(&'static str),
+    Variant(&'static str),
     /// A list of words as the value.
     Words(&'static [&'static str]),
     /// An empty object as the value.
@@ -259,8 +259,8 @@ impl Setting {
         Self::new(name, Kind::Number(range))
     }
 
-    const fn word(name: &'static str, names: fn() -> Vec<String>) -> Self {
-        Self::new(name, Kind::Word(names))
+    const fn variant(name: &'static str, names: fn() -> Vec<String>) -> Self {
+        Self::new(name, Kind::Variant(names))
     }
 
     const fn default(mut self, default: DefaultValue) -> Self {
@@ -332,7 +332,7 @@ impl DefaultValue {
             Self::Flag(flag) => json!(flag),
             Self::Whole(number) => json!(number),
             Self::Number(number) => json!(number),
-            Self::Word(word) => json!(word),
+            Self::Variant(word) => json!(word),
             Self::Words(words) => json!(words),
             Self::EmptyObject => json!({}),
             Self::Follows(rule, _) => rule(read),
@@ -352,13 +352,13 @@ impl Trl {
 }
 
 /// Returns the names of an enum's variants, as its schema lists them.
-fn words_of<T: PartialSchema>() -> Vec<String> {
+pub(super) fn variant_names<T: PartialSchema>() -> Vec<String> {
     let RefOr::T(Schema::Object(schema)) = T::schema() else { return Vec::new() };
     let words = schema.enum_values.unwrap_or_default();
     words.iter().filter_map(Value::as_str).map(str::to_owned).collect()
 }
 
 /// Returns the serialized name of an enum's variant.
-pub(super) fn word_of(variant: impl serde::Serialize) -> String {
+pub(super) fn variant_name(variant: impl serde::Serialize) -> String {
     json!(variant).as_str().unwrap_or_default().to_owned()
 }

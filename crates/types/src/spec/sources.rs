@@ -19,7 +19,7 @@ const MAX_SOURCES: usize = 64;
 /// Maximum weight of a source; the minimum weight is one divided by it.
 const MAX_WEIGHT: f64 = 1e9;
 /// Fields that only a source in a list may have.
-const OF_A_LIST: [&str; 2] = ["name", "weight"];
+const LIST_ONLY_FIELDS: [&str; 2] = ["name", "weight"];
 
 /// The source of a job's prompts.
 #[derive(Debug, Clone, PartialEq)]
@@ -90,7 +90,8 @@ pub(super) fn read_dataset(field: &Field<'_>) -> Option<DatasetSource> {
         return read_list(field);
     }
     let source = read_source(field, &[])?;
-    for name in OF_A_LIST.into_iter().filter(|name| field.value().is_some_and(|value| value.get(name).is_some())) {
+    for name in LIST_ONLY_FIELDS.into_iter().filter(|name| field.value().is_some_and(|value| value.get(name).is_some()))
+    {
         field.fail_at(
             name,
             "unknown_field",
@@ -126,7 +127,7 @@ fn read_list(field: &Field<'_>) -> Option<DatasetSource> {
         }
         let range = "greater than 0 and at most 1000000000";
         let weight = weight.number(range, |weight| (1.0 / MAX_WEIGHT..=MAX_WEIGHT).contains(&weight));
-        Some(MixedSource { name, weight, source: read_source(item, &OF_A_LIST) })
+        Some(MixedSource { name, weight, source: read_source(item, &LIST_ONLY_FIELDS) })
     };
     let sources: Vec<Option<MixedSource>> = items.iter().enumerate().map(read).collect();
     sources.into_iter().collect::<Option<Vec<_>>>().map(DatasetSource::Mixed)
@@ -145,7 +146,7 @@ fn read_source(field: &Field<'_>, known: &[&'static str]) -> Option<DatasetSourc
         return read_hub_dataset(field);
     }
     let reader = field.object()?;
-    known.iter().chain(&OF_A_LIST).for_each(|name| drop(reader.field(name)));
+    known.iter().chain(&LIST_ONLY_FIELDS).for_each(|name| drop(reader.field(name)));
     let id = reader.field("id");
     let joined = reader.field("sources");
     if id.value().is_none() && joined.value().is_some() {
@@ -218,7 +219,7 @@ fn read_hub_dataset(field: &Field<'_>) -> Option<DatasetSource> {
     let mut value = field.value()?.clone();
     if let Some(object) = value.as_object_mut() {
         // These fields are read or rejected together with the list.
-        OF_A_LIST.iter().for_each(|name| drop(object.shift_remove(*name)));
+        LIST_ONLY_FIELDS.iter().for_each(|name| drop(object.shift_remove(*name)));
     }
     match serde_json::from_value::<HubDataset>(value) {
         Err(error) => {

@@ -19,7 +19,7 @@ use std::collections::BTreeMap;
 use serde_json::{Map, Value, json};
 
 use self::batching::read_batches;
-use self::keys::{IGNORED, READ, REFUSED, VLLM_PREFIX, says_nothing};
+use self::keys::{IGNORED, READ, REFUSED, VLLM_PREFIX, is_off_value};
 use self::reading::{Findings, Keys};
 use super::foreign::advice;
 use super::reader::{FieldError, nearest, shown};
@@ -47,7 +47,7 @@ pub struct Conversion {
 impl Conversion {
     /// Translates an error in the spec to the user's configuration: a pointer to a setting becomes a pointer to the key
     /// that it came from.
-    pub fn told_by_key(&self, mut error: FieldError) -> FieldError {
+    pub fn at_submitted_key(&self, mut error: FieldError) -> FieldError {
         let mut at = error.pointer.as_str();
         loop {
             if let Some(origin) = self.origins.get(at) {
@@ -63,7 +63,7 @@ impl Conversion {
 }
 
 /// Top-level keys next to an RLOOConfig: other arguments of TRL's script, with this API's names.
-const AROUND: [&str; 12] = [
+const SIBLING_KEYS: [&str; 12] = [
     "config",
     "peft_config",
     "model",
@@ -83,11 +83,11 @@ const AROUND: [&str; 12] = [
 struct Sent<'v> {
     config: Map<String, Value>,
     config_pointer: String,
-    around: BTreeMap<&'static str, &'v Value>,
+    siblings: BTreeMap<&'static str, &'v Value>,
 }
 
 fn sent<'v>(document: &'v Value, findings: &Findings) -> Sent<'v> {
-    let nothing = || Sent { config: Map::new(), config_pointer: String::new(), around: BTreeMap::new() };
+    let nothing = || Sent { config: Map::new(), config_pointer: String::new(), siblings: BTreeMap::new() };
     let fail = |pointer: &str, detail: &str| {
         findings.errors.borrow_mut().push(FieldError::new(pointer, "invalid_type", detail));
     };
@@ -98,19 +98,21 @@ fn sent<'v>(document: &'v Value, findings: &Findings) -> Sent<'v> {
         );
         return nothing();
     };
-    let around: BTreeMap<_, _> =
-        AROUND.iter().filter_map(|key| Some((*key, map.get(*key).filter(|value| !value.is_null())?))).collect();
+    let siblings: BTreeMap<_, _> =
+        SIBLING_KEYS.iter().filter_map(|key| Some((*key, map.get(*key).filter(|value| !value.is_null())?))).collect();
     let wrapped = ["config", "rloo_config"].into_iter().find(|key| map.contains_key(*key));
     let mut config: Map<String, Value> = map
         .iter()
-        .filter(|(key, _)| !AROUND.contains(&key.as_str()))
+        .filter(|(key, _)| !SIBLING_KEYS.contains(&key.as_str()))
         .map(|(key, value)| (key.clone(), value.clone()))
         .collect();
     let mut config_pointer = String::new();
     if let Some(key) = wrapped {
         for stray in config.keys() {
-            let detail =
-                format!("beside '{key}' there may stand {} only: put this key into {key}", AROUND[1..10].join(", "));
+            let detail = format!(
+                "beside '{key}' there may stand {} only: put this key into {key}",
+                SIBLING_KEYS[1..10].join(", ")
+            );
             findings.errors.borrow_mut().push(FieldError::new(format!("/{stray}"), "unknown_field", detail));
         }
         config_pointer = format!("/{key}");
@@ -123,18 +125,18 @@ fn sent<'v>(document: &'v Value, findings: &Findings) -> Sent<'v> {
             }
         };
     }
-    Sent { config, config_pointer, around }
+    Sent { config, config_pointer, siblings }
 }
 
 /// Translates a configuration. `num_rows` is the dataset's number of rows, if known; it converts epochs and
 /// fractions of a run to steps.
 pub fn convert(document: &Value, num_rows: Option<u64>) -> Conversion {
     let findings = Findings::default();
-    let Sent { config, config_pointer, around } = sent(document, &findings);
+    let Sent { config, config_pointer, siblings } = sent(document, &findings);
     let keys = Keys::new(&config, config_pointer, &findings);
     let mut spec = Map::new();
-    let lora = read_adapter(&keys, &around, &findings, &mut spec);
-    put_surroundings(&keys, &around, &mut spec);
+    let lora = read_adapter(&keys, &siblings, &findings, &mut spec);
+    write_sibling_settings(&keys, &siblings, &mut spec);
 
     let evaluates = schedule::evaluates(&keys);
     let batches = read_batches(&keys, evaluates);
@@ -146,9 +148,9 @@ pub fn convert(document: &Value, num_rows: Option<u64>) -> Conversion {
         training.insert("prompts_per_step".to_owned(), json!(batches.prompts_per_step));
     }
     let rows = num_rows
-        .or_else(|| around.get("dataset").or(around.get("train_dataset")).and_then(|dataset| inline_rows(dataset)));
+        .or_else(|| siblings.get("dataset").or(siblings.get("train_dataset")).and_then(|dataset| inline_rows(dataset)));
     let length = schedule::length(&keys, batches, rows, num_iterations, &mut training);
-    put_settings(&keys, &TRAINING, &mut training);
+    write_settings(&keys, &TRAINING, &mut training);
     read_precision(&keys, &mut training);
     let sampling = sampling(&keys);
     let temperature = sampling["temperature"].as_f64().unwrap_or(1.0);
@@ -169,9 +171,9 @@ pub fn convert(document: &Value, num_rows: Option<u64>) -> Conversion {
     spec.insert("lora".to_owned(), lora);
     spec.insert("optimizer".to_owned(), Value::Object(optimizer));
     spec.insert("training".to_owned(), Value::Object(training));
-    put_eval(&keys, eval, around.get("eval_dataset").copied(), &mut spec);
+    write_eval(&keys, eval, siblings.get("eval_dataset").copied(), &mut spec);
     spec.insert("checkpoints".to_owned(), Value::Object(checkpoints));
-    judge_the_rest(&keys);
+    report_remaining_keys(&keys);
 
     let Findings { errors, warnings, unsupported, ignored, origins } = findings;
     Conversion {
@@ -198,11 +200,12 @@ pub fn named_dataset(document: &Value) -> Option<&str> {
 /// Reads the job's `lora` from a LoraConfig, from flat keys, or as null (TRL without PEFT trains every weight).
 fn read_adapter<'v>(
     keys: &Keys<'v>,
-    around: &BTreeMap<&'static str, &'v Value>,
+    siblings: &BTreeMap<&'static str, &'v Value>,
     findings: &'v Findings,
     spec: &mut Map<String, Value>,
 ) -> Value {
-    let outside = ["peft_config", "lora_config"].iter().filter_map(|key| Some((format!("/{key}"), *around.get(key)?)));
+    let outside =
+        ["peft_config", "lora_config"].iter().filter_map(|key| Some((format!("/{key}"), *siblings.get(key)?)));
     let inside = ["peft_config", "lora_config"].iter().filter_map(|key| Some((keys.pointer_to(key), keys.value(key)?)));
     let given: Vec<_> = outside.chain(inside).collect();
     let flat = peft::has_flat_keys(keys);
@@ -218,7 +221,7 @@ fn read_adapter<'v>(
             let reason = format!("{pointer} describes the adapter: lora_* keys beside it are not read");
             findings.ignored.borrow_mut().push(Remark { key: "lora_*".to_owned(), reason });
         }
-        ask_flat_keys(keys);
+        mark_flat_keys_read(keys);
         let Some(map) = value.as_object() else {
             let detail = "must be a LoraConfig: {\"r\": 16, \"lora_alpha\": 32, \"target_modules\": \"all-linear\"}";
             findings.errors.borrow_mut().push(FieldError::new(pointer, "invalid_type", detail));
@@ -239,7 +242,7 @@ fn read_adapter<'v>(
             without_dropout(keys, peft::of_flat_keys(keys))
         }
         (Some(false), true) => {
-            ask_flat_keys(keys);
+            mark_flat_keys_read(keys);
             findings.ignored.borrow_mut().push(Remark {
                 key: "lora_*".to_owned(),
                 reason: "use_peft is false, so every weight is trained".to_owned(),
@@ -251,7 +254,7 @@ fn read_adapter<'v>(
 }
 
 /// Marks the flat keys as read, because they have been judged as a whole.
-fn ask_flat_keys(keys: &Keys<'_>) {
+fn mark_flat_keys_read(keys: &Keys<'_>) {
     for key in peft::flat_keys() {
         let _ = keys.value(key);
     }
@@ -265,24 +268,24 @@ fn without_dropout(keys: &Keys<'_>, mut lora: Map<String, Value>) -> Value {
 }
 
 /// Writes the settings next to an RLOOConfig: model, data, rewards, labels.
-fn put_surroundings(keys: &Keys<'_>, around: &BTreeMap<&'static str, &Value>, spec: &mut Map<String, Value>) {
+fn write_sibling_settings(keys: &Keys<'_>, siblings: &BTreeMap<&'static str, &Value>, spec: &mut Map<String, Value>) {
     let mut first = Map::new();
-    let name = around.get("name").copied().or(keys.value("run_name"));
+    let name = siblings.get("name").copied().or(keys.value("run_name"));
     if let Some(name) = name {
         first.insert("name".to_owned(), name.clone());
         keys.origin("/name", "run_name");
     }
     let named = keys.value("model_name_or_path");
-    if let Some(model) = around.get("model").copied().or(named).cloned().or_else(|| spec.remove("model")) {
+    if let Some(model) = siblings.get("model").copied().or(named).cloned().or_else(|| spec.remove("model")) {
         first.insert("model".to_owned(), model);
-        if !around.contains_key("model") {
+        if !siblings.contains_key("model") {
             keys.origin("/model", "model_name_or_path");
         }
     }
-    let train = around.get("dataset").or(around.get("train_dataset"));
+    let train = siblings.get("dataset").or(siblings.get("train_dataset"));
     if let Some(dataset) = train {
         first.insert("dataset".to_owned(), as_dataset(dataset));
-        if !around.contains_key("dataset") {
+        if !siblings.contains_key("dataset") {
             keys.findings.origins.borrow_mut().insert("/dataset".to_owned(), "/train_dataset".to_owned());
         }
     }
@@ -296,9 +299,9 @@ fn put_surroundings(keys: &Keys<'_>, around: &BTreeMap<&'static str, &Value>, sp
             None => keys.refuse("dataset_name", "datasets are not downloaded by name: upload the rows with POST /datasets and give dataset {\"id\": \"ds_…\"}"),
         }
     }
-    put_rewards(keys, around.get("rewards").copied(), &mut first);
+    write_rewards(keys, siblings.get("rewards").copied(), &mut first);
     for key in ["metadata", "priority"] {
-        if let Some(value) = around.get(key) {
+        if let Some(value) = siblings.get(key) {
             first.insert(key.to_owned(), (*value).clone());
         }
     }
@@ -316,7 +319,7 @@ fn as_dataset(dataset: &Value) -> Value {
 }
 
 /// Writes the rewards. As in TRL, there is one weight per reward, in order; without reward_weights every weight is 1.
-fn put_rewards(keys: &Keys<'_>, rewards: Option<&Value>, spec: &mut Map<String, Value>) {
+fn write_rewards(keys: &Keys<'_>, rewards: Option<&Value>, spec: &mut Map<String, Value>) {
     let mut rewards = rewards.cloned().or(self::rewards::named_rewards(keys, rewards.is_some()));
     if let Some(weights) = keys.value("reward_weights") {
         match (weights.as_array(), rewards.as_mut().map(Value::as_array_mut)) {
@@ -357,7 +360,7 @@ fn put_rewards(keys: &Keys<'_>, rewards: Option<&Value>, spec: &mut Map<String, 
 }
 
 /// Writes the settings of a section that have a TRL key, in the order of the table.
-fn put_settings(keys: &Keys<'_>, section: &Section, into: &mut Map<String, Value>) {
+fn write_settings(keys: &Keys<'_>, section: &Section, into: &mut Map<String, Value>) {
     let nothing = Values::default();
     for setting in section.settings {
         let (spellings, value): (&[&'static str], _) = match setting.trl {
@@ -392,14 +395,14 @@ fn rloo(keys: &Keys<'_>) -> Map<String, Value> {
     let generations = keys.number("num_generations").map_or(2, |number| number.clamp(0.0, 1e6) as u64);
     rloo.insert("num_generations".to_owned(), json!(generations));
     keys.origin("/rloo/num_generations", "num_generations");
-    put_settings(keys, &RLOO, &mut rloo);
+    write_settings(keys, &RLOO, &mut rloo);
     rloo
 }
 
 /// Reads the sampling keys; in TRL, generation_kwargs overrides them.
 fn sampling(keys: &Keys<'_>) -> Map<String, Value> {
     let mut sampling = Map::new();
-    put_settings(keys, &SAMPLING, &mut sampling);
+    write_settings(keys, &SAMPLING, &mut sampling);
     let kwargs = keys.object("chat_template_kwargs").unwrap_or_default();
     if !kwargs.is_empty() {
         sampling.insert("chat_template_kwargs".to_owned(), Value::Object(kwargs));
@@ -481,7 +484,12 @@ fn read_precision(keys: &Keys<'_>, training: &mut Map<String, Value>) {
     }
 }
 
-fn put_eval(keys: &Keys<'_>, eval: Option<Map<String, Value>>, dataset: Option<&Value>, spec: &mut Map<String, Value>) {
+fn write_eval(
+    keys: &Keys<'_>,
+    eval: Option<Map<String, Value>>,
+    dataset: Option<&Value>,
+    spec: &mut Map<String, Value>,
+) {
     let Some(mut eval) = eval else {
         if dataset.is_some() {
             keys.findings.ignored.borrow_mut().push(Remark {
@@ -499,7 +507,7 @@ fn put_eval(keys: &Keys<'_>, eval: Option<Map<String, Value>>, dataset: Option<&
 }
 
 /// Reports every key that no section read as harmless, unsupported or unknown.
-fn judge_the_rest(keys: &Keys<'_>) {
+fn report_remaining_keys(keys: &Keys<'_>) {
     // A dump of a whole RLOOConfig has vLLM's settings too; with use_vllm false they have no effect.
     let vllm_off = keys.flag("use_vllm") == Some(false);
     if keys.flag("use_vllm") == Some(true) {
@@ -518,7 +526,7 @@ fn judge_the_rest(keys: &Keys<'_>) {
     for (key, value) in keys.rest() {
         let name = key.as_str();
         if let Some(entry) = IGNORED.iter().find(|entry| entry.keys.contains(&name)) {
-            if !says_nothing(value) {
+            if !is_off_value(value) {
                 keys.ignore(key, entry.reason);
             }
         } else if let Some(entry) = REFUSED.iter().find(|entry| entry.keys.contains(&name)) {
@@ -527,7 +535,7 @@ fn judge_the_rest(keys: &Keys<'_>) {
             }
         } else if name.starts_with(VLLM_PREFIX) {
             match vllm_off {
-                true if says_nothing(value) => {}
+                true if is_off_value(value) => {}
                 true => keys.ignore(key, "without use_vllm it says nothing"),
                 false => keys.refuse(key, "there is no vLLM here: the worker samples with its own kernels, the same as in training; remove it"),
             }
@@ -558,6 +566,6 @@ fn unknown(key: &str) -> String {
         of_settings.chain(READ.iter().chain(&self::rewards::REWARD_FUNCS).chain(ignored).chain(refused).copied());
     match nearest(key, known) {
         Some(meant) => format!("not a key of RLOOConfig (TRL 1.16): did you mean '{meant}'?"),
-        None => "not a key of RLOOConfig (TRL 1.16), nor of the arguments around it: remove it".to_owned(),
+        None => "not a key of RLOOConfig (TRL 1.16), nor of the arguments siblings it: remove it".to_owned(),
     }
 }

@@ -392,7 +392,7 @@ fn errors_of_the_job_are_told_at_the_key_that_was_sent() {
     let conversion = converted(json!({"temperature": 0, "kl_coef": -1, "top_p": 2}));
     assert!(conversion.errors.is_empty(), "TRL does not check them: {:?}", conversion.errors);
     let (_, errors) = JobSpec::read(conversion.spec.clone());
-    let pointers: Vec<String> = errors.into_iter().map(|error| conversion.told_by_key(error).pointer).collect();
+    let pointers: Vec<String> = errors.into_iter().map(|error| conversion.at_submitted_key(error).pointer).collect();
     for pointer in ["/config/kl_coef", "/config/temperature", "/config/top_p"] {
         assert!(pointers.iter().any(|found| found == pointer), "{pointer} in {pointers:?}");
     }
@@ -485,7 +485,7 @@ proptest! {
         let conversion = convert(&document, rows);
         let (_, errors) = JobSpec::read(conversion.spec.clone());
         for error in errors {
-            let _ = conversion.told_by_key(error);
+            let _ = conversion.at_submitted_key(error);
         }
     }
 }

@@ -85,7 +85,7 @@ impl Job {
         self.state == State::Running && self.attempt == attempt
     }
 
-    pub(super) fn tell(&mut self, event: &str) {
+    pub(super) fn record_event(&mut self, event: &str) {
         self.events.push(event.to_owned());
     }
 
@@ -95,7 +95,7 @@ impl Job {
         self.owner = Some(worker);
         self.deadline = deadline;
         self.last_batch = None;
-        self.tell("job.started");
+        self.record_event("job.started");
         let newest = self.checkpoints.first().copied();
         let before = self.steps.len();
         self.steps.retain(|step, attempt| {
@@ -104,7 +104,7 @@ impl Job {
         self.step = newest.map_or(0, |(step, _)| step);
         self.reached = self.reached.max(self.cursor());
         if self.steps.len() < before {
-            self.tell("rewind");
+            self.record_event("rewind");
         }
     }
 
@@ -141,7 +141,7 @@ impl Job {
             self.rollouts.clear();
             self.evaluations.clear();
         }
-        self.tell(event);
+        self.record_event(event);
     }
 
     /// Releases the job after its worker ended without a report.
@@ -153,7 +153,7 @@ impl Job {
         self.ends += 1;
         self.failures += u32::from(charged);
         if self.ends.is_multiple_of(ENDS_AN_ALERT) {
-            self.tell("alert");
+            self.record_event("alert");
         }
         if self.requested == Some(Requested::Pause) {
             return self.leave(State::Paused, "job.paused");
@@ -196,7 +196,7 @@ impl Job {
         for step in steps {
             self.steps.insert(*step, self.attempt);
             self.step = self.step.max(*step);
-            self.tell("step");
+            self.record_event("step");
         }
     }
 
@@ -219,6 +219,6 @@ impl Job {
         self.rollouts.retain(|sampled| *sampled > step);
         // An evaluation that follows the step may not be finished yet.
         self.evaluations.retain(|evaluated, _| *evaluated >= step);
-        self.tell("checkpoint.saved");
+        self.record_event("checkpoint.saved");
     }
 }

@@ -74,7 +74,7 @@ impl Server {
         failpoint::set_hook(None);
         let death = death.take();
         let Some(at) = death.at else { return Ok(Called::Answered(answer)) };
-        self.go_on_in(death.to, random).await?;
+        self.start_in(death.to, random).await?;
         let applied = at.starts_with("store.after_commit") || at == "publish.published";
         Ok(Called::Lost { applied })
     }
@@ -84,7 +84,7 @@ impl Server {
         self.store.close().await;
         let to = fresh_root().keep();
         copy_tree(self.root.path(), &to);
-        self.go_on_in(to, random).await
+        self.start_in(to, random).await
     }
 
     fn may_die(&self, random: &mut Random, one_in: usize) -> Option<Rc<RefCell<Death>>> {
@@ -112,7 +112,7 @@ impl Server {
     }
 
     /// Starts a new server in this directory; it may die during the start, too.
-    async fn go_on_in(&mut self, mut dir: PathBuf, random: &mut Random) -> Result<(), String> {
+    async fn start_in(&mut self, mut dir: PathBuf, random: &mut Random) -> Result<(), String> {
         let down = random.from(0, 240_000);
         self.steady += down;
         self.wall += down;

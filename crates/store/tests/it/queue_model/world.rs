@@ -18,22 +18,22 @@ use rlood_types::spec::Plan;
 const MAX_JOBS: usize = 5;
 const MAX_WORKERS: usize = 4;
 /// Length of a time step in milliseconds; connected workers send a heartbeat in each.
-const PIECE: i64 = 6_000;
+const TIME_STEP: i64 = 6_000;
 
 /// A simulated worker process.
 #[derive(Debug)]
-struct Puppet {
+struct WorkerProcess {
     id: WorkerId,
     /// Whether it is a child process that ends with the server.
     child: bool,
     /// Whether its heartbeats do not arrive.
     cut_off: bool,
-    held: Option<Held>,
+    held: Option<HeldClaim>,
 }
 
 /// The claim that a worker believes it holds.
 #[derive(Debug, Clone)]
-struct Held {
+struct HeldClaim {
     job: JobId,
     attempt: u64,
     step: u64,
@@ -48,7 +48,7 @@ pub(super) struct World {
     server: Server,
     plan: Plan,
     jobs: BTreeMap<JobId, Job>,
-    puppets: Vec<Puppet>,
+    processes: Vec<WorkerProcess>,
     /// Ids of sent requests, by job and step.
     asked: BTreeMap<(JobId, u64), String>,
     next_request: u32,
@@ -75,7 +75,7 @@ impl World {
             server: Server::start(template).await,
             plan: super::plan(dataset),
             jobs: BTreeMap::new(),
-            puppets: Vec::new(),
+            processes: Vec::new(),
             asked: BTreeMap::new(),
             next_request: 0,
             clock_set: false,
@@ -89,16 +89,16 @@ impl World {
             self.step().await?;
             self.check_rows().await?;
         }
-        self.say("everything is cancelled and given up".to_owned());
-        self.puppets.iter_mut().for_each(|puppet| puppet.held = None);
+        self.record("everything is cancelled and given up".to_owned());
+        self.processes.iter_mut().for_each(|process| process.held = None);
         for job in self.jobs.keys().copied().collect::<Vec<_>>() {
             // The server may die during the call.
             while !self.jobs[&job].state.is_terminal() && self.jobs[&job].requested != Some(Requested::Cancel) {
-                self.wish(job, "cancel").await?;
+                self.user_action(job, "cancel").await?;
             }
         }
-        for _ in 0..LEASE / PIECE + 2 {
-            self.pass(PIECE).await?;
+        for _ in 0..LEASE / TIME_STEP + 2 {
+            self.advance_time(TIME_STEP).await?;
         }
         self.check_rows().await?;
         match self.jobs.iter().find(|(_, job)| !job.state.is_terminal()) {
@@ -111,24 +111,24 @@ impl World {
         match self.random.below(100) {
             0..9 => self.create().await,
             9..27 => self.claim().await,
-            27..33 => self.any_beat().await,
+            27..33 => self.any_heartbeat().await,
             33..47 => self.report().await,
             47..56 => self.publish().await,
             56..62 => self.journal().await,
             62..68 => self.finish().await,
             68..77 => {
-                let time = PIECE * self.random.from(1, 6);
-                self.pass(time).await
+                let time = TIME_STEP * self.random.from(1, 6);
+                self.advance_time(time).await
             }
             77..79 => {
                 let by = self.random.from(60_000, 21_600_000) * if self.random.one_in(2) { 1 } else { -1 };
-                self.say(format!("the clock is set by {by} ms"));
+                self.record(format!("the clock is set by {by} ms"));
                 self.server.wall += by;
                 self.clock_set = true;
                 Ok(())
             }
             79..82 => self.lose_worker().await,
-            82..93 => self.any_wish().await,
+            82..93 => self.any_user_action().await,
             93..96 => {
                 let server = &mut self.server;
                 server.restart(&mut self.random).await?;
@@ -138,7 +138,7 @@ impl World {
         }
     }
 
-    fn say(&mut self, line: String) {
+    fn record(&mut self, line: String) {
         self.story.push(line);
     }
 
@@ -148,9 +148,10 @@ impl World {
 
     /// Updates the model after a restart: child workers died with the old server, and the other leases were renewed.
     async fn after_restart(&mut self, why: &str) -> Check {
-        self.say(format!("{why}, and another one starts"));
-        let children: BTreeSet<WorkerId> = self.puppets.iter().filter(|puppet| puppet.child).map(|p| p.id).collect();
-        self.puppets.retain(|puppet| !puppet.child);
+        self.record(format!("{why}, and another one starts"));
+        let children: BTreeSet<WorkerId> =
+            self.processes.iter().filter(|process| process.child).map(|p| p.id).collect();
+        self.processes.retain(|process| !process.child);
         for job in self.jobs.values_mut().filter(|job| job.state == State::Running) {
             match job.owner {
                 Some(owner) if children.contains(&owner) => job.release(false),
@@ -165,22 +166,22 @@ impl World {
     /// Records an interrupted call; returns whether it took effect.
     fn cut_short(&mut self, what: &str, applied: bool) -> bool {
         let when = if applied { "after" } else { "before" };
-        self.say(format!("{what}: the server dies {when} it is durable"));
+        self.record(format!("{what}: the server dies {when} it is durable"));
         applied
     }
 
     /// Advances the time; connected workers send heartbeats, and the server checks for expired leases.
-    async fn pass(&mut self, time: i64) -> Check {
+    async fn advance_time(&mut self, time: i64) -> Check {
         let mut left = time;
         while left > 0 {
-            left -= PIECE;
-            self.server.steady += PIECE;
-            self.server.wall += PIECE;
+            left -= TIME_STEP;
+            self.server.steady += TIME_STEP;
+            self.server.wall += TIME_STEP;
             self.tick().await?;
-            for place in 0..self.puppets.len() {
+            for place in 0..self.processes.len() {
                 // A restart may have removed some workers.
-                if self.puppets.get(place).is_some_and(|puppet| !puppet.cut_off) {
-                    self.beat(place).await?;
+                if self.processes.get(place).is_some_and(|process| !process.cut_off) {
+                    self.heartbeat(place).await?;
                 }
             }
         }
@@ -201,7 +202,7 @@ impl World {
             return Err(format!("taken back: {taken:?}, and it should be {expected:?}"));
         }
         for id in taken {
-            self.say(format!("the lease of {id} lapses"));
+            self.record(format!("the lease of {id} lapses"));
             self.jobs.get_mut(&id).ok_or("no job")?.release(true);
         }
         Ok(())

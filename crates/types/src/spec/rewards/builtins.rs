@@ -19,7 +19,7 @@ use super::json_schema::JsonSchema;
 const MAX_GRADERS: usize = 32;
 
 pub(super) fn read_length(reader: &Reader<'_>) -> RewardKind {
-    let unit = reader.field("unit").choice(&[("words", LengthUnit::Words), ("tokens", LengthUnit::Tokens)]);
+    let unit = reader.field("unit").variant::<LengthUnit>();
     let unit = unit.unwrap_or_default();
     let (min, max) = match unit {
         LengthUnit::Words => (reader.field("min_words"), reader.field("max_words")),
@@ -90,34 +90,17 @@ pub(super) fn read_regex(reader: &Reader<'_>) -> RewardKind {
 }
 
 pub(super) fn read_string_check(reader: &Reader<'_>) -> RewardKind {
-    let operations = [
-        ("eq", StringOperation::Eq),
-        ("ne", StringOperation::Ne),
-        ("like", StringOperation::Like),
-        ("ilike", StringOperation::Ilike),
-    ];
     RewardKind::StringCheck(StringCheckPlan {
         input: read_input(reader),
         reference: read_reference(reader),
         operation: reader
             .required("operation", "say how the texts are compared: eq, ne, like or ilike")
-            .choice(&operations)
+            .variant()
             .unwrap_or(StringOperation::Eq),
     })
 }
 
 pub(super) fn read_text_similarity(reader: &Reader<'_>) -> RewardKind {
-    let metrics = [
-        ("fuzzy_match", SimilarityMetric::FuzzyMatch),
-        ("bleu", SimilarityMetric::Bleu),
-        ("gleu", SimilarityMetric::Gleu),
-        ("rouge_1", SimilarityMetric::Rouge1),
-        ("rouge_2", SimilarityMetric::Rouge2),
-        ("rouge_3", SimilarityMetric::Rouge3),
-        ("rouge_4", SimilarityMetric::Rouge4),
-        ("rouge_5", SimilarityMetric::Rouge5),
-        ("rouge_l", SimilarityMetric::RougeL),
-    ];
     let metric =
         reader.required("evaluation_metric", "name the measure: fuzzy_match, bleu, gleu, rouge_1 … rouge_5 or rouge_l");
     let chosen = match metric.value().and_then(Value::as_str) {
@@ -128,7 +111,7 @@ pub(super) fn read_text_similarity(reader: &Reader<'_>) -> RewardKind {
             );
             None
         }
-        _ => metric.choice(&metrics),
+        _ => metric.variant(),
     };
     RewardKind::TextSimilarity(TextSimilarityPlan {
         input: read_input(reader),
@@ -147,16 +130,10 @@ fn read_reference(reader: &Reader<'_>) -> String {
 }
 
 pub(super) fn read_math_equal(reader: &Reader<'_>) -> RewardKind {
-    let places = [
-        ("auto", AnswerPlace::Auto),
-        ("boxed", AnswerPlace::Boxed),
-        ("tag", AnswerPlace::Tag),
-        ("whole", AnswerPlace::Whole),
-    ];
     RewardKind::MathEqual(MathEqualPlan {
         column: read_column(&reader.required("column", "name the dataset column that holds the right answer")),
         tolerance: reader.field("tolerance").number("between 0 and 1", |v| (0.0..=1.0).contains(&v)).unwrap_or(1e-6),
-        answer: reader.field("answer").choice(&places).unwrap_or(AnswerPlace::Auto),
+        answer: reader.field("answer").variant().unwrap_or(AnswerPlace::Auto),
     })
 }
 

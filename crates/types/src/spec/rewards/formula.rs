@@ -7,9 +7,9 @@ use minijinja::{Environment, Error, ErrorKind, UndefinedBehavior, Value};
 use crate::jinja::{Template, guard};
 
 /// Maximum number of steps per evaluation.
-const FUEL: u64 = 10_000;
+const MAX_STEPS: u64 = 10_000;
 /// Maximum number of bytes that one evaluation may allocate. Numbers do not count.
-const BUDGET: u64 = 1 << 20;
+const MAX_ALLOCATED_BYTES: u64 = 1 << 20;
 const FUNCTIONS: [&str; 8] = ["min", "max", "abs", "floor", "ceil", "exp", "sqrt", "log"];
 const WORDS: [&str; 14] =
     ["and", "or", "not", "in", "is", "if", "else", "true", "false", "none", "True", "False", "None", "loop"];
@@ -29,7 +29,7 @@ impl Formula {
     /// Parses `text`. The error message is for the user who wrote the formula.
     pub fn parse(text: &str) -> Result<Self, String> {
         let mut environment = Environment::empty();
-        environment.set_fuel(Some(FUEL));
+        environment.set_fuel(Some(MAX_STEPS));
         environment.set_undefined_behavior(UndefinedBehavior::Strict);
         guard(&mut environment);
         let one: [(&'static str, OfOne); 6] = [
@@ -81,7 +81,7 @@ impl Formula {
     /// Evaluates the formula; the value is a finite number.
     pub fn value(&self, scores: &BTreeMap<&str, f64>) -> Result<f64, String> {
         let variables = Value::from_pairs(scores.iter().map(|(name, score)| (*name, *score)));
-        let value = self.expression.eval(&self.environment, variables, BUDGET, Ok).map_err(|error| {
+        let value = self.expression.eval(&self.environment, variables, MAX_ALLOCATED_BYTES, Ok).map_err(|error| {
             let why = error.detail().map_or_else(|| error.kind().to_string(), str::to_owned);
             format!("the formula has no value: {why}")
         })?;

@@ -1,4 +1,4 @@
-//! JSON Schema: draft 2020-12 unless the schema's `$schema` says otherwise. Nothing is fetched or read from files.
+//! JSON Schema: draft 2020-12 unless the schema's `$schema` says otherwise. NoLoader is fetched or read from files.
 //!
 //! The validator (boon) has neither a step limit nor a stack limit, and 1 kB of schema can cause years of work: for example,
 //! definitions that each reference the previous one twice, or a recursive schema that does so on each level of a value. The work is
@@ -15,13 +15,13 @@ pub use cost::TooCostly;
 use graph::Graph;
 
 /// Address of the schema inside the compiler. References are relative to it.
-const HOME: &str = "schema:///reward";
+const SCHEMA_ADDRESS: &str = "schema:///reward";
 /// Address of `{"not": {"not": the schema}}`. Below `not` the validator stops at the first error and describes none.
-const BRIEF: &str = "schema:///brief";
+const BRIEF_ADDRESS: &str = "schema:///brief";
 /// Stack size of a thread that compiles or validates, in bytes. The depth is limited by [`cost::MAX_DEPTH`].
 const STACK_BYTES: usize = 64 << 20;
 /// Nesting depth above which a value is validated on a thread with [`STACK_BYTES`] of stack.
-const SHALLOW: usize = 64;
+const MAX_INLINE_DEPTH: usize = 64;
 
 /// A compiled JSON Schema.
 pub struct JsonSchema {
@@ -49,7 +49,7 @@ impl JsonSchema {
     pub fn accepts(&self, value: &Value) -> Result<bool, TooCostly> {
         let depth = cost::count(&self.graph, value)?;
         let valid = || self.schemas.validate(value, self.index).is_ok();
-        if depth <= SHALLOW {
+        if depth <= MAX_INLINE_DEPTH {
             return Ok(valid());
         }
         on_large_stack(valid).map_err(|_| TooCostly::Thread)
@@ -64,17 +64,17 @@ impl std::fmt::Debug for JsonSchema {
 
 fn compile(schema: &Value) -> Result<(Schemas, SchemaIndex), String> {
     let mut compiler = Compiler::new();
-    compiler.use_loader(Box::new(Nothing));
+    compiler.use_loader(Box::new(NoLoader));
     let mut schemas = Schemas::new();
     let told = |error: boon::CompileError| {
         let text = format!("{error:#}");
         let first: Vec<&str> = text.lines().map(str::trim).filter(|line| !line.is_empty()).take(3).collect();
-        format!("not a JSON Schema that can be used: {}", first.join(" ").replace(HOME, ""))
+        format!("not a JSON Schema that can be used: {}", first.join(" ").replace(SCHEMA_ADDRESS, ""))
     };
-    compiler.add_resource(HOME, schema.clone()).map_err(told)?;
-    compiler.compile(HOME, &mut schemas).map_err(told)?;
-    compiler.add_resource(BRIEF, json!({"not": {"not": {"$ref": HOME}}})).map_err(told)?;
-    let index = compiler.compile(BRIEF, &mut schemas).map_err(told)?;
+    compiler.add_resource(SCHEMA_ADDRESS, schema.clone()).map_err(told)?;
+    compiler.compile(SCHEMA_ADDRESS, &mut schemas).map_err(told)?;
+    compiler.add_resource(BRIEF_ADDRESS, json!({"not": {"not": {"$ref": SCHEMA_ADDRESS}}})).map_err(told)?;
+    let index = compiler.compile(BRIEF_ADDRESS, &mut schemas).map_err(told)?;
     Ok((schemas, index))
 }
 
@@ -88,9 +88,9 @@ fn on_large_stack<T: Send>(work: impl FnOnce() -> T + Send) -> Result<T, String>
 }
 
 /// A loader that loads nothing: a client's schema must not make the server read files or contact addresses.
-struct Nothing;
+struct NoLoader;
 
-impl UrlLoader for Nothing {
+impl UrlLoader for NoLoader {
     fn load(&self, _: &str) -> Result<Value, Box<dyn std::error::Error>> {
         Err("references to other documents are not followed".into())
     }

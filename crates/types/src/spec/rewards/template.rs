@@ -11,14 +11,14 @@ use crate::jinja::{Ordered, Template, draw, environment, to_json, to_json_value,
 use crate::sample::RewardSample;
 
 /// Maximum number of instructions per rendering. A typical rendering takes tens.
-const FUEL: u64 = 1_000_000;
+const MAX_INSTRUCTIONS: u64 = 1_000_000;
 /// Maximum length of a rendered text, in bytes.
 const MAX_OUTPUT_BYTES: usize = 4 << 20;
 /// Maximum number of bytes that one rendering may allocate.
-const BUDGET: u64 = 64 << 20;
+const MAX_ALLOCATED_BYTES: u64 = 64 << 20;
 
 static ENVIRONMENT: LazyLock<Environment<'static>> = LazyLock::new(|| {
-    let mut environment = environment(FUEL);
+    let mut environment = environment(MAX_INSTRUCTIONS);
     environment.set_undefined_behavior(UndefinedBehavior::Strict);
     environment.set_formatter(write);
     let syntax = SyntaxConfig::builder().keep_trailing_newline(true).build();
@@ -41,7 +41,8 @@ pub struct SampleTemplate {
 impl SampleTemplate {
     /// Compiles a template. The error message is for the user who wrote it.
     pub fn new(source: &str) -> Result<Self, String> {
-        let template = Template::new(&ENVIRONMENT, "template", source.to_owned()).map_err(|error| told(&error))?;
+        let template =
+            Template::new(&ENVIRONMENT, "template", source.to_owned()).map_err(|error| describe_error(&error))?;
         let inside = source.trim().strip_prefix("{{").and_then(|rest| rest.strip_suffix("}}"));
         let compiled =
             inside.and_then(|inside| Some((Template::expression(inside.to_owned()).ok()?, inside.to_owned())));
@@ -50,27 +51,27 @@ impl SampleTemplate {
 
     /// Compiles an expression alone, for [`SampleTemplate::value`].
     pub fn expression(source: &str) -> Result<Self, String> {
-        let expression = Template::expression(source.to_owned()).map_err(|error| told(&error))?;
+        let expression = Template::expression(source.to_owned()).map_err(|error| describe_error(&error))?;
         Ok(Self { expression: Some((expression, source.to_owned())), ..Self::new("")? })
     }
 
     /// Renders the text for these variables.
     pub fn render(&self, variables: &Value) -> Result<String, String> {
-        let text = self.template.render(&ENVIRONMENT, variables.clone(), BUDGET, MAX_OUTPUT_BYTES);
-        text.map_err(|error| told(&error))
+        let text = self.template.render(&ENVIRONMENT, variables.clone(), MAX_ALLOCATED_BYTES, MAX_OUTPUT_BYTES);
+        text.map_err(|error| describe_error(&error))
     }
 
     /// Returns the expression's value if the template is a single `{{ expression }}`, otherwise the rendered text.
     pub fn value(&self, variables: &Value) -> Result<serde_json::Value, String> {
         let Some((expression, written)) = &self.expression else { return Ok(self.render(variables)?.into()) };
-        let value = expression.eval(&ENVIRONMENT, variables.clone(), BUDGET, |value| {
+        let value = expression.eval(&ENVIRONMENT, variables.clone(), MAX_ALLOCATED_BYTES, |value| {
             if value.is_undefined() {
                 let text = format!("'{}' is undefined", written.trim());
                 return Err(Error::new(ErrorKind::UndefinedError, text));
             }
             to_json_value(&value)
         });
-        value.map_err(|error| told(&error))
+        value.map_err(|error| describe_error(&error))
     }
 
     /// Returns the variables of a sample.
@@ -117,7 +118,7 @@ impl SampleTemplate {
     }
 }
 
-fn told(error: &Error) -> String {
+fn describe_error(error: &Error) -> String {
     let mut text = error.detail().map_or_else(|| error.kind().to_string(), str::to_owned);
     if let Some(line) = error.line().filter(|line| *line > 1) {
         text = format!("{text} (line {line})");

@@ -6,7 +6,7 @@ use utoipa::openapi::schema::{AdditionalProperties, ObjectBuilder, OneOfBuilder,
 
 use super::DefaultValue::{Flag, Number, Whole};
 use super::sampling::{GREEDY, MIN_P, REPETITION_PENALTY, TOP_K, TOP_P};
-use super::{Kind, MAX_STEPS, Range, Resume, Section, Setting, Trl, words_of};
+use super::{Kind, MAX_STEPS, Range, Resume, Section, Setting, Trl, variant_names};
 use crate::id::{AdapterId, CheckpointId};
 use crate::spec::Reference;
 use crate::spec::reader::Field;
@@ -81,7 +81,9 @@ fn guard() -> RefOr<Schema> {
         .property("margin", margin)
         .required("dataset")
         .additional_properties(Some(AdditionalProperties::FreeForm(false)))
-        .description(Some("A guard set: prompts on which training must not make the model worse. Only the verdict uses them."))
+        .description(Some(
+            "A guard set: prompts on which training must not make the model worse. Only the verdict uses them.",
+        ))
         .into()
 }
 
@@ -104,7 +106,7 @@ pub(in crate::spec) static WARM_START: Section = Section::new(
         .doc("PEFT adapter of the same model: from the Hugging Face Hub, or uploaded with POST /adapters. Its shapes are checked.")
         .label("A PEFT adapter, as JSON")
         .resume(Resume::FixedInOwnForm),
-        Setting::word("reference", words_of::<Reference>)
+        Setting::variant("reference", variant_names::<Reference>)
             .required("say what the KL penalty is measured against: \"base\" (the base model) or \"initial\" (the weights that the job begins with)")
             .doc("Reference model of the KL penalty: `base` (the base model) or `initial` (a frozen copy of the starting weights).")
             .resume(Resume::FixedInOwnForm),

@@ -9,7 +9,7 @@ use super::DefaultValue::{Flag, Number, Whole, Words};
 use super::{Form, Kind, Range, Resume, Section, Setting, Trl};
 use crate::spec::plan::LoraPlan;
 use crate::spec::reader::Field;
-use crate::spec::schema::words;
+use crate::spec::schema::enumeration;
 
 /// The projections that most models have, in the order of the plan.
 pub(in crate::spec) const ALL_LINEAR: [&str; 7] =
@@ -76,18 +76,18 @@ pub(in crate::spec) static LORA: Section = Section::new(
 
 fn read_target_modules(field: &Field<'_>) -> Option<Value> {
     if field.value().is_some_and(Value::is_string) {
-        field.word(&["all-linear"]);
+        field.one_of(&["all-linear"]);
         return None;
     }
     let items = field.items()?;
     if items.is_empty() {
         field.fail("invalid_value", "name at least one module, or \"all-linear\"");
     }
-    let chosen: Vec<_> = items.iter().filter_map(|item| item.word(&PROJECTIONS)).collect();
+    let chosen: Vec<_> = items.iter().filter_map(|item| item.one_of(&PROJECTIONS)).collect();
     Some(PROJECTIONS.into_iter().filter(|name| chosen.contains(name)).map(Value::from).collect())
 }
 
 fn target_modules() -> RefOr<Schema> {
-    let list = RefOr::T(Schema::Array(Array::new(words("", &PROJECTIONS))));
-    OneOfBuilder::new().item(words("All projections of the model.", &["all-linear"])).item(list).into()
+    let list = RefOr::T(Schema::Array(Array::new(enumeration("", &PROJECTIONS))));
+    OneOfBuilder::new().item(enumeration("All projections of the model.", &["all-linear"])).item(list).into()
 }

@@ -2,8 +2,8 @@
 
 use utoipa::PartialSchema;
 
-use super::DefaultValue::{Number, Whole, Word};
-use super::{Form, MAX_STEPS, Range, Resume, Section, Setting, Trl, words_of};
+use super::DefaultValue::{Number, Variant, Whole};
+use super::{Form, MAX_STEPS, Range, Resume, Section, Setting, Trl, variant_names};
 use crate::spec::plan::OptimizerPlan;
 use crate::spec::{LORA_LEARNING_RATE, LrSchedulerType, OptimizerKind};
 
@@ -15,9 +15,9 @@ pub(in crate::spec) static OPTIMIZER: Section = Section::new(
     "Optimizer",
     "The optimizer and its schedule.",
     &[
-        Setting::word("kind", words_of::<OptimizerKind>)
+        Setting::variant("kind", variant_names::<OptimizerKind>)
             .doc("Optimizer: AdamW with moments in 32 bits (`adamw`) or in 8 bits (`adamw_8bit`).")
-            .default(Word("adamw"))
+            .default(Variant("adamw"))
             .trl(Trl::Own(&["optim"]))
             .resume(Resume::FixedUnless { key: "optimizer", value: "adamw" }),
         // The default for an adapter. Full fine-tuning has a different default.
@@ -50,8 +50,8 @@ pub(in crate::spec) static OPTIMIZER: Section = Section::new(
             Form::Number,
             Number(1.0),
         )),
-        Setting::word("lr_scheduler_type", words_of::<LrSchedulerType>)
-            .default(Word("constant"))
+        Setting::variant("lr_scheduler_type", variant_names::<LrSchedulerType>)
+            .default(Variant("constant"))
             .trl(Trl::Own(&["lr_scheduler_type", "lr_scheduler_kwargs"])),
         Setting::whole("warmup_steps", 0, MAX_STEPS).default(Whole(0)).trl(Trl::Own(&["warmup_steps", "warmup_ratio"])),
     ],

@@ -84,7 +84,7 @@ fn values(setting: &Setting) -> String {
         Kind::Flag => "true or false".to_owned(),
         Kind::Whole(low, high) => format!("{low} to {high}"),
         Kind::Number(range) => range.to_string(),
-        Kind::Word(names) => code_list(&names()),
+        Kind::Variant(names) => code_list(&names()),
         Kind::Text(max_chars) => format!("text, at most {max_chars} characters"),
         Kind::Own { says, .. } | Kind::Part { says, .. } => says.to_owned(),
     }

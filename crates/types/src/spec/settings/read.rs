@@ -117,7 +117,7 @@ impl Setting {
                 field.whole::<u64>(low..=high).map(Value::from)
             }
             Kind::Number(range) => field.number_in(range).map(Value::from),
-            Kind::Word(names) => field.word(&names()).map(Value::from),
+            Kind::Variant(names) => field.one_of(&names()).map(Value::from),
             Kind::Text(max_chars) => field.nonempty(max_chars).map(Value::from),
             Kind::Own { read, .. } => read(&field),
             Kind::Part { .. } => None,

@@ -6,7 +6,7 @@ use utoipa::openapi::extensions::{Extensions, ExtensionsBuilder};
 use utoipa::openapi::schema::{Object, Schema, Type};
 
 use super::{Kind, SECTIONS, Section, Setting};
-use crate::spec::schema::{closed, defaulted, described, into_object, plain, words};
+use crate::spec::schema::{closed, defaulted, described, enumeration, into_object, plain};
 
 impl Section {
     /// Returns the schema: every setting is optional unless it is required, with its limits and its default.
@@ -56,7 +56,7 @@ impl Setting {
             Kind::Flag => plain(Type::Boolean, self.doc).into(),
             Kind::Whole(..) => plain(Type::Integer, self.doc).into(),
             Kind::Number(_) => plain(Type::Number, self.doc).into(),
-            Kind::Word(names) => words(self.doc, &names()),
+            Kind::Variant(names) => enumeration(self.doc, &names()),
             Kind::Text(_) => plain(Type::String, self.doc).into(),
             Kind::Own { schema, .. } => described(schema(), self.doc),
             Kind::Part { schema, .. } => schema(),
@@ -78,7 +78,7 @@ impl Setting {
                 schema.maximum = Some(high.into());
             }
             Kind::Number(range) => range.restrict(schema),
-            Kind::Flag | Kind::Word(_) | Kind::Text(_) | Kind::Own { .. } | Kind::Part { .. } => {}
+            Kind::Flag | Kind::Variant(_) | Kind::Text(_) | Kind::Own { .. } | Kind::Part { .. } => {}
         }
     }
 }

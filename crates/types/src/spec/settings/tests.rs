@@ -29,7 +29,7 @@ fn accepted(setting: &Setting) -> Vec<Value> {
         Kind::Number(range) => {
             [0.0, 1e-9, 0.5, 1.0].into_iter().filter(|number| range.contains(*number)).map(Value::from).collect()
         }
-        Kind::Word(names) => names().into_iter().map(Value::from).collect(),
+        Kind::Variant(names) => names().into_iter().map(Value::from).collect(),
         Kind::Text(_) => vec![json!("reward")],
         Kind::Own { .. } | Kind::Part { .. } => Vec::new(),
     }

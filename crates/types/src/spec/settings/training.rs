@@ -2,8 +2,8 @@
 
 use utoipa::PartialSchema;
 
-use super::DefaultValue::{Flag, Whole, Word};
-use super::{Form, Range, Resume, Section, Setting, Trl, words_of};
+use super::DefaultValue::{Flag, Variant, Whole};
+use super::{Form, Range, Resume, Section, Setting, Trl, variant_names};
 use crate::spec::ComputeDtype;
 use crate::spec::plan::TrainingPlan;
 
@@ -37,9 +37,9 @@ pub(in crate::spec) static TRAINING: Section = Section::new(
             .default(Flag(true))
             .trl(Trl::Key(&["shuffle_dataset"], Form::Flag, Flag(true)))
             .resume(Resume::Fixed),
-        Setting::word("dtype", words_of::<ComputeDtype>)
+        Setting::variant("dtype", variant_names::<ComputeDtype>)
             .doc("Precision of the matrix products; default: f32.")
-            .default(Word("f32"))
+            .default(Variant("f32"))
             .trl(Trl::Own(&["bf16", "fp16"]))
             .resume(Resume::FixedUnless { key: "dtype", value: "f32" }),
         Setting::whole("micro_batch_tokens", 16, 1_000_000)

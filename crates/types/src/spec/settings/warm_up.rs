@@ -3,8 +3,8 @@
 use utoipa::openapi::RefOr;
 use utoipa::openapi::schema::{Ref, Schema};
 
-use super::DefaultValue::{Whole, Word};
-use super::{Kind, MAX_STEPS, Range, Resume, Section, Setting, words_of};
+use super::DefaultValue::{Variant, Whole};
+use super::{Kind, MAX_STEPS, Range, Resume, Section, Setting, variant_names};
 use crate::spec::WarmUpReference;
 use crate::spec::schema::dataset;
 
@@ -35,9 +35,9 @@ pub(in crate::spec) static WARM_UP: Section = Section::new(
             .doc("Rows per warm-up step.")
             .default(Whole(BATCH_SIZE))
             .resume(Resume::FixedInOwnForm),
-        Setting::word("reference", words_of::<WarmUpReference>)
+        Setting::variant("reference", variant_names::<WarmUpReference>)
             .doc("Reference model of the KL penalty: `warmed` (a frozen copy of the weights at the end of the warm-up) or `base` (the reference that the job would have without a warm-up). Required together with `warm_start`.")
-            .default(Word("warmed"))
+            .default(Variant("warmed"))
             .resume(Resume::FixedInOwnForm),
     ],
 )

@@ -3,10 +3,10 @@
 use utoipa::openapi::RefOr;
 use utoipa::openapi::schema::{ObjectBuilder, OneOfBuilder, Schema, Type};
 
-use super::DefaultValue::{Number, Whole, Word};
-use super::{Kind, Range, Section, Setting, words_of};
+use super::DefaultValue::{Number, Variant, Whole};
+use super::{Kind, Range, Section, Setting, variant_names};
 use crate::event::{OnAlert, Rule};
-use crate::spec::schema::{closed, flag, words};
+use crate::spec::schema::{closed, enumeration, flag};
 
 pub(in crate::spec) static EARLY_STOPPING: Section = Section::new(
     "early_stopping",
@@ -32,7 +32,7 @@ pub(in crate::spec) static DOCTOR: Section = Section::new(
     "Doctor",
     "Alert rules, and what happens on an alert.",
     &[
-        Setting::word("on_alert", words_of::<OnAlert>).doc("What happens on an alert: `note` records it, `pause` pauses the job, `stop` ends the job with its last good checkpoint as its result.").default(Word("note")),
+        Setting::variant("on_alert", variant_names::<OnAlert>).doc("What happens on an alert: `note` records it, `pause` pauses the job, `stop` ends the job with its last good checkpoint as its result.").default(Variant("note")),
         Setting::new(
             "rules",
             Kind::Part { schema: rules, says: "an object: a rule's name, then `{enabled, on_alert}` or false" },
@@ -42,11 +42,11 @@ pub(in crate::spec) static DOCTOR: Section = Section::new(
 );
 
 fn rules() -> RefOr<Schema> {
-    let names = words_of::<OnAlert>();
+    let names = variant_names::<OnAlert>();
     let rules = Rule::ALL.into_iter().fold(closed(&[]), |rules, rule| {
         let own = closed(&[])
             .property("enabled", flag("Whether the rule is on.", true))
-            .property("on_alert", words("Default: doctor.on_alert.", &names))
+            .property("on_alert", enumeration("Default: doctor.on_alert.", &names))
             .build();
         let off = ObjectBuilder::new().schema_type(Type::Boolean).build();
         rules.property(rule.as_str(), OneOfBuilder::new().item(own).item(off))

@@ -29,12 +29,12 @@ impl Refused {
                 _ => off == *value,
             })
         };
-        says_nothing(value) || self.off.iter().any(listed)
+        is_off_value(value) || self.off.iter().any(listed)
     }
 }
 
 /// Whether the value is null, false (also as a word), "" or an empty list or object.
-pub(super) fn says_nothing(value: &Value) -> bool {
+pub(super) fn is_off_value(value: &Value) -> bool {
     match value {
         Value::Null | Value::Bool(false) => true,
         Value::String(text) => {

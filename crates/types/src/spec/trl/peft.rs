@@ -68,7 +68,7 @@ pub(super) fn of_peft_config<'v>(
     findings: &'v Findings,
 ) -> (Map<String, Value>, Option<&'v str>) {
     let keys = Keys::new(map, pointer, findings);
-    if let Some(kind) = keys.word("peft_type").filter(|kind| kind != "lora") {
+    if let Some(kind) = keys.lowercase("peft_type").filter(|kind| kind != "lora") {
         keys.refuse("peft_type", format!("'{}' is not supported: only LORA is", shown(&kind)));
     }
     let lora = adapter(&keys, Source::LoraConfig);

@@ -147,7 +147,7 @@ impl<'v> Keys<'v> {
     }
 
     /// Reads a word in lower case; YAML's `no` may have become false.
-    pub(super) fn word(&self, key: &'static str) -> Option<String> {
+    pub(super) fn lowercase(&self, key: &'static str) -> Option<String> {
         let value = self.value(key)?;
         match value {
             Value::String(text) => Some(text.trim().to_ascii_lowercase()),

@@ -9,13 +9,13 @@ use crate::spec::reader::shown;
 /// Keys under which reward functions are named.
 pub(super) const REWARD_FUNCS: [&str; 3] = ["reward_funcs", "reward_func", "reward_functions"];
 /// Functions of TRL's own module `trl.rewards`.
-const OF_TRL: [&str; 3] = ["accuracy_reward", "reasoning_accuracy_reward", "think_format_reward"];
+const TRL_FUNCTIONS: [&str; 3] = ["accuracy_reward", "reasoning_accuracy_reward", "think_format_reward"];
 /// TRL's factory of a soft overlong punishment, and the values that its scripts pass to it.
 const SOFT_OVERLONG: (&str, u64, u64) = ("get_soft_overlong_punishment", 1280, 256);
 /// Address at which TRL's functions are served.
 const SERVED_AT: &str = "http://127.0.0.1:8090";
 /// Placeholder for an unknown file of reward functions.
-const SOME_FILE: &str = "rewards.py";
+const PLACEHOLDER_FILE: &str = "rewards.py";
 
 /// Returns the rewards that the configuration names; `None` if it names none. With `given`, rewards next to
 /// the config replace them.
@@ -55,7 +55,7 @@ pub(super) fn named_rewards(keys: &Keys<'_>, given: bool) -> Option<Value> {
         keys.warn(key, "reward_to_be_served", detail);
     }
     keys.origin("/rewards", key);
-    tell_apart(&mut rewards);
+    make_names_unique(&mut rewards);
     (!rewards.is_empty()).then(|| rewards.into_iter().map(Value::Object).collect())
 }
 
@@ -64,7 +64,7 @@ fn reward_of(keys: &Keys<'_>, key: &'static str, name: &str, of_trl: &mut Vec<St
     let name = name.strip_prefix("<function ").and_then(|rest| rest.split(' ').next()).unwrap_or(name);
     let name = name.strip_prefix("trl.rewards.").unwrap_or(name);
     let (overlong, max_tokens, cache_tokens) = SOFT_OVERLONG;
-    let reward = if OF_TRL.contains(&name) {
+    let reward = if TRL_FUNCTIONS.contains(&name) {
         of_trl.push(name.to_owned());
         json!({"type": "webhook", "name": name, "url": format!("{SERVED_AT}/{name}"), "completion_ids": true})
     } else if name == overlong {
@@ -78,10 +78,10 @@ fn reward_of(keys: &Keys<'_>, key: &'static str, name: &str, of_trl: &mut Vec<St
         python(keys, key, &file_of_module(module), function)
     } else {
         let detail = format!(
-            "the file of '{name}' is not named: {SOME_FILE} stands for it, put the one that defines the function; it must lie in a folder of the server's --python-rewards, or be served with `rlood reward serve {SOME_FILE}:{name}`"
+            "the file of '{name}' is not named: {PLACEHOLDER_FILE} stands for it, put the one that defines the function; it must lie in a folder of the server's --python-rewards, or be served with `rlood reward serve {PLACEHOLDER_FILE}:{name}`"
         );
         keys.warn(key, "reward_file_assumed", detail);
-        json!({"type": "python", "file": SOME_FILE, "function": name})
+        json!({"type": "python", "file": PLACEHOLDER_FILE, "function": name})
     };
     match reward {
         Value::Object(reward) => reward,
@@ -103,7 +103,7 @@ fn file_of_module(module: &str) -> String {
 }
 
 /// Renames rewards that would have the same name as an earlier one.
-fn tell_apart(rewards: &mut [Map<String, Value>]) {
+fn make_names_unique(rewards: &mut [Map<String, Value>]) {
     let mut names: Vec<String> = Vec::new();
     for reward in rewards {
         let text = |field: &str| reward.get(field).and_then(Value::as_str).map(str::to_owned);

@@ -49,10 +49,10 @@ pub(super) fn number(value: f64) -> Value {
 /// Translates the optimizer and its schedule.
 pub(super) fn optimizer(keys: &Keys<'_>, length: &Length) -> Map<String, Value> {
     let mut optimizer = Map::new();
-    super::put_settings(keys, &OPTIMIZER, &mut optimizer);
+    super::write_settings(keys, &OPTIMIZER, &mut optimizer);
     optimizer.insert("kind".to_owned(), json!(optimizer_kind(keys)));
     keys.origin("/optimizer/kind", "optim");
-    let schedule = keys.word("lr_scheduler_type").unwrap_or_else(|| "linear".to_owned());
+    let schedule = keys.lowercase("lr_scheduler_type").unwrap_or_else(|| "linear".to_owned());
     let (name, warms) = match schedule.as_str() {
         "linear" => ("linear", true),
         "cosine" => ("cosine", true),
@@ -98,7 +98,7 @@ pub(super) fn warn_of_low_rate(keys: &Keys<'_>, optimizer: &Map<String, Value>) 
 }
 
 fn optimizer_kind(keys: &Keys<'_>) -> &'static str {
-    let Some(name) = keys.word("optim") else { return "adamw" };
+    let Some(name) = keys.lowercase("optim") else { return "adamw" };
     match name.as_str() {
         "adamw_torch"
         | "adamw_torch_fused"
@@ -165,7 +165,7 @@ pub(super) fn evaluates(keys: &Keys<'_>) -> bool {
 fn eval_strategy(keys: &Keys<'_>) -> String {
     let key = if keys.has("eval_strategy") { "eval_strategy" } else { "evaluation_strategy" };
     // `do_eval` alone does not evaluate during training.
-    keys.word(key).unwrap_or_else(|| "no".to_owned())
+    keys.lowercase(key).unwrap_or_else(|| "no".to_owned())
 }
 
 /// Returns the evaluation section without its dataset; `None` = no evaluation. `generations` and `temperature` are those of
@@ -182,7 +182,7 @@ pub(super) fn evaluation(
     let every = match strategy.as_str() {
         "no" => {
             for key in ["eval_steps", "eval_on_start", "num_generations_eval"] {
-                if keys.value(key).is_some_and(|value| !super::keys::says_nothing(value)) {
+                if keys.value(key).is_some_and(|value| !super::keys::is_off_value(value)) {
                     keys.ignore(key, "eval_strategy is no, so nothing is evaluated");
                 }
             }
@@ -236,7 +236,7 @@ fn epoch(keys: &Keys<'_>, key: &str, length: &Length) -> Option<u64> {
 /// Translates when checkpoints are saved and how many are kept.
 pub(super) fn checkpoints(keys: &Keys<'_>, length: &Length, eval_every: Option<&Value>) -> Map<String, Value> {
     let mut checkpoints = Map::new();
-    let strategy = keys.word("save_strategy").unwrap_or_else(|| "steps".to_owned());
+    let strategy = keys.lowercase("save_strategy").unwrap_or_else(|| "steps".to_owned());
     // The default of transformers is every 500 steps.
     let steps = keys.number("save_steps");
     let every = match strategy.as_str() {

@@ -12,7 +12,7 @@ pub(super) const MAX_STEPS: u64 = 1_000_000;
 /// Maximum nesting depth of subschemas and parts of the value.
 pub(super) const MAX_DEPTH: usize = 1_000;
 /// Steps of a metaschema for each part of a value.
-const METASCHEMA: u64 = 300;
+const METASCHEMA_STEPS: u64 = 300;
 
 /// Why a value is not checked against a schema.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -101,7 +101,7 @@ impl Counter<'_> {
         self.left = self.left.checked_sub(own).ok_or(TooCostly::Steps)?;
         let mut sum = Sum { steps: own, height: 0 };
         if let Part::Value(value) = part
-            && !may_go_on(&node.types, &node.fixed, value)
+            && !examines_further(&node.types, &node.fixed, value)
         {
             return Ok((sum.steps, 0));
         }
@@ -120,7 +120,7 @@ impl Counter<'_> {
         {
             let size = parts(value);
             self.left = self.left.checked_sub(size).ok_or(TooCostly::Steps)?;
-            sum.add((node.metaschemas.saturating_mul(METASCHEMA).saturating_mul(size), 8 * nesting(value)));
+            sum.add((node.metaschemas.saturating_mul(METASCHEMA_STEPS).saturating_mul(size), 8 * nesting(value)));
         }
         match part {
             Part::Value(Value::Object(object)) => {
@@ -130,11 +130,11 @@ impl Counter<'_> {
                     }
                 }
                 let noted = if graph.unevaluated { object.len() } else { object.len() / 16 };
-                sum.take(noted as u64);
+                sum.add_steps(noted as u64);
                 for (name, inner) in object {
                     let inner = Part::Value(inner);
                     let matching = node.patterns.len() as u64 * (1 + name.len() as u64 * node.per_kib / 1024);
-                    sum.take(matching);
+                    sum.add_steps(matching);
                     let mut patterns = Sum::default();
                     for target in &node.patterns {
                         patterns.add(self.visit(*target, inner, depth + 1)?);
@@ -164,12 +164,12 @@ impl Counter<'_> {
     }
 
     fn count_items(&mut self, node: &Node, list: &[Value], depth: usize, sum: &mut Sum) -> Result<(), TooCostly> {
-        sum.take(if self.graph.unevaluated { list.len() as u64 } else { 0 });
+        sum.add_steps(if self.graph.unevaluated { list.len() as u64 } else { 0 });
         if node.unique {
             let size = list.iter().map(parts).fold(0, u64::saturating_add);
             self.left = self.left.checked_sub(size).ok_or(TooCostly::Steps)?;
             // Short lists are compared pair by pair.
-            sum.take(size.saturating_mul(12));
+            sum.add_steps(size.saturating_mul(12));
         }
         for (index, inner) in list.iter().enumerate() {
             let inner = Part::Value(inner);
@@ -189,7 +189,7 @@ struct Sum {
 }
 
 impl Sum {
-    fn take(&mut self, steps: u64) {
+    fn add_steps(&mut self, steps: u64) {
         self.steps = self.steps.saturating_add(steps);
     }
 
@@ -205,7 +205,7 @@ impl Sum {
 }
 
 /// Whether the validator looks any further. Numbers can be equal even if they are written differently.
-fn may_go_on(types: &Option<Vec<String>>, fixed: &Option<Vec<Value>>, value: &Value) -> bool {
+fn examines_further(types: &Option<Vec<String>>, fixed: &Option<Vec<Value>>, value: &Value) -> bool {
     let name = match value {
         Value::Null => "null",
         Value::Bool(_) => "boolean",

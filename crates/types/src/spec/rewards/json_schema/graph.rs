@@ -10,14 +10,14 @@ use regex::bytes::RegexBuilder;
 use serde_json::{Map, Value};
 use url::Url;
 
-use super::HOME;
+use super::SCHEMA_ADDRESS;
 
 /// Maximum number of subschemas per schema.
 const MAX_SUBSCHEMAS: usize = 5_000;
 /// Maximum number of paths from one subschema over references and applicators that stay on the same value.
 const MAX_PATHS: u64 = 10_000;
 /// Maximum number of paths from the whole schema to its subschemas. A recursion counts once.
-const MAX_WAYS: u64 = 1_000_000_000;
+const MAX_TOTAL_PATHS: u64 = 1_000_000_000;
 /// Maximum length of a chain of references and applicators that stay on the same value.
 const MAX_CHAIN: usize = 500;
 /// Maximum compiled size of one pattern, and of all patterns together, in bytes.
@@ -179,9 +179,9 @@ impl Graph {
             let targets = component.iter().flat_map(|node| self.nodes[*node].all());
             let below = targets.map(|target| component_of[target]).filter(|target| *target != number);
             ways[number] = below.fold(0_u64, |sum, target| sum.saturating_add(ways[target])).max(1);
-            if ways[number] > MAX_WAYS {
+            if ways[number] > MAX_TOTAL_PATHS {
                 return Err(format!(
-                    "too much work: more than {MAX_WAYS} ways lead from {} to the subschemas below; reference each definition \
+                    "too much work: more than {MAX_TOTAL_PATHS} ways lead from {} to the subschemas below; reference each definition \
                      once",
                     at(component[0])
                 ));
@@ -265,7 +265,7 @@ impl<'s> Builder<'s> {
             draft,
             found: Vec::new(),
             numbers: HashMap::new(),
-            resources: HashMap::from([(HOME.to_owned(), String::new())]),
+            resources: HashMap::from([(SCHEMA_ADDRESS.to_owned(), String::new())]),
             anchors: HashMap::new(),
             dynamic: HashMap::new(),
             has_dynamic_anchors: false,
@@ -340,7 +340,7 @@ impl<'s> Builder<'s> {
     /// Returns the resource that contains a subschema: its pointer and its address.
     fn base(&self, pointer: &str) -> (String, String) {
         let keyword = if self.draft == 4 { "id" } else { "$id" };
-        let (mut at, mut resource, mut base) = (String::new(), String::new(), HOME.to_owned());
+        let (mut at, mut resource, mut base) = (String::new(), String::new(), SCHEMA_ADDRESS.to_owned());
         let mut value = Some(self.schema);
         let mut tokens = pointer.split('/').skip(1);
         loop {

@@ -12,12 +12,12 @@ use super::{DataDir, create_private_dir, entries, remove_tree};
 /// otherwise at its next start or by the next backup.
 const PREFIX: &str = "backup-";
 /// Minimum age of a directory that is removed, because a younger one may not be locked yet.
-const LOCKED_WITHIN: Duration = Duration::from_secs(60);
+const MIN_STALE_AGE: Duration = Duration::from_secs(60);
 
 /// Files of a data directory that are pinned for the lifetime of this value. Pinning is best effort: a data directory may be
 /// mounted read-only, and some file systems do not support links.
 #[derive(Debug)]
-pub struct Held {
+pub struct PinnedFiles {
     /// The directory of the links, locked.
     links_in: Option<(PathBuf, File)>,
     /// Paths of the links, by the files' own paths.
@@ -26,18 +26,18 @@ pub struct Held {
 
 impl DataDir {
     /// Starts without any pinned files. Blocking.
-    pub fn hold(&self) -> Held {
-        self.drop_dead_links();
-        Held { links_in: links_in(&self.staging()), links: HashMap::new() }
+    pub fn pin_files(&self) -> PinnedFiles {
+        self.remove_stale_links();
+        PinnedFiles { links_in: links_in(&self.staging()), links: HashMap::new() }
     }
 
     /// Removes the links of backups that were killed. Blocking.
-    pub fn drop_dead_links(&self) {
+    pub fn remove_stale_links(&self) {
         for path in entries(&self.staging()).unwrap_or_default() {
             let is_ours = path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(PREFIX));
             let Ok(found) = fs::symlink_metadata(&path) else { continue };
             let age = found.modified().ok().and_then(|made| made.elapsed().ok());
-            if !is_ours || !found.is_dir() || age.is_none_or(|age| age < LOCKED_WITHIN) {
+            if !is_ours || !found.is_dir() || age.is_none_or(|age| age < MIN_STALE_AGE) {
                 continue;
             }
             // The process that held the lock has ended.
@@ -48,9 +48,9 @@ impl DataDir {
     }
 }
 
-impl Held {
+impl PinnedFiles {
     /// Pins an existing file. Blocking.
-    pub fn keep(&mut self, path: &Path) {
+    pub fn pin(&mut self, path: &Path) {
         let Some((dir, _)) = &self.links_in else { return };
         if self.links.contains_key(path) {
             return;
@@ -67,7 +67,7 @@ impl Held {
     }
 }
 
-impl Drop for Held {
+impl Drop for PinnedFiles {
     fn drop(&mut self) {
         if let Some((dir, _)) = &self.links_in {
             // Links that cannot be removed now are removed by the next backup.
