@@ -209,7 +209,7 @@ impl Call {
     /// Sends this token instead of the client's key.
     pub(crate) fn bearer(self, token: &str) -> Result<Self, Error> {
         let mut value = HeaderValue::try_from(format!("Bearer {token}"))
-            .map_err(|_| Error::Settings("the token has characters that no header may have".to_owned()))?;
+            .map_err(|_| Error::Settings("the token has characters that are not allowed in a header".to_owned()))?;
         value.set_sensitive(true);
         Ok(Self { authorization: Some(value), ..self })
     }

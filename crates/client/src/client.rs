@@ -134,7 +134,7 @@ impl ClientBuilder {
         }
         let authorization = api_key.map(|key| {
             let mut value = HeaderValue::try_from(format!("Bearer {key}"))
-                .map_err(|_| Error::Settings("the API key has characters that no header may have".to_owned()))?;
+                .map_err(|_| Error::Settings("the API key has characters that are not allowed in a header".to_owned()))?;
             value.set_sensitive(true);
             Ok(value)
         });
@@ -153,7 +153,7 @@ impl ClientBuilder {
         if !with_proxy {
             builder = builder.no_proxy();
         }
-        let http = builder.build().map_err(|error| Error::Settings(format!("no HTTP client can be made: {error}")))?;
+        let http = builder.build().map_err(|error| Error::Settings(format!("the HTTP client cannot be created: {error}")))?;
         let inner = Inner { http, base, authorization: authorization.transpose()?, retry, timeout, stall_timeout };
         Ok(Client { inner: Arc::new(inner), idempotency_key: None })
     }
@@ -177,7 +177,7 @@ fn tls_config(pem: &[u8]) -> Result<rustls::ClientConfig, Error> {
         found += 1;
     }
     if found == 0 && !pem.is_empty() {
-        return Err(refused("there is none in PEM form (-----BEGIN CERTIFICATE-----)".to_owned()));
+        return Err(refused("no certificate in PEM form was found (-----BEGIN CERTIFICATE-----)".to_owned()));
     }
     Ok(rustls::ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
         .with_safe_default_protocol_versions()

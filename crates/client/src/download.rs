@@ -197,7 +197,7 @@ impl Part {
         let failed = || Error::disk(format!("write {}", path.display()));
         let file = File::options().read(true).write(true).create(true).truncate(false).open(&path).await;
         let file = file.map_err(failed())?.into_std().await;
-        let another = |source| Error::disk(format!("write {}: another transfer does", path.display()))(source);
+        let another = |source| Error::disk(format!("write {}: another download is writing it", path.display()))(source);
         file.try_lock().map_err(|error| match error {
             TryLockError::Error(source) => failed()(source),
             TryLockError::WouldBlock => another(error.into()),

@@ -178,7 +178,7 @@ pub(super) async fn failure_after(
             message,
             "failed AND NOT progressed",
             MAX_FAILED_ATTEMPTS,
-            "look at the job's log for the worker's last words; out of memory is the usual cause: lower \
+            "check the end of the job's log; the usual cause is insufficient memory: lower \
              sampling.max_completion_length, rloo.num_generations or training.prompts_per_step, then retry",
         )
     } else if let Some(limit) = limit.filter(|limit| failed >= u64::from(*limit)) {
@@ -188,7 +188,7 @@ pub(super) async fn failure_after(
             message,
             "failed",
             limit.min(MAX_FAILED_ATTEMPTS),
-            "look at the job's log for why the attempts ended; retry the job, with a higher training.max_attempts if \
+            "check the job's log for why the attempts ended; retry the job, with a higher training.max_attempts if \
              its workers are taken away often",
         )
     } else {

@@ -170,7 +170,7 @@ impl Store {
         if let Some(step) = step {
             let data = json!({
                 "code": "checkpoint_damaged",
-                "message": format!("the checkpoint of step {step} {}: going on from an older one", damage.as_text()),
+                "message": format!("the checkpoint of step {step} {}: resuming from an older one", damage.as_text()),
                 "data": { "checkpoint": checkpoint, "step": step },
             });
             event_insert(&mut tx, job, "warning", now, data).await?;
@@ -465,11 +465,11 @@ fn nothing_to_continue(step: i64) -> Failure {
         class: FailureClass::Infra,
         code: "checkpoint_damaged".to_owned(),
         message: format!(
-            "the checkpoint of step {step} does not match its hashes, and this fork has no older one to go on from"
+            "the checkpoint of step {step} does not match its hashes, and this fork has no older one to resume from"
         ),
         phase: None,
         step: None,
-        suggestion: Some("fork again, from another checkpoint of the parent job; look at the disk's health".to_owned()),
+        suggestion: Some("fork again, from another checkpoint of the parent job; check the health of the disk".to_owned()),
     }
 }
 

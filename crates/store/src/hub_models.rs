@@ -171,7 +171,7 @@ impl Store {
                 phase: None,
                 step: None,
                 suggestion: Some(
-                    "mend that, download the model again with POST /models, then retry the job".to_owned(),
+                    "fix this problem, download the model again with POST /models, then retry the job".to_owned(),
                 ),
             };
             job_fail(&mut tx, job, failure, now).await?;

@@ -155,7 +155,7 @@ fn read_entry(value: &Value, pointer: &str, flaws: &mut Flaws) -> Option<Entry> 
             None
         }
         None => {
-            flaws.push(&format!("{pointer}/sample_id"), "required", "say which sample this is about".to_owned());
+            flaws.push(&format!("{pointer}/sample_id"), "required", "give the id of the sample".to_owned());
             None
         }
     }

@@ -477,7 +477,7 @@ fn check_message(index: usize, message: &Value) -> Result<(), (&'static str, Str
     };
     match message.get("role") {
         Some(Value::String(role)) if !role.is_empty() => {}
-        Some(_) | None => return wrong("has no 'role': system, user or assistant, say".to_owned()),
+        Some(_) | None => return wrong("has no 'role': give one such as system, user or assistant".to_owned()),
     }
     match message.get("content") {
         Some(Value::String(_)) => Ok(()),

@@ -9,10 +9,10 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum OneShotError {
     /// The maximum number of children of this kind is running already.
-    #[error("as many children of this kind as may run at once do")]
+    #[error("the maximum number of child processes of this kind is running already")]
     Busy,
     /// The server is shutting down.
-    #[error("the server stops")]
+    #[error("the server is shutting down")]
     Stopping,
     /// The child did not end within this time and was killed.
     #[error("no report within {} s", .0.as_secs())]

@@ -146,7 +146,7 @@ fn kl_explosion(case: &Case<'_>) -> Option<Verdict> {
         let mut evidence = vec![recent.observe_mean(Some(1.0))];
         evidence.extend(before.map(|before| before.observe("mean of the ten before", earlier, None)));
         let fix = format!(
-            "raise rloo.beta (now {}; 0.1 is usual against this), lower optimizer.learning_rate (now {:e}), evaluate more often, and go on from a checkpoint before step {}",
+            "raise rloo.beta (now {}; 0.1 is a usual value against this), lower optimizer.learning_rate (now {:e}), evaluate more often, and continue from a checkpoint before step {}",
             case.input.plan.rloo.beta,
             case.input.plan.optimizer.learning_rate,
             recent.points()[0].0

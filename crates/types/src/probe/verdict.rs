@@ -196,7 +196,7 @@ fn truncation(report: &ProbeReport, plan: &Plan) -> Option<Finding> {
         FindingCode::RaiseMaxCompletionLength,
         format!("{} of the completions are cut off at {limit} tokens", percent(truncated)),
         format!(
-            "raise sampling.max_completion_length ({} say, if the model's context has the room), or ask for shorter answers",
+            "raise sampling.max_completion_length (for example to {}, if the model's context allows it), or ask for shorter answers",
             limit.saturating_mul(2)
         ),
     ))

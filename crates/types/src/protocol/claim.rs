@@ -9,10 +9,10 @@ use super::Claim;
 #[derive(Debug, thiserror::Error)]
 pub enum ClaimError {
     /// A field is missing, or has an invalid value.
-    #[error("the claim is not one")]
+    #[error("the claim is not valid")]
     Form(#[source] serde_json::Error),
     /// The claim has a field that this version does not know.
-    #[error("'{0}' is not known here")]
+    #[error("'{0}' is not known to this version")]
     Unknown(String),
 }
 

@@ -229,7 +229,7 @@ fn redacted(mut document: Value) -> Value {
 fn read_job(document: &Reader<'_>) -> JobSpec {
     let lora = read_lora(document);
     let (rewards, mut secrets) = read_rewards(
-        &document.required("rewards", "give at least one reward, {\"type\": \"length\"} say, or a webhook of your own"),
+        &document.required("rewards", "give at least one reward, such as {\"type\": \"length\"} or your own webhook"),
     );
     let eval = document.field("eval").object().map(read_eval).map(|(eval, own_secrets)| {
         secrets.extend(own_secrets);

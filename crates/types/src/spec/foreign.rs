@@ -28,7 +28,7 @@ const LATER: &str = "unsupported";
 const VALUE_MODEL: &str =
     "RLOO has no value model: the baseline is the mean reward of the other completions of the prompt. Remove it";
 const ADVANTAGE_DISCOUNT: &str =
-    "belongs to PPO's generalised advantage estimation; RLOO gives the whole completion one advantage. Remove it";
+    "belongs to PPO's generalized advantage estimation; RLOO gives the whole completion one advantage. Remove it";
 const PPO_CLIP: &str = "PPO's name of the policy clip: use rloo.epsilon (and rloo.epsilon_high)";
 const ADAPTIVE_KL: &str = "the KL coefficient is constant: use rloo.beta";
 const PRECISION: &str = "use training.dtype: \"f32\" or \"bf16\"";
@@ -202,7 +202,7 @@ const KEYS: &[Entry] = &[
     (
         &["initial_adapter", "resume_from_checkpoint", "adapter"],
         FOREIGN,
-        "use warm_start {checkpoint, reference}; POST /jobs/{id}/resume goes on with a paused job, POST /jobs/{id}/fork with any checkpoint",
+        "use warm_start {checkpoint, reference}; POST /jobs/{id}/resume resumes a paused job, POST /jobs/{id}/fork continues from any checkpoint",
     ),
     (
         &["train_dataset", "dataset_name", "dataset_id"],

@@ -130,7 +130,7 @@ impl Format {
             Format::Toml => {
                 if let Some(pointer) = first_null(document, String::new()) {
                     return Err(FormatError::new(format!(
-                        "{pointer} is null, which TOML does not have: take yaml or json"
+                        "{pointer} is null, which TOML does not support: use yaml or json"
                     )));
                 }
                 toml::to_string(document).map_err(|error| FormatError::new(one_line(&error.to_string())))
@@ -155,7 +155,7 @@ pub fn write_job(document: &Value, format: Format) -> Result<String, FormatError
 /// Translates an error, because the parser's own messages address developers.
 fn broken_yaml(error: &serde_saphyr::Error) -> FormatError {
     use serde_saphyr::Error;
-    const TOO_LARGE: &str = "the document is too large, too deep, or its aliases stand for too much: \
+    const TOO_LARGE: &str = "the document is too large, too deep, or its aliases expand to too much: \
                              write it without aliases, and upload many rows as a dataset";
     let inner = match error.without_snippet() {
         Error::AliasError { error, .. } => error.without_snippet(),
@@ -176,7 +176,7 @@ fn broken_yaml(error: &serde_saphyr::Error) -> FormatError {
             "a number is not finite, which JSON does not have: give a finite one".to_owned()
         }
         Error::RecursiveReferencesRequireWeakTypes { .. } => {
-            "an alias stands for what it is itself a part of".to_owned()
+            "an alias refers to a value that contains it".to_owned()
         }
         Error::UnknownAnchor { .. } => "an alias (*name) has no anchor (&name) before it".to_owned(),
         Error::UnsupportedTag { .. } => "a tag (!name) is not supported: write the value without it".to_owned(),

@@ -255,7 +255,7 @@ fn check_dataset(
             let detail = match source {
                 None => format!("the {which} has no column '{column}', only: {columns}"),
                 Some(source) => format!(
-                    "the source '{source}' has no column '{column}', only: {columns}; add it by the source's map, or say with applies_to which sources this reward judges"
+                    "the source '{source}' has no column '{column}', only: {columns}; add it with the source's map, or list in applies_to the sources that this reward judges"
                 ),
             };
             errors.push(FieldError::new(at(&field), "missing_column", detail));

@@ -70,7 +70,7 @@ pub(super) fn read_rewards(field: &Field<'_>) -> (Vec<RewardPlan>, BTreeMap<Stri
     let (mut rewards, mut secrets) = (Vec::new(), BTreeMap::new());
     let Some(items) = field.items() else { return (rewards, secrets) };
     if items.is_empty() {
-        field.fail("required", "give at least one reward, {\"type\": \"length\"} say");
+        field.fail("required", "give at least one reward, such as {\"type\": \"length\"}");
     }
     if items.len() > MAX_REWARDS {
         field.fail("out_of_range", format!("at most {MAX_REWARDS} rewards, not {}", items.len()));
@@ -130,7 +130,7 @@ pub(super) fn read_reward_secrets(field: &Field<'_>) -> BTreeMap<String, RewardS
 pub fn read_single_reward(document: &Value) -> Result<(RewardPlan, RewardSecrets), Vec<FieldError>> {
     let errors = Errors::default();
     let field = Reader::document(document, &errors)
-        .required("reward", "give the reward as in a job, {\"type\": \"webhook\", \"url\": \"…\"} say");
+        .required("reward", "give the reward as in a job, such as {\"type\": \"webhook\", \"url\": \"…\"}");
     let reward = field.object().and_then(|reader| read_reward(&reader));
     let errors = errors.into_vec();
     match reward {

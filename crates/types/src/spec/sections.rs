@@ -47,7 +47,7 @@ pub(super) fn read_warm_start(reader: Reader<'_>) -> Option<WarmStartPlan> {
     } else if !values.is_default("adapter") && !values.is_default("checkpoint") {
         reader
             .entry("adapter")
-            .fail("conflict", "checkpoint and adapter both say what to begin with: give one of them");
+            .fail("conflict", "checkpoint and adapter both set the starting weights: give one of them");
         return None;
     }
     let warm_start: WarmStartPlan = values.into_section()?;
@@ -75,7 +75,7 @@ pub(super) fn read_optimizer(reader: Reader<'_>, full: bool) -> OptimizerPlan {
 pub(super) fn read_training(reader: Reader<'_>) -> TrainingSpec {
     let training: TrainingSpec = TRAINING.read(&reader).into_plan();
     if training.max_steps.is_some() && training.num_train_epochs.is_some() {
-        let detail = "max_steps and num_train_epochs both say how long to train: give one of them";
+        let detail = "max_steps and num_train_epochs both set how long to train: give one of them";
         reader.entry("num_train_epochs").fail("conflict", detail);
     }
     reader.finish(advice);

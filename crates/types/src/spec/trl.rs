@@ -520,7 +520,7 @@ fn report_remaining_keys(keys: &Keys<'_>) {
         keys.refuse("sync_ref_model", entry.map_or("not supported", |entry| entry.reason));
     }
     if keys.flag("remove_unused_columns") == Some(true) {
-        let detail = "TRL would keep every column but the prompt from the rewards; here all columns travel to them: leave out of the dataset what they shall not see";
+        let detail = "TRL would hide every column but the prompt from the rewards; here all columns are sent to them: remove columns that they must not see from the dataset";
         keys.warn("remove_unused_columns", "columns_travel", detail);
     }
     for (key, value) in keys.rest() {
@@ -536,7 +536,7 @@ fn report_remaining_keys(keys: &Keys<'_>) {
         } else if name.starts_with(VLLM_PREFIX) {
             match vllm_off {
                 true if is_off_value(value) => {}
-                true => keys.ignore(key, "without use_vllm it says nothing"),
+                true => keys.ignore(key, "without use_vllm it has no effect"),
                 false => keys.refuse(key, "there is no vLLM here: the worker samples with its own kernels, the same as in training; remove it"),
             }
         } else if matches!(name, "ref_model_mixup_alpha" | "ref_model_sync_steps") {
@@ -545,7 +545,7 @@ fn report_remaining_keys(keys: &Keys<'_>) {
                     key,
                     "the reference stays what it was at the start: remove it together with sync_ref_model",
                 ),
-                false => keys.ignore(key, "without sync_ref_model it says nothing"),
+                false => keys.ignore(key, "without sync_ref_model it has no effect"),
             }
         } else {
             keys.refuse(key, unknown(name));

@@ -39,12 +39,12 @@ pub(super) fn adapter(
         (None, None) => return None,
         (Some(asked), Some(theirs)) => (asked, theirs),
         (Some(asked), None) => {
-            let detail = "the checkpoint holds all weights of a full fine-tuning, not an adapter: give \"lora\": null to go on with them, or register its files as a model to train an adapter on top";
+            let detail = "the checkpoint holds all weights of a full fine-tuning, not an adapter: give \"lora\": null to continue with them, or register its files as a model to train an adapter on top";
             errors.push(FieldError::new(AT, "kind_differs", detail));
             return Some(asked.clone());
         }
         (None, Some(_)) => {
-            let detail = "the job begins with a LoRA adapter, but \"lora\": null asks for full fine-tuning: leave lora out to go on with the adapter";
+            let detail = "the job begins with a LoRA adapter, but \"lora\": null asks for full fine-tuning: leave lora out to continue with the adapter";
             errors.push(FieldError::new("/lora", "kind_differs", detail));
             return None;
         }

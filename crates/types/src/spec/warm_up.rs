@@ -46,7 +46,7 @@ pub(super) fn read_warm_up(reader: Reader<'_>, with_warm_start: bool) -> Option<
     };
     let values = WARM_UP.read(&reader);
     if with_warm_start && values.is_default("reference") {
-        let detail = "the job has a warm_start with a reference of its own: say \"base\" to keep to that one, or \"warmed\" to measure against the weights at the end of the warm-up";
+        let detail = "the job has a warm_start with its own reference: give \"base\" to keep that one, or \"warmed\" to measure against the weights at the end of the warm-up";
         reader.entry("reference").fail("required", detail);
     }
     reader.finish(advice);

@@ -316,7 +316,7 @@ fn rewards_are_checked() {
         json!({"type": "length", "min_words": 9, "max_words": 3}),
         "/rewards/0/max_words",
         "invalid_value",
-        &["no length fits"],
+        &["no length matches"],
     );
     refused_at(
         "/rewards/0",

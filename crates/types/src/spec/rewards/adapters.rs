@@ -115,7 +115,7 @@ pub(super) fn read_openai_judge(reader: &Reader<'_>) -> RewardKind {
             .unwrap_or_default()
             .to_owned(),
         rubric: read_template(
-            &reader.required("rubric", "say what the judge should look at, and what each mark means"),
+            &reader.required("rubric", "describe what the judge should consider, and what each score means"),
         )
         .unwrap_or_default(),
         min_score: finite("min_score", 0.0),
@@ -134,12 +134,12 @@ pub(super) fn read_openai_judge(reader: &Reader<'_>) -> RewardKind {
 
 pub(super) fn read_http_template(reader: &Reader<'_>) -> RewardKind {
     let batch = reader.field("batch").bool().unwrap_or(false);
-    let body = reader.required("body", "give the body to send, {\"text\": \"{{ prompt }}{{ completion }}\"} say");
+    let body = reader.required("body", "give the body to send, such as {\"text\": \"{{ prompt }}{{ completion }}\"}");
     if let Some(value) = body.value() {
         check_templates(&body, "", value);
     }
     let pointer = reader
-        .required("pointer", "say where the reward stands in the answer, \"/score\" say; \"\" = the whole answer");
+        .required("pointer", "give the JSON pointer to the reward in the response, such as \"/score\"; \"\" = the whole response");
     let text = pointer.string(1_000).unwrap_or_default();
     let stars = text.split('/').filter(|part| *part == "*").count();
     if !text.is_empty() && !text.starts_with('/') {

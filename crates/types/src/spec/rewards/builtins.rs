@@ -39,7 +39,7 @@ pub(super) fn read_length(reader: &Reader<'_>) -> RewardKind {
     };
     if length.min_words > length.max_words {
         let detail = format!(
-            "the maximum ({}) is less than the minimum ({}): no length fits",
+            "the maximum ({}) is less than the minimum ({}): no length matches",
             length.max_words, length.min_words
         );
         max.fail("invalid_value", detail);
@@ -94,7 +94,7 @@ pub(super) fn read_string_check(reader: &Reader<'_>) -> RewardKind {
         input: read_input(reader),
         reference: read_reference(reader),
         operation: reader
-            .required("operation", "say how the texts are compared: eq, ne, like or ilike")
+            .required("operation", "choose how the texts are compared: eq, ne, like or ilike")
             .variant()
             .unwrap_or(StringOperation::Eq),
     })
@@ -125,7 +125,7 @@ fn read_input(reader: &Reader<'_>) -> String {
 }
 
 fn read_reference(reader: &Reader<'_>) -> String {
-    let field = reader.required("reference", "give the text to compare with, \"{{ item.answer }}\" say");
+    let field = reader.required("reference", "give the text to compare with, such as \"{{ item.answer }}\"");
     read_template(&field).unwrap_or_default()
 }
 
@@ -188,7 +188,7 @@ pub(super) fn read_format(reader: &Reader<'_>) -> RewardKind {
                 "a tag's name has letters, digits, '_', '-', '.' and ':' only; give it without < and >",
             );
         } else if tags.iter().any(|known| known == tag) {
-            item.fail("duplicate", format!("the tag '{tag}' stands twice"));
+            item.fail("duplicate", format!("the tag '{tag}' is listed twice"));
         }
         tags.push(tag.to_owned());
     }
@@ -210,7 +210,7 @@ pub(super) fn read_format(reader: &Reader<'_>) -> RewardKind {
 
 pub(super) fn read_multi(reader: &Reader<'_>) -> RewardKind {
     let field =
-        reader.required("graders", "give the graders by name, {\"right\": {\"type\": \"string_check\", …}} say");
+        reader.required("graders", "give the graders by name, such as {\"right\": {\"type\": \"string_check\", …}}");
     let mut graders = BTreeMap::new();
     let given = field.object();
     let names: Vec<&String> = field.map().map(|map| map.keys().collect()).unwrap_or_default();
@@ -228,7 +228,7 @@ pub(super) fn read_multi(reader: &Reader<'_>) -> RewardKind {
         }
     }
     let formula = reader
-        .required("calculate_output", "give the formula over the graders' names, \"0.8 * right + 0.2 * short\" say");
+        .required("calculate_output", "give the formula over the graders' names, such as \"0.8 * right + 0.2 * short\"");
     let text = formula.nonempty(2_000).unwrap_or_default();
     match Formula::parse(text) {
         Err(error) if !text.is_empty() => formula.fail("invalid_value", error),

@@ -8,8 +8,8 @@ use crate::spec::reader::{Field, Reader, shown};
 const MAX_PATH_BYTES: usize = 4096;
 
 pub(super) fn read_python(reader: &Reader<'_>) -> PythonPlan {
-    let file = reader.required("file", "name the Python file, \"rewards.py\" say: a path on the server's machine");
-    let function = reader.required("function", "name the function of the file, \"accuracy\" say");
+    let file = reader.required("file", "name the Python file, such as \"rewards.py\": a path on the server's machine");
+    let function = reader.required("function", "name the function in the file, such as \"accuracy\"");
     PythonPlan {
         file: read_file(&file),
         function: read_function(&function),

@@ -4,7 +4,7 @@ use crate::spec::reader::{Field, Reader};
 use crate::spec::{ComputeDtype, RewardModelPlan, RewardTextFormat};
 
 pub(super) fn read_reward_model(reader: &Reader<'_>) -> RewardModelPlan {
-    let model = reader.required("model", "name the registered reward model (POST /models), \"org/name\" say");
+    let model = reader.required("model", "name the registered reward model (POST /models), such as \"org/name\"");
     RewardModelPlan {
         model: model.nonempty(200).unwrap_or_default().to_owned(),
         label: read_label(&reader.field("label")),

@@ -107,7 +107,7 @@ pub(in crate::spec) static WARM_START: Section = Section::new(
         .label("A PEFT adapter, as JSON")
         .resume(Resume::FixedInOwnForm),
         Setting::variant("reference", variant_names::<Reference>)
-            .required("say what the KL penalty is measured against: \"base\" (the base model) or \"initial\" (the weights that the job begins with)")
+            .required("choose the reference of the KL penalty: \"base\" (the base model) or \"initial\" (the weights that the job starts from)")
             .doc("Reference model of the KL penalty: `base` (the base model) or `initial` (a frozen copy of the starting weights).")
             .resume(Resume::FixedInOwnForm),
     ],

@@ -25,7 +25,7 @@ pub(in crate::spec) static WARM_UP: Section = Section::new(
             .label("Map, as JSON")
             .resume(Resume::FixedInOwnForm),
         Setting::whole("steps", 1, MAX_STEPS)
-            .required("give the number of warm-up steps, 50 say")
+            .required("give the number of warm-up steps, for example 50")
             .doc("Optimizer steps of the warm-up. They are the first steps of the job; the `training.max_steps` RLOO steps follow.")
             .resume(Resume::FixedInOwnForm),
         Setting::number("learning_rate", Range::above(0.0).at_most(1.0))

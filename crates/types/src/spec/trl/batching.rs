@@ -38,7 +38,7 @@ pub(super) fn read_batches(keys: &Keys<'_>, evaluates: bool) -> Option<Batches> 
     // Each is at most 10^6, so no product overflows.
     let slice = batch * world;
     if let (Some(_), Some(_)) = (steps, whole) {
-        let detail = "generation_batch_size and steps_per_generation say the same thing: give one of them";
+        let detail = "generation_batch_size and steps_per_generation set the same thing: give one of them";
         keys.fail("generation_batch_size", "conflict", detail);
         return None;
     }

@@ -90,7 +90,7 @@ pub(super) const IGNORED: &[Entry] = &[
             "ignore_data_skip",
             "restore_callback_states_from_checkpoint",
         ],
-        reason: "a checkpoint always holds everything that a job needs to go on exactly where it was",
+        reason: "a checkpoint always holds everything that a job needs to resume exactly",
     },
     Entry { keys: &["do_train", "do_eval", "do_predict"], reason: "a job trains, and evaluates when it has eval" },
     Entry {
@@ -115,7 +115,7 @@ pub(super) const IGNORED: &[Entry] = &[
         ],
         reason: "RLOO makes no use of it, in TRL neither",
     },
-    Entry { keys: &["remove_unused_columns"], reason: "every column of the dataset travels to the rewards" },
+    Entry { keys: &["remove_unused_columns"], reason: "every column of the dataset is sent to the rewards" },
     Entry {
         keys: &[
             "gradient_checkpointing",
@@ -213,7 +213,7 @@ pub(super) const IGNORED: &[Entry] = &[
     },
     Entry {
         keys: &["bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage", "bnb_4bit_compute_dtype"],
-        reason: "without load_in_4bit it says nothing",
+        reason: "without load_in_4bit it has no effect",
     },
 ];
 
@@ -259,7 +259,7 @@ pub(super) const REFUSED: &[Refused] = &[
     Refused {
         keys: &["resume_from_checkpoint"],
         off: &[],
-        reason: "a checkpoint of TRL cannot be gone on with: POST /jobs/{id}/resume goes on with a job of this server, warm_start begins from an adapter",
+        reason: "a checkpoint of TRL cannot be resumed: POST /jobs/{id}/resume resumes a job of this server, warm_start starts from an adapter",
     },
     Refused {
         keys: &["eval_delay"],

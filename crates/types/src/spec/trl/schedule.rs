@@ -244,7 +244,7 @@ pub(super) fn checkpoints(keys: &Keys<'_>, length: &Length, eval_every: Option<&
         "epoch" => epoch(keys, "save_strategy", length).map(|steps| json!(steps)),
         "best" => eval_every.cloned(),
         "no" => {
-            keys.ignore("save_strategy", "checkpoints are what an interrupted or paused job goes on from, so they are always made; keep_last 1 keeps one");
+            keys.ignore("save_strategy", "interrupted and paused jobs resume from checkpoints, so they are always saved; keep_last 1 keeps one");
             None
         }
         other => {
@@ -280,7 +280,7 @@ pub(super) fn checkpoints(keys: &Keys<'_>, length: &Length, eval_every: Option<&
             keys.origin("/checkpoints/greater_is_better", "greater_is_better");
         }
     } else if greater.is_some() {
-        keys.ignore("greater_is_better", "without metric_for_best_model it says nothing");
+        keys.ignore("greater_is_better", "without metric_for_best_model it has no effect");
     }
     checkpoints
 }
