@@ -191,7 +191,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_address_or_a_key_that_cannot_be_used_says_so() {
+    fn an_invalid_address_or_key_is_an_error() {
         for server in ["", "127.0.0.1:8080", "ftp://host", "mailto:a@b"] {
             let error = Client::new(server).unwrap_err().to_string();
             assert!(error.contains(&format!("'{server}'")), "{error}");

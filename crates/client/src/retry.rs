@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_passes_in_a_moment_is_tried_again() {
+    fn only_temporary_failures_are_retried() {
         for (status, code, retryable, repeat, again) in [
             (503, "overloaded", true, Repeat::Again, true),
             (500, "internal", true, Repeat::Harmless, true),

@@ -90,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn events_are_read_wherever_the_bytes_are_cut() {
+    fn events_are_parsed_for_any_chunk_boundaries() {
         let text = "retry: 3000\n: events follow\n\nid: 1\nevent: step\ndata: {\"a\":\ndata:  1}\n\nevent: note\r\ndata\r\n\r\n\
                     event: no_data\n\ndata: é\r\rid: 2\ndata: unfinished\n";
         let expected = [message(Some("1"), "step", "{\"a\":\n 1}"), message(None, "note", ""), message(None, "", "é")];

@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_form_has_its_fields_between_boundaries_and_says_its_size() {
+    async fn a_form_has_boundaries_between_fields_and_a_known_size() {
         let dir = tempfile::tempdir().unwrap();
         let rows = dir.path().join("rows.ndjson");
         std::fs::write(&rows, "{\"prompt\":\"a\"}\n").unwrap();

@@ -480,7 +480,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn only_what_may_be_lost_is_not_waited_for() {
+    async fn only_relaxed_transactions_skip_waiting_for_the_disk() {
         let dir = tempfile::tempdir().unwrap();
         let store = Store::open(&dir.path().join("a.db")).await.unwrap();
         let full = 2;

@@ -255,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn no_route_stands_there_twice() {
+    fn no_route_is_listed_twice() {
         let mut seen = std::collections::BTreeSet::new();
         for (method, route, _) in ROUTES {
             assert!(seen.insert((method, route)), "{method} {route}");

@@ -288,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn a_chunk_has_results_or_says_that_it_is_the_last() {
+    fn a_chunk_has_results_or_is_marked_as_the_last() {
         let read = |body: &str| Chunk::read(body.as_bytes(), "rwr_1").unwrap();
         let chunk = read(r#"{"id": "rwr_1", "results": [{"sample_id": "s_1", "reward": 0.1, "reason": "so"}]}"#);
         assert_eq!(chunk.entries[0].result, r#"{"sample_id":"s_1","reward":0.1,"reason":"so"}"#);
@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn everything_that_is_wrong_is_named_where_it_stands() {
+    fn every_error_has_its_pointer() {
         assert_eq!(flaws("nonsense"), [" syntax"]);
         assert_eq!(flaws("[1, 2]"), [" invalid_type"]);
         assert_eq!(flaws("{}"), ["/results required"]);

@@ -30,7 +30,7 @@ mod tests {
     }
 
     #[test]
-    fn every_cause_is_told_once() {
+    fn every_cause_is_shown_once() {
         let cause = || std::io::Error::other("the disk is gone");
         assert_eq!(with_causes(&Sample::Quiet(cause())), "cannot save: the disk is gone");
         assert_eq!(with_causes(&Sample::Told(cause())), "cannot save: the disk is gone");

@@ -166,7 +166,7 @@ impl Failure {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum RetryFrom {
-    /// From the newest valid checkpoint, with the reward answers of the steps after it; at step 0 if there is none.
+    /// The new job begins at the newest valid checkpoint, with the reward answers of the steps after it; at step 0 if there is none.
     Latest,
     /// The new job begins at step 0, with nothing from the old run.
     Start,
@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn terminal_states_never_move_and_every_other_one_can_end() {
+    fn terminal_states_never_change_and_every_other_state_can_end() {
         let terminal: Vec<_> = State::ALL.into_iter().filter(|state| state.is_terminal()).collect();
         assert_eq!(terminal, [State::Succeeded, State::Failed, State::Cancelled]);
         for state in State::ALL.into_iter().filter(|state| !state.is_terminal()) {

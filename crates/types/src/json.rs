@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn what_every_reader_agrees_on_is_read_as_by_serde_json() {
+    fn unambiguous_json_is_read_as_by_serde_json() {
         for text in [
             r#"{"a": [1, -2, 2.5, true, null, "x\n\u00e4"], "b": {"a": {}}}"#,
             r#"{"$serde_json::private::Number": "1"}"#,
@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_that_stands_twice_is_refused_where_it_stands() {
+    fn a_duplicate_key_is_rejected_with_its_position() {
         let (text, line, _) = refused("{\"prompt\": \"a\",\n \"prompt\": \"b\"}");
         assert!(text.starts_with("duplicate key 'prompt'"), "{text}");
         assert_eq!(line, 2);
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn an_integer_beyond_64_bits_is_refused_where_it_stands() {
+    fn an_integer_beyond_64_bits_is_rejected_with_its_position() {
         let (text, line, column) = refused("{\"a\": \"1\",\n  \"id\": 123456789012345678901234567890}");
         assert!(text.starts_with("the integer 123456789012345678901234567890 has more than 64 bits"), "{text}");
         assert_eq!((line, column), (2, 9));

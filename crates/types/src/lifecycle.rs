@@ -71,7 +71,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ten_tries_in_three_days_and_some() {
+    fn there_are_ten_deliveries_in_a_little_over_three_days() {
         assert_eq!(retry_in_ms(1, 0.0), Some(5_000));
         assert_eq!(retry_in_ms(2, 1.0), Some(330_000));
         assert_eq!(retry_in_ms(9, 0.0), Some(86_400_000));

@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_operator_permits_passes_and_nothing_else() {
+    fn only_addresses_that_the_operator_permits_pass() {
         let policy =
             OutgoingPolicy::parse(&["loopback", "10.0.0.0/8", "fd00::/16", "reward.internal", "192.168.1.7"]).unwrap();
         for url in

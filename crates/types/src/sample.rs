@@ -245,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_written_before_there_were_segments_is_read_and_written_byte_for_byte() {
+    fn completions_without_segments_are_read_and_written_byte_for_byte() {
         let entries = [
             r#"{"row":3,"completions":[{"ids":[5,6],"finish_reason":"length","logps":"AAAAvwAAwL8="},{"ids":[],"finish_reason":"stop"}]}"#,
             r#"{"row":0,"completions":[]}"#,

@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn context_tokens_are_read_and_never_counted_as_the_models() {
+    fn context_tokens_never_count_as_model_tokens() {
         let turns = turns();
         assert_eq!(turns.ids(), [5, 6, 7, 8, 9]);
         assert_eq!(turns.tokens().map(|(_, is_model)| is_model).collect::<Vec<_>>(), [true, true, false, true, false]);

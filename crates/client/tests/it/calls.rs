@@ -69,7 +69,7 @@ async fn tries_end() {
 }
 
 #[tokio::test]
-async fn a_refusal_stands_and_says_what_is_wrong() {
+async fn a_rejected_request_is_not_retried_and_its_errors_are_returned() {
     let fake = Fake::start(|_, _| {
         Reply::json(
             422,
@@ -90,7 +90,7 @@ async fn a_refusal_stands_and_says_what_is_wrong() {
 }
 
 #[tokio::test]
-async fn what_would_be_done_twice_is_asked_once_and_again_only_when_it_was_not_begun() {
+async fn a_request_with_side_effects_is_repeated_only_if_it_was_not_begun() {
     let test = json!({"ok": true, "results": [], "latency_ms": 1.0, "ping": null, "exchanges": [], "warnings": []});
     let fake = Fake::start(move |number, _| match number {
         0 => Reply::json(200, &test).cut(5),
@@ -112,7 +112,7 @@ async fn what_would_be_done_twice_is_asked_once_and_again_only_when_it_was_not_b
 }
 
 #[tokio::test]
-async fn what_an_earlier_try_deleted_is_deleted() {
+async fn deleting_an_object_that_an_earlier_try_deleted_succeeds() {
     let id = "ds_01jd0000000000000000000000".parse().unwrap();
     let lost = Fake::start(|number, _| match number {
         0 => Reply::nothing(),
@@ -150,7 +150,7 @@ async fn a_silent_server_is_left_after_the_time_limit() {
 }
 
 #[tokio::test]
-async fn an_answer_that_is_not_the_apis_is_said_to_be_that() {
+async fn a_response_that_does_not_match_the_api_is_an_error() {
     let fake = Fake::start(|_, _| Reply::new(200, "<html>welcome</html>")).await;
     let error = fake.client().get_session().await.unwrap_err();
     assert!(matches!(error, Error::NotUnderstood { .. }) && !error.is_retryable(), "{error:?}");
@@ -246,7 +246,7 @@ async fn a_wait_asks_again_until_the_job_is_settled() {
 }
 
 #[tokio::test]
-async fn a_question_holds_only_what_was_asked() {
+async fn a_generation_request_contains_only_the_given_settings() {
     let fake = Fake::start(|_, _| Reply::problem(429, "too_many_requests", true)).await;
     let id = "job_01jd0000000000000000000000".parse().unwrap();
     let request = GenerationRequest { checkpoint: Some(2.into()), ..GenerationRequest::new("2 + 2?") };

@@ -56,7 +56,7 @@ fn job() -> JobId {
 }
 
 #[tokio::test]
-async fn a_transfer_that_breaks_off_goes_on_where_it_was() {
+async fn an_interrupted_download_resumes_where_it_stopped() {
     let bytes = Arc::new(content(1));
     let whole = bytes.clone();
     // There are more interruptions than tries, but each transfers some bytes.
@@ -85,7 +85,7 @@ async fn a_transfer_that_breaks_off_goes_on_where_it_was() {
 }
 
 #[tokio::test]
-async fn a_later_call_goes_on_with_what_an_earlier_one_left() {
+async fn a_later_call_resumes_a_partial_download() {
     let bytes = Arc::new(content(2));
     let whole = bytes.clone();
     let fake = Fake::start(move |number, seen| {
@@ -127,7 +127,7 @@ async fn another_version_begins_anew() {
 }
 
 #[tokio::test]
-async fn a_damaged_transfer_is_fetched_again_and_never_gets_the_name() {
+async fn a_damaged_download_is_repeated_and_never_renamed() {
     let bytes = Arc::new(content(5));
     let whole = bytes.clone();
     let fake = Fake::start(move |number, seen| {
@@ -179,7 +179,7 @@ async fn answers_to_ranges_that_were_not_asked_for_are_not_used() {
 }
 
 #[tokio::test]
-async fn a_transfer_that_stands_still_goes_on_over_another_connection() {
+async fn a_stalled_download_resumes_over_another_connection() {
     let bytes = Arc::new(content(7));
     let whole = bytes.clone();
     let fake = Fake::start(move |number, seen| {
@@ -196,7 +196,7 @@ async fn a_transfer_that_stands_still_goes_on_over_another_connection() {
 }
 
 #[tokio::test]
-async fn what_has_no_entity_tag_begins_anew_and_not_forever() {
+async fn a_download_without_an_entity_tag_restarts_a_limited_number_of_times() {
     let fake = Fake::start(|number, _| {
         let reply = Reply::new(200, "one\ntwo\n");
         if number == 0 { reply.cut(4) } else { reply.unframed() }

@@ -78,7 +78,7 @@ async fn a_checkpoint_is_moved_only_when_every_byte_is_as_listed() {
 }
 
 #[tokio::test]
-async fn a_publication_goes_by_what_was_received_and_reads_no_file_again() {
+async fn a_publication_uses_the_hashes_of_received_files() {
     let dir = tempfile::tempdir().unwrap();
     let files = DataDir::open(dir.path()).unwrap();
     let job = JobId::new();
@@ -109,7 +109,7 @@ async fn a_publication_goes_by_what_was_received_and_reads_no_file_again() {
 }
 
 #[tokio::test]
-async fn the_sweep_removes_what_no_row_names_and_nothing_else() {
+async fn the_sweep_removes_only_files_without_a_row() {
     let dir = tempfile::tempdir().unwrap();
     let files = DataDir::open(dir.path()).unwrap();
     let (kept, lost) = (JobId::new(), JobId::new());
@@ -132,7 +132,7 @@ async fn the_sweep_removes_what_no_row_names_and_nothing_else() {
 }
 
 #[test]
-fn what_is_held_stays_when_it_is_removed_and_what_a_killed_backup_held_goes() {
+fn pinned_files_survive_removal_and_links_of_a_killed_backup_are_removed() {
     let dir = tempfile::tempdir().unwrap();
     let files = DataDir::open(dir.path()).unwrap();
     let path = files.datasets().join("x.ndjson");
@@ -140,7 +140,7 @@ fn what_is_held_stays_when_it_is_removed_and_what_a_killed_backup_held_goes() {
     let [dead, young] = ["backup-dead", "backup-young"].map(|name| {
         let left = files.staging().join(name);
         fs::create_dir(&left).unwrap();
-        fs::write(left.join("0"), "of nobody").unwrap();
+        fs::write(left.join("0"), "left over").unwrap();
         left
     });
     let before = std::time::SystemTime::now() - std::time::Duration::from_secs(120);

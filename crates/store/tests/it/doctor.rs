@@ -65,7 +65,7 @@ fn keeps(keep_last: u32, keep_best: u32, metric: &str, greater_is_better: bool) 
 }
 
 #[tokio::test]
-async fn alerts_and_phases_are_stored_told_and_rewound_with_their_steps() {
+async fn alerts_and_phases_are_stored_reported_and_rewound_with_their_steps() {
     let setting = Setting::new().await;
     let first = claimed(&setting, keeps(2, 1, "reward", true)).await;
     let (job, store) = (first.job, &setting.store);
@@ -198,7 +198,7 @@ async fn the_best_checkpoint_follows_the_plan_s_metric_and_direction() {
 }
 
 #[tokio::test]
-async fn a_pinned_checkpoint_is_never_rotated_away_until_it_is_given_back() {
+async fn a_pinned_checkpoint_is_kept_until_it_is_unpinned() {
     let setting = Setting::new().await;
     let claimed = claimed(&setting, keeps(1, 0, "reward", true)).await;
     let (job, store) = (claimed.job, &setting.store);

@@ -91,7 +91,7 @@ async fn a_plan_removes_nothing_and_then_the_orphans_go_and_the_rest_stays() {
 }
 
 #[tokio::test]
-async fn a_data_set_goes_when_no_job_has_used_it_for_long_enough_and_never_under_a_job() {
+async fn a_dataset_is_removed_only_when_no_job_has_used_it_for_long_enough() {
     let setting = Setting::new().await;
     let (store, files) = (&setting.store, &setting.files);
     let file = write(&files.dataset(setting.dataset), 80);
@@ -189,7 +189,7 @@ async fn checkpoints_of_jobs_that_are_over_for_long_go_but_for_pinned_ones() {
 }
 
 #[tokio::test]
-async fn what_is_kept_adds_up_by_kind_and_owner_and_a_linked_file_counts_once() {
+async fn storage_use_adds_up_by_kind_and_owner_and_a_linked_file_counts_once() {
     let setting = Setting::new().await;
     let (store, files) = (&setting.store, &setting.files);
     let id = DatasetId::new();

@@ -27,7 +27,7 @@ fn answer(rollout: RolloutId, key: &str, id: &str) -> JournalEntry {
 }
 
 #[tokio::test]
-async fn the_next_attempt_finds_what_the_last_one_wrote_and_a_late_one_writes_nothing() {
+async fn the_next_attempt_reads_the_journal_and_a_late_attempt_cannot_write() {
     let setting = Setting::new().await;
     let store = &setting.store;
     let job = setting.job().await;
@@ -58,7 +58,7 @@ async fn the_next_attempt_finds_what_the_last_one_wrote_and_a_late_one_writes_no
 }
 
 #[tokio::test]
-async fn a_checkpoint_takes_what_it_covers_and_the_end_of_the_job_the_rest() {
+async fn a_checkpoint_removes_covered_entries_and_the_end_of_the_job_the_rest() {
     let setting = Setting::new().await;
     let store = &setting.store;
     let job = setting.job().await;
@@ -123,7 +123,7 @@ async fn a_long_journal_comes_in_pages() {
 }
 
 #[tokio::test]
-async fn a_worker_that_lost_its_lease_is_shown_as_lost_until_it_is_heard_of() {
+async fn a_worker_that_lost_its_lease_is_lost_until_its_next_message() {
     let setting = Setting::new().await;
     setting.job().await;
     let worker = setting.worker().await;

@@ -73,7 +73,7 @@ async fn the_database_refuses_rows_that_contradict_themselves() {
 }
 
 #[tokio::test]
-async fn every_action_in_every_state_does_what_the_table_says() {
+async fn every_action_in_every_state_follows_the_table() {
     let setting = Setting::new().await;
     let store = &setting.store;
     for state in State::ALL {
@@ -331,7 +331,7 @@ async fn three_lost_workers_without_progress_fail_the_job_and_progress_starts_th
 }
 
 #[tokio::test]
-async fn a_wish_outlives_the_worker_it_was_meant_for() {
+async fn a_pending_request_survives_the_loss_of_its_worker() {
     let setting = Setting::new().await;
     let store = &setting.store;
     for (cancel, expected) in [(true, State::Cancelled), (false, State::Paused)] {
@@ -347,7 +347,7 @@ async fn a_wish_outlives_the_worker_it_was_meant_for() {
 }
 
 #[tokio::test]
-async fn a_worker_that_asks_again_has_lost_what_it_held() {
+async fn a_worker_that_claims_again_loses_its_job() {
     let setting = Setting::new().await;
     let job = setting.job().await;
     let worker = setting.worker().await;

@@ -230,7 +230,7 @@ async fn samples_are_sorted_searched_and_paged() {
 }
 
 #[tokio::test]
-async fn rotation_keeps_the_newest_the_best_and_what_is_pinned() {
+async fn rotation_keeps_the_newest_the_best_and_pinned_checkpoints() {
     let setting = Setting::new().await;
     let store = &setting.store;
     let first = claimed(&setting).await;
@@ -382,7 +382,7 @@ async fn the_same_bytes_are_the_same_dataset_and_a_needed_one_stays() {
     assert!(new);
     assert_eq!(store.dataset_by_sha256("", "d2").await.unwrap().as_ref(), Some(&row));
     assert_eq!(store.dataset_by_sha256("", "d3").await.unwrap(), None);
-    assert_eq!(store.dataset_by_sha256("somebody", "d2").await.unwrap(), None);
+    assert_eq!(store.dataset_by_sha256("another owner", "d2").await.unwrap(), None);
     let page = store.dataset_list(None, None, 1).await.unwrap();
     assert_eq!(page.data, [row]);
     let rest = store.dataset_list(None, page.next.as_deref(), 1).await.unwrap();

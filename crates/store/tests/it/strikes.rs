@@ -224,7 +224,7 @@ async fn a_job_of_an_older_version_keeps_its_strikes_and_has_its_step_as_its_mar
 }
 
 #[tokio::test]
-async fn what_a_fork_begins_with_is_no_progress_of_its_own() {
+async fn the_starting_step_of_a_fork_is_not_its_own_progress() {
     let mut run = Run::new().await;
     // The state that a fork leaves: a checkpoint of attempt 0, and its step.
     let insert = format!(
@@ -334,7 +334,7 @@ async fn every_tenth_end_raises_an_alert_with_phase_and_memory_of_each() {
 }
 
 #[tokio::test]
-async fn the_next_attempt_after_an_interruption_is_told_to_save_soon() {
+async fn the_next_attempt_after_an_interruption_must_save_soon() {
     let mut run = Run::new().await;
     let claimed = run.claim().await;
     assert!(!claimed.checkpoint_soon);
@@ -347,7 +347,7 @@ async fn the_next_attempt_after_an_interruption_is_told_to_save_soon() {
 }
 
 #[tokio::test]
-async fn a_temporary_checkpoint_goes_with_the_next_one_and_is_never_the_best() {
+async fn the_next_checkpoint_replaces_a_temporary_one_which_is_never_the_best() {
     let mut run = Run::new().await;
     let claimed = run.claim().await;
     let save = async |step: u64, reward: f64, temporary: bool| {

@@ -146,7 +146,7 @@ const UNHEALTHY: &[(&str, &[(&str, u64)])] = &[
 ];
 
 #[test]
-fn ill_runs_raise_what_is_wrong_with_them_and_nothing_else() {
+fn unhealthy_runs_raise_exactly_the_expected_alerts() {
     let mut differences = Vec::new();
     for (name, expected) in UNHEALTHY {
         let found = recording(name).alerts();
@@ -188,7 +188,7 @@ fn an_alert_carries_numbers_steps_and_the_settings_to_change() {
 }
 
 #[test]
-fn a_doctor_read_back_from_its_json_goes_on_as_if_never_stored() {
+fn a_doctor_restored_from_json_continues_unchanged() {
     let not_timed = |findings: Vec<(u64, Finding)>| -> Vec<(u64, Finding)> {
         let timed = |finding: &Finding| matches!(finding, Finding::Raised(alert) if alert.rule == Rule::SlowReward);
         findings.into_iter().filter(|(_, finding)| !timed(finding)).collect()
@@ -237,7 +237,7 @@ fn an_alert_is_raised_once_an_episode_and_again_after_it_cleared() {
 }
 
 #[test]
-fn a_rule_that_is_off_says_nothing_and_another_may_stop_the_run() {
+fn a_rule_that_is_off_raises_nothing_and_another_may_stop_the_run() {
     let mut facts = facts();
     facts.plan.doctor.rules.insert(Rule::KlExplosion, RulePlan { enabled: false, on_alert: None });
     let mut doctor = Doctor::default();

@@ -336,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn completions_that_are_cut_off_ask_for_more_tokens() {
+    fn truncated_completions_need_a_higher_maximum_length() {
         let cut = codes(|report| report.truncated_fraction = Some(TRUNCATED_FRACTION + 0.01));
         assert_eq!(cut, [FindingCode::RaiseMaxCompletionLength]);
         assert_eq!(codes(|report| report.truncated_fraction = Some(TRUNCATED_FRACTION)), [FindingCode::Ready]);
@@ -361,7 +361,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reward_without_values_stands_before_everything_else() {
+    fn a_reward_without_values_is_the_first_finding() {
         let missing = |fraction: f64| {
             codes(|report| {
                 report.rewards.get_mut("r").unwrap().missing_fraction = Some(fraction);
@@ -373,7 +373,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_measured_is_said_with_its_reason() {
+    fn an_unmeasured_preflight_reports_its_reason() {
         let error = ProbeError { code: "model_invalid".into(), message: "the model cannot be used".into() };
         let mut report = ProbeReport::default();
         assert!(verdict(&report, &plan())[0].detail.contains("time limit"));

@@ -340,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_read_is_named() {
+    fn unsupported_options_are_named() {
         for (more, words) in [
             (json!({"use_dora": true}), "use_dora is true"),
             (json!({"peft_type": "IA3"}), "peft_type"),

@@ -323,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn a_frequent_prompt_never_takes_all_rows_to_train_on() {
+    fn a_frequent_prompt_always_leaves_rows_to_train_on() {
         for seed in 0..20 {
             let rows = held_out_rows(SplitRule::PromptHash, &keys((0..10).map(|row| u64::from(row == 3))), 0.3, seed);
             assert!((1..=9).contains(&rows.len()), "{rows:?}");
@@ -332,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn prompts_are_told_apart_by_what_they_say() {
+    fn prompts_are_identified_by_their_content() {
         let chat = json!([{"role": "user", "content": "2+2="}]);
         assert_eq!(prompt_key(&chat), prompt_key(&json!([{"content": "2+2=", "role": "user"}])));
         let others = [

@@ -265,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_broken_says_where() {
+    fn syntax_errors_have_a_position() {
         assert!(Format::Yaml.read("a: 1\nb: [1, 2\n").unwrap_err().message.contains("line"));
         assert!(Format::Toml.read("a = \n").unwrap_err().message.contains("line 1"));
         assert!(Format::Json.read("{\"a\": }").unwrap_err().message.contains("line 1"));
@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn a_number_of_toml_that_is_not_finite_says_its_field() {
+    fn a_non_finite_number_in_toml_is_reported_with_its_field() {
         let error = Format::Toml.read("[rloo]\nbeta = nan\n").unwrap_err();
         assert_eq!(error.pointer, "/rloo/beta");
         assert!(error.message.contains("/rloo/beta is NaN"), "{}", error.message);
@@ -329,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_that_stands_twice_is_refused_in_every_form() {
+    fn a_duplicate_key_is_rejected_in_every_format() {
         for (format, text) in [
             (Format::Json, "{\"rloo\": {\"beta\": 0, \"beta\": 1}}"),
             (Format::Yaml, "rloo: {beta: 0, beta: 1}"),
@@ -341,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn aliases_cannot_blow_a_document_up() {
+    fn the_expansion_of_aliases_is_limited() {
         let mut bomb = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n".to_owned();
         for level in 1..12 {
             let before = format!("*a{}", level - 1);
@@ -356,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn toml_says_what_it_cannot_hold() {
+    fn toml_reports_values_that_it_does_not_support() {
         let error = Format::Toml.write(&json!({"a": {"b": [1, null]}})).unwrap_err();
         assert!(error.message.starts_with("/a/b/1 is null"), "{}", error.message);
     }
@@ -427,7 +427,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_written_reads_back_the_same(document in document()) {
+        fn a_written_document_reads_back_the_same(document in document()) {
             for format in Format::ALL {
                 let text = format.write(&document).unwrap();
                 prop_assert_eq!(&format.read(&text).unwrap_or(Value::Null), if text.trim().is_empty() { &Value::Null } else { &document }, "{}:\n{}", format.as_str(), text);

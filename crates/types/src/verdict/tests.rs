@@ -60,7 +60,7 @@ fn judged(rows: &[VerdictRow], plan: &Plan) -> VerdictResult {
 }
 
 #[test]
-fn the_words_follow_from_the_rows() {
+fn the_conclusion_follows_from_the_rows() {
     let plan = plan(json!({"dataset": {"records": [{"prompt": "p", "answer": "a"}]}}));
     for (won, lost, tied, expected) in [
         (60, 20, 120, VerdictWord::Better),

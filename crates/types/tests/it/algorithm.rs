@@ -172,7 +172,7 @@ fn odd_but_legal_choices_are_warned_of() {
 }
 
 #[test]
-fn dropout_is_accepted_with_what_it_does_to_the_ratio() {
+fn dropout_is_accepted_with_a_warning_about_the_ratio() {
     let warnings = |dropout: f64| accepted(with("/lora", json!({"dropout": dropout}))).warnings;
     let code = "dropout_moves_the_ratio";
     let dropped = warnings(0.1);

@@ -137,7 +137,7 @@ fn broken_json_says_where() {
 }
 
 #[test]
-fn what_would_be_rounded_or_dropped_is_refused_where_it_stands() {
+fn values_that_would_be_rounded_or_dropped_are_rejected_with_their_position() {
     let of = |format, text: &str| read(format, text.as_bytes(), usize::MAX).1.unwrap_err().errors.remove(0);
     let long = "{\"prompt\":\"a\"}\n{\"prompt\":\"b\",\"id\":123456789012345678901234567890}\n";
     let error = of(Format::Ndjson, long);
@@ -159,7 +159,7 @@ fn what_would_be_rounded_or_dropped_is_refused_where_it_stands() {
 }
 
 #[test]
-fn a_header_of_csv_that_names_a_column_twice_or_not_at_all_says_which() {
+fn a_csv_header_with_a_duplicate_or_missing_name_is_rejected() {
     let detail = |text: &str| read(Format::Csv, text.as_bytes(), 3).1.unwrap_err().errors.remove(0).detail;
     assert!(detail("prompt,a,prompt\nx,1,2\n").starts_with("columns 1 and 3 of the header are both named 'prompt'"));
     assert!(detail("prompt,,a\nx,1,2\n").starts_with("column 2 of the header has no name"));
@@ -172,14 +172,14 @@ fn utf_16_is_named() {
 }
 
 #[test]
-fn gzip_that_nobody_announced_is_named() {
+fn undeclared_gzip_is_recognized() {
     let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::best());
     encoder.write_all(b"{\"prompt\": \"a\"}\n").unwrap();
     assert_eq!(errors(Format::Ndjson, &encoder.finish().unwrap()), [(1, "gzip")]);
 }
 
 #[test]
-fn one_endless_row_is_refused_with_its_number_and_never_held() {
+fn an_endless_row_is_rejected_with_its_number_and_never_buffered() {
     for (format, start) in [
         (Format::Ndjson, "{\"prompt\":\"a\"}\n{\"prompt\":\""),
         (Format::Csv, "prompt\n\""),

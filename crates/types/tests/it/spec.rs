@@ -280,7 +280,7 @@ fn keys_of_other_trainers_are_refused_by_name() {
 }
 
 #[test]
-fn what_comes_later_is_refused_as_unsupported() {
+fn unimplemented_rewards_are_rejected_as_unsupported() {
     refused_at("/rewards/0", json!({"type": "judge"}), "/rewards/0/type", "unsupported", &["not built yet"]);
 }
 
@@ -635,7 +635,7 @@ proptest! {
 }
 
 #[test]
-fn a_flood_of_errors_is_cut() {
+fn the_number_of_reported_errors_is_limited() {
     let flood: serde_json::Map<String, Value> = (0..5000).map(|n| (format!("k{n}"), Value::Null)).collect();
     let (_, errors) = JobSpec::read(Value::Object(flood));
     assert_eq!(errors.len(), 1001);

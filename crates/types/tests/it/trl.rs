@@ -148,7 +148,7 @@ fn divisibility_errors_name_the_nearest_valid_values() {
 }
 
 #[test]
-fn what_is_not_done_is_answered_by_name_with_what_to_use() {
+fn unsupported_keys_are_explained_by_name() {
     let foreign = json!({
         "use_vllm": true, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3, "deepspeed": "ds_z3.json", "fsdp": "full_shard",
         "fsdp_config": {"version": 2}, "sync_ref_model": true, "ref_model_sync_steps": 64, "load_in_4bit": true, "fp16": true,
@@ -176,7 +176,7 @@ fn what_is_not_done_is_answered_by_name_with_what_to_use() {
 }
 
 #[test]
-fn named_reward_functions_become_rewards_with_what_is_to_be_done() {
+fn named_reward_functions_become_rewards_with_instructions() {
     let of = |config: Value| {
         let conversion = convert(&json!({"config": config, "model": "m", "dataset": {"id": "ds_1"}}), None);
         assert!(conversion.errors.is_empty() && conversion.unsupported.is_empty(), "{conversion:?}");
@@ -228,7 +228,7 @@ fn a_temperature_of_sampling_alone_is_refused_and_the_same_one_is_not() {
 }
 
 #[test]
-fn columns_that_trl_would_withhold_from_rewards_are_told_of() {
+fn columns_that_trl_would_hide_from_rewards_are_reported() {
     let told = |given: Value| {
         let conversion = convert(&json!({"config": given, "model": "m"}), None);
         conversion.warnings.iter().any(|warning| warning.pointer.ends_with("/remove_unused_columns"))
@@ -320,7 +320,7 @@ fn adapters_are_read_from_a_lora_config_and_from_flat_keys() {
 }
 
 #[test]
-fn the_schedule_counts_what_is_known_of_the_run() {
+fn the_schedule_uses_the_known_length_of_the_run() {
     // 64 rows with 4 prompts per step: 16 steps per epoch, 48 in total.
     let conversion = converted(
         json!({"warmup_ratio": 0.1, "eval_strategy": "epoch", "save_strategy": "epoch", "lr_scheduler_type": "cosine"}),
@@ -388,7 +388,7 @@ fn numbers_written_as_text_are_numbers() {
 }
 
 #[test]
-fn errors_of_the_job_are_told_at_the_key_that_was_sent() {
+fn errors_of_the_job_point_to_the_submitted_key() {
     let conversion = converted(json!({"temperature": 0, "kl_coef": -1, "top_p": 2}));
     assert!(conversion.errors.is_empty(), "TRL does not check them: {:?}", conversion.errors);
     let (_, errors) = JobSpec::read(conversion.spec.clone());
@@ -399,7 +399,7 @@ fn errors_of_the_job_are_told_at_the_key_that_was_sent() {
 }
 
 #[test]
-fn what_is_no_configuration_is_refused() {
+fn a_value_that_is_not_a_configuration_is_rejected() {
     for document in [json!(null), json!([]), json!("x"), json!({"config": 3}), json!({"config": {}, "beta": 0.1})] {
         assert!(!convert(&document, None).errors.is_empty(), "{document}");
     }
@@ -491,7 +491,7 @@ proptest! {
 }
 
 #[test]
-fn trl_s_learning_rate_is_kept_with_an_adapter_and_the_author_is_told() {
+fn trl_s_learning_rate_is_kept_with_an_adapter_and_a_warning() {
     let peft = json!({"r": 16, "lora_alpha": 32, "target_modules": "all-linear"});
     let told = |document: Value| {
         let conversion = converted(document);

@@ -80,7 +80,7 @@ fn a_warm_up_gets_the_documented_defaults_and_its_steps_come_first() {
 }
 
 #[test]
-fn what_is_wrong_is_told_at_its_place() {
+fn every_error_of_a_warm_up_has_its_pointer() {
     let refused = |change: fn(&mut Value), at: &str, code: &str, word: &str| {
         let errors = resolved(job(change), 20).expect_err(word);
         let found = errors.iter().find(|error| error.pointer == at && error.code == code);
@@ -157,7 +157,7 @@ fn what_is_wrong_is_told_at_its_place() {
 }
 
 #[test]
-fn beside_a_warm_start_the_reference_must_be_said() {
+fn with_a_warm_start_the_reference_is_required() {
     let with_start = |reference: Option<&str>| {
         let checkpoint = rlood_types::id::CheckpointId::new();
         JobSpec::read(job(|job| {

@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_no_finite_value_is_an_error() {
+    fn a_formula_without_a_finite_value_is_an_error() {
         for text in
             ["a / none_of", "log(none_of)", "'x'", "c", "a +", "import os", "a.b", "range(3)", "max()", "exp(10000)"]
         {

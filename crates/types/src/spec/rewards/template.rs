@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_there_is_an_error_and_never_an_empty_text() {
+    fn an_undefined_variable_is_an_error_and_never_an_empty_text() {
         for source in [
             "{{ item.other }}",
             "{{ item.none }}",

@@ -32,17 +32,17 @@ const NOTES: [(&str, &str); 2] = [("warm_up", "
   `eval.every_steps` and `optimizer.warmup_steps` count RLOO steps only. AdamW starts with fresh moments at the first RLOO step.
 - If `eval.before_start` is true, the job is evaluated before and after the warm-up. The weights at its end are always checkpointed.
 "), ("rloo", "
-- Estimators `reinforce_pp` and `reinforce_pp_baseline` give every token an advantage of its own; with them `loss` is one of
-  `token_mean`, `seq_mean_token_mean` and `dr_grpo`. `remax` also scores one greedy completion a prompt. `remax` and
+- Estimators `reinforce_pp` and `reinforce_pp_baseline` give every token its own advantage; with them, `loss` must be one of
+  `token_mean`, `seq_mean_token_mean` and `dr_grpo`. `remax` also scores one greedy completion per prompt. `remax` and
   `reinforce` allow `num_generations` 1.
-- `kl_in` `reward` goes with `k1`; `loss` with `k3` or `k2`.
-- Rewards are normalised first (`reward_normalization`), then clipped (`reward_clip_range`); `length_penalty` and
-  `soft_overlong` come after the clip.
-- With `min_informative_groups` tied groups are replaced by the prompts that come next, for at most `max_refills` rounds.
-- `overlap` needs `steps_per_generation` of 2 or more and excludes `min_informative_groups`. The next block is sampled and sent
-  to the rewards while this one's rewards are outstanding, so each block but the first is off-policy by one block. Its old
-  log-probs are those of the policy that sampled it, and the ratio corrects for the rest. Which block is sampled when depends
-  on the steps alone: a slow reward changes the time and nothing else, and a resumed run is the same run.
+- `kl_in` `reward` requires `k1`; `kl_in` `loss` requires `k3` or `k2`.
+- Rewards are first normalized (`reward_normalization`), then clipped (`reward_clip_range`); `length_penalty` and
+  `soft_overlong` are applied after clipping.
+- With `min_informative_groups`, tied groups are replaced by the next prompts, for at most `max_refills` rounds.
+- `overlap` requires `steps_per_generation` of at least 2 and is incompatible with `min_informative_groups`. The next block is sampled and sent
+  to the rewards while this one's rewards are outstanding, so every block except the first is off-policy by one block. Its old
+  log-probabilities are those of the policy that sampled it, and the ratio corrects for the difference. When a block is sampled depends
+  only on the steps: a slow reward changes nothing but the time, and a resumed run gives the same results.
 ")];
 
 /// Returns the page as Markdown. A test compares it with the committed page.
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn every_setting_says_what_it_means() {
+    fn every_setting_has_a_description() {
         for section in SECTIONS {
             let plan = section.plan_schema();
             for setting in section.settings {

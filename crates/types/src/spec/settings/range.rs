@@ -99,7 +99,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_check_the_words_and_the_schema_of_a_range_agree() {
+    fn the_check_the_message_and_the_schema_of_a_range_agree() {
         let cases = [
             (Range::above(0.0).below(1.0), "greater than 0 and less than 1", vec![0.5], vec![0.0, 1.0]),
             (

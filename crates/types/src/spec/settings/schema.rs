@@ -32,8 +32,8 @@ impl Section {
 
     fn form_hints(&self) -> Extensions {
         let order: Vec<_> = self.settings.iter().map(|setting| setting.name).collect();
-        let labelled = self.settings.iter().filter(|setting| !setting.label.is_empty());
-        let labels: Map<_, _> = labelled.map(|setting| (setting.name.to_owned(), json!(setting.label))).collect();
+        let labeled = self.settings.iter().filter(|setting| !setting.label.is_empty());
+        let labels: Map<_, _> = labeled.map(|setting| (setting.name.to_owned(), json!(setting.label))).collect();
         form_extension(json!({"title": self.title, "order": order, "labels": labels}))
     }
 }

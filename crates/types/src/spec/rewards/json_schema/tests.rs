@@ -73,7 +73,7 @@ fn a_recursive_schema_that_doubles_is_given_up_on_a_deep_value_and_works_on_a_sh
 }
 
 #[test]
-fn what_is_allowed_is_done_soon() {
+fn allowed_work_ends_within_the_time_limit() {
     // Values of the maximum size, one of each kind.
     let wide: Vec<Value> = (0..9_000).map(|number| json!({"a": number, "b": [number.to_string()]})).collect();
     let item = json!({"$ref": "#"});
@@ -138,7 +138,7 @@ fn patterns_that_compile_to_much_are_refused() {
 }
 
 #[test]
-fn usual_schemas_give_what_the_validator_gives() {
+fn usual_schemas_give_the_same_results_as_the_validator() {
     let tree = json!({"$id": "https://x.example/tree", "$dynamicAnchor": "node", "type": "object", "properties":
         {"data": true, "children": {"type": "array", "items": {"$dynamicRef": "#node"}}}});
     let cases = [
