@@ -566,6 +566,6 @@ fn unknown(key: &str) -> String {
         of_settings.chain(READ.iter().chain(&self::rewards::REWARD_FUNCS).chain(ignored).chain(refused).copied());
     match nearest(key, known) {
         Some(meant) => format!("not a key of RLOOConfig (TRL 1.16): did you mean '{meant}'?"),
-        None => "not a key of RLOOConfig (TRL 1.16), nor of the arguments siblings it: remove it".to_owned(),
+        None => "not a key of RLOOConfig (TRL 1.16), nor of the arguments around it: remove it".to_owned(),
     }
 }
