@@ -221,7 +221,7 @@ impl RowParser<'_> {
                 wrong("encoding", "not UTF-8; save the file as UTF-8".to_owned())
             }
             Err(error) => {
-                let what = json::message(&error);
+                let what = json::error_text(&error);
                 // A row of a JSON list may span several lines.
                 let at = match error.line() {
                     0 | 1 => format!("column {}", error.column()),

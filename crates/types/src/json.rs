@@ -27,7 +27,7 @@ pub fn read(text: &[u8]) -> Result<Value, serde_json::Error> {
 }
 
 /// Returns the error's message without its position.
-pub fn message(error: &serde_json::Error) -> String {
+pub fn error_text(error: &serde_json::Error) -> String {
     let text = error.to_string();
     text.rsplit_once(" at line ").map_or(text.as_str(), |(words, _)| words).to_owned()
 }

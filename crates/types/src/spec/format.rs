@@ -97,7 +97,7 @@ impl Format {
         }
         match self {
             Format::Json => json::read(text.as_bytes()).map_err(|error| {
-                let (words, line, column) = (json::message(&error), error.line(), error.column());
+                let (words, line, column) = (json::error_text(&error), error.line(), error.column());
                 FormatError::new(format!("{words} (line {line}, column {column})"))
             }),
             Format::Yaml => {

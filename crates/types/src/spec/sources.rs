@@ -57,7 +57,7 @@ pub struct HubDataset {
     /// Branch, tag or commit; default: `main`. It is resolved to a commit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub revision: Option<String>,
-    /// Configuration; required if the dataset has several.
+    /// Configuration (subset); default: the default configuration, or the only one. Otherwise required.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(example = "main")]
     pub config: Option<String>,
