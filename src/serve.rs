@@ -334,7 +334,7 @@ async fn tick(store: Store, files: DataDir, downloads: Downloads, lease_ms: i64,
             Err(error) => tracing::error!(error = with_causes(&error), "lapsed leases stay"),
         }
         disk.look(&store, &files, now).await;
-        if let Err(error) = store.log_fold().await {
+        if let Err(error) = store.log_checkpoint().await {
             tracing::warn!(error = with_causes(&error), "the database's log grows");
         }
         if count % TICKS_A_ROUND == 0 {
@@ -347,7 +347,7 @@ async fn tick(store: Store, files: DataDir, downloads: Downloads, lease_ms: i64,
             downloads.clean().await;
             remove_expired(&store, &files, now).await;
             let files = files.clone();
-            tokio::task::spawn_blocking(move || files.drop_dead_links());
+            tokio::task::spawn_blocking(move || files.remove_stale_links());
         }
     }
 }

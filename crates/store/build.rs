@@ -1,4 +1,4 @@
-//! Lists the migrations, with their SQL, for `src/version.rs`. sqlx's own macro would do it, but sqlx's macros compile a second SQLite
+//! Lists the migrations with their SQL for `src/version.rs`. sqlx's own macro could do this, but it would compile a second SQLite
 //! for the build alone.
 
 use std::fmt::Write;
@@ -17,7 +17,7 @@ fn main() {
             let parts = name.strip_suffix(".sql").and_then(|name| name.split_once('_'));
             let (version, description) = parts.unwrap_or_else(|| panic!("{name}: not NUMBER_DESCRIPTION.sql"));
             let version = version.parse().unwrap_or_else(|_| panic!("{name}: does not begin with a number"));
-            // As sqlx spells a description.
+            // sqlx formats a migration's description in the same way.
             (version, description.replace('_', " "), path.display().to_string())
         })
         .collect();

@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::backup::BackupArgs;
 use crate::files::copy::{copy_hashed, files_below, is_vacant, make_private_dir, remove_tree, sync_tree};
-use crate::files::held::Held;
+use crate::files::pinned::PinnedFiles;
 use crate::files::{DataDir, FilesError, hash_file};
 use crate::store::{CheckpointRow, Store, StoreError};
 
@@ -203,10 +203,10 @@ async fn make(source: &Store, files: &DataDir, to: &Path) -> Result<Manifest, Ba
 /// The database and what it names; `None` when a job that is not over would have lost what it goes on from.
 async fn copy(source: &Store, files: &DataDir, to: &Path) -> Result<Option<Taken>, BackupError> {
     let database = to.join(DATABASE);
-    let mut held = files.hold();
+    let mut held = files.pin_files();
     let mut keep = |rows: &[CheckpointRow]| {
         for row in rows {
-            row.files.iter().for_each(|file| held.keep(&place(files, row).join(&file.name)));
+            row.files.iter().for_each(|file| held.pin(&place(files, row).join(&file.name)));
         }
     };
     // Nearly all of them, before the server has to wait for the rest.
@@ -245,7 +245,7 @@ struct Copying<'a> {
 }
 
 /// Copies what the snapshot names; forgets there what is not to be had.
-async fn take_files(copying: Copying<'_>, mut held: Held) -> Result<Option<Taken>, BackupError> {
+async fn take_files(copying: Copying<'_>, mut held: PinnedFiles) -> Result<Option<Taken>, BackupError> {
     let Copying { source, snapshot, files, to } = copying;
     let (mut taken, mut left_out) = (BTreeMap::new(), BTreeMap::new());
     // Of warm starts, and adapters.
@@ -256,8 +256,8 @@ async fn take_files(copying: Copying<'_>, mut held: Held) -> Result<Option<Taken
     for adapter in snapshot.adapter_ids().await? {
         initial.extend(files_below(&files.adapter_dir(adapter))?);
     }
-    initial.iter().for_each(|path| held.keep(path));
-    snapshot.dataset_ids().await?.iter().for_each(|id| held.keep(&files.dataset(*id)));
+    initial.iter().for_each(|path| held.pin(path));
+    snapshot.dataset_ids().await?.iter().for_each(|id| held.pin(&files.dataset(*id)));
 
     let needed = snapshot.checkpoints_needed().await?;
     let mut checkpoints = snapshot.checkpoint_all().await?;
@@ -316,7 +316,7 @@ async fn take_files(copying: Copying<'_>, mut held: Held) -> Result<Option<Taken
 /// Copies a file; the inner error says why it is not to be had as it should be.
 fn take(
     copying: Copying<'_>,
-    held: &Held,
+    held: &PinnedFiles,
     path: &Path,
     wanted: Option<&Entry>,
     taken: &mut BTreeMap<String, Entry>,

@@ -106,7 +106,7 @@ fn remarks(conversion: &Conversion) -> (Vec<String>, bool) {
     let wrong: Vec<_> = conversion.errors.iter().cloned().chain(found).chain(metrics).collect();
     let refused = !wrong.is_empty() || !conversion.unsupported.is_empty();
     let wrong = wrong.into_iter().map(|error| {
-        let error = conversion.told_by_key(error);
+        let error = conversion.at_submitted_key(error);
         format!("refused: {}: {}", error.pointer, error.detail)
     });
     let unsupported = conversion.unsupported.iter().map(|key| format!("not supported: {}: {}", key.key, key.reason));

@@ -16,7 +16,7 @@ use super::extract::{Json, Path, read_admitted_body};
 use crate::callback::{CallbackTerms, Chunk, Flaw};
 use crate::config::random_token;
 use crate::id::RewardRequestId;
-use crate::store::{Counted, StoreError, Taken, clock_ms};
+use crate::store::{Counted, Received, StoreError, clock_ms};
 
 /// The routes of this module.
 pub fn routes() -> OpenApiRouter<AppState> {
@@ -93,13 +93,13 @@ async fn take_callback(
         (false, Err(_)) => return Err(unknown()),
     }
     let chunk = Chunk::read(&read_admitted_body(request).await?, &id).map_err(refused)?;
-    match state.store.callback_take(&id, &chunk, clock_ms()).await {
-        Ok(Taken::Counted(Counted { accepted, duplicate, unknown })) => {
+    match state.store.callback_receive(&id, &chunk, clock_ms()).await {
+        Ok(Received::Counted(Counted { accepted, duplicate, unknown })) => {
             tracing::debug!(request = id, accepted, duplicate, unknown, done = chunk.done, "a reward service answered");
             Ok(Json(TakenView { accepted, duplicate, unknown }))
         }
-        Ok(Taken::Late) => Err(gone("the request's deadline is over: what was missing is asked for again")),
-        Ok(Taken::Over) => Err(gone("the request is answered: what was missing is asked for again")),
+        Ok(Received::Late) => Err(gone("the request's deadline is over: what was missing is asked for again")),
+        Ok(Received::Over) => Err(gone("the request is answered: what was missing is asked for again")),
         Err(StoreError::NotFound { .. }) => Err(gone("nobody waits for this answer any more")),
         Err(error) => Err(error.into()),
     }

@@ -24,7 +24,7 @@ use super::extract::{Json, Query};
 use super::jobs::{JobView, bad_query, newest_jobs};
 use super::list::List;
 use crate::id::JobId;
-use crate::store::{Course, JobNews, StoreError};
+use crate::store::{JobChange, Sparkline, StoreError};
 
 /// The most jobs of one request.
 const MAX_JOBS: usize = 100;
@@ -73,8 +73,8 @@ struct CourseView {
     points: Vec<(u64, f64)>,
 }
 
-impl From<Course> for CourseView {
-    fn from(Course { job, points }: Course) -> Self {
+impl From<Sparkline> for CourseView {
+    fn from(Sparkline { job, points }: Sparkline) -> Self {
         let value = |point: Option<&(u64, f64)>| point.map(|(_, reward)| *reward);
         Self { id: job, first: value(points.first()), last: value(points.last()), points }
     }
@@ -104,7 +104,7 @@ async fn list_courses(
             .map_err(|_| bad_query("ids", "invalid_value", format!("'{}' is not the id of a job", shortened(word))))
     };
     let ids = words.iter().map(id).collect::<Result<Vec<_>, _>>()?;
-    let courses = state.store.reward_courses(&ids, caller.sees(), points / 2).await?;
+    let courses = state.store.reward_sparklines(&ids, caller.sees(), points / 2).await?;
     Ok(Json(List { data: courses.into_iter().map(CourseView::from).collect(), next: None }))
 }
 
@@ -139,7 +139,7 @@ type Sender = mpsc::Sender<Result<sse::Event, Infallible>>;
 async fn follow(
     state: &AppState,
     caller: &Caller,
-    mut changes: broadcast::Receiver<JobNews>,
+    mut changes: broadcast::Receiver<JobChange>,
     sender: &Sender,
 ) -> Result<(), Problem> {
     if !send(sender, sse::Event::default().comment("changes of all jobs follow")).await {
@@ -168,9 +168,9 @@ async fn follow(
         if is_lost && !send(sender, sse::Event::default().event("reload").data("{}")).await {
             return Ok(());
         }
-        for (id, gone_of) in changed {
+        for (id, deleted_owner) in changed {
             // Jobs of others are not told of, nor that they are gone.
-            let event = match gone_of {
+            let event = match deleted_owner {
                 Some(owner) if caller.may_see(&owner) => {
                     sse::Event::default().event("gone").json_data(json!({"id": id}))
                 }
@@ -192,9 +192,9 @@ async fn follow(
 }
 
 /// What is gone stays gone, whichever news of it comes last.
-fn note(changed: &mut BTreeMap<JobId, Option<String>>, JobNews { id, gone_of }: JobNews) {
+fn note(changed: &mut BTreeMap<JobId, Option<String>>, JobChange { id, deleted_owner }: JobChange) {
     let known = changed.entry(id).or_default();
-    *known = known.take().or(gone_of);
+    *known = known.take().or(deleted_owner);
 }
 
 /// False when the client is gone, or reads too slowly.

@@ -25,7 +25,7 @@ use super::error::{Code, Problem, chain, shortened};
 use super::throttle::Client;
 use super::{JSON_LIMIT_BYTES, SESSION_LIMIT_BYTES};
 use crate::digest::Sha256Digest;
-use crate::json::{Exact, words};
+use crate::json::{Exact, error_text};
 use crate::listen::unfinished::Unfinished;
 use crate::spec::format::Format;
 use json::parse_object;
@@ -203,7 +203,7 @@ pub fn parse_document(bytes: &[u8], format: Format) -> Result<Value, Problem> {
     if format == Format::Json {
         let bytes = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(bytes);
         return parse_json::<Exact>(bytes)?.checked(bytes).map_err(|error| {
-            let text = format!("{} (line {}, column {})", words(&error), error.line(), error.column());
+            let text = format!("{} (line {}, column {})", error_text(&error), error.line(), error.column());
             Problem::new(Code::InvalidBody, text.clone()).item("", "invalid", text)
         });
     }

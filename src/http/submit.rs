@@ -448,7 +448,7 @@ async fn translated(
     let complete = conversion.spec.pointer("/training/prompts_per_step").is_some();
     let look = look.filter(|_| complete && conversion.unsupported.is_empty());
     let mut validation = validated(state, caller, conversion.spec.clone(), conversion.errors.clone(), look).await?;
-    let told = |error: FieldError| conversion.told_by_key(error);
+    let told = |error: FieldError| conversion.at_submitted_key(error);
     let too_small = |error: &FieldError| !complete && error.code == "dataset_too_small";
     validation.errors = validation.errors.into_iter().filter(|error| !too_small(error)).map(told).collect();
     if !complete {

@@ -23,7 +23,7 @@ use crate::lifecycle::MessageType;
 use crate::outgoing::OutgoingError;
 use crate::reward::signature::Key;
 use crate::store::clock_ms;
-use crate::store::webhooks::{KeepOld, MOST_OLD_SECRETS, NewWebhook, WebhookPatch, WebhookRow};
+use crate::store::webhooks::{KeepOld, MAX_OLD_SECRETS, NewWebhook, WebhookPatch, WebhookRow};
 
 /// Most subscriptions of an owner, and as many of its admins to every owner's jobs.
 const MOST: u64 = 100;
@@ -402,7 +402,7 @@ async fn rotate(state: AppState, id: WebhookId, Rotate { secret, keep_old_s }: R
     let keep = keep_old_s.map_or(KeepOld::Until(until(OLD_SECRET_S)), |seconds| KeepOld::AtMost(until(seconds)));
     let Some(row) = state.store.webhook_rotate(id, &secret, keep, now).await? else {
         let detail = format!(
-            "{MOST_OLD_SECRETS} older secrets sign already: wait until they are over, or end them with {{\"keep_old_s\": 0}}"
+            "{MAX_OLD_SECRETS} older secrets sign already: wait until they are over, or end them with {{\"keep_old_s\": 0}}"
         );
         return Err(Problem::new(Code::Conflict, detail));
     };

@@ -38,12 +38,12 @@ use crate::files::{DataDir, FilesError};
 use crate::id::{DatasetId, JobId, WorkerId};
 use crate::job::{Failure, FailureClass};
 use crate::protocol::{
-    CallbackNews, Claim, ClaimRequest, EventBatch, Finish, Heartbeat, HeartbeatReply, JournalBatch, JournalPage,
+    CallbackUpdates, Claim, ClaimRequest, EventBatch, Finish, Heartbeat, HeartbeatReply, JournalBatch, JournalPage,
     Outcome, PROTOCOL, Publish, Published, Register, Registered, ResumePoint, RewardReports,
 };
 use crate::storage::StorageKind;
 use crate::store::publish;
-use crate::store::{Beat, Claimed, PublishCheckpoint, StoreError, clock_ms};
+use crate::store::{Claimed, HeartbeatUpdate, PublishCheckpoint, StoreError, clock_ms};
 
 /// The longest a claim is held open.
 const LONGEST_WAIT_MS: u64 = 60_000;
@@ -359,7 +359,7 @@ async fn take_heartbeat(
     Json(body): Json<Heartbeat>,
 ) -> Result<Json<HeartbeatReply>, Problem> {
     let Heartbeat { attempt, phase, status_reason, step, eta_s, memory_bytes } = body;
-    let beat = Beat { phase, status_reason, step, eta_s, memory_bytes };
+    let beat = HeartbeatUpdate { phase, status_reason, step, eta_s, memory_bytes };
     let requested = state.store.job_heartbeat(job, attempt, beat, clock_ms(), lease_ms(&state)).await?;
     let received_bytes = state.workers.received.of(job, attempt);
     Ok(Json(HeartbeatReply { requested, lease_ms: state.config.lease_ms, received_bytes }))
@@ -392,13 +392,13 @@ async fn send_callbacks(
     pass: WorkerPass,
     Path((job, after)): Path<(JobId, i64)>,
     Query(Fence { attempt }): Query<Fence>,
-) -> Result<Json<CallbackNews>, Problem> {
+) -> Result<Json<CallbackUpdates>, Problem> {
     let deadline = Instant::now() + CALLBACKS_HELD;
     let mut changes = state.store.callbacks_changed();
     loop {
         changes.mark_unchanged();
-        let page = state.store.callback_news(job, attempt, after).await?;
-        if !page.news.is_empty() {
+        let page = state.store.callback_updates(job, attempt, after).await?;
+        if !page.updates.is_empty() {
             return Ok(Json(page));
         }
         let woken = tokio::select! {

@@ -6,7 +6,7 @@ use axum::body::{Body, to_bytes};
 use axum::http::{Request, header};
 use rlood::event::Phase;
 use rlood::protocol::Outcome;
-use rlood::store::{Beat, clock_ms};
+use rlood::store::{HeartbeatUpdate, clock_ms};
 use serde_json::{Value, json};
 use tower::ServiceExt;
 
@@ -124,7 +124,7 @@ async fn a_wait_ends_when_the_job_does_and_not_before() {
     assert_eq!(job, id);
     assert!(!waiting.is_finished());
     // A heartbeat is no event, but a wait that ends without one tells its news.
-    let beat = Beat {
+    let beat = HeartbeatUpdate {
         phase: Phase::Reward,
         status_reason: Some("waiting_for_reward".to_owned()),
         step: 0,

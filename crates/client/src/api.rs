@@ -1,4 +1,5 @@
-//! A method for each operation of the API, under the operation's id, with what it takes and answers. [`crate::Client`] has them all.
+//! One method per API operation, named after the operation id, with the types of its requests and responses. All
+//! are methods of [`crate::Client`].
 
 pub(crate) mod adapters;
 pub(crate) mod checkpoints;

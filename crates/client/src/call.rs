@@ -1,4 +1,4 @@
-//! One request: its URL, its body, its tries, its answer.
+//! One API call: its URL, its body, its retries and its response.
 
 use std::time::Duration;
 
@@ -17,37 +17,37 @@ use crate::retry::{Repeat, Tries, was_not_begun};
 use crate::upload::{Body, Flow};
 
 const IDEMPOTENCY_KEY: HeaderName = HeaderName::from_static("idempotency-key");
-/// The longest body of an error that is read.
-const PROBLEM_BYTES: usize = 1 << 20;
+/// Maximum size of an error body that is read, in bytes.
+const MAX_PROBLEM_BYTES: usize = 1 << 20;
 
 /// A request that may be sent several times.
 #[derive(Debug, Clone)]
 pub(crate) struct Call {
     method: Method,
     url: Url,
-    /// Method and path, for errors.
+    /// Method and path, for error messages.
     label: String,
     body: Body,
     accept: &'static str,
     authorization: Option<HeaderValue>,
     pub(crate) repeat: Repeat,
-    /// In addition to the client's time limit: for what the server does before it answers.
+    /// Added to the client's time limit: the time that the server may work before it answers.
     work: Duration,
-    /// What is to be deleted may be gone by an earlier try.
+    /// Whether "not found" counts as success, because an earlier try may have deleted the object.
     gone_is_done: bool,
 }
 
-/// A whole answer.
+/// A response that was read completely.
 #[derive(Debug)]
 pub(crate) struct Answer {
     pub(crate) body: Bytes,
 }
 
 impl Client {
-    /// A request to `/a/b/c` for `["a", "b", "c"]`. It is taken for one that may be repeated.
+    /// Creates a request to `/a/b/c` for `["a", "b", "c"]`. By default it is safe to repeat.
     pub(crate) fn call(&self, method: Method, path: &[&str]) -> Call {
         let mut url = self.inner.base.clone();
-        // The builder refused what cannot be a base, the only case without segments.
+        // The builder rejects URLs that cannot be a base, the only case without segments.
         if let Ok(mut segments) = url.path_segments_mut() {
             segments.pop_if_empty().extend(path);
         }
@@ -71,31 +71,31 @@ impl Client {
         self.call(Method::GET, path)
     }
 
-    /// A request that creates or moves something: the server does it once, however often it is sent.
+    /// Creates a request that creates or changes something. The server performs it once, however often it is sent.
     pub(crate) fn post_once(&self, path: &[&str]) -> Call {
         let key = self.idempotency_key.clone().unwrap_or_else(|| ulid::Ulid::generate().to_string().to_lowercase());
         Call { repeat: Repeat::Keyed(key), ..self.call(Method::POST, path) }
     }
 
-    /// Deletes what is there. A repetition may find it gone.
+    /// Deletes an object. A repetition may find that it is gone.
     pub(crate) async fn delete(&self, path: &[&str]) -> Result<(), Error> {
         let call = Call { gone_is_done: true, ..self.call(Method::DELETE, path) };
         self.answer(&call).await.map(drop)
     }
 
-    /// The answer's JSON.
+    /// Returns the response's JSON.
     pub(crate) async fn json<T: DeserializeOwned>(&self, call: Call) -> Result<T, Error> {
         let answer = self.answer(&call).await?;
         call.read_json(&answer.body)
     }
 
-    /// The answer's text.
+    /// Returns the response's text.
     pub(crate) async fn text(&self, call: Call) -> Result<String, Error> {
         let answer = self.answer(&call).await?;
         String::from_utf8(answer.body.into()).map_err(|_| call.not_understood("it is not UTF-8"))
     }
 
-    /// Sends a request until it is answered or its error stands, and reads the whole answer.
+    /// Sends a request until it succeeds or fails permanently, and reads the whole response.
     pub(crate) fn answer<'a>(&'a self, call: &'a Call) -> BoxFuture<'a, Result<Answer, Error>> {
         async move {
             let mut tries = Tries::new(self.inner.retry);
@@ -125,8 +125,8 @@ impl Client {
         Ok(Answer { body: body.map_err(|source| call.interrupted(Some(source)))? })
     }
 
-    /// Sends a request once; the head of the answer may take `limit` after the last byte of the body has left. An error status is
-    /// an error.
+    /// Sends a request once. `limit` is the time for the response headers after the last byte of the body was sent. An
+    /// error status is an error.
     pub(crate) async fn open(&self, call: &Call, headers: &HeaderMap, limit: Duration) -> Result<Response, Error> {
         let mut request = self.inner.http.request(call.method.clone(), call.url.clone()).header(ACCEPT, call.accept);
         if let Some(authorization) = &call.authorization {
@@ -157,13 +157,13 @@ impl Client {
         let headers = response.headers().clone();
         let mut body = Vec::new();
         let read = async {
-            while body.len() < PROBLEM_BYTES
+            while body.len() < MAX_PROBLEM_BYTES
                 && let Ok(Some(piece)) = response.chunk().await
             {
                 body.extend_from_slice(&piece);
             }
         };
-        // A body that does not arrive leaves the status to tell.
+        // If the body does not arrive, the error consists of the status alone.
         let _ = timeout(self.inner.timeout, read).await;
         let problem = Box::new(Problem::read(status.as_u16(), &headers, &body));
         Error::Refused { request: call.label.clone(), problem }
@@ -171,13 +171,13 @@ impl Client {
 }
 
 impl Call {
-    /// A query parameter.
+    /// Adds a query parameter.
     pub(crate) fn query(mut self, name: &str, value: impl ToString) -> Self {
         self.url.query_pairs_mut().append_pair(name, &value.to_string());
         self
     }
 
-    /// A query parameter, if there is a value for it.
+    /// Adds a query parameter, if it has a value.
     pub(crate) fn query_if(self, name: &str, value: Option<impl ToString>) -> Self {
         match value {
             Some(value) => self.query(name, value),
@@ -201,15 +201,15 @@ impl Call {
         Self { repeat, ..self }
     }
 
-    /// The server may work this long before it answers.
+    /// Sets how long the server may work before it answers.
     pub(crate) fn work(self, work: Duration) -> Self {
         Self { work, ..self }
     }
 
-    /// Shows this token instead of the client's key.
+    /// Sends this token instead of the client's key.
     pub(crate) fn bearer(self, token: &str) -> Result<Self, Error> {
         let mut value = HeaderValue::try_from(format!("Bearer {token}"))
-            .map_err(|_| Error::Settings("the token has characters that no header may have".to_owned()))?;
+            .map_err(|_| Error::Settings("the token has characters that are not allowed in a header".to_owned()))?;
         value.set_sensitive(true);
         Ok(Self { authorization: Some(value), ..self })
     }

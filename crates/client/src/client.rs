@@ -11,18 +11,18 @@ use rustls::pki_types::pem::PemObject;
 use crate::error::Error;
 use crate::retry::Retry;
 
-/// For a connection to be made.
+/// Time limit for establishing a connection.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
-/// For a whole answer of a call that is neither a transfer nor a stream.
+/// Time limit of a call that is neither a transfer nor a stream.
 const TIMEOUT: Duration = Duration::from_secs(60);
-/// The longest time in which no byte of a transfer or of a stream of events arrives. A quiet stream says something every 15 s.
+/// Maximum time without a byte in a transfer or a stream of events. A quiet stream sends a comment every 15 s.
 const STALL_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A client of one server. Cheap to clone; clones share their connections.
+/// A client of one server. Clones are cheap and share their connections.
 #[derive(Debug, Clone)]
 pub struct Client {
     pub(crate) inner: Arc<Inner>,
-    /// Of the next requests that create or move something; `None` = each makes its own.
+    /// Idempotency key of the next requests that create or change something; `None` = each creates its own.
     pub(crate) idempotency_key: Option<String>,
 }
 
@@ -49,15 +49,16 @@ pub struct ClientBuilder {
 }
 
 impl Client {
-    /// A client of the server at this address, `http://127.0.0.1:8080` say, with the default settings and without a key.
+    /// Creates a client of the server at this address, such as `http://127.0.0.1:8080`, with the default settings
+    /// and without a key.
     ///
     /// # Errors
-    /// When the address is not one of http or https.
+    /// Fails if the address is not an http or https URL.
     pub fn new(server: &str) -> Result<Client, Error> {
         Client::builder(server).build()
     }
 
-    /// A client of the server at this address, with settings.
+    /// Creates a builder for a client of the server at this address.
     pub fn builder(server: &str) -> ClientBuilder {
         ClientBuilder {
             server: server.to_owned(),
@@ -70,14 +71,13 @@ impl Client {
         }
     }
 
-    /// The server's address, without a slash at its end.
+    /// Returns the server's address, without a trailing slash.
     pub fn server(&self) -> &str {
         self.inner.base.as_str().trim_end_matches('/')
     }
 
-    /// The same client, whose requests that create or move something carry this `Idempotency-Key` instead of a new one each:
-    /// a caller that keeps the key may repeat its request after a crash of its own, for 24 hours. One key is for one request
-    /// of each route.
+    /// Returns a client whose requests that create or change something carry this `Idempotency-Key` instead of a new one each. A
+    /// caller that stores the key may repeat its request after a crash, for 24 hours. Each key is for one request per route.
     #[must_use]
     pub fn with_idempotency_key(&self, key: impl Into<String>) -> Client {
         Client { inner: self.inner.clone(), idempotency_key: Some(key.into()) }
@@ -85,26 +85,26 @@ impl Client {
 }
 
 impl ClientBuilder {
-    /// The API key that every request shows.
+    /// Sets the API key that is sent with every request.
     #[must_use]
     pub fn api_key(self, key: impl Into<String>) -> Self {
         Self { api_key: Some(key.into()), ..self }
     }
 
-    /// How often and when a failed call is tried again.
+    /// Sets how often and when a failed call is retried.
     #[must_use]
     pub fn retry(self, retry: Retry) -> Self {
         Self { retry, ..self }
     }
 
-    /// The time limit of a try of a call that is neither a transfer nor a stream; 60 s by default. Calls that ask the server to
-    /// wait or to compute add that to it.
+    /// Sets the time limit of one try of a call that is neither a transfer nor a stream; default: 60 s. Calls that ask the server
+    /// to wait or to compute add that time.
     #[must_use]
     pub fn timeout(self, timeout: Duration) -> Self {
         Self { timeout, ..self }
     }
 
-    /// The longest time in which no byte of a transfer or of a stream of events arrives; 60 s by default.
+    /// Sets the maximum time without a byte in a transfer or a stream of events; default: 60 s.
     #[must_use]
     pub fn stall_timeout(self, stall_timeout: Duration) -> Self {
         Self { stall_timeout, ..self }
@@ -116,16 +116,16 @@ impl ClientBuilder {
         Self { with_proxy: false, ..self }
     }
 
-    /// Trusts these certificates (PEM) beside the system's: those of a company's own authority.
+    /// Trusts these certificates (PEM) in addition to the system's, such as those of a company's own authority.
     #[must_use]
     pub fn root_certificates(self, pem: impl Into<Vec<u8>>) -> Self {
         Self { root_certificates: pem.into(), ..self }
     }
 
-    /// The client.
+    /// Builds the client from these settings.
     ///
     /// # Errors
-    /// When the address is not one of http or https, a certificate cannot be read, or the key cannot stand in a header.
+    /// Fails if the address is not an http or https URL, a certificate cannot be read, or the key is not valid in a header.
     pub fn build(self) -> Result<Client, Error> {
         let Self { server, api_key, retry, timeout, stall_timeout, with_proxy, root_certificates } = self;
         let base = Url::parse(&server).map_err(|error| Error::Settings(format!("'{server}' is not a URL: {error}")))?;
@@ -134,7 +134,7 @@ impl ClientBuilder {
         }
         let authorization = api_key.map(|key| {
             let mut value = HeaderValue::try_from(format!("Bearer {key}"))
-                .map_err(|_| Error::Settings("the API key has characters that no header may have".to_owned()))?;
+                .map_err(|_| Error::Settings("the API key has characters that are not allowed in a header".to_owned()))?;
             value.set_sensitive(true);
             Ok(value)
         });
@@ -144,7 +144,8 @@ impl ClientBuilder {
             .redirect(reqwest::redirect::Policy::none())
             .referer(false)
             .tls_backend_preconfigured(tls_config(&root_certificates)?);
-        // Ends a connection whose peer reads slowly, as a server does that has much to read; the limits here see that better.
+        // TCP_USER_TIMEOUT would end a connection whose peer reads slowly, such as a busy server. The time limits above
+        // detect a real stall better.
         #[cfg(target_os = "linux")]
         {
             builder = builder.tcp_user_timeout(None);
@@ -152,14 +153,14 @@ impl ClientBuilder {
         if !with_proxy {
             builder = builder.no_proxy();
         }
-        let http = builder.build().map_err(|error| Error::Settings(format!("no HTTP client can be made: {error}")))?;
+        let http = builder.build().map_err(|error| Error::Settings(format!("the HTTP client cannot be created: {error}")))?;
         let inner = Inner { http, base, authorization: authorization.transpose()?, retry, timeout, stall_timeout };
         Ok(Client { inner: Arc::new(inner), idempotency_key: None })
     }
 }
 
-/// The system's certificates, and those of `pem`. On a machine without any, plain http works (reqwest's own verifier would refuse to
-/// build a client).
+/// Trusts the system's certificates and those of `pem`. On a machine without certificates, plain http still works (reqwest's own
+/// verifier would refuse to build a client).
 fn tls_config(pem: &[u8]) -> Result<rustls::ClientConfig, Error> {
     static SYSTEM: OnceLock<rustls::RootCertStore> = OnceLock::new();
     let system = SYSTEM.get_or_init(|| {
@@ -176,7 +177,7 @@ fn tls_config(pem: &[u8]) -> Result<rustls::ClientConfig, Error> {
         found += 1;
     }
     if found == 0 && !pem.is_empty() {
-        return Err(refused("there is none in PEM form (-----BEGIN CERTIFICATE-----)".to_owned()));
+        return Err(refused("no certificate in PEM form was found (-----BEGIN CERTIFICATE-----)".to_owned()));
     }
     Ok(rustls::ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
         .with_safe_default_protocol_versions()
@@ -190,7 +191,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_address_or_a_key_that_cannot_be_used_says_so() {
+    fn an_invalid_address_or_key_is_an_error() {
         for server in ["", "127.0.0.1:8080", "ftp://host", "mailto:a@b"] {
             let error = Client::new(server).unwrap_err().to_string();
             assert!(error.contains(&format!("'{server}'")), "{error}");

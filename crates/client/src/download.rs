@@ -1,7 +1,7 @@
-//! Transfers from the server into files. One that breaks off goes on where it was, in this call or in a later one; a file appears
-//! under its name only when it is whole and its hash is right.
+//! Downloads to files. An interrupted download resumes where it stopped, in this call or in a later one. A file appears under its
+//! name only when it is complete and its hash is correct.
 //!
-//! What has arrived lies beside the target as `.NAME.ETAG.part`: the entity tag in the name says of which version it is.
+//! Incomplete data is stored next to the target as `.NAME.ETAG.part`; the entity tag in the name identifies the version.
 
 use std::fs::TryLockError;
 use std::os::unix::fs::MetadataExt;
@@ -24,38 +24,38 @@ use crate::error::Error;
 use crate::retry::{Repeat, Tries};
 
 const REPR_DIGEST: HeaderName = HeaderName::from_static("repr-digest");
-/// Tries of a transfer that arrives whole with another hash.
-const DAMAGED_TRIES: u32 = 3;
-/// What is read of a file at a time.
+/// Maximum number of tries of a download that arrives complete with a wrong hash.
+const MAX_DAMAGED_TRIES: u32 = 3;
+/// Number of bytes that are read from a file at a time.
 const READ_BYTES: usize = 256 * 1024;
-/// The longest entity tag that stands in a file's name.
-const LONGEST_TAG: usize = 100;
+/// Maximum length of an entity tag in a file name.
+const MAX_TAG_BYTES: usize = 100;
 
-/// What a transfer was compared with.
+/// How a download was verified.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Checked {
-    /// Its SHA-256.
+    /// Verified by its SHA-256.
     Sha256,
-    /// Its size alone: the server does not say the hash of an archive above 64 MiB.
+    /// Verified by its size only, because the server does not send the hash of an archive above 64 MiB.
     Size,
-    /// Nothing: an export has neither, but its end arrived.
+    /// Verified only by the end of the transfer, because an export has neither a hash nor a size.
     End,
 }
 
-/// A file that arrived whole.
+/// A file that was downloaded completely.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Downloaded {
-    /// Where it lies.
+    /// Path of the file.
     pub path: PathBuf,
-    /// Its size.
+    /// Size of the data, in bytes.
     pub size_bytes: u64,
-    /// Of its bytes.
+    /// SHA-256 of the file's bytes.
     pub sha256: Sha256Digest,
-    /// What it was compared with.
+    /// How the file was verified.
     pub checked: Checked,
 }
 
-/// What a transfer should turn out to be.
+/// The expected size and hash of a download.
 #[derive(Debug, Default)]
 struct Expected {
     sha256: Option<Sha256Digest>,
@@ -63,7 +63,7 @@ struct Expected {
 }
 
 impl Client {
-    /// Downloads the answer of a call to `to`, whose folder must exist. `sha256` is what the caller knows of it.
+    /// Downloads the response of a call to `to`, whose folder must exist. `sha256` is the expected hash, if known.
     pub(crate) fn download<'a>(
         &'a self,
         call: Call,
@@ -89,7 +89,7 @@ impl Client {
                             Err(detail) => {
                                 part.discard().await?;
                                 damaged += 1;
-                                if damaged >= DAMAGED_TRIES {
+                                if damaged >= MAX_DAMAGED_TRIES {
                                     return Err(call.damaged(detail));
                                 }
                             }
@@ -108,7 +108,7 @@ impl Client {
         .boxed()
     }
 
-    /// Asks for what is missing and appends it; returns what the server says of the whole.
+    /// Requests the missing part and appends it. Returns the size and hash that the server announces for the whole.
     async fn fetch(&self, call: &Call, part: &mut Part) -> Result<Expected, Error> {
         let mut headers = HeaderMap::new();
         if let Some(tag) = part.tag.as_ref().filter(|_| part.size_bytes > 0) {
@@ -116,7 +116,7 @@ impl Client {
             headers.insert(IF_RANGE, header(format!("\"{tag}\"")));
         }
         let mut response = match self.open(call, &headers, self.inner.timeout).await {
-            // What is here is not the beginning of what is there.
+            // The partial file is not the beginning of the server's version.
             Err(error) if error.status() == Some(416) && part.size_bytes > 0 => {
                 part.discard().await?;
                 return Err(call.interrupted(None));
@@ -153,12 +153,12 @@ impl Client {
     }
 }
 
-/// What has arrived of a file.
+/// A partially downloaded file.
 #[derive(Debug)]
 struct Part {
     folder: PathBuf,
     name: String,
-    /// The entity tag of what arrives; `None` = it cannot be resumed.
+    /// Entity tag of the version; `None` = the download cannot be resumed.
     tag: Option<String>,
     opened: Option<(File, PathBuf)>,
     size_bytes: u64,
@@ -166,7 +166,7 @@ struct Part {
 }
 
 impl Part {
-    /// What an earlier transfer to this target left, or nothing.
+    /// Finds the partial file of an earlier download to this target, if any.
     async fn find(target: &Path) -> Result<Self, Error> {
         let Some(name) = target.file_name().and_then(|name| name.to_str()) else {
             return Err(Error::Settings(format!("'{}' has no file name of UTF-8", target.display())));
@@ -190,20 +190,20 @@ impl Part {
         Ok(part)
     }
 
-    /// Opens the file of this tag: an empty one, or what lies there.
+    /// Opens the partial file of this tag, either emptied or as it is.
     async fn open(&mut self, empty: bool) -> Result<(), Error> {
         let tag = self.tag.as_deref().unwrap_or("_");
         let path = self.folder.join(format!(".{}.{tag}.part", self.name));
         let failed = || Error::disk(format!("write {}", path.display()));
         let file = File::options().read(true).write(true).create(true).truncate(false).open(&path).await;
         let file = file.map_err(failed())?.into_std().await;
-        let another = |source| Error::disk(format!("write {}: another transfer does", path.display()))(source);
+        let another = |source| Error::disk(format!("write {}: another download is writing it", path.display()))(source);
         file.try_lock().map_err(|error| match error {
             TryLockError::Error(source) => failed()(source),
             TryLockError::WouldBlock => another(error.into()),
         })?;
         let mut file = File::from_std(file);
-        // Whoever held the lock until now may have given the file its name.
+        // The previous holder of the lock may have renamed the file to its final name.
         let here = tokio::fs::metadata(&path).await.map(|here| here.ino());
         if here.ok() != Some(file.metadata().await.map_err(failed())?.ino()) {
             return Err(another(std::io::ErrorKind::WouldBlock.into()));
@@ -226,7 +226,7 @@ impl Part {
         Ok(())
     }
 
-    /// Starts anew, with what has this tag.
+    /// Starts over with the partial file of this tag.
     async fn begin(&mut self, tag: Option<String>) -> Result<(), Error> {
         self.discard().await?;
         self.tag = tag;
@@ -245,7 +245,7 @@ impl Part {
         self.hash.clone().into()
     }
 
-    /// What the whole was compared with, or how it differs.
+    /// Verifies the complete file. Returns how it was verified, or how it differs.
     fn check(&self, expected: &Expected) -> Result<Checked, String> {
         if let Some(size_bytes) = expected.size_bytes.filter(|size_bytes| *size_bytes != self.size_bytes) {
             return Err(format!("it has {} bytes, not {size_bytes}", self.size_bytes));
@@ -258,7 +258,7 @@ impl Part {
         }
     }
 
-    /// Gives the file its name.
+    /// Renames the file to its final name.
     async fn finish(mut self, target: &Path, checked: Checked) -> Result<Downloaded, Error> {
         let failed = || Error::disk(format!("write {}", target.display()));
         if let Some((mut file, path)) = self.opened.take() {
@@ -270,7 +270,7 @@ impl Part {
         Ok(Downloaded { path: target.to_owned(), size_bytes, sha256, checked })
     }
 
-    /// Removes what has arrived.
+    /// Deletes the partial file.
     async fn discard(&mut self) -> Result<(), Error> {
         (self.tag, self.size_bytes, self.hash) = (None, 0, Sha256::new());
         if let Some((_file, path)) = self.opened.take() {
@@ -279,7 +279,7 @@ impl Part {
         Ok(())
     }
 
-    /// Keeps what has arrived for a later call, if that can use it.
+    /// Keeps the partial file if a later call can resume from it.
     async fn leave(&mut self) -> Result<(), Error> {
         if self.tag.is_none() || self.size_bytes == 0 {
             return self.discard().await;
@@ -291,7 +291,7 @@ impl Part {
     }
 }
 
-/// The SHA-256 of a file, if there is one of this size.
+/// Returns the SHA-256 of a file; `None` if there is no file of this size.
 pub(crate) async fn hash_of(path: &Path, size_bytes: u64) -> Option<Sha256Digest> {
     let mut file = File::open(path).await.ok()?;
     if file.metadata().await.ok()?.len() != size_bytes {
@@ -307,22 +307,23 @@ pub(crate) async fn hash_of(path: &Path, size_bytes: u64) -> Option<Sha256Digest
 }
 
 fn header(text: String) -> HeaderValue {
-    // Digits and plain tags only.
+    // The text consists of digits and plain tags only.
     HeaderValue::try_from(text).unwrap_or(HeaderValue::from_static(""))
 }
 
-/// A tag that may stand in the name of a file.
+/// Whether a tag may be part of a file name.
 fn is_plain(tag: &str) -> bool {
-    (1..=LONGEST_TAG).contains(&tag.len()) && tag.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-')
+    (1..=MAX_TAG_BYTES).contains(&tag.len()) && tag.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-')
 }
 
-/// A strong entity tag, without its quotes: weak ones say nothing of bytes.
+/// Returns a strong entity tag without its quotes. Weak tags do not identify bytes.
 fn tag_of(response: &Response) -> Option<String> {
     let tag = response.headers().get(ETAG)?.to_str().ok()?.strip_prefix('"')?.strip_suffix('"')?;
     is_plain(tag).then(|| tag.to_owned())
 }
 
-/// The hash of the whole: from `Repr-Digest` (RFC 9530), else from the entity tag, which is the hash of a stored file.
+/// Returns the hash of the whole file: from `Repr-Digest` (RFC 9530), otherwise from the entity tag, which is the
+/// hash of a stored file.
 fn digest_of(response: &Response) -> Option<Sha256Digest> {
     let fields = response.headers().get_all(REPR_DIGEST).iter().filter_map(|value| value.to_str().ok());
     let given = fields.flat_map(|value| value.split(',')).find_map(|field| {
@@ -333,7 +334,7 @@ fn digest_of(response: &Response) -> Option<Sha256Digest> {
     given.or_else(|| tag_of(response)?.parse().ok())
 }
 
-/// First byte and size of the whole, of `bytes 5-9/10`.
+/// Parses `bytes 5-9/10` to the first byte and the total size.
 fn content_range(response: &Response) -> Option<(u64, u64)> {
     let text = response.headers().get(CONTENT_RANGE)?.to_str().ok()?.strip_prefix("bytes ")?;
     let (range, size_bytes) = text.split_once('/')?;

@@ -1,4 +1,4 @@
-//! Why a call was not answered as asked: [`Error`], and what the server itself said: [`Problem`].
+//! Errors: [`Error`], the reason why a call failed, and [`Problem`], the server's error document.
 
 use std::fmt;
 use std::time::Duration;
@@ -8,8 +8,8 @@ use reqwest::header::{HeaderMap, RETRY_AFTER};
 use rlood_types::spec::FieldError;
 use serde::Deserialize;
 
-/// The most that is shown of a body that is no problem document.
-const SHOWN_CHARACTERS: usize = 200;
+/// Maximum number of characters shown of a body that is not a problem document.
+const MAX_SHOWN_CHARACTERS: usize = 200;
 
 /// Why a call failed. `request` is its method and path.
 #[derive(Debug, thiserror::Error)]
@@ -20,66 +20,66 @@ pub enum Error {
     /// The server answered with an error.
     #[error("{request}: {problem}")]
     Refused {
-        /// Method and path.
+        /// Method and path of the request.
         request: String,
-        /// What the server said.
+        /// The server's error document.
         problem: Box<Problem>,
     },
     /// The request was not answered.
     #[error("{request}: no answer")]
     Unreachable {
-        /// Method and path.
+        /// Method and path of the request.
         request: String,
-        /// Why.
+        /// The cause of the error.
         #[source]
         source: reqwest::Error,
     },
-    /// The answer broke off before its end.
+    /// The response broke off before its end.
     #[error("{request}: the answer broke off")]
     Interrupted {
-        /// Method and path.
+        /// Method and path of the request.
         request: String,
-        /// Why, if the connection said so.
+        /// The cause of the error, if the connection reported one.
         #[source]
         source: Option<reqwest::Error>,
     },
-    /// Nothing arrived for too long.
+    /// No byte arrived for too long.
     #[error("{request}: nothing arrived for {} s", .limit.as_secs_f64())]
     Stalled {
-        /// Method and path.
+        /// Method and path of the request.
         request: String,
-        /// For how long.
+        /// The time limit that was exceeded.
         limit: Duration,
     },
-    /// What arrived is not what the API documents: another version, or something that is not this server.
+    /// The response does not match the API: another version, or a different server.
     #[error("{request}: the answer is not understood: {detail}")]
     NotUnderstood {
-        /// Method and path.
+        /// Method and path of the request.
         request: String,
-        /// What is wrong with it.
+        /// How the response differs.
         detail: String,
     },
-    /// What arrived is not what was announced, several times.
+    /// The data differed from its announced size or hash, several times.
     #[error("{request}: the transfer arrived damaged: {detail}")]
     Damaged {
-        /// Method and path.
+        /// Method and path of the request.
         request: String,
-        /// What differs.
+        /// How the data differs.
         detail: String,
     },
-    /// The local disk.
+    /// An operation on the local disk failed.
     #[error("cannot {doing}")]
     Disk {
-        /// What was tried.
+        /// The operation, as in "cannot …".
         doing: String,
-        /// Why.
+        /// The cause of the error.
         #[source]
         source: std::io::Error,
     },
 }
 
 impl Error {
-    /// What the server said, if it answered with an error.
+    /// Returns the server's error document, if it answered with an error.
     pub fn problem(&self) -> Option<&Problem> {
         match self {
             Error::Refused { problem, .. } => Some(problem),
@@ -93,17 +93,17 @@ impl Error {
         }
     }
 
-    /// The code of the server's problem document; empty when there is none.
+    /// Returns the code of the server's problem document; empty if there is none.
     pub fn code(&self) -> &str {
         self.problem().map_or("", |problem| &problem.code)
     }
 
-    /// The HTTP status, if the server answered with an error.
+    /// Returns the HTTP status, if the server answered with an error.
     pub fn status(&self) -> Option<u16> {
         self.problem().map(|problem| problem.status)
     }
 
-    /// Whether the same call may succeed later without a change. The client has tried several times by then.
+    /// Whether the same call may succeed later without a change. The client has already retried it several times.
     pub fn is_retryable(&self) -> bool {
         match self {
             Error::Refused { problem, .. } => problem.retryable,
@@ -118,35 +118,35 @@ impl Error {
     }
 }
 
-/// What the server says of a request that it did not do: a problem document (RFC 9457).
+/// The server's error document for a rejected request (RFC 9457).
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(default)]
 pub struct Problem {
-    /// The HTTP status.
+    /// HTTP status of the response.
     pub status: u16,
-    /// A stable word, as in the server's table of codes; empty when what answered is not rlood.
+    /// Stable error code from the server's table; empty if another server answered.
     pub code: String,
-    /// For people; the same for every occurrence of the code.
+    /// Human-readable title, the same for every occurrence of the code.
     pub title: String,
-    /// What happened this time, and what to do.
+    /// Human-readable explanation of this occurrence, and what to do.
     pub detail: String,
-    /// The id of the request in the server's log.
+    /// Id of the request in the server's log.
     pub request_id: String,
     /// Whether the same request may succeed later without a change.
     pub retryable: bool,
-    /// Everything that is wrong, each with the place in the request.
+    /// All errors, each with its location in the request.
     pub errors: Vec<FieldError>,
-    /// How long the server asks to wait.
+    /// Delay that the server requests before a retry.
     #[serde(skip)]
     pub retry_after: Option<Duration>,
 }
 
 impl Problem {
-    /// Reads the body of an error. One that is not a problem document (a proxy's page, say) is shown in part.
+    /// Reads the body of an error. A body that is not a problem document (such as a proxy's page) is shown in part.
     pub(crate) fn read(status: u16, headers: &HeaderMap, body: &[u8]) -> Self {
         let problem = serde_json::from_slice::<Problem>(body).ok().filter(|problem| !problem.code.is_empty());
         let mut problem = problem.unwrap_or_else(|| {
-            let detail = String::from_utf8_lossy(body).chars().take(SHOWN_CHARACTERS).collect();
+            let detail = String::from_utf8_lossy(body).chars().take(MAX_SHOWN_CHARACTERS).collect();
             let retryable = matches!(status, 408 | 425 | 429 | 500 | 502..=504);
             Problem { detail, retryable, ..Problem::default() }
         });
@@ -163,7 +163,7 @@ impl fmt::Display for Problem {
     }
 }
 
-/// Seconds, or a date (RFC 9110, 10.2.3).
+/// Parses `Retry-After`: seconds, or a date (RFC 9110, 10.2.3).
 fn parse_retry_after(text: &str) -> Option<Duration> {
     if let Ok(seconds) = text.trim().parse() {
         return Some(Duration::from_secs(seconds));
@@ -190,7 +190,7 @@ mod tests {
     fn a_page_of_a_proxy_is_an_error_too() {
         let headers = HeaderMap::from_iter([(RETRY_AFTER, "7".parse().unwrap())]);
         let problem = Problem::read(502, &headers, "x".repeat(1000).as_bytes());
-        assert_eq!((problem.detail.len(), problem.code.as_str(), problem.retryable), (SHOWN_CHARACTERS, "", true));
+        assert_eq!((problem.detail.len(), problem.code.as_str(), problem.retryable), (MAX_SHOWN_CHARACTERS, "", true));
         assert_eq!(problem.retry_after, Some(Duration::from_secs(7)));
         assert!(!Problem::read(404, &headers, b"{}").retryable);
     }

@@ -1,4 +1,4 @@
-//! What happens to a job, and to all jobs, as it happens: streams of events that survive cut connections.
+//! Streams of events of one job or of all jobs, which reconnect after an interruption.
 
 use std::time::Duration;
 
@@ -20,54 +20,54 @@ use crate::retry::{Repeat, Tries};
 use crate::sse::{Message, Parser};
 
 const LAST_EVENT_ID: HeaderName = HeaderName::from_static("last-event-id");
-/// A connection that lasted so long was a good one, even if nothing happened meanwhile.
-const GOOD_CONNECTION: Duration = Duration::from_secs(5);
+/// Minimum duration of a connection that counts as successful, even without an event.
+const MIN_GOOD_CONNECTION: Duration = Duration::from_secs(5);
 
 /// An event of a job.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct JobEvent {
-    /// Counts from 1 per job, without gap.
+    /// Sequence number: counts from 1 per job, without gaps.
     pub seq: i64,
-    /// What happened: `job.started`, `step`, `warning`, ….
+    /// Type of the event: `job.started`, `step`, `warning`, ….
     #[serde(rename = "type")]
     pub kind: String,
-    /// When.
+    /// Time of the event.
     pub time: Timestamp,
-    /// The attempt it belongs to; 0 before the first claim.
+    /// Attempt that the event belongs to; 0 before the first claim.
     pub attempt: u64,
-    /// By type.
+    /// Data of the event, depending on its type.
     pub data: Value,
 }
 
-/// What [`JobUpdates`] tells.
+/// An item of [`JobUpdates`].
 #[derive(Debug, Clone, PartialEq)]
 pub enum JobUpdate {
-    /// Something happened.
+    /// An event of the job.
     Event(JobEvent),
-    /// The server's retention removed events that were not told yet, up to this one.
+    /// The server's retention deleted events that had not been sent, up to this one.
     Removed {
-        /// The `seq` of the last one.
+        /// Sequence number (`seq`) of the last deleted event.
         to_seq: i64,
     },
-    /// The job is over: nothing comes after this.
+    /// The job has ended; nothing comes after this.
     End {
-        /// How it ended.
+        /// Final state of the job.
         state: State,
     },
 }
 
-/// What [`JobChanges`] tells.
+/// An item of [`JobChanges`].
 #[derive(Debug, Clone)]
 pub enum JobChange {
-    /// The stream is open, for the first time or again, or it missed something: ask for the list of jobs now.
+    /// The stream was opened or reopened, or missed something: request the list of jobs now.
     Reload,
-    /// A job is new or changed.
+    /// A job is new or has changed.
     Changed(Box<Job>),
     /// A job was deleted.
     Gone(JobId),
 }
 
-/// A job's events: each once, in order, until the job is over. A connection that breaks is made again.
+/// A job's events: each once, in order, until the job ends. Reconnects if the connection breaks.
 #[derive(Debug)]
 pub struct JobUpdates {
     source: Source,
@@ -76,7 +76,7 @@ pub struct JobUpdates {
     is_over: bool,
 }
 
-/// The changes of all jobs. They have no end.
+/// The changes of all jobs, without an end.
 #[derive(Debug)]
 pub struct JobChanges {
     source: Source,
@@ -87,21 +87,21 @@ impl JobUpdates {
         Self { source: Source::new(client, call), last_seq: after, last_json: String::new(), is_over: false }
     }
 
-    /// The `seq` of the last event that was told: where another follower would go on.
+    /// Returns the `seq` of the last event that was returned, from which another follower can continue.
     pub fn last_seq(&self) -> i64 {
         self.last_seq
     }
 
-    /// The JSON of the update that [`JobUpdates::next`] returned last, as the server sent it.
+    /// Returns the JSON of the update that [`JobUpdates::next`] returned last, as the server sent it.
     pub fn last_json(&self) -> &str {
         &self.last_json
     }
 
-    /// What happens next; `None` once the job is over. May be dropped while it waits, and called again.
+    /// Returns the next update; `None` once the job has ended. The future may be dropped, and the method called again.
     ///
     /// # Errors
-    /// When the server refuses (the job does not exist, or `after` is beyond its events: `invalid_cursor`), or several connections
-    /// in a row bring nothing.
+    /// Fails if the server rejects the request (the job does not exist, or `after` is beyond its events: `invalid_cursor`), or if
+    /// several connections in a row receive nothing.
     pub async fn next(&mut self) -> Result<Option<JobUpdate>, Error> {
         while !self.is_over {
             let last = (self.last_seq > 0).then(|| HeaderValue::from(self.last_seq));
@@ -131,7 +131,7 @@ impl JobUpdates {
                 _ => {
                     let event: JobEvent = self.source.call.read_json(message.data.as_bytes())?;
                     if event.seq > self.last_seq + 1 {
-                        // Something between was lost on the way; another connection goes on after what was told.
+                        // An event was lost on the way. Another connection resumes after the last returned event.
                         self.source.reconnect(self.source.call.interrupted(None)).await?;
                     } else if self.advance(event.seq) {
                         return Ok(Some(JobUpdate::Event(event)));
@@ -142,7 +142,7 @@ impl JobUpdates {
         Ok(None)
     }
 
-    /// False when it was told before.
+    /// Advances to `seq`; returns false if it was returned before.
     fn advance(&mut self, seq: i64) -> bool {
         let is_new = seq > self.last_seq;
         if is_new {
@@ -152,7 +152,7 @@ impl JobUpdates {
         is_new
     }
 
-    /// The same as a stream. It ends after an error.
+    /// Converts the updates to a stream, which ends after an error.
     pub fn into_stream(self) -> BoxStream<'static, Result<JobUpdate, Error>> {
         stream::unfold(Some(self), async |state| {
             let mut updates = state?;
@@ -170,10 +170,10 @@ impl JobChanges {
         Self { source: Source::new(client, call) }
     }
 
-    /// What changes next. May be dropped while it waits, and called again.
+    /// Returns the next change. The future may be dropped, and the method called again.
     ///
     /// # Errors
-    /// When the server refuses, or several connections in a row bring nothing.
+    /// Fails if the server rejects the request, or if several connections in a row receive nothing.
     pub async fn next(&mut self) -> Result<JobChange, Error> {
         loop {
             let Signal::Message(message) = self.source.next(None).await? else { return Ok(JobChange::Reload) };
@@ -195,15 +195,15 @@ impl JobChanges {
     }
 }
 
-/// What a [`Source`] brings.
+/// An item of a [`Source`].
 enum Signal {
-    /// A connection was made.
+    /// A connection was opened.
     Opened,
-    /// An event came.
+    /// An event arrived over the connection.
     Message(Message),
 }
 
-/// A stream of events over one connection after the other.
+/// A stream of events over successive connections.
 #[derive(Debug)]
 struct Source {
     client: Client,
@@ -225,7 +225,7 @@ impl Source {
         Self { client: client.clone(), call: call.accept("text/event-stream"), connection: None, tries }
     }
 
-    /// The next event; of a new connection first that it is open. `last` is the id of the last event known.
+    /// Returns the next event; for a new connection, first that it is open. `last` is the id of the last known event.
     async fn next(&mut self, last: Option<HeaderValue>) -> Result<Signal, Error> {
         loop {
             let Some(connection) = &mut self.connection else {
@@ -257,7 +257,7 @@ impl Source {
 
     /// Closes the connection and waits for the next try, or gives up.
     async fn reconnect(&mut self, error: Error) -> Result<(), Error> {
-        if self.connection.take().is_some_and(|connection| connection.since.elapsed() >= GOOD_CONNECTION) {
+        if self.connection.take().is_some_and(|connection| connection.since.elapsed() >= MIN_GOOD_CONNECTION) {
             self.tries.progressed();
         }
         match self.tries.pause_after(&error, &Repeat::Harmless) {

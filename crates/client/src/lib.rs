@@ -1,4 +1,4 @@
-//! A typed client of rlood's public HTTP API: what the dashboard's user can do, without a browser.
+//! A typed client of rlood's public HTTP API. It can do everything that the dashboard can.
 //!
 //! ```no_run
 //! # async fn example() -> Result<(), rlood_client::Error> {
@@ -17,26 +17,27 @@
 //! # }
 //! ```
 //!
-//! | module | what |
+//! | module | content |
 //! |---|---|
 //! | `client` | [`Client`], its settings, TLS |
-//! | `call` | one request: its URL, its body, its retries, its answer |
-//! | `retry` | [`Retry`]: which failures deserve another try, and when |
+//! | `call` | one API call: its URL, its body, its retries, its response |
+//! | `retry` | [`Retry`]: which failures are retried, and when |
 //! | `error` | [`Error`] and [`Problem`] |
-//! | `page` | [`Pages`]: lists as pages, as a stream, as a whole |
+//! | `page` | [`Pages`]: lists as pages, as a stream, or as a whole |
 //! | `upload` | bodies that are read from files; multipart forms |
-//! | `download` | transfers that resume, are verified, and appear whole |
+//! | `download` | downloads that resume, are verified, and appear only when complete |
 //! | `sse`, `follow` | server-sent events; [`JobUpdates`] and [`JobChanges`] |
-//! | `raw` | [`RawCall`]: requests by their path, answers as they were sent |
-//! | `api` | a method for each operation of `openapi.json`, under its operation id |
+//! | `raw` | [`RawCall`]: requests by path, responses as they were sent |
+//! | `api` | one method per operation of `openapi.json`, named after its operation id |
 //!
-//! # What it promises
+//! # Guarantees
 //!
-//! - A request that failed for a passing reason is sent again, with growing pauses, as the server's `Retry-After` asks.
-//! - A request that creates or moves something carries an `Idempotency-Key`, the same one on every try: it is done once.
-//! - A download goes on where it broke off, and its file appears under its name only when it is whole and its hash is right.
-//! - Events arrive once each, in order, over as many connections as it takes.
-//! - Answers may have fields that this version does not know; they are ignored.
+//! - A request that failed for a temporary reason is retried with increasing delays, and as the server's `Retry-After` asks.
+//! - A request that creates or changes something carries an `Idempotency-Key`, the same one on every try, so that
+//!   it is performed once.
+//! - A download resumes where it stopped, and its file appears under its name only when it is complete and its hash is correct.
+//! - Events arrive once each, in order, over as many connections as necessary.
+//! - Unknown fields in responses are ignored.
 
 mod api;
 mod call;
@@ -52,7 +53,7 @@ mod upload;
 
 pub use api::adapters::{AdapterSource, StoredAdapter};
 pub use api::checkpoints::{Checkpoint, Which};
-pub use api::compare::{Compared, ComparedStep, Comparison, Difference, Evaluation, MarkedMetrics, RewardCourse};
+pub use api::compare::{Compared, ComparedStep, Comparison, Difference, Evaluation, MarkedMetrics, RewardSparkline};
 pub use api::datasets::{Dataset, DatasetPreview, DatasetUpload, PreviewColumn, PreviewRow, Row};
 pub use api::exports::Export;
 pub use api::generate::{Generation, GenerationRequest};
@@ -60,11 +61,11 @@ pub use api::jobs::{Fork, Job, JobAlert, JobEnding, JobFilter, Marked, Preflight
 pub use api::keys::{ApiKey, AuditEvent, AuditFilter, KeyState, NewApiKey, NewKey, RevokedApiKey, RevokedKeyWebhook};
 pub use api::models::{Model, ModelCard};
 pub use api::records::{
-    Course, Durations, ExportForm, LogLine, MetricsQuery, MetricsRow, SampleQuery, SampleSort, Summary,
+    Durations, ExportForm, LogLine, MetricTrend, MetricsQuery, MetricsRow, SampleQuery, SampleSort, Summary,
     SummaryCheckpoints,
 };
 pub use api::rewards::{
-    CallbackTaken, JobReward, Rescore, RescoredSample, RewardTest, RewardTestResult, SampleProblem,
+    CallbackCounts, JobReward, Rescore, RescoredSample, RewardTest, RewardTestResult, SampleProblem,
 };
 pub use api::system::{Amount, Disk, KindAmount, KindStorage, OwnerStorage, Session, Storage, Worker, WorkerState};
 pub use api::verdicts::{Verdict, VerdictRequest};

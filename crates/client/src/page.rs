@@ -13,36 +13,36 @@ use crate::error::Error;
 /// One page of a list.
 #[derive(Debug, Clone, Deserialize)]
 pub struct Page<T> {
-    /// The items.
+    /// Items of the page.
     pub data: Vec<T>,
-    /// The cursor of the next page; `None` on the last one.
+    /// Cursor of the next page; `None` = this is the last page.
     pub next: Option<String>,
-    /// What the server's retention removed of what was asked for.
+    /// The requested items that the server's retention has deleted.
     pub removed: Option<Removed>,
-    /// What was asked for and does not exist.
+    /// Warnings about requested items that do not exist.
     #[serde(default)]
     pub warnings: Vec<String>,
 }
 
-/// What the server's retention removed.
+/// Items that the server's retention has deleted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 pub struct Removed {
-    /// Of events: up to this number.
+    /// Last deleted sequence number; only for lists of events.
     pub to_seq: Option<i64>,
-    /// Of samples: up to this training step.
+    /// Last training step with deleted samples; only for lists of samples.
     pub to_step: Option<u64>,
-    /// Of samples: how many.
+    /// Number of deleted samples; only for lists of samples.
     pub samples: Option<u64>,
-    /// Of samples: what they took, bytes.
+    /// Former size of deleted samples, in bytes; only for lists of samples.
     pub size_bytes: Option<u64>,
 }
 
-/// A list that is asked for page by page.
+/// A list that is requested page by page.
 #[derive(Debug)]
 pub struct Pages<T> {
     client: Client,
     call: Call,
-    /// The cursor of the page to ask for; `None` = there is none any more.
+    /// Cursor of the page to request; the outer `None` = there are no more pages.
     after: Option<Option<String>>,
     item: std::marker::PhantomData<fn() -> T>,
 }
@@ -58,10 +58,10 @@ impl<T: DeserializeOwned + Send + 'static> Pages<T> {
         Self { after: Some(Some(cursor.into())), ..self }
     }
 
-    /// The next page; `None` after the last one.
+    /// Returns the next page; `None` after the last one.
     ///
     /// # Errors
-    /// When the server does not answer with one.
+    /// Fails if the server does not answer with a page.
     pub async fn next_page(&mut self) -> Result<Option<Page<T>>, Error> {
         let Some(after) = self.after.clone() else { return Ok(None) };
         let page: Page<T> = self.client.json(self.call.clone().query_if("after", after)).await?;
@@ -69,10 +69,10 @@ impl<T: DeserializeOwned + Send + 'static> Pages<T> {
         Ok(Some(page))
     }
 
-    /// The items of all pages.
+    /// Returns the items of all pages.
     ///
     /// # Errors
-    /// When the server does not answer with a page.
+    /// Fails if the server does not answer with a page.
     pub async fn collect(mut self) -> Result<Vec<T>, Error> {
         let mut items = Vec::new();
         while let Some(page) = self.next_page().await? {
@@ -81,7 +81,7 @@ impl<T: DeserializeOwned + Send + 'static> Pages<T> {
         Ok(items)
     }
 
-    /// The items as a stream, which asks for a page when the one before has been read. It ends after an error.
+    /// Returns the items as a stream, which requests a page when the previous one has been read. The stream ends after an error.
     pub fn into_stream(self) -> BoxStream<'static, Result<T, Error>> {
         let state = (Some(self), VecDeque::new());
         stream::unfold(state, async |(mut pages, mut held): (Option<Self>, VecDeque<T>)| {

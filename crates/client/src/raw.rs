@@ -1,4 +1,4 @@
-//! Requests by their path: for programs that show the API's own JSON, or read fields that this version has no types for.
+//! Requests by path, for programs that show the API's own JSON, or read fields that this version has no types for.
 
 use std::path::Path;
 use std::time::Duration;
@@ -15,39 +15,39 @@ use crate::error::Error;
 use crate::page::{Page, Pages};
 use crate::upload::{Body, Document};
 
-/// A request by its path. It has the retries and the time limits of the client's other calls.
+/// A request by its path, with the same retries and time limits as other calls of the client.
 #[derive(Debug, Clone)]
 pub struct RawCall {
     client: Client,
     call: Call,
 }
 
-/// An answer in JSON.
+/// A response whose body is JSON.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RawAnswer {
     /// The text as the server sent it.
     pub text: String,
-    /// The same, parsed: keys keep their order, and numbers their value.
+    /// The parsed text. Keys keep their order, and numbers their value.
     pub value: Value,
 }
 
 impl Client {
-    /// Reads `/a/b/c` for `["a", "b", "c"]`.
+    /// Creates a GET request to `/a/b/c` for `["a", "b", "c"]`.
     pub fn raw_get(&self, path: &[&str]) -> RawCall {
         self.raw(self.get(path))
     }
 
-    /// Sends a POST that creates or moves something. It carries an `Idempotency-Key`.
+    /// Creates a POST request that creates or changes something. It carries an `Idempotency-Key`.
     pub fn raw_post(&self, path: &[&str]) -> RawCall {
         self.raw(self.post_once(path))
     }
 
-    /// Sends a POST that changes nothing, as a validation does.
+    /// Creates a POST request that changes nothing, such as a validation.
     pub fn raw_ask(&self, path: &[&str]) -> RawCall {
         self.raw(self.call(Method::POST, path))
     }
 
-    /// Sends a DELETE.
+    /// Creates a DELETE request.
     pub fn raw_delete(&self, path: &[&str]) -> RawCall {
         self.raw(self.call(Method::DELETE, path))
     }
@@ -70,69 +70,70 @@ impl RawCall {
         Self { call: self.call.query_if(name, value), ..self }
     }
 
-    /// Sends this JSON.
+    /// Sets a JSON body.
     #[must_use]
     pub fn body(self, body: &Value) -> Self {
         Self { call: self.call.json(body), ..self }
     }
 
-    /// Sends this document in the form that it was written in.
+    /// Sets a document as the body, in its own format.
     #[must_use]
     pub fn document(self, document: &Document) -> Self {
         Self { call: self.call.body(Body::bytes(document.media_type, document.bytes.clone())), ..self }
     }
 
-    /// Sends these rows, and how they are mapped.
+    /// Sets rows and their mapping as the body.
     ///
     /// # Errors
-    /// When the file of the rows cannot be read.
+    /// Fails if the file of the rows cannot be read.
     pub async fn upload(self, upload: &DatasetUpload) -> Result<Self, Error> {
         let body = upload.body().await?;
         Ok(Self { call: self.call.query_if("name", upload.name.as_ref()).body(body), ..self })
     }
 
-    /// Gives the server this much longer to answer.
+    /// Allows the server this much more time to answer.
     #[must_use]
     pub fn work(self, work: Duration) -> Self {
         Self { call: self.call.work(work), ..self }
     }
 
-    /// The answer.
+    /// Sends the request and returns the response.
     ///
     /// # Errors
-    /// As [`Error`] says; also when the answer is not JSON.
+    /// See [`Error`]; also fails if the response is not JSON.
     pub async fn send(self) -> Result<RawAnswer, Error> {
         let text = self.client.text(self.call.clone()).await?;
-        // A DELETE answers without a body.
+        // The response to a DELETE has no body.
         let value = if text.is_empty() { Value::Null } else { self.call.read_json(text.as_bytes())? };
         Ok(RawAnswer { text, value })
     }
 
-    /// The answer's text, whatever its form.
+    /// Sends the request and returns the response's text, whatever its format.
     ///
     /// # Errors
-    /// As [`Error`] says; also when the answer is not UTF-8.
+    /// See [`Error`]; also fails if the response is not UTF-8.
     pub async fn text(self) -> Result<String, Error> {
         self.client.text(self.call.accept("*/*")).await
     }
 
-    /// Downloads the answer to a file, whose folder must exist: resumed after a cut, and compared with this hash.
+    /// Downloads the response to a file, whose folder must exist. An interrupted download resumes, and the
+    /// hash is verified if given.
     ///
     /// # Errors
-    /// As [`Error`] says.
+    /// Returns an [`Error`] if the call fails.
     pub async fn download(self, to: &Path, sha256: Option<Sha256Digest>) -> Result<Downloaded, Error> {
         self.client.download(self.call, to, sha256).await
     }
 
-    /// The answers of a list, page by page.
+    /// Returns a list, page by page.
     pub fn pages(self) -> Pages<Value> {
         Pages::new(&self.client, self.call)
     }
 
-    /// One page of a list, after this cursor, with the answer that it was read from.
+    /// Returns one page of a list after this cursor, with the response that it was parsed from.
     ///
     /// # Errors
-    /// When the server does not answer with a page.
+    /// Fails if the server does not answer with a page.
     pub async fn page(self, after: Option<&str>) -> Result<(Page<Value>, RawAnswer), Error> {
         let call = self.call.clone();
         let answer = self.query_if("after", after).send().await?;

@@ -1,24 +1,24 @@
-//! Which failures deserve another try, and how long to wait for it.
+//! Retries: which failures are retried, and after what delay.
 
 use std::time::Duration;
 
 use crate::error::{Error, Problem};
 
-/// How often and when a failed call is tried again.
+/// How often and when a failed call is retried.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Retry {
-    /// Tries after the first one. A transfer or a stream of events that makes progress begins to count anew.
+    /// Maximum number of retries. A transfer or a stream of events that makes progress resets the count.
     pub max_retries: u32,
-    /// The pause before the second try; it doubles from one to the next, and varies by half.
+    /// Delay before the first retry. It doubles with each retry and varies randomly between half and all of it.
     pub first_delay: Duration,
-    /// The longest such pause.
+    /// Maximum delay between retries.
     pub longest_delay: Duration,
-    /// The longest `Retry-After` that is waited for; after a longer one the call fails at once.
+    /// Maximum `Retry-After` that the client waits for. After a longer one the call fails immediately.
     pub longest_retry_after: Duration,
 }
 
 impl Default for Retry {
-    /// About 20 s in all: a server that restarts is back by then.
+    /// Retries for about 20 s in total, enough for a server to restart.
     fn default() -> Self {
         Self {
             max_retries: 8,
@@ -30,20 +30,20 @@ impl Default for Retry {
 }
 
 impl Retry {
-    /// One try, and no other.
+    /// Never retries a call.
     pub fn never() -> Self {
         Self { max_retries: 0, ..Self::default() }
     }
 }
 
-/// What a repetition of a request does.
+/// The effect of repeating a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Repeat {
-    /// It reads, or does the same again.
+    /// None: the request only reads, or has the same effect again.
     Harmless,
-    /// It carries this `Idempotency-Key`: the server does it once.
+    /// None, because the request carries this `Idempotency-Key` and the server performs it once.
     Keyed(String),
-    /// It does something a second time: only a request that was certainly not begun is repeated.
+    /// The effect occurs twice. The request is repeated only if the server certainly did not begin to process it.
     Again,
 }
 
@@ -59,12 +59,12 @@ impl Tries {
         Self { retry, failed: 0 }
     }
 
-    /// Something arrived: what fails next is the first failure again.
+    /// Resets the count after progress, so that the next failure counts as the first.
     pub(crate) fn progressed(&mut self) {
         self.failed = 0;
     }
 
-    /// How long to wait before the next try; `None` = the error stands.
+    /// Returns the delay before the next try; `None` = the failure is final.
     pub(crate) fn pause_after(&mut self, error: &Error, repeat: &Repeat) -> Option<Duration> {
         if self.failed >= self.retry.max_retries || !may_pass(error, repeat) {
             return None;
@@ -76,13 +76,13 @@ impl Tries {
         let doubled = self.retry.first_delay.saturating_mul(1 << self.failed.min(20));
         self.failed += 1;
         let delay = doubled.min(self.retry.longest_delay);
-        // Between half and all of it, so that clients that failed together do not come back together.
+        // Between half and all of the delay, so that clients that failed together do not retry together.
         let varied = delay.mul_f64(0.5 + 0.5 * (ulid::Ulid::generate().random() % 1024) as f64 / 1024.0);
         Some(varied.max(asked))
     }
 }
 
-/// Whether the same request may succeed in a moment, and may be sent again.
+/// Whether the request may be repeated and may succeed soon.
 fn may_pass(error: &Error, repeat: &Repeat) -> bool {
     match error {
         Error::Refused { problem, .. } => is_passing(problem) && (*repeat != Repeat::Again || was_not_begun(problem)),
@@ -92,7 +92,7 @@ fn may_pass(error: &Error, repeat: &Repeat) -> bool {
     }
 }
 
-/// Over in seconds. Not so: a disk that is full, or a checkpoint that is not there yet, though these may pass too.
+/// Whether the problem is likely to end within seconds. A full disk or a missing checkpoint is not, although it may end too.
 fn is_passing(problem: &Problem) -> bool {
     match problem.status {
         408 | 425 | 429 | 500 | 502 | 503 | 504 => problem.retryable,
@@ -102,7 +102,7 @@ fn is_passing(problem: &Problem) -> bool {
     }
 }
 
-/// The server refused the request before it did anything of it.
+/// Whether the server rejected the request before it began to process it.
 pub(crate) fn was_not_begun(problem: &Problem) -> bool {
     matches!(problem.status, 429 | 503) || problem.code == "body_interrupted"
 }
@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_passes_in_a_moment_is_tried_again() {
+    fn only_temporary_failures_are_retried() {
         for (status, code, retryable, repeat, again) in [
             (503, "overloaded", true, Repeat::Again, true),
             (500, "internal", true, Repeat::Harmless, true),

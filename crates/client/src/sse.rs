@@ -1,42 +1,42 @@
-//! Server-sent events: from bytes to fields, as the HTML standard has it (9.2.6).
+//! Parses server-sent events as defined by the HTML standard (9.2.6).
 
-/// The longest event that is read; the server's are those of a job, samples included.
-const LONGEST_BYTES: usize = 64 << 20;
+/// Maximum size of an event, in bytes. The server's largest events contain samples.
+const MAX_EVENT_BYTES: usize = 64 << 20;
 
 /// One event of a stream.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Message {
-    /// Its `id`, if it has one of its own.
+    /// The field `id`; `None` = the event has none.
     pub(crate) id: Option<String>,
-    /// Its `event`; empty = `message`.
+    /// The field `event`; empty = `message`.
     pub(crate) event: String,
-    /// Its `data`, lines joined by newlines.
+    /// The field `data`, with lines joined by newlines.
     pub(crate) data: String,
 }
 
-/// What has arrived and is no whole event yet.
+/// Buffers bytes until they form a complete event.
 #[derive(Debug, Default)]
 pub(crate) struct Parser {
     buffer: Vec<u8>,
-    /// Bytes of the buffer that have been read.
+    /// Number of bytes of the buffer that have been parsed.
     read: usize,
-    /// Bytes of the buffer in which no line ends after those that were read.
+    /// Number of bytes after the parsed ones that contain no line end.
     searched: usize,
     message: Message,
     has_data: bool,
 }
 
 impl Parser {
-    /// Takes in what arrived; false when an event is too long.
+    /// Adds bytes to the buffer; returns false if an event is too long.
     pub(crate) fn push(&mut self, bytes: &[u8]) -> bool {
         self.buffer.drain(..self.read);
         self.searched -= self.read;
         self.read = 0;
         self.buffer.extend_from_slice(bytes);
-        self.buffer.len() + self.message.data.len() <= LONGEST_BYTES
+        self.buffer.len() + self.message.data.len() <= MAX_EVENT_BYTES
     }
 
-    /// The next whole event. What a cut connection leaves unfinished is never one.
+    /// Returns the next complete event. An event that a broken connection leaves unfinished is never returned.
     pub(crate) fn next(&mut self) -> Option<Message> {
         loop {
             let found = self.buffer[self.searched..].iter().position(|byte| matches!(byte, b'\n' | b'\r'));
@@ -45,7 +45,7 @@ impl Parser {
             let end = self.searched;
             let ending = match self.buffer[end..] {
                 [b'\r', b'\n', ..] => 2,
-                // The other half may be on its way.
+                // A line feed may follow in the next chunk.
                 [b'\r'] => return None,
                 _ => 1,
             };
@@ -59,11 +59,11 @@ impl Parser {
                 }
                 continue;
             }
-            self.take(line.strip_prefix('\u{feff}').unwrap_or(&line));
+            self.read_field(line.strip_prefix('\u{feff}').unwrap_or(&line));
         }
     }
 
-    fn take(&mut self, line: &str) {
+    fn read_field(&mut self, line: &str) {
         let (name, value) = line.split_once(':').unwrap_or((line, ""));
         let value = value.strip_prefix(' ').unwrap_or(value);
         match name {
@@ -75,7 +75,7 @@ impl Parser {
                 self.message.data.push_str(value);
             }
             "id" if !value.contains('\0') => self.message.id = Some(value.to_owned()),
-            // Comments, `retry` (the client has its own pauses), and what is not known.
+            // Comments, `retry` (the client has its own delays), and unknown fields are ignored.
             _ => {}
         }
     }
@@ -90,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn events_are_read_wherever_the_bytes_are_cut() {
+    fn events_are_parsed_for_any_chunk_boundaries() {
         let text = "retry: 3000\n: events follow\n\nid: 1\nevent: step\ndata: {\"a\":\ndata:  1}\n\nevent: note\r\ndata\r\n\r\n\
                     event: no_data\n\ndata: é\r\rid: 2\ndata: unfinished\n";
         let expected = [message(Some("1"), "step", "{\"a\":\n 1}"), message(None, "note", ""), message(None, "", "é")];

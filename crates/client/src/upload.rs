@@ -1,4 +1,4 @@
-//! Bodies of requests: bytes and files, alone or as the parts of a multipart form. A body can be sent several times.
+//! Request bodies: bytes and files, alone or as fields of a multipart form. A body can be sent several times.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -14,15 +14,15 @@ use tokio_util::io::ReaderStream;
 
 use crate::error::Error;
 
-/// What is read from a file at a time.
+/// Number of bytes that are read from a file at a time.
 const READ_BYTES: usize = 256 * 1024;
 
-/// Bytes to send: in memory, or in a file that is read while it is sent.
+/// Bytes to send: from memory, or from a file that is read while it is sent.
 #[derive(Debug, Clone)]
 pub enum Content {
-    /// In memory.
+    /// Bytes that are kept in memory.
     Bytes(Bytes),
-    /// In a file. It must not change meanwhile.
+    /// A file, which must not change while it is sent.
     File(PathBuf),
 }
 
@@ -58,7 +58,7 @@ pub struct Document {
 }
 
 impl Document {
-    /// A document as it was written, in JSON, YAML or TOML.
+    /// Creates a document from text in JSON, YAML or TOML.
     pub fn text(format: Format, text: impl Into<String>) -> Self {
         Self { media_type: format.media_type(), bytes: text.into().into() }
     }
@@ -74,7 +74,7 @@ impl From<&Value> for Document {
 #[derive(Debug, Clone)]
 pub(crate) struct Body {
     pub(crate) content_type: String,
-    /// One after the other, each with its size.
+    /// Parts that are sent one after the other, each with its size in bytes.
     parts: Vec<(Content, u64)>,
 }
 
@@ -94,9 +94,9 @@ impl Body {
         Ok(Self { content_type: content_type.to_owned(), parts: vec![(content, size_bytes)] })
     }
 
-    /// A form (RFC 7578) of fields: name, media type, content.
+    /// Creates a multipart form (RFC 7578) from fields of name, media type and content.
     pub(crate) async fn form(fields: Vec<(&str, &str, Content)>) -> Result<Self, Error> {
-        // No content holds it but by a chance of 2⁻¹²⁸.
+        // The probability that a content contains the boundary is 2⁻¹²⁸.
         let boundary = format!("rlood-{}-{}", ulid::Ulid::generate(), ulid::Ulid::generate());
         let text = |text: String| {
             let size_bytes = text.len() as u64;
@@ -122,7 +122,7 @@ impl Body {
         self.parts.iter().map(|(_, size_bytes)| size_bytes).sum()
     }
 
-    /// The bytes, from the first one on. `flow` is told when some leave.
+    /// Opens a stream of the body from its first byte. `flow` is notified when bytes are sent.
     pub(crate) async fn open(&self, flow: &Flow) -> Result<BoxStream<'static, std::io::Result<Bytes>>, Error> {
         let mut opened = Vec::with_capacity(self.parts.len());
         for (content, _) in &self.parts {
@@ -135,7 +135,7 @@ impl Body {
             });
         }
         let flow = flow.clone();
-        Ok(stream::iter(opened).flatten().inspect(move |_| flow.moved()).boxed())
+        Ok(stream::iter(opened).flatten().inspect(move |_| flow.record_progress()).boxed())
     }
 }
 
@@ -150,7 +150,7 @@ fn unreadable(path: &Path) -> impl FnOnce(std::io::Error) -> Error {
     Error::disk(format!("read {}", path.display()))
 }
 
-/// When the last piece of a body was taken by the connection.
+/// The time when the connection last accepted a chunk of the body.
 #[derive(Debug, Clone)]
 pub(crate) struct Flow(Arc<Mutex<Instant>>);
 
@@ -161,11 +161,11 @@ impl Default for Flow {
 }
 
 impl Flow {
-    fn moved(&self) {
+    fn record_progress(&self) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
     }
 
-    /// Waits for the head of an answer as long as bytes of the body leave, and then for `limit`.
+    /// Waits for the response headers as long as bytes of the body are being sent, and then for `limit`.
     pub(crate) async fn watch(
         &self,
         limit: Duration,
@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_form_has_its_fields_between_boundaries_and_says_its_size() {
+    async fn a_form_has_boundaries_between_fields_and_a_known_size() {
         let dir = tempfile::tempdir().unwrap();
         let rows = dir.path().join("rows.ndjson");
         std::fs::write(&rows, "{\"prompt\":\"a\"}\n").unwrap();

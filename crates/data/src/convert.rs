@@ -144,8 +144,8 @@ pub fn preview(sources: &[Source], recipe: &Recipe, options: &Options<'_>, rows:
     let has_prompt = first.is_some_and(|row| row.contains_key("prompt"));
     let names_prompt = recipe.map.as_ref().is_some_and(|map| map.prompt.is_some());
     let suggested_map = match has_prompt {
-        true => first.filter(|_| recipe.map.is_none()).and_then(presets::truth),
-        false => first.filter(|_| !names_prompt).and_then(presets::fitting),
+        true => first.filter(|_| recipe.map.is_none()).and_then(presets::ground_truth_map),
+        false => first.filter(|_| !names_prompt).and_then(presets::known_layout_map),
     };
     let mapping = compile(recipe, options)?;
     let mut pass = Pass::new(mapping.as_ref(), options);
@@ -413,7 +413,7 @@ impl Writer<'_> {
         check_row(&row).map_err(|(code, detail)| whole(code, detail))?;
         let before = self.buffer.len();
         let errors = self.rows.num_errors();
-        self.rows.value(0, &row, &mut self.buffer);
+        self.rows.add_value(0, &row, &mut self.buffer);
         if self.rows.num_errors() > errors {
             let bytes = row.to_string().len();
             let detail =

@@ -49,7 +49,7 @@ pub(super) fn begin(policy: &mut Policy, input: &TrainInput<'_>, step: u64) -> R
             let load = |policy: &mut Policy, dir: &Path| -> Result<()> {
                 policy.load_lora(dir)?;
                 match policy.lora_config() {
-                    Some(found) if found.fits(lora) => Ok(()),
+                    Some(found) if found.is_compatible_with(lora) => Ok(()),
                     found => {
                         Err(EngineError::Adapter(format!("it was made with {found:?}, but the plan says {lora:?}")))
                     }

@@ -320,7 +320,7 @@ pub fn read_header(dir: &Path, file: &str) -> Result<Header, ModelCardError> {
     let entries = match json::read(&header) {
         Ok(Value::Object(entries)) => entries,
         Ok(_) => return Err(damaged("the header is not a JSON object".to_owned())),
-        Err(error) if error.is_data() => return Err(damaged(format!("the header: {}", json::words(&error)))),
+        Err(error) if error.is_data() => return Err(damaged(format!("the header: {}", json::error_text(&error)))),
         Err(error) => return Err(damaged(format!("the header is not JSON ({error})"))),
     };
     let data_bytes = file_bytes - 8 - header_bytes;

@@ -1,4 +1,4 @@
-//! PEFT adapters from elsewhere, whose files lie in the data directory.
+//! Imported PEFT adapters, whose files are in the data directory.
 
 use serde_json::Value;
 use sqlx::sqlite::SqliteRow;
@@ -7,34 +7,34 @@ use super::{Doing, Newest, Page, Store, StoreError, column, count_column, id_col
 use crate::id::AdapterId;
 use crate::protocol::FileEntry;
 
-/// An adapter.
+/// A stored PEFT adapter.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AdapterRow {
-    /// Its id.
+    /// Id of the adapter.
     pub id: AdapterId,
-    /// For people.
+    /// Display name of the adapter.
     pub name: Option<String>,
-    /// Over its files, by name.
+    /// SHA-256 over the adapter's files, in the order of their names.
     pub sha256: String,
-    /// Of its files.
+    /// Total size of the files, in bytes.
     pub size_bytes: u64,
-    /// Weights.
+    /// Number of weights in the adapter.
     pub num_parameters: u64,
-    /// adapter_config.json.
+    /// Content of its adapter_config.json.
     pub config: Value,
-    /// Its files.
+    /// Files of the adapter.
     pub files: Vec<FileEntry>,
-    /// Whose it is; empty = the operator's.
+    /// Owner; empty = the operator.
     pub owner: String,
-    /// Unix ms.
+    /// Time of creation, Unix time in milliseconds.
     pub created_at: i64,
-    /// Where it comes from, as JSON; None = uploaded.
+    /// Origin of the adapter, as JSON; `None` = uploaded.
     pub origin: Option<Value>,
 }
 
 impl Store {
-    /// The row of an adapter whose files are in place: the new one and `true`, or the owner's one with the same bytes and `false` (the
-    /// caller then removes its files).
+    /// Creates the row of an adapter whose files are in place. Returns the new row and `true`, or the owner's existing row with the
+    /// same bytes and `false` (the caller then removes the new files).
     pub async fn adapter_create(&self, new: AdapterRow) -> Result<(AdapterRow, bool), StoreError> {
         let doing = "create an adapter";
         let AdapterRow { id, name, sha256, size_bytes, num_parameters, config, files, owner, created_at, origin } = new;
@@ -66,7 +66,7 @@ impl Store {
         Ok((AdapterRow::read(&row)?, created.rows_affected() == 1))
     }
 
-    /// One adapter, or `NotFound`.
+    /// Returns one adapter, or `NotFound`.
     pub async fn adapter_get(&self, id: AdapterId) -> Result<AdapterRow, StoreError> {
         let row = sqlx::query("SELECT * FROM adapters WHERE id = ?")
             .bind(id.to_string())
@@ -77,7 +77,7 @@ impl Store {
         AdapterRow::read(&row)
     }
 
-    /// Newest first; of one owner, or None = of all.
+    /// Lists adapters of one owner (`None` = all), newest first.
     pub async fn adapter_list(
         &self,
         owner: Option<&str>,
@@ -89,7 +89,7 @@ impl Store {
         self.newest(Newest { list: "adapters", sql, owner, after, limit }, AdapterRow::read).await
     }
 
-    /// Ids of all adapters: what the sweep of the data directory must keep.
+    /// Returns the ids of all adapters, which the sweep of the data directory must keep.
     pub async fn adapter_ids(&self) -> Result<Vec<AdapterId>, StoreError> {
         sqlx::query("SELECT id FROM adapters")
             .fetch_all(&self.readers)
@@ -100,7 +100,7 @@ impl Store {
             .collect()
     }
 
-    /// Removes the row; the caller then removes the files. Jobs that begin with it have links of their own.
+    /// Removes the row; the caller then removes the files. Jobs that start from the adapter have links of their own.
     pub async fn adapter_delete(&self, id: AdapterId) -> Result<(), StoreError> {
         let deleted = sqlx::query("DELETE FROM adapters WHERE id = ?")
             .bind(id.to_string())

@@ -1,4 +1,4 @@
-//! API keys: made once, shown once, kept as a hash.
+//! API keys. The text of a key is shown once at creation, and only its hash is stored.
 
 use sha2::{Digest, Sha256};
 use sqlx::sqlite::SqliteRow;
@@ -8,38 +8,38 @@ use super::{Doing, Newest, Page, Store, StoreError, column, id_column, json_colu
 use crate::access::Scopes;
 use crate::id::KeyId;
 
-/// What every key begins with.
+/// Prefix of every key.
 const KEY_PREFIX: &str = "rld_";
-/// The entry of `server_secrets` that says that keys were removed by a restore.
+/// The entry of `server_secrets` that records that a restore removed the keys.
 const KEYS_DROPPED: &str = "keys_dropped";
-/// Of a key's text, what is kept readable: the prefix and 32 of its 256 bits.
+/// Number of characters of a key's text that are stored readably: the prefix and 32 of its 256 bits.
 const SHOWN_CHARS: usize = KEY_PREFIX.len() + 8;
 
-/// A key without its secret.
+/// A key without its secret text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KeyRow {
-    /// Its id.
+    /// Id of the key.
     pub id: KeyId,
-    /// For people.
+    /// Display name of the key.
     pub name: String,
-    /// Whose jobs, datasets and models it sees; several keys may share an owner.
+    /// Owner whose jobs, datasets and models the key can see. Several keys may share an owner.
     pub owner: String,
-    /// What it permits.
+    /// Scopes of the key.
     pub scopes: Scopes,
-    /// What its text begins with.
+    /// Beginning of the key's text.
     pub prefix: String,
-    /// Unix ms.
+    /// Time of creation, Unix time in milliseconds.
     pub created_at: i64,
-    /// Not valid from then on, Unix ms.
+    /// Time from which the key is no longer valid, Unix time in milliseconds; `None` = never.
     pub expires_at: Option<i64>,
-    /// Not valid any more, Unix ms.
+    /// Time of revocation, Unix time in milliseconds; `None` = not revoked.
     pub revoked_at: Option<i64>,
-    /// Last used, Unix ms, to the minute.
+    /// Time of the last use to the minute, Unix time in milliseconds.
     pub used_at: Option<i64>,
 }
 
 impl KeyRow {
-    /// Whether it opens anything now.
+    /// Whether the key is valid now.
     pub fn is_usable(&self, now: i64) -> bool {
         self.revoked_at.is_none() && self.expires_at.is_none_or(|expires_at| now < expires_at)
     }
@@ -48,29 +48,29 @@ impl KeyRow {
 /// The number of credentials that were removed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Dropped {
-    /// API keys, usable or not.
+    /// Number of API keys, valid or not.
     pub keys: u64,
-    /// Browser sessions.
+    /// Number of browser sessions.
     pub sessions: u64,
 }
 
-/// A key to make.
+/// Properties of a key to create.
 #[derive(Debug, Clone)]
 pub struct NewKey {
-    /// For people.
+    /// Display name of the key.
     pub name: String,
-    /// None = the key's own id.
+    /// Owner; `None` = the key's own id.
     pub owner: Option<String>,
-    /// What it permits.
+    /// Scopes of the key.
     pub scopes: Scopes,
-    /// Unix ms; None = never.
+    /// Time at which the key expires, Unix time in milliseconds; `None` = never.
     pub expires_at: Option<i64>,
 }
 
-/// 256 bits from the system as hexadecimal digits.
+/// Returns 256 random bits from the operating system as hexadecimal digits.
 ///
 /// # Errors
-/// When the system gives none.
+/// Fails if the operating system gives no random numbers.
 pub fn random_text() -> std::io::Result<String> {
     let mut bytes = [0_u8; 32];
     rustls::crypto::ring::default_provider()
@@ -81,7 +81,7 @@ pub fn random_text() -> std::io::Result<String> {
 }
 
 impl Store {
-    /// Makes a key: its row, and its text, which nobody can read again.
+    /// Creates a key. Returns its row and its text, which cannot be read again.
     pub async fn api_key_create(&self, new: NewKey, now: i64) -> Result<(KeyRow, String), StoreError> {
         let doing = "make a key";
         let NewKey { name, owner, scopes, expires_at } = new;
@@ -106,7 +106,7 @@ impl Store {
         Ok((KeyRow::read(&row)?, text))
     }
 
-    /// The usable key with this text. The hashes are compared in constant time.
+    /// Returns the valid key with this text. The hashes are compared in constant time.
     pub async fn api_key_find(&self, text: &str, now: i64) -> Result<Option<KeyRow>, StoreError> {
         if !text.starts_with(KEY_PREFIX) {
             return Ok(None);
@@ -127,7 +127,7 @@ impl Store {
         Ok(None)
     }
 
-    /// One key, or `NotFound`.
+    /// Returns one key, or `NotFound`.
     pub async fn api_key_get(&self, id: KeyId) -> Result<KeyRow, StoreError> {
         let row = sqlx::query("SELECT * FROM api_keys WHERE id = ?")
             .bind(id.to_string())
@@ -138,14 +138,14 @@ impl Store {
         KeyRow::read(&row)
     }
 
-    /// All keys, revoked ones too, newest first.
+    /// Lists all keys including revoked ones, newest first.
     pub async fn api_key_list(&self, after: Option<&str>, limit: u32) -> Result<Page<KeyRow>, StoreError> {
         let sql = "SELECT * FROM api_keys WHERE (created_at, id) < (?1, ?2) AND ?3 IS NULL \
                    ORDER BY created_at DESC, id DESC LIMIT ?4";
         self.newest(Newest { list: "keys", sql, owner: None, after, limit }, KeyRow::read).await
     }
 
-    /// Ends a key and every session that was opened with it. Idempotent.
+    /// Revokes a key and ends every session that was opened with it. Repeating the call has no effect.
     pub async fn api_key_revoke(&self, id: KeyId, now: i64) -> Result<KeyRow, StoreError> {
         let doing = "revoke a key";
         let mut tx = self.begin(doing).await?;
@@ -166,7 +166,7 @@ impl Store {
         Ok(row)
     }
 
-    /// Notes that a key was used.
+    /// Records that a key was used.
     pub async fn api_key_used(&self, id: KeyId, now: i64) -> Result<(), StoreError> {
         sqlx::query("UPDATE api_keys SET used_at = ? WHERE id = ?")
             .bind(now)
@@ -177,7 +177,7 @@ impl Store {
         Ok(())
     }
 
-    /// Removes every key and session. Where there was a key, requests still need one.
+    /// Removes every key and session. If there was a key, requests still need one.
     pub async fn api_keys_drop(&self) -> Result<Dropped, StoreError> {
         let doing = "remove all keys";
         let mut tx = self.begin(doing).await?;
@@ -194,7 +194,7 @@ impl Store {
         Ok(Dropped { keys, sessions })
     }
 
-    /// Whether a key was ever made here, usable or not, removed or not: from then on every request needs one.
+    /// Whether a key was ever created here, valid or not, removed or not. From then on every request needs one.
     pub async fn api_keys_exist(&self) -> Result<bool, StoreError> {
         sqlx::query_scalar(
             "SELECT EXISTS (SELECT 1 FROM api_keys) OR EXISTS (SELECT 1 FROM server_secrets WHERE name = ?)",
@@ -205,7 +205,7 @@ impl Store {
         .doing("look for keys")
     }
 
-    /// Keys that open something now.
+    /// Returns the number of keys that are valid now.
     pub async fn api_keys_usable(&self, now: i64) -> Result<u64, StoreError> {
         let count: i64 = sqlx::query_scalar(
             "SELECT COUNT(*) FROM api_keys WHERE revoked_at IS NULL AND (expires_at IS NULL OR expires_at > ?)",

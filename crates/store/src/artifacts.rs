@@ -1,4 +1,4 @@
-//! Checkpoints: published rows over files that are complete. Bytes first, then the row.
+//! Checkpoints: published rows that refer to complete files. The files are written first, then the row.
 
 use serde_json::json;
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
@@ -13,60 +13,61 @@ use crate::lifecycle::message::CheckpointDetail;
 use crate::protocol::FileEntry;
 use crate::spec::CheckpointPlan;
 
-/// A published checkpoint; its files lie in `DataDir::checkpoint_dir(job, step, attempt)`.
+/// A published checkpoint. Its files are in `DataDir::checkpoint_dir(job, step, attempt)`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CheckpointRow {
-    /// Its id.
+    /// Id of the checkpoint.
     pub id: CheckpointId,
-    /// Whose.
+    /// Id of the job.
     pub job: JobId,
-    /// Optimizer steps done.
+    /// Number of completed optimizer steps.
     pub step: u64,
-    /// The attempt that wrote it.
+    /// Number of the attempt that wrote it.
     pub attempt: u64,
-    /// All its files, `manifest.json` among them.
+    /// All files of the checkpoint, including `manifest.json`.
     pub files: Vec<FileEntry>,
-    /// Of its step and of the last evaluation.
+    /// Metrics of its step and of the last evaluation.
     pub metrics: Metrics,
-    /// The best of the job.
+    /// Whether it is the best checkpoint of the job.
     pub best: bool,
-    /// Never rotated away.
+    /// Whether rotation must keep it.
     pub pinned: bool,
-    /// Saved only so that an interrupted attempt repeats less.
+    /// Whether it was saved only so that an interrupted attempt repeats less.
     pub temporary: bool,
-    /// Unix ms.
+    /// Time of publication, Unix time in milliseconds.
     pub created_at: i64,
 }
 
-/// A complete checkpoint on disk, to publish.
+/// A complete checkpoint on disk that is to be published.
 #[derive(Debug)]
 pub struct PublishCheckpoint<'a> {
-    /// Whose.
+    /// Id of the job.
     pub job: JobId,
-    /// The fence.
+    /// Number of the attempt.
     pub attempt: u64,
-    /// Optimizer steps done.
+    /// Number of completed optimizer steps.
     pub step: u64,
-    /// All its files.
+    /// All files of the checkpoint.
     pub files: &'a [FileEntry],
-    /// Of its step and of the last evaluation.
+    /// Metrics of its step and of the last evaluation.
     pub metrics: &'a Metrics,
-    /// Saved only so that an interrupted attempt repeats less: the next checkpoint replaces it, and it is never the best.
+    /// Whether it was saved only so that an interrupted attempt repeats less. The next checkpoint replaces it, and it is
+    /// never the best one.
     pub temporary: bool,
 }
 
-/// What publishing did.
+/// The result of publishing a checkpoint.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Publication {
-    /// The new row's id (the old one's when the same attempt published it before).
+    /// Id of the new row (of the existing one if the same attempt published it before).
     pub id: CheckpointId,
-    /// Rows that rotation removed: their directories can go now.
+    /// Rows that rotation removed, whose directories can now be removed.
     pub removed: Vec<CheckpointRow>,
 }
 
 impl Store {
-    /// Publishes and rotates: the newest `keep_last` and the best `keep_best` of the job's plan and pinned ones stay.
-    /// `LeaseLost` when the attempt does not own the job.
+    /// Publishes a checkpoint and rotates older ones. The newest `keep_last` and the best `keep_best` of the job's plan and all
+    /// pinned ones are kept. `LeaseLost` if the attempt does not own the job.
     pub async fn checkpoint_publish(
         &self,
         checkpoint: PublishCheckpoint<'_>,
@@ -80,7 +81,7 @@ impl Store {
         let known = checkpoints(&mut tx, job).await?.into_iter().find(|known| known.step == step);
         let mut removed = Vec::new();
         match known {
-            // The answer to the first call was lost.
+            // The response to the first call was lost.
             Some(known) if known.attempt == attempt => return Ok(Publication { id: known.id, removed }),
             Some(known) => removed.push(known),
             None => {}
@@ -97,7 +98,7 @@ impl Store {
         .bind(int(attempt))
         .bind(to_json("files", &files)?)
         .bind(to_json("metrics", metrics)?)
-        // A checkpoint written again (after a rewind) is the same one: its pin stays.
+        // A checkpoint that is written again (after a rewind) is still the same one, so its pin is kept.
         .bind(removed.iter().any(|old| old.pinned))
         .bind(temporary)
         .bind(now)
@@ -108,13 +109,13 @@ impl Store {
         let ranked = ranked(&rows, &keep);
         let best = ranked.first().map(|row| row.id);
         let keep_best = keep.keep_best as usize;
-        // Temporary ones take no place from those that the plan asks for; all but the newest go.
+        // Temporary checkpoints do not count toward those that the plan keeps. All but the newest are removed.
         let newest = rows.iter().filter(|row| !row.temporary).take(keep.keep_last as usize).map(|row| row.id);
         let newest: Vec<CheckpointId> = newest.collect();
         let surplus: Vec<CheckpointRow> = rows
             .iter()
             .filter(|row| {
-                // The one just published stays whatever the plan says.
+                // The checkpoint that was just published is kept, whatever the plan says.
                 let recent = newest.contains(&row.id) || row.id == id;
                 !(recent || row.pinned || ranked.iter().take(keep_best).any(|best| best.id == row.id))
             })
@@ -142,7 +143,7 @@ impl Store {
         Ok(Publication { id, removed })
     }
 
-    /// One checkpoint, or `NotFound`.
+    /// Returns one checkpoint, or `NotFound`.
     pub async fn checkpoint_get(&self, id: CheckpointId) -> Result<CheckpointRow, StoreError> {
         let row = sqlx::query("SELECT * FROM checkpoints WHERE id = ?")
             .bind(id.to_string())
@@ -153,19 +154,19 @@ impl Store {
         CheckpointRow::read(&row)
     }
 
-    /// A job's checkpoints, newest first.
+    /// Lists a job's checkpoints, newest first.
     pub async fn checkpoint_list(&self, job: JobId) -> Result<Vec<CheckpointRow>, StoreError> {
         let mut reader = self.readers.acquire().await.doing("list checkpoints")?;
         checkpoints(&mut reader, job).await
     }
 
-    /// The newest.
+    /// Returns the newest checkpoint of a job.
     pub async fn checkpoint_latest(&self, job: JobId) -> Result<Option<CheckpointRow>, StoreError> {
         let mut reader = self.readers.acquire().await.doing("read the newest checkpoint")?;
         latest_checkpoint(&mut reader, job).await
     }
 
-    /// The best by the plan's `metric_for_best`; the newest when none has a value.
+    /// Returns the best checkpoint by the plan's `metric_for_best`; the newest if none has a value.
     pub async fn checkpoint_best(&self, job: JobId) -> Result<Option<CheckpointRow>, StoreError> {
         sqlx::query("SELECT * FROM checkpoints WHERE job_id = ? ORDER BY best DESC, step DESC LIMIT 1")
             .bind(job.to_string())
@@ -177,7 +178,8 @@ impl Store {
             .transpose()
     }
 
-    /// Keeps a checkpoint from rotation, or gives it back to it (at the next publication). Idempotent.
+    /// Pins a checkpoint so that rotation keeps it, or unpins it (which takes effect at the next publication). Repeating
+    /// the call has no effect.
     pub async fn checkpoint_pin(&self, id: CheckpointId, pinned: bool, now: i64) -> Result<CheckpointRow, StoreError> {
         let doing = "pin a checkpoint";
         let mut tx = self.begin(doing).await?;
@@ -203,7 +205,7 @@ impl Store {
         Ok(row)
     }
 
-    /// `(job, step, attempt)` of every published checkpoint: what the sweep of the data directory must keep.
+    /// Returns `(job, step, attempt)` of every published checkpoint, which the sweep of the data directory must keep.
     pub async fn checkpoint_keys(&self) -> Result<Vec<(JobId, u64, u64)>, StoreError> {
         sqlx::query("SELECT job_id, step, attempt FROM checkpoints")
             .fetch_all(&self.readers)
@@ -215,7 +217,7 @@ impl Store {
     }
 }
 
-/// Newest first.
+/// Returns a job's checkpoints, newest first.
 async fn checkpoints(connection: &mut SqliteConnection, job: JobId) -> Result<Vec<CheckpointRow>, StoreError> {
     sqlx::query("SELECT * FROM checkpoints WHERE job_id = ? ORDER BY step DESC")
         .bind(job.to_string())
@@ -252,8 +254,8 @@ async fn delete_rows(tx: &mut SqliteConnection, rows: &[CheckpointRow]) -> Resul
     Ok(())
 }
 
-/// Best first by the plan's metric; of equals the earlier one; those without the number are left out. A plan from before
-/// `metric_for_best` was kept says `eval_reward` as soon as one has it, else `reward`.
+/// Ranks checkpoints by the plan's metric, best first. Of equal ones the earlier is first; those without a value are left out.
+/// Plans older than `metric_for_best` use `eval_reward` as soon as a checkpoint has it, otherwise `reward`.
 fn ranked<'r>(rows: &'r [CheckpointRow], plan: &CheckpointPlan) -> Vec<&'r CheckpointRow> {
     let score =
         |row: &CheckpointRow, key: &str| row.metrics.get(key).copied().flatten().filter(|score| !score.is_nan());

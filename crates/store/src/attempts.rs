@@ -1,15 +1,17 @@
-//! How far a job has come, and how its attempts ended: what decides whether an end is a strike.
+//! Progress of jobs and ends of their attempts, which decide whether an end counts as a strike.
 //!
-//! An attempt's cursor is (optimizer steps, journalled answers of the next step, rows and answers of the evaluation under way),
-//! compared in this order. A job keeps the highest cursor that any attempt reached. An attempt that passes it made progress;
-//! one that only repeats what an earlier one did has not. A journalled rollout counts like an answer: it is never sampled again.
+//! An attempt's cursor is (optimizer steps, journal entries of the next step, rows and answers of the current evaluation), compared
+//! in this order. A job stores the highest cursor that any attempt reached. An attempt that passes it made progress; one that only
+//! repeats earlier work did not. A rollout in the journal counts like an answer, because it is never sampled again.
 
 use serde::{Deserialize, Serialize};
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
 
 use super::claims::MAX_FAILED_ATTEMPTS;
 use super::doctor::alert_store;
-use super::{Doing, JobRow, Store, StoreError, column, count_column, int, json_column, to_json, word, word_column};
+use super::{
+    Doing, JobRow, Store, StoreError, column, count_column, int, json_column, to_json, variant_column, variant_name,
+};
 use crate::event::SamplePhase;
 use crate::failpoint::without;
 use crate::id::JobId;
@@ -18,14 +20,14 @@ use crate::spec::Plan;
 use rlood_types::doctor::AttemptEnd;
 use rlood_types::doctor::restarts::{ENDS_AN_ALERT, many_restarts};
 
-/// A point in a job; later points are greater.
+/// A point in a job's progress; later points are greater.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Cursor(
-    /// Optimizer steps done.
+    /// Number of completed optimizer steps.
     pub u64,
-    /// Journalled rollouts and reward answers of the steps after it.
+    /// Number of rollouts and reward answers of later steps in the journal.
     pub u64,
-    /// Sampled rows and reward answers of the evaluation that follows it.
+    /// Number of sampled rows and reward answers of the evaluation that follows the step.
     pub u64,
 );
 
@@ -33,25 +35,25 @@ pub struct Cursor(
 #[derive(Debug, Clone, Copy)]
 pub(super) struct End<'a> {
     pub reason: &'static str,
-    /// How the process ended, where it is known.
+    /// How the process ended, if it is known.
     pub detail: Option<&'a str>,
     pub failed: bool,
     pub progressed: bool,
 }
 
 impl Store {
-    /// The latest ends of a job's attempts, newest first.
+    /// Lists the latest ends of a job's attempts, newest first.
     pub async fn attempt_ends(&self, job: JobId, limit: u32) -> Result<Vec<AttemptEnd>, StoreError> {
         let mut reader = self.readers.acquire().await.doing("list the ends of attempts")?;
         latest_ends(&mut reader, job, "1", limit).await
     }
 }
 
-/// How far the job is now. The journal may know of a later step than the events that have arrived: a step's rollout is written
-/// down after the step before it is done (with overlap: a block earlier).
+/// Returns the job's current progress. The journal may contain a later step than the events that have arrived: a step's rollout is
+/// recorded as soon as the step before it is done (with overlap, a block earlier).
 pub(super) async fn cursor(tx: &mut SqliteConnection, row: &JobRow) -> Result<Cursor, StoreError> {
     let doing = "find out how far a job is";
-    let (train, eval) = (word(&SamplePhase::Train)?, word(&SamplePhase::Eval)?);
+    let (train, eval) = (variant_name(&SamplePhase::Train)?, variant_name(&SamplePhase::Eval)?);
     let newest = sqlx::query(
         "SELECT COALESCE(MAX(CASE WHEN phase = ?2 THEN step END), 0) AS train, \
          COALESCE(MAX(CASE WHEN phase = ?3 THEN step END), 0) AS eval FROM journal WHERE job_id = ?1",
@@ -81,13 +83,13 @@ pub(super) async fn cursor(tx: &mut SqliteConnection, row: &JobRow) -> Result<Cu
     Ok(Cursor(step, count_column(&counts, "answers")?, count_column(&counts, "rows")?))
 }
 
-/// Optimizer steps by which the journal may be ahead of training.
+/// Returns the number of optimizer steps by which the journal may be ahead of training.
 fn steps_ahead(plan: &Plan) -> u64 {
     let uses = u64::from(plan.rloo.num_iterations) * u64::from(plan.rloo.steps_per_generation);
     if plan.rloo.overlap { uses } else { 0 }
 }
 
-/// Whether the attempt that holds this row has passed what the job had reached before it, and the highest point now.
+/// Returns whether the attempt that holds this row has passed the job's previous progress, and the highest point now.
 pub(super) async fn progress(tx: &mut SqliteConnection, row: &JobRow) -> Result<(bool, Cursor), StoreError> {
     let now = cursor(tx, row).await?;
     if without!(Reached) {
@@ -97,14 +99,14 @@ pub(super) async fn progress(tx: &mut SqliteConnection, row: &JobRow) -> Result<
     Ok((now > reached, now.max(reached)))
 }
 
-/// An attempt begins, and has gone back to its checkpoint: whatever was reached until now is no progress of its own. `before`
-/// is the row as it was in the queue.
-pub(super) async fn reached_settle(
+/// Records at the beginning of an attempt, after the rewind to its checkpoint, that earlier progress is not its own. `before` is
+/// the row as it was in the queue.
+pub(super) async fn baseline_store(
     tx: &mut SqliteConnection,
     before: &JobRow,
     resume_step: u64,
 ) -> Result<(), StoreError> {
-    // A job of an older version has no mark; one that continues another job begins beyond 0.
+    // A job of an older version has no recorded progress. A job that continues another one begins beyond 0.
     let now = cursor(tx, &JobRow { step: resume_step, ..before.clone() }).await?;
     let reached = before.reached.unwrap_or(Cursor(before.step, 0, 0)).max(now);
     sqlx::query("UPDATE jobs SET reached = ? WHERE id = ?")
@@ -116,7 +118,7 @@ pub(super) async fn reached_settle(
     Ok(())
 }
 
-/// Records an end, and raises an alert at every tenth one of the job.
+/// Records the end of an attempt, and raises an alert at every tenth end of the job.
 pub(super) async fn end_store(
     tx: &mut SqliteConnection,
     row: &JobRow,
@@ -154,13 +156,13 @@ pub(super) async fn end_store(
     Ok(())
 }
 
-/// Whether the job was ever taken from a worker: an attempt at it then saves more often, so that the next one repeats less.
+/// Whether the job was ever taken from a worker. Its attempts then save more often, so that the next one repeats less.
 pub(super) async fn was_interrupted(tx: &mut SqliteConnection, job: JobId) -> Result<bool, StoreError> {
     Ok(ends_count(tx, job, "1").await? > 0)
 }
 
-/// Why the job is given up after a failed end that left it with so many strikes; `None` = another attempt follows.
-pub(super) async fn give_up(
+/// Returns why the job fails after a failed attempt with this number of strikes; `None` = another attempt follows.
+pub(super) async fn failure_after(
     tx: &mut SqliteConnection,
     row: &JobRow,
     strikes: u32,
@@ -176,7 +178,7 @@ pub(super) async fn give_up(
             message,
             "failed AND NOT progressed",
             MAX_FAILED_ATTEMPTS,
-            "look at the job's log for the worker's last words; out of memory is the usual cause: lower \
+            "check the end of the job's log; the usual cause is insufficient memory: lower \
              sampling.max_completion_length, rloo.num_generations or training.prompts_per_step, then retry",
         )
     } else if let Some(limit) = limit.filter(|limit| failed >= u64::from(*limit)) {
@@ -186,7 +188,7 @@ pub(super) async fn give_up(
             message,
             "failed",
             limit.min(MAX_FAILED_ATTEMPTS),
-            "look at the job's log for why the attempts ended; retry the job, with a higher training.max_attempts if \
+            "check the job's log for why the attempts ended; retry the job, with a higher training.max_attempts if \
              its workers are taken away often",
         )
     } else {
@@ -212,14 +214,14 @@ pub(super) async fn give_up(
     }))
 }
 
-/// Ends of the job for which `which`, a condition of this module's own, holds.
+/// Counts the ends of the job's attempts that satisfy `which`, a condition from this module.
 async fn ends_count(tx: &mut SqliteConnection, job: JobId, which: &'static str) -> Result<u64, StoreError> {
     let query = sqlx::AssertSqlSafe(format!("SELECT COUNT(*) AS ends FROM attempt_ends WHERE job_id = ? AND {which}"));
     let row = sqlx::query(query).bind(job.to_string()).fetch_one(tx).await.doing("count the ends of attempts")?;
     count_column(&row, "ends")
 }
 
-/// The latest of these, newest first.
+/// Returns the latest of these ends, newest first.
 async fn latest_ends(
     connection: &mut SqliteConnection,
     job: JobId,
@@ -238,14 +240,14 @@ fn read(row: &SqliteRow) -> Result<AttemptEnd, StoreError> {
         attempt: count_column(row, "attempt")?,
         time_ms: column(row, "time")?,
         reason: column(row, "reason")?,
-        phase: word_column(row, "phase")?,
+        phase: variant_column(row, "phase")?,
         step: count_column(row, "step")?,
         memory_bytes: column::<Option<i64>>(row, "memory_bytes")?.map(i64::unsigned_abs),
         detail: column(row, "detail")?,
     })
 }
 
-/// The highest point of a job's row.
+/// Reads the highest point from a job's row.
 pub(super) fn reached_column(row: &SqliteRow) -> Result<Option<Cursor>, StoreError> {
     match column::<Option<&str>>(row, "reached")? {
         Some(_) => json_column(row, "reached").map(Some),
@@ -253,7 +255,7 @@ pub(super) fn reached_column(row: &SqliteRow) -> Result<Option<Cursor>, StoreErr
     }
 }
 
-/// The last line that the job's present attempt logged, cut to a message's length.
+/// Returns the last line that the job's current attempt logged, shortened for a message.
 async fn last_log_line(tx: &mut SqliteConnection, row: &JobRow) -> Result<Option<String>, StoreError> {
     const MOST_BYTES: usize = 400;
     let line = sqlx::query_scalar::<_, String>(

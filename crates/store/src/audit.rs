@@ -1,44 +1,44 @@
-//! Who changed what, and when.
+//! The audit log: who changed what, and when.
 
 use sqlx::sqlite::SqliteRow;
 use sqlx::{QueryBuilder, Sqlite};
 
 use super::{Doing, Page, Store, StoreError, column, cursor, cursor_key, page, parse_cursor};
 
-/// A change to note.
+/// A change to record.
 #[derive(Debug, Clone)]
 pub struct NewAudit {
-    /// The id of a key, or: operator, anonymous, `command_line`, server.
+    /// Who made the change: the id of a key, or `operator`, `anonymous`, `command_line`, `server`.
     pub actor: String,
-    /// The key's name.
+    /// Name of the key.
     pub actor_name: Option<String>,
-    /// The key's owner; empty = the operator.
+    /// Owner of the key; empty = the operator.
     pub owner: String,
-    /// `POST /jobs/{id}/cancel`, `keys revoke`.
+    /// The action, such as `POST /jobs/{id}/cancel` or `keys revoke`.
     pub action: String,
-    /// What it was done to: a path, or an id.
+    /// The changed object: a path, or an id.
     pub target: String,
-    /// The answer's HTTP status.
+    /// HTTP status of the response.
     pub status: Option<u16>,
-    /// As in the answer and in the log.
+    /// Id of the request, as in the response and in the log.
     pub request_id: Option<String>,
-    /// Where the request came from.
+    /// Address that the request came from.
     pub address: Option<String>,
 }
 
-/// A change that was noted.
+/// A change in the audit log.
 #[derive(Debug, Clone)]
 pub struct AuditRow {
-    /// Ascending.
+    /// Number of the entry, in ascending order.
     pub id: i64,
-    /// Unix ms.
+    /// Time of the change, Unix time in milliseconds.
     pub time: i64,
-    /// What is known of it.
+    /// Details of the change.
     pub change: NewAudit,
 }
 
 impl Store {
-    /// Notes a change.
+    /// Adds an entry to the audit log.
     pub async fn audit_add(&self, change: NewAudit, now: i64) -> Result<(), StoreError> {
         let NewAudit { actor, actor_name, owner, action, target, status, request_id, address } = change;
         sqlx::query(
@@ -60,7 +60,7 @@ impl Store {
         Ok(())
     }
 
-    /// Newest first; `actor` and `target` (exactly, or everything below it) narrow it down.
+    /// Lists entries, newest first; `actor` and `target` (the object itself, or everything below it) filter them.
     pub async fn audit_list(
         &self,
         actor: Option<&str>,

@@ -1,5 +1,5 @@
-//! Answers of reward services that come later: kept when they come (every commit is `synchronous = FULL`), fetched by the
-//! worker that waits for them, gone with their request's row in the journal.
+//! Late answers of reward services. They are stored durably when they arrive (every commit is `synchronous = FULL`), fetched by the
+//! worker that waits for them, and removed together with their request's row in the journal.
 
 use std::collections::HashSet;
 
@@ -11,35 +11,35 @@ use super::claims::owned_row;
 use super::{Doing, Store, StoreError, column, int, json_column, to_json};
 use crate::callback::{Chunk, Entry, Later};
 use crate::id::JobId;
-use crate::protocol::{CallbackNews, News};
+use crate::protocol::{CallbackUpdate, CallbackUpdates};
 
-/// About the most bytes of a page; a single entry may be larger.
+/// Approximate maximum size of a page, in bytes; a single entry may be larger.
 const PAGE_BYTES: usize = 4 << 20;
 
-/// What became of a part of an answer.
+/// Result of receiving a part of an answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Taken {
-    /// It is kept.
+pub enum Received {
+    /// The part was stored.
     Counted(Counted),
-    /// Its deadline is over.
+    /// The request's deadline has passed.
     Late,
-    /// The request is answered already, or the service has said that nothing else comes; this is something else.
+    /// The request is already answered, or the service has announced that nothing else comes, and this part differs.
     Over,
 }
 
-/// Results of one call.
+/// Counts of the results in one call.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Counted {
-    /// Kept.
+    /// Number of results that were stored.
     pub accepted: u64,
-    /// For samples that have one: the first stays.
+    /// Number of results for samples that already have one; the first is kept.
     pub duplicate: u64,
-    /// For samples that were not asked for.
+    /// Number of results for samples that are not in the request.
     pub unknown: u64,
 }
 
 impl Store {
-    /// A secret of this server's by its name; the first call keeps `fresh`.
+    /// Returns a secret of this server by its name. The first call stores `fresh`.
     pub async fn server_secret(&self, name: &str, fresh: &str) -> Result<String, StoreError> {
         let doing = "read a secret of the server's";
         let read = "SELECT value FROM server_secrets WHERE name = ?";
@@ -55,18 +55,18 @@ impl Store {
         sqlx::query_scalar(read).bind(name).fetch_one(&self.writer).await.doing(doing)
     }
 
-    /// Wakes after every committed change of what services sent. Subscribe first, then read, then wait.
+    /// Returns a receiver that wakes after every committed change of late answers. Subscribe first, then read, then wait.
     pub fn callbacks_changed(&self) -> watch::Receiver<u64> {
         self.changes.callbacks.subscribe()
     }
 
-    /// Makes a request known that no job's journal holds: a test of a reward.
+    /// Registers a request that is not in a job's journal: a test of a reward.
     pub async fn callback_open(&self, id: &str, later: &Later, now: i64) -> Result<(), StoreError> {
         let mut writer = self.writer.acquire().await.doing("reach the writer")?;
         callback_insert(&mut writer, None, id, later, now).await
     }
 
-    /// Such a test is over.
+    /// Removes the request of a test that has ended.
     pub async fn callback_forget(&self, id: &str) -> Result<(), StoreError> {
         sqlx::query("DELETE FROM reward_callbacks WHERE id = ? AND journal_id IS NULL")
             .bind(id)
@@ -76,7 +76,7 @@ impl Store {
         Ok(())
     }
 
-    /// Forgets the tests whose deadline is over.
+    /// Removes the requests of tests whose deadline has passed.
     pub async fn callbacks_prune(&self, now: i64) -> Result<(), StoreError> {
         sqlx::query("DELETE FROM reward_callbacks WHERE journal_id IS NULL AND deadline < ?")
             .bind(now)
@@ -86,7 +86,7 @@ impl Store {
         Ok(())
     }
 
-    /// Whether answers to this request are waited for, or were until the next checkpoint.
+    /// Whether this request is known: it waits for answers, or did until the next checkpoint.
     pub async fn callback_is_known(&self, id: &str) -> Result<bool, StoreError> {
         sqlx::query_scalar("SELECT EXISTS (SELECT 1 FROM reward_callbacks WHERE id = ?)")
             .bind(id)
@@ -95,8 +95,8 @@ impl Store {
             .doing("look for a request")
     }
 
-    /// Keeps a part of an answer; durable when it returns. `NotFound` when nobody waits for it.
-    pub async fn callback_take(&self, id: &str, chunk: &Chunk, now: i64) -> Result<Taken, StoreError> {
+    /// Stores a part of an answer, durably. `NotFound` if the request is unknown.
+    pub async fn callback_receive(&self, id: &str, chunk: &Chunk, now: i64) -> Result<Received, StoreError> {
         let doing = "keep a part of an answer";
         let mut tx = self.begin(doing).await?;
         let row = sqlx::query("SELECT * FROM reward_callbacks WHERE id = ?")
@@ -106,7 +106,7 @@ impl Store {
             .doing(doing)?
             .ok_or_else(|| StoreError::NotFound { kind: "reward request", id: id.to_owned() })?;
         if column::<i64>(&row, "deadline")? < now {
-            return Ok(Taken::Late);
+            return Ok(Received::Late);
         }
         let done: bool = column(&row, "done")?;
         let over = done || column(&row, "closed")?;
@@ -117,14 +117,14 @@ impl Store {
                 counted.unknown += 1;
                 continue;
             }
-            let kept = put(&mut tx, id, Some((sample_id, result))).await?;
+            let kept = insert_result(&mut tx, id, Some((sample_id, result))).await?;
             *(if kept { &mut counted.accepted } else { &mut counted.duplicate }) += 1;
         }
         if over && counted.accepted > 0 {
-            return Ok(Taken::Over);
+            return Ok(Received::Over);
         }
         if chunk.done && !over {
-            put(&mut tx, id, None).await?;
+            insert_result(&mut tx, id, None).await?;
             sqlx::query("UPDATE reward_callbacks SET done = 1 WHERE id = ?")
                 .bind(id)
                 .execute(&mut *tx)
@@ -133,10 +133,10 @@ impl Store {
         }
         self.commit(tx, doing).await?;
         self.changes.callbacks.send_modify(|count| *count += 1);
-        Ok(Taken::Counted(counted))
+        Ok(Received::Counted(counted))
     }
 
-    /// What came for one request so far.
+    /// Returns the results of one request so far.
     pub async fn callback_arrived(&self, id: &str) -> Result<Chunk, StoreError> {
         let doing = "read what came for a request";
         let rows =
@@ -155,13 +155,13 @@ impl Store {
         Ok(chunk)
     }
 
-    /// What came after `after` (0 = from the start) for the job's requests that are not answered yet. `LeaseLost` when the
-    /// attempt does not own the job.
-    pub async fn callback_news(&self, job: JobId, attempt: u64, after: i64) -> Result<CallbackNews, StoreError> {
+    /// Returns the results that arrived after `after` (0 = all) for the job's requests that are not answered yet. `LeaseLost` if
+    /// the attempt does not own the job.
+    pub async fn callback_updates(&self, job: JobId, attempt: u64, after: i64) -> Result<CallbackUpdates, StoreError> {
         let doing = "read what came for a job";
         let mut reader = self.readers.acquire().await.doing(doing)?;
         owned_row(&mut reader, job, attempt).await?;
-        let mut page = CallbackNews { news: Vec::new(), next: after };
+        let mut page = CallbackUpdates { updates: Vec::new(), next: after };
         let mut bytes = 0;
         let mut rows = sqlx::query(
             "SELECT came.* FROM reward_callback_results AS came \
@@ -177,14 +177,18 @@ impl Store {
             page.next = column(&row, "seq")?;
             let entry = entry(&row)?;
             bytes += entry.as_ref().map_or(0, |entry| entry.result.len());
-            page.news.push(News { request: column(&row, "request_id")?, entry });
+            page.updates.push(CallbackUpdate { request: column(&row, "request_id")?, entry });
         }
         Ok(page)
     }
 }
 
-/// True when it is kept: the first of its sample.
-async fn put(tx: &mut SqliteConnection, id: &str, entry: Option<(&String, &String)>) -> Result<bool, StoreError> {
+/// Inserts a result; returns whether it was stored, which is true for the first one of its sample.
+async fn insert_result(
+    tx: &mut SqliteConnection,
+    id: &str,
+    entry: Option<(&String, &String)>,
+) -> Result<bool, StoreError> {
     let done = sqlx::query(
         "INSERT INTO reward_callback_results (request_id, sample_id, result) VALUES (?, ?, ?) \
          ON CONFLICT (request_id, sample_id) DO NOTHING",
@@ -204,7 +208,7 @@ fn entry(row: &sqlx::sqlite::SqliteRow) -> Result<Option<Entry>, StoreError> {
     Ok(sample_id.zip(result).map(|(sample_id, result)| Entry { sample_id, result }))
 }
 
-/// A request is about to be sent; its answer may come later.
+/// Registers a request that is about to be sent and may be answered later.
 pub(super) async fn callback_insert(
     tx: &mut SqliteConnection,
     journal_id: Option<i64>,
@@ -228,7 +232,7 @@ pub(super) async fn callback_insert(
     Ok(())
 }
 
-/// A change of a request's row, if it has one.
+/// Updates a request's row, if it has one.
 pub(super) async fn callback_change(
     tx: &mut SqliteConnection,
     id: &str,
@@ -244,10 +248,10 @@ pub(super) async fn callback_change(
     Ok(())
 }
 
-/// What became of a request.
+/// A change of a request's row.
 pub(super) enum CallbackChange<'a> {
-    /// The service took it.
+    /// The service accepted the request.
     Accepted(&'a crate::callback::Accepted),
-    /// It is answered.
+    /// The request is answered.
     Closed,
 }

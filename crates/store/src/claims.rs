@@ -1,6 +1,6 @@
-//! Claims: who may run a job and write about it. Every write of a worker is fenced by the attempt its claim carries.
+//! Claims: which worker may run a job and write its results. Every write of a worker is checked against the attempt of its claim.
 //!
-//! Longer than other files: claim, heartbeat, release and finish change the same rows in one transaction each, and are read together.
+//! This file is longer than others because claim, heartbeat, release and finish change the same rows in one transaction each.
 
 use std::collections::BTreeMap;
 
@@ -8,14 +8,16 @@ use serde_json::{Value, json};
 use sqlx::sqlite::SqliteConnection;
 
 use super::artifacts::latest_checkpoint;
-use super::attempts::{End, end_store, give_up, progress, reached_settle, was_interrupted};
+use super::attempts::{End, baseline_store, end_store, failure_after, progress, was_interrupted};
 use super::doctor::doctor_rewind;
 use super::events::event_insert;
-use super::moves::{Leave, job_leave};
+use super::moves::{Transition, job_transition};
 use super::server_errors::LONGEST_PAUSE_MS;
 use super::task_rows::verdict_begin;
 use super::workers::{worker_mark_lost, worker_touch};
-use super::{CheckpointRow, Doing, JobRow, Store, StoreError, id_column, int, json_column, word, word_column};
+use super::{
+    CheckpointRow, Doing, JobRow, Store, StoreError, id_column, int, json_column, variant_column, variant_name,
+};
 use crate::event::Phase;
 use crate::failpoint::without;
 use crate::id::{CheckpointId, JobId, WorkerId};
@@ -26,46 +28,46 @@ use crate::lifecycle::message::{
 use crate::protocol::Outcome;
 use crate::spec::{Arithmetic, Plan, RewardSecrets};
 
-/// A claim, fresh from the queue.
+/// A new claim of a job from the queue.
 #[derive(Debug, Clone)]
 pub struct Claimed {
-    /// The job.
+    /// Id of the job.
     pub job: JobId,
-    /// The fence.
+    /// Number of the attempt, which all writes of this claim must carry.
     pub attempt: u64,
-    /// What to do.
+    /// The resolved plan of the job.
     pub plan: Plan,
-    /// By reward name.
+    /// Secrets of the rewards, by reward name.
     pub secrets: BTreeMap<String, RewardSecrets>,
-    /// Newest published checkpoint.
+    /// Newest published checkpoint; `None` = none.
     pub resume: Option<CheckpointRow>,
-    /// An earlier attempt was interrupted: this one saves more often, so that the next one repeats less.
+    /// Whether this attempt should save more often, because an earlier one was interrupted and the next one should repeat less.
     pub checkpoint_soon: bool,
-    /// Claims in a row before this one that an error of the server ended.
+    /// Number of consecutive claims before this one that ended with a server error.
     pub server_errors: u32,
 }
 
-/// A heartbeat's news.
+/// The progress that a heartbeat reports.
 #[derive(Debug, Clone)]
-pub struct Beat {
-    /// Where the loop is.
+pub struct HeartbeatUpdate {
+    /// Current phase of the training loop.
     pub phase: Phase,
-    /// Why it waits, if it does.
+    /// Reason for a wait; `None` = the job is not waiting.
     pub status_reason: Option<String>,
-    /// Optimizer steps done.
+    /// Number of completed optimizer steps.
     pub step: u64,
-    /// Seconds to go, if known.
+    /// Estimated seconds remaining; `None` = unknown.
     pub eta_s: Option<f64>,
-    /// Resident memory of the worker process, if it says so.
+    /// Resident memory of the worker process, in bytes; `None` = not reported.
     pub memory_bytes: Option<u64>,
 }
 
-/// What is wrong with a checkpoint.
+/// How a checkpoint is damaged.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Damage {
-    /// Its bytes are not those that were published.
+    /// Its bytes differ from the published ones.
     Mismatch,
-    /// The disk does not give its bytes.
+    /// Its bytes cannot be read from the disk.
     Unreadable,
 }
 
@@ -78,25 +80,25 @@ impl Damage {
     }
 }
 
-/// The next job; `?1` is now, `?2` the longest pause after an error of the server (a time further ahead is from before the clock
-/// was set back). A job whose model is on its way waits. The planner would
-/// rather sort all queued rows, so the index is named.
+/// Selects the next job. `?1` is the current time, and `?2` the longest pause after a server error (a later time was written before
+/// the clock was set back). A job whose model is being downloaded waits. The index is named because the planner would otherwise
+/// sort all queued rows.
 pub const NEXT_JOB: &str = "SELECT * FROM jobs INDEXED BY jobs_queue \
      WHERE state = 'queued' AND (claim_not_before <= ?1 OR claim_not_before > ?1 + ?2) \
      AND NOT EXISTS (SELECT 1 FROM models WHERE models.id = jobs.model AND models.state = 'downloading') \
      ORDER BY priority DESC, queue_order LIMIT 1";
-/// Claims whose lease lapsed before this time.
+/// Selects claims whose lease expired before this time.
 pub const LAPSED_JOBS: &str = "SELECT * FROM jobs INDEXED BY jobs_leases WHERE state = 'running' AND lease_until < ?";
-/// What a worker holds.
+/// Selects the jobs that a worker holds.
 pub const JOBS_OF_WORKER: &str = "SELECT * FROM jobs INDEXED BY jobs_worker WHERE state = 'running' AND worker = ?";
 
-/// Attempts that may fail in a row, none of them with progress, before the job fails.
+/// Maximum number of consecutive failed attempts without progress before the job fails.
 pub const MAX_FAILED_ATTEMPTS: u32 = 3;
 
 impl Store {
-    /// The next job of the queue (highest priority, then first come), now owned by this worker; `None` when it is empty.
-    /// Rows a former attempt wrote after the newest checkpoint go, told by an event `rewind`. A worker runs one job at a
-    /// time: one it held before goes back to the queue. `NotFound` when the worker has to register (again).
+    /// Claims the next job of the queue (highest priority, then first come) for this worker; `None` if the queue is empty. Rows
+    /// that a former attempt wrote after the newest checkpoint are removed, which the event `rewind` reports. A worker runs one job
+    /// at a time: a job that it held before returns to the queue. `NotFound` if the worker has to register (again).
     pub async fn job_claim(&self, worker: WorkerId, now: i64, lease_ms: i64) -> Result<Option<Claimed>, StoreError> {
         let doing = "claim a job";
         let mut tx = self.begin(doing).await?;
@@ -135,9 +137,9 @@ impl Store {
         Ok(claimed)
     }
 
-    /// The checkpoint a claim was to go on from does not match its hashes, or cannot be read: removes its row, rewinds further,
-    /// and returns the next older one. A fork that went on from another job's checkpoint and has no older one fails: from step 0
-    /// it would be another run. The claim is over then: `LeaseLost`.
+    /// Discards a checkpoint to resume from that is damaged or unreadable: removes its row, rewinds further, and returns the next
+    /// older one. A fork that continued another job's checkpoint and has no older one fails, because from step 0 it would be a
+    /// different run. The claim then ends with `LeaseLost`.
     pub async fn claim_discard_checkpoint(
         &self,
         job: JobId,
@@ -168,7 +170,7 @@ impl Store {
         if let Some(step) = step {
             let data = json!({
                 "code": "checkpoint_damaged",
-                "message": format!("the checkpoint of step {step} {}: going on from an older one", damage.as_text()),
+                "message": format!("the checkpoint of step {step} {}: resuming from an older one", damage.as_text()),
                 "data": { "checkpoint": checkpoint, "step": step },
             });
             event_insert(&mut tx, job, "warning", now, data).await?;
@@ -179,24 +181,24 @@ impl Store {
         Ok(resume)
     }
 
-    /// Extends the lease and returns what the user asks for. `LeaseLost` when the attempt does not own the job.
+    /// Extends the lease and returns the user's pending request. `LeaseLost` if the attempt does not own the job.
     pub async fn job_heartbeat(
         &self,
         job: JobId,
         attempt: u64,
-        beat: Beat,
+        update: HeartbeatUpdate,
         now: i64,
         lease_ms: i64,
     ) -> Result<Option<Requested>, StoreError> {
         let doing = "take a heartbeat";
-        let Beat { phase, status_reason, step, eta_s, memory_bytes } = beat;
-        let mut tx = self.begin_soon(doing).await?;
+        let HeartbeatUpdate { phase, status_reason, step, eta_s, memory_bytes } = update;
+        let mut tx = self.begin_relaxed(doing).await?;
         owned_row(&mut tx, job, attempt).await?;
         let row = sqlx::query(
             "UPDATE jobs SET phase = ?, status_reason = ?, step = MAX(step, ?), eta_s = ?, \
              memory_bytes = COALESCE(?, memory_bytes), lease_until = ? WHERE id = ? AND state = 'running' RETURNING requested, worker",
         )
-        .bind(word(&phase)?)
+        .bind(variant_name(&phase)?)
         .bind(status_reason)
         .bind(int(step))
         .bind(eta_s)
@@ -208,19 +210,19 @@ impl Store {
         .doing(doing)?
         .ok_or(StoreError::LeaseLost)?;
         worker_touch(&mut tx, id_column(&row, "worker")?, now).await?;
-        let requested = word_column(&row, "requested")?;
+        let requested = variant_column(&row, "requested")?;
         self.commit(tx, doing).await?;
         Ok(requested)
     }
 
-    /// `Ok` while the attempt owns the job, else `LeaseLost`.
+    /// Checks that the attempt owns the job; `LeaseLost` otherwise.
     pub async fn claim_check(&self, job: JobId, attempt: u64) -> Result<(), StoreError> {
         let mut reader = self.readers.acquire().await.doing("check a claim")?;
         owned_row(&mut reader, job, attempt).await.map(|_| ())
     }
 
-    /// Ends an attempt. A wish that arrived meanwhile is honoured: an interrupted job with a mark becomes cancelled or paused,
-    /// and one that stopped for a pause taken back since is queued again.
+    /// Ends an attempt. A user's request that arrived in the meantime takes effect: an interrupted job with a pending cancel or
+    /// pause becomes cancelled or paused, and a job that stopped for a pause that was withdrawn is queued again.
     pub async fn job_finish(&self, job: JobId, attempt: u64, outcome: Outcome, now: i64) -> Result<(), StoreError> {
         let doing = "finish a job";
         let mut tx = self.begin(doing).await?;
@@ -231,10 +233,10 @@ impl Store {
             Outcome::Succeeded => {
                 let data = SucceededDetail { step: row.step, ending: row.ending.clone() };
                 let status_reason = row.ending.as_ref().map(|_| "early_stopping".to_owned());
-                job_leave(
+                job_transition(
                     &mut tx,
                     &row,
-                    Leave { status_reason, ..Leave::to(State::Succeeded) },
+                    Transition { status_reason, ..Transition::to(State::Succeeded) },
                     "job.succeeded",
                     data,
                     now,
@@ -248,28 +250,46 @@ impl Store {
                 }
             }
             Outcome::Failed { failure } => match failure.may_pass() {
-                // Counted like a lost worker; the last one says what it was.
+                // Counts like a lost worker; the failure of the last attempt has the cause.
                 Some(code) if row.failed_attempts + 1 < MAX_FAILED_ATTEMPTS || progress(&mut tx, &row).await?.0 => {
                     job_release(&mut tx, &row, Charge::Failed(code), now).await?;
                 }
                 Some(_) | None => job_fail(&mut tx, &row, failure, now).await?,
             },
-            // A user's pause is the user's, whatever else would have paused the job: nobody but the user takes it back.
+            // A pause that the user requested is recorded as such, even if the job would have paused for another reason. Only the
+            // user can end it.
             Outcome::Paused { reason: Some(reason) } if !cancel && !pause => {
                 let data = PausedDetail { reason: Some(reason.clone()) };
-                let leave = Leave { status_reason: Some(reason), ..Leave::to(State::Paused) };
-                job_leave(&mut tx, &row, leave, "job.paused", data, now).await?;
+                let transition = Transition { status_reason: Some(reason), ..Transition::to(State::Paused) };
+                job_transition(&mut tx, &row, transition, "job.paused", data, now).await?;
             }
             Outcome::Paused { .. } | Outcome::Requeued | Outcome::Preempted if pause => {
                 let data = PausedDetail { reason: row.requested_reason.clone() };
-                let leave = Leave { status_reason: row.requested_reason.clone(), ..Leave::to(State::Paused) };
-                job_leave(&mut tx, &row, leave, "job.paused", data, now).await?;
+                let transition =
+                    Transition { status_reason: row.requested_reason.clone(), ..Transition::to(State::Paused) };
+                job_transition(&mut tx, &row, transition, "job.paused", data, now).await?;
             }
             Outcome::Cancelled | Outcome::Paused { .. } | Outcome::Requeued | Outcome::Preempted if cancel => {
-                job_leave(&mut tx, &row, Leave::to(State::Cancelled), "job.cancelled", CancelledDetail {}, now).await?;
+                job_transition(
+                    &mut tx,
+                    &row,
+                    Transition::to(State::Cancelled),
+                    "job.cancelled",
+                    CancelledDetail {},
+                    now,
+                )
+                .await?;
             }
             Outcome::Cancelled => {
-                job_leave(&mut tx, &row, Leave::to(State::Cancelled), "job.cancelled", CancelledDetail {}, now).await?;
+                job_transition(
+                    &mut tx,
+                    &row,
+                    Transition::to(State::Cancelled),
+                    "job.cancelled",
+                    CancelledDetail {},
+                    now,
+                )
+                .await?;
             }
             Outcome::Paused { .. } => job_release(&mut tx, &row, Charge::Free("pause_taken_back"), now).await?,
             Outcome::Requeued => job_release(&mut tx, &row, Charge::Free("worker_shutdown"), now).await?,
@@ -282,10 +302,10 @@ impl Store {
         Ok(())
     }
 
-    /// Takes every job whose lease has lapsed from its worker; returns them.
+    /// Takes every job whose lease has expired from its worker; returns these jobs.
     pub async fn leases_reap(&self, now: i64) -> Result<Vec<JobId>, StoreError> {
         let doing = "take back lapsed claims";
-        // Usually there is none: look without the writer first.
+        // Usually there are none, so check first without the writer connection.
         if sqlx::query(LAPSED_JOBS).bind(now).fetch_optional(&self.readers).await.doing(doing)?.is_none() {
             return Ok(Vec::new());
         }
@@ -306,8 +326,8 @@ impl Store {
         Ok(reaped)
     }
 
-    /// After this server was away, or its clock was set, and before the next reap: every lease ends `lease_ms` from now, so that
-    /// workers have the time to come back, and none that is gone keeps its job for longer.
+    /// Sets every lease to end `lease_ms` from now. To be called after this server was unavailable or its clock was set, before the
+    /// next reap. Workers then have time to reconnect, and a worker that is gone keeps its job no longer than that.
     pub async fn leases_renew(&self, now: i64, lease_ms: i64) -> Result<(), StoreError> {
         if without!(BootMargin) {
             return Ok(());
@@ -321,7 +341,7 @@ impl Store {
     }
 }
 
-/// When a claim lapses if nothing more is heard of its worker, which sends several heartbeats in that time.
+/// Returns when a claim expires without another heartbeat. A worker sends several heartbeats in that time.
 fn lease_end(now: i64, lease_ms: i64) -> i64 {
     let lease_ms = if without!(LeaseMargin) { lease_ms / 6 } else { lease_ms };
     now.saturating_add(lease_ms)
@@ -358,13 +378,13 @@ async fn claim_row(
     let data = StartedDetail { worker, attempt: attempt.unsigned_abs(), resume_step: step, version, previous_version };
     event_insert(tx, row.id, "job.started", now, data).await?;
     rewind(tx, row.id, resume.as_ref(), now).await?;
-    reached_settle(tx, row, step.unwrap_or(0)).await?;
+    baseline_store(tx, row, step.unwrap_or(0)).await?;
     let checkpoint_soon = was_interrupted(tx, row.id).await?;
     let (job, attempt, server_errors) = (row.id, attempt.unsigned_abs(), row.server_errors);
     Ok(Claimed { job, attempt, plan, secrets, resume, checkpoint_soon, server_errors })
 }
 
-/// Notes which rlood runs the job from now on. Returns it, and the one that ran the attempt before where that was another.
+/// Records which rlood version runs the job from now on. Returns it, and the version of the previous attempt if it was different.
 async fn change_version(
     tx: &mut SqliteConnection,
     job: JobId,
@@ -393,7 +413,8 @@ async fn change_version(
     Ok((version, previous))
 }
 
-/// The event of a job that another version resumes: which two, and by which rules it goes on.
+/// Returns the data of the event that another version resumes a job: both versions, and the arithmetic
+/// rules that continue to apply.
 fn version_changed(previous: &str, version: &str, arithmetic: Arithmetic) -> Value {
     json!({
         "code": "version_changed",
@@ -404,12 +425,12 @@ fn version_changed(previous: &str, version: &str, arithmetic: Arithmetic) -> Val
     })
 }
 
-/// The job goes back to its checkpoint: what was reported after it is deleted (it will be reported again), and watchers are told.
+/// Rewinds a job to its checkpoint: deletes everything reported after it (it will be reported again), and reports this as an event.
 async fn rewind(tx: &mut SqliteConnection, job: JobId, to: Option<&CheckpointRow>, now: i64) -> Result<(), StoreError> {
     let doing = "rewind a job";
     let step = to.map_or(0, |checkpoint| int(checkpoint.step));
-    // Without a checkpoint the evaluation before the start (step 0) is repeated too. With one, an evaluation of its step that
-    // a later attempt reported came after it.
+    // Without a checkpoint, the evaluation before the first step (step 0) is repeated too. With a checkpoint, an evaluation of its
+    // step that a later attempt reported came after it.
     let (last_kept, writer) = to.map_or((-1, 0), |checkpoint| (step, int(checkpoint.attempt)));
     let mut deleted = 0;
     for table in [
@@ -432,7 +453,7 @@ async fn rewind(tx: &mut SqliteConnection, job: JobId, to: Option<&CheckpointRow
     Ok(())
 }
 
-/// Whether the job is a fork that went on from a checkpoint of another job.
+/// Whether the job is a fork that continued another job's checkpoint.
 async fn continues_another(tx: &mut SqliteConnection, job: JobId) -> Result<bool, StoreError> {
     let forked =
         "SELECT EXISTS (SELECT 1 FROM events WHERE job_id = ? AND type = 'job.forked' AND data ->> '$.continues')";
@@ -444,15 +465,15 @@ fn nothing_to_continue(step: i64) -> Failure {
         class: FailureClass::Infra,
         code: "checkpoint_damaged".to_owned(),
         message: format!(
-            "the checkpoint of step {step} does not match its hashes, and this fork has no older one to go on from"
+            "the checkpoint of step {step} does not match its hashes, and this fork has no older one to resume from"
         ),
         phase: None,
         step: None,
-        suggestion: Some("fork again, from another checkpoint of the parent job; look at the disk's health".to_owned()),
+        suggestion: Some("fork again, from another checkpoint of the parent job; check the health of the disk".to_owned()),
     }
 }
 
-/// The running row of the attempt, or `LeaseLost`.
+/// Returns the running row of the attempt, or `LeaseLost`.
 pub(super) async fn owned_row(
     connection: &mut SqliteConnection,
     job: JobId,
@@ -484,17 +505,17 @@ pub(super) async fn jobs_of_worker(tx: &mut SqliteConnection, worker: WorkerId) 
         .collect()
 }
 
-/// Who pays for an attempt that ended without an outcome of its own.
+/// Whether an attempt that ended without an outcome counts as failed.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Charge {
-    /// It failed: a strike, unless the attempt made progress.
+    /// The attempt failed: a strike, unless it made progress.
     Failed(&'static str),
-    /// A shutdown, a preemption or a restart of the server: never a strike.
+    /// The attempt ended by a shutdown, a preemption or a server restart, which is never a strike.
     Free(&'static str),
 }
 
-/// Takes a running job from its worker. What the user asked for meanwhile is honoured now; otherwise it goes back to its old place
-/// in the queue, or fails: after [`MAX_FAILED_ATTEMPTS`] strikes in a row, or as many failures as the job permits.
+/// Takes a running job from its worker. A pending request of the user takes effect now. Otherwise the job returns to its old place
+/// in the queue, or fails after [`MAX_FAILED_ATTEMPTS`] strikes in a row or the maximum number of failures in its plan.
 pub(super) async fn job_release(
     tx: &mut SqliteConnection,
     row: &JobRow,
@@ -504,7 +525,7 @@ pub(super) async fn job_release(
     job_release_seen(tx, row, charge, None, now).await
 }
 
-/// The same; `detail` is how the worker's process ended, where the server saw it.
+/// Takes a running job from its worker as [`job_release`] does; `detail` is how the worker's process ended, if the server saw it.
 pub(super) async fn job_release_seen(
     tx: &mut SqliteConnection,
     row: &JobRow,
@@ -513,7 +534,8 @@ pub(super) async fn job_release_seen(
     now: i64,
 ) -> Result<(), StoreError> {
     if row.requested == Some(Requested::Cancel) {
-        return job_leave(tx, row, Leave::to(State::Cancelled), "job.cancelled", CancelledDetail {}, now).await;
+        return job_transition(tx, row, Transition::to(State::Cancelled), "job.cancelled", CancelledDetail {}, now)
+            .await;
     }
     let (progressed, _) = progress(tx, row).await?;
     let (reason, failed) = match charge {
@@ -521,20 +543,21 @@ pub(super) async fn job_release_seen(
         Charge::Free(reason) => (reason, false),
     };
     let failed_attempts = if progressed { 0 } else { row.failed_attempts + u32::from(failed) };
-    // The end of a pause is none of an attempt.
+    // The end of a pause is not the end of an attempt.
     if reason != "pause_taken_back" {
         end_store(tx, row, End { reason, detail, failed, progressed }, now).await?;
     }
     if row.requested == Some(Requested::Pause) {
         let status_reason = row.requested_reason.clone();
         let data = PausedDetail { reason: status_reason.clone() };
-        let leave = Leave { failed_attempts: Some(failed_attempts), status_reason, ..Leave::to(State::Paused) };
-        return job_leave(tx, row, leave, "job.paused", data, now).await;
+        let transition =
+            Transition { failed_attempts: Some(failed_attempts), status_reason, ..Transition::to(State::Paused) };
+        return job_transition(tx, row, transition, "job.paused", data, now).await;
     }
-    if failed && let Some(failure) = give_up(tx, row, failed_attempts).await? {
+    if failed && let Some(failure) = failure_after(tx, row, failed_attempts).await? {
         return job_fail(tx, row, failure, now).await;
     }
-    let leave = Leave { failed_attempts: Some(failed_attempts), ..Leave::to(State::Queued) };
+    let transition = Transition { failed_attempts: Some(failed_attempts), ..Transition::to(State::Queued) };
     let data = QueuedDetail {
         reason: Some(reason.to_owned()),
         failed_attempts: Some(failed_attempts),
@@ -543,7 +566,7 @@ pub(super) async fn job_release_seen(
         memory_bytes: row.memory_bytes,
         ..QueuedDetail::default()
     };
-    job_leave(tx, row, leave, "job.requeued", data, now).await
+    job_transition(tx, row, transition, "job.requeued", data, now).await
 }
 
 pub(super) async fn job_fail(
@@ -555,6 +578,6 @@ pub(super) async fn job_fail(
     failure.phase = failure.phase.or(row.phase);
     failure.step = failure.step.or(Some(row.step));
     let data = FailedDetail { failure: failure.clone() };
-    let leave = Leave { failure: Some(failure), ..Leave::to(State::Failed) };
-    job_leave(tx, row, leave, "job.failed", data, now).await
+    let transition = Transition { failure: Some(failure), ..Transition::to(State::Failed) };
+    job_transition(tx, row, transition, "job.failed", data, now).await
 }

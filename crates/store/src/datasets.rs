@@ -1,4 +1,4 @@
-//! Datasets: immutable rows over NDJSON files.
+//! Datasets: immutable rows that refer to NDJSON files.
 
 use serde_json::Value;
 use sqlx::sqlite::SqliteRow;
@@ -6,50 +6,51 @@ use sqlx::sqlite::SqliteRow;
 use super::{Doing, Newest, Page, Store, StoreError, column, count_column, id_column, int, json_column, to_json};
 use crate::id::DatasetId;
 
-/// A dataset.
+/// A dataset that the server stores.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DatasetRow {
-    /// Its id.
+    /// Id of the dataset.
     pub id: DatasetId,
-    /// For people.
+    /// Display name of the dataset.
     pub name: Option<String>,
-    /// Of its canonical bytes.
+    /// SHA-256 of its canonical bytes.
     pub sha256: String,
-    /// Rows.
+    /// Number of rows in the dataset.
     pub num_rows: u64,
-    /// Bytes.
+    /// Size of the canonical rows, in bytes.
     pub size_bytes: u64,
     /// Column names, in order of first appearance.
     pub columns: Vec<String>,
-    /// Whose it is; empty = the operator's.
+    /// Owner; empty = the operator.
     pub owner: String,
-    /// Unix ms.
+    /// Time of creation, Unix time in milliseconds.
     pub created_at: i64,
-    /// Where it comes from and what was made of the rows, as JSON; None = uploaded as it is.
+    /// Origin of the rows and how they were mapped, as JSON; `None` = uploaded without a mapping.
     pub origin: Option<Value>,
 }
 
-/// A dataset whose file is in place.
+/// A new dataset whose file is in place.
 #[derive(Debug, Clone)]
 pub struct NewDataset {
-    /// Its id.
+    /// Id of the dataset.
     pub id: DatasetId,
-    /// For people.
+    /// Display name of the dataset.
     pub name: Option<String>,
-    /// Of its canonical bytes.
+    /// SHA-256 of its canonical bytes.
     pub sha256: String,
-    /// Rows.
+    /// Number of rows in the dataset.
     pub num_rows: u64,
-    /// Bytes.
+    /// Size of the canonical rows, in bytes.
     pub size_bytes: u64,
-    /// Column names.
+    /// Column names, in order of first appearance.
     pub columns: Vec<String>,
-    /// Whose it is; empty = the operator's.
+    /// Owner; empty = the operator.
     pub owner: String,
 }
 
 impl Store {
-    /// The row of a dataset: the new one and `true`, or the owner's one with the same bytes and `false` (the caller then removes its file).
+    /// Creates the row of a dataset. Returns the new row and `true`, or the owner's existing row with the same bytes and `false`
+    /// (the caller then removes the new file).
     pub async fn dataset_create(&self, new: NewDataset, now: i64) -> Result<(DatasetRow, bool), StoreError> {
         let doing = "create a dataset";
         let NewDataset { id, name, sha256, num_rows, size_bytes, columns, owner } = new;
@@ -79,7 +80,7 @@ impl Store {
         Ok((DatasetRow::read(&row)?, created.rows_affected() == 1))
     }
 
-    /// Notes where a dataset comes from, unless that is known.
+    /// Records the origin of a dataset, unless it is known.
     pub async fn dataset_note_origin(&self, id: DatasetId, origin: &Value) -> Result<(), StoreError> {
         sqlx::query("UPDATE datasets SET origin = ? WHERE id = ? AND origin IS NULL")
             .bind(origin.to_string())
@@ -90,7 +91,7 @@ impl Store {
         Ok(())
     }
 
-    /// One dataset, or `NotFound`.
+    /// Returns one dataset, or `NotFound`.
     pub async fn dataset_get(&self, id: DatasetId) -> Result<DatasetRow, StoreError> {
         let row = sqlx::query("SELECT * FROM datasets WHERE id = ?")
             .bind(id.to_string())
@@ -101,7 +102,7 @@ impl Store {
         DatasetRow::read(&row)
     }
 
-    /// An owner's, by its bytes.
+    /// Returns an owner's dataset with these bytes.
     pub async fn dataset_by_sha256(&self, owner: &str, sha256: &str) -> Result<Option<DatasetRow>, StoreError> {
         sqlx::query("SELECT * FROM datasets WHERE sha256 = ? AND owner = ?")
             .bind(sha256)
@@ -114,7 +115,7 @@ impl Store {
             .transpose()
     }
 
-    /// Newest first; of one owner, or None = of all.
+    /// Lists datasets of one owner (`None` = all), newest first.
     pub async fn dataset_list(
         &self,
         owner: Option<&str>,
@@ -126,7 +127,7 @@ impl Store {
         self.newest(Newest { list: "datasets", sql, owner, after, limit }, DatasetRow::read).await
     }
 
-    /// Ids of all datasets: what the sweep of the data directory must keep.
+    /// Returns the ids of all datasets, which the sweep of the data directory must keep.
     pub async fn dataset_ids(&self) -> Result<Vec<DatasetId>, StoreError> {
         sqlx::query("SELECT id FROM datasets")
             .fetch_all(&self.readers)
@@ -137,7 +138,7 @@ impl Store {
             .collect()
     }
 
-    /// Removes the row; the caller then removes the file. `InUse` while a job that is not over needs it.
+    /// Removes the row; the caller then removes the file. `InUse` if a job that has not ended needs it.
     pub async fn dataset_delete(&self, id: DatasetId) -> Result<(), StoreError> {
         let doing = "delete a dataset";
         let mut tx = self.begin(doing).await?;

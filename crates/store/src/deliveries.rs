@@ -1,4 +1,5 @@
-//! Lifecycle messages on their way: an outbox that a trigger fills in the transaction of each event, and the log of tries.
+//! Deliveries of lifecycle messages: an outbox that a trigger fills in the transaction of each event, and
+//! the log of delivery attempts.
 
 use sqlx::sqlite::SqliteRow;
 
@@ -10,20 +11,20 @@ use super::{
 use crate::id::WebhookId;
 use crate::lifecycle::TEST_TYPE;
 
-/// Where a message stands.
+/// State of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize, utoipa::ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum DeliveryState {
-    /// To be tried (again).
+    /// The message is to be delivered, or retried.
     Pending,
-    /// Taken.
+    /// The endpoint accepted the message.
     Delivered,
-    /// Given up.
+    /// The last delivery attempt failed.
     Failed,
 }
 
 impl DeliveryState {
-    /// Its word.
+    /// Returns the name in the API and in the database.
     pub fn as_str(self) -> &'static str {
         match self {
             DeliveryState::Pending => "pending",
@@ -39,82 +40,82 @@ impl DeliveryState {
     }
 }
 
-/// A message.
+/// A message to a webhook.
 #[derive(Debug, Clone)]
 pub struct DeliveryRow {
-    /// The `webhook-id` of every try.
+    /// Id of the message, which every delivery attempt sends as `webhook-id`.
     pub id: String,
-    /// To whom.
+    /// Id of the webhook.
     pub webhook: WebhookId,
-    /// `job.queued`, …, or `webhook.test`.
+    /// Type of the message: `job.queued`, …, or `webhook.test`.
     pub kind: String,
-    /// When what it tells happened, Unix ms.
+    /// Time of the reported event, Unix time in milliseconds.
     pub time: i64,
-    /// The event, and the job as it was then; None for a test.
+    /// The event, and the job at that time; `None` for a test.
     pub event: Option<MessageEvent>,
-    /// Where it stands.
+    /// Current state of the message.
     pub state: DeliveryState,
-    /// Tries since it was queued (again).
+    /// Number of delivery attempts since it was queued (again).
     pub tries: u64,
-    /// The next try, Unix ms; matters while it is pending.
+    /// Time of the next attempt, Unix time in milliseconds; only used while the message is pending.
     pub next_at: i64,
-    /// Delivered or given up, Unix ms.
+    /// Time at which it was delivered or abandoned, Unix time in milliseconds.
     pub finished_at: Option<i64>,
 }
 
-/// What a message tells.
+/// The event that a message reports.
 #[derive(Debug, Clone)]
 pub struct MessageEvent {
-    /// The job's id.
+    /// Id of the job.
     pub job: String,
-    /// The event's number.
+    /// Sequence number of the event.
     pub seq: i64,
-    /// The attempt it belongs to.
+    /// Attempt that the event belongs to.
     pub attempt: u64,
-    /// The event's type.
+    /// Type of the event.
     pub event: String,
-    /// The event's data.
+    /// Data of the event.
     pub detail: serde_json::Value,
-    /// The job's name.
+    /// Display name of the job.
     pub job_name: Option<String>,
-    /// Its state.
+    /// State of the job at the time of the event.
     pub job_state: String,
-    /// Its model.
+    /// Base model of the job.
     pub model: String,
-    /// Steps done.
+    /// Number of completed optimizer steps.
     pub step: u64,
-    /// Steps in all.
+    /// Total number of optimizer steps.
     pub total_steps: u64,
-    /// Its labels.
+    /// The client's own labels of the job.
     pub metadata: serde_json::Value,
 }
 
-/// One try.
+/// One attempt to deliver a message.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TryRow {
-    /// When it began, Unix ms.
+    /// Time at which it started, Unix time in milliseconds.
     pub time: i64,
-    /// How long it took, ms.
+    /// Duration of the attempt, in milliseconds.
     pub duration_ms: u64,
-    /// The answer's status.
+    /// HTTP status of the response; `None` = no response.
     pub status: Option<u16>,
-    /// Why there was no good answer.
+    /// Why the attempt failed; `None` = it succeeded.
     pub error: Option<String>,
 }
 
-/// What becomes of a message after a try.
+/// The state of a message after a delivery attempt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Next {
-    /// It was taken.
+    /// The message was delivered.
     Delivered,
-    /// Try again at this time, Unix ms.
+    /// The next attempt is at this time, Unix time in milliseconds.
     Retry(i64),
-    /// No more tries.
+    /// The message is abandoned.
     GiveUp,
 }
 
 impl Store {
-    /// Queues a message that tells nothing.
+    /// Queues a test message, which reports no event.
     pub async fn delivery_test(&self, webhook: WebhookId, now: i64) -> Result<DeliveryRow, StoreError> {
         let row = sqlx::query(
             "INSERT INTO deliveries (id, webhook_id, type, time, state, next_at) \
@@ -126,12 +127,12 @@ impl Store {
         .fetch_optional(&self.writer)
         .await
         .doing("queue a test message")?
-        // It may have been deleted just now.
+        // The webhook may have just been deleted.
         .ok_or_else(|| StoreError::NotFound { kind: "webhook", id: webhook.to_string() })?;
         DeliveryRow::read(&row)
     }
 
-    /// Queues a message again, with all its tries before it.
+    /// Queues a message again with a full number of delivery attempts.
     pub async fn delivery_again(&self, webhook: WebhookId, id: &str, now: i64) -> Result<DeliveryRow, StoreError> {
         let row = sqlx::query(
             "UPDATE deliveries SET state = 'pending', tries = 0, next_at = ?, finished_at = NULL \
@@ -147,7 +148,7 @@ impl Store {
         DeliveryRow::read(&row)
     }
 
-    /// One message, or `NotFound`.
+    /// Returns one message, or `NotFound`.
     pub async fn delivery_get(&self, webhook: WebhookId, id: &str) -> Result<DeliveryRow, StoreError> {
         let row = sqlx::query("SELECT * FROM deliveries WHERE id = ? AND webhook_id = ?")
             .bind(id)
@@ -159,7 +160,7 @@ impl Store {
         DeliveryRow::read(&row)
     }
 
-    /// A subscription's messages, newest first.
+    /// Lists a webhook's messages, newest first.
     pub async fn delivery_list(
         &self,
         webhook: WebhookId,
@@ -185,7 +186,7 @@ impl Store {
         Ok(page(data, limit, |row| cursor("deliveries", [&row.time.to_string(), &row.id])))
     }
 
-    /// A message's tries, oldest first.
+    /// Lists a message's delivery attempts, oldest first.
     pub async fn delivery_tries(&self, id: &str) -> Result<Vec<TryRow>, StoreError> {
         sqlx::query("SELECT * FROM delivery_tries WHERE delivery_id = ? ORDER BY id")
             .bind(id)
@@ -204,7 +205,7 @@ impl Store {
             .collect()
     }
 
-    /// The subscriptions that have something to send now, and what: of each the one that is due longest.
+    /// Returns the webhooks with messages to deliver now; for each, the message that has been due for longest.
     pub async fn deliveries_due(&self, now: i64) -> Result<Vec<(WebhookRow, DeliveryRow)>, StoreError> {
         let doing = "look for messages to send";
         let hooks = sqlx::query(
@@ -234,7 +235,7 @@ impl Store {
         Ok(due)
     }
 
-    /// Notes a try, and what becomes of the message, in one transaction.
+    /// Records a delivery attempt and the new state of the message, in one transaction.
     pub async fn delivery_tried(&self, id: &str, attempt: TryRow, next: Next, now: i64) -> Result<(), StoreError> {
         let doing = "note a try";
         let TryRow { time, duration_ms, status, error } = attempt;
@@ -255,7 +256,7 @@ impl Store {
         .execute(&mut *tx)
         .await
         .doing(doing)?;
-        // Its subscription may have been deleted meanwhile.
+        // The webhook may have been deleted in the meantime.
         if known.rows_affected() > 0 {
             sqlx::query(
                 "INSERT INTO delivery_tries (delivery_id, time, duration_ms, status, error) VALUES (?, ?, ?, ?, ?)",
@@ -272,7 +273,7 @@ impl Store {
         tx.commit().await.doing(doing)
     }
 
-    /// Messages by state, for the measurements.
+    /// Counts messages by state, for the server's metrics.
     pub async fn delivery_counts(&self) -> Result<Vec<(DeliveryState, u64)>, StoreError> {
         sqlx::query("SELECT state, COUNT(*) AS messages FROM deliveries GROUP BY state")
             .fetch_all(&self.readers)

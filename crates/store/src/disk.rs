@@ -1,20 +1,21 @@
-//! Pauses that the server asks for when the disk is nearly full, and their end.
+//! Automatic pauses of jobs when the disk is nearly full, and their end.
 
 use super::events::event_insert;
 use super::jobs::job_row;
-use super::moves::{Leave, job_leave};
+use super::moves::{Transition, job_transition};
 use super::{Doing, JobRow, Store, StoreError, id_column};
 use crate::id::JobId;
 use crate::job::State;
 use crate::lifecycle::message::{PausedDetail, QueuedDetail};
 
-/// Why such a job is paused.
+/// Status reason of such a paused job.
 pub const DISK_FULL: &str = "disk_full";
-/// Jobs that one call moves: the writer must not be held for long.
-const AT_ONCE: u32 = 500;
+/// Maximum number of jobs that one call changes, because the writer connection must not be held for long.
+const BATCH_SIZE: u32 = 500;
 
 impl Store {
-    /// Pauses what waits, and asks for a pause of what runs; a user's own wishes stay. Returns the jobs; call again for more.
+    /// Pauses queued jobs and requests a pause of running ones. Pending requests of users are not changed. Returns the
+    /// jobs; call again for more.
     pub async fn jobs_pause_disk_full(&self, now: i64) -> Result<Vec<JobId>, StoreError> {
         let doing = "pause jobs for want of disk space";
         let wanted = "SELECT * FROM jobs WHERE state = 'queued' OR (state = 'running' AND requested IS NULL) LIMIT ?";
@@ -22,14 +23,15 @@ impl Store {
             return Ok(Vec::new());
         }
         let mut tx = self.begin(doing).await?;
-        let rows = sqlx::query(wanted).bind(AT_ONCE).fetch_all(&mut *tx).await.doing(doing)?;
+        let rows = sqlx::query(wanted).bind(BATCH_SIZE).fetch_all(&mut *tx).await.doing(doing)?;
         let mut paused = Vec::with_capacity(rows.len());
         for row in &rows {
             let row = JobRow::read(row)?;
             let data = PausedDetail { reason: Some(DISK_FULL.to_owned()) };
             if row.state == State::Queued {
-                let leave = Leave { status_reason: Some(DISK_FULL.to_owned()), ..Leave::to(State::Paused) };
-                job_leave(&mut tx, &row, leave, "job.paused", data, now).await?;
+                let transition =
+                    Transition { status_reason: Some(DISK_FULL.to_owned()), ..Transition::to(State::Paused) };
+                job_transition(&mut tx, &row, transition, "job.paused", data, now).await?;
             } else {
                 sqlx::query("UPDATE jobs SET requested = 'pause', requested_reason = ? WHERE id = ?")
                     .bind(DISK_FULL)
@@ -46,11 +48,11 @@ impl Store {
         Ok(paused)
     }
 
-    /// Jobs that are paused for want of disk space, whoever found that out.
+    /// Returns jobs that are paused because of insufficient disk space, whether the server or a worker detected it.
     pub async fn jobs_waiting_for_disk(&self) -> Result<Vec<JobId>, StoreError> {
         sqlx::query("SELECT id FROM jobs WHERE state = 'paused' AND status_reason = ? ORDER BY queue_order LIMIT ?")
             .bind(DISK_FULL)
-            .bind(AT_ONCE)
+            .bind(BATCH_SIZE)
             .fetch_all(&self.readers)
             .await
             .doing("look for jobs that wait for disk space")?
@@ -59,7 +61,7 @@ impl Store {
             .collect()
     }
 
-    /// Queues such a job again, in its old place; false when it waits for something else by now.
+    /// Queues such a job again in its old place; false if it is no longer paused for this reason.
     pub async fn job_resume_from_disk(&self, id: JobId, now: i64) -> Result<bool, StoreError> {
         let doing = "resume a job that waited for disk space";
         let mut tx = self.begin(doing).await?;
@@ -72,7 +74,7 @@ impl Store {
             return Ok(false);
         }
         let data = QueuedDetail { reason: Some(DISK_FULL.to_owned()), ..QueuedDetail::default() };
-        job_leave(&mut tx, &row, Leave::to(State::Queued), "job.resumed", data, now).await?;
+        job_transition(&mut tx, &row, Transition::to(State::Queued), "job.resumed", data, now).await?;
         tx.commit().await.doing(doing)?;
         self.wake_job(id);
         self.wake_queue();

@@ -1,4 +1,4 @@
-//! What the doctor said of a job, and which checkpoint is its result.
+//! Stored alerts and training phases of a job, and the checkpoint that is its result.
 
 use serde_json::{Value, json};
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
@@ -12,16 +12,16 @@ use rlood_types::doctor::{Alert, OnAlert, PhaseChange, Rule};
 /// One episode of an alert.
 #[derive(Debug, Clone, PartialEq)]
 pub struct AlertRow {
-    /// Rule, evidence, fix.
+    /// The alert with its rule, evidence and fix.
     pub alert: Alert,
-    /// Unix ms.
+    /// Time at which the alert was raised, Unix time in milliseconds.
     pub time: i64,
-    /// The step it was over at; `None` while it is on.
+    /// Step at which the alert ended; `None` = it is active.
     pub cleared_step: Option<u64>,
 }
 
 impl Store {
-    /// A job's alerts, latest first; `only_active`: those that are on.
+    /// Lists a job's alerts, latest first; with `only_active`, only active ones.
     pub async fn alert_list(&self, job: JobId, only_active: bool) -> Result<Vec<AlertRow>, StoreError> {
         sqlx::query(
             "SELECT time, alert, cleared_step FROM alerts WHERE job_id = ?1 AND (?2 = 0 OR cleared_step IS NULL) \
@@ -37,7 +37,7 @@ impl Store {
         .collect()
     }
 
-    /// The training phase a job is in, and why; `None` before the first.
+    /// Returns the current training phase of a job and its evidence; `None` before the first phase.
     pub async fn training_phase(&self, job: JobId) -> Result<Option<PhaseChange>, StoreError> {
         sqlx::query("SELECT change FROM training_phases WHERE job_id = ? ORDER BY step DESC LIMIT 1")
             .bind(job.to_string())
@@ -48,8 +48,9 @@ impl Store {
             .transpose()
     }
 
-    /// The checkpoint that is the job's result: the newest; the best after early stopping; the newest from before the evidence
-    /// after an alert that ended the job, or from before the weights that diverged. `None` when there is no such checkpoint (any more).
+    /// Returns the checkpoint that is the job's result: the newest; the best after early stopping; the newest from
+    /// before the evidence after an alert that ended the job, or from before the weights that diverged. `None` if
+    /// there is no such checkpoint (any more).
     pub async fn checkpoint_result(
         &self,
         job: JobId,
@@ -62,21 +63,21 @@ impl Store {
     }
 }
 
-/// Which of a job's checkpoints, newest first, by step and whether it is the best, is its result.
+/// Returns the index of the checkpoint that is the job's result, given its checkpoints, newest first, as (step, is best).
 pub(super) fn result_of(ending: &Ending, checkpoints: &[(u64, bool)]) -> Option<usize> {
     let place = |is: &dyn Fn(&(u64, bool)) -> bool| checkpoints.iter().position(is);
     match ending.code {
         EndingCode::EarlyStopping => place(&|(_, best)| *best).or_else(|| place(&|_| true)),
         EndingCode::Alert | EndingCode::Diverged => {
             let before = ending.good_before_step.unwrap_or(u64::MAX);
-            // The weights that gave a loss which is not finite may still be good: a reward can be at fault.
+            // Weights that gave a non-finite loss may still be good, because a reward can be the cause.
             let perhaps = |step: &u64| ending.code == EndingCode::Diverged && *step == before;
             place(&|(step, _)| *step < before).or_else(|| place(&|(step, _)| perhaps(step)))
         }
     }
 }
 
-/// An alert begins; one that ends the job leaves its reason there.
+/// Stores a new alert. An alert that ends the job is also stored as the reason for the end.
 pub(super) async fn alert_store(
     tx: &mut SqliteConnection,
     job: JobId,
@@ -109,7 +110,7 @@ pub(super) async fn alert_store(
     event_insert(tx, job, "alert", now, data).await.map(drop)
 }
 
-/// An alert is over.
+/// Stores that an alert ended.
 pub(super) async fn alert_clear(
     tx: &mut SqliteConnection,
     job: JobId,
@@ -130,7 +131,7 @@ pub(super) async fn alert_clear(
     event_insert(tx, job, "alert_cleared", now, data).await.map(drop)
 }
 
-/// The run entered a training phase.
+/// Stores that the run entered a training phase.
 pub(super) async fn phase_store(
     tx: &mut SqliteConnection,
     job: JobId,
@@ -149,8 +150,8 @@ pub(super) async fn phase_store(
     event_insert(tx, job, "training_phase", now, data).await.map(drop)
 }
 
-/// The run could not use its updates; `job_finish` follows. The weights before the first skipped update gave the first loss
-/// that was not finite, so the ones before them are the last good ones.
+/// Stores that the run diverged; `job_finish` follows. The weights before the first skipped update gave the first non-finite loss,
+/// so the weights before them are the last good ones.
 pub(super) async fn diverged_store(
     tx: &mut SqliteConnection,
     job: JobId,
@@ -176,7 +177,7 @@ pub(super) async fn diverged_store(
     event_insert(tx, job, "diverged", now, data).await.map(drop)
 }
 
-/// The run ends early; `job_finish` follows.
+/// Stores why the run ends early; `job_finish` follows.
 pub(super) async fn ending_store(tx: &mut SqliteConnection, job: JobId, ending: &Ending) -> Result<(), StoreError> {
     sqlx::query("UPDATE jobs SET ending = ? WHERE id = ?")
         .bind(to_json("ending", ending)?)
@@ -187,7 +188,7 @@ pub(super) async fn ending_store(tx: &mut SqliteConnection, job: JobId, ending: 
     Ok(())
 }
 
-/// The job goes back to a step: what was said after it will be said again, but for what the server itself said.
+/// Rewinds alerts and phases to a step. They will be reported again, except alerts that the server itself raised.
 pub(super) async fn doctor_rewind(tx: &mut SqliteConnection, job: JobId, last_kept: i64) -> Result<(), StoreError> {
     for statement in [
         "DELETE FROM alerts WHERE job_id = ?1 AND step > ?2 AND rule <> 'many_restarts'",

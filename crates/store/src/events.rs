@@ -1,4 +1,4 @@
-//! What a run said: events (history, SSE feed and outbox in one), steps, samples as they come, logs.
+//! The output of a run: events (history, SSE feed and outbox in one), steps, samples and logs.
 
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -8,7 +8,7 @@ use super::claims::owned_row;
 use super::doctor::{alert_clear, alert_store, diverged_store, ending_store, phase_store};
 use super::{
     Doing, Page, Store, StoreError, column, corrupt, count_column, cursor, cursor_key, int, json_column, page,
-    parse_cursor, to_json, word, word_column,
+    parse_cursor, to_json, variant_column, variant_name,
 };
 use crate::event::{Event, Metrics, Phase, Sample, SamplePhase};
 use crate::failpoint::{fail_point, without};
@@ -20,45 +20,45 @@ use crate::protocol::EventBatch;
 /// One event of a job.
 #[derive(Debug, Clone, PartialEq)]
 pub struct EventRow {
-    /// Counts from 1 per job, without gap.
+    /// Sequence number: counts from 1 per job, without gaps.
     pub seq: i64,
-    /// `job.created`, `step`, ….
+    /// Type of the event: `job.created`, `step`, ….
     pub kind: String,
-    /// The attempt it belongs to; 0 before the first claim.
+    /// Attempt that the event belongs to; 0 before the first claim.
     pub attempt: u64,
-    /// Unix ms.
+    /// Time of the event, Unix time in milliseconds.
     pub time: i64,
-    /// By type.
+    /// Data of the event, depending on its type.
     pub data: Value,
 }
 
 /// Metrics of one step or one evaluation.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StepRow {
-    /// Optimizer step.
+    /// Number of the optimizer step.
     pub step: u64,
-    /// Training or evaluation.
+    /// Whether it belongs to training or to evaluation.
     pub kind: SamplePhase,
-    /// Unix ms.
+    /// Time of the report, Unix time in milliseconds.
     pub time: i64,
-    /// TRL's names.
+    /// Metrics with TRL's names.
     pub metrics: Metrics,
 }
 
-/// One line a worker logged.
+/// One line that a worker logged.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LogRow {
-    /// Ascending.
+    /// Number of the line, in ascending order.
     pub id: i64,
-    /// The attempt.
+    /// Number of the attempt.
     pub attempt: u64,
-    /// Unix ms.
+    /// Time of the line, Unix time in milliseconds.
     pub time: i64,
-    /// The line.
+    /// Text of the line.
     pub line: String,
 }
 
-/// Metrics that a `step` event carries, so that a watcher sees progress without asking; the others are in the step's row.
+/// Metrics that a `step` event includes to show progress without another request. The other metrics are in the step's row.
 const HEADLINES: [&str; 10] = [
     "reward",
     "reward_std",
@@ -72,12 +72,12 @@ const HEADLINES: [&str; 10] = [
     "warm_up/loss",
 ];
 
-/// Bytes of a log line that are kept.
+/// Maximum length of a stored log line, in bytes.
 const MAX_LOG_LINE: usize = 8192;
 
 impl Store {
-    /// Appends what a worker reports, in one transaction; `Ok(false)` when this batch was stored before. `LeaseLost` when the
-    /// attempt does not own the job.
+    /// Appends a worker's report in one transaction; `Ok(false)` if this batch was stored before. `LeaseLost` if the attempt does
+    /// not own the job.
     pub async fn events_append(&self, job: JobId, batch: &EventBatch, now: i64) -> Result<bool, StoreError> {
         let doing = "append events";
         let EventBatch { attempt, batch, events, log } = batch;
@@ -104,7 +104,7 @@ impl Store {
         Ok(true)
     }
 
-    /// Events with `seq > after_seq`, in order.
+    /// Returns events with `seq > after_seq`, in order.
     pub async fn event_page(&self, job: JobId, after_seq: i64, limit: u32) -> Result<Vec<EventRow>, StoreError> {
         sqlx::query(
             "SELECT seq, type, attempt, time, data FROM events WHERE job_id = ? AND seq > ? ORDER BY seq LIMIT ?",
@@ -120,7 +120,7 @@ impl Store {
         .collect()
     }
 
-    /// The latest `seq`; 0 when there is none.
+    /// Returns the latest `seq`; 0 if there is none.
     pub async fn event_latest_seq(&self, job: JobId) -> Result<i64, StoreError> {
         sqlx::query_scalar("SELECT COALESCE(MAX(seq), 0) FROM events WHERE job_id = ?")
             .bind(job.to_string())
@@ -129,7 +129,8 @@ impl Store {
             .doing("read the latest event")
     }
 
-    /// Steps from `min_step` to `max_step` (both inclusive), by step, training before evaluation; `kind` `None` = both.
+    /// Returns the steps from `min_step` to `max_step` (both inclusive), ordered by step, with training before evaluation;
+    /// `kind` `None` = both.
     pub async fn step_page(
         &self,
         job: JobId,
@@ -144,7 +145,7 @@ impl Store {
         .bind(job.to_string())
         .bind(int(min_step))
         .bind(int(max_step))
-        .bind(kind.map(|kind| word(&kind)).transpose()?)
+        .bind(kind.map(|kind| variant_name(&kind)).transpose()?)
         .fetch_all(&self.readers)
         .await
         .doing("read steps")?
@@ -153,7 +154,7 @@ impl Store {
         .collect()
     }
 
-    /// A page of log lines, in order.
+    /// Returns a page of log lines, in order.
     pub async fn log_page(&self, job: JobId, after: Option<&str>, limit: u32) -> Result<Page<LogRow>, StoreError> {
         let after = match after {
             Some(after) => cursor_key::<i64>(&parse_cursor::<1>("logs", after)?[0])?,
@@ -184,13 +185,13 @@ async fn event_store(
     match event {
         Event::Phase { phase: new, step } => {
             sqlx::query("UPDATE jobs SET phase = ?, step = MAX(step, ?) WHERE id = ?")
-                .bind(word(new)?)
+                .bind(variant_name(new)?)
                 .bind(int(*step))
                 .bind(job.to_string())
                 .execute(&mut *tx)
                 .await
                 .doing("store a phase")?;
-            if phase.map(chapter) != Some(chapter(*new)) {
+            if phase.map(chapter) != Some(history_group(*new)) {
                 event_insert(tx, job, "phase", now, json!({ "phase": new, "step": step })).await?;
             }
             *phase = Some(*new);
@@ -203,7 +204,7 @@ async fn event_store(
             )
             .bind(job.to_string())
             .bind(int(*step))
-            .bind(word(kind)?)
+            .bind(variant_name(kind)?)
             .bind(int(attempt))
             .bind(now)
             .bind(to_json("metrics", metrics)?)
@@ -261,8 +262,9 @@ async fn event_store(
     Ok(())
 }
 
-/// Rollout, reward and train alternate every step: their changes are in the job's row, not in its history.
-fn chapter(phase: Phase) -> u8 {
+/// Groups phases that are recorded in the history as one. Rollout, reward and train alternate every step; their changes are
+/// only in the job's row.
+fn history_group(phase: Phase) -> u8 {
     match phase {
         Phase::Loading => 0,
         Phase::Rollout | Phase::Reward | Phase::Train => 1,
@@ -284,7 +286,7 @@ async fn samples_store(
     let doing = "store samples";
     let mut of: Option<(u64, SamplePhase)> = None;
     for sample in samples {
-        let phase = word(&sample.phase)?;
+        let phase = variant_name(&sample.phase)?;
         if of != Some((sample.step, sample.phase)) {
             of = Some((sample.step, sample.phase));
             // An evaluation that a former attempt reported just before it ended is reported again.
@@ -311,7 +313,7 @@ async fn samples_store(
     Ok(())
 }
 
-/// Appends to a job's history; returns the event's `seq`. Belongs into the transaction of the change it tells of.
+/// Appends an event to a job's history; returns its `seq`. Must be in the transaction of the change that it reports.
 pub(super) async fn event_insert(
     tx: &mut SqliteConnection,
     job: JobId,
@@ -381,7 +383,7 @@ impl StepRow {
     fn read(row: &SqliteRow) -> Result<StepRow, StoreError> {
         Ok(StepRow {
             step: count_column(row, "step")?,
-            kind: word_column(row, "kind")?.ok_or_else(|| corrupt("kind")("NULL"))?,
+            kind: variant_column(row, "kind")?.ok_or_else(|| corrupt("kind")("NULL"))?,
             time: column(row, "time")?,
             metrics: json_column(row, "metrics")?,
         })

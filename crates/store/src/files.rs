@@ -1,24 +1,24 @@
-//! The data directory: write to temp, hash, fsync, rename. The one place that builds paths.
+//! The data directory: files are written to a temporary path, hashed, synced and renamed. Only this module builds paths.
 //!
 //! ```text
-//! rlood.lock                              held by the one server that uses the directory
+//! rlood.lock                              locked by the server that uses the directory
 //! rlood.db                                the database (store.rs)
 //! datasets/DATASET.ndjson                 canonical rows
-//! adapters/ADAPTER/FILE                   PEFT adapters from elsewhere
-//! checkpoints/JOB/STEP-ATTEMPT/…          published checkpoints; attempt 0 = taken over by a fork
-//! initial/JOB/…                           what a job with a warm start begins with
+//! adapters/ADAPTER/FILE                   imported PEFT adapters
+//! checkpoints/JOB/STEP-ATTEMPT/…          published checkpoints; attempt 0 = copied by a fork
+//! initial/JOB/…                           starting files of a job with a warm start
 //! models/…                                models that the server downloaded
-//! staging/…                               whatever is not complete yet, links of a backup; emptied at start
+//! staging/…                               incomplete files, links of a backup; emptied at start
 //! scratch/…                               of the server's own workers; each empties its part as it starts
 //! ```
 //!
-//! Longer than other files: no path of the directory is built anywhere else.
+//! This file is longer than others because no path of the directory is built anywhere else.
 
 mod adapters;
 pub mod copy;
 mod exports;
-pub mod held;
 mod initial;
+pub mod pinned;
 mod uploads;
 pub mod usage;
 
@@ -43,49 +43,49 @@ const LOCK: &str = "rlood.lock";
 
 pub use adapters::StagedDir;
 
-/// What could not be done with a file. Paths are for the log: never show one to a client.
+/// A failed operation on a file. The paths are for the log and must never be shown to a client.
 #[derive(Debug, thiserror::Error)]
 pub enum FilesError {
-    /// Another server holds the directory.
+    /// Another server uses the directory.
     #[error("the data directory {} is in use by another rlood server{}: stop it, or choose another --data-dir", .root.display(), .pid.map(|pid| format!(" (process {pid})")).unwrap_or_default())]
     Locked {
-        /// The directory.
+        /// Path of the directory.
         root: PathBuf,
-        /// The other server, if it could be read.
+        /// Process id of the other server, if it could be read.
         pid: Option<u32>,
     },
-    /// The operating system refused.
+    /// The operating system reported an error.
     #[error("could not {doing} {}", .path.display())]
     Io {
-        /// What was tried.
+        /// The operation, as in "could not … PATH".
         doing: &'static str,
-        /// On what.
+        /// Path of the file or directory.
         path: PathBuf,
-        /// Why.
+        /// The cause of the error.
         #[source]
         source: io::Error,
     },
-    /// More bytes than allowed.
+    /// There were more bytes than allowed.
     #[error("more than {limit_bytes} bytes")]
     TooLarge {
-        /// The limit.
+        /// Maximum size in bytes.
         limit_bytes: u64,
     },
-    /// A name that is not a plain file name.
+    /// The name is not a plain file name.
     #[error(transparent)]
     BadName(#[from] BadFileName),
-    /// Uploaded bytes are not what the list of files says.
+    /// The uploaded bytes do not match the list of files.
     #[error("{name}: {what}")]
     Mismatch {
-        /// The file.
+        /// Name of the file.
         name: String,
-        /// What differs.
+        /// How the bytes differ.
         what: String,
     },
 }
 
 impl FilesError {
-    /// This process, or the machine, has too many files open or too little memory: that says nothing of the file.
+    /// Whether this process or the machine has too many open files or too little memory, which is unrelated to the file.
     pub fn is_for_want_of_resources(&self) -> bool {
         let FilesError::Io { source, .. } = self else { return false };
         source.kind() == io::ErrorKind::OutOfMemory
@@ -93,7 +93,7 @@ impl FilesError {
     }
 }
 
-/// The server's directory, locked for this process. Cheap to clone.
+/// The server's data directory, locked for this process. Clones are cheap.
 #[derive(Debug, Clone)]
 pub struct DataDir {
     root: Arc<PathBuf>,
@@ -101,7 +101,7 @@ pub struct DataDir {
     lock: Arc<File>,
 }
 
-/// A file being written under `staging/`: hashed as it grows, bounded, removed when dropped unfinished.
+/// A file that is being written in `staging/`. It is hashed as it grows, limited in size, and removed when dropped unfinished.
 #[derive(Debug)]
 pub struct StagedFile {
     file: tokio::fs::File,
@@ -111,13 +111,13 @@ pub struct StagedFile {
     limit_bytes: u64,
 }
 
-/// A complete file under `staging/`, removed when dropped before [`StagedDone::publish`].
+/// A complete file in `staging/`, removed when dropped before [`StagedDone::publish`].
 #[derive(Debug)]
 pub struct StagedDone {
     path: Unfinished,
-    /// Bytes.
+    /// Size of the data, in bytes.
     pub size_bytes: u64,
-    /// Of its bytes.
+    /// SHA-256 of its bytes.
     pub sha256: Sha256Digest,
 }
 
@@ -130,7 +130,7 @@ impl Unfinished {
         self.0.as_deref().unwrap_or(Path::new(""))
     }
 
-    fn keep(mut self) {
+    fn disarm(mut self) {
         self.0 = None;
     }
 }
@@ -138,14 +138,15 @@ impl Unfinished {
 impl Drop for Unfinished {
     fn drop(&mut self) {
         if let Some(path) = &self.0 {
-            // What cannot be removed now is removed at the next start.
+            // A file that cannot be removed now is removed at the next start.
             let _ = fs::remove_file(path);
         }
     }
 }
 
 impl DataDir {
-    /// Creates the directory (for this user only) if need be and locks it. Everything that a former server left unfinished is removed.
+    /// Creates the directory (for this user only) if necessary and locks it. Everything that a former
+    /// server left unfinished is removed.
     pub fn open(root: &Path) -> Result<DataDir, FilesError> {
         create_private_dir(root)?;
         let root = fs::canonicalize(root).map_err(cannot("find", root))?;
@@ -154,55 +155,56 @@ impl DataDir {
         remove_tree(&files.staging())?;
         for dir in [files.staging(), files.datasets(), files.checkpoints()] {
             create_private_dir(&dir)?;
-            // A command that root runs between two servers is in nobody's way.
-            held::give_to_owner_of(&files.root, &dir);
+            // Files that root's command creates between two server runs must not block the server's user.
+            pinned::give_to_owner_of(&files.root, &dir);
         }
         sync_dir(&files.root)?;
         Ok(files)
     }
 
-    /// The directory, absolute.
+    /// Returns the absolute path of the directory.
     pub fn root(&self) -> &Path {
         &self.root
     }
 
-    /// The database file.
+    /// Returns the path of the database file.
     pub fn database(&self) -> PathBuf {
         self.root.join("rlood.db")
     }
 
-    /// Where the server's own workers keep what is not published yet.
+    /// Returns the directory in which the server's own workers keep unpublished files.
     pub fn scratch(&self) -> PathBuf {
         self.root.join("scratch")
     }
 
-    /// A dataset's rows.
+    /// Returns the path of a dataset's rows.
     pub fn dataset(&self, id: DatasetId) -> PathBuf {
         self.datasets().join(format!("{id}.ndjson"))
     }
 
-    /// Where a published checkpoint lies.
+    /// Returns the directory of a published checkpoint.
     pub fn checkpoint_dir(&self, job: JobId, step: u64, attempt: u64) -> PathBuf {
         self.checkpoints().join(job.to_string()).join(format!("{step}-{attempt}"))
     }
 
-    /// A file of a published checkpoint; the name may come from a client, the result never leaves the checkpoint's directory.
+    /// Returns the path of a file of a published checkpoint. The name may come from a client; the path is always
+    /// inside the checkpoint's directory.
     pub fn checkpoint_file(&self, job: JobId, step: u64, attempt: u64, name: &str) -> Result<PathBuf, FilesError> {
         check_file_name(name)?;
         Ok(self.checkpoint_dir(job, step, attempt).join(name))
     }
 
-    /// What a job with a warm start begins with.
+    /// Returns the directory of a job's starting files (warm start).
     pub fn initial_of(&self, job: JobId) -> PathBuf {
         self.initial_dir(job)
     }
 
-    /// Bytes that can still be written to the directory's file system.
+    /// Returns how many bytes can still be written to the directory's file system.
     pub fn free_bytes(&self) -> Result<u64, FilesError> {
         free_bytes(&self.root)
     }
 
-    /// A new file under `staging/`; writing more than `limit_bytes` is `TooLarge`.
+    /// Creates a file in `staging/`. Writing more than `limit_bytes` fails with `TooLarge`.
     pub async fn stage(&self, limit_bytes: u64) -> Result<StagedFile, FilesError> {
         let name = format!("upload-{}", ulid::Ulid::generate().to_string().to_lowercase());
         StagedFile::create(self.staging().join(name), limit_bytes).await
@@ -225,7 +227,7 @@ impl DataDir {
         remove_tree(&self.checkpoint_dir(job, step, attempt))
     }
 
-    /// Removes everything of a job. Blocking.
+    /// Removes all files of a job. Blocking.
     pub fn job_remove(&self, job: JobId) -> Result<(), FilesError> {
         self.staged_remove(job, u64::MAX)?;
         remove_tree(&self.staging().join(job.to_string()))?;
@@ -242,10 +244,10 @@ impl DataDir {
         }
     }
 
-    /// Runs blocking work on the directory beside the async threads.
+    /// Runs blocking work on the directory outside the async threads.
     ///
     /// # Errors
-    /// What the work came to, or that it panicked.
+    /// Returns the error of the work, or that it panicked.
     pub async fn in_background<T: Send + 'static>(
         &self,
         work: impl FnOnce(&DataDir) -> Result<T, FilesError> + Send + 'static,
@@ -260,7 +262,7 @@ impl DataDir {
         })
     }
 
-    /// At start: removes checkpoint directories and dataset files that no row names. Blocking.
+    /// Removes checkpoint directories and dataset files without a database row. Called at start. Blocking.
     pub fn sweep(&self, checkpoints: &[(JobId, u64, u64)], datasets: &[DatasetId]) -> Result<(), FilesError> {
         let datasets: HashSet<PathBuf> = datasets.iter().map(|id| self.dataset(*id)).collect();
         for path in entries(&self.datasets())? {
@@ -305,7 +307,7 @@ impl StagedFile {
         Ok(StagedFile { file, path: Unfinished(Some(path)), hasher: Sha256::new(), size_bytes: 0, limit_bytes })
     }
 
-    /// Appends.
+    /// Appends bytes to the file.
     pub async fn write(&mut self, bytes: &[u8]) -> Result<(), FilesError> {
         self.size_bytes += bytes.len() as u64;
         if self.size_bytes > self.limit_bytes {
@@ -319,7 +321,7 @@ impl StagedFile {
         self.file.write_all(bytes).await.map_err(cannot("write to", self.path.path()))
     }
 
-    /// Flushes to the disk.
+    /// Flushes the file to the disk.
     pub async fn finish(mut self) -> Result<StagedDone, FilesError> {
         self.file.flush().await.map_err(cannot("write to", self.path.path()))?;
         self.file.sync_all().await.map_err(cannot("sync", self.path.path()))?;
@@ -329,22 +331,22 @@ impl StagedFile {
 }
 
 impl StagedDone {
-    /// Where it lies for now.
+    /// Returns the current path of the file.
     pub fn path(&self) -> &Path {
         self.path.path()
     }
 
-    /// Renames it to its place, durably.
+    /// Renames the file to its final path, durably.
     pub async fn publish(self, to: &Path) -> Result<(), FilesError> {
         tokio::fs::rename(self.path.path(), to).await.map_err(cannot("move a file to", to))?;
-        self.path.keep();
+        self.path.disarm();
         let parent = to.parent().unwrap_or(Path::new("/")).to_owned();
         let synced = tokio::task::spawn_blocking(move || sync_dir(&parent)).await;
         synced.unwrap_or_else(|error| Err(cannot("sync the directory of", to)(io::Error::other(error))))
     }
 }
 
-/// Size and SHA-256 of a file. Blocking.
+/// Returns the size and SHA-256 of a file. Blocking.
 pub fn hash_file(path: &Path) -> Result<(u64, Sha256Digest), FilesError> {
     let mut file = File::open(path).map_err(cannot("open", path))?;
     let mut hasher = Sha256::new();
@@ -366,12 +368,12 @@ pub fn hash_file(path: &Path) -> Result<(u64, Sha256Digest), FilesError> {
     Ok((size_bytes, hasher.into()))
 }
 
-/// How long this number of bytes takes at a pace.
+/// Returns how long this number of bytes takes at a given rate.
 fn time_for(bytes: usize, bytes_per_s: u64) -> Option<Duration> {
     Duration::try_from_secs_f64(bytes as f64 / bytes_per_s as f64).ok()
 }
 
-/// Reads the beginning of a file, to see whether it can be read at all. Blocking.
+/// Reads the beginning of a file, to check that it can be read. Blocking.
 pub fn read_first_bytes(path: &Path) -> Result<(), FilesError> {
     let mut first = [0; 4096];
     File::open(path).and_then(|mut file| file.read(&mut first)).map(drop).map_err(cannot("read", path))
@@ -382,13 +384,13 @@ pub fn sync_dir(path: &Path) -> Result<(), FilesError> {
     File::open(path).and_then(|dir| dir.sync_all()).map_err(cannot("sync", path))
 }
 
-/// Bytes that can still be written to the file system of an existing path.
+/// Returns how many bytes can still be written to the file system of an existing path.
 pub fn free_bytes(path: &Path) -> Result<u64, FilesError> {
     let found = rustix::fs::statvfs(path).map_err(|error| cannot("ask for the free space of", path)(error.into()))?;
     Ok(found.f_bavail.saturating_mul(found.f_frsize))
 }
 
-/// Bytes of the file system of an existing path, used or free.
+/// Returns the size in bytes of the file system of an existing path.
 pub fn disk_bytes(path: &Path) -> Result<u64, FilesError> {
     let found = rustix::fs::statvfs(path).map_err(|error| cannot("ask for the size of", path)(error.into()))?;
     Ok(found.f_blocks.saturating_mul(found.f_frsize))
@@ -402,7 +404,7 @@ fn create_private_dir(path: &Path) -> Result<(), FilesError> {
     DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(cannot("create the directory", path))
 }
 
-/// Takes the lock of the directory and writes this process's id into it.
+/// Locks the directory and writes this process's id into the lock file.
 fn lock(root: &Path) -> Result<File, FilesError> {
     let path = root.join(LOCK);
     let mut file = File::options()
@@ -433,7 +435,7 @@ fn entries(dir: &Path) -> Result<Vec<PathBuf>, FilesError> {
         .map_err(cannot("list", dir))
 }
 
-/// Removes a directory (or file) and all below it, if it is there.
+/// Removes a directory (or file) and everything below it, if it exists.
 fn remove_tree(path: &Path) -> Result<(), FilesError> {
     let removed = if path.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) };
     match removed {
@@ -442,7 +444,7 @@ fn remove_tree(path: &Path) -> Result<(), FilesError> {
     }
 }
 
-/// The files of the list are all there, and nothing else is; `compare` says whether the bytes of one are as listed.
+/// Checks that exactly the files of the list exist; `compare` checks the bytes of one file.
 fn verify(
     dir: &Path,
     files: &[FileEntry],
@@ -472,7 +474,7 @@ fn verify(
     Ok(())
 }
 
-/// Compares a file's bytes with its size and hash in a list. Blocking, and as long as reading the file takes.
+/// Compares a file's bytes with its size and hash in a list. Blocking, for as long as it takes to read the file.
 pub fn compare_bytes(path: &Path, file: &FileEntry) -> Result<(), FilesError> {
     let (size_bytes, sha256) = hash_file(path)?;
     compare_sums(file, size_bytes, sha256)

@@ -1,4 +1,4 @@
-//! A job made from a checkpoint of another one: row, first checkpoint and events in one transaction.
+//! Creates a job from another job's checkpoint: row, first checkpoint and events in one transaction.
 
 use serde_json::json;
 use sqlx::sqlite::SqliteConnection;
@@ -8,18 +8,18 @@ use super::jobs::{JobRow, NewJob, job_row};
 use super::{CheckpointRow, Doing, Store, StoreError, int, to_json};
 use crate::id::{CheckpointId, JobId};
 
-/// Where a new job branches off.
+/// The point at which a new job branches off.
 #[derive(Debug, Clone, Copy)]
 pub struct Fork<'a> {
-    /// Of the parent.
+    /// Checkpoint of the parent job.
     pub checkpoint: &'a CheckpointRow,
-    /// It goes on with the checkpoint's full state (whose files lie in the new job's directory, attempt 0); else it only
-    /// begins with its weights.
+    /// Whether the new job continues from the checkpoint's full state (whose files are in the new job's directory, attempt 0)
+    /// instead of starting from its weights only.
     pub continues: bool,
 }
 
 impl Store {
-    /// Queues a job that branches off another. `NotFound` (dataset) when one of its datasets is gone.
+    /// Queues a job that branches off another one. `NotFound` (dataset) if one of its datasets no longer exists.
     pub async fn job_fork(&self, new: NewJob<'_>, fork: Fork<'_>, now: i64) -> Result<JobRow, StoreError> {
         let doing = "fork a job";
         let Fork { checkpoint, continues } = fork;
@@ -40,7 +40,7 @@ impl Store {
         Ok(row)
     }
 
-    /// Jobs that begin with a checkpoint of another one: whose initial files the sweep must keep.
+    /// Returns jobs with a warm start, whose starting files the sweep must keep.
     pub async fn warm_start_jobs(&self) -> Result<Vec<JobId>, StoreError> {
         sqlx::query("SELECT id FROM jobs WHERE json_extract(plan, '$.warm_start') IS NOT NULL")
             .fetch_all(&self.readers)
@@ -52,7 +52,7 @@ impl Store {
     }
 }
 
-/// Publishes a checkpoint of another job as one that this new job's attempt 0 wrote; the files lie there already.
+/// Publishes a checkpoint of another job as if attempt 0 of this new job had written it; the files are already in place.
 pub(super) async fn checkpoint_adopt(
     tx: &mut SqliteConnection,
     job: JobId,
@@ -87,7 +87,7 @@ pub(super) async fn checkpoint_adopt(
     .execute(&mut *tx)
     .await
     .doing(doing)?;
-    // Which rlood wrote it: should another one resume it, its events say so.
+    // The version that wrote the checkpoint. If another version resumes it, the job's events report that.
     sqlx::query("UPDATE jobs SET step = MAX(step, ?), version = (SELECT version FROM jobs WHERE id = ?) WHERE id = ?")
         .bind(int(*step))
         .bind(parent.to_string())

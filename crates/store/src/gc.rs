@@ -1,8 +1,8 @@
-//! What nothing needs any more: found, listed, removed. Works beside a running server.
+//! Garbage collection: finds, lists and removes what is no longer needed. Works while a server is running.
 //!
-//! Files are looked at before rows are read: a file that gets its row meanwhile has one by then. Beside a running server a file
-//! without a row must also be old, since bytes are written before rows. What has a row is removed as an API call would remove it:
-//! the row first, unless something needs it by then.
+//! Files are examined before rows are read, so a file that gets a row in the meantime is not missed. While a server is running, a
+//! file without a row must also be old, because files are written before rows. An object with a row is removed as an API call would
+//! remove it: the row first, unless something needs it by then.
 
 mod orphans;
 
@@ -19,74 +19,76 @@ use crate::files::copy::remove_tree;
 use crate::files::usage::size_below;
 use crate::id::{DatasetId, JobId};
 
-/// Without a server that could still be at work on them, files without a row go at once; else after this.
+/// Minimum age of a file without a row before it is removed while a server is running, in milliseconds. Without a server, such
+/// files are removed immediately.
 const ORPHAN_AGE_MS: i64 = 3_600_000;
-/// What was downloaded of a model that is not registered is kept for this long: a download that is begun again continues it.
+/// Time for which partial downloads of an unregistered model are kept, in milliseconds, because a restarted
+/// download continues from them.
 const MODEL_PART_AGE_MS: i64 = 86_400_000;
 
-/// What may be removed.
+/// Rules about what may be removed.
 #[derive(Debug, Clone, Copy)]
 pub struct GcRules {
-    /// Now, Unix ms.
+    /// Current time, Unix time in milliseconds.
     pub now: i64,
-    /// A server works on the directory.
+    /// Whether a server is running on the directory.
     pub is_served: bool,
-    /// Datasets that no job has used for this long, ms; None = they stay.
+    /// Datasets that no job has used for this long are removed, in milliseconds; `None` = they are kept.
     pub datasets_ms: Option<i64>,
-    /// Downloaded models that no job has used for this long, ms; None = they stay.
+    /// Downloaded models that no job has used for this long are removed, in milliseconds; `None` = they are kept.
     pub models_ms: Option<i64>,
-    /// Checkpoints of jobs that have been over for this long, ms; None = they stay.
+    /// Checkpoints of jobs that ended this long ago are removed, in milliseconds; `None` = they are kept.
     pub checkpoints_ms: Option<i64>,
 }
 
-/// Something that was found.
+/// An object that garbage collection found.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GcItem {
-    /// Its kind.
+    /// Kind of stored data.
     pub kind: StorageKind,
-    /// Its name, for people.
+    /// Display name of the object.
     pub name: String,
-    /// Bytes that it takes.
+    /// Size of the data, in bytes.
     pub size_bytes: u64,
-    /// Why it goes, or why it stays.
+    /// Why it is removed, or why it is kept.
     pub reason: String,
-    /// How it is removed; None = it is pinned.
+    /// How it is removed; `None` = it is pinned.
     pub removal: Option<Removal>,
 }
 
-/// How something is removed.
+/// How an object is removed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Removal {
-    /// A file or directory that no row names.
+    /// A file or directory without a database row.
     Orphan(PathBuf),
-    /// A dataset.
+    /// A dataset with its row.
     Dataset(DatasetId),
     /// A registered model, and its directory.
     Model(String, PathBuf),
-    /// A published checkpoint: job, step, attempt.
+    /// A published checkpoint, by job, step and attempt.
     Checkpoint(JobId, u64, u64),
 }
 
-/// A dataset or model and what it is used by.
+/// A dataset or model, and what uses it.
 struct InUse {
     id: String,
     name: String,
     source: String,
     size_bytes: u64,
-    /// Jobs that are queued, running or paused.
+    /// Number of jobs that are queued, running or paused.
     live: u64,
-    /// Finished jobs whose adapters need it.
+    /// Number of ended jobs whose adapters need it.
     adapters: u64,
-    /// When it was created, or the last job that used it ended, Unix ms.
+    /// Time of creation, or of the end of the last job that used it, Unix time in milliseconds.
     used_at: i64,
 }
 
-/// Lists what can go and what is pinned; removes nothing.
+/// Lists what can be removed and what is pinned; removes nothing.
 ///
 /// # Errors
-/// When the database or the directory cannot be read.
+/// Fails if the database or the directory cannot be read.
 pub async fn plan(store: &Store, files: &DataDir, rules: GcRules) -> Result<Vec<GcItem>, StorageError> {
-    let seen = files.in_background(orphans::look).await?;
+    let seen = files.in_background(orphans::list_candidates).await?;
     let mut items = orphans::without_rows(store, files, seen, rules).await?;
     items.extend(unused(store, files, rules).await?);
     if let Some(keep_ms) = rules.checkpoints_ms {
@@ -103,10 +105,10 @@ pub async fn plan(store: &Store, files: &DataDir, rules: GcRules) -> Result<Vec<
     Ok(items)
 }
 
-/// Datasets and downloaded models that are pinned, or that no job has used for longer than the rules keep them.
+/// Returns datasets and downloaded models that are pinned, or that no job has used for longer than the rules allow.
 ///
 /// # Errors
-/// When the database or the directory cannot be read.
+/// Fails if the database or the directory cannot be read.
 pub async fn unused(store: &Store, files: &DataDir, rules: GcRules) -> Result<Vec<GcItem>, StorageError> {
     let mut items = Vec::new();
     for InUse { id, name, size_bytes, live, used_at, .. } in store.datasets_in_use().await? {
@@ -115,7 +117,7 @@ pub async fn unused(store: &Store, files: &DataDir, rules: GcRules) -> Result<Ve
         let found = Found { kind: StorageKind::Datasets, name, size_bytes, live, adapters: 0, used_at };
         items.extend(found.judge(rules.now, rules.datasets_ms, removal));
     }
-    // Other folders are not the server's.
+    // Models in other folders do not belong to the server.
     let folder = files.root().join("models");
     for InUse { id, source, live, adapters, used_at, .. } in store.models_in_use(&folder).await? {
         let (dir, at) = (PathBuf::from(&source), PathBuf::from(source));
@@ -127,7 +129,7 @@ pub async fn unused(store: &Store, files: &DataDir, rules: GcRules) -> Result<Ve
     Ok(items)
 }
 
-/// Something with a row, and what uses it.
+/// An object with a row, and what uses it.
 struct Found {
     kind: StorageKind,
     name: String,
@@ -138,7 +140,7 @@ struct Found {
 }
 
 impl Found {
-    /// What becomes of it; nothing is said of what is merely kept.
+    /// Decides whether an object is removed or pinned; `None` = it is merely kept.
     fn judge(self, now: i64, keep_ms: Option<i64>, removal: Option<Removal>) -> Option<GcItem> {
         let Found { kind, name, size_bytes, live, adapters, used_at } = self;
         let jobs = |number: u64| if number == 1 { "1 job".to_owned() } else { format!("{number} jobs") };
@@ -154,10 +156,10 @@ impl Found {
     }
 }
 
-/// Removes one thing; false = something needs it by now, or it is gone already.
+/// Removes one object; false = something needs it by now, or it no longer exists.
 ///
 /// # Errors
-/// When the database or the directory refuses.
+/// Fails if the database or the directory cannot be changed.
 pub async fn remove(store: &Store, files: &DataDir, removal: &Removal) -> Result<bool, StorageError> {
     match removal {
         Removal::Orphan(path) => {
@@ -215,7 +217,7 @@ impl InUse {
 }
 
 impl Store {
-    /// Every dataset with what uses it.
+    /// Returns every dataset with what uses it.
     async fn datasets_in_use(&self) -> Result<Vec<InUse>, StoreError> {
         let sql = "SELECT datasets.id, COALESCE(datasets.name, '') AS name, '' AS source, datasets.size_bytes, 0 AS adapters, \
              COUNT(CASE WHEN jobs.state IN ('queued', 'running', 'paused') THEN 1 END) AS live, \
@@ -226,7 +228,7 @@ impl Store {
         rows.iter().map(InUse::read).collect()
     }
 
-    /// Every registered model below a folder with what uses it: as a job's model, or as one of its reward models.
+    /// Returns every registered model below a folder with what uses it: as a job's model, or as one of its reward models.
     async fn models_in_use(&self, folder: &Path) -> Result<Vec<InUse>, StoreError> {
         let sql = "SELECT models.id, '' AS name, models.source, 0 AS size_bytes, \
              COUNT(CASE WHEN jobs.state IN ('queued', 'running', 'paused') THEN 1 END) AS live, \
@@ -240,7 +242,7 @@ impl Store {
         rows.doing("look for models that jobs use")?.iter().map(InUse::read).collect()
     }
 
-    /// Job, step, attempt and bytes of each checkpoint, but for pinned ones, of jobs that finished before this time.
+    /// Returns job, step, attempt and size in bytes of each unpinned checkpoint of jobs that finished before this time.
     async fn checkpoints_finished_before(&self, before: i64) -> Result<Vec<(JobId, u64, u64, u64)>, StoreError> {
         let sql = "SELECT job_id, checkpoints.step, checkpoints.attempt, \
                    (SELECT COALESCE(SUM(value ->> '$.size_bytes'), 0) FROM json_each(files)) AS size_bytes \
@@ -258,7 +260,7 @@ impl Store {
         rows.iter().map(read).collect()
     }
 
-    /// Forgets a checkpoint of a job that is over, unless it is pinned by now; whether it was there.
+    /// Deletes the row of a checkpoint of an ended job, unless it has been pinned; returns whether it was deleted.
     async fn finished_checkpoint_remove(&self, job: JobId, step: u64, attempt: u64) -> Result<bool, StoreError> {
         let sql = "DELETE FROM checkpoints WHERE job_id = ? AND step = ? AND attempt = ? AND pinned = 0 \
                    AND EXISTS (SELECT 1 FROM jobs WHERE id = job_id AND finished_at IS NOT NULL)";
@@ -272,13 +274,13 @@ impl Store {
         Ok(done.rows_affected() > 0)
     }
 
-    /// Jobs that a worker may be uploading for.
+    /// Returns jobs for which a worker may be uploading.
     async fn running_jobs(&self) -> Result<Vec<JobId>, StoreError> {
         let rows = sqlx::query("SELECT id FROM jobs WHERE state = 'running'").fetch_all(&self.readers).await;
         rows.doing("list running jobs")?.iter().map(|row| id_column(row, "id")).collect()
     }
 
-    /// The directories of all registered models.
+    /// Returns the directories of all registered models.
     async fn model_sources(&self) -> Result<Vec<PathBuf>, StoreError> {
         let sources: Vec<String> =
             sqlx::query_scalar("SELECT source FROM models").fetch_all(&self.readers).await.doing("list models")?;

@@ -1,4 +1,4 @@
-//! Models that are downloaded from a hub: begun, ready, failed; the jobs that wait for them are told.
+//! Models that are downloaded from a hub: started, ready or failed. Jobs that wait for them get events.
 
 use serde_json::{Value, json};
 use sqlx::sqlite::SqliteConnection;
@@ -10,33 +10,33 @@ use super::models::model_row;
 use super::{Doing, HubOrigin, JobRow, ModelRow, Store, StoreError, int};
 use crate::job::{Failure, FailureClass};
 
-/// Of a model whose files are on their way.
+/// State of a model whose files are being downloaded.
 pub const DOWNLOADING: &str = "downloading";
-/// Of a model that jobs can use.
+/// State of a model that jobs can use.
 pub const READY: &str = "ready";
 
-/// A model of a hub to register.
+/// A hub model to register.
 #[derive(Debug, Clone)]
 pub struct NewHubModel {
-    /// What jobs call it.
+    /// Name by which jobs refer to the model.
     pub id: String,
-    /// Where its files lie, or will.
+    /// Directory of its files, also before they are downloaded.
     pub source: String,
-    /// Fingerprint; known before the files are here.
+    /// SHA-256 over the model's files, known before they are downloaded.
     pub sha256: String,
-    /// The model card, as JSON.
+    /// Properties of the model, as JSON.
     pub card: Value,
-    /// Whose it is; empty = everybody's.
+    /// Owner; empty = available to everyone.
     pub owner: String,
-    /// Where it comes from.
+    /// Repository and commit of the model.
     pub origin: HubOrigin,
-    /// Its files are here.
+    /// Whether its files are already downloaded.
     pub is_ready: bool,
 }
 
 impl Store {
-    /// Registers a model of a hub: the row, and whether it is new. One of the same id, owner and commit stays as it is, but goes from
-    /// `failed` to `downloading`; another one is `Exists`.
+    /// Registers a hub model. Returns the row, and whether it is new. A model with the same id, owner and commit is not changed,
+    /// except from `failed` to `downloading`; another model with this id is `Exists`.
     pub async fn hub_model_create(&self, new: NewHubModel, now: i64) -> Result<(ModelRow, bool), StoreError> {
         let doing = "register a model of a hub";
         let NewHubModel { id, source, sha256, card, owner, origin, is_ready } = new;
@@ -79,7 +79,7 @@ impl Store {
         row.map(|row| (row, known.is_none())).ok_or(StoreError::NotFound { kind: "model", id })
     }
 
-    /// The models whose files are on their way.
+    /// Returns the models whose files are being downloaded.
     pub async fn hub_models_downloading(&self) -> Result<Vec<ModelRow>, StoreError> {
         sqlx::query("SELECT * FROM models WHERE state = 'downloading' ORDER BY created_at, id")
             .fetch_all(&self.readers)
@@ -90,7 +90,7 @@ impl Store {
             .collect()
     }
 
-    /// Whether another model's files lie in the same directory.
+    /// Whether another model uses the same directory.
     pub async fn model_source_is_used(&self, source: &str) -> Result<bool, StoreError> {
         let found: Option<i64> = sqlx::query_scalar("SELECT 1 FROM models WHERE source = ? LIMIT 1")
             .bind(source)
@@ -100,7 +100,7 @@ impl Store {
         Ok(found.is_some())
     }
 
-    /// Tells the jobs that wait for a model how far it is, by an event `model.downloading`.
+    /// Reports a download's progress to the jobs that wait for the model, by an event `model.downloading`.
     pub async fn hub_model_progress(&self, id: &str, progress: &Value, now: i64) -> Result<(), StoreError> {
         let doing = "note a download's progress";
         let mut tx = self.begin(doing).await?;
@@ -113,7 +113,8 @@ impl Store {
         Ok(())
     }
 
-    /// All files are here and verified: jobs that wait begin. False when the model was deleted meanwhile, or is another one now.
+    /// Marks a model as ready, after all files were verified; waiting jobs can start. False if the model was deleted in the
+    /// meantime, or is a different one now.
     pub async fn hub_model_ready(&self, id: &str, commit: &str, card: &Value, now: i64) -> Result<bool, StoreError> {
         let doing = "note that a model is ready";
         let mut tx = self.begin(doing).await?;
@@ -145,7 +146,7 @@ impl Store {
         Ok(true)
     }
 
-    /// The download cannot succeed: jobs that wait for the model fail, and say why.
+    /// Marks a download as failed; jobs that wait for the model fail with this problem.
     pub async fn hub_model_failed(&self, id: &str, commit: &str, problem: &str, now: i64) -> Result<(), StoreError> {
         let doing = "note that a download failed";
         let mut tx = self.begin(doing).await?;
@@ -170,7 +171,7 @@ impl Store {
                 phase: None,
                 step: None,
                 suggestion: Some(
-                    "mend that, download the model again with POST /models, then retry the job".to_owned(),
+                    "fix this problem, download the model again with POST /models, then retry the job".to_owned(),
                 ),
             };
             job_fail(&mut tx, job, failure, now).await?;

@@ -1,4 +1,4 @@
-//! Jobs as rows: create, read, patch, delete, retry. Lists lie in `listing`, moves in `moves`, claims in `claims`.
+//! Jobs as rows: create, read, patch, delete, retry. Lists are in `listing`, state changes in `moves`, claims in `claims`.
 
 use std::collections::BTreeMap;
 use std::str::FromStr;
@@ -10,7 +10,7 @@ use sqlx::sqlite::{SqliteConnection, SqliteRow};
 use super::attempts::{Cursor, reached_column};
 use super::events::event_insert;
 use super::{
-    Doing, Store, StoreError, column, corrupt, count_column, id_column, int, json_column, to_json, word_column,
+    Doing, Store, StoreError, column, corrupt, count_column, id_column, int, json_column, to_json, variant_column,
 };
 use crate::event::Phase;
 use crate::id::{IdError, JobId, WorkerId};
@@ -18,119 +18,119 @@ use crate::job::{Action, Ending, Failure, Requested, State};
 use crate::lifecycle::message::QueuedDetail;
 use crate::spec::{Plan, RewardSecrets};
 
-/// `status_reason` of a queued job whose model is on its way.
+/// `status_reason` of a queued job whose model is being downloaded.
 pub const MODEL_DOWNLOADING: &str = "model_downloading";
 
-/// A job to create; name, model, metadata, datasets and length are read from the plan.
+/// A job to create. Name, model, metadata, datasets and length are read from the plan.
 #[derive(Debug)]
 pub struct NewJob<'a> {
-    /// Its id.
+    /// Id of the job.
     pub id: JobId,
-    /// As sent, secrets redacted.
+    /// The submitted document, with secrets redacted.
     pub spec: &'a Value,
-    /// As resolved.
+    /// The resolved plan of the job.
     pub plan: &'a Plan,
-    /// By reward name; never read back over the API.
+    /// Secrets by reward name; never returned by the API.
     pub secrets: &'a BTreeMap<String, RewardSecrets>,
-    /// The job it was made from.
+    /// Id of the job that it was created from.
     pub parent: Option<JobId>,
-    /// Higher first; 0 is usual.
+    /// Priority in the queue; higher first, 0 by default.
     pub priority: i64,
-    /// Whose it is; empty = the operator's.
+    /// Owner; empty = the operator.
     pub owner: &'a str,
 }
 
-/// A job's row.
+/// The row of a job.
 #[derive(Debug, Clone)]
 pub struct JobRow {
-    /// Its id.
+    /// Id of the job.
     pub id: JobId,
-    /// For people.
+    /// Display name of the job.
     pub name: Option<String>,
-    /// Where it stands.
+    /// Current state of the job.
     pub state: State,
-    /// A mark its owner has still to honour; only while running.
+    /// A user's request that the worker has not carried out yet; only while running.
     pub requested: Option<Requested>,
-    /// Why the server asked for a pause; `None` = a user did, or nobody.
+    /// Why the server requested a pause; `None` = a user requested it, or there is no request.
     pub requested_reason: Option<String>,
-    /// Where the loop is (or was, when it stopped).
+    /// Current phase of the training loop, or the last one if the job stopped.
     pub phase: Option<Phase>,
-    /// Why it waits or paused: `waiting_for_reward`, `reward_outage`, ….
+    /// Why the job waits or has paused: `waiting_for_reward`, `reward_outage`, ….
     pub status_reason: Option<String>,
-    /// Higher first.
+    /// Priority in the queue; higher first.
     pub priority: i64,
-    /// The `seq` of its latest event.
+    /// Sequence number (`seq`) of its latest event.
     pub last_seq: i64,
-    /// Claims so far.
+    /// Number of claims so far.
     pub attempt: u64,
-    /// Attempts in a row that failed without progress.
+    /// Number of consecutive failed attempts without progress.
     pub failed_attempts: u32,
-    /// The highest point that any attempt had reached when the present one began; `None` = of an older version.
+    /// The highest point that any attempt had reached when the current one began; `None` = created by an older version.
     pub reached: Option<Cursor>,
-    /// Resident memory of its worker, as last said.
+    /// Last reported resident memory of its worker, in bytes.
     pub memory_bytes: Option<u64>,
-    /// Claims in a row that an error of the server ended.
+    /// Number of consecutive claims that ended with a server error.
     pub server_errors: u32,
-    /// Who runs it.
+    /// Id of the worker that runs it.
     pub worker: Option<WorkerId>,
-    /// When the claim lapses, Unix ms.
+    /// Time at which the claim expires, Unix time in milliseconds.
     pub lease_until: Option<i64>,
-    /// Optimizer steps done.
+    /// Number of completed optimizer steps.
     pub step: u64,
-    /// Optimizer steps in all.
+    /// Total number of optimizer steps.
     pub total_steps: u64,
-    /// Seconds to go, if known.
+    /// Estimated seconds remaining; `None` = unknown.
     pub eta_s: Option<f64>,
-    /// The base model's id.
+    /// Id of the base model.
     pub model: String,
-    /// As resolved, as JSON; [`JobRow::plan`] parses it.
+    /// The resolved plan as JSON; [`JobRow::plan`] parses it.
     pub plan_json: Box<RawValue>,
-    /// The client's labels.
+    /// The client's own labels.
     pub metadata: BTreeMap<String, String>,
-    /// Why it failed.
+    /// Why the job failed.
     pub failure: Option<Failure>,
-    /// Why it ended before its last step.
+    /// Why the job ended before its last step.
     pub ending: Option<Ending>,
-    /// The job it was made from.
+    /// Id of the job that it was created from.
     pub parent: Option<JobId>,
-    /// Whose it is; empty = the operator's.
+    /// Owner; empty = the operator.
     pub owner: String,
-    /// Unix ms.
+    /// Time of creation, Unix time in milliseconds.
     pub created_at: i64,
-    /// First claim, Unix ms.
+    /// Time of the first claim, Unix time in milliseconds.
     pub started_at: Option<i64>,
-    /// Terminal state reached, Unix ms.
+    /// Time at which the job ended, Unix time in milliseconds.
     pub finished_at: Option<i64>,
 }
 
-/// Which jobs to list.
+/// Filter of a list of jobs.
 #[derive(Debug, Clone, Default)]
 pub struct JobFilter {
-    /// In this state.
+    /// Only jobs in this state.
     pub state: Option<State>,
-    /// Of this model id.
+    /// Only jobs with this model id.
     pub model: Option<String>,
-    /// With all these labels.
+    /// Only jobs with all these labels.
     pub metadata: BTreeMap<String, String>,
-    /// Of this owner; None = of all.
+    /// Only jobs of this owner; `None` = all owners.
     pub owner: Option<String>,
 }
 
-/// What a patch changes; `None` = leave it.
+/// Changes to a job; `None` = unchanged.
 #[derive(Debug, Clone, Default)]
 pub struct JobPatch {
-    /// `Some(None)` removes the name.
+    /// New display name; `Some(None)` removes the name.
     pub name: Option<Option<String>>,
-    /// Replaces all labels.
+    /// New labels, which replace all existing ones.
     pub metadata: Option<BTreeMap<String, String>>,
-    /// Of the queue.
+    /// New priority in the queue.
     pub priority: Option<i64>,
-    /// By reward name; from the next claim on.
+    /// New secrets by reward name, used from the next claim on.
     pub reward_secrets: BTreeMap<String, RewardSecrets>,
 }
 
 impl JobRow {
-    /// The resolved plan.
+    /// Parses the resolved plan.
     pub fn plan(&self) -> Result<Plan, StoreError> {
         serde_json::from_str(self.plan_json.get()).map_err(corrupt("plan"))
     }
@@ -139,10 +139,10 @@ impl JobRow {
         Ok(JobRow {
             id: id_column(row, "id")?,
             name: column(row, "name")?,
-            state: word_column(row, "state")?.ok_or_else(|| corrupt("state")("NULL"))?,
-            requested: word_column(row, "requested")?,
+            state: variant_column(row, "state")?.ok_or_else(|| corrupt("state")("NULL"))?,
+            requested: variant_column(row, "requested")?,
             requested_reason: column(row, "requested_reason")?,
-            phase: word_column(row, "phase")?,
+            phase: variant_column(row, "phase")?,
             status_reason: column(row, "status_reason")?,
             priority: column(row, "priority")?,
             last_seq: column::<i64>(row, "next_seq")? - 1,
@@ -181,7 +181,7 @@ fn optional_id<T: FromStr<Err = IdError>>(row: &SqliteRow, name: &'static str) -
 }
 
 impl Store {
-    /// Queues a job. `NotFound` (dataset) when one of its datasets is gone.
+    /// Queues a job. `NotFound` (dataset) if one of its datasets no longer exists.
     pub async fn job_create(&self, new: NewJob<'_>, now: i64) -> Result<JobRow, StoreError> {
         let doing = "create a job";
         let mut tx = self.begin(doing).await?;
@@ -192,7 +192,7 @@ impl Store {
         Ok(row)
     }
 
-    /// A new job's row, datasets and first event.
+    /// Inserts a new job's row, datasets and first event.
     pub(super) async fn job_insert(
         &self,
         tx: &mut SqliteConnection,
@@ -237,8 +237,8 @@ impl Store {
         self.job_created(tx, id, (parent, None), now).await
     }
 
-    /// Common to every way of making a job: its datasets exist, and its first event, which names the job it was made from and
-    /// the step it begins at where that is the parent's.
+    /// Completes the creation of a job by any route: checks that its datasets exist and inserts its first event, which names the
+    /// parent job and, if the job starts from the parent's state, the step.
     pub(super) async fn job_created(
         &self,
         tx: &mut SqliteConnection,
@@ -259,17 +259,17 @@ impl Store {
         let row = job_row(tx, id).await?;
         let data = QueuedDetail { model: Some(row.model.clone()), parent, from_step, ..QueuedDetail::default() };
         event_insert(tx, id, "job.created", now, data).await?;
-        // Again, with the event.
+        // Read again, because the event changed the row.
         job_row(tx, id).await
     }
 
-    /// One job, or `NotFound`.
+    /// Returns one job, or `NotFound`.
     pub async fn job_get(&self, id: JobId) -> Result<JobRow, StoreError> {
         let mut reader = self.readers.acquire().await.doing("read a job")?;
         job_row(&mut reader, id).await
     }
 
-    /// Changes what may be changed at any time. A priority matters only while the job is queued.
+    /// Changes fields that may be changed at any time. A priority has an effect only while the job is queued.
     pub async fn job_patch(&self, id: JobId, patch: JobPatch, now: i64) -> Result<JobRow, StoreError> {
         let doing = "change a job";
         let mut tx = self.begin(doing).await?;
@@ -312,8 +312,8 @@ impl Store {
         Ok(row)
     }
 
-    /// Removes a job that is over with all its rows. Returns the ids of its exports: the caller then removes the files of the job and
-    /// of these.
+    /// Deletes a job that has ended, with all dependent rows. Returns the ids of its exports: the caller then removes the files of the
+    /// job and of these exports.
     pub async fn job_delete(&self, id: JobId) -> Result<Vec<String>, StoreError> {
         let doing = "delete a job";
         let mut tx = self.begin(doing).await?;
@@ -330,7 +330,7 @@ impl Store {
         Ok(exports)
     }
 
-    /// The secrets by reward name: for a worker's claim and for copies of a job.
+    /// Returns the secrets by reward name, for a worker's claim and for copies of a job.
     pub async fn job_secrets(&self, id: JobId) -> Result<BTreeMap<String, RewardSecrets>, StoreError> {
         let row = sqlx::query("SELECT secrets FROM jobs WHERE id = ?")
             .bind(id.to_string())
@@ -341,7 +341,7 @@ impl Store {
         json_column(&row, "secrets")
     }
 
-    /// Jobs in each state, all six.
+    /// Counts the jobs in each of the six states.
     pub async fn job_counts(&self) -> Result<Vec<(State, u64)>, StoreError> {
         let rows = sqlx::query("SELECT state, COUNT(*) AS jobs FROM jobs GROUP BY state")
             .fetch_all(&self.readers)
@@ -349,7 +349,7 @@ impl Store {
             .doing("count jobs")?;
         let mut counts = State::ALL.map(|state| (state, 0)).to_vec();
         for row in &rows {
-            let state: Option<State> = word_column(row, "state")?;
+            let state: Option<State> = variant_column(row, "state")?;
             let jobs = count_column(row, "jobs")?;
             counts.iter_mut().filter(|(of, _)| Some(*of) == state).for_each(|(_, count)| *count = jobs);
         }
@@ -357,7 +357,7 @@ impl Store {
     }
 }
 
-/// One job, read over any connection.
+/// Returns one job, read over any connection.
 pub(super) async fn job_row(connection: &mut SqliteConnection, id: JobId) -> Result<JobRow, StoreError> {
     let row = sqlx::query("SELECT * FROM jobs WHERE id = ?")
         .bind(id.to_string())

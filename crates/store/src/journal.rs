@@ -1,5 +1,6 @@
-//! The journal: what a run did since its last published checkpoint. Rows are written before what they tell of is acted on
-//! (every commit is `synchronous = FULL`), by the owner of the job alone, and go when a newer checkpoint covers them. A retry of the job takes over what is left at its end.
+//! The journal: the actions of a run since its last published checkpoint. An entry is written before its action is carried out
+//! (every commit is `synchronous = FULL`), only by the attempt that owns the job, and is removed when a newer checkpoint covers it.
+//! A retry of the job copies the remaining entries.
 
 use futures::TryStreamExt;
 use sqlx::Row;
@@ -7,7 +8,7 @@ use sqlx::sqlite::{SqliteConnection, SqliteQueryResult, SqliteRow};
 
 use super::callbacks::{CallbackChange, callback_change, callback_insert};
 use super::claims::owned_row;
-use super::{Doing, Store, StoreError, column, int, json_column, to_json, word};
+use super::{Doing, Store, StoreError, column, int, json_column, to_json, variant_name};
 use crate::callback::{Accepted, Later};
 use crate::event::SamplePhase;
 use crate::id::JobId;
@@ -15,12 +16,12 @@ use crate::job::State;
 use crate::protocol::{JournalEntry, JournalPage};
 use crate::sample::RolloutId;
 
-/// About the most bytes of a page; a single entry may be larger.
+/// Approximate maximum size of a page, in bytes; a single entry may be larger.
 const PAGE_BYTES: usize = 4 << 20;
 
 impl Store {
-    /// Appends in one transaction; what is there already, under the same id, is left as it is: a call may be repeated.
-    /// `LeaseLost` when the attempt does not own the job, `Exists` when a request is there under another id.
+    /// Appends entries in one transaction. Existing entries with the same id are not changed, so a call may be repeated.
+    /// `LeaseLost` if the attempt does not own the job, `Exists` if a request exists under another id.
     pub async fn journal_append(
         &self,
         job: JobId,
@@ -37,8 +38,8 @@ impl Store {
         self.commit(tx, doing).await
     }
 
-    /// What stands in the journal after `after` (0 = from the start), in the order it came. `LeaseLost` when the attempt does
-    /// not own the job.
+    /// Returns the entries after `after` (0 = all), in the order in which they were appended. `LeaseLost` if the attempt
+    /// does not own the job.
     pub async fn journal_page(
         &self,
         job: JobId,
@@ -108,7 +109,7 @@ async fn append(
             callback_change(tx, id, CallbackChange::Accepted(accepted)).await?;
         }
         JournalEntry::Answer { key, id, answer, .. } => {
-            // The first answer stays: it was acted on.
+            // The first answer is kept, because it was acted on.
             let done = sqlx::query(
                 "UPDATE journal SET answer = COALESCE(answer, ?), body = NULL \
                  WHERE job_id = ? AND key = ? AND request_id = ?",
@@ -138,9 +139,9 @@ async fn append(
     Ok(())
 }
 
-/// A row of the journal that nothing has answered yet.
+/// A new row of the journal, which is not answered yet.
 struct NewRow<'a> {
-    /// None: the rollout's own row, whose key is its id.
+    /// Digest of the request; `None` = the row of the rollout itself, whose key is its id.
     key: Option<&'a str>,
     rollout: &'a RolloutId,
     attempt: u64,
@@ -149,7 +150,7 @@ struct NewRow<'a> {
     body: &'a str,
 }
 
-/// Inserts a row; one that is there already, by its key, stays as it is.
+/// Inserts a row; an existing row with the same key is not changed.
 async fn insert(
     tx: &mut SqliteConnection,
     job: JobId,
@@ -163,7 +164,7 @@ async fn insert(
     )
     .bind(job.to_string())
     .bind(row.key.unwrap_or(&rollout))
-    .bind(word(&row.rollout.phase)?)
+    .bind(variant_name(&row.rollout.phase)?)
     .bind(int(row.rollout.step))
     .bind(&rollout)
     .bind(int(row.attempt))
@@ -186,20 +187,21 @@ async fn request_id(tx: &mut SqliteConnection, job: JobId, key: &str) -> Result<
         .map(Option::flatten)
 }
 
-/// A checkpoint of `step` is published: what it covers goes. An evaluation that follows the step may still be under way.
+/// Removes the entries that a published checkpoint of `step` covers. An evaluation that follows the step may not be finished yet,
+/// so its entries are kept.
 pub(super) async fn journal_trim(tx: &mut SqliteConnection, job: JobId, step: u64) -> Result<(), StoreError> {
     sqlx::query("DELETE FROM journal WHERE job_id = ?1 AND (step < ?2 OR (step = ?2 AND phase = ?3))")
         .bind(job.to_string())
         .bind(int(step))
-        .bind(word(&SamplePhase::Train)?)
+        .bind(variant_name(&SamplePhase::Train)?)
         .execute(tx)
         .await
         .doing("trim the journal")?;
     Ok(())
 }
 
-/// The job is over. One that failed or was cancelled keeps its completions and answers for a retry from its newest checkpoint;
-/// its open requests go, and no service can answer them any more.
+/// Closes the journal of a job that has ended. A failed or cancelled job keeps its completions and answers for a retry from its
+/// newest checkpoint. Its open requests are removed, so services can no longer answer them.
 pub(super) async fn journal_close(tx: &mut SqliteConnection, job: JobId, end: State) -> Result<(), StoreError> {
     let statements: &[&'static str] = match end {
         State::Failed | State::Cancelled => &[
@@ -216,7 +218,7 @@ pub(super) async fn journal_close(tx: &mut SqliteConnection, job: JobId, end: St
 }
 
 /// Copies the answers of a job's journal to a new job, and with `completions` the sampled completions too, as if the new job's
-/// attempt 0 had written them. Open requests are not copied: the new job asks under its own ids.
+/// attempt 0 had written them. Open requests are not copied, because the new job sends them under its own ids.
 pub(super) async fn journal_copy(
     tx: &mut SqliteConnection,
     from: JobId,
@@ -253,12 +255,12 @@ fn read(row: &SqliteRow, now: i64) -> Result<JournalEntry, StoreError> {
     })
 }
 
-/// What is known of a request whose answer may come later.
+/// Reads the late-answer data of a request.
 fn later(row: &SqliteRow, now: i64) -> Result<Option<Later>, StoreError> {
     let Some(deadline) = column::<Option<i64>>(row, "deadline")? else { return Ok(None) };
     let accepted = match column::<Option<&str>>(row, "accepted")? {
         Some(_) => Some(json_column(row, "accepted")?),
-        // A service that has sent results has taken it, whether its 202 was noted or not.
+        // A service that has sent results has accepted the request, even if its 202 was not recorded.
         None => column::<bool>(row, "arrived")?.then(Accepted::default),
     };
     let left_ms = u64::try_from(deadline.saturating_sub(now)).unwrap_or(0);

@@ -1,39 +1,39 @@
-//! Idempotency keys: the first answer to a request, kept 24 hours.
+//! Idempotency keys: the first response to a request, stored for 24 hours.
 
 use super::{Doing, Store, StoreError, column};
 
-/// What a key says about the request that carries it.
+/// Result of looking up the key of a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum KeyBegin {
-    /// First seen: do it, then `key_complete` (or `key_abandon` when it failed and may be tried again).
+    /// The key is new: process the request, then call `key_complete` (or `key_abandon` if it failed and may be retried).
     New,
-    /// Done before: answer the same.
+    /// The request was processed before: send the same response.
     Replay {
-        /// HTTP status.
+        /// HTTP status of the response.
         status: u16,
-        /// `Location` header.
+        /// `Location` header of the response.
         location: Option<String>,
-        /// Body.
+        /// Body of the response.
         response: String,
     },
-    /// The key came with another body before: 422.
+    /// The key was used with another body before: 422.
     OtherBody,
-    /// The first request is still at work: 409.
+    /// The first request is still being processed: 409.
     InFlight,
 }
 
-/// How long an answer is kept.
-const KEEP_MS: i64 = 24 * 60 * 60 * 1000;
+/// How long a response is stored, in milliseconds.
+const RETENTION_MS: i64 = 24 * 60 * 60 * 1000;
 
 impl Store {
-    /// Looks a key up and reserves it when it is new. `route` is method and path.
+    /// Looks up a key and reserves it if it is new. `route` is method and path.
     pub async fn key_begin(&self, route: &str, key: &str, body_sha256: &str, now: i64) -> Result<KeyBegin, StoreError> {
         let doing = "look up an idempotency key";
         let mut tx = self.begin(doing).await?;
         sqlx::query("DELETE FROM idempotency_keys WHERE route = ? AND key = ? AND created_at < ?")
             .bind(route)
             .bind(key)
-            .bind(now.saturating_sub(KEEP_MS))
+            .bind(now.saturating_sub(RETENTION_MS))
             .execute(&mut *tx)
             .await
             .doing(doing)?;
@@ -70,7 +70,7 @@ impl Store {
         Ok(KeyBegin::New)
     }
 
-    /// Stores the answer.
+    /// Stores the response to a request.
     pub async fn key_complete(
         &self,
         route: &str,
@@ -102,7 +102,7 @@ impl Store {
         Ok(())
     }
 
-    /// At boot: requests in flight died with the former server.
+    /// Frees the keys of requests that were in flight when the former server ended. Called at start.
     pub async fn keys_free_in_flight(&self) -> Result<(), StoreError> {
         sqlx::query("DELETE FROM idempotency_keys WHERE status IS NULL")
             .execute(&self.writer)
@@ -114,7 +114,7 @@ impl Store {
     /// Removes keys older than 24 hours.
     pub async fn keys_expire(&self, now: i64) -> Result<(), StoreError> {
         sqlx::query("DELETE FROM idempotency_keys WHERE created_at < ?")
-            .bind(now.saturating_sub(KEEP_MS))
+            .bind(now.saturating_sub(RETENTION_MS))
             .execute(&self.writer)
             .await
             .doing("remove old idempotency keys")?;

@@ -1,15 +1,17 @@
-//! Leases are kept in the time of day, which is set now and then; and a server may itself be away for a while (stopped,
-//! suspended, starved). Neither may cost a worker its job, or leave a dead one with it.
+//! Monitoring of leases. Lease times use the wall clock, which can be set, and the server itself may be unavailable for a while
+//! (stopped, suspended, starved of CPU). Neither may take a job from a live worker, or leave it with a dead one.
 
 use crate::id::JobId;
 use crate::{Store, StoreError};
 
-/// Between two ticks the server was away, ms: it could not take heartbeats either.
-const AWAY_MS: i64 = 10_000;
-/// The clock was set, ms: as far as that, it did not go with the steady one.
-const SET_MS: i64 = 5_000;
+/// Time between two ticks after which the server counts as having been unavailable, in milliseconds. It
+/// could not receive heartbeats either.
+const MIN_UNAVAILABLE_MS: i64 = 10_000;
+/// Difference between the wall clock and the steady clock from which the wall clock counts as having been set, in milliseconds.
+const MIN_CLOCK_JUMP_MS: i64 = 5_000;
 
-/// Takes jobs from workers that fell silent. One a server; its times are Unix ms and ms of a clock that nobody sets.
+/// Takes jobs from workers that stopped sending heartbeats. There is one per server. Its times are Unix time in milliseconds, and
+/// milliseconds of a monotonic clock.
 #[derive(Debug)]
 pub struct LeaseWatch {
     wall_ms: i64,
@@ -18,19 +20,19 @@ pub struct LeaseWatch {
 }
 
 impl LeaseWatch {
-    /// For a server that has just renewed all leases.
+    /// Creates the monitor of a server that has just renewed all leases.
     pub fn new(wall_ms: i64, steady_ms: i64, lease_ms: i64) -> Self {
         Self { wall_ms, steady_ms, lease_ms }
     }
 
-    /// To be called every second or so; returns the jobs it took back.
+    /// Checks the leases; call it about every second. Returns the jobs that it took back.
     ///
     /// # Errors
-    /// When the database cannot be used; the next call makes up for it.
+    /// Fails if the database cannot be used; the next call catches up.
     pub async fn tick(&mut self, store: &Store, wall_ms: i64, steady_ms: i64) -> Result<Vec<JobId>, StoreError> {
         let went = steady_ms - self.steady_ms;
         let set_by = wall_ms - self.wall_ms - went;
-        if went > AWAY_MS || set_by.abs() > SET_MS {
+        if went > MIN_UNAVAILABLE_MS || set_by.abs() > MIN_CLOCK_JUMP_MS {
             tracing::warn!(target: "rlood::serve::leases", away_ms = went, clock_set_by_ms = set_by, "every claim gets a whole lease");
             store.leases_renew(wall_ms, self.lease_ms).await?;
         }

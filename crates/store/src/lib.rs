@@ -1,8 +1,9 @@
-//! The database: open, migrate, pools, errors, wake-ups. The SQL lies in the modules below, one table family a file.
+//! The database: opening, migrations, pools, errors and notifications. The SQL is in the modules below, with one
+//! table family per file.
 //!
-//! The server process alone opens it. SQLite in WAL mode has one writer connection (every transaction begins IMMEDIATE,
-//! `synchronous = FULL`) and a few readers. `now` (Unix ms) is an argument of every query that needs the time. A change of state
-//! and the event that tells of it are one transaction; [`Store::changed`] wakes whoever waits for the next event.
+//! Only the server process opens it. SQLite in WAL mode has one writer connection (every transaction begins IMMEDIATE, `synchronous
+//! = FULL`) and a few readers. `now` (Unix time in milliseconds) is an argument of every query that needs the time. A change of
+//! state and its event are written in one transaction; [`Store::changed`] wakes tasks that wait for the next event.
 
 pub mod adapters;
 pub mod api_keys;
@@ -11,7 +12,6 @@ pub mod attempts;
 pub mod audit;
 pub mod callbacks;
 pub mod claims;
-pub mod courses;
 pub mod datasets;
 pub mod deliveries;
 pub mod disk;
@@ -42,6 +42,7 @@ pub mod samples;
 pub mod server_errors;
 pub mod sessions;
 pub mod snapshot;
+pub mod sparklines;
 pub mod steps;
 pub mod storage;
 mod task_rows;
@@ -73,9 +74,8 @@ pub use api_keys::{Dropped, KeyRow, NewKey};
 pub use artifacts::{CheckpointRow, Publication, PublishCheckpoint};
 pub use attempts::Cursor;
 pub use audit::{AuditRow, NewAudit};
-pub use callbacks::{Counted, Taken};
-pub use claims::{Beat, Claimed, Damage};
-pub use courses::Course;
+pub use callbacks::{Counted, Received};
+pub use claims::{Claimed, Damage, HeartbeatUpdate};
 pub use datasets::{DatasetRow, NewDataset};
 pub use deliveries::{DeliveryRow, DeliveryState, MessageEvent, Next, TryRow};
 pub use doctor::AlertRow;
@@ -90,127 +90,128 @@ pub use pages::Page;
 use pages::{Newest, cursor, cursor_key, newest_after, page, parse_cursor};
 pub use retry::Continuation;
 pub use rewards::RewardHealthRow;
-use rows::{Doing, column, corrupt, count_column, id_column, int, json_column, to_json, word, word_column};
+use rows::{Doing, column, corrupt, count_column, id_column, int, json_column, to_json, variant_column, variant_name};
 pub use samples::{SampleQuery, SampleRow, SampleSort, SamplesRemoved};
 pub use sessions::{SessionKey, SessionRow};
+pub use sparklines::Sparkline;
 pub use steps::{StepLine, StepLines};
 pub use task_rows::{NewTask, TaskKind, TaskRow};
 pub use tasks::TaskEnd;
 pub use workers::WorkerRow;
 
-/// The database of one server. Cheap to clone.
+/// The database of one server. Clones are cheap.
 #[derive(Debug, Clone)]
 pub struct Store {
     writer: SqlitePool,
     readers: SqlitePool,
-    /// Searches.
+    /// Database connections that only searches use.
     searchers: SqlitePool,
-    /// Folds the log.
-    folder: SqlitePool,
+    /// Connection that checkpoints the write-ahead log.
+    checkpointer: SqlitePool,
     changes: Arc<Changes>,
-    /// Whether a job that succeeds with an evaluation is judged by itself.
+    /// Whether a job that succeeds with an evaluation automatically gets a verdict.
     judges: bool,
 }
 
-/// What the store was asked to do and could not.
+/// Errors of the store.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
     /// The database file cannot be opened or created.
     #[error("could not open the database {}", .path.display())]
     Open {
-        /// The file.
+        /// Path of the database file.
         path: PathBuf,
-        /// Why.
+        /// The cause of the error.
         #[source]
         source: sqlx::Error,
     },
-    /// Versions before 3.51.3 can corrupt a WAL database.
+    /// SQLite versions before 3.51.3 can corrupt a WAL database.
     #[error("SQLite {found} is too old: 3.51.3 or later is needed (earlier ones can corrupt a database in WAL mode)")]
     SqliteTooOld {
-        /// Its version.
+        /// Version of the linked SQLite.
         found: String,
     },
-    /// The schema cannot be brought up to date.
+    /// The schema cannot be migrated.
     #[error("could not migrate the database")]
     Migrate {
-        /// Why.
+        /// The cause of the error.
         #[source]
         source: sqlx::migrate::MigrateError,
     },
-    /// It has what this rlood knows nothing of.
+    /// The database has migrations that this rlood does not know.
     #[error(
         "the database was written by a newer rlood (its migration {found}; this one knows {known}): use that rlood or a later one"
     )]
     Newer {
-        /// Its last migration.
+        /// Number of the database's last migration.
         found: i64,
-        /// The last one known here.
+        /// Number of the last migration known to this rlood.
         known: i64,
     },
-    /// It lacks what this rlood expects.
+    /// The database lacks migrations that this rlood requires.
     #[error(
         "the database is of an older rlood (without migration {missing}): use that rlood, or let `rlood serve` of this one bring it up to date"
     )]
     Older {
-        /// The first migration that it lacks.
+        /// Number of the first missing migration.
         missing: i64,
     },
-    /// SQLite refused a statement.
+    /// SQLite reported an error.
     #[error("could not {doing}")]
     Database {
-        /// What the statement was for.
+        /// Purpose of the statement, as in "could not …".
         doing: &'static str,
-        /// Why.
+        /// The cause of the error.
         #[source]
         source: sqlx::Error,
     },
-    /// A stored value does not read back.
+    /// A stored value cannot be parsed.
     #[error("could not read the stored {what}")]
     Corrupt {
-        /// Which column of what.
+        /// Name of the value or its column.
         what: &'static str,
-        /// Why.
+        /// The cause of the error.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// There is none.
+    /// The object does not exist.
     #[error("there is no {kind} '{id}'")]
     NotFound {
-        /// `job`, `dataset`, ….
+        /// Kind of object: `job`, `dataset`, ….
         kind: &'static str,
-        /// As asked for.
+        /// Requested id of the object.
         id: String,
     },
-    /// The name is taken by something else.
+    /// Another object has this name.
     #[error("the {kind} '{id}' exists already and is a different one")]
     Exists {
-        /// `model`.
+        /// Kind of object: `model`.
         kind: &'static str,
-        /// As asked for.
+        /// Requested id of the object.
         id: String,
     },
-    /// It cannot be deleted yet.
+    /// The object cannot be deleted while jobs use it.
     #[error("the {kind} '{id}' is used by {} that are not over", count_of_jobs(.jobs))]
     InUse {
-        /// `dataset` or `model`.
+        /// Kind of object: `dataset` or `model`.
         kind: &'static str,
-        /// As asked for.
+        /// Requested id of the object.
         id: String,
-        /// The jobs, oldest first (at most 20).
+        /// Jobs that use it, oldest first (at most 20).
         jobs: Vec<JobId>,
     },
-    /// The job's state does not allow it; [`State::actions`] are what it does allow.
+    /// The job's state does not allow the action; [`State::actions`] lists those that it allows.
     #[error("cannot {} a job that is {}", .action.as_str(), .state.as_str())]
     IllegalMove {
-        /// Where the job stands.
+        /// Current state of the job.
         state: State,
-        /// What was asked for.
+        /// The action that was requested.
         action: Action,
     },
-    /// The attempt does not own the job any more.
+    /// The attempt no longer owns the job.
     #[error("the claim is lost: this attempt does not own the job any more")]
     LeaseLost,
-    /// A page cursor that this server did not make.
+    /// The page cursor was not created by this server.
     #[error("the cursor is not one of this list: start again without 'after'")]
     BadCursor,
 }
@@ -220,7 +221,7 @@ fn count_of_jobs(jobs: &[JobId]) -> String {
 }
 
 impl StoreError {
-    /// There was no space to write to (SQLITE_FULL).
+    /// Whether the disk is full (SQLITE_FULL).
     pub fn is_disk_full(&self) -> bool {
         let StoreError::Database { source, .. } = self else { return false };
         match source {
@@ -230,24 +231,24 @@ impl StoreError {
     }
 }
 
-/// Wake-ups: a counter per job that somebody waits for, one for the queue, one for what reward services send, and which
-/// jobs changed, for whoever looks at all.
+/// Notifications: a counter per watched job, one for the queue, one for late answers of reward services, and a
+/// channel that names changed jobs.
 #[derive(Debug)]
 struct Changes {
     jobs: Mutex<HashMap<JobId, watch::Sender<u64>>>,
     queue: watch::Sender<u64>,
     callbacks: watch::Sender<u64>,
     tasks: watch::Sender<u64>,
-    all: broadcast::Sender<JobNews>,
+    all: broadcast::Sender<JobChange>,
 }
 
-/// A job that is new, changed or gone.
+/// A job that is new, changed or deleted.
 #[derive(Debug, Clone)]
-pub struct JobNews {
-    /// The job.
+pub struct JobChange {
+    /// Id of the job.
     pub id: JobId,
-    /// Whose it was, when it is gone: nobody can ask any more.
-    pub gone_of: Option<String>,
+    /// Owner of a deleted job, which can no longer be looked up; `None` = the job exists.
+    pub deleted_owner: Option<String>,
 }
 
 impl Default for Changes {
@@ -257,33 +258,33 @@ impl Default for Changes {
             queue: watch::Sender::default(),
             callbacks: watch::Sender::default(),
             tasks: watch::Sender::default(),
-            all: broadcast::Sender::new(CHANGES),
+            all: broadcast::Sender::new(CHANGE_CAPACITY),
         }
     }
 }
 
-/// Changed jobs that may wait for whoever looks at all of them.
-const CHANGES: usize = 1024;
+/// Maximum number of changed jobs that wait for a subscriber of all changes.
+const CHANGE_CAPACITY: usize = 1024;
 
-/// The time now, Unix ms: what handlers pass as `now`.
+/// Returns the current Unix time in milliseconds, which handlers pass as `now`.
 pub fn clock_ms() -> i64 {
     jiff::Timestamp::now().as_millisecond()
 }
 
-/// Connections for searches that may read much: nothing else waits for them.
-const SEARCHERS: u32 = 2;
+/// Number of connections for expensive searches, so that no other query waits for them.
+const SEARCH_CONNECTIONS: u32 = 2;
 
-/// Pages in the log that are worth folding it into the database: 4 MiB.
-const FOLDED_PAGES: i64 = 1000;
-/// Pages in the log at which the writer itself folds it, should nobody else.
-const MOST_PAGES: &str = "16384";
+/// Number of pages in the log from which it is checkpointed: 4 MiB.
+const CHECKPOINT_PAGES: i64 = 1000;
+/// Number of pages in the log at which the writer itself checkpoints it, if the background task has not.
+const MAX_LOG_PAGES: &str = "16384";
 
-/// Before this version a WAL database can be corrupted when a checkpoint meets a reset of the log.
-const OLDEST_SQLITE: [u32; 3] = [3, 51, 3];
+/// Before this version a WAL database can be corrupted when a checkpoint coincides with a reset of the log.
+const MIN_SQLITE: [u32; 3] = [3, 51, 3];
 
 impl Store {
-    /// Opens (or creates) the database file, for this user only, and brings its schema up to date. The caller holds the data directory's lock
-    /// ([`crate::files::DataDir`]): one server a file.
+    /// Opens (or creates) the database file, for this user only, and migrates its schema. The caller holds the data directory's
+    /// lock ([`crate::files::DataDir`]), so there is one server per file.
     pub async fn open(database: &Path) -> Result<Store, StoreError> {
         sqlite_version().await?;
         let cannot_open = |source| StoreError::Open { path: database.to_owned(), source };
@@ -293,12 +294,12 @@ impl Store {
             .foreign_keys(true)
             .busy_timeout(Duration::from_secs(5))
             .pragma("trusted_schema", "OFF");
-        // Connections live as long as the server: no lifetime, no idle time, no ping before use.
+        // Connections live as long as the server: no maximum lifetime, no idle timeout, no ping before use.
         let pool = SqlitePoolOptions::new().max_lifetime(None).idle_timeout(None).test_before_acquire(false);
         let writer = pool
             .clone()
             .max_connections(1)
-            // Whatever the one before wanted.
+            // Resets the setting of the previous user of the connection.
             .before_acquire(|writer, _| {
                 Box::pin(async move { sqlx::query("PRAGMA synchronous = FULL").execute(writer).await.map(|_| true) })
             })
@@ -308,60 +309,62 @@ impl Store {
                     .create_if_missing(true)
                     .journal_mode(SqliteJournalMode::Wal)
                     .synchronous(SqliteSynchronous::Full)
-                    .pragma("wal_autocheckpoint", MOST_PAGES)
+                    .pragma("wal_autocheckpoint", MAX_LOG_PAGES)
                     .optimize_on_close(true, 400),
             )
             .await
             .map_err(cannot_open)?;
         version::MIGRATIONS.run(&writer).await.map_err(version::not_migrated)?;
-        let folder = pool.clone().max_connections(1).connect_lazy_with(options.clone());
-        let searchers = pool.clone().max_connections(SEARCHERS).connect_lazy_with(options.clone().read_only(true));
+        let checkpointer = pool.clone().max_connections(1).connect_lazy_with(options.clone());
+        let searchers =
+            pool.clone().max_connections(SEARCH_CONNECTIONS).connect_lazy_with(options.clone().read_only(true));
         let readers = pool.max_connections(4).connect_with(options.read_only(true)).await.map_err(cannot_open)?;
         let changes = Arc::default();
-        Ok(Store { writer, readers, searchers, folder, changes, judges: false })
+        Ok(Store { writer, readers, searchers, checkpointer, changes, judges: false })
     }
 
-    /// Closes every connection; the WAL is folded into the file.
+    /// Closes every connection and checkpoints the WAL into the file.
     pub async fn close(&self) {
         self.readers.close().await;
         self.searchers.close().await;
-        self.folder.close().await;
+        self.checkpointer.close().await;
         self.writer.close().await;
     }
 
-    /// Both pools answer: for `/readyz`.
+    /// Checks that both pools work, for `/readyz`.
     pub async fn ping(&self) -> Result<(), StoreError> {
         sqlx::query("SELECT 1 FROM jobs LIMIT 1").execute(&self.readers).await.doing("read the database")?;
         sqlx::query("SELECT 1 FROM jobs LIMIT 1").execute(&self.writer).await.doing("reach the writer")?;
         Ok(())
     }
 
-    /// Wakes after every committed change of the job (a new event, a new state). Subscribe first, then read, then wait:
-    /// nothing is missed.
+    /// Returns a receiver that wakes after every committed change of the job (a new event, a new state). Subscribe first, then
+    /// read, then wait, so that nothing is missed.
     pub fn changed(&self, job: JobId) -> watch::Receiver<u64> {
         let mut jobs = self.changes.jobs.lock().unwrap_or_else(PoisonError::into_inner);
         jobs.entry(job).or_insert_with(|| watch::Sender::new(0)).subscribe()
     }
 
-    /// Wakes when a job was queued: for long-polling claims.
+    /// Returns a receiver that wakes when a job was queued, for long-polling claims.
     pub fn queue_changed(&self) -> watch::Receiver<u64> {
         self.changes.queue.subscribe()
     }
 
-    /// The same store; with `judges`, a job that succeeds and has an evaluation gets a verdict, unless it asks for none.
+    /// Returns the same store; with `judges`, a job that succeeds and has an evaluation gets a verdict unless its
+    /// settings turn that off.
     #[must_use]
     pub fn with_verdicts(mut self, judges: bool) -> Self {
         self.judges = judges;
         self
     }
 
-    /// Wakes when a task was queued or cancelled.
+    /// Returns a receiver that wakes when a task was queued or cancelled.
     pub fn tasks_changed(&self) -> watch::Receiver<u64> {
         self.changes.tasks.subscribe()
     }
 
-    /// Names every job that is new, changed or gone.
-    pub fn changed_jobs(&self) -> broadcast::Receiver<JobNews> {
+    /// Returns a receiver of every job that is new, changed or deleted.
+    pub fn changed_jobs(&self) -> broadcast::Receiver<JobChange> {
         self.changes.all.subscribe()
     }
 
@@ -370,21 +373,23 @@ impl Store {
         self.writer.begin_with(begin).await.doing(doing)
     }
 
-    /// For what may be lost with the machine, never with the process: nobody waits for the disk.
-    async fn begin_soon(&self, doing: &'static str) -> Result<Transaction<'static, Sqlite>, StoreError> {
+    /// Begins a transaction that may be lost in a power failure, but not when the process ends. Its commit does not
+    /// wait for the disk.
+    async fn begin_relaxed(&self, doing: &'static str) -> Result<Transaction<'static, Sqlite>, StoreError> {
         if without!(Immediate) {
             return self.begin(doing).await;
         }
         self.writer.begin_with("PRAGMA synchronous = NORMAL; BEGIN IMMEDIATE").await.doing(doing)
     }
 
-    /// Copies the log into the database when it has grown, beside the writer: otherwise one request in a hundred would have to.
-    pub async fn log_fold(&self) -> Result<(), StoreError> {
-        let doing = "fold the database's log";
+    /// Checkpoints the write-ahead log when it has grown, in parallel with the writer. Otherwise one request in a
+    /// hundred would have to.
+    pub async fn log_checkpoint(&self) -> Result<(), StoreError> {
+        let doing = "checkpoint the database's log";
         let (_, pages, folded): (i64, i64, i64) =
-            sqlx::query_as("PRAGMA wal_checkpoint(NOOP)").fetch_one(&self.folder).await.doing(doing)?;
-        if pages - folded >= FOLDED_PAGES {
-            sqlx::query("PRAGMA wal_checkpoint(PASSIVE)").execute(&self.folder).await.doing(doing)?;
+            sqlx::query_as("PRAGMA wal_checkpoint(NOOP)").fetch_one(&self.checkpointer).await.doing(doing)?;
+        if pages - folded >= CHECKPOINT_PAGES {
+            sqlx::query("PRAGMA wal_checkpoint(PASSIVE)").execute(&self.checkpointer).await.doing(doing)?;
         }
         Ok(())
     }
@@ -395,20 +400,20 @@ impl Store {
         fail_point!("store.after_commit", doing).map_err(sqlx::Error::Io).doing(doing)
     }
 
-    /// Call after the commit, never before.
+    /// Notifies watchers of a job. Call it after the commit, never before.
     fn wake_job(&self, job: JobId) {
-        self.tell(JobNews { id: job, gone_of: None });
+        self.notify(JobChange { id: job, deleted_owner: None });
     }
 
-    /// The same, of a job that was deleted.
+    /// Notifies watchers of a job that was deleted.
     fn wake_gone(&self, job: JobId, owner: String) {
-        self.tell(JobNews { id: job, gone_of: Some(owner) });
+        self.notify(JobChange { id: job, deleted_owner: Some(owner) });
     }
 
-    fn tell(&self, news: JobNews) {
-        let job = news.id;
-        // An error says that nobody looks.
-        let _ = self.changes.all.send(news);
+    fn notify(&self, change: JobChange) {
+        let job = change.id;
+        // An error means that there are no subscribers.
+        let _ = self.changes.all.send(change);
         let mut jobs = self.changes.jobs.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(sender) = jobs.get(&job) else { return };
         if sender.receiver_count() == 0 {
@@ -422,14 +427,14 @@ impl Store {
         self.changes.tasks.send_modify(|count| *count += 1);
     }
 
-    /// Wakes the workers that wait for a job. Call after the commit, never before.
+    /// Wakes the workers that wait for a job. Call it after the commit, never before.
     pub fn wake_queue(&self) {
         self.changes.queue.send_modify(|count| *count += 1);
     }
 }
 
-/// Creates the file if need be, and takes it and the files beside it from other users, whatever the directory permits: secrets
-/// stand in them. SQLite gives new files beside it the same mode.
+/// Creates the file if necessary, and makes it and its companion files inaccessible to other users, whatever the directory permits,
+/// because they contain secrets. SQLite creates new companion files with the same mode.
 fn make_private(database: &Path) -> std::io::Result<()> {
     std::fs::OpenOptions::new().create(true).append(true).mode(0o600).open(database)?;
     for end in ["", "-wal", "-shm"] {
@@ -443,9 +448,9 @@ fn make_private(database: &Path) -> std::io::Result<()> {
     Ok(())
 }
 
-/// The version of the SQLite inside; an error when it is too old to be trusted.
+/// Returns the version of the linked SQLite; fails if it is too old to be safe.
 pub async fn sqlite_version() -> Result<String, StoreError> {
-    // It is linked into this binary.
+    // The version cannot change, because SQLite is linked into this binary.
     static FOUND: OnceLock<String> = OnceLock::new();
     if let Some(found) = FOUND.get() {
         return Ok(found.clone());
@@ -463,7 +468,7 @@ pub async fn sqlite_version() -> Result<String, StoreError> {
 fn is_new_enough(version: &str) -> bool {
     let mut parts = version.split('.').map(|part| part.parse::<u32>().unwrap_or(0));
     let found: [u32; 3] = std::array::from_fn(|_| parts.next().unwrap_or(0));
-    found >= OLDEST_SQLITE
+    found >= MIN_SQLITE
 }
 
 #[cfg(test)]
@@ -475,13 +480,13 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn only_what_may_be_lost_is_not_waited_for() {
+    async fn only_relaxed_transactions_skip_waiting_for_the_disk() {
         let dir = tempfile::tempdir().unwrap();
         let store = Store::open(&dir.path().join("a.db")).await.unwrap();
         let full = 2;
         assert_eq!(synchronous(&store).await, full);
         for committed in [true, false] {
-            let mut soon = store.begin_soon("test").await.unwrap();
+            let mut soon = store.begin_relaxed("test").await.unwrap();
             let level: i64 = sqlx::query_scalar("PRAGMA synchronous").fetch_one(&mut *soon).await.unwrap();
             assert_eq!(level, 1);
             if committed {
@@ -498,12 +503,12 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_log_is_folded_when_it_has_grown() {
+    async fn the_log_is_checkpointed_when_it_has_grown() {
         let dir = tempfile::tempdir().unwrap();
         let store = Store::open(&dir.path().join("a.db")).await.unwrap();
-        let unfolded = async || {
+        let pages_in_log = async || {
             let (_, pages, folded): (i64, i64, i64) =
-                sqlx::query_as("PRAGMA wal_checkpoint(NOOP)").fetch_one(&store.folder).await.unwrap();
+                sqlx::query_as("PRAGMA wal_checkpoint(NOOP)").fetch_one(&store.checkpointer).await.unwrap();
             pages - folded
         };
         let write = async |bytes: u32| {
@@ -514,13 +519,13 @@ mod tests {
                 .unwrap();
         };
         write(100).await;
-        let before = unfolded().await;
-        store.log_fold().await.unwrap();
-        assert_eq!(unfolded().await, before, "a few pages are not worth it");
+        let before = pages_in_log().await;
+        store.log_checkpoint().await.unwrap();
+        assert_eq!(pages_in_log().await, before, "a few pages are not worth it");
         write(4 << 20).await;
-        assert!(unfolded().await > FOLDED_PAGES);
-        store.log_fold().await.unwrap();
-        assert_eq!(unfolded().await, 0);
+        assert!(pages_in_log().await > CHECKPOINT_PAGES);
+        store.log_checkpoint().await.unwrap();
+        assert_eq!(pages_in_log().await, 0);
     }
 
     #[test]

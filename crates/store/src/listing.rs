@@ -1,4 +1,5 @@
-//! Pages of jobs, and what is shown beside each: a few statements a page, whatever its length, the number of jobs and the filter.
+//! Pages of jobs, and the data shown with each. A page takes a fixed number of statements, whatever its length, the number
+//! of jobs and the filter.
 
 use std::collections::HashMap;
 
@@ -16,22 +17,22 @@ use crate::id::{CheckpointId, JobId};
 use crate::job::Ending;
 use rlood_types::doctor::{Alert, PhaseChange};
 
-/// What a job's row does not say of it.
+/// Data about a job that is not in its row.
 #[derive(Debug, Clone, Default)]
 pub struct JobBeside {
-    /// 1 = next; `None` when it is not queued.
+    /// Position in the queue, 1 = next; `None` = not queued.
     pub queue_position: Option<u64>,
-    /// Alerts that are on, latest first.
+    /// Active alerts, latest first.
     pub alerts: Vec<AlertRow>,
-    /// The training phase it is in.
+    /// The current training phase.
     pub training_phase: Option<PhaseChange>,
-    /// Where it runs.
+    /// Device that runs the job.
     pub device: Option<String>,
-    /// The checkpoint that is its result, and its step, where it ended before its last step.
+    /// Checkpoint that is the job's result, and its step, if the job ended before its last step.
     pub result: Option<(CheckpointId, u64)>,
 }
 
-/// What is beside some jobs. Each subquery is a look into an index.
+/// Selects additional data of some jobs. Each subquery is an index lookup.
 pub const BESIDE_JOBS: &str = "SELECT jobs.id, state = 'queued' AS queued, priority, queue_order, ending, \
      (SELECT json_group_array(json_array(time, json(alert))) FROM \
        (SELECT time, alert FROM alerts WHERE job_id = jobs.id AND cleared_step IS NULL ORDER BY step DESC, rule)) AS alerts, \
@@ -40,7 +41,8 @@ pub const BESIDE_JOBS: &str = "SELECT jobs.id, state = 'queued' AS queued, prior
      CASE WHEN ending IS NOT NULL THEN (SELECT json_group_array(json_array(id, step, best)) FROM \
        (SELECT id, step, best FROM checkpoints WHERE job_id = jobs.id ORDER BY step DESC)) END AS checkpoints \
      FROM json_each(?) AS wanted CROSS JOIN jobs ON jobs.id = wanted.value";
-/// Queued jobs between two places, by `stretch`. All of it stands in one index, which is named lest the planner read rows.
+/// Counts queued jobs between two positions, computed by `stretch`. One index covers the query; it is named so that the planner
+/// does not read rows.
 pub const BETWEEN_IN_QUEUE: &str = "SELECT \
      (SELECT COUNT(*) FROM jobs INDEXED BY jobs_queue WHERE state = 'queued' \
        AND priority = stretch.value ->> 0 AND queue_order > stretch.value ->> 1) + \
@@ -50,7 +52,7 @@ pub const BETWEEN_IN_QUEUE: &str = "SELECT \
        AND priority = stretch.value ->> 4 AND queue_order > stretch.value ->> 5 AND queue_order <= stretch.value ->> 6) \
      FROM json_each(?) AS stretch ORDER BY stretch.key";
 
-/// The statement of one page; more than one condition is decided in an index that has all the columns.
+/// Returns the statement of one page. Several conditions are evaluated in an index that has all the columns.
 pub fn list_query(filter: &JobFilter, after: Option<&(i64, String)>, limit: u32) -> QueryBuilder<Sqlite> {
     let JobFilter { state, model, metadata, owner } = filter;
     let conditions = [state.map(|state| ("state", state.as_str())), pair("model", model), pair("owner", owner)];
@@ -99,7 +101,7 @@ fn pair<'a>(name: &'static str, value: &'a Option<String>) -> Option<(&'static s
 }
 
 impl Store {
-    /// Jobs, newest first.
+    /// Lists jobs, newest first.
     pub async fn job_list(
         &self,
         filter: &JobFilter,
@@ -120,7 +122,7 @@ impl Store {
         Ok(page(data, limit, |job| cursor("jobs", [&job.created_at.to_string(), &job.id.to_string()])))
     }
 
-    /// What is beside these jobs; one that is gone has nothing.
+    /// Returns the additional data of these jobs; deleted jobs are left out.
     pub async fn jobs_beside(&self, ids: &[JobId]) -> Result<HashMap<JobId, JobBeside>, StoreError> {
         let doing = "read what is beside jobs";
         let mut reader = self.readers.begin().await.doing(doing)?;
@@ -140,7 +142,7 @@ impl Store {
         Ok(beside)
     }
 
-    /// 1 = next; `None` when the job is not queued.
+    /// Returns the job's position in the queue, 1 = next; `None` = not queued.
     pub async fn job_queue_position(&self, id: JobId) -> Result<Option<u64>, StoreError> {
         Ok(self.jobs_beside(&[id]).await?.remove(&id).and_then(|beside| beside.queue_position))
     }
@@ -170,7 +172,8 @@ fn json<T: DeserializeOwned>(row: &SqliteRow, name: &'static str) -> Result<Opti
     column::<Option<&str>>(row, name)?.map(serde_json::from_str).transpose().map_err(corrupt(name))
 }
 
-/// Places in the queue (1 = next) of queued jobs given by priority and order. The queue is counted once, from each to the next.
+/// Returns the positions in the queue (1 = next) of queued jobs given by priority and order. The queue is counted once, from each
+/// job to the next.
 async fn positions(
     reader: &mut SqliteConnection,
     mut places: Vec<(i64, i64, JobId)>,
@@ -197,8 +200,9 @@ async fn positions(
     Ok(counted.collect())
 }
 
-/// From one place (exclusive; `None` = the front) to another (inclusive): the rest of the first one's priority
-/// `[priority, after order]`, the priorities between `[lowest, highest]`, and the second one's `[priority, after order, up to order]`.
+/// Returns the bounds between one position (exclusive; `None` = the front) and another (inclusive): the rest of the first
+/// one's priority `[priority, after order]`, the priorities between `[lowest, highest]`, and the second one's `[priority,
+/// after order, up to order]`.
 fn stretch(from: Option<(i64, i64)>, (priority, order): (i64, i64)) -> [i64; 7] {
     match from {
         Some((same, after)) if same == priority => [priority, i64::MAX, 1, 0, priority, after, order],

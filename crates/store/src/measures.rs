@@ -1,32 +1,32 @@
-//! Numbers for the measurements: each is a look at an index or at a small table.
+//! Numbers for the server's metrics. Each is an index lookup, or a query of a small table.
 
 use sqlx::Row;
 
 use super::{Doing, Store, StoreError, count_column};
 
-/// What the database tells of the server's state.
+/// The database's part of the server's metrics.
 #[derive(Debug, Clone, Default)]
 pub struct Measures {
-    /// When the first job of the queue was made, Unix ms.
+    /// Time of creation of the oldest queued job, Unix time in milliseconds.
     pub oldest_queued_at: Option<i64>,
-    /// Running jobs whose reward does not answer.
+    /// Number of running jobs whose reward does not answer.
     pub waiting: u64,
-    /// Paused jobs by reason.
+    /// Number of paused jobs by reason.
     pub paused: Vec<(Option<String>, u64)>,
-    /// Alerts that are on, of jobs that are not over.
+    /// Number of active alerts of jobs that have not ended.
     pub alerts: u64,
-    /// Published checkpoints.
+    /// Number of published checkpoints.
     pub checkpoints: u64,
-    /// Datasets.
+    /// Number of datasets in the database.
     pub datasets: u64,
-    /// Sessions.
+    /// Number of browser sessions.
     pub sessions: u64,
-    /// Entries of the record of changes, removed ones too.
+    /// Number of entries that the audit log ever had, including removed ones.
     pub changes: u64,
 }
 
 impl Store {
-    /// All of them.
+    /// Reads all of these numbers.
     pub async fn measures(&self) -> Result<Measures, StoreError> {
         let doing = "take measurements";
         let row = sqlx::query(

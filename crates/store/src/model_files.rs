@@ -1,4 +1,4 @@
-//! The hashes of models' files, kept so that each file is hashed once and not for every worker that fetches it.
+//! Hashes of models' files, stored so that each file is hashed once rather than for every worker that fetches it.
 
 use super::{Doing, Store, StoreError, column, json_column, to_json};
 use crate::protocol::FileEntry;
@@ -6,14 +6,14 @@ use crate::protocol::FileEntry;
 /// The files of a model's directory, as they were when they were hashed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ModelFilesRow {
-    /// Names, sizes and times of modification at that time, as one digest.
+    /// Digest of names, sizes and modification times at that time.
     pub stamp: String,
-    /// With their hashes.
+    /// The files with their hashes.
     pub files: Vec<FileEntry>,
 }
 
 impl Store {
-    /// The list of a model's directory, if there is one.
+    /// Returns the stored list of a model's directory, if there is one.
     pub async fn model_files_get(&self, source: &str) -> Result<Option<ModelFilesRow>, StoreError> {
         let row = sqlx::query("SELECT stamp, files FROM model_files WHERE source = ?")
             .bind(source)
@@ -24,7 +24,7 @@ impl Store {
             .transpose()
     }
 
-    /// Keeps the list of a model's directory; forgets those of directories that no registered model has any more.
+    /// Stores the list of a model's directory, and removes lists of directories without a registered model.
     pub async fn model_files_put(&self, source: &str, stamp: &str, files: &[FileEntry]) -> Result<(), StoreError> {
         let doing = "keep the files of a model";
         let mut tx = self.begin(doing).await?;

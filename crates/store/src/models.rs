@@ -1,43 +1,43 @@
-//! Registered models: a name for a directory, with what is known of it.
+//! Registered models: names for directories, with their properties.
 
 use serde_json::Value;
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
 
 use super::{Doing, Newest, Page, Store, StoreError, column, count_column, id_column, json_column};
 
-/// A registered model.
+/// A model that was registered on the server.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ModelRow {
-    /// `org/name`, say.
+    /// Id of the model, such as `org/name`.
     pub id: String,
-    /// Its absolute directory.
+    /// Absolute path of its directory.
     pub source: String,
-    /// `ready`; of a hub's also `downloading` and `failed`.
+    /// State: `ready`; for a hub model also `downloading` and `failed`.
     pub state: String,
-    /// Fingerprint over config, weights and tokenizer.
+    /// SHA-256 over config, weights and tokenizer.
     pub sha256: String,
-    /// The model card, as JSON.
+    /// Properties of the model, as JSON.
     pub card: Value,
-    /// Whose it is; empty = everybody's.
+    /// Owner; empty = available to everyone.
     pub owner: String,
-    /// Unix ms.
+    /// Time of registration, Unix time in milliseconds.
     pub created_at: i64,
-    /// Where it was downloaded from; None = a directory that was registered.
+    /// Repository that it was downloaded from; `None` = a local directory was registered.
     pub hub: Option<HubOrigin>,
     /// Why its download failed.
     pub problem: Option<String>,
 }
 
-/// Where a downloaded model comes from.
+/// The origin of a downloaded model.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HubOrigin {
-    /// The repository: `org/name`.
+    /// Repository on the hub: `org/name`.
     pub repo: String,
-    /// Branch, tag or commit, as asked for.
+    /// Requested branch, tag or commit.
     pub revision: String,
-    /// The commit that it was: 40 hexadecimal digits.
+    /// Commit that the revision was resolved to: 40 hexadecimal digits.
     pub commit: String,
-    /// Of all files.
+    /// Total size of all files, in bytes.
     pub bytes_total: u64,
 }
 
@@ -52,21 +52,21 @@ impl HubOrigin {
 /// A model to register.
 #[derive(Debug, Clone)]
 pub struct NewModel {
-    /// `org/name`, say.
+    /// Id of the model, such as `org/name`.
     pub id: String,
-    /// Its absolute directory.
+    /// Absolute path of its directory.
     pub source: String,
-    /// Fingerprint.
+    /// SHA-256 over config, weights and tokenizer.
     pub sha256: String,
-    /// The model card, as JSON.
+    /// Properties of the model, as JSON.
     pub card: Value,
-    /// Whose it is; empty = everybody's.
+    /// Owner; empty = available to everyone.
     pub owner: String,
 }
 
 impl Store {
-    /// Registers a model: the row and whether it is new. The same id from the same source is updated to the new fingerprint;
-    /// from another source, or of another owner, `Exists`.
+    /// Registers a model. Returns the row, and whether it is new. The same id from the same source is updated to the new hash; from
+    /// another source, or of another owner, it is `Exists`.
     pub async fn model_create(&self, new: NewModel, now: i64) -> Result<(ModelRow, bool), StoreError> {
         let doing = "register a model";
         let NewModel { id, source, sha256, card, owner } = new;
@@ -93,13 +93,13 @@ impl Store {
         Ok((row, known.is_none()))
     }
 
-    /// One model, or `NotFound`.
+    /// Returns one model, or `NotFound`.
     pub async fn model_get(&self, id: &str) -> Result<ModelRow, StoreError> {
         let mut reader = self.readers.acquire().await.doing("read a model")?;
         model_row(&mut reader, id).await?.ok_or_else(|| StoreError::NotFound { kind: "model", id: id.to_owned() })
     }
 
-    /// Newest first; an owner's and everybody's, or None = all.
+    /// Lists models, newest first: those of an owner and those available to everyone (`None` = all).
     pub async fn model_list(
         &self,
         owner: Option<&str>,
@@ -111,7 +111,7 @@ impl Store {
         self.newest(Newest { list: "models", sql, owner, after, limit }, ModelRow::read).await
     }
 
-    /// Says that a model that lay in one directory lies in another one now; nothing when it did not lie there.
+    /// Records that a model's directory was moved; does nothing if it was not at the old path.
     pub async fn model_move(&self, id: &str, from: &str, to: &str) -> Result<(), StoreError> {
         sqlx::query("UPDATE models SET source = ? WHERE id = ? AND source = ?")
             .bind(to)
@@ -123,7 +123,7 @@ impl Store {
         Ok(())
     }
 
-    /// Forgets a model (its files stay). `InUse` while a job that is not over needs it.
+    /// Unregisters a model (its files are kept). `InUse` if a job that has not ended needs it.
     pub async fn model_delete(&self, id: &str) -> Result<(), StoreError> {
         let doing = "delete a model";
         let mut tx = self.begin(doing).await?;

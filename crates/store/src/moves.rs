@@ -1,4 +1,4 @@
-//! Moves between states: what a user asks of a job (cancel, pause, resume), and the one statement that leaves a state.
+//! State changes: a user's actions on a job (cancel, pause, resume), and the single statement that leaves a state.
 
 use serde::Serialize;
 use serde_json::json;
@@ -14,18 +14,18 @@ use crate::job::{Action, Failure, Requested, State};
 use crate::lifecycle::message::{CancelledDetail, PausedDetail, QueuedDetail};
 
 impl Store {
-    /// Ends a job: at once when queued or paused, by a mark its worker honours when running. Idempotent.
+    /// Cancels a job: immediately if queued or paused, by a request to its worker if running. Repeating the call has no effect.
     pub async fn job_cancel(&self, id: JobId, now: i64) -> Result<JobRow, StoreError> {
         self.job_act(id, Action::Cancel, now).await
     }
 
-    /// Pauses a job: at once when queued, by a mark its worker honours when running. Idempotent. One that paused over a reward
-    /// outage stays paused from then on.
+    /// Pauses a job: immediately if queued, by a request to its worker if running. Repeating the call has no effect. A job that
+    /// paused because of a reward outage stays paused from then on.
     pub async fn job_pause(&self, id: JobId, now: i64) -> Result<JobRow, StoreError> {
         self.job_act(id, Action::Pause, now).await
     }
 
-    /// Queues a paused job again, in its old place; takes back a pause that the worker has not honoured yet.
+    /// Queues a paused job again in its old place; withdraws a pause request that the worker has not carried out yet.
     pub async fn job_resume(&self, id: JobId, now: i64) -> Result<JobRow, StoreError> {
         self.job_act(id, Action::Resume, now).await
     }
@@ -35,7 +35,7 @@ impl Store {
         let mut tx = self.begin(doing).await?;
         let row = job_row(&mut tx, id).await?;
         match (action, row.state, row.requested) {
-            // What paused by itself would go on by itself: now it is the user's pause, and stays.
+            // A job that paused automatically would resume automatically. Now the pause is the user's, and stays.
             (Action::Pause, State::Paused, _) if row.status_reason.is_some() => {
                 sqlx::query("UPDATE jobs SET status_reason = NULL WHERE id = ?")
                     .bind(id.to_string())
@@ -47,26 +47,42 @@ impl Store {
             (Action::Pause, State::Running, Some(Requested::Pause)) if row.requested_reason.is_some() => {
                 job_mark(&mut tx, id, Some("pause"), "job.pause_requested", now).await?;
             }
-            // Nothing to do: it is so already, or asked for already.
+            // Nothing to do: the job is in this state, or the request is pending.
             (Action::Cancel, State::Cancelled, _)
             | (Action::Cancel, State::Running, Some(Requested::Cancel))
             | (Action::Pause, State::Paused, _)
             | (Action::Pause, State::Running, Some(Requested::Pause)) => return Ok(row),
             (Action::Cancel, State::Queued | State::Paused, _) => {
-                job_leave(&mut tx, &row, Leave::to(State::Cancelled), "job.cancelled", CancelledDetail {}, now).await?;
+                job_transition(
+                    &mut tx,
+                    &row,
+                    Transition::to(State::Cancelled),
+                    "job.cancelled",
+                    CancelledDetail {},
+                    now,
+                )
+                .await?;
             }
             (Action::Cancel, State::Running, _) => {
                 job_mark(&mut tx, id, Some("cancel"), "job.cancel_requested", now).await?;
             }
             (Action::Pause, State::Queued, _) => {
                 let data = PausedDetail { reason: None };
-                job_leave(&mut tx, &row, Leave::to(State::Paused), "job.paused", data, now).await?;
+                job_transition(&mut tx, &row, Transition::to(State::Paused), "job.paused", data, now).await?;
             }
             (Action::Pause, State::Running, None) => {
                 job_mark(&mut tx, id, Some("pause"), "job.pause_requested", now).await?;
             }
             (Action::Resume, State::Paused, _) => {
-                job_leave(&mut tx, &row, Leave::to(State::Queued), "job.resumed", QueuedDetail::default(), now).await?;
+                job_transition(
+                    &mut tx,
+                    &row,
+                    Transition::to(State::Queued),
+                    "job.resumed",
+                    QueuedDetail::default(),
+                    now,
+                )
+                .await?;
             }
             (Action::Resume, State::Running, Some(Requested::Pause)) => {
                 job_mark(&mut tx, id, None, "job.resumed", now).await?;
@@ -90,31 +106,31 @@ impl Store {
     }
 }
 
-/// What a job is like in the state it moves to; the fields that a claim owns are always cleared.
-pub(super) struct Leave {
+/// The new state of a job and its fields. The fields that belong to a claim are always cleared.
+pub(super) struct Transition {
     pub to: State,
     pub status_reason: Option<String>,
     pub failure: Option<Failure>,
     pub failed_attempts: Option<u32>,
 }
 
-impl Leave {
-    pub fn to(to: State) -> Leave {
-        Leave { to, status_reason: None, failure: None, failed_attempts: None }
+impl Transition {
+    pub fn to(to: State) -> Transition {
+        Transition { to, status_reason: None, failure: None, failed_attempts: None }
     }
 }
 
-/// Moves a job out of the state and attempt of `row` (to anything but `running`, which is the claim's) and tells of it.
-pub(super) async fn job_leave(
+/// Moves a job out of the state and attempt of `row` to any state except `running` (which a claim sets), and records the event.
+pub(super) async fn job_transition(
     tx: &mut SqliteConnection,
     row: &JobRow,
-    leave: Leave,
+    transition: Transition,
     event: &'static str,
     data: impl Serialize + Send,
     now: i64,
 ) -> Result<(), StoreError> {
-    let Leave { to, status_reason, failure, failed_attempts } = leave;
-    // What this attempt reached outlives it.
+    let Transition { to, status_reason, failure, failed_attempts } = transition;
+    // The progress of this attempt is kept after its end.
     let (reached, failed_attempts) = if row.state == State::Running {
         let (progressed, reached) = progress(tx, row).await?;
         (Some(to_json("reached", &reached)?), failed_attempts.or(progressed.then_some(0)))

@@ -1,42 +1,42 @@
-//! Whose a thing is: what a request is checked against before anything else.
+//! Owners of objects. A request is checked against the owner before anything else.
 
 use super::{Doing, Store, StoreError};
 use crate::id::{AdapterId, CheckpointId, DatasetId, JobId, WebhookId};
 
 impl Store {
-    /// The owner of a job; None = there is no such job. The same for the others.
+    /// Returns the owner of a job; `None` = there is no such job. The methods below do the same for other objects.
     pub async fn job_owner(&self, id: JobId) -> Result<Option<String>, StoreError> {
         self.owner_of("SELECT owner FROM jobs WHERE id = ?", &id.to_string()).await
     }
 
-    /// Of a dataset.
+    /// Returns the owner of a dataset.
     pub async fn dataset_owner(&self, id: DatasetId) -> Result<Option<String>, StoreError> {
         self.owner_of("SELECT owner FROM datasets WHERE id = ?", &id.to_string()).await
     }
 
-    /// Of an adapter.
+    /// Returns the owner of an adapter.
     pub async fn adapter_owner(&self, id: AdapterId) -> Result<Option<String>, StoreError> {
         self.owner_of("SELECT owner FROM adapters WHERE id = ?", &id.to_string()).await
     }
 
-    /// Of a checkpoint: its job's.
+    /// Returns the owner of a checkpoint, which is its job's owner.
     pub async fn checkpoint_owner(&self, id: CheckpointId) -> Result<Option<String>, StoreError> {
         let query =
             "SELECT jobs.owner FROM checkpoints JOIN jobs ON jobs.id = checkpoints.job_id WHERE checkpoints.id = ?";
         self.owner_of(query, &id.to_string()).await
     }
 
-    /// Of a verdict or an export: its job's.
+    /// Returns the owner of a verdict or an export, which is its job's owner.
     pub async fn task_owner(&self, id: &str) -> Result<Option<String>, StoreError> {
         self.owner_of("SELECT jobs.owner FROM tasks JOIN jobs ON jobs.id = tasks.job_id WHERE tasks.id = ?", id).await
     }
 
-    /// Of a model; empty = everybody's.
+    /// Returns the owner of a model; empty = available to everyone.
     pub async fn model_owner(&self, id: &str) -> Result<Option<String>, StoreError> {
         self.owner_of("SELECT owner FROM models WHERE id = ?", id).await
     }
 
-    /// Of a webhook. One of every owner's jobs is nobody's but the admins', whoever's key made it: empty.
+    /// Returns the owner of a webhook. A webhook for all jobs belongs to the admins only, whichever key created it: empty.
     pub async fn webhook_owner(&self, id: WebhookId) -> Result<Option<String>, StoreError> {
         self.owner_of("SELECT CASE all_jobs WHEN 1 THEN '' ELSE owner END FROM webhooks WHERE id = ?", &id.to_string())
             .await

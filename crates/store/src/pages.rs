@@ -1,4 +1,4 @@
-//! Lists in pages: rows, and an opaque cursor to go on from.
+//! Lists in pages: rows, and an opaque cursor for the next page.
 
 use std::str::FromStr;
 
@@ -12,18 +12,18 @@ use super::{Doing, Store, StoreError, column};
 /// One page of a list.
 #[derive(Debug, Clone)]
 pub struct Page<T> {
-    /// The rows.
+    /// Rows of the page.
     pub data: Vec<T>,
     /// Cursor of the next page; `None` = this is the last one.
     pub next: Option<String>,
 }
 
-/// An opaque cursor over the sort keys of a page's last row.
+/// Creates an opaque cursor from the sort keys of a page's last row.
 pub(super) fn cursor<const N: usize>(list: &str, keys: [&str; N]) -> String {
     URL_SAFE_NO_PAD.encode(format!("{list}\u{1f}{}", keys.join("\u{1f}")))
 }
 
-/// The keys of a cursor of this list.
+/// Returns the keys in a cursor of this list.
 pub(super) fn parse_cursor<const N: usize>(list: &str, text: &str) -> Result<[String; N], StoreError> {
     let bytes = URL_SAFE_NO_PAD.decode(text).map_err(|_| StoreError::BadCursor)?;
     let plain = String::from_utf8(bytes).map_err(|_| StoreError::BadCursor)?;
@@ -34,23 +34,23 @@ pub(super) fn parse_cursor<const N: usize>(list: &str, text: &str) -> Result<[St
     parts.collect::<Vec<_>>().try_into().map_err(|_| StoreError::BadCursor)
 }
 
-/// A list that shows the newest first.
+/// A list that shows the newest items first.
 pub(super) struct Newest<'a> {
-    /// Its name, in cursors and in messages.
+    /// Name of the list, in cursors and in messages.
     pub list: &'static str,
-    /// Rows with `created_at` and `id`, in the order of both, from before (?1, ?2), an owner's (?3) or, for NULL, all, at
-    /// most ?4.
+    /// Statement that selects rows with `created_at` and `id`, ordered by both, from before (?1, ?2), of an owner (?3; NULL
+    /// = all), at most ?4.
     pub sql: &'static str,
-    /// None = all.
+    /// Owner of the rows; `None` = all owners.
     pub owner: Option<&'a str>,
-    /// The cursor of the page before.
+    /// Cursor of the previous page.
     pub after: Option<&'a str>,
-    /// Rows of the page, 1 to 1000.
+    /// Number of rows per page, 1 to 1000.
     pub limit: u32,
 }
 
 impl Store {
-    /// A page of a list.
+    /// Returns a page of a list.
     pub(super) async fn newest<T>(
         &self,
         newest: Newest<'_>,
@@ -74,14 +74,14 @@ impl Store {
     }
 }
 
-/// Where a list that shows the newest first goes on: the time and the id of the last row of the page before.
+/// Returns where a newest-first list continues: the time and the id of the last row of the previous page.
 pub(super) fn newest_after(list: &str, after: Option<&str>) -> Result<(i64, String), StoreError> {
     let Some(after) = after else { return Ok((i64::MAX, String::new())) };
     let [created_at, id] = parse_cursor(list, after)?;
     Ok((cursor_key(&created_at)?, id))
 }
 
-/// A key of a cursor as its type.
+/// Parses a key of a cursor.
 pub(super) fn cursor_key<T: FromStr>(text: &str) -> Result<T, StoreError> {
     text.parse().map_err(|_| StoreError::BadCursor)
 }

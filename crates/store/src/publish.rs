@@ -1,4 +1,4 @@
-//! A checkpoint becomes public: its bytes first, then the row that names them.
+//! Publication of a checkpoint: its files first, then the row that names them.
 
 use rlood_types::causes::with_causes;
 
@@ -13,20 +13,20 @@ pub enum PublishError {
     /// The attempt does not own the job, or the database cannot be used.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// The files are not those of the list, or the data directory cannot be used.
+    /// The files do not match the list, or the data directory cannot be used.
     #[error(transparent)]
     Files(#[from] FilesError),
-    /// A test let it fail here.
+    /// A test injected a failure here.
     #[error(transparent)]
     Stopped(std::io::Error),
 }
 
-/// The uploaded bytes to their place first, then the row that names them; what that replaces goes last. A call whose answer was
-/// lost can be made again.
+/// Moves the uploaded files to their final path first, then inserts the row that names them, and finally removes what that
+/// replaces. A call whose response was lost can be repeated.
 ///
 /// # Errors
-/// When the attempt does not own the job, the files are not those of the list, or the database or the data directory cannot be
-/// used.
+/// Fails if the attempt does not own the job, the files do not match the list, or the database or the data
+/// directory cannot be used.
 pub async fn publish_checkpoint(
     store: &Store,
     data: &DataDir,
@@ -35,7 +35,7 @@ pub async fn publish_checkpoint(
 ) -> Result<CheckpointId, PublishError> {
     let PublishCheckpoint { job, attempt, step, files, .. } = checkpoint;
     store.claim_check(job, attempt).await?;
-    // The answer to the first call was lost.
+    // The response to the first call was lost.
     let rows = store.checkpoint_list(job).await?;
     if let Some(row) = rows.iter().find(|row| (row.step, row.attempt) == (step, attempt) && row.files == files) {
         return Ok(row.id);
@@ -54,7 +54,7 @@ pub async fn publish_checkpoint(
     data.checkpoint_published(job, step, attempt);
     fail_point!("publish.published").map_err(PublishError::Stopped)?;
     let removed = publication.removed;
-    // The new one is published: a directory that cannot be removed now is swept at the next start.
+    // The new checkpoint is published. A directory that cannot be removed now is removed at the next start.
     let swept = data.in_background(move |data| {
         removed.iter().try_for_each(|old| data.checkpoint_remove(old.job, old.step, old.attempt))
     });

@@ -1,4 +1,4 @@
-//! What a server that was killed left behind, put in order by the next one.
+//! Recovery: cleans up after a server that was killed.
 
 use rlood_types::task::TaskState;
 
@@ -16,17 +16,18 @@ pub enum RecoveryError {
     Store(#[from] StoreError),
 }
 
-/// Requeues what the former server's own workers did, gives every other claim a whole lease, and removes files that no row names.
+/// Requeues the jobs of the former server's own workers, renews the lease of every other claim, and removes files
+/// without a database row.
 ///
 /// # Errors
-/// When the database or the data directory cannot be used; it can be called again.
+/// Fails if the database or the data directory cannot be used; it can be called again.
 pub async fn recover(store: &Store, files: &DataDir, lease_ms: i64, now: i64) -> Result<(), RecoveryError> {
     store.keys_free_in_flight().await?;
     for job in store.workers_forget_children(now).await? {
         tracing::warn!(target: "rlood::serve", %job, "the job's worker died with the former server; it is queued again");
     }
     store.tasks_requeue().await?;
-    // Workers started by hand may still be at work: give them the time to come back.
+    // Manually started workers may still be running, so they get time to reconnect.
     store.leases_renew(now, lease_ms).await?;
     let mut datasets = Vec::new();
     let mut after = None;

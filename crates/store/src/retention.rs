@@ -1,28 +1,28 @@
-//! What finished jobs leave behind, removed after a while where the operator says so.
+//! Retention: removes data of ended jobs after a configured time.
 
 use super::artifacts::CheckpointRow;
 use super::{Doing, Store, StoreError};
 
-/// Rows that one transaction removes: the writer must not be held for long.
-const AT_ONCE: i64 = 5_000;
+/// Maximum number of rows that one transaction removes, because the writer connection must not be held for long.
+const BATCH_SIZE: i64 = 5_000;
 
-/// What of a finished job.
+/// Kind of data of an ended job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Leftover {
-    /// Its history.
+    /// Events, the job's history.
     Events,
-    /// Its completions.
+    /// Completions with their rewards.
     Samples,
-    /// Its metrics by step.
+    /// Metrics of every optimizer step.
     Metrics,
-    /// Its workers' words.
+    /// Log lines of its workers.
     Logs,
-    /// The completions and reward answers since its last checkpoint, for a retry.
+    /// Completions and reward answers since the last checkpoint, which a retry uses.
     Journal,
 }
 
 impl Leftover {
-    /// A job that has some, then some of it; both end with a limit.
+    /// Returns two statements: one selects a job that has such data, the other removes some of it; both end with a limit.
     fn statements(self) -> (&'static str, &'static str) {
         match self {
             Leftover::Events => (
@@ -50,18 +50,19 @@ impl Leftover {
 }
 
 impl Store {
-    /// Removes some of what jobs that finished before this time (Unix ms) left; returns how many rows. 0 = nothing is left.
+    /// Removes some data of jobs that ended before this time (Unix time in milliseconds); returns the number of
+    /// rows. 0 = nothing is left.
     pub async fn leftovers_remove(&self, what: Leftover, finished_before: i64) -> Result<u64, StoreError> {
         let doing = "remove what finished jobs left";
         let (find, remove) = what.statements();
         let job: Option<String> =
             sqlx::query_scalar(find).bind(finished_before).fetch_optional(&self.readers).await.doing(doing)?;
         let Some(job) = job else { return Ok(0) };
-        let removed = sqlx::query(remove).bind(job).bind(AT_ONCE).execute(&self.writer).await.doing(doing)?;
+        let removed = sqlx::query(remove).bind(job).bind(BATCH_SIZE).execute(&self.writer).await.doing(doing)?;
         Ok(removed.rows_affected())
     }
 
-    /// Forgets the checkpoints, but for pinned ones, of a job that finished before this time; the caller then removes their
+    /// Deletes the rows of the unpinned checkpoints of one job that ended before this time; the caller then removes their
     /// directories. Empty = there is no such job any more.
     pub async fn leftover_checkpoints_remove(&self, finished_before: i64) -> Result<Vec<CheckpointRow>, StoreError> {
         let doing = "remove checkpoints of finished jobs";
@@ -84,25 +85,25 @@ impl Store {
             .collect()
     }
 
-    /// Removes some of the record of changes from before this time; returns how many rows.
+    /// Removes some entries of the audit log from before this time; returns the number of rows.
     pub async fn audit_remove(&self, before: i64) -> Result<u64, StoreError> {
         let removed = sqlx::query("DELETE FROM audit WHERE id IN (SELECT id FROM audit WHERE time < ? LIMIT ?)")
             .bind(before)
-            .bind(AT_ONCE)
+            .bind(BATCH_SIZE)
             .execute(&self.writer)
             .await
             .doing("remove old entries of the record of changes")?;
         Ok(removed.rows_affected())
     }
 
-    /// Removes some messages that were delivered or given up before this time, with their log; returns how many.
+    /// Removes some messages that were delivered or abandoned before this time, with their log; returns how many.
     pub async fn deliveries_remove(&self, before: i64) -> Result<u64, StoreError> {
         let removed = sqlx::query(
             "DELETE FROM deliveries WHERE id IN \
              (SELECT id FROM deliveries WHERE state <> 'pending' AND finished_at < ? LIMIT ?)",
         )
         .bind(before)
-        .bind(AT_ONCE)
+        .bind(BATCH_SIZE)
         .execute(&self.writer)
         .await
         .doing("remove old messages")?;

@@ -1,4 +1,4 @@
-//! A job made from one that is over, by its plan and secrets: from the start, or resuming where the old one was.
+//! Creates a job from one that has ended, with its plan and secrets: from the start, or resuming the old job's state.
 
 use serde_json::json;
 use sqlx::sqlite::SqliteConnection;
@@ -11,23 +11,23 @@ use super::{CheckpointRow, Doing, Store, StoreError};
 use crate::id::JobId;
 use crate::job::Action;
 
-/// What a retry takes over from the job it is made from.
+/// The state that a retry takes over from the old job.
 #[derive(Debug, Clone, Default)]
 pub struct Continuation {
-    /// The old job's checkpoints, newest first; their files lie in the new job's directory as attempt 0. The new job begins
-    /// with the first one, whose files are verified; without any it begins at step 0.
+    /// The old job's checkpoints, newest first; their files are in the new job's directory as attempt 0. The new job starts from
+    /// the first one, whose files were verified; without any it starts at step 0.
     pub checkpoints: Vec<CheckpointRow>,
-    /// Newer checkpoints that cannot be used: their files are damaged or unreadable.
+    /// Newer checkpoints that cannot be used, because their files are damaged or unreadable.
     pub damaged: Vec<CheckpointRow>,
 }
 
 impl Store {
-    /// A new queued job with the same spec, plan and secrets, from the start; only of a job that is over.
+    /// Queues a new job with the same spec, plan and secrets, from the start. The old job must have ended.
     pub async fn job_retry(&self, id: JobId, new_id: JobId, now: i64) -> Result<JobRow, StoreError> {
         self.job_retry_with(id, new_id, None, now).await
     }
 
-    /// The same, resuming with the old job's checkpoints and its journal: what was answered is not asked again.
+    /// Queues a new job that resumes with the old job's checkpoints and its journal, so that answered requests are not sent again.
     pub async fn job_retry_latest(
         &self,
         id: JobId,
@@ -105,8 +105,8 @@ async fn continue_from(
     for checkpoint in checkpoints {
         checkpoint_adopt(tx, job, checkpoint, checkpoint.best, now).await?;
     }
-    // The journal goes on from the newest checkpoint. From an older one the steps between are trained again: only if their
-    // rewards are the same are the completions after them the same too.
+    // The journal continues from the newest checkpoint. From an older one, the steps in between are trained again, and later
+    // completions are the same only if the rewards are.
     let follows = damaged.is_empty();
     journal_copy(tx, parent, job, follows, now).await
 }

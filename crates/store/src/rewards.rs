@@ -1,43 +1,43 @@
-//! How the rewards of jobs do, as their workers tell it; and jobs that wait for a reward service.
+//! Statistics of jobs' rewards as reported by their workers, and jobs that wait for a reward service.
 
 use sqlx::sqlite::SqliteRow;
 
 use super::claims::owned_row;
 use super::jobs::job_row;
-use super::moves::{Leave, job_leave};
+use super::moves::{Transition, job_transition};
 use super::{Doing, Store, StoreError, column, count_column, id_column, int, json_column, to_json};
 use crate::id::JobId;
 use crate::job::State;
 use crate::lifecycle::message::QueuedDetail;
 use crate::protocol::{RewardHealth, RewardReport, RewardReports};
 
-/// Jobs that wait for a reward service.
+/// Selects jobs that wait for a reward service.
 pub const OUTAGE_JOBS: &str = "SELECT id, next_seq - 1 AS last_seq FROM jobs INDEXED BY jobs_outage \
      WHERE state = 'paused' AND status_reason = 'reward_outage' ORDER BY id";
-/// Bytes of one reward's health; a larger one is kept without its messages.
+/// Maximum size of one reward's statistics, in bytes; larger ones are stored without messages.
 const MAX_BYTES: usize = 256 * 1024;
-/// Rewards of a job, the evaluation's own among them.
+/// Maximum number of rewards of a job, including the evaluation's own.
 const MAX_REWARDS: usize = 64;
 
-/// How one reward of one job does.
+/// Statistics of one reward of one job.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RewardHealthRow {
-    /// The job.
+    /// Id of the job.
     pub job: JobId,
-    /// The attempt that told last.
+    /// Number of the attempt that reported last.
     pub attempt: u64,
-    /// Unix ms.
+    /// Time of the report, Unix time in milliseconds.
     pub time: i64,
     /// The reward and its counts.
     pub report: RewardReport,
 }
 
 impl Store {
-    /// Keeps what a worker tells, in place of what it told before. `LeaseLost` when the attempt does not own the job.
+    /// Stores a worker's report in place of the previous one. `LeaseLost` if the attempt does not own the job.
     pub async fn reward_reports_store(&self, job: JobId, reports: &RewardReports, now: i64) -> Result<(), StoreError> {
         let doing = "store how rewards do";
         let RewardReports { attempt, rewards } = reports;
-        let mut tx = self.begin_soon(doing).await?;
+        let mut tx = self.begin_relaxed(doing).await?;
         owned_row(&mut tx, job, *attempt).await?;
         for RewardReport { name, evaluation, health } in rewards.iter().take(MAX_REWARDS) {
             let mut text = to_json("health", health)?;
@@ -63,7 +63,7 @@ impl Store {
         self.commit(tx, doing).await
     }
 
-    /// What is known of a job's rewards.
+    /// Returns the statistics of a job's rewards.
     pub async fn reward_health(&self, job: JobId) -> Result<Vec<RewardHealthRow>, StoreError> {
         sqlx::query("SELECT * FROM reward_health WHERE job_id = ? ORDER BY evaluation, name")
             .bind(job.to_string())
@@ -75,7 +75,7 @@ impl Store {
             .collect()
     }
 
-    /// The rewards that were told of last, at most so many, latest first; of an owner's jobs, or None = of all.
+    /// Returns the most recently reported rewards, latest first, at most `limit`; of an owner's jobs (`None` = all).
     pub async fn reward_health_latest(
         &self,
         owner: Option<&str>,
@@ -99,7 +99,7 @@ impl Store {
             .collect()
     }
 
-    /// The jobs that are paused because a reward service is away, and the `seq` of the latest event of each.
+    /// Returns the jobs that are paused because a reward service is unavailable, each with the `seq` of its latest event.
     pub async fn jobs_in_outage(&self) -> Result<Vec<(JobId, i64)>, StoreError> {
         sqlx::query(OUTAGE_JOBS)
             .fetch_all(&self.readers)
@@ -110,8 +110,8 @@ impl Store {
             .collect()
     }
 
-    /// Queues a job again whose reward service is back; `false` when it does not wait for that (any more): somebody resumed,
-    /// paused or cancelled it meanwhile.
+    /// Queues a job again whose reward service is available again; `false` if it no longer waits for that, because a user resumed,
+    /// paused or cancelled it.
     pub async fn job_resume_after_outage(&self, id: JobId, now: i64) -> Result<bool, StoreError> {
         let doing = "resume a job after an outage";
         let mut tx = self.begin(doing).await?;
@@ -121,7 +121,7 @@ impl Store {
         }
         let (by, reason) = (Some("server".to_owned()), Some("reward_outage".to_owned()));
         let data = QueuedDetail { by, reason, ..QueuedDetail::default() };
-        job_leave(&mut tx, &row, Leave::to(State::Queued), "job.resumed", data, now).await?;
+        job_transition(&mut tx, &row, Transition::to(State::Queued), "job.resumed", data, now).await?;
         self.commit(tx, doing).await?;
         self.wake_job(id);
         self.wake_queue();

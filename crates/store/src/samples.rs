@@ -1,9 +1,9 @@
-//! A job's completions: searched and paged; and the oldest removed where they take too much room.
+//! Samples, the completions of a job: search, paging, and removal of the oldest ones when they take too much space.
 //!
-//! One sample is one row with its JSON. Ids and reasons are found in the text of that JSON, which is always compact as serde
-//! writes it; a search first narrows by a LIKE over the text (a superset: ASCII case, other letters as wildcards) and then
-//! compares prompt and completion exactly. Every order walks an index, so a page costs what it reads. A search reads what it does
-//! not show as well: it has connections of its own, and may end early with what it found and where it stopped.
+//! One sample is one row with its JSON. Ids and reasons are found in the text of that JSON, which is always in serde's compact
+//! form. A search first narrows by a LIKE over the text (a superset: ASCII case, other letters as wildcards) and then compares
+//! prompt and completion exactly. Every order walks an index, so the cost of a page is proportional to what it reads. A search also
+//! reads rows that it does not return. It has separate connections, and may end early with its results so far and its position.
 
 use std::time::Instant;
 
@@ -15,60 +15,60 @@ use sqlx::{QueryBuilder, Sqlite};
 use super::events::event_insert;
 use super::{
     Doing, Page, Store, StoreError, column, count_column, cursor, cursor_key, int, json_column, parse_cursor, to_json,
-    word,
+    variant_name,
 };
 use crate::event::{FinishReason, Sample, SamplePhase};
 use crate::id::JobId;
 
-/// One stored sample.
+/// A sample in the database.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SampleRow {
-    /// Ascending in the order they came.
+    /// Number of the row, ascending in the order of arrival.
     pub id: i64,
-    /// The sample.
+    /// The sample as it was stored.
     pub sample: Sample,
 }
 
-/// The order of samples.
+/// The order of returned samples.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum SampleSort {
-    /// Latest first.
+    /// The latest samples come first.
     #[default]
     Recent,
-    /// Highest reward first; unscorable ones last.
+    /// Highest reward first; unscorable samples last.
     Best,
-    /// Lowest reward first; unscorable ones last.
+    /// Lowest reward first; unscorable samples last.
     Worst,
 }
 
-/// Which samples, in which order; `None` = any.
+/// Filter and order of samples; `None` = any.
 #[derive(Debug, Clone, Default)]
 pub struct SampleQuery {
-    /// From this step.
+    /// First step to return.
     pub min_step: Option<u64>,
-    /// To this step.
+    /// Last step to return.
     pub max_step: Option<u64>,
-    /// Training or evaluation.
+    /// Only training, or only evaluation.
     pub phase: Option<SamplePhase>,
-    /// Of this dataset row: `row_N`.
+    /// Only this dataset row: `row_N`.
     pub prompt_id: Option<String>,
-    /// Of this group.
+    /// Only samples of this group.
     pub group_id: Option<String>,
-    /// Why it ended.
+    /// Only completions that ended for this reason.
     pub finish_reason: Option<FinishReason>,
-    /// At least this reward; leaves unscorable ones out.
+    /// Minimum reward; unscorable samples are left out.
     pub min_reward: Option<f64>,
-    /// At most this reward; leaves unscorable ones out.
+    /// Maximum reward; unscorable samples are left out.
     pub max_reward: Option<f64>,
-    /// The order.
+    /// Order of the samples.
     pub sort: SampleSort,
-    /// Prompt or completion contains this, whatever the case.
+    /// Only samples whose prompt or completion contains this text, ignoring case.
     pub contains: Option<String>,
-    /// Cursor.
+    /// Cursor of the previous page.
     pub after: Option<String>,
-    /// Rows a page.
+    /// Number of rows per page.
     pub limit: u32,
-    /// A search that has come so far ends its page early.
+    /// Time at which a search ends its page early.
     pub until: Option<Instant>,
 }
 
@@ -106,26 +106,26 @@ impl SampleQuery {
     }
 }
 
-/// Samples that had to make room.
+/// Samples that were removed to free space.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SamplesRemoved {
-    /// How many.
+    /// Number of removed samples.
     pub samples: u64,
-    /// What they took, bytes.
+    /// Their former size, in bytes.
     pub size_bytes: u64,
-    /// Up to this training step (inclusive) they are gone.
+    /// Last training step (inclusive) with removed samples.
     pub to_step: Option<u64>,
 }
 
-/// Steps of one removal: a longer transaction would keep other writers waiting.
+/// Maximum number of steps per removal, because a longer transaction would block other writers.
 const MAX_REMOVED_STEPS: usize = 64;
-/// A range of so few steps is read by step and sorted; a longer one is filtered in the order asked for.
+/// Maximum number of steps of a range that is read by step and sorted; a longer range is filtered in the requested order.
 const FEW_STEPS: u64 = 64;
 
-/// Rows that a search reads before others get their turn on its thread.
-const ROWS_A_TURN: u32 = 64;
+/// Number of rows that a search reads before it yields its thread.
+const ROWS_PER_TURN: u32 = 64;
 
-/// Where a page goes on: the last row's reward (by its bits) and id.
+/// The position at which a page continues: the last row's reward (by its bits) and id.
 enum After {
     Start,
     Scored(f64, i64),
@@ -133,8 +133,8 @@ enum After {
 }
 
 impl Store {
-    /// A page of samples. Ties of rewards are broken by age, so that no sample is missed or shown twice while nothing is
-    /// removed. A search that ends early has a `next`, and maybe no samples.
+    /// Returns a page of samples. Ties of rewards are broken by age, so that no sample is missed or shown twice unless some are
+    /// removed. A search that ends early has a `next`, possibly without samples.
     pub async fn sample_page(&self, job: JobId, query: &SampleQuery) -> Result<Page<SampleRow>, StoreError> {
         let list = format!("samples {:?}", query.sort);
         let after = match &query.after {
@@ -150,7 +150,7 @@ impl Store {
         };
         let limit = query.limit.clamp(1, 1000) as usize;
         let mut found: Vec<(Option<f64>, SampleRow)> = Vec::new();
-        // Scored first, unscorable ones after them; the latest first knows no difference.
+        // Scored samples first, then unscorable ones; the order by time makes no difference between them.
         let by_reward = query.sort != SampleSort::Recent;
         let bounded = query.min_reward.is_some() || query.max_reward.is_some();
         let mut stopped_at = None;
@@ -171,8 +171,8 @@ impl Store {
         Ok(Page { data: found.into_iter().map(|(_, row)| row).collect(), next })
     }
 
-    /// Appends rows in order until `found` has `enough`; `scored`: only those with a reward, only those without, or both. Returns
-    /// the reward and the id of the row at which it ended early.
+    /// Appends rows in order until `found` has `enough`; `scored` selects rows with a reward, rows without, or both. Returns the
+    /// reward and the id of the row at which it ended early.
     async fn sample_scan(
         &self,
         job: JobId,
@@ -197,7 +197,7 @@ impl Store {
                 break;
             }
             let Some(row) = rows.try_next().await.doing(doing)? else { break };
-            if count % ROWS_A_TURN == 0 {
+            if count % ROWS_PER_TURN == 0 {
                 tokio::task::yield_now().await;
             }
             let (reward, id) = (column(&row, "reward")?, column(&row, "id")?);
@@ -222,7 +222,7 @@ impl Store {
         Ok(None)
     }
 
-    /// What has been removed of a job's samples to keep within the limit; None = all are there.
+    /// Returns how many of a job's samples were removed to stay within the limit; `None` = none.
     pub async fn samples_removed(&self, job: JobId) -> Result<Option<SamplesRemoved>, StoreError> {
         sqlx::query(
             "SELECT removed_samples, removed_bytes, removed_to_step FROM sample_usage WHERE job_id = ? AND removed_samples > 0",
@@ -236,9 +236,9 @@ impl Store {
         .transpose()
     }
 
-    /// Removes the oldest samples, whole steps at a time, until they take at most `max_bytes` less a 64th: of training first,
-    /// then of evaluations; the newest step of either is never touched. The event `samples.removed` tells of it. `None` when
-    /// nothing had to go. 0 = no limit.
+    /// Removes the oldest samples, whole steps at a time, until they take at most `max_bytes` minus 1/64: samples of training
+    /// first, then of evaluations. The newest step of either is never removed. The event `samples.removed` reports the removal.
+    /// `None` if nothing was removed. 0 = no limit.
     pub async fn samples_retain(
         &self,
         job: JobId,
@@ -263,14 +263,14 @@ impl Store {
                      AND step < (SELECT MAX(step) FROM samples WHERE job_id = ?1 AND phase = ?2)",
                 )
                 .bind(job.to_string())
-                .bind(word(&phase)?)
+                .bind(variant_name(&phase)?)
                 .fetch_one(&mut *tx)
                 .await
                 .doing(doing)?;
                 let Some(oldest) = oldest else { break };
                 let done = sqlx::query("DELETE FROM samples WHERE job_id = ? AND phase = ? AND step = ?")
                     .bind(job.to_string())
-                    .bind(word(&phase)?)
+                    .bind(variant_name(&phase)?)
                     .bind(oldest)
                     .execute(&mut *tx)
                     .await
@@ -308,8 +308,8 @@ impl Store {
     }
 }
 
-/// Every row that the order's index leads to. A search reads the rows that do not fit as well, without their samples: it sees
-/// how far it has come, and its connection ends the query when nobody takes the rows.
+/// Iterates over every row that the order's index leads to. A search also reads the rows that do not match, without their samples,
+/// so that it knows its position. Its connection ends the query when the rows are no longer consumed.
 fn scan(
     job: JobId,
     query: &SampleQuery,
@@ -322,13 +322,13 @@ fn scan(
         (false, SampleSort::Best | SampleSort::Worst) => "samples_reward",
     };
     let mut sql = QueryBuilder::<Sqlite>::new("SELECT id, reward, CASE WHEN ");
-    push_fits(&mut sql, query)?;
+    push_conditions(&mut sql, query)?;
     sql.push(" THEN sample END AS sample FROM samples INDEXED BY ")
         .push(index)
         .push(" WHERE job_id = ")
         .push_bind(job.to_string());
     match query.phase.filter(|_| query.has_few_steps()) {
-        Some(phase) => sql.push(" AND phase = ").push_bind(word(&phase)?),
+        Some(phase) => sql.push(" AND phase = ").push_bind(variant_name(&phase)?),
         None => sql.push(" AND phase IN ('train', 'eval')"),
     };
     if query.has_few_steps() {
@@ -376,11 +376,11 @@ fn scan(
     Ok(sql)
 }
 
-/// Whether a row fits the query, as far as no index can tell.
-fn push_fits(sql: &mut QueryBuilder<Sqlite>, query: &SampleQuery) -> Result<(), StoreError> {
+/// Adds the conditions on a row that no index covers.
+fn push_conditions(sql: &mut QueryBuilder<Sqlite>, query: &SampleQuery) -> Result<(), StoreError> {
     sql.push("TRUE");
     if let Some(phase) = query.phase.filter(|_| !query.has_few_steps()) {
-        sql.push(" AND phase = ").push_bind(word(&phase)?);
+        sql.push(" AND phase = ").push_bind(variant_name(&phase)?);
     }
     if (query.min_step.is_some() || query.max_step.is_some()) && !query.has_few_steps() {
         let (min, max) = query.steps();
@@ -395,7 +395,9 @@ fn push_fits(sql: &mut QueryBuilder<Sqlite>, query: &SampleQuery) -> Result<(), 
         }
     }
     if let Some(reason) = query.finish_reason {
-        sql.push(" AND instr(sample, ").push_bind(format!("\"finish_reason\":\"{}\"", word(&reason)?)).push(") > 0");
+        sql.push(" AND instr(sample, ")
+            .push_bind(format!("\"finish_reason\":\"{}\"", variant_name(&reason)?))
+            .push(") > 0");
     }
     if let Some(text) = &query.contains {
         sql.push(" AND sample LIKE ").push_bind(superset(text)?).push(" ESCAPE '~'");
@@ -412,8 +414,8 @@ fn push_rewards(sql: &mut QueryBuilder<Sqlite>, query: &SampleQuery) {
     }
 }
 
-/// A LIKE pattern that every sample with this text matches: as JSON writes it, any character for letters that are not ASCII
-/// (SQLite knows the case of ASCII only; a letter of another case may even have another length).
+/// Returns a LIKE pattern that matches every sample with this text in its JSON form, with wildcards for non-ASCII letters (SQLite
+/// knows only ASCII case, and a letter in another case may even have another length).
 fn superset(text: &str) -> Result<String, StoreError> {
     let quoted = to_json("search", &text)?;
     let mut pattern = "%".to_owned();

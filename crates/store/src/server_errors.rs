@@ -1,5 +1,5 @@
-//! Errors of the server while it hands out a job: the claim is released, the error is counted apart from the job's own
-//! failures, and the job waits in the queue for a pause that doubles.
+//! Server errors while a job is handed out: the claim is released, the error is counted separately from the job's own failures, and
+//! the job waits in the queue for a pause that doubles.
 
 use serde_json::json;
 
@@ -10,21 +10,21 @@ use crate::id::JobId;
 
 /// `status_reason` of a queued job that the server could not hand out, and the reason in its event `job.requeued`.
 pub const SERVER_ERROR: &str = "server_error";
-/// The first pause before the job is offered again, ms; it doubles with each further error in a row.
+/// First pause before the job is offered again, in milliseconds; it doubles with each further error in a row.
 pub const FIRST_PAUSE_MS: i64 = 1_000;
-/// The longest such pause, ms.
+/// Longest pause before the job is offered again, in milliseconds.
 pub const LONGEST_PAUSE_MS: i64 = 60_000;
-/// Errors in a row after which a `warning` event tells the job's owner.
+/// Number of consecutive errors after which a `warning` event informs the job's owner.
 pub const WARN_AFTER: u32 = 5;
 
-/// The earliest time at which a job that waits after an error of the server is offered again.
+/// Selects the earliest time at which a job that waits after a server error is offered again.
 pub const NEXT_DUE: &str = "SELECT MIN(claim_not_before) FROM jobs INDEXED BY jobs_claim_later \
      WHERE state = 'queued' AND claim_not_before > 0 AND claim_not_before > ?";
 
 impl Store {
-    /// Takes back a claim that the server could not complete because of an error of its own: free for the job, which waits
-    /// [`FIRST_PAUSE_MS`] or longer in its old place in the queue. What the user asked for meanwhile is honoured.
-    /// `LeaseLost` when the attempt does not own the job.
+    /// Releases a claim that the server could not complete because of an internal error. The attempt does not count as failed, and
+    /// the job waits in its old place in the queue for at least [`FIRST_PAUSE_MS`]. A pending request of the user takes effect.
+    /// `LeaseLost` if the attempt does not own the job.
     pub async fn claim_release(&self, job: JobId, attempt: u64, now: i64) -> Result<(), StoreError> {
         let doing = "release a claim";
         let mut tx = self.begin(doing).await?;
@@ -58,7 +58,7 @@ impl Store {
         Ok(())
     }
 
-    /// The claim is complete: the count of errors in a row starts anew.
+    /// Resets the count of consecutive errors, after a complete claim.
     pub async fn claim_completed(&self, job: JobId, attempt: u64) -> Result<(), StoreError> {
         sqlx::query("UPDATE jobs SET server_errors = 0 WHERE id = ? AND attempt = ? AND server_errors > 0")
             .bind(job.to_string())
@@ -69,13 +69,13 @@ impl Store {
         Ok(())
     }
 
-    /// When the next job is due that waits after an error of the server, Unix ms; `None` when no job waits.
+    /// Returns when the next job that waits after a server error is due, Unix time in milliseconds; `None` = no job waits.
     pub async fn claim_due(&self, now: i64) -> Result<Option<i64>, StoreError> {
         sqlx::query_scalar(NEXT_DUE).bind(now).fetch_one(&self.readers).await.doing("look for jobs that wait")
     }
 }
 
-/// The pause after this number of errors in a row, ms.
+/// Returns the pause after this number of consecutive errors, in milliseconds.
 fn pause_ms(errors: u32) -> i64 {
     let doublings = errors.saturating_sub(1).min(16);
     (FIRST_PAUSE_MS << doublings).min(LONGEST_PAUSE_MS)

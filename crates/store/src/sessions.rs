@@ -1,31 +1,31 @@
-//! Browsers that are signed in. The cookie's value is kept as a hash; a session ends with its key.
+//! Sessions of browsers that are signed in. The cookie's value is stored as a hash; a session ends with its key.
 
 use super::api_keys::KeyRow;
 use super::{Doing, Store, StoreError, column};
 use crate::id::KeyId;
 
-/// What a session was opened with.
+/// The key that opened a session.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum SessionKey {
-    /// A key of the table.
+    /// An API key in the database.
     Key(KeyId),
-    /// The environment's key, by its hash: another one in its place ends the session.
+    /// The operator's key from the environment, by its hash. Replacing the key ends the session.
     Operator(Vec<u8>),
 }
 
-/// A session that is not over, and whose key is usable.
+/// A session that has not expired and whose key is valid.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SessionRow {
-    /// The key; None = the environment's.
+    /// The API key; `None` = the operator's key.
     pub key: Option<KeyRow>,
-    /// The hash of the environment's key at the time.
+    /// Hash of the operator's key when the session was opened.
     pub operator_sha256: Option<Vec<u8>>,
-    /// Unix ms.
+    /// Time at which the session expires, Unix time in milliseconds.
     pub expires_at: i64,
 }
 
 impl Store {
-    /// Opens a session.
+    /// Opens a session for a key.
     pub async fn session_create(
         &self,
         sha256: &[u8],
@@ -51,7 +51,7 @@ impl Store {
         Ok(())
     }
 
-    /// The session of this hash, while it lasts.
+    /// Returns the session with this hash, if it has not expired.
     pub async fn session_find(&self, sha256: &[u8], now: i64) -> Result<Option<SessionRow>, StoreError> {
         let doing = "look for a session";
         let row =
@@ -83,7 +83,7 @@ impl Store {
         }))
     }
 
-    /// Ends a session. Idempotent.
+    /// Ends a session. Repeating the call has no effect.
     pub async fn session_delete(&self, sha256: &[u8]) -> Result<(), StoreError> {
         sqlx::query("DELETE FROM sessions WHERE sha256 = ?")
             .bind(sha256)
@@ -93,7 +93,7 @@ impl Store {
         Ok(())
     }
 
-    /// Removes sessions that are over.
+    /// Removes sessions that have expired.
     pub async fn sessions_expire(&self, now: i64) -> Result<(), StoreError> {
         sqlx::query("DELETE FROM sessions WHERE expires_at <= ?")
             .bind(now)

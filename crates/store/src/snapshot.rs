@@ -1,4 +1,4 @@
-//! A copy of the database as it is at one moment, made while the server writes.
+//! A consistent copy of the database, made while the server writes.
 
 use std::collections::HashSet;
 use std::path::Path;
@@ -11,21 +11,21 @@ use super::artifacts::CheckpointRow;
 use super::{Doing, Store, StoreError, corrupt, id_column};
 use crate::id::{CheckpointId, DatasetId};
 
-/// A server's own statements wait for 5 s before they fail.
-const LONGEST_PAUSE: Duration = Duration::from_secs(2);
-/// For a break of somebody who writes all the time.
-const LONGEST_WAIT: Duration = Duration::from_secs(30);
+/// Maximum time that writes are paused. The server's own statements wait for 5 s before they fail.
+const MAX_WRITE_PAUSE: Duration = Duration::from_secs(2);
+/// Maximum time to wait for a moment without another writer.
+const MAX_WAIT: Duration = Duration::from_secs(30);
 
 impl Store {
-    /// Writes a consistent copy to a file that does not exist yet. `keep` gets every checkpoint that the copy will name, before
-    /// the server can remove one: nobody else writes until the copy has begun, some ms.
+    /// Writes a consistent copy to a file that does not exist yet. `keep` receives every checkpoint that the copy will name before
+    /// the server can remove one. Other writes are paused for some milliseconds until the copy has begun.
     pub async fn snapshot_to(&self, path: &Path, keep: &mut impl FnMut(&[CheckpointRow])) -> Result<(), StoreError> {
         let doing = "copy the database";
-        // Secrets are in it from the first byte on; an empty file is as good as none.
+        // The file contains secrets from the first byte on. SQLite treats an empty file like a missing one.
         super::make_private(path).map_err(|error| StoreError::Open { path: path.to_owned(), source: error.into() })?;
         let name = path.to_str().ok_or("the path is not UTF-8").map_err(corrupt("path of a snapshot"))?;
-        let mut pause = self.pause().await;
-        let end = Instant::now() + LONGEST_PAUSE;
+        let mut pause = self.pause_writes().await;
+        let end = Instant::now() + MAX_WRITE_PAUSE;
         keep(&self.checkpoint_all().await?);
         let mut copy = pin!(sqlx::query("VACUUM INTO ?").bind(name).execute(&self.readers));
         loop {
@@ -35,7 +35,7 @@ impl Store {
                     break;
                 }
                 () = tokio::time::sleep(Duration::from_millis(1)), if pause.is_some() => {
-                    // Bytes of it are of one moment, and all the others will be.
+                    // The first bytes were written, so the copy's moment in time is fixed.
                     let has_begun = std::fs::metadata(path).is_ok_and(|file| file.len() > 0);
                     if has_begun || Instant::now() > end {
                         rollback(pause.take()).await?;
@@ -46,12 +46,12 @@ impl Store {
         rollback(pause).await
     }
 
-    /// While this is open nobody else writes. Not to be had where the data directory is mounted read only, or where a disk
-    /// is too slow for the server's writes; the caller then sees what is gone.
-    async fn pause(&self) -> Option<Transaction<'static, Sqlite>> {
-        // SQLite's own waiting looks ten times a second, and so misses the breaks of a server that writes all the time.
+    /// Blocks other writers while the returned transaction is open. `None` if the data directory is mounted read-only, or the disk
+    /// is too slow for the server's writes; the caller then detects which files are gone.
+    async fn pause_writes(&self) -> Option<Transaction<'static, Sqlite>> {
+        // SQLite's own waiting polls ten times a second, and so misses the gaps of a server that writes continuously.
         const BEGIN: &str = "PRAGMA busy_timeout = 0; BEGIN IMMEDIATE; PRAGMA busy_timeout = 10000";
-        let end = Instant::now() + LONGEST_WAIT;
+        let end = Instant::now() + MAX_WAIT;
         loop {
             match self.writer.begin_with(BEGIN).await {
                 Err(error) if is_busy(&error) && Instant::now() < end => {
@@ -62,7 +62,7 @@ impl Store {
         }
     }
 
-    /// Every published checkpoint: of jobs that are not over first, newest first of each.
+    /// Lists every published checkpoint: of jobs that have not ended first, newest first within each job.
     pub async fn checkpoint_all(&self) -> Result<Vec<CheckpointRow>, StoreError> {
         sqlx::query(
             "SELECT * FROM checkpoints \
@@ -76,7 +76,7 @@ impl Store {
         .collect()
     }
 
-    /// The newest checkpoint of each job that is not over: what it goes on from.
+    /// Returns the newest checkpoint of each job that has not ended, from which the job resumes.
     pub async fn checkpoints_needed(&self) -> Result<HashSet<CheckpointId>, StoreError> {
         sqlx::query(
             "SELECT id FROM checkpoints AS one \
@@ -91,7 +91,7 @@ impl Store {
         .collect()
     }
 
-    /// Forgets a checkpoint whose files are gone.
+    /// Deletes the row of a checkpoint whose files are gone.
     pub async fn checkpoint_forget(&self, id: CheckpointId) -> Result<(), StoreError> {
         sqlx::query("DELETE FROM checkpoints WHERE id = ?")
             .bind(id.to_string())
@@ -101,7 +101,7 @@ impl Store {
         Ok(())
     }
 
-    /// Forgets a dataset whose file is gone.
+    /// Deletes the row of a dataset whose file is gone.
     pub async fn dataset_forget(&self, id: DatasetId) -> Result<(), StoreError> {
         sqlx::query("DELETE FROM datasets WHERE id = ?")
             .bind(id.to_string())
@@ -111,7 +111,7 @@ impl Store {
         Ok(())
     }
 
-    /// Whether the database's pages, indexes and references hold together; what does not is the error's text.
+    /// Checks the database's pages, indexes and references; the error describes what is inconsistent.
     pub async fn check_integrity(&self) -> Result<(), StoreError> {
         let doing = "check the database";
         let found: Vec<String> =
@@ -127,7 +127,7 @@ impl Store {
     }
 }
 
-/// Somebody else writes (SQLITE_BUSY, without the bits that say more).
+/// Whether another connection writes (SQLITE_BUSY, ignoring the extended bits).
 fn is_busy(error: &sqlx::Error) -> bool {
     let code = error.as_database_error().and_then(|error| error.code()).and_then(|code| code.parse::<i32>().ok());
     code.is_some_and(|code| code & 0xff == 5)

@@ -1,4 +1,4 @@
-//! A job's steps as the database holds them, thousands in one string: for answers that read or pass on many at once.
+//! A job's steps as the database stores them, thousands in one string, for responses that read or forward many at once.
 
 use serde_json::json;
 
@@ -6,36 +6,36 @@ use super::{Doing, Store, StoreError, corrupt, int};
 use crate::event::SamplePhase;
 use crate::id::JobId;
 
-/// Ends a line and a field of it; neither is ever part of JSON.
+/// Separators of lines and fields, which never occur in JSON.
 const LINE_END: char = '\u{1e}';
 const FIELD_END: char = '\u{1f}';
 
-/// Steps from one to another, in order. One row is handed over, not one a step. The index has this order: nothing is sorted.
+/// Selects steps of a range, in order. One row is returned for all steps. The index has this order, so nothing is sorted.
 pub const STEP_LINES: &str = "SELECT group_concat(line, char(30)) FROM (\
      SELECT step || char(31) || kind || char(31) || metrics AS line FROM steps \
      WHERE job_id = ? AND step >= ? AND step <= ? ORDER BY step, kind LIMIT ?)";
-/// Some steps, in order.
+/// Selects some steps, in order.
 pub const SOME_STEP_LINES: &str = "SELECT group_concat(line, char(30)) FROM (\
      SELECT steps.step || char(31) || kind || char(31) || metrics AS line FROM json_each(?2) AS wanted \
      CROSS JOIN steps ON steps.job_id = ?1 AND steps.step = wanted.value ORDER BY wanted.key, kind LIMIT -1)";
 
-/// Steps in order; an evaluation stands before the training of its step.
+/// Steps in order; an evaluation precedes the training of its step.
 #[derive(Debug, Clone, Default)]
 pub struct StepLines(String);
 
-/// One of them.
+/// One line of the steps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StepLine<'a> {
-    /// Optimizer step.
+    /// Number of the optimizer step.
     pub step: u64,
-    /// Training or evaluation.
+    /// Whether it belongs to training or to evaluation.
     pub kind: SamplePhase,
-    /// A JSON object of numbers and nulls.
+    /// Metrics as a JSON object of numbers and nulls.
     pub metrics: &'a str,
 }
 
 impl StepLines {
-    /// Each of them, or `Corrupt`.
+    /// Iterates over the lines; an unreadable one is `Corrupt`.
     pub fn iter(&self) -> impl Iterator<Item = Result<StepLine<'_>, StoreError>> {
         self.0.split(LINE_END).filter(|line| !line.is_empty()).map(|line| {
             let mut fields = line.splitn(3, FIELD_END);
@@ -54,8 +54,8 @@ impl StepLines {
 }
 
 impl Store {
-    /// Lines of the steps from `min_step` to `max_step` (both inclusive), about `limit` (at least 3) of them, whole steps; and
-    /// the step to go on from, `None` when these are all.
+    /// Returns about `limit` (at least 3) lines of the steps from `min_step` to `max_step` (both inclusive), always whole steps;
+    /// and the step to continue from, `None` if these are all.
     pub async fn step_lines(
         &self,
         job: JobId,
@@ -77,7 +77,7 @@ impl Store {
         if text.is_empty() || lines < limit as usize {
             return Ok((StepLines(text), None));
         }
-        // The last step may have another line: it comes with the next ones.
+        // The last step may have another line, so it is returned with the next ones.
         let step_of = |line: &str| line.split(FIELD_END).next().and_then(|step| step.parse::<u64>().ok());
         let last = text.rsplit(LINE_END).next().and_then(step_of).ok_or_else(|| corrupt("step")("not a number"))?;
         while let Some(start) = text.rfind(LINE_END)
@@ -88,7 +88,7 @@ impl Store {
         Ok((StepLines(text), Some(last)))
     }
 
-    /// Lines of these steps.
+    /// Returns the lines of these steps.
     pub async fn some_step_lines(&self, job: JobId, steps: &[u64]) -> Result<StepLines, StoreError> {
         let text: Option<String> = sqlx::query_scalar(SOME_STEP_LINES)
             .bind(job.to_string())

@@ -1,4 +1,4 @@
-//! What is kept, by kind and owner: files of the data directory, and rows of the database.
+//! Storage use by kind and owner: files of the data directory, and rows of the database.
 
 use std::path::PathBuf;
 
@@ -9,10 +9,11 @@ use super::{Doing, Store, StoreError, column, count_column, id_column};
 use crate::files::usage::{Owners, Usage};
 use crate::files::{DataDir, FilesError, disk_bytes};
 
+/// Reads the owner of the job of each export.
 const EXPORT_OWNERS: &str =
     "SELECT tasks.id, jobs.owner FROM tasks JOIN jobs ON jobs.id = tasks.job_id WHERE tasks.kind = 'export'";
 
-/// Why it cannot be said what is kept.
+/// Why the storage use cannot be determined.
 #[derive(Debug, thiserror::Error)]
 pub enum StorageError {
     /// The data directory cannot be read.
@@ -23,30 +24,30 @@ pub enum StorageError {
     Store(#[from] StoreError),
 }
 
-/// What is kept.
+/// The storage use of a server.
 #[derive(Debug, Clone, Default)]
 pub struct StorageReport {
-    /// Of the data directory, by kind and owner.
+    /// Storage use of the data directory, by kind and owner.
     pub usage: Usage,
-    /// Registered models in other folders, which are not the server's, by owner.
+    /// Registered models in other folders, which do not belong to the server, by owner.
     pub elsewhere: Vec<(String, StorageUse)>,
-    /// Bytes of the disk that can be written.
+    /// Free space on the disk that can be written, in bytes.
     pub free_bytes: u64,
-    /// Bytes of the disk.
+    /// Total size of the disk, in bytes.
     pub disk_bytes: u64,
 }
 
-/// A registered model, as far as its place goes.
+/// Location and owner of a registered model.
 struct ModelPlace {
     source: PathBuf,
     owner: String,
     size_bytes: u64,
 }
 
-/// Looks at every file and adds what the database knows.
+/// Computes the storage use from all files and the database.
 ///
 /// # Errors
-/// When the database or the directory cannot be read.
+/// Fails if the database or the directory cannot be read.
 pub async fn report(store: &Store, files: &DataDir) -> Result<StorageReport, StorageError> {
     let models = store.model_places().await?;
     let (inside, outside): (Vec<_>, Vec<_>) =
@@ -60,7 +61,7 @@ pub async fn report(store: &Store, files: &DataDir) -> Result<StorageReport, Sto
     };
     let rows = store.row_usage().await?;
     let mut usage = files.in_background(move |files| files.usage(&owners)).await?;
-    // The rows lie in the database's file.
+    // The rows are part of the database file, so their size is subtracted from it.
     let in_rows: u64 = rows.iter().map(|(_, _, used)| used.size_bytes).sum();
     if let Some(database) = usage.get_mut(&(StorageKind::Database, String::new())) {
         database.size_bytes = database.size_bytes.saturating_sub(in_rows);
@@ -103,7 +104,7 @@ impl Store {
         rows.iter().map(|row| Ok((id_column(row, "id")?, column(row, "owner")?))).collect()
     }
 
-    /// Samples and journals by owner; `count` is the number of jobs that have some.
+    /// Returns samples and journals by owner; `count` is the number of jobs that have some.
     async fn row_usage(&self) -> Result<Vec<(StorageKind, String, StorageUse)>, StoreError> {
         let samples = "SELECT owner, SUM(size_bytes) AS size_bytes, COUNT(*) AS jobs FROM sample_usage \
                        JOIN jobs ON jobs.id = job_id WHERE size_bytes > 0 GROUP BY owner";

@@ -1,22 +1,22 @@
-//! The rows of tasks, without the events that tell of them.
+//! Rows of tasks, without the events that report them.
 
 use rlood_types::task::TaskState;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
 
-use super::{Doing, StoreError, column, corrupt, count_column, id_column, int, json_column, word_column};
+use super::{Doing, StoreError, column, corrupt, count_column, id_column, int, json_column, variant_column};
 use crate::id::{CheckpointId, JobId, VerdictId};
 use crate::spec::Plan;
 use crate::verdict::usual_sampling;
 
-/// What a task does.
+/// The kind of a task.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum TaskKind {
     /// Compares a checkpoint with its base model.
     Verdict,
-    /// Writes a checkpoint in another form.
+    /// Writes a checkpoint in another format.
     Export,
 }
 
@@ -29,61 +29,61 @@ impl TaskKind {
     }
 }
 
-/// A task.
+/// A verdict or an export.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TaskRow {
-    /// `vrd_…` or `exp_…`.
+    /// Id of the task: `vrd_…` or `exp_…`.
     pub id: String,
-    /// What it does.
+    /// Kind of the task.
     pub kind: TaskKind,
-    /// The job whose checkpoint it works on.
+    /// Id of the job whose checkpoint it works on.
     pub job: JobId,
-    /// The checkpoint.
+    /// Id of the checkpoint.
     pub checkpoint: CheckpointId,
-    /// The checkpoint's step.
+    /// Step of the checkpoint.
     pub step: u64,
-    /// Its state.
+    /// Current state of the task.
     pub state: TaskState,
-    /// The number of times that it was begun.
+    /// Number of times that it was started.
     pub attempt: u64,
-    /// What was asked for.
+    /// The request, as JSON.
     pub request: Value,
-    /// Parts done.
+    /// Number of completed units of work.
     pub done: u64,
-    /// Parts in all; 0 = not known yet.
+    /// Total number of units of work; 0 = not known yet.
     pub total: u64,
-    /// What came of it.
+    /// The result, once it has succeeded.
     pub result: Option<Value>,
     /// Why it failed: `{code, message}`.
     pub error: Option<Value>,
-    /// Unix ms.
+    /// Time of creation, Unix time in milliseconds.
     pub created_at: i64,
-    /// Unix ms; of the latest attempt.
+    /// Start of the latest attempt, Unix time in milliseconds.
     pub started_at: Option<i64>,
-    /// Unix ms.
+    /// Time at which it ended, Unix time in milliseconds.
     pub finished_at: Option<i64>,
-    /// Unix ms; when what it left on the disk is removed.
+    /// Time at which its files are removed, Unix time in milliseconds.
     pub expires_at: Option<i64>,
 }
 
 /// A task to create.
 #[derive(Debug, Clone)]
 pub struct NewTask {
-    /// `vrd_…` or `exp_…`.
+    /// Id of the task: `vrd_…` or `exp_…`.
     pub id: String,
-    /// What it does.
+    /// Kind of the task.
     pub kind: TaskKind,
-    /// The job whose checkpoint it works on.
+    /// Id of the job whose checkpoint it works on.
     pub job: JobId,
-    /// The checkpoint.
+    /// Id of the checkpoint.
     pub checkpoint: CheckpointId,
-    /// The checkpoint's step.
+    /// Step of the checkpoint.
     pub step: u64,
-    /// What was asked for.
+    /// The request, as JSON.
     pub request: Value,
 }
 
-/// Inserts a task; the caller tells of it in the same transaction.
+/// Inserts a task; the caller records its event in the same transaction.
 pub(super) async fn task_row_insert(tx: &mut SqliteConnection, new: NewTask, now: i64) -> Result<TaskRow, StoreError> {
     let NewTask { id, kind, job, checkpoint, step, request } = new;
     let row = sqlx::query(
@@ -103,8 +103,8 @@ pub(super) async fn task_row_insert(tx: &mut SqliteConnection, new: NewTask, now
     TaskRow::read(&row)
 }
 
-/// A job that succeeded with an evaluation is judged: its best checkpoint, else its newest. The caller tells of it in the same
-/// transaction. `None` where there is nothing to judge.
+/// Creates the verdict of a job that succeeded with an evaluation: of its best checkpoint, otherwise its newest. The caller records
+/// the event in the same transaction. `None` if there is nothing to judge.
 pub(super) async fn verdict_begin(
     tx: &mut SqliteConnection,
     job: JobId,
@@ -133,7 +133,7 @@ pub(super) async fn verdict_begin(
 }
 
 impl TaskRow {
-    /// `verdict.queued`, `verdict.succeeded`, …: the event that tells of its state.
+    /// Returns the type of the event that reports its state: `verdict.queued`, `verdict.succeeded`, ….
     pub(super) fn event(&self) -> String {
         format!("{}.{}", self.kind.as_str(), self.state.as_str())
     }
@@ -145,11 +145,11 @@ impl TaskRow {
         let required = |name: &'static str| corrupt(name)("it is empty");
         Ok(Self {
             id: column(row, "id")?,
-            kind: word_column(row, "kind")?.ok_or_else(|| required("kind"))?,
+            kind: variant_column(row, "kind")?.ok_or_else(|| required("kind"))?,
             job: id_column(row, "job_id")?,
             checkpoint: id_column(row, "checkpoint_id")?,
             step: count_column(row, "step")?,
-            state: word_column(row, "state")?.ok_or_else(|| required("state"))?,
+            state: variant_column(row, "state")?.ok_or_else(|| required("state"))?,
             attempt: count_column(row, "attempt")?,
             request: json_column(row, "request")?,
             done: count_column(row, "done")?,

@@ -1,11 +1,11 @@
-//! Long work on a checkpoint that is no job: verdicts and exports, each with a state, a progress and a result.
+//! Tasks: long-running work on a checkpoint that is not a job. Verdicts and exports each have a state, a progress and a result.
 //!
 //! ```text
 //! queued → running → succeeded | failed | cancelled
 //! queued → cancelled
-//! running → queued   (the server stopped: the next one begins it again, attempt + 1)
+//! running → queued   (the server stopped: the next one starts it again, attempt + 1)
 //! ```
-//! Whoever runs a task holds its attempt: what a former attempt says is refused.
+//! The runner of a task holds its attempt: reports of a former attempt are rejected.
 
 use rlood_types::task::TaskState;
 use serde_json::{Map, Value, json};
@@ -14,7 +14,8 @@ use sqlx::sqlite::{SqliteConnection, SqliteRow};
 use super::events::event_insert;
 use super::task_rows::{NewTask, TaskKind, TaskRow, task_row_insert};
 use super::{
-    Doing, Page, Store, StoreError, column, cursor, cursor_key, int, json_column, page, parse_cursor, to_json, word,
+    Doing, Page, Store, StoreError, column, cursor, cursor_key, int, json_column, page, parse_cursor, to_json,
+    variant_name,
 };
 use crate::id::{CheckpointId, JobId, VerdictId};
 use crate::verdict::{RowOutcome, VerdictRow};
@@ -22,14 +23,14 @@ use crate::verdict::{RowOutcome, VerdictRow};
 /// How a task ended.
 #[derive(Debug, Clone)]
 pub enum TaskEnd {
-    /// With a result; and when what it left on the disk is removed, Unix ms.
+    /// It succeeded with this result; its files are removed at the given time, Unix time in milliseconds.
     Succeeded(Value, Option<i64>),
-    /// With an error, `{code, message}`.
+    /// It failed with this error, `{code, message}`.
     Failed(Value),
 }
 
 impl Store {
-    /// Creates a task; its job's events tell of it.
+    /// Creates a task and records the event in its job's history.
     pub async fn task_create(&self, new: NewTask, now: i64) -> Result<TaskRow, StoreError> {
         let doing = "create a task";
         let mut tx = self.begin(doing).await?;
@@ -40,7 +41,7 @@ impl Store {
         Ok(row)
     }
 
-    /// One task, or `NotFound`.
+    /// Returns one task, or `NotFound`.
     pub async fn task_get(&self, kind: TaskKind, id: &str) -> Result<TaskRow, StoreError> {
         let row = sqlx::query("SELECT * FROM tasks WHERE id = ? AND kind = ?")
             .bind(id)
@@ -52,7 +53,7 @@ impl Store {
         TaskRow::read(&row)
     }
 
-    /// The newest task of a job, or of one of its checkpoints.
+    /// Returns the newest task of this kind of a job.
     pub async fn task_newest(&self, kind: TaskKind, job: JobId) -> Result<Option<TaskRow>, StoreError> {
         sqlx::query("SELECT * FROM tasks WHERE job_id = ? AND kind = ? ORDER BY created_at DESC, id DESC LIMIT 1")
             .bind(job.to_string())
@@ -64,7 +65,7 @@ impl Store {
             .transpose()
     }
 
-    /// All tasks of a job, or of one of its checkpoints, newest first.
+    /// Lists the tasks of a job, or of one of its checkpoints, newest first.
     pub async fn task_list(
         &self,
         kind: TaskKind,
@@ -86,7 +87,7 @@ impl Store {
         .collect()
     }
 
-    /// Begins the task of a kind that waits for longest; `None` when none waits.
+    /// Starts the task of a kind that has waited for longest; `None` if none waits.
     pub async fn task_claim(&self, kind: TaskKind, now: i64) -> Result<Option<TaskRow>, StoreError> {
         let doing = "begin a task";
         let mut tx = self.begin(doing).await?;
@@ -101,7 +102,7 @@ impl Store {
         .doing(doing)?;
         let Some(row) = begun else { return Ok(None) };
         let row = TaskRow::read(&row)?;
-        // What an attempt left that did not come to its end.
+        // Rows that an interrupted attempt left.
         sqlx::query("DELETE FROM verdict_rows WHERE verdict_id = ?")
             .bind(&row.id)
             .execute(&mut *tx)
@@ -111,7 +112,7 @@ impl Store {
         Ok(Some(row))
     }
 
-    /// Notes how far a running task is; whether it is still this attempt's.
+    /// Records the progress of a running task; returns whether it still belongs to this attempt.
     pub async fn task_progress(&self, id: &str, attempt: u64, done: u64, total: u64) -> Result<bool, StoreError> {
         let noted =
             sqlx::query("UPDATE tasks SET done = ?, total = ? WHERE id = ? AND attempt = ? AND state = 'running'")
@@ -125,7 +126,7 @@ impl Store {
         Ok(noted.rows_affected() == 1)
     }
 
-    /// Ends a running task; nothing when it is not this attempt's any more.
+    /// Ends a running task; does nothing if it no longer belongs to this attempt.
     pub async fn task_finish(&self, row: &TaskRow, end: TaskEnd, now: i64) -> Result<(), StoreError> {
         let doing = "end a task";
         let (state, result, error, expires) = match end {
@@ -138,7 +139,7 @@ impl Store {
             "UPDATE tasks SET state = ?, result = ?, error = ?, expires_at = ?, finished_at = ? \
              WHERE id = ? AND attempt = ? AND state = 'running' RETURNING *",
         )
-        .bind(word(&state)?)
+        .bind(variant_name(&state)?)
         .bind(json(result))
         .bind(json(error))
         .bind(expires)
@@ -155,7 +156,7 @@ impl Store {
         Ok(())
     }
 
-    /// Cancels a task that has not ended; one that has stays as it is.
+    /// Cancels a task. A task that has ended is not changed.
     pub async fn task_cancel(&self, kind: TaskKind, id: &str, now: i64) -> Result<TaskRow, StoreError> {
         let doing = "cancel a task";
         let mut tx = self.begin(doing).await?;
@@ -181,13 +182,13 @@ impl Store {
         Ok(row)
     }
 
-    /// Puts the running tasks back: the server that ran them is gone.
+    /// Queues the running tasks again, because the server that ran them has ended.
     pub async fn tasks_requeue(&self) -> Result<u64, StoreError> {
         let again = sqlx::query("UPDATE tasks SET state = 'queued' WHERE state = 'running'");
         Ok(again.execute(&self.writer).await.doing("queue tasks again")?.rows_affected())
     }
 
-    /// Removes a task that has ended; the caller then removes its files.
+    /// Deletes a task that has ended; the caller then removes its files.
     pub async fn task_delete(&self, kind: TaskKind, id: &str) -> Result<(), StoreError> {
         sqlx::query("DELETE FROM tasks WHERE id = ? AND kind = ?")
             .bind(id)
@@ -198,7 +199,7 @@ impl Store {
         Ok(())
     }
 
-    /// All tasks of a kind.
+    /// Returns all tasks of a kind.
     pub async fn task_list_all(&self, kind: TaskKind) -> Result<Vec<TaskRow>, StoreError> {
         sqlx::query("SELECT * FROM tasks WHERE kind = ? ORDER BY id")
             .bind(kind.as_str())
@@ -210,7 +211,7 @@ impl Store {
             .collect()
     }
 
-    /// Tasks whose files are to be removed by now.
+    /// Returns tasks whose files are due for removal.
     pub async fn tasks_expired(&self, now: i64) -> Result<Vec<TaskRow>, StoreError> {
         sqlx::query("SELECT * FROM tasks WHERE expires_at <= ?")
             .bind(now)
@@ -222,7 +223,7 @@ impl Store {
             .collect()
     }
 
-    /// Keeps judged rows of a running verdict; nothing when it is not this attempt's any more.
+    /// Stores judged rows of a running verdict; does nothing if it no longer belongs to this attempt.
     pub async fn verdict_rows_append(&self, row: &TaskRow, judged: &[VerdictRow]) -> Result<(), StoreError> {
         let doing = "keep judged rows";
         let mut tx = self.begin(doing).await?;
@@ -233,8 +234,8 @@ impl Store {
                  WHERE id = ?1 AND attempt = ?5 AND state = 'running'",
             )
             .bind(&row.id)
-            .bind(word(&one.set)?)
-            .bind(word(&one.outcome)?)
+            .bind(variant_name(&one.set)?)
+            .bind(variant_name(&one.outcome)?)
             .bind(to_json("row", one)?)
             .bind(int(row.attempt))
             .execute(&mut *tx)
@@ -244,7 +245,7 @@ impl Store {
         self.commit(tx, doing).await
     }
 
-    /// The judged rows of a verdict in order, of one outcome or of all.
+    /// Returns the judged rows of a verdict in order, with one outcome or all.
     pub async fn verdict_row_page(
         &self,
         id: VerdictId,
@@ -263,7 +264,7 @@ impl Store {
         )
         .bind(id.to_string())
         .bind(after)
-        .bind(outcome.map(|outcome| word(&outcome)).transpose()?)
+        .bind(outcome.map(|outcome| variant_name(&outcome)).transpose()?)
         .bind(i64::from(limit) + 1)
         .fetch_all(&self.readers)
         .await
@@ -275,19 +276,19 @@ impl Store {
     }
 }
 
-/// Creates a task and tells of it.
+/// Inserts a task and records its event.
 async fn task_insert(tx: &mut SqliteConnection, new: NewTask, now: i64) -> Result<TaskRow, StoreError> {
     let row = task_row_insert(tx, new, now).await?;
     task_event(tx, &row, now).await?;
     Ok(row)
 }
 
-/// `verdict.queued`, `verdict.succeeded`, …: in the history of the job.
+/// Records `verdict.queued`, `verdict.succeeded`, … in the history of the job.
 async fn task_event(tx: &mut SqliteConnection, row: &TaskRow, now: i64) -> Result<(), StoreError> {
     let mut data = json!({"id": row.id, "checkpoint_id": row.checkpoint, "step": row.step});
     for (key, value) in [("result", &row.result), ("error", &row.error)] {
         if let Some(value) = value {
-            // Of a verdict's result what a line can say; the whole is with the task.
+            // The event contains only a short form of a verdict's result; the task has all of it.
             data[key] = match row.kind {
                 TaskKind::Verdict if key == "result" => {
                     let short = ["verdict", "summary", "difference", "interval", "rows"];

@@ -1,4 +1,4 @@
-//! Of which rlood a database is, told by its migrations; and databases opened as they are, beside a server or without one.
+//! The version of a database, determined by its migrations; and opening databases unchanged, with or without a running server.
 
 use std::path::Path;
 use std::sync::{Arc, LazyLock};
@@ -10,7 +10,7 @@ use sqlx::sqlite::{SqliteConnectOptions, SqlitePoolOptions};
 
 use super::{Doing, Store, StoreError, sqlite_version};
 
-/// What this rlood makes of a database.
+/// The migrations that bring a database to this rlood's version.
 pub(super) static MIGRATIONS: LazyLock<Migrator> = LazyLock::new(|| {
     let migration = |&(version, description, sql): &(i64, &'static str, &'static str)| {
         let sql = SqlStr::from_static(sql);
@@ -23,9 +23,9 @@ pub(super) static MIGRATIONS: LazyLock<Migrator> = LazyLock::new(|| {
 const FILES: &[(i64, &str, &str)] = include!(concat!(env!("OUT_DIR"), "/migrations.rs"));
 
 impl Store {
-    /// Opens a database of this or of an older rlood as it is, for a copy or a look; a server may be at work on it. `Newer`
-    /// when a newer rlood wrote it, `Open` when there is none. Statements on tables that a migration changed fail on an older
-    /// one: see [`Store::is_current`].
+    /// Opens a database of this or of an older rlood without migrating it, for a copy or an inspection; a server may be
+    /// using it. `Newer` if a newer rlood wrote it, `Open` if there is none. Statements on tables that a migration changed
+    /// fail on an older database: see [`Store::is_current`].
     pub async fn open_as_is(database: &Path) -> Result<Store, StoreError> {
         sqlite_version().await?;
         let options = SqliteConnectOptions::new()
@@ -33,7 +33,7 @@ impl Store {
             .foreign_keys(true)
             .busy_timeout(Duration::from_secs(10))
             .pragma("trusted_schema", "OFF");
-        // The second one copies while the first one keeps others from writing.
+        // The second connection copies while the first one blocks other writers.
         let both = SqlitePoolOptions::new()
             .max_connections(2)
             .connect_with(options)
@@ -58,8 +58,8 @@ impl Store {
         Err(error)
     }
 
-    /// Opens the database of a server that is running, or that stands still, for a command of a few statements. `Older` or
-    /// `Newer` when it is of another version; `Open` when there is no database.
+    /// Opens the database of a running or stopped server for a command with a few statements. `Older` or `Newer` if it has another
+    /// version; `Open` if there is no database.
     pub async fn open_beside(database: &Path) -> Result<Store, StoreError> {
         let store = Store::open_as_is(database).await?;
         let error = match store.missing_migration().await {
@@ -71,12 +71,12 @@ impl Store {
         Err(error)
     }
 
-    /// Whether the database has all that this rlood expects in it.
+    /// Whether the database has all migrations of this rlood.
     pub async fn is_current(&self) -> Result<bool, StoreError> {
         Ok(self.missing_migration().await?.is_none())
     }
 
-    /// Whether the database, which may be of an older rlood, has a table of this name.
+    /// Whether the database, which may have an older version, has a table of this name.
     pub async fn has_table(&self, name: &str) -> Result<bool, StoreError> {
         sqlx::query_scalar("SELECT EXISTS (SELECT 1 FROM sqlite_schema WHERE type = 'table' AND name = ?)")
             .bind(name)
@@ -90,7 +90,7 @@ impl Store {
         Ok(MIGRATIONS.iter().map(|known| known.version).filter(|known| !applied.contains(known)).min())
     }
 
-    /// Those the database has; none = nothing was ever made in it.
+    /// Returns the migrations of the database; empty = it was never migrated.
     async fn migrations(&self) -> Result<Vec<i64>, StoreError> {
         if !self.has_table("_sqlx_migrations").await? {
             return Ok(Vec::new());
@@ -107,7 +107,7 @@ fn newer(found: i64) -> StoreError {
     StoreError::Newer { found, known }
 }
 
-/// Why a database could not be brought up to date.
+/// Converts the reason why a database could not be migrated.
 pub(super) fn not_migrated(source: MigrateError) -> StoreError {
     match source {
         MigrateError::VersionMissing(found) => newer(found),

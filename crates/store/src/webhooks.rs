@@ -1,4 +1,4 @@
-//! Subscriptions to lifecycle messages.
+//! Webhooks, which subscribe to lifecycle messages.
 
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
 
@@ -6,85 +6,85 @@ use super::{Doing, Newest, Page, Store, StoreError, column, id_column, json_colu
 use crate::id::WebhookId;
 use crate::lifecycle::MessageType;
 
-/// A subscription.
+/// A webhook and its settings.
 #[derive(Clone)]
 pub struct WebhookRow {
-    /// Its id.
+    /// Id of the webhook.
     pub id: WebhookId,
-    /// Whose it is; empty = the operator's.
+    /// Owner; empty = the operator.
     pub owner: String,
-    /// Of every owner's jobs.
+    /// Whether it reports on the jobs of all owners.
     pub all_jobs: bool,
-    /// Where messages go.
+    /// URL that messages are sent to.
     pub url: String,
-    /// For people.
+    /// Human-readable description, set by the user.
     pub description: Option<String>,
-    /// Which messages.
+    /// Types of messages to send.
     pub types: Vec<MessageType>,
-    /// Signs; never shown.
+    /// Signing secret; never shown.
     pub secret: String,
-    /// Those before it, newest first: each signs too until its time (Unix ms) is over.
+    /// Previous signing secrets, newest first. Each also signs messages until its time (Unix time in milliseconds).
     pub old_secrets: Vec<(String, i64)>,
-    /// Whether anything is sent.
+    /// Whether messages are sent.
     pub enabled: bool,
-    /// Why the server stopped sending.
+    /// Why the server disabled the webhook.
     pub disabled_reason: Option<String>,
-    /// Unix ms.
+    /// Time of creation, Unix time in milliseconds.
     pub created_at: i64,
-    /// Unix ms.
+    /// Time of the last change, Unix time in milliseconds.
     pub updated_at: i64,
 }
 
-/// A subscription to make.
+/// A webhook to create.
 #[derive(Clone)]
 pub struct NewWebhook {
-    /// Whose it is.
+    /// Owner; empty = the operator.
     pub owner: String,
-    /// Of every owner's jobs.
+    /// Whether it reports on the jobs of all owners.
     pub all_jobs: bool,
-    /// Where messages go.
+    /// URL that messages are sent to.
     pub url: String,
-    /// For people.
+    /// Human-readable description, set by the user.
     pub description: Option<String>,
-    /// Which messages.
+    /// Types of messages to send.
     pub types: Vec<MessageType>,
-    /// Signs.
+    /// Signing secret of the webhook.
     pub secret: String,
-    /// Whether anything is sent.
+    /// Whether messages are sent.
     pub enabled: bool,
 }
 
-/// What a patch changes; `None` = leave it.
+/// Changes to a webhook; `None` = unchanged.
 #[derive(Debug, Clone, Default)]
 pub struct WebhookPatch {
-    /// Where messages go.
+    /// New URL that messages are sent to.
     pub url: Option<String>,
-    /// `Some(None)` removes it.
+    /// New description; `Some(None)` removes it.
     pub description: Option<Option<String>>,
-    /// Which messages.
+    /// New types of messages to send.
     pub types: Option<Vec<MessageType>>,
-    /// Whether anything is sent.
+    /// Whether messages are sent.
     pub enabled: Option<bool>,
 }
 
-/// How long the secrets before a new one sign beside it.
+/// How long previous secrets also sign messages after a rotation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KeepOld {
-    /// The one before it until then (Unix ms), older ones as long as they were to.
+    /// The previous one until this time (Unix time in milliseconds); older ones as planned before.
     Until(i64),
-    /// None of them longer than until then (Unix ms).
+    /// All of them at most until this time (Unix time in milliseconds).
     AtMost(i64),
 }
 
-/// Secrets of a webhook that sign beside the present one, at most: the header of a message must stay one.
-pub const MOST_OLD_SECRETS: usize = 10;
+/// Maximum number of previous secrets of a webhook, which limits the size of a message's signature header.
+pub const MAX_OLD_SECRETS: usize = 10;
 
-fn words_of(types: &[MessageType]) -> String {
+fn type_names(types: &[MessageType]) -> String {
     types.iter().fold(" ".to_owned(), |text, kind| text + kind.as_str() + " ")
 }
 
 impl Store {
-    /// Makes a subscription; it is told of what happens from now on.
+    /// Creates a webhook, which receives messages about later events.
     pub async fn webhook_create(&self, new: NewWebhook, now: i64) -> Result<WebhookRow, StoreError> {
         let NewWebhook { owner, all_jobs, url, description, types, secret, enabled } = new;
         let row = sqlx::query(
@@ -96,7 +96,7 @@ impl Store {
         .bind(all_jobs)
         .bind(url)
         .bind(description)
-        .bind(words_of(&types))
+        .bind(type_names(&types))
         .bind(secret)
         .bind(enabled)
         .bind(now)
@@ -107,13 +107,14 @@ impl Store {
         WebhookRow::read(&row)
     }
 
-    /// One subscription, or `NotFound`.
+    /// Returns one webhook, or `NotFound`.
     pub async fn webhook_get(&self, id: WebhookId) -> Result<WebhookRow, StoreError> {
         let mut reader = self.readers.acquire().await.doing("read a webhook")?;
         webhook_row(&mut reader, id).await
     }
 
-    /// Newest first; of one owner (its own jobs' only: those of all jobs are the admins'), or None = all.
+    /// Lists webhooks, newest first: of one owner without those for all jobs, which belong to the admins,
+    /// or of all owners (`None`).
     pub async fn webhook_list(
         &self,
         owner: Option<&str>,
@@ -125,8 +126,8 @@ impl Store {
         self.newest(Newest { list: "webhooks", sql, owner, after, limit }, WebhookRow::read).await
     }
 
-    /// All of one owner, those of all jobs too, newest first. They know no key: whoever had a key of that owner may have made
-    /// any of them.
+    /// Lists all webhooks of one owner, including those for all jobs, newest first. The creating key is not stored, so any key of
+    /// that owner may have created them.
     pub async fn webhooks_of(&self, owner: &str) -> Result<Vec<WebhookRow>, StoreError> {
         sqlx::query("SELECT * FROM webhooks WHERE owner = ? ORDER BY created_at DESC, id DESC")
             .bind(owner)
@@ -138,7 +139,7 @@ impl Store {
             .collect()
     }
 
-    /// How many an owner has: of its own jobs, or of all jobs, which its keys without the scope admin do not see.
+    /// Counts the webhooks of an owner: for its own jobs, or for all jobs, which its keys without the scope admin cannot see.
     pub async fn webhook_count(&self, owner: &str, all_jobs: bool) -> Result<u64, StoreError> {
         let count: i64 = sqlx::query_scalar("SELECT COUNT(*) FROM webhooks WHERE owner = ? AND all_jobs = ?")
             .bind(owner)
@@ -149,7 +150,7 @@ impl Store {
         Ok(count.unsigned_abs())
     }
 
-    /// Changes a subscription. One that is enabled again goes on with what waits for it.
+    /// Changes a webhook. When it is enabled again, its pending messages are delivered.
     pub async fn webhook_patch(&self, id: WebhookId, patch: WebhookPatch, now: i64) -> Result<WebhookRow, StoreError> {
         let doing = "change a webhook";
         let mut tx = self.begin(doing).await?;
@@ -168,7 +169,7 @@ impl Store {
         )
         .bind(&row.url)
         .bind(&row.description)
-        .bind(words_of(&row.types))
+        .bind(type_names(&row.types))
         .bind(row.enabled)
         .bind(&row.disabled_reason)
         .bind(now)
@@ -180,8 +181,8 @@ impl Store {
         Ok(row)
     }
 
-    /// Signs with another secret from now on, and with those before it for a while; the present one again changes none but
-    /// their times. `None` when there would be more than [`MOST_OLD_SECRETS`]: nothing is changed then.
+    /// Replaces the signing secret; previous ones also sign messages for a while. Setting the current secret again only changes
+    /// these times. `None`, without a change, if there would be more than [`MAX_OLD_SECRETS`].
     pub async fn webhook_rotate(
         &self,
         id: WebhookId,
@@ -199,7 +200,7 @@ impl Store {
         row.old_secrets.iter_mut().for_each(|(_, until)| *until = longest.min(*until));
         row.old_secrets.insert(0, (std::mem::replace(&mut row.secret, secret.to_owned()), until));
         row.old_secrets.retain(|(old, until)| old != secret && *until > now);
-        if row.old_secrets.len() > MOST_OLD_SECRETS {
+        if row.old_secrets.len() > MAX_OLD_SECRETS {
             return Ok(None);
         }
         row.updated_at = now;
@@ -215,7 +216,7 @@ impl Store {
         Ok(Some(row))
     }
 
-    /// Stops sending, with the reason; what waits goes on waiting.
+    /// Disables a webhook with a reason; its pending messages are kept.
     pub async fn webhook_disable(&self, id: WebhookId, reason: &str, now: i64) -> Result<(), StoreError> {
         sqlx::query(
             "UPDATE webhooks SET enabled = 0, disabled_reason = ?, updated_at = ? WHERE id = ? AND enabled = 1",
@@ -229,7 +230,7 @@ impl Store {
         Ok(())
     }
 
-    /// Removes a subscription with its messages and their log.
+    /// Deletes a webhook with its messages and their log.
     pub async fn webhook_delete(&self, id: WebhookId) -> Result<(), StoreError> {
         let done = sqlx::query("DELETE FROM webhooks WHERE id = ?")
             .bind(id.to_string())

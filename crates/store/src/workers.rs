@@ -1,4 +1,4 @@
-//! Worker processes: who is there, on which device, running what.
+//! Worker processes: which are connected, on which device, and which job each runs.
 
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
 
@@ -8,33 +8,33 @@ use super::{Doing, Store, StoreError, column, corrupt, id_column};
 use crate::id::{JobId, WorkerId};
 use crate::protocol::Register;
 
-/// A worker and what it does.
+/// A worker and its state.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WorkerRow {
-    /// Its id.
+    /// Id of the worker.
     pub id: WorkerId,
-    /// `cpu`, `cuda:0`.
+    /// Device of the worker: `cpu`, `cuda:0`.
     pub device: String,
-    /// On its machine.
+    /// Process id on the worker's machine.
     pub pid: u32,
-    /// Compute threads.
+    /// Number of compute threads.
     pub threads: u32,
-    /// Its rlood version.
+    /// Version of the worker's rlood.
     pub version: String,
-    /// A child of this server: it ends when the server does.
+    /// Whether it is a child process of this server, which ends when the server does.
     pub child: bool,
-    /// Last heard of, Unix ms.
+    /// Time of its last message, Unix time in milliseconds.
     pub seen_at: i64,
-    /// Unix ms.
+    /// Time of registration, Unix time in milliseconds.
     pub created_at: i64,
-    /// A lease of its lapsed, and it was not heard of since.
+    /// Whether one of its leases expired and it has not sent a message since.
     pub lost: bool,
-    /// What it runs; `None` = idle.
+    /// Id of the job that it runs; `None` = idle.
     pub job: Option<JobId>,
 }
 
 impl Store {
-    /// A worker says hello (again).
+    /// Registers a worker (again).
     pub async fn worker_register(&self, register: &Register, now: i64) -> Result<(), StoreError> {
         let Register { worker, device, pid, threads, version, child, protocol: _ } = register;
         sqlx::query(
@@ -56,13 +56,13 @@ impl Store {
         Ok(())
     }
 
-    /// A worker was heard of; `NotFound` when it has to register again.
+    /// Records a message from a worker; `NotFound` if it has to register again.
     pub async fn worker_seen(&self, worker: WorkerId, now: i64) -> Result<(), StoreError> {
         let mut writer = self.writer.acquire().await.doing("reach the writer")?;
         worker_touch(&mut writer, worker, now).await
     }
 
-    /// All workers, oldest first.
+    /// Lists all workers, oldest first.
     pub async fn worker_list(&self) -> Result<Vec<WorkerRow>, StoreError> {
         sqlx::query(
             "SELECT workers.*, jobs.id AS job FROM workers \
@@ -76,13 +76,13 @@ impl Store {
         .collect()
     }
 
-    /// Forgets a worker that left in order. Its job, if any, goes back to the queue without a charge.
+    /// Removes a worker that shut down. Its job, if any, returns to the queue, and the attempt does not count as failed.
     pub async fn worker_remove(&self, worker: WorkerId, now: i64) -> Result<Option<JobId>, StoreError> {
         self.worker_forget(worker, Charge::Free("worker_shutdown"), None, now).await
     }
 
-    /// A worker is dead: its job goes back to the queue at once (a failed attempt), and the worker is forgotten. `detail` is the
-    /// tail of its stderr, kept in the job's log. Returns the job it ran.
+    /// Removes a worker that died. Its job returns to the queue immediately, with a failed attempt. `detail` is the end of the
+    /// worker's stderr, which is stored in the job's log. Returns the job that it ran.
     pub async fn worker_lost(
         &self,
         worker: WorkerId,
@@ -92,7 +92,8 @@ impl Store {
         self.worker_forget(worker, Charge::Failed("worker_lost"), detail, now).await
     }
 
-    /// At boot: the former server's children died with it. Their jobs go back to the queue, no attempt charged.
+    /// Removes the former server's child workers, which ended with it. Their jobs return to the queue, and the attempts do not
+    /// count as failed. Called at start.
     pub async fn workers_forget_children(&self, now: i64) -> Result<Vec<JobId>, StoreError> {
         let children = sqlx::query("SELECT id FROM workers WHERE child = 1")
             .fetch_all(&self.readers)
@@ -106,7 +107,7 @@ impl Store {
         Ok(requeued)
     }
 
-    /// Forgets idle workers that were last heard of before this time.
+    /// Removes idle workers whose last message was before this time.
     pub async fn workers_prune(&self, before: i64) -> Result<(), StoreError> {
         sqlx::query(
             "DELETE FROM workers WHERE seen_at < ? \
@@ -133,7 +134,7 @@ impl Store {
             for line in detail.unwrap_or_default().lines() {
                 log_insert(&mut tx, job.id, job.attempt, line, now).await?;
             }
-            // Its first line says how the process ended.
+            // The first line of `detail` describes how the process ended.
             let ended = detail.and_then(|detail| detail.lines().next());
             job_release_seen(&mut tx, job, charge, ended, now).await?;
         }
@@ -145,7 +146,7 @@ impl Store {
         self.commit(tx, doing).await?;
         held.iter().for_each(|job| self.wake_job(job.id));
         self.wake_queue();
-        // A worker holds one job; the claim sees to that.
+        // A worker holds at most one job, which claiming ensures.
         Ok(held.first().map(|job| job.id))
     }
 }
@@ -167,7 +168,7 @@ impl WorkerRow {
     }
 }
 
-/// Notes that a worker was heard of; `NotFound` when it has to register again.
+/// Records a message from a worker; `NotFound` if it has to register again.
 pub(super) async fn worker_touch(tx: &mut SqliteConnection, worker: WorkerId, now: i64) -> Result<(), StoreError> {
     let done = sqlx::query("UPDATE workers SET seen_at = ?, lost_at = NULL WHERE id = ?")
         .bind(now)
@@ -181,7 +182,7 @@ pub(super) async fn worker_touch(tx: &mut SqliteConnection, worker: WorkerId, no
     Ok(())
 }
 
-/// A lease of its lapsed: it is not there, whatever it was last heard to be.
+/// Marks a worker as lost, because one of its leases expired.
 pub(super) async fn worker_mark_lost(tx: &mut SqliteConnection, worker: WorkerId, now: i64) -> Result<(), StoreError> {
     sqlx::query("UPDATE workers SET lost_at = ? WHERE id = ?")
         .bind(now)

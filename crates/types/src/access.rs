@@ -1,29 +1,29 @@
-//! Who may do what: the scopes of keys, and what each route asks for.
+//! Authorization: the scopes of API keys, and the access that each route requires.
 
 use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-/// What a key permits.
+/// A permission of an API key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, utoipa::ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Scope {
-    /// Look at the jobs, datasets and models of the key's owner, and at models for everybody.
+    /// View the jobs, datasets and models of the key's owner, and models that are available to everyone.
     Read,
-    /// Submit, steer and delete them too.
+    /// Everything in `read`, and submit, change and delete jobs, datasets and models.
     Submit,
-    /// Everything, of every owner; keys, webhooks and the record of changes among it.
+    /// Everything, for every owner, including keys, webhooks and the audit log.
     Admin,
-    /// Work as `rlood worker`: claim any job and read its secrets. Nothing else.
+    /// Act as `rlood worker`: claim any job and read its secrets. Nothing else.
     Worker,
 }
 
 impl Scope {
-    /// All of them.
+    /// All scopes that exist.
     pub const ALL: [Scope; 4] = [Scope::Read, Scope::Submit, Scope::Admin, Scope::Worker];
 
-    /// Its word.
+    /// Returns the scope's name in the API and in the database.
     pub fn as_str(self) -> &'static str {
         match self {
             Scope::Read => "read",
@@ -43,7 +43,7 @@ impl Scope {
     }
 }
 
-/// A word that is no scope.
+/// The error for a word that is not a scope.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("'{0}' is not a scope: use read, submit, admin or worker")]
 pub struct ScopeError(String);
@@ -64,12 +64,12 @@ impl fmt::Display for Scope {
     }
 }
 
-/// A set of scopes. `admin` holds `submit`, and `submit` holds `read`; `worker` stands alone.
+/// A set of scopes. `admin` includes `submit`, and `submit` includes `read`; `worker` is independent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Scopes(u8);
 
 impl Scopes {
-    /// Of these, and what they hold.
+    /// Creates the set of these scopes and the scopes that they include.
     pub fn of(scopes: impl IntoIterator<Item = Scope>) -> Self {
         let mut bits = scopes.into_iter().fold(0, |bits, scope| bits | scope.bit());
         if bits & Scope::Admin.bit() != 0 {
@@ -81,17 +81,17 @@ impl Scopes {
         Self(bits)
     }
 
-    /// Whether it is among them.
+    /// Whether the set includes this scope.
     pub fn has(self, scope: Scope) -> bool {
         self.0 & scope.bit() != 0
     }
 
-    /// Whether there is none.
+    /// Whether the set has no scopes.
     pub fn is_empty(self) -> bool {
         self.0 == 0
     }
 
-    /// Each of them.
+    /// Iterates over all scopes of the set.
     pub fn iter(self) -> impl Iterator<Item = Scope> {
         Scope::ALL.into_iter().filter(move |scope| self.has(*scope))
     }
@@ -116,16 +116,17 @@ impl<'de> Deserialize<'de> for Scopes {
     }
 }
 
-/// What a route asks of a request.
+/// The authorization that a route requires.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
-    /// Nothing: it shows nothing of anybody, or carries a credential of its own.
+    /// No credentials: the route shows nothing that belongs to a user, or checks its own credentials.
     Open,
-    /// A credential with this scope.
+    /// Credentials with this scope.
     Needs(Scope),
 }
 
-/// Every route of the document. `tests/it/access.rs` refuses one that is not here; the server asks for `admin` on it.
+/// Every route of the OpenAPI document. `tests/it/access.rs` fails for a route that is missing here; the server
+/// requires `admin` for it.
 const ROUTES: &[(&str, &str, Access)] = {
     use Access::{Needs, Open};
     use Scope::{Admin, Read, Submit};
@@ -133,11 +134,11 @@ const ROUTES: &[(&str, &str, Access)] = {
         ("GET", "/livez", Open),
         ("GET", "/readyz", Open),
         ("GET", "/openapi.json", Open),
-        // Signs in: the body carries the key. The others say what the cookie or key is good for.
+        // Signs in: the body contains the key. The other methods act on the session of the cookie or key.
         ("POST", "/session", Open),
         ("GET", "/session", Needs(Read)),
         ("DELETE", "/session", Needs(Read)),
-        // The answers of reward services, with a token of their own.
+        // Reward services send late answers here, each with its own token.
         ("POST", "/reward-callbacks/{id}", Open),
         ("GET", "/metrics", Needs(Read)),
         ("GET", "/workers", Needs(Read)),
@@ -220,21 +221,21 @@ const ROUTES: &[(&str, &str, Access)] = {
     ]
 };
 
-/// Questions asked by POST: they change nothing, so nobody records them.
+/// POST routes that change nothing. They are not recorded in the audit log.
 const QUESTIONS: &[&str] = &["/jobs/validate", "/jobs/{id}/generate", "/rewards/test"];
 
-/// What a route (a pattern as in the document) asks for; None = nobody has said. HEAD is as GET.
+/// Returns the access that a route (a path pattern of the OpenAPI document) requires; `None` = not listed. HEAD counts as GET.
 pub fn of_route(method: &str, route: &str) -> Option<Access> {
     let method = if method == "HEAD" { "GET" } else { method };
     ROUTES.iter().find(|(known, path, _)| *known == method && *path == route).map(|(_, _, access)| *access)
 }
 
-/// The methods that a route of the document takes, each with what it asks for; empty = the route is not there.
+/// Returns the methods of a route, each with the access that it requires; empty = there is no such route.
 pub fn methods_of(route: &str) -> Vec<(&'static str, Access)> {
     ROUTES.iter().filter(|(_, path, _)| *path == route).map(|(method, _, access)| (*method, *access)).collect()
 }
 
-/// Whether a request of this method to this route changes something.
+/// Whether a request with this method to this route changes anything.
 pub fn changes(method: &str, route: &str) -> bool {
     !matches!(method, "GET" | "HEAD" | "OPTIONS" | "TRACE") && !QUESTIONS.contains(&route)
 }
@@ -254,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn no_route_stands_there_twice() {
+    fn no_route_is_listed_twice() {
         let mut seen = std::collections::BTreeSet::new();
         for (method, route, _) in ROUTES {
             assert!(seen.insert((method, route)), "{method} {route}");

@@ -1,5 +1,6 @@
-//! Answers of reward services that come later: the address they are sent to, the token that goes with them, and how they
-//! are read. Words and rules only; `http` receives them, `store` keeps them, `worker` fetches them, `reward` waits for them.
+//! Late answers of reward services: the address they are sent to, the token that authorizes them, and how they are parsed.
+//! This module has only types and rules: `http` receives the answers, `store` keeps them, `worker` fetches them and
+//! `reward` waits for them.
 
 use base64::Engine as _;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
@@ -8,15 +9,15 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use sha2::Sha256;
 
-/// Most flaws that are named of one body.
+/// Maximum number of errors that are reported for one body.
 const MAX_FLAWS: usize = 100;
 
-/// Where services may answer later, and the key of the tokens they do it with.
+/// Where reward services may send late answers, and the key from which their tokens are derived.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CallbackTerms {
-    /// The server's public address, without a trailing slash; null = it has none, and services are offered no callback.
+    /// The server's public address, without a trailing slash; null = callbacks are not offered to services.
     pub public_url: Option<String>,
-    /// The server's own; tokens are derived from it, so that none is stored.
+    /// The server's secret key. Tokens are derived from it, so they do not have to be stored.
     pub key: String,
 }
 
@@ -27,12 +28,12 @@ impl std::fmt::Debug for CallbackTerms {
 }
 
 impl CallbackTerms {
-    /// Where the answer to the request `id` is to be sent.
+    /// Returns the URL to which the answer to the request `id` must be sent.
     pub fn address(&self, id: &str) -> Option<String> {
         self.public_url.as_ref().map(|url| format!("{url}/reward-callbacks/{id}"))
     }
 
-    /// What must come with it; the same for the same id, whenever it is asked for.
+    /// Returns the token that the answer must carry. It is always the same for the same request id.
     pub fn token(&self, id: &str) -> String {
         let mut mac = Hmac::<Sha256>::new_from_slice(self.key.as_bytes()).expect("HMAC takes keys of any length");
         mac.update(b"reward-callback.");
@@ -41,63 +42,63 @@ impl CallbackTerms {
     }
 }
 
-/// What is known of a request whose answer may come later.
+/// A request whose answer may come later.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Later {
-    /// Until its deadline, ms.
+    /// Time until the request's deadline, in milliseconds.
     pub left_ms: u64,
-    /// What is asked for.
+    /// Ids of the samples in the request.
     pub sample_ids: Vec<String>,
-    /// Set once the service has taken it, or has sent results: it need not be sent again.
+    /// Set once the service has accepted the request or has sent results. The request then need not be sent again.
     #[serde(default)]
     pub accepted: Option<Accepted>,
 }
 
-/// A service took a request and answers later (202).
+/// A service has accepted a request and will answer later (status 202).
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Accepted {
-    /// Where its results can be looked at, as it said it.
+    /// URL of the results, as given by the service; null = none.
     #[serde(default)]
     pub status_url: Option<String>,
-    /// When it expects to be done, ms from the 202.
+    /// Time until the service expects to be done, in milliseconds after the 202; null = unknown.
     #[serde(default)]
     pub eta_ms: Option<u64>,
 }
 
-/// A part of an answer.
+/// A part of a service's answer.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Chunk {
-    /// In the order they were given; an id may stand here twice.
+    /// Entries in the order in which they were given. A sample id can occur twice.
     pub entries: Vec<Entry>,
-    /// Nothing else will come.
+    /// Whether this is the last part.
     pub done: bool,
 }
 
-/// What a service said of one sample.
+/// A service's result for one sample.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Entry {
-    /// As in the request.
+    /// Id of the sample, as in the request.
     pub sample_id: String,
-    /// The whole `{sample_id, reward, …}` as JSON.
+    /// The whole result `{sample_id, reward, …}` as JSON.
     pub result: String,
 }
 
-/// What is wrong with a part of an answer.
+/// An error in a part of an answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Flaw {
-    /// A JSON pointer.
+    /// JSON pointer to the error.
     pub pointer: String,
-    /// Stable, snake_case.
+    /// Stable error code in snake_case.
     pub code: &'static str,
-    /// What is wrong and what to do.
+    /// Explanation of the error, and how to fix it.
     pub detail: String,
 }
 
 impl Chunk {
-    /// Reads a callback's body for the request `id`.
+    /// Parses a callback's body for the request `id`.
     ///
     /// # Errors
-    /// All that is wrong (at most 100 things): nothing of such a body is kept.
+    /// Returns all errors, at most 100. Nothing of a body with errors is stored.
     pub fn read(body: &[u8], id: &str) -> Result<Self, Vec<Flaw>> {
         let mut flaws = Flaws::default();
         let value = parse(body).map_err(|why| vec![flaw("", "syntax", format!("the body is not JSON: {why}"))])?;
@@ -154,13 +155,13 @@ fn read_entry(value: &Value, pointer: &str, flaws: &mut Flaws) -> Option<Entry> 
             None
         }
         None => {
-            flaws.push(&format!("{pointer}/sample_id"), "required", "say which sample this is about".to_owned());
+            flaws.push(&format!("{pointer}/sample_id"), "required", "give the id of the sample".to_owned());
             None
         }
     }
 }
 
-/// A finite number, null, or an error.
+/// Checks that the value is a finite number, null or an error.
 fn check_value(entry: &Map<String, Value>, pointer: &str, flaws: &mut Flaws) {
     match entry.get("error") {
         None | Some(Value::Null) => {}
@@ -200,7 +201,7 @@ fn flaw(pointer: &str, code: &'static str, detail: String) -> Flaw {
     Flaw { pointer: pointer.to_owned(), code, detail }
 }
 
-/// What a value is, in words.
+/// Describes the type of a value in words.
 pub fn name(value: &Value) -> &'static str {
     match value {
         Value::Null => "null",
@@ -212,11 +213,11 @@ pub fn name(value: &Value) -> &'static str {
     }
 }
 
-/// Parses JSON; where only numbers that JSON does not have stand in the way (NaN, Infinity, 1e999, as Python's `json`
-/// writes them), they become strings, so that the error can name their index and spare the other samples.
+/// Parses JSON. If its only errors are numbers that JSON does not have (NaN, Infinity, 1e999, as Python's `json` writes them), they
+/// become strings, so that the error can name their index and the other samples keep their values.
 ///
 /// # Errors
-/// Why it is not JSON, and how it begins.
+/// Returns why the text is not JSON, and how it begins.
 pub fn parse(body: &[u8]) -> Result<Value, String> {
     let text = std::str::from_utf8(body).map_err(|_| "the answer is not UTF-8".to_owned())?;
     let text = text.trim_start_matches('\u{feff}');
@@ -252,7 +253,7 @@ fn is_word(c: char) -> bool {
     c.is_ascii_alphanumeric() || matches!(c, '+' | '-' | '.')
 }
 
-/// Bytes of the JSON string that `text` begins with, quotes included.
+/// Returns the length in bytes of the JSON string at the beginning of `text`, including its quotes.
 fn string_length(text: &str) -> usize {
     let mut escaped = false;
     for (at, c) in text.char_indices().skip(1) {
@@ -287,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn a_chunk_has_results_or_says_that_it_is_the_last() {
+    fn a_chunk_has_results_or_is_marked_as_the_last() {
         let read = |body: &str| Chunk::read(body.as_bytes(), "rwr_1").unwrap();
         let chunk = read(r#"{"id": "rwr_1", "results": [{"sample_id": "s_1", "reward": 0.1, "reason": "so"}]}"#);
         assert_eq!(chunk.entries[0].result, r#"{"sample_id":"s_1","reward":0.1,"reason":"so"}"#);
@@ -298,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn everything_that_is_wrong_is_named_where_it_stands() {
+    fn every_error_has_its_pointer() {
         assert_eq!(flaws("nonsense"), [" syntax"]);
         assert_eq!(flaws("[1, 2]"), [" invalid_type"]);
         assert_eq!(flaws("{}"), ["/results required"]);

@@ -1,9 +1,8 @@
-//! An error with its causes, as one text: what goes into a log, whatever the form of its lines. (An error that is handed to the
-//! log as it is loses its causes in JSON.)
+//! Formats an error with its causes as a single text for logs. (An error that is passed to a JSON log as a value loses its causes.)
 
 use std::error::Error;
 
-/// The error and its causes, each once.
+/// Returns the error and its causes, each once.
 pub fn with_causes(error: &dyn Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();
@@ -31,7 +30,7 @@ mod tests {
     }
 
     #[test]
-    fn every_cause_is_told_once() {
+    fn every_cause_is_shown_once() {
         let cause = || std::io::Error::other("the disk is gone");
         assert_eq!(with_causes(&Sample::Quiet(cause())), "cannot save: the disk is gone");
         assert_eq!(with_causes(&Sample::Told(cause())), "cannot save: the disk is gone");

@@ -1,10 +1,10 @@
-//! What a dataset is, and how ndjson, CSV and JSON are read into it: piece by piece, every bad line with its number.
+//! Datasets, and how ndjson, CSV, TSV and JSON are parsed into them: incrementally, with the line number of every bad row.
 //!
-//! A dataset is rows; a row is a JSON object with a `prompt` (a non-empty string, or a non-empty list of chat messages) and any
-//! other columns, which travel to the rewards. The canonical form is ndjson: one compact object a line, keys in the order
-//! they came. [`Reader`] takes bytes as they arrive and holds one row at a time.
+//! A dataset consists of rows. A row is a JSON object with a `prompt` (a non-empty string, or a non-empty list of chat messages)
+//! and any other columns, which are sent to the rewards. The canonical form is ndjson: one compact object per line, with keys in
+//! their original order. [`Reader`] accepts bytes as they arrive and keeps one row in memory.
 //!
-//! Longer than other files: the reader and the checks of a row share their words and limits, and are read together.
+//! This file is longer than others because the reader and the checks of a row share their wording and limits.
 
 mod answer;
 pub mod presets;
@@ -18,33 +18,33 @@ pub use answer::{Answered, COMPLETION, answered};
 pub use recipe::{InvalidRecipe, Map as RecipeMap, Recipe, Unique};
 use split::{CsvSplit, JsonSplit, LineSplit};
 
-/// The column every row needs.
+/// The column that every row needs.
 pub const PROMPT: &str = "prompt";
-/// Bytes of one row, before and after it is made canonical.
+/// Maximum size of one row, before and after conversion to canonical form, in bytes.
 pub const MAX_ROW_BYTES: usize = 1024 * 1024;
-/// How many bad rows are described; the rest is counted.
+/// Maximum number of bad rows that are described; further ones are only counted.
 pub const MAX_ERRORS: usize = 100;
-/// Distinct columns of a dataset.
+/// Maximum number of distinct columns in a dataset.
 pub const MAX_COLUMNS: usize = 1000;
 
-/// In which form rows arrive.
+/// File format of uploaded rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Format {
-    /// One JSON object a line.
+    /// One JSON object per line.
     Ndjson,
-    /// RFC 4180, with a header line; every value is a string.
+    /// RFC 4180, with a header line. Every value is a string.
     Csv,
-    /// The same with tabs in the place of commas.
+    /// Like CSV, with tabs instead of commas.
     Tsv,
-    /// `[{…}, …]` or `{"records": [{…}, …]}`.
+    /// A JSON list of rows, `[{…}, …]`, or `{"records": [{…}, …]}`.
     Json,
 }
 
 impl Format {
-    /// What clients are told to send.
+    /// The media types that error messages list as accepted.
     pub const ACCEPTED: &'static str = "application/x-ndjson, text/csv, text/tab-separated-values, application/json";
 
-    /// By media type (lower case, without parameters).
+    /// Returns the format for a media type (lower case, without parameters).
     pub fn of_media_type(media_type: &str) -> Option<Format> {
         match media_type {
             "application/x-ndjson"
@@ -63,7 +63,7 @@ impl Format {
         }
     }
 
-    /// By the ending of a file's name.
+    /// Returns the format for a file name, by its extension.
     pub fn of_file_name(name: &str) -> Option<Format> {
         match name.rsplit_once('.')?.1.to_ascii_lowercase().as_str() {
             "ndjson" | "jsonl" | "jsonlines" => Some(Format::Ndjson),
@@ -75,47 +75,47 @@ impl Format {
     }
 }
 
-/// What is wrong with one row, or with the whole (line 0).
+/// An error in one row, or in the whole dataset (line 0).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RowError {
-    /// Counted from 1: where the row begins.
+    /// Line on which the row begins, counted from 1.
     pub line: u64,
-    /// Stable, snake_case.
+    /// Stable error code in snake_case.
     pub code: &'static str,
-    /// What is wrong and what to do.
+    /// Explanation of the error, and how to fix it.
     pub detail: String,
 }
 
-/// Everything that is wrong with a dataset: the first [`MAX_ERRORS`], and how many there are.
+/// The errors of a dataset: the first [`MAX_ERRORS`] of them, and their total number.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{num_errors} bad rows")]
 pub struct Rejected {
-    /// In the order of the lines.
+    /// Errors in the order of the lines.
     pub errors: Vec<RowError>,
-    /// All of them.
+    /// Total number of errors.
     pub num_errors: u64,
 }
 
-/// A dataset that was read to its end.
+/// The result of reading a whole dataset.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Summary {
-    /// Rows.
+    /// Number of rows in the dataset.
     pub num_rows: u64,
     /// Column names, in order of first appearance.
     pub columns: Vec<String>,
 }
 
-/// Reads rows from pieces of bytes, whatever they hold; blocking, one row at a time.
+/// Parses rows from chunks of bytes, with one row in memory at a time. Blocking. The content of the rows is not checked.
 #[derive(Debug)]
 pub struct RowReader {
     split: Split,
     limit: usize,
-    /// Of CSV: a column that the header must have.
+    /// Column that the header of a CSV file must have.
     needed: Option<&'static str>,
     start: Vec<u8>,
     begun: bool,
     header: Option<Vec<String>>,
-    /// What follows cannot be told apart any more.
+    /// Whether parsing has stopped, because the beginning of the next row is unknown.
     stopped: bool,
 }
 
@@ -126,11 +126,11 @@ enum Split {
     Json(JsonSplit),
 }
 
-/// Takes each row's line, counted from 1, and the row, or why there is none.
-pub type TakeRow<'r> = dyn FnMut(u64, Result<Value, RowError>) + 'r;
+/// Receives each row's line, counted from 1, and the row, or why it cannot be parsed.
+pub type OnRow<'r> = dyn FnMut(u64, Result<Value, RowError>) + 'r;
 
 impl RowReader {
-    /// A reader of a format, of rows of so many bytes at most.
+    /// Creates a parser for a format, with a maximum row size in bytes.
     pub fn new(format: Format, limit: usize) -> Self {
         let split = match format {
             Format::Ndjson => Split::Lines(LineSplit::new(limit)),
@@ -141,26 +141,26 @@ impl RowReader {
         Self { split, limit, needed: None, start: Vec::new(), begun: false, header: None, stopped: false }
     }
 
-    /// Takes the next bytes.
-    pub fn push(&mut self, bytes: &[u8], row: &mut TakeRow<'_>) {
+    /// Parses the next bytes.
+    pub fn push(&mut self, bytes: &[u8], row: &mut OnRow<'_>) {
         if self.begun {
             self.split(bytes, row);
             return;
         }
-        // A byte order mark is at most three bytes, and may come in pieces.
+        // A byte order mark is at most three bytes long, and may arrive in several chunks.
         self.start.extend_from_slice(bytes);
         if self.start.len() >= 3 {
             self.begin(row);
         }
     }
 
-    /// The end of the bytes.
-    pub fn finish(&mut self, row: &mut TakeRow<'_>) {
+    /// Ends the input, and parses a last row without a line break.
+    pub fn finish(&mut self, row: &mut OnRow<'_>) {
         if !self.begun {
             self.begin(row);
         }
         let mut taken =
-            Taken { limit: self.limit, needed: self.needed, header: &mut self.header, stopped: &mut self.stopped };
+            RowParser { limit: self.limit, needed: self.needed, header: &mut self.header, stopped: &mut self.stopped };
         match &mut self.split {
             Split::Lines(lines) => lines.finish(&mut |line, text| taken.json(line, text, row)),
             Split::Csv(csv) => csv.finish(&mut |line, fields| taken.csv(line, fields, row)),
@@ -168,7 +168,7 @@ impl RowReader {
         }
     }
 
-    fn begin(&mut self, row: &mut TakeRow<'_>) {
+    fn begin(&mut self, row: &mut OnRow<'_>) {
         self.begun = true;
         let start = std::mem::take(&mut self.start);
         let mut refuse = |code: &'static str, detail: &str| {
@@ -186,12 +186,12 @@ impl RowReader {
         self.split(start.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&start), row);
     }
 
-    fn split(&mut self, bytes: &[u8], row: &mut TakeRow<'_>) {
+    fn split(&mut self, bytes: &[u8], row: &mut OnRow<'_>) {
         if self.stopped {
             return;
         }
         let mut taken =
-            Taken { limit: self.limit, needed: self.needed, header: &mut self.header, stopped: &mut self.stopped };
+            RowParser { limit: self.limit, needed: self.needed, header: &mut self.header, stopped: &mut self.stopped };
         match &mut self.split {
             Split::Lines(lines) => lines.push(bytes, &mut |line, text| taken.json(line, text, row)),
             Split::Csv(csv) => csv.push(bytes, &mut |line, fields| taken.csv(line, fields, row)),
@@ -200,19 +200,19 @@ impl RowReader {
     }
 }
 
-/// What a splitter says of a row: its parts, or why there are none.
+/// A row's fields as found by a splitter, or why there are none.
 type Raw<'a, T> = Result<T, split::Broken<'a>>;
 
-/// Makes rows of what a splitter found.
-struct Taken<'t> {
+/// Converts the splitter's output to rows.
+struct RowParser<'t> {
     limit: usize,
     needed: Option<&'static str>,
     header: &'t mut Option<Vec<String>>,
     stopped: &'t mut bool,
 }
 
-impl Taken<'_> {
-    fn json(&mut self, line: u64, text: Raw<'_, &[u8]>, row: &mut TakeRow<'_>) {
+impl RowParser<'_> {
+    fn json(&mut self, line: u64, text: Raw<'_, &[u8]>, row: &mut OnRow<'_>) {
         let Some(text) = self.whole(line, text, row) else { return };
         let wrong = |code: &'static str, detail: String| Err(RowError { line, code, detail });
         let read = match json::read(text) {
@@ -221,8 +221,8 @@ impl Taken<'_> {
                 wrong("encoding", "not UTF-8; save the file as UTF-8".to_owned())
             }
             Err(error) => {
-                let what = json::words(&error);
-                // A row of a JSON list may have several lines.
+                let what = json::error_text(&error);
+                // A row of a JSON list may span several lines.
                 let at = match error.line() {
                     0 | 1 => format!("column {}", error.column()),
                     later => format!("line {}, column {}", line + later as u64 - 1, error.column()),
@@ -236,7 +236,7 @@ impl Taken<'_> {
         row(line, read);
     }
 
-    fn csv(&mut self, line: u64, fields: Raw<'_, &[Vec<u8>]>, row: &mut TakeRow<'_>) {
+    fn csv(&mut self, line: u64, fields: Raw<'_, &[Vec<u8>]>, row: &mut OnRow<'_>) {
         let Some(fields) = self.whole(line, fields, row) else { return };
         let mut wrong = |code: &'static str, detail: String| row(line, Err(RowError { line, code, detail }));
         let mut texts = Vec::with_capacity(fields.len());
@@ -269,8 +269,8 @@ impl Taken<'_> {
         row(line, Ok(Value::Object(fields)));
     }
 
-    /// The row, unless the splitter could not find its end.
-    fn whole<T>(&mut self, line: u64, raw: Raw<'_, T>, row: &mut TakeRow<'_>) -> Option<T> {
+    /// Returns the row, unless the splitter could not find its end.
+    fn whole<T>(&mut self, line: u64, raw: Raw<'_, T>, row: &mut OnRow<'_>) -> Option<T> {
         if *self.stopped {
             return None;
         }
@@ -307,14 +307,14 @@ fn csv_header(names: &[&str], needed: Option<&str>) -> Result<Vec<String>, (&'st
         header.push(name.to_owned());
     }
     if needed.is_some_and(|needed| !header.iter().any(|name| name == needed)) {
-        // Every value of the form is a text.
+        // Every value of a CSV row is text.
         let row = header.into_iter().map(|name| (name, Value::String(String::new()))).collect();
         return Err(("missing_prompt", presets::advice(&row)));
     }
     Ok(header)
 }
 
-/// Reads a dataset from pieces of bytes.
+/// Reads a dataset from chunks of bytes.
 #[derive(Debug)]
 pub struct Reader {
     rows: RowReader,
@@ -322,31 +322,31 @@ pub struct Reader {
 }
 
 impl Reader {
-    /// A reader of a format.
+    /// Creates a reader for a format.
     pub fn new(format: Format) -> Self {
         let rows = RowReader { needed: Some(PROMPT), ..RowReader::new(format, MAX_ROW_BYTES) };
         Self { rows, written: Rows::default() }
     }
 
-    /// Takes the next bytes; canonical rows are appended to `out`. After the first bad row nothing is written any more, but
-    /// the rest is still read, so that every bad row is found.
+    /// Reads the next bytes and appends canonical rows to `out`. After the first bad row nothing more is written, but the rest is
+    /// still read to find every bad row.
     pub fn push(&mut self, bytes: &[u8], out: &mut Vec<u8>) {
         let Self { rows, written } = self;
-        rows.push(bytes, &mut |line, row| written.take(line, row, out));
+        rows.push(bytes, &mut |line, row| written.add(line, row, out));
     }
 
-    /// The end of the bytes.
+    /// Ends the input of the reader.
     ///
     /// # Errors
-    /// Everything that is wrong with the dataset.
+    /// Returns everything that is wrong with the dataset.
     pub fn finish(mut self, out: &mut Vec<u8>) -> Result<Summary, Rejected> {
         let Self { rows, written } = &mut self;
-        rows.finish(&mut |line, row| written.take(line, row, out));
+        rows.finish(&mut |line, row| written.add(line, row, out));
         self.written.finish()
     }
 }
 
-/// Checks rows one after another, writes them in their canonical form, and gathers what is said of the whole.
+/// Checks rows one after another, writes them in canonical form, and collects the summary.
 #[derive(Debug, Default)]
 pub struct Rows {
     num_rows: u64,
@@ -356,36 +356,36 @@ pub struct Rows {
 }
 
 impl Rows {
-    /// Takes a row, or why there is none. It is appended to `out` unless one was bad before.
-    pub fn take(&mut self, line: u64, row: Result<Value, RowError>, out: &mut Vec<u8>) {
+    /// Adds a row, or an error in its place. The row is appended to `out` unless there was a bad row before.
+    pub fn add(&mut self, line: u64, row: Result<Value, RowError>, out: &mut Vec<u8>) {
         match row {
-            Ok(value) => self.value(line, &value, out),
+            Ok(value) => self.add_value(line, &value, out),
             Err(RowError { line, code, detail }) => self.error(line, code, detail),
         }
     }
 
-    /// How many good rows there were.
+    /// Returns the number of good rows.
     pub fn num_rows(&self) -> u64 {
         self.num_rows
     }
 
-    /// How many bad rows there were.
+    /// Returns the number of bad rows.
     pub fn num_errors(&self) -> u64 {
         self.num_errors
     }
 
-    /// Takes a row; as [`Rows::take`].
-    pub fn value(&mut self, line: u64, value: &Value, out: &mut Vec<u8>) {
+    /// Adds a row that was parsed already; see [`Rows::add`].
+    pub fn add_value(&mut self, line: u64, value: &Value, out: &mut Vec<u8>) {
         let row = match (check_row(value), value) {
             (Ok(row), _) => row,
-            // Rows of a file can be mapped.
+            // A file's rows can be mapped, so the error suggests a mapping.
             (Err((code @ "missing_prompt", _)), Value::Object(row)) => {
                 return self.error(line, code, presets::advice(row));
             }
             (Err((code, detail)), _) => return self.error(line, code, detail),
         };
         for name in row.keys() {
-            // Rows mostly have the same columns: look from the end that was added last, in a short list.
+            // Most rows have the same columns, so a linear search of the short list is fast.
             if !self.columns.iter().any(|known| known == name) {
                 if self.columns.len() == MAX_COLUMNS {
                     let detail =
@@ -398,7 +398,7 @@ impl Rows {
         self.num_rows += 1;
         if self.num_errors == 0 {
             let begin = out.len();
-            // Writing a Value to a Vec cannot fail.
+            // Writing a `Value` to a `Vec` cannot fail.
             if serde_json::to_writer(&mut *out, value).is_err() || out.len() - begin > MAX_ROW_BYTES {
                 out.truncate(begin);
                 return self.error(line, "row_too_long", too_long());
@@ -414,10 +414,10 @@ impl Rows {
         }
     }
 
-    /// The end of the rows.
+    /// Ends the rows and returns the summary.
     ///
     /// # Errors
-    /// Everything that is wrong with the dataset.
+    /// Returns everything that is wrong with the dataset.
     pub fn finish(mut self) -> Result<Summary, Rejected> {
         if self.num_rows == 0 && self.num_errors == 0 {
             self.error(0, "empty", "the dataset has no rows: at least one with a 'prompt' is needed".to_owned());
@@ -429,10 +429,10 @@ impl Rows {
     }
 }
 
-/// Checks one row: an object, without image columns, with a usable prompt. Also for rows that come inside a job.
+/// Checks one row: an object, without image columns, with a usable prompt. Also used for rows inside a job.
 ///
 /// # Errors
-/// A stable code and what to do.
+/// Returns a stable code, and a text on how to fix the row.
 pub fn check_row(value: &Value) -> Result<&Map<String, Value>, (&'static str, String)> {
     let Value::Object(row) = value else {
         return Err(("not_an_object", format!("a row must be a JSON object, not {}", kind(value))));
@@ -452,7 +452,7 @@ pub fn check_row(value: &Value) -> Result<&Map<String, Value>, (&'static str, St
 /// Checks a prompt: a non-empty string, or a non-empty list of chat messages.
 ///
 /// # Errors
-/// A stable code and what to do.
+/// Returns a stable code, and a text on how to fix the prompt.
 pub fn check_prompt(prompt: &Value) -> Result<(), (&'static str, String)> {
     match prompt {
         Value::String(text) if text.trim().is_empty() => Err(("empty_prompt", "the prompt is empty".to_owned())),
@@ -477,7 +477,7 @@ fn check_message(index: usize, message: &Value) -> Result<(), (&'static str, Str
     };
     match message.get("role") {
         Some(Value::String(role)) if !role.is_empty() => {}
-        Some(_) | None => return wrong("has no 'role': system, user or assistant, say".to_owned()),
+        Some(_) | None => return wrong("has no 'role': give one such as system, user or assistant".to_owned()),
     }
     match message.get("content") {
         Some(Value::String(_)) => Ok(()),

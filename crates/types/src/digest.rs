@@ -7,12 +7,12 @@ use std::str::FromStr;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use sha2::{Digest, Sha256};
 
-/// A SHA-256 digest. As text, and so in JSON and in the database: 64 lower-case hexadecimal digits.
+/// A SHA-256 digest. As text, in JSON and in the database it is 64 lower-case hexadecimal digits.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Sha256Digest([u8; 32]);
 
 impl Sha256Digest {
-    /// The digest of these bytes.
+    /// Returns the digest of these bytes.
     pub fn of(bytes: impl AsRef<[u8]>) -> Sha256Digest {
         Sha256::new().chain_update(bytes).into()
     }
@@ -20,7 +20,7 @@ impl Sha256Digest {
     /// Reads to the end; returns the number of bytes and their digest. Blocking.
     ///
     /// # Errors
-    /// The reader's; an interrupted read is repeated.
+    /// Returns the reader's error. An interrupted read is repeated.
     pub fn of_reader(reader: &mut impl Read) -> io::Result<(u64, Sha256Digest)> {
         let (mut hasher, mut size_bytes, mut buffer) = (Sha256::new(), 0, vec![0; 256 * 1024]);
         loop {
@@ -36,7 +36,7 @@ impl Sha256Digest {
         }
     }
 
-    /// Its 32 bytes.
+    /// Returns the 32 bytes of the digest.
     pub fn bytes(&self) -> &[u8; 32] {
         &self.0
     }
@@ -66,7 +66,7 @@ impl fmt::Debug for Sha256Digest {
     }
 }
 
-/// A text is no SHA-256 digest.
+/// The error for a text that is not a SHA-256 digest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("expected a SHA-256 digest: 64 lower-case hexadecimal digits")]
 pub struct InvalidDigest;
@@ -76,7 +76,7 @@ impl FromStr for Sha256Digest {
 
     fn from_str(text: &str) -> Result<Sha256Digest, InvalidDigest> {
         let mut bytes = [0; 32];
-        // Upper-case digits are hexadecimal too, but no digest is written with them.
+        // Upper-case digits are valid hexadecimal, but digests are never written with them.
         if text.bytes().any(|digit| digit.is_ascii_uppercase()) || hex::decode_to_slice(text, &mut bytes).is_err() {
             return Err(InvalidDigest);
         }
@@ -101,7 +101,7 @@ impl<'de> Deserialize<'de> for Sha256Digest {
 mod tests {
     use super::*;
 
-    /// FIPS 180-4's example.
+    /// Digest of "abc", the example in FIPS 180-4.
     const OF_ABC: &str = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad";
 
     #[test]

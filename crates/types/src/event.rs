@@ -1,4 +1,4 @@
-//! What a run says to the outside: events, the metrics of a step, samples.
+//! The output of a run: events, the metrics of a step, and samples.
 
 use std::collections::BTreeMap;
 
@@ -9,17 +9,17 @@ mod alert;
 
 pub use alert::{Alert, AttemptEnd, Observation, OnAlert, PhaseChange, Rule, Severity, TrainingPhase};
 
-/// Which part of the loop a running job is in.
+/// The stage of the training loop that a running job is in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Phase {
-    /// Reading the model, tokenising the prompts.
+    /// Loading the model and tokenizing the prompts.
     Loading,
-    /// Sampling completions.
+    /// Sampling completions from the policy.
     Rollout,
     /// Waiting for reward services.
     Reward,
-    /// Forward, backward, optimizer.
+    /// Forward pass, backward pass and optimizer update.
     Train,
     /// Sampling and scoring the evaluation prompts.
     Eval,
@@ -28,7 +28,7 @@ pub enum Phase {
 }
 
 impl Phase {
-    /// The name used in the API and in the database.
+    /// Returns the name used in the API and in the database.
     pub fn as_str(self) -> &'static str {
         match self {
             Phase::Loading => "loading",
@@ -55,60 +55,63 @@ pub enum SamplePhase {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum FinishReason {
-    /// An end-of-sequence token or a stop string.
+    /// An end-of-sequence token or a stop string was generated.
     Stop,
-    /// `max_completion_length` was reached: the completion is truncated.
+    /// The completion reached `max_completion_length` and is truncated.
     Length,
 }
 
-/// The metrics of one optimizer step (or one evaluation), by TRL's names; `None` = undefined (the std of one value, say).
+/// The metrics of one optimizer step or one evaluation, with TRL's names; `None` = undefined (for example, the standard deviation
+/// of a single value).
 pub type Metrics = BTreeMap<String, Option<f64>>;
 
-/// One completion with everything that is known of it.
+/// One completion with its rewards and its advantage.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Sample {
-    /// Optimizer step (1-based) the completion was first used in; evaluations carry the step they follow (0 = before the start).
+    /// Optimizer step (from 1) that first used the completion. For an evaluation, the step that it follows (0 =
+    /// before the first step).
     pub step: u64,
-    /// Training or evaluation.
+    /// Whether it belongs to training or to evaluation.
     pub phase: SamplePhase,
-    /// All completions of one prompt in one rollout share it.
+    /// Id of the completion's group: all completions of one prompt in one rollout.
     pub group_id: String,
-    /// The dataset row: `row_N`, N counted from 0.
+    /// Dataset row of the prompt: `row_N`, with N counted from 0.
     pub prompt_id: String,
     /// The prompt as text, as the model saw it (chat template applied).
     pub prompt: String,
     /// The completion as text, without special tokens.
     pub completion: String,
-    /// Value of each reward by name; null = missing or not applicable.
+    /// Value of each reward, by name; null = missing or not applicable.
     pub rewards: BTreeMap<String, Option<f64>>,
-    /// The weighted sum, before clip and KL; null = unscorable.
+    /// Weighted sum of the rewards, before clipping and KL penalty; null = unscorable.
     pub reward: Option<f64>,
-    /// Summed over the completion, from the policy that sampled it: Σ (old − ref), nats; null without a reference.
+    /// Sum over the completion's tokens of old − ref log-probability under the policy that sampled it, in nats; null
+    /// without a reference model.
     pub kl: Option<f64>,
-    /// The advantage it trained with; null in an evaluation.
+    /// The advantage used in training; null in an evaluation.
     pub advantage: Option<f64>,
-    /// Why it ended.
+    /// Why the completion ended.
     pub finish_reason: FinishReason,
-    /// Tokens, including the end-of-sequence token.
+    /// Length of the completion in tokens, including the end-of-sequence token.
     pub num_tokens: u32,
 }
 
-/// What changed about a reward's service.
+/// A change in the state of a reward's service.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RewardChange {
-    /// Too many tries bring nothing usable.
+    /// Too many requests fail.
     Degraded,
-    /// They go well again.
+    /// Requests to the service succeed again.
     Recovered,
-    /// No requests for a while: it failed too often.
+    /// The circuit breaker opened: no requests are sent for a while, because too many failed.
     BreakerOpened,
-    /// It answers again.
+    /// The circuit breaker closed: the service answers again.
     BreakerClosed,
 }
 
 impl RewardChange {
-    /// The type of the event that tells of it.
+    /// Returns the type of the event that reports the change.
     pub fn event(self) -> &'static str {
         match self {
             RewardChange::Degraded => "reward.degraded",
@@ -119,88 +122,88 @@ impl RewardChange {
     }
 }
 
-/// What the engine tells its host, in order.
+/// An event that the engine reports to its host. Events are reported in order.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum Event {
-    /// The loop entered a phase.
+    /// The training loop entered a phase.
     Phase {
-        /// The phase.
+        /// The phase that the run entered.
         phase: Phase,
-        /// Optimizer steps done so far.
+        /// Number of completed optimizer steps.
         step: u64,
     },
-    /// One optimizer step is done (`kind: train`), or one evaluation (`kind: eval`, keys prefixed `eval_`).
+    /// One optimizer step (`kind: train`) or one evaluation (`kind: eval`, keys prefixed `eval_`) has completed.
     Step {
-        /// Optimizer step, from 1; an evaluation carries the step it follows (0 = before the start).
+        /// Optimizer step, from 1. For an evaluation, the step that it follows (0 = before the first step).
         step: u64,
-        /// Training or evaluation.
+        /// Whether it belongs to training or to evaluation.
         kind: SamplePhase,
-        /// TRL's names.
+        /// The metrics, with TRL's names.
         metrics: Metrics,
     },
     /// Completions with their rewards and advantages.
     Samples {
-        /// In block order.
+        /// The samples, in block order.
         samples: Vec<Sample>,
     },
-    /// Something a user should know; the run goes on.
+    /// A warning for the user; the run continues.
     Warning {
-        /// Stable, snake_case.
+        /// Stable warning code in snake_case.
         code: String,
-        /// For people.
+        /// Human-readable message in English.
         message: String,
-        /// Evidence.
+        /// Figures behind the warning, by name.
         data: serde_json::Value,
     },
-    /// A reward's service does worse or better.
+    /// The state of a reward's service changed.
     Reward {
-        /// Its name.
+        /// Name of the reward.
         reward: String,
-        /// What changed.
+        /// The change of state.
         change: RewardChange,
-        /// For people.
+        /// Human-readable message in English.
         message: String,
-        /// Evidence.
+        /// Figures behind the change, by name.
         data: serde_json::Value,
     },
-    /// The doctor raised an alert.
+    /// An alert was raised.
     Alert {
-        /// Rule, evidence, fix.
+        /// The alert with its rule, evidence and fix.
         alert: Alert,
     },
-    /// An alert is over.
+    /// An alert has ended.
     AlertCleared {
-        /// Its rule.
+        /// Rule of the ended alert.
         rule: Rule,
-        /// The step it had been raised at.
+        /// The step at which the alert was raised.
         raised_step: u64,
-        /// The step it was over at.
+        /// The step at which the alert ended.
         step: u64,
     },
     /// The run entered another training phase.
     TrainingPhase {
-        /// Which, and why.
+        /// The new phase, and the evidence for it.
         change: PhaseChange,
     },
-    /// The run ends, because too many updates in a row had a loss or gradient that was not finite.
+    /// The run ends because too many updates in a row had a non-finite loss or gradient.
     Diverged {
-        /// The first of them.
+        /// First step with a skipped update.
         first_step: u64,
-        /// The last of them.
+        /// Last step with a skipped update.
         step: u64,
     },
-    /// The run ends before its last step, because its evaluations do not get better.
+    /// The run ends before its last step because its evaluations no longer improve.
     EarlyStopping {
-        /// Optimizer steps done.
+        /// Number of completed optimizer steps.
         step: u64,
-        /// The metric that did not get better.
+        /// The metric that did not improve.
         metric: String,
-        /// Its best value.
+        /// The metric's best value; null = none.
         best: Option<f64>,
-        /// Where it was best.
+        /// The step of the best value; null = none.
         best_step: Option<u64>,
-        /// Evaluations in a row without a new best.
+        /// Number of evaluations in a row without a new best value.
         evaluations: u32,
     },
 }

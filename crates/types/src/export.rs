@@ -1,7 +1,7 @@
-//! Exports: a checkpoint's weights in another form, for other programs.
+//! Exports: a checkpoint's weights in another format, for other programs.
 //!
-//! The server hands an [`ExportTask`] to a process of its own (`rlood_worker::exporter`), which writes a directory and tells how far
-//! it is ([`ExportLine`]).
+//! The server passes an [`ExportTask`] to a child process (`rlood_worker::exporter`), which writes a directory and
+//! reports its progress ([`ExportLine`]).
 
 use std::path::PathBuf;
 
@@ -11,20 +11,20 @@ use utoipa::ToSchema;
 use crate::one_shot::ChildLine;
 use crate::protocol::FileEntry;
 
-/// How weights are stored.
+/// Data type of exported weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum ExportDtype {
-    /// 32-bit float.
+    /// 32-bit IEEE floating point.
     Float32,
-    /// 16-bit IEEE float.
+    /// 16-bit IEEE floating point.
     Float16,
-    /// bfloat16.
+    /// 16-bit brain float (bfloat16).
     Bfloat16,
 }
 
 impl ExportDtype {
-    /// The name in the API.
+    /// Returns the name in the API.
     pub fn as_str(self) -> &'static str {
         match self {
             ExportDtype::Float32 => "float32",
@@ -34,90 +34,90 @@ impl ExportDtype {
     }
 }
 
-/// What an export is.
+/// Format of an export.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum ExportFormat {
-    /// A model directory: base weights with the adapter's update added.
+    /// A model directory: the base weights with the adapter's update added.
     Merged,
 }
 
-/// An export, as asked for.
+/// A request for an export.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ExportRequest {
-    /// What it is.
+    /// Format of the export.
     pub format: ExportFormat,
-    /// How the weights are stored; null = as the base model's.
+    /// Data type of the weights; null = that of the base model.
     #[serde(default)]
     pub dtype: Option<ExportDtype>,
 }
 
-/// What to write; goes to the child's standard input as one line of JSON.
+/// The task of an export process, sent to its standard input as one line of JSON.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct ExportTask {
-    /// The base model's directory.
+    /// Directory of the base model.
     pub model_dir: PathBuf,
-    /// The checkpoint's directory.
+    /// Directory of the checkpoint.
     pub checkpoint_dir: PathBuf,
     /// Whether the checkpoint is an adapter.
     pub is_adapter: bool,
-    /// What was asked for.
+    /// The request for the export.
     pub request: ExportRequest,
-    /// An empty directory.
+    /// The output directory, which is empty.
     pub out_dir: PathBuf,
 }
 
-/// A line of the child's report.
+/// A line of the export process's output.
 pub type ExportLine = ChildLine<(), ExportReport>;
 
-/// What came of it.
+/// The result of an export process.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ExportReport {
-    /// The directory is whole.
+    /// The output directory is complete.
     Exported(ExportResult),
-    /// Nothing was written: why.
+    /// Nothing was written, for this reason.
     Failed(ExportError),
 }
 
-/// Why there is no export.
+/// Why an export failed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct ExportError {
-    /// Stable, snake_case.
+    /// Stable error code in snake_case.
     pub code: String,
-    /// For people.
+    /// Human-readable message in English.
     pub message: String,
 }
 
-/// What an export holds.
+/// The content of an export.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ExportResult {
-    /// How the weights are stored.
+    /// Data type of the weights.
     pub dtype: ExportDtype,
-    /// Its files, by name.
+    /// Files of the export, sorted by name.
     pub files: Vec<FileEntry>,
-    /// What of the adapter's update survives rounding; null without an adapter.
+    /// How much of the adapter's update survives rounding; null without an adapter.
     pub survived: Option<Survived>,
-    /// What to do where too little of it survives.
+    /// Advice if too little of the update survives; null otherwise.
     pub advice: Option<String>,
 }
 
-/// What of an adapter's update survives the rounding to the dtype.
+/// How much of an adapter's update survives rounding to the export's data type.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Survived {
-    /// The part of the update that is still there: 1 = all of it.
+    /// Fraction of the update that survives; 1 = all of it.
     pub fraction: f64,
-    /// The cosine between the update and what became of it: 1 = nothing but the update.
+    /// Cosine between the update before and after rounding; 1 = same direction.
     pub cosine: f64,
 }
 
-/// Below this cosine an export says what to do instead.
+/// Cosine below which an export advises another format.
 pub const LOW_COSINE: f64 = 0.95;
-/// The largest number of 16-bit floats.
+/// Largest finite 16-bit float.
 const LARGEST_FLOAT16: f32 = 65504.0;
 
-/// What to do where too little of the update survives; `largest` is the largest merged weight.
+/// Returns advice if too little of the update survives; `largest` is the largest merged weight.
 pub fn advice(dtype: ExportDtype, survived: Survived, largest: f32) -> Option<String> {
     if survived.cosine >= LOW_COSINE {
         return None;

@@ -1,11 +1,11 @@
-//! Where a test makes things go wrong ([`fail_point!`]), and which rule it takes away to see that it would be missed
-//! ([`without!`]).
+//! Failure injection for tests: points at which a test makes a call fail ([`fail_point!`]), and rules that a test turns off to show
+//! that they are needed ([`without!`]).
 //!
-//! A crate has both in its own unit tests and with its feature `failpoints`; any other build holds nothing of them. A point's name is
-//! `part.place`, or `part.place:WHAT` where one place serves many calls. In a process of its own a point is set by
-//! `RLOOD_FAILPOINTS=NAME=ACTION` (`error`, `panic`, `exit`, `no_space`; several with `;`): it acts once, in whichever process
-//! comes first, and leaves a file of its name in `RLOOD_FAILPOINTS_DIR`. `*=note` notes every point that is reached there.
-//! `files.hash=slow:10000000` holds the hashing of files to so many bytes a second, every time ([`pace!`]).
+//! A crate has both in its own unit tests and with its feature `failpoints`; any other build contains none of them. A point's name
+//! is `part.place`, or `part.place:WHAT` if one place serves many calls. In a separate process, points are set by
+//! `RLOOD_FAILPOINTS=NAME=ACTION` (`error`, `panic`, `exit`, `no_space`; separated by `;`). A point acts once, in the first process
+//! that reaches it, and creates a file of its name in `RLOOD_FAILPOINTS_DIR`. `*=note` records every point that is reached.
+//! `files.hash=slow:10000000` limits the hashing of files to that many bytes per second, every time ([`pace!`]).
 
 use std::cell::{Cell, RefCell};
 use std::fs::File;
@@ -13,7 +13,7 @@ use std::io;
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
-/// `std::io::Result<()>`: an error where a test asks for one.
+/// Evaluates to `std::io::Result<()>`: an error if a test requests one.
 #[macro_export]
 macro_rules! fail_point {
     ($point:expr) => {
@@ -28,7 +28,7 @@ macro_rules! fail_point {
     }};
 }
 
-/// True where a test has taken this rule away.
+/// Evaluates to true if a test has turned off this rule.
 #[macro_export]
 macro_rules! without {
     ($rule:ident) => {{
@@ -40,7 +40,7 @@ macro_rules! without {
     }};
 }
 
-/// `Option<u64>`: the bytes a second to which a test holds this place.
+/// Evaluates to `Option<u64>`: the bytes per second to which a test limits this place.
 #[macro_export]
 macro_rules! pace {
     ($point:expr) => {{
@@ -54,42 +54,42 @@ macro_rules! pace {
 
 pub use crate::{fail_point, pace, without};
 
-/// The code of a process that ends at a point.
+/// Exit code of a process that ends at a failpoint.
 pub const EXIT: i32 = 86;
 
-/// What happens at a point.
+/// The action at a failpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Action {
-    /// The call fails.
+    /// The call fails with an error.
     Error,
-    /// The thread panics.
+    /// The current thread panics.
     Panic,
-    /// The process ends at once.
+    /// The process exits immediately.
     Exit,
-    /// The call fails: no space is left on the device.
+    /// The call fails because no space is left on the device.
     NoSpace,
-    /// Nothing; it is only noted.
+    /// Nothing happens; the point is only recorded.
     Note,
-    /// Bytes a second: the place is slow, every time.
+    /// The place is limited to this many bytes per second, every time.
     Slow(u64),
 }
 
-/// What a test can take away.
+/// A rule that a test can turn off.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Rule {
-    /// Writes of a worker name the attempt that owns the job.
+    /// A worker's writes name the attempt that owns the job.
     Fence,
-    /// Transactions take the write lock as they begin.
+    /// Transactions take the write lock when they begin.
     Immediate,
-    /// A lease holds several heartbeats.
+    /// A lease lasts for several heartbeat intervals.
     LeaseMargin,
-    /// A server that comes back gives every claim a whole lease first.
+    /// A restarted server first renews every lease.
     BootMargin,
-    /// A checkpoint is named when all of it is there.
+    /// A checkpoint gets its name only when all its files are there.
     ManifestLast,
-    /// A change and the event that tells of it are one transaction.
+    /// A change and its event are written in one transaction.
     SameTransaction,
-    /// Progress is measured against what any earlier attempt reached.
+    /// Progress is measured against the furthest step of any earlier attempt.
     Reached,
 }
 
@@ -100,25 +100,25 @@ thread_local! {
     static OFF: Cell<Option<Rule>> = const { Cell::new(None) };
 }
 
-/// Asks `hook` at every point that this thread reaches, until it is replaced.
+/// Calls `hook` at every point that this thread reaches, until it is replaced.
 pub fn set_hook(hook: Option<Hook>) {
     HOOK.set(hook);
 }
 
-/// Takes a rule away from this thread, or gives it back.
-pub fn take_away(rule: Option<Rule>) {
+/// Turns off a rule in this thread, or turns all rules on again (`None`).
+pub fn turn_off_rule(rule: Option<Rule>) {
     OFF.set(rule);
 }
 
-/// See [`without!`](crate::without).
+/// Implementation of [`without!`](crate::without): whether the rule is off.
 pub fn is_off(rule: Rule) -> bool {
     OFF.get() == Some(rule)
 }
 
-/// See [`fail_point!`](crate::fail_point).
+/// Acts as [`fail_point!`](crate::fail_point) requires at this point.
 ///
 /// # Errors
-/// When the test says so.
+/// Fails if the test requests it.
 pub fn reach(point: &str, what: &str) -> io::Result<()> {
     let name = if what.is_empty() { point.to_owned() } else { format!("{point}:{what}") };
     let hooked = HOOK.with_borrow_mut(|hook| hook.as_mut().and_then(|hook| hook(&name)));
@@ -131,7 +131,7 @@ pub fn reach(point: &str, what: &str) -> io::Result<()> {
     }
 }
 
-/// See [`pace!`](crate::pace).
+/// Returns the limit that [`pace!`](crate::pace) applies, in bytes per second.
 pub fn bytes_per_s_at(name: &str) -> Option<u64> {
     plan().iter().find_map(|(point, action)| match action {
         Action::Slow(bytes_per_s) if point == name => Some(*bytes_per_s),
@@ -147,7 +147,7 @@ fn plan() -> &'static [(String, Action)] {
 fn of_environment(name: &str) -> Option<Action> {
     let (_, action) = plan().iter().find(|(point, _)| point == name || point == "*")?;
     let dir = PathBuf::from(std::env::var_os("RLOOD_FAILPOINTS_DIR")?);
-    // Whoever makes the file is the one it happens to.
+    // The process that creates the file is the one that fails.
     File::create_new(dir.join(name.replace('/', "_"))).ok().map(|_| *action)
 }
 

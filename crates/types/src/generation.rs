@@ -1,7 +1,7 @@
-//! Completions beside each other: what the base model says to a prompt, and what the weights of a checkpoint say.
+//! Side-by-side generation: completions of the base model and of a checkpoint for the same prompt.
 //!
-//! The server holds no model. It hands a [`GenerationTask`] to a process of its own (`crate::generator`), which answers with
-//! a [`GenerationReport`].
+//! The server does not load models. It passes a [`GenerationTask`] to a child process (`crate::generator`), which
+//! answers with a [`GenerationReport`].
 
 use std::path::PathBuf;
 
@@ -12,68 +12,68 @@ use utoipa::ToSchema;
 use crate::event::FinishReason;
 use crate::spec::{FieldError, Plan};
 
-/// What to generate; goes to the child's standard input as one line of JSON.
+/// The task of a generation process, sent to its standard input as one line of JSON.
 #[derive(Serialize, Deserialize)]
 pub struct GenerationTask {
-    /// The job as resolved, with the sampling asked for.
+    /// The job's resolved plan, with the requested sampling settings.
     pub plan: Plan,
-    /// The model's directory.
+    /// Directory of the base model.
     pub model_dir: PathBuf,
-    /// The checkpoint's directory.
+    /// Directory of the checkpoint.
     pub checkpoint_dir: PathBuf,
-    /// As in a dataset: text, or a list of chat messages.
+    /// The prompt, as in a dataset: text, or a list of chat messages.
     pub prompt: Value,
-    /// Completions of each.
+    /// Number of completions per model.
     pub num_generations: u32,
-    /// The same numbers are drawn for both.
+    /// Random seed, the same for both models.
     pub seed: u64,
-    /// What the process may use, bytes; None = unknown.
+    /// Maximum memory of the process, in bytes; null = unknown.
     pub memory_limit_bytes: Option<u64>,
-    /// From the start of the process on, ms.
+    /// Time limit from the start of the process, in milliseconds.
     pub limit_ms: u64,
 }
 
-/// What came of it.
+/// The result of a generation process.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum GenerationReport {
-    /// Completions.
+    /// The completions of both models.
     Generated(Generation),
-    /// The request asks for what cannot be: where, and what to do.
+    /// The request is invalid: which field, and how to fix it.
     Refused(FieldError),
-    /// The files of the model or of the checkpoint cannot be used: why.
+    /// The files of the model or the checkpoint cannot be used, for this reason.
     Unusable(String),
-    /// The time limit came first.
+    /// The time limit was reached.
     TimedOut,
 }
 
-/// Completions of the base model and of the trained weights.
+/// Completions of the base model and of the checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Generation {
-    /// The prompt as the model saw it.
+    /// The prompt as the models saw it.
     pub prompt: RenderedPrompt,
-    /// Of the base model.
+    /// Completions of the base model.
     pub base: Vec<GeneratedText>,
-    /// Of the checkpoint's weights.
+    /// Completions of the checkpoint.
     pub trained: Vec<GeneratedText>,
 }
 
 /// A prompt as the model saw it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct RenderedPrompt {
-    /// The text, chat template applied.
+    /// Text of the prompt, with the chat template applied.
     pub text: String,
-    /// Its tokens, those that the tokenizer puts around a text included.
+    /// Length in tokens, including special tokens that the tokenizer adds.
     pub num_tokens: u64,
 }
 
-/// One completion.
+/// A completion that a model generated.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct GeneratedText {
-    /// The text, without special tokens.
+    /// Text of the completion, without special tokens.
     pub completion: String,
-    /// Its tokens, the one that ends it included.
+    /// Length in tokens, including the end-of-sequence token.
     pub num_tokens: u64,
-    /// Why it ended.
+    /// Why the completion ended.
     pub finish_reason: FinishReason,
 }

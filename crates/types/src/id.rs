@@ -1,11 +1,11 @@
-//! Typed identifiers: a prefix and a ULID, so that they sort by creation time and cannot be mixed up.
+//! Typed identifiers: a prefix and a ULID, so that ids sort by creation time and types cannot be confused.
 
 use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-/// An identifier that does not have the form its type asks for.
+/// The error for a text that is not an id of the expected type.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("'{given}' is not a {kind} id: expected '{prefix}' followed by 26 letters and digits")]
 pub struct IdError {
@@ -21,10 +21,10 @@ macro_rules! id_type {
         pub struct $name(ulid::Ulid);
 
         impl $name {
-            /// What every id of this type begins with.
+            /// Prefix of every id of this type.
             pub const PREFIX: &'static str = $prefix;
 
-            /// A new id, later than every id made before on this machine (to the millisecond).
+            /// Creates a new id. It sorts after every id created earlier on this machine (to the millisecond).
             #[expect(clippy::new_without_default, reason = "a new id is an event, not a default value")]
             pub fn new() -> Self {
                 Self(ulid::Ulid::generate())

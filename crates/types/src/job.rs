@@ -2,40 +2,42 @@
 //!
 //! ```text
 //! queued  → running | paused | cancelled | failed
-//! running → succeeded | failed | cancelled | paused | queued   (queued: lease lost, shutdown, crash; attempt + 1 at the next claim)
+//! running → succeeded | failed | cancelled | paused | queued   (queued: lease lost, shutdown, crash; attempt + 1
+//! at the next claim)
 //! paused  → queued | cancelled | failed
 //! ```
-//! Terminal states never move. The same table stands in the migration's CHECKs and trigger; a test compares them.
+//! Terminal states never change. The database enforces the same table with CHECKs and a trigger (see the
+//! migration); a test compares them.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use crate::doctor::Rule;
 
-/// Where a job stands.
+/// The state of a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum State {
-    /// Waits for a worker.
+    /// The job waits for a worker.
     Queued,
-    /// A worker holds its claim.
+    /// A worker runs the job.
     Running,
-    /// Stopped at a checkpoint; `resume` queues it again.
+    /// The job stopped at a checkpoint; `resume` queues it again.
     Paused,
-    /// All steps done. Terminal.
+    /// All steps are done. Terminal.
     Succeeded,
-    /// Ended by an error; see `failure`. Terminal.
+    /// An error ended the job; see `failure`. Terminal.
     Failed,
-    /// Ended by the user. Terminal.
+    /// A user cancelled the job. Terminal.
     Cancelled,
 }
 
 impl State {
-    /// Every state, in the order of the documentation.
+    /// All states, in the order of the documentation.
     pub const ALL: [State; 6] =
         [State::Queued, State::Running, State::Paused, State::Succeeded, State::Failed, State::Cancelled];
 
-    /// The states this one may move to.
+    /// Returns the states that a job may move to from this one.
     pub fn moves(self) -> &'static [State] {
         match self {
             State::Queued => &[State::Running, State::Paused, State::Cancelled, State::Failed],
@@ -45,12 +47,12 @@ impl State {
         }
     }
 
-    /// True when no move leads out of it.
+    /// Whether the state is final.
     pub fn is_terminal(self) -> bool {
         self.moves().is_empty()
     }
 
-    /// What a user may ask of a job in this state.
+    /// Returns the actions that a user may take on a job in this state.
     pub fn actions(self) -> &'static [Action] {
         match self {
             State::Queued | State::Running => &[Action::Cancel, Action::Pause],
@@ -60,7 +62,7 @@ impl State {
         }
     }
 
-    /// The name used in the API and in the database.
+    /// Returns the name used in the API and in the database.
     pub fn as_str(self) -> &'static str {
         match self {
             State::Queued => "queued",
@@ -72,33 +74,33 @@ impl State {
         }
     }
 
-    /// The inverse of [`State::as_str`].
+    /// Parses a state's name; the inverse of [`State::as_str`].
     pub fn parse(text: &str) -> Option<State> {
         State::ALL.into_iter().find(|state| state.as_str() == text)
     }
 }
 
-/// What a user may ask of a job.
+/// An action that a user can take on a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Action {
-    /// End it. Idempotent.
+    /// End the job. Repeating the action has no effect.
     Cancel,
-    /// Stop at a checkpoint, free the device.
+    /// Stop the job at a checkpoint and free its device.
     Pause,
-    /// Queue it again.
+    /// Queue a paused job again.
     Resume,
-    /// Make a new job like it.
+    /// Create a new job with the same settings.
     Retry,
-    /// Remove it with its files.
+    /// Remove the job and its files.
     Delete,
 }
 
 impl Action {
-    /// Every action.
+    /// All actions that exist.
     pub const ALL: [Action; 5] = [Action::Cancel, Action::Pause, Action::Resume, Action::Retry, Action::Delete];
 
-    /// The name used in the API.
+    /// Returns the name used in the API.
     pub fn as_str(self) -> &'static str {
         match self {
             Action::Cancel => "cancel",
@@ -110,50 +112,50 @@ impl Action {
     }
 }
 
-/// A mark on a running job that its owner honours at the next safe point.
+/// A request to a running job. Its worker carries it out at the next safe point.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Requested {
-    /// End it; what was checkpointed stays.
+    /// End the job; its checkpoints are kept.
     Cancel,
-    /// Checkpoint and free the device.
+    /// Save a checkpoint and free the device.
     Pause,
 }
 
-/// Who has to act on a failure.
+/// Who can fix a failure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum FailureClass {
-    /// The job's own input: never retried.
+    /// The user: the job's own input is at fault. Such failures are never retried automatically.
     User,
-    /// A reward service.
+    /// The operator of a reward service.
     Reward,
-    /// The machine, the worker or rlood itself.
+    /// The operator of the server: the machine, the worker or rlood itself failed.
     Infra,
 }
 
-/// Why a job failed, and what to do.
+/// Why a job failed, and how to fix it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Failure {
-    /// Who has to act.
+    /// Who can fix the failure.
     pub class: FailureClass,
-    /// Stable, snake_case.
+    /// Stable failure code in snake_case.
     pub code: String,
-    /// For people; never a path of the server's, a secret or SQL.
+    /// Human-readable message; never contains server paths, secrets or SQL.
     pub message: String,
-    /// The phase it happened in.
+    /// The phase in which the job failed; null = unknown.
     #[serde(default)]
     pub phase: Option<crate::event::Phase>,
-    /// Optimizer steps done when it happened.
+    /// Optimizer steps done when the job failed; null = unknown.
     #[serde(default)]
     pub step: Option<u64>,
-    /// What to change.
+    /// Suggested change; null = no suggestion.
     #[serde(default)]
     pub suggestion: Option<String>,
 }
 
 impl Failure {
-    /// A fault of the machine that another attempt may not meet: its code, for the history.
+    /// Returns the failure code for the history, if the machine was at fault and another attempt may succeed.
     pub fn may_pass(&self) -> Option<&'static str> {
         let passing = ["file_error", "scratch_error", "transfer_damaged", "transfer_failed"];
         passing.into_iter().find(|code| self.class == FailureClass::Infra && *code == self.code)
@@ -164,17 +166,18 @@ impl Failure {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum RetryFrom {
-    /// At the newest checkpoint that verifies, with the reward answers of the steps after it; at step 0 when there is none.
+    /// The new job begins at the newest valid checkpoint, with the reward answers of the steps after it; at step 0 if there is none.
     Latest,
-    /// At step 0, with nothing of the old run.
+    /// The new job begins at step 0, with nothing from the old run.
     Start,
 }
 
 impl RetryFrom {
-    /// The default after a job that ended with this failure, or without one.
+    /// Returns the default after a job that ended with this failure, or without one.
     ///
-    /// After an infra or reward failure the run itself was sound, so it resumes. After a user failure (a run that diverged is
-    /// one) the same checkpoint would lead to the same end. Cancelled and succeeded jobs begin anew.
+    /// After an infra or reward failure the run itself was sound, so the retry resumes it. After a user failure (including
+    /// a diverged run) the same checkpoint would lead to the same failure, so the retry starts over. Cancelled and
+    /// succeeded jobs also start over.
     pub fn after(failure: Option<&Failure>) -> RetryFrom {
         match failure.map(|failure| failure.class) {
             Some(FailureClass::Infra | FailureClass::Reward) => RetryFrom::Latest,
@@ -183,38 +186,38 @@ impl RetryFrom {
     }
 }
 
-/// Why a run ended before its last step without an error of its own.
+/// Why a run ended before its last step without an error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum EndingCode {
-    /// Its evaluations did not get better: succeeded, the best checkpoint is its result.
+    /// The evaluations no longer improved. The job succeeded, and the best checkpoint is its result.
     EarlyStopping,
-    /// An alert of the doctor ended it (`on_alert: stop`): failed, the newest checkpoint from before the alert's evidence is
-    /// its result.
+    /// An alert ended the run (`on_alert: stop`). The job failed, and the newest checkpoint from before the alert's
+    /// evidence is its result.
     Alert,
-    /// Three updates in a row could not be used: failed, the newest checkpoint from before the weights that did it is its
-    /// result.
+    /// Three updates in a row could not be used. The job failed, and the newest checkpoint from before the responsible
+    /// weights is its result.
     Diverged,
 }
 
 /// Why a run ended before its last step, and which checkpoint is its result.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Ending {
-    /// What ended it.
+    /// The reason for the end.
     pub code: EndingCode,
-    /// For people.
+    /// Human-readable message in English.
     pub message: String,
-    /// Optimizer steps done.
+    /// Number of completed optimizer steps.
     pub step: u64,
-    /// The doctor's rule.
+    /// The alert rule that ended the run; null = not an alert.
     pub rule: Option<Rule>,
-    /// Early stopping's metric.
+    /// The metric of early stopping; null = not early stopping.
     pub metric: Option<String>,
-    /// The metric's best value.
+    /// The metric's best value; null = none.
     pub best: Option<f64>,
-    /// Where it was best.
+    /// The step of the best value; null = none.
     pub best_step: Option<u64>,
-    /// The alert's evidence begins at this step: checkpoints of earlier steps are not touched by it.
+    /// First step of the alert's evidence. Checkpoints of earlier steps are not affected; null = not an alert.
     pub good_before_step: Option<u64>,
 }
 
@@ -235,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn terminal_states_never_move_and_every_other_one_can_end() {
+    fn terminal_states_never_change_and_every_other_state_can_end() {
         let terminal: Vec<_> = State::ALL.into_iter().filter(|state| state.is_terminal()).collect();
         assert_eq!(terminal, [State::Succeeded, State::Failed, State::Cancelled]);
         for state in State::ALL.into_iter().filter(|state| !state.is_terminal()) {

@@ -1,8 +1,8 @@
-//! JSON as it was sent: a key that stands twice in one object, and an integer that would be rounded, are refused.
+//! Strict JSON: duplicate keys in an object and integers that would be rounded are errors.
 //!
-//! [RFC 8259](https://www.rfc-editor.org/rfc/rfc8259#section-4) leaves both to the reader, and most readers keep the last of
-//! two values and round. In a row to train on, or in a job, that is a mistake which nobody would see. Fractions are rounded
-//! to the nearest 64-bit float, as everywhere.
+//! [RFC 8259](https://www.rfc-editor.org/rfc/rfc8259#section-4) leaves both to the parser. Most parsers keep the last of two
+//! values, and round. In a training row or a job, that would be an unnoticed mistake. Fractions are rounded to the nearest 64-bit
+//! float, as in other parsers.
 
 use std::fmt;
 
@@ -10,46 +10,46 @@ use serde::de::{Deserialize, DeserializeSeed, Deserializer, Error as _, MapAcces
 use serde_json::map::Entry;
 use serde_json::{Map, Number, Value};
 
-/// From here on, and its negative, integers are read as floats: 2^63.
+/// Magnitude from which integers are parsed as floats: 2^63.
 const LARGE: f64 = 9_223_372_036_854_775_808.0;
-/// An object that begins with this key is something else to serde_json: what we wrote could not be read again.
+/// serde_json treats an object that begins with this key specially, so the object could not be read back.
 const RESERVED: &str = "$serde_json::private::RawValue";
-/// Characters of a key or a number that are repeated in an error.
+/// Maximum number of characters of a key or a number that an error shows.
 const SHOWN: usize = 40;
 
-/// Reads a text.
+/// Parses a text as JSON.
 ///
 /// # Errors
-/// Where it is not JSON, holds a key twice in one object, or an integer beyond 64 bits; the last two are of the category
-/// `Data`. With line and column.
+/// Fails with line and column if the text is not JSON, or has a duplicate key in an object or an integer beyond 64 bits. The last
+/// two have the category `Data`.
 pub fn read(text: &[u8]) -> Result<Value, serde_json::Error> {
     serde_json::from_slice::<Exact>(text)?.checked(text)
 }
 
-/// What an error says, without where.
-pub fn words(error: &serde_json::Error) -> String {
+/// Returns the error's message without its position.
+pub fn error_text(error: &serde_json::Error) -> String {
     let text = error.to_string();
     text.rsplit_once(" at line ").map_or(text.as_str(), |(words, _)| words).to_owned()
 }
 
-/// A value in which no key stands twice; for readers that want another deserializer than [`read`]'s.
+/// A value without duplicate keys, for callers that use another deserializer than [`read`].
 #[derive(Debug)]
 pub struct Exact {
     value: Value,
-    /// There is a number as large as an integer that was rounded.
+    /// Whether there is a number so large that it may be a rounded integer.
     large: bool,
 }
 
 impl Exact {
-    /// The value, if none of its integers was rounded; `text` is what it was read from.
+    /// Returns the value, if none of its integers was rounded; `text` is the text it was parsed from.
     ///
     /// # Errors
-    /// As [`read`].
+    /// Fails as [`read`] does.
     pub fn checked(self, text: &[u8]) -> Result<Value, serde_json::Error> {
         let rounded = if self.large { long_integer(text) } else { None };
         match rounded {
             None => Ok(self.value),
-            // An error takes its position from the end of its text.
+            // serde_json takes an error's position from the end of its text.
             Some(Integer { line, column, digits }) => Err(serde_json::Error::custom(format!(
                 "the integer {} has more than 64 bits and would be rounded: write it as a string at line {line} column {column}",
                 shown(&digits)
@@ -134,7 +134,7 @@ impl<'de> Visitor<'de> for Exactly {
     }
 }
 
-/// Fails in the place of the second value, so that the error stands at the key.
+/// Fails in place of the second value, so that the error's position is at the key.
 struct Twice<'k>(&'k str);
 
 impl<'de> DeserializeSeed<'de> for Twice<'_> {
@@ -145,14 +145,14 @@ impl<'de> DeserializeSeed<'de> for Twice<'_> {
     }
 }
 
-/// An integer that 64 bits do not hold, and where it begins, counted from 1.
+/// An integer that does not fit into 64 bits, and its position, counted from 1.
 struct Integer {
     line: usize,
     column: usize,
     digits: String,
 }
 
-/// The first of them in a text that is known to be JSON.
+/// Returns the first such integer in a text that is valid JSON.
 fn long_integer(text: &[u8]) -> Option<Integer> {
     let (mut line, mut line_begin, mut at) = (1, 0, 0);
     while let Some(byte) = text.get(at) {
@@ -176,7 +176,7 @@ fn long_integer(text: &[u8]) -> Option<Integer> {
     None
 }
 
-/// Bytes of the string at the beginning of a text, with its quotes.
+/// Returns the length in bytes of the string at the beginning of a text, including its quotes.
 fn string_length(text: &[u8]) -> usize {
     let mut at = 1;
     while let Some(byte) = text.get(at) {
@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn what_every_reader_agrees_on_is_read_as_by_serde_json() {
+    fn unambiguous_json_is_read_as_by_serde_json() {
         for text in [
             r#"{"a": [1, -2, 2.5, true, null, "x\n\u00e4"], "b": {"a": {}}}"#,
             r#"{"$serde_json::private::Number": "1"}"#,
@@ -221,17 +221,17 @@ mod tests {
     }
 
     #[test]
-    fn a_key_that_stands_twice_is_refused_where_it_stands() {
+    fn a_duplicate_key_is_rejected_with_its_position() {
         let (text, line, _) = refused("{\"prompt\": \"a\",\n \"prompt\": \"b\"}");
         assert!(text.starts_with("duplicate key 'prompt'"), "{text}");
         assert_eq!(line, 2);
         assert!(refused(r#"[{"a": {"b": 1, "c": 2, "b": 1}}]"#).0.contains("duplicate key 'b'"));
-        // The same key written in another way is the same key.
+        // The same key in a different spelling is a duplicate too.
         assert!(refused(r#"{"a": 1, "\u0061": 2}"#).0.contains("duplicate key 'a'"));
     }
 
     #[test]
-    fn an_integer_beyond_64_bits_is_refused_where_it_stands() {
+    fn an_integer_beyond_64_bits_is_rejected_with_its_position() {
         let (text, line, column) = refused("{\"a\": \"1\",\n  \"id\": 123456789012345678901234567890}");
         assert!(text.starts_with("the integer 123456789012345678901234567890 has more than 64 bits"), "{text}");
         assert_eq!((line, column), (2, 9));

@@ -1,4 +1,4 @@
-//! The words of `rlood`: plain types that every other crate knows. No I/O but a template's and a schema's.
+//! Shared types of `rlood`, used by every other crate. They do no I/O, except that templates and schemas start threads.
 
 pub mod access;
 pub mod callback;

@@ -1,46 +1,46 @@
-//! A one-shot child: a process that answers one request, `rlood probe` or `rlood generator`. It reads a task from standard
-//! input and writes one report to standard output. The server's side is `supervisor::one_shot`, the child's `worker::one_shot`.
+//! One-shot child processes, such as `rlood probe` and `rlood generator`. Each answers one request: it reads a task from standard
+//! input and writes one report to standard output. The server's side is `supervisor::one_shot`, the child's is `worker::one_shot`.
 
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// Why there is no report of a one-shot child.
+/// Why a one-shot child process gave no report.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum OneShotError {
-    /// As many children of this kind as may run at once do.
-    #[error("as many children of this kind as may run at once do")]
+    /// The maximum number of children of this kind is running already.
+    #[error("the maximum number of child processes of this kind is running already")]
     Busy,
-    /// The server stops.
-    #[error("the server stops")]
+    /// The server is shutting down.
+    #[error("the server is shutting down")]
     Stopping,
     /// The child did not end within this time and was killed.
     #[error("no report within {} s", .0.as_secs())]
     TimedOut(Duration),
-    /// Somebody killed the child, or it ran out of memory: how it ended.
+    /// The child was killed or ran out of memory; the text is its exit status.
     #[error("the child was killed ({0})")]
     Killed(String),
-    /// The child ended without a report: how it ended.
+    /// The child ended without a report; the text is its exit status.
     #[error("the child ended without a report ({0})")]
     Ended(String),
-    /// The child cannot be started, or one side cannot read or write: what failed.
+    /// The child could not be started, or a pipe to it failed; the text is the cause.
     #[error("{0}")]
     Failed(String),
 }
 
-/// A line of a child that reports on its way: how far it is, something that it found, and last of all its report.
+/// A line of output from a child that reports progress: its progress, an intermediate result, or, as the last line, its report.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ChildLine<Item, Report> {
-    /// How far it is.
+    /// The progress of the child process.
     Progress {
-        /// Parts done.
+        /// Number of completed units of work.
         done: u64,
-        /// Parts in all.
+        /// Total number of units of work.
         total: u64,
     },
-    /// Something that it found.
+    /// An intermediate result of the child.
     Item(Item),
-    /// The last line.
+    /// The report, which is the last line.
     Report(Report),
 }

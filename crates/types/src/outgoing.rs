@@ -1,17 +1,17 @@
-//! Which addresses outgoing requests may reach: words and rules, nothing is sent here.
+//! The policy for outgoing requests: which addresses they may reach. This module sends nothing.
 //!
-//! A URL in a job is written by a user, the request is sent by the server: without care a user could reach what only the
-//! server can (a metadata service, a neighbour on the private network). What can be told without DNS is checked when a
-//! job is submitted; `rlood_rewards::http_client` checks every address again after resolution, when it connects.
+//! A user writes the URLs in a job, but the server sends the requests. Without a check, a user could reach addresses that only the
+//! server can (a metadata service, a machine on the private network). Everything that does not need DNS is checked when a job is
+//! submitted; `rlood_rewards::http_client` checks every resolved address again when it connects.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use url::Url;
 
-/// The word that permits loopback in a list of permitted addresses.
+/// The word that permits loopback addresses in a list of permitted addresses.
 pub const LOOPBACK: &str = "loopback";
 
-/// What outgoing requests may reach: public addresses, and what the operator permits besides.
+/// The addresses that outgoing requests may reach: public addresses, and those that the operator permits.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct OutgoingPolicy {
     nets: Vec<Net>,
@@ -19,38 +19,38 @@ pub struct OutgoingPolicy {
     loopback: bool,
 }
 
-/// Why a URL or an address is refused, or an entry of the list is not understood.
+/// Why a URL or an address is rejected, or why an entry of the list is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum OutgoingError {
-    /// Not a URL. It is not repeated: a password may stand anywhere in it.
+    /// The text is not a URL. The error does not repeat it, because it may contain a password.
     #[error("not a URL such as https://host/path")]
     NotAUrl,
-    /// Neither http nor https.
+    /// The scheme is neither http nor https.
     #[error("the scheme '{0}' is not supported: use http or https")]
     Scheme(String),
-    /// user:password@
+    /// The URL contains `user:password@`.
     #[error("a URL must not contain a user name or password: put credentials into the reward's headers")]
     Credentials,
-    /// An address outside the permitted ones.
+    /// The address is not one of the permitted ones.
     #[error(
         "{host} has the {kind} address {address}, which this server must not reach; \
          the operator can permit it with --allow-outgoing {address}"
     )]
     Refused {
-        /// As in the URL.
+        /// Host as written in the URL.
         host: String,
-        /// What it is or resolves to.
+        /// Address that the host is or resolves to.
         address: IpAddr,
-        /// loopback, private, …
+        /// Kind of address: loopback, private, ….
         kind: &'static str,
     },
-    /// An entry of the list.
+    /// An entry of the list is invalid.
     #[error("'{0}' is neither a host name, an address, a CIDR block (10.0.0.0/8), nor the word 'loopback'")]
     Entry(String),
 }
 
 impl OutgoingPolicy {
-    /// Reads a list of CIDR blocks, addresses, host names and the word `loopback`. A permitted host may have any address.
+    /// Parses a list of CIDR blocks, addresses, host names and the word `loopback`. A permitted host may have any address.
     pub fn parse<S: AsRef<str>>(list: &[S]) -> Result<Self, OutgoingError> {
         let mut policy = Self::default();
         for entry in list {
@@ -71,7 +71,7 @@ impl OutgoingPolicy {
         Ok(policy)
     }
 
-    /// Checks all of a URL that can be checked without DNS.
+    /// Checks everything about a URL that does not need DNS.
     pub fn check_url(&self, url: &str) -> Result<Url, OutgoingError> {
         let parsed = Url::parse(url).map_err(|_| OutgoingError::NotAUrl)?;
         if !matches!(parsed.scheme(), "http" | "https") {
@@ -83,7 +83,7 @@ impl OutgoingPolicy {
         let Some(host) = parsed.host_str() else {
             return Err(OutgoingError::NotAUrl);
         };
-        // 127.1, 0x7f000001 and the like are plain addresses by now: the URL standard normalises them.
+        // The URL standard has already normalized 127.1, 0x7f000001 and similar spellings to plain addresses.
         if let Ok(address) = host.trim_start_matches('[').trim_end_matches(']').parse() {
             self.check_address(host, address)?;
         }
@@ -100,7 +100,7 @@ impl OutgoingPolicy {
     }
 }
 
-/// A block of addresses.
+/// A block of IP addresses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Net {
     address: IpAddr,
@@ -108,7 +108,7 @@ pub struct Net {
 }
 
 impl Net {
-    /// An address, or a CIDR block: `10.0.0.0/8`.
+    /// Parses an address or a CIDR block such as `10.0.0.0/8`.
     pub fn parse(text: &str) -> Option<Self> {
         let (address, prefix) = match text.split_once('/') {
             Some((address, prefix)) => (address.parse().ok()?, Some(prefix.parse().ok()?)),
@@ -119,7 +119,7 @@ impl Net {
         (prefix <= bits).then_some(Self { address, prefix })
     }
 
-    /// Whether an address lies in it.
+    /// Whether the block contains an address.
     pub fn contains(self, other: IpAddr) -> bool {
         match (self.address, other) {
             (IpAddr::V4(net), IpAddr::V4(other)) => {
@@ -139,11 +139,11 @@ fn is_host_name(text: &str) -> bool {
     let valid =
         |label: &str| !label.is_empty() && label.chars().all(|c| c.is_ascii_alphanumeric() || c == '-' || c == '_');
     let text = text.trim_end_matches('.');
-    // The last label of a name is never a number: 10.0.0 or 1.2.3.4.5 are mistyped addresses.
+    // The last label of a name is never a number: 10.0.0 and 1.2.3.4.5 are mistyped addresses.
     text.split('.').all(valid) && !text.rsplit('.').next().is_some_and(|last| last.chars().all(|c| c.is_ascii_digit()))
 }
 
-/// What makes an address something else than a public one (IANA special-purpose registries); `None` = public.
+/// Returns the kind of a special-purpose address (IANA registries); `None` = public.
 fn special_kind(address: IpAddr) -> Option<&'static str> {
     match address {
         IpAddr::V4(address) => special_v4(address),
@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_operator_permits_passes_and_nothing_else() {
+    fn only_addresses_that_the_operator_permits_pass() {
         let policy =
             OutgoingPolicy::parse(&["loopback", "10.0.0.0/8", "fd00::/16", "reward.internal", "192.168.1.7"]).unwrap();
         for url in

@@ -1,8 +1,8 @@
-//! Preflight: what a short look at the base model, the prompts and the rewards says of a job before it is submitted.
+//! Preflight: a short test of a job's base model, prompts and rewards before the job is submitted.
 //!
-//! The server hands a [`ProbeTask`] to a process of its own (`crate::prober`), which samples the base model on some
-//! prompts, calls the rewards, times a step and answers with a [`ProbeReport`]. What the figures mean is decided by
-//! [`verdict::verdict`], a pure function with documented thresholds.
+//! The server passes a [`ProbeTask`] to a child process (`crate::prober`), which samples the base model on some prompts,
+//! calls the rewards, times a step and answers with a [`ProbeReport`]. [`verdict::verdict`], a pure function with
+//! documented thresholds, interprets the figures.
 
 pub mod verdict;
 
@@ -18,183 +18,185 @@ use crate::event::FinishReason;
 use crate::sample::RewardValue;
 use crate::spec::{Plan, RewardSecrets};
 
-/// What a probe needs; goes to its standard input as one line of JSON.
+/// The task of a preflight process, sent to its standard input as one line of JSON.
 #[derive(Serialize, Deserialize)]
 pub struct ProbeTask {
-    /// The job as resolved.
+    /// The job's resolved plan.
     pub plan: Plan,
-    /// By reward name.
+    /// Secrets of the rewards, by reward name.
     pub secrets: BTreeMap<String, RewardSecrets>,
-    /// What the rewards' requests may reach, beside public addresses.
+    /// Addresses that reward requests may reach in addition to public ones.
     pub allow_outgoing: Vec<String>,
-    /// The model's directory.
+    /// Directory of the base model.
     pub model_dir: PathBuf,
-    /// Where reward models lie, by their ids.
+    /// Directories of the reward models, by model id.
     #[serde(default)]
     pub reward_models: BTreeMap<String, String>,
-    /// The checkpoint that the job starts from, if it is a warm start.
+    /// Directory of the checkpoint that the job starts from; null without a warm start.
     pub initial: Option<PathBuf>,
-    /// The chosen rows, with their numbers in the dataset.
+    /// The selected rows, with their numbers in the dataset.
     pub rows: Vec<(u64, Map<String, Value>)>,
-    /// From the start of the process on, ms.
+    /// Time limit from the start of the process, in milliseconds.
     pub limit_ms: u64,
 }
 
-/// What a probe found; figures that were not measured are null.
+/// The result of a preflight. Figures that were not measured are null.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct ProbeReport {
-    /// Everything was measured; false: the time limit or a failure ended it early, and the rest is what was known by then.
+    /// Whether everything was measured. If false, the time limit or a failure ended the preflight early, and the figures cover what
+    /// was done by then.
     pub complete: bool,
-    /// What ended it early, if it was no time limit.
+    /// The failure that ended the preflight early; null = none, or the time limit.
     pub error: Option<ProbeError>,
-    /// Prompts that were sampled and scored, spread over the dataset.
+    /// Number of prompts that were sampled and scored, spread over the dataset.
     pub prompts: u64,
-    /// Completions that were sampled and scored.
+    /// Number of completions that were sampled and scored.
     pub completions: u64,
-    /// Mean of the weighted reward, before clip and KL.
+    /// Mean of the weighted reward, before clipping and KL penalty.
     pub reward: Option<f64>,
-    /// Its sample standard deviation over all completions.
+    /// Sample standard deviation of the weighted reward over all completions.
     pub reward_std: Option<f64>,
-    /// Smallest and largest weighted reward that can be, as far as the rewards say: built-in ones do, services do by the
-    /// `range` of their answer to `reward.ping`.
+    /// Lowest and highest possible weighted reward, as [lowest, highest]; null = unknown. Built-in rewards declare their range;
+    /// services declare it in the `range` of their answer to `reward.ping`.
     pub reward_range: Option<(f64, f64)>,
-    /// Each reward by its name.
+    /// Results by reward name.
     pub rewards: BTreeMap<String, ProbedReward>,
-    /// Of the completions, those without a reward to train on.
+    /// Fraction of completions without a reward to train on.
     pub missing_fraction: Option<f64>,
-    /// Of the groups, those whose rewards are all equal: they train nothing.
+    /// Fraction of groups whose rewards are all equal. Such groups train nothing.
     pub tied_groups_fraction: Option<f64>,
-    /// Of the groups, those that are tied and whose completions are all the same text.
+    /// Fraction of groups that are tied and whose completions are all the same text.
     pub identical_groups_fraction: Option<f64>,
-    /// Of the completions, those that reached `max_completion_length`.
+    /// Fraction of completions that reached `max_completion_length`.
     pub truncated_fraction: Option<f64>,
-    /// Tokens.
+    /// Mean length of a completion, in tokens.
     pub mean_completion_length: Option<f64>,
-    /// Wall-clock time of one optimizer step on this server's first device, from what was measured, scaled to the job's batch.
+    /// Wall-clock time of one optimizer step on this server's first device, measured and scaled to the job's batch size.
     pub step_seconds: Option<StepSeconds>,
-    /// Of the whole job without its evaluations and checkpoints, s; null unless a step could be measured to its end.
+    /// Estimated time of the whole job without its evaluations and checkpoints, in seconds; null unless a full step was measured.
     pub eta_s: Option<f64>,
-    /// Width of the model's residual stream.
+    /// Width of the model's residual stream; null = unknown.
     #[serde(default)]
     pub hidden_size: Option<u64>,
-    /// Largest resident size of the probe's process, bytes; a lower bound where the probed batch is smaller than the job's.
+    /// Peak resident memory of the preflight process, in bytes. It is a lower bound if the tested batch is smaller than the job's.
     pub peak_memory_bytes: Option<u64>,
-    /// Checkpoints that stay when the job is done, bytes.
+    /// Size of the checkpoints that are kept when the job is done, in bytes.
     pub checkpoints_bytes: Option<u64>,
-    /// Free on the server's disk, bytes.
+    /// Free space on the server's disk, in bytes.
     pub free_disk_bytes: Option<u64>,
-    /// Some completions.
+    /// Some of the completions.
     pub samples: Vec<ProbedSample>,
-    /// What the rewards complained of.
+    /// Warnings from the rewards.
     pub warnings: Vec<String>,
-    /// What it means and what to do; never empty.
+    /// Conclusions from the figures, and what to do; never empty.
     pub verdict: Vec<Finding>,
 }
 
-/// Why a probe ended early.
+/// Why a preflight ended early.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct ProbeError {
-    /// Stable, snake_case.
+    /// Stable error code in snake_case.
     pub code: String,
-    /// For people.
+    /// Human-readable message in English.
     pub message: String,
 }
 
-/// What a probe saw of one reward.
+/// Preflight results for one reward.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct ProbedReward {
-    /// Over the completions that have a value.
+    /// Mean over the completions that have a value.
     pub mean: Option<f64>,
-    /// Sample standard deviation.
+    /// Sample standard deviation over the completions that have a value.
     pub std: Option<f64>,
-    /// Of the completions, those whose value is missing.
+    /// Fraction of completions without a value.
     pub missing_fraction: Option<f64>,
-    /// Median time for the completions of a batch of prompts, s.
+    /// Median time to score the completions of a batch of prompts, in seconds.
     pub latency_p50_s: Option<f64>,
-    /// Longest time, s.
+    /// Longest time to score a batch, in seconds.
     pub latency_max_s: Option<f64>,
 }
 
-/// The parts of an optimizer step, s.
+/// Time of an optimizer step by stage, in seconds.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct StepSeconds {
-    /// Sampling.
+    /// Time spent sampling, in seconds.
     pub generate: f64,
-    /// Waiting for rewards.
+    /// Time spent waiting for rewards, in seconds.
     pub reward: f64,
-    /// Log-probs, forward, backward, optimizer; null when the time limit came first.
+    /// Time spent on log-probabilities, forward and backward passes and the optimizer, in seconds; null = the time
+    /// limit was reached first.
     pub train: Option<f64>,
-    /// All of them; null when one is not known.
+    /// Total time, in seconds; null = one of the stages is unknown.
     pub total: Option<f64>,
 }
 
-/// One completion of a probe.
+/// One completion of a preflight.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct ProbedSample {
-    /// The dataset row: `row_N`, N counted from 0.
+    /// Dataset row of the prompt: `row_N`, with N counted from 0.
     pub prompt_id: String,
     /// The prompt as text, as the model saw it.
     pub prompt: String,
-    /// The completion as text.
+    /// The completion as text, without special tokens.
     pub completion: String,
-    /// The weighted reward; null = without one.
+    /// The weighted reward; null = none.
     pub reward: Option<f64>,
-    /// Value of each reward by name.
+    /// Value of each reward, by name; null = missing or not applicable.
     pub rewards: BTreeMap<String, Option<f64>>,
-    /// Why it ended.
+    /// Why the completion ended.
     pub finish_reason: FinishReason,
-    /// Tokens.
+    /// Length of the completion, in tokens.
     pub num_tokens: u32,
 }
 
-/// One thing that the figures say.
+/// One conclusion from the figures.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Finding {
-    /// What it is.
+    /// Type of the finding.
     pub code: FindingCode,
-    /// The evidence.
+    /// The evidence for the finding.
     pub detail: String,
-    /// What to do.
+    /// How to fix the problem.
     pub fix: String,
 }
 
-/// What a probe can find.
+/// Type of a preflight finding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum FindingCode {
-    /// Nothing was measured.
+    /// The preflight could not measure anything.
     NotMeasured,
-    /// A reward that the job depends on has no value for many completions.
+    /// A required reward has no value for many completions.
     RewardNotUsable,
-    /// The base model never scores: there is nothing to reinforce.
+    /// The base model never earns a reward, so there is nothing to reinforce.
     SftFirst,
-    /// The base model scores nearly all there is to score.
+    /// The base model already earns nearly the highest reward.
     NothingToLearn,
     /// Groups are tied because their completions are the same.
     RaiseTemperature,
     /// Groups are tied although their completions differ.
     TiedGroups,
-    /// Many completions are cut off.
+    /// Many completions are truncated.
     RaiseMaxCompletionLength,
     /// Most of a step is spent waiting for rewards.
     RewardIsTheBottleneck,
-    /// The adapter learns next to nothing at this learning rate.
+    /// The learning rate is too low for the adapter to learn much.
     LearningRateLowForLora,
-    /// Nothing speaks against the job.
+    /// No problem was found.
     Ready,
 }
 
-/// One scored completion, as the figures need it.
+/// One scored completion, as input of the figures.
 #[derive(Debug, Clone)]
 pub struct Observed {
-    /// What each reward said, in the plan's order.
+    /// Value of each reward, in the plan's order.
     pub values: Vec<RewardValue>,
-    /// As shown in the report.
+    /// The completion as shown in the report.
     pub sample: ProbedSample,
 }
 
 impl ProbeReport {
-    /// Fills in what follows from the completions, in groups of `num_generations`.
+    /// Computes the figures from the completions, in groups of `num_generations`.
     pub fn observe(&mut self, reward_names: &[String], num_generations: NonZeroUsize, observed: &[Observed]) {
         let groups: Vec<&[Observed]> = observed.chunks(num_generations.get()).collect();
         let rewards: Vec<f64> = observed.iter().filter_map(|one| one.sample.reward).collect();
@@ -218,7 +220,7 @@ impl ProbeReport {
     }
 }
 
-/// All rewards that there are in the group are equal; a group without two of them trains nothing either.
+/// Whether all known rewards of the group are equal. A group with fewer than two rewards also trains nothing.
 fn is_tied(group: &[Observed]) -> bool {
     let rewards = || group.iter().filter_map(|one| one.sample.reward);
     let (low, high) = rewards().fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), r| (low.min(r), high.max(r)));
@@ -238,14 +240,14 @@ fn mean(values: impl Iterator<Item = f64>) -> Option<f64> {
     (count > 0).then(|| sum / count as f64)
 }
 
-/// With n − 1 in the denominator; None below two values.
+/// Returns the standard deviation with n − 1 in the denominator; `None` below two values.
 fn sample_std(values: &[f64]) -> Option<f64> {
     let mean = mean(values.iter().copied()).filter(|_| values.len() > 1)?;
     let squares: f64 = values.iter().map(|value| (value - mean).powi(2)).sum();
     Some((squares / (values.len() - 1) as f64).sqrt())
 }
 
-/// The value that half of the others do not exceed; None of none.
+/// Returns the median (the upper of two middle values); `None` without values.
 pub fn median(mut values: Vec<f64>) -> Option<f64> {
     values.sort_by(f64::total_cmp);
     values.get(values.len().checked_sub(1)? / 2).copied()
@@ -287,7 +289,7 @@ mod tests {
         assert_eq!(report.reward, Some(4.0 / 7.0));
         assert!((report.reward_std.unwrap() - (12.0f64 / 7.0 / 6.0).sqrt()).abs() < 1e-12);
         assert_eq!((report.missing_fraction, report.truncated_fraction), (Some(0.125), Some(0.25)));
-        // The first is tied with one text, the second with two, the last has one reward only.
+        // The first group is tied with one text, the second with two texts, and the last has only one reward.
         assert_eq!((report.tied_groups_fraction, report.identical_groups_fraction), (Some(0.75), Some(0.25)));
         assert_eq!(report.mean_completion_length, Some(2.0));
         assert_eq!(report.rewards["r"].missing_fraction, Some(0.125));

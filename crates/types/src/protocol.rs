@@ -1,17 +1,17 @@
-//! The worker protocol: the only thing between server and worker, on one machine or over the network.
+//! The worker protocol: all communication between server and worker, on one machine or over the network.
 //!
-//! All calls carry `Authorization: Bearer <worker token>`. Every call on a job carries the claim's `attempt`: the server
-//! refuses (409 `lease_lost`) whatever comes from an attempt that no longer owns the job.
+//! All calls carry `Authorization: Bearer <worker token>`. Every call on a job carries the claim's `attempt`. The server rejects
+//! (409 `lease_lost`) calls of an attempt that no longer owns the job.
 //!
 //! ```text
 //! POST /worker/register                                   Register      → Registered
 //! POST /worker/claim                                      ClaimRequest  → 200 Claim | 204
-//! GET  /worker/jobs/{id}/datasets/{dataset_id}?attempt=N  → ndjson, one record a line
+//! GET  /worker/jobs/{id}/datasets/{dataset_id}?attempt=N  → ndjson, one record per line
 //! GET  /worker/jobs/{id}/resume/{name}?attempt=N          → a file of the checkpoint named in the claim
-//! GET  /worker/jobs/{id}/initial/{name}?attempt=N         → a file that the job begins with (warm start)
-//! GET  /worker/jobs/{id}/models/{model}?attempt=N         → ModelFiles, held while the server hashes them
+//! GET  /worker/jobs/{id}/initial/{name}?attempt=N         → a file that the job starts from (warm start)
+//! GET  /worker/jobs/{id}/models/{model}?attempt=N         → ModelFiles, long-polled while the server hashes them
 //! GET  /worker/jobs/{id}/models/{model}/{name}?attempt=N  → a file of one of the job's models
-//! POST /worker/jobs/{id}/damaged                          DamagedFile   → Inspection, held while the server reads the file
+//! POST /worker/jobs/{id}/damaged                          DamagedFile   → Inspection, long-polled while the server reads the file
 //! POST /worker/jobs/{id}/heartbeat                        Heartbeat     → HeartbeatReply
 //! POST /worker/jobs/{id}/events                           EventBatch    → 204
 //! PUT  /worker/jobs/{id}/checkpoints/{step}/{name}?attempt=N   bytes    → 204
@@ -19,27 +19,27 @@
 //! GET  /worker/jobs/{id}/journal/{after}?attempt=N        → JournalPage
 //! POST /worker/jobs/{id}/journal                          JournalBatch  → 204, durable
 //! POST /worker/jobs/{id}/rewards                          RewardReports → 204
-//! GET  /worker/jobs/{id}/callbacks/{after}?attempt=N      → CallbackNews, held while there are none
+//! GET  /worker/jobs/{id}/callbacks/{after}?attempt=N      → CallbackUpdates, long-polled while there are none
 //! POST /worker/jobs/{id}/finish                           Finish        → 204
 //! ```
 //!
-//! Files are sent whole, or from the byte that the header `Range: bytes=N-` names. A server from before `models` answers 404:
-//! its workers find the models at the same paths.
+//! Files are sent whole, or from the byte that the header `Range: bytes=N-` names. A server older than the `models` routes answers
+//! 404 for them; its workers find the models at the same paths.
 //!
-//! # Its number
+//! # Protocol version
 //!
-//! The rule: what is new here or in the plan (a field, a value, another meaning) comes with a new [`PROTOCOL`], in the same
-//! commit. A worker that does not know a setting would train without it and call that a success.
+//! Every addition to this protocol or to the plan (a field, a value, a changed meaning) increments [`PROTOCOL`] in the same commit.
+//! Otherwise a worker that does not know a new setting would train without it and report success.
 //!
-//! - `Register`, `ClaimRequest` and `Registered` carry the number. Whoever says none says 1, the first one.
-//!   The server registers no worker of another number and hands it no job (409 `protocol_mismatch`); a worker leaves a server
-//!   of another number. Both say what to update. The server's own workers are its own binary, and have its number.
-//! - A job that runs while its server is updated goes on: its worker understood the plan when it took the job. Fields that are
-//!   sent about a running attempt therefore keep a default, and are refused for nothing.
-//! - A number that somebody forgot to raise shows: [`read_claim`] refuses what it does not know, and the worker gives the job
-//!   back and leaves; before that, `tests/it/protocol.rs` compares the fields of plan and claim with those on record.
-//! - A database is not a peer: plans of older versions lack fields (each has a default that means what was done before it),
-//!   and what they hold that is gone since is dropped before they are sent.
+//! - `Register`, `ClaimRequest` and `Registered` carry the version. A missing version means version 1. The server does not register
+//!   a worker with another version and gives it no job (409 `protocol_mismatch`); a worker disconnects from a server with another
+//!   version. Both report what to update. The server's own workers run the same binary, so they have the same version.
+//! - A job that runs while its server is updated continues: its worker understood the plan when it claimed the job. Fields that are
+//!   sent about a running attempt therefore have defaults and are never rejected.
+//! - A forgotten version increment is detected: [`read_claim`] rejects unknown fields, and the worker returns the job and
+//!   disconnects. Earlier still, `tests/it/protocol.rs` compares the fields of plan and claim with a recorded list.
+//! - Plans in the database are exempt. Plans of older versions lack fields, each of which has a default that means the former
+//!   behavior. Fields that no longer exist are dropped before a plan is sent.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -62,128 +62,129 @@ pub use claim::{ClaimError, read_claim};
 pub use models::ModelFiles;
 pub use rewards::*;
 
-/// The number of this protocol, the plan included; see the rule above.
+/// Version of this protocol, including the plan. See "Protocol version" above for when to increment it.
 pub const PROTOCOL: u32 = 5;
 
-/// How long a transfer between server and worker may stand still, on either side: it ends when no byte has flowed for this
-/// long, however long it takes in all.
+/// Idle timeout of a transfer between server and worker, on either side: the transfer ends when no byte has arrived for this long.
+/// Its total duration is not limited.
 pub const TRANSFER_STALL: Duration = Duration::from_secs(60);
 
-/// Of whoever says none.
+/// Protocol version of a peer that does not send one.
 const fn first_protocol() -> u32 {
     1
 }
 
-/// A worker introduces itself.
+/// A worker registers with the server.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Register {
-    /// Chosen by the worker.
+    /// Id of the worker, chosen by the worker.
     pub worker: WorkerId,
-    /// `cpu`, `cuda:0`.
+    /// Device of the worker: `cpu`, `cuda:0`, ….
     pub device: String,
-    /// Process id on its machine.
+    /// Process id on the worker's machine.
     pub pid: u32,
-    /// Compute threads it will use.
+    /// Number of compute threads that the worker will use.
     pub threads: u32,
-    /// Its rlood version.
+    /// Version of the worker's rlood.
     pub version: String,
-    /// Started by the server itself: it ends when the server does.
+    /// Whether the server started the worker as a child process; such a worker ends when the server does.
     #[serde(default)]
     pub child: bool,
-    /// [`PROTOCOL`], as it knows it.
+    /// [`PROTOCOL`] of the worker.
     #[serde(default = "first_protocol")]
     pub protocol: u32,
 }
 
-/// What the server tells a new worker.
+/// The server's response to a registration.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Registered {
-    /// Between heartbeats, ms.
+    /// Interval between heartbeats, in milliseconds.
     pub heartbeat_ms: u64,
-    /// Of a claim without heartbeat, ms.
+    /// Lease of a claim without a heartbeat, in milliseconds.
     pub lease_ms: u64,
-    /// [`PROTOCOL`], as the server knows it.
+    /// [`PROTOCOL`] of the server.
     #[serde(default = "first_protocol")]
     pub protocol: u32,
 }
 
-/// Asks for work; the server may hold the call for up to `wait_ms`.
+/// A worker requests a job. The server may hold the call for up to `wait_ms`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct ClaimRequest {
-    /// Who asks.
+    /// Id of the worker that requests a job.
     pub worker: WorkerId,
-    /// Longest wait, ms.
+    /// Maximum time to wait for a job, in milliseconds.
     pub wait_ms: u64,
-    /// [`PROTOCOL`], as the worker knows it: its server may be another one since it registered.
+    /// [`PROTOCOL`] of the worker. It is sent again because the server may have been updated since the worker registered.
     #[serde(default = "first_protocol")]
     pub protocol: u32,
 }
 
-/// The right to run a job and to write about it.
+/// A claim: the right to run a job and to write its results.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Claim {
-    /// The job.
+    /// Id of the job.
     pub job: JobId,
-    /// Who holds it.
+    /// Id of the worker that holds the claim.
     pub worker: WorkerId,
-    /// The fence.
+    /// Number of the attempt, which all writes of this claim must carry.
     pub attempt: u64,
-    /// What to do.
+    /// The resolved plan of the job.
     pub plan: Plan,
-    /// By reward name.
+    /// Secrets of the rewards, by reward name.
     pub secrets: BTreeMap<String, RewardSecrets>,
-    /// Where the model lies on the server. A worker uses what lies there on its own machine when it is the plan's model, byte
-    /// for byte; else it fetches the files from the server.
+    /// Path of the model on the server. A worker uses the files at this path on its own machine if they are identical to the plan's
+    /// model; otherwise it fetches the files from the server.
     pub model_path: String,
-    /// `base_model_name_or_path` of the adapter.
+    /// Model name that is written as `base_model_name_or_path` of the adapter.
     pub model_name: String,
-    /// Where reward models lie on the server, by their ids; as `model_path`.
+    /// Paths of the reward models on the server, by model id; used like `model_path`.
     #[serde(default)]
     pub reward_models: BTreeMap<String, String>,
-    /// Newest published checkpoint, if any.
+    /// Newest published checkpoint; null = none.
     pub resume: Option<ResumePoint>,
-    /// What the job begins with, when its plan has a warm start.
+    /// Files that the job starts from, if its plan has a warm start.
     #[serde(default)]
     pub initial: Vec<FileEntry>,
-    /// Of the claim without heartbeat, ms.
+    /// Lease of the claim without a heartbeat, in milliseconds.
     pub lease_ms: u64,
-    /// Which addresses outgoing requests may reach.
+    /// Addresses that outgoing requests may reach in addition to public ones.
     pub allow_outgoing: Vec<String>,
-    /// What former attempts told of the rewards: the counts go on from there.
+    /// Reward reports of former attempts, whose counts this attempt continues.
     #[serde(default)]
     pub reward_reports: Vec<RewardReport>,
-    /// Where reward services may answer later.
+    /// Where reward services may send late answers; null = nowhere.
     #[serde(default)]
     pub callbacks: Option<CallbackTerms>,
-    /// An earlier attempt was interrupted: save more often than the plan asks, so that the next one repeats less.
+    /// Whether to save more often than the plan asks, because an earlier attempt was interrupted and the
+    /// next one should repeat less.
     #[serde(default)]
     pub checkpoint_soon: bool,
-    /// Jobs of one owner have the same one, those of others another: values of `cache: true` rewards are used again within it
-    /// only. It names nobody. Null = within the job only.
+    /// Scope of cached values of `cache: true` rewards. It is the same for all jobs of one owner, different between owners, and
+    /// does not identify the owner. Null = the cache is limited to the job.
     #[serde(default)]
     pub cache_scope: Option<String>,
 }
 
-/// A checkpoint to go on from.
+/// A checkpoint to resume from.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct ResumePoint {
-    /// Optimizer steps done.
+    /// Number of completed optimizer steps.
     pub step: u64,
-    /// All its files.
+    /// All files of the checkpoint.
     pub files: Vec<FileEntry>,
 }
 
-/// A file of a checkpoint that the worker could not fetch whole: its bytes do not match their hash, or the transfer breaks off
-/// again and again. The server reads the file itself before it believes that.
+/// A file of a checkpoint that the worker could not fetch completely: its bytes do not match their hash, or the transfer breaks off
+/// repeatedly. The server reads the file itself before it acts on the report.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct DamagedFile {
-    /// The fence.
+    /// Number of the attempt.
     pub attempt: u64,
-    /// Which of the claim's lists the file stands in.
+    /// The claim's list that contains the file.
     pub list: FileList,
-    /// Optimizer steps of the checkpoint to go on from; 0 for `initial`.
+    /// Completed optimizer steps of the checkpoint to resume from; 0 for `initial`.
     pub step: u64,
-    /// The file's name in the list.
+    /// Name of the file in the list.
     pub file: String,
 }
 
@@ -191,43 +192,43 @@ pub struct DamagedFile {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FileList {
-    /// `resume`: the checkpoint to go on from.
+    /// The list `resume`: the checkpoint to resume from.
     Resume,
-    /// `initial`: what a job with a warm start begins with.
+    /// The list `initial`: the files that a job with a warm start begins with.
     Initial,
 }
 
-/// What the server found when it read a file that a worker reported.
+/// The server's result after reading a file that a worker reported.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Inspection {
-    /// What was found.
+    /// Whether the file is damaged.
     pub verdict: Verdict,
-    /// Of a damaged file in `resume`: the next older checkpoint to go on from; null = from the beginning.
+    /// Next older checkpoint to resume from, if the damaged file is in `resume`; null = start from the beginning.
     #[serde(default)]
     pub resume: Option<ResumePoint>,
 }
 
-/// What the server found.
+/// Whether a reported file is damaged.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Verdict {
-    /// The server is still reading the file: ask again.
+    /// The server is still reading the file; ask again.
     Checking,
-    /// The file is as listed: fetch it again.
+    /// The file is as listed; fetch it again.
     Whole,
-    /// The file is damaged. A checkpoint to go on from is discarded by now.
+    /// The file is damaged. A checkpoint to resume from has been discarded.
     Damaged,
 }
 
-/// A name that is not a plain file name.
+/// The error for a name that is not a plain file name.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("'{0}' is not a file name: 1 to 100 letters, digits, '.', '_' or '-', not beginning with '.'")]
 pub struct BadFileName(String);
 
-/// Accepts a plain file name: `[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}`.
+/// Checks that a name is a plain file name: `[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}`.
 ///
 /// # Errors
-/// It is another.
+/// Fails for any other name.
 pub fn check_file_name(name: &str) -> Result<(), BadFileName> {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'_' | b'-');
     if (1..=100).contains(&name.len()) && !name.starts_with('.') && name.bytes().all(plain) {
@@ -237,49 +238,49 @@ pub fn check_file_name(name: &str) -> Result<(), BadFileName> {
     }
 }
 
-/// A file of a checkpoint.
+/// A file with its size and hash.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, utoipa::ToSchema)]
 pub struct FileEntry {
-    /// No path separators.
+    /// File name, without path separators.
     pub name: String,
-    /// Bytes.
+    /// Size of the data, in bytes.
     pub size_bytes: u64,
-    /// Lower-case hex.
+    /// SHA-256 of the file's bytes, in lower-case hex.
     #[schema(value_type = String)]
     pub sha256: Sha256Digest,
 }
 
-/// Between a worker's heartbeats, ms. A cancel or pause travels in the reply and is honoured within 12 s of the request:
-/// this leaves 7 s for the engine to stop and to save.
+/// Interval between a worker's heartbeats, in milliseconds. A cancel or pause request is sent in the reply and must be carried out
+/// within 12 s. This leaves 7 s for the engine to stop and to save.
 pub const HEARTBEAT_MS: u64 = 5_000;
 
-/// I am alive, and this is where I am.
+/// A worker reports that it is alive, and its progress.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Heartbeat {
-    /// The fence.
+    /// Number of the attempt.
     pub attempt: u64,
-    /// Where the loop is.
+    /// Current phase of the training loop.
     pub phase: Phase,
-    /// `waiting_for_reward`, say; null = nothing special.
+    /// Reason for a wait, such as `waiting_for_reward`; null = none.
     pub status_reason: Option<String>,
-    /// Optimizer steps done.
+    /// Number of completed optimizer steps.
     pub step: u64,
-    /// Seconds to go, if known.
+    /// Estimated seconds remaining; null = unknown.
     pub eta_s: Option<f64>,
-    /// Resident memory of the worker process, bytes.
+    /// Resident memory of the worker process, in bytes; null = unknown.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory_bytes: Option<u64>,
 }
 
-/// What the owner must know.
+/// The server's reply to a heartbeat.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct HeartbeatReply {
-    /// A user's wish.
+    /// A user's request to cancel or pause the job; null = none.
     pub requested: Option<Requested>,
-    /// From now, ms.
+    /// Remaining lease, in milliseconds from now.
     pub lease_ms: u64,
-    /// Bytes of uploads that this server has received from the attempt so far: a worker whose upload is slow sees by it that
-    /// the bytes flow, wherever on the way they are buffered.
+    /// Bytes of uploads that this server has received from the attempt so far. They tell a worker with a slow upload that bytes are
+    /// arriving, even if a proxy buffers them.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub received_bytes: u64,
 }
@@ -288,166 +289,168 @@ fn is_zero(count: &u64) -> bool {
     *count == 0
 }
 
-/// Events, in the order they happened; appended in one transaction.
+/// Events, in the order in which they happened; appended in one transaction.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct EventBatch {
-    /// The fence.
+    /// Number of the attempt.
     pub attempt: u64,
-    /// Counts batches of this attempt from 0: a repeated batch is accepted and ignored.
+    /// Number of the batch within the attempt, from 0. A repeated batch is accepted and ignored.
     pub batch: u64,
-    /// The events.
+    /// Events since the last batch.
     pub events: Vec<Event>,
     /// Log lines since the last batch.
     pub log: Vec<String>,
 }
 
-/// All files are uploaded: make them a checkpoint.
+/// Publishes the uploaded files as a checkpoint.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Publish {
-    /// The fence.
+    /// Number of the attempt.
     pub attempt: u64,
-    /// The uploaded files, `manifest.json` among them.
+    /// The uploaded files, including `manifest.json`.
     pub files: Vec<FileEntry>,
-    /// Metrics of its step (and the last evaluation's).
+    /// Metrics of the checkpoint's step and of the last evaluation.
     pub metrics: crate::event::Metrics,
-    /// Saved only because of [`Claim::checkpoint_soon`]: the next checkpoint replaces it, and it is never the best.
+    /// Whether the checkpoint was saved only because of [`Claim::checkpoint_soon`]. The next checkpoint replaces it, and it is
+    /// never the best one.
     #[serde(default)]
     pub temporary: bool,
 }
 
-/// The published checkpoint.
+/// The checkpoint that was published.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Published {
-    /// Its id.
+    /// Id of the checkpoint.
     pub checkpoint: CheckpointId,
 }
 
-/// One thing that must not happen twice, written down before it is acted on.
+/// An action that must not be repeated. It is recorded before it is carried out.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "entry", rename_all = "snake_case")]
 pub enum JournalEntry {
     /// These completions were sampled.
     Rollout {
-        /// Which sampling.
+        /// Id of the rollout.
         rollout: RolloutId,
-        /// In block order.
+        /// Sampled groups, in block order.
         groups: Vec<SampledGroup>,
     },
-    /// This is sent next, until it is answered: always under this id, always these bytes.
+    /// A request is about to be sent. It is repeated until it is answered, always with this id and these bytes.
     Request {
-        /// For which sampling.
+        /// Id of the rollout.
         rollout: RolloutId,
-        /// Of which reward.
+        /// Name of the reward.
         reward: String,
-        /// What is asked, whatever the id: a digest of the samples.
+        /// Digest of the samples, which identifies the request's content independently of its id.
         key: String,
-        /// `rwr_…`
+        /// Id of the request, `rwr_…`.
         id: String,
-        /// JSON, as sent, but for the token of its callback.
+        /// JSON body as sent, except for the token of its callback.
         body: String,
-        /// Its answer may come later.
+        /// Set if the answer may come later.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         later: Option<Later>,
     },
-    /// The service took the request and answers later: it is not sent again.
+    /// The service accepted the request and will answer later, so the request is not sent again.
     Accepted {
-        /// For which sampling.
+        /// Id of the rollout.
         rollout: RolloutId,
-        /// The request's.
+        /// Digest of the request's samples.
         key: String,
-        /// The request's.
+        /// Id of the request.
         id: String,
-        /// What it said.
+        /// The service's reply to the request.
         accepted: Accepted,
     },
-    /// The request is answered: it is never sent again.
+    /// The request is answered and is never sent again.
     Answer {
-        /// For which sampling.
+        /// Id of the rollout.
         rollout: RolloutId,
-        /// The request's.
+        /// Digest of the request's samples.
         key: String,
-        /// The request's.
+        /// Id of the request.
         id: String,
-        /// What came of it.
+        /// Result of the request.
         answer: RewardAnswer,
     },
-    /// The rollout's answers of this reward are not used: invalid ones pause the job until its user has seen to the service, or
-    /// fail it.
+    /// The rollout's answers of this reward must not be used: they are invalid, and the job pauses until its user has fixed
+    /// the service, or fails.
     Forget {
-        /// Which sampling.
+        /// Id of the rollout.
         rollout: RolloutId,
-        /// Which reward.
+        /// Name of the reward.
         reward: String,
     },
 }
 
-/// What came of a reward request, for good.
+/// The final result of a reward request.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub enum RewardAnswer {
-    /// An answer that says something of every sample, as received.
+    /// A response with a result for every sample, as received.
     Body {
-        /// JSON.
+        /// JSON body of the response.
         body: String,
     },
-    /// What had come by the request's deadline: what is missing is asked for again.
+    /// The results received by the request's deadline. Missing samples are requested again.
     Expired {
-        /// JSON, as `Body`.
+        /// JSON body, in the same form as `Body`.
         body: String,
     },
-    /// 413: asked for in halves.
+    /// Status 413: the request is split in half and sent again.
     TooLarge,
-    /// No answer that can be used.
+    /// The service sent no usable response.
     Unusable {
-        /// Stable, snake_case.
+        /// Stable error code in snake_case.
         code: String,
-        /// For people.
+        /// Human-readable message in English.
         detail: String,
     },
 }
 
-/// Entries, in order; appended in one transaction and durable when the call returns. May be repeated.
+/// Journal entries, in order. They are appended in one transaction and durable when the call returns. The call may be repeated.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct JournalBatch {
-    /// The fence.
+    /// Number of the attempt.
     pub attempt: u64,
-    /// The entries.
+    /// Journal entries, in order.
     pub entries: Vec<JournalEntry>,
 }
 
-/// What former attempts wrote since the newest checkpoint; an answered request only with its answer.
+/// Journal entries that former attempts wrote since the newest checkpoint. An answered request is represented only by its answer.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct JournalPage {
-    /// In the order they came.
+    /// Journal entries, in the order in which they arrived.
     pub entries: Vec<JournalEntry>,
-    /// `after` of the next page; null = this is the last one.
+    /// `after` of the next page; null = this is the last page.
     pub next: Option<i64>,
 }
 
-/// What reward services sent for requests of a job that are not answered yet.
+/// Late results of reward services for requests of a job that are not answered yet.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
-pub struct CallbackNews {
-    /// In the order they came.
-    pub news: Vec<News>,
+pub struct CallbackUpdates {
+    /// Updates in the order in which they arrived.
+    #[serde(rename = "news")]
+    pub updates: Vec<CallbackUpdate>,
     /// `after` of the next call.
     pub next: i64,
 }
 
-/// One thing that a service sent.
+/// One late result from a service.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct News {
-    /// For which request.
+pub struct CallbackUpdate {
+    /// Id of the request.
     pub request: String,
-    /// What; null = that nothing else comes.
+    /// Result for a sample; null = the service sends nothing more for this request.
     pub entry: Option<Entry>,
 }
 
-/// How an attempt ended.
+/// The end of an attempt.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Finish {
-    /// The fence.
+    /// Number of the attempt.
     pub attempt: u64,
-    /// How.
+    /// How the attempt ended.
     pub outcome: Outcome,
 }
 
@@ -455,23 +458,24 @@ pub struct Finish {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "outcome", rename_all = "snake_case")]
 pub enum Outcome {
-    /// All steps done, the last checkpoint published.
+    /// All steps are done, and the last checkpoint is published.
     Succeeded,
-    /// It cannot go on.
+    /// The job cannot continue.
     Failed {
-        /// Why.
+        /// Why the job failed.
         failure: Failure,
     },
-    /// As the user asked.
+    /// The job was cancelled at a user's request.
     Cancelled,
-    /// As the user asked, or for a reason of its own.
+    /// The job paused, at a user's request or for another reason.
     Paused {
-        /// `reward_outage`, `disk_full`; null = the user's wish.
+        /// Reason: `reward_outage`, `disk_full`; null = a user's request.
         reason: Option<String>,
     },
-    /// The worker goes away; the job goes back to the front of the queue, no attempt charged.
+    /// The worker shuts down. The job returns to the front of the queue, and the attempt does not count as failed.
     Requeued,
-    /// The same, because the machine is taken away: SIGTERM to a worker started by hand, as clouds and Kubernetes announce it.
+    /// Like `requeued`, because the machine is being reclaimed: a manually started worker received SIGTERM, as
+    /// clouds and Kubernetes announce it.
     Preempted,
 }
 

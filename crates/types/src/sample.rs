@@ -1,4 +1,4 @@
-//! What a reward sees and says: the words between the engine and the rewards, and the name of a rollout.
+//! Samples, rewards and rollout ids: the types between the engine and the rewards.
 
 use std::borrow::Cow;
 
@@ -9,19 +9,19 @@ use serde_json::{Map, Value};
 use crate::event::{FinishReason, SamplePhase};
 pub use crate::trajectory::{Segment, Segments, exact_f32s};
 
-/// Which sampling of a run: the same in every attempt at it, so that what was journalled of it is found again.
+/// Id of a rollout within a run. It is the same in every attempt, so that its journal entries are found again.
 ///
-/// Every call of generate-and-score within a run has another one: further rounds of a step (refills of dynamic sampling)
-/// count up `round`, and completions that are sampled beside the ones that are trained have another `part`.
+/// Every generate-and-score call within a run has a different id. Further rounds of a step (refills of dynamic sampling) increment
+/// `round`, and completions that are sampled in addition to the trained ones have another `part`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct RolloutId {
-    /// Training or evaluation.
+    /// Whether it belongs to training or to evaluation.
     pub phase: SamplePhase,
-    /// Optimizer step that it is for (1-based; the first one that uses the block); an evaluation carries the step it follows.
+    /// Optimizer step of the rollout, from 1 (the first step that uses the block). For an evaluation, the step that it follows.
     pub step: u64,
-    /// Counts the samplings within the step from 0.
+    /// Number of the rollout within the step, from 0.
     pub round: u32,
-    /// Which of the completions of that round.
+    /// Which completions of the round.
     pub part: RolloutPart,
 }
 
@@ -29,63 +29,63 @@ pub struct RolloutId {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RolloutPart {
-    /// Those that are trained or evaluated.
+    /// The completions that are trained on or evaluated.
     Sampled,
-    /// One greedy completion a prompt: a baseline, never trained (remax).
+    /// One greedy completion per prompt: a baseline that is never trained on (remax).
     Greedy,
 }
 
 impl RolloutId {
-    /// The first (usually the only) round of a training block that begins with this step.
+    /// Returns the id of the first (usually the only) round of a training block that begins with this step.
     pub fn train(step: u64) -> Self {
         Self { phase: SamplePhase::Train, step, round: 0, part: RolloutPart::Sampled }
     }
 
-    /// The evaluation that follows this step.
+    /// Returns the id of the evaluation that follows this step.
     pub fn eval(step: u64) -> Self {
         Self { phase: SamplePhase::Eval, ..Self::train(step) }
     }
 
-    /// Whether its completions are trained.
+    /// Whether the completions are trained on.
     pub fn is_trained(self) -> bool {
         self.phase == SamplePhase::Train && self.part == RolloutPart::Sampled
     }
 
-    /// The same step, another round.
+    /// Returns the id of another round of the same step.
     #[must_use]
     pub fn round(self, round: u32) -> Self {
         Self { round, ..self }
     }
 
-    /// The greedy completions of the same round.
+    /// Returns the id of the greedy completions of the same round.
     #[must_use]
     pub fn greedy(self) -> Self {
         Self { part: RolloutPart::Greedy, ..self }
     }
 }
 
-/// One completion as it was sampled.
+/// A completion before scoring.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Generated {
-    /// What followed the prompt, up to and including the first end-of-sequence token.
+    /// The tokens after the prompt, up to and including the first end-of-sequence token.
     pub segments: Segments,
-    /// Why it ended.
+    /// Why the completion ended.
     pub finish_reason: FinishReason,
 }
 
-/// One completion with what the rewards said of it.
+/// A completion with its rewards.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RolloutCompletion {
-    /// What followed the prompt, up to and including the first end-of-sequence token.
+    /// The tokens after the prompt, up to and including the first end-of-sequence token.
     pub segments: Segments,
-    /// Why it ended.
+    /// Why the completion ended.
     pub finish_reason: FinishReason,
-    /// What the rewards said, in the plan's order.
+    /// Value of each reward, in the plan's order.
     pub score: Score,
 }
 
-/// The JSON of a completion. One model segment has the keys `ids` and `logps`; any other trajectory has the key `segments`,
-/// which versions that know only completions refuse because `ids` is missing.
+/// The JSON form of a completion. A single model segment has the keys `ids` and `logps`. Any other trajectory has the key
+/// `segments`, which older versions reject because `ids` is missing.
 #[derive(Serialize, Deserialize)]
 struct CompletionJson<'a> {
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -150,63 +150,63 @@ impl<'de> Deserialize<'de> for RolloutCompletion {
     }
 }
 
-/// The completions of one prompt, sampled and not scored yet.
+/// The completions of one prompt before scoring.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct SampledGroup {
-    /// Dataset row, from 0.
+    /// Dataset row of the prompt, from 0.
     pub row: u64,
-    /// G of them; one where [`RolloutPart::Greedy`].
+    /// The G completions of the prompt; a single one for [`RolloutPart::Greedy`].
     pub completions: Vec<Generated>,
 }
 
-/// One completion, as a reward sees it.
+/// One completion, as passed to a reward.
 #[derive(Debug, Clone)]
 pub struct RewardSample {
-    /// Unique in the request: `s_0`, `s_1`, …
+    /// Id that is unique in the request: `s_0`, `s_1`, ….
     pub sample_id: String,
-    /// `g_N`: N counts the groups of the request.
+    /// Id of the group, `g_N`, where N counts the groups of the request.
     pub group_id: String,
-    /// `row_N`.
+    /// Dataset row of the prompt, `row_N`.
     pub prompt_id: String,
-    /// Which of several sources of the dataset it comes from.
+    /// Name of the dataset source that the row comes from, if there are several.
     pub source: Option<String>,
     /// The prompt as text.
     pub prompt: String,
-    /// The prompt as chat messages, if it came as such.
+    /// The prompt as chat messages, if the dataset has it in this form.
     pub messages: Option<Value>,
     /// The completion as text, without special tokens.
     pub completion: String,
-    /// Why it ended.
+    /// Why the completion ended.
     pub finish_reason: FinishReason,
-    /// Completion tokens.
+    /// Length of the completion, in tokens.
     pub num_tokens: u32,
-    /// Their ids, where they are known.
+    /// Token ids of the completion, if they are known.
     pub completion_ids: Option<Vec<u32>>,
     /// The other columns of the row.
     pub columns: Map<String, Value>,
 }
 
-/// What each reward said of one sample.
+/// Value of each reward for one sample.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Score {
-    /// In the plan's order.
+    /// Values in the plan's order.
     pub values: Vec<RewardValue>,
 }
 
-/// One reward's verdict on one sample.
+/// One reward's value for one sample.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RewardValue {
-    /// A finite number.
+    /// The reward is a finite number.
     Number(f64),
     /// Null without an error: the reward does not apply to this row.
     NotApplicable,
-    /// Error, invalid, timed out: never 0.
+    /// An error, an invalid value or a timeout; never treated as 0.
     Missing,
 }
 
 impl RewardValue {
-    /// The number, if it is one.
+    /// Returns the number; `None` for the other variants.
     pub fn number(self) -> Option<f64> {
         match self {
             RewardValue::Number(value) => Some(value),
@@ -225,7 +225,8 @@ mod tests {
 
     #[test]
     fn log_probs_survive_json_bit_for_bit_and_may_be_absent() {
-        // Among them one whose shortest decimal form is no f32 once it was an f64, and those that JSON has no number for.
+        // Includes a value whose shortest decimal form changes when it is converted through f64, and values that
+        // JSON numbers cannot represent.
         let logps = [-0.0, -1.1754944e-38, -7.038531e-26, 1e-45, -0.1, f32::NAN, f32::NEG_INFINITY, -16_777_217.0];
         let generated = completion(&[1; 8], Some(logps.to_vec()));
         let text = serde_json::to_string(&generated).unwrap();
@@ -244,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_written_before_there_were_segments_is_read_and_written_byte_for_byte() {
+    fn completions_without_segments_are_read_and_written_byte_for_byte() {
         let entries = [
             r#"{"row":3,"completions":[{"ids":[5,6],"finish_reason":"length","logps":"AAAAvwAAwL8="},{"ids":[],"finish_reason":"stop"}]}"#,
             r#"{"row":0,"completions":[]}"#,

@@ -1,9 +1,9 @@
-//! What a client asks ([`JobSpec`]: what was sent, checked as far as it stands alone) and what it resolves to ([`Plan`]:
-//! what is true).
+//! The job document that a client submits ([`JobSpec`]: checked without context) and the plan that it resolves to
+//! ([`Plan`]: complete and valid).
 //!
-//! [`JobSpec::read`] knows nothing of the server; it applies the defaults that need no context and reports every error
-//! at once with a JSON pointer. [`resolve`] adds what only the model and the data can tell. A `Plan` is stored beside the
-//! spec, so that a changed default never changes a past job.
+//! [`JobSpec::read`] does not access the server. It applies the defaults that need no context and reports every error at once with
+//! a JSON pointer. [`resolve`] adds what depends on the model and the data. A `Plan` is stored in addition to the spec, so that a
+//! changed default never changes a past job.
 
 mod adapter;
 mod document;

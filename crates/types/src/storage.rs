@@ -1,4 +1,4 @@
-//! What a server keeps on its disk, by kind.
+//! Storage on the server's disk, by kind.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -7,21 +7,21 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// What bytes of the data directory are kept for.
+/// Kind of stored data in the data directory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum StorageKind {
-    /// Models that the server downloaded or brought along. Those of other folders are counted apart.
+    /// Models that the server downloaded or that come with it. Models in other folders are counted separately.
     Models,
-    /// Rows of datasets.
+    /// Rows of uploaded and downloaded datasets.
     Datasets,
-    /// Published checkpoints, adapters among them.
+    /// Published checkpoints, including adapters.
     Checkpoints,
-    /// PEFT adapters that were uploaded, or come from the hub.
+    /// PEFT adapters that were uploaded or fetched from the hub.
     Adapters,
-    /// Checkpoints written in another form, for a week.
+    /// Exported checkpoints, such as merged models; kept for a week.
     Exports,
-    /// Adapters that jobs with a warm start begin with, where no checkpoint holds the same file.
+    /// Starting adapters of jobs with a warm start, unless a checkpoint holds the same file.
     InitialAdapters,
     /// Completions and reward answers since the last checkpoint of a job, in the database.
     Journals,
@@ -29,16 +29,16 @@ pub enum StorageKind {
     Samples,
     /// The rest of the database.
     Database,
-    /// Uploads that are not complete yet, and files that a backup holds.
+    /// Incomplete uploads, and files that a backup holds.
     Staging,
-    /// What the server's own workers have not published yet.
+    /// Files of the server's own workers that are not published yet.
     Scratch,
-    /// Anything else.
+    /// All other files in the directory.
     Other,
 }
 
 impl StorageKind {
-    /// All of them.
+    /// All kinds, in the order of the API.
     pub const ALL: [StorageKind; 12] = [
         StorageKind::Models,
         StorageKind::Datasets,
@@ -54,10 +54,10 @@ impl StorageKind {
         StorageKind::Other,
     ];
 
-    /// The kinds that a limit can be set for: what users add.
+    /// The kinds that can have a limit, which are those that users add.
     pub const LIMITED: [StorageKind; 3] = [StorageKind::Models, StorageKind::Datasets, StorageKind::Checkpoints];
 
-    /// The name in the API.
+    /// Returns the name in the API.
     pub fn as_str(self) -> &'static str {
         match self {
             StorageKind::Models => "models",
@@ -82,7 +82,7 @@ impl fmt::Display for StorageKind {
     }
 }
 
-/// No limit can be set for this.
+/// The error for a kind that cannot have a limit.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("'{0}' has no limit: name models, datasets or checkpoints")]
 pub struct NoLimit(String);
@@ -90,22 +90,23 @@ pub struct NoLimit(String);
 impl FromStr for StorageKind {
     type Err = NoLimit;
 
-    /// Reads the name of a kind that can be limited.
+    /// Parses the name of a kind that can have a limit.
     fn from_str(text: &str) -> Result<Self, NoLimit> {
         let known = Self::LIMITED.into_iter().find(|kind| kind.as_str() == text);
         known.ok_or_else(|| NoLimit(text.chars().take(40).collect()))
     }
 }
 
-/// The most bytes of each kind; a kind that is not here has no limit.
+/// Maximum number of bytes per kind. A kind that is missing has no limit.
 pub type StorageLimits = BTreeMap<StorageKind, u64>;
 
-/// What one owner has of one kind.
+/// An owner's stored data of one kind.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct StorageUse {
-    /// Bytes, a file that is linked in several places counted once.
+    /// Size in bytes. A file that is linked in several places counts once.
     pub size_bytes: u64,
-    /// Models, datasets, checkpoints; jobs that have samples or a journal; else files.
+    /// Number of models, datasets or checkpoints; for samples and journals the number of jobs that have some;
+    /// otherwise the number of files.
     pub count: u64,
 }
 

@@ -7,15 +7,15 @@ use utoipa::ToSchema;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum TaskState {
-    /// Waits for its turn.
+    /// Waits for the tasks of its kind that were requested before it.
     Queued,
-    /// Under way.
+    /// A process of the server works on it.
     Running,
-    /// Done.
+    /// Ended with a result.
     Succeeded,
-    /// Ended by an error.
+    /// Ended by an error, which `error` describes.
     Failed,
-    /// Ended by a user.
+    /// Ended by a user before it was done.
     Cancelled,
 }
 
@@ -40,11 +40,11 @@ impl TaskState {
     }
 }
 
-/// How far a verdict or an export is.
+/// Progress of a verdict or an export.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct TaskProgress {
-    /// Parts done.
+    /// Number of completed units of work.
     pub done: u64,
-    /// Parts in all; 0 = not known yet.
+    /// Total number of units of work; 0 = not known yet.
     pub total: u64,
 }

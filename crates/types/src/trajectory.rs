@@ -1,42 +1,42 @@
-//! One sequence that a model is trained on: a prompt, then segments of tokens. The model sampled those of a model segment;
-//! the job's surroundings (a tool, a user) put those of a context segment between them.
+//! A sequence that a model is trained on: a prompt, followed by segments of tokens. The model sampled the tokens of a model
+//! segment. The tokens of a context segment come from the environment (a tool or a user).
 //!
-//! Log-probs, losses, advantages and lengths of completions count model tokens only, in order. Context tokens condition what
-//! follows them, as the prompt does. Today's sampler makes one model segment: [`Segments::of_completion`].
+//! Log-probabilities, losses, advantages and completion lengths count model tokens only, in order. Context tokens condition the
+//! tokens after them, as the prompt does. The current sampler creates one model segment: [`Segments::of_completion`].
 
 use std::borrow::Cow;
 
 use serde::{Deserialize, Serialize};
 
-/// Tokens in a row that have one origin.
+/// Consecutive tokens with the same origin.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub enum Segment {
-    /// The model sampled these tokens: they are trained.
+    /// The model sampled these tokens, and they are trained on.
     Model {
-        /// Token ids.
+        /// Ids of the tokens.
         ids: Vec<u32>,
-        /// Log-probs of the tokens in nats, of logits / temperature over the full vocabulary, as the sampler saw them; `None`
-        /// where they were not recorded, or say nothing because the sampler filtered.
+        /// Log-probabilities of the tokens in nats, of logits / temperature over the full vocabulary, as the sampler computed them.
+        /// `None` if they were not recorded, or if the sampler filtered tokens and they are therefore not meaningful.
         #[serde(default, skip_serializing_if = "Option::is_none", with = "exact_f32s")]
         logps: Option<Vec<f32>>,
     },
-    /// The surroundings gave these tokens: they are read, never trained.
+    /// The environment supplied these tokens: they are read, but never trained on.
     Context {
-        /// Token ids.
+        /// Ids of the tokens.
         ids: Vec<u32>,
     },
 }
 
 impl Segment {
-    /// Token ids, whatever their origin.
+    /// Returns the token ids, whatever their origin.
     pub fn ids(&self) -> &[u32] {
         match self {
             Segment::Model { ids, .. } | Segment::Context { ids } => ids,
         }
     }
 
-    /// Whether the model sampled it.
+    /// Whether the model sampled the segment.
     pub fn is_model(&self) -> bool {
         match self {
             Segment::Model { .. } => true,
@@ -45,32 +45,32 @@ impl Segment {
     }
 }
 
-/// What follows a prompt, in order.
+/// The segments after a prompt, in order.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Segments(pub Vec<Segment>);
 
-/// A sequence was asked for its one completion, and is not one model segment.
+/// The error for a sequence that is not a single completion where one is required.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error(
     "a trajectory of {segments} segments ({context_tokens} context tokens) has no single completion, which is required here"
 )]
 pub struct NotOneCompletion {
-    /// How many segments there are.
+    /// Number of segments in the sequence.
     pub segments: usize,
-    /// How many of its tokens the model did not sample.
+    /// Number of tokens that the model did not sample.
     pub context_tokens: usize,
 }
 
 impl Segments {
-    /// One model segment: a completion.
+    /// Creates one model segment from a completion.
     pub fn of_completion(ids: Vec<u32>, logps: Option<Vec<f32>>) -> Self {
         Self(vec![Segment::Model { ids, logps }])
     }
 
-    /// The token ids of the one completion.
+    /// Returns the token ids of the single completion.
     ///
     /// # Errors
-    /// When there is another number of segments than one, or the model did not sample it.
+    /// Fails unless there is exactly one segment and the model sampled it.
     pub fn completion(&self) -> Result<&[u32], NotOneCompletion> {
         match self.0.as_slice() {
             [Segment::Model { ids, .. }] => Ok(ids),
@@ -81,27 +81,27 @@ impl Segments {
         }
     }
 
-    /// Every token, and whether the model sampled it.
+    /// Iterates over all tokens, each with whether the model sampled it.
     pub fn tokens(&self) -> impl Iterator<Item = (u32, bool)> + '_ {
         self.0.iter().flat_map(|segment| segment.ids().iter().map(|id| (*id, segment.is_model())))
     }
 
-    /// Every token id, context included.
+    /// Returns all token ids, including context.
     pub fn ids(&self) -> Vec<u32> {
         self.tokens().map(|(id, _)| id).collect()
     }
 
-    /// Tokens, context included: what the model reads behind the prompt.
+    /// Returns the number of tokens including context, which is what the model reads after the prompt.
     pub fn num_tokens(&self) -> usize {
         self.0.iter().map(|segment| segment.ids().len()).sum()
     }
 
-    /// Tokens that the model sampled: what is scored and trained. The length of a completion.
+    /// Returns the number of tokens that the model sampled, which are scored and trained on. This is the length of a completion.
     pub fn num_model_tokens(&self) -> usize {
         self.0.iter().filter(|segment| segment.is_model()).map(|segment| segment.ids().len()).sum()
     }
 
-    /// The place of the last token that the model sampled among all tokens, from 0; `None` where it sampled none.
+    /// Returns the index among all tokens of the last token that the model sampled, from 0; `None` if it sampled none.
     pub fn last_model_token(&self) -> Option<usize> {
         let mut end = 0;
         let mut last = None;
@@ -114,7 +114,8 @@ impl Segments {
         last
     }
 
-    /// Log-probs of the model tokens as the sampler saw them, in order; `None` unless they are known of every one.
+    /// Returns the log-probabilities of the model tokens as the sampler computed them, in order; `None` unless they are
+    /// known for all of them.
     pub fn logps(&self) -> Option<Cow<'_, [f32]>> {
         let mut known: Option<Cow<'_, [f32]>> = None;
         for segment in &self.0 {
@@ -128,7 +129,7 @@ impl Segments {
         Some(known.unwrap_or_default())
     }
 
-    /// Drops the recorded log-probs.
+    /// Drops the recorded log-probabilities.
     pub fn forget_logps(&mut self) {
         for segment in &mut self.0 {
             match segment {
@@ -138,7 +139,7 @@ impl Segments {
         }
     }
 
-    /// Bytes of its JSON, about.
+    /// Returns the approximate size of the JSON form, in bytes.
     pub fn json_bytes(&self) -> usize {
         let of_segment = |segment: &Segment| match segment {
             Segment::Model { ids, logps } => {
@@ -150,45 +151,46 @@ impl Segments {
     }
 }
 
-/// A whole sequence: a prompt and what follows it. Sequences of a group share their prompt.
+/// A whole sequence: a prompt and the segments after it. Sequences of a group share their prompt.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Trajectory<'a> {
-    /// Token ids that condition all others; at least one.
+    /// Token ids of the prompt, which condition all others; at least one.
     pub prompt: &'a [u32],
-    /// What follows; may hold no token.
+    /// The segments after the prompt; may have no tokens.
     pub segments: Cow<'a, Segments>,
 }
 
 impl<'a> Trajectory<'a> {
-    /// A prompt and what followed it.
+    /// Creates a sequence from a prompt and its segments.
     pub fn new(prompt: &'a [u32], segments: &'a Segments) -> Self {
         Self { prompt, segments: Cow::Borrowed(segments) }
     }
 
-    /// A prompt and one completion, without log-probs.
+    /// Creates a sequence from a prompt and one completion, without log-probabilities.
     pub fn of_completion(prompt: &'a [u32], completion: &[u32]) -> Self {
         Self { prompt, segments: Cow::Owned(Segments::of_completion(completion.to_vec(), None)) }
     }
 
-    /// Tokens of prompt, model and context.
+    /// Returns the number of tokens in the prompt, model and context segments.
     pub fn num_tokens(&self) -> usize {
         self.prompt.len() + self.segments.num_tokens()
     }
 
-    /// Tokens that are scored and trained.
+    /// Returns the number of tokens that are scored and trained on.
     pub fn num_model_tokens(&self) -> usize {
         self.segments.num_model_tokens()
     }
 }
 
-/// `f32`s in base64, 4 little-endian bytes each: short, and the same bits come back, those that are not finite included.
+/// Serializes `f32`s as base64 of 4 little-endian bytes each. The form is compact and preserves every bit,
+/// including those of non-finite numbers.
 pub mod exact_f32s {
     use base64::Engine as _;
     use base64::engine::general_purpose::STANDARD;
     use serde::de::Error as _;
     use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-    /// For `serialize_with`.
+    /// Serializes values for serde's `with` attribute.
     pub fn serialize<S: Serializer, V: AsRef<[f32]>>(values: &Option<V>, serializer: S) -> Result<S::Ok, S::Error> {
         let encode = |values: &V| {
             STANDARD.encode(values.as_ref().iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<u8>>())
@@ -196,7 +198,7 @@ pub mod exact_f32s {
         values.as_ref().map(encode).serialize(serializer)
     }
 
-    /// For `deserialize_with`.
+    /// Deserializes values for serde's `with` attribute.
     pub fn deserialize<'de, D: Deserializer<'de>, V: From<Vec<f32>>>(deserializer: D) -> Result<Option<V>, D::Error> {
         let Some(text) = Option::<String>::deserialize(deserializer)? else { return Ok(None) };
         let bytes = STANDARD.decode(text).map_err(D::Error::custom)?;
@@ -212,7 +214,7 @@ pub mod exact_f32s {
 mod tests {
     use super::*;
 
-    /// Model 5 6, context 7, model 8, context 9.
+    /// Model tokens 5 6, context token 7, model token 8, context token 9.
     fn turns() -> Segments {
         Segments(vec![
             Segment::Model { ids: vec![5, 6], logps: Some(vec![-0.5, -1.5]) },
@@ -223,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn context_tokens_are_read_and_never_counted_as_the_models() {
+    fn context_tokens_never_count_as_model_tokens() {
         let turns = turns();
         assert_eq!(turns.ids(), [5, 6, 7, 8, 9]);
         assert_eq!(turns.tokens().map(|(_, is_model)| is_model).collect::<Vec<_>>(), [true, true, false, true, false]);

@@ -1,8 +1,8 @@
-//! Verdicts: is the trained model better than the base model, on the same rows?
+//! Verdicts: whether the trained model is better than the base model on the same rows.
 //!
-//! The server hands a [`JudgeTask`] to a process of its own (`rlood_worker::judge`), which samples both models, asks the rewards
-//! and tells row by row what it found ([`JudgeLine`]). What follows from the rows is decided by [`VerdictResult::of`], a pure
-//! function over [`statistics`].
+//! The server passes a [`JudgeTask`] to a child process (`rlood_worker::judge`), which samples both models, calls the
+//! rewards and reports its results row by row ([`JudgeLine`]). [`VerdictResult::of`], a pure function over [`statistics`],
+//! derives the result from the rows.
 
 pub mod statistics;
 
@@ -22,41 +22,41 @@ use crate::spec::{Plan, RewardPlan, RewardSecrets};
 
 pub use crate::spec::VerdictSampling;
 
-/// Rows won and lost that a result shows; all of them are in the verdict's rows.
+/// Maximum number of won and of lost rows that a result includes. The verdict's rows include all of them.
 const EXAMPLES: usize = 3;
 
-/// What to judge; goes to the child's standard input as one line of JSON.
+/// The task of a verdict process, sent to its standard input as one line of JSON.
 #[derive(Serialize, Deserialize)]
 pub struct JudgeTask {
-    /// The job, for the requests to rewards.
+    /// Id of the job, which requests to rewards contain.
     pub job: JobId,
-    /// The checkpoint's step.
+    /// Step of the checkpoint.
     pub step: u64,
-    /// The job as resolved; it has an evaluation.
+    /// The job's resolved plan, which has an evaluation.
     pub plan: Plan,
-    /// By the names that secrets are kept under.
+    /// Secrets of the rewards, by the names under which they are stored.
     pub secrets: BTreeMap<String, RewardSecrets>,
-    /// What the rewards' requests may reach, beside public addresses.
+    /// Addresses that reward requests may reach in addition to public ones.
     pub allow_outgoing: Vec<String>,
-    /// The model's directory.
+    /// Directory of the base model.
     pub model_dir: PathBuf,
-    /// Where reward models lie, by their ids.
+    /// Directories of the reward models, by model id.
     pub reward_models: BTreeMap<String, String>,
-    /// The checkpoint's directory.
+    /// Directory of the checkpoint.
     pub checkpoint_dir: PathBuf,
-    /// Where the rows come from.
+    /// Source of the rows.
     pub rows_from: RowsFrom,
-    /// The rows, with their numbers in their dataset.
+    /// The test rows, with their numbers in the dataset.
     pub rows: Vec<(u64, Map<String, Value>)>,
-    /// The rows of the guard.
+    /// Rows of the guard set.
     pub guard_rows: Vec<(u64, Map<String, Value>)>,
-    /// How to sample and what passes.
+    /// How both models are sampled, and which reward passes.
     pub sampling: VerdictSampling,
-    /// What the process may use, bytes; None = unknown.
+    /// Maximum memory of the process, in bytes; null = unknown.
     pub memory_limit_bytes: Option<u64>,
 }
 
-/// The sampling of the job's evaluation; a completion passes with the highest reward that can be, where that is known.
+/// Returns the sampling of the job's evaluation. A completion passes with the highest possible reward, if that is known.
 pub fn usual_sampling(plan: &Plan) -> VerdictSampling {
     let eval = plan.eval.as_ref();
     let ranges: Vec<_> = judging_rewards(plan).iter().map(range_of).collect();
@@ -67,84 +67,84 @@ pub fn usual_sampling(plan: &Plan) -> VerdictSampling {
     }
 }
 
-/// The rewards that judge the test rows: the evaluation's own, or the job's.
+/// Returns the rewards that judge the test rows: those of the evaluation, or the job's.
 pub fn judging_rewards(plan: &Plan) -> &[RewardPlan] {
     plan.eval_rewards().unwrap_or(&plan.rewards)
 }
 
-/// The rewards that judge the guard's rows: its own, or those of the test rows.
+/// Returns the rewards that judge the guard set: its own, or those of the test rows.
 pub fn guarding_rewards(plan: &Plan) -> &[RewardPlan] {
     plan.guard_rewards().unwrap_or_else(|| judging_rewards(plan))
 }
 
-/// Where the rows of a verdict come from.
+/// Source of the rows of a verdict.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum RowsFrom {
     /// Rows of the training dataset that were set aside for the verdict (`eval.test_fraction`).
     TestFraction,
-    /// A dataset of their own (`eval.test_dataset`).
+    /// A separate test dataset (`eval.test_dataset`).
     TestDataset,
-    /// The evaluation's rows, which also chose the checkpoint.
+    /// The evaluation's rows, which were also used to choose the checkpoint.
     Eval,
 }
 
-/// A line of the child's report.
+/// A line of the verdict process's output.
 pub type JudgeLine = ChildLine<VerdictRow, JudgeReport>;
 
-/// What came of it.
+/// The result of a verdict process.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum JudgeReport {
-    /// The result.
+    /// The comparison was completed.
     Judged(Box<VerdictResult>),
-    /// Nothing was judged: why.
+    /// Nothing was judged, for this reason.
     Failed(VerdictError),
 }
 
-/// Why there is no verdict.
+/// Why a verdict failed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct VerdictError {
-    /// Stable, snake_case.
+    /// Stable error code in snake_case.
     pub code: String,
-    /// For people.
+    /// Human-readable message in English.
     pub message: String,
 }
 
-/// Which rows a row belongs to.
+/// The set that a row belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum RowSet {
-    /// The rows that decide.
+    /// The test rows, which decide the verdict.
     Test,
-    /// The guard's.
+    /// The rows of the guard set.
     Guard,
 }
 
-/// How the trained model did on a row, beside the base model.
+/// Outcome of a row: the trained model compared with the base model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum RowOutcome {
-    /// A higher reward than the base model.
+    /// The trained model has a higher reward.
     Won,
-    /// A lower one.
+    /// The trained model has a lower reward.
     Lost,
-    /// The same.
+    /// Both models have the same reward.
     Tied,
-    /// One of the two has no reward: the row does not count.
+    /// One of the models has no reward, so the row does not count.
     Missing,
 }
 
-/// One row, judged.
+/// A row judged with both models.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct VerdictRow {
-    /// Which rows it belongs to.
+    /// The set that the row belongs to.
     pub set: RowSet,
-    /// Its number in its dataset.
+    /// Number of the row in its dataset, from 0.
     pub row: u64,
-    /// How the trained model did.
+    /// Outcome of the row for the trained model.
     pub outcome: RowOutcome,
-    /// The trained model's reward less the base model's; null where one is missing.
+    /// The trained model's reward minus the base model's; null = one is missing.
     pub difference: Option<f64>,
     /// The prompt as both models saw it.
     pub prompt: String,
@@ -158,7 +158,7 @@ impl VerdictRow {
     /// Compares the answers of both models.
     pub fn new(set: RowSet, row: u64, prompt: String, base: Answers, trained: Answers) -> Self {
         let difference = trained.reward.zip(base.reward).map(|(trained, base)| match trained - base {
-            // Means of the same rewards, added up in another order.
+            // Such differences are rounding errors between means of the same rewards, summed in a different order.
             rounding if rounding.abs() < 1e-12 => 0.0,
             difference => difference,
         });
@@ -175,9 +175,9 @@ impl VerdictRow {
 /// One model's answers to a row.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Answers {
-    /// The mean of the rewards that are not missing; null where all are.
+    /// Mean of the rewards that are not missing; null = all are missing.
     pub reward: Option<f64>,
-    /// Each completion.
+    /// The completions of the row.
     pub completions: Vec<JudgedText>,
 }
 
@@ -189,115 +189,114 @@ impl Answers {
     }
 }
 
-/// One completion, judged.
+/// A completion with its reward.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct JudgedText {
-    /// The text, without special tokens.
+    /// Text of the completion, without special tokens.
     pub completion: String,
     /// The weighted reward; null = missing.
     pub reward: Option<f64>,
-    /// Its tokens, the one that ends it included.
+    /// Length in tokens, including the end-of-sequence token.
     pub num_tokens: u64,
-    /// Why it ended.
+    /// Why the completion ended.
     pub finish_reason: FinishReason,
 }
 
-/// What a verdict says.
+/// The conclusion of a verdict.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum VerdictWord {
-    /// The trained model is better: the interval lies above 0.
+    /// The trained model is better: the 95 % interval of the difference is above 0.
     Better,
-    /// No difference was shown: 0 lies in the interval.
+    /// No difference was shown: 0 is inside the 95 % interval.
     NoDifference,
-    /// The trained model is worse: the interval lies below 0.
+    /// The trained model is worse: the 95 % interval is below 0.
     Worse,
-    /// The guard's reward may have fallen by more than its margin.
+    /// The reward on the guard set may have fallen by more than its margin.
     GuardFell,
-    /// There are too few rows to say anything.
+    /// There are too few rows for a conclusion.
     TooFewRows,
 }
 
-/// The comparison of the two models, and what follows from it.
+/// The comparison of the two models, and its conclusion.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct VerdictResult {
-    /// What it says.
+    /// The conclusion of the verdict.
     pub verdict: VerdictWord,
-    /// One sentence for people.
+    /// Summary of the result in one sentence.
     pub summary: String,
-    /// What limits it; null = nothing known.
+    /// Limitations of the result; null = none known.
     pub note: Option<String>,
-    /// Where the rows come from.
+    /// Source of the rows.
     pub rows_from: RowsFrom,
-    /// The rows also chose the checkpoint, so the difference is likely too high.
+    /// Whether the rows were also used to choose the checkpoint. The difference is then probably overestimated.
     pub optimistic: bool,
     /// How both models were sampled.
     pub sampling: VerdictSampling,
-    /// The test rows.
+    /// Results on the test rows.
     #[serde(flatten)]
     pub test: PairedRows,
-    /// The guard; null without one.
+    /// Results on the guard set; null = there is none.
     pub guard: Option<GuardResult>,
-    /// A few rows that the trained model won.
+    /// Some rows on which the trained model had a higher reward.
     pub won_examples: Vec<VerdictRow>,
-    /// A few rows that it lost.
+    /// Some rows on which the trained model had a lower reward.
     pub lost_examples: Vec<VerdictRow>,
 }
 
-/// Both models on the same rows. Rows are the unit: completions of a row are averaged first.
+/// Results of both models on the same rows. Rows are the statistical unit: a row's completions are averaged first.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct PairedRows {
-    /// Rows with a reward of both models.
+    /// Number of rows with a reward for both models.
     pub rows: u64,
-    /// Rows left out because a reward is missing.
+    /// Number of rows left out because a reward is missing.
     pub missing_rows: u64,
-    /// The base model.
+    /// Results of the base model.
     pub base: ModelScore,
-    /// The trained model.
+    /// Results of the trained model.
     pub trained: ModelScore,
-    /// The mean difference, trained less base.
+    /// Mean difference in reward, trained minus base.
     pub difference: f64,
-    /// The 95 % interval of the difference; null with fewer than 20 rows.
+    /// 95 % interval of the difference, as [low, high]; null = fewer than 20 rows.
     pub interval: Option<[f64; 2]>,
-    /// How it was judged.
+    /// The statistical method that was used.
     pub method: Method,
-    /// Of the exact test, two-sided; null where the interval decided.
+    /// Two-sided p-value of the exact test; null = the interval decided.
     pub p_value: Option<f64>,
-    /// Rows with a higher reward.
+    /// Number of rows on which the trained model has a higher reward.
     pub won: u64,
-    /// Rows with a lower reward.
+    /// Number of rows on which the trained model has a lower reward.
     pub lost: u64,
-    /// Rows with the same reward.
+    /// Number of rows with equal rewards.
     pub tied: u64,
 }
 
-/// One model on the rows.
+/// One model's results on the rows.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct ModelScore {
-    /// The mean reward of the rows; null without rows.
+    /// Mean reward over the rows; null = no rows.
     pub mean: Option<f64>,
-    /// Pass@k for k of 1, 2, 4, … and the number of completions; null with one completion a row, or where the reward that passes is
-    /// unknown.
+    /// Pass@k for k = 1, 2, 4, … up to the number of completions; null = one completion per row, or no known passing reward.
     pub pass_at: Option<Vec<PassAt>>,
 }
 
-/// The chance that at least one of `k` completions passes.
+/// The probability that at least one of `k` completions passes.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct PassAt {
-    /// Completions.
+    /// Number of completions (k).
     pub k: u32,
-    /// The mean chance over the rows.
+    /// Mean probability over the rows, from 0 to 1.
     pub chance: f64,
 }
 
-/// The guard's rows.
+/// Results on the guard set.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct GuardResult {
-    /// How far the reward may fall.
+    /// How far the mean reward may fall.
     pub margin: f64,
-    /// Whether it may have fallen further: the interval's lower end lies below −margin; null with too few rows.
+    /// Whether the reward may have fallen further, that is, whether the interval's lower end is below −margin; null = too few rows.
     pub fell: Option<bool>,
-    /// The comparison.
+    /// The comparison on the guard set.
     #[serde(flatten)]
     pub rows: PairedRows,
 }
@@ -329,7 +328,7 @@ impl PairedRows {
     }
 }
 
-/// Pass@k for 1, 2, 4, … and the number of completions, over rows of which no reward is missing.
+/// Computes pass@k for 1, 2, 4, … and the number of completions, over rows without missing rewards.
 fn pass_at<'a>(answers: impl Iterator<Item = &'a Answers>, sampling: VerdictSampling) -> Option<Vec<PassAt>> {
     let (threshold, most) = (sampling.pass_threshold?, sampling.num_generations);
     if most < 2 {
@@ -358,7 +357,7 @@ fn mean(values: impl Iterator<Item = f64>) -> Option<f64> {
 }
 
 impl VerdictResult {
-    /// What the judged rows say.
+    /// Derives the result from the judged rows.
     pub fn of(rows: &[VerdictRow], plan: &Plan, rows_from: RowsFrom, sampling: VerdictSampling) -> Self {
         let of_set = |set| rows.iter().filter(|row| row.set == set).collect::<Vec<_>>();
         let (test, direction) = PairedRows::of(&of_set(RowSet::Test), sampling);
@@ -366,7 +365,7 @@ impl VerdictResult {
             let (rows, _) = PairedRows::of(&of_set(RowSet::Guard), sampling);
             GuardResult { margin: guard.margin, fell: rows.interval.map(|[low, _]| low < -guard.margin), rows }
         });
-        let verdict = word(direction, guard.as_ref());
+        let verdict = conclude(direction, guard.as_ref());
         let optimistic = rows_from == RowsFrom::Eval;
         let examples = |outcome, largest: fn(f64) -> f64| {
             let mut rows: Vec<&VerdictRow> =
@@ -390,8 +389,8 @@ impl VerdictResult {
     }
 }
 
-/// The test rows speak first; a guard that fell takes back everything but "worse".
-fn word(direction: Direction, guard: Option<&GuardResult>) -> VerdictWord {
+/// The test rows decide first. A guard set that fell overrides everything but "worse".
+fn conclude(direction: Direction, guard: Option<&GuardResult>) -> VerdictWord {
     let fell = guard.map(|guard| guard.fell);
     match (direction, fell) {
         (Direction::TooFewRows, _) => VerdictWord::TooFewRows,

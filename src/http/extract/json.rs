@@ -4,7 +4,7 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 use crate::http::error::{Code, FieldError, Problem, shortened};
-use crate::json::words;
+use crate::json::error_text;
 
 /// As [`parse_json`], of a body that must be an object. serde would take a list for a struct's fields in order.
 pub(super) fn parse_object<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Problem> {
@@ -42,7 +42,7 @@ pub fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Problem> {
         if !error.is_data() {
             return broken(&error);
         }
-        let text = words(&error);
+        let text = error_text(&error);
         if let Some(name) = missing_name(&text) {
             return required(missing_fields::<T>(bytes, format!("{pointer}/{name}")));
         }
@@ -56,7 +56,7 @@ pub fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Problem> {
 
 fn broken(error: &serde_json::Error) -> Problem {
     let at = format!("line {}, column {}", error.line(), error.column());
-    let text = shortened(&words(error));
+    let text = shortened(&error_text(error));
     Problem::new(Code::InvalidJson, format!("broken JSON at {at}: {text}")).items(vec![FieldError {
         pointer: String::new(),
         code: "syntax".to_owned(),

@@ -1,4 +1,4 @@
-//! PEFT adapters from elsewhere that jobs begin with.
+//! Imported PEFT adapters that jobs can start from.
 
 use std::path::Path;
 
@@ -11,49 +11,50 @@ use crate::error::Error;
 use crate::page::Pages;
 use crate::upload::{Body, Content};
 
-/// A PEFT adapter.
+/// A stored PEFT adapter.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct StoredAdapter {
-    /// Its id.
+    /// Id of the adapter.
     pub id: AdapterId,
-    /// As given at upload.
+    /// Name given at upload.
     pub name: Option<String>,
-    /// The base model that its config names.
+    /// Base model named in the adapter's config.
     pub base_model: Option<String>,
-    /// Rank.
+    /// Rank of the adapter.
     pub r: Option<u64>,
-    /// Weights.
+    /// Number of weights in the adapter.
     pub num_parameters: u64,
-    /// Bytes of its files.
+    /// Total size of the adapter's files, in bytes.
     pub size_bytes: u64,
-    /// Over its files.
+    /// SHA-256 over the adapter's files, in lower-case hex.
     pub sha256: String,
-    /// Its adapter_config.json.
+    /// Content of its adapter_config.json.
     pub config: Value,
-    /// Where it comes from: of the hub.
+    /// Hub repository and commit of an adapter from the hub; `None` for an uploaded one.
     #[serde(default)]
     pub origin: Option<Value>,
 }
 
-/// Where an adapter's files are.
+/// Source of an adapter's files.
 #[derive(Debug, Clone)]
 pub enum AdapterSource {
-    /// A folder with adapter_config.json and adapter_model.safetensors.
+    /// A local folder with adapter_config.json and adapter_model.safetensors.
     Folder(std::path::PathBuf),
-    /// A repository of the hub, `org/name` or `org/name@revision`.
+    /// A Hugging Face Hub repository, `org/name` or `org/name@revision`.
     Hub(String),
 }
 
 impl Client {
-    /// Adapters, newest first.
+    /// Lists adapters, newest first.
     pub fn list_adapters(&self) -> Pages<StoredAdapter> {
         Pages::new(self, self.get(&["adapters"]))
     }
 
-    /// Uploads an adapter, or has the server fetch one of the hub. The same files again give the old adapter.
+    /// Uploads an adapter, or has the server fetch one from the hub. If the same files were uploaded before, the
+    /// existing adapter is returned.
     ///
     /// # Errors
-    /// `invalid_adapter` when the files are no adapter, or any other [`Error`]; also when a file cannot be read.
+    /// `invalid_adapter` if the files are not an adapter, or any other [`Error`]; also if a file cannot be read.
     pub async fn create_adapter(&self, name: Option<&str>, source: &AdapterSource) -> Result<StoredAdapter, Error> {
         let call = self.post_once(&["adapters"]).query_if("name", name);
         match source {
@@ -62,7 +63,7 @@ impl Client {
         }
     }
 
-    /// One adapter.
+    /// Returns the adapter with this id.
     ///
     /// # Errors
     /// `not_found`, or any other [`Error`].
@@ -70,7 +71,7 @@ impl Client {
         self.json(self.get(&["adapters", &id.to_string()])).await
     }
 
-    /// Deletes an adapter. Jobs that begin with it keep its files.
+    /// Deletes an adapter. Jobs that start from it keep its files.
     ///
     /// # Errors
     /// `not_found`, or any other [`Error`].

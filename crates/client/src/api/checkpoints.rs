@@ -1,4 +1,4 @@
-//! Checkpoints and adapters.
+//! Checkpoints of jobs, and their files.
 
 use std::path::Path;
 
@@ -16,62 +16,62 @@ use crate::download::{Checked, Downloaded, hash_of};
 use crate::error::Error;
 use crate::page::Pages;
 
-/// A checkpoint.
+/// A published checkpoint of a job.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct Checkpoint {
-    /// Its id.
+    /// Id of the checkpoint.
     pub id: CheckpointId,
-    /// Its job.
+    /// Id of the checkpoint's job.
     pub job_id: JobId,
-    /// Optimizer steps done.
+    /// Number of completed optimizer steps.
     pub step: u64,
-    /// Its files.
+    /// Files of the checkpoint.
     pub files: Vec<FileEntry>,
-    /// The metrics of its step; `None` = undefined.
+    /// Metrics of the checkpoint's step; a value of `None` = undefined.
     pub metrics: Metrics,
-    /// Whether it is the best one so far.
+    /// Whether it is the best checkpoint so far.
     pub best: bool,
-    /// Whether it is kept when older checkpoints are deleted.
+    /// Whether the checkpoint is kept when older ones are deleted.
     pub pinned: bool,
-    /// When it was published.
+    /// Time at which it was published.
     pub created_at: Timestamp,
 }
 
-/// Which checkpoint of a job.
+/// A choice of a job's checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Which {
-    /// The newest.
+    /// The newest checkpoint of the job.
     Last,
-    /// The best.
+    /// The best checkpoint of the job.
     Best,
 }
 
 impl Client {
-    /// A job's checkpoints, newest first.
+    /// Lists a job's checkpoints, newest first.
     pub fn list_checkpoints(&self, id: JobId) -> Pages<Checkpoint> {
         Pages::new(self, self.get(&["jobs", &id.to_string(), "checkpoints"]))
     }
 
-    /// One checkpoint.
+    /// Returns the checkpoint with this id.
     ///
     /// # Errors
-    /// As [`Error`] says.
+    /// Returns an [`Error`] if the call fails.
     pub async fn get_checkpoint(&self, id: CheckpointId) -> Result<Checkpoint, Error> {
         self.json(self.get(&["checkpoints", &id.to_string()])).await
     }
 
-    /// The list of a checkpoint's files, as the worker wrote it.
+    /// Returns a checkpoint's manifest as the worker wrote it.
     ///
     /// # Errors
-    /// As [`Error`] says.
+    /// Returns an [`Error`] if the call fails.
     pub async fn get_manifest(&self, id: CheckpointId) -> Result<Value, Error> {
         self.json(self.get(&["checkpoints", &id.to_string(), "manifest.json"])).await
     }
 
-    /// Downloads a job's LoRA adapter as PEFT lays it out, in a tar; by default of the job's result.
+    /// Downloads a job's LoRA adapter in PEFT's layout, as a tar; by default of the job's result.
     ///
     /// # Errors
-    /// `no_checkpoint` while there is none, `no_adapter` after full fine-tuning, or any other [`Error`].
+    /// `no_checkpoint` if there is none yet, `no_adapter` after full fine-tuning, or any other [`Error`].
     pub async fn download_adapter(&self, id: JobId, which: Option<Which>, to: &Path) -> Result<Downloaded, Error> {
         let which = which.map(|which| match which {
             Which::Last => "last",
@@ -83,31 +83,31 @@ impl Client {
     /// Downloads all files of a checkpoint in one tar.
     ///
     /// # Errors
-    /// As [`Error`] says.
+    /// Returns an [`Error`] if the call fails.
     pub async fn download_archive(&self, id: CheckpointId, to: &Path) -> Result<Downloaded, Error> {
         self.download(self.get(&["checkpoints", &id.to_string(), "archive.tar"]), to, None).await
     }
 
-    /// Downloads a file of a checkpoint, and compares it with the checkpoint's list.
+    /// Downloads a file of a checkpoint and verifies its hash.
     ///
     /// # Errors
-    /// As [`Error`] says.
+    /// Returns an [`Error`] if the call fails.
     pub async fn download_file(&self, id: CheckpointId, file: &FileEntry, to: &Path) -> Result<Downloaded, Error> {
         let call = self.get(&["checkpoints", &id.to_string(), "files", &file.name]);
         self.download(call, to, Some(file.sha256)).await
     }
 
-    /// Downloads all files of a checkpoint into a folder, which is made if it is not there. Files that are there and whole are not
-    /// asked for again.
+    /// Downloads all files of a checkpoint into a folder, which is created if necessary. Files that exist with the right
+    /// hash are not downloaded again.
     ///
     /// # Errors
-    /// As [`Error`] says.
+    /// Returns an [`Error`] if the call fails.
     pub async fn download_files(&self, checkpoint: &Checkpoint, folder: &Path) -> Result<Vec<Downloaded>, Error> {
         let id = checkpoint.id.to_string();
         self.download_all(&checkpoint.files, folder, |name| self.get(&["checkpoints", &id, "files", name])).await
     }
 
-    /// Downloads files with their hashes into a folder; `call` asks for one by its name.
+    /// Downloads files with known hashes into a folder; `call` creates the request for a file name.
     pub(crate) async fn download_all(
         &self,
         files: &[FileEntry],
@@ -135,15 +135,15 @@ impl Client {
     /// Keeps a checkpoint when older ones are deleted.
     ///
     /// # Errors
-    /// As [`Error`] says.
+    /// Returns an [`Error`] if the call fails.
     pub async fn pin_checkpoint(&self, id: CheckpointId) -> Result<Checkpoint, Error> {
         self.json(self.post_once(&["checkpoints", &id.to_string(), "pin"])).await
     }
 
-    /// Lets a checkpoint be deleted when it is old.
+    /// Allows a checkpoint to be deleted when it is old.
     ///
     /// # Errors
-    /// As [`Error`] says.
+    /// Returns an [`Error`] if the call fails.
     pub async fn unpin_checkpoint(&self, id: CheckpointId) -> Result<Checkpoint, Error> {
         self.json(self.call(Method::DELETE, &["checkpoints", &id.to_string(), "pin"])).await
     }

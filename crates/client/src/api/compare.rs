@@ -1,4 +1,4 @@
-//! Several jobs side by side.
+//! Comparison of several jobs.
 
 use std::collections::BTreeMap;
 
@@ -16,95 +16,95 @@ use crate::page::Pages;
 /// Several jobs side by side.
 #[derive(Debug, Clone, Deserialize)]
 pub struct Comparison {
-    /// The jobs, in the order asked for.
+    /// The jobs, in the requested order.
     pub jobs: Vec<Compared>,
-    /// Settings that differ.
+    /// Settings whose values differ.
     pub config: Vec<Difference>,
-    /// Metrics by step.
+    /// Metrics of all jobs, by step.
     pub metrics: Vec<ComparedStep>,
-    /// Names of metrics that none of the jobs has.
+    /// Requested metrics that none of the jobs has.
     #[serde(default)]
     pub unknown_keys: Vec<String>,
 }
 
-/// One of the jobs.
+/// One of the compared jobs.
 #[derive(Debug, Clone, Deserialize)]
 pub struct Compared {
-    /// Its id.
+    /// Id of the job.
     pub id: JobId,
-    /// For people.
+    /// Display name of the job.
     pub name: Option<String>,
-    /// Its model.
+    /// Base model of the job.
     pub model: String,
-    /// Its state.
+    /// Current state of the job.
     pub state: State,
-    /// Optimizer steps done.
+    /// Number of completed optimizer steps.
     pub step: u64,
-    /// Optimizer steps in all.
+    /// Total number of optimizer steps.
     pub total_steps: u64,
-    /// Its evaluations.
+    /// Results of the job's evaluations.
     pub evals: Vec<Evaluation>,
-    /// Its best checkpoint.
+    /// The job's best checkpoint.
     pub best_checkpoint: Option<MarkedMetrics>,
 }
 
-/// An evaluation.
+/// The results of one evaluation.
 #[derive(Debug, Clone, Deserialize)]
 pub struct Evaluation {
-    /// The step it follows.
+    /// Step that the evaluation follows.
     pub step: u64,
-    /// The means over its rows, by name.
+    /// Means over the evaluation's rows, by metric name.
     pub metrics: Metrics,
 }
 
 /// A checkpoint with its metrics.
 #[derive(Debug, Clone, Deserialize)]
 pub struct MarkedMetrics {
-    /// Its id.
+    /// Id of the checkpoint.
     pub id: CheckpointId,
-    /// Optimizer steps done.
+    /// Number of completed optimizer steps.
     pub step: u64,
-    /// Its metrics.
+    /// Metrics of the checkpoint's step.
     pub metrics: Metrics,
 }
 
-/// A setting that differs.
+/// A setting whose values differ between the jobs.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct Difference {
-    /// A JSON pointer into the settings.
+    /// JSON pointer to the setting.
     pub pointer: String,
-    /// The value of each job, in the order of the jobs.
+    /// Value in each job, in the order of the jobs.
     pub values: Vec<Value>,
 }
 
-/// A step of the jobs.
+/// The metrics of all jobs at one step.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct ComparedStep {
-    /// The step.
+    /// Number of the optimizer step.
     pub step: u64,
-    /// By metric, the value of each job, in the order of the jobs.
+    /// Values by metric name: one per job, in the order of the jobs.
     #[serde(flatten)]
     pub metrics: BTreeMap<String, Vec<Option<f64>>>,
 }
 
-/// How the mean reward of a job's training steps went.
+/// The mean reward of a job's training steps, thinned out to a few points.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
-pub struct RewardCourse {
-    /// The job.
+pub struct RewardSparkline {
+    /// Id of the job.
     pub id: JobId,
-    /// At its first step.
+    /// Mean reward of the first step.
     pub first: Option<f64>,
-    /// At its latest step.
+    /// Mean reward of the latest step.
     pub last: Option<f64>,
-    /// Step and reward, by step.
+    /// Points as (step, reward), in the order of the steps.
     pub points: Vec<(u64, f64)>,
 }
 
 impl Client {
-    /// Several jobs side by side.
+    /// Compares the settings and metrics of several jobs.
     ///
     /// # Errors
-    /// As [`Error`] says.
+    /// Returns an [`Error`] if the call fails.
     pub async fn compare_jobs(&self, ids: &[JobId], query: &MetricsQuery) -> Result<Comparison, Error> {
         let MetricsQuery { keys, min_step, max_step, max_points } = query;
         let keys = (!keys.is_empty()).then(|| keys.join(","));
@@ -113,11 +113,11 @@ impl Client {
         self.json(call.query_if("max_points", *max_points)).await
     }
 
-    /// How the rewards of several jobs went, each in about `points` points (48 if that is not said).
+    /// Returns the rewards of several jobs over time, each with about `points` points (48 by default).
     ///
     /// # Errors
-    /// As [`Error`] says.
-    pub async fn list_courses(&self, ids: &[JobId], points: Option<u32>) -> Result<Vec<RewardCourse>, Error> {
+    /// Returns an [`Error`] if the call fails.
+    pub async fn list_courses(&self, ids: &[JobId], points: Option<u32>) -> Result<Vec<RewardSparkline>, Error> {
         let call = self.get(&["jobs", "courses"]).query("ids", joined(ids)).query_if("points", points);
         Pages::new(self, call).collect().await
     }

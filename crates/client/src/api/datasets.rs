@@ -1,4 +1,4 @@
-//! Datasets.
+//! Uploaded datasets, and previews of uploads.
 
 use std::path::Path;
 
@@ -17,38 +17,38 @@ use crate::error::Error;
 use crate::page::Pages;
 use crate::upload::{Body, Content};
 
-/// A dataset.
+/// A dataset that the server stores.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct Dataset {
-    /// Its id.
+    /// Id of the dataset.
     pub id: DatasetId,
-    /// As given at upload.
+    /// Name given at upload.
     pub name: Option<String>,
-    /// Rows.
+    /// Number of rows in the dataset.
     pub num_rows: u64,
-    /// Bytes of the canonical rows.
+    /// Size of the canonical rows, in bytes.
     pub size_bytes: u64,
-    /// Of the canonical rows, lower-case hex.
+    /// SHA-256 of the canonical rows, in lower-case hex.
     pub sha256: Sha256Digest,
     /// Column names, in order of first appearance.
     pub columns: Vec<String>,
-    /// The owner of the key that uploaded it; empty = the operator.
+    /// Owner of the key that uploaded it; empty = the operator.
     #[serde(default)]
     pub owner: String,
-    /// When it was uploaded first.
+    /// Time of the first upload.
     pub created_at: Timestamp,
 }
 
-/// Rows to upload.
+/// Rows to upload as a dataset.
 #[derive(Debug, Clone)]
 pub struct DatasetUpload {
-    /// For people.
+    /// Display name of the dataset.
     pub name: Option<String>,
-    /// `application/x-ndjson`, `text/csv`, `application/json`, …; the content says more than this.
+    /// Media type: `application/x-ndjson`, `text/csv`, `application/json`, …. The server also inspects the content.
     pub media_type: String,
-    /// The rows.
+    /// The rows to upload.
     pub rows: Content,
-    /// What each row becomes; `None` = it stays as it is, with its column `prompt`.
+    /// Mapping of each row; `None` = rows are stored unchanged and need a column `prompt`.
     pub mapping: Option<Recipe>,
 }
 
@@ -60,60 +60,60 @@ impl DatasetUpload {
         Body::form(vec![("file", media_type, rows.clone()), ("mapping", "application/json", mapping)]).await
     }
 
-    /// Rows of one JSON object a line.
+    /// Creates an upload of rows with one JSON object per line.
     pub fn ndjson(rows: impl Into<Content>) -> Self {
         Self { name: None, media_type: "application/x-ndjson".to_owned(), rows: rows.into(), mapping: None }
     }
 
-    /// The same, mapped.
+    /// Sets the mapping of rows.
     #[must_use]
     pub fn mapped(self, mapping: Recipe) -> Self {
         Self { mapping: Some(mapping), ..self }
     }
 
-    /// The same with a name.
+    /// Sets the display name.
     #[must_use]
     pub fn named(self, name: impl Into<String>) -> Self {
         Self { name: Some(name.into()), ..self }
     }
 }
 
-/// A look at rows that are not stored.
+/// A preview of rows, which are not stored.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct DatasetPreview {
-    /// The columns of the first rows.
+    /// Columns of the first rows.
     pub columns: Vec<PreviewColumn>,
-    /// The first rows as they are.
+    /// The first rows, unmapped.
     pub source_rows: Vec<Value>,
-    /// What the first rows that stay become.
+    /// The first rows after mapping and filtering.
     pub rows: Vec<PreviewRow>,
-    /// A `map` that would fit; it is not applied.
+    /// A suggested `map`, which has not been applied.
     pub suggested_map: Option<Value>,
-    /// What is wrong with the first rows.
+    /// Errors in the first rows.
     pub errors: Vec<FieldError>,
 }
 
-/// A column of rows that are looked at.
+/// A column of the previewed rows.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct PreviewColumn {
-    /// Its name.
+    /// Name of the column.
     pub name: String,
-    /// `text`, `number`, `boolean`, `list`, `object` or `null`.
+    /// Type of the values: `text`, `number`, `boolean`, `list`, `object` or `null`.
     pub kind: String,
 }
 
 /// A row as it would be stored.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct PreviewRow {
-    /// The row.
+    /// Columns of the row.
     pub record: Value,
-    /// The prompt as the model reads it.
+    /// The prompt as the model would see it.
     #[serde(default)]
     pub text: Option<String>,
-    /// Its tokens.
+    /// Length of the prompt, in tokens.
     #[serde(default)]
     pub num_tokens: Option<u64>,
-    /// Why the model cannot read it.
+    /// Why the model cannot read the prompt.
     #[serde(default)]
     pub problem: Option<String>,
 }
@@ -121,69 +121,69 @@ pub struct PreviewRow {
 /// A row of a dataset.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct Row {
-    /// Its number, from 0.
+    /// Number of the row, from 0.
     pub row: u64,
-    /// Its columns.
+    /// Columns of the row.
     pub record: Map<String, Value>,
 }
 
 impl Client {
-    /// Datasets, newest first.
+    /// Lists datasets, newest first.
     pub fn list_datasets(&self) -> Pages<Dataset> {
         Pages::new(self, self.get(&["datasets"]))
     }
 
-    /// Uploads rows. The same rows again give the old dataset.
+    /// Uploads rows. If the same rows were uploaded before, the existing dataset is returned.
     ///
     /// # Errors
-    /// `invalid_dataset` with the rows that are wrong, or any other [`Error`]; also when a file cannot be read.
+    /// `invalid_dataset` with the invalid rows, or any other [`Error`]; also if a file cannot be read.
     pub async fn create_dataset(&self, upload: &DatasetUpload) -> Result<Dataset, Error> {
         let call = self.post_once(&["datasets"]).query_if("name", upload.name.as_ref());
         self.json(call.body(upload.body().await?)).await
     }
 
-    /// Makes a dataset of a data set of the hub.
+    /// Creates a dataset from one on the Hugging Face Hub.
     ///
     /// # Errors
-    /// `invalid_dataset` when it cannot be found or mapped, `hub_unreachable`, or any other [`Error`].
+    /// `invalid_dataset` if it cannot be found or mapped, `hub_unreachable`, or any other [`Error`].
     pub async fn create_hub_dataset(&self, name: Option<&str>, dataset: &HubDataset) -> Result<Dataset, Error> {
         self.json(self.post_once(&["datasets"]).query_if("name", name).json(&json!(dataset))).await
     }
 
-    /// Looks at what the first rows of an upload become, and how a registered model reads them. Nothing is stored.
+    /// Previews how the first rows of an upload would be mapped, and how a registered model would read them. Nothing is stored.
     ///
     /// # Errors
-    /// When nothing of the rows can be read; what is wrong with single rows is a part of the answer.
+    /// Fails if no row can be read. Errors in single rows are part of the answer.
     pub async fn preview_dataset(&self, upload: &DatasetUpload, model: Option<&str>) -> Result<DatasetPreview, Error> {
         let call = self.call(Method::POST, &["datasets", "preview"]).query_if("model", model);
         self.json(call.body(upload.body().await?)).await
     }
 
-    /// One dataset.
+    /// Returns the dataset with this id.
     ///
     /// # Errors
-    /// As [`Error`] says.
+    /// Returns an [`Error`] if the call fails.
     pub async fn get_dataset(&self, id: DatasetId) -> Result<Dataset, Error> {
         self.json(self.get(&["datasets", &id.to_string()])).await
     }
 
-    /// Deletes a dataset.
+    /// Deletes a dataset and its rows.
     ///
     /// # Errors
-    /// `in_use` while jobs need it, or any other [`Error`].
+    /// `in_use` if jobs need it, or any other [`Error`].
     pub async fn delete_dataset(&self, id: DatasetId) -> Result<(), Error> {
         self.delete(&["datasets", &id.to_string()]).await
     }
 
-    /// Rows of a dataset, in order.
+    /// Lists the rows of a dataset, in order.
     pub fn list_rows(&self, id: DatasetId) -> Pages<Row> {
         Pages::new(self, self.get(&["datasets", &id.to_string(), "rows"]))
     }
 
-    /// Downloads all rows as ndjson: the bytes whose hash is [`Dataset::sha256`].
+    /// Downloads all rows as ndjson, the bytes whose hash is [`Dataset::sha256`].
     ///
     /// # Errors
-    /// As [`Error`] says.
+    /// Returns an [`Error`] if the call fails.
     pub async fn download_dataset(&self, id: DatasetId, to: &Path) -> Result<Downloaded, Error> {
         self.download(self.get(&["datasets", &id.to_string(), "content"]), to, None).await
     }

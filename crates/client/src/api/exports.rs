@@ -1,4 +1,4 @@
-//! Exports: checkpoints in the form that other programs load.
+//! Exports: checkpoints in formats that other programs can load.
 
 use std::path::Path;
 
@@ -15,47 +15,47 @@ use crate::download::Downloaded;
 use crate::error::Error;
 use crate::page::Pages;
 
-/// A checkpoint in another form.
+/// A checkpoint in another format.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct Export {
-    /// Its id.
+    /// Id of the export.
     pub id: ExportId,
-    /// The job.
+    /// Id of the job.
     pub job_id: JobId,
-    /// The checkpoint.
+    /// Id of the checkpoint.
     pub checkpoint_id: CheckpointId,
-    /// The checkpoint's step.
+    /// Step of the checkpoint.
     pub step: u64,
-    /// What it is.
+    /// Format of the export.
     pub format: ExportFormat,
-    /// How the weights are stored; `None` until that is known, where it was not asked for.
+    /// Data type of the weights; `None` = not requested, and not known yet.
     pub dtype: Option<ExportDtype>,
-    /// Current state.
+    /// Current state of the export.
     pub state: TaskState,
-    /// How far it is, in weights.
+    /// Progress, counted in weights.
     pub progress: TaskProgress,
-    /// Bytes of all files.
+    /// Total size of the files, in bytes.
     pub size_bytes: Option<u64>,
-    /// Its files, by name; empty before the end.
+    /// Files of the export, sorted by name; empty until it has succeeded.
     pub files: Vec<FileEntry>,
-    /// What of the adapter's update survives the rounding to the dtype.
+    /// How much of the adapter's update survives rounding to the data type.
     pub survived: Option<Survived>,
-    /// What to do where too little of it survives.
+    /// Advice if too little of the update survives.
     pub advice: Option<String>,
-    /// When it was asked for.
+    /// Time of the request.
     pub created_at: Timestamp,
-    /// When it began.
+    /// Time at which the export started.
     pub started_at: Option<Timestamp>,
-    /// When it ended.
+    /// Time at which the export ended.
     pub finished_at: Option<Timestamp>,
-    /// When its files are removed.
+    /// Time at which its files are deleted.
     pub expires_at: Option<Timestamp>,
-    /// Why it failed.
+    /// Why the export failed.
     pub error: Option<ExportError>,
 }
 
 impl Client {
-    /// Exports a checkpoint; [`Client::get_export`] tells how far it is.
+    /// Exports a checkpoint. [`Client::get_export`] returns the progress.
     ///
     /// # Errors
     /// `invalid_body`, `storage_full`, or any other [`Error`].
@@ -63,39 +63,39 @@ impl Client {
         self.json(self.post_once(&["checkpoints", &id.to_string(), "exports"]).json(&json!(request))).await
     }
 
-    /// The exports of a checkpoint, newest first.
+    /// Lists the exports of a checkpoint, newest first.
     pub fn list_exports(&self, id: CheckpointId) -> Pages<Export> {
         Pages::new(self, self.get(&["checkpoints", &id.to_string(), "exports"]))
     }
 
-    /// One export.
+    /// Returns the export with this id.
     ///
     /// # Errors
-    /// As [`Error`] says.
+    /// Returns an [`Error`] if the call fails.
     pub async fn get_export(&self, id: ExportId) -> Result<Export, Error> {
         self.json(self.get(&["exports", &id.to_string()])).await
     }
 
-    /// Cancels an export; one that has ended stays as it is.
+    /// Cancels an export. An export that has ended is not changed.
     ///
     /// # Errors
-    /// As [`Error`] says.
+    /// Returns an [`Error`] if the call fails.
     pub async fn cancel_export(&self, id: ExportId) -> Result<Export, Error> {
         self.json(self.post_once(&["exports", &id.to_string(), "cancel"])).await
     }
 
-    /// Removes an export and its files.
+    /// Deletes an export and its files.
     ///
     /// # Errors
-    /// As [`Error`] says.
+    /// Returns an [`Error`] if the call fails.
     pub async fn delete_export(&self, id: ExportId) -> Result<(), Error> {
         self.delete(&["exports", &id.to_string()]).await
     }
 
-    /// Downloads a file of an export, and compares it with the export's list.
+    /// Downloads a file of an export and verifies its hash.
     ///
     /// # Errors
-    /// `not_ready` before the end, or any other [`Error`].
+    /// `not_ready` until the export has succeeded, or any other [`Error`].
     pub async fn download_export_file(&self, id: ExportId, file: &FileEntry, to: &Path) -> Result<Downloaded, Error> {
         let call = self.get(&["exports", &id.to_string(), "files", &file.name]);
         self.download(call, to, Some(file.sha256)).await
@@ -104,16 +104,16 @@ impl Client {
     /// Downloads all files of an export in one tar.
     ///
     /// # Errors
-    /// `not_ready` before the end, or any other [`Error`].
+    /// `not_ready` until the export has succeeded, or any other [`Error`].
     pub async fn download_export_archive(&self, id: ExportId, to: &Path) -> Result<Downloaded, Error> {
         self.download(self.get(&["exports", &id.to_string(), "archive.tar"]), to, None).await
     }
 
-    /// Downloads all files of an export into a folder, which is made if it is not there. Files that are there and whole are not
-    /// asked for again.
+    /// Downloads all files of an export into a folder, which is created if necessary. Files that exist with the right hash
+    /// are not downloaded again.
     ///
     /// # Errors
-    /// `not_ready` before the end, or any other [`Error`].
+    /// `not_ready` until the export has succeeded, or any other [`Error`].
     pub async fn download_export(&self, export: &Export, folder: &Path) -> Result<Vec<Downloaded>, Error> {
         let id = export.id.to_string();
         self.download_all(&export.files, folder, |name| self.get(&["exports", &id, "files", name])).await

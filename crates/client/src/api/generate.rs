@@ -1,4 +1,4 @@
-//! What the base model and a checkpoint say to a prompt.
+//! Side-by-side generation with the base model and a checkpoint.
 
 use std::time::Duration;
 
@@ -11,60 +11,60 @@ use serde_json::{Value, json};
 use crate::client::Client;
 use crate::error::Error;
 
-/// The time limit of one generation on the server.
-const WORK: Duration = Duration::from_secs(120);
+/// The server's time limit for one generation.
+const SERVER_TIME_LIMIT: Duration = Duration::from_secs(120);
 
-/// A question to a job's models.
+/// A request to generate completions with a job's models.
 #[derive(Debug, Clone)]
 pub struct GenerationRequest {
-    /// As in a dataset: text, or a list of chat messages.
+    /// The prompt, as in a dataset: text, or a list of chat messages.
     pub prompt: Value,
-    /// `"last"`, `"best"` or a step; by default the job's result.
+    /// The checkpoint: `"last"`, `"best"` or a step; default: the job's result.
     pub checkpoint: Option<Value>,
-    /// Completions of each model, 1 to 8.
+    /// Completions per model, 1 to 8.
     pub num_generations: Option<u32>,
-    /// The seed; by default the job's.
+    /// Random seed; default: the job's seed.
     pub seed: Option<u64>,
     /// Settings of `sampling` that differ from the job's.
     pub sampling: Option<Value>,
 }
 
 impl GenerationRequest {
-    /// A prompt, with all else as the job has it.
+    /// Creates a request for a prompt, with the job's settings.
     pub fn new(prompt: impl Into<Value>) -> Self {
         Self { prompt: prompt.into(), checkpoint: None, num_generations: None, seed: None, sampling: None }
     }
 }
 
-/// Completions of the base model and of a checkpoint to the same prompts.
+/// Completions of the base model and of a checkpoint for the same prompt.
 #[derive(Debug, Clone, Deserialize)]
 pub struct Generation {
-    /// The job.
+    /// Id of the job.
     pub job_id: JobId,
-    /// The base model.
+    /// Id of the base model.
     pub model: String,
-    /// The checkpoint that was asked.
+    /// Id of the checkpoint that generated.
     pub checkpoint_id: CheckpointId,
-    /// Its step.
+    /// Step of the checkpoint.
     pub step: u64,
     /// Kind of the checkpoint's weights: `adapter` or `model`.
     pub weights: String,
-    /// The settings of sampling as used.
+    /// Sampling settings that were used.
     pub sampling: Value,
-    /// The seed as used.
+    /// Random seed that was used.
     pub seed: u64,
-    /// The prompt as both saw it.
+    /// The prompt as both models saw it.
     pub prompt: RenderedPrompt,
     /// Completions of the base model.
     pub base: Vec<GeneratedText>,
     /// Completions of the checkpoint.
     pub trained: Vec<GeneratedText>,
-    /// How long it took, loading included.
+    /// Duration in seconds, including the time to load the models.
     pub seconds: f64,
 }
 
 impl Client {
-    /// Asks the base model and a checkpoint of a job. The server answers one question at a time.
+    /// Generates completions with the base model and a checkpoint of a job. The server processes one request at a time.
     ///
     /// # Errors
     /// `no_checkpoint`, `invalid_body`, `generation_timeout`, or any other [`Error`].
@@ -81,6 +81,7 @@ impl Client {
                 body[name] = value;
             }
         }
-        self.json(self.call(Method::POST, &["jobs", &id.to_string(), "generate"]).json(&body).work(WORK)).await
+        self.json(self.call(Method::POST, &["jobs", &id.to_string(), "generate"]).json(&body).work(SERVER_TIME_LIMIT))
+            .await
     }
 }

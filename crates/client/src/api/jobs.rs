@@ -1,4 +1,4 @@
-//! Jobs: submit, look at, wait for, steer, remove.
+//! Jobs: submit, watch, control and delete.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -22,120 +22,120 @@ use crate::follow::{JobChanges, JobUpdates};
 use crate::page::Pages;
 use crate::upload::{Body, Content, Document};
 
-/// How long a waiting call is held: shorter than what proxies cut.
-const WAIT: Duration = Duration::from_secs(30);
-/// The time limit of a preflight without `timeout_s`, in seconds.
+/// Duration of a long-poll request, shorter than the usual timeout of proxies.
+const LONG_POLL: Duration = Duration::from_secs(30);
+/// Time limit of a preflight without `timeout_s`, in seconds.
 const PREFLIGHT_S: u32 = 60;
 
-/// A job.
+/// A training job and its state.
 #[derive(Debug, Clone, Deserialize)]
 pub struct Job {
-    /// Its id.
+    /// Id of the job.
     pub id: JobId,
-    /// For people.
+    /// Display name of the job.
     pub name: Option<String>,
-    /// Its state.
+    /// Current state of the job.
     pub state: State,
-    /// A cancel or pause that the job's worker has not carried out yet.
+    /// A cancel or pause request that the job's worker has not carried out yet.
     pub requested: Option<Requested>,
-    /// Which part of the loop it is in, or was when it stopped.
+    /// Phase of the training loop, or the last one if the job has stopped.
     pub phase: Option<Phase>,
-    /// Why it waits or paused.
+    /// Why the job waits or has paused.
     pub status_reason: Option<String>,
-    /// Claims so far.
+    /// Number of claims so far.
     pub attempt: u64,
-    /// Times in a row that the server could not hand it to a worker because of an error of its own.
+    /// Number of consecutive times that the server could not hand the job to a worker because of an internal error.
     #[serde(default)]
     pub server_errors: u32,
-    /// The device that runs it: `cpu`, `cuda:0`.
+    /// Device that runs the job: `cpu`, `cuda:0`.
     pub device: Option<String>,
-    /// The `seq` of its latest event.
+    /// Sequence number (`seq`) of its latest event.
     pub last_seq: i64,
-    /// Optimizer steps done.
+    /// Number of completed optimizer steps.
     pub step: u64,
-    /// Optimizer steps in all.
+    /// Total number of optimizer steps.
     pub total_steps: u64,
-    /// Estimated seconds remaining.
+    /// Estimated seconds remaining; `None` = unknown.
     pub eta_s: Option<f64>,
-    /// Its place in the queue, from 1; `None` when it is not queued.
+    /// Position in the queue, from 1; `None` = not queued.
     pub queue_position: Option<u64>,
-    /// Why it failed.
+    /// Why the job failed.
     pub failure: Option<Failure>,
-    /// Why it ended before its last step.
+    /// Why the job ended before its last step.
     pub ending: Option<JobEnding>,
-    /// The doctor's alerts that are on, latest first.
+    /// Active alerts, latest first.
     #[serde(default)]
     pub alerts: Vec<JobAlert>,
-    /// Exploration, exploitation or convergence.
+    /// Training phase: exploration, exploitation or convergence.
     pub training_phase: Option<PhaseChange>,
-    /// The resolved settings; [`rlood_types::spec::Plan`] reads them.
+    /// The resolved settings; deserialize as [`rlood_types::spec::Plan`].
     pub plan: Value,
-    /// The job it was made from.
+    /// Id of the job that it was created from.
     pub parent: Option<JobId>,
-    /// When it was submitted.
+    /// Time at which it was submitted.
     pub created_at: Timestamp,
-    /// When it was claimed first.
+    /// Time of the first claim.
     pub started_at: Option<Timestamp>,
-    /// When it was over.
+    /// Time at which the job ended.
     pub finished_at: Option<Timestamp>,
-    /// The client's own labels.
+    /// The client's own labels, as key-value pairs.
     #[serde(default)]
     pub metadata: BTreeMap<String, String>,
-    /// The owner of the key that made it; empty = the operator.
+    /// Owner of the key that created it; empty = the operator.
     #[serde(default)]
     pub owner: String,
 }
 
 impl Job {
-    /// Whether it is over or paused: it changes only when its user acts.
+    /// Whether the job has ended or is paused, so that it changes only when a user acts.
     pub fn is_settled(&self) -> bool {
         self.state.is_terminal() || self.state == State::Paused
     }
 }
 
-/// An alert of the doctor about a job, one episode.
+/// One episode of an alert about a job.
 #[derive(Debug, Clone, Deserialize)]
 pub struct JobAlert {
-    /// The rule that raised it.
+    /// The rule that raised the alert.
     pub rule: Rule,
-    /// How bad it is.
+    /// Severity of the alert.
     pub severity: Severity,
-    /// The step it was raised at.
+    /// Step at which the alert was raised.
     pub step: u64,
-    /// The first step of its evidence.
+    /// First step of the evidence.
     pub since_step: u64,
-    /// For people.
+    /// Human-readable message in English.
     pub message: String,
-    /// The numbers.
+    /// The measured values that support the alert.
     pub evidence: Vec<Observation>,
-    /// How to fix it.
+    /// How to fix the problem.
     pub fix: String,
-    /// Whether it only stands in the record, pauses the job or ends it.
+    /// Whether the alert is only recorded, pauses the job or ends it.
     pub on_alert: OnAlert,
-    /// When it was stored.
+    /// Time at which the alert was stored.
     pub time: Timestamp,
-    /// The step it was over at; `None` while it is on.
+    /// Step at which the alert ended; `None` = it is active.
     pub cleared_step: Option<u64>,
 }
 
 /// Why a job ended before its last step.
 #[derive(Debug, Clone, Deserialize)]
 pub struct JobEnding {
-    /// The cause.
+    /// The reason for the end.
     pub code: EndingCode,
-    /// For people.
+    /// Human-readable message in English.
     pub message: String,
-    /// Optimizer steps done.
+    /// Number of completed optimizer steps.
     pub step: u64,
-    /// The doctor's rule.
+    /// The alert rule that ended the job.
     pub rule: Option<Rule>,
-    /// Early stopping's metric.
+    /// The metric of early stopping.
     pub metric: Option<String>,
-    /// The metric's best value.
+    /// Best value of the metric.
     pub best: Option<f64>,
-    /// The step of the best value.
+    /// Step of the best value.
     pub best_step: Option<u64>,
-    /// Checkpoints of earlier steps are not touched by the alert.
+    /// First step of the alert's evidence. Checkpoints of earlier steps are not affected.
     pub good_before_step: Option<u64>,
     /// The checkpoint that is the job's result.
     pub checkpoint: Option<Marked>,
@@ -144,68 +144,68 @@ pub struct JobEnding {
 /// A checkpoint and its step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 pub struct Marked {
-    /// Its id.
+    /// Id of the checkpoint.
     pub id: CheckpointId,
-    /// Optimizer steps done.
+    /// Number of completed optimizer steps.
     pub step: u64,
 }
 
-/// Which jobs to list.
+/// Filter of a list of jobs.
 #[derive(Debug, Clone, Default)]
 pub struct JobFilter {
-    /// In this state.
+    /// Only jobs in this state.
     pub state: Option<State>,
-    /// Of this model.
+    /// Only jobs with this base model.
     pub model: Option<String>,
-    /// With these labels.
+    /// Only jobs with these labels.
     pub metadata: BTreeMap<String, String>,
-    /// Items of a page, 1 to 100.
+    /// Number of items per page, 1 to 100.
     pub limit: Option<u32>,
 }
 
-/// How thoroughly a job is checked before it is submitted: the base model is sampled, the rewards are called, a step is timed.
+/// Settings of a preflight: before a job is submitted, the base model is sampled, the rewards are called and a step is timed.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Preflight {
-    /// Prompts to sample, 1 to 64.
+    /// Number of prompts to sample, 1 to 64.
     pub prompts: Option<u32>,
-    /// Time limit, s, 1 to 600.
+    /// Time limit in seconds, 1 to 600.
     pub timeout_s: Option<u32>,
 }
 
 /// The result of a dry run: whether a job would be accepted, and its plan.
 #[derive(Debug, Clone, Deserialize)]
 pub struct Validation {
-    /// It would be accepted.
+    /// Whether the job would be accepted.
     pub valid: bool,
-    /// The resolved settings.
+    /// The settings with all defaults filled in.
     pub plan: Option<Value>,
-    /// Everything that is wrong.
+    /// All errors in the job.
     pub errors: Vec<FieldError>,
-    /// Legal, but probably not meant.
+    /// Warnings about settings that are legal but probably not intended.
     pub warnings: Vec<Warning>,
-    /// Memory and tokens.
+    /// Estimated memory and tokens.
     pub estimate: Option<Estimate>,
-    /// What the preflight found.
+    /// The result of the preflight.
     pub probe: Option<ProbeReport>,
-    /// Of a configuration of TRL: the job that it is here.
+    /// The job that a TRL configuration was translated to.
     pub spec: Option<Value>,
-    /// Of a configuration of TRL: keys that ask for something that is not done.
+    /// Keys of a TRL configuration that request something unsupported.
     pub unsupported: Option<Vec<Remark>>,
-    /// Of a configuration of TRL: keys that make no difference here.
+    /// Keys of a TRL configuration that make no difference.
     pub ignored: Option<Vec<Remark>>,
 }
 
-/// A new job from a step of another one.
+/// A request for a new job that continues from a step of another job.
 #[derive(Debug, Clone, Default)]
 pub struct Fork {
-    /// Optimizer steps done; the job must have a checkpoint of it.
+    /// Number of completed optimizer steps, for which the job must have a checkpoint.
     pub from_step: u64,
-    /// A partial job, merged over the old one's settings.
+    /// A partial job document that is merged into the other job's settings.
     pub overrides: Option<Value>,
 }
 
 impl Client {
-    /// Jobs, newest first.
+    /// Lists jobs, newest first.
     pub fn list_jobs(&self, filter: &JobFilter) -> Pages<Job> {
         let JobFilter { state, model, metadata, limit } = filter;
         let mut call =
@@ -216,20 +216,20 @@ impl Client {
         Pages::new(self, call.query_if("limit", *limit))
     }
 
-    /// Submits a job whose rows stand in its document, or in a dataset that it names.
+    /// Submits a job whose rows are in its document, or in a dataset that it names.
     ///
     /// # Errors
-    /// `invalid_spec` with every field that is wrong, or any other [`Error`].
+    /// `invalid_spec` with every invalid field, or any other [`Error`].
     pub async fn create_job(&self, document: &Document) -> Result<Job, Error> {
         let body = Body::bytes(document.media_type, document.bytes.clone());
         self.json(self.post_once(&["jobs"]).body(body)).await
     }
 
-    /// Submits a job together with its rows, as a multipart form. `media_type` is that of the rows: `application/x-ndjson`,
-    /// `text/csv` or `application/json`.
+    /// Submits a job together with its rows, as a multipart form. `media_type` is that of the rows:
+    /// `application/x-ndjson`, `text/csv` or `application/json`.
     ///
     /// # Errors
-    /// As [`Client::create_job`]; also when a file of rows cannot be read.
+    /// Fails as [`Client::create_job`] does; also if a file of rows cannot be read.
     pub async fn create_job_with_rows(
         &self,
         document: &Document,
@@ -241,27 +241,27 @@ impl Client {
         self.json(self.post_once(&["jobs"]).body(form)).await
     }
 
-    /// Submits the demonstration job.
+    /// Submits the demo job.
     ///
     /// # Errors
-    /// As [`Error`] says.
+    /// Returns an [`Error`] if the call fails.
     pub async fn create_demo(&self) -> Result<Job, Error> {
         self.json(self.post_once(&["demo"])).await
     }
 
-    /// Checks a job without submitting it: all errors at once, the resolved settings, warnings, an estimate; with a preflight also
-    /// what the base model and the rewards do.
+    /// Validates a job without submitting it. Returns all errors, the resolved settings, warnings and an estimate; with a
+    /// preflight, also measurements of the base model and the rewards.
     ///
     /// # Errors
-    /// When the document cannot be read. A job that is not valid is an answer.
+    /// Fails if the document cannot be read. An invalid job is not an error.
     pub async fn validate_job(&self, document: &Document, preflight: Option<Preflight>) -> Result<Validation, Error> {
         self.validate(document, preflight, None).await
     }
 
-    /// Checks a configuration of TRL; [`Validation::spec`] is the job that it is here.
+    /// Validates a TRL configuration. [`Validation::spec`] is the job that it was translated to.
     ///
     /// # Errors
-    /// As [`Client::validate_job`].
+    /// Fails as [`Client::validate_job`] does.
     pub async fn validate_trl(&self, document: &Document, preflight: Option<Preflight>) -> Result<Validation, Error> {
         self.validate(document, preflight, Some("trl")).await
     }
@@ -280,69 +280,70 @@ impl Client {
         self.json(call.body(Body::bytes(document.media_type, document.bytes.clone()))).await
     }
 
-    /// One job.
+    /// Returns the job with this id.
     ///
     /// # Errors
-    /// As [`Error`] says.
+    /// Returns an [`Error`] if the call fails.
     pub async fn get_job(&self, id: JobId) -> Result<Job, Error> {
         self.get_job_within(id, Duration::ZERO).await
     }
 
-    /// One job as soon as it is over or paused, or the server stops, at the latest after `wait` (to the second, at most an hour).
+    /// Returns a job as soon as it has ended or paused or the server stops, at the latest after `wait` (in whole seconds,
+    /// at most an hour).
     ///
     /// # Errors
-    /// As [`Error`] says.
+    /// Returns an [`Error`] if the call fails.
     pub async fn get_job_within(&self, id: JobId, wait: Duration) -> Result<Job, Error> {
         let seconds = Some(wait.as_secs()).filter(|seconds| *seconds > 0);
         self.json(self.get(&["jobs", &id.to_string()]).query_if("wait", seconds).work(wait)).await
     }
 
-    /// The job once it is over or paused, however long that takes.
+    /// Returns a job when it has ended or paused, without a time limit.
     ///
     /// # Errors
-    /// As [`Error`] says.
+    /// Returns an [`Error`] if the call fails.
     pub async fn wait_for_job(&self, id: JobId) -> Result<Job, Error> {
         loop {
             let begun = tokio::time::Instant::now();
-            let job = self.get_job_within(id, WAIT).await?;
+            let job = self.get_job_within(id, LONG_POLL).await?;
             if job.is_settled() {
                 return Ok(job);
             }
-            // A server that stops answers at once.
+            // A server that is shutting down answers immediately.
             if begun.elapsed() < Duration::from_secs(1) {
                 tokio::time::sleep(Duration::from_secs(1)).await;
             }
         }
     }
 
-    /// Changes a job's name, labels, priority, or secrets of its rewards: a `JobPatch` of the API's document.
+    /// Changes a job's name, labels, priority, or secrets of its rewards. `patch` is a `JobPatch` of the OpenAPI document.
     ///
     /// # Errors
-    /// As [`Error`] says.
+    /// Returns an [`Error`] if the call fails.
     pub async fn patch_job(&self, id: JobId, patch: &Value) -> Result<Job, Error> {
         self.json(self.call(Method::PATCH, &["jobs", &id.to_string()]).json(patch)).await
     }
 
-    /// Removes a job that is over, with all that belongs to it.
+    /// Deletes a job that has ended, and everything that belongs to it.
     ///
     /// # Errors
-    /// As [`Error`] says.
+    /// Returns an [`Error`] if the call fails.
     pub async fn delete_job(&self, id: JobId) -> Result<(), Error> {
         self.delete(&["jobs", &id.to_string()]).await
     }
 
-    /// Ends a job. Its checkpoints stay.
+    /// Cancels a job. Its checkpoints are kept.
     ///
     /// # Errors
-    /// `illegal_move` when it is over, or any other [`Error`].
+    /// `illegal_move` if it has ended, or any other [`Error`].
     pub async fn cancel_job(&self, id: JobId) -> Result<Job, Error> {
         self.json(self.post_once(&["jobs", &id.to_string(), "cancel"])).await
     }
 
-    /// Stops a job at a checkpoint. A running one is paused a little later.
+    /// Stops a job at a checkpoint. A running job pauses a little later.
     ///
     /// # Errors
-    /// `illegal_move` when it is over, or any other [`Error`].
+    /// `illegal_move` if it has ended, or any other [`Error`].
     pub async fn pause_job(&self, id: JobId) -> Result<Job, Error> {
         self.json(self.post_once(&["jobs", &id.to_string(), "pause"])).await
     }
@@ -350,16 +351,16 @@ impl Client {
     /// Queues a paused job again.
     ///
     /// # Errors
-    /// `illegal_move` when it is not paused, or any other [`Error`].
+    /// `illegal_move` if it is not paused, or any other [`Error`].
     pub async fn resume_job(&self, id: JobId) -> Result<Job, Error> {
         self.json(self.post_once(&["jobs", &id.to_string(), "resume"])).await
     }
 
-    /// Makes a new job of the same settings and secrets from one that is over. Where it begins, if that is not said, depends on
-    /// how the old one ended.
+    /// Creates a new job with the settings and secrets of one that has ended. Without `from`, its starting point depends on
+    /// how the old job ended.
     ///
     /// # Errors
-    /// `illegal_move` when it is not over, or any other [`Error`].
+    /// `illegal_move` if it has not ended, or any other [`Error`].
     pub async fn retry_job(&self, id: JobId, from: Option<RetryFrom>) -> Result<Job, Error> {
         let call = self.post_once(&["jobs", &id.to_string(), "retry"]);
         self.json(match from {
@@ -369,7 +370,7 @@ impl Client {
         .await
     }
 
-    /// Makes a new job that goes on from a step of this one.
+    /// Creates a new job that continues from a step of this one.
     ///
     /// # Errors
     /// `no_checkpoint` or `no_such_checkpoint`, `invalid_spec`, or any other [`Error`].
@@ -382,30 +383,30 @@ impl Client {
         self.json(self.post_once(&["jobs", &id.to_string(), "fork"]).json(&body)).await
     }
 
-    /// A job's resolved settings, in the form in which they can be submitted again. Secrets are left out.
+    /// Returns a job's resolved settings in a form that can be submitted again. Secrets are left out.
     ///
     /// # Errors
-    /// As [`Error`] says; also when TOML cannot hold them.
+    /// See [`Error`]; also fails if TOML cannot represent the settings.
     pub async fn get_config(&self, id: JobId, format: Format) -> Result<Document, Error> {
         let call = self.get(&["jobs", &id.to_string(), "config"]).query("format", format.as_str()).accept("*/*");
         Ok(Document::text(format, self.text(call).await?))
     }
 
-    /// What the doctor said of a job, latest first.
+    /// Lists the alerts of a job, latest first.
     ///
     /// # Errors
-    /// As [`Error`] says.
+    /// Returns an [`Error`] if the call fails.
     pub async fn list_alerts(&self, id: JobId, active: bool) -> Result<Vec<JobAlert>, Error> {
         let call = self.get(&["jobs", &id.to_string(), "alerts"]).query("active", active);
         Pages::new(self, call).collect().await
     }
 
-    /// A job's events after `after` (0 = all), each once and in order, until it is over; over several connections if need be.
+    /// Follows a job's events after `after` (0 = all), each once and in order, until the job ends. Reconnects if necessary.
     pub fn follow_job(&self, id: JobId, after: i64) -> JobUpdates {
         JobUpdates::new(self, self.get(&["jobs", &id.to_string(), "events"]), after)
     }
 
-    /// The changes of all jobs.
+    /// Follows the changes of all jobs.
     pub fn follow_jobs(&self) -> JobChanges {
         JobChanges::new(self, self.get(&["jobs", "changes"]))
     }

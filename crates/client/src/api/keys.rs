@@ -1,4 +1,4 @@
-//! API keys, and the record of who changed what.
+//! API keys and the audit log.
 
 use jiff::Timestamp;
 use reqwest::Method;
@@ -11,49 +11,50 @@ use crate::client::Client;
 use crate::error::Error;
 use crate::page::Pages;
 
-/// An API key, without its text.
+/// An API key, without its secret text.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct ApiKey {
-    /// Its id.
+    /// Id of the key.
     pub id: KeyId,
-    /// For people.
+    /// Display name of the key.
     pub name: String,
-    /// Whose jobs, datasets and models it sees.
+    /// Owner whose jobs, datasets and models the key can see.
     pub owner: String,
-    /// What it permits: each scope with those it holds.
+    /// Scopes of the key, including the scopes that they imply.
     pub scopes: Vec<Scope>,
-    /// What its text begins with.
+    /// Prefix of the key's text.
     pub prefix: String,
-    /// Whether it is good.
+    /// Whether the key is valid.
     pub state: KeyState,
-    /// When it was made.
+    /// Time at which it was created.
     pub created_at: Timestamp,
-    /// When it ends by itself.
+    /// Time at which the key expires.
     pub expires_at: Option<Timestamp>,
-    /// When it was revoked.
+    /// Time at which the key was revoked.
     pub revoked_at: Option<Timestamp>,
-    /// When it was used last, to the minute.
+    /// Time of the last use, to the minute.
     pub used_at: Option<Timestamp>,
 }
 
-/// Whether a key is good.
+/// Whether a key is valid.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum KeyState {
-    /// It is.
+    /// The key is valid.
     Active,
-    /// Its time is over.
+    /// The key has expired.
     Expired,
-    /// It was revoked.
+    /// The key was revoked.
     Revoked,
 }
 
-/// A key that was just made.
+/// A newly created key.
 #[derive(Clone, Deserialize)]
 pub struct NewApiKey {
-    /// The key's text. `None` when the answer that showed it was lost and the request repeated: revoke the key and make another.
+    /// The key's text. `None` if the response that contained it was lost and the request was repeated: revoke the
+    /// key and create another one.
     pub key: Option<String>,
-    /// The rest.
+    /// The other properties of the key.
     #[serde(flatten)]
     pub view: ApiKey,
 }
@@ -64,111 +65,111 @@ impl std::fmt::Debug for NewApiKey {
     }
 }
 
-/// A key that was revoked.
+/// A key that was just revoked.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct RevokedApiKey {
-    /// The key.
+    /// Properties of the key.
     #[serde(flatten)]
     pub view: ApiKey,
-    /// The webhooks of its owner, which outlive it.
+    /// Webhooks of the key's owner, which are not removed with the key.
     pub webhooks: Vec<RevokedKeyWebhook>,
 }
 
 /// A webhook of a revoked key's owner.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct RevokedKeyWebhook {
-    /// Its id.
+    /// Id of the webhook.
     pub id: WebhookId,
-    /// Where messages go.
+    /// URL that messages are sent to.
     pub url: String,
-    /// For people.
+    /// Human-readable description, set by the user.
     pub description: Option<String>,
-    /// Whether anything is sent.
+    /// Whether messages are sent.
     pub enabled: bool,
-    /// When it was made.
+    /// Time at which it was created.
     pub created_at: Timestamp,
 }
 
-/// A key to make.
+/// Properties of a key to create.
 #[derive(Debug, Clone)]
 pub struct NewKey {
-    /// For people.
+    /// Display name of the key.
     pub name: String,
-    /// What it permits.
+    /// Scopes of the key.
     pub scopes: Vec<Scope>,
-    /// Whose jobs, datasets and models it sees; by default its own.
+    /// Owner whose jobs, datasets and models the key can see; default: a new owner of its own.
     pub owner: Option<String>,
-    /// Seconds until it ends by itself.
+    /// Lifetime in seconds; `None` = the key does not expire.
     pub expires_in_s: Option<u64>,
 }
 
-/// A change that somebody made.
+/// An entry of the audit log.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct AuditEvent {
-    /// Counts up.
+    /// Number of the entry, in ascending order.
     pub id: i64,
-    /// When.
+    /// Time of the change.
     pub time: Timestamp,
-    /// Who: the id of a key, or `operator`, `anonymous`, `command_line`, `server`.
+    /// Who made the change: the id of a key, or `operator`, `anonymous`, `command_line`, `server`.
     pub actor: String,
-    /// The key's name.
+    /// Name of the key.
     pub actor_name: Option<String>,
-    /// The key's owner; empty = the operator.
+    /// Owner of the key; empty = the operator.
     pub owner: String,
-    /// What: method and route, or the command.
+    /// The action: method and route, or the command.
     pub action: String,
-    /// Of what: a path.
+    /// Path of the changed object.
     pub target: String,
-    /// The answer's status; `None` for commands.
+    /// Status of the response; `None` for commands.
     pub status: Option<u16>,
-    /// As in the answer and in the log.
+    /// Id of the request, as in the response and in the log.
     pub request_id: Option<String>,
-    /// The address that it came from.
+    /// Address that the request came from.
     pub address: Option<String>,
 }
 
-/// Which changes.
+/// Filter of the audit log.
 #[derive(Debug, Clone, Default)]
 pub struct AuditFilter {
-    /// Of this actor.
+    /// Only changes by this actor.
     pub actor: Option<String>,
-    /// Of this thing and what lies below it: `/jobs/job_…`.
+    /// Only changes of this object and of objects below it, such as `/jobs/job_…`.
     pub target: Option<String>,
 }
 
 impl Client {
-    /// All keys, newest first, revoked ones too.
+    /// Lists all keys, newest first, including revoked ones.
     pub fn list_keys(&self) -> Pages<ApiKey> {
         Pages::new(self, self.get(&["keys"]))
     }
 
-    /// Makes a key.
+    /// Creates a new API key.
     ///
     /// # Errors
-    /// As [`Error`] says.
+    /// Returns an [`Error`] if the call fails.
     pub async fn create_key(&self, key: &NewKey) -> Result<NewApiKey, Error> {
         let NewKey { name, scopes, owner, expires_in_s } = key;
         let body = json!({"name": name, "scopes": scopes, "owner": owner, "expires_in_s": expires_in_s});
         self.json(self.post_once(&["keys"]).json(&body)).await
     }
 
-    /// One key.
+    /// Returns the key with this id.
     ///
     /// # Errors
-    /// As [`Error`] says.
+    /// Returns an [`Error`] if the call fails.
     pub async fn get_key(&self, id: KeyId) -> Result<ApiKey, Error> {
         self.json(self.get(&["keys", &id.to_string()])).await
     }
 
-    /// Revokes a key, and ends every session that was opened with it.
+    /// Revokes a key and ends all sessions that were opened with it.
     ///
     /// # Errors
-    /// As [`Error`] says.
+    /// Returns an [`Error`] if the call fails.
     pub async fn revoke_key(&self, id: KeyId) -> Result<RevokedApiKey, Error> {
         self.json(self.call(Method::DELETE, &["keys", &id.to_string()])).await
     }
 
-    /// Who changed what, newest first.
+    /// Lists the audit log, newest first.
     pub fn list_changes(&self, filter: &AuditFilter) -> Pages<AuditEvent> {
         let AuditFilter { actor, target } = filter;
         Pages::new(self, self.get(&["audit"]).query_if("actor", actor.as_ref()).query_if("target", target.as_ref()))

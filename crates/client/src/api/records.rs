@@ -1,4 +1,4 @@
-//! What a job leaves behind: events, logs, metrics, samples, its summary.
+//! Records of a job: events, logs, metrics, samples and its summary.
 
 use std::path::Path;
 
@@ -21,11 +21,11 @@ use crate::page::Pages;
 /// A line that a worker logged about a job.
 #[derive(Debug, Clone, Deserialize)]
 pub struct LogLine {
-    /// The attempt.
+    /// Number of the attempt.
     pub attempt: u64,
-    /// When.
+    /// Time of the line.
     pub time: Timestamp,
-    /// The text.
+    /// Text of the line.
     pub line: String,
 }
 
@@ -33,14 +33,14 @@ pub struct LogLine {
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(from = "Metrics")]
 pub struct MetricsRow {
-    /// Optimizer step; an evaluation stands at the step it follows.
+    /// Optimizer step. For an evaluation, the step that it follows.
     pub step: u64,
-    /// By TRL's names, those of an evaluation with the prefix `eval_`; `None` = undefined.
+    /// Metrics with TRL's names, those of an evaluation with the prefix `eval_`; a value of `None` = undefined.
     pub metrics: Metrics,
 }
 
 impl MetricsRow {
-    /// A metric that the step has, and that is defined.
+    /// Returns a metric; `None` if the step does not have it or it is undefined.
     pub fn get(&self, key: &str) -> Option<f64> {
         self.metrics.get(key).copied().flatten()
     }
@@ -53,165 +53,165 @@ impl From<Metrics> for MetricsRow {
     }
 }
 
-/// Which metrics, of which steps, how many.
+/// Filter of metrics, by name and step.
 #[derive(Debug, Clone, Default)]
 pub struct MetricsQuery {
-    /// Names; none = all.
+    /// Names of metrics; empty = all.
     pub keys: Vec<String>,
-    /// From this step.
+    /// First step to return.
     pub min_step: Option<u64>,
-    /// To this step.
+    /// Last step to return.
     pub max_step: Option<u64>,
-    /// Thinned out to at most so many steps, 2 to 10,000, so that no peak is lost.
+    /// Maximum number of steps to return, 2 to 10,000. Steps are thinned out without losing peaks.
     pub max_points: Option<u32>,
 }
 
-/// The order of samples.
+/// The order of returned samples.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum SampleSort {
-    /// Latest first.
+    /// The latest samples come first.
     #[default]
     Recent,
-    /// Highest reward first.
+    /// Samples with the highest reward come first.
     Best,
-    /// Lowest reward first.
+    /// Samples with the lowest reward come first.
     Worst,
 }
 
-/// Which samples, in which order.
+/// Filter and order of samples.
 #[derive(Debug, Clone, Default)]
 pub struct SampleQuery {
-    /// Of this step; 0 = before the start.
+    /// Only this step; 0 = before the first step.
     pub step: Option<u64>,
-    /// From this step.
+    /// First step to return.
     pub min_step: Option<u64>,
-    /// To this step.
+    /// Last step to return.
     pub max_step: Option<u64>,
-    /// Training or evaluation.
+    /// Only training, or only evaluation.
     pub phase: Option<SamplePhase>,
-    /// Of this dataset row, `row_N`.
+    /// Only this dataset row, `row_N`.
     pub prompt_id: Option<String>,
-    /// Of this group.
+    /// Only samples of this group.
     pub group_id: Option<String>,
-    /// Why the completion ended.
+    /// Only completions that ended for this reason.
     pub finish_reason: Option<FinishReason>,
-    /// At least this reward.
+    /// Minimum reward to return.
     pub min_reward: Option<f64>,
-    /// At most this reward.
+    /// Maximum reward to return.
     pub max_reward: Option<f64>,
-    /// The order.
+    /// Order of the samples.
     pub sort: SampleSort,
-    /// Prompt or completion contains this text.
+    /// Only samples whose prompt or completion contains this text.
     pub contains: Option<String>,
-    /// Items of a page, 1 to 100; of an export: its most rows.
+    /// Number of items per page, 1 to 100; for an export, the maximum number of rows.
     pub limit: Option<u64>,
 }
 
-/// The form of an export.
+/// File format of an export.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ExportForm {
-    /// One JSON object a line.
+    /// One JSON object per line.
     Ndjson,
-    /// A header line, then a line each.
+    /// CSV with a header line.
     Csv,
 }
 
-/// A job in a few numbers.
+/// Key figures of a job.
 #[derive(Debug, Clone, Deserialize)]
 pub struct Summary {
-    /// The job.
+    /// Id of the job.
     pub id: JobId,
-    /// Its state.
+    /// Current state of the job.
     pub state: State,
-    /// Optimizer steps done.
+    /// Number of completed optimizer steps.
     pub step: u64,
-    /// Optimizer steps in all.
+    /// Total number of optimizer steps.
     pub total_steps: u64,
-    /// The mean reward of training steps.
-    pub reward: Option<Course>,
-    /// The mean reward of evaluations.
-    pub eval_reward: Option<Course>,
-    /// The latest token mean of the KL divergence.
+    /// Mean reward of training steps.
+    pub reward: Option<MetricTrend>,
+    /// Mean reward of evaluations.
+    pub eval_reward: Option<MetricTrend>,
+    /// Latest mean KL divergence per token.
     pub kl: Option<f64>,
     /// Prompt and completion tokens so far.
     pub num_tokens: Option<f64>,
-    /// What the settings amount to; [`rlood_types::spec::Totals`] reads it.
+    /// Amounts that follow from the settings; deserialize as [`rlood_types::spec::Totals`].
     pub totals: Value,
-    /// How long it took.
+    /// Durations of the job, in seconds.
     pub durations: Durations,
-    /// What can be downloaded.
+    /// Checkpoints that can be downloaded.
     pub checkpoints: SummaryCheckpoints,
-    /// The latest training reward less the evaluation's.
+    /// Latest training reward minus the latest evaluation reward.
     pub eval_gap: Option<f64>,
-    /// Why it ended before its last step.
+    /// Why the job ended before its last step.
     pub ending: Option<JobEnding>,
-    /// Every alert of the doctor, latest first.
+    /// All alerts, latest first.
     #[serde(default)]
     pub alerts: Vec<JobAlert>,
-    /// Exploration, exploitation or convergence.
+    /// Training phase: exploration, exploitation or convergence.
     pub training_phase: Option<PhaseChange>,
-    /// The newest comparison of a checkpoint with the base model, in short; [`Client::get_job_verdict`] has the whole.
+    /// Short form of the newest verdict; [`Client::get_job_verdict`] returns all of it.
     #[serde(default)]
     pub verdict: Option<Value>,
 }
 
-/// How a metric went.
+/// Key figures of a metric over time.
 #[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
-pub struct Course {
-    /// The first value.
+pub struct MetricTrend {
+    /// First value of the metric.
     pub first: f64,
-    /// The latest value.
+    /// Latest value of the metric.
     pub last: f64,
-    /// The highest value.
+    /// Highest value of the metric.
     pub best: f64,
-    /// The step of the highest value.
+    /// Step of the highest value.
     pub best_step: u64,
-    /// Latest less first.
+    /// Latest value minus first value.
     pub change: f64,
 }
 
-/// How long a job took, in seconds.
+/// Durations of a job, in seconds.
 #[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
 pub struct Durations {
-    /// From submission to the first claim.
+    /// Time from submission to the first claim.
     pub queued_s: f64,
-    /// From the first claim to the end, pauses included.
+    /// Time from the first claim to the end, including pauses.
     pub running_s: Option<f64>,
-    /// The mean of the steps.
+    /// Mean duration of a step.
     pub mean_step_s: Option<f64>,
 }
 
-/// Which checkpoints of a job can be downloaded.
+/// Checkpoints of a job that can be downloaded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 pub struct SummaryCheckpoints {
-    /// How many are kept.
+    /// Number of kept checkpoints.
     pub count: usize,
-    /// The newest.
+    /// The newest checkpoint of the job.
     pub last: Option<Marked>,
-    /// The best.
+    /// The best checkpoint of the job.
     pub best: Option<Marked>,
 }
 
 impl Client {
-    /// A job's events after `after` (0 = all) as they are now, in order. [`Client::follow_job`] waits for more.
+    /// Lists a job's current events after `after` (0 = all), in order. [`Client::follow_job`] also waits for new ones.
     pub fn list_events(&self, id: JobId, after: i64) -> Pages<JobEvent> {
         Pages::new(self, self.get(&["jobs", &id.to_string(), "events"])).after(after.to_string())
     }
 
-    /// What the workers logged about a job, oldest first.
+    /// Lists a job's log lines, oldest first.
     pub fn list_logs(&self, id: JobId) -> Pages<LogLine> {
         Pages::new(self, self.get(&["jobs", &id.to_string(), "logs"]))
     }
 
-    /// A job's metrics by step.
+    /// Lists a job's metrics by step.
     pub fn get_metrics(&self, id: JobId, query: &MetricsQuery) -> Pages<MetricsRow> {
         Pages::new(self, self.metrics_call(id, query))
     }
 
-    /// Writes a job's metrics to a file: of a page of 10,000 steps, or of as many as `max_points` says.
+    /// Writes a job's metrics to a file: one page of 10,000 steps, or the number of steps in `max_points`.
     ///
     /// # Errors
-    /// As [`Error`] says.
+    /// Returns an [`Error`] if the call fails.
     pub async fn export_metrics(
         &self,
         id: JobId,
@@ -229,7 +229,7 @@ impl Client {
         call.query_if("min_step", *min_step).query_if("max_step", *max_step).query_if("max_points", *max_points)
     }
 
-    /// A job's completions, with their rewards and advantages.
+    /// Lists a job's completions, with their rewards and advantages.
     pub fn list_samples(&self, id: JobId, query: &SampleQuery) -> Pages<Sample> {
         Pages::new(self, self.samples_call(id, query))
     }
@@ -237,7 +237,7 @@ impl Client {
     /// Writes every sample that matches the query to a file.
     ///
     /// # Errors
-    /// As [`Error`] says.
+    /// Returns an [`Error`] if the call fails.
     pub async fn export_samples(
         &self,
         id: JobId,
@@ -277,10 +277,10 @@ impl Client {
             .query_if("limit", query.limit)
     }
 
-    /// A job in a few numbers.
+    /// Returns the key figures of a job.
     ///
     /// # Errors
-    /// As [`Error`] says.
+    /// Returns an [`Error`] if the call fails.
     pub async fn get_summary(&self, id: JobId) -> Result<Summary, Error> {
         self.json(self.get(&["jobs", &id.to_string(), "summary"])).await
     }

@@ -1,4 +1,4 @@
-//! Rewards: try one, score stored samples with another one, see how a job's own do, answer a request later.
+//! Rewards: test one, score stored samples with another one, show the statistics of a job's rewards, and answer a request later.
 
 use std::collections::BTreeMap;
 
@@ -14,43 +14,43 @@ use crate::error::Error;
 use crate::page::Pages;
 use crate::retry::Repeat;
 
-/// What the server may take to ask the service, or to score stored samples.
-const WORK: std::time::Duration = std::time::Duration::from_secs(120);
+/// The server's time limit for calling a service or scoring stored samples.
+const SERVER_TIME_LIMIT: std::time::Duration = std::time::Duration::from_secs(120);
 
-/// What a reward made of the samples of a test.
+/// The result of a reward test.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct RewardTest {
-    /// Every sample got a number, or the reward does not apply to it.
+    /// Whether the reward gave a number for every sample, or does not apply to it.
     pub ok: bool,
-    /// One a sample, in order.
+    /// One result per sample, in order.
     pub results: Vec<RewardTestResult>,
-    /// Of all scoring, ms.
+    /// Total scoring time, in milliseconds.
     pub latency_ms: f64,
-    /// The answer to `reward.ping`; `None` for built-in rewards.
+    /// Answer to `reward.ping`; `None` for built-in rewards.
     pub ping: Option<Value>,
-    /// What went over the wire.
+    /// The HTTP requests and responses.
     #[serde(default)]
     pub exchanges: Vec<Value>,
-    /// What works, but should not stay as it is.
+    /// Warnings about things that work but should be changed.
     #[serde(default)]
     pub warnings: Vec<String>,
 }
 
-/// One sample's result.
+/// The result for one sample.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct RewardTestResult {
-    /// As sent to the service.
+    /// Id of the sample, as sent to the service.
     pub sample_id: String,
-    /// The value, if there is one.
+    /// The reward; `None` = no value.
     pub reward: Option<f64>,
-    /// The reward does not apply to this sample.
+    /// Whether the reward does not apply to this sample.
     #[serde(default)]
     pub not_applicable: bool,
     /// Why there is no value.
     pub error: Option<SampleProblem>,
-    /// The service's own words.
+    /// Explanation from the service.
     pub reason: Option<String>,
-    /// The service's own figures.
+    /// Metrics from the service.
     #[serde(default)]
     pub metrics: Map<String, Value>,
 }
@@ -58,160 +58,159 @@ pub struct RewardTestResult {
 /// Why a sample has no value.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct SampleProblem {
-    /// A stable word.
+    /// Stable error code in snake_case.
     pub code: String,
-    /// For people.
+    /// Human-readable message in English.
     pub message: String,
 }
 
-/// Another reward beside the job's own.
+/// A comparison of another reward with the job's own.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct Rescore {
-    /// The new reward's name.
+    /// Name of the new reward.
     pub reward: String,
-    /// The job's reward that it stands for; `None` = all of them together.
+    /// Name of the job's reward that it replaces; `None` = all of them together.
     pub replaces: Option<String>,
-    /// Of which samples.
+    /// Phase of the samples.
     pub phase: SamplePhase,
-    /// The first step among them.
+    /// First step of the samples.
     pub from_step: u64,
-    /// The last.
+    /// Last step of the samples.
     pub to_step: u64,
-    /// How many samples were scored.
+    /// Number of samples that were scored.
     pub samples: usize,
-    /// Whether all of them were asked about and answered in time.
+    /// Whether all samples were sent and answered in time.
     pub complete: bool,
-    /// Samples without a value.
+    /// Number of samples without a value.
     pub missing: usize,
-    /// Samples that the new reward does not apply to.
+    /// Number of samples to which the new reward does not apply.
     pub not_applicable: usize,
-    /// What limits the comparison.
+    /// Limitations of the comparison.
     #[serde(default)]
     pub warnings: Vec<String>,
-    /// Of asking, ms.
+    /// Total scoring time, in milliseconds.
     pub latency_ms: f64,
-    /// One a sample, oldest first.
+    /// One result per sample, oldest first.
     pub results: Vec<RescoredSample>,
-    /// The figures of the comparison: `errors`, `old`, `new`, `correlation`, `advantages`, `groups`.
+    /// Figures of the comparison: `errors`, `old`, `new`, `correlation`, `advantages`, `groups`.
     #[serde(flatten)]
     pub figures: Map<String, Value>,
 }
 
-/// One sample, old and new.
+/// The old and the new reward of one sample.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct RescoredSample {
-    /// Its step.
+    /// Step of the sample.
     pub step: u64,
-    /// Its group.
+    /// Group of the sample.
     pub group_id: String,
-    /// Its dataset row.
+    /// Dataset row of the sample.
     pub prompt_id: String,
-    /// Which completion of its group, from 0.
+    /// Index of the completion in its group, from 0.
     pub index: usize,
-    /// As stored.
+    /// The reward as it was stored.
     pub old: Option<f64>,
-    /// What the new reward says.
+    /// The value of the new reward.
     pub new: Option<f64>,
-    /// With the old value.
+    /// Advantage with the stored reward.
     pub old_advantage: Option<f64>,
-    /// With the new one.
+    /// Advantage with the new reward.
     pub new_advantage: Option<f64>,
     /// Why there is no new value.
     pub error: Option<SampleProblem>,
-    /// The service's own words.
+    /// Explanation from the service.
     pub reason: Option<String>,
 }
 
-/// How a reward of a job does.
+/// Statistics of one of a job's rewards.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct JobReward {
-    /// Its name.
+    /// Name of the reward.
     pub name: String,
-    /// Its type.
+    /// Type of the reward.
     #[serde(rename = "type")]
     pub kind: String,
-    /// Its weight.
+    /// Weight of the reward.
     pub weight: f64,
-    /// Whether a sample without its value has no reward.
+    /// Whether a sample without this reward is unscorable.
     pub required: bool,
-    /// Whether it is one of the evaluation's own.
+    /// Whether it is a separate reward of the evaluation.
     pub evaluation: bool,
-    /// When it was reported last.
+    /// Time of the last report.
     pub updated_at: Option<Timestamp>,
-    /// The attempt that reported it.
+    /// Number of the attempt that reported last.
     pub attempt: u64,
-    /// Of the samples, those whose value is missing.
+    /// Fraction of samples without a value.
     pub missing_fraction: Option<f64>,
-    /// Tries that failed.
+    /// Number of failed requests.
     pub failed: u64,
-    /// Samples so far.
+    /// Number of samples so far.
     pub samples: u64,
-    /// Samples without a value.
+    /// Number of samples without a value.
     pub missing: u64,
-    /// Requests so far.
+    /// Number of requests so far.
     pub requests: u64,
-    /// Tries after the first one.
+    /// Number of retries so far.
     pub retries: u64,
-    /// Failed tries by reason.
+    /// Number of failed requests, by reason.
     #[serde(default)]
     pub errors: BTreeMap<String, u64>,
-    /// Whether too many of its latest tries failed.
+    /// Whether too many of the latest requests failed.
     pub degraded: bool,
-    /// The rest: `breaker`, `latency_ms`, `failures`, `slowest`, ….
+    /// Other figures: `breaker`, `latency_ms`, `failures`, `slowest`, ….
     #[serde(flatten)]
     pub figures: Map<String, Value>,
 }
 
-/// What became of the results of a late answer.
+/// How the results of a late answer were processed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
-pub struct CallbackTaken {
-    /// New ones.
+pub struct CallbackCounts {
+    /// Number of new results.
     pub accepted: u64,
-    /// Those that were there already.
+    /// Number of results that were received before.
     pub duplicate: u64,
-    /// Those of samples that the request does not have.
+    /// Number of results for samples that are not in the request.
     pub unknown: u64,
 }
 
 impl Client {
-    /// Tries a reward (as in a job) on samples of `{prompt, completion, columns}`. The service is asked once.
+    /// Tests a reward (as in a job) on samples of `{prompt, completion, columns}`. The service is called once.
     ///
     /// # Errors
-    /// `invalid_body` when the reward or the samples are not valid, or any other [`Error`]. A service that fails is an
-    /// answer.
+    /// `invalid_body` if the reward or the samples are not valid, or any other [`Error`]. A failure of the service is not an error.
     pub async fn test_reward(&self, reward: &Value, samples: &Value) -> Result<RewardTest, Error> {
         let call = self.call(Method::POST, &["rewards", "test"]).json(&json!({"reward": reward, "samples": samples}));
-        self.json(call.repeat(Repeat::Again).work(WORK)).await
+        self.json(call.repeat(Repeat::Again).work(SERVER_TIME_LIMIT)).await
     }
 
-    /// Scores a job's stored samples with another reward. `request` is as the API's document says: `{"reward": …}`, and optionally
+    /// Scores a job's stored samples with another reward. `request` is as in the OpenAPI document: `{"reward": …}`, and optionally
     /// `replaces`, `phase`, `step`, `min_step`, `max_step`, `limit`, `max_wait_s`.
     ///
     /// # Errors
-    /// As [`Error`] says.
+    /// Returns an [`Error`] if the call fails.
     pub async fn rescore_job(&self, id: JobId, request: &Value) -> Result<Rescore, Error> {
-        self.json(self.post_once(&["jobs", &id.to_string(), "rescore"]).json(request).work(WORK)).await
+        self.json(self.post_once(&["jobs", &id.to_string(), "rescore"]).json(request).work(SERVER_TIME_LIMIT)).await
     }
 
-    /// How the rewards of a job do.
+    /// Returns the statistics of a job's rewards.
     ///
     /// # Errors
-    /// As [`Error`] says.
+    /// Returns an [`Error`] if the call fails.
     pub async fn list_job_rewards(&self, id: JobId) -> Result<Vec<JobReward>, Error> {
         Pages::new(self, self.get(&["jobs", &id.to_string(), "rewards"])).collect().await
     }
 
-    /// Answers a request to a reward service later, with the token of the request's `reply` and a `RewardCallback` of the API's
+    /// Answers a request to a reward service later, with the token of the request's `reply` and a `RewardCallback` of the OpenAPI
     /// document. A result that is sent twice counts once.
     ///
     /// # Errors
-    /// `gone` when nobody waits for it any more, or any other [`Error`].
+    /// `gone` if the request no longer waits for an answer, or any other [`Error`].
     pub async fn take_reward_callback(
         &self,
         id: RewardRequestId,
         token: &str,
         results: &Value,
-    ) -> Result<CallbackTaken, Error> {
+    ) -> Result<CallbackCounts, Error> {
         let call = self.call(Method::POST, &["reward-callbacks", &id.to_string()]).bearer(token)?;
         self.json(call.json(results)).await
     }

@@ -1,4 +1,4 @@
-//! The server itself: health, version, workers, who asks.
+//! The server itself: health, version, workers, session and storage.
 
 use jiff::Timestamp;
 use rlood_types::access::Scope;
@@ -11,133 +11,134 @@ use crate::client::Client;
 use crate::error::Error;
 use crate::page::Pages;
 
-/// A worker process.
+/// A worker process and its state.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct Worker {
-    /// Its id.
+    /// Id of the worker.
     pub id: WorkerId,
-    /// `cpu`, `cuda:0`.
+    /// Device of the worker: `cpu`, `cuda:0`.
     pub device: String,
-    /// On its machine.
+    /// Process id on the worker's machine.
     pub pid: u32,
-    /// What it does.
+    /// Current state of the worker.
     pub state: WorkerState,
-    /// The job that it runs; `None` also when the job is another owner's.
+    /// Id of the job that it runs; also `None` if the job belongs to another owner.
     pub job_id: Option<JobId>,
-    /// Compute threads.
+    /// Number of compute threads.
     pub threads: u32,
-    /// Its rlood version.
+    /// Version of the worker's rlood.
     pub version: String,
-    /// When the server heard of it last.
+    /// Time of the last message from the worker.
     pub seen_at: Timestamp,
 }
 
-/// What a worker does.
+/// State of a worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum WorkerState {
-    /// It waits for a job.
+    /// The worker waits for a job.
     Idle,
-    /// It runs one.
+    /// The worker runs a job.
     Running,
-    /// The server has not heard of it for too long.
+    /// The server has not received a message from the worker for too long.
     Lost,
 }
 
-/// Who asks, and what they may do.
+/// The caller's identity and permissions.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct Session {
-    /// Whether the server asks for keys.
+    /// Whether the server requires keys.
     pub keys_required: bool,
-    /// The key; `None` for the operator's and without keys.
+    /// Id of the key; `None` for the operator's key and without keys.
     pub key_id: Option<KeyId>,
-    /// The key's name.
+    /// Name of the key.
     pub key_name: Option<String>,
-    /// Whose jobs, datasets and models are shown; `None` = everybody's.
+    /// Owner whose jobs, datasets and models are visible; `None` = all owners.
     pub owner: Option<String>,
-    /// What is permitted.
+    /// Scopes of the caller.
     pub scopes: Vec<Scope>,
 }
 
-/// What the server keeps, as far as the client's key sees it.
+/// Storage use of the server, as visible to the client's key.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct Storage {
     /// The disk of the data directory.
     pub disk: Disk,
     /// Bytes in the data directory: the sum over `kinds`, and over `owners`.
     pub size_bytes: u64,
-    /// By kind, all of them.
+    /// Storage use by kind, for all kinds.
     pub kinds: Vec<KindStorage>,
-    /// By owner, those who have something.
+    /// Storage use by owner, for owners that use any.
     pub owners: Vec<OwnerStorage>,
-    /// Registered models in folders of the operator, which are not in `size_bytes`.
+    /// Registered models in folders of the operator, which `size_bytes` does not include.
     pub external_models: Amount,
 }
 
-/// A disk.
+/// Size and free space of a disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 pub struct Disk {
-    /// Bytes in all.
+    /// Total size of the disk, in bytes.
     pub total_bytes: u64,
-    /// Bytes that can be written.
+    /// Space that can be written, in bytes.
     pub free_bytes: u64,
-    /// Bytes that stay free: below this jobs pause.
+    /// Free space that is reserved, in bytes: jobs pause below it.
     pub reserve_bytes: u64,
 }
 
-/// How much there is of something.
+/// Size and number of stored objects.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 pub struct Amount {
-    /// Bytes. A file that is linked in several places counts once.
+    /// Size in bytes. A file that is linked in several places counts once.
     pub size_bytes: u64,
-    /// Models, datasets, checkpoints; of samples and journals the jobs that have some; else files and folders.
+    /// Number of models, datasets or checkpoints; for samples and journals the number of jobs that have some; otherwise the number
+    /// of files and folders.
     pub count: u64,
 }
 
-/// What is kept of one kind.
+/// Storage use of one kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 pub struct KindStorage {
-    /// The kind.
+    /// Kind of stored data.
     pub kind: StorageKind,
-    /// What the key sees of it.
+    /// Size and number that the key can see.
     #[serde(flatten)]
     pub amount: Amount,
-    /// The most that all owners together may have; `None` = no limit but the disk.
+    /// Limit for all owners together, in bytes; `None` = limited only by the disk.
     pub limit_bytes: Option<u64>,
 }
 
-/// What is kept for one owner.
+/// Storage use of one owner.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct OwnerStorage {
-    /// The owner; empty = the operator.
+    /// Name of the owner; empty = the operator.
     pub owner: String,
-    /// In all.
+    /// Size and number in total.
     #[serde(flatten)]
     pub amount: Amount,
-    /// By kind, those of which there is something.
+    /// Storage use by kind, for kinds that the owner uses.
     pub kinds: Vec<KindAmount>,
 }
 
-/// What one owner has of one kind.
+/// Storage use of one owner and kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 pub struct KindAmount {
-    /// The kind.
+    /// Kind of stored data.
     pub kind: StorageKind,
-    /// How much.
+    /// Size and number of objects.
     #[serde(flatten)]
     pub amount: Amount,
 }
 
 impl Client {
-    /// Returns when the server's process answers.
+    /// Checks that the server's process is alive.
     ///
     /// # Errors
-    /// As [`Error`] says.
+    /// Returns an [`Error`] if the call fails.
     pub async fn livez(&self) -> Result<(), Error> {
         self.text(self.get(&["livez"]).accept("*/*")).await.map(drop)
     }
 
-    /// Returns when the server can do its work.
+    /// Checks that the server is ready.
     ///
     /// # Errors
     /// `not_ready` after several tries, or any other [`Error`].
@@ -145,26 +146,26 @@ impl Client {
         self.text(self.get(&["readyz"]).accept("*/*")).await.map(drop)
     }
 
-    /// The server's measurements, as Prometheus reads them.
+    /// Returns the server's metrics in Prometheus text format.
     ///
     /// # Errors
-    /// As [`Error`] says.
+    /// Returns an [`Error`] if the call fails.
     pub async fn metrics(&self) -> Result<String, Error> {
         self.text(self.get(&["metrics"]).accept("*/*")).await
     }
 
-    /// The API's document (OpenAPI 3.1).
+    /// Returns the OpenAPI 3.1 document.
     ///
     /// # Errors
-    /// As [`Error`] says.
+    /// Returns an [`Error`] if the call fails.
     pub async fn get_openapi(&self) -> Result<Value, Error> {
         self.json(self.get(&["openapi.json"])).await
     }
 
-    /// The server's version.
+    /// Returns the server's version.
     ///
     /// # Errors
-    /// As [`Error`] says.
+    /// Returns an [`Error`] if the call fails.
     pub async fn version(&self) -> Result<String, Error> {
         let call = self.get(&["openapi.json"]);
         let document: Value = self.json(call.clone()).await?;
@@ -174,26 +175,26 @@ impl Client {
         }
     }
 
-    /// The workers, oldest first.
+    /// Lists the workers, oldest first.
     ///
     /// # Errors
-    /// As [`Error`] says.
+    /// Returns an [`Error`] if the call fails.
     pub async fn list_workers(&self) -> Result<Vec<Worker>, Error> {
         Pages::new(self, self.get(&["workers"])).collect().await
     }
 
-    /// What the server keeps, by kind and by owner.
+    /// Returns the server's storage use, by kind and by owner.
     ///
     /// # Errors
-    /// As [`Error`] says.
+    /// Returns an [`Error`] if the call fails.
     pub async fn get_storage(&self) -> Result<Storage, Error> {
         self.json(self.get(&["system", "storage"])).await
     }
 
-    /// Who asks: by the client's key.
+    /// Returns the caller's identity and permissions, according to the client's key.
     ///
     /// # Errors
-    /// `unauthorized` when the key is not valid, or any other [`Error`].
+    /// `unauthorized` if the key is not valid, or any other [`Error`].
     pub async fn get_session(&self) -> Result<Session, Error> {
         self.json(self.get(&["session"])).await
     }

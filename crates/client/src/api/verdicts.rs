@@ -1,4 +1,4 @@
-//! Verdicts: base model and checkpoint on the same rows.
+//! Verdicts: comparisons of the base model and a checkpoint on the same rows.
 
 use jiff::Timestamp;
 use rlood_types::id::{CheckpointId, JobId, VerdictId};
@@ -11,50 +11,50 @@ use crate::client::Client;
 use crate::error::Error;
 use crate::page::Pages;
 
-/// A verdict to ask for; what is `None` is as in the job's evaluation.
+/// A request for a verdict. A setting that is `None` is taken from the job's evaluation.
 #[derive(Debug, Clone, Default)]
 pub struct VerdictRequest {
-    /// `"best"`, `"last"`, `"result"`, a step or the id of a checkpoint; default: the best.
+    /// The checkpoint: `"best"`, `"last"`, `"result"`, a step or the id of a checkpoint; default: the best.
     pub checkpoint: Option<Value>,
-    /// Completions of each model a row.
+    /// Completions per model and row.
     pub num_generations: Option<u32>,
-    /// 0 = greedy.
+    /// Sampling temperature; 0 = greedy.
     pub temperature: Option<f64>,
-    /// The reward from which a completion passes, for pass@k.
+    /// Minimum reward of a completion that passes, for pass@k.
     pub pass_threshold: Option<f64>,
 }
 
 /// A comparison of a checkpoint with its base model.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct Verdict {
-    /// Its id.
+    /// Id of the verdict.
     pub id: VerdictId,
-    /// The job.
+    /// Id of the job.
     pub job_id: JobId,
-    /// The checkpoint that was judged.
+    /// Id of the judged checkpoint.
     pub checkpoint_id: CheckpointId,
-    /// The checkpoint's step.
+    /// Step of the checkpoint.
     pub step: u64,
-    /// Current state.
+    /// Current state of the verdict.
     pub state: TaskState,
-    /// How far it is.
+    /// Progress of the verdict.
     pub progress: TaskProgress,
     /// How both models are sampled.
     pub sampling: VerdictSampling,
-    /// When it was asked for.
+    /// Time of the request.
     pub created_at: Timestamp,
-    /// When it began.
+    /// Time at which the verdict started.
     pub started_at: Option<Timestamp>,
-    /// When it ended.
+    /// Time at which the verdict ended.
     pub finished_at: Option<Timestamp>,
-    /// Why it failed.
+    /// Why the verdict failed.
     pub error: Option<VerdictError>,
-    /// What came of it.
+    /// The result, once the verdict has succeeded.
     pub result: Option<VerdictResult>,
 }
 
 impl Client {
-    /// Compares a checkpoint of a job with its base model; [`Client::get_verdict`] tells how far it is.
+    /// Compares a checkpoint of a job with its base model. [`Client::get_verdict`] returns the progress.
     ///
     /// # Errors
     /// `no_evaluation`, `no_checkpoint`, `invalid_body`, or any other [`Error`].
@@ -74,7 +74,7 @@ impl Client {
         self.json(self.post_once(&["jobs", &id.to_string(), "verdict"]).json(&body)).await
     }
 
-    /// The newest verdict of a job.
+    /// Returns the newest verdict of a job.
     ///
     /// # Errors
     /// `no_verdict`, or any other [`Error`].
@@ -82,25 +82,25 @@ impl Client {
         self.json(self.get(&["jobs", &id.to_string(), "verdict"])).await
     }
 
-    /// One verdict.
+    /// Returns the verdict with this id.
     ///
     /// # Errors
-    /// Any [`Error`].
+    /// Returns an [`Error`] if the call fails.
     pub async fn get_verdict(&self, id: VerdictId) -> Result<Verdict, Error> {
         self.json(self.get(&["verdicts", &id.to_string()])).await
     }
 
-    /// The rows that a verdict judged, those of one outcome or all.
+    /// Lists the rows that a verdict judged: those with one outcome, or all.
     pub fn list_verdict_rows(&self, id: VerdictId, outcome: Option<RowOutcome>) -> Pages<VerdictRow> {
         let outcome = outcome.map(|outcome| serde_json::to_value(outcome).unwrap_or_default());
         let outcome = outcome.as_ref().and_then(Value::as_str);
         Pages::new(self, self.get(&["verdicts", &id.to_string(), "rows"]).query_if("outcome", outcome))
     }
 
-    /// Cancels a verdict; one that has ended stays as it is.
+    /// Cancels a verdict. A verdict that has ended is not changed.
     ///
     /// # Errors
-    /// Any [`Error`].
+    /// Returns an [`Error`] if the call fails.
     pub async fn cancel_verdict(&self, id: VerdictId) -> Result<Verdict, Error> {
         self.json(self.post_once(&["verdicts", &id.to_string(), "cancel"])).await
     }

@@ -1,4 +1,4 @@
-//! Subscriptions to lifecycle messages.
+//! Webhooks, which subscribe to lifecycle messages.
 
 use jiff::Timestamp;
 use reqwest::Method;
@@ -11,43 +11,43 @@ use crate::client::Client;
 use crate::error::Error;
 use crate::page::Pages;
 
-/// What the server may wait for an endpoint's answer to a test.
-const WORK: std::time::Duration = std::time::Duration::from_secs(10);
+/// The server's time limit for an endpoint's response to a test.
+const SERVER_TIME_LIMIT: std::time::Duration = std::time::Duration::from_secs(10);
 
-/// A subscription. Its secret is not shown.
+/// A webhook. Its secret is not shown.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct Webhook {
-    /// Its id.
+    /// Id of the webhook.
     pub id: WebhookId,
-    /// Where messages go.
+    /// URL that messages are sent to.
     pub url: String,
-    /// For people.
+    /// Human-readable description, set by the user.
     pub description: Option<String>,
-    /// Which messages.
+    /// Types of messages to send.
     pub events: Vec<MessageType>,
-    /// Whether anything is sent.
+    /// Whether messages are sent.
     pub enabled: bool,
-    /// Why the server stopped sending.
+    /// Why the server disabled the webhook.
     pub disabled_reason: Option<String>,
-    /// Whether it is about every owner's jobs.
+    /// Whether it reports on the jobs of all owners.
     pub all_jobs: bool,
-    /// The owner of the key that made it; empty = the operator.
+    /// Owner of the key that created it; empty = the operator.
     pub owner: String,
-    /// Until when an older secret signs too.
+    /// Time until which the previous secret signs messages too.
     pub old_secret_until: Option<Timestamp>,
-    /// When it was made.
+    /// Time at which it was created.
     pub created_at: Timestamp,
-    /// When it was changed last.
+    /// Time of the last change.
     pub updated_at: Timestamp,
 }
 
-/// A subscription with the secret that the server made for it.
+/// A webhook with the secret that the server created for it.
 #[derive(Clone, Deserialize)]
 pub struct WebhookWithSecret {
-    /// The secret. `None` when the caller gave one, and when the answer that showed it was lost and the request repeated: rotate
-    /// it then.
+    /// The secret. `None` if the caller supplied one, or if the response that contained it was lost and the request was
+    /// repeated: rotate it then.
     pub secret: Option<String>,
-    /// The rest.
+    /// The other properties of the webhook.
     #[serde(flatten)]
     pub webhook: Webhook,
 }
@@ -58,79 +58,79 @@ impl std::fmt::Debug for WebhookWithSecret {
     }
 }
 
-/// A subscription to make.
+/// Properties of a webhook to create.
 #[derive(Clone, Default)]
 pub struct NewWebhook {
-    /// Where messages go.
+    /// URL that messages are sent to.
     pub url: String,
-    /// Which messages; by default all.
+    /// Types of messages to send; default: all.
     pub events: Option<Vec<MessageType>>,
-    /// For people.
+    /// Human-readable description, set by the user.
     pub description: Option<String>,
-    /// `whsec_…`; by default the server makes one.
+    /// Signing secret, `whsec_…`; default: the server creates one.
     pub secret: Option<String>,
-    /// Whether anything is sent; by default it is.
+    /// Whether messages are sent; default: yes.
     pub enabled: Option<bool>,
-    /// Whether it is about every owner's jobs; by default with the scope admin.
+    /// Whether it reports on the jobs of all owners; default: yes with the scope admin.
     pub all_jobs: Option<bool>,
 }
 
-/// What to change of a subscription.
+/// Changes to a webhook; `None` = unchanged.
 #[derive(Debug, Clone, Default)]
 pub struct WebhookPatch {
-    /// Where messages go.
+    /// URL that messages are sent to.
     pub url: Option<String>,
-    /// Which messages.
+    /// Types of messages to send.
     pub events: Option<Vec<MessageType>>,
-    /// For people; `Some(None)` takes it away.
+    /// Human-readable description; `Some(None)` removes it.
     pub description: Option<Option<String>>,
-    /// Whether anything is sent.
+    /// Whether messages are sent.
     pub enabled: Option<bool>,
 }
 
-/// A message and how its sending went.
+/// A message and its delivery attempts.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct WebhookDelivery {
-    /// The `webhook-id` of every try.
+    /// Id of the message, which every attempt sends as `webhook-id`.
     pub id: String,
-    /// What it tells.
+    /// Type of the message.
     #[serde(rename = "type")]
     pub kind: String,
-    /// When that happened.
+    /// Time of the reported event.
     pub time: Timestamp,
-    /// Of which job; `None` for a test.
+    /// Id of the job; `None` for a test.
     pub job_id: Option<JobId>,
-    /// `pending`, `delivered` or `failed`.
+    /// State of the delivery: `pending`, `delivered` or `failed`.
     pub state: String,
-    /// When it is tried next.
+    /// Time of the next attempt.
     pub next_try_at: Option<Timestamp>,
-    /// Its tries, oldest first.
+    /// Delivery attempts, oldest first.
     pub tries: Vec<WebhookTry>,
 }
 
-/// One try to send a message.
+/// One attempt to deliver a message.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct WebhookTry {
-    /// When it began.
+    /// Time at which the attempt started.
     pub time: Timestamp,
-    /// How long it took.
+    /// Duration of the attempt, in milliseconds.
     pub duration_ms: u64,
-    /// The endpoint's answer, if there was one.
+    /// HTTP status of the endpoint's response; `None` = no response.
     pub status: Option<u16>,
-    /// What was wrong.
+    /// Why the attempt failed.
     pub error: Option<String>,
 }
 
 impl Client {
-    /// Subscriptions, newest first.
+    /// Lists webhooks, newest first.
     pub fn list_webhooks(&self) -> Pages<Webhook> {
         Pages::new(self, self.get(&["webhooks"]))
     }
 
-    /// Subscribes to lifecycle messages.
+    /// Creates a webhook for lifecycle messages.
     ///
     /// # Errors
-    /// As [`Error`] says.
+    /// Returns an [`Error`] if the call fails.
     pub async fn create_webhook(&self, new: &NewWebhook) -> Result<WebhookWithSecret, Error> {
         let NewWebhook { url, events, description, secret, enabled, all_jobs } = new;
         let body = json!({"url": url, "events": events, "description": description, "secret": secret, "enabled": enabled,
@@ -138,18 +138,18 @@ impl Client {
         self.json(self.post_once(&["webhooks"]).json(&body)).await
     }
 
-    /// One subscription.
+    /// Returns the webhook with this id.
     ///
     /// # Errors
-    /// As [`Error`] says.
+    /// Returns an [`Error`] if the call fails.
     pub async fn get_webhook(&self, id: WebhookId) -> Result<Webhook, Error> {
         self.json(self.get(&["webhooks", &id.to_string()])).await
     }
 
-    /// Changes a subscription.
+    /// Changes the settings of a webhook.
     ///
     /// # Errors
-    /// As [`Error`] says.
+    /// Returns an [`Error`] if the call fails.
     pub async fn patch_webhook(&self, id: WebhookId, patch: &WebhookPatch) -> Result<Webhook, Error> {
         let WebhookPatch { url, events, description, enabled } = patch;
         let mut body = json!({"url": url, "events": events, "enabled": enabled});
@@ -159,19 +159,19 @@ impl Client {
         self.json(self.call(Method::PATCH, &["webhooks", &id.to_string()]).json(&body)).await
     }
 
-    /// Ends a subscription.
+    /// Deletes a webhook and its messages.
     ///
     /// # Errors
-    /// As [`Error`] says.
+    /// Returns an [`Error`] if the call fails.
     pub async fn delete_webhook(&self, id: WebhookId) -> Result<(), Error> {
         self.delete(&["webhooks", &id.to_string()]).await
     }
 
-    /// Signs with another secret from now on: this one, or one that the server makes. The old one signs too for `keep_old_s`
-    /// seconds, a day by default.
+    /// Replaces the signing secret with the given one, or one that the server creates. The previous secret also signs messages for
+    /// `keep_old_s` seconds, a day by default.
     ///
     /// # Errors
-    /// As [`Error`] says.
+    /// Returns an [`Error`] if the call fails.
     pub async fn rotate_secret(
         &self,
         id: WebhookId,
@@ -182,15 +182,16 @@ impl Client {
         self.json(self.post_once(&["webhooks", &id.to_string(), "secret"]).json(&body)).await
     }
 
-    /// Sends a test message and says how it went.
+    /// Sends a test message and returns its delivery.
     ///
     /// # Errors
-    /// `conflict` when the subscription is not enabled, or any other [`Error`].
+    /// `conflict` if the webhook is disabled, or any other [`Error`].
     pub async fn test_webhook(&self, id: WebhookId) -> Result<WebhookDelivery, Error> {
-        self.json(self.post_once(&["webhooks", &id.to_string(), "test"]).work(WORK)).await
+        self.json(self.post_once(&["webhooks", &id.to_string(), "test"]).work(SERVER_TIME_LIMIT)).await
     }
 
-    /// A subscription's messages with their tries, newest first; with a `state` those that are `pending`, `delivered` or `failed`.
+    /// Lists a webhook's messages with their delivery attempts, newest first; with `state`, only those that are
+    /// `pending`, `delivered` or `failed`.
     pub fn list_deliveries(&self, id: WebhookId, state: Option<&str>) -> Pages<WebhookDelivery> {
         Pages::new(self, self.get(&["webhooks", &id.to_string(), "deliveries"]).query_if("state", state))
     }
@@ -198,7 +199,7 @@ impl Client {
     /// Sends a message again.
     ///
     /// # Errors
-    /// `conflict` when the subscription is not enabled, or any other [`Error`].
+    /// `conflict` if the webhook is disabled, or any other [`Error`].
     pub async fn redeliver(&self, id: WebhookId, delivery: &str) -> Result<WebhookDelivery, Error> {
         self.json(self.post_once(&["webhooks", &id.to_string(), "deliveries", delivery, "redeliver"])).await
     }

@@ -1,4 +1,4 @@
-//! Calls: what is sent again, what is not, and what a caller learns.
+//! Tests of calls: which requests are repeated, which are not, and what a caller gets.
 
 use std::time::{Duration, Instant};
 
@@ -49,7 +49,7 @@ async fn a_pause_is_as_long_as_the_server_asks() {
     let begun = Instant::now();
     fake.client().readyz().await.unwrap();
     assert!(begun.elapsed() >= Duration::from_secs(1), "{:?}", begun.elapsed());
-    // Longer than the client would wait: its caller learns it at once.
+    // The delay is longer than the client would wait, so its caller gets the error immediately.
     let error = fake.client().readyz().await.unwrap_err();
     assert_eq!((error.code(), fake.seen().len()), ("not_ready", 3));
     assert_eq!(error.problem().unwrap().retry_after, Some(Duration::from_secs(6)));
@@ -69,7 +69,7 @@ async fn tries_end() {
 }
 
 #[tokio::test]
-async fn a_refusal_stands_and_says_what_is_wrong() {
+async fn a_rejected_request_is_not_retried_and_its_errors_are_returned() {
     let fake = Fake::start(|_, _| {
         Reply::json(
             422,
@@ -90,7 +90,7 @@ async fn a_refusal_stands_and_says_what_is_wrong() {
 }
 
 #[tokio::test]
-async fn what_would_be_done_twice_is_asked_once_and_again_only_when_it_was_not_begun() {
+async fn a_request_with_side_effects_is_repeated_only_if_it_was_not_begun() {
     let test = json!({"ok": true, "results": [], "latency_ms": 1.0, "ping": null, "exchanges": [], "warnings": []});
     let fake = Fake::start(move |number, _| match number {
         0 => Reply::json(200, &test).cut(5),
@@ -112,7 +112,7 @@ async fn what_would_be_done_twice_is_asked_once_and_again_only_when_it_was_not_b
 }
 
 #[tokio::test]
-async fn what_an_earlier_try_deleted_is_deleted() {
+async fn deleting_an_object_that_an_earlier_try_deleted_succeeds() {
     let id = "ds_01jd0000000000000000000000".parse().unwrap();
     let lost = Fake::start(|number, _| match number {
         0 => Reply::nothing(),
@@ -121,7 +121,7 @@ async fn what_an_earlier_try_deleted_is_deleted() {
     .await;
     lost.client().delete_dataset(id).await.unwrap();
     assert_eq!(lost.seen().len(), 2);
-    // What was never there is not.
+    // Deleting an object that never existed is an error.
     let refused = Fake::start(|number, _| match number {
         0 => Reply::problem(503, "overloaded", true),
         _ => Reply::problem(404, "not_found", false),
@@ -150,13 +150,13 @@ async fn a_silent_server_is_left_after_the_time_limit() {
 }
 
 #[tokio::test]
-async fn an_answer_that_is_not_the_apis_is_said_to_be_that() {
+async fn a_response_that_does_not_match_the_api_is_an_error() {
     let fake = Fake::start(|_, _| Reply::new(200, "<html>welcome</html>")).await;
     let error = fake.client().get_session().await.unwrap_err();
     assert!(matches!(error, Error::NotUnderstood { .. }) && !error.is_retryable(), "{error:?}");
     assert!(error.to_string().starts_with("GET /session: the answer is not understood"), "{error}");
     assert_eq!(fake.seen().len(), 1);
-    // A redirect is not followed: the key would go with it.
+    // A redirect is not followed, because the key would be sent along.
     let moved = Fake::start(|_, _| Reply::new(301, "").header("location", "http://example.com/")).await;
     assert_eq!(moved.client().get_session().await.unwrap_err().status(), Some(301));
 }
@@ -177,7 +177,7 @@ async fn the_key_is_in_every_request_and_in_no_message() {
     assert_eq!((made.key.as_deref(), made.view.name.as_str()), (Some("rld_new"), "ci"));
     assert!(!format!("{made:?} {client:?}").contains("rld_new"));
     assert_eq!(fake.client().create_key(&new).await.unwrap_err().code(), "unauthorized");
-    // A late answer shows its own token instead.
+    // A late answer uses its own token instead.
     let id = "rwr_01jd0000000000000000000000".parse().unwrap();
     let _ = client.take_reward_callback(id, "tok", &json!({"results": []})).await;
     assert_eq!(fake.seen().last().unwrap().headers["authorization"], "Bearer tok");
@@ -246,7 +246,7 @@ async fn a_wait_asks_again_until_the_job_is_settled() {
 }
 
 #[tokio::test]
-async fn a_question_holds_only_what_was_asked() {
+async fn a_generation_request_contains_only_the_given_settings() {
     let fake = Fake::start(|_, _| Reply::problem(429, "too_many_requests", true)).await;
     let id = "job_01jd0000000000000000000000".parse().unwrap();
     let request = GenerationRequest { checkpoint: Some(2.into()), ..GenerationRequest::new("2 + 2?") };

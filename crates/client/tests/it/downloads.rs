@@ -1,4 +1,4 @@
-//! Transfers: broken off, damaged, changed on the way, repeated.
+//! Tests of interrupted, damaged, changed and repeated downloads.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -22,7 +22,7 @@ fn digest(bytes: &[u8]) -> String {
     format!("sha-256=:{}:", base64::engine::general_purpose::STANDARD.encode(Sha256Digest::of(bytes).bytes()))
 }
 
-/// As the server answers: whole, or the rest of it.
+/// Replies as the server does: with the whole, or with the rest.
 fn reply(seen: &Seen, etag: &str, bytes: &[u8]) -> Reply {
     let is_of_this = seen.headers.get("if-range").is_none_or(|known| *known == format!("\"{etag}\""));
     let first = seen.headers.get("range").filter(|_| is_of_this).map(|range| {
@@ -56,10 +56,10 @@ fn job() -> JobId {
 }
 
 #[tokio::test]
-async fn a_transfer_that_breaks_off_goes_on_where_it_was() {
+async fn an_interrupted_download_resumes_where_it_stopped() {
     let bytes = Arc::new(content(1));
     let whole = bytes.clone();
-    // More breaks than there are tries: each brings something.
+    // There are more interruptions than tries, but each transfers some bytes.
     let fake = Fake::start(move |number, seen| {
         let reply = reply(seen, "v1", &whole);
         if number < 9 { reply.cut(100_000) } else { reply }
@@ -85,7 +85,7 @@ async fn a_transfer_that_breaks_off_goes_on_where_it_was() {
 }
 
 #[tokio::test]
-async fn a_later_call_goes_on_with_what_an_earlier_one_left() {
+async fn a_later_call_resumes_a_partial_download() {
     let bytes = Arc::new(content(2));
     let whole = bytes.clone();
     let fake = Fake::start(move |number, seen| {
@@ -127,7 +127,7 @@ async fn another_version_begins_anew() {
 }
 
 #[tokio::test]
-async fn a_damaged_transfer_is_fetched_again_and_never_gets_the_name() {
+async fn a_damaged_download_is_repeated_and_never_renamed() {
     let bytes = Arc::new(content(5));
     let whole = bytes.clone();
     let fake = Fake::start(move |number, seen| {
@@ -135,7 +135,7 @@ async fn a_damaged_transfer_is_fetched_again_and_never_gets_the_name() {
         if number < 2 {
             sent[777_777] ^= 1;
         }
-        // A tag that is no hash; the digest is that of the right bytes.
+        // The tag is not a hash; the digest is that of the correct bytes.
         Reply::new(200, sent).header("etag", "\"v1\"").header("repr-digest", digest(&whole)).header("x", &seen.line)
     })
     .await;
@@ -179,7 +179,7 @@ async fn answers_to_ranges_that_were_not_asked_for_are_not_used() {
 }
 
 #[tokio::test]
-async fn a_transfer_that_stands_still_goes_on_over_another_connection() {
+async fn a_stalled_download_resumes_over_another_connection() {
     let bytes = Arc::new(content(7));
     let whole = bytes.clone();
     let fake = Fake::start(move |number, seen| {
@@ -196,7 +196,7 @@ async fn a_transfer_that_stands_still_goes_on_over_another_connection() {
 }
 
 #[tokio::test]
-async fn what_has_no_entity_tag_begins_anew_and_not_forever() {
+async fn a_download_without_an_entity_tag_restarts_a_limited_number_of_times() {
     let fake = Fake::start(|number, _| {
         let reply = Reply::new(200, "one\ntwo\n");
         if number == 0 { reply.cut(4) } else { reply.unframed() }
@@ -232,7 +232,7 @@ async fn two_transfers_to_one_place_do_not_mix() {
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
     let error = client.download_dataset(dataset(), &to).await.unwrap_err();
-    assert!(error.to_string().contains("another transfer does"), "{error}");
+    assert!(error.to_string().contains("another download is writing it"), "{error}");
     first.abort();
 }
 
@@ -257,7 +257,7 @@ async fn the_files_of_a_checkpoint_are_compared_with_its_list_and_whole_ones_are
     std::fs::write(folder.join("adapter_config.json"), "[]").unwrap();
     assert_eq!(fake.client().download_files(&checkpoint, &folder).await.unwrap(), got);
     assert_eq!(fake.seen().len(), 3, "only what differs");
-    // The list is what counts, whatever the server says beside the bytes.
+    // Only the list counts, whatever hash the server sends with the bytes.
     checkpoint.files[0].sha256 = Sha256Digest::of("another");
     let error = fake.client().download_files(&checkpoint, &folder).await.unwrap_err();
     assert!(matches!(error, Error::Damaged { .. }), "{error:?}");

@@ -1,4 +1,4 @@
-//! A server that answers as a test says, over plain sockets, so that it can break off anywhere.
+//! A fake server over plain sockets, whose replies a test defines, so that it can break off anywhere.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 
-/// A request as it arrived; header names in lower case.
+/// A request as it arrived; header names are in lower case.
 #[derive(Debug, Clone)]
 pub struct Seen {
     pub line: String,
@@ -17,19 +17,19 @@ pub struct Seen {
     pub body: Vec<u8>,
 }
 
-/// What is answered.
+/// A reply of the fake server.
 #[derive(Debug, Clone)]
 pub struct Reply {
     status: u16,
     headers: Vec<(String, String)>,
     body: Vec<u8>,
-    /// Bytes of the body that are sent before the connection ends.
+    /// Number of body bytes that are sent before the connection ends; `None` = all.
     sent: Option<usize>,
-    /// The body ends with the connection: its length is not announced.
+    /// Whether the body ends with the connection, without an announced length.
     unframed: bool,
-    /// The connection stays open after what was sent.
+    /// Whether the connection stays open after the last sent byte.
     hangs: bool,
-    /// Not even a status is sent.
+    /// Whether not even a status is sent.
     silent: bool,
 }
 
@@ -49,7 +49,7 @@ impl Reply {
         Self::json(status, &problem)
     }
 
-    /// The connection ends without an answer.
+    /// Ends the connection without a response.
     pub fn nothing() -> Self {
         Self { silent: true, ..Self::new(200, "") }
     }
@@ -59,12 +59,12 @@ impl Reply {
         self
     }
 
-    /// Ends the connection after so many bytes of the body.
+    /// Ends the connection after this many bytes of the body.
     pub fn cut(self, sent: usize) -> Self {
         Self { sent: Some(sent), ..self }
     }
 
-    /// Sends no more after that, and stays.
+    /// Keeps the connection open without sending more.
     pub fn hangs(self) -> Self {
         Self { hangs: true, ..self }
     }
@@ -80,7 +80,7 @@ pub struct Fake {
 }
 
 impl Fake {
-    /// `answer` gets the number of the request, from 0, and the request.
+    /// Starts a server; `answer` receives the number of the request, from 0, and the request.
     pub async fn start(answer: impl Fn(usize, &Seen) -> Reply + Send + Sync + 'static) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());
@@ -90,7 +90,7 @@ impl Fake {
             while let Ok((stream, _)) = listener.accept().await {
                 let (kept, answer) = (kept.clone(), answer.clone());
                 tokio::spawn(async move {
-                    // A client that left in the middle is none of ours.
+                    // An error of a client that disconnected is irrelevant.
                     let _ = serve(stream, &kept, &*answer).await;
                 });
             }
@@ -102,12 +102,12 @@ impl Fake {
         self.seen.lock().unwrap().clone()
     }
 
-    /// A client that is quick to try again.
+    /// Returns a client with short delays between retries.
     pub fn client(&self) -> Client {
         self.builder().build().unwrap()
     }
 
-    /// One that never tries again.
+    /// Returns a client that never retries.
     pub fn impatient(&self) -> Client {
         self.builder().retry(Retry::never()).build().unwrap()
     }
@@ -147,7 +147,7 @@ async fn serve(
         stream.write_all(&body[..sent.unwrap_or(body.len()).min(body.len())]).await?;
     }
     if hangs {
-        // Until the client leaves.
+        // Waits until the client disconnects.
         let _ = stream.read(&mut [0]).await;
     }
     stream.shutdown().await
@@ -180,7 +180,7 @@ async fn read(stream: &mut TcpStream) -> std::io::Result<Seen> {
     Ok(Seen { line, headers, body })
 }
 
-/// A job as the server shows it, with a field of a later version.
+/// Returns a job as the server sends it, with a field of a later version.
 pub fn job() -> Value {
     json!({
         "id": "job_01jd0000000000000000000000", "name": null, "state": "queued", "requested": null, "phase": null,

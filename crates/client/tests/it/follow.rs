@@ -1,4 +1,4 @@
-//! Following a job and all jobs over connections that break.
+//! Tests of following one job and all jobs over connections that break.
 
 use std::time::Duration;
 
@@ -44,14 +44,14 @@ fn seqs(updates: &[JobUpdate]) -> Vec<i64> {
 }
 
 #[tokio::test]
-async fn a_cut_stream_goes_on_without_gap_or_duplicate_until_the_end() {
+async fn an_interrupted_stream_continues_without_gap_or_duplicate() {
     let fake = Fake::start(|number, seen| {
         let next = last_of(seen).unwrap_or(0) + 1;
         match number {
-            // Cut in the middle of the fourth.
+            // Breaks in the middle of the fourth event.
             0 => stream(events(1..=4)).cut(events(1..=3).len() + 30),
             1 => Reply::problem(503, "overloaded", true).header("retry-after", 0),
-            // From further back than asked for.
+            // Starts earlier than requested.
             2 => stream(events(next - 2..next + 3)),
             3 => Reply::nothing(),
             4..8 => stream(events(next..next + 2)),
@@ -89,7 +89,7 @@ async fn events_that_are_missing_between_two_are_asked_for_again() {
 }
 
 #[tokio::test]
-async fn what_retention_removed_is_told() {
+async fn events_removed_by_retention_are_reported() {
     let removed = "id: 40\nevent: removed\ndata: {\"to_seq\": 40}\n\n";
     let fake = Fake::start(move |_, _| stream(removed.to_owned() + &event(41) + END)).await;
     let updates: Vec<JobUpdate> = fake.client().follow_job(id(), 2).into_stream().try_collect().await.unwrap();

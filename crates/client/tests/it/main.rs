@@ -1,4 +1,4 @@
-//! The client against a server that breaks what it can: connections, bodies, hashes, streams.
+//! Tests of the client against a server that breaks connections, bodies, hashes and streams.
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 

@@ -1,22 +1,22 @@
-//! Every operation of the API's document has its method, and those that take an `Idempotency-Key` send one.
+//! Tests that every operation of the OpenAPI document has a method, and that those with an `Idempotency-Key` send one.
 
 use serde_json::Value;
 
-/// Operations whose method has another name, or none, and why.
+/// Operations whose method has another name, or none, with the reason.
 const OTHERWISE: &[(&str, Option<&str>)] = &[
-    // Downloads into files.
+    // These methods download to files.
     ("get_adapter", Some("download_adapter")),
     ("get_archive", Some("download_archive")),
     ("get_content", Some("download_dataset")),
     ("get_file", Some("download_file")),
     ("get_export_archive", Some("download_export_archive")),
     ("get_export_file", Some("download_export_file")),
-    // A cookie for browsers; programs have their key.
+    // Sessions use a cookie for browsers; programs use their key.
     ("open_session", None),
     ("end_session", None),
 ];
 
-/// The source of the method of this name, up to the next one.
+/// Returns the source of the method of this name, up to the next one.
 fn source_of<'s>(sources: &'s str, name: &str) -> Option<&'s str> {
     let begin = ["pub async fn ", "pub fn "].iter().find_map(|kind| sources.find(&format!("{kind}{name}(")))?;
     let rest = &sources[begin..];

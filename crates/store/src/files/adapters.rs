@@ -1,4 +1,4 @@
-//! PEFT adapters from elsewhere: two files in a folder, staged and then moved to their place.
+//! Imported PEFT adapters: two files in a folder, staged and then moved to their final path.
 
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -6,12 +6,12 @@ use std::path::{Path, PathBuf};
 use super::{DataDir, FilesError, create_private_dir, entries, initial, remove_tree};
 use crate::id::AdapterId;
 
-/// A directory under `staging/`, removed when dropped unless it was moved to its place.
+/// A directory in `staging/`, removed when dropped unless it was moved to its final path.
 #[derive(Debug)]
 pub struct StagedDir(PathBuf);
 
 impl StagedDir {
-    /// Where it lies for now.
+    /// Returns the current path of the directory.
     pub fn path(&self) -> &Path {
         &self.0
     }
@@ -19,18 +19,18 @@ impl StagedDir {
 
 impl Drop for StagedDir {
     fn drop(&mut self) {
-        // What cannot be removed now is removed at the next start.
+        // A directory that cannot be removed now is removed at the next start.
         let _ = remove_tree(&self.0);
     }
 }
 
 impl DataDir {
-    /// Where an adapter's files lie.
+    /// Returns the directory of an adapter's files.
     pub fn adapter_dir(&self, id: AdapterId) -> PathBuf {
         self.adapters().join(id.to_string())
     }
 
-    /// Puts a directory of staged files where an adapter's files lie. Blocking.
+    /// Moves a directory of staged files to the path of an adapter. Blocking.
     pub fn adapter_place(&self, id: AdapterId, staged: &Path) -> Result<(), FilesError> {
         initial::place(staged, &self.adapter_dir(id))
     }
@@ -40,7 +40,7 @@ impl DataDir {
         remove_tree(&self.adapter_dir(id))
     }
 
-    /// At start: removes adapters that no row names. Blocking.
+    /// Removes adapters without a database row. Called at start. Blocking.
     pub fn adapter_sweep(&self, adapters: &[AdapterId]) -> Result<(), FilesError> {
         let kept: HashSet<PathBuf> = adapters.iter().map(|id| self.adapter_dir(*id)).collect();
         if !self.adapters().is_dir() {
@@ -49,7 +49,7 @@ impl DataDir {
         entries(&self.adapters())?.iter().filter(|dir| !kept.contains(*dir)).try_for_each(|dir| remove_tree(dir))
     }
 
-    /// A new directory under `staging/` for files that belong together. Blocking.
+    /// Creates a directory in `staging/` for files that belong together. Blocking.
     pub fn stage_dir(&self) -> Result<StagedDir, FilesError> {
         let name = format!("folder-{}", ulid::Ulid::generate().to_string().to_lowercase());
         let path = self.staging().join(name);

@@ -1,4 +1,4 @@
-//! Copies for backups: hashed on the way, durable.
+//! Copies for backups: hashed while copying, and durable.
 
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{Read, Write};
@@ -13,7 +13,7 @@ use crate::digest::Sha256Digest;
 use crate::failpoint::fail_point;
 
 impl DataDir {
-    /// The directory of a server that is running, to be read only. Takes no lock and removes nothing.
+    /// Opens the directory of a running server for reading only. Takes no lock and removes nothing.
     pub fn beside(root: &Path) -> Result<DataDir, FilesError> {
         let root = fs::canonicalize(root).map_err(cannot("find", root))?;
         let path = root.join(LOCK);
@@ -21,14 +21,14 @@ impl DataDir {
         Ok(DataDir { root: Arc::new(root), uploads: Arc::default(), lock: Arc::new(lock) })
     }
 
-    /// Takes the lock of a directory that was opened with [`DataDir::beside`], so that no server starts on it; false = one runs.
+    /// Locks a directory that was opened with [`DataDir::beside`], so that no server starts on it; false = a server is running.
     pub fn lock_out_servers(&self) -> bool {
         self.lock.try_lock().is_ok()
     }
 }
 
-/// Copies a file for this user only, making directories as needed; returns its size and SHA-256. An existing file is not
-/// touched: that is an error. Blocking.
+/// Copies a file for this user only and creates directories as needed; returns its size and SHA-256. An existing target file is an
+/// error and is not changed. Blocking.
 pub fn copy_hashed(from: &Path, to: &Path) -> Result<(u64, Sha256Digest), FilesError> {
     if let Some(parent) = to.parent() {
         create_private_dir(parent)?;
@@ -63,7 +63,7 @@ pub fn sync_tree(root: &Path) -> Result<(), FilesError> {
     sync_dir(root)
 }
 
-/// Every file of a tree that is there. Blocking.
+/// Returns every file of an existing tree. Blocking.
 pub fn files_below(root: &Path) -> Result<Vec<PathBuf>, FilesError> {
     let mut found = Vec::new();
     if !root.is_dir() {
@@ -80,46 +80,47 @@ pub fn files_below(root: &Path) -> Result<Vec<PathBuf>, FilesError> {
     Ok(found)
 }
 
-/// Whether there is nothing at a path, or a directory with nothing in it: a link to one, or a new volume too. Blocking.
+/// Whether a path does not exist, or is a directory without content; a link to an empty directory and the root of a new
+/// volume count too. Blocking.
 pub fn is_vacant(path: &Path) -> Result<bool, FilesError> {
     match fs::metadata(path) {
-        // A link to nowhere is something.
+        // A dangling link is not vacant.
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(fs::symlink_metadata(path).is_err()),
         Err(error) => Err(cannot("look at", path)(error)),
         Ok(found) => Ok(found.is_dir() && entries(path)?.iter().all(|path| is_of_the_volume(path) || is_lock(path))),
     }
 }
 
-/// What stands in the root of a new file system, and may be for root's eyes only.
+/// Whether the path is in the root of a new file system and may be readable by root only.
 fn is_of_the_volume(path: &Path) -> bool {
     path.file_name().is_some_and(|name| name == "lost+found") && path.is_dir()
 }
 
-/// What a restore that was killed leaves; one that runs holds it.
+/// Whether the path is the lock file, which a killed restore leaves behind and a running one holds.
 fn is_lock(path: &Path) -> bool {
     path.file_name().is_some_and(|name| name == LOCK) && path.is_file()
 }
 
-/// Whether a server runs on a directory. Makes nothing there. Blocking.
+/// Whether a server runs on a directory. Creates nothing there. Blocking.
 pub fn is_served(root: &Path) -> bool {
     File::open(root.join(LOCK)).is_ok_and(|lock| matches!(lock.try_lock_shared(), Err(TryLockError::WouldBlock)))
 }
 
-/// A directory that is being filled: no server starts in it meanwhile.
+/// A directory that is being filled, in which no server can start.
 #[derive(Debug)]
 pub struct Reserved {
     _lock: File,
-    /// The lock file, to be removed: nothing came of it.
+    /// Path of the lock file, which is removed if the restore fails.
     path: Option<PathBuf>,
 }
 
 impl Reserved {
-    /// Locks a directory that has nothing in it. Blocking.
+    /// Locks an empty directory. Blocking.
     pub fn reserve(root: &Path) -> Result<Reserved, FilesError> {
         Ok(Reserved { _lock: super::lock(root)?, path: Some(root.join(LOCK)) })
     }
 
-    /// It is a data directory now.
+    /// Turns the directory into a data directory by keeping its lock file.
     pub fn keep(mut self) {
         self.path = None;
     }
@@ -133,8 +134,8 @@ impl Drop for Reserved {
     }
 }
 
-/// Moves all that is in one directory into another one of the same file system, `last` when the rest is there for good. When
-/// that fails, what was moved is removed. Blocking.
+/// Moves the content of a directory into another one on the same file system; `last` is moved when the rest is durable. If a move
+/// fails, everything moved is removed. Blocking.
 pub fn move_into(from: &Path, to: &Path, last: &str) -> Result<(), FilesError> {
     let (end, mut paths): (Vec<_>, Vec<_>) = entries(from)?.into_iter().partition(|path| path.ends_with(last));
     paths.extend(end);
@@ -144,7 +145,7 @@ pub fn move_into(from: &Path, to: &Path, last: &str) -> Result<(), FilesError> {
         let synced = if path.ends_with(last) { sync_dir(to) } else { Ok(()) };
         if let Err(error) = synced.and_then(|()| fs::rename(&path, &target).map_err(cannot("move a file to", &target)))
         {
-            // The error tells more than what stands in the way of tidying up.
+            // The error is more useful than another error from the cleanup.
             let _ = moved.iter().try_for_each(|path| remove_tree(path));
             return Err(error);
         }
@@ -153,12 +154,12 @@ pub fn move_into(from: &Path, to: &Path, last: &str) -> Result<(), FilesError> {
     sync_dir(to)
 }
 
-/// Makes a directory for this user only. Blocking.
+/// Creates a directory for this user only. Blocking.
 pub fn make_private_dir(path: &Path) -> Result<(), FilesError> {
     create_private_dir(path)
 }
 
-/// Removes a directory (or file) and all below it, if it is there. Blocking.
+/// Removes a directory (or file) and everything below it, if it exists. Blocking.
 pub fn remove_tree(path: &Path) -> Result<(), FilesError> {
     super::remove_tree(path)
 }

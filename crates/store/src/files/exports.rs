@@ -1,4 +1,4 @@
-//! Exports: a directory each, written by a process of its own beside its place and then renamed.
+//! Files of exports. A child process writes each export to a temporary directory, which is then renamed.
 
 use std::collections::HashSet;
 use std::path::PathBuf;
@@ -6,24 +6,24 @@ use std::path::PathBuf;
 use super::{DataDir, FilesError, check_file_name, create_private_dir, entries, initial, remove_tree};
 
 impl DataDir {
-    /// Where the files of an export lie.
+    /// Returns the directory of an export's files.
     pub fn export_dir(&self, id: &str) -> PathBuf {
         self.exports().join(id)
     }
 
-    /// A file of an export; the name may come from a client, the result never leaves the export's directory.
+    /// Returns the path of a file of an export. The name may come from a client; the path is always inside the export's directory.
     ///
     /// # Errors
-    /// A name that is no plain file name.
+    /// Fails for a name that is not a plain file name.
     pub fn export_file(&self, id: &str, name: &str) -> Result<PathBuf, FilesError> {
         check_file_name(name)?;
         Ok(self.export_dir(id).join(name))
     }
 
-    /// An empty directory in which an export is written. Blocking.
+    /// Creates an empty directory in which an export is written. Blocking.
     ///
     /// # Errors
-    /// When it cannot be made.
+    /// Fails if it cannot be created.
     pub fn export_begin(&self, id: &str) -> Result<PathBuf, FilesError> {
         let unfinished = self.export_unfinished_dir(id);
         remove_tree(&unfinished)?;
@@ -32,28 +32,28 @@ impl DataDir {
         Ok(unfinished)
     }
 
-    /// Puts a directory that was written where the files of its export lie. Blocking.
+    /// Moves a completely written directory to the path of its export. Blocking.
     ///
     /// # Errors
-    /// When it cannot be moved.
+    /// Fails if it cannot be moved.
     pub fn export_place(&self, id: &str) -> Result<(), FilesError> {
         remove_tree(&self.export_dir(id))?;
         initial::place(&self.export_unfinished_dir(id), &self.export_dir(id))
     }
 
-    /// Removes an export's files, whole or not. Blocking.
+    /// Removes an export's files, complete or not. Blocking.
     ///
     /// # Errors
-    /// When they cannot be removed.
+    /// Fails if they cannot be removed.
     pub fn export_remove(&self, id: &str) -> Result<(), FilesError> {
         remove_tree(&self.export_unfinished_dir(id))?;
         remove_tree(&self.export_dir(id))
     }
 
-    /// At start: removes what no row names, and what was not finished. Blocking.
+    /// Removes exports without a database row, and incomplete ones. Called at start. Blocking.
     ///
     /// # Errors
-    /// When it cannot be removed.
+    /// Fails if they cannot be removed.
     pub fn export_sweep(&self, ids: &[String]) -> Result<(), FilesError> {
         let kept: HashSet<PathBuf> = ids.iter().map(|id| self.export_dir(id)).collect();
         if !self.exports().is_dir() {

@@ -1,5 +1,5 @@
-//! Files that a job begins with: hard links to another job's checkpoint, so that neither its rotation nor the other job's
-//! deletion takes them away, and no bytes are copied where the file system has hard links.
+//! Starting files of jobs: hard links to another job's checkpoint, so that neither its rotation nor the deletion of the other job
+//! removes them. Bytes are copied only if the file system does not support hard links.
 
 use std::collections::HashSet;
 use std::fs;
@@ -11,11 +11,11 @@ use crate::failpoint::fail_point;
 use crate::id::JobId;
 use crate::protocol::{FileEntry, check_file_name};
 
-/// The list of the files, in their directory.
+/// File name of the list of files, in their directory.
 const LIST: &str = "files.json";
 
 impl DataDir {
-    /// Keeps these files of a directory (a checkpoint's, or another job's initial ones) for a job. Blocking.
+    /// Links these files of a directory (a checkpoint, or another job's starting files) for a job. Blocking.
     pub fn initial_keep(&self, job: JobId, from: &Path, files: &[FileEntry]) -> Result<(), FilesError> {
         let to = self.initial_dir(job);
         let staged = self.staging().join(format!("initial-{job}"));
@@ -29,7 +29,7 @@ impl DataDir {
         place(&staged, &to)
     }
 
-    /// Takes over the initial files of another job, if it has some. Blocking.
+    /// Links the starting files of another job, if it has any. Blocking.
     pub fn initial_copy(&self, from: JobId, job: JobId) -> Result<(), FilesError> {
         match self.initial_files(from)? {
             Some(files) => self.initial_keep(job, &self.initial_dir(from), &files),
@@ -37,7 +37,7 @@ impl DataDir {
         }
     }
 
-    /// The files that a job begins with; `None` when it begins with the base model. Blocking.
+    /// Returns the starting files of a job; `None` if it starts from the base model. Blocking.
     pub fn initial_files(&self, job: JobId) -> Result<Option<Vec<FileEntry>>, FilesError> {
         let list = self.initial_dir(job).join(LIST);
         let text = match fs::read(&list) {
@@ -47,13 +47,13 @@ impl DataDir {
         serde_json::from_slice(&text).map(Some).map_err(|error| cannot("read", &list)(error.into()))
     }
 
-    /// One of them; the name may come from a client.
+    /// Returns the path of a starting file; the name may come from a client.
     pub fn initial_file(&self, job: JobId, name: &str) -> Result<PathBuf, FilesError> {
         check_file_name(name)?;
         Ok(self.initial_dir(job).join(name))
     }
 
-    /// Makes a published checkpoint the first one of another job, as if its attempt 0 had written it. Blocking.
+    /// Links a published checkpoint as the first one of another job, as if its attempt 0 had written it. Blocking.
     pub fn checkpoint_adopt(&self, from: (JobId, u64, u64), job: JobId, files: &[FileEntry]) -> Result<(), FilesError> {
         let (parent, step, attempt) = from;
         let staged = self.staging().join(format!("adopted-{job}"));
@@ -61,7 +61,7 @@ impl DataDir {
         place(&staged, &self.checkpoint_dir(job, step, 0))
     }
 
-    /// At start: removes the initial files of jobs that are gone. Blocking.
+    /// Removes the starting files of jobs that no longer exist. Called at start. Blocking.
     pub fn initial_sweep(&self, jobs: &[JobId]) -> Result<(), FilesError> {
         let kept: HashSet<PathBuf> = jobs.iter().map(|job| self.initial_dir(*job)).collect();
         let root = self.root().join("initial");
@@ -76,8 +76,8 @@ impl DataDir {
     }
 }
 
-/// Links the files into a new directory, or copies them where the file system has no hard links. What was linked is durable
-/// already, since it was published; a copy is synced before this returns.
+/// Links the files into a new directory, or copies them if the file system does not support hard links. Linked files are durable
+/// already, because they were published; a copy is synced before this returns.
 fn link_files(from: &Path, to: &Path, files: &[FileEntry]) -> Result<(), FilesError> {
     remove_tree(to)?;
     create_private_dir(to)?;
@@ -92,12 +92,12 @@ fn link_files(from: &Path, to: &Path, files: &[FileEntry]) -> Result<(), FilesEr
     Ok(())
 }
 
-/// Moves a directory to its place; when this returns, a power cut takes away neither it nor a name in it.
+/// Moves a directory to its final path, durably: when this returns, a power failure loses neither the directory nor a name in it.
 pub(super) fn place(staged: &Path, to: &Path) -> Result<(), FilesError> {
     sync_dir(staged)?;
     let parent = to.parent().unwrap_or(Path::new("/"));
     create_private_dir(parent)?;
-    // The parent may be new, and its name as well.
+    // The parent directory may be new, so its name must be made durable too.
     sync_dir(parent.parent().unwrap_or(Path::new("/")))?;
     remove_tree(to)?;
     fail_point!("files.place").and_then(|()| fs::rename(staged, to)).map_err(cannot("move files to", to))?;

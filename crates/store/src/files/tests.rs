@@ -1,4 +1,4 @@
-//! The data directory on a real disk.
+//! Tests of the data directory on a real disk.
 
 use super::*;
 use crate::failpoint;
@@ -78,7 +78,7 @@ async fn a_checkpoint_is_moved_only_when_every_byte_is_as_listed() {
 }
 
 #[tokio::test]
-async fn a_publication_goes_by_what_was_received_and_reads_no_file_again() {
+async fn a_publication_uses_the_hashes_of_received_files() {
     let dir = tempfile::tempdir().unwrap();
     let files = DataDir::open(dir.path()).unwrap();
     let job = JobId::new();
@@ -90,12 +90,12 @@ async fn a_publication_goes_by_what_was_received_and_reads_no_file_again() {
     let stale = [entry("manifest.json", b"{}"), entry("weights", b"first")];
     assert!(files.checkpoint_commit(job, 5, 1, &stale).is_err(), "the later upload counts");
 
-    // Of the same size: only who reads the bytes would see it.
+    // The content has the same size, so only reading the bytes would reveal the difference.
     fs::write(staged.join("weights"), b"????").unwrap();
     files.checkpoint_commit(job, 5, 1, &listed).unwrap();
     files.checkpoint_commit(job, 5, 1, &listed).unwrap();
     assert!(files.checkpoint_verify(job, 5, 1, &listed).is_err());
-    // With its row it is compared with that; without either its bytes are all there is.
+    // If there is a database row, the files are compared with the row. Otherwise only their bytes are available.
     files.checkpoint_published(job, 5, 1);
     assert!(files.checkpoint_commit(job, 5, 1, &listed).is_err());
     assert!(files.uploads.lock().unwrap().is_empty());
@@ -109,7 +109,7 @@ async fn a_publication_goes_by_what_was_received_and_reads_no_file_again() {
 }
 
 #[tokio::test]
-async fn the_sweep_removes_what_no_row_names_and_nothing_else() {
+async fn the_sweep_removes_only_files_without_a_row() {
     let dir = tempfile::tempdir().unwrap();
     let files = DataDir::open(dir.path()).unwrap();
     let (kept, lost) = (JobId::new(), JobId::new());
@@ -132,7 +132,7 @@ async fn the_sweep_removes_what_no_row_names_and_nothing_else() {
 }
 
 #[test]
-fn what_is_held_stays_when_it_is_removed_and_what_a_killed_backup_held_goes() {
+fn pinned_files_survive_removal_and_links_of_a_killed_backup_are_removed() {
     let dir = tempfile::tempdir().unwrap();
     let files = DataDir::open(dir.path()).unwrap();
     let path = files.datasets().join("x.ndjson");
@@ -140,22 +140,22 @@ fn what_is_held_stays_when_it_is_removed_and_what_a_killed_backup_held_goes() {
     let [dead, young] = ["backup-dead", "backup-young"].map(|name| {
         let left = files.staging().join(name);
         fs::create_dir(&left).unwrap();
-        fs::write(left.join("0"), "of nobody").unwrap();
+        fs::write(left.join("0"), "left over").unwrap();
         left
     });
     let before = std::time::SystemTime::now() - std::time::Duration::from_secs(120);
     fs::File::open(&dead).unwrap().set_modified(before).unwrap();
 
-    let mut held = files.hold();
+    let mut pinned = files.pin_files();
     assert!(!dead.exists() && young.exists(), "one that was just made may not be locked yet");
     fs::remove_dir_all(&young).unwrap();
-    held.keep(&path);
-    held.keep(&files.datasets().join("missing"));
+    pinned.pin(&path);
+    pinned.pin(&files.datasets().join("missing"));
     fs::remove_file(&path).unwrap();
-    let other = files.hold();
-    assert_eq!(fs::read_to_string(held.link(&path).unwrap()).unwrap(), "rows", "another one leaves it alone");
-    assert!(held.link(&files.datasets().join("missing")).is_none());
-    drop((held, other));
+    let other = files.pin_files();
+    assert_eq!(fs::read_to_string(pinned.link(&path).unwrap()).unwrap(), "rows", "another one leaves it alone");
+    assert!(pinned.link(&files.datasets().join("missing")).is_none());
+    drop((pinned, other));
     assert!(entries(&files.staging()).unwrap().is_empty());
 }
 
@@ -180,7 +180,7 @@ fn a_directory_is_vacant_when_nothing_of_ours_is_in_it() {
     assert!(is_vacant(&killed).unwrap(), "a restore that was killed leaves its lock");
 }
 
-/// The points that a call passes where hard links are not to be had; `failing` makes one of them fail.
+/// Returns the failpoints that a call passes on a file system without hard links; `failing` makes one of them fail.
 fn without_links<T>(failing: Option<&'static str>, call: impl FnOnce() -> T) -> (T, Vec<String>) {
     let passed = std::rc::Rc::new(std::cell::RefCell::new(Vec::new()));
     let noted = passed.clone();
@@ -222,7 +222,7 @@ fn a_checkpoint_that_cannot_be_linked_is_copied_and_synced_before_it_is_in_its_p
         ]
     );
     files.checkpoint_verify(child, 5, 0, &listed).unwrap();
-    // The same for what a warm start keeps, and its list.
+    // The same is true for the files and the list that a warm start keeps.
     let (kept, passed) = without_links(None, || files.initial_keep(child, &from, &listed));
     kept.unwrap();
     assert_eq!(passed[4..], ["files.list_sync", "files.place"]);

@@ -1,5 +1,5 @@
-//! Checkpoints on their way in: a file is hashed while it is received, and that hash is what publication compares with the
-//! list, so that no byte is read again.
+//! Uploads of checkpoints. A file is hashed while it is received, and publication compares that hash with the list, so that
+//! no byte is read again.
 
 use std::collections::HashMap;
 use std::fs;
@@ -16,13 +16,13 @@ use crate::failpoint::fail_point;
 use crate::id::JobId;
 use crate::protocol::{FileEntry, check_file_name};
 
-/// What this server received itself. Nothing of it outlives the process, and neither do the files: `staging/` is emptied at
-/// start, and so is what lies in `checkpoints/` without a row.
+/// The files that this server process received. The record is lost with the process, and so are the files: `staging/` is emptied at
+/// start, and directories in `checkpoints/` without a row are removed.
 #[derive(Debug, Default)]
 pub(super) struct Uploads {
-    /// Size and SHA-256 of each file under `staging/` that belongs to a checkpoint, by its path.
+    /// Size and SHA-256 of each checkpoint file in `staging/`, by path.
     received: HashMap<PathBuf, (u64, Sha256Digest)>,
-    /// The lists of checkpoints that were moved to their place and have no row yet, by their directories.
+    /// Lists of files of checkpoints that were moved to their final path and have no row yet, by directory.
     placed: HashMap<PathBuf, Vec<FileEntry>>,
 }
 
@@ -34,7 +34,7 @@ impl Uploads {
 }
 
 impl DataDir {
-    /// Puts an uploaded file where its checkpoint is assembled; one of the same name before it is replaced.
+    /// Moves an uploaded file to the directory where its checkpoint is assembled; an earlier file of the same name is replaced.
     pub async fn checkpoint_place(
         &self,
         uploaded: StagedDone,
@@ -50,19 +50,20 @@ impl DataDir {
         let placed = tokio::task::spawn_blocking(move || {
             create_private_dir(&dir)?;
             {
-                // Both under one lock: of two uploads of one name the record is of the file that stays.
+                // Both changes are made under one lock, so that of two uploads with one name the record
+                // belongs to the remaining file.
                 let mut uploads = data.uploads();
                 fs::rename(uploaded.path(), &at).map_err(cannot("move a file to", &at))?;
                 uploads.received.insert(at, (uploaded.size_bytes, uploaded.sha256));
             }
-            uploaded.path.keep();
+            uploaded.path.disarm();
             sync_dir(&dir)
         });
         placed.await.unwrap_or_else(|error| Err(cannot("move a file to", &to)(io::Error::other(error))))
     }
 
-    /// Compares the uploaded files of a checkpoint with the list, by the hashes computed while they were received, and moves
-    /// them to their place, durably. Repeating it is harmless. Blocking; reads no file that this server received.
+    /// Compares the uploaded files of a checkpoint with the list, using the hashes computed while they were received, and moves
+    /// them to their final path, durably. Repeating the call is safe. Blocking; does not read files that this server received.
     pub fn checkpoint_commit(
         &self,
         job: JobId,
@@ -83,7 +84,7 @@ impl DataDir {
                 compare_sums(file, size_bytes, sha256)?;
                 compare_size(path, file)
             }
-            // Not received by this process: its bytes are all that there is to go by.
+            // This process did not receive the file, so its bytes must be read.
             None => compare_bytes(path, file),
         })?;
         sync_dir(&from)?;
@@ -100,12 +101,12 @@ impl DataDir {
         sync_dir(&parent)
     }
 
-    /// The checkpoint has its row, which holds the list from now on.
+    /// Forgets a checkpoint's list of files, which its database row now contains.
     pub fn checkpoint_published(&self, job: JobId, step: u64, attempt: u64) {
         self.uploads().placed.remove(&self.checkpoint_dir(job, step, attempt));
     }
 
-    /// Removes what attempts up to this one uploaded and did not publish. Blocking.
+    /// Removes unpublished uploads of attempts up to this one. Blocking.
     pub fn staged_remove(&self, job: JobId, up_to_attempt: u64) -> Result<(), FilesError> {
         let dir = self.staging().join(job.to_string());
         if !dir.is_dir() {

@@ -1,4 +1,4 @@
-//! What the data directory holds, by kind and owner: every file is looked at, none is read.
+//! Storage use of the data directory by kind and owner. Reads the metadata of every file, but not the content.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs::{self, Metadata};
@@ -10,33 +10,34 @@ use rlood_types::storage::{StorageKind, StorageUse};
 use super::{DataDir, FilesError, cannot};
 use crate::id::{AdapterId, DatasetId, ExportId, JobId};
 
-/// Whose the things are that files belong to.
+/// Owners of the objects that files belong to.
 #[derive(Debug, Default)]
 pub struct Owners {
-    /// By job.
+    /// Owner of each job.
     pub jobs: HashMap<JobId, String>,
-    /// By dataset.
+    /// Owner of each dataset.
     pub datasets: HashMap<DatasetId, String>,
-    /// By adapter.
+    /// Owner of each adapter.
     pub adapters: HashMap<AdapterId, String>,
-    /// By export.
+    /// Owner of the job of each export.
     pub exports: HashMap<ExportId, String>,
-    /// By the directory of a model.
+    /// Owners by the directory of a model.
     pub models: Vec<(PathBuf, String)>,
 }
 
-/// By kind and owner; an empty owner is the operator.
+/// Storage use by kind and owner; an empty owner is the operator.
 pub type Usage = BTreeMap<(StorageKind, String), StorageUse>;
 
-/// Files that have several names, of which one was counted.
+/// Files with several hard links that have been counted, as (device, inode).
 type Counted = HashSet<(u64, u64)>;
 
 impl DataDir {
-    /// What lies in the directory. A file with several names counts once: as a checkpoint before anything else. Blocking.
+    /// Computes the storage use of the directory. A file with several hard links counts once, preferably as
+    /// part of a checkpoint. Blocking.
     pub fn usage(&self, owners: &Owners) -> Result<Usage, FilesError> {
         let mut walk = Walk { owners, usage: Usage::new(), counted: Counted::new() };
         let mut names = entries(self.root())?;
-        // What is published comes before its links.
+        // Published files come before links to them.
         let rank = |path: &PathBuf| match name_of(path).as_str() {
             "checkpoints" => 0,
             "initial" => 1,
@@ -85,7 +86,7 @@ impl Walk<'_> {
                 (StorageKind::Exports, owner.unwrap_or_default())
             })?,
             "staging" => self.each(path, |walk, entry| (StorageKind::Staging, walk.owner_of_job(entry)))?,
-            // What downloads from a hub leave for a day.
+            // Remains of downloads from a hub, which are kept for a day.
             "hub" => {
                 for folder in entries(path)? {
                     let has_holes = name_of(&folder) == "outlines";
@@ -101,7 +102,7 @@ impl Walk<'_> {
                 for model in entries(path)? {
                     let versions = entries(&model)?;
                     match versions.is_empty() {
-                        // A file, or a model that lies there directly.
+                        // A file, or a model that is directly in this directory.
                         true => self.one(StorageKind::Models, self.owner_of_model(&model), &model)?,
                         false => {
                             for version in versions {
@@ -128,7 +129,7 @@ impl Walk<'_> {
         Ok(())
     }
 
-    /// One thing with all below it.
+    /// Counts one object with everything below it.
     fn one(&mut self, kind: StorageKind, owner: String, path: &Path) -> Result<(), FilesError> {
         let size_bytes = size_below(path, &mut self.counted)?;
         self.add(kind, owner, size_bytes);
@@ -144,14 +145,15 @@ impl Walk<'_> {
         job.and_then(|job| self.owners.jobs.get(&job).cloned()).unwrap_or_default()
     }
 
-    /// The owner of a model that lies here, or below.
+    /// Returns the owner of a model at or below this path.
     fn owner_of_model(&self, path: &Path) -> String {
         let found = self.owners.models.iter().find(|(dir, _)| dir.starts_with(path) || path.starts_with(dir));
         found.map(|(_, owner)| owner.clone()).unwrap_or_default()
     }
 }
 
-/// Bytes of a file, or of all files below a directory; links are not followed. What vanishes meanwhile counts nothing.
+/// Returns the size in bytes of a file, or of all files below a directory; links are not followed. Files that disappear in the
+/// meantime are not counted.
 pub(crate) fn size_below(path: &Path, counted: &mut HashSet<(u64, u64)>) -> Result<u64, FilesError> {
     let Some(found) = metadata(path)? else { return Ok(0) };
     if !found.is_dir() {
@@ -161,17 +163,17 @@ pub(crate) fn size_below(path: &Path, counted: &mut HashSet<(u64, u64)>) -> Resu
     entries(path)?.iter().map(|entry| size_below(entry, counted)).sum()
 }
 
-/// The same of files with holes: what the disk has given them, at most their bytes.
+/// Returns the allocated size of files with holes, at most their size in bytes.
 fn allocated_below(path: &Path) -> Result<u64, FilesError> {
     match metadata(path)? {
         None => Ok(0),
         Some(found) if found.is_dir() => entries(path)?.iter().map(|entry| allocated_below(entry)).sum(),
-        // Blocks are of 512 bytes whatever the file system's are (stat(2)).
+        // Blocks are 512 bytes, whatever the file system's block size (stat(2)).
         Some(found) => Ok(found.len().min(found.blocks() * 512)),
     }
 }
 
-/// None = it is not there any more.
+/// Returns the metadata of a path; `None` = it no longer exists.
 pub(crate) fn metadata(path: &Path) -> Result<Option<Metadata>, FilesError> {
     match fs::symlink_metadata(path) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
@@ -179,7 +181,7 @@ pub(crate) fn metadata(path: &Path) -> Result<Option<Metadata>, FilesError> {
     }
 }
 
-/// What a directory holds; nothing where there is none.
+/// Returns the entries of a directory; none if it does not exist.
 pub(crate) fn entries(dir: &Path) -> Result<Vec<PathBuf>, FilesError> {
     match metadata(dir)? {
         Some(found) if found.is_dir() => {}

@@ -1,4 +1,4 @@
-//! Files that no row names.
+//! Files without a database row.
 
 use std::collections::HashSet;
 use std::fs::{self, File};
@@ -14,18 +14,18 @@ use crate::id::JobId;
 use crate::storage::StorageError;
 use crate::{Store, TaskKind};
 
-/// Something of the data directory, as it was before the rows were read.
+/// A file or directory, as it was before the rows were read.
 #[derive(Debug)]
-pub(super) struct Seen {
+pub(super) struct Candidate {
     kind: StorageKind,
     path: PathBuf,
     size_bytes: u64,
-    /// The last change of it or of anything below, Unix ms.
+    /// Time of the last change of it or of anything below, Unix time in milliseconds.
     changed_at: i64,
 }
 
-/// Looks at all that may have a row. Blocking.
-pub(super) fn look(files: &DataDir) -> Result<Vec<Seen>, FilesError> {
+/// Lists everything in the data directory that may have a row. Blocking.
+pub(super) fn list_candidates(files: &DataDir) -> Result<Vec<Candidate>, FilesError> {
     let root = files.root();
     let mut found: Vec<(StorageKind, PathBuf)> = Vec::new();
     let mut add = |kind, paths: Vec<PathBuf>| found.extend(paths.into_iter().map(|path| (kind, path)));
@@ -40,7 +40,7 @@ pub(super) fn look(files: &DataDir) -> Result<Vec<Seen>, FilesError> {
     }
     for model in entries(&root.join("models"))? {
         let below = entries(&model)?;
-        // ORG--NAME/COMMIT/…, or a model or a file that lies there directly.
+        // The layout is ORG--NAME/COMMIT/…, or a model or a file is directly in this directory.
         let has_files = below.iter().any(|path| !path.is_dir());
         add(StorageKind::Models, if below.is_empty() || has_files { vec![model] } else { below });
     }
@@ -48,16 +48,16 @@ pub(super) fn look(files: &DataDir) -> Result<Vec<Seen>, FilesError> {
     for (kind, path) in found {
         let changed_at = last_change(&path)?;
         let size_bytes = size_below(&path, &mut HashSet::new())?;
-        seen.extend(changed_at.map(|changed_at| Seen { kind, path, size_bytes, changed_at }));
+        seen.extend(changed_at.map(|changed_at| Candidate { kind, path, size_bytes, changed_at }));
     }
     Ok(seen)
 }
 
-/// Those of them that no row names, and that nothing can be about to give one.
+/// Returns those that no row names, and that nothing is about to create a row for.
 pub(super) async fn without_rows(
     store: &Store,
     files: &DataDir,
-    seen: Vec<Seen>,
+    seen: Vec<Candidate>,
     rules: GcRules,
 ) -> Result<Vec<GcItem>, StorageError> {
     let mut named: HashSet<PathBuf> = HashSet::new();
@@ -73,7 +73,7 @@ pub(super) async fn without_rows(
     let models = store.model_sources().await?;
     let kept = linked_from(&models, files.root());
     let mut items = Vec::new();
-    for Seen { kind, path, size_bytes, changed_at } in seen {
+    for Candidate { kind, path, size_bytes, changed_at } in seen {
         let name = path.strip_prefix(files.root()).unwrap_or(&path).to_string_lossy().into_owned();
         let job = path.file_name().and_then(|name| name.to_str()?.parse::<JobId>().ok());
         let is_needed = match kind {
@@ -81,11 +81,11 @@ pub(super) async fn without_rows(
                 let related = |other: &PathBuf| other.starts_with(&path) || path.starts_with(other);
                 models.iter().any(related) || kept.iter().any(related)
             }
-            // A slow upload may change nothing here for a long time.
+            // A slow upload may not change anything here for a long time.
             StorageKind::Staging => {
                 is_locked_backup(&path) || (rules.is_served && job.is_some_and(|job| running.contains(&job)))
             }
-            // Each worker of the server empties its own.
+            // Each worker of the server empties its own directory.
             StorageKind::Scratch => rules.is_served,
             _ => named.contains(&path),
         };
@@ -108,19 +108,19 @@ pub(super) async fn without_rows(
     Ok(items)
 }
 
-/// Where the links in the models' directories lead, inside the data directory: models may share files.
+/// Returns the targets of links in the models' directories that are inside the data directory, because models may share files.
 fn linked_from(models: &[PathBuf], root: &Path) -> Vec<PathBuf> {
     let links = models.iter().filter(|dir| dir.starts_with(root)).flat_map(|dir| entries(dir).unwrap_or_default());
     links.filter(|path| path.is_symlink()).filter_map(|path| fs::canonicalize(path).ok()).collect()
 }
 
-/// A backup keeps its lock as long as it runs.
+/// Whether the path belongs to a running backup, which holds its lock.
 fn is_locked_backup(path: &Path) -> bool {
     let is_backup = path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("backup-"));
     is_backup && File::open(path).is_ok_and(|dir| dir.try_lock().is_err())
 }
 
-/// The last time that something was written, renamed or linked here; None = it is gone.
+/// Returns the last time that anything was written, renamed or linked here; `None` = it no longer exists.
 fn last_change(path: &Path) -> Result<Option<i64>, FilesError> {
     let Some(found) = metadata(path)? else { return Ok(None) };
     let mut last = found.ctime().saturating_mul(1000) + found.ctime_nsec() / 1_000_000;

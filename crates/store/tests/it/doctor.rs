@@ -1,4 +1,4 @@
-//! What the doctor says, stored: alerts, training phases, how a job ended; and pinned checkpoints.
+//! Tests of stored alerts, training phases and ends of jobs, and of pinned checkpoints.
 
 use rlood_store::Claimed;
 use rlood_types::doctor::{Alert, Observation, OnAlert, PhaseChange, Rule, Severity, TrainingPhase};
@@ -65,7 +65,7 @@ fn keeps(keep_last: u32, keep_best: u32, metric: &str, greater_is_better: bool) 
 }
 
 #[tokio::test]
-async fn alerts_and_phases_are_stored_told_and_rewound_with_their_steps() {
+async fn alerts_and_phases_are_stored_reported_and_rewound_with_their_steps() {
     let setting = Setting::new().await;
     let first = claimed(&setting, keeps(2, 1, "reward", true)).await;
     let (job, store) = (first.job, &setting.store);
@@ -94,7 +94,7 @@ async fn alerts_and_phases_are_stored_told_and_rewound_with_their_steps() {
     assert_eq!(listed(true).await, [(Rule::ColdStart, 5, None)]);
     assert_eq!(store.training_phase(job).await.unwrap().unwrap().phase, TrainingPhase::Convergence);
 
-    // Back to step 4: what was said of later steps is forgotten, and will be said again.
+    // Back to step 4: reports on later steps are deleted, and will be sent again.
     setting.publish(&first, 4, &Metrics::new()).await.unwrap();
     store.job_finish(job, 1, Outcome::Requeued, T0).await.unwrap();
     let worker = setting.worker().await;
@@ -123,7 +123,7 @@ async fn a_job_that_an_alert_ended_has_the_checkpoint_from_before_as_its_result(
 
 #[tokio::test]
 async fn a_hopeless_run_that_an_alert_ended_keeps_its_newest_checkpoint() {
-    // Nothing to reinforce has damaged nothing.
+    // A run without any reward has not damaged its weights.
     let setting = Setting::new().await;
     let claimed = claimed(&setting, keeps(3, 0, "reward", true)).await;
     let (job, store) = (claimed.job, &setting.store);
@@ -143,7 +143,7 @@ async fn a_job_that_diverged_has_the_checkpoint_before_the_bad_weights_as_its_re
     for step in [1, 2, 3] {
         setting.publish(&claimed, step, &Metrics::new()).await.unwrap();
     }
-    // The weights of step 3 gave the first loss, that of step 4, that was not finite.
+    // The weights of step 3 gave the first non-finite loss, that of step 4.
     store.events_append(job, &batch(1, 0, vec![Event::Diverged { first_step: 4, step: 6 }]), T0).await.unwrap();
     store.job_finish(job, 1, Outcome::Failed { failure: failure("diverged") }, T0).await.unwrap();
     let ending = store.job_get(job).await.unwrap().ending.unwrap();
@@ -189,7 +189,7 @@ async fn the_best_checkpoint_follows_the_plan_s_metric_and_direction() {
         of_step.insert("eval_reward".to_owned(), Some(gap));
         setting.publish(&claimed, step, &of_step).await.unwrap();
     }
-    // One that was not evaluated does not count.
+    // A checkpoint without an evaluation does not count.
     setting.publish(&claimed, 5, &metrics("reward", 1.0)).await.unwrap();
     let store = &setting.store;
     let steps: Vec<u64> = store.checkpoint_list(claimed.job).await.unwrap().iter().map(|row| row.step).collect();
@@ -198,7 +198,7 @@ async fn the_best_checkpoint_follows_the_plan_s_metric_and_direction() {
 }
 
 #[tokio::test]
-async fn a_pinned_checkpoint_is_never_rotated_away_until_it_is_given_back() {
+async fn a_pinned_checkpoint_is_kept_until_it_is_unpinned() {
     let setting = Setting::new().await;
     let claimed = claimed(&setting, keeps(1, 0, "reward", true)).await;
     let (job, store) = (claimed.job, &setting.store);
@@ -215,7 +215,7 @@ async fn a_pinned_checkpoint_is_never_rotated_away_until_it_is_given_back() {
     let removed = setting.publish(&claimed, 5, &Metrics::new()).await.unwrap().removed;
     assert_eq!(removed.iter().map(|row| row.step).collect::<Vec<_>>(), [4, 1]);
     assert_eq!(steps().await, [5]);
-    // Told once each: repeating a pin changes nothing.
+    // Each change is reported once: repeating a pin has no effect.
     let history = setting.history(job).await;
     let pins: Vec<&String> = history.iter().filter(|kind| kind.contains("pinned")).collect();
     assert_eq!(pins, ["checkpoint.pinned", "checkpoint.unpinned"]);

@@ -1,4 +1,4 @@
-//! What `rlood gc` finds, removes and spares.
+//! Tests of what `rlood gc` finds, removes and keeps.
 
 use std::path::{Path, PathBuf};
 
@@ -16,7 +16,7 @@ use crate::setting::{Setting, T0, plan};
 const HOUR: i64 = 3_600_000;
 const DAY: i64 = 24 * HOUR;
 
-/// Without a server, and nothing kept for a time.
+/// Rules without a running server and without retention times.
 fn rules(now: i64) -> GcRules {
     GcRules { now, is_served: false, datasets_ms: None, models_ms: None, checkpoints_ms: None }
 }
@@ -27,7 +27,7 @@ fn write(path: &Path, bytes: usize) -> PathBuf {
     path.to_owned()
 }
 
-/// Kind, bytes and whether it goes, in the order of the kinds.
+/// Returns kind, size in bytes and whether it is removed, in the order of the kinds.
 fn short(items: &[GcItem]) -> Vec<(StorageKind, u64, bool)> {
     let mut short: Vec<_> = items.iter().map(|item| (item.kind, item.size_bytes, item.removal.is_some())).collect();
     short.sort();
@@ -62,7 +62,7 @@ async fn a_plan_removes_nothing_and_then_the_orphans_go_and_the_rest_stays() {
     let upload = write(&root.join("staging").join(job.to_string()).join("1/2/adapter"), 6);
     let pinned = (StorageKind::Datasets, 80, false);
 
-    // Beside a server what is young may be about to get its row, and what a running job uploads is slow.
+    // While a server is running, young files may be about to get their row, and uploads of a running job can be slow.
     let served = GcRules { is_served: true, ..rules(clock_ms()) };
     assert_eq!(short(&gc::plan(store, files, served).await.unwrap()), [pinned]);
     let later = GcRules { is_served: true, ..rules(clock_ms() + HOUR + 1000) };
@@ -87,13 +87,13 @@ async fn a_plan_removes_nothing_and_then_the_orphans_go_and_the_rest_stays() {
     for path in needed.iter().chain([&upload, &published]) {
         assert!(path.is_file(), "{}", path.display());
     }
-    // Without a server nothing is being uploaded, and no worker computes.
+    // Without a server, nothing is being uploaded and no worker is running.
     let left = gc::plan(store, files, rules(clock_ms() + 1000)).await.unwrap();
     assert_eq!(short(&left), [pinned, (StorageKind::Staging, 6, true), (StorageKind::Scratch, 1, true)]);
 }
 
 #[tokio::test]
-async fn a_data_set_goes_when_no_job_has_used_it_for_long_enough_and_never_under_a_job() {
+async fn a_dataset_is_removed_only_when_no_job_has_used_it_for_long_enough() {
     let setting = Setting::new().await;
     let (store, files) = (&setting.store, &setting.files);
     let file = write(&files.dataset(setting.dataset), 80);
@@ -109,7 +109,7 @@ async fn a_data_set_goes_when_no_job_has_used_it_for_long_enough_and_never_under
     let items = gc::plan(store, files, rules(T0 + 40 * DAY + 1)).await.unwrap();
     let removal = items[0].removal.clone().unwrap();
     assert_eq!(removal, Removal::Dataset(setting.dataset));
-    // Meanwhile somebody submits a job.
+    // A user submits a job in the meantime.
     let another = setting.job().await;
     assert!(!gc::remove(store, files, &removal).await.unwrap());
     assert!(file.is_file());
@@ -153,7 +153,7 @@ async fn a_downloaded_model_is_pinned_by_jobs_and_by_adapters_and_other_folders_
     assert_eq!(of_adapter.len(), 2, "{of_adapter:?}");
     assert!(gc::remove(store, files, of_part.removal.as_ref().unwrap()).await.unwrap());
     assert!(!part.exists() && shared.is_file());
-    // The adapter goes, then the model.
+    // Once the adapter is removed, so is the model.
     store.leftover_checkpoints_remove(T0 + DAY).await.unwrap();
     let unused = models(T0 + 100 * DAY).await;
     let removal = unused.iter().find(|item| item.name == "org/tiny").unwrap().removal.clone().unwrap();
@@ -191,7 +191,7 @@ async fn checkpoints_of_jobs_that_are_over_for_long_go_but_for_pinned_ones() {
 }
 
 #[tokio::test]
-async fn what_is_kept_adds_up_by_kind_and_owner_and_a_linked_file_counts_once() {
+async fn storage_use_adds_up_by_kind_and_owner_and_a_linked_file_counts_once() {
     let setting = Setting::new().await;
     let (store, files) = (&setting.store, &setting.files);
     let id = DatasetId::new();

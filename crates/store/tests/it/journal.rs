@@ -1,4 +1,5 @@
-//! The journal: fenced, durable, found again by the next attempt, and gone when a checkpoint covers it.
+//! Tests of the journal: writes need the current attempt, are durable, are read by the next attempt, and are
+//! removed when a checkpoint covers them.
 
 use rlood_store::StoreError;
 use rlood_types::event::{FinishReason, Metrics};
@@ -26,7 +27,7 @@ fn answer(rollout: RolloutId, key: &str, id: &str) -> JournalEntry {
 }
 
 #[tokio::test]
-async fn the_next_attempt_finds_what_the_last_one_wrote_and_a_late_one_writes_nothing() {
+async fn the_next_attempt_reads_the_journal_and_a_late_attempt_cannot_write() {
     let setting = Setting::new().await;
     let store = &setting.store;
     let job = setting.job().await;
@@ -34,7 +35,7 @@ async fn the_next_attempt_finds_what_the_last_one_wrote_and_a_late_one_writes_no
     let (train, eval) = (RolloutId::train(1), RolloutId::eval(0));
     let entries = [rollout(eval), rollout(train), request(train, "k1", "rwr_1"), request(train, "k2", "rwr_2")];
     store.journal_append(job, 1, &entries, T0).await.unwrap();
-    // A call whose answer was lost is made again.
+    // A call whose response was lost is repeated.
     store.journal_append(job, 1, &entries, T0).await.unwrap();
     store.journal_append(job, 1, &[answer(train, "k1", "rwr_1")], T0).await.unwrap();
     store.journal_append(job, 1, &[answer(train, "k1", "rwr_1")], T0).await.unwrap();
@@ -50,14 +51,14 @@ async fn the_next_attempt_finds_what_the_last_one_wrote_and_a_late_one_writes_no
     assert!(matches!(store.journal_page(job, 1, 0, T0).await, Err(StoreError::LeaseLost)));
     let page = store.journal_page(job, 2, 0, T0).await.unwrap();
     assert_eq!(page.next, None);
-    // An answered request is never sent again: only its answer is kept.
+    // An answered request is never sent again, so only its answer is stored.
     let expected =
         [rollout(eval), rollout(train), answer(train, "k1", "rwr_1"), request(train, "k2", "rwr_2")].to_vec();
     assert_eq!(page.entries, expected);
 }
 
 #[tokio::test]
-async fn a_checkpoint_takes_what_it_covers_and_the_end_of_the_job_the_rest() {
+async fn a_checkpoint_removes_covered_entries_and_the_end_of_the_job_the_rest() {
     let setting = Setting::new().await;
     let store = &setting.store;
     let job = setting.job().await;
@@ -78,7 +79,7 @@ async fn a_checkpoint_takes_what_it_covers_and_the_end_of_the_job_the_rest() {
     let ids = [RolloutId::eval(1), RolloutId::train(1), RolloutId::train(2), RolloutId::eval(2), RolloutId::train(3)];
     store.journal_append(job, 1, &ids.map(rollout), T0).await.unwrap();
     setting.publish(&claimed, 2, &Metrics::new()).await.unwrap();
-    // The evaluation of step 2 may be under way still: a pause saves before it is done.
+    // The evaluation of step 2 may not be finished, because a pause saves before it is.
     assert_eq!(kept().await, [RolloutId::eval(2), RolloutId::train(3)].map(|id| (id.phase, id.step)));
     let forget = JournalEntry::Forget { rollout: RolloutId::train(3), reward: "r".into() };
     store.journal_append(job, 1, &[request(RolloutId::train(3), "k", "rwr_1"), forget], T0).await.unwrap();
@@ -122,7 +123,7 @@ async fn a_long_journal_comes_in_pages() {
 }
 
 #[tokio::test]
-async fn a_worker_that_lost_its_lease_is_shown_as_lost_until_it_is_heard_of() {
+async fn a_worker_that_lost_its_lease_is_lost_until_its_next_message() {
     let setting = Setting::new().await;
     setting.job().await;
     let worker = setting.worker().await;

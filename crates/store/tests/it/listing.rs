@@ -1,10 +1,10 @@
-//! Lists of jobs: the right ones, in order, with the right things beside them, whatever the filter; and never by reading all rows.
+//! Tests of lists of jobs: contents, order, additional data and filters; and that no list reads all rows.
 
 use std::collections::BTreeMap;
 
-use rlood_store::courses::REWARD_COURSES;
 use rlood_store::listing::{BESIDE_JOBS, BETWEEN_IN_QUEUE, list_query};
 use rlood_store::rewards::OUTAGE_JOBS;
+use rlood_store::sparklines::REWARD_SPARKLINES;
 use rlood_store::steps::{SOME_STEP_LINES, STEP_LINES};
 use rlood_store::{JobFilter, JobPatch, JobRow, NewJob};
 use rlood_types::id::JobId;
@@ -18,7 +18,7 @@ fn labels(pairs: &[(&str, &str)]) -> BTreeMap<String, String> {
     pairs.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect()
 }
 
-/// Sixty jobs of several models, owners, labels, priorities and states; some made in the same millisecond.
+/// Creates sixty jobs with several models, owners, labels, priorities and states; some in the same millisecond.
 async fn some_jobs(setting: &Setting) -> Vec<JobRow> {
     let mut jobs = Vec::new();
     for number in 0..60 {
@@ -124,7 +124,7 @@ async fn places_in_the_queue_are_those_in_which_jobs_are_claimed() {
         places.iter().map(|(place, _)| *place).collect::<Vec<_>>(),
         (1..=places.len() as u64).collect::<Vec<_>>()
     );
-    // A few of them alone, and each alone, say the same.
+    // Queries for a few of them, and for each one alone, give the same positions.
     let some: Vec<JobId> = places.iter().step_by(5).map(|(_, id)| *id).collect();
     let beside_some = setting.store.jobs_beside(&some).await.unwrap();
     for (place, id) in &places {
@@ -142,7 +142,7 @@ async fn places_in_the_queue_are_those_in_which_jobs_are_claimed() {
     assert!(setting.claim(worker, T0).await.is_none());
 }
 
-/// What SQLite says it would do.
+/// Returns SQLite's query plan for a statement.
 async fn steps_of(setting: &Setting, sql: &str) -> Vec<String> {
     let options = sqlx::sqlite::SqliteConnectOptions::new().filename(setting.files.database());
     let mut connection = sqlx::SqliteConnection::connect_with(&options).await.unwrap();
@@ -160,7 +160,7 @@ async fn no_page_reads_all_rows_or_sorts_them() {
             let steps = steps_of(&setting, sql.sql().as_str()).await;
             let paged = steps.iter().any(|step| step.contains("SCAN page"));
             for step in &steps {
-                // The jobs of the page alone, a hundred at most, are put in order once more.
+                // Only the jobs of the page, at most a hundred, are sorted once more.
                 let sorts = step.contains("TEMP B-TREE") && !paged;
                 let reads_all = step.starts_with("SCAN jobs") && !step.contains("INDEX jobs_");
                 assert!(!sorts && !reads_all, "{filter:?}: {steps:?}");
@@ -175,7 +175,7 @@ async fn no_page_reads_all_rows_or_sorts_them() {
     for (sql, indexes) in [
         (BESIDE_JOBS, &["alerts USING PRIMARY KEY", "training_phases USING PRIMARY KEY", "workers USING INDEX"][..]),
         (BETWEEN_IN_QUEUE, &["COVERING INDEX jobs_queue"]),
-        (REWARD_COURSES, &["COVERING INDEX steps_reward"]),
+        (REWARD_SPARKLINES, &["COVERING INDEX steps_reward"]),
         (STEP_LINES, &["steps USING PRIMARY KEY (job_id=? AND step>? AND step<?)"]),
         (SOME_STEP_LINES, &["steps USING PRIMARY KEY (job_id=? AND step=?)"]),
         (OUTAGE_JOBS, &["INDEX jobs_outage"]),
@@ -184,9 +184,9 @@ async fn no_page_reads_all_rows_or_sorts_them() {
         for index in indexes {
             assert!(steps.iter().any(|step| step.contains(index)), "{index}: {steps:?}");
         }
-        // Tables are searched; what is scanned is given with the statement or comes out of it.
+        // Tables are searched by index. Scans are only of lists that are part of the statement or of its intermediate results.
         for step in steps.iter().filter(|step| step.starts_with("SCAN")) {
-            let small = ["wanted", "stretch", "(subquery", "CONSTANT ROW"].iter().any(|name| step.contains(name));
+            let small = ["wanted", "section", "(subquery", "CONSTANT ROW"].iter().any(|name| step.contains(name));
             assert!(small || step.contains("INDEX jobs_outage"), "{steps:?}");
         }
     }

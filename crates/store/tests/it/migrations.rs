@@ -1,4 +1,4 @@
-//! The migrations are compiled into the program, from a folder that Cargo does not watch by itself.
+//! Tests that the migrations are compiled into the program, from a folder that Cargo does not watch by itself.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -8,10 +8,10 @@ use sqlx::{Connection, Row};
 
 use crate::setting::Setting;
 
-/// Relative to the crate, as the build script says it.
+/// Folder of the migrations relative to the crate, as in the build script.
 const FOLDER: &str = "../../migrations";
 
-/// By version: description and checksum, as sqlx's own reader makes them of the files and as a new database has them.
+/// Description and checksum by version, both from sqlx's own reader of the files and from a new database.
 type Versions = BTreeMap<i64, (String, Vec<u8>)>;
 
 #[tokio::test]

@@ -1,4 +1,4 @@
-//! The named points at which a test lets the store fail are in a build with the feature `failpoints`, and in no other.
+//! Tests that the failpoints of the store are in a build with the feature `failpoints`, and in no other.
 
 use std::cell::RefCell;
 use std::rc::Rc;

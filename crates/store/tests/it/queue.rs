@@ -1,10 +1,10 @@
-//! The queue: states and moves, claims, leases, and what becomes of a job whose worker is gone.
+//! Tests of the queue: states, state changes, claims, leases, and jobs whose worker is gone.
 
 use std::collections::BTreeSet;
 
 use rlood_store::claims::{JOBS_OF_WORKER, LAPSED_JOBS, NEXT_JOB};
 use rlood_store::server_errors::NEXT_DUE;
-use rlood_store::{Beat, Claimed, StoreError};
+use rlood_store::{Claimed, HeartbeatUpdate, StoreError};
 use rlood_types::event::{Event, Metrics, Phase};
 use rlood_types::id::JobId;
 use rlood_types::job::{Action, FailureClass, Requested, State};
@@ -12,11 +12,11 @@ use rlood_types::protocol::{EventBatch, Outcome};
 
 use crate::setting::{LEASE, Setting, T0, failure, plan};
 
-fn beat() -> Beat {
-    Beat { phase: Phase::Train, status_reason: None, step: 1, eta_s: Some(3.0), memory_bytes: None }
+fn heartbeat() -> HeartbeatUpdate {
+    HeartbeatUpdate { phase: Phase::Train, status_reason: None, step: 1, eta_s: Some(3.0), memory_bytes: None }
 }
 
-/// The columns that go with a state, for a bare UPDATE.
+/// Returns assignments of the columns that a state requires, for a plain UPDATE.
 fn columns(state: State, worker: &str) -> String {
     let running = state == State::Running;
     format!(
@@ -73,7 +73,7 @@ async fn the_database_refuses_rows_that_contradict_themselves() {
 }
 
 #[tokio::test]
-async fn every_action_in_every_state_does_what_the_table_says() {
+async fn every_action_in_every_state_follows_the_table() {
     let setting = Setting::new().await;
     let store = &setting.store;
     for state in State::ALL {
@@ -120,9 +120,9 @@ async fn a_mark_is_set_once_and_cancel_outranks_pause() {
     let job = setting.job_in(State::Running).await;
     assert_eq!(store.job_pause(job, T0).await.unwrap().requested, Some(Requested::Pause));
     store.job_pause(job, T0).await.unwrap();
-    assert_eq!(store.job_heartbeat(job, 1, beat(), T0, LEASE).await.unwrap(), Some(Requested::Pause));
+    assert_eq!(store.job_heartbeat(job, 1, heartbeat(), T0, LEASE).await.unwrap(), Some(Requested::Pause));
     assert_eq!(store.job_resume(job, T0).await.unwrap().requested, None);
-    assert_eq!(store.job_heartbeat(job, 1, beat(), T0, LEASE).await.unwrap(), None);
+    assert_eq!(store.job_heartbeat(job, 1, heartbeat(), T0, LEASE).await.unwrap(), None);
     store.job_pause(job, T0).await.unwrap();
     assert_eq!(store.job_cancel(job, T0).await.unwrap().requested, Some(Requested::Cancel));
     store.job_cancel(job, T0).await.unwrap();
@@ -169,7 +169,7 @@ async fn every_outcome_meets_every_mark() {
         (own(), None, State::Paused),
         (own(), cancel, State::Cancelled),
         (own(), pause, State::Paused),
-        // The user took the pause back before the worker stopped for it.
+        // The user withdrew the pause before the worker stopped for it.
         (Outcome::Paused { reason: None }, None, State::Queued),
         (Outcome::Paused { reason: None }, cancel, State::Cancelled),
         (Outcome::Paused { reason: None }, pause, State::Paused),
@@ -190,7 +190,7 @@ async fn every_outcome_meets_every_mark() {
         assert_eq!((row.requested, row.worker, row.lease_until, row.phase), (None, None, None, None));
         assert_eq!(row.finished_at, expected.is_terminal().then_some(T0 + 9));
         assert_eq!(row.failed_attempts, 0, "no outcome is charged");
-        // With the user's mark it is the user's pause.
+        // If a request is pending, the pause counts as the user's.
         let reason = if outcome == own() && requested.is_none() { Some("reward_outage") } else { None };
         assert_eq!(row.status_reason.as_deref(), reason);
         setting.sql("DELETE FROM jobs").await.unwrap();
@@ -211,7 +211,7 @@ async fn a_late_worker_cannot_finish_a_requeued_job() {
         let now = T0 + LEASE + 2;
         let refused = [
             store.claim_check(job, late.attempt).await,
-            store.job_heartbeat(job, late.attempt, beat(), now, LEASE).await.map(drop),
+            store.job_heartbeat(job, late.attempt, heartbeat(), now, LEASE).await.map(drop),
             store.events_append(job, &batch(late.attempt), now).await.map(drop),
             setting.publish(&late, 1, &Metrics::new()).await.map(drop),
             store.job_finish(job, late.attempt, Outcome::Succeeded, now).await,
@@ -258,7 +258,7 @@ async fn the_queue_is_first_come_within_a_priority_and_a_requeued_job_keeps_its_
     let setting = Setting::new().await;
     let store = &setting.store;
     let first = setting.job_with(0, T0).await;
-    // A clock that goes back changes nothing.
+    // A clock that moves backwards has no effect.
     let second = setting.job_with(0, T0 - 1000).await;
     let urgent = setting.job_with(5, T0 + 1000).await;
     let lazy = setting.job_with(-1, T0).await;
@@ -284,17 +284,17 @@ async fn a_lease_lasts_from_the_last_heartbeat_and_a_restart_extends_it() {
     let setting = Setting::new().await;
     let store = &setting.store;
     let job = setting.job_in(State::Running).await;
-    store.job_heartbeat(job, 1, beat(), T0 + 10_000, LEASE).await.unwrap();
+    store.job_heartbeat(job, 1, heartbeat(), T0 + 10_000, LEASE).await.unwrap();
     assert_eq!(store.leases_reap(T0 + 40_000).await.unwrap(), []);
     let row = store.job_get(job).await.unwrap();
     assert_eq!((row.phase, row.step, row.eta_s), (Some(Phase::Train), 1, Some(3.0)));
-    // The server was down for an hour.
+    // The server was stopped for an hour.
     let boot = T0 + 3_600_000;
     store.leases_renew(boot, LEASE).await.unwrap();
     assert_eq!(store.leases_reap(boot + LEASE).await.unwrap(), []);
     assert_eq!(store.leases_reap(boot + LEASE + 1).await.unwrap(), [job]);
     let row = store.job_get(job).await.unwrap();
-    // A step was done, so that the loss is no strike.
+    // A step was done, so the lost worker is not a strike.
     assert_eq!((row.state, row.failed_attempts, row.attempt), (State::Queued, 0, 1));
 }
 
@@ -331,7 +331,7 @@ async fn three_lost_workers_without_progress_fail_the_job_and_progress_starts_th
 }
 
 #[tokio::test]
-async fn a_wish_outlives_the_worker_it_was_meant_for() {
+async fn a_pending_request_survives_the_loss_of_its_worker() {
     let setting = Setting::new().await;
     let store = &setting.store;
     for (cancel, expected) in [(true, State::Cancelled), (false, State::Paused)] {
@@ -347,7 +347,7 @@ async fn a_wish_outlives_the_worker_it_was_meant_for() {
 }
 
 #[tokio::test]
-async fn a_worker_that_asks_again_has_lost_what_it_held() {
+async fn a_worker_that_claims_again_loses_its_job() {
     let setting = Setting::new().await;
     let job = setting.job().await;
     let worker = setting.worker().await;
@@ -375,7 +375,7 @@ async fn a_restart_frees_the_children_and_waits_for_the_others() {
     assert_eq!((row.state, row.failed_attempts), (State::Queued, 0));
     let workers = store.worker_list().await.unwrap();
     assert_eq!(workers.iter().map(|row| (row.id, row.job)).collect::<Vec<_>>(), [(guest, Some(of_guest))]);
-    // A worker that holds a job is never pruned, an idle one that fell silent is.
+    // A worker that holds a job is never pruned, but an idle one without heartbeats is.
     store.workers_prune(boot).await.unwrap();
     assert_eq!(store.worker_list().await.unwrap().len(), 1);
     store.job_finish(of_guest, 1, Outcome::Succeeded, boot).await.unwrap();
@@ -410,7 +410,7 @@ async fn the_next_job_is_found_by_index_however_long_the_queue() {
         let rows = sqlx::query(explain).fetch_all(&mut connection).await.unwrap();
         let steps: Vec<String> = rows.iter().map(|row| row.get("detail")).collect();
         assert!(steps[0].contains(&format!("INDEX {index}")), "{query}: {steps:?}");
-        // Of a job's model, whether its files are here.
+        // The plan also looks up whether the files of a job's model are downloaded.
         let beside = |step: &String| step.contains("SUBQUERY") || step.starts_with("SEARCH models USING INDEX");
         assert!(steps[1..].iter().all(beside), "{query}: {steps:?}");
     }

@@ -1,14 +1,16 @@
-//! The queue beside a model of it: random sequences of claims, heartbeats, reports, checkpoints, wishes, crashes, clock jumps and
-//! restarts, on a real database and real files, each answer and each row compared. What must hold: a job has one live owner,
-//! a terminal state never moves, no event is lost or doubled, attempts count only without progress past what any earlier one
-//! reached (steps, then rollouts and answers in the journal, then rows of the evaluation), shutdowns never, a user's pause stays, a
-//! worker that is heard keeps its job whatever the clock does, no sample is asked for under two ids, and a published
-//! checkpoint has its bytes. And each rule that sees to this is taken away once: the suite must notice.
+//! Model-based test of the queue: random sequences of claims, heartbeats, reports, checkpoints, user requests, crashes, clock
+//! changes and restarts, on a real database and real files, with every response and every row compared. The invariants: a job has
+//! one live owner, a terminal state never changes, no event is lost or duplicated, attempts count as failed only without progress
+//! past every earlier one (steps, then rollouts and answers in the journal, then rows of the evaluation), shutdowns never count, a
+//! user's pause is kept, a worker with heartbeats keeps its job whatever the clock does, no sample is requested under two ids, and
+//! a published checkpoint has its bytes. Each rule behind these invariants is turned off once, and the suite must detect it.
 //!
 //! ```text
 //! cargo test --release -p rlood-store --features failpoints --test it queue_model                       1,000 sequences
-//! RLOOD_MODEL_SEQUENCES=100000 cargo test --release -p rlood-store --features failpoints --test it queue_model::holds -- --nocapture
-//! RLOOD_MODEL_SEED=SEED cargo test --release -p rlood-store --features failpoints --test it queue_model::holds -- --nocapture     one again, told step by step
+//! RLOOD_MODEL_SEQUENCES=100000 cargo test --release -p rlood-store --features failpoints
+//! --test it queue_model::holds -- --nocapture
+//! RLOOD_MODEL_SEED=SEED cargo test --release -p rlood-store --features failpoints --test it queue_model::holds -- --nocapture    
+//! repeats one, step by step
 //! ```
 
 mod expected;
@@ -28,10 +30,10 @@ use rlood_types::id::DatasetId;
 use rlood_types::spec::Plan;
 use world::World;
 
-/// Things that happen in a sequence.
+/// Number of actions in a sequence.
 const LENGTH: usize = 60;
-/// Sequences until a missing rule must have been noticed.
-const NOTICED_WITHIN: u64 = 400;
+/// Number of sequences within which a missing rule must be detected.
+const DETECTED_WITHIN: u64 = 400;
 
 /// A data directory as a new server leaves it, with a dataset.
 struct Template {
@@ -85,7 +87,7 @@ fn plan(dataset: DatasetId) -> Plan {
     .unwrap()
 }
 
-/// One sequence; the error is what was wrong, after what had happened.
+/// Runs one sequence; the error is what was wrong, with the actions before it.
 async fn sequence(seed: u64, template: &Template) -> Result<Vec<String>, (String, Vec<String>)> {
     let mut world = World::new(seed, template.root.path(), template.dataset).await;
     match world.run(LENGTH).await {
@@ -117,7 +119,7 @@ fn holds() {
     }
     let sequences = number("RLOOD_MODEL_SEQUENCES").unwrap_or(1000);
     let begun = std::time::Instant::now();
-    // Another thousand each day; a failure names its seed.
+    // The seeds differ from day to day; a failure prints its seed.
     let first = number("RLOOD_MODEL_FIRST_SEED").unwrap_or_else(|| begun_today() * 1_000_000);
     let (next, told) = (AtomicU64::new(0), AtomicU64::new(0));
     let work = || {
@@ -138,7 +140,7 @@ fn holds() {
             }
         });
     };
-    // Each waits for the threads of its databases half of the time.
+    // Each test thread waits for its databases' threads half of the time.
     let threads = std::thread::available_parallelism().map_or(4, |cores| 2 * cores.get()).min(32);
     std::thread::scope(|scope| {
         let running: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
@@ -155,7 +157,7 @@ fn holds() {
     );
 }
 
-/// Days since 1970.
+/// Returns the number of days since 1970.
 fn begun_today() -> u64 {
     rlood_store::clock_ms().unsigned_abs() / 86_400_000
 }
@@ -166,17 +168,17 @@ fn every_rule_is_missed_when_it_is_taken_away() {
     for rule in [Fence, Immediate, LeaseMargin, BootMargin, ManifestLast, SameTransaction, Reached] {
         let noticed = on_this_thread(async {
             let template = Template::new().await;
-            failpoint::take_away(Some(rule));
-            for seed in 0..NOTICED_WITHIN {
+            failpoint::turn_off_rule(Some(rule));
+            for seed in 0..DETECTED_WITHIN {
                 if let Err((wrong, _)) = sequence(seed, &template).await {
                     return Some((seed, wrong));
                 }
             }
             None
         });
-        failpoint::take_away(None);
+        failpoint::turn_off_rule(None);
         failpoint::set_hook(None);
-        let (seed, wrong) = noticed.unwrap_or_else(|| panic!("{NOTICED_WITHIN} sequences hold without {rule:?}"));
+        let (seed, wrong) = noticed.unwrap_or_else(|| panic!("{DETECTED_WITHIN} sequences hold without {rule:?}"));
         println!("without {rule:?}: noticed in sequence {seed}: {wrong}");
     }
 }

@@ -1,4 +1,4 @@
-//! A data directory with a store in it, a dataset, and jobs made from one small plan.
+//! Test fixture: a data directory with a store, a dataset, and jobs created from one small plan.
 
 use std::collections::BTreeMap;
 
@@ -12,9 +12,9 @@ use rlood_types::protocol::{FileEntry, Outcome, PROTOCOL, Register};
 use rlood_types::spec::Plan;
 use serde_json::json;
 
-/// The time of every test's beginning, Unix ms.
+/// Time at which every test begins, Unix time in milliseconds.
 pub const T0: i64 = 1_800_000_000_000;
-/// A lease, ms.
+/// Duration of a lease, in milliseconds.
 pub const LEASE: i64 = 30_000;
 
 pub struct Setting {
@@ -43,7 +43,7 @@ impl Setting {
         Self { store, files, dataset, dir }
     }
 
-    /// What the store itself would refuse to do, or cannot.
+    /// Runs SQL directly, for changes that the store would reject or does not support.
     pub async fn sql(&self, sql: &str) -> Result<u64, sqlx::Error> {
         use sqlx::Connection;
         let options = sqlx::sqlite::SqliteConnectOptions::new().filename(self.files.database());
@@ -90,7 +90,7 @@ impl Setting {
         self.store.job_claim(worker, now, LEASE).await.unwrap()
     }
 
-    /// A job in this state; its attempt is 1 if it ran.
+    /// Creates a job in this state; its attempt is 1 if it ran.
     pub async fn job_in(&self, state: State) -> JobId {
         let job = self.job().await;
         let run = async |outcome: Outcome| {
@@ -130,7 +130,7 @@ impl Setting {
         self.store.checkpoint_publish(checkpoint, T0).await
     }
 
-    /// The types of a job's events, in order.
+    /// Returns the types of a job's events, in order.
     pub async fn history(&self, job: JobId) -> Vec<String> {
         self.store.event_page(job, 0, 1000).await.unwrap().into_iter().map(|event| event.kind).collect()
     }
@@ -147,7 +147,7 @@ pub fn failure(code: &str) -> Failure {
     }
 }
 
-/// Ten steps on a dataset; keeps the last two checkpoints and the best one.
+/// Returns a plan of ten steps on a dataset that keeps the last two checkpoints and the best one.
 pub fn plan(dataset: DatasetId) -> Plan {
     serde_json::from_value(json!({
         "name": "a-job",

@@ -1,4 +1,4 @@
-//! What is stored: events, steps, samples, checkpoints, datasets, models, idempotency keys.
+//! Tests of stored events, steps, samples, checkpoints, datasets, models and idempotency keys.
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::PermissionsExt;
@@ -107,7 +107,7 @@ async fn sequence_numbers_have_no_gap_under_concurrency() {
         let store = setting.store.clone();
         let warning = Event::Warning { code: "w".to_owned(), message: "m".to_owned(), data: json!(number) };
         writers.spawn(async move {
-            // Late numbers are taken for repeated ones and refused; whatever is stored is counted once.
+            // A batch with a late number counts as repeated and is ignored; every stored batch is counted once.
             store.events_append(job, &batch(1, number, vec![warning; 3]), T0).await.unwrap();
             store.job_patch(job, JobPatch { priority: Some(number as i64), ..Default::default() }, T0).await.unwrap();
         });
@@ -155,7 +155,7 @@ async fn a_new_claim_rewinds_to_the_newest_checkpoint() {
 
     // The batches of the new attempt count from 0 again.
     assert!(store.events_append(job, &report(2, 0, 3..=3), T0).await.unwrap());
-    // Without anything to take back nothing is told.
+    // If nothing is rewound, no event is recorded.
     setting.publish(&second, 3, &Metrics::new()).await.unwrap();
     store.job_finish(job, 2, Outcome::Requeued, T0).await.unwrap();
     setting.claim(worker, T0).await.unwrap();
@@ -230,7 +230,7 @@ async fn samples_are_sorted_searched_and_paged() {
 }
 
 #[tokio::test]
-async fn rotation_keeps_the_newest_the_best_and_what_is_pinned() {
+async fn rotation_keeps_the_newest_the_best_and_pinned_checkpoints() {
     let setting = Setting::new().await;
     let store = &setting.store;
     let first = claimed(&setting).await;
@@ -254,12 +254,12 @@ async fn rotation_keeps_the_newest_the_best_and_what_is_pinned() {
     assert_eq!(store.checkpoint_get(rows[2].id).await.unwrap(), rows[2]);
     assert_eq!(store.checkpoint_keys().await.unwrap().len(), 4);
 
-    // Once one was evaluated, only evaluations count.
+    // Once a checkpoint was evaluated, only evaluated ones count.
     let evaluated = Metrics::from([("reward".to_owned(), Some(0.0)), ("eval_reward".to_owned(), Some(-3.0))]);
     setting.publish(&first, 6, &evaluated).await.unwrap();
     assert_eq!(store.checkpoint_best(job).await.unwrap().unwrap().step, 6);
 
-    // A publication whose answer was lost is answered again; a later attempt replaces it.
+    // A publication whose response was lost gives the same response again; a later attempt replaces it.
     let before = store.checkpoint_latest(job).await.unwrap().unwrap();
     let again = setting.publish(&first, 6, &evaluated).await.unwrap();
     assert_eq!((again.id, again.removed), (before.id, Vec::new()));
@@ -277,7 +277,7 @@ async fn jobs_are_listed_newest_first_filtered_and_paged() {
     let store = &setting.store;
     let mut ids = Vec::new();
     for at in 0..5 {
-        // Two of the same millisecond, in id order.
+        // Two jobs created in the same millisecond are sorted by id.
         ids.push(setting.job_with(0, T0 + at / 2).await);
         tokio::time::sleep(std::time::Duration::from_millis(2)).await;
     }
@@ -334,7 +334,7 @@ async fn a_retry_copies_everything_and_a_patch_changes_labels() {
     assert_eq!((row.created_at, row.failure, row.started_at), (T0 + 1, None, None));
     assert_eq!(row.plan_json.get(), store.job_get(old).await.unwrap().plan_json.get());
     assert_eq!(store.job_secrets(new).await.unwrap()["helpful"].secret.as_deref(), Some("whsec_x"));
-    // The copy needs the dataset as the first one did.
+    // The copy needs the dataset as the original did.
     assert!(
         matches!(store.dataset_delete(setting.dataset).await, Err(StoreError::InUse { jobs, .. }) if jobs == [new])
     );
@@ -382,7 +382,7 @@ async fn the_same_bytes_are_the_same_dataset_and_a_needed_one_stays() {
     assert!(new);
     assert_eq!(store.dataset_by_sha256("", "d2").await.unwrap().as_ref(), Some(&row));
     assert_eq!(store.dataset_by_sha256("", "d3").await.unwrap(), None);
-    assert_eq!(store.dataset_by_sha256("somebody", "d2").await.unwrap(), None);
+    assert_eq!(store.dataset_by_sha256("another owner", "d2").await.unwrap(), None);
     let page = store.dataset_list(None, None, 1).await.unwrap();
     assert_eq!(page.data, [row]);
     let rest = store.dataset_list(None, page.next.as_deref(), 1).await.unwrap();
@@ -439,7 +439,7 @@ async fn an_idempotency_key_replays_for_a_day() {
     assert_eq!(store.key_begin("POST /datasets", "k1", "b2", T0).await.unwrap(), KeyBegin::New);
     store.key_abandon("POST /datasets", "k1").await.unwrap();
     assert_eq!(store.key_begin("POST /datasets", "k1", "b3", T0).await.unwrap(), KeyBegin::New);
-    // The server dies: what was in flight is free, what was answered stays.
+    // When the server dies, keys of requests in flight are freed, and stored responses are kept.
     store.keys_free_in_flight().await.unwrap();
     assert_eq!(store.key_begin("POST /datasets", "k1", "b4", T0).await.unwrap(), KeyBegin::New);
     let day = 24 * 60 * 60 * 1000;
@@ -469,7 +469,7 @@ async fn the_database_is_its_owners_whatever_the_directory_permits() {
     let dir = tempfile::tempdir().unwrap();
     std::fs::set_permissions(dir.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
     let database = dir.path().join("rlood.db");
-    // As a former version left it.
+    // The file as a former version left it.
     std::fs::write(&database, "").unwrap();
     std::fs::set_permissions(&database, std::fs::Permissions::from_mode(0o644)).unwrap();
     let store = Store::open(&database).await.unwrap();

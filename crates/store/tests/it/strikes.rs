@@ -1,6 +1,6 @@
-//! What counts as a strike against a job: failed attempts in a row that passed nothing which any earlier attempt had reached.
+//! Tests of strikes against a job: consecutive failed attempts that did not pass the furthest point of any earlier attempt.
 
-use rlood_store::{Beat, Claimed, Cursor, JobRow};
+use rlood_store::{Claimed, Cursor, HeartbeatUpdate, JobRow};
 use rlood_types::doctor::Rule;
 use rlood_types::event::{Event, Metrics, Phase, SamplePhase};
 use rlood_types::id::{JobId, WorkerId};
@@ -11,7 +11,7 @@ use serde_json::json;
 
 use crate::setting::{LEASE, Setting, T0, plan};
 
-/// A job and whoever works on it.
+/// A job and the worker that runs it.
 struct Run {
     setting: Setting,
     job: JobId,
@@ -31,7 +31,7 @@ impl Run {
         Self { setting, job, worker, claimed: None }
     }
 
-    /// The next attempt.
+    /// Claims the job for the next attempt.
     async fn claim(&mut self) -> Claimed {
         self.worker = self.setting.worker().await;
         let claimed = self.setting.claim(self.worker, T0).await.unwrap();
@@ -44,7 +44,7 @@ impl Run {
         self.claimed.as_ref().unwrap().attempt
     }
 
-    /// The attempt reports steps up to this one.
+    /// Reports steps up to this one.
     async fn steps(&self, last: u64) {
         let event = |step| Event::Step { step, kind: SamplePhase::Train, metrics: Metrics::new() };
         let events = (1..=last).map(event).collect();
@@ -56,7 +56,7 @@ impl Run {
         self.setting.store.journal_append(self.job, self.attempt(), entries, T0).await.unwrap();
     }
 
-    /// The worker is killed.
+    /// Kills the worker of the attempt.
     async fn lose(&self) -> JobRow {
         let lost = self.setting.store.worker_lost(self.worker, Some("signal: 9 (SIGKILL)\nlast words"), T0).await;
         assert_eq!(lost.unwrap(), Some(self.job));
@@ -67,7 +67,7 @@ impl Run {
         self.setting.store.job_get(self.job).await.unwrap()
     }
 
-    /// An attempt that comes to this step and is killed.
+    /// Runs an attempt that reaches this step and is killed.
     async fn killed_at(&mut self, step: u64) -> JobRow {
         self.claim().await;
         self.steps(step).await;
@@ -94,7 +94,7 @@ fn answer(rollout: RolloutId, key: &str) -> JournalEntry {
 async fn a_replay_is_no_progress_even_with_a_new_checkpoint_and_three_in_a_row_fail_the_job() {
     let mut run = Run::new().await;
     assert_eq!(run.killed_at(5).await.failed_attempts, 0, "five new steps");
-    // Back to step 3, with a checkpoint that is new: nothing that the first attempt had not reached.
+    // Back to step 3 with a new checkpoint, but with nothing that the first attempt had not reached.
     let claimed = run.claim().await;
     run.steps(3).await;
     run.setting.publish(&claimed, 3, &Metrics::new()).await.unwrap();
@@ -142,19 +142,19 @@ async fn rollouts_and_answers_in_the_journal_are_progress_and_so_are_rows_of_the
         run.claim().await;
         run.journal(std::slice::from_ref(entry)).await;
         let strikes = run.lose().await.failed_attempts;
-        // A request alone can be sent again.
+        // A request without an answer can be sent again.
         if matches!(entry, JournalEntry::Request { .. }) {
             assert_eq!(strikes, 2, "{entry:?}");
             continue;
         }
         assert_eq!(strikes, 0, "{entry:?}");
-        // What is there already is no progress of an attempt that writes it again.
+        // Entries that exist already are not progress of an attempt that writes them again.
         run.claim().await;
         run.journal(std::slice::from_ref(entry)).await;
         assert_eq!(run.lose().await.failed_attempts, 1, "{entry:?} again");
     }
     assert_eq!(run.row().await.reached, Some(Cursor(0, 3, 4)), "a rollout and two answers; three rows and an answer");
-    // The step itself is worth more than all answers for it.
+    // The step itself counts more than all answers for it.
     assert_eq!(run.killed_at(1).await.failed_attempts, 0);
     assert_eq!(run.row().await.reached, Some(Cursor(1, 0, 0)));
 }
@@ -194,7 +194,7 @@ async fn shutdowns_preemptions_and_restarts_are_never_strikes() {
     }
     let ends = run.setting.store.attempt_ends(run.job, 2).await.unwrap();
     assert_eq!(ends.iter().map(|end| end.reason.as_str()).collect::<Vec<_>>(), ["worker_shutdown", "preempted"]);
-    // They have not made the strikes before them go away, either.
+    // They have not removed the earlier strikes either.
     assert_eq!(run.killed_at(0).await.state, State::Failed);
 }
 
@@ -224,9 +224,9 @@ async fn a_job_of_an_older_version_keeps_its_strikes_and_has_its_step_as_its_mar
 }
 
 #[tokio::test]
-async fn what_a_fork_begins_with_is_no_progress_of_its_own() {
+async fn the_starting_step_of_a_fork_is_not_its_own_progress() {
     let mut run = Run::new().await;
-    // As a fork leaves it: a checkpoint of attempt 0, and its step.
+    // The state that a fork leaves: a checkpoint of attempt 0, and its step.
     let insert = format!(
         "INSERT INTO checkpoints (id, job_id, step, attempt, files, metrics, created_at) \
          VALUES ('{}', '{}', 3, 0, '[]', '{{}}', 0)",
@@ -295,11 +295,11 @@ async fn every_tenth_end_raises_an_alert_with_phase_and_memory_of_each() {
         let claimed = run.claim().await;
         let phase = if turn % 2 == 0 { Phase::Rollout } else { Phase::Train };
         let memory_bytes = (turn != 3).then_some(turn << 20);
-        let beat = Beat { phase, status_reason: None, step: 0, eta_s: None, memory_bytes };
-        store.job_heartbeat(run.job, claimed.attempt, beat, T0, LEASE).await.unwrap();
-        // A heartbeat of a worker that does not say it leaves the memory as it was.
-        let beat = Beat { phase, status_reason: None, step: 0, eta_s: None, memory_bytes: None };
-        store.job_heartbeat(run.job, claimed.attempt, beat, T0, LEASE).await.unwrap();
+        let heartbeat = HeartbeatUpdate { phase, status_reason: None, step: 0, eta_s: None, memory_bytes };
+        store.job_heartbeat(run.job, claimed.attempt, heartbeat, T0, LEASE).await.unwrap();
+        // A heartbeat without memory does not change the recorded memory.
+        let heartbeat = HeartbeatUpdate { phase, status_reason: None, step: 0, eta_s: None, memory_bytes: None };
+        store.job_heartbeat(run.job, claimed.attempt, heartbeat, T0, LEASE).await.unwrap();
         match turn % 2 {
             0 => store.job_finish(run.job, claimed.attempt, Outcome::Preempted, T0).await.unwrap(),
             _ => {
@@ -328,13 +328,13 @@ async fn every_tenth_end_raises_an_alert_with_phase_and_memory_of_each() {
         json!({"attempt": 3, "time_ms": T0, "reason": "worker_lost", "phase": "train", "step": 0,
         "memory_bytes": null, "detail": "signal: 9 (SIGKILL)"})
     );
-    // The next attempt goes back to the start; what the server said of the ends stays.
+    // The next attempt starts over; the server's alert about the ended attempts is kept.
     run.claim().await;
     assert_eq!(store.alert_list(run.job, true).await.unwrap().len(), 1);
 }
 
 #[tokio::test]
-async fn the_next_attempt_after_an_interruption_is_told_to_save_soon() {
+async fn the_next_attempt_after_an_interruption_must_save_soon() {
     let mut run = Run::new().await;
     let claimed = run.claim().await;
     assert!(!claimed.checkpoint_soon);
@@ -347,7 +347,7 @@ async fn the_next_attempt_after_an_interruption_is_told_to_save_soon() {
 }
 
 #[tokio::test]
-async fn a_temporary_checkpoint_goes_with_the_next_one_and_is_never_the_best() {
+async fn the_next_checkpoint_replaces_a_temporary_one_which_is_never_the_best() {
     let mut run = Run::new().await;
     let claimed = run.claim().await;
     let save = async |step: u64, reward: f64, temporary: bool| {

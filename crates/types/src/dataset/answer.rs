@@ -1,31 +1,31 @@
-//! The answer that a row carries: the final assistant turn, which a warm-up learns from.
+//! The answer in a row: the final assistant turn, which a warm-up learns from.
 
 use serde_json::{Map, Value, json};
 
 use super::{PROMPT, brief};
 
-/// The column with the answer, where the prompt does not end with it.
+/// The column with the answer, if the prompt does not end with it.
 pub const COMPLETION: &str = "completion";
 
 /// A prompt and the assistant turn that follows it.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Answered {
-    /// Both are plain texts.
+    /// Prompt and answer as plain text.
     Text {
-        /// The prompt.
+        /// Text of the prompt.
         prompt: String,
-        /// The answer.
+        /// Text of the answer.
         completion: String,
     },
     /// Chat messages; the last one is the assistant's.
     Chat(Vec<Value>),
 }
 
-/// What a row has to teach. Its prompt ends with the assistant's turn, or it has the answer in a column `completion`: a
-/// text, or a list with the assistant's message.
+/// Returns the answer that a row teaches. Either its prompt ends with an assistant turn, or the column `completion` has the answer:
+/// a text, or a list with the assistant's message.
 ///
 /// # Errors
-/// A stable code and what to do, where the row has no answer, an empty one, or two.
+/// Returns a stable code and how to fix the row, if it has no answer, an empty one, or two.
 pub fn answered(prompt: &Value, columns: &Map<String, Value>) -> Result<Answered, (&'static str, String)> {
     let completion = match columns.get(COMPLETION) {
         None | Some(Value::Null) => None,
@@ -66,7 +66,7 @@ fn is_assistants(message: &Value) -> bool {
     message["role"] == "assistant"
 }
 
-/// The answer in a completion.
+/// Returns the answer in a completion.
 fn text_of(completion: &Value) -> Result<String, (&'static str, String)> {
     let text = match completion {
         Value::String(text) => Some(text),

@@ -1,4 +1,4 @@
-//! Maps for the layouts that most data sets have: offered in an error, never applied unasked.
+//! Mappings for common dataset layouts. An error message suggests them; they are never applied automatically.
 
 use serde_json::{Map, Value, json};
 
@@ -6,8 +6,8 @@ use super::brief;
 
 type Row = Map<String, Value>;
 
-/// Of verl's and SkyRL's rows, which have a prompt: a column `ground_truth` for the rewards.
-pub fn truth(row: &Row) -> Option<Value> {
+/// Returns the mapping for rows of verl and SkyRL, which have a prompt: it adds a column `ground_truth` for the rewards.
+pub fn ground_truth_map(row: &Row) -> Option<Value> {
     if row.contains_key("ground_truth") {
         return None;
     }
@@ -16,8 +16,8 @@ pub fn truth(row: &Row) -> Option<Value> {
     Some(json!({"columns": {"ground_truth": format!("{column}.ground_truth")}}))
 }
 
-/// The map that fits these columns, if it is a known layout.
-pub fn fitting(row: &Row) -> Option<Value> {
+/// Returns the mapping for these columns, if the layout is known.
+pub fn known_layout_map(row: &Row) -> Option<Value> {
     let has = |name: &str| row.contains_key(name);
     let text = |name: &str| row.get(name).is_some_and(Value::is_string);
     if text("question") && has("answer") {
@@ -49,14 +49,14 @@ pub fn fitting(row: &Row) -> Option<Value> {
         .map(|name| json!({"prompt": name}))
 }
 
-/// What to say where there is no prompt.
+/// Returns the error text for a row without a prompt.
 pub fn advice(row: &Row) -> String {
     let columns: Vec<String> = row.keys().take(20).map(|name| format!("'{}'", brief(name))).collect();
     let found = if columns.is_empty() { "no columns".to_owned() } else { columns.join(", ") };
-    match fitting(row) {
+    match known_layout_map(row) {
         Some(map) => format!("there is no 'prompt' column (found {found}): give a mapping, here \"map\": {map}"),
         None => {
-            format!("there is no 'prompt' column (found {found}): say which one it is, \"map\": {{\"prompt\": \"…\"}}")
+            format!("there is no 'prompt' column (found {found}): name the column that holds the prompts, \"map\": {{\"prompt\": \"…\"}}")
         }
     }
 }

@@ -1,4 +1,4 @@
-//! What is made of a source's rows: which column is the prompt, what is computed, what is kept.
+//! How rows of a source become rows of a dataset: which column is the prompt, what is computed, and what is kept.
 
 use std::collections::BTreeSet;
 
@@ -6,62 +6,62 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use utoipa::ToSchema;
 
-/// How rows become those of a dataset.
+/// How source rows become rows of a dataset.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 #[schema(as = DatasetRecipe)]
 pub struct Recipe {
-    /// What each row becomes; without it rows stay as they are.
+    /// Mapping of each row; null = rows are stored unchanged.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub map: Option<Map>,
-    /// So many rows at most: the first ones, or with `seed` a sample of all.
+    /// Maximum number of rows: the first ones, or with `seed` a random sample; null = all rows.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(minimum = 1)]
     pub limit: Option<u64>,
-    /// Of the sample.
+    /// Seed of the random sample; null = the first rows.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub seed: Option<u64>,
 }
 
-/// What a row becomes. A value without `{{` is the name of a column, or a path into one (`reward_model.ground_truth`,
-/// `messages.0.content`); with it, a template over the row's columns.
+/// Mapping of a row. A value without `{{` is a column name, or a path into a column (`reward_model.ground_truth`,
+/// `messages.0.content`); with `{{` it is a template over the row's columns.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 #[schema(as = DatasetMap)]
 pub struct Map {
-    /// The prompt: a text, or a list of chat messages. Without it, the column `prompt`.
+    /// The prompt: a text, or a list of chat messages; null = the column `prompt`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(example = "question")]
     pub prompt: Option<String>,
-    /// The system message, as it is; with `{{`, a template. Put in front of the prompt.
+    /// System message that is put before the prompt; a template if it contains `{{`. Null = none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub system: Option<String>,
-    /// A text becomes a user's message. Without it: with `system`, and where the prompt's column is not named `prompt` and the model has a
-    /// chat template.
+    /// Whether a text prompt becomes a user message; null = yes with `system`, and also if the prompt column is not named `prompt`
+    /// and the model has a chat template.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub chat: Option<bool>,
-    /// The answer that a warm-up learns from; it becomes the column `completion`.
+    /// The answer that a warm-up learns from, stored in the column `completion`; null = none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(example = "answer")]
     pub completion: Option<String>,
-    /// Columns that are made: name → column, path or template.
+    /// New columns, as name → column, path or template.
     #[serde(default, skip_serializing_if = "serde_json::Map::is_empty")]
     #[schema(value_type = std::collections::BTreeMap<String, String>)]
     pub columns: serde_json::Map<String, Value>,
-    /// Only these columns stay, besides the prompt.
+    /// Columns to keep in addition to the prompt; null = all.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub keep: Option<Vec<String>>,
-    /// These columns go.
+    /// Columns to remove; null = none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub drop: Option<Vec<String>>,
-    /// Only rows for which this expression over the source's columns is true.
+    /// Filter expression over the source's columns; rows for which it is false are left out. Null = no filter.
     #[serde(default, rename = "where", skip_serializing_if = "Option::is_none")]
     #[schema(example = "ability == 'MATH'")]
     pub condition: Option<String>,
-    /// Of rows that agree in this column, or these, the first one stays.
+    /// Column or columns that must be unique. Of several rows with equal values, only the first is kept. Null = no deduplication.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unique: Option<Unique>,
-    /// A prompt that ends with assistant messages loses them.
+    /// Whether to remove assistant messages at the end of a prompt.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub cut_answer: bool,
 }
@@ -70,14 +70,14 @@ pub struct Map {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(untagged)]
 pub enum Unique {
-    /// One.
+    /// A single column name.
     Column(String),
-    /// Several.
+    /// The names of several columns.
     Columns(Vec<String>),
 }
 
 impl Unique {
-    /// Their names.
+    /// Returns the column names.
     pub fn columns(&self) -> &[String] {
         match self {
             Unique::Column(name) => std::slice::from_ref(name),
@@ -86,27 +86,27 @@ impl Unique {
     }
 }
 
-/// A recipe that makes no sense whatever the rows are.
+/// A recipe that is invalid for any rows.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{at}: {detail}")]
 pub struct InvalidRecipe {
-    /// The field: `map.columns.answer`.
+    /// Path of the invalid field, such as `map.columns.answer`.
     pub at: String,
-    /// What is wrong and what to do.
+    /// Explanation of the error, and how to fix it.
     pub detail: String,
 }
 
 impl Recipe {
-    /// Whether rows stay as they are.
+    /// Whether rows are stored unchanged.
     pub fn is_plain(&self) -> bool {
         *self == Recipe::default()
     }
 
-    /// Reads the simple keys of a query: prompt, completion, system, chat, where, unique, cut_answer, limit, seed, keep, drop (names by commas). Others
-    /// are left to the caller.
+    /// Reads the simple keys of a query string: prompt, completion, system, chat, where, unique, cut_answer, limit, seed, keep,
+    /// drop (names separated by commas). Other keys are ignored.
     ///
     /// # Errors
-    /// A value that is not what its key needs.
+    /// Fails for a value that its key does not accept.
     pub fn from_query<'q>(pairs: impl IntoIterator<Item = (&'q str, &'q str)>) -> Result<Recipe, InvalidRecipe> {
         let wrong = |at: &str, detail: &str| InvalidRecipe { at: at.to_owned(), detail: detail.to_owned() };
         let number = |at: &str, text: &str| text.parse().map_err(|_| wrong(at, "it must be a whole number"));
@@ -133,10 +133,10 @@ impl Recipe {
         Ok(recipe)
     }
 
-    /// Checks what needs no rows.
+    /// Checks everything that does not depend on rows.
     ///
     /// # Errors
-    /// The first field that contradicts another one, or itself.
+    /// Returns the first field that is invalid or contradicts another one.
     pub fn check(&self) -> Result<(), InvalidRecipe> {
         let wrong = |at: &str, detail: String| Err(InvalidRecipe { at: at.to_owned(), detail });
         if self.limit == Some(0) {

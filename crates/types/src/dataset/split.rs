@@ -1,11 +1,11 @@
-//! Where one row ends and the next begins, in ndjson, CSV and JSON; bytes come in pieces of any size, one row is held.
+//! Splits ndjson, CSV and JSON into rows. Bytes arrive in chunks of any size, and one row is kept in memory.
 
-/// Why the bytes at a line are no row.
+/// Why the bytes at a line are not a row.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Broken<'a> {
     pub code: &'static str,
     pub detail: &'a str,
-    /// The end of the row is unknown: nothing after it can be read.
+    /// Whether the end of the row is unknown, so that nothing after it can be parsed.
     pub last: bool,
 }
 
@@ -13,18 +13,18 @@ fn too_long(last: bool) -> Broken<'static> {
     Broken { code: "row_too_long", detail: TOO_LONG, last }
 }
 
-/// The reader says in its place how long a row may be.
+/// Placeholder for an error text; the reader replaces it with the maximum row size.
 const TOO_LONG: &str = "too long";
 
-/// Takes a row's line and its bytes.
+/// Receives a row's line and its bytes.
 type JsonRow<'r> = dyn FnMut(u64, Result<&[u8], Broken<'_>>) + 'r;
-/// Takes a row's line and its fields.
+/// Receives a row's line and its fields.
 type CsvRow<'r> = dyn FnMut(u64, Result<&[Vec<u8>], Broken<'_>>) + 'r;
 
-/// Rows are lines; blank ones are skipped.
+/// Splits rows at line breaks; blank lines are skipped.
 #[derive(Debug)]
 pub(super) struct LineSplit {
-    /// Bytes of a row.
+    /// Maximum row size, in bytes.
     limit: usize,
     line: u64,
     row: Vec<u8>,
@@ -38,18 +38,18 @@ impl LineSplit {
 
     pub(super) fn push(&mut self, mut bytes: &[u8], row: &mut JsonRow<'_>) {
         while let Some(end) = bytes.iter().position(|byte| *byte == b'\n') {
-            self.hold(&bytes[..end]);
+            self.buffer_bytes(&bytes[..end]);
             self.emit(row);
             bytes = &bytes[end + 1..];
         }
-        self.hold(bytes);
+        self.buffer_bytes(bytes);
     }
 
     pub(super) fn finish(&mut self, row: &mut JsonRow<'_>) {
         self.emit(row);
     }
 
-    fn hold(&mut self, bytes: &[u8]) {
+    fn buffer_bytes(&mut self, bytes: &[u8]) {
         if self.overlong || self.row.len() + bytes.len() > self.limit {
             self.overlong = true;
             self.row = Vec::new();
@@ -69,12 +69,12 @@ impl LineSplit {
     }
 }
 
-/// RFC 4180; a record may span lines inside quotes; LF, CRLF and CR end it; empty lines are skipped.
+/// Splits CSV by RFC 4180. A record may span lines inside quotes; LF, CRLF or CR ends it; empty lines are skipped.
 #[derive(Debug)]
 pub(super) struct CsvSplit {
-    /// Bytes of a row.
+    /// Maximum row size, in bytes.
     limit: usize,
-    /// Between two fields.
+    /// Separator between two fields.
     separator: u8,
     line: u64,
     begin: u64,
@@ -90,7 +90,7 @@ enum CsvState {
     FieldStart,
     Bare,
     Quoted,
-    /// After a quote inside quotes: the end of the field, or half of an escaped quote.
+    /// After a quote inside quotes: the end of the field, or the first half of an escaped quote.
     QuoteInQuoted,
     Broken,
 }
@@ -172,10 +172,10 @@ impl CsvSplit {
     }
 }
 
-/// The elements of `[…]` or of `{"records": […]}`. What an element holds is checked later, by a real parser.
+/// Splits the elements of `[…]` or of `{"records": […]}`. The content of an element is checked later, by a full parser.
 #[derive(Debug)]
 pub(super) struct JsonSplit {
-    /// Bytes of a row.
+    /// Maximum row size, in bytes.
     limit: usize,
     line: u64,
     begin: u64,
@@ -190,18 +190,18 @@ pub(super) struct JsonSplit {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum JsonState {
-    /// Before `[` or `{`.
+    /// Before the opening `[` or `{`.
     Start,
-    /// Inside `{`, up to and with the `[`.
+    /// After `{`, up to and including the `[`.
     Key,
-    /// Before an element or `]`.
+    /// Before the first element or `]`.
     First,
-    /// After a comma.
+    /// After a comma between elements.
     Next,
     Element,
-    /// Before `,` or `]`.
+    /// Before a `,` or `]`.
     AfterElement,
-    /// After `]` of an object: `}`.
+    /// After the `]` of an object, before its `}`.
     CloseObject,
     End,
     Broken,

@@ -1,4 +1,4 @@
-//! The last values of the metrics that the rules look at.
+//! The recent values of the metrics that the rules examine.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -7,12 +7,12 @@ use serde::{Deserialize, Serialize};
 use super::{Observation, RuleInput};
 use crate::event::Metrics;
 
-/// Values kept of each metric.
-const KEPT: usize = 24;
-/// Values of the beginning that are kept for good.
+/// Number of recent values kept of each metric.
+const MAX_RECENT: usize = 24;
+/// Number of values from the beginning of a run that are kept permanently.
 pub(super) const EARLY: usize = 5;
 
-/// Metrics that some rule looks at, besides those of the rewards of weight 0.
+/// Metrics that some rule examines, in addition to those of the rewards of weight 0.
 const WATCHED: [&str; 15] = [
     "reward",
     "reward_std",
@@ -30,17 +30,17 @@ const WATCHED: [&str; 15] = [
     "eval_gap",
     "reward_at_eval",
 ];
-/// Times are the machine's, not the run's: they are left out of the trainer state.
-const TIMES: [&str; 2] = ["step_time", "step_time/reward"];
+/// Durations depend on the machine and not on the run, so they are left out of the trainer state.
+const DURATIONS: [&str; 2] = ["step_time", "step_time/reward"];
 
-/// One metric, `(step, value)` in order.
+/// The values of one metric, as `(step, value)` in order.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 struct Series {
-    /// How many values there were in all.
+    /// Total number of values so far.
     count: u64,
-    /// The first [`EARLY`].
+    /// The first [`EARLY`] values.
     early: Vec<(u64, f64)>,
-    /// The last [`KEPT`].
+    /// The last [`MAX_RECENT`] values.
     recent: VecDeque<(u64, f64)>,
 }
 
@@ -50,14 +50,14 @@ impl Series {
         if self.early.len() < EARLY {
             self.early.push((step, value));
         }
-        if self.recent.len() == KEPT {
+        if self.recent.len() == MAX_RECENT {
             self.recent.pop_front();
         }
         self.recent.push_back((step, value));
     }
 }
 
-/// What is remembered of a run.
+/// The metrics of a run that are remembered.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub(super) struct History {
@@ -70,7 +70,7 @@ pub(super) struct History {
     best_reward: Option<f64>,
 }
 
-/// Values of one metric in a row; never empty.
+/// Consecutive values of one metric; never empty.
 #[derive(Debug, Clone)]
 pub(super) struct Window {
     metric: String,
@@ -80,7 +80,7 @@ pub(super) struct Window {
 impl History {
     pub(super) fn push(&mut self, step: u64, metrics: &Metrics, input: &RuleInput<'_>) {
         let value = |name: &str| metrics.get(name).copied().flatten().filter(|value| value.is_finite());
-        // What training earned when an evaluation was made, so that the two can be compared later.
+        // Stores the training reward at the time of an evaluation, so that the two can be compared later.
         if value("eval_reward").is_some()
             && let Some(reward) = self.up_to("reward", super::rules::RECENT)
         {
@@ -95,7 +95,7 @@ impl History {
                 self.series.entry(name).or_default().push(step, value);
             }
         }
-        for name in TIMES {
+        for name in DURATIONS {
             if let Some(value) = value(name) {
                 self.times.entry(name.to_owned()).or_default().push(step, value);
             }
@@ -113,18 +113,18 @@ impl History {
         self.series.get(metric).or_else(|| self.times.get(metric))
     }
 
-    /// The last `length` values, once there are so many.
+    /// Returns the last `length` values; `None` if there are fewer.
     pub(super) fn last(&self, metric: &str, length: usize) -> Option<Window> {
         self.before(metric, length, 0)
     }
 
-    /// The last values, at most `length`; `None` without any.
+    /// Returns the last values, at most `length`; `None` if there are none.
     pub(super) fn up_to(&self, metric: &str, length: usize) -> Option<Window> {
         let known = self.of(metric)?.recent.len();
         self.before(metric, length.min(known), 0)
     }
 
-    /// `length` values, the last `skip` left out, once there are so many.
+    /// Returns `length` values before the last `skip`; `None` if there are fewer.
     pub(super) fn before(&self, metric: &str, length: usize, skip: usize) -> Option<Window> {
         let recent = &self.of(metric)?.recent;
         let end = recent.len().checked_sub(skip)?;
@@ -132,23 +132,23 @@ impl History {
         Some(Window { metric: metric.to_owned(), points: recent.range(start..end).copied().collect() })
     }
 
-    /// The first [`EARLY`] values, once there are so many.
+    /// Returns the first [`EARLY`] values; `None` if there are fewer.
     pub(super) fn early(&self, metric: &str) -> Option<Window> {
         let early = &self.of(metric)?.early;
         (early.len() == EARLY).then(|| Window { metric: metric.to_owned(), points: early.clone() })
     }
 
-    /// How many values there were.
+    /// Returns the total number of values so far.
     pub(super) fn count(&self, metric: &str) -> u64 {
         self.of(metric).map_or(0, |series| series.count)
     }
 
-    /// The lowest and the highest reward seen of a completion.
+    /// Returns the lowest and the highest reward of any completion so far.
     pub(super) fn seen(&self) -> Option<(f64, f64)> {
         self.seen
     }
 
-    /// The highest mean reward of a rollout.
+    /// Returns the highest mean reward of a rollout.
     pub(super) fn best_reward(&self) -> Option<f64> {
         self.best_reward
     }
@@ -159,7 +159,7 @@ impl Window {
         self.points.iter().map(|(_, value)| *value)
     }
 
-    /// `(step, value)`, in order.
+    /// Returns the values as `(step, value)`, in order.
     pub(super) fn points(&self) -> &[(u64, f64)] {
         &self.points
     }
@@ -183,14 +183,14 @@ impl Window {
         }
     }
 
-    /// The noise of the values around a slow trend: root of half the mean squared difference of neighbours (von Neumann
+    /// Returns the noise of the values around a slow trend: the root of half the mean squared difference of neighbors (von Neumann
     /// 1941, the mean square successive difference).
     pub(super) fn jitter(&self) -> f64 {
         let squares: Vec<f64> = self.points.windows(2).map(|pair| (pair[1].1 - pair[0].1).powi(2)).collect();
         (squares.iter().sum::<f64>() / (2 * squares.len().max(1)) as f64).sqrt()
     }
 
-    /// A number made of this window, as evidence.
+    /// Returns a statistic of this window as evidence for an alert.
     pub(super) fn observe(&self, statistic: &str, value: f64, limit: Option<f64>) -> Observation {
         let step = |point: Option<&(u64, f64)>| point.map_or(0, |(step, _)| *step);
         Observation {
@@ -203,7 +203,7 @@ impl Window {
         }
     }
 
-    /// Its mean, as evidence.
+    /// Returns the mean of the window as evidence.
     pub(super) fn observe_mean(&self, limit: Option<f64>) -> Observation {
         self.observe("mean", self.mean(), limit)
     }

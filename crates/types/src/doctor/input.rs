@@ -1,27 +1,27 @@
-//! What the rules must know of a job besides its metrics.
+//! The input of the rules, in addition to a job's metrics.
 
 use super::{OnAlert, Rule};
 use crate::spec::{Plan, RewardPlan};
 
-/// The plan of a job, and what the rules derive from it.
+/// The plan of a job, and the values that the rules derive from it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RuleInput<'a> {
-    /// The plan.
+    /// The job's resolved plan.
     pub plan: &'a Plan,
-    /// Prompts of one rollout: independent draws behind a mean reward.
+    /// Prompts per rollout, the number of independent draws in a mean reward.
     pub prompts_per_rollout: f64,
-    /// Lowest and highest reward there can be; `None` where a reward does not say.
+    /// Lowest and highest possible reward; `None` if a reward does not declare them.
     pub reward_range: Option<(f64, f64)>,
-    /// The same of the evaluation's reward.
+    /// Lowest and highest possible reward of an evaluation; `None` if a reward does not declare them.
     pub eval_range: Option<(f64, f64)>,
-    /// Completions of one evaluation.
+    /// Number of completions per evaluation.
     pub eval_completions: f64,
-    /// Rewards of weight 0, which training does not see, each with the width of its range.
+    /// Rewards of weight 0, which training does not see, each with the width of its range (`None` = unknown).
     pub independent: Vec<(&'a str, Option<f64>)>,
 }
 
 impl<'a> RuleInput<'a> {
-    /// As the plan says.
+    /// Derives the input from a plan.
     pub fn of_plan(plan: &'a Plan) -> Self {
         let eval = plan.eval.as_ref();
         let eval_rewards = eval.and_then(|eval| eval.rewards.as_deref()).unwrap_or(&plan.rewards);
@@ -38,12 +38,12 @@ impl<'a> RuleInput<'a> {
         }
     }
 
-    /// Completions a prompt.
+    /// Returns the number of completions per prompt.
     pub(super) fn num_generations(&self) -> u32 {
         self.plan.rloo.num_generations.get()
     }
 
-    /// What this rule's alert does; `None` = it is switched off.
+    /// Returns what this rule's alert does; `None` = the rule is off.
     pub fn on_alert(&self, rule: Rule) -> Option<OnAlert> {
         let doctor = &self.plan.doctor;
         match doctor.rules.get(&rule) {
@@ -53,7 +53,7 @@ impl<'a> RuleInput<'a> {
     }
 }
 
-/// Σ over the rewards of the weighted bounds; `None` when one with a weight has none.
+/// Returns the sum of the weighted bounds over the rewards; `None` if a reward with a weight has no bounds.
 fn range_of(rewards: &[RewardPlan]) -> Option<(f64, f64)> {
     let mut range = (0.0, 0.0);
     for reward in rewards.iter().filter(|reward| reward.weight != 0.0) {

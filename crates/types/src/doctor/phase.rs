@@ -1,8 +1,8 @@
-//! The training phase: exploration, exploitation, convergence.
+//! The training phase: exploration, exploitation or convergence.
 //!
-//! After the texts this project began from: rewards vary widely at first and few ratios are clipped; then the reward rises
-//! while its spread falls; at last the reward is flat and the KL stable. They give shares of the run (0–20 %, 20–80 %,
-//! 80–100 %), but the phase follows here from the metrics; the share is told as evidence.
+//! The phases follow this project's sources. At first, rewards vary widely and few ratios are clipped; then the reward rises while
+//! its standard deviation falls; at the end the reward is flat and the KL stable. The sources define phases by shares of the run
+//! (0–20 %, 20–80 %, 80–100 %). Here the phase is derived from the metrics, and the share is reported as evidence.
 
 use serde::{Deserialize, Serialize};
 
@@ -10,19 +10,20 @@ use super::Case;
 use super::rules::RECENT;
 use crate::event::{Observation, PhaseChange, TrainingPhase};
 
-/// The phase so far.
+/// The current phase and its history.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub(super) struct Current {
     phase: Option<TrainingPhase>,
-    /// Another phase that the latest rollout pointed to, and rollouts seen by then: one alone changes nothing.
+    /// A different phase that the latest rollout indicated, and the number of rollouts by then. A single rollout
+    /// does not change the phase.
     candidate: Option<(TrainingPhase, u64)>,
-    /// Rollouts judged.
+    /// Number of rollouts that have been judged.
     judged: u64,
 }
 
 impl Current {
-    /// Judges each new rollout once.
+    /// Judges each new rollout once and returns a change of phase.
     pub(super) fn follow(&mut self, case: &Case<'_>) -> Option<PhaseChange> {
         let rollouts = case.history.count("reward");
         if rollouts == self.judged {
@@ -60,9 +61,9 @@ fn judge(case: &Case<'_>, current: Option<TrainingPhase>) -> Option<(TrainingPha
     else {
         return Some((TrainingPhase::Exploration, evidence));
     };
-    // A run at rest must be pushed twice as hard to leave it.
+    // A run in convergence needs twice the change to leave that phase.
     let slack = if current == Some(TrainingPhase::Convergence) { 2.0 } else { 1.0 };
-    let flat = slack * case.chance().unwrap_or(0.0);
+    let flat = slack * case.chance_difference().unwrap_or(0.0);
     let trend = recent.mean() - before.mean();
     let gain = recent.mean() - first.mean();
     evidence.push(recent.observe("change from the five before", trend, Some(flat)));
@@ -80,7 +81,7 @@ fn judge(case: &Case<'_>, current: Option<TrainingPhase>) -> Option<(TrainingPha
     let phase = match () {
         () if trend > flat => TrainingPhase::Exploitation,
         () if risen && trend.abs() <= flat && stable_kl => TrainingPhase::Convergence,
-        // Still moving away from its reference: not at rest, whatever the reward does.
+        // The policy is still moving away from its reference, so this is not convergence, whatever the reward does.
         () if risen && trend >= -flat => TrainingPhase::Exploitation,
         () => TrainingPhase::Exploration,
     };

@@ -1,12 +1,12 @@
-//! Attempts that ended before their job was over, and the alert about them. The server raises it; no metric of the run does.
+//! The alert about attempts that ended before their job was over. The server raises it; it does not depend on metrics.
 
 use crate::event::{Alert, AttemptEnd, Observation, OnAlert, Phase, Rule};
 
-/// Every time a job has this many more ends of attempts, an alert is raised.
+/// Number of ended attempts after which an alert is raised, each time.
 pub const ENDS_AN_ALERT: u64 = 10;
 
-/// The alert about these ends, oldest first; `total` counts all ends of the job. It only informs: an interruption that is not
-/// the job's fault never pauses or ends the job.
+/// Returns the alert about these ends, oldest first; `total` counts all ended attempts of the job. The alert only informs: an
+/// interruption that is not the job's fault never pauses or ends the job.
 pub fn many_restarts(ends: Vec<AttemptEnd>, total: u64) -> Option<Alert> {
     let (first, last) = (ends.first()?, ends.last()?);
     let (from_step, to_step) = (ends.iter().map(|end| end.step).min()?, ends.iter().map(|end| end.step).max()?);
@@ -75,7 +75,7 @@ mod tests {
         );
         assert!(alert.message.contains("at step 2, memory unknown"), "{}", alert.message);
         assert_eq!((alert.step, alert.since_step, alert.ends.len()), (3, 1, 3));
-        // An unknown memory is no number.
+        // An unknown amount of memory is not a number in the evidence.
         assert_eq!(
             alert.evidence.iter().map(|seen| seen.value).collect::<Vec<_>>(),
             [10.0, 1073741824.0, 3221225472.0]

@@ -1,16 +1,16 @@
-//! The rules, one function each; the table in [`super`] says where their numbers come from.
+//! The rules, one function each. The table in [`super`] has the sources of their thresholds.
 
 use super::history::{EARLY, Window};
 use super::{Case, Rule, Symptom, Verdict};
 
-/// Values of the usual window.
+/// Number of values in the usual window.
 pub(super) const RECENT: usize = 5;
-/// A mean reward closer than this to the highest one leaves nothing to complain of.
-const NEAR_THE_TOP: f64 = 0.9;
-/// The share of the range by which a rising reward rises.
-const RISE: f64 = 0.02;
+/// Position of the mean reward above which low diversity is not a problem.
+const HIGH_POSITION: f64 = 0.9;
+/// Minimum increase of a rising reward, as a share of the range.
+const MIN_RISE: f64 = 0.02;
 
-/// What a rule says of the run as it is.
+/// Evaluates a rule for the current state of the run.
 pub(super) fn examine(rule: Rule, case: &Case<'_>) -> Verdict {
     let verdict = match rule {
         Rule::HighVariance => high_variance(case),
@@ -25,51 +25,52 @@ pub(super) fn examine(rule: Rule, case: &Case<'_>) -> Verdict {
         Rule::EntropyCollapse => entropy_collapse(case),
         Rule::SlowReward => slow_reward(case),
         Rule::NonFinite => non_finite(case),
-        // The server's: see `restarts`.
+        // The server raises this alert; see `restarts`.
         Rule::ManyRestarts => None,
     };
-    // Too little is known.
+    // `None` means that there is not enough data.
     verdict.unwrap_or(Verdict::Hold)
 }
 
 impl Case<'_> {
-    /// The lowest and the highest reward there can be, as far as it is known.
+    /// Returns the lowest and the highest possible reward, or those seen so far if they are not known.
     pub(super) fn range(&self) -> Option<(f64, f64)> {
         self.input.reward_range.or_else(|| self.history.seen().filter(|(low, high)| high > low))
     }
 
-    /// Where a mean reward lies in its range.
+    /// Returns the position of a mean reward in its range, from 0 to 1.
     fn position(&self, reward: f64) -> Option<f64> {
         self.range().map(|(low, high)| (reward - low) / (high - low))
     }
 
-    /// The recent mean reward is near the highest there can be.
-    fn near_the_top(&self) -> bool {
+    /// Whether the recent mean reward is close to the highest possible reward.
+    fn is_near_the_top(&self) -> bool {
         let recent = self.history.last("reward", RECENT).map(|window| window.mean());
-        recent.and_then(|reward| self.position(reward)).is_some_and(|position| position >= NEAR_THE_TOP)
+        recent.and_then(|reward| self.position(reward)).is_some_and(|position| position >= HIGH_POSITION)
     }
 
     fn is_rising(&self) -> bool {
         let (recent, before) = (self.history.last("reward", RECENT), self.history.before("reward", RECENT, RECENT));
         let (Some(recent), Some(before), Some((low, high))) = (recent, before, self.range()) else { return false };
-        recent.mean() - before.mean() > RISE * (high - low)
+        recent.mean() - before.mean() > MIN_RISE * (high - low)
     }
 
-    /// By how much two means of five rollouts differ without meaning: twice the standard error, at least [`RISE`].
-    pub(super) fn chance(&self) -> Option<f64> {
+    /// Returns the difference between two means of five rollouts that can be due to chance: twice the standard
+    /// error, at least [`MIN_RISE`].
+    pub(super) fn chance_difference(&self) -> Option<f64> {
         let (low, high) = self.range()?;
-        // Groups are independent, completions of a group are not.
+        // Groups are independent of each other; completions of a group are not.
         let groups = self.input.prompts_per_rollout.max(1.0) * RECENT as f64;
         let spread = self.history.last("reward_std", RECENT).map_or(0.0, |stds| stds.mean());
-        Some((2.0 * spread * (2.0 / groups).sqrt()).max(RISE * (high - low)))
+        Some((2.0 * spread * (2.0 / groups).sqrt()).max(MIN_RISE * (high - low)))
     }
 
-    /// No completion has ever earned more than about the lowest reward.
-    fn never_left_the_floor(&self) -> bool {
+    /// Whether no completion has ever earned much more than the lowest reward.
+    fn has_never_left_the_floor(&self) -> bool {
         let Some(best) = self.history.best_reward() else { return false };
         match self.position(best) {
             Some(position) => position <= 0.05,
-            // Every reward was the same; a constant above 0 says nothing of a floor.
+            // Every reward was the same. A constant above 0 need not be the lowest possible reward.
             None => best <= 0.0,
         }
     }
@@ -113,7 +114,7 @@ fn high_variance(case: &Case<'_>) -> Option<Verdict> {
     let rewards = case.history.last("reward", 10)?;
     let stds = case.history.last("reward_std", 10)?;
     let (low, high) = case.range()?;
-    // Groups are independent, completions of a group are not.
+    // Groups are independent of each other; completions of a group are not.
     let expected = stds.mean() / input.prompts_per_rollout.max(1.0).sqrt();
     let jitter = rewards.jitter();
     let floor = 0.05 * (high - low);
@@ -145,7 +146,7 @@ fn kl_explosion(case: &Case<'_>) -> Option<Verdict> {
         let mut evidence = vec![recent.observe_mean(Some(1.0))];
         evidence.extend(before.map(|before| before.observe("mean of the ten before", earlier, None)));
         let fix = format!(
-            "raise rloo.beta (now {}; 0.1 is usual against this), lower optimizer.learning_rate (now {:e}), evaluate more often, and go on from a checkpoint before step {}",
+            "raise rloo.beta (now {}; 0.1 is a usual value against this), lower optimizer.learning_rate (now {:e}), evaluate more often, and continue from a checkpoint before step {}",
             case.input.plan.rloo.beta,
             case.input.plan.optimizer.learning_rate,
             recent.points()[0].0
@@ -162,16 +163,16 @@ fn reward_collapse(case: &Case<'_>) -> Option<Verdict> {
     let tied = case.history.last("frac_reward_zero_std_pre_kl", RECENT)?;
     let rewards = case.history.last("reward", RECENT)?;
     let share = tied.mean();
-    // Completions of two or three a group tie by chance: two independent draws of 0 or 1 do every other time.
+    // Groups of two or three completions often tie by chance: two independent draws of 0 or 1 tie half of the time.
     let position = case.position(rewards.mean()).unwrap_or(0.5).clamp(0.0, 1.0);
     let group = f64::from(case.input.num_generations());
     let by_chance = position.powf(group) + (1.0 - position).powf(group);
     let limit = f64::max(0.6, (1.0 + by_chance) / 2.0);
-    if share <= limit - 0.1 || case.near_the_top() {
+    if share <= limit - 0.1 || case.is_near_the_top() {
         return Some(Verdict::Clear);
     }
-    // A model that never earned anything has its own rule.
-    if share <= limit || case.is_rising() || case.never_left_the_floor() {
+    // A model that never earned anything has a separate rule.
+    if share <= limit || case.is_rising() || case.has_never_left_the_floor() {
         return Some(Verdict::Hold);
     }
     let message = format!(
@@ -236,11 +237,11 @@ fn empty_output(case: &Case<'_>) -> Option<Verdict> {
     raise(message, evidence, fix)
 }
 
-/// What training earns, and what it does not see, at two times; changes are shares of each one's range.
+/// The training reward and an independent measure at two times. Changes are shares of each one's range.
 struct Divergence {
     gain: f64,
     loss: f64,
-    /// Twice the standard error of the loss, or what a loss must exceed anyway.
+    /// Twice the standard error of the loss, or the minimum loss that counts.
     noise: f64,
     evidence: Vec<super::Observation>,
     measure: String,
@@ -299,13 +300,13 @@ fn independent_divergences(case: &Case<'_>) -> Vec<Divergence> {
     found
 }
 
-/// The latest evaluation against the best one before it.
+/// Compares the latest evaluation with the best one before it.
 fn evaluation_divergence(case: &Case<'_>, width: f64) -> Option<Divergence> {
     let (evals, trained) = (case.history.up_to("eval_reward", 24)?, case.history.up_to("reward_at_eval", 24)?);
     let &(now_step, now) = evals.points().last()?;
     let at = |step: u64| trained.points().iter().find(|(at, _)| *at == step).map(|(_, reward)| *reward);
     let trained_now = at(now_step)?;
-    // The evaluation before the start has no training beside it.
+    // The evaluation before the first step has no training reward to compare with.
     let comparable = evals.points().iter().filter(|(step, _)| *step < now_step && at(*step).is_some());
     let &(best_step, best) = comparable.max_by(|a, b| a.1.total_cmp(&b.1))?;
     let (low, high) = case.input.eval_range.or_else(|| case.range())?;
@@ -329,7 +330,7 @@ fn evaluation_divergence(case: &Case<'_>, width: f64) -> Option<Divergence> {
 fn cold_start(case: &Case<'_>) -> Option<Verdict> {
     const FIRST: u64 = 10;
     let rewards = case.history.up_to("reward", FIRST as usize)?;
-    if !case.never_left_the_floor() {
+    if !case.has_never_left_the_floor() {
         let recent = case.position(case.history.last("reward", 3)?.mean())?;
         return Some(if recent > 0.1 { Verdict::Clear } else { Verdict::Hold });
     }
@@ -369,8 +370,8 @@ fn adapter_unchanged(case: &Case<'_>) -> Option<Verdict> {
         return Some(Verdict::Clear);
     }
     let (first, last) = (case.history.early("reward")?, case.history.last("reward", RECENT)?);
-    let still = last.mean() - first.mean() <= case.chance()?;
-    // Without a gradient nothing can move: that has rules of its own.
+    let still = last.mean() - first.mean() <= case.chance_difference()?;
+    // Without a gradient the adapter cannot change; other rules cover that case.
     let pushed = case.history.up_to("grad_norm", 20)?.median() > 0.0;
     if delta.latest() >= LIMIT
         || case.step < case.input.plan.warm_up_steps() + case.input.plan.optimizer.warmup_steps + 20
@@ -396,7 +397,7 @@ fn entropy_collapse(case: &Case<'_>) -> Option<Verdict> {
     let entropy = case.history.last("entropy", RECENT)?;
     let mean = entropy.mean();
     if mean >= 0.05 && case.history.early("entropy").is_none_or(|early| mean >= 0.2 * early.mean())
-        || case.near_the_top()
+        || case.is_near_the_top()
     {
         return Some(Verdict::Clear);
     }

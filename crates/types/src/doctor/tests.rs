@@ -1,4 +1,4 @@
-//! Every rule against recorded runs (`tests/fixtures/doctor`: real jobs on the bundled model, made by `record.py` there).
+//! Tests every rule against recorded runs (`tests/fixtures/doctor`: real jobs on the bundled model, created by `record.py` there).
 
 use std::num::NonZeroU32;
 
@@ -8,7 +8,7 @@ use super::*;
 use crate::spec::example::resolved;
 use crate::spec::{Plan, RulePlan};
 
-/// A job, with what a recording says of its rewards instead of the rewards themselves.
+/// A job, with facts about its rewards from a recording instead of the rewards themselves.
 #[derive(Clone)]
 struct Facts {
     plan: Plan,
@@ -29,7 +29,7 @@ impl Facts {
     }
 }
 
-/// The recorded jobs, but for what a recording says of itself.
+/// Returns the facts that all recorded jobs share.
 fn facts() -> Facts {
     let plan = resolved(json!({
         "model": "m", "dataset": {"records": vec![json!({"prompt": "p"}); 32]}, "rewards": [{"type": "length"}],
@@ -39,7 +39,7 @@ fn facts() -> Facts {
     Facts { plan, reward_range: Some((0.0, 1.0)), eval_completions: 256.0, independent: None }
 }
 
-/// A recorded run: its facts, and the metrics in the order in which the doctor gets them.
+/// A recorded run: its facts, and its metrics in the order in which the doctor receives them.
 struct Recording {
     facts: Facts,
     metrics: Vec<(u64, Metrics)>,
@@ -83,7 +83,7 @@ impl Recording {
         observed.flatten().collect()
     }
 
-    /// `(rule, step)` of what was raised, in order.
+    /// Returns the raised alerts as `(rule, step)`, in order.
     fn alerts(&self) -> Vec<(&'static str, u64)> {
         let raised = self.findings().into_iter().filter_map(|(_, finding)| match finding {
             Finding::Raised(alert) => Some((alert.rule.as_str(), alert.step)),
@@ -113,8 +113,8 @@ fn healthy_runs_raise_nothing_and_go_through_the_three_phases() {
     }
 }
 
-/// What each ill run raises, in order. What is not listed must not be raised.
-const ILL: &[(&str, &[(&str, u64)])] = &[
+/// The alerts that each unhealthy run raises, in order. No other alert may be raised.
+const UNHEALTHY: &[(&str, &[(&str, u64)])] = &[
     (
         "kl_explosion",
         &[
@@ -146,9 +146,9 @@ const ILL: &[(&str, &[(&str, u64)])] = &[
 ];
 
 #[test]
-fn ill_runs_raise_what_is_wrong_with_them_and_nothing_else() {
+fn unhealthy_runs_raise_exactly_the_expected_alerts() {
     let mut differences = Vec::new();
-    for (name, expected) in ILL {
+    for (name, expected) in UNHEALTHY {
         let found = recording(name).alerts();
         if found != *expected {
             differences.push(format!("{name}: {found:?}, not {expected:?}"));
@@ -163,7 +163,7 @@ fn every_rule_is_raised_by_a_recording_and_explained_in_the_table() {
     for rule in Rule::ALL {
         let name = rule.as_str();
         assert!(
-            ILL.iter().any(|(_, alerts)| alerts.iter().any(|(raised, _)| *raised == name)),
+            UNHEALTHY.iter().any(|(_, alerts)| alerts.iter().any(|(raised, _)| *raised == name)),
             "{name} has no recording"
         );
         assert!(table.contains(&format!("//! | `{name}` |")), "{name} is not in the table");
@@ -173,14 +173,14 @@ fn every_rule_is_raised_by_a_recording_and_explained_in_the_table() {
 
 #[test]
 fn an_alert_carries_numbers_steps_and_the_settings_to_change() {
-    for (name, _) in ILL {
+    for (name, _) in UNHEALTHY {
         for (step, finding) in recording(name).findings() {
             let Finding::Raised(alert) = finding else { continue };
             let first = alert.evidence.first().expect("evidence");
             assert!(first.from_step <= first.to_step && first.to_step <= step, "{name}: {alert:?}");
             assert_eq!((alert.since_step, alert.step), (first.from_step, step), "{name}");
             assert!(alert.evidence.iter().all(|seen| seen.value.is_finite()), "{name}: {alert:?}");
-            // Each fix names a setting of ours or a way out of it.
+            // Each fix names one of our settings or another remedy.
             let known = ["rloo.", "optimizer.", "sampling.", "max_concurrency", "SFT", "prompts"];
             assert!(known.iter().any(|word| alert.fix.contains(word)), "{}", alert.fix);
         }
@@ -188,12 +188,12 @@ fn an_alert_carries_numbers_steps_and_the_settings_to_change() {
 }
 
 #[test]
-fn a_doctor_read_back_from_its_json_goes_on_as_if_never_stored() {
+fn a_doctor_restored_from_json_continues_unchanged() {
     let not_timed = |findings: Vec<(u64, Finding)>| -> Vec<(u64, Finding)> {
         let timed = |finding: &Finding| matches!(finding, Finding::Raised(alert) if alert.rule == Rule::SlowReward);
         findings.into_iter().filter(|(_, finding)| !timed(finding)).collect()
     };
-    for (name, _) in ILL {
+    for (name, _) in UNHEALTHY {
         let recording = recording(name);
         let mut doctor = Doctor::default();
         let mut resumed = Vec::new();
@@ -202,7 +202,7 @@ fn a_doctor_read_back_from_its_json_goes_on_as_if_never_stored() {
                 doctor.observe(*step, metrics, &recording.facts.input()).into_iter().map(|found| (*step, found)),
             );
             let stored = serde_json::to_string(&doctor).unwrap();
-            // Times are the machine's: they are not part of the trainer state.
+            // Durations depend on the machine, so they are not part of the trainer state.
             assert!(!stored.contains("step_time"), "{name}");
             doctor = serde_json::from_str(&stored).unwrap();
         }
@@ -210,7 +210,7 @@ fn a_doctor_read_back_from_its_json_goes_on_as_if_never_stored() {
     }
 }
 
-/// Steps with one metric; the reward stays in the middle.
+/// Observes steps with one metric; the reward stays in the middle of its range.
 fn observe_kl(doctor: &mut Doctor, step: u64, kl: f64, facts: &Facts) -> Vec<Finding> {
     let metrics = Metrics::from([("kl".to_owned(), Some(kl)), ("reward".to_owned(), Some(0.5))]);
     let findings = doctor.observe(step, &metrics, &facts.input());
@@ -232,12 +232,12 @@ fn an_alert_is_raised_once_an_episode_and_again_after_it_cleared() {
             });
         }
     }
-    // 0.8 lies between the thresholds: it changes nothing. The ten before still hold the first episode at step 14.
+    // 0.8 is between the thresholds, so nothing changes. The ten values before still contain the first episode at step 14.
     assert_eq!(told, ["4 raised kl_explosion", "11 cleared kl_explosion of 4", "15 raised kl_explosion"]);
 }
 
 #[test]
-fn a_rule_that_is_off_says_nothing_and_another_may_stop_the_run() {
+fn a_rule_that_is_off_raises_nothing_and_another_may_stop_the_run() {
     let mut facts = facts();
     facts.plan.doctor.rules.insert(Rule::KlExplosion, RulePlan { enabled: false, on_alert: None });
     let mut doctor = Doctor::default();
@@ -252,7 +252,8 @@ fn a_rule_that_is_off_says_nothing_and_another_may_stop_the_run() {
 
 #[test]
 fn without_a_known_range_the_rewards_seen_are_the_range() {
-    // A service whose rewards lie between −3 and 2: all of them −3 says nothing of a floor until a better one is seen.
+    // A service whose rewards are between −3 and 2. If all rewards are −3, that is not known to be the lowest until a
+    // better one is seen.
     let facts = Facts { reward_range: None, ..facts() };
     let raised = |lowest: f64, highest: f64, mean: f64| -> Vec<&'static str> {
         let mut doctor = Doctor::default();
@@ -302,9 +303,9 @@ fn a_falling_evaluation_beside_a_rising_reward_is_hacking_unless_it_is_noise() {
         raised
     };
     assert!(raised(0.1, 256.0));
-    // The evaluation stands still or rises.
+    // The evaluation stays the same or rises.
     assert!(!raised(0.0, 256.0) && !raised(-0.1, 256.0));
-    // Eight completions cannot tell a fall of 0.2 from chance: twice the standard error is 0.5.
+    // Eight completions cannot distinguish a fall of 0.2 from chance: twice the standard error is 0.5.
     assert!(!raised(0.1, 8.0));
 }
 

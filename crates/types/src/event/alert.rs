@@ -1,23 +1,23 @@
-//! Alerts and phases of training: the words. The rules that raise them are the doctor's.
+//! Types of alerts and training phases. The rules that raise them are in `doctor`.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use super::Phase;
 
-/// What can be wrong with a run.
+/// A rule that can raise an alert.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Rule {
     /// Gradient norms spike, or the mean reward jumps more than sampling explains.
     HighVariance,
-    /// The policy leaves its reference.
+    /// The policy moves too far from its reference.
     KlExplosion,
-    /// Most groups have equal rewards: little is left to learn from.
+    /// Most groups have equal rewards, so there is little to learn from.
     RewardCollapse,
-    /// Completions grow until they are cut.
+    /// Completions grow until they are truncated.
     LengthExplosion,
-    /// Completions end at once.
+    /// Completions end with their first token.
     EmptyOutput,
     /// The reward rises while an independent measure falls.
     RewardHacking,
@@ -25,20 +25,20 @@ pub enum Rule {
     ColdStart,
     /// The model earns nearly the highest reward from the start.
     NothingToLearn,
-    /// Training does not change the weights to speak of.
+    /// Training changes the weights by next to nothing.
     AdapterUnchanged,
-    /// The policy always says the same.
+    /// The policy always gives the same completion.
     EntropyCollapse,
-    /// Steps wait for rewards most of their time.
+    /// Steps spend most of their time waiting for rewards.
     SlowReward,
     /// Losses or gradients are not finite.
     NonFinite,
-    /// Attempts end again and again before the job is over.
+    /// Attempts keep ending before the job is over.
     ManyRestarts,
 }
 
 impl Rule {
-    /// Every rule that reads metrics, and that a job can therefore configure.
+    /// Every rule that reads metrics, and can therefore be configured in a job.
     pub const ALL: [Rule; 12] = [
         Rule::HighVariance,
         Rule::KlExplosion,
@@ -54,7 +54,7 @@ impl Rule {
         Rule::NonFinite,
     ];
 
-    /// The name used in the API and in the database.
+    /// Returns the name used in the API and in the database.
     pub fn as_str(self) -> &'static str {
         match self {
             Rule::HighVariance => "high_variance",
@@ -73,7 +73,7 @@ impl Rule {
         }
     }
 
-    /// How bad it is.
+    /// Returns the severity of the rule's alerts.
     pub fn severity(self) -> Severity {
         match self {
             Rule::KlExplosion | Rule::EmptyOutput | Rule::NonFinite => Severity::Critical,
@@ -91,7 +91,8 @@ impl Rule {
 }
 
 impl Rule {
-    /// Whether weights from the time of its evidence are suspect: a run that it ends has an earlier checkpoint as its result.
+    /// Whether the weights may be damaged since the alert's evidence began. A run that such an alert ends has an earlier
+    /// checkpoint as its result.
     pub fn damages_weights(self) -> bool {
         match self {
             Rule::HighVariance
@@ -109,41 +110,41 @@ impl Rule {
     }
 }
 
-/// How bad an alert is.
+/// Severity of an alert.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Severity {
-    /// Worth knowing.
+    /// Information for the user.
     Info,
-    /// The run will probably not get better by itself.
+    /// The run will probably not improve without a change.
     Warning,
     /// The run is being damaged.
     Critical,
 }
 
-/// What an alert does to the run.
+/// Effect of an alert on the run.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum OnAlert {
-    /// It is told; the run goes on.
+    /// The alert is recorded, and the run continues.
     #[default]
     Note,
-    /// The job pauses; `resume` goes on, and the same episode does not pause it again.
+    /// The job pauses. After `resume` it continues, and the same episode does not pause it again.
     Pause,
     /// The job ends, and its newest checkpoint from before the evidence is its result.
     Stop,
 }
 
-/// One number that speaks for an alert.
+/// A measured value that supports an alert.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Observation {
-    /// The metric.
+    /// Name of the metric.
     pub metric: String,
-    /// How the value was made of it: `mean`, `last`, ….
+    /// How the value was computed from the metric: `mean`, `last`, ….
     pub statistic: String,
-    /// The value.
+    /// Value that was measured.
     pub value: f64,
-    /// The number it is held against; null where it only explains.
+    /// The threshold that the value is compared with; null = the value is only explanatory.
     pub limit: Option<f64>,
     /// First step of the window.
     pub from_step: u64,
@@ -151,26 +152,26 @@ pub struct Observation {
     pub to_step: u64,
 }
 
-/// Something is wrong: what, since when, by which numbers, and what to do.
+/// An alert: what is wrong, since when, the evidence, and how to fix it.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Alert {
-    /// The rule that raised it.
+    /// The rule that raised the alert.
     pub rule: Rule,
-    /// How bad it is.
+    /// Severity of the alert.
     pub severity: Severity,
-    /// The optimizer step it was raised at.
+    /// The optimizer step at which the alert was raised.
     pub step: u64,
-    /// The first step of its evidence: what was saved before it is not touched by it.
+    /// The first step of the evidence. Checkpoints saved before this step are not affected.
     pub since_step: u64,
-    /// For people.
+    /// Human-readable message in English.
     pub message: String,
-    /// The numbers.
+    /// The measured values that support the alert.
     pub evidence: Vec<Observation>,
-    /// What to change, by the names of the settings.
+    /// Suggested changes, with the names of the settings.
     pub fix: String,
-    /// What it does to the run.
+    /// Effect of the alert on the run.
     pub on_alert: OnAlert,
-    /// Of `many_restarts`: the ends it is about, oldest first.
+    /// Ends of attempts that an alert of the rule `many_restarts` is about, oldest first.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schema(required = false)]
     pub ends: Vec<AttemptEnd>,
@@ -179,24 +180,24 @@ pub struct Alert {
 /// How one attempt ended.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct AttemptEnd {
-    /// Counts the claims of a job, from 1.
+    /// Number of the attempt: counts the claims of a job, from 1.
     pub attempt: u64,
-    /// Unix ms.
+    /// Time of the end, Unix time in milliseconds.
     pub time_ms: i64,
-    /// `worker_lost`, `lease_expired`, `claim_abandoned`, `worker_shutdown`, `preempted`, `server_restart`, …
+    /// Reason for the end: `worker_lost`, `lease_expired`, `claim_abandoned`, `worker_shutdown`, `preempted`, `server_restart`, ….
     pub reason: String,
-    /// The phase the run was in; null = unknown.
+    /// The phase that the run was in; null = unknown.
     pub phase: Option<Phase>,
-    /// Optimizer steps done.
+    /// Number of completed optimizer steps.
     pub step: u64,
-    /// Resident memory of the worker process, as its last heartbeat said; null = the worker did not say.
+    /// Resident memory of the worker process at its last heartbeat, in bytes; null = not reported.
     pub memory_bytes: Option<u64>,
     /// How the process ended (`signal: 9 (SIGKILL)`); null = the server did not see it.
     pub detail: Option<String>,
 }
 
 impl AttemptEnd {
-    /// `attempt 3: worker_lost (signal: 9 (SIGKILL)) in rollout at step 12, 310 MiB`
+    /// Formats the end: `attempt 3: worker_lost (signal: 9 (SIGKILL)) in rollout at step 12, 310 MiB`.
     pub fn describe(&self) -> String {
         let AttemptEnd { attempt, time_ms: _, reason, phase, step, memory_bytes, detail } = self;
         let detail = detail.as_ref().map_or_else(String::new, |detail| format!(" ({detail})"));
@@ -206,27 +207,27 @@ impl AttemptEnd {
     }
 }
 
-/// What a run is busy with.
+/// A training phase of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum TrainingPhase {
-    /// The reward is where it began, and varies.
+    /// The reward is close to where it began, and varies.
     Exploration,
-    /// The reward rises.
+    /// The mean reward is rising.
     Exploitation,
-    /// The reward has risen and is flat, the KL is stable.
+    /// The reward has risen and is flat, and the KL is stable.
     Convergence,
 }
 
-/// The run entered a phase.
+/// A change of the training phase.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct PhaseChange {
-    /// The new one.
+    /// The phase that the run entered.
     pub phase: TrainingPhase,
-    /// The one before; null at first.
+    /// The previous phase; null = this is the first.
     pub from: Option<TrainingPhase>,
-    /// The optimizer step it was seen at.
+    /// The optimizer step at which the phase was detected.
     pub step: u64,
-    /// The numbers.
+    /// The measured values that support the change.
     pub evidence: Vec<Observation>,
 }

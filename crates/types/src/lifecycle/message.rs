@@ -1,4 +1,5 @@
-//! The body of a lifecycle message. `detail` is the data of the event it tells of: the store writes these types into its events.
+//! The body of a lifecycle message. `detail` is the data of the job event that it reports; the store writes the
+//! types below into its events.
 
 use serde::Serialize;
 use serde_json::Value;
@@ -7,163 +8,162 @@ use utoipa::ToSchema;
 use crate::id::{CheckpointId, JobId, WebhookId, WorkerId};
 use crate::job::{Ending, Failure, State};
 
-/// A message: what every try sends, in the same bytes.
+/// The body of a message. Every delivery attempt sends the same bytes.
 #[derive(Debug, Serialize)]
 pub struct Message<'a, D> {
-    /// Its word.
+    /// Type of the message, such as `job.queued`.
     #[serde(rename = "type")]
     pub kind: &'a str,
-    /// When it happened, RFC 3339 in UTC.
+    /// Time of the event, in UTC (RFC 3339).
     pub timestamp: String,
-    /// By type.
+    /// Data of the message, depending on its type.
     pub data: D,
 }
 
-/// A job's event, and the job as it was then.
+/// A job's event, and the job at that time.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct LifecycleData<D> {
-    /// The job.
+    /// Id of the job.
     #[schema(value_type = JobId)]
     pub job_id: String,
-    /// For people.
+    /// Display name of the job; null = none.
     pub job_name: Option<String>,
-    /// Where it stood.
+    /// State of the job at the time of the event.
     #[schema(value_type = State)]
     pub job_state: String,
-    /// Its model.
+    /// Base model of the job.
     #[schema(example = "org/name")]
     pub model: String,
-    /// Optimizer steps done.
+    /// Number of completed optimizer steps.
     pub step: u64,
-    /// Optimizer steps in all.
+    /// Total number of optimizer steps.
     pub total_steps: u64,
-    /// The client's own labels.
+    /// The client's own labels, as key-value pairs.
     #[schema(value_type = std::collections::BTreeMap<String, String>)]
     pub metadata: Value,
-    /// The type of the event in `/jobs/{id}/events`.
+    /// Type of the event in `/jobs/{id}/events`.
     #[schema(example = "job.created")]
     pub event: String,
-    /// Its number there: messages of a job with a higher one are later.
+    /// Sequence number of the event. Of two messages about a job, the one with the higher number is later.
     #[schema(minimum = 1)]
     pub seq: i64,
-    /// The attempt it belongs to; 0 before the first claim.
+    /// Attempt that the event belongs to; 0 before the first claim.
     pub attempt: u64,
-    /// The event's data.
+    /// Data of the event.
     pub detail: D,
 }
 
-/// Of `webhook.test`.
+/// Data of a `webhook.test` message.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct TestData {
-    /// The subscription that is tested.
+    /// Id of the webhook that is tested.
     pub webhook_id: WebhookId,
 }
 
-/// Why a job waits for a worker.
+/// Data of `job.queued`: why a job waits for a worker.
 #[derive(Debug, Default, Serialize, ToSchema)]
 pub struct QueuedDetail {
-    /// Of a new job: its model.
+    /// Base model of a new job.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
     pub model: Option<String>,
-    /// Of a new job: the one it was made from.
+    /// Job that a new job was created from.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
     pub parent: Option<JobId>,
-    /// Of a retry that resumes: the step of the parent's checkpoint that it begins with, 0 without one.
+    /// Step of a retry that resumes: the step of the parent's checkpoint that it starts from; 0 = without a checkpoint.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
     pub from_step: Option<u64>,
-    /// Who resumed it, if not a user: `server`.
+    /// `server` if the server resumed the job; absent if a user did.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
     pub by: Option<String>,
-    /// Why it was taken back from its worker, or what it no longer waits for: `worker_lost`, `worker_shutdown`, `preempted`,
-    /// `server_error`,
-    /// `disk_full`, `reward_outage`, ….
+    /// Why the job was returned to the queue, or what it no longer waits for: `worker_lost`, `worker_shutdown`, `preempted`,
+    /// `server_error`, `disk_full`, `reward_outage`, ….
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
     pub reason: Option<String>,
-    /// Of one that was taken back: attempts in a row that failed without progress.
+    /// Number of consecutive attempts that failed without progress, for a job that returned to the queue.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
     pub failed_attempts: Option<u32>,
-    /// Of one that was taken back: the phase it was in.
+    /// Phase in which the job was when it returned to the queue.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
     pub phase: Option<crate::event::Phase>,
-    /// Of one that was taken back: optimizer steps done.
+    /// Number of completed optimizer steps when the job returned to the queue.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
     pub step: Option<u64>,
-    /// Of one that was taken back: resident memory of its worker, as last said, bytes.
+    /// Last reported resident memory of its worker, in bytes.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
     pub memory_bytes: Option<u64>,
 }
 
-/// Who works on a job, and from where.
+/// Data of `job.started`: which worker runs the job, and from which step.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct StartedDetail {
-    /// The worker.
+    /// Id of the worker.
     pub worker: WorkerId,
-    /// Counts the claims of a job, from 1.
+    /// Number of the attempt: counts the claims of a job, from 1.
     pub attempt: u64,
-    /// The step of the checkpoint it goes on from; null = from the start.
+    /// Step of the checkpoint that the job resumes from; null = from the start.
     pub resume_step: Option<u64>,
-    /// The worker's rlood.
+    /// Version of the worker's rlood.
     pub version: String,
-    /// The rlood that ran the attempt before, where it was another one.
+    /// Version of the rlood that ran the previous attempt, if it was different.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub previous_version: Option<String>,
 }
 
-/// Why a job paused.
+/// Data of `job.paused`: why a job paused.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct PausedDetail {
-    /// `reward_outage`, `disk_full`, `alert`, …; null = a user wanted it.
+    /// Reason: `reward_outage`, `disk_full`, `alert`, …; null = a user paused the job.
     pub reason: Option<String>,
 }
 
-/// How a job came to its end.
+/// Data of `job.succeeded`: how a job ended.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct SucceededDetail {
-    /// Optimizer steps done.
+    /// Number of completed optimizer steps.
     pub step: u64,
-    /// Why it ended before its last step; null = it did not.
+    /// Why the job ended before its last step; null = it completed all steps.
     pub ending: Option<Ending>,
 }
 
-/// Why a job failed.
+/// Data of `job.failed`: why a job failed.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct FailedDetail {
-    /// Class, code, and what to do.
+    /// The failure's class and code, and how to fix it.
     pub failure: Failure,
 }
 
-/// Nothing more.
+/// Data of `job.cancelled`, which has no fields.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct CancelledDetail {}
 
-/// A checkpoint that can be downloaded.
+/// Data of `checkpoint.created`: a checkpoint that can be downloaded.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct CheckpointDetail {
-    /// Its id: `/checkpoints/{id}`.
+    /// Id of the checkpoint, for `/checkpoints/{id}`.
     pub checkpoint: CheckpointId,
-    /// Optimizer steps done.
+    /// Number of completed optimizer steps.
     pub step: u64,
-    /// Whether it is the best so far.
+    /// Whether it is the best checkpoint so far.
     pub best: bool,
 }
 
-/// How a reward does.
+/// Data of `reward.degraded` and `reward.recovered`: the state of a reward service.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct RewardDetail {
-    /// Its name in the job.
+    /// Name of the reward in the job.
     pub reward: String,
-    /// For people.
+    /// Human-readable message in English.
     pub message: String,
-    /// Evidence: figures by name.
+    /// Figures behind the message, by name.
     #[schema(value_type = std::collections::BTreeMap<String, Value>)]
     pub data: Value,
 }

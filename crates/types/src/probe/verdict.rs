@@ -1,32 +1,31 @@
-//! What the figures of a probe mean, and what to do. The thresholds are rules of thumb: each says when a job of this kind
-//! usually wastes its time.
+//! Interprets the figures of a preflight. The thresholds are rules of thumb for when a job usually wastes its time.
 
 use super::{Finding, FindingCode, ProbeReport};
 use crate::spec::{Plan, RewardPlan, low_lora_rate};
 
-/// Missing values of a required reward beyond which it cannot be trained on: a job warns at the same fraction.
+/// Fraction of missing values above which a required reward cannot be trained on. A running job warns at the same fraction.
 pub const MISSING_FRACTION: f64 = 0.2;
-/// Mean reward, as a part of its range, up to which the base model counts as never scoring.
+/// Position of the mean reward in its range up to which the base model counts as never scoring.
 pub const FLOOR: f64 = 0.01;
-/// Mean reward, as a part of its range, from which there is nothing to learn (rloo.md's doctor: > 95 % of the maximum).
+/// Position of the mean reward in its range from which there is nothing to learn (rloo.md's doctor: > 95 % of the maximum).
 pub const CEILING: f64 = 0.95;
-/// Part of the groups that is tied beyond which a job trains little (rloo.md's doctor: reward collapse).
+/// Fraction of tied groups above which a job trains little (rloo.md's doctor: reward collapse).
 pub const TIED_FRACTION: f64 = 0.6;
-/// Part of the tied groups whose completions are one text, from which the sampling is to blame and not the reward.
+/// Fraction of tied groups with a single text from which the cause is the sampling and not the reward.
 pub const IDENTICAL_FRACTION: f64 = 0.5;
-/// Truncated completions beyond which rewards speak of the cut rather than of the answer.
+/// Fraction of truncated completions above which rewards measure the truncation rather than the answer.
 pub const TRUNCATED_FRACTION: f64 = 0.2;
-/// Part of a step spent waiting for rewards beyond which they set the pace.
+/// Fraction of a step spent waiting for rewards above which the rewards are the bottleneck.
 pub const REWARD_TIME_FRACTION: f64 = 0.5;
-/// A wait for rewards below this is nobody's bottleneck, s.
+/// Wait for rewards below which they are never reported as the bottleneck, in seconds.
 pub const REWARD_SECONDS: f64 = 0.5;
 
-/// Smallest and largest value of a reward that says so by what it is; None for services.
+/// Returns the lowest and highest value of a reward whose type declares them; `None` for services.
 pub fn range_of(reward: &RewardPlan) -> Option<(f64, f64)> {
     reward.kind.bounds()
 }
 
-/// The range of the weighted sum; `ranges` in the plan's order. None when a reward that counts does not say.
+/// Returns the range of the weighted sum; `ranges` is in the plan's order. `None` if a reward with a weight has no known range.
 pub fn combined_range(rewards: &[RewardPlan], ranges: &[Option<(f64, f64)>]) -> Option<(f64, f64)> {
     let counted = rewards.iter().zip(ranges).filter(|(reward, _)| reward.weight != 0.0);
     counted.map(|(reward, range)| range.map(|range| (reward.weight, range))).try_fold((0.0, 0.0), |(low, high), one| {
@@ -35,7 +34,7 @@ pub fn combined_range(rewards: &[RewardPlan], ranges: &[Option<(f64, f64)>]) -> 
     })
 }
 
-/// Everything that stands against the job, worst first; `ready` alone when nothing does.
+/// Returns all problems of the job, worst first; only `ready` if there are none.
 pub fn verdict(report: &ProbeReport, plan: &Plan) -> Vec<Finding> {
     let rules = [not_measured, reward_not_usable];
     if let Some(finding) = rules.iter().find_map(|rule| rule(report, plan)) {
@@ -114,11 +113,11 @@ fn low_rate(report: &ProbeReport, plan: &Plan) -> Option<Finding> {
     Some(finding(FindingCode::LearningRateLowForLora, detail, fix))
 }
 
-/// At the floor or at the ceiling.
+/// Checks for a mean reward at the lowest or the highest end of its range.
 fn level(report: &ProbeReport, plan: &Plan) -> Option<Finding> {
     let reward = report.reward?;
     let constant = report.reward_std == Some(0.0);
-    // Without a range only a constant tells: a model that never scores gets 0 or less.
+    // Without a known range, only a constant reward is conclusive: a model that never scores gets 0 or less.
     let (at_floor, at_ceiling, of_what) = match report.reward_range {
         Some((low, high)) if high > low => {
             let part = (reward - low) / (high - low);
@@ -197,7 +196,7 @@ fn truncation(report: &ProbeReport, plan: &Plan) -> Option<Finding> {
         FindingCode::RaiseMaxCompletionLength,
         format!("{} of the completions are cut off at {limit} tokens", percent(truncated)),
         format!(
-            "raise sampling.max_completion_length ({} say, if the model's context has the room), or ask for shorter answers",
+            "raise sampling.max_completion_length (for example to {}, if the model's context allows it), or ask for shorter answers",
             limit.saturating_mul(2)
         ),
     ))
@@ -252,14 +251,14 @@ mod tests {
             "max_tries": 1, "max_invalid_tries": 1, "on_invalid": "mask", "max_outage_s": 1}))
     }
 
-    /// A job with one reward between 0 and 1.
+    /// Returns a job with one reward between 0 and 1.
     fn plan() -> Plan {
         let document = json!({"model": "m", "dataset": {"records": [{"prompt": "p"}]},
             "rewards": [{"type": "regex", "pattern": "x", "name": "r"}], "training": {"prompts_per_step": 1}});
         crate::spec::example::resolved(document)
     }
 
-    /// Nothing stands against this one.
+    /// Returns a report without problems.
     fn good() -> ProbeReport {
         ProbeReport {
             complete: true,
@@ -294,7 +293,7 @@ mod tests {
     fn a_model_that_never_scores_needs_sft_first() {
         assert_eq!(codes(|report| report.reward = Some(FLOOR)), [FindingCode::SftFirst]);
         assert_eq!(codes(|report| report.reward = Some(FLOOR + 0.02)), [FindingCode::Ready]);
-        // Without a range a constant tells, and a reward that varies does not.
+        // Without a range, a constant reward is conclusive, and one that varies is not.
         let constant = |report: &mut ProbeReport, reward| {
             (report.reward_range, report.reward, report.reward_std) = (None, Some(reward), Some(0.0));
         };
@@ -308,7 +307,7 @@ mod tests {
     fn a_model_that_scores_nearly_everything_has_nothing_to_learn() {
         assert_eq!(codes(|report| report.reward = Some(CEILING)), [FindingCode::NothingToLearn]);
         assert_eq!(codes(|report| report.reward = Some(CEILING - 0.01)), [FindingCode::Ready]);
-        // Its ties are no fault of the sampling.
+        // Ties of such a model are not caused by the sampling.
         let all = |report: &mut ProbeReport| {
             report.reward = Some(1.0);
             (report.tied_groups_fraction, report.identical_groups_fraction) = (Some(1.0), Some(1.0));
@@ -337,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn completions_that_are_cut_off_ask_for_more_tokens() {
+    fn truncated_completions_need_a_higher_maximum_length() {
         let cut = codes(|report| report.truncated_fraction = Some(TRUNCATED_FRACTION + 0.01));
         assert_eq!(cut, [FindingCode::RaiseMaxCompletionLength]);
         assert_eq!(codes(|report| report.truncated_fraction = Some(TRUNCATED_FRACTION)), [FindingCode::Ready]);
@@ -362,7 +361,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reward_without_values_stands_before_everything_else() {
+    fn a_reward_without_values_is_the_first_finding() {
         let missing = |fraction: f64| {
             codes(|report| {
                 report.rewards.get_mut("r").unwrap().missing_fraction = Some(fraction);
@@ -374,7 +373,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_measured_is_said_with_its_reason() {
+    fn an_unmeasured_preflight_reports_its_reason() {
         let error = ProbeError { code: "model_invalid".into(), message: "the model cannot be used".into() };
         let mut report = ProbeReport::default();
         assert!(verdict(&report, &plan())[0].detail.contains("time limit"));

@@ -1,26 +1,25 @@
-//! A claim as a worker reads it: nothing in it may be unknown.
+//! Parses a claim on the worker's side. Unknown fields are errors.
 
 use serde::Deserialize;
 use serde_json::Value;
 
 use super::Claim;
 
-/// Why a claim is not taken.
+/// Why a claim is rejected.
 #[derive(Debug, thiserror::Error)]
 pub enum ClaimError {
-    /// Something is missing, or is not what it should be.
-    #[error("the claim is not one")]
+    /// A field is missing, or has an invalid value.
+    #[error("the claim is not valid")]
     Form(#[source] serde_json::Error),
-    /// It holds more than is known here.
-    #[error("'{0}' is not known here")]
+    /// The claim has a field that this version does not know.
+    #[error("'{0}' is not known to this version")]
     Unknown(String),
 }
 
-/// Reads a claim as the server sent it. What this version does not know is an error, wherever it stands: a run without it
-/// would be another run.
+/// Parses a claim as the server sent it. An unknown field anywhere is an error, because the run would differ without it.
 ///
 /// # Errors
-/// Where it is not a claim, or the path of the first field that is not known.
+/// Fails if the value is not a claim; names the path of the first unknown field.
 pub fn read_claim(sent: &Value) -> Result<Claim, ClaimError> {
     let claim = Claim::deserialize(sent).map_err(ClaimError::Form)?;
     let read = serde_json::to_value(&claim).map_err(ClaimError::Form)?;
@@ -30,8 +29,8 @@ pub fn read_claim(sent: &Value) -> Result<Claim, ClaimError> {
     }
 }
 
-/// The first field of `sent` that is not in `read`, as a path. What is known survives being read and written; serde's
-/// `deny_unknown_fields` would do the same but for rewards, whose plans are flattened.
+/// Returns the path of the first field of `sent` that is missing in `read`. Known fields survive a round trip through the types.
+/// serde's `deny_unknown_fields` would do the same, but does not work for rewards, whose plans are flattened.
 fn lost(sent: &Value, read: &Value) -> Option<String> {
     let below = |name: &str, path: String| if path.is_empty() { name.to_owned() } else { format!("{name}.{path}") };
     match (sent, read) {

@@ -4,9 +4,9 @@ use serde::{Deserialize, Serialize};
 
 use super::FileEntry;
 
-/// The files of one of a job's models, as they lie on the server.
+/// The files of one of the job's models on the server.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ModelFiles {
-    /// The files that make the model, by name; null = the server is still hashing them: ask again.
+    /// Files of the model, sorted by name; null = the server is still hashing them, ask again.
     pub files: Option<Vec<FileEntry>>,
 }

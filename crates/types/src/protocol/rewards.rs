@@ -1,98 +1,99 @@
-//! How a job's rewards do: counted by the worker, kept and shown by the server, also when the job is over.
+//! Reward statistics of a job: counted by the worker, stored and shown by the server, also after the job has ended.
 
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// What a worker tells of a job's rewards, all of them.
+/// A worker's report on all rewards of a job.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct RewardReports {
-    /// The fence.
+    /// Number of the attempt.
     pub attempt: u64,
-    /// One a reward.
+    /// One report per reward.
     pub rewards: Vec<RewardReport>,
 }
 
-/// What there is to tell of one reward.
+/// The report on one reward.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RewardReport {
-    /// Its name.
+    /// Name of the reward.
     pub name: String,
-    /// It is one of the evaluation's own rewards, which may have the names of the job's.
+    /// Whether it is a separate reward of the evaluation, which may have the same name as one of the job's rewards.
     pub evaluation: bool,
-    /// Since the job's first attempt.
+    /// Statistics since the job's first attempt.
     pub health: RewardHealth,
 }
 
-/// How one reward has done since the job's first attempt.
+/// Statistics of one reward since the job's first attempt.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(default)]
 pub struct RewardHealth {
-    /// Samples it was asked about, cached ones included.
+    /// Number of samples, including cached ones.
     pub samples: u64,
-    /// Samples that got no value.
+    /// Number of samples without a value.
     pub missing: u64,
-    /// Samples that it does not apply to.
+    /// Number of samples to which the reward does not apply.
     pub not_applicable: u64,
-    /// Samples whose value was known (`cache: true`): nobody was asked.
+    /// Number of samples whose value came from the cache (`cache: true`), without a request.
     pub cached: u64,
-    /// Tries over HTTP.
+    /// Number of HTTP requests, including retries.
     pub requests: u64,
-    /// Tries that repeat one that brought nothing usable.
+    /// Number of requests that repeat a failed one.
     pub retries: u64,
-    /// Requests whose answer stood in the journal of a former attempt.
+    /// Number of requests whose answer was in the journal of a former attempt.
     pub replayed: u64,
-    /// Tries that brought an answer; for rewards computed by the worker, rollouts scored.
+    /// Number of requests with a usable response; for rewards that the worker computes, the number of scored rollouts.
     pub answers: u64,
-    /// Of all these together, ms.
+    /// Total duration of these requests, in milliseconds.
     pub answers_ms: f64,
-    /// Of the last 512 of them; null before the first.
+    /// Latency of the last 512 of these requests; null before the first.
     pub latency_ms: Option<RewardLatency>,
-    /// Tries and samples that went wrong, by class: `timeout`, `connect`, `connection`, `rate_limited`, `busy`,
-    /// `server_error`, `rejected`, `redirect`, `too_large`, `gone`, `address_refused`, `invalid_answer`, `sample`.
+    /// Number of failed requests and samples by class: `timeout`, `connect`, `connection`, `rate_limited`, `busy`, `server_error`,
+    /// `rejected`, `redirect`, `too_large`, `gone`, `address_refused`, `invalid_answer`, `sample`.
     pub errors: BTreeMap<String, u64>,
-    /// At least 3 of the last 20 tries brought nothing usable, and no 5 in a row were well since.
+    /// Whether the reward is degraded: at least 3 of the last 20 requests failed, and there have not been 5
+    /// successes in a row since.
     pub degraded: bool,
-    /// Null for rewards computed by the worker.
+    /// State of the circuit breaker; null for rewards that the worker computes.
     pub breaker: Option<BreakerReport>,
-    /// Null for rewards computed by the worker.
+    /// Limit of concurrent requests; null for rewards that the worker computes.
     pub concurrency: Option<ConcurrencyReport>,
-    /// The last tries that went wrong, latest first, at most 5.
+    /// The last failed requests, latest first, at most 5.
     pub failures: Vec<FailedTry>,
-    /// The try with an answer that took longest.
+    /// The slowest request with a response; null = none.
     pub slowest: Option<SlowTry>,
 }
 
-/// How long answers take, ms.
+/// Latency of responses, in milliseconds.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct RewardLatency {
-    /// The median.
+    /// Median latency, in milliseconds.
     pub p50: f64,
-    /// All but the slowest twentieth.
+    /// 95th percentile of the latency, in milliseconds.
     pub p95: f64,
-    /// The slowest.
+    /// Maximum latency, in milliseconds.
     pub max: f64,
 }
 
-/// Whether requests are let through to an endpoint.
+/// State of an endpoint's circuit breaker.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum BreakerState {
-    /// They are.
+    /// Requests are sent normally.
     #[default]
     Closed,
-    /// None is, until `retry_at`.
+    /// No requests are sent until `retry_at`.
     Open,
-    /// One is under way: its answer decides.
+    /// One test request is in flight; its result decides.
     HalfOpen,
 }
 
 impl BreakerState {
-    /// All, in the order of trouble.
+    /// All states, in order of severity.
     pub const ALL: [BreakerState; 3] = [BreakerState::Closed, BreakerState::HalfOpen, BreakerState::Open];
 
-    /// The name used in the API.
+    /// Returns the name used in the API.
     pub fn as_str(self) -> &'static str {
         match self {
             BreakerState::Closed => "closed",
@@ -105,72 +106,72 @@ impl BreakerState {
 /// The circuit breaker of a reward's endpoint.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct BreakerReport {
-    /// Whether requests are let through.
+    /// State of the circuit breaker.
     pub state: BreakerState,
-    /// How often it opened.
+    /// Number of times that it opened.
     pub opened: u64,
-    /// Failures since the last answer.
+    /// Number of failures in a row since the last response.
     pub failures_in_a_row: u32,
-    /// When the next request may go, Unix ms; null while it is closed.
+    /// Earliest time of the next request, Unix time in milliseconds; null while the breaker is closed.
     pub retry_at_ms: Option<i64>,
 }
 
-/// How many requests an endpoint gets at once.
+/// The limit of concurrent requests to an endpoint.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct ConcurrencyReport {
-    /// At present: falls when the service is overloaded (429, 503, timeouts, latency), rises again with every answer.
+    /// Current limit. It falls when the service is overloaded (429, 503, timeouts, latency) and rises with every response.
     pub limit: u32,
-    /// `max_concurrency`.
+    /// Maximum of the limit (`max_concurrency`).
     pub max: u32,
 }
 
-/// A try that went wrong. Secrets are redacted, long texts are cut.
+/// A failed request. Secrets are redacted, and long texts are truncated.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct FailedTry {
-    /// Unix ms.
+    /// Time of the request, Unix time in milliseconds.
     pub time_ms: i64,
-    /// As in `errors`.
+    /// Class of the failure, as in `errors`.
     pub class: String,
-    /// What happened, in words.
+    /// Human-readable description of the failure.
     pub message: String,
-    /// From the first byte sent to the end, ms.
+    /// Duration from the first byte sent to the failure, in milliseconds.
     pub latency_ms: f64,
-    /// The optimizer step the samples are for.
+    /// Optimizer step that the samples belong to.
     pub step: u64,
-    /// Which samples, as `prompt_id/sample_id`, at most 64 of them.
+    /// The samples, as `prompt_id/sample_id`, at most 64.
     pub samples: Vec<String>,
-    /// As sent.
+    /// The request as sent.
     pub request: RawMessage,
-    /// As received; null when nothing came.
+    /// The response as received; null = none arrived.
     pub response: Option<RawMessage>,
 }
 
-/// An answer that took long.
+/// A slow request that got a response.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct SlowTry {
-    /// Unix ms.
+    /// Time of the request, Unix time in milliseconds.
     pub time_ms: i64,
-    /// From the first byte sent to the last received, ms.
+    /// Duration from the first byte sent to the last byte received, in milliseconds.
     pub latency_ms: f64,
-    /// The optimizer step the samples are for.
+    /// Optimizer step that the samples belong to.
     pub step: u64,
-    /// Which samples, as `prompt_id/sample_id`, at most 64 of them.
+    /// The samples, as `prompt_id/sample_id`, at most 64.
     pub samples: Vec<String>,
-    /// As sent.
+    /// The request as sent.
     pub request: RawMessage,
-    /// As received.
+    /// The response as received.
     pub response: Option<RawMessage>,
 }
 
-/// A request or a response, for people. Secrets, credentials and tokens are replaced by `(redacted)`.
+/// A request or a response for display. Secrets, credentials and tokens are replaced by `(redacted)`.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct RawMessage {
-    /// Where a request went; null for responses.
+    /// URL of a request; null for responses.
     pub url: Option<String>,
-    /// The HTTP status of a response; null for requests.
+    /// HTTP status of a response; null for requests.
     pub status: Option<u16>,
-    /// The headers.
+    /// Headers of the message.
     pub headers: BTreeMap<String, String>,
-    /// The body, cut at 4 KiB.
+    /// Body of the message, truncated at 4 KiB.
     pub body: String,
 }

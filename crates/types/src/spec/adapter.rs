@@ -1,8 +1,8 @@
-//! Which linear layers an adapter is on, and by which rank: in a plan, and as PEFT's `adapter_config.json` says it (PEFT 0.21.2,
+//! Which linear layers an adapter covers, and with which rank: in a plan, and in PEFT's `adapter_config.json` (PEFT 0.21.2,
 //! tuners_utils.py: `check_target_module_exists`, other.py: `get_pattern_key`).
 //!
-//! PEFT selects by names, regular expressions, layer numbers and exclusions. A plan has names alone: of modules (`q_proj`), or of
-//! modules in one layer (`layers.3.self_attn.q_proj`) where layers differ. PEFT reads both.
+//! PEFT selects layers by names, regular expressions, layer numbers and exclusions. A plan has names only: of modules (`q_proj`),
+//! or of modules in one layer (`layers.3.self_attn.q_proj`) if layers differ. PEFT can read both.
 
 use std::collections::BTreeMap;
 
@@ -11,10 +11,10 @@ use serde_json::Value;
 
 use super::plan::LoraPlan;
 
-/// The rank and alpha of one linear layer's adapter.
+/// Rank and alpha of one linear layer's adapter.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ModuleRank {
-    /// Rank.
+    /// Rank of the adapter.
     pub r: u32,
     /// Numerator of the scaling.
     pub alpha: f64,
@@ -37,14 +37,14 @@ const UNSUPPORTED: [&str; 11] = [
 const FILE: &str = "adapter_config.json";
 
 impl LoraPlan {
-    /// All seven projections.
+    /// Creates a plan for all seven projections.
     pub fn all_linear(r: u32, alpha: f64) -> LoraPlan {
         let target_modules = super::settings::ALL_LINEAR.map(str::to_owned).to_vec();
         let (rank_pattern, alpha_pattern) = Default::default();
         LoraPlan { r, alpha, dropout: 0.0, target_modules, use_rslora: false, rank_pattern, alpha_pattern }
     }
 
-    /// The adapter of the linear layer at `path` (`self_attn.q_proj`) in a decoder layer; None = it has none.
+    /// Returns the adapter of the linear layer at `path` (`self_attn.q_proj`) in a decoder layer; `None` = it has none.
     pub fn of(&self, layer: usize, path: &str) -> Option<ModuleRank> {
         let key = format!("layers.{layer}.{path}");
         let is_here = |name: &String| is_named(&key, name);
@@ -54,14 +54,14 @@ impl LoraPlan {
         })
     }
 
-    /// `s` in y = W x + b + s·B(A x).
+    /// Returns the scaling `s` in y = W x + b + s·B(A x).
     pub fn scaling(&self, rank: ModuleRank) -> f64 {
         let r = f64::from(rank.r);
         if self.use_rslora { rank.alpha / r.sqrt() } else { rank.alpha / r }
     }
 
-    /// Whether the weights of one are weights of the other: all but dropout is equal.
-    pub fn fits(&self, other: &LoraPlan) -> bool {
+    /// Whether the weights of one adapter fit the other: everything except dropout is equal.
+    pub fn is_compatible_with(&self, other: &LoraPlan) -> bool {
         let sorted = |plan: &LoraPlan| {
             let mut names = plan.target_modules.clone();
             names.sort();
@@ -70,10 +70,10 @@ impl LoraPlan {
         sorted(self) == sorted(other)
     }
 
-    /// PEFT's adapter_config.json, for a model with linear layers at these paths in each of so many decoder layers.
+    /// Reads PEFT's adapter_config.json for a model that has linear layers at these paths in each of `num_layers` decoder layers.
     ///
     /// # Errors
-    /// When it is another kind of adapter, or has what is not supported, or selects no layer of this model.
+    /// Fails if it is another kind of adapter, uses an unsupported option, or selects no layer of this model.
     pub fn from_peft(config: &Value, paths: &[&str], num_layers: usize) -> Result<LoraPlan, String> {
         check_kind(config)?;
         let refuse = |key: &str, advice: &str| refused(config, key, advice);
@@ -129,7 +129,7 @@ fn refused<T>(config: &Value, key: &str, advice: &str) -> Result<T, String> {
     Err(format!("{FILE}: {key} is {found}; {advice}"))
 }
 
-/// Refuses what is no LoRA, or has more than A and B.
+/// Rejects a configuration that is not LoRA, or that has more than A and B.
 fn check_kind(config: &Value) -> Result<(), String> {
     if config.get("peft_type").and_then(Value::as_str) != Some("LORA") {
         return refused(config, "peft_type", "only \"LORA\" is supported");
@@ -156,7 +156,7 @@ fn check_kind(config: &Value) -> Result<(), String> {
     }
 }
 
-/// `layers_to_transform`: one number or a list; None = all.
+/// Reads `layers_to_transform`: one number or a list; `None` = all layers.
 fn layers_of(config: &Value, num_layers: usize) -> Result<Option<Vec<u64>>, String> {
     let one = |value: &Value| value.as_u64().filter(|layer| (*layer as usize) < num_layers);
     let list: Option<Vec<u64>> = match config.get("layers_to_transform") {
@@ -174,7 +174,8 @@ fn layers_of(config: &Value, num_layers: usize) -> Result<Option<Vec<u64>>, Stri
     }
 }
 
-/// A plan of what was found by path and layer: a module's name where all layers have the same, else one name a layer.
+/// Creates a plan from the ranks found by path and layer. A module's name stands for all layers if they are equal; otherwise there
+/// is one name per layer.
 fn named(
     mut plan: LoraPlan,
     paths: &[&str],
@@ -216,7 +217,7 @@ fn name_of(path: &str) -> &str {
     path.rsplit('.').next().unwrap_or(path)
 }
 
-/// Whether a dotted key is of that name: all of it, or its end from a dot on.
+/// Whether a dotted key has this name: the whole key, or its end after a dot.
 fn is_named(key: &str, name: &str) -> bool {
     key.strip_suffix(name).is_some_and(|before| before.is_empty() || before.ends_with('.'))
 }
@@ -229,12 +230,12 @@ fn brief(value: &Value) -> String {
     }
 }
 
-/// `target_modules` and `exclude_modules`.
+/// The layers selected by `target_modules` and `exclude_modules`.
 enum Selection {
     None,
     All,
     Names(Vec<String>),
-    /// Of the whole key.
+    /// A regular expression that the whole key must match.
     Matching(Regex),
 }
 
@@ -266,7 +267,7 @@ impl Selection {
     }
 }
 
-/// `rank_pattern` and `alpha_pattern`: the first that matches the end of a key counts.
+/// The patterns of `rank_pattern` and `alpha_pattern`. The first pattern that matches the end of a key counts.
 struct Patterns<T>(Vec<(Regex, T)>);
 
 impl<T: Copy> Patterns<T> {
@@ -314,7 +315,7 @@ mod tests {
             json!({"rank_pattern": {"layers\\.1\\.mlp\\.up_proj": 2, "q_proj": 8}, "alpha_pattern": {"q_proj": 4}});
         let plan = read(patterns).unwrap();
         assert_eq!(plan.of(1, "mlp.up_proj"), Some(ModuleRank { r: 2, alpha: 8.0 }));
-        // 11 ends like 1, and is another layer.
+        // 11 ends with 1, but is a different layer.
         assert_eq!(plan.of(11, "mlp.up_proj"), Some(ModuleRank { r: 4, alpha: 8.0 }));
         assert_eq!(plan.of(5, "self_attn.q_proj"), Some(ModuleRank { r: 8, alpha: 4.0 }));
         assert_eq!((plan.rank_pattern["q_proj"], plan.alpha_pattern["q_proj"]), (8, 4.0));
@@ -329,7 +330,7 @@ mod tests {
         assert_eq!(by_regex.target_modules, ["q_proj"]);
         assert_eq!(read(json!({"target_modules": "all-linear"})).unwrap().target_modules.len(), 4);
 
-        // What a plan says is read again as the same plan.
+        // A plan that is written and read again is unchanged.
         for plan in [plain, plan, some] {
             let again = json!({"target_modules": plan.target_modules, "rank_pattern": plan.rank_pattern, "alpha_pattern": plan.alpha_pattern});
             assert_eq!(read(again).unwrap(), plan);
@@ -339,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_read_is_named() {
+    fn unsupported_options_are_named() {
         for (more, words) in [
             (json!({"use_dora": true}), "use_dora is true"),
             (json!({"peft_type": "IA3"}), "peft_type"),

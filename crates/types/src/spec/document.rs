@@ -20,76 +20,76 @@ use super::{
     RewardSecrets, RlooPlan, SamplingPlan, WarmStartPlan, WarmUpSpec,
 };
 
-/// A submitted job. Where a field was refused it holds a harmless stand-in, so that the rest can still be checked.
+/// A submitted job. A field that was rejected has a harmless placeholder, so that the rest can still be checked.
 #[derive(Debug, Clone)]
 pub struct JobSpec {
-    /// For people.
+    /// Display name of the job.
     pub name: Option<String>,
-    /// Higher runs first.
+    /// Priority in the queue; jobs with a higher number run first.
     pub priority: i64,
-    /// Id of a registered model; empty when missing.
+    /// Id of a registered model; empty if missing.
     pub model: String,
-    /// The training prompts; None when missing or refused.
+    /// The training prompts; `None` = missing or rejected.
     pub dataset: Option<DatasetSource>,
-    /// Evaluation, if asked for.
+    /// Evaluation settings; `None` = no evaluation.
     pub eval: Option<EvalSpec>,
-    /// Names are unique.
+    /// The rewards, with unique names.
     pub rewards: Vec<RewardPlan>,
-    /// By reward name (those of evaluation's own rewards by `eval_secret_name`); only rewards that have some.
+    /// Secrets by reward name (those of the evaluation's own rewards by `eval_secret_name`), for rewards that have some.
     pub secrets: BTreeMap<String, RewardSecrets>,
-    /// The algorithm.
+    /// Settings of the algorithm.
     pub rloo: RlooPlan,
-    /// Rollouts.
+    /// Sampling settings of the rollouts.
     pub sampling: SamplingPlan,
-    /// The adapter; None = full fine-tuning.
+    /// The LoRA adapter; `None` = full fine-tuning.
     pub lora: Option<LoraPlan>,
-    /// The checkpoint to begin with, if any.
+    /// The checkpoint or adapter to start from; `None` = none.
     pub warm_start: Option<WarmStartPlan>,
-    /// Supervised steps before RLOO's first one, if asked for.
+    /// Supervised steps before the first RLOO step; `None` = no warm-up.
     pub warm_up: Option<WarmUpSpec>,
     /// The optimizer and its schedule.
     pub optimizer: OptimizerPlan,
-    /// Batches, length, seed.
+    /// Batch sizes, number of steps and seed.
     pub training: TrainingSpec,
-    /// When to save and what to keep.
+    /// When checkpoints are saved and which ones are kept.
     pub checkpoints: CheckpointPlan,
-    /// When to end before the last step, if asked for.
+    /// When to end before the last step; `None` = train all steps.
     pub early_stopping: Option<EarlyStoppingSpec>,
-    /// What alerts do.
+    /// Alert rules, and what happens on an alert.
     pub doctor: DoctorPlan,
-    /// The client's own labels.
+    /// The client's own labels, as key-value pairs.
     pub metadata: BTreeMap<String, String>,
-    /// The rules that decide the bits of the run: the latest, but for what continues another job.
+    /// The rules that decide the exact bits of the run: the latest, unless the job continues another one.
     pub arithmetic: Arithmetic,
-    /// What may be stored and shown: the document without secrets, header values and inline records.
+    /// The document that may be stored and shown: without secrets, header values and inline records.
     pub redacted: Value,
 }
 
-/// Batches, length and seed, as asked for.
+/// Batch sizes, number of steps and seed, as requested.
 #[derive(Debug, Clone, Deserialize)]
 pub struct TrainingSpec {
-    /// Prompts an optimizer step.
+    /// Prompts per optimizer step.
     pub prompts_per_step: u32,
-    /// Optimizer steps; None = by epochs.
+    /// Number of optimizer steps; `None` = determined by epochs.
     pub max_steps: Option<u64>,
-    /// Passes over the dataset when `max_steps` is not given; None = 1.
+    /// Passes over the dataset if `max_steps` is not given; `None` = 1.
     pub num_train_epochs: Option<f64>,
-    /// Of sampling, order and initialisation.
+    /// Random seed of sampling, data order and initialization.
     pub seed: u64,
-    /// A new permutation each epoch; false = the dataset's order.
+    /// Whether each epoch uses a new random order; false = the dataset's order.
     pub shuffle_dataset: bool,
     /// Precision of the matrix products.
     pub dtype: ComputeDtype,
-    /// Tokens of a micro-batch; None = as memory allows.
+    /// Tokens per micro-batch; `None` = depends on the available memory.
     pub micro_batch_tokens: Option<u32>,
-    /// Compute a layer's activations again in the backward; None = as memory asks for.
+    /// Whether to recompute a layer's activations in the backward pass; `None` = only if memory requires it.
     pub gradient_checkpointing: Option<bool>,
-    /// Failed attempts that fail the job; None = no limit.
+    /// Number of failed attempts that fail the job; `None` = no limit.
     pub max_attempts: Option<u32>,
 }
 
 impl JobSpec {
-    /// Reads a document; the errors are all there are, and the job may be used only when there are none.
+    /// Reads a document. The returned errors are complete, and the job may be used only if there are none.
     pub fn read(mut document: Value) -> (JobSpec, Vec<FieldError>) {
         if !document.is_object() {
             let example = "{\"model\": …, \"dataset\": …, \"rewards\": […]}";
@@ -132,9 +132,9 @@ impl JobSpec {
     }
 }
 
-/// A plan in the form in which it can be submitted again; secrets are not part of it.
+/// Returns a plan as a document that can be submitted again, without secrets.
 pub fn submittable(plan: &Plan) -> Value {
-    // Without `..`: a setting that a job forgets when it is submitted again would be a bug.
+    // Destructured without `..`, so that a new setting cannot be forgotten here.
     let Plan {
         name,
         model,
@@ -154,7 +154,7 @@ pub fn submittable(plan: &Plan) -> Value {
         doctor,
         metadata,
         totals: _,
-        // A job made from this document follows the latest rules.
+        // A job created from this document follows the latest rules.
         arithmetic: _,
     } = plan;
     let mut document = json!({
@@ -163,12 +163,12 @@ pub fn submittable(plan: &Plan) -> Value {
         "early_stopping": early_stopping, "doctor": doctor, "metadata": metadata,
     });
     if let Some(eval) = eval {
-        // With a fraction the rows are the training dataset's, and how many follows from it.
+        // If a fraction is given, the rows are those of the training dataset, and their number follows from the fraction.
         document["eval"]["dataset"] = eval.fraction.map_or_else(|| submittable_dataset(&eval.dataset), |_| Value::Null);
         document["eval"]["held_out_rows"] = Value::Null;
         document["eval"]["test_rows"] = Value::Null;
         if eval.fraction.is_some() {
-            // Left out it would be the default.
+            // If it were left out, the default would apply.
             document["eval"]["test_fraction"] = json!(eval.test_fraction.unwrap_or(0.0));
         }
         if let Some(test) = &eval.test_dataset {
@@ -185,13 +185,13 @@ pub fn submittable(plan: &Plan) -> Value {
     }
     without_nulls(&mut document);
     if lora.is_none() {
-        // Left out it would be an adapter of defaults.
+        // If it were left out, the job would have an adapter with default settings.
         document["lora"] = Value::Null;
     }
     document
 }
 
-/// A dataset in the form in which a job can name it again.
+/// Returns a dataset in the form in which a job can refer to it again.
 pub fn submittable_dataset(dataset: &DatasetPlan) -> Value {
     match dataset.sources.as_slice() {
         [] => json!({"id": dataset.id}),
@@ -203,7 +203,7 @@ fn without_nulls(value: &mut Value) {
     match value {
         Value::Object(map) => {
             map.retain(|_, value| !value.is_null());
-            // What is the client's own stays as it is.
+            // Values that the client defines are not changed.
             let ours = |name: &str| !matches!(name, "params" | "chat_template_kwargs");
             map.iter_mut().filter(|(name, _)| ours(name)).for_each(|(_, value)| without_nulls(value));
         }
@@ -212,7 +212,7 @@ fn without_nulls(value: &mut Value) {
     }
 }
 
-/// The document without what must not be shown again.
+/// Returns the document without values that must not be shown again.
 fn redacted(mut document: Value) -> Value {
     for at in ["/rewards", "/eval/rewards", "/eval/guard/rewards"] {
         for reward in document.pointer_mut(at).and_then(Value::as_array_mut).into_iter().flatten() {
@@ -229,7 +229,7 @@ fn redacted(mut document: Value) -> Value {
 fn read_job(document: &Reader<'_>) -> JobSpec {
     let lora = read_lora(document);
     let (rewards, mut secrets) = read_rewards(
-        &document.required("rewards", "give at least one reward, {\"type\": \"length\"} say, or a webhook of your own"),
+        &document.required("rewards", "give at least one reward, such as {\"type\": \"length\"} or your own webhook"),
     );
     let eval = document.field("eval").object().map(read_eval).map(|(eval, own_secrets)| {
         secrets.extend(own_secrets);
@@ -271,14 +271,14 @@ fn read_job(document: &Reader<'_>) -> JobSpec {
     spec
 }
 
-/// What PATCH may change.
+/// The fields that PATCH can change.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Labels {
-    /// `Some(None)` takes the name away.
+    /// New display name; `Some(None)` removes the name.
     pub name: Option<Option<String>>,
-    /// New labels, all of them.
+    /// New labels, which replace all existing ones.
     pub metadata: Option<BTreeMap<String, String>>,
-    /// A new priority.
+    /// New priority in the queue.
     pub priority: Option<i64>,
     /// New secrets, by reward name.
     pub reward_secrets: BTreeMap<String, RewardSecrets>,

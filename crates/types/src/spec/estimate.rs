@@ -1,4 +1,4 @@
-//! What a job will need, by the engine's own arithmetic ([`super::footprint`]), and whether the machine has it.
+//! Estimates the memory that a job needs, by the engine's own arithmetic ([`super::footprint`]), and whether the machine has it.
 
 use std::num::NonZeroU32;
 
@@ -8,73 +8,78 @@ use utoipa::ToSchema;
 use super::footprint::{Footprint, Place, SAVED_BYTES, trainable_parameters};
 use super::{FieldError, MICRO_BATCH_TOKENS, MICRO_BATCH_TOKENS_ON_CPU, ModelFacts, Plan, PromptLengths};
 
-/// Memory and tokens of a run, by arithmetic: nothing is measured. Null where the model's sizes are not known.
+/// Estimated memory and tokens of a run. Everything is computed, nothing is measured. Null = the model's sizes are not known.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Estimate {
-    /// Weights of the base model.
+    /// Number of weights in the base model.
     pub num_parameters: u64,
-    /// Weights that are trained: the adapter's, or all.
+    /// Number of weights that are trained: those of the adapter, or all.
     pub trainable_parameters: Option<u64>,
-    /// The base model as stored, bytes.
+    /// Size of the base model's files, in bytes.
     pub model_bytes: u64,
-    /// The program itself, or what the GPU's driver takes, bytes.
+    /// Memory of the process itself, or the GPU driver's overhead, in bytes.
     pub process_bytes: u64,
-    /// The model's weights in memory, bytes.
+    /// Memory for the model's weights, in bytes.
     pub weights_bytes: Option<u64>,
-    /// The frozen copy that the KL penalty needs in full fine-tuning, after a warm start or after a warm-up, bytes; else 0.
+    /// Memory for the frozen reference weights, in bytes. The KL penalty needs them in full fine-tuning, after a warm start or
+    /// after a warm-up; otherwise 0.
     pub reference_bytes: Option<u64>,
-    /// The weights of reward models that the worker runs, bytes.
+    /// Memory for the weights of reward models that the worker runs, in bytes.
     #[serde(default)]
     pub reward_models_bytes: u64,
-    /// The adapter, or in full fine-tuning the buffer of all weights, bytes.
+    /// Memory for the adapter, or in full fine-tuning for the buffer of all weights, in bytes.
     pub adapter_bytes: Option<u64>,
-    /// The gradient of what is trained, bytes.
+    /// Memory for the gradient of the trained weights, in bytes.
     pub gradient_bytes: Option<u64>,
-    /// Both moments, bytes.
+    /// Memory for both moments of the optimizer, in bytes.
     pub optimizer_bytes: Option<u64>,
-    /// Keys and values of the completions sampled together, at full length, bytes.
+    /// Memory for the keys and values of the completions that are sampled together, at full length, in bytes.
     pub kv_cache_bytes: Option<u64>,
-    /// Logits alive together, bytes.
+    /// Memory for logits that exist at the same time, in bytes.
     pub logits_bytes: Option<u64>,
-    /// Activations of a micro-batch at full length, bytes.
+    /// Memory for the activations of a micro-batch at full length, in bytes.
     pub activation_bytes: Option<u64>,
-    /// What the allocator keeps of freed buffers, bytes.
+    /// Freed memory that the allocator keeps, in bytes.
     pub allocator_bytes: Option<u64>,
-    /// The peak of the worker's resident memory, or of the GPU's, bytes. Less than the sum: rollout and training do not overlap.
+    /// Peak resident memory of the worker or peak GPU memory, in bytes. It is less than the sum of the parts, because rollout and
+    /// training do not overlap.
     pub total_bytes: Option<u64>,
-    /// What a worker may use, of its GPU where it has one, bytes; null when unknown. A job that needs more is refused.
+    /// Memory that a worker may use, on its GPU if it has one, in bytes; null = unknown. A job that needs more is rejected.
     pub memory_limit_bytes: Option<u64>,
-    /// One checkpoint on disk, bytes.
+    /// Size of one checkpoint on disk, in bytes.
     pub checkpoint_bytes: Option<u64>,
-    /// Tokens of the longest prompt; null when they were not counted.
+    /// Length of the longest prompt, in tokens; null = prompts were not counted.
     pub longest_prompt_tokens: Option<u64>,
-    /// Most completion tokens that can be sampled in all.
+    /// Maximum number of completion tokens that can be sampled in total.
     pub max_completion_tokens: u64,
 }
 
-/// Prompts of training and evaluation, and what a worker may use.
+/// The prompts of training and evaluation, and the resources that a worker may use.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Limits<'a> {
-    /// Of the longest prompts.
+    /// Lengths of the longest prompts; `None` = unknown.
     pub lengths: Option<PromptLengths>,
-    /// What a worker on the processor may use; None = unknown.
+    /// Memory that a worker on the CPU may use, in bytes; `None` = unknown.
     pub memory_bytes: Option<u64>,
-    /// Taken by reward models.
+    /// Memory used by reward models, in bytes.
     pub reward_model_bytes: u64,
-    /// What the job may be computed on; empty = the processor.
+    /// The devices that may run the job; empty = the CPU.
     pub places: &'a [Place],
-    /// Asked for by the job; None = as memory allows.
+    /// Micro-batch size requested by the job, in tokens; `None` = depends on the available memory.
     pub micro_batch_tokens: Option<u32>,
-    /// Asked for by the job; None = as memory asks for.
+    /// Gradient checkpointing requested by the job; `None` = only if memory requires it.
     pub gradient_checkpointing: Option<bool>,
 }
 
-/// Micro-batches are not made smaller than this for memory's sake.
+/// Minimum number of tokens to which a micro-batch is reduced to save memory.
 const MIN_MICRO_BATCH_TOKENS: u32 = 256;
 
-/// Chooses the micro-batch and says what the run needs (at the first of the places); an error when that is more than there
-/// is.
-pub(super) fn fit(plan: &mut Plan, model: &ModelFacts, limits: Limits<'_>) -> Result<Estimate, FieldError> {
+/// Chooses the micro-batch size and estimates the run's memory (on the first of the places). Fails if that exceeds the limit.
+pub(super) fn choose_micro_batch(
+    plan: &mut Plan,
+    model: &ModelFacts,
+    limits: Limits<'_>,
+) -> Result<Estimate, FieldError> {
     let longest = limits.lengths.map(|lengths| lengths.longest);
     let places = if limits.places.is_empty() { &[Place::Cpu] } else { limits.places };
     let limit = |place: Place| match place {
@@ -99,8 +104,8 @@ pub(super) fn fit(plan: &mut Plan, model: &ModelFacts, limits: Limits<'_>) -> Re
             (0..).map(|halvings| most >> halvings).take_while(|t| *t >= MIN_MICRO_BATCH_TOKENS).collect()
         }
     };
-    // Small batches whose activations are kept cost less than large ones whose activations are computed again; but what
-    // is kept shall not be most of the memory that a run takes. A GPU's is there for one run.
+    // Small batches with kept activations are faster than large ones with recomputed activations. But kept activations should not
+    // dominate a run's memory, except on a GPU, which runs one job at a time.
     let modest = |plan: &Plan, tokens: u32| {
         places
             .contains(&Place::Cpu)
@@ -149,7 +154,7 @@ pub(super) fn fit(plan: &mut Plan, model: &ModelFacts, limits: Limits<'_>) -> Re
         total_bytes: part(|needs| needs.total),
         memory_limit_bytes: limit(place),
         checkpoint_bytes: trainable.zip(part(|needs| needs.optimizer)).map(|(count, moments)| {
-            // The reference beside the weights.
+            // The reference weights are in memory in addition to the weights.
             let copies = if plan.has_warmed_reference() { 2 } else { 1 };
             copies * 4 * count + moments
         }),
@@ -158,7 +163,7 @@ pub(super) fn fit(plan: &mut Plan, model: &ModelFacts, limits: Limits<'_>) -> Re
     })
 }
 
-/// The refusal: the numbers, and the knobs that would make it fit.
+/// Returns the error for a job that is too large: the numbers, and the settings that would make it fit.
 fn too_large(
     plan: &Plan,
     place: Place,

@@ -1,4 +1,4 @@
-//! Evaluation as it is asked for, and which rows of the training dataset it holds out.
+//! The requested evaluation, and which rows of the training dataset it holds out.
 
 use std::collections::{BTreeMap, HashSet};
 
@@ -14,72 +14,72 @@ use super::settings::{DEFAULT_MARGIN, EVAL, Range};
 use super::sources::{DatasetSource, read_dataset};
 use super::{RewardPlan, RewardSecrets, SplitRule};
 
-/// Evaluation, as asked for.
+/// The evaluation section of a job, as requested.
 #[derive(Debug, Clone, Deserialize)]
 pub struct EvalSpec {
-    /// The evaluation prompts; None with `fraction`, or when missing or refused.
+    /// The evaluation prompts; `None` = with `fraction`, missing or rejected.
     #[serde(skip)]
     pub dataset: Option<DatasetSource>,
-    /// The share of the training dataset to hold out instead.
+    /// Share of the training dataset to hold out instead of a dataset.
     pub fraction: Option<f64>,
     /// Optimizer steps between evaluations.
     pub every_steps: u64,
-    /// Evaluate before the first step too.
+    /// Whether to evaluate before the first step too.
     pub before_start: bool,
-    /// Completions a prompt.
+    /// Completions sampled per prompt.
     pub num_generations: u32,
-    /// 0 = greedy.
+    /// Sampling temperature; 0 = greedy.
     pub temperature: f64,
-    /// None = as in training.
+    /// Top-p; `None` = as in training.
     pub top_p: Option<f64>,
-    /// None = as in training.
+    /// Top-k; `None` = as in training.
     pub top_k: Option<u32>,
-    /// None = as in training.
+    /// Min-p; `None` = as in training.
     pub min_p: Option<f64>,
-    /// None = as in training.
+    /// Repetition penalty; `None` = as in training.
     pub repetition_penalty: Option<f64>,
-    /// Rewards of its own; None = the job's.
+    /// Rewards used in evaluations; `None` = the job's rewards.
     #[serde(skip)]
     pub rewards: Option<Vec<RewardPlan>>,
-    /// The share of the training dataset that only the verdict reads; 0 = none, None = 0.1 beside `fraction`.
+    /// Share of the training dataset that only the verdict uses; 0 = none, `None` = 0.1 with `fraction`.
     pub test_fraction: Option<f64>,
-    /// Prompts that only the verdict reads, instead.
+    /// Prompts that only the verdict uses, instead of a share of the training dataset.
     #[serde(skip)]
     pub test_dataset: Option<DatasetSource>,
-    /// What training must not make worse.
+    /// The guard set; `None` = none.
     #[serde(skip)]
     pub guard: Option<GuardSpec>,
-    /// Whether the server judges the job by itself when it has succeeded.
+    /// Whether the server creates a verdict automatically when the job succeeds.
     pub auto_verdict: bool,
 }
 
 impl EvalSpec {
-    /// The share of the training dataset that only the verdict reads.
+    /// Returns the share of the training dataset that only the verdict uses.
     pub fn wanted_test_fraction(&self) -> f64 {
         let default = if self.fraction.is_some() && self.test_dataset.is_none() { DEFAULT_TEST_FRACTION } else { 0.0 };
         self.test_fraction.unwrap_or(default)
     }
 }
 
-/// A guard set, as asked for.
+/// A guard set, as requested.
 #[derive(Debug, Clone)]
 pub struct GuardSpec {
-    /// Its prompts; None when missing or refused.
+    /// The prompts of the guard set; `None` = missing or rejected.
     pub dataset: Option<DatasetSource>,
-    /// Rewards of its own; None = those of the evaluation.
+    /// Rewards used on the guard set; `None` = those of the evaluation.
     pub rewards: Option<Vec<RewardPlan>>,
-    /// How far the reward may fall.
+    /// How far the mean reward may fall.
     pub margin: f64,
 }
 
-/// The share of the training dataset that only the verdict reads, where `eval.fraction` is given.
+/// Default share of the training dataset that only the verdict uses, if `eval.fraction` is given.
 pub const DEFAULT_TEST_FRACTION: f64 = 0.1;
-/// With fewer rows a test set says too little to be worth taking them from training.
+/// Minimum number of rows of a test set. A smaller set has too little statistical power to be worth taking from training.
 pub const FEWEST_TEST_ROWS: u64 = 50;
-/// Most rows of a test set that is taken from the training dataset.
+/// Maximum number of rows of a test set that is taken from the training dataset.
 pub const MOST_TEST_ROWS: u64 = 500;
 
-/// The evaluation, and the secrets of its own rewards, by the names they are kept under.
+/// Reads the evaluation, and the secrets of its own rewards by the names under which they are stored.
 pub(super) fn read_eval(reader: Reader<'_>) -> (EvalSpec, BTreeMap<String, RewardSecrets>) {
     let mut values = EVAL.read_first(&reader);
     let fraction = reader.entry("fraction");
@@ -127,7 +127,7 @@ pub(super) fn read_eval(reader: Reader<'_>) -> (EvalSpec, BTreeMap<String, Rewar
     (eval, own.chain(of_guard).collect())
 }
 
-/// Prompts of which every row is taken once.
+/// Reads prompts of which every row is used once.
 fn read_unweighted(field: &Field<'_>) -> Option<DatasetSource> {
     let sources = field.value().and_then(Value::as_array).into_iter().flatten();
     let weighted = sources.into_iter().position(|source| !source["weight"].is_null());
@@ -149,22 +149,22 @@ fn read_guard(reader: Reader<'_>) -> (GuardSpec, BTreeMap<String, RewardSecrets>
     (GuardSpec { dataset, rewards, margin: margin.unwrap_or(DEFAULT_MARGIN) }, secrets)
 }
 
-/// How many of `num_rows` rows a fraction holds out: the nearest number, at least one of each side.
+/// Returns how many of `num_rows` rows a fraction holds out: the nearest number, with at least one row on each side.
 pub fn held_out_count(num_rows: u64, fraction: f64) -> u64 {
     ((num_rows as f64 * fraction).round() as u64).clamp(1, num_rows.saturating_sub(1).max(1))
 }
 
-/// What tells prompts apart: SHA-256 of a prompt. Chat messages are equal whatever the order of their keys.
+/// Identity of a prompt: its SHA-256. Chat messages are equal whatever the order of their keys.
 pub type PromptKey = [u8; 32];
 
-/// The key of a dataset's `prompt`.
+/// Returns the key of a dataset's `prompt`.
 pub fn prompt_key(prompt: &Value) -> PromptKey {
     let mut hasher = Sha256::new();
     hash_canonical(prompt, &mut hasher);
     hasher.finalize().into()
 }
 
-/// Hashes JSON with the keys of objects in order.
+/// Hashes JSON with the keys of objects in sorted order.
 fn hash_canonical(value: &Value, hasher: &mut Sha256) {
     match value {
         Value::Array(items) => {
@@ -185,12 +185,12 @@ fn hash_canonical(value: &Value, hasher: &mut Sha256) {
     }
 }
 
-/// Which rows are held out, ascending. The choice depends on the rule, the seed and the prompts alone.
+/// Returns the held-out rows, in ascending order. The choice depends only on the rule, the seed and the prompts.
 ///
-/// By [`SplitRule::RowNumber`] these are the rows with the smallest SHA-256 of seed and row number. By
+/// With [`SplitRule::RowNumber`] these are the rows with the smallest SHA-256 of seed and row number. With
 /// [`SplitRule::PromptHash`] they are the rows of the prompts with the smallest SHA-256 of seed and prompt, until there are
-/// [`held_out_count`] of them: the rows of equal prompts stay together, so a few more may be held out. A prompt whose rows
-/// would leave none to train on is passed over; where all prompts are equal nothing is held out.
+/// [`held_out_count`] of them. The rows of equal prompts stay together, so a few more rows may be held out. A prompt whose rows
+/// would leave none to train on is skipped; if all prompts are equal, nothing is held out.
 pub fn held_out_rows(rule: SplitRule, prompts: &[PromptKey], fraction: f64, seed: u64) -> Vec<u64> {
     let num_rows = prompts.len() as u64;
     let wanted = held_out_count(num_rows, fraction) as usize;
@@ -219,25 +219,26 @@ pub fn held_out_rows(rule: SplitRule, prompts: &[PromptKey], fraction: f64, seed
     rows
 }
 
-/// How many rows only the verdict reads, of so many: the fraction's number, at most [`MOST_TEST_ROWS`]; 0 where that is fewer than
-/// [`FEWEST_TEST_ROWS`].
+/// Returns how many of `num_rows` rows only the verdict uses: the fraction's number, at most [`MOST_TEST_ROWS`]; 0 if that
+/// is fewer than [`FEWEST_TEST_ROWS`].
 pub fn test_count(num_rows: u64, fraction: f64) -> u64 {
     let wanted = (num_rows as f64 * fraction).round() as u64;
     if wanted < FEWEST_TEST_ROWS { 0 } else { wanted.min(MOST_TEST_ROWS) }
 }
 
-/// The rows that only the verdict reads, ascending; none of them is in `held_out` (ascending). The choice depends on the prompts and
-/// the seed alone: these are the rows of the prompts with the smallest SHA-256 of seed and prompt, as many as the fraction asks for, at most 500.
+/// Returns the rows that only the verdict uses, in ascending order and disjoint from `held_out` (ascending). The choice depends
+/// only on the prompts and the seed: the rows of the prompts with the smallest SHA-256 of seed and prompt, as many as the fraction
+/// asks for, at most 500.
 ///
-/// The rows of equal prompts stay together. A prompt whose rows would make it more than 500, or would leave none to
-/// train on, is passed over. Where fewer than 50 remain, there are none.
+/// The rows of equal prompts stay together. A prompt is skipped if its rows would make more than 500, or would leave none to train
+/// on. If fewer than 50 rows remain, there are none.
 pub fn test_rows(prompts: &[PromptKey], held_out: &[u64], fraction: f64, seed: u64) -> Vec<u64> {
     let wanted = test_count(prompts.len() as u64, fraction) as usize;
     let most = wanted.max(MOST_TEST_ROWS as usize).min(prompts.len().saturating_sub(held_out.len() + 1));
     let of_seed = |key: &PromptKey| -> PromptKey {
         Sha256::new().chain_update(format!("verdict {seed} ")).chain_update(key).finalize().into()
     };
-    // A prompt of the evaluation may have rows on both sides by the rule of row numbers.
+    // Under the rule of row numbers, a prompt of the evaluation may have rows on both sides.
     let evaluated: HashSet<&PromptKey> = held_out.iter().filter_map(|row| prompts.get(*row as usize)).collect();
     let mut keyed: Vec<(PromptKey, u64)> = prompts
         .iter()
@@ -262,7 +263,7 @@ pub fn test_rows(prompts: &[PromptKey], held_out: &[u64], fraction: f64, seed: u
     rows
 }
 
-/// Evaluated prompts that are training prompts too.
+/// Counts the evaluated prompts that are also training prompts.
 pub fn shared_prompts<'k>(
     trained: impl IntoIterator<Item = &'k PromptKey>,
     evaluated: impl IntoIterator<Item = &'k PromptKey>,
@@ -291,11 +292,11 @@ mod tests {
             assert!(rows.windows(2).all(|pair| pair[0] < pair[1]) && rows.iter().all(|row| *row < 100));
             assert_eq!(rows, held_out_rows(rule, &prompts, 0.1, 42));
             assert_ne!(rows, held_out_rows(rule, &prompts, 0.1, 43));
-            // A larger share holds out the same rows and more.
+            // A larger share holds out the same rows and additional ones.
             let more = held_out_rows(rule, &prompts, 0.2, 42);
             assert!(more.len() == 20 && rows.iter().all(|row| more.contains(row)));
         }
-        // Recorded with rlood 0.1: jobs of that version resume with these rows.
+        // Recorded with rlood 0.1. Jobs of that version resume with these rows.
         assert_eq!(held_out_rows(SplitRule::RowNumber, &prompts, 0.05, 42), RECORDED);
     }
 
@@ -310,19 +311,19 @@ mod tests {
         );
         let trained = (0..90).filter(|row| !is_held_out(*row)).map(|row| &prompts[row as usize]);
         assert_eq!(shared_prompts(trained, rows.iter().map(|row| &prompts[*row as usize])), 0);
-        // The same prompts in another order are split the same way.
+        // The same prompts in another order are split in the same way.
         let turned: Vec<PromptKey> = prompts.iter().rev().copied().collect();
         let of_turned: Vec<u64> =
             held_out_rows(SplitRule::PromptHash, &turned, 0.2, 7).iter().map(|row| 89 - row).rev().collect();
         assert_eq!(of_turned, rows);
-        // By row number they fall on both sides.
+        // The rule of row numbers puts equal prompts on both sides.
         let by_number = held_out_rows(SplitRule::RowNumber, &prompts, 0.2, 7);
         let trained = (0..90).filter(|row| by_number.binary_search(row).is_err()).map(|row| &prompts[row as usize]);
         assert!(shared_prompts(trained, by_number.iter().map(|row| &prompts[*row as usize])) > 0);
     }
 
     #[test]
-    fn a_frequent_prompt_never_takes_all_rows_to_train_on() {
+    fn a_frequent_prompt_always_leaves_rows_to_train_on() {
         for seed in 0..20 {
             let rows = held_out_rows(SplitRule::PromptHash, &keys((0..10).map(|row| u64::from(row == 3))), 0.3, seed);
             assert!((1..=9).contains(&rows.len()), "{rows:?}");
@@ -331,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn prompts_are_told_apart_by_what_they_say() {
+    fn prompts_are_identified_by_their_content() {
         let chat = json!([{"role": "user", "content": "2+2="}]);
         assert_eq!(prompt_key(&chat), prompt_key(&json!([{"content": "2+2=", "role": "user"}])));
         let others = [
@@ -369,7 +370,7 @@ mod tests {
         let is_test = |row: &u64| rows.binary_search(row).is_ok();
         let others = (0..900).filter(|row| !is_test(row)).map(|row| &prompts[row as usize]);
         assert_eq!(shared_prompts(others, rows.iter().map(|row| &prompts[*row as usize])), 0);
-        // Nine tenths of the rows have one prompt: too few others for a test set.
+        // Nine tenths of the rows have one prompt, so too few others remain for a test set.
         assert!(test_rows(&keys((0..600).map(|row| if row < 560 { 0 } else { row })), &[], 0.1, 7).is_empty());
     }
 

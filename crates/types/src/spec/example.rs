@@ -1,10 +1,10 @@
-//! Plans for tests.
+//! Plans for use in tests.
 
 use serde_json::Value;
 
 use super::{Context, DatasetFacts, JobSpec, ModelFacts, Plan, resolve};
 
-/// The plan of a document with inline records, on a small model.
+/// Returns the plan of a document with inline records, for a small model.
 pub(crate) fn resolved(document: Value) -> Plan {
     let records = document["dataset"]["records"].as_array().cloned().unwrap_or_default();
     let (spec, errors) = JobSpec::read(document);

@@ -1,4 +1,4 @@
-//! What only the model and the data can tell of a job: facts that a plan depends on.
+//! Facts about the model and the data that a plan depends on.
 
 use std::collections::BTreeMap;
 
@@ -10,33 +10,33 @@ use super::warm::WarmStartFacts;
 use super::{PromptKey, PromptLengths};
 use crate::id::DatasetId;
 
-/// What the server knows of the things a job names. `None` = unknown; whoever looked it up has reported that.
+/// Facts about the model and datasets that a job names. `None` = unknown; the code that looked it up has reported the error.
 #[derive(Debug, Clone, Default)]
 pub struct Context {
-    /// The model.
+    /// Facts about the base model.
     pub model: Option<ModelFacts>,
-    /// The training prompts.
+    /// Facts about the training prompts.
     pub dataset: Option<DatasetFacts>,
-    /// The evaluation prompts, where asked for.
+    /// Facts about the evaluation prompts, if the job has an evaluation dataset.
     pub eval_dataset: Option<DatasetFacts>,
-    /// The prompts that only the verdict reads, where a dataset of their own was asked for.
+    /// Facts about the verdict's own prompts, if the job has a test dataset.
     pub test_dataset: Option<DatasetFacts>,
-    /// The guard's prompts, where asked for.
+    /// Facts about the guard set's prompts, if the job has a guard set.
     pub guard_dataset: Option<DatasetFacts>,
-    /// The rows of the warm-up, where asked for.
+    /// Facts about the rows of the warm-up, if the job has one.
     pub warm_up_dataset: Option<DatasetFacts>,
-    /// The checkpoint of a warm start, where asked for.
+    /// Facts about the checkpoint or adapter of a warm start, if the job has one.
     pub warm_start: Option<WarmStartFacts>,
-    /// The registered models that score as `reward_model`, by id.
+    /// Facts about the registered models that `reward_model` rewards use, by model id.
     pub reward_models: BTreeMap<String, RewardModelFacts>,
-    /// What a worker may use, bytes; None = unknown, and nothing is refused for it.
+    /// Memory that a worker may use, in bytes; `None` = unknown, and no job is rejected for its memory.
     pub memory_limit_bytes: Option<u64>,
-    /// What the job may be computed on: it must fit each of these. Empty = the processor.
+    /// The devices that may run the job, which must fit on each of them. Empty = the CPU.
     pub places: Vec<Place>,
 }
 
 impl Context {
-    /// Each dataset that is known, and where the job names it.
+    /// Returns each known dataset, with the JSON pointer to its place in the job.
     pub(super) fn datasets(&self) -> impl Iterator<Item = (&DatasetFacts, &'static str)> {
         let named = [
             (&self.dataset, "/dataset"),
@@ -48,37 +48,37 @@ impl Context {
     }
 }
 
-/// A model, as far as a plan depends on it.
+/// Properties of a model that a plan depends on.
 #[derive(Debug, Clone)]
 pub struct ModelFacts {
-    /// As registered.
+    /// Id of the registered model.
     pub id: String,
-    /// SHA-256 over the files that matter.
+    /// SHA-256 over the model's config, weights and tokenizer.
     pub sha256: String,
-    /// The longest sequence, tokens.
+    /// Maximum sequence length, in tokens.
     pub max_position_embeddings: u64,
-    /// Weights, each counted once.
+    /// Number of weights, each counted once.
     pub num_parameters: u64,
-    /// Of its files.
+    /// Total size of the model's files, in bytes.
     pub size_bytes: u64,
-    /// Chat messages can be used.
+    /// Whether the model has a chat template.
     pub has_chat_template: bool,
-    /// Sizes of its matrices; None = no adapter estimate.
+    /// Sizes of the model's matrices; `None` = unknown, and adapters cannot be estimated.
     pub shape: Option<ModelShape>,
-    /// Names of the linear layers that an adapter can be on, in order; empty = not known.
+    /// Names of the linear layers that can have an adapter, in order; empty = unknown.
     pub modules: Vec<&'static str>,
-    /// Keys of its config.json that a GPU cannot compute.
+    /// Keys of its config.json that are not supported on a GPU; `None` = all are.
     pub beyond_gpu: Option<&'static str>,
 }
 
-/// A reward model, as far as a plan depends on it.
+/// Properties of a reward model that a plan depends on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RewardModelFacts {
-    /// SHA-256 over the files that matter.
+    /// SHA-256 over the model's config, weights and tokenizer.
     pub sha256: String,
-    /// Weights, each counted once.
+    /// Number of weights, each counted once.
     pub num_parameters: u64,
-    /// Computed in f32 whatever is asked for.
+    /// Whether the model is an encoder, which always computes in f32.
     pub is_encoder: bool,
 }
 
@@ -89,60 +89,60 @@ pub struct ModelShape {
     pub hidden_size: u64,
     /// Width inside the MLP.
     pub intermediate_size: u64,
-    /// Decoder layers.
+    /// Number of decoder layers.
     pub num_hidden_layers: u64,
-    /// Query heads.
+    /// Number of query heads.
     pub num_attention_heads: u64,
-    /// Key and value heads.
+    /// Number of key and value heads.
     pub num_key_value_heads: u64,
-    /// Width of a head.
+    /// Width of one attention head.
     pub head_dim: u64,
-    /// Tokens the model knows.
+    /// Number of tokens in the vocabulary.
     pub vocab_size: u64,
-    /// Decoder layers with a sliding window.
+    /// Number of decoder layers with a sliding window.
     pub num_windowed_layers: u64,
-    /// Positions that a token sees in them, itself included; of several windows the largest, and 0 where there is none.
+    /// Size of the sliding window in positions, including the token itself. The largest of several windows; 0 = no window.
     pub window: u64,
 }
 
-/// A dataset, as far as a plan depends on it.
+/// Properties of a dataset that a plan depends on.
 #[derive(Debug, Clone)]
 pub struct DatasetFacts {
-    /// The dataset.
+    /// Id of the dataset.
     pub id: DatasetId,
-    /// SHA-256 of its canonical bytes.
+    /// SHA-256 of the canonical rows.
     pub sha256: String,
-    /// Rows.
+    /// Number of rows in the dataset.
     pub num_rows: u64,
-    /// Columns of any row.
+    /// Columns that occur in any row.
     pub columns: Vec<String>,
-    /// Some prompts are chat messages.
+    /// Whether some prompts are chat messages.
     pub has_chat_prompts: bool,
-    /// Counted by the model's tokenizer; None = left to the worker.
+    /// Prompt lengths by the model's tokenizer; `None` = the worker counts them.
     pub prompt_lengths: Option<PromptLengths>,
-    /// What tells its prompts apart, in the order of the rows; None = left to the worker.
+    /// Identities of the prompts, in the order of the rows; `None` = the worker computes them.
     pub prompt_keys: Option<Vec<PromptKey>>,
-    /// Where its rows come from, if from several.
+    /// The sources of the rows, if there are several.
     pub sources: Vec<SourceFacts>,
 }
 
 /// One of several sources of a dataset.
 #[derive(Debug, Clone)]
 pub struct SourceFacts {
-    /// As the plan has it.
+    /// The source as stored in the plan.
     pub plan: SourcePlan,
-    /// Columns of any of its rows; None where that is not known.
+    /// Columns that occur in any of its rows; `None` = unknown.
     pub columns: Option<Vec<String>>,
 }
 
 impl DatasetFacts {
-    /// The dataset as a plan names it.
+    /// Returns the dataset as it is stored in a plan.
     pub(super) fn plan(&self) -> DatasetPlan {
         let sources = self.sources.iter().map(|source| source.plan.clone()).collect();
         DatasetPlan { sources, ..DatasetPlan::new(self.id, self.sha256.clone(), self.num_rows) }
     }
 
-    /// Of rows in a file.
+    /// Creates the facts of a dataset with rows in a file.
     pub fn of_file(id: DatasetId, sha256: String, num_rows: u64, columns: Vec<String>) -> Self {
         let sources = Vec::new();
         Self {
@@ -157,7 +157,7 @@ impl DatasetFacts {
         }
     }
 
-    /// Of several sources, one after another, with their columns.
+    /// Creates the facts of several sources, one after another, with their columns.
     pub fn of_sources(sources: Vec<(SourcePlan, DatasetFacts)>) -> Self {
         let mut columns: Vec<String> = Vec::new();
         for column in sources.iter().flat_map(|(_, facts)| &facts.columns) {
@@ -172,7 +172,7 @@ impl DatasetFacts {
         Self { has_chat_prompts, sources, ..Self::of_file(DatasetId::new(), String::new(), num_rows, columns) }
     }
 
-    /// Of rows that came with the job and are not stored yet.
+    /// Creates the facts of rows that were sent with the job and are not stored yet.
     pub fn of_records(records: &[Value]) -> Self {
         let mut columns: Vec<String> = Vec::new();
         for key in records.iter().filter_map(Value::as_object).flat_map(|row| row.keys()) {

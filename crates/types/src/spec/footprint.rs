@@ -1,26 +1,26 @@
-//! How much memory a run takes, by the arithmetic of the engine that will run it: what it allocates, in which phase, and
-//! how it cuts its work. `crates/engine/tests/it/memory.rs` holds it against the measured peak.
+//! Computes the memory of a run by the arithmetic of the engine: what it allocates in each phase, and how it splits its work.
+//! `crates/engine/tests/it/memory.rs` compares the result with the measured peak.
 //!
-//! Weights are held in `training.dtype`; everything else on the CPU is f32. What a GPU holds is in `device`.
+//! Weights are kept in `training.dtype`; everything else on the CPU is f32. Memory of a GPU is computed in `device`.
 
 mod device;
 
 use super::{ComputeDtype, LoraPlan, ModelShape, OptimizerKind, Plan, Reference};
 
-/// What a run computes on, and how much memory of that there is.
+/// The device that a run computes on, and its memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Place {
-    /// The processor; its memory is the machine's.
+    /// The CPU, with the machine's memory.
     Cpu,
-    /// A GPU.
+    /// A GPU with CUDA support.
     Cuda {
-        /// Its memory, bytes; None = unknown.
+        /// Memory of the GPU, in bytes; `None` = unknown.
         memory_bytes: Option<u64>,
     },
 }
 
 impl Place {
-    /// What a run may take of the memory of a GPU, bytes; None where that is not known, or for the processor.
+    /// Returns how much of a GPU's memory a run may use, in bytes; `None` = unknown, or the CPU.
     pub fn usable_bytes(self) -> Option<u64> {
         match self {
             Place::Cuda { memory_bytes } => memory_bytes.map(device::usable),
@@ -29,97 +29,99 @@ impl Place {
     }
 }
 
-/// Bytes of KV cache that generation may hold on the CPU, at least one group.
+/// Maximum size of the KV cache in generation on the CPU, in bytes; at least one group always fits.
 pub const KV_CACHE_BYTES: u64 = 1 << 30;
 
-/// Prompt tokens that a prefill computes at once.
+/// Maximum number of prompt tokens per prefill.
 pub const PREFILL_TOKENS: u64 = 8192;
 
-/// Logits alive in one chunk of scored positions, in elements.
+/// Maximum number of logits in one chunk of scored positions.
 pub const MAX_LOGITS: u64 = 1 << 24;
 
-/// The same on a GPU.
+/// Maximum number of logits in one chunk of scored positions on a GPU.
 pub const CUDA_MAX_LOGITS: u64 = 1 << 27;
 
-/// What the driver takes of a GPU's memory for the process: its context, the kernels, cuBLAS and its workspace.
+/// GPU memory that the driver uses for the process, in bytes: its context, the kernels, and cuBLAS with its workspace.
 pub const CUDA_CONTEXT_BYTES: u64 = 640 << 20;
 
-/// Memory of a GPU that buffers leave free: the driver needs room for kernels that it loads late, for the stacks of their
+/// GPU memory that buffers leave free, in bytes. The driver needs it for kernels that are loaded late, for the stacks of their
 /// threads, and for graphs.
 pub const CUDA_KEPT_FREE_BYTES: u64 = 512 << 20;
 
-/// The fewest positions of such a chunk.
+/// Minimum number of positions in one chunk of scored positions.
 pub const MIN_LOGIT_ROWS: u64 = 16;
 
-/// Activations that a training forward keeps for its backward instead of computing them again, where nothing is asked.
+/// Maximum size of the activations that a training forward pass keeps by default for its backward pass instead of
+/// recomputing them, in bytes.
 pub const SAVED_BYTES: u64 = 1 << 30;
 
-/// Buffers of a training pass that stay for the next one while a rollout is generated, at most.
+/// Maximum size of the training buffers that are kept during a rollout for the next training pass, in bytes.
 pub const KEPT_BYTES: u64 = 256 << 20;
 
-/// Positions of a sequence's keys and values that are allocated together.
+/// Number of positions whose keys and values are allocated together.
 const KV_BLOCK: u64 = 16;
 
-/// Positions of a completion that a layer with a window keeps besides it on the CPU, until it drops so many together.
+/// Positions that a layer with a window keeps beyond the window on the CPU before it drops all of them at once.
 const KV_UNSEEN: u64 = 256;
 
-/// Outputs of a packed weight side by side.
+/// Number of outputs of a packed weight that are stored side by side.
 const PANEL: u64 = 32;
 
-/// Words of 32 bits that the head keeps of each position and chunk of the vocabulary, and the length of a chunk.
+/// Number of 32-bit words that the head keeps per position and chunk of the vocabulary, and the length of a chunk.
 const HEAD_TABLE: u64 = 4;
 const HEAD_CHUNK: u64 = 512;
 
-/// Values that share a scale in 8-bit optimizer states.
+/// Number of values that share a scale in 8-bit optimizer states.
 pub const OPTIMIZER_BLOCK: u64 = 256;
 
-/// The program itself: code, threads, tokenizer, HTTP client.
+/// Memory of the program itself, in bytes: code, threads, tokenizer, HTTP client.
 const PROCESS_BYTES: u64 = 24 << 20;
 
-/// Prompt tokens assumed where they were not counted.
+/// Assumed number of prompt tokens if they were not counted.
 const UNCOUNTED_PROMPT_TOKENS: u64 = 512;
 
-/// Of a rollout's or a training pass's buffers: what the C library's allocator keeps of those that were freed. Most are
-/// used again by the engine itself. Measured: `benches/results/memory.md`.
+/// Share of a rollout's or a training pass's buffers that the C library's allocator keeps after they were freed. The engine itself
+/// reuses most buffers. Measured: `benches/results/memory.md`.
 const ALLOCATOR_PERCENT: u64 = 5;
 
 const F32: u64 = 4;
 
-/// Memory of a run in bytes, part by part. `total` is the peak over its phases, not the sum: a rollout's KV cache and a
-/// training step's activations are not alive together.
+/// Memory of a run in bytes, by part. `total` is the peak over its phases and not the sum, because a rollout's KV cache and a
+/// training step's activations do not exist at the same time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Footprint {
-    /// The program itself.
+    /// Memory of the program itself.
     pub process: u64,
-    /// Weights of the model.
+    /// Memory for the model's weights.
     pub weights: u64,
-    /// The frozen copy that the KL penalty needs, where it is one.
+    /// Memory for the frozen reference weights that the KL penalty may need; otherwise 0.
     pub reference: u64,
-    /// The adapter, or in full fine-tuning the buffer of all weights.
+    /// Memory for the adapter, or in full fine-tuning for the buffer of all weights.
     pub trained: u64,
-    /// Its gradient.
+    /// Memory for the gradient of the trained weights.
     pub gradient: u64,
-    /// Moments.
+    /// Memory for the optimizer's moments.
     pub optimizer: u64,
-    /// Keys and values of a rollout.
+    /// Memory for the keys and values of a rollout.
     pub kv_cache: u64,
-    /// Logits alive at once: next-token logits of a rollout or a chunk of scored positions, whichever is more.
+    /// Memory for logits that exist at the same time: next-token logits of a rollout or a chunk of scored
+    /// positions, whichever is larger.
     pub logits: u64,
-    /// A micro-batch's activations: what each layer began with, what its backward reads, and what it takes.
+    /// Memory for a micro-batch's activations: each layer's input, what its backward pass reads, and its temporary buffers.
     pub activations: u64,
-    /// Of these, what the backward of all layers reads: it could be computed again.
+    /// The part of the activations that the backward pass of all layers reads and that could be recomputed.
     pub saved: u64,
-    /// What the C library's allocator keeps of buffers that were freed.
+    /// Freed memory that the C library's allocator keeps.
     pub allocator: u64,
-    /// The peak.
+    /// Peak memory of the run.
     pub total: u64,
 }
 
-/// Weights that are trained.
+/// Returns the number of weights that are trained.
 pub fn trainable_parameters(plan: &Plan, num_parameters: u64, shape: &ModelShape) -> u64 {
     plan.lora.as_ref().map_or(num_parameters, |lora| {
         let of_name = |name: &String| {
-            // A name in one layer, or in all of them.
+            // The name stands for one layer or for all of them.
             let layers = if name.starts_with("layers.") { 1 } else { shape.num_hidden_layers };
             let r = lora.rank_pattern.get(name).copied().unwrap_or(lora.r);
             in_plus_out(shape, last(name)) * layers * u64::from(r)
@@ -128,17 +130,17 @@ pub fn trainable_parameters(plan: &Plan, num_parameters: u64, shape: &ModelShape
     })
 }
 
-/// Linear layers that read the same input, however they are stored.
+/// Groups of linear layers that read the same input, in any storage layout.
 const QKV: [&str; 4] = ["q_proj", "k_proj", "v_proj", "qkv_proj"];
 const GATE_UP: [&str; 4] = ["gate_proj", "up_proj", "gate_up_proj", "input_linear"];
 const DOWN: [&str; 2] = ["down_proj", "output_linear"];
 
-/// A module's own name.
+/// Returns the last part of a module's name.
 fn last(name: &str) -> &str {
     name.rsplit('.').next().unwrap_or(name)
 }
 
-/// The largest rank that an adapter has somewhere.
+/// Returns the largest rank of an adapter in any layer.
 fn largest_rank(lora: &LoraPlan) -> u64 {
     u64::from(lora.rank_pattern.values().copied().max().unwrap_or(0).max(lora.r))
 }
@@ -154,7 +156,7 @@ fn in_plus_out(shape: &ModelShape, module: &str) -> u64 {
     }
 }
 
-/// Bytes of both moments.
+/// Returns the size of both moments, in bytes.
 pub fn optimizer_bytes(kind: OptimizerKind, parameters: u64) -> u64 {
     match kind {
         OptimizerKind::Adamw => 2 * F32 * parameters,
@@ -162,13 +164,13 @@ pub fn optimizer_bytes(kind: OptimizerKind, parameters: u64) -> u64 {
     }
 }
 
-/// What a GPU holds all the time: the weights, and of what is trained its values in f32 and their moments.
+/// Returns the permanent GPU memory of a run, in bytes: the weights, and the f32 values and moments of the trained ones.
 pub fn held_bytes(dtype: ComputeDtype, num_parameters: u64, kind: OptimizerKind, trained: u64) -> u64 {
     value_bytes(dtype) * num_parameters + F32 * trained + optimizer_bytes(kind, trained)
 }
 
-/// Sequences that generation may decode at once, where each may grow to `tokens_per_row` tokens (prompt included), of a
-/// model of this shape; on a GPU beside so many bytes that it holds.
+/// Returns how many sequences generation may decode at once, if each may grow to `tokens_per_row` tokens (including the prompt)
+/// and, on a GPU, `held_bytes` are already in use.
 pub fn generation_rows(
     place: Place,
     dtype: ComputeDtype,
@@ -177,7 +179,7 @@ pub fn generation_rows(
     tokens_per_row: u64,
 ) -> u64 {
     let (budget, row) = match place {
-        // How much of it is the prompt's is not known: both may fill a window.
+        // The prompt's share is unknown, so prompt and completion may each fill a window.
         Place::Cpu => {
             (KV_CACHE_BYTES, kv_bytes(shape, tokens_per_row, tokens_per_row.min(2 * shape.window + KV_UNSEEN)))
         }
@@ -189,7 +191,8 @@ pub fn generation_rows(
     (budget / row.max(1)).max(1)
 }
 
-/// Keys and values on the CPU, bytes, of prompts and of the completions that continue them: how many, and how long each.
+/// Returns the size of keys and values on the CPU, in bytes, for prompts and the completions that continue them,
+/// each given as (number, length).
 pub fn kv_cache_bytes(shape: &ModelShape, prompts: (u64, u64), completions: (u64, u64)) -> u64 {
     let positions = |prompt: u64, completion: u64| {
         prompts.0 * prompt.next_multiple_of(KV_BLOCK) + completions.0 * completion.next_multiple_of(KV_BLOCK)
@@ -198,19 +201,20 @@ pub fn kv_cache_bytes(shape: &ModelShape, prompts: (u64, u64), completions: (u64
     kv_bytes(shape, positions(prompts.1, completions.1), windowed)
 }
 
-/// Keys and values on the CPU, bytes, from the positions that a layer holds: one without a window, and one with it.
+/// Returns the size of keys and values on the CPU, in bytes, for the number of positions in a layer without a window and in
+/// one with a window.
 fn kv_bytes(shape: &ModelShape, full: u64, windowed: u64) -> u64 {
     let full_layers = shape.num_hidden_layers - shape.num_windowed_layers;
     let positions = full_layers.saturating_mul(full).saturating_add(shape.num_windowed_layers.saturating_mul(windowed));
     kv_token_bytes(shape, F32).saturating_mul(positions)
 }
 
-/// Keys and values of a token in a layer.
+/// Returns the size of keys and values of one token in one layer, in bytes.
 fn kv_token_bytes(shape: &ModelShape, value_bytes: u64) -> u64 {
     2 * value_bytes * shape.num_key_value_heads * shape.head_dim
 }
 
-/// Of a weight.
+/// Returns the size of one weight, in bytes.
 fn value_bytes(dtype: ComputeDtype) -> u64 {
     match dtype {
         ComputeDtype::F32 => F32,
@@ -219,8 +223,8 @@ fn value_bytes(dtype: ComputeDtype) -> u64 {
 }
 
 impl Footprint {
-    /// Of a run at this place, whose longest prompt has so many tokens (`None` = not counted) and whose micro-batches hold
-    /// so many: the process's memory on the CPU, the GPU's on a GPU.
+    /// Computes the footprint of a run on this device; `prompt` is the longest prompt in tokens (`None` = not counted), and
+    /// `micro_batch_tokens` the size of a micro-batch. On the CPU it is the process's memory, on a GPU the GPU's.
     pub fn on(
         place: Place,
         plan: &Plan,
@@ -237,14 +241,14 @@ impl Footprint {
         }
     }
 
-    /// Peak on the CPU, bytes, of a process that generates and never trains: first with the base model, then with the
-    /// trained weights, `plan.rloo.num_generations` completions of one prompt at once.
+    /// Returns the peak CPU memory, in bytes, of a process that generates and never trains: first with the base model, then with
+    /// the trained weights, with `plan.rloo.num_generations` completions of one prompt at a time.
     pub fn of_generation(plan: &Plan, num_parameters: u64, shape: &ModelShape, prompt: u64) -> u64 {
         let (rows, completion) =
             (u64::from(plan.rloo.num_generations.get()), u64::from(plan.sampling.max_completion_length));
         let parameters = trainable_parameters(plan, num_parameters, shape);
         let weight_bytes = value_bytes(plan.training.dtype);
-        // The largest matrix as it comes and packed, while the weights of full fine-tuning take the base model's place.
+        // The largest matrix, both as loaded and packed, while the fully fine-tuned weights replace the base model.
         let trained = match plan.lora {
             Some(_) => F32 * parameters + packed_adapter_bytes(plan, shape),
             None => F32 * parameters + (F32 + weight_bytes) * shape.vocab_size * shape.hidden_size,
@@ -256,7 +260,7 @@ impl Footprint {
         PROCESS_BYTES + weight_bytes * num_parameters + trained + rollout + rollout * ALLOCATOR_PERCENT / 100
     }
 
-    /// Of a run on the CPU.
+    /// Computes the footprint of a run on the CPU.
     pub fn of(
         plan: &Plan,
         num_parameters: u64,
@@ -286,8 +290,8 @@ impl Footprint {
         let gradient = F32 * parameters;
         let optimizer = optimizer_bytes(plan.optimizer.kind, parameters);
 
-        // Rollout: prompts with their completions until the cache is full. A prompt stays until its last row ends, so where
-        // rows leave and others join, each may be of a prompt of its own.
+        // Rollout: prompts with their completions until the cache is full. A prompt stays until its last row ends, so when rows end
+        // and others start, each may belong to a different prompt.
         let prompts_per_block = per_step * u64::from(plan.rloo.steps_per_generation);
         let rows = generation_rows(Place::Cpu, plan.training.dtype, shape, 0, prompt + completion)
             .min(prompts_per_block * group)
@@ -299,7 +303,7 @@ impl Footprint {
         let prefill = F32 * prefill_tokens * forward_width(shape);
         let rollout = kv_cache + logits.max(prefill);
 
-        // Training: whole groups of one step until the micro-batch is full; their prompts are computed once.
+        // Training: whole groups of one step until the micro-batch is full; each prompt is computed once.
         let group_tokens = group * (prompt + completion);
         let groups = (micro_batch_tokens / group_tokens).clamp(1, per_step);
         let warm_up_tokens = warm_up_tokens(plan, micro_batch_tokens);
@@ -313,7 +317,7 @@ impl Footprint {
         let activations = inputs + saved + backward.max(head);
         let training = gradient + activations;
         let kept = activations.min(KEPT_BYTES);
-        // New weights beside the old ones, the largest matrix at a time, as they come and packed.
+        // New weights exist in addition to the old ones, the largest matrix at a time, both as computed and packed.
         let update = gradient + if full { (F32 + weight_bytes) * shape.vocab_size * shape.hidden_size } else { 0 };
 
         let resident = PROCESS_BYTES + weights + reference + trained + optimizer;
@@ -336,14 +340,15 @@ impl Footprint {
     }
 }
 
-/// Tokens of a warm-up's micro-batch: whole rows until it is full, at least one. Any of them may be the answer's.
+/// Returns the number of tokens in a micro-batch of the warm-up: whole rows until it is full, at least one. Any token may
+/// belong to an answer.
 fn warm_up_tokens(plan: &Plan, micro_batch_tokens: u64) -> u64 {
     let Some(warm_up) = &plan.warm_up else { return 0 };
     let row = warm_up.longest_row_tokens.unwrap_or(2 * UNCOUNTED_PROMPT_TOKENS).max(1);
     row * (micro_batch_tokens / row).clamp(1, u64::from(warm_up.batch_size))
 }
 
-/// The factors that compute an adapter, packed in panels: A stacked, B block-diagonal over the modules that read the same
+/// Returns the size of the adapter's packed factors, in bytes: A stacked, B block-diagonal over the modules that read the same
 /// input, and each module's Bᵀ.
 fn packed_adapter_bytes(plan: &Plan, shape: &ModelShape) -> u64 {
     let Some(lora) = &plan.lora else { return 0 };
@@ -359,7 +364,7 @@ fn packed_adapter_bytes(plan: &Plan, shape: &ModelShape) -> u64 {
     ];
     let rank = |blocks: u64| blocks * largest_rank(lora);
     let panels = |outputs: u64| outputs.next_multiple_of(PANEL);
-    // A, B, and Bᵀ of each module.
+    // Sizes of A, of B, and of each module's Bᵀ.
     let of_fused = |(blocks, input, out): &(u64, u64, u64)| {
         let transposed = if *blocks > 0 { panels(largest_rank(lora)) * out } else { 0 };
         panels(rank(*blocks)) * input + panels(*out) * rank(*blocks) + transposed
@@ -368,11 +373,11 @@ fn packed_adapter_bytes(plan: &Plan, shape: &ModelShape) -> u64 {
     F32 * per_layer * shape.num_hidden_layers
 }
 
-/// Rows whose tokens are chosen side by side, at most.
+/// Maximum number of rows whose tokens are chosen in parallel.
 const FILTERED_AT_ONCE: u64 = 64;
 
-/// What sampling takes on the processor where it looks at all logits: these, and of the rows that are under way each token's
-/// weight and place in their order.
+/// Returns the memory of sampling on the CPU when it examines all logits, in bytes: the logits, and the weight and sort position of
+/// each token for the rows in progress.
 fn filtered_bytes(plan: &Plan, shape: &ModelShape, rows: u64) -> u64 {
     let sampling = &plan.sampling;
     let filters = sampling.top_k > 0 || sampling.top_p < 1.0 || sampling.min_p > 0.0;
@@ -385,19 +390,20 @@ fn filtered_bytes(plan: &Plan, shape: &ModelShape, rows: u64) -> u64 {
     }
 }
 
-/// Widths of the rows alive together in a layer's vector-Jacobian product, besides what the forward saved.
+/// Returns the total width of the rows that exist at the same time in a layer's vector-Jacobian product, in
+/// addition to the saved ones.
 fn backward_width(shape: &ModelShape) -> u64 {
     let (q, kv) = (shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim);
     6 * shape.hidden_size + (q + 2 * kv) + q + 4 * shape.intermediate_size + 2 * kv
 }
 
-/// The same of a forward pass without gradient.
+/// Returns the total width of the rows that exist at the same time in a forward pass without gradient.
 fn forward_width(shape: &ModelShape) -> u64 {
     let (q, kv) = (shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim);
     4 * shape.hidden_size + 2 * (q + 2 * kv) + q + 3 * shape.intermediate_size + 2 * kv
 }
 
-/// Widths of the rows that a layer keeps for its backward.
+/// Returns the total width of the rows that a layer keeps for its backward pass.
 fn saved_width(shape: &ModelShape) -> u64 {
     let (q, kv) = (shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim);
     2 * (q + 2 * kv) + q + shape.hidden_size + 2 * shape.intermediate_size + 2 * shape.num_attention_heads

@@ -1,11 +1,11 @@
-//! Keys of other trainers, refused by name with what to use here instead.
+//! Keys of other trainers. They are rejected by name, with a hint on what to use instead.
 
 use std::collections::BTreeMap;
 use std::sync::LazyLock;
 
 use super::settings::SECTIONS;
 
-/// What to say of a key that this section does not know: its error code and the text.
+/// Returns the error code and text for a key that this section does not know.
 pub(super) fn advice(key: &str, pointer: &str) -> Option<(&'static str, String)> {
     if let Some((code, text)) = of_another_trainer(key) {
         return Some((code, format!("'{key}': {text}")));
@@ -28,7 +28,7 @@ const LATER: &str = "unsupported";
 const VALUE_MODEL: &str =
     "RLOO has no value model: the baseline is the mean reward of the other completions of the prompt. Remove it";
 const ADVANTAGE_DISCOUNT: &str =
-    "belongs to PPO's generalised advantage estimation; RLOO gives the whole completion one advantage. Remove it";
+    "belongs to PPO's generalized advantage estimation; RLOO gives the whole completion one advantage. Remove it";
 const PPO_CLIP: &str = "PPO's name of the policy clip: use rloo.epsilon (and rloo.epsilon_high)";
 const ADAPTIVE_KL: &str = "the KL coefficient is constant: use rloo.beta";
 const PRECISION: &str = "use training.dtype: \"f32\" or \"bf16\"";
@@ -202,7 +202,7 @@ const KEYS: &[Entry] = &[
     (
         &["initial_adapter", "resume_from_checkpoint", "adapter"],
         FOREIGN,
-        "use warm_start {checkpoint, reference}; POST /jobs/{id}/resume goes on with a paused job, POST /jobs/{id}/fork with any checkpoint",
+        "use warm_start {checkpoint, reference}; POST /jobs/{id}/resume resumes a paused job, POST /jobs/{id}/fork continues from any checkpoint",
     ),
     (
         &["train_dataset", "dataset_name", "dataset_id"],
@@ -279,7 +279,7 @@ const PREFIXES: &[(&str, &str)] = &[
     ("vf_", VALUE_MODEL),
 ];
 
-/// Where each setting of a section that every job has lives: a known key in the wrong section is told its place.
+/// The place of each setting, for sections that every job has. The error for a known key in the wrong section names its place.
 static HOMES: LazyLock<BTreeMap<&'static str, String>> = LazyLock::new(|| {
     let sections = SECTIONS.iter().filter(|section| !section.is_optional);
     let settings = sections.flat_map(|section| section.settings.iter().map(move |setting| (section, setting)));

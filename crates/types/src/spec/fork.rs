@@ -1,4 +1,5 @@
-//! Forks: the document of a new job made from another's plan, and whether its run may go on from the other's checkpoint.
+//! Forks: creates the document of a new job from another job's plan, and decides whether its run may resume from
+//! the other job's checkpoint.
 
 use serde::Serialize;
 use serde_json::{Map, Value, json};
@@ -6,8 +7,8 @@ use serde_json::{Map, Value, json};
 use super::settings::{LORA, OPTIMIZER, RLOO, Resume, Section, TRAINING};
 use super::{Estimator, Plan, RewardPlan, SplitRule, submittable};
 
-/// What a run must share with the one whose checkpoint it goes on from: model, data, adapter, optimizer state, batches,
-/// seed. Learning rate, steps, rewards and the rest may differ. The checkpoint holds its hash.
+/// Returns the settings that a run must share with the run whose checkpoint it resumes from: model, data, adapter, optimizer state,
+/// batches, seed. Learning rate, steps, rewards and other settings may differ. The checkpoint stores the hash of this value.
 pub fn resume_identity(plan: &Plan) -> Value {
     let mut shared = Map::new();
     shared.insert("model".to_owned(), json!(plan.model.sha256));
@@ -27,7 +28,7 @@ pub fn resume_identity(plan: &Plan) -> Value {
     let mut shared = Value::Object(shared);
     let rloo = &plan.rloo;
     if rloo.overlap {
-        // The checkpoint holds the next block, sampled.
+        // The checkpoint contains the next block, already sampled.
         shared["overlap"] = json!({"temperature": plan.sampling.temperature, "beta": rloo.beta, "remax": rloo.estimator == Estimator::Remax});
     }
     if let Some(fraction) = plan.eval.as_ref().and_then(|eval| eval.fraction) {
@@ -46,21 +47,21 @@ pub fn resume_identity(plan: &Plan) -> Value {
         let mut identity = json!(warm_up);
         identity["dataset"] = json!(warm_up.dataset.sha256);
         identity["longest_row_tokens"] = Value::Null;
-        // A checkpoint holds the reference where the run needs one.
+        // A checkpoint contains the reference weights if the run needs them.
         identity["keeps_reference"] = json!(plan.has_warmed_reference());
         shared["warm_up"] = identity;
     }
     shared
 }
 
-/// The settings of a section that must be equal.
+/// Returns the settings of a section that must be equal.
 fn fixed(section: &Section, plan: &impl Serialize) -> Map<String, Value> {
     let plan = json!(plan);
     let fixed = section.settings.iter().filter(|setting| setting.resume == Resume::Fixed);
     fixed.map(|setting| (setting.name.to_owned(), plan[setting.name].clone())).collect()
 }
 
-/// Of a section, the settings that must be equal and came later: each where it has another value than jobs had before.
+/// Returns the settings of a section that must be equal and were added later, if their value differs from the behavior before.
 fn fixed_later(section: &Section, plan: &impl Serialize) -> Map<String, Value> {
     let plan = json!(plan);
     let named = section.settings.iter().filter_map(|setting| {
@@ -70,11 +71,11 @@ fn fixed_later(section: &Section, plan: &impl Serialize) -> Map<String, Value> {
     named.collect()
 }
 
-/// Whether a run of this plan may go on from a checkpoint of that one; if not, what stands against it.
+/// Checks whether a run of this plan may resume from a checkpoint of the parent's plan; the error is the reason why not.
 pub fn continues(plan: &Plan, parent: &Plan, step: u64) -> Result<(), String> {
     let (new, old) = (resume_identity(plan), resume_identity(parent));
     let mut differ = differing(&new, &old);
-    // In the middle of a block the checkpoint holds its rewards and log-probs.
+    // Inside a block, the checkpoint contains the block's rewards and log-probabilities.
     let uses = u64::from(parent.rloo.num_iterations) * u64::from(parent.rloo.steps_per_generation);
     if !parent.rloo_step(step).unwrap_or(0).is_multiple_of(uses.max(1)) {
         let inside = |plan: &Plan, rewards: &[RewardPlan]| json!({"rewards": rewards, "rloo": plan.rloo, "temperature": plan.sampling.temperature});
@@ -84,8 +85,8 @@ pub fn continues(plan: &Plan, parent: &Plan, step: u64) -> Result<(), String> {
     if differ.is_empty() { Ok(()) } else { Err(differ.join(", ")) }
 }
 
-/// The rewards without the rules that those of the parent are too old to have: values are judged by them from now on, and
-/// those of the block under way stay as they are.
+/// Returns the rewards without settings that the parent's rewards are too old to have. New values are judged by these settings, and
+/// those of the current block stay unchanged.
 fn as_old_as(rewards: &[RewardPlan], parent: &[RewardPlan]) -> Vec<RewardPlan> {
     let mut rewards = rewards.to_vec();
     for (reward, old) in rewards.iter_mut().zip(parent) {
@@ -104,9 +105,9 @@ fn differing(new: &Value, old: &Value) -> Vec<String> {
     keys
 }
 
-/// A job's plan as a document, with `overrides` merged over it as RFC 7396 says: objects key by key, null = back to the
-/// default, anything else replaces. `lora: null` stays (full fine-tuning); `dataset`, `warm_start` and `warm_up`
-/// are replaced whole.
+/// Returns a job's plan as a document with `overrides` merged into it by RFC 7396: objects key by key, null = back to the
+/// default, anything else replaces the value. `lora: null` is kept (full fine-tuning); `dataset`, `warm_start` and
+/// `warm_up` are replaced as a whole.
 pub fn forked_document(parent: &Plan, overrides: &Value) -> Value {
     let mut document = submittable(parent);
     if let Some(document) = document.as_object_mut() {
@@ -149,7 +150,7 @@ mod tests {
         let mut document = json!({
             "model": "m", "dataset": {"records": vec![json!({"prompt": "p"}); 8]}, "rewards": [{"type": "length"}],
         });
-        // The hash of this text is in every checkpoint of such a job.
+        // Every checkpoint of such a job contains the hash of this text.
         let mut written = |changes: Value| {
             merge(&mut document, &changes, 0);
             let mut plan = resolved(document.clone());

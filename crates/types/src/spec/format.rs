@@ -1,32 +1,32 @@
-//! The forms in which a document is read and written: JSON, YAML, TOML.
+//! Document formats: JSON, YAML and TOML, for reading and writing.
 //!
-//! Reading gives the same [`Value`] from all three. A document is the client's, so reading is bounded: depth, nodes and
-//! what aliases may expand to (YAML), depth (TOML, JSON); numbers that are not finite are refused, since JSON has none, and
-//! keys that stand twice in one object. What is said of a broken document quotes keys, never values: a secret may be there.
+//! Reading gives the same [`Value`] from all three. A document comes from a client, so reading is limited: depth, number of nodes
+//! and expansion of aliases (YAML), depth (TOML, JSON). Non-finite numbers are rejected because JSON has none, and so are duplicate
+//! keys in an object. Errors about a broken document quote keys but never values, which may be secrets.
 
 use serde_json::{Map, Value};
 
 use super::reader::{escaped, shown};
 use crate::json;
 
-/// A form of a document.
+/// Format of a job document.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Format {
-    /// RFC 8259.
+    /// JSON as defined by RFC 8259.
     Json,
-    /// YAML 1.2 (`1e-6` is a number); YAML 1.1's `yes` and `no` stay words.
+    /// YAML 1.2 (`1e-6` is a number); YAML 1.1's `yes` and `no` stay text.
     Yaml,
     /// TOML 1.0, which has no null.
     Toml,
 }
 
-/// A document that cannot be read or written in this form: where, and why.
+/// The error for a document that cannot be read or written in this format.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct FormatError {
-    /// For people; names line and column where they are known.
+    /// Human-readable message, with line and column if they are known.
     pub message: String,
-    /// JSON pointer to the field at fault where it is known; else empty.
+    /// JSON pointer to the invalid field if it is known; otherwise empty.
     pub pointer: String,
 }
 
@@ -37,10 +37,10 @@ impl FormatError {
 }
 
 impl Format {
-    /// Every form.
+    /// All formats that are supported.
     pub const ALL: [Format; 3] = [Format::Json, Format::Yaml, Format::Toml];
 
-    /// The word of a flag or query parameter.
+    /// Returns the name in flags and query parameters.
     pub fn as_str(self) -> &'static str {
         match self {
             Format::Json => "json",
@@ -49,12 +49,12 @@ impl Format {
         }
     }
 
-    /// The form a word stands for.
+    /// Parses the name of a format.
     pub fn parse(word: &str) -> Option<Format> {
         Self::ALL.into_iter().find(|format| format.as_str() == word)
     }
 
-    /// The media type it is sent as (YAML: RFC 9512).
+    /// Returns the media type (YAML: RFC 9512).
     pub fn media_type(self) -> &'static str {
         match self {
             Format::Json => "application/json",
@@ -63,7 +63,7 @@ impl Format {
         }
     }
 
-    /// The form of a media type in lower case without parameters; `application/…+json` and `…+yaml` count.
+    /// Returns the format for a media type in lower case without parameters; `application/…+json` and `…+yaml` are accepted.
     pub fn of_media_type(media_type: &str) -> Option<Format> {
         match media_type {
             "application/json" => Some(Format::Json),
@@ -77,7 +77,7 @@ impl Format {
         }
     }
 
-    /// The form of a file by the end of its name: .json, .toml, else YAML (of which JSON is a part).
+    /// Returns the format for a file name by its extension: .json, .toml, otherwise YAML (of which JSON is a subset).
     pub fn of_file_name(name: &str) -> Format {
         match name.rsplit_once('.').map(|(_, end)| end.to_ascii_lowercase()).as_deref() {
             Some("json") => Format::Json,
@@ -86,10 +86,10 @@ impl Format {
         }
     }
 
-    /// Reads a document.
+    /// Reads a document in this format.
     ///
     /// # Errors
-    /// Where it is not of this form (with line and column), goes beyond the bounds, or holds a number that is not finite.
+    /// Fails (with line and column) if the text is not in this format, exceeds the limits, or has a non-finite number.
     pub fn read(self, text: &str) -> Result<Value, FormatError> {
         let text = text.strip_prefix('\u{feff}').unwrap_or(text);
         if text.trim().is_empty() {
@@ -97,7 +97,7 @@ impl Format {
         }
         match self {
             Format::Json => json::read(text.as_bytes()).map_err(|error| {
-                let (words, line, column) = (json::words(&error), error.line(), error.column());
+                let (words, line, column) = (json::error_text(&error), error.line(), error.column());
                 FormatError::new(format!("{words} (line {line}, column {column})"))
             }),
             Format::Yaml => {
@@ -111,17 +111,17 @@ impl Format {
         }
     }
 
-    /// Writes a document; ends with a line feed.
+    /// Writes a document, with a final line feed.
     ///
     /// # Errors
-    /// TOML: when the document is not an object, or holds null or a number beyond 64 signed bits.
+    /// TOML: fails if the document is not an object, or has null or a number beyond 64 signed bits.
     pub fn write(self, document: &Value) -> Result<String, FormatError> {
         match self {
             Format::Json => serde_json::to_string_pretty(document)
                 .map(|text| text + "\n")
                 .map_err(|error| FormatError::new(error.to_string())),
             Format::Yaml => {
-                // Strings on one line, quoted where needed: what is read again is what was written.
+                // Strings are written on one line and quoted if needed, so that reading gives the same value.
                 let options = serde_saphyr::ser_options! { prefer_block_scalars: false };
                 let text = serde_saphyr::to_string_with_options(document, options)
                     .map_err(|error| FormatError::new(error.to_string()))?;
@@ -130,7 +130,7 @@ impl Format {
             Format::Toml => {
                 if let Some(pointer) = first_null(document, String::new()) {
                     return Err(FormatError::new(format!(
-                        "{pointer} is null, which TOML does not have: take yaml or json"
+                        "{pointer} is null, which TOML does not support: use yaml or json"
                     )));
                 }
                 toml::to_string(document).map_err(|error| FormatError::new(one_line(&error.to_string())))
@@ -139,10 +139,10 @@ impl Format {
     }
 }
 
-/// Writes a job. TOML has no null: there `lora: null` (no adapter) becomes `lora = false`, which is read as the same.
+/// Writes a job. TOML has no null, so `lora: null` (no adapter) becomes `lora = false`, which reads as the same.
 ///
 /// # Errors
-/// As [`Format::write`].
+/// Fails as [`Format::write`] does.
 pub fn write_job(document: &Value, format: Format) -> Result<String, FormatError> {
     if format == Format::Toml && document.get("lora").is_some_and(Value::is_null) {
         let mut document = document.clone();
@@ -152,10 +152,10 @@ pub fn write_job(document: &Value, format: Format) -> Result<String, FormatError
     format.write(document)
 }
 
-/// In our words: the parser's own speak to who builds with it.
+/// Translates an error, because the parser's own messages address developers.
 fn broken_yaml(error: &serde_saphyr::Error) -> FormatError {
     use serde_saphyr::Error;
-    const TOO_LARGE: &str = "the document is too large, too deep, or its aliases stand for too much: \
+    const TOO_LARGE: &str = "the document is too large, too deep, or its aliases expand to too much: \
                              write it without aliases, and upload many rows as a dataset";
     let inner = match error.without_snippet() {
         Error::AliasError { error, .. } => error.without_snippet(),
@@ -176,7 +176,7 @@ fn broken_yaml(error: &serde_saphyr::Error) -> FormatError {
             "a number is not finite, which JSON does not have: give a finite one".to_owned()
         }
         Error::RecursiveReferencesRequireWeakTypes { .. } => {
-            "an alias stands for what it is itself a part of".to_owned()
+            "an alias refers to a value that contains it".to_owned()
         }
         Error::UnknownAnchor { .. } => "an alias (*name) has no anchor (&name) before it".to_owned(),
         Error::UnsupportedTag { .. } => "a tag (!name) is not supported: write the value without it".to_owned(),
@@ -189,7 +189,7 @@ fn broken_yaml(error: &serde_saphyr::Error) -> FormatError {
     }
 }
 
-/// The error's own text would draw the faulty line, with whatever secret stands there.
+/// The error's own text would show the faulty line, which may contain a secret.
 fn broken_toml(text: &str, error: &toml::de::Error) -> FormatError {
     let Some(before) = error.span().and_then(|span| text.get(..span.start)) else {
         return FormatError::new(one_line(error.message()));
@@ -199,7 +199,7 @@ fn broken_toml(text: &str, error: &toml::de::Error) -> FormatError {
     FormatError::new(format!("{} (line {line}, column {column})", one_line(error.message())))
 }
 
-/// Parsers spread what they say over several lines.
+/// Joins the lines of a parser's message.
 fn one_line(text: &str) -> String {
     const LONGEST: usize = 300;
     let line = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect::<Vec<_>>().join(" ");
@@ -265,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_broken_says_where() {
+    fn syntax_errors_have_a_position() {
         assert!(Format::Yaml.read("a: 1\nb: [1, 2\n").unwrap_err().message.contains("line"));
         assert!(Format::Toml.read("a = \n").unwrap_err().message.contains("line 1"));
         assert!(Format::Json.read("{\"a\": }").unwrap_err().message.contains("line 1"));
@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn a_number_of_toml_that_is_not_finite_says_its_field() {
+    fn a_non_finite_number_in_toml_is_reported_with_its_field() {
         let error = Format::Toml.read("[rloo]\nbeta = nan\n").unwrap_err();
         assert_eq!(error.pointer, "/rloo/beta");
         assert!(error.message.contains("/rloo/beta is NaN"), "{}", error.message);
@@ -329,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_that_stands_twice_is_refused_in_every_form() {
+    fn a_duplicate_key_is_rejected_in_every_format() {
         for (format, text) in [
             (Format::Json, "{\"rloo\": {\"beta\": 0, \"beta\": 1}}"),
             (Format::Yaml, "rloo: {beta: 0, beta: 1}"),
@@ -341,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn aliases_cannot_blow_a_document_up() {
+    fn the_expansion_of_aliases_is_limited() {
         let mut bomb = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n".to_owned();
         for level in 1..12 {
             let before = format!("*a{}", level - 1);
@@ -356,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn toml_says_what_it_cannot_hold() {
+    fn toml_reports_values_that_it_does_not_support() {
         let error = Format::Toml.write(&json!({"a": {"b": [1, null]}})).unwrap_err();
         assert!(error.message.starts_with("/a/b/1 is null"), "{}", error.message);
     }
@@ -427,7 +427,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_written_reads_back_the_same(document in document()) {
+        fn a_written_document_reads_back_the_same(document in document()) {
             for format in Format::ALL {
                 let text = format.write(&document).unwrap();
                 prop_assert_eq!(&format.read(&text).unwrap_or(Value::Null), if text.trim().is_empty() { &Value::Null } else { &document }, "{}:\n{}", format.as_str(), text);

@@ -1,4 +1,4 @@
-//! What somebody asks a job's model to say: a prompt, a checkpoint, how to sample.
+//! A generation request: the prompt, the checkpoint, and the sampling settings.
 
 use serde_json::{Value, json};
 use utoipa::openapi::RefOr;
@@ -7,53 +7,53 @@ use utoipa::{PartialSchema, ToSchema};
 
 use super::foreign::advice;
 use super::reader::{Errors, Field, FieldError, Reader};
-use super::schema::{closed, described, integer, integer_of, optional, words};
+use super::schema::{closed, described, enumeration, integer, integer_of, optional};
 use super::sections::read_greedy_sampling;
 use super::settings::{MAX_SEED, MAX_STEPS};
 use super::{Plan, SamplingPlan};
 use crate::dataset::check_prompt;
 use crate::id::CheckpointId;
 
-/// Most completions of each of the two.
+/// Maximum number of completions per model.
 pub const MAX_GENERATIONS: u64 = 8;
-/// Of a prompt, in JSON; longer ones fit no model that can be trained.
+/// Maximum size of a prompt as JSON, in bytes. Longer prompts do not fit into the context of any supported model.
 const MAX_PROMPT_BYTES: usize = 4 << 20;
 
-/// A question to a job's model.
+/// A request to generate completions with a job's models.
 #[derive(Debug, Clone, PartialEq)]
 pub struct GenerationSpec {
-    /// As in a dataset: text, or a list of chat messages.
+    /// The prompt, as in a dataset: text, or a list of chat messages.
     pub prompt: Value,
-    /// Which of the job's checkpoints.
+    /// The checkpoint of the job.
     pub checkpoint: CheckpointChoice,
-    /// Completions of each, 1 to 8.
+    /// Number of completions per model, 1 to 8.
     pub num_generations: u32,
-    /// Of the random numbers.
+    /// Random seed, the same for both models.
     pub seed: u64,
-    /// The job's own, but for what is asked for. A temperature of 0 is greedy.
+    /// The job's sampling settings with the requested changes. Temperature 0 = greedy.
     pub sampling: SamplingPlan,
 }
 
-/// Which checkpoint.
+/// A choice of a job's checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CheckpointChoice {
-    /// The job's result: the newest one, unless the job ended early.
+    /// The job's result: the newest checkpoint, unless the job ended early.
     Result,
-    /// The newest.
+    /// The newest checkpoint of the job.
     Last,
-    /// The best by the job's measure.
+    /// The best checkpoint by the job's metric.
     Best,
-    /// That of a step.
+    /// The checkpoint of a step.
     Step(u64),
-    /// One by its id.
+    /// A checkpoint by its id.
     Id(CheckpointId),
 }
 
 impl GenerationSpec {
-    /// Reads one; what it does not say is as in the job's plan, with one completion.
+    /// Reads a request. Missing settings are taken from the job's plan, with one completion.
     ///
     /// # Errors
-    /// Everything that is wrong, with pointers into the document.
+    /// Returns all errors, with pointers into the document.
     pub fn read(document: &Value, plan: &Plan) -> Result<GenerationSpec, Vec<FieldError>> {
         let errors = Errors::default();
         let reader = Reader::document(document, &errors);
@@ -82,7 +82,7 @@ fn read_prompt(reader: &Reader<'_>) -> Value {
     prompt.clone()
 }
 
-/// `"last"`, `"best"`, a step or an id; the job's result where none is given or what is given is refused.
+/// Reads `"last"`, `"best"`, a step or an id. The default, also for a rejected value, is the job's result.
 pub(super) fn read_checkpoint(field: &Field<'_>) -> CheckpointChoice {
     let chosen = match field.value() {
         None => None,
@@ -109,38 +109,44 @@ pub(super) fn read_checkpoint(field: &Field<'_>) -> CheckpointChoice {
     chosen.unwrap_or(CheckpointChoice::Result)
 }
 
-/// The schema of a chosen checkpoint.
+/// Returns the schema of a choice of checkpoint.
 pub(super) fn checkpoint_schema(text: &str) -> OneOfBuilder {
     OneOfBuilder::new()
-        .item(words("", &["last", "best", "result"]))
+        .item(enumeration("", &["last", "best", "result"]))
         .item(integer_of("A step that has a checkpoint."))
-        .item(plain_string("The id of a checkpoint, `ckpt_…`.").pattern(Some("^ckpt_")))
+        .item(plain_string("Id of a checkpoint, `ckpt_…`.").pattern(Some("^ckpt_")))
         .description(Some(text))
 }
 
-/// A question as clients write it; [`GenerationSpec::read`] is the law, this describes it.
+/// The schema of a generation request as clients write it. It describes what [`GenerationSpec::read`] accepts.
 #[derive(Debug)]
 pub struct GenerationDocument;
 
 impl PartialSchema for GenerationDocument {
     fn schema() -> RefOr<Schema> {
-        let text = plain_string("As it is, with the special tokens that the tokenizer adds.");
+        let text = plain_string("A text, used as it is with the special tokens that the tokenizer adds.");
         let message = closed(&["role", "content"])
-            .property("role", plain_string("system, user or assistant, say."))
+            .property("role", plain_string("Role of the message, such as system, user or assistant."))
             .property("content", plain_string("Text."))
             .additional_properties(Some(AdditionalProperties::<Schema>::FreeForm(true)));
         let chat = Array::new(message);
-        let prompt =
-            OneOfBuilder::new().item(text).item(chat).description(Some("As in a dataset: text, or chat messages."));
-        let checkpoint =
-            checkpoint_schema("The newest, the best, that of a step or of an id; default: the job's result.");
+        let prompt = OneOfBuilder::new()
+            .item(text)
+            .item(chat)
+            .description(Some("The prompt, as in a dataset: text, or a list of chat messages."));
+        let checkpoint = checkpoint_schema(
+            "The checkpoint: the newest, the best, that of a step, or one by its id; default: the job's result.",
+        );
         let sampling = optional(SamplingPlan::schema(), None, &[]);
         closed(&["prompt"])
             .property("prompt", prompt)
             .property("checkpoint", checkpoint)
-            .property("num_generations", integer("Completions of each, 1 to 8.", json!(1)))
-            .property("seed", integer_of("Default: the job's. Both models draw the same numbers."))
-            .property("sampling", described(sampling, "What differs from the job's own; temperature 0 = greedy."))
+            .property("num_generations", integer("Number of completions per model, 1 to 8.", json!(1)))
+            .property("seed", integer_of("Random seed, the same for both models; default: the job's seed."))
+            .property(
+                "sampling",
+                described(sampling, "Sampling settings that differ from the job's; temperature 0 = greedy."),
+            )
             .examples([json!({"prompt": "What is 2 + 2?", "checkpoint": "best", "sampling": {"temperature": 0}})])
             .build()
             .into()

@@ -1,35 +1,35 @@
-//! How the prompts of several sources take turns.
+//! How the prompts of several sources are interleaved.
 
 use super::plan::SourcePlan;
 
-/// The shares of a dataset's sources. An epoch ends when the largest source has been seen once; every other source gives as many prompts
-/// in the same time as its weight asks for, and begins again where it is exhausted.
+/// The shares of a dataset's sources. An epoch ends when the largest source has been used once. In the same time, every other
+/// source provides as many prompts as its weight requires, and starts over when it is exhausted.
 ///
-/// In the first e epochs source s gives ⌊e·n·w_s/w + ½⌋ prompts, where n and w are the largest source's rows and weight. So the shares
-/// are those of the weights to within one prompt a source, in any number of epochs.
+/// In the first e epochs source s provides ⌊e·n·w_s/w + ½⌋ prompts, where n and w are the largest source's rows and weight. The
+/// shares therefore match the weights to within one prompt per source, for any number of epochs.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Mixture {
-    /// In the dataset's order.
+    /// Shares of the sources, in the dataset's order.
     sources: Vec<Share>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Share {
     num_rows: u64,
-    /// Prompts an epoch.
+    /// Number of prompts per epoch.
     per_epoch: f64,
 }
 
 impl Mixture {
-    /// One source: an epoch is its rows.
+    /// Creates the mixture of a single source, whose epoch is its rows.
     pub fn single(num_rows: u64) -> Self {
         Self { sources: vec![Share { num_rows, per_epoch: num_rows as f64 }] }
     }
 
-    /// Of sources with these rows and weights. One without rows gives nothing.
+    /// Creates the mixture of sources with these rows and weights. A source without rows provides nothing.
     pub fn new(sources: impl IntoIterator<Item = (u64, f64)>) -> Self {
         let sources: Vec<(u64, f64)> = sources.into_iter().collect();
-        // The first of the largest.
+        // The first of the largest sources.
         let largest = sources.iter().rev().max_by_key(|(rows, _)| *rows).copied().unwrap_or_default();
         let share = |&(num_rows, weight): &(u64, f64)| {
             let per_epoch = if num_rows == 0 { 0.0 } else { largest.0 as f64 * weight / largest.1 };
@@ -43,7 +43,8 @@ impl Mixture {
         self.sources.iter().all(|share| share.per_epoch.fract() == 0.0)
     }
 
-    /// Of a dataset's sources, of which so many rows each are trained; without sources all rows are one.
+    /// Creates the mixture of a dataset's sources, given the number of trained rows of each. Without sources, all
+    /// rows form one source.
     pub fn of_sources(sources: &[SourcePlan], trained_rows: &[u64]) -> Self {
         match sources {
             [] => Self::single(trained_rows.iter().sum()),
@@ -51,37 +52,37 @@ impl Mixture {
         }
     }
 
-    /// Rows of each source.
+    /// Iterates over the number of rows of each source.
     pub fn rows(&self) -> impl Iterator<Item = u64> {
         self.sources.iter().map(|share| share.num_rows)
     }
 
-    /// Rows of all sources.
+    /// Returns the number of rows of all sources.
     pub fn num_rows(&self) -> u64 {
         self.rows().sum()
     }
 
-    /// Prompts that each source gives before this epoch.
+    /// Returns how many prompts each source has provided before this epoch.
     pub fn given_before(&self, epoch: u64) -> Vec<u64> {
         self.sources.iter().map(|share| share.before(epoch)).collect()
     }
 
-    /// Prompts before this epoch.
+    /// Returns the number of prompts before this epoch.
     pub fn start(&self, epoch: u64) -> u64 {
         self.sources.iter().map(|share| share.before(epoch)).sum()
     }
 
-    /// Prompts of this epoch.
+    /// Returns the number of prompts in this epoch.
     pub fn epoch_len(&self, epoch: u64) -> u64 {
         self.start(epoch + 1) - self.start(epoch)
     }
 
-    /// Prompts of the shortest epoch that there may be.
+    /// Returns the number of prompts in the shortest possible epoch.
     pub fn shortest_epoch(&self) -> u64 {
         self.sources.iter().map(|share| share.per_epoch as u64).sum()
     }
 
-    /// The epoch that a prompt belongs to, by its number over all epochs; 0 when there are no rows.
+    /// Returns the epoch of a prompt by its number over all epochs; 0 if there are no rows.
     pub fn epoch_of(&self, position: u64) -> u64 {
         let expected: f64 = self.sources.iter().map(|share| share.per_epoch).sum();
         if expected <= 0.0 {
@@ -127,7 +128,7 @@ mod tests {
     fn the_largest_source_is_seen_once_an_epoch_and_the_shares_are_the_weights() {
         let mixture = Mixture::new([(8, 3.0), (100, 5.0), (8, 2.0)]);
         assert_eq!(mixture.given_before(1), [60, 100, 40]);
-        // A share that is no whole number is right over several epochs.
+        // A fractional share is exact over several epochs.
         let mixture = Mixture::new([(8, 3.0), (8, 1.0)]);
         assert_eq!((1..=4).map(|epoch| mixture.given_before(epoch)[1]).collect::<Vec<_>>(), [3, 5, 8, 11]);
         assert_eq!(mixture.given_before(4)[0], 32);

@@ -1,4 +1,4 @@
-//! Who watches a run: the metric that says which checkpoint is best, early stopping, the doctor's alerts.
+//! Monitoring of a run: the metric that decides which checkpoint is best, early stopping, and alerts.
 
 use std::collections::BTreeMap;
 
@@ -9,18 +9,18 @@ use super::reader::{Reader, nearest, shown};
 use super::sections::read_section;
 use super::settings::{DOCTOR, EARLY_STOPPING};
 use super::{CheckpointPlan, DoctorPlan, EarlyStoppingPlan, FieldError, JobSpec, RewardPlan, RulePlan};
-use crate::event::{OnAlert, Rule};
+use crate::event::Rule;
 
-/// Early stopping, as asked for.
+/// Early stopping, as requested.
 #[derive(Debug, Clone, Deserialize)]
 pub struct EarlyStoppingSpec {
-    /// None = `checkpoints.metric_for_best`.
+    /// The metric; `None` = `checkpoints.metric_for_best`.
     pub metric: Option<String>,
-    /// None = by the metric's name.
+    /// Whether a higher value is better; `None` = by the metric's name.
     pub greater_is_better: Option<bool>,
-    /// Evaluations in a row without a new best.
+    /// Number of evaluations in a row without a new best value after which the run ends.
     pub patience: u32,
-    /// A new best is better by more than this.
+    /// Minimum improvement that counts as a new best value.
     pub min_delta: f64,
 }
 
@@ -29,14 +29,12 @@ pub(super) fn read_early_stopping(reader: Reader<'_>) -> EarlyStoppingSpec {
 }
 
 pub(super) fn read_doctor(reader: Reader<'_>) -> DoctorPlan {
-    const ON_ALERT: [(&str, OnAlert); 3] =
-        [("note", OnAlert::Note), ("pause", OnAlert::Pause), ("stop", OnAlert::Stop)];
     let on_alert = DOCTOR.read(&reader).get("on_alert");
     let section = reader.section("rules");
     let mut rules = BTreeMap::new();
     for rule in Rule::ALL {
         let field = section.field(rule.as_str());
-        // `"rule": false` is the short form.
+        // `"rule": false` is the short form of `{"enabled": false}`.
         if field.value().is_some_and(serde_json::Value::is_boolean) {
             let enabled = field.bool().unwrap_or(true);
             rules.insert(rule, RulePlan { enabled, on_alert: None });
@@ -44,7 +42,7 @@ pub(super) fn read_doctor(reader: Reader<'_>) -> DoctorPlan {
         }
         let Some(own) = field.object() else { continue };
         let enabled = own.field("enabled").bool().unwrap_or(true);
-        rules.insert(rule, RulePlan { enabled, on_alert: own.field("on_alert").choice(&ON_ALERT) });
+        rules.insert(rule, RulePlan { enabled, on_alert: own.field("on_alert").variant() });
         own.finish(advice);
     }
     section.finish(advice);
@@ -52,7 +50,7 @@ pub(super) fn read_doctor(reader: Reader<'_>) -> DoctorPlan {
     DoctorPlan { on_alert, rules }
 }
 
-/// Whether more of a metric is better, by its name.
+/// Whether a higher value of a metric is better, by its name.
 pub fn greater_is_better(metric: &str) -> bool {
     let name = metric.strip_prefix("eval_").unwrap_or(metric);
     let low = ["loss", "grad_norm", "skipped_updates", "gap", "learning_rate"].contains(&name)
@@ -61,8 +59,8 @@ pub fn greater_is_better(metric: &str) -> bool {
     !low
 }
 
-/// The metrics that a job's checkpoints can be compared by: all of its steps and evaluations but times and memory, which
-/// are the machine's.
+/// Returns the metrics by which a job's checkpoints can be compared: all metrics of its steps and evaluations except durations and
+/// memory, which depend on the machine.
 pub fn metric_names(rewards: &[RewardPlan], eval_rewards: Option<&[RewardPlan]>, needs_reference: bool) -> Vec<String> {
     const OF_A_STEP: [&str; 17] = [
         "loss",
@@ -118,14 +116,14 @@ pub fn metric_names(rewards: &[RewardPlan], eval_rewards: Option<&[RewardPlan]>,
     names
 }
 
-/// What stands against the metrics that a job names.
+/// Checks the metrics that a job names.
 pub fn check_metrics(spec: &JobSpec) -> Vec<FieldError> {
     let mut errors = Vec::new();
     resolve_metrics(spec, &mut errors);
     errors
 }
 
-/// Metrics that a job names, and what follows from them.
+/// Resolves the metrics that a job names, and the settings that depend on them.
 pub(super) fn resolve_metrics(
     spec: &JobSpec,
     errors: &mut Vec<FieldError>,

@@ -1,4 +1,5 @@
-//! The resolved plan: every default applied, every value checked. Serialised into the job's row and sent to the worker.
+//! The resolved plan: every default is applied and every value is checked. It is serialized into the job's row and
+//! sent to the worker.
 
 mod algorithm;
 mod arithmetic;
@@ -18,85 +19,85 @@ pub use arithmetic::*;
 pub use rewards::*;
 pub use warm_up::*;
 
-/// Everything a run needs to know, with no default left open.
+/// The resolved settings of a job. Every default has been filled in.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Plan {
-    /// For people.
+    /// Display name of the job; null if none was given.
     pub name: Option<String>,
-    /// The model, as it was when the job was accepted.
+    /// The base model, as it was when the job was accepted.
     pub model: ModelPlan,
-    /// The training prompts.
+    /// The dataset of training prompts.
     pub dataset: DatasetPlan,
-    /// Evaluation, if asked for.
+    /// Evaluation settings; null = no evaluation.
     pub eval: Option<EvalPlan>,
-    /// At least one of weight ≠ 0; names are unique.
+    /// The rewards. At least one has a weight other than 0, and names are unique.
     pub rewards: Vec<RewardPlan>,
-    /// Of the registered models that score as `reward_model`, by id: SHA-256 when the job was accepted.
+    /// SHA-256 of each registered model that a `reward_model` reward uses, by model id, as of when the job was accepted.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub reward_models: BTreeMap<String, String>,
-    /// The algorithm.
+    /// Settings of the algorithm: estimator, loss and KL penalty.
     pub rloo: RlooPlan,
-    /// Rollouts.
+    /// Sampling settings of the rollouts.
     pub sampling: SamplingPlan,
-    /// The adapter; null = full fine-tuning: every weight is trained.
+    /// The LoRA adapter; null = full fine-tuning: every weight is trained.
     pub lora: Option<LoraPlan>,
-    /// A checkpoint whose weights the run begins with, instead of a fresh adapter or the base model's weights.
+    /// The checkpoint or adapter whose weights the run starts from; null = a fresh adapter, or the base model's weights.
     #[serde(default)]
     pub warm_start: Option<WarmStartPlan>,
-    /// Supervised steps before RLOO's first one, if asked for.
+    /// Supervised steps before the first RLOO step; absent = no warm-up.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub warm_up: Option<WarmUpPlan>,
-    /// The optimizer and its schedule.
+    /// The optimizer and its learning-rate schedule.
     pub optimizer: OptimizerPlan,
-    /// Batches, length, seed.
+    /// Batch sizes, number of steps, seed and precision.
     pub training: TrainingPlan,
-    /// When to save and what to keep.
+    /// When checkpoints are saved and which ones are kept.
     pub checkpoints: CheckpointPlan,
-    /// When to end before the last step, if asked for.
+    /// When to end before the last step; null = train all steps.
     #[serde(default)]
     pub early_stopping: Option<EarlyStoppingPlan>,
-    /// What alerts do.
+    /// Which alert rules are on, and whether an alert pauses or ends the job.
     #[serde(default)]
     pub doctor: DoctorPlan,
-    /// The client's own labels.
+    /// The client's own labels, as key-value pairs.
     pub metadata: BTreeMap<String, String>,
-    /// What all this amounts to.
+    /// Amounts that follow from the settings, such as steps, completions and epochs.
     pub totals: Totals,
-    /// The rules that decide the bits of the run; absent = those of rlood 0.1.
+    /// The rules that decide the exact bits of the run; absent = those of rlood 0.1.
     #[serde(default, skip_serializing_if = "Arithmetic::is_first")]
     pub arithmetic: Arithmetic,
 }
 
-/// The base model.
+/// The base model of a job.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct ModelPlan {
-    /// As registered, or an absolute path.
+    /// Id of the registered model, or an absolute path.
     pub id: String,
-    /// SHA-256 over config, weights and tokenizer when the job was accepted; the worker refuses another one.
+    /// SHA-256 over config, weights and tokenizer when the job was accepted. The worker refuses a model with another hash.
     pub sha256: String,
 }
 
-/// A dataset and which of its columns matter.
+/// A dataset and the sources of its rows.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct DatasetPlan {
-    /// The dataset.
+    /// Id of the dataset.
     pub id: DatasetId,
-    /// SHA-256 of its canonical bytes.
+    /// SHA-256 of the dataset's canonical rows (JSON lines), in lower-case hex.
     pub sha256: String,
-    /// Rows.
+    /// Number of rows in the dataset.
     pub num_rows: u64,
-    /// Where the rows come from, if from several: each source's rows lie behind those of the sources before it.
+    /// The sources of the rows, if there are several. The rows of each source follow those of the source before it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub sources: Vec<SourcePlan>,
 }
 
 impl DatasetPlan {
-    /// A dataset of one source.
+    /// Creates the plan of a dataset with a single source.
     pub fn new(id: DatasetId, sha256: String, num_rows: u64) -> Self {
         Self { id, sha256, num_rows, sources: Vec::new() }
     }
 
-    /// The source that a row comes from, if there are several.
+    /// Returns the name of the source that a row comes from; `None` if there is only one source.
     pub fn source_of(&self, row: u64) -> Option<&str> {
         let mut end = 0;
         let of_row = self.sources.iter().find(|source| {
@@ -106,7 +107,7 @@ impl DatasetPlan {
         of_row.map(|source| source.name.as_str())
     }
 
-    /// How many of these rows (ascending) each source has; all of them where there is one.
+    /// Counts how many of these rows (in ascending order) come from each source; one count of all rows if there is only one source.
     pub fn rows_by_source(&self, rows: &[u64]) -> Vec<u64> {
         let mut counts = Vec::with_capacity(self.sources.len());
         let (mut end, mut before) = (0, 0);
@@ -123,63 +124,63 @@ impl DatasetPlan {
 /// One of several sources of prompts.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct SourcePlan {
-    /// Unique in the dataset; metrics are `sources/{name}/…`.
+    /// Name of the source, unique in the dataset. It is part of metric names: `sources/{name}/…`.
     pub name: String,
-    /// Its rows.
+    /// Number of rows of this source.
     pub num_rows: u64,
-    /// Its share of the prompts is its weight over the sum of all.
+    /// Weight of the source. Its share of the prompts is its weight divided by the sum of all weights.
     pub weight: f64,
 }
 
-/// Evaluation on prompts of its own, or on rows held out of the training dataset.
+/// Evaluation, either on a separate dataset or on rows held out of the training dataset.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct EvalPlan {
-    /// The evaluation prompts; with `fraction` the training dataset.
+    /// The evaluation prompts. With `fraction`, this is the training dataset.
     pub dataset: DatasetPlan,
-    /// The share of the training dataset that is held out; null with a dataset of its own.
+    /// Share of the training dataset that is held out for evaluation; null with a separate evaluation dataset.
     #[serde(default)]
     pub fraction: Option<f64>,
-    /// With `fraction`: rows that are evaluated and never trained. Above 10,000 rows the worker counts them, and this is the
-    /// number that the fraction asks for: the rows of equal prompts stay together.
+    /// Number of rows, with `fraction`, that are used for evaluation and never for training. Above 10,000 rows the worker chooses
+    /// the rows, and this is the number that the fraction asks for; rows with equal prompts stay together.
     #[serde(default)]
     pub held_out_rows: Option<u64>,
-    /// Optimizer steps between evaluations; the last step is always evaluated.
+    /// Optimizer steps between evaluations. The last step is always evaluated.
     pub every_steps: u64,
-    /// Evaluate before the first step too.
+    /// Whether to evaluate before the first step too.
     pub before_start: bool,
-    /// Completions a prompt; 1 is allowed.
+    /// Completions sampled per prompt; 1 is allowed.
     pub num_generations: u32,
-    /// 0 = greedy.
+    /// Sampling temperature in evaluations; 0 = greedy.
     pub temperature: f64,
-    /// (0, 1]; null = as in training.
+    /// Top-p in evaluations, greater than 0 and at most 1; null = as in training.
     #[serde(default)]
     pub top_p: Option<f64>,
-    /// 0 = off; null = as in training.
+    /// Top-k in evaluations; 0 = off, null = as in training.
     #[serde(default)]
     pub top_k: Option<u32>,
-    /// 0 = off; null = as in training.
+    /// Min-p in evaluations; 0 = off, null = as in training.
     #[serde(default)]
     pub min_p: Option<f64>,
-    /// 1 = off; null = as in training.
+    /// Repetition penalty in evaluations; 1 = off, null = as in training.
     #[serde(default)]
     pub repetition_penalty: Option<f64>,
-    /// Rewards of its own; null = the job's.
+    /// Rewards used in evaluations; null = the job's rewards.
     #[serde(default)]
     pub rewards: Option<Vec<RewardPlan>>,
-    /// The share of the training dataset that only the verdict reads; null = none.
+    /// Share of the training dataset that only the verdict uses; null = none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub test_fraction: Option<f64>,
-    /// With `test_fraction`: how many rows these are. Above 10,000 rows the worker chooses them, and this is the number that the
-    /// fraction asks for.
+    /// Number of rows, with `test_fraction`, that only the verdict uses. Above 10,000 rows the worker chooses the rows, and this is
+    /// the number that the fraction asks for.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub test_rows: Option<u64>,
-    /// Prompts that only the verdict reads; null = none of their own.
+    /// Prompts that only the verdict uses; null = no separate test dataset.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub test_dataset: Option<DatasetPlan>,
-    /// What training must not make worse.
+    /// A guard set: prompts on which training must not make the model worse; null = none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub guard: Option<GuardPlan>,
-    /// Whether the server judges the job by itself when it has succeeded.
+    /// Whether the server creates a verdict automatically when the job succeeds.
     #[serde(default = "yes", skip_serializing_if = "is_yes")]
     pub auto_verdict: bool,
 }
@@ -193,20 +194,21 @@ fn is_yes(value: &bool) -> bool {
     *value
 }
 
-/// Prompts on which the trained model must not be worse than the base model.
+/// A guard set: prompts on which the trained model must not be worse than the base model.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct GuardPlan {
-    /// The prompts; only the verdict reads them.
+    /// The prompts of the guard set. Only the verdict uses them.
     pub dataset: DatasetPlan,
-    /// Rewards of its own; null = those of the evaluation.
+    /// Rewards used on the guard set; null = those of the evaluation.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rewards: Option<Vec<RewardPlan>>,
-    /// How far the mean reward may fall: the lower end of the difference's 95 % interval must not lie below −margin.
+    /// How far the mean reward may fall. The lower end of the 95 % interval of the difference must be at least −margin.
     pub margin: f64,
 }
 
 impl EvalPlan {
-    /// Greedy, one completion a prompt, the job's rewards, before the start and every `every_steps`.
+    /// Creates an evaluation with greedy sampling, one completion per prompt and the job's rewards, before the first step
+    /// and every `every_steps` steps.
     pub fn of_dataset(dataset: DatasetPlan, every_steps: u64) -> Self {
         Self {
             dataset,
@@ -229,7 +231,7 @@ impl EvalPlan {
         }
     }
 
-    /// The dataset whose rows a verdict judges; `trained` is the training dataset.
+    /// Returns the dataset whose rows a verdict judges; `trained` is the training dataset.
     pub fn judged_dataset<'a>(&'a self, trained: &'a DatasetPlan) -> &'a DatasetPlan {
         match (&self.test_dataset, self.test_fraction) {
             (Some(test), _) => test,
@@ -238,107 +240,107 @@ impl EvalPlan {
         }
     }
 
-    /// Every dataset that a verdict may read.
+    /// Iterates over every dataset that a verdict may read.
     pub fn datasets(&self) -> impl Iterator<Item = &DatasetPlan> {
         let of_guard = self.guard.as_ref().map(|guard| &guard.dataset);
         std::iter::once(&self.dataset).chain(&self.test_dataset).chain(of_guard)
     }
 
-    /// Prompts of one evaluation.
+    /// Returns the number of prompts in one evaluation.
     pub fn num_prompts(&self) -> u64 {
         self.held_out_rows.unwrap_or(self.dataset.num_rows)
     }
 }
 
-/// Rollouts.
+/// Sampling settings of the rollouts.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct SamplingPlan {
-    /// Tokens.
+    /// Maximum length of a completion, in tokens.
     pub max_completion_length: u32,
-    /// > 0; divides the logits in sampling and in log-probs.
+    /// Sampling temperature, greater than 0. It divides the logits when sampling and when computing log-probabilities.
     pub temperature: f64,
-    /// (0, 1].
+    /// Top-p (nucleus) sampling, greater than 0 and at most 1; 1 = off.
     pub top_p: f64,
-    /// 0 = off.
+    /// Top-k sampling: the number of most likely tokens to sample from; 0 = off.
     pub top_k: u32,
-    /// 0 = off.
+    /// Min-p sampling: minimum probability of a token, relative to the most likely one; 0 = off.
     pub min_p: f64,
-    /// 1 = off.
+    /// Repetition penalty; 1 = off.
     pub repetition_penalty: f64,
-    /// A completion ends with the first of these strings, which it keeps.
+    /// Stop strings. A completion ends with the first of these strings and includes it.
     pub stop: Vec<String>,
-    /// Given to the chat template.
+    /// Extra variables for the chat template.
     pub chat_template_kwargs: serde_json::Map<String, serde_json::Value>,
 }
 
-/// The adapter.
+/// The LoRA adapter that is trained.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct LoraPlan {
-    /// Rank.
+    /// Rank of the adapter.
     pub r: u32,
-    /// Scaling is alpha/r (alpha/√r with `use_rslora`).
+    /// Scaling numerator: the adapter's output is multiplied by alpha/r (alpha/√r with `use_rslora`).
     pub alpha: f64,
-    /// Of the adapter's input, in the training forward only; [0, 1).
+    /// Dropout probability on the adapter's input, from 0 to less than 1. Applied in the training forward pass only.
     pub dropout: f64,
-    /// Which linear layers: of the model's, in this order q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj. Of a PEFT
-    /// adapter that has others in some layers, `layers.3.self_attn.q_proj`.
+    /// Names of the linear layers that get an adapter, in this order: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj,
+    /// down_proj. For a PEFT adapter that covers only some layers, full names such as `layers.3.self_attn.q_proj`.
     pub target_modules: Vec<String>,
-    /// alpha/√r.
+    /// Whether to scale by alpha/√r instead of alpha/r (rank-stabilized LoRA).
     pub use_rslora: bool,
-    /// Other ranks than `r`, by a name of `target_modules`.
+    /// Ranks that differ from `r`, by a name of `target_modules`.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub rank_pattern: BTreeMap<String, u32>,
-    /// Other alphas than `alpha`, by a name of `target_modules`.
+    /// Alphas that differ from `alpha`, by a name of `target_modules`.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub alpha_pattern: BTreeMap<String, f64>,
 }
 
-/// Where a run's weights come from, and what its KL penalty holds on to.
+/// The weights that a run starts from, and the reference of its KL penalty.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct WarmStartPlan {
-    /// A checkpoint of another job; its files are kept with this job. This or `adapter`.
+    /// A checkpoint of another job, whose files are kept with this job. Mutually exclusive with `adapter`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub checkpoint: Option<CheckpointId>,
-    /// A PEFT adapter from elsewhere; its files are kept with this job.
+    /// An imported PEFT adapter, whose files are kept with this job. Mutually exclusive with `checkpoint`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub adapter: Option<AdapterPlan>,
-    /// What the KL penalty is measured against.
+    /// The reference model of the KL penalty.
     pub reference: Reference,
 }
 
-/// A PEFT adapter from elsewhere.
+/// A PEFT adapter that was not trained on this server.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct AdapterPlan {
-    /// Its id here; null while it has not been fetched from the hub.
+    /// Id of the stored adapter; null until the server has fetched it from the hub.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub upload: Option<AdapterId>,
-    /// The repository of the hub that it comes from.
+    /// Hub repository that the adapter comes from, `org/name`; null for an uploaded adapter.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hub: Option<String>,
-    /// A branch, tag or commit of it; of an adapter that was fetched the commit.
+    /// Branch, tag or commit of the hub repository; once the adapter has been fetched, the commit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub revision: Option<String>,
 }
 
-/// The reference of a run that begins with a checkpoint.
+/// The KL reference of a run that starts from a checkpoint or an adapter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Reference {
-    /// The base model.
+    /// The base model of the job.
     Base,
-    /// A frozen copy of the checkpoint's weights.
+    /// A frozen copy of the weights that the run starts from.
     Initial,
 }
 
-/// How the optimizer keeps its moments.
+/// The optimizer, by the precision of its moments.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub enum OptimizerKind {
-    /// AdamW, moments in 32 bits.
+    /// AdamW with moments in 32 bits.
     #[default]
     #[serde(rename = "adamw")]
     Adamw,
-    /// AdamW, moments in 8 bits, quantised block by block (Dettmers et al. 2022).
+    /// AdamW with moments in 8 bits, quantized block by block (Dettmers et al. 2022).
     #[serde(rename = "adamw_8bit")]
     Adamw8bit,
 }
@@ -347,83 +349,82 @@ pub enum OptimizerKind {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum ComputeDtype {
-    /// 32 bits throughout.
+    /// All computations use 32-bit floats.
     #[default]
     F32,
-    /// Weights and inputs of matrix products rounded to bfloat16, sums in 32 bits.
+    /// Weights and inputs of matrix products are rounded to bfloat16; sums are in 32 bits.
     Bf16,
 }
 
-/// Learning-rate schedules, over `max_steps`.
+/// Learning-rate schedules over `max_steps`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum LrSchedulerType {
-    /// lr
+    /// The learning rate stays the same.
     Constant,
-    /// lr·(1 − t/T)
+    /// The learning rate falls linearly to 0: lr·(1 − t/T).
     Linear,
-    /// lr·(1 + cos(πt/T))/2
+    /// The learning rate follows a cosine to 0: lr·(1 + cos(πt/T))/2.
     Cosine,
 }
 
-/// AdamW and its schedule.
+/// Settings of AdamW and of the learning-rate schedule.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct OptimizerPlan {
-    /// How moments are kept.
+    /// The optimizer: AdamW with moments in 32 or in 8 bits.
     #[serde(default)]
     pub kind: OptimizerKind,
-    /// Peak.
+    /// Peak learning rate, reached at the end of `warmup_steps`.
     pub learning_rate: f64,
-    /// First moment's decay.
+    /// Decay rate of AdamW's first moment (β₁).
     pub adam_beta1: f64,
-    /// Second moment's decay.
+    /// Decay rate of AdamW's second moment (β₂).
     pub adam_beta2: f64,
-    /// Added to √v̂.
+    /// AdamW's ε, which is added to √v̂ for numerical stability.
     pub adam_epsilon: f64,
-    /// Decoupled; norms and biases do not decay, as in transformers.
+    /// Decoupled weight decay. As in transformers, it is not applied to norms and biases.
     pub weight_decay: f64,
-    /// Global norm; 0 = off.
+    /// Maximum global gradient norm; larger gradients are scaled down. 0 = off.
     pub max_grad_norm: f64,
-    /// Schedule after warm-up.
+    /// Learning-rate schedule after `warmup_steps`.
     pub lr_scheduler_type: LrSchedulerType,
-    /// Linear from 0.
+    /// Optimizer steps over which the learning rate rises linearly from 0 to its peak.
     pub warmup_steps: u64,
 }
 
-/// Batches, length, seed.
+/// Batch sizes, number of steps, seed and precision.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct TrainingPlan {
-    /// Prompts an optimizer step.
+    /// Prompts per optimizer step.
     pub prompts_per_step: u32,
-    /// Optimizer steps of RLOO; those of a warm-up come before them.
+    /// Number of RLOO optimizer steps. The steps of a `warm_up` section come before them and are not included.
     pub max_steps: u64,
-    /// Of sampling, order and initialisation.
+    /// Random seed of sampling, data order and initialization.
     pub seed: u64,
-    /// A new permutation each epoch; false = the dataset's order.
+    /// Whether each epoch uses a new random order; false = the dataset's order.
     pub shuffle_dataset: bool,
     /// Precision of the matrix products, in rollouts and in training.
     #[serde(default)]
     pub dtype: ComputeDtype,
-    /// Tokens (prompts and completions) of one micro-batch, at least one group: chosen by the memory there is, and part of
-    /// the plan, because a resumed run must split as the undisturbed one did.
+    /// Tokens (prompts and completions) per micro-batch, with at least one group each. The default depends on the available memory;
+    /// the plan stores the value because a resumed run must split its batches as an uninterrupted run does.
     #[serde(default = "default_micro_batch_tokens")]
     pub micro_batch_tokens: u32,
-    /// Each layer's activations are computed again in the backward instead of being kept: slower, and less memory. It
-    /// changes no number.
+    /// Whether to recompute each layer's activations in the backward pass instead of keeping them. It needs less memory, is slower
+    /// and does not change the results.
     #[serde(default = "default_gradient_checkpointing")]
     pub gradient_checkpointing: bool,
-    /// Failed attempts after which the job fails with the code `max_attempts`; default: no limit.
-    /// An attempt fails when its worker dies or falls silent, or cannot use a file; it counts whether it made progress or not.
-    /// Pauses, SIGTERM, preemptions and restarts of the server do not count. In any case three failures in a row without progress
-    /// fail the job (`worker_lost`).
+    /// Number of failed attempts after which the job fails with the code `max_attempts`; default: no limit. An attempt fails when
+    /// its worker dies, stops sending heartbeats or cannot use a file, whether or not it made progress. Pauses, SIGTERM,
+    /// preemptions and server restarts do not count. Three failures in a row without progress always fail the job (`worker_lost`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(minimum = 1, maximum = 10_000)]
     pub max_attempts: Option<u32>,
 }
 
-/// Tokens of a micro-batch where memory does not ask for fewer.
+/// Default number of tokens per micro-batch if there is enough memory.
 pub const MICRO_BATCH_TOKENS: u32 = 4096;
-/// The same on the CPU: what an operation writes is still in a cache when the next one reads it.
+/// Default on the CPU: small enough that the output of one operation is still in a cache when the next operation reads it.
 pub const MICRO_BATCH_TOKENS_ON_CPU: u32 = 1024;
 
 fn default_gradient_checkpointing() -> bool {
@@ -434,87 +435,88 @@ fn default_micro_batch_tokens() -> u32 {
     MICRO_BATCH_TOKENS
 }
 
-/// When to save and what to keep.
+/// When checkpoints are saved and which ones are kept.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct CheckpointPlan {
-    /// Optimizer steps between checkpoints; the last step is always saved, and so is an evaluation that is the best so far
-    /// by `metric_for_best` (unless `keep_best` is 0).
+    /// Optimizer steps between checkpoints. The last step is always saved, and so is a new best evaluation by `metric_for_best`
+    /// (unless `keep_best` is 0).
     pub every_steps: u64,
-    /// Seconds between checkpoints, beside `every_steps`; default: by steps only.
-    /// After a step, a checkpoint is also due when this much time has passed since the last one, or since the attempt began.
-    /// Checkpoints change no number of the run.
+    /// Seconds between checkpoints, in addition to `every_steps`; default: by steps only. A checkpoint is saved after a
+    /// step if this many seconds have passed since the last checkpoint or since the attempt began. Checkpoints do not
+    /// change the results of a run.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(minimum = 1)]
     pub every_seconds: Option<u64>,
-    /// The newest N stay.
+    /// Number of newest checkpoints to keep.
     pub keep_last: u32,
-    /// The best N by `metric_for_best` stay.
+    /// Number of best checkpoints to keep, by `metric_for_best`.
     pub keep_best: u32,
-    /// The metric that says which checkpoint is best; default `eval_reward` with evaluation, else `reward`.
+    /// Metric that decides which checkpoint is best; default: `eval_reward` with evaluation, otherwise `reward`.
     #[serde(default)]
     pub metric_for_best: Option<String>,
-    /// Higher is better; default by the metric's name: losses, KL, gradient norms, spreads, fractions of missing, cut or
-    /// tied are better low, all others high.
+    /// Whether a higher value is better. Default: by the metric's name. Lower is better for losses, KL, gradient norms, standard
+    /// deviations and fractions of missing, truncated or tied samples; higher is better for all others.
     #[serde(default)]
     pub greater_is_better: Option<bool>,
 }
 
-/// Ends a run that does not get better.
+/// Early stopping: ends a run that no longer improves.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct EarlyStoppingPlan {
-    /// Looked at after each evaluation; default: `checkpoints.metric_for_best`.
+    /// Metric that is checked after each evaluation; default: `checkpoints.metric_for_best`.
     pub metric: String,
-    /// Higher is better; default by the metric's name, as for checkpoints.
+    /// Whether a higher value is better; default: by the metric's name, as for checkpoints.
     pub greater_is_better: bool,
-    /// Evaluations in a row without a new best that end the run.
+    /// Number of evaluations in a row without a new best value after which the run ends.
     pub patience: u32,
-    /// A new best is better by more than this.
+    /// Minimum improvement that counts as a new best value.
     pub min_delta: f64,
 }
 
-/// What alerts do.
+/// Which alert rules are on, and what happens on an alert.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct DoctorPlan {
-    /// `note`: told, the run goes on; `pause`: the job pauses; `stop`: the job ends, its last good checkpoint is its result.
+    /// Effect of an alert. `note`: the alert is recorded and the run continues. `pause`: the job pauses. `stop`: the job ends, and
+    /// its last good checkpoint is its result.
     pub on_alert: OnAlert,
-    /// Rules that differ, by name.
+    /// Rules with settings of their own, by rule name.
     #[serde(default)]
     pub rules: BTreeMap<Rule, RulePlan>,
 }
 
-/// One rule's own settings.
+/// Settings of one rule.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct RulePlan {
-    /// false = the rule is switched off.
+    /// Whether the rule is on.
     pub enabled: bool,
-    /// null = as `doctor.on_alert` says.
+    /// Effect of an alert of this rule; null = as `doctor.on_alert` says.
     #[serde(default)]
     pub on_alert: Option<OnAlert>,
 }
 
-/// The arithmetic of a run, echoed so that nobody is surprised.
+/// Amounts that follow from the settings.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Totals {
-    /// max_steps.
+    /// Number of RLOO optimizer steps (`max_steps`).
     pub optimizer_steps: u64,
-    /// Completions an optimizer step.
+    /// Completions per optimizer step.
     pub completions_per_step: u64,
-    /// Unique prompts a generation block: prompts_per_step · steps_per_generation.
+    /// Unique prompts per generation block: prompts_per_step · steps_per_generation.
     pub prompts_per_block: u64,
-    /// Rollout blocks.
+    /// Number of generation blocks.
     pub generation_blocks: u64,
-    /// Completions sampled to be trained.
+    /// Completions that are sampled for training.
     pub completions: u64,
-    /// Greedy completions beside them, one a prompt (estimator remax).
+    /// Additional greedy completions, one per prompt (estimator `remax`).
     #[serde(default)]
     pub greedy_completions: u64,
-    /// Most completions that refills of tied groups can add (min_informative_groups).
+    /// Maximum number of completions that refills of tied groups can add (`min_informative_groups`).
     #[serde(default)]
     pub max_refill_completions: u64,
-    /// Passes over the dataset (fractional); refills pass over it faster.
+    /// Passes over the dataset, possibly fractional. Refills use up the dataset faster.
     pub epochs: f64,
-    /// Rows left out of each epoch (incomplete last block).
+    /// Rows left out of each epoch because the last block would be incomplete.
     pub dropped_rows_per_epoch: u64,
-    /// Most completion tokens that can be sampled, greedy completions and refills included.
+    /// Maximum number of completion tokens that can be sampled, including greedy completions and refills.
     pub max_completion_tokens: u64,
 }

@@ -1,11 +1,11 @@
-//! What a row must be to serve as a prompt, and how long prompts may be.
+//! Requirements on rows that serve as prompts, and limits on the length of prompts.
 
 use serde_json::Value;
 
 use super::reader::FieldError;
 use crate::dataset::check_row;
 
-/// Errors of single rows reported one by one; beyond them only their number.
+/// Maximum number of rows whose errors are listed; for the others only their number is reported.
 const MAX_ROW_ERRORS: usize = 20;
 /// Columns that only a multimodal trainer could use.
 const IMAGE_COLUMNS: [&str; 2] = ["image", "images"];
@@ -13,15 +13,16 @@ const IMAGE_COLUMNS: [&str; 2] = ["image", "images"];
 /// The longest prompts of a dataset, in tokens of the job's model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct PromptLengths {
-    /// Tokens of the longest one.
+    /// Length of the longest prompt, in tokens.
     pub longest: u64,
-    /// The row it stands in, from 0.
+    /// Row of the longest prompt, from 0.
     pub longest_row: u64,
-    /// How many leave no room for a completion.
+    /// Number of prompts that leave no room for a completion.
     pub too_long: u64,
 }
 
-/// Checks rows sent along with a job: every row an object with a usable `prompt`. `pointer` leads to the list.
+/// Checks rows that were sent with a job: every row must be an object with a usable `prompt`. `pointer` is the JSON
+/// pointer to the list.
 pub fn check_records(records: &[Value], pointer: &str) -> Vec<FieldError> {
     if records.is_empty() {
         return vec![FieldError::new(
@@ -58,12 +59,12 @@ fn check_record(record: &Value) -> Result<(), FieldError> {
     Err(FieldError::new(image.map_or(pointer.to_owned(), |column| format!("/{column}")), code, detail))
 }
 
-/// The first of the columns that hold images, if any.
+/// Returns the first column that contains images, if any.
 pub(super) fn image_column<'c>(mut columns: impl Iterator<Item = &'c str>) -> Option<&'c str> {
     columns.find(|column| IMAGE_COLUMNS.contains(column))
 }
 
-/// What to say of such a column.
+/// Returns the error text for such a column.
 pub(super) fn image_detail(column: &str) -> String {
     format!("column '{column}': prompts are text only, images cannot be used; leave the column out")
 }

@@ -1,40 +1,42 @@
-//! Which learning rate suits a LoRA adapter.
+//! Suggests learning rates for LoRA adapters.
 //!
-//! TRL's default of 1e-6 comes from full fine-tuning. Published recipes for RL with LoRA lie between 4e-5 and 1e-4 at a
-//! scale alpha/r of 2, the wider the model the lower. Between these bounds the suggestion falls with the square root of the
-//! hidden size, and it passes through the default at a hidden size of 2048.
+//! TRL's default of 1e-6 comes from full fine-tuning. Published recipes for RL with LoRA use rates between 4e-5 and 1e-4 at a scale
+//! alpha/r of 2, with lower rates for wider models. Between these bounds, the suggestion falls with the square root of the hidden
+//! size and equals the default at a hidden size of 2048.
 
 use super::LoraPlan;
 
-/// The default with an adapter.
+/// Default learning rate with an adapter.
 pub const LORA_LEARNING_RATE: f64 = 5e-5;
-/// The default without one: every weight is trained.
+/// Default learning rate of full fine-tuning, without an adapter.
 pub const FULL_LEARNING_RATE: f64 = 1e-6;
-/// The bounds of published recipes.
-const RECIPES: (f64, f64) = (4e-5, 1e-4);
-/// The scale alpha/r that those recipes have.
+/// Lowest and highest learning rate of published recipes.
+const PUBLISHED_RATES: (f64, f64) = (4e-5, 1e-4);
+/// The scale alpha/r of those recipes.
 const USUAL_SCALE: f64 = 2.0;
-/// The hidden size that the default suits.
+/// The hidden size for which the default is suggested.
 const USUAL_HIDDEN_SIZE: f64 = 2048.0;
-/// A rate is low from this part of the suggestion down.
-const LOW: f64 = 0.25;
+/// Fraction of the suggestion at and below which a rate is too low.
+const LOW_RATE_FRACTION: f64 = 0.25;
 
-/// The learning rate to begin with for an adapter on a model of this hidden size, to one digit. A larger scale of the adapter
-/// makes each update larger, so the suggestion falls with it.
+/// Returns the suggested learning rate for an adapter on a model of this hidden size, rounded to one digit. A larger scale of the
+/// adapter makes each update larger, so the suggestion falls with it.
 pub fn suggested_lora_rate(lora: &LoraPlan, hidden_size: u64) -> f64 {
     let rank = f64::from(lora.r.max(1));
     let scale = lora.alpha / if lora.use_rslora { rank.sqrt() } else { rank };
     let by_width = LORA_LEARNING_RATE * (USUAL_HIDDEN_SIZE / hidden_size.max(1) as f64).sqrt();
-    let rate = by_width.clamp(RECIPES.0, RECIPES.1) * USUAL_SCALE / if scale > 0.0 { scale } else { USUAL_SCALE };
+    let rate = by_width.clamp(PUBLISHED_RATES.0, PUBLISHED_RATES.1) * USUAL_SCALE
+        / if scale > 0.0 { scale } else { USUAL_SCALE };
     let digit = 10f64.powf(rate.log10().floor());
     (rate / digit).round() * digit
 }
 
-/// What to say of a learning rate at which an adapter learns next to nothing; `None` when it is not that low.
+/// Returns a description and a fix for a learning rate at which an adapter learns next to nothing; `None` if the
+/// rate is not that low.
 pub fn low_lora_rate(lora: &LoraPlan, hidden_size: u64, learning_rate: f64) -> Option<(String, String)> {
     let suggested = suggested_lora_rate(lora, hidden_size);
-    // Room for the rounding of decimal fractions.
-    if learning_rate > suggested * LOW * (1.0 + 1e-9) {
+    // Tolerates the rounding of decimal fractions.
+    if learning_rate > suggested * LOW_RATE_FRACTION * (1.0 + 1e-9) {
         return None;
     }
     let detail = format!(

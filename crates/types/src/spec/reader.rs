@@ -1,41 +1,44 @@
-//! Reads a JSON object field by field and collects every error, each with its JSON pointer, instead of stopping at the
-//! first. A section asks for the fields it knows; [`Reader::finish`] complains about what is left over.
+//! Reads a JSON object field by field and collects every error with its JSON pointer, instead of stopping at the first. A section
+//! requests the fields that it knows; [`Reader::finish`] reports the fields that are left.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
 use std::sync::LazyLock;
 
+use serde::de::DeserializeOwned;
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
-use utoipa::ToSchema;
+use utoipa::{PartialSchema, ToSchema};
 
-use super::settings::Range;
+use super::settings::{Range, variant_names};
 
-/// One thing that is wrong in a request.
+/// One error in a request.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[schema(as = ProblemItem)]
 pub struct FieldError {
-    /// Where: a JSON pointer into the body (`/rloo/beta`), `?name` for a query parameter, `line 12` for a line of a dataset; empty = the whole.
+    /// Location of the error: a JSON pointer into the body (`/rloo/beta`), `?name` for a query parameter, or `line 12` for a line
+    /// of a dataset; empty = the whole request.
     #[schema(example = "/rloo/num_generations")]
     pub pointer: String,
-    /// Stable, snake_case.
+    /// Stable error code in snake_case.
     #[schema(example = "out_of_range")]
     pub code: String,
-    /// What is wrong and what to do.
+    /// Explanation of the error, and how to fix it.
     pub detail: String,
 }
 
 impl FieldError {
-    /// An error at `pointer`.
+    /// Creates an error at `pointer`.
     pub fn new(pointer: impl Into<String>, code: &str, detail: impl Into<String>) -> Self {
         Self { pointer: pointer.into(), code: code.to_owned(), detail: detail.into() }
     }
 }
 
-/// The most errors that are listed one by one.
+/// The maximum number of errors that are listed.
 const MAX_ERRORS: usize = 1000;
-/// A longer word is not compared with the known ones.
+/// Maximum length of an unknown word for which a similar known word is suggested.
 const MAX_MISSPELT_BYTES: usize = 64;
 
 /// The errors found so far.
@@ -43,7 +46,7 @@ const MAX_MISSPELT_BYTES: usize = 64;
 pub(super) struct Errors(RefCell<Vec<FieldError>>);
 
 impl Errors {
-    /// Adds one; beyond [`MAX_ERRORS`] only the fact that there are more.
+    /// Adds an error. Beyond [`MAX_ERRORS`], it only records that there are more.
     pub(super) fn add(&self, pointer: impl Into<String>, code: &str, detail: impl Into<String>) {
         let mut errors = self.0.borrow_mut();
         match errors.len() {
@@ -53,7 +56,7 @@ impl Errors {
         }
     }
 
-    /// All of them, in order.
+    /// Returns all errors, in order.
     pub(super) fn into_vec(self) -> Vec<FieldError> {
         self.0.into_inner()
     }
@@ -61,7 +64,7 @@ impl Errors {
 
 static EMPTY: LazyLock<Map<String, Value>> = LazyLock::new(Map::new);
 
-/// One object of the document.
+/// Reads one object of the document.
 pub(super) struct Reader<'v> {
     object: &'v Map<String, Value>,
     pointer: String,
@@ -70,7 +73,7 @@ pub(super) struct Reader<'v> {
 }
 
 impl<'v> Reader<'v> {
-    /// The document itself; anything but an object is an error and reads as an empty one.
+    /// Reads the document itself. Anything but an object is an error and reads as an empty object.
     pub(super) fn document(value: &'v Value, errors: &'v Errors) -> Self {
         let document = Field { value: Some(value), pointer: String::new(), hint: "", errors };
         document.object().unwrap_or_else(|| Self::over(&EMPTY, String::new(), errors))
@@ -80,20 +83,20 @@ impl<'v> Reader<'v> {
         Self { object, pointer, asked: RefCell::default(), errors }
     }
 
-    /// A field by its name; null counts as not given.
+    /// Returns a field by its name. A null value counts as missing.
     pub(super) fn field(&self, name: &'static str) -> Field<'v> {
         self.asked.borrow_mut().push(name);
         let value = self.object.get(name).filter(|value| !value.is_null());
         Field { value, pointer: self.pointer_to(name), hint: "", errors: self.errors }
     }
 
-    /// A field with a name of the client's own.
+    /// Returns a field whose name the client has chosen.
     pub(super) fn entry(&self, name: &str) -> Field<'v> {
         let value = self.object.get(name).filter(|value| !value.is_null());
         Field { value, pointer: self.pointer_to(name), hint: "", errors: self.errors }
     }
 
-    /// A field that has several spellings; two at once are an error.
+    /// Returns a field that has several spellings. Two spellings at once are an error.
     pub(super) fn field_of(&self, name: &'static str, aliases: &[&'static str]) -> Field<'v> {
         let field = self.field(name);
         let aliases_given = aliases.iter().map(|alias| self.field(alias)).filter(|field| field.value.is_some());
@@ -105,7 +108,7 @@ impl<'v> Reader<'v> {
         given.into_iter().next().unwrap_or(field)
     }
 
-    /// A field that must be there.
+    /// Returns a field that is required.
     pub(super) fn required(&self, name: &'static str, detail: &str) -> Field<'v> {
         let field = self.field(name);
         if field.value.is_none() {
@@ -114,24 +117,24 @@ impl<'v> Reader<'v> {
         field
     }
 
-    /// An object inside this one; a missing one reads as empty.
+    /// Returns an object inside this one; a missing object reads as empty.
     pub(super) fn section(&self, name: &'static str) -> Reader<'v> {
         let field = self.field(name);
         let pointer = field.pointer.clone();
         field.object().unwrap_or_else(|| Self::over(&EMPTY, pointer, self.errors))
     }
 
-    /// True when the field stands in the document, be it null.
+    /// Whether the document has the field, even if it is null.
     pub(super) fn has(&self, name: &str) -> bool {
         self.object.contains_key(name)
     }
 
-    /// JSON pointer to a field of this object.
+    /// Returns the JSON pointer to a field of this object.
     pub(super) fn pointer_to(&self, name: &str) -> String {
         format!("{}/{}", self.pointer, escaped(name))
     }
 
-    /// Reports every field nobody asked for. `advice` may know a key of another trainer, or one that belongs elsewhere.
+    /// Reports every field that was not requested. `advice` may recognize a key of another trainer, or one that belongs elsewhere.
     pub(super) fn finish(&self, advice: impl Fn(&str, &str) -> Option<(&'static str, String)>) {
         let asked = self.asked.borrow();
         for name in self.object.keys().filter(|name| !asked.contains(&name.as_str())) {
@@ -149,7 +152,7 @@ impl<'v> Reader<'v> {
     }
 }
 
-/// One value of the document, perhaps missing. Every reading method gives `None` when it is missing or was refused.
+/// One value of the document, possibly missing. Every reading method returns `None` if the value is missing or was rejected.
 pub(super) struct Field<'v> {
     value: Option<&'v Value>,
     pointer: String,
@@ -158,13 +161,13 @@ pub(super) struct Field<'v> {
 }
 
 impl<'v> Field<'v> {
-    /// Appended to a complaint about the value: why, or what to use instead.
+    /// Sets a text that is appended to an error about the value: the reason, or what to use instead.
     pub(super) fn hint(mut self, hint: &'static str) -> Self {
         self.hint = hint;
         self
     }
 
-    /// The value itself.
+    /// Returns the value itself.
     pub(super) fn value(&self) -> Option<&'v Value> {
         self.value
     }
@@ -190,7 +193,7 @@ impl<'v> Field<'v> {
         None
     }
 
-    /// Text of at most `max_chars` characters.
+    /// Reads text of at most `max_chars` characters.
     pub(super) fn string(&self, max_chars: usize) -> Option<&'v str> {
         let Some(text) = self.value?.as_str() else { return self.mistyped("a string") };
         if text.chars().count() > max_chars {
@@ -200,7 +203,7 @@ impl<'v> Field<'v> {
         Some(text)
     }
 
-    /// Text that is not blank.
+    /// Reads text that is not blank.
     pub(super) fn nonempty(&self, max_chars: usize) -> Option<&'v str> {
         let text = self.string(max_chars)?;
         if text.trim().is_empty() {
@@ -210,7 +213,7 @@ impl<'v> Field<'v> {
         Some(text)
     }
 
-    /// A name for people: text that is not blank and has no control characters.
+    /// Reads a display name: text that is not blank and has no control characters.
     pub(super) fn name(&self, max_chars: usize) -> Option<&'v str> {
         let text = self.nonempty(max_chars)?;
         if text.chars().any(char::is_control) {
@@ -220,12 +223,12 @@ impl<'v> Field<'v> {
         Some(text)
     }
 
-    /// true or false.
+    /// Reads true or false.
     pub(super) fn bool(&self) -> Option<bool> {
         self.value?.as_bool().or_else(|| self.mistyped("true or false"))
     }
 
-    /// A whole number (4.0 counts as 4).
+    /// Reads a whole number (4.0 counts as 4).
     pub(super) fn whole<N: TryFrom<u64>>(&self, range: RangeInclusive<u64>) -> Option<N> {
         let Some(number) = self.value?.as_f64() else { return self.mistyped("a whole number") };
         let exact = self.value?.as_u64().or_else(|| (number >= 0.0 && number.fract() == 0.0).then_some(number as u64));
@@ -245,12 +248,12 @@ impl<'v> Field<'v> {
         None
     }
 
-    /// A number in a range.
+    /// Reads a number in a range.
     pub(super) fn number_in(&self, range: Range) -> Option<f64> {
         self.number(&range.to_string(), |number| range.contains(number))
     }
 
-    /// A finite number for which `holds`; `limits` says the same in words.
+    /// Reads a finite number for which `holds` is true; `limits` describes the condition in words.
     pub(super) fn number(&self, limits: &str, holds: impl Fn(f64) -> bool) -> Option<f64> {
         let Some(number) = self.value?.as_f64() else { return self.mistyped("a number") };
         if number.is_finite() && holds(number) {
@@ -260,15 +263,21 @@ impl<'v> Field<'v> {
         None
     }
 
-    /// One of some words, as what it stands for.
+    /// Reads one of several words and returns the value that it stands for.
     pub(super) fn choice<T: Copy>(&self, choices: &[(&'static str, T)]) -> Option<T> {
         let words: Vec<_> = choices.iter().map(|(word, _)| *word).collect();
-        let given = self.word(&words)?;
+        let given = self.one_of(&words)?;
         choices.iter().find(|(word, _)| *word == given).map(|(_, value)| *value)
     }
 
-    /// One of some words.
-    pub(super) fn word<W: AsRef<str>>(&self, words: &[W]) -> Option<&'v str> {
+    /// Reads the serialized name of an enum's variant.
+    pub(super) fn variant<T: PartialSchema + DeserializeOwned>(&self) -> Option<T> {
+        let name = self.one_of(&variant_names::<T>())?;
+        serde_json::from_value(Value::from(name)).ok()
+    }
+
+    /// Reads one of several words.
+    pub(super) fn one_of<W: AsRef<str>>(&self, words: &[W]) -> Option<&'v str> {
         let given = self.string(usize::MAX)?;
         let words: Vec<&str> = words.iter().map(AsRef::as_ref).collect();
         if words.contains(&given) {
@@ -282,17 +291,17 @@ impl<'v> Field<'v> {
         None
     }
 
-    /// An object to be read field by field.
+    /// Returns an object to be read field by field.
     pub(super) fn object(&self) -> Option<Reader<'v>> {
         Some(Reader::over(self.map()?, self.pointer.clone(), self.errors))
     }
 
-    /// An object with keys of the client's own.
+    /// Reads an object whose keys the client has chosen.
     pub(super) fn map(&self) -> Option<&'v Map<String, Value>> {
         self.value?.as_object().or_else(|| self.mistyped("an object"))
     }
 
-    /// The items of a list.
+    /// Returns the items of a list.
     pub(super) fn items(&self) -> Option<Vec<Field<'v>>> {
         let Some(items) = self.value?.as_array() else { return self.mistyped("a list") };
         let field = |(index, value)| Field {
@@ -304,7 +313,7 @@ impl<'v> Field<'v> {
         Some(items.iter().enumerate().map(field).collect())
     }
 
-    /// An object of short texts.
+    /// Reads an object of short texts.
     pub(super) fn texts(&self, max_entries: usize, max_chars: usize) -> Option<BTreeMap<String, String>> {
         let map = self.map()?;
         if map.len() > max_entries {
@@ -323,7 +332,7 @@ impl<'v> Field<'v> {
     }
 }
 
-/// What a value is, in words.
+/// Describes the type of a value in words.
 pub(super) fn kind_of(value: &Value) -> &'static str {
     match value {
         Value::Null => "null",
@@ -335,7 +344,7 @@ pub(super) fn kind_of(value: &Value) -> &'static str {
     }
 }
 
-/// The known word a misspelt one was meant to be.
+/// Returns the known word that is closest to a misspelled one.
 pub(super) fn nearest<'n>(given: &str, known: impl Iterator<Item = &'n str>) -> Option<&'n str> {
     known
         .filter(|_| given.len() <= MAX_MISSPELT_BYTES)
@@ -345,12 +354,12 @@ pub(super) fn nearest<'n>(given: &str, known: impl Iterator<Item = &'n str>) -> 
         .map(|(_, name)| name)
 }
 
-/// A key as a part of a JSON pointer.
+/// Escapes a key for use in a JSON pointer.
 pub(super) fn escaped(name: &str) -> String {
     name.replace('~', "~0").replace('/', "~1")
 }
 
-/// A client's own word, cut to a length fit for a message.
+/// Shortens a client's text for use in a message.
 pub(super) fn shown(text: &str) -> String {
     match text.char_indices().nth(64) {
         Some((end, _)) => format!("{}…", &text[..end]),

@@ -1,11 +1,11 @@
-//! From a [`JobSpec`] to a [`Plan`]: what only the model and the data can tell.
+//! Resolves a [`JobSpec`] to a [`Plan`], with facts about the model and the data.
 //!
-//! Longer than other files: each check reads what the ones before it have found, and all errors are told at once.
+//! This file is longer than others because each check uses the results of the previous ones, and all errors are reported at once.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use super::estimate::{Estimate, Limits, fit};
+use super::estimate::{Estimate, Limits, choose_micro_batch};
 use super::evaluation::{FEWEST_TEST_ROWS, shared_prompts};
 use super::facts::{Context, DatasetFacts, ModelFacts};
 use super::footprint::Place;
@@ -22,34 +22,34 @@ use super::{
     OnInvalid, Plan, RewardKind, RewardModelPlan, RewardPlan, SamplingPlan, Totals, TrainingPlan, low_lora_rate,
 };
 
-/// Something legal that is probably not meant.
+/// A warning about a setting that is legal but probably not intended.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Warning {
-    /// JSON pointer to the setting it is about.
+    /// JSON pointer to the setting.
     pub pointer: String,
-    /// Stable, snake_case.
+    /// Stable warning code in snake_case.
     pub code: String,
-    /// What will happen, and what to do.
+    /// Explanation of the consequence, and how to change it.
     pub detail: String,
 }
 
-/// The code of the warning, and of the preflight's finding, that an adapter's learning rate is low.
+/// Code of the warning, and of the preflight's finding, that an adapter's learning rate is low.
 const LOW_LORA_RATE: &str = "learning_rate_low_for_lora";
-/// The code of the warning, in a validation and in a run, that evaluation and training share prompts.
+/// Code of the warning, in a validation and in a run, that evaluation and training share prompts.
 pub const SHARED_PROMPTS: &str = "eval_prompts_in_training";
 
 /// A job that can run.
 #[derive(Debug, Clone)]
 pub struct Resolution {
-    /// What is true.
+    /// The resolved plan of the job.
     pub plan: Plan,
-    /// What its author should look at.
+    /// Warnings for the user.
     pub warnings: Vec<Warning>,
-    /// Memory and tokens.
+    /// Estimated memory and tokens.
     pub estimate: Estimate,
 }
 
-/// Resolves a job, or reports everything that stands against it. The errors may be empty when the context is incomplete.
+/// Resolves a job, or returns all of its errors. The list may be empty if the context is incomplete.
 pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<FieldError>> {
     let mut errors = Vec::new();
     for (facts, at) in context.datasets() {
@@ -120,11 +120,11 @@ pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<Fiel
         micro_batch_tokens: spec.training.micro_batch_tokens,
         gradient_checkpointing: spec.training.gradient_checkpointing,
     };
-    let estimate = fit(&mut plan, model, limits).map_err(|error| vec![error])?;
+    let estimate = choose_micro_batch(&mut plan, model, limits).map_err(|error| vec![error])?;
     Ok(Resolution { warnings: warnings(spec, context, &plan, mixture.epoch_len(0)), plan, estimate })
 }
 
-/// Weights of reward models in memory; several rewards of the same settings share one.
+/// Returns the memory of reward models' weights, in bytes; several rewards with the same settings share one.
 fn reward_model_bytes(spec: &JobSpec, context: &Context) -> u64 {
     let mut counted: Vec<&RewardModelPlan> = Vec::new();
     for (_, reward) in spec.rewards_by_secret_name() {
@@ -141,10 +141,10 @@ fn reward_model_bytes(spec: &JobSpec, context: &Context) -> u64 {
     bytes.sum()
 }
 
-/// An epoch is held in memory, one number a prompt.
+/// Maximum number of prompts per epoch, which is kept in memory with one number per prompt.
 const MAX_PROMPTS_AN_EPOCH: u64 = 50_000_000;
 
-/// Weights with which a source gives nothing, or so many prompts that no job sees the largest source once.
+/// Rejects weights with which a source provides no prompts, or with which an epoch is so long that no job completes it.
 fn unusual_shares(dataset: &DatasetFacts, mixture: &Mixture) -> Option<FieldError> {
     let (longest, rows) = (mixture.epoch_len(0), mixture.num_rows());
     if longest > MAX_PROMPTS_AN_EPOCH.max(rows) {
@@ -243,7 +243,7 @@ fn check_dataset(
             let detail = format!("there is no source '{}': {there_are}", shown(name));
             errors.push(FieldError::new(at("applies_to"), "unknown_source", detail));
         }
-        // A reward that judges some sources needs its columns in those alone.
+        // A reward that judges some sources needs its columns in those sources only.
         let judged = facts.sources.iter().filter(|source| reward.judges(&source.plan.name));
         let judged: Vec<_> =
             judged.filter_map(|source| Some((Some(&source.plan.name), source.columns.as_ref()?))).collect();
@@ -255,7 +255,7 @@ fn check_dataset(
             let detail = match source {
                 None => format!("the {which} has no column '{column}', only: {columns}"),
                 Some(source) => format!(
-                    "the source '{source}' has no column '{column}', only: {columns}; add it by the source's map, or say with applies_to which sources this reward judges"
+                    "the source '{source}' has no column '{column}', only: {columns}; add it with the source's map, or list in applies_to the sources that this reward judges"
                 ),
             };
             errors.push(FieldError::new(at(&field), "missing_column", detail));
@@ -275,9 +275,10 @@ fn check_dataset(
     }
 }
 
-/// The rewards that judge the rows of a dataset, and where the job names them.
+/// Returns the rewards that judge the rows of a dataset, and the JSON pointer to their place in the job.
 fn judging<'s>(spec: &'s JobSpec, at: &str) -> Vec<(&'s [RewardPlan], &'static str)> {
-    // Evaluation's own rewards look at the rows that are evaluated or tested, the guard's at the guard's, the job's at all others.
+    // The evaluation's own rewards judge rows that are evaluated or tested, the guard set's rewards the guard rows, and the job's
+    // rewards all other rows.
     let eval = spec.eval.as_ref();
     let own = eval.and_then(|eval| Some((eval.rewards.as_deref()?, "/eval/rewards")));
     let of_guard = eval.and_then(|eval| Some((eval.guard.as_ref()?.rewards.as_deref()?, "/eval/guard/rewards")));
@@ -292,13 +293,13 @@ fn judging<'s>(spec: &'s JobSpec, at: &str) -> Vec<(&'s [RewardPlan], &'static s
     }
 }
 
-/// Names that a reward applies to, and that no source has.
+/// Returns the source names in a reward's `applies_to` that do not exist.
 fn unknown_sources<'r>(reward: &'r RewardPlan, facts: &DatasetFacts) -> Vec<&'r str> {
     let names = reward.applies_to.iter().flatten().map(String::as_str);
     names.filter(|name| !facts.sources.iter().any(|source| source.plan.name == *name)).collect()
 }
 
-/// Rows that came with the job have been checked one by one.
+/// Whether the rows were sent with the job. Such rows have been checked one by one.
 fn inline_records(spec: &JobSpec, at: &str) -> bool {
     let eval = spec.eval.as_ref();
     let source = match at {
@@ -310,7 +311,7 @@ fn inline_records(spec: &JobSpec, at: &str) -> bool {
     matches!(source, Some(DatasetSource::Records(_)))
 }
 
-/// Checks prompts and completions against the model's context; the default completion length gives way to it.
+/// Checks prompts and completions against the model's context. The default completion length is reduced if necessary.
 fn fit_completions(spec: &JobSpec, context: &Context, errors: &mut Vec<FieldError>) -> SamplingPlan {
     const AT: &str = "/sampling/max_completion_length";
     let mut sampling = spec.sampling.clone();
@@ -344,7 +345,7 @@ fn fit_completions(spec: &JobSpec, context: &Context, errors: &mut Vec<FieldErro
         );
         errors.push(FieldError::new(AT, "out_of_range", detail));
     } else {
-        // Without counted prompts half of the context is theirs.
+        // If the prompts have not been counted, half of the context is reserved for them.
         let fit = if longest == 0 { limit / 2 } else { room };
         sampling.max_completion_length =
             u32::try_from(fit.max(1)).unwrap_or(u32::MAX).min(sampling.max_completion_length);
@@ -356,7 +357,8 @@ fn prompts_per_block(spec: &JobSpec) -> u64 {
     u64::from(spec.training.prompts_per_step) * u64::from(spec.rloo.steps_per_generation)
 }
 
-/// The rows of the mixture are those that train, beside those that evaluation holds out.
+/// Reports a training set that is smaller than a block. The mixture's rows are the ones that train, without those
+/// that evaluation holds out.
 fn smaller_than_a_block(spec: &JobSpec, mixture: &Mixture, split: &Split) -> Option<FieldError> {
     let (block, num_rows) = (prompts_per_block(spec), mixture.shortest_epoch());
     if num_rows >= block || num_rows == 0 {
@@ -394,12 +396,12 @@ fn plan_training(spec: &JobSpec, sampling: &SamplingPlan, mixture: &Mixture) -> 
         let epochs = training.num_train_epochs.unwrap_or(1.0);
         let steps = match mixture.is_even() {
             true => epochs * steps_per_epoch as f64,
-            // Epochs differ by a prompt a source.
+            // The lengths of epochs differ by one prompt per source.
             false => {
                 (0..epochs as u64).map(steps_of).sum::<u64>() as f64 + epochs.fract() * steps_of(epochs as u64) as f64
             }
         };
-        // As transformers: a begun step is a step.
+        // transformers also counts a partial step as a step.
         (steps.ceil() as u64).max(1)
     };
     let max_steps = training.max_steps.unwrap_or_else(by_epochs);
@@ -505,7 +507,7 @@ fn warnings(spec: &JobSpec, context: &Context, plan: &Plan, prompts: u64) -> Vec
     warnings
 }
 
-/// What a service should do better.
+/// Warns about reward services that could be configured better.
 fn warn_of_rewards(spec: &JobSpec, plan: &Plan, warn: &mut impl FnMut(String, &str, String)) {
     for (index, reward) in plan.rewards.iter().enumerate() {
         let Some(service) = reward.kind.service() else { continue };
@@ -529,7 +531,7 @@ fn warn_of_rewards(spec: &JobSpec, plan: &Plan, warn: &mut impl FnMut(String, &s
     }
 }
 
-/// An evaluation that cannot show what it is for.
+/// Warns about an evaluation that cannot answer its question.
 fn warn_of_evaluation(spec: &JobSpec, plan: &Plan, context: &Context, warn: &mut impl FnMut(String, &str, String)) {
     if plan
         .eval
@@ -568,7 +570,7 @@ fn warn_of_evaluation(spec: &JobSpec, plan: &Plan, context: &Context, warn: &mut
     }
 }
 
-/// A model that only a CPU computes, where there are GPUs only.
+/// Rejects a model that only the CPU supports if the server has only GPUs.
 fn beyond_all_places(model: &ModelFacts, context: &Context) -> Option<FieldError> {
     let keys = model.beyond_gpu.filter(|_| !context.places.is_empty() && context.places.iter().all(is_gpu))?;
     let detail = format!(
@@ -581,7 +583,7 @@ fn is_gpu(place: &Place) -> bool {
     matches!(place, Place::Cuda { .. })
 }
 
-/// The adapter on the model's own linear layers: all that it has, unless the job names some.
+/// Returns the adapter on the model's own linear layers: all of them, unless the job names some.
 fn modules_of(
     spec: &JobSpec,
     mut lora: LoraPlan,

@@ -1,4 +1,4 @@
-//! Reads the list of rewards; secrets and header values are split off.
+//! Reads the list of rewards. Secrets and header values are returned separately.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -21,17 +21,17 @@ pub use formula::Formula;
 pub use json_schema::JsonSchema;
 pub use template::SampleTemplate;
 
-/// The most rewards a job may have.
+/// Maximum number of rewards per job.
 const MAX_REWARDS: usize = 32;
-/// Weights and limits up to which no sum or square of rewards comes near the end of the numbers.
+/// Maximum weight and limit. They keep sums and squares of rewards far from the range of a 64-bit float.
 const MAX_WEIGHT: f64 = 1e6;
 const MAX_LIMIT: f64 = 1e12;
 
-/// A type's reader.
-type Read = fn(&Reader<'_>) -> RewardKind;
+/// The function that reads a reward type.
+type ReadKind = fn(&Reader<'_>) -> RewardKind;
 
-/// All types, services first.
-const KINDS: &[(&str, Read)] = &[
+/// All reward types, services first.
+const KINDS: &[(&str, ReadKind)] = &[
     ("webhook", |reader| RewardKind::Webhook(service::read_webhook(reader))),
     ("openrlhf", adapters::read_openrlhf),
     ("slime", adapters::read_slime),
@@ -62,15 +62,15 @@ const KINDS: &[(&str, Read)] = &[
     ("python", |reader| RewardKind::Python(python::read_python(reader))),
 ];
 
-/// Types of the reward contract that are not built yet.
-const LATER: [&str; 1] = ["judge"];
+/// Types of the reward contract that are not implemented yet.
+const UNIMPLEMENTED: [&str; 1] = ["judge"];
 
-/// All rewards, and the secrets of those that have some.
+/// Reads all rewards, and the secrets of the rewards that have some.
 pub(super) fn read_rewards(field: &Field<'_>) -> (Vec<RewardPlan>, BTreeMap<String, RewardSecrets>) {
     let (mut rewards, mut secrets) = (Vec::new(), BTreeMap::new());
     let Some(items) = field.items() else { return (rewards, secrets) };
     if items.is_empty() {
-        field.fail("required", "give at least one reward, {\"type\": \"length\"} say");
+        field.fail("required", "give at least one reward, such as {\"type\": \"length\"}");
     }
     if items.len() > MAX_REWARDS {
         field.fail("out_of_range", format!("at most {MAX_REWARDS} rewards, not {}", items.len()));
@@ -103,7 +103,7 @@ pub(super) fn read_rewards(field: &Field<'_>) -> (Vec<RewardPlan>, BTreeMap<Stri
     (rewards, secrets)
 }
 
-/// New secrets and headers of rewards over HTTP, by name.
+/// Reads new secrets and headers of rewards over HTTP, by reward name.
 pub(super) fn read_reward_secrets(field: &Field<'_>) -> BTreeMap<String, RewardSecrets> {
     let mut secrets = BTreeMap::new();
     let Some(rewards) = field.object() else { return secrets };
@@ -123,14 +123,14 @@ pub(super) fn read_reward_secrets(field: &Field<'_>) -> BTreeMap<String, RewardS
     secrets
 }
 
-/// Reads the one reward in the field `reward` of a document; any weight will do.
+/// Reads the single reward in the field `reward` of a document; its weight is ignored.
 ///
 /// # Errors
-/// All of its errors, with pointers into the document.
+/// Returns all errors, with pointers into the document.
 pub fn read_single_reward(document: &Value) -> Result<(RewardPlan, RewardSecrets), Vec<FieldError>> {
     let errors = Errors::default();
     let field = Reader::document(document, &errors)
-        .required("reward", "give the reward as in a job, {\"type\": \"webhook\", \"url\": \"…\"} say");
+        .required("reward", "give the reward as in a job, such as {\"type\": \"webhook\", \"url\": \"…\"}");
     let reward = field.object().and_then(|reader| read_reward(&reader));
     let errors = errors.into_vec();
     match reward {
@@ -145,7 +145,7 @@ fn read_reward(reader: &Reader<'_>) -> Option<(RewardPlan, RewardSecrets)> {
         "name the reward's type: webhook, openai_judge, length, math_equal, python, … (docs/rewards.md)",
     );
     let type_name = kind_field.value().and_then(|value| value.as_str()).unwrap_or_default();
-    if LATER.contains(&type_name) {
+    if UNIMPLEMENTED.contains(&type_name) {
         kind_field.fail("unsupported", format!("'{type_name}' is not built yet; a webhook can compute any reward"));
         return None;
     }
@@ -188,7 +188,7 @@ fn read_reward(reader: &Reader<'_>) -> Option<(RewardPlan, RewardSecrets)> {
     Some((RewardPlan { name, weight, required, max_abs_reward, blank_reference, applies_to, kind }, secrets))
 }
 
-/// Names of sources: one, or a list.
+/// Reads one source name or a list of them.
 fn read_applies_to(field: &Field<'_>) -> Option<Vec<String>> {
     if let Some(name) = field.value()?.as_str() {
         return Some(vec![name.to_owned()]);
@@ -201,8 +201,7 @@ fn read_applies_to(field: &Field<'_>) -> Option<Vec<String>> {
 }
 
 fn read_blank_reference(field: &Field<'_>) -> BlankReference {
-    let choices = [("not_applicable", BlankReference::NotApplicable), ("compare", BlankReference::Compare)];
-    field.choice(&choices).unwrap_or(BlankReference::NotApplicable)
+    field.variant().unwrap_or(BlankReference::NotApplicable)
 }
 
 fn read_name(field: &Field<'_>, type_name: &str) -> String {
@@ -211,7 +210,7 @@ fn read_name(field: &Field<'_>, type_name: &str) -> String {
     name.to_owned()
 }
 
-/// Refuses a name that cannot be a part of a metric's.
+/// Rejects a name that cannot be part of a metric name.
 pub(super) fn check_metric_name(field: &Field<'_>, name: &str) {
     if !name.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.')) {
         field.fail(

@@ -1,9 +1,9 @@
-//! Reads the algorithm's section and knows which of its settings go together (rloo.md).
+//! Reads the algorithm's section and checks which settings are compatible (rloo.md).
 
 use super::foreign::advice;
 use super::reader::{Field, Reader};
 use super::resolve::Warning;
-use super::settings::{RLOO, word_of};
+use super::settings::{RLOO, variant_name};
 use super::{Estimator, FieldError, JobSpec, KlIn, Loss, Plan, RlooPlan, SamplingPlan};
 
 pub(super) fn read_rloo(reader: Reader<'_>) -> RlooPlan {
@@ -25,7 +25,8 @@ pub(super) fn read_rloo(reader: Reader<'_>) -> RlooPlan {
     rloo
 }
 
-/// A block that is sampled before the one ahead of it is trained must be known without its rewards, and be worth the wait.
+/// A block that is sampled before the previous one is trained must not depend on that block's rewards, and must
+/// train for several steps.
 fn check_overlap(rloo: &RlooPlan, field: &Field<'_>) {
     if !rloo.overlap {
         return;
@@ -40,7 +41,7 @@ fn check_overlap(rloo: &RlooPlan, field: &Field<'_>) {
     }
 }
 
-/// What stands against settings of this section together with those of others.
+/// Checks settings of this section that depend on other sections.
 pub(super) fn check(spec: &JobSpec, sampling: &SamplingPlan, errors: &mut Vec<FieldError>) {
     let rloo = &spec.rloo;
     let block = u64::from(spec.training.prompts_per_step) * u64::from(rloo.steps_per_generation);
@@ -60,14 +61,14 @@ pub(super) fn check(spec: &JobSpec, sampling: &SamplingPlan, errors: &mut Vec<Fi
     }
 }
 
-/// What is legal and probably not meant.
+/// Returns warnings about settings that are legal but probably not intended.
 pub(super) fn warnings(plan: &Plan) -> Vec<Warning> {
     let rloo = &plan.rloo;
     let mut warnings = Vec::new();
     let mut warn = |field: &str, code: &str, detail: String| {
         warnings.push(Warning { pointer: format!("/rloo/{field}"), code: code.to_owned(), detail });
     };
-    let estimator = word_of(rloo.estimator);
+    let estimator = variant_name(rloo.estimator);
     if rloo.epsilon_high < rloo.epsilon {
         let detail = format!(
             "{} is below epsilon {}: likely completions are held back sooner than unlikely ones, which lowers entropy; DAPO uses 0.28 with 0.2",
@@ -85,7 +86,7 @@ pub(super) fn warnings(plan: &Plan) -> Vec<Warning> {
     if rloo.estimator == Estimator::DrGrpo && rloo.loss != Loss::DrGrpo {
         let detail = format!(
             "Dr. GRPO takes out two biases together: with estimator 'dr_grpo' use loss 'dr_grpo' instead of '{}'",
-            word_of(rloo.loss)
+            variant_name(rloo.loss)
         );
         warn("loss", "half_of_dr_grpo", detail);
     }

@@ -1,5 +1,5 @@
-//! The schema of a submitted job: its sections come from the tables of `settings`, its rewards from the plan's types. All
-//! but a few fields are optional, unknown fields are refused.
+//! The schema of a submitted job. Its sections come from the tables of `settings`, its rewards from the plan's types. Most fields
+//! are optional, and unknown fields are rejected.
 
 use serde_json::{Map, Value, json};
 use utoipa::openapi::schema::{
@@ -17,10 +17,10 @@ use super::{
     TextSimilarityPlan, VllmPoolingPlan, WarmUpPlan, WebhookPlan,
 };
 
-/// The name of a reward in the document.
+/// Name of a reward's schema in the OpenAPI document.
 const REWARD: &str = "RewardSpec";
 
-/// A job as clients write it; [`JobSpec::read`] is the law, this describes it.
+/// The schema of a job as clients write it. It describes what [`JobSpec::read`] accepts.
 #[derive(Debug)]
 pub struct JobDocument;
 
@@ -28,19 +28,20 @@ impl PartialSchema for JobDocument {
     fn schema() -> RefOr<Schema> {
         let job = SECTIONS.into_iter().fold(closed(&["model", "dataset", "rewards"]), |job, section| {
             let schema = match section.name {
-                "lora" => {
-                    or_null(object(section.schema()), "The adapter; null = full fine-tuning: every weight is trained.")
-                }
+                "lora" => or_null(
+                    object(section.schema()),
+                    "The LoRA adapter; null = full fine-tuning: every weight is trained.",
+                ),
                 _ => object(section.schema()),
             };
             job.property(section.name, schema)
         });
-        job.property("name", string("For people; 1 to 200 characters, none of them a control character."))
+        job.property("name", string("Display name: 1 to 200 characters, without control characters."))
             .property("model", string("Id of a registered model."))
             .property("dataset", dataset("The training prompts."))
             .property("rewards", rewards())
             .property("metadata", texts("The client's own labels."))
-            .property("priority", integer("Higher runs first.", json!(0)))
+            .property("priority", integer("Priority in the queue; jobs with a higher number run first.", json!(0)))
             .examples([json!({"model": "org/name", "dataset": {"records": [{"prompt": "…"}]}, "rewards": [{"type": "length"}]})])
             .description(Some("A job. Everything but model, dataset and rewards has a default."))
             .extensions(Some(form_layout()))
@@ -78,7 +79,7 @@ impl ToSchema for JobDocument {
     }
 }
 
-/// What is looked at before it is submitted: a job, or anything at all, since what is wrong with it is the answer.
+/// The schema of a job that is validated but not submitted. It allows any JSON, because errors in the job are part of the response.
 #[derive(Debug)]
 pub struct DraftDocument;
 
@@ -86,7 +87,7 @@ impl PartialSchema for DraftDocument {
     fn schema() -> RefOr<Schema> {
         let anything = ObjectBuilder::new()
             .schema_type(SchemaType::AnyValue)
-            .description(Some("Anything else is answered too: with what is wrong with it."))
+            .description(Some("Any other JSON is accepted too; the response lists its errors."))
             .build();
         Schema::AnyOf(AnyOf { items: vec![Ref::from_schema_name("JobSpec").into(), anything.into()], ..AnyOf::new() })
             .into()
@@ -104,23 +105,30 @@ impl ToSchema for DraftDocument {
     }
 }
 
-/// The plan of a job that is only looked at: a dataset that is not stored yet has neither id nor hash.
+/// The schema of the plan of a job that is only validated. A dataset that is not stored yet has neither id nor hash.
 #[derive(Debug)]
 pub struct DraftPlan;
 
 impl PartialSchema for DraftPlan {
     fn schema() -> RefOr<Schema> {
-        let id = or_null(Ref::from_schema_name("DatasetId").into(), "The dataset; null when it is not stored yet.");
-        let sha256 = or_null(string(""), "SHA-256 of its canonical bytes; null when it is not stored yet.");
+        let id =
+            or_null(Ref::from_schema_name("DatasetId").into(), "Id of the dataset; null when it is not stored yet.");
+        let sha256 = or_null(
+            string(""),
+            "SHA-256 of the canonical rows, in lower-case hex; null when the dataset is not stored yet.",
+        );
         let dataset = with_property(DatasetPlan::schema(), "id", id);
         let dataset = object(with_property(object(dataset), "sha256", sha256));
         let eval = object(with_property(EvalPlan::schema(), "dataset", dataset.clone()));
         let warm_up = object(with_property(WarmUpPlan::schema(), "dataset", dataset.clone()));
         let mut plan = with_property(Plan::schema(), "dataset", dataset);
-        let text = "Supervised steps before RLOO's first one, if asked for.";
+        let text = "Supervised steps before the first RLOO step; null = no warm-up.";
         plan.properties.insert("warm_up".to_owned(), or_null(warm_up, text));
-        plan.properties.insert("eval".to_owned(), or_null(eval, "Evaluation, if asked for."));
-        plan.description = Some("What a job would do; as Plan, but for datasets that are not stored yet.".to_owned());
+        plan.properties.insert("eval".to_owned(), or_null(eval, "Evaluation settings; null = no evaluation."));
+        plan.description = Some(
+            "The plan of a job that has not been submitted. Like `Plan`, except that a dataset may not be stored yet."
+                .to_owned(),
+        );
         plan.into()
     }
 }
@@ -135,7 +143,7 @@ impl ToSchema for DraftPlan {
     }
 }
 
-/// The `spec` of a form, whose dataset is another part.
+/// The schema of the `spec` field of a form, whose dataset is in another field.
 #[derive(Debug)]
 pub struct FormDocument;
 
@@ -145,7 +153,7 @@ impl PartialSchema for FormDocument {
         job.properties.retain(|name, _| name != "dataset");
         job.required.retain(|name| name != "dataset");
         job.examples = vec![json!({"model": "org/name", "rewards": [{"type": "length"}]})];
-        job.description = Some("A job whose dataset comes with it, in another part of the form.".to_owned());
+        job.description = Some("A job whose dataset is in another field of the form.".to_owned());
         job.into()
     }
 }
@@ -165,16 +173,19 @@ fn or_null(schema: RefOr<Schema>, text: &str) -> RefOr<Schema> {
 }
 
 pub(super) fn dataset(text: &str) -> RefOr<Schema> {
-    let one = source(format!("{text} An id, records, or hub."), &[("sources", joined())]);
-    let name =
-        string("Unique in the list; metrics are `sources/{name}/…`. Default: the repository's name, or the place.");
-    let weight = number("Its share of the prompts is its weight over the sum of all; default: its rows.");
+    let one = source(format!("{text} Give one of `id`, `records` and `hub`."), &[("sources", joined())]);
+    let name = string(
+        "Name of the source, unique in the list; metrics are `sources/{name}/…`. Default: the repository's name, or the position in the list.",
+    );
+    let weight = number(
+        "Weight of the source. Its share of the prompts is its weight divided by the sum of all weights; default: its number of rows.",
+    );
     let several = source("One of several sources.".to_owned(), &[("name", name), ("weight", weight)]);
     let several = Array::new(several);
     OneOfBuilder::new()
         .item(one)
         .item(RefOr::T(Schema::Array(several)))
-        .description(Some(format!("{text} One dataset, or a list of several that take turns.")))
+        .description(Some(format!("{text} One dataset, or a list of several that are mixed.")))
         .into()
 }
 
@@ -185,28 +196,27 @@ fn source(text: String, more: &[(&str, RefOr<Schema>)]) -> RefOr<Schema> {
             .build(),
     );
     let source = closed(&[])
-        .property("id", string("Of an uploaded dataset."))
+        .property("id", string("Id of an uploaded dataset."))
         .property("records", RefOr::T(Schema::Array(rows)))
-        .property("hub", string("A data set of the hub: `org/name`, or `org/name@revision`."))
-        .property("revision", string("A branch, tag or commit; without, `main`."))
-        .property("config", string("Which configuration, where there are several."))
-        .property("split", string("Which split; without, `train`, or the only one."))
+        .property("hub", string("Dataset on the Hugging Face Hub: `org/name`, or `org/name@revision`."))
+        .property("revision", string("Branch, tag or commit; default: `main`."))
+        .property("config", string("Configuration (subset); default: the default configuration, or the only one. Otherwise required."))
+        .property("split", string("Split; default: `train`, or the only split."))
         .property("map", Ref::from_schema_name("DatasetMap"))
         .property(
             "limit",
-            plain(Type::Integer, "So many rows at most: the first ones, or with `seed` a sample of all."),
+            plain(Type::Integer, "Maximum number of rows: the first ones, or with `seed` a random sample."),
         )
-        .property("seed", plain(Type::Integer, "Of the sample."))
+        .property("seed", plain(Type::Integer, "Seed of the random sample."))
         .description(Some(text));
     let source = more.iter().cloned().fold(source, |source, (name, schema)| source.property(name, schema));
     source.build().into()
 }
 
-/// As a plan has them.
+/// Returns the schema of sources as they appear in a plan.
 fn joined() -> RefOr<Schema> {
     let mut sources = Array::new(Ref::from_schema_name("SourcePlan"));
-    sources.description =
-        Some("With an id: the dataset's rows are those of these sources, one after another.".to_owned());
+    sources.description = Some("With `id`: the sources of the dataset's rows, one after another.".to_owned());
     RefOr::T(Schema::Array(sources))
 }
 
@@ -214,11 +224,11 @@ pub(super) fn rewards() -> RefOr<Schema> {
     RefOr::T(Schema::Array(Array::new(Ref::from_schema_name(REWARD))))
 }
 
-/// A reward, and each of its types, by their names in the document.
+/// Returns the schemas of a reward and of each reward type, with their names in the OpenAPI document.
 fn reward_schemas() -> Vec<(String, RefOr<Schema>)> {
     let types = reward_types();
     let any = types.iter().fold(OneOfBuilder::new(), |any, reward| any.item(Ref::from_schema_name(reward.title())));
-    let any = any.description(Some("A reward: `type` says which."));
+    let any = any.description(Some("A reward. The field `type` selects its kind."));
     let schemas = types.into_iter().map(|reward| (reward.title(), reward_schema(reward)));
     std::iter::once((REWARD.to_owned(), any.into())).chain(schemas).collect()
 }
@@ -237,7 +247,7 @@ fn reward_schema(RewardType { name: kind, schema, required, mut minimal }: Rewar
     own.properties.extend(into_object(schema).properties);
     let is_python = kind == "python";
     if is_python {
-        // The worker's and the server's to set.
+        // The worker and the server set these fields.
         own.properties.retain(|name, _| !["url", "sha256"].contains(&name.as_str()));
     }
     own.schema_type = Type::Object.into();
@@ -246,39 +256,50 @@ fn reward_schema(RewardType { name: kind, schema, required, mut minimal }: Rewar
         forget_default(&mut object, name);
     }
     object.required.insert(0, "type".to_owned());
-    object.properties.insert("type".to_owned(), words("The reward's type.", &[kind]));
+    object.properties.insert("type".to_owned(), enumeration("The reward's type.", &[kind]));
     let default_name = if is_python { "the function" } else { "the type" };
-    object.properties.insert("name".to_owned(), string(&format!("Unique in the job; default: {default_name}.")));
-    let weight = number("Between -1000000 and 1000000; 0 = metric only.");
+    object
+        .properties
+        .insert("name".to_owned(), string(&format!("Name of the reward, unique in the job; default: {default_name}.")));
+    let weight = number("Weight in the sum of rewards, between -1000000 and 1000000; 0 = logged as a metric only.");
     object.properties.insert("weight".to_owned(), defaulted(weight, json!(1.0)));
-    let limit = number("A value that is further from 0 than this is invalid, as NaN is.");
+    let limit = number("Maximum absolute value. A value further from 0 is invalid, as NaN is.");
     object.properties.insert("max_abs_reward".to_owned(), defaulted(limit, json!(MAX_ABS_REWARD)));
     if reward.is_some_and(|reward| reward.kind.has_reference()) {
-        let blank = words(
-            "What a row means whose reference is blank (null, missing, empty, only whitespace): not_applicable = the reward does not apply to it; compare = it is compared like any text.",
+        let blank = enumeration(
+            "What a row with a blank reference means (null, missing, empty or only whitespace). not_applicable: the reward does not apply to the row. compare: the reference is compared like any text.",
             &["not_applicable", "compare"],
         );
         object.properties.insert("blank_reference".to_owned(), defaulted(blank, json!("not_applicable")));
     }
     let mut sources = Array::new(string(""));
-    sources.description =
-        Some("Of a dataset that is a list: the names of the sources whose rows it judges; default: all.".to_owned());
+    sources.description = Some(
+        "With several dataset sources: names of the sources whose rows this reward judges; default: all.".to_owned(),
+    );
     object.properties.insert("applies_to".to_owned(), RefOr::T(Schema::Array(sources)));
-    object.properties.insert("required".to_owned(), flag("A missing value makes the sample unscorable.", true));
+    object.properties.insert(
+        "required".to_owned(),
+        flag(
+            "Whether a sample without this reward is unscorable. If false, a missing value counts as not applicable.",
+            true,
+        ),
+    );
     if kind == "webhook" {
-        let secret = write_only(string("`whsec_…`; never shown again. Without it requests go unsigned."));
+        let secret = write_only(string(
+            "Signing secret, `whsec_…`; never shown again. Without a secret, requests are not signed.",
+        ));
         object.properties.insert("secret".to_owned(), secret);
-        let previous = "While the secret is rotated, the one before: requests are signed with both. Never shown again.";
+        let previous = "Previous signing secret during a rotation; requests are signed with both. Never shown again.";
         object.properties.insert("previous_secret".to_owned(), write_only(string(previous)));
     }
     if is_service && !is_python {
-        let headers = write_only(texts("Sent with every request; never shown again."));
+        let headers = write_only(texts("Headers that are sent with every request; never shown again."));
         object.properties.insert("headers".to_owned(), headers);
     }
     object.into()
 }
 
-/// A reward's type: its plan's schema, what must be given, and a reward that gives no more.
+/// A reward type: its plan's schema, its required fields, and a reward that has only these.
 struct RewardType {
     name: &'static str,
     schema: RefOr<Schema>,
@@ -287,7 +308,7 @@ struct RewardType {
 }
 
 impl RewardType {
-    /// `length` is `LengthRewardSpec` in the document.
+    /// Returns the schema's name in the OpenAPI document, such as `LengthRewardSpec` for `length`.
     fn title(&self) -> String {
         let word = |word: &str| word[..1].to_uppercase() + &word[1..];
         self.name.split('_').map(word).collect::<String>() + REWARD
@@ -370,7 +391,7 @@ fn reward_types() -> Vec<RewardType> {
     ]
 }
 
-/// The plan's schema with every field but `required` optional, defaults filled in, and closed.
+/// Returns the plan's schema with every field except `required` optional, defaults filled in, and unknown fields forbidden.
 pub(super) fn optional(schema: RefOr<Schema>, defaults: Option<&Value>, required: &[&str]) -> RefOr<Schema> {
     let mut object = into_object(schema);
     object.required = required.iter().map(|&name| name.to_owned()).collect();
@@ -384,7 +405,7 @@ pub(super) fn optional(schema: RefOr<Schema>, defaults: Option<&Value>, required
     object.into()
 }
 
-/// The object that a schema is; of one that adds to others, its own part.
+/// Returns the object schema. For a schema that extends others, it is the schema's own part.
 pub(super) fn into_object(schema: RefOr<Schema>) -> Object {
     match schema {
         RefOr::T(Schema::Object(object)) => object,
@@ -475,11 +496,11 @@ pub(super) fn flag(text: &str, default: bool) -> RefOr<Schema> {
     plain(Type::Boolean, text).default(Some(json!(default))).into()
 }
 
-pub(super) fn words<W: AsRef<str>>(text: &str, choices: &[W]) -> RefOr<Schema> {
+pub(super) fn enumeration<W: AsRef<str>>(text: &str, choices: &[W]) -> RefOr<Schema> {
     plain(Type::String, text).enum_values(Some(choices.iter().map(|word| json!(word.as_ref())))).into()
 }
 
-/// Any value at all.
+/// Returns a schema that accepts any value.
 pub(super) fn any() -> RefOr<Schema> {
     ObjectBuilder::new().schema_type(SchemaType::AnyValue).into()
 }

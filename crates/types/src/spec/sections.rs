@@ -1,4 +1,4 @@
-//! Reads the sections of a job by their tables, where a section stands alone.
+//! Reads the sections of a job that do not depend on other sections, by their tables.
 
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
@@ -9,14 +9,14 @@ use super::reader::Reader;
 use super::settings::{GREEDY_TEMPERATURE, LORA, OPTIMIZER, SAMPLING, Section, TRAINING, WARM_START};
 use super::{FULL_LEARNING_RATE, LoraPlan, OptimizerPlan, SamplingPlan, WarmStartPlan};
 
-/// A section that is its table and nothing else.
+/// Reads a section that consists only of the settings in its table.
 pub(super) fn read_section<T: DeserializeOwned>(section: &Section, reader: Reader<'_>) -> T {
     let values = section.read(&reader);
     reader.finish(advice);
     values.into_plan()
 }
 
-/// Sampling that may be greedy: what is not given is as in `defaults`.
+/// Reads sampling settings that may be greedy. Missing settings are taken from `defaults`.
 pub(super) fn read_greedy_sampling(reader: Reader<'_>, defaults: &SamplingPlan) -> SamplingPlan {
     let defaults = json!(defaults).as_object().cloned().unwrap_or_default();
     let values = SAMPLING.read_over(&reader, &defaults, &GREEDY_TEMPERATURE);
@@ -24,7 +24,7 @@ pub(super) fn read_greedy_sampling(reader: Reader<'_>, defaults: &SamplingPlan) 
     values.into_plan()
 }
 
-/// None = full fine-tuning, asked for by `"lora": null` (or false).
+/// Reads the adapter's settings. `None` = full fine-tuning, requested by `"lora": null` (or false).
 pub(super) fn read_lora(document: &Reader<'_>) -> Option<LoraPlan> {
     let full = document.has("lora") && document.field("lora").value().is_none_or(|value| value == &json!(false));
     (!full).then(|| read_section(&LORA, document.section("lora")))
@@ -33,7 +33,7 @@ pub(super) fn read_lora(document: &Reader<'_>) -> Option<LoraPlan> {
 pub(super) fn read_warm_start(reader: Reader<'_>) -> Option<WarmStartPlan> {
     let mut values = WARM_START.read(&reader);
     reader.finish(advice);
-    // One of the two places where a checkpoint can be named.
+    // A checkpoint can be named in either of two fields.
     let mut adapter: Value = values.get("adapter");
     let of_adapter = adapter.as_object_mut().and_then(|adapter| adapter.remove("checkpoint"));
     if let Some(checkpoint) = of_adapter {
@@ -47,7 +47,7 @@ pub(super) fn read_warm_start(reader: Reader<'_>) -> Option<WarmStartPlan> {
     } else if !values.is_default("adapter") && !values.is_default("checkpoint") {
         reader
             .entry("adapter")
-            .fail("conflict", "checkpoint and adapter both say what to begin with: give one of them");
+            .fail("conflict", "checkpoint and adapter both set the starting weights: give one of them");
         return None;
     }
     let warm_start: WarmStartPlan = values.into_section()?;
@@ -62,7 +62,7 @@ pub(super) fn read_warm_start(reader: Reader<'_>) -> Option<WarmStartPlan> {
     (warm_start.checkpoint.is_some() || warm_start.adapter.is_some()).then_some(warm_start)
 }
 
-/// `full`: every weight is trained, at a fiftieth of an adapter's default rate.
+/// Reads the optimizer. With `full`, every weight is trained, and the default learning rate is one fiftieth of an adapter's.
 pub(super) fn read_optimizer(reader: Reader<'_>, full: bool) -> OptimizerPlan {
     let mut values = OPTIMIZER.read(&reader);
     if full && values.is_default("learning_rate") {
@@ -75,7 +75,7 @@ pub(super) fn read_optimizer(reader: Reader<'_>, full: bool) -> OptimizerPlan {
 pub(super) fn read_training(reader: Reader<'_>) -> TrainingSpec {
     let training: TrainingSpec = TRAINING.read(&reader).into_plan();
     if training.max_steps.is_some() && training.num_train_epochs.is_some() {
-        let detail = "max_steps and num_train_epochs both say how long to train: give one of them";
+        let detail = "max_steps and num_train_epochs both set how long to train: give one of them";
         reader.entry("num_train_epochs").fail("conflict", detail);
     }
     reader.finish(advice);

@@ -1,9 +1,9 @@
-//! The settings of a job: one table a section, one row a setting.
+//! The settings of a job: one table per section, one row per setting.
 //!
-//! Whatever lists settings walks these tables: the reader of documents (`read`), the JSON schema and with it the
-//! dashboard's form (`schema`), the translation from TRL (`super::trl`), what a fork must keep to resume (`super::fork`),
-//! the hints for misplaced keys (`super::foreign`) and the reference page (`page`). A new setting is a field of its plan
-//! and a row here. Type and description come from the plan's field, unless the row has a description of its own.
+//! Everything that lists settings reads these tables: the reader of documents (`read`), the JSON schema and the dashboard's form
+//! (`schema`), the translation from TRL (`super::trl`), the settings that a fork must keep to resume (`super::fork`), the hints for
+//! misplaced keys (`super::foreign`) and the reference page (`page`). A new setting is a field of its plan and a row here. Type and
+//! description come from the plan's field, unless the row has its own description.
 
 mod checkpoints;
 mod eval;
@@ -42,7 +42,7 @@ pub(super) use training::{MAX_SEED, MAX_STEPS, TRAINING};
 pub(super) use warm_up::WARM_UP;
 pub(super) use watch::{DOCTOR, EARLY_STOPPING};
 
-/// Every section, in the order of the form and of the reference page.
+/// All sections, in the order of the form and of the reference page.
 pub(super) static SECTIONS: [&Section; 11] = [
     &TRAINING,
     &RLOO,
@@ -59,15 +59,15 @@ pub(super) static SECTIONS: [&Section; 11] = [
 
 /// A section of a job's document.
 pub(super) struct Section {
-    /// Key in the document.
+    /// Key of the section in the document.
     pub name: &'static str,
-    /// Title for people.
+    /// Display title of the section.
     pub title: &'static str,
     /// Description in the schema and on the reference page.
     pub doc: &'static str,
-    /// Whether a job that leaves the section out does without it, instead of taking its defaults.
+    /// Whether the section is off in a job that leaves it out. Otherwise its defaults apply.
     pub is_optional: bool,
-    /// Schema of the section in the resolved plan, from which rows without a description take theirs.
+    /// Schema of the section in the resolved plan. Rows without a description use its descriptions.
     pub plan: Option<fn() -> RefOr<Schema>>,
     /// Rows, in the order in which errors are reported.
     pub settings: &'static [Setting],
@@ -76,142 +76,142 @@ pub(super) struct Section {
 /// One setting: a row of a section's table.
 #[derive(Clone, Copy)]
 pub(super) struct Setting {
-    /// Key in the section.
+    /// Key of the setting in the section.
     pub name: &'static str,
     /// Other accepted spellings of the name.
     pub aliases: &'static [&'static str],
-    /// Type and limits.
+    /// Type and limits of the value.
     pub kind: Kind,
-    /// Value of a job that does not give the setting.
+    /// Value in a job that does not give the setting.
     pub default: DefaultValue,
-    /// Error text where the setting must be given.
+    /// Error text for a missing required setting; `None` = optional.
     pub required: Option<&'static str>,
     /// Description; empty = that of the plan's field.
     pub doc: &'static str,
-    /// Appended to a complaint about the value: the reason, or what to use instead.
+    /// Text appended to an error about the value: the reason, or what to use instead.
     pub hint: &'static str,
-    /// Lowest whole number, where it depends on other settings.
+    /// Minimum whole number, if it depends on other settings.
     pub lowest: Option<fn(&Values) -> u64>,
-    /// Says why the value conflicts with settings read before it.
+    /// Returns why the value conflicts with settings read before it.
     pub conflict: Option<fn(&Values, &Value) -> Option<String>>,
-    /// Whether the setting is read before the others, because limits or defaults depend on it.
+    /// Whether the setting is read before the others, because their limits or defaults depend on it.
     pub is_first: bool,
-    /// TRL's counterpart.
+    /// The corresponding setting of TRL.
     pub trl: Trl,
     /// Whether a fork may change the setting and still resume from the checkpoint.
     pub resume: Resume,
     /// Label in the form; empty = the name in words.
     pub label: &'static str,
-    /// Place among the settings that the form always shows; 0 = only under "All settings".
+    /// Position among the settings that the form always shows; 0 = only under "All settings".
     pub prominence: u8,
 }
 
 /// Type and limits of a setting.
 #[derive(Clone, Copy)]
 pub(super) enum Kind {
-    /// true or false.
+    /// A boolean, true or false.
     Flag,
     /// A whole number, limits included.
     Whole(u64, u64),
-    /// A finite number.
+    /// A finite number within a range.
     Number(Range),
-    /// One of an enum's names.
-    Word(fn() -> Vec<String>),
-    /// Text that is not blank, of at most this many characters.
+    /// A name of an enum's variant.
+    Variant(fn() -> Vec<String>),
+    /// Text that is not blank, with at most this many characters.
     Text(usize),
-    /// A value with a reader and a schema of its own.
+    /// A value with its own reader and schema.
     Own {
         /// Checks the value and returns it in the plan's form.
         read: fn(&Field<'_>) -> Option<Value>,
-        /// Schema, where the row has a description.
+        /// Schema of the value, without a description.
         schema: fn() -> RefOr<Schema>,
-        /// Accepted values, for people.
+        /// Accepted values, in words.
         says: &'static str,
     },
-    /// A part of the document that its own reader reads after the table.
+    /// A part of the document that a separate reader reads after the table.
     Part {
-        /// Schema, description included.
+        /// Schema of the part, with its description.
         schema: fn() -> RefOr<Schema>,
-        /// Accepted values, for people.
+        /// Accepted values, in words.
         says: &'static str,
     },
 }
 
-/// What a setting is when it is not given.
+/// The value of a setting that is not given.
 #[derive(Clone, Copy)]
 pub(super) enum DefaultValue {
-    /// Nothing: null in the plan, or resolved later.
+    /// No value: null in the plan, or resolved later.
     Nothing,
-    /// A flag.
+    /// A boolean as the value.
     Flag(bool),
-    /// A whole number.
+    /// A whole number as the value.
     Whole(u64),
-    /// A number.
+    /// A floating-point number as the value.
     Number(f64),
-    /// A word.
-    Word(&'static str),
-    /// A list of words.
+    /// A name of an enum's variant.
+    Variant(&'static str),
+    /// A list of words as the value.
     Words(&'static [&'static str]),
-    /// An empty object.
+    /// An empty object as the value.
     EmptyObject,
-    /// A value that follows from settings read before, and the rule in words.
+    /// A value that depends on settings read before, and the rule in words.
     Follows(fn(&Values) -> Value, &'static str),
 }
 
-/// The setting of TRL that a setting here is translated from. TRL's default is written out, because ours may differ.
+/// The TRL setting that a setting here is translated from. TRL's default is given explicitly, because ours may differ.
 #[derive(Clone, Copy)]
 pub(super) enum Trl {
-    /// TRL has none.
+    /// TRL has no corresponding setting.
     Absent,
     /// TRL always behaves as with this value.
     Always(DefaultValue),
-    /// The first of these keys, in this form, with TRL's default.
+    /// The first of these keys that is present, its form, and TRL's default.
     Key(&'static [&'static str], Form, DefaultValue),
     /// An adapter's setting: the key and default of `trl.ModelConfig`, then those of `peft.LoraConfig`.
     Adapter(Form, (&'static str, DefaultValue), (&'static str, DefaultValue)),
-    /// Several keys, or one whose meaning differs: a function of `super::trl` translates them.
+    /// Several keys, or one with a different meaning, translated by a function of `super::trl`.
     Own(&'static [&'static str]),
 }
 
-/// How a key of TRL's is read and written.
+/// How a TRL key is read and written.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Form {
-    /// A number, written as one.
+    /// A number that is written as a float.
     Number,
-    /// A number, written as an integer when it has no fraction.
+    /// A number that is written as an integer if it has no fraction.
     Plain,
-    /// A whole number from 1.
+    /// A whole number of at least 1.
     Count,
-    /// true or false.
+    /// A boolean, true or false.
     Flag,
-    /// Anything, as it was sent.
+    /// Any value, without a conversion.
     AsSent,
-    /// PEFT's names of modules.
+    /// Module names as in PEFT.
     Modules,
 }
 
-/// Whether a run that resumes from a checkpoint of another job must share a setting with it.
+/// Whether a run that resumes from another job's checkpoint must have the same value of a setting.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Resume {
-    /// It may differ.
+    /// The value may differ.
     Free,
-    /// It must be equal. These rows and their order are part of a checkpoint's identity: another order makes every
-    /// checkpoint a stranger.
+    /// The values must be equal. These rows and their order are part of a checkpoint's identity: a different order would
+    /// invalidate every existing checkpoint.
     Fixed,
-    /// It must be equal. A checkpoint's identity names it under the key, unless it has the value: what every job had before
-    /// there was such a setting.
+    /// The values must be equal. A checkpoint's identity contains the setting under `key`, unless it has `value`, which every job
+    /// had before the setting existed.
     FixedUnless {
-        /// Key in the identity.
+        /// Key of the setting in the identity.
         key: &'static str,
-        /// Value that goes without saying.
+        /// Value that the identity leaves out.
         value: &'static str,
     },
-    /// It must be equal; `super::fork` says in which form.
+    /// The values must be equal; `super::fork` compares them in a form of its own.
     FixedInOwnForm,
 }
 
 impl Section {
-    /// A section that every job has.
+    /// Creates a section that every job has.
     const fn new(name: &'static str, title: &'static str, doc: &'static str, settings: &'static [Setting]) -> Self {
         Self { name, title, doc, is_optional: false, plan: None, settings }
     }
@@ -259,8 +259,8 @@ impl Setting {
         Self::new(name, Kind::Number(range))
     }
 
-    const fn word(name: &'static str, names: fn() -> Vec<String>) -> Self {
-        Self::new(name, Kind::Word(names))
+    const fn variant(name: &'static str, names: fn() -> Vec<String>) -> Self {
+        Self::new(name, Kind::Variant(names))
     }
 
     const fn default(mut self, default: DefaultValue) -> Self {
@@ -325,14 +325,14 @@ impl Setting {
 }
 
 impl DefaultValue {
-    /// The value as JSON; `read` holds what `Follows` depends on.
+    /// Returns the value as JSON; `read` holds the values that `Follows` depends on.
     pub(super) fn value(self, read: &Values) -> Value {
         match self {
             Self::Nothing => Value::Null,
             Self::Flag(flag) => json!(flag),
             Self::Whole(number) => json!(number),
             Self::Number(number) => json!(number),
-            Self::Word(word) => json!(word),
+            Self::Variant(word) => json!(word),
             Self::Words(words) => json!(words),
             Self::EmptyObject => json!({}),
             Self::Follows(rule, _) => rule(read),
@@ -341,7 +341,7 @@ impl DefaultValue {
 }
 
 impl Trl {
-    /// The keys of TRL's arguments that say something of the setting.
+    /// Returns the keys of TRL's arguments that correspond to the setting.
     pub(super) fn keys(self) -> Vec<&'static str> {
         match self {
             Self::Absent | Self::Always(_) => Vec::new(),
@@ -351,14 +351,14 @@ impl Trl {
     }
 }
 
-/// The names of an enum's variants, as its schema lists them.
-fn words_of<T: PartialSchema>() -> Vec<String> {
+/// Returns the names of an enum's variants, as its schema lists them.
+pub(super) fn variant_names<T: PartialSchema>() -> Vec<String> {
     let RefOr::T(Schema::Object(schema)) = T::schema() else { return Vec::new() };
     let words = schema.enum_values.unwrap_or_default();
     words.iter().filter_map(Value::as_str).map(str::to_owned).collect()
 }
 
-/// The name of an enum's variant.
-pub(super) fn word_of(variant: impl serde::Serialize) -> String {
+/// Returns the serialized name of an enum's variant.
+pub(super) fn variant_name(variant: impl serde::Serialize) -> String {
     json!(variant).as_str().unwrap_or_default().to_owned()
 }

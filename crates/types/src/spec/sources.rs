@@ -1,4 +1,4 @@
-//! Where prompts come from: one dataset, or several that take turns.
+//! Sources of prompts: one dataset, or several that are mixed.
 
 use std::collections::BTreeSet;
 
@@ -14,23 +14,23 @@ use super::rewards::check_metric_name;
 use crate::dataset::{PROMPT, Recipe, RecipeMap};
 use crate::id::DatasetId;
 
-/// Sources of one job.
+/// Maximum number of sources per job.
 const MAX_SOURCES: usize = 64;
-/// The heaviest source; the lightest is one over it.
+/// Maximum weight of a source; the minimum weight is one divided by it.
 const MAX_WEIGHT: f64 = 1e9;
-/// What only a source in a list may have.
-const OF_A_LIST: [&str; 2] = ["name", "weight"];
+/// Fields that only a source in a list may have.
+const LIST_ONLY_FIELDS: [&str; 2] = ["name", "weight"];
 
-/// Where prompts come from.
+/// The source of a job's prompts.
 #[derive(Debug, Clone, PartialEq)]
 pub enum DatasetSource {
-    /// An uploaded dataset.
+    /// A dataset that was uploaded before.
     Id(DatasetId),
-    /// Sent along, one object a row.
+    /// Rows that were sent with the job, one object per row.
     Records(Vec<Value>),
-    /// Of the hub; downloaded and mapped when the job is accepted.
+    /// A dataset of the Hugging Face Hub, downloaded and mapped when the job is accepted.
     Hub(Box<HubDataset>),
-    /// Several, which take turns.
+    /// Several sources that are mixed.
     Mixed(Vec<MixedSource>),
     /// An uploaded dataset whose rows are those of several sources, one source after another.
     Joined(DatasetId, Vec<SourcePlan>),
@@ -39,58 +39,59 @@ pub enum DatasetSource {
 /// One of several sources.
 #[derive(Debug, Clone, PartialEq)]
 pub struct MixedSource {
-    /// Unique in the list.
+    /// Name of the source, unique in the list.
     pub name: String,
-    /// Its share beside the others' weights; None = its rows.
+    /// Weight relative to the other sources; `None` = its number of rows.
     pub weight: Option<f64>,
-    /// None when refused.
+    /// The source itself; `None` = rejected.
     pub source: Option<DatasetSource>,
 }
 
-/// A data set of the hub, and what is made of its rows.
+/// A dataset of the Hugging Face Hub, and how its rows are mapped.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct HubDataset {
-    /// The repository: `org/name`, or `org/name@revision`.
+    /// Repository on the Hugging Face Hub: `org/name`, or `org/name@revision`.
     #[schema(example = "openai/gsm8k")]
     pub hub: String,
-    /// A branch, tag or commit; without, `main`. Pinned to the commit that it is.
+    /// Branch, tag or commit; default: `main`. It is resolved to a commit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub revision: Option<String>,
-    /// Which configuration, where there are several.
+    /// Configuration (subset); default: the default configuration, or the only one. Otherwise required.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(example = "main")]
     pub config: Option<String>,
-    /// Which split; without, `train`, or the only one.
+    /// Split; default: `train`, or the only split.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(example = "train")]
     pub split: Option<String>,
-    /// What each row becomes; without it rows stay as they are.
+    /// Mapping of each row; null = rows are stored unchanged.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub map: Option<RecipeMap>,
-    /// So many rows at most: the first ones, or with `seed` a sample of all.
+    /// Maximum number of rows: the first ones, or with `seed` a random sample; null = all rows.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(minimum = 1)]
     pub limit: Option<u64>,
-    /// Of the sample.
+    /// Seed of the random sample; null = the first rows.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub seed: Option<u64>,
 }
 
 impl HubDataset {
-    /// What is made of the rows.
+    /// Returns how the rows are mapped and sampled.
     pub fn recipe(&self) -> Recipe {
         Recipe { map: self.map.clone(), limit: self.limit, seed: self.seed }
     }
 }
 
-/// A dataset, or a list of several.
+/// Reads one dataset, or a list of several.
 pub(super) fn read_dataset(field: &Field<'_>) -> Option<DatasetSource> {
     if field.value().is_some_and(Value::is_array) {
         return read_list(field);
     }
     let source = read_source(field, &[])?;
-    for name in OF_A_LIST.into_iter().filter(|name| field.value().is_some_and(|value| value.get(name).is_some())) {
+    for name in LIST_ONLY_FIELDS.into_iter().filter(|name| field.value().is_some_and(|value| value.get(name).is_some()))
+    {
         field.fail_at(
             name,
             "unknown_field",
@@ -126,26 +127,26 @@ fn read_list(field: &Field<'_>) -> Option<DatasetSource> {
         }
         let range = "greater than 0 and at most 1000000000";
         let weight = weight.number(range, |weight| (1.0 / MAX_WEIGHT..=MAX_WEIGHT).contains(&weight));
-        Some(MixedSource { name, weight, source: read_source(item, &OF_A_LIST) })
+        Some(MixedSource { name, weight, source: read_source(item, &LIST_ONLY_FIELDS) })
     };
     let sources: Vec<Option<MixedSource>> = items.iter().enumerate().map(read).collect();
     sources.into_iter().collect::<Option<Vec<_>>>().map(DatasetSource::Mixed)
 }
 
-/// A data set of the hub is called like its repository, any other source by its place.
+/// Returns the default name of a source: the repository's name for a hub dataset, otherwise its position in the list.
 fn default_name(source: Option<&Value>, index: usize) -> String {
     let hub = source.and_then(|source| source.get("hub")).and_then(Value::as_str);
     let name = hub.and_then(|hub| hub.split('@').next()?.rsplit('/').next());
     name.filter(|name| !name.is_empty()).map_or_else(|| format!("source_{}", index + 1), str::to_owned)
 }
 
-/// One dataset; `known` are fields that the caller reads.
+/// Reads one dataset; `known` are fields that the caller reads.
 fn read_source(field: &Field<'_>, known: &[&'static str]) -> Option<DatasetSource> {
     if field.value().is_some_and(|value| value.get("hub").is_some()) {
         return read_hub_dataset(field);
     }
     let reader = field.object()?;
-    known.iter().chain(&OF_A_LIST).for_each(|name| drop(reader.field(name)));
+    known.iter().chain(&LIST_ONLY_FIELDS).for_each(|name| drop(reader.field(name)));
     let id = reader.field("id");
     let joined = reader.field("sources");
     if id.value().is_none() && joined.value().is_some() {
@@ -190,7 +191,7 @@ fn read_source(field: &Field<'_>, known: &[&'static str]) -> Option<DatasetSourc
     source
 }
 
-/// The sources of a joined dataset, as a plan has them.
+/// Reads the sources of a joined dataset, in the form of a plan.
 fn read_joined(field: &Field<'_>) -> Option<Vec<SourcePlan>> {
     let read = |item: &Field<'_>| {
         let reader = item.object()?;
@@ -213,12 +214,12 @@ fn read_joined(field: &Field<'_>) -> Option<Vec<SourcePlan>> {
     Some(sources)
 }
 
-/// `{"hub": …}`: read as one, since the same object is a body of its own elsewhere.
+/// Reads `{"hub": …}` as a whole, because the same object is a separate request body elsewhere.
 fn read_hub_dataset(field: &Field<'_>) -> Option<DatasetSource> {
     let mut value = field.value()?.clone();
     if let Some(object) = value.as_object_mut() {
-        // Read, or refused, where the list is read.
-        OF_A_LIST.iter().for_each(|name| drop(object.shift_remove(*name)));
+        // These fields are read or rejected together with the list.
+        LIST_ONLY_FIELDS.iter().for_each(|name| drop(object.shift_remove(*name)));
     }
     match serde_json::from_value::<HubDataset>(value) {
         Err(error) => {
@@ -235,10 +236,10 @@ fn read_hub_dataset(field: &Field<'_>) -> Option<DatasetSource> {
     }
 }
 
-/// Inline records, and which of several sources had them.
+/// Inline records, with the index of their source if there are several.
 pub(super) type Detached = Vec<(Option<usize>, Vec<Value>)>;
 
-/// Takes inline records out, so that no copy of them is made; an empty list stays in their place.
+/// Moves inline records out of the document to avoid a copy; an empty list replaces them.
 pub(super) fn detach_records(document: &mut Value, at: &str) -> Detached {
     let take = |source: &mut Value| Some(std::mem::take(source.get_mut("records")?.as_array_mut()?));
     match document.pointer_mut(at) {
@@ -251,7 +252,7 @@ pub(super) fn detach_records(document: &mut Value, at: &str) -> Detached {
     }
 }
 
-/// Records whose chat messages stand in a column `messages`, as rows with a prompt.
+/// Converts records whose chat messages are in a column `messages` to rows with a prompt.
 pub(super) fn with_prompts(mut detached: Detached) -> Detached {
     let rows = detached.iter_mut().flat_map(|(_, records)| records).filter_map(Value::as_object_mut);
     for row in rows.filter(|row| !row.contains_key(PROMPT) && row.get("messages").is_some_and(Value::is_array)) {
@@ -262,7 +263,8 @@ pub(super) fn with_prompts(mut detached: Detached) -> Detached {
     detached
 }
 
-/// As [`attach_records`], of records that a map makes rows of: only that there are some is checked.
+/// Returns records to their source as [`attach_records`] does, for records that a map turns into rows. Only checks
+/// that there are some.
 pub(super) fn attach_unmapped(source: &mut DatasetSource, at: &str, detached: Detached) -> Vec<FieldError> {
     let mut errors = Vec::new();
     for (_, records) in detached {
@@ -280,7 +282,7 @@ pub(super) fn attach_unmapped(source: &mut DatasetSource, at: &str, detached: De
     errors
 }
 
-/// Gives records back to their sources, which stand at `at`; what is wrong with them.
+/// Returns records to their sources at the pointer `at`, and returns the records' errors.
 pub(super) fn attach_records(source: &mut DatasetSource, at: &str, detached: Detached) -> Vec<FieldError> {
     let mut errors = Vec::new();
     for (index, records) in detached {

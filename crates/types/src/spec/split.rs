@@ -1,31 +1,31 @@
-//! How many rows of the training dataset are trained, evaluated, and read by the verdict alone.
+//! Counts how many rows of the training dataset are used for training, for evaluation, and only by the verdict.
 
 use super::JobSpec;
 use super::evaluation::{held_out_count, held_out_rows, test_count, test_rows};
 use super::facts::{DatasetFacts, SourceFacts};
 use super::mixture::Mixture;
 
-/// How many rows of each source are not trained.
+/// Number of rows per source that are not used for training.
 pub(super) struct Split {
-    /// Rows that are evaluated.
+    /// Rows used for evaluation, by source.
     evaluated: Vec<u64>,
-    /// Rows that only the verdict reads.
+    /// Rows that only the verdict uses, by source.
     tested: Vec<u64>,
 }
 
 impl Split {
-    /// Rows that are evaluated, of all sources.
+    /// Returns the number of rows used for evaluation, over all sources.
     pub(super) fn evaluated(&self) -> u64 {
         self.evaluated.iter().sum()
     }
 
-    /// Rows that only the verdict reads, of all sources.
+    /// Returns the number of rows that only the verdict uses, over all sources.
     pub(super) fn tested(&self) -> u64 {
         self.tested.iter().sum()
     }
 }
 
-/// Divides the rows; where the prompts are not known, as many as the fractions ask for.
+/// Splits the rows. If the prompts are not known, the numbers follow from the fractions.
 pub(super) fn split(dataset: &DatasetFacts, spec: &JobSpec) -> Split {
     let (fraction, test) = spec.eval.as_ref().map_or((None, 0.0), |eval| (eval.fraction, eval.wanted_test_fraction()));
     if let Some(keys) = &dataset.prompt_keys {
@@ -52,7 +52,7 @@ pub(super) fn split(dataset: &DatasetFacts, spec: &JobSpec) -> Split {
     Split { evaluated: evaluated.unwrap_or_default(), tested }
 }
 
-/// How the rows that are trained take turns.
+/// Returns the mixture of the rows used for training.
 pub(super) fn mixture_of(dataset: &DatasetFacts, split: &Split) -> Mixture {
     let taken = |index: usize| {
         let of = |rows: &[u64]| rows.get(index).copied().unwrap_or_default();

@@ -1,11 +1,11 @@
-//! A TRL run (RLOOConfig, with a PEFT LoraConfig) as a job of this service.
+//! Translates a TRL configuration (RLOOConfig, with a PEFT LoraConfig) into a job.
 //!
-//! [`convert`] never fails: it gives the job as far as it can be told, and says of every key that was sent whether it was
-//! refused as TRL refuses it (`errors`), asks for something that is not done (`unsupported`), or makes no difference
-//! (`ignored`); all other keys are in the job. TRL's defaults (release 1.16) are written out, so that the job means the same
-//! wherever defaults differ; names and defaults stand in the tables of `super::settings`. The arithmetic of batches stands in `batching`, `rloo.md` says why.
+//! [`convert`] never fails: it translates as much of the job as possible. It reports every key that TRL would reject too
+//! (`errors`), that requests something unsupported (`unsupported`), or that makes no difference (`ignored`); all other keys are in
+//! the job. TRL's defaults (release 1.16) are written explicitly, so that the job is equivalent even where defaults differ. Names
+//! and defaults are in the tables of `super::settings`. The batch arithmetic is in `batching`, and `rloo.md` explains it.
 //!
-//! Longer than other files: a short function for each part of a job, and among them all of TRL's keys.
+//! This file is longer than others: it has a short function for each part of a job, which together cover all of TRL's keys.
 
 mod batching;
 mod keys;
@@ -19,7 +19,7 @@ use std::collections::BTreeMap;
 use serde_json::{Map, Value, json};
 
 use self::batching::read_batches;
-use self::keys::{IGNORED, READ, REFUSED, VLLM_PREFIX, says_nothing};
+use self::keys::{IGNORED, READ, REFUSED, VLLM_PREFIX, is_off_value};
 use self::reading::{Findings, Keys};
 use super::foreign::advice;
 use super::reader::{FieldError, nearest, shown};
@@ -28,16 +28,16 @@ use super::settings::{Form, RLOO, SAMPLING, SECTIONS, Section, TRAINING, Trl, Va
 
 pub use reading::Remark;
 
-/// A translated run.
+/// A translated TRL configuration.
 #[derive(Debug, Clone, Default)]
 pub struct Conversion {
-    /// The job, ready for [`super::JobSpec::read`]; without model, dataset or rewards where none were sent.
+    /// The job, ready for [`super::JobSpec::read`]. It lacks model, dataset or rewards if none were sent.
     pub spec: Value,
-    /// What TRL refuses too; pointers lead into what was sent.
+    /// Errors that TRL would report too, with pointers into the submitted configuration.
     pub errors: Vec<FieldError>,
-    /// Legal, but probably not meant; pointers lead into what was sent.
+    /// Warnings about legal but probably unintended settings, with pointers into the submitted configuration.
     pub warnings: Vec<Warning>,
-    /// Keys that ask for something that is not done.
+    /// Keys that request something unsupported.
     pub unsupported: Vec<Remark>,
     /// Keys that make no difference.
     pub ignored: Vec<Remark>,
@@ -45,8 +45,9 @@ pub struct Conversion {
 }
 
 impl Conversion {
-    /// An error of the spec, told where the user wrote it: a pointer to a setting that a key gave becomes a pointer to that key.
-    pub fn told_by_key(&self, mut error: FieldError) -> FieldError {
+    /// Translates an error in the spec to the user's configuration: a pointer to a setting becomes a pointer to the key
+    /// that it came from.
+    pub fn at_submitted_key(&self, mut error: FieldError) -> FieldError {
         let mut at = error.pointer.as_str();
         loop {
             if let Some(origin) = self.origins.get(at) {
@@ -61,8 +62,8 @@ impl Conversion {
     }
 }
 
-/// Keys around an RLOOConfig, at the top of what was sent: what TRL's script takes as other arguments, in this API's words.
-const AROUND: [&str; 12] = [
+/// Top-level keys next to an RLOOConfig: other arguments of TRL's script, with this API's names.
+const SIBLING_KEYS: [&str; 12] = [
     "config",
     "peft_config",
     "model",
@@ -77,16 +78,16 @@ const AROUND: [&str; 12] = [
     "lora_config",
 ];
 
-/// What was sent, in its two forms: `{config, peft_config, model, dataset, eval_dataset, rewards, …}`, or an RLOOConfig's keys
-/// with the others beside them.
+/// The submitted configuration, in either of its two forms: `{config, peft_config, model, dataset, eval_dataset, rewards, …}`, or
+/// the keys of an RLOOConfig together with the others.
 struct Sent<'v> {
     config: Map<String, Value>,
     config_pointer: String,
-    around: BTreeMap<&'static str, &'v Value>,
+    siblings: BTreeMap<&'static str, &'v Value>,
 }
 
 fn sent<'v>(document: &'v Value, findings: &Findings) -> Sent<'v> {
-    let nothing = || Sent { config: Map::new(), config_pointer: String::new(), around: BTreeMap::new() };
+    let nothing = || Sent { config: Map::new(), config_pointer: String::new(), siblings: BTreeMap::new() };
     let fail = |pointer: &str, detail: &str| {
         findings.errors.borrow_mut().push(FieldError::new(pointer, "invalid_type", detail));
     };
@@ -97,19 +98,21 @@ fn sent<'v>(document: &'v Value, findings: &Findings) -> Sent<'v> {
         );
         return nothing();
     };
-    let around: BTreeMap<_, _> =
-        AROUND.iter().filter_map(|key| Some((*key, map.get(*key).filter(|value| !value.is_null())?))).collect();
+    let siblings: BTreeMap<_, _> =
+        SIBLING_KEYS.iter().filter_map(|key| Some((*key, map.get(*key).filter(|value| !value.is_null())?))).collect();
     let wrapped = ["config", "rloo_config"].into_iter().find(|key| map.contains_key(*key));
     let mut config: Map<String, Value> = map
         .iter()
-        .filter(|(key, _)| !AROUND.contains(&key.as_str()))
+        .filter(|(key, _)| !SIBLING_KEYS.contains(&key.as_str()))
         .map(|(key, value)| (key.clone(), value.clone()))
         .collect();
     let mut config_pointer = String::new();
     if let Some(key) = wrapped {
         for stray in config.keys() {
-            let detail =
-                format!("beside '{key}' there may stand {} only: put this key into {key}", AROUND[1..10].join(", "));
+            let detail = format!(
+                "beside '{key}' there may stand {} only: put this key into {key}",
+                SIBLING_KEYS[1..10].join(", ")
+            );
             findings.errors.borrow_mut().push(FieldError::new(format!("/{stray}"), "unknown_field", detail));
         }
         config_pointer = format!("/{key}");
@@ -122,17 +125,18 @@ fn sent<'v>(document: &'v Value, findings: &Findings) -> Sent<'v> {
             }
         };
     }
-    Sent { config, config_pointer, around }
+    Sent { config, config_pointer, siblings }
 }
 
-/// Translates a run. `num_rows`: of the dataset, where they can be counted; epochs and fractions of a run become steps by them.
+/// Translates a configuration. `num_rows` is the dataset's number of rows, if known; it converts epochs and
+/// fractions of a run to steps.
 pub fn convert(document: &Value, num_rows: Option<u64>) -> Conversion {
     let findings = Findings::default();
-    let Sent { config, config_pointer, around } = sent(document, &findings);
+    let Sent { config, config_pointer, siblings } = sent(document, &findings);
     let keys = Keys::new(&config, config_pointer, &findings);
     let mut spec = Map::new();
-    let lora = read_adapter(&keys, &around, &findings, &mut spec);
-    put_surroundings(&keys, &around, &mut spec);
+    let lora = read_adapter(&keys, &siblings, &findings, &mut spec);
+    write_sibling_settings(&keys, &siblings, &mut spec);
 
     let evaluates = schedule::evaluates(&keys);
     let batches = read_batches(&keys, evaluates);
@@ -144,9 +148,9 @@ pub fn convert(document: &Value, num_rows: Option<u64>) -> Conversion {
         training.insert("prompts_per_step".to_owned(), json!(batches.prompts_per_step));
     }
     let rows = num_rows
-        .or_else(|| around.get("dataset").or(around.get("train_dataset")).and_then(|dataset| inline_rows(dataset)));
+        .or_else(|| siblings.get("dataset").or(siblings.get("train_dataset")).and_then(|dataset| inline_rows(dataset)));
     let length = schedule::length(&keys, batches, rows, num_iterations, &mut training);
-    put_settings(&keys, &TRAINING, &mut training);
+    write_settings(&keys, &TRAINING, &mut training);
     read_precision(&keys, &mut training);
     let sampling = sampling(&keys);
     let temperature = sampling["temperature"].as_f64().unwrap_or(1.0);
@@ -167,9 +171,9 @@ pub fn convert(document: &Value, num_rows: Option<u64>) -> Conversion {
     spec.insert("lora".to_owned(), lora);
     spec.insert("optimizer".to_owned(), Value::Object(optimizer));
     spec.insert("training".to_owned(), Value::Object(training));
-    put_eval(&keys, eval, around.get("eval_dataset").copied(), &mut spec);
+    write_eval(&keys, eval, siblings.get("eval_dataset").copied(), &mut spec);
     spec.insert("checkpoints".to_owned(), Value::Object(checkpoints));
-    judge_the_rest(&keys);
+    report_remaining_keys(&keys);
 
     let Findings { errors, warnings, unsupported, ignored, origins } = findings;
     Conversion {
@@ -187,24 +191,25 @@ fn inline_rows(dataset: &Value) -> Option<u64> {
     Some(rows.len() as u64)
 }
 
-/// The dataset a run names by its id, so that a caller can look up its rows.
+/// Returns the dataset id in the configuration, so that a caller can look up its rows.
 pub fn named_dataset(document: &Value) -> Option<&str> {
     let dataset = document.get("dataset").or_else(|| document.get("train_dataset"))?;
     dataset.as_str().or_else(|| dataset.get("id")?.as_str())
 }
 
-/// `lora` of the job: from a LoraConfig, from flat keys, or null (TRL without PEFT trains every weight).
+/// Reads the job's `lora` from a LoraConfig, from flat keys, or as null (TRL without PEFT trains every weight).
 fn read_adapter<'v>(
     keys: &Keys<'v>,
-    around: &BTreeMap<&'static str, &'v Value>,
+    siblings: &BTreeMap<&'static str, &'v Value>,
     findings: &'v Findings,
     spec: &mut Map<String, Value>,
 ) -> Value {
-    let outside = ["peft_config", "lora_config"].iter().filter_map(|key| Some((format!("/{key}"), *around.get(key)?)));
+    let outside =
+        ["peft_config", "lora_config"].iter().filter_map(|key| Some((format!("/{key}"), *siblings.get(key)?)));
     let inside = ["peft_config", "lora_config"].iter().filter_map(|key| Some((keys.pointer_to(key), keys.value(key)?)));
     let given: Vec<_> = outside.chain(inside).collect();
     let flat = peft::has_flat_keys(keys);
-    // Without an adapter there is no dropout to turn off: no supported model has one of its own.
+    // Without an adapter there is no dropout to turn off, because no supported model has dropout.
     let _ = keys.flag("disable_dropout");
     let use_peft = keys.flag("use_peft");
     if let Some((second, _)) = given.get(1) {
@@ -216,7 +221,7 @@ fn read_adapter<'v>(
             let reason = format!("{pointer} describes the adapter: lora_* keys beside it are not read");
             findings.ignored.borrow_mut().push(Remark { key: "lora_*".to_owned(), reason });
         }
-        ask_flat_keys(keys);
+        mark_flat_keys_read(keys);
         let Some(map) = value.as_object() else {
             let detail = "must be a LoraConfig: {\"r\": 16, \"lora_alpha\": 32, \"target_modules\": \"all-linear\"}";
             findings.errors.borrow_mut().push(FieldError::new(pointer, "invalid_type", detail));
@@ -237,7 +242,7 @@ fn read_adapter<'v>(
             without_dropout(keys, peft::of_flat_keys(keys))
         }
         (Some(false), true) => {
-            ask_flat_keys(keys);
+            mark_flat_keys_read(keys);
             findings.ignored.borrow_mut().push(Remark {
                 key: "lora_*".to_owned(),
                 reason: "use_peft is false, so every weight is trained".to_owned(),
@@ -248,8 +253,8 @@ fn read_adapter<'v>(
     }
 }
 
-/// They have been judged as a whole.
-fn ask_flat_keys(keys: &Keys<'_>) {
+/// Marks the flat keys as read, because they have been judged as a whole.
+fn mark_flat_keys_read(keys: &Keys<'_>) {
     for key in peft::flat_keys() {
         let _ = keys.value(key);
     }
@@ -262,25 +267,25 @@ fn without_dropout(keys: &Keys<'_>, mut lora: Map<String, Value>) -> Value {
     Value::Object(lora)
 }
 
-/// What stands beside an RLOOConfig: model, data, rewards, labels.
-fn put_surroundings(keys: &Keys<'_>, around: &BTreeMap<&'static str, &Value>, spec: &mut Map<String, Value>) {
+/// Writes the settings next to an RLOOConfig: model, data, rewards, labels.
+fn write_sibling_settings(keys: &Keys<'_>, siblings: &BTreeMap<&'static str, &Value>, spec: &mut Map<String, Value>) {
     let mut first = Map::new();
-    let name = around.get("name").copied().or(keys.value("run_name"));
+    let name = siblings.get("name").copied().or(keys.value("run_name"));
     if let Some(name) = name {
         first.insert("name".to_owned(), name.clone());
         keys.origin("/name", "run_name");
     }
     let named = keys.value("model_name_or_path");
-    if let Some(model) = around.get("model").copied().or(named).cloned().or_else(|| spec.remove("model")) {
+    if let Some(model) = siblings.get("model").copied().or(named).cloned().or_else(|| spec.remove("model")) {
         first.insert("model".to_owned(), model);
-        if !around.contains_key("model") {
+        if !siblings.contains_key("model") {
             keys.origin("/model", "model_name_or_path");
         }
     }
-    let train = around.get("dataset").or(around.get("train_dataset"));
+    let train = siblings.get("dataset").or(siblings.get("train_dataset"));
     if let Some(dataset) = train {
         first.insert("dataset".to_owned(), as_dataset(dataset));
-        if !around.contains_key("dataset") {
+        if !siblings.contains_key("dataset") {
             keys.findings.origins.borrow_mut().insert("/dataset".to_owned(), "/train_dataset".to_owned());
         }
     }
@@ -294,9 +299,9 @@ fn put_surroundings(keys: &Keys<'_>, around: &BTreeMap<&'static str, &Value>, sp
             None => keys.refuse("dataset_name", "datasets are not downloaded by name: upload the rows with POST /datasets and give dataset {\"id\": \"ds_…\"}"),
         }
     }
-    put_rewards(keys, around.get("rewards").copied(), &mut first);
+    write_rewards(keys, siblings.get("rewards").copied(), &mut first);
     for key in ["metadata", "priority"] {
-        if let Some(value) = around.get(key) {
+        if let Some(value) = siblings.get(key) {
             first.insert(key.to_owned(), (*value).clone());
         }
     }
@@ -304,7 +309,7 @@ fn put_surroundings(keys: &Keys<'_>, around: &BTreeMap<&'static str, &Value>, sp
     *spec = first;
 }
 
-/// A dataset's id or rows alone are taken as well as {"id"} and {"records"}.
+/// Accepts a dataset's id or its rows alone, in addition to {"id"} and {"records"}.
 fn as_dataset(dataset: &Value) -> Value {
     match dataset {
         Value::String(id) => json!({ "id": id }),
@@ -313,8 +318,8 @@ fn as_dataset(dataset: &Value) -> Value {
     }
 }
 
-/// TRL: one weight a reward, in their order; without reward_weights every weight is 1.
-fn put_rewards(keys: &Keys<'_>, rewards: Option<&Value>, spec: &mut Map<String, Value>) {
+/// Writes the rewards. As in TRL, there is one weight per reward, in order; without reward_weights every weight is 1.
+fn write_rewards(keys: &Keys<'_>, rewards: Option<&Value>, spec: &mut Map<String, Value>) {
     let mut rewards = rewards.cloned().or(self::rewards::named_rewards(keys, rewards.is_some()));
     if let Some(weights) = keys.value("reward_weights") {
         match (weights.as_array(), rewards.as_mut().map(Value::as_array_mut)) {
@@ -354,8 +359,8 @@ fn put_rewards(keys: &Keys<'_>, rewards: Option<&Value>, spec: &mut Map<String, 
     }
 }
 
-/// The settings of a section that have a key of TRL's, in the order of the table.
-fn put_settings(keys: &Keys<'_>, section: &Section, into: &mut Map<String, Value>) {
+/// Writes the settings of a section that have a TRL key, in the order of the table.
+fn write_settings(keys: &Keys<'_>, section: &Section, into: &mut Map<String, Value>) {
     let nothing = Values::default();
     for setting in section.settings {
         let (spellings, value): (&[&'static str], _) = match setting.trl {
@@ -373,14 +378,14 @@ fn put_settings(keys: &Keys<'_>, section: &Section, into: &mut Map<String, Value
     }
 }
 
-/// The value of a key with several spellings; two at once are an error.
+/// Reads a key with several spellings. Two spellings at once are an error.
 fn read_spellings(keys: &Keys<'_>, spellings: &[&'static str], form: Form) -> Option<Value> {
     let given: Vec<_> = spellings.iter().filter(|key| keys.has(key)).collect();
     if let ([_, second, ..], [others @ .., last]) = (given.as_slice(), spellings) {
         let detail = format!("{} and {last} are spellings of one setting: give one of them", others.join(", "));
         keys.fail(second, "conflict", detail);
     }
-    // Each is read, so that none is left over as unknown.
+    // Reads every spelling, so that none is reported as unknown.
     let values: Vec<_> = spellings.iter().filter_map(|key| keys.read(key, form)).collect();
     values.into_iter().next()
 }
@@ -390,14 +395,14 @@ fn rloo(keys: &Keys<'_>) -> Map<String, Value> {
     let generations = keys.number("num_generations").map_or(2, |number| number.clamp(0.0, 1e6) as u64);
     rloo.insert("num_generations".to_owned(), json!(generations));
     keys.origin("/rloo/num_generations", "num_generations");
-    put_settings(keys, &RLOO, &mut rloo);
+    write_settings(keys, &RLOO, &mut rloo);
     rloo
 }
 
-/// The sampling keys; TRL lets generation_kwargs override them.
+/// Reads the sampling keys; in TRL, generation_kwargs overrides them.
 fn sampling(keys: &Keys<'_>) -> Map<String, Value> {
     let mut sampling = Map::new();
-    put_settings(keys, &SAMPLING, &mut sampling);
+    write_settings(keys, &SAMPLING, &mut sampling);
     let kwargs = keys.object("chat_template_kwargs").unwrap_or_default();
     if !kwargs.is_empty() {
         sampling.insert("chat_template_kwargs".to_owned(), Value::Object(kwargs));
@@ -406,7 +411,7 @@ fn sampling(keys: &Keys<'_>) -> Map<String, Value> {
         let named = format!("generation_kwargs.{key}");
         match key.as_str() {
             _ if value.is_null() => {}
-            // One temperature here is that of sampling and of the log-probs; in TRL this one is sampling's alone.
+            // Here a single temperature applies to sampling and log-probabilities; in TRL this one applies to sampling only.
             "temperature" if value.as_f64() != sampling["temperature"].as_f64() => keys.refuse(
                 &named,
                 "it would change how completions are sampled and leave their log-probs at 'temperature': give 'temperature' alone",
@@ -433,7 +438,7 @@ fn sampling(keys: &Keys<'_>) -> Map<String, Value> {
     sampling
 }
 
-/// bf16 and f32 where they are asked for; the default is the server's, since TRL's bf16 default supposes a GPU.
+/// Reads bf16 or f32 if requested. The default is the server's, because TRL's default of bf16 assumes a GPU.
 fn read_precision(keys: &Keys<'_>, training: &mut Map<String, Value>) {
     let init = keys.object("model_init_kwargs").unwrap_or_default();
     for (key, value) in &init {
@@ -479,7 +484,12 @@ fn read_precision(keys: &Keys<'_>, training: &mut Map<String, Value>) {
     }
 }
 
-fn put_eval(keys: &Keys<'_>, eval: Option<Map<String, Value>>, dataset: Option<&Value>, spec: &mut Map<String, Value>) {
+fn write_eval(
+    keys: &Keys<'_>,
+    eval: Option<Map<String, Value>>,
+    dataset: Option<&Value>,
+    spec: &mut Map<String, Value>,
+) {
     let Some(mut eval) = eval else {
         if dataset.is_some() {
             keys.findings.ignored.borrow_mut().push(Remark {
@@ -496,9 +506,9 @@ fn put_eval(keys: &Keys<'_>, eval: Option<Map<String, Value>>, dataset: Option<&
     spec.insert("eval".to_owned(), Value::Object(eval));
 }
 
-/// Every key that no section read: harmless, refused, or unknown.
-fn judge_the_rest(keys: &Keys<'_>) {
-    // A dump of a whole RLOOConfig holds vLLM's settings too; with use_vllm false they say nothing.
+/// Reports every key that no section read as harmless, unsupported or unknown.
+fn report_remaining_keys(keys: &Keys<'_>) {
+    // A dump of a whole RLOOConfig has vLLM's settings too; with use_vllm false they have no effect.
     let vllm_off = keys.flag("use_vllm") == Some(false);
     if keys.flag("use_vllm") == Some(true) {
         let entry = REFUSED.iter().find(|entry| entry.keys.contains(&"use_vllm"));
@@ -510,13 +520,13 @@ fn judge_the_rest(keys: &Keys<'_>) {
         keys.refuse("sync_ref_model", entry.map_or("not supported", |entry| entry.reason));
     }
     if keys.flag("remove_unused_columns") == Some(true) {
-        let detail = "TRL would keep every column but the prompt from the rewards; here all columns travel to them: leave out of the dataset what they shall not see";
+        let detail = "TRL would hide every column but the prompt from the rewards; here all columns are sent to them: remove columns that they must not see from the dataset";
         keys.warn("remove_unused_columns", "columns_travel", detail);
     }
     for (key, value) in keys.rest() {
         let name = key.as_str();
         if let Some(entry) = IGNORED.iter().find(|entry| entry.keys.contains(&name)) {
-            if !says_nothing(value) {
+            if !is_off_value(value) {
                 keys.ignore(key, entry.reason);
             }
         } else if let Some(entry) = REFUSED.iter().find(|entry| entry.keys.contains(&name)) {
@@ -525,8 +535,8 @@ fn judge_the_rest(keys: &Keys<'_>) {
             }
         } else if name.starts_with(VLLM_PREFIX) {
             match vllm_off {
-                true if says_nothing(value) => {}
-                true => keys.ignore(key, "without use_vllm it says nothing"),
+                true if is_off_value(value) => {}
+                true => keys.ignore(key, "without use_vllm it has no effect"),
                 false => keys.refuse(key, "there is no vLLM here: the worker samples with its own kernels, the same as in training; remove it"),
             }
         } else if matches!(name, "ref_model_mixup_alpha" | "ref_model_sync_steps") {
@@ -535,7 +545,7 @@ fn judge_the_rest(keys: &Keys<'_>) {
                     key,
                     "the reference stays what it was at the start: remove it together with sync_ref_model",
                 ),
-                false => keys.ignore(key, "without sync_ref_model it says nothing"),
+                false => keys.ignore(key, "without sync_ref_model it has no effect"),
             }
         } else {
             keys.refuse(key, unknown(name));
@@ -545,7 +555,7 @@ fn judge_the_rest(keys: &Keys<'_>) {
 
 fn unknown(key: &str) -> String {
     if let Some((_, text)) = advice(key, "") {
-        // Its text begins with the key, which stands beside the reason already.
+        // The text begins with the key, which is already shown next to the reason.
         let prefix = format!("'{key}': ");
         return text.strip_prefix(&prefix).unwrap_or(&text).to_owned();
     }

@@ -1,4 +1,4 @@
-//! A verdict as it is asked for: a checkpoint, and how to sample.
+//! A verdict request: a checkpoint, and how to sample.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -12,34 +12,34 @@ use super::schema::{closed, integer_of};
 use super::settings::GREEDY;
 use super::{Plan, foreign::advice};
 
-/// Most completions of each model a row.
+/// Maximum number of completions per model and row.
 pub const MAX_SAMPLES: u64 = 64;
 
 /// How a verdict samples both models.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct VerdictSampling {
-    /// Completions of each model a row; their rewards are averaged within the row.
+    /// Completions per model and row. Their rewards are averaged within the row.
     pub num_generations: u32,
-    /// 0 = greedy.
+    /// Sampling temperature; 0 = greedy.
     pub temperature: f64,
-    /// The reward from which a completion passes, for pass@k; null = unknown.
+    /// Minimum reward of a completion that passes, for pass@k; null = unknown.
     pub pass_threshold: Option<f64>,
 }
 
-/// A verdict, as asked for.
+/// A verdict, as requested.
 #[derive(Debug, Clone, PartialEq)]
 pub struct VerdictSpec {
-    /// Which of the job's checkpoints; None = the best, else the newest.
+    /// The checkpoint to judge; `None` = the best, otherwise the newest.
     pub checkpoint: Option<CheckpointChoice>,
-    /// How to sample and what passes.
+    /// How both models are sampled, and which reward passes.
     pub sampling: VerdictSampling,
 }
 
 impl VerdictSpec {
-    /// Reads one; what it does not say is as `usual`.
+    /// Reads a request. Missing settings are taken from `usual`.
     ///
     /// # Errors
-    /// Everything that is wrong, with pointers into the document.
+    /// Returns all errors, with pointers into the document.
     pub fn read(document: &Value, plan: &Plan, usual: VerdictSampling) -> Result<Self, Vec<FieldError>> {
         let errors = Errors::default();
         let reader = Reader::document(document, &errors);
@@ -64,7 +64,7 @@ impl VerdictSpec {
     }
 }
 
-/// A verdict as clients ask for it; [`VerdictSpec::read`] is the law, this describes it.
+/// The schema of a verdict request as clients write it. It describes what [`VerdictSpec::read`] accepts.
 #[derive(Debug)]
 pub struct VerdictDocument;
 
@@ -72,18 +72,18 @@ impl PartialSchema for VerdictDocument {
     fn schema() -> RefOr<Schema> {
         let number = |text: &str| ObjectBuilder::new().schema_type(Type::Number).description(Some(text));
         closed(&[])
-            .property("checkpoint", checkpoint_schema("Default: the best, else the newest."))
+            .property("checkpoint", checkpoint_schema("The checkpoint to judge; default: the best, otherwise the newest."))
             .property(
                 "num_generations",
-                integer_of("Completions of each model a row, 1 to 64; default: the evaluation's."),
+                integer_of("Completions per model and row, 1 to 64; default: as in the evaluation."),
             )
             .property(
                 "temperature",
-                number("0 = greedy; default: the evaluation's, with several completions a row the training's."),
+                number("Sampling temperature; 0 = greedy. Default: as in the evaluation, or as in training with several completions per row."),
             )
             .property(
                 "pass_threshold",
-                number("The reward from which a completion passes, for pass@k; default: the highest that can be."),
+                number("Minimum reward of a completion that passes, for pass@k; default: the highest possible reward."),
             )
             .examples([json!({"checkpoint": "best", "num_generations": 4, "temperature": 0.7})])
             .build()

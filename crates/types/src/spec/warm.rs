@@ -1,20 +1,21 @@
-//! Warm starts: does the checkpoint that a job begins with belong to its model, and is its adapter the one asked for?
+//! Warm starts: checks that the starting checkpoint belongs to the job's model, and that its adapter is the requested one.
 
 use super::{AdapterPlan, Context, FieldError, JobSpec, LoraPlan, ModelFacts, WarmStartPlan};
 
-/// A checkpoint, as far as a plan depends on it.
+/// Properties of a checkpoint that a plan depends on.
 #[derive(Debug, Clone)]
 pub struct WarmStartFacts {
-    /// The base model it was trained from: SHA-256 and id. None of an adapter from elsewhere, whose shapes were compared instead.
+    /// The base model that it was trained from, as SHA-256 and id. `None` for an imported adapter, whose
+    /// shapes were compared instead.
     pub model: Option<(String, String)>,
-    /// Its adapter; None = it holds all weights.
+    /// The checkpoint's adapter; `None` = it has all weights.
     pub lora: Option<LoraPlan>,
-    /// Of an adapter from elsewhere: where it is here now.
+    /// Stored location of an imported adapter; `None` for a checkpoint of a job.
     pub adapter: Option<AdapterPlan>,
 }
 
-/// The adapter of a job that begins with a checkpoint: what the job leaves open is the checkpoint's, what it says must be
-/// the same. Dropout is the job's own.
+/// Returns the adapter of a job with a warm start. Settings that the job leaves out are taken from the checkpoint; settings that it
+/// gives must be equal, except dropout.
 pub(super) fn adapter(
     spec: &JobSpec,
     facts: &WarmStartFacts,
@@ -22,7 +23,7 @@ pub(super) fn adapter(
     errors: &mut Vec<FieldError>,
 ) -> Option<LoraPlan> {
     const AT: &str = "/warm_start/checkpoint";
-    // What the job begins with, for people.
+    // Description of the starting weights for error messages.
     let what = if facts.adapter.is_some() { "adapter" } else { "checkpoint's adapter" };
     if let Some((theirs, id)) = facts.model.as_ref().filter(|(sha256, _)| *sha256 != model.sha256) {
         let detail = format!(
@@ -38,12 +39,12 @@ pub(super) fn adapter(
         (None, None) => return None,
         (Some(asked), Some(theirs)) => (asked, theirs),
         (Some(asked), None) => {
-            let detail = "the checkpoint holds all weights of a full fine-tuning, not an adapter: give \"lora\": null to go on with them, or register its files as a model to train an adapter on top";
+            let detail = "the checkpoint holds all weights of a full fine-tuning, not an adapter: give \"lora\": null to continue with them, or register its files as a model to train an adapter on top";
             errors.push(FieldError::new(AT, "kind_differs", detail));
             return Some(asked.clone());
         }
         (None, Some(_)) => {
-            let detail = "the job begins with a LoRA adapter, but \"lora\": null asks for full fine-tuning: leave lora out to go on with the adapter";
+            let detail = "the job begins with a LoRA adapter, but \"lora\": null asks for full fine-tuning: leave lora out to continue with the adapter";
             errors.push(FieldError::new("/lora", "kind_differs", detail));
             return None;
         }
@@ -68,7 +69,7 @@ pub(super) fn adapter(
     Some(LoraPlan { dropout: asked.dropout, ..theirs.clone() })
 }
 
-/// A warm start with its adapter where it is here.
+/// Returns the warm start with the stored location of its adapter.
 pub(super) fn found(warm_start: WarmStartPlan, context: &Context) -> WarmStartPlan {
     let here = context.warm_start.as_ref().and_then(|facts| facts.adapter.clone());
     WarmStartPlan { adapter: here.or(warm_start.adapter), ..warm_start }

@@ -1,4 +1,4 @@
-//! The warm-up as it is asked for, and what stands against it.
+//! The requested warm-up, and its checks.
 
 use serde::Deserialize;
 use serde_json::Value;
@@ -14,26 +14,26 @@ use crate::dataset::{Recipe, RecipeMap};
 
 const AT: &str = "/warm_up/dataset";
 
-/// A warm-up, as asked for.
+/// A warm-up, as requested.
 #[derive(Debug, Clone, Deserialize)]
 pub struct WarmUpSpec {
-    /// The rows to learn from; None when missing or refused.
+    /// The rows to learn from; `None` = missing or rejected.
     #[serde(skip)]
     pub dataset: Option<DatasetSource>,
-    /// What each row becomes.
+    /// Mapping of each row; `None` = rows are used unchanged.
     #[serde(skip)]
     pub map: Option<RecipeMap>,
-    /// Optimizer steps.
+    /// Number of optimizer steps.
     pub steps: u64,
-    /// Rows of a step.
+    /// Number of rows per step.
     pub batch_size: u32,
-    /// None = optimizer.learning_rate.
+    /// Learning rate; `None` = optimizer.learning_rate.
     pub learning_rate: Option<f64>,
-    /// What the KL penalty is measured against.
+    /// The reference model of the KL penalty.
     pub reference: WarmUpReference,
 }
 
-/// The section of a job; `with_warm_start`: the job has one too.
+/// Reads the warm-up section of a job; `with_warm_start` = the job also has a warm start.
 pub(super) fn read_warm_up(reader: Reader<'_>, with_warm_start: bool) -> Option<WarmUpSpec> {
     let map = read_map(&reader.field("map"));
     let field = reader.required(
@@ -46,7 +46,7 @@ pub(super) fn read_warm_up(reader: Reader<'_>, with_warm_start: bool) -> Option<
     };
     let values = WARM_UP.read(&reader);
     if with_warm_start && values.is_default("reference") {
-        let detail = "the job has a warm_start with a reference of its own: say \"base\" to keep to that one, or \"warmed\" to measure against the weights at the end of the warm-up";
+        let detail = "the job has a warm_start with its own reference: give \"base\" to keep that one, or \"warmed\" to measure against the weights at the end of the warm-up";
         reader.entry("reference").fail("required", detail);
     }
     reader.finish(advice);
@@ -74,7 +74,7 @@ fn read_map(field: &Field<'_>) -> Option<RecipeMap> {
     recipe.map
 }
 
-/// The rows and their map, which may stand beside the dataset or inside it.
+/// Reads the rows and their map, which may be next to the dataset or inside it.
 fn read_rows(
     field: &Field<'_>,
     map: Option<RecipeMap>,
@@ -147,7 +147,7 @@ pub(super) fn check(spec: &JobSpec, context: &Context, errors: &mut Vec<FieldErr
     }
 }
 
-/// The warm-up with everything decided; `None` where none is asked for.
+/// Returns the resolved warm-up; `None` = no warm-up was requested.
 pub(super) fn plan(spec: &JobSpec, facts: &DatasetFacts, dataset: DatasetPlan) -> Option<WarmUpPlan> {
     let warm_up = spec.warm_up.as_ref()?;
     Some(WarmUpPlan {

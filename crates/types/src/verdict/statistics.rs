@@ -1,4 +1,5 @@
-//! Paired comparison of two models on the same rows: is the mean difference above 0, below 0, or not told apart from it?
+//! Paired comparison of two models on the same rows: whether the mean difference is above 0, below 0, or
+//! not distinguishable from 0.
 //!
 //! | rows | interval of the mean difference, 95 % | decided by |
 //! |---|---|---|
@@ -6,30 +7,32 @@
 //! | fewer than [`FEWEST_FOR_BOOTSTRAP`] | every shift that the sign-flip test does not reject | the sign-flip test |
 //! | more | BCa bootstrap (Efron 1987, *Better Bootstrap Confidence Intervals*, sections 3 and 4) | the interval |
 //!
-//! The sign-flip test is exact: if a row's difference is as likely to be `d` as `−d`, each of the `2^n` choices of signs is equally
-//! likely (Fisher 1935, *The Design of Experiments*, section 21). Where most rows are equal under both models, few of them carry
-//! the result and the bootstrap is too sure of itself, so fewer than [`FEWEST_UNEQUAL`] unequal rows are also decided by that test.
+//! The sign-flip test is exact: if a row's difference is as likely to be `d` as `−d`, each of the `2^n` choices of signs is
+//! equally likely (Fisher 1935, *The Design of Experiments*, section 21). If most rows are equal under both models, few
+//! rows carry the result and the bootstrap interval is too narrow. Fewer than [`FEWEST_UNEQUAL`] unequal rows are therefore
+//! also decided by that test.
 //!
 //! All results are functions of the differences alone: the bootstrap's random numbers have a fixed seed.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// Rows below which nothing is decided.
+/// Number of rows below which nothing is decided.
 pub const FEWEST_ROWS: usize = 20;
-/// Rows below which the sign-flip test decides instead of the bootstrap.
+/// Number of rows below which the sign-flip test decides instead of the bootstrap.
 pub const FEWEST_FOR_BOOTSTRAP: usize = 50;
-/// Unequal rows below which the sign-flip test decides, however many rows there are.
+/// Number of unequal rows below which the sign-flip test decides, whatever the total number of rows.
 pub const FEWEST_UNEQUAL: usize = 25;
-/// Resamples of the bootstrap.
+/// Number of bootstrap resamples.
 const RESAMPLES: usize = 10_000;
-/// The probability that the interval misses, half of it on each side.
+/// Probability that the interval misses the true mean, half of it on each side.
 const ALPHA: f64 = 0.05;
-/// The most steps that the largest difference is divided into before signs are flipped. Rewards usually have few values, and then
-/// fewer steps hold all of them; else they are rounded, and the test is exact on the rounded values.
+/// Maximum number of steps into which the largest difference is divided before signs are flipped. Rewards usually have few
+/// distinct values, and fewer steps represent them exactly. Otherwise the differences are rounded, and the test is exact
+/// for the rounded values.
 const MOST_STEPS: u32 = 255;
 
-/// How a difference was judged.
+/// The statistical method of a verdict.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Method {
@@ -37,44 +40,44 @@ pub enum Method {
     Bca,
     /// The exact sign-flip test.
     Exact,
-    /// Not at all: too few rows.
+    /// No method: there are too few rows.
     None,
 }
 
-/// What the differences say.
+/// The conclusion from the differences.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
     /// The second model is better.
     Up,
     /// The first model is better.
     Down,
-    /// The two are not told apart.
+    /// No difference between the models was shown.
     Unclear,
     /// There are fewer rows than [`FEWEST_ROWS`].
     TooFewRows,
 }
 
-/// A paired comparison.
+/// The result of a paired comparison.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Paired {
-    /// The mean difference; 0 without rows.
+    /// Mean difference; 0 without rows.
     pub difference: f64,
-    /// The 95 % interval of the mean difference; `None` with too few rows.
+    /// 95 % interval of the mean difference; `None` with too few rows.
     pub interval: Option<[f64; 2]>,
-    /// How it was judged.
+    /// The statistical method that was used.
     pub method: Method,
-    /// The two-sided probability of the sign-flip test; `None` where the bootstrap decided.
+    /// Two-sided p-value of the sign-flip test; `None` if the bootstrap decided.
     pub p_value: Option<f64>,
-    /// What follows.
+    /// The conclusion from the differences.
     pub direction: Direction,
 }
 
-/// Compares two models by the differences of their rows, second less first. All must be finite.
+/// Compares two models by the differences of their rows, second minus first. All must be finite.
 pub fn paired(differences: &[f64]) -> Paired {
     paired_with(differences, RESAMPLES)
 }
 
-/// What differences say, and what it was decided by.
+/// The conclusion from the differences, and the method behind it.
 struct Decision {
     direction: Direction,
     method: Method,
@@ -114,7 +117,7 @@ fn paired_with(differences: &[f64], resamples: usize) -> Paired {
             false => bca(differences, resamples),
         };
         if direction == Direction::Unclear {
-            // The interval and the test never contradict each other.
+            // Widens the interval so that it never contradicts the test.
             (low, high) = (low.min(0.0), high.max(0.0));
         }
         interval = Some([low.min(difference), high.max(difference)]);
@@ -126,7 +129,7 @@ fn mean(values: &[f64]) -> f64 {
     if values.is_empty() { 0.0 } else { values.iter().sum::<f64>() / values.len() as f64 }
 }
 
-/// The two-sided probability that random signs move the sum at least as far from 0.
+/// Returns the two-sided probability that random signs move the sum at least as far from 0.
 fn sign_flip(differences: &[f64]) -> f64 {
     let largest = differences.iter().fold(0.0, |largest: f64, difference| largest.max(difference.abs()));
     if largest == 0.0 {
@@ -139,7 +142,7 @@ fn sign_flip(differences: &[f64]) -> f64 {
     let signed: Vec<i64> = differences.iter().map(rounded).filter(|value| *value != 0).collect();
     let sizes: Vec<usize> = signed.iter().map(|value| value.unsigned_abs() as usize).collect();
     let total: usize = sizes.iter().sum();
-    // `odds[s]`: the probability that the sizes with a plus sign sum to s. The signed sum is 2 s − total.
+    // `odds[s]` is the probability that the sizes with a plus sign sum to s. The signed sum is 2 s − total.
     let mut odds = vec![0.0; total + 1];
     odds[0] = 1.0;
     let mut reached = 0;
@@ -155,7 +158,7 @@ fn sign_flip(differences: &[f64]) -> f64 {
     (2.0 * odds[at_least..].iter().sum::<f64>()).min(1.0)
 }
 
-/// The lowest and the highest shift of all differences that the sign-flip test does not reject.
+/// Returns the lowest and the highest shift of all differences that the sign-flip test does not reject.
 fn accepted_shifts(differences: &[f64], center: f64) -> [f64; 2] {
     let is_accepted = |shift: f64| {
         let shifted: Vec<f64> = differences.iter().map(|difference| difference - shift).collect();
@@ -179,7 +182,7 @@ fn accepted_shifts(differences: &[f64], center: f64) -> [f64; 2] {
     [end(low), end(high)]
 }
 
-/// The BCa interval of the mean.
+/// Returns the BCa interval of the mean.
 fn bca(values: &[f64], resamples: usize) -> [f64; 2] {
     let count = values.len();
     let center = mean(values);
@@ -189,13 +192,13 @@ fn bca(values: &[f64], resamples: usize) -> [f64; 2] {
     means.sort_unstable_by(f64::total_cmp);
     let first = means.partition_point(|mean| *mean < center);
     let after = means.partition_point(|mean| *mean <= center);
-    // Ties count half: rewards have few values.
+    // Ties count half, because rewards have few distinct values.
     let below = (first + after) as f64 / 2.0 / resamples as f64;
     if below <= 0.0 || below >= 1.0 {
         return [center, center];
     }
     let bias = normal_quantile(below);
-    // The jackknife's mean without a value lies opposite to the value, so its skewness is that of the values.
+    // The jackknife mean without a value lies opposite to the value, so its skewness is that of the values.
     let (squares, cubes) = values.iter().fold((0.0, 0.0), |(squares, cubes), value| {
         let off = value - center;
         (squares + off * off, cubes + off * off * off)
@@ -209,7 +212,7 @@ fn bca(values: &[f64], resamples: usize) -> [f64; 2] {
     [end(normal_quantile(ALPHA / 2.0)), end(normal_quantile(1.0 - ALPHA / 2.0))]
 }
 
-/// The probability that a standard normal number is below `x` (Abramowitz and Stegun 26.2.10 and 26.2.14).
+/// Returns the probability that a standard normal number is below `x` (Abramowitz and Stegun 26.2.10 and 26.2.14).
 fn normal_below(x: f64) -> f64 {
     let density = (-x * x / 2.0).exp() / (2.0 * std::f64::consts::PI).sqrt();
     if x.abs() < 3.0 {
@@ -225,7 +228,7 @@ fn normal_below(x: f64) -> f64 {
     if x < 0.0 { density / fraction } else { 1.0 - density / fraction }
 }
 
-/// The number that a standard normal number is below with probability `p`, which lies between 0 and 1.
+/// Returns the quantile of the standard normal distribution for probability `p`, which is between 0 and 1.
 fn normal_quantile(p: f64) -> f64 {
     let (mut low, mut high) = (-10.0, 10.0);
     for _ in 0..60 {
@@ -239,8 +242,8 @@ fn normal_quantile(p: f64) -> f64 {
     (low + high) / 2.0
 }
 
-/// The chance that at least one of `k` samples passes, of `num_samples` of which `num_passed` passed: without bias
-/// (Chen et al. 2021, *Evaluating Large Language Models Trained on Code*, equation 1).
+/// Returns the unbiased probability that at least one of `k` samples passes, if `num_passed` of `num_samples` passed (Chen et al.
+/// 2021, *Evaluating Large Language Models Trained on Code*, equation 1).
 pub fn pass_at_k(num_samples: u64, num_passed: u64, k: u64) -> f64 {
     let failed = num_samples - num_passed;
     if failed < k {
@@ -249,7 +252,7 @@ pub fn pass_at_k(num_samples: u64, num_passed: u64, k: u64) -> f64 {
     1.0 - (0..k).map(|drawn| (failed - drawn) as f64 / (num_samples - drawn) as f64).product::<f64>()
 }
 
-/// Steele, Lea and Flood 2014, *Fast Splittable Pseudorandom Number Generators*.
+/// The SplitMix64 generator (Steele, Lea and Flood 2014, *Fast Splittable Pseudorandom Number Generators*).
 struct SplitMix(u64);
 
 impl SplitMix {
@@ -290,7 +293,7 @@ mod tests {
         assert!((pass_at_k(4, 1, 1) - 0.25).abs() < 1e-12 && (pass_at_k(4, 1, 2) - 0.5).abs() < 1e-12);
     }
 
-    /// All 2^n choices of signs, one by one.
+    /// Enumerates all 2^n choices of signs.
     fn sign_flip_by_force(differences: &[f64]) -> f64 {
         let seen = differences.iter().sum::<f64>().abs() - 1e-9;
         let signs = 1u64 << differences.len();
@@ -318,7 +321,7 @@ mod tests {
 
     #[test]
     fn interval_and_probability_are_those_of_scipy() {
-        // scipy 1.17.1: stats.bootstrap((values,), np.mean, method="BCa", n_resamples=400_000).
+        // Reference values from scipy 1.17.1: stats.bootstrap((values,), np.mean, method="BCa", n_resamples=400_000).
         let skewed: Vec<f64> =
             (0..60).map(|index| f64::from((index % 12) * (index % 12) * (index % 5)) / 20.0).collect();
         let three_valued: Vec<f64> = [1.0; 34].into_iter().chain([-1.0; 18]).chain([0.0; 148]).collect();
@@ -326,7 +329,7 @@ mod tests {
             let interval = bca(&values, 200_000);
             assert!((interval[0] - low).abs() < 0.011 && (interval[1] - high).abs() < 0.011, "{interval:?}");
         }
-        // stats.permutation_test((values,), np.mean, permutation_type="samples", n_resamples=3_000_000).
+        // Reference: stats.permutation_test((values,), np.mean, permutation_type="samples", n_resamples=3_000_000).
         let values = [
             0.3, -0.1, 0.7, 0.2, 0.2, -0.4, 0.9, 0.1, 0.05, 0.6, -0.2, 0.3, 0.0, 0.5, 0.4, -0.1, 0.2, 0.6, -0.3, 0.1,
             0.2, 0.45,
@@ -369,8 +372,8 @@ mod tests {
         assert!((result.p_value.unwrap() - 0.25).abs() < 1e-12 && result.interval.unwrap()[0] <= 0.0);
     }
 
-    /// The share of jobs called better of jobs in which nothing was learned: of ten checkpoints the one that did best on the
-    /// evaluation's rows is judged on `rows` test rows. `chance` gives the chance of a right answer of a row.
+    /// Returns the fraction of jobs that are called better although nothing was learned. Of ten checkpoints, the one that did best
+    /// on the evaluation rows is judged on `rows` test rows; `chance` gives the probability of a correct answer per row.
     fn called_better(jobs: u64, rows: usize, eval_rows: usize, chance: impl Fn(f64) -> f64) -> f64 {
         let mut better = 0;
         for job in 0..jobs {

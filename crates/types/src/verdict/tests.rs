@@ -46,7 +46,7 @@ fn answers(rewards: &[Option<f64>]) -> Answers {
     Answers::new(rewards.iter().map(text).collect())
 }
 
-/// Rows of which the trained model wins, loses and ties so many.
+/// Creates rows with these numbers of wins, losses and ties for the trained model.
 fn rows(set: RowSet, won: u64, lost: u64, tied: u64) -> Vec<VerdictRow> {
     let row = |(row, (base, trained)): (u64, (f64, f64))| {
         VerdictRow::new(set, row, "p".into(), answers(&[Some(base)]), answers(&[Some(trained)]))
@@ -60,7 +60,7 @@ fn judged(rows: &[VerdictRow], plan: &Plan) -> VerdictResult {
 }
 
 #[test]
-fn the_words_follow_from_the_rows() {
+fn the_conclusion_follows_from_the_rows() {
     let plan = plan(json!({"dataset": {"records": [{"prompt": "p", "answer": "a"}]}}));
     for (won, lost, tied, expected) in [
         (60, 20, 120, VerdictWord::Better),
@@ -83,7 +83,7 @@ fn a_guard_that_fell_takes_a_better_back_and_one_of_few_rows_decides_nothing() {
     for (guard, expected) in [
         (rows(RowSet::Guard, 20, 20, 2000), VerdictWord::Better),
         (rows(RowSet::Guard, 10, 60, 130), VerdictWord::GuardFell),
-        // Nothing shows that it fell, and nothing that it did not fall by more than 0.02.
+        // The interval includes both no fall and a fall of more than 0.02.
         (rows(RowSet::Guard, 30, 30, 60), VerdictWord::GuardFell),
         (rows(RowSet::Guard, 0, 0, 19), VerdictWord::TooFewRows),
         (rows(RowSet::Guard, 0, 0, 20), VerdictWord::Better),
@@ -104,7 +104,7 @@ fn a_row_without_a_reward_of_both_models_does_not_count() {
     let result = judged(&all, &plan);
     assert_eq!((result.test.rows, result.test.missing_rows, result.test.difference), (60, 1, 0.5));
     assert!(result.note.unwrap().contains("1 rows are left out"));
-    // Of several completions, those that are scored speak for the row.
+    // If some of a row's completions have no reward, the mean of the others counts.
     assert_eq!(answers(&[Some(1.0), None, Some(0.0)]).reward, Some(0.5));
 }
 

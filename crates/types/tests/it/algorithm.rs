@@ -1,4 +1,4 @@
-//! Which settings of the algorithm go together, at submission.
+//! Tests of which settings of the algorithm are compatible, at submission.
 
 use rlood_types::spec::{Estimator, KlEstimator, KlIn, Loss, RewardNormalization};
 use serde_json::{Value, json};
@@ -172,13 +172,13 @@ fn odd_but_legal_choices_are_warned_of() {
 }
 
 #[test]
-fn dropout_is_accepted_with_what_it_does_to_the_ratio() {
+fn dropout_is_accepted_with_a_warning_about_the_ratio() {
     let warnings = |dropout: f64| accepted(with("/lora", json!({"dropout": dropout}))).warnings;
     let code = "dropout_moves_the_ratio";
     let dropped = warnings(0.1);
     let warning = dropped.iter().find(|warning| warning.code == code).unwrap();
     assert_eq!(warning.pointer, "/lora/dropout");
-    // Which holds whether the log-probs of sampling were recorded or come from a pass of their own.
+    // This is true whether the log-probabilities of sampling were recorded or come from a separate pass.
     assert!(warning.detail.contains("log-probs of sampling") && warning.detail.contains("sampling/log_ratio_max"));
     assert!(!warning.detail.contains("pass"), "{}", warning.detail);
     assert!(warnings(0.0).iter().all(|warning| warning.code != code));

@@ -1,4 +1,4 @@
-//! Datasets: the streaming reader.
+//! Tests of the streaming reader of datasets.
 
 use std::io::Write;
 
@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use rlood_types::dataset::{Format, MAX_ROW_BYTES, Reader, Rejected, Summary};
 use serde_json::{Value, json};
 
-/// Reads bytes in pieces of a size.
+/// Reads bytes in chunks of a given size.
 fn read(format: Format, bytes: &[u8], piece: usize) -> (Vec<u8>, Result<Summary, Rejected>) {
     let (mut reader, mut out) = (Reader::new(format), Vec::new());
     for piece in bytes.chunks(piece.max(1)) {
@@ -137,7 +137,7 @@ fn broken_json_says_where() {
 }
 
 #[test]
-fn what_would_be_rounded_or_dropped_is_refused_where_it_stands() {
+fn values_that_would_be_rounded_or_dropped_are_rejected_with_their_position() {
     let of = |format, text: &str| read(format, text.as_bytes(), usize::MAX).1.unwrap_err().errors.remove(0);
     let long = "{\"prompt\":\"a\"}\n{\"prompt\":\"b\",\"id\":123456789012345678901234567890}\n";
     let error = of(Format::Ndjson, long);
@@ -152,14 +152,14 @@ fn what_would_be_rounded_or_dropped_is_refused_where_it_stands() {
     let error = of(Format::Json, "[\n{\"prompt\":\"a\",\n  \"n\": -9223372036854775809}]");
     assert_eq!((error.line, error.code), (2, "not_exact"));
     assert!(error.detail.starts_with("at line 3, column 8: "), "{}", error.detail);
-    // Fractions are rounded as everywhere, and what 64 bits hold is kept.
+    // Fractions are rounded as in other parsers, and integers that fit into 64 bits are kept.
     let kept = "{\"prompt\":\"a\",\"n\":18446744073709551615,\"x\":1e30,\"y\":0.1000000000000000055511151231257827}\n";
     let expected = [json!({"prompt": "a", "n": u64::MAX, "x": 1e30, "y": 0.1})];
     assert_eq!(rows(Format::Ndjson, kept.as_bytes()), expected);
 }
 
 #[test]
-fn a_header_of_csv_that_names_a_column_twice_or_not_at_all_says_which() {
+fn a_csv_header_with_a_duplicate_or_missing_name_is_rejected() {
     let detail = |text: &str| read(Format::Csv, text.as_bytes(), 3).1.unwrap_err().errors.remove(0).detail;
     assert!(detail("prompt,a,prompt\nx,1,2\n").starts_with("columns 1 and 3 of the header are both named 'prompt'"));
     assert!(detail("prompt,,a\nx,1,2\n").starts_with("column 2 of the header has no name"));
@@ -172,14 +172,14 @@ fn utf_16_is_named() {
 }
 
 #[test]
-fn gzip_that_nobody_announced_is_named() {
+fn undeclared_gzip_is_recognized() {
     let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::best());
     encoder.write_all(b"{\"prompt\": \"a\"}\n").unwrap();
     assert_eq!(errors(Format::Ndjson, &encoder.finish().unwrap()), [(1, "gzip")]);
 }
 
 #[test]
-fn one_endless_row_is_refused_with_its_number_and_never_held() {
+fn an_endless_row_is_rejected_with_its_number_and_never_buffered() {
     for (format, start) in [
         (Format::Ndjson, "{\"prompt\":\"a\"}\n{\"prompt\":\""),
         (Format::Csv, "prompt\n\""),
@@ -240,7 +240,7 @@ proptest! {
     fn csv_rows_end_where_the_csv_crate_ends_them(text in "[a\",\n\r]{0,30}") {
         let mut reference = csv::ReaderBuilder::new().has_headers(false).flexible(true).from_reader(text.as_bytes());
         let reference: Vec<Vec<String>> = reference.records().map(|row| row.unwrap().iter().map(str::to_owned).collect()).collect();
-        // As one column named by its own header: rows of other widths are errors in both.
+        // The header names a single column, so rows of other widths are errors in both.
         let bytes = format!("prompt\n{text}");
         let (_, result) = read(Format::Csv, bytes.as_bytes(), 3);
         if let Ok(summary) = result {

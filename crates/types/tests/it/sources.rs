@@ -1,4 +1,4 @@
-//! A dataset that is a list of sources: read, checked, planned.
+//! Tests of a dataset that is a list of sources: reading, checks and plan.
 
 use rlood_types::spec::{
     Context, DatasetFacts, DatasetSource, FieldError, JobSpec, Resolution, SourcePlan, Warning, resolve, submittable,
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use crate::spec::model;
 
-/// Reads, gives every source the facts said (rows, columns), and resolves.
+/// Reads a document, gives every source these facts (rows, columns), and resolves it.
 fn resolved(document: &Value, facts: &[(u64, &[&str])]) -> Result<Resolution, Vec<FieldError>> {
     let (spec, errors) = JobSpec::read(document.clone());
     assert_eq!(errors, [], "{document}");
@@ -99,17 +99,17 @@ fn an_epoch_ends_when_the_largest_source_was_seen_once() {
     let plan = |weights: [Value; 2], changes: Value| {
         resolved(&job(two(weights), length(), changes), &[(100, BOTH), (8, BOTH)]).unwrap().plan
     };
-    // Without weights all rows are seen once: 108 in blocks of four.
+    // Without weights all rows are used once: 108 in blocks of four.
     let by_rows = plan([Value::Null, Value::Null], json!({}));
     assert_eq!((by_rows.training.max_steps, by_rows.totals.dropped_rows_per_epoch), (27, 0));
     assert_eq!(by_rows.dataset.sources[1], SourcePlan { name: "own".into(), num_rows: 8, weight: 8.0 });
-    // At equal weights 100 of each.
+    // Equal weights give 100 prompts of each source.
     assert_eq!(plan([json!(1), json!(1)], json!({})).training.max_steps, 50);
     let steps = |epochs: f64| {
         let training = json!({"training": {"prompts_per_step": 4, "num_train_epochs": epochs}});
         plan([json!(3), json!(1)], training).training.max_steps
     };
-    // 100 and 33⅓: 133, 134 and 133 prompts.
+    // Per epoch 100 and 33⅓: 133, 134 and 133 prompts.
     assert_eq!((steps(1.0), steps(3.0), steps(0.5)), (33, 99, 17));
     let document = submittable(&by_rows);
     assert_eq!(document["dataset"], submittable_dataset(&by_rows.dataset));

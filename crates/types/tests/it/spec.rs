@@ -1,6 +1,6 @@
-//! What is accepted as a job, what is refused, and with which words.
+//! Tests of which jobs are accepted, which are rejected, and with which messages.
 //!
-//! Longer than other files: a table of refused documents and their words for each part of a job.
+//! This file is longer than others: it has a table of rejected documents and their messages for each part of a job.
 
 use proptest::prelude::*;
 use rlood_types::spec::{
@@ -52,7 +52,7 @@ fn minimal() -> Value {
     json!({"model": "org/tiny", "dataset": {"id": rlood_types::id::DatasetId::new()}, "rewards": [{"type": "length"}]})
 }
 
-/// The minimal job with one value set; the pointer's parents are made.
+/// Returns the minimal job with one value set; missing parents of the pointer are created.
 pub fn with(pointer: &str, value: Value) -> Value {
     let mut document = minimal();
     let mut at = &mut document;
@@ -94,7 +94,7 @@ pub fn accepted(document: Value) -> Resolution {
     resolve(&spec, &context).unwrap()
 }
 
-/// Setting `pointer` to `value` gives exactly one error, there, with this code, and all these words in its text.
+/// Asserts that setting `pointer` to `value` gives exactly one error, at `at`, with this code and all these words in its text.
 #[track_caller]
 pub fn refused_at(pointer: &str, value: Value, at: &str, code: &str, words: &[&str]) {
     let errors = errors(with(pointer, value.clone()));
@@ -205,7 +205,7 @@ fn settings_for_interruptions_reach_the_plan_and_are_absent_where_they_are_not_s
     let plan = accepted(document).plan;
     assert_eq!((plan.training.max_attempts, plan.checkpoints.every_seconds), (Some(5), Some(60)));
     assert_eq!(plan.checkpoints.every_steps, 20, "seconds stand beside the steps");
-    // Neither changes what a checkpoint may be resumed by.
+    // Neither setting affects whether a checkpoint can be resumed from.
     let without = accepted(minimal()).plan;
     let same = |plan: &rlood_types::spec::Plan| {
         let mut identity = rlood_types::spec::resume_identity(plan);
@@ -280,7 +280,7 @@ fn keys_of_other_trainers_are_refused_by_name() {
 }
 
 #[test]
-fn what_comes_later_is_refused_as_unsupported() {
+fn unimplemented_rewards_are_rejected_as_unsupported() {
     refused_at("/rewards/0", json!({"type": "judge"}), "/rewards/0/type", "unsupported", &["not built yet"]);
 }
 
@@ -316,7 +316,7 @@ fn rewards_are_checked() {
         json!({"type": "length", "min_words": 9, "max_words": 3}),
         "/rewards/0/max_words",
         "invalid_value",
-        &["no length fits"],
+        &["no length matches"],
     );
     refused_at(
         "/rewards/0",
@@ -401,7 +401,7 @@ fn steps_and_epochs_follow_the_block_arithmetic() {
     let mut document = minimal();
     document["training"] = json!({"prompts_per_step": 5, "num_train_epochs": 2.5});
     document["rloo"] = json!({"steps_per_generation": 2, "num_iterations": 3, "num_generations": 2});
-    // 64 rows, blocks of 10: 6 blocks an epoch, 6 steps each.
+    // 64 rows in blocks of 10 give 6 blocks per epoch with 6 steps each.
     let plan = accepted(document).plan;
     assert_eq!((plan.training.max_steps, plan.totals.generation_blocks), (90, 15));
     assert_eq!(
@@ -442,7 +442,7 @@ fn prompts_and_completions_must_fit_the_context() {
     );
     assert!(errors[0].detail.contains("at most 112"), "{}", errors[0].detail);
     assert!(try_with(with("/sampling/max_completion_length", json!(112)), middling).is_ok());
-    // The default gives way instead.
+    // The default length is reduced instead.
     assert_eq!(try_with(minimal(), middling).unwrap().plan.sampling.max_completion_length, 112);
 }
 
@@ -524,8 +524,8 @@ fn the_estimate_counts_the_adapter() {
     // 2 layers · r 2 · ((8 + 16) + (16 + 8)).
     assert_eq!((estimate.trainable_parameters, estimate.optimizer_bytes), (Some(192), Some(8 * 192)));
     assert_eq!((estimate.gradient_bytes, estimate.checkpoint_bytes), (Some(4 * 192), Some(12 * 192)));
-    // 2 · 4 bytes · 2 layers · 2 heads · 4 wide · (8 prompts · 112 tokens, each once, + 32 completions · 16 tokens): room
-    // comes in blocks of 16 tokens.
+    // 2 · 4 bytes · 2 layers · 2 heads · 4 wide · (8 prompts · 112 tokens, each once, + 32 completions · 16 tokens). Space is
+    // allocated in blocks of 16 tokens.
     assert_eq!(estimate.kv_cache_bytes, Some(180_224));
 }
 
@@ -540,7 +540,7 @@ fn labels_can_be_changed_and_nothing_else() {
     assert_eq!(errors.iter().map(|error| error.pointer.as_str()).collect::<Vec<_>>(), ["/priority", "/state"]);
 }
 
-/// JSON of any shape, rich in the words that a job knows.
+/// Generates JSON of any shape, with many of the words that a job knows.
 fn anything() -> impl Strategy<Value = Value> {
     let word = prop::sample::select(vec![
         "model",
@@ -607,7 +607,7 @@ proptest! {
         let context = Context { model: Some(model()), dataset: Some(dataset(64)), eval_dataset: spec.eval.as_ref().map(|_| dataset(4)), ..Context::default() };
         errors.extend(resolve(&spec, &context).err().unwrap_or_default());
         for error in errors {
-            // A missing field's pointer leads to where it should be.
+            // The pointer to a missing field leads to where it should be.
             let parent = error.pointer.rsplit_once('/').map_or("", |(parent, _)| parent);
             let missing_section = ["/training", "/sampling", "/rloo"].contains(&parent);
             prop_assert!(missing_section || document.pointer(parent).is_some(), "{error:?}");
@@ -635,7 +635,7 @@ proptest! {
 }
 
 #[test]
-fn a_flood_of_errors_is_cut() {
+fn the_number_of_reported_errors_is_limited() {
     let flood: serde_json::Map<String, Value> = (0..5000).map(|n| (format!("k{n}"), Value::Null)).collect();
     let (_, errors) = JobSpec::read(Value::Object(flood));
     assert_eq!(errors.len(), 1001);
@@ -648,7 +648,7 @@ fn evaluation_may_hold_out_a_fraction_and_have_rewards_of_its_own() {
     let eval = plan.eval.clone().unwrap();
     assert_eq!((eval.fraction, eval.held_out_rows, eval.num_prompts()), (Some(0.1), Some(6), 6));
     assert_eq!(eval.dataset, plan.dataset);
-    // 58 of 64 rows train: seven blocks of eight, two rows left over.
+    // 58 of 64 rows train: seven blocks of eight, with two rows left over.
     assert_eq!((plan.training.max_steps, plan.totals.dropped_rows_per_epoch), (7, 2));
     let again = rlood_types::spec::submittable(&plan);
     assert_eq!(again["eval"]["fraction"], json!(0.1));
@@ -695,7 +695,7 @@ fn rows_for_the_verdict_alone_are_taken_where_there_are_enough() {
     assert_eq!((eval.held_out_rows, eval.test_fraction, eval.test_rows), (Some(200), Some(0.1), Some(200)));
     // 1,600 of 2,000 rows train, in blocks of eight.
     assert_eq!(plan.training.max_steps, 200);
-    // What is submitted again is what it was, also of a plan from before there were such rows.
+    // A plan that is submitted again is unchanged, even one created before such rows existed.
     let again = rlood_types::spec::submittable(&plan);
     assert_eq!((&again["eval"]["test_fraction"], again["eval"].get("test_rows")), (&json!(0.1), None));
     let mut old = serde_json::to_value(&plan).unwrap();
@@ -762,7 +762,7 @@ fn a_metric_that_the_job_cannot_produce_is_refused_with_a_suggestion() {
     refused(at, json!("rewrad"), "unknown_metric", &["did you mean 'reward'"]);
     refused(at, json!("eval_reward"), "unknown_metric", &["no evaluation", "eval {fraction}"]);
     refused(at, json!("rewards/lenght/mean"), "unknown_metric", &["rewards/length/mean"]);
-    // Times are the machine's: two runs cannot be compared by them.
+    // Durations depend on the machine, so two runs cannot be compared by them.
     refused(at, json!("step_time"), "unknown_metric", &[]);
     let mut document = with(at, json!("kl"));
     document["rloo"] = json!({"beta": 0});

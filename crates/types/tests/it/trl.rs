@@ -1,4 +1,4 @@
-//! Runs of TRL become jobs: what is translated, what is refused as TRL refuses it, what is answered by name.
+//! Tests of the translation of TRL configurations: what is translated, what is rejected as TRL does, and what is explained by name.
 
 use proptest::prelude::*;
 use rlood_types::spec::JobSpec;
@@ -6,7 +6,7 @@ use rlood_types::spec::format::Format;
 use rlood_types::spec::trl::{Conversion, convert};
 use serde_json::{Value, json};
 
-/// The run with a model, a dataset of `rows` rows and a reward.
+/// Returns the configuration with a model, a dataset of `rows` rows and a reward.
 fn run(config: Value, rows: usize) -> Value {
     let records: Vec<_> = (0..rows).map(|row| json!({"prompt": format!("row {row}")})).collect();
     json!({"config": config, "model": "m", "dataset": {"records": records}, "rewards": [{"type": "length"}]})
@@ -32,7 +32,7 @@ fn ignored_keys(conversion: &Conversion) -> Vec<&str> {
 fn trl_s_defaults_are_written_out() {
     let conversion = converted(json!({}));
     assert!(conversion.errors.is_empty() && conversion.unsupported.is_empty() && conversion.ignored.is_empty());
-    // RLOOConfig of TRL 1.16 and TrainingArguments of transformers 5: 8 completions a step are 4 prompts of 2.
+    // RLOOConfig of TRL 1.16 and TrainingArguments of transformers 5: 8 completions per step are 4 prompts of 2.
     for (pointer, expected) in [
         ("/rloo/num_generations", json!(2)),
         ("/rloo/beta", json!(0.05)),
@@ -90,7 +90,7 @@ fn every_spelling_of_beta_is_read_and_two_at_once_are_refused() {
 
 #[test]
 fn micro_steps_become_optimizer_steps() {
-    // (B, GA, S, G) → prompts a step, optimizer steps a block: S/GA, B·GA/G.
+    // (B, GA, S, G) → prompts per step, optimizer steps per block: S/GA, B·GA/G.
     for (b, ga, s, g, prompts, steps) in
         [(8, 1, 2, 2, 4, 2), (3, 2, 2, 6, 1, 1), (8, 2, 4, 2, 8, 2), (4, 2, 6, 2, 4, 3), (1, 4, 4, 4, 1, 1)]
     {
@@ -112,7 +112,7 @@ fn batches_that_are_no_whole_optimizer_steps_are_refused_with_the_nearest_that_a
     assert_eq!(refused_keys(&conversion), ["steps_per_generation"]);
     assert!(conversion.unsupported[0].reason.contains("3 and 6"), "{}", conversion.unsupported[0].reason);
     assert_eq!(at(&conversion, "/training/prompts_per_step"), &Value::Null);
-    // A group of 6 over two optimizer steps of 3.
+    // A group of 6 would span two optimizer steps of 3.
     let config = json!({"per_device_train_batch_size": 3, "steps_per_generation": 2, "num_generations": 6});
     let conversion = converted(config);
     assert_eq!(refused_keys(&conversion), ["gradient_accumulation_steps"]);
@@ -148,7 +148,7 @@ fn divisibility_errors_name_the_nearest_valid_values() {
 }
 
 #[test]
-fn what_is_not_done_is_answered_by_name_with_what_to_use() {
+fn unsupported_keys_are_explained_by_name() {
     let foreign = json!({
         "use_vllm": true, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3, "deepspeed": "ds_z3.json", "fsdp": "full_shard",
         "fsdp_config": {"version": 2}, "sync_ref_model": true, "ref_model_sync_steps": 64, "load_in_4bit": true, "fp16": true,
@@ -176,7 +176,7 @@ fn what_is_not_done_is_answered_by_name_with_what_to_use() {
 }
 
 #[test]
-fn named_reward_functions_become_rewards_with_what_is_to_be_done() {
+fn named_reward_functions_become_rewards_with_instructions() {
     let of = |config: Value| {
         let conversion = convert(&json!({"config": config, "model": "m", "dataset": {"id": "ds_1"}}), None);
         assert!(conversion.errors.is_empty() && conversion.unsupported.is_empty(), "{conversion:?}");
@@ -228,7 +228,7 @@ fn a_temperature_of_sampling_alone_is_refused_and_the_same_one_is_not() {
 }
 
 #[test]
-fn columns_that_trl_would_withhold_from_rewards_are_told_of() {
+fn columns_that_trl_would_hide_from_rewards_are_reported() {
     let told = |given: Value| {
         let conversion = convert(&json!({"config": given, "model": "m"}), None);
         conversion.warnings.iter().any(|warning| warning.pointer.ends_with("/remove_unused_columns"))
@@ -236,7 +236,7 @@ fn columns_that_trl_would_withhold_from_rewards_are_told_of() {
     assert!(told(json!({"remove_unused_columns": true})) && !told(json!({"remove_unused_columns": false})));
 }
 
-/// Every field of the released dataclasses with its default.
+/// Returns every field of the released dataclasses with its default.
 fn released() -> Value {
     serde_json::from_str(&std::fs::read_to_string(rlood_test_support::fixture("trl/defaults.json")).unwrap()).unwrap()
 }
@@ -257,7 +257,7 @@ fn every_field_of_the_release_is_known_and_harmless_at_its_default() {
             );
         }
     }
-    // ModelConfig beside it, as TRL's script takes them together.
+    // Adds ModelConfig, because TRL's script accepts both together.
     config.as_object_mut().unwrap().extend(released["model_config"].as_object().unwrap().clone());
     let conversion = converted(config);
     assert!(conversion.errors.is_empty() && conversion.unsupported.is_empty(), "{conversion:?}");
@@ -296,7 +296,7 @@ fn adapters_are_read_from_a_lora_config_and_from_flat_keys() {
         assert_eq!(at(&conversion, "/lora"), &expected);
         assert_eq!(at(&conversion, "/model"), "org/base");
     }
-    // PEFT's defaults, and TRL's ModelConfig's.
+    // Defaults of PEFT, and of TRL's ModelConfig.
     let conversion = convert(&json!({"peft_config": {}}), None);
     assert_eq!(
         at(&conversion, "/lora"),
@@ -312,7 +312,7 @@ fn adapters_are_read_from_a_lora_config_and_from_flat_keys() {
     let conversion = converted(json!({"lora_r": 32}));
     assert_eq!(conversion.warnings[0].code, "peft_assumed");
     assert_eq!(at(&converted(json!({"use_peft": false, "lora_r": 32})), "/lora"), &Value::Null);
-    // What is not plain LoRA.
+    // Options that are not plain LoRA.
     let document = json!({"peft_config": {"peft_type": "LORA", "use_dora": true, "bias": "all", "modules_to_save": ["lm_head"], "rank": 3}});
     assert_eq!(refused_keys(&convert(&document, None)), ["use_dora", "bias", "modules_to_save", "rank"]);
     let document = json!({"peft_config": {"peft_type": "IA3"}});
@@ -320,8 +320,8 @@ fn adapters_are_read_from_a_lora_config_and_from_flat_keys() {
 }
 
 #[test]
-fn the_schedule_counts_what_is_known_of_the_run() {
-    // 64 rows, 4 prompts a step: 16 steps an epoch, 48 in all.
+fn the_schedule_uses_the_known_length_of_the_run() {
+    // 64 rows with 4 prompts per step: 16 steps per epoch, 48 in total.
     let conversion = converted(
         json!({"warmup_ratio": 0.1, "eval_strategy": "epoch", "save_strategy": "epoch", "lr_scheduler_type": "cosine"}),
     );
@@ -330,7 +330,7 @@ fn the_schedule_counts_what_is_known_of_the_run() {
     assert_eq!(at(&conversion, "/optimizer/lr_scheduler_type"), "cosine");
     assert_eq!(at(&conversion, "/eval/every_steps"), 16);
     assert_eq!(at(&conversion, "/checkpoints/every_steps"), 16);
-    // Without the dataset only max_steps tells.
+    // Without the dataset, only max_steps determines the length.
     let config = json!({"warmup_ratio": 0.1, "save_steps": 0.25});
     assert_eq!(refused_keys(&convert(&config, None)), ["save_steps", "warmup_ratio"]);
     let conversion = convert(&json!({"warmup_ratio": 0.1, "save_steps": 0.25, "max_steps": 30}), None);
@@ -377,7 +377,7 @@ fn reward_weights_go_to_the_rewards() {
 
 #[test]
 fn numbers_written_as_text_are_numbers() {
-    // PyYAML reads 1e-6 as text, and TRL takes it.
+    // PyYAML reads 1e-6 as text, and TRL accepts it.
     let text = "learning_rate: '1e-6'\nbeta: \"0.04\"\nmax_steps: '20'\nshuffle_dataset: 'false'\neval_strategy: no\n";
     let conversion = convert(&Format::Yaml.read(text).unwrap(), None);
     assert!(conversion.errors.is_empty(), "{:?}", conversion.errors);
@@ -388,24 +388,24 @@ fn numbers_written_as_text_are_numbers() {
 }
 
 #[test]
-fn errors_of_the_job_are_told_at_the_key_that_was_sent() {
+fn errors_of_the_job_point_to_the_submitted_key() {
     let conversion = converted(json!({"temperature": 0, "kl_coef": -1, "top_p": 2}));
     assert!(conversion.errors.is_empty(), "TRL does not check them: {:?}", conversion.errors);
     let (_, errors) = JobSpec::read(conversion.spec.clone());
-    let pointers: Vec<String> = errors.into_iter().map(|error| conversion.told_by_key(error).pointer).collect();
+    let pointers: Vec<String> = errors.into_iter().map(|error| conversion.at_submitted_key(error).pointer).collect();
     for pointer in ["/config/kl_coef", "/config/temperature", "/config/top_p"] {
         assert!(pointers.iter().any(|found| found == pointer), "{pointer} in {pointers:?}");
     }
 }
 
 #[test]
-fn what_is_no_configuration_is_refused() {
+fn a_value_that_is_not_a_configuration_is_rejected() {
     for document in [json!(null), json!([]), json!("x"), json!({"config": 3}), json!({"config": {}, "beta": 0.1})] {
         assert!(!convert(&document, None).errors.is_empty(), "{document}");
     }
 }
 
-/// JSON of any shape, rich in the words that a TRL configuration knows.
+/// Generates JSON of any shape, with many of the words that a TRL configuration knows.
 fn anything() -> impl Strategy<Value = Value> {
     let word = prop::sample::select(vec![
         "config",
@@ -485,13 +485,13 @@ proptest! {
         let conversion = convert(&document, rows);
         let (_, errors) = JobSpec::read(conversion.spec.clone());
         for error in errors {
-            let _ = conversion.told_by_key(error);
+            let _ = conversion.at_submitted_key(error);
         }
     }
 }
 
 #[test]
-fn trl_s_learning_rate_is_kept_with_an_adapter_and_the_author_is_told() {
+fn trl_s_learning_rate_is_kept_with_an_adapter_and_a_warning() {
     let peft = json!({"r": 16, "lora_alpha": 32, "target_modules": "all-linear"});
     let told = |document: Value| {
         let conversion = converted(document);
@@ -505,6 +505,6 @@ fn trl_s_learning_rate_is_kept_with_an_adapter_and_the_author_is_told() {
     let (rate, warning) = told(json!({"learning_rate": 1e-5, "peft_config": peft}));
     assert!(rate == 1e-5 && warning.unwrap().detail.contains("the run's learning rate"));
     assert_eq!(told(json!({"learning_rate": 5e-5, "peft_config": peft})).1, None);
-    // Without an adapter every weight is trained, for which it is the right one.
+    // Without an adapter every weight is trained, for which this rate is appropriate.
     assert_eq!(told(json!({})).1, None);
 }

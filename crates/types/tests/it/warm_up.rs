@@ -1,4 +1,4 @@
-//! The warm-up of a job: what is accepted, what is refused, and what a fork may change of it.
+//! Tests of the warm-up of a job: what is accepted, what is rejected, and what a fork may change.
 
 use rlood_types::dataset::PROMPT;
 use rlood_types::spec::{
@@ -17,7 +17,7 @@ fn answers() -> Vec<Value> {
     (0..6).map(|row| json!({"prompt": format!("{row}"), "completion": "an answer"})).collect()
 }
 
-/// A job with a warm-up of inline rows, changed.
+/// Returns a job with a warm-up of inline rows, after a change.
 fn job(change: impl FnOnce(&mut Value)) -> Value {
     let mut document = json!({"model": "org/tiny", "dataset": {"records": prompts(32)}, "rewards": [{"type": "length"}],
         "training": {"max_steps": 10, "prompts_per_step": 4}, "warm_up": {"dataset": {"records": answers()}, "steps": 5}});
@@ -80,7 +80,7 @@ fn a_warm_up_gets_the_documented_defaults_and_its_steps_come_first() {
 }
 
 #[test]
-fn what_is_wrong_is_told_at_its_place() {
+fn every_error_of_a_warm_up_has_its_pointer() {
     let refused = |change: fn(&mut Value), at: &str, code: &str, word: &str| {
         let errors = resolved(job(change), 20).expect_err(word);
         let found = errors.iter().find(|error| error.pointer == at && error.code == code);
@@ -157,7 +157,7 @@ fn what_is_wrong_is_told_at_its_place() {
 }
 
 #[test]
-fn beside_a_warm_start_the_reference_must_be_said() {
+fn with_a_warm_start_the_reference_is_required() {
     let with_start = |reference: Option<&str>| {
         let checkpoint = rlood_types::id::CheckpointId::new();
         JobSpec::read(job(|job| {
@@ -224,7 +224,7 @@ fn a_job_is_submitted_again_with_its_warm_up_and_a_fork_must_share_it() {
     }
     let replaced = forked_document(&plan, &json!({"warm_up": {"dataset": {"id": "ds_1"}, "steps": 2}}));
     assert_eq!(replaced["warm_up"], json!({"dataset": {"id": "ds_1"}, "steps": 2}), "it is replaced whole");
-    // Blocks begin behind the warm-up: in the middle of one the rewards must be the same.
+    // Blocks begin after the warm-up. In the middle of a block the rewards must be the same.
     let two_a_block = changed(|plan| plan.rloo.steps_per_generation = 2);
     let mut other = two_a_block.clone();
     other.rewards[0].weight = 2.0;

@@ -12,7 +12,7 @@ use super::signals::StopSignal;
 use crate::callback::Chunk;
 use crate::causes::with_causes;
 use crate::engine::host::StopReason;
-use crate::protocol::News;
+use crate::protocol::CallbackUpdate;
 use crate::reward::journal::Unrecorded;
 
 /// One attempt's answers that come later. Cheap to clone.
@@ -72,8 +72,8 @@ async fn fetch(client: Client, held: Held, stop: StopSignal, letters: watch::Sen
             Ok(page) => {
                 after = page.next;
                 letters.send_if_modified(|letters| {
-                    let some = !page.news.is_empty();
-                    for News { request, entry } in page.news {
+                    let some = !page.updates.is_empty();
+                    for CallbackUpdate { request, entry } in page.updates {
                         let chunk = letters.by_request.entry(request).or_default();
                         match entry {
                             Some(entry) => chunk.entries.push(entry),

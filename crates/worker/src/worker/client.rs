@@ -21,9 +21,9 @@ use crate::causes::with_causes;
 use crate::failpoint::fail_point;
 use crate::id::DatasetId;
 use crate::protocol::{
-    CallbackNews, Claim, ClaimRequest, DamagedFile, EventBatch, FileEntry, FileList, Finish, Heartbeat, HeartbeatReply,
-    Inspection, JournalBatch, JournalPage, ModelFiles, Publish, Published, Register, Registered, RewardReports,
-    read_claim,
+    CallbackUpdates, Claim, ClaimRequest, DamagedFile, EventBatch, FileEntry, FileList, Finish, Heartbeat,
+    HeartbeatReply, Inspection, JournalBatch, JournalPage, ModelFiles, Publish, Published, Register, Registered,
+    RewardReports, read_claim,
 };
 
 /// How long a worker goes on without an answer from the server.
@@ -165,7 +165,7 @@ impl Client {
     }
 
     /// What reward services sent after `after`; the server holds the call while there is nothing.
-    pub(super) async fn callbacks(&self, held: Held, after: i64) -> Result<CallbackNews, ClientError> {
+    pub(super) async fn callbacks(&self, held: Held, after: i64) -> Result<CallbackUpdates, ClientError> {
         let request = self.fenced(Method::GET, held, &["callbacks", &after.to_string()]);
         self.json(answer("callbacks", send_within(HELD_CALL, request)).await?).await
     }

@@ -1,4 +1,4 @@
-//! What the queue is to do, said again without a database.
+//! A model of the queue's behavior, without a database.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,47 +8,47 @@ use rlood_types::id::WorkerId;
 use rlood_types::job::{Requested, State};
 use rlood_types::protocol::Outcome;
 
-/// Checkpoints that the plan keeps.
+/// Number of checkpoints that the plan keeps.
 pub(super) const KEEP_LAST: usize = 2;
-/// Failures that the plan permits: more than strikes, so that both ends of a job are met.
+/// Number of failures that the plan permits: more than the strikes, so that both ways to fail occur.
 pub(super) const MAX_ATTEMPTS: u32 = 6;
-/// Every so many ends of attempts raise an alert.
+/// Number of ended attempts after which an alert is raised, each time.
 const ENDS_AN_ALERT: u32 = 10;
 
-/// A job as it should be.
+/// The expected state of a job.
 #[derive(Debug, Clone)]
 pub(super) struct Job {
     pub(super) state: State,
     pub(super) requested: Option<Requested>,
     pub(super) attempt: u64,
     pub(super) failed_attempts: u32,
-    /// The highest point when the present attempt began.
+    /// The highest point when the current attempt began.
     pub(super) reached: Cursor,
-    /// Ends of attempts, and how many of them were failures.
+    /// Number of ended attempts, and how many of them failed.
     pub(super) ends: u32,
     pub(super) failures: u32,
-    /// The last failure is `worker_lost` or `max_attempts`.
+    /// Code of the last failure: `worker_lost` or `max_attempts`.
     pub(super) code: Option<&'static str>,
     pub(super) owner: Option<WorkerId>,
-    /// When the claim lapses, on the clock that nobody sets.
+    /// Time at which the claim expires, on the steady clock.
     pub(super) deadline: i64,
     pub(super) step: u64,
     pub(super) priority: i64,
-    /// Paused by its worker, not by its user: it would go on by itself.
+    /// Whether the worker paused the job rather than its user, so that it would resume automatically.
     pub(super) by_itself: bool,
-    /// Its place within a priority.
+    /// Position of the job within its priority.
     pub(super) order: i64,
     pub(super) last_batch: Option<u64>,
-    /// Steps reported, and by which attempt.
+    /// Reported steps, each with its attempt.
     pub(super) steps: BTreeMap<u64, u64>,
-    /// Step and attempt, newest first.
+    /// Checkpoints as (step, attempt), newest first.
     pub(super) checkpoints: Vec<(u64, u64)>,
-    /// Reward requests by step.
+    /// Ids of reward requests, by step.
     pub(super) requests: BTreeMap<u64, String>,
-    /// Steps whose request is answered, and whose rollout is in the journal.
+    /// Steps whose request is answered, and steps whose rollout is in the journal.
     pub(super) answered: BTreeSet<u64>,
     pub(super) rollouts: BTreeSet<u64>,
-    /// Evaluations whose rollout is in the journal, and their rows.
+    /// Evaluations whose rollout is in the journal, with their number of rows.
     pub(super) evaluations: BTreeMap<u64, u64>,
     pub(super) events: Vec<String>,
 }
@@ -85,7 +85,7 @@ impl Job {
         self.state == State::Running && self.attempt == attempt
     }
 
-    pub(super) fn tell(&mut self, event: &str) {
+    pub(super) fn record_event(&mut self, event: &str) {
         self.events.push(event.to_owned());
     }
 
@@ -95,7 +95,7 @@ impl Job {
         self.owner = Some(worker);
         self.deadline = deadline;
         self.last_batch = None;
-        self.tell("job.started");
+        self.record_event("job.started");
         let newest = self.checkpoints.first().copied();
         let before = self.steps.len();
         self.steps.retain(|step, attempt| {
@@ -104,11 +104,11 @@ impl Job {
         self.step = newest.map_or(0, |(step, _)| step);
         self.reached = self.reached.max(self.cursor());
         if self.steps.len() < before {
-            self.tell("rewind");
+            self.record_event("rewind");
         }
     }
 
-    /// How far it is: what its steps and its journal say.
+    /// Returns the progress from the job's steps and journal.
     fn cursor(&self) -> Cursor {
         let begun = self.requests.keys().chain(&self.rollouts).max().map_or(0, |step| step - 1);
         let evaluated = self.evaluations.keys().max().copied().unwrap_or(0);
@@ -122,7 +122,7 @@ impl Job {
         self.cursor() > self.reached
     }
 
-    /// Out of its worker's hands, or of the queue.
+    /// Moves the job away from its worker, or out of the queue.
     pub(super) fn leave(&mut self, to: State, event: &str) {
         if self.state == State::Running {
             if self.progressed() {
@@ -141,10 +141,10 @@ impl Job {
             self.rollouts.clear();
             self.evaluations.clear();
         }
-        self.tell(event);
+        self.record_event(event);
     }
 
-    /// Its worker is gone without a word.
+    /// Releases the job after its worker ended without a report.
     pub(super) fn release(&mut self, charged: bool) {
         if self.requested == Some(Requested::Cancel) {
             return self.leave(State::Cancelled, "job.cancelled");
@@ -153,7 +153,7 @@ impl Job {
         self.ends += 1;
         self.failures += u32::from(charged);
         if self.ends.is_multiple_of(ENDS_AN_ALERT) {
-            self.tell("alert");
+            self.record_event("alert");
         }
         if self.requested == Some(Requested::Pause) {
             return self.leave(State::Paused, "job.paused");
@@ -181,13 +181,13 @@ impl Job {
             (Outcome::Paused { .. } | Outcome::Requeued | Outcome::Preempted, Some(_)) => {
                 self.leave(State::Paused, "job.paused");
             }
-            // A pause that was taken back is no end of an attempt.
+            // The end of a withdrawn pause is not the end of an attempt.
             (Outcome::Paused { reason: None }, None) => self.leave(State::Queued, "job.requeued"),
             (Outcome::Requeued | Outcome::Preempted, None) => self.release(false),
         }
     }
 
-    /// A batch of steps; repeated ones change nothing.
+    /// Adds a batch of steps; a repeated batch has no effect.
     pub(super) fn report(&mut self, batch: u64, steps: &[u64]) {
         if self.last_batch.is_some_and(|last| last >= batch) {
             return;
@@ -196,7 +196,7 @@ impl Job {
         for step in steps {
             self.steps.insert(*step, self.attempt);
             self.step = self.step.max(*step);
-            self.tell("step");
+            self.record_event("step");
         }
     }
 
@@ -217,8 +217,8 @@ impl Job {
         self.requests.retain(|asked, _| *asked > step);
         self.answered.retain(|asked| *asked > step);
         self.rollouts.retain(|sampled| *sampled > step);
-        // An evaluation that follows the step may still be under way.
+        // An evaluation that follows the step may not be finished yet.
         self.evaluations.retain(|evaluated, _| *evaluated >= step);
-        self.tell("checkpoint.saved");
+        self.record_event("checkpoint.saved");
     }
 }

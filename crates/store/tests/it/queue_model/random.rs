@@ -1,6 +1,6 @@
-//! Choices that a seed repeats.
+//! Pseudorandom choices that a seed reproduces.
 
-/// SplitMix64.
+/// The pseudorandom number generator SplitMix64.
 #[derive(Debug, Clone)]
 pub(super) struct Random(u64);
 
@@ -17,7 +17,7 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// 0 to `end` (exclusive).
+    /// Returns a number from 0 to `end` (exclusive).
     pub(super) fn below(&mut self, end: usize) -> usize {
         (self.next() % end.max(1) as u64) as usize
     }

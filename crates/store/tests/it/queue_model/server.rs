@@ -1,5 +1,5 @@
-//! The server's half: a real database and real files that can be killed at any named point, as `kill -9` does it: the next
-//! server opens a copy of what lay on the disk at that moment.
+//! The server under test: a real database and real files, which can be killed at any failpoint as by `kill -9`. The next server
+//! opens a copy of the disk's content at that moment.
 
 use std::cell::RefCell;
 use std::path::{Path, PathBuf};
@@ -16,26 +16,26 @@ use rlood_types::failpoint::{self, Action};
 
 pub(super) const LEASE: i64 = 30_000;
 
-/// Where databases are quick and cost the disk nothing: a sequence syncs hundreds of times.
+/// Returns a directory on a fast file system in memory if possible, because a sequence syncs hundreds of times.
 pub(super) fn memory_dir() -> PathBuf {
     let shm = PathBuf::from("/dev/shm");
     if tempfile::tempdir_in(&shm).is_ok() { shm } else { std::env::temp_dir() }
 }
 
-/// What a call came to.
+/// The result of a call.
 #[derive(Debug)]
 pub(super) enum Called<T> {
     Answered(T),
-    /// The server died meanwhile; `applied`: after the change was durable.
+    /// The server died during the call; `applied` = after the change was durable.
     Lost {
         applied: bool,
     },
 }
 
-/// Where the server dies.
+/// The failpoint at which the server dies.
 #[derive(Debug, Default)]
 struct Death {
-    /// Points to pass before.
+    /// Number of failpoints to pass before it dies.
     left: usize,
     from: PathBuf,
     to: PathBuf,
@@ -46,14 +46,14 @@ pub(super) struct Server {
     pub(super) store: Store,
     pub(super) files: DataDir,
     pub(super) watch: LeaseWatch,
-    /// Time of day and of the clock that nobody sets, ms.
+    /// Times of the wall clock and of the steady clock, in milliseconds.
     pub(super) wall: i64,
     pub(super) steady: i64,
     root: TempDir,
 }
 
 impl Server {
-    /// Over a copy of a prepared data directory.
+    /// Starts a server on a copy of a prepared data directory.
     pub(super) async fn start(template: &Path) -> Self {
         let root = fresh_root();
         copy_tree(template, root.path());
@@ -63,7 +63,7 @@ impl Server {
         Self { store, files, watch: LeaseWatch::new(wall, steady, LEASE), wall, steady, root }
     }
 
-    /// Makes a call, during which the server may die; another one is there when this returns.
+    /// Makes a call during which the server may die. If it does, another one has started when this returns.
     pub(super) async fn call<T, E>(
         &mut self,
         random: &mut Random,
@@ -74,17 +74,17 @@ impl Server {
         failpoint::set_hook(None);
         let death = death.take();
         let Some(at) = death.at else { return Ok(Called::Answered(answer)) };
-        self.go_on_in(death.to, random).await?;
+        self.start_in(death.to, random).await?;
         let applied = at.starts_with("store.after_commit") || at == "publish.published";
         Ok(Called::Lost { applied })
     }
 
-    /// Stops in order, and another one starts.
+    /// Stops the server regularly and starts another one.
     pub(super) async fn restart(&mut self, random: &mut Random) -> Result<(), String> {
         self.store.close().await;
         let to = fresh_root().keep();
         copy_tree(self.root.path(), &to);
-        self.go_on_in(to, random).await
+        self.start_in(to, random).await
     }
 
     fn may_die(&self, random: &mut Random, one_in: usize) -> Option<Rc<RefCell<Death>>> {
@@ -111,8 +111,8 @@ impl Server {
         Some(death)
     }
 
-    /// A new server in this directory; it may die while it starts, too.
-    async fn go_on_in(&mut self, mut dir: PathBuf, random: &mut Random) -> Result<(), String> {
+    /// Starts a new server in this directory; it may die during the start, too.
+    async fn start_in(&mut self, mut dir: PathBuf, random: &mut Random) -> Result<(), String> {
         let down = random.from(0, 240_000);
         self.steady += down;
         self.wall += down;
@@ -123,7 +123,7 @@ impl Server {
                 &mut self.store,
                 Store::open(&self.files.database()).await.map_err(|error| format!("the next server: {error}"))?,
             );
-            // Nobody is left who could use it.
+            // No other user of the store is left.
             stale.close().await;
             self.root = root;
             let death = self.may_die(random, 6);
@@ -144,7 +144,7 @@ pub(super) fn fresh_root() -> TempDir {
     tempfile::Builder::new().prefix("rlood-model-").tempdir_in(memory_dir()).unwrap()
 }
 
-/// Removed when dropped, as if we had made it.
+/// Takes over a directory, which is removed when dropped.
 fn adopted(dir: &Path) -> TempDir {
     let root = fresh_root();
     std::fs::remove_dir(root.path()).unwrap();
@@ -152,7 +152,7 @@ fn adopted(dir: &Path) -> TempDir {
     root
 }
 
-/// What a process that dies leaves: the files, and not what other processes share of them.
+/// Copies what a process that dies leaves behind: the files, without sharing them with other processes.
 fn copy_tree(from: &Path, to: &Path) {
     for entry in std::fs::read_dir(from).unwrap() {
         let entry = entry.unwrap();

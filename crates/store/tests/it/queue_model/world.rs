@@ -1,5 +1,5 @@
-//! One sequence: users, workers and the clock act at random on a real server, and each answer and each row is compared with
-//! what should be.
+//! One sequence: users, workers and the clock act at random on a real server, and every response and every row is compared
+//! with the expected one.
 
 mod users;
 mod workers;
@@ -17,28 +17,28 @@ use rlood_types::spec::Plan;
 
 const MAX_JOBS: usize = 5;
 const MAX_WORKERS: usize = 4;
-/// Time passes in pieces of this, ms; workers that can be heard send a heartbeat in each.
-const PIECE: i64 = 6_000;
+/// Length of a time step in milliseconds; connected workers send a heartbeat in each.
+const TIME_STEP: i64 = 6_000;
 
-/// A worker process.
+/// A simulated worker process.
 #[derive(Debug)]
-struct Puppet {
+struct WorkerProcess {
     id: WorkerId,
-    /// It dies with the server.
+    /// Whether it is a child process that ends with the server.
     child: bool,
-    /// Its heartbeats do not arrive.
+    /// Whether its heartbeats do not arrive.
     cut_off: bool,
-    held: Option<Held>,
+    held: Option<HeldClaim>,
 }
 
-/// What it believes to hold.
+/// The claim that a worker believes it holds.
 #[derive(Debug, Clone)]
-struct Held {
+struct HeldClaim {
     job: JobId,
     attempt: u64,
     step: u64,
     next_batch: u64,
-    /// The answer to it did not arrive.
+    /// The last batch, if its response did not arrive.
     unconfirmed: Option<EventBatch>,
     requests: BTreeMap<u64, String>,
 }
@@ -48,19 +48,19 @@ pub(super) struct World {
     server: Server,
     plan: Plan,
     jobs: BTreeMap<JobId, Job>,
-    puppets: Vec<Puppet>,
-    /// Requests that were sent, by job and step.
+    processes: Vec<WorkerProcess>,
+    /// Ids of sent requests, by job and step.
     asked: BTreeMap<(JobId, u64), String>,
     next_request: u32,
-    /// The clock was set since the last tick.
+    /// Whether the clock was set since the last tick.
     clock_set: bool,
-    /// What happened, for people.
+    /// Log of the actions, in words.
     pub(super) story: Vec<String>,
 }
 
 type Check = Result<(), String>;
 
-/// An answer that should have been another one.
+/// Describes a response that differs from the expected one.
 fn wrong<T>(what: &str, answer: &Result<T, StoreError>, expected: &str) -> String
 where
     T: std::fmt::Debug,
@@ -75,7 +75,7 @@ impl World {
             server: Server::start(template).await,
             plan: super::plan(dataset),
             jobs: BTreeMap::new(),
-            puppets: Vec::new(),
+            processes: Vec::new(),
             asked: BTreeMap::new(),
             next_request: 0,
             clock_set: false,
@@ -83,22 +83,22 @@ impl World {
         }
     }
 
-    /// A number of things happen; then everybody stops, and every job is to have an end.
+    /// Runs a number of actions; then all activity stops, and every job must end.
     pub(super) async fn run(&mut self, length: usize) -> Check {
         for _ in 0..length {
             self.step().await?;
             self.check_rows().await?;
         }
-        self.say("everything is cancelled and given up".to_owned());
-        self.puppets.iter_mut().for_each(|puppet| puppet.held = None);
+        self.record("everything is cancelled and given up".to_owned());
+        self.processes.iter_mut().for_each(|process| process.held = None);
         for job in self.jobs.keys().copied().collect::<Vec<_>>() {
-            // The server may die over it.
+            // The server may die during the call.
             while !self.jobs[&job].state.is_terminal() && self.jobs[&job].requested != Some(Requested::Cancel) {
-                self.wish(job, "cancel").await?;
+                self.user_action(job, "cancel").await?;
             }
         }
-        for _ in 0..LEASE / PIECE + 2 {
-            self.pass(PIECE).await?;
+        for _ in 0..LEASE / TIME_STEP + 2 {
+            self.advance_time(TIME_STEP).await?;
         }
         self.check_rows().await?;
         match self.jobs.iter().find(|(_, job)| !job.state.is_terminal()) {
@@ -111,24 +111,24 @@ impl World {
         match self.random.below(100) {
             0..9 => self.create().await,
             9..27 => self.claim().await,
-            27..33 => self.any_beat().await,
+            27..33 => self.any_heartbeat().await,
             33..47 => self.report().await,
             47..56 => self.publish().await,
             56..62 => self.journal().await,
             62..68 => self.finish().await,
             68..77 => {
-                let time = PIECE * self.random.from(1, 6);
-                self.pass(time).await
+                let time = TIME_STEP * self.random.from(1, 6);
+                self.advance_time(time).await
             }
             77..79 => {
                 let by = self.random.from(60_000, 21_600_000) * if self.random.one_in(2) { 1 } else { -1 };
-                self.say(format!("the clock is set by {by} ms"));
+                self.record(format!("the clock is set by {by} ms"));
                 self.server.wall += by;
                 self.clock_set = true;
                 Ok(())
             }
             79..82 => self.lose_worker().await,
-            82..93 => self.any_wish().await,
+            82..93 => self.any_user_action().await,
             93..96 => {
                 let server = &mut self.server;
                 server.restart(&mut self.random).await?;
@@ -138,7 +138,7 @@ impl World {
         }
     }
 
-    fn say(&mut self, line: String) {
+    fn record(&mut self, line: String) {
         self.story.push(line);
     }
 
@@ -146,11 +146,12 @@ impl World {
         self.server.store.clone()
     }
 
-    /// What the model does when the server came back: children died with the old one, the others have a whole lease.
+    /// Updates the model after a restart: child workers died with the old server, and the other leases were renewed.
     async fn after_restart(&mut self, why: &str) -> Check {
-        self.say(format!("{why}, and another one starts"));
-        let children: BTreeSet<WorkerId> = self.puppets.iter().filter(|puppet| puppet.child).map(|p| p.id).collect();
-        self.puppets.retain(|puppet| !puppet.child);
+        self.record(format!("{why}, and another one starts"));
+        let children: BTreeSet<WorkerId> =
+            self.processes.iter().filter(|process| process.child).map(|p| p.id).collect();
+        self.processes.retain(|process| !process.child);
         for job in self.jobs.values_mut().filter(|job| job.state == State::Running) {
             match job.owner {
                 Some(owner) if children.contains(&owner) => job.release(false),
@@ -162,25 +163,25 @@ impl World {
         self.check_all().await
     }
 
-    /// Whether a call that was cut short had its effect.
+    /// Records an interrupted call; returns whether it took effect.
     fn cut_short(&mut self, what: &str, applied: bool) -> bool {
         let when = if applied { "after" } else { "before" };
-        self.say(format!("{what}: the server dies {when} it is durable"));
+        self.record(format!("{what}: the server dies {when} it is durable"));
         applied
     }
 
-    /// Time passes; workers that can be heard send heartbeats, the server looks for lapsed leases.
-    async fn pass(&mut self, time: i64) -> Check {
+    /// Advances the time; connected workers send heartbeats, and the server checks for expired leases.
+    async fn advance_time(&mut self, time: i64) -> Check {
         let mut left = time;
         while left > 0 {
-            left -= PIECE;
-            self.server.steady += PIECE;
-            self.server.wall += PIECE;
+            left -= TIME_STEP;
+            self.server.steady += TIME_STEP;
+            self.server.wall += TIME_STEP;
             self.tick().await?;
-            for place in 0..self.puppets.len() {
-                // A restart may have taken some away.
-                if self.puppets.get(place).is_some_and(|puppet| !puppet.cut_off) {
-                    self.beat(place).await?;
+            for place in 0..self.processes.len() {
+                // A restart may have removed some workers.
+                if self.processes.get(place).is_some_and(|process| !process.cut_off) {
+                    self.heartbeat(place).await?;
                 }
             }
         }
@@ -201,13 +202,13 @@ impl World {
             return Err(format!("taken back: {taken:?}, and it should be {expected:?}"));
         }
         for id in taken {
-            self.say(format!("the lease of {id} lapses"));
+            self.record(format!("the lease of {id} lapses"));
             self.jobs.get_mut(&id).ok_or("no job")?.release(true);
         }
         Ok(())
     }
 
-    /// Every job's row is as it should be.
+    /// Checks that every job's row is as expected.
     async fn check_rows(&mut self) -> Check {
         let mut owners = BTreeSet::new();
         let all = self.server.store.job_list(&JobFilter::default(), None, 1000).await;
@@ -247,7 +248,7 @@ impl World {
         Ok(())
     }
 
-    /// And what hangs on it: history, steps, checkpoints with their bytes.
+    /// Checks also the dependent data: history, steps, checkpoints with their bytes.
     async fn check_all(&mut self) -> Check {
         let store = self.store();
         for (id, job) in &self.jobs {

@@ -1,4 +1,4 @@
-//! What a run takes of a GPU's memory: everything that the backend for it allocates, stage by stage of a layer.
+//! Computes the GPU memory of a run: everything that the CUDA backend allocates, stage by stage of a layer.
 
 use super::{
     CUDA_CONTEXT_BYTES, CUDA_KEPT_FREE_BYTES, CUDA_MAX_LOGITS, F32, Footprint, MIN_LOGIT_ROWS, ModelShape,
@@ -7,49 +7,51 @@ use super::{
 };
 use crate::spec::Reference;
 
-/// Of the cache where the GPU's memory is not known.
+/// Size of the KV cache if the GPU's memory is not known, in bytes.
 const UNKNOWN_KV_BYTES: u64 = 8 << 30;
 
-/// Positions of a page of keys and values, and bytes of the largest slab of pages.
+/// Number of positions per page of keys and values, and the size of the largest slab of pages in bytes.
 const PAGE: u64 = 64;
 const SLAB_BYTES: u64 = 256 << 20;
 
-/// Bytes that a chunk of 512 logits is summed up in.
+/// Bytes that summarize a chunk of 512 logits.
 const HEAD_CELL: u64 = 12;
 const HEAD_CHUNK: u64 = 512;
 
-/// Of what a phase uses: what lies between buffers of different sizes.
+/// Share of a phase's memory that is lost to gaps between buffers of different sizes.
 const FRAGMENTS_PERCENT: u64 = 6;
 
-/// What a run may take of a GPU's memory: segments of buffers are not all full, and graphs are not counted.
+/// Returns how much of a GPU's memory a run may use, in bytes. A margin is left because segments of buffers are not completely
+/// full, and graphs are not counted.
 pub(super) fn usable(memory_bytes: u64) -> u64 {
     memory_bytes.saturating_sub(CUDA_KEPT_FREE_BYTES + memory_bytes / 64)
 }
 
-/// Bytes of KV cache that generation may hold, at least one group: half of what is left by what stays.
+/// Returns the maximum size of the KV cache in generation, in bytes: half of the memory that permanent buffers leave free. At least
+/// one group always fits.
 pub(super) fn kv_budget(usable_bytes: Option<u64>, held_bytes: u64) -> u64 {
     usable_bytes.map_or(UNKNOWN_KV_BYTES, |bytes| bytes.saturating_sub(held_bytes) / 2)
 }
 
-/// Widths of a layer's rows in bytes of a token, by what they are.
+/// Widths of a layer's rows, in bytes per token.
 struct Widths {
-    /// A value of the compute type.
+    /// Size of one value of the compute type, in bytes.
     value: u64,
-    /// The residual stream, f32.
+    /// Width of the residual stream, in f32.
     stream: u64,
-    /// Normed rows.
+    /// Width of the normalized rows.
     normed: u64,
-    /// The output of attention.
+    /// Width of the output of attention.
     attended: u64,
-    /// `[q | k | v]`
+    /// Width of the concatenated rows `[q | k | v]`.
     qkv: u64,
-    /// A number a head, f32.
+    /// Width of one f32 number per head.
     heads: u64,
-    /// The MLP's inner rows.
+    /// Width of the MLP's inner rows.
     inner: u64,
-    /// x·Aᵀ of the modules that read the same: qkv, o, gate and up, down.
+    /// Widths of x·Aᵀ for the modules that read the same input: qkv, o, gate and up, down.
     hidden: [u64; 4],
-    /// LoRA dropout is on.
+    /// Whether LoRA dropout is on.
     drops: bool,
 }
 
@@ -70,7 +72,7 @@ impl Widths {
         }
     }
 
-    /// The most alive in a forward pass without gradient.
+    /// Returns the maximum that exists at the same time in a forward pass without gradient.
     fn forward(&self) -> u64 {
         let Widths { stream, normed, attended, qkv, heads, inner, hidden, .. } = *self;
         let [of_qkv, _, of_gate_up, of_down] = hidden;
@@ -80,19 +82,19 @@ impl Widths {
         stream + project.max(attend).max(qkv + attended + stream + mlp)
     }
 
-    /// What a layer keeps for its backward, its input apart.
+    /// Returns what a layer keeps for its backward pass, without its input.
     fn saved(&self) -> u64 {
         2 * self.qkv + self.attended + self.heads + self.stream + 2 * self.inner
     }
 
-    /// The most alive in a layer's backward beyond what was saved, dL/dy included.
+    /// Returns the maximum that exists at the same time in a layer's backward pass in addition to what was saved, including dL/dy.
     fn backward(&self) -> u64 {
         let Widths { value, stream, normed, attended, qkv, heads, inner, hidden, drops } = *self;
         let [of_qkv, of_o, of_gate_up, of_down] = hidden;
         let rounded = if value < F32 { normed } else { 0 };
-        // Sums in f32 of what comes through the masks, and what a mask leaves.
+        // f32 sums of the masked gradients, and the masked input.
         let masked = |width: u64| if drops { 2 * F32 * (width / value) + width } else { 0 };
-        // Freed by then of what was saved.
+        // Saved buffers that have been freed by then.
         let (mlp, middle) = (2 * inner, 2 * inner + stream);
         let stages = [
             2 * inner + rounded + 2 * of_down + masked(inner),
@@ -106,16 +108,16 @@ impl Widths {
     }
 }
 
-/// Ranks of the adapters that read the same input: qkv, o, gate and up, down.
+/// Returns the ranks of the adapters that read the same input: qkv, o, gate and up, down.
 fn ranks(plan: &Plan) -> [u64; 4] {
     let Some(lora) = &plan.lora else { return [0; 4] };
-    // Of a name in several layers once.
+    // A name that occurs in several layers counts once.
     let has = |name: &&&str| lora.target_modules.iter().any(|module| super::last(module) == **name);
     [&super::QKV[..], &["o_proj"], &super::GATE_UP, &super::DOWN]
         .map(|names| names.iter().filter(has).count() as u64 * super::largest_rank(lora))
 }
 
-/// A stacked, and B block-diagonal over the modules that read the same input.
+/// Returns the size of the adapter's factors, in bytes: A stacked, and B block-diagonal over the modules that read the same input.
 fn adapter_bytes(plan: &Plan, shape: &ModelShape) -> u64 {
     let (hidden, inter) = (shape.hidden_size, shape.intermediate_size);
     let (q, kv) = (shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim);
@@ -124,18 +126,18 @@ fn adapter_bytes(plan: &Plan, shape: &ModelShape) -> u64 {
     value_bytes(plan.training.dtype) * values * shape.num_hidden_layers
 }
 
-/// Rows of logits computed at once.
+/// Returns the number of rows of logits that are computed at a time.
 fn logit_rows(shape: &ModelShape, rows: u64) -> u64 {
     (CUDA_MAX_LOGITS / shape.vocab_size.next_multiple_of(PAGE).max(1)).max(MIN_LOGIT_ROWS).min(rows)
 }
 
-/// Bytes of logits of so many rows and of what sums them up, a logit taking so many.
+/// Returns the size of `rows` rows of logits and of their summaries, in bytes, with `bytes` per logit.
 fn logit_bytes(shape: &ModelShape, rows: u64, bytes: u64) -> u64 {
     let vocab = shape.vocab_size;
     logit_rows(shape, rows) * (vocab.next_multiple_of(PAGE) * bytes + vocab.div_ceil(HEAD_CHUNK) * HEAD_CELL)
 }
 
-/// Pages that the cache holds when so many are needed: it grows by halves.
+/// Returns the number of pages that the cache allocates when `needed` are needed; it grows by halves.
 fn pages_held(needed: u64, page_bytes: u64) -> u64 {
     let most = (SLAB_BYTES / page_bytes.max(1)).max(1);
     let mut count = 0;
@@ -176,7 +178,7 @@ pub(super) fn footprint(
     let optimizer = optimizer_bytes(plan.optimizer.kind, parameters);
     let table = 2 * F32 * (prompt + completion).next_power_of_two().max(256) * shape.head_dim / 2;
 
-    // Rollout: the pages of prompts are there before those of the rows, unless rows wait for others to leave.
+    // Rollout: the pages of prompts are allocated before those of the rows, unless rows wait for others to end.
     let prompts_per_block = per_step * u64::from(plan.rloo.steps_per_generation);
     let all_rows = prompts_per_block * group;
     let held_always = held_bytes(dtype, num_parameters, plan.optimizer.kind, parameters);
@@ -189,7 +191,7 @@ pub(super) fn footprint(
         pages_held(pages, page_bytes) * page_bytes
     };
     let kv_cache = held(rows);
-    // All at once leave the head only where the repetition penalty changes them on the host.
+    // The full logits leave the head only if the repetition penalty changes them on the host.
     let logits = match plan.sampling.repetition_penalty != 1.0 {
         true => F32 * rows * shape.vocab_size,
         false => logit_bytes(shape, rows, F32),
@@ -200,7 +202,7 @@ pub(super) fn footprint(
     let step = (widths.forward() * rows).max((widths.stream + widths.normed) * rows + logits);
     let rollout = prefill.max(kv_cache + step);
 
-    // Training: whole groups of one step until the micro-batch is full; their prompts are computed once.
+    // Training: whole groups of one step until the micro-batch is full; each prompt is computed once.
     let group_tokens = group * (prompt + completion);
     let groups = (micro_batch_tokens / group_tokens).clamp(1, per_step);
     let warm_up_tokens = super::warm_up_tokens(plan, micro_batch_tokens);
@@ -215,7 +217,7 @@ pub(super) fn footprint(
     let forward = widths.stream * tokens + if checkpointing { widths.forward() * tokens } else { 0 };
     let activations = inputs + saved + backward.max(head).max(forward);
     let training = gradient + activations;
-    // New weights beside the old ones, the largest matrix at a time, while the gradient is still there.
+    // New weights exist in addition to the old ones, the largest matrix at a time, while the gradient is still allocated.
     let update = gradient + if full { value * shape.vocab_size * shape.hidden_size } else { 0 };
 
     let resident = CUDA_CONTEXT_BYTES + weights + reference + trained + optimizer + table;

@@ -1,80 +1,83 @@
-//! The algorithm's part of a plan (`rloo.md`).
+//! The algorithm's section of a plan (see `rloo.md`).
 
 use std::num::NonZeroU32;
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// How missing and inapplicable rewards combine.
+/// How several rewards combine when some are missing or not applicable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Combine {
-    /// Weights of applicable rewards are scaled up; a missing required reward makes the sample unscorable.
+    /// The weights of the applicable rewards are scaled up. A sample without a required reward is unscorable.
     Renormalize,
-    /// As TRL: missing contributes 0, nothing is scaled, unscorable only when all are missing.
+    /// TRL's rule: a missing reward contributes 0 and weights are not scaled. A sample is unscorable only if all
+    /// its rewards are missing.
     Nansum,
 }
 
-/// The algorithm (`rloo.md`).
+/// Settings of the algorithm (see `rloo.md`).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct RlooPlan {
-    /// Completions a prompt, ≥ 2; the estimators reinforce and remax allow 1.
+    /// Completions per prompt, at least 2. The estimators `reinforce` and `remax` allow 1.
     #[schema(value_type = u32)]
     pub num_generations: NonZeroU32,
-    /// KL coefficient; 0 = no reference pass.
+    /// Coefficient of the KL penalty; 0 = no reference model.
     pub beta: f64,
-    /// Lower clip: ratio ≥ 1 − epsilon.
+    /// Lower clip range: the ratio is clipped below 1 − epsilon.
     pub epsilon: f64,
-    /// Upper clip: ratio ≤ 1 + epsilon_high.
+    /// Upper clip range: the ratio is clipped above 1 + epsilon_high.
     pub epsilon_high: f64,
-    /// Passes over a block (μ).
+    /// Passes over each generation block (μ).
     pub num_iterations: u32,
-    /// Optimizer steps a block (S).
+    /// Optimizer steps per generation block (S).
     pub steps_per_generation: u32,
-    /// (A − mean)/(std + 1e-4) over the block.
+    /// Whether to normalize advantages over the block: (A − mean)/(std + 1e-4).
     pub normalize_advantages: bool,
-    /// On the weighted reward, before KL.
+    /// Minimum and maximum of the weighted reward, applied before the KL penalty; null = no clipping.
     pub reward_clip_range: Option<(f64, f64)>,
-    /// Truncated completions get mask 0.
+    /// Whether to exclude truncated completions from the loss.
     pub mask_truncated_completions: bool,
     /// How several rewards become one.
     pub combine: Combine,
-    /// From rewards to advantages.
+    /// How rewards become advantages.
     #[serde(default)]
     pub estimator: Estimator,
-    /// From ratios and advantages to a number.
+    /// The loss: which ratio is clipped, and what the sum over tokens is divided by.
     #[serde(default)]
     pub loss: Loss,
-    /// Where the KL penalty is: subtracted from the reward, or a term of the loss.
+    /// Where the KL penalty goes: subtracted from the reward, or added as a term of the loss.
     #[serde(default)]
     pub kl_in: KlIn,
-    /// k1 in the reward; k3 or k2 in the loss.
+    /// KL estimator: k1 in the reward; k3 or k2 in the loss.
     #[serde(default)]
     pub kl_estimator: KlEstimator,
-    /// Leave out groups of equal rewards (before length terms and KL); they would train on KL alone.
+    /// Whether to leave out groups whose rewards are all equal (before length terms and KL). Such groups would
+    /// train on the KL penalty alone.
     #[serde(default)]
     pub drop_tied_groups: bool,
     /// Tokens before max_completion_length over which a penalty grows from 0 to 1 (DAPO); null = off.
     #[serde(default)]
     pub soft_overlong: Option<u32>,
-    /// λ of the length penalty λ·num_tokens/max_completion_length, subtracted after the clip.
+    /// Coefficient λ of the length penalty λ·num_tokens/max_completion_length, which is subtracted after clipping; 0 = off.
     #[serde(default)]
     pub length_penalty: f64,
-    /// Groups of a block whose rewards must not be tied: tied ones are replaced by new prompts until then; 0 = off.
+    /// Number of groups per block whose rewards must differ. Tied groups are replaced by new prompts until there are that
+    /// many; 0 = off.
     #[serde(default)]
     pub min_informative_groups: u32,
-    /// The most rounds of such replacements a block.
+    /// Maximum number of rounds of such replacements per block.
     #[serde(default = "default_max_refills")]
     pub max_refills: u32,
-    /// (r − mean)/(std + 1e-4) of the weighted reward, before the clip.
+    /// Statistics by which the weighted reward is normalized, before clipping: (r − mean)/(std + 1e-4).
     #[serde(default)]
     pub reward_normalization: RewardNormalization,
-    /// Sample the next block while the rewards of this one are outstanding: off-policy by one block.
+    /// Whether to sample the next block while the rewards of this one are outstanding. Training is then off-policy by one block.
     #[serde(default)]
     pub overlap: bool,
 }
 
-/// Rounds of refills unless told otherwise.
+/// Default maximum number of refill rounds.
 pub const MAX_REFILLS: u32 = 4;
 
 fn default_max_refills() -> u32 {
@@ -82,17 +85,17 @@ fn default_max_refills() -> u32 {
 }
 
 impl RlooPlan {
-    /// Whether there is a KL penalty, for which the reference's probabilities are computed.
+    /// Whether there is a KL penalty, which needs the reference model's probabilities.
     pub fn needs_reference(&self) -> bool {
         self.beta != 0.0
     }
 
-    /// Whether the KL penalty is part of the reward; with beta = 0 there is none.
+    /// Whether the KL penalty is part of the reward; false with beta 0, which has no penalty.
     pub fn penalizes_reward(&self) -> bool {
         self.needs_reference() && self.kl_in == KlIn::Reward
     }
 
-    /// Whether advantages depend on the whole block, and not on their group alone.
+    /// Whether advantages depend on the whole block rather than on their group alone.
     pub fn whitens_advantages(&self) -> bool {
         self.normalize_advantages || self.estimator.has_token_advantages()
     }
@@ -102,36 +105,36 @@ impl RlooPlan {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Estimator {
-    /// Minus the mean of the other completions of the prompt.
+    /// The reward minus the mean of the prompt's other completions.
     #[default]
     Rloo,
-    /// Minus the mean of the group, over its std.
+    /// The reward minus the mean of the group, divided by its standard deviation.
     Grpo,
-    /// Minus the mean of the group.
+    /// The reward minus the mean of the group.
     DrGrpo,
-    /// Return of each token with its KL, whitened over the block.
+    /// The return of each token including its KL penalty, whitened over the block.
     ReinforcePp,
-    /// The same, minus the mean of the group first.
+    /// Like `reinforce_pp`, after subtracting the mean of the group.
     ReinforcePpBaseline,
-    /// Minus the reward of the prompt's greedy completion.
+    /// The reward minus the reward of the prompt's greedy completion.
     Remax,
-    /// The reward itself.
+    /// The reward without a baseline.
     Reinforce,
 }
 
 impl Estimator {
-    /// Whether every token has an advantage of its own.
+    /// Whether every token has its own advantage.
     pub fn has_token_advantages(self) -> bool {
         matches!(self, Estimator::ReinforcePp | Estimator::ReinforcePpBaseline)
     }
 
-    /// Whether one completion a prompt is enough.
+    /// Whether one completion per prompt is enough.
     pub fn allows_one_generation(self) -> bool {
         matches!(self, Estimator::Reinforce | Estimator::Remax)
     }
 }
 
-/// What is clipped, and what its sum is divided by.
+/// A loss: which ratio is clipped, and what the sum is divided by.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Loss {
@@ -142,27 +145,27 @@ pub enum Loss {
     TokenMean,
     /// Ratio of each token, mean over a completion's tokens, then over completions (GRPO).
     SeqMeanTokenMean,
-    /// Ratio of each token, sum over completions · max_completion_length (Dr. GRPO).
+    /// Ratio of each token, sum divided by (completions · max_completion_length) (Dr. GRPO).
     DrGrpo,
     /// Ratio of the completion to the power of 1/length, mean over completions.
     Gspo,
 }
 
 impl Loss {
-    /// Whether a completion has one ratio.
+    /// Whether there is one ratio per completion instead of one per token.
     pub fn has_sequence_ratio(self) -> bool {
         matches!(self, Loss::Sequence | Loss::Gspo)
     }
 }
 
-/// Where the KL penalty is.
+/// Where the KL penalty goes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum KlIn {
-    /// Subtracted from the reward: of the sequence, or of each token where the estimator has token advantages.
+    /// Subtracted from the reward: the sequence's penalty, or each token's if the estimator has token advantages.
     #[default]
     Reward,
-    /// A term of the loss, of each token (GRPO).
+    /// Added to the loss, for each token (GRPO).
     Loss,
 }
 
@@ -170,24 +173,24 @@ pub enum KlIn {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum KlEstimator {
-    /// log π − log π_ref.
+    /// The estimator k1: log π − log π_ref.
     #[default]
     K1,
-    /// Half its square.
+    /// The estimator k2: half the square of k1.
     K2,
-    /// π_ref/π − 1 − log(π_ref/π).
+    /// The estimator k3: π_ref/π − 1 − log(π_ref/π).
     K3,
 }
 
-/// By what rewards are normalised.
+/// Statistics by which rewards are normalized.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum RewardNormalization {
-    /// Nothing.
+    /// Rewards are not normalized.
     #[default]
     None,
-    /// Mean and std of the block.
+    /// Mean and standard deviation of the block.
     Batch,
-    /// Mean and std of all rewards so far; they are part of the checkpoint.
+    /// Mean and standard deviation of all rewards so far, which are part of the checkpoint.
     Running,
 }

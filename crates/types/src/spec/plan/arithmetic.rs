@@ -6,7 +6,7 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// The rules that decide the bits of a run; absent = those of rlood 0.1.
+/// The rules that decide the exact bits of a run; absent = those of rlood 0.1.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Arithmetic {
@@ -14,7 +14,7 @@ pub struct Arithmetic {
     pub split: SplitRule,
     /// When the rewards of a group are tied.
     pub ties: TieRule,
-    /// The order in which sums are added up.
+    /// The order of summation.
     pub sums: SumOrder,
 }
 
@@ -24,7 +24,7 @@ impl Arithmetic {
     /// The rules of new jobs.
     pub const LATEST: Self = Self { split: SplitRule::PromptHash, ties: TieRule::Equal, sums: SumOrder::V1 };
 
-    /// Whether these are the rules that a plan does not name.
+    /// Whether these are the rules of a plan that names none.
     pub fn is_first(&self) -> bool {
         *self == Self::FIRST
     }
@@ -34,10 +34,10 @@ impl Arithmetic {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum SplitRule {
-    /// By the hash of seed and row number: equal prompts may fall on both sides.
+    /// Chosen by the hash of seed and row number: equal prompts may fall on both sides.
     #[default]
     RowNumber,
-    /// By the hash of seed and prompt: equal prompts fall on the same side.
+    /// Chosen by the hash of seed and prompt: equal prompts fall on the same side.
     PromptHash,
 }
 
@@ -45,18 +45,18 @@ pub enum SplitRule {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum TieRule {
-    /// Their sample std is at most 1e-8; what rounding leaves of their advantages is trained.
+    /// The sample standard deviation is at most 1e-8; the rounding residue of the advantages is trained on.
     #[default]
     Std,
     /// All scorable rewards of the group are equal; their advantages are exactly 0.
     Equal,
 }
 
-/// The order in which sums are added up, in kernels and in metrics.
+/// The order of summation in kernels and in metrics.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum SumOrder {
-    /// The only one so far.
+    /// The first and only order.
     #[default]
     V1,
 }

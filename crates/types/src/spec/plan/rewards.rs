@@ -1,4 +1,4 @@
-//! The rewards of a plan: what to call and how each weighs.
+//! The rewards of a plan: what to call, and the weight of each.
 
 use std::collections::BTreeMap;
 
@@ -13,115 +13,116 @@ mod builtins;
 pub use adapters::*;
 pub use builtins::*;
 
-/// One reward: what to call and how it weighs.
+/// One reward: what to call, and its weight.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct RewardPlan {
-    /// Unique in the job; metrics are `rewards/{name}/…`.
+    /// Name of the reward, unique in the job. It is part of metric names: `rewards/{name}/…`.
     pub name: String,
-    /// 0 = metric only.
+    /// Weight in the sum of rewards; 0 = logged as a metric only.
     pub weight: f64,
-    /// A missing value makes the sample unscorable (`true`), or counts as not applicable. Never true at weight 0.
+    /// Whether a sample without this reward is unscorable. If false, a missing value counts as not applicable.
+    /// Always false at weight 0.
     pub required: bool,
-    /// A value that is further from 0 than this is invalid. Absent in jobs of before there was a limit: they have none.
+    /// Maximum absolute value. A value further from 0 is invalid. Absent in jobs created before this setting
+    /// existed, which have no limit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_abs_reward: Option<f64>,
-    /// What a row means whose reference is blank. Absent in jobs of before there was a choice, which compare, and where there
-    /// is no reference.
+    /// Meaning of a row with a blank reference. Absent for rewards without a reference, and in jobs created before this
+    /// setting existed, which compare.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub blank_reference: Option<BlankReference>,
-    /// The sources of the dataset whose rows it judges; absent = all. To any other row it does not apply.
+    /// Names of the dataset sources whose rows this reward judges; absent = all. The reward is not applicable to other rows.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub applies_to: Option<Vec<String>>,
-    /// What it is.
+    /// The reward's type and its settings.
     #[serde(flatten)]
     pub kind: RewardKind,
 }
 
 impl RewardPlan {
-    /// Whether it judges the rows of a source.
+    /// Whether the reward judges the rows of this source.
     pub fn judges(&self, source: &str) -> bool {
         self.applies_to.as_ref().is_none_or(|sources| sources.iter().any(|known| known == source))
     }
 }
 
-/// The limit of values that are not given another one.
+/// Default value of the setting `max_abs_reward`.
 pub const MAX_ABS_REWARD: f64 = 1e6;
 
-/// What a row means to a built-in reward if the reference that it compares with is blank: null, missing, empty or nothing
-/// but whitespace.
+/// Meaning of a row to a built-in reward if its reference is blank: null, missing, empty or only whitespace.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum BlankReference {
     /// The reward does not apply to the row.
     NotApplicable,
-    /// A blank text is compared like any other (an empty text is in every completion), null does not apply, and a row
-    /// without the column is an error.
+    /// Blank text is compared like any other (every completion contains the empty text), null is not applicable, and a row without
+    /// the column is an error.
     Compare,
 }
 
-/// The rewards there are. Secrets and header values travel apart ([`RewardSecrets`]).
+/// All types of rewards. Secrets and header values are stored separately ([`RewardSecrets`]).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum RewardKind {
-    /// Contract v1 over HTTP.
+    /// A reward service that implements contract v1 over HTTP.
     Webhook(WebhookPlan),
     /// OpenRLHF's remote reward model (`/get_reward`).
     Openrlhf(OpenrlhfPlan),
-    /// slime's and miles' remote reward model.
+    /// Remote reward model as in slime and miles.
     Slime(SlimePlan),
-    /// LLaMA-Factory's reward API.
+    /// The reward API of LLaMA-Factory.
     Llamafactory(TextPlan),
-    /// text-embeddings-inference, `/predict`.
+    /// The `/predict` endpoint of text-embeddings-inference.
     TeiPredict(LabelPlan),
-    /// text-embeddings-inference, `/rerank`.
+    /// The `/rerank` endpoint of text-embeddings-inference.
     TeiRerank(PairPlan),
-    /// vLLM, `/classify`.
+    /// The `/classify` endpoint of vLLM.
     VllmClassify(LabelPlan),
-    /// vLLM, `/score`.
+    /// The `/score` endpoint of vLLM.
     VllmScore(PairPlan),
-    /// vLLM, `/pooling`.
+    /// The `/pooling` endpoint of vLLM.
     VllmPooling(VllmPoolingPlan),
-    /// SGLang's native `/classify`.
+    /// SGLang's native `/classify` endpoint.
     SglangClassify(LabelPlan),
-    /// Text classification as Hugging Face's endpoints speak it.
+    /// Text classification as served by Hugging Face's inference endpoints.
     HfTextClassification(LabelPlan),
-    /// A language model behind chat/completions that marks by a rubric.
+    /// A language model behind chat/completions that scores by a rubric.
     OpenaiJudge(OpenaiJudgePlan),
-    /// Any JSON over HTTP: a body with templates, and where the reward stands in the answer.
+    /// Any JSON API over HTTP: a request body with templates, and a pointer to the reward in the response.
     HttpTemplate(HttpTemplatePlan),
-    /// A band of words or tokens, and sentence ends.
+    /// Length in words or tokens within limits, with a bonus for ending a sentence.
     Length(LengthPlan),
-    /// 1 if the trimmed completion equals the trimmed column, else 0.
+    /// 1 if the trimmed completion equals the trimmed column, otherwise 0.
     ExactMatch(MatchPlan),
-    /// 1 if the completion contains the column's (or the given) text, else 0.
+    /// 1 if the completion contains the given text or the column's text, otherwise 0.
     Contains(ContainsPlan),
-    /// 1 if the last number of the completion equals the column's, else 0.
+    /// 1 if the last number of the completion equals the column's number, otherwise 0.
     NumberMatch(NumberMatchPlan),
-    /// 1 if the pattern is found in the completion, else 0.
+    /// 1 if the pattern is found in the completion, otherwise 0.
     Regex(RegexPlan),
-    /// A registered sequence-classification model on the worker's device: its raw logit.
+    /// The raw logit of a registered sequence-classification model that runs on the worker's device.
     RewardModel(RewardModelPlan),
-    /// A Python function on the worker's machine, with TRL's signature of reward functions.
+    /// A Python function that runs on the worker's machine, with the signature of TRL's reward functions.
     Python(PythonPlan),
-    /// OpenAI's grader: 1 if two templated texts are equal (or one is in the other), else 0.
+    /// OpenAI's `string_check` grader: 1 if two rendered texts are equal (or one contains the other), otherwise 0.
     StringCheck(StringCheckPlan),
-    /// OpenAI's grader: how alike two templated texts are, 0 to 1.
+    /// OpenAI's `text_similarity` grader: how similar two rendered texts are, 0 to 1.
     TextSimilarity(TextSimilarityPlan),
-    /// 1 if the final answer is mathematically the column's, else 0.
+    /// 1 if the final answer is mathematically equal to the column's, otherwise 0.
     MathEqual(MathEqualPlan),
-    /// 1 if the completion is JSON that a schema accepts, else 0.
+    /// 1 if the completion is JSON that conforms to a schema, otherwise 0.
     JsonSchema(JsonSchemaPlan),
-    /// 0 without repetition, down to `max_penalty` (negative) the more n-grams repeat.
+    /// Penalty for repeated n-grams: 0 without repetition, down to `max_penalty` (negative).
     Repetition(RepetitionPlan),
     /// DAPO's soft overlong punishment: 0, then linearly down to −1 at `max_tokens`.
     SoftOverlong(SoftOverlongPlan),
-    /// 1 if the completion is laid out in the given tags, else 0 (or the share of what is right).
+    /// 1 if the completion consists of the given tags, otherwise 0 (or the share of tags that are correct).
     Format(FormatPlan),
-    /// OpenAI's grader: a formula over other built-ins.
+    /// OpenAI's `multi` grader: a formula over other built-in rewards.
     Multi(MultiPlan),
 }
 
-/// The service of a kind, as `&` or `&mut`.
+/// The service of a reward kind, as `&` or `&mut`.
 macro_rules! service_of {
     ($kind:expr, $($reference:tt)+) => {
         match $kind {
@@ -157,13 +158,13 @@ macro_rules! service_of {
 }
 
 impl RewardKind {
-    /// The service it asks; `None` for what is computed here. That of a Python function is started by the worker: it has no
-    /// address before.
+    /// Returns the service that this reward calls; `None` for built-in rewards. The service of a Python function has no address
+    /// before the worker starts it.
     pub fn service(&self) -> Option<&ServicePlan> {
         service_of!(self, &)
     }
 
-    /// Whether it is computed here by comparing with a text that a row may lack.
+    /// Whether this is a built-in reward that compares with a reference text, which a row may lack.
     pub fn has_reference(&self) -> bool {
         match self {
             RewardKind::StringCheck(_) | RewardKind::TextSimilarity(_) => true,
@@ -172,7 +173,7 @@ impl RewardKind {
         }
     }
 
-    /// The same reward with its service's settings changed.
+    /// Returns the same reward with changed service settings.
     #[must_use]
     pub fn with_service(&self, change: impl FnOnce(&mut ServicePlan)) -> Self {
         let mut kind = self.clone();
@@ -182,7 +183,7 @@ impl RewardKind {
         kind
     }
 
-    /// The dataset columns that it cannot do without, each with the field that names it.
+    /// Returns the dataset columns that the reward requires, each with the name of the setting that names the column.
     pub fn columns(&self) -> Vec<(String, &str)> {
         let (field, column) = match self {
             RewardKind::ExactMatch(plan) => ("column", Some(&plan.column)),
@@ -224,7 +225,7 @@ impl RewardKind {
         column.map(|column| (field.to_owned(), column.as_str())).into_iter().collect()
     }
 
-    /// Lowest and highest value, where the type says so; `None` for most services.
+    /// Returns the lowest and highest possible value; `None` if the type does not limit it, as for most services.
     pub fn bounds(&self) -> Option<(f64, f64)> {
         match self {
             RewardKind::Webhook(_)
@@ -259,139 +260,142 @@ impl RewardKind {
     }
 }
 
-/// A reward service that speaks contract v1.
+/// A reward service that implements contract v1.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct WebhookPlan {
-    /// Where it is, and how it is asked.
+    /// Address and limits of the service.
     #[serde(flatten)]
     pub service: ServicePlan,
-    /// Given to the service as it is.
+    /// Parameters that are sent to the service unchanged.
     #[serde(default)]
     pub params: serde_json::Map<String, serde_json::Value>,
-    /// Samples carry the token ids of their completion (`completion_ids`), as functions with TRL's signature may ask for.
+    /// Whether samples include the token ids of their completion (`completion_ids`), as functions with TRL's signature may need.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub completion_ids: bool,
 }
 
-/// A Python function that the worker runs in a process of its own.
+/// A Python function that the worker runs in a separate process.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct PythonPlan {
-    /// The file that defines it: absolute, or relative to a folder of the server's --python-rewards. A plan has the absolute path.
+    /// Path of the Python file: absolute, or relative to a folder given with --python-rewards. In a plan it is always absolute.
     pub file: String,
-    /// Its name in the file: `accuracy`, or `Judge.score`.
+    /// Name of the function in the file: `accuracy`, or `Judge.score`.
     pub function: String,
-    /// Of the file, when the job was accepted: the function is not run from another one.
+    /// SHA-256 of the file when the job was accepted. The worker refuses a file with another hash.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sha256: Option<String>,
-    /// Processes that run the file's functions.
+    /// Number of processes that run the file's functions.
     pub processes: u32,
-    /// How it is asked.
+    /// Concurrency, batch sizes and time limits of the calls.
     #[serde(flatten)]
     pub service: ServicePlan,
 }
 
-/// Where a service is, and how it is asked: the same for every reward over HTTP.
+/// Address and limits of a service, the same for every reward over HTTP.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct ServicePlan {
-    /// http or https. Absent of a Python function.
+    /// Address of the service, http or https; absent for a Python function.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     #[schema(required = true)]
     pub url: String,
-    /// Requests in flight at once.
+    /// Maximum number of concurrent requests.
     pub max_concurrency: u32,
-    /// Samples in one request; a larger group is split.
+    /// Maximum number of samples per request. A larger group is split.
     pub max_batch_samples: u32,
-    /// Bytes of one request's body.
+    /// Maximum size of a request body, in bytes.
     pub max_batch_bytes: u64,
-    /// Of one try, ms.
+    /// Time limit of one try, in milliseconds.
     pub timeout_ms: u64,
-    /// Of one request with all its tries, ms; contract v1 sends it in the body.
+    /// Time limit of a request including all its tries, in milliseconds. Contract v1 sends it in the request body.
     pub deadline_ms: u64,
-    /// Tries in a row for transport errors, 408, 425, 429 and 5xx.
+    /// Maximum number of tries in a row for transport errors and the statuses 408, 425, 429 and 5xx.
     pub max_tries: u32,
-    /// Tries for answers that are not valid.
+    /// Maximum number of tries when the response is not valid.
     pub max_invalid_tries: u32,
-    /// What an invalid answer means for its samples.
+    /// Treatment of samples whose response is invalid.
     pub on_invalid: OnInvalid,
-    /// How long a service may be down before the job pauses, s.
+    /// How long the service may be unavailable before the job pauses, in seconds.
     pub max_outage_s: u64,
-    /// The same prompt, completion and columns always have the same value: it is asked for once.
+    /// Whether values are cached: the same prompt, completion and columns are sent to the service only once.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub cache: bool,
-    /// A group of a training rollout with fewer values than this is left out as a whole. 2 is what leave-one-out needs anyway.
+    /// Minimum number of values per group. A group of a training rollout with fewer values is left out.
+    /// Leave-one-out needs at least 2.
     #[serde(default = "min_valid_per_group")]
     pub min_valid_per_group: u32,
-    /// Part of the samples of the last 5 rollouts without a value at which the job pauses.
+    /// The job pauses when at least this fraction of the samples of the last 5 rollouts has no value.
     #[serde(default = "max_invalid_fraction")]
     pub max_invalid_fraction: f64,
 }
 
-/// Unless the client says otherwise.
+/// Returns the default of `min_valid_per_group`.
 fn min_valid_per_group() -> u32 {
     2
 }
 
-/// Unless the client says otherwise.
+/// Returns the default of `max_invalid_fraction`.
 fn max_invalid_fraction() -> f64 {
     0.5
 }
 
-/// What becomes of samples whose answer is invalid.
+/// Treatment of samples whose response is invalid.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum OnInvalid {
-    /// Missing.
+    /// The value is missing.
     Mask,
-    /// 0, by the client's explicit choice.
+    /// The value is 0. The client must choose this explicitly.
     Zero,
-    /// The job fails.
+    /// The job fails with an error.
     Fail,
 }
 
-/// A registered sequence-classification model, run by the worker.
+/// A registered sequence-classification model that the worker runs.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct RewardModelPlan {
-    /// As registered (`POST /models`).
+    /// Id of the registered model (`POST /models`).
     pub model: String,
-    /// Which of its scores is the reward, by name or number; null where there is one.
+    /// Name or number of the model's score that is the reward; null if the model has only one.
     pub label: Option<String>,
-    /// What the model reads.
+    /// How prompt and completion become the model's input text.
     pub format: RewardTextFormat,
-    /// Tokens; longer texts lose their beginning, and `truncated` is among the metrics. Null = as long as the model takes.
+    /// Maximum length of the input, in tokens; null = as much as the model accepts. Longer texts lose their beginning, and the
+    /// metric `truncated` is set.
     pub max_length: Option<u32>,
-    /// Precision of a decoder's matrices; encoders compute in f32.
+    /// Precision of a decoder model's matrix products; encoders compute in f32.
     pub dtype: ComputeDtype,
 }
 
-/// What a reward model reads of a prompt and its completion.
+/// How prompt and completion become a reward model's input text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum RewardTextFormat {
-    /// `chat` for prompts of messages where the reward model has a chat template; else `pair` for encoders, `text` for decoders.
+    /// `chat` if the prompt is a list of messages and the reward model has a chat template; otherwise `pair` for encoders
+    /// and `text` for decoders.
     Auto,
-    /// The conversation through the reward model's own chat template; a string prompt is one message of a user.
+    /// The conversation, rendered with the reward model's own chat template. A string prompt becomes one user message.
     Chat,
-    /// Prompt and completion as one text, without special tokens (with the tokenizer's for encoders).
+    /// Prompt and completion as one text, without special tokens (for encoders, with the tokenizer's special tokens).
     Text,
     /// Prompt and completion as a pair of texts, with the tokenizer's special tokens.
     Pair,
 }
 
-/// What must not be shown: kept apart from the plan, sent only to the worker that holds the claim.
+/// Secrets of a reward. They are stored separately from the plan and sent only to the worker that holds the claim.
 #[derive(Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct RewardSecrets {
-    /// `whsec_…`; absent = unsigned.
+    /// Signing secret, `whsec_…`; null = requests are not signed.
     pub secret: Option<String>,
-    /// The one before, while the service still checks with it: requests are signed with both.
+    /// Previous signing secret, while the service still accepts it; requests are signed with both.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub previous_secret: Option<String>,
-    /// Sent with every request.
+    /// Headers that are sent with every request.
     #[serde(default)]
     pub headers: BTreeMap<String, String>,
 }
 
 impl RewardSecrets {
-    /// As changed by a user: both secrets if one is given, the headers if some are.
+    /// Returns the secrets after a user's change. A new secret replaces both secrets; new headers replace all headers.
     #[must_use]
     pub fn changed(self, change: RewardSecrets) -> RewardSecrets {
         let (secret, previous_secret) = match change.secret {

@@ -1,29 +1,29 @@
-//! The warm-up: supervised steps before RLOO's first one.
+//! The warm-up: supervised steps before the first RLOO step.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use super::{DatasetPlan, Plan};
 
-/// Supervised steps before RLOO's first one.
+/// Supervised steps before the first RLOO step.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct WarmUpPlan {
     /// The rows to learn from.
     pub dataset: DatasetPlan,
-    /// Optimizer steps; they are the first ones of the job.
+    /// Number of optimizer steps. They are the first steps of the job.
     pub steps: u64,
-    /// Rows of a step.
+    /// Number of rows per step.
     pub batch_size: u32,
-    /// Constant.
+    /// Learning rate, constant over the warm-up.
     pub learning_rate: f64,
-    /// What the KL penalty is measured against.
+    /// The reference model of the KL penalty.
     pub reference: WarmUpReference,
-    /// Tokens of the longest row, answer included; null when the worker counts them.
+    /// Length of the longest row including its answer, in tokens; null = the worker counts the tokens.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub longest_row_tokens: Option<u64>,
 }
 
-/// The reference of a run with a warm-up.
+/// The KL reference of a run with a warm-up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum WarmUpReference {
@@ -34,17 +34,17 @@ pub enum WarmUpReference {
 }
 
 impl Plan {
-    /// Optimizer steps of the warm-up, the first ones of the job.
+    /// Returns the number of optimizer steps of the warm-up, which are the first steps of the job.
     pub fn warm_up_steps(&self) -> u64 {
         self.warm_up.as_ref().map_or(0, |warm_up| warm_up.steps)
     }
 
-    /// Optimizer steps of the job: those of the warm-up, then RLOO's.
+    /// Returns the number of optimizer steps of the job: those of the warm-up, then the RLOO steps.
     pub fn total_steps(&self) -> u64 {
         self.warm_up_steps().saturating_add(self.training.max_steps)
     }
 
-    /// How many of so many steps of the job are RLOO's own; `None` before the end of the warm-up.
+    /// Converts a step of the job to an RLOO step; `None` before the end of the warm-up.
     pub fn rloo_step(&self, step: u64) -> Option<u64> {
         step.checked_sub(self.warm_up_steps())
     }

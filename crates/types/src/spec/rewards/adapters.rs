@@ -1,4 +1,4 @@
-//! Reads the rewards that other systems' endpoints give.
+//! Reads the rewards that other systems' endpoints compute.
 
 use super::super::reader::{Field, Reader};
 use super::super::{
@@ -8,7 +8,7 @@ use super::super::{
 use super::service::{at_path, read_service};
 use super::template::SampleTemplate;
 
-/// Samples in one request to a model server; text-embeddings-inference takes no more than this by default.
+/// Samples per request to a model server. It is the default maximum of text-embeddings-inference.
 const BATCH: u32 = 32;
 
 pub(super) fn read_openrlhf(reader: &Reader<'_>) -> RewardKind {
@@ -70,7 +70,7 @@ pub(super) fn read_hf_text_classification(reader: &Reader<'_>) -> RewardKind {
     RewardKind::HfTextClassification(read_label_plan(reader, "/"))
 }
 
-/// Labels by number only: these servers name the most likely label and no other.
+/// Reads labels by number only, because these servers name only the most likely label.
 fn read_numbered(reader: &Reader<'_>) -> LabelPlan {
     let plan = read_label_plan(reader, "/classify");
     if plan.label.as_ref().is_some_and(|label| label.parse::<usize>().is_err()) {
@@ -103,7 +103,7 @@ fn read_pair_plan(reader: &Reader<'_>, path: &str) -> PairPlan {
 pub(super) fn read_openai_judge(reader: &Reader<'_>) -> RewardKind {
     let finite = |name, default: f64| reader.field(name).number("a finite number", |_| true).unwrap_or(default);
     let mut service = at_path(read_service(reader, 1), "/v1/chat/completions");
-    // Clients of this API are given base URLs.
+    // Clients of this API are usually configured with a base URL.
     if let Some(base) = service.url.strip_suffix("/v1").or_else(|| service.url.strip_suffix("/v1/")) {
         service.url = format!("{base}/v1/chat/completions");
     }
@@ -115,7 +115,7 @@ pub(super) fn read_openai_judge(reader: &Reader<'_>) -> RewardKind {
             .unwrap_or_default()
             .to_owned(),
         rubric: read_template(
-            &reader.required("rubric", "say what the judge should look at, and what each mark means"),
+            &reader.required("rubric", "describe what the judge should consider, and what each score means"),
         )
         .unwrap_or_default(),
         min_score: finite("min_score", 0.0),
@@ -134,12 +134,12 @@ pub(super) fn read_openai_judge(reader: &Reader<'_>) -> RewardKind {
 
 pub(super) fn read_http_template(reader: &Reader<'_>) -> RewardKind {
     let batch = reader.field("batch").bool().unwrap_or(false);
-    let body = reader.required("body", "give the body to send, {\"text\": \"{{ prompt }}{{ completion }}\"} say");
+    let body = reader.required("body", "give the body to send, such as {\"text\": \"{{ prompt }}{{ completion }}\"}");
     if let Some(value) = body.value() {
         check_templates(&body, "", value);
     }
     let pointer = reader
-        .required("pointer", "say where the reward stands in the answer, \"/score\" say; \"\" = the whole answer");
+        .required("pointer", "give the JSON pointer to the reward in the response, such as \"/score\"; \"\" = the whole response");
     let text = pointer.string(1_000).unwrap_or_default();
     let stars = text.split('/').filter(|part| *part == "*").count();
     if !text.is_empty() && !text.starts_with('/') {
@@ -162,7 +162,7 @@ pub(super) fn read_http_template(reader: &Reader<'_>) -> RewardKind {
     })
 }
 
-/// Every string of the body must be a template.
+/// Checks that every string of the body is a valid template.
 fn check_templates(field: &Field<'_>, at: &str, value: &serde_json::Value) {
     match value {
         serde_json::Value::String(text) => {
@@ -180,7 +180,7 @@ fn check_templates(field: &Field<'_>, at: &str, value: &serde_json::Value) {
     }
 }
 
-/// A template that compiles.
+/// Reads a template and checks that it compiles.
 pub(super) fn read_template(field: &Field<'_>) -> Option<String> {
     let text = field.string(50_000)?;
     if let Err(error) = SampleTemplate::new(text) {
@@ -197,7 +197,7 @@ fn read_extra(reader: &Reader<'_>) -> serde_json::Map<String, serde_json::Value>
     reader.field("extra_body").map().cloned().unwrap_or_default()
 }
 
-/// A label's name, or its number.
+/// Reads a label's name or number.
 fn read_label(field: &Field<'_>) -> Option<String> {
     match field.value()? {
         serde_json::Value::Number(_) => field.whole::<u32>(0..=100_000).map(|index| index.to_string()),

@@ -1,4 +1,4 @@
-//! Reads the built-in rewards.
+//! Reads the settings of built-in rewards.
 
 use std::collections::BTreeMap;
 
@@ -15,11 +15,11 @@ use super::KINDS;
 use super::adapters::read_template;
 use super::json_schema::JsonSchema;
 
-/// The most graders of one `multi`.
+/// Maximum number of graders in one `multi` reward.
 const MAX_GRADERS: usize = 32;
 
 pub(super) fn read_length(reader: &Reader<'_>) -> RewardKind {
-    let unit = reader.field("unit").choice(&[("words", LengthUnit::Words), ("tokens", LengthUnit::Tokens)]);
+    let unit = reader.field("unit").variant::<LengthUnit>();
     let unit = unit.unwrap_or_default();
     let (min, max) = match unit {
         LengthUnit::Words => (reader.field("min_words"), reader.field("max_words")),
@@ -39,7 +39,7 @@ pub(super) fn read_length(reader: &Reader<'_>) -> RewardKind {
     };
     if length.min_words > length.max_words {
         let detail = format!(
-            "the maximum ({}) is less than the minimum ({}): no length fits",
+            "the maximum ({}) is less than the minimum ({}): no length matches",
             length.max_words, length.min_words
         );
         max.fail("invalid_value", detail);
@@ -90,34 +90,17 @@ pub(super) fn read_regex(reader: &Reader<'_>) -> RewardKind {
 }
 
 pub(super) fn read_string_check(reader: &Reader<'_>) -> RewardKind {
-    let operations = [
-        ("eq", StringOperation::Eq),
-        ("ne", StringOperation::Ne),
-        ("like", StringOperation::Like),
-        ("ilike", StringOperation::Ilike),
-    ];
     RewardKind::StringCheck(StringCheckPlan {
         input: read_input(reader),
         reference: read_reference(reader),
         operation: reader
-            .required("operation", "say how the texts are compared: eq, ne, like or ilike")
-            .choice(&operations)
+            .required("operation", "choose how the texts are compared: eq, ne, like or ilike")
+            .variant()
             .unwrap_or(StringOperation::Eq),
     })
 }
 
 pub(super) fn read_text_similarity(reader: &Reader<'_>) -> RewardKind {
-    let metrics = [
-        ("fuzzy_match", SimilarityMetric::FuzzyMatch),
-        ("bleu", SimilarityMetric::Bleu),
-        ("gleu", SimilarityMetric::Gleu),
-        ("rouge_1", SimilarityMetric::Rouge1),
-        ("rouge_2", SimilarityMetric::Rouge2),
-        ("rouge_3", SimilarityMetric::Rouge3),
-        ("rouge_4", SimilarityMetric::Rouge4),
-        ("rouge_5", SimilarityMetric::Rouge5),
-        ("rouge_l", SimilarityMetric::RougeL),
-    ];
     let metric =
         reader.required("evaluation_metric", "name the measure: fuzzy_match, bleu, gleu, rouge_1 … rouge_5 or rouge_l");
     let chosen = match metric.value().and_then(Value::as_str) {
@@ -128,7 +111,7 @@ pub(super) fn read_text_similarity(reader: &Reader<'_>) -> RewardKind {
             );
             None
         }
-        _ => metric.choice(&metrics),
+        _ => metric.variant(),
     };
     RewardKind::TextSimilarity(TextSimilarityPlan {
         input: read_input(reader),
@@ -142,21 +125,15 @@ fn read_input(reader: &Reader<'_>) -> String {
 }
 
 fn read_reference(reader: &Reader<'_>) -> String {
-    let field = reader.required("reference", "give the text to compare with, \"{{ item.answer }}\" say");
+    let field = reader.required("reference", "give the text to compare with, such as \"{{ item.answer }}\"");
     read_template(&field).unwrap_or_default()
 }
 
 pub(super) fn read_math_equal(reader: &Reader<'_>) -> RewardKind {
-    let places = [
-        ("auto", AnswerPlace::Auto),
-        ("boxed", AnswerPlace::Boxed),
-        ("tag", AnswerPlace::Tag),
-        ("whole", AnswerPlace::Whole),
-    ];
     RewardKind::MathEqual(MathEqualPlan {
         column: read_column(&reader.required("column", "name the dataset column that holds the right answer")),
         tolerance: reader.field("tolerance").number("between 0 and 1", |v| (0.0..=1.0).contains(&v)).unwrap_or(1e-6),
-        answer: reader.field("answer").choice(&places).unwrap_or(AnswerPlace::Auto),
+        answer: reader.field("answer").variant().unwrap_or(AnswerPlace::Auto),
     })
 }
 
@@ -211,7 +188,7 @@ pub(super) fn read_format(reader: &Reader<'_>) -> RewardKind {
                 "a tag's name has letters, digits, '_', '-', '.' and ':' only; give it without < and >",
             );
         } else if tags.iter().any(|known| known == tag) {
-            item.fail("duplicate", format!("the tag '{tag}' stands twice"));
+            item.fail("duplicate", format!("the tag '{tag}' is listed twice"));
         }
         tags.push(tag.to_owned());
     }
@@ -233,7 +210,7 @@ pub(super) fn read_format(reader: &Reader<'_>) -> RewardKind {
 
 pub(super) fn read_multi(reader: &Reader<'_>) -> RewardKind {
     let field =
-        reader.required("graders", "give the graders by name, {\"right\": {\"type\": \"string_check\", …}} say");
+        reader.required("graders", "give the graders by name, such as {\"right\": {\"type\": \"string_check\", …}}");
     let mut graders = BTreeMap::new();
     let given = field.object();
     let names: Vec<&String> = field.map().map(|map| map.keys().collect()).unwrap_or_default();
@@ -251,7 +228,7 @@ pub(super) fn read_multi(reader: &Reader<'_>) -> RewardKind {
         }
     }
     let formula = reader
-        .required("calculate_output", "give the formula over the graders' names, \"0.8 * right + 0.2 * short\" say");
+        .required("calculate_output", "give the formula over the graders' names, such as \"0.8 * right + 0.2 * short\"");
     let text = formula.nonempty(2_000).unwrap_or_default();
     match Formula::parse(text) {
         Err(error) if !text.is_empty() => formula.fail("invalid_value", error),
@@ -271,7 +248,7 @@ pub(super) fn read_multi(reader: &Reader<'_>) -> RewardKind {
 fn read_grader(reader: &Reader<'_>) -> Option<RewardKind> {
     let field = reader.required("type", "name the grader's type");
     let kind = field.choice(KINDS)?(reader);
-    // Graders of OpenAI's carry their name inside as well.
+    // OpenAI's graders have a `name` field of their own, which is ignored.
     let _ = reader.field("name").string(64);
     if kind.service().is_some() || matches!(kind, RewardKind::Multi(_)) {
         field.fail(

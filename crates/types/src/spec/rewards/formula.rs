@@ -1,4 +1,4 @@
-//! The formula of a `multi` grader: arithmetic over the graders' names, with the functions that OpenAI's has.
+//! The formula of a `multi` grader: arithmetic over the graders' names, with the functions of OpenAI's grader.
 
 use std::collections::BTreeMap;
 
@@ -6,10 +6,10 @@ use minijinja::{Environment, Error, ErrorKind, UndefinedBehavior, Value};
 
 use crate::jinja::{Template, guard};
 
-/// Steps one evaluation may take.
-const FUEL: u64 = 10_000;
-/// Bytes one evaluation may make. Numbers take none.
-const BUDGET: u64 = 1 << 20;
+/// Maximum number of steps per evaluation.
+const MAX_STEPS: u64 = 10_000;
+/// Maximum number of bytes that one evaluation may allocate. Numbers do not count.
+const MAX_ALLOCATED_BYTES: u64 = 1 << 20;
 const FUNCTIONS: [&str; 8] = ["min", "max", "abs", "floor", "ceil", "exp", "sqrt", "log"];
 const WORDS: [&str; 14] =
     ["and", "or", "not", "in", "is", "if", "else", "true", "false", "none", "True", "False", "None", "loop"];
@@ -17,7 +17,7 @@ const WORDS: [&str; 14] =
 type OfOne = fn(f64) -> f64;
 type OfTwo = fn(f64, f64) -> f64;
 
-/// A parsed formula.
+/// A formula that was parsed successfully.
 #[derive(Debug)]
 pub struct Formula {
     environment: Environment<'static>,
@@ -26,10 +26,10 @@ pub struct Formula {
 }
 
 impl Formula {
-    /// Parses `text`; the error is for the one who wrote it.
+    /// Parses `text`. The error message is for the user who wrote the formula.
     pub fn parse(text: &str) -> Result<Self, String> {
         let mut environment = Environment::empty();
-        environment.set_fuel(Some(FUEL));
+        environment.set_fuel(Some(MAX_STEPS));
         environment.set_undefined_behavior(UndefinedBehavior::Strict);
         guard(&mut environment);
         let one: [(&'static str, OfOne); 6] = [
@@ -59,7 +59,7 @@ impl Formula {
         }
     }
 
-    /// Whether a grader may be called so.
+    /// Whether a grader may have this name.
     pub fn is_name(name: &str) -> bool {
         let mut chars = name.chars();
         chars.next().is_some_and(|c| c.is_ascii_alphabetic() || c == '_')
@@ -69,7 +69,7 @@ impl Formula {
             && !WORDS.contains(&name)
     }
 
-    /// The graders that it speaks of.
+    /// Returns the names of the graders in the formula.
     pub fn names(&self) -> Vec<String> {
         let Ok(compiled) = self.environment.compile_expression(&self.text) else { return Vec::new() };
         let mut names: Vec<String> = compiled.undeclared_variables(false).into_iter().collect();
@@ -78,10 +78,10 @@ impl Formula {
         names
     }
 
-    /// Its value, a finite number.
+    /// Evaluates the formula; the value is a finite number.
     pub fn value(&self, scores: &BTreeMap<&str, f64>) -> Result<f64, String> {
         let variables = Value::from_pairs(scores.iter().map(|(name, score)| (*name, *score)));
-        let value = self.expression.eval(&self.environment, variables, BUDGET, Ok).map_err(|error| {
+        let value = self.expression.eval(&self.environment, variables, MAX_ALLOCATED_BYTES, Ok).map_err(|error| {
             let why = error.detail().map_or_else(|| error.kind().to_string(), str::to_owned);
             format!("the formula has no value: {why}")
         })?;
@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_no_finite_value_is_an_error() {
+    fn a_formula_without_a_finite_value_is_an_error() {
         for text in
             ["a / none_of", "log(none_of)", "'x'", "c", "a +", "import os", "a.b", "range(3)", "max()", "exp(10000)"]
         {

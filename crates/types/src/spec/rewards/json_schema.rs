@@ -1,9 +1,9 @@
-//! JSON Schema: draft 2020-12 unless the schema's `$schema` says otherwise. Nothing is fetched or read for it.
+//! JSON Schema: draft 2020-12 unless the schema's `$schema` says otherwise. NoLoader is fetched or read from files.
 //!
-//! The validator (boon) has neither fuel nor a limit on its stack, and 1 kB of schema can ask for years of work: definitions
-//! that reference the one before twice, or a recursive schema that does so on each level of a value. So the work is bounded
-//! before it begins: a schema whose references branch too often is refused when it is compiled ([`graph`]), and the steps that
-//! one value takes are counted, each pair of subschema and part of the value once, before it is validated ([`cost`]).
+//! The validator (boon) has neither a step limit nor a stack limit, and 1 kB of schema can cause years of work: for example,
+//! definitions that each reference the previous one twice, or a recursive schema that does so on each level of a value. The work is
+//! therefore limited before it begins. A schema whose references branch too often is rejected when it is compiled ([`graph`]).
+//! Before a value is validated, its steps are counted, with each pair of subschema and part of the value visited once ([`cost`]).
 
 mod cost;
 mod graph;
@@ -14,16 +14,16 @@ use serde_json::{Value, json};
 pub use cost::TooCostly;
 use graph::Graph;
 
-/// The schema's address inside the compiler; references are relative to it.
-const HOME: &str = "schema:///reward";
-/// The address of `{"not": {"not": the schema}}`: below `not` the validator stops at the first error and describes none.
-const BRIEF: &str = "schema:///brief";
-/// The stack of a thread that compiles or validates. Depth is bounded by [`cost::MAX_DEPTH`].
+/// Address of the schema inside the compiler. References are relative to it.
+const SCHEMA_ADDRESS: &str = "schema:///reward";
+/// Address of `{"not": {"not": the schema}}`. Below `not` the validator stops at the first error and describes none.
+const BRIEF_ADDRESS: &str = "schema:///brief";
+/// Stack size of a thread that compiles or validates, in bytes. The depth is limited by [`cost::MAX_DEPTH`].
 const STACK_BYTES: usize = 64 << 20;
-/// Values that nest the validator deeper than this are validated on a thread with [`STACK_BYTES`].
-const SHALLOW: usize = 64;
+/// Nesting depth above which a value is validated on a thread with [`STACK_BYTES`] of stack.
+const MAX_INLINE_DEPTH: usize = 64;
 
-/// A compiled schema.
+/// A compiled JSON Schema.
 pub struct JsonSchema {
     schemas: Schemas,
     index: SchemaIndex,
@@ -31,12 +31,12 @@ pub struct JsonSchema {
 }
 
 impl JsonSchema {
-    /// Compiles the schema.
+    /// Compiles a JSON Schema and checks its cost.
     ///
     /// # Errors
-    /// What is wrong with it and what to do, for the user who wrote it.
+    /// Returns what is wrong with the schema and how to fix it, for the user who wrote it.
     pub fn new(schema: &Value) -> Result<Self, String> {
-        // Before the validator sees it: compiling takes time quadratic in the number of subschemas.
+        // Checked before the validator sees the schema, because compiling takes time quadratic in the number of subschemas.
         let graph = Graph::new(schema)?;
         let (schemas, index) = on_large_stack(|| compile(schema))??;
         Ok(Self { schemas, index, graph })
@@ -45,11 +45,11 @@ impl JsonSchema {
     /// Whether the schema accepts a value.
     ///
     /// # Errors
-    /// When that would take more steps than a value may take.
+    /// Fails if the validation would take more than [`cost::MAX_STEPS`] steps.
     pub fn accepts(&self, value: &Value) -> Result<bool, TooCostly> {
         let depth = cost::count(&self.graph, value)?;
         let valid = || self.schemas.validate(value, self.index).is_ok();
-        if depth <= SHALLOW {
+        if depth <= MAX_INLINE_DEPTH {
             return Ok(valid());
         }
         on_large_stack(valid).map_err(|_| TooCostly::Thread)
@@ -64,21 +64,21 @@ impl std::fmt::Debug for JsonSchema {
 
 fn compile(schema: &Value) -> Result<(Schemas, SchemaIndex), String> {
     let mut compiler = Compiler::new();
-    compiler.use_loader(Box::new(Nothing));
+    compiler.use_loader(Box::new(NoLoader));
     let mut schemas = Schemas::new();
     let told = |error: boon::CompileError| {
         let text = format!("{error:#}");
         let first: Vec<&str> = text.lines().map(str::trim).filter(|line| !line.is_empty()).take(3).collect();
-        format!("not a JSON Schema that can be used: {}", first.join(" ").replace(HOME, ""))
+        format!("not a JSON Schema that can be used: {}", first.join(" ").replace(SCHEMA_ADDRESS, ""))
     };
-    compiler.add_resource(HOME, schema.clone()).map_err(told)?;
-    compiler.compile(HOME, &mut schemas).map_err(told)?;
-    compiler.add_resource(BRIEF, json!({"not": {"not": {"$ref": HOME}}})).map_err(told)?;
-    let index = compiler.compile(BRIEF, &mut schemas).map_err(told)?;
+    compiler.add_resource(SCHEMA_ADDRESS, schema.clone()).map_err(told)?;
+    compiler.compile(SCHEMA_ADDRESS, &mut schemas).map_err(told)?;
+    compiler.add_resource(BRIEF_ADDRESS, json!({"not": {"not": {"$ref": SCHEMA_ADDRESS}}})).map_err(told)?;
+    let index = compiler.compile(BRIEF_ADDRESS, &mut schemas).map_err(told)?;
     Ok((schemas, index))
 }
 
-/// Runs `work` on a thread of its own with [`STACK_BYTES`] of stack.
+/// Runs `work` on a separate thread with [`STACK_BYTES`] of stack.
 fn on_large_stack<T: Send>(work: impl FnOnce() -> T + Send) -> Result<T, String> {
     std::thread::scope(|scope| {
         let thread = std::thread::Builder::new().name("json-schema".to_owned()).stack_size(STACK_BYTES);
@@ -87,10 +87,10 @@ fn on_large_stack<T: Send>(work: impl FnOnce() -> T + Send) -> Result<T, String>
     })
 }
 
-/// Loads nothing: a schema of a client's may not make the server read files or reach addresses.
-struct Nothing;
+/// A loader that loads nothing: a client's schema must not make the server read files or contact addresses.
+struct NoLoader;
 
-impl UrlLoader for Nothing {
+impl UrlLoader for NoLoader {
     fn load(&self, _: &str) -> Result<Value, Box<dyn std::error::Error>> {
         Err("references to other documents are not followed".into())
     }

@@ -1,15 +1,15 @@
-//! Reads the reward `python`: a function with TRL's signature, run on the worker's machine.
+//! Reads the reward `python`: a function with TRL's signature that runs on the worker's machine.
 
 use super::service::read_limits;
 use crate::spec::PythonPlan;
 use crate::spec::reader::{Field, Reader, shown};
 
-/// The longest path.
+/// Maximum length of the path, in bytes.
 const MAX_PATH_BYTES: usize = 4096;
 
 pub(super) fn read_python(reader: &Reader<'_>) -> PythonPlan {
-    let file = reader.required("file", "name the Python file, \"rewards.py\" say: a path on the server's machine");
-    let function = reader.required("function", "name the function of the file, \"accuracy\" say");
+    let file = reader.required("file", "name the Python file, such as \"rewards.py\": a path on the server's machine");
+    let function = reader.required("function", "name the function in the file, such as \"accuracy\"");
     PythonPlan {
         file: read_file(&file),
         function: read_function(&function),

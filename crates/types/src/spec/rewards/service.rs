@@ -1,4 +1,4 @@
-//! Reads what every reward over HTTP has: an address, limits, headers, a secret.
+//! Reads the settings that every reward over HTTP has: address, limits, headers and secret.
 
 use std::collections::BTreeMap;
 
@@ -25,7 +25,7 @@ const RESERVED_HEADERS: [&str; 13] = [
     "webhook-signature",
 ];
 
-/// Contract v1.
+/// Reads a reward that implements contract v1.
 pub(super) fn read_webhook(reader: &Reader<'_>) -> WebhookPlan {
     WebhookPlan {
         service: read_service(reader, 32),
@@ -34,13 +34,13 @@ pub(super) fn read_webhook(reader: &Reader<'_>) -> WebhookPlan {
     }
 }
 
-/// Address and limits. `batch` samples in one request unless the client says otherwise; 1: it cannot be more.
+/// Reads address and limits. `batch` is the default number of samples per request; with 1, the endpoint accepts only one.
 pub(super) fn read_service(reader: &Reader<'_>, batch: u32) -> ServicePlan {
     let url = read_url(&reader.required("url", "give the http or https address of the reward service"));
     ServicePlan { url, ..read_limits(reader, batch) }
 }
 
-/// The limits of a service whose address is not the client's to give.
+/// Reads the limits of a service whose address the client does not choose.
 pub(super) fn read_limits(reader: &Reader<'_>, batch: u32) -> ServicePlan {
     let timeout = reader.field("timeout_ms");
     let service = ServicePlan {
@@ -78,7 +78,7 @@ pub(super) fn read_limits(reader: &Reader<'_>, batch: u32) -> ServicePlan {
     service
 }
 
-/// An address without a path is completed with the one that the system publishes.
+/// Appends the system's standard path to an address without a path.
 pub(super) fn at_path(mut service: ServicePlan, path: &str) -> ServicePlan {
     if let Ok(mut url) = url::Url::parse(&service.url)
         && url.path() == "/"
@@ -109,7 +109,7 @@ fn read_url(field: &Field<'_>) -> String {
     text.to_owned()
 }
 
-/// The signing secrets and the headers.
+/// Reads the signing secrets and the headers.
 pub(super) fn read_secrets(reader: &Reader<'_>) -> RewardSecrets {
     let secret = read_secret(&reader.field("secret"));
     let previous = reader.field("previous_secret");
@@ -137,7 +137,7 @@ fn read_secret(field: &Field<'_>) -> Option<String> {
     valid.map(str::to_owned)
 }
 
-/// Headers that go with every request.
+/// Reads the headers that are sent with every request.
 pub(super) fn read_headers(field: &Field<'_>) -> Option<BTreeMap<String, String>> {
     let headers = field.texts(32, 8_000)?;
     for (name, value) in &headers {

@@ -1,4 +1,4 @@
-//! Templates over one sample, for what is sent to services and what graders compare: Jinja in the sandbox of
+//! Templates over one sample, for requests to services and for the texts that graders compare: Jinja in the sandbox of
 //! [`crate::jinja`]. A variable that does not exist is an error, never an empty text.
 
 use std::sync::LazyLock;
@@ -10,15 +10,15 @@ use serde_json::{Map, json};
 use crate::jinja::{Ordered, Template, draw, environment, to_json, to_json_value, to_value};
 use crate::sample::RewardSample;
 
-/// Instructions that one rendering may take; a usual one takes tens.
-const FUEL: u64 = 1_000_000;
-/// Longest text that a template may make, bytes.
+/// Maximum number of instructions per rendering. A typical rendering takes tens.
+const MAX_INSTRUCTIONS: u64 = 1_000_000;
+/// Maximum length of a rendered text, in bytes.
 const MAX_OUTPUT_BYTES: usize = 4 << 20;
-/// What one rendering may make on the way there, bytes.
-const BUDGET: u64 = 64 << 20;
+/// Maximum number of bytes that one rendering may allocate.
+const MAX_ALLOCATED_BYTES: u64 = 64 << 20;
 
 static ENVIRONMENT: LazyLock<Environment<'static>> = LazyLock::new(|| {
-    let mut environment = environment(FUEL);
+    let mut environment = environment(MAX_INSTRUCTIONS);
     environment.set_undefined_behavior(UndefinedBehavior::Strict);
     environment.set_formatter(write);
     let syntax = SyntaxConfig::builder().keep_trailing_newline(true).build();
@@ -26,22 +26,23 @@ static ENVIRONMENT: LazyLock<Environment<'static>> = LazyLock::new(|| {
     environment
 });
 
-/// A compiled template.
+/// A template that was compiled successfully.
 ///
 /// Its variables: `prompt`, `completion`, `question` (the last user message, or the prompt), `messages` (the chat with the
-/// completion as its last message), `columns` (also `item`), `sample` (`output_text`, and `output_json` where it is JSON, as
-/// OpenAI's graders have them), `finish_reason`, `num_tokens`.
+/// completion as its last message), `columns` (also `item`), `sample` (`output_text`, and `output_json` if the completion is JSON,
+/// as in OpenAI's graders), `finish_reason`, `num_tokens`.
 #[derive(Debug)]
 pub struct SampleTemplate {
     template: Template,
-    /// The inside of a template that is one `{{ expression }}`, and as it was written.
+    /// The compiled expression and its source, if the template is a single `{{ expression }}`.
     expression: Option<(Template, String)>,
 }
 
 impl SampleTemplate {
-    /// Compiles. The error is for the one who wrote it.
+    /// Compiles a template. The error message is for the user who wrote it.
     pub fn new(source: &str) -> Result<Self, String> {
-        let template = Template::new(&ENVIRONMENT, "template", source.to_owned()).map_err(|error| told(&error))?;
+        let template =
+            Template::new(&ENVIRONMENT, "template", source.to_owned()).map_err(|error| describe_error(&error))?;
         let inside = source.trim().strip_prefix("{{").and_then(|rest| rest.strip_suffix("}}"));
         let compiled =
             inside.and_then(|inside| Some((Template::expression(inside.to_owned()).ok()?, inside.to_owned())));
@@ -50,30 +51,30 @@ impl SampleTemplate {
 
     /// Compiles an expression alone, for [`SampleTemplate::value`].
     pub fn expression(source: &str) -> Result<Self, String> {
-        let expression = Template::expression(source.to_owned()).map_err(|error| told(&error))?;
+        let expression = Template::expression(source.to_owned()).map_err(|error| describe_error(&error))?;
         Ok(Self { expression: Some((expression, source.to_owned())), ..Self::new("")? })
     }
 
-    /// The text for these variables.
+    /// Renders the text for these variables.
     pub fn render(&self, variables: &Value) -> Result<String, String> {
-        let text = self.template.render(&ENVIRONMENT, variables.clone(), BUDGET, MAX_OUTPUT_BYTES);
-        text.map_err(|error| told(&error))
+        let text = self.template.render(&ENVIRONMENT, variables.clone(), MAX_ALLOCATED_BYTES, MAX_OUTPUT_BYTES);
+        text.map_err(|error| describe_error(&error))
     }
 
-    /// The value, where the template is one `{{ expression }}`; else the text.
+    /// Returns the expression's value if the template is a single `{{ expression }}`, otherwise the rendered text.
     pub fn value(&self, variables: &Value) -> Result<serde_json::Value, String> {
         let Some((expression, written)) = &self.expression else { return Ok(self.render(variables)?.into()) };
-        let value = expression.eval(&ENVIRONMENT, variables.clone(), BUDGET, |value| {
+        let value = expression.eval(&ENVIRONMENT, variables.clone(), MAX_ALLOCATED_BYTES, |value| {
             if value.is_undefined() {
                 let text = format!("'{}' is undefined", written.trim());
                 return Err(Error::new(ErrorKind::UndefinedError, text));
             }
             to_json_value(&value)
         });
-        value.map_err(|error| told(&error))
+        value.map_err(|error| describe_error(&error))
     }
 
-    /// What a template sees of a sample.
+    /// Returns the variables of a sample.
     pub fn variables(sample: &RewardSample) -> Value {
         let mut messages = match &sample.messages {
             Some(serde_json::Value::Array(messages)) => messages.clone(),
@@ -101,23 +102,23 @@ impl SampleTemplate {
         ]))
     }
 
-    /// Variables that were JSON in between.
+    /// Converts variables that were stored as JSON.
     pub fn json_variables(json: &serde_json::Value) -> Value {
         to_value(json)
     }
 
-    /// What a template of a dataset's mapping sees: the row's columns.
+    /// Returns the variables of a template in a dataset's mapping: the row's columns.
     pub fn row_variables(row: &Map<String, serde_json::Value>) -> Value {
         Value::from_object(Ordered(row.iter().map(|(name, value)| (name.clone(), to_value(value))).collect()))
     }
 
-    /// What a template of a batch sees: `samples`.
+    /// Returns the variables of a template for a batch: `samples`.
     pub fn batch_variables(samples: impl Iterator<Item = Value>) -> Value {
         Value::from_object(Ordered(vec![("samples".to_owned(), samples.collect())]))
     }
 }
 
-fn told(error: &Error) -> String {
+fn describe_error(error: &Error) -> String {
     let mut text = error.detail().map_or_else(|| error.kind().to_string(), str::to_owned);
     if let Some(line) = error.line().filter(|line| *line > 1) {
         text = format!("{text} (line {line})");
@@ -125,7 +126,8 @@ fn told(error: &Error) -> String {
     text
 }
 
-/// Texts as they are, everything else as JSON. Null is an error: nobody wants to be asked about "none".
+/// Writes texts as they are and everything else as JSON. Null is an error, because a service should never be sent
+/// the text "none" by accident.
 fn write(out: &mut Output, _: &mut State, value: &Value) -> Result<(), Error> {
     if value.is_undefined() || value.is_none() {
         return Err(Error::new(ErrorKind::InvalidOperation, "a value that the template writes is null or undefined"));
@@ -186,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_there_is_an_error_and_never_an_empty_text() {
+    fn an_undefined_variable_is_an_error_and_never_an_empty_text() {
         for source in [
             "{{ item.other }}",
             "{{ item.none }}",
@@ -273,7 +275,7 @@ mod tests {
             ("a\nb{{ [1] + 1 }}", "tried to use + operator on unsupported types sequence and number (line 2)"),
             ("{{ 'a' * -1 }}", "strings can only be multiplied with integers"),
         ] {
-            // Builds with debug assertions say more.
+            // The error has more lines in builds with debug assertions.
             let error = rendered(source).unwrap_err();
             assert!(error.contains(expected), "{source}: {error}");
         }

@@ -1,4 +1,4 @@
-//! The settings of checkpoints: when to save and what to keep.
+//! The settings of checkpoints: when to save and which ones to keep.
 
 use utoipa::PartialSchema;
 
@@ -6,13 +6,13 @@ use super::DefaultValue::Whole;
 use super::{Kind, MAX_STEPS, Section, Setting, Trl};
 use crate::spec::plan::CheckpointPlan;
 
-/// No time between checkpoints is longer: about a year.
+/// Maximum number of seconds between checkpoints, about a year.
 const MAX_SECONDS: u64 = 31_622_400;
 
 pub(in crate::spec) static CHECKPOINTS: Section = Section::new(
     "checkpoints",
     "Checkpoints",
-    "When to save and what to keep.",
+    "When checkpoints are saved and which ones are kept.",
     &[
         Setting::whole("every_steps", 1, MAX_STEPS)
             .default(Whole(20))

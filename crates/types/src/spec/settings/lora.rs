@@ -1,4 +1,4 @@
-//! The adapter's settings.
+//! The settings of the LoRA adapter.
 
 use serde_json::Value;
 use utoipa::PartialSchema;
@@ -9,12 +9,12 @@ use super::DefaultValue::{Flag, Number, Whole, Words};
 use super::{Form, Kind, Range, Resume, Section, Setting, Trl};
 use crate::spec::plan::LoraPlan;
 use crate::spec::reader::Field;
-use crate::spec::schema::words;
+use crate::spec::schema::enumeration;
 
 /// The projections that most models have, in the order of the plan.
 pub(in crate::spec) const ALL_LINEAR: [&str; 7] =
     ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
-/// Those that can get an adapter: the last four are stored as one in some models (Phi-3, Granite 4).
+/// The projections that can have an adapter. Some models (Phi-3, Granite 4) store the last four as one.
 const PROJECTIONS: [&str; 11] = [
     "q_proj",
     "k_proj",
@@ -33,7 +33,7 @@ const PROJECTIONS: [&str; 11] = [
 pub(in crate::spec) static LORA: Section = Section::new(
     "lora",
     "Adapter",
-    "The adapter.",
+    "The LoRA adapter.",
     &[
         Setting::whole("r", 1, 4096)
             .hint("the adapter's rank; 16 is usual")
@@ -58,7 +58,7 @@ pub(in crate::spec) static LORA: Section = Section::new(
                 says: "\"all-linear\", or a list of projections",
             },
         )
-        .doc("Which projections get an adapter.")
+        .doc("Projections that get an adapter.")
         .default(Words(&ALL_LINEAR))
         .trl(Trl::Adapter(
             Form::Modules,
@@ -76,18 +76,18 @@ pub(in crate::spec) static LORA: Section = Section::new(
 
 fn read_target_modules(field: &Field<'_>) -> Option<Value> {
     if field.value().is_some_and(Value::is_string) {
-        field.word(&["all-linear"]);
+        field.one_of(&["all-linear"]);
         return None;
     }
     let items = field.items()?;
     if items.is_empty() {
         field.fail("invalid_value", "name at least one module, or \"all-linear\"");
     }
-    let chosen: Vec<_> = items.iter().filter_map(|item| item.word(&PROJECTIONS)).collect();
+    let chosen: Vec<_> = items.iter().filter_map(|item| item.one_of(&PROJECTIONS)).collect();
     Some(PROJECTIONS.into_iter().filter(|name| chosen.contains(name)).map(Value::from).collect())
 }
 
 fn target_modules() -> RefOr<Schema> {
-    let list = RefOr::T(Schema::Array(Array::new(words("", &PROJECTIONS))));
-    OneOfBuilder::new().item(words("All that the model has.", &["all-linear"])).item(list).into()
+    let list = RefOr::T(Schema::Array(Array::new(enumeration("", &PROJECTIONS))));
+    OneOfBuilder::new().item(enumeration("All projections of the model.", &["all-linear"])).item(list).into()
 }

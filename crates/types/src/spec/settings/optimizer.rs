@@ -2,25 +2,25 @@
 
 use utoipa::PartialSchema;
 
-use super::DefaultValue::{Number, Whole, Word};
-use super::{Form, MAX_STEPS, Range, Resume, Section, Setting, Trl, words_of};
+use super::DefaultValue::{Number, Variant, Whole};
+use super::{Form, MAX_STEPS, Range, Resume, Section, Setting, Trl, variant_names};
 use crate::spec::plan::OptimizerPlan;
 use crate::spec::{LORA_LEARNING_RATE, LrSchedulerType, OptimizerKind};
 
 const DECAY: Range = Range::at_least(0.0).below(1.0);
 
-// TRL's defaults are transformers', but for the learning rate, which is RLOOConfig's.
+// TRL's defaults are those of transformers, except the learning rate, which is RLOOConfig's.
 pub(in crate::spec) static OPTIMIZER: Section = Section::new(
     "optimizer",
     "Optimizer",
     "The optimizer and its schedule.",
     &[
-        Setting::word("kind", words_of::<OptimizerKind>)
-            .doc("How moments are kept.")
-            .default(Word("adamw"))
+        Setting::variant("kind", variant_names::<OptimizerKind>)
+            .doc("Optimizer: AdamW with moments in 32 bits (`adamw`) or in 8 bits (`adamw_8bit`).")
+            .default(Variant("adamw"))
             .trl(Trl::Own(&["optim"]))
             .resume(Resume::FixedUnless { key: "optimizer", value: "adamw" }),
-        // Of an adapter; full fine-tuning has its own.
+        // The default for an adapter. Full fine-tuning has a different default.
         Setting::number("learning_rate", Range::above(0.0).at_most(1.0))
             .default(Number(LORA_LEARNING_RATE))
             .trl(Trl::Key(&["learning_rate"], Form::Number, Number(1e-6)))
@@ -50,8 +50,8 @@ pub(in crate::spec) static OPTIMIZER: Section = Section::new(
             Form::Number,
             Number(1.0),
         )),
-        Setting::word("lr_scheduler_type", words_of::<LrSchedulerType>)
-            .default(Word("constant"))
+        Setting::variant("lr_scheduler_type", variant_names::<LrSchedulerType>)
+            .default(Variant("constant"))
             .trl(Trl::Own(&["lr_scheduler_type", "lr_scheduler_kwargs"])),
         Setting::whole("warmup_steps", 0, MAX_STEPS).default(Whole(0)).trl(Trl::Own(&["warmup_steps", "warmup_ratio"])),
     ],

@@ -1,4 +1,4 @@
-//! The reference page `docs/reference/job-settings.md`, from the tables.
+//! Generates the reference page `docs/reference/job-settings.md` from the tables.
 
 use serde_json::Value;
 use utoipa::openapi::RefOr;
@@ -8,44 +8,44 @@ use super::{DefaultValue, Kind, Resume, SECTIONS, Section, Setting, Trl, Values}
 
 const HEAD: &str = "# Job settings
 
-This page is generated from the tables in `crates/types/src/spec/settings`, which the server reads jobs by. After a change
+This page is generated from the tables in `crates/types/src/spec/settings`, which the server uses to read jobs. After a change
 there, run `RLOOD_BLESS=1 cargo test --release -p rlood-types the_reference_page`.
 
 Each section is an object in the job: `{\"rloo\": {\"beta\": 0.1}}`. A setting that is missing or null has its default. A
-section marked *optional* is switched on by giving it; the others always apply, and `\"lora\": null` switches the adapter off.
-Besides its sections a job has `model`, `dataset`, `rewards` ([rewards](../rewards.md)), `name`, `metadata` and `priority`.
+section marked *optional* applies only if it is given; the others always apply, and `\"lora\": null` turns the adapter off.
+In addition to its sections, a job has `model`, `dataset`, `rewards` ([rewards](../rewards.md)), `name`, `metadata` and `priority`.
 A Python function with TRL's signature is the reward `{\"type\": \"python\", \"file\": \"rewards.py\", \"function\": \"accuracy\"}`
 ([Python functions](../rewards.md#python-functions)).
 
 - **TRL**: the key of `RLOOConfig`, or of the arguments around it, from which `rlood convert --trl` and
   `POST /jobs/validate?from=trl` take the setting, and TRL's default where it is written out.
-- **Fork**: *same* marks settings that a fork must leave as they are to resume from a checkpoint with its optimizer state.
-  With another value the fork starts warm: from the checkpoint's weights, at step 0. In the middle of a generation block all
-  of `rloo`, `sampling.temperature` and the rewards must be the same too.
+- **Fork**: *same* marks settings that a fork must not change if it is to resume from a checkpoint with its optimizer state.
+  With a different value, the fork is a warm start: from the checkpoint's weights, at step 0. In the middle of a generation block, all
+  of `rloo`, `sampling.temperature` and the rewards must be the same as well.
 ";
 
-/// What a table cannot say of a section.
+/// Notes that follow the table of a section.
 const NOTES: [(&str, &str); 2] = [("warm_up", "
-- A row is chat messages that end with the assistant's turn (`messages`, or as the `prompt`), or a `prompt` and a `completion`. Only the
-  tokens of the last assistant turn bear loss, up to the end-of-sequence token; a step's loss is their mean.
-- The warm-up's steps are the first steps of the job, and RLOO's follow: 20 steps and `training.max_steps` 100 make a job of 120. Schedules,
-  `eval.every_steps` and `optimizer.warmup_steps` count RLOO's own steps. AdamW begins afresh with RLOO.
-- Where `eval.before_start` is true, evaluation comes before the warm-up and behind it. The warmed weights are always checkpointed.
+- A row has either chat messages that end with an assistant turn (`messages`, or as the `prompt`), or a `prompt` and a `completion`. Only the
+  tokens of the last assistant turn, up to the end-of-sequence token, contribute to the loss. The loss of a step is their mean.
+- The warm-up steps are the first steps of the job, followed by the RLOO steps: 20 steps and `training.max_steps` 100 give 120 steps. Schedules,
+  `eval.every_steps` and `optimizer.warmup_steps` count RLOO steps only. AdamW starts with fresh moments at the first RLOO step.
+- If `eval.before_start` is true, the job is evaluated before and after the warm-up. The weights at its end are always checkpointed.
 "), ("rloo", "
-- Estimators `reinforce_pp` and `reinforce_pp_baseline` give every token an advantage of its own; with them `loss` is one of
-  `token_mean`, `seq_mean_token_mean` and `dr_grpo`. `remax` also scores one greedy completion a prompt. `remax` and
+- Estimators `reinforce_pp` and `reinforce_pp_baseline` give every token its own advantage; with them, `loss` must be one of
+  `token_mean`, `seq_mean_token_mean` and `dr_grpo`. `remax` also scores one greedy completion per prompt. `remax` and
   `reinforce` allow `num_generations` 1.
-- `kl_in` `reward` goes with `k1`; `loss` with `k3` or `k2`.
-- Rewards are normalised first (`reward_normalization`), then clipped (`reward_clip_range`); `length_penalty` and
-  `soft_overlong` come after the clip.
-- With `min_informative_groups` tied groups are replaced by the prompts that come next, for at most `max_refills` rounds.
-- `overlap` needs `steps_per_generation` of 2 or more and excludes `min_informative_groups`. The next block is sampled and sent
-  to the rewards while this one's rewards are outstanding, so each block but the first is off-policy by one block. Its old
-  log-probs are those of the policy that sampled it, and the ratio corrects for the rest. Which block is sampled when depends
-  on the steps alone: a slow reward changes the time and nothing else, and a resumed run is the same run.
+- `kl_in` `reward` requires `k1`; `kl_in` `loss` requires `k3` or `k2`.
+- Rewards are first normalized (`reward_normalization`), then clipped (`reward_clip_range`); `length_penalty` and
+  `soft_overlong` are applied after clipping.
+- With `min_informative_groups`, tied groups are replaced by the next prompts, for at most `max_refills` rounds.
+- `overlap` requires `steps_per_generation` of at least 2 and is incompatible with `min_informative_groups`. The next block is sampled and sent
+  to the rewards while this one's rewards are outstanding, so every block except the first is off-policy by one block. Its old
+  log-probabilities are those of the policy that sampled it, and the ratio corrects for the difference. When a block is sampled depends
+  only on the steps: a slow reward changes nothing but the time, and a resumed run gives the same results.
 ")];
 
-/// The page as Markdown; the tests hold the committed one to it.
+/// Returns the page as Markdown. A test compares it with the committed page.
 pub fn settings_page() -> String {
     let mut page = HEAD.to_owned();
     for section in SECTIONS {
@@ -84,7 +84,7 @@ fn values(setting: &Setting) -> String {
         Kind::Flag => "true or false".to_owned(),
         Kind::Whole(low, high) => format!("{low} to {high}"),
         Kind::Number(range) => range.to_string(),
-        Kind::Word(names) => code_list(&names()),
+        Kind::Variant(names) => code_list(&names()),
         Kind::Text(max_chars) => format!("text, at most {max_chars} characters"),
         Kind::Own { says, .. } | Kind::Part { says, .. } => says.to_owned(),
     }
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn every_setting_says_what_it_means() {
+    fn every_setting_has_a_description() {
         for section in SECTIONS {
             let plan = section.plan_schema();
             for setting in section.settings {

@@ -1,4 +1,4 @@
-//! Limits of numbers: one value from which the check, the words of its error and the JSON schema come.
+//! Limits of numbers. The check, its error message and the JSON schema are all derived from one value.
 
 use std::fmt;
 
@@ -15,35 +15,35 @@ pub(in crate::spec) struct Range {
 struct Bound {
     value: f64,
     is_inside: bool,
-    /// What a value means, beside the bound: "0 = off".
+    /// Meaning of a value at the bound, such as "0 = off".
     note: &'static str,
 }
 
 impl Range {
-    /// Every finite number.
+    /// The range of all finite numbers.
     pub(in crate::spec) const ANY: Range = Range { low: None, high: None };
 
-    /// Numbers greater than `low`.
+    /// Creates the range of numbers greater than `low`.
     pub(in crate::spec) const fn above(low: f64) -> Self {
         Self { low: Some(Bound { value: low, is_inside: false, note: "" }), high: None }
     }
 
-    /// Numbers from `low`.
+    /// Creates the range of numbers that are at least `low`.
     pub(in crate::spec) const fn at_least(low: f64) -> Self {
         Self { low: Some(Bound { value: low, is_inside: true, note: "" }), high: None }
     }
 
-    /// Of these, the numbers less than `high`.
+    /// Restricts the range to numbers less than `high`.
     pub(in crate::spec) const fn below(self, high: f64) -> Self {
         Self { high: Some(Bound { value: high, is_inside: false, note: "" }), ..self }
     }
 
-    /// Of these, the numbers up to `high`.
+    /// Restricts the range to numbers that are at most `high`.
     pub(in crate::spec) const fn at_most(self, high: f64) -> Self {
         Self { high: Some(Bound { value: high, is_inside: true, note: "" }), ..self }
     }
 
-    /// Puts a remark behind the bound that was given last.
+    /// Adds a note to the bound that was set last.
     pub(in crate::spec) const fn noting(mut self, note: &'static str) -> Self {
         match (&mut self.low, &mut self.high) {
             (_, Some(bound)) | (Some(bound), None) => bound.note = note,
@@ -52,7 +52,7 @@ impl Range {
         self
     }
 
-    /// Whether the number lies in the interval.
+    /// Whether the number is in the interval.
     pub(in crate::spec) fn contains(&self, number: f64) -> bool {
         let above = self.low.is_none_or(|low| number > low.value || (low.is_inside && number == low.value));
         let below = self.high.is_none_or(|high| number < high.value || (high.is_inside && number == high.value));
@@ -70,7 +70,7 @@ impl Range {
     }
 }
 
-/// The bound as the closed and the open limit of a schema.
+/// Returns the bound as the inclusive and the exclusive limit of a schema.
 fn ends(bound: Option<Bound>) -> [Option<utoipa::Number>; 2] {
     let end = |is_inside| bound.filter(|bound| bound.is_inside == is_inside).map(|bound| bound.value.into());
     [end(true), end(false)]
@@ -99,7 +99,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_check_the_words_and_the_schema_of_a_range_agree() {
+    fn the_check_the_message_and_the_schema_of_a_range_agree() {
         let cases = [
             (Range::above(0.0).below(1.0), "greater than 0 and less than 1", vec![0.5], vec![0.0, 1.0]),
             (

@@ -6,7 +6,7 @@ use serde_json::{Map, Value};
 use super::{Kind, Section, Setting};
 use crate::spec::reader::{Errors, Reader};
 
-/// The settings of a section: given values that were accepted, and defaults for the rest.
+/// The settings of a section: the accepted values of the document, and defaults for the rest.
 #[derive(Debug, Default)]
 pub(in crate::spec) struct Values {
     values: Map<String, Value>,
@@ -14,47 +14,47 @@ pub(in crate::spec) struct Values {
 }
 
 impl Values {
-    /// One value.
+    /// Returns the value of a setting.
     ///
     /// # Panics
-    /// When the table has no such setting, or one of another type; the tests of this folder read every table.
+    /// Panics if the table has no such setting, or one of another type. The tests in this folder read every table.
     pub(in crate::spec) fn get<T: DeserializeOwned>(&self, name: &str) -> T {
         let value = self.values.get(name).cloned().unwrap_or(Value::Null);
         serde_json::from_value(value).expect("a row of the table has the type of its plan's field")
     }
 
-    /// Whether the setting was not given, or was refused.
+    /// Whether the setting was not given, or was rejected.
     pub(in crate::spec) fn is_default(&self, name: &str) -> bool {
         self.defaulted.contains(&name)
     }
 
-    /// Replaces a value.
+    /// Replaces the value of a setting.
     pub(in crate::spec) fn set(&mut self, name: &str, value: impl Into<Value>) {
         self.values.insert(name.to_owned(), value.into());
     }
 
-    /// All values, by name.
+    /// Returns all values, by name.
     pub(in crate::spec) fn into_map(self) -> Map<String, Value> {
         self.values
     }
 
-    /// The section of the plan, `None` where a required setting is missing.
+    /// Returns the section of the plan; `None` if a required setting is missing.
     pub(in crate::spec) fn into_section<T: DeserializeOwned>(self) -> Option<T> {
         serde_json::from_value(Value::Object(self.values)).ok()
     }
 
-    /// The section of the plan, for tables without required settings.
+    /// Returns the section of the plan, for tables without required settings.
     ///
     /// # Panics
-    /// When the table lacks a field of the plan, or has it with another type; the tests of this folder read every table.
+    /// Panics if a field of the plan is missing from the table or has another type. The tests in this folder read every table.
     pub(in crate::spec) fn into_plan<T: DeserializeOwned>(self) -> T {
         self.into_section().expect("the table has a row of the right type for every field of its plan")
     }
 }
 
 impl Section {
-    /// Reads every row; what is refused is reported and reads as its default. Fields that no row has are left to
-    /// [`Reader::finish`].
+    /// Reads every row. A rejected value is reported and replaced by its default. Fields without a
+    /// row are left to [`Reader::finish`].
     pub(in crate::spec) fn read(&self, reader: &Reader<'_>) -> Values {
         let mut values = self.read_first(reader);
         self.read_rest(reader, &mut values);
@@ -70,7 +70,7 @@ impl Section {
         values
     }
 
-    /// Reads the other rows.
+    /// Reads the remaining rows of the table.
     pub(in crate::spec) fn read_rest(&self, reader: &Reader<'_>, values: &mut Values) {
         for setting in self.settings.iter().filter(|setting| !setting.is_first) {
             setting.read(reader, None, values);
@@ -93,7 +93,7 @@ impl Section {
         values
     }
 
-    /// The values of a job that sets nothing.
+    /// Returns the values of a job that sets nothing.
     pub(in crate::spec) fn defaults(&self) -> Map<String, Value> {
         let (nothing, errors) = (Value::Object(Map::new()), Errors::default());
         self.read(&Reader::document(&nothing, &errors)).into_map()
@@ -117,7 +117,7 @@ impl Setting {
                 field.whole::<u64>(low..=high).map(Value::from)
             }
             Kind::Number(range) => field.number_in(range).map(Value::from),
-            Kind::Word(names) => field.word(&names()).map(Value::from),
+            Kind::Variant(names) => field.one_of(&names()).map(Value::from),
             Kind::Text(max_chars) => field.nonempty(max_chars).map(Value::from),
             Kind::Own { read, .. } => read(&field),
             Kind::Part { .. } => None,

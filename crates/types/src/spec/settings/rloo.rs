@@ -1,10 +1,10 @@
-//! The algorithm's settings (`rloo.md`), and which of them go together.
+//! The algorithm's settings (`rloo.md`), and the checks between them.
 
 use serde_json::{Value, json};
 use utoipa::PartialSchema;
 
-use super::DefaultValue::{Flag, Follows, Number, Whole, Word};
-use super::{DefaultValue, Form, Kind, Range, Resume, Section, Setting, Trl, Values, word_of, words_of};
+use super::DefaultValue::{Flag, Follows, Number, Variant, Whole};
+use super::{DefaultValue, Form, Kind, Range, Resume, Section, Setting, Trl, Values, variant_name, variant_names};
 use crate::spec::plan::RlooPlan;
 use crate::spec::reader::Field;
 use crate::spec::schema::any;
@@ -50,14 +50,14 @@ pub(in crate::spec) static RLOO: Section = Section::new(
         Setting::flag("mask_truncated_completions")
             .default(Flag(false))
             .trl(Trl::Key(&["mask_truncated_completions"], Form::Flag, Flag(false))),
-        // In TRL a missing reward contributes 0, and the weights stay as they are.
-        Setting::word("combine", words_of::<Combine>).default(Word("renormalize")).trl(Trl::Always(Word("nansum"))),
-        Setting::word("estimator", words_of::<Estimator>).first().default(Word("rloo")),
-        Setting::word("loss", words_of::<Loss>)
-            .default(Follows(default_loss, "`sequence`, with estimators of tokens `token_mean`"))
+        // TRL counts a missing reward as 0 and does not scale weights.
+        Setting::variant("combine", variant_names::<Combine>).default(Variant("renormalize")).trl(Trl::Always(Variant("nansum"))),
+        Setting::variant("estimator", variant_names::<Estimator>).first().default(Variant("rloo")),
+        Setting::variant("loss", variant_names::<Loss>)
+            .default(Follows(default_loss, "`sequence`; `token_mean` with estimators that have token advantages"))
             .conflict(loss_conflict),
-        Setting::word("kl_in", words_of::<KlIn>).first().default(Word("reward")),
-        Setting::word("kl_estimator", words_of::<KlEstimator>)
+        Setting::variant("kl_in", variant_names::<KlIn>).first().default(Variant("reward")),
+        Setting::variant("kl_estimator", variant_names::<KlEstimator>)
             .default(Follows(default_kl_estimator, "`k1` in the reward, `k3` in the loss"))
             .conflict(kl_estimator_conflict),
         Setting::flag("drop_tied_groups").default(Flag(false)),
@@ -68,7 +68,7 @@ pub(in crate::spec) static RLOO: Section = Section::new(
             .hint("groups whose rewards differ, of the prompts of a generation block; 0 = off")
             .default(Whole(0)),
         Setting::whole("max_refills", 1, 64).default(Whole(MAX_REFILLS as u64)),
-        Setting::word("reward_normalization", words_of::<RewardNormalization>).default(Word("none")),
+        Setting::variant("reward_normalization", variant_names::<RewardNormalization>).default(Variant("none")),
         Setting::flag("overlap").default(Flag(false)).resume(Resume::FixedInOwnForm),
     ],
 )
@@ -97,14 +97,14 @@ fn default_loss(read: &Values) -> Value {
     json!(if of_tokens { Loss::TokenMean } else { Loss::Sequence })
 }
 
-/// Estimators of tokens need a loss over tokens.
+/// Reports a loss with one ratio per completion for an estimator with token advantages.
 fn loss_conflict(read: &Values, given: &Value) -> Option<String> {
     let estimator: Estimator = read.get("estimator");
     let loss: Loss = serde_json::from_value(given.clone()).ok()?;
     (estimator.has_token_advantages() && loss.has_sequence_ratio()).then(|| format!(
         "estimator '{}' gives every token an advantage of its own, and loss '{}' has one ratio for the whole completion: use loss 'token_mean' (its default), 'seq_mean_token_mean' or 'dr_grpo', or estimator 'rloo'",
-        word_of(estimator),
-        word_of(loss)
+        variant_name(estimator),
+        variant_name(loss)
     ))
 }
 

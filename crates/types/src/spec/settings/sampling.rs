@@ -17,7 +17,7 @@ pub(super) const TOP_K: (u64, u64) = (0, u32::MAX as u64);
 const MAX_STOP_STRINGS: usize = 16;
 const MAX_STOP_CHARS: usize = 200;
 
-/// The temperature where completions may be greedy, in place of the table's.
+/// The temperature setting where completions may be greedy, instead of the table's.
 pub(in crate::spec) static GREEDY_TEMPERATURE: Setting = Setting::number("temperature", GREEDY);
 
 pub(in crate::spec) static SAMPLING: Section = Section::new(
@@ -25,7 +25,7 @@ pub(in crate::spec) static SAMPLING: Section = Section::new(
     "Sampling",
     "Rollouts.",
     &[
-        // TRL 1.16's default; it was 256 before 1.10.
+        // The default of TRL 1.16; it was 256 before 1.10.
         Setting::whole("max_completion_length", 1, 1_000_000)
             .default(Whole(256))
             .trl(Trl::Key(&["max_completion_length"], Form::Plain, Whole(512)))

@@ -1,4 +1,4 @@
-//! The schema of a section, from its table; what the dashboard's form needs besides stands under `x-form`.
+//! The schema of a section, from its table. Additional information for the dashboard's form is under `x-form`.
 
 use serde_json::{Map, Value, json};
 use utoipa::openapi::RefOr;
@@ -6,10 +6,10 @@ use utoipa::openapi::extensions::{Extensions, ExtensionsBuilder};
 use utoipa::openapi::schema::{Object, Schema, Type};
 
 use super::{Kind, SECTIONS, Section, Setting};
-use crate::spec::schema::{closed, defaulted, described, into_object, plain, words};
+use crate::spec::schema::{closed, defaulted, described, enumeration, into_object, plain};
 
 impl Section {
-    /// The schema: every setting optional unless it is required, with its limits and its default.
+    /// Returns the schema: every setting is optional unless it is required, with its limits and its default.
     pub(in crate::spec) fn schema(&self) -> Object {
         let plan = self.plan_schema();
         let defaults = self.defaults();
@@ -25,15 +25,15 @@ impl Section {
         schema.extensions(Some(self.form_hints())).build()
     }
 
-    /// The section in the schema of the plan; empty where rows have descriptions of their own.
+    /// Returns the section's schema in the plan; empty if the rows have their own descriptions.
     pub(super) fn plan_schema(&self) -> Object {
         self.plan.map_or_else(Object::new, |schema| into_object(schema()))
     }
 
     fn form_hints(&self) -> Extensions {
         let order: Vec<_> = self.settings.iter().map(|setting| setting.name).collect();
-        let labelled = self.settings.iter().filter(|setting| !setting.label.is_empty());
-        let labels: Map<_, _> = labelled.map(|setting| (setting.name.to_owned(), json!(setting.label))).collect();
+        let labeled = self.settings.iter().filter(|setting| !setting.label.is_empty());
+        let labels: Map<_, _> = labeled.map(|setting| (setting.name.to_owned(), json!(setting.label))).collect();
         form_extension(json!({"title": self.title, "order": order, "labels": labels}))
     }
 }
@@ -56,7 +56,7 @@ impl Setting {
             Kind::Flag => plain(Type::Boolean, self.doc).into(),
             Kind::Whole(..) => plain(Type::Integer, self.doc).into(),
             Kind::Number(_) => plain(Type::Number, self.doc).into(),
-            Kind::Word(names) => words(self.doc, &names()),
+            Kind::Variant(names) => enumeration(self.doc, &names()),
             Kind::Text(_) => plain(Type::String, self.doc).into(),
             Kind::Own { schema, .. } => described(schema(), self.doc),
             Kind::Part { schema, .. } => schema(),
@@ -78,12 +78,12 @@ impl Setting {
                 schema.maximum = Some(high.into());
             }
             Kind::Number(range) => range.restrict(schema),
-            Kind::Flag | Kind::Word(_) | Kind::Text(_) | Kind::Own { .. } | Kind::Part { .. } => {}
+            Kind::Flag | Kind::Variant(_) | Kind::Text(_) | Kind::Own { .. } | Kind::Part { .. } => {}
         }
     }
 }
 
-/// What the form needs of the whole job: its sections in order, and the settings that it always shows.
+/// Returns the layout of the form: its sections in order, and the settings that it always shows.
 pub(in crate::spec) fn form_layout() -> Extensions {
     let sections: Vec<_> = SECTIONS.iter().map(|section| section.name).collect();
     let mut prominent: Vec<_> = SECTIONS
@@ -97,7 +97,7 @@ pub(in crate::spec) fn form_layout() -> Extensions {
     form_extension(json!({"sections": sections, "first": first}))
 }
 
-/// One key, because the order of several would be left to chance.
+/// Uses a single extension key, because the order of several would be undefined.
 fn form_extension(value: Value) -> Extensions {
     ExtensionsBuilder::new().add("x-form", value).build()
 }

@@ -1,4 +1,4 @@
-//! Every row of every table against its reader, its plan and its schema.
+//! Tests every row of every table against its reader, its plan and its schema.
 
 use serde_json::{Value, json};
 use utoipa::openapi::RefOr;
@@ -7,7 +7,7 @@ use utoipa::openapi::schema::Schema;
 use super::{DefaultValue, Kind, SECTIONS, Section, Setting, Values};
 use crate::spec::JobSpec;
 
-/// The errors of a job whose section holds these values, without those of other sections.
+/// Returns the errors of a job whose section has these values, without those of other sections.
 fn errors(section: &Section, values: &Value) -> Vec<String> {
     let mut document = json!({});
     document[section.name] = values.clone();
@@ -21,7 +21,7 @@ fn settings() -> impl Iterator<Item = (&'static Section, &'static Setting)> {
     SECTIONS.into_iter().flat_map(|section| section.settings.iter().map(move |setting| (section, setting)))
 }
 
-/// Values at the ends of what is accepted.
+/// Returns values at the limits of the accepted range.
 fn accepted(setting: &Setting) -> Vec<Value> {
     match setting.kind {
         Kind::Flag => vec![json!(true), json!(false)],
@@ -29,7 +29,7 @@ fn accepted(setting: &Setting) -> Vec<Value> {
         Kind::Number(range) => {
             [0.0, 1e-9, 0.5, 1.0].into_iter().filter(|number| range.contains(*number)).map(Value::from).collect()
         }
-        Kind::Word(names) => names().into_iter().map(Value::from).collect(),
+        Kind::Variant(names) => names().into_iter().map(Value::from).collect(),
         Kind::Text(_) => vec![json!("reward")],
         Kind::Own { .. } | Kind::Part { .. } => Vec::new(),
     }
@@ -41,7 +41,7 @@ fn every_accepted_value_of_every_setting_is_read_into_its_plan() {
         for value in accepted(setting) {
             for name in std::iter::once(&setting.name).chain(setting.aliases) {
                 let mut given = json!({*name: value});
-                // What depends on another setting needs that one.
+                // A setting that depends on another one needs that one too.
                 if setting.lowest.is_some() || setting.name == "kl_estimator" {
                     given["estimator"] = json!("reinforce");
                     given["kl_in"] = json!(if value == "k1" { "reward" } else { "loss" });

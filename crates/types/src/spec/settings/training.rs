@@ -1,15 +1,15 @@
-//! The settings of batches, length and seed.
+//! The settings of batch sizes, number of steps and seed.
 
 use utoipa::PartialSchema;
 
-use super::DefaultValue::{Flag, Whole, Word};
-use super::{Form, Range, Resume, Section, Setting, Trl, words_of};
+use super::DefaultValue::{Flag, Variant, Whole};
+use super::{Form, Range, Resume, Section, Setting, Trl, variant_names};
 use crate::spec::ComputeDtype;
 use crate::spec::plan::TrainingPlan;
 
-/// The most optimizer steps a job may have.
+/// Maximum number of optimizer steps per job.
 pub(in crate::spec) const MAX_STEPS: u64 = 10_000_000;
-/// JSON numbers beyond this lose digits in many clients.
+/// Maximum seed. Larger JSON numbers lose digits in many clients.
 pub(in crate::spec) const MAX_SEED: u64 = (1 << 53) - 1;
 
 pub(in crate::spec) static TRAINING: Section = Section::new(
@@ -27,7 +27,7 @@ pub(in crate::spec) static TRAINING: Section = Section::new(
             .trl(Trl::Own(&["max_steps"]))
             .prominent(1),
         Setting::number("num_train_epochs", Range::above(0.0).at_most(10_000.0))
-            .doc("Passes over the dataset, instead of max_steps; default 1.")
+            .doc("Passes over the dataset; default: 1. Mutually exclusive with `max_steps`.")
             .trl(Trl::Own(&["num_train_epochs"])),
         Setting::whole("seed", 0, MAX_SEED)
             .default(Whole(42))
@@ -37,16 +37,16 @@ pub(in crate::spec) static TRAINING: Section = Section::new(
             .default(Flag(true))
             .trl(Trl::Key(&["shuffle_dataset"], Form::Flag, Flag(true)))
             .resume(Resume::Fixed),
-        Setting::word("dtype", words_of::<ComputeDtype>)
-            .doc("Precision of the matrix products; default f32.")
-            .default(Word("f32"))
+        Setting::variant("dtype", variant_names::<ComputeDtype>)
+            .doc("Precision of the matrix products; default: f32.")
+            .default(Variant("f32"))
             .trl(Trl::Own(&["bf16", "fp16"]))
             .resume(Resume::FixedUnless { key: "dtype", value: "f32" }),
         Setting::whole("micro_batch_tokens", 16, 1_000_000)
-            .doc("Tokens of a micro-batch, at least one group; default: as memory allows.")
+            .doc("Tokens (prompts and completions) per micro-batch, with at least one group each; default: depends on the available memory.")
             .hint("leave it out: it follows from the memory there is, and changes no result but by rounding"),
         Setting::flag("gradient_checkpointing")
-            .doc("Compute activations again in the backward instead of keeping them; changes no number. Default: only where memory asks for it."),
+            .doc("Whether to recompute activations in the backward pass instead of keeping them. Does not change the results. Default: only if memory requires it."),
         Setting::whole("max_attempts", 1, 10_000).hint("leave it out for no limit"),
     ],
 )

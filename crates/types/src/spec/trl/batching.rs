@@ -1,7 +1,7 @@
-//! TRL's batch arithmetic: what it accepts, and the same batches counted in prompts.
+//! TRL's batch arithmetic: which batch sizes it accepts, and the same batches counted in prompts.
 //!
-//! B = per_device_train_batch_size (completions), W = world size, GA = gradient_accumulation_steps, G = num_generations,
-//! S = steps_per_generation in micro-steps. generation_batch_size = B·W·S must hold whole groups. An optimizer step here takes
+//! B = per_device_train_batch_size (completions), W = world size, GA = gradient_accumulation_steps, G = num_generations, S =
+//! steps_per_generation in micro-steps. generation_batch_size = B·W·S must contain whole groups. An optimizer step here takes
 //! B·W·GA/G prompts, and a block S/GA optimizer steps (`rloo.md`, Batching).
 
 use super::reading::Keys;
@@ -9,13 +9,13 @@ use super::reading::Keys;
 /// Batches counted in prompts and optimizer steps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Batches {
-    /// Prompts an optimizer step.
+    /// Prompts per optimizer step.
     pub prompts_per_step: u64,
-    /// Optimizer steps a block.
+    /// Optimizer steps per generation block.
     pub steps_per_generation: u64,
 }
 
-/// Reads and checks the batch settings. `None` where TRL refuses them or they cannot be expressed; why has been reported.
+/// Reads and checks the batch settings. `None` if TRL would reject them or they cannot be expressed; the reason has been reported.
 pub(super) fn read_batches(keys: &Keys<'_>, evaluates: bool) -> Option<Batches> {
     if keys.flag("auto_find_batch_size") == Some(true) {
         let detail = "generation and training batches must fit each other, so it is refused by TRL too: remove it; the worker finds micro-batches that fit its memory by itself";
@@ -35,10 +35,10 @@ pub(super) fn read_batches(keys: &Keys<'_>, evaluates: bool) -> Option<Batches> 
     if keys.findings.errors.borrow().len() > before {
         return None;
     }
-    // At most 10^6 each, so no product overflows.
+    // Each is at most 10^6, so no product overflows.
     let slice = batch * world;
     if let (Some(_), Some(_)) = (steps, whole) {
-        let detail = "generation_batch_size and steps_per_generation say the same thing: give one of them";
+        let detail = "generation_batch_size and steps_per_generation set the same thing: give one of them";
         keys.fail("generation_batch_size", "conflict", detail);
         return None;
     }
@@ -72,8 +72,8 @@ struct Micro {
     generations: u64,
 }
 
-/// Batches that TRL accepts, as ours; not every one can be: here whole groups stay in one optimizer step, and a block is made
-/// of whole optimizer steps.
+/// Converts batches that TRL accepts. Some cannot be converted: here a group stays in one optimizer step, and a block
+/// consists of whole optimizer steps.
 fn in_prompts(keys: &Keys<'_>, micro: Micro) -> Option<Batches> {
     let Micro { slice, accumulation, steps, generations } = micro;
     let completions = slice * accumulation;
@@ -126,7 +126,7 @@ fn gcd(a: u64, b: u64) -> u64 {
     if b == 0 { a } else { gcd(b, a % b) }
 }
 
-/// The multiples of `unit` next to `number`, at least one of it.
+/// Returns the multiples of `unit` that are closest to `number`, at least one unit.
 fn multiples_near(number: u64, unit: u64) -> String {
     let below = number / unit * unit;
     match below {
@@ -136,11 +136,11 @@ fn multiples_near(number: u64, unit: u64) -> String {
     }
 }
 
-/// The divisors of `whole` next to `number`; a group has at least 2 completions.
+/// Returns the divisors of `whole` that are closest to `number`; a group has at least 2 completions.
 fn divisors_near(whole: u64, number: u64) -> String {
     let least = if number == 1 { 1 } else { 2 };
     let below = (least..number.min(whole + 1)).rev().find(|divisor| whole.is_multiple_of(*divisor));
-    // No job has larger groups.
+    // Jobs cannot have larger groups.
     let above = (number + 1..=whole.min(1024)).find(|divisor| whole.is_multiple_of(*divisor));
     match (below, above) {
         (Some(below), Some(above)) => format!("{below} and {above}"),

@@ -1,28 +1,27 @@
-//! The keys of a TRL run that need no translation: those without a counterpart because nothing here depends on them, and
-//! those that ask for something this service does not do. The list is that of `RLOOConfig` in TRL 1.16 with
-//! `TrainingArguments` of transformers 5, `ModelConfig` and the script arguments, and of older releases where users still
-//! have them.
+//! TRL keys that need no translation: keys without a counterpart because nothing here depends on them, and keys that request
+//! something unsupported. The list covers `RLOOConfig` of TRL 1.16 with `TrainingArguments` of transformers 5, `ModelConfig` and
+//! the script arguments, and keys of older releases that users still have.
 
 use serde_json::Value;
 
-/// Keys of one kind.
+/// A group of keys with the same explanation.
 pub(super) struct Entry {
     pub keys: &'static [&'static str],
-    /// What to say of them.
+    /// The explanation for the user.
     pub reason: &'static str,
 }
 
-/// Keys that ask for something only when they hold more than these values (JSON); null, false, "" and empty lists and
-/// objects always count as off.
+/// Keys that request something unsupported unless they have one of these values (JSON). Null, false, "" and empty lists and objects
+/// always count as off.
 pub(super) struct Refused {
     pub keys: &'static [&'static str],
-    /// More values, as JSON, at which the key asks for nothing.
+    /// Additional values, as JSON, that count as off.
     pub off: &'static [&'static str],
     pub reason: &'static str,
 }
 
 impl Refused {
-    /// The key asks for nothing.
+    /// Whether the key requests nothing with this value.
     pub(super) fn is_off(&self, value: &Value) -> bool {
         let listed = |off: &&str| {
             serde_json::from_str::<Value>(off).is_ok_and(|off| match (off.as_f64(), value.as_f64()) {
@@ -30,12 +29,12 @@ impl Refused {
                 _ => off == *value,
             })
         };
-        says_nothing(value) || self.off.iter().any(listed)
+        is_off_value(value) || self.off.iter().any(listed)
     }
 }
 
-/// null, false (also as a word), "" and empty lists and objects.
-pub(super) fn says_nothing(value: &Value) -> bool {
+/// Whether the value is null, false (also as a word), "" or an empty list or object.
+pub(super) fn is_off_value(value: &Value) -> bool {
     match value {
         Value::Null | Value::Bool(false) => true,
         Value::String(text) => {
@@ -47,7 +46,7 @@ pub(super) fn says_nothing(value: &Value) -> bool {
     }
 }
 
-/// What the service does in its own way, or not at all, without a difference to the weights.
+/// Keys for things that the service does in its own way, or not at all, without affecting the weights.
 pub(super) const IGNORED: &[Entry] = &[
     Entry {
         keys: &[
@@ -91,7 +90,7 @@ pub(super) const IGNORED: &[Entry] = &[
             "ignore_data_skip",
             "restore_callback_states_from_checkpoint",
         ],
-        reason: "a checkpoint always holds everything that a job needs to go on exactly where it was",
+        reason: "a checkpoint always holds everything that a job needs to resume exactly",
     },
     Entry { keys: &["do_train", "do_eval", "do_predict"], reason: "a job trains, and evaluates when it has eval" },
     Entry {
@@ -116,7 +115,7 @@ pub(super) const IGNORED: &[Entry] = &[
         ],
         reason: "RLOO makes no use of it, in TRL neither",
     },
-    Entry { keys: &["remove_unused_columns"], reason: "every column of the dataset travels to the rewards" },
+    Entry { keys: &["remove_unused_columns"], reason: "every column of the dataset is sent to the rewards" },
     Entry {
         keys: &[
             "gradient_checkpointing",
@@ -214,7 +213,7 @@ pub(super) const IGNORED: &[Entry] = &[
     },
     Entry {
         keys: &["bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage", "bnb_4bit_compute_dtype"],
-        reason: "without load_in_4bit it says nothing",
+        reason: "without load_in_4bit it has no effect",
     },
 ];
 
@@ -222,7 +221,7 @@ const NO_QUANTIZATION: &str =
     "quantized base models are not supported: register the unquantized model and train a LoRA adapter on it";
 const ONE_DEVICE: &str = "one worker drives one device, so there is nothing to distribute: remove it; several jobs run side by side, one a device";
 
-/// What is not done.
+/// Keys that request something unsupported.
 pub(super) const REFUSED: &[Refused] = &[
     Refused {
         keys: &["use_vllm"],
@@ -260,7 +259,7 @@ pub(super) const REFUSED: &[Refused] = &[
     Refused {
         keys: &["resume_from_checkpoint"],
         off: &[],
-        reason: "a checkpoint of TRL cannot be gone on with: POST /jobs/{id}/resume goes on with a job of this server, warm_start begins from an adapter",
+        reason: "a checkpoint of TRL cannot be resumed: POST /jobs/{id}/resume resumes a job of this server, warm_start starts from an adapter",
     },
     Refused {
         keys: &["eval_delay"],
@@ -307,11 +306,11 @@ pub(super) const REFUSED: &[Refused] = &[
     },
 ];
 
-/// GRPO's and other trainers' settings that TRL's RLOO has not either are answered by `foreign`; these begin alike.
+/// Prefix of vLLM's keys. Settings of GRPO and other trainers that TRL's RLOO does not have are explained in `foreign`.
 pub(super) const VLLM_PREFIX: &str = "vllm_";
 
-/// Keys that the translation reads and that belong to no setting; with those of the settings and of the tables above, for
-/// "did you mean".
+/// Keys that the translation reads and that belong to no setting. Together with those of the settings and of the tables above, they
+/// are candidates for "did you mean".
 pub(super) const READ: &[&str] = &[
     "reward_weights",
     "load_best_model_at_end",

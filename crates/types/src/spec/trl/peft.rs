@@ -1,4 +1,4 @@
-//! PEFT's LoraConfig (as `adapter_config.json` has it, or TRL's flat `lora_*` keys) as `lora`.
+//! Translates PEFT's LoraConfig (from `adapter_config.json`, or TRL's flat `lora_*` keys) to `lora`.
 
 use serde_json::{Map, Value};
 
@@ -7,7 +7,7 @@ use super::reading::{Findings, Keys};
 use crate::spec::reader::shown;
 use crate::spec::settings::{ALL_LINEAR, Form, LORA, Trl, Values};
 
-/// LoraConfig's keys that say nothing here.
+/// LoraConfig keys that have no effect here.
 const IGNORED: &[&str] = &[
     "inference_mode",
     "fan_in_fan_out",
@@ -61,14 +61,14 @@ const REFUSED: &[Refused] = &[
     },
 ];
 
-/// A LoraConfig at `pointer` of what was sent; also the base model that it names.
+/// Translates a LoraConfig at `pointer` of the submitted configuration; also returns the base model that it names.
 pub(super) fn of_peft_config<'v>(
     map: &'v Map<String, Value>,
     pointer: &str,
     findings: &'v Findings,
 ) -> (Map<String, Value>, Option<&'v str>) {
     let keys = Keys::new(map, pointer, findings);
-    if let Some(kind) = keys.word("peft_type").filter(|kind| kind != "lora") {
+    if let Some(kind) = keys.lowercase("peft_type").filter(|kind| kind != "lora") {
         keys.refuse("peft_type", format!("'{}' is not supported: only LORA is", shown(&kind)));
     }
     let lora = adapter(&keys, Source::LoraConfig);
@@ -90,17 +90,17 @@ pub(super) fn of_peft_config<'v>(
     (lora, base)
 }
 
-/// The flat keys of TRL's ModelConfig.
+/// Translates the flat keys of TRL's ModelConfig.
 pub(super) fn of_flat_keys(keys: &Keys<'_>) -> Map<String, Value> {
     adapter(keys, Source::ModelConfig)
 }
 
-/// Whether one of the flat keys that only an adapter has stands there.
+/// Whether one of the flat keys that only an adapter has is present.
 pub(super) fn has_flat_keys(keys: &Keys<'_>) -> bool {
     flat_keys().any(|key| key.starts_with("lora_") && keys.has(key))
 }
 
-/// The flat keys of TRL's ModelConfig that describe an adapter.
+/// Returns the flat keys of TRL's ModelConfig that describe an adapter.
 pub(super) fn flat_keys() -> impl Iterator<Item = &'static str> {
     LORA.settings.iter().filter_map(|setting| match setting.trl {
         Trl::Adapter(_, (flat, _), _) => Some(flat),
@@ -108,12 +108,12 @@ pub(super) fn flat_keys() -> impl Iterator<Item = &'static str> {
     })
 }
 
-/// Whose names and defaults a description of an adapter has.
+/// The class whose names and defaults describe an adapter.
 #[derive(Clone, Copy)]
 enum Source {
-    /// `peft.LoraConfig`.
+    /// PEFT's class for adapters, `peft.LoraConfig`.
     LoraConfig,
-    /// `trl.ModelConfig`.
+    /// TRL's class for models, `trl.ModelConfig`.
     ModelConfig,
 }
 
@@ -138,7 +138,7 @@ fn adapter(keys: &Keys<'_>, source: Source) -> Map<String, Value> {
     lora
 }
 
-/// The projections that get an adapter, less the excluded ones.
+/// Returns the projections that get an adapter, without the excluded ones.
 fn targets(keys: &Keys<'_>, key: &'static str, default: Value) -> Value {
     let excluded: Vec<&str> = match keys.value("exclude_modules") {
         Some(Value::String(name)) => vec![name],
@@ -150,7 +150,7 @@ fn targets(keys: &Keys<'_>, key: &'static str, default: Value) -> Value {
         None => default.as_array().cloned().unwrap_or_default(),
         Some(Value::String(text)) if text == "all-linear" && excluded.is_empty() => return text.as_str().into(),
         Some(Value::String(text)) if text == "all-linear" => all(),
-        // A single name; anything else is a regular expression, which the reader of the spec refuses.
+        // A single name. Anything else is a regular expression, which the reader of the spec rejects.
         Some(Value::String(text)) => vec![text.as_str().into()],
         Some(Value::Array(names)) if names.len() == 1 && names[0] == "all-linear" && excluded.is_empty() => {
             return "all-linear".into();

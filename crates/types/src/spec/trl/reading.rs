@@ -1,4 +1,4 @@
-//! Reads the keys of a TRL configuration one by one, and collects what is to be said of them.
+//! Reads the keys of a TRL configuration one by one, and collects remarks about them.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -11,23 +11,23 @@ use crate::spec::reader::{FieldError, shown};
 use crate::spec::resolve::Warning;
 use crate::spec::settings::Form;
 
-/// A key of the submitted configuration, and what is to be said of it.
+/// A key of the submitted configuration, and a remark about it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Remark {
     /// The key, as it was sent.
     pub key: String,
-    /// Why, and what to use instead.
+    /// The reason, and what to use instead.
     pub reason: String,
 }
 
-/// What has been found so far.
+/// Everything found so far.
 #[derive(Debug, Default)]
 pub(super) struct Findings {
     pub errors: RefCell<Vec<FieldError>>,
     pub warnings: RefCell<Vec<Warning>>,
     pub unsupported: RefCell<Vec<Remark>>,
     pub ignored: RefCell<Vec<Remark>>,
-    /// Pointer in the spec → pointer in what was sent.
+    /// Maps a pointer in the spec to a pointer in the submitted configuration.
     pub origins: RefCell<BTreeMap<String, String>>,
 }
 
@@ -40,28 +40,28 @@ pub(super) struct Keys<'v> {
 }
 
 impl<'v> Keys<'v> {
-    /// An object that lies at `pointer` of what was sent.
+    /// Creates a reader for an object at `pointer` of the submitted configuration.
     pub(super) fn new(map: &'v Map<String, Value>, pointer: impl Into<String>, findings: &'v Findings) -> Self {
         Self { map, pointer: pointer.into(), asked: RefCell::default(), findings }
     }
 
-    /// A value; null and Python's "None" count as not given.
+    /// Returns a value; null and Python's "None" count as not given.
     pub(super) fn value(&self, key: &'static str) -> Option<&'v Value> {
         self.asked.borrow_mut().insert(key);
         self.map.get(key).filter(|value| !value.is_null() && value.as_str() != Some("None"))
     }
 
-    /// The key stands there with a value.
+    /// Whether the key is present with a value.
     pub(super) fn has(&self, key: &str) -> bool {
         self.map.get(key).is_some_and(|value| !value.is_null() && value.as_str() != Some("None"))
     }
 
-    /// Keys that nobody asked for.
+    /// Iterates over keys that have not been read.
     pub(super) fn rest(&self) -> impl Iterator<Item = (&'v String, &'v Value)> + '_ {
         self.map.iter().filter(|(key, _)| !self.asked.borrow().contains(key.as_str()))
     }
 
-    /// Pointer to a key.
+    /// Returns the pointer to a key.
     pub(super) fn pointer_to(&self, key: &str) -> String {
         format!("{}/{}", self.pointer, key.replace('~', "~0").replace('/', "~1"))
     }
@@ -71,13 +71,13 @@ impl<'v> Keys<'v> {
         self.findings.errors.borrow_mut().push(FieldError::new(self.pointer_to(key), code, detail));
     }
 
-    /// Reports something legal that is probably not meant.
+    /// Reports a setting that is legal but probably not intended.
     pub(super) fn warn(&self, key: &str, code: &str, detail: impl Into<String>) {
         let warning = Warning { pointer: self.pointer_to(key), code: code.to_owned(), detail: detail.into() };
         self.findings.warnings.borrow_mut().push(warning);
     }
 
-    /// Reports that a key asks for something that is not done.
+    /// Reports that a key requests something unsupported.
     pub(super) fn refuse(&self, key: &str, reason: impl Into<String>) {
         self.findings.unsupported.borrow_mut().push(Remark { key: shown(key), reason: reason.into() });
     }
@@ -87,7 +87,7 @@ impl<'v> Keys<'v> {
         self.findings.ignored.borrow_mut().push(Remark { key: shown(key), reason: reason.into() });
     }
 
-    /// The setting at `spec_pointer` comes from this key, so that its errors can be told where the user wrote it.
+    /// Records that the setting at `spec_pointer` comes from this key, so that its errors can refer to the key.
     pub(super) fn origin(&self, spec_pointer: &str, key: &str) {
         if self.has(key) {
             self.findings.origins.borrow_mut().insert(spec_pointer.to_owned(), self.pointer_to(key));
@@ -98,7 +98,7 @@ impl<'v> Keys<'v> {
         self.fail(key, "invalid_type", format!("must be {expected}, not {}", shown(&value.to_string())));
     }
 
-    /// A number, or text that is one (YAML 1.1 reads `1e-6` as text, and TRL accepts it).
+    /// Reads a number, or text that is a number (YAML 1.1 reads `1e-6` as text, and TRL accepts it).
     pub(super) fn number(&self, key: &'static str) -> Option<f64> {
         let value = self.value(key)?;
         let number = value.as_f64().or_else(|| value.as_str().and_then(|text| text.trim().parse::<f64>().ok()));
@@ -109,7 +109,7 @@ impl<'v> Keys<'v> {
         number
     }
 
-    /// A whole number of at least `least` and at most a million.
+    /// Reads a whole number of at least `least` and at most a million.
     pub(super) fn count(&self, key: &'static str, least: u64) -> Option<u64> {
         const MOST: u64 = 1_000_000;
         let number = self.number(key)?;
@@ -120,7 +120,7 @@ impl<'v> Keys<'v> {
         None
     }
 
-    /// true or false, or text that says so.
+    /// Reads true or false, or text with that meaning.
     pub(super) fn flag(&self, key: &'static str) -> Option<bool> {
         let value = self.value(key)?;
         let word = value.as_str().map(|text| text.trim().to_ascii_lowercase());
@@ -135,7 +135,7 @@ impl<'v> Keys<'v> {
         flag
     }
 
-    /// A value in one of the forms of the settings' tables.
+    /// Reads a value in one of the forms of the settings' tables.
     pub(super) fn read(&self, key: &'static str, form: Form) -> Option<Value> {
         match form {
             Form::Number => self.number(key).map(Value::from),
@@ -146,8 +146,8 @@ impl<'v> Keys<'v> {
         }
     }
 
-    /// A word in lower case; YAML's `no` may have become false.
-    pub(super) fn word(&self, key: &'static str) -> Option<String> {
+    /// Reads a word in lower case; YAML's `no` may have become false.
+    pub(super) fn lowercase(&self, key: &'static str) -> Option<String> {
         let value = self.value(key)?;
         match value {
             Value::String(text) => Some(text.trim().to_ascii_lowercase()),
@@ -159,7 +159,7 @@ impl<'v> Keys<'v> {
         }
     }
 
-    /// An object, or text that holds one as JSON (as on TRL's command line).
+    /// Reads an object, or text that contains one as JSON (as on TRL's command line).
     pub(super) fn object(&self, key: &'static str) -> Option<Map<String, Value>> {
         let value = self.value(key)?;
         let parsed = match value {

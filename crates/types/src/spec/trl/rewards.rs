@@ -1,5 +1,5 @@
-//! The reward functions that a TRL run names, as rewards of a job. TRL's scripts take names of functions of its own, dotted paths
-//! of others (`my_lib.rewards.accuracy`) and models; code gives functions, of which a dump has the name alone.
+//! Translates the reward functions of a TRL run to rewards of a job. TRL's scripts accept names of functions in TRL, dotted paths
+//! of others (`my_lib.rewards.accuracy`) and models; code passes function objects, of which a dump has only the name.
 
 use serde_json::{Map, Value, json};
 
@@ -8,16 +8,17 @@ use crate::spec::reader::shown;
 
 /// Keys under which reward functions are named.
 pub(super) const REWARD_FUNCS: [&str; 3] = ["reward_funcs", "reward_func", "reward_functions"];
-/// TRL's own functions, of the module `trl.rewards`.
-const OF_TRL: [&str; 3] = ["accuracy_reward", "reasoning_accuracy_reward", "think_format_reward"];
-/// TRL's factory of a punishment, and the values that its scripts give to it.
+/// Functions of TRL's own module `trl.rewards`.
+const TRL_FUNCTIONS: [&str; 3] = ["accuracy_reward", "reasoning_accuracy_reward", "think_format_reward"];
+/// TRL's factory of a soft overlong punishment, and the values that its scripts pass to it.
 const SOFT_OVERLONG: (&str, u64, u64) = ("get_soft_overlong_punishment", 1280, 256);
-/// Where functions of TRL's are served.
+/// Address at which TRL's functions are served.
 const SERVED_AT: &str = "http://127.0.0.1:8090";
-/// The file of functions whose own is not known.
-const SOME_FILE: &str = "rewards.py";
+/// Placeholder for an unknown file of reward functions.
+const PLACEHOLDER_FILE: &str = "rewards.py";
 
-/// The rewards that the run names; `None` where it names none. `given`: rewards stand beside the config and say it all.
+/// Returns the rewards that the configuration names; `None` if it names none. With `given`, rewards next to
+/// the config replace them.
 pub(super) fn named_rewards(keys: &Keys<'_>, given: bool) -> Option<Value> {
     let mut rewards = Vec::new();
     let (mut of_trl, mut named) = (Vec::new(), None);
@@ -36,7 +37,7 @@ pub(super) fn named_rewards(keys: &Keys<'_>, given: bool) -> Option<Value> {
                 Some(name) => rewards.push(reward_of(keys, key, name, &mut of_trl)),
                 None => {
                     let detail = format!(
-                        "must name functions, \"my_lib.rewards.accuracy\" say, not {}",
+                        "must name functions, such as \"my_lib.rewards.accuracy\", not {}",
                         shown(&one.to_string())
                     );
                     keys.fail(key, "invalid_type", detail);
@@ -54,16 +55,16 @@ pub(super) fn named_rewards(keys: &Keys<'_>, given: bool) -> Option<Value> {
         keys.warn(key, "reward_to_be_served", detail);
     }
     keys.origin("/rewards", key);
-    tell_apart(&mut rewards);
+    make_names_unique(&mut rewards);
     (!rewards.is_empty()).then(|| rewards.into_iter().map(Value::Object).collect())
 }
 
 fn reward_of(keys: &Keys<'_>, key: &'static str, name: &str, of_trl: &mut Vec<String>) -> Map<String, Value> {
-    // As Python shows a function: <function accuracy at 0x7f…>.
+    // The form in which Python prints a function: <function accuracy at 0x7f…>.
     let name = name.strip_prefix("<function ").and_then(|rest| rest.split(' ').next()).unwrap_or(name);
     let name = name.strip_prefix("trl.rewards.").unwrap_or(name);
     let (overlong, max_tokens, cache_tokens) = SOFT_OVERLONG;
-    let reward = if OF_TRL.contains(&name) {
+    let reward = if TRL_FUNCTIONS.contains(&name) {
         of_trl.push(name.to_owned());
         json!({"type": "webhook", "name": name, "url": format!("{SERVED_AT}/{name}"), "completion_ids": true})
     } else if name == overlong {
@@ -77,10 +78,10 @@ fn reward_of(keys: &Keys<'_>, key: &'static str, name: &str, of_trl: &mut Vec<St
         python(keys, key, &file_of_module(module), function)
     } else {
         let detail = format!(
-            "the file of '{name}' is not named: {SOME_FILE} stands for it, put the one that defines the function; it must lie in a folder of the server's --python-rewards, or be served with `rlood reward serve {SOME_FILE}:{name}`"
+            "the file of '{name}' is not named: {PLACEHOLDER_FILE} stands for it, put the one that defines the function; it must lie in a folder of the server's --python-rewards, or be served with `rlood reward serve {PLACEHOLDER_FILE}:{name}`"
         );
         keys.warn(key, "reward_file_assumed", detail);
-        json!({"type": "python", "file": SOME_FILE, "function": name})
+        json!({"type": "python", "file": PLACEHOLDER_FILE, "function": name})
     };
     match reward {
         Value::Object(reward) => reward,
@@ -96,13 +97,13 @@ fn python(keys: &Keys<'_>, key: &'static str, file: &str, function: &str) -> Val
     json!({"type": "python", "file": file, "function": function})
 }
 
-/// `my_lib.rewards` is `my_lib/rewards.py`.
+/// Returns the file of a module: `my_lib.rewards` is `my_lib/rewards.py`.
 fn file_of_module(module: &str) -> String {
     format!("{}.py", module.replace('.', "/"))
 }
 
-/// Gives a name of its own to each reward that would be called as one before it.
-fn tell_apart(rewards: &mut [Map<String, Value>]) {
+/// Renames rewards that would have the same name as an earlier one.
+fn make_names_unique(rewards: &mut [Map<String, Value>]) {
     let mut names: Vec<String> = Vec::new();
     for reward in rewards {
         let text = |field: &str| reward.get(field).and_then(Value::as_str).map(str::to_owned);

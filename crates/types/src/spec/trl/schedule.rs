@@ -1,4 +1,4 @@
-//! TRL's optimizer, length, evaluation and checkpoints in this service's words.
+//! Translates TRL's optimizer, length, evaluation and checkpoints.
 
 use serde_json::{Map, Value, json};
 
@@ -7,16 +7,16 @@ use super::reading::Keys;
 use crate::spec::LORA_LEARNING_RATE;
 use crate::spec::settings::OPTIMIZER;
 
-/// What the length of a run depends on; unknown where the dataset or the batches are.
+/// Quantities that the length of a run depends on; unknown if the dataset or the batches are.
 pub(super) struct Length {
-    /// Optimizer steps of one pass over the dataset.
+    /// Optimizer steps in one pass over the dataset.
     steps_per_epoch: Option<u64>,
-    /// Optimizer steps in all.
+    /// Total number of optimizer steps.
     total: Option<u64>,
 }
 
-/// Writes `training`'s length and returns what is known of it. As in transformers: max_steps when above 0, else
-/// ⌈num_train_epochs · steps an epoch⌉.
+/// Writes the length of `training` and returns what is known about it. As in transformers: max_steps if above 0, otherwise
+/// ⌈num_train_epochs · steps per epoch⌉.
 pub(super) fn length(
     keys: &Keys<'_>,
     batches: Option<Batches>,
@@ -41,18 +41,18 @@ pub(super) fn length(
     Length { steps_per_epoch, total }
 }
 
-/// A number without a fraction as an integer, so that it reads as one.
+/// Converts a number without a fraction to an integer.
 pub(super) fn number(value: f64) -> Value {
     if value.fract() == 0.0 && value.abs() < 9e15 { json!(value as i64) } else { json!(value) }
 }
 
-/// The optimizer and its schedule.
+/// Translates the optimizer and its schedule.
 pub(super) fn optimizer(keys: &Keys<'_>, length: &Length) -> Map<String, Value> {
     let mut optimizer = Map::new();
-    super::put_settings(keys, &OPTIMIZER, &mut optimizer);
+    super::write_settings(keys, &OPTIMIZER, &mut optimizer);
     optimizer.insert("kind".to_owned(), json!(optimizer_kind(keys)));
     keys.origin("/optimizer/kind", "optim");
-    let schedule = keys.word("lr_scheduler_type").unwrap_or_else(|| "linear".to_owned());
+    let schedule = keys.lowercase("lr_scheduler_type").unwrap_or_else(|| "linear".to_owned());
     let (name, warms) = match schedule.as_str() {
         "linear" => ("linear", true),
         "cosine" => ("cosine", true),
@@ -83,7 +83,7 @@ pub(super) fn optimizer(keys: &Keys<'_>, length: &Length) -> Map<String, Value> 
     optimizer
 }
 
-/// TRL's default learning rate is one for full fine-tuning: it is kept with an adapter too, and the author is told.
+/// Warns about TRL's default learning rate, which is meant for full fine-tuning and is kept with an adapter too.
 pub(super) fn warn_of_low_rate(keys: &Keys<'_>, optimizer: &Map<String, Value>) {
     let Some(rate) =
         optimizer["learning_rate"].as_f64().filter(|rate| *rate > 0.0 && *rate <= LORA_LEARNING_RATE / 4.0)
@@ -98,7 +98,7 @@ pub(super) fn warn_of_low_rate(keys: &Keys<'_>, optimizer: &Map<String, Value>) 
 }
 
 fn optimizer_kind(keys: &Keys<'_>) -> &'static str {
-    let Some(name) = keys.word("optim") else { return "adamw" };
+    let Some(name) = keys.lowercase("optim") else { return "adamw" };
     match name.as_str() {
         "adamw_torch"
         | "adamw_torch_fused"
@@ -122,8 +122,8 @@ fn optimizer_kind(keys: &Keys<'_>) -> &'static str {
     }
 }
 
-/// transformers: a number of steps, or below 1 a fraction of all steps, rounded up; `warmup_ratio` is the older name of the
-/// fraction and gives way.
+/// Reads the warm-up. As in transformers: a number of steps, or below 1 a fraction of all steps, rounded up. `warmup_ratio` is the
+/// older name of the fraction and has lower precedence.
 fn warmup_steps(keys: &Keys<'_>, length: &Length) -> Option<u64> {
     let steps = keys.number("warmup_steps").filter(|steps| *steps != 0.0);
     let ratio = keys.number("warmup_ratio");
@@ -142,7 +142,7 @@ fn warmup_steps(keys: &Keys<'_>, length: &Length) -> Option<u64> {
     }
 }
 
-/// ⌈fraction · all steps⌉, where their number is known.
+/// Returns ⌈fraction · all steps⌉, if the number of steps is known.
 fn fraction(keys: &Keys<'_>, key: &str, fraction: f64, length: &Length) -> Option<u64> {
     if fraction == 0.0 {
         return Some(0);
@@ -157,7 +157,7 @@ fn fraction(keys: &Keys<'_>, key: &str, fraction: f64, length: &Length) -> Optio
     None
 }
 
-/// Whether the configuration asks for evaluation.
+/// Whether the configuration requests evaluation.
 pub(super) fn evaluates(keys: &Keys<'_>) -> bool {
     eval_strategy(keys) != "no"
 }
@@ -165,11 +165,11 @@ pub(super) fn evaluates(keys: &Keys<'_>) -> bool {
 fn eval_strategy(keys: &Keys<'_>) -> String {
     let key = if keys.has("eval_strategy") { "eval_strategy" } else { "evaluation_strategy" };
     // `do_eval` alone does not evaluate during training.
-    keys.word(key).unwrap_or_else(|| "no".to_owned())
+    keys.lowercase(key).unwrap_or_else(|| "no".to_owned())
 }
 
-/// The evaluation section without its dataset; `None` when there is none. `generations` and `temperature` are those of
-/// training: TRL evaluates with the same sampling.
+/// Returns the evaluation section without its dataset; `None` = no evaluation. `generations` and `temperature` are those of
+/// training, because TRL evaluates with the same sampling.
 pub(super) fn evaluation(
     keys: &Keys<'_>,
     length: &Length,
@@ -182,13 +182,13 @@ pub(super) fn evaluation(
     let every = match strategy.as_str() {
         "no" => {
             for key in ["eval_steps", "eval_on_start", "num_generations_eval"] {
-                if keys.value(key).is_some_and(|value| !super::keys::says_nothing(value)) {
+                if keys.value(key).is_some_and(|value| !super::keys::is_off_value(value)) {
                     keys.ignore(key, "eval_strategy is no, so nothing is evaluated");
                 }
             }
             return None;
         }
-        // transformers: eval_steps defaults to logging_steps, which TRL sets to 10.
+        // transformers' default of eval_steps is logging_steps, which TRL sets to 10.
         "steps" => {
             interval(keys, "eval_steps", steps.unwrap_or_else(|| keys.number("logging_steps").unwrap_or(10.0)), length)
         }
@@ -213,7 +213,7 @@ pub(super) fn evaluation(
     Some(eval)
 }
 
-/// A number of steps, or below 1 a fraction of all of them.
+/// Reads a number of steps, or below 1 a fraction of all steps.
 fn interval(keys: &Keys<'_>, key: &str, steps: f64, length: &Length) -> Option<u64> {
     match steps {
         steps if steps >= 1.0 => Some(steps as u64),
@@ -233,18 +233,18 @@ fn epoch(keys: &Keys<'_>, key: &str, length: &Length) -> Option<u64> {
     None
 }
 
-/// Checkpoints: when, and how many are kept.
+/// Translates when checkpoints are saved and how many are kept.
 pub(super) fn checkpoints(keys: &Keys<'_>, length: &Length, eval_every: Option<&Value>) -> Map<String, Value> {
     let mut checkpoints = Map::new();
-    let strategy = keys.word("save_strategy").unwrap_or_else(|| "steps".to_owned());
-    // transformers: every 500 steps.
+    let strategy = keys.lowercase("save_strategy").unwrap_or_else(|| "steps".to_owned());
+    // The default of transformers is every 500 steps.
     let steps = keys.number("save_steps");
     let every = match strategy.as_str() {
         "steps" => interval(keys, "save_steps", steps.unwrap_or(500.0), length).map(|steps| json!(steps)),
         "epoch" => epoch(keys, "save_strategy", length).map(|steps| json!(steps)),
         "best" => eval_every.cloned(),
         "no" => {
-            keys.ignore("save_strategy", "checkpoints are what an interrupted or paused job goes on from, so they are always made; keep_last 1 keeps one");
+            keys.ignore("save_strategy", "interrupted and paused jobs resume from checkpoints, so they are always saved; keep_last 1 keeps one");
             None
         }
         other => {
@@ -259,7 +259,7 @@ pub(super) fn checkpoints(keys: &Keys<'_>, length: &Length, eval_every: Option<&
         checkpoints.insert("every_steps".to_owned(), every);
         keys.origin("/checkpoints/every_steps", "save_steps");
     }
-    // transformers keeps every checkpoint unless told otherwise; 1000 is as many as are kept here.
+    // transformers keeps every checkpoint by default; 1000 is the maximum here.
     let keep = if strategy == "no" { 1 } else { keys.count("save_total_limit", 1).unwrap_or(1000).min(1000) };
     checkpoints.insert("keep_last".to_owned(), json!(keep));
     keys.origin("/checkpoints/keep_last", "save_total_limit");
@@ -280,12 +280,12 @@ pub(super) fn checkpoints(keys: &Keys<'_>, length: &Length, eval_every: Option<&
             keys.origin("/checkpoints/greater_is_better", "greater_is_better");
         }
     } else if greater.is_some() {
-        keys.ignore("greater_is_better", "without metric_for_best_model it says nothing");
+        keys.ignore("greater_is_better", "without metric_for_best_model it has no effect");
     }
     checkpoints
 }
 
-/// transformers adds `eval_` to the metric of an evaluation where it is missing.
+/// Returns the metric's name. As transformers does, adds the prefix `eval_` if it is missing.
 fn metric_name(metric: &str) -> String {
     if metric.starts_with("eval_") { metric.to_owned() } else { format!("eval_{metric}") }
 }

@@ -1,4 +1,4 @@
-//! What users do: jobs, wishes, and two calls at the same time.
+//! Actions of users: jobs, requests, and two calls at the same time.
 
 use std::collections::BTreeMap;
 
@@ -27,7 +27,7 @@ impl World {
         match self.server.call(&mut self.random, call).await? {
             Called::Answered(answer) => {
                 answer.map_err(|error| format!("create: {error:?}"))?;
-                self.say(format!("{id} is created with priority {priority}"));
+                self.record(format!("{id} is created with priority {priority}"));
                 self.jobs.insert(id, Job::new(priority, order));
                 Ok(())
             }
@@ -40,24 +40,24 @@ impl World {
         }
     }
 
-    pub(super) async fn any_wish(&mut self) -> Check {
+    pub(super) async fn any_user_action(&mut self) -> Check {
         let ids: Vec<JobId> = self.jobs.keys().copied().collect();
         let Some(job) = self.random.pick(&ids) else { return Ok(()) };
-        let wishes = ["pause", "pause", "resume", "resume", "cancel", "retry", "delete", "priority"];
-        let wish = wishes[self.random.below(wishes.len())];
-        self.wish(job, wish).await
+        let user_actions = ["pause", "pause", "resume", "resume", "cancel", "retry", "delete", "priority"];
+        let user_action = user_actions[self.random.below(user_actions.len())];
+        self.user_action(job, user_action).await
     }
 
-    pub(super) async fn wish(&mut self, id: JobId, wish: &'static str) -> Check {
+    pub(super) async fn user_action(&mut self, id: JobId, user_action: &'static str) -> Check {
         let before = self.jobs[&id].clone();
         let (state, requested) = (before.state, before.requested);
         let (store, now) = (self.store(), self.server.wall);
         let (new_id, priority) = (JobId::new(), self.random.from(-1, 1));
-        if wish == "retry" && self.jobs.len() >= MAX_JOBS {
+        if user_action == "retry" && self.jobs.len() >= MAX_JOBS {
             return Ok(());
         }
         let call = async move {
-            match wish {
+            match user_action {
                 "pause" => store.job_pause(id, now).await.map(drop),
                 "resume" => store.job_resume(id, now).await.map(drop),
                 "cancel" => store.job_cancel(id, now).await.map(drop),
@@ -69,24 +69,24 @@ impl World {
                 }
             }
         };
-        // What it makes of the job; None = it is refused.
+        // The job after the action; `None` = the action is rejected.
         let running = state == State::Running;
         let after: Option<Job> = {
             let mut job = before.clone();
-            match wish {
+            match user_action {
                 "pause" if state == State::Queued => {
                     job.leave(State::Paused, "job.paused");
                     Some(job)
                 }
                 "pause" if running && requested.is_none() => {
                     job.requested = Some(Requested::Pause);
-                    job.tell("job.pause_requested");
+                    job.record_event("job.pause_requested");
                     Some(job)
                 }
-                // What paused by itself is the user's pause from now on.
+                // A job that paused automatically is now paused by the user.
                 "pause" if state == State::Paused && job.by_itself => {
                     job.by_itself = false;
-                    job.tell("job.paused");
+                    job.record_event("job.paused");
                     Some(job)
                 }
                 "pause" if state == State::Paused || (running && requested == Some(Requested::Pause)) => Some(job),
@@ -96,7 +96,7 @@ impl World {
                 }
                 "resume" if running && requested == Some(Requested::Pause) => {
                     job.requested = None;
-                    job.tell("job.resumed");
+                    job.record_event("job.resumed");
                     Some(job)
                 }
                 "cancel" if matches!(state, State::Queued | State::Paused) => {
@@ -105,14 +105,14 @@ impl World {
                 }
                 "cancel" if running && requested != Some(Requested::Cancel) => {
                     job.requested = Some(Requested::Cancel);
-                    job.tell("job.cancel_requested");
+                    job.record_event("job.cancel_requested");
                     Some(job)
                 }
                 "cancel" if running || state == State::Cancelled => Some(job),
                 "retry" | "delete" if state.is_terminal() => Some(job),
                 "priority" => {
                     job.priority = priority;
-                    job.tell("job.updated");
+                    job.record_event("job.updated");
                     Some(job)
                 }
                 _ => None,
@@ -124,13 +124,13 @@ impl World {
             Called::Answered(Err(StoreError::IllegalMove { .. })) if after.is_none() => false,
             Called::Answered(other) => {
                 let expected = if after.is_some() { "Ok" } else { "refused" };
-                return Err(wrong(&format!("{wish} of a {state:?} job"), other, expected));
+                return Err(wrong(&format!("{user_action} of a {state:?} job"), other, expected));
             }
-            Called::Lost { applied } => self.cut_short(wish, *applied) && after.is_some(),
+            Called::Lost { applied } => self.cut_short(user_action, *applied) && after.is_some(),
         };
         if happened && let Some(after) = after {
-            self.say(format!("{wish} {id}"));
-            match wish {
+            self.record(format!("{user_action} {id}"));
+            match user_action {
                 "retry" => {
                     let order = self.jobs.values().map(|job| job.order).max().unwrap_or(0) + 1;
                     self.jobs.insert(new_id, Job::new(after.priority, order));
@@ -142,7 +142,7 @@ impl World {
         if matches!(called, Called::Lost { .. }) { self.after_restart("it").await } else { Ok(()) }
     }
 
-    /// Two calls at the same time, over two connections that both write.
+    /// Makes two calls at the same time, over two connections that both write.
     pub(super) async fn race(&mut self) -> Check {
         let ids: Vec<JobId> = self.jobs.iter().filter(|(_, job)| !job.state.is_terminal()).map(|(id, _)| *id).collect();
         if ids.len() < 2 {
@@ -158,25 +158,26 @@ impl World {
             answer.map_err(|error| format!("two writers at once: {error:?}"))?;
             let job = self.jobs.get_mut(&id).ok_or("no job")?;
             job.priority = priority;
-            job.tell("job.updated");
+            job.record_event("job.updated");
         }
-        self.say("two writers at once".to_owned());
-        // And for one job each.
-        while self.puppets.len() < 2 {
+        self.record("two writers at once".to_owned());
+        // Then two claims, of one job each.
+        while self.processes.len() < 2 {
             self.register(false).await?;
         }
-        let idle: Vec<usize> = (0..self.puppets.len()).filter(|place| self.puppets[*place].held.is_none()).collect();
-        let free = |place: &&usize| !self.jobs.values().any(|job| job.owner == Some(self.puppets[**place].id));
+        let idle: Vec<usize> =
+            (0..self.processes.len()).filter(|place| self.processes[*place].held.is_none()).collect();
+        let free = |place: &&usize| !self.jobs.values().any(|job| job.owner == Some(self.processes[**place].id));
         let idle: Vec<usize> = idle.iter().filter(free).copied().collect();
         if let [left, right, ..] = *idle {
-            let (left_id, right_id) = (self.puppets[left].id, self.puppets[right].id);
+            let (left_id, right_id) = (self.processes[left].id, self.processes[right].id);
             let answers = tokio::join!(first.job_claim(left_id, now, LEASE), other.job_claim(right_id, now, LEASE));
             let mut found = Vec::new();
             for (place, worker, answer) in [(left, left_id, answers.0), (right, right_id, answers.1)] {
                 let answer = answer.map_err(|error| format!("two claims at once: {error:?}"))?;
                 found.extend(answer.map(|claimed| (place, worker, claimed.job, claimed.attempt)));
             }
-            // Whoever came first has the first job.
+            // The worker that came first has the first job.
             let next = self.next_in_queue();
             found.sort_by_key(|(_, _, job, _)| Some(*job) != next);
             let queued = self.jobs.values().filter(|job| job.state == State::Queued).count();
@@ -187,7 +188,7 @@ impl World {
                 if self.claimed(worker) != Some((job, attempt)) {
                     return Err(format!("two claims at once: {worker} got {job}"));
                 }
-                self.take_up(place, Some((job, attempt))).await?;
+                self.continue_claim(place, Some((job, attempt))).await?;
             }
         }
         other.close().await;

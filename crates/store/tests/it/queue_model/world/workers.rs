@@ -1,12 +1,12 @@
-//! What workers do, and those that believe to be ones.
+//! Actions of workers, including workers that wrongly believe they hold a job.
 
 use std::collections::BTreeMap;
 
 use super::super::expected::Job;
 use super::super::server::{Called, LEASE};
-use super::{Check, Held, MAX_WORKERS, Puppet, World, wrong};
+use super::{Check, HeldClaim, MAX_WORKERS, WorkerProcess, World, wrong};
 use rlood_store::publish::{PublishError, publish_checkpoint};
-use rlood_store::{Beat, PublishCheckpoint, StoreError};
+use rlood_store::{HeartbeatUpdate, PublishCheckpoint, StoreError};
 use rlood_types::event::{Event, Metrics, Phase, SamplePhase};
 use rlood_types::id::{JobId, WorkerId};
 use rlood_types::job::{Failure, FailureClass, Requested, State};
@@ -25,25 +25,25 @@ impl World {
         let register = Register { worker: id, device, pid: 1, threads: 1, version, child, protocol: PROTOCOL };
         let registered = self.store().worker_register(&register, self.server.wall).await;
         registered.map_err(|error| format!("register: {error}"))?;
-        self.say(format!("{id} registers{}", if child { " as a child" } else { "" }));
-        self.puppets.push(Puppet { id, child, cut_off: false, held: None });
-        Ok(self.puppets.len() - 1)
+        self.record(format!("{id} registers{}", if child { " as a child" } else { "" }));
+        self.processes.push(WorkerProcess { id, child, cut_off: false, held: None });
+        Ok(self.processes.len() - 1)
     }
 
     pub(super) async fn claim(&mut self) -> Check {
-        let place = if self.puppets.len() < MAX_WORKERS && self.random.one_in(3) {
+        let place = if self.processes.len() < MAX_WORKERS && self.random.one_in(3) {
             let child = self.random.one_in(2);
             self.register(child).await?
-        } else if self.puppets.is_empty() {
+        } else if self.processes.is_empty() {
             return Ok(());
         } else {
-            self.random.below(self.puppets.len())
+            self.random.below(self.processes.len())
         };
-        // One that holds a job asks again only after it was started anew under its old id.
-        if self.puppets[place].held.is_some() && !self.random.one_in(8) {
+        // A worker that holds a job claims again only after it was restarted under its old id.
+        if self.processes[place].held.is_some() && !self.random.one_in(8) {
             return Ok(());
         }
-        let worker = self.puppets[place].id;
+        let worker = self.processes[place].id;
         let (store, now) = (self.store(), self.server.wall);
         let call = async move { store.job_claim(worker, now, LEASE).await };
         match self.server.call(&mut self.random, call).await? {
@@ -54,10 +54,10 @@ impl World {
                 if found != expected {
                     return Err(format!("{worker} got {found:?}, and it should be {expected:?}"));
                 }
-                self.take_up(place, found).await
+                self.continue_claim(place, found).await
             }
             Called::Lost { applied } => {
-                self.puppets[place].held = None;
+                self.processes[place].held = None;
                 if self.cut_short("claim", applied) {
                     self.claimed(worker);
                 }
@@ -66,7 +66,7 @@ impl World {
         }
     }
 
-    /// The model's claim.
+    /// Applies a claim to the model.
     pub(super) fn claimed(&mut self, worker: WorkerId) -> Option<(JobId, u64)> {
         for job in self.jobs.values_mut().filter(|job| job.owner == Some(worker)) {
             job.release(true);
@@ -78,11 +78,11 @@ impl World {
         Some((next, job.attempt))
     }
 
-    /// The worker reads the journal and goes on from the checkpoint.
-    pub(super) async fn take_up(&mut self, place: usize, claimed: Option<(JobId, u64)>) -> Check {
-        self.puppets[place].held = None;
+    /// The worker reads the journal and continues from the checkpoint.
+    pub(super) async fn continue_claim(&mut self, place: usize, claimed: Option<(JobId, u64)>) -> Check {
+        self.processes[place].held = None;
         let Some((job, attempt)) = claimed else { return Ok(()) };
-        self.say(format!("{} claims {job}, attempt {attempt}", self.puppets[place].id));
+        self.record(format!("{} claims {job}, attempt {attempt}", self.processes[place].id));
         let page = self.store().journal_page(job, attempt, 0, self.server.wall).await;
         let page = page.map_err(|error| format!("the journal of {job}: {error}"))?;
         let entries = page.entries.into_iter().filter_map(|entry| match entry {
@@ -97,22 +97,23 @@ impl World {
             return Err(format!("the journal of {job} holds {requests:?} and not {:?}", expected.requests));
         }
         let step = expected.step;
-        self.puppets[place].held = Some(Held { job, attempt, step, next_batch: 0, unconfirmed: None, requests });
+        self.processes[place].held = Some(HeldClaim { job, attempt, step, next_batch: 0, unconfirmed: None, requests });
         Ok(())
     }
 
-    /// A worker that believes to hold a job.
-    pub(super) fn busy(&mut self) -> Option<(usize, Held)> {
-        let busy: Vec<usize> = (0..self.puppets.len()).filter(|place| self.puppets[*place].held.is_some()).collect();
+    /// Returns a worker that believes it holds a job.
+    pub(super) fn busy(&mut self) -> Option<(usize, HeldClaim)> {
+        let busy: Vec<usize> =
+            (0..self.processes.len()).filter(|place| self.processes[*place].held.is_some()).collect();
         let place = self.random.pick(&busy)?;
-        Some((place, self.puppets[place].held.clone()?))
+        Some((place, self.processes[place].held.clone()?))
     }
 
-    pub(super) fn owns(&self, held: &Held) -> bool {
+    pub(super) fn owns(&self, held: &HeldClaim) -> bool {
         self.jobs.get(&held.job).is_some_and(|job| job.is_owned_by(held.attempt))
     }
 
-    /// The fence: what comes from one that does not own the job is refused. Most notice, some go on for a while.
+    /// Checks that calls of a worker that does not own the job are rejected. Most workers then stop, and some continue for a while.
     pub(super) fn fenced<T: std::fmt::Debug>(
         &mut self,
         place: usize,
@@ -121,9 +122,9 @@ impl World {
     ) -> Check {
         match answer {
             Err(StoreError::LeaseLost) => {
-                self.say(format!("{what} by {}: the claim is lost", self.puppets[place].id));
+                self.record(format!("{what} by {}: the claim is lost", self.processes[place].id));
                 if self.random.one_in(2) {
-                    self.puppets[place].held = None;
+                    self.processes[place].held = None;
                 }
                 Ok(())
             }
@@ -131,19 +132,25 @@ impl World {
         }
     }
 
-    pub(super) async fn any_beat(&mut self) -> Check {
+    pub(super) async fn any_heartbeat(&mut self) -> Check {
         match self.busy() {
-            Some((place, _)) => self.beat(place).await,
+            Some((place, _)) => self.heartbeat(place).await,
             None => Ok(()),
         }
     }
 
-    pub(super) async fn beat(&mut self, place: usize) -> Check {
-        let Some(held) = self.puppets[place].held.clone() else { return Ok(()) };
+    pub(super) async fn heartbeat(&mut self, place: usize) -> Check {
+        let Some(held) = self.processes[place].held.clone() else { return Ok(()) };
         let owns = self.owns(&held);
-        let beat = Beat { phase: Phase::Train, status_reason: None, step: held.step, eta_s: None, memory_bytes: None };
+        let heartbeat = HeartbeatUpdate {
+            phase: Phase::Train,
+            status_reason: None,
+            step: held.step,
+            eta_s: None,
+            memory_bytes: None,
+        };
         let (store, now) = (self.store(), self.server.wall);
-        let call = async move { store.job_heartbeat(held.job, held.attempt, beat, now, LEASE).await };
+        let call = async move { store.job_heartbeat(held.job, held.attempt, heartbeat, now, LEASE).await };
         let answer = match self.server.call(&mut self.random, call).await? {
             Called::Lost { applied } => {
                 if self.cut_short("heartbeat", applied) && owns {
@@ -165,7 +172,7 @@ impl World {
             Ok(found) if found == requested => {}
             other => return Err(wrong("heartbeat", &other, &format!("Ok({requested:?})"))),
         }
-        // Most workers do as they are told.
+        // Most workers carry out the request.
         if requested.is_some() && self.random.one_in(2) { self.finish_as(place, None).await } else { Ok(()) }
     }
 
@@ -197,7 +204,7 @@ impl World {
             })
             .collect();
         let number = batch.batch;
-        // Its answer may get lost on the way: the same batch comes again.
+        // Its response may get lost on the way, so that the same batch is sent again.
         let confirmed = !self.random.one_in(6);
         held.unconfirmed = (!confirmed).then(|| batch.clone());
         let owns = self.owns(&held);
@@ -207,15 +214,15 @@ impl World {
         match self.server.call(&mut self.random, call).await? {
             Called::Lost { applied } => {
                 held.unconfirmed = Some(batch);
-                self.puppets[place].held = Some(held);
+                self.processes[place].held = Some(held);
                 if self.cut_short("events", applied) && owns {
                     self.jobs.get_mut(&job).ok_or("no job")?.report(number, &steps);
                 }
                 self.after_restart("it").await
             }
             Called::Answered(answer) if owns => {
-                self.say(format!("{} reports {steps:?} of {job}, batch {number}", self.puppets[place].id));
-                self.puppets[place].held = Some(held);
+                self.record(format!("{} reports {steps:?} of {job}, batch {number}", self.processes[place].id));
+                self.processes[place].held = Some(held);
                 let job = self.jobs.get_mut(&job).ok_or("no job")?;
                 let fresh = job.last_batch.is_none_or(|last| last < number);
                 job.report(number, &steps);
@@ -231,11 +238,11 @@ impl World {
 
     pub(super) async fn publish(&mut self) -> Check {
         let Some((place, held)) = self.busy() else { return Ok(()) };
-        // What the rows of its steps are not stored for is not saved.
+        // A checkpoint is not saved before the rows of its steps are stored.
         if held.step == 0 || held.unconfirmed.is_some() {
             return Ok(());
         }
-        let Held { job, attempt, step, .. } = held;
+        let HeldClaim { job, attempt, step, .. } = held;
         let owns = self.owns(&held);
         let (store, files, now) = (self.store(), self.server.files.clone(), self.server.wall);
         let mut listed = Vec::new();
@@ -271,10 +278,10 @@ impl World {
                 if !owns {
                     return self.fenced(place, "publish", &answer);
                 }
-                self.say(format!("{} publishes step {step} of {job}", self.puppets[place].id));
+                self.record(format!("{} publishes step {step} of {job}", self.processes[place].id));
                 answer.map_err(|error| format!("publish: {error}"))?;
                 self.jobs.get_mut(&job).ok_or("no job")?.publish(step);
-                if let Some(held) = &mut self.puppets[place].held {
+                if let Some(held) = &mut self.processes[place].held {
                     held.requests.retain(|asked, _| *asked > step);
                 }
                 Ok(())
@@ -282,7 +289,7 @@ impl World {
         }
     }
 
-    /// A reward request for the step under way: written down, and only then sent.
+    /// Sends a reward request for the current step, after it was recorded in the journal.
     pub(super) async fn journal(&mut self) -> Check {
         let Some((place, mut held)) = self.busy() else { return Ok(()) };
         let (job, attempt, held_step, step) = (held.job, held.attempt, held.step, held.step + 1);
@@ -290,7 +297,7 @@ impl World {
         let fresh = format!("rwr_{}", self.next_request);
         let id = held.requests.entry(step).or_insert(fresh).clone();
         let owns = self.owns(&held);
-        self.puppets[place].held = Some(held);
+        self.processes[place].held = Some(held);
         let (key, rollout) = (format!("samples of {step}"), RolloutId::train(step));
         let body = "{}".to_owned();
         let request = JournalEntry::Request {
@@ -301,14 +308,14 @@ impl World {
             body: body.clone(),
             later: None,
         };
-        // The same whoever samples it: a row or two.
+        // The groups are the same for any worker: a row or two.
         let groups = |count: u64| (0..count).map(|row| SampledGroup { row, completions: Vec::new() }).collect();
         let (answered, rows) = (self.random.one_in(2), 1 + step % 2);
         let mut entries = vec![JournalEntry::Rollout { rollout, groups: groups(1) }, request];
         if answered {
             entries.push(JournalEntry::Answer { rollout, key, id: id.clone(), answer: RewardAnswer::Body { body } });
         }
-        // The evaluation that follows the step before.
+        // The evaluation that follows the previous step.
         let evaluated = (self.random.one_in(3) && held_step > 0).then_some(held_step);
         if let Some(step) = evaluated {
             entries.push(JournalEntry::Rollout { rollout: RolloutId::eval(step), groups: groups(rows) });
@@ -332,7 +339,7 @@ impl World {
             Called::Answered(answer) if !owns => self.fenced(place, "journal", &answer),
             Called::Answered(answer) => {
                 answer.map_err(|error| format!("journal: {error:?}"))?;
-                self.say(format!("{} asks {id} for step {step} of {job}", self.puppets[place].id));
+                self.record(format!("{} asks {id} for step {step} of {job}", self.processes[place].id));
                 let known = self.jobs.get_mut(&job).ok_or("no job")?;
                 if covered(known) {
                     return Err(format!("step {step} of {job} is asked for after it was saved"));
@@ -371,9 +378,9 @@ impl World {
         self.finish_as(place, Some(outcome)).await
     }
 
-    /// With this outcome, or as the user wants it.
+    /// Ends the attempt with this outcome, or as the user requested.
     pub(super) async fn finish_as(&mut self, place: usize, outcome: Option<Outcome>) -> Check {
-        let Some(held) = self.puppets[place].held.clone() else { return Ok(()) };
+        let Some(held) = self.processes[place].held.clone() else { return Ok(()) };
         let requested = self.jobs.get(&held.job).and_then(|job| job.requested);
         let outcome = match (outcome, requested) {
             (Some(outcome), _) => outcome,
@@ -394,34 +401,34 @@ impl World {
             Called::Answered(answer) if !owns => self.fenced(place, "finish", &answer),
             Called::Answered(answer) => {
                 answer.map_err(|error| format!("finish: {error:?}"))?;
-                self.say(format!("{} finishes {}: {outcome:?}", self.puppets[place].id, held.job));
+                self.record(format!("{} finishes {}: {outcome:?}", self.processes[place].id, held.job));
                 self.jobs.get_mut(&held.job).ok_or("no job")?.finish(&outcome);
-                self.puppets[place].held = None;
+                self.processes[place].held = None;
                 Ok(())
             }
         }
     }
 
     pub(super) async fn lose_worker(&mut self) -> Check {
-        if self.puppets.is_empty() {
+        if self.processes.is_empty() {
             return Ok(());
         }
-        let place = self.random.below(self.puppets.len());
-        if !self.puppets[place].child {
-            // Its machine, its network, or both: nobody tells the server.
-            let puppet = &mut self.puppets[place];
-            puppet.cut_off = !puppet.cut_off;
-            let line = format!("{} is {}", puppet.id, if puppet.cut_off { "cut off" } else { "heard again" });
-            self.say(line);
+        let place = self.random.below(self.processes.len());
+        if !self.processes[place].child {
+            // The machine, the network or both fail, and the server is not notified.
+            let process = &mut self.processes[place];
+            process.cut_off = !process.cut_off;
+            let line = format!("{} is {}", process.id, if process.cut_off { "cut off" } else { "heard again" });
+            self.record(line);
             return Ok(());
         }
-        let worker = self.puppets.remove(place).id;
+        let worker = self.processes.remove(place).id;
         let (store, now) = (self.store(), self.server.wall);
         let call = async move { store.worker_lost(worker, Some("killed"), now).await };
         let held = self.jobs.iter().find(|(_, job)| job.owner == Some(worker)).map(|(id, _)| *id);
         let lost = match self.server.call(&mut self.random, call).await? {
             Called::Lost { applied } => {
-                // Whoever starts next forgets the child, without a charge, if nobody did.
+                // If the child was not removed yet, the next server removes it, and its attempt does not count as failed.
                 if self.cut_short("the death of a child", applied)
                     && let Some(job) = held
                 {
@@ -433,7 +440,7 @@ impl World {
             }
             Called::Answered(answer) => answer.map_err(|error| format!("worker_lost: {error:?}"))?,
         };
-        self.say(format!("the child {worker} dies with {held:?}"));
+        self.record(format!("the child {worker} dies with {held:?}"));
         if lost != held {
             return Err(format!("worker_lost: {lost:?}, and it should be {held:?}"));
         }

@@ -1,6 +1,6 @@
-//! What other people's endpoints need to be asked, besides their address and limits.
+//! Settings of rewards that other systems' endpoints compute, in addition to address and limits.
 //!
-//! A `template` is Jinja: its variables are `prompt`, `completion`, `question` (the last user message, or the prompt),
+//! A `template` is a Jinja template with the variables `prompt`, `completion`, `question` (the last user message, or the prompt),
 //! `messages` (the chat with the completion as its last message), `columns`, `finish_reason` and `num_tokens`.
 
 use serde::{Deserialize, Serialize};
@@ -9,132 +9,133 @@ use utoipa::ToSchema;
 
 use super::ServicePlan;
 
-/// OpenRLHF's `{query, prompts, labels}`.
+/// Request format of OpenRLHF: `{query, prompts, labels}`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct OpenrlhfPlan {
-    /// Where it is, and how it is asked.
+    /// Address and limits of the service.
     #[serde(flatten)]
     pub service: ServicePlan,
-    /// Text of a `query`; default: the prompt and the completion as the policy saw them.
+    /// Template of `query`; default: the prompt and completion as the policy saw them.
     pub template: Option<String>,
-    /// The dataset column that goes along as `labels`.
+    /// Dataset column that is sent as `labels`; null = none.
     pub label_column: Option<String>,
 }
 
-/// slime's `{prompt, response, label}`, one sample a request.
+/// Request format of slime: `{prompt, response, label}`, one sample per request.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct SlimePlan {
-    /// Where it is, and how it is asked.
+    /// Address and limits of the service.
     #[serde(flatten)]
     pub service: ServicePlan,
-    /// The dataset column that goes along as `label`.
+    /// Dataset column that is sent as `label`; null = none.
     pub label_column: Option<String>,
-    /// Where the reward stands when the answer is an object; without it the answer is a number.
+    /// Key of the reward if the response is an object; null = the response is a number.
     pub reward_key: Option<String>,
 }
 
-/// A server that gives one score a text.
+/// A server that returns one score per text.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct TextPlan {
-    /// Where it is, and how it is asked.
+    /// Address and limits of the service.
     #[serde(flatten)]
     pub service: ServicePlan,
-    /// The model's name, as the server knows it.
+    /// Name of the model on the server.
     pub model: Option<String>,
-    /// The text; default: the prompt and the completion as the policy saw them.
+    /// Template of the text; default: the prompt and completion as the policy saw them.
     pub template: Option<String>,
-    /// Further fields of the body.
+    /// Additional fields of the request body.
     #[serde(default)]
     pub extra_body: Map<String, Value>,
 }
 
-/// A server that gives one score a label.
+/// A server that returns one score per label.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct LabelPlan {
-    /// Where it is, and how it is asked.
+    /// Address and limits of the service.
     #[serde(flatten)]
     pub service: ServicePlan,
-    /// The model's name, as the server knows it.
+    /// Name of the model on the server.
     pub model: Option<String>,
-    /// The text; default: the prompt and the completion as the policy saw them.
+    /// Template of the text; default: the prompt and completion as the policy saw them.
     pub template: Option<String>,
-    /// Whose score is the reward, by name or by number from 0; may be left out where the model has one label.
+    /// Label whose score is the reward, by name or by number from 0. Optional if the model has only one label.
     pub label: Option<String>,
-    /// Further fields of the body.
+    /// Additional fields of the request body.
     #[serde(default)]
     pub extra_body: Map<String, Value>,
 }
 
-/// A server that says how well a text answers a query.
+/// A server that scores how well a text answers a query.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct PairPlan {
-    /// Where it is, and how it is asked.
+    /// Address and limits of the service.
     #[serde(flatten)]
     pub service: ServicePlan,
-    /// The model's name, as the server knows it.
+    /// Name of the model on the server.
     pub model: Option<String>,
     /// Template of the query; default: the last user message, or the prompt.
     pub query: Option<String>,
     /// Template of the text; default: the completion.
     pub text: Option<String>,
-    /// Further fields of the body.
+    /// Additional fields of the request body.
     #[serde(default)]
     pub extra_body: Map<String, Value>,
 }
 
-/// vLLM's `/pooling`.
+/// Request format of vLLM's `/pooling` endpoint.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct VllmPoolingPlan {
-    /// Where it is, and how it is asked.
+    /// Address and limits of the service.
     #[serde(flatten)]
     pub service: ServicePlan,
-    /// The model's name, as the server knows it.
+    /// Name of the model on the server.
     pub model: Option<String>,
-    /// The text; default: the prompt and the completion as the policy saw them.
+    /// Template of the text; default: the prompt and completion as the policy saw them.
     pub template: Option<String>,
-    /// `classify`, or `token_classify` for models that score each token: the last number is the reward.
+    /// `classify`, or `token_classify` for models that score each token; the last number is the reward.
     pub task: String,
-    /// Further fields of the body.
+    /// Additional fields of the request body.
     #[serde(default)]
     pub extra_body: Map<String, Value>,
 }
 
-/// A language model that marks by a rubric, one sample a request.
+/// A language model that scores by a rubric, one sample per request.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct OpenaiJudgePlan {
-    /// Where it is, and how it is asked.
+    /// Address and limits of the service.
     #[serde(flatten)]
     pub service: ServicePlan,
-    /// The model's name, as the server knows it.
+    /// Name of the model on the server.
     pub model: String,
-    /// What to mark and how: a template. The completion follows it in a block of its own.
+    /// Template of the rubric: what to judge, and what each score means. The completion follows in a separate block.
     pub rubric: String,
-    /// The lowest mark.
+    /// Lowest score of the rubric.
     pub min_score: f64,
-    /// The highest mark; the reward is (mark − min_score) / (max_score − min_score).
+    /// Highest score of the rubric. The reward is (score − min_score) / (max_score − min_score).
     pub max_score: f64,
-    /// Answers asked for (`n`); the reward is the mean of the marks that can be read.
+    /// Number of answers per sample (`n`). The reward is the mean of the scores that can be parsed.
     pub votes: u32,
-    /// 0 = greedy.
+    /// Sampling temperature of the judge; 0 = greedy.
     pub temperature: f64,
-    /// Longest answer, tokens.
+    /// Maximum length of the judge's answer, in tokens.
     pub max_completion_tokens: u32,
-    /// Further fields of the body.
+    /// Additional fields of the request body.
     #[serde(default)]
     pub extra_body: Map<String, Value>,
 }
 
-/// Any JSON over HTTP.
+/// A reward from any JSON API over HTTP.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct HttpTemplatePlan {
-    /// Where it is, and how it is asked.
+    /// Address and limits of the service.
     #[serde(flatten)]
     pub service: ServicePlan,
-    /// The body: its strings are templates; one that is a single `{{ expression }}` becomes the expression's value.
+    /// The request body. Its strings are templates; a string that is a single `{{ expression }}` becomes
+    /// the value of the expression.
     #[schema(value_type = Object)]
     pub body: Value,
-    /// JSON pointer to the reward; with `batch` it has one `*` in the place of the sample's number.
+    /// JSON pointer to the reward in the response. With `batch`, it has one `*` in place of the sample's index.
     pub pointer: String,
-    /// Many samples a request: the templates then see a list `samples` of what they otherwise see of one.
+    /// Whether a request has many samples. Templates then see a list `samples`, each with the variables of one sample.
     pub batch: bool,
 }

@@ -1,4 +1,4 @@
-//! What the built-in rewards need to know.
+//! Settings of the built-in rewards.
 
 use std::collections::BTreeMap;
 
@@ -8,19 +8,20 @@ use utoipa::ToSchema;
 
 use super::RewardKind;
 
-/// Band of lengths: 1 inside, `below` and `above` outside, in between over `soft_margin`; a bonus for a sentence's end.
+/// Length reward: 1 within the limits, `below` and `above` outside, with a linear transition over `soft_margin`, plus a
+/// bonus for ending a sentence.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct LengthPlan {
-    /// Words (whitespace-separated), or what `unit` says; inclusive.
+    /// Minimum length, inclusive, in whitespace-separated words or in the given `unit`.
     pub min_words: u32,
-    /// The same, inclusive.
+    /// Maximum length, inclusive, in whitespace-separated words or in the given `unit`.
     pub max_words: u32,
-    /// Added when the completion ends with `.`, `!` or `?`.
+    /// Bonus that is added when the completion ends with `.`, `!` or `?`.
     pub sentence_bonus: f64,
-    /// What is counted. With `tokens` the limits may be spelled `min_tokens` and `max_tokens`.
+    /// Unit of length. With `tokens`, the limits can also be written `min_tokens` and `max_tokens`.
     #[serde(default)]
     pub unit: LengthUnit,
-    /// Over so many words or tokens the value falls linearly from 1 to what it is outside; 0 = at once.
+    /// Number of words or tokens over which the value falls linearly from 1 to its value outside the limits; 0 = no transition.
     #[serde(default)]
     pub soft_margin: u32,
     /// Value of completions that are too short.
@@ -36,199 +37,200 @@ impl LengthPlan {
         -0.5
     }
 
-    /// Lowest and highest value.
+    /// Returns the lowest and highest possible value.
     pub fn bounds(&self) -> (f64, f64) {
         let (low, high) = (self.below.min(self.above).min(1.0), self.below.max(self.above).max(1.0));
         (low + self.sentence_bonus.min(0.0), high + self.sentence_bonus.max(0.0))
     }
 }
 
-/// What a length is counted in.
+/// Unit in which the length is counted.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum LengthUnit {
-    /// Separated by whitespace.
+    /// Words, separated by whitespace.
     #[default]
     Words,
-    /// The policy's own.
+    /// Tokens of the policy's tokenizer.
     Tokens,
 }
 
-/// Compare with a column.
+/// Comparison of the completion with a column.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct MatchPlan {
-    /// The dataset column that holds the reference.
+    /// Dataset column that holds the reference answer.
     pub column: String,
-    /// Compare without regard to case.
+    /// Whether to ignore case.
     pub ignore_case: bool,
 }
 
-/// Search for text.
+/// Search for a text in the completion.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct ContainsPlan {
-    /// The dataset column that holds the text; exclusive with `text`.
+    /// Dataset column that holds the text. Mutually exclusive with `text`.
     pub column: Option<String>,
-    /// The text itself.
+    /// The text to search for. Mutually exclusive with `column`.
     pub text: Option<String>,
-    /// Compare without regard to case.
+    /// Whether to ignore case.
     pub ignore_case: bool,
 }
 
-/// Compare the last number.
+/// Comparison of the completion's last number with a column.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct NumberMatchPlan {
-    /// The dataset column that holds the reference.
+    /// Dataset column that holds the reference number.
     pub column: String,
-    /// Largest absolute difference that still counts.
+    /// Maximum absolute difference at which numbers count as equal.
     pub tolerance: f64,
 }
 
-/// Search for a pattern (Rust's regex syntax: linear time).
+/// Search for a pattern in the completion (Rust regex syntax, linear time).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct RegexPlan {
-    /// The pattern.
+    /// The regular expression to search for.
     pub pattern: String,
 }
 
-/// Compare two texts, as OpenAI's `string_check` grader does.
+/// Comparison of two texts, as in OpenAI's `string_check` grader.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct StringCheckPlan {
-    /// Template of the text that is checked: `{{ sample.output_text }}`, `{{ item.COLUMN }}`.
+    /// Template of the text to check: `{{ sample.output_text }}`, `{{ item.COLUMN }}`.
     pub input: String,
-    /// Template of what it is held against.
+    /// Template of the text to compare with.
     pub reference: String,
-    /// How.
+    /// The comparison: eq, ne, like or ilike.
     pub operation: StringOperation,
 }
 
-/// How texts are compared.
+/// How two texts are compared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum StringOperation {
-    /// Equal.
+    /// The texts are equal.
     Eq,
-    /// Not equal.
+    /// The texts are not equal.
     Ne,
     /// The input contains the reference.
     Like,
-    /// The same without regard to case.
+    /// The input contains the reference, ignoring case.
     Ilike,
 }
 
-/// How alike two texts are, as OpenAI's `text_similarity` grader says it.
+/// Similarity of two texts, as in OpenAI's `text_similarity` grader.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct TextSimilarityPlan {
-    /// Template of the text that is graded: `{{ sample.output_text }}`, `{{ item.COLUMN }}`.
+    /// Template of the text to grade: `{{ sample.output_text }}`, `{{ item.COLUMN }}`.
     pub input: String,
-    /// Template of what it is graded against.
+    /// Template of the text to compare with.
     pub reference: String,
-    /// By which measure.
+    /// The metric of text similarity.
     pub evaluation_metric: SimilarityMetric,
 }
 
-/// Measures of likeness, each from 0 (nothing alike) to 1.
+/// Similarity metrics, each from 0 (nothing in common) to 1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum SimilarityMetric {
-    /// Characters that stay, in order: 1 − indel distance / both lengths (rapidfuzz's ratio).
+    /// Characters in common, in order: 1 − indel distance / sum of both lengths (rapidfuzz's ratio).
     FuzzyMatch,
-    /// Sentence BLEU of up to four words, add-one smoothed above one word.
+    /// Sentence BLEU with n-grams of up to four words, add-one smoothed above one word.
     Bleu,
-    /// The lower of n-gram precision and recall, n up to four.
+    /// The lower of n-gram precision and recall, for n up to four.
     Gleu,
-    /// F1 of words.
+    /// F1 score of single words.
     #[serde(rename = "rouge_1")]
     Rouge1,
-    /// F1 of pairs of words.
+    /// F1 score of word pairs.
     #[serde(rename = "rouge_2")]
     Rouge2,
-    /// F1 of three words in a row.
+    /// F1 score of word 3-grams.
     #[serde(rename = "rouge_3")]
     Rouge3,
-    /// F1 of four words in a row.
+    /// F1 score of word 4-grams.
     #[serde(rename = "rouge_4")]
     Rouge4,
-    /// F1 of five words in a row.
+    /// F1 score of word 5-grams.
     #[serde(rename = "rouge_5")]
     Rouge5,
-    /// F1 of the longest common subsequence of words.
+    /// F1 score of the longest common subsequence of words.
     RougeL,
 }
 
-/// Compare a final answer as mathematics.
+/// Comparison of final answers as mathematical expressions.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct MathEqualPlan {
-    /// The dataset column that holds the right answer.
+    /// Dataset column that holds the correct answer.
     pub column: String,
-    /// Largest relative difference of numbers that still counts.
+    /// Maximum relative difference at which numbers count as equal.
     pub tolerance: f64,
-    /// Where the answer stands.
+    /// Where in the completion to find the answer.
     pub answer: AnswerPlace,
 }
 
-/// Where a completion's final answer is looked for.
+/// Where in a completion to find the final answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum AnswerPlace {
-    /// In the last `\boxed{}`, else `<answer>`, else behind `####` or "the answer is", else the last number.
+    /// The last `\boxed{}`, otherwise `<answer>`, otherwise the text after `####` or "the answer is", otherwise the last number.
     Auto,
-    /// In the last `\boxed{}` only.
+    /// The last `\boxed{}` only.
     Boxed,
-    /// In the last `<answer>…</answer>` only.
+    /// The last `<answer>…</answer>` only.
     Tag,
-    /// The whole completion.
+    /// The whole text of the completion.
     Whole,
 }
 
-/// JSON that a schema accepts.
+/// JSON that conforms to a schema.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct JsonSchemaPlan {
-    /// The schema, draft 2020-12 unless its `$schema` says otherwise; absent with `column`: any JSON.
+    /// The schema, draft 2020-12 unless its `$schema` says otherwise. Absent with `column`. If both are
+    /// absent, any JSON is accepted.
     #[schema(value_type = Option<Object>)]
     pub schema: Option<Value>,
-    /// The dataset column that holds a row's own schema.
+    /// Dataset column that holds each row's own schema.
     pub column: Option<String>,
-    /// Look into the last ```` ```json ```` block when the completion has one.
+    /// Whether to check the last ```` ```json ```` block if the completion has one.
     pub fenced: bool,
 }
 
-/// Penalise repeated n-grams (Yeo et al. 2025, arXiv 2502.03373, as in TRL).
+/// Penalty for repeated n-grams (Yeo et al. 2025, arXiv 2502.03373, as in TRL).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct RepetitionPlan {
-    /// Words of an n-gram.
+    /// Number of words per n-gram.
     pub ngram_size: u32,
-    /// Value if every n-gram repeats; ≤ 0.
+    /// Value if every n-gram is repeated; 0 or negative.
     pub max_penalty: f64,
 }
 
-/// Length punishment of DAPO (arXiv 2503.14476, equation 13).
+/// DAPO's soft overlong punishment (arXiv 2503.14476, equation 13).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct SoftOverlongPlan {
-    /// Tokens from which the value is −1.
+    /// Length in tokens from which the value is −1.
     pub max_tokens: u32,
-    /// Tokens before that over which it falls from 0.
+    /// Number of tokens before `max_tokens` over which the value falls from 0 to −1.
     pub cache_tokens: u32,
 }
 
-/// Tags that a completion is laid out in.
+/// Tags that structure a completion.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct FormatPlan {
-    /// Names of tags, in order.
+    /// Names of the tags, in order.
     pub tags: Vec<String>,
-    /// Nothing but whitespace may stand outside the tags.
+    /// Whether only whitespace is allowed outside the tags.
     pub strict: bool,
-    /// Give the share of tags that stand once and in order, instead of all or nothing.
+    /// Whether to return the share of tags that appear exactly once and in order, instead of 0 or 1.
     pub partial: bool,
-    /// Chat templates often put the first opening tag into the prompt: it may be missing then.
+    /// Whether the first opening tag may be missing, because many chat templates include it in the prompt.
     pub first_tag_open: bool,
 }
 
-/// A formula over built-in rewards, as OpenAI's `multi` grader has it.
+/// A formula over built-in rewards, as in OpenAI's `multi` grader.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct MultiPlan {
-    /// By name: built-in rewards as in a job, without weight.
+    /// The built-in rewards, by name. Each is written as in a job, without a weight.
     #[schema(value_type = Object)]
     pub graders: BTreeMap<String, RewardKind>,
-    /// Over their names: + − * / ( ), min, max, abs, floor, ceil, exp, sqrt, log.
+    /// Formula over the names of the graders: + − * / ( ), min, max, abs, floor, ceil, exp, sqrt, log.
     pub calculate_output: String,
 }

@@ -1,5 +1,5 @@
-//! How many steps the validator takes at most to hold a value to a schema. The walk is the validator's own, but it meets each
-//! pair of subschema and part of the value once, however many ways lead there, and multiplies.
+//! Computes an upper bound on the steps that the validator takes to check a value against a schema. It walks as the validator does,
+//! but visits each pair of subschema and part of the value only once, however many paths lead there, and multiplies.
 
 use std::collections::HashMap;
 
@@ -7,28 +7,28 @@ use serde_json::Value;
 
 use super::graph::{Graph, Node};
 
-/// The most steps of one value: about a second.
+/// Maximum number of steps per value, about a second of work.
 pub(super) const MAX_STEPS: u64 = 1_000_000;
-/// The deepest nesting of subschemas and parts of the value.
+/// Maximum nesting depth of subschemas and parts of the value.
 pub(super) const MAX_DEPTH: usize = 1_000;
 /// Steps of a metaschema for each part of a value.
-const METASCHEMA: u64 = 300;
+const METASCHEMA_STEPS: u64 = 300;
 
-/// Why a value is not held to a schema.
+/// Why a value is not checked against a schema.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum TooCostly {
-    /// Too much work.
+    /// The validation would take more than [`MAX_STEPS`] steps.
     #[error(
         "the schema takes more than {MAX_STEPS} steps on this value: reference each definition once, or use a simpler schema"
     )]
     Steps,
-    /// Too deep.
+    /// The schema and the value nest more than [`MAX_DEPTH`] deep.
     #[error("the schema and this value nest {MAX_DEPTH} deep: use a simpler schema")]
     Depth,
-    /// Without an end.
+    /// The validation would never end.
     #[error("the schema's references lead in a circle on this value: use a simpler schema")]
     Circle,
-    /// This machine has no thread left.
+    /// The operating system could not start another thread.
     #[error("no thread can be started to hold this value to its schema")]
     Thread,
 }
@@ -43,14 +43,14 @@ enum Part<'v> {
 impl Part<'_> {
     fn key(self) -> usize {
         match self {
-            // Aligned, so an even number.
+            // Values are aligned, so their addresses are even numbers.
             Part::Value(value) => std::ptr::from_ref(value).addr(),
             Part::Name { longest_bytes } => longest_bytes * 2 + 1,
         }
     }
 }
 
-/// The depth that the validator will reach, if it takes no more than [`MAX_STEPS`].
+/// Returns the depth that the validator will reach if it takes no more than [`MAX_STEPS`].
 pub(super) fn count(graph: &Graph, value: &Value) -> Result<usize, TooCostly> {
     let mut counter = Counter { graph, known: HashMap::new(), deepest: 0, left: MAX_STEPS };
     counter.visit(0, Part::Value(value), 1)?;
@@ -59,15 +59,15 @@ pub(super) fn count(graph: &Graph, value: &Value) -> Result<usize, TooCostly> {
 
 struct Counter<'g> {
     graph: &'g Graph,
-    /// Steps and height by subschema and part; None while they are being counted.
+    /// Steps and height by subschema and part; `None` while they are being counted.
     known: HashMap<(usize, usize), Option<(u64, usize)>>,
     deepest: usize,
-    /// Bounds the counting itself.
+    /// Remaining steps of the count itself, which limit its work too.
     left: u64,
 }
 
 impl Counter<'_> {
-    /// Steps and height of a subschema on a part.
+    /// Returns the steps and the height of a subschema on a part.
     fn visit(&mut self, number: usize, part: Part<'_>, depth: usize) -> Result<(u64, usize), TooCostly> {
         let key = (number, part.key());
         self.left = self.left.checked_sub(1).ok_or(TooCostly::Steps)?;
@@ -101,7 +101,7 @@ impl Counter<'_> {
         self.left = self.left.checked_sub(own).ok_or(TooCostly::Steps)?;
         let mut sum = Sum { steps: own, height: 0 };
         if let Part::Value(value) = part
-            && !may_go_on(&node.types, &node.fixed, value)
+            && !examines_further(&node.types, &node.fixed, value)
         {
             return Ok((sum.steps, 0));
         }
@@ -120,7 +120,7 @@ impl Counter<'_> {
         {
             let size = parts(value);
             self.left = self.left.checked_sub(size).ok_or(TooCostly::Steps)?;
-            sum.add((node.metaschemas.saturating_mul(METASCHEMA).saturating_mul(size), 8 * nesting(value)));
+            sum.add((node.metaschemas.saturating_mul(METASCHEMA_STEPS).saturating_mul(size), 8 * nesting(value)));
         }
         match part {
             Part::Value(Value::Object(object)) => {
@@ -130,11 +130,11 @@ impl Counter<'_> {
                     }
                 }
                 let noted = if graph.unevaluated { object.len() } else { object.len() / 16 };
-                sum.take(noted as u64);
+                sum.add_steps(noted as u64);
                 for (name, inner) in object {
                     let inner = Part::Value(inner);
                     let matching = node.patterns.len() as u64 * (1 + name.len() as u64 * node.per_kib / 1024);
-                    sum.take(matching);
+                    sum.add_steps(matching);
                     let mut patterns = Sum::default();
                     for target in &node.patterns {
                         patterns.add(self.visit(*target, inner, depth + 1)?);
@@ -142,7 +142,7 @@ impl Counter<'_> {
                     if let Some(target) = node.properties.get(name) {
                         sum.add(self.visit(*target, inner, depth + 1)?);
                     } else {
-                        // The others are for what no pattern fits.
+                        // The other subschemas apply to properties that no pattern matches.
                         for target in [node.additional, node.unevaluated_properties].into_iter().flatten() {
                             patterns.or(self.visit(target, inner, depth + 1)?);
                         }
@@ -164,12 +164,12 @@ impl Counter<'_> {
     }
 
     fn count_items(&mut self, node: &Node, list: &[Value], depth: usize, sum: &mut Sum) -> Result<(), TooCostly> {
-        sum.take(if self.graph.unevaluated { list.len() as u64 } else { 0 });
+        sum.add_steps(if self.graph.unevaluated { list.len() as u64 } else { 0 });
         if node.unique {
             let size = list.iter().map(parts).fold(0, u64::saturating_add);
             self.left = self.left.checked_sub(size).ok_or(TooCostly::Steps)?;
             // Short lists are compared pair by pair.
-            sum.take(size.saturating_mul(12));
+            sum.add_steps(size.saturating_mul(12));
         }
         for (index, inner) in list.iter().enumerate() {
             let inner = Part::Value(inner);
@@ -189,7 +189,7 @@ struct Sum {
 }
 
 impl Sum {
-    fn take(&mut self, steps: u64) {
+    fn add_steps(&mut self, steps: u64) {
         self.steps = self.steps.saturating_add(steps);
     }
 
@@ -204,8 +204,8 @@ impl Sum {
     }
 }
 
-/// Whether the validator looks any further. Numbers may be equal though they are written differently.
-fn may_go_on(types: &Option<Vec<String>>, fixed: &Option<Vec<Value>>, value: &Value) -> bool {
+/// Whether the validator looks any further. Numbers can be equal even if they are written differently.
+fn examines_further(types: &Option<Vec<String>>, fixed: &Option<Vec<Value>>, value: &Value) -> bool {
     let name = match value {
         Value::Null => "null",
         Value::Bool(_) => "boolean",
@@ -219,7 +219,7 @@ fn may_go_on(types: &Option<Vec<String>>, fixed: &Option<Vec<Value>>, value: &Va
         && !(scalar && fixed.as_ref().is_some_and(|fixed| !fixed.contains(value)))
 }
 
-/// How many values there are in a value.
+/// Counts the values inside a value.
 fn parts(value: &Value) -> u64 {
     1 + match value {
         Value::Array(list) => list.iter().map(parts).sum(),

@@ -1,8 +1,8 @@
-//! Which subschemas of a JSON Schema apply which others: on the same value (`$ref`, `allOf`, `not`, …), or on its parts
-//! (`properties`, `items`, …). References are resolved as the validator resolves them; where the target depends on the path that
-//! led there (`$dynamicRef`), every possible target counts.
+//! Records which subschemas of a JSON Schema apply which others: on the same value (`$ref`, `allOf`, `not`, …), or on its parts
+//! (`properties`, `items`, …). References are resolved as the validator resolves them. If the target depends on the path that led
+//! there (`$dynamicRef`), every possible target counts.
 //!
-//! Longer than other files: the lists of keywords and the walk that reads them must agree, and stand together.
+//! This file is longer than others because the lists of keywords and the walk that reads them must agree.
 
 use std::collections::HashMap;
 
@@ -10,21 +10,21 @@ use regex::bytes::RegexBuilder;
 use serde_json::{Map, Value};
 use url::Url;
 
-use super::HOME;
+use super::SCHEMA_ADDRESS;
 
-/// The most subschemas of one schema.
+/// Maximum number of subschemas per schema.
 const MAX_SUBSCHEMAS: usize = 5_000;
-/// The most ways from one subschema over references and applicators that stay on the same value.
+/// Maximum number of paths from one subschema over references and applicators that stay on the same value.
 const MAX_PATHS: u64 = 10_000;
-/// The most ways from the whole schema to its subschemas, where those of a recursion count once.
-const MAX_WAYS: u64 = 1_000_000_000;
-/// The longest chain of references and applicators that stay on the same value.
+/// Maximum number of paths from the whole schema to its subschemas. A recursion counts once.
+const MAX_TOTAL_PATHS: u64 = 1_000_000_000;
+/// Maximum length of a chain of references and applicators that stay on the same value.
 const MAX_CHAIN: usize = 500;
-/// The largest compiled size of one pattern, bytes, and of all patterns together.
+/// Maximum compiled size of one pattern, and of all patterns together, in bytes.
 const PATTERN_BYTES: usize = 1 << 20;
 const ALL_PATTERNS_BYTES: usize = 8 << 20;
 
-/// One value: keyword → subschema.
+/// Keywords whose value is one subschema.
 const SINGLE: [&str; 11] = [
     "not",
     "if",
@@ -38,21 +38,21 @@ const SINGLE: [&str; 11] = [
     "unevaluatedProperties",
     "contentSchema",
 ];
-/// Keyword → list of subschemas.
+/// Keywords whose value is a list of subschemas.
 const LISTS: [&str; 4] = ["allOf", "anyOf", "oneOf", "prefixItems"];
-/// Keyword → subschemas by name.
+/// Keywords whose value maps names to subschemas.
 const MAPS: [&str; 6] = ["properties", "patternProperties", "dependentSchemas", "dependencies", "$defs", "definitions"];
 
-/// One subschema, with its edges to others (by their numbers).
+/// One subschema, with edges to other subschemas (by index).
 #[derive(Debug, Default)]
 pub(super) struct Node {
-    /// Always applied to the same value.
+    /// Subschemas that are always applied to the same value.
     pub same: Vec<usize>,
-    /// One of each group is applied to the same value.
+    /// Groups of which one subschema is applied to the same value.
     pub choices: Vec<Vec<usize>>,
-    /// References to a metaschema of JSON Schema itself.
+    /// Number of references to a metaschema of JSON Schema itself.
     pub metaschemas: u64,
-    /// Applied to the same object if it has the property.
+    /// Subschemas applied to the same object if it has the property.
     pub dependent: Vec<(String, usize)>,
     pub properties: HashMap<String, usize>,
     pub patterns: Vec<usize>,
@@ -60,23 +60,23 @@ pub(super) struct Node {
     pub unevaluated_properties: Option<usize>,
     pub names: Option<usize>,
     pub prefix: Vec<usize>,
-    /// `items`, or `additionalItems` behind a list of items.
+    /// The subschema of `items`, or of `additionalItems` after a list of items.
     pub items: Option<usize>,
     pub unevaluated_items: Option<usize>,
     pub contains: Option<usize>,
     pub unique: bool,
-    /// `type`, if values of other types end here; `integer` stands as `number`.
+    /// The value of `type`, if validation ends here for values of other types; `integer` is stored as `number`.
     pub types: Option<Vec<String>>,
-    /// `const` or `enum`: texts, booleans and null that are not among them end here.
+    /// The values of `const` or `enum`. Validation ends here for texts, booleans and null that are not among them.
     pub fixed: Option<Vec<Value>>,
-    /// The steps that the subschema takes by itself.
+    /// Number of steps that the subschema takes by itself.
     pub weight: u64,
-    /// Steps per KiB of a text.
+    /// Number of steps per KiB of text.
     pub per_kib: u64,
 }
 
 impl Node {
-    /// Adds subschemas of which one is applied to the same value.
+    /// Adds a group of subschemas, one of which is applied to the same value.
     fn push_choice(&mut self, mut group: Vec<usize>) {
         group.sort_unstable();
         group.dedup();
@@ -86,12 +86,12 @@ impl Node {
         }
     }
 
-    /// The subschemas that are applied to the same value, whatever the way there.
+    /// Returns the subschemas that are applied to the same value, by any keyword.
     fn in_place(&self) -> impl Iterator<Item = usize> {
         self.same.iter().copied().chain(self.dependent.iter().map(|(_, node)| *node))
     }
 
-    /// Every subschema that may be applied.
+    /// Returns every subschema that may be applied.
     fn all(&self) -> impl Iterator<Item = usize> {
         let single = [
             self.additional,
@@ -107,30 +107,30 @@ impl Node {
     }
 }
 
-/// The subschemas; the whole schema is the first.
+/// All subschemas; the first is the whole schema.
 #[derive(Debug)]
 pub(super) struct Graph {
     pub nodes: Vec<Node>,
-    /// `unevaluatedItems` or `unevaluatedProperties` stand somewhere: the validator then notes every part of a value.
+    /// Whether `unevaluatedItems` or `unevaluatedProperties` appears anywhere. The validator then records every part of a value.
     pub unevaluated: bool,
 }
 
 impl Graph {
-    /// Reads the schema.
+    /// Reads a schema and checks its limits.
     ///
     /// # Errors
-    /// When it is too large, or its references branch too often or lead in a circle.
+    /// Fails if the schema is too large, or if its references branch too often or form a cycle.
     pub fn new(schema: &Value) -> Result<Self, String> {
         let mut builder = Builder::new(schema);
         builder.find(String::new(), schema)?;
         let dynamic = builder.dynamic.clone();
         let mut nodes = Vec::new();
-        // Resolving a reference may find further subschemas, below keywords that are not known.
+        // Resolving a reference may find more subschemas below unknown keywords.
         while nodes.len() < builder.found.len() {
             let (pointer, value) = builder.found[nodes.len()].clone();
             nodes.push(builder.node(&pointer, value)?);
         }
-        // The targets of dynamic references before it are known by then.
+        // The nodes before this one have already resolved their dynamic references, so a later anchor would be missed.
         if builder.dynamic != dynamic {
             return Err(
                 "a $dynamicAnchor below a keyword that is not known is not followed: put it below $defs".to_owned()
@@ -179,9 +179,9 @@ impl Graph {
             let targets = component.iter().flat_map(|node| self.nodes[*node].all());
             let below = targets.map(|target| component_of[target]).filter(|target| *target != number);
             ways[number] = below.fold(0_u64, |sum, target| sum.saturating_add(ways[target])).max(1);
-            if ways[number] > MAX_WAYS {
+            if ways[number] > MAX_TOTAL_PATHS {
                 return Err(format!(
-                    "too much work: more than {MAX_WAYS} ways lead from {} to the subschemas below; reference each definition \
+                    "too much work: more than {MAX_TOTAL_PATHS} ways lead from {} to the subschemas below; reference each definition \
                      once",
                     at(component[0])
                 ));
@@ -191,7 +191,7 @@ impl Graph {
     }
 }
 
-/// The strongly connected components, targets before sources, and the number of each node's component (Tarjan 1972).
+/// Returns the strongly connected components, targets before sources, and each node's component number (Tarjan 1972).
 fn components(count: usize, edges: impl Fn(usize) -> Vec<usize>) -> (Vec<Vec<usize>>, Vec<usize>) {
     const NEW: usize = usize::MAX;
     let (mut index, mut low, mut component_of) = (vec![NEW; count], vec![0; count], vec![NEW; count]);
@@ -200,7 +200,8 @@ fn components(count: usize, edges: impl Fn(usize) -> Vec<usize>) -> (Vec<Vec<usi
         if index[root] != NEW {
             continue;
         }
-        // (node, its targets, how many of them are done): a chain may be longer than the stack of this thread.
+        // Holds (node, its targets, number of targets done). An explicit stack, because a chain may be
+        // longer than this thread's stack.
         let mut path: Vec<(usize, Vec<usize>, usize)> = Vec::new();
         let mut enter = Some(root);
         loop {
@@ -236,17 +237,17 @@ fn components(count: usize, edges: impl Fn(usize) -> Vec<usize>) -> (Vec<Vec<usi
     (components, component_of)
 }
 
-/// Finds subschemas, by their JSON pointers, and resolves references.
+/// Finds subschemas by their JSON pointers and resolves references.
 struct Builder<'s> {
     schema: &'s Value,
     draft: u16,
     found: Vec<(String, &'s Value)>,
     numbers: HashMap<String, usize>,
-    /// Pointer by the address that `$id` gives.
+    /// JSON pointers by the address that `$id` gives.
     resources: HashMap<String, String>,
-    /// Pointer by resource (its pointer) and anchor.
+    /// JSON pointers by resource (its pointer) and anchor.
     anchors: HashMap<(String, String), String>,
-    /// Pointers by dynamic anchor.
+    /// JSON pointers by dynamic anchor.
     dynamic: HashMap<String, Vec<String>>,
     has_dynamic_anchors: bool,
     to_metaschema: bool,
@@ -264,7 +265,7 @@ impl<'s> Builder<'s> {
             draft,
             found: Vec::new(),
             numbers: HashMap::new(),
-            resources: HashMap::from([(HOME.to_owned(), String::new())]),
+            resources: HashMap::from([(SCHEMA_ADDRESS.to_owned(), String::new())]),
             anchors: HashMap::new(),
             dynamic: HashMap::new(),
             has_dynamic_anchors: false,
@@ -274,7 +275,7 @@ impl<'s> Builder<'s> {
         }
     }
 
-    /// Notes a subschema and all those below it; returns its number.
+    /// Records a subschema and all subschemas below it; returns its index.
     fn find(&mut self, pointer: String, value: &'s Value) -> Result<usize, String> {
         if let Some(known) = self.numbers.get(&pointer) {
             return Ok(*known);
@@ -310,7 +311,7 @@ impl<'s> Builder<'s> {
         Ok(number)
     }
 
-    /// Notes the addresses and anchors that a subschema declares.
+    /// Records the addresses and anchors that a subschema declares.
     fn note_names(&mut self, pointer: &str, object: &Map<String, Value>) {
         let text = |keyword: &str| object.get(keyword).and_then(Value::as_str);
         let id = text(if self.draft == 4 { "id" } else { "$id" });
@@ -336,10 +337,10 @@ impl<'s> Builder<'s> {
         self.unevaluated |= object.contains_key("unevaluatedItems") || object.contains_key("unevaluatedProperties");
     }
 
-    /// The resource that a subschema is a part of: its pointer and its address.
+    /// Returns the resource that contains a subschema: its pointer and its address.
     fn base(&self, pointer: &str) -> (String, String) {
         let keyword = if self.draft == 4 { "id" } else { "$id" };
-        let (mut at, mut resource, mut base) = (String::new(), String::new(), HOME.to_owned());
+        let (mut at, mut resource, mut base) = (String::new(), String::new(), SCHEMA_ADDRESS.to_owned());
         let mut value = Some(self.schema);
         let mut tokens = pointer.split('/').skip(1);
         loop {
@@ -354,7 +355,7 @@ impl<'s> Builder<'s> {
         }
     }
 
-    /// The target of a reference; None: a metaschema.
+    /// Resolves a reference to a subschema; `None` for a metaschema.
     fn resolve(&mut self, from: &str, reference: &str) -> Result<Option<usize>, String> {
         let lost = || {
             format!("the reference '{reference}' is not followed: use '#/$defs/NAME', or the '$anchor' of a subschema")
@@ -381,7 +382,7 @@ impl<'s> Builder<'s> {
             self.anchors.get(&(resource, fragment)).ok_or_else(lost)?.clone()
         };
         let value = self.schema.pointer(&pointer).ok_or_else(lost)?;
-        // One spelling for each pointer.
+        // Every pointer needs a single spelling, because pointers are compared as text.
         let pointer: String = pointer
             .split('/')
             .skip(1)
@@ -397,7 +398,7 @@ impl<'s> Builder<'s> {
                 Some(target) => node.same.push(target),
                 None => node.metaschemas += 1,
             }
-            // Up to draft 7 what stands beside a reference is ignored.
+            // Up to draft 7, keywords beside a reference are ignored.
             if self.draft < 2019 {
                 return Ok(node);
             }
@@ -445,7 +446,7 @@ impl<'s> Builder<'s> {
                 group.extend(self.numbers.get(&target));
             }
             node.push_choice(group);
-            // The validator walks the whole way back for it.
+            // The validator searches all the way back for the anchor.
             node.weight += 32;
         }
         if let Some(reference) = object.get("$recursiveRef").and_then(Value::as_str).filter(|_| self.draft == 2019) {
@@ -494,10 +495,10 @@ impl<'s> Builder<'s> {
                     ALL_PATTERNS_BYTES >> 20
                 ));
             }
-            // In the worst case each byte is held against each state.
+            // Each byte is compared with each state of the automaton in the worst case.
             node.per_kib += size_bytes as u64 / 256;
         }
-        // Formats are held to up to draft 7. This one compiles every text.
+        // Up to draft 7, `format` is enforced. This format compiles every text.
         if object.get("format").and_then(Value::as_str) == Some("regex") && self.draft < 2019 {
             node.weight += 1_000;
             node.per_kib += 100_000;
@@ -506,8 +507,8 @@ impl<'s> Builder<'s> {
     }
 }
 
-/// The compiled size of a pattern, rounded up; None above [`PATTERN_BYTES`]. The validator reads patterns as ECMAScript's, where
-/// `\w` and its like are ASCII; what cannot be read here is taken for the largest.
+/// Returns the compiled size of a pattern, rounded up; `None` above [`PATTERN_BYTES`]. The validator reads patterns as ECMAScript
+/// does, where `\w` and similar classes are ASCII. A pattern that cannot be parsed here counts as the largest size.
 fn pattern_size(pattern: &str) -> Option<usize> {
     let sizes = [1 << 12, 1 << 14, 1 << 16, 1 << 18, PATTERN_BYTES];
     let builds = |size: usize, unicode: bool| RegexBuilder::new(pattern).unicode(unicode).size_limit(size).build();

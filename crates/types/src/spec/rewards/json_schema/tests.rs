@@ -2,10 +2,10 @@ use std::time::{Duration, Instant};
 
 use super::*;
 
-/// More than anything here takes, on a loaded machine; the work that is refused takes years.
-const SOON: Duration = Duration::from_secs(20);
+/// More time than anything in these tests takes on a loaded machine. The rejected work would take years.
+const TIME_LIMIT: Duration = Duration::from_secs(20);
 
-/// `a0` … `an`, each of which applies the one before twice.
+/// Definitions `a0` … `an`, each of which applies the previous one twice.
 fn doubling(count: usize, twice: impl Fn(Value) -> Value) -> Value {
     let definitions =
         (1..=count).map(|number| (format!("a{number}"), twice(json!({"$ref": format!("#/$defs/a{}", number - 1)}))));
@@ -39,7 +39,7 @@ fn a_schema_whose_references_double_again_and_again_is_refused_at_once() {
     }
     let chain = doubling(20, |below| json!({"allOf": [below, below]}));
     assert!(JsonSchema::new(&chain).unwrap_err().contains("/$defs/a"));
-    assert!(begun.elapsed() < SOON, "{:?}", begun.elapsed());
+    assert!(begun.elapsed() < TIME_LIMIT, "{:?}", begun.elapsed());
 }
 
 #[test]
@@ -68,13 +68,13 @@ fn a_recursive_schema_that_doubles_is_given_up_on_a_deep_value_and_works_on_a_sh
         let compiled = JsonSchema::new(&schema).unwrap_or_else(|error| panic!("{schema}: {error}"));
         assert!(compiled.accepts(&nested(5)).is_ok(), "{schema}");
         assert_eq!(compiled.accepts(&nested(100)), Err(TooCostly::Steps), "{schema}");
-        assert!(begun.elapsed() < SOON, "{schema}: {:?}", begun.elapsed());
+        assert!(begun.elapsed() < TIME_LIMIT, "{schema}: {:?}", begun.elapsed());
     }
 }
 
 #[test]
-fn what_is_allowed_is_done_soon() {
-    // As much as may be, of each kind.
+fn allowed_work_ends_within_the_time_limit() {
+    // Values of the maximum size, one of each kind.
     let wide: Vec<Value> = (0..9_000).map(|number| json!({"a": number, "b": [number.to_string()]})).collect();
     let item = json!({"$ref": "#"});
     for (schema, value) in [
@@ -97,7 +97,7 @@ fn what_is_allowed_is_done_soon() {
         let verdict = JsonSchema::new(&schema).unwrap().accepts(&value);
         assert!(verdict.is_ok(), "{verdict:?} {}", schema.to_string().chars().take(200).collect::<String>());
         println!("{:?}", begun.elapsed());
-        assert!(begun.elapsed() < SOON, "{:?}", begun.elapsed());
+        assert!(begun.elapsed() < TIME_LIMIT, "{:?}", begun.elapsed());
     }
 }
 
@@ -123,7 +123,7 @@ fn circles_on_one_value_are_refused() {
     ] {
         assert!(JsonSchema::new(&schema).unwrap_err().contains("circle"), "{schema}");
     }
-    // Where it leads depends on where one comes from.
+    // The target depends on the path that leads to the reference.
     let below = json!({"$id": "b", "$dynamicAnchor": "n", "anyOf": [{"type": "string"}, {"$dynamicRef": "#n"}]});
     let meets_itself = json!({"$id": "http://x.example/a", "$dynamicAnchor": "n", "$ref": "b", "$defs": {"b": below}});
     assert_eq!(JsonSchema::new(&meets_itself).unwrap().accepts(&json!(1)), Err(TooCostly::Circle));
@@ -138,7 +138,7 @@ fn patterns_that_compile_to_much_are_refused() {
 }
 
 #[test]
-fn usual_schemas_give_what_the_validator_gives() {
+fn usual_schemas_give_the_same_results_as_the_validator() {
     let tree = json!({"$id": "https://x.example/tree", "$dynamicAnchor": "node", "type": "object", "properties":
         {"data": true, "children": {"type": "array", "items": {"$dynamicRef": "#node"}}}});
     let cases = [
@@ -185,11 +185,11 @@ fn usual_schemas_give_what_the_validator_gives() {
     for (schema, value, expected) in cases {
         let compiled = JsonSchema::new(&schema).unwrap_or_else(|error| panic!("{schema}: {error}"));
         assert_eq!(compiled.accepts(&value), Ok(expected), "{schema} {value}");
-        // As the validator says it when it describes every error.
+        // Compares with the validator when it describes every error.
         let mut compiler = Compiler::new();
         let mut schemas = Schemas::new();
-        compiler.add_resource(HOME, schema.clone()).unwrap();
-        let index = compiler.compile(HOME, &mut schemas).unwrap();
+        compiler.add_resource(SCHEMA_ADDRESS, schema.clone()).unwrap();
+        let index = compiler.compile(SCHEMA_ADDRESS, &mut schemas).unwrap();
         assert_eq!(schemas.validate(&value, index).is_ok(), expected, "{schema} {value}");
     }
 }
