@@ -1,4 +1,4 @@
-//! Which files of a repository are a split of a data set: by its README's YAML, else by their names.
+//! Chooses the files of a dataset split in a repository: from the YAML in its README, else from the file names.
 
 use serde::Deserialize;
 use serde_json::Value;
@@ -6,36 +6,36 @@ use serde_json::Value;
 use super::columns::nearest;
 use super::glob::matches;
 
-/// Endings of files that are read here, each also with .gz or .zst.
+/// Extensions of the supported data files, each also with .gz or .zst.
 const READABLE: [&str; 7] = ["parquet", "jsonl", "ndjson", "jsonlines", "json", "csv", "tsv"];
-/// Endings of data that is not read here, and what to do.
+/// Extensions of data files that are not supported; the error lists them.
 const UNREADABLE: [&str; 7] = ["arrow", "txt", "bz2", "xz", "zip", "tar", "webdataset"];
-/// Words in folders and file names, as the library `datasets` 5.2.0 knows them (data_files.py).
+/// Words for splits in folder and file names, as the library `datasets` 5.2.0 knows them (data_files.py).
 const SPLITS: [(&str, &[&str]); 3] = [
     ("train", &["train", "training"]),
     ("validation", &["validation", "valid", "dev", "val"]),
     ("test", &["test", "testing", "eval", "evaluation"]),
 ];
 
-/// What was chosen.
+/// The files chosen for a split.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Chosen {
-    /// The configuration; `default` where there is none.
+    /// The configuration's name; `default` if the repository names none.
     pub config: String,
-    /// The split.
+    /// The name of the split.
     pub split: String,
-    /// Its files, in the order of their names.
+    /// The split's files, sorted by name.
     pub files: Vec<String>,
 }
 
-/// Why nothing can be chosen.
+/// The reason why no files can be chosen.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CannotChoose {
-    /// `config`, `split` or `hub`.
+    /// The request field at fault: `config`, `split` or `hub`.
     pub field: &'static str,
-    /// What is wrong, and what there is.
+    /// The problem, and the choices that exist.
     pub detail: String,
-    /// There is data, but of no format that is read here: the hub may have a converted copy.
+    /// True if the repository has data, but in no supported format: the hub may offer a converted copy.
     pub is_unreadable: bool,
 }
 
@@ -61,7 +61,7 @@ fn default_name() -> String {
     "default".to_owned()
 }
 
-/// A configuration's splits, each with patterns or files.
+/// The splits of a configuration, each with patterns or files.
 struct Layout {
     config: String,
     is_default: bool,
@@ -71,7 +71,8 @@ struct Layout {
 /// Chooses the files of a configuration's split.
 ///
 /// # Errors
-/// When it must be named, is not there, or is of no format that is read here; with the choices.
+/// Fails if the configuration or split must be named, does not exist, or has no supported format. The
+/// message lists the choices.
 pub fn choose(
     readme: Option<&str>,
     files: &[String],
@@ -150,7 +151,7 @@ fn choose_split<'l>(layout: &'l Layout, split: Option<&str>) -> Result<(&'l str,
     }
 }
 
-/// The configurations of the YAML between `---` lines.
+/// Reads the configurations from the YAML between the `---` lines of a README.
 fn of_readme(readme: &str, files: &[String]) -> Vec<Layout> {
     let front = readme.trim_start_matches('\u{feff}').strip_prefix("---").and_then(|rest| rest.split_once("\n---"));
     let Some((yaml, _)) = front else { return Vec::new() };
@@ -176,7 +177,7 @@ fn of_readme(readme: &str, files: &[String]) -> Vec<Layout> {
         .collect()
 }
 
-/// `data_files`: a pattern, a list of patterns, or `[{split, path}]`.
+/// Parses `data_files`: a pattern, a list of patterns, or `[{split, path}]`.
 fn patterns_of(data_files: &Value) -> Option<Vec<(String, Vec<String>)>> {
     let texts = |value: &Value| -> Vec<String> {
         match value {
@@ -204,7 +205,8 @@ fn patterns_of(data_files: &Value) -> Option<Vec<(String, Vec<String>)>> {
     }
 }
 
-/// As `datasets` guesses: `data/{split}-00000-of-00001.*`, then words in folders, then in file names, else all is `train`.
+/// Guesses the splits as `datasets` does: from `data/{split}-00000-of-00001.*`, then from words in folder names, then
+/// in file names; else all files are `train`.
 fn by_names(files: &[String]) -> Vec<(String, Vec<String>)> {
     let data: Vec<&String> = files.iter().filter(|file| is_data(file)).collect();
     let guesses: [fn(&str) -> Option<String>; 3] = [of_shard, of_folder, of_name];
@@ -227,7 +229,7 @@ fn by_names(files: &[String]) -> Vec<(String, Vec<String>)> {
     }
 }
 
-/// `data/train_prefs-00000-of-00004.parquet`
+/// Returns the split of a shard's name, such as `data/train_prefs-00000-of-00004.parquet`.
 fn of_shard(file: &str) -> Option<String> {
     let name = file.rsplit('/').next()?;
     let (before, total) = name.rsplit_once("-of-")?;
@@ -246,7 +248,7 @@ fn of_name(file: &str) -> Option<String> {
     split_of(file.rsplit('/').next()?)
 }
 
-/// A split's word between `- . _`, blanks and digits.
+/// Finds a word for a split between `- . _`, blanks and digits.
 fn split_of(text: &str) -> Option<String> {
     let lower = text.to_ascii_lowercase();
     let words: Vec<&str> = lower.split(|c: char| !c.is_ascii_alphabetic()).collect();
@@ -264,7 +266,7 @@ fn is_readable(file: &str) -> bool {
     ending(file).is_some_and(|ending| READABLE.contains(&ending)) && is_data(file)
 }
 
-/// Whether it is data at all, and not a description of it.
+/// Whether a file holds data, and is not a description of it.
 fn is_data(file: &str) -> bool {
     let name = file.rsplit('/').next().unwrap_or(file);
     let described =

@@ -1,12 +1,12 @@
-//! The keys that `unique` has seen: 128 bits of each one's hash, in tables that grow by a quarter.
+//! The set of keys that `unique` has seen: 128 bits of each key's hash, in tables that grow by a quarter.
 
 use sha2::{Digest, Sha256};
 
-/// Tables by the hash's first bits: only one of them is copied when it grows.
+/// Number of tables, chosen by the hash's first bits: growing copies only one of them.
 const TABLES: usize = 256;
 const FIRST_PLACES: usize = 16;
 
-/// A set of keys.
+/// A set of hashed keys.
 #[derive(Debug)]
 pub struct Keys {
     tables: Vec<Table>,
@@ -14,18 +14,18 @@ pub struct Keys {
 
 #[derive(Debug, Default)]
 struct Table {
-    /// 0 = free.
+    /// The slots; 0 marks a free slot.
     places: Vec<u128>,
     used: usize,
 }
 
 impl Keys {
-    /// An empty one.
+    /// Creates an empty set of keys.
     pub fn new() -> Keys {
         Keys { tables: (0..TABLES).map(|_| Table::default()).collect() }
     }
 
-    /// Whether the key is new; it is known from then on.
+    /// Inserts a key. Returns whether the set did not contain it before.
     pub fn insert(&mut self, key: &[u8]) -> bool {
         let digest: [u8; 32] = Sha256::digest(key).into();
         let (start, _) = digest.split_at(16);
@@ -36,7 +36,7 @@ impl Keys {
         self.tables.get_mut(table).is_none_or(|table| table.insert(hash))
     }
 
-    /// Bytes that the tables take.
+    /// Bytes of memory that the tables use.
     #[cfg(test)]
     fn bytes(&self) -> usize {
         self.tables.iter().map(|table| table.places.capacity() * 16).sum()
@@ -59,7 +59,7 @@ impl Table {
         is_new
     }
 
-    /// Whether it was not there. There is a free place.
+    /// Inserts a hash into a table with a free slot. Returns whether the hash is new.
     fn put(&mut self, hash: u128) -> bool {
         let length = self.places.len();
         let first = (((hash & u128::from(u64::MAX)) * length as u128) >> 64) as usize;

@@ -1,4 +1,4 @@
-//! The files that rows come from: which format they have, and their rows one after another.
+//! Source files: detects their format and reads their rows one after another.
 
 #[cfg(feature = "parquet")]
 mod parquet_rows;
@@ -14,28 +14,28 @@ use flate2::bufread::MultiGzDecoder;
 use rlood_types::dataset::{Format, RowError, RowReader};
 use serde_json::Value;
 
-/// Bytes of a source's row, before anything is dropped from it.
+/// Maximum size of a source row, in bytes, before columns are dropped from it.
 pub const MAX_SOURCE_ROW_BYTES: usize = 64 << 20;
-/// Read at once.
+/// Bytes read from a file in one call.
 const PIECE_BYTES: usize = 64 << 10;
-/// Looked at to tell a format.
+/// Bytes at the start of a file that decide its format.
 const LOOK_BYTES: usize = 4096;
 
 pub use ranges::Ranges;
 use ranges::Remote;
 
-/// The code of the error when the parts of a file elsewhere could not be fetched, or would be too many.
+/// The error code for a remote file whose parts could not be fetched, or would be too large.
 pub const NOT_FETCHED: &str = "not_fetched";
 
 /// A file of rows.
 #[derive(Debug, Clone)]
 pub struct Source {
-    /// Shown in errors; its ending tells the format where the content does not.
+    /// The name shown in errors; its extension decides the format if the content does not.
     pub name: String,
     at: At,
 }
 
-/// Where a file lies.
+/// The location of a file's bytes.
 #[derive(Debug, Clone)]
 enum At {
     Path(PathBuf),
@@ -43,17 +43,17 @@ enum At {
 }
 
 impl Source {
-    /// A file here.
+    /// Creates a source for a local file.
     pub fn file(name: impl Into<String>, path: impl Into<PathBuf>) -> Source {
         Source { name: name.into(), at: At::Path(path.into()) }
     }
 
-    /// A parquet file elsewhere, of which is fetched what the first rows need.
+    /// Creates a source for a remote parquet file, which fetches only what the first rows need.
     pub fn elsewhere(name: impl Into<String>, ranges: impl Ranges + 'static) -> Source {
         Source { name: name.into(), at: At::Elsewhere(Arc::new(Remote::new(Box::new(ranges)))) }
     }
 
-    /// How long fetching its parts has taken.
+    /// How long fetching parts of the file has taken.
     pub fn waited(&self) -> Duration {
         match &self.at {
             At::Path(_) => Duration::ZERO,
@@ -62,26 +62,26 @@ impl Source {
     }
 }
 
-/// Where a row stands.
+/// The position of a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Place {
-    /// In its file, from 1.
+    /// The row's number in its file, from 1.
     pub row: u64,
-    /// Of a parquet file, from 0.
+    /// The row group in a parquet file, from 0.
     pub row_group: Option<usize>,
 }
 
-/// Whether more rows are wanted.
+/// Whether the caller wants more rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Flow {
     More,
     Enough,
 }
 
-/// Takes a row, or why there is none.
+/// Receives a row, or the error that replaces it.
 pub type TakeRow<'t> = dyn FnMut(Place, Result<Value, RowError>) -> Flow + 't;
 
-/// How a file is packed.
+/// The compression of a whole file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Packing {
     None,
@@ -89,19 +89,19 @@ enum Packing {
     Zstd,
 }
 
-/// Which columns a file that keeps them apart need not give.
+/// The columns that a columnar file must read.
 #[derive(Debug, Clone, Default)]
 pub struct Wanted {
-    /// Only these; None = all.
+    /// Reads only these columns; None means all.
     pub only: Option<Vec<String>>,
-    /// Not these.
+    /// Skips these columns if present.
     pub without: Vec<String>,
-    /// Not these if they hold images, which nothing could look at.
+    /// Skips these columns if they hold images, which no template can read.
     pub images: Vec<String>,
 }
 
 impl Wanted {
-    /// Whether a column is to be read.
+    /// Whether to read a column.
     #[cfg(feature = "parquet")]
     pub fn reads(&self, name: &str, is_image: bool) -> bool {
         let named = |list: &[String]| list.iter().any(|known| known == name);
@@ -109,10 +109,11 @@ impl Wanted {
     }
 }
 
-/// Gives the rows of a file, until no more are wanted. `stop` is asked between pieces, rows or not.
+/// Passes the rows of a file to `take` until the caller wants no more. Checks `stop` between chunks, even if
+/// they contain no rows.
 ///
 /// # Errors
-/// What is wrong with the whole file.
+/// Fails if the whole file cannot be read.
 pub fn each_row(
     source: &Source,
     hint: Option<Format>,
@@ -175,7 +176,7 @@ pub fn each_row(
     texts(format, &look, &mut bytes, take, (&broken, stop))
 }
 
-/// A `.json` file is often one object a line.
+/// Detects a `.json` file that holds one object per line, which is common.
 fn corrected(named: Format, look: &[u8]) -> Format {
     match (named, by_look(look)) {
         (Format::Json, Format::Ndjson) => Format::Ndjson,
@@ -281,7 +282,7 @@ fn unreadable(error: io::Error) -> RowError {
     whole("unreadable", format!("cannot be read: {error}"))
 }
 
-/// Of the whole file.
+/// Creates an error about the whole file.
 pub fn whole(code: &'static str, detail: String) -> RowError {
     RowError { line: 0, code, detail }
 }

@@ -102,16 +102,16 @@ use rlood_types::{dataset, digest, doctor, event, failpoint, job, protocol, samp
 use self::host::{Host, RunEnd, TrainInput};
 use self::run::Run;
 
-/// Updates skipped in a row before the run is given up.
+/// Number of consecutive skipped updates after which the run fails.
 const MAX_SKIPPED_IN_A_ROW: u32 = 3;
 
-/// Runs a plan to its last step, which is saved; or until the host says stop, or until the run cannot go on.
+/// Runs a plan until its last step, which is saved; until the host requests a stop; or until the run fails.
 ///
-/// Parameters change only at the end of a step, so a stop in its middle drops the step and nothing else. Pause and shutdown
-/// save the last completed step first, if it is not saved yet; cancel and a lost lease return at once.
+/// Parameters change only at the end of a step, so a stop within a step drops only that step. Pause and shutdown first
+/// save the last completed step, if it is not saved yet; cancel and a lost lease return immediately.
 ///
 /// # Errors
-/// Why the run ended before its last step.
+/// Says why the run ended before its last step.
 pub fn train(input: TrainInput<'_>, host: &mut dyn Host) -> Result<(), RunEnd> {
     let mut run = Run::load(input, host)?;
     match all_steps(&mut run) {

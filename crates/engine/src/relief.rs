@@ -1,5 +1,6 @@
-//! When the memory of a GPU is full: what is computed at once is halved, once a run; then the run ends and says what
-//! would help. A run that goes on from a checkpoint meets the same end at the same place, and halves again.
+//! Handles a GPU that is out of memory: the number of tokens and sequences computed concurrently is halved, once per
+//! run. If memory runs out again, the run ends with advice. A run that resumes from a checkpoint runs out of memory at
+//! the same point and halves again.
 
 use serde_json::json;
 
@@ -11,14 +12,15 @@ use crate::event::Event;
 use crate::spec::Plan;
 use crate::spec::footprint::Footprint;
 
-/// Sequences that generation may decode at once, where each may grow to `tokens_per_row` tokens (prompt included).
+/// Number of sequences that generation may decode concurrently, if each grows to
+/// `tokens_per_row` tokens (prompt included).
 pub(super) fn generation_rows(model: &Model, plan: &Plan, tokens_per_row: usize) -> usize {
     let rows = memory::generation_rows(&model.policy, plan.optimizer.kind, tokens_per_row);
     if model.halved_after_oom { (rows / 2).max(1) } else { rows }
 }
 
-/// Halves what is computed at once, if `error` says that memory is full and this is the first time; else returns the error,
-/// and what to change.
+/// Halves the batch sizes if `error` reports that memory is full and this is the first time; else returns the error
+/// with advice on what to change.
 pub(super) fn relieve(
     model: &mut Model,
     error: EngineError,

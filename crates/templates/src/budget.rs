@@ -1,7 +1,8 @@
-//! What one rendering may make and look at, in bytes.
+//! The memory budget of one rendering: limits the bytes that it may allocate and read.
 //!
-//! Fuel counts instructions, but one instruction can double a text or compare a list with itself a million times over. So
-//! whatever makes something draws its size here first, and whatever only looks draws a part of it.
+//! Fuel counts instructions, but a single instruction can double a text or compare a list with itself a million
+//! times. So every operation that allocates charges the size first, and every operation that only reads charges
+//! a fraction of it.
 
 use std::cell::Cell;
 
@@ -9,24 +10,24 @@ use minijinja::value::ValueKind;
 use minijinja::{Error, ErrorKind, Value};
 
 thread_local! {
-    /// What is left, and of how much. Nobody is counted outside of [`within`].
+    /// (remaining, total) bytes of the current rendering; unlimited outside of [`within`].
     static BUDGET: Cell<(u64, u64)> = const { Cell::new((u64::MAX, u64::MAX)) };
 }
 
-/// A value in a list, with what the allocator adds.
+/// Memory of a value in a list, in bytes, including the allocator's overhead.
 pub const ITEM_BYTES: u64 = 64;
-/// Looking at so many bytes is as dear as making one.
+/// Reading this many bytes costs as much as allocating one.
 const LOOK: u64 = 64;
-/// Looking at one value.
+/// Cost of visiting one value, in bytes read.
 const NODE: u64 = 16;
-/// Values nested deeper would overflow the stack when they are written, compared or dropped.
+/// Maximum nesting depth: writing, comparing or dropping deeper values would overflow the stack.
 const MAX_DEPTH: u64 = 150;
-/// A `float` written out without an exponent.
+/// Maximum length of a `float` written without an exponent, in bytes.
 const FLOAT_BYTES: u64 = 340;
-/// A character within a text within a list may be written as `\u{10ffff}`.
+/// Maximum growth of a character in a text within a list, which may be written as `\u{10ffff}`.
 pub const ESCAPED: u64 = 6;
 
-/// Runs `work` with so many bytes to make.
+/// Runs `work` with a budget of `bytes` bytes.
 pub fn within<T>(bytes: u64, work: impl FnOnce() -> T) -> T {
     let before = BUDGET.replace((bytes, bytes));
     let result = work();
@@ -34,7 +35,7 @@ pub fn within<T>(bytes: u64, work: impl FnOnce() -> T) -> T {
     result
 }
 
-/// So many bytes are about to be made.
+/// Charges `bytes` to the current budget, before they are allocated.
 pub fn draw(bytes: u64) -> Result<(), Error> {
     let (left, all) = BUDGET.get();
     BUDGET.set((left.saturating_sub(bytes), all));
@@ -45,38 +46,38 @@ pub fn draw(bytes: u64) -> Result<(), Error> {
     Ok(())
 }
 
-/// So many bytes are about to be looked at, once.
+/// Charges reading `bytes` bytes once.
 pub fn look(bytes: u64) -> Result<(), Error> {
     draw(bytes / LOOK)
 }
 
-/// What is in a value, its own values included, each as often as it appears.
+/// The size of a value including nested values, each counted as often as it appears.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Size {
     pub nodes: u64,
-    /// Of the texts.
+    /// Bytes of all texts.
     pub bytes: u64,
-    /// Of the numbers, written out.
+    /// Digits of all numbers when written out.
     pub digits: u64,
     pub depth: u64,
 }
 
 impl Size {
-    /// Most that it can be when it is written out, `between` bytes between two values.
+    /// Maximum length of the written value, with `between` bytes between two items.
     pub fn written(&self, between: u64) -> u64 {
         let Size { nodes, bytes, digits, depth: _ } = *self;
         bytes.saturating_mul(ESCAPED).saturating_add(digits).saturating_add(nodes.saturating_mul(between))
     }
 }
 
-/// Looks through a value.
+/// Measures a value by visiting all of it.
 pub fn size(value: &Value) -> Result<Size, Error> {
     let mut size = Size::default();
     walk(value, 0, &mut size)?;
     Ok(size)
 }
 
-/// Looks through a value that is about to be within another one.
+/// Checks the depth of a value that is about to be nested in another one, and charges visiting it.
 pub fn nested(value: &Value) -> Result<(), Error> {
     walk(value, 1, &mut Size::default())
 }
@@ -96,7 +97,7 @@ fn walk(value: &Value, depth: u64, size: &mut Size) -> Result<(), Error> {
             if depth > MAX_DEPTH {
                 return Err(Error::new(ErrorKind::InvalidOperation, "a value is nested too deeply"));
             }
-            // These two change after they were looked at: one could be made to contain itself.
+            // These two objects can change after they were measured, and could be made to contain themselves.
             let name = value.as_object().map_or("", |object| object.type_name());
             if depth > 0 && (name.ends_with("::Namespace") || name.ends_with("::Loop")) {
                 let text = "a namespace or a loop cannot be within another value";
@@ -114,7 +115,7 @@ fn walk(value: &Value, depth: u64, size: &mut Size) -> Result<(), Error> {
     Ok(())
 }
 
-/// Bytes of a value as text, at most. It may still have to be looked through.
+/// Maximum length of a value as text, in bytes. Charges visiting the value if necessary.
 pub fn text(value: &Value) -> Result<u64, Error> {
     match value.as_str() {
         Some(text) => Ok(text.len() as u64),
@@ -122,9 +123,9 @@ pub fn text(value: &Value) -> Result<u64, Error> {
     }
 }
 
-/// Makes a list of what would be computed again each time it is looked at, or only when it is.
+/// Materializes a lazy value as a list.
 ///
-/// Lists that are not there could be in one another without any end, and be as long as they like.
+/// A lazy list is computed again at each use: such lists could nest without limit and have any length.
 pub fn whole(value: Value) -> Result<Value, Error> {
     if value.kind() != ValueKind::Iterable {
         return Ok(value);

@@ -1,4 +1,4 @@
-//! The filters, tests, functions and methods that a template has: Jinja's, each behind what it takes from the budget.
+//! The filters, tests, functions and methods of templates: those of Jinja, each behind a charge to the budget.
 
 use std::borrow::Cow;
 
@@ -10,44 +10,44 @@ use super::budget::{self, ESCAPED, ITEM_BYTES, draw, look};
 use super::methods;
 use super::operators::{self, elements, scan};
 
-/// What a call takes from the budget, by its arguments. The first one is the value before the bar or the point.
+/// The cost of a call, computed from its arguments. The first argument is the value before the bar or the dot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Cost {
-    /// No more than a look at the first argument's outside.
+    /// Reads no more than the length of the first argument.
     Glance,
-    /// Looks through its arguments.
+    /// Reads all of its arguments.
     Look,
-    /// A text about as long as its arguments.
+    /// Creates a text about as long as its arguments.
     Text,
-    /// A text in which every character may be escaped.
+    /// Creates a text in which every character may be escaped.
     Escaped,
-    /// A list as long as the first argument.
+    /// Creates a list as long as the first argument.
     List,
-    /// A list, or one of its items, after comparing all of them; a copy of every text may be kept.
+    /// Compares all items and creates a list or returns an item; may copy every text.
     Order,
-    /// All of a list added up.
+    /// Adds up all items of a list.
     Sum,
     Join,
     Replace,
-    /// `%d`.
+    /// A format string with `%d`.
     Printf,
-    /// `{:d}`.
+    /// A format string with `{:d}`.
     Format,
     Indent,
-    /// A list of lists, filled up to a number.
+    /// Creates a list of lists, filled up to a number.
     Fill,
     Json,
     Split,
-    /// Every character of the first argument is looked up in the second.
+    /// Searches the second argument for every character of the first.
     Strip,
 }
 
-/// Longest message of a template's own error.
+/// Maximum length of an error message that a template raises, in characters.
 const MAX_MESSAGE_CHARS: usize = 2000;
-/// A number as Python's formats write it without a width, in any of their ways.
+/// Maximum length of a number in any of Python's formats without a width, in bytes.
 const NUMBER_BYTES: u64 = 512;
 
-/// An environment in which nothing is without its price. The formatter that it is given must draw what it writes.
+/// Creates an environment in which every operation is charged. The formatter passed to it must charge what it writes.
 pub fn environment(fuel: u64) -> Environment<'static> {
     let mut environment = Environment::empty();
     environment.set_fuel(Some(fuel));
@@ -61,7 +61,7 @@ pub fn environment(fuel: u64) -> Environment<'static> {
         environment.add_test(name, priced(cost, test));
     }
     plain_tests(&mut environment);
-    // No more than 100 000 numbers, which are made one by one.
+    // Limited to 100,000 numbers by minijinja, and each number is one instruction.
     environment.add_function("range", functions::range);
     for (name, function) in
         [("dict", Value::from_function(functions::dict)), ("namespace", Value::from_function(functions::namespace))]
@@ -78,7 +78,7 @@ pub fn environment(fuel: u64) -> Environment<'static> {
     environment
 }
 
-/// What `raise_exception` does.
+/// Implements `raise_exception`: fails with the template's message.
 pub fn raise(message: &Value) -> Result<Value, Error> {
     draw(budget::text(message)?)?;
     let text: String = message.to_string().chars().take(MAX_MESSAGE_CHARS).collect();
@@ -96,7 +96,8 @@ fn priced(
     }
 }
 
-/// All of them but `chain` and `zip`, which make a list only when it is looked at, and `pprint` and `urlencode`.
+/// The filters that are charged. Missing are `chain` and `zip`, which create a list only when it is
+/// read, `pprint` and `urlencode`.
 fn priced_filters() -> Vec<(&'static str, Cost, Value)> {
     let mut all = Vec::new();
     macro_rules! cost {
@@ -124,7 +125,7 @@ fn priced_filters() -> Vec<(&'static str, Cost, Value)> {
     all
 }
 
-/// The tests that look through their arguments.
+/// The tests that read all of their arguments.
 fn priced_tests() -> Vec<(&'static str, Cost, Value)> {
     let mut all = Vec::new();
     macro_rules! cost {
@@ -139,7 +140,7 @@ fn priced_tests() -> Vec<(&'static str, Cost, Value)> {
     all
 }
 
-/// The tests that do not.
+/// The tests that read nothing but the value itself.
 fn plain_tests(environment: &mut Environment<'static>) {
     environment.add_test("undefined", tests::is_undefined);
     environment.add_test("defined", tests::is_defined);
@@ -165,7 +166,7 @@ fn plain_tests(environment: &mut Environment<'static>) {
     environment.add_test("test", tests::is_test);
 }
 
-/// Python's methods of texts, lists and maps.
+/// Calls Python's methods of texts, lists and maps.
 fn method(state: &mut State<'_, '_>, value: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
     let cost = match (value.kind(), name) {
         (ValueKind::String, "upper" | "lower" | "title" | "capitalize") => Cost::Text,
@@ -184,7 +185,7 @@ fn method(state: &mut State<'_, '_>, value: &Value, name: &str, args: &[Value]) 
     if known {
         let mut all: Vec<Value> = std::iter::once(value).chain(args).cloned().collect();
         if cost == Cost::Join {
-            // The text stands between the items here.
+            // For `join`, the receiver is the text between the items.
             all.reverse();
         }
         pay(state, cost, &all)?;
@@ -199,7 +200,7 @@ fn method(state: &mut State<'_, '_>, value: &Value, name: &str, args: &[Value]) 
     }
 }
 
-/// What a call gave. Some put a list into a list.
+/// Checks the result of a call, since some calls nest a list in a list.
 fn made(cost: Cost, result: Value) -> Result<Value, Error> {
     if matches!(cost, Cost::Glance | Cost::Look) || result.as_object().is_none() {
         return Ok(result);
@@ -209,7 +210,7 @@ fn made(cost: Cost, result: Value) -> Result<Value, Error> {
     Ok(result)
 }
 
-/// Arguments, with the values of those that have a name.
+/// Positional arguments followed by the values of keyword arguments.
 fn flat(args: &[Value]) -> Result<Vec<Value>, Error> {
     let mut all = Vec::with_capacity(args.len());
     for arg in args {
@@ -245,7 +246,7 @@ fn pay(state: &State<'_, '_>, cost: Cost, args: &[Value]) -> Result<(), Error> {
         Cost::Text => draw(texts(&args)?),
         Cost::Escaped => draw(texts(&args)?.saturating_mul(ESCAPED)),
         Cost::List => {
-            // Its items may be pairs.
+            // The items may become pairs.
             draw(count.saturating_mul(2 * ITEM_BYTES))?;
             look(count.saturating_mul(texts(rest)?))
         }
@@ -256,7 +257,7 @@ fn pay(state: &State<'_, '_>, cost: Cost, args: &[Value]) -> Result<(), Error> {
             draw(count.saturating_mul(2 * ITEM_BYTES).saturating_add(size.bytes))?;
             look((size.nodes * 4 + size.bytes).saturating_mul(times))?;
             look(count.saturating_mul(others))?;
-            // Texts and lists grow with each one that is added; numbers do not.
+            // Texts and lists grow with each item added; numbers do not.
             if cost == Cost::Sum && rest.iter().any(|value| value.as_object().is_some()) {
                 draw(count.saturating_mul(size.nodes).saturating_mul(ITEM_BYTES))
             } else if cost == Cost::Sum && !rest.is_empty() {
@@ -283,14 +284,14 @@ fn pay(state: &State<'_, '_>, cost: Cost, args: &[Value]) -> Result<(), Error> {
             let format = string(first)?;
             let (fields, widths) = fields(&format, cost == Cost::Format);
             let given = (format.matches('*').count() as u64).saturating_mul(largest());
-            // A fill may be a character of four bytes; a field may be written as often as it is named.
+            // A fill character may have four bytes, and a field may appear as often as the format names it.
             let each = texts(rest)?.saturating_mul(escaped).saturating_add(NUMBER_BYTES);
             let all = widths.saturating_add(given).saturating_mul(4).saturating_add(fields.saturating_mul(each));
             draw(all.saturating_add(format.len() as u64))
         }
         Cost::Indent => {
             let lines = string(first)?.matches('\n').count() as u64 + 1;
-            // With the indentation itself.
+            // Includes the indentation itself.
             draw(texts(&args)?.saturating_add((lines + 1).saturating_mul(largest())))
         }
         Cost::Fill => draw(count.saturating_add(largest().saturating_mul(2)).saturating_mul(ITEM_BYTES)),
@@ -313,7 +314,7 @@ fn pay(state: &State<'_, '_>, cost: Cost, args: &[Value]) -> Result<(), Error> {
     }
 }
 
-/// A value as text.
+/// Converts a value to text.
 fn string(value: &Value) -> Result<Cow<'_, str>, Error> {
     if let Some(text) = value.as_str() {
         return Ok(Cow::Borrowed(text));
@@ -322,7 +323,7 @@ fn string(value: &Value) -> Result<Cow<'_, str>, Error> {
     Ok(Cow::Owned(value.to_string()))
 }
 
-/// How many fields a format has, and the sum of all numbers in them.
+/// Returns the number of fields in a format, and the sum of all numbers in them.
 fn fields(format: &str, braces: bool) -> (u64, u64) {
     let (mut fields, mut sum) = (0, 0u64);
     for part in format.split(if braces { '{' } else { '%' }).skip(1) {

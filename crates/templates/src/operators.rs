@@ -1,5 +1,4 @@
-//! The questions to the budget that stand between a template's instructions. They are filters, whose names no template
-//! can write.
+//! Budget checks that run between a template's instructions. They are filters with names that no template can write.
 
 use minijinja::machinery::Instruction;
 use minijinja::value::{Rest, ValueKind, ValueOrKwargs};
@@ -9,7 +8,7 @@ use super::budget::{self, ITEM_BYTES, draw, look};
 
 type Question = fn(&[Value]) -> Result<(), Error>;
 
-/// Asked about the values on top of the stack, which stay there.
+/// The checks; each reads the values on top of the stack and leaves them there.
 const QUESTIONS: [(&str, Question); 9] = [
     ("=add", add),
     ("=mul", mul),
@@ -22,12 +21,12 @@ const QUESTIONS: [(&str, Question); 9] = [
     ("=changed", changed),
 ];
 
-/// The filters that `guard` puts between the instructions.
+/// Registers the filters that `limit_operators` inserts between the instructions.
 pub fn install(environment: &mut Environment<'static>) {
     for (name, question) in QUESTIONS {
         environment.add_filter(name, move |values: Rest<Value>| -> Result<Value, Error> {
             question(&values)?;
-            // `UnpackList` puts them back.
+            // `UnpackList` pushes them back onto the stack.
             Ok(values.0.into_iter().rev().collect())
         });
     }
@@ -51,16 +50,16 @@ pub fn install(environment: &mut Environment<'static>) {
     environment.add_filter("=whole", budget::whole);
 }
 
-/// An instruction with what has to be asked before and after it. `top` is what lies on top of the stack, if it is known.
+/// Returns an instruction with the checks before and after it. `top` is the value on top of the stack, if known.
 pub fn guard<'a>(instruction: &Instruction<'a>, top: Option<&Value>) -> Result<Vec<Instruction<'a>>, Error> {
     let refused = |why: &'static str| Err(Error::new(ErrorKind::SyntaxError, why));
     let same = instruction.clone();
-    // Nothing of it is ever the cached filter of another name.
+    // The id `!0` is never used as the cached filter of another name.
     let one = |name| Instruction::ApplyFilter(name, Some(1), !0);
     let about =
         |name, count: u16| [Instruction::ApplyFilter(name, Some(count), !0), Instruction::UnpackList(count.into())];
     Ok(match instruction {
-        // The formatter asks.
+        // The formatter charges for what it writes.
         Instruction::EmitRaw(text) => vec![Instruction::LoadConst(Value::from(*text)), Instruction::Emit],
         // Only a number can be added to a number.
         Instruction::Add if top.is_some_and(Value::is_number) => vec![same],
@@ -99,7 +98,7 @@ pub fn guard<'a>(instruction: &Instruction<'a>, top: Option<&Value>) -> Result<V
     })
 }
 
-/// Values in a list or a map, bytes in a text.
+/// Number of values in a list or map, or of bytes in a text.
 pub fn elements(value: &Value) -> u64 {
     match value.as_str() {
         Some(text) => text.len() as u64,
@@ -107,7 +106,7 @@ pub fn elements(value: &Value) -> u64 {
     }
 }
 
-/// Looks through a value: a comparison does no more than that.
+/// Charges visiting all of a value, which is the most a comparison does.
 pub fn scan(value: &Value) -> Result<(), Error> {
     match value.as_str() {
         Some(text) => look(text.len() as u64),
@@ -116,7 +115,7 @@ pub fn scan(value: &Value) -> Result<(), Error> {
     }
 }
 
-/// Lists are made whole afterwards.
+/// A lazy list is materialized afterwards.
 fn add(values: &[Value]) -> Result<(), Error> {
     if values.iter().any(Value::is_tuple) {
         return values.iter().try_for_each(|value| draw(elements(value).saturating_mul(ITEM_BYTES)));
@@ -162,7 +161,7 @@ fn contains(values: &[Value]) -> Result<(), Error> {
     let [value, container] = values else { return Ok(()) };
     scan(container)?;
     scan(value)?;
-    // It is looked for as text.
+    // The container is searched for the value's text.
     if container.as_str().is_some() && value.as_str().is_none() { draw(budget::text(value)?) } else { Ok(()) }
 }
 
@@ -175,7 +174,7 @@ fn nested(values: &[Value]) -> Result<(), Error> {
     values.iter().try_for_each(budget::nested)
 }
 
-/// The loop keeps the arguments.
+/// The loop object keeps the arguments.
 fn changed(values: &[Value]) -> Result<(), Error> {
     values.iter().skip(1).try_for_each(budget::nested)
 }

@@ -1,4 +1,4 @@
-//! Files of every format, mapped and written; what is wrong with them, named.
+//! Converts files of every format, and checks the errors for broken ones.
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -64,7 +64,7 @@ fn refused(sources: &[Source], wanted: Value) -> String {
     converted(sources, wanted).unwrap_err().errors[0].detail.clone()
 }
 
-/// The mapping of the issue.
+/// The GSM8K mapping from the documentation.
 fn of_gsm8k() -> Value {
     json!({"map": {"prompt": "question", "system": "End with ####.",
                    "columns": {"answer": "{{ answer.split('####')[-1] | trim | replace(',', '') }}"}}})
@@ -247,7 +247,7 @@ fn rows_with_answers_keep_them() {
         of(&lines[..1], json!({}), &options()).unwrap_err().contains("cut_answer"),
         "elsewhere it is offered to cut it"
     );
-    // The answer has a name of its own.
+    // The answer column has another name than `completion`.
     let pair = [json!({"question": "q", "answer": "a #### 4"})];
     let by_name = of(&pair, json!({"map": {"prompt": "question", "completion": "answer", "keep": []}}), &options());
     assert_eq!(by_name.unwrap(), [json!({"prompt": [{"role": "user", "content": "q"}], "completion": "a #### 4"})]);
@@ -270,7 +270,7 @@ fn rows_are_chosen_by_where_unique_limit_and_seed() {
     assert_eq!(numbers(json!({"limit": 3})), [0, 1, 2]);
     assert_eq!(numbers(json!({"map": {"where": "kind == '0' and n > 5"}, "limit": 2})), [6, 9]);
     assert_eq!(numbers(json!({"map": {"unique": "prompt"}, "limit": 3})), [0, 2, 4]);
-    // Mapped names come first.
+    // Mapped names take precedence over source columns.
     assert_eq!(numbers(json!({"map": {"columns": {"n2": "kind"}, "unique": ["n2"]}})), [0, 1, 2]);
     let drawn = numbers(json!({"limit": 100, "seed": 7}));
     assert_eq!(drawn, numbers(json!({"limit": 100, "seed": 7})));
@@ -354,7 +354,7 @@ fn a_look_shows_columns_and_mapped_rows_and_suggests_a_map() {
     assert_eq!((look.source_rows.len(), look.rows.len()), (3, 0));
     assert_eq!(look.suggested_map.unwrap()["prompt"], "question");
     assert!(look.rejected.unwrap().errors[0].detail.contains("there is no 'prompt' column"));
-    // Rows of verl have a prompt, and the answer where no reward looks for it.
+    // The dataset of verl has a prompt, but the answer is not where a reward would look for it.
     let verl = preview(&[fixture("verl.parquet")], &Recipe::default(), &options(), 3).unwrap();
     assert_eq!(verl.rejected, None);
     let suggested = json!({"map": verl.suggested_map});
@@ -388,7 +388,7 @@ fn a_look_at_a_large_file_takes_no_time() {
         assert_eq!((look.source_rows.len(), look.rows.len()), (5, 0));
         begun.elapsed()
     });
-    // Of several: other tests keep the processors busy.
+    // Takes the fastest of several, because other tests keep the CPU busy.
     let fastest = looks.min().unwrap();
     assert!(fastest.as_millis() < 300, "{fastest:?}");
 }
@@ -403,7 +403,7 @@ fn where_no_row_is_good_the_rest_is_not_read_and_that_is_said() {
     let all = refused(rows(""));
     assert_eq!((all.num_errors, all.errors.len()), (101, 101));
     assert_eq!(all.errors[100].detail, "not one of the first 101 rows can be used: the rest was not read");
-    // Where one is, all are counted.
+    // One good row is enough for all rows to be counted.
     let one_is_good = refused(rows("{\"prompt\":\"a\"}\n"));
     assert_eq!((one_is_good.num_errors, one_is_good.errors.len()), (5000, 100));
 }

@@ -1,4 +1,5 @@
-//! The memory that reading takes, whatever a parquet file says: each file is read by a process of its own, whose peak is measured.
+//! Measures the memory that reading takes, whatever a parquet file claims: a child process reads each file, and
+//! its peak is measured.
 
 mod written;
 
@@ -11,12 +12,13 @@ use rlood_data::{Options, Source, convert};
 use serde_json::json;
 use written::{Written, mixed, noise, packed_zeros, text, write};
 
-/// What reading may take.
+/// Maximum memory of the reader, in MiB.
 const MAX_MIB: u64 = 256;
 const FILE: &str = "RLOOD_TEST_PARQUET";
 const GIB: usize = 1 << 30;
 
-/// The expression sees all columns, and the prompt alone is kept: what is large has to be read and need not be stored.
+/// Reads a file with a filter over all columns that keeps only the prompt: the large column must be
+/// read but not stored.
 fn read(path: &Path) -> String {
     let map = json!({"map": {"prompt": "prompt", "where": "prompt != big", "keep": ["prompt"]}});
     let cancelled = AtomicBool::new(false);
@@ -29,14 +31,14 @@ fn read(path: &Path) -> String {
     }
 }
 
-/// MiB of this process.
+/// A memory figure of this process from /proc/self/status, in MiB.
 fn status(field: &str) -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix(field)).unwrap();
     line.trim_matches(|c: char| !c.is_ascii_digit()).parse::<u64>().unwrap() >> 10
 }
 
-/// The process that reads; without a file it is an empty test.
+/// The child process that reads a file; without a file, this test does nothing.
 #[test]
 fn child() {
     let Some(path) = std::env::var_os(FILE).map(PathBuf::from) else { return };
@@ -45,7 +47,7 @@ fn child() {
     println!("\nmeasured {} {told}", status("VmHWM:") - before);
 }
 
-/// What a file's reading says, and the MiB it took at most.
+/// Returns the outcome of reading a file in a child process, and its peak memory in MiB.
 fn measured(path: &Path) -> (String, u64) {
     let mut child = Command::new(std::env::current_exe().unwrap());
     let done = child.args(["memory::child", "--exact", "--nocapture"]).env(FILE, path).output().unwrap();
@@ -58,7 +60,7 @@ fn measured(path: &Path) -> (String, u64) {
 struct Files(tempfile::TempDir);
 
 impl Files {
-    /// Writes a file of texts, reads it and checks the peak; what reading said.
+    /// Writes a file of texts, reads it, checks the peak, and returns the outcome.
     fn read(&self, name: &str, schema: &str, rows: i64, columns: Vec<(Compression, Vec<Written>)>) -> String {
         let path = self.0.path().join("a.parquet");
         write(&path, schema, rows, columns);
@@ -85,7 +87,7 @@ fn prompts(values: u32) -> (Compression, Vec<Written>) {
     (NONE, vec![Written::data(values, page.len(), page)])
 }
 
-/// A page in zstd.
+/// Creates a data page compressed with zstd.
 fn packed(values: u32, page: &[u8]) -> Written {
     Written::data(values, page.len(), zstd::encode_all(page, 1).unwrap())
 }
@@ -94,7 +96,7 @@ fn packed_as(page: Written) -> Written {
     Written { packed: zstd::encode_all(&page.packed[..], 1).unwrap(), ..page }
 }
 
-/// As many bytes as keep the row group from looking like a bomb.
+/// Creates a column of random bytes, so that the row group does not look like a decompression bomb.
 fn with_noise() -> (Compression, Vec<Written>) {
     let mut page = noise(4 << 20);
     page.splice(..4, ((4_u32 << 20) - 4).to_le_bytes());
@@ -120,7 +122,7 @@ fn a_page_or_a_dictionary_of_a_gigabyte_is_refused_before_it_is_unpacked() {
     let columns = vec![prompts(100), (zstd(), vec![dictionary, page]), with_noise()];
     let told = files.read("a dictionary of 1 GiB", schema, 100, columns);
     assert!(told.contains("the column 'big' has a dictionary of 1073741824 bytes"), "{told}");
-    // Not compressed at all, and a dictionary that says it has two billion values.
+    // An uncompressed page of 300 MiB, and a dictionary that claims two billion values.
     let packed = vec![Written::data(1, 300 << 20, vec![0; 300 << 20])];
     let told = files.read("300 MiB not packed", TEXTS, 5, vec![prompts(5), (NONE, packed)]);
     assert!(told.contains("has a page of 314572800 bytes"), "{told}");
@@ -146,7 +148,7 @@ fn many_columns_share_the_memory() {
     for (columns, said) in [(70, "100 rows"), (300, "leave columns out with map.drop or map.keep")] {
         let more: String = (0..columns).map(|at| format!("required binary c{at} (UTF8);")).collect();
         let schema = format!("message rows {{ required binary prompt (UTF8); required binary big (UTF8); {more} }}");
-        // The first row is the longest by far.
+        // The first row is by far the longest.
         let short: Vec<u8> = (1..100).flat_map(|_| text(9)).collect();
         let page = || (zstd(), vec![packed(1, &mixed(1 << 20)), packed(99, &short)]);
         let big = (zstd(), vec![packed(100, &[text(9), short.clone()].concat())]);
@@ -174,14 +176,15 @@ fn long_rows_among_short_ones_are_read_with_fewer_read_ahead() {
 fn delta_encoded_texts_take_no_more_than_others() {
     let files = files();
     let of = |encoding, values, page: Vec<u8>| Written { encoding, ..Written::data(values, page.len(), page) };
-    // A billion empty texts by their lengths, in blocks of 2^30: as the header says, and with a header that says a hundred.
+    // A billion empty texts, encoded as lengths in blocks of 2^30; once with a correct header, once with a header
+    // that claims a hundred.
     let empty = [&[0x80, 0x80, 0x80, 0x80, 4, 1][..], &[0x80, 0x94, 0xeb, 0xdc, 3, 0], &[0, 0]].concat();
     for (values, says) in [(1_000_000_000, "the last of them: 'big'"), (100, "another number of them")] {
         let page = of(Encoding::DELTA_LENGTH_BYTE_ARRAY, values, empty.clone());
         let told = files.read("lengths", TEXTS, 100, vec![prompts(100), (NONE, vec![page])]);
         assert!(told.contains(says), "{told}");
     }
-    // A text of 20 MB, and 59 that begin with all of it: read one by one.
+    // A text of 20 MB, and 59 texts that have all of it as their prefix: the reader must read them one by one.
     let stream = |first: u64, delta: u64| {
         let number = |mut value: u64| {
             let mut bytes = Vec::new();
@@ -192,12 +195,12 @@ fn delta_encoded_texts_take_no_more_than_others() {
             bytes.push(value as u8);
             bytes
         };
-        // 60 values: the first, then one block whose differences are 0 but for the first of them.
+        // 60 values: the first value, then one block whose differences are all 0 except the first.
         let difference = (delta as u32).to_le_bytes();
         let packed = [&difference[..], &[0; 1023 * 4]].concat();
         [number(1024), vec![1], number(60), number(first << 1), vec![0, 32], packed].concat()
     };
-    // Lengths of suffixes go from 20 MB down to 0: a difference of -20 MB, modulo 2^32.
+    // The suffix lengths drop from 20 MB to 0: a difference of -20 MB, modulo 2^32.
     let size = 20_000_000_u64;
     let page = [stream(0, size), stream(size, (1 << 32) - size), vec![b'a'; size as usize]].concat();
     let page = packed_as(of(Encoding::DELTA_BYTE_ARRAY, 60, page));
@@ -209,7 +212,8 @@ fn delta_encoded_texts_take_no_more_than_others() {
 fn a_list_of_a_billion_values_in_a_few_bytes_is_refused() {
     let files = files();
     let schema = "message rows { required binary prompt (UTF8); repeated int32 big; }";
-    // Levels of a run, with their length in front: a row begins, and has a billion values. They are one entry of the dictionary.
+    // A run of repetition levels with its length in front: one row with a billion values, all
+    // the same dictionary entry.
     let count = 1_000_000_000_u32;
     let run = |level: u8| vec![0x80, 0xa8, 0xd6, 0xb9, 0x07, level];
     let with_length = |levels: Vec<u8>| [&(levels.len() as u32).to_le_bytes()[..], &levels].concat();
@@ -219,7 +223,7 @@ fn a_list_of_a_billion_values_in_a_few_bytes_is_refused() {
         |page: Vec<u8>, count| Written { encoding: Encoding::RLE_DICTIONARY, ..Written::data(count, page.len(), page) };
     let told = files.read("a list", schema, 1, vec![prompts(1), (NONE, vec![dictionary(), of(page, count)])]);
     assert!(told.contains("the last of them: 'big'"), "{told}");
-    // A text of 1 MiB, a thousand times.
+    // A text of 1 MiB, repeated a thousand times.
     let schema = "message rows { required binary prompt (UTF8); repeated binary big (UTF8); }";
     let run = |level: u8| vec![0xd0, 0x0f, level];
     let page = [with_length([vec![2, 0], run(1)].concat()), with_length(run(1)), vec![1], run(0)].concat();

@@ -1,5 +1,5 @@
-//! The machine's own kernels: weights packed once, every operation spread over a team of threads, the same bits for a
-//! row whatever the other rows, the threads or the pass.
+//! The CPU backend: weights are packed once, and a team of threads shares every operation. The result for a row has the
+//! same bits whatever the other rows, the number of threads or the pass.
 
 mod attention;
 mod linear;
@@ -30,14 +30,14 @@ pub use linear::Adapter;
 pub use matrix::Matrix;
 use matrix::Pool;
 
-/// The process's CPU. Policies share its threads; each keeps its own buffers.
+/// The CPU of this process. All policies share its threads; each has its own buffers.
 #[derive(Clone, Debug)]
 pub struct Cpu {
     dtype: PackDtype,
     isa: Isa,
     threads: Arc<Threads>,
     pool: Arc<Pool>,
-    /// Keys and values of a packed batch, for their memory.
+    /// Key and value buffers of packed batches, kept for reuse.
     segments: Arc<Mutex<Segments>>,
 }
 
@@ -48,7 +48,7 @@ pub struct Weight {
     bias: Option<Arc<Vec<f32>>>,
 }
 
-/// Angles by position.
+/// Rotary angles by position.
 #[derive(Debug)]
 pub struct Angles {
     table: Arc<RopeTable>,
@@ -63,7 +63,7 @@ impl Drop for Angles {
 }
 
 impl Cpu {
-    /// With the best instructions the machine has, or those that `RLOOD_ISA` names.
+    /// Creates a backend with the best instructions the machine supports, or those that `RLOOD_ISA` names.
     pub fn new(dtype: ComputeDtype) -> Result<Cpu> {
         static THREADS: OnceLock<Arc<Threads>> = OnceLock::new();
         let isa = Isa::chosen().map_err(EngineError::Input)?;
@@ -71,7 +71,7 @@ impl Cpu {
         Ok(Cpu::with(dtype, isa, threads.clone()))
     }
 
-    /// With these instructions and threads.
+    /// Creates a backend with the given instructions and threads.
     pub fn with(dtype: ComputeDtype, isa: Isa, threads: Arc<Threads>) -> Cpu {
         let dtype = match dtype {
             ComputeDtype::F32 => PackDtype::F32,
@@ -80,7 +80,7 @@ impl Cpu {
         Cpu { dtype, isa, threads, pool: Arc::default(), segments: Arc::default() }
     }
 
-    /// The precision of its matrices.
+    /// The precision of the matrices.
     pub fn dtype(&self) -> ComputeDtype {
         match self.dtype {
             PackDtype::F32 => ComputeDtype::F32,
@@ -89,7 +89,7 @@ impl Cpu {
     }
 }
 
-/// As the kernels have it.
+/// Converts the head to the kernels' type.
 fn law(head: &Head<Cpu>) -> head::Head<'_> {
     head::Head { weight: &head.weight.matrix, softcap: head.softcap }
 }
@@ -147,7 +147,7 @@ impl Buffers for Cpu {
 impl Compute for Cpu {
     type Adapter = Arc<Adapter>;
     type Angles = Angles;
-    /// Largest score and sum, `[tokens, num_heads · 2]`.
+    /// The softmax's largest score and sum for each token and head, `[tokens, num_heads · 2]`.
     type Softmax = Matrix;
     type Normalizers = Vec<Normalizer>;
 

@@ -11,15 +11,15 @@ use crate::kernels::pack::{PackDtype, PackedMatrix};
 /// LoRA factors of a fused weight: A stacked, B block-diagonal.
 #[derive(Debug)]
 pub struct Adapter {
-    /// `[blocks · r, in]`
+    /// The stacked A, `[blocks · r, in]`.
     a: PackedMatrix,
-    /// `[out, blocks · r]`, scaled by s.
+    /// The block-diagonal B, `[out, blocks · r]`, scaled by s.
     b: PackedMatrix,
-    /// Of each block Bᵀ `[r, out]`, scaled by s.
+    /// Bᵀ of each block, `[r, out]`, scaled by s.
     b_transposed: Vec<PackedMatrix>,
-    /// Of each block.
+    /// The scaling s of each block.
     scalings: Vec<f32>,
-    /// Each module's outputs and ranks.
+    /// The outputs and ranks of each module.
     parts: Vec<(Range<usize>, Range<usize>)>,
 }
 
@@ -36,7 +36,7 @@ impl Adapter {
                 }
             }
         }
-        // Tiles multiply bf16 with bf16 only.
+        // AMX tiles multiply bf16 only with bf16.
         let dtype = if cpu.isa == Isa::Amx { cpu.dtype } else { PackDtype::F32 };
         let pack = |values: &[f32], inputs| PackedMatrix::new_on(&cpu.threads, values, inputs, dtype);
         let transposed = |block: &AdapterBlock| {
@@ -63,7 +63,7 @@ fn term<'a>(x: &'a Matrix, weight: &'a PackedMatrix) -> Term<'a> {
     Term { x: x.values(), stride: x.width(), weight }
 }
 
-/// Some columns of a matrix.
+/// Selects a range of columns of a matrix.
 fn columns(x: &Matrix, columns: Range<usize>) -> Rows<'_> {
     Rows { values: &x.values()[columns.start..], width: columns.len(), stride: x.width() }
 }
@@ -107,7 +107,7 @@ impl Cpu {
         y
     }
 
-    /// x·Aᵀ `[rows, blocks · r]`, each block with what its module's dropout leaves of x.
+    /// Computes x·Aᵀ `[rows, blocks · r]`, each block with x after its module's dropout.
     fn hidden(&self, pass: &AdapterPass<'_, Self>, x: &Matrix) -> Matrix {
         let AdapterPass { adapter, masks } = pass;
         let mut hidden = self.pool.matrix(x.rows(), adapter.rank());
@@ -130,7 +130,7 @@ impl Cpu {
         hidden
     }
 
-    /// What a dropout mask leaves of x.
+    /// Applies a dropout mask to x.
     fn dropped(&self, x: &Matrix, mask: &Mask<'_>) -> Matrix {
         let mut out = self.pool.matrix(x.rows(), x.width());
         out.values_mut().copy_from_slice(x.values());
@@ -168,7 +168,7 @@ impl Cpu {
         let back = LinearBack { dy: dy_values, stride, weight: matrix, lora };
         let out = Output { y: dx.values_mut(), stride: inputs, rows, add: false };
         gemm::linear_backward(&self.threads, self.isa, back, out);
-        // L depends on B through s·B: dB = s·dyᵀ·h.
+        // L depends on B through s·B, so dB = s·dyᵀ·h.
         let mut h = self.hidden(pass, x);
         for (scaling, (_, ranks)) in adapter.scalings.iter().zip(&adapter.parts) {
             self.scale_columns(&mut h, ranks.clone(), *scaling);
@@ -191,7 +191,7 @@ impl Cpu {
         dx
     }
 
-    /// dA += dhᵀ·x and dB += dyᵀ·h of each module; `masked` holds what dropout left of x for each.
+    /// Adds dA += dhᵀ·x and dB += dyᵀ·h for each module; `masked` holds x after each module's dropout.
     fn factor_gradients(
         &self,
         linear: &LinearBackward<'_, Self>,

@@ -1,4 +1,4 @@
-//! Forward and backward passes: each operation makes its result on the device and queues the kernel that fills it.
+//! Forward and backward passes: each operation allocates its result on the device and queues the kernel that fills it.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ use crate::ops::RopeTable;
 use crate::ops::slices::{Heads, TokenScore};
 
 impl Cuda {
-    /// The keys of what each module's input loses.
+    /// Uploads the dropout keys of each module's input.
     fn masks(&self, masks: &[Mask<'_>]) -> Result<Vec<(Buffer, u64, f32)>> {
         let upload = |mask: &Mask<'_>| {
             let (threshold, scale) = mask.law();
@@ -105,7 +105,7 @@ impl Compute for Cuda {
         Ok(out)
     }
 
-    // Models that need these are refused when they are loaded.
+    // The loader rejects models that need these operations.
     fn scaled(&self, _: &Tensor, _: f32) -> Result<Tensor> {
         Err(no_kernel("a tensor times a number"))
     }
