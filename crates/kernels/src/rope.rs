@@ -1,5 +1,5 @@
 //! qk-norm and rotary embedding on rows `[q heads | k heads | v heads]`, in place, and their vector-Jacobian products.
-//! The halves of a head rotate: (a, b) → (a·cos − b·sin, b·cos + a·sin). A row's result depends on the row alone.
+//! The halves of a head rotate: (a, b) → (a·cos − b·sin, b·cos + a·sin). A row's result depends only on that row.
 
 use super::attention::Heads;
 use super::isa::Isa;
@@ -8,29 +8,29 @@ use super::rows::{on_every_rung, over_rows};
 use super::simd::{Simd, load_some, store_some};
 use super::threads::{Shared, Threads};
 
-/// What happens to query and key heads before attention.
+/// The transformation of query and key heads before attention.
 #[derive(Clone, Copy, Debug)]
 pub struct Rope<'a> {
-    /// Sizes; `head_dim` is even.
+    /// Sizes of the heads; `head_dim` is even.
     pub heads: &'a Heads,
-    /// Half of the columns of a head that rotate: its first `2 · half`. The others stay as they are.
+    /// Half the number of columns of a head that rotate: its first `2 · half`. The others are unchanged.
     pub half: usize,
     /// RMSNorm of each query and key head before it is rotated.
     pub qk_norm: Option<QkNorm<'a>>,
-    /// Cosines `[position][half]`.
+    /// Cosines by position, `[position][half]`.
     pub cos: &'a [f32],
-    /// Sines `[position][half]`.
+    /// Sines by position, `[position][half]`.
     pub sin: &'a [f32],
 }
 
 /// Weights of the norms of query and key heads.
 #[derive(Clone, Copy, Debug)]
 pub struct QkNorm<'a> {
-    /// Of query heads, `[head_dim]`.
+    /// Weight for query heads, `[head_dim]`.
     pub q: &'a [f32],
-    /// Of key heads, `[head_dim]`.
+    /// Weight for key heads, `[head_dim]`.
     pub k: &'a [f32],
-    /// Added to the mean of the squares.
+    /// The epsilon added to the mean of the squares.
     pub eps: f32,
 }
 
@@ -39,7 +39,7 @@ impl<'a> Rope<'a> {
         self.qk_norm.map(|norm| (if head < self.heads.num_heads { norm.q } else { norm.k }, norm.eps))
     }
 
-    /// Heads that are normed and rotated.
+    /// Number of heads that are normed and rotated.
     fn rotated(&self) -> usize {
         self.heads.num_heads + self.heads.num_kv_heads
     }
@@ -59,7 +59,7 @@ impl<'a> Rope<'a> {
     }
 }
 
-/// out `[rows, width]` = qk-norm and rope of every row of `qkv`, each at its position.
+/// Computes out `[rows, width]` = qk-norm and rotary embedding of every row of `qkv`, each at its position.
 pub fn rotate(threads: &Threads, isa: Isa, rope: &Rope<'_>, positions: &[usize], qkv: &[f32], out: &mut [f32]) {
     rope.check(positions, qkv);
     assert_eq!(qkv.len(), out.len(), "qkv and out differ in length");
@@ -77,8 +77,8 @@ pub fn rotate(threads: &Threads, isa: Isa, rope: &Rope<'_>, positions: &[usize],
     });
 }
 
-/// The vector-Jacobian product of [`rotate`]: `out` = dL/dqkv before it from `dy`, that after it. `before` is the input of
-/// [`rotate`]; it is read only where there is a qk-norm, and may be empty where there is none.
+/// The vector-Jacobian product of [`rotate`]: computes `out` = dL/dqkv for its input, from `dy`, the gradient of its
+/// output. `before` is the input of [`rotate`]; it is read only with qk-norm and may be empty otherwise.
 pub fn rotate_vjp(
     threads: &Threads,
     isa: Isa,
@@ -106,11 +106,11 @@ pub fn rotate_vjp(
     });
 }
 
-/// Rows whose sums make one partial sum, whatever the threads.
+/// Number of rows in one partial sum, for any number of threads.
 const ROWS_AT_ONCE: usize = 64;
 
-/// dq `[head_dim]` += and dk `[head_dim]` += dL/dweight of the qk-norms in [`rotate`]. `before` is its input, `dy` dL/dqkv
-/// after it. Nothing where there is no qk-norm.
+/// Computes dq `[head_dim]` += and dk `[head_dim]` += dL/dweight of the qk-norms in [`rotate`]. `before` is its input,
+/// `dy` the gradient of its output. Does nothing without qk-norm.
 #[expect(clippy::too_many_arguments, reason = "the operands of one formula")]
 pub fn rotate_weight_vjp(
     threads: &Threads,
@@ -133,7 +133,7 @@ pub fn rotate_weight_vjp(
     let shared = Shared::new(&mut sums);
     over_rows(threads, chunks, ROWS_AT_ONCE * width, |range| {
         for chunk in range {
-            // Safety: one part a chunk.
+            // Safety: one part per chunk.
             let sums = unsafe { shared.part(chunk * 2 * dim..(chunk + 1) * 2 * dim) };
             let of_chunk = positions.iter().enumerate().skip(chunk * ROWS_AT_ONCE).take(ROWS_AT_ONCE);
             for (row, position) in of_chunk {
@@ -160,7 +160,7 @@ on_every_rung! {
     unsafe fn weight_row(rope: &Rope<'_>, position: usize, before: &[f32], dy: &[f32], sums: &mut [f32]) = weight_with
 }
 
-/// The two halves of some lanes of a head.
+/// Loads a vector from each of the two halves of a head.
 #[inline(always)]
 unsafe fn load_halves<S: Simd>(head: *const f32, half: usize, at: usize) -> (S::V, S::V) {
     unsafe { (load_some::<S>(head.add(at), half - at), load_some::<S>(head.add(half + at), half - at)) }
@@ -204,7 +204,7 @@ unsafe fn rotate_with<S: Simd>(rope: &Rope<'_>, position: usize, row: &mut [f32]
     }
 }
 
-/// (a, b) → (a·cos + b·sin, b·cos − a·sin)
+/// Rotates back: (a, b) → (a·cos + b·sin, b·cos − a·sin).
 #[inline(always)]
 unsafe fn turn_back<S: Simd>(d: *const f32, cos: &[f32], sin: &[f32], half: usize, at: usize) -> (S::V, S::V) {
     unsafe {

@@ -1,8 +1,8 @@
-//! Products against loops in f64, on every rung of this machine.
+//! Compares products with loops in f64, for every instruction set of this machine.
 
 use super::*;
 
-/// Values in [−½, ½).
+/// Pseudo-random values in [−½, ½).
 fn random(len: usize, seed: u64) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let next = || {
@@ -14,7 +14,7 @@ fn random(len: usize, seed: u64) -> Vec<f32> {
     std::iter::repeat_with(next).take(len).collect()
 }
 
-/// A weight `[n, k]` as the kernels see it, and its pack.
+/// A weight `[n, k]` with the values that the kernels use, and its pack.
 struct Weight {
     values: Vec<f32>,
     packed: PackedMatrix,
@@ -38,12 +38,12 @@ impl Weight {
         self.packed.k()
     }
 
-    /// What `row` · weightᵀ is.
+    /// Computes `row` · weightᵀ.
     fn forward(&self, row: &[f32]) -> Vec<f64> {
         self.values.chunks_exact(self.k()).map(|weight| dot(row, weight)).collect()
     }
 
-    /// What `row` · weight is.
+    /// Computes `row` · weight.
     fn backward(&self, row: &[f32]) -> Vec<f64> {
         let mut sums = vec![0.0; self.k()];
         for (weight, value) in self.values.chunks_exact(self.k()).zip(row) {
@@ -59,7 +59,8 @@ fn dot(a: &[f32], b: &[f32]) -> f64 {
     a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum()
 }
 
-/// Rung, dtype and how far a sum over `k` values of [`random`] may be off for every √k. Includes AMX, emulated if need be.
+/// Instruction set, dtype, and tolerance of a sum over `k` values of [`random`] per √k. Includes
+/// AMX, emulated if necessary.
 fn rungs() -> Vec<(Isa, PackDtype, f64)> {
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
     crate::amx::tests::emulator::install();
@@ -79,7 +80,7 @@ fn tolerance(one: f64, terms: usize) -> f64 {
     one * (terms as f64).sqrt().max(1.0)
 }
 
-/// Rows, outputs, inputs: none a multiple of what the kernels work in, one of each, more than a block of each.
+/// Rows, outputs, inputs: none a multiple of the kernels' sizes, one of each, more than a block of each.
 const SHAPES: [(usize, usize, usize); 17] = [
     (16, 96, 544),
     (9, 129, 512),
@@ -200,7 +201,7 @@ fn the_gradient_of_a_weight_is_what_loops_give() {
 
 #[test]
 fn a_row_has_the_same_bits_in_any_company() {
-    // More rows and steps than a block has; fewer where every instruction is emulated.
+    // More rows and steps than a block has; fewer if every instruction is emulated.
     let shapes = [(133, 70, 1100), (20, 1100, 70), (70, 90, 300), (40, 70, 544)];
     let all = |(isa, dtype, _)| shapes.map(|shape| (isa, dtype, shape));
     let cases =
@@ -251,7 +252,7 @@ fn parts_of_the_outputs_give_the_bits_of_the_whole() {
                 let mut found = vec![f32::NAN; rows * width];
                 let out = Output { y: &mut found, stride: width, rows, add: false };
                 forward_panels(isa, &terms[0], Laid::default(), Some(&bias), part.clone(), out);
-                // From a row on, with inputs laid out before.
+                // Starts at a later row, with inputs that were packed before.
                 let first = rows / 2 / 16 * 16;
                 let mut lower = vec![f32::NAN; (rows - first) * width];
                 let out = Output { y: &mut lower, stride: width, rows: rows - first, add: false };
@@ -277,7 +278,7 @@ fn parts_of_the_outputs_give_the_bits_of_the_whole() {
 /// Rows, inputs, ranks, parts of outputs and their ranks.
 type Fused = (usize, usize, usize, &'static [(Range<usize>, Range<usize>)]);
 
-/// Parts that begin inside panels and inside blocks of ranks, with a gap, and none at all.
+/// Parts that begin inside panels and inside blocks of ranks, parts with a gap, and no parts at all.
 const FUSED: [Fused; 8] = [
     // Long sums of few rows: panels in pairs, of which one may need more ranks than the other.
     (16, 530, 96, &[(0..64, 0..16), (64..96, 16..80), (96..131, 80..96)]),
@@ -290,7 +291,7 @@ const FUSED: [Fused; 8] = [
     (130, 40, 33, &[(5..130, 0..33)]),
 ];
 
-/// What a product begins with.
+/// The initial value of a product.
 #[derive(Clone, Copy, PartialEq)]
 enum How {
     Bias,
@@ -387,7 +388,7 @@ fn the_way_back_through_an_adapter_is_its_products_one_by_one() {
     for (isa, dtype, _) in rungs() {
         let weight = Weight::random(n, k, dtype, 3);
         let a = Weight::random(2 * RANK, k, dtype, 5);
-        // Parts that begin where tiles do, parts that do not, and outputs without an adapter.
+        // Parts that begin at tiles, parts that do not, and outputs without an adapter.
         for outputs in [[0..96, 96..160], [0..40, 40..160], [0..32, 128..160]] {
             let b: Vec<Weight> = outputs.iter().map(|o| Weight::random(RANK, o.len(), dtype, 7)).collect();
             let b: Vec<PackedMatrix> = b.into_iter().map(|b| b.packed).collect();

@@ -9,25 +9,25 @@ use super::super::simd::Simd;
 use super::super::threads::{Shared, Threads};
 use super::{CHUNK, CHUNK_PANELS, Head, Normalizer, PAD, ROWS_AT_ONCE, check, compute, exponential, factor};
 
-/// What [`score_vjp`] goes by: the arguments of [`score`](super::score) and what it kept, one element a row.
+/// The inputs of [`score_vjp`]: the arguments of [`score`](super::score) and its results, one element per row.
 #[derive(Clone, Copy, Debug)]
 pub struct Gradient<'a> {
-    /// `[rows, hidden]`
+    /// The input rows, `[rows, hidden]`.
     pub x: &'a [f32],
-    /// What made the logits.
+    /// The head of the forward pass.
     pub head: Head<'a>,
-    /// Tokens.
+    /// The target token of each row.
     pub targets: &'a [u32],
-    /// Divides the logits; above 0.
+    /// Divisor of the logits; above 0.
     pub temperature: f64,
-    /// From [`score`](super::score).
+    /// The normalizers returned by [`score`](super::score).
     pub normalizers: &'a [Normalizer],
-    /// dL/dlogp; rows where it is 0 cost nothing.
+    /// The gradient dL/dlogp; rows with 0 are skipped.
     pub g: &'a [f32],
 }
 
-/// d_x `[rows, hidden]` = dL/dx, and d_weight `[vocab, hidden]` += dL/dweight where it is asked for. The sums are chains
-/// over the vocabulary and over the rows, in order.
+/// Computes d_x `[rows, hidden]` = dL/dx, and d_weight `[vocab, hidden]` += dL/dweight if requested. The sums are
+/// chains over the vocabulary and over the rows, in order.
 pub fn score_vjp(threads: &Threads, isa: Isa, gradient: &Gradient<'_>, d_x: &mut [f32], d_weight: Option<&mut [f32]>) {
     let Gradient { x, head, targets, temperature, normalizers, g } = *gradient;
     let weight = head.weight;
@@ -69,7 +69,7 @@ pub fn score_vjp(threads: &Threads, isa: Isa, gradient: &Gradient<'_>, d_x: &mut
     });
 }
 
-/// Rows for which the weights are streamed once on the way to d_x.
+/// Number of rows for which the weights are read once to compute d_x.
 const MOST_ROWS: usize = 256;
 
 /// A row whose gradient is not 0.
@@ -77,15 +77,15 @@ struct Line {
     row: usize,
     target: usize,
     largest: f32,
-    /// Σ over the vocabulary of the softmax times this is −g / temperature.
+    /// The factor −g / temperature, divided by the sum of exponentials.
     c: f32,
-    /// g / temperature
+    /// The value g / temperature at the target.
     at_target: f32,
 }
 
 struct Job<'a> {
     isa: Isa,
-    /// `[lines, hidden]`
+    /// Input rows, `[lines, hidden]`.
     x: &'a [f32],
     laid: Laid,
     head: Head<'a>,
@@ -103,14 +103,14 @@ impl Job<'_> {
         self.head.weight.n().div_ceil(CHUNK)
     }
 
-    /// Multiply-adds of one product, in vectors.
+    /// Number of multiply-adds of one product, in vectors.
     fn work(&self) -> usize {
         self.lines.len() * self.head.weight.n() * self.head.weight.k() / 16
     }
 
     fn inputs(&self, threads: &Threads, d_x: &mut [f32]) {
         let (k, lines) = (self.head.weight.k(), self.lines);
-        // The cut does not show in the sums.
+        // The division into blocks does not affect the sums.
         let blocks = lines.len().div_ceil(MOST_ROWS).next_multiple_of(threads.count());
         let at_once = lines.len().div_ceil(blocks).next_multiple_of(16);
         let d_x = Shared::new(d_x);
@@ -127,7 +127,7 @@ impl Job<'_> {
                     backward_panels(self.isa, self.head.weight, panels, dy, out);
                 }
                 for (line, sums) in block.iter().zip(sums.chunks_exact(k)) {
-                    // Safety: each row is one block's.
+                    // Safety: each row belongs to one block.
                     unsafe { d_x.part(line.row * k..(line.row + 1) * k) }.copy_from_slice(sums);
                 }
             });
@@ -143,7 +143,7 @@ impl Job<'_> {
                     let first = index * ROWS_AT_ONCE;
                     let dy = self.d_logits(first, block, chunk, logits);
                     let begin = chunk * CHUNK * k;
-                    // Safety: each chunk is one call's.
+                    // Safety: each chunk belongs to one call.
                     let to = unsafe { d_weight.part(begin..begin + dy.width * k) };
                     let x = Rows { values: &self.x[first * k..], width: k, stride: k };
                     outer_here(self.isa, block.len(), dy, x, to);
@@ -152,7 +152,7 @@ impl Job<'_> {
         });
     }
 
-    /// dL/dlogits of some rows and a chunk.
+    /// Computes dL/dlogits of some rows and a chunk.
     fn d_logits<'a>(&self, first: usize, block: &[Line], chunk: usize, logits: &'a mut Vec<f32>) -> Rows<'a> {
         let k = self.head.weight.k();
         let width = (self.head.weight.n() - chunk * CHUNK).min(CHUNK);
@@ -165,13 +165,13 @@ impl Job<'_> {
             if self.head.softcap.is_some() {
                 capped.copy_from_slice(of_row);
             }
-            // Safety: whole vectors.
+            // Safety: the slice consists of whole vectors.
             unsafe { soften(self.isa, of_row, self.t, line.largest, line.c) };
             if line.target / CHUNK == chunk {
                 values[line.target % CHUNK] += line.at_target;
             }
             if let Some(softcap) = self.head.softcap {
-                // Of c·tanh(x / c): 1 − (value / c)².
+                // The slope of c·tanh(x / c) is 1 − (value / c)².
                 for (d, value) in values.iter_mut().zip(&*capped).take(width) {
                     *d *= 1.0 - (value / softcap) * (value / softcap);
                 }
@@ -182,7 +182,7 @@ impl Job<'_> {
 }
 
 on_every_rung! {
-    /// In place: logit → c·e^(logit·t − largest).
+    /// Replaces each logit by c·e^(logit·t − largest).
     unsafe fn soften(logits: &mut [f32], t: f32, largest: f32, c: f32) = soften_with
 }
 

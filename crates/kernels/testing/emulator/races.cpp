@@ -46,7 +46,7 @@ const char* const KINDS[] = {"nothing", "read", "write", "atomic", "cp_async", "
 const char* const CLASSES[] = {"race", "weak", "same value", "copy", "unwritten"};
 
 constexpr uint32_t WARP_LANES = 32;
-// Instead of a lane: all of them.
+// Stands for all lanes instead of one.
 constexpr uint16_t WHOLE_WARP = 0x8000;
 constexpr size_t PAGE_CELLS = 2048;
 constexpr size_t PAGES_AT_HAND = 4096;
@@ -60,7 +60,8 @@ struct Access {
     uint32_t warp() const { return (thread & ~WHOLE_WARP) / WARP_LANES; }
 };
 
-// Of reads the last of two threads each of two warps: as many as tell whether some other thread, or warp, has read.
+// For reads, keeps the last of two threads for each of two warps: enough to know whether another thread, or
+// another warp, has read.
 struct Cell {
     Access write, elsewhere, reads[4];
 };
@@ -92,7 +93,7 @@ struct Launched {
     uint32_t most_blocks, most_threads;
 };
 
-// Of the process.
+// The report of the process.
 struct Report {
     std::mutex lock;
     std::map<Finding, Example> findings;
@@ -113,7 +114,7 @@ uintptr_t base() {
     return start;
 }
 
-// A write that another one may have made before: of `bytes` at `place`, that hold `before` until it is done.
+// A write that may repeat an earlier one: `bytes` at `place`, which hold `before` until the write is done.
 struct Pending {
     const unsigned char* place;
     uint32_t bytes;
@@ -127,7 +128,7 @@ struct Range {
     size_t bytes;
 };
 
-// Of a thread of the process.
+// The detector of a thread of the process.
 struct Detector {
     std::string kernel;
     uint32_t launch_start = 1, block_start = 1, epoch_start = 1, tick = 1;
@@ -159,7 +160,7 @@ struct Detector {
         return cells;
     }
 
-    // The cells of an access, one by one with their place.
+    // Calls `each` for the cells of an access, with their addresses.
     template <typename Each> void each(uintptr_t at, size_t bytes, const Each& each_cell) {
         if (bytes == 1) return each_cell(page(at / PAGE_CELLS * 2 + 1)[at % PAGE_CELLS], at);
         for (uintptr_t place = at & ~uintptr_t(1); place < at + bytes;) {
@@ -274,7 +275,7 @@ struct Detector {
 
 thread_local Detector* entered = nullptr;
 
-// Whether the barrier of this line shall count for nothing: as a trial of the detector, and of the tests.
+// Whether to ignore the barrier of this line, to test the detector and the tests.
 bool left_out(int line) {
     static const int without = [] {
         const char* number = getenv("RLOOD_RACES_WITHOUT");
@@ -283,7 +284,7 @@ bool left_out(int line) {
     return line == without;
 }
 
-// A compiler's call before an access.
+// The compiler's call before an access.
 void touched(const void* place, size_t bytes, Kind kind, const void* at) {
     Detector* d = entered;
     if (d == nullptr || !d->runs) return;
@@ -296,7 +297,7 @@ void touched(const void* place, size_t bytes, Kind kind, const void* at) {
     else d->write(address, bytes, d->access(kind, at));
 }
 
-// Files and lines, the innermost first, of addresses.
+// Finds the files and lines of addresses, the innermost first.
 std::map<uint32_t, std::string> lines_of(const std::map<Finding, Example>& findings) {
     std::map<uint32_t, std::string> lines;
     for (auto& [finding, example] : findings) lines[finding.at[0]], lines[finding.at[1]];
@@ -305,7 +306,7 @@ std::map<uint32_t, std::string> lines_of(const std::map<Finding, Example>& findi
     std::string command = std::string("addr2line -a -i -s -e '") + info.dli_fname + "'";
     for (auto& line : lines) {
         char address[32];
-        // The call lies before the address to which it returns.
+        // The call is just before the address to which it returns.
         snprintf(address, sizeof address, " 0x%x", line.first == 0 ? 0 : line.first - 1);
         command += address;
     }
@@ -340,7 +341,7 @@ std::string described(const std::map<Finding, Example>& findings) {
     return text;
 }
 
-// To the file that RLOOD_RACES_REPORT names, else what was found to the standard error output.
+// Writes to the file that RLOOD_RACES_REPORT names; without it, writes the findings to the standard error output.
 Report::~Report() {
     std::map<Finding, Example> meant;
     for (auto& finding : findings)
@@ -452,7 +453,7 @@ void atomic(const void* place, uint32_t bytes, const void* at) { touched(place, 
 
 }  // namespace emulator::races
 
-// What was found in a kernel, or null; kept until the process ends.
+// Returns the report for a kernel, or null; it stays valid until the process ends.
 extern "C" const char* rlood_emulator_races(const char* name, size_t name_bytes) {
     using namespace emulator::races;
     std::string kernel(name, name_bytes);
@@ -465,7 +466,7 @@ extern "C" const char* rlood_emulator_races(const char* name, size_t name_bytes)
     return strdup(described(of_kernel).c_str());
 }
 
-// The calls of -fsanitize=thread.
+// The calls inserted by -fsanitize=thread.
 #define HERE __builtin_return_address(0)
 #define TOUCHED(bytes)                                                                                                 \
     extern "C" void __tsan_read##bytes(void* at) { emulator::races::touched(at, bytes, emulator::races::Read, HERE); }   \

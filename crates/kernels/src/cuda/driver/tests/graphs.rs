@@ -1,8 +1,8 @@
-//! A body run as a graph gives what it gives without.
+//! Checks that a body run as a graph gives the same result as without a graph.
 
 use super::*;
 
-/// y = 3 (2 x) with an upload, buffers of its own, a copy and a product.
+/// Computes y = 3 (2 x) with an upload, its own buffers, a copy and a product.
 fn body(device: &Device, x: &[f32], y: &Buffer, factor: f32) -> Result<Buffer, CudaError> {
     let x = device.upload(x)?;
     let twice = device.alloc(x.bytes() as usize)?;
@@ -26,7 +26,7 @@ fn body(device: &Device, x: &[f32], y: &Buffer, factor: f32) -> Result<Buffer, C
     Ok(out)
 }
 
-/// Run and compare with what is wanted; the counters of the run.
+/// Runs the body and checks its result; returns the counters of the run.
 fn step(device: &Device, y: &Buffer, x: &[f32], factor: f32) -> Counters {
     let before = device.counters();
     let out = device.graph(7, || body(device, x, y, factor)).unwrap();
@@ -80,12 +80,12 @@ fn a_body_that_differs_runs_as_it_is_and_is_captured_anew() {
     for _ in 0..3 {
         step(&device, &y, &x, 3.0);
     }
-    // The second launch differs: the first upload was held back and is started late, not counted again.
+    // The second launch differs: the first upload was held back and is started late, but not counted again.
     let differs = step(&device, &y, &x, 4.0);
     assert_eq!((differs.mismatches, differs.replays, differs.launches, differs.uploads), (1, 0, 1, 1));
     assert_eq!(step(&device, &y, &x, 4.0), FIRST);
     assert_eq!(step(&device, &y, &[4.0, 3.0, 2.0, 1.0], 4.0), LATER);
-    // Another size differs from the first op on.
+    // With another size the body differs from the first operation on.
     let differs = step(&device, &y, &x[..3], 4.0);
     assert_eq!((differs.mismatches, differs.launches, differs.uploads), (1, 2, 2));
     assert_eq!(step(&device, &y, &x[..3], 4.0), FIRST);
@@ -108,7 +108,7 @@ fn an_address_that_was_taken_meanwhile_is_a_difference() {
     // Small buffers keep their memory, so that the next phase runs the same graphs.
     device.trim();
     assert_eq!(step(&device, &y, &x, 3.0), LATER);
-    // Where there is no room, graphs make some.
+    // If there is no room, graphs are dropped to free memory.
     device.set_memory_limit(Some(device.memory().used));
     assert!(matches!(device.alloc(1), Err(CudaError::OutOfMemory { .. })));
     device.set_memory_limit(None);

@@ -1,4 +1,5 @@
-//! What kernels may use, against naive twins: the same tests on a GPU show that the emulator does as a GPU does.
+//! Compares the functions available to kernels with naive implementations. Running the same tests on a GPU shows that
+//! the emulator behaves like a GPU.
 
 use super::*;
 

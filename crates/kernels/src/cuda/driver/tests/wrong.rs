@@ -1,10 +1,10 @@
-//! The emulator finds what a GPU may hide.
+//! Checks that the emulator finds errors that a GPU may hide.
 
 use super::*;
 
 params! { struct Wrong { x: u64, y: u64, count: u32, pad: u32 } }
 
-/// The error of a wrong kernel, with buffers of 64 floats; or what it wrote.
+/// Runs a wrong kernel with buffers of 64 floats; returns its error, or its output.
 fn run(kernel: &str, block: u32, shared: u32) -> Result<Vec<f32>, CudaError> {
     let device = Device::open(0).unwrap();
     let x = device.upload(&(1..=64).map(|i| i as f32).collect::<Vec<f32>>()).unwrap();
@@ -39,7 +39,7 @@ fn a_read_outside_a_buffer_gives_nothing_useful() {
 fn a_missing_barrier_shows_in_the_values() {
     let got = run("wrong_missing_barrier", 64, 0).unwrap();
     assert!((0..64).any(|i| got[i] != ((i + 1) % 64 + 1) as f32));
-    // With the barrier it needs: own value -next, plus twice next, is next.
+    // With the barrier the result is next: the own value is -next, plus twice next.
     let got = run("wrong_missing_second_barrier", 64, 0).unwrap();
     assert!((0..64).any(|i| got[i] != ((i + 1) % 64 + 1) as f32));
 }
