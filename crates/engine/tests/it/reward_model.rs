@@ -1,6 +1,6 @@
-//! Sequence-classification checkpoints with transformers' scores: `tests/fixtures/README.md` explains the files, and
-//! `RLOOD_REWARD_MODELS` puts another folder in their place. The same models behind `rlood reward-server` and as a job's
-//! reward are in `reward_server.rs`.
+//! Compares sequence-classification checkpoints with transformers' scores. `tests/fixtures/README.md` explains the
+//! files; `RLOOD_REWARD_MODELS` selects another folder. `reward_server.rs` tests the same models behind `rlood
+//! reward-server` and as a job's reward.
 
 use std::path::{Path, PathBuf};
 
@@ -10,7 +10,7 @@ use rlood_model_files::ClassifierCard;
 use rlood_types::spec::ComputeDtype;
 use serde_json::{Value, json};
 
-/// Against transformers in f32.
+/// Tolerance for scores relative to transformers in f32.
 const TOLERANCE: f64 = 1e-4;
 
 fn folder() -> PathBuf {
@@ -97,7 +97,7 @@ fn what_cannot_be_scored_is_said_in_words() {
     }
 }
 
-/// A copy of a fixture with other keys in its config.json; null takes a key away.
+/// Copies a fixture and changes keys of its config.json; null removes a key.
 fn changed(name: &str, changes: Value) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     for entry in std::fs::read_dir(folder().join(name)).unwrap() {
