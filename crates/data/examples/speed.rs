@@ -28,7 +28,7 @@ impl Write for Hashed {
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let files: Vec<PathBuf> = std::env::args_os().skip(1).map(PathBuf::from).collect();
-    let [parquet, ndjson] = files.as_slice() else { return Err("give a parquet and an ndjson file".into()) };
+    let [parquet, ndjson] = files.as_slice() else { return Err("usage: speed FILE.parquet FILE.ndjson".into()) };
     let system = json!("End with #### and the number.");
     let answer = json!("{{ answer.split('####')[-1] | trim | replace(',', '') }}");
     let mapped = json!({"map": {"prompt": "question", "system": system, "columns": {"answer": answer}}});

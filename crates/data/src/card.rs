@@ -93,7 +93,7 @@ pub fn choose(
         let detail = match found.is_empty() {
             true => "the repository holds no data files (parquet, jsonl, json, csv or tsv)".to_owned(),
             false => format!(
-                "its data is in no format that is read here ({}): parquet, jsonl, json, csv and tsv are, also in .gz or .zst",
+                "its data format is not supported ({}); supported are parquet, jsonl, json, csv and tsv, also with .gz or .zst",
                 found.join(", ")
             ),
         };

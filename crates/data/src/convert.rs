@@ -139,7 +139,7 @@ pub fn preview(sources: &[Source], recipe: &Recipe, options: &Options<'_>, rows:
         }
     }
     if source_rows.is_empty() && !is_late() {
-        return Err(rejected(whole("empty", "there are no rows: at least one is needed".to_owned())));
+        return Err(rejected(whole("empty", "there are no rows: at least one is required".to_owned())));
     }
     let first = source_rows.first().and_then(Value::as_object);
     let has_prompt = first.is_some_and(|row| row.contains_key("prompt"));
@@ -255,7 +255,7 @@ impl<'p> Pass<'p> {
             .map_err(|error| rejected(in_file(source, error)))?;
         }
         if self.options.cancelled.load(Ordering::Relaxed) && self.num_errors == 0 {
-            self.error(whole("cancelled", "it was cancelled".to_owned()));
+            self.error(whole("cancelled", "the conversion was cancelled".to_owned()));
         }
         if self.num_errors == 0 && self.rows_read > 0 {
             self.check_names();
@@ -274,7 +274,7 @@ impl<'p> Pass<'p> {
         take: &mut dyn FnMut(Value) -> Result<Flow, RowError>,
     ) -> Flow {
         if self.options.cancelled.load(Ordering::Relaxed) {
-            self.error(whole("cancelled", "it was cancelled".to_owned()));
+            self.error(whole("cancelled", "the conversion was cancelled".to_owned()));
             return Flow::Enough;
         }
         if (self.is_late)() {
@@ -425,7 +425,7 @@ impl Writer<'_> {
         self.written += (self.buffer.len() - before) as u64;
         if self.written > self.max_bytes {
             let detail = format!(
-                "what the mapping keeps has more than {} bytes: give limit, or keep fewer columns",
+                "the mapped rows have more than {} bytes: set limit, or keep fewer columns",
                 self.max_bytes
             );
             return Err(whole("too_large", detail));
@@ -459,5 +459,5 @@ fn too_long(row: &Value, bytes: usize) -> String {
     let largest = largest(row).map_or_else(String::new, |(name, bytes)| {
         format!(": '{}' alone has {bytes}; drop it with map.drop, or shorten it", super::columns::brief(&name))
     });
-    format!("the row has {bytes} bytes, {MAX_ROW_BYTES} are the most{largest}")
+    format!("the row has {bytes} bytes, the maximum is {MAX_ROW_BYTES}{largest}")
 }

@@ -72,7 +72,7 @@ impl Text {
                 }
                 let known = row.contains_key(first_of(path));
                 let why = match known {
-                    true => format!("'{}' leads nowhere in '{}'", brief(path), first_of(path)),
+                    true => format!("'{}' does not exist in '{}'", brief(path), first_of(path)),
                     false => unknown(first_of(path), row.keys().map(String::as_str)),
                 };
                 wrong("unknown_column", format!("{at}: {why}"))
@@ -302,7 +302,7 @@ impl Mapping {
             Value::Null => Err(wrong("null", format!("map.prompt: '{}' is null", brief(column.unwrap_or(PROMPT))))),
             other => Err(wrong(
                 "invalid_prompt",
-                format!("map.prompt: it is a {}: a text or a list of chat messages is needed", kind(&other)),
+                format!("map.prompt: it must be a text or a list of chat messages, not a {}", kind(&other)),
             )),
         }
     }

@@ -133,15 +133,15 @@ pub fn each_row(
         return parquet(file, wanted, take);
     }
     if source.name.ends_with(".parquet") {
-        return Err(whole("parquet", "it is no parquet file: it does not begin with PAR1".to_owned()));
+        return Err(whole("parquet", "it is not a parquet file: it does not begin with PAR1".to_owned()));
     }
     if start.starts_with(b"ARROW1") || source.name.ends_with(".arrow") {
-        return Err(whole("format", "Arrow files are not read: write parquet (to_parquet())".to_owned()));
+        return Err(whole("format", "Arrow files are not supported: write parquet (to_parquet())".to_owned()));
     }
     if start.starts_with(b"PK\x03\x04") || start.starts_with(b"BZh") || start.starts_with(b"\xfd7zXZ") {
         return Err(whole(
             "format",
-            "zip, bz2 and xz are not read: unpack the file, or pack it with gzip or zstd".to_owned(),
+            "zip, bz2 and xz are not supported: unpack the file, or pack it with gzip or zstd".to_owned(),
         ));
     }
     let packing = match start {
@@ -170,7 +170,7 @@ pub fn each_row(
     look.truncate(read);
     let name = source.name.trim_end_matches(".gz").trim_end_matches(".zst").trim_end_matches(".zstd");
     if look.starts_with(b"PAR1") {
-        return Err(whole("format", "a packed parquet file: unpack it, parquet is compressed in itself".to_owned()));
+        return Err(whole("format", "a compressed parquet file: decompress it, parquet has its own compression".to_owned()));
     }
     let format = Format::of_file_name(name).or(hint).map_or_else(|| by_look(&look), |named| corrected(named, &look));
     texts(format, &look, &mut bytes, take, (&broken, stop))
@@ -229,7 +229,7 @@ fn texts(
         since_row = if row.get() == rows_before { since_row + read } else { 0 };
         rows_before = row.get();
         if since_row > 2 * MAX_SOURCE_ROW_BYTES {
-            return Err(whole("row_too_long", "there is no row in 128 MiB: a row may have 64 MiB".to_owned()));
+            return Err(whole("row_too_long", "no row ends within 128 MiB: a row may have at most 64 MiB".to_owned()));
         }
         reader.push(piece.get(..read).unwrap_or_default(), &mut |_, read| one(&mut enough, read));
     }

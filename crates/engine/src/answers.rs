@@ -47,7 +47,7 @@ pub fn tokenize(
         let (prompt, answer) = ids.map_err(|error| wrong(error.to_string()))?;
         let tokens = prompt.len() + answer.len();
         if prompt.is_empty() || answer.is_empty() {
-            return Err(wrong("its prompt or its answer is empty after tokenisation; drop it".to_owned()));
+            return Err(wrong("its prompt or its answer is empty after tokenization; drop it".to_owned()));
         }
         if tokens > max_position_embeddings {
             return Err(wrong(format!(

@@ -242,7 +242,7 @@ pub trait Decode: Compute {
     fn embed_step(&self, table: &Self::Weight, _cache: &mut Self::Cache, tokens: Tokens<'_>) -> Result<Self::Tensor> {
         match tokens {
             Tokens::Known(ids) => self.embed(table, ids),
-            Tokens::Chosen(_) => Err(EngineError::Input("this backend does not keep what it chose".to_owned())),
+            Tokens::Chosen(_) => Err(EngineError::Input("this backend does not keep chosen tokens".to_owned())),
         }
     }
 

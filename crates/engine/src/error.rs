@@ -42,7 +42,7 @@ pub enum EngineError {
     },
     /// The state of the rewards, the weights or the moments is NaN or infinite: a checkpoint of it could
     /// not be read back.
-    #[error("{what} is not finite, so the run can neither go on nor be saved")]
+    #[error("{what} is not finite, so the run can neither continue nor be saved")]
     StateNotFinite {
         /// The number that is not finite.
         what: String,
@@ -57,7 +57,7 @@ pub enum EngineError {
     #[error("a tensor operation failed")]
     Tensor(#[from] candle_core::Error),
     /// A GPU has too little memory for a computation. The device still works, and smaller batches may fit.
-    #[error("the memory of the GPU is full: {0}")]
+    #[error("the GPU is out of memory: {0}")]
     OutOfMemory(String),
     /// A GPU or its driver is missing or failed: this process cannot use anything on it any more.
     #[error("the GPU cannot be used: {0}")]

@@ -293,7 +293,7 @@ impl Policy {
             scores = by_row(rows, new);
             let g = loss(&scores)?;
             if g.len() != rows.len() || g.iter().zip(rows).any(|(g, row)| g.len() != row.num_model_tokens()) {
-                return Err(EngineError::Input("the loss gave gradients of the wrong shape".to_owned()));
+                return Err(EngineError::Input("the loss returned gradients of the wrong shape".to_owned()));
             }
             Ok(g.concat())
         };

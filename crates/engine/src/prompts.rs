@@ -44,7 +44,7 @@ pub fn tokenize(
     }
     if let Some(first) = empty.first() {
         return Err(EngineError::Prompts(format!(
-            "{} of {} prompts are empty after tokenisation; the first is row {first}; drop them",
+            "{} of {} prompts are empty after tokenization; the first is row {first}; drop them",
             empty.len(),
             prompts.len(),
         )));

@@ -37,7 +37,7 @@ pub(super) fn relieve(
     model.policy.release();
     let tokens = model.micro_batching.max_tokens;
     let message = format!(
-        "the memory of the GPU was full ({why}): from now on micro-batches have {tokens} tokens, and half as many rows are sampled at once"
+        "the GPU ran out of memory ({why}): from now on micro-batches have {tokens} tokens, and half as many rows are sampled concurrently"
     );
     let data = json!({ "micro_batch_tokens": tokens });
     host.event(Event::Warning { code: "out_of_memory".into(), message, data })
@@ -51,6 +51,6 @@ fn cannot_go_on(model: &Model, why: &str, plan: &Plan, data: &Data) -> String {
     let needs = Footprint::on(place, plan, card.num_parameters, &shape, longest, tokens as u64).total;
     let needs = needs.div_ceil(1 << 20);
     format!(
-        "{why}; micro-batches were halved already, to {tokens} tokens, and the run needs about {needs} MiB by the estimate. Lower training.micro_batch_tokens, sampling.max_completion_length or rloo.num_generations, set training.gradient_checkpointing, or use a smaller model"
+        "{why}; micro-batches were already halved to {tokens} tokens, and the run needs an estimated {needs} MiB. Lower training.micro_batch_tokens, sampling.max_completion_length or rloo.num_generations, set training.gradient_checkpointing, or use a smaller model"
     )
 }

@@ -246,7 +246,7 @@ pub(super) fn first_warnings(batching: &Batching, data: &Data) -> Vec<Event> {
 /// The warning that rows of the warm-up are left out.
 pub(super) fn left_out_warning(left_out: usize, num_rows: usize) -> Event {
     let message = format!(
-        "{left_out} of {num_rows} rows of the warm-up are left out, because their prompts are evaluated: the evaluation would measure what was learned by heart"
+        "{left_out} of {num_rows} rows of the warm-up are left out, because their prompts are also evaluated: the evaluation would measure memorized answers"
     );
     let data = json!({ "left_out": left_out, "rows": num_rows });
     Event::Warning { code: "warm_up_rows_left_out".into(), message, data }
@@ -267,7 +267,7 @@ fn dropped_rows_warning(batching: &Batching) -> Event {
 /// The warning that an update was skipped.
 pub(super) fn skipped_update_warning(step: u64, (loss, grad_norm): (f64, f64), state: &TrainerState) -> Event {
     let message = format!(
-        "the update of step {step} was skipped, because its loss or gradient is not finite; {MAX_SKIPPED_IN_A_ROW} in a row end the job"
+        "the update of step {step} was skipped, because its loss or gradient is not finite; {MAX_SKIPPED_IN_A_ROW} consecutive skipped updates end the job"
     );
     let data = json!({
         "step": step,
@@ -281,7 +281,7 @@ pub(super) fn skipped_update_warning(step: u64, (loss, grad_norm): (f64, f64), s
 /// The warning that evaluated prompts are also trained.
 fn shared_prompts_warning(shared: u64, evaluated: usize) -> Event {
     let message = format!(
-        "{shared} of {evaluated} evaluation prompts are training prompts too: on these the evaluation cannot show whether the model learned more than them"
+        "{shared} of {evaluated} evaluation prompts are also training prompts: on these the evaluation cannot show whether the model generalizes"
     );
     Event::Warning { code: SHARED_PROMPTS.into(), message, data: json!({ "shared": shared, "evaluated": evaluated }) }
 }
@@ -293,7 +293,7 @@ pub(super) fn unscorable_warning(step: u64, samples: &[Sample]) -> Option<Event>
         return None;
     }
     let message = format!(
-        "none of the {} completions of step {step} has a reward (each is missing or does not apply), so it trains nothing",
+        "none of the {} completions of step {step} has a reward (each is missing or does not apply), so the step trains nothing",
         samples.len()
     );
     let data = json!({ "step": step, "completions": samples.len() });

@@ -249,7 +249,7 @@ impl Data {
         let held_out = fraction.map(held_out);
         if held_out.as_ref().is_some_and(Vec::is_empty) {
             return Err(RunEnd::Failed(EngineError::Prompts(
-                "eval.fraction can hold out nothing: all prompts are equal, and equal prompts are never divided between training and evaluation; give an evaluation dataset, or add prompts".into(),
+                "eval.fraction cannot hold out any prompt: all prompts are equal, and equal prompts are never split between training and evaluation; set an evaluation dataset, or add prompts".into(),
             )));
         }
         let not_trained = held_out.as_deref().unwrap_or_default();
@@ -309,7 +309,7 @@ impl Data {
         }
         if self.answered.is_empty() {
             let why = if num_rows == 0 { "it has no rows" } else { "the prompts of all its rows are evaluated" };
-            let detail = format!("nothing is left for the warm-up to learn from: {why}; add some");
+            let detail = format!("the warm-up has no rows to train on: {why}; add rows");
             return Err(RunEnd::Failed(EngineError::Prompts(detail)));
         }
         Ok(())

@@ -40,7 +40,7 @@ pub(super) fn begin(policy: &mut Policy, input: &TrainInput<'_>, step: u64) -> R
     let wants_initial = plan.warm_start.as_ref().is_some_and(|warm| warm.reference == Reference::Initial);
     let initial = input.initial_adapter.as_deref();
     if plan.warm_start.is_some() && initial.is_none() && (input.resume.is_none() || wants_initial) {
-        return Err(EngineError::Input("the checkpoint that the job begins with is not there".to_owned()));
+        return Err(EngineError::Input("the checkpoint that the job starts from was not found".to_owned()));
     }
     // After a warm-up the reference is created when the warm-up ends.
     let with_reference = plan.rloo.needs_reference() && !plan.has_warmed_reference();
@@ -52,7 +52,7 @@ pub(super) fn begin(policy: &mut Policy, input: &TrainInput<'_>, step: u64) -> R
                 match policy.lora_config() {
                     Some(found) if found.fits(lora) => Ok(()),
                     found => {
-                        Err(EngineError::Adapter(format!("it was made with {found:?}, but the plan says {lora:?}")))
+                        Err(EngineError::Adapter(format!("it was created with {found:?}, but the plan says {lora:?}")))
                     }
                 }
             };
@@ -141,7 +141,7 @@ fn restored_reference(policy: &mut Policy, dir: &Path, is_adapter: bool) -> Resu
 /// The warning that a multimodal checkpoint has tensors that are not used.
 pub(super) fn skipped_warning(policy: &Policy) -> Option<Event> {
     let Skipped { count, parts } = policy.card().skipped.as_ref()?;
-    let message = format!("only the text of the model is trained: {count} tensors of {} are skipped", parts.join(", "));
+    let message = format!("only the text part of the model is trained: {count} tensors of {} are skipped", parts.join(", "));
     let data = json!({ "tensors": count, "parts": parts });
     Some(Event::Warning { code: "tensors_skipped".into(), message, data })
 }

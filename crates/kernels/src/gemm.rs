@@ -247,7 +247,7 @@ pub fn linear(threads: &Threads, isa: Isa, linear: Linear<'_>, out: Output<'_>) 
         Some(values) => {
             assert!(
                 bias.is_none() && !target.add && values.len() >= rows * n,
-                "a residual of another shape, or two starts"
+                "a residual with another shape, or more than one initial value"
             );
             Start::Rows(StartRows { values, stride: n })
         }

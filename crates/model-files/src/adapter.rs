@@ -150,14 +150,14 @@ pub fn read(dir: &Path) -> Result<AdapterCard, ModelCardError> {
             (None, Some(inside)) => (inside, true),
             (None, None) => {
                 let detail =
-                    format!("tensor {name} is no lora_A or lora_B of a decoder layer; only those are supported");
+                    format!("tensor {name} is not a lora_A or lora_B of a decoder layer; only those are supported");
                 return Err(ModelCardError::new(WEIGHTS, detail));
             }
         };
         let place = inside.split_once('.').and_then(|(layer, path)| Some((layer.parse::<usize>().ok()?, path)));
         let (Some((layer, path)), [rows, columns]) = (place.filter(|(layer, _)| *layer < 10_000), &location.shape[..])
         else {
-            return Err(ModelCardError::new(WEIGHTS, format!("tensor {name} is no matrix of a decoder layer")));
+            return Err(ModelCardError::new(WEIGHTS, format!("tensor {name} is not a matrix of a decoder layer")));
         };
         let rank = if is_b { *columns } else { *rows };
         ranks.entry((layer, path)).or_default()[usize::from(is_b)] = Some(rank);

@@ -120,7 +120,7 @@ impl ClassifierCard {
         let Some(label) = label else {
             return match self.labels.len() {
                 1 => Ok(0),
-                n => Err(format!("the model gives {n} scores ({}): say which one in 'label'", self.labels.join(", "))),
+                n => Err(format!("the model has {n} scores ({}): select one with 'label'", self.labels.join(", "))),
             };
         };
         let by_name = self.labels.iter().position(|known| known == label);
@@ -152,7 +152,7 @@ fn labels(keys: &Keys) -> Result<Vec<String>, ModelCardError> {
     let Some(value) = keys.get("id2label") else {
         return match keys.size("num_labels", Some(2))? {
             n if n <= MAX_LABELS => Ok(numbered(n)),
-            n => keys.refuse("num_labels", &n.into(), "that cannot be meant"),
+            n => keys.refuse("num_labels", &n.into(), "it is out of range"),
         };
     };
     let Some(map) = value.as_object().filter(|map| (1..=MAX_LABELS).contains(&map.len())) else {

@@ -261,7 +261,7 @@ pub fn open(dir: &Path, file: &str) -> Result<File, ModelCardError> {
         let found = if kind.is_dir() { "a directory" } else { "a pipe, a socket or a device" };
         return Err(ModelCardError::new(
             file,
-            format!("is {found}; a model is made of plain files: put one in its place"),
+            format!("is {found}; it must be a regular file: replace it"),
         ));
     }
     File::open(path).map_err(|e| io_error(file, &e))
@@ -273,7 +273,7 @@ pub(crate) fn read_text(dir: &Path, file: &str, max_bytes: u64) -> Result<String
     let mut bytes = Vec::new();
     opened.take(max_bytes + 1).read_to_end(&mut bytes).map_err(|e| io_error(file, &e))?;
     if bytes.len() as u64 > max_bytes {
-        return Err(ModelCardError::new(file, format!("is larger than {max_bytes} bytes, which cannot be right")));
+        return Err(ModelCardError::new(file, format!("is larger than {max_bytes} bytes, the maximum for this file")));
     }
     check_downloaded(file, &bytes)?;
     String::from_utf8(bytes).map_err(|_| ModelCardError::new(file, "is not valid UTF-8; copy the file again"))

@@ -40,7 +40,7 @@ pub fn draw(bytes: u64) -> Result<(), Error> {
     let (left, all) = BUDGET.get();
     BUDGET.set((left.saturating_sub(bytes), all));
     if bytes > left {
-        let text = format!("the template makes more than {} MiB of text", all >> 20);
+        let text = format!("the template creates more than {} MiB of text", all >> 20);
         return Err(Error::new(ErrorKind::InvalidOperation, text));
     }
     Ok(())
@@ -100,7 +100,7 @@ fn walk(value: &Value, depth: u64, size: &mut Size) -> Result<(), Error> {
             // These two objects can change after they were measured, and could be made to contain themselves.
             let name = value.as_object().map_or("", |object| object.type_name());
             if depth > 0 && (name.ends_with("::Namespace") || name.ends_with("::Loop")) {
-                let text = "a namespace or a loop cannot be within another value";
+                let text = "a namespace or loop object cannot be stored in another value";
                 return Err(Error::new(ErrorKind::InvalidOperation, text));
             }
             for item in value.try_iter()? {

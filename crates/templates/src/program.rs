@@ -66,7 +66,7 @@ fn on_a_large_stack<T: Send>(source: &str, compile: impl FnOnce() -> Result<T, E
     }
     std::thread::scope(|scope| {
         let thread = std::thread::Builder::new().stack_size(STACK_BYTES).spawn_scoped(scope, compile);
-        let thread = thread.map_err(|error| refused(format!("no thread to compile the template: {error}")))?;
+        let thread = thread.map_err(|error| refused(format!("cannot start a thread to compile the template: {error}")))?;
         thread.join().map_err(|_| refused("the template cannot be compiled"))?
     })
 }
@@ -303,7 +303,7 @@ fn guarded<'a>(plain: &Instructions<'a>) -> Result<Instructions<'a>, Error> {
     for (index, group) in (0u32..).zip(groups) {
         for mut instruction in group {
             if let Some(target) = target(&mut instruction) {
-                *target = *places.get(*target as usize).ok_or_else(|| refused("a jump leads nowhere"))?;
+                *target = *places.get(*target as usize).ok_or_else(|| refused("a jump has no target"))?;
             }
             match plain.get_span(index) {
                 Some(span) => all.add_with_span(instruction, span),

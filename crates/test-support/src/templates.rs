@@ -2,9 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-const MADE: &str = "the template makes more than ";
+const MADE: &str = "the template creates more than ";
 const CONSTANTS: &str = "MiB of constants";
-const WITHIN: &str = "within another value";
+const WITHIN: &str = "in another value";
 const IMPORT: &str = "a template cannot import";
 const LEVELS: &str = "levels deep";
 const RECURSION: &str = "recursion limit";

@@ -289,7 +289,7 @@ fn check_group(metadata: &RowGroupMetaData, group: usize, columns: usize) -> Res
     if metadata.columns().iter().any(|column| matches!(column.compression(), Compression::BROTLI(_) | Compression::LZO))
     {
         let detail =
-            "the file is compressed with brotli or lzo, which are not read: write it with snappy, zstd, gzip or lz4";
+            "the file is compressed with brotli or lzo, which are not supported: write it with snappy, zstd, gzip or lz4";
         return Err(whole("parquet", detail.to_owned()));
     }
     let packed = metadata.compressed_size().max(1);

@@ -97,7 +97,7 @@ impl Remote {
             known.waited += begun.elapsed();
             for (range, bytes) in missing.iter().zip(read?) {
                 if bytes.len() as u64 != range.end - range.start {
-                    return Err(io::Error::other("another part of the file came than was asked for"));
+                    return Err(io::Error::other("the server returned another part of the file than requested"));
                 }
                 known.bytes += bytes.len() as u64;
                 known.pieces.push((range.start, bytes));

@@ -179,7 +179,7 @@ fn delta_encoded_texts_take_no_more_than_others() {
     // A billion empty texts, encoded as lengths in blocks of 2^30; once with a correct header, once with a header
     // that claims a hundred.
     let empty = [&[0x80, 0x80, 0x80, 0x80, 4, 1][..], &[0x80, 0x94, 0xeb, 0xdc, 3, 0], &[0, 0]].concat();
-    for (values, says) in [(1_000_000_000, "the last of them: 'big'"), (100, "another number of them")] {
+    for (values, says) in [(1_000_000_000, "the last of them: 'big'"), (100, "a different number of values")] {
         let page = of(Encoding::DELTA_LENGTH_BYTE_ARRAY, values, empty.clone());
         let told = files.read("lengths", TEXTS, 100, vec![prompts(100), (NONE, vec![page])]);
         assert!(told.contains(says), "{told}");

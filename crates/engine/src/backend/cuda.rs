@@ -88,12 +88,12 @@ impl From<CudaError> for EngineError {
                 // Fragmentation accounts for less than a quarter of the memory; a larger gap belongs to other processes.
                 let by_others = total.saturating_sub(used.saturating_add(requested)) > total / 4;
                 let what = format!(
-                    "{} MiB more than the {} in use of {} MiB{}",
+                    "{} MiB requested, {} of {} MiB in use{}",
                     mib(requested),
                     mib(used),
                     mib(total),
                     if by_others {
-                        ", the rest of which other processes use; --gpu-memory keeps rlood to a share"
+                        "; other processes use the rest (--gpu-memory limits the share of rlood)"
                     } else {
                         ""
                     }

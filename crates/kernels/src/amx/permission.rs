@@ -13,10 +13,10 @@ pub(in super::super) fn refused() -> Option<&'static str> {
     static REFUSED: OnceLock<Option<&str>> = OnceLock::new();
     *REFUSED.get_or_init(|| {
         if !Isa::Avx512.is_available() {
-            return Some("the processor has no AVX-512");
+            return Some("the CPU has no AVX-512");
         }
         if !has_tiles() {
-            return Some("the processor has no AMX for bf16");
+            return Some("the CPU has no AMX for bf16");
         }
         if !is_permitted() {
             return Some("the system does not permit AMX");

@@ -40,7 +40,7 @@ impl Geometry {
         let Heads { num_heads, num_kv_heads, head_dim, .. } = *heads;
         if num_kv_heads == 0 || num_heads == 0 || !num_heads.is_multiple_of(num_kv_heads) {
             return Err(CudaError::Input(format!(
-                "{num_heads} query heads do not divide among {num_kv_heads} key heads"
+                "{num_heads} query heads are not a multiple of {num_kv_heads} key heads"
             )));
         }
         let padded = [32, 64, 128, MAX_HEAD_DIM].into_iter().find(|padded| *padded >= head_dim);
@@ -96,7 +96,7 @@ pub(super) fn is_aligned(address: u64, stride: usize, heads: &Heads) -> bool {
 fn same_dtype(rows: &[&Rows<'_>]) -> Result<Dtype> {
     match rows {
         [first, rest @ ..] if rest.iter().all(|rows| rows.dtype == first.dtype) => Ok(first.dtype),
-        _ => Err(CudaError::Input("attention reads and writes one type".to_owned())),
+        _ => Err(CudaError::Input("attention needs input and output of the same type".to_owned())),
     }
 }
 
@@ -129,7 +129,7 @@ impl Layout {
         let at_once = TILE / geometry.heads_at_once;
         let (mut tiles, mut key_tiles, mut positions) = (Vec::new(), Vec::new(), Vec::new());
         let int = |value: usize| {
-            i32::try_from(value).map_err(|_| CudaError::Input("a batch of 2³¹ tokens does not fit".to_owned()))
+            i32::try_from(value).map_err(|_| CudaError::Input("a batch of 2³¹ tokens or more is not supported".to_owned()))
         };
         let mut row = 0;
         for group in groups {
@@ -226,7 +226,7 @@ pub fn attend(device: &Device, layout: &Layout, qkv: Rows<'_>, out: Rows<'_>, so
 
 fn softmax_address(layout: &Layout, softmax: &Rows<'_>) -> Result<u64> {
     if softmax.dtype != Dtype::F32 || (layout.tokens > 1 && softmax.stride != softmax.width) {
-        return Err(CudaError::Input("the softmax of attention is kept in contiguous rows of f32".to_owned()));
+        return Err(CudaError::Input("the softmax of attention must be in contiguous rows of f32".to_owned()));
     }
     address(softmax, layout.tokens, layout.heads.num_heads, "the softmax of attention")
 }

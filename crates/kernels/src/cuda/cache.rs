@@ -329,7 +329,7 @@ impl Cache {
             self.upload_plan(window)?;
         }
         let Tables { pages: Some(pages), plans, row_capacity, parts: Some((ml, parts)), .. } = &self.tables else {
-            return Err(CudaError::Input("the step was not begun".to_owned()));
+            return Err(CudaError::Input("no step was started".to_owned()));
         };
         let Some((_, plan)) = plans.iter().find(|(known, _)| *known == window) else { return Ok(()) };
         let Heads { num_heads, num_kv_heads, head_dim, .. } = self.heads;

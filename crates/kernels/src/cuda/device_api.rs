@@ -30,11 +30,11 @@ impl fmt::Display for CudaError {
             CudaError::OutOfMemory { requested: 0, used, total } => {
                 write!(
                     f,
-                    "out of device memory: no room for what a kernel itself needs, {used} bytes in use of {total}"
+                    "out of device memory: no room for memory that a kernel itself needs, {used} of {total} bytes in use"
                 )
             }
             CudaError::OutOfMemory { requested, used, total } => {
-                write!(f, "out of device memory: {requested} bytes asked for, {used} in use of {total}")
+                write!(f, "out of device memory: {requested} bytes requested, {used} of {total} in use")
             }
             CudaError::Unavailable(why) | CudaError::Input(why) => f.write_str(why),
             CudaError::Failed(why) => write!(f, "the device failed: {why}"),

@@ -426,7 +426,7 @@ impl Device {
         if Arc::ptr_eq(&self.0, &buffer.device.0) {
             return Ok(());
         }
-        Err(CudaError::Input(format!("a buffer of {:?} was given to {self:?}", buffer.device)))
+        Err(CudaError::Input(format!("a buffer of {:?} was passed to {self:?}", buffer.device)))
     }
 }
 

@@ -128,13 +128,13 @@ fn check(head: &Head<'_>, x: &Rows<'_>, rows: usize) -> Result<()> {
     if x.dtype == head.weight.dtype {
         Ok(())
     } else {
-        Err(CudaError::Input(format!("rows of {:?} meet a head of {:?}", x.dtype, head.weight.dtype)))
+        Err(CudaError::Input(format!("rows of type {:?} do not match a head of type {:?}", x.dtype, head.weight.dtype)))
     }
 }
 
 fn check_targets(head: &Head<'_>, targets: &[u32]) -> Result<()> {
     match targets.iter().find(|target| **target as usize >= head.weight.rows) {
-        Some(target) => Err(CudaError::Input(format!("token {target} is not among {}", head.weight.rows))),
+        Some(target) => Err(CudaError::Input(format!("token {target} is not below the vocabulary size {}", head.weight.rows))),
         None => Ok(()),
     }
 }

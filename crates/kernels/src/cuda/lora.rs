@@ -51,7 +51,7 @@ impl Adapter {
         let rank = blocks.len() * r;
         let fits = |range: &Range<usize>| range.start <= range.end && range.end <= *outputs;
         check(blocks.iter().all(|(range, ..)| fits(range)), || {
-            format!("an adapter of rank {r} does not fit a weight of {outputs} x {inputs}")
+            format!("an adapter of rank {r} does not match a weight of {outputs} x {inputs}")
         })?;
         let a = device.alloc(rank * inputs * dtype.bytes())?;
         // B is zero in the rows of other modules.

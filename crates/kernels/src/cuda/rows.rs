@@ -107,13 +107,13 @@ pub(super) fn check_rows(is_so: bool, what: &str, rows: &[Rows<'_>]) -> Result<(
     check(is_so, || {
         let shapes: Vec<String> =
             rows.iter().map(|rows| format!("{} x {} {}", rows.rows, rows.width, rows.dtype.name())).collect();
-        format!("{what}: operands do not fit each other: {}", shapes.join(", "))
+        format!("{what}: operands do not match: {}", shapes.join(", "))
     })
 }
 
 /// Converts a size to the kernels' type.
 pub(super) fn size(n: usize) -> Result<u32> {
-    u32::try_from(n).map_err(|_| CudaError::Input(format!("a size of {n} is beyond what a kernel can count")))
+    u32::try_from(n).map_err(|_| CudaError::Input(format!("a size of {n} does not fit into 32 bits")))
 }
 
 /// Packs flags into the bits of a number.
@@ -127,7 +127,7 @@ pub(super) const THREADS: u32 = 256;
 /// A launch with `count` threads, in blocks of [`THREADS`].
 pub(super) fn threads(count: usize) -> Result<Launch> {
     // A kernel counts its threads in 32 bits, including those of the last block.
-    check(count < (1 << 32) - THREADS as usize, || format!("{count} are more values than a kernel can count"))?;
+    check(count < (1 << 32) - THREADS as usize, || format!("{count} values do not fit into 32 bits"))?;
     Ok(Launch { grid: [(count as u32).div_ceil(THREADS), 1, 1], block: THREADS, shared: 0 })
 }
 
@@ -156,7 +156,7 @@ params! {
 /// [`CudaError::Input`] if a row does not exist, or the shapes do not match.
 pub fn select(device: &Device, x: Rows<'_>, rows: &[u32], out: Rows<'_>) -> Result<()> {
     check(rows.len() == out.rows && rows.iter().all(|row| (*row as usize) < x.rows), || {
-        format!("{} rows of {} are looked up into {}", rows.len(), x.rows, out.rows)
+        format!("{} rows of {} cannot be looked up into {}", rows.len(), x.rows, out.rows)
     })?;
     select_by(device, x, &device.upload(rows)?, out)
 }

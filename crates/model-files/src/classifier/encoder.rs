@@ -163,7 +163,7 @@ impl EncoderConfig {
                 }
                 if max_position_embeddings <= pad_token_id as usize + 1 {
                     let value = max_position_embeddings.into();
-                    return keys.refuse("max_position_embeddings", &value, "positions begin behind pad_token_id");
+                    return keys.refuse("max_position_embeddings", &value, "positions start after pad_token_id");
                 }
                 if type_vocab_size == 0 {
                     return keys.refuse("type_vocab_size", &0.into(), "it must be at least 1");

@@ -81,7 +81,7 @@ impl RowGroupReader for Group<'_> {
     }
 
     fn get_row_iter(&self, _projection: Option<Type>) -> Result<RowIter<'_>, ParquetError> {
-        Err(ParquetError::NYI("rows are read by the tree".to_owned()))
+        Err(ParquetError::NYI("only the record reader is supported".to_owned()))
     }
 }
 

@@ -55,9 +55,9 @@ impl Unpacker {
                     }
                 }
             },
-            other => return Err(ParquetError::General(format!("its compression {other} is not read"))),
+            other => return Err(ParquetError::General(format!("its compression {other} is not supported"))),
         };
-        if done == bytes { Ok(()) } else { Err(broken("it has another size than its header says")) }
+        if done == bytes { Ok(()) } else { Err(broken("its size differs from its header")) }
     }
 }
 

@@ -41,7 +41,7 @@ fn rope<'a>(rotation: &'a Rotation<'a, Cuda>) -> Rope<'a> {
 }
 
 pub(super) fn no_kernel(what: &str) -> EngineError {
-    EngineError::Input(format!("there is no kernel of a GPU for {what}"))
+    EngineError::Input(format!("there is no GPU kernel for {what}"))
 }
 
 fn check_silu(activation: Activation) -> Result<()> {

@@ -61,7 +61,7 @@ impl Cache {
 
     /// The buffer with the current step's tokens.
     pub(super) fn tokens(&self) -> Result<&Buffer> {
-        self.tokens.as_ref().ok_or_else(|| EngineError::Input("there is no step under way".to_owned()))
+        self.tokens.as_ref().ok_or_else(|| EngineError::Input("no step is in progress".to_owned()))
     }
 
     pub(super) fn close(&mut self) {
@@ -103,7 +103,7 @@ impl PendingChoice {
         let mut landing = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let chosen = match std::mem::replace(&mut *landing, Landing::Begun) {
             Landing::Begun => {
-                return Err(EngineError::Input("the choice of tokens has not come to its end".to_owned()));
+                return Err(EngineError::Input("the choice of tokens has not finished".to_owned()));
             }
             Landing::Coming { words, rows } => head::chosen_of(&words.wait()?, rows),
             Landing::There(chosen) => chosen,

@@ -56,7 +56,7 @@ fn driver() -> Result<c_int, CudaError> {
     unavailable("the NVIDIA driver did not start", result::init())?;
     let mut version = 0;
     // SAFETY: the pointer refers to a local variable.
-    unavailable("the NVIDIA driver did not tell its version", unsafe {
+    unavailable("the NVIDIA driver did not report its version", unsafe {
         sys::cuDriverGetVersion(&raw mut version).result()
     })?;
     Ok(version)
@@ -65,7 +65,7 @@ fn driver() -> Result<c_int, CudaError> {
 /// Number of GPUs.
 pub(in super::super) fn count() -> Result<usize, CudaError> {
     driver()?;
-    let count = unavailable("the NVIDIA driver did not count its devices", result::device::get_count())?;
+    let count = unavailable("the NVIDIA driver did not report the number of devices", result::device::get_count())?;
     Ok(count as usize)
 }
 
@@ -95,13 +95,13 @@ impl Gpu {
                     .to_owned(),
             ));
         }
-        let found = unavailable("the NVIDIA driver did not count its devices", result::device::get_count())? as usize;
+        let found = unavailable("the NVIDIA driver did not report the number of devices", result::device::get_count())? as usize;
         if ordinal >= found {
             return Err(CudaError::Unavailable(format!("there is no cuda:{ordinal}: the driver shows {found} GPUs")));
         }
         if KERNELS.0.is_empty() {
             return Err(CudaError::Unavailable(
-                "this build holds no CUDA kernels: it was made with RLOOD_CUDA_STUB=1, for checks only".to_owned(),
+                "this build contains no CUDA kernels: it was built with RLOOD_CUDA_STUB=1, for checks only".to_owned(),
             ));
         }
         let device = unavailable("the GPU was not found", result::device::get(ordinal as c_int))?;
@@ -116,7 +116,7 @@ impl Gpu {
         }
         // SAFETY: a device of this driver; each handle is used in the context in which it was created.
         let gpu = unsafe {
-            let context = unavailable("the GPU's context was not made", result::primary_ctx::retain(device))?;
+            let context = unavailable("the GPU's context could not be created", result::primary_ctx::retain(device))?;
             bind(context)?;
             let stream = did("cuStreamCreate", result::stream::create(result::stream::StreamKind::NonBlocking))?;
             let pool = did("cuDeviceGetDefaultMemPool", result::device::get_default_mem_pool(device))?;
@@ -157,11 +157,11 @@ impl Gpu {
 fn properties(device: sys::CUdevice) -> Result<Properties, CudaError> {
     // SAFETY: a device of this driver.
     let attribute = |attribute| unsafe {
-        unavailable("the GPU did not tell an attribute", result::device::get_attribute(device, attribute))
+        unavailable("the GPU did not report an attribute", result::device::get_attribute(device, attribute))
             .map(|value| value as u32)
     };
     Ok(Properties {
-        name: unavailable("the GPU did not tell its name", result::device::get_name(device))?,
+        name: unavailable("the GPU did not report its name", result::device::get_name(device))?,
         compute_capability: (
             attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
             attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
@@ -169,7 +169,7 @@ fn properties(device: sys::CUdevice) -> Result<Properties, CudaError> {
         multiprocessors: attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
         shared_bytes: attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
         // SAFETY: a device of this driver.
-        memory_bytes: unavailable("the GPU did not tell its memory", unsafe { result::device::total_mem(device) })?
+        memory_bytes: unavailable("the GPU did not report its memory", unsafe { result::device::total_mem(device) })?
             as u64,
         driver_version: 0,
         taken_bytes: None,
