@@ -421,7 +421,7 @@ fn a_checkpoint_of_another_warm_up_is_refused_and_steps_that_are_not_finite_are_
         let error = train(&other, rows(), start, &mut TestHost::default()).unwrap_err();
         assert!(error.to_string().contains("warm-up"), "{error}");
     }
-    // Rewards with weight 0 are not part of it.
+    // A value that is only measured is not part of the hash.
     let mut counted = plan.clone();
     counted.warm_up.as_mut().unwrap().longest_row_tokens = Some(9);
     run(&counted, Start { resume: Some(at(&whole, 6)), ..start() });
