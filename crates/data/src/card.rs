@@ -79,9 +79,9 @@ pub fn choose(
     config: Option<&str>,
     split: Option<&str>,
 ) -> Result<Chosen, CannotChoose> {
-    let mut layouts = of_readme(readme.unwrap_or_default(), files);
+    let mut layouts = layouts_from_readme(readme.unwrap_or_default(), files);
     if layouts.iter().all(|layout| layout.splits.iter().all(|(_, files)| files.is_empty())) {
-        layouts = vec![Layout { config: default_name(), is_default: true, splits: by_names(files) }];
+        layouts = vec![Layout { config: default_name(), is_default: true, splits: splits_from_names(files) }];
     }
     let layout = choose_config(&layouts, config)?;
     let (split, chosen) = choose_split(layout, split)?;
@@ -152,7 +152,7 @@ fn choose_split<'l>(layout: &'l Layout, split: Option<&str>) -> Result<(&'l str,
 }
 
 /// Reads the configurations from the YAML between the `---` lines of a README.
-fn of_readme(readme: &str, files: &[String]) -> Vec<Layout> {
+fn layouts_from_readme(readme: &str, files: &[String]) -> Vec<Layout> {
     let front = readme.trim_start_matches('\u{feff}').strip_prefix("---").and_then(|rest| rest.split_once("\n---"));
     let Some((yaml, _)) = front else { return Vec::new() };
     let Ok(Card { configs }) = serde_saphyr::from_str::<Card>(yaml) else { return Vec::new() };
@@ -169,7 +169,7 @@ fn of_readme(readme: &str, files: &[String]) -> Vec<Layout> {
                 Some(splits) => splits.into_iter().map(|(name, patterns)| (name, matching(&patterns))).collect(),
                 None => {
                     let inside = |file: &&String| dir.is_none_or(|dir| file.starts_with(&format!("{dir}/")));
-                    by_names(&files.iter().filter(inside).cloned().collect::<Vec<_>>())
+                    splits_from_names(&files.iter().filter(inside).cloned().collect::<Vec<_>>())
                 }
             };
             Layout { config: config_name, is_default: default, splits }
@@ -207,9 +207,9 @@ fn patterns_of(data_files: &Value) -> Option<Vec<(String, Vec<String>)>> {
 
 /// Guesses the splits as `datasets` does: from `data/{split}-00000-of-00001.*`, then from words in folder names, then
 /// in file names; else all files are `train`.
-fn by_names(files: &[String]) -> Vec<(String, Vec<String>)> {
+fn splits_from_names(files: &[String]) -> Vec<(String, Vec<String>)> {
     let data: Vec<&String> = files.iter().filter(|file| is_data(file)).collect();
-    let guesses: [fn(&str) -> Option<String>; 3] = [of_shard, of_folder, of_name];
+    let guesses: [fn(&str) -> Option<String>; 3] = [split_of_shard, split_of_folder, split_of_name];
     for guess in guesses {
         let mut splits: Vec<(String, Vec<String>)> = Vec::new();
         for file in &data {
@@ -230,7 +230,7 @@ fn by_names(files: &[String]) -> Vec<(String, Vec<String>)> {
 }
 
 /// Returns the split of a shard's name, such as `data/train_prefs-00000-of-00004.parquet`.
-fn of_shard(file: &str) -> Option<String> {
+fn split_of_shard(file: &str) -> Option<String> {
     let name = file.rsplit('/').next()?;
     let (before, total) = name.rsplit_once("-of-")?;
     let (split, number) = before.rsplit_once('-')?;
@@ -239,12 +239,12 @@ fn of_shard(file: &str) -> Option<String> {
     (is_shard && !split.is_empty()).then(|| split.to_owned())
 }
 
-fn of_folder(file: &str) -> Option<String> {
+fn split_of_folder(file: &str) -> Option<String> {
     let (folders, _) = file.rsplit_once('/')?;
     folders.split('/').find_map(split_of)
 }
 
-fn of_name(file: &str) -> Option<String> {
+fn split_of_name(file: &str) -> Option<String> {
     split_of(file.rsplit('/').next()?)
 }
 
@@ -317,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn without_it_names_tell_as_the_library_datasets_guesses() {
+    fn without_yaml_splits_are_guessed_as_the_library_datasets_does() {
         for (names, split, expected) in [
             (
                 &[
@@ -348,7 +348,7 @@ mod tests {
     }
 
     #[test]
-    fn data_that_is_not_read_here_is_told_apart_from_none() {
+    fn unsupported_data_is_distinguished_from_no_data() {
         let error = choose(None, &files(&["data-00000-of-00001.arrow", "state.json"]), None, None).unwrap_err();
         assert!(error.is_unreadable && error.detail.contains("data-00000-of-00001.arrow"), "{error:?}");
         let error = choose(None, &files(&["README.md", "script.py"]), None, None).unwrap_err();

@@ -27,7 +27,7 @@ pub fn find<'r>(row: &'r Row, path: &str) -> Option<&'r Value> {
 }
 
 /// The column that a path begins with, judged by the path alone.
-pub fn first_of(path: &str) -> &str {
+pub fn column_of_path(path: &str) -> &str {
     path.split('.').next().unwrap_or(path)
 }
 
@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn the_name_that_was_meant_is_offered() {
+    fn the_intended_name_is_suggested() {
         let names = ["question", "answer"];
         assert_eq!(
             unknown("quesiton", names.into_iter()),

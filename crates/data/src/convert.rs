@@ -19,7 +19,7 @@ use super::source::{Flow, NOT_FETCHED, Place, Source, Wanted, each_row, whole};
 /// Bytes buffered before each write.
 const WRITE_BYTES: usize = 256 << 10;
 /// How long a preview may search for rows that pass the recipe's filter.
-const LOOK_FOR: Duration = Duration::from_millis(200);
+const PREVIEW_SEARCH_TIME: Duration = Duration::from_millis(200);
 
 /// Limits and defaults of a conversion.
 #[derive(Debug, Clone, Copy)]
@@ -112,7 +112,7 @@ pub fn convert(
 /// Fails if the recipe or a file cannot be used at all. Errors in rows are part of the result.
 pub fn preview(sources: &[Source], recipe: &Recipe, options: &Options<'_>, rows: usize) -> Result<Preview, Rejected> {
     let begun = Instant::now();
-    let is_late = || begun.elapsed() > LOOK_FOR + waited(sources);
+    let is_late = || begun.elapsed() > PREVIEW_SEARCH_TIME + waited(sources);
     let (mut columns, mut source_rows): (Vec<PreviewColumn>, Vec<Value>) = (Vec::new(), Vec::new());
     for source in sources {
         let mut error = None;
@@ -123,7 +123,7 @@ pub fn preview(sources: &[Source], recipe: &Recipe, options: &Options<'_>, rows:
                     note_columns(&mut columns, &row);
                     source_rows.push(row);
                 }
-                Err(found) => error = Some(placed(source, place, found)),
+                Err(found) => error = Some(with_position(source, place, found)),
             }
             let enough = source_rows.len() >= rows || error.is_some() || is_late();
             if enough { Flow::Enough } else { Flow::More }
@@ -188,7 +188,7 @@ fn compile(recipe: &Recipe, options: &Options<'_>) -> Result<Option<Mapping>, Re
     let (map, plain) = (recipe.map.as_ref(), RecipeMap::default());
     if options.answers {
         let mapping = Mapping::new(map.unwrap_or(&plain), options.chat_default).map_err(refuse)?;
-        return Ok(Some(mapping.taking_chats()));
+        return Ok(Some(mapping.with_chat_prompts()));
     }
     map.map(|map| Mapping::new(map, options.chat_default)).transpose().map_err(refuse)
 }
@@ -198,7 +198,7 @@ fn rejected(error: RowError) -> Rejected {
 }
 
 /// Prefixes an error with its position: `row 17 (data/train.parquet, row group 0): …`.
-fn placed(source: &Source, place: Place, error: RowError) -> RowError {
+fn with_position(source: &Source, place: Place, error: RowError) -> RowError {
     let group = place.row_group.map_or_else(String::new, |group| format!(", row group {group}"));
     let detail = format!("row {} ({}{group}): {}", place.row, source.name, error.detail);
     RowError { line: 0, code: error.code, detail }
@@ -290,9 +290,9 @@ impl<'p> Pass<'p> {
                     self.error(error);
                     Flow::Enough
                 }
-                Err(error) => self.note(placed(source, place, error)),
+                Err(error) => self.note(with_position(source, place, error)),
             },
-            Err(error) => self.note(placed(source, place, error)),
+            Err(error) => self.note(with_position(source, place, error)),
         }
     }
 
@@ -424,10 +424,8 @@ impl Writer<'_> {
         }
         self.written += (self.buffer.len() - before) as u64;
         if self.written > self.max_bytes {
-            let detail = format!(
-                "the mapped rows have more than {} bytes: set limit, or keep fewer columns",
-                self.max_bytes
-            );
+            let detail =
+                format!("the mapped rows have more than {} bytes: set limit, or keep fewer columns", self.max_bytes);
             return Err(whole("too_large", detail));
         }
         if self.buffer.len() >= WRITE_BYTES {

@@ -4,7 +4,7 @@ use sha2::{Digest, Sha256};
 
 /// Number of tables, chosen by the hash's first bits: growing copies only one of them.
 const TABLES: usize = 256;
-const FIRST_PLACES: usize = 16;
+const INITIAL_SLOTS: usize = 16;
 
 /// A set of hashed keys.
 #[derive(Debug)]
@@ -15,7 +15,7 @@ pub struct Keys {
 #[derive(Debug, Default)]
 struct Table {
     /// The slots; 0 marks a free slot.
-    places: Vec<u128>,
+    slots: Vec<u128>,
     used: usize,
 }
 
@@ -39,38 +39,38 @@ impl Keys {
     /// Bytes of memory that the tables use.
     #[cfg(test)]
     fn bytes(&self) -> usize {
-        self.tables.iter().map(|table| table.places.capacity() * 16).sum()
+        self.tables.iter().map(|table| table.slots.capacity() * 16).sum()
     }
 }
 
 impl Table {
     fn insert(&mut self, hash: u128) -> bool {
-        if self.used * 10 >= self.places.len() * 9 {
-            let more = (self.places.len() / 4).max(FIRST_PLACES);
-            let larger = vec![0; self.places.len() + more];
-            for known in std::mem::replace(&mut self.places, larger) {
+        if self.used * 10 >= self.slots.len() * 9 {
+            let more = (self.slots.len() / 4).max(INITIAL_SLOTS);
+            let larger = vec![0; self.slots.len() + more];
+            for known in std::mem::replace(&mut self.slots, larger) {
                 if known != 0 {
-                    self.put(known);
+                    self.insert_hash(known);
                 }
             }
         }
-        let is_new = self.put(hash);
+        let is_new = self.insert_hash(hash);
         self.used += usize::from(is_new);
         is_new
     }
 
     /// Inserts a hash into a table with a free slot. Returns whether the hash is new.
-    fn put(&mut self, hash: u128) -> bool {
-        let length = self.places.len();
+    fn insert_hash(&mut self, hash: u128) -> bool {
+        let length = self.slots.len();
         let first = (((hash & u128::from(u64::MAX)) * length as u128) >> 64) as usize;
         for step in 0..length {
             let at = (first + step) % length;
-            match self.places.get_mut(at) {
-                Some(place) if *place == 0 => {
-                    *place = hash;
+            match self.slots.get_mut(at) {
+                Some(slot) if *slot == 0 => {
+                    *slot = hash;
                     return true;
                 }
-                Some(place) if *place == hash => return false,
+                Some(slot) if *slot == hash => return false,
                 Some(_) | None => {}
             }
         }

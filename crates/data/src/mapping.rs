@@ -5,7 +5,7 @@ use rlood_types::spec::SampleTemplate;
 use serde_json::{Map, Value, json};
 use std::cell::OnceCell;
 
-use super::columns::{Row, brief, find, first_of, kind, unknown};
+use super::columns::{Row, brief, column_of_path, find, kind, unknown};
 
 /// A compiled mapping, which transforms rows.
 #[derive(Debug)]
@@ -70,10 +70,10 @@ impl Text {
                 if find(row, path).is_some() {
                     return wrong("null", format!("{at}: '{}' is null", brief(path)));
                 }
-                let known = row.contains_key(first_of(path));
+                let known = row.contains_key(column_of_path(path));
                 let why = match known {
-                    true => format!("'{}' does not exist in '{}'", brief(path), first_of(path)),
-                    false => unknown(first_of(path), row.keys().map(String::as_str)),
+                    true => format!("'{}' does not exist in '{}'", brief(path), column_of_path(path)),
+                    false => unknown(column_of_path(path), row.keys().map(String::as_str)),
                 };
                 wrong("unknown_column", format!("{at}: {why}"))
             }),
@@ -165,7 +165,7 @@ impl Mapping {
 
     /// Adapts the mapping to rows with answers: if neither the map nor a column names the prompt, the row's
     /// chat is the prompt.
-    pub fn taking_chats(self) -> Mapping {
+    pub fn with_chat_prompts(self) -> Mapping {
         Mapping { takes_chats: true, ..self }
     }
 
@@ -203,7 +203,8 @@ impl Mapping {
             && self.condition.is_none()
             && self.unique.is_empty()
             && !matches!(self.system, Some(System::Template(_)));
-        let is_read = texts.filter_map(Text::column).any(|path| self.drop.iter().any(|name| name == first_of(path)));
+        let is_read =
+            texts.filter_map(Text::column).any(|path| self.drop.iter().any(|name| name == column_of_path(path)));
         if is_plain && !is_read { &self.drop } else { &[] }
     }
 

@@ -19,7 +19,7 @@ pub const MAX_SOURCE_ROW_BYTES: usize = 64 << 20;
 /// Bytes read from a file in one call.
 const PIECE_BYTES: usize = 64 << 10;
 /// Bytes at the start of a file that decide its format.
-const LOOK_BYTES: usize = 4096;
+const DETECT_BYTES: usize = 4096;
 
 pub use ranges::Ranges;
 use ranges::Remote;
@@ -165,28 +165,33 @@ pub fn each_row(
             whole("zstd", format!("the zstd data is broken or incomplete ({error}): pack and upload it again"))
         }
     };
-    let mut look = vec![0; LOOK_BYTES];
-    let read = read_full(&mut bytes, &mut look).map_err(broken)?;
-    look.truncate(read);
+    let mut start = vec![0; DETECT_BYTES];
+    let read = read_full(&mut bytes, &mut start).map_err(broken)?;
+    start.truncate(read);
     let name = source.name.trim_end_matches(".gz").trim_end_matches(".zst").trim_end_matches(".zstd");
-    if look.starts_with(b"PAR1") {
-        return Err(whole("format", "a compressed parquet file: decompress it, parquet has its own compression".to_owned()));
+    if start.starts_with(b"PAR1") {
+        return Err(whole(
+            "format",
+            "a compressed parquet file: decompress it, parquet has its own compression".to_owned(),
+        ));
     }
-    let format = Format::of_file_name(name).or(hint).map_or_else(|| by_look(&look), |named| corrected(named, &look));
-    texts(format, &look, &mut bytes, take, (&broken, stop))
+    let format = Format::of_file_name(name)
+        .or(hint)
+        .map_or_else(|| detect_text_format(&start), |named| corrected(named, &start));
+    texts(format, &start, &mut bytes, take, (&broken, stop))
 }
 
 /// Detects a `.json` file that holds one object per line, which is common.
-fn corrected(named: Format, look: &[u8]) -> Format {
-    match (named, by_look(look)) {
+fn corrected(named: Format, start: &[u8]) -> Format {
+    match (named, detect_text_format(start)) {
         (Format::Json, Format::Ndjson) => Format::Ndjson,
-        (Format::Ndjson, Format::Json) if look.trim_ascii_start().starts_with(b"[") => Format::Json,
+        (Format::Ndjson, Format::Json) if start.trim_ascii_start().starts_with(b"[") => Format::Json,
         (named, _) => named,
     }
 }
 
-fn by_look(look: &[u8]) -> Format {
-    let text = look.strip_prefix(b"\xef\xbb\xbf").unwrap_or(look).trim_ascii_start();
+fn detect_text_format(start: &[u8]) -> Format {
+    let text = start.strip_prefix(b"\xef\xbb\xbf").unwrap_or(start).trim_ascii_start();
     let first_line = text.split(|byte| *byte == b'\n').next().unwrap_or_default();
     match text.first() {
         Some(b'[') => Format::Json,
@@ -202,7 +207,7 @@ fn by_look(look: &[u8]) -> Format {
 
 fn texts(
     format: Format,
-    look: &[u8],
+    start: &[u8],
     bytes: &mut dyn Read,
     take: &mut TakeRow<'_>,
     (broken, stop): (&dyn Fn(io::Error) -> RowError, &dyn Fn() -> bool),
@@ -216,7 +221,7 @@ fn texts(
             *enough = take(Place { row: row.get(), row_group: None }, read);
         }
     };
-    reader.push(look, &mut |_, read| one(&mut enough, read));
+    reader.push(start, &mut |_, read| one(&mut enough, read));
     let (mut since_row, mut rows_before) = (0, row.get());
     let mut piece = vec![0; PIECE_BYTES];
     while enough == Flow::More && !stop() {

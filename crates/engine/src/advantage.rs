@@ -164,7 +164,7 @@ impl Advantages {
 
 /// Epsilon added to the std in the normalization, as in TRL.
 const NORMALIZE_EPSILON: f64 = 1e-4;
-/// With [`TieRule::Std`], a group whose std is at most this is tied (TRL's bound).
+/// The bound of [`TieRule::Std`]: a group whose std is at most this is tied (TRL's bound).
 const TIED_STD: f64 = 1e-8;
 
 /// Computes the advantages of whole groups.
@@ -226,7 +226,7 @@ pub fn advantages(rows: &AdvantageRows<'_>, config: &AdvantageConfig) -> Advanta
 }
 
 fn penalize(reward: f64, token_kl: &[f64], beta: f64) -> f64 {
-    // With beta = 0 no reference pass runs, so there is no KL to multiply.
+    // If beta = 0, no reference pass runs, so there is no KL to multiply.
     if beta == 0.0 { reward } else { reward - beta * token_kl.iter().sum::<f64>() }
 }
 
@@ -346,7 +346,7 @@ mod tests {
     }
 
     #[test]
-    fn one_scorable_row_has_advantage_zero_and_stays_out_of_the_normalisation() {
+    fn one_scorable_row_has_advantage_zero_and_stays_out_of_the_normalization() {
         let config = AdvantageConfig { normalize_advantages: true, ..CONFIG };
         let result = of(&[Some(5.0), None, Some(1.0), Some(0.0)], &[false; 4], &config);
         assert_eq!(result.advantages[..2], [0.0, 0.0]);
@@ -355,7 +355,7 @@ mod tests {
     }
 
     #[test]
-    fn dropped_rows_have_advantage_zero_and_leave_every_normalisation() {
+    fn dropped_rows_have_advantage_zero_and_leave_every_normalization() {
         let rewards = [Some(5.0), Some(5.0), Some(1.0), Some(0.0)];
         let dropped = [true, true, false, false];
         for estimator in [Estimator::Rloo, Estimator::ReinforcePp, Estimator::ReinforcePpBaseline] {

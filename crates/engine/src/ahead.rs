@@ -7,7 +7,7 @@ use std::borrow::Cow;
 
 use serde::{Deserialize, Serialize};
 
-use super::host::{Drawn, Rollout, RolloutId, RunEnd, SampledGroup, ScoreRequest};
+use super::host::{BlockSampling, Rollout, RolloutId, RunEnd, SampledGroup, ScoreRequest};
 use super::rollouts::Rollouts;
 use super::run::Run;
 use super::scoring::BlockLogps;
@@ -112,6 +112,6 @@ fn wait_for_scores(rollouts: &mut Rollouts<'_>, ahead: &Ahead) -> Result<Rollout
     let id = RolloutId::train(ahead.step);
     let mut groups = rollouts.score(id, &ahead.groups)?;
     rollouts.score_greedy(id, &ahead.greedy, &mut groups)?;
-    let drawn = Drawn { next_prompt: Some(ahead.next_prompt), ..Drawn::default() };
+    let drawn = BlockSampling { next_prompt: Some(ahead.next_prompt), ..BlockSampling::default() };
     Ok(Rollout { groups, drawn })
 }

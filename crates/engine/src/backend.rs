@@ -143,7 +143,7 @@ pub trait Compute: Buffers {
     /// Selects a range of columns.
     fn columns(&self, x: &Self::Tensor, columns: Range<usize>) -> Result<Self::Tensor>;
     /// Concatenates tensors along their columns.
-    fn beside(&self, parts: &[&Self::Tensor]) -> Result<Self::Tensor>;
+    fn concat_columns(&self, parts: &[&Self::Tensor]) -> Result<Self::Tensor>;
 
     /// RMSNorm of each row.
     fn rms_norm(&self, x: &Self::Tensor, weight: &Self::Vector, eps: f32) -> Result<Self::Tensor>;

@@ -233,7 +233,7 @@ pub fn read(dir: &Path, plan: &Plan) -> Result<Restored> {
 }
 
 /// Copies the reference weights from a checkpoint, so that later checkpoints can include them.
-pub(super) fn keep_reference(dir: &Path, scratch_dir: &Path) -> Result<tempfile::TempPath> {
+pub(super) fn copy_reference(dir: &Path, scratch_dir: &Path) -> Result<tempfile::TempPath> {
     fs::create_dir_all(scratch_dir).map_err(io(scratch_dir))?;
     let file = tempfile::Builder::new().prefix(".reference-").tempfile_in(scratch_dir).map_err(io(scratch_dir))?;
     let from = dir.join(REFERENCE);

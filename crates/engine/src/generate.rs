@@ -141,7 +141,7 @@ impl Batch<'_> {
     fn join(&mut self, policy: &Policy) -> Result<()> {
         let GenerateRequest { num_generations, sampler, max_completion_length, key, .. } = *self.request;
         let num_generations = num_generations.get();
-        let (penalised, unfiltered) = (!sampler.is_memoryless(), sampler.is_unfiltered());
+        let (penalized, unfiltered) = (!sampler.is_memoryless(), sampler.is_unfiltered());
         let mut prompts = Vec::new();
         for (index, prompt) in self.waiting.drain(..self.joining()) {
             prompts.push(prompt.ids);
@@ -150,7 +150,7 @@ impl Batch<'_> {
                 key: key.with(prompt.row).with(generation as u64),
                 ids: Vec::new(),
                 logps: unfiltered.then(Vec::new),
-                seen: if penalised { prompt.ids.iter().copied().collect() } else { HashSet::new() },
+                seen: if penalized { prompt.ids.iter().copied().collect() } else { HashSet::new() },
             }));
         }
         if prompts.is_empty() {

@@ -35,7 +35,7 @@ impl std::fmt::Display for Gpu {
     }
 }
 
-/// Lists all GPUs.
+/// Lists all GPUs of this machine.
 ///
 /// # Errors
 /// Says why the list is not available: this build has no CUDA, or the machine has no driver.
@@ -53,7 +53,7 @@ pub fn list() -> Result<Vec<Gpu>, String> {
 /// Lists no GPUs, because this build has no CUDA.
 ///
 /// # Errors
-/// Always fails.
+/// This build always fails.
 #[cfg(not(feature = "cuda"))]
 pub fn list() -> Result<Vec<Gpu>, String> {
     Err("this build has no CUDA".to_owned())
@@ -95,7 +95,7 @@ pub fn try_open(ordinal: u32) -> Result<String, String> {
 /// Opens no GPU, because this build has no CUDA.
 ///
 /// # Errors
-/// Always fails.
+/// This build always fails.
 #[cfg(not(feature = "cuda"))]
 pub fn try_open(ordinal: u32) -> Result<String, String> {
     Err(format!("cuda:{ordinal} needs a build with CUDA, which this is not"))

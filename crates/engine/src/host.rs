@@ -143,12 +143,12 @@ pub struct Rollout {
     pub groups: Vec<RolloutGroup>,
     /// The position after the prompts, and counts of what was sampled in addition.
     #[serde(default)]
-    pub drawn: Drawn,
+    pub drawn: BlockSampling,
 }
 
 /// How a block was filled: prompts used, refills, additional tokens.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Drawn {
+pub struct BlockSampling {
     /// Position in the shuffled prompts after this block, counted over all epochs; None means the position
     /// that applies without refills.
     pub next_prompt: Option<u64>,
@@ -208,11 +208,11 @@ pub struct StepTrace<'a> {
 pub struct TrainInput<'a> {
     /// The plan of the job.
     pub plan: &'a crate::spec::Plan,
-    /// The model's directory.
+    /// Directory with the model's files.
     pub model_dir: &'a Path,
     /// The value of `base_model_name_or_path` in the adapter's config.
     pub model_name: &'a str,
-    /// The training rows.
+    /// The rows to train on.
     pub rows: Vec<PromptRow>,
     /// The evaluation rows; empty without evaluation.
     pub eval_rows: Vec<PromptRow>,

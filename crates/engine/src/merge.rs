@@ -5,7 +5,7 @@
 //! measures how much of the update survives that rounding. The sharding of the base model is kept, and only a part of
 //! one tensor per file is in memory.
 
-mod beside;
+mod companions;
 mod layout;
 mod update;
 
@@ -19,7 +19,7 @@ use half::{bf16, f16};
 use rayon::prelude::*;
 use serde_json::{Map, Value, json};
 
-use self::beside::{copy_others, write_config, write_index};
+use self::companions::{copy_others, write_config, write_index};
 use self::layout::{FilePlan, TensorKind, TensorPlan, weight_files};
 use self::update::{Sums, Update, add, updates_of};
 use super::error::{EngineError, Result};

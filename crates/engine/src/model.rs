@@ -57,7 +57,7 @@ pub enum Adapter {
 /// Next-token logits on the host, one row per sequence.
 #[derive(Clone, Debug, Default)]
 pub struct Logits {
-    /// Row-major values, `[rows][vocab_size]`.
+    /// The logits, row-major, `[rows][vocab_size]`.
     pub values: Vec<f32>,
     /// Length of a row.
     pub vocab_size: usize,

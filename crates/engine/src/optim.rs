@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn what_comes_after_the_decayed_parameters_keeps_all_of_itself() {
+    fn parameters_after_the_decayed_ones_have_no_weight_decay() {
         let plan = OptimizerPlan { weight_decay: 0.5, ..plan() };
         // The lengths cross the borders of 8-bit blocks and of the threads' pieces.
         let (len, decayed) = (2 * CHUNK + 300, CHUNK + 2 * BLOCK + 7);

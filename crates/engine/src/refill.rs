@@ -3,7 +3,7 @@
 
 use super::advantage::shape::{RewardShape, RewardStats};
 use super::advantage::{self, RewardWeight, combine_rewards};
-use super::host::{Drawn, Rollout, RolloutCompletion, RolloutGroup, RolloutId, RunEnd};
+use super::host::{BlockSampling, Rollout, RolloutCompletion, RolloutGroup, RolloutId, RunEnd};
 use super::random::{Key, Stream};
 use super::rollout::Batching;
 use super::rollouts::Rollouts;
@@ -61,7 +61,7 @@ pub(super) fn refill(
 }
 
 /// Counts a completion outside of the block, and its prompt.
-fn count(group: &RolloutGroup, completion: &RolloutCompletion, drawn: &mut Drawn) {
+fn count(group: &RolloutGroup, completion: &RolloutCompletion, drawn: &mut BlockSampling) {
     drawn.extra_tokens += Trajectory::new(&group.prompt_ids, &completion.segments).num_tokens() as u64;
     drawn.extra_completion_tokens += completion.segments.num_model_tokens() as u64;
 }

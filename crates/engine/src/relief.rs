@@ -21,7 +21,7 @@ pub(super) fn generation_rows(model: &Model, plan: &Plan, tokens_per_row: usize)
 
 /// Halves the batch sizes if `error` reports that memory is full and this is the first time; else returns the error
 /// with advice on what to change.
-pub(super) fn relieve(
+pub(super) fn halve_batches(
     model: &mut Model,
     error: EngineError,
     plan: &Plan,

@@ -70,7 +70,7 @@ pub(super) fn step_metrics(report: &StepReport<'_>) -> Metrics {
         if first_use {
             let log_ratio_max = step.losses.iter().map(|row| (row.new_logp - row.old_logp).abs()).fold(0.0, f64::max);
             metrics.insert("sampling/log_ratio_max".into(), Some(log_ratio_max));
-            // With overlap the policy has been updated since it sampled, so the difference would
+            // If blocks overlap, the policy has been updated since it sampled, so the difference would
             // not measure the sampler.
             if let Some(recorded) = block.rollout.recorded_logps().filter(|_| !plan.rloo.overlap) {
                 let rows = recorded[update.slice.clone()].iter().zip(&step.scores).zip(included);
@@ -148,7 +148,7 @@ fn source_metrics(dataset: &DatasetPlan, rollout: &Rollout, weighted: &[Option<f
 fn variant_metrics(metrics: &mut Metrics, block: &Block, plan: &Plan) {
     let (values, drawn, rloo) = (&block.values, &block.rollout.drawn, &plan.rloo);
     if rloo.num_generations.get() == 1 {
-        // With one completion per group there is nothing to compare.
+        // A group of one completion has nothing to compare.
         metrics.insert("frac_reward_zero_std".into(), None);
         metrics.insert("frac_reward_zero_std_pre_kl".into(), None);
     }
@@ -190,7 +190,7 @@ fn time_metrics(metrics: &mut Metrics, report: &StepReport<'_>, seconds: &StepSe
         .map(|trajectory| trajectory.num_tokens())
         .sum();
     metrics.insert("tokens_per_second/train".into(), Some(trained as f64 / train));
-    // With overlap, this step's sampling belongs to the next block.
+    // If blocks overlap, this step's sampling belongs to the next block.
     if generate > 0.0 && !report.plan.rloo.overlap {
         let sampled = report.block.num_completion_tokens() as f64;
         metrics.insert("tokens_per_second/rollout".into(), Some(sampled / generate));
@@ -208,7 +208,7 @@ pub(super) fn memory_metrics(metrics: &mut Metrics, policy: &Policy) {
 }
 
 /// Keeps the metrics that are the same in every run of the plan: drops durations and memory.
-pub(super) fn without_times(metrics: &Metrics) -> Metrics {
+pub(super) fn without_durations(metrics: &Metrics) -> Metrics {
     let of_the_machine = ["step_time", "tokens_per_second/", "memory/"];
     let kept = metrics.iter().filter(|(name, _)| !of_the_machine.iter().any(|prefix| name.starts_with(prefix)));
     kept.map(|(name, value)| (name.clone(), *value)).collect()

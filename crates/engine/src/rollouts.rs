@@ -6,7 +6,8 @@ use std::time::Instant;
 use super::error::EngineError;
 use super::generate::{GeneratePrompt, GenerateRequest, Generated, generate};
 use super::host::{
-    Drawn, Host, Rollout, RolloutCompletion, RolloutGroup, RolloutId, RolloutPart, RunEnd, SampledGroup, ScoreRequest,
+    BlockSampling, Host, Rollout, RolloutCompletion, RolloutGroup, RolloutId, RolloutPart, RunEnd, SampledGroup,
+    ScoreRequest,
 };
 use super::model::Adapter;
 use super::random::{Key, Stream};
@@ -21,7 +22,7 @@ use crate::sample::RewardSample;
 use crate::spec::{Estimator, Plan};
 
 /// Number of evaluation prompts that are sampled and recorded together on a CPU.
-const EVALUATION_PIECE: usize = 64;
+const EVALUATION_BATCH: usize = 64;
 
 /// Samples completions and requests their scores.
 pub(super) struct Rollouts<'r> {
@@ -40,7 +41,7 @@ impl Rollouts<'_> {
         let rows = self.data.dataset_rows(rows);
         let key = self.train_key(index);
         let groups = self.groups(RolloutId::train(step), &rows, key)?;
-        let drawn = Drawn { next_prompt: Some(next_prompt), ..Drawn::default() };
+        let drawn = BlockSampling { next_prompt: Some(next_prompt), ..BlockSampling::default() };
         let mut rollout = Rollout { groups, drawn };
         refill::refill(self, batching, step, index, &mut rollout)?;
         Ok(rollout)
@@ -117,7 +118,7 @@ impl Rollouts<'_> {
     /// Samples and scores the rows of an evaluation.
     pub fn evaluation(&mut self, id: RolloutId, rows: &[u64], key: Key, sampler: Sampler) -> Result<Rollout, RunEnd> {
         let groups = self.sample_evaluation(id, rows, key, sampler)?;
-        Ok(Rollout { groups: self.with_scores(id, &groups)?, drawn: Drawn::default() })
+        Ok(Rollout { groups: self.with_scores(id, &groups)?, drawn: BlockSampling::default() })
     }
 
     /// Samples the completions of an evaluation in batches. After an interruption the host's journal holds the finished
@@ -136,7 +137,7 @@ impl Rollouts<'_> {
             return self.generate_unless(recorded, id, rows, key, sampler);
         }
         let mut groups = Vec::with_capacity(rows.len());
-        for (round, piece) in (0..).zip(rows.chunks(self.evaluation_piece(rows))) {
+        for (round, piece) in (0..).zip(rows.chunks(self.evaluation_batch(rows))) {
             let id = id.round(round);
             let known = if round == 0 { recorded.take() } else { self.host.recorded(id)? };
             groups.extend(self.generate_unless(known, id, piece, key, sampler)?);
@@ -145,7 +146,7 @@ impl Rollouts<'_> {
     }
 
     /// Number of prompts per batch: large enough that few rows wait for the last ones of a batch.
-    fn evaluation_piece(&self, rows: &[u64]) -> usize {
+    fn evaluation_batch(&self, rows: &[u64]) -> usize {
         let prompts = self.data.prompts_of(SamplePhase::Eval);
         let longest = rows.iter().map(|&row| prompts[row as usize].ids.len()).max().unwrap_or(0);
         let tokens_per_row = longest + self.plan.sampling.max_completion_length as usize;
@@ -153,8 +154,8 @@ impl Rollouts<'_> {
         let num_generations = self.num_generations(RolloutId::eval(0));
         match self.model.policy.device_peak_bytes() {
             // A GPU samples many rows concurrently, and is underused while the last ones end.
-            Some(_) => (2 * at_once / num_generations).max(EVALUATION_PIECE),
-            None => EVALUATION_PIECE,
+            Some(_) => (2 * at_once / num_generations).max(EVALUATION_BATCH),
+            None => EVALUATION_BATCH,
         }
     }
 
@@ -173,7 +174,9 @@ impl Rollouts<'_> {
         }
         let mut completions = loop {
             match self.generate(id, rows, key, sampler) {
-                Err(RunEnd::Failed(error)) => relief::relieve(self.model, error, self.plan, self.data, self.host)?,
+                Err(RunEnd::Failed(error)) => {
+                    relief::halve_batches(self.model, error, self.plan, self.data, self.host)?
+                }
                 sampled => break sampled?,
             }
         };

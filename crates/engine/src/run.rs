@@ -83,7 +83,7 @@ pub(super) struct Progress {
     pub state: TrainerState,
     /// The block of the last step; the next step continues with it unless a new block begins.
     pub block: Option<Block>,
-    /// With overlap: blocks that are sampled but not scored yet, in order.
+    /// Blocks that are sampled but not scored yet, in order; only with overlap.
     pub ahead: VecDeque<Ahead>,
     pub saved_step: u64,
     /// Whether there was an evaluation or an alert since the last checkpoint.
@@ -119,14 +119,14 @@ impl<'a> Run<'a> {
         let mut data = Data::load(text, &mut input, policy.card().max_position_embeddings, host)?;
         if step < plan.warm_up_steps() {
             let rows = std::mem::take(&mut input.warm_up_rows);
-            data.take_answers(rows, plan, policy.card().max_position_embeddings, host)?;
+            data.tokenize_answers(rows, plan, policy.card().max_position_embeddings, host)?;
         }
         let schedule = Schedule::new(plan, &data.rows_by_source(plan))?;
         let reference = start::begin(&mut policy, &input, step)?;
         let kept_reference = match &input.resume {
             _ if !plan.has_warmed_reference() || step < plan.warm_up_steps() => None,
-            Some(dir) if step > plan.warm_up_steps() => Some(checkpoint::keep_reference(dir, input.scratch_dir)?),
-            Some(_) | None => Some(start::keep_reference(&policy, input.scratch_dir)?),
+            Some(dir) if step > plan.warm_up_steps() => Some(checkpoint::copy_reference(dir, input.scratch_dir)?),
+            Some(_) | None => Some(start::save_reference(&policy, input.scratch_dir)?),
         };
         let (adam, state, block, ahead) = match restored {
             Some(restored) => (restored.adam, restored.state, restored.block, restored.ahead),
@@ -210,7 +210,7 @@ impl Model {
         input: &TrainInput<'_>,
     ) -> Result<Self, EngineError> {
         let plan = input.plan;
-        let optimizer = Optimizer::beside(policy.flat(), AdamW { decayed: policy.decayed(), ..adam })?;
+        let optimizer = Optimizer::from_state(policy.flat(), AdamW { decayed: policy.decayed(), ..adam })?;
         let parameter_info = policy.parameters();
         let delta_norm = DeltaNorm::load(input.model_dir, policy.card(), policy.lora_config(), &parameter_info)?;
         Ok(Self {
@@ -290,7 +290,7 @@ impl Data {
 
     /// Tokenizes the rows of the warm-up. Rows whose prompts are evaluated are left out: a model that has learned their
     /// answers would score too high.
-    fn take_answers(
+    fn tokenize_answers(
         &mut self,
         rows: Vec<PromptRow>,
         plan: &Plan,

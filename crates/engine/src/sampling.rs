@@ -77,25 +77,25 @@ impl Sampler {
                 }
             }
         }
-        draw_among(&self.filters(), logits, self.temperature, uniform)
+        sample_filtered(&self.filters(), logits, self.temperature, uniform)
     }
 }
 
 /// Samples like [`sample_token`], among the tokens that pass the filters.
-pub fn draw_among(filters: &Filters, logits: &[f32], temperature: f64, uniform: f64) -> u32 {
+pub fn sample_filtered(filters: &Filters, logits: &[f32], temperature: f64, uniform: f64) -> u32 {
     if temperature == 0.0 || filters.are_off() {
-        return draw(logits, temperature, uniform);
+        return sample_token(logits, temperature, uniform);
     }
     let weight = weight(logits, temperature);
     // NaN has weight 0 and is never sampled.
     let weights: Vec<f64> = logits.iter().map(|&logit| weight(logit).max(0.0)).collect();
-    let kept = kept(filters, &weights);
+    let kept = kept_tokens(filters, &weights);
     let index = invert(kept.iter().map(|&token| weights[token as usize]), uniform);
     kept[index as usize]
 }
 
 /// The tokens that pass top-k, top-p and min-p, ascending; never empty.
-fn kept(filters: &Filters, weights: &[f64]) -> Vec<u32> {
+fn kept_tokens(filters: &Filters, weights: &[f64]) -> Vec<u32> {
     let weight = |token: u32| weights[token as usize];
     let by_weight = |a: &u32, b: &u32| weight(*b).total_cmp(&weight(*a)).then(a.cmp(b));
     let mut kept: Vec<u32> = (0..weights.len() as u32).collect();
@@ -125,7 +125,7 @@ fn kept(filters: &Filters, weights: &[f64]) -> Vec<u32> {
 
 /// Samples a token from the softmax of `logits` (V) / `temperature`, by inversion at `uniform` in [0, 1); the first of
 /// the largest if `temperature` is 0.
-pub fn draw(logits: &[f32], temperature: f64, uniform: f64) -> u32 {
+pub fn sample_token(logits: &[f32], temperature: f64, uniform: f64) -> u32 {
     if temperature == 0.0 {
         return argmax(logits);
     }

@@ -91,7 +91,7 @@ impl Scorer<'_> {
             match scores {
                 Ok(Some(scores)) => return Ok(scores.into_iter().flatten().collect()),
                 Ok(None) => return Err(self.host.stopped()),
-                Err(error) => relief::relieve(self.model, error, self.plan, self.data, self.host)?,
+                Err(error) => relief::halve_batches(self.model, error, self.plan, self.data, self.host)?,
             }
         }
     }

@@ -91,8 +91,8 @@ pub(super) fn begin(policy: &mut Policy, input: &TrainInput<'_>, step: u64) -> R
     }
     if plan.has_warmed_reference() && step >= plan.warm_up_steps() {
         reference = match &input.resume {
-            Some(dir) if step > plan.warm_up_steps() => restored_reference(policy, dir, plan.lora.is_some())?,
-            // At this point the policy has the weights of the end of the warm-up.
+            Some(dir) if step > plan.warm_up_steps() => read_reference(policy, dir, plan.lora.is_some())?,
+            // Here the policy has the weights of the end of the warm-up.
             Some(_) | None => warmed_reference(policy),
         };
     }
@@ -109,7 +109,7 @@ pub(super) const REFERENCE: &str = "reference.safetensors";
 const TENSOR: &str = "reference";
 
 /// Writes the policy's weights at the end of its warm-up to a file that all later checkpoints include.
-pub(super) fn keep_reference(policy: &Policy, scratch_dir: &Path) -> Result<tempfile::TempPath> {
+pub(super) fn save_reference(policy: &Policy, scratch_dir: &Path) -> Result<tempfile::TempPath> {
     let failed = |source| EngineError::Io { path: scratch_dir.to_owned(), source };
     std::fs::create_dir_all(scratch_dir).map_err(failed)?;
     let file = tempfile::Builder::new().prefix(".reference-").tempfile_in(scratch_dir).map_err(failed)?;
@@ -120,7 +120,7 @@ pub(super) fn keep_reference(policy: &Policy, scratch_dir: &Path) -> Result<temp
 }
 
 /// Reads the reference from a checkpoint. The policy has the checkpoint's weights before and after the call.
-fn restored_reference(policy: &mut Policy, dir: &Path, is_adapter: bool) -> Result<ReferenceModel> {
+fn read_reference(policy: &mut Policy, dir: &Path, is_adapter: bool) -> Result<ReferenceModel> {
     let path = dir.join(REFERENCE);
     let values = tensors::Reader::open(&path)?.f32s(TENSOR)?;
     let values = values.ok_or_else(|| EngineError::Checkpoint(format!("{REFERENCE} holds no weights")))?;
@@ -141,7 +141,8 @@ fn restored_reference(policy: &mut Policy, dir: &Path, is_adapter: bool) -> Resu
 /// The warning that a multimodal checkpoint has tensors that are not used.
 pub(super) fn skipped_warning(policy: &Policy) -> Option<Event> {
     let Skipped { count, parts } = policy.card().skipped.as_ref()?;
-    let message = format!("only the text part of the model is trained: {count} tensors of {} are skipped", parts.join(", "));
+    let message =
+        format!("only the text part of the model is trained: {count} tensors of {} are skipped", parts.join(", "));
     let data = json!({ "tensors": count, "parts": parts });
     Some(Event::Warning { code: "tensors_skipped".into(), message, data })
 }

@@ -130,7 +130,7 @@ fn loss_gradient(
             Ok(None) => return Err(run.host.stopped()),
             Err(EngineError::NonFinite { .. }) => break None,
             Err(error) => {
-                relief::relieve(&mut run.model, error, run.plan, &run.data, run.host)?;
+                relief::halve_batches(&mut run.model, error, run.plan, &run.data, run.host)?;
                 block.values.old_logps.truncate(known.0);
                 block.values.results = known.1.clone();
             }
@@ -219,8 +219,8 @@ fn finish_step(run: &mut Run<'_>, step: u64, cursor: Cursor, update: &Update) ->
     };
     let refills = report::refill_warning(step, block, run.plan);
     run.progress.seconds = Default::default();
-    run.progress.state.step_metrics = report::without_times(&metrics);
-    show(run, step, update);
+    run.progress.state.step_metrics = report::without_durations(&metrics);
+    report_trace(run, step, update);
     run.host.event(Event::Step { step, kind: SamplePhase::Train, metrics: metrics.clone() })?;
     if let Some(samples) = samples {
         let warnings = [report::unscorable_warning(step, &samples), refills];
@@ -279,7 +279,7 @@ fn metrics(run: &Run<'_>, block: &Block, cursor: Cursor, update: &Update) -> Res
 }
 
 /// Passes the internals of the step to the host.
-fn show(run: &mut Run<'_>, step: u64, update: &Update) {
+fn report_trace(run: &mut Run<'_>, step: u64, update: &Update) {
     let (Some(block), Some(step_gradient)) = (&run.progress.block, &update.step_gradient) else { return };
     let slice = &update.slice;
     let in_slice = |logps: &Logps| logps.get(slice.clone()).unwrap_or_default().to_vec();

@@ -193,7 +193,7 @@ mod tests {
     use safetensors::SafeTensors;
 
     #[test]
-    fn a_tensor_is_read_to_the_bit_and_nothing_else_of_its_file() {
+    fn a_tensor_is_read_exactly_and_the_rest_of_its_file_is_not() {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join("t.safetensors");
         let values: Vec<f32> = (0..3_000_000).map(|i| f32::from_bits(i * 1_431 + 7)).chain([f32::NAN]).collect();
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_finite_is_not_written_and_named() {
+    fn values_that_are_not_finite_are_named_and_not_written() {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join("t.safetensors");
         for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {

@@ -73,7 +73,7 @@ pub(super) fn train_step(run: &mut Run<'_>, warm_up: &WarmUpPlan) -> Result<(), 
             Ok(Some(gradient)) => break Some(gradient),
             Ok(None) => return Err(run.host.stopped()),
             Err(EngineError::NonFinite { .. }) => break None,
-            Err(error) => relief::relieve(&mut run.model, error, run.plan, &run.data, run.host)?,
+            Err(error) => relief::halve_batches(&mut run.model, error, run.plan, &run.data, run.host)?,
         }
     };
     let update = update_weights(run, warm_up, gradient)?;
@@ -142,12 +142,12 @@ fn hand_over(run: &mut Run<'_>) -> Result<()> {
     let fresh = AdamW { decayed: policy.decayed(), ..AdamW::of_kind(plan.optimizer.kind, policy.flat().len()) };
     // Free the old moments first: both sets may not fit into memory.
     run.model.optimizer = Optimizer::Host(AdamW::of_kind(plan.optimizer.kind, 0));
-    run.model.optimizer = Optimizer::beside(policy.flat(), fresh)?;
+    run.model.optimizer = Optimizer::from_state(policy.flat(), fresh)?;
     run.progress.state.updates = 0;
     run.data.answered = Vec::new();
     if plan.has_warmed_reference() {
         run.model.reference = start::warmed_reference(policy);
-        run.files.reference = Some(start::keep_reference(policy, run.files.scratch_dir)?);
+        run.files.reference = Some(start::save_reference(policy, run.files.scratch_dir)?);
     }
     Ok(())
 }
@@ -156,7 +156,7 @@ fn hand_over(run: &mut Run<'_>) -> Result<()> {
 fn report_step(run: &mut Run<'_>, step: u64, update: &Update) -> Result<(), RunEnd> {
     let metrics = metrics(run, update);
     run.progress.seconds = Default::default();
-    run.progress.state.step_metrics = report::without_times(&metrics);
+    run.progress.state.step_metrics = report::without_durations(&metrics);
     run.host.event(Event::Step { step, kind: SamplePhase::Train, metrics })?;
     let state = &run.progress.state;
     if !update.is_finite() {

@@ -34,7 +34,7 @@ pub struct Evaluations {
 
 impl Evaluations {
     /// Records an evaluation, with the metrics of its step.
-    fn take(&mut self, step: u64, metrics: &Metrics, plan: &Plan) {
+    fn record(&mut self, step: u64, metrics: &Metrics, plan: &Plan) {
         let value = |name: &str| metrics.get(name).copied().flatten().filter(|value| value.is_finite());
         let checkpoints = &plan.checkpoints;
         if let Some(value) = checkpoints.metric_for_best.as_deref().and_then(value)
@@ -57,7 +57,7 @@ impl Evaluations {
             // An evaluation without a value counts as one without progress.
             None => self.without_progress += 1,
         }
-        // At the last step the run ends anyway.
+        // The run ends at the last step anyway.
         self.stopped = self.without_progress >= stopping.patience && step < plan.total_steps();
     }
 }

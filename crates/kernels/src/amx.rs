@@ -12,8 +12,8 @@ mod tiles;
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-use super::gemm::product::{Scratch, copy, pieces, room, turn, turned_words};
-use super::gemm::tile::rung;
+use super::gemm::product::{Scratch, copy, pieces, room, transpose, transposed_words};
+use super::gemm::tile::tile_kernels;
 use super::gemm::{Job, Side, Start};
 use super::isa::Isa;
 use super::pack::{Line, PANEL, PackDtype, PackedMatrix};
@@ -113,34 +113,34 @@ pub(super) fn share(threads: &Threads, job: &Job<'_>, rows: &Range<usize>, lines
 
 /// A weight transposed for dX, `[panel of inputs][block of 32 outputs][16][32][2]` bf16.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Turned(*const u32);
+pub(super) struct Transposed(*const u32);
 
 // Safety: the user of this value keeps the memory alive, and no thread writes to it meanwhile.
-unsafe impl Send for Turned {}
-unsafe impl Sync for Turned {}
+unsafe impl Send for Transposed {}
+unsafe impl Sync for Transposed {}
 
-impl Turned {
+impl Transposed {
     /// Address of a panel of inputs, from an output on.
     fn at(&self, weight: &PackedMatrix, panel: usize, output: usize) -> *const u32 {
         let blocks = panel * weight.panels() + output / PANEL;
-        self.0.wrapping_add(blocks * turned_words(PackDtype::Bf16))
+        self.0.wrapping_add(blocks * transposed_words(PackDtype::Bf16))
     }
 }
 
 /// Transposes a weight with all threads, for products whose rows are more than one cell.
-pub(super) fn turn_all(threads: &Threads, weight: &PackedMatrix, lines: &mut Vec<Line>) -> Turned {
-    let words = weight.panels() * turned_words(PackDtype::Bf16);
+pub(super) fn transpose_all(threads: &Threads, weight: &PackedMatrix, lines: &mut Vec<Line>) -> Transposed {
+    let words = weight.panels() * transposed_words(PackDtype::Bf16);
     let panels = weight.k().div_ceil(PANEL);
     // Safety: `room` returns memory for this many elements.
     let out = Shared::new(unsafe { std::slice::from_raw_parts_mut(room(lines, panels * words), panels * words) });
     threads.split(panels, |some| {
         for panel in some {
             // Safety: the machine has AVX-512, and panels are disjoint.
-            unsafe { turn(rung(Isa::Avx512), weight, panel, &(0..weight.n()), out.at(panel * words)) };
+            unsafe { transpose(tile_kernels(Isa::Avx512), weight, panel, &(0..weight.n()), out.at(panel * words)) };
         }
     });
     // Safety: this is the first element.
-    Turned(unsafe { out.at(0).cast_const().cast() })
+    Transposed(unsafe { out.at(0).cast_const().cast() })
 }
 
 /// Computes the part of a sum of products in these rows and panels. Every job but the first adds
@@ -151,7 +151,7 @@ pub(super) fn turn_all(threads: &Threads, weight: &PackedMatrix, lines: &mut Vec
 /// begin at a tile of the rows.
 pub(super) unsafe fn product(jobs: &[Job<'_>], scratch: &mut Scratch, rows: Range<usize>, panels: Range<usize>) {
     configure();
-    let Scratch { inputs, turned, edge, .. } = scratch;
+    let Scratch { inputs, transposed, edge, .. } = scratch;
     for rows in pieces(rows, ROWS_AT_ONCE) {
         let tiles = rows.len().div_ceil(ROWS);
         let sums = room(edge, tiles.max(2) * ROWS * PANEL);
@@ -183,7 +183,7 @@ pub(super) unsafe fn product(jobs: &[Job<'_>], scratch: &mut Scratch, rows: Rang
                 }
                 for panel in panels.clone() {
                     // Safety: guaranteed by the caller; there is room for the sums.
-                    unsafe { one_panel(parts.iter().flatten(), &rows, panel, turned, sums) };
+                    unsafe { one_panel(parts.iter().flatten(), &rows, panel, transposed, sums) };
                 }
             }
         }
@@ -197,11 +197,11 @@ unsafe fn one_panel<'a, 'j: 'a>(
     parts: impl Iterator<Item = &'a (&'a Job<'j>, Tiled, Range<usize>)> + Clone,
     rows: &Range<usize>,
     panel: usize,
-    turned: &mut Vec<Line>,
+    transposed: &mut Vec<Line>,
     sums: *mut f32,
 ) {
     let tiles = rows.len().div_ceil(ROWS);
-    // With few rows the weights are read only once.
+    // Few rows: the weights are read only once.
     let at_once = if tiles == 1 { usize::MAX / 2 } else { DEEP };
     let blocks = parts.flat_map(|(job, tiled, sum)| {
         let depth = job.depth(panel);
@@ -229,24 +229,24 @@ unsafe fn one_panel<'a, 'j: 'a>(
             }
             let weights = match job.side {
                 Side::Forward => job.weight.panel(panel).add(block.start / 2 * PANEL),
-                Side::Backward => match job.turned {
+                Side::Backward => match job.transposed {
                     Some(all) => all.at(job.weight, panel, block.start),
                     None => {
-                        let out = room(turned, block.len().div_ceil(PANEL) * turned_words(PackDtype::Bf16));
-                        turn(rung(Isa::Avx512), job.weight, panel, &block, out);
+                        let out = room(transposed, block.len().div_ceil(PANEL) * transposed_words(PackDtype::Bf16));
+                        transpose(tile_kernels(Isa::Avx512), job.weight, panel, &block, out);
                         out.cast_const().cast()
                     }
                 },
             };
             let waiting = Output { at: sums, stride: PANEL };
             let steps = block.len().div_ceil(STEPS);
-            let is_turned_here = job.side == Side::Backward && job.turned.is_none();
+            let is_transposed_here = job.side == Side::Backward && job.transposed.is_none();
             tiles::Block {
                 inputs: tiled.at(rows.start, block.start),
                 inputs_stride: tiled.blocks * tiles::BYTES,
                 weights: weights.cast(),
                 steps,
-                next: weights.wrapping_add(if is_turned_here { 0 } else { steps * STEPS / 2 * PANEL }).cast(),
+                next: weights.wrapping_add(if is_transposed_here { 0 } else { steps * STEPS / 2 * PANEL }).cast(),
                 from: if fresh { begin } else { Begin::Rows(waiting.at, PANEL) },
                 to: if blocks.peek().is_none() { y } else { waiting },
                 whole,

@@ -130,7 +130,7 @@ pub struct Segment {
     /// The first position that is kept, at the start of a block.
     first: usize,
     len: usize,
-    /// Keys, `[block][k head][head_dim][16]`.
+    /// Keys in blocks, `[block][k head][head_dim][16]`.
     keys: Floats,
     /// Values, `[block][v head][16][padded head_dim]`.
     values: Floats,

@@ -151,21 +151,21 @@ fn spread(threads: &Threads, isa: Isa, jobs: &[Job<'_>], rows: usize, (width, si
     if isa == Isa::Amx && amx::shares(jobs, rows) {
         return shared::spread(threads, jobs, rows, width);
     }
-    cut(threads, isa, jobs[0].side, rows, width, size, |rows, panels| cell(jobs, rows, panels));
+    divide_work(threads, isa, jobs[0].side, rows, width, size, |rows, panels| cell(jobs, rows, panels));
 }
 
 /// Inputs packed once for many calls of [`forward_panels`]; by default each call packs its own.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Laid {
+pub struct SharedInputs {
     #[cfg(target_arch = "x86_64")]
     tiled: Option<amx::Tiled>,
 }
 
-impl Laid {
+impl SharedInputs {
     /// The packed inputs from a row on, which must be a multiple of 16.
-    pub fn starting_at(self, row: usize) -> Laid {
+    pub fn starting_at(self, row: usize) -> SharedInputs {
         assert!(row.is_multiple_of(16), "rows are laid out by 16");
-        Laid {
+        SharedInputs {
             #[cfg(target_arch = "x86_64")]
             tiled: self.tiled.map(|tiled| tiled.starting_at(row)),
         }
@@ -173,21 +173,21 @@ impl Laid {
 }
 
 /// Packs x `[rows, k]` for calls with this weight inside `f`, if that is worthwhile.
-pub fn with_laid<T>(
+pub fn with_shared_inputs<T>(
     threads: &Threads,
     isa: Isa,
     x: &[f32],
     rows: usize,
     weight: &PackedMatrix,
-    f: impl FnOnce(Laid) -> T,
+    f: impl FnOnce(SharedInputs) -> T,
 ) -> T {
     #[cfg(target_arch = "x86_64")]
     if isa == Isa::Amx {
         let inputs = Inputs { values: x, stride: weight.k(), first_row: 0, first: 0 };
         inputs.check(rows, weight.k());
-        return shared::with_laid(threads, inputs, rows, weight, |tiled| f(Laid { tiled }));
+        return shared::with_shared_inputs(threads, inputs, rows, weight, |tiled| f(SharedInputs { tiled }));
     }
-    f(Laid::default())
+    f(SharedInputs::default())
 }
 
 /// Computes [`forward`] with one weight for the outputs of some panels, on the calling thread, for the
@@ -196,7 +196,7 @@ pub fn with_laid<T>(
 pub fn forward_panels(
     isa: Isa,
     term: &Term<'_>,
-    laid: Laid,
+    laid: SharedInputs,
     bias: Option<&[f32]>,
     panels: Range<usize>,
     out: Output<'_>,
@@ -279,7 +279,7 @@ pub fn linear(threads: &Threads, isa: Isa, linear: Linear<'_>, out: Output<'_>) 
     {
         return shared::linear(threads, &base, (a, b, parts), hidden_out, rows);
     }
-    cut(threads, isa, Side::Forward, rows, n, size, |rows, panels| {
+    divide_work(threads, isa, Side::Forward, rows, n, size, |rows, panels| {
         SCRATCH.with_borrow_mut(|scratch| {
             // The inputs of this many rows are packed once for both products.
             let at_once = if isa == Isa::Amx { rows.len() } else { product::ROWS };
@@ -312,7 +312,7 @@ pub fn linear(threads: &Threads, isa: Isa, linear: Linear<'_>, out: Output<'_>) 
 
 /// The arguments of a linear layer's backward pass.
 #[derive(Debug)]
-pub struct LinearBack<'a> {
+pub struct LinearBackward<'a> {
     /// The gradient dL/dy, `stride` apart, as many rows as dx has.
     pub dy: &'a [f32],
     /// Number of elements from one row to the next.
@@ -320,12 +320,12 @@ pub struct LinearBack<'a> {
     /// The weight `[n, k]`.
     pub weight: &'a PackedMatrix,
     /// The adapter of the layer.
-    pub lora: Option<LoraBack<'a>>,
+    pub lora: Option<LoraBackward<'a>>,
 }
 
 /// The arguments of an adapter's backward pass.
 #[derive(Debug)]
-pub struct LoraBack<'a> {
+pub struct LoraBackward<'a> {
     /// The stacked factors A, `[rank, k]`.
     pub a: &'a PackedMatrix,
     /// Bᵀ of each part `[its ranks, its outputs]`, scaled.
@@ -339,16 +339,16 @@ pub struct LoraBack<'a> {
 }
 
 /// Computes dx `[rows, k]` (+)= dy·W + (dy·B)·A, and dh = dy·B.
-pub fn linear_backward(threads: &Threads, isa: Isa, linear: LinearBack<'_>, out: Output<'_>) {
-    let LinearBack { dy, stride, weight, lora } = linear;
+pub fn linear_backward(threads: &Threads, isa: Isa, linear: LinearBackward<'_>, out: Output<'_>) {
+    let LinearBackward { dy, stride, weight, lora } = linear;
     let of_weight = Term { x: dy, stride, weight };
-    let Some(LoraBack { a, b_transposed, parts, dh, adds }) = lora else {
+    let Some(LoraBackward { a, b_transposed, parts, dh, adds }) = lora else {
         return backward(threads, isa, &[of_weight], out);
     };
     let (rows, rank) = (out.rows, a.n());
     assert!(a.k() == weight.k() && dh.len() >= rows * rank && parts.len() == b_transposed.len());
     #[cfg(target_arch = "x86_64")]
-    if isa == Isa::Amx && shared::goes_back(&of_weight, (a, b_transposed, parts), rows) {
+    if isa == Isa::Amx && shared::supports_backward(&of_weight, (a, b_transposed, parts), rows) {
         return shared::linear_backward(threads, of_weight, (a, b_transposed, parts), (dh, adds), out);
     }
     for ((outputs, ranks), b) in parts.iter().zip(b_transposed) {
@@ -368,7 +368,7 @@ const ALONE_WITH_TILES: usize = 3 << 20;
 const ONE_CELL: usize = 96;
 
 /// Divides a product of `rows` rows and a range of outputs among the threads; each row takes `size` multiply-adds.
-fn cut(
+fn divide_work(
     threads: &Threads,
     isa: Isa,
     side: Side,
@@ -386,7 +386,7 @@ fn cut(
     if rows.max(least_rows).saturating_mul(size) <= alone {
         return f(0..rows, 0..panels);
     }
-    // With many rows the weights are transposed only once.
+    // If there are many rows, the weights are transposed only once.
     let row_multiple = match (isa, side) {
         (Isa::Amx, Side::Forward) => 256,
         (Isa::Amx, Side::Backward) => 512,
@@ -417,7 +417,7 @@ fn run_jobs(isa: Isa, jobs: &[Job<'_>], scratch: &mut Scratch, rows: Range<usize
         if isa == Isa::Amx && jobs.iter().all(|job| job.weight.dtype() == PackDtype::Bf16) {
             return amx::product(jobs, scratch, rows, panels);
         }
-        product::product(tile::rung(isa), jobs, scratch, rows, panels);
+        product::product(tile::tile_kernels(isa), jobs, scratch, rows, panels);
     }
 }
 

@@ -16,10 +16,10 @@ use std::ops::Range;
 pub use choose::{Chosen, Pick, choose};
 pub use gradient::{Gradient, score_vjp};
 
-use super::gemm::{Laid, Output, Term, forward, forward_panels, with_laid};
+use super::gemm::{Output, SharedInputs, Term, forward, forward_panels, with_shared_inputs};
 use super::isa::Isa;
 use super::pack::{PANEL, PackedMatrix};
-use super::rows::{each_row, on_every_rung, take_turns};
+use super::rows::{each_row, on_every_isa, take_turns};
 use super::simd::{Simd, exp, tanh};
 use super::threads::{Shared, Threads};
 
@@ -207,7 +207,7 @@ fn stream(threads: &Threads, isa: Isa, x: &[f32], head: Head<'_>, rows: usize, f
     let chunks_at_once = by_size.min(by_threads).clamp(1, 16);
     let spans = chunks.div_ceil(chunks_at_once);
     let work = rows * weight.n() * weight.k() / 16;
-    with_laid(threads, isa, x, rows, weight, |laid| {
+    with_shared_inputs(threads, isa, x, rows, weight, |laid| {
         take_turns(threads, spans * blocks, work, |index| {
             // The weights of a span are multiplied with all rows while they are in the cache.
             let (span, block) = (index / blocks, index % blocks);
@@ -231,7 +231,7 @@ fn stream(threads: &Threads, isa: Isa, x: &[f32], head: Head<'_>, rows: usize, f
 /// Computes the logits of some rows of x and some chunks into `buffer`, `[rows][chunks][512]`, padded.
 fn compute(
     isa: Isa,
-    (x, laid, rows): (&[f32], Laid, usize),
+    (x, laid, rows): (&[f32], SharedInputs, usize),
     head: Head<'_>,
     chunks: Range<usize>,
     buffer: &mut Vec<f32>,
@@ -251,7 +251,7 @@ fn compute(
     }
 }
 
-on_every_rung! {
+on_every_isa! {
     /// Applies the soft cap c·tanh(x / c) in place.
     unsafe fn cap(values: &mut [f32], softcap: f32) = cap_with
 }
@@ -285,7 +285,7 @@ impl Cell {
     }
 }
 
-on_every_rung! {
+on_every_isa! {
     /// Summarizes logits in whole vectors; writes Σ eᶻ of each panel to `panels`.
     unsafe fn summary(logits: &[f32], t: f32, panels: &mut [f32]) -> Cell = summary_with
 }

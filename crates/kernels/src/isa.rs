@@ -11,7 +11,7 @@ pub enum Isa {
     Portable,
     /// AVX2: 256-bit vectors with fused multiply-add.
     Avx2,
-    /// AVX-512: 512-bit vectors.
+    /// AVX-512, with 512-bit vectors.
     Avx512,
     /// AMX: products of bf16 tiles; packs of f32 use AVX-512.
     Amx,
@@ -131,7 +131,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_rung_is_chosen_by_its_name() {
+    fn an_instruction_set_is_chosen_by_its_name() {
         assert_eq!(Isa::choose("auto"), Ok(Isa::best()));
         for isa in Isa::ALL {
             match Isa::choose(isa.name()) {

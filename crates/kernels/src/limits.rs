@@ -8,14 +8,14 @@ use super::simd::{Portable, Simd};
 use super::threads::Threads;
 
 /// Number of measurements, of which the best one counts.
-const TRIES: usize = 5;
+const MEASUREMENTS: usize = 5;
 
 /// Peak of all threads in 10⁹ operations per second, with registers only; a multiply-add counts as two. In f32, or for
 /// AMX in bf16 tiles.
 pub fn peak_gflops(isa: Isa, threads: &Threads) -> f64 {
     assert!(isa.is_available(), "{isa} does not run on this machine");
     const STEPS: usize = 2_000_000;
-    let best = best(|| {
+    let best = fastest_seconds(|| {
         threads.run(&|_| {
             // Safety: the machine supports the instruction set.
             let sum = unsafe {
@@ -80,7 +80,7 @@ unsafe fn peak<S: Simd, const CHAINS: usize>(steps: usize) -> f32 {
 pub fn read_gb_s(threads: &Threads, bytes: usize) -> f64 {
     // Ones, because the system maps untouched pages of zeros to a single page.
     let values = vec![1u64; bytes.div_ceil(8)];
-    let best = best(|| {
+    let best = fastest_seconds(|| {
         threads.split(values.len(), |part| {
             black_box(total(&values[part]));
         });
@@ -101,9 +101,9 @@ fn total(values: &[u64]) -> u64 {
 }
 
 /// Seconds of the fastest run.
-fn best(mut f: impl FnMut()) -> f64 {
+fn fastest_seconds(mut f: impl FnMut()) -> f64 {
     let mut best = f64::MAX;
-    for _ in 0..TRIES {
+    for _ in 0..MEASUREMENTS {
         let start = Instant::now();
         f();
         best = best.min(start.elapsed().as_secs_f64());
@@ -116,7 +116,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn limits_are_numbers_of_a_machine() {
+    fn limits_are_plausible_numbers() {
         let threads = Threads::new(1);
         for isa in Isa::available() {
             let peak = peak_gflops(isa, &threads);

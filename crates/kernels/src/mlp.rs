@@ -1,14 +1,14 @@
 //! Gated activations of rows `[gate | up]`, their vector-Jacobian products, and sums over rows.
 
 use super::isa::Isa;
-use super::rows::{on_every_rung, over_rows};
+use super::rows::{on_every_isa, over_rows};
 use super::simd::{LOWEST, Simd, load_some, logistic, store_some};
 use super::threads::{Shared, Threads};
 
 /// The activation function of an MLP's gate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activation {
-    /// SiLU: x·σ(x).
+    /// SiLU, which is x·σ(x).
     Silu,
     /// GELU with tanh: x·½·(1 + tanh u) = x·σ(2u) with u = √(2/π)·(x + 0.044715·x³), PyTorch's
     /// `gelu(approximate="tanh")`.
@@ -96,22 +96,22 @@ pub fn column_sums(threads: &Threads, isa: Isa, x: &[f32], sums: &mut [f32]) {
     });
 }
 
-on_every_rung! {
+on_every_isa! {
     unsafe fn silu_row(gate: &[f32], up: &[f32], out: &mut [f32]) = silu_with
 }
-on_every_rung! {
+on_every_isa! {
     unsafe fn silu_vjp_row(gate: &[f32], up: &[f32], dy: &[f32], d_gate: &mut [f32], d_up: &mut [f32]) = silu_vjp_with
 }
-on_every_rung! {
+on_every_isa! {
     unsafe fn gelu_row(gate: &[f32], up: &[f32], out: &mut [f32]) = gelu_with
 }
-on_every_rung! {
+on_every_isa! {
     unsafe fn gelu_vjp_row(gate: &[f32], up: &[f32], dy: &[f32], d_gate: &mut [f32], d_up: &mut [f32]) = gelu_vjp_with
 }
-on_every_rung! {
+on_every_isa! {
     unsafe fn add_span(x: &[f32], y: &mut [f32]) = add_with
 }
-on_every_rung! {
+on_every_isa! {
     unsafe fn sum_columns(x: &[f32], width: usize, first: usize, sums: &mut [f32]) = sum_with
 }
 
@@ -132,7 +132,7 @@ unsafe fn silu<S: Simd>(gate: S::V) -> Curve<S::V> {
 
 #[inline(always)]
 unsafe fn gelu<S: Simd>(gate: S::V) -> Curve<S::V> {
-    /// The constant 2·√(2/π).
+    /// The constant factor 2·√(2/π).
     const FACTOR: f32 = 1.595_769;
     const CUBIC: f32 = 0.044_715;
     unsafe {
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn activations_and_their_gradients_are_the_naive_ones_on_every_rung() {
+    fn activations_and_their_gradients_are_the_naive_ones_on_every_isa() {
         let both = [Activation::Silu, Activation::GeluTanh];
         for (isa, activation) in Isa::available().flat_map(|isa| both.map(|activation| (isa, activation))) {
             for (rows, width) in [(1, 1), (3, 5), (2, 16), (5, 29), (4, 64), (30, 777)] {

@@ -1,7 +1,7 @@
 //! RMSNorm of rows and its vector-Jacobian products. A row's result depends only on that row.
 
 use super::isa::Isa;
-use super::rows::{on_every_rung, over_rows};
+use super::rows::{on_every_isa, over_rows};
 use super::simd::{Simd, load_some, store_some};
 use super::threads::{Shared, Threads};
 
@@ -73,17 +73,17 @@ fn rows_of(x: &[f32], weight: &[f32]) -> usize {
     rows
 }
 
-on_every_rung! {
+on_every_isa! {
     unsafe fn norm_row(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) = norm_with
 }
-on_every_rung! {
+on_every_isa! {
     unsafe fn vjp_row(x: &[f32], weight: &[f32], eps: f32, dy: &[f32], residual: Option<&[f32]>, dx: &mut [f32])
         = vjp_with
 }
-on_every_rung! {
+on_every_isa! {
     unsafe fn scale_row(x: &[f32], eps: f32) -> f32 = scale_of
 }
-on_every_rung! {
+on_every_isa! {
     unsafe fn weight_columns(x: &[f32], dy: &[f32], scales: &[f32], width: usize, first: usize, dw: &mut [f32])
         = weight_with
 }
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn norms_and_their_gradients_are_the_naive_ones_on_every_rung() {
+    fn norms_and_their_gradients_are_the_naive_ones_on_every_isa() {
         for isa in Isa::available() {
             for (rows, width) in [(1, 1), (3, 5), (2, 16), (5, 29), (4, 64), (7, 100), (3, 1024), (40, 777)] {
                 let (x, weight, dy) = (noise(rows * width, 1), noise(width, 2), noise(rows * width, 3));

@@ -4,7 +4,7 @@
 use super::attention::Heads;
 use super::isa::Isa;
 use super::norm::{dot3, scale_of};
-use super::rows::{on_every_rung, over_rows};
+use super::rows::{on_every_isa, over_rows};
 use super::simd::{Simd, load_some, store_some};
 use super::threads::{Shared, Threads};
 
@@ -150,13 +150,13 @@ pub fn rotate_weight_vjp(
     }
 }
 
-on_every_rung! {
+on_every_isa! {
     unsafe fn rotate_row(rope: &Rope<'_>, position: usize, row: &mut [f32]) = rotate_with
 }
-on_every_rung! {
+on_every_isa! {
     unsafe fn vjp_row(rope: &Rope<'_>, position: usize, before: &[f32], d: &mut [f32]) = vjp_with
 }
-on_every_rung! {
+on_every_isa! {
     unsafe fn weight_row(rope: &Rope<'_>, position: usize, before: &[f32], dy: &[f32], sums: &mut [f32]) = weight_with
 }
 
@@ -368,7 +368,7 @@ mod tests {
     }
 
     #[test]
-    fn rotations_and_their_gradients_are_the_naive_ones_on_every_rung() {
+    fn rotations_and_their_gradients_are_the_naive_ones_on_every_isa() {
         for isa in Isa::available() {
             for (h, kv, dim, half, rows) in [
                 (1, 1, 2, 1, 1),

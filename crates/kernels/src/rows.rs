@@ -48,7 +48,7 @@ pub(super) fn take_turns(threads: &Threads, count: usize, elements: usize, f: im
 }
 
 /// Defines a function that runs a kernel, generic over [`Simd`](super::simd::Simd), with the chosen instruction set.
-macro_rules! on_every_rung {
+macro_rules! on_every_isa {
     ($(#[$doc:meta])* $vis:vis unsafe fn $name:ident($($arg:ident: $type:ty),* $(,)?) $(-> $out:ty)? = $kernel:ident) => {
         $(#[$doc])*
         $vis unsafe fn $name(isa: $crate::isa::Isa, $($arg: $type),*) $(-> $out)? {
@@ -80,7 +80,7 @@ macro_rules! on_every_rung {
         }
     };
 }
-pub(super) use on_every_rung;
+pub(super) use on_every_isa;
 
 #[cfg(test)]
 pub(super) mod tests {

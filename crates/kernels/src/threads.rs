@@ -43,7 +43,7 @@ struct Team {
     panicked: AtomicBool,
     /// Written while no worker is inside and the round is closed, published by `state`.
     piece: UnsafeCell<Option<Piece>>,
-    /// For each thread, the next cell of its region.
+    /// The next cell of each thread's region.
     next: Vec<Next>,
     /// Whether the caller is parked until the last worker leaves.
     waiting: AtomicBool,

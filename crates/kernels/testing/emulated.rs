@@ -36,7 +36,7 @@ unsafe extern "C" {
 #[repr(C, align(16))]
 struct Aligned([u8; 4096]);
 
-/// The emulated device.
+/// The state of the emulated device.
 #[derive(Debug)]
 pub(super) struct Emulator {
     /// Names of the kernels that were found, by index.

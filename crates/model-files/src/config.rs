@@ -57,10 +57,10 @@ pub struct ModelDescription {
     pub rope: Rope,
     /// Rotary position embedding of layers with a window, if different.
     pub local_rope: Option<Rope>,
-    /// For each layer, the number of positions that a token attends to, itself included; None
+    /// Window of each layer: the number of positions that a token attends to, itself included; None
     /// means all earlier positions.
     pub windows: Vec<Option<usize>>,
-    /// For each layer, whether the rotary position embedding is applied.
+    /// Whether each layer applies the rotary position embedding.
     pub rotates: Vec<bool>,
     /// Length of the longest sequence that the model supports, in tokens.
     pub max_position_embeddings: usize,

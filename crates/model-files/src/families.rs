@@ -71,7 +71,7 @@ fn read_attention_bias(keys: &Keys<'_>, model: &mut ModelDescription) -> Result<
 type ReadRopes = fn(&Keys<'_>, f64, Sizes) -> Result<(Rope, Option<Rope>), ModelCardError>;
 type Describe = fn(&Keys<'_>, ModelDescription) -> Result<ModelDescription, ModelCardError>;
 
-/// All supported families.
+/// All supported decoder families.
 pub(super) const FAMILIES: [Family; 13] = [
     qwen::QWEN3,
     qwen::QWEN2,

@@ -259,10 +259,7 @@ pub fn open(dir: &Path, file: &str) -> Result<File, ModelCardError> {
     let kind = std::fs::metadata(&path).map_err(|e| io_error(file, &e))?.file_type();
     if !kind.is_file() {
         let found = if kind.is_dir() { "a directory" } else { "a pipe, a socket or a device" };
-        return Err(ModelCardError::new(
-            file,
-            format!("is {found}; it must be a regular file: replace it"),
-        ));
+        return Err(ModelCardError::new(file, format!("is {found}; it must be a regular file: replace it")));
     }
     File::open(path).map_err(|e| io_error(file, &e))
 }

@@ -5,7 +5,7 @@ use minijinja::value::{Kwargs, ValueKind};
 use minijinja::{Environment, Error, ErrorKind, Output, State, Value};
 use serde_json::Map;
 
-use crate::jinja::{Ordered, Template, draw, environment, raise, to_value};
+use crate::jinja::{Ordered, Template, charge, environment, raise, to_value};
 
 /// Maximum number of instructions a template may run; real templates need thousands.
 const FUEL: u64 = 20_000_000;
@@ -118,13 +118,13 @@ fn failed(error: Error) -> TemplateError {
 fn write_python(out: &mut Output, _state: &mut State, value: &Value) -> Result<(), Error> {
     match value.as_str() {
         Some(text) => {
-            draw(text.len() as u64)?;
+            charge(text.len() as u64)?;
             out.write_str(text).map_err(Error::from)
         }
         None => {
             let mut text = String::new();
             python_repr(value, &mut text, 0)?;
-            draw(text.len() as u64)?;
+            charge(text.len() as u64)?;
             out.write_str(&text).map_err(Error::from)
         }
     }
@@ -203,7 +203,7 @@ fn tojson(value: &Value, kwargs: Kwargs) -> Result<String, Error> {
     let style = JsonStyle { indent, item, key, sort_keys: sort_keys.unwrap_or(false) };
     let mut out = String::new();
     style.write(value, &mut out, 0)?;
-    draw(out.len() as u64)?;
+    charge(out.len() as u64)?;
     Ok(out)
 }
 
@@ -287,13 +287,13 @@ mod tests {
 
     #[test]
     fn messages_reach_templates_as_transformers_gives_them() {
-        let said = |message: serde_json::Value, source: &str| {
+        let rendered = |message: serde_json::Value, source: &str| {
             let template = ChatTemplate::new(source.to_owned(), Vec::new()).unwrap();
             template.render(&[message], false, &Map::new()).unwrap()
         };
         // Expected values come from transformers 5.23.0.
         let null = "{% for m in messages %}{{ m.content }}|{{ 'content' in m }}|{{ m.content is none }}{% endfor %}";
-        assert_eq!(said(json!({"role": "user", "content": null}), null), "|False|False");
+        assert_eq!(rendered(json!({"role": "user", "content": null}), null), "|False|False");
         let whole = "{{ messages[0] | tojson }}";
         for (message, expected) in [
             (
@@ -317,7 +317,7 @@ mod tests {
                 r#"{"thinking": "r", "role": "a", "reasoning": "r", "reasoning_content": "r"}"#,
             ),
         ] {
-            assert_eq!(said(message, whole), expected);
+            assert_eq!(rendered(message, whole), expected);
         }
     }
 }

@@ -69,7 +69,7 @@ fn the_fingerprint_changes_with_any_file_that_matters_and_with_no_other() {
 }
 
 #[test]
-fn what_is_unsupported_is_refused_with_its_key_and_value() {
+fn unsupported_settings_are_rejected_with_key_and_value() {
     for (key, value) in [
         ("model_type", json!("gemma4")),
         ("model_type", json!(7)),
@@ -458,7 +458,7 @@ fn a_rope_theta_that_is_not_positive_is_refused_be_it_used_or_not() {
 }
 
 #[test]
-fn what_is_no_plain_file_is_refused_before_it_is_opened() {
+fn special_files_are_rejected_before_they_are_opened() {
     let model = copy("qwen3");
     let names =
         ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"];
@@ -591,5 +591,5 @@ fn a_template_cannot_run_forever_or_read_files() {
 #[test]
 fn no_chat_template_takes_all_memory_stack_or_time() {
     let rendered = |source: &str| render(source, json!({})).map_err(|error| error.to_string());
-    rlood_test_support::templates::every_bomb_is_defused(rendered, false);
+    rlood_test_support::templates::every_costly_template_fails_soon(rendered, false);
 }

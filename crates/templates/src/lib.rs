@@ -18,9 +18,9 @@ use minijinja::machinery::{eval, make_string_output};
 use minijinja::value::{Enumerator, Object, ObjectRepr};
 use minijinja::{AutoEscape, Environment, Error, ErrorKind, Value};
 
-pub use budget::draw;
+pub use budget::charge;
 pub use filters::{environment, raise};
-pub use operators::install as guard;
+pub use operators::install as limit_operators;
 use program::Program;
 
 self_cell::self_cell! {
@@ -59,7 +59,7 @@ impl Template {
         most: usize,
     ) -> Result<String, Error> {
         let mut text = String::new();
-        budget::within(budget, || self.run(environment, variables, &mut text))?;
+        budget::with_budget(budget, || self.run(environment, variables, &mut text))?;
         if text.len() > most {
             return Err(Error::new(ErrorKind::InvalidOperation, "the rendered text is too long"));
         }
@@ -74,7 +74,9 @@ impl Template {
         budget: u64,
         finish: impl FnOnce(Value) -> Result<T, Error>,
     ) -> Result<T, Error> {
-        budget::within(budget, || finish(self.run(environment, variables, &mut String::new())?.unwrap_or_default()))
+        budget::with_budget(budget, || {
+            finish(self.run(environment, variables, &mut String::new())?.unwrap_or_default())
+        })
     }
 
     fn run(
@@ -91,13 +93,13 @@ impl Template {
 
 /// Serializes a value as JSON text.
 pub fn to_json(value: &Value) -> Result<String, Error> {
-    draw(budget::size(value)?.written(8))?;
+    charge(budget::measure(value)?.written(8))?;
     serde_json::to_string(value).map_err(|error| Error::new(ErrorKind::InvalidOperation, error.to_string()))
 }
 
 /// Converts a value to JSON.
 pub fn to_json_value(value: &Value) -> Result<serde_json::Value, Error> {
-    draw(budget::size(value)?.written(budget::ITEM_BYTES))?;
+    charge(budget::measure(value)?.written(budget::ITEM_BYTES))?;
     serde_json::to_value(value).map_err(|error| Error::new(ErrorKind::InvalidOperation, error.to_string()))
 }
 

@@ -3,7 +3,7 @@
 use minijinja::value::{Kwargs, from_args};
 use minijinja::{Error, ErrorKind, Value};
 
-use super::budget::draw;
+use super::budget::charge;
 
 /// Calls a method of a text; `None` if this module does not have the method.
 pub(super) fn of_text(text: &str, name: &str, args: &[Value]) -> Result<Option<Value>, Error> {
@@ -91,7 +91,7 @@ fn padded(text: &str, name: &str, args: &[Value]) -> Result<Value, Error> {
     let length = text.chars().count();
     let width = usize::try_from(width).unwrap_or(0);
     let missing = width.saturating_sub(length);
-    draw(missing as u64 * 4)?;
+    charge(missing as u64 * 4)?;
     let fill = |count: usize| fill.unwrap_or(if name == "zfill" { '0' } else { ' ' }).to_string().repeat(count);
     let padded = match name {
         "ljust" => format!("{text}{}", fill(missing)),

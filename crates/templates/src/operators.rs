@@ -4,12 +4,12 @@ use minijinja::machinery::Instruction;
 use minijinja::value::{Rest, ValueKind, ValueOrKwargs};
 use minijinja::{Environment, Error, ErrorKind, Value};
 
-use super::budget::{self, ITEM_BYTES, draw, look};
+use super::budget::{self, ITEM_BYTES, charge, charge_read};
 
-type Question = fn(&[Value]) -> Result<(), Error>;
+type BudgetCheck = fn(&[Value]) -> Result<(), Error>;
 
 /// The checks; each reads the values on top of the stack and leaves them there.
-const QUESTIONS: [(&str, Question); 9] = [
+const BUDGET_CHECKS: [(&str, BudgetCheck); 9] = [
     ("=add", add),
     ("=mul", mul),
     ("=concat", concat),
@@ -23,9 +23,9 @@ const QUESTIONS: [(&str, Question); 9] = [
 
 /// Registers the filters that `limit_operators` inserts between the instructions.
 pub fn install(environment: &mut Environment<'static>) {
-    for (name, question) in QUESTIONS {
+    for (name, check) in BUDGET_CHECKS {
         environment.add_filter(name, move |values: Rest<Value>| -> Result<Value, Error> {
-            question(&values)?;
+            check(&values)?;
             // `UnpackList` pushes them back onto the stack.
             Ok(values.0.into_iter().rev().collect())
         });
@@ -35,23 +35,23 @@ pub fn install(environment: &mut Environment<'static>) {
         Ok(value)
     });
     environment.add_filter("=each", |value: Value| -> Result<Value, Error> {
-        look(elements(&value).saturating_mul(ITEM_BYTES))?;
+        charge_read(elements(&value).saturating_mul(ITEM_BYTES))?;
         Ok(value)
     });
     environment.add_filter("=count", |value: Value| -> Result<Value, Error> {
-        draw(value.as_usize().unwrap_or_default() as u64)?;
+        charge(value.as_usize().unwrap_or_default() as u64)?;
         Ok(value)
     });
     environment.add_filter("=built", |value: ValueOrKwargs| -> Result<Value, Error> {
-        draw(elements(&value).saturating_mul(ITEM_BYTES))?;
-        budget::size(&value)?;
+        charge(elements(&value).saturating_mul(ITEM_BYTES))?;
+        budget::measure(&value)?;
         Ok(value.into_value())
     });
-    environment.add_filter("=whole", budget::whole);
+    environment.add_filter("=whole", budget::materialize);
 }
 
 /// Returns an instruction with the checks before and after it. `top` is the value on top of the stack, if known.
-pub fn guard<'a>(instruction: &Instruction<'a>, top: Option<&Value>) -> Result<Vec<Instruction<'a>>, Error> {
+pub fn with_checks<'a>(instruction: &Instruction<'a>, top: Option<&Value>) -> Result<Vec<Instruction<'a>>, Error> {
     let refused = |why: &'static str| Err(Error::new(ErrorKind::SyntaxError, why));
     let same = instruction.clone();
     // The id `!0` is never used as the cached filter of another name.
@@ -109,8 +109,8 @@ pub fn elements(value: &Value) -> u64 {
 /// Charges visiting all of a value, which is the most a comparison does.
 pub fn scan(value: &Value) -> Result<(), Error> {
     match value.as_str() {
-        Some(text) => look(text.len() as u64),
-        None if value.as_object().is_some() => budget::size(value).map(|_| ()),
+        Some(text) => charge_read(text.len() as u64),
+        None if value.as_object().is_some() => budget::measure(value).map(|_| ()),
         None => Ok(()),
     }
 }
@@ -118,9 +118,9 @@ pub fn scan(value: &Value) -> Result<(), Error> {
 /// A lazy list is materialized afterwards.
 fn add(values: &[Value]) -> Result<(), Error> {
     if values.iter().any(Value::is_tuple) {
-        return values.iter().try_for_each(|value| draw(elements(value).saturating_mul(ITEM_BYTES)));
+        return values.iter().try_for_each(|value| charge(elements(value).saturating_mul(ITEM_BYTES)));
     }
-    values.iter().try_for_each(|value| draw(value.as_str().unwrap_or_default().len() as u64))
+    values.iter().try_for_each(|value| charge(value.as_str().unwrap_or_default().len() as u64))
 }
 
 fn mul(values: &[Value]) -> Result<(), Error> {
@@ -128,23 +128,23 @@ fn mul(values: &[Value]) -> Result<(), Error> {
     for (many, times) in [(left, right), (right, left)] {
         let times = times.as_usize().unwrap_or_default() as u64;
         if let Some(text) = many.as_str() {
-            draw(times.saturating_mul(text.len() as u64))?;
+            charge(times.saturating_mul(text.len() as u64))?;
         } else if many.as_object().is_some() {
-            draw(elements(many).saturating_mul(ITEM_BYTES).saturating_mul(times))?;
+            charge(elements(many).saturating_mul(ITEM_BYTES).saturating_mul(times))?;
         }
     }
     Ok(())
 }
 
 fn concat(values: &[Value]) -> Result<(), Error> {
-    values.iter().try_for_each(|value| draw(budget::text(value)?))
+    values.iter().try_for_each(|value| charge(budget::text_bytes(value)?))
 }
 
 fn slice(values: &[Value]) -> Result<(), Error> {
     let Some(value) = values.first() else { return Ok(()) };
     match value.as_str() {
-        Some(text) => draw(text.len() as u64 / 8),
-        None => look(elements(value).saturating_mul(ITEM_BYTES)),
+        Some(text) => charge(text.len() as u64 / 8),
+        None => charge_read(elements(value).saturating_mul(ITEM_BYTES)),
     }
 }
 
@@ -154,7 +154,7 @@ fn item(values: &[Value]) -> Result<(), Error> {
     if value.kind() == ValueKind::Seq || value.kind() == ValueKind::Map {
         return Ok(());
     }
-    look(elements(value).saturating_mul(8))
+    charge_read(elements(value).saturating_mul(8))
 }
 
 fn contains(values: &[Value]) -> Result<(), Error> {
@@ -162,19 +162,19 @@ fn contains(values: &[Value]) -> Result<(), Error> {
     scan(container)?;
     scan(value)?;
     // The container is searched for the value's text.
-    if container.as_str().is_some() && value.as_str().is_none() { draw(budget::text(value)?) } else { Ok(()) }
+    if container.as_str().is_some() && value.as_str().is_none() { charge(budget::text_bytes(value)?) } else { Ok(()) }
 }
 
 fn set(values: &[Value]) -> Result<(), Error> {
-    values.first().map_or(Ok(()), budget::nested)
+    values.first().map_or(Ok(()), budget::check_nesting)
 }
 
 fn nested(values: &[Value]) -> Result<(), Error> {
-    draw((values.len() as u64).saturating_mul(ITEM_BYTES))?;
-    values.iter().try_for_each(budget::nested)
+    charge((values.len() as u64).saturating_mul(ITEM_BYTES))?;
+    values.iter().try_for_each(budget::check_nesting)
 }
 
 /// The loop object keeps the arguments.
 fn changed(values: &[Value]) -> Result<(), Error> {
-    values.iter().skip(1).try_for_each(budget::nested)
+    values.iter().skip(1).try_for_each(budget::check_nesting)
 }

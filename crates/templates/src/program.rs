@@ -35,8 +35,8 @@ impl<'a> Program<'a> {
             let mut generator = CodeGenerator::new(name, source);
             generator.compile_stmt(&tree);
             let (instructions, blocks) = generator.finish();
-            let blocks = blocks.into_iter().map(|(name, block)| Ok((name, guarded(&block)?)));
-            Ok(Self { instructions: guarded(&instructions)?, blocks: blocks.collect::<Result<_, Error>>()? })
+            let blocks = blocks.into_iter().map(|(name, block)| Ok((name, insert_checks(&block)?)));
+            Ok(Self { instructions: insert_checks(&instructions)?, blocks: blocks.collect::<Result<_, Error>>()? })
         })
     }
 
@@ -47,7 +47,7 @@ impl<'a> Program<'a> {
             Check::default().expression(&tree, 0)?;
             let mut generator = CodeGenerator::new("<expression>", source);
             generator.compile_expr(&tree);
-            Ok(Self { instructions: guarded(&generator.finish().0)?, blocks: BTreeMap::new() })
+            Ok(Self { instructions: insert_checks(&generator.finish().0)?, blocks: BTreeMap::new() })
         })
     }
 }
@@ -66,7 +66,8 @@ fn on_a_large_stack<T: Send>(source: &str, compile: impl FnOnce() -> Result<T, E
     }
     std::thread::scope(|scope| {
         let thread = std::thread::Builder::new().stack_size(STACK_BYTES).spawn_scoped(scope, compile);
-        let thread = thread.map_err(|error| refused(format!("cannot start a thread to compile the template: {error}")))?;
+        let thread =
+            thread.map_err(|error| refused(format!("cannot start a thread to compile the template: {error}")))?;
         thread.join().map_err(|_| refused("the template cannot be compiled"))?
     })
 }
@@ -273,13 +274,15 @@ fn folded(op: ast::BinOpKind, left: Constant, right: Constant) -> Constant {
             Constant { bytes: 32, magnitude }
         }
         // A value written as text is at most as long as its constants in the source, times the longest escape.
-        ast::BinOpKind::Concat => Constant { bytes: sum.saturating_mul(super::budget::ESCAPED), magnitude: 0.0 },
+        ast::BinOpKind::Concat => {
+            Constant { bytes: sum.saturating_mul(super::budget::MAX_ESCAPE_BYTES), magnitude: 0.0 }
+        }
         _ => Constant { bytes: sum, magnitude: magnitude + 1.0 },
     }
 }
 
 /// Copies the instructions and inserts a budget check wherever one allocates.
-fn guarded<'a>(plain: &Instructions<'a>) -> Result<Instructions<'a>, Error> {
+fn insert_checks<'a>(plain: &Instructions<'a>) -> Result<Instructions<'a>, Error> {
     let instructions: Vec<&Instruction<'a>> = (0..).map_while(|index| plain.get(index)).collect();
     let mut targets = BTreeSet::new();
     for instruction in &instructions {
@@ -294,7 +297,7 @@ fn guarded<'a>(plain: &Instructions<'a>) -> Result<Instructions<'a>, Error> {
         // The value on top of the stack, if only the previous instruction can have pushed it.
         let before = index.checked_sub(1).filter(|_| !targets.contains(&index)).and_then(|index| plain.get(index));
         let top = before.and_then(|before| if let Instruction::LoadConst(top) = before { Some(top) } else { None });
-        let group = operators::guard(instruction, top)?;
+        let group = operators::with_checks(instruction, top)?;
         place += u32::try_from(group.len()).map_err(|_| refused("the template is too long"))?;
         groups.push(group);
     }

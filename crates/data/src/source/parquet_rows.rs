@@ -121,7 +121,7 @@ impl Reading<'_> {
             (Budget::new(group.num_columns(), self.metadata.memory_size() as u64), Mutex::new(unpacker));
         let shared = Arc::new(Shared { input: self.input.clone(), budget, unpacker, batch: self.batch as u64 });
         let pages = Group { metadata: self.metadata, at: self.group, shared: shared.clone() };
-        let rows = caught(|| TreeBuilder::new().with_batch_size(self.batch).as_iter(self.columns.clone(), &pages));
+        let rows = catch_panic(|| TreeBuilder::new().with_batch_size(self.batch).as_iter(self.columns.clone(), &pages));
         let mut rows = rows.ok_or_else(damaged)?.map_err(|error| stopped(&error, String::new))?;
         let given = *row - first;
         for at in 0.. {
@@ -130,7 +130,7 @@ impl Reading<'_> {
             if is_last_of_batch {
                 shared.budget.begin_batch();
             }
-            let next = caught(|| rows.next().map(|read| read.map(|read| (at >= given).then(|| value(read)))));
+            let next = catch_panic(|| rows.next().map(|read| read.map(|read| (at >= given).then(|| value(read)))));
             if is_last_of_batch {
                 shared.budget.end_batch();
             }
@@ -151,7 +151,7 @@ impl Reading<'_> {
 }
 
 /// Runs a step and returns None if it panicked.
-fn caught<T>(step: impl FnOnce() -> T) -> Option<T> {
+fn catch_panic<T>(step: impl FnOnce() -> T) -> Option<T> {
     catch_unwind(AssertUnwindSafe(step)).ok()
 }
 
@@ -238,7 +238,7 @@ fn expect_columns(input: &Input, group: &RowGroupMetaData, columns: &SchemaDescP
     let is_read =
         |path: &parquet::schema::types::ColumnPath| columns.columns().iter().any(|column| column.path() == path);
     let starts = group.columns().iter().filter(|column| is_read(column.column_path())).filter_map(|column| {
-        let (start, length) = caught(|| column.byte_range())?;
+        let (start, length) = catch_panic(|| column.byte_range())?;
         Some(start..start.saturating_add(length.min(each)))
     });
     input.expect(&starts.collect::<Vec<_>>())
@@ -288,8 +288,7 @@ fn check_group(metadata: &RowGroupMetaData, group: usize, columns: usize) -> Res
     }
     if metadata.columns().iter().any(|column| matches!(column.compression(), Compression::BROTLI(_) | Compression::LZO))
     {
-        let detail =
-            "the file is compressed with brotli or lzo, which are not supported: write it with snappy, zstd, gzip or lz4";
+        let detail = "the file is compressed with brotli or lzo, which are not supported: write it with snappy, zstd, gzip or lz4";
         return Err(whole("parquet", detail.to_owned()));
     }
     let packed = metadata.compressed_size().max(1);

@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_is_not_known_is_fetched() {
+    fn only_missing_ranges_are_fetched() {
         let asked = Arc::new(Mutex::new(Vec::new()));
         let remote = Remote::new(Box::new(Counted(1 << 30, asked.clone())));
         let mut bytes = [0; 4];
@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn too_much_is_not_fetched_and_that_is_said() {
+    fn fetching_too_much_is_an_error() {
         let asked = Arc::new(Mutex::new(Vec::new()));
         let remote = Remote::new(Box::new(Counted(1 << 30, asked.clone())));
         remote.fetch(&[0..10, 10..1 << 20]).unwrap();

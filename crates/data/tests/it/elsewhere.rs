@@ -70,7 +70,7 @@ fn large() -> Vec<u8> {
 }
 
 #[test]
-fn a_look_fetches_the_footer_and_the_first_pages_alone() {
+fn a_preview_fetches_only_the_footer_and_the_first_pages() {
     let file = Elsewhere::new(large(), u64::MAX);
     assert!(file.bytes.len() > 28_000_000, "{}", file.bytes.len());
     let look = file.look(json!({"map": {"prompt": "question"}})).unwrap();
@@ -83,7 +83,7 @@ fn a_look_fetches_the_footer_and_the_first_pages_alone() {
 }
 
 #[test]
-fn a_look_elsewhere_is_the_look_at_the_file() {
+fn a_preview_of_a_remote_file_equals_that_of_the_local_file() {
     for name in ["verl.parquet", "gsm8k-zstd.parquet", "gsm8k-brotli.parquet", "image.parquet"] {
         let here = preview(&[fixture(name)], &Recipe::default(), &options(), 5);
         let file = Elsewhere::new(std::fs::read(fixture_path(name)).unwrap(), u64::MAX);
@@ -93,7 +93,7 @@ fn a_look_elsewhere_is_the_look_at_the_file() {
 }
 
 #[test]
-fn what_cannot_be_fetched_is_said_and_no_row_is_made_up() {
+fn a_failed_fetch_is_reported_and_no_row_is_invented() {
     for most in [0, 100, 300_000, 1 << 20] {
         let refused = Elsewhere::new(large(), most).look(json!({})).unwrap_err();
         assert_eq!(refused.errors[0].code, NOT_FETCHED);

@@ -113,7 +113,7 @@ fn returns(reward: f64, token_kl: &[f64], beta: f64) -> Vec<f64> {
         .iter()
         .rev()
         .map(|kl| {
-            // With beta = 0 no reference pass runs, so there is no KL to multiply.
+            // If beta = 0, no reference pass runs, so there is no KL to multiply.
             rest -= if beta == 0.0 { 0.0 } else { beta * kl };
             rest
         })

@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn batch_normalisation_knows_only_the_block_and_running_all_before_it() {
+    fn batch_normalization_uses_only_the_block_and_running_normalization_all_rewards_so_far() {
         let weighted = [Some(2.0), None, Some(4.0)];
         let before = RewardStats::default().with([10.0, 12.0]);
         let batch = RewardShape { normalization: RewardNormalization::Batch, ..SHAPE };
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn the_clip_comes_after_the_normalisation_and_the_length_terms_after_the_clip() {
+    fn the_clip_comes_after_the_normalization_and_the_length_terms_after_the_clip() {
         let shape = RewardShape {
             normalization: RewardNormalization::Batch,
             clip_range: Some((-0.5, 0.5)),
@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn equal_rewards_normalise_to_zero() {
+    fn equal_rewards_normalize_to_zero() {
         let shape = RewardShape { normalization: RewardNormalization::Batch, ..SHAPE };
         let weighted = [Some(0.3), Some(0.3)];
         let stats = shape.stats(RewardStats::default(), &weighted);

@@ -90,7 +90,7 @@ impl Cpu {
 }
 
 /// Converts the head to the kernels' type.
-fn law(head: &Head<Cpu>) -> head::Head<'_> {
+fn kernel_head(head: &Head<Cpu>) -> head::Head<'_> {
     head::Head { weight: &head.weight.matrix, softcap: head.softcap }
 }
 
@@ -205,7 +205,7 @@ impl Compute for Cpu {
         Ok(self.some_columns(x, columns))
     }
 
-    fn beside(&self, parts: &[&Matrix]) -> Result<Matrix> {
+    fn concat_columns(&self, parts: &[&Matrix]) -> Result<Matrix> {
         Ok(self.side_by_side(parts))
     }
 
@@ -290,7 +290,7 @@ impl Compute for Cpu {
         targets: &[u32],
         temperature: f64,
     ) -> Result<(Vec<TokenScore>, Vec<Normalizer>)> {
-        let scores = head::score(&self.threads, self.isa, x.values(), law(head), targets, temperature);
+        let scores = head::score(&self.threads, self.isa, x.values(), kernel_head(head), targets, temperature);
         Ok((scores.tokens, scores.normalizers))
     }
 
@@ -299,14 +299,14 @@ impl Compute for Cpu {
         let weight = &*head.weight.matrix;
         let mut dx = self.pool.matrix(x.rows(), x.width());
         let slot = at.map(|at| &mut gradient[at..at + weight.n() * weight.k()]);
-        let given = head::Gradient { x: x.values(), head: law(head), targets, temperature, normalizers, g };
+        let given = head::Gradient { x: x.values(), head: kernel_head(head), targets, temperature, normalizers, g };
         head::score_vjp(&self.threads, self.isa, &given, dx.values_mut(), slot);
         Ok(dx)
     }
 
     fn logits(&self, x: &Matrix, head: &Head<Self>) -> Result<Matrix> {
         let mut logits = self.pool.matrix(x.rows(), head.weight.matrix.n());
-        head::logits(&self.threads, self.isa, x.values(), law(head), logits.values_mut());
+        head::logits(&self.threads, self.isa, x.values(), kernel_head(head), logits.values_mut());
         Ok(logits)
     }
 }
@@ -351,7 +351,7 @@ impl Decode for Cpu {
 
     fn choose(&self, x: &Matrix, head: &Head<Self>, choice: Choice<'_>, chosen: &mut Vec<Chosen>) -> Result<()> {
         if choice.filters.are_off() {
-            head::choose(&self.threads, self.isa, x.values(), law(head), choice.picks, chosen);
+            head::choose(&self.threads, self.isa, x.values(), kernel_head(head), choice.picks, chosen);
             return Ok(());
         }
         let mut logits = self.logits(x, head)?;

@@ -143,13 +143,13 @@ pub enum Optimizer {
 
 impl Optimizer {
     /// Continues from this state, in the memory of the parameters.
-    pub fn beside(parameters: &Flat, adam: AdamW) -> Result<Optimizer> {
+    pub fn from_state(parameters: &Flat, adam: AdamW) -> Result<Optimizer> {
         match parameters {
             Flat::Host(_) => Ok(Optimizer::Host(adam)),
             #[cfg(feature = "cuda")]
             Flat::Cuda(flat) => {
                 let AdamW { moments, updates, decayed } = adam;
-                Ok(Optimizer::Cuda { moments: cuda::Moments::beside(flat, &moments)?, updates, decayed })
+                Ok(Optimizer::Cuda { moments: cuda::Moments::from_host(flat, &moments)?, updates, decayed })
             }
         }
     }
@@ -228,7 +228,7 @@ mod tests {
             warmup_steps: 0,
         };
         let mut flat = Flat::Host(vec![1.0; 4]);
-        let mut optimizer = Optimizer::beside(&flat, AdamW::new(3)).expect("on the host");
+        let mut optimizer = Optimizer::from_state(&flat, AdamW::new(3)).expect("on the host");
         let gradient = flat.zeros_like().expect("zeros");
         let error = optimizer.update(&mut flat, &gradient, 0.1, &plan).expect_err("lengths differ").to_string();
         assert!(error.contains("3 moments, 4 parameters"), "{error}");

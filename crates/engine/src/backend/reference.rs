@@ -255,7 +255,7 @@ impl Compute for Reference {
         Ok(x.narrow(1, columns.start, columns.len())?.contiguous()?)
     }
 
-    fn beside(&self, parts: &[&Tensor]) -> Result<Tensor> {
+    fn concat_columns(&self, parts: &[&Tensor]) -> Result<Tensor> {
         Ok(Tensor::cat(parts, 1)?.contiguous()?)
     }
 

@@ -8,16 +8,16 @@ use super::{Buffers, Chosen, Compute, Decode, Pick};
 use crate::ops::RopeTable;
 use crate::ops::slices::{self, Group, Heads, Visible};
 use crate::random::Key;
-use crate::sampling::{Filters, draw_among};
+use crate::sampling::{Filters, sample_filtered};
 
 /// A linear layer that LoRA can adapt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Module {
-    /// Query projection, `self_attn.q_proj`.
+    /// Projection to queries, `self_attn.q_proj`.
     Q,
-    /// Key projection, `self_attn.k_proj`.
+    /// Projection to keys, `self_attn.k_proj`.
     K,
-    /// Value projection, `self_attn.v_proj`.
+    /// Projection to values, `self_attn.v_proj`.
     V,
     /// Attention output projection, `self_attn.o_proj`.
     O,
@@ -129,7 +129,7 @@ impl Mask<'_> {
     }
 
     /// The threshold of 32-bit random numbers below which values are dropped, and the factor of the others.
-    pub fn law(&self) -> (u64, f32) {
+    pub fn threshold_and_scale(&self) -> (u64, f32) {
         (self.dropout.threshold, self.dropout.scale)
     }
 
@@ -140,8 +140,8 @@ impl Mask<'_> {
         let TokenDropout { threshold, scale, .. } = *self.dropout;
         for (index, pair) in values.chunks_mut(2).enumerate() {
             let bits = key.with(index as u64).bits();
-            for (value, draw) in pair.iter_mut().zip([bits & 0xffff_ffff, bits >> 32]) {
-                *value = if draw < threshold { 0.0 } else { *value * scale };
+            for (value, number) in pair.iter_mut().zip([bits & 0xffff_ffff, bits >> 32]) {
+                *value = if number < threshold { 0.0 } else { *value * scale };
             }
         }
     }
@@ -192,7 +192,7 @@ impl Choice<'_> {
     /// Applies the pick of a row to its logits (V).
     pub(super) fn among(&self, row: usize, logits: &[f32]) -> Chosen {
         let Pick { temperature, uniform } = self.picks[row];
-        let token = draw_among(&self.filters, logits, temperature, uniform);
+        let token = sample_filtered(&self.filters, logits, temperature, uniform);
         let temperature = if temperature == 0.0 { 1.0 } else { temperature };
         Chosen { token, logp: slices::token_score(logits, token as usize, temperature).logp }
     }

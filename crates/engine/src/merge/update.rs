@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn what_survives_rounding_is_what_was_measured_with_torch() {
+    fn the_share_that_survives_rounding_equals_that_measured_with_torch() {
         // Each line has the update's share of the weights' norm, and the surviving cosine in bfloat16 and in float16.
         for (share, bf16_left, f16_left) in [
             (0.1, (1.0, 1.0), (1.0, 1.0)),

@@ -160,7 +160,7 @@ impl<B: Compute> Decoder<B> {
     }
 
     fn batch<'p>(&self, packing: &'p Packing) -> Result<Batch<'p, B>> {
-        Ok(Batch { packing, angles: Angles::new(&self.backend, &packing.turns, &packing.positions)? })
+        Ok(Batch { packing, angles: Angles::new(&self.backend, &packing.token_tables, &packing.positions)? })
     }
 
     /// Computes the residual stream after the last layer.

@@ -98,7 +98,7 @@ impl<B: Compute> Norm<B> {
 }
 
 impl<B: Compute> Layer<B> {
-    /// Loads layer `index`.
+    /// Loads the weights of layer `index`.
     pub fn load(backend: &B, weights: &mut Weights, config: &ModelDescription, index: usize) -> Result<Self> {
         let prefix = format!("model.layers.{index}");
         let norm_offset = config.norm_offset as f32;
@@ -191,7 +191,7 @@ impl<B: Compute> Layer<B> {
 
     /// Multiplies queries by the factors of their positions, if the model scales them. The operation
     /// is its own transpose.
-    fn grown(&self, backend: &B, qkv: &B::Tensor, positions: &[usize]) -> Result<Option<B::Tensor>> {
+    fn scale_queries(&self, backend: &B, qkv: &B::Tensor, positions: &[usize]) -> Result<Option<B::Tensor>> {
         let Some(growth) = self.query_growth else { return Ok(None) };
         let factors: Vec<f32> = positions.iter().map(|position| growth.factor(*position)).collect();
         if factors.iter().all(|factor| *factor == 1.0) {
@@ -201,40 +201,40 @@ impl<B: Compute> Layer<B> {
     }
 
     /// Applies qk-norm, rotary embedding and query scaling to `[q | k | v]`, as far as the layer has them.
-    fn turn(&self, backend: &B, qkv: &B::Tensor, places: Places<'_, B>) -> Result<Option<B::Tensor>> {
-        let mut turned = None;
+    fn rotate(&self, backend: &B, qkv: &B::Tensor, places: Places<'_, B>) -> Result<Option<B::Tensor>> {
+        let mut rotated = None;
         if let (Some((q_norm, k_norm)), true) = (&self.qk_norm, self.has_wide_qk_norm) {
             let [q, k, v] = self.parts();
             let q = backend.rms_norm(&backend.columns(qkv, q)?, &q_norm.weight, self.eps)?;
             let k = backend.rms_norm(&backend.columns(qkv, k)?, &k_norm.weight, self.eps)?;
-            turned = Some(backend.beside(&[&q, &k, &backend.columns(qkv, v)?])?);
+            rotated = Some(backend.concat_columns(&[&q, &k, &backend.columns(qkv, v)?])?);
         }
         if self.rotates {
-            turned = Some(backend.rotate(&self.rotation(places.angles), turned.as_ref().unwrap_or(qkv))?);
+            rotated = Some(backend.rotate(&self.rotation(places.angles), rotated.as_ref().unwrap_or(qkv))?);
         }
-        Ok(self.grown(backend, turned.as_ref().unwrap_or(qkv), places.positions)?.or(turned))
+        Ok(self.scale_queries(backend, rotated.as_ref().unwrap_or(qkv), places.positions)?.or(rotated))
     }
 
     /// Returns dL/dqkv of [`Layer::turn`]; `qkv` is its input, present with qk-norm.
-    fn turn_vjp(
+    fn rotate_vjp(
         &self,
         backend: &B,
         qkv: Option<&B::Tensor>,
-        d_turned: B::Tensor,
+        d_rotated: B::Tensor,
         places: Places<'_, B>,
         gradient: &mut B::FlatBuffer,
     ) -> Result<B::Tensor> {
-        let d_turned = self.grown(backend, &d_turned, places.positions)?.unwrap_or(d_turned);
+        let d_rotated = self.scale_queries(backend, &d_rotated, places.positions)?.unwrap_or(d_rotated);
         let rotation = self.rotation(places.angles);
         let of_heads = qkv.filter(|_| !self.has_wide_qk_norm);
         let d_qkv = match self.rotates {
-            false => d_turned,
+            false => d_rotated,
             true => {
-                let d_qkv = backend.rotate_vjp(&rotation, of_heads, &d_turned)?;
+                let d_qkv = backend.rotate_vjp(&rotation, of_heads, &d_rotated)?;
                 if let (Some(qkv), Some((q, k))) = (of_heads, &self.qk_norm)
                     && let (Some(q), Some(k)) = (q.slot, k.slot)
                 {
-                    backend.rotate_weight_vjp(&rotation, qkv, &d_turned, gradient, (q, k))?;
+                    backend.rotate_weight_vjp(&rotation, qkv, &d_rotated, gradient, (q, k))?;
                 }
                 d_qkv
             }
@@ -249,7 +249,7 @@ impl<B: Compute> Layer<B> {
             backend.rms_norm_vjp(&x, &norm.weight, self.eps, &dy, None)
         };
         let (dq, dk) = (part(q_norm, q)?, part(k_norm, k)?);
-        backend.beside(&[&dq, &dk, &backend.columns(&d_qkv, v)?])
+        backend.concat_columns(&[&dq, &dk, &backend.columns(&d_qkv, v)?])
     }
 
     /// Computes the normed input of a block; None if the block reads the residual stream itself.
@@ -328,7 +328,7 @@ impl<B: Compute> Layer<B> {
     /// Computes `[q | k | v]` after qk-norm and rotary embedding from the residual stream.
     pub fn project(&self, backend: &B, x: &B::Tensor, places: Places<'_, B>, pass: Pass<'_>) -> Result<B::Tensor> {
         let qkv = self.read(backend, x, pass)?;
-        Ok(self.turn(backend, &qkv, places)?.unwrap_or(qkv))
+        Ok(self.rotate(backend, &qkv, places)?.unwrap_or(qkv))
     }
 
     /// Scales the input of a product whose output is added to the residual stream. This equals scaling the output.
@@ -383,7 +383,7 @@ impl<B: Compute> Layer<B> {
         output: bool,
     ) -> Result<(Option<B::Tensor>, Saved<B>)> {
         let qkv = self.read(backend, x, pass)?;
-        let (rotated, qkv) = match self.turn(backend, &qkv, batch.places())? {
+        let (rotated, qkv) = match self.rotate(backend, &qkv, batch.places())? {
             Some(rotated) => (rotated, self.qk_norm.is_some().then_some(qkv)),
             None => (qkv, None),
         };
@@ -440,7 +440,7 @@ impl<B: Compute> Layer<B> {
             dy: &d_attended,
         })?;
         drop((rotated, attended, softmax, d_attended));
-        let d_qkv = self.turn_vjp(backend, qkv.as_ref(), d_rotated, batch.places(), gradient)?;
+        let d_qkv = self.rotate_vjp(backend, qkv.as_ref(), d_rotated, batch.places(), gradient)?;
         drop(qkv);
         let before_attention = self.before_attention.as_ref();
         let read = self.before(backend, before_attention, x)?;

@@ -2,21 +2,21 @@
 //! computed once, and every completion attends to it.
 
 use super::Trajectory;
-use super::rope::{Ropes, Turns};
+use super::rope::{Ropes, TokenTables};
 use crate::error::{EngineError, Result};
 use crate::ops::slices::{self, Group, Visible};
 
 /// One batch of token ids, with the positions of everything in it.
 #[derive(Debug)]
 pub struct Packing {
-    /// Token ids, `[T]`.
+    /// Ids of all tokens, `[T]`.
     pub ids: Vec<u32>,
     /// Position of each token in its own sequence, `[T]`.
     pub positions: Vec<usize>,
     /// The groups, one after another.
     pub groups: Vec<Group>,
     /// The rotary angles of the tokens.
-    pub turns: Turns,
+    pub token_tables: TokenTables,
     visible: Vec<(Option<usize>, Vec<Vec<Visible>>)>,
     /// The scored tokens, row after row.
     pub targets: Vec<Target>,
@@ -94,14 +94,14 @@ impl Packing {
             true => groups.iter().zip(lengths).flat_map(of_group).collect(),
             false => Vec::new(),
         };
-        let turns = ropes.turns(&positions, |token| by_token.get(token).copied().unwrap_or_default());
+        let token_tables = ropes.token_tables(&positions, |token| by_token.get(token).copied().unwrap_or_default());
         let mut visible: Vec<(Option<usize>, Vec<Vec<Visible>>)> = Vec::new();
         for window in windows {
             if visible.iter().all(|(known, _)| known != window) {
                 visible.push((*window, groups.iter().map(|g| slices::visible(g, *window)).collect()));
             }
         }
-        Packing { ids, positions, groups, turns, visible, targets }
+        Packing { ids, positions, groups, token_tables, visible, targets }
     }
 
     /// The positions that each token attends to in a layer with this window, group by group.

@@ -54,8 +54,8 @@ impl TokenDropout {
             for length in &group.completion_lens {
                 let Some((index, row)) = rows.next() else { break };
                 if !prompt_done {
-                    let said = row.prompt.iter().fold(key.with(0), |key, id| key.with(u64::from(*id)));
-                    keys.extend((0..group.prompt_len as u64).map(|position| said.with(position)));
+                    let prompt_key = row.prompt.iter().fold(key.with(0), |key, id| key.with(u64::from(*id)));
+                    keys.extend((0..group.prompt_len as u64).map(|position| prompt_key.with(position)));
                     prompt_done = true;
                 }
                 let row_key = key.with(1).with((first_row + index) as u64);

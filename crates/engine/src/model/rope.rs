@@ -21,16 +21,16 @@ pub struct Ropes {
 
 /// The rotary tables of a batch's tokens.
 #[derive(Debug)]
-pub struct Turns {
+pub struct TokenTables {
     /// The table of all layers.
-    pub full: Turn,
+    pub full: TokenTable,
     /// The table of layers with a window, if different.
-    pub local: Option<Turn>,
+    pub local: Option<TokenTable>,
 }
 
 /// The table of some tokens.
 #[derive(Debug)]
-pub struct Turn {
+pub struct TokenTable {
     /// Cosines and sines by position.
     pub table: Arc<RopeTable>,
     /// The row of the table for each token; None means its position.
@@ -46,9 +46,9 @@ pub struct Angles<B: Compute> {
 
 impl<B: Compute> Angles<B> {
     /// Computes the angles of tokens at these positions.
-    pub fn new(backend: &B, turns: &Turns, positions: &[usize]) -> Result<Self> {
-        let of = |turn: &Turn| backend.angles(&turn.table, turn.rows.as_deref().unwrap_or(positions));
-        Ok(Self { full: of(&turns.full)?, local: turns.local.as_ref().map(of).transpose()? })
+    pub fn new(backend: &B, token_tables: &TokenTables, positions: &[usize]) -> Result<Self> {
+        let of = |turn: &TokenTable| backend.angles(&turn.table, turn.rows.as_deref().unwrap_or(positions));
+        Ok(Self { full: of(&token_tables.full)?, local: token_tables.local.as_ref().map(of).transpose()? })
     }
 
     /// The angles for a layer with a window, or without one.
@@ -88,9 +88,9 @@ impl Ropes {
 
     /// Returns the tables for tokens at these positions. `length_of` returns the length of a token's sequence; it is
     /// called only if angles depend on it.
-    pub fn turns(&self, positions: &[usize], length_of: impl Fn(usize) -> usize) -> Turns {
+    pub fn token_tables(&self, positions: &[usize], length_of: impl Fn(usize) -> usize) -> TokenTables {
         let turn = |tables: &Tables| tables.turn(positions, &length_of);
-        Turns { full: turn(&self.full), local: self.local.as_ref().map(turn) }
+        TokenTables { full: turn(&self.full), local: self.local.as_ref().map(turn) }
     }
 }
 
@@ -119,10 +119,13 @@ impl Tables {
         }
     }
 
-    fn turn(&self, positions: &[usize], length_of: impl Fn(usize) -> usize) -> Turn {
+    fn rotate(&self, positions: &[usize], length_of: impl Fn(usize) -> usize) -> TokenTable {
         let is_usual = |token| self.regime(length_of(token)) == 0;
         if !self.rope.depends_on_length() || (0..positions.len()).all(is_usual) {
-            return Turn { table: self.usual(positions.iter().max().map_or(1, |position| position + 1)), rows: None };
+            return TokenTable {
+                table: self.usual(positions.iter().max().map_or(1, |position| position + 1)),
+                rows: None,
+            };
         }
         let mut table = RopeTable { half: self.rope.rotary_dim / 2, ..RopeTable::default() };
         let mut known: Option<(usize, Frequencies)> = None;
@@ -135,7 +138,7 @@ impl Tables {
             };
             frequencies.push(*position, &mut table);
         }
-        Turn { table: Arc::new(table), rows: Some((0..positions.len()).collect()) }
+        TokenTable { table: Arc::new(table), rows: Some((0..positions.len()).collect()) }
     }
 
     /// Returns a table with at least `positions` positions, for sequences of usual length.

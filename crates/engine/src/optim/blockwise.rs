@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn every_level_and_every_large_value_survives_quantisation() {
+    fn every_level_and_every_large_value_survives_quantization() {
         for map in [Map::Signed, Map::Unsigned] {
             let scale = 3.7e-5;
             let values: Vec<f32> = map.levels().iter().map(|level| level * scale).collect();

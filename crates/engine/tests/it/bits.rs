@@ -340,7 +340,7 @@ fn nothing_depends_on_the_number_of_threads() {
 }
 
 #[test]
-fn what_is_computed_again_for_the_backward_is_what_it_was() {
+fn recomputed_activations_have_the_same_bits() {
     for kind in kinds() {
         for (name, dtype) in on(kind) {
             let mut policy = Policy::load_dtype(&fixture(name), kind, dtype).unwrap();

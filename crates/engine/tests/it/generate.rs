@@ -75,7 +75,7 @@ fn sampled(
         polls.set(polls.get() + 1);
         false
     };
-    let groups = generate(&model.policy, &model.text, &request, &stop).unwrap().expect("nobody stops it");
+    let groups = generate(&model.policy, &model.text, &request, &stop).unwrap().expect("a generation without a stop");
     assert!(groups.len() == rows.len() && groups.iter().all(|group| group.len() == G));
     (groups, polls.get())
 }
@@ -108,8 +108,8 @@ fn completions_do_not_depend_on_how_many_rows_live_at_once() {
     let every: Vec<usize> = (0..prompts().len()).collect();
     for name in ["qwen3", "mistral"] {
         let model = model(name);
-        let penalised = Sampler { repetition_penalty: 1.3, top_k: 40, ..PLAIN };
-        for sampler in [PLAIN, Sampler { temperature: 0.0, ..PLAIN }, penalised] {
+        let penalized = Sampler { repetition_penalty: 1.3, top_k: 40, ..PLAIN };
+        for sampler in [PLAIN, Sampler { temperature: 0.0, ..PLAIN }, penalized] {
             let (whole, _) = sampled(&model, &every, sampler, 1000, &EOS());
             let lengths: Vec<usize> =
                 whole.iter().flatten().map(|completion| completion.segments.num_model_tokens()).collect();
@@ -156,12 +156,12 @@ fn recorded_log_probs_are_those_of_the_model() {
     for name in ["qwen3", "llama3rope", "mistral"] {
         let Model { policy, .. } = &model(name);
         // Log-probs of greedy tokens are reported at temperature 1.
-        for (temperature, told) in [(0.7, 0.7), (1.0, 1.0), (0.0, 1.0)] {
+        for (temperature, reported) in [(0.7, 0.7), (1.0, 1.0), (0.0, 1.0)] {
             let sampler = Sampler { temperature, ..PLAIN };
             let (groups, _) = sampled(&model(name), &every, sampler, 2 * G, &EOS());
             for (prompt, completion) in every.iter().flat_map(|row| groups[*row].iter().map(|c| (&prompts[*row], c))) {
                 let rows = [Trajectory::new(prompt, &completion.segments)];
-                let score = &policy.score(&rows, told, Adapter::On).unwrap()[0];
+                let score = &policy.score(&rows, reported, Adapter::On).unwrap()[0];
                 let recorded = completion.segments.logps().expect("recorded");
                 assert_close(&format!("{name} at {temperature}"), policy, &recorded, &score.logps);
             }

@@ -76,7 +76,7 @@ fn golden() {
 #[derive(Default)]
 struct Report {
     failures: Vec<String>,
-    /// For each kind of value, the number of comparisons and the largest difference.
+    /// Number of comparisons and largest difference, for each kind of value.
     compared: BTreeMap<&'static str, (usize, f64)>,
     notes: Vec<String>,
 }

@@ -23,7 +23,7 @@ const KINDS: [(bool, OptimizerKind); 4] = [
 ];
 
 #[test]
-fn updates_on_the_device_have_the_bits_of_the_hosts_and_wait_for_nothing() {
+fn updates_on_the_device_have_the_bits_of_the_hosts_and_do_not_wait() {
     if !kinds().contains(&CUDA) {
         return;
     }

@@ -57,7 +57,7 @@ fn runs() -> Vec<(&'static str, Plan)> {
             }),
         ),
         (
-            "greedy baselines, refills, a running normalisation",
+            "greedy baselines, refills, a running normalization",
             with(|plan| {
                 plan.rloo.estimator = Estimator::Remax;
                 plan.rloo.min_informative_groups = 2;
@@ -272,7 +272,7 @@ fn a_pause_at_any_moment_changes_nothing() {
 }
 
 #[test]
-fn an_evaluation_is_recorded_in_pieces_and_the_next_attempt_goes_on_behind_them() {
+fn an_evaluation_is_recorded_in_batches_and_the_next_attempt_continues_after_them() {
     let mut plan = plan();
     plan.training.max_steps = 1;
     plan.eval = Some(EvalPlan { temperature: 1.0, ..EvalPlan::of_dataset(plan.dataset.clone(), 2) });

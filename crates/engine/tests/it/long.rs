@@ -118,8 +118,8 @@ fn measure(length: usize) -> u64 {
         .env(CHILD, format!("{length}:{}", file.display()))
         .output()
         .unwrap();
-    let said = [output.stdout, output.stderr].concat();
-    assert!(output.status.success(), "{length} tokens: {}", String::from_utf8_lossy(&said));
+    let printed = [output.stdout, output.stderr].concat();
+    assert!(output.status.success(), "{length} tokens: {}", String::from_utf8_lossy(&printed));
     let text = std::fs::read_to_string(&file).unwrap();
     let numbers: Vec<f64> = text.split(' ').map(|number| number.parse().unwrap()).collect();
     let above = (numbers[1] - numbers[0]) as u64;

@@ -105,7 +105,7 @@ fn eight_bits_are_expanded_and_the_other_parts_of_a_multimodal_checkpoint_stay()
 }
 
 #[test]
-fn what_half_precision_cannot_hold_and_what_does_not_belong_together_is_refused() {
+fn overflow_in_half_precision_and_mismatched_files_are_rejected() {
     let dir = tempfile::tempdir().unwrap();
     let case = rlood_test_support::fixture("parity/qwen3");
     let adapter = dir.path().join("adapter");

@@ -65,23 +65,23 @@ fn an_overlapped_block_is_sampled_by_the_policy_before_the_last_block() {
 #[derive(Default)]
 struct Order {
     host: TestHost,
-    said: Vec<String>,
+    calls: Vec<String>,
 }
 
 impl Host for Order {
     fn score(&mut self, request: &ScoreRequest<'_>) -> Result<Vec<Score>, RunEnd> {
-        self.said.push(format!("wait {}{:?}", request.id.step, request.id.part));
+        self.calls.push(format!("wait {}{:?}", request.id.step, request.id.part));
         self.host.score(request)
     }
 
     fn begin_score(&mut self, request: &ScoreRequest<'_>) -> Result<(), RunEnd> {
-        self.said.push(format!("begin {}{:?}", request.id.step, request.id.part));
+        self.calls.push(format!("begin {}{:?}", request.id.step, request.id.part));
         Ok(())
     }
 
     fn event(&mut self, event: Event) -> Result<(), RunEnd> {
         if let Event::Step { step, .. } = &event {
-            self.said.push(format!("step {step}"));
+            self.calls.push(format!("step {step}"));
         }
         self.host.event(event)
     }
@@ -100,18 +100,18 @@ impl Host for Order {
 }
 
 #[test]
-fn the_rewards_of_the_next_block_are_begun_before_this_one_is_waited_for() {
+fn scoring_of_the_next_block_starts_before_waiting_for_the_current_one() {
     let mut plan = overlapped();
     plan.training.max_steps = 6;
     let mut order = Order::default();
     train(&plan, rows(), Start::default(), &mut order).expect("trains");
     let expected = "begin 1Sampled|begin 3Sampled|wait 1Sampled|step 1|step 2|begin 5Sampled|wait 3Sampled|step 3|step 4|wait 5Sampled|step 5|step 6";
-    assert_eq!(order.said.join("|"), expected);
+    assert_eq!(order.calls.join("|"), expected);
 
     plan.rloo.estimator = Estimator::Remax;
     plan.training.max_steps = 3;
     let mut order = Order::default();
     train(&plan, rows(), Start::default(), &mut order).expect("trains");
     let expected = "begin 1Sampled|begin 1Greedy|begin 3Sampled|begin 3Greedy|wait 1Sampled|wait 1Greedy|step 1|step 2|wait 3Sampled|wait 3Greedy|step 3";
-    assert_eq!(order.said.join("|"), expected);
+    assert_eq!(order.calls.join("|"), expected);
 }

@@ -153,7 +153,7 @@ fn a_checkpoint_of_full_fine_tuning_is_a_model() {
 #[test]
 fn the_reference_of_full_fine_tuning_stays_where_it_began() {
     let host = trained(&full());
-    // At the first step the policy equals its reference.
+    // The policy equals its reference at the first step.
     assert_eq!(host.traces[0].old_logps, host.traces[0].ref_logps);
     assert_ne!(host.traces[2].old_logps, host.traces[2].ref_logps);
     assert!(host.metrics(SamplePhase::Train)[2].1["kl"].is_some_and(|kl| kl != 0.0));
@@ -195,7 +195,7 @@ fn bf16_rounds_what_it_says_and_little_else() {
     let host = trained(&bf16(plan()));
     assert!(host.warnings().contains(&"weights_rounded".to_owned()));
     assert!(!trained(&plan()).warnings().contains(&"weights_rounded".to_owned()));
-    // In full fine-tuning the f32 buffer keeps what bf16 loses, so small steps add up.
+    // The f32 buffer of full fine-tuning keeps what bf16 loses, so small steps add up.
     let host = trained(&bf16(full()));
     let trace = host.traces.last().unwrap();
     assert!(trace.parameters.iter().any(|v| half::bf16::from_f32(*v).to_f32() != *v));

@@ -128,9 +128,9 @@ fn bf16_is_near_the_oracles_bf16_and_near_f32() {
 }
 
 #[test]
-fn every_rung_that_this_machine_has_agrees_with_the_oracle() {
-    let rungs: Vec<Isa> = Isa::available().collect();
-    assert!(rungs.contains(&Isa::Portable) && rungs.contains(&Isa::best()));
+fn every_instruction_set_of_this_machine_agrees_with_the_oracle() {
+    let isas: Vec<Isa> = Isa::available().collect();
+    assert!(isas.contains(&Isa::Portable) && isas.contains(&Isa::best()));
     // Models with qk-norm, with a window, with biases everywhere and an odd number of threads; with soft caps and GELU,
     // with rotary embedding on a part of each head.
     let of_model =
@@ -142,12 +142,12 @@ fn every_rung_that_this_machine_has_agrees_with_the_oracle() {
         let exact_of_all = results_of_all(&dir, oracle(ComputeDtype::F32));
         let rounded = results(&dir, oracle(ComputeDtype::Bf16));
         let threads = Arc::new(Threads::new(threads));
-        for isa in &rungs {
+        for isa in &isas {
             let ours = |dtype| Policy::on_cpu(&dir, Cpu::with(dtype, *isa, threads.clone())).unwrap();
             let f32 = results(&dir, ours(ComputeDtype::F32)).distance(&exact);
             let all = results_of_all(&dir, ours(ComputeDtype::F32)).distance(&exact_of_all);
             let bf16 = results(&dir, ours(ComputeDtype::Bf16)).distance(&rounded);
-            println!("rung {isa} {name}: f32 {f32}; all weights {all}; bf16 {bf16}");
+            println!("{isa} {name}: f32 {f32}; all weights {all}; bf16 {bf16}");
             F32.holds(&format!("{name} on {isa}, f32"), f32);
             F32.holds(&format!("{name} on {isa}, f32, all weights"), all);
             BF16.holds(&format!("{name} on {isa}, bf16"), bf16);

@@ -85,7 +85,7 @@ fn padding_at_the_end_of_a_decoders_text_changes_no_score() {
 }
 
 #[test]
-fn what_cannot_be_scored_is_said_in_words() {
+fn unscorable_input_is_rejected_with_a_message() {
     for name in ["qwen3", "modernbert"] {
         let model = RewardModel::load(&folder().join(name), BackendKind::Cpu, ComputeDtype::F32).unwrap();
         let unknown = model.scores(&[&[5, 400]]).unwrap_err().to_string();
@@ -132,7 +132,7 @@ fn configs_of_transformers_4_and_5_give_the_same_scores() {
 
 #[test]
 fn an_unsupported_config_is_refused_by_its_key() {
-    for (name, changes, said) in [
+    for (name, changes, expected) in [
         ("qwen3", json!({"architectures": ["Qwen3ForCausalLM"]}), "…ForSequenceClassification"),
         ("qwen3", json!({"id2label": {"0": "bad", "1": "good"}}), "score.weight has shape [1, 64]"),
         ("modernbert", json!({"norm_bias": true}), "norm_bias is true"),
@@ -145,7 +145,7 @@ fn an_unsupported_config_is_refused_by_its_key() {
         ("llama", json!({"quantization_config": {"bits": 4}}), "quantization_config"),
     ] {
         let error = ClassifierCard::read(changed(name, changes).path()).unwrap_err().to_string();
-        assert!(error.contains(said), "{error}");
+        assert!(error.contains(expected), "{error}");
     }
 }
 

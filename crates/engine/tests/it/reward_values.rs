@@ -8,7 +8,7 @@ use rlood_types::spec::{Combine, RewardNormalization};
 use crate::train::{Start, TestHost, plan, reward, rows, run, train};
 
 #[test]
-fn rewards_whose_squares_are_beyond_all_numbers_end_the_run_by_name_before_they_are_trained_on() {
+fn rewards_whose_squares_overflow_end_the_run_before_training() {
     for (normalization, combine, value, what) in [
         (RewardNormalization::Running, Combine::Renormalize, 1e200, "the variance of the rewards"),
         (RewardNormalization::Batch, Combine::Renormalize, 1e200, "the variance of the rewards"),
@@ -37,7 +37,7 @@ fn rewards_whose_squares_are_beyond_all_numbers_end_the_run_by_name_before_they_
 }
 
 #[test]
-fn rows_whose_reference_is_blank_train_nothing_and_the_run_goes_on() {
+fn rows_with_a_blank_reference_train_nothing_and_the_run_continues() {
     let plan = plan();
     // Every other prompt has no value.
     let blank = |sample: &RewardSample| sample.prompt_id.ends_with(['1', '3', '5', '7', '9']);

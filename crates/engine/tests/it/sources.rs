@@ -35,7 +35,7 @@ fn trained(plan: &Plan, start: Start) -> TestHost {
 }
 
 #[test]
-fn prompts_come_from_the_sources_as_their_weights_say_and_metrics_tell_them_apart() {
+fn prompts_follow_the_weights_of_the_sources_and_metrics_are_per_source() {
     let plan = mixed();
     let host = trained(&plan, Start::default());
     let mut seen: BTreeMap<&str, u64> = BTreeMap::new();
@@ -88,7 +88,7 @@ fn resuming_from_every_step_gives_the_same_bytes_and_metrics() {
 }
 
 #[test]
-fn held_out_rows_are_told_apart_too() {
+fn held_out_rows_are_distinguished_too() {
     let mut plan = mixed();
     plan.eval = Some(EvalPlan { fraction: Some(0.25), ..EvalPlan::of_dataset(plan.dataset.clone(), 6) });
     let host = trained(&plan, Start::default());

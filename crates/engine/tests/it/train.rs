@@ -434,7 +434,7 @@ fn a_run_reports_every_step_and_saves_the_last() {
     }
     let tokens: u32 = host.samples().iter().map(|sample| sample.num_tokens).sum();
     assert!(value(&metrics, 3, "num_tokens") > f64::from(tokens));
-    // With eight rows in blocks of two, each epoch visits every row once.
+    // Eight rows in blocks of two: each epoch visits every row once.
     let rows: HashSet<String> = host.samples().into_iter().map(|sample| sample.prompt_id).collect();
     assert_eq!(rows.len(), 6);
 }
@@ -576,7 +576,7 @@ fn a_missing_reward_masks_only_itself() {
 }
 
 #[test]
-fn a_rollout_without_any_reward_is_told_and_trains_nothing() {
+fn a_rollout_without_any_reward_warns_and_trains_nothing() {
     let mut plan = plan();
     plan.rloo.beta = 0.0;
     plan.training.max_steps = 2;
@@ -679,7 +679,7 @@ fn evaluations_come_before_the_start_every_n_steps_and_after_the_last() {
     let samples: Vec<Sample> = host.samples().into_iter().filter(|s| s.phase == SamplePhase::Eval).collect();
     assert_eq!(samples.len(), 9);
     assert!(samples.iter().all(|sample| sample.advantage.is_none() && sample.reward.is_some()));
-    // With one completion per prompt, the mean of the samples' k1 sums equals the metric.
+    // Each prompt has one completion, so the mean of the samples' k1 sums equals the metric.
     let last: Vec<f64> = samples.iter().filter(|sample| sample.step == 3).filter_map(|sample| sample.kl).collect();
     assert_eq!(last.len(), 3);
     assert!((last.iter().sum::<f64>() / 3.0 - value(&metrics, 3, "eval_kl_sequence")).abs() < 1e-9);

@@ -65,13 +65,13 @@ fn variants() -> Vec<(String, Plan)> {
         plan.rloo.estimator = Estimator::Remax;
         plan.rloo.num_generations = NonZeroU32::MIN;
     });
-    add("reinforce of one completion with gspo and running normalisation", &|plan| {
+    add("reinforce of one completion with gspo and running normalization", &|plan| {
         plan.rloo.estimator = Estimator::Reinforce;
         plan.rloo.num_generations = NonZeroU32::MIN;
         plan.rloo.loss = Loss::Gspo;
         plan.rloo.reward_normalization = RewardNormalization::Running;
     });
-    add("refills, dropped groups, batch normalisation and length terms", &|plan| {
+    add("refills, dropped groups, batch normalization and length terms", &|plan| {
         plan.rloo.min_informative_groups = 2;
         plan.rloo.max_refills = 2;
         plan.rloo.drop_tied_groups = true;
@@ -214,7 +214,7 @@ fn remax_scores_one_greedy_completion_a_prompt_beside_the_block() {
     assert_eq!(value(&host.metrics(SamplePhase::Train), 2, "num_tokens"), f64::from(tokens) + prompts as f64);
 }
 
-/// In this model every word is a token.
+/// Number of tokens of a prompt; in this model every word is a token.
 fn prompt_tokens(row: u64) -> usize {
     rows()[row as usize].prompt.as_str().expect("a text").split(' ').count()
 }
@@ -251,7 +251,7 @@ fn tied_groups_are_replaced_by_the_prompts_that_come_next() {
 }
 
 #[test]
-fn refills_end_after_their_number_and_an_event_says_so() {
+fn refills_end_after_max_refills_with_a_warning() {
     let mut plan = plan();
     plan.training.shuffle_dataset = false;
     plan.training.max_steps = 2;
@@ -356,7 +356,7 @@ fn kl_in_the_loss_leaves_the_rewards_alone_and_pulls_on_the_weights() {
         plan.rloo.kl_estimator = estimator;
         let mut with = TestHost::default();
         run(&plan, &mut with);
-        // At the first step the policy equals the reference, so the KL penalty has no gradient.
+        // The policy equals the reference at the first step, so the KL penalty has no gradient.
         assert_eq!(with.traces[0].gradient, without.traces[0].gradient);
         assert_eq!(with.traces[1].advantages, without.traces[1].advantages);
         assert_ne!(with.traces[1].gradient, without.traces[1].gradient, "{estimator:?}");
@@ -367,7 +367,7 @@ fn kl_in_the_loss_leaves_the_rewards_alone_and_pulls_on_the_weights() {
 }
 
 #[test]
-fn a_running_normaliser_counts_every_reward_so_far() {
+fn a_running_normalizer_counts_every_reward_so_far() {
     let mut plan = plan();
     plan.rloo.reward_normalization = RewardNormalization::Running;
     plan.rloo.beta = 0.0;

@@ -262,7 +262,7 @@ fn resuming_from_every_step_gives_the_same_bytes_and_metrics() {
 }
 
 #[test]
-fn rloo_behind_a_warm_up_is_a_job_that_begins_with_the_warmed_weights() {
+fn rloo_after_a_warm_up_equals_a_job_that_starts_from_the_warmed_weights() {
     for (name, plan) in variants() {
         let whole = run(&plan, start());
         let reference = match plan.warm_up.as_ref().unwrap().reference {
@@ -386,7 +386,7 @@ fn a_warm_up_may_follow_a_warm_start() {
 }
 
 #[test]
-fn a_row_that_teaches_nothing_is_refused_by_its_number() {
+fn a_row_without_an_answer_is_rejected_by_its_number() {
     let refused = |bad: Value, words: &[&str]| {
         let mut answers = answers();
         answers[2] = row(&bad);

@@ -161,7 +161,7 @@ fn early_stopping_counts_evaluations_without_a_new_best_also_across_a_resume() {
     assert_eq!(early_stops(&rest), [(4, Some(1), 3)]);
     assert!(rest.saved.last().expect("a checkpoint").adapter() == last.adapter());
 
-    // From its own last checkpoint the run ends immediately, and reports the early stop again.
+    // Resumed from its own last checkpoint, the run ends immediately, and reports the early stop again.
     let mut over = TestHost::default();
     train(&plan, rows(), start(&eval_rows, Some(last.dir.clone())), &mut over).expect("ends");
     assert_eq!(early_stops(&over), [(4, Some(1), 3)]);
@@ -216,7 +216,7 @@ fn alerts(host: &TestHost) -> Vec<(Rule, u64)> {
 }
 
 #[test]
-fn a_noted_alert_is_told_and_the_run_goes_on() {
+fn a_logged_alert_is_reported_and_the_run_continues() {
     let mut host = zero();
     let outcome = train(&hopeless(OnAlert::Note), rows(), Start::default(), &mut host);
     assert_eq!(outcome.expect("trains"), None);
@@ -250,7 +250,7 @@ fn an_alert_ends_the_run_and_writes_nothing_more() {
 }
 
 #[test]
-fn a_resumed_run_raises_what_the_undisturbed_one_does() {
+fn a_resumed_run_raises_the_same_alerts_as_an_uninterrupted_one() {
     let mut plan = hopeless(OnAlert::Note);
     plan.checkpoints.every_steps = 1;
     let mut whole = zero();

@@ -15,7 +15,7 @@ use super::super::rows::take_turns;
 use super::super::simd::{self, Portable, Simd};
 use super::super::threads::{Shared, Threads};
 use super::groups::{Part, parts};
-use super::tile::{Blocks, Lines, by_queries, cap, clear, scores, spread, turn, weigh};
+use super::tile::{Blocks, Lines, by_queries, cap, clear, scores, spread, transpose, weigh};
 use super::{BLOCK, Group, Heads, blocks, intersection, union};
 
 /// Number of positions in a chunk.
@@ -38,7 +38,7 @@ pub struct Backward<'a> {
     pub out: &'a [f32],
     /// Largest score and sum of each softmax, `[tokens][num_heads][2]`.
     pub softmax: &'a [f32],
-    /// Gradient dL/dout `[tokens][q_width]`.
+    /// The gradient dL/dout of the output, `[tokens][q_width]`.
     pub d_out: &'a [f32],
 }
 
@@ -113,7 +113,7 @@ impl Drop for Watch<'_> {
 struct Job<'a> {
     backward: &'a Backward<'a>,
     parts: &'a [Part],
-    /// For each part, the index of its first block of queries.
+    /// Index of each part's first block of queries.
     first_block: &'a [usize],
     /// Number of tokens in a block of queries.
     at_once: usize,
@@ -142,15 +142,15 @@ struct Scratch {
     /// Keys in blocks, `[block][head_dim][16]`.
     keys_in_blocks: Floats,
     values_in_blocks: Floats,
-    /// Keys, `[position][padded]`.
+    /// Keys by position, `[position][padded]`.
     keys: Floats,
     d_keys: Floats,
     d_values: Floats,
-    /// Queries, `[query][padded]`.
+    /// The queries of the block, `[query][padded]`.
     q: Floats,
     d_out: Floats,
     d_q: Floats,
-    /// Probabilities, `[query][CHUNK]`.
+    /// Probabilities of the softmax, `[query][CHUNK]`.
     p: Floats,
     ds: Floats,
 }
@@ -208,7 +208,7 @@ unsafe fn chunk_with<S: Simd, const TILE: usize, const ACC: usize, const NP: usi
         let Scratch { keys_in_blocks, values_in_blocks, .. } = scratch;
         for (column, to) in [(key_column, keys_in_blocks), (key_column + heads.kv_width(), values_in_blocks)] {
             let row = |position: usize| &qkv[(own.row + position) * width + column..][..dim];
-            turn((first..positions.end).map(row), &mut to[block * BLOCK * dim..][..BLOCK * dim]);
+            transpose((first..positions.end).map(row), &mut to[block * BLOCK * dim..][..BLOCK * dim]);
         }
     }
     // A prompt's positions are visible to its own tokens and to its completions.

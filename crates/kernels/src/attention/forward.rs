@@ -43,7 +43,7 @@ pub struct Batch<'a, 'b> {
 struct Scratch {
     /// Probabilities of a tile and a chunk, `[query][position]`.
     probabilities: Floats,
-    /// Unnormalized outputs, `[query][padded]`.
+    /// Outputs before the normalization, `[query][padded]`.
     outputs: Floats,
     /// Sums of the softmax per lane, `[query][16]`.
     sums: Floats,

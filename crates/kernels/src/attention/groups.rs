@@ -4,7 +4,7 @@ use super::super::isa::Isa;
 use super::super::rows::take_turns;
 use super::super::threads::{Shared, Threads};
 use super::forward::{Token, attend_head_here};
-use super::tile::turn;
+use super::tile::transpose;
 use super::{BLOCK, Heads, Segment, Visible};
 
 /// A prompt and the completions that continue it: prompt tokens, then each completion's.
@@ -193,7 +193,7 @@ impl Segments {
                     unsafe {
                         let stride = Segment::key_stride(heads);
                         let to = keys.part(block * stride..(block + 1) * stride);
-                        turn(positions.clone().map(|position| &row(position)[..kv_width]), to);
+                        transpose(positions.clone().map(|position| &row(position)[..kv_width]), to);
                         for (lane, position) in positions.enumerate() {
                             let to = values.at(block * Segment::value_stride(heads) + lane * padded);
                             for (head, value) in row(position)[kv_width..].chunks_exact(dim).enumerate() {

@@ -149,7 +149,7 @@ impl Case {
 }
 
 #[test]
-fn a_packed_batch_and_its_gradient_are_the_naive_ones_on_every_rung_and_any_threads() {
+fn a_packed_batch_and_its_gradient_are_the_naive_ones_on_every_isa_and_any_threads() {
     for case in Case::all() {
         let (out, d) = case.naive();
         for isa in Isa::available() {
@@ -255,7 +255,7 @@ fn many_positions_are_dropped_together_and_their_memory_is_used_again() {
 
 #[test]
 #[should_panic(expected = "a query sees what is not there")]
-fn what_was_dropped_is_not_seen() {
+fn dropped_positions_must_not_be_visible() {
     let heads = Heads::new(1, 1, 8);
     let prompt = Segment::beginning_at(2 * BLOCK);
     let visible = Visible { prompt: BLOCK..2 * BLOCK, own: 0..0 };

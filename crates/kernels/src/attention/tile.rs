@@ -20,7 +20,7 @@ const MANY: usize = 8;
 const LONG: usize = 8;
 
 /// Transposes the rows of a block's first positions to `[column][16]`; lanes without a row are not changed.
-pub(super) fn turn<'a>(rows: impl Iterator<Item = &'a [f32]>, to: &mut [f32]) {
+pub(super) fn transpose<'a>(rows: impl Iterator<Item = &'a [f32]>, to: &mut [f32]) {
     let mut all: [&[f32]; BLOCK] = [&[]; BLOCK];
     let mut count = 0;
     for (slot, row) in all.iter_mut().zip(rows) {

@@ -129,7 +129,8 @@ impl Layout {
         let at_once = TILE / geometry.heads_at_once;
         let (mut tiles, mut key_tiles, mut positions) = (Vec::new(), Vec::new(), Vec::new());
         let int = |value: usize| {
-            i32::try_from(value).map_err(|_| CudaError::Input("a batch of 2³¹ tokens or more is not supported".to_owned()))
+            i32::try_from(value)
+                .map_err(|_| CudaError::Input("a batch of 2³¹ tokens or more is not supported".to_owned()))
         };
         let mut row = 0;
         for group in groups {

@@ -57,7 +57,7 @@ struct Filling {
     rows: usize,
     /// Addresses of the pages.
     pages: Buffer,
-    /// For each token: index of its page · 64 + its position in the page.
+    /// Slot of each token: index of its page · 64 + its position in the page.
     slots: Buffer,
 }
 
@@ -68,7 +68,7 @@ struct Tables {
     pages: Option<Buffer>,
     /// Whether rows or pages changed since the upload.
     is_stale: bool,
-    /// For each row, where the pages of its prompt and its own pages begin in the list.
+    /// Start of each row's prompt pages and own pages in the list.
     starts: Vec<(usize, usize)>,
     /// One plan per window.
     plans: Vec<(Option<usize>, Buffer)>,

@@ -121,7 +121,7 @@ impl<T: Plain> Fetch<T> {
     pub fn wait(mut self) -> Result<Vec<T>, CudaError> {
         let mut values = vec![T::default(); self.count];
         if let Some(staging) = self.staging.take() {
-            self.device.enter()?.land(staging, Some(plain::bytes_mut(&mut values)))?;
+            self.device.enter()?.finish_download(staging, Some(plain::bytes_mut(&mut values)))?;
         }
         Ok(values)
     }
@@ -132,13 +132,13 @@ impl<T: Plain> Drop for Fetch<T> {
         if let Some(staging) = self.staging.take() {
             let mut queue = self.device.queue();
             // An error is reported by the next call.
-            let _ = queue.bind().and_then(|()| queue.land(staging, None));
+            let _ = queue.bind().and_then(|()| queue.finish_download(staging, None));
         }
     }
 }
 
 impl Device {
-    /// Number of devices.
+    /// Number of devices of this machine.
     ///
     /// # Errors
     /// [`CudaError::Unavailable`] if there is no driver.
@@ -210,7 +210,7 @@ impl Device {
         &self.0.properties
     }
 
-    /// Allocates uninitialized memory.
+    /// Allocates memory without initializing it.
     ///
     /// # Errors
     /// [`CudaError::OutOfMemory`] if there is no room.
@@ -238,7 +238,7 @@ impl Device {
         if buffer.bytes == 0 {
             return Ok(());
         }
-        self.enter()?.ask(Op::Zero { to: buffer.pointer, bytes: buffer.bytes })
+        self.enter()?.submit(Op::Zero { to: buffer.pointer, bytes: buffer.bytes })
     }
 
     /// Creates a buffer with these values.
@@ -316,7 +316,7 @@ impl Device {
         if source < target + bytes && target < source + bytes {
             return Err(CudaError::Input(format!("a copy of {bytes} bytes onto itself")));
         }
-        self.enter()?.ask(Op::Copy { from: source, to: target, bytes })
+        self.enter()?.submit(Op::Copy { from: source, to: target, bytes })
     }
 
     /// Runs a kernel. Only the host functions of the kernels call this, after checking that every address in `params`
@@ -337,7 +337,7 @@ impl Device {
             self.own(matrix.buffer)?;
         }
         match gemm.product()? {
-            Some(product) => self.enter()?.ask(Op::Product(product)),
+            Some(product) => self.enter()?.submit(Op::Product(product)),
             None => Ok(()),
         }
     }

@@ -41,9 +41,9 @@ impl Form {
 pub struct Product<'a> {
     /// The form of both products.
     pub form: Form,
-    /// The left operand.
+    /// The left operand a.
     pub a: Rows<'a>,
-    /// The right operand, with the same type.
+    /// The right operand b, with the same type.
     pub b: Rows<'a>,
     /// A second product with the same form, type, rows and columns, whose sums continue those of the first.
     pub more: Option<(Rows<'a>, Rows<'a>)>,
@@ -95,7 +95,7 @@ pub fn product(device: &Device, gemm: Gemm, product: &Product<'_>, out: Rows<'_>
         return Ok(());
     }
     match gemm {
-        Gemm::Exact => exact(device, Tile::of_product(product, m, n), product, Cut::whole(k), None, out),
+        Gemm::Exact => exact(device, Tile::of_product(product, m, n), product, SplitK::whole(k), None, out),
         Gemm::Fast if few::is_few(product, out) => few::few(device, product, out),
         Gemm::Fast => fast(device, product, out),
     }
@@ -133,21 +133,21 @@ pub fn outer_parts(
     const FEW_COLUMNS: usize = 64;
     let is_few = a.dtype == Dtype::Bf16 && m.min(n) <= FEW_COLUMNS && by_16(a) && by_16(b);
     let is_own = gemm == Gemm::Exact || is_few;
-    let (tile, cut) = if is_own { Cut::of(m, n, k) } else { (Tile::of(m, n), Cut::whole(k)) };
+    let (tile, split) = if is_own { SplitK::of(m, n, k) } else { (Tile::of(m, n), SplitK::whole(k)) };
     let multiply = |product: &Product<'_>, parts: Option<&driver::Buffer>, out: Rows<'_>| match is_own {
-        true => exact(device, tile, product, cut, parts, out),
+        true => exact(device, tile, product, split, parts, out),
         false => fast(device, product, out),
     };
-    if let ([gradient], 1) = (gradients, cut.parts) {
+    if let ([gradient], 1) = (gradients, split.parts) {
         let onto = Product { alpha, add: Some(*gradient), ..plain };
         onto.sizes(gradient)?;
         return multiply(&onto, None, *gradient);
     }
-    let parts = device.alloc(cut.parts * m * n * size_of::<f32>())?;
+    let parts = device.alloc(split.parts * m * n * size_of::<f32>())?;
     let first = Rows::new(&parts, m, n, Dtype::F32);
     plain.sizes(&first)?;
     multiply(&plain, Some(&parts), first)?;
-    let parts = Parts { parts: &parts, count: cut.parts, rows: m };
+    let parts = Parts { parts: &parts, count: split.parts, rows: m };
     let mut begin = 0;
     for gradient in gradients.iter().filter(|gradient| gradient.rows > 0) {
         parts.add(device, begin, alpha, *gradient)?;
@@ -158,21 +158,21 @@ pub fn outer_parts(
 
 /// The division of a sum over k into parts, each computed by separate blocks.
 #[derive(Clone, Copy, Debug, PartialEq)]
-struct Cut {
+struct SplitK {
     parts: usize,
     k_of_part: usize,
 }
 
-impl Cut {
+impl SplitK {
     /// A sum in one part.
-    fn whole(k: usize) -> Cut {
-        Cut { parts: 1, k_of_part: k }
+    fn whole(k: usize) -> SplitK {
+        SplitK { parts: 1, k_of_part: k }
     }
 
     /// Chooses the split by the shape alone, so that every device sums in the same order: parts of at least 256 rows,
     /// as long as a GPU has multiprocessors for them. The tile is the largest one for which, times the number of parts,
     /// there are enough blocks, so that long operands are read once.
-    fn of(m: usize, n: usize, k: usize) -> (Tile, Cut) {
+    fn of(m: usize, n: usize, k: usize) -> (Tile, SplitK) {
         const BUSY: usize = 264;
         let most = k.div_ceil(256);
         let tile = match () {
@@ -182,7 +182,7 @@ impl Cut {
         };
         let parts = BUSY.div_ceil(tile.count(m, n)).min(most).max(1);
         let k_of_part = k.div_ceil(parts).next_multiple_of(64);
-        (tile, Cut { parts: k.div_ceil(k_of_part), k_of_part })
+        (tile, SplitK { parts: k.div_ceil(k_of_part), k_of_part })
     }
 }
 
@@ -307,19 +307,19 @@ fn exact(
     device: &Device,
     tile: Tile,
     product: &Product<'_>,
-    cut: Cut,
+    split: SplitK,
     parts: Option<&driver::Buffer>,
     out: Rows<'_>,
 ) -> Result<()> {
     let (m, n, ..) = product.sizes(&out)?;
     if let Some(parts) = parts {
-        parts.at::<f32>(0, cut.parts * m * n)?;
+        parts.at::<f32>(0, split.parts * m * n)?;
     }
     let tiles = tile.count(m, n);
-    check(tiles < 1 << 31 && cut.parts < 1 << 16, || format!("a product of {m} x {n} has too many tiles"))?;
+    check(tiles < 1 << 31 && split.parts < 1 << 16, || format!("a product of {m} x {n} has too many tiles"))?;
     let (block, shared) = tile.block(product.a.dtype);
-    let launch = Launch { grid: [tiles as u32, 1, cut.parts as u32], block, shared };
-    device.launch(kernel(product.form, product.a.dtype, out.dtype, tile), launch, &params(product, cut, out)?)
+    let launch = Launch { grid: [tiles as u32, 1, split.parts as u32], block, shared };
+    device.launch(kernel(product.form, product.a.dtype, out.dtype, tile), launch, &params(product, split, out)?)
 }
 
 /// Whether lines can be read 16 bytes at a time. A single line's stride counts too: copies skip the lines of a tile
@@ -329,10 +329,10 @@ fn by_16(rows: Rows<'_>) -> bool {
 }
 
 /// The parameters that describe a product to the kernels.
-fn params(product: &Product<'_>, cut: Cut, out: Rows<'_>) -> Result<Params> {
+fn params(product: &Product<'_>, split: SplitK, out: Rows<'_>) -> Result<Params> {
     let Product { form: _, a, b, more, alpha, bias, add } = *product;
     let (m, n, k, k2) = product.sizes(&out)?;
-    let Cut { parts, k_of_part } = cut;
+    let SplitK { parts, k_of_part } = split;
     let address = |rows: Option<Rows<'_>>| rows.map_or(Ok(0), |rows| rows.address());
     let stride = |rows: Option<Rows<'_>>| size(rows.map_or(0, |rows| rows.stride));
     let (a2, b2) = more.unzip();

@@ -134,7 +134,9 @@ fn check(head: &Head<'_>, x: &Rows<'_>, rows: usize) -> Result<()> {
 
 fn check_targets(head: &Head<'_>, targets: &[u32]) -> Result<()> {
     match targets.iter().find(|target| **target as usize >= head.weight.rows) {
-        Some(target) => Err(CudaError::Input(format!("token {target} is not below the vocabulary size {}", head.weight.rows))),
+        Some(target) => {
+            Err(CudaError::Input(format!("token {target} is not below the vocabulary size {}", head.weight.rows)))
+        }
         None => Ok(()),
     }
 }
@@ -325,8 +327,8 @@ pub fn begin_choose(
             cells_of_row: logits.cells_of_row as u32,
             pad: 0,
         };
-        // With filters: 8 sums and a list of 512 logits for each of 16 warps, and one f64 and u32 per cell.
-        // Without: only the f64.
+        // Shared memory for filters: 8 sums and a list of 512 logits for each of 16 warps, and one f64 and u32 per cell.
+        // Without filters only the f64.
         let (name, block, shared) = match filters {
             Some(_) => ("head_choose_filtered", 512, 16 * (8 * 8 + 512 * 4) + 12 * logits.cells_of_row),
             None => ("head_choose", 32, 8 * logits.cells_of_row),

@@ -36,7 +36,7 @@ pub struct Factors<'a> {
     pub r: usize,
     /// The scaling `s` in s·B·A.
     pub scaling: f64,
-    /// For each module: its outputs, and the offsets of A `[r, in]` and B `[out, r]`.
+    /// Each module: its outputs, and the offsets of A `[r, in]` and B `[out, r]`.
     pub blocks: Vec<(Range<usize>, usize, usize)>,
 }
 

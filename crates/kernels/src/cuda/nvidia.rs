@@ -32,7 +32,7 @@ thread_local! {
     static CURRENT: Cell<sys::CUcontext> = const { Cell::new(ptr::null_mut()) };
 }
 
-/// A loaded kernel.
+/// A kernel of the loaded module.
 #[derive(Debug)]
 struct Function {
     handle: sys::CUfunction,
@@ -49,7 +49,7 @@ struct Ring {
     used: usize,
 }
 
-/// An open GPU.
+/// A GPU that was opened.
 #[derive(Debug)]
 pub(super) struct Gpu {
     /// Retained until the process ends, because it stays the current context of threads.
@@ -71,7 +71,7 @@ pub(super) struct Gpu {
 unsafe impl Send for Gpu {}
 
 /// Adds the name of the driver's function to an error.
-fn did<T>(what: &str, outcome: Result<T, result::DriverError>) -> Result<T, CudaError> {
+fn driver_result<T>(what: &str, outcome: Result<T, result::DriverError>) -> Result<T, CudaError> {
     outcome.map_err(|error| CudaError::Failed(format!("{what}: {error}")))
 }
 
@@ -79,13 +79,13 @@ fn did<T>(what: &str, outcome: Result<T, result::DriverError>) -> Result<T, Cuda
 /// or the threads' stacks.
 fn of_driver(what: &str, error: result::DriverError) -> CudaError {
     match error.0 {
-        CUresult::CUDA_ERROR_OUT_OF_MEMORY => no_room(),
+        CUresult::CUDA_ERROR_OUT_OF_MEMORY => out_of_memory(),
         _ => CudaError::Failed(format!("{what}: {error}")),
     }
 }
 
 /// The error for missing memory that is not a buffer's.
-fn no_room() -> CudaError {
+fn out_of_memory() -> CudaError {
     let (free, total) = result::mem_get_info().unwrap_or((0, 0));
     CudaError::OutOfMemory { requested: 0, used: (total - free) as u64, total: total as u64 }
 }
@@ -100,7 +100,9 @@ impl Gpu {
         if self.ring.used + bytes > PIECE_BYTES {
             let full = self.ring.current;
             // SAFETY: the event belongs to the piece, the stream to this device.
-            did("cuEventRecord", unsafe { result::event::record(self.ring.pieces[full].event.cast(), self.stream) })?;
+            driver_result("cuEventRecord", unsafe {
+                result::event::record(self.ring.pieces[full].event.cast(), self.stream)
+            })?;
             let next = (full + 1) % PIECES;
             if next == self.ring.pieces.len() {
                 let piece = self.stage(PIECE_BYTES)?;
@@ -141,7 +143,7 @@ impl Gpu {
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the stream belongs to this device, and no capture is in progress:
         // end_capture follows each begin_capture.
-        did("cuStreamBeginCapture", unsafe { result::stream::begin_capture(self.stream, mode) })?;
+        driver_result("cuStreamBeginCapture", unsafe { result::stream::begin_capture(self.stream, mode) })?;
         self.capturing = true;
         Ok(())
     }
@@ -151,7 +153,7 @@ impl Gpu {
         // SAFETY: a capture is in progress; the graph is destroyed once, after the executable graph
         // was created from it.
         unsafe {
-            let graph = did("cuStreamEndCapture", result::stream::end_capture(self.stream))?;
+            let graph = driver_result("cuStreamEndCapture", result::stream::end_capture(self.stream))?;
             let made = result::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0));
             let _ = result::graph::destroy(graph);
             let graph = made.map_err(|error| of_driver("cuGraphInstantiate", error))?;
@@ -179,10 +181,10 @@ impl Driver for Gpu {
         let handle = unsafe { result::module::get_function(self.module, terminated) }.map_err(not_found)?;
         let (mut offset, mut bytes) = (0, 0);
         // SAFETY: the function was just found; the pointers refer to two local variables.
-        let told = unsafe { sys::cuFuncGetParamInfo(handle, 0, &raw mut offset, &raw mut bytes) }.result();
+        let info = unsafe { sys::cuFuncGetParamInfo(handle, 0, &raw mut offset, &raw mut bytes) }.result();
         let kernel = self.functions.len() as u32;
         self.functions.push(Function { handle, name: name.to_owned(), shared: SHARED_WITHOUT_ASKING });
-        Ok(Found { kernel, param_bytes: told.is_ok().then_some(bytes) })
+        Ok(Found { kernel, param_bytes: info.is_ok().then_some(bytes) })
     }
 
     fn launch(&mut self, kernel: u32, launch: Launch, params: &[u8]) -> Result<(), CudaError> {
@@ -195,7 +197,7 @@ impl Driver for Gpu {
             if shared > function.shared {
                 let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
                 let allowed = result::function::set_function_attribute(function.handle, attribute, shared as i32);
-                did(&format!("{}: {shared} bytes of shared memory", function.name), allowed)?;
+                driver_result(&format!("{}: {shared} bytes of shared memory", function.name), allowed)?;
                 function.shared = shared;
             }
             let mut arguments = [params.as_ptr().cast_mut().cast::<c_void>()];
@@ -212,12 +214,12 @@ impl Driver for Gpu {
 
     fn zero(&mut self, to: u64, bytes: usize) -> Result<(), CudaError> {
         // SAFETY: a range of a live buffer, checked by Device.
-        did("cuMemsetD8Async", unsafe { result::memset_d8_async(to, 0, bytes, self.stream) })
+        driver_result("cuMemsetD8Async", unsafe { result::memset_d8_async(to, 0, bytes, self.stream) })
     }
 
     fn copy(&mut self, from: u64, to: u64, bytes: usize) -> Result<(), CudaError> {
         // SAFETY: ranges of live buffers, checked by Device.
-        did("cuMemcpyDtoDAsync", unsafe { result::memcpy_dtod_async(to, from, bytes, self.stream) })
+        driver_result("cuMemcpyDtoDAsync", unsafe { result::memcpy_dtod_async(to, from, bytes, self.stream) })
     }
 
     /// Copies through the ring, piece by piece.
@@ -226,7 +228,7 @@ impl Driver for Gpu {
             let (index, at) = self.room(piece.len())?;
             self.ring.pieces[index].fill(at, piece);
             // SAFETY: from pinned memory that is not reused before its event, to a range of a live buffer.
-            did("cuMemcpyHtoDAsync", unsafe {
+            driver_result("cuMemcpyHtoDAsync", unsafe {
                 let from = self.ring.pieces[index].start.add(at);
                 sys::cuMemcpyHtoDAsync_v2(to, from.cast(), piece.len(), self.stream).result()
             })?;
@@ -238,7 +240,7 @@ impl Driver for Gpu {
     fn upload_staged(&mut self, to: u64, staging: &Staging, at: usize, bytes: usize) -> Result<(), CudaError> {
         assert!(at + bytes <= staging.bytes, "an upload lies within its staging memory");
         // SAFETY: within pinned memory that is overwritten only after its event, to a range of a live buffer.
-        did("cuMemcpyHtoDAsync", unsafe {
+        driver_result("cuMemcpyHtoDAsync", unsafe {
             sys::cuMemcpyHtoDAsync_v2(to, staging.start.add(at).cast(), bytes, self.stream).result()
         })
     }
@@ -257,14 +259,14 @@ impl Driver for Gpu {
 
     fn synchronize(&mut self) -> Result<(), CudaError> {
         // SAFETY: the stream belongs to this device.
-        did("cuStreamSynchronize", unsafe { result::stream::synchronize(self.stream) })
+        driver_result("cuStreamSynchronize", unsafe { result::stream::synchronize(self.stream) })
     }
 
     /// Allocates pinned memory with its event.
     fn stage(&mut self, bytes: usize) -> Result<Staging, CudaError> {
         // SAFETY: both belong to the value until `unstage`.
-        let start = did("cuMemHostAlloc", unsafe { result::malloc_host(bytes.max(1), 0) })?;
-        let event = did("cuEventCreate", result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING))?;
+        let start = driver_result("cuMemHostAlloc", unsafe { result::malloc_host(bytes.max(1), 0) })?;
+        let event = driver_result("cuEventCreate", result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING))?;
         Ok(Staging { start: start.cast(), bytes, event: event.cast() })
     }
 
@@ -279,7 +281,7 @@ impl Driver for Gpu {
 
     fn used(&mut self, staging: &mut Staging) -> Result<(), CudaError> {
         // SAFETY: the event belongs to the staging memory, the stream to this device.
-        did("cuEventRecord", unsafe { result::event::record(staging.event.cast(), self.stream) })
+        driver_result("cuEventRecord", unsafe { result::event::record(staging.event.cast(), self.stream) })
     }
 
     fn settle(&mut self, staging: &Staging) -> Result<(), CudaError> {
@@ -290,7 +292,7 @@ impl Driver for Gpu {
     fn fetch(&mut self, from: u64, staging: &mut Staging, bytes: usize) -> Result<(), CudaError> {
         assert!(bytes <= staging.bytes, "a download lies within its staging memory");
         // SAFETY: from a range of a live buffer to pinned memory that is read after its event.
-        did("cuMemcpyDtoHAsync", unsafe {
+        driver_result("cuMemcpyDtoHAsync", unsafe {
             sys::cuMemcpyDtoHAsync_v2(staging.start.cast(), from, bytes, self.stream).result()
         })?;
         self.used(staging)
@@ -344,7 +346,7 @@ impl Driver for Gpu {
             )
         };
         outcome.map_err(|error| match error.0 {
-            blas_sys::cublasStatus_t::CUBLAS_STATUS_ALLOC_FAILED => no_room(),
+            blas_sys::cublasStatus_t::CUBLAS_STATUS_ALLOC_FAILED => out_of_memory(),
             _ => failed("cublasGemmEx", error),
         })
     }
@@ -352,7 +354,7 @@ impl Driver for Gpu {
 
 impl Source for Gpu {
     fn reserve(&mut self, bytes: u64) -> Result<Option<u64>, CudaError> {
-        let (free, _) = did("cuMemGetInfo", result::mem_get_info())?;
+        let (free, _) = driver_result("cuMemGetInfo", result::mem_get_info())?;
         if (free as u64) < bytes.saturating_add(KEPT_FREE_BYTES) {
             return Ok(None);
         }
@@ -360,7 +362,7 @@ impl Source for Gpu {
         match unsafe { result::malloc_async(self.stream, bytes as usize) } {
             Ok(start) => Ok(Some(start)),
             Err(result::DriverError(CUresult::CUDA_ERROR_OUT_OF_MEMORY)) => Ok(None),
-            Err(error) => did("cuMemAllocAsync", Err(error)),
+            Err(error) => driver_result("cuMemAllocAsync", Err(error)),
         }
     }
 
@@ -403,12 +405,12 @@ fn failed(what: &str, error: blas::CublasError) -> CudaError {
 
 fn settle(staging: &Staging) -> Result<(), CudaError> {
     // SAFETY: the event belongs to the staging memory; an event that was never recorded counts as complete.
-    did("cuEventSynchronize", unsafe { result::event::synchronize(staging.event.cast()) })
+    driver_result("cuEventSynchronize", unsafe { result::event::synchronize(staging.event.cast()) })
 }
 
 fn bind(context: sys::CUcontext) -> Result<(), CudaError> {
     // SAFETY: the context is retained for as long as its device is open.
-    did("cuCtxSetCurrent", unsafe { result::ctx::set_current(context) })?;
+    driver_result("cuCtxSetCurrent", unsafe { result::ctx::set_current(context) })?;
     CURRENT.set(context);
     Ok(())
 }

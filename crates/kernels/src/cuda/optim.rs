@@ -10,7 +10,7 @@ use crate::adamw::{BLOCK, Update};
 pub struct State<'a> {
     /// The parameters, changed in place.
     pub parameters: Rows<'a>,
-    /// The gradient dL/dparameters.
+    /// The gradient of the parameters.
     pub gradient: Rows<'a>,
     /// First moment m, changed in place.
     pub first: Rows<'a>,

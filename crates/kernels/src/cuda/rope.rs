@@ -297,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn where_rows_lie_changes_no_bit() {
+    fn the_position_of_rows_changes_no_bit() {
         let Some(device) = device() else { return };
         for (sizes, rows) in [((4, 2, 128), 9), ((3, 1, 80), 5), ((2, 1, 12), 70)] {
             let mut case = Case::new(&device, sizes, rows);

@@ -68,7 +68,7 @@ impl Target {
     }
 }
 
-/// Rows of inputs.
+/// Input rows of a product.
 #[derive(Clone, Copy, Debug, Default)]
 pub(in super::super) struct Inputs<'a> {
     pub values: &'a [f32],
@@ -119,7 +119,7 @@ pub(in super::super) struct Job<'a> {
     pub tiled: Option<amx::Tiled>,
     /// The whole transposed weight, if all threads share it.
     #[cfg(target_arch = "x86_64")]
-    pub turned: Option<amx::Turned>,
+    pub transposed: Option<amx::Transposed>,
 }
 
 impl<'a> Job<'a> {
@@ -149,7 +149,7 @@ impl<'a> Job<'a> {
             #[cfg(target_arch = "x86_64")]
             tiled: None,
             #[cfg(target_arch = "x86_64")]
-            turned: None,
+            transposed: None,
         }
     }
 

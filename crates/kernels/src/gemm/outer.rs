@@ -7,14 +7,14 @@ use super::super::pack::{PANEL, PackDtype, PackedMatrix};
 use super::super::rows::take_turns;
 use super::super::threads::{Shared, Threads};
 use super::job::{Inputs, Job, Side, Start, Target};
-use super::{Output, Rows, SCRATCH, cut, next_call, product, thin, tile};
+use super::{Output, Rows, SCRATCH, divide_work, next_call, product, thin, tile};
 
 /// Computes c `[i, j]` += Σ over rows a `[rows, i]`ᵀ · b `[rows, j]`, the rows in order: the gradient of a weight.
 pub fn outer(threads: &Threads, isa: Isa, rows: usize, a: Rows<'_>, b: Rows<'_>, c: &mut [f32]) {
     let Some(target) = check_outer(isa, rows, &a, &b, c) else { return };
     let (wide, narrow) = (a.width.max(b.width), a.width.min(b.width));
     let call = next_call();
-    cut(threads, isa, Side::Forward, 1, wide, rows * narrow * wide, |_, panels| {
+    divide_work(threads, isa, Side::Forward, 1, wide, rows * narrow * wide, |_, panels| {
         outer_range(isa, (rows, &a, &b), &target, panels, call);
     });
 }
@@ -48,7 +48,7 @@ fn outer_range(isa: Isa, sides: (usize, &Rows<'_>, &Rows<'_>), target: &Target, 
     let job = Job::new(Side::Forward, &nothing, Inputs::default(), Start::Add, target, call);
     SCRATCH.with_borrow_mut(|scratch| {
         // Safety: the machine supports the instruction set, and the bounds were checked.
-        unsafe { product::outer(tile::rung(isa), &job, scratch, sides, panels) };
+        unsafe { product::outer(tile::tile_kernels(isa), &job, scratch, sides, panels) };
     });
 }
 
@@ -106,7 +106,7 @@ pub struct Factors<'a> {
     /// `[wide, thin]` if transposed.
     pub thin: Vec<(Rows<'a>, usize)>,
     /// Whether the gradients are transposed: those of B are `[out, r]`.
-    pub turned: bool,
+    pub transposed: bool,
 }
 
 /// Maximum number of columns of the thin side in [`outer_factors`].
@@ -133,12 +133,14 @@ pub fn outer_factors(threads: &Threads, isa: Isa, rows: usize, all: &[Factors<'_
     let gradient = Shared::new(gradient);
     take_turns(threads, pieces.len(), work, |number| {
         let (index, columns) = &pieces[number];
-        let Factors { wide, thin, turned } = &all[*index];
-        // From the second gradient on, the shared side is already in the cache.
+        let Factors { wide, thin, transposed } = &all[*index];
+        // The shared side is already in the cache from the second gradient on.
         for (thin, first) in thin {
             thin_piece(isa, rows, (thin, wide), columns.clone(), |m, column| {
                 // Safety: the bounds were checked, and the columns belong to this piece.
-                unsafe { gradient.at(first + if *turned { column * thin.width + m } else { m * wide.width + column }) }
+                unsafe {
+                    gradient.at(first + if *transposed { column * thin.width + m } else { m * wide.width + column })
+                }
             });
         }
     });

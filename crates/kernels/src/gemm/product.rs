@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::super::pack::{Line, PANEL, PackDtype, PackedMatrix};
-use super::tile::{AHEAD, INPUT_STRIDE, Kernels, LINE, MOST_ROWS, Rung, Tile, prefetch};
+use super::tile::{AHEAD, INPUT_STRIDE, Kernels, LINE, MOST_ROWS, Tile, TileKernels, prefetch};
 use super::{Job, Rows, Side, Start};
 
 /// Number of rows for which a block of weights is read once from memory, and number of steps in a block:
@@ -20,7 +20,7 @@ pub(in super::super) struct Scratch {
     /// Packed inputs: of the weight and of the adapter.
     pub inputs: [Packed; 2],
     /// A transposed block of the weights.
-    pub turned: Vec<Line>,
+    pub transposed: Vec<Line>,
     /// A tile at the edge, or the sums of AMX.
     pub edge: Vec<Line>,
     /// x·Aᵀ of some rows.
@@ -80,13 +80,13 @@ pub(super) fn balanced(range: Range<usize>, most: usize) -> impl Iterator<Item =
 /// # Safety
 /// The machine supports the instruction set; rows and panels are within the jobs' bounds.
 pub(super) unsafe fn product(
-    rung: &Rung,
+    kernels_of_isa: &TileKernels,
     jobs: &[Job<'_>],
     scratch: &mut Scratch,
     rows: Range<usize>,
     panels: Range<usize>,
 ) {
-    let Scratch { inputs, turned, edge, .. } = scratch;
+    let Scratch { inputs, transposed, edge, .. } = scratch;
     let edge = room(edge, MOST_ROWS * PANEL);
     for rows in balanced(rows, ROWS) {
         let deeper = (INPUTS / rows.len() / DEEP).max(1) * DEEP;
@@ -112,7 +112,7 @@ pub(super) unsafe fn product(
                     for (job, sum) in jobs.iter().zip(&sums) {
                         let packed = inputs[job.slot].lines.as_ptr().cast::<f32>();
                         // Safety: guaranteed by the caller.
-                        unsafe { one_panel(rung, job, (packed, sum), panel, &rows, (turned, edge)) };
+                        unsafe { one_panel(kernels_of_isa, job, (packed, sum), panel, &rows, (transposed, edge)) };
                     }
                 }
             }
@@ -122,15 +122,15 @@ pub(super) unsafe fn product(
 
 /// Computes a panel's outputs for some rows, with the packed inputs of a part of the sum.
 unsafe fn one_panel(
-    rung: &Rung,
+    kernels_of_isa: &TileKernels,
     job: &Job<'_>,
     (packed, sum): (*const f32, &Range<usize>),
     panel: usize,
     rows: &Range<usize>,
-    (turned, edge): (&mut Vec<Line>, *mut f32),
+    (transposed, edge): (&mut Vec<Line>, *mut f32),
 ) {
     let pairs = job.weight.dtype() == PackDtype::Bf16;
-    let kernels = if pairs { rung.bf16 } else { rung.f32 };
+    let kernels = if pairs { kernels_of_isa.bf16 } else { kernels_of_isa.f32 };
     let depth = job.depth(panel);
     for (index, block) in pieces(sum.clone(), DEEP).enumerate() {
         let first = block.start;
@@ -143,9 +143,9 @@ unsafe fn one_panel(
         let w = unsafe {
             match job.side {
                 Side::Backward => {
-                    let words = block.len().div_ceil(PANEL) * turned_words(job.weight.dtype());
-                    let out = room(turned, words);
-                    turn(rung, job.weight, panel, &block, out);
+                    let words = block.len().div_ceil(PANEL) * transposed_words(job.weight.dtype());
+                    let out = room(transposed, words);
+                    transpose(kernels_of_isa, job.weight, panel, &block, out);
                     out.cast_const().cast()
                 }
                 Side::Forward if pairs => job.weight.panel(panel).add(block.start / 2 * PANEL),
@@ -161,7 +161,7 @@ unsafe fn one_panel(
         };
         let at = Block { panel, x, w, next, depth: block.len(), fresh };
         // Safety: guaranteed by the caller.
-        unsafe { tiles(rung, kernels, job, &at, rows, edge) };
+        unsafe { tiles(kernels_of_isa, kernels, job, &at, rows, edge) };
     }
 }
 
@@ -187,15 +187,15 @@ fn pack_inputs(job: &Job<'_>, rows: &Range<usize>, sum: &Range<usize>, lines: &m
 ///
 /// # Safety
 /// The machine supports the instruction set.
-pub(in super::super) unsafe fn turn(
-    rung: &Rung,
+pub(in super::super) unsafe fn transpose(
+    kernels_of_isa: &TileKernels,
     weight: &PackedMatrix,
     block: usize,
     outputs: &Range<usize>,
     out: *mut f32,
 ) {
     let panels = outputs.start / PANEL..outputs.end.div_ceil(PANEL);
-    let words = turned_words(weight.dtype());
+    let words = transposed_words(weight.dtype());
     let inputs = (weight.k() - block * PANEL).min(PANEL);
     for (number, panel) in panels.clone().enumerate() {
         // The blocks are far apart in memory: prefetch one of them two iterations ahead.
@@ -208,15 +208,15 @@ pub(in super::super) unsafe fn turn(
         unsafe {
             let (from, out) = (weight.panel(panel).add(block * words), out.add(number * words));
             match weight.dtype() {
-                PackDtype::F32 => (rung.turn_f32)(from, inputs, out),
-                PackDtype::Bf16 => (rung.turn_bf16)(from, out.cast()),
+                PackDtype::F32 => (kernels_of_isa.transpose_f32)(from, inputs, out),
+                PackDtype::Bf16 => (kernels_of_isa.transpose_bf16)(from, out.cast()),
             }
         }
     }
 }
 
 /// Number of words for 32 inputs of 32 outputs.
-pub(in super::super) fn turned_words(dtype: PackDtype) -> usize {
+pub(in super::super) fn transposed_words(dtype: PackDtype) -> usize {
     match dtype {
         PackDtype::F32 => PANEL * PANEL,
         PackDtype::Bf16 => PANEL * PANEL / 2,
@@ -236,16 +236,23 @@ struct Block {
 }
 
 /// Computes a panel's outputs for some rows.
-unsafe fn tiles(rung: &Rung, kernels: Kernels, job: &Job<'_>, block: &Block, rows: &Range<usize>, edge: *mut f32) {
-    for column in (0..PANEL).step_by(rung.columns) {
+unsafe fn tiles(
+    kernels_of_isa: &TileKernels,
+    kernels: Kernels,
+    job: &Job<'_>,
+    block: &Block,
+    rows: &Range<usize>,
+    edge: *mut f32,
+) {
+    for column in (0..PANEL).step_by(kernels_of_isa.columns) {
         let first = block.panel * PANEL + column;
-        let valid = job.columns.end.saturating_sub(first).min(rung.columns);
+        let valid = job.columns.end.saturating_sub(first).min(kernels_of_isa.columns);
         if valid == 0 {
             return;
         }
-        let (kernels, width) = match valid <= rung.columns / 2 {
-            true => (kernels.half, rung.columns / 2),
-            false => (kernels.whole, rung.columns),
+        let (kernels, width) = match valid <= kernels_of_isa.columns / 2 {
+            true => (kernels.half, kernels_of_isa.columns / 2),
+            false => (kernels.whole, kernels_of_isa.columns),
         };
         let mut begin = [0.0; PANEL];
         let mut from = begin.as_ptr();
@@ -257,8 +264,8 @@ unsafe fn tiles(rung: &Rung, kernels: Kernels, job: &Job<'_>, block: &Block, row
                 from = begin.as_ptr();
             }
         }
-        let tiles = rows.len().div_ceil(rung.rows);
-        for (number, tile) in balanced(rows.clone(), rung.rows).enumerate() {
+        let tiles = rows.len().div_ceil(kernels_of_isa.rows);
+        for (number, tile) in balanced(rows.clone(), kernels_of_isa.rows).enumerate() {
             let count = tile.len();
             // A single tile prefetches its own weights, a little ahead. If there are several tiles, the first two
             // prefetch one half each of the following weights.
@@ -309,7 +316,7 @@ unsafe fn tiles(rung: &Rung, kernels: Kernels, job: &Job<'_>, block: &Block, row
 }
 
 /// Transposes up to 16 rows to `[width][INPUT_STRIDE]`.
-fn turn_rows<'a>(rows: impl Iterator<Item = &'a [f32]>, out: *mut f32) {
+fn transpose_rows<'a>(rows: impl Iterator<Item = &'a [f32]>, out: *mut f32) {
     let mut all: [&[f32]; 16] = [&[]; 16];
     let mut count = 0;
     for (slot, row) in all.iter_mut().zip(rows) {
@@ -331,7 +338,7 @@ fn turn_rows<'a>(rows: impl Iterator<Item = &'a [f32]>, out: *mut f32) {
 /// # Safety
 /// The machine supports the instruction set; the panels are inside the wider side, and both sides have this many rows.
 pub(super) unsafe fn outer(
-    rung: &Rung,
+    kernels_of_isa: &TileKernels,
     job: &Job<'_>,
     scratch: &mut Scratch,
     (rows, a, b): (usize, &Rows<'_>, &Rows<'_>),
@@ -339,7 +346,7 @@ pub(super) unsafe fn outer(
 ) {
     let flipped = a.width > b.width;
     let (narrow, wide) = if flipped { (b, a) } else { (a, b) };
-    let Scratch { inputs: [inputs, _], turned, edge, .. } = scratch;
+    let Scratch { inputs: [inputs, _], transposed, edge, .. } = scratch;
     let edge = room(edge, ROWS * PANEL);
     for i in balanced(0..narrow.width, ROWS) {
         for block in pieces(0..rows, DEEP) {
@@ -347,13 +354,16 @@ pub(super) unsafe fn outer(
                 let x = room(&mut inputs.lines, i.len() * INPUT_STRIDE);
                 for steps in pieces(block.clone(), 16) {
                     let first = steps.start - block.start;
-                    turn_rows(steps.map(|row| &narrow.values[row * narrow.stride..][i.clone()]), x.wrapping_add(first));
+                    transpose_rows(
+                        steps.map(|row| &narrow.values[row * narrow.stride..][i.clone()]),
+                        x.wrapping_add(first),
+                    );
                 }
             }
             let x = inputs.lines.as_ptr().cast();
             for panel in panels.clone() {
                 let columns = panel * PANEL..((panel + 1) * PANEL).min(wide.width);
-                let w = room(turned, block.len() * PANEL);
+                let w = room(transposed, block.len() * PANEL);
                 for (step, row) in block.clone().enumerate() {
                     let from = &wide.values[row * wide.stride..][columns.clone()];
                     // Safety: there is room.
@@ -363,7 +373,7 @@ pub(super) unsafe fn outer(
                 // Safety: guaranteed by the caller; the edge has room for all of i.
                 unsafe {
                     if !flipped {
-                        tiles(rung, rung.f32, job, &at, &i, edge);
+                        tiles(kernels_of_isa, kernels_of_isa.f32, job, &at, &i, edge);
                         continue;
                     }
                     for (m, j) in i.clone().enumerate() {
@@ -371,10 +381,10 @@ pub(super) unsafe fn outer(
                             *edge.add(m * PANEL + column) = *job.y(i, j);
                         }
                     }
-                    for tile in balanced(0..i.len(), rung.rows) {
-                        for column in (0..PANEL).step_by(rung.columns) {
+                    for tile in balanced(0..i.len(), kernels_of_isa.rows) {
+                        for column in (0..PANEL).step_by(kernels_of_isa.columns) {
                             let y = edge.add(tile.start * PANEL + column);
-                            rung.f32.whole[tile.len() - 1](&Tile {
+                            kernels_of_isa.f32.whole[tile.len() - 1](&Tile {
                                 x: at.x.add(tile.start * INPUT_STRIDE),
                                 w: at.w.add(column),
                                 depth: at.depth,

@@ -19,7 +19,7 @@ thread_local! {
 #[derive(Default)]
 struct Buffers {
     inputs: [Vec<Line>; 2],
-    turned: [Vec<Line>; 2],
+    transposed: [Vec<Line>; 2],
     hidden: Vec<Line>,
 }
 
@@ -28,7 +28,7 @@ pub(super) fn spread(threads: &Threads, jobs: &[Job<'_>], rows: usize, width: us
     BUFFERS.with_borrow_mut(|buffers| {
         let mut pair = [jobs[0].clone(), jobs[jobs.len() - 1].clone()];
         let pair = &mut pair[..jobs.len()];
-        turn(threads, pair, rows, &mut buffers.turned);
+        transpose(threads, pair, rows, &mut buffers.transposed);
         for rows in product::balanced(0..rows, amx::rows_shared(pair)) {
             for (job, buffer) in pair.iter_mut().zip(&mut buffers.inputs) {
                 job.tiled = Some(amx::share(threads, job, &rows, buffer));
@@ -39,16 +39,16 @@ pub(super) fn spread(threads: &Threads, jobs: &[Job<'_>], rows: usize, width: us
 }
 
 /// Transposes the weights used backward, if there are more rows than one cell has.
-fn turn(threads: &Threads, jobs: &mut [Job<'_>], rows: usize, buffers: &mut [Vec<Line>; 2]) {
+fn transpose(threads: &Threads, jobs: &mut [Job<'_>], rows: usize, buffers: &mut [Vec<Line>; 2]) {
     for (job, buffer) in jobs.iter_mut().zip(buffers) {
         if job.side == Side::Backward && rows > ROWS_AT_ONCE {
-            job.turned = Some(amx::turn_all(threads, job.weight, buffer));
+            job.transposed = Some(amx::transpose_all(threads, job.weight, buffer));
         }
     }
 }
 
 /// Packs the inputs for a weight while `f` runs, if there are enough rows.
-pub(super) fn with_laid<T>(
+pub(super) fn with_shared_inputs<T>(
     threads: &Threads,
     inputs: Inputs<'_>,
     rows: usize,
@@ -112,7 +112,7 @@ pub(super) fn linear(
 
 /// Whether [`linear_backward`] supports these arguments: everything is in tiles, and every part begins and ends with
 /// a block of dy.
-pub(super) fn goes_back(
+pub(super) fn supports_backward(
     of_weight: &Term<'_>,
     (a, b_transposed, parts): (&PackedMatrix, &[PackedMatrix], &[Part]),
     rows: usize,
@@ -144,7 +144,7 @@ pub(super) fn linear_backward(
         let mut jobs =
             [base.clone(), Job { slot: 1, ..Job::new(Side::Backward, a, inputs, Start::Add, &target, call) }];
         let jobs = &mut jobs[..if adds { 2 } else { 1 }];
-        turn(threads, jobs, rows, &mut buffers.turned);
+        transpose(threads, jobs, rows, &mut buffers.transposed);
         let [of_dy, of_dh] = &mut buffers.inputs;
         for rows in product::balanced(0..rows, amx::rows_shared(std::slice::from_ref(&base))) {
             let tiled = amx::share(threads, &base, &rows, of_dy);

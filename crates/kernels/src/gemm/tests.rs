@@ -61,7 +61,7 @@ fn dot(a: &[f32], b: &[f32]) -> f64 {
 
 /// Instruction set, dtype, and tolerance of a sum over `k` values of [`random`] per √k. Includes
 /// AMX, emulated if necessary.
-fn rungs() -> Vec<(Isa, PackDtype, f64)> {
+fn isas() -> Vec<(Isa, PackDtype, f64)> {
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
     crate::amx::tests::emulator::install();
     let both = |isa| [(isa, PackDtype::F32, 1e-6), (isa, PackDtype::Bf16, if isa == Isa::Amx { 2e-3 } else { 1e-6 })];
@@ -106,8 +106,8 @@ fn teams() -> [Threads; 3] {
 }
 
 #[test]
-fn a_product_is_what_loops_give() {
-    for (isa, dtype, one) in rungs() {
+fn a_product_equals_plain_loops() {
+    for (isa, dtype, one) in isas() {
         for (rows, n, k) in SHAPES {
             let (weight, second) = (Weight::random(n, k, dtype, 3), Weight::random(n, 5, dtype, 9));
             let (x, h, bias) = (random(rows * (k + 3), 5), random(rows * 5, 11), random(n, 13));
@@ -141,8 +141,8 @@ fn a_product_is_what_loops_give() {
 }
 
 #[test]
-fn the_way_back_is_what_loops_give() {
-    for (isa, dtype, one) in rungs() {
+fn the_backward_pass_equals_plain_loops() {
+    for (isa, dtype, one) in isas() {
         for (rows, n, k) in SHAPES {
             let weight = Weight::random(n, k, dtype, 3);
             let dy = random(rows * n, 5);
@@ -168,7 +168,7 @@ fn the_way_back_is_what_loops_give() {
 }
 
 #[test]
-fn the_gradient_of_a_weight_is_what_loops_give() {
+fn the_gradient_of_a_weight_equals_plain_loops() {
     for isa in Isa::available() {
         for (rows, n, k) in SHAPES {
             let (dy, x) = (random(rows * (n + 1), 3), random(rows * (k + 2), 5));
@@ -200,12 +200,12 @@ fn the_gradient_of_a_weight_is_what_loops_give() {
 }
 
 #[test]
-fn a_row_has_the_same_bits_in_any_company() {
+fn a_row_has_the_same_bits_whatever_rows_share_its_batch() {
     // More rows and steps than a block has; fewer if every instruction is emulated.
     let shapes = [(133, 70, 1100), (20, 1100, 70), (70, 90, 300), (40, 70, 544)];
     let all = |(isa, dtype, _)| shapes.map(|shape| (isa, dtype, shape));
     let cases =
-        rungs().into_iter().flat_map(all).filter(|(isa, _, shape)| *isa != Isa::Amx || [70, 40].contains(&shape.0));
+        isas().into_iter().flat_map(all).filter(|(isa, _, shape)| *isa != Isa::Amx || [70, 40].contains(&shape.0));
     for (isa, dtype, (rows, n, k)) in cases {
         let weight = Weight::random(n, k, dtype, 3);
         let (x, dy) = (random(rows * k, 5), random(rows * n, 7));
@@ -232,7 +232,7 @@ fn a_row_has_the_same_bits_in_any_company() {
 
 #[test]
 fn parts_of_the_outputs_give_the_bits_of_the_whole() {
-    for (isa, dtype, _) in rungs() {
+    for (isa, dtype, _) in isas() {
         for (rows, n, k) in [(1, 1, 1), (19, 333, 70), (3, 1000, 33), (90, 200, 40)] {
             let weight = Weight::random(n, k, dtype, 3);
             let (x, dy, bias) = (random(rows * k, 5), random(rows * n, 7), random(n, 11));
@@ -251,13 +251,13 @@ fn parts_of_the_outputs_give_the_bits_of_the_whole() {
                 let width = columns.len();
                 let mut found = vec![f32::NAN; rows * width];
                 let out = Output { y: &mut found, stride: width, rows, add: false };
-                forward_panels(isa, &terms[0], Laid::default(), Some(&bias), part.clone(), out);
+                forward_panels(isa, &terms[0], SharedInputs::default(), Some(&bias), part.clone(), out);
                 // Starts at a later row, with inputs that were packed before.
                 let first = rows / 2 / 16 * 16;
                 let mut lower = vec![f32::NAN; (rows - first) * width];
                 let out = Output { y: &mut lower, stride: width, rows: rows - first, add: false };
                 let term = Term { x: &x[first * k..], ..terms[0] };
-                with_laid(&threads, isa, &x, rows, &weight.packed, |laid| {
+                with_shared_inputs(&threads, isa, &x, rows, &weight.packed, |laid| {
                     forward_panels(isa, &term, laid.starting_at(first), Some(&bias), part.clone(), out);
                 });
                 assert!(lower == found[first * width..], "{isa} {dtype:?} {part:?} laid out");
@@ -300,8 +300,8 @@ enum How {
 }
 
 #[test]
-fn a_linear_layer_with_its_adapter_is_what_loops_give() {
-    for (isa, dtype, one) in rungs() {
+fn a_linear_layer_with_its_adapter_equals_plain_loops() {
+    for (isa, dtype, one) in isas() {
         for (rows, k, rank, parts) in FUSED {
             let n = parts.last().map_or(50, |part| part.0.end);
             let weight = Weight::random(n, k, dtype, 3);
@@ -368,7 +368,7 @@ fn a_linear_layer_with_its_adapter_is_what_loops_give() {
 }
 
 #[test]
-fn a_sum_of_nothing_is_the_bias_or_what_was_there() {
+fn an_empty_sum_is_the_bias_or_the_previous_value() {
     let weight = Weight::random(40, 3, PackDtype::F32, 3);
     let mut dx = vec![7.0; 6];
     let nothing = Rows { values: &[], width: 0, stride: 0 };
@@ -382,10 +382,10 @@ fn a_sum_of_nothing_is_the_bias_or_what_was_there() {
 }
 
 #[test]
-fn the_way_back_through_an_adapter_is_its_products_one_by_one() {
+fn the_backward_pass_through_an_adapter_equals_its_separate_products() {
     const RANK: usize = 12;
     let (n, k) = (160, 70);
-    for (isa, dtype, _) in rungs() {
+    for (isa, dtype, _) in isas() {
         let weight = Weight::random(n, k, dtype, 3);
         let a = Weight::random(2 * RANK, k, dtype, 5);
         // Parts that begin at tiles, parts that do not, and outputs without an adapter.
@@ -410,8 +410,8 @@ fn the_way_back_through_an_adapter_is_its_products_one_by_one() {
                     backward(threads, isa, &terms[..if adds { 2 } else { 1 }], out);
 
                     let (mut dh_here, mut dx_here) = (vec![f32::NAN; dh.len()], vec![f32::NAN; dx.len()]);
-                    let lora = LoraBack { a: &a.packed, b_transposed: &b, parts: &parts, dh: &mut dh_here, adds };
-                    let back = LinearBack { dy: &dy, stride: n + 1, weight: &weight.packed, lora: Some(lora) };
+                    let lora = LoraBackward { a: &a.packed, b_transposed: &b, parts: &parts, dh: &mut dh_here, adds };
+                    let back = LinearBackward { dy: &dy, stride: n + 1, weight: &weight.packed, lora: Some(lora) };
                     let out = Output { y: &mut dx_here, stride: k, rows, add: false };
                     linear_backward(threads, isa, back, out);
                     assert!(dh == dh_here && dx == dx_here, "{isa} {dtype:?}, {rows} rows, {parts:?}");
@@ -426,8 +426,8 @@ fn gradients_of_factors_together_have_the_bits_of_each_alone() {
     let (rows, widths, wide) = (77, [1, 16, 48], 300);
     let x = random(rows * (wide + 5), 3);
     let thin = random(rows * 65, 5);
-    for (isa, _, _) in rungs() {
-        for turned in [false, true] {
+    for (isa, _, _) in isas() {
+        for transposed in [false, true] {
             let mut at = 0;
             let wide = Rows { values: &x[5..], width: wide, stride: wide + 5 };
             let thin = widths.map(|width| {
@@ -439,14 +439,14 @@ fn gradients_of_factors_together_have_the_bits_of_each_alone() {
             let mut expected = before.clone();
             for (thin, at) in &thin {
                 let slot = &mut expected[*at..at + thin.width * wide.width];
-                let (a, b) = if turned { (wide, *thin) } else { (*thin, wide) };
+                let (a, b) = if transposed { (wide, *thin) } else { (*thin, wide) };
                 outer(&Threads::new(1), isa, rows, a, b, slot);
             }
             for threads in &teams() {
                 let mut found = before.clone();
-                let all = [Factors { wide, thin: thin.to_vec(), turned }];
+                let all = [Factors { wide, thin: thin.to_vec(), transposed }];
                 outer_factors(threads, isa, rows, &all, &mut found);
-                assert!(found == expected, "{isa}, turned {turned}");
+                assert!(found == expected, "{isa}, turned {transposed}");
             }
         }
     }

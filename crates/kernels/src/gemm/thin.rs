@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use super::super::rows::on_every_rung;
+use super::super::rows::on_every_isa;
 use super::super::simd::{Simd, load_some, store_some};
 use super::Rows;
 use super::tile::{LINE, prefetch};
@@ -36,8 +36,8 @@ pub(super) fn scratch_len(thin: usize) -> usize {
     thin * COLUMNS
 }
 
-on_every_rung! {
-    /// Adds the products.
+on_every_isa! {
+    /// Adds the products to the sums.
     ///
     /// # Safety
     /// Both sides have this many rows with the stated widths, and the sums are `[thin, stride]`.

@@ -13,7 +13,7 @@ pub(in super::super) const MOST_ROWS: usize = 12;
 
 /// The arguments of one tile.
 pub(in super::super) struct Tile {
-    /// Packed inputs, `[rows][INPUT_STRIDE]`.
+    /// The packed inputs, `[rows][INPUT_STRIDE]`.
     pub x: *const f32,
     /// Weights `[depth][32]` f32 or `[depth / 2][32][2]` bf16, from the tile's first column on.
     pub w: *const u32,
@@ -36,7 +36,7 @@ pub(in super::super) struct Tile {
 pub(in super::super) const LINE: usize = 16;
 
 /// The kernels of one instruction set.
-pub(in super::super) struct Rung {
+pub(in super::super) struct TileKernels {
     /// Maximum number of rows of a tile.
     pub rows: usize,
     /// Number of columns of a tile.
@@ -46,9 +46,9 @@ pub(in super::super) struct Rung {
     pub bf16: Kernels,
     /// Transposes a block of 32 × 32 weights: `[inputs][32]` for the given number of inputs
     /// to `[32 outputs][32 inputs]`.
-    pub turn_f32: unsafe fn(*const u32, usize, *mut f32),
+    pub transpose_f32: unsafe fn(*const u32, usize, *mut f32),
     /// Transposes pairs of inputs `[16][32][2]` to pairs of outputs `[16][32 inputs][2]`.
-    pub turn_bf16: unsafe fn(*const u32, *mut u32),
+    pub transpose_bf16: unsafe fn(*const u32, *mut u32),
 }
 
 /// The kernels of tiles, indexed by their number of rows − 1.
@@ -62,7 +62,7 @@ pub(in super::super) struct Kernels {
 pub(in super::super) type Kernel = unsafe fn(&Tile);
 
 /// The kernels for packs of f32, and of bf16 without AMX.
-pub(in super::super) fn rung(isa: Isa) -> &'static Rung {
+pub(in super::super) fn tile_kernels(isa: Isa) -> &'static TileKernels {
     match isa {
         #[cfg(target_arch = "x86_64")]
         Isa::Amx | Isa::Avx512 => &x86::AVX512,
@@ -79,13 +79,13 @@ macro_rules! kernels {
     };
 }
 
-const PORTABLE: Rung = Rung {
+const PORTABLE: TileKernels = TileKernels {
     rows: 4,
     columns: 16,
     f32: kernels!(tile_portable, false, 1 2 3 4),
     bf16: kernels!(tile_portable, true, 1 2 3 4),
-    turn_f32,
-    turn_bf16,
+    transpose_f32,
+    transpose_bf16,
 };
 
 unsafe fn tile_portable<const MR: usize, const NV: usize, const BF16: bool>(tile: &Tile) {
@@ -99,13 +99,13 @@ mod x86 {
     use super::super::super::simd::{Avx2, Avx512};
     use super::*;
 
-    pub(super) const AVX2: Rung = Rung {
+    pub(super) const AVX2: TileKernels = TileKernels {
         rows: 6,
         columns: 16,
         f32: kernels!(tile_avx2, false, 1 2 3 4 5 6),
         bf16: kernels!(tile_avx2, true, 1 2 3 4 5 6),
-        turn_f32,
-        turn_bf16,
+        transpose_f32,
+        transpose_bf16,
     };
 
     #[target_feature(enable = "avx2,fma")]
@@ -113,13 +113,13 @@ mod x86 {
         unsafe { multiply::<Avx2, MR, NV, BF16>(tile) }
     }
 
-    pub(super) const AVX512: Rung = Rung {
+    pub(super) const AVX512: TileKernels = TileKernels {
         rows: 12,
         columns: 32,
         f32: kernels!(tile_avx512, false, 1 2 3 4 5 6 7 8 9 10 11 12),
         bf16: kernels!(tile_avx512, true, 1 2 3 4 5 6 7 8 9 10 11 12),
-        turn_f32: turn_f32_avx512,
-        turn_bf16: turn_bf16_avx512,
+        transpose_f32: transpose_f32_avx512,
+        transpose_bf16: transpose_bf16_avx512,
     };
 
     #[target_feature(enable = "avx512f")]
@@ -128,7 +128,7 @@ mod x86 {
     }
 
     #[target_feature(enable = "avx512f")]
-    unsafe fn turn_f32_avx512(words: *const u32, inputs: usize, out: *mut f32) {
+    unsafe fn transpose_f32_avx512(words: *const u32, inputs: usize, out: *mut f32) {
         unsafe {
             for (half, first) in [(0, 0), (0, 16), (1, 0), (1, 16)] {
                 let mut rows = [_mm512_setzero_si512(); 16];
@@ -143,7 +143,7 @@ mod x86 {
     }
 
     #[target_feature(enable = "avx512f")]
-    unsafe fn turn_bf16_avx512(words: *const u32, out: *mut u32) {
+    unsafe fn transpose_bf16_avx512(words: *const u32, out: *mut u32) {
         unsafe {
             let low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
             let high = _mm512_set_epi32(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8);
@@ -199,7 +199,7 @@ mod x86 {
     }
 }
 
-unsafe fn turn_f32(words: *const u32, inputs: usize, out: *mut f32) {
+unsafe fn transpose_f32(words: *const u32, inputs: usize, out: *mut f32) {
     for input in 0..PANEL {
         for output in 0..PANEL {
             // Safety: guaranteed by the caller.
@@ -211,7 +211,7 @@ unsafe fn turn_f32(words: *const u32, inputs: usize, out: *mut f32) {
     }
 }
 
-unsafe fn turn_bf16(words: *const u32, out: *mut u32) {
+unsafe fn transpose_bf16(words: *const u32, out: *mut u32) {
     for pair in 0..PANEL / 2 {
         for half in 0..PANEL / 2 {
             // Safety: guaranteed by the caller.

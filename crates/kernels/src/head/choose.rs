@@ -2,10 +2,10 @@
 
 use std::cell::RefCell;
 
-use super::super::gemm::{Laid, Output, Term, forward_panels};
+use super::super::gemm::{Output, SharedInputs, Term, forward_panels};
 use super::super::isa::Isa;
 use super::super::pack::PANEL;
-use super::super::rows::{on_every_rung, over_rows};
+use super::super::rows::{on_every_isa, over_rows};
 use super::super::simd::Simd;
 use super::super::threads::{Shared, Threads};
 use super::{CHUNK, CHUNK_PANELS, Cell, Head, PAD, Total, check, exponential, factor, stream, summary};
@@ -44,7 +44,7 @@ thread_local! {
 /// The summaries of every row while its token is chosen; the memory is reused.
 #[derive(Default)]
 struct Table {
-    /// Cells, `[rows][chunks]`.
+    /// Cells of all rows, `[rows][chunks]`.
     cells: Vec<Cell>,
     /// Sum Σ eᶻ of each panel, `[rows][panels]`.
     sums: Vec<f32>,
@@ -117,7 +117,7 @@ impl Row<'_> {
         let weight = self.head.weight;
         let term = Term { x: self.x, stride: weight.k(), weight };
         let out = Output { y: &mut logits, stride: PANEL, rows: 1, add: false };
-        forward_panels(self.isa, &term, Laid::default(), None, panel..panel + 1, out);
+        forward_panels(self.isa, &term, SharedInputs::default(), None, panel..panel + 1, out);
         let valid = (weight.n() - panel * PANEL).min(PANEL);
         self.head.cap(self.isa, &mut logits);
         logits[valid..].fill(f32::NEG_INFINITY);
@@ -164,7 +164,7 @@ impl Row<'_> {
     }
 }
 
-on_every_rung! {
+on_every_isa! {
     /// Computes e^(logit·t − shift) for a panel, as in the sums.
     unsafe fn exponentials(logits: &[f32; PANEL], t: f32, shift: f32, out: &mut [f32; PANEL]) = exponentials_with
 }

@@ -2,9 +2,9 @@
 
 use std::cell::RefCell;
 
-use super::super::gemm::{Laid, Output, Rows, backward_panels, outer_here, with_laid};
+use super::super::gemm::{Output, Rows, SharedInputs, backward_panels, outer_here, with_shared_inputs};
 use super::super::isa::Isa;
-use super::super::rows::{on_every_rung, take_turns};
+use super::super::rows::{on_every_isa, take_turns};
 use super::super::simd::Simd;
 use super::super::threads::{Shared, Threads};
 use super::{CHUNK, CHUNK_PANELS, Head, Normalizer, PAD, ROWS_AT_ONCE, check, compute, exponential, factor};
@@ -59,7 +59,7 @@ pub fn score_vjp(threads: &Threads, isa: Isa, gradient: &Gradient<'_>, d_x: &mut
             at_target: g[*row] * t,
         })
         .collect();
-    with_laid(threads, isa, x, lines.len(), weight, |laid| {
+    with_shared_inputs(threads, isa, x, lines.len(), weight, |laid| {
         let job = Job { isa, x, laid, head, lines: &lines, t };
         job.inputs(threads, d_x);
         if let Some(d_weight) = d_weight {
@@ -87,7 +87,7 @@ struct Job<'a> {
     isa: Isa,
     /// Input rows, `[lines, hidden]`.
     x: &'a [f32],
-    laid: Laid,
+    laid: SharedInputs,
     head: Head<'a>,
     lines: &'a [Line],
     t: f32,
@@ -181,7 +181,7 @@ impl Job<'_> {
     }
 }
 
-on_every_rung! {
+on_every_isa! {
     /// Replaces each logit by c·e^(logit·t − largest).
     unsafe fn soften(logits: &mut [f32], t: f32, largest: f32, c: f32) = soften_with
 }

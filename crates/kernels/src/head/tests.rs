@@ -81,7 +81,7 @@ const SHAPES: [(usize, usize, usize); 6] =
     [(1, 1, 1), (3, 29, 5), (17, 29, 64), (5, 512, 32), (140, 1061, 24), (2, 2048, 64)];
 
 #[test]
-fn scores_are_the_naive_ones_on_every_rung() {
+fn scores_are_the_naive_ones_on_every_isa() {
     for case in Case::all(&SHAPES) {
         for isa in Isa::available() {
             for temperature in [1.0, 0.7, 3.0] {

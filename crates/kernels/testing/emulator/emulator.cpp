@@ -219,7 +219,7 @@ void aim(Fiber& fiber) {
     auto top = reinterpret_cast<uintptr_t>(fiber.stack + STACK_BYTES);
     auto words = reinterpret_cast<uintptr_t*>(top);
 #if defined(__x86_64__)
-    words[-1] = 0;  // where a caller's address would lie
+    words[-1] = 0;  // the place of a caller's return address
     words[-2] = reinterpret_cast<uintptr_t>(&start);
     std::memset(&words[-8], 0, 6 * sizeof(uintptr_t));
     fiber.at = &words[-8];

@@ -1,26 +1,27 @@
-// Finds accesses of two threads to the same place, one of them a write, that nothing orders. With addr2line at hand:
+// Finds unordered accesses of two threads to the same place, of which one is a write. Needs addr2line. Usage:
 //
 //   export RLOOD_EMULATOR_RACES=1 RLOOD_RACES_REPORT=$PWD/target/races.txt
 //   cargo test --release --features cuda-emulator --lib cuda
 //   RLOOD_TEST_BACKEND=cuda cargo test --release --features cuda-emulator --test it -- parity:: golden:: gpu
 //
-// Each process appends what it found, and how often each kernel was launched, to the report; without one, findings go to
-// the standard error output. Tests do not fail by findings. RLOOD_RACES_WITHOUT=<line> lets the barriers and __syncwarp
-// of that line count for nothing: as a trial of the tests, which must then reach a race.
+// Each process appends its findings, and how often each kernel was launched, to the report; without a report, findings
+// go to the standard error output. Findings do not fail the tests. RLOOD_RACES_WITHOUT=<line> ignores the barriers and
+// __syncwarp of that line, to check that the tests would reach a race there.
 //
-// The kernels (races_kernels.cpp) are compiled with -fsanitize=thread, whose calls before each access come here instead
-// of to the sanitizer's library. A clock ticks at each barrier and collective of the one thread of the process that runs
-// a launch's threads; an access is kept with its tick for every two bytes (single bytes: apart), so that the last barrier of
-// the block and the last __syncwarp of the warp tell whether it is ordered before the one at hand:
+// The kernels (races_kernels.cpp) are compiled with -fsanitize=thread. The calls that it inserts before each access
+// call this file instead of the sanitizer's library. A single thread of the process runs the threads of a launch, and a
+// clock ticks at each barrier and collective. Each access is stored with its tick for every two bytes (single bytes
+// separately). Comparing it with the last barrier of the block and the last __syncwarp of the warp shows whether it is
+// ordered before the current access:
 //
-//   race        nothing orders them. Between blocks of a launch nothing does, but atomic operations on the same place
-//   weak        lanes of a warp that only a shuffle, a ballot, a matrix load or a product lies between
-//   same value  two writes that nothing orders, of the same value
-//   copy        an access to what a cp_async writes, before its thread has waited for it
+//   race        the accesses are not ordered. Only atomic operations on the same place order blocks of a launch
+//   weak        accesses of two lanes of a warp, with only a shuffle, ballot, matrix load or product in between
+//   same value  two unordered writes of the same value
+//   copy        an access to the destination of a cp_async before its thread has waited for the copy
 //   unwritten   a read of shared memory that the block has not written
 //
-// Not seen: order between blocks by atomics and fences (reported as race), reads of global memory that nobody wrote, the
-// order of a copy's read of global memory, which counts as read when the copy is asked for.
+// Not detected: order between blocks by atomics and fences (reported as race); reads of global memory that was never
+// written; and the time of a copy's read of global memory, which counts as read when the copy starts.
 #include "races.h"
 
 #include <dlfcn.h>
@@ -132,7 +133,7 @@ struct Range {
 struct Detector {
     std::string kernel;
     uint32_t launch_start = 1, block_start = 1, epoch_start = 1, tick = 1;
-    std::vector<uint32_t> blocks;  // when each began
+    std::vector<uint32_t> blocks;  // the tick at which each began
     uint32_t grid[3] = {};
     uint32_t synced[32] = {}, met[32] = {};
     const void* waiting[32] = {};
@@ -184,7 +185,7 @@ struct Detector {
     }
 
     std::string name(const Access& access) const {
-        if (access.kind == None) return "nobody";
+        if (access.kind == None) return "no thread";
         auto after = std::upper_bound(blocks.begin(), blocks.end(), access.tick);
         uint32_t number = uint32_t(after - blocks.begin()) - 1;
         char text[96];

@@ -24,7 +24,7 @@ KERNEL(wrong_read_of_a_count, Wrong) {
 }
 
 // Through global memory, without a barrier.
-KERNEL(wrong_global_neighbour, Wrong) {
+KERNEL(wrong_global_neighbor, Wrong) {
     float* y = p.y + blockIdx.x * 32;
     y[threadIdx.x % 32] = 1.0f;
     if (threadIdx.x >= 32) y[31 - threadIdx.x % 32] = 2.0f;

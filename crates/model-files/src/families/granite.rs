@@ -39,8 +39,8 @@ pub(super) const GRANITE_HYBRID: Family = Family {
     ..Family::COMMON
 };
 
-/// Reads the multipliers. Each defaults to 1, including the attention's (transformers 5.23.0,
-/// configuration_granite.py).
+/// Reads the multipliers. Each defaults to 1, including the attention's
+/// (transformers 5.23.0, configuration_granite.py).
 fn common(keys: &Keys<'_>, mut model: ModelDescription) -> Result<ModelDescription, ModelCardError> {
     read_attention_bias(keys, &mut model)?;
     model.embedding_multiplier = keys.number("embedding_multiplier", Some(1.0))?;

@@ -98,7 +98,7 @@ fn phi3_calls_longrope_by_three_names() {
 }
 
 #[test]
-fn what_would_change_the_result_is_refused_by_its_key() {
+fn keys_that_would_change_the_result_are_rejected_by_name() {
     type Change = fn(&mut Value);
     let cases: [(&str, Change, &str); 14] = [
         ("gemma3_text", |v| v["use_bidirectional_attention"] = json!(true), "use_bidirectional_attention is true"),
@@ -138,7 +138,7 @@ fn granite_without_positions_rotates_nothing() {
 }
 
 #[test]
-fn what_stands_beside_the_text_is_counted_and_left() {
+fn tensors_besides_the_text_part_are_counted_and_skipped() {
     let read = |case: &str| crate::read(&rlood_test_support::fixture("parity").join(case)).unwrap();
     let skipped = read("gemma3_vl").skipped.unwrap();
     assert_eq!((skipped.count, skipped.parts), (1, vec!["vision_tower".to_owned()]));

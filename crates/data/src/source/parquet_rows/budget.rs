@@ -190,8 +190,8 @@ mod tests {
         assert!(budget.page(1, "b", 20 << 20, 40 << 20).is_ok());
         assert!(budget.page(1, "b", 20 << 20, 40 << 20).is_err());
         assert!(page(&Budget::new(1, 200 << 20), 0, 10) && !page(&Budget::new(1, 200 << 20), 0, 30));
-        let told = Budget::new(1, 0).page(0, "a", 0, u64::MAX).unwrap_err().to_string();
-        assert!(told.contains("at most 224 MiB"), "{told}");
+        let message = Budget::new(1, 0).page(0, "a", 0, u64::MAX).unwrap_err().to_string();
+        assert!(message.contains("at most 224 MiB"), "{message}");
     }
 
     #[test]

@@ -96,7 +96,9 @@ fn number(bytes: &mut &[u8]) -> Result<u64, ParquetError> {
 }
 
 fn broken() -> ParquetError {
-    ParquetError::General("a page of delta-encoded texts has a different number of values than its header says".to_owned())
+    ParquetError::General(
+        "a page of delta-encoded texts has a different number of values than its header says".to_owned(),
+    )
 }
 
 #[cfg(test)]

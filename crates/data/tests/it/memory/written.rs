@@ -87,8 +87,8 @@ pub fn text(bytes: usize) -> Vec<u8> {
 /// Creates a text that compresses about a hundred times.
 pub fn mixed(bytes: usize) -> Vec<u8> {
     let mut text = text(bytes);
-    let letters = noise(bytes / 64).into_iter().map(|byte| b'a' + byte % 16);
-    text.iter_mut().skip(4).zip(letters).for_each(|(place, letter)| *place = letter);
+    let characters = noise(bytes / 64).into_iter().map(|byte| b'a' + byte % 16);
+    text.iter_mut().skip(4).zip(characters).for_each(|(byte_at, character)| *byte_at = character);
     text
 }
 

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::{AdapterPass, AdapterShape, Cpu, Matrix, Weight, rows};
 use crate::backend::{AdapterBackward, AdapterBlock, FullSlot, LinearBackward, Mask};
-use crate::kernels::gemm::{self, Factors, Linear, LinearBack, Lora, LoraBack, Output, Rows, Term};
+use crate::kernels::gemm::{self, Factors, Linear, LinearBackward, Lora, LoraBackward, Output, Rows, Term};
 use crate::kernels::isa::Isa;
 use crate::kernels::pack::{PackDtype, PackedMatrix};
 
@@ -155,7 +155,7 @@ impl Cpu {
         let mut dx = self.pool.matrix(rows, inputs);
         let (dy_values, stride, matrix) = (dy.values(), dy.width(), &*weight.matrix);
         let Some(AdapterBackward { pass, slots }) = adapter else {
-            let back = LinearBack { dy: dy_values, stride, weight: matrix, lora: None };
+            let back = LinearBackward { dy: dy_values, stride, weight: matrix, lora: None };
             let out = Output { y: dx.values_mut(), stride: inputs, rows, add: false };
             gemm::linear_backward(&self.threads, self.isa, back, out);
             return dx;
@@ -164,8 +164,8 @@ impl Cpu {
         let rank = adapter.rank();
         let mut dh = self.pool.matrix(rows, rank);
         let Adapter { a, b_transposed, parts, .. } = &**adapter;
-        let lora = Some(LoraBack { a, b_transposed, parts, dh: dh.values_mut(), adds: masks.is_empty() });
-        let back = LinearBack { dy: dy_values, stride, weight: matrix, lora };
+        let lora = Some(LoraBackward { a, b_transposed, parts, dh: dh.values_mut(), adds: masks.is_empty() });
+        let back = LinearBackward { dy: dy_values, stride, weight: matrix, lora };
         let out = Output { y: dx.values_mut(), stride: inputs, rows, add: false };
         gemm::linear_backward(&self.threads, self.isa, back, out);
         // L depends on B through s·B, so dB = s·dyᵀ·h.

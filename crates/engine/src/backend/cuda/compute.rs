@@ -23,7 +23,7 @@ impl Cuda {
     /// Uploads the dropout keys of each module's input.
     fn masks(&self, masks: &[Mask<'_>]) -> Result<Vec<(Buffer, u64, f32)>> {
         let upload = |mask: &Mask<'_>| {
-            let (threshold, scale) = mask.law();
+            let (threshold, scale) = mask.threshold_and_scale();
             Ok((self.device.upload(&mask.words())?, threshold, scale))
         };
         masks.iter().map(upload).collect()
@@ -122,7 +122,7 @@ impl Compute for Cuda {
         Err(no_kernel("some columns of a tensor"))
     }
 
-    fn beside(&self, _: &[&Tensor]) -> Result<Tensor> {
+    fn concat_columns(&self, _: &[&Tensor]) -> Result<Tensor> {
         Err(no_kernel("tensors side by side"))
     }
 

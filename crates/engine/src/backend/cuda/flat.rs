@@ -112,7 +112,7 @@ pub enum Moments {
 
 impl Moments {
     /// Copies host moments to the device that holds the parameters.
-    pub fn beside(parameters: &Flat, moments: &host::Moments) -> Result<Moments> {
+    pub fn from_host(parameters: &Flat, moments: &host::Moments) -> Result<Moments> {
         let device = parameters.buffer.device();
         let codes = |quantized: &Quantized| -> Result<Codes> {
             let (codes, scales) = (device.upload(&quantized.codes)?, device.upload(&quantized.absmax)?);
@@ -223,7 +223,7 @@ mod tests {
             let mut adam = AdamW { decayed, ..AdamW::of_kind(plan.kind, count) };
             let mut values = noise(count, 1);
             let mut parameters = Flat::new(&device, &values).unwrap();
-            let mut moments = Moments::beside(&parameters, &adam.moments).unwrap();
+            let mut moments = Moments::from_host(&parameters, &adam.moments).unwrap();
             for step in 1..6 {
                 let mut gradient = noise(count, 1 + step);
                 // Includes whole blocks without a gradient, values of many magnitudes, and values from which no

@@ -158,13 +158,13 @@ impl<B: Decode> Decoder<B> {
     fn step(&self, rows: &mut Rows<B>, tokens: Tokens<'_>, choice: Choice<'_>) -> Result<()> {
         let backend = &self.backend;
         let length_of = |row: usize| self.ropes.length_when_sampling(rows.lengths[row] + 1, rows.most[row]);
-        let turns = self.ropes.turns(&rows.lengths, length_of);
+        let token_tables = self.ropes.token_tables(&rows.lengths, length_of);
         let pass = Pass::inference(rows.adapter);
         // Dropping the old values frees their memory for reuse.
         rows.hidden = None;
-        let step = Step { table: &turns.full.table, tokens, positions: &rows.lengths, choice };
+        let step = Step { table: &token_tables.full.table, tokens, positions: &rows.lengths, choice };
         let (x, picked) = backend.step(&mut rows.cache, &step, |cache, step| {
-            let angles = Angles::new(backend, &turns, step.positions)?;
+            let angles = Angles::new(backend, &token_tables, step.positions)?;
             let mut x = self.scaled_embeddings(backend.embed_step(&self.embedding, cache, step.tokens)?)?;
             for (index, layer) in self.layers.iter().enumerate() {
                 let places = Places { positions: step.positions, angles: &angles };

@@ -319,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn the_instructions_are_told_apart() {
+    fn the_amx_instructions_are_decoded() {
         // The encodings below come from an assembler.
         let register = |number: usize| 0x1000 * (number + 1);
         let cases: [(&[u8], Instruction, usize); 6] = [
@@ -354,7 +354,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_processor_refuses_is_refused() {
+    fn instructions_that_the_cpu_rejects_are_rejected() {
         let mut state = State::NEW;
         assert!(state.execute(Instruction::Zero(0)).is_err());
         assert!(state.configure(&configuration(17, 64)).is_err());

@@ -105,7 +105,7 @@ impl Plan {
         let chunks = chunks(rows, QUERIES / heads_at_once);
         let of_prompts: usize = chunks.iter().map(|chunk| prompt_blocks(&rows[chunk.clone()], window).len()).sum();
         let of_own: usize = rows.iter().map(|row| row.own_blocks(window).len()).sum();
-        // With few rows, every block but the last is a task.
+        // If there are few rows, every block but the last is a task.
         let few = rows.len() * head_tiles < spread.warps;
         for chunk in chunks {
             let prompt = prompt_blocks(&rows[chunk.clone()], window);
@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_is_long_is_divided_among_many_rows() {
+    fn only_long_folds_are_divided_if_there_are_many_rows() {
         let row =
             |prompt_len, own_len| PlannedRow { shares: false, prompt_pages: 0, own_pages: 0, prompt_len, own_len };
         let mut rows = vec![row(64, 100); 15];

@@ -28,7 +28,7 @@ fn decode_has_the_bits_of_training(case: &Case, dtype: Dtype, spread: Spread, la
         windows.map(|window| packed(&device, &Case { heads, groups: case.groups.clone(), window }, &qkv, dtype));
     let mut cache = Cache::new(&device, &heads, 2, dtype).unwrap();
     cache.spread = spread;
-    // For each live row, the index of its next token in the batch, and the end of its last token.
+    // Each live row: the index of its next token in the batch, and the end of its last token.
     let (mut live, mut begin): (Vec<(usize, usize)>, usize) = (Vec::new(), 0);
     for step in 0.. {
         let coming = match step {

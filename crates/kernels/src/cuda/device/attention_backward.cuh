@@ -41,7 +41,7 @@ struct AttendQueries {
     uint32_t heads_at_once, head_tiles;
     uint32_t window, vector;
     float scale;   // in units of log 2
-    float natural; // of scores
+    float natural; // scale of scores
 };
 
 // Number of tiles that are loaded or in use concurrently: the next tile is loaded while this one is used,
@@ -272,7 +272,7 @@ template <int DIM> DEVICE void attend_queries_f32(const AttendQueries& p) {
 struct KeyTile {
     int32_t row;
     int32_t count;
-    int32_t position; // of the first, in its sequence
+    int32_t position; // position of the first key in its sequence
     int32_t begin, end;
     int32_t pad;
 };
@@ -284,7 +284,7 @@ struct AttendKeys {
     const float* delta;
     void* d_qkv;
     const KeyTile* tiles;
-    const int32_t* positions; // of each row in its sequence
+    const int32_t* positions; // position of each row in its sequence
     uint32_t stride, d_out_stride, d_stride;
     uint32_t num_heads, num_kv_heads, dim;
     uint32_t window, vector;
@@ -300,7 +300,7 @@ DEVICE bool sees_key(int32_t position, int32_t key, uint32_t window) {
 // A range of query rows with one head.
 struct KeyStep {
     int32_t begin;
-    uint32_t head; // of those that share the key head
+    uint32_t head; // the first of those that share the key head
 };
 
 template <int DIM> DEVICE void attend_keys_bf16(const AttendKeys& p) {

@@ -28,12 +28,12 @@ DEVICE float exp2_of(float x) {
 
 // The keys and values of a sequence: packed rows, or pages of 64 positions.
 template <typename T> struct Segment {
-    const T* k;            // of position 0, where packed
+    const T* k;            // address of position 0 if packed
     const T* v;
-    const uint64_t* pages; // their addresses, else null
-    uint64_t at;           // in a page, to the keys of a layer and a head; its values follow
-    uint32_t stride;       // from a position to the next, in values
-    uint32_t len;          // positions
+    const uint64_t* pages; // addresses of the pages, else null
+    uint64_t at;           // offset in a page of the keys of a layer and a head; the values follow
+    uint32_t stride;       // distance between positions, in values
+    uint32_t len;          // number of positions
     uint32_t dim;          // width of a head
     uint32_t vector;       // rows are aligned to 16 bytes
 };
@@ -56,7 +56,7 @@ struct Seen {
     int32_t lo, hi;
 };
 
-// For a row without a query.
+// The range of a row without a query: empty.
 DEVICE Seen seen_by_none() {
     Seen none = {0x7fffffff, 0};
     return none;

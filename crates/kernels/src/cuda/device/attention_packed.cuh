@@ -5,13 +5,13 @@
 
 // A range of tokens of a prompt or a completion.
 struct QueryTile {
-    int32_t row;         // of its first token, in the batch
+    int32_t row;         // row of its first token in the batch
     int32_t tokens;
-    int32_t index;       // of its first token, in its own segment
-    int32_t segment_row; // of its segment's first token
+    int32_t index;       // index of its first token in its own segment
+    int32_t segment_row; // row of its segment's first token
     int32_t segment_len;
     int32_t prompt_row;
-    int32_t prompt_len;  // 0 where it is a prompt's own
+    int32_t prompt_len;  // 0 if the tokens are the prompt's own
     int32_t pad;
 };
 
@@ -20,11 +20,11 @@ struct Attend {
     void* out;
     float* lse; // [tokens][num_heads]
     const QueryTile* tiles;
-    uint32_t stride, out_stride; // of qkv's and out's rows
+    uint32_t stride, out_stride; // strides of the rows of qkv and out
     uint32_t num_heads, num_kv_heads, dim;
     uint32_t heads_at_once, head_tiles; // query heads of a tile; tiles of those that share a key head
     uint32_t window, vector;
-    float scale; // of scores, in units of log 2
+    float scale; // scale of scores, in units of log 2
 };
 
 // Blocks are ordered [tile][head tile]: those of the longest tile start first, for all heads.

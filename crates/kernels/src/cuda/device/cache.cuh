@@ -11,9 +11,9 @@
 
 struct FillPages {
     const void* qkv;
-    const uint64_t* pages; // addresses, one after the other
-    const int32_t* slots;  // of each row of qkv: its page's number · 64 + its place there
-    uint64_t at;           // in a page, to the layer
+    const uint64_t* pages; // addresses of the pages
+    const int32_t* slots;  // slot of each row of qkv: index of its page · 64 + position there
+    uint64_t at;           // offset of the layer in a page
     uint32_t stride, rows;
     uint32_t num_heads, num_kv_heads, dim, vector;
 };
@@ -57,20 +57,20 @@ struct PlanHeader {
     int32_t rows, tasks, pad[2];
 };
 struct PlanRow {
-    int32_t prompt_pages, own_pages; // in the list of pages
+    int32_t prompt_pages, own_pages; // start in the list of pages
     int32_t prompt_len, own_len;     // the new token included
     // Partial results of the prompt: their number, the index of the first, the distance from one to the next, the rows
     // of one head tile, and this row's index there.
     int32_t prompt_parts, prompt_part, prompt_step, prompt_rows, prompt_place;
-    int32_t prompt_block; // the first that is not in them
+    int32_t prompt_block; // the first block that is not in them
     int32_t own_parts, own_part, own_step;
     int32_t own_block;
     int32_t pad[2];
 };
 struct PlanTask {
-    int32_t row, tokens; // queries are those of these rows
-    int32_t own;         // of the row's own segment; else of the prompt's
-    int32_t first, end;  // blocks
+    int32_t row, tokens; // the queries are those of these rows
+    int32_t own;         // 1: the row's own segment; 0: the prompt's
+    int32_t first, end;  // range of blocks
     int32_t part;        // index of its first partial result
     int32_t pad[2];
 };
@@ -80,11 +80,11 @@ struct AttendCached {
     void* out;
     const uint64_t* pages;
     const int32_t* plan;
-    float* ml;    // of partial results: m, l
-    float* parts; // of partial results: o, [DIM]
-    uint64_t at;  // in a page, to the layer
-    uint32_t stride, out_stride, rows; // rows of qkv, those without a place in the plan included
-    uint32_t row_capacity;             // of the plan
+    float* ml;    // partial results: m, l
+    float* parts; // partial results: o, [DIM]
+    uint64_t at;  // offset of the layer in a page
+    uint32_t stride, out_stride, rows; // rows of qkv, including those that are not in the plan
+    uint32_t row_capacity;             // rows that the plan has room for
     uint32_t num_heads, num_kv_heads, dim;
     uint32_t heads_at_once, head_tiles;
     uint32_t window, vector;

@@ -7,7 +7,7 @@
 #define CELL 512u
 
 struct HeadCell {
-    float largest; // of the logits; NaN left out
+    float largest; // largest logit; NaN is ignored
     float sum;
     float weighted;
 };
@@ -66,7 +66,7 @@ DEVICE void head_values(const float* logits, uint32_t cell, uint32_t vocab, uint
 struct HeadCells {
     const float* logits;
     HeadCell* cells;       // [rows][cells of a row]
-    const HeadPick* picks; // one a row, or null: all rows have `t`
+    const HeadPick* picks; // one per row, or null: all rows use `t`
     uint64_t stride;
     uint32_t rows, vocab;
     uint32_t cells_of_row;
@@ -180,7 +180,7 @@ struct HeadGradient {
     const float* g; // dL/dlogp
     uint64_t stride, d_stride;
     uint32_t rows, vocab;
-    uint32_t columns; // of d_logits: zeros after the vocabulary; a multiple of 8
+    uint32_t columns; // columns of d_logits, a multiple of 8; zeros after the vocabulary
     float t;
 };
 
@@ -212,7 +212,7 @@ KERNEL(head_gradient_bf16, HeadGradient) { head_gradient<bf16>(p); }
 // warp, result in every lane.
 struct Found {
     uint32_t index;
-    double before; // the sum of those before it
+    double before; // the sum of the weights before it
 };
 template <typename Weight>
 DEVICE Found head_invert(const Weight& weight_at, uint32_t first, uint32_t count, double target) {
@@ -254,9 +254,9 @@ struct HeadChoose {
     const float* logits;
     const HeadCell* cells;
     const HeadPick* picks;
-    const HeadFilters* filters; // of head_choose_filtered, whose picks have temperatures above 0
+    const HeadFilters* filters; // used by head_choose_filtered; its picks have temperatures above 0
     uint32_t* tokens;
-    float* logps; // without filters
+    float* logps; // log-probs without filters
     uint64_t stride;
     uint32_t rows, vocab;
     uint32_t cells_of_row, pad;

@@ -33,9 +33,9 @@ struct FilterRow {
     uint32_t vocab, cells_of_row;
     float t, shift;
     double* sums;    // [FILTER_WARPS][8] of shared memory
-    float* list;     // [FILTER_LIST] of shared memory, the warp's own
-    uint32_t listed; // logits in it
-    bool complete;   // the lists have all tokens that still count
+    float* list;     // [FILTER_LIST] of shared memory, owned by the warp
+    uint32_t listed; // number of logits in the list
+    bool complete;   // whether the lists have all tokens that still count
 
     DEVICE_SPECIAL double weight(float logit) const { return double(expf(head_z(logit, t, shift))); }
 
@@ -198,7 +198,7 @@ KERNEL_BOUNDS(head_choose_filtered, HeadChoose, FILTER_THREADS, 2) {
     // The most probable token weighs 1.
     double least = p.filters->min_p, tie = key == 0 ? 0.0 : row.weight(filter_logit(key));
     if (tie < least) tie = 0.0;
-    // For each cell, the contribution of the tokens above the key, and the number with exactly the key.
+    // Computes, for each cell, the contribution of the tokens above the key, and the number with exactly the key.
     for (uint32_t i = threadIdx.x; i < p.cells_of_row; i += FILTER_THREADS) masses[i] = 0.0, equals[i] = 0;
     __syncthreads();
     float values[16];

@@ -20,7 +20,7 @@ struct AdamW {
     float *parameters;
     const float *gradient;
     float *first, *second;
-    uint64_t count, decayed; // the first so many decay
+    uint64_t count, decayed; // total; the first ones have weight decay
     AdamWUpdate update;
 };
 
@@ -36,9 +36,9 @@ struct AdamW8bit {
     float *parameters;
     const float *gradient;
     uint8_t *first, *second;
-    float *first_scales, *second_scales; // one a block of 256
-    const float *levels;                 // [2][256], ascending: of first moments, of second ones
-    uint64_t count, decayed; // the first so many decay
+    float *first_scales, *second_scales; // one per block of 256
+    const float *levels;                 // [2][256], ascending: for first moments, for second ones
+    uint64_t count, decayed; // total; the first ones have weight decay
     AdamWUpdate update;
 };
 

@@ -1,5 +1,5 @@
-// What every kernel may use. The same sources compile twice: with nvcc, and with the C++ compiler behind
-// ../emulator/emulator.h, which runs the threads of a block as fibers. Nothing else of CUDA is offered by both.
+// The part of CUDA that kernels may use. The same sources compile with nvcc, and with the C++ compiler and
+// testing/emulator/emulator.h, which runs the threads of a block as fibers. Both offer only what is listed here.
 //
 //   struct Scale { const float* x; float* y; float factor; uint32_t count; };   // 8-byte members first, no padding
 //   KERNEL(scale_f32, Scale) {
@@ -8,16 +8,16 @@
 //   }
 //
 // KERNEL(name, Params)              a kernel with one parameter, `p`; launched by its name
-// KERNEL_BOUNDS(name, Params, t, b) the same, at most t threads a block, at least b blocks a multiprocessor
+// KERNEL_BOUNDS(name, Params, t, b) the same, at most t threads per block, at least b blocks per multiprocessor
 // DEVICE                            a function that kernels call: `template <typename T> DEVICE float square(T x)`
 // SHARED(name)                      the dynamic shared memory: `unsigned char*`, aligned to 16 bytes
 // SHARED_ARRAY(type, name, n)       a static shared array (a pointer in the emulator: no sizeof)
 //
 // Blocks have one dimension (threadIdx.x, blockDim.x), a multiple of 32 threads, at most 1024; grids up to three.
 // Collectives of a warp (__shfl_*_sync, __ballot_sync, __any_sync, __all_sync, __syncwarp, ldmatrix_*, mma_*) take the
-// full mask FULL, and all 32 lanes must reach the same one. The emulator refuses anything else, fills shared memory
+// full mask FULL, and all 32 lanes must reach the same one. The emulator rejects anything else, fills shared memory
 // with 0xff (NaN) before each block, and runs threads in an order that changes at each barrier, so that a missing
-// barrier shows.
+// barrier becomes visible.
 #pragma once
 
 #ifdef RLOOD_EMULATOR

@@ -140,7 +140,7 @@ KERNEL_BOUNDS(probe_counts, Counts, 64, 1) {
     }
 }
 
-struct Neighbours {
+struct Neighbors {
     const float* x;
     float* y;
     uint32_t rounds;
@@ -148,7 +148,7 @@ struct Neighbours {
 };
 
 // Each thread adds its neighbor's value, `rounds` times, through 4 bytes of dynamic shared memory per thread.
-KERNEL(probe_neighbours, Neighbours) {
+KERNEL(probe_neighbors, Neighbors) {
     SHARED(memory);
     float* values = reinterpret_cast<float*>(memory);
     float own = p.x[threadIdx.x];

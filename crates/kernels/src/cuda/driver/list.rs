@@ -37,7 +37,7 @@ const STAGED: u64 = 16;
 
 impl Op {
     /// Executes an operation that has no additional data.
-    pub(super) fn carry_out(&self, driver: &mut dyn Driver) -> Result<(), CudaError> {
+    pub(super) fn execute(&self, driver: &mut dyn Driver) -> Result<(), CudaError> {
         match *self {
             Op::Zero { to, bytes } => driver.zero(to, bytes as usize),
             Op::Copy { from, to, bytes } => driver.copy(from, to, bytes as usize),
@@ -101,7 +101,7 @@ impl List {
                 Some(staging) => driver.upload_staged(to, staging, at as usize, bytes as usize),
                 None => Err(CudaError::Failed("an upload without staging memory".to_owned())),
             },
-            ref simple => simple.carry_out(driver),
+            ref simple => simple.execute(driver),
         })
     }
 

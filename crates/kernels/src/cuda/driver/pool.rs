@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn live_blocks_never_overlap_and_freed_neighbours_join() {
+    fn live_blocks_never_overlap_and_freed_neighbors_join() {
         let (mut pool, mut fake) = pool(1 << 30);
         let mut live: Vec<(u64, u64)> = Vec::new();
         let mut state = 7_u64;
@@ -345,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn unused_segments_are_given_back_before_memory_is_said_to_be_full() {
+    fn unused_segments_are_returned_before_an_allocation_fails() {
         let (mut pool, mut fake) = pool(64 << 20);
         let a = pool.take(40 << 20, &mut fake).unwrap();
         assert!(matches!(pool.take(30 << 20, &mut fake), Err(CudaError::OutOfMemory { requested, used, total })

@@ -14,7 +14,7 @@ use bodies::Body;
 /// Counts of the work submitted to a device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
-    /// Kernels started individually.
+    /// Number of kernels started individually.
     pub launches: u64,
     /// Products by cuBLAS started individually.
     pub products: u64,
@@ -38,9 +38,9 @@ pub struct Counters {
 enum Mode {
     #[default]
     Direct,
-    /// Execute and record.
-    Noting { list: List, staging: Option<Staging> },
-    /// Compare; the first `next` operations matched. `settled` says whether the staging memory may be overwritten.
+    /// Executes operations and records them.
+    Recording { list: List, staging: Option<Staging> },
+    /// Compares operations with a recorded body; the first `next` operations matched. `settled` says whether the staging memory may be overwritten.
     Comparing { body: Box<Body>, next: usize, settled: bool },
 }
 
@@ -101,24 +101,24 @@ impl Queue {
     }
 
     /// Notes whether a result is an out-of-memory error.
-    fn noticed<T>(&mut self, outcome: Result<T, CudaError>) -> Result<T, CudaError> {
+    fn note_out_of_memory<T>(&mut self, outcome: Result<T, CudaError>) -> Result<T, CudaError> {
         self.is_short |= matches!(outcome, Err(CudaError::OutOfMemory { .. }));
         outcome
     }
 
     /// Whether the operation is the next one of a compared body. If it differs, the comparison ends.
-    fn elided(&mut self, same: impl FnOnce(&List, usize) -> bool) -> Result<bool, CudaError> {
+    fn matches_recorded(&mut self, same: impl FnOnce(&List, usize) -> bool) -> Result<bool, CudaError> {
         let Mode::Comparing { body, next, .. } = &mut self.mode else { return Ok(false) };
         if same(&body.list, *next) {
             *next += 1;
             return Ok(true);
         }
-        self.catch_up()?;
+        self.execute_held_back()?;
         Ok(false)
     }
 
     /// Executes the operations held back, and records the rest.
-    fn catch_up(&mut self) -> Result<(), CudaError> {
+    fn execute_held_back(&mut self) -> Result<(), CudaError> {
         let (body, next) = match mem::take(&mut self.mode) {
             Mode::Comparing { body, next, .. } => (body, next),
             other => {
@@ -131,19 +131,19 @@ impl Queue {
         list.truncate(next);
         let issued = list.issue(&mut *self.driver, staging.as_ref());
         let used = staging.as_mut().map_or(Ok(()), |staging| self.driver.used(staging));
-        self.mode = Mode::Noting { list, staging };
+        self.mode = Mode::Recording { list, staging };
         issued.and(used)
     }
 
     fn note(&mut self, write: impl FnOnce(&mut List)) {
-        if let Mode::Noting { list, .. } = &mut self.mode {
+        if let Mode::Recording { list, .. } = &mut self.mode {
             write(list);
         }
     }
 
     /// Submits an operation without additional data.
-    pub(super) fn ask(&mut self, op: Op) -> Result<(), CudaError> {
-        if self.elided(|list, next| list.ops.get(next) == Some(&op))? {
+    pub(super) fn submit(&mut self, op: Op) -> Result<(), CudaError> {
+        if self.matches_recorded(|list, next| list.ops.get(next) == Some(&op))? {
             return Ok(());
         }
         let label = match op {
@@ -151,8 +151,8 @@ impl Queue {
             Op::Zero { .. } => "zero",
             _ => "copy",
         };
-        let asked = Profile::timed(&mut self.profile, &mut *self.driver, label, |driver| op.carry_out(driver));
-        self.noticed(asked)?;
+        let asked = Profile::timed(&mut self.profile, &mut *self.driver, label, |driver| op.execute(driver));
+        self.note_out_of_memory(asked)?;
         self.counters.products += u64::from(matches!(op, Op::Product(_)));
         self.note(|list| list.ops.push(op));
         Ok(())
@@ -163,7 +163,7 @@ impl Queue {
             Some(found) => *found,
             None => {
                 let found = self.driver.find(kernel);
-                let found = self.noticed(found)?;
+                let found = self.note_out_of_memory(found)?;
                 self.kernels.insert(kernel.to_owned(), found);
                 found
             }
@@ -186,13 +186,13 @@ impl Queue {
         if launch.grid[1] > 65535 || launch.grid[2] > 65535 || launch.grid[0] > i32::MAX as u32 {
             return Err(CudaError::Input(format!("{kernel}: a grid of {:?} blocks", launch.grid)));
         }
-        if self.elided(|list, next| list.is_launch(next, found.kernel, launch, params))? {
+        if self.matches_recorded(|list, next| list.is_launch(next, found.kernel, launch, params))? {
             return Ok(());
         }
         let launched = Profile::timed(&mut self.profile, &mut *self.driver, kernel, |driver| {
             driver.launch(found.kernel, launch, params)
         });
-        self.noticed(launched)?;
+        self.note_out_of_memory(launched)?;
         self.counters.launches += 1;
         self.note(|list| list.launch(found.kernel, launch, params));
         Ok(())
@@ -212,7 +212,7 @@ impl Queue {
             *next += 1;
             return Ok(());
         }
-        self.catch_up()?;
+        self.execute_held_back()?;
         Profile::timed(&mut self.profile, &mut *self.driver, "upload", |driver| driver.upload(to, bytes))?;
         self.counters.uploads += 1;
         self.note(|list| list.upload(to, size));
@@ -243,7 +243,7 @@ impl Queue {
             *next += 1;
             return Ok((at + guard, block));
         }
-        self.catch_up()?;
+        self.execute_held_back()?;
         let at = match self.pool.take(block, &mut *self.driver) {
             // Graphs use the driver's memory, so drop them and try again.
             Err(CudaError::OutOfMemory { .. }) if !self.bodies.is_empty() => {
@@ -252,9 +252,9 @@ impl Queue {
             }
             taken => taken,
         };
-        let at = self.noticed(at)?;
+        let at = self.note_out_of_memory(at)?;
         let op = Op::Born { at, block, bytes };
-        if let Err(error) = op.carry_out(&mut *self.driver) {
+        if let Err(error) = op.execute(&mut *self.driver) {
             self.pool.give(at, block);
             return Err(error);
         }
@@ -266,7 +266,7 @@ impl Queue {
         let guard = self.driver.guard();
         let at = pointer - guard;
         if guard > 0
-            && let Err(error) = self.ask(Op::Dropped { at, block, bytes })
+            && let Err(error) = self.submit(Op::Dropped { at, block, bytes })
         {
             self.failure.get_or_insert(error);
         }
@@ -278,7 +278,7 @@ impl Queue {
         self.driver.download(from, to)
     }
 
-    /// Starts a download. Pass the returned memory to `land`.
+    /// Starts a download. Pass the returned memory to `finish_download`.
     pub(super) fn fetch(&mut self, from: u64, bytes: usize) -> Result<Staging, CudaError> {
         self.wait()?;
         let mut staging = match bytes > LANDING_BYTES {
@@ -293,7 +293,7 @@ impl Queue {
     }
 
     /// Waits for a download, and reads it if `to` is given.
-    pub(super) fn land(&mut self, staging: Staging, to: Option<&mut [u8]>) -> Result<(), CudaError> {
+    pub(super) fn finish_download(&mut self, staging: Staging, to: Option<&mut [u8]>) -> Result<(), CudaError> {
         self.driver.settle(&staging)?;
         if let Some(to) = to {
             staging.read(to);
@@ -322,7 +322,7 @@ impl Queue {
     }
 
     fn wait(&mut self) -> Result<(), CudaError> {
-        self.catch_up()?;
+        self.execute_held_back()?;
         self.note(|list| list.waited = true);
         self.counters.waits += 1;
         Ok(())

@@ -37,7 +37,7 @@ fn scale(device: &Device, x: &Buffer, y: &Buffer, factor: f32) -> Result<(), Cud
 }
 
 #[test]
-fn what_is_uploaded_comes_back() {
+fn uploaded_values_are_downloaded_unchanged() {
     let Some(device) = device() else { return };
     let values: Vec<u32> = (0..5_000_000_u32).map(|i| i.wrapping_mul(2654435761)).collect();
     let buffer = device.upload(&values).unwrap();
@@ -201,7 +201,7 @@ fn memory_is_counted_and_peaks_are_remembered() {
 }
 
 #[test]
-fn out_of_memory_says_so_and_the_device_goes_on() {
+fn out_of_memory_is_reported_and_the_device_still_works() {
     let Some(device) = device() else { return };
     device.set_memory_limit(Some(1 << 20));
     let kept = device.zeros(1 << 19).unwrap();
@@ -300,7 +300,7 @@ fn a_product_of_shapes_that_do_not_fit_is_refused() {
 }
 
 #[test]
-fn what_is_missing_is_said_in_words() {
+fn missing_parts_are_named_in_the_message() {
     let Err(error) = Device::open(99) else { panic!("there is no 99th device") };
     assert!(matches!(&error, CudaError::Unavailable(_)), "{error}");
     assert!(!error.to_string().contains("panic") && error.to_string().len() > 20);

@@ -3,7 +3,7 @@
 
 use super::super::driver::{Device, Launch};
 use super::super::rows::{Dtype, Result, Rows, check};
-use super::{Cut, Form, Product, by_16, params};
+use super::{Form, Product, SplitK, by_16, params};
 
 /// Number of rows of a tensor core's tile.
 const MOST_ROWS: usize = 16;
@@ -36,5 +36,5 @@ pub(super) fn few(device: &Device, product: &Product<'_>, out: Rows<'_>) -> Resu
         block: 32 * warps as u32,
         shared: (warps * MOST_ROWS * COLUMNS * size_of::<f32>()) as u32,
     };
-    device.launch(kernel, launch, &params(product, Cut::whole(k), out)?)
+    device.launch(kernel, launch, &params(product, SplitK::whole(k), out)?)
 }

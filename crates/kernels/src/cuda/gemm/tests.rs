@@ -71,7 +71,7 @@ fn products_are_the_naive_ones_in_every_tile() {
                 for tile in TILES.iter().chain(thin).copied() {
                     let what = format!("{sizes:?} {form:?} {dtype:?} to {out_type:?}, odd {odd}, {tile:?}");
                     let out = Given::odd(&device, m, n, 5, out_type);
-                    exact(&device, tile, &plain, Cut::whole(k), None, out.rows()).expect("a product");
+                    exact(&device, tile, &plain, SplitK::whole(k), None, out.rows()).expect("a product");
                     let now = out.now(&device);
                     assert_near(&now, &expected, out_type, tolerance(dtype), &what);
                     let first = if THIN.contains(&tile) { &mut first_thin } else { &mut first };
@@ -177,7 +177,7 @@ fn a_single_line_may_lie_anywhere() {
         let expected = naive(Form::Nt, (m, n, k), &a, &b);
         for tile in TILES.into_iter().chain(THIN) {
             let out = Given::new(&device, m, n, 3, Dtype::F32);
-            exact(&device, tile, &plain, Cut::whole(k), None, out.rows()).expect("a product");
+            exact(&device, tile, &plain, SplitK::whole(k), None, out.rows()).expect("a product");
             assert_near(&out.now(&device), &expected, Dtype::F32, tolerance(Dtype::Bf16), &format!("{tile:?}"));
         }
     }
@@ -242,7 +242,7 @@ fn few_rows_are_one_launch_whose_rows_have_the_same_bits_alone() {
 }
 
 #[test]
-fn what_few_rows_have_no_kernel_for_goes_to_cublas() {
+fn products_of_few_rows_without_a_kernel_use_cublas() {
     let Some(device) = device() else { return };
     for (form, sizes, dtype, odd) in [
         (Form::Nt, (17, 9, 64), Dtype::Bf16, false),
@@ -300,8 +300,8 @@ fn gradients_of_weights_are_added_however_they_are_cut() {
 #[test]
 fn long_sums_are_cut_into_tiles_that_read_the_longer_operand_once() {
     let of = |m, n, k| {
-        let (tile, cut) = Cut::of(m, n, k);
-        (tile, cut.parts, cut.k_of_part)
+        let (tile, split) = SplitK::of(m, n, k);
+        (tile, split.parts, split.k_of_part)
     };
     // The shapes of LoRA's A and B, for three modules and for one.
     assert_eq!(of(48, 1024, 24576), (Tile::Middle, 17, 1472));

@@ -28,7 +28,7 @@ impl Case {
         let (parts, outputs) = ([0..10, 16..21], 21);
         let factor = |count, seed| noise(count, seed).iter().map(|v| rounded(*v, dtype)).collect::<Vec<f32>>();
         let factors = vec![(factor(r * inputs, 1), factor(10 * r, 2)), (factor(r * inputs, 3), factor(5 * r, 4))];
-        // With a residual, the gradient of the stream is f32.
+        // If there is a residual, the gradient of the stream is f32.
         let dy_type = if residual { Dtype::F32 } else { dtype };
         Case {
             dtype,

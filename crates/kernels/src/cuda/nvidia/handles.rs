@@ -2,7 +2,7 @@
 
 use cudarc::driver::{result, sys};
 
-use super::{did, of_driver};
+use super::{driver_result, of_driver};
 use crate::cuda::device_api::{CudaError, Graph, Timer};
 
 /// An executable graph for its device's stream.
@@ -39,10 +39,10 @@ unsafe impl Send for Stamp {}
 impl Stamp {
     /// Records an event at the current end of the stream.
     fn now(stream: sys::CUstream) -> Result<Stamp, CudaError> {
-        let event = did("cuEventCreate", result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT))?;
+        let event = driver_result("cuEventCreate", result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT))?;
         let stamp = Stamp(event);
         // SAFETY: an event and the stream of the device.
-        did("cuEventRecord", unsafe { result::event::record(event, stream) })?;
+        driver_result("cuEventRecord", unsafe { result::event::record(event, stream) })?;
         Ok(stamp)
     }
 }
@@ -81,7 +81,7 @@ impl Timer for EventPair {
     fn seconds(&self) -> Result<f64, CudaError> {
         let Some(to) = &self.to else { return Err(CudaError::Failed("a timer that was not stopped".to_owned())) };
         // SAFETY: events of one device.
-        let milliseconds = did("cuEventElapsedTime", unsafe {
+        let milliseconds = driver_result("cuEventElapsedTime", unsafe {
             result::event::synchronize(to.0).and_then(|()| result::event::elapsed(self.from.0, to.0))
         })?;
         Ok(f64::from(milliseconds) / 1e3)

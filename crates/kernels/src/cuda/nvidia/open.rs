@@ -7,7 +7,7 @@ use cudarc::cublas::{result as blas, sys as blas_sys};
 use cudarc::driver::sys::{CUdevice_attribute, CUresult};
 use cudarc::driver::{result, sys};
 
-use super::{Gpu, Ring, bind, did, failed};
+use super::{Gpu, Ring, bind, driver_result, failed};
 use crate::cuda::device_api::{CudaError, Properties};
 
 /// Bytes with the alignment that the driver expects of a module.
@@ -62,7 +62,7 @@ fn driver() -> Result<c_int, CudaError> {
     Ok(version)
 }
 
-/// Number of GPUs.
+/// Number of GPUs that the driver lists.
 pub(in super::super) fn count() -> Result<usize, CudaError> {
     driver()?;
     let count = unavailable("the NVIDIA driver did not report the number of devices", result::device::get_count())?;
@@ -95,7 +95,8 @@ impl Gpu {
                     .to_owned(),
             ));
         }
-        let found = unavailable("the NVIDIA driver did not report the number of devices", result::device::get_count())? as usize;
+        let found = unavailable("the NVIDIA driver did not report the number of devices", result::device::get_count())?
+            as usize;
         if ordinal >= found {
             return Err(CudaError::Unavailable(format!("there is no cuda:{ordinal}: the driver shows {found} GPUs")));
         }
@@ -118,18 +119,22 @@ impl Gpu {
         let gpu = unsafe {
             let context = unavailable("the GPU's context could not be created", result::primary_ctx::retain(device))?;
             bind(context)?;
-            let stream = did("cuStreamCreate", result::stream::create(result::stream::StreamKind::NonBlocking))?;
-            let pool = did("cuDeviceGetDefaultMemPool", result::device::get_default_mem_pool(device))?;
+            let stream =
+                driver_result("cuStreamCreate", result::stream::create(result::stream::StreamKind::NonBlocking))?;
+            let pool = driver_result("cuDeviceGetDefaultMemPool", result::device::get_default_mem_pool(device))?;
             let mut keep = u64::MAX;
             let threshold = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
-            did("cuMemPoolSetAttribute", result::mem_pool::set_attribute(pool, threshold, (&raw mut keep).cast()))?;
+            driver_result(
+                "cuMemPoolSetAttribute",
+                result::mem_pool::set_attribute(pool, threshold, (&raw mut keep).cast()),
+            )?;
             let module = load(&format!("CUDA {}", spoken(version)))?;
             let handle = blas::create_handle().map_err(|error| failed("cublasCreate", error))?;
             blas::set_stream(handle, stream.cast()).map_err(|error| failed("cublasSetStream", error))?;
             // Partial sums of a product stay in 32 bits even if the result is bf16.
             let math = blas_sys::cublasMath_t::CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION;
             blas_sys::cublasSetMathMode(handle, math).result().map_err(|error| failed("cublasSetMathMode", error))?;
-            let workspace = did("cuMemAllocAsync", result::malloc_async(stream, WORKSPACE_BYTES))?;
+            let workspace = driver_result("cuMemAllocAsync", result::malloc_async(stream, WORKSPACE_BYTES))?;
             blas_sys::cublasSetWorkspace_v2(handle, workspace as *mut c_void, WORKSPACE_BYTES)
                 .result()
                 .map_err(|error| failed("cublasSetWorkspace", error))?;

@@ -139,7 +139,7 @@ fn rows_are_looked_up_and_converted() {
 }
 
 #[test]
-fn a_row_that_is_not_there_is_refused_by_the_host_and_nan_on_the_device() {
+fn a_missing_row_is_rejected_by_the_host_and_nan_on_the_device() {
     let Some(device) = device() else { return };
     let (x, out) = (Given::new(&device, 3, 8, 1, Dtype::F32), Given::new(&device, 2, 8, 2, Dtype::F32));
     assert!(matches!(select(&device, x.rows(), &[0, 3], out.rows()), Err(CudaError::Input(_))));

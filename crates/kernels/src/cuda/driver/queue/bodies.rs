@@ -11,7 +11,7 @@ use crate::cuda::device_api::{CudaError, Graph, Staging};
 /// graphs fit into the memory that buffers leave free.
 const MOST_BODIES: usize = 128;
 
-/// A recorded body.
+/// A body that was recorded.
 #[derive(Debug)]
 pub(super) struct Body {
     pub(super) list: List,
@@ -31,7 +31,7 @@ impl Queue {
         }
         self.mode = match self.bodies.remove(&key) {
             Some(body) => Mode::Comparing { body: Box::new(body), next: 0, settled: false },
-            None => Mode::Noting { list: List::default(), staging: None },
+            None => Mode::Recording { list: List::default(), staging: None },
         };
         Ok(())
     }
@@ -40,12 +40,12 @@ impl Queue {
         if let Mode::Comparing { body, next, .. } = &self.mode
             && *next < body.list.ops.len()
         {
-            self.catch_up()?;
+            self.execute_held_back()?;
         }
         self.runs += 1;
         let body = match mem::take(&mut self.mode) {
             Mode::Direct => return Ok(()),
-            Mode::Noting { list, staging } => match self.remember(list, staging)? {
+            Mode::Recording { list, staging } => match self.remember(list, staging)? {
                 Some(body) => body,
                 None => return Ok(()),
             },
@@ -104,7 +104,7 @@ impl Queue {
         if let (Ok(()), Some(staging)) = (&outcome, &mut body.staging) {
             outcome = self.driver.used(staging);
         }
-        if let Err(error) = self.noticed(outcome) {
+        if let Err(error) = self.note_out_of_memory(outcome) {
             // Started operations may still read the staging memory; a second error would add no information.
             let _ = self.driver.synchronize();
             let _ = self.forget(body.staging);
@@ -121,10 +121,10 @@ impl Queue {
         if let Err(error) = self.driver.enter() {
             self.failure.get_or_insert(error);
         }
-        if let Err(error) = self.catch_up() {
+        if let Err(error) = self.execute_held_back() {
             self.failure.get_or_insert(error);
         }
-        if let Mode::Noting { staging, .. } = mem::take(&mut self.mode)
+        if let Mode::Recording { staging, .. } = mem::take(&mut self.mode)
             && let Err(error) = self.forget(staging)
         {
             self.failure.get_or_insert(error);

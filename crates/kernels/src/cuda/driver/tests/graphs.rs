@@ -63,7 +63,7 @@ const FIRST: Counters = Counters { launches: 0, products: 0, uploads: 0, capture
 const LATER: Counters = Counters { captures: 0, ..FIRST };
 
 #[test]
-fn a_body_is_noted_then_captured_then_replayed_with_new_uploads() {
+fn a_body_is_recorded_then_captured_then_replayed_with_new_uploads() {
     let Some(device) = device() else { return };
     let y = device.zeros(16).unwrap();
     assert_eq!(step(&device, &y, &[1.0, 2.0, 3.0, 4.0], 3.0), DIRECT);
@@ -85,7 +85,7 @@ fn a_body_that_differs_runs_as_it_is_and_is_captured_anew() {
     assert_eq!((differs.mismatches, differs.replays, differs.launches, differs.uploads), (1, 0, 1, 1));
     assert_eq!(step(&device, &y, &x, 4.0), FIRST);
     assert_eq!(step(&device, &y, &[4.0, 3.0, 2.0, 1.0], 4.0), LATER);
-    // With another size the body differs from the first operation on.
+    // A body with another size differs from the first operation on.
     let differs = step(&device, &y, &x[..3], 4.0);
     assert_eq!((differs.mismatches, differs.launches, differs.uploads), (1, 2, 2));
     assert_eq!(step(&device, &y, &x[..3], 4.0), FIRST);
@@ -116,7 +116,7 @@ fn an_address_that_was_taken_meanwhile_is_a_difference() {
 }
 
 #[test]
-fn a_body_that_ends_early_or_goes_on_longer_is_a_difference() {
+fn a_body_that_ends_earlier_or_later_counts_as_different() {
     let Some(device) = device() else { return };
     let (x, y) = (device.upload(&[1.0_f32; 4]).unwrap(), device.zeros(16).unwrap());
     let run = |times: usize| {
@@ -155,7 +155,7 @@ fn a_body_that_waits_runs_without_a_graph() {
 }
 
 #[test]
-fn a_body_that_fails_has_done_what_it_asked_for_until_then() {
+fn a_failed_body_has_executed_its_operations_so_far() {
     let Some(device) = device() else { return };
     let (x, y) = (device.upload(&[1.0_f32; 4]).unwrap(), device.zeros(16).unwrap());
     let run = |factor: f32, fail: bool| {

@@ -39,7 +39,7 @@ fn finds(kernel: &str, what: &[&str]) {
 fn a_missing_barrier_is_found() {
     finds("wrong_missing_barrier", &["race, shared"]);
     finds("wrong_missing_second_barrier", &["race, shared"]);
-    finds("wrong_global_neighbour", &["race, global"]);
+    finds("wrong_global_neighbor", &["race, global"]);
     finds("wrong_syncwarp_for_a_barrier", &["race, shared"]);
 }
 
@@ -71,7 +71,7 @@ fn copies_that_are_read_or_refilled_too_early_are_found() {
 }
 
 #[test]
-fn a_read_of_what_nobody_wrote_is_found() {
+fn a_read_of_unwritten_memory_is_found() {
     finds("wrong_unwritten_shared", &["unwritten, shared"]);
 }
 
