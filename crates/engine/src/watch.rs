@@ -106,7 +106,7 @@ pub(super) fn check_alert_rules(
 pub(super) fn judge_evaluation(progress: &mut Progress, plan: &Plan, metrics: &Metrics) {
     let mut all = progress.state.step_metrics.clone();
     all.extend(metrics.iter().map(|(name, value)| (name.clone(), *value)));
-    progress.state.evaluations.take(progress.state.step, &all, plan);
+    progress.state.evaluations.record(progress.state.step, &all, plan);
     progress.unsaved_verdict = true;
 }
 

@@ -164,7 +164,7 @@ pub struct SharedInputs {
 impl SharedInputs {
     /// The packed inputs from a row on, which must be a multiple of 16.
     pub fn starting_at(self, row: usize) -> SharedInputs {
-        assert!(row.is_multiple_of(16), "rows are laid out by 16");
+        assert!(row.is_multiple_of(16), "rows are shared_inputs out by 16");
         SharedInputs {
             #[cfg(target_arch = "x86_64")]
             tiled: self.tiled.map(|tiled| tiled.starting_at(row)),
@@ -196,7 +196,7 @@ pub fn with_shared_inputs<T>(
 pub fn forward_panels(
     isa: Isa,
     term: &Term<'_>,
-    laid: SharedInputs,
+    shared_inputs: SharedInputs,
     bias: Option<&[f32]>,
     panels: Range<usize>,
     out: Output<'_>,
@@ -207,7 +207,7 @@ pub fn forward_panels(
     let target = Target::new(out, outputs_of(&panels, term.weight.n()));
     let job = Job {
         #[cfg(target_arch = "x86_64")]
-        tiled: laid.tiled,
+        tiled: shared_inputs.tiled,
         ..Job::new(Side::Forward, term.weight, inputs, target.start(bias), &target, next_call())
     };
     SCRATCH.with_borrow_mut(|scratch| run_jobs(isa, &[job], scratch, 0..rows, panels));

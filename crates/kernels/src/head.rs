@@ -207,7 +207,7 @@ fn stream(threads: &Threads, isa: Isa, x: &[f32], head: Head<'_>, rows: usize, f
     let chunks_at_once = by_size.min(by_threads).clamp(1, 16);
     let spans = chunks.div_ceil(chunks_at_once);
     let work = rows * weight.n() * weight.k() / 16;
-    with_shared_inputs(threads, isa, x, rows, weight, |laid| {
+    with_shared_inputs(threads, isa, x, rows, weight, |shared_inputs| {
         take_turns(threads, spans * blocks, work, |index| {
             // The weights of a span are multiplied with all rows while they are in the cache.
             let (span, block) = (index / blocks, index % blocks);
@@ -215,7 +215,7 @@ fn stream(threads: &Threads, isa: Isa, x: &[f32], head: Head<'_>, rows: usize, f
             let span = span * chunks_at_once..((span + 1) * chunks_at_once).min(chunks);
             LOGITS.with_borrow_mut(|buffer| {
                 let stride = span.len() * CHUNK;
-                let inputs = (&x[rows.start * weight.k()..], laid.starting_at(rows.start), rows.len());
+                let inputs = (&x[rows.start * weight.k()..], shared_inputs.starting_at(rows.start), rows.len());
                 compute(isa, inputs, head, span.clone(), buffer);
                 for (at, chunk) in span.enumerate() {
                     let width = (weight.n() - chunk * CHUNK).min(CHUNK);
@@ -231,7 +231,7 @@ fn stream(threads: &Threads, isa: Isa, x: &[f32], head: Head<'_>, rows: usize, f
 /// Computes the logits of some rows of x and some chunks into `buffer`, `[rows][chunks][512]`, padded.
 fn compute(
     isa: Isa,
-    (x, laid, rows): (&[f32], SharedInputs, usize),
+    (x, shared_inputs, rows): (&[f32], SharedInputs, usize),
     head: Head<'_>,
     chunks: Range<usize>,
     buffer: &mut Vec<f32>,
@@ -244,7 +244,7 @@ fn compute(
     }
     let width = weight.n().min(chunks.end * CHUNK) - chunks.start * CHUNK;
     let term = Term { x, stride: weight.k(), weight };
-    forward_panels(isa, &term, laid, None, panels, Output { y: buffer, stride, rows, add: false });
+    forward_panels(isa, &term, shared_inputs, None, panels, Output { y: buffer, stride, rows, add: false });
     for row in buffer.chunks_exact_mut(stride).take(rows) {
         head.cap(isa, &mut row[..width.next_multiple_of(PAD)]);
         row[width..width.next_multiple_of(PAD)].fill(f32::NEG_INFINITY);

@@ -191,8 +191,8 @@ unsafe fn rotate_with<S: Simd>(rope: &Rope<'_>, position: usize, row: &mut [f32]
                 }
                 let c = load_some::<S>(cos.as_ptr().add(at), half - at);
                 let s = load_some::<S>(sin.as_ptr().add(at), half - at);
-                let turned = (S::sub(S::mul(a, c), S::mul(b, s)), S::fma(a, s, S::mul(b, c)));
-                store_halves::<S>(head, half, at, turned);
+                let rotated = (S::sub(S::mul(a, c), S::mul(b, s)), S::fma(a, s, S::mul(b, c)));
+                store_halves::<S>(head, half, at, rotated);
             }
             let Some((weight, r)) = norm else { continue };
             for at in (2 * half..dim).step_by(S::LANES) {
@@ -223,8 +223,8 @@ unsafe fn vjp_with<S: Simd>(rope: &Rope<'_>, position: usize, before: &[f32], d:
         for (index, d) in d.chunks_exact_mut(dim).take(rope.rotated()).enumerate() {
             let d = d.as_mut_ptr();
             for at in (0..half).step_by(S::LANES) {
-                let turned = turn_back::<S>(d, cos, sin, half, at);
-                store_halves::<S>(d, half, at, turned);
+                let rotated = turn_back::<S>(d, cos, sin, half, at);
+                store_halves::<S>(d, half, at, rotated);
             }
             let Some((weight, eps)) = rope.norm_weight(index) else { continue };
             let x = &before[index * dim..(index + 1) * dim];
@@ -342,24 +342,24 @@ mod tests {
                     let at = position * half + i % half;
                     (f64::from(case.cos[at]), f64::from(case.sin[at]))
                 };
-                let mut turned = vec![0.0; dim];
+                let mut rotated = vec![0.0; dim];
                 for i in 0..dim {
                     if i >= 2 * half {
                         all.out.push(y[i]);
-                        turned[i] = dy[i];
+                        rotated[i] = dy[i];
                         continue;
                     }
                     let (c, s) = angle(i);
                     all.out.push(if i < half { y[i] * c - y[i + half] * s } else { y[i] * c + y[i - half] * s });
-                    turned[i] = if i < half { dy[i] * c + dy[i + half] * s } else { dy[i] * c - dy[i - half] * s };
+                    rotated[i] = if i < half { dy[i] * c + dy[i + half] * s } else { dy[i] * c - dy[i - half] * s };
                 }
-                let inner: f64 = (0..dim).map(|i| x[i] * w[i] * turned[i]).sum();
+                let inner: f64 = (0..dim).map(|i| x[i] * w[i] * rotated[i]).sum();
                 for i in 0..dim {
-                    let normed = r * (w[i] * turned[i] - inner * r * r / dim as f64 * x[i]);
-                    all.dx.push(if norm { normed } else { turned[i] });
+                    let normed = r * (w[i] * rotated[i] - inner * r * r / dim as f64 * x[i]);
+                    all.dx.push(if norm { normed } else { rotated[i] });
                     if norm {
                         let dw = if is_query { &mut all.dq } else { &mut all.dk };
-                        dw[i] += turned[i] * x[i] * r;
+                        dw[i] += rotated[i] * x[i] * r;
                     }
                 }
             }

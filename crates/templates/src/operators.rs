@@ -30,7 +30,7 @@ pub fn install(environment: &mut Environment<'static>) {
             Ok(values.0.into_iter().rev().collect())
         });
     }
-    environment.add_filter("=look", |value: Value| -> Result<Value, Error> {
+    environment.add_filter("=read", |value: Value| -> Result<Value, Error> {
         scan(&value)?;
         Ok(value)
     });
@@ -76,7 +76,7 @@ pub fn with_checks<'a>(instruction: &Instruction<'a>, top: Option<&Value>) -> Re
             vec![same]
         }
         Instruction::Eq | Instruction::Ne | Instruction::Gt | Instruction::Gte | Instruction::Lt | Instruction::Lte => {
-            vec![one("=look"), same]
+            vec![one("=read"), same]
         }
         Instruction::In | Instruction::CompareAndPreserve(_) => [about("=in", 2).to_vec(), vec![same]].concat(),
         Instruction::BuildMap(pairs) => match u16::try_from(pairs * 2) {

@@ -111,14 +111,14 @@ fn a_damaged_parquet_file_is_an_error_and_never_a_panic() {
     let cut = dir.file("cut.parquet", &whole[..whole.len() - 9]);
     assert!(refused(&[cut], gsm8k_mapping()).contains("cut off"));
     assert!(refused(&[dir.file("tiny.parquet", b"PAR1")], gsm8k_mapping()).contains("cut off"));
-    let mut message = 0;
+    let mut errors = 0;
     for at in (4..whole.len()).step_by(7) {
         let mut bytes = whole.clone();
         bytes[at] ^= 0xff;
         let read = converted(&[dir.file("flipped.parquet", &bytes)], gsm8k_mapping());
-        message += u32::from(read.is_err());
+        errors += u32::from(read.is_err());
     }
-    assert!(message > 50, "{message}");
+    assert!(errors > 50, "{errors}");
     assert!(refused(&[fixture("image.parquet")], json!({})).contains("'picture' holds images"));
     assert_eq!(
         rows(&[fixture("image.parquet")], json!({"map": {"drop": ["picture"], "where": "true"}})),

@@ -248,11 +248,11 @@ impl Compute for Cpu {
     }
 
     fn rotate(&self, rotation: &Rotation<'_, Self>, qkv: &Matrix) -> Result<Matrix> {
-        Ok(self.turn(rotation, qkv))
+        Ok(self.rotate_rows(rotation, qkv))
     }
 
     fn rotate_vjp(&self, rotation: &Rotation<'_, Self>, qkv: Option<&Matrix>, dy: &Matrix) -> Result<Matrix> {
-        Ok(self.turn_vjp(rotation, qkv, dy))
+        Ok(self.rotate_rows_vjp(rotation, qkv, dy))
     }
 
     fn rotate_weight_vjp(
@@ -263,7 +263,7 @@ impl Compute for Cpu {
         gradient: &mut Vec<f32>,
         at: (usize, usize),
     ) -> Result<()> {
-        self.turn_weight_vjp(rotation, qkv, dy, gradient, at);
+        self.rotate_rows_weight_vjp(rotation, qkv, dy, gradient, at);
         Ok(())
     }
 

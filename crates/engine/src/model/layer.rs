@@ -215,7 +215,7 @@ impl<B: Compute> Layer<B> {
         Ok(self.scale_queries(backend, rotated.as_ref().unwrap_or(qkv), places.positions)?.or(rotated))
     }
 
-    /// Returns dL/dqkv of [`Layer::turn`]; `qkv` is its input, present with qk-norm.
+    /// Returns dL/dqkv of [`Layer::rotate`]; `qkv` is its input, present with qk-norm.
     fn rotate_vjp(
         &self,
         backend: &B,

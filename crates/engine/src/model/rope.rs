@@ -47,7 +47,7 @@ pub struct Angles<B: Compute> {
 impl<B: Compute> Angles<B> {
     /// Computes the angles of tokens at these positions.
     pub fn new(backend: &B, token_tables: &TokenTables, positions: &[usize]) -> Result<Self> {
-        let of = |turn: &TokenTable| backend.angles(&turn.table, turn.rows.as_deref().unwrap_or(positions));
+        let of = |table: &TokenTable| backend.angles(&table.table, table.rows.as_deref().unwrap_or(positions));
         Ok(Self { full: of(&token_tables.full)?, local: token_tables.local.as_ref().map(of).transpose()? })
     }
 
@@ -89,8 +89,8 @@ impl Ropes {
     /// Returns the tables for tokens at these positions. `length_of` returns the length of a token's sequence; it is
     /// called only if angles depend on it.
     pub fn token_tables(&self, positions: &[usize], length_of: impl Fn(usize) -> usize) -> TokenTables {
-        let turn = |tables: &Tables| tables.turn(positions, &length_of);
-        TokenTables { full: turn(&self.full), local: self.local.as_ref().map(turn) }
+        let table = |tables: &Tables| tables.token_table(positions, &length_of);
+        TokenTables { full: table(&self.full), local: self.local.as_ref().map(table) }
     }
 }
 
@@ -119,7 +119,7 @@ impl Tables {
         }
     }
 
-    fn rotate(&self, positions: &[usize], length_of: impl Fn(usize) -> usize) -> TokenTable {
+    fn token_table(&self, positions: &[usize], length_of: impl Fn(usize) -> usize) -> TokenTable {
         let is_usual = |token| self.regime(length_of(token)) == 0;
         if !self.rope.depends_on_length() || (0..positions.len()).all(is_usual) {
             return TokenTable {

@@ -7,7 +7,7 @@ use crate::trajectory::{Segment, Segments};
 const PROMPT: [u32; 3] = [5, 6, 7];
 
 /// The segments are: model 8 9, context 10 11, model 12, context 13.
-fn token_tables() -> Segments {
+fn segments() -> Segments {
     let model = |ids: &[u32]| Segment::Model { ids: ids.to_vec(), logps: None };
     let context = |ids: &[u32]| Segment::Context { ids: ids.to_vec() };
     Segments(vec![model(&[8, 9]), context(&[10, 11]), model(&[12]), context(&[13])])
@@ -27,12 +27,12 @@ fn close(ours: &[f32], theirs: &[f32]) -> bool {
 
 #[test]
 fn context_tokens_are_read_and_neither_scored_nor_trained() {
-    let token_tables = token_tables();
+    let segments = segments();
     for kind in [BackendKind::Cpu, BackendKind::Reference] {
         let policy = policy(kind);
         // A row with the same prompt comes first, so that the packing shares the prompt.
         let first = Trajectory::of_completion(&PROMPT, &[14]);
-        let rows = [first.clone(), Trajectory::new(&PROMPT, &token_tables)];
+        let rows = [first.clone(), Trajectory::new(&PROMPT, &segments)];
         let whole = [first, Trajectory::of_completion(&PROMPT, &[8, 9, 10, 11, 12])];
         let scores = policy.score(&rows, 0.7, Adapter::On).unwrap();
         let all = &policy.score(&whole, 0.7, Adapter::On).unwrap()[1];

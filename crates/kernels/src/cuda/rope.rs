@@ -235,19 +235,19 @@ mod tests {
                 let w = if is_query { &q } else { &k };
                 let r = (x.iter().map(|v| v * v).sum::<f64>() / dim as f64 + f64::from(EPS)).sqrt().recip();
                 let y: Vec<f64> = (0..dim).map(|i| if norm { x[i] * r * w[i] } else { x[i] }).collect();
-                let mut turned = vec![0.0; dim];
+                let mut rotated = vec![0.0; dim];
                 for i in 0..dim {
                     let angle = *position as usize * half + i % half;
                     let (c, s) = (cos[angle], sin[angle]);
                     all.out.push(if i < half { y[i] * c - y[i + half] * s } else { y[i] * c + y[i - half] * s });
-                    turned[i] = if i < half { dy[i] * c + dy[i + half] * s } else { dy[i] * c - dy[i - half] * s };
+                    rotated[i] = if i < half { dy[i] * c + dy[i + half] * s } else { dy[i] * c - dy[i - half] * s };
                 }
-                let inner: f64 = (0..dim).map(|i| x[i] * w[i] * turned[i]).sum();
+                let inner: f64 = (0..dim).map(|i| x[i] * w[i] * rotated[i]).sum();
                 for i in 0..dim {
-                    let normed = r * (w[i] * turned[i] - inner * r * r / dim as f64 * x[i]);
-                    all.dx.push(if norm { normed } else { turned[i] });
+                    let normed = r * (w[i] * rotated[i] - inner * r * r / dim as f64 * x[i]);
+                    all.dx.push(if norm { normed } else { rotated[i] });
                     let dw = if is_query { &mut all.dq } else { &mut all.dk };
-                    dw[i] += if norm { turned[i] * x[i] * r } else { 0.0 };
+                    dw[i] += if norm { rotated[i] * x[i] * r } else { 0.0 };
                 }
             }
         }

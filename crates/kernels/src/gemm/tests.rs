@@ -257,10 +257,10 @@ fn parts_of_the_outputs_give_the_bits_of_the_whole() {
                 let mut lower = vec![f32::NAN; (rows - first) * width];
                 let out = Output { y: &mut lower, stride: width, rows: rows - first, add: false };
                 let term = Term { x: &x[first * k..], ..terms[0] };
-                with_shared_inputs(&threads, isa, &x, rows, &weight.packed, |laid| {
-                    forward_panels(isa, &term, laid.starting_at(first), Some(&bias), part.clone(), out);
+                with_shared_inputs(&threads, isa, &x, rows, &weight.packed, |shared_inputs| {
+                    forward_panels(isa, &term, shared_inputs.starting_at(first), Some(&bias), part.clone(), out);
                 });
-                assert!(lower == found[first * width..], "{isa} {dtype:?} {part:?} laid out");
+                assert!(lower == found[first * width..], "{isa} {dtype:?} {part:?} shared_inputs out");
                 let local: Vec<f32> = dy.chunks_exact(n).flat_map(|row| &row[columns.clone()]).copied().collect();
                 let local = Rows { values: &local, width, stride: width };
                 let out = Output { y: &mut chained, stride: k, rows, add: begin > 0 };
@@ -446,7 +446,7 @@ fn gradients_of_factors_together_have_the_bits_of_each_alone() {
                 let mut found = before.clone();
                 let all = [Factors { wide, thin: thin.to_vec(), transposed }];
                 outer_factors(threads, isa, rows, &all, &mut found);
-                assert!(found == expected, "{isa}, turned {transposed}");
+                assert!(found == expected, "{isa}, transposed {transposed}");
             }
         }
     }

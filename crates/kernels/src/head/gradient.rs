@@ -59,8 +59,8 @@ pub fn score_vjp(threads: &Threads, isa: Isa, gradient: &Gradient<'_>, d_x: &mut
             at_target: g[*row] * t,
         })
         .collect();
-    with_shared_inputs(threads, isa, x, lines.len(), weight, |laid| {
-        let job = Job { isa, x, laid, head, lines: &lines, t };
+    with_shared_inputs(threads, isa, x, lines.len(), weight, |shared_inputs| {
+        let job = Job { isa, x, shared_inputs, head, lines: &lines, t };
         job.inputs(threads, d_x);
         if let Some(d_weight) = d_weight {
             assert_eq!(d_weight.len(), weight.n() * k, "the weight and its gradient differ in shape");
@@ -87,7 +87,7 @@ struct Job<'a> {
     isa: Isa,
     /// Input rows, `[lines, hidden]`.
     x: &'a [f32],
-    laid: SharedInputs,
+    shared_inputs: SharedInputs,
     head: Head<'a>,
     lines: &'a [Line],
     t: f32,
@@ -156,7 +156,7 @@ impl Job<'_> {
     fn d_logits<'a>(&self, first: usize, block: &[Line], chunk: usize, logits: &'a mut Vec<f32>) -> Rows<'a> {
         let k = self.head.weight.k();
         let width = (self.head.weight.n() - chunk * CHUNK).min(CHUNK);
-        let inputs = (&self.x[first * k..], self.laid.starting_at(first), block.len());
+        let inputs = (&self.x[first * k..], self.shared_inputs.starting_at(first), block.len());
         compute(self.isa, inputs, self.head, chunk..chunk + 1, logits);
         let mut capped = [0f32; CHUNK];
         let capped = &mut capped[..width.next_multiple_of(PAD)];

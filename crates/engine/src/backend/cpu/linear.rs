@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::{AdapterPass, AdapterShape, Cpu, Matrix, Weight, rows};
 use crate::backend::{AdapterBackward, AdapterBlock, FullSlot, LinearBackward, Mask};
-use crate::kernels::gemm::{self, Factors, Linear, LinearBackward, Lora, LoraBackward, Output, Rows, Term};
+use crate::kernels::gemm::{self, Factors, Linear, Lora, LoraBackward, Output, Rows, Term};
 use crate::kernels::isa::Isa;
 use crate::kernels::pack::{PackDtype, PackedMatrix};
 
@@ -155,7 +155,7 @@ impl Cpu {
         let mut dx = self.pool.matrix(rows, inputs);
         let (dy_values, stride, matrix) = (dy.values(), dy.width(), &*weight.matrix);
         let Some(AdapterBackward { pass, slots }) = adapter else {
-            let back = LinearBackward { dy: dy_values, stride, weight: matrix, lora: None };
+            let back = gemm::LinearBackward { dy: dy_values, stride, weight: matrix, lora: None };
             let out = Output { y: dx.values_mut(), stride: inputs, rows, add: false };
             gemm::linear_backward(&self.threads, self.isa, back, out);
             return dx;
@@ -165,7 +165,7 @@ impl Cpu {
         let mut dh = self.pool.matrix(rows, rank);
         let Adapter { a, b_transposed, parts, .. } = &**adapter;
         let lora = Some(LoraBackward { a, b_transposed, parts, dh: dh.values_mut(), adds: masks.is_empty() });
-        let back = LinearBackward { dy: dy_values, stride, weight: matrix, lora };
+        let back = gemm::LinearBackward { dy: dy_values, stride, weight: matrix, lora };
         let out = Output { y: dx.values_mut(), stride: inputs, rows, add: false };
         gemm::linear_backward(&self.threads, self.isa, back, out);
         // L depends on B through s·B, so dB = s·dyᵀ·h.
@@ -206,23 +206,25 @@ impl Cpu {
         let whole = |x| columns(x, 0..x.width());
         let of_b = parts.iter().zip(slots).map(|((outputs, of_block), (_, at))| {
             let thin = vec![(columns(h, of_block.clone()), *at)];
-            Factors { wide: columns(dy, outputs.clone()), thin, turned: true }
+            Factors { wide: columns(dy, outputs.clone()), thin, transposed: true }
         });
         let thin = |((_, of_block), (at, _)): (&(_, Range<usize>), &(usize, _))| (columns(dh, of_block.clone()), *at);
         let a = parts.iter().zip(slots).map(thin);
         let mut all: Vec<Factors<'_>> = of_b.collect();
         match masked.is_empty() {
-            true => all.push(Factors { wide: whole(x), thin: a.collect(), turned: false }),
-            false => {
-                all.extend(a.zip(masked).map(|(thin, x)| Factors { wide: whole(x), thin: vec![thin], turned: false }))
-            }
+            true => all.push(Factors { wide: whole(x), thin: a.collect(), transposed: false }),
+            false => all.extend(a.zip(masked).map(|(thin, x)| Factors {
+                wide: whole(x),
+                thin: vec![thin],
+                transposed: false,
+            })),
         }
         if parts.iter().all(|(_, ranks)| ranks.len() <= gemm::WIDEST_FACTOR) {
             return gemm::outer_factors(&self.threads, self.isa, x.rows(), &all, gradient);
         }
-        for Factors { wide, thin, turned } in all {
+        for Factors { wide, thin, transposed } in all {
             for (thin, at) in thin {
-                let (a, b) = if turned { (wide, thin) } else { (thin, wide) };
+                let (a, b) = if transposed { (wide, thin) } else { (thin, wide) };
                 gemm::outer(&self.threads, self.isa, x.rows(), a, b, &mut gradient[at..at + a.width * b.width]);
             }
         }

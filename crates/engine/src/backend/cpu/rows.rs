@@ -118,14 +118,14 @@ impl Cpu {
         norm::rms_norm_weight_vjp(&self.threads, self.isa, x.values(), eps, dy.values(), dw);
     }
 
-    pub(super) fn turn(&self, rotation: &Rotation<'_, Self>, qkv: &Matrix) -> Matrix {
+    pub(super) fn rotate_rows(&self, rotation: &Rotation<'_, Self>, qkv: &Matrix) -> Matrix {
         let mut out = self.pool.matrix(qkv.rows(), qkv.width());
         let positions = &rotation.angles.positions;
         rope::rotate(&self.threads, self.isa, &rope(rotation), positions, qkv.values(), out.values_mut());
         out
     }
 
-    pub(super) fn turn_vjp(&self, rotation: &Rotation<'_, Self>, qkv: Option<&Matrix>, dy: &Matrix) -> Matrix {
+    pub(super) fn rotate_rows_vjp(&self, rotation: &Rotation<'_, Self>, qkv: Option<&Matrix>, dy: &Matrix) -> Matrix {
         let mut out = self.pool.matrix(dy.rows(), dy.width());
         let (positions, before) = (&rotation.angles.positions, qkv.map_or(&[][..], Matrix::values));
         let (rope, dy) = (rope(rotation), dy.values());
@@ -133,7 +133,7 @@ impl Cpu {
         out
     }
 
-    pub(super) fn turn_weight_vjp(
+    pub(super) fn rotate_rows_weight_vjp(
         &self,
         rotation: &Rotation<'_, Self>,
         qkv: &Matrix,
