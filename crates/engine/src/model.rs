@@ -315,7 +315,7 @@ impl Policy {
     /// Computes the normed hidden state of each sequence's last token, without the adapter: `[sequences][hidden_size]`.
     pub fn last_hidden(&self, sequences: &[&[u32]]) -> Result<Vec<f32>> {
         if sequences.iter().any(|sequence| sequence.is_empty()) {
-            return Err(EngineError::Input("a sequence is empty; at least one token is needed".to_owned()));
+            return Err(EngineError::Input("a sequence is empty; at least one token is required".to_owned()));
         }
         if sequences.is_empty() {
             return Ok(Vec::new());

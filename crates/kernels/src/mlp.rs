@@ -30,7 +30,7 @@ pub struct GateUp<'a> {
 pub fn gated(threads: &Threads, isa: Isa, rows: GateUp<'_>, out: &mut [f32]) {
     let GateUp { activation, values: gate_up, width } = rows;
     let rows = out.len().checked_div(width).unwrap_or(0);
-    assert!(out.len() == rows * width && gate_up.len() == 2 * out.len(), "rows do not fit each other");
+    assert!(out.len() == rows * width && gate_up.len() == 2 * out.len(), "rows do not match");
     let out = Shared::new(out);
     over_rows(threads, rows, 4 * width, |range| {
         for row in range {
@@ -51,8 +51,8 @@ pub fn gated(threads: &Threads, isa: Isa, rows: GateUp<'_>, out: &mut [f32]) {
 pub fn gated_vjp(threads: &Threads, isa: Isa, rows: GateUp<'_>, dy: &[f32], d_gate_up: &mut [f32]) {
     let GateUp { activation, values: gate_up, width } = rows;
     let rows = dy.len().checked_div(width).unwrap_or(0);
-    assert!(dy.len() == rows * width && gate_up.len() == 2 * dy.len(), "rows do not fit each other");
-    assert_eq!(gate_up.len(), d_gate_up.len(), "rows do not fit each other");
+    assert!(dy.len() == rows * width && gate_up.len() == 2 * dy.len(), "rows do not match");
+    assert_eq!(gate_up.len(), d_gate_up.len(), "rows do not match");
     let d_gate_up = Shared::new(d_gate_up);
     over_rows(threads, rows, 4 * width, |range| {
         for row in range {

@@ -52,7 +52,7 @@ impl<'a> Rope<'a> {
     fn check(&self, positions: &[usize], values: &[f32]) {
         let head_dim = self.heads.head_dim;
         assert!(2 * self.half <= head_dim, "more rotates than a head has");
-        assert_eq!(values.len(), positions.len() * self.heads.width(), "rows do not fit their positions");
+        assert_eq!(values.len(), positions.len() * self.heads.width(), "rows do not match their positions");
         let end = positions.iter().max().map_or(0, |position| position + 1) * self.half;
         assert!(self.cos.len() >= end && self.sin.len() >= end, "a position is beyond the table");
         assert!(self.qk_norm.is_none_or(|norm| norm.q.len() == head_dim && norm.k.len() == head_dim));

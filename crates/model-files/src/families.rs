@@ -137,7 +137,7 @@ impl ModelDescription {
             let is_right =
                 |name: &Value| name.as_str().is_some_and(|name| endings.iter().any(|end| name.ends_with(end)));
             if !value.as_array().is_some_and(|list| list.is_empty() || list.iter().any(is_right)) {
-                return keys.refuse("architectures", value, "a …ForCausalLM model is needed");
+                return keys.refuse("architectures", value, "a …ForCausalLM model is required");
             }
         }
         match text_part {

@@ -42,7 +42,7 @@ impl Packing {
         for (index, row) in rows.iter().enumerate() {
             if row.prompt.is_empty() {
                 return Err(EngineError::Input(format!(
-                    "row {index} has an empty prompt; at least one token is needed"
+                    "row {index} has an empty prompt; at least one token is required"
                 )));
             }
             let Some(num_inputs) = row.segments.last_model_token() else { continue };

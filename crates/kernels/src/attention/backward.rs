@@ -48,9 +48,9 @@ pub fn attend_groups_backward(threads: &Threads, isa: Isa, backward: &Backward<'
     assert!(isa.is_available(), "{isa} does not run on this machine");
     let parts = parts(groups);
     let tokens: usize = parts.iter().map(|part| part.len).sum();
-    assert!(qkv.len() == tokens * heads.width() && d_qkv.len() == qkv.len(), "rows do not fit the groups");
-    assert!(out.len() == tokens * heads.q_width() && d_out.len() == out.len(), "rows do not fit the groups");
-    assert_eq!(softmax.len(), tokens * heads.num_heads * 2, "rows do not fit the groups");
+    assert!(qkv.len() == tokens * heads.width() && d_qkv.len() == qkv.len(), "rows do not match the groups");
+    assert!(out.len() == tokens * heads.q_width() && d_out.len() == out.len(), "rows do not match the groups");
+    assert_eq!(softmax.len(), tokens * heads.num_heads * 2, "rows do not match the groups");
     let at_once = (QUERIES_AT_ONCE / heads.group_size()).max(1);
     let (mut chunks, mut blocks, mut work) = (Vec::new(), 0, 0);
     let first_block: Vec<usize> = parts

@@ -76,7 +76,7 @@ unsafe impl Sync for Token {}
 
 fn token(heads: &Heads, prompt: &Segment, query: &mut Query<'_>) -> Token {
     let Query { qkv, own, visible, out } = query;
-    assert!(prompt.has(&visible.prompt) && own.has(&visible.own), "a query sees what is not there");
+    assert!(prompt.has(&visible.prompt) && own.has(&visible.own), "a query attends to missing positions");
     assert!(!visible.prompt.is_empty() || !visible.own.is_empty(), "a query sees nothing");
     assert!(qkv.len() >= heads.q_width() && out.len() >= heads.q_width());
     let (q, out) = (qkv.as_ptr(), out.as_mut_ptr());

@@ -110,7 +110,10 @@ pub fn attend_groups(
     let Forward { heads, groups, window, qkv } = *forward;
     let parts = parts(groups);
     let tokens: usize = parts.iter().map(|part| part.len).sum();
-    assert!(qkv.len() == tokens * heads.width() && out.len() == tokens * heads.q_width(), "rows do not fit the groups");
+    assert!(
+        qkv.len() == tokens * heads.width() && out.len() == tokens * heads.q_width(),
+        "rows do not match the groups"
+    );
     assert!(softmax.as_ref().is_none_or(|softmax| softmax.len() == tokens * heads.num_heads * 2));
     segments.fill(threads, heads, &parts, qkv);
     let Segments { segments, empty, heads: _ } = &*segments;

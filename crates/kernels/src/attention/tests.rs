@@ -254,7 +254,7 @@ fn many_positions_are_dropped_together_and_their_memory_is_used_again() {
 }
 
 #[test]
-#[should_panic(expected = "a query sees what is not there")]
+#[should_panic(expected = "a query attends to missing positions")]
 fn dropped_positions_must_not_be_visible() {
     let heads = Heads::new(1, 1, 8);
     let prompt = Segment::beginning_at(2 * BLOCK);

@@ -78,7 +78,7 @@ pub(super) fn address(rows: &Rows<'_>, count: usize, width: usize, what: &str) -
     if rows.rows != count || rows.width != width || (count > 1 && rows.stride < width) {
         let Rows { rows, width: columns, stride, .. } = *rows;
         return Err(CudaError::Input(format!(
-            "{what} is [{rows}, {columns}] with stride {stride}; [{count}, {width}] is needed"
+            "{what} is [{rows}, {columns}] with stride {stride}; [{count}, {width}] is required"
         )));
     }
     let values = if count == 0 { 0 } else { (count - 1) * rows.stride + width };

@@ -34,7 +34,7 @@ impl<B: Decode> Decoder<B> {
         let mut distinct: Vec<&[u32]> = Vec::new();
         for (index, prompt) in prompts.iter().enumerate() {
             if prompt.is_empty() {
-                return Err(EngineError::Input(format!("prompt {index} is empty; at least one token is needed")));
+                return Err(EngineError::Input(format!("prompt {index} is empty; at least one token is required")));
             }
             number.entry(prompt).or_insert_with(|| {
                 distinct.push(prompt);

@@ -82,7 +82,7 @@ impl Gpu {
         let spoken = |version: c_int| format!("{}.{}", version / 1000, version % 1000 / 10);
         if version < OLDEST_DRIVER {
             return Err(CudaError::Unavailable(format!(
-                "the NVIDIA driver supports CUDA {}, {} is needed",
+                "the NVIDIA driver supports CUDA {}, {} is required",
                 spoken(version),
                 spoken(OLDEST_DRIVER)
             )));
@@ -111,7 +111,7 @@ impl Gpu {
         let (major, minor) = properties.compute_capability;
         if major < 8 {
             return Err(CudaError::Unavailable(format!(
-                "cuda:{ordinal} ({}) has compute capability {major}.{minor}, 8.0 is needed",
+                "cuda:{ordinal} ({}) has compute capability {major}.{minor}, 8.0 is required",
                 properties.name
             )));
         }
