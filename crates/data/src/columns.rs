@@ -38,7 +38,7 @@ pub fn unknown<'n>(name: &str, names: impl Iterator<Item = &'n str> + Clone) -> 
     let meant = nearest(name, names).map_or_else(String::new, |near| format!(" (did you mean '{near}'?)"));
     let list =
         if shown.is_empty() { "there are none".to_owned() } else { format!("columns are {}{more}", shown.join(", ")) };
-    format!("there is no column '{}'; {list}{meant}", brief(name))
+    format!("there is no column '{}'; {list}{meant}", shorten(name))
 }
 
 /// Returns the name that is close enough to be the intended one.
@@ -49,7 +49,7 @@ pub fn nearest<'n>(name: &str, names: impl Iterator<Item = &'n str>) -> Option<&
 }
 
 /// Shortens a text for an error message.
-pub fn brief(text: &str) -> String {
+pub fn shorten(text: &str) -> String {
     match text.char_indices().nth(80) {
         Some((end, _)) => format!("{}…", text.get(..end).unwrap_or_default()),
         None => text.to_owned(),

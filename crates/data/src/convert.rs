@@ -290,9 +290,9 @@ impl<'p> Pass<'p> {
                     self.error(error);
                     Flow::Enough
                 }
-                Err(error) => self.note(with_position(source, place, error)),
+                Err(error) => self.record_error(with_position(source, place, error)),
             },
-            Err(error) => self.note(with_position(source, place, error)),
+            Err(error) => self.record_error(with_position(source, place, error)),
         }
     }
 
@@ -321,7 +321,7 @@ impl<'p> Pass<'p> {
     /// Reports names that no row had.
     fn check_names(&mut self) {
         let Some(mapping) = self.mapping else { return };
-        for (at, name) in mapping.named() {
+        for (at, name) in mapping.referenced_columns() {
             if name != "prompt" && !self.seen.contains(&name) {
                 let detail = format!("{at}: {}", unknown(&name, self.seen.iter().map(String::as_str)));
                 self.error(whole("unknown_column", detail));
@@ -330,7 +330,7 @@ impl<'p> Pass<'p> {
     }
 
     /// Records an error. Stops reading after many errors if not a single row was good.
-    fn note(&mut self, error: RowError) -> Flow {
+    fn record_error(&mut self, error: RowError) -> Flow {
         let hopeless = self.num_errors + 1 == self.rows_read && self.num_errors >= MAX_ERRORS as u64;
         self.error(error);
         if !hopeless {
@@ -375,7 +375,7 @@ impl Sample {
             Sample::Drawn { left: 0, .. } => Choice::End,
             Sample::Drawn { seed, left, of, at } => {
                 let to_come = of.saturating_sub(*at).max(1);
-                let draw = below(mixed(seed.wrapping_add(mixed(*at))), to_come);
+                let draw = below(splitmix64(seed.wrapping_add(splitmix64(*at))), to_come);
                 *at += 1;
                 if draw < *left {
                     *left -= 1;
@@ -394,7 +394,7 @@ fn below(bits: u64, end: u64) -> u64 {
 }
 
 /// The mixing function of SplitMix64 (Steele, Lea, Flood 2014).
-fn mixed(x: u64) -> u64 {
+fn splitmix64(x: u64) -> u64 {
     let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -455,7 +455,7 @@ fn largest(row: &Value) -> Option<(String, usize)> {
 /// Formats the error for a row that is too long.
 fn too_long(row: &Value, bytes: usize) -> String {
     let largest = largest(row).map_or_else(String::new, |(name, bytes)| {
-        format!(": '{}' alone has {bytes}; drop it with map.drop, or shorten it", super::columns::brief(&name))
+        format!(": '{}' alone has {bytes}; drop it with map.drop, or shorten it", super::columns::shorten(&name))
     });
     format!("the row has {bytes} bytes, the maximum is {MAX_ROW_BYTES}{largest}")
 }

@@ -5,7 +5,7 @@ use rlood_types::spec::SampleTemplate;
 use serde_json::{Map, Value, json};
 use std::cell::OnceCell;
 
-use super::columns::{Row, brief, column_of_path, find, kind, unknown};
+use super::columns::{Row, column_of_path, find, kind, shorten, unknown};
 
 /// A compiled mapping, which transforms rows.
 #[derive(Debug)]
@@ -68,11 +68,11 @@ impl Text {
         match self {
             Text::Path(path) => find(row, path).filter(|value| !value.is_null()).cloned().ok_or_else(|| {
                 if find(row, path).is_some() {
-                    return wrong("null", format!("{at}: '{}' is null", brief(path)));
+                    return wrong("null", format!("{at}: '{}' is null", shorten(path)));
                 }
                 let known = row.contains_key(column_of_path(path));
                 let why = match known {
-                    true => format!("'{}' does not exist in '{}'", brief(path), column_of_path(path)),
+                    true => format!("'{}' does not exist in '{}'", shorten(path), column_of_path(path)),
                     false => unknown(column_of_path(path), row.keys().map(String::as_str)),
                 };
                 wrong("unknown_column", format!("{at}: {why}"))
@@ -95,7 +95,7 @@ impl Text {
 
 /// Formats a template's error. If a column is missing or null, the error names that column.
 fn template_failed(at: &str, source: &str, why: &str, row: &Row) -> RowError {
-    let words: Vec<&str> = words(source);
+    let words: Vec<&str> = identifiers(source);
     if let Some(name) = words.iter().find(|word| row.get(**word).is_some_and(Value::is_null)) {
         return wrong("null", format!("{at}: '{name}' is null"));
     }
@@ -104,18 +104,18 @@ fn template_failed(at: &str, source: &str, why: &str, row: &Row) -> RowError {
     {
         return wrong("unknown_column", format!("{at}: {}", unknown(name, row.keys().map(String::as_str))));
     }
-    wrong("template_failed", format!("{at}: {}", brief(why)))
+    wrong("template_failed", format!("{at}: {}", shorten(why)))
 }
 
 /// The identifiers that occur in a template.
-fn words(source: &str) -> Vec<&str> {
+fn identifiers(source: &str) -> Vec<&str> {
     let split = source.split(|c: char| !(c.is_alphanumeric() || c == '_'));
     split.filter(|word| word.starts_with(|c: char| c.is_alphabetic() || c == '_')).collect()
 }
 
 /// The first identifier after the first `{{`.
 fn first_variable(source: &str) -> Option<&str> {
-    words(source.split_once("{{")?.1).into_iter().next()
+    identifiers(source.split_once("{{")?.1).into_iter().next()
 }
 
 fn wrong(code: &'static str, detail: String) -> RowError {
@@ -214,7 +214,7 @@ impl Mapping {
     }
 
     /// The names in `keep`, `drop` and `unique`, each with its field. Each must be a column of some row.
-    pub fn named(&self) -> Vec<(&'static str, String)> {
+    pub fn referenced_columns(&self) -> Vec<(&'static str, String)> {
         let kept = self.keep.iter().flatten().map(|name| ("map.keep", name.clone()));
         let dropped = self.drop.iter().map(|name| ("map.drop", name.clone()));
         kept.chain(dropped).filter(|(_, name)| !self.columns.iter().any(|(made, _)| made == name)).collect()
@@ -232,7 +232,7 @@ impl Mapping {
         if let Some(condition) = &self.condition {
             let holds = condition
                 .value(variables.get())
-                .map_err(|why| wrong("condition_failed", format!("map.where: {}", brief(&why))))?;
+                .map_err(|why| wrong("condition_failed", format!("map.where: {}", shorten(&why))))?;
             if !is_true(&holds) {
                 return Ok(Mapped::Left);
             }
@@ -300,7 +300,7 @@ impl Mapping {
                 }
                 Ok(Value::Array(messages))
             }
-            Value::Null => Err(wrong("null", format!("map.prompt: '{}' is null", brief(column.unwrap_or(PROMPT))))),
+            Value::Null => Err(wrong("null", format!("map.prompt: '{}' is null", shorten(column.unwrap_or(PROMPT))))),
             other => Err(wrong(
                 "invalid_prompt",
                 format!("map.prompt: it must be a text or a list of chat messages, not a {}", kind(&other)),

@@ -50,18 +50,18 @@ pub(super) fn refill(
                 }
                 None => group,
             };
-            left_out.completions.iter().for_each(|completion| count(&left_out, completion, drawn));
-            left_out.greedy.iter().for_each(|greedy| count(&left_out, greedy, drawn));
+            left_out.completions.iter().for_each(|completion| count_extra_tokens(&left_out, completion, drawn));
+            left_out.greedy.iter().for_each(|greedy| count_extra_tokens(&left_out, greedy, drawn));
         }
     }
     for group in groups.iter() {
-        group.greedy.iter().for_each(|greedy| count(group, greedy, drawn));
+        group.greedy.iter().for_each(|greedy| count_extra_tokens(group, greedy, drawn));
     }
     Ok(())
 }
 
 /// Counts a completion outside of the block, and its prompt.
-fn count(group: &RolloutGroup, completion: &RolloutCompletion, drawn: &mut BlockSampling) {
+fn count_extra_tokens(group: &RolloutGroup, completion: &RolloutCompletion, drawn: &mut BlockSampling) {
     drawn.extra_tokens += Trajectory::new(&group.prompt_ids, &completion.segments).num_tokens() as u64;
     drawn.extra_completion_tokens += completion.segments.num_model_tokens() as u64;
 }

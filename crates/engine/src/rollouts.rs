@@ -133,7 +133,7 @@ impl Rollouts<'_> {
     ) -> Result<Vec<SampledGroup>, RunEnd> {
         // An older version recorded an evaluation as a whole, under the id that is now the first batch's.
         let mut recorded = self.host.recorded(id)?;
-        if !self.model.samples_exactly || recorded.as_ref().is_some_and(|groups| self.fits(id, groups, rows)) {
+        if !self.model.samples_exactly || recorded.as_ref().is_some_and(|groups| self.matches_rows(id, groups, rows)) {
             return self.generate_unless(recorded, id, rows, key, sampler);
         }
         let mut groups = Vec::with_capacity(rows.len());
@@ -169,7 +169,7 @@ impl Rollouts<'_> {
         key: Key,
         sampler: Sampler,
     ) -> Result<Vec<SampledGroup>, RunEnd> {
-        if let Some(groups) = recorded.filter(|groups| self.fits(id, groups, rows)) {
+        if let Some(groups) = recorded.filter(|groups| self.matches_rows(id, groups, rows)) {
             return Ok(groups);
         }
         let mut completions = loop {
@@ -191,7 +191,7 @@ impl Rollouts<'_> {
     }
 
     /// Whether recorded groups are whole groups of exactly these rows.
-    fn fits(&self, id: RolloutId, groups: &[SampledGroup], rows: &[u64]) -> bool {
+    fn matches_rows(&self, id: RolloutId, groups: &[SampledGroup], rows: &[u64]) -> bool {
         let num_generations = self.num_generations(id);
         let whole =
             |(group, &row): (&SampledGroup, &u64)| group.row == row && group.completions.len() == num_generations.get();

@@ -58,7 +58,7 @@ pub struct Angles {
 
 impl Drop for Angles {
     fn drop(&mut self) {
-        self.pool.give_positions(std::mem::take(&mut self.positions));
+        self.pool.return_positions(std::mem::take(&mut self.positions));
     }
 }
 

@@ -39,7 +39,7 @@ pub fn longest_row(page: &Page, max_level: i16, rows: &mut Longest) -> Result<u6
         _ => (&[][..], false),
     };
     match is_known {
-        true => count(levels, width, u64::from(page.num_values()), rows)?,
+        true => count_levels(levels, width, u64::from(page.num_values()), rows)?,
         // The old level encoding uses a bit per level, so the page's size bounds their number.
         false => rows.longest = u64::from(page.num_values()),
     }
@@ -47,7 +47,7 @@ pub fn longest_row(page: &Page, max_level: i16, rows: &mut Longest) -> Result<u6
 }
 
 /// Counts over the runs of one level and the bit-packed groups of eight levels, which may alternate in any order.
-fn count(mut levels: &[u8], width: u32, mut values: u64, rows: &mut Longest) -> Result<(), ParquetError> {
+fn count_levels(mut levels: &[u8], width: u32, mut values: u64, rows: &mut Longest) -> Result<(), ParquetError> {
     let bytes = width.div_ceil(8) as usize;
     while values > 0 {
         let (mut head, mut shift) = (0_u64, 0);
@@ -103,7 +103,7 @@ mod tests {
     fn the_longest_row_is_found_in_runs_and_in_packed_levels() {
         let longest = |levels: &[u8], width, values| {
             let mut rows = Longest::default();
-            count(levels, width, values, &mut rows).map(|()| rows.longest)
+            count_levels(levels, width, values, &mut rows).map(|()| rows.longest)
         };
         // A row begins and continues for a billion values.
         assert_eq!(longest(&[2, 0, 0x80, 0xa8, 0xd6, 0xb9, 0x07, 1], 1, 1_000_000_001).unwrap(), 1_000_000_001);
@@ -119,10 +119,10 @@ mod tests {
     #[test]
     fn a_row_goes_on_in_the_next_page() {
         let mut rows = Longest::default();
-        count(&[2, 0, 10, 1], 1, 6, &mut rows).unwrap();
+        count_levels(&[2, 0, 10, 1], 1, 6, &mut rows).unwrap();
         assert_eq!(rows, Longest { row: 6, longest: 6 });
         rows.longest = rows.row;
-        count(&[8, 1, 4, 0], 1, 6, &mut rows).unwrap();
+        count_levels(&[8, 1, 4, 0], 1, 6, &mut rows).unwrap();
         assert_eq!(rows, Longest { row: 1, longest: 10 });
     }
 }

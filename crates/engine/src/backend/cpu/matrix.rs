@@ -45,7 +45,7 @@ impl Matrix {
 
 impl Drop for Matrix {
     fn drop(&mut self) {
-        self.pool.give(std::mem::take(&mut self.values));
+        self.pool.return_buffer(std::mem::take(&mut self.values));
     }
 }
 
@@ -63,7 +63,7 @@ impl Pool {
     /// Returns a matrix with uninitialized (old) values.
     pub fn matrix(self: &Arc<Self>, rows: usize, width: usize) -> Matrix {
         let len = rows * width;
-        let mut values = self.take(len).unwrap_or_else(|| vec![0.0; len]);
+        let mut values = self.take_buffer(len).unwrap_or_else(|| vec![0.0; len]);
         if values.len() < len {
             values.resize(len, 0.0);
         } else {
@@ -89,7 +89,7 @@ impl Pool {
     }
 
     /// Returns a buffer of positions to the pool.
-    pub fn give_positions(&self, positions: Vec<usize>) {
+    pub fn return_positions(&self, positions: Vec<usize>) {
         let mut free = self.positions.lock().unwrap_or_else(PoisonError::into_inner);
         if free.len() < MAX_FREE {
             free.push(positions);
@@ -97,14 +97,14 @@ impl Pool {
     }
 
     /// Returns the smallest buffer that is large enough, unless it is far too large.
-    fn take(&self, len: usize) -> Option<Vec<f32>> {
+    fn take_buffer(&self, len: usize) -> Option<Vec<f32>> {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         let fits = |buffer: &Vec<f32>| (len..=4 * len.max(256)).contains(&buffer.capacity());
         let best = (0..free.len()).filter(|index| fits(&free[*index])).min_by_key(|index| free[*index].capacity());
         best.map(|index| free.swap_remove(index))
     }
 
-    fn give(&self, values: Vec<f32>) {
+    fn return_buffer(&self, values: Vec<f32>) {
         if values.capacity() == 0 {
             return;
         }

@@ -42,7 +42,7 @@ impl Cache {
     }
 
     /// The cache's pages, allocated on first use.
-    pub(super) fn made(&mut self, device: &Device) -> Result<&mut cache::Cache> {
+    pub(super) fn pages_on(&mut self, device: &Device) -> Result<&mut cache::Cache> {
         let pages = match self.pages.take() {
             Some(pages) => pages,
             None => cache::Cache::new(device, &self.heads, self.windows.len(), self.dtype)?,
@@ -149,7 +149,7 @@ impl Cuda {
             step.positions.iter().copied().chain(std::iter::repeat_n(0, bucket - rows)).collect();
         // Neither the table nor the cache's own tables may move while a graph that reads them is recorded.
         self.table(step.table)?;
-        cache.made(&self.device)?.begin_step()?;
+        cache.pages_on(&self.device)?.begin_step()?;
         // The tokens of padding rows are dropped; without picks there is nothing to choose.
         let Choice { picks, filters } = step.choice;
         let mut picks = picks.to_vec();
@@ -198,15 +198,15 @@ impl Decode for Cuda {
     }
 
     fn add_prompts(&self, cache: &mut Cache, lengths: &[usize]) -> Result<usize> {
-        Ok(cache.made(&self.device)?.announce(lengths)?)
+        Ok(cache.pages_on(&self.device)?.announce(lengths)?)
     }
 
     fn fill_prompts(&self, cache: &mut Cache, first: usize, layer: usize, qkv: &Tensor) -> Result<()> {
-        Ok(cache.made(&self.device)?.fill(first, layer, qkv.rows())?)
+        Ok(cache.pages_on(&self.device)?.fill(first, layer, qkv.rows())?)
     }
 
     fn add_rows(&self, cache: &mut Cache, prompt: usize, copies: usize, max_new_tokens: usize) -> Result<()> {
-        Ok(cache.made(&self.device)?.add_rows(prompt, copies, max_new_tokens)?)
+        Ok(cache.pages_on(&self.device)?.add_rows(prompt, copies, max_new_tokens)?)
     }
 
     fn close_prompts(&self, cache: &mut Cache) {
@@ -216,7 +216,7 @@ impl Decode for Cuda {
     fn attend_cached(&self, heads: &Heads, cache: &mut Cache, layer: usize, qkv: &Tensor) -> Result<Tensor> {
         let window = cache.windows[layer];
         let out = Tensor::new(&self.device, qkv.count(), heads.q_width(), qkv.dtype())?;
-        cache.made(&self.device)?.attend(layer, window, qkv.rows(), out.rows())?;
+        cache.pages_on(&self.device)?.attend(layer, window, qkv.rows(), out.rows())?;
         Ok(out)
     }
 
