@@ -21,7 +21,7 @@ const BUDGET_CHECKS: [(&str, BudgetCheck); 9] = [
     ("=changed", changed),
 ];
 
-/// Registers the filters that `limit_operators` inserts between the instructions.
+/// Registers the filters that `with_checks` inserts between the instructions.
 pub fn install(environment: &mut Environment<'static>) {
     for (name, check) in BUDGET_CHECKS {
         environment.add_filter(name, move |values: Rest<Value>| -> Result<Value, Error> {
