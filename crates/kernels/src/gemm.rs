@@ -164,7 +164,7 @@ pub struct SharedInputs {
 impl SharedInputs {
     /// The packed inputs from a row on, which must be a multiple of 16.
     pub fn starting_at(self, row: usize) -> SharedInputs {
-        assert!(row.is_multiple_of(16), "rows are shared_inputs out by 16");
+        assert!(row.is_multiple_of(16), "rows are packed in groups of 16");
         SharedInputs {
             #[cfg(target_arch = "x86_64")]
             tiled: self.tiled.map(|tiled| tiled.starting_at(row)),

@@ -260,7 +260,7 @@ fn parts_of_the_outputs_give_the_bits_of_the_whole() {
                 with_shared_inputs(&threads, isa, &x, rows, &weight.packed, |shared_inputs| {
                     forward_panels(isa, &term, shared_inputs.starting_at(first), Some(&bias), part.clone(), out);
                 });
-                assert!(lower == found[first * width..], "{isa} {dtype:?} {part:?} shared_inputs out");
+                assert!(lower == found[first * width..], "{isa} {dtype:?} {part:?} with shared inputs");
                 let local: Vec<f32> = dy.chunks_exact(n).flat_map(|row| &row[columns.clone()]).copied().collect();
                 let local = Rows { values: &local, width, stride: width };
                 let out = Output { y: &mut chained, stride: k, rows, add: begin > 0 };
