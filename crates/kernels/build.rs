@@ -1,11 +1,10 @@
-//! Compiles the CUDA kernels, where a feature asks for them.
+//! Compiles the CUDA kernels if a feature asks for them.
 //!
-//! With `cuda`, nvcc (`NVCC`, else `$CUDA_HOME/bin/nvcc`, else `nvcc` on the path) makes machine code for
-//! today's GPUs, and PTX for later ones, of
-//! `src/cuda/device/kernels.cu`; with `RLOOD_CUDA_STUB=1` there is none and no nvcc is needed. With
-//! `cuda-emulator` the C++ compiler makes a library of the same kernels that runs them on the CPU, and no nvcc either,
-//! unless `RLOOD_CUDA_STUB=0` asks for it; with `RLOOD_EMULATOR_RACES=1` GCC makes one that finds races, four times
-//! slower (`testing/emulator/races.cpp`).
+//! With `cuda`, nvcc (`NVCC`, else `$CUDA_HOME/bin/nvcc`, else `nvcc` on the path) compiles
+//! `src/cuda/device/kernels.cu` to machine code for current GPUs, and to PTX for later ones. With `RLOOD_CUDA_STUB=1`
+//! there are no kernels and no nvcc is needed. With `cuda-emulator` the C++ compiler builds a library of the same
+//! kernels that runs them on the CPU, and no nvcc is needed either unless `RLOOD_CUDA_STUB=0` is set. With
+//! `RLOOD_EMULATOR_RACES=1` GCC builds one that detects races and is four times slower (`testing/emulator/races.cpp`).
 
 use std::path::{Path, PathBuf};
 use std::{env, fs};
@@ -42,8 +41,8 @@ fn out_dir() -> PathBuf {
     PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"))
 }
 
-/// Machine code for compute capabilities 8.x, 9.0 and 10.0, so that a device opens in milliseconds, and PTX, of which the
-/// driver makes machine code for later ones; compressed. What the assembler says of registers goes to `kernels.log`.
+/// Machine code for compute capabilities 8.x, 9.0 and 10.0, so that a device opens in milliseconds, and PTX, which the
+/// driver compiles for later ones; compressed. The assembler's register counts are written to `kernels.log`.
 const TARGETS: &str = "arch=compute_80,code=[compute_80,sm_80,sm_90,sm_100]";
 
 fn compile(kernels: &Path) {
@@ -54,8 +53,8 @@ fn compile(kernels: &Path) {
     };
     let output = std::process::Command::new(&nvcc)
         .args(["-fatbin", "-gencode", TARGETS, "-Xfatbin", "--compress-all", "--compress-mode=size"])
-        // Kernels say fmaf where they mean it, as behind the emulator: what the compiler contracts by itself differs from
-        // kernel to kernel, and decode must have the bits of training.
+        // Kernels call fmaf explicitly where they need it, as behind the emulator. The compiler must not contract by
+        // itself: it would do so differently in each kernel, but decode must have the same bits as training.
         .args(["-fmad=false", "--threads", "0", "-Xptxas", "--verbose", "-std=c++17", "-O3", "-o"])
         .arg(kernels)
         .arg(Path::new(DEVICE).join("kernels.cu"))
@@ -81,14 +80,15 @@ fn compile(kernels: &Path) {
     }
 }
 
-/// Of the compiler: machine code of a CUDA 13 needs a driver of CUDA 13, whichever.
+/// Major version of the compiler: machine code from any CUDA 13 needs a driver of CUDA 13.
 fn major_version(nvcc: &Path) -> Option<u32> {
     let output = std::process::Command::new(nvcc).arg("--version").output().ok()?;
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     text.split("release ").nth(1)?.split('.').next()?.parse().ok()
 }
 
-/// The kernels behind the emulator. Never contracts a product and a sum by itself: kernels say fmaf where they mean it.
+/// Compiles the kernels behind the emulator. The compiler never contracts a product and a sum by itself:
+/// kernels call fmaf explicitly.
 #[cfg(feature = "cuda-emulator")]
 fn emulator() {
     let mut build = cc::Build::new();
@@ -103,7 +103,7 @@ fn emulator() {
         .flag("-fno-threadsafe-statics")
         .flag("-ffp-contract=off")
         .flag("-Wno-unknown-pragmas");
-    // fmaf as an instruction where this machine, which also runs the tests, has it.
+    // Compile fmaf to an instruction if this machine, which also runs the tests, has it.
     #[cfg(target_arch = "x86_64")]
     if std::arch::is_x86_feature_detected!("fma") {
         build.flag("-mfma");
@@ -116,8 +116,8 @@ fn emulator() {
     build.file(folder.join("emulator.cpp")).compile("rlood_cuda_emulator");
 }
 
-/// The same with the race detector (`emulator/races.cpp`), by GCC: a shared library, which keeps its lines when the rest
-/// is stripped.
+/// Compiles the kernels with the race detector (`emulator/races.cpp`), using GCC: a shared library, which keeps its
+/// line numbers when the rest is stripped.
 #[cfg(feature = "cuda-emulator")]
 fn with_races(mut build: cc::Build, folder: &Path) {
     build.define("RLOOD_EMULATOR_RACES", None).pic(true).flag("-g1").flag("-fno-optimize-sibling-calls");

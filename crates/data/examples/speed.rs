@@ -1,5 +1,6 @@
-//! Rows a second on one core: GSM8K's mapping from parquet, and ndjson without a template, each to canonical rows that are validated and
-//! hashed. `cargo run --release -p rlood-data --example speed -- FILE.parquet FILE.ndjson`
+//! Measures the rows converted per second on one core: the GSM8K mapping from parquet, and ndjson without a template.
+//! Each row is converted to its canonical form, validated and hashed. `cargo run --release -p rlood-data --example
+//! speed -- FILE.parquet FILE.ndjson`
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -11,7 +12,7 @@ use rlood_types::dataset::Recipe;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-/// Hashes what is written, as the server does, and forgets it.
+/// Hashes the written bytes, as the server does, and discards them.
 struct Hashed(Sha256);
 
 impl Write for Hashed {
@@ -27,7 +28,7 @@ impl Write for Hashed {
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let files: Vec<PathBuf> = std::env::args_os().skip(1).map(PathBuf::from).collect();
-    let [parquet, ndjson] = files.as_slice() else { return Err("give a parquet and an ndjson file".into()) };
+    let [parquet, ndjson] = files.as_slice() else { return Err("usage: speed FILE.parquet FILE.ndjson".into()) };
     let system = json!("End with #### and the number.");
     let answer = json!("{{ answer.split('####')[-1] | trim | replace(',', '') }}");
     let mapped = json!({"map": {"prompt": "question", "system": system, "columns": {"answer": answer}}});

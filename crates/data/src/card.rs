@@ -1,4 +1,4 @@
-//! Which files of a repository are a split of a data set: by its README's YAML, else by their names.
+//! Chooses the files of a dataset split in a repository: from the YAML in its README, else from the file names.
 
 use serde::Deserialize;
 use serde_json::Value;
@@ -6,36 +6,36 @@ use serde_json::Value;
 use super::columns::nearest;
 use super::glob::matches;
 
-/// Endings of files that are read here, each also with .gz or .zst.
+/// Extensions of the supported data files, each also with .gz or .zst.
 const READABLE: [&str; 7] = ["parquet", "jsonl", "ndjson", "jsonlines", "json", "csv", "tsv"];
-/// Endings of data that is not read here, and what to do.
+/// Extensions of data files that are not supported; the error lists them.
 const UNREADABLE: [&str; 7] = ["arrow", "txt", "bz2", "xz", "zip", "tar", "webdataset"];
-/// Words in folders and file names, as the library `datasets` 5.2.0 knows them (data_files.py).
+/// Words for splits in folder and file names, as the library `datasets` 5.2.0 knows them (data_files.py).
 const SPLITS: [(&str, &[&str]); 3] = [
     ("train", &["train", "training"]),
     ("validation", &["validation", "valid", "dev", "val"]),
     ("test", &["test", "testing", "eval", "evaluation"]),
 ];
 
-/// What was chosen.
+/// The files chosen for a split.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Chosen {
-    /// The configuration; `default` where there is none.
+    /// The configuration's name; `default` if the repository names none.
     pub config: String,
-    /// The split.
+    /// The name of the split.
     pub split: String,
-    /// Its files, in the order of their names.
+    /// The split's files, sorted by name.
     pub files: Vec<String>,
 }
 
-/// Why nothing can be chosen.
+/// The reason why no files can be chosen.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CannotChoose {
-    /// `config`, `split` or `hub`.
+    /// The request field at fault: `config`, `split` or `hub`.
     pub field: &'static str,
-    /// What is wrong, and what there is.
+    /// The problem, and the choices that exist.
     pub detail: String,
-    /// There is data, but of no format that is read here: the hub may have a converted copy.
+    /// True if the repository has data, but in no supported format: the hub may offer a converted copy.
     pub is_unreadable: bool,
 }
 
@@ -61,7 +61,7 @@ fn default_name() -> String {
     "default".to_owned()
 }
 
-/// A configuration's splits, each with patterns or files.
+/// The splits of a configuration, each with patterns or files.
 struct Layout {
     config: String,
     is_default: bool,
@@ -71,16 +71,17 @@ struct Layout {
 /// Chooses the files of a configuration's split.
 ///
 /// # Errors
-/// When it must be named, is not there, or is of no format that is read here; with the choices.
+/// Fails if the configuration or split must be named, does not exist, or has no supported format. The
+/// message lists the choices.
 pub fn choose(
     readme: Option<&str>,
     files: &[String],
     config: Option<&str>,
     split: Option<&str>,
 ) -> Result<Chosen, CannotChoose> {
-    let mut layouts = of_readme(readme.unwrap_or_default(), files);
+    let mut layouts = layouts_from_readme(readme.unwrap_or_default(), files);
     if layouts.iter().all(|layout| layout.splits.iter().all(|(_, files)| files.is_empty())) {
-        layouts = vec![Layout { config: default_name(), is_default: true, splits: by_names(files) }];
+        layouts = vec![Layout { config: default_name(), is_default: true, splits: splits_from_names(files) }];
     }
     let layout = choose_config(&layouts, config)?;
     let (split, chosen) = choose_split(layout, split)?;
@@ -92,7 +93,7 @@ pub fn choose(
         let detail = match found.is_empty() {
             true => "the repository holds no data files (parquet, jsonl, json, csv or tsv)".to_owned(),
             false => format!(
-                "its data is in no format that is read here ({}): parquet, jsonl, json, csv and tsv are, also in .gz or .zst",
+                "its data format is not supported ({}); supported are parquet, jsonl, json, csv and tsv, also with .gz or .zst",
                 found.join(", ")
             ),
         };
@@ -150,8 +151,8 @@ fn choose_split<'l>(layout: &'l Layout, split: Option<&str>) -> Result<(&'l str,
     }
 }
 
-/// The configurations of the YAML between `---` lines.
-fn of_readme(readme: &str, files: &[String]) -> Vec<Layout> {
+/// Reads the configurations from the YAML between the `---` lines of a README.
+fn layouts_from_readme(readme: &str, files: &[String]) -> Vec<Layout> {
     let front = readme.trim_start_matches('\u{feff}').strip_prefix("---").and_then(|rest| rest.split_once("\n---"));
     let Some((yaml, _)) = front else { return Vec::new() };
     let Ok(Card { configs }) = serde_saphyr::from_str::<Card>(yaml) else { return Vec::new() };
@@ -168,7 +169,7 @@ fn of_readme(readme: &str, files: &[String]) -> Vec<Layout> {
                 Some(splits) => splits.into_iter().map(|(name, patterns)| (name, matching(&patterns))).collect(),
                 None => {
                     let inside = |file: &&String| dir.is_none_or(|dir| file.starts_with(&format!("{dir}/")));
-                    by_names(&files.iter().filter(inside).cloned().collect::<Vec<_>>())
+                    splits_from_names(&files.iter().filter(inside).cloned().collect::<Vec<_>>())
                 }
             };
             Layout { config: config_name, is_default: default, splits }
@@ -176,7 +177,7 @@ fn of_readme(readme: &str, files: &[String]) -> Vec<Layout> {
         .collect()
 }
 
-/// `data_files`: a pattern, a list of patterns, or `[{split, path}]`.
+/// Parses `data_files`: a pattern, a list of patterns, or `[{split, path}]`.
 fn patterns_of(data_files: &Value) -> Option<Vec<(String, Vec<String>)>> {
     let texts = |value: &Value| -> Vec<String> {
         match value {
@@ -204,10 +205,11 @@ fn patterns_of(data_files: &Value) -> Option<Vec<(String, Vec<String>)>> {
     }
 }
 
-/// As `datasets` guesses: `data/{split}-00000-of-00001.*`, then words in folders, then in file names, else all is `train`.
-fn by_names(files: &[String]) -> Vec<(String, Vec<String>)> {
+/// Guesses the splits as `datasets` does: from `data/{split}-00000-of-00001.*`, then from words in folder names, then
+/// in file names; else all files are `train`.
+fn splits_from_names(files: &[String]) -> Vec<(String, Vec<String>)> {
     let data: Vec<&String> = files.iter().filter(|file| is_data(file)).collect();
-    let guesses: [fn(&str) -> Option<String>; 3] = [of_shard, of_folder, of_name];
+    let guesses: [fn(&str) -> Option<String>; 3] = [split_of_shard, split_of_folder, split_of_name];
     for guess in guesses {
         let mut splits: Vec<(String, Vec<String>)> = Vec::new();
         for file in &data {
@@ -227,8 +229,8 @@ fn by_names(files: &[String]) -> Vec<(String, Vec<String>)> {
     }
 }
 
-/// `data/train_prefs-00000-of-00004.parquet`
-fn of_shard(file: &str) -> Option<String> {
+/// Returns the split of a shard's name, such as `data/train_prefs-00000-of-00004.parquet`.
+fn split_of_shard(file: &str) -> Option<String> {
     let name = file.rsplit('/').next()?;
     let (before, total) = name.rsplit_once("-of-")?;
     let (split, number) = before.rsplit_once('-')?;
@@ -237,16 +239,16 @@ fn of_shard(file: &str) -> Option<String> {
     (is_shard && !split.is_empty()).then(|| split.to_owned())
 }
 
-fn of_folder(file: &str) -> Option<String> {
+fn split_of_folder(file: &str) -> Option<String> {
     let (folders, _) = file.rsplit_once('/')?;
     folders.split('/').find_map(split_of)
 }
 
-fn of_name(file: &str) -> Option<String> {
+fn split_of_name(file: &str) -> Option<String> {
     split_of(file.rsplit('/').next()?)
 }
 
-/// A split's word between `- . _`, blanks and digits.
+/// Finds a word for a split between `- . _`, blanks and digits.
 fn split_of(text: &str) -> Option<String> {
     let lower = text.to_ascii_lowercase();
     let words: Vec<&str> = lower.split(|c: char| !c.is_ascii_alphabetic()).collect();
@@ -264,7 +266,7 @@ fn is_readable(file: &str) -> bool {
     ending(file).is_some_and(|ending| READABLE.contains(&ending)) && is_data(file)
 }
 
-/// Whether it is data at all, and not a description of it.
+/// Whether a file holds data, and is not a description of it.
 fn is_data(file: &str) -> bool {
     let name = file.rsplit('/').next().unwrap_or(file);
     let described =
@@ -315,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn without_it_names_tell_as_the_library_datasets_guesses() {
+    fn without_yaml_splits_are_guessed_as_the_library_datasets_does() {
         for (names, split, expected) in [
             (
                 &[
@@ -346,7 +348,7 @@ mod tests {
     }
 
     #[test]
-    fn data_that_is_not_read_here_is_told_apart_from_none() {
+    fn unsupported_data_is_distinguished_from_no_data() {
         let error = choose(None, &files(&["data-00000-of-00001.arrow", "state.json"]), None, None).unwrap_err();
         assert!(error.is_unreadable && error.detail.contains("data-00000-of-00001.arrow"), "{error:?}");
         let error = choose(None, &files(&["README.md", "script.py"]), None, None).unwrap_err();

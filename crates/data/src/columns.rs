@@ -1,16 +1,17 @@
-//! Columns by name and by path, and the name that was probably meant.
+//! Looks up columns by name and by path, and suggests the name that was probably meant.
 
 use serde_json::{Map, Value};
 
-/// A row of a source.
+/// A row of a source file.
 pub type Row = Map<String, Value>;
 
-/// What a path leads to: a column of that very name, else a column and further into objects and lists.
+/// Finds the value at a path: a column with exactly that name, else a column followed by keys and indices
+/// into objects and lists.
 pub fn find<'r>(row: &'r Row, path: &str) -> Option<&'r Value> {
     if let Some(value) = row.get(path) {
         return Some(value);
     }
-    // The longest beginning that is a column.
+    // The longest prefix of the path that is a column.
     let ends = path.char_indices().rev().filter(|(_, c)| *c == '.').map(|(at, _)| at);
     for end in ends {
         let (name, rest) = path.split_at(end);
@@ -25,37 +26,37 @@ pub fn find<'r>(row: &'r Row, path: &str) -> Option<&'r Value> {
     None
 }
 
-/// The column that a path begins with, as far as names tell.
-pub fn first_of(path: &str) -> &str {
+/// The column that a path begins with, judged by the path alone.
+pub fn column_of_path(path: &str) -> &str {
     path.split('.').next().unwrap_or(path)
 }
 
-/// `there is no column 'quesiton'; columns are question, answer (did you mean 'question'?)`
+/// Formats an error such as `there is no column 'quesiton'; columns are question, answer (did you mean 'question'?)`.
 pub fn unknown<'n>(name: &str, names: impl Iterator<Item = &'n str> + Clone) -> String {
     let shown: Vec<&str> = names.clone().take(20).collect();
     let more = if names.clone().count() > shown.len() { ", …" } else { "" };
     let meant = nearest(name, names).map_or_else(String::new, |near| format!(" (did you mean '{near}'?)"));
     let list =
         if shown.is_empty() { "there are none".to_owned() } else { format!("columns are {}{more}", shown.join(", ")) };
-    format!("there is no column '{}'; {list}{meant}", brief(name))
+    format!("there is no column '{}'; {list}{meant}", shorten(name))
 }
 
-/// The name that is near enough to be meant.
+/// Returns the name that is close enough to be the intended one.
 pub fn nearest<'n>(name: &str, names: impl Iterator<Item = &'n str>) -> Option<&'n str> {
     let near = |other: &&str| strsim::damerau_levenshtein(&name.to_lowercase(), &other.to_lowercase());
     let best = names.min_by_key(near)?;
     (near(&best) <= (name.chars().count() / 3).max(1)).then_some(best)
 }
 
-/// For an error.
-pub fn brief(text: &str) -> String {
+/// Shortens a text for an error message.
+pub fn shorten(text: &str) -> String {
     match text.char_indices().nth(80) {
         Some((end, _)) => format!("{}…", text.get(..end).unwrap_or_default()),
         None => text.to_owned(),
     }
 }
 
-/// As a sentence says it.
+/// The name of a value's type, for error messages.
 pub fn kind(value: &Value) -> &'static str {
     match value {
         Value::Null => "null",
@@ -86,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn the_name_that_was_meant_is_offered() {
+    fn the_intended_name_is_suggested() {
         let names = ["question", "answer"];
         assert_eq!(
             unknown("quesiton", names.into_iter()),

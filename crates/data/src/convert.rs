@@ -1,4 +1,4 @@
-//! From sources to canonical rows, or to a look at the first ones.
+//! Converts source files to canonical rows, or previews the first rows.
 
 use std::collections::BTreeSet;
 use std::io::Write;
@@ -16,63 +16,64 @@ use super::keys::Keys;
 use super::mapping::{Mapped, Mapping};
 use super::source::{Flow, NOT_FETCHED, Place, Source, Wanted, each_row, whole};
 
-/// Written at once.
+/// Bytes buffered before each write.
 const WRITE_BYTES: usize = 256 << 10;
-/// How long a look may take to find rows that a condition leaves.
-const LOOK_FOR: Duration = Duration::from_millis(200);
+/// How long a preview may search for rows that pass the recipe's filter.
+const PREVIEW_SEARCH_TIME: Duration = Duration::from_millis(200);
 
-/// What a conversion has to keep to.
+/// Limits and defaults of a conversion.
 #[derive(Debug, Clone, Copy)]
 pub struct Options<'o> {
-    /// Of the upload's media type; names of files and their content come first.
+    /// The format that the upload's media type names; file names and file content take precedence.
     pub format: Option<Format>,
-    /// Whether a text becomes a chat where the map does not say: the model has a chat template, or is not known.
+    /// Whether a text becomes a chat if the map does not say: true if the model has a chat template, or is not known.
     pub chat_default: bool,
-    /// The rows are to have answers: a column `completion`, or a chat whose last message is the answer.
+    /// Whether rows must have answers: a column `completion`, or a chat whose last message is the answer.
     pub answers: bool,
-    /// Bytes of the rows that are kept.
+    /// The maximum size of the kept rows, in bytes.
     pub max_bytes: u64,
-    /// Set = end soon.
+    /// Set to true to end the conversion soon.
     pub cancelled: &'o AtomicBool,
 }
 
-/// A dataset that was written.
+/// The result of writing a dataset.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Converted {
-    /// Of the rows that were kept.
+    /// A summary of the kept rows.
     pub summary: Summary,
-    /// Rows of the sources that were read.
+    /// Number of source rows that were read.
     pub rows_read: u64,
 }
 
-/// A look at the first rows.
+/// A preview of the first rows.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Preview {
-    /// The columns of the source's first rows.
+    /// The columns found in the source's first rows.
     pub columns: Vec<PreviewColumn>,
-    /// The first rows as they are.
+    /// The first rows as the source has them.
     pub source_rows: Vec<Value>,
-    /// What the first rows become that the mapping keeps.
+    /// The first rows that the mapping keeps, after mapping.
     pub rows: Vec<Value>,
-    /// A map that would fit: where there is no prompt, or where a reward would not find the answer.
+    /// A map that would work: set if there is no prompt, or if a reward would not find the answer.
     pub suggested_map: Option<Value>,
-    /// What is wrong with the first rows.
+    /// The errors found in the first rows.
     pub rejected: Option<Rejected>,
 }
 
-/// A column of a source.
+/// A column of a source file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PreviewColumn {
-    /// Its name.
+    /// The column's name as the source spells it.
     pub name: String,
-    /// `text`, `number`, `boolean`, `list`, `object`, `null`: of the first value that is not null.
+    /// The type of the first value that is not null: `text`, `number`, `boolean`, `list`, `object` or `null`.
     pub kind: &'static str,
 }
 
-/// Writes the rows of all sources, in order, as they are mapped: ndjson, one compact object a line.
+/// Maps and writes the rows of all sources, in order: ndjson, one compact object per line.
 ///
 /// # Errors
-/// Everything that is wrong: the recipe, files, rows (the first [`MAX_ERRORS`]); or that it is too large, or was cancelled.
+/// Reports everything that is wrong with the recipe, the files and the rows (the first [`MAX_ERRORS`]), a dataset that
+/// is too large, and cancellation.
 pub fn convert(
     sources: &[Source],
     recipe: &Recipe,
@@ -105,13 +106,13 @@ pub fn convert(
     Ok(Converted { summary, rows_read })
 }
 
-/// Looks at the first rows: as they are, and what they become. Nothing is kept, and not much read.
+/// Previews the first rows: as they are, and after mapping. Writes nothing and reads only as much as it needs.
 ///
 /// # Errors
-/// When the recipe or a file cannot be used at all; what is wrong with rows is a part of the answer.
+/// Fails if the recipe or a file cannot be used at all. Errors in rows are part of the result.
 pub fn preview(sources: &[Source], recipe: &Recipe, options: &Options<'_>, rows: usize) -> Result<Preview, Rejected> {
     let begun = Instant::now();
-    let is_late = || begun.elapsed() > LOOK_FOR + waited(sources);
+    let is_late = || begun.elapsed() > PREVIEW_SEARCH_TIME + waited(sources);
     let (mut columns, mut source_rows): (Vec<PreviewColumn>, Vec<Value>) = (Vec::new(), Vec::new());
     for source in sources {
         let mut error = None;
@@ -122,7 +123,7 @@ pub fn preview(sources: &[Source], recipe: &Recipe, options: &Options<'_>, rows:
                     note_columns(&mut columns, &row);
                     source_rows.push(row);
                 }
-                Err(found) => error = Some(placed(source, place, found)),
+                Err(found) => error = Some(with_position(source, place, found)),
             }
             let enough = source_rows.len() >= rows || error.is_some() || is_late();
             if enough { Flow::Enough } else { Flow::More }
@@ -138,7 +139,7 @@ pub fn preview(sources: &[Source], recipe: &Recipe, options: &Options<'_>, rows:
         }
     }
     if source_rows.is_empty() && !is_late() {
-        return Err(rejected(whole("empty", "there are no rows: at least one is needed".to_owned())));
+        return Err(rejected(whole("empty", "there are no rows: at least one is required".to_owned())));
     }
     let first = source_rows.first().and_then(Value::as_object);
     let has_prompt = first.is_some_and(|row| row.contains_key("prompt"));
@@ -160,12 +161,12 @@ pub fn preview(sources: &[Source], recipe: &Recipe, options: &Options<'_>, rows:
     Ok(Preview { columns, source_rows, rows: mapped, suggested_map, rejected: ended })
 }
 
-/// Whether an error only says that no more is fetched, when there are rows to show.
+/// Whether an error only says that nothing more is fetched, while there are rows to show.
 fn is_enough(error: &RowError, rows: &[Value]) -> bool {
     error.code == NOT_FETCHED && !rows.is_empty()
 }
 
-/// How long sources elsewhere were waited for: that is not the look's own time.
+/// How long the preview waited for remote sources. That time does not count against the preview's own limit.
 fn waited(sources: &[Source]) -> Duration {
     sources.iter().map(Source::waited).sum()
 }
@@ -187,7 +188,7 @@ fn compile(recipe: &Recipe, options: &Options<'_>) -> Result<Option<Mapping>, Re
     let (map, plain) = (recipe.map.as_ref(), RecipeMap::default());
     if options.answers {
         let mapping = Mapping::new(map.unwrap_or(&plain), options.chat_default).map_err(refuse)?;
-        return Ok(Some(mapping.taking_chats()));
+        return Ok(Some(mapping.with_chat_prompts()));
     }
     map.map(|map| Mapping::new(map, options.chat_default)).transpose().map_err(refuse)
 }
@@ -196,8 +197,8 @@ fn rejected(error: RowError) -> Rejected {
     Rejected { errors: vec![error], num_errors: 1 }
 }
 
-/// `row 17 (data/train.parquet, row group 0): …`
-fn placed(source: &Source, place: Place, error: RowError) -> RowError {
+/// Prefixes an error with its position: `row 17 (data/train.parquet, row group 0): …`.
+fn with_position(source: &Source, place: Place, error: RowError) -> RowError {
     let group = place.row_group.map_or_else(String::new, |group| format!(", row group {group}"));
     let detail = format!("row {} ({}{group}): {}", place.row, source.name, error.detail);
     RowError { line: 0, code: error.code, detail }
@@ -207,7 +208,7 @@ fn in_file(source: &Source, error: RowError) -> RowError {
     RowError { detail: format!("{}: {}", source.name, error.detail), ..error }
 }
 
-/// One way through the sources, mapped and filtered.
+/// One pass over the sources, which maps and filters their rows.
 struct Pass<'p> {
     mapping: Option<&'p Mapping>,
     options: &'p Options<'p>,
@@ -216,7 +217,7 @@ struct Pass<'p> {
     errors: Vec<RowError>,
     num_errors: u64,
     rows_read: u64,
-    /// Whether a look has taken long enough.
+    /// Whether a preview has used up its time.
     is_late: &'p dyn Fn() -> bool,
 }
 
@@ -236,7 +237,7 @@ impl<'p> Pass<'p> {
             without: mapping.unread().to_vec(),
             images: mapping.dropped().to_vec(),
         });
-        // What a parquet file need not give is not seen; of texts every column is.
+        // A parquet file may return only the requested columns, so only text formats show all columns.
         if sources.iter().any(|source| source.name.ends_with(".parquet")) {
             self.seen.extend(wanted.without.iter().chain(&wanted.images).cloned());
         }
@@ -254,7 +255,7 @@ impl<'p> Pass<'p> {
             .map_err(|error| rejected(in_file(source, error)))?;
         }
         if self.options.cancelled.load(Ordering::Relaxed) && self.num_errors == 0 {
-            self.error(whole("cancelled", "it was cancelled".to_owned()));
+            self.error(whole("cancelled", "the conversion was cancelled".to_owned()));
         }
         if self.num_errors == 0 && self.rows_read > 0 {
             self.check_names();
@@ -273,7 +274,7 @@ impl<'p> Pass<'p> {
         take: &mut dyn FnMut(Value) -> Result<Flow, RowError>,
     ) -> Flow {
         if self.options.cancelled.load(Ordering::Relaxed) {
-            self.error(whole("cancelled", "it was cancelled".to_owned()));
+            self.error(whole("cancelled", "the conversion was cancelled".to_owned()));
             return Flow::Enough;
         }
         if (self.is_late)() {
@@ -284,18 +285,18 @@ impl<'p> Pass<'p> {
             Ok(None) => Flow::More,
             Ok(Some(row)) => match take(row) {
                 Ok(flow) => flow,
-                // Not of this row: nothing after it can be taken.
+                // These errors do not belong to this row: no later row can be stored either.
                 Err(error) if error.code == "too_large" || error.code == "unwritable" => {
                     self.error(error);
                     Flow::Enough
                 }
-                Err(error) => self.note(placed(source, place, error)),
+                Err(error) => self.record_error(with_position(source, place, error)),
             },
-            Err(error) => self.note(placed(source, place, error)),
+            Err(error) => self.record_error(with_position(source, place, error)),
         }
     }
 
-    /// The row that it becomes, if it stays.
+    /// Maps a row. Returns None if the filter drops it.
     fn map(&mut self, row: Value) -> Result<Option<Value>, RowError> {
         let Some(mapping) = self.mapping else {
             if let Some(fields) = row.as_object().filter(|row| !row.contains_key("prompt")) {
@@ -317,10 +318,10 @@ impl<'p> Pass<'p> {
         }
     }
 
-    /// Names that no row had.
+    /// Reports names that no row had.
     fn check_names(&mut self) {
         let Some(mapping) = self.mapping else { return };
-        for (at, name) in mapping.named() {
+        for (at, name) in mapping.referenced_columns() {
             if name != "prompt" && !self.seen.contains(&name) {
                 let detail = format!("{at}: {}", unknown(&name, self.seen.iter().map(String::as_str)));
                 self.error(whole("unknown_column", detail));
@@ -328,8 +329,8 @@ impl<'p> Pass<'p> {
         }
     }
 
-    /// Keeps an error; after many of one kind there is no use in reading on when not one row was good.
-    fn note(&mut self, error: RowError) -> Flow {
+    /// Records an error. Stops reading after many errors if not a single row was good.
+    fn record_error(&mut self, error: RowError) -> Flow {
         let hopeless = self.num_errors + 1 == self.rows_read && self.num_errors >= MAX_ERRORS as u64;
         self.error(error);
         if !hopeless {
@@ -348,11 +349,12 @@ impl<'p> Pass<'p> {
     }
 }
 
-/// Which of the kept rows are taken.
+/// Chooses which of the kept rows are written.
 enum Sample {
-    /// So many, the first ones.
+    /// Takes this many rows from the beginning.
     First(u64),
-    /// `left` of the `of - at` rows to come: each subset is as likely (Knuth, The Art of Computer Programming 2, 3.4.2, algorithm S).
+    /// Takes `left` of the remaining `of - at` rows, each subset equally likely (Knuth, The Art of Computer Programming
+    /// 2, 3.4.2, algorithm S).
     Drawn { seed: u64, left: u64, of: u64, at: u64 },
 }
 
@@ -373,7 +375,7 @@ impl Sample {
             Sample::Drawn { left: 0, .. } => Choice::End,
             Sample::Drawn { seed, left, of, at } => {
                 let to_come = of.saturating_sub(*at).max(1);
-                let draw = below(mixed(seed.wrapping_add(mixed(*at))), to_come);
+                let draw = below(splitmix64(seed.wrapping_add(splitmix64(*at))), to_come);
                 *at += 1;
                 if draw < *left {
                     *left -= 1;
@@ -386,13 +388,13 @@ impl Sample {
     }
 }
 
-/// A number below `end`, from 64 random bits.
+/// Maps 64 random bits to a number below `end`.
 fn below(bits: u64, end: u64) -> u64 {
     ((u128::from(bits) * u128::from(end)) >> 64) as u64
 }
 
-/// SplitMix64's mixing function (Steele, Lea, Flood 2014).
-fn mixed(x: u64) -> u64 {
+/// The mixing function of SplitMix64 (Steele, Lea, Flood 2014).
+fn splitmix64(x: u64) -> u64 {
     let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -422,10 +424,8 @@ impl Writer<'_> {
         }
         self.written += (self.buffer.len() - before) as u64;
         if self.written > self.max_bytes {
-            let detail = format!(
-                "what the mapping keeps has more than {} bytes: give limit, or keep fewer columns",
-                self.max_bytes
-            );
+            let detail =
+                format!("the mapped rows have more than {} bytes: set limit, or keep fewer columns", self.max_bytes);
             return Err(whole("too_large", detail));
         }
         if self.buffer.len() >= WRITE_BYTES {
@@ -446,16 +446,16 @@ impl Writer<'_> {
     }
 }
 
-/// Bytes of the largest column of a row, for an error.
+/// Name and bytes of a row's largest column, for an error message.
 fn largest(row: &Value) -> Option<(String, usize)> {
     let row = row.as_object()?;
     row.iter().map(|(name, value)| (name.clone(), value.to_string().len())).max_by_key(|(_, bytes)| *bytes)
 }
 
-/// What to say of a row that is too long.
+/// Formats the error for a row that is too long.
 fn too_long(row: &Value, bytes: usize) -> String {
     let largest = largest(row).map_or_else(String::new, |(name, bytes)| {
-        format!(": '{}' alone has {bytes}; drop it with map.drop, or shorten it", super::columns::brief(&name))
+        format!(": '{}' alone has {bytes}; drop it with map.drop, or shorten it", super::columns::shorten(&name))
     });
-    format!("the row has {bytes} bytes, {MAX_ROW_BYTES} are the most{largest}")
+    format!("the row has {bytes} bytes, the maximum is {MAX_ROW_BYTES}{largest}")
 }

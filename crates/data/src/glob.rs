@@ -1,11 +1,12 @@
-//! Patterns of file names, as READMEs of data sets have them.
+//! Patterns of file names, as the READMEs of datasets use them.
 
-/// Bytes of a pattern, or of a name.
+/// Maximum length of a pattern and of a file name, in bytes.
 const MAX_PATTERN: usize = 1024;
-/// Patterns that one with braces may stand for.
+/// Maximum number of alternatives that the braces of one pattern may expand to.
 const MAX_ALTERNATIVES: usize = 64;
 
-/// `*` within a name, `**` across folders, `?`, `[a-z]`, `{a,b}`; an exact path; a folder stands for all in it.
+/// Matches a file name against a pattern: `*` within a name, `**` across folders, `?`, `[a-z]`, `{a,b}`, an exact path,
+/// or a folder for everything in it.
 pub fn matches(pattern: &str, file: &str) -> bool {
     let pattern = pattern.trim_start_matches("./").trim_end_matches('/');
     if pattern.len() > MAX_PATTERN {
@@ -16,7 +17,7 @@ pub fn matches(pattern: &str, file: &str) -> bool {
         .any(|pattern| glob(pattern.as_bytes(), file.as_bytes()) || file.starts_with(&format!("{pattern}/")))
 }
 
-/// `{a,b}` written out, up to [`MAX_ALTERNATIVES`]; braces inside braces are letters.
+/// Expands `{a,b}`, up to [`MAX_ALTERNATIVES`]; braces inside braces are literal characters.
 fn alternatives(pattern: &str) -> Vec<String> {
     let mut written = vec![String::new()];
     let mut rest = pattern;
@@ -35,7 +36,8 @@ fn alternatives(pattern: &str) -> Vec<String> {
     written.iter().map(|start| format!("{start}{rest}")).collect()
 }
 
-/// In time that grows with pattern times text: after each piece of the pattern, where in the text it may end.
+/// Matches in time proportional to pattern length times text length: after each piece of the pattern, it keeps the set
+/// of positions in the text where a match may end.
 fn glob(mut pattern: &[u8], text: &[u8]) -> bool {
     if pattern.len() > MAX_PATTERN || text.len() > MAX_PATTERN {
         return false;
@@ -65,7 +67,7 @@ fn glob(mut pattern: &[u8], text: &[u8]) -> bool {
                     reached |= here;
                     reached
                 }
-                // `**/`: nothing, or whole folders.
+                // `**/` matches nothing, or whole folders.
                 Piece::Folders => {
                     let ended = here || (reached && before(at) == Some(b'/'));
                     reached |= here;
@@ -85,7 +87,7 @@ fn glob(mut pattern: &[u8], text: &[u8]) -> bool {
 enum Piece<'p> {
     Byte(u8),
     One,
-    /// `[a-z_]`, and `[!a-z]`.
+    /// A character class: `[a-z_]` or `[!a-z]`.
     Class {
         bytes: &'p [u8],
         is_without: bool,
@@ -115,7 +117,7 @@ fn next_piece(pattern: &[u8]) -> Option<(Piece<'_>, &[u8])> {
     })
 }
 
-/// Whether a byte is one of a class's, or within one of its ranges.
+/// Whether a byte is one of a class's characters, or within one of its ranges.
 fn in_class(class: &[u8], byte: u8) -> bool {
     match class {
         [] => false,

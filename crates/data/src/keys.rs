@@ -1,12 +1,12 @@
-//! The keys that `unique` has seen: 128 bits of each one's hash, in tables that grow by a quarter.
+//! The set of keys that `unique` has seen: 128 bits of each key's hash, in tables that grow by a quarter.
 
 use sha2::{Digest, Sha256};
 
-/// Tables by the hash's first bits: only one of them is copied when it grows.
+/// Number of tables, chosen by the hash's first bits: growing copies only one of them.
 const TABLES: usize = 256;
-const FIRST_PLACES: usize = 16;
+const INITIAL_SLOTS: usize = 16;
 
-/// A set of keys.
+/// A set of hashed keys.
 #[derive(Debug)]
 pub struct Keys {
     tables: Vec<Table>,
@@ -14,18 +14,18 @@ pub struct Keys {
 
 #[derive(Debug, Default)]
 struct Table {
-    /// 0 = free.
-    places: Vec<u128>,
+    /// The slots; 0 marks a free slot.
+    slots: Vec<u128>,
     used: usize,
 }
 
 impl Keys {
-    /// An empty one.
+    /// Creates an empty set of keys.
     pub fn new() -> Keys {
         Keys { tables: (0..TABLES).map(|_| Table::default()).collect() }
     }
 
-    /// Whether the key is new; it is known from then on.
+    /// Inserts a key. Returns whether the set did not contain it before.
     pub fn insert(&mut self, key: &[u8]) -> bool {
         let digest: [u8; 32] = Sha256::digest(key).into();
         let (start, _) = digest.split_at(16);
@@ -36,41 +36,41 @@ impl Keys {
         self.tables.get_mut(table).is_none_or(|table| table.insert(hash))
     }
 
-    /// Bytes that the tables take.
+    /// Bytes of memory that the tables use.
     #[cfg(test)]
     fn bytes(&self) -> usize {
-        self.tables.iter().map(|table| table.places.capacity() * 16).sum()
+        self.tables.iter().map(|table| table.slots.capacity() * 16).sum()
     }
 }
 
 impl Table {
     fn insert(&mut self, hash: u128) -> bool {
-        if self.used * 10 >= self.places.len() * 9 {
-            let more = (self.places.len() / 4).max(FIRST_PLACES);
-            let larger = vec![0; self.places.len() + more];
-            for known in std::mem::replace(&mut self.places, larger) {
+        if self.used * 10 >= self.slots.len() * 9 {
+            let more = (self.slots.len() / 4).max(INITIAL_SLOTS);
+            let larger = vec![0; self.slots.len() + more];
+            for known in std::mem::replace(&mut self.slots, larger) {
                 if known != 0 {
-                    self.put(known);
+                    self.insert_hash(known);
                 }
             }
         }
-        let is_new = self.put(hash);
+        let is_new = self.insert_hash(hash);
         self.used += usize::from(is_new);
         is_new
     }
 
-    /// Whether it was not there. There is a free place.
-    fn put(&mut self, hash: u128) -> bool {
-        let length = self.places.len();
+    /// Inserts a hash into a table with a free slot. Returns whether the hash is new.
+    fn insert_hash(&mut self, hash: u128) -> bool {
+        let length = self.slots.len();
         let first = (((hash & u128::from(u64::MAX)) * length as u128) >> 64) as usize;
         for step in 0..length {
             let at = (first + step) % length;
-            match self.places.get_mut(at) {
-                Some(place) if *place == 0 => {
-                    *place = hash;
+            match self.slots.get_mut(at) {
+                Some(slot) if *slot == 0 => {
+                    *slot = hash;
                     return true;
                 }
-                Some(place) if *place == hash => return false,
+                Some(slot) if *slot == hash => return false,
                 Some(_) | None => {}
             }
         }

@@ -1,8 +1,11 @@
-//! From files of many formats to the rows of a dataset: read, mapped, filtered, sampled; or looked at without keeping anything.
+//! Converts files of many formats to the rows of a dataset: reads, maps, filters and samples them, or
+//! previews them without writing.
 //!
-//! Files are ndjson, JSON, CSV, TSV (each also inside gzip or zstd) or parquet, told by their content first and by their name second.
-//! One row is held at a time, and of parquet the pages that its columns stand in, 224 MiB of all that at most. What grows with the rows are
-//! 16 bytes, at most 24 with the table's free places, for each distinct key of `unique`.
+//! Files are ndjson, JSON, CSV, TSV (each also inside gzip or zstd) or parquet. The content decides the format first,
+//! the file name second.
+//! The reader holds one row at a time, and of a parquet file the pages of the current rows: at most 224 MiB in
+//! all. Only `unique` needs memory that grows with the number of rows: 16 bytes for each distinct key, at most
+//! 24 with free slots.
 
 mod card;
 mod columns;

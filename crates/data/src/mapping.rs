@@ -1,13 +1,13 @@
-//! What a row becomes.
+//! The mapping from source rows to dataset rows.
 
 use rlood_types::dataset::{COMPLETION, InvalidRecipe, PROMPT, RecipeMap, RowError, presets};
 use rlood_types::spec::SampleTemplate;
 use serde_json::{Map, Value, json};
 use std::cell::OnceCell;
 
-use super::columns::{Row, brief, find, first_of, kind, unknown};
+use super::columns::{Row, column_of_path, find, kind, shorten, unknown};
 
-/// A mapping, compiled.
+/// A compiled mapping, which transforms rows.
 #[derive(Debug)]
 pub struct Mapping {
     prompt: Option<Text>,
@@ -20,16 +20,16 @@ pub struct Mapping {
     condition: Option<SampleTemplate>,
     unique: Vec<String>,
     cut_answer: bool,
-    /// Without a column `prompt`, chat messages under one of their usual names are the prompt.
+    /// If there is no column `prompt`, a column with chat messages under a usual name becomes the prompt.
     takes_chats: bool,
 }
 
-/// The value of a field.
+/// The source of a field's value.
 #[derive(Debug)]
 enum Text {
-    /// A column, or a path into one: the value as it is.
+    /// A column, or a path into one: the value is taken unchanged.
     Path(String),
-    /// A text of the row's columns.
+    /// A template that reads the row's columns.
     Template { source: String, compiled: SampleTemplate },
 }
 
@@ -39,16 +39,16 @@ enum System {
     Template(Text),
 }
 
-/// What became of a row.
+/// The result of mapping a row.
 #[derive(Debug, PartialEq)]
 pub enum Mapped {
-    /// A row, and its key if `unique` asks for one.
+    /// The mapped row, and its key if `unique` needs one.
     Row(Value, Option<Vec<u8>>),
-    /// The condition does not hold.
+    /// The filter `where` drops the row.
     Left,
 }
 
-/// Columns that hold chat messages in most data sets.
+/// Names of columns that hold chat messages in most datasets.
 const CHATS: [&str; 2] = ["messages", "conversations"];
 
 fn is_template(text: &str) -> bool {
@@ -68,12 +68,12 @@ impl Text {
         match self {
             Text::Path(path) => find(row, path).filter(|value| !value.is_null()).cloned().ok_or_else(|| {
                 if find(row, path).is_some() {
-                    return wrong("null", format!("{at}: '{}' is null", brief(path)));
+                    return wrong("null", format!("{at}: '{}' is null", shorten(path)));
                 }
-                let known = row.contains_key(first_of(path));
+                let known = row.contains_key(column_of_path(path));
                 let why = match known {
-                    true => format!("'{}' leads nowhere in '{}'", brief(path), first_of(path)),
-                    false => unknown(first_of(path), row.keys().map(String::as_str)),
+                    true => format!("'{}' does not exist in '{}'", shorten(path), column_of_path(path)),
+                    false => unknown(column_of_path(path), row.keys().map(String::as_str)),
                 };
                 wrong("unknown_column", format!("{at}: {why}"))
             }),
@@ -84,7 +84,7 @@ impl Text {
         }
     }
 
-    /// The column that it is, if it is one.
+    /// The column's name, if this is a plain column.
     fn column(&self) -> Option<&str> {
         match self {
             Text::Path(path) => Some(path),
@@ -93,9 +93,9 @@ impl Text {
     }
 }
 
-/// A template's error, in terms of the columns where these are the reason.
+/// Formats a template's error. If a column is missing or null, the error names that column.
 fn template_failed(at: &str, source: &str, why: &str, row: &Row) -> RowError {
-    let words: Vec<&str> = words(source);
+    let words: Vec<&str> = identifiers(source);
     if let Some(name) = words.iter().find(|word| row.get(**word).is_some_and(Value::is_null)) {
         return wrong("null", format!("{at}: '{name}' is null"));
     }
@@ -104,18 +104,18 @@ fn template_failed(at: &str, source: &str, why: &str, row: &Row) -> RowError {
     {
         return wrong("unknown_column", format!("{at}: {}", unknown(name, row.keys().map(String::as_str))));
     }
-    wrong("template_failed", format!("{at}: {}", brief(why)))
+    wrong("template_failed", format!("{at}: {}", shorten(why)))
 }
 
-/// The names in a template.
-fn words(source: &str) -> Vec<&str> {
+/// The identifiers that occur in a template.
+fn identifiers(source: &str) -> Vec<&str> {
     let split = source.split(|c: char| !(c.is_alphanumeric() || c == '_'));
     split.filter(|word| word.starts_with(|c: char| c.is_alphabetic() || c == '_')).collect()
 }
 
-/// The first name after the first `{{`.
+/// The first identifier after the first `{{`.
 fn first_variable(source: &str) -> Option<&str> {
-    words(source.split_once("{{")?.1).into_iter().next()
+    identifiers(source.split_once("{{")?.1).into_iter().next()
 }
 
 fn wrong(code: &'static str, detail: String) -> RowError {
@@ -123,10 +123,11 @@ fn wrong(code: &'static str, detail: String) -> RowError {
 }
 
 impl Mapping {
-    /// Compiles a map; None = rows stay as they are. `chat_default`: whether the model has a chat template, as far as it is known.
+    /// Compiles a map. Without a map, rows stay unchanged. `chat_default` says whether the model has a chat template,
+    /// or is not known.
     ///
     /// # Errors
-    /// A template that does not compile, with its field.
+    /// Fails if a template does not compile, and names its field.
     pub fn new(map: &RecipeMap, chat_default: bool) -> Result<Mapping, InvalidRecipe> {
         let RecipeMap { prompt, completion, system, chat, columns, keep, drop, condition, unique, cut_answer } = map;
         let prompt = prompt.as_deref().map(|text| Text::new("map.prompt", text)).transpose()?;
@@ -162,19 +163,21 @@ impl Mapping {
         })
     }
 
-    /// For rows with answers: where neither the map nor a column names the prompt, it is the chat of the row.
-    pub fn taking_chats(self) -> Mapping {
+    /// Adapts the mapping to rows with answers: if neither the map nor a column names the prompt, the row's
+    /// chat is the prompt.
+    pub fn with_chat_prompts(self) -> Mapping {
         Mapping { takes_chats: true, ..self }
     }
 
-    /// Where the row's chat stands, for rows that have no prompt.
+    /// The column with the row's chat, for rows without a prompt.
     fn chat_column(&self, row: &Row) -> &'static str {
         let is_chat = |name: &&str| row.get(*name).is_some_and(Value::is_array);
         let chats = CHATS.iter().filter(|_| self.takes_chats && !row.contains_key(PROMPT));
         chats.copied().find(is_chat).unwrap_or(PROMPT)
     }
 
-    /// The columns that are needed of the source; None = all, since the rest travels on or a template may look at any.
+    /// The source columns that the mapping needs. None means all, because other columns are kept or a template may
+    /// read any of them.
     pub fn needed(&self) -> Option<Vec<String>> {
         let keep = self.keep.as_ref()?;
         let texts = self.prompt.iter().chain(self.columns.iter().map(|(_, text)| text));
@@ -193,33 +196,34 @@ impl Mapping {
         is_plain.then_some(needed)
     }
 
-    /// The columns that go whatever they hold, and that nothing else looks at.
+    /// The columns that are always dropped and that nothing else reads.
     pub fn unread(&self) -> &[String] {
         let texts = self.prompt.iter().chain(self.columns.iter().map(|(_, text)| text));
         let is_plain = texts.clone().all(|text| text.column().is_some())
             && self.condition.is_none()
             && self.unique.is_empty()
             && !matches!(self.system, Some(System::Template(_)));
-        let is_read = texts.filter_map(Text::column).any(|path| self.drop.iter().any(|name| name == first_of(path)));
+        let is_read =
+            texts.filter_map(Text::column).any(|path| self.drop.iter().any(|name| name == column_of_path(path)));
         if is_plain && !is_read { &self.drop } else { &[] }
     }
 
-    /// The columns that go.
+    /// The columns that are dropped.
     pub fn dropped(&self) -> &[String] {
         &self.drop
     }
 
-    /// Names of `keep`, `drop` and `unique`, each with its field: they must be columns of some row.
-    pub fn named(&self) -> Vec<(&'static str, String)> {
+    /// The names in `keep`, `drop` and `unique`, each with its field. Each must be a column of some row.
+    pub fn referenced_columns(&self) -> Vec<(&'static str, String)> {
         let kept = self.keep.iter().flatten().map(|name| ("map.keep", name.clone()));
         let dropped = self.drop.iter().map(|name| ("map.drop", name.clone()));
         kept.chain(dropped).filter(|(_, name)| !self.columns.iter().any(|(made, _)| made == name)).collect()
     }
 
-    /// Makes of a source's row what it becomes.
+    /// Maps a source row to a dataset row.
     ///
     /// # Errors
-    /// What is wrong with it, naming the field of the map.
+    /// Says what is wrong with the row, and names the field of the map.
     pub fn apply(&self, row: Value) -> Result<Mapped, RowError> {
         let Value::Object(row) = row else {
             return Err(wrong("not_an_object", format!("a row must be a JSON object, not {}", kind(&row))));
@@ -228,7 +232,7 @@ impl Mapping {
         if let Some(condition) = &self.condition {
             let holds = condition
                 .value(variables.get())
-                .map_err(|why| wrong("condition_failed", format!("map.where: {}", brief(&why))))?;
+                .map_err(|why| wrong("condition_failed", format!("map.where: {}", shorten(&why))))?;
             if !is_true(&holds) {
                 return Ok(Mapped::Left);
             }
@@ -244,7 +248,7 @@ impl Mapping {
         let mut out = Map::with_capacity(row.len() + made.len() + 1);
         out.insert(PROMPT.to_owned(), prompt);
         let key = self.key(&row, &out, &made)?;
-        // What became the prompt goes.
+        // The column that became the prompt is dropped.
         let chat = if self.prompt.is_none() { self.chat_column(&row) } else { PROMPT };
         let stays = |name: &str| match &self.keep {
             Some(keep) => keep.iter().any(|kept| kept == name),
@@ -256,7 +260,7 @@ impl Mapping {
             }
         }
         for (name, value) in made {
-            // What is made was asked for by name.
+            // A computed column is kept, because the map asks for it by name.
             out.insert(name.clone(), value);
         }
         Ok(Mapped::Row(Value::Object(out), key))
@@ -296,15 +300,15 @@ impl Mapping {
                 }
                 Ok(Value::Array(messages))
             }
-            Value::Null => Err(wrong("null", format!("map.prompt: '{}' is null", brief(column.unwrap_or(PROMPT))))),
+            Value::Null => Err(wrong("null", format!("map.prompt: '{}' is null", shorten(column.unwrap_or(PROMPT))))),
             other => Err(wrong(
                 "invalid_prompt",
-                format!("map.prompt: it is a {}: a text or a list of chat messages is needed", kind(&other)),
+                format!("map.prompt: it must be a text or a list of chat messages, not a {}", kind(&other)),
             )),
         }
     }
 
-    /// What `unique` compares: mapped names first.
+    /// Computes the key that `unique` compares: mapped names take precedence over source columns.
     fn key(&self, row: &Row, out: &Map<String, Value>, made: &[(&String, Value)]) -> Result<Option<Vec<u8>>, RowError> {
         if self.unique.is_empty() {
             return Ok(None);
@@ -315,7 +319,7 @@ impl Mapping {
             let value = mapped.or_else(|| find(row, name)).ok_or_else(|| {
                 wrong("unknown_column", format!("map.unique: {}", unknown(name, row.keys().map(String::as_str))))
             })?;
-            // A line break stands in no JSON text that is written in one line.
+            // A line break separates the values, since JSON on one line contains none.
             key.extend_from_slice(value.to_string().as_bytes());
             key.push(b'\n');
         }
@@ -323,7 +327,7 @@ impl Mapping {
     }
 }
 
-/// A row as templates see it, made when the first one asks.
+/// The row as the template engine's values, created when the first template needs them.
 struct Variables<'r> {
     row: &'r Row,
     made: OnceCell<minijinja::Value>,
@@ -339,7 +343,7 @@ impl<'r> Variables<'r> {
     }
 }
 
-/// `{from, value}` as `{role, content}`; anything else stays.
+/// Converts `{from, value}` to `{role, content}`; leaves anything else unchanged.
 fn as_message(message: Value) -> Value {
     let Some((from, text)) = message.get("from").zip(message.get("value")) else { return message };
     let role = match from.as_str() {
@@ -352,7 +356,7 @@ fn as_message(message: Value) -> Value {
     json!({"role": role, "content": text})
 }
 
-/// As templates see truth.
+/// Whether a template treats the value as true.
 fn is_true(value: &Value) -> bool {
     match value {
         Value::Null => false,

@@ -1,4 +1,4 @@
-//! The files that rows come from: which format they have, and their rows one after another.
+//! Source files: detects their format and reads their rows one after another.
 
 #[cfg(feature = "parquet")]
 mod parquet_rows;
@@ -14,28 +14,28 @@ use flate2::bufread::MultiGzDecoder;
 use rlood_types::dataset::{Format, RowError, RowReader};
 use serde_json::Value;
 
-/// Bytes of a source's row, before anything is dropped from it.
+/// Maximum size of a source row, in bytes, before columns are dropped from it.
 pub const MAX_SOURCE_ROW_BYTES: usize = 64 << 20;
-/// Read at once.
+/// Bytes read from a file in one call.
 const PIECE_BYTES: usize = 64 << 10;
-/// Looked at to tell a format.
-const LOOK_BYTES: usize = 4096;
+/// Bytes at the start of a file that decide its format.
+const DETECT_BYTES: usize = 4096;
 
 pub use ranges::Ranges;
 use ranges::Remote;
 
-/// The code of the error when the parts of a file elsewhere could not be fetched, or would be too many.
+/// The error code for a remote file whose parts could not be fetched, or would be too large.
 pub const NOT_FETCHED: &str = "not_fetched";
 
 /// A file of rows.
 #[derive(Debug, Clone)]
 pub struct Source {
-    /// Shown in errors; its ending tells the format where the content does not.
+    /// The name shown in errors; its extension decides the format if the content does not.
     pub name: String,
     at: At,
 }
 
-/// Where a file lies.
+/// The location of a file's bytes.
 #[derive(Debug, Clone)]
 enum At {
     Path(PathBuf),
@@ -43,17 +43,17 @@ enum At {
 }
 
 impl Source {
-    /// A file here.
+    /// Creates a source for a local file.
     pub fn file(name: impl Into<String>, path: impl Into<PathBuf>) -> Source {
         Source { name: name.into(), at: At::Path(path.into()) }
     }
 
-    /// A parquet file elsewhere, of which is fetched what the first rows need.
+    /// Creates a source for a remote parquet file, which fetches only what the first rows need.
     pub fn elsewhere(name: impl Into<String>, ranges: impl Ranges + 'static) -> Source {
         Source { name: name.into(), at: At::Elsewhere(Arc::new(Remote::new(Box::new(ranges)))) }
     }
 
-    /// How long fetching its parts has taken.
+    /// How long fetching parts of the file has taken.
     pub fn waited(&self) -> Duration {
         match &self.at {
             At::Path(_) => Duration::ZERO,
@@ -62,26 +62,26 @@ impl Source {
     }
 }
 
-/// Where a row stands.
+/// The position of a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Place {
-    /// In its file, from 1.
+    /// The row's number in its file, from 1.
     pub row: u64,
-    /// Of a parquet file, from 0.
+    /// The row group in a parquet file, from 0.
     pub row_group: Option<usize>,
 }
 
-/// Whether more rows are wanted.
+/// Whether the caller wants more rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Flow {
     More,
     Enough,
 }
 
-/// Takes a row, or why there is none.
+/// Receives a row, or the error that replaces it.
 pub type TakeRow<'t> = dyn FnMut(Place, Result<Value, RowError>) -> Flow + 't;
 
-/// How a file is packed.
+/// The compression of a whole file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Packing {
     None,
@@ -89,19 +89,19 @@ enum Packing {
     Zstd,
 }
 
-/// Which columns a file that keeps them apart need not give.
+/// The columns that a columnar file must read.
 #[derive(Debug, Clone, Default)]
 pub struct Wanted {
-    /// Only these; None = all.
+    /// Reads only these columns; None means all.
     pub only: Option<Vec<String>>,
-    /// Not these.
+    /// Skips these columns if present.
     pub without: Vec<String>,
-    /// Not these if they hold images, which nothing could look at.
+    /// Skips these columns if they hold images, which no template can read.
     pub images: Vec<String>,
 }
 
 impl Wanted {
-    /// Whether a column is to be read.
+    /// Whether to read a column.
     #[cfg(feature = "parquet")]
     pub fn reads(&self, name: &str, is_image: bool) -> bool {
         let named = |list: &[String]| list.iter().any(|known| known == name);
@@ -109,10 +109,11 @@ impl Wanted {
     }
 }
 
-/// Gives the rows of a file, until no more are wanted. `stop` is asked between pieces, rows or not.
+/// Passes the rows of a file to `take` until the caller wants no more. Checks `stop` between chunks, even if
+/// they contain no rows.
 ///
 /// # Errors
-/// What is wrong with the whole file.
+/// Fails if the whole file cannot be read.
 pub fn each_row(
     source: &Source,
     hint: Option<Format>,
@@ -132,15 +133,15 @@ pub fn each_row(
         return parquet(file, wanted, take);
     }
     if source.name.ends_with(".parquet") {
-        return Err(whole("parquet", "it is no parquet file: it does not begin with PAR1".to_owned()));
+        return Err(whole("parquet", "it is not a parquet file: it does not begin with PAR1".to_owned()));
     }
     if start.starts_with(b"ARROW1") || source.name.ends_with(".arrow") {
-        return Err(whole("format", "Arrow files are not read: write parquet (to_parquet())".to_owned()));
+        return Err(whole("format", "Arrow files are not supported: write parquet (to_parquet())".to_owned()));
     }
     if start.starts_with(b"PK\x03\x04") || start.starts_with(b"BZh") || start.starts_with(b"\xfd7zXZ") {
         return Err(whole(
             "format",
-            "zip, bz2 and xz are not read: unpack the file, or pack it with gzip or zstd".to_owned(),
+            "zip, bz2 and xz are not supported: unpack the file, or pack it with gzip or zstd".to_owned(),
         ));
     }
     let packing = match start {
@@ -164,28 +165,33 @@ pub fn each_row(
             whole("zstd", format!("the zstd data is broken or incomplete ({error}): pack and upload it again"))
         }
     };
-    let mut look = vec![0; LOOK_BYTES];
-    let read = read_full(&mut bytes, &mut look).map_err(broken)?;
-    look.truncate(read);
+    let mut start = vec![0; DETECT_BYTES];
+    let read = read_full(&mut bytes, &mut start).map_err(broken)?;
+    start.truncate(read);
     let name = source.name.trim_end_matches(".gz").trim_end_matches(".zst").trim_end_matches(".zstd");
-    if look.starts_with(b"PAR1") {
-        return Err(whole("format", "a packed parquet file: unpack it, parquet is compressed in itself".to_owned()));
+    if start.starts_with(b"PAR1") {
+        return Err(whole(
+            "format",
+            "a compressed parquet file: decompress it, parquet has its own compression".to_owned(),
+        ));
     }
-    let format = Format::of_file_name(name).or(hint).map_or_else(|| by_look(&look), |named| corrected(named, &look));
-    texts(format, &look, &mut bytes, take, (&broken, stop))
+    let format = Format::of_file_name(name)
+        .or(hint)
+        .map_or_else(|| detect_text_format(&start), |named| corrected(named, &start));
+    texts(format, &start, &mut bytes, take, (&broken, stop))
 }
 
-/// A `.json` file is often one object a line.
-fn corrected(named: Format, look: &[u8]) -> Format {
-    match (named, by_look(look)) {
+/// Detects a `.json` file that holds one object per line, which is common.
+fn corrected(named: Format, start: &[u8]) -> Format {
+    match (named, detect_text_format(start)) {
         (Format::Json, Format::Ndjson) => Format::Ndjson,
-        (Format::Ndjson, Format::Json) if look.trim_ascii_start().starts_with(b"[") => Format::Json,
+        (Format::Ndjson, Format::Json) if start.trim_ascii_start().starts_with(b"[") => Format::Json,
         (named, _) => named,
     }
 }
 
-fn by_look(look: &[u8]) -> Format {
-    let text = look.strip_prefix(b"\xef\xbb\xbf").unwrap_or(look).trim_ascii_start();
+fn detect_text_format(start: &[u8]) -> Format {
+    let text = start.strip_prefix(b"\xef\xbb\xbf").unwrap_or(start).trim_ascii_start();
     let first_line = text.split(|byte| *byte == b'\n').next().unwrap_or_default();
     match text.first() {
         Some(b'[') => Format::Json,
@@ -201,7 +207,7 @@ fn by_look(look: &[u8]) -> Format {
 
 fn texts(
     format: Format,
-    look: &[u8],
+    start: &[u8],
     bytes: &mut dyn Read,
     take: &mut TakeRow<'_>,
     (broken, stop): (&dyn Fn(io::Error) -> RowError, &dyn Fn() -> bool),
@@ -215,7 +221,7 @@ fn texts(
             *enough = take(Place { row: row.get(), row_group: None }, read);
         }
     };
-    reader.push(look, &mut |_, read| one(&mut enough, read));
+    reader.push(start, &mut |_, read| one(&mut enough, read));
     let (mut since_row, mut rows_before) = (0, row.get());
     let mut piece = vec![0; PIECE_BYTES];
     while enough == Flow::More && !stop() {
@@ -228,7 +234,7 @@ fn texts(
         since_row = if row.get() == rows_before { since_row + read } else { 0 };
         rows_before = row.get();
         if since_row > 2 * MAX_SOURCE_ROW_BYTES {
-            return Err(whole("row_too_long", "there is no row in 128 MiB: a row may have 64 MiB".to_owned()));
+            return Err(whole("row_too_long", "no row ends within 128 MiB: a row may have at most 64 MiB".to_owned()));
         }
         reader.push(piece.get(..read).unwrap_or_default(), &mut |_, read| one(&mut enough, read));
     }
@@ -281,7 +287,7 @@ fn unreadable(error: io::Error) -> RowError {
     whole("unreadable", format!("cannot be read: {error}"))
 }
 
-/// Of the whole file.
+/// Creates an error about the whole file.
 pub fn whole(code: &'static str, detail: String) -> RowError {
     RowError { line: 0, code, detail }
 }

@@ -1,7 +1,8 @@
-//! Rewards to advantages, in f64, without tensors (rloo.md, "Reward → advantage").
+//! Turns rewards into advantages, in f64 and without tensors (rloo.md, "Reward → advantage").
 //!
-//! Σ w·r → [`shape`]: normalisation, clip, length terms → − beta·KL → [`estimator`] → optional normalisation over the block.
-//! TRL's RLOOTrainer gives the order of operations; each estimator names its own source.
+//! Σ w·r → [`shape`]: normalization, clip, length terms → − beta·KL → [`estimator`] → optional
+//! normalization over the block.
+//! The order of operations is that of TRL's RLOOTrainer; each estimator names its own source.
 
 pub mod estimator;
 pub mod shape;
@@ -13,26 +14,26 @@ use super::rollout::num_generations;
 use crate::sample::RewardValue;
 use crate::spec::{Combine, Estimator, Plan, RewardPlan, TieRule};
 
-/// What one reward is worth in the sum.
+/// The weight of one reward in the sum, and whether it is required.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RewardWeight {
-    /// 0 = metric only.
+    /// The factor of the reward in the sum; 0 = metric only.
     pub weight: f64,
-    /// A missing value makes the sample unscorable; otherwise it counts as not applicable.
+    /// If true, a missing value makes the sample unscorable; otherwise the reward counts as not applicable.
     pub required: bool,
 }
 
 impl RewardWeight {
-    /// The weights of a plan, in its order.
+    /// The weights of a plan's rewards, in the plan's order.
     pub fn of_plan(rewards: &[RewardPlan]) -> Vec<Self> {
         rewards.iter().map(|reward| Self { weight: reward.weight, required: reward.required }).collect()
     }
 }
 
-/// One number from what the rewards said of a sample; `None` = unscorable.
+/// Combines the values of all rewards for one sample; `None` = unscorable.
 ///
-/// `Renormalize` scales the applicable weights by Σ|w| / Σ_applicable|w|. `Nansum` is TRL: a missing reward contributes 0,
-/// nothing is scaled, and only a sample without any value is unscorable.
+/// `Renormalize` scales the applicable weights by Σ|w| / Σ_applicable|w|. `Nansum` is the rule of TRL: a missing reward
+/// contributes 0, nothing is scaled, and only a sample without any value is unscorable.
 pub fn combine_rewards(values: &[RewardValue], weights: &[RewardWeight], combine: Combine) -> Option<f64> {
     let pairs = || values.iter().zip(weights);
     let applicable = || pairs().filter_map(|(value, weight)| value.number().map(|number| (number, weight.weight)));
@@ -48,13 +49,14 @@ pub fn combine_rewards(values: &[RewardValue], weights: &[RewardWeight], combine
             if pairs().any(lost) || present == 0.0 {
                 return None;
             }
-            // Equal sums stay exactly as they are: no rounding where nothing is left out.
+            // If all rewards are present the sum is not scaled, so that equal sums stay exactly equal.
             Some(if present == all { sum } else { sum * (all / present) })
         }
     }
 }
 
-/// old − reference of each token that trains: k1. A masked completion has none; without a reference all are 0.
+/// The KL estimate k1 (old − reference) of each trained token. Empty for a masked completion; all
+/// 0 without a reference.
 pub fn token_kl(old_logps: &[f32], ref_logps: &[f32], included: bool) -> Vec<f64> {
     if !included {
         return Vec::new();
@@ -62,28 +64,28 @@ pub fn token_kl(old_logps: &[f32], ref_logps: &[f32], included: bool) -> Vec<f64
     old_logps.iter().zip(ref_logps).map(|(&old, &reference)| f64::from(old) - f64::from(reference)).collect()
 }
 
-/// Σ_t (old − reference) of one completion: k1, per sequence, may be negative. A masked completion has none.
+/// The KL estimate k1 of one completion: Σ_t (old − reference). It may be negative; a masked completion has 0.
 pub fn sequence_kl(old_logps: &[f32], ref_logps: &[f32], included: bool) -> f64 {
     token_kl(old_logps, ref_logps, included).iter().sum()
 }
 
-/// How rewards become advantages.
+/// Settings that turn rewards into advantages.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdvantageConfig {
-    /// What is subtracted from the reward of a completion, or of its tokens.
+    /// The estimator, which determines the baseline of a completion or of its tokens.
     pub estimator: Estimator,
-    /// Rows of a group (G), contiguous.
+    /// Number of rows in a group (G); they are contiguous.
     pub num_generations: NonZeroUsize,
-    /// Weight of the KL penalty in the reward; 0 when it is in the loss.
+    /// Weight of the KL penalty in the reward; 0 if the penalty is in the loss.
     pub beta: f64,
-    /// (A − mean)/(std + 1e-4) over the block; nothing is left to do for the estimators that whiten.
+    /// Whether to apply (A − mean)/(std + 1e-4) over the block. Has no effect for estimators that whiten.
     pub normalize_advantages: bool,
-    /// When the rewards of a group are tied.
+    /// The rule that decides when the rewards of a group are tied.
     pub ties: TieRule,
 }
 
 impl AdvantageConfig {
-    /// As the plan says.
+    /// The settings that a plan asks for.
     pub fn of_plan(plan: &Plan) -> Self {
         Self {
             estimator: plan.rloo.estimator,
@@ -95,46 +97,47 @@ impl AdvantageConfig {
     }
 }
 
-/// What advantages are made of; whole groups, one entry a row (B) unless said otherwise.
+/// The input of the estimators: whole groups, with one entry per row (B) unless noted otherwise.
 #[derive(Debug, Clone, Copy)]
 pub struct AdvantageRows<'a> {
-    /// Shaped, before KL; `None` = unscorable.
+    /// Shaped rewards before KL; `None` = unscorable.
     pub rewards: &'a [Option<f64>],
-    /// Before the length terms too: groups in which these are equal are tied.
+    /// Rewards before the length terms, too: a group in which these are equal is tied.
     pub task_rewards: &'a [Option<f64>],
-    /// k1 of each token that trains (B, T); as many zeros without a reference, none for masked rows.
+    /// k1 of each trained token (B, T): zeros without a reference, empty for masked rows.
     pub token_kl: &'a [Vec<f64>],
-    /// Rows of tied groups that are left out: advantage 0, and no part in the normalisation.
+    /// True for rows of tied groups that are dropped: they have advantage 0 and do not count in the normalization.
     pub dropped: &'a [bool],
-    /// Shaped reward of each group's greedy completion (P); empty but for remax.
+    /// Shaped reward of each group's greedy completion (P); empty unless the estimator is remax.
     pub greedy: &'a [Option<f64>],
 }
 
-/// Every intermediate of the way from reward to advantage; one entry a row (B), or a group (P).
+/// All intermediate values between reward and advantage: one entry per row (B) or per group (P).
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Advantages {
-    /// Shaped and KL-penalised reward (B); `None` = unscorable.
+    /// Reward after shaping and KL penalty (B); `None` = unscorable.
     pub penalized_rewards: Vec<Option<f64>>,
-    /// What the estimator subtracts (B); `None` where a row has no advantage.
+    /// The baseline that the estimator subtracts (B); `None` for a row without an advantage.
     pub baselines: Vec<Option<f64>>,
-    /// Before normalisation (B), and before the KL of tokens; 0 where a row has no advantage.
+    /// Advantage before normalization (B), and before the KL of tokens; 0 for a row without an advantage.
     pub unnormalized: Vec<f64>,
-    /// Final (B); of an estimator of tokens the mean of the row's.
+    /// Final advantage (B); for token-level estimators, the mean over the row's tokens.
     pub advantages: Vec<f64>,
-    /// Final, of estimators of tokens only (B, T): one entry a token that trains.
+    /// Final advantages of token-level estimators (B, T), one per trained token; empty for other estimators.
     pub token_advantages: Vec<Vec<f64>>,
-    /// Sample std of the penalised rewards of each group (P); `None` below two scorable rows, 0 when G = 1.
+    /// Sample std of each group's penalized rewards (P); `None` below two scorable rows, 0 when G = 1.
     pub group_std: Vec<Option<f64>>,
-    /// The same of the task rewards: before length terms and KL (P).
+    /// Sample std of each group's task rewards, before length terms and KL (P).
     pub group_std_pre_kl: Vec<Option<f64>>,
-    /// Whether the penalised rewards of each group are tied (P).
+    /// Whether the penalized rewards of each group are tied (P).
     pub tied: Vec<bool>,
-    /// The same of the task rewards (P).
+    /// Whether the task rewards of each group are tied (P).
     pub tied_pre_kl: Vec<bool>,
 }
 
 impl Advantages {
-    /// Add the groups that follow. What is whitened over a block must be computed over the block at once.
+    /// Appends the next groups. Advantages that are whitened over a block must be computed for the whole
+    /// block in one call.
     pub fn append(&mut self, next: Advantages) {
         let Advantages {
             penalized_rewards,
@@ -159,12 +162,12 @@ impl Advantages {
     }
 }
 
-/// Added to the std in the normalisation, as TRL does.
+/// Epsilon added to the std in the normalization, as in TRL.
 const NORMALIZE_EPSILON: f64 = 1e-4;
-/// By [`TieRule::Std`] a group whose std is not larger is tied (TRL's bound).
+/// The bound of [`TieRule::Std`]: a group whose std is at most this is tied (TRL's bound).
 const TIED_STD: f64 = 1e-8;
 
-/// Advantages of whole groups.
+/// Computes the advantages of whole groups.
 pub fn advantages(rows: &AdvantageRows<'_>, config: &AdvantageConfig) -> Advantages {
     let AdvantageRows { rewards, task_rewards, token_kl, dropped, greedy } = *rows;
     let num_generations = config.num_generations.get();
@@ -183,7 +186,7 @@ pub fn advantages(rows: &AdvantageRows<'_>, config: &AdvantageConfig) -> Advanta
             Estimator::DrGrpo => estimator::dr_grpo(penalized, config.ties),
             Estimator::Remax => estimator::remax(penalized, greedy.get(index).copied().flatten()),
             Estimator::Reinforce => estimator::reinforce(penalized),
-            // Their KL falls token by token, below.
+            // The KL is applied token by token, below.
             Estimator::ReinforcePp => estimator::reinforce(before_kl),
             Estimator::ReinforcePpBaseline => estimator::dr_grpo(before_kl, config.ties),
         });
@@ -223,11 +226,11 @@ pub fn advantages(rows: &AdvantageRows<'_>, config: &AdvantageConfig) -> Advanta
 }
 
 fn penalize(reward: f64, token_kl: &[f64], beta: f64) -> f64 {
-    // beta = 0 runs no reference pass, so there is no KL to multiply.
+    // If beta = 0, no reference pass runs, so there is no KL to multiply.
     if beta == 0.0 { reward } else { reward - beta * token_kl.iter().sum::<f64>() }
 }
 
-/// Whitened over the rows that have an advantage; the others stay 0. One such row alone has no std: 0.
+/// Normalizes over the rows that have an advantage; the other rows stay 0. A single row has no std: its advantage is 0.
 fn normalize(unnormalized: &[f64], takes_part: &[bool]) -> Vec<f64> {
     let rows = || unnormalized.iter().zip(takes_part);
     let values: Vec<f64> = rows().filter(|(_, part)| **part).map(|(advantage, _)| *advantage).collect();
@@ -238,13 +241,13 @@ fn normalize(unnormalized: &[f64], takes_part: &[bool]) -> Vec<f64> {
     rows().map(|(advantage, part)| if *part { whiten(*advantage) } else { 0.0 }).collect()
 }
 
-/// Sample std of a group's scorable rewards; `None` below two. A group of one has no spread by definition: 0.
+/// Sample std of a group's scorable rewards; `None` below two of them. A group of one has spread 0 by definition.
 pub fn group_std(rewards: &[Option<f64>], num_generations: usize) -> Option<f64> {
     if num_generations == 1 { Some(0.0) } else { sample_std(&rewards.iter().flatten().copied().collect::<Vec<_>>()) }
 }
 
-/// Whether the scorable rewards of a whole group are tied, by the rule of the plan. A group with fewer than two of them is
-/// not: it has nothing to compare. A group of one always is.
+/// Whether the scorable rewards of a whole group are tied, by the plan's rule. A group with fewer than two scorable
+/// rewards is not tied, because there is nothing to compare. A group of one always is.
 pub fn is_tied(rewards: &[Option<f64>], num_generations: usize, rule: TieRule) -> bool {
     match rule {
         _ if num_generations == 1 => true,
@@ -253,12 +256,12 @@ pub fn is_tied(rewards: &[Option<f64>], num_generations: usize, rule: TieRule) -
     }
 }
 
-/// Whether two scorable rewards of a group differ, by the rule of the plan.
+/// Whether at least two scorable rewards of a group differ, by the plan's rule.
 pub fn is_informative(rewards: &[Option<f64>], num_generations: usize, rule: TieRule) -> bool {
     rewards.iter().flatten().count() > 1 && !is_tied(rewards, num_generations, rule)
 }
 
-/// The reward that all scorable rows of a group have; `None` where two differ, or fewer than two are scorable.
+/// The reward that all scorable rows of a group share; `None` if two differ, or fewer than two are scorable.
 fn common_reward(rewards: &[Option<f64>]) -> Option<f64> {
     let mut scorable = rewards.iter().flatten();
     let first = *scorable.next()?;
@@ -266,7 +269,7 @@ fn common_reward(rewards: &[Option<f64>]) -> Option<f64> {
     (second == first && scorable.all(|reward| *reward == first)).then_some(first)
 }
 
-/// Arithmetic mean; `None` of nothing.
+/// Arithmetic mean; `None` for an empty slice.
 pub fn mean(values: &[f64]) -> Option<f64> {
     if values.is_empty() { None } else { Some(values.iter().sum::<f64>() / values.len() as f64) }
 }
@@ -343,7 +346,7 @@ mod tests {
     }
 
     #[test]
-    fn one_scorable_row_has_advantage_zero_and_stays_out_of_the_normalisation() {
+    fn one_scorable_row_has_advantage_zero_and_stays_out_of_the_normalization() {
         let config = AdvantageConfig { normalize_advantages: true, ..CONFIG };
         let result = of(&[Some(5.0), None, Some(1.0), Some(0.0)], &[false; 4], &config);
         assert_eq!(result.advantages[..2], [0.0, 0.0]);
@@ -352,7 +355,7 @@ mod tests {
     }
 
     #[test]
-    fn dropped_rows_have_advantage_zero_and_leave_every_normalisation() {
+    fn dropped_rows_have_advantage_zero_and_leave_every_normalization() {
         let rewards = [Some(5.0), Some(5.0), Some(1.0), Some(0.0)];
         let dropped = [true, true, false, false];
         for estimator in [Estimator::Rloo, Estimator::ReinforcePp, Estimator::ReinforcePpBaseline] {
@@ -370,7 +373,8 @@ mod tests {
             std::iter::once(first).chain(std::iter::repeat_n(rest, 7)).map(Some).collect()
         };
         let config = AdvantageConfig { num_generations: NonZeroUsize::new(8).unwrap(), ..CONFIG };
-        // One winner: the seven others are equal, and the group is not tied. Nor is one loser among seven of 0.95.
+        // One reward differs and the other seven are equal: the group is not tied, neither with one winner
+        // nor with one loser.
         for (first, rest) in [(1.0, 0.0), (0.0, 0.95), (0.3, 0.1 + 0.2)] {
             let rewards = group(first, rest);
             for ties in [TieRule::Equal, TieRule::Std] {
@@ -384,7 +388,8 @@ mod tests {
             assert!(result.advantages[1..].iter().all(|advantage| (advantage - loser).abs() < 1e-15));
             assert!(result.advantages.iter().all(|advantage| *advantage != 0.0) || first == 0.3);
         }
-        // Seven times 0.95 divided by seven is not 0.95: equal rewards have an advantage of exactly 0 all the same.
+        // The sum of seven times 0.95 divided by seven is not 0.95; equal rewards must still have an
+        // advantage of exactly 0.
         let tied = group(0.95, 0.95);
         assert!(is_tied(&tied, 8, TieRule::Equal) && !is_informative(&tied, 8, TieRule::Equal));
         for estimator in [Estimator::Rloo, Estimator::Grpo, Estimator::DrGrpo] {

@@ -1,32 +1,32 @@
-//! Overlap: while the rewards of one block are outstanding, the next one is sampled, by the policy as it is before the block
-//! is trained. Each block but the first is therefore off-policy by one block; its old log-probs are those of the policy that
-//! sampled it, and the ratio corrects for the rest. What is sampled when follows from the steps alone, never from how fast
-//! a reward answers.
+//! Overlap: while the rewards of one block are computed, the engine samples the next block, with the policy from before
+//! the current block is trained. Each block except the first is therefore off-policy by one block. Its old log-probs
+//! are those of the policy that sampled it, and the ratio corrects for the difference. The sampling order depends only
+//! on the steps, never on how fast a reward service answers.
 
 use std::borrow::Cow;
 
 use serde::{Deserialize, Serialize};
 
-use super::host::{Drawn, Rollout, RolloutId, RunEnd, SampledGroup, ScoreRequest};
+use super::host::{BlockSampling, Rollout, RolloutId, RunEnd, SampledGroup, ScoreRequest};
 use super::rollouts::Rollouts;
 use super::run::Run;
 use super::scoring::BlockLogps;
 use crate::trajectory::Trajectory;
 
-/// A block that is sampled and not scored yet.
+/// A block that is sampled but not scored yet.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Ahead {
-    /// Which block, from 0, over all epochs.
+    /// Index of the block, from 0, over all epochs.
     pub index: u64,
-    /// The optimizer step that begins it.
+    /// The optimizer step that begins the block.
     pub step: u64,
-    /// The cursor behind its prompts.
+    /// Position in the shuffled prompts after this block's prompts.
     pub next_prompt: u64,
-    /// Its groups, in block order.
+    /// The sampled groups, in block order.
     pub groups: Vec<SampledGroup>,
-    /// One greedy completion a prompt; empty but for remax.
+    /// One greedy completion per prompt; empty unless the estimator is remax.
     pub greedy: Vec<SampledGroup>,
-    /// Per-token log-probs of the policy that sampled it, one entry a completion.
+    /// Per-token log-probs of the policy that sampled the block, one entry per completion.
     #[serde(skip)]
     pub old_logps: Vec<Vec<f32>>,
     /// Per-token log-probs of the reference; empty when beta = 0.
@@ -50,10 +50,10 @@ impl Ahead {
     }
 }
 
-/// The block that begins with this step, scored, with its log-probs; the one behind it is sampled meanwhile.
+/// Returns the scored block that begins with this step, with its log-probs; samples the following block meanwhile.
 pub(super) fn next_block(run: &mut Run<'_>, step: u64, index: u64) -> Result<(Rollout, BlockLogps), RunEnd> {
     if run.progress.ahead.front().is_none_or(|ahead| ahead.index != index) {
-        // The first block of a run, or of one that goes on where no checkpoint foresaw it.
+        // This is the first block of a run, or of a resumed run whose checkpoint holds no block sampled ahead.
         run.progress.ahead.clear();
         let position = run.schedule.position_of_block(index, &run.progress.state);
         sample(run, step, index, position)?;
@@ -65,14 +65,14 @@ pub(super) fn next_block(run: &mut Run<'_>, step: u64, index: u64) -> Result<(Ro
         let position = ahead.next_prompt;
         sample(run, next_step, index + 1, position)?;
     }
-    // Stays in its place until its first step is done: a checkpoint on the way out needs it.
+    // The block stays in the queue until its first step is done, because a checkpoint written before that needs it.
     let Some(ahead) = run.progress.ahead.front().cloned() else { return Err(run.host.stopped()) };
     let rollout = wait_for_scores(&mut run.rollouts(), &ahead)?;
-    // Of the policy that sampled; it is another one by now.
+    // These log-probs belong to the policy that sampled; the policy has changed since.
     Ok((rollout, BlockLogps { old: ahead.old_logps, reference: ahead.ref_logps }))
 }
 
-/// Samples a block with the policy as it is, has its scoring begun, and computes its log-probs.
+/// Samples a block with the current policy, starts its scoring, and computes its log-probs.
 fn sample(run: &mut Run<'_>, step: u64, index: u64, position: u64) -> Result<(), RunEnd> {
     run.host.poll()?;
     let (rows, next_prompt) = run.schedule.batching.block_at(position);
@@ -84,7 +84,7 @@ fn sample(run: &mut Run<'_>, step: u64, index: u64, position: u64) -> Result<(),
     let greedy = rollouts.sample_greedy(id, &rows, key)?;
     let mut ahead = Ahead { index, step, next_prompt, groups, greedy, old_logps: Vec::new(), ref_logps: Vec::new() };
     begin_scoring(&mut rollouts, &ahead)?;
-    // Now, while the policy is the one that sampled.
+    // Compute the log-probs now, while the policy is the one that sampled.
     let prompts: Vec<Vec<u32>> = rows.iter().map(|&row| run.data.prompts[row as usize].ids.clone()).collect();
     let trajectories = ahead.groups.iter().zip(&prompts).flat_map(|(group, prompt)| {
         group.completions.iter().map(move |completion| Trajectory::new(prompt, &completion.segments))
@@ -97,7 +97,7 @@ fn sample(run: &mut Run<'_>, step: u64, index: u64, position: u64) -> Result<(),
     Ok(())
 }
 
-/// Hands a block to the rewards, without waiting for them.
+/// Sends a block to the rewards without waiting for the scores.
 pub(super) fn begin_scoring(rollouts: &mut Rollouts<'_>, ahead: &Ahead) -> Result<(), RunEnd> {
     for (id, groups) in ahead.parts() {
         if !groups.is_empty() {
@@ -112,6 +112,6 @@ fn wait_for_scores(rollouts: &mut Rollouts<'_>, ahead: &Ahead) -> Result<Rollout
     let id = RolloutId::train(ahead.step);
     let mut groups = rollouts.score(id, &ahead.groups)?;
     rollouts.score_greedy(id, &ahead.greedy, &mut groups)?;
-    let drawn = Drawn { next_prompt: Some(ahead.next_prompt), ..Drawn::default() };
+    let drawn = BlockSampling { next_prompt: Some(ahead.next_prompt), ..BlockSampling::default() };
     Ok(Rollout { groups, drawn })
 }

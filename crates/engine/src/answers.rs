@@ -1,4 +1,4 @@
-//! The rows of a warm-up: prompts with answers, templated and tokenised at the start of a run.
+//! The rows of a warm-up: prompts with answers, rendered and tokenized at the start of a run.
 
 use serde_json::Value;
 
@@ -9,16 +9,16 @@ use crate::dataset::answered;
 use crate::spec::{PromptKey, SamplingPlan, prompt_key};
 use crate::trajectory::Segments;
 
-/// A row with an answer, ready for the model.
+/// A tokenized row with an answer.
 #[derive(Debug, Clone, PartialEq)]
 pub struct AnsweredRow {
-    /// Token ids of the prompt, as a rollout has them.
+    /// Token ids of the prompt, the same as in a rollout.
     pub prompt: Vec<u32>,
-    /// The answer: the only tokens that bear loss.
+    /// The answer's tokens; only these contribute to the loss.
     pub answer: Segments,
 }
 
-/// What tells the prompt of a row apart, its answer left out.
+/// The key that identifies a row's prompt, without its answer.
 pub fn prompt_key_of(row: &PromptRow) -> PromptKey {
     match &row.prompt {
         Value::Array(messages) => match messages.split_last() {
@@ -29,10 +29,11 @@ pub fn prompt_key_of(row: &PromptRow) -> PromptKey {
     }
 }
 
-/// Rows to token ids. A row without an answer, or longer than the model reads, is a user failure by its number; rows are never cut.
+/// Tokenizes rows. A row without an answer, or longer than the model's context, is a user error that names the row's
+/// number; rows are never truncated.
 ///
 /// # Errors
-/// The first such row.
+/// Fails on the first such row.
 pub fn tokenize(
     text: &Text,
     rows: Vec<PromptRow>,
@@ -46,7 +47,7 @@ pub fn tokenize(
         let (prompt, answer) = ids.map_err(|error| wrong(error.to_string()))?;
         let tokens = prompt.len() + answer.len();
         if prompt.is_empty() || answer.is_empty() {
-            return Err(wrong("its prompt or its answer is empty after tokenisation; drop it".to_owned()));
+            return Err(wrong("its prompt or its answer is empty after tokenization; drop it".to_owned()));
         }
         if tokens > max_position_embeddings {
             return Err(wrong(format!(

@@ -1,13 +1,12 @@
-//! The seam between the decoder and what computes it: a narrow set of fused operations, each with its vector-Jacobian
-//! product. [`mod@reference`] computes them with plain loops over candle tensors and is the oracle; [`cpu`] with packed
-//! weights and the machine's vector instructions; `cuda`, in builds that have it, on an NVIDIA GPU.
+//! The interface between the decoder and the code that computes it: a small set of fused operations, each with its
+//! vector-Jacobian product (VJP). [`mod@reference`] is the oracle, with plain loops over candle tensors. [`cpu`] uses
+//! packed weights and the machine's vector instructions. `cuda`, if compiled in, uses an NVIDIA GPU.
 //!
-//! Three traits say what is asked for: [`Buffers`], [`Compute`], [`Decode`], each on top of the one before. Code that is
-//! generic over a backend names the least of them that it needs.
+//! Three traits define the operations: [`Buffers`], [`Compute`] and [`Decode`], each an extension of the previous one.
+//! Code that is generic over a backend requires the smallest trait that suffices.
 //!
-//! A backend owns its buffers: the decoder never sees their values, so that a device may keep them and run behind.
-//! Whatever must wait for a result says so by returning host values: [`Compute::score`], [`Decode::choose`],
-//! [`Buffers::download`].
+//! A backend owns its buffers. The decoder never reads their values, so a device can keep them and run asynchronously.
+//! Operations that wait for a result return host values: [`Compute::score`], [`Decode::choose`], [`Buffers::download`].
 
 pub mod cpu;
 #[cfg(feature = "cuda")]
@@ -31,27 +30,27 @@ pub use types::{
     HeadBackward, LinearBackward, Mask, Module, Rotation, Step, Stepped, TokenDropout, Tokens,
 };
 
-/// Which set of operations a model runs on.
+/// The backend that a model runs on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum BackendKind {
-    /// Own kernels on packed weights.
+    /// Our own CPU kernels on packed weights.
     #[default]
     Cpu,
-    /// The oracle: slow.
+    /// The oracle, which is slow.
     Reference,
     /// An NVIDIA GPU, in a build with CUDA.
     Cuda {
-        /// Which, from 0.
+        /// Index of the GPU, from 0.
         ordinal: u32,
     },
 }
 
 impl BackendKind {
-    /// What runs on a device of the pool: `cpu` (there, `RLOOD_BACKEND=reference` asks for the oracle), or `cuda:N` in a
-    /// build with CUDA.
+    /// The backend for a device of the pool: `cpu` (the variable `RLOOD_BACKEND=reference` selects the oracle instead),
+    /// or `cuda:N` in a build with CUDA.
     ///
     /// # Errors
-    /// When this build has no such device.
+    /// Fails if this build does not support the device.
     pub fn of_device(name: &str) -> Result<Self> {
         if name == "cpu" {
             let oracle = std::env::var("RLOOD_BACKEND").is_ok_and(|backend| backend == "reference");
@@ -67,86 +66,88 @@ impl BackendKind {
     }
 }
 
-/// Where tensors, weights and parameters lie: how they get there and back.
+/// Memory of tensors, weights and parameters, and transfers to and from it.
 pub trait Buffers: Clone + Debug + Send + Sync + 'static {
-    /// f32 `[rows, width]`.
+    /// A tensor of f32 `[rows, width]`.
     type Tensor: Debug + Send + Sync;
-    /// f32 `[width]`: a norm's weight.
+    /// The weight of a norm: f32 `[width]`.
     type Vector: Clone + Debug + Send + Sync;
-    /// A matrix `[out, in]`, and its bias `[out]` where there is one, in the layout that products read.
+    /// A matrix `[out, in]` with an optional bias `[out]`, in the layout that matrix products read.
     type Weight: Clone + Debug + Send + Sync;
     /// The values of a [`Flat`] in this backend's memory.
     type FlatBuffer: Debug + Send + Sync;
 
-    /// Frees buffers that are kept for reuse: another phase begins, with buffers of other sizes.
+    /// Frees buffers that are cached for reuse. Call it when a phase begins that uses buffers of other sizes.
     fn release_cached(&self);
 
-    /// Uploads a norm's weight.
+    /// Uploads the weight of a norm.
     fn upload_vector(&self, values: Vec<f32>) -> Result<Self::Vector>;
-    /// Uploads a matrix, row-major `[out, inputs]`, and its bias.
+    /// Uploads a row-major matrix `[out, inputs]` and its bias.
     fn upload_weight(&self, values: Vec<f32>, inputs: usize, bias: Option<Vec<f32>>) -> Result<Self::Weight>;
-    /// Makes a norm's weight of some parameters: each plus `offset`.
+    /// Creates the weight of a norm from a range of parameters, each plus `offset`.
     fn vector_from(&self, parameters: &Self::FlatBuffer, place: Range<usize>, offset: f32) -> Result<Self::Vector>;
-    /// Makes a matrix of some parameters: of each module in order of its outputs, `[out, inputs]` and its bias.
+    /// Creates a matrix from parameters: the `[out, inputs]` weights and biases of each module, in
+    /// order of their outputs.
     fn weight_from(&self, parameters: &Self::FlatBuffer, modules: &[FullSlot], inputs: usize) -> Result<Self::Weight>;
 
-    /// Allocates `len` zeros where updates are computed.
+    /// Allocates `len` zeros in the memory where updates are computed.
     fn alloc_zeroed(&self, len: usize) -> Result<Flat>;
-    /// Moves values to where updates are computed.
+    /// Moves values to the memory where updates are computed.
     fn upload(&self, values: Flat) -> Result<Flat>;
-    /// Returns this backend's own buffer of flat values. Fails where they lie in another backend's memory.
+    /// Returns this backend's own buffer of flat values. Fails if they are in another backend's memory.
     fn device_buffer<'f>(&self, flat: &'f Flat) -> Result<&'f Self::FlatBuffer>;
-    /// Returns the same buffer, to change.
+    /// Returns the same buffer, for writing.
     fn device_buffer_mut<'f>(&self, flat: &'f mut Flat) -> Result<&'f mut Self::FlatBuffer>;
 
-    /// Waits for a tensor's values, row-major.
+    /// Waits for a tensor's values and returns them, row-major.
     fn download(&self, x: &Self::Tensor) -> Result<Vec<f32>>;
 }
 
-/// What a forward pass, its loss and its backward pass ask for: operations on `[rows, width]` tensors of f32 and on frozen
-/// or trained weights.
+/// The operations of a forward pass, its loss and its backward pass, on f32 tensors `[rows, width]` and on
+/// frozen or trained weights.
 ///
-/// Unless it says otherwise an operation gives a row's result from that row alone, whatever the other rows.
+/// Unless noted otherwise, a row's result depends on that row alone and not on the other rows of the batch.
 pub trait Compute: Buffers {
     /// The LoRA factors of a weight.
     type Adapter: Clone + Debug + Send + Sync;
-    /// Cosines and sines, one row a token.
+    /// Cosines and sines of the rotary embedding, one row per token.
     type Angles: Debug + Send + Sync;
-    /// What the backward of attention wants to know of the forward's softmax.
+    /// Values of the forward pass's softmax that the backward pass of attention needs.
     type Softmax: Debug + Send + Sync;
-    /// What the backward of the head wants to know of each row's softmax.
+    /// Values of each row's softmax that the backward pass of the head needs.
     type Normalizers: Debug + Send + Sync;
 
-    /// Makes LoRA factors of some parameters, as the products read them.
+    /// Creates LoRA factors from parameters, in the layout that products read.
     fn adapter_from(&self, parameters: &Self::FlatBuffer, shape: &AdapterShape) -> Result<Self::Adapter>;
 
-    /// Rows of the table, one an id.
+    /// Looks up rows of the table, one per id.
     fn embed(&self, table: &Self::Weight, ids: &[u32]) -> Result<Self::Tensor>;
-    /// Adds dL/dtable, which begins at `at` in the gradient.
+    /// Adds dL/dtable to the gradient, starting at index `at`.
     fn embed_vjp(&self, ids: &[u32], dy: &Self::Tensor, gradient: &mut Self::FlatBuffer, at: usize) -> Result<()>;
 
-    /// Some rows, in this order.
+    /// Selects rows, in the given order.
     fn select_rows(&self, x: &Self::Tensor, rows: &[u32]) -> Result<Self::Tensor>;
-    /// The transpose of [`Compute::select_rows`]: each row of x is added to its row of `count` rows of zeros, in order.
+    /// The transpose of [`Compute::select_rows`]: adds each row of x, in order, to its row in a tensor
+    /// of `count` zero rows.
     fn scatter_rows(&self, x: &Self::Tensor, rows: &[u32], count: usize) -> Result<Self::Tensor>;
-    /// The rows of some tensors, one after the other.
+    /// Concatenates tensors along their rows.
     fn concat_rows(&self, parts: &[&Self::Tensor]) -> Result<Self::Tensor>;
 
-    /// x times a number.
+    /// Multiplies x by a number.
     fn scaled(&self, x: &Self::Tensor, factor: f32) -> Result<Self::Tensor>;
 
-    /// Some columns of each row times the row's factor; the other columns as they are.
+    /// Multiplies some columns of each row by the row's factor; leaves the other columns unchanged.
     fn rows_scaled(&self, x: &Self::Tensor, columns: Range<usize>, factors: &[f32]) -> Result<Self::Tensor>;
-    /// x + y
+    /// Elementwise sum of x and y.
     fn sum(&self, x: &Self::Tensor, y: &Self::Tensor) -> Result<Self::Tensor>;
-    /// Some columns.
+    /// Selects a range of columns.
     fn columns(&self, x: &Self::Tensor, columns: Range<usize>) -> Result<Self::Tensor>;
-    /// The columns of some tensors, one tensor's beside the other's.
-    fn beside(&self, parts: &[&Self::Tensor]) -> Result<Self::Tensor>;
+    /// Concatenates tensors along their columns.
+    fn concat_columns(&self, parts: &[&Self::Tensor]) -> Result<Self::Tensor>;
 
     /// RMSNorm of each row.
     fn rms_norm(&self, x: &Self::Tensor, weight: &Self::Vector, eps: f32) -> Result<Self::Tensor>;
-    /// `residual` + dL/dx of [`Compute::rms_norm`].
+    /// Returns `residual` + dL/dx of [`Compute::rms_norm`].
     fn rms_norm_vjp(
         &self,
         x: &Self::Tensor,
@@ -165,7 +166,7 @@ pub trait Compute: Buffers {
         at: usize,
     ) -> Result<()>;
 
-    /// `residual` + x·Wᵀ + b + s·(x·Aᵀ)·Bᵀ.
+    /// Returns `residual` + x·Wᵀ + b + s·(x·Aᵀ)·Bᵀ.
     fn linear(
         &self,
         x: &Self::Tensor,
@@ -173,21 +174,21 @@ pub trait Compute: Buffers {
         adapter: Option<AdapterPass<'_, Self>>,
         residual: Option<&Self::Tensor>,
     ) -> Result<Self::Tensor>;
-    /// dL/dx of [`Compute::linear`] (without the residual's), and the gradients of what is trained.
+    /// Returns dL/dx of [`Compute::linear`] (without the residual's), and adds the gradients of the trained parameters.
     fn linear_vjp(&self, linear: &LinearBackward<'_, Self>, gradient: &mut Self::FlatBuffer) -> Result<Self::Tensor>;
 
-    /// The angles of tokens at these positions.
+    /// Computes the rotary angles of tokens at these positions.
     fn angles(&self, table: &Arc<RopeTable>, positions: &[usize]) -> Result<Self::Angles>;
-    /// qk-norm and rope of rows `[q | k | v]`.
+    /// Applies qk-norm and rotary embedding to rows `[q | k | v]`.
     fn rotate(&self, rotation: &Rotation<'_, Self>, qkv: &Self::Tensor) -> Result<Self::Tensor>;
-    /// dL/dqkv of [`Compute::rotate`]; `qkv` is its input, needed with qk-norm only.
+    /// Returns dL/dqkv of [`Compute::rotate`]; `qkv` is its input, needed only with qk-norm.
     fn rotate_vjp(
         &self,
         rotation: &Rotation<'_, Self>,
         qkv: Option<&Self::Tensor>,
         dy: &Self::Tensor,
     ) -> Result<Self::Tensor>;
-    /// Adds dL/dweight of the qk-norms (of query and of key heads), where there are any.
+    /// Adds dL/dweight of the qk-norms (of query and key heads), if the model has them.
     fn rotate_weight_vjp(
         &self,
         rotation: &Rotation<'_, Self>,
@@ -197,21 +198,23 @@ pub trait Compute: Buffers {
         at: (usize, usize),
     ) -> Result<()>;
 
-    /// Whether it can train heads of these sizes: asked before a long rollout. The error says what to do instead.
+    /// Checks that the backend can train heads of these sizes, before a long rollout starts. The error says
+    /// what to do instead.
     fn check_trainable(&self, _heads: &Heads) -> Result<()> {
         Ok(())
     }
-    /// Causal attention inside each group of a packed batch; `qkv` is after [`Compute::rotate`].
+    /// Causal attention within each group of a packed batch; `qkv` is the output of [`Compute::rotate`].
     fn attend(&self, attention: &Attention<'_>, qkv: &Self::Tensor) -> Result<(Self::Tensor, Self::Softmax)>;
-    /// dL/dqkv of [`Compute::attend`].
+    /// Returns dL/dqkv of [`Compute::attend`].
     fn attend_vjp(&self, backward: &AttentionBackward<'_, Self>) -> Result<Self::Tensor>;
 
-    /// Rows of `[gate | up]` → activation(gate) ∘ up.
+    /// Maps rows `[gate | up]` to activation(gate) ∘ up.
     fn gated(&self, activation: Activation, gate_up: &Self::Tensor) -> Result<Self::Tensor>;
-    /// dL/d`[gate | up]` of [`Compute::gated`].
+    /// Returns dL/d`[gate | up]` of [`Compute::gated`].
     fn gated_vjp(&self, activation: Activation, gate_up: &Self::Tensor, dy: &Self::Tensor) -> Result<Self::Tensor>;
 
-    /// Log-prob and entropy of a target a row under softmax(logits / temperature), never `[rows, vocab]` at once.
+    /// Log-prob and entropy of one target per row under softmax(logits / temperature). Never holds
+    /// `[rows, vocab]` in memory.
     fn score(
         &self,
         x: &Self::Tensor,
@@ -219,40 +222,44 @@ pub trait Compute: Buffers {
         targets: &[u32],
         temperature: f64,
     ) -> Result<(Vec<TokenScore>, Self::Normalizers)>;
-    /// dL/dx from dL/dlogp (`g`) of [`Compute::score`]; with `at` also dL/dhead is added.
+    /// Returns dL/dx from dL/dlogp (`g`) of [`Compute::score`]; if `at` is set, also adds dL/dhead.
     fn score_vjp(&self, head: &HeadBackward<'_, Self>, gradient: &mut Self::FlatBuffer) -> Result<Self::Tensor>;
-    /// All logits `[rows, vocab]`.
+    /// Computes all logits `[rows, vocab]`.
     fn logits(&self, x: &Self::Tensor, head: &Head<Self>) -> Result<Self::Tensor>;
 }
 
-/// What generation asks for besides: keys and values that are kept, steps of one token a row, the choice of the next ones.
+/// The additional operations of generation: a key-value cache, steps of one token per row, and the choice
+/// of the next tokens.
 pub trait Decode: Compute {
     /// Keys and values of growing sequences in all layers.
     type Cache: Debug + Send + Sync;
-    /// A choice of tokens that was begun.
+    /// A choice of tokens that has started but not finished.
     type PendingChoice: Debug + Send + Sync;
 
     /// Whether sampling gives a token the same log-prob, bit for bit, as a training forward.
     fn samples_exactly(&self) -> bool;
-    /// Looks up the rows of a step's tokens.
+    /// Looks up the embedding rows of a step's tokens.
     fn embed_step(&self, table: &Self::Weight, _cache: &mut Self::Cache, tokens: Tokens<'_>) -> Result<Self::Tensor> {
         match tokens {
             Tokens::Known(ids) => self.embed(table, ids),
-            Tokens::Chosen(_) => Err(EngineError::Input("this backend does not keep what it chose".to_owned())),
+            Tokens::Chosen(_) => Err(EngineError::Input("this backend does not keep chosen tokens".to_owned())),
         }
     }
 
-    /// Makes an empty cache for layers with these windows. What no later token sees need not be kept.
+    /// Creates an empty cache for layers with these windows. The cache may drop positions that no
+    /// later token attends to.
     fn new_cache(&self, heads: &Heads, windows: &[Option<usize>]) -> Self::Cache;
-    /// Announces prompts of these lengths; returns the first one's number.
+    /// Announces prompts of these lengths; returns the index of the first one.
     fn add_prompts(&self, cache: &mut Self::Cache, lengths: &[usize]) -> Result<usize>;
-    /// Keeps a layer's keys and values of the prompts from `first` on: `qkv` holds their tokens, one after the other.
+    /// Stores a layer's keys and values for the prompts from index `first` on: `qkv` holds their tokens,
+    /// one prompt after another.
     fn fill_prompts(&self, cache: &mut Self::Cache, first: usize, layer: usize, qkv: &Self::Tensor) -> Result<()>;
-    /// Appends rows that continue a prompt, each by at most `max_new_tokens`.
+    /// Adds rows that continue a prompt, each by at most `max_new_tokens` tokens.
     fn add_rows(&self, cache: &mut Self::Cache, prompt: usize, copies: usize, max_new_tokens: usize) -> Result<()>;
-    /// Lets each prompt announced so far go with its last row: no more rows will continue them.
+    /// Marks all prompts announced so far as complete: no more rows will continue them, so each is freed
+    /// with its last row.
     fn close_prompts(&self, cache: &mut Self::Cache);
-    /// Appends one token a row in a layer, and attends: `[rows, q_width]`.
+    /// Appends one token per row in a layer and computes attention: `[rows, q_width]`.
     fn attend_cached(
         &self,
         heads: &Heads,
@@ -261,9 +268,9 @@ pub trait Decode: Compute {
         qkv: &Self::Tensor,
     ) -> Result<Self::Tensor>;
 
-    /// Runs `body`, which appends one token to each row of the cache in all layers and gives the rows' residual stream, and
-    /// what [`Decode::begin_choose`] gave for it. The backend may fill the batch up with rows whose results it drops, and may
-    /// record what `body` asks for and repeat it.
+    /// Runs `body`, which appends one token to each row of the cache in all layers. It returns the rows' residual
+    /// stream and the result of [`Decode::begin_choose`]. The backend may pad the batch with rows whose results it
+    /// drops, and may record the operations of `body` and replay them.
     fn step(
         &self,
         cache: &mut Self::Cache,
@@ -272,12 +279,12 @@ pub trait Decode: Compute {
     ) -> Result<Stepped<Self>> {
         body(cache, step)
     }
-    /// Keeps the rows marked true.
+    /// Keeps only the rows marked true.
     fn retain_rows(&self, cache: &mut Self::Cache, keep: &[bool]);
 
-    /// Chooses one token a row, with its log-prob.
+    /// Chooses one token per row, with its log-prob.
     fn choose(&self, x: &Self::Tensor, head: &Head<Self>, choice: Choice<'_>, chosen: &mut Vec<Chosen>) -> Result<()>;
-    /// Begins what [`Decode::choose`] does of the rows that `x` gives, within a step; None where nothing is gained by it.
+    /// Starts [`Decode::choose`] for the rows of `x`, within a step; returns None if starting early brings no gain.
     fn begin_choose(
         &self,
         _cache: &mut Self::Cache,
@@ -287,7 +294,7 @@ pub trait Decode: Compute {
     ) -> Result<Option<Self::PendingChoice>> {
         Ok(None)
     }
-    /// Waits for a choice that was begun.
+    /// Waits for a choice that was started.
     fn finish_choose(&self, choice: &Self::PendingChoice) -> Result<Vec<Chosen>>;
 }
 
@@ -302,7 +309,7 @@ mod tests {
         let code = std::fs::read_to_string(path).unwrap();
         for line in code.lines().filter(|line| line.trim_start().starts_with("use ")) {
             let upward = ["::model::", "::model;", "::lora::", "::lora;"].iter().any(|module| line.contains(module));
-            // The kernels' own module of LoRA products is another one.
+            // This does not count the kernels' own module of LoRA products.
             assert!(!upward || line.contains("kernels::"), "{}: {line}", path.display());
         }
     }

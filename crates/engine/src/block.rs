@@ -1,4 +1,4 @@
-//! A generation block: the completions of U prompts with everything that stays the same while they are trained.
+//! A generation block: the completions of U prompts, with all values that stay constant while the block is trained.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -17,48 +17,47 @@ use crate::sample::Score;
 use crate::spec::{Estimator, Plan};
 use crate::trajectory::Trajectory;
 
-/// Log-probs of model tokens, one entry a completion, in block order.
+/// Log-probs of model tokens, one entry per completion, in block order.
 pub type Logps = Vec<Vec<f32>>;
 
-/// A scored rollout and what was computed of it.
+/// A scored rollout and the values computed from it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Block {
-    /// Which block, from 0, over all epochs.
+    /// Index of the block, from 0, over all epochs.
     pub index: u64,
-    /// Prompts, completions, scores.
+    /// Prompts, completions and scores.
     pub rollout: Rollout,
-    /// The rest, one entry a completion.
+    /// The computed values, one entry per completion.
     pub values: BlockValues,
 }
 
-/// One entry a completion, in block order.
+/// Values of a block, one entry per completion, in block order.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct BlockValues {
     /// The weighted reward; `None` = unscorable.
     pub weighted: Vec<Option<f64>>,
-    /// The same, normalised and clipped, and with its length terms.
+    /// The reward after normalization and clip, and with its length terms.
     pub rewards: ShapedRewards,
-    /// What normalised them.
+    /// The statistics that normalized the rewards.
     pub reward_stats: RewardStats,
-    /// Shaped rewards of the greedy completions, one a group; empty but for remax.
+    /// Shaped rewards of the greedy completions, one per group; empty unless the estimator is remax.
     pub greedy: Vec<Option<f64>>,
-    /// Model tokens.
+    /// Completion lengths in model tokens.
     pub lengths: Vec<usize>,
     /// False for truncated completions that are masked.
     pub included: Vec<bool>,
-    /// True for the completions of tied groups that are left out.
+    /// True for the completions of tied groups that are dropped.
     pub dropped: Vec<bool>,
-    /// Per-token log-probs of the policy that sampled; as many as are known yet.
+    /// Per-token log-probs of the policy that sampled, for the completions computed so far.
     pub old_logps: Vec<Vec<f32>>,
     /// Per-token log-probs of the reference; empty when beta = 0.
     pub ref_logps: Vec<Vec<f32>>,
-    /// As many whole groups as are known yet.
+    /// The advantages, for the whole groups computed so far.
     pub results: Advantages,
 }
 
 impl Block {
-    /// A block whose log-probs and advantages are not known yet, and whose rewards are not shaped. The rollout must hold whole
-    /// groups.
+    /// Creates a block without log-probs, shaped rewards and advantages. The rollout must hold whole groups.
     pub fn new(index: u64, rollout: Rollout, plan: &Plan) -> Result<Self> {
         let num_generations = num_generations(plan).get();
         let prompts = plan.training.prompts_per_step as usize * plan.rloo.steps_per_generation as usize;
@@ -71,7 +70,7 @@ impl Block {
         }
         let completions = || rollout.groups.iter().flat_map(|group| &group.completions);
         for completion in completions() {
-            // Its sample row would have no text.
+            // Fails now for a completion whose sample row would have no text.
             completion.segments.completion()?;
         }
         if completions().any(|completion| completion.score.values.len() != plan.rewards.len()) {
@@ -91,9 +90,9 @@ impl Block {
         Ok(Self { index, rollout, values })
     }
 
-    /// Shape the rewards of a new block. `before` counts the rewards of the blocks before it. Plans of before there was a
-    /// limit (`max_abs_reward`) may have rewards whose sums and squares are beyond all numbers: an error here, before they
-    /// are trained on.
+    /// Shapes the rewards of a new block. `before` counts the rewards of all earlier blocks. Plans from before the
+    /// limit `max_abs_reward` existed may have rewards whose sums or squares overflow: this is an error here, before
+    /// such rewards are trained on.
     pub fn shape_rewards(&mut self, before: RewardStats, plan: &Plan) -> Result<()> {
         let stats = RewardShape::of_plan(plan).stats(before, &self.values.weighted);
         let not_finite = |what: String| Err(EngineError::StateNotFinite { what });
@@ -106,7 +105,7 @@ impl Block {
         self.shape_rewards_by(stats, plan);
         let BlockValues { weighted, rewards, greedy, .. } = &self.values;
         let sums = weighted.iter().zip(&rewards.shaped);
-        // A clip makes an infinite sum finite, but NaN is no sum.
+        // A clip can hide an infinite sum, but NaN is always an error.
         let is_wrong = |(weighted, shaped): (&Option<f64>, &Option<f64>)| {
             weighted.is_some_and(f64::is_nan) || shaped.is_some_and(|shaped| !shaped.is_finite())
         };
@@ -121,7 +120,7 @@ impl Block {
         }
     }
 
-    /// Shape the rewards of a block by statistics that count them already.
+    /// Shapes the rewards of a block with statistics that already include them.
     pub fn shape_rewards_by(&mut self, stats: RewardStats, plan: &Plan) {
         let shape = RewardShape::of_plan(plan);
         let (values, num_generations) = (&mut self.values, num_generations(plan).get());
@@ -141,24 +140,24 @@ impl Block {
         values.greedy = if plan.rloo.estimator == Estimator::Remax { greedy.collect() } else { Vec::new() };
     }
 
-    /// Completions.
+    /// Number of completions in the block.
     pub fn len(&self) -> usize {
         self.values.weighted.len()
     }
 
-    /// True when it holds none.
+    /// Whether the block has no completions.
     pub fn is_empty(&self) -> bool {
         self.values.weighted.is_empty()
     }
 
-    /// Prompt and completion tokens, the prompt counted once a completion, as TRL counts; what was sampled beside the block
-    /// included.
+    /// Number of prompt and completion tokens. A prompt counts once per completion, as in TRL; tokens sampled outside
+    /// of the block are included.
     pub fn num_tokens(&self) -> u64 {
         let own: u64 = self.rollout.trajectories().map(|trajectory| trajectory.num_tokens() as u64).sum();
         own + self.rollout.drawn.extra_tokens
     }
 
-    /// Model tokens, likewise.
+    /// Number of completion tokens, including those sampled outside of the block.
     pub fn num_completion_tokens(&self) -> u64 {
         let own: u64 = self.rollout.lengths().into_iter().map(|length| length as u64).sum();
         own + self.rollout.drawn.extra_completion_tokens
@@ -166,8 +165,8 @@ impl Block {
 }
 
 impl BlockValues {
-    /// Advantages of the groups in `rows`, whose log-probs are known (unless no KL is in the reward, where none are needed);
-    /// in order.
+    /// Computes the advantages of the groups in `rows`, in order. Their log-probs must be known if
+    /// the reward includes KL.
     pub fn fill_advantages(&mut self, rows: Range<usize>, plan: &Plan) {
         let config = AdvantageConfig::of_plan(plan);
         let token_kl: Vec<Vec<f64>> = rows.clone().map(|row| self.token_kl(row)).collect();
@@ -186,7 +185,7 @@ impl BlockValues {
         self.results.append(advantages);
     }
 
-    /// old − reference of each token of a completion that trains; zeros while one of them is not known.
+    /// old − reference of each trained token of a completion; zeros while one of the two is unknown.
     fn token_kl(&self, row: usize) -> Vec<f64> {
         match (self.old_logps.get(row), self.ref_logps.get(row)) {
             (Some(old), Some(reference)) => token_kl(old, reference, self.included[row]),
@@ -195,7 +194,7 @@ impl BlockValues {
         }
     }
 
-    /// What the losses of an optimizer step are divided by; known before its micro-batches.
+    /// The denominators of an optimizer step's losses, known before its micro-batches run.
     pub fn denominators(&self, rows: Range<usize>, plan: &Plan) -> Denominators {
         let kept = || rows.clone().filter(|&row| !self.dropped[row]);
         Denominators {
@@ -205,7 +204,7 @@ impl BlockValues {
         }
     }
 
-    /// The advantage a completion trains with.
+    /// The advantage that a completion trains with.
     pub fn advantage(&self, row: usize) -> RowAdvantage<'_> {
         match self.results.token_advantages.get(row) {
             Some(tokens) => RowAdvantage::Tokens(tokens),
@@ -231,12 +230,13 @@ impl Rollout {
         self.groups.iter().flat_map(|group| group.completions.iter().map(move |completion| (group, completion)))
     }
 
-    /// Log-probs of the model tokens as the sampler saw them, in block order; `None` unless they are known of every one.
+    /// Log-probs of the model tokens that the sampler recorded, in block order; `None` unless
+    /// every completion has them.
     pub fn recorded_logps(&self) -> Option<Logps> {
         self.completions().map(|(_, completion)| completion.segments.logps().map(Cow::into_owned)).collect()
     }
 
-    /// Scores, in block order.
+    /// The scores, in block order.
     pub fn scores(&self) -> Vec<Score> {
         self.completions().map(|(_, completion)| completion.score.clone()).collect()
     }
@@ -246,7 +246,7 @@ impl Rollout {
         self.completions().map(|(_, completion)| completion.segments.num_model_tokens()).collect()
     }
 
-    /// Why each completion ended, in block order.
+    /// The reason why each completion ended, in block order.
     pub fn finish_reasons(&self) -> Vec<FinishReason> {
         self.completions().map(|(_, completion)| completion.finish_reason).collect()
     }

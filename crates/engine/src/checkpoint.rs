@@ -1,15 +1,16 @@
-//! Complete checkpoints: written to a temporary directory, hashed, fsynced, manifest last, renamed.
+//! Complete checkpoints: files are written to a temporary directory, hashed and fsynced, the manifest last; then
+//! the directory is renamed.
 //!
-//! | file | what |
+//! | file | content |
 //! |---|---|
-//! | `adapter_config.json`, `adapter_model.safetensors` | the adapter, as PEFT lays it out |
-//! | `model.safetensors`, `config.json`, tokenizer, … | instead of it in full fine-tuning: a model directory for transformers |
-//! | `optimizer.safetensors` | AdamW's moments, flat, in parameter order; in 8 bits codes and the scale of each block |
-//! | `trainer_state.json` | steps, tokens, counters, the hash of what must not change |
+//! | `adapter_config.json`, `adapter_model.safetensors` | the adapter in PEFT's layout |
+//! | `model.safetensors`, `config.json`, tokenizer, … | in full fine-tuning instead: a model directory for transformers |
+//! | `optimizer.safetensors` | AdamW's moments, flat, in parameter order; in 8 bits: codes and the scale of each block |
+//! | `trainer_state.json` | steps, tokens, counters, the hash of the settings that must not change |
 //! | `rollout.json`, `rollout.safetensors` | only in the middle of a block: its completions and log-probs |
 //! | `ahead.json`, `ahead.safetensors` | only with overlap: the next block, sampled and not scored, and its log-probs |
-//! | `reference.safetensors` | only behind a warm-up: the weights that the KL penalty is measured against, flat |
-//! | `manifest.json` | size and SHA-256 of each of them; written last |
+//! | `reference.safetensors` | only after a warm-up: the reference weights of the KL penalty, flat |
+//! | `manifest.json` | size and SHA-256 of each of these files; written last |
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -37,7 +38,7 @@ use crate::failpoint::fail_point;
 use crate::protocol::FileEntry;
 use crate::spec::{OptimizerKind, Plan, resume_identity};
 
-/// The last file written: a checkpoint without it is not one.
+/// The last file written: a directory without it is not a checkpoint.
 pub const MANIFEST: &str = "manifest.json";
 const STATE: &str = "trainer_state.json";
 const OPTIMIZER: &str = "optimizer.safetensors";
@@ -47,74 +48,76 @@ const AHEAD: &str = "ahead.json";
 const AHEAD_LOGPS: &str = "ahead.safetensors";
 const FORMAT: &str = "rlood-checkpoint/1";
 
-/// Where a run stands after an optimizer step. Randomness has no state: it is counted, not drawn in sequence.
+/// The state of a run after an optimizer step. Random numbers need no state: they are computed from counters.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct TrainerState {
-    /// Optimizer steps done, skipped ones included.
+    /// Number of optimizer steps done, including skipped ones.
     pub step: u64,
-    /// Passes over the dataset.
+    /// Number of passes over the dataset.
     pub epoch: f64,
-    /// Prompt and completion tokens so far.
+    /// Number of prompt and completion tokens so far.
     pub num_tokens: u64,
-    /// Updates AdamW made; steps skipped for a loss or gradient that was not finite do not count.
+    /// Number of AdamW updates; steps skipped because of a non-finite loss or gradient do not count.
     pub updates: u64,
-    /// Skipped updates in all.
+    /// Total number of skipped updates.
     pub skipped_updates: u64,
-    /// Skipped updates since the last good one.
+    /// Number of skipped updates since the last applied one.
     pub skipped_in_a_row: u32,
-    /// The step that the last evaluation followed.
+    /// The step after which the last evaluation ran.
     pub evaluated_step: Option<u64>,
-    /// Metrics of the last step, times left out.
+    /// Metrics of the last step, without durations.
     pub step_metrics: Metrics,
-    /// Metrics of the last evaluation, times left out.
+    /// Metrics of the last evaluation, without durations.
     pub eval_metrics: Metrics,
-    /// What the doctor remembers.
+    /// State of the alert rules.
     #[serde(default)]
     pub doctor: Doctor,
-    /// The best evaluation, and how long ago it was.
+    /// The best evaluation, and the number of evaluations since.
     #[serde(default)]
     pub evaluations: Evaluations,
     /// SHA-256 over the parts of the plan that a resumed run must share.
     pub plan_sha256: String,
-    /// The cursor behind the last block's prompts, counted in prompts over all epochs; None = it follows from the step.
+    /// Position in the shuffled prompts after the last block, counted over all epochs; None means that it
+    /// follows from the step.
     #[serde(default)]
     pub next_prompt: Option<u64>,
-    /// Mean and spread of the rewards so far, the last block's included; empty unless rewards are normalised by them.
+    /// Mean and spread of all rewards up to the last block; empty unless running statistics normalize the rewards.
     #[serde(default)]
     pub reward_stats: RewardStats,
 }
 
-/// A run's state in memory, to write.
+/// A run's state in memory, ready to be written.
 #[derive(Debug)]
 pub struct Snapshot<'a> {
     /// The adapter, or all weights.
     pub policy: &'a Policy,
-    /// Where its tokenizer and config lie.
+    /// The directory with the model's tokenizer and config.
     pub model_dir: &'a Path,
-    /// `base_model_name_or_path`.
+    /// The value of `base_model_name_or_path` in the adapter's config.
     pub model_name: &'a str,
-    /// The moments.
+    /// The moments of AdamW.
     pub adam: &'a AdamW,
-    /// Where the run stands.
+    /// Counters and metrics of the run.
     pub state: &'a TrainerState,
-    /// The block in use, when the next step goes on with it.
+    /// The current block, if the next step continues with it.
     pub block: Option<&'a Block>,
-    /// With overlap: the block behind it.
+    /// The block sampled ahead, with overlap only.
     pub ahead: Option<&'a Ahead>,
-    /// Behind a warm-up: the file with the reference's weights.
+    /// The file with the reference's weights, after a warm-up only.
     pub reference: Option<&'a Path>,
 }
 
-/// A checkpoint read back; weights are loaded by [`Policy::load_lora`] or [`Policy::load_full`] from the same directory.
+/// A checkpoint that was read. [`Policy::load_lora`] or [`Policy::load_full`] loads the weights
+/// from the same directory.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Restored {
-    /// The moments.
+    /// The moments of AdamW.
     pub adam: AdamW,
-    /// Where the run stands.
+    /// Counters and metrics of the run.
     pub state: TrainerState,
-    /// The block in use, advantages not yet filled.
+    /// The current block, without advantages.
     pub block: Option<Block>,
-    /// With overlap: the block behind it.
+    /// The block sampled ahead, with overlap only.
     pub ahead: Option<Ahead>,
 }
 
@@ -125,14 +128,14 @@ struct Manifest {
     files: Vec<FileEntry>,
 }
 
-/// Hash over what a resumed run must share with the one that wrote the checkpoint: model, data, adapter, batches, seed.
-/// Learning rate, steps, rewards and the rest may change.
+/// Hash of the settings that a resumed run must share with the run that wrote the checkpoint: model, data, adapter,
+/// batches, seed. Learning rate, steps, rewards and the rest may change.
 pub fn plan_sha256(plan: &Plan) -> String {
     Sha256Digest::of(resume_identity(plan).to_string()).to_string()
 }
 
-/// Write a complete checkpoint below `scratch_dir` and return its directory and files, the manifest last. What lies there
-/// under the same name is replaced.
+/// Writes a complete checkpoint below `scratch_dir`. Returns its directory and files, the manifest last. Replaces an
+/// existing checkpoint of the same name.
 pub fn write(scratch_dir: &Path, snapshot: &Snapshot<'_>) -> Result<(PathBuf, Vec<FileEntry>)> {
     let Snapshot { policy, model_dir, model_name, adam, state, block, ahead, reference } = *snapshot;
     let state_bytes = state_json(state)?;
@@ -187,7 +190,7 @@ pub fn write(scratch_dir: &Path, snapshot: &Snapshot<'_>) -> Result<(PathBuf, Ve
     Ok((target, files))
 }
 
-/// Compare every file with the manifest: `Ok` only for a checkpoint that is complete and undamaged.
+/// Compares every file with the manifest: `Ok` only if the checkpoint is complete and undamaged.
 pub fn verify(dir: &Path) -> Result<()> {
     let manifest: Manifest = from_json(dir, MANIFEST)?;
     if manifest.format != FORMAT {
@@ -211,7 +214,7 @@ pub fn verify(dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Verify and read a checkpoint of this plan.
+/// Verifies and reads a checkpoint of this plan.
 pub fn read(dir: &Path, plan: &Plan) -> Result<Restored> {
     verify(dir)?;
     let state: TrainerState = from_json(dir, STATE)?;
@@ -229,8 +232,8 @@ pub fn read(dir: &Path, plan: &Plan) -> Result<Restored> {
     Ok(Restored { adam, state, block, ahead })
 }
 
-/// A copy of the reference that a checkpoint holds, for the checkpoints to come.
-pub(super) fn keep_reference(dir: &Path, scratch_dir: &Path) -> Result<tempfile::TempPath> {
+/// Copies the reference weights from a checkpoint, so that later checkpoints can include them.
+pub(super) fn copy_reference(dir: &Path, scratch_dir: &Path) -> Result<tempfile::TempPath> {
     fs::create_dir_all(scratch_dir).map_err(io(scratch_dir))?;
     let file = tempfile::Builder::new().prefix(".reference-").tempfile_in(scratch_dir).map_err(io(scratch_dir))?;
     let from = dir.join(REFERENCE);
@@ -263,7 +266,7 @@ fn write_logps(path: &Path, old: &[Vec<f32>], reference: &[Vec<f32>]) -> Result<
     tensors::write(path, &logps.each_ref().map(Flat::tensor))
 }
 
-/// Old and reference log-probs, one entry a completion of these lengths; empty where there are none.
+/// Reads old and reference log-probs, one entry per completion of these lengths; empty if the file has none.
 fn read_logps(dir: &Path, file: &str, lengths: &[usize]) -> Result<(Logps, Logps)> {
     let logps = tensors::Reader::open(&dir.join(file))?;
     let cut = |name: &str| -> Result<Logps> {
@@ -290,7 +293,7 @@ fn entry(dir: &Path, name: &str) -> Result<FileEntry> {
     let path = dir.join(name);
     let mut file = File::open(&path).map_err(io(&path))?;
     fail_point!("checkpoint.file", name).map_err(io(&path))?;
-    // Durable before the manifest says so.
+    // The file must be durable before the manifest lists it.
     file.sync_all().map_err(io(&path))?;
     let (size_bytes, sha256) = Sha256Digest::of_reader(&mut file).map_err(io(&path))?;
     Ok(FileEntry { name: name.into(), size_bytes, sha256 })
@@ -309,8 +312,8 @@ fn to_json<T: Serialize>(value: &T) -> Result<Vec<u8>> {
     serde_json::to_vec_pretty(value).map_err(|error| EngineError::Checkpoint(error.to_string()))
 }
 
-/// The state as JSON that reads back. JSON has no number that is not finite, and null in its place does not read as one: a
-/// run would find that out when it resumes, and all its later checkpoints would be lost.
+/// Serializes the state as JSON and checks that it can be read back. JSON has no non-finite numbers, and null in their
+/// place does not parse as a number: the run would fail when it resumes, and all its later checkpoints would be lost.
 fn state_json(state: &TrainerState) -> Result<Vec<u8>> {
     let bytes = to_json(state)?;
     let mut json = serde_json::Deserializer::from_slice(&bytes);
@@ -331,7 +334,7 @@ fn from_json<T: for<'de> Deserialize<'de>>(dir: &Path, name: &str) -> Result<T> 
     serde_json::from_slice(&bytes).map_err(|error| EngineError::Checkpoint(format!("{name}: {error}")))
 }
 
-/// A one-dimensional tensor to write.
+/// A one-dimensional tensor for serialization.
 struct Flat<'a> {
     name: &'a str,
     shape: [usize; 1],
@@ -394,7 +397,8 @@ fn read_moments(path: &Path, kind: OptimizerKind) -> Result<Moments> {
     }
 }
 
-/// What transformers needs beside the weights. The config names the type they are stored in.
+/// Copies the files that transformers needs besides the weights. The config names the type that the
+/// weights are stored in.
 fn copy_model_files(from: &Path, to: &Path) -> Result<()> {
     const FILES: [&str; 9] = [
         "generation_config.json",
@@ -436,7 +440,7 @@ mod tests {
     #[test]
     fn state_that_is_not_finite_is_named_when_it_is_saved() {
         let good = TrainerState {
-            // A metric that a step could not compute is stored as null and stays null.
+            // A metric that a step could not compute is stored as null and read back as null.
             step_metrics: Metrics::from([("kl".to_owned(), None), ("loss".to_owned(), Some(f64::NAN))]),
             ..TrainerState::default()
         };

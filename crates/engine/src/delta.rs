@@ -1,4 +1,4 @@
-//! How far the adapter has moved the weights: ‖s·B·A‖ / ‖W‖ over the adapted layers, Frobenius norms.
+//! Measures how far the adapter has moved the weights: ‖s·B·A‖ / ‖W‖ over the adapted layers, with Frobenius norms.
 
 use std::path::Path;
 
@@ -10,17 +10,17 @@ use super::lora::ParameterInfo;
 use crate::modelcard::ModelCard;
 use crate::spec::LoraPlan;
 
-/// What the base model says of [`DeltaNorm::of`]; made once a run.
+/// The data of the base model that [`DeltaNorm::of`] needs; computed once per run.
 #[derive(Debug)]
 pub struct DeltaNorm {
     /// A, B and s of each adapted layer.
     pairs: Vec<(ParameterInfo, ParameterInfo, f64)>,
-    /// Frobenius, over all adapted layers.
+    /// Frobenius norm of the base weights of all adapted layers.
     base_norm: f64,
 }
 
 impl DeltaNorm {
-    /// Reads the adapted layers' weights once; `None` when the parameters are no LoRA adapter.
+    /// Reads the adapted layers' weights once; `None` if the parameters are not a LoRA adapter.
     pub fn load(
         model_dir: &Path,
         card: &ModelCard,
@@ -45,9 +45,9 @@ impl DeltaNorm {
         Ok(known.then(|| Self { pairs, base_norm: squares.sqrt() }))
     }
 
-    /// The norm of the flat parameters' change of the weights, as a share of the weights' own.
+    /// The norm of the adapter's change, relative to the norm of the base weights.
     ///
-    /// ‖BA‖² = tr(BᵀB·AAᵀ): r × r matrices, the product itself is never made.
+    /// ‖BA‖² = tr(BᵀB·AAᵀ): only r × r matrices are computed, never the product BA itself.
     pub fn of(&self, parameters: &[f32]) -> f64 {
         let square = |(a, b, scaling): &(_, _, f64)| scaling.powi(2) * product_square(parameters, a, b);
         let squares: Vec<f64> = self.pairs.par_iter().map(square).collect();
@@ -56,7 +56,7 @@ impl DeltaNorm {
     }
 }
 
-/// `s` of the layer whose A has this name.
+/// The scaling `s` of the layer whose A has this name.
 fn scaling_of(config: &LoraPlan, name: &str) -> f64 {
     let inside = name.trim_start_matches("base_model.model.model.layers.").trim_end_matches(".lora_A.weight");
     let rank = inside.split_once('.').and_then(|(layer, path)| config.of(layer.parse().ok()?, path));
@@ -93,7 +93,7 @@ fn product_square(parameters: &[f32], a: &ParameterInfo, b: &ParameterInfo) -> f
     trace
 }
 
-/// Σ left·right, in several sums side by side.
+/// Dot product Σ left·right, with several partial sums.
 fn dot(left: &[f32], right: &[f32]) -> f64 {
     const SUMS: usize = 16;
     let mut sums = [0f64; SUMS];
@@ -111,7 +111,7 @@ mod tests {
 
     #[test]
     fn the_trace_is_the_norm_of_the_product() {
-        // A = [[1, 2, 3], [0, 1, -1]], B = [[1, 0], [2, 1]]: BA = [[1, 2, 3], [2, 5, 5]].
+        // The example is A = [[1, 2, 3], [0, 1, -1]], B = [[1, 0], [2, 1]], so BA = [[1, 2, 3], [2, 5, 5]].
         let parameters = [1.0, 2.0, 3.0, 0.0, 1.0, -1.0, 1.0, 0.0, 2.0, 1.0];
         let info = |name: &str, shape: &[usize], offset| ParameterInfo {
             name: name.to_owned(),

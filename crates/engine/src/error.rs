@@ -1,4 +1,4 @@
-//! What can go wrong in the engine, and whose fault it is.
+//! The engine's errors, and whether the user or the operator has to act.
 
 use std::path::PathBuf;
 
@@ -10,101 +10,102 @@ use crate::trajectory::NotOneCompletion;
 /// Who has to act on a failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FailureClass {
-    /// The model, the adapter, the prompts or the settings: trying again changes nothing.
+    /// The user: the model, the adapter, the prompts or the settings are wrong, and a retry changes nothing.
     User,
-    /// The machine: disk, memory, device.
+    /// The operator: disk, memory or device failed.
     Infra,
 }
 
-/// An engine failure: the variant is what was being done, the source is why.
+/// An engine failure. The variant says what was being done; the source says why it failed.
 #[derive(Debug, thiserror::Error)]
 pub enum EngineError {
     /// The model directory is missing something or uses something unsupported.
     #[error("the model cannot be used")]
     Model(#[from] ModelCardError),
-    /// The tokenizer or the chat template refused.
+    /// The tokenizer or the chat template rejected a text.
     #[error("the text cannot be processed")]
     Text(#[from] TextError),
-    /// A LoRA adapter is damaged, or does not fit the model.
+    /// A LoRA adapter is damaged, or does not match the model.
     #[error("the LoRA adapter cannot be used: {0}")]
     Adapter(String),
-    /// Where only a completion has a meaning, a trajectory has context segments or several model segments.
+    /// A trajectory has context segments or several model segments where a single completion is required.
     #[error(transparent)]
     Trajectory(#[from] NotOneCompletion),
-    /// A row cannot be computed as asked.
+    /// A row cannot be computed as requested.
     #[error("{0}")]
     Input(String),
     /// A log-prob, loss or gradient is NaN or infinite.
     #[error("{what} is not finite; lower the learning rate, or check the model's weights")]
     NonFinite {
-        /// What was computed.
+        /// The value that was computed.
         what: String,
     },
-    /// The state of the rewards, the weights or the moments is NaN or infinite, so that no checkpoint of it could be read back.
-    #[error("{what} is not finite, so the run can neither go on nor be saved")]
+    /// The state of the rewards, the weights or the moments is NaN or infinite: a checkpoint of it could
+    /// not be read back.
+    #[error("{what} is not finite, so the run can neither continue nor be saved")]
     StateNotFinite {
-        /// Which number.
+        /// The number that is not finite.
         what: String,
     },
-    /// The base model itself holds or computes NaN or infinite values: no step can train it.
+    /// The base model itself holds or computes NaN or infinite values: training cannot work.
     #[error("the base model is not finite: {what}")]
     ModelNotFinite {
-        /// Where it showed.
+        /// The value in which the problem appeared.
         what: String,
     },
     /// A tensor operation failed.
     #[error("a tensor operation failed")]
     Tensor(#[from] candle_core::Error),
-    /// A GPU's memory does not hold what a computation takes. The device is well, and smaller pieces may fit.
-    #[error("the memory of the GPU is full: {0}")]
+    /// A GPU has too little memory for a computation. The device still works, and smaller batches may fit.
+    #[error("the GPU is out of memory: {0}")]
     OutOfMemory(String),
-    /// A GPU or its driver is not there, or failed: nothing that this process has on it can be used any more.
+    /// A GPU or its driver is missing or failed: this process cannot use anything on it any more.
     #[error("the GPU cannot be used: {0}")]
     Device(String),
-    /// Prompts do not fit the model.
+    /// The prompts do not fit into the model's context.
     #[error("{0}")]
     Prompts(String),
-    /// Too many updates in a row were not finite.
+    /// Too many consecutive updates were not finite.
     #[error(
         "{updates} updates in a row were skipped because the loss or the gradient was not finite (up to step {step})"
     )]
     Diverged {
-        /// Skipped in a row.
+        /// Number of consecutive skipped updates.
         updates: u32,
-        /// The last of them.
+        /// The last step that was skipped.
         step: u64,
     },
-    /// The doctor raised an alert that ends the run.
+    /// An alert rule ended the run.
     #[error("{message}")]
     Alert {
-        /// Its rule.
+        /// The rule that raised the alert.
         rule: crate::doctor::Rule,
-        /// The step it was raised at.
+        /// The step at which it was raised.
         step: u64,
-        /// What is wrong.
+        /// The problem, in one sentence.
         message: String,
-        /// What to change.
+        /// The setting to change.
         fix: String,
     },
     /// A checkpoint is damaged, or belongs to another run.
     #[error("the checkpoint cannot be used: {0}")]
     Checkpoint(String),
-    /// The host gave up.
+    /// The host ended the run with a failure.
     #[error("{}", .0.message)]
     Host(crate::job::Failure),
     /// A file could not be read or written.
     #[error("cannot access {}", path.display())]
     Io {
-        /// Which file.
+        /// Path of the file.
         path: PathBuf,
-        /// Why.
+        /// The error of the operating system.
         #[source]
         source: std::io::Error,
     },
 }
 
 impl EngineError {
-    /// Whose fault it is.
+    /// Who has to act on this failure.
     pub fn class(&self) -> FailureClass {
         match self {
             EngineError::Model(_)
@@ -131,5 +132,5 @@ impl EngineError {
     }
 }
 
-/// The engine's result.
+/// Result type of the engine.
 pub type Result<T, E = EngineError> = std::result::Result<T, E>;

@@ -1,4 +1,4 @@
-//! An evaluation: the policy as it is samples the evaluation prompts, and the rewards score them.
+//! Evaluation: the current policy samples the evaluation prompts, and the rewards score them.
 
 use std::time::Instant;
 
@@ -11,11 +11,11 @@ use super::watch;
 use crate::event::{Event, Phase, SamplePhase};
 use crate::trajectory::Trajectory;
 
-/// Whether an evaluation of the last completed step is due.
+/// Whether an evaluation is due after the last completed step.
 pub(super) fn is_due(run: &Run<'_>) -> bool {
     let Some(eval) = &run.plan.eval else { return false };
     let step = run.progress.state.step;
-    // Before the start means before a warm-up, and behind it.
+    // An evaluation before the start runs twice if there is a warm-up: before it and after it.
     let due = match (step, run.plan.rloo_step(step)) {
         (0, _) | (_, Some(0)) => eval.before_start,
         (_, Some(done)) => done.is_multiple_of(eval.every_steps.max(1)) || done == run.plan.training.max_steps,
@@ -24,7 +24,7 @@ pub(super) fn is_due(run: &Run<'_>) -> bool {
     due && !run.data.evaluated_rows.is_empty() && run.progress.state.evaluated_step != Some(step)
 }
 
-/// Samples and scores the evaluation prompts, reports the metrics, and counts them.
+/// Samples and scores the evaluation prompts, reports the metrics, and counts the evaluation.
 pub(super) fn evaluate(run: &mut Run<'_>) -> Result<(), RunEnd> {
     let Some(eval) = &run.plan.eval else { return Ok(()) };
     let step = run.progress.state.step;

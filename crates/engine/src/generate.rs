@@ -1,5 +1,5 @@
-//! Continuous batching: every prompt is computed once for its G completions, a row that ends leaves the batch, and the next
-//! prompts' rows join as soon as a whole group fits.
+//! Continuous batching: every prompt is computed once for its G completions. A finished row leaves the batch, and the
+//! rows of the next prompts join as soon as a whole group fits.
 
 use std::collections::{HashSet, VecDeque};
 use std::num::NonZeroUsize;
@@ -13,42 +13,43 @@ use crate::event::FinishReason;
 pub use crate::sample::Generated;
 use crate::trajectory::Segments;
 
-/// What to sample.
+/// The arguments of a generation.
 pub struct GenerateRequest<'a> {
     /// The prompts, in order.
     pub prompts: &'a [GeneratePrompt<'a>],
-    /// Completions a prompt (G).
+    /// Number of completions per prompt (G).
     pub num_generations: NonZeroUsize,
-    /// How a token is chosen.
+    /// The sampling settings for tokens.
     pub sampler: Sampler,
-    /// Tokens a completion may have, the end-of-sequence token included.
+    /// Maximum number of tokens of a completion, including the EOS token.
     pub max_completion_length: usize,
-    /// A completion also ends with the token that completes one of these.
+    /// Stop strings: a completion also ends with the token that completes one of these.
     pub stop: &'a [String],
-    /// Seed, stream and rollout index; narrowed here by row, generation and token.
+    /// The random key (seed, stream and rollout index); extended here by row, generation and token.
     pub key: Key,
-    /// Every token that ends a completion.
+    /// All tokens that end a completion.
     pub eos_token_ids: &'a [u32],
-    /// The policy or the reference.
+    /// The weights to use: the policy or the reference.
     pub adapter: Adapter,
-    /// Sequences decoded at once, at the most; but at least one prompt's G.
+    /// Maximum number of sequences decoded concurrently; at least G for one prompt.
     pub max_rows: usize,
 }
 
-/// One prompt.
+/// A prompt to generate from.
 #[derive(Debug, Clone, Copy)]
 pub struct GeneratePrompt<'a> {
-    /// Dataset row: part of the randomness.
+    /// Dataset row, which is part of the random key.
     pub row: u64,
-    /// At least one token.
+    /// Token ids of the prompt; at least one.
     pub ids: &'a [u32],
 }
 
-/// G completions for each prompt, `[P][G]`, each one model segment; `None` when `stop` said so between two tokens.
+/// Generates G completions for each prompt, `[P][G]`, each one model segment; `None` if `stop` requested the
+/// end between two tokens.
 ///
-/// A completion is a function of (key, row, generation, weights): it does not depend on which other prompts are in the
-/// request, nor on `max_rows`, but for the rounding of the backend's matrix products. Its log-probs are recorded where the
-/// sampler draws from the whole distribution ([`Sampler::is_unfiltered`]).
+/// A completion is a function of (key, row, generation, weights). It does not depend on the other prompts of the
+/// request, nor on `max_rows`, except for the rounding of the backend's matrix products. Its log-probs are recorded if
+/// the sampler uses the whole distribution ([`Sampler::is_unfiltered`]).
 pub fn generate(
     policy: &Policy,
     text: &Text,
@@ -65,7 +66,7 @@ pub fn generate(
         chosen: Vec::new(),
     };
     let mut done: Vec<Option<Generated>> = vec![None; request.prompts.len() * num_generations];
-    // Of the live rows, reused: their tokens, and whether they go on.
+    // Buffers reused at each step: the live rows' tokens, and whether each row continues.
     let (mut tokens, mut keep) = (Vec::new(), Vec::new());
     loop {
         if stop() {
@@ -97,50 +98,50 @@ pub fn generate(
         batch.append(policy, &tokens)?;
         batch.append_ahead(policy)?;
     }
-    // The cache makes room for what comes next.
+    // Dropping the batch frees the cache before the next phase.
     drop(batch);
     policy.release();
     let mut done = done.into_iter().flatten();
     Ok(Some(request.prompts.iter().map(|_| done.by_ref().take(num_generations).collect()).collect()))
 }
 
-/// A sequence that still grows.
+/// A sequence that is still growing.
 struct LiveRow {
-    /// Index in the output: prompt-major.
+    /// Index in the output, prompt by prompt.
     index: usize,
     key: Key,
     ids: Vec<u32>,
-    /// Of `ids`; `None` when the sampler filters.
+    /// Log-probs of `ids`; `None` if the sampler filters.
     logps: Option<Vec<f32>>,
-    /// Tokens of prompt and completion; kept only for the repetition penalty.
+    /// Tokens of prompt and completion; tracked only for the repetition penalty.
     seen: HashSet<u32>,
 }
 
-/// What grows, and the prompts that wait for room, with their indices.
+/// The live rows, and the prompts that wait for room with their indices.
 struct Batch<'a> {
     request: &'a GenerateRequest<'a>,
     state: DecodeState,
-    /// One a row of the state.
+    /// The live rows, one per row of the cache.
     live: Vec<LiveRow>,
     waiting: VecDeque<(usize, &'a GeneratePrompt<'a>)>,
-    /// Of the live rows' next tokens, or of those after them; reused.
+    /// Random picks for the live rows' next tokens, or for the tokens after those; reused.
     picks: Vec<Pick>,
     chosen: Vec<Chosen>,
 }
 
 impl Batch<'_> {
-    /// Prompts that have room with all their rows; one when nothing is live.
+    /// Number of waiting prompts that have room with all their rows; one if no row is live.
     fn joining(&self) -> usize {
         let room = self.request.max_rows.saturating_sub(self.live.len()) / self.request.num_generations;
         let room = if self.live.is_empty() { room.max(1) } else { room };
         room.min(self.waiting.len())
     }
 
-    /// Take in the waiting prompts that have room.
+    /// Adds the waiting prompts that have room to the batch.
     fn join(&mut self, policy: &Policy) -> Result<()> {
         let GenerateRequest { num_generations, sampler, max_completion_length, key, .. } = *self.request;
         let num_generations = num_generations.get();
-        let (penalised, unfiltered) = (!sampler.is_memoryless(), sampler.is_unfiltered());
+        let (penalized, unfiltered) = (!sampler.is_memoryless(), sampler.is_unfiltered());
         let mut prompts = Vec::new();
         for (index, prompt) in self.waiting.drain(..self.joining()) {
             prompts.push(prompt.ids);
@@ -149,7 +150,7 @@ impl Batch<'_> {
                 key: key.with(prompt.row).with(generation as u64),
                 ids: Vec::new(),
                 logps: unfiltered.then(Vec::new),
-                seen: if penalised { prompt.ids.iter().copied().collect() } else { HashSet::new() },
+                seen: if penalized { prompt.ids.iter().copied().collect() } else { HashSet::new() },
             }));
         }
         if prompts.is_empty() {
@@ -158,7 +159,7 @@ impl Batch<'_> {
         policy.join(&mut self.state, &prompts, num_generations, max_completion_length)
     }
 
-    /// Picks of the live rows' next tokens, or of those that come so much later.
+    /// Computes the picks of the live rows' next tokens, or of the tokens `later` steps after them.
     fn find_picks(&mut self, later: usize) {
         let temperature = self.request.sampler.temperature;
         let pick = |row: &LiveRow| {
@@ -169,7 +170,7 @@ impl Batch<'_> {
         self.picks.extend(self.live.iter().map(pick));
     }
 
-    /// Append the last tokens of the live rows; what comes next is known already but for the tokens.
+    /// Appends the last tokens of the live rows. Everything about the next step but its tokens is already known.
     fn append(&mut self, policy: &Policy, tokens: &[u32]) -> Result<()> {
         if self.request.sampler.is_memoryless() {
             self.find_picks(0);
@@ -180,8 +181,9 @@ impl Batch<'_> {
         policy.append_and_pick(&mut self.state, tokens, choice)
     }
 
-    /// Queue the step after the one under way, so that a device need not wait until the host has seen its tokens. A row that
-    /// ends with its token takes that step in vain; so not where one certainly ends, nor where others join before.
+    /// Queues the step after the current one, so that a device need not wait until the host has read its tokens. A row
+    /// that ends with its current token computes that step in vain. The step is not queued ahead if a row certainly
+    /// ends or if others join first.
     fn append_ahead(&mut self, policy: &Policy) -> Result<()> {
         let ends = |row: &LiveRow| row.ids.len() + 1 >= self.request.max_completion_length;
         let is_plain = policy.decodes_ahead() && self.request.sampler.is_memoryless();
@@ -193,7 +195,7 @@ impl Batch<'_> {
         policy.append_ahead(&mut self.state, choice)
     }
 
-    /// Every live row gets its next token.
+    /// Chooses the next token of every live row.
     fn choose(&mut self, policy: &Policy) -> Result<()> {
         let sampler = self.request.sampler;
         if sampler.is_memoryless() {
@@ -219,7 +221,7 @@ impl Batch<'_> {
     }
 }
 
-/// Why a completion that just got its last token ends, if it does.
+/// The reason why a completion ends with its last token, if it does.
 fn finish_reason(text: &Text, request: &GenerateRequest<'_>, ids: &[u32]) -> Result<Option<FinishReason>> {
     if ids.last().is_some_and(|token| request.eos_token_ids.contains(token)) {
         return Ok(Some(FinishReason::Stop));
@@ -230,8 +232,8 @@ fn finish_reason(text: &Text, request: &GenerateRequest<'_>, ids: &[u32]) -> Res
     Ok((ids.len() >= request.max_completion_length).then_some(FinishReason::Length))
 }
 
-/// Whether one of the stop strings is complete. Only a tail that can hold the longest of them is decoded, so the cost a
-/// token does not grow with the completion.
+/// Whether the completion ends with a stop string. Decodes only a tail long enough for the longest stop string, so the
+/// cost per token does not grow with the completion.
 fn ends_with_stop_string(text: &Text, stop: &[String], ids: &[u32]) -> Result<bool> {
     let Some(longest) = stop.iter().map(String::len).max() else { return Ok(false) };
     let tail = text.decode(&ids[ids.len().saturating_sub(longest + 8)..], true)?;

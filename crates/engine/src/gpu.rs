@@ -1,30 +1,30 @@
-//! The GPUs of this machine, as the driver tells without any of them being used.
+//! The GPUs of this machine, as the driver reports them without opening any.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Bytes; 0 = no limit.
+/// Memory limit in bytes; 0 = no limit.
 static MEMORY_LIMIT: AtomicU64 = AtomicU64::new(0);
 
-/// Bounds what this process takes of each GPU that it opens from now on, in bytes; None = all of it.
+/// Limits the memory that this process takes on each GPU opened from now on, in bytes; None = no limit.
 pub fn limit_memory(bytes: Option<u64>) {
     MEMORY_LIMIT.store(bytes.unwrap_or(0), Ordering::Relaxed);
 }
 
-/// What this process may take of a GPU, in bytes; None = all of it.
+/// The memory that this process may take on a GPU, in bytes; None = no limit.
 pub fn memory_limit() -> Option<u64> {
     Some(MEMORY_LIMIT.load(Ordering::Relaxed)).filter(|bytes| *bytes > 0)
 }
 
-/// A GPU.
+/// A GPU that the driver reports.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Gpu {
-    /// Its number: the N of `cuda:N`.
+    /// Index of the GPU: the N of `cuda:N`.
     pub ordinal: u32,
-    /// As the driver names it.
+    /// The driver's name for the GPU.
     pub name: String,
-    /// Of its memory.
+    /// Total memory of the GPU in bytes.
     pub memory_bytes: u64,
-    /// Major and minor number.
+    /// Compute capability: major and minor number.
     pub compute_capability: (u32, u32),
 }
 
@@ -35,10 +35,10 @@ impl std::fmt::Display for Gpu {
     }
 }
 
-/// All that there are.
+/// Lists all GPUs of this machine.
 ///
 /// # Errors
-/// Why there are none: this build has no CUDA, or the machine has no driver.
+/// Says why the list is not available: this build has no CUDA, or the machine has no driver.
 #[cfg(feature = "cuda")]
 pub fn list() -> Result<Vec<Gpu>, String> {
     use super::kernels::cuda::driver::{Device, Properties};
@@ -50,19 +50,19 @@ pub fn list() -> Result<Vec<Gpu>, String> {
     all.map_err(|error: super::kernels::cuda::driver::CudaError| error.to_string())
 }
 
-/// None: this build has no CUDA.
+/// Lists no GPUs, because this build has no CUDA.
 ///
 /// # Errors
-/// Always.
+/// This build always fails.
 #[cfg(not(feature = "cuda"))]
 pub fn list() -> Result<Vec<Gpu>, String> {
     Err("this build has no CUDA".to_owned())
 }
 
-/// Memory of the smallest of some GPUs, bytes.
+/// Memory in bytes of the smallest of these GPUs.
 ///
 /// # Errors
-/// One of them is not there, and why.
+/// Fails if one of them does not exist.
 pub fn smallest(ordinals: &[u32]) -> Result<u64, String> {
     let all = list()?;
     let memory = ordinals.iter().map(|ordinal| {
@@ -75,10 +75,10 @@ pub fn smallest(ordinals: &[u32]) -> Result<u64, String> {
     memory.collect::<Result<Vec<u64>, String>>().map(|memory| memory.into_iter().min().unwrap_or(0))
 }
 
-/// Open a GPU as a worker would: the kernels are loaded. Says what was found.
+/// Opens a GPU as a worker would and loads the kernels. Returns a description of the GPU.
 ///
 /// # Errors
-/// Why a worker could not use it.
+/// Says why a worker could not use the GPU.
 #[cfg(feature = "cuda")]
 pub fn try_open(ordinal: u32) -> Result<String, String> {
     use super::kernels::cuda::driver::Device;
@@ -92,10 +92,10 @@ pub fn try_open(ordinal: u32) -> Result<String, String> {
     ))
 }
 
-/// Never: this build has no CUDA.
+/// Opens no GPU, because this build has no CUDA.
 ///
 /// # Errors
-/// Always.
+/// This build always fails.
 #[cfg(not(feature = "cuda"))]
 pub fn try_open(ordinal: u32) -> Result<String, String> {
     Err(format!("cuda:{ordinal} needs a build with CUDA, which this is not"))

@@ -1,4 +1,4 @@
-//! The seam between the engine and whoever runs it. The worker implements [`Host`]; tests do in twenty lines.
+//! The interface between the engine and its host. The worker implements [`Host`]; tests implement it in twenty lines.
 
 use std::path::{Path, PathBuf};
 
@@ -11,103 +11,105 @@ use crate::job::Failure;
 use crate::protocol::FileEntry;
 pub use crate::sample::{RewardSample, RewardValue, RolloutCompletion, RolloutId, RolloutPart, SampledGroup, Score};
 
-/// What a run asks of its surroundings. Calls come from the engine's thread, one at a time, in order.
+/// The services that a run needs from its host. The engine's thread makes all calls, one at a time and in order.
 pub trait Host {
-    /// Rewards for whole groups: one [`Score`] a sample, in order, each with one value a reward of the plan, in the
-    /// plan's order. Blocks until all are there; returns [`RunEnd::Stopped`] when a stop arrived meanwhile.
+    /// Returns the rewards of whole groups: one [`Score`] per sample, in order, each with one value per reward, in the
+    /// plan's order. Blocks until all are there; returns [`RunEnd::Stopped`] if a stop arrived meanwhile.
     fn score(&mut self, request: &ScoreRequest<'_>) -> Result<Vec<Score>, RunEnd>;
 
-    /// These samples will be asked for by [`Host::score`], under the same id, after other work: a host that can begins now, and
-    /// returns at once.
+    /// Announces samples that [`Host::score`] will request later under the same id. A host that can score in the
+    /// background starts now. Returns immediately.
     fn begin_score(&mut self, _request: &ScoreRequest<'_>) -> Result<(), RunEnd> {
         Ok(())
     }
 
-    /// Something happened. Must not block for long.
+    /// Reports an event. Must not block for long.
     fn event(&mut self, event: Event) -> Result<(), RunEnd>;
 
-    /// A complete checkpoint lies in `checkpoint.dir`; returns when it is published.
+    /// Publishes the complete checkpoint in `checkpoint.dir`; returns when that is done.
     fn saved(&mut self, checkpoint: &SavedCheckpoint<'_>) -> Result<(), RunEnd>;
 
-    /// Polled between tokens, between micro-batches and between phases.
+    /// Returns a stop request, if any. The engine polls it between tokens, micro-batches and phases.
     fn stop(&self) -> Option<StopReason>;
 
-    /// What a former attempt sampled for this rollout (its journal), to be scored instead of sampling again. Completions of
-    /// other rows or of another number are not used.
+    /// Returns completions that an earlier attempt sampled for this rollout (from its journal), which are scored
+    /// instead of sampling again. Completions of other rows or of another number are ignored.
     fn recorded(&mut self, _id: RolloutId) -> Result<Option<Vec<SampledGroup>>, RunEnd> {
         Ok(None)
     }
 
-    /// These were sampled just now and are scored next: whoever keeps a journal writes them down. Not called for what
-    /// [`Host::recorded`] gave.
+    /// Reports newly sampled groups before they are scored, so that a host with a journal can store them. Not called
+    /// for groups from [`Host::recorded`].
     fn sampled(&mut self, _id: RolloutId, _groups: &[SampledGroup]) -> Result<(), RunEnd> {
         Ok(())
     }
 
-    /// True when a checkpoint is wanted after this step though the plan asks for none (the journal has grown large).
+    /// Whether to write a checkpoint after this step although the plan does not ask for one (because the
+    /// journal has grown large).
     fn wants_checkpoint(&self) -> bool {
         false
     }
 
-    /// A recorded rollout for the block that begins with this optimizer step (1-based), instead of sampling and scoring.
+    /// Returns a recorded rollout for the block that begins with this optimizer step (1-based), to be used instead
+    /// of sampling and scoring.
     fn rollout(&mut self, _step: u64) -> Option<Rollout> {
         None
     }
 
-    /// The inside of an optimizer step, for tests: called after the update.
+    /// Receives the internals of an optimizer step after the update, for tests.
     fn observe(&mut self, _trace: &StepTrace<'_>) {}
 }
 
-/// Samples to score, whole groups in block order.
+/// Samples to score: whole groups in block order.
 #[derive(Debug)]
 pub struct ScoreRequest<'a> {
-    /// Which rollout of the run.
+    /// The rollout that the samples belong to.
     pub id: RolloutId,
-    /// The samples.
+    /// The samples, in block order.
     pub samples: &'a [RewardSample],
 }
 
-/// A checkpoint on disk, not yet published.
+/// A checkpoint on disk that is not published yet.
 #[derive(Debug)]
 pub struct SavedCheckpoint<'a> {
-    /// Where it lies; the engine removes it after `saved` returns.
+    /// Directory of the checkpoint; the engine removes it after `saved` returns.
     pub dir: &'a Path,
-    /// Optimizer steps done.
+    /// Number of optimizer steps done.
     pub step: u64,
-    /// Every file, `manifest.json` last.
+    /// All files, `manifest.json` last.
     pub files: &'a [FileEntry],
-    /// Metrics of its step and of the last evaluation.
+    /// Metrics of the step and of the last evaluation.
     pub metrics: &'a Metrics,
-    /// The last one of the run.
+    /// Whether this is the last checkpoint of the run.
     pub last: bool,
 }
 
-/// Why the engine should stop at the next safe point.
+/// The reason to stop the engine at the next safe point.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum StopReason {
-    /// Drop the work since the last checkpoint.
+    /// Discard the work since the last checkpoint.
     Cancel,
-    /// Finish or drop the step, checkpoint, return.
+    /// Finish or drop the step, write a checkpoint, return.
     Pause {
-        /// `reward_outage`, …; None = the user's wish.
+        /// The cause, such as `reward_outage`; None = requested by the user.
         reason: Option<String>,
     },
-    /// As pause, within 30 s: the process goes away.
+    /// The process exits: like a pause, but within 30 s.
     Shutdown,
-    /// The claim is lost: return at once, write nothing.
+    /// The claim is lost: return immediately and write nothing.
     LeaseLost,
 }
 
-/// Why a run ends before all its steps are done. The engine returns it; a host returns it from a call to end the run.
+/// The reason why a run ends before its last step. The engine returns it; a host returns it from a call to end the run.
 #[derive(Debug, thiserror::Error)]
 pub enum RunEnd {
-    /// A stop was honoured; for Pause and Shutdown a checkpoint was saved first.
+    /// The run stopped as requested. For Pause and Shutdown a checkpoint was saved first.
     #[error("stopped: {0:?}")]
     Stopped(StopReason),
-    /// The run cannot go on.
+    /// The run failed and cannot continue.
     #[error(transparent)]
     Failed(#[from] EngineError),
-    /// The thread that ran the engine panicked. The engine itself never returns it.
+    /// The engine's thread panicked. The engine itself never returns this.
     #[error("the engine panicked")]
     Panicked,
 }
@@ -119,7 +121,7 @@ impl From<Failure> for RunEnd {
 }
 
 impl dyn Host + '_ {
-    /// Ends the run if a stop was asked for.
+    /// Ends the run if a stop was requested.
     pub(crate) fn poll(&self) -> Result<(), RunEnd> {
         match self.stop() {
             None => Ok(()),
@@ -127,8 +129,8 @@ impl dyn Host + '_ {
         }
     }
 
-    /// The end of a run that saw a stop a moment ago. If the host took it back, the run is put down as for a shutdown: saved, to
-    /// go on later.
+    /// The end of a run that saw a stop request a moment ago. If the host has withdrawn it meanwhile, the run ends as
+    /// for a shutdown: it is saved and can resume later.
     pub(crate) fn stopped(&self) -> RunEnd {
         RunEnd::Stopped(self.stop().unwrap_or(StopReason::Shutdown))
     }
@@ -139,58 +141,59 @@ impl dyn Host + '_ {
 pub struct Rollout {
     /// Whole groups, in block order.
     pub groups: Vec<RolloutGroup>,
-    /// Where the prompts ended, and what was sampled beside them.
+    /// The position after the prompts, and counts of what was sampled in addition.
     #[serde(default)]
-    pub drawn: Drawn,
+    pub drawn: BlockSampling,
 }
 
-/// What it took to fill a block.
+/// How a block was filled: prompts used, refills, additional tokens.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Drawn {
-    /// The cursor behind its prompts, counted in prompts over all epochs; None = where it is without refills.
+pub struct BlockSampling {
+    /// Position in the shuffled prompts after this block, counted over all epochs; None means the position
+    /// that applies without refills.
     pub next_prompt: Option<u64>,
-    /// Rounds in which tied groups were replaced.
+    /// Number of rounds in which tied groups were replaced.
     pub refills: u32,
-    /// Groups sampled in all rounds.
+    /// Number of groups sampled in all rounds.
     pub sampled_groups: u64,
-    /// Of these, the ones whose rewards differ.
+    /// Number of sampled groups whose rewards differ.
     pub informative_groups: u64,
-    /// Prompt and completion tokens that are not part of the block: replaced groups and greedy completions.
+    /// Number of prompt and completion tokens outside of the block: replaced groups and greedy completions.
     pub extra_tokens: u64,
-    /// The completions' share of these.
+    /// Number of completion tokens outside of the block.
     pub extra_completion_tokens: u64,
 }
 
 /// One prompt with its completions.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RolloutGroup {
-    /// Dataset row, from 0.
+    /// Index of the dataset row, from 0.
     pub row: u64,
     /// Token ids of the prompt.
     pub prompt_ids: Vec<u32>,
-    /// G of them.
+    /// The G completions of the prompt.
     pub completions: Vec<RolloutCompletion>,
-    /// The baseline of remax; never trained.
+    /// The greedy completion, which is the baseline of remax; never trained.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub greedy: Option<RolloutCompletion>,
 }
 
-/// The inside of one optimizer step; rows in block order.
+/// The internals of one optimizer step; rows in block order.
 #[derive(Debug)]
 pub struct StepTrace<'a> {
-    /// Optimizer step, 1-based.
+    /// The optimizer step, 1-based.
     pub step: u64,
     /// Dataset rows of the step's completions.
     pub rows: &'a [u64],
-    /// Token ids of what followed the prompts.
+    /// Token ids after the prompts.
     pub completion_ids: &'a [Vec<u32>],
-    /// Log-probs of the model tokens by the sampling policy.
+    /// Log-probs of the model tokens under the sampling policy.
     pub old_logps: &'a [Vec<f32>],
     /// Per-token log-probs of the reference; empty when beta = 0.
     pub ref_logps: &'a [Vec<f32>],
     /// Per-token log-probs in this step's training forward.
     pub new_logps: &'a [Vec<f32>],
-    /// Final advantages.
+    /// Final advantages, one per completion.
     pub advantages: &'a [f64],
     /// The gradient after clipping.
     pub gradient: &'a super::backend::Flat,
@@ -200,30 +203,31 @@ pub struct StepTrace<'a> {
     pub parameter_info: &'a [super::lora::ParameterInfo],
 }
 
-/// What to train, and from where.
+/// The input of a training run.
 #[derive(Debug)]
 pub struct TrainInput<'a> {
-    /// What to do.
+    /// The plan of the job.
     pub plan: &'a crate::spec::Plan,
-    /// The model's directory.
+    /// Directory with the model's files.
     pub model_dir: &'a Path,
-    /// `base_model_name_or_path` in the adapter's config.
+    /// The value of `base_model_name_or_path` in the adapter's config.
     pub model_name: &'a str,
-    /// The training rows.
+    /// The rows to train on.
     pub rows: Vec<PromptRow>,
     /// The evaluation rows; empty without evaluation.
     pub eval_rows: Vec<PromptRow>,
-    /// The rows of the warm-up; empty without one, and where it is over.
+    /// The rows of the warm-up; empty if there is none, or it is over.
     pub warm_up_rows: Vec<PromptRow>,
-    /// A verified checkpoint to go on from.
+    /// A verified checkpoint to resume from.
     pub resume: Option<PathBuf>,
-    /// The checkpoint of a warm start: a PEFT adapter, or all weights in full fine-tuning; the plan says what the reference is.
+    /// The checkpoint of a warm start: a PEFT adapter, or all weights in full fine-tuning. The plan says which
+    /// weights are the reference.
     pub initial_adapter: Option<PathBuf>,
-    /// Where checkpoints are written before they are published.
+    /// The directory in which checkpoints are written before they are published.
     pub scratch_dir: &'a Path,
-    /// `cpu`, `cuda:0`.
+    /// The device, such as `cpu` or `cuda:0`.
     pub device: &'a str,
-    /// What computes; None = what the device runs.
+    /// The backend; None selects the default of the device.
     pub backend: Option<super::backend::BackendKind>,
 }
 
@@ -232,6 +236,6 @@ pub struct TrainInput<'a> {
 pub struct PromptRow {
     /// A string, or a list of chat messages.
     pub prompt: Value,
-    /// Every other column; rewards see them.
+    /// All other columns, which rewards can read.
     pub columns: Map<String, Value>,
 }

@@ -1,4 +1,4 @@
-//! Weights from a model directory: safetensors, single or sharded, bf16, f16 or f32; f32 in memory.
+//! Loads weights from a model directory: safetensors, single or sharded, in bf16, f16 or f32; always f32 in memory.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -20,23 +20,23 @@ pub struct Weights {
 }
 
 impl Weights {
-    /// The weights that a card found.
+    /// Opens the weights that a model card lists.
     pub fn open(dir: &Path, card: &ModelCard) -> Weights {
         Weights::of(dir, &card.tensors)
     }
 
-    /// These tensors of a model directory.
+    /// Opens these tensors of a model directory.
     pub fn of(dir: &Path, tensors: &[TensorLocation]) -> Weights {
         let locations = tensors.iter().map(|t| (t.name.clone(), t.clone())).collect();
         Weights { dir: dir.to_owned(), locations, files: HashMap::new() }
     }
 
-    /// Every tensor's name.
+    /// The names of all tensors.
     pub fn names(&self) -> Vec<String> {
         self.locations.keys().cloned().collect()
     }
 
-    /// One tensor's values, row-major; all of them finite.
+    /// Reads one tensor's values, row-major; fails if one is not finite.
     pub fn values(&mut self, name: &str) -> Result<(Vec<f32>, Vec<usize>)> {
         let location = self.locations.get(name).ok_or_else(|| EngineError::Input(format!("no tensor {name}")))?;
         let path = self.dir.join(&location.file);
@@ -64,11 +64,11 @@ impl Weights {
     }
 }
 
-/// Values that a thread reads at a time.
+/// Number of values that a thread reads in one piece.
 const CHUNK: usize = 1 << 20;
 
-/// Values of 8 bits times the scales of their blocks, rounded to bf16: what transformers makes of such a checkpoint whose dtype is
-/// bfloat16.
+/// Multiplies 8-bit values by the scales of their blocks and rounds to bf16, as transformers does for such a
+/// checkpoint with dtype bfloat16.
 fn expand(values: &mut [f32], shape: &[usize], scales: &[f32], block: [usize; 2]) {
     let width = shape.last().copied().unwrap_or(1).max(1);
     let [rows, columns] = block;
@@ -81,7 +81,7 @@ fn expand(values: &mut [f32], shape: &[usize], scales: &[f32], block: [usize; 2]
     });
 }
 
-/// 1 bit of sign, 4 of exponent (bias 7), 3 of fraction; all ones but the sign is NaN (arXiv 2209.05433).
+/// Decodes E4M3: 1 bit of sign, 4 of exponent (bias 7), 3 of fraction; all ones but the sign is NaN (arXiv 2209.05433).
 fn of_e4m3(byte: u8) -> f32 {
     let (exponent, fraction) = ((byte >> 3) & 0xf, f32::from(byte & 7));
     let magnitude = match (exponent, byte & 7) {
@@ -92,7 +92,7 @@ fn of_e4m3(byte: u8) -> f32 {
     if byte & 0x80 == 0 { magnitude } else { -magnitude }
 }
 
-/// Read one tensor of a safetensors file, widened to f32, by all threads.
+/// Reads one tensor of a safetensors file, widened to f32, with all threads.
 pub(super) fn read_values(file: &File, location: &TensorLocation) -> std::io::Result<Vec<f32>> {
     let size = location.dtype.size_bytes();
     let mut values = vec![0.0; location.num_elements()];

@@ -1,4 +1,4 @@
-//! LoRA adapters: PEFT's names, layout and initialisation.
+//! LoRA adapters: PEFT's names, layout and initialization.
 
 use std::path::Path;
 
@@ -16,12 +16,12 @@ use crate::modelcard::{self, ModelDescription};
 use crate::spec::LoraPlan;
 
 impl Module {
-    /// Outputs and inputs of the module.
+    /// Number of outputs and inputs of the module.
     pub fn shape(self, model: &ModelDescription) -> (usize, usize) {
         model.projection_shape(self.path())
     }
 
-    /// Those that a model has, in the order of [`Module::ALL`].
+    /// The modules that a model has, in the order of [`Module::ALL`].
     pub fn of_model(model: &ModelDescription) -> Vec<Module> {
         let mut modules: Vec<Module> = model.projections.paths().filter_map(Module::from_path).collect();
         modules.sort();
@@ -36,20 +36,20 @@ pub struct ParameterInfo {
     pub name: String,
     /// `[r, in]` for A, `[out, r]` for B.
     pub shape: Vec<usize>,
-    /// Where it starts in the flat buffer.
+    /// Index of the first value in the flat buffer.
     pub offset: usize,
 }
 
-/// Where A and B of a linear layer lie in the flat buffer, and how they are multiplied.
+/// The positions of a linear layer's A and B in the flat buffer, and their scaling.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Slot {
-    /// A `[r, in]` begins here.
+    /// Index of the first value of A `[r, in]`.
     pub a: usize,
-    /// B `[out, r]`.
+    /// Index of the first value of B `[out, r]`.
     pub b: usize,
-    /// The rank.
+    /// Rank of the factors.
     pub r: usize,
-    /// `s` in y = W x + b + s·B(A x).
+    /// The scaling `s` in y = W x + b + s·B(A x).
     pub scaling: f64,
 }
 
@@ -81,7 +81,7 @@ impl Parameter {
 }
 
 impl Lora {
-    /// PEFT's initialisation: A uniform in ±1/√in (Kaiming with a = √5), B zero.
+    /// Initializes an adapter as PEFT does: A uniform in ±1/√in (Kaiming with a = √5), B zero.
     pub fn fresh(config: &LoraPlan, model: &ModelDescription, seed: u64) -> Result<Lora> {
         let (mut lora, mut values) = Lora::zeros(config, model)?;
         let key = Key::new(seed, Stream::Init);
@@ -96,7 +96,7 @@ impl Lora {
         Ok(lora)
     }
 
-    /// The tensors of a PEFT file.
+    /// Reads the tensors of a PEFT file.
     pub fn read(config: &LoraPlan, model: &ModelDescription, file: &Path) -> Result<Lora> {
         let (mut lora, mut all) = Lora::zeros(config, model)?;
         let (Some(dir), Some(name)) = (file.parent(), file.file_name().and_then(|n| n.to_str())) else {
@@ -130,7 +130,7 @@ impl Lora {
         Ok(lora)
     }
 
-    /// An adapter without values, and as many zeros as it has.
+    /// Creates the layout of an adapter, and as many zeros as it has values.
     fn zeros(config: &LoraPlan, model: &ModelDescription) -> Result<(Lora, Vec<f32>)> {
         let LoraPlan { r, alpha, target_modules, .. } = config;
         if *r == 0 || target_modules.is_empty() || !alpha.is_finite() {
@@ -160,7 +160,7 @@ impl Lora {
         Ok((Lora { config: config.clone(), parameters, values: Flat::Host(Vec::new()) }, vec![0.0; offset]))
     }
 
-    /// Where the adapter of one linear layer is, if it has one.
+    /// The positions of one linear layer's adapter, if it has one.
     pub fn slot(&self, layer: usize, module: Module) -> Option<Slot> {
         let rank = self.config.of(layer, module.path())?;
         let is_here = |parameter: &&Parameter| parameter.layer == layer && parameter.module == module;
@@ -169,7 +169,7 @@ impl Lora {
         Some(Slot { a, b, r: rank.r as usize, scaling: self.config.scaling(rank) })
     }
 
-    /// Write PEFT's two files.
+    /// Writes PEFT's two files.
     pub fn write(&self, dir: &Path, base_model_name_or_path: &str) -> Result<()> {
         let values = self.values.values()?;
         let tensors: Vec<tensors::Tensor<'_>> = self
@@ -191,7 +191,7 @@ impl Lora {
     }
 }
 
-/// Parse and validate a PEFT directory's `adapter_config.json`.
+/// Parses and validates a PEFT directory's `adapter_config.json`.
 pub fn read_config(dir: &Path, model: &ModelDescription) -> Result<LoraPlan> {
     let failed = |error: modelcard::ModelCardError| EngineError::Adapter(error.to_string());
     let value = modelcard::read_json(dir, CONFIG, 1 << 20).map_err(failed)?;
@@ -199,7 +199,7 @@ pub fn read_config(dir: &Path, model: &ModelDescription) -> Result<LoraPlan> {
     adapter::plan_of(&value, &paths, model.num_hidden_layers).map_err(failed)
 }
 
-/// adapter_config.json with every key PEFT writes.
+/// Creates adapter_config.json with every key that PEFT writes.
 fn peft_config(lora: &LoraPlan, base_model_name_or_path: &str) -> Value {
     let LoraPlan { r, alpha, use_rslora, target_modules, dropout, rank_pattern, alpha_pattern } = lora;
     let whole =

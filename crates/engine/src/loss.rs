@@ -1,8 +1,8 @@
 //! The losses and their gradients with respect to log-probs, in f64 (rloo.md, "Loss").
 //!
-//! Every loss is Σ_i loss_i / denominator_i, where the denominators are those of the whole optimizer step, known before
-//! its micro-batches ([`Denominators`]): any split of the step gives the same gradient. The terms of a completion are in
-//! [`surrogate`], the KL penalty's in [`kl`].
+//! Every loss is Σ_i loss_i / denominator_i. The denominators are those of the whole optimizer step, known before its
+//! micro-batches ([`Denominators`]), so that any split of the step gives the same gradient. The terms of a completion
+//! are in [`surrogate`], those of the KL penalty in [`kl`].
 
 pub mod kl;
 pub mod surrogate;
@@ -10,27 +10,29 @@ pub mod surrogate;
 use self::kl::KlPenalty;
 use crate::spec::{KlIn, Loss, Plan};
 
-/// One trajectory in the training forward. Only model tokens have entries: context tokens are neither scored nor trained.
+/// One trajectory in the training forward. Only model tokens have entries: context tokens are
+/// neither scored nor trained.
 #[derive(Debug, Clone, Copy)]
 pub struct LossRow<'a> {
-    /// Log-probs of the model tokens by the policy that trains.
+    /// Log-probs of the model tokens under the trained policy.
     pub new_logps: &'a [f32],
-    /// The same by the policy that sampled.
+    /// Log-probs of the model tokens under the sampling policy.
     pub old_logps: &'a [f32],
-    /// The same by the reference; needed only for a KL penalty in the loss.
+    /// Log-probs of the model tokens under the reference; needed only for a KL penalty in the loss.
     pub ref_logps: &'a [f32],
-    /// False for a truncated completion that is masked: ratio 1, no gradient, still in the number of completions.
+    /// False for a truncated completion that is masked: it has ratio 1 and no gradient, but still
+    /// counts as a completion.
     pub included: bool,
-    /// Its advantage, or its tokens'.
+    /// The advantage of the completion or of its tokens.
     pub advantage: RowAdvantage<'a>,
 }
 
 /// The advantage of a completion.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum RowAdvantage<'a> {
-    /// The same for every token.
+    /// The same advantage for every token.
     Sequence(f64),
-    /// One a token; the losses of whole sequences are refused with it at submission.
+    /// One advantage per token; at submission, losses of whole sequences are rejected in combination with this.
     Tokens(&'a [f64]),
 }
 
@@ -50,21 +52,21 @@ impl RowAdvantage<'_> {
     }
 }
 
-/// Which loss.
+/// The settings of the loss.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LossConfig {
-    /// Of what the ratio is, and what the sum is divided by.
+    /// The loss function: the kind of ratio, and the denominator of the sum.
     pub loss: Loss,
-    /// Lower clip: 1 − epsilon.
+    /// Lower clip bound: 1 − epsilon.
     pub epsilon: f64,
-    /// Upper clip: 1 + epsilon_high.
+    /// Upper clip bound: 1 + epsilon_high.
     pub epsilon_high: f64,
-    /// The KL penalty, when it is in the loss.
+    /// The KL penalty, if it is part of the loss.
     pub kl: Option<KlPenalty>,
 }
 
 impl LossConfig {
-    /// As the plan says.
+    /// The loss that a plan asks for.
     pub fn of_plan(plan: &Plan) -> Self {
         let rloo = &plan.rloo;
         let kl = KlPenalty { beta: rloo.beta, estimator: rloo.kl_estimator };
@@ -77,19 +79,19 @@ impl LossConfig {
     }
 }
 
-/// What the sums of one optimizer step are divided by, whatever its micro-batches.
+/// The denominators of one optimizer step's sums, independent of its micro-batches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Denominators {
-    /// Completions (B), those of dropped groups left out.
+    /// Number of completions (B), without those of dropped groups.
     pub completions: usize,
-    /// Tokens that train, those of masked and dropped completions left out.
+    /// Number of trained tokens, without those of masked and dropped completions.
     pub tokens: usize,
-    /// The most tokens a completion may have.
+    /// Maximum number of tokens of a completion.
     pub max_completion_length: usize,
 }
 
 impl Denominators {
-    /// What a completion of so many model tokens is divided by; never 0.
+    /// The denominator of a completion with `num_tokens` model tokens; never 0.
     ///
     /// | loss | denominator | source |
     /// |---|---|---|
@@ -108,37 +110,37 @@ impl Denominators {
     }
 }
 
-/// The loss of one completion.
+/// The loss of one completion, with its gradient.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RowLoss {
-    /// Σ_t old.
+    /// Sum of the old log-probs, Σ_t old.
     pub old_logp: f64,
-    /// Σ_t new.
+    /// Sum of the new log-probs, Σ_t new.
     pub new_logp: f64,
-    /// Of the whole sequence (of `gspo`: normalised by its length): ρ.
+    /// Ratio ρ of the whole sequence (normalized by its length for `gspo`).
     pub ratio: f64,
-    /// Sum of the completion's terms, not yet divided.
+    /// Sum of the completion's terms, before the division.
     pub loss: f64,
-    /// What it is divided by.
+    /// The denominator of this completion.
     pub denominator: f64,
-    /// Ratios that are clipped: one a completion, or one a token.
+    /// Number of ratios that may be clipped: one per completion, or one per token.
     pub num_ratios: usize,
-    /// Of these, ρ < 1 − ε with A < 0: they train no more.
+    /// Number of ratios ρ < 1 − ε with A < 0; these no longer train.
     pub clipped_low: usize,
-    /// Of these, ρ > 1 + ε_high with A > 0.
+    /// Number of ratios ρ > 1 + ε_high with A > 0; these no longer train.
     pub clipped_high: usize,
-    /// dL/dnew_logp of each token, divided.
+    /// Gradient dL/dnew_logp of each token, after the division.
     pub gradient: Vec<f64>,
 }
 
 impl RowLoss {
-    /// dL/dnew_logp for each of the row's tokens, as the model's backward pass takes it.
+    /// The gradient dL/dnew_logp of each of the row's tokens, as input to the model's backward pass.
     pub fn token_gradient(&self) -> Vec<f32> {
         self.gradient.iter().map(|entry| *entry as f32).collect()
     }
 }
 
-/// The loss of one completion and its gradient.
+/// Computes the loss of one completion and its gradient.
 pub fn row_loss(row: &LossRow<'_>, config: &LossConfig, denominators: &Denominators) -> RowLoss {
     let mut loss = match config.loss {
         Loss::Sequence => surrogate::sequence(row, config),
@@ -146,7 +148,7 @@ pub fn row_loss(row: &LossRow<'_>, config: &LossConfig, denominators: &Denominat
         Loss::TokenMean | Loss::SeqMeanTokenMean | Loss::DrGrpo => surrogate::tokens(row, config),
     };
     if let Some(penalty) = config.kl.filter(|_| row.included) {
-        // A length-normalised ratio has a length-normalised penalty beside it.
+        // A ratio normalized by length needs a penalty normalized by length.
         let scale = if config.loss == Loss::Gspo { 1.0 / row.new_logps.len().max(1) as f64 } else { 1.0 };
         for (token, (&new, &reference)) in row.new_logps.iter().zip(row.ref_logps).enumerate() {
             let (value, slope) = penalty.of_token(f64::from(new), f64::from(reference));
@@ -159,8 +161,8 @@ pub fn row_loss(row: &LossRow<'_>, config: &LossConfig, denominators: &Denominat
     loss
 }
 
-/// Cross-entropy of one answer: Σ_t −log p, over the answer tokens of the whole step. It is the policy gradient of an
-/// advantage of 1 where the ratio is 1 and nothing is clipped.
+/// Cross-entropy of one answer: Σ_t −log p, divided by the answer tokens of the whole step. It equals the policy
+/// gradient for an advantage of 1, a ratio of 1 and no clipping.
 pub fn cross_entropy(logps: &[f32], tokens_of_step: usize) -> RowLoss {
     let denominator = tokens_of_step.max(1) as f64;
     let logp: f64 = logps.iter().map(|logp| f64::from(*logp)).sum();
@@ -177,7 +179,7 @@ pub fn cross_entropy(logps: &[f32], tokens_of_step: usize) -> RowLoss {
     }
 }
 
-/// Σ of the rows' losses, each over its denominator.
+/// Sum of the rows' losses, each over its denominator.
 pub fn total_loss(rows: &[RowLoss]) -> f64 {
     rows.iter().map(|row| row.loss / row.denominator).sum()
 }

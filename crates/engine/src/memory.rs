@@ -1,6 +1,6 @@
-//! How much work is done at once, so that memory is bounded whatever the batch. None of it changes a number but by the
-//! rounding of sums; the limits are constants or part of the plan, because a resumed run must split as the undisturbed
-//! one did. [`footprint`] counts with the same ones.
+//! Limits how much is computed concurrently, so that memory is bounded whatever the batch size. The limits change
+//! results only by the rounding of sums. They are constants or part of the plan, because a resumed run must split its
+//! batches as an uninterrupted run does. [`footprint`] uses the same limits.
 
 use std::num::NonZeroUsize;
 use std::ops::Range;
@@ -8,9 +8,9 @@ use std::ops::Range;
 use super::model::Policy;
 use crate::spec::{OptimizerKind, footprint};
 
-/// Cut rows into micro-batches of whole groups with at most `max_tokens` tokens each, or one group.
+/// Splits rows into micro-batches of whole groups with at most `max_tokens` tokens each, but at least one group.
 ///
-/// `tokens` has one entry a row; groups of `num_generations` rows are contiguous.
+/// `tokens` has one entry per row; groups of `num_generations` rows are contiguous.
 pub fn micro_batches(tokens: &[usize], num_generations: NonZeroUsize, max_tokens: usize) -> Vec<Range<usize>> {
     let mut batches: Vec<Range<usize>> = Vec::new();
     let (mut start, mut sum) = (0, 0);
@@ -29,15 +29,15 @@ pub fn micro_batches(tokens: &[usize], num_generations: NonZeroUsize, max_tokens
     batches
 }
 
-/// Sequences that generation may decode at once, where each may grow to `tokens_per_row` tokens (prompt included), beside
-/// what is trained and its moments.
+/// Number of sequences that generation may decode concurrently, if each grows to `tokens_per_row` tokens (prompt
+/// included), in addition to the trained parameters and their moments.
 pub fn generation_rows(policy: &Policy, optimizer: OptimizerKind, tokens_per_row: usize) -> usize {
     let (card, dtype) = (policy.card(), policy.dtype());
     let held = footprint::held_bytes(dtype, card.num_parameters, optimizer, policy.flat().len() as u64);
     footprint::generation_rows(policy.place(), dtype, &card.config.shape(), held, tokens_per_row as u64) as usize
 }
 
-/// The largest resident size of this process so far, in bytes, where the system tells it (Linux).
+/// Peak resident size of this process in bytes, if the system reports it (Linux).
 pub fn peak_resident_bytes() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;

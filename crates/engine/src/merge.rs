@@ -1,10 +1,11 @@
-//! Merging: base weights plus adapter, `W + s·B·A`, as a model directory that transformers, vLLM and others load.
+//! Merges base weights and adapter, `W + s·B·A`, into a model directory that transformers, vLLM and others load.
 //!
-//! PEFT makes `B·A` in the adapter's dtype and adds it in the base's, rounding twice. Here a weight is widened to f32, the update is
-//! added in f32, and the sum is rounded once, to the nearest, ties to even. What of the update survives that rounding is measured
-//! ([`Survived`]). The base's sharding is kept, and of each file a part of one tensor is in memory at a time.
+//! PEFT computes `B·A` in the adapter's dtype and adds it in the base's dtype, which rounds twice. Here each weight is
+//! widened to f32, the update is added in f32, and the sum is rounded once, to nearest, ties to even. [`Survived`]
+//! measures how much of the update survives that rounding. The sharding of the base model is kept, and only a part of
+//! one tensor per file is in memory.
 
-mod beside;
+mod companions;
 mod layout;
 mod update;
 
@@ -18,7 +19,7 @@ use half::{bf16, f16};
 use rayon::prelude::*;
 use serde_json::{Map, Value, json};
 
-use self::beside::{copy_others, write_config, write_index};
+use self::companions::{copy_others, write_config, write_index};
 use self::layout::{FilePlan, TensorKind, TensorPlan, weight_files};
 use self::update::{Sums, Update, add, updates_of};
 use super::error::{EngineError, Result};
@@ -28,14 +29,14 @@ use crate::modelcard::{self, ModelCard, TensorDtype, TensorLocation};
 
 pub use self::update::Survived;
 
-/// How the merged weights are stored.
+/// Storage format of the merged weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MergedDtype {
-    /// 32-bit float: nothing of the update is lost.
+    /// 32-bit float: no part of the update is lost.
     Float32,
-    /// 16-bit IEEE float.
+    /// 16-bit IEEE floating point.
     Float16,
-    /// bfloat16.
+    /// bfloat16: 8 bits of exponent.
     Bfloat16,
 }
 
@@ -72,7 +73,7 @@ impl MergedDtype {
         }
     }
 
-    /// A value as it is read back.
+    /// Rounds a value as storing and reading it does.
     fn rounded(self, value: f32) -> f32 {
         match self {
             MergedDtype::Float32 => value,
@@ -90,39 +91,41 @@ impl MergedDtype {
     }
 }
 
-/// What a merge made.
+/// The result of a merge.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Merged {
-    /// How the weights are stored.
+    /// Storage format of the weights.
     pub dtype: MergedDtype,
-    /// What of the update survives; `None` without an adapter, or of one that is zero.
+    /// How much of the update survives rounding; `None` without an adapter, or if the adapter is zero.
     pub survived: Option<Survived>,
-    /// The largest merged weight, without its sign.
+    /// The largest absolute value of the merged weights.
     pub largest: f32,
 }
 
-/// What to merge.
+/// The arguments of a merge.
 #[derive(Debug, Clone, Copy)]
 pub struct MergeInput<'a> {
-    /// The base model's directory; of full fine-tuning the one that lends config and tokenizer.
+    /// Directory of the base model; for full fine-tuning it provides config and tokenizer.
     pub model_dir: &'a Path,
     /// The checkpoint: a PEFT adapter, or all weights (`model.safetensors`).
     pub checkpoint_dir: &'a Path,
     /// Whether the checkpoint is an adapter.
     pub is_adapter: bool,
-    /// None = as most of the base's weights are stored.
+    /// Storage format; None selects that of most of the base weights.
     pub dtype: Option<MergedDtype>,
-    /// An empty directory.
+    /// The output directory, which must be empty.
     pub out_dir: &'a Path,
 }
 
 const INDEX: &str = "model.safetensors.index.json";
-/// Values that are worked on at once.
+/// Number of values processed in one piece.
 const PART: usize = 1 << 22;
-/// Writes a model directory; `progress` is told weights done and in all, and says whether to go on.
+/// Writes a model directory. `progress` receives the number of weights done and the total, and
+/// returns whether to continue.
 ///
 /// # Errors
-/// Files that cannot be read or written, an adapter of another model, weights that are not finite in the dtype.
+/// Fails if a file cannot be read or written, if the adapter belongs to another model, or if a weight is not
+/// finite in the dtype.
 pub fn merge(input: MergeInput<'_>, progress: &mut dyn FnMut(u64, u64) -> bool) -> Result<Option<Merged>> {
     let card = modelcard::read(input.model_dir)?;
     let weights_dir = if input.is_adapter { input.model_dir } else { input.checkpoint_dir };
@@ -164,12 +167,12 @@ pub fn merge(input: MergeInput<'_>, progress: &mut dyn FnMut(u64, u64) -> bool) 
     Ok(Some(Merged { dtype, survived: merging.sums.survived(), largest: merging.largest }))
 }
 
-/// The card of a checkpoint of all weights, which has the base's config beside it.
+/// Describes a checkpoint of all weights, with the base model's config.
 fn full_card(input: MergeInput<'_>) -> Result<ModelCard> {
     Ok(modelcard::read(input.checkpoint_dir)?)
 }
 
-/// How most of the weights are stored.
+/// The storage format of most weights.
 fn most_common(card: &ModelCard) -> MergedDtype {
     let count = |dtype| {
         let of_dtype = card.tensors.iter().filter(|tensor| MergedDtype::of(tensor.dtype) == dtype);
@@ -187,7 +190,7 @@ struct Merging {
     dir: PathBuf,
     dtype: MergedDtype,
     updates: HashMap<String, Update>,
-    /// For what has scales.
+    /// Reads the tensors that have scales.
     weights: Weights,
     sums: Sums,
     largest: f32,
@@ -196,7 +199,7 @@ struct Merging {
 }
 
 impl Merging {
-    /// Writes one file; false when `progress` says no.
+    /// Writes one file; returns false if `progress` requests a stop.
     fn write(&mut self, plan: &FilePlan, out: &Path, progress: &mut dyn FnMut(u64, u64) -> bool) -> Result<bool> {
         let mut header = Map::new();
         header.insert("__metadata__".into(), json!({"format": "pt"}));
@@ -242,7 +245,7 @@ impl Merging {
         Ok(true)
     }
 
-    /// Writes one tensor part by part.
+    /// Writes one tensor, piece by piece.
     fn floats(
         &mut self,
         tensor: &TensorPlan,
@@ -252,7 +255,7 @@ impl Merging {
         wrote: &mut dyn FnMut(&[u8]) -> Result<()>,
         progress: &mut dyn FnMut(u64, u64) -> bool,
     ) -> Result<bool> {
-        // What has scales is expanded as a whole.
+        // A tensor with scales is expanded as a whole.
         let expanded = match (canonical, &location.scale) {
             (Some(name), Some(_)) => Some(self.weights.values(name)?.0),
             (Some(_) | None, _) => None,
@@ -303,7 +306,7 @@ impl Merging {
     }
 }
 
-/// The larger one, or what is no number.
+/// Maximum of two floats, in which NaN takes precedence.
 trait MaxOrNan {
     fn max_or_nan(self, other: Self) -> Self;
 }

@@ -1,26 +1,26 @@
-//! The metrics of a rollout and of an optimizer step, by TRL's names (rloo.md, "Metrics").
+//! The metrics of a rollout and of an optimizer step, under TRL's names (rloo.md, "Metrics").
 
 use super::advantage::{Advantages, mean, sample_std};
 use super::loss::{RowLoss, total_loss};
 use crate::event::{FinishReason, Metrics};
 use crate::sample::{RewardValue, Score};
 
-/// A scored rollout; one entry a completion.
+/// A scored rollout, with one entry per completion.
 #[derive(Debug, Clone, Copy)]
 pub struct RolloutRows<'a> {
     /// Names of the rewards, in the plan's order.
     pub reward_names: &'a [String],
-    /// What each reward said.
+    /// The values of all rewards.
     pub scores: &'a [Score],
     /// The weighted sum; `None` = unscorable.
     pub weighted: &'a [Option<f64>],
-    /// Completion tokens, the end-of-sequence token included.
+    /// Number of completion tokens, including the EOS token.
     pub lengths: &'a [usize],
-    /// Why each completion ended.
+    /// The reason why each completion ended.
     pub finish_reasons: &'a [FinishReason],
 }
 
-/// reward, reward_std, reward_min, reward_max, rewards/{name}/…, completions/…
+/// Computes reward, reward_std, reward_min, reward_max, rewards/{name}/…, completions/…
 pub fn rollout_metrics(rows: &RolloutRows<'_>) -> Metrics {
     let RolloutRows { reward_names, scores, weighted, lengths, finish_reasons } = *rows;
     let mut metrics = Metrics::new();
@@ -47,7 +47,7 @@ pub fn rollout_metrics(rows: &RolloutRows<'_>) -> Metrics {
     metrics
 }
 
-/// Mean, min and max; all 0 when there is none, as TRL says it.
+/// Inserts mean, min and max; all 0 without lengths, as in TRL.
 fn length_metrics(metrics: &mut Metrics, name: &str, lengths: impl Iterator<Item = usize>) {
     let lengths: Vec<f64> = lengths.map(|length| length as f64).collect();
     let (smallest, largest) = lengths.iter().fold((f64::INFINITY, 0.0f64), |(a, b), &x| (a.min(x), b.max(x)));
@@ -57,7 +57,8 @@ fn length_metrics(metrics: &mut Metrics, name: &str, lengths: impl Iterator<Item
     metrics.insert(format!("completions/max_{name}"), Some(largest));
 }
 
-/// frac_reward_zero_std (after length terms and KL, as TRL), frac_reward_zero_std_pre_kl (before), advantage_std.
+/// Computes frac_reward_zero_std (after length terms and KL, as in TRL), frac_reward_zero_std_pre_kl (before),
+/// advantage_std.
 pub fn advantage_metrics(advantages: &Advantages) -> Metrics {
     let share = |tied: &[bool]| mean(&tied.iter().map(|tied| f64::from(u8::from(*tied))).collect::<Vec<_>>());
     Metrics::from([
@@ -70,16 +71,16 @@ pub fn advantage_metrics(advantages: &Advantages) -> Metrics {
 /// Per-token log-probs of the sampling policy and of the reference; masked completions do not count.
 #[derive(Debug, Clone, Copy)]
 pub struct KlRow<'a> {
-    /// Of the sampling policy.
+    /// Log-probs of the sampling policy.
     pub old_logps: &'a [f32],
-    /// Of the reference.
+    /// Log-probs of the reference.
     pub ref_logps: &'a [f32],
-    /// False for masked completions.
+    /// False for a masked completion.
     pub included: bool,
 }
 
-/// kl (token mean of k1, as TRL), kl_sequence (mean over completions of the sum, which the penalty uses), kl_k3 (token
-/// mean of Schulman's always positive estimator, <http://joschu.net/blog/kl-approx.html>).
+/// Computes kl (token mean of k1, as in TRL), kl_sequence (mean over completions of the sum, which the penalty uses),
+/// kl_k3 (token mean of Schulman's always positive estimator, <http://joschu.net/blog/kl-approx.html>).
 pub fn kl_metrics(rows: &[KlRow<'_>]) -> Metrics {
     let (mut k1, mut k3, mut tokens, mut completions) = (0.0, 0.0, 0u64, 0u64);
     for row in rows.iter().filter(|row| row.included) {
@@ -98,8 +99,8 @@ pub fn kl_metrics(rows: &[KlRow<'_>]) -> Metrics {
     ])
 }
 
-/// loss and clip_ratio/… of the completions of one optimizer step, each counted once. The means are over ratios: of
-/// completions, or of tokens where the loss clips each token; the extremes are over completions.
+/// Computes loss and clip_ratio/… over the completions of one optimizer step, each counted once. Means are over ratios:
+/// one per completion, or one per token if the loss clips each token. Extremes are over completions.
 pub fn loss_metrics(rows: &[RowLoss]) -> Metrics {
     let ratios = rows.iter().map(|row| row.num_ratios).sum::<usize>().max(1) as f64;
     let fraction = |clipped: &dyn Fn(&RowLoss) -> usize| Some(rows.iter().map(clipped).sum::<usize>() as f64 / ratios);
@@ -116,8 +117,8 @@ pub fn loss_metrics(rows: &[RowLoss]) -> Metrics {
     ])
 }
 
-/// sampling/sampling_logp_difference/mean and /max: how far the sampler's log-probs (first) are from training's, over the
-/// tokens of completions that are not masked; 0 when all are.
+/// Computes sampling/sampling_logp_difference/mean and /max: the difference between the sampler's log-probs (first) and
+/// the training forward's, over the tokens of unmasked completions; 0 if all are masked.
 pub fn sampling_metrics<'a>(rows: impl Iterator<Item = (&'a [f32], &'a [f32])>) -> Metrics {
     let (mut sum, mut largest, mut tokens) = (0.0, 0.0f64, 0u64);
     for (sampled, trained) in rows {
@@ -134,7 +135,7 @@ pub fn sampling_metrics<'a>(rows: impl Iterator<Item = (&'a [f32], &'a [f32])>) 
     ])
 }
 
-/// Token mean of the entropies of the completions that are not masked, in nats; 0 when all are.
+/// Token mean of the entropies of unmasked completions, in nats; 0 if all are masked.
 pub fn entropy<'a>(rows: impl Iterator<Item = (&'a [f32], bool)>) -> f64 {
     let (mut sum, mut tokens) = (0.0, 0u64);
     for (entropies, included) in rows {

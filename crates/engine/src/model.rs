@@ -1,5 +1,5 @@
-//! A language model and what of it is trained. The decoder is written once, over the operations of a
-//! [`backend`](super::backend).
+//! A language model and its trained parameters. The decoder is generic over the
+//! operations of a [`backend`](super::backend).
 
 pub mod decode;
 mod decoder;
@@ -36,7 +36,7 @@ use full::Full;
 use packing::Packing;
 use pass::{Pass, RowDropout};
 
-/// What the model says of one trajectory; one entry a model token, in order.
+/// The scores of one trajectory; one entry per model token, in order.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct RowScore {
     /// Log-probabilities in nats, of logits / temperature.
@@ -45,51 +45,51 @@ pub struct RowScore {
     pub entropies: Vec<f32>,
 }
 
-/// Whether the LoRA adapter takes part.
+/// Whether the LoRA adapter is applied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Adapter {
-    /// The policy.
+    /// The weights with the adapter: the policy.
     On,
     /// The same weights without the adapter: the reference.
     Off,
 }
 
-/// Next-token logits on the host, one row a sequence.
+/// Next-token logits on the host, one row per sequence.
 #[derive(Clone, Debug, Default)]
 pub struct Logits {
-    /// Row-major, `[rows][vocab_size]`.
+    /// The logits, row-major, `[rows][vocab_size]`.
     pub values: Vec<f32>,
-    /// The length of a row.
+    /// Length of a row.
     pub vocab_size: usize,
 }
 
 impl Logits {
-    /// How many rows.
+    /// Number of rows, one per sequence.
     pub fn len(&self) -> usize {
         self.values.len().checked_div(self.vocab_size).unwrap_or(0)
     }
 
-    /// Whether there is no row.
+    /// Whether there are no rows.
     pub fn is_empty(&self) -> bool {
         self.values.is_empty()
     }
 
-    /// One row's logits.
+    /// The logits of one row.
     pub fn row(&self, row: usize) -> &[f32] {
         &self.values[row * self.vocab_size..(row + 1) * self.vocab_size]
     }
 
-    /// One row's logits, to change in place.
+    /// The logits of one row, for changes in place.
     pub fn row_mut(&mut self, row: usize) -> &mut [f32] {
         &mut self.values[row * self.vocab_size..(row + 1) * self.vocab_size]
     }
 }
 
-/// From the new scores to dL/dlogp, `[row][token]`.
+/// Maps the new scores to dL/dlogp, `[row][token]`.
 pub type LossGradient<'l> = dyn FnMut(&[RowScore]) -> Result<Vec<Vec<f32>>> + 'l;
 
-/// A language model. Trained is a LoRA adapter over frozen weights ([`Policy::add_lora`]), or everything
-/// ([`Policy::train_all`]), or nothing.
+/// A language model. The trained parameters are a LoRA adapter over frozen weights ([`Policy::add_lora`]), all
+/// weights ([`Policy::train_all`]), or none.
 #[derive(Debug)]
 pub struct Policy {
     card: ModelCard,
@@ -108,7 +108,7 @@ enum Network {
     Cuda(Decoder<Cuda>),
 }
 
-/// Run `$body` with the decoder, whatever its backend.
+/// Runs `$body` with the decoder of any backend.
 macro_rules! with_decoder {
     ($network:expr, |$decoder:ident| $body:expr) => {
         match $network {
@@ -121,7 +121,7 @@ macro_rules! with_decoder {
 }
 use with_decoder;
 
-/// Models that need what no kernel of a GPU computes yet.
+/// Rejects models that need an operation without a GPU kernel.
 #[cfg(feature = "cuda")]
 fn check_gpu(card: &ModelCard) -> Result<()> {
     let Some(keys) = card.config.beyond_gpu() else { return Ok(()) };
@@ -130,17 +130,17 @@ fn check_gpu(card: &ModelCard) -> Result<()> {
 }
 
 impl Policy {
-    /// Load a model directory; f32 compute.
+    /// Loads a model directory; computes in f32.
     pub fn load(dir: &Path, kind: BackendKind) -> Result<Policy> {
         Policy::load_dtype(dir, kind, ComputeDtype::F32)
     }
 
-    /// As [`Policy::load`], with matrices in this precision; sums are f32.
+    /// Loads a model directory like [`Policy::load`], with matrices in this precision; sums are f32.
     pub fn load_dtype(dir: &Path, kind: BackendKind, dtype: ComputeDtype) -> Result<Policy> {
         Policy::load_card(dir, modelcard::read(dir)?, kind, dtype)
     }
 
-    /// As [`Policy::load_dtype`], with a card that was read before.
+    /// Loads a model directory like [`Policy::load_dtype`], with a card that was already read.
     pub fn load_card(dir: &Path, card: ModelCard, kind: BackendKind, dtype: ComputeDtype) -> Result<Policy> {
         let mut weights = Weights::open(dir, &card);
         let network = match kind {
@@ -161,7 +161,7 @@ impl Policy {
         Ok(Policy { card, dtype, network, lora: None, full: None })
     }
 
-    /// As [`Policy::load`], with this CPU's precision, instructions and threads.
+    /// Loads a model directory like [`Policy::load`], with this CPU's precision, instructions and threads.
     pub fn on_cpu(dir: &Path, cpu: Cpu) -> Result<Policy> {
         let card = modelcard::read(dir)?;
         let mut weights = Weights::open(dir, &card);
@@ -170,7 +170,7 @@ impl Policy {
         Ok(Policy { card, dtype, network, lora: None, full: None })
     }
 
-    /// As [`Policy::load`], with this GPU, its precision and its way to multiply.
+    /// Loads a model directory like [`Policy::load`], with this GPU, its precision and its kind of products.
     #[cfg(feature = "cuda")]
     pub fn on_cuda(dir: &Path, cuda: Cuda) -> Result<Policy> {
         let card = modelcard::read(dir)?;
@@ -181,17 +181,17 @@ impl Policy {
         Ok(Policy { card, dtype, network, lora: None, full: None })
     }
 
-    /// What is known of the model without its tensors.
+    /// Facts about the model that do not need its tensors.
     pub fn card(&self) -> &ModelCard {
         &self.card
     }
 
-    /// The precision of its matrices.
+    /// The precision of the matrices.
     pub fn dtype(&self) -> ComputeDtype {
         self.dtype
     }
 
-    /// What it computes on.
+    /// The device that the model runs on.
     pub fn place(&self) -> Place {
         match &self.network {
             Network::Cpu(_) | Network::Reference(_) => Place::Cpu,
@@ -200,12 +200,12 @@ impl Policy {
         }
     }
 
-    /// Give back what is kept for reuse.
+    /// Frees buffers that are cached for reuse.
     pub fn release(&self) {
         with_decoder!(&self.network, |decoder| decoder.release());
     }
 
-    /// The GPU that it computes on, for whoever measures that; None on the processor.
+    /// The GPU that the model runs on, for measurements; None on the CPU.
     #[cfg(feature = "cuda")]
     pub fn device(&self) -> Option<&super::kernels::cuda::driver::Device> {
         match &self.network {
@@ -214,8 +214,8 @@ impl Policy {
         }
     }
 
-    /// The most bytes of a device's memory that this process has taken so far, what the driver takes for it included; None on
-    /// the processor, whose memory is the process's own.
+    /// Peak device memory of this process in bytes, including the driver's own; None on the CPU, which
+    /// uses the process's memory.
     pub fn device_peak_bytes(&self) -> Option<u64> {
         match &self.network {
             Network::Cpu(_) | Network::Reference(_) => None,
@@ -228,7 +228,8 @@ impl Policy {
         }
     }
 
-    /// Compute activations again in the backward instead of keeping them; changes no number. At first they are kept.
+    /// Sets whether the backward pass recomputes activations instead of storing them; the results do not change. The
+    /// default is to store them.
     pub fn set_gradient_checkpointing(&mut self, gradient_checkpointing: bool) {
         with_decoder!(&mut self.network, |decoder| decoder.set_gradient_checkpointing(gradient_checkpointing));
     }
@@ -238,7 +239,7 @@ impl Policy {
         with_decoder!(&self.network, |decoder| decoder.samples_exactly())
     }
 
-    /// Log-probs and entropies of the model tokens; no gradient.
+    /// Computes log-probs and entropies of the model tokens, without gradient.
     pub fn score(&self, rows: &[Trajectory<'_>], temperature: f64, adapter: Adapter) -> Result<Vec<RowScore>> {
         let packing = self.pack(rows)?;
         if packing.targets.is_empty() {
@@ -248,9 +249,9 @@ impl Policy {
         Ok(by_row(rows, &scores))
     }
 
-    /// One forward over the rows, then `loss` gets the new scores and returns dL/dlogp per row and
-    /// model token; the backward pass adds dL/dparameter to `gradient`, which is flat, in the order of
-    /// [`Policy::parameters`].
+    /// Runs one forward pass over the rows. `loss` receives the new scores and returns dL/dlogp per
+    /// row and model token. The backward pass adds dL/dparameter to `gradient`, which is flat, in
+    /// the order of [`Policy::parameters`].
     pub fn forward_backward(
         &self,
         rows: &[Trajectory<'_>],
@@ -261,8 +262,8 @@ impl Policy {
         self.forward_backward_dropped(rows, temperature, None, loss, gradient)
     }
 
-    /// As [`Policy::forward_backward`], with the adapter's dropout drawn from `dropout`: the scores are those of what is
-    /// left.
+    /// Runs [`Policy::forward_backward`] with the adapter's dropout, whose random numbers come from `dropout`. The
+    /// scores include the dropout.
     pub fn forward_backward_dropped(
         &self,
         rows: &[Trajectory<'_>],
@@ -292,7 +293,7 @@ impl Policy {
             scores = by_row(rows, new);
             let g = loss(&scores)?;
             if g.len() != rows.len() || g.iter().zip(rows).any(|(g, row)| g.len() != row.num_model_tokens()) {
-                return Err(EngineError::Input("the loss gave gradients of the wrong shape".to_owned()));
+                return Err(EngineError::Input("the loss returned gradients of the wrong shape".to_owned()));
             }
             Ok(g.concat())
         };
@@ -302,7 +303,7 @@ impl Policy {
         Ok(scores)
     }
 
-    /// The full logits at some positions of one sequence.
+    /// Computes the full logits at some positions of one sequence.
     pub fn logits(&self, ids: &[u32], positions: &[usize], adapter: Adapter) -> Result<Vec<Vec<f32>>> {
         if ids.is_empty() || positions.iter().any(|p| *p >= ids.len()) {
             return Err(EngineError::Input(format!("positions {positions:?} of a sequence of {} tokens", ids.len())));
@@ -311,10 +312,10 @@ impl Policy {
         Ok(values.chunks_exact(self.card.config.vocab_size).map(<[f32]>::to_vec).collect())
     }
 
-    /// The normed hidden state of each sequence's last token, without the adapter: `[sequences][hidden_size]`.
+    /// Computes the normed hidden state of each sequence's last token, without the adapter: `[sequences][hidden_size]`.
     pub fn last_hidden(&self, sequences: &[&[u32]]) -> Result<Vec<f32>> {
         if sequences.iter().any(|sequence| sequence.is_empty()) {
-            return Err(EngineError::Input("a sequence is empty; at least one token is needed".to_owned()));
+            return Err(EngineError::Input("a sequence is empty; at least one token is required".to_owned()));
         }
         if sequences.is_empty() {
             return Ok(Vec::new());

@@ -1,7 +1,7 @@
 //! The decoder's operations and their vector-Jacobian products on CPU tensors, without an autograd graph.
 //!
-//! Each is a loop over rows in [`slices`], spread over threads by rows or groups so that a result depends on its own row
-//! only; [`plain`] holds the twins of plain differentiable tensor operations.
+//! Each operation is a loop over rows in [`slices`]. Threads share the rows or groups, so a result depends only on its
+//! own row. [`plain`] implements the same operations with differentiable tensor operations, for tests.
 
 pub mod plain;
 pub mod slices;
@@ -14,10 +14,10 @@ use rayon::prelude::*;
 use super::kernels::mlp::Activation;
 use slices::{Group, Heads, Visible};
 
-/// The fewest rows a product runs with: fewer take other code in the matrix library, whose sums have another order.
+/// Minimum number of rows of a product: with fewer rows the matrix library uses other code that sums in another order.
 const MIN_MATMUL_ROWS: usize = 8;
 
-/// Run `f` on x `[T, in]` with rows of zeros added up to the fewest, which are taken off again.
+/// Runs `f` on x `[T, in]`, padded with zero rows to the minimum; removes the padding from the result.
 pub fn padded<E: From<candle_core::Error>>(
     x: &Tensor,
     f: impl FnOnce(&Tensor) -> std::result::Result<Tensor, E>,
@@ -30,7 +30,7 @@ pub fn padded<E: From<candle_core::Error>>(
     Ok(y.narrow(0, 0, rows)?)
 }
 
-/// x `[T, in]` · weightᵀ `[out, in]` + bias.
+/// Computes x `[T, in]` · weightᵀ `[out, in]` + bias.
 pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     let y = x.matmul(&weight.t()?)?;
     match bias {
@@ -45,12 +45,12 @@ pub fn rms_norm(x: &Tensor, weight: &[f32], eps: f32) -> Result<Tensor> {
     map1("rms_norm", x, width, |x, out| slices::rms_norm(x, weight, eps, out))
 }
 
-/// dL/dx of [`rms_norm`].
+/// Returns dL/dx of [`rms_norm`].
 pub fn rms_norm_vjp(x: &Tensor, weight: &[f32], eps: f32, dy: &Tensor) -> Result<Tensor> {
     map2("rms_norm_vjp", x, dy, weight.len(), |x, dy, dx| slices::rms_norm_vjp(x, weight, eps, dy, dx))
 }
 
-/// dL/dweight of [`rms_norm`]: summed over the rows in order.
+/// Returns dL/dweight of [`rms_norm`], summed over the rows in order.
 pub fn rms_norm_weight_vjp(x: &Tensor, eps: f32, dy: &Tensor) -> Result<Vec<f32>> {
     let width = x.dim(1)?;
     let mut dw = vec![0f32; width];
@@ -64,7 +64,7 @@ pub fn rms_norm_weight_vjp(x: &Tensor, eps: f32, dy: &Tensor) -> Result<Vec<f32>
     Ok(dw)
 }
 
-/// Sums over the rows, in order.
+/// Column sums over the rows, in order.
 pub fn column_sums(x: &Tensor) -> Result<Vec<f32>> {
     let width = x.dim(1)?;
     let mut sums = vec![0f32; width];
@@ -72,7 +72,7 @@ pub fn column_sums(x: &Tensor) -> Result<Vec<f32>> {
     Ok(sums)
 }
 
-/// Each value rounded to the nearest bfloat16 (ties to even), still in f32.
+/// Rounds each value to the nearest bfloat16 (ties to even), still stored as f32.
 pub fn round_bf16(x: &Tensor) -> Result<Tensor> {
     map1("round_bf16", x, x.dim(1)?, |x, out| {
         out.copy_from_slice(x);
@@ -80,7 +80,7 @@ pub fn round_bf16(x: &Tensor) -> Result<Tensor> {
     })
 }
 
-/// Each row as `f` (row number, values) leaves it.
+/// Applies `f` (row index, values) to a copy of each row.
 pub fn change_rows(x: &Tensor, f: impl Fn(usize, &mut [f32]) + Sync) -> Result<Tensor> {
     map1_indexed("change_rows", x, x.dim(1)?, |index, x, out| {
         out.copy_from_slice(x);
@@ -88,24 +88,24 @@ pub fn change_rows(x: &Tensor, f: impl Fn(usize, &mut [f32]) + Sync) -> Result<T
     })
 }
 
-/// Rows of `[gate | up]` → activation(gate) ∘ up.
+/// Maps rows `[gate | up]` to activation(gate) ∘ up.
 pub fn gated(activation: Activation, gate_up: &Tensor) -> Result<Tensor> {
     map1("gated", gate_up, gate_up.dim(1)? / 2, |x, out| slices::gated(activation, x, out))
 }
 
-/// dL/d`[gate | up]` of [`gated`].
+/// Returns dL/d`[gate | up]` of [`gated`].
 pub fn gated_vjp(activation: Activation, gate_up: &Tensor, dy: &Tensor) -> Result<Tensor> {
     map2("gated_vjp", gate_up, dy, gate_up.dim(1)?, |x, dy, dx| slices::gated_vjp(activation, x, dy, dx))
 }
 
-/// x → c·tanh(x / c)
+/// Computes the soft cap c·tanh(x / c).
 pub fn softcap(x: &Tensor, softcap: f32) -> Result<Tensor> {
     map1("softcap", x, x.dim(1)?, |x, out| {
         out.iter_mut().zip(x).for_each(|(out, x)| *out = softcap * (x / softcap).tanh());
     })
 }
 
-/// dL/dx of [`softcap`] from its result `y` and dL/dy.
+/// Returns dL/dx of [`softcap`] from its result `y` and dL/dy.
 pub fn softcap_vjp(y: &Tensor, softcap: f32, dy: &Tensor) -> Result<Tensor> {
     map2("softcap_vjp", y, dy, y.dim(1)?, |y, dy, dx| {
         for ((dx, y), dy) in dx.iter_mut().zip(y).zip(dy) {
@@ -114,24 +114,24 @@ pub fn softcap_vjp(y: &Tensor, softcap: f32, dy: &Tensor) -> Result<Tensor> {
     })
 }
 
-/// Rotary tables: `[position][half]`, the attention factor of YaRN included.
+/// Rotary tables `[position][half]`, including the attention factor of YaRN.
 #[derive(Debug, Default)]
 pub struct RopeTable {
-    /// Cosines.
+    /// Cosines, one row per position.
     pub cos: Vec<f32>,
-    /// Sines.
+    /// Sines, one row per position.
     pub sin: Vec<f32>,
-    /// Half of the columns of a head that rotate.
+    /// Half the number of columns of a head that rotate.
     pub half: usize,
 }
 
 impl RopeTable {
-    /// Positions covered.
+    /// Number of positions covered.
     pub fn len(&self) -> usize {
         self.cos.len().checked_div(self.half).unwrap_or(0)
     }
 
-    /// Whether no position is covered.
+    /// Whether the table covers no position.
     pub fn is_empty(&self) -> bool {
         self.cos.is_empty()
     }
@@ -143,14 +143,14 @@ impl RopeTable {
     }
 }
 
-/// What happens to queries and keys before attention.
+/// The transformation of queries and keys before attention.
 #[derive(Clone, Copy, Debug)]
 pub struct Rotation<'a> {
-    /// Sizes.
+    /// Sizes of the attention heads.
     pub heads: &'a Heads,
-    /// qk-norm weights of query and key heads, and epsilon.
+    /// Weights of the norms on query and key heads, and epsilon.
     pub qk_norm: Option<(&'a [f32], &'a [f32], f32)>,
-    /// Angles.
+    /// The rotary angles of all positions.
     pub table: &'a RopeTable,
     /// The position of each row.
     pub positions: &'a [usize],
@@ -161,7 +161,7 @@ impl Rotation<'_> {
         self.qk_norm.map(|(q, k, eps)| (if head < self.heads.num_heads { q } else { k }, eps))
     }
 
-    /// qk-norm and rope of one row, in place.
+    /// Applies qk-norm and rotary embedding to one row, in place.
     pub fn row(&self, position: usize, row: &mut [f32]) {
         let (cos, sin) = self.table.at(position);
         let rotated = self.heads.num_heads + self.heads.num_kv_heads;
@@ -173,7 +173,7 @@ impl Rotation<'_> {
         }
     }
 
-    /// dL/dqkv of one row; `before` is read with qk-norm only.
+    /// Returns dL/dqkv of one row; reads `before` only with qk-norm.
     pub fn row_vjp(&self, position: usize, before: &[f32], dy: &[f32], dx: &mut [f32]) {
         let (cos, sin) = self.table.at(position);
         let (dim, rotated) = (self.heads.head_dim, self.heads.num_heads + self.heads.num_kv_heads);
@@ -194,7 +194,7 @@ impl Rotation<'_> {
         }
     }
 
-    /// dL/dweight of the qk-norms, of query and key heads, summed over the rows in order; None without qk-norm.
+    /// Returns dL/dweight of the norms on query and key heads, summed over the rows in order; None without qk-norm.
     pub fn weight_vjp(&self, qkv: &[f32], dy: &[f32]) -> Option<(Vec<f32>, Vec<f32>)> {
         let (_, _, eps) = self.qk_norm?;
         let (width, dim) = (self.heads.width(), self.heads.head_dim);
@@ -213,7 +213,7 @@ impl Rotation<'_> {
     }
 }
 
-/// qk-norm and rope of every row of `qkv`.
+/// Applies qk-norm and rotary embedding to every row of `qkv`.
 pub fn rotate(rotation: &Rotation, qkv: &Tensor) -> Result<Tensor> {
     let width = rotation.heads.width();
     map1_indexed("rotate", qkv, width, |index, x, out| {
@@ -222,7 +222,7 @@ pub fn rotate(rotation: &Rotation, qkv: &Tensor) -> Result<Tensor> {
     })
 }
 
-/// dL/dqkv before [`rotate`]; `qkv` is its input.
+/// Returns dL/dqkv of [`rotate`]; `qkv` is its input.
 pub fn rotate_vjp(rotation: &Rotation, qkv: &Tensor, dy: &Tensor) -> Result<Tensor> {
     let width = rotation.heads.width();
     map2_indexed("rotate_vjp", qkv, dy, width, |index, x, dy, dx| {
@@ -230,12 +230,12 @@ pub fn rotate_vjp(rotation: &Rotation, qkv: &Tensor, dy: &Tensor) -> Result<Tens
     })
 }
 
-/// dL/dweight of the qk-norms in [`rotate`], of query and key heads; None without qk-norm. `qkv` is its input.
+/// Returns dL/dweight of the norms on query and key heads in [`rotate`]; None without qk-norm. `qkv` is its input.
 pub fn rotate_weight_vjp(rotation: &Rotation, qkv: &Tensor, dy: &Tensor) -> Result<Option<(Vec<f32>, Vec<f32>)>> {
     with_values(qkv, |qkv| with_values(dy, |dy| rotation.weight_vjp(qkv, dy)))?
 }
 
-/// Causal attention inside each group of a packed batch; `visible` is [`slices::visible`] of each.
+/// Causal attention within each group of a packed batch; `visible` holds [`slices::visible`] of each group.
 pub fn attention(heads: &Heads, groups: &[Group], visible: &[Vec<Visible>], qkv: &Tensor) -> Result<Tensor> {
     let op = Map1 {
         name: "attention",
@@ -252,7 +252,7 @@ pub fn attention(heads: &Heads, groups: &[Group], visible: &[Vec<Visible>], qkv:
     qkv.apply_op1_no_bwd(&op)
 }
 
-/// dL/dqkv of [`attention`].
+/// Returns dL/dqkv of [`attention`].
 pub fn attention_vjp(
     heads: &Heads,
     groups: &[Group],
@@ -275,7 +275,7 @@ pub fn attention_vjp(
     qkv.apply_op2_no_bwd(d_out, &op)
 }
 
-/// Log-prob and entropy of one target a row of logits `[N, vocab]`.
+/// Log-prob and entropy of one target per row of logits `[N, vocab]`.
 pub fn token_scores(logits: &Tensor, targets: &[u32], temperature: f64) -> Result<Vec<slices::TokenScore>> {
     let vocab = logits.dim(1)?;
     with_values(logits, |values| {
@@ -284,7 +284,7 @@ pub fn token_scores(logits: &Tensor, targets: &[u32], temperature: f64) -> Resul
     })
 }
 
-/// dL/dlogits `[N, vocab]` from dL/dlogp `[N]`.
+/// Returns dL/dlogits `[N, vocab]` from dL/dlogp `[N]`.
 pub fn token_scores_vjp(logits: &Tensor, targets: &[u32], temperature: f64, g: &[f32]) -> Result<Tensor> {
     map1_indexed("token_scores_vjp", logits, logits.dim(1)?, |index, row, out| {
         if g[index] != 0.0 {
@@ -314,7 +314,7 @@ fn split_mut<'a>(groups: &[Group], mut values: &'a mut [f32], width: usize) -> V
     parts
 }
 
-/// Run `f` with the tensor's values, without a copy where they are contiguous.
+/// Runs `f` with the tensor's values; copies them only if they are not contiguous.
 pub fn with_values<R>(x: &Tensor, f: impl FnOnce(&[f32]) -> R) -> Result<R> {
     let x = x.contiguous()?;
     let (storage, layout) = x.storage_and_layout();
@@ -331,7 +331,7 @@ fn slice<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [f32]> {
     }
 }
 
-/// Rows below this many elements are not worth a thread.
+/// Rows with fewer elements than this are not worth a thread.
 const MIN_ELEMENTS: usize = 1 << 14;
 
 fn min_rows(width: usize) -> usize {

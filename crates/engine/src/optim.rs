@@ -1,4 +1,4 @@
-//! AdamW, global-norm clipping, learning-rate schedules, on flat f32 buffers.
+//! AdamW, global-norm clipping and learning-rate schedules, on flat f32 buffers.
 
 pub mod blockwise;
 
@@ -9,38 +9,38 @@ use super::error::{EngineError, Result};
 use super::kernels::adamw::Update;
 use crate::spec::{LrSchedulerType, OptimizerKind, OptimizerPlan};
 
-/// AdamW's state: one first and one second moment a parameter, and the number of updates made.
+/// State of AdamW: first and second moment of each parameter, and the number of updates made.
 #[derive(Debug, Clone, PartialEq)]
 pub struct AdamW {
-    /// In parameter order.
+    /// The moments, in parameter order.
     pub moments: Moments,
-    /// Updates made; skipped steps do not count.
+    /// Number of updates made; skipped steps do not count.
     pub updates: u64,
-    /// Parameters that weight decay is for: the first so many.
+    /// Number of parameters with weight decay; they come first.
     pub decayed: usize,
 }
 
 /// First and second moments, in parameter order.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Moments {
-    /// 8 bytes a parameter.
+    /// Moments in f32: 8 bytes per parameter.
     F32 {
-        /// m
+        /// First moment m of each parameter.
         first: Vec<f32>,
-        /// v
+        /// Second moment v of each parameter.
         second: Vec<f32>,
     },
-    /// 2 bytes a parameter and 8 a block.
+    /// Moments in 8 bits: 2 bytes per parameter and 8 per block.
     Blockwise {
-        /// m
+        /// First moment m of each parameter.
         first: Quantized,
-        /// v
+        /// Second moment v of each parameter.
         second: Quantized,
     },
 }
 
 impl Moments {
-    /// All zero.
+    /// Creates moments that are all zero.
     pub fn zeros(kind: OptimizerKind, num_parameters: usize) -> Self {
         match kind {
             OptimizerKind::Adamw => {
@@ -53,7 +53,7 @@ impl Moments {
         }
     }
 
-    /// Parameters.
+    /// Number of parameters that have moments.
     pub fn len(&self) -> usize {
         match self {
             Moments::F32 { first, .. } => first.len(),
@@ -61,12 +61,12 @@ impl Moments {
         }
     }
 
-    /// Whether there is no parameter.
+    /// Whether there are no parameters.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Bytes in memory.
+    /// Memory of the moments in bytes.
     pub fn size_bytes(&self) -> usize {
         match self {
             Moments::F32 { first, second } => (first.len() + second.len()) * size_of::<f32>(),
@@ -75,7 +75,7 @@ impl Moments {
     }
 }
 
-/// The numbers of the t-th update, from 1.
+/// The constants of the t-th update, counted from 1.
 pub fn update_number(t: u64, learning_rate: f64, plan: &OptimizerPlan) -> Update {
     let t = i32::try_from(t).unwrap_or(i32::MAX);
     let first_correction = 1.0 - plan.adam_beta1.powi(t);
@@ -90,23 +90,23 @@ pub fn update_number(t: u64, learning_rate: f64, plan: &OptimizerPlan) -> Update
     }
 }
 
-/// Parameters a thread updates at once.
+/// Number of parameters that a thread updates in one piece.
 const CHUNK: usize = 64 * BLOCK;
 
 impl AdamW {
-    /// No update made yet; moments in 32 bits.
+    /// Creates a state without updates, with moments in 32 bits.
     pub fn new(num_parameters: usize) -> Self {
         Self::of_kind(OptimizerKind::Adamw, num_parameters)
     }
 
-    /// No update made yet.
+    /// Creates a state without updates.
     pub fn of_kind(kind: OptimizerKind, num_parameters: usize) -> Self {
         Self { moments: Moments::zeros(kind, num_parameters), updates: 0, decayed: num_parameters }
     }
 
-    /// One update of `parameters` in place: decoupled weight decay of the first `decayed`, bias correction, as torch.optim.AdamW
-    /// (Loshchilov & Hutter 2019, arXiv 1711.05101). Moments in 8 bits are widened block by block, updated in 32 bits and
-    /// rounded again after the parameters have moved (Dettmers et al. 2022).
+    /// Updates `parameters` in place: decoupled weight decay of the first `decayed`, bias correction, as
+    /// torch.optim.AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101). Moments in 8 bits are widened block by block,
+    /// updated in 32 bits, and rounded again after the parameters are updated (Dettmers et al. 2022).
     pub fn update(
         &mut self,
         parameters: &mut [f32],
@@ -157,7 +157,7 @@ impl AdamW {
     }
 }
 
-/// What an update reads and writes is of one length.
+/// Checks that moments, parameters and gradient have the same length.
 pub fn check_lengths(moments: usize, parameters: usize, gradient: usize) -> Result<()> {
     if moments == parameters && gradient == parameters {
         return Ok(());
@@ -167,14 +167,15 @@ pub fn check_lengths(moments: usize, parameters: usize, gradient: usize) -> Resu
     )))
 }
 
-/// What the gradient is to be multiplied by, where it is: see [`clip_gradient_norm`].
+/// The factor that clips the gradient, if it must be clipped; see [`clip_gradient_norm`].
 pub fn clip_coefficient(norm: f64, max_norm: f64) -> Option<f32> {
     let coefficient = max_norm / (norm + 1e-6);
     (max_norm > 0.0 && norm.is_finite() && coefficient < 1.0).then_some(coefficient as f32)
 }
 
-/// Scale the gradient so that its L2 norm is at most `max_norm` (0 = off), as torch's `clip_grad_norm_`: the coefficient
-/// is max_norm/(norm + 1e-6), at most 1. Returns the norm before; a norm that is not finite scales nothing.
+/// Scales the gradient so that its L2 norm is at most `max_norm` (0 = off), like torch's `clip_grad_norm_`: the
+/// coefficient is max_norm/(norm + 1e-6), at most 1. Returns the norm before clipping; if it is not finite, the
+/// gradient is not scaled.
 pub fn clip_gradient_norm(gradient: &mut [f32], max_norm: f64) -> f64 {
     let norm = gradient.iter().map(|&entry| f64::from(entry).powi(2)).sum::<f64>().sqrt();
     if let Some(coefficient) = clip_coefficient(norm, max_norm) {
@@ -183,7 +184,7 @@ pub fn clip_gradient_norm(gradient: &mut [f32], max_norm: f64) -> f64 {
     norm
 }
 
-/// The learning rate of an update, as transformers' schedules; `steps_done` is 0 for the first update.
+/// The learning rate of an update, as in transformers' schedules; `steps_done` is 0 for the first update.
 ///
 /// Warm-up is lr·t/warmup_steps, so the first update of a warm-up has rate 0.
 pub fn learning_rate(plan: &OptimizerPlan, steps_done: u64, max_steps: u64) -> f64 {
@@ -247,9 +248,9 @@ mod tests {
     }
 
     #[test]
-    fn what_comes_after_the_decayed_parameters_keeps_all_of_itself() {
+    fn parameters_after_the_decayed_ones_have_no_weight_decay() {
         let plan = OptimizerPlan { weight_decay: 0.5, ..plan() };
-        // Across the blocks of 8 bits and the pieces of the threads.
+        // The lengths cross the borders of 8-bit blocks and of the threads' pieces.
         let (len, decayed) = (2 * CHUNK + 300, CHUNK + 2 * BLOCK + 7);
         for kind in [OptimizerKind::Adamw, OptimizerKind::Adamw8bit] {
             let mut parameters = vec![1.0f32; len];
@@ -264,7 +265,7 @@ mod tests {
 
     #[test]
     fn moments_in_8_bits_take_a_quarter_and_follow_those_in_32() {
-        // A noisy quadratic bowl of many scales: L = Σ cᵢ·xᵢ²/2, gradient cᵢ·xᵢ + noise.
+        // A noisy quadratic bowl with many scales: L = Σ cᵢ·xᵢ²/2, gradient cᵢ·xᵢ + noise.
         let n = 10_000;
         let key = Key::new(3, Stream::Probe);
         let noise = |step: u64, i: usize| (key.with(step).with(i as u64).uniform() - 0.5) as f32 * 0.1;

@@ -1,4 +1,4 @@
-//! Prompts: templated once, tokenised once, at the start of a run.
+//! Prompts: rendered and tokenized once, at the start of a run.
 
 use serde_json::{Map, Value};
 
@@ -10,18 +10,18 @@ use crate::spec::SamplingPlan;
 /// One row of a dataset, ready for the model and for the rewards.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TokenizedPrompt {
-    /// What the model sees.
+    /// Token ids of the prompt.
     pub ids: Vec<u32>,
-    /// The same as text, chat template applied.
+    /// The prompt as text, after the chat template.
     pub text: String,
-    /// The chat messages, if it came as such.
+    /// The chat messages, if the prompt is a chat.
     pub messages: Option<Value>,
-    /// Every other column.
+    /// All other columns of the row.
     pub columns: Map<String, Value>,
 }
 
-/// Rows to prompts. Prompts that are empty, or that leave no room for `max_completion_length` tokens below
-/// `max_position_embeddings`, are a user failure with counts; they are never cut.
+/// Tokenizes rows. Prompts that are empty, or that leave no room for `max_completion_length` tokens within
+/// `max_position_embeddings`, are a user error that counts them; prompts are never truncated.
 pub fn tokenize(
     text: &Text,
     rows: Vec<PromptRow>,
@@ -44,7 +44,7 @@ pub fn tokenize(
     }
     if let Some(first) = empty.first() {
         return Err(EngineError::Prompts(format!(
-            "{} of {} prompts are empty after tokenisation; the first is row {first}; drop them",
+            "{} of {} prompts are empty after tokenization; the first is row {first}; drop them",
             empty.len(),
             prompts.len(),
         )));
@@ -52,10 +52,10 @@ pub fn tokenize(
     Ok(prompts)
 }
 
-/// One row to a prompt, however long.
+/// Tokenizes one row, whatever its length.
 pub fn tokenize_row(text: &Text, row: PromptRow, sampling: &SamplingPlan) -> Result<TokenizedPrompt> {
     let PromptRow { prompt, columns } = row;
-    // Special tokens are added once: by the tokenizer to a text, by the template to a chat.
+    // Special tokens are added once: to a text by the tokenizer, to a chat by the template.
     let (rendered, ids, messages) = match Prompt::from_value(&prompt)? {
         Prompt::Text(plain) => {
             let ids = text.encode(&plain, true)?;

@@ -1,30 +1,30 @@
-//! Counter-based randomness: every number is a pure function of what it is for, so there is no state to save and no
-//! order to keep. A rollout does not depend on which other rows share its batch, and a resumed run draws what the
-//! undisturbed one would have drawn.
+//! Counter-based random numbers: every number is a pure function of its purpose, so there is no state to save and no
+//! order to keep. A rollout does not depend on the other rows of its batch, and a resumed run uses the same numbers
+//! as an uninterrupted one.
 //!
-//! The function is a chain of SplitMix64 finalisers (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number
-//! generators"; the constants are David Stafford's "Mix13"), one link a word of the key.
+//! The function is a chain of SplitMix64 finalizers (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number
+//! generators"; the constants are David Stafford's "Mix13"), one link per word of the key.
 
-/// What a number is drawn for. Streams never share numbers.
+/// The purpose of a random number. Streams never share numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stream {
     /// Sampling of training completions.
     Train,
     /// Sampling of evaluation completions.
     Eval,
-    /// Sampling of the submission-time probe.
+    /// Sampling of the preflight at submission.
     Probe,
     /// Initial values of parameters.
     Init,
     /// Order of the dataset.
     Order,
-    /// LoRA dropout.
+    /// Masks of LoRA dropout.
     Dropout,
     /// Sampling of the prompts that replace tied groups.
     Refill,
-    /// Sampling of completions that somebody asks for.
+    /// Sampling of completions requested by users.
     Generate,
-    /// Which source of a dataset comes next.
+    /// The source of a dataset's next prompt.
     Mixture,
     /// Sampling of a verdict's completions, by both models.
     Verdict,
@@ -32,7 +32,7 @@ pub enum Stream {
     WarmUp,
 }
 
-/// A point in the space of draws; narrow it with [`Key::with`], then draw.
+/// A key for random numbers; extend it with [`Key::with`], then read numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Key(u64);
 
@@ -45,7 +45,7 @@ fn mix(word: u64) -> u64 {
 }
 
 impl Key {
-    /// The root of a stream.
+    /// The root key of a stream.
     pub fn new(seed: u64, stream: Stream) -> Self {
         let stream: u64 = match stream {
             Stream::Train => 1,
@@ -63,39 +63,39 @@ impl Key {
         Self(mix(seed.wrapping_add(GOLDEN_GAMMA))).with(stream)
     }
 
-    /// The same key, narrowed by one more word (rollout index, dataset row, generation, token, …).
+    /// Extends the key by one more word (rollout index, dataset row, generation, token, …).
     pub fn with(self, word: u64) -> Self {
         Self(mix(self.0.wrapping_mul(3).wrapping_add(mix(word.wrapping_add(GOLDEN_GAMMA)))))
     }
 
-    /// The key itself, for code elsewhere that draws the same numbers.
+    /// The key as a word, for other code that computes the same numbers.
     pub fn word(self) -> u64 {
         self.0
     }
 
-    /// 64 random bits.
+    /// Returns 64 random bits.
     pub fn bits(self) -> u64 {
         mix(self.0 ^ GOLDEN_GAMMA)
     }
 
-    /// Uniform in [0, 1), 53 bits.
+    /// Returns a uniform number in [0, 1) with 53 bits.
     pub fn uniform(self) -> f64 {
         (self.bits() >> 11) as f64 * (1.0 / (1u64 << 53) as f64)
     }
 
-    /// Uniform in 0..bound; `bound` ≥ 1. The bias is below bound / 2⁶⁴.
+    /// Returns a uniform number in 0..bound; `bound` ≥ 1. The bias is below bound / 2⁶⁴.
     pub fn below(self, bound: u64) -> u64 {
         ((u128::from(self.bits()) * u128::from(bound)) >> 64) as u64
     }
 }
 
-/// The order of a dataset's rows in one epoch: a function of (seed, epoch) alone.
+/// The order of a dataset's rows in one epoch: a function of (seed, epoch) only.
 pub fn permutation(seed: u64, epoch: u64, n: u64) -> Vec<u64> {
     shuffled(Key::new(seed, Stream::Order).with(epoch), n)
 }
 
-/// The order of one source's rows, of several, when it is seen for the nth time: a function of (seed, source, time). The first source's is
-/// that of a dataset of its own.
+/// The order of one source's rows in its nth pass, for datasets with several sources: a function of (seed, source,
+/// time). The first source has the same order as a dataset with a single source.
 pub fn source_permutation(seed: u64, source: usize, time: u64, n: u64) -> Vec<u64> {
     match source {
         0 => permutation(seed, time, n),
@@ -103,7 +103,7 @@ pub fn source_permutation(seed: u64, source: usize, time: u64, n: u64) -> Vec<u6
     }
 }
 
-/// Fisher–Yates over 0..n.
+/// Fisher–Yates shuffle over 0..n.
 pub fn shuffled(key: Key, n: u64) -> Vec<u64> {
     let mut order: Vec<u64> = (0..n).collect();
     for i in (1..n).rev() {
@@ -134,7 +134,7 @@ mod tests {
         for token in 0..16_000 {
             bins[(root.with(3).with(token).uniform() * 16.0) as usize] += 1;
         }
-        // 1000 expected, standard deviation 31.
+        // The expected count is 1000, with standard deviation 31.
         assert!(bins.iter().all(|&count| (850..1150).contains(&count)), "{bins:?}");
     }
 

@@ -1,18 +1,18 @@
-//! Dynamic sampling: groups whose rewards are tied teach nothing, so they are replaced by groups of the prompts that come
-//! next (DAPO: Yu et al. 2025, arXiv 2503.14476, section 3.2).
+//! Dynamic sampling: groups whose rewards are tied have no gradient, so they are replaced by groups of the next prompts
+//! (DAPO: Yu et al. 2025, arXiv 2503.14476, section 3.2).
 
 use super::advantage::shape::{RewardShape, RewardStats};
 use super::advantage::{self, RewardWeight, combine_rewards};
-use super::host::{Drawn, Rollout, RolloutCompletion, RolloutGroup, RolloutId, RunEnd};
+use super::host::{BlockSampling, Rollout, RolloutCompletion, RolloutGroup, RolloutId, RunEnd};
 use super::random::{Key, Stream};
 use super::rollout::Batching;
 use super::rollouts::Rollouts;
 use crate::spec::{Plan, RewardNormalization};
 use crate::trajectory::Trajectory;
 
-/// Replaces groups without information until `min_informative_groups` have some, for at most `max_refills` rounds. Each
-/// round draws as many new prompts from the cursor as there are such groups; a new group that has none either is not
-/// taken. What a round samples is a function of (seed, block, round).
+/// Replaces tied groups until at least `min_informative_groups` groups are not tied, for at most `max_refills` rounds.
+/// Each round samples as many new prompts as there are tied groups; a new group that is tied too is dropped. The
+/// samples of a round are a function of (seed, block, round).
 pub(super) fn refill(
     rollouts: &mut Rollouts<'_>,
     batching: &Batching,
@@ -50,24 +50,25 @@ pub(super) fn refill(
                 }
                 None => group,
             };
-            left_out.completions.iter().for_each(|completion| count(&left_out, completion, drawn));
-            left_out.greedy.iter().for_each(|greedy| count(&left_out, greedy, drawn));
+            left_out.completions.iter().for_each(|completion| count_extra_tokens(&left_out, completion, drawn));
+            left_out.greedy.iter().for_each(|greedy| count_extra_tokens(&left_out, greedy, drawn));
         }
     }
     for group in groups.iter() {
-        group.greedy.iter().for_each(|greedy| count(group, greedy, drawn));
+        group.greedy.iter().for_each(|greedy| count_extra_tokens(group, greedy, drawn));
     }
     Ok(())
 }
 
-/// Counts a completion that is not part of the block, and the prompt with it.
-fn count(group: &RolloutGroup, completion: &RolloutCompletion, drawn: &mut Drawn) {
+/// Counts a completion outside of the block, and its prompt.
+fn count_extra_tokens(group: &RolloutGroup, completion: &RolloutCompletion, drawn: &mut BlockSampling) {
     drawn.extra_tokens += Trajectory::new(&group.prompt_ids, &completion.segments).num_tokens() as u64;
     drawn.extra_completion_tokens += completion.segments.num_model_tokens() as u64;
 }
 
-/// Whether two scorable completions of a group differ in their reward, before length terms and KL. The block's statistics
-/// are not known yet, and no normalisation makes unequal rewards equal; a clip behind one is left to the advantages.
+/// Whether two scorable completions of a group differ in their reward, before length terms and KL. The block's
+/// statistics are not known yet, but normalization never makes unequal rewards equal. A clip after normalization can;
+/// the advantages handle that case.
 pub fn is_informative(group: &RolloutGroup, plan: &Plan) -> bool {
     let weights = RewardWeight::of_plan(&plan.rewards);
     let shape = RewardShape {

@@ -1,5 +1,6 @@
-//! When the memory of a GPU is full: what is computed at once is halved, once a run; then the run ends and says what
-//! would help. A run that goes on from a checkpoint meets the same end at the same place, and halves again.
+//! Handles a GPU that is out of memory: the number of tokens and sequences computed concurrently is halved, once per
+//! run. If memory runs out again, the run ends with advice. A run that resumes from a checkpoint runs out of memory at
+//! the same point and halves again.
 
 use serde_json::json;
 
@@ -11,15 +12,16 @@ use crate::event::Event;
 use crate::spec::Plan;
 use crate::spec::footprint::Footprint;
 
-/// Sequences that generation may decode at once, where each may grow to `tokens_per_row` tokens (prompt included).
+/// Number of sequences that generation may decode concurrently, if each grows to
+/// `tokens_per_row` tokens (prompt included).
 pub(super) fn generation_rows(model: &Model, plan: &Plan, tokens_per_row: usize) -> usize {
     let rows = memory::generation_rows(&model.policy, plan.optimizer.kind, tokens_per_row);
     if model.halved_after_oom { (rows / 2).max(1) } else { rows }
 }
 
-/// Halves what is computed at once, if `error` says that memory is full and this is the first time; else returns the error,
-/// and what to change.
-pub(super) fn relieve(
+/// Halves the batch sizes if `error` reports that memory is full and this is the first time; else returns the error
+/// with advice on what to change.
+pub(super) fn halve_batches(
     model: &mut Model,
     error: EngineError,
     plan: &Plan,
@@ -35,7 +37,7 @@ pub(super) fn relieve(
     model.policy.release();
     let tokens = model.micro_batching.max_tokens;
     let message = format!(
-        "the memory of the GPU was full ({why}): from now on micro-batches have {tokens} tokens, and half as many rows are sampled at once"
+        "the GPU ran out of memory ({why}): from now on micro-batches have {tokens} tokens, and half as many rows are sampled concurrently"
     );
     let data = json!({ "micro_batch_tokens": tokens });
     host.event(Event::Warning { code: "out_of_memory".into(), message, data })
@@ -49,6 +51,6 @@ fn cannot_go_on(model: &Model, why: &str, plan: &Plan, data: &Data) -> String {
     let needs = Footprint::on(place, plan, card.num_parameters, &shape, longest, tokens as u64).total;
     let needs = needs.div_ceil(1 << 20);
     format!(
-        "{why}; micro-batches were halved already, to {tokens} tokens, and the run needs about {needs} MiB by the estimate. Lower training.micro_batch_tokens, sampling.max_completion_length or rloo.num_generations, set training.gradient_checkpointing, or use a smaller model"
+        "{why}; micro-batches were already halved to {tokens} tokens, and the run needs an estimated {needs} MiB. Lower training.micro_batch_tokens, sampling.max_completion_length or rloo.num_generations, set training.gradient_checkpointing, or use a smaller model"
     )
 }

@@ -1,4 +1,4 @@
-//! What a step and an evaluation say to the outside: metrics and samples.
+//! The metrics and samples that a step and an evaluation report.
 
 use serde_json::json;
 
@@ -19,36 +19,37 @@ use super::step::Update;
 use crate::event::{Event, FinishReason, Metrics, Sample, SamplePhase};
 use crate::spec::{DatasetPlan, Estimator, Plan, RewardNormalization, RewardPlan, SHARED_PROMPTS};
 
-/// Wall-clock seconds of the parts of a step.
+/// Wall-clock seconds of the phases of a step.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct StepSeconds {
-    /// Rollout to update.
+    /// Duration from rollout to update.
     pub total: f64,
-    /// Sampling.
+    /// Duration of the sampling.
     pub generate: f64,
-    /// Waiting for rewards.
+    /// Time spent waiting for rewards.
     pub reward: f64,
-    /// Passes without gradient: old and reference log-probs.
+    /// Duration of passes without gradient: old and reference log-probs.
     pub reference: f64,
-    /// Forward, backward, optimizer.
+    /// Duration of forward pass, backward pass and optimizer.
     pub train: f64,
-    /// Checkpoints written since the last step's metrics (a step's own checkpoint comes after its metrics).
+    /// Duration of checkpoints written since the last step's metrics. (A step's own checkpoint is
+    /// written after its metrics.)
     pub checkpoint: f64,
 }
 
-/// What the metrics of a step are made of.
+/// The values from which a step's metrics are computed.
 pub(super) struct StepReport<'a> {
     pub plan: &'a Plan,
     pub block: &'a Block,
     pub update: &'a Update,
-    /// After the step.
+    /// The state after the step.
     pub state: &'a TrainerState,
-    /// The rollout is new: its own metrics are reported too.
+    /// Whether the step is the first to use its rollout, so that the rollout's metrics are reported too.
     pub first_use: bool,
     pub seconds: &'a StepSeconds,
 }
 
-/// The metrics of one optimizer step, by TRL's names; what is not finite is `None`.
+/// The metrics of one optimizer step, under TRL's names; values that are not finite become `None`.
 pub(super) fn step_metrics(report: &StepReport<'_>) -> Metrics {
     let StepReport { plan, block, update, state, first_use, seconds } = *report;
     let values = &block.values;
@@ -69,7 +70,8 @@ pub(super) fn step_metrics(report: &StepReport<'_>) -> Metrics {
         if first_use {
             let log_ratio_max = step.losses.iter().map(|row| (row.new_logp - row.old_logp).abs()).fold(0.0, f64::max);
             metrics.insert("sampling/log_ratio_max".into(), Some(log_ratio_max));
-            // With overlap the policy has moved on since it sampled: the difference says nothing of the sampler.
+            // If blocks overlap, the policy has been updated since it sampled, so the difference would
+            // not measure the sampler.
             if let Some(recorded) = block.rollout.recorded_logps().filter(|_| !plan.rloo.overlap) {
                 let rows = recorded[update.slice.clone()].iter().zip(&step.scores).zip(included);
                 let rows = rows.filter(|(_, included)| **included);
@@ -107,8 +109,9 @@ pub(super) fn step_metrics(report: &StepReport<'_>) -> Metrics {
     metrics
 }
 
-/// Of each source that has prompts in a rollout: `sources/{name}/…`, as the metrics of the whole are called. `tied`: whether each
-/// group is, after and before the KL penalty; none for an evaluation, whose groups are not compared.
+/// Metrics of each source that has prompts in a rollout: `sources/{name}/…`, with the names of the overall
+/// metrics. `tied` says whether each group is tied after and before the KL penalty; empty for an evaluation, which
+/// does not compare groups.
 fn source_metrics(dataset: &DatasetPlan, rollout: &Rollout, weighted: &[Option<f64>], tied: [&[bool]; 2]) -> Metrics {
     let mut metrics = Metrics::new();
     let (lengths, finish_reasons) = (rollout.lengths(), rollout.finish_reasons());
@@ -140,11 +143,12 @@ fn source_metrics(dataset: &DatasetPlan, rollout: &Rollout, weighted: &[Option<f
     metrics
 }
 
-/// What only some plans report, of a new rollout: refills, dropped groups, the greedy baseline, the normaliser.
+/// Metrics of a new rollout that only some plans report: refills, dropped groups, the
+/// greedy baseline, reward normalization.
 fn variant_metrics(metrics: &mut Metrics, block: &Block, plan: &Plan) {
     let (values, drawn, rloo) = (&block.values, &block.rollout.drawn, &plan.rloo);
     if rloo.num_generations.get() == 1 {
-        // One completion has no siblings to be equal to.
+        // A group of one completion has nothing to compare.
         metrics.insert("frac_reward_zero_std".into(), None);
         metrics.insert("frac_reward_zero_std_pre_kl".into(), None);
     }
@@ -186,14 +190,14 @@ fn time_metrics(metrics: &mut Metrics, report: &StepReport<'_>, seconds: &StepSe
         .map(|trajectory| trajectory.num_tokens())
         .sum();
     metrics.insert("tokens_per_second/train".into(), Some(trained as f64 / train));
-    // With overlap what was sampled in this step is the next block.
+    // If blocks overlap, this step's sampling belongs to the next block.
     if generate > 0.0 && !report.plan.rloo.overlap {
         let sampled = report.block.num_completion_tokens() as f64;
         metrics.insert("tokens_per_second/rollout".into(), Some(sampled / generate));
     }
 }
 
-/// The peaks of the process's memory and of its GPU's.
+/// Inserts the peaks of the process's memory and of its GPU's.
 pub(super) fn memory_metrics(metrics: &mut Metrics, policy: &Policy) {
     if let Some(bytes) = peak_resident_bytes() {
         metrics.insert("memory/peak_resident_bytes".into(), Some(bytes as f64));
@@ -203,8 +207,8 @@ pub(super) fn memory_metrics(metrics: &mut Metrics, policy: &Policy) {
     }
 }
 
-/// Metrics that are the same in every run of the plan: no times, no memory.
-pub(super) fn without_times(metrics: &Metrics) -> Metrics {
+/// Keeps the metrics that are the same in every run of the plan: drops durations and memory.
+pub(super) fn without_durations(metrics: &Metrics) -> Metrics {
     let of_the_machine = ["step_time", "tokens_per_second/", "memory/"];
     let kept = metrics.iter().filter(|(name, _)| !of_the_machine.iter().any(|prefix| name.starts_with(prefix)));
     kept.map(|(name, value)| (name.clone(), *value)).collect()
@@ -214,7 +218,7 @@ fn reward_names(rewards: &[RewardPlan]) -> Vec<String> {
     rewards.iter().map(|reward| reward.name.clone()).collect()
 }
 
-/// The samples of a block, at its first use.
+/// The samples of a block, reported when it is first used.
 pub(super) fn train_samples(step: u64, block: &Block, data: &Data, plan: &Plan) -> Result<Vec<Sample>> {
     let values = &block.values;
     let reward_names = reward_names(&plan.rewards);
@@ -231,7 +235,7 @@ pub(super) fn train_samples(step: u64, block: &Block, data: &Data, plan: &Plan) 
     .collect()
 }
 
-/// What a run warns of before its first step.
+/// Warnings to report before the first step.
 pub(super) fn first_warnings(batching: &Batching, data: &Data) -> Vec<Event> {
     let dropped = (batching.dropped_rows_per_epoch() > 0).then(|| dropped_rows_warning(batching));
     let shared =
@@ -239,16 +243,16 @@ pub(super) fn first_warnings(batching: &Batching, data: &Data) -> Vec<Event> {
     dropped.into_iter().chain(shared).collect()
 }
 
-/// The warning that rows of the warm-up are not learned from.
+/// The warning that rows of the warm-up are left out.
 pub(super) fn left_out_warning(left_out: usize, num_rows: usize) -> Event {
     let message = format!(
-        "{left_out} of {num_rows} rows of the warm-up are left out, because their prompts are evaluated: the evaluation would measure what was learned by heart"
+        "{left_out} of {num_rows} rows of the warm-up are left out, because their prompts are also evaluated: the evaluation would measure memorized answers"
     );
     let data = json!({ "left_out": left_out, "rows": num_rows });
     Event::Warning { code: "warm_up_rows_left_out".into(), message, data }
 }
 
-/// The warning when rows do not fill a block.
+/// The warning that the rows do not fill a block.
 fn dropped_rows_warning(batching: &Batching) -> Event {
     let dropped = batching.dropped_rows_per_epoch();
     let message = format!(
@@ -260,10 +264,10 @@ fn dropped_rows_warning(batching: &Batching) -> Event {
     Event::Warning { code: "rows_dropped".into(), message, data }
 }
 
-/// The warning when an update could not be used.
+/// The warning that an update was skipped.
 pub(super) fn skipped_update_warning(step: u64, (loss, grad_norm): (f64, f64), state: &TrainerState) -> Event {
     let message = format!(
-        "the update of step {step} was skipped, because its loss or gradient is not finite; {MAX_SKIPPED_IN_A_ROW} in a row end the job"
+        "the update of step {step} was skipped, because its loss or gradient is not finite; {MAX_SKIPPED_IN_A_ROW} consecutive skipped updates end the job"
     );
     let data = json!({
         "step": step,
@@ -274,28 +278,29 @@ pub(super) fn skipped_update_warning(step: u64, (loss, grad_norm): (f64, f64), s
     Event::Warning { code: "non_finite".into(), message, data }
 }
 
-/// The warning that prompts are evaluated which are trained too.
+/// The warning that evaluated prompts are also trained.
 fn shared_prompts_warning(shared: u64, evaluated: usize) -> Event {
     let message = format!(
-        "{shared} of {evaluated} evaluation prompts are training prompts too: on these the evaluation cannot show whether the model learned more than them"
+        "{shared} of {evaluated} evaluation prompts are also training prompts: on these the evaluation cannot show whether the model generalizes"
     );
     Event::Warning { code: SHARED_PROMPTS.into(), message, data: json!({ "shared": shared, "evaluated": evaluated }) }
 }
 
-/// The warning when no completion of a rollout has a reward: its steps train nothing, whatever else looks well.
+/// The warning that no completion of a rollout has a reward, so its steps train nothing even if
+/// everything else looks normal.
 pub(super) fn unscorable_warning(step: u64, samples: &[Sample]) -> Option<Event> {
     if samples.is_empty() || samples.iter().any(|sample| sample.reward.is_some()) {
         return None;
     }
     let message = format!(
-        "none of the {} completions of step {step} has a reward (each is missing or does not apply), so it trains nothing",
+        "none of the {} completions of step {step} has a reward (each is missing or does not apply), so the step trains nothing",
         samples.len()
     );
     let data = json!({ "step": step, "completions": samples.len() });
     Some(Event::Warning { code: "nothing_scorable".into(), message, data })
 }
 
-/// The warning when all refills left too many groups tied: the step trains with what there is.
+/// The warning that too many groups are tied after all refills; the step trains with the groups it has.
 pub(super) fn refill_warning(step: u64, block: &Block, plan: &Plan) -> Option<Event> {
     let (wanted, drawn) = (u64::from(plan.rloo.min_informative_groups), &block.rollout.drawn);
     let num_generations = num_generations(plan).get();
@@ -316,13 +321,13 @@ pub(super) fn refill_warning(step: u64, block: &Block, plan: &Plan) -> Option<Ev
     Some(Event::Warning { code: "refills_exhausted".into(), message, data })
 }
 
-/// Completions of an evaluation, and how likely they are.
+/// The completions of an evaluation, and their log-probs.
 #[derive(Clone, Copy)]
 pub(super) struct Evaluation<'a> {
     pub rollout: &'a Rollout,
-    /// By the policy, at the sampling temperature of training, in block order.
+    /// The policy's scores at the sampling temperature of training, in block order.
     pub scores: &'a [RowScore],
-    /// Log-probs by the reference; empty without one.
+    /// Log-probs of the reference; empty without a reference.
     pub reference: &'a [Vec<f32>],
 }
 
@@ -370,7 +375,7 @@ pub(super) fn evaluation(
     Ok((metrics, samples.collect::<Result<_>>()?))
 }
 
-/// What every sample holds; group, reward, KL and advantage are the caller's.
+/// The fields that all samples share; the caller sets group, reward, KL and advantage.
 fn sample(
     step: u64,
     phase: SamplePhase,

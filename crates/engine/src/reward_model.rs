@@ -1,8 +1,8 @@
-//! Reward models: sequence-classification checkpoints that score token ids. Raw logits, no activation.
+//! Reward models: sequence-classification checkpoints that score token ids. Scores are raw logits, without activation.
 //!
-//! Decoders run on our own [`Policy`], whatever its backend, and the head scores the last token that is not padding, as
-//! transformers does. Encoders ([`mod@encoder`]) run on candle. Scores equal transformers' within 1e-4 in f32:
-//! `tests/it/reward_model.rs`.
+//! Decoders run on our own [`Policy`], on any backend; the head scores the last token that is not padding, as
+//! transformers does. Encoders ([`mod@encoder`]) run on candle. Scores equal those of transformers within
+//! 1e-4 in f32: `tests/it/reward_model.rs`.
 
 pub mod encoder;
 
@@ -18,7 +18,7 @@ use crate::spec::ComputeDtype;
 use crate::spec::footprint::PREFILL_TOKENS;
 use encoder::Encoder;
 
-/// A sequence-classification model that is loaded.
+/// A loaded sequence-classification model.
 #[derive(Debug)]
 pub struct RewardModel {
     card: ClassifierCard,
@@ -27,24 +27,24 @@ pub struct RewardModel {
 
 #[derive(Debug)]
 enum Network {
-    /// And its head `[labels][hidden_size]`.
+    /// A decoder and its head `[labels][hidden_size]`.
     Decoder(Box<Policy>, Vec<f32>),
     Encoder(Box<Encoder>),
 }
 
 impl RewardModel {
-    /// Load a model directory. Decoders compute in `dtype` (sums are f32), encoders always in f32.
+    /// Loads a model directory. Decoders compute in `dtype` (sums are f32), encoders always in f32.
     ///
     /// # Errors
-    /// When the directory is no supported classification checkpoint, or holds values that are not finite.
+    /// Fails if the directory is not a supported classification checkpoint, or holds values that are not finite.
     pub fn load(dir: &Path, kind: BackendKind, dtype: ComputeDtype) -> Result<RewardModel> {
         RewardModel::load_card(dir, ClassifierCard::read(dir)?, kind, dtype)
     }
 
-    /// As [`RewardModel::load`], with a card that was read before.
+    /// Loads a model directory like [`RewardModel::load`], with a card that was already read.
     ///
     /// # Errors
-    /// The same.
+    /// The same as for [`RewardModel::load`].
     pub fn load_card(dir: &Path, card: ClassifierCard, kind: BackendKind, dtype: ComputeDtype) -> Result<RewardModel> {
         let mut weights = Weights::of(dir, &card.tensors);
         let network = match &card.backbone {
@@ -60,15 +60,16 @@ impl RewardModel {
         Ok(RewardModel { card, network })
     }
 
-    /// What is known of the model without its tensors.
+    /// Facts about the model that do not need its tensors.
     pub fn card(&self) -> &ClassifierCard {
         &self.card
     }
 
-    /// The scores of each sequence, one a label, in the order of [`ClassifierCard::labels`]. All of them are finite.
+    /// Computes the scores of each sequence, one per label, in the order of [`ClassifierCard::labels`].
+    /// All scores are finite.
     ///
     /// # Errors
-    /// For empty or too long sequences, unknown tokens, and scores that are not finite.
+    /// Fails for empty or too long sequences, unknown tokens, and scores that are not finite.
     pub fn scores(&self, sequences: &[&[u32]]) -> Result<Vec<Vec<f32>>> {
         for (index, sequence) in sequences.iter().enumerate() {
             if sequence.is_empty() || sequence.len() > self.card.max_tokens {
@@ -118,8 +119,9 @@ fn dot(a: &[f32], b: &[f32]) -> f32 {
     a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>() as f32
 }
 
-/// transformers scores the rightmost token that is not the padding's, also where that token ends a text by right (a model
-/// whose padding is its end-of-sequence token); what follows it changes nothing. Without a padding token: the last one.
+/// Cuts a sequence after its last token that is not padding, because transformers scores that token. This holds even if
+/// the padding token is also the EOS token that ends a text. Later tokens do not change the score. Without a padding
+/// token, the last token counts.
 fn up_to_last_token(ids: &[u32], pad_token_id: Option<u32>) -> &[u32] {
     let last = ids.iter().rposition(|id| Some(*id) != pad_token_id).unwrap_or(0);
     ids.get(..=last).unwrap_or(ids)

@@ -1,4 +1,5 @@
-//! Which prompts a generation block holds, when it is used, and what a completion is (rloo.md, "Batching").
+//! Defines which prompts a generation block holds, which steps use it, and where a
+//! completion ends (rloo.md, "Batching").
 
 use std::num::NonZeroUsize;
 
@@ -6,74 +7,75 @@ use super::random::{Key, Stream, shuffled, source_permutation};
 use crate::event::FinishReason;
 use crate::spec::{Mixture, Plan};
 
-/// The order of the training prompts: per epoch one permutation, cut in blocks of U prompts, the incomplete last block
-/// dropped, each block used μ·S times in a row (TRL's RepeatSampler, with a permutation of our own). Where the rows come from several
-/// sources, a permutation by the seed and the epoch says which source each prompt comes from, and each source has its own permutation.
+/// The order of the training prompts. Each epoch has one permutation, split into blocks of U prompts; an incomplete
+/// last block is dropped, and each block is used μ·S times in a row (TRL's RepeatSampler, with our own permutation). If
+/// the rows come from several sources, a permutation by seed and epoch decides the source of each prompt, and each
+/// source has its own permutation of rows.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Batching {
-    /// Rows of the dataset (N), and how its sources take turns.
+    /// Number of rows of the dataset (N), and how its sources alternate.
     pub mixture: Mixture,
-    /// Completions a prompt (G).
+    /// Number of completions per prompt (G).
     pub num_generations: u64,
-    /// Unique prompts a block (U).
+    /// Number of unique prompts per block (U).
     pub prompts_per_block: u64,
-    /// Slices a block is trained in (S): optimizer steps, or TRL's micro-steps.
+    /// Number of slices that a block is trained in (S): optimizer steps, or TRL's micro-steps.
     pub steps_per_generation: u64,
-    /// Times all slices are trained (μ).
+    /// How many times all slices are trained (μ).
     pub num_iterations: u64,
-    /// Slices an optimizer step; 1 in this engine, whose steps are whole (TRL counts micro-steps).
+    /// Number of slices per optimizer step; 1 in this engine, whose steps are whole (TRL counts micro-steps).
     pub gradient_accumulation_steps: u64,
-    /// Of the order.
+    /// Seed of the order.
     pub seed: u64,
-    /// False = the dataset's order in every epoch.
+    /// Whether to shuffle; false = the dataset's order in every epoch.
     pub shuffle: bool,
 }
 
-/// The same in TRL's terms: batches are counted in completions, steps in micro-steps.
+/// The batching in TRL's terms: batches are counted in completions, steps in micro-steps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TrlBatching {
-    /// Rows of the dataset.
+    /// Number of rows of the dataset.
     pub num_rows: u64,
-    /// Completions a prompt (G).
+    /// Number of completions per prompt (G).
     pub num_generations: u64,
-    /// Completions a micro-step and process (B).
+    /// Number of completions per micro-step and process (B).
     pub per_device_train_batch_size: u64,
-    /// Processes (W).
+    /// Number of processes (W).
     pub world_size: u64,
-    /// Micro-steps an optimizer step.
+    /// Number of micro-steps per optimizer step.
     pub gradient_accumulation_steps: u64,
-    /// Micro-steps a generation batch (S).
+    /// Number of micro-steps per generation batch (S).
     pub steps_per_generation: u64,
-    /// Times a generation batch is trained (μ).
+    /// How many times a generation batch is trained (μ).
     pub num_iterations: u64,
 }
 
 impl TrlBatching {
-    /// Completions a generation batch: B·W·S.
+    /// Number of completions per generation batch: B·W·S.
     pub fn generation_batch_size(&self) -> u64 {
         self.per_device_train_batch_size * self.world_size * self.steps_per_generation
     }
 }
 
-/// Where in the order an optimizer step stands.
+/// The position of an optimizer step in the order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Cursor {
     /// Generation block, from 0, over all epochs.
     pub block: u64,
-    /// Which of its S slices.
+    /// Index of the block's slice, below S.
     pub slice: u64,
-    /// Which use of the block, from 0 to μ·S − 1; 0 = the rollout is new.
+    /// Index of the use of the block, from 0 to μ·S − 1; 0 = the rollout is new.
     pub use_index: u64,
 }
 
-/// Completions a prompt (G), as the plan says.
+/// Number of completions per prompt (G) in a plan.
 pub fn num_generations(plan: &Plan) -> NonZeroUsize {
-    // A usize holds every u32 on the machines that this builds for.
+    // A usize holds every u32 on the supported machines.
     NonZeroUsize::try_from(plan.rloo.num_generations).unwrap_or(NonZeroUsize::MAX)
 }
 
 impl Batching {
-    /// The order of a plan.
+    /// The order for a plan.
     pub fn of_plan(plan: &Plan, mixture: Mixture) -> Self {
         let steps_per_generation = u64::from(plan.rloo.steps_per_generation);
         Self {
@@ -102,17 +104,18 @@ impl Batching {
         }
     }
 
-    /// Uses of one block: μ·S.
+    /// Number of uses of one block: μ·S.
     pub fn uses_per_block(&self) -> u64 {
         self.num_iterations * self.steps_per_generation
     }
 
-    /// Complete blocks in the first epoch: that of several sources may have a prompt a source more or less than another.
+    /// Number of complete blocks in the first epoch. With several sources, the number of prompts per source may differ
+    /// by one between epochs.
     pub fn blocks_per_epoch(&self) -> u64 {
         self.blocks_of(0)
     }
 
-    /// Whether every epoch fills a block.
+    /// Whether every epoch has at least one complete block.
     pub fn fills_a_block(&self) -> bool {
         self.prompts_per_block > 0 && self.mixture.shortest_epoch() >= self.prompts_per_block
     }
@@ -121,22 +124,22 @@ impl Batching {
         self.mixture.epoch_len(epoch).checked_div(self.prompts_per_block).unwrap_or(0)
     }
 
-    /// Prompts left out of an epoch, the first one.
+    /// Number of prompts left out of the first epoch.
     pub fn dropped_rows_per_epoch(&self) -> u64 {
         self.mixture.epoch_len(0) - self.blocks_per_epoch() * self.prompts_per_block
     }
 
-    /// Slices trained in one epoch (TRL's micro-steps).
+    /// Number of slices trained in one epoch (TRL's micro-steps).
     pub fn slices_per_epoch(&self) -> u64 {
         self.blocks_per_epoch() * self.uses_per_block()
     }
 
-    /// Optimizer steps in one epoch.
+    /// Number of optimizer steps in one epoch.
     pub fn optimizer_steps_per_epoch(&self) -> u64 {
         self.slices_per_epoch().div_ceil(self.gradient_accumulation_steps.max(1))
     }
 
-    /// The place of an optimizer step (1-based) where one slice is one step.
+    /// The position of an optimizer step (1-based), if one slice is one step.
     pub fn cursor(&self, step: u64) -> Cursor {
         let done = step.saturating_sub(1);
         let uses = self.uses_per_block().max(1);
@@ -144,18 +147,18 @@ impl Batching {
         Cursor { block: done / uses, slice: use_index % self.steps_per_generation.max(1), use_index }
     }
 
-    /// Passes over the dataset after so many optimizer steps.
+    /// Number of passes over the dataset after `steps_done` optimizer steps.
     pub fn epochs(&self, steps_done: u64) -> f64 {
         steps_done as f64 / self.optimizer_steps_per_epoch().max(1) as f64
     }
 
-    /// The dataset rows of a block (U), in block order, where no refill moved the cursor; empty when the dataset is smaller
-    /// than one block.
+    /// The dataset rows of a block (U), in block order, if no refill consumed prompts; empty if the dataset is
+    /// smaller than one block.
     pub fn block_rows(&self, block: u64) -> Vec<u64> {
         self.block_at(self.position_of_block(block)).0
     }
 
-    /// Where a block begins when no refill moved the cursor. A position counts prompts over all epochs.
+    /// The position at which a block begins if no refill consumed prompts. A position counts prompts over all epochs.
     pub fn position_of_block(&self, block: u64) -> u64 {
         let (mut epoch, mut within) = (0, block);
         if self.mixture.is_even() {
@@ -170,7 +173,7 @@ impl Batching {
         self.mixture.start(epoch) + within * self.prompts_per_block
     }
 
-    /// Passes over the dataset at a position; an epoch is over with its last block.
+    /// Number of passes over the dataset at a position; an epoch ends with its last block.
     pub fn epochs_at(&self, position: u64) -> f64 {
         let epoch = self.mixture.epoch_of(position.saturating_sub(1));
         let trained = (self.blocks_of(epoch) * self.prompts_per_block).max(1);
@@ -178,8 +181,8 @@ impl Batching {
         epoch as f64 + (within as f64 / trained as f64).min(1.0)
     }
 
-    /// The rows of the block that begins at this position, or with the next epoch where this one has too few left; and the
-    /// position behind it. Empty when an epoch is smaller than one block.
+    /// Returns the rows of the block that begins at this position, or with the next epoch if this one has too few
+    /// prompts left; and the position after it. Empty if an epoch is smaller than one block.
     pub fn block_at(&self, position: u64) -> (Vec<u64>, u64) {
         if !self.fills_a_block() {
             return (Vec::new(), position);
@@ -192,7 +195,7 @@ impl Batching {
         if end - position < self.prompts_per_block { end } else { position }
     }
 
-    /// Rows of so many prompts from this position on, across epochs, and the position behind them.
+    /// Returns the rows of `count` prompts from this position on, across epochs, and the position after them.
     pub fn prompts_at(&self, position: u64, count: u64) -> (Vec<u64>, u64) {
         let (mut rows, mut next, end) = (Vec::new(), position, position + count);
         while next < end && self.mixture.num_rows() > 0 {
@@ -206,7 +209,7 @@ impl Batching {
         (rows, next)
     }
 
-    /// One dataset row a completion, in the order of one epoch: every block μ·S times, every prompt G times.
+    /// The dataset row of each completion, in the order of one epoch: every block μ·S times, every prompt G times.
     pub fn epoch_completion_order(&self, epoch: u64) -> Vec<u64> {
         let start = self.mixture.start(epoch);
         let mut order = Vec::new();
@@ -225,7 +228,7 @@ impl Batching {
     fn epoch_order(&self, epoch: u64) -> Vec<u64> {
         let (before, after) = (self.mixture.given_before(epoch), self.mixture.given_before(epoch + 1));
         let mut first_row = 0;
-        // What each source gives in this epoch.
+        // The rows that each source contributes in this epoch.
         let given: Vec<Vec<u64>> = (0..)
             .zip(self.mixture.rows())
             .zip(before.into_iter().zip(after))
@@ -246,11 +249,11 @@ impl Batching {
         order.into_iter().filter_map(|slot| given[sources[slot as usize]].next()).collect()
     }
 
-    /// The rows that a source gives from one of its prompts to another, counted over all epochs: again and again through its rows, each
-    /// time in another order.
+    /// The rows of a source from prompt index `from` to `to`, counted over all epochs. The source repeats its rows,
+    /// each time in another order.
     fn source_order(&self, source: usize, num_rows: u64, from: u64, to: u64) -> impl Iterator<Item = u64> {
         let (seed, shuffle) = (self.seed, self.shuffle);
-        // Without rows, `from` and `to` are 0.
+        // If the source has no rows, `from` and `to` are 0.
         let times = from / num_rows.max(1)..to.div_ceil(num_rows.max(1));
         times
             .flat_map(move |time| match shuffle {
@@ -262,8 +265,8 @@ impl Batching {
     }
 }
 
-/// The completion in raw generated ids: up to and including the first end-of-sequence token, at most `max_length`
-/// tokens. Only token ids in `eos_token_ids` end it; padding is a matter of lengths, never of values.
+/// Cuts generated ids to the completion: up to and including the first EOS token, at most `max_length` tokens. Only ids
+/// in `eos_token_ids` end it; padding is determined by lengths, never by token values.
 pub fn cut_completion(raw: &[u32], eos_token_ids: &[u32], max_length: usize) -> (Vec<u32>, FinishReason) {
     let raw = &raw[..raw.len().min(max_length)];
     match raw.iter().position(|id| eos_token_ids.contains(id)) {
@@ -272,7 +275,7 @@ pub fn cut_completion(raw: &[u32], eos_token_ids: &[u32], max_length: usize) -> 
     }
 }
 
-/// Whether a completion takes part in KL and loss.
+/// Whether a completion contributes to KL and loss.
 pub fn is_included(finish_reason: FinishReason, mask_truncated_completions: bool) -> bool {
     match finish_reason {
         FinishReason::Stop => true,
@@ -315,11 +318,12 @@ mod tests {
         for block in 0..6 {
             let (rows, next) = seven().block_at(position);
             assert_eq!(rows, seven().block_rows(block));
-            // Two blocks of three in seven rows: the seventh is dropped.
+            // Seven rows give two blocks of three; the seventh row is dropped.
             assert_eq!(next, (block / 2) * 7 + (block % 2) * 3 + 3);
             position = next;
         }
-        // A refill of two takes the next rows, the rest of the epoch included, and the next block begins behind them.
+        // A refill of two prompts uses the next rows, including the rest of the epoch, and the next
+        // block begins after them.
         let epoch = [permutation(42, 0, 7), permutation(42, 1, 7)].concat();
         assert_eq!(seven().prompts_at(6, 3), (epoch[6..9].to_vec(), 9));
         assert_eq!(seven().block_at(9), (epoch[9..12].to_vec(), 12));
@@ -338,7 +342,7 @@ mod tests {
 
     #[test]
     fn several_sources_take_turns_by_the_seed_alone_and_each_begins_again_when_it_is_exhausted() {
-        // Rows 0 to 4, 5 to 104, 105 to 112.
+        // The sources have rows 0 to 4, 5 to 104, and 105 to 112.
         let mixed = |prompts_per_block| Batching {
             prompts_per_block,
             ..batching(Mixture::new([(5, 3.0), (100, 5.0), (8, 2.0)]))
@@ -354,7 +358,7 @@ mod tests {
             assert_eq!(largest, (5..105).collect::<Vec<_>>(), "an epoch sees the largest source once");
             assert_eq!(epoch.iter().filter(|row| **row < 5).count(), 60);
         }
-        // A small source: every five of its prompts are all of its rows, in an order of their own.
+        // A small source: every five of its prompts are all of its rows, each time in another order.
         let small: Vec<u64> = rows.iter().copied().filter(|row| *row < 5).collect();
         let mut orders: Vec<&[u64]> = small.chunks(5).collect();
         for order in &orders {
@@ -366,7 +370,7 @@ mod tests {
         orders.dedup();
         assert!(orders.len() > 20, "36 times of 120 orders: {}", orders.len());
         assert_eq!(small[..5], permutation(42, 0, 5), "the first source is shuffled as if it were alone");
-        // Blocks are cut from the same order.
+        // Blocks are taken from the same order.
         let mut position = 0;
         for block in 0..200 {
             let (found, next) = three.block_at(position);

@@ -1,4 +1,4 @@
-//! Completions of the policy as it is: sampled, or found in the host's journal, and scored by the rewards.
+//! Completions of the current policy: sampled, or read from the host's journal, and scored by the rewards.
 
 use std::num::NonZeroUsize;
 use std::time::Instant;
@@ -6,7 +6,8 @@ use std::time::Instant;
 use super::error::EngineError;
 use super::generate::{GeneratePrompt, GenerateRequest, Generated, generate};
 use super::host::{
-    Drawn, Host, Rollout, RolloutCompletion, RolloutGroup, RolloutId, RolloutPart, RunEnd, SampledGroup, ScoreRequest,
+    BlockSampling, Host, Rollout, RolloutCompletion, RolloutGroup, RolloutId, RolloutPart, RunEnd, SampledGroup,
+    ScoreRequest,
 };
 use super::model::Adapter;
 use super::random::{Key, Stream};
@@ -20,10 +21,10 @@ use crate::event::{Event, Phase, SamplePhase};
 use crate::sample::RewardSample;
 use crate::spec::{Estimator, Plan};
 
-/// Prompts of an evaluation that are sampled, and recorded, at a time on a CPU.
-const EVALUATION_PIECE: usize = 64;
+/// Number of evaluation prompts that are sampled and recorded together on a CPU.
+const EVALUATION_BATCH: usize = 64;
 
-/// Samples completions and has them scored.
+/// Samples completions and requests their scores.
 pub(super) struct Rollouts<'r> {
     pub host: &'r mut dyn Host,
     pub plan: &'r Plan,
@@ -34,24 +35,24 @@ pub(super) struct Rollouts<'r> {
 }
 
 impl Rollouts<'_> {
-    /// The block of this index, whose prompts begin at `position`, for the steps from `step` on.
+    /// Creates the block with this index, whose prompts begin at `position`, for the steps from `step` on.
     pub fn block(&mut self, step: u64, index: u64, position: u64, batching: &Batching) -> Result<Rollout, RunEnd> {
         let (rows, next_prompt) = batching.block_at(position);
         let rows = self.data.dataset_rows(rows);
         let key = self.train_key(index);
         let groups = self.groups(RolloutId::train(step), &rows, key)?;
-        let drawn = Drawn { next_prompt: Some(next_prompt), ..Drawn::default() };
+        let drawn = BlockSampling { next_prompt: Some(next_prompt), ..BlockSampling::default() };
         let mut rollout = Rollout { groups, drawn };
         refill::refill(self, batching, step, index, &mut rollout)?;
         Ok(rollout)
     }
 
-    /// The root of the randomness of a block's completions.
+    /// The root random key of a block's completions.
     pub fn train_key(&self, block: u64) -> Key {
         Key::new(self.plan.training.seed, Stream::Train).with(block)
     }
 
-    /// Groups of these rows, scored, with the greedy completions that remax compares them with.
+    /// Returns scored groups for these rows, with the greedy completions that remax compares them with.
     pub fn groups(&mut self, id: RolloutId, rows: &[u64], key: Key) -> Result<Vec<RolloutGroup>, RunEnd> {
         let sampled = self.sample(id, rows, key)?;
         let mut groups = self.score(id, &sampled)?;
@@ -60,13 +61,13 @@ impl Rollouts<'_> {
         Ok(groups)
     }
 
-    /// Groups of these rows, not scored.
+    /// Returns groups for these rows without scores.
     pub fn sample(&mut self, id: RolloutId, rows: &[u64], key: Key) -> Result<Vec<SampledGroup>, RunEnd> {
         let sampling = &self.plan.sampling;
         self.sample_with(id, rows, key, Sampler::new(sampling, sampling.temperature))
     }
 
-    /// One greedy completion of each of these rows, not scored; none but for remax.
+    /// Samples one greedy completion for each of these rows, without scores; none unless the estimator is remax.
     pub fn sample_greedy(&mut self, id: RolloutId, rows: &[u64], key: Key) -> Result<Vec<SampledGroup>, RunEnd> {
         match self.plan.rloo.estimator {
             Estimator::Remax => self.sample_with(id.greedy(), rows, key, Sampler::new(&self.plan.sampling, 0.0)),
@@ -89,7 +90,7 @@ impl Rollouts<'_> {
         Ok(groups)
     }
 
-    /// The same groups with what the rewards say of them.
+    /// Scores the groups with all rewards.
     pub fn score(&mut self, id: RolloutId, groups: &[SampledGroup]) -> Result<Vec<RolloutGroup>, RunEnd> {
         self.enter(Phase::Reward)?;
         let started = Instant::now();
@@ -98,7 +99,7 @@ impl Rollouts<'_> {
         Ok(groups)
     }
 
-    /// Scores the greedy completions, if there are some, and puts them beside the groups of their prompts.
+    /// Scores the greedy completions, if any, and attaches them to the groups of their prompts.
     pub fn score_greedy(
         &mut self,
         id: RolloutId,
@@ -114,14 +115,15 @@ impl Rollouts<'_> {
         Ok(())
     }
 
-    /// The rows of an evaluation, scored.
+    /// Samples and scores the rows of an evaluation.
     pub fn evaluation(&mut self, id: RolloutId, rows: &[u64], key: Key, sampler: Sampler) -> Result<Rollout, RunEnd> {
         let groups = self.sample_evaluation(id, rows, key, sampler)?;
-        Ok(Rollout { groups: self.with_scores(id, &groups)?, drawn: Drawn::default() })
+        Ok(Rollout { groups: self.with_scores(id, &groups)?, drawn: BlockSampling::default() })
     }
 
-    /// The completions of an evaluation, piece by piece: an attempt that is interrupted has its pieces in the host's journal, and
-    /// the next attempt continues after them. Only where a completion does not depend on what is sampled beside it.
+    /// Samples the completions of an evaluation in batches. After an interruption the host's journal holds the finished
+    /// batches, and the next attempt continues after them. This requires that a completion does not depend on the other
+    /// rows sampled with it.
     fn sample_evaluation(
         &mut self,
         id: RolloutId,
@@ -129,13 +131,13 @@ impl Rollouts<'_> {
         key: Key,
         sampler: Sampler,
     ) -> Result<Vec<SampledGroup>, RunEnd> {
-        // An older version recorded an evaluation as a whole, under the id that is now the first piece's.
+        // An older version recorded an evaluation as a whole, under the id that is now the first batch's.
         let mut recorded = self.host.recorded(id)?;
-        if !self.model.samples_exactly || recorded.as_ref().is_some_and(|groups| self.fits(id, groups, rows)) {
+        if !self.model.samples_exactly || recorded.as_ref().is_some_and(|groups| self.matches_rows(id, groups, rows)) {
             return self.generate_unless(recorded, id, rows, key, sampler);
         }
         let mut groups = Vec::with_capacity(rows.len());
-        for (round, piece) in (0..).zip(rows.chunks(self.evaluation_piece(rows))) {
+        for (round, piece) in (0..).zip(rows.chunks(self.evaluation_batch(rows))) {
             let id = id.round(round);
             let known = if round == 0 { recorded.take() } else { self.host.recorded(id)? };
             groups.extend(self.generate_unless(known, id, piece, key, sampler)?);
@@ -143,22 +145,22 @@ impl Rollouts<'_> {
         Ok(groups)
     }
 
-    /// Prompts of a piece: enough that few rows wait for a piece's last ones.
-    fn evaluation_piece(&self, rows: &[u64]) -> usize {
+    /// Number of prompts per batch: large enough that few rows wait for the last ones of a batch.
+    fn evaluation_batch(&self, rows: &[u64]) -> usize {
         let prompts = self.data.prompts_of(SamplePhase::Eval);
         let longest = rows.iter().map(|&row| prompts[row as usize].ids.len()).max().unwrap_or(0);
         let tokens_per_row = longest + self.plan.sampling.max_completion_length as usize;
         let at_once = relief::generation_rows(self.model, self.plan, tokens_per_row);
         let num_generations = self.num_generations(RolloutId::eval(0));
         match self.model.policy.device_peak_bytes() {
-            // A GPU samples many rows at once, and idles while the last ones end.
-            Some(_) => (2 * at_once / num_generations).max(EVALUATION_PIECE),
-            None => EVALUATION_PIECE,
+            // A GPU samples many rows concurrently, and is underused while the last ones end.
+            Some(_) => (2 * at_once / num_generations).max(EVALUATION_BATCH),
+            None => EVALUATION_BATCH,
         }
     }
 
-    /// Whole groups of these rows: the recorded ones if they are that, else sampled ones, which the host is given. `id` must be
-    /// another one for every sampling of a run, and the same in every attempt at it.
+    /// Returns whole groups for these rows: the recorded ones if they match, else newly sampled ones, which are passed
+    /// to the host. `id` must differ between all samplings of a run, and be the same in every attempt.
     fn generate_unless(
         &mut self,
         recorded: Option<Vec<SampledGroup>>,
@@ -167,17 +169,19 @@ impl Rollouts<'_> {
         key: Key,
         sampler: Sampler,
     ) -> Result<Vec<SampledGroup>, RunEnd> {
-        if let Some(groups) = recorded.filter(|groups| self.fits(id, groups, rows)) {
+        if let Some(groups) = recorded.filter(|groups| self.matches_rows(id, groups, rows)) {
             return Ok(groups);
         }
         let mut completions = loop {
             match self.generate(id, rows, key, sampler) {
-                Err(RunEnd::Failed(error)) => relief::relieve(self.model, error, self.plan, self.data, self.host)?,
+                Err(RunEnd::Failed(error)) => {
+                    relief::halve_batches(self.model, error, self.plan, self.data, self.host)?
+                }
                 sampled => break sampled?,
             }
         };
         if !id.is_trained() {
-            // Nobody asks how likely these were.
+            // The log-probs of these completions are not needed.
             completions.iter_mut().flatten().for_each(|completion| completion.segments.forget_logps());
         }
         let groups = rows.iter().zip(completions).map(|(&row, completions)| SampledGroup { row, completions });
@@ -186,8 +190,8 @@ impl Rollouts<'_> {
         Ok(groups)
     }
 
-    /// Whether recorded groups are whole groups of these rows.
-    fn fits(&self, id: RolloutId, groups: &[SampledGroup], rows: &[u64]) -> bool {
+    /// Whether recorded groups are whole groups of exactly these rows.
+    fn matches_rows(&self, id: RolloutId, groups: &[SampledGroup], rows: &[u64]) -> bool {
         let num_generations = self.num_generations(id);
         let whole =
             |(group, &row): (&SampledGroup, &u64)| group.row == row && group.completions.len() == num_generations.get();
@@ -218,7 +222,7 @@ impl Rollouts<'_> {
         }
     }
 
-    /// Completions as rewards see them, in block order.
+    /// The completions as rewards receive them, in block order.
     pub fn reward_samples(&self, id: RolloutId, groups: &[SampledGroup]) -> Result<Vec<RewardSample>, EngineError> {
         let mut samples = Vec::new();
         let dataset = match (id.phase, &self.plan.eval) {

@@ -1,4 +1,4 @@
-//! What a run holds, by what it is, and how it is loaded.
+//! The state of a run, and how it is loaded.
 
 use std::collections::{HashSet, VecDeque};
 use std::ops::Range;
@@ -26,7 +26,7 @@ use super::update::MicroBatching;
 use crate::event::{Event, Phase, SamplePhase};
 use crate::spec::{Mixture, Plan, PromptKey, held_out_rows, prompt_key, shared_prompts, test_rows};
 
-/// Everything a run holds.
+/// The complete state of a run.
 pub(super) struct Run<'a> {
     pub host: &'a mut dyn Host,
     pub plan: &'a Plan,
@@ -37,19 +37,19 @@ pub(super) struct Run<'a> {
     pub files: Files<'a>,
 }
 
-/// The weights, what updates them, and how much is computed with them at once.
+/// The weights, their optimizer, and the batch sizes of computations.
 pub(super) struct Model {
     pub policy: Policy,
     pub reference: ReferenceModel,
     pub optimizer: Optimizer,
     pub parameter_info: Vec<ParameterInfo>,
     pub delta_norm: Option<DeltaNorm>,
-    /// The policy began with the weights of a warm start, not with the base model's.
+    /// Whether the policy started with the weights of a warm start instead of the base model's.
     pub is_warm_started: bool,
-    /// The log-probs recorded at sampling are the old ones.
+    /// Whether the log-probs recorded at sampling are used as the old ones.
     pub samples_exactly: bool,
     pub micro_batching: MicroBatching,
-    /// The GPU's memory was full once, and what is computed at once was halved.
+    /// Whether the GPU once ran out of memory, so that batch sizes were halved.
     pub halved_after_oom: bool,
 }
 
@@ -60,50 +60,50 @@ pub(super) struct Data {
     pub eval_prompts: Vec<TokenizedPrompt>,
     /// The rows of the warm-up; empty once it is over.
     pub answered: Vec<AnsweredRow>,
-    /// Rows of the dataset that train, where some are held out for evaluation or for the verdict.
+    /// The dataset rows to train on, if some are held out for evaluation or for the verdict; None means all.
     pub trained_rows: Option<Vec<u64>>,
     /// Whether the evaluated rows are rows of the training dataset.
     pub eval_is_held_out: bool,
-    /// Rows that are evaluated: of the evaluation dataset, or held out of the training dataset.
+    /// The rows to evaluate: of the evaluation dataset, or held out of the training dataset.
     pub evaluated_rows: Vec<u64>,
-    /// What tells the evaluated prompts apart.
+    /// Keys that identify the evaluated prompts.
     evaluated_keys: HashSet<PromptKey>,
     /// The number of evaluated rows whose prompt is trained too.
     pub shared_prompts: u64,
 }
 
-/// Which prompts a step trains on, and how often: fixed by the plan and the size of the dataset.
+/// The prompts that each step trains on, and how often: determined by the plan and the size of the dataset.
 pub(super) struct Schedule {
     pub batching: Batching,
     pub completions_per_step: usize,
 }
 
-/// Where the run stands.
+/// The progress of a run.
 pub(super) struct Progress {
     pub state: TrainerState,
-    /// The block of the last step; the next step goes on with it unless it begins a new one.
+    /// The block of the last step; the next step continues with it unless a new block begins.
     pub block: Option<Block>,
-    /// With overlap: blocks that are sampled and not scored yet, in order.
+    /// Blocks that are sampled but not scored yet, in order; only with overlap.
     pub ahead: VecDeque<Ahead>,
     pub saved_step: u64,
-    /// There was an evaluation or an alert since the last checkpoint.
+    /// Whether there was an evaluation or an alert since the last checkpoint.
     pub unsaved_verdict: bool,
     pub seconds: StepSeconds,
 }
 
-/// What a checkpoint needs besides the run's state.
+/// Files and names that a checkpoint needs besides the run's state.
 pub(super) struct Files<'a> {
     pub model_dir: &'a Path,
-    /// `base_model_name_or_path` in the adapter's config.
+    /// The value of `base_model_name_or_path` in the adapter's config.
     pub model_name: &'a str,
-    /// Where checkpoints are written before they are published.
+    /// Directory in which checkpoints are written before they are published.
     pub scratch_dir: &'a Path,
-    /// The reference's weights, which checkpoints hold once a warm-up is over.
+    /// The reference's weights, which checkpoints include once a warm-up is over.
     pub reference: Option<tempfile::TempPath>,
 }
 
 impl<'a> Run<'a> {
-    /// Loads the model, the prompts, and the checkpoint to go on from.
+    /// Loads the model, the prompts, and the checkpoint to resume from.
     pub fn load(mut input: TrainInput<'a>, host: &'a mut dyn Host) -> Result<Self, RunEnd> {
         let plan = input.plan;
         host.event(Event::Phase { phase: Phase::Loading, step: 0 })?;
@@ -119,14 +119,14 @@ impl<'a> Run<'a> {
         let mut data = Data::load(text, &mut input, policy.card().max_position_embeddings, host)?;
         if step < plan.warm_up_steps() {
             let rows = std::mem::take(&mut input.warm_up_rows);
-            data.take_answers(rows, plan, policy.card().max_position_embeddings, host)?;
+            data.tokenize_answers(rows, plan, policy.card().max_position_embeddings, host)?;
         }
         let schedule = Schedule::new(plan, &data.rows_by_source(plan))?;
         let reference = start::begin(&mut policy, &input, step)?;
         let kept_reference = match &input.resume {
             _ if !plan.has_warmed_reference() || step < plan.warm_up_steps() => None,
-            Some(dir) if step > plan.warm_up_steps() => Some(checkpoint::keep_reference(dir, input.scratch_dir)?),
-            Some(_) | None => Some(start::keep_reference(&policy, input.scratch_dir)?),
+            Some(dir) if step > plan.warm_up_steps() => Some(checkpoint::copy_reference(dir, input.scratch_dir)?),
+            Some(_) | None => Some(start::save_reference(&policy, input.scratch_dir)?),
         };
         let (adam, state, block, ahead) = match restored {
             Some(restored) => (restored.adam, restored.state, restored.block, restored.ahead),
@@ -163,7 +163,7 @@ impl<'a> Run<'a> {
         Ok(run)
     }
 
-    /// What samples, with the policy as it is.
+    /// Returns the sampler, with the current policy.
     pub fn rollouts(&mut self) -> Rollouts<'_> {
         Rollouts {
             host: &mut *self.host,
@@ -175,7 +175,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// What computes log-probs without gradient, with the models as they are.
+    /// Returns the scorer, which computes log-probs without gradient with the current models.
     pub fn scorer(&mut self) -> Scorer<'_> {
         Scorer {
             host: &mut *self.host,
@@ -188,13 +188,14 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Tells the host that the loop enters a phase.
+    /// Reports to the host that the loop enters a phase.
     pub fn enter(&mut self, phase: Phase) -> Result<(), RunEnd> {
         self.host.event(Event::Phase { phase, step: self.progress.state.step })
     }
 }
 
-/// Advantages are not stored: they follow from rewards, their statistics and log-probs.
+/// Recomputes a block's advantages. They are not stored, because they follow from rewards,
+/// their statistics and log-probs.
 fn with_advantages(mut block: Block, state: &TrainerState, plan: &Plan) -> Block {
     block.shape_rewards_by(state.reward_stats, plan);
     block.values.fill_advantages(0..block.len(), plan);
@@ -209,7 +210,7 @@ impl Model {
         input: &TrainInput<'_>,
     ) -> Result<Self, EngineError> {
         let plan = input.plan;
-        let optimizer = Optimizer::beside(policy.flat(), AdamW { decayed: policy.decayed(), ..adam })?;
+        let optimizer = Optimizer::from_state(policy.flat(), AdamW { decayed: policy.decayed(), ..adam })?;
         let parameter_info = policy.parameters();
         let delta_norm = DeltaNorm::load(input.model_dir, policy.card(), policy.lora_config(), &parameter_info)?;
         Ok(Self {
@@ -232,7 +233,7 @@ impl Model {
 }
 
 impl Data {
-    /// Tokenises the rows of the input, which it takes, and divides them between training and evaluation.
+    /// Takes the rows of the input, tokenizes them, and divides them between training and evaluation.
     fn load(text: Text, input: &mut TrainInput<'_>, max_positions: usize, host: &dyn Host) -> Result<Self, RunEnd> {
         let plan = input.plan;
         let rows = std::mem::take(&mut input.rows);
@@ -248,7 +249,7 @@ impl Data {
         let held_out = fraction.map(held_out);
         if held_out.as_ref().is_some_and(Vec::is_empty) {
             return Err(RunEnd::Failed(EngineError::Prompts(
-                "eval.fraction can hold out nothing: all prompts are equal, and equal prompts are never divided between training and evaluation; give an evaluation dataset, or add prompts".into(),
+                "eval.fraction cannot hold out any prompt: all prompts are equal, and equal prompts are never split between training and evaluation; set an evaluation dataset, or add prompts".into(),
             )));
         }
         let not_trained = held_out.as_deref().unwrap_or_default();
@@ -287,9 +288,9 @@ impl Data {
         })
     }
 
-    /// Tokenises the rows of the warm-up. Those whose prompts are evaluated are left out: a model that has learned their answers would
-    /// be measured by them.
-    fn take_answers(
+    /// Tokenizes the rows of the warm-up. Rows whose prompts are evaluated are left out: a model that has learned their
+    /// answers would score too high.
+    fn tokenize_answers(
         &mut self,
         rows: Vec<PromptRow>,
         plan: &Plan,
@@ -308,13 +309,13 @@ impl Data {
         }
         if self.answered.is_empty() {
             let why = if num_rows == 0 { "it has no rows" } else { "the prompts of all its rows are evaluated" };
-            let detail = format!("nothing is left for the warm-up to learn from: {why}; add some");
+            let detail = format!("the warm-up has no rows to train on: {why}; add rows");
             return Err(RunEnd::Failed(EngineError::Prompts(detail)));
         }
         Ok(())
     }
 
-    /// How many rows of each source are trained; one number where there is one.
+    /// Number of trained rows of each source; a single number if there is one source.
     fn rows_by_source(&self, plan: &Plan) -> Vec<u64> {
         match &self.trained_rows {
             Some(trained) => plan.dataset.rows_by_source(trained),
@@ -333,7 +334,7 @@ impl Data {
         }
     }
 
-    /// The dataset's rows behind places in the order of training, which leaves out what is held out.
+    /// Maps positions in the training order, which excludes held-out rows, to dataset rows.
     pub fn dataset_rows(&self, places: Vec<u64>) -> Vec<u64> {
         match &self.trained_rows {
             Some(trained) => places.into_iter().map(|place| trained[place as usize]).collect(),
@@ -362,20 +363,20 @@ impl Schedule {
         start..start + self.completions_per_step
     }
 
-    /// Where a new block's prompts begin: where the last one's ended, if refills moved the cursor.
+    /// The position where a new block's prompts begin: the end of the previous block's if refills consumed prompts.
     pub fn position_of_block(&self, block: u64, state: &TrainerState) -> u64 {
         state.next_prompt.unwrap_or_else(|| self.batching.position_of_block(block))
     }
 
-    /// Whether the old log-probs, not recorded at sampling, must be known before training: the block is trained more than
-    /// once, or its advantages are whitened together and hold a KL penalty, or the training forward drops what sampling did
-    /// not. Otherwise the training forward itself gives them: old = new, ratio 1.
+    /// Whether old log-probs that were not recorded at sampling must be computed before training: the block is trained
+    /// more than once, or its advantages are whitened together and include a KL penalty, or the training forward
+    /// applies dropout. Otherwise the training forward itself provides them: old = new, ratio 1.
     pub fn needs_old_pass(&self, plan: &Plan) -> bool {
         let drops = plan.lora.as_ref().is_some_and(|lora| lora.dropout > 0.0);
         drops || self.batching.uses_per_block() > 1 || (plan.rloo.penalizes_reward() && plan.rloo.whitens_advantages())
     }
 
-    /// Passes over the dataset after a step of RLOO: where refills move the cursor, by the cursor.
+    /// Number of passes over the dataset after an RLOO step; computed from the position if refills consume prompts.
     pub fn epochs(&self, step: u64, state: &TrainerState, plan: &Plan) -> f64 {
         match state.next_prompt {
             Some(next) if !plan.dataset.sources.is_empty() => self.batching.epochs_at(next),

@@ -1,33 +1,33 @@
-//! From the logits of one position to a token.
+//! Samples a token from the logits of one position.
 //!
-//! The order of operations is transformers': repetition penalty, temperature, top-k, top-p, min-p, then one draw by
-//! inversion of the cumulative distribution. None of this but the temperature is part of a log-prob (rloo.md).
+//! The order of operations is that of transformers: repetition penalty, temperature, top-k, top-p, min-p, then one
+//! sample by inversion of the cumulative distribution. Only the temperature affects log-probs (rloo.md).
 
 use std::collections::HashSet;
 
 pub use super::kernels::head::Filters;
 use crate::spec::{EvalPlan, SamplingPlan};
 
-/// How one token is chosen.
+/// The sampling settings for one token.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sampler {
-    /// Divides the logits; 0 = greedy.
+    /// Divisor of the logits; 0 = greedy.
     pub temperature: f64,
-    /// Keep the most probable tokens whose mass reaches it; 1 = off.
+    /// Keep the most probable tokens whose total probability reaches this value; 1 = off.
     pub top_p: f64,
-    /// Keep the K most probable; 0 = off.
+    /// Keep the K most probable tokens; 0 = off.
     pub top_k: u32,
-    /// Drop tokens below min_p times the most probable one's probability; 0 = off.
+    /// Drop tokens below min_p times the probability of the most probable one; 0 = off.
     pub min_p: f64,
     /// Divides positive and multiplies negative logits of tokens seen in prompt or completion; 1 = off.
     pub repetition_penalty: f64,
 }
 
 impl Sampler {
-    /// The model's own distribution.
+    /// The unmodified distribution of the model.
     pub const PLAIN: Self = Self { temperature: 1.0, top_p: 1.0, top_k: 0, min_p: 0.0, repetition_penalty: 1.0 };
 
-    /// The plan's sampler, at another temperature where evaluation asks for one.
+    /// The plan's sampler with another temperature.
     pub fn new(plan: &SamplingPlan, temperature: f64) -> Self {
         Self {
             temperature,
@@ -38,7 +38,7 @@ impl Sampler {
         }
     }
 
-    /// The evaluation's sampler; what it does not say is as in training.
+    /// The evaluation's sampler; settings it does not specify are those of training.
     pub fn for_evaluation(plan: &SamplingPlan, eval: &EvalPlan) -> Self {
         Self {
             temperature: eval.temperature,
@@ -49,25 +49,25 @@ impl Sampler {
         }
     }
 
-    /// Which tokens a draw may take; all of them where the largest is taken anyway.
+    /// The filters that restrict the sampled tokens; none for greedy sampling, which takes the largest logit anyway.
     pub fn filters(&self) -> Filters {
         let Self { temperature, top_p, top_k, min_p, .. } = *self;
         if temperature == 0.0 { Filters::OFF } else { Filters { top_k, top_p, min_p } }
     }
 
-    /// Whether the head can choose by itself ([`super::model::Pick`]): what came before does not change the logits.
+    /// Whether the head can sample by itself ([`super::model::Pick`]), because earlier tokens do not change the logits.
     pub fn is_memoryless(&self) -> bool {
         self.repetition_penalty == 1.0
     }
 
-    /// Whether it draws from the whole distribution, or greedily from the unchanged one: then the token's log-prob says how
-    /// likely it was.
+    /// Whether it samples from the whole distribution, or greedily from the unchanged one. Then the token's log-prob
+    /// is its true probability.
     pub fn is_unfiltered(&self) -> bool {
         self.is_memoryless() && self.filters().are_off()
     }
 
-    /// One token. `logits` (V) are changed in place; `uniform` is in [0, 1); `seen` holds the tokens of prompt and
-    /// completion (only read when the repetition penalty is on). Ties go to the lowest id.
+    /// Samples one token. `logits` (V) are changed in place; `uniform` is in [0, 1); `seen` holds the tokens of prompt
+    /// and completion (only read if the repetition penalty is on). Ties go to the lowest id.
     pub fn choose(&self, logits: &mut [f32], seen: &HashSet<u32>, uniform: f64) -> u32 {
         if self.repetition_penalty != 1.0 {
             for &token in seen {
@@ -77,30 +77,30 @@ impl Sampler {
                 }
             }
         }
-        draw_among(&self.filters(), logits, self.temperature, uniform)
+        sample_filtered(&self.filters(), logits, self.temperature, uniform)
     }
 }
 
-/// [`draw`] among the tokens that are left.
-pub fn draw_among(filters: &Filters, logits: &[f32], temperature: f64, uniform: f64) -> u32 {
+/// Samples like [`sample_token`], among the tokens that pass the filters.
+pub fn sample_filtered(filters: &Filters, logits: &[f32], temperature: f64, uniform: f64) -> u32 {
     if temperature == 0.0 || filters.are_off() {
-        return draw(logits, temperature, uniform);
+        return sample_token(logits, temperature, uniform);
     }
     let weight = weight(logits, temperature);
-    // NaN is never drawn.
+    // NaN has weight 0 and is never sampled.
     let weights: Vec<f64> = logits.iter().map(|&logit| weight(logit).max(0.0)).collect();
-    let kept = kept(filters, &weights);
+    let kept = kept_tokens(filters, &weights);
     let index = invert(kept.iter().map(|&token| weights[token as usize]), uniform);
     kept[index as usize]
 }
 
-/// The tokens that survive top-k, top-p and min-p, ascending; never empty.
-fn kept(filters: &Filters, weights: &[f64]) -> Vec<u32> {
+/// The tokens that pass top-k, top-p and min-p, ascending; never empty.
+fn kept_tokens(filters: &Filters, weights: &[f64]) -> Vec<u32> {
     let weight = |token: u32| weights[token as usize];
     let by_weight = |a: &u32, b: &u32| weight(*b).total_cmp(&weight(*a)).then(a.cmp(b));
     let mut kept: Vec<u32> = (0..weights.len() as u32).collect();
     if filters.top_k > 0 && (filters.top_k as usize) < kept.len() {
-        // Whatever is as probable as the last of them stays too, as in transformers.
+        // Tokens as probable as the last kept one stay too, as in transformers.
         let (_, last, _) = kept.select_nth_unstable_by(filters.top_k as usize - 1, by_weight);
         let last = weight(*last);
         kept.retain(|&token| weight(token).total_cmp(&last).is_ge());
@@ -123,9 +123,9 @@ fn kept(filters: &Filters, weights: &[f64]) -> Vec<u32> {
     kept
 }
 
-/// A token of the softmax of `logits` (V) / `temperature`, by inversion at `uniform` in [0, 1); the first of the largest when
-/// `temperature` is 0.
-pub fn draw(logits: &[f32], temperature: f64, uniform: f64) -> u32 {
+/// Samples a token from the softmax of `logits` (V) / `temperature`, by inversion at `uniform` in [0, 1); the first of
+/// the largest if `temperature` is 0.
+pub fn sample_token(logits: &[f32], temperature: f64, uniform: f64) -> u32 {
     if temperature == 0.0 {
         return argmax(logits);
     }
@@ -133,13 +133,13 @@ pub fn draw(logits: &[f32], temperature: f64, uniform: f64) -> u32 {
     invert(logits.iter().map(|&logit| weight(logit)), uniform)
 }
 
-/// From a logit to its probability, up to a factor.
+/// Returns a function from a logit to its unnormalized probability.
 fn weight(logits: &[f32], temperature: f64) -> impl Fn(f32) -> f64 + Copy + use<> {
     let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     move |logit| (f64::from(logit - max) / temperature).exp()
 }
 
-/// The first of the largest; NaN never wins.
+/// Index of the first of the largest values; NaN never wins.
 fn argmax(logits: &[f32]) -> u32 {
     let mut best = (0, f32::NEG_INFINITY);
     for (token, &logit) in logits.iter().enumerate() {
@@ -150,7 +150,7 @@ fn argmax(logits: &[f32]) -> u32 {
     best.0 as u32
 }
 
-/// The first index whose cumulated weight exceeds `uniform` times the total; summed in index order, in f64.
+/// The first index whose cumulative weight exceeds `uniform` times the total; added in index order, in f64.
 fn invert(weights: impl Iterator<Item = f64> + Clone, uniform: f64) -> u32 {
     let total: f64 = weights.clone().sum();
     let target = uniform * total;

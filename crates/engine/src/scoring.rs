@@ -1,4 +1,4 @@
-//! Log-probs without gradient: of the policy that sampled and of the reference.
+//! Log-probs without gradient, of the sampling policy and of the reference.
 
 use std::time::Instant;
 
@@ -15,14 +15,14 @@ use crate::event::{Event, Phase};
 use crate::spec::Plan;
 use crate::trajectory::Trajectory;
 
-/// Computes log-probs with the models as they are. Passes are cut slice by slice, as training will be, so that equal weights
-/// give equal bits.
+/// Computes log-probs with the current models. Passes are split into the same slices as the training, so that equal
+/// weights give equal bits.
 pub(super) struct Scorer<'r> {
     pub host: &'r mut dyn Host,
     pub plan: &'r Plan,
     pub model: &'r mut Model,
     pub data: &'r Data,
-    /// The length of a slice.
+    /// Number of completions in a slice.
     pub completions_per_step: usize,
     pub seconds: &'r mut StepSeconds,
     pub steps_done: u64,
@@ -30,15 +30,15 @@ pub(super) struct Scorer<'r> {
 
 /// Log-probs of a block's model tokens.
 pub(super) struct BlockLogps {
-    /// By the policy that sampled; empty where the training forward gives them.
+    /// Log-probs of the policy that sampled; empty if the training forward provides them.
     pub old: Logps,
-    /// By the reference; empty when beta = 0.
+    /// Log-probs of the reference; empty when beta = 0.
     pub reference: Logps,
 }
 
 impl Scorer<'_> {
-    /// The old log-probs: those recorded at sampling where sampler and training agree bit for bit, else by a pass if need be;
-    /// and the reference's unless beta = 0.
+    /// Returns the old log-probs, recorded at sampling if sampler and training agree bit for bit, else computed if
+    /// needed; and the reference's unless beta = 0.
     pub fn block_logps(
         &mut self,
         trajectories: &[Trajectory<'_>],
@@ -62,12 +62,12 @@ impl Scorer<'_> {
         Ok(BlockLogps { old, reference })
     }
 
-    /// What the policy as it is says of the completions of an evaluation.
+    /// The current policy's scores of an evaluation's completions.
     pub fn policy_scores(&mut self, trajectories: &[Trajectory<'_>]) -> Result<Vec<RowScore>, RunEnd> {
         self.scores(trajectories, policy)
     }
 
-    /// Log-probs by the reference; none when beta = 0, and before the end of the warm-up that makes the reference.
+    /// Log-probs of the reference; empty when beta = 0, and during the warm-up that creates the reference.
     pub fn reference_logps(&mut self, trajectories: &[Trajectory<'_>]) -> Result<Logps, RunEnd> {
         let is_there = !matches!(self.model.reference, ReferenceModel::None);
         if !self.plan.rloo.needs_reference() || !is_there {
@@ -91,7 +91,7 @@ impl Scorer<'_> {
             match scores {
                 Ok(Some(scores)) => return Ok(scores.into_iter().flatten().collect()),
                 Ok(None) => return Err(self.host.stopped()),
-                Err(error) => relief::relieve(self.model, error, self.plan, self.data, self.host)?,
+                Err(error) => relief::halve_batches(self.model, error, self.plan, self.data, self.host)?,
             }
         }
     }

@@ -1,4 +1,4 @@
-//! The weights a run begins with, and those its KL penalty holds on to.
+//! The initial weights of a run, and the reference weights of its KL penalty.
 
 use std::path::Path;
 
@@ -11,19 +11,19 @@ use crate::modelcard::{Skipped, TensorDtype};
 use crate::spec::{ComputeDtype, Reference};
 use serde_json::json;
 
-/// What the KL penalty is measured against (rloo.md, "Log-probabilities").
+/// The reference of the KL penalty (rloo.md, "Log-probabilities").
 #[derive(Debug)]
 pub(super) enum ReferenceModel {
-    /// Nothing: beta = 0, or the warm-up that makes the reference is not over.
+    /// No reference: beta = 0, or the warm-up that creates the reference is not over.
     None,
     /// The policy's own weights without the adapter.
     AdapterOff,
-    /// A frozen copy: of the base model in full fine-tuning, or of the weights a warm start begins with.
+    /// A frozen copy: of the base model in full fine-tuning, or of the weights of a warm start.
     Frozen(Box<Policy>),
 }
 
 impl ReferenceModel {
-    /// Which model to score, and how.
+    /// Returns the model to score, and whether to apply its adapter.
     pub fn of<'p>(&'p self, policy: &'p Policy) -> (&'p Policy, Adapter) {
         match self {
             ReferenceModel::None | ReferenceModel::AdapterOff => (policy, Adapter::Off),
@@ -32,16 +32,17 @@ impl ReferenceModel {
     }
 }
 
-/// Give the policy its first weights, or those of the checkpoint to go on from, and keep the reference. `step`: steps done.
+/// Gives the policy its initial weights, or those of the checkpoint to resume from, and returns the reference. `step`
+/// is the number of steps done.
 pub(super) fn begin(policy: &mut Policy, input: &TrainInput<'_>, step: u64) -> Result<ReferenceModel> {
     policy.check_trainable()?;
     let plan = input.plan;
     let wants_initial = plan.warm_start.as_ref().is_some_and(|warm| warm.reference == Reference::Initial);
     let initial = input.initial_adapter.as_deref();
     if plan.warm_start.is_some() && initial.is_none() && (input.resume.is_none() || wants_initial) {
-        return Err(EngineError::Input("the checkpoint that the job begins with is not there".to_owned()));
+        return Err(EngineError::Input("the checkpoint that the job starts from was not found".to_owned()));
     }
-    // What follows a warm-up is kept when it is over.
+    // After a warm-up the reference is created when the warm-up ends.
     let with_reference = plan.rloo.needs_reference() && !plan.has_warmed_reference();
     let mut reference = ReferenceModel::None;
     match &plan.lora {
@@ -51,7 +52,7 @@ pub(super) fn begin(policy: &mut Policy, input: &TrainInput<'_>, step: u64) -> R
                 match policy.lora_config() {
                     Some(found) if found.is_compatible_with(lora) => Ok(()),
                     found => {
-                        Err(EngineError::Adapter(format!("it was made with {found:?}, but the plan says {lora:?}")))
+                        Err(EngineError::Adapter(format!("it was created with {found:?}, but the plan says {lora:?}")))
                     }
                 }
             };
@@ -90,25 +91,25 @@ pub(super) fn begin(policy: &mut Policy, input: &TrainInput<'_>, step: u64) -> R
     }
     if plan.has_warmed_reference() && step >= plan.warm_up_steps() {
         reference = match &input.resume {
-            Some(dir) if step > plan.warm_up_steps() => restored_reference(policy, dir, plan.lora.is_some())?,
-            // These are the warmed weights.
+            Some(dir) if step > plan.warm_up_steps() => read_reference(policy, dir, plan.lora.is_some())?,
+            // Here the policy has the weights of the end of the warm-up.
             Some(_) | None => warmed_reference(policy),
         };
     }
     Ok(reference)
 }
 
-/// The reference of a run whose warm-up is over now.
+/// The reference of a run whose warm-up has just ended.
 pub(super) fn warmed_reference(policy: &Policy) -> ReferenceModel {
     ReferenceModel::Frozen(Box::new(policy.frozen_copy()))
 }
 
-/// The file of a checkpoint with the reference's weights, where they are those at the end of a warm-up.
+/// File name of the reference's weights in a checkpoint, present if the reference was created by a warm-up.
 pub(super) const REFERENCE: &str = "reference.safetensors";
 const TENSOR: &str = "reference";
 
-/// Writes the weights down that the policy has at the end of its warm-up: every later checkpoint holds them too.
-pub(super) fn keep_reference(policy: &Policy, scratch_dir: &Path) -> Result<tempfile::TempPath> {
+/// Writes the policy's weights at the end of its warm-up to a file that all later checkpoints include.
+pub(super) fn save_reference(policy: &Policy, scratch_dir: &Path) -> Result<tempfile::TempPath> {
     let failed = |source| EngineError::Io { path: scratch_dir.to_owned(), source };
     std::fs::create_dir_all(scratch_dir).map_err(failed)?;
     let file = tempfile::Builder::new().prefix(".reference-").tempfile_in(scratch_dir).map_err(failed)?;
@@ -118,8 +119,8 @@ pub(super) fn keep_reference(policy: &Policy, scratch_dir: &Path) -> Result<temp
     Ok(file.into_temp_path())
 }
 
-/// The reference that a checkpoint holds. The policy has the checkpoint's weights, before and after.
-fn restored_reference(policy: &mut Policy, dir: &Path, is_adapter: bool) -> Result<ReferenceModel> {
+/// Reads the reference from a checkpoint. The policy has the checkpoint's weights before and after the call.
+fn read_reference(policy: &mut Policy, dir: &Path, is_adapter: bool) -> Result<ReferenceModel> {
     let path = dir.join(REFERENCE);
     let values = tensors::Reader::open(&path)?.f32s(TENSOR)?;
     let values = values.ok_or_else(|| EngineError::Checkpoint(format!("{REFERENCE} holds no weights")))?;
@@ -137,15 +138,16 @@ fn restored_reference(policy: &mut Policy, dir: &Path, is_adapter: bool) -> Resu
     Ok(reference)
 }
 
-/// The event that says so when a multimodal checkpoint has tensors that its text does not need.
+/// The warning that a multimodal checkpoint has tensors that are not used.
 pub(super) fn skipped_warning(policy: &Policy) -> Option<Event> {
     let Skipped { count, parts } = policy.card().skipped.as_ref()?;
-    let message = format!("only the text of the model is trained: {count} tensors of {} are skipped", parts.join(", "));
+    let message =
+        format!("only the text part of the model is trained: {count} tensors of {} are skipped", parts.join(", "));
     let data = json!({ "tensors": count, "parts": parts });
     Some(Event::Warning { code: "tensors_skipped".into(), message, data })
 }
 
-/// The event that says so when the base model's weights lose digits in bf16.
+/// The warning that the base model's weights lose precision in bf16.
 pub(super) fn rounding_warning(policy: &Policy, dtype: ComputeDtype) -> Option<Event> {
     let stored = policy.card().tensors.iter().find(|tensor| tensor.dtype != TensorDtype::Bf16)?.dtype;
     if dtype != ComputeDtype::Bf16 {

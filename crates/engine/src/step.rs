@@ -1,4 +1,4 @@
-//! One optimizer step, top to bottom: sample → score → shape → advantages → loss → update.
+//! One optimizer step, from top to bottom: sample → score → shape → advantages → loss → update.
 
 use std::ops::Range;
 use std::time::Instant;
@@ -22,33 +22,33 @@ use super::watch;
 use crate::event::{Event, Metrics, Phase, SamplePhase};
 use crate::trajectory::Trajectory;
 
-/// What an optimizer step came to.
+/// The outcome of an optimizer step.
 pub(super) struct Update {
-    /// Its completions in the block.
+    /// The range of its completions in the block.
     pub slice: Range<usize>,
-    /// Used in this step.
+    /// The learning rate of this step.
     pub learning_rate: f64,
-    /// Before clipping.
+    /// Norm of the gradient before clipping.
     pub grad_norm: f64,
-    /// NaN when the forward pass was not finite.
+    /// The loss; NaN if the forward pass was not finite.
     pub loss: f64,
-    /// Clipped; `None` when the forward pass was not finite.
+    /// The clipped gradient; `None` if the forward pass was not finite.
     pub step_gradient: Option<StepGradient>,
 }
 
 impl Update {
-    /// Whether the optimizer took it.
+    /// Whether loss and gradient are finite, so that the optimizer applied the update.
     pub fn is_finite(&self) -> bool {
         self.loss.is_finite() && self.grad_norm.is_finite()
     }
 }
 
-/// The number of a step among RLOO's own, which follow those of a warm-up.
+/// The index of a step among the RLOO steps, which follow those of a warm-up.
 fn rloo_step(run: &Run<'_>, step: u64) -> u64 {
     run.plan.rloo_step(step).unwrap_or(0)
 }
 
-/// Trains one step. A block of completions is sampled once and trained several times, a slice a step.
+/// Trains one step. A block of completions is sampled once and trained several times, one slice per step.
 pub(super) fn train_step(run: &mut Run<'_>) -> Result<(), RunEnd> {
     let started = Instant::now();
     let step = run.progress.state.step + 1;
@@ -68,15 +68,15 @@ pub(super) fn train_step(run: &mut Run<'_>) -> Result<(), RunEnd> {
     let slice = run.schedule.slice(cursor);
     let update = loss_gradient(run, &mut block, step, slice.clone())
         .and_then(|gradient| update_weights(run, step, slice, gradient));
-    // Back before any stop is honoured: a checkpoint inside the block needs it.
+    // Put the block back before a stop is handled, because a checkpoint inside the block needs it.
     run.progress.block = Some(block);
     let update = update?;
     run.progress.seconds.total = started.elapsed().as_secs_f64();
     finish_step(run, step, cursor, &update)
 }
 
-/// Completions of the block's prompts and what the rewards say of them; with overlap also their log-probs, which are those of
-/// the policy that sampled them.
+/// Returns the completions of the block's prompts with their rewards; with overlap also their log-probs under the
+/// policy that sampled them.
 fn sample(run: &mut Run<'_>, step: u64, index: u64) -> Result<(Rollout, Option<BlockLogps>), RunEnd> {
     if let Some(recorded) = run.host.rollout(step) {
         return Ok((recorded, None));
@@ -90,7 +90,7 @@ fn sample(run: &mut Run<'_>, step: u64, index: u64) -> Result<(Rollout, Option<B
     Ok((run.rollouts().block(step, index, position, &batching)?, None))
 }
 
-/// The old and the reference log-probs of a block, as far as they are needed before it is trained.
+/// Computes the old and the reference log-probs of a block, as far as they are needed before training.
 fn score(run: &mut Run<'_>, block: &mut Block, known: Option<BlockLogps>) -> Result<(), RunEnd> {
     let BlockLogps { old, reference } = match known {
         Some(known) => known,
@@ -104,7 +104,7 @@ fn score(run: &mut Run<'_>, block: &mut Block, known: Option<BlockLogps>) -> Res
     Ok(())
 }
 
-/// Advantages, unless they hold a KL penalty of log-probs that only the training forward will give.
+/// Computes the advantages, unless they include a KL penalty whose log-probs only the training forward provides.
 fn fill_known_advantages(run: &Run<'_>, block: &mut Block) {
     let old_known = block.values.old_logps.len() == block.len();
     if old_known || !run.plan.rloo.penalizes_reward() {
@@ -112,8 +112,8 @@ fn fill_known_advantages(run: &Run<'_>, block: &mut Block) {
     }
 }
 
-/// Forward, loss and backward over one slice of the block; `None` when a log-prob is not finite. Where the GPU's memory is
-/// full it is tried again with smaller micro-batches.
+/// Runs forward pass, loss and backward pass over one slice of the block; `None` if a log-prob is not finite. If the
+/// GPU's memory is full, retries with smaller micro-batches.
 fn loss_gradient(
     run: &mut Run<'_>,
     block: &mut Block,
@@ -130,7 +130,7 @@ fn loss_gradient(
             Ok(None) => return Err(run.host.stopped()),
             Err(EngineError::NonFinite { .. }) => break None,
             Err(error) => {
-                relief::relieve(&mut run.model, error, run.plan, &run.data, run.host)?;
+                relief::halve_batches(&mut run.model, error, run.plan, &run.data, run.host)?;
                 block.values.old_logps.truncate(known.0);
                 block.values.results = known.1.clone();
             }
@@ -143,8 +143,8 @@ fn loss_gradient(
     Ok(step_gradient)
 }
 
-/// The gradient of a slice of the block, not yet clipped; `None` when the host said stop. What the block did not know
-/// of its completions before, it learns.
+/// Computes the gradient of a slice of the block before clipping; `None` if the host requested a stop. Fills in values
+/// of the block that were not known before.
 fn slice_gradient(run: &Run<'_>, block: &mut Block, step: u64, slice: Range<usize>) -> Result<Option<StepGradient>> {
     let (plan, loss_config) = (run.plan, LossConfig::of_plan(run.plan));
     let denominators = block.values.denominators(slice.clone(), plan);
@@ -153,7 +153,7 @@ fn slice_gradient(run: &Run<'_>, block: &mut Block, step: u64, slice: Range<usiz
     let mut losses = |batch: Range<usize>, scores: &[RowScore]| -> Vec<RowLoss> {
         let batch = slice.start + batch.start..slice.start + batch.end;
         if values.old_logps.len() < batch.end {
-            // Not recorded, and their only use: the policy that trains is the one that sampled.
+            // The log-probs were not recorded and are used only here: the trained policy is the one that sampled.
             values.old_logps.extend(scores.iter().map(|score| score.logps.clone()));
         }
         if values.results.advantages.len() < batch.end {
@@ -174,7 +174,7 @@ fn slice_gradient(run: &Run<'_>, block: &mut Block, step: u64, slice: Range<usiz
     step_gradient(&run.model.policy, &trajectories, &micro_batching, &mut losses, &stop)
 }
 
-/// Log-probs of weights that were never updated are the model's own: if they are not finite, no step can help.
+/// Log-probs of weights that were never updated belong to the base model: if they are not finite, training cannot help.
 fn check_first_scores(run: &Run<'_>, scores: &[RowScore]) -> Result<()> {
     let fresh = run.model.optimizer.updates() == 0 && !run.model.is_warm_started;
     if !fresh || scores.iter().flat_map(|score| &score.logps).all(|logp| logp.is_finite()) {
@@ -184,7 +184,7 @@ fn check_first_scores(run: &Run<'_>, scores: &[RowScore]) -> Result<()> {
     Err(EngineError::ModelNotFinite { what })
 }
 
-/// Clips the gradient and lets AdamW take it, unless loss or gradient is not finite.
+/// Clips the gradient and applies it with AdamW, unless loss or gradient is not finite.
 fn update_weights(
     run: &mut Run<'_>,
     step: u64,
@@ -208,7 +208,7 @@ fn update_weights(
     Ok(update)
 }
 
-/// Counts the step, reports it, and gives up if too many in a row could not be used.
+/// Counts and reports the step; fails if too many consecutive updates were skipped.
 fn finish_step(run: &mut Run<'_>, step: u64, cursor: Cursor, update: &Update) -> Result<(), RunEnd> {
     count_step(run, step, cursor, update);
     let Some(block) = &run.progress.block else { return Ok(()) };
@@ -219,8 +219,8 @@ fn finish_step(run: &mut Run<'_>, step: u64, cursor: Cursor, update: &Update) ->
     };
     let refills = report::refill_warning(step, block, run.plan);
     run.progress.seconds = Default::default();
-    run.progress.state.step_metrics = report::without_times(&metrics);
-    show(run, step, update);
+    run.progress.state.step_metrics = report::without_durations(&metrics);
+    report_trace(run, step, update);
     run.host.event(Event::Step { step, kind: SamplePhase::Train, metrics: metrics.clone() })?;
     if let Some(samples) = samples {
         let warnings = [report::unscorable_warning(step, &samples), refills];
@@ -256,7 +256,7 @@ fn count_step(run: &mut Run<'_>, step: u64, cursor: Cursor, update: &Update) {
     run.progress.ahead.retain(|ahead| ahead.index > block.index);
 }
 
-/// The step's metrics, with those that only the model knows.
+/// The step's metrics, including those that only the model can provide.
 fn metrics(run: &Run<'_>, block: &Block, cursor: Cursor, update: &Update) -> Result<Metrics> {
     let mut metrics = report::step_metrics(&report::StepReport {
         plan: run.plan,
@@ -278,8 +278,8 @@ fn metrics(run: &Run<'_>, block: &Block, cursor: Cursor, update: &Update) -> Res
     Ok(metrics)
 }
 
-/// Shows the inside of the step to the host.
-fn show(run: &mut Run<'_>, step: u64, update: &Update) {
+/// Passes the internals of the step to the host.
+fn report_trace(run: &mut Run<'_>, step: u64, update: &Update) {
     let (Some(block), Some(step_gradient)) = (&run.progress.block, &update.step_gradient) else { return };
     let slice = &update.slice;
     let in_slice = |logps: &Logps| logps.get(slice.clone()).unwrap_or_default().to_vec();

@@ -1,5 +1,5 @@
-//! safetensors files, written as a stream and read tensor by tensor, so that no copy of what they hold is made (format: 8
-//! bytes of header length, a JSON header padded to 8 bytes, then the tensors one after the other).
+//! Writes safetensors files as a stream and reads them tensor by tensor, without an additional copy of the data
+//! (format: 8 bytes of header length, a JSON header padded to 8 bytes, then the tensors one after another).
 
 use std::fs::File;
 use std::io::{BufWriter, Write};
@@ -14,17 +14,17 @@ use super::error::{EngineError, Result};
 use super::load::read_values;
 use crate::modelcard::{TensorDtype, TensorLocation};
 
-/// No header is longer.
+/// Maximum length of a header, in bytes.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
-/// Values that a thread looks at, at least.
+/// Minimum number of values that a thread checks.
 const CHUNK: usize = 1 << 16;
 
-/// One tensor's bytes.
+/// The data of one tensor.
 #[derive(Debug, Clone, Copy)]
 pub enum Data<'a> {
-    /// `F32`
+    /// Values of type `F32`.
     F32(&'a [f32]),
-    /// `U8`
+    /// Bytes of type `U8`.
     U8(&'a [u8]),
 }
 
@@ -47,20 +47,20 @@ impl Data<'_> {
 /// A tensor to write.
 #[derive(Debug, Clone, Copy)]
 pub struct Tensor<'a> {
-    /// Its name in the file.
+    /// The tensor's name in the file.
     pub name: &'a str,
-    /// Its dimensions.
+    /// The size of each dimension.
     pub shape: &'a [usize],
-    /// As many values as the shape says, row-major.
+    /// The values, row-major; their number must match the shape.
     pub data: Data<'a>,
 }
 
-/// Write and sync a file.
+/// Writes and syncs a file.
 pub fn write(path: &Path, tensors: &[Tensor<'_>]) -> Result<()> {
     write_to(path, tensors).map_err(|source| EngineError::Io { path: path.to_path_buf(), source })
 }
 
-/// Write and sync a state file that a run resumes from: every value must be finite.
+/// Writes and syncs a state file that a run resumes from: every value must be finite.
 pub fn write_finite(path: &Path, tensors: &[Tensor<'_>]) -> Result<()> {
     let is_finite = |tensor: &&Tensor<'_>| match tensor.data {
         Data::F32(values) => values.par_iter().with_min_len(CHUNK).all(|value| value.is_finite()),
@@ -73,7 +73,7 @@ pub fn write_finite(path: &Path, tensors: &[Tensor<'_>]) -> Result<()> {
 }
 
 fn write_to(path: &Path, tensors: &[Tensor<'_>]) -> std::io::Result<()> {
-    // F32 before U8: every tensor begins where its type may.
+    // F32 tensors come before U8, so that every tensor is aligned.
     let mut ordered: Vec<&Tensor<'_>> = tensors.iter().collect();
     ordered.sort_by_key(|tensor| matches!(tensor.data, Data::U8(_)));
     let mut header = Map::new();
@@ -112,12 +112,12 @@ pub struct Reader {
     path: PathBuf,
     file: File,
     header: Metadata,
-    /// Where the first tensor begins.
+    /// Offset of the first tensor in the file.
     begin: u64,
 }
 
 impl Reader {
-    /// Reads the header.
+    /// Opens a file and reads its header.
     pub fn open(path: &Path) -> Result<Self> {
         let io = |source| EngineError::Io { path: path.to_path_buf(), source };
         let damaged = |why: String| EngineError::Checkpoint(format!("{}: {why}", name(path)));
@@ -142,7 +142,7 @@ impl Reader {
         Ok(Self { path: path.to_path_buf(), file, header, begin })
     }
 
-    /// A tensor's values; `None` where there is no such tensor of that type.
+    /// Reads a tensor's values; `None` if there is no F32 tensor of that name.
     pub fn f32s(&self, tensor: &str) -> Result<Option<Vec<f32>>> {
         let Some((begin, length)) = self.place(tensor, Dtype::F32, 4)? else { return Ok(None) };
         let location = TensorLocation {
@@ -156,7 +156,7 @@ impl Reader {
         read_values(&self.file, &location).map(Some).map_err(|source| self.io(source))
     }
 
-    /// A tensor's bytes; `None` where there is no such tensor of that type.
+    /// Reads a tensor's bytes; `None` if there is no U8 tensor of that name.
     pub fn u8s(&self, tensor: &str) -> Result<Option<Vec<u8>>> {
         let Some((begin, length)) = self.place(tensor, Dtype::U8, 1)? else { return Ok(None) };
         let mut bytes = vec![0; length];
@@ -164,7 +164,7 @@ impl Reader {
         Ok(Some(bytes))
     }
 
-    /// Where a tensor begins in the file, and how many values of `size` bytes it has.
+    /// Offset of a tensor in the file, and its number of values of `size` bytes.
     fn place(&self, tensor: &str, dtype: Dtype, size: usize) -> Result<Option<(u64, usize)>> {
         let Some(info) = self.header.info(tensor).filter(|info| info.dtype == dtype) else { return Ok(None) };
         let (begin, end) = info.data_offsets;
@@ -172,7 +172,7 @@ impl Reader {
         match length.filter(|length| length.checked_mul(size) == end.checked_sub(begin)) {
             Some(length) if end <= self.header.data_len() => Ok(Some((self.begin + begin as u64, length))),
             Some(_) | None => {
-                let why = format!("{}: the shape of {tensor} does not fit its place", name(&self.path));
+                let why = format!("{}: the shape of {tensor} does not match its position", name(&self.path));
                 Err(EngineError::Checkpoint(why))
             }
         }
@@ -193,11 +193,11 @@ mod tests {
     use safetensors::SafeTensors;
 
     #[test]
-    fn a_tensor_is_read_to_the_bit_and_nothing_else_of_its_file() {
+    fn a_tensor_is_read_exactly_and_the_rest_of_its_file_is_not() {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join("t.safetensors");
         let values: Vec<f32> = (0..3_000_000).map(|i| f32::from_bits(i * 1_431 + 7)).chain([f32::NAN]).collect();
-        // A file of 64 GiB, nearly all of it a hole: nobody could hold it, or read it in time.
+        // A sparse file of 64 GiB: far too large to hold in memory or to read within the test.
         let (hole, small) = (64_usize << 30, values.len() * 4);
         let header = json!({
             "values": {"dtype": "F32", "shape": [values.len()], "data_offsets": [0, small]},
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_finite_is_not_written_and_named() {
+    fn values_that_are_not_finite_are_named_and_not_written() {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join("t.safetensors");
         for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {

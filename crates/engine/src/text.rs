@@ -1,3 +1,4 @@
-//! tokenizer.json, chat template, EOS ids. The code lives in [`crate::modelcard::text`], because the HTTP server checks prompts at submission.
+//! The tokenizer, chat template and EOS ids. The code is in [`crate::modelcard::text`], because the HTTP server
+//! checks prompts at submission.
 
 pub use crate::modelcard::text::{Prompt, Text, TextError};

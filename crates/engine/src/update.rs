@@ -1,4 +1,4 @@
-//! Forward and backward over the completions of one optimizer step, in micro-batches of whole groups.
+//! Forward and backward passes over the completions of one optimizer step, in micro-batches of whole groups.
 
 use std::num::NonZeroUsize;
 use std::ops::Range;
@@ -11,16 +11,16 @@ use super::model::{Adapter, Flat, Policy, RowScore};
 use super::random::Key;
 use crate::trajectory::Trajectory;
 
-/// How a step's completions are cut; score and update cut alike, so that equal weights give equal bits.
+/// How a step's completions are split. Scoring and update split alike, so that equal weights give equal bits.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct MicroBatching {
-    /// Rows of a group, contiguous, never cut.
+    /// Number of rows of a group; they are contiguous and never split.
     pub num_generations: NonZeroUsize,
-    /// Tokens of a micro-batch, at least one group.
+    /// Maximum number of tokens of a micro-batch, which holds at least one group.
     pub max_tokens: usize,
-    /// Divides the logits.
+    /// Divisor of the logits.
     pub temperature: f64,
-    /// Of the step's LoRA dropout; only the training forward draws from it.
+    /// Random key of the step's LoRA dropout; only the training forward uses it.
     pub dropout: Option<Key>,
 }
 
@@ -31,7 +31,8 @@ impl MicroBatching {
     }
 }
 
-/// Log-probs and entropies of every trajectory's model tokens, without gradient; `None` when `stop` said so between micro-batches.
+/// Computes log-probs and entropies of every trajectory's model tokens, without gradient; `None` if `stop` requested
+/// a stop between micro-batches.
 pub fn score_trajectories(
     policy: &Policy,
     rows: &[Trajectory<'_>],
@@ -49,22 +50,22 @@ pub fn score_trajectories(
     Ok(Some(scores))
 }
 
-/// What the completions of one optimizer step add up to.
+/// The gradient of one optimizer step, with its losses and scores.
 #[derive(Debug)]
 pub struct StepGradient {
-    /// dL/dparameter, not yet clipped.
+    /// Gradient dL/dparameter, before clipping.
     pub gradient: Flat,
-    /// One a completion.
+    /// The loss of each completion.
     pub losses: Vec<RowLoss>,
-    /// The policy's log-probs and entropies, one a completion.
+    /// The policy's log-probs and entropies, one entry per completion.
     pub scores: Vec<RowScore>,
 }
 
-/// Losses of the rows in a range, given what the policy says of them now.
+/// Computes the losses of a range of rows from their current scores.
 pub type RowLosses<'a> = dyn FnMut(Range<usize>, &[RowScore]) -> Vec<RowLoss> + 'a;
 
-/// The gradient of the whole step. `losses` already carry the step's one denominator, so the cut changes no number but
-/// by the rounding of the sum. `None` when `stop` said so between micro-batches.
+/// Computes the gradient of the whole step. `losses` already include the step's single denominator, so the split
+/// changes results only by the rounding of the sum. `None` if `stop` requested a stop between micro-batches.
 pub fn step_gradient(
     policy: &Policy,
     rows: &[Trajectory<'_>],

@@ -1,5 +1,5 @@
-//! The warm-up: supervised steps before RLOO's first one, by cross-entropy on the answers of rows. Packing, micro-batches, head,
-//! optimizer and checkpoints are those of RLOO's steps; what differs is the loss.
+//! The warm-up: supervised steps before the first RLOO step, with cross-entropy on the rows' answers. Packing,
+//! micro-batches, head, optimizer and checkpoints are those of RLOO steps; only the loss differs.
 
 use std::ops::Range;
 use std::time::Instant;
@@ -21,8 +21,8 @@ use crate::event::{Event, Metrics, Phase, SamplePhase};
 use crate::spec::WarmUpPlan;
 use crate::trajectory::Trajectory;
 
-/// The rows of a step (from 1) of the warm-up: batch after batch through the dataset, each time in another order. The last
-/// batch of an epoch is filled up from the next one.
+/// The rows of a warm-up step (from 1): batches follow one another through the dataset, in another order each epoch.
+/// The next epoch fills up the last batch of an epoch.
 pub fn batch(step: u64, batch_size: u32, num_rows: u64, seed: u64, shuffle: bool) -> Vec<u64> {
     let (size, num_rows) = (u64::from(batch_size), num_rows.max(1));
     let (mut at, end) = (step.saturating_sub(1) * size, step * size);
@@ -42,15 +42,15 @@ pub fn batch(step: u64, batch_size: u32, num_rows: u64, seed: u64, shuffle: bool
     rows
 }
 
-/// What a warm-up step came to.
+/// The outcome of a warm-up step.
 struct Update {
-    /// NaN when the forward pass was not finite.
+    /// The loss; NaN if the forward pass was not finite.
     loss: f64,
-    /// Before clipping.
+    /// Norm of the gradient before clipping.
     grad_norm: f64,
     learning_rate: f64,
     entropy: Option<f64>,
-    /// Tokens that bear loss.
+    /// Number of tokens that contribute to the loss.
     tokens: usize,
 }
 
@@ -60,7 +60,7 @@ impl Update {
     }
 }
 
-/// Trains one step of the warm-up; the last one hands the weights over to RLOO.
+/// Trains one step of the warm-up; the last one starts RLOO.
 pub(super) fn train_step(run: &mut Run<'_>, warm_up: &WarmUpPlan) -> Result<(), RunEnd> {
     let started = Instant::now();
     let step = run.progress.state.step + 1;
@@ -73,7 +73,7 @@ pub(super) fn train_step(run: &mut Run<'_>, warm_up: &WarmUpPlan) -> Result<(), 
             Ok(Some(gradient)) => break Some(gradient),
             Ok(None) => return Err(run.host.stopped()),
             Err(EngineError::NonFinite { .. }) => break None,
-            Err(error) => relief::relieve(&mut run.model, error, run.plan, &run.data, run.host)?,
+            Err(error) => relief::halve_batches(&mut run.model, error, run.plan, &run.data, run.host)?,
         }
     };
     let update = update_weights(run, warm_up, gradient)?;
@@ -91,7 +91,8 @@ fn trajectories<'r>(run: &'r Run<'_>, rows: &[u64]) -> Vec<Trajectory<'r>> {
     rows.map(|row| Trajectory::new(&row.prompt, &row.answer)).collect()
 }
 
-/// The gradient of the mean cross-entropy over the step's answer tokens, not yet clipped; `None` when the host said stop.
+/// Computes the gradient of the mean cross-entropy over the step's answer tokens, before clipping; `None` if the
+/// host requested a stop.
 fn gradient_of(run: &Run<'_>, step: u64, rows: &[u64]) -> Result<Option<StepGradient>> {
     let trajectories = trajectories(run, rows);
     let tokens: usize = trajectories.iter().map(Trajectory::num_model_tokens).sum();
@@ -108,7 +109,7 @@ fn gradient_of(run: &Run<'_>, step: u64, rows: &[u64]) -> Result<Option<StepGrad
     step_gradient(&run.model.policy, &trajectories, &micro_batching, &mut losses, &stop)
 }
 
-/// Clips the gradient and lets AdamW take it, unless loss or gradient is not finite.
+/// Clips the gradient and applies it with AdamW, unless loss or gradient is not finite.
 fn update_weights(run: &mut Run<'_>, warm_up: &WarmUpPlan, gradient: Option<StepGradient>) -> Result<Update> {
     let (optimizer_plan, learning_rate) = (&run.plan.optimizer, warm_up.learning_rate);
     let mut update = Update { loss: f64::NAN, grad_norm: f64::NAN, learning_rate, entropy: None, tokens: 0 };
@@ -134,28 +135,28 @@ fn count_step(run: &mut Run<'_>, step: u64, update: &Update) {
     state.skipped_updates += u64::from(!update.is_finite());
 }
 
-/// The end of the warm-up: RLOO begins with these weights and a fresh optimizer. Moments of a cross-entropy say nothing of the
-/// gradients to come; so RLOO is what a new job is that begins with the warmed weights.
+/// Ends the warm-up: RLOO begins with these weights and a new optimizer, because the moments of a cross-entropy do not
+/// describe the gradients of RLOO. RLOO thus continues exactly like a new job that starts from the warmed weights.
 fn hand_over(run: &mut Run<'_>) -> Result<()> {
     let (policy, plan) = (&run.model.policy, run.plan);
     let fresh = AdamW { decayed: policy.decayed(), ..AdamW::of_kind(plan.optimizer.kind, policy.flat().len()) };
-    // The old moments go first: two of them may not fit.
+    // Free the old moments first: both sets may not fit into memory.
     run.model.optimizer = Optimizer::Host(AdamW::of_kind(plan.optimizer.kind, 0));
-    run.model.optimizer = Optimizer::beside(policy.flat(), fresh)?;
+    run.model.optimizer = Optimizer::from_state(policy.flat(), fresh)?;
     run.progress.state.updates = 0;
     run.data.answered = Vec::new();
     if plan.has_warmed_reference() {
         run.model.reference = start::warmed_reference(policy);
-        run.files.reference = Some(start::keep_reference(policy, run.files.scratch_dir)?);
+        run.files.reference = Some(start::save_reference(policy, run.files.scratch_dir)?);
     }
     Ok(())
 }
 
-/// Reports the step, and gives up if too many in a row could not be used.
+/// Reports the step; fails if too many consecutive updates were skipped.
 fn report_step(run: &mut Run<'_>, step: u64, update: &Update) -> Result<(), RunEnd> {
     let metrics = metrics(run, update);
     run.progress.seconds = Default::default();
-    run.progress.state.step_metrics = report::without_times(&metrics);
+    run.progress.state.step_metrics = report::without_durations(&metrics);
     run.host.event(Event::Step { step, kind: SamplePhase::Train, metrics })?;
     let state = &run.progress.state;
     if !update.is_finite() {

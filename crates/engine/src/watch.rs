@@ -1,4 +1,4 @@
-//! Whoever watches a run: the doctor after each step and evaluation, the best evaluation so far, early stopping.
+//! Monitors a run: alert rules after each step and evaluation, the best evaluation so far, early stopping.
 
 use serde::{Deserialize, Serialize};
 
@@ -9,32 +9,32 @@ use crate::doctor::{self, Alert, Finding, OnAlert};
 use crate::event::{Event, Metrics};
 use crate::spec::Plan;
 
-/// A value of a metric and the step it stands at.
+/// The best value of a metric, and its step.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Best {
-    /// The step it belongs to.
+    /// The step that reached the value.
     pub step: u64,
-    /// The value.
+    /// The value of the metric.
     pub value: f64,
 }
 
-/// What a run remembers of its evaluations.
+/// The record of a run's evaluations.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Evaluations {
-    /// The best one by `checkpoints.metric_for_best`.
+    /// The best evaluation by `checkpoints.metric_for_best`.
     pub best: Option<Best>,
-    /// The best one by `early_stopping.metric`.
+    /// The best evaluation by `early_stopping.metric`.
     pub stopping_best: Option<Best>,
-    /// Evaluations in a row without a new best of it.
+    /// Number of consecutive evaluations without a new best value of that metric.
     pub without_progress: u32,
-    /// The run ends here.
+    /// Whether the run stops here.
     pub stopped: bool,
 }
 
 impl Evaluations {
-    /// Takes an evaluation, with the metrics of its step.
-    fn take(&mut self, step: u64, metrics: &Metrics, plan: &Plan) {
+    /// Records an evaluation, with the metrics of its step.
+    fn record(&mut self, step: u64, metrics: &Metrics, plan: &Plan) {
         let value = |name: &str| metrics.get(name).copied().flatten().filter(|value| value.is_finite());
         let checkpoints = &plan.checkpoints;
         if let Some(value) = checkpoints.metric_for_best.as_deref().and_then(value)
@@ -54,10 +54,10 @@ impl Evaluations {
                 self.stopping_best = Some(Best { step, value });
                 self.without_progress = 0;
             }
-            // An evaluation without a value is one without progress.
+            // An evaluation without a value counts as one without progress.
             None => self.without_progress += 1,
         }
-        // At the last step the run ends anyway.
+        // The run ends at the last step anyway.
         self.stopped = self.without_progress >= stopping.patience && step < plan.total_steps();
     }
 }
@@ -67,7 +67,7 @@ fn is_better(value: f64, best: f64, min_delta: f64, greater_is_better: bool) -> 
     gain > min_delta
 }
 
-/// Asks the doctor about the metrics of a step or an evaluation, reports what is new, and does what its alerts ask for.
+/// Checks the alert rules against the metrics of a step or an evaluation, reports new alerts, and acts on them.
 pub(super) fn check_alert_rules(
     progress: &mut Progress,
     host: &mut dyn Host,
@@ -79,7 +79,7 @@ pub(super) fn check_alert_rules(
     for finding in progress.state.doctor.observe(step, metrics, &doctor::RuleInput::of_plan(plan)) {
         let event = match finding {
             Finding::Raised(alert) => {
-                // A stop outweighs a pause; of equals the first.
+                // A stop outweighs a pause; of two equal actions the first one counts.
                 if strength(alert.on_alert) > ends.as_ref().map_or(0, |alert| strength(alert.on_alert)) {
                     ends = Some(alert.clone());
                 }
@@ -94,7 +94,7 @@ pub(super) fn check_alert_rules(
     match on_alert {
         OnAlert::Note => Ok(()),
         OnAlert::Pause => {
-            // The checkpoint of the pause must know of the alert, or resuming would raise it again.
+            // The checkpoint of the pause must include the alert, or resuming would raise it again.
             progress.unsaved_verdict = true;
             Err(RunEnd::Stopped(StopReason::Pause { reason: Some(format!("alert:{}", rule.as_str())) }))
         }
@@ -102,15 +102,16 @@ pub(super) fn check_alert_rules(
     }
 }
 
-/// Counts an evaluation: is it the best so far, is it time to stop.
+/// Records an evaluation: whether it is the best so far, and whether to stop early.
 pub(super) fn judge_evaluation(progress: &mut Progress, plan: &Plan, metrics: &Metrics) {
     let mut all = progress.state.step_metrics.clone();
     all.extend(metrics.iter().map(|(name, value)| (name.clone(), *value)));
-    progress.state.evaluations.take(progress.state.step, &all, plan);
+    progress.state.evaluations.record(progress.state.step, &all, plan);
     progress.unsaved_verdict = true;
 }
 
-/// Whether the last evaluation is the best so far and not saved: the best weights must not be lost between two checkpoints.
+/// Whether the last evaluation is the best so far and not saved: the best weights must not be
+/// lost between two checkpoints.
 pub(super) fn best_is_unsaved(progress: &Progress, plan: &Plan) -> bool {
     let step = progress.state.step;
     let by_evaluation = plan.checkpoints.metric_for_best.as_ref().is_some_and(|name| name.starts_with("eval_"));

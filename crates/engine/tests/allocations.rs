@@ -1,5 +1,6 @@
-//! A decode step allocates nothing once its buffers have their sizes, and the cache of a generation is as large as its
-//! estimate. A test program of its own, as it counts what the whole process allocates.
+//! Checks that a decode step allocates nothing once its buffers have reached their sizes, and that the cache of
+//! a generation is as large as its estimate. This is a separate test program, because it counts the allocations
+//! of the whole process.
 #![allow(clippy::unwrap_used, reason = "a test")]
 
 use std::alloc::System;
@@ -15,20 +16,20 @@ use stats_alloc::{INSTRUMENTED_SYSTEM, StatsAlloc};
 #[global_allocator]
 static ALLOCATOR: &StatsAlloc<System> = &INSTRUMENTED_SYSTEM;
 
-/// Of the process; one test at a time.
+/// Guards the counters of the process: one test runs at a time.
 static COUNTED: Mutex<()> = Mutex::new(());
 
-/// Allocations and reallocations so far.
+/// Number of allocations and reallocations so far.
 fn count() -> usize {
     let stats = ALLOCATOR.stats();
     stats.allocations + stats.reallocations
 }
 
-/// Steps until every buffer has been needed once.
+/// Number of steps after which every buffer has been used once.
 const WARM_UP: usize = 8;
 const STEPS: usize = 16;
 
-/// Rounds: which thread takes which work differs, so a buffer may find its size late.
+/// Number of rounds. The threads divide the work differently in each, so a buffer may reach its size late.
 const ROUNDS: usize = 6;
 
 fn load(name: &str, dtype: ComputeDtype) -> Policy {
@@ -38,8 +39,8 @@ fn load(name: &str, dtype: ComputeDtype) -> Policy {
     policy
 }
 
-/// What `STEPS` steps of so many rows behind each prompt allocate, in the best of the rounds: what every step needed would
-/// be in all of them.
+/// Number of allocations in `STEPS` steps with `copies` rows per prompt, in the best of the rounds: allocations that
+/// every step needs would occur in all of them.
 fn allocated(name: &str, dtype: ComputeDtype, prompts: &[&[u32]], copies: usize) -> usize {
     let policy = load(name, dtype);
     (0..ROUNDS).map(|_| round(&policy, prompts, copies)).min().unwrap()
@@ -78,13 +79,13 @@ fn a_decode_step_allocates_nothing() {
     }
 }
 
-/// Bytes in use.
+/// Number of bytes in use.
 fn live() -> usize {
     let stats = ALLOCATOR.stats();
     stats.bytes_allocated - stats.bytes_deallocated
 }
 
-/// Bytes that go with the state of a generation in which this many rows behind a prompt have grown to their ends.
+/// Bytes freed with the state of a generation in which `rows` rows of a prompt have reached their full length.
 fn cache_bytes(policy: &Policy, prompt_len: usize, rows: usize, tokens: usize) -> usize {
     let prompt: Vec<u32> = (0..prompt_len as u32).map(|index| 3 + index % 90).collect();
     let mut state = policy.begin(Adapter::On);
@@ -101,7 +102,7 @@ fn cache_bytes(policy: &Policy, prompt_len: usize, rows: usize, tokens: usize) -
 fn the_cache_is_as_large_as_its_estimate() {
     const ROWS: usize = 4;
     let _alone = COUNTED.lock().unwrap_or_else(PoisonError::into_inner);
-    // Without windows, with a window in half of the layers, and in all of them.
+    // Models without windows, with a window in half of the layers, and with one in all of them.
     for name in ["qwen3", "gemma2", "mistral"] {
         let policy = load(name, ComputeDtype::F32);
         let shape = policy.card().config.shape();

@@ -1,29 +1,30 @@
-//! The arithmetic of AdamW on flat f32 buffers (Loshchilov & Hutter 2019, arXiv 1711.05101), for the host and for a GPU.
+//! The arithmetic of AdamW on flat f32 buffers (Loshchilov & Hutter 2019, arXiv 1711.05101), for the host
+//! and for a GPU.
 
-/// Values of 8-bit moments that share a scale.
+/// Number of values of 8-bit moments that share a scale.
 pub const BLOCK: usize = 256;
 
-/// The numbers of one update, in the precision it uses.
+/// The constants of one update, in the precision of the computation.
 #[derive(Debug, Clone, Copy)]
 pub struct Update {
-    /// lr / (1 − β₁ᵗ)
+    /// Step size lr / (1 − β₁ᵗ).
     pub step_size: f32,
-    /// 1 − lr · weight decay
+    /// Factor of weight decay, 1 − lr · weight decay.
     pub keep: f32,
-    /// β₂
+    /// Decay rate β₂ of the second moment.
     pub beta2: f32,
-    /// 1 − β₁
+    /// The constant 1 − β₁.
     pub one_minus_beta1: f32,
-    /// 1 − β₂
+    /// The constant 1 − β₂.
     pub one_minus_beta2: f32,
-    /// √(1 − β₂ᵗ)
+    /// Bias correction √(1 − β₂ᵗ) of the second moment.
     pub correction: f32,
-    /// ε
+    /// The constant ε in the denominator.
     pub epsilon: f32,
 }
 
 impl Update {
-    /// Of some parameters, the first `decayed` of which decay.
+    /// Updates parameters and moments; weight decay applies to the first `decayed` parameters.
     pub fn apply(
         &self,
         decayed: usize,

@@ -1,6 +1,7 @@
-//! AMX: tiles of 16 × 32 bf16 multiplied at once. The instructions are written by name: their intrinsics are not stable.
+//! AMX kernels, which multiply tiles of 16 × 32 bf16. They use inline assembly, because the intrinsics are not stable.
 //!
-//! Intel's manual (volume 1, chapter 18; volume 2, TDPBF16PS); the permission is Linux's `ARCH_REQ_XCOMP_PERM`.
+//! Sources: Intel's manual (volume 1, chapter 18; volume 2, TDPBF16PS); for
+//! the permission, Linux's `ARCH_REQ_XCOMP_PERM`.
 
 mod few;
 mod permission;
@@ -11,8 +12,8 @@ mod tiles;
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-use super::gemm::product::{Scratch, copy, pieces, room, turn, turned_words};
-use super::gemm::tile::rung;
+use super::gemm::product::{Scratch, copy, pieces, room, transpose, transposed_words};
+use super::gemm::tile::tile_kernels;
 use super::gemm::{Job, Side, Start};
 use super::isa::Isa;
 use super::pack::{Line, PANEL, PackDtype, PackedMatrix};
@@ -20,32 +21,33 @@ use super::threads::{Shared, Threads};
 use permission::configure;
 pub(super) use permission::refused;
 
-/// Rows of a tile.
+/// Number of rows of a tile.
 pub(super) const ROWS: usize = 16;
-/// Steps of a sum that a tile holds.
+/// Number of steps of a sum that a tile holds.
 const STEPS: usize = 32;
-/// Rows of a cell: a block of weights meets them all, and with [`DEEPER`] the inputs stay in the second-level cache.
+/// Number of rows of a cell. Each block of weights is multiplied with all of them; with [`DEEPER`] steps the inputs
+/// stay in the second-level cache.
 pub(super) const ROWS_AT_ONCE: usize = 288;
-/// Steps of the packed inputs of many rows.
+/// Number of steps of packed inputs, for many rows.
 const DEEPER: usize = 2048;
-/// Elements of packed inputs of fewer rows.
+/// Number of elements of packed inputs, for fewer rows.
 const INPUTS: usize = ROWS_AT_ONCE * DEEPER;
-/// Steps of a block of weights that stays in the first-level cache while the rows stream by.
+/// Number of steps of a block of weights that stays in the first-level cache while all rows are processed.
 const DEEP: usize = 256;
 
-/// Inputs of some rows laid out for tiles: `[tile of 16 rows][block of 32 steps][16][32]` bf16, zeros beyond the rows and
-/// the sum.
+/// Inputs of a range of rows, packed for tiles: `[tile of 16 rows][block of 32 steps][16][32]` bf16, with zeros beyond
+/// the rows and the sum.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Tiled {
     data: *const u8,
-    /// Whose rows and steps.
+    /// Number of rows and steps that the inputs cover.
     rows: (usize, usize),
     sum: (usize, usize),
-    /// Blocks from one tile of rows to the next.
+    /// Number of blocks from one tile of rows to the next.
     blocks: usize,
 }
 
-// Safety: whoever uses it keeps the memory, which nobody writes meanwhile.
+// Safety: the user of this value keeps the memory alive, and no thread writes to it meanwhile.
 unsafe impl Send for Tiled {}
 unsafe impl Sync for Tiled {}
 
@@ -54,105 +56,107 @@ impl Tiled {
         Tiled { data, rows: (rows.start, rows.end), sum: (sum.start, sum.end), blocks: sum.len().div_ceil(STEPS) }
     }
 
-    /// Of a tile of rows, from a step on.
+    /// Address of a tile of rows, from a step on.
     fn at(&self, row: usize, step: usize) -> *const u8 {
         let (tile, block) = ((row - self.rows.0) / ROWS, (step - self.sum.0) / STEPS);
         self.data.wrapping_add((tile * self.blocks + block) * tiles::BYTES)
     }
 
-    /// From a row on, a whole number of tiles after the first: from now on rows count from it.
+    /// Returns the inputs from a row on, which must be a whole number of tiles after the first; rows
+    /// then count from it.
     pub fn starting_at(&self, row: usize) -> Tiled {
         Tiled { data: self.at(self.rows.0 + row, self.sum.0), rows: (0, self.rows.1 - self.rows.0 - row), ..*self }
     }
 
-    /// Some of the steps, which begin with a block: from now on they count from 0.
+    /// Returns a range of the steps, which must begin with a block; steps then count from 0.
     pub fn steps(&self, steps: &Range<usize>) -> Tiled {
         Tiled { data: self.at(self.rows.0, steps.start), sum: (0, steps.len()), ..*self }
     }
 }
 
-/// Rows below which every thread lays out the inputs for itself.
+/// Number of rows below which every thread packs the inputs itself.
 const FEW: usize = 64;
-/// Elements of shared inputs.
+/// Number of elements of shared inputs.
 const SHARED: usize = 4 << 20;
 
-/// Whether the inputs of these products are laid out once for all threads.
+/// Whether the inputs of these products are packed once for all threads.
 pub(super) fn shares(jobs: &[Job<'_>], rows: usize) -> bool {
     shares_rows(rows) && jobs.iter().all(|job| job.weight.dtype() == PackDtype::Bf16 && !job.sum.is_empty())
 }
 
-/// Whether so many rows do.
+/// Whether this number of rows is enough to share packed inputs.
 pub(super) fn shares_rows(rows: usize) -> bool {
     rows > FEW
 }
 
-/// For how many rows at a time.
+/// Number of rows whose inputs are packed together.
 pub(super) fn rows_shared(jobs: &[Job<'_>]) -> usize {
     let steps: usize = jobs.iter().map(|job| job.sum.len()).sum();
     (SHARED / steps.max(1)).max(ROWS_AT_ONCE) / (2 * ROWS) * (2 * ROWS)
 }
 
-/// The inputs of a job for some rows, laid out by all threads.
+/// Packs the inputs of a job for a range of rows, with all threads.
 pub(super) fn share(threads: &Threads, job: &Job<'_>, rows: &Range<usize>, lines: &mut Vec<Line>) -> Tiled {
     let (tiles, blocks) = (rows.len().div_ceil(ROWS), job.sum.len().div_ceil(STEPS));
     let words = blocks * tiles::BYTES / 4;
-    // Safety: there is room for so many.
+    // Safety: `room` returns memory for this many elements.
     let out = Shared::new(unsafe { std::slice::from_raw_parts_mut(room(lines, tiles * words), tiles * words) });
     threads.split(tiles, |some| {
         let rows = rows.start + some.start * ROWS..(rows.start + some.end * ROWS).min(rows.end);
         // Safety: the machine has AVX-512, and tiles are disjoint.
         unsafe { pack(job, &rows, &job.sum, out.at(some.start * words).cast()) };
     });
-    // Safety: the first element.
+    // Safety: this is the first element.
     let data = unsafe { out.at(0).cast_const().cast() };
     Tiled::new(data, rows, &job.sum)
 }
 
-/// A weight turned for dX, `[panel of inputs][block of 32 outputs][16][32][2]` bf16.
+/// A weight transposed for dX, `[panel of inputs][block of 32 outputs][16][32][2]` bf16.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Turned(*const u32);
+pub(super) struct Transposed(*const u32);
 
-// Safety: whoever uses it keeps the memory, which nobody writes meanwhile.
-unsafe impl Send for Turned {}
-unsafe impl Sync for Turned {}
+// Safety: the user of this value keeps the memory alive, and no thread writes to it meanwhile.
+unsafe impl Send for Transposed {}
+unsafe impl Sync for Transposed {}
 
-impl Turned {
-    /// Of a panel of inputs, from an output on.
+impl Transposed {
+    /// Address of a panel of inputs, from an output on.
     fn at(&self, weight: &PackedMatrix, panel: usize, output: usize) -> *const u32 {
         let blocks = panel * weight.panels() + output / PANEL;
-        self.0.wrapping_add(blocks * turned_words(PackDtype::Bf16))
+        self.0.wrapping_add(blocks * transposed_words(PackDtype::Bf16))
     }
 }
 
-/// A weight turned by all threads, for products whose rows are more than one cell.
-pub(super) fn turn_all(threads: &Threads, weight: &PackedMatrix, lines: &mut Vec<Line>) -> Turned {
-    let words = weight.panels() * turned_words(PackDtype::Bf16);
+/// Transposes a weight with all threads, for products whose rows are more than one cell.
+pub(super) fn transpose_all(threads: &Threads, weight: &PackedMatrix, lines: &mut Vec<Line>) -> Transposed {
+    let words = weight.panels() * transposed_words(PackDtype::Bf16);
     let panels = weight.k().div_ceil(PANEL);
-    // Safety: there is room for so many.
+    // Safety: `room` returns memory for this many elements.
     let out = Shared::new(unsafe { std::slice::from_raw_parts_mut(room(lines, panels * words), panels * words) });
     threads.split(panels, |some| {
         for panel in some {
             // Safety: the machine has AVX-512, and panels are disjoint.
-            unsafe { turn(rung(Isa::Avx512), weight, panel, &(0..weight.n()), out.at(panel * words)) };
+            unsafe { transpose(tile_kernels(Isa::Avx512), weight, panel, &(0..weight.n()), out.at(panel * words)) };
         }
     });
-    // Safety: the first element.
-    Turned(unsafe { out.at(0).cast_const().cast() })
+    // Safety: this is the first element.
+    Transposed(unsafe { out.at(0).cast_const().cast() })
 }
 
-/// The part of a sum of products that lies in these rows and panels. Every job but the first adds to what is there.
+/// Computes the part of a sum of products in these rows and panels. Every job but the first adds
+/// to the existing values.
 ///
 /// # Safety
-/// The machine has AMX and AVX-512; rows and panels are the jobs', the weights are packs of bf16, what is shared of their
-/// inputs begins at a tile of the rows.
+/// The machine has AMX; rows and panels are within the jobs' bounds; the weights are packed as bf16; shared inputs
+/// begin at a tile of the rows.
 pub(super) unsafe fn product(jobs: &[Job<'_>], scratch: &mut Scratch, rows: Range<usize>, panels: Range<usize>) {
     configure();
-    let Scratch { inputs, turned, edge, .. } = scratch;
+    let Scratch { inputs, transposed, edge, .. } = scratch;
     for rows in pieces(rows, ROWS_AT_ONCE) {
         let tiles = rows.len().div_ceil(ROWS);
         let sums = room(edge, tiles.max(2) * ROWS * PANEL);
         let deeper = (INPUTS / (tiles * ROWS)).max(DEEPER) / DEEP * DEEP;
-        // The second sum is added to a panel's outputs while they are near.
+        // The second sum is added to a panel's outputs while they are still in the cache.
         let together = jobs.len() == 2 && jobs[0].slot != jobs[1].slot && jobs[1].sum.len() <= deeper;
         for jobs in jobs.chunks(if together { 2 } else { 1 }) {
             let whole = &jobs[0].sum;
@@ -164,7 +168,7 @@ pub(super) unsafe fn product(jobs: &[Job<'_>], scratch: &mut Scratch, rows: Rang
                         let inputs = &mut inputs[job.slot];
                         if !inputs.holds(job, &rows, &sum, 0) {
                             let words = tiles * sum.len().div_ceil(STEPS) * tiles::BYTES / 4;
-                            // Safety: AVX-512; there is room.
+                            // Safety: the machine has AVX-512, and there is room.
                             unsafe { pack(job, &rows, &sum, room(&mut inputs.lines, words).cast()) };
                         }
                         let data = inputs.lines.as_ptr().cast();
@@ -173,30 +177,31 @@ pub(super) unsafe fn product(jobs: &[Job<'_>], scratch: &mut Scratch, rows: Rang
                     *part = Some((job, tiled, sum));
                 }
                 if tiles == 1 && few::takes(jobs) {
-                    // Safety: the caller's; there is room for the sums.
+                    // Safety: guaranteed by the caller; there is room for the sums.
                     unsafe { few::product(&parts, &rows, panels.clone(), sums) };
                     continue;
                 }
                 for panel in panels.clone() {
-                    // Safety: the caller's; there is room for the sums.
-                    unsafe { one_panel(parts.iter().flatten(), &rows, panel, turned, sums) };
+                    // Safety: guaranteed by the caller; there is room for the sums.
+                    unsafe { one_panel(parts.iter().flatten(), &rows, panel, transposed, sums) };
                 }
             }
         }
     }
 }
 
-/// A panel's outputs for some rows: blocks of weights one after the other, each for all rows. Between two blocks the sums
-/// wait in `sums`; the first begins with what the sum begins with, the last writes the outputs.
+/// Computes a panel's outputs for a range of rows: blocks of weights one after another, each for all rows. Between
+/// two blocks the partial sums are stored in `sums`. The first block starts from the sum's initial value; the last
+/// one writes the outputs.
 unsafe fn one_panel<'a, 'j: 'a>(
     parts: impl Iterator<Item = &'a (&'a Job<'j>, Tiled, Range<usize>)> + Clone,
     rows: &Range<usize>,
     panel: usize,
-    turned: &mut Vec<Line>,
+    transposed: &mut Vec<Line>,
     sums: *mut f32,
 ) {
     let tiles = rows.len().div_ceil(ROWS);
-    // Few rows: the weights stream by once.
+    // Few rows: the weights are read only once.
     let at_once = if tiles == 1 { usize::MAX / 2 } else { DEEP };
     let blocks = parts.flat_map(|(job, tiled, sum)| {
         let depth = job.depth(panel);
@@ -208,13 +213,13 @@ unsafe fn one_panel<'a, 'j: 'a>(
     let mut blocks = blocks.peekable();
     let Some((first, ..)) = blocks.peek() else { return };
     let (valid, column) = (valid(first, panel), panel * PANEL);
-    // Tiles of rows whose outputs are whole tiles.
+    // Number of row tiles whose outputs are whole tiles.
     let whole = if valid == PANEL { rows.len() / ROWS } else { 0 };
     let edge = rows.start + whole * ROWS..rows.end;
     let mut fresh = true;
     let mut out = Output { at: sums, stride: PANEL };
     while let Some((job, tiled, begins, block)) = blocks.next() {
-        // Safety: the caller's.
+        // Safety: guaranteed by the caller.
         unsafe {
             let begin = Begin::of(job, begins, rows.start, column);
             let y = Output { at: job.y(rows.start, column), stride: job.stride };
@@ -224,24 +229,24 @@ unsafe fn one_panel<'a, 'j: 'a>(
             }
             let weights = match job.side {
                 Side::Forward => job.weight.panel(panel).add(block.start / 2 * PANEL),
-                Side::Backward => match job.turned {
+                Side::Backward => match job.transposed {
                     Some(all) => all.at(job.weight, panel, block.start),
                     None => {
-                        let out = room(turned, block.len().div_ceil(PANEL) * turned_words(PackDtype::Bf16));
-                        turn(rung(Isa::Avx512), job.weight, panel, &block, out);
+                        let out = room(transposed, block.len().div_ceil(PANEL) * transposed_words(PackDtype::Bf16));
+                        transpose(tile_kernels(Isa::Avx512), job.weight, panel, &block, out);
                         out.cast_const().cast()
                     }
                 },
             };
             let waiting = Output { at: sums, stride: PANEL };
             let steps = block.len().div_ceil(STEPS);
-            let is_turned_here = job.side == Side::Backward && job.turned.is_none();
+            let is_transposed_here = job.side == Side::Backward && job.transposed.is_none();
             tiles::Block {
                 inputs: tiled.at(rows.start, block.start),
                 inputs_stride: tiled.blocks * tiles::BYTES,
                 weights: weights.cast(),
                 steps,
-                next: weights.wrapping_add(if is_turned_here { 0 } else { steps * STEPS / 2 * PANEL }).cast(),
+                next: weights.wrapping_add(if is_transposed_here { 0 } else { steps * STEPS / 2 * PANEL }).cast(),
                 from: if fresh { begin } else { Begin::Rows(waiting.at, PANEL) },
                 to: if blocks.peek().is_none() { y } else { waiting },
                 whole,
@@ -252,39 +257,39 @@ unsafe fn one_panel<'a, 'j: 'a>(
         fresh = false;
     }
     for row in edge {
-        // Safety: the caller's.
+        // Safety: guaranteed by the caller.
         unsafe { copy(sums.add((row - rows.start) * PANEL), out.at.add((row - rows.start) * out.stride), valid) };
     }
 }
 
-/// What sums of tiles begin with.
+/// The initial value of a tile's sums.
 #[derive(Clone, Copy, Debug)]
 enum Begin {
     Zero,
-    /// For every row the same.
+    /// The same bias for every row.
     Bias(*const f32),
-    /// From the first row of the piece on, and their stride.
+    /// Rows of values, from the first row of the piece on, and their stride.
     Rows(*const f32, usize),
 }
 
 impl Begin {
-    /// Of a job's outputs from a row and column on.
+    /// The initial value of a job's outputs from a row and column on.
     unsafe fn of(job: &Job<'_>, begins: bool, row: usize, column: usize) -> Begin {
         match job.start {
             Start::Zero if begins => Begin::Zero,
             Start::Bias(bias) if begins => Begin::Bias(bias[column..].as_ptr()),
             Start::Rows(rows) if begins => Begin::Rows(rows.at(row, column), rows.stride),
-            // Safety: the caller's.
+            // Safety: guaranteed by the caller.
             Start::Zero | Start::Bias(_) | Start::Rows(_) | Start::Add => unsafe {
                 Begin::Rows(job.y(row, column).cast_const(), job.stride)
             },
         }
     }
 
-    /// Into the sums of some rows, so many columns.
+    /// Copies the initial value into the sums of a range of rows, for `valid` columns.
     unsafe fn copy(self, rows: Range<usize>, first: usize, valid: usize, sums: *mut f32) {
         for row in rows {
-            // Safety: the caller's.
+            // Safety: guaranteed by the caller.
             unsafe {
                 let to = sums.add((row - first) * PANEL);
                 match self {
@@ -297,23 +302,23 @@ impl Begin {
     }
 }
 
-/// Where tiles go.
+/// The destination of tiles.
 #[derive(Clone, Copy, Debug)]
 struct Output {
     at: *mut f32,
     stride: usize,
 }
 
-/// Operations of a step of [`peak`].
+/// Number of operations per step of [`peak`].
 pub(super) const PEAK_FLOPS: usize = 4 * 2 * ROWS * ROWS * STEPS;
 
-/// Four products of tiles a step.
+/// Computes four products of tiles per step, to measure the peak throughput.
 ///
 /// # Safety
 /// The machine has AMX.
 pub(super) unsafe fn peak(steps: usize) -> f32 {
     configure();
-    // Safety: the caller's; only registers.
+    // Safety: guaranteed by the caller; only registers are used.
     unsafe {
         std::arch::asm!(
             "tilezero tmm4",
@@ -336,12 +341,12 @@ pub(super) unsafe fn peak(steps: usize) -> f32 {
     0.0
 }
 
-/// `[tile][block][16][32]` bf16, zeros beyond the rows and the sum.
+/// Packs inputs as `[tile][block][16][32]` bf16, with zeros beyond the rows and the sum.
 ///
 /// # Safety
 /// The machine has AVX-512, and there is room.
 unsafe fn pack(job: &Job<'_>, rows: &Range<usize>, sum: &Range<usize>, out: *mut u8) {
-    // Safety: the caller's.
+    // Safety: guaranteed by the caller.
     unsafe {
         match std::arch::is_x86_feature_detected!("avx512bf16") {
             true => pack_converting(job, rows, sum, out),
@@ -352,7 +357,7 @@ unsafe fn pack(job: &Job<'_>, rows: &Range<usize>, sum: &Range<usize>, out: *mut
 
 #[target_feature(enable = "avx512f,avx512bf16")]
 unsafe fn pack_converting(job: &Job<'_>, rows: &Range<usize>, sum: &Range<usize>, out: *mut u8) {
-    // Safety: 64 bytes both.
+    // Safety: both types have 64 bytes.
     unsafe { pack_with(job, rows, sum, out, |low, high| std::mem::transmute(_mm512_cvtne2ps_pbh(high, low))) }
 }
 
@@ -362,17 +367,17 @@ unsafe fn pack_rounding(job: &Job<'_>, rows: &Range<usize>, sum: &Range<usize>, 
         let bits = _mm512_castps_si512(value);
         let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
         let nearest = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-        // What is no number stays none.
+        // A NaN stays a NaN.
         let none = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(value, value);
         let rounded = _mm512_mask_or_epi32(nearest, none, bits, _mm512_set1_epi32(0x0040_0000));
         _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(rounded))
     };
     let both = |low, high| _mm512_inserti64x4::<1>(_mm512_castsi256_si512(narrow(low)), narrow(high));
-    // Safety: the caller's.
+    // Safety: guaranteed by the caller.
     unsafe { pack_with(job, rows, sum, out, both) }
 }
 
-/// `narrow` makes 32 bf16 of 2 × 16 values.
+/// Packs inputs; `narrow` converts 2 × 16 values to 32 bf16.
 #[inline(always)]
 unsafe fn pack_with(
     job: &Job<'_>,
@@ -407,7 +412,7 @@ unsafe fn pack_with(
     }
 }
 
-/// Outputs of a panel.
+/// Number of outputs in a panel.
 fn valid(job: &Job<'_>, panel: usize) -> usize {
     job.columns.end.saturating_sub(panel * PANEL).min(PANEL)
 }

@@ -1,10 +1,11 @@
-//! Causal attention with grouped-query heads, sliding windows and a prompt that several completions share: decode,
-//! prefill and training by the same arithmetic, so that a query gives the same bits in all of them.
+//! Causal attention with grouped-query heads, sliding windows, and a prompt that several completions share. Decode,
+//! prefill and training use the same arithmetic, so that a query gets the same bits in all of them.
 //!
-//! Keys and values lie in segments, in blocks of 16 positions counted from the segment's own start. A query sees a range of
-//! the prompt's segment and a range of its completion's. It goes through them chunk by chunk (a fixed number of blocks),
-//! with a running largest score: scores are chains over the head's width, the softmax sums lane by lane, the output is a
-//! chain over the positions. What shares a tile with a query, and the threads, change no bit of it.
+//! Keys and values are stored in segments, in blocks of 16 positions counted from the segment's own start. A query
+//! attends to a range of the prompt's segment and a range of its completion's. It processes them chunk by chunk (a
+//! fixed number of blocks), with a running maximum of the scores: scores are chains of fused operations over the head's
+//! width, the softmax sums per lane, the output is a chain over the positions. Neither the other queries of a tile nor
+//! the number of threads change any bit.
 
 mod backward;
 mod forward;
@@ -22,38 +23,38 @@ pub use groups::{Forward, Group, Segments, attend_groups};
 use super::floats::Floats;
 use tile::Blocks;
 
-/// Positions in a block.
+/// Number of positions in a block.
 pub const BLOCK: usize = 16;
-/// Positions that a segment drops together, at least: the others are moved each time.
+/// Minimum number of positions that a segment drops together, because the remaining ones are moved each time.
 pub const DROPPED_AT_ONCE: usize = 256;
 
 /// Sizes of attention. A row of `qkv` is `[q heads | k heads | v heads]`, each head `head_dim` wide.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Heads {
-    /// Query heads.
+    /// Number of query heads.
     pub num_heads: usize,
-    /// Key and value heads.
+    /// Number of key and value heads.
     pub num_kv_heads: usize,
     /// Width of a head.
     pub head_dim: usize,
-    /// Dot products are multiplied by this.
+    /// Factor on the dot products.
     pub scale: f32,
-    /// Scores are c·tanh(scaled dot product / c), where there is a c.
+    /// Scores become c·tanh(scaled dot product / c) if c is set.
     pub softcap: Option<f32>,
 }
 
 impl Heads {
-    /// Dot products are divided by the root of a head's width.
+    /// Creates sizes with the usual scale: one over the square root of a head's width.
     pub fn new(num_heads: usize, num_kv_heads: usize, head_dim: usize) -> Self {
         Self { num_heads, num_kv_heads, head_dim, scale: (head_dim as f32).powf(-0.5), softcap: None }
     }
 
-    /// Width of all query heads.
+    /// Width of all query heads together.
     pub fn q_width(&self) -> usize {
         self.num_heads * self.head_dim
     }
 
-    /// Width of all key heads.
+    /// Width of all key heads together.
     pub fn kv_width(&self) -> usize {
         self.num_kv_heads * self.head_dim
     }
@@ -63,55 +64,55 @@ impl Heads {
         self.q_width() + 2 * self.kv_width()
     }
 
-    /// Query heads a key head serves.
+    /// Number of query heads per key head.
     pub fn group_size(&self) -> usize {
         self.num_heads / self.num_kv_heads
     }
 
-    /// A head's width in whole vectors.
+    /// A head's width rounded up to whole vectors.
     fn padded(&self) -> usize {
         self.head_dim.next_multiple_of(BLOCK)
     }
 }
 
-/// What a token may look at.
+/// The positions that a token attends to.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Visible {
     /// Positions of the prompt's segment.
     pub prompt: Range<usize>,
-    /// Positions of its own segment; for a token of the prompt none.
+    /// Positions of its own segment; empty for a token of the prompt.
     pub own: Range<usize>,
 }
 
 impl Visible {
-    /// Token `position` of a prompt; `window`: how many positions it sees, its own included.
+    /// Positions for token `position` of a prompt; `window` is the number of positions, its own included.
     pub fn of_prompt(position: usize, window: Option<usize>) -> Visible {
         Visible { prompt: first_seen(position, window)..position + 1, own: 0..0 }
     }
 
-    /// Token `index` of a completion of a prompt of `prompt_len` tokens.
+    /// Positions for token `index` of a completion after a prompt of `prompt_len` tokens.
     pub fn of_completion(prompt_len: usize, index: usize, window: Option<usize>) -> Visible {
         let first = first_seen(prompt_len + index, window);
         Visible { prompt: first.min(prompt_len)..prompt_len, own: first.saturating_sub(prompt_len)..index + 1 }
     }
 }
 
-/// The first position that the one at `position` sees; `window`: how many it sees, its own included.
+/// The first position that the token at `position` attends to; `window` is the number of positions, its own included.
 pub fn first_seen(position: usize, window: Option<usize>) -> usize {
     window.map_or(0, |window| (position + 1).saturating_sub(window.max(1)))
 }
 
-/// Where the block of a position begins.
+/// Start of the block that contains a position.
 fn block_start(position: usize) -> usize {
     position / BLOCK * BLOCK
 }
 
-/// The blocks of some positions.
+/// The blocks that contain these positions.
 fn blocks(positions: &Range<usize>) -> Range<usize> {
     if positions.is_empty() { 0..0 } else { positions.start / BLOCK..positions.end.div_ceil(BLOCK) }
 }
 
-/// The smallest range that holds all that are not empty.
+/// The smallest range that contains all nonempty ranges.
 fn union(ranges: impl Iterator<Item = Range<usize>>) -> Range<usize> {
     let seen = ranges.filter(|range| !range.is_empty());
     seen.reduce(|all, range| all.start.min(range.start)..all.end.max(range.end)).unwrap_or(0..0)
@@ -122,32 +123,33 @@ fn intersection(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
     start..end.max(start)
 }
 
-/// Keys and values of some positions in one layer. The first may have been dropped: the others keep their numbers, and so the
-/// chunks in which a query goes through them, and its bits.
+/// Keys and values of a range of positions in one layer. The first positions may have been dropped. The others keep
+/// their numbers, so that a query processes them in the same chunks and gets the same bits.
 #[derive(Clone, Debug, Default)]
 pub struct Segment {
     /// The first position that is kept, at the start of a block.
     first: usize,
     len: usize,
-    /// `[block][k head][head_dim][16]`
+    /// Keys in blocks, `[block][k head][head_dim][16]`.
     keys: Floats,
-    /// `[block][v head][16][padded head_dim]`
+    /// Values, `[block][v head][16][padded head_dim]`.
     values: Floats,
 }
 
 impl Segment {
-    /// An empty segment that begins with a position's block, at [`Segment::len`]: those before it were dropped.
+    /// Creates an empty segment whose first block contains `position`; earlier positions count as dropped. Its
+    /// [`Segment::len`] is the start of that block.
     pub fn beginning_at(position: usize) -> Segment {
         let first = block_start(position);
         Segment { first, len: first, ..Segment::default() }
     }
 
-    /// Positions, with those that were dropped.
+    /// Number of positions, including dropped ones.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Positions that are kept.
+    /// The positions that are kept.
     pub fn kept(&self) -> Range<usize> {
         self.first..self.len
     }
@@ -157,7 +159,7 @@ impl Segment {
         positions.is_empty() || (self.first <= positions.start && positions.end <= self.len)
     }
 
-    /// Drop the blocks before a position's once they are many; the memory stays.
+    /// Drops the blocks before a position once there are many of them; keeps the memory.
     pub fn drop_before(&mut self, heads: &Heads, position: usize) {
         let first = block_start(position.min(self.len));
         if first >= self.first + DROPPED_AT_ONCE {
@@ -168,32 +170,32 @@ impl Segment {
         }
     }
 
-    /// Whether there is none.
+    /// Whether the segment has no positions.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Forget all positions; the memory stays.
+    /// Removes all positions; keeps the memory.
     pub fn clear(&mut self) {
         (self.first, self.len) = (0, 0);
         self.keys.clear();
         self.values.clear();
     }
 
-    /// Make room for so many more positions.
+    /// Reserves memory for this many more positions.
     pub fn reserve(&mut self, heads: &Heads, positions: usize) {
         let blocks = (self.kept().len() + positions).div_ceil(BLOCK);
         self.keys.reserve(blocks * Self::key_stride(heads));
         self.values.reserve(blocks * Self::value_stride(heads));
     }
 
-    /// Append the key and value heads of one row of `qkv`.
+    /// Appends the key and value heads of one row of `qkv`.
     pub fn push(&mut self, heads: &Heads, qkv: &[f32]) {
         self.grow(heads, self.len + 1);
         self.put(heads, self.len - 1, qkv);
     }
 
-    /// Append the key and value heads of rows of `qkv`, one after the other.
+    /// Appends the key and value heads of several rows of `qkv`.
     pub fn extend(&mut self, heads: &Heads, qkv: &[f32]) {
         let first = self.len;
         self.grow(heads, first + qkv.len() / heads.width());
@@ -202,7 +204,7 @@ impl Segment {
         }
     }
 
-    /// So many positions; new ones hold zeros.
+    /// Sets the number of positions; new ones hold zeros.
     fn grow(&mut self, heads: &Heads, len: usize) {
         let blocks = (len - self.first).div_ceil(BLOCK);
         self.keys.resize(blocks * Self::key_stride(heads));
@@ -210,7 +212,7 @@ impl Segment {
         self.len = len;
     }
 
-    /// Write one position.
+    /// Writes the key and value heads of one position.
     fn put(&mut self, heads: &Heads, position: usize, qkv: &[f32]) {
         let (keys, values) = qkv[heads.q_width()..heads.width()].split_at(heads.kv_width());
         let (block, lane) = (self.place_of(position / BLOCK), position % BLOCK);
@@ -225,7 +227,7 @@ impl Segment {
         }
     }
 
-    /// Where a block lies.
+    /// Index of a block in memory.
     fn place_of(&self, block: usize) -> usize {
         block - self.first / BLOCK
     }

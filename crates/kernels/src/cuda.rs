@@ -1,6 +1,6 @@
-//! Kernels for NVIDIA GPUs: one source (`cuda/device/`) that nvcc compiles and, for tests without a GPU, the C++
-//! compiler behind an emulator (`testing/`). Beside each kernel stands a safe function that checks its shapes and
-//! launches it; all of the backend's `unsafe` lies here.
+//! Kernels for NVIDIA GPUs. One source (`cuda/device/`) is compiled by nvcc and, for tests without a GPU, by the C++
+//! compiler for an emulator (`testing/`). Each kernel has a safe function that checks its shapes and launches it; all
+//! `unsafe` code of the backend is in this module.
 
 pub mod attention;
 pub mod cache;
@@ -19,5 +19,5 @@ pub mod optim;
 pub mod rope;
 pub mod rows;
 
-/// Left free on a device, bytes: what its driver takes while it runs.
+/// Memory left free on a device, in bytes, for the driver's own use at run time.
 pub const KEPT_FREE_BYTES: u64 = 512 << 20;

@@ -1,43 +1,43 @@
-//! A buffer that begins at a cache line, so that a vector never lies across two.
+//! A buffer aligned to cache lines, so that a vector never spans two lines.
 
 use std::ops::{Deref, DerefMut};
 
-/// Values of a line.
+/// Number of values in a cache line.
 const LINE: usize = 16;
 
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C, align(64))]
 struct Line([f32; LINE]);
 
-/// Whole lines of f32.
+/// Whole cache lines of f32.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Floats {
     lines: Vec<Line>,
 }
 
 impl Floats {
-    /// At least so many values; new ones are 0.
+    /// Resizes to at least this many values; new ones are 0.
     pub fn resize(&mut self, len: usize) {
         self.lines.resize(len.div_ceil(LINE), Line::default());
     }
 
-    /// At least so many values, all 0.
+    /// Resizes to at least this many values, all 0.
     pub fn zeros(&mut self, len: usize) {
         self.lines.clear();
         self.resize(len);
     }
 
-    /// Forget all; the memory stays.
+    /// Removes all values; keeps the memory.
     pub fn clear(&mut self) {
         self.lines.clear();
     }
 
-    /// Drop the first so many values, whole lines of them; the memory stays.
+    /// Drops the first `len` values, a multiple of the line size; keeps the memory.
     pub fn drop_first(&mut self, len: usize) {
         self.lines.drain(..len / LINE);
     }
 
-    /// Make room for so many in all.
+    /// Reserves memory for this many values in total.
     pub fn reserve(&mut self, len: usize) {
         self.lines.reserve_exact(len.div_ceil(LINE).saturating_sub(self.lines.len()));
     }
@@ -47,14 +47,14 @@ impl Deref for Floats {
     type Target = [f32];
 
     fn deref(&self) -> &[f32] {
-        // Safety: a line is so many values side by side.
+        // Safety: a line is an array of LINE values without padding.
         unsafe { std::slice::from_raw_parts(self.lines.as_ptr().cast(), self.lines.len() * LINE) }
     }
 }
 
 impl DerefMut for Floats {
     fn deref_mut(&mut self) -> &mut [f32] {
-        // Safety: a line is so many values side by side.
+        // Safety: a line is an array of LINE values without padding.
         unsafe { std::slice::from_raw_parts_mut(self.lines.as_mut_ptr().cast(), self.lines.len() * LINE) }
     }
 }

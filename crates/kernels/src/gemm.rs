@@ -1,7 +1,7 @@
-//! Matrix products with packed weights, for every number of rows by the same arithmetic.
+//! Matrix products with packed weights, with the same arithmetic for any number of rows.
 //!
-//! Every output is one chain of multiply-adds in order, whatever the number of rows, the threads or the cut: the same row
-//! gives the same bits in decode, prefill and training. AMX sums blocks of 32 and chains those.
+//! Every output is one chain of multiply-adds in order, whatever the number of rows, the threads or the division of
+//! work: a row gives the same bits in decode, prefill and training. AMX sums blocks of 32 and chains those.
 
 mod job;
 mod outer;
@@ -27,77 +27,77 @@ pub(super) use job::{Job, Side, Start};
 pub use outer::{Factors, WIDEST_FACTOR, outer, outer_factors, outer_here};
 use product::Scratch;
 
-/// One summand of a product: rows of inputs and the weight that they meet.
+/// One term of a product: rows of inputs and the weight they are multiplied with.
 #[derive(Clone, Copy, Debug)]
 pub struct Term<'a> {
-    /// Rows, `stride` apart.
+    /// Input rows, `stride` apart.
     pub x: &'a [f32],
-    /// Elements from one row to the next.
+    /// Number of elements from one row to the next.
     pub stride: usize,
-    /// The weight.
+    /// The packed weight of the term.
     pub weight: &'a PackedMatrix,
 }
 
-/// Where a product goes.
+/// The destination of a product.
 #[derive(Debug)]
 pub struct Output<'a> {
-    /// Rows, `stride` apart.
+    /// Output rows, `stride` apart.
     pub y: &'a mut [f32],
-    /// Elements from one row to the next.
+    /// Number of elements from one row to the next.
     pub stride: usize,
-    /// How many.
+    /// Number of rows to write.
     pub rows: usize,
-    /// Add to what is there.
+    /// Whether to add to the existing values.
     pub add: bool,
 }
 
 /// Rows of a matrix inside a wider one.
 #[derive(Clone, Copy, Debug)]
 pub struct Rows<'a> {
-    /// From the first element of the first row on.
+    /// The values from the first element of the first row on.
     pub values: &'a [f32],
-    /// Elements of a row that count.
+    /// Number of elements used in each row.
     pub width: usize,
-    /// Elements from one row to the next.
+    /// Number of elements from one row to the next.
     pub stride: usize,
 }
 
-/// A linear layer, with an adapter of low rank or without.
+/// A linear layer, with or without an adapter of low rank.
 #[derive(Debug)]
 pub struct Linear<'a> {
     /// Inputs, `stride` apart, as many rows as the output has.
     pub x: &'a [f32],
-    /// Elements from one row to the next.
+    /// Number of elements from one row to the next.
     pub stride: usize,
-    /// `[n, k]`
+    /// The weight `[n, k]`.
     pub weight: &'a PackedMatrix,
-    /// `[n]`; none where the product adds to what is there.
+    /// The bias `[n]`; none if the product adds to existing values.
     pub bias: Option<&'a [f32]>,
     /// Rows, as wide as the output, that the product is added to; none with a bias.
     pub residual: Option<&'a [f32]>,
-    /// The adapter.
+    /// The adapter of the layer.
     pub lora: Option<Lora<'a>>,
 }
 
-/// Outputs, and the ranks that they read.
+/// A range of outputs, and the ranks that they read.
 pub type Part = (Range<usize>, Range<usize>);
 
 /// An adapter: y += (x·Aᵀ)·Bᵀ.
 #[derive(Debug)]
 pub struct Lora<'a> {
-    /// `[rank, k]`, every layer's that is fused here one below the other.
+    /// The stacked factors A of all fused layers, `[rank, k]`.
     pub a: &'a PackedMatrix,
-    /// `[n, rank]`, scaled. Zero outside of `parts`.
+    /// The factor B `[n, rank]`, scaled. Zero outside of `parts`.
     pub b: &'a PackedMatrix,
-    /// B is block-diagonal: which outputs read which ranks. Outputs in no part read none; where there are no parts at
-    /// all, every output reads every rank.
+    /// The blocks of the block-diagonal B: which outputs read which ranks. Outputs in no part read none; without any
+    /// parts, every output reads every rank.
     pub parts: &'a [Part],
-    /// x·Aᵀ `[rows, rank]` for the way back.
+    /// Receives x·Aᵀ `[rows, rank]` for the backward pass.
     pub hidden: Option<&'a mut [f32]>,
 }
 
-/// y `[rows, n]` = bias `[n]` + Σ over terms x `[rows, k]` · weightᵀ, or y += the sum. All weights have the same n; what
-/// adds to y has no bias.
+/// Computes y `[rows, n]` = bias `[n]` + Σ over terms x `[rows, k]` · weightᵀ, or y += the sum. All weights have the
+/// same n; an output with `add` has no bias.
 pub fn forward(threads: &Threads, isa: Isa, terms: &[Term<'_>], bias: Option<&[f32]>, out: Output<'_>) {
     let Some(first) = terms.first() else { return };
     let n = first.weight.n();
@@ -105,7 +105,7 @@ pub fn forward(threads: &Threads, isa: Isa, terms: &[Term<'_>], bias: Option<&[f
     run(threads, isa, Side::Forward, terms, bias, n, out);
 }
 
-/// dx `[rows, k]` (+)= Σ over terms dy `[rows, n]` · weight. All weights have the same k.
+/// Computes dx `[rows, k]` (+)= Σ over terms dy `[rows, n]` · weight. All weights have the same k.
 pub fn backward(threads: &Threads, isa: Isa, terms: &[Term<'_>], out: Output<'_>) {
     let Some(first) = terms.first() else { return };
     let k = first.weight.k();
@@ -141,7 +141,7 @@ fn run(
     }
 }
 
-/// The sum of one or two products, spread over the threads; each row is `size` multiply-adds.
+/// Computes the sum of one or two products with all threads; each row takes `size` multiply-adds.
 fn spread(threads: &Threads, isa: Isa, jobs: &[Job<'_>], rows: usize, (width, size): (usize, usize)) {
     assert!(isa.runs(), "{isa} does not run on this machine");
     let cell = |jobs: &[Job<'_>], rows: Range<usize>, panels: Range<usize>| {
@@ -151,51 +151,52 @@ fn spread(threads: &Threads, isa: Isa, jobs: &[Job<'_>], rows: usize, (width, si
     if isa == Isa::Amx && amx::shares(jobs, rows) {
         return shared::spread(threads, jobs, rows, width);
     }
-    cut(threads, isa, jobs[0].side, rows, width, size, |rows, panels| cell(jobs, rows, panels));
+    divide_work(threads, isa, jobs[0].side, rows, width, size, |rows, panels| cell(jobs, rows, panels));
 }
 
-/// Inputs that were laid out for many calls of [`forward_panels`]; by default each call lays out its own.
+/// Inputs packed once for many calls of [`forward_panels`]; by default each call packs its own.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Laid {
+pub struct SharedInputs {
     #[cfg(target_arch = "x86_64")]
     tiled: Option<amx::Tiled>,
 }
 
-impl Laid {
-    /// From a row on, a multiple of 16.
-    pub fn starting_at(self, row: usize) -> Laid {
-        assert!(row.is_multiple_of(16), "rows are laid out by 16");
-        Laid {
+impl SharedInputs {
+    /// The packed inputs from a row on, which must be a multiple of 16.
+    pub fn starting_at(self, row: usize) -> SharedInputs {
+        assert!(row.is_multiple_of(16), "rows are packed in groups of 16");
+        SharedInputs {
             #[cfg(target_arch = "x86_64")]
             tiled: self.tiled.map(|tiled| tiled.starting_at(row)),
         }
     }
 }
 
-/// Lay out x `[rows, k]` for calls with this weight inside `f`, where that pays.
-pub fn with_laid<T>(
+/// Packs x `[rows, k]` for calls with this weight inside `f`, if that is worthwhile.
+pub fn with_shared_inputs<T>(
     threads: &Threads,
     isa: Isa,
     x: &[f32],
     rows: usize,
     weight: &PackedMatrix,
-    f: impl FnOnce(Laid) -> T,
+    f: impl FnOnce(SharedInputs) -> T,
 ) -> T {
     #[cfg(target_arch = "x86_64")]
     if isa == Isa::Amx {
         let inputs = Inputs { values: x, stride: weight.k(), first_row: 0, first: 0 };
         inputs.check(rows, weight.k());
-        return shared::with_laid(threads, inputs, rows, weight, |tiled| f(Laid { tiled }));
+        return shared::with_shared_inputs(threads, inputs, rows, weight, |tiled| f(SharedInputs { tiled }));
     }
-    f(Laid::default())
+    f(SharedInputs::default())
 }
 
-/// [`forward`] with one weight for the outputs of some panels, on the calling thread: the streamed head. Column 0 of y is
-/// output `panels.start * PANEL`; `bias` is that of all outputs. The same bits as the whole product.
+/// Computes [`forward`] with one weight for the outputs of some panels, on the calling thread, for the
+/// streamed head. Column 0 of y is output `panels.start * PANEL`; `bias` covers all outputs. The bits are the
+/// same as in the whole product.
 pub fn forward_panels(
     isa: Isa,
     term: &Term<'_>,
-    laid: Laid,
+    shared_inputs: SharedInputs,
     bias: Option<&[f32]>,
     panels: Range<usize>,
     out: Output<'_>,
@@ -206,14 +207,15 @@ pub fn forward_panels(
     let target = Target::new(out, outputs_of(&panels, term.weight.n()));
     let job = Job {
         #[cfg(target_arch = "x86_64")]
-        tiled: laid.tiled,
+        tiled: shared_inputs.tiled,
         ..Job::new(Side::Forward, term.weight, inputs, target.start(bias), &target, next_call())
     };
     SCRATCH.with_borrow_mut(|scratch| run_jobs(isa, &[job], scratch, 0..rows, panels));
 }
 
-/// dx `[rows, k]` (+)= dy · weight over the outputs of some panels, on the calling thread. Column 0 of `dy` is output
-/// `panels.start * PANEL`. A chain over the outputs in order: adding consecutive ranges gives the same bits as one call.
+/// Computes dx `[rows, k]` (+)= dy · weight over the outputs of some panels, on the calling thread. Column 0 of `dy` is
+/// output `panels.start * PANEL`. Each sum is a chain over the outputs in order: adding consecutive ranges gives the
+/// same bits as one call.
 pub fn backward_panels(isa: Isa, weight: &PackedMatrix, panels: Range<usize>, dy: Rows<'_>, out: Output<'_>) {
     assert!(isa.runs(), "{isa} does not run on this machine");
     let outputs = outputs_of(&panels, weight.n());
@@ -227,14 +229,14 @@ pub fn backward_panels(isa: Isa, weight: &PackedMatrix, panels: Range<usize>, dy
     SCRATCH.with_borrow_mut(|scratch| run_jobs(isa, &[job], scratch, 0..rows, 0..weight.k().div_ceil(PANEL)));
 }
 
-/// The outputs of some panels.
+/// The outputs of a range of panels.
 fn outputs_of(panels: &Range<usize>, n: usize) -> Range<usize> {
     assert!(panels.start <= panels.end && panels.end <= n.div_ceil(PANEL), "no such panels");
     (panels.start * PANEL).min(n)..(panels.end * PANEL).min(n)
 }
 
-/// y `[rows, n]` = bias + x·Wᵀ + (x·Aᵀ)·Bᵀ, or y += the products: one piece of work for all. Where threads share rows
-/// each of them computes x·Aᵀ for itself.
+/// Computes y `[rows, n]` = bias + x·Wᵀ + (x·Aᵀ)·Bᵀ, or y += the products, as one unit of work. If several threads
+/// share rows, each of them computes x·Aᵀ itself.
 pub fn linear(threads: &Threads, isa: Isa, linear: Linear<'_>, out: Output<'_>) {
     let Linear { x, stride, weight, bias, residual, lora } = linear;
     let (n, k, rows) = (weight.n(), weight.k(), out.rows);
@@ -245,7 +247,7 @@ pub fn linear(threads: &Threads, isa: Isa, linear: Linear<'_>, out: Output<'_>) 
         Some(values) => {
             assert!(
                 bias.is_none() && !target.add && values.len() >= rows * n,
-                "a residual of another shape, or two starts"
+                "a residual with another shape, or more than one initial value"
             );
             Start::Rows(StartRows { values, stride: n })
         }
@@ -277,9 +279,9 @@ pub fn linear(threads: &Threads, isa: Isa, linear: Linear<'_>, out: Output<'_>) 
     {
         return shared::linear(threads, &base, (a, b, parts), hidden_out, rows);
     }
-    cut(threads, isa, Side::Forward, rows, n, size, |rows, panels| {
+    divide_work(threads, isa, Side::Forward, rows, n, size, |rows, panels| {
         SCRATCH.with_borrow_mut(|scratch| {
-            // The inputs of so many rows are packed once for both.
+            // The inputs of this many rows are packed once for both products.
             let at_once = if isa == Isa::Amx { rows.len() } else { product::ROWS };
             for rows in product::balanced(rows, at_once) {
                 let of = Some((call, rows.clone()));
@@ -298,7 +300,7 @@ pub fn linear(threads: &Threads, isa: Isa, linear: Linear<'_>, out: Output<'_>) 
                 if let Some(out) = hidden_out
                     && panels.start == 0
                 {
-                    // Safety: one cell has these rows and panel 0, and the length was checked.
+                    // Safety: only one cell has these rows and panel 0, and the length was checked.
                     let out = unsafe { out.part(rows.start * rank..rows.end * rank) };
                     out.copy_from_slice(&hidden[..rows.len() * rank]);
                 }
@@ -308,45 +310,45 @@ pub fn linear(threads: &Threads, isa: Isa, linear: Linear<'_>, out: Output<'_>) 
     });
 }
 
-/// The way back through a linear layer.
+/// The arguments of a linear layer's backward pass.
 #[derive(Debug)]
-pub struct LinearBack<'a> {
-    /// dL/dy, `stride` apart, as many rows as dx has.
+pub struct LinearBackward<'a> {
+    /// The gradient dL/dy, `stride` apart, as many rows as dx has.
     pub dy: &'a [f32],
-    /// Elements from one row to the next.
+    /// Number of elements from one row to the next.
     pub stride: usize,
-    /// `[n, k]`
+    /// The weight `[n, k]`.
     pub weight: &'a PackedMatrix,
-    /// The adapter.
-    pub lora: Option<LoraBack<'a>>,
+    /// The adapter of the layer.
+    pub lora: Option<LoraBackward<'a>>,
 }
 
-/// The way back through an adapter.
+/// The arguments of an adapter's backward pass.
 #[derive(Debug)]
-pub struct LoraBack<'a> {
-    /// `[rank, k]`
+pub struct LoraBackward<'a> {
+    /// The stacked factors A, `[rank, k]`.
     pub a: &'a PackedMatrix,
-    /// Of each part Bᵀ `[its ranks, its outputs]`, scaled.
+    /// Bᵀ of each part `[its ranks, its outputs]`, scaled.
     pub b_transposed: &'a [PackedMatrix],
-    /// Which outputs read which ranks.
+    /// The outputs of each part, and the ranks that they read.
     pub parts: &'a [Part],
-    /// dy·B `[rows, rank]`
+    /// Receives dy·B `[rows, rank]`.
     pub dh: &'a mut [f32],
-    /// Whether dx gets dh·A; where dropout lies between, it does not.
+    /// Whether dh·A is added to dx; false if dropout comes in between.
     pub adds: bool,
 }
 
-/// dx `[rows, k]` (+)= dy·W + (dy·B)·A, and dh = dy·B.
-pub fn linear_backward(threads: &Threads, isa: Isa, linear: LinearBack<'_>, out: Output<'_>) {
-    let LinearBack { dy, stride, weight, lora } = linear;
+/// Computes dx `[rows, k]` (+)= dy·W + (dy·B)·A, and dh = dy·B.
+pub fn linear_backward(threads: &Threads, isa: Isa, linear: LinearBackward<'_>, out: Output<'_>) {
+    let LinearBackward { dy, stride, weight, lora } = linear;
     let of_weight = Term { x: dy, stride, weight };
-    let Some(LoraBack { a, b_transposed, parts, dh, adds }) = lora else {
+    let Some(LoraBackward { a, b_transposed, parts, dh, adds }) = lora else {
         return backward(threads, isa, &[of_weight], out);
     };
     let (rows, rank) = (out.rows, a.n());
     assert!(a.k() == weight.k() && dh.len() >= rows * rank && parts.len() == b_transposed.len());
     #[cfg(target_arch = "x86_64")]
-    if isa == Isa::Amx && shared::goes_back(&of_weight, (a, b_transposed, parts), rows) {
+    if isa == Isa::Amx && shared::supports_backward(&of_weight, (a, b_transposed, parts), rows) {
         return shared::linear_backward(threads, of_weight, (a, b_transposed, parts), (dh, adds), out);
     }
     for ((outputs, ranks), b) in parts.iter().zip(b_transposed) {
@@ -357,16 +359,16 @@ pub fn linear_backward(threads: &Threads, isa: Isa, linear: LinearBack<'_>, out:
     backward(threads, isa, &terms[..if adds { 2 } else { 1 }], out);
 }
 
-/// Multiply-adds that one thread does sooner than two, a few microseconds.
+/// Number of multiply-adds below which one thread is faster than two: a few microseconds of work.
 const ALONE: usize = 1 << 18;
-/// The same with tiles, which always multiply 16 rows.
+/// The same limit for AMX tiles, which always multiply 16 rows.
 const ALONE_WITH_TILES: usize = 3 << 20;
 
-/// Rows that are not cut: the weights are read once.
+/// Number of rows up to which rows are not divided, so that the weights are read once.
 const ONE_CELL: usize = 96;
 
-/// Share a product of so many rows and outputs, each row `size` multiply-adds.
-fn cut(
+/// Divides a product of `rows` rows and a range of outputs among the threads; each row takes `size` multiply-adds.
+fn divide_work(
     threads: &Threads,
     isa: Isa,
     side: Side,
@@ -384,7 +386,7 @@ fn cut(
     if rows.max(least_rows).saturating_mul(size) <= alone {
         return f(0..rows, 0..panels);
     }
-    // For many rows the weights are turned once.
+    // If there are many rows, the weights are transposed only once.
     let row_multiple = match (isa, side) {
         (Isa::Amx, Side::Forward) => 256,
         (Isa::Amx, Side::Backward) => 512,
@@ -394,7 +396,8 @@ fn cut(
     threads.grid(rows, row_multiple, panels, 1, f);
 }
 
-/// Products on the calling thread, whose machine must have the rung, the sum of all in the outputs of all.
+/// Computes products on the calling thread, and adds them up in their outputs. The machine must
+/// support the instruction set.
 fn run_jobs(isa: Isa, jobs: &[Job<'_>], scratch: &mut Scratch, rows: Range<usize>, panels: Range<usize>) {
     if rows.is_empty() || panels.is_empty() {
         return;
@@ -408,21 +411,21 @@ fn run_jobs(isa: Isa, jobs: &[Job<'_>], scratch: &mut Scratch, rows: Range<usize
         }
         return;
     }
-    // Safety: the rung is available, and the bounds were checked where the job was made.
+    // Safety: the machine supports the instruction set, and the bounds were checked when the job was created.
     unsafe {
         #[cfg(target_arch = "x86_64")]
         if isa == Isa::Amx && jobs.iter().all(|job| job.weight.dtype() == PackDtype::Bf16) {
             return amx::product(jobs, scratch, rows, panels);
         }
-        product::product(tile::rung(isa), jobs, scratch, rows, panels);
+        product::product(tile::tile_kernels(isa), jobs, scratch, rows, panels);
     }
 }
 
-/// How far the products of two rungs of one small odd shape, forward and back, are apart at most.
+/// The largest difference between the products of two instruction sets for one small odd shape, forward and backward.
 #[cfg(target_arch = "x86_64")]
 pub(super) fn apart(one: Isa, other: Isa, (rows, n, k): (usize, usize, usize)) -> f32 {
     let values = |len: usize, step: usize| -> Vec<f32> {
-        // Exact in bf16.
+        // All values are exact in bf16.
         (0..len).map(|index| (index * step % 255) as f32 / 128.0 - 1.0).collect()
     };
     let weight = PackedMatrix::new(&values(n * k, 37), k, PackDtype::Bf16);
@@ -437,14 +440,14 @@ pub(super) fn apart(one: Isa, other: Isa, (rows, n, k): (usize, usize, usize)) -
     let mut apart = 0f32;
     for (side, width, depth) in [(Side::Forward, n, k), (Side::Backward, k, n)] {
         for (a, b) in of(one, side, width, depth).iter().zip(of(other, side, width, depth)) {
-            // What is no number is as far away as can be.
+            // A NaN counts as an infinite difference.
             apart = if (a - b).abs() <= apart { apart } else { (a - b).abs() };
         }
     }
     apart
 }
 
-/// Every public call has its own number.
+/// A new id for each public call.
 fn next_call() -> u64 {
     static CALLS: AtomicU64 = AtomicU64::new(1);
     CALLS.fetch_add(1, Ordering::Relaxed)

@@ -1,9 +1,9 @@
-//! The language-model head over a packed weight `[vocab, hidden]`, streamed: the logits of a chunk of the vocabulary and
-//! some rows lie in a buffer that stays in the cache, `[rows, vocab]` is never held.
+//! The language-model head over a packed weight `[vocab, hidden]`, streamed: a buffer that stays in the cache holds the
+//! logits of a chunk of the vocabulary and some rows; `[rows, vocab]` is never in memory.
 //!
-//! Of each row and chunk its largest logit, Σ eᶻ and Σ eᶻ·z are kept, z = logit / temperature less the chunk's largest,
-//! and combined in the order of the chunks. Chunks are the same whatever the rows and threads, so a row's result depends
-//! on the row alone, and what [`choose`] reports is what [`score`] gives.
+//! For each row and chunk, the largest logit, Σ eᶻ and Σ eᶻ·z are kept, with z = logit / temperature minus the chunk's
+//! largest, and combined in the order of the chunks. Chunks do not depend on rows and threads. A row's result therefore
+//! depends only on that row, and [`choose`] reports the same log-probs as [`score`].
 
 mod choose;
 mod gradient;
@@ -16,23 +16,23 @@ use std::ops::Range;
 pub use choose::{Chosen, Pick, choose};
 pub use gradient::{Gradient, score_vjp};
 
-use super::gemm::{Laid, Output, Term, forward, forward_panels, with_laid};
+use super::gemm::{Output, SharedInputs, Term, forward, forward_panels, with_shared_inputs};
 use super::isa::Isa;
 use super::pack::{PANEL, PackedMatrix};
-use super::rows::{each_row, on_every_rung, take_turns};
+use super::rows::{each_row, on_every_isa, take_turns};
 use super::simd::{Simd, exp, tanh};
 use super::threads::{Shared, Threads};
 
-/// Outputs of a chunk.
+/// Number of outputs in a chunk.
 const CHUNK: usize = 512;
-/// Panels of a chunk.
+/// Number of panels in a chunk.
 const CHUNK_PANELS: usize = CHUNK / PANEL;
-/// Rows whose logits of a chunk are computed together.
+/// Number of rows whose logits of a chunk are computed together.
 const ROWS_AT_ONCE: usize = 128;
-/// Logits of a thread at a time.
+/// Number of logits in a thread's buffer.
 const LOGITS_AT_ONCE: usize = ROWS_AT_ONCE * CHUNK;
 
-/// What the distribution of a row says of a token.
+/// The score of a token in the distribution of a row.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct TokenScore {
     /// Log-probability of the token, in nats.
@@ -41,71 +41,71 @@ pub struct TokenScore {
     pub entropy: f32,
 }
 
-/// What makes the probabilities of a row sum to 1: p = e^(logit / temperature − largest) / sum.
+/// The normalization of a row's probabilities: p = e^(logit / temperature − largest) / sum.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Normalizer {
     /// The largest logit / temperature.
     pub largest: f32,
-    /// Σ e^(logit / temperature − largest)
+    /// The sum Σ e^(logit / temperature − largest).
     pub sum: f64,
 }
 
-/// Which tokens a draw may take, of those of a row.
+/// Filters that restrict which tokens of a row may be sampled.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Filters {
-    /// Keep the K most probable, and whatever is as probable as the last of them; 0 = off.
+    /// Keep the K most probable tokens, and all tokens as probable as the last of them; 0 = off.
     pub top_k: u32,
-    /// Keep the most probable tokens whose mass reaches it; 1 = off.
+    /// Keep the most probable tokens whose total probability reaches this value; 1 = off.
     pub top_p: f64,
-    /// Drop tokens below min_p times the most probable one's probability; 0 = off.
+    /// Drop tokens below min_p times the probability of the most probable one; 0 = off.
     pub min_p: f64,
 }
 
 impl Filters {
-    /// All tokens.
+    /// Filters that keep all tokens.
     pub const OFF: Self = Self { top_k: 0, top_p: 1.0, min_p: 0.0 };
 
-    /// Whether they leave all tokens.
+    /// Whether the filters keep all tokens.
     pub fn are_off(&self) -> bool {
         self.top_k == 0 && self.top_p >= 1.0 && self.min_p <= 0.0
     }
 }
 
-/// One element a row.
+/// The scores of rows, one element per row.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Scores {
-    /// Of the targets.
+    /// The scores of the target tokens.
     pub tokens: Vec<TokenScore>,
-    /// What [`score_vjp`] wants.
+    /// The normalizers for [`score_vjp`].
     pub normalizers: Vec<Normalizer>,
 }
 
-/// What makes logits of rows.
+/// The head, which computes logits from rows.
 #[derive(Clone, Copy, Debug)]
 pub struct Head<'a> {
-    /// `[vocab, hidden]`
+    /// The matrix `[vocab, hidden]`.
     pub weight: &'a PackedMatrix,
-    /// Logits are c·tanh(x · weightᵀ / c), where there is a c.
+    /// Logits become c·tanh(x · weightᵀ / c) if c is set.
     pub softcap: Option<f32>,
 }
 
 impl<'a> Head<'a> {
-    /// Logits are the products themselves.
+    /// A head without soft cap.
     pub fn of(weight: &'a PackedMatrix) -> Self {
         Self { weight, softcap: None }
     }
 
-    /// Products → logits, in whole vectors.
+    /// Converts products to logits, in whole vectors.
     fn cap(&self, isa: Isa, products: &mut [f32]) {
         if let Some(softcap) = self.softcap {
-            // Safety: whole vectors.
+            // Safety: the slice consists of whole vectors.
             unsafe { cap(isa, products, softcap) };
         }
     }
 }
 
-/// log-softmax(logits / temperature) at each row's target, and the entropy. x `[rows, hidden]` is normed already;
-/// targets are below `weight.n()`, the temperature is above 0.
+/// Computes log-softmax(logits / temperature) at each row's target, and the entropy. x `[rows, hidden]` is already
+/// normed; targets are below `weight.n()`, the temperature is above 0.
 pub fn score(threads: &Threads, isa: Isa, x: &[f32], head: Head<'_>, targets: &[u32], temperature: f64) -> Scores {
     let (rows, weight) = (targets.len(), head.weight);
     check(x, weight, rows);
@@ -118,7 +118,7 @@ pub fn score(threads: &Threads, isa: Isa, x: &[f32], head: Head<'_>, targets: &[
     stream(threads, isa, x, head, rows, &|part| {
         for (row, values) in part.rows.clone().zip(part.logits.chunks(part.stride)) {
             let target = targets[row] as usize;
-            // Safety: a cell is one part's, and so is a row's target.
+            // Safety: each cell and each row's target belong to one part.
             unsafe {
                 *cells.at(row * chunks + part.chunk) = summary(isa, part.padded(values), t, &mut []);
                 if target / CHUNK == part.chunk {
@@ -136,7 +136,8 @@ pub fn score(threads: &Threads, isa: Isa, x: &[f32], head: Head<'_>, targets: &[
     scores
 }
 
-/// out `[rows, vocab]` = the logits, for samplers that need all of them. The same bits as in [`score`].
+/// Computes the logits as out `[rows, vocab]`, for samplers that need all of them. The bits are the
+/// same as in [`score`].
 pub fn logits(threads: &Threads, isa: Isa, x: &[f32], head: Head<'_>, out: &mut [f32]) {
     let weight = head.weight;
     let rows = out.len().checked_div(weight.n()).unwrap_or(0);
@@ -145,7 +146,7 @@ pub fn logits(threads: &Threads, isa: Isa, x: &[f32], head: Head<'_>, out: &mut 
     forward(threads, isa, &terms, None, Output { y: out, stride: weight.n(), rows, add: false });
     if head.softcap.is_some() {
         each_row(threads, out, weight.n(), |_, row| {
-            // Lane by lane the same as in whole vectors.
+            // Single lanes give the same bits as whole vectors.
             let mut padded = [0f32; PAD];
             for values in row.chunks_mut(PAD) {
                 padded[..values.len()].copy_from_slice(values);
@@ -160,7 +161,7 @@ fn check(x: &[f32], weight: &PackedMatrix, rows: usize) {
     assert_eq!(x.len(), rows * weight.k(), "x is not so many rows as wide as the weight");
 }
 
-/// 1 / temperature, bounded so that a logit times it is finite; 1 where the temperature is 0.
+/// 1 / temperature, bounded so that its product with a logit is finite; 1 if the temperature is 0.
 pub fn factor(temperature: f64) -> f32 {
     if temperature == 0.0 { 1.0 } else { (1.0 / temperature).min(1e30) as f32 }
 }
@@ -169,10 +170,10 @@ pub fn factor(temperature: f64) -> f32 {
 struct Part<'a> {
     rows: Range<usize>,
     chunk: usize,
-    /// Outputs of the chunk.
+    /// Number of outputs in the chunk.
     width: usize,
-    /// `[rows][stride]`, the chunk's first logit at the beginning; −∞ from `width` to the end of a vector. The last row
-    /// ends with the chunk.
+    /// The logits `[rows][stride]`, with the chunk's first logit at the beginning; −∞ from `width` to the end of a
+    /// vector. The last row ends with the chunk.
     logits: &'a [f32],
     stride: usize,
 }
@@ -184,14 +185,14 @@ impl Part<'_> {
     }
 }
 
-/// Logits are padded to this.
+/// Logits are padded to a multiple of this.
 const PAD: usize = 16;
 
 thread_local! {
     static LOGITS: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Every row with every chunk, in any order on any threads.
+/// Calls `f` for every pair of row block and chunk, in any order on any threads.
 fn stream(threads: &Threads, isa: Isa, x: &[f32], head: Head<'_>, rows: usize, f: &(dyn Fn(Part<'_>) + Sync)) {
     let weight = head.weight;
     let chunks = weight.n().div_ceil(CHUNK);
@@ -199,21 +200,22 @@ fn stream(threads: &Threads, isa: Isa, x: &[f32], head: Head<'_>, rows: usize, f
     if blocks == 0 || chunks == 0 {
         return;
     }
-    // With few rows several chunks at once, so that the rows are laid out less often; enough parts for all threads.
+    // Few rows are processed with several chunks, so that the rows are packed less often; there must be enough
+    // parts for all threads.
     let by_size = LOGITS_AT_ONCE / (rows.min(ROWS_AT_ONCE) * CHUNK);
     let by_threads = chunks * blocks / (threads.count() * if threads.count() == 1 { 1 } else { 6 });
     let chunks_at_once = by_size.min(by_threads).clamp(1, 16);
     let spans = chunks.div_ceil(chunks_at_once);
     let work = rows * weight.n() * weight.k() / 16;
-    with_laid(threads, isa, x, rows, weight, |laid| {
+    with_shared_inputs(threads, isa, x, rows, weight, |shared_inputs| {
         take_turns(threads, spans * blocks, work, |index| {
-            // A span's weights meet all rows while they are in the cache.
+            // The weights of a span are multiplied with all rows while they are in the cache.
             let (span, block) = (index / blocks, index % blocks);
             let rows = block * ROWS_AT_ONCE..((block + 1) * ROWS_AT_ONCE).min(rows);
             let span = span * chunks_at_once..((span + 1) * chunks_at_once).min(chunks);
             LOGITS.with_borrow_mut(|buffer| {
                 let stride = span.len() * CHUNK;
-                let inputs = (&x[rows.start * weight.k()..], laid.starting_at(rows.start), rows.len());
+                let inputs = (&x[rows.start * weight.k()..], shared_inputs.starting_at(rows.start), rows.len());
                 compute(isa, inputs, head, span.clone(), buffer);
                 for (at, chunk) in span.enumerate() {
                     let width = (weight.n() - chunk * CHUNK).min(CHUNK);
@@ -226,10 +228,10 @@ fn stream(threads: &Threads, isa: Isa, x: &[f32], head: Head<'_>, rows: usize, f
     });
 }
 
-/// The logits of so many rows of x and some chunks into `buffer`, `[rows][chunks][512]`, padded.
+/// Computes the logits of some rows of x and some chunks into `buffer`, `[rows][chunks][512]`, padded.
 fn compute(
     isa: Isa,
-    (x, laid, rows): (&[f32], Laid, usize),
+    (x, shared_inputs, rows): (&[f32], SharedInputs, usize),
     head: Head<'_>,
     chunks: Range<usize>,
     buffer: &mut Vec<f32>,
@@ -242,15 +244,15 @@ fn compute(
     }
     let width = weight.n().min(chunks.end * CHUNK) - chunks.start * CHUNK;
     let term = Term { x, stride: weight.k(), weight };
-    forward_panels(isa, &term, laid, None, panels, Output { y: buffer, stride, rows, add: false });
+    forward_panels(isa, &term, shared_inputs, None, panels, Output { y: buffer, stride, rows, add: false });
     for row in buffer.chunks_exact_mut(stride).take(rows) {
         head.cap(isa, &mut row[..width.next_multiple_of(PAD)]);
         row[width..width.next_multiple_of(PAD)].fill(f32::NEG_INFINITY);
     }
 }
 
-on_every_rung! {
-    /// In place: x → c·tanh(x / c).
+on_every_isa! {
+    /// Applies the soft cap c·tanh(x / c) in place.
     unsafe fn cap(values: &mut [f32], softcap: f32) = cap_with
 }
 
@@ -265,14 +267,14 @@ unsafe fn cap_with<S: Simd>(values: &mut [f32], softcap: f32) {
     }
 }
 
-/// What is kept of a row and a chunk.
+/// The summary of a row and a chunk.
 #[derive(Clone, Copy, Debug, Default)]
 struct Cell {
-    /// The largest logit, NaN left out.
+    /// The largest logit; NaN is ignored.
     largest: f32,
-    /// Σ eᶻ, z = logit·t − largest·t
+    /// Sum Σ eᶻ with z = logit·t − largest·t.
     sum: f32,
-    /// Σ eᶻ·z
+    /// Weighted sum Σ eᶻ·z.
     weighted: f32,
 }
 
@@ -283,8 +285,8 @@ impl Cell {
     }
 }
 
-on_every_rung! {
-    /// The summary of some logits, whole vectors of them; Σ eᶻ of each panel into `panels`, as many as it has.
+on_every_isa! {
+    /// Summarizes logits in whole vectors; writes Σ eᶻ of each panel to `panels`.
     unsafe fn summary(logits: &[f32], t: f32, panels: &mut [f32]) -> Cell = summary_with
 }
 
@@ -293,7 +295,7 @@ unsafe fn summary_with<S: Simd>(logits: &[f32], t: f32, panels: &mut [f32]) -> C
     unsafe {
         let mut largest = S::splat(f32::NEG_INFINITY);
         for at in (0..logits.len()).step_by(S::LANES) {
-            // The larger is the second where the first is NaN.
+            // If one operand is NaN, max returns the second one.
             largest = S::max(S::load(logits.as_ptr().add(at)), largest);
         }
         let mut cell = Cell { largest: S::largest(largest), sum: 0.0, weighted: 0.0 };
@@ -317,7 +319,7 @@ unsafe fn summary_with<S: Simd>(logits: &[f32], t: f32, panels: &mut [f32]) -> C
     }
 }
 
-/// eᶻ and z = logit·t − shift, no lower than −87; NaN stays NaN.
+/// Computes eᶻ and z = logit·t − shift, at least −87; NaN stays NaN.
 #[inline(always)]
 unsafe fn exponential<S: Simd>(logits: *const f32, t: S::V, shift: S::V) -> (S::V, S::V) {
     unsafe {
@@ -326,13 +328,13 @@ unsafe fn exponential<S: Simd>(logits: *const f32, t: S::V, shift: S::V) -> (S::
     }
 }
 
-/// The chunks of a row together.
+/// The combination of all chunks of a row.
 struct Total {
     /// The largest logit, scaled.
     largest: f32,
-    /// Σ e^(logit·t − largest)
+    /// Sum Σ e^(logit·t − largest).
     sum: f64,
-    /// Σ e^(logit·t − largest)·(logit·t − largest)
+    /// Weighted sum Σ e^(logit·t − largest)·(logit·t − largest).
     weighted: f64,
     t: f32,
 }
@@ -349,7 +351,7 @@ impl Total {
         total
     }
 
-    /// What the sums of a chunk are multiplied by, and its logarithm.
+    /// The factor of a chunk's sums in the total, and its logarithm.
     fn share(&self, cell: &Cell) -> (f64, f64) {
         let shift = f64::from(cell.scaled(self.t)) - f64::from(self.largest);
         (shift.exp(), shift)

@@ -1,24 +1,24 @@
-//! Which instructions the kernels use, chosen at run time.
+//! The instruction sets of the kernels, chosen at run time.
 
 use std::fmt;
 use std::str::FromStr;
 use std::sync::OnceLock;
 
-/// A rung of the ladder; each needs what the ones below it need, but for [`Isa::Portable`].
+/// An instruction set. Each one needs those before it, except [`Isa::Portable`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Isa {
-    /// Plain Rust: any machine; NEON where the compiler makes it so.
+    /// Plain Rust for any machine; NEON if the compiler vectorizes to it.
     Portable,
-    /// 256-bit vectors with fused multiply-add.
+    /// AVX2: 256-bit vectors with fused multiply-add.
     Avx2,
-    /// 512-bit vectors.
+    /// AVX-512, with 512-bit vectors.
     Avx512,
-    /// Tiles of bf16 multiplied at once; packs of f32 as on the rung below.
+    /// AMX: products of bf16 tiles; packs of f32 use AVX-512.
     Amx,
 }
 
 impl Isa {
-    /// Every rung, the slowest first.
+    /// All instruction sets, the slowest first.
     pub const ALL: [Isa; 4] = [Isa::Portable, Isa::Avx2, Isa::Avx512, Isa::Amx];
 
     /// The name in `--isa`.
@@ -31,7 +31,7 @@ impl Isa {
         }
     }
 
-    /// Whether this machine can run it.
+    /// Whether this machine supports it.
     pub fn is_available(self) -> bool {
         match self {
             Isa::Portable => true,
@@ -46,7 +46,7 @@ impl Isa {
         }
     }
 
-    /// [`Isa::is_available`], or emulated in tests.
+    /// Whether this machine supports it, or a test emulates it.
     pub(super) fn runs(self) -> bool {
         #[cfg(all(test, target_arch = "x86_64", target_os = "linux"))]
         if self == Isa::Amx && crate::amx::tests::emulator::is_installed() {
@@ -55,7 +55,7 @@ impl Isa {
         self.is_available()
     }
 
-    /// Why the machine's fastest rung is not used, where it has AMX and something is wrong with it, or why it has none.
+    /// The reason why AMX is not used: the machine lacks it, or it is faulty or not permitted; None if it is used.
     pub fn refused() -> Option<&'static str> {
         #[cfg(target_arch = "x86_64")]
         return super::amx::refused();
@@ -63,15 +63,16 @@ impl Isa {
         Some("AMX is a feature of x86-64")
     }
 
-    /// The rung for kernels that multiply no packs of bf16: AMX does nothing else.
+    /// The instruction set for kernels without products of bf16 packs, which are all that AMX supports.
     pub fn vectors(self) -> Isa {
         self.min(Isa::Avx512)
     }
 
-    /// The rung of a name, `auto` for the fastest.
+    /// Returns the instruction set with this name; `auto` is the fastest.
     ///
     /// # Errors
-    /// No such rung, or one that this machine cannot run: the message names those that it can.
+    /// Fails if the name is unknown or this machine does not support the instruction set. The message
+    /// lists the supported ones.
     pub fn choose(name: &str) -> Result<Isa, String> {
         if name == "auto" {
             return Ok(Isa::best());
@@ -88,22 +89,22 @@ impl Isa {
         Err(format!("{name} does not run on this machine{why}: use auto or one of {}", available.join(", ")))
     }
 
-    /// What `RLOOD_ISA` asks for; the fastest where it is not set. Read once.
+    /// Returns the instruction set of `RLOOD_ISA`, or the fastest if it is not set. The variable is read once.
     ///
     /// # Errors
-    /// As [`Isa::choose`].
+    /// The same as for [`Isa::choose`].
     pub fn chosen() -> Result<Isa, String> {
         static CHOSEN: OnceLock<Result<Isa, String>> = OnceLock::new();
         let choose = || Isa::choose(&std::env::var("RLOOD_ISA").unwrap_or_else(|_| "auto".to_owned()));
         CHOSEN.get_or_init(choose).clone()
     }
 
-    /// The rungs this machine can run, the slowest first.
+    /// The instruction sets this machine supports, the slowest first.
     pub fn available() -> impl Iterator<Item = Isa> {
         Isa::ALL.into_iter().filter(|isa| isa.is_available())
     }
 
-    /// The fastest one this machine can run.
+    /// The fastest instruction set this machine supports.
     pub fn best() -> Isa {
         static BEST: OnceLock<Isa> = OnceLock::new();
         *BEST.get_or_init(|| Isa::available().last().unwrap_or(Isa::Portable))
@@ -130,7 +131,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_rung_is_chosen_by_its_name() {
+    fn an_instruction_set_is_chosen_by_its_name() {
         assert_eq!(Isa::choose("auto"), Ok(Isa::best()));
         for isa in Isa::ALL {
             match Isa::choose(isa.name()) {

@@ -1,6 +1,6 @@
-//! The CPU's kernels: packed weights, one arithmetic whatever the number of rows and threads, a ladder of instruction
-//! sets chosen at run time; and with the feature `cuda` a GPU's. All of the project's `unsafe` lies here, see `README.md`; each
-//! kernel stands beside a naive twin in its tests.
+//! The CPU kernels, and with the feature `cuda` the GPU kernels: packed weights, the same arithmetic for any number of
+//! rows and threads, and instruction sets chosen at run time. All `unsafe` code of the project is in this crate, see
+//! `README.md`. The tests compare each kernel with a naive implementation.
 
 pub mod adamw;
 #[cfg(target_arch = "x86_64")]

@@ -1,4 +1,4 @@
-//! What the machine can do at most, measured: what the bench compares the kernels with.
+//! Measures the limits of the machine, with which the benchmark compares the kernels.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -7,16 +7,17 @@ use super::isa::Isa;
 use super::simd::{Portable, Simd};
 use super::threads::Threads;
 
-/// Measurements, of which the best counts.
-const TRIES: usize = 5;
+/// Number of measurements, of which the best one counts.
+const MEASUREMENTS: usize = 5;
 
-/// 10⁹ operations a second of all threads, a multiply-add being two, on registers alone: in f32 or, for AMX, in bf16 tiles.
+/// Peak of all threads in 10⁹ operations per second, with registers only; a multiply-add counts as two. In f32, or for
+/// AMX in bf16 tiles.
 pub fn peak_gflops(isa: Isa, threads: &Threads) -> f64 {
     assert!(isa.is_available(), "{isa} does not run on this machine");
     const STEPS: usize = 2_000_000;
-    let best = best(|| {
+    let best = fastest_seconds(|| {
         threads.run(&|_| {
-            // Safety: the rung is available.
+            // Safety: the machine supports the instruction set.
             let sum = unsafe {
                 match isa {
                     #[cfg(target_arch = "x86_64")]
@@ -55,7 +56,7 @@ unsafe fn peak_avx2(steps: usize) -> f32 {
     unsafe { peak::<super::simd::Avx2, 12>(steps) }
 }
 
-/// `CHAINS` independent chains.
+/// Runs `CHAINS` independent chains of multiply-adds.
 #[inline(always)]
 unsafe fn peak<S: Simd, const CHAINS: usize>(steps: usize) -> f32 {
     unsafe {
@@ -74,12 +75,12 @@ unsafe fn peak<S: Simd, const CHAINS: usize>(steps: usize) -> f32 {
     }
 }
 
-/// GB/s of a sequential read of so many bytes, shared out. At least 1 GiB says what the memory gives, less what a cache
-/// does.
+/// Bandwidth of a sequential read of `bytes` bytes by all threads, in GB/s. At least 1 GiB measures the memory;
+/// less measures the caches.
 pub fn read_gb_s(threads: &Threads, bytes: usize) -> f64 {
-    // Ones: pages of zeros that nobody wrote are one page.
+    // Ones, because the system maps untouched pages of zeros to a single page.
     let values = vec![1u64; bytes.div_ceil(8)];
-    let best = best(|| {
+    let best = fastest_seconds(|| {
         threads.split(values.len(), |part| {
             black_box(total(&values[part]));
         });
@@ -87,7 +88,7 @@ pub fn read_gb_s(threads: &Threads, bytes: usize) -> f64 {
     (values.len() * 8) as f64 / best / 1e9
 }
 
-/// Many sums, so that the loads and not the additions limit.
+/// Adds with many partial sums, so that the loads are the bottleneck and not the additions.
 fn total(values: &[u64]) -> u64 {
     let mut sums = [0u64; 32];
     let (chunks, rest) = values.as_chunks::<32>();
@@ -99,10 +100,10 @@ fn total(values: &[u64]) -> u64 {
     sums.iter().chain(rest).fold(0, |sum, value| sum.wrapping_add(*value))
 }
 
-/// Seconds of the fastest try.
-fn best(mut f: impl FnMut()) -> f64 {
+/// Seconds of the fastest run.
+fn fastest_seconds(mut f: impl FnMut()) -> f64 {
     let mut best = f64::MAX;
-    for _ in 0..TRIES {
+    for _ in 0..MEASUREMENTS {
         let start = Instant::now();
         f();
         best = best.min(start.elapsed().as_secs_f64());
@@ -115,7 +116,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn limits_are_numbers_of_a_machine() {
+    fn limits_are_plausible_numbers() {
         let threads = Threads::new(1);
         for isa in Isa::available() {
             let peak = peak_gflops(isa, &threads);

@@ -1,35 +1,36 @@
 //! Gated activations of rows `[gate | up]`, their vector-Jacobian products, and sums over rows.
 
 use super::isa::Isa;
-use super::rows::{on_every_rung, over_rows};
+use super::rows::{on_every_isa, over_rows};
 use super::simd::{LOWEST, Simd, load_some, logistic, store_some};
 use super::threads::{Shared, Threads};
 
-/// What the gate of an MLP goes through.
+/// The activation function of an MLP's gate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activation {
-    /// x·σ(x)
+    /// SiLU, which is x·σ(x).
     Silu,
-    /// x·½·(1 + tanh u) = x·σ(2u) with u = √(2/π)·(x + 0.044715·x³): PyTorch's `gelu(approximate="tanh")`.
+    /// GELU with tanh: x·½·(1 + tanh u) = x·σ(2u) with u = √(2/π)·(x + 0.044715·x³), PyTorch's
+    /// `gelu(approximate="tanh")`.
     GeluTanh,
 }
 
 /// Rows `[gate | up]`, each half `width` wide.
 #[derive(Clone, Copy, Debug)]
 pub struct GateUp<'a> {
-    /// Of the gate.
+    /// Activation of the gate.
     pub activation: Activation,
-    /// `[rows][2 · width]`
+    /// The rows, `[rows][2 · width]`.
     pub values: &'a [f32],
-    /// Of a half.
+    /// Width of each half.
     pub width: usize,
 }
 
-/// out `[rows, width]` = activation(gate) ∘ up.
+/// Computes out `[rows, width]` = activation(gate) ∘ up.
 pub fn gated(threads: &Threads, isa: Isa, rows: GateUp<'_>, out: &mut [f32]) {
     let GateUp { activation, values: gate_up, width } = rows;
     let rows = out.len().checked_div(width).unwrap_or(0);
-    assert!(out.len() == rows * width && gate_up.len() == 2 * out.len(), "rows do not fit each other");
+    assert!(out.len() == rows * width && gate_up.len() == 2 * out.len(), "rows do not match");
     let out = Shared::new(out);
     over_rows(threads, rows, 4 * width, |range| {
         for row in range {
@@ -46,12 +47,12 @@ pub fn gated(threads: &Threads, isa: Isa, rows: GateUp<'_>, out: &mut [f32]) {
     });
 }
 
-/// dL/d`[gate | up]` of [`gated`], `[rows, 2·width]`, from dL/dout = `dy` `[rows, width]`.
+/// Computes dL/d`[gate | up]` of [`gated`], `[rows, 2·width]`, from dL/dout = `dy` `[rows, width]`.
 pub fn gated_vjp(threads: &Threads, isa: Isa, rows: GateUp<'_>, dy: &[f32], d_gate_up: &mut [f32]) {
     let GateUp { activation, values: gate_up, width } = rows;
     let rows = dy.len().checked_div(width).unwrap_or(0);
-    assert!(dy.len() == rows * width && gate_up.len() == 2 * dy.len(), "rows do not fit each other");
-    assert_eq!(gate_up.len(), d_gate_up.len(), "rows do not fit each other");
+    assert!(dy.len() == rows * width && gate_up.len() == 2 * dy.len(), "rows do not match");
+    assert_eq!(gate_up.len(), d_gate_up.len(), "rows do not match");
     let d_gate_up = Shared::new(d_gate_up);
     over_rows(threads, rows, 4 * width, |range| {
         for row in range {
@@ -70,7 +71,7 @@ pub fn gated_vjp(threads: &Threads, isa: Isa, rows: GateUp<'_>, dy: &[f32], d_ga
     });
 }
 
-/// y += x
+/// Adds elementwise: y += x.
 pub fn add(threads: &Threads, isa: Isa, x: &[f32], y: &mut [f32]) {
     const AT_ONCE: usize = 1 << 10;
     assert_eq!(x.len(), y.len(), "x and y differ in length");
@@ -82,7 +83,7 @@ pub fn add(threads: &Threads, isa: Isa, x: &[f32], y: &mut [f32]) {
     });
 }
 
-/// sums `[width]` += Σ over rows, in order, of x `[rows, width]`: the gradient of a bias.
+/// Computes sums `[width]` += Σ over rows, in order, of x `[rows, width]`: the gradient of a bias.
 pub fn column_sums(threads: &Threads, isa: Isa, x: &[f32], sums: &mut [f32]) {
     let width = sums.len();
     let rows = x.len().checked_div(width).unwrap_or(0);
@@ -95,32 +96,32 @@ pub fn column_sums(threads: &Threads, isa: Isa, x: &[f32], sums: &mut [f32]) {
     });
 }
 
-on_every_rung! {
+on_every_isa! {
     unsafe fn silu_row(gate: &[f32], up: &[f32], out: &mut [f32]) = silu_with
 }
-on_every_rung! {
+on_every_isa! {
     unsafe fn silu_vjp_row(gate: &[f32], up: &[f32], dy: &[f32], d_gate: &mut [f32], d_up: &mut [f32]) = silu_vjp_with
 }
-on_every_rung! {
+on_every_isa! {
     unsafe fn gelu_row(gate: &[f32], up: &[f32], out: &mut [f32]) = gelu_with
 }
-on_every_rung! {
+on_every_isa! {
     unsafe fn gelu_vjp_row(gate: &[f32], up: &[f32], dy: &[f32], d_gate: &mut [f32], d_up: &mut [f32]) = gelu_vjp_with
 }
-on_every_rung! {
+on_every_isa! {
     unsafe fn add_span(x: &[f32], y: &mut [f32]) = add_with
 }
-on_every_rung! {
+on_every_isa! {
     unsafe fn sum_columns(x: &[f32], width: usize, first: usize, sums: &mut [f32]) = sum_with
 }
 
-/// What is made of a gate, and its derivative.
+/// An activation's value and its derivative.
 type Curve<V> = (V, V);
 
 #[inline(always)]
 unsafe fn silu<S: Simd>(gate: S::V) -> Curve<S::V> {
     unsafe {
-        // silu(−87) is −10⁻³⁶ already.
+        // silu(−87) is already −10⁻³⁶.
         let gate = S::max(S::splat(LOWEST), gate);
         let s = logistic::<S>(gate);
         // silu' = s·(1 + x·(1 − s))
@@ -131,7 +132,7 @@ unsafe fn silu<S: Simd>(gate: S::V) -> Curve<S::V> {
 
 #[inline(always)]
 unsafe fn gelu<S: Simd>(gate: S::V) -> Curve<S::V> {
-    /// 2·√(2/π)
+    /// The constant factor 2·√(2/π).
     const FACTOR: f32 = 1.595_769;
     const CUBIC: f32 = 0.044_715;
     unsafe {
@@ -216,7 +217,7 @@ mod tests {
         noise(count, seed).iter().map(|v| v * by).collect()
     }
 
-    /// Of a gate, and its derivative.
+    /// The activation of a gate and its derivative, in f64.
     fn naive(activation: Activation, x: f64) -> (f64, f64) {
         match activation {
             Activation::Silu => {
@@ -233,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn activations_and_their_gradients_are_the_naive_ones_on_every_rung() {
+    fn activations_and_their_gradients_are_the_naive_ones_on_every_isa() {
         let both = [Activation::Silu, Activation::GeluTanh];
         for (isa, activation) in Isa::available().flat_map(|isa| both.map(|activation| (isa, activation))) {
             for (rows, width) in [(1, 1), (3, 5), (2, 16), (5, 29), (4, 64), (30, 777)] {
@@ -258,7 +259,7 @@ mod tests {
                     let (mut y, mut dx) = (vec![9f32; rows * width], vec![9f32; rows * width * 2]);
                     gated(&threads, isa, given, &mut y);
                     gated_vjp(&threads, isa, given, &dy, &mut dx);
-                    // The exponent of gelu is a cubic of the gate.
+                    // The exponent of GELU is a cubic of the gate.
                     let tolerance = if activation == Activation::Silu { 1e-6 } else { 4e-6 };
                     assert_close(&y, &out, tolerance, &what);
                     assert_close(&dx, &d, tolerance, &what);

@@ -1,11 +1,11 @@
-//! RMSNorm of rows and its vector-Jacobian products. A row's result depends on the row alone.
+//! RMSNorm of rows and its vector-Jacobian products. A row's result depends only on that row.
 
 use super::isa::Isa;
-use super::rows::{on_every_rung, over_rows};
+use super::rows::{on_every_isa, over_rows};
 use super::simd::{Simd, load_some, store_some};
 use super::threads::{Shared, Threads};
 
-/// out = x / √(mean(x²) + eps) ∘ weight, for rows as wide as `weight`.
+/// Computes out = x / √(mean(x²) + eps) ∘ weight, for rows as wide as `weight`.
 pub fn rms_norm(threads: &Threads, isa: Isa, x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
     let rows = rows_of(x, weight);
     assert_eq!(x.len(), out.len(), "x and out differ in length");
@@ -19,7 +19,7 @@ pub fn rms_norm(threads: &Threads, isa: Isa, x: &[f32], weight: &[f32], eps: f32
     });
 }
 
-/// dx = residual + dL/dx of [`rms_norm`], from dL/dout = `dy`.
+/// Computes dx = residual + dL/dx of [`rms_norm`], from dL/dout = `dy`.
 #[expect(clippy::too_many_arguments, reason = "the operands of one formula")]
 pub fn rms_norm_vjp(
     threads: &Threads,
@@ -45,7 +45,7 @@ pub fn rms_norm_vjp(
     });
 }
 
-/// dw += Σ over rows, in order, dL/dweight of [`rms_norm`] from dL/dout = `dy`: dy ∘ x / √(mean(x²) + eps).
+/// Computes dw += Σ over rows, in order, dL/dweight of [`rms_norm`] from dL/dout = `dy`: dy ∘ x / √(mean(x²) + eps).
 pub fn rms_norm_weight_vjp(threads: &Threads, isa: Isa, x: &[f32], eps: f32, dy: &[f32], dw: &mut [f32]) {
     let width = dw.len();
     let rows = rows_of(x, dw);
@@ -54,12 +54,12 @@ pub fn rms_norm_weight_vjp(threads: &Threads, isa: Isa, x: &[f32], eps: f32, dy:
     let shared = Shared::new(&mut scales);
     over_rows(threads, rows, width, |range| {
         for row in range {
-            // Safety: one element a row.
+            // Safety: one element per row.
             unsafe { *shared.at(row) = scale_row(isa, &x[row * width..(row + 1) * width], eps) };
         }
     });
     let dw = Shared::new(dw);
-    // Columns are cut at multiples of 16, so that a column is the same lane of a vector whatever the cut.
+    // Columns are divided at multiples of 16, so that a column is always in the same lane of a vector.
     over_rows(threads, width.div_ceil(16), 16 * rows, |range| {
         let columns = range.start * 16..(range.end * 16).min(width);
         // Safety: columns are disjoint and inside every row.
@@ -73,22 +73,22 @@ fn rows_of(x: &[f32], weight: &[f32]) -> usize {
     rows
 }
 
-on_every_rung! {
+on_every_isa! {
     unsafe fn norm_row(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) = norm_with
 }
-on_every_rung! {
+on_every_isa! {
     unsafe fn vjp_row(x: &[f32], weight: &[f32], eps: f32, dy: &[f32], residual: Option<&[f32]>, dx: &mut [f32])
         = vjp_with
 }
-on_every_rung! {
+on_every_isa! {
     unsafe fn scale_row(x: &[f32], eps: f32) -> f32 = scale_of
 }
-on_every_rung! {
+on_every_isa! {
     unsafe fn weight_columns(x: &[f32], dy: &[f32], scales: &[f32], width: usize, first: usize, dw: &mut [f32])
         = weight_with
 }
 
-/// Σ a·b: four chains of vectors, added at the end.
+/// Dot product Σ a·b with four chains of vectors, added at the end.
 #[inline(always)]
 pub(super) unsafe fn dot<S: Simd>(a: *const f32, b: *const f32, count: usize) -> f32 {
     unsafe {
@@ -110,7 +110,7 @@ pub(super) unsafe fn dot<S: Simd>(a: *const f32, b: *const f32, count: usize) ->
     }
 }
 
-/// Σ x·w·dy in the same order as [`dot`].
+/// Computes Σ x·w·dy in the same order as [`dot`].
 #[inline(always)]
 pub(super) unsafe fn dot3<S: Simd>(x: *const f32, w: *const f32, dy: *const f32, count: usize) -> f32 {
     unsafe {
@@ -134,10 +134,10 @@ pub(super) unsafe fn dot3<S: Simd>(x: *const f32, w: *const f32, dy: *const f32,
     }
 }
 
-/// 1 / √(mean(x²) + eps)
+/// The factor 1 / √(mean(x²) + eps).
 #[inline(always)]
 pub(super) unsafe fn scale_of<S: Simd>(x: &[f32], eps: f32) -> f32 {
-    // Safety: the caller's.
+    // Safety: guaranteed by the caller.
     unsafe { 1.0 / (dot::<S>(x.as_ptr(), x.as_ptr(), x.len()) / x.len() as f32 + eps).sqrt() }
 }
 
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn norms_and_their_gradients_are_the_naive_ones_on_every_rung() {
+    fn norms_and_their_gradients_are_the_naive_ones_on_every_isa() {
         for isa in Isa::available() {
             for (rows, width) in [(1, 1), (3, 5), (2, 16), (5, 29), (4, 64), (7, 100), (3, 1024), (40, 777)] {
                 let (x, weight, dy) = (noise(rows * width, 1), noise(width, 2), noise(rows * width, 3));

@@ -1,26 +1,26 @@
-//! Weight matrices in the order in which the kernels read them. One pack serves decode, forward and dX.
+//! Weight matrices in the order in which the kernels read them. The same pack is used for decode, forward and dX.
 
 use super::threads::{Shared, Threads};
 
-/// Outputs side by side in a panel.
+/// Number of outputs in a panel.
 pub const PANEL: usize = 32;
 
-/// Inputs of a bf16 pack come in so many, the depth of an AMX tile, padded with zeros.
+/// Inputs of a bf16 pack are padded with zeros to a multiple of this, the depth of an AMX tile.
 const DEPTH: usize = 32;
 
-/// Lines of 16 words, half a panel wide.
+/// Lines have 16 words, half a panel.
 const LANES: usize = 16;
 
-/// How the values of a pack are held.
+/// The storage format of a pack's values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PackDtype {
-    /// As they are.
+    /// Values unchanged, as f32.
     F32,
-    /// Rounded to bf16; sums stay in f32.
+    /// Values rounded to bf16; sums stay in f32.
     Bf16,
 }
 
-/// One cache line.
+/// One cache line of words.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C, align(64))]
 pub(super) struct Line(pub(super) [u32; LANES]);
@@ -30,7 +30,7 @@ pub(super) struct Line(pub(super) [u32; LANES]);
 /// | dtype | layout |
 /// |---|---|
 /// | f32 | `[n / 32][k][32]` f32 |
-/// | bf16 | `[n / 32][k / 2][32][2]` bf16, k padded to a multiple of 32: pairs of inputs side by side, which is what AMX multiplies (VNNI) |
+/// | bf16 | `[n / 32][k / 2][32][2]` bf16, k padded to a multiple of 32: pairs of adjacent inputs, which is what AMX multiplies (VNNI) |
 #[derive(Clone, Debug)]
 pub struct PackedMatrix {
     n: usize,
@@ -40,14 +40,14 @@ pub struct PackedMatrix {
 }
 
 impl PackedMatrix {
-    /// Pack `weight`, row-major `[n, k]`, n = weight.len() / k.
+    /// Packs `weight`, row-major `[n, k]`, n = weight.len() / k.
     pub fn new(weight: &[f32], k: usize, dtype: PackDtype) -> PackedMatrix {
         let mut packed = PackedMatrix::zeros(weight.len().checked_div(k).unwrap_or(0), k, dtype);
         packed.set(weight);
         packed
     }
 
-    /// [`PackedMatrix::new`], the panels shared out.
+    /// Packs like [`PackedMatrix::new`], with all threads.
     pub fn new_on(threads: &Threads, weight: &[f32], k: usize, dtype: PackDtype) -> PackedMatrix {
         let mut packed = PackedMatrix::zeros(weight.len().checked_div(k).unwrap_or(0), k, dtype);
         packed.set_on(threads, weight);
@@ -60,7 +60,7 @@ impl PackedMatrix {
         packed
     }
 
-    /// Replace the values; the shape stays.
+    /// Replaces the values; the shape must be the same.
     pub fn set(&mut self, weight: &[f32]) {
         assert_eq!(weight.len(), self.n * self.k, "another shape");
         if weight.is_empty() {
@@ -72,7 +72,7 @@ impl PackedMatrix {
         }
     }
 
-    /// [`PackedMatrix::set`], the panels shared out.
+    /// Replaces the values like [`PackedMatrix::set`], with all threads.
     pub fn set_on(&mut self, threads: &Threads, weight: &[f32]) {
         assert_eq!(weight.len(), self.n * self.k, "another shape");
         if weight.is_empty() {
@@ -89,32 +89,32 @@ impl PackedMatrix {
         });
     }
 
-    /// Outputs.
+    /// Number of outputs n.
     pub fn n(&self) -> usize {
         self.n
     }
 
-    /// Inputs.
+    /// Number of inputs k.
     pub fn k(&self) -> usize {
         self.k
     }
 
-    /// How the values are held.
+    /// The storage format of the values.
     pub fn dtype(&self) -> PackDtype {
         self.dtype
     }
 
-    /// Panels of outputs.
+    /// Number of panels of outputs.
     pub fn panels(&self) -> usize {
         self.n.div_ceil(PANEL)
     }
 
-    /// Bytes held.
+    /// Memory of the pack in bytes.
     pub fn size_bytes(&self) -> usize {
         self.lines.len() * size_of::<Line>()
     }
 
-    /// One row (the weights of one output), as the kernels see it.
+    /// Unpacks one row (the weights of one output), as the kernels use it.
     pub fn row(&self, output: usize, out: &mut [f32]) {
         let (half, lane) = (output % PANEL / LANES, output % LANES);
         let lines = self.panel_words() / LANES;
@@ -133,7 +133,7 @@ impl PackedMatrix {
         }
     }
 
-    /// 32-bit words of a panel.
+    /// Number of 32-bit words in a panel.
     pub(super) fn panel_words(&self) -> usize {
         PANEL
             * match self.dtype {
@@ -142,14 +142,15 @@ impl PackedMatrix {
             }
     }
 
-    /// The first word of a panel.
+    /// Address of a panel's first word.
     pub(super) fn panel(&self, panel: usize) -> *const u32 {
         let lines = self.panel_words() / LANES;
         self.lines[panel * lines..(panel + 1) * lines].as_ptr().cast()
     }
 }
 
-/// A panel from up to 32 rows of `k` values, some inputs at a time so that their lines stay in the first-level cache.
+/// Packs a panel from up to 32 rows of `k` values, several inputs at a time so that their lines stay
+/// in the first-level cache.
 fn pack_panel(lines: &mut [Line], weight: &[f32], k: usize, dtype: PackDtype) {
     let values = match dtype {
         PackDtype::F32 => LANES,
@@ -158,7 +159,7 @@ fn pack_panel(lines: &mut [Line], weight: &[f32], k: usize, dtype: PackDtype) {
     for (block, lines) in lines.chunks_mut(2 * LANES).enumerate() {
         let inputs = (block * values).min(k)..((block + 1) * values).min(k);
         for half in 0..2 {
-            // `[column][word]`, then turned.
+            // Words `[column][word]`, then transposed.
             let mut words = [[0u32; LANES]; LANES];
             for (words, row) in words.iter_mut().zip(weight.chunks_exact(k).skip(half * LANES)) {
                 let row = &row[inputs.clone()];
@@ -176,7 +177,7 @@ fn pack_panel(lines: &mut [Line], weight: &[f32], k: usize, dtype: PackDtype) {
     }
 }
 
-/// Pairs of bf16, as many as there are.
+/// Writes pairs of bf16, as many as the row has.
 fn pairs(words: &mut [u32; LANES], row: &[f32]) {
     let mut padded = [0.0; 2 * LANES];
     let whole = row.first_chunk().unwrap_or_else(|| {
@@ -189,11 +190,11 @@ fn pairs(words: &mut [u32; LANES], row: &[f32]) {
     }
 }
 
-/// The nearest bf16, ties to even. Without a branch, so that several go at once.
+/// Converts to the nearest bf16, ties to even. Has no branch, so that it can be vectorized.
 fn bf16_bits(value: f32) -> u32 {
     let bits = value.to_bits();
     let nearest = bits.wrapping_add(0x7fff + (bits >> 16 & 1));
-    // What is no number stays none.
+    // A NaN stays a NaN.
     (if value.is_nan() { bits | 0x0040_0000 } else { nearest }) >> 16
 }
 
@@ -205,7 +206,7 @@ mod tests {
     fn a_pack_gives_back_its_rows() {
         for dtype in [PackDtype::F32, PackDtype::Bf16] {
             for (n, k) in [(1, 1), (31, 33), (33, 31), (70, 64), (5, 129)] {
-                // bf16 holds these exactly.
+                // bf16 represents these values exactly.
                 let weight: Vec<f32> = (0..n * k).map(|index| (index * 37 % 255) as f32 - 127.0).collect();
                 let packed = PackedMatrix::new(&weight, k, dtype);
                 let shared = PackedMatrix::new_on(&Threads::new(2), &weight, k, dtype);
@@ -225,7 +226,7 @@ mod tests {
         let packed = PackedMatrix::new(&[1.0 + 1.0 / 256.0, 1.0 + 3.0 / 256.0, f32::INFINITY], 3, PackDtype::Bf16);
         let mut row = [0.0; 3];
         packed.row(0, &mut row);
-        // Ties go to even.
+        // Ties are rounded to even.
         assert_eq!(row, [1.0, 1.015_625, f32::INFINITY]);
         for index in 0..1 << 16 {
             let value = f32::from_bits(index * 0x1_0003);

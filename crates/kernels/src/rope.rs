@@ -1,36 +1,36 @@
 //! qk-norm and rotary embedding on rows `[q heads | k heads | v heads]`, in place, and their vector-Jacobian products.
-//! The halves of a head rotate: (a, b) → (a·cos − b·sin, b·cos + a·sin). A row's result depends on the row alone.
+//! The halves of a head rotate: (a, b) → (a·cos − b·sin, b·cos + a·sin). A row's result depends only on that row.
 
 use super::attention::Heads;
 use super::isa::Isa;
 use super::norm::{dot3, scale_of};
-use super::rows::{on_every_rung, over_rows};
+use super::rows::{on_every_isa, over_rows};
 use super::simd::{Simd, load_some, store_some};
 use super::threads::{Shared, Threads};
 
-/// What happens to query and key heads before attention.
+/// The transformation of query and key heads before attention.
 #[derive(Clone, Copy, Debug)]
 pub struct Rope<'a> {
-    /// Sizes; `head_dim` is even.
+    /// Sizes of the heads; `head_dim` is even.
     pub heads: &'a Heads,
-    /// Half of the columns of a head that rotate: its first `2 · half`. The others stay as they are.
+    /// Half the number of columns of a head that rotate: its first `2 · half`. The others are unchanged.
     pub half: usize,
     /// RMSNorm of each query and key head before it is rotated.
     pub qk_norm: Option<QkNorm<'a>>,
-    /// Cosines `[position][half]`.
+    /// Cosines by position, `[position][half]`.
     pub cos: &'a [f32],
-    /// Sines `[position][half]`.
+    /// Sines by position, `[position][half]`.
     pub sin: &'a [f32],
 }
 
 /// Weights of the norms of query and key heads.
 #[derive(Clone, Copy, Debug)]
 pub struct QkNorm<'a> {
-    /// Of query heads, `[head_dim]`.
+    /// Weight for query heads, `[head_dim]`.
     pub q: &'a [f32],
-    /// Of key heads, `[head_dim]`.
+    /// Weight for key heads, `[head_dim]`.
     pub k: &'a [f32],
-    /// Added to the mean of the squares.
+    /// The epsilon added to the mean of the squares.
     pub eps: f32,
 }
 
@@ -39,7 +39,7 @@ impl<'a> Rope<'a> {
         self.qk_norm.map(|norm| (if head < self.heads.num_heads { norm.q } else { norm.k }, norm.eps))
     }
 
-    /// Heads that are normed and rotated.
+    /// Number of heads that are normed and rotated.
     fn rotated(&self) -> usize {
         self.heads.num_heads + self.heads.num_kv_heads
     }
@@ -52,14 +52,14 @@ impl<'a> Rope<'a> {
     fn check(&self, positions: &[usize], values: &[f32]) {
         let head_dim = self.heads.head_dim;
         assert!(2 * self.half <= head_dim, "more rotates than a head has");
-        assert_eq!(values.len(), positions.len() * self.heads.width(), "rows do not fit their positions");
+        assert_eq!(values.len(), positions.len() * self.heads.width(), "rows do not match their positions");
         let end = positions.iter().max().map_or(0, |position| position + 1) * self.half;
         assert!(self.cos.len() >= end && self.sin.len() >= end, "a position is beyond the table");
         assert!(self.qk_norm.is_none_or(|norm| norm.q.len() == head_dim && norm.k.len() == head_dim));
     }
 }
 
-/// out `[rows, width]` = qk-norm and rope of every row of `qkv`, each at its position.
+/// Computes out `[rows, width]` = qk-norm and rotary embedding of every row of `qkv`, each at its position.
 pub fn rotate(threads: &Threads, isa: Isa, rope: &Rope<'_>, positions: &[usize], qkv: &[f32], out: &mut [f32]) {
     rope.check(positions, qkv);
     assert_eq!(qkv.len(), out.len(), "qkv and out differ in length");
@@ -77,8 +77,8 @@ pub fn rotate(threads: &Threads, isa: Isa, rope: &Rope<'_>, positions: &[usize],
     });
 }
 
-/// The vector-Jacobian product of [`rotate`]: `out` = dL/dqkv before it from `dy`, that after it. `before` is the input of
-/// [`rotate`]; it is read only where there is a qk-norm, and may be empty where there is none.
+/// The vector-Jacobian product of [`rotate`]: computes `out` = dL/dqkv for its input, from `dy`, the gradient of its
+/// output. `before` is the input of [`rotate`]; it is read only with qk-norm and may be empty otherwise.
 pub fn rotate_vjp(
     threads: &Threads,
     isa: Isa,
@@ -106,11 +106,11 @@ pub fn rotate_vjp(
     });
 }
 
-/// Rows whose sums make one partial sum, whatever the threads.
+/// Number of rows in one partial sum, for any number of threads.
 const ROWS_AT_ONCE: usize = 64;
 
-/// dq `[head_dim]` += and dk `[head_dim]` += dL/dweight of the qk-norms in [`rotate`]. `before` is its input, `dy` dL/dqkv
-/// after it. Nothing where there is no qk-norm.
+/// Computes dq `[head_dim]` += and dk `[head_dim]` += dL/dweight of the qk-norms in [`rotate`]. `before` is its input,
+/// `dy` the gradient of its output. Does nothing without qk-norm.
 #[expect(clippy::too_many_arguments, reason = "the operands of one formula")]
 pub fn rotate_weight_vjp(
     threads: &Threads,
@@ -133,7 +133,7 @@ pub fn rotate_weight_vjp(
     let shared = Shared::new(&mut sums);
     over_rows(threads, chunks, ROWS_AT_ONCE * width, |range| {
         for chunk in range {
-            // Safety: one part a chunk.
+            // Safety: one part per chunk.
             let sums = unsafe { shared.part(chunk * 2 * dim..(chunk + 1) * 2 * dim) };
             let of_chunk = positions.iter().enumerate().skip(chunk * ROWS_AT_ONCE).take(ROWS_AT_ONCE);
             for (row, position) in of_chunk {
@@ -150,17 +150,17 @@ pub fn rotate_weight_vjp(
     }
 }
 
-on_every_rung! {
+on_every_isa! {
     unsafe fn rotate_row(rope: &Rope<'_>, position: usize, row: &mut [f32]) = rotate_with
 }
-on_every_rung! {
+on_every_isa! {
     unsafe fn vjp_row(rope: &Rope<'_>, position: usize, before: &[f32], d: &mut [f32]) = vjp_with
 }
-on_every_rung! {
+on_every_isa! {
     unsafe fn weight_row(rope: &Rope<'_>, position: usize, before: &[f32], dy: &[f32], sums: &mut [f32]) = weight_with
 }
 
-/// The two halves of some lanes of a head.
+/// Loads a vector from each of the two halves of a head.
 #[inline(always)]
 unsafe fn load_halves<S: Simd>(head: *const f32, half: usize, at: usize) -> (S::V, S::V) {
     unsafe { (load_some::<S>(head.add(at), half - at), load_some::<S>(head.add(half + at), half - at)) }
@@ -191,8 +191,8 @@ unsafe fn rotate_with<S: Simd>(rope: &Rope<'_>, position: usize, row: &mut [f32]
                 }
                 let c = load_some::<S>(cos.as_ptr().add(at), half - at);
                 let s = load_some::<S>(sin.as_ptr().add(at), half - at);
-                let turned = (S::sub(S::mul(a, c), S::mul(b, s)), S::fma(a, s, S::mul(b, c)));
-                store_halves::<S>(head, half, at, turned);
+                let rotated = (S::sub(S::mul(a, c), S::mul(b, s)), S::fma(a, s, S::mul(b, c)));
+                store_halves::<S>(head, half, at, rotated);
             }
             let Some((weight, r)) = norm else { continue };
             for at in (2 * half..dim).step_by(S::LANES) {
@@ -204,7 +204,7 @@ unsafe fn rotate_with<S: Simd>(rope: &Rope<'_>, position: usize, row: &mut [f32]
     }
 }
 
-/// (a, b) → (a·cos + b·sin, b·cos − a·sin)
+/// Rotates back: (a, b) → (a·cos + b·sin, b·cos − a·sin).
 #[inline(always)]
 unsafe fn turn_back<S: Simd>(d: *const f32, cos: &[f32], sin: &[f32], half: usize, at: usize) -> (S::V, S::V) {
     unsafe {
@@ -223,8 +223,8 @@ unsafe fn vjp_with<S: Simd>(rope: &Rope<'_>, position: usize, before: &[f32], d:
         for (index, d) in d.chunks_exact_mut(dim).take(rope.rotated()).enumerate() {
             let d = d.as_mut_ptr();
             for at in (0..half).step_by(S::LANES) {
-                let turned = turn_back::<S>(d, cos, sin, half, at);
-                store_halves::<S>(d, half, at, turned);
+                let rotated = turn_back::<S>(d, cos, sin, half, at);
+                store_halves::<S>(d, half, at, rotated);
             }
             let Some((weight, eps)) = rope.norm_weight(index) else { continue };
             let x = &before[index * dim..(index + 1) * dim];
@@ -342,24 +342,24 @@ mod tests {
                     let at = position * half + i % half;
                     (f64::from(case.cos[at]), f64::from(case.sin[at]))
                 };
-                let mut turned = vec![0.0; dim];
+                let mut rotated = vec![0.0; dim];
                 for i in 0..dim {
                     if i >= 2 * half {
                         all.out.push(y[i]);
-                        turned[i] = dy[i];
+                        rotated[i] = dy[i];
                         continue;
                     }
                     let (c, s) = angle(i);
                     all.out.push(if i < half { y[i] * c - y[i + half] * s } else { y[i] * c + y[i - half] * s });
-                    turned[i] = if i < half { dy[i] * c + dy[i + half] * s } else { dy[i] * c - dy[i - half] * s };
+                    rotated[i] = if i < half { dy[i] * c + dy[i + half] * s } else { dy[i] * c - dy[i - half] * s };
                 }
-                let inner: f64 = (0..dim).map(|i| x[i] * w[i] * turned[i]).sum();
+                let inner: f64 = (0..dim).map(|i| x[i] * w[i] * rotated[i]).sum();
                 for i in 0..dim {
-                    let normed = r * (w[i] * turned[i] - inner * r * r / dim as f64 * x[i]);
-                    all.dx.push(if norm { normed } else { turned[i] });
+                    let normed = r * (w[i] * rotated[i] - inner * r * r / dim as f64 * x[i]);
+                    all.dx.push(if norm { normed } else { rotated[i] });
                     if norm {
                         let dw = if is_query { &mut all.dq } else { &mut all.dk };
-                        dw[i] += turned[i] * x[i] * r;
+                        dw[i] += rotated[i] * x[i] * r;
                     }
                 }
             }
@@ -368,7 +368,7 @@ mod tests {
     }
 
     #[test]
-    fn rotations_and_their_gradients_are_the_naive_ones_on_every_rung() {
+    fn rotations_and_their_gradients_are_the_naive_ones_on_every_isa() {
         for isa in Isa::available() {
             for (h, kv, dim, half, rows) in [
                 (1, 1, 2, 1, 1),

@@ -1,14 +1,15 @@
-//! What kernels that work row by row share: one body for every rung, and rows spread over threads where that pays.
+//! Helpers of kernels that work row by row: one body for all instruction sets, and rows divided among threads
+//! if that is worthwhile.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::threads::{Shared, Threads};
 
-/// Elements below which a thread's help costs more than it brings.
+/// Number of elements below which starting a second thread costs more than it saves.
 const WORTH_A_DISPATCH: usize = 1 << 14;
 
-/// Run `f` on parts of `0..rows`, one part a thread where there is work for them; `elements` are those of a row.
+/// Runs `f` on parts of `0..rows`, one part per thread if there is enough work; `elements` is the number per row.
 pub(super) fn over_rows(threads: &Threads, rows: usize, elements: usize, f: impl Fn(Range<usize>) + Sync) {
     if rows == 0 {
         return;
@@ -16,7 +17,7 @@ pub(super) fn over_rows(threads: &Threads, rows: usize, elements: usize, f: impl
     if rows * elements < WORTH_A_DISPATCH { f(0..rows) } else { threads.split(rows, f) }
 }
 
-/// Write the rows of a matrix, each told its index.
+/// Writes the rows of a matrix; `f` receives each row's index.
 pub fn each_row(threads: &Threads, values: &mut [f32], width: usize, f: impl Fn(usize, &mut [f32]) + Sync) {
     let rows = values.len().checked_div(width).unwrap_or(0);
     let values = Shared::new(values);
@@ -28,8 +29,8 @@ pub fn each_row(threads: &Threads, values: &mut [f32], width: usize, f: impl Fn(
     });
 }
 
-/// Run `f` on every number of `0..count`, each thread taking the next one when it is done with one; `elements` are what
-/// all of them are worth.
+/// Runs `f` for every number of `0..count`; each thread takes the next number when it has finished one. `elements`
+/// measures the total work.
 pub(super) fn take_turns(threads: &Threads, count: usize, elements: usize, f: impl Fn(usize) + Sync) {
     if count <= 1 || elements < WORTH_A_DISPATCH || threads.count() == 1 {
         return (0..count).for_each(f);
@@ -46,8 +47,8 @@ pub(super) fn take_turns(threads: &Threads, count: usize, elements: usize, f: im
     });
 }
 
-/// A function that runs a kernel generic over [`Simd`](super::simd::Simd) with the instructions of a rung.
-macro_rules! on_every_rung {
+/// Defines a function that runs a kernel, generic over [`Simd`](super::simd::Simd), with the chosen instruction set.
+macro_rules! on_every_isa {
     ($(#[$doc:meta])* $vis:vis unsafe fn $name:ident($($arg:ident: $type:ty),* $(,)?) $(-> $out:ty)? = $kernel:ident) => {
         $(#[$doc])*
         $vis unsafe fn $name(isa: $crate::isa::Isa, $($arg: $type),*) $(-> $out)? {
@@ -64,7 +65,7 @@ macro_rules! on_every_rung {
             }
 
             assert!(isa.is_available(), "{isa} does not run on this machine");
-            // Safety: the rung is available; the rest is the caller's.
+            // Safety: the machine supports the instruction set; the rest is guaranteed by the caller.
             unsafe {
                 #[cfg(target_arch = "x86_64")]
                 if isa >= $crate::isa::Isa::Avx512 {
@@ -79,11 +80,11 @@ macro_rules! on_every_rung {
         }
     };
 }
-pub(super) use on_every_rung;
+pub(super) use on_every_isa;
 
 #[cfg(test)]
 pub(super) mod tests {
-    /// Numbers in [−0.5, 0.5) from a seed.
+    /// Pseudo-random numbers in [−0.5, 0.5).
     pub fn noise(count: usize, seed: u64) -> Vec<f32> {
         let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
         let mut next = || {
@@ -95,7 +96,8 @@ pub(super) mod tests {
         (0..count).map(|_| next()).collect()
     }
 
-    /// Each value within `tolerance` of what is expected, relative to the largest expected, or to 0.1 where that is larger.
+    /// Checks that each value is within `tolerance` of the expected one, relative to the largest expected value, or to
+    /// 0.1 if that is larger.
     #[track_caller]
     pub fn assert_close(actual: &[f32], expected: &[f64], tolerance: f64, what: &str) {
         assert_eq!(actual.len(), expected.len(), "{what}");
@@ -106,7 +108,7 @@ pub(super) mod tests {
         }
     }
 
-    /// The same bits.
+    /// Checks that both slices have the same bits.
     #[track_caller]
     pub fn assert_same(a: &[f32], b: &[f32], what: &str) {
         assert_eq!(a.len(), b.len(), "{what}");

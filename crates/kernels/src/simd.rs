@@ -1,55 +1,56 @@
-//! Vectors of f32, one implementation a rung. A kernel is written once over [`Simd`] and compiled once a rung.
+//! Vectors of f32, with one implementation per instruction set. A kernel is written once, generic over [`Simd`], and
+//! compiled for each of them.
 
-/// The operations the kernels are made of. Everything is inlined into a function that enables the rung's instructions.
+/// The vector operations of the kernels. All are inlined into a function that enables the instruction set.
 ///
 /// # Safety
-/// The methods may only run on a machine that has the rung's instructions; pointers must be valid for [`Simd::LANES`]
-/// elements.
+/// The methods may only run on a machine that supports the instruction set; pointers must be
+/// valid for [`Simd::LANES`] elements.
 #[expect(clippy::missing_safety_doc, reason = "said once, for all methods, above")]
 pub unsafe trait Simd: Copy {
-    /// f32 values in a vector.
+    /// Number of f32 values in a vector.
     const LANES: usize;
-    /// The register.
+    /// The type of a vector register.
     type V: Copy;
 
-    /// All zero.
+    /// A vector of zeros.
     unsafe fn zero() -> Self::V;
     /// The same value in every lane.
     unsafe fn splat(value: f32) -> Self::V;
-    /// Unaligned.
+    /// Loads a vector; the address may be unaligned.
     unsafe fn load(from: *const f32) -> Self::V;
-    /// Unaligned.
+    /// Stores a vector; the address may be unaligned.
     unsafe fn store(to: *mut f32, value: Self::V);
-    /// a·b + c, rounded once where the machine can.
+    /// Computes a·b + c, rounded once if the machine supports it.
     unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
-    /// a + b.
+    /// Computes a + b per lane.
     unsafe fn add(a: Self::V, b: Self::V) -> Self::V;
-    /// a·b.
+    /// Computes a·b per lane.
     unsafe fn mul(a: Self::V, b: Self::V) -> Self::V;
-    /// a − b.
+    /// Computes a − b per lane.
     unsafe fn sub(a: Self::V, b: Self::V) -> Self::V;
-    /// a / b.
+    /// Computes a / b per lane.
     unsafe fn div(a: Self::V, b: Self::V) -> Self::V;
-    /// The larger of each lane; `b` where either is NaN.
+    /// The larger value per lane; `b` if either is NaN.
     unsafe fn max(a: Self::V, b: Self::V) -> Self::V;
-    /// To the nearest whole number, ties to even.
+    /// Rounds to the nearest integer, ties to even.
     unsafe fn round(a: Self::V) -> Self::V;
-    /// a·2ⁿ for whole n in [−126, 127].
+    /// Computes a·2ⁿ for whole n in [−126, 127].
     unsafe fn scale_by_power(a: Self::V, n: Self::V) -> Self::V;
-    /// LANES pairs of bf16: the first of each pair, and the second.
+    /// Loads LANES pairs of bf16: a vector of the first ones, and a vector of the second ones.
     unsafe fn load_pairs(from: *const u32) -> (Self::V, Self::V);
     /// The sum of all lanes, in a fixed order.
     unsafe fn sum(value: Self::V) -> f32;
-    /// The largest of all lanes.
+    /// The largest value of all lanes.
     unsafe fn largest(value: Self::V) -> f32;
-    /// The first lane.
+    /// The value of the first lane.
     unsafe fn first(value: Self::V) -> f32;
 }
 
-/// The first `count` elements, zeros after them; whole vectors are loaded as they are.
+/// Loads the first `count` elements, followed by zeros; whole vectors are loaded unchanged.
 ///
 /// # Safety
-/// As for the methods of [`Simd`], but `from` needs only `count` valid elements where that is less than a vector.
+/// The same as for the methods of [`Simd`], but `from` needs only `count` valid elements if that is less than a vector.
 #[inline(always)]
 pub unsafe fn load_some<S: Simd>(from: *const f32, count: usize) -> S::V {
     unsafe {
@@ -62,10 +63,10 @@ pub unsafe fn load_some<S: Simd>(from: *const f32, count: usize) -> S::V {
     }
 }
 
-/// Store the first `count` elements, at most a vector.
+/// Stores the first `count` elements, at most a vector.
 ///
 /// # Safety
-/// As for [`load_some`].
+/// The same as for [`load_some`].
 #[inline(always)]
 pub unsafe fn store_some<S: Simd>(to: *mut f32, value: S::V, count: usize) {
     unsafe {
@@ -78,17 +79,18 @@ pub unsafe fn store_some<S: Simd>(to: *mut f32, value: S::V, count: usize) {
     }
 }
 
-/// The most f32 values a vector of any rung has.
+/// Maximum number of f32 values in a vector of any instruction set.
 const MAX_LANES: usize = 16;
 
-/// eˣ for x ≤ 88, within 2 units in the last place; e⁻⁸⁷ below −87; NaN for NaN. Cody and Waite's reduction, Taylor's polynomial.
+/// Computes eˣ for x ≤ 88, within 2 units in the last place; e⁻⁸⁷ below −87; NaN for NaN. Uses Cody and Waite's
+/// reduction and Taylor's polynomial.
 ///
 /// # Safety
-/// As for the methods of [`Simd`].
+/// The same as for the methods of [`Simd`].
 #[inline(always)]
 pub unsafe fn exp<S: Simd>(x: S::V) -> S::V {
     const LOWEST: f32 = -87.0;
-    // ln 2 in two parts, the first with zeros at its end, so that n·LN_2_HIGH is exact.
+    // ln 2 in two parts, the first with trailing zeros, so that n·LN_2_HIGH is exact.
     const LN_2_HIGH: f32 = 0.693_359_4;
     const LN_2_LOW: f32 = -2.121_944_4e-4;
     const TERMS: [f32; 6] = [1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0];
@@ -106,13 +108,13 @@ pub unsafe fn exp<S: Simd>(x: S::V) -> S::V {
     }
 }
 
-/// Below it e⁻ˣ is near the largest f32.
+/// Lower bound of exponents: below it e⁻ˣ is near the largest f32.
 pub const LOWEST: f32 = -87.0;
 
-/// σ(x), as if x were no lower than [`LOWEST`]. NaN stays NaN.
+/// Computes σ(x), with x raised to at least [`LOWEST`]. NaN stays NaN.
 ///
 /// # Safety
-/// As for the methods of [`Simd`].
+/// The same as for the methods of [`Simd`].
 #[inline(always)]
 pub unsafe fn logistic<S: Simd>(x: S::V) -> S::V {
     unsafe {
@@ -122,16 +124,16 @@ pub unsafe fn logistic<S: Simd>(x: S::V) -> S::V {
     }
 }
 
-/// tanh(x) = 2·σ(2x) − 1, to about 10⁻⁷ of 1. NaN stays NaN.
+/// Computes tanh(x) = 2·σ(2x) − 1, to about 10⁻⁷ of 1. NaN stays NaN.
 ///
 /// # Safety
-/// As for the methods of [`Simd`].
+/// The same as for the methods of [`Simd`].
 #[inline(always)]
 pub unsafe fn tanh<S: Simd>(x: S::V) -> S::V {
     unsafe { S::fma(S::splat(2.0), logistic::<S>(S::mul(S::splat(2.0), x)), S::splat(-1.0)) }
 }
 
-/// Plain arrays.
+/// Vectors as plain arrays, for any machine.
 #[derive(Clone, Copy)]
 pub struct Portable;
 
@@ -172,7 +174,7 @@ unsafe impl Simd for Portable {
 
     #[inline(always)]
     unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
-        // A fused product without the instruction is a slow library call.
+        // Without the instruction, a fused product is a slow library call.
         if cfg!(any(target_arch = "aarch64", target_feature = "fma")) {
             lanes(|i| a[i].mul_add(b[i], c[i]))
         } else {
@@ -207,7 +209,7 @@ unsafe impl Simd for Portable {
 
     #[inline(always)]
     unsafe fn round(a: Self::V) -> Self::V {
-        // Adding and taking off 1.5·2²³ leaves no room for a fraction; a library call would be slow without SSE 4.1.
+        // Adding and subtracting 1.5·2²³ removes the fraction; a library call would be slow without SSE 4.1.
         const MAGIC: f32 = 12_582_912.0;
         lanes(|i| (a[i] + MAGIC) - MAGIC)
     }
@@ -249,7 +251,7 @@ mod x86 {
 
     use super::Simd;
 
-    /// 8 lanes.
+    /// Vectors of 8 lanes.
     #[derive(Clone, Copy)]
     pub struct Avx2;
 
@@ -353,7 +355,7 @@ mod x86 {
         }
     }
 
-    /// 16 lanes.
+    /// Vectors of 16 lanes.
     #[derive(Clone, Copy)]
     pub struct Avx512;
 

@@ -1,8 +1,8 @@
-//! Threads that wait for the next piece of work by spinning for a moment, then parked: a product of a small model takes
-//! microseconds, and waking a thread takes as long.
+//! A team of threads. Idle threads spin for a moment before they are parked, because a product of a small model takes
+//! microseconds, as long as waking a thread.
 //!
-//! Work is cut into cells that the threads claim one after another, each from its own region first. A thread that another
-//! process keeps off its core holds up at most the cell that it is in, and a round that it never entered not at all.
+//! Work is divided into cells that the threads claim one after another, each from its own region first. A thread that
+//! is descheduled delays only the cell it is working on, and does not delay a round that it has not entered.
 
 use std::cell::{Cell, UnsafeCell};
 use std::num::NonZero;
@@ -12,40 +12,40 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{JoinHandle, Thread};
 
-/// Polls before a thread that waits gives its core away. A spinning thread whose partner was put to sleep by another
-/// process would otherwise burn the time its partner needs.
+/// Number of polls before a waiting thread yields its core. A spinning thread whose partner was descheduled by another
+/// process would otherwise use the time its partner needs.
 const SPINS: u32 = 4000;
-/// Yields before a thread parks.
+/// Number of yields before a thread parks.
 const YIELDS: u32 = 16;
-/// Cells a thread, so that an early one can take from a late one.
+/// Number of cells per thread, so that a fast thread can take cells from a slow one.
 const CELLS: usize = 4;
 
 type Work<'a> = dyn Fn(usize) + Sync + 'a;
 
 thread_local! {
-    /// Whether this thread is inside a piece of work.
+    /// Whether this thread is working on a cell.
     static WORKING: Cell<bool> = const { Cell::new(false) };
 }
 
-/// A team: the calling thread is number 0, the workers are 1, 2, …
+/// A team of threads: the calling thread has number 0, the workers have 1, 2, …
 #[derive(Debug)]
 pub struct Threads {
     team: Arc<Team>,
     workers: Vec<JoinHandle<()>>,
-    /// One piece of work at a time.
+    /// Held while the team works; only one round runs at a time.
     running: Mutex<()>,
 }
 
 struct Team {
-    /// `round << 32 | OPEN? | workers inside`
+    /// The state of the round: `round << 32 | OPEN? | workers inside`.
     state: AtomicU64,
     leaving: AtomicBool,
     panicked: AtomicBool,
     /// Written while no worker is inside and the round is closed, published by `state`.
     piece: UnsafeCell<Option<Piece>>,
-    /// For each thread, the next cell of its region.
+    /// The next cell of each thread's region.
     next: Vec<Next>,
-    /// The caller waits parked for the last worker to leave.
+    /// Whether the caller is parked until the last worker leaves.
     waiting: AtomicBool,
     caller: Mutex<Option<Thread>>,
 }
@@ -56,17 +56,17 @@ struct Piece {
     cells: usize,
 }
 
-/// On a cache line of its own.
+/// A counter on a cache line of its own.
 #[repr(align(128))]
 struct Next(AtomicUsize);
 
-/// Workers may enter.
+/// Flag: workers may enter the round.
 const OPEN: u64 = 1 << 31;
-/// Workers inside.
+/// Mask of the number of workers inside.
 const INSIDE: u64 = OPEN - 1;
 
-// Safety: `piece` is written only by the one thread that holds `Threads::running`, while the round is closed and no worker
-// is inside, and read only by workers inside.
+// Safety: `piece` is written only by the one thread that holds `Threads::running`, while the round is closed and no
+// worker is inside, and read only by workers inside.
 unsafe impl Sync for Team {}
 unsafe impl Send for Team {}
 
@@ -77,7 +77,7 @@ impl std::fmt::Debug for Team {
 }
 
 impl Threads {
-    /// A team of so many, the caller included. Fewer where the system gives no more threads.
+    /// Creates a team of `count` threads, the caller included; fewer if the system provides no more threads.
     pub fn new(count: usize) -> Threads {
         let count = count.max(1);
         let team = Arc::new(Team {
@@ -97,32 +97,33 @@ impl Threads {
         Threads { team, workers, running: Mutex::new(()) }
     }
 
-    /// One thread a core.
+    /// Creates a team with one thread per core.
     pub fn of_machine() -> Threads {
         Threads::new(std::thread::available_parallelism().map_or(1, NonZero::get))
     }
 
-    /// The caller and its workers.
+    /// Number of threads, the caller included.
     pub fn count(&self) -> usize {
         self.workers.len() + 1
     }
 
-    /// Run `f(number)` once for every number below [`Threads::count`]; returns when all are done. Mostly each on its own
-    /// thread, but a number whose thread is late falls to another. A panic in any of them is raised here.
+    /// Runs `f(number)` once for every number below [`Threads::count`]; returns when all are done. Usually
+    /// each number runs on its own thread, but another thread takes the number of a late one. A panic in any
+    /// of them is raised here.
     pub fn run(&self, f: &Work<'_>) {
         self.cells(self.count(), f);
     }
 
-    /// Run `f(cell)` once for every cell below `cells`, in no order; returns when all are done. A panic in any of them is
-    /// raised here. Inside a piece of work everything runs on the calling thread.
+    /// Runs `f(cell)` once for every cell below `cells`, in no particular order; returns when all are done. A panic in
+    /// any of them is raised here. A nested call runs everything on the calling thread.
     pub fn cells(&self, cells: usize, f: &Work<'_>) {
         if self.workers.is_empty() || cells < 2 || WORKING.get() {
             return (0..cells).for_each(f);
         }
         let team = &*self.team;
         let running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
-        // Safety: the round is closed and nobody is inside; the pointer is used only inside, which ends before this call
-        // returns.
+        // Safety: the round is closed and no worker is inside; the pointer is used only inside the round, which ends
+        // before this call returns.
         unsafe {
             let work = std::mem::transmute::<*const Work<'_>, *const Work<'static>>(std::ptr::from_ref(f));
             *team.piece.get() = Some(Piece { work, cells });
@@ -133,7 +134,7 @@ impl Threads {
         let round = (team.state.load(Ordering::Relaxed) >> 32).wrapping_add(1);
         team.state.store(round << 32 | OPEN, Ordering::SeqCst);
         for worker in &self.workers {
-            // Cheap where the worker spins.
+            // Unparking is cheap if the worker is spinning.
             worker.thread().unpark();
         }
         let mine = catch_unwind(AssertUnwindSafe(|| team.work_through(0, cells, f)));
@@ -146,8 +147,8 @@ impl Threads {
         assert!(!panicked, "a kernel panicked on another thread");
     }
 
-    /// Cut a grid of rows and columns into cells, along the rows where there are enough for all, otherwise along the
-    /// columns too; cells begin at multiples. Every element falls to exactly one call.
+    /// Divides a grid of rows and columns into cells: along the rows if there are enough for all threads, otherwise
+    /// along the columns too. Cells begin at multiples. Every element belongs to exactly one call.
     pub fn grid(
         &self,
         rows: usize,
@@ -161,7 +162,7 @@ impl Threads {
         }
         let wanted = if self.count() == 1 { 1 } else { self.count() * CELLS };
         let row_cells = rows.div_ceil(row_multiple).min(wanted);
-        // As many for every thread.
+        // The same number of cells for every thread.
         let even = (wanted.div_ceil(row_cells)..).find(|cells| (row_cells * cells).is_multiple_of(self.count()));
         let column_cells = columns.div_ceil(column_multiple).min(even.unwrap_or(wanted));
         self.cells(row_cells * column_cells, &|cell| {
@@ -170,8 +171,8 @@ impl Threads {
         });
     }
 
-    /// Run `f(part, items, values)` once for every part: the items in its range, and `width` values for each of them.
-    /// Parts are in order and do not overlap. On the calling thread alone where the work is `small`.
+    /// Runs `f(part, items, values)` once for every part: the items in its range, and `width` values for each of them.
+    /// Parts are in order and do not overlap. Everything runs on the calling thread if the work is `small`.
     pub fn over<T: Send, U: Send>(
         &self,
         parts: &[Range<usize>],
@@ -198,18 +199,18 @@ impl Threads {
         }
     }
 
-    /// Cut `0..items` into parts, a few for each thread.
+    /// Divides `0..items` into parts, a few for each thread.
     pub fn split(&self, items: usize, f: impl Fn(Range<usize>) + Sync) {
         self.grid(items, 1, 1, 1, |items, _| f(items));
     }
 }
 
-/// The cells that are first a thread's own.
+/// The cells of a thread's own region.
 fn region(cells: usize, number: usize, count: usize) -> Range<usize> {
     cells * number / count..cells * (number + 1) / count
 }
 
-/// Part `number` of `count`; none is empty where there are as many blocks.
+/// The range of part `number` of `count`; no part is empty if there are enough blocks.
 fn part(items: usize, multiple: usize, number: usize, count: usize) -> Range<usize> {
     let blocks = items.div_ceil(multiple);
     let at = |number: usize| (blocks * number / count * multiple).min(items);
@@ -221,14 +222,14 @@ impl Drop for Threads {
         self.team.leaving.store(true, Ordering::SeqCst);
         for worker in self.workers.drain(..) {
             worker.thread().unpark();
-            // It catches its panics.
+            // The worker catches its own panics.
             let _ = worker.join();
         }
     }
 }
 
 impl Team {
-    /// Claim cells until there are none: those of the own region, then those of the others.
+    /// Claims and runs cells until none are left: first those of the own region, then those of other regions.
     fn work_through(&self, number: usize, cells: usize, work: &Work<'_>) {
         let count = self.next.len();
         let _inside = Inside::enter();
@@ -244,7 +245,7 @@ impl Team {
         }
     }
 
-    /// Nobody enters this round any more, and those inside have left.
+    /// Closes the round: no worker can enter any more, and all have left when this returns.
     fn close(&self) {
         let mut state = self.state.fetch_and(!OPEN, Ordering::SeqCst);
         let mut waits = 0u32;
@@ -276,7 +277,7 @@ impl Team {
                 match waits {
                     ..SPINS => std::hint::spin_loop(),
                     w if w < SPINS + YIELDS => std::thread::yield_now(),
-                    // An unpark that came before is not lost.
+                    // An unpark that came earlier is not lost.
                     _ => std::thread::park(),
                 }
                 continue;
@@ -285,7 +286,7 @@ impl Team {
                 continue;
             }
             (seen, waits) = (state >> 32, 0);
-            // Safety: inside. The work lives until everyone has left.
+            // Safety: this worker is inside the round, and the work lives until all workers have left.
             if let Some((piece, work)) = unsafe { (*self.piece.get()).map(|piece| (piece, &*piece.work)) }
                 && catch_unwind(AssertUnwindSafe(|| self.work_through(number, piece.cells, work))).is_err()
             {
@@ -302,7 +303,7 @@ impl Team {
     }
 }
 
-/// While it lives, this thread is inside a piece of work.
+/// Marks this thread as working while the value exists.
 struct Inside;
 
 impl Inside {
@@ -322,17 +323,17 @@ impl Drop for Inside {
 #[derive(Clone, Copy, Debug)]
 pub struct Shared<T>(*mut T);
 
-// Safety: whoever writes through it holds that the parts are disjoint.
+// Safety: all writers guarantee that their parts are disjoint.
 unsafe impl<T: Send> Send for Shared<T> {}
 unsafe impl<T: Send> Sync for Shared<T> {}
 
 impl<T> Shared<T> {
-    /// The whole buffer, borrowed for as long as the threads work.
+    /// Borrows the whole buffer for as long as the threads work.
     pub fn new(values: &mut [T]) -> Shared<T> {
         Shared(values.as_mut_ptr())
     }
 
-    /// One element.
+    /// Address of one element.
     ///
     /// # Safety
     /// `index` is inside the buffer.
@@ -340,10 +341,10 @@ impl<T> Shared<T> {
         unsafe { self.0.add(index) }
     }
 
-    /// Some elements.
+    /// A range of elements.
     ///
     /// # Safety
-    /// The range is inside the buffer, which is still borrowed, and no other thread touches it meanwhile.
+    /// The range is inside the buffer, which is still borrowed, and no other thread accesses it meanwhile.
     #[expect(clippy::mut_from_ref, reason = "the parts are disjoint, as the caller holds")]
     pub unsafe fn part(&self, range: Range<usize>) -> &mut [T] {
         unsafe { std::slice::from_raw_parts_mut(self.0.add(range.start), range.len()) }

@@ -1,7 +1,7 @@
-//! The emulator as a device: its memory is the host's, its kernels run when they are launched.
+//! The emulator as a device: its memory is the host's, and kernels run when they are launched.
 //!
-//! Strict where a GPU is silent: a new buffer and a dropped one are filled with 0xff (NaN), and what lies around a buffer
-//! is checked after each kernel and when the buffer is dropped.
+//! It is stricter than a GPU: new and dropped buffers are filled with 0xff (NaN), and the memory around a buffer is
+//! checked after each kernel and when the buffer is dropped.
 
 use std::alloc::{Layout, alloc, dealloc};
 use std::collections::BTreeMap;
@@ -14,9 +14,9 @@ use super::device_api::{CudaError, DType, Driver, Found, Launch, Product, Proper
 
 /// Bytes kept free on both sides of a buffer.
 const GUARD: u64 = 256;
-/// What free memory, new buffers and the space around them are filled with.
+/// The byte that fills free memory, new buffers and the space around them.
 const UNWRITTEN: u8 = 0xff;
-/// Memory of the pretended device.
+/// Memory of the emulated device, in bytes.
 const MEMORY_BYTES: u64 = 16 << 30;
 const SHARED_BYTES: u32 = 227 << 10;
 
@@ -32,18 +32,18 @@ unsafe extern "C" {
     ) -> *const c_char;
 }
 
-/// A parameter as kernels expect it.
+/// A parameter with the alignment that kernels expect.
 #[repr(C, align(16))]
 struct Aligned([u8; 4096]);
 
-/// The device.
+/// The state of the emulated device.
 #[derive(Debug)]
 pub(super) struct Emulator {
-    /// Names of the kernels that were found, by number.
+    /// Names of the kernels that were found, by index.
     names: BTreeMap<u32, String>,
-    /// Live buffers: where their blocks begin, with the blocks' and their own bytes.
+    /// Live buffers: the address of each block, with the sizes of the block and of the buffer.
     live: BTreeMap<u64, (u64, u64)>,
-    /// Of shared memory, at most, a block.
+    /// Maximum shared memory of a block, in bytes.
     shared_bytes: u32,
 }
 
@@ -66,7 +66,7 @@ impl Emulator {
         Ok((emulator, properties))
     }
 
-    /// A smaller one, whose blocks have no more shared memory than this.
+    /// Opens a smaller device with this maximum of shared memory per block.
     #[cfg(test)]
     pub(super) fn open_small(shared_bytes: u32) -> Result<(Emulator, Properties), CudaError> {
         let (emulator, properties) = Emulator::open(0)?;
@@ -81,7 +81,7 @@ impl Driver for Emulator {
 
     fn find(&mut self, name: &str) -> Result<Found, CudaError> {
         let mut param_bytes = 0;
-        // SAFETY: the name and its length, and a place for the result.
+        // SAFETY: the arguments are the name, its length, and a pointer to a local variable.
         let kernel = unsafe { rlood_emulator_find(name.as_ptr().cast(), name.len(), &raw mut param_bytes) };
         let kernel = u32::try_from(kernel).map_err(|_| CudaError::Input(format!("there is no kernel named {name}")))?;
         self.names.insert(kernel, name.to_owned());
@@ -92,15 +92,15 @@ impl Driver for Emulator {
         let mut aligned = Aligned([0; 4096]);
         aligned.0[..params.len()].copy_from_slice(params);
         let Launch { grid, block, shared } = launch;
-        // SAFETY: the kernel was found, and its parameter has the size that it was compiled with; the addresses in it are
-        // the caller's to check, as on a GPU.
+        // SAFETY: the kernel was found, and its parameter has the size that it was compiled with. The caller has
+        // checked the addresses in it, as for a GPU.
         let message = unsafe {
             let params = aligned.0.as_ptr();
             rlood_emulator_launch(kernel as i32, params, grid.as_ptr(), block, shared, self.shared_bytes)
         };
         let name = self.names.get(&kernel).map_or("?", String::as_str);
         if !message.is_null() {
-            // SAFETY: a terminated string that stays until this thread's next launch.
+            // SAFETY: a terminated string that stays valid until this thread's next launch.
             let message = unsafe { CStr::from_ptr(message) }.to_string_lossy();
             return Err(CudaError::Failed(format!("{name}: {message}")));
         }
@@ -124,32 +124,32 @@ impl Driver for Emulator {
     }
 
     fn zero(&mut self, to: u64, bytes: usize) -> Result<(), CudaError> {
-        // SAFETY: a range of a live buffer, as Device checked.
+        // SAFETY: a range of a live buffer, checked by Device.
         unsafe { std::ptr::write_bytes(to as *mut u8, 0, bytes) };
         Ok(())
     }
 
     fn copy(&mut self, from: u64, to: u64, bytes: usize) -> Result<(), CudaError> {
-        // SAFETY: ranges of live buffers that do not overlap, as Device checked.
+        // SAFETY: ranges of live buffers that do not overlap, checked by Device.
         unsafe { std::ptr::copy_nonoverlapping(from as *const u8, to as *mut u8, bytes) };
         Ok(())
     }
 
     fn upload(&mut self, to: u64, bytes: &[u8]) -> Result<(), CudaError> {
-        // SAFETY: a range of a live buffer, as Device checked.
+        // SAFETY: a range of a live buffer, checked by Device.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to as *mut u8, bytes.len()) };
         Ok(())
     }
 
     fn upload_staged(&mut self, to: u64, staging: &Staging, at: usize, bytes: usize) -> Result<(), CudaError> {
         assert!(at + bytes <= staging.bytes, "an upload lies within its staging memory");
-        // SAFETY: within the staging memory, to a range of a live buffer.
+        // SAFETY: from the staging memory to a range of a live buffer.
         unsafe { std::ptr::copy_nonoverlapping(staging.start.add(at), to as *mut u8, bytes) };
         Ok(())
     }
 
     fn download(&mut self, from: u64, to: &mut [u8]) -> Result<(), CudaError> {
-        // SAFETY: a range of a live buffer, as Device checked.
+        // SAFETY: a range of a live buffer, checked by Device.
         unsafe { std::ptr::copy_nonoverlapping(from as *const u8, to.as_mut_ptr(), to.len()) };
         Ok(())
     }
@@ -177,7 +177,7 @@ impl Driver for Emulator {
         Ok(Box::new(Stopwatch { from: Instant::now(), took: None }))
     }
 
-    /// A plain loop. The order of the sums is not cuBLAS's, which has no fixed one.
+    /// Computes the product in a plain loop. The order of the sums differs from cuBLAS's, which is not fixed anyway.
     fn product(&mut self, product: &Product) -> Result<(), CudaError> {
         let Product { rows, columns, inner, transpose_a, transpose_b, alpha, beta, .. } = *product;
         for row in 0..rows {
@@ -207,7 +207,7 @@ impl Source for Emulator {
     }
 }
 
-/// Times what runs at once.
+/// A timer for work that runs immediately.
 #[derive(Debug)]
 struct Stopwatch {
     from: Instant,
@@ -231,7 +231,7 @@ fn layout(bytes: usize) -> Option<Layout> {
     Layout::from_size_align(bytes.max(1), 4096).ok()
 }
 
-/// Memory, or 0.
+/// Allocates memory; returns 0 if there is none.
 fn reserve(bytes: usize) -> u64 {
     // SAFETY: the layout is not empty.
     layout(bytes).map_or(0, |layout| unsafe { alloc(layout) } as u64)
@@ -239,19 +239,19 @@ fn reserve(bytes: usize) -> u64 {
 
 fn release(start: u64, bytes: usize) {
     if let Some(layout) = layout(bytes) {
-        // SAFETY: from `reserve` with the same layout.
+        // SAFETY: allocated by `reserve` with the same layout.
         unsafe { dealloc(start as *mut u8, layout) }
     }
 }
 
 fn fill(at: u64, bytes: u64) {
-    // SAFETY: a block that the pool just gave out or takes back.
+    // SAFETY: a block that the pool has just allocated or is about to free.
     unsafe { std::ptr::write_bytes(at as *mut u8, UNWRITTEN, bytes as usize) }
 }
 
-/// Whether nothing was written around a buffer; else where.
+/// Checks that nothing was written around a buffer; the error says where.
 fn check(at: u64, block: u64, bytes: u64) -> Result<(), String> {
-    // SAFETY: a live block; the buffer lies GUARD bytes after its beginning.
+    // SAFETY: a live block; the buffer begins GUARD bytes after the start of the block.
     let block = unsafe { std::slice::from_raw_parts(at as *const u8, block as usize) };
     let (front, rest) = block.split_at(GUARD as usize);
     let back = &rest[bytes as usize..];
@@ -265,7 +265,7 @@ fn check(at: u64, block: u64, bytes: u64) -> Result<(), String> {
 }
 
 fn load(matrix: u64, dtype: DType, at: usize) -> f32 {
-    // SAFETY: an element of a matrix that lies in a live buffer, as Gemm checked.
+    // SAFETY: an element of a matrix in a live buffer, checked by Gemm.
     unsafe {
         match dtype {
             DType::F32 => (matrix as *const f32).add(at).read_unaligned(),
@@ -275,7 +275,7 @@ fn load(matrix: u64, dtype: DType, at: usize) -> f32 {
 }
 
 fn store(matrix: u64, dtype: DType, at: usize, value: f32) {
-    // SAFETY: an element of a matrix that lies in a live buffer, as Gemm checked.
+    // SAFETY: an element of a matrix in a live buffer, checked by Gemm.
     unsafe {
         match dtype {
             DType::F32 => (matrix as *mut f32).add(at).write_unaligned(value),

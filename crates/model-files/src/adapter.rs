@@ -1,4 +1,5 @@
-//! LoRA adapters as PEFT writes them: which tensors an adapter has, and whether a folder's belong to a model.
+//! LoRA adapters in PEFT's format: lists an adapter's tensors, and checks whether a folder's adapter
+//! belongs to a model.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -9,40 +10,40 @@ use serde_json::Value;
 use super::weights::{TensorLocation, read_header};
 use super::{ModelCardError, ModelDescription, read_json};
 
-/// The adapter's weights in a PEFT directory.
+/// File name of the weights in a PEFT directory.
 pub const WEIGHTS: &str = "adapter_model.safetensors";
-/// The adapter's config in a PEFT directory.
+/// File name of the config in a PEFT directory.
 pub const CONFIG: &str = "adapter_config.json";
 
-/// A or B of one linear layer.
+/// Matrix A or B of one linear layer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AdapterTensor {
-    /// The decoder layer.
+    /// Index of the decoder layer, from 0.
     pub layer: usize,
-    /// The linear layer's path in it.
+    /// Path of the linear layer within the decoder layer.
     pub path: &'static str,
-    /// B, else A.
+    /// True for B, false for A.
     pub is_b: bool,
-    /// PEFT's name.
+    /// The tensor's name in PEFT's format.
     pub name: String,
-    /// `[r, in]` of A, `[out, r]` of B.
+    /// `[r, in]` for A, `[out, r]` for B.
     pub shape: Vec<usize>,
 }
 
-/// What is known of an adapter without a model.
+/// Facts about an adapter that do not need its base model.
 #[derive(Clone, Debug)]
 pub struct AdapterCard {
-    /// adapter_config.json.
+    /// The content of adapter_config.json.
     pub config: Value,
-    /// The base model that it names.
+    /// The base model named in the config.
     pub base_model: Option<String>,
-    /// Its tensors say that it is on so many decoder layers at least.
+    /// Number of decoder layers that the adapter's tensors imply at least.
     pub num_layers: usize,
-    /// Weights.
+    /// Total number of weights.
     pub num_parameters: u64,
 }
 
-/// The tensors of an adapter of a model, layer by layer, in the order of `paths`.
+/// Lists the tensors of a model's adapter, layer by layer, in the order of `paths`.
 pub fn tensors(plan: &LoraPlan, model: &ModelDescription, paths: &[&'static str]) -> Vec<AdapterTensor> {
     let mut tensors = Vec::new();
     for layer in 0..model.num_hidden_layers {
@@ -58,11 +59,11 @@ pub fn tensors(plan: &LoraPlan, model: &ModelDescription, paths: &[&'static str]
     tensors
 }
 
-/// The tensors of a file, each by the name that PEFT has for it in a model that is text alone: the names of an adapter on a
-/// multimodal model have the decoder's place in it, too.
+/// Reads the tensors of a file, each under the name that PEFT uses for a text-only model. The tensor names of an
+/// adapter on a multimodal model also contain the decoder's path in it.
 ///
 /// # Errors
-/// When the file cannot be read.
+/// Fails if the file cannot be read.
 pub fn read_tensors(dir: &Path, file: &str) -> Result<BTreeMap<String, TensorLocation>, ModelCardError> {
     let header = read_header(dir, file)?;
     if let Some((name, dtype)) = header.unsupported.first_key_value() {
@@ -79,11 +80,11 @@ fn plain_name(name: &str) -> String {
         .map_or_else(|| name.to_owned(), |rest| format!("base_model.model.model.{rest}"))
 }
 
-/// The adapter of a PEFT directory, if it is one for this model: its config selects layers that the model has, and its tensors are
-/// those layers' and of their shapes.
+/// Reads the adapter of a PEFT directory if it matches this model: its config selects layers that the model has, and
+/// its tensors belong to these layers and have their shapes.
 ///
 /// # Errors
-/// What does not fit, by key or tensor.
+/// Names the key or tensor that does not match.
 pub fn read_for(dir: &Path, model: &ModelDescription) -> Result<LoraPlan, ModelCardError> {
     let paths: Vec<&'static str> = model.projections.paths().collect();
     let plan = plan_of(&read_json(dir, CONFIG, 1 << 20)?, &paths, model.num_hidden_layers)?;
@@ -91,10 +92,10 @@ pub fn read_for(dir: &Path, model: &ModelDescription) -> Result<LoraPlan, ModelC
     Ok(plan)
 }
 
-/// As [`LoraPlan::from_peft`].
+/// Parses the config, like [`LoraPlan::from_peft`].
 ///
 /// # Errors
-/// As there.
+/// The same as for [`LoraPlan::from_peft`].
 pub fn plan_of(config: &Value, paths: &[&str], num_layers: usize) -> Result<LoraPlan, ModelCardError> {
     LoraPlan::from_peft(config, paths, num_layers).map_err(|detail| {
         let detail = detail.strip_prefix("adapter_config.json: ").unwrap_or(&detail).to_owned();
@@ -133,14 +134,14 @@ fn check(
     }
 }
 
-/// Reads a PEFT directory whose model is not known: config and tensors must agree with each other.
+/// Reads a PEFT directory without its base model: config and tensors must agree with each other.
 ///
 /// # Errors
-/// What does not fit, by key or tensor.
+/// Names the key or tensor that does not match.
 pub fn read(dir: &Path) -> Result<AdapterCard, ModelCardError> {
     let config = read_json(dir, CONFIG, 1 << 20)?;
     let found = read_tensors(dir, WEIGHTS)?;
-    // Of each A and B: layer, path of the linear layer, rank.
+    // The ranks of A and B, by layer and path of the linear layer.
     let mut ranks: BTreeMap<(usize, &str), [Option<usize>; 2]> = BTreeMap::new();
     for (name, location) in &found {
         let factor = |ending: &str| name.strip_prefix("base_model.model.model.layers.")?.strip_suffix(ending);
@@ -149,14 +150,14 @@ pub fn read(dir: &Path) -> Result<AdapterCard, ModelCardError> {
             (None, Some(inside)) => (inside, true),
             (None, None) => {
                 let detail =
-                    format!("tensor {name} is no lora_A or lora_B of a decoder layer; only those are supported");
+                    format!("tensor {name} is not a lora_A or lora_B of a decoder layer; only those are supported");
                 return Err(ModelCardError::new(WEIGHTS, detail));
             }
         };
         let place = inside.split_once('.').and_then(|(layer, path)| Some((layer.parse::<usize>().ok()?, path)));
         let (Some((layer, path)), [rows, columns]) = (place.filter(|(layer, _)| *layer < 10_000), &location.shape[..])
         else {
-            return Err(ModelCardError::new(WEIGHTS, format!("tensor {name} is no matrix of a decoder layer")));
+            return Err(ModelCardError::new(WEIGHTS, format!("tensor {name} is not a matrix of a decoder layer")));
         };
         let rank = if is_b { *columns } else { *rows };
         ranks.entry((layer, path)).or_default()[usize::from(is_b)] = Some(rank);

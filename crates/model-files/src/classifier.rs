@@ -1,7 +1,8 @@
-//! A sequence-classification checkpoint, known without its tensors: which backbone, which labels, which heads.
+//! Describes a sequence-classification checkpoint without loading its tensors: backbone, labels, head.
 //!
-//! What a reward model is made of. Decoders (Qwen3, Qwen2, Llama, Mistral) score their last token; encoders (DeBERTa-v2 and
-//! v3, RoBERTa and XLM-RoBERTa, ModernBERT) score through a head of their own. Keys of transformers 4 and 5 are read alike.
+//! Reward models are such checkpoints. Decoders (Qwen3, Qwen2, Llama, Mistral) score their last token; encoders
+//! (DeBERTa-v2 and v3, RoBERTa and XLM-RoBERTa, ModernBERT) have a head of their own. The config keys of transformers 4
+//! and 5 are both supported.
 
 mod encoder;
 
@@ -18,46 +19,46 @@ use super::{
 pub use encoder::{Activation, DebertaV2, EncoderConfig, EncoderKind, ModernBert, Pooling};
 
 const CONFIG: &str = "config.json";
-/// The most labels that can be meant.
+/// Maximum plausible number of labels.
 const MAX_LABELS: usize = 1 << 16;
 
-/// What is known of a sequence-classification checkpoint without its tensors.
+/// Facts about a sequence-classification checkpoint that do not need its tensors.
 #[derive(Clone, Debug)]
 pub struct ClassifierCard {
-    /// `qwen3`, `deberta-v2`, …: config.json's `model_type`.
+    /// The `model_type` in config.json: `qwen3`, `deberta-v2`, …
     pub model_type: String,
-    /// What computes the hidden states.
+    /// The network that computes the hidden states.
     pub backbone: Backbone,
-    /// A score each, in order.
+    /// The label names, one per score, in order.
     pub labels: Vec<String>,
-    /// What transformers takes for padding.
+    /// The token id that transformers treats as padding.
     pub pad_token_id: Option<u32>,
-    /// Where each tensor lies, the head's included.
+    /// The location of each tensor, including the head's.
     pub tensors: Vec<TensorLocation>,
-    /// The files that make the model, by name.
+    /// The files that make up the model, sorted by name.
     pub files: Vec<ModelFile>,
-    /// The longest sequence, in tokens.
+    /// Length of the longest supported sequence, in tokens.
     pub max_tokens: usize,
-    /// Weights, each counted once.
+    /// Total number of weights; shared weights count once.
     pub num_parameters: u64,
-    /// The chat template's source.
+    /// The source of the chat template.
     pub chat_template: Option<String>,
 }
 
-/// What computes the hidden states that the head scores.
+/// The network that computes the hidden states for the head.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Backbone {
-    /// Our own decoder.
+    /// One of the decoders that training supports too.
     Decoder(Box<ModelDescription>),
-    /// A bidirectional encoder.
+    /// A bidirectional encoder, such as DeBERTa.
     Encoder(EncoderConfig),
 }
 
 impl ClassifierCard {
-    /// Read and validate a model directory.
+    /// Reads and validates a model directory.
     ///
     /// # Errors
-    /// Naming the file, the key, its value and what to do.
+    /// Names the file, the key, its value and what to do.
     pub fn read(dir: &Path) -> Result<ClassifierCard, ModelCardError> {
         if !dir.is_dir() {
             let detail = "is not a directory; give a folder with config.json, model.safetensors and tokenizer.json";
@@ -103,23 +104,23 @@ impl ClassifierCard {
         })
     }
 
-    /// As [`super::fingerprint`].
+    /// Computes the model's fingerprint; see [`super::fingerprint`].
     ///
     /// # Errors
-    /// When a file cannot be read.
+    /// Fails if a file cannot be read.
     pub fn fingerprint(&self, dir: &Path) -> Result<String, ModelCardError> {
         fingerprint_files(dir, &self.files)
     }
 
-    /// Which score a label's name or number means; without one, the only score.
+    /// Returns the index of the score that a label's name or number selects; without a label, the only score.
     ///
     /// # Errors
-    /// In words, naming the labels there are.
+    /// A message that lists the existing labels.
     pub fn label_index(&self, label: Option<&str>) -> Result<usize, String> {
         let Some(label) = label else {
             return match self.labels.len() {
                 1 => Ok(0),
-                n => Err(format!("the model gives {n} scores ({}): say which one in 'label'", self.labels.join(", "))),
+                n => Err(format!("the model has {n} scores ({}): select one with 'label'", self.labels.join(", "))),
             };
         };
         let by_name = self.labels.iter().position(|known| known == label);
@@ -130,10 +131,10 @@ impl ClassifierCard {
     }
 }
 
-/// The head of a decoder.
+/// Name of the head's weight in a decoder.
 pub const SCORE: &str = "score.weight";
 
-/// Whether config.json in this directory names a sequence-classification architecture; false where it cannot be read.
+/// Whether config.json in this directory names a sequence-classification architecture; false if it cannot be read.
 pub fn is_classifier(dir: &Path) -> bool {
     read_json(dir, CONFIG, MAX_CONFIG_BYTES).is_ok_and(|value| names_classifier(&value))
 }
@@ -145,13 +146,13 @@ fn names_classifier(config: &Value) -> bool {
     })
 }
 
-/// transformers leaves `id2label` out where it has its default: two labels.
+/// Reads the label names. transformers omits `id2label` if it has the default: two labels.
 fn labels(keys: &Keys) -> Result<Vec<String>, ModelCardError> {
     let numbered = |n: usize| (0..n).map(|index| format!("LABEL_{index}")).collect();
     let Some(value) = keys.get("id2label") else {
         return match keys.size("num_labels", Some(2))? {
             n if n <= MAX_LABELS => Ok(numbered(n)),
-            n => keys.refuse("num_labels", &n.into(), "that cannot be meant"),
+            n => keys.refuse("num_labels", &n.into(), "it is out of range"),
         };
     };
     let Some(map) = value.as_object().filter(|map| (1..=MAX_LABELS).contains(&map.len())) else {

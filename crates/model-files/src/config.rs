@@ -1,6 +1,7 @@
-//! config.json: one description of a decoder, whatever its family and whichever transformers wrote it, and how its keys are read.
+//! Reads config.json into one description of a decoder, for all families and for the formats of transformers 4 and 5.
 //!
-//! Keys that would change the result and are not supported are refused here, with their value; never deep in a forward.
+//! A key that would change the result and is not supported is rejected here, with its value, and never later
+//! during a forward pass.
 
 mod rope;
 
@@ -12,175 +13,179 @@ use super::{ModelCardError, brief};
 pub use rope::{Rope, RopeKind};
 pub(super) use rope::{Sizes, rope, ropes_by_layer_type};
 
-/// Everything config.json says about the computation: all that a decoder, an estimate of memory and a refusal need.
+/// Everything in config.json that defines the computation: all that a decoder, a memory estimate and
+/// a support check need.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelDescription {
-    /// The family: config.json's `model_type`.
+    /// The family: `model_type` in config.json.
     pub family: &'static str,
     /// Width of the residual stream.
     pub hidden_size: usize,
-    /// Width of the MLP.
+    /// Inner width of the MLP.
     pub intermediate_size: usize,
-    /// Decoder layers.
+    /// Number of decoder layers.
     pub num_hidden_layers: usize,
-    /// Query heads.
+    /// Number of query heads.
     pub num_attention_heads: usize,
-    /// Key and value heads.
+    /// Number of key and value heads.
     pub num_key_value_heads: usize,
     /// Width of a head; not always hidden_size / num_attention_heads.
     pub head_dim: usize,
-    /// Rows of the embedding.
+    /// Number of rows of the embedding.
     pub vocab_size: usize,
-    /// Added to the mean square in RMSNorm.
+    /// The epsilon added to the mean square in RMSNorm.
     pub rms_norm_eps: f64,
-    /// The head is the embedding.
+    /// Whether the language-model head shares the embedding's weights.
     pub tie_word_embeddings: bool,
-    /// RMSNorm on queries and keys.
+    /// The kind of RMSNorm on queries and keys.
     pub qk_norm: QkNorm,
-    /// The norms of a layer.
+    /// The norms of a decoder layer.
     pub norms: LayerNorms,
-    /// q, k and v have a bias.
+    /// Whether q, k and v have a bias.
     pub qkv_bias: bool,
-    /// o has a bias.
+    /// Whether o has a bias.
     pub o_bias: bool,
-    /// gate, up and down have a bias.
+    /// Whether gate, up and down have a bias.
     pub mlp_bias: bool,
-    /// The linear layers, by their paths in a decoder layer.
+    /// The paths of the linear layers within a decoder layer.
     pub projections: Projections,
-    /// What the gate of the MLP goes through.
+    /// Activation function of the MLP's gate.
     pub activation: Activation,
-    /// Added to the weights of norms: 1 where they are stored as the difference to it.
+    /// Value added to the weights of norms: 1 if they are stored as the difference from 1, else 0.
     pub norm_offset: f64,
-    /// Rotary position embedding.
+    /// Rotary position embedding of the layers.
     pub rope: Rope,
-    /// The one of layers with a window, where it is another.
+    /// Rotary position embedding of layers with a window, if different.
     pub local_rope: Option<Rope>,
-    /// Per layer: how many positions a token sees, itself included; None = all before it.
+    /// Window of each layer: the number of positions that a token attends to, itself included; None
+    /// means all earlier positions.
     pub windows: Vec<Option<usize>>,
-    /// Per layer: whether the rotary position embedding turns queries and keys.
+    /// Whether each layer applies the rotary position embedding.
     pub rotates: Vec<bool>,
-    /// The longest sequence the model was made for.
+    /// Length of the longest sequence that the model supports, in tokens.
     pub max_position_embeddings: usize,
-    /// Dot products of attention are multiplied by this.
+    /// Factor on the dot products in attention.
     pub attention_scale: f64,
-    /// Scores of attention are c·tanh(score / c), where there is a c.
+    /// Attention scores become c·tanh(score / c) if c is set.
     pub attention_softcap: Option<f64>,
-    /// Queries grow with their position.
+    /// Scales queries with their position, if set.
     pub query_growth: Option<QueryGrowth>,
-    /// Embeddings are multiplied by this.
+    /// Factor on the embeddings.
     pub embedding_multiplier: f64,
-    /// What attention and the MLP add to the residual stream is multiplied by this.
+    /// Factor on everything that attention and the MLP add to the residual stream.
     pub residual_multiplier: f64,
-    /// Logits are divided by this.
+    /// Divisor of the logits.
     pub logits_divisor: f64,
-    /// Logits are c·tanh(logit / c), where there is a c.
+    /// Logits become c·tanh(logit / c) if c is set.
     pub logits_softcap: Option<f64>,
-    /// It is the text part of a multimodal checkpoint, whose tensors have other names and other tensors beside them.
+    /// Whether this is the text part of a multimodal checkpoint. Such a checkpoint has other tensor
+    /// names, and more tensors.
     pub is_part: bool,
-    /// Rows and columns of a matrix stored in 8 bits that share a scale; None = all of them, where there are such matrices.
+    /// Rows and columns of a block that shares a scale in matrices stored in 8 bits; None means one scale
+    /// per matrix, if any.
     pub fp8_block: Option<[usize; 2]>,
 }
 
-/// What the gate of an MLP goes through.
+/// The activation function of an MLP's gate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activation {
-    /// `silu`
+    /// SiLU, `silu` in config.json.
     Silu,
-    /// `gelu_pytorch_tanh`
+    /// GELU with tanh, `gelu_pytorch_tanh` in config.json.
     GeluTanh,
 }
 
-/// The linear layers of a decoder layer, by their paths in it. Those that read the same input may be stored as one.
+/// The paths of the linear layers within a decoder layer. Layers with the same input may be stored as one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Projections {
-    /// Queries, keys and values.
+    /// The projections to queries, keys and values.
     pub qkv: &'static [&'static str],
-    /// What attention adds to the residual stream.
+    /// The projection of attention's output.
     pub o: &'static str,
-    /// Gate and up.
+    /// The gate and up projections of the MLP.
     pub gate_up: &'static [&'static str],
-    /// What the MLP adds to the residual stream.
+    /// The down projection of the MLP.
     pub down: &'static str,
 }
 
 impl Projections {
-    /// As in Llama.
+    /// Separate projections, as in Llama.
     pub const SEPARATE: Self = Self {
         qkv: &["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
         o: "self_attn.o_proj",
         gate_up: &["mlp.gate_proj", "mlp.up_proj"],
         down: "mlp.down_proj",
     };
-    /// As in Phi-3.
+    /// Fused projections, as in Phi-3.
     pub const FUSED: Self =
         Self { qkv: &["self_attn.qkv_proj"], gate_up: &["mlp.gate_up_proj"], ..Projections::SEPARATE };
-    /// As in Granite 4.
+    /// Projections with the shared MLP's names, as in Granite 4.
     pub const SHARED_MLP: Self =
         Self { gate_up: &["shared_mlp.input_linear"], down: "shared_mlp.output_linear", ..Projections::SEPARATE };
 
-    /// All paths.
+    /// Iterates over all paths.
     pub fn paths(&self) -> impl Iterator<Item = &'static str> {
         self.qkv.iter().copied().chain([self.o]).chain(self.gate_up.iter().copied()).chain([self.down])
     }
 }
 
-/// A query at position p, counted from 0, is multiplied by 1 + beta · ln(1 + ⌊p / original⌋).
+/// Scales a query at position p, counted from 0, by 1 + beta · ln(1 + ⌊p / original⌋).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct QueryGrowth {
-    /// How fast.
+    /// The factor before the logarithm.
     pub beta: f64,
-    /// The context before scaling: up to it nothing grows.
+    /// The original context length; queries at earlier positions are not scaled.
     pub original_max_position_embeddings: f64,
 }
 
 impl QueryGrowth {
-    /// The factor of a position.
+    /// The factor for a query at a position.
     pub fn factor(self, position: usize) -> f32 {
         let contexts = (position as f64 / self.original_max_position_embeddings).floor();
         (1.0 + self.beta * contexts.ln_1p()) as f32
     }
 }
 
-/// RMSNorm on queries and keys, before the rotary position embedding.
+/// The RMSNorm on queries and keys, before the rotary position embedding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum QkNorm {
-    /// There is none.
+    /// Queries and keys have no norm.
     None,
-    /// On each head.
+    /// A norm over each head.
     Head,
-    /// On all heads of a token together.
+    /// A norm over all heads of a token together.
     Width,
 }
 
-/// Where a layer has norms: the names of their weights, without `.weight`.
+/// The positions of a layer's norms: the names of their weights, without `.weight`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LayerNorms {
-    /// Of what attention reads.
+    /// Norm of attention's input.
     pub before_attention: Option<&'static str>,
-    /// Of what attention adds to the residual stream.
+    /// Norm of attention's output, before it is added to the residual stream.
     pub after_attention: Option<&'static str>,
-    /// Of what the MLP reads.
+    /// Norm of the MLP's input.
     pub before_mlp: Option<&'static str>,
-    /// Of what the MLP adds to the residual stream.
+    /// Norm of the MLP's output, before it is added to the residual stream.
     pub after_mlp: Option<&'static str>,
 }
 
 impl LayerNorms {
-    /// As in Llama.
+    /// Norms before attention and MLP, as in Llama.
     pub const BEFORE: Self = Self {
         before_attention: Some("input_layernorm"),
         after_attention: None,
         before_mlp: Some("post_attention_layernorm"),
         after_mlp: None,
     };
-    /// As in Gemma 2 and 3.
+    /// Norms before and after both, as in Gemma 2 and 3.
     pub const AROUND: Self = Self {
         before_attention: Some("input_layernorm"),
         after_attention: Some("post_attention_layernorm"),
         before_mlp: Some("pre_feedforward_layernorm"),
         after_mlp: Some("post_feedforward_layernorm"),
     };
-    /// As in OLMo 2.
+    /// Norms after attention and MLP, as in OLMo 2.
     pub const AFTER: Self = Self {
         before_attention: None,
         after_attention: Some("post_attention_layernorm"),
@@ -189,10 +194,10 @@ impl LayerNorms {
     };
 }
 
-/// The largest dimension, number of rows, or context that can be meant.
+/// Maximum plausible dimension, number of rows, or context length.
 const MAX_SIZE: u64 = 1 << 28;
 
-/// The keys of a JSON object, read with errors that name the file, the key and its value.
+/// Reads the keys of a JSON object. Errors name the file, the key and its value.
 pub(super) struct Keys<'a> {
     pub(super) file: &'a str,
     pub(super) value: &'a Value,
@@ -237,7 +242,8 @@ impl Keys<'_> {
 }
 
 impl ModelDescription {
-    /// What of the computation has no kernel on a GPU yet, by the keys of config.json.
+    /// The part of the computation that has no GPU kernel yet, named by its keys in config.json; None
+    /// if all is supported.
     pub fn beyond_gpu(&self) -> Option<&'static str> {
         let scales = [self.embedding_multiplier, self.residual_multiplier, self.logits_divisor];
         let has_scales = scales.iter().any(|scale| *scale != 1.0);
@@ -266,12 +272,12 @@ impl ModelDescription {
         self.query_growth.is_some().then_some("llama_4_scaling_beta")
     }
 
-    /// Query heads a key-value head serves.
+    /// Number of query heads per key-value head.
     pub fn group_size(&self) -> usize {
         self.num_attention_heads / self.num_key_value_heads
     }
 
-    /// The sizes that memory depends on.
+    /// The sizes that determine memory use.
     pub fn shape(&self) -> ModelShape {
         let windows = || self.windows.iter().flatten();
         ModelShape {
@@ -287,7 +293,7 @@ impl ModelDescription {
         }
     }
 
-    /// Outputs and inputs of a linear layer, by its path or its name in PEFT's `target_modules`.
+    /// Number of outputs and inputs of a linear layer, by its path or its name in PEFT's `target_modules`.
     pub fn projection_shape(&self, path: &str) -> (usize, usize) {
         let (hidden, inter) = (self.hidden_size, self.intermediate_size);
         let (q, kv) = (self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim);
@@ -307,7 +313,7 @@ impl ModelDescription {
         self.projections.paths().map(|path| path.rsplit('.').next().unwrap_or(path)).collect()
     }
 
-    /// Whether a linear layer has a bias, by its path.
+    /// Whether the linear layer at a path has a bias.
     pub fn has_bias(&self, path: &str) -> bool {
         if self.projections.qkv.contains(&path) {
             return self.qkv_bias;
@@ -315,7 +321,7 @@ impl ModelDescription {
         if path == self.projections.o { self.o_bias } else { self.mlp_bias }
     }
 
-    /// Every tensor the decoder needs, with its shape.
+    /// Lists every tensor the decoder needs, with its shape.
     pub fn tensors(&self) -> Vec<(String, Vec<usize>)> {
         let hidden = self.hidden_size;
         let (q, kv) = (self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim);
@@ -349,10 +355,10 @@ impl ModelDescription {
     }
 }
 
-/// The window of each layer: `layer_types` says which layers have one, or else `slides`.
+/// Returns the window of each layer. `layer_types` says which layers have one; without that key, `slides` decides.
 ///
 /// # Errors
-/// When `layer_types` cannot be understood, or names windows where there is none.
+/// Fails if `layer_types` cannot be parsed, or names windows but no window size is set.
 pub(super) fn windows(
     keys: &Keys,
     num_layers: usize,

@@ -1,7 +1,7 @@
-//! The decoder families: a file each, of the names and flags that its config.json has beyond the keys which all share.
+//! The decoder families: one file per family, for the keys and flags of config.json that the families do not share.
 //!
-//! A new family is one more file and one more entry of [`FAMILIES`]; what its computation has that no other's has is a new field of
-//! [`ModelDescription`], which the decoder reads.
+//! A new family is one more file and one more entry of [`FAMILIES`]. A computation that no other family has becomes a
+//! new field of [`ModelDescription`], which the decoder reads.
 
 mod gemma;
 mod granite;
@@ -20,32 +20,33 @@ use serde_json::Value;
 use super::ModelCardError;
 use super::config::{Activation, Keys, LayerNorms, ModelDescription, Projections, QkNorm, Rope, RopeKind, Sizes, rope};
 
-/// A decoder family.
+/// A decoder family and its defaults.
 pub(super) struct Family {
-    /// In config.json.
+    /// The value of `model_type` in config.json.
     pub(super) model_type: &'static str,
-    /// Keys that it understands, and that are refused in families which do not.
+    /// Keys that this family reads; families that do not read such a key reject it.
     pub(super) reads: &'static [&'static str],
-    /// Sizes where config.json does not say them. A head is hidden_size / num_attention_heads wide, unless one is here.
+    /// Default sizes. A head is hidden_size / num_attention_heads wide unless this list has a width.
     pub(super) sizes: &'static [(&'static str, usize)],
-    /// What is added to the mean square in RMSNorm where config.json does not say.
+    /// Default of the epsilon in RMSNorm.
     pub(super) rms_norm_eps: f64,
-    /// The key of the MLP's activation, and its value where config.json does not say.
+    /// The key of the MLP's activation, and its default.
     pub(super) activation: (&'static str, &'static str),
-    /// The base of the rotary position embedding where config.json names none.
+    /// Default base of the rotary position embedding.
     pub(super) rope_theta: f64,
-    /// Reads the rotary position embeddings, with that base: of all layers, and of those with a window if it is another.
+    /// Reads the rotary position embeddings, given the default base: the one of all layers, and the one of layers with
+    /// a window if it differs.
     pub(super) ropes: ReadRopes,
-    /// The head is the embedding where config.json does not say.
+    /// Whether the head shares the embedding's weights by default.
     pub(super) is_tied: bool,
-    /// Without `num_key_value_heads` there are as many as query heads.
+    /// Whether `num_key_value_heads` defaults to the number of query heads.
     pub(super) has_kv_heads_by_default: bool,
-    /// Adds what the family has to what the common keys say.
+    /// Sets the fields of the description that are specific to the family.
     pub(super) describe: Describe,
 }
 
 impl Family {
-    /// What most families have.
+    /// Defaults that most families share.
     const COMMON: Family = Family {
         model_type: "",
         reads: &[],
@@ -60,7 +61,7 @@ impl Family {
     };
 }
 
-/// `attention_bias` is for all four products of attention.
+/// Reads `attention_bias`, which applies to all four projections of attention.
 fn read_attention_bias(keys: &Keys<'_>, model: &mut ModelDescription) -> Result<(), ModelCardError> {
     let bias = keys.flag("attention_bias", false)?;
     (model.qkv_bias, model.o_bias) = (bias, bias);
@@ -70,7 +71,7 @@ fn read_attention_bias(keys: &Keys<'_>, model: &mut ModelDescription) -> Result<
 type ReadRopes = fn(&Keys<'_>, f64, Sizes) -> Result<(Rope, Option<Rope>), ModelCardError>;
 type Describe = fn(&Keys<'_>, ModelDescription) -> Result<ModelDescription, ModelCardError>;
 
-/// All of them.
+/// All supported decoder families.
 pub(super) const FAMILIES: [Family; 13] = [
     qwen::QWEN3,
     qwen::QWEN2,
@@ -87,11 +88,11 @@ pub(super) const FAMILIES: [Family; 13] = [
     phi::PHI3,
 ];
 
-/// Multimodal checkpoints whose text part is one of the families: config.json's `model_type`, and those that its
-/// `text_config` may have, the first where it says none.
+/// Multimodal checkpoints with a supported text part: the `model_type` in config.json, and the types its `text_config`
+/// may have. The first is the default.
 const WITH_TEXT_PART: [(&str, &[&str]); 2] = [("gemma3", &["gemma3_text"]), ("mistral3", &["mistral", "ministral3"])];
 
-/// Keys whose presence (not null, not false, not the neutral number) changes the computation.
+/// Keys that change the computation if present, unless the value is null, false or the neutral number given here.
 const UNSUPPORTED: [(&str, Option<f64>); 27] = [
     ("attn_logit_softcapping", None),
     ("final_logit_softcapping", None),
@@ -123,7 +124,7 @@ const UNSUPPORTED: [(&str, Option<f64>); 27] = [
 ];
 
 impl ModelDescription {
-    /// Parse and validate config.json; `file` is its name in errors.
+    /// Parses and validates config.json; `file` is its name in errors.
     pub fn from_json(file: &str, value: &Value) -> Result<ModelDescription, ModelCardError> {
         let keys = Keys { file, value };
         let text_part = text_part(&keys)?;
@@ -136,7 +137,7 @@ impl ModelDescription {
             let is_right =
                 |name: &Value| name.as_str().is_some_and(|name| endings.iter().any(|end| name.ends_with(end)));
             if !value.as_array().is_some_and(|list| list.is_empty() || list.iter().any(is_right)) {
-                return keys.refuse("architectures", value, "a …ForCausalLM model is needed");
+                return keys.refuse("architectures", value, "a …ForCausalLM model is required");
             }
         }
         match text_part {
@@ -149,7 +150,7 @@ impl ModelDescription {
         }
     }
 
-    /// The decoder under a …ForSequenceClassification head; it has no language-model head.
+    /// Describes the decoder under a …ForSequenceClassification head; it has no language-model head.
     pub(super) fn of_backbone(keys: &Keys) -> Result<ModelDescription, ModelCardError> {
         let config = ModelDescription::of_family(keys, family_of(keys)?)?;
         Ok(ModelDescription { tie_word_embeddings: true, ..config })
@@ -173,7 +174,7 @@ impl ModelDescription {
             return Err(ModelCardError::new(file, detail));
         }
         let default_head_dim = usual("head_dim").unwrap_or(hidden_size / num_attention_heads);
-        // transformers' Qwen2 has no head_dim key and ignores one only by its default, so an explicit one counts.
+        // The Qwen2 of transformers has no head_dim key of its own, but uses an explicit one.
         let head_dim = keys.size("head_dim", Some(default_head_dim))?;
         if head_dim % 2 != 0 || head_dim == 0 || head_dim > 4096 {
             return Err(ModelCardError::new(file, format!("head_dim is {head_dim}; it must be even and at most 4096")));
@@ -187,7 +188,7 @@ impl ModelDescription {
         let is_phi3 = family.model_type == phi::PHI3.model_type;
         let (rope, local_rope) =
             (family.ropes)(keys, family.rope_theta, Sizes { head_dim, max_position_embeddings, is_phi3 })?;
-        // A base that grows is for sequences beyond it.
+        // A dynamic base exists for sequences beyond the original context.
         let reach = match rope.kind {
             RopeKind::Dynamic { factor, .. } => (max_position_embeddings as f64 * factor.max(1.0)) as usize,
             _ => max_position_embeddings,
@@ -230,7 +231,7 @@ impl ModelDescription {
     }
 }
 
-/// Refuses the keys that the family does not read, and that would change the computation.
+/// Rejects keys that the family does not read and that would change the computation.
 fn check_unsupported(keys: &Keys<'_>, family: &Family) -> Result<(), ModelCardError> {
     let is_read = |key: &str| family.reads.contains(&key) || (key == "quantization_config" && is_fp8(keys));
     for (key, neutral) in UNSUPPORTED.into_iter().filter(|(key, _)| !is_read(key)) {
@@ -248,12 +249,12 @@ fn check_unsupported(keys: &Keys<'_>, family: &Family) -> Result<(), ModelCardEr
     Ok(())
 }
 
-/// Weights are stored in 8 bits, with scales beside them, as transformers' `fp8` has it.
+/// Whether weights are stored in 8 bits with separate scales: the `fp8` format of transformers.
 fn is_fp8(keys: &Keys<'_>) -> bool {
     keys.get("quantization_config").is_some_and(|value| value["quant_method"] == "fp8")
 }
 
-/// Rows and columns that share a scale; None = a matrix has one.
+/// Reads the rows and columns of a block that shares a scale; None means one scale per matrix.
 fn fp8_block(keys: &Keys<'_>) -> Result<Option<[usize; 2]>, ModelCardError> {
     if !is_fp8(keys) {
         return Ok(None);
@@ -268,22 +269,22 @@ fn fp8_block(keys: &Keys<'_>) -> Result<Option<[usize; 2]>, ModelCardError> {
     }
 }
 
-/// What the gate of the MLP goes through.
+/// Reads the activation function of the MLP's gate.
 fn activation(keys: &Keys<'_>, (key, usual): (&str, &str)) -> Result<Activation, ModelCardError> {
     let usual = Value::from(usual);
     let value = keys.get(key).unwrap_or(&usual);
     match value.as_str() {
         Some("silu" | "swish") => Ok(Activation::Silu),
-        // Both are one formula in transformers.
+        // transformers computes both names with the same formula.
         Some("gelu_pytorch_tanh" | "gelu_new") => Ok(Activation::GeluTanh),
         _ => keys.refuse(key, value, "supported are \"silu\" and \"gelu_pytorch_tanh\""),
     }
 }
 
-/// The `text_config` of a multimodal checkpoint, with what config.json says of all of it; None where it is another one.
+/// Returns the `text_config` of a multimodal checkpoint, merged with the top-level keys; None for other checkpoints.
 ///
 /// # Errors
-/// When its text part is of a family that is not supported.
+/// Fails if the text part's family is not supported.
 fn text_part(keys: &Keys<'_>) -> Result<Option<Value>, ModelCardError> {
     let model_type = keys.get("model_type").and_then(Value::as_str);
     let Some((_, of_text)) = WITH_TEXT_PART.iter().find(|(name, _)| model_type == Some(name)) else { return Ok(None) };
@@ -299,7 +300,7 @@ fn text_part(keys: &Keys<'_>) -> Result<Option<Value>, ModelCardError> {
     if !found.as_str().is_some_and(|name| of_text.contains(&name)) {
         return keys.refuse("text_config.model_type", found, &format!("supported are {}", of_text.join(", ")));
     }
-    // Of what stands outside, it is the text's too.
+    // This top-level key applies to the text part too.
     if let Some(value) = keys.get("quantization_config") {
         text.insert("quantization_config".to_owned(), value.clone());
     }

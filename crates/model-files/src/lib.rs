@@ -1,7 +1,7 @@
-//! What can be known of a model without tensors: config.json, safetensors headers, tokenizer, chat template.
+//! Describes a model without loading its tensors: config.json, safetensors headers, tokenizer, chat template.
 //!
-//! Used at submission by the server and by the engine's loader. Reading never panics, whatever the files hold; every
-//! error names the file, the key, its value and what to do.
+//! The server uses this at submission, and the engine's loader uses it too. Reading never panics, whatever the files
+//! contain; every error names the file, the key, its value and what to do.
 
 pub mod adapter;
 pub mod classifier;
@@ -29,13 +29,13 @@ pub use classifier::{Backbone, ClassifierCard};
 pub use config::{Activation, LayerNorms, ModelDescription, Projections, QkNorm, QueryGrowth, Rope, RopeKind};
 pub use weights::{Scale, Skipped, TensorDtype, TensorLocation};
 
-/// Why a model directory cannot be used.
+/// The reason why a model directory cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{file}: {detail}")]
 pub struct ModelCardError {
     /// The file at fault, relative to the model directory.
     pub file: String,
-    /// The key and its value, and what to do.
+    /// The key, its value, and what to do.
     pub detail: String,
 }
 
@@ -45,42 +45,42 @@ impl ModelCardError {
     }
 }
 
-/// A file of the model.
+/// A file that belongs to the model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ModelFile {
-    /// Relative to the model directory.
+    /// Path relative to the model directory.
     pub name: String,
-    /// In bytes.
+    /// Size of the file in bytes.
     pub size_bytes: u64,
 }
 
-/// What is known of a model without its tensors.
+/// Facts about a model that do not need its tensors.
 #[derive(Clone, Debug)]
 pub struct ModelCard {
-    /// Everything config.json says about the computation.
+    /// Everything in config.json that defines the computation.
     pub config: ModelDescription,
-    /// Where each tensor that the architecture needs lies, in the order of [`ModelDescription::tensors`].
+    /// The location of each tensor that the architecture needs, in the order of [`ModelDescription::tensors`].
     pub tensors: Vec<TensorLocation>,
-    /// The files that make the model, by name.
+    /// The files that make up the model, sorted by name.
     pub files: Vec<ModelFile>,
-    /// Every id that ends a completion.
+    /// All token ids that end a completion.
     pub eos_token_ids: Vec<u32>,
-    /// The longest sequence, in tokens.
+    /// Length of the longest supported sequence, in tokens.
     pub max_position_embeddings: usize,
-    /// Weights, each counted once.
+    /// Total number of weights; shared weights count once.
     pub num_parameters: u64,
-    /// The chat template's source.
+    /// The source of the chat template.
     pub chat_template: Option<String>,
-    /// What of a multimodal checkpoint is left out.
+    /// The tensors of a multimodal checkpoint that are not used.
     pub skipped: Option<Skipped>,
 }
 
-/// Read and validate a model directory.
+/// Reads and validates a model directory.
 pub fn read(dir: &Path) -> Result<ModelCard, ModelCardError> {
     read_with_config(dir, "config.json")
 }
 
-/// As [`read`], with another file in the place of `config.json`.
+/// Reads a model directory like [`read`], with another file instead of `config.json`.
 pub fn read_with_config(dir: &Path, config_file: &str) -> Result<ModelCard, ModelCardError> {
     if !dir.is_dir() {
         let detail = "is not a directory; give a folder with config.json, model.safetensors and tokenizer.json";
@@ -111,7 +111,7 @@ pub fn read_with_config(dir: &Path, config_file: &str) -> Result<ModelCard, Mode
     })
 }
 
-/// The files that make a model, by name.
+/// Lists the files that make up a model, sorted by name.
 fn model_files(dir: &Path, config_file: &str, tensors: &[TensorLocation]) -> Vec<ModelFile> {
     let mut names: Vec<String> = tensors.iter().map(|t| t.file.clone()).collect();
     names.extend(tensors.iter().filter_map(|t| t.scale.as_ref()).map(|scale| scale.values.file.clone()));
@@ -126,21 +126,21 @@ fn model_files(dir: &Path, config_file: &str, tensors: &[TensorLocation]) -> Vec
     sized.collect()
 }
 
-/// SHA-256 in hex over the files that matter: config, weights, tokenizer, chat template. Another value means that the
-/// model changed. Reads every byte: seconds for gigabytes.
+/// SHA-256 in hex over the files that determine the output: config, weights, tokenizer, chat template. It changes if
+/// the model changes. Reads every byte, which takes seconds for gigabytes.
 pub fn fingerprint(dir: &Path) -> Result<String, ModelCardError> {
     fingerprint_files(dir, &read(dir)?.files)
 }
 
-/// As [`fingerprint`], over these files.
+/// Computes the [`fingerprint`] over these files.
 pub fn fingerprint_files(dir: &Path, files: &[ModelFile]) -> Result<String, ModelCardError> {
     Ok(fingerprint_entries(&hash_files(dir, files)?))
 }
 
-/// The size and SHA-256 of each of these files. Reads every byte: seconds for gigabytes.
+/// Returns the size and SHA-256 of each of these files. Reads every byte, which takes seconds for gigabytes.
 ///
 /// # Errors
-/// When one of them cannot be read.
+/// Fails if one of the files cannot be read.
 pub fn hash_files(dir: &Path, files: &[ModelFile]) -> Result<Vec<FileEntry>, ModelCardError> {
     let hash = |file: &ModelFile| {
         let read = Sha256Digest::of_reader(&mut open(dir, &file.name)?).map_err(|e| io_error(&file.name, &e))?;
@@ -160,10 +160,10 @@ pub fn fingerprint_entries(files: &[FileEntry]) -> String {
     Sha256Digest::from(all).to_string()
 }
 
-/// Reads what a directory holds, a language model or a classifier, and returns the files that make it.
+/// Reads a directory with a language model or a classifier, and returns the files that make it up.
 ///
 /// # Errors
-/// When it is no model, as [`read`] says it.
+/// Fails if the directory holds no model; see [`read`].
 pub fn files_of(dir: &Path) -> Result<Vec<ModelFile>, ModelCardError> {
     match classifier::is_classifier(dir) {
         true => Ok(ClassifierCard::read(dir)?.files),
@@ -171,8 +171,8 @@ pub fn files_of(dir: &Path) -> Result<Vec<ModelFile>, ModelCardError> {
     }
 }
 
-/// SHA-256 in hex over names, sizes and modification times of the files that matter: cheap, and another one whenever a
-/// file was written. The same bytes may have several.
+/// SHA-256 in hex over names, sizes and modification times of these files. It is cheap and changes whenever a file is
+/// written, but the same content may have several stamps.
 pub fn stamp(dir: &Path, files: &[ModelFile]) -> String {
     let mut all = Sha256::new();
     for file in files {
@@ -187,7 +187,7 @@ pub fn stamp(dir: &Path, files: &[ModelFile]) -> String {
 
 const MAX_CONFIG_BYTES: u64 = 16 << 20;
 
-/// Files besides the weights and config.json that change what a model does.
+/// Files besides the weights and config.json that change a model's output.
 const OTHER_FILES: [&str; 6] = [
     "chat_template.jinja",
     "generation_config.json",
@@ -197,8 +197,9 @@ const OTHER_FILES: [&str; 6] = [
     "tokenizer_config.json",
 ];
 
-/// The ids of generation_config.json's `eos_token_id`, and the tokenizer's own eos token. config.json's count only where
-/// there is no generation_config.json: transformers makes one of it then, and TRL adds the tokenizer's (rloo_trainer.py).
+/// Returns the ids of generation_config.json's `eos_token_id`, and the tokenizer's own EOS token. Those of
+/// config.json count only if there is no generation_config.json: transformers then derives one from config.json, and
+/// TRL adds the tokenizer's (rloo_trainer.py).
 fn eos_token_ids(
     dir: &Path,
     config_file: &str,
@@ -249,36 +250,33 @@ pub(crate) fn io_error(file: &str, error: &std::io::Error) -> ModelCardError {
     ModelCardError::new(file, advice)
 }
 
-/// Opens a file of a model. Whatever is no plain file is refused before that: a pipe would hold its reader for ever.
+/// Opens a file of a model. Only regular files are opened, because opening a pipe would block forever.
 ///
 /// # Errors
-/// When it is not there, may not be read, or is something else.
+/// Fails if the file does not exist, may not be read, or is not a regular file.
 pub fn open(dir: &Path, file: &str) -> Result<File, ModelCardError> {
     let path = dir.join(file);
     let kind = std::fs::metadata(&path).map_err(|e| io_error(file, &e))?.file_type();
     if !kind.is_file() {
         let found = if kind.is_dir() { "a directory" } else { "a pipe, a socket or a device" };
-        return Err(ModelCardError::new(
-            file,
-            format!("is {found}; a model is made of plain files: put one in its place"),
-        ));
+        return Err(ModelCardError::new(file, format!("is {found}; it must be a regular file: replace it")));
     }
     File::open(path).map_err(|e| io_error(file, &e))
 }
 
-/// A bounded text file.
+/// Reads a text file of at most `max_bytes`.
 pub(crate) fn read_text(dir: &Path, file: &str, max_bytes: u64) -> Result<String, ModelCardError> {
     let opened = open(dir, file)?;
     let mut bytes = Vec::new();
     opened.take(max_bytes + 1).read_to_end(&mut bytes).map_err(|e| io_error(file, &e))?;
     if bytes.len() as u64 > max_bytes {
-        return Err(ModelCardError::new(file, format!("is larger than {max_bytes} bytes, which cannot be right")));
+        return Err(ModelCardError::new(file, format!("is larger than {max_bytes} bytes, the maximum for this file")));
     }
     check_downloaded(file, &bytes)?;
     String::from_utf8(bytes).map_err(|_| ModelCardError::new(file, "is not valid UTF-8; copy the file again"))
 }
 
-/// A bounded JSON object.
+/// Reads a JSON object of at most `max_bytes`.
 pub fn read_json(dir: &Path, file: &str, max_bytes: u64) -> Result<Value, ModelCardError> {
     let text = read_text(dir, file, max_bytes)?;
     let value: Value = serde_json::from_str(&text)
@@ -289,7 +287,8 @@ pub fn read_json(dir: &Path, file: &str, max_bytes: u64) -> Result<Value, ModelC
     Ok(value)
 }
 
-/// What a file is that was never downloaded, by its first bytes: an error that says so.
+/// Detects a file that was never downloaded, such as a Git LFS pointer, by its first bytes, and returns an
+/// error that says so.
 pub(crate) fn check_downloaded(file: &str, start: &[u8]) -> Result<(), ModelCardError> {
     let text = start.trim_ascii_start();
     let begins = |mark: &str| text.get(..mark.len()).is_some_and(|start| start.eq_ignore_ascii_case(mark.as_bytes()));
@@ -303,7 +302,7 @@ pub(crate) fn check_downloaded(file: &str, start: &[u8]) -> Result<(), ModelCard
     Err(ModelCardError::new(file, detail))
 }
 
-/// A JSON value for an error message, cut to a readable length.
+/// Formats a JSON value for an error message, shortened to a readable length.
 pub fn brief(value: &Value) -> String {
     let text = value.to_string();
     match text.char_indices().nth(120) {

@@ -1,22 +1,22 @@
-//! Chat templates: Jinja in the sandbox of [`crate::jinja`], with what transformers gives to templates.
+//! Chat templates: Jinja in a sandbox, with the functions and variables that transformers provides to templates.
 
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, ValueKind};
 use minijinja::{Environment, Error, ErrorKind, Output, State, Value};
 use serde_json::Map;
 
-use crate::jinja::{Ordered, Template, draw, environment, raise, to_value};
+use crate::jinja::{Ordered, Template, charge, environment, raise, to_value};
 
-/// Instructions a template may run; a real one needs thousands.
+/// Maximum number of instructions a template may run; real templates need thousands.
 const FUEL: u64 = 20_000_000;
 const MAX_OUTPUT_BYTES: usize = 64 << 20;
-/// What one rendering may make on the way there, bytes.
+/// Maximum bytes that one rendering may allocate in total.
 const BUDGET: u64 = 128 << 20;
-/// `strftime_now` pads each field to what its format says.
+/// Maximum length of a `strftime_now` format, in bytes; each field is padded to the width in its format.
 const MAX_TIME_FORMAT_BYTES: usize = 1000;
 const NAME: &str = "chat_template";
 
-/// A chat template refused: why.
+/// The reason why a chat template failed.
 #[derive(Debug, thiserror::Error)]
 #[error("the chat template failed: {0}")]
 pub struct TemplateError(String);
@@ -30,7 +30,7 @@ pub struct ChatTemplate {
 }
 
 impl ChatTemplate {
-    /// Compile. `special_tokens` are variables of the template (`bos_token` …).
+    /// Compiles a template. `special_tokens` are variables of the template (`bos_token` …).
     pub fn new(source: String, special_tokens: Vec<(String, String)>) -> Result<ChatTemplate, TemplateError> {
         let mut environment = environment(FUEL);
         let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build().map_err(failed)?;
@@ -49,7 +49,7 @@ impl ChatTemplate {
         Ok(ChatTemplate { environment, template, special_tokens })
     }
 
-    /// Render messages; `kwargs` are further variables.
+    /// Renders messages; `kwargs` are further variables.
     pub fn render(
         &self,
         messages: &[serde_json::Value],
@@ -63,7 +63,7 @@ impl ChatTemplate {
             ("add_generation_prompt".to_owned(), Value::from(add_generation_prompt)),
         ];
         variables.extend(self.special_tokens.iter().map(|(name, text)| (name.clone(), Value::from(text.as_str()))));
-        // The last one of a name counts.
+        // If a name occurs twice, the last value counts.
         variables.extend(kwargs.iter().map(|(name, value)| (name.clone(), to_value(value))));
         variables.reverse();
         let variables = Value::from_object(Ordered(variables));
@@ -71,11 +71,11 @@ impl ChatTemplate {
     }
 }
 
-/// Names of what an assistant thought, the first that has a value counts.
+/// Names of an assistant's reasoning; the first one with a value counts.
 const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
 
-/// A message as transformers 5 gives it to templates: without keys that are null, and what was thought under the two names
-/// that templates read, in its order of keys.
+/// Prepares a message as transformers 5 does: drops keys that are null, and provides the reasoning under the two names
+/// that templates read, in the same order of keys.
 fn as_given(message: &serde_json::Value) -> serde_json::Value {
     let Some(fields) = message.as_object() else { return message.clone() };
     let mut given: Map<String, serde_json::Value> =
@@ -89,8 +89,8 @@ fn as_given(message: &serde_json::Value) -> serde_json::Value {
     given.into()
 }
 
-/// `{% generation %}…{% endgeneration %}` marks for transformers what a model said, and writes nothing of its own. A scope
-/// takes its place, as the mark is one: the tag's dashes, and the line that it stands on, go as in Jinja.
+/// Replaces `{% generation %}…{% endgeneration %}`, which marks the assistant's text for transformers and prints
+/// nothing. A scope block of the same shape replaces it, so that whitespace control and line trimming work as in Jinja.
 fn without_generation(source: &str) -> String {
     let (mut out, mut rest) = (String::with_capacity(source.len()), source);
     while let Some((before, tag)) = rest.split_once("{%") {
@@ -114,17 +114,17 @@ fn failed(error: Error) -> TemplateError {
     TemplateError(text)
 }
 
-/// What Python's `str()` writes, so that `{{ x }}` gives what Jinja gives.
+/// Writes a value as Python's `str()` does, so that `{{ x }}` prints the same as in Jinja.
 fn write_python(out: &mut Output, _state: &mut State, value: &Value) -> Result<(), Error> {
     match value.as_str() {
         Some(text) => {
-            draw(text.len() as u64)?;
+            charge(text.len() as u64)?;
             out.write_str(text).map_err(Error::from)
         }
         None => {
             let mut text = String::new();
             python_repr(value, &mut text, 0)?;
-            draw(text.len() as u64)?;
+            charge(text.len() as u64)?;
             out.write_str(&text).map_err(Error::from)
         }
     }
@@ -188,7 +188,7 @@ fn python_repr(value: &Value, out: &mut String, depth: usize) -> Result<(), Erro
     Ok(())
 }
 
-/// `tojson` as transformers defines it: Python's `json.dumps(ensure_ascii=False)`, without HTML escapes.
+/// The filter `tojson` as transformers defines it: Python's `json.dumps(ensure_ascii=False)`, without HTML escapes.
 fn tojson(value: &Value, kwargs: Kwargs) -> Result<String, Error> {
     let indent: Option<usize> = kwargs.get("indent")?;
     let _: Option<Value> = kwargs.get("ensure_ascii")?;
@@ -203,7 +203,7 @@ fn tojson(value: &Value, kwargs: Kwargs) -> Result<String, Error> {
     let style = JsonStyle { indent, item, key, sort_keys: sort_keys.unwrap_or(false) };
     let mut out = String::new();
     style.write(value, &mut out, 0)?;
-    draw(out.len() as u64)?;
+    charge(out.len() as u64)?;
     Ok(out)
 }
 
@@ -287,13 +287,13 @@ mod tests {
 
     #[test]
     fn messages_reach_templates_as_transformers_gives_them() {
-        let said = |message: serde_json::Value, source: &str| {
+        let rendered = |message: serde_json::Value, source: &str| {
             let template = ChatTemplate::new(source.to_owned(), Vec::new()).unwrap();
             template.render(&[message], false, &Map::new()).unwrap()
         };
-        // Checked with transformers 5.23.0.
+        // Expected values come from transformers 5.23.0.
         let null = "{% for m in messages %}{{ m.content }}|{{ 'content' in m }}|{{ m.content is none }}{% endfor %}";
-        assert_eq!(said(json!({"role": "user", "content": null}), null), "|False|False");
+        assert_eq!(rendered(json!({"role": "user", "content": null}), null), "|False|False");
         let whole = "{{ messages[0] | tojson }}";
         for (message, expected) in [
             (
@@ -317,7 +317,7 @@ mod tests {
                 r#"{"thinking": "r", "role": "a", "reasoning": "r", "reasoning_content": "r"}"#,
             ),
         ] {
-            assert_eq!(said(message, whole), expected);
+            assert_eq!(rendered(message, whole), expected);
         }
     }
 }

@@ -1,6 +1,6 @@
-//! Model directories as they come, and as they are damaged.
+//! Reads model directories, intact and damaged.
 //!
-//! Longer than other files: one table of cases a test, all from copies of the same fixtures.
+//! Longer than other files: each test is one table of cases, all based on copies of the same fixtures.
 
 use std::path::{Path, PathBuf};
 
@@ -14,7 +14,7 @@ fn fixture(name: &str) -> PathBuf {
     rlood_test_support::fixture("parity").join(name)
 }
 
-/// A copy of a fixture, to spoil.
+/// Copies a fixture into a temporary folder, where the test may damage it.
 fn copy(name: &str) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     for entry in std::fs::read_dir(fixture(name)).unwrap() {
@@ -69,7 +69,7 @@ fn the_fingerprint_changes_with_any_file_that_matters_and_with_no_other() {
 }
 
 #[test]
-fn what_is_unsupported_is_refused_with_its_key_and_value() {
+fn unsupported_settings_are_rejected_with_key_and_value() {
     for (key, value) in [
         ("model_type", json!("gemma4")),
         ("model_type", json!(7)),
@@ -110,7 +110,7 @@ fn what_is_unsupported_is_refused_with_its_key_and_value() {
         assert!(error.contains(brief(&value).as_str()) || error.contains("; "), "{key} = {value}: {error}");
         assert!(error.starts_with("config.json: "), "{error}");
     }
-    // Neutral values are no reason to refuse.
+    // Neutral values must be accepted.
     let dir = copy("qwen3");
     edit(dir.path(), "config.json", |config| {
         for (key, value) in [
@@ -286,7 +286,7 @@ fn a_family_reads_its_own_keys_and_no_other_family_does() {
     assert!((growth.factor(40) - (1.0 + 0.1 * 3f32.ln())).abs() < 1e-6);
 }
 
-/// Lets the second tensor of a kind lie where the first one does.
+/// Moves the second tensor of a kind to the position of the first one.
 fn share_the_bytes_of_two_tensors(bytes: &mut Vec<u8>) {
     in_header(bytes, |header| {
         let mut header: Value = serde_json::from_str(header).unwrap();
@@ -295,7 +295,7 @@ fn share_the_bytes_of_two_tensors(bytes: &mut Vec<u8>) {
     });
 }
 
-/// Puts another header before the same data.
+/// Replaces the header in front of the same data.
 fn in_header(bytes: &mut Vec<u8>, change: impl FnOnce(&str) -> String) {
     let data = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
     let header = change(std::str::from_utf8(&bytes[8..data]).unwrap()).into_bytes();
@@ -421,7 +421,7 @@ fn the_ids_that_end_a_completion_are_those_of_trl() {
     edit(dir.path(), "generation_config.json", |g| g["eos_token_id"] = json!([7, 2, 7]));
     edit(dir.path(), "config.json", |c| c["eos_token_id"] = json!(9));
     edit(dir.path(), "tokenizer_config.json", |t| t["eos_token"] = json!({"content": "<|endoftext|>"}));
-    // config.json's does not count beside generation_config.json, whatever that says.
+    // If generation_config.json exists, the value in config.json is ignored.
     assert_eq!(read(dir.path()).unwrap().eos_token_ids, [7, 2, 0]);
     edit(dir.path(), "generation_config.json", |g| g["eos_token_id"] = Value::Null);
     assert_eq!(read(dir.path()).unwrap().eos_token_ids, [0]);
@@ -458,7 +458,7 @@ fn a_rope_theta_that_is_not_positive_is_refused_be_it_used_or_not() {
 }
 
 #[test]
-fn what_is_no_plain_file_is_refused_before_it_is_opened() {
+fn special_files_are_rejected_before_they_are_opened() {
     let model = copy("qwen3");
     let names =
         ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"];
@@ -467,14 +467,14 @@ fn what_is_no_plain_file_is_refused_before_it_is_opened() {
         let dir = copy("qwen3");
         let path = dir.path().join(name);
         let _ = std::fs::remove_file(&path);
-        // Reading it would not end within the test: nobody writes.
+        // Reading this pipe would block the test forever, because it has no writer.
         let made = std::process::Command::new("mkfifo").arg(&path).status().unwrap();
         assert!(made.success());
         let found = error(dir.path());
         assert!(found.starts_with(&format!("{name}: is a pipe")), "{found}");
         assert!(!classifier::is_classifier(dir.path()));
     }
-    // The fingerprint is over files that the card does not need as well.
+    // The fingerprint also covers files that the model card does not need.
     let card = read(model.path()).unwrap();
     let path = model.path().join("config.json");
     std::fs::remove_file(&path).unwrap();
@@ -487,7 +487,7 @@ fn what_is_no_plain_file_is_refused_before_it_is_opened() {
 fn a_prompt_gets_its_special_tokens_once() {
     let text = Text::load(&fixture("llama")).unwrap();
     let kwargs = Map::new();
-    // The tokenizer puts a BOS (0) before a text; the template writes its own.
+    // The tokenizer adds a BOS (0) to a text; the template writes its own.
     let plain = text.prompt_ids(&Prompt::Text("Hello".into()), &kwargs).unwrap();
     assert_eq!(plain.iter().filter(|id| **id == 0).count(), 1);
     let chat = Prompt::from_value(&json!([{"role": "user", "content": "Hello"}])).unwrap();
@@ -591,5 +591,5 @@ fn a_template_cannot_run_forever_or_read_files() {
 #[test]
 fn no_chat_template_takes_all_memory_stack_or_time() {
     let rendered = |source: &str| render(source, json!({})).map_err(|error| error.to_string());
-    rlood_test_support::templates::every_bomb_is_defused(rendered, false);
+    rlood_test_support::templates::every_costly_template_fails_soon(rendered, false);
 }

@@ -1,4 +1,4 @@
-//! tokenizer.json, chat template, EOS ids.
+//! The tokenizer with its chat template and EOS ids.
 
 use std::path::Path;
 
@@ -11,46 +11,46 @@ use rlood_types::dataset::Answered;
 use super::template::{ChatTemplate, TemplateError};
 use super::{ModelCardError, read_json, read_text};
 
-/// Why a text could not be processed.
+/// The reason why a text could not be processed.
 #[derive(Debug, thiserror::Error)]
 pub enum TextError {
     /// The tokenizer is missing or damaged.
     #[error(transparent)]
     Files(#[from] ModelCardError),
-    /// The tokenizer refused a text or ids.
+    /// The tokenizer rejected a text or ids.
     #[error("the tokenizer failed: {0}")]
     Tokenizer(String),
-    /// Neither a string nor a list.
+    /// The prompt is neither a string nor a list.
     #[error("a prompt must be a string or a list of chat messages {{\"role\": …, \"content\": …}}")]
     Prompt,
-    /// The model has no chat template.
+    /// The prompt is a chat, but the model has no chat template.
     #[error(
         "the prompt is a list of chat messages, but the model has no chat template; send the prompt as a string, or add \
          chat_template.jinja to the model"
     )]
     NoChatTemplate,
-    /// The chat template writes something else before the answer than a rollout's prompt.
+    /// The chat template renders something else before the answer than the generation prompt of a rollout.
     #[error(
         "the chat template does not continue its own generation prompt: what it writes before the assistant's last turn differs \
          from the prompt of a rollout, so the turn cannot be learned from"
     )]
     NotAPrefix,
-    /// The chat template refused the messages.
+    /// The chat template rejected the messages.
     #[error(transparent)]
     Template(#[from] TemplateError),
 }
 
-/// What a client sends as a prompt.
+/// A prompt in a request or dataset.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Prompt {
-    /// Plain text, tokenised with the tokenizer's default special tokens.
+    /// Plain text, tokenized with the tokenizer's default special tokens.
     Text(String),
     /// Chat messages, rendered by the chat template with a generation prompt.
     Chat(Vec<Value>),
 }
 
 impl Prompt {
-    /// A dataset's `prompt`: a string, or a list of chat messages.
+    /// Parses a dataset's `prompt`: a string, or a list of chat messages.
     pub fn from_value(value: &Value) -> Result<Prompt, TextError> {
         match value {
             Value::String(text) => Ok(Prompt::Text(text.clone())),
@@ -71,18 +71,18 @@ pub struct Text {
 }
 
 impl Text {
-    /// Load from a model directory. Reads the tokenizer whole: up to a second for a large vocabulary.
+    /// Loads the tokenizer of a model directory. Takes up to a second for a large vocabulary.
     pub fn load(dir: &Path) -> Result<Text, TextError> {
         let card = super::read(dir)?;
         Ok(Text { eos_token_ids: card.eos_token_ids, ..Text::load_classifier(dir)? })
     }
 
-    /// As [`Text::load`], of a sequence-classification model: nothing it could say ends.
+    /// Loads the tokenizer of a sequence-classification model, like [`Text::load`]; such a model has no EOS ids.
     pub fn load_classifier(dir: &Path) -> Result<Text, TextError> {
         let bytes = read_text(dir, TOKENIZER, MAX_TOKENIZER_BYTES)?;
         let mut tokenizer = Tokenizer::from_bytes(bytes)
             .map_err(|e| ModelCardError::new(TOKENIZER, format!("is not a tokenizer ({e}); copy the file again")))?;
-        // transformers neither truncates nor pads unless asked to, whatever the file says.
+        // transformers neither truncates nor pads by default, whatever the file says.
         tokenizer.with_padding(None);
         tokenizer.with_truncation(None).map_err(|e| TextError::Tokenizer(e.to_string()))?;
         let info = TokenizerInfo::read(dir)?;
@@ -93,15 +93,15 @@ impl Text {
         Ok(Text { tokenizer, template, eos_token_ids: Vec::new() })
     }
 
-    /// Text to ids. `add_special_tokens`: those that the tokenizer itself puts around a text (a BOS, say).
+    /// Encodes a text. `add_special_tokens` adds those that the tokenizer itself puts around a text, such as a BOS.
     pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, TextError> {
         let encoding =
             self.tokenizer.encode_fast(text, add_special_tokens).map_err(|e| TextError::Tokenizer(e.to_string()))?;
         Ok(encoding.get_ids().to_vec())
     }
 
-    /// From now on every text is cut to so many tokens, special ones included: what stands first is dropped, of a pair the
-    /// longer text's.
+    /// Truncates all further texts to at most this many tokens, including special ones: drops tokens from the start,
+    /// and in a pair from the longer text.
     pub fn truncate_left(&mut self, max_tokens: usize) -> Result<(), TextError> {
         let params = TruncationParams {
             direction: TruncationDirection::Left,
@@ -113,7 +113,7 @@ impl Text {
         Ok(())
     }
 
-    /// A text, or a pair of them, to ids; and whether [`Text::truncate_left`] took some away.
+    /// Encodes a text or a pair of texts, and returns whether [`Text::truncate_left`] dropped tokens.
     pub fn encode_cut(
         &self,
         text: &str,
@@ -129,17 +129,17 @@ impl Text {
         Ok((encoding.get_ids().to_vec(), !encoding.get_overflowing().is_empty()))
     }
 
-    /// Whether there is a chat template.
+    /// Whether the model has a chat template.
     pub fn has_chat_template(&self) -> bool {
         self.template.is_some()
     }
 
-    /// Ids to text.
+    /// Decodes ids to text.
     pub fn decode(&self, ids: &[u32], skip_special_tokens: bool) -> Result<String, TextError> {
         self.tokenizer.decode(ids, skip_special_tokens).map_err(|e| TextError::Tokenizer(e.to_string()))
     }
 
-    /// Messages to text. `kwargs` are more variables for the template (`enable_thinking`, say).
+    /// Renders messages to text. `kwargs` are further variables for the template, such as `enable_thinking`.
     pub fn render_chat(
         &self,
         messages: &[Value],
@@ -150,7 +150,7 @@ impl Text {
         Ok(template.render(messages, add_generation_prompt, kwargs)?)
     }
 
-    /// A prompt's ids. Special tokens are added once: by the tokenizer to a text, by the template to a chat.
+    /// Encodes a prompt. Special tokens are added once: to a text by the tokenizer, to a chat by the template.
     pub fn prompt_ids(&self, prompt: &Prompt, kwargs: &Map<String, Value>) -> Result<Vec<u32>, TextError> {
         match prompt {
             Prompt::Text(text) => self.encode(text, true),
@@ -158,10 +158,11 @@ impl Text {
         }
     }
 
-    /// A row with an answer to ids: the prompt as a rollout sees it, and the answer with the token that ends it.
+    /// Encodes a row with an answer: the prompt as in a rollout, and the answer with its EOS token.
     ///
-    /// Of chat messages the answer is what the template writes behind the prompt with its generation prompt. It ends with its
-    /// first end-of-sequence token, as a completion does; where neither the template nor the text has one, it is added.
+    /// In a chat, the answer is the text that the template renders after the prompt and its generation prompt.
+    /// The answer ends with its first EOS token, as a completion does. If neither the template nor the text has
+    /// one, it is added.
     pub fn answered_ids(&self, row: &Answered, kwargs: &Map<String, Value>) -> Result<(Vec<u32>, Vec<u32>), TextError> {
         let (prompt, whole, special) = match row {
             Answered::Text { prompt, completion } => (prompt.clone(), format!("{prompt}{completion}"), true),
@@ -173,7 +174,8 @@ impl Text {
         };
         let Some(answer) = whole.strip_prefix(&prompt) else { return Err(TextError::NotAPrefix) };
         let prompt_ids = self.encode(&prompt, special)?;
-        // Across the border the tokenizer may join letters; a rollout begins behind the prompt's own tokens.
+        // The tokenizer may merge characters across the border between prompt and answer, but a rollout starts after
+        // the prompt's own tokens.
         let mut ids = match self.encode(&whole, special)?.strip_prefix(prompt_ids.as_slice()) {
             Some(rest) => rest.to_vec(),
             None => self.encode(answer, false)?,
@@ -185,12 +187,13 @@ impl Text {
         Ok((prompt_ids, ids))
     }
 
-    /// Every id that ends a completion: the tokenizer's, and generation_config.json's or, without that file, config.json's.
+    /// All ids that end a completion: the tokenizer's, and those of generation_config.json or,
+    /// without that file, config.json.
     pub fn eos_token_ids(&self) -> &[u32] {
         &self.eos_token_ids
     }
 
-    /// The id of a token's exact text.
+    /// The id of the token with exactly this text.
     pub fn token_to_id(&self, token: &str) -> Option<u32> {
         self.tokenizer.token_to_id(token)
     }
@@ -201,12 +204,12 @@ const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 const MAX_TOKENIZER_BYTES: u64 = 256 << 20;
 const MAX_TEMPLATE_BYTES: u64 = 1 << 20;
 
-/// What tokenizer_config.json and its companions say, without the vocabulary.
+/// The content of tokenizer_config.json and related files, without the vocabulary.
 #[derive(Debug)]
 pub(crate) struct TokenizerInfo {
-    /// The template's source.
+    /// The source of the chat template.
     pub chat_template: Option<String>,
-    /// `bos_token`, `eos_token` … with their texts, as chat templates see them.
+    /// The special tokens (`bos_token`, `eos_token` …) and their texts, as chat templates see them.
     pub special_tokens: Vec<(String, String)>,
     /// The id of `eos_token`.
     pub eos_token_id: Option<u32>,
@@ -263,7 +266,8 @@ impl TokenizerInfo {
     }
 }
 
-/// chat_template.jinja wins over tokenizer_config.json's `chat_template` (a string, or a list with a `default`).
+/// Reads the chat template: chat_template.jinja takes precedence over `chat_template` in tokenizer_config.json (a
+/// string, or a list with a `default`).
 fn chat_template(dir: &Path, config: &Value) -> Result<Option<String>, ModelCardError> {
     let file = "chat_template.jinja";
     if dir.join(file).exists() {

@@ -1,4 +1,5 @@
-//! safetensors headers: where every needed tensor lies, checked against the architecture and the file's length.
+//! Reads safetensors headers: locates every needed tensor, and checks it against the architecture
+//! and the file's length.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::io::{Read, Seek};
@@ -15,21 +16,21 @@ use super::{ModelCardError, ModelDescription, check_downloaded, io_error, read_j
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 const MAX_INDEX_BYTES: u64 = 100_000_000;
 
-/// How a weight is stored.
+/// The storage format of a weight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TensorDtype {
-    /// 32-bit float
+    /// 32-bit IEEE floating point.
     F32,
-    /// 16-bit IEEE float
+    /// 16-bit IEEE floating point.
     F16,
-    /// bfloat16
+    /// bfloat16: 8 bits of exponent.
     Bf16,
     /// 8-bit float: 4 bits of exponent, 3 of fraction, no infinity.
     F8E4M3,
 }
 
 impl TensorDtype {
-    /// Bytes of one element.
+    /// Size of one element in bytes.
     pub fn size_bytes(self) -> usize {
         match self {
             TensorDtype::F32 => 4,
@@ -39,39 +40,39 @@ impl TensorDtype {
     }
 }
 
-/// A tensor inside a safetensors file.
+/// The location of a tensor in a safetensors file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorLocation {
-    /// Its name, as transformers calls it in a model that is text alone.
+    /// The tensor's name in a text-only model of transformers.
     pub name: String,
     /// The file, relative to the model directory.
     pub file: String,
-    /// How it is stored.
+    /// The storage format of the elements.
     pub dtype: TensorDtype,
-    /// Its dimensions.
+    /// The size of each dimension.
     pub shape: Vec<usize>,
-    /// First byte, from the file's beginning.
+    /// Position of the first byte, from the beginning of the file.
     pub offset_bytes: u64,
-    /// What its values are multiplied by.
+    /// The scales to multiply the stored values with.
     pub scale: Option<Box<Scale>>,
 }
 
-/// The scales of a matrix.
+/// The scales of a matrix stored in 8 bits.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Scale {
-    /// One a block, `[blocks of rows][blocks of columns]`.
+    /// One scale per block: `[blocks of rows][blocks of columns]`.
     pub values: TensorLocation,
-    /// Rows and columns of a block.
+    /// Number of rows and columns of a block.
     pub block: [usize; 2],
 }
 
 impl TensorLocation {
-    /// How many elements.
+    /// Number of elements of the tensor.
     pub fn num_elements(&self) -> usize {
         self.shape.iter().product()
     }
 
-    /// How many bytes.
+    /// Size of the tensor in bytes.
     pub fn size_bytes(&self) -> usize {
         self.num_elements() * self.dtype.size_bytes()
     }
@@ -84,10 +85,10 @@ struct HeaderEntry {
     data_offsets: (u64, u64),
 }
 
-/// Find every tensor that the architecture needs.
+/// Locates every tensor that the architecture needs.
 pub(super) fn locate(dir: &Path, config: &ModelDescription) -> Result<Vec<TensorLocation>, ModelCardError> {
     let mut found = locate_spelled(dir, config.tensors(), config.is_part)?;
-    // What is stored in 8 bits has scales beside it.
+    // Tensors stored in 8 bits have scales in a second tensor.
     let scaled = |location: &TensorLocation| location.dtype == TensorDtype::F8E4M3;
     let scales = found.iter().filter(|location| scaled(location)).map(|location| {
         let block = match (config.fp8_block, location.shape.as_slice()) {
@@ -112,16 +113,16 @@ pub(super) fn locate(dir: &Path, config: &ModelDescription) -> Result<Vec<Tensor
     Ok(found)
 }
 
-/// Tensors of a multimodal checkpoint that its text does not need.
+/// Tensors of a multimodal checkpoint that its text part does not need.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Skipped {
-    /// How many.
+    /// Number of skipped tensors.
     pub count: usize,
-    /// What they belong to: the first names of their paths.
+    /// The parts of the model they belong to: the first names of their paths.
     pub parts: Vec<String>,
 }
 
-/// What is beside the text in a multimodal checkpoint; None where the checkpoint is text alone.
+/// Lists the tensors besides the text part of a multimodal checkpoint; None for a text-only checkpoint.
 pub(super) fn skipped(dir: &Path, config: &ModelDescription) -> Result<Option<Skipped>, ModelCardError> {
     if !config.is_part {
         return Ok(None);
@@ -136,7 +137,7 @@ pub(super) fn skipped(dir: &Path, config: &ModelDescription) -> Result<Option<Sk
     let mut needed: HashSet<String> = HashSet::new();
     for (name, _) in config.tensors() {
         for name in spellings(&name, true) {
-            // Scales go with their matrices; those of activations are of no use here.
+            // Scales belong to their matrices; scales of activations are not needed.
             let base = name.strip_suffix(".weight").unwrap_or(&name);
             needed.extend([format!("{base}.activation_scale"), format!("{name}_scale_inv")]);
             needed.insert(name);
@@ -154,8 +155,9 @@ pub(super) fn skipped(dir: &Path, config: &ModelDescription) -> Result<Option<Sk
     Ok((!others.is_empty()).then(|| Skipped { count: others.len(), parts: parts.into_iter().take(16).collect() }))
 }
 
-/// How a tensor may be called in the files. In a multimodal checkpoint the decoder is `language_model.model` (as transformers
-/// 4 saved it, and Gemma 3 and Mistral 3 are published) or `model.language_model` (as 5 saves it).
+/// Returns the names that a tensor may have in the files. In a multimodal checkpoint the decoder is
+/// `language_model.model` (saved by transformers 4, and published for Gemma 3 and Mistral 3) or
+/// `model.language_model` (saved by 5).
 fn spellings(name: &str, is_part: bool) -> Vec<String> {
     let mut spellings = vec![name.to_owned()];
     if is_part {
@@ -165,12 +167,12 @@ fn spellings(name: &str, is_part: bool) -> Vec<String> {
     spellings
 }
 
-/// Whether the files hold another head than the embedding, though config.json ties the two: transformers 5 then unties them.
-/// Reads both where there are two; nearly always they differ at once, or there is one.
+/// Whether the files hold a head that differs from the embedding although config.json ties the two: transformers 5 then
+/// unties them. Compares both tensors if both exist; they nearly always differ at the first bytes.
 pub(super) fn has_own_head(dir: &Path, config: &ModelDescription) -> Result<bool, ModelCardError> {
     let shape = vec![config.vocab_size, config.hidden_size];
     let names = ["model.embed_tokens.weight", "lm_head.weight"].map(|name| (name.to_owned(), shape.clone()));
-    // One that is missing is told where it is needed.
+    // A missing tensor is reported later by the code that needs it.
     let Ok(found) = locate_spelled(dir, names.into(), config.is_part) else { return Ok(false) };
     let [embedding, head] = found.as_slice() else { return Ok(false) };
     if embedding.dtype != head.dtype {
@@ -189,14 +191,14 @@ pub(super) fn has_own_head(dir: &Path, config: &ModelDescription) -> Result<bool
     Ok(false)
 }
 
-/// A file at the beginning of a tensor.
+/// Opens a file at the beginning of a tensor.
 fn bytes_of(dir: &Path, location: &TensorLocation) -> Result<std::fs::File, ModelCardError> {
     let mut file = super::open(dir, &location.file)?;
     file.seek(std::io::SeekFrom::Start(location.offset_bytes)).map_err(|e| io_error(&location.file, &e))?;
     Ok(file)
 }
 
-/// Find these tensors, which must have these shapes.
+/// Locates these tensors and checks their shapes.
 pub(super) fn locate_named(
     dir: &Path,
     needed: Vec<(String, Vec<usize>)>,
@@ -288,16 +290,16 @@ fn weight_files(dir: &Path) -> Result<WeightFiles, ModelCardError> {
     Ok(WeightFiles::Sharded(files))
 }
 
-/// What a safetensors header holds.
+/// The parsed header of a safetensors file.
 #[derive(Debug, Default)]
 pub struct Header {
     /// Tensors of a supported type, by name.
     pub tensors: BTreeMap<String, TensorLocation>,
-    /// Types of the others, by name.
+    /// The types of tensors that are not supported, by name.
     pub unsupported: BTreeMap<String, String>,
 }
 
-/// The header of a safetensors file: 8 bytes of length, then JSON.
+/// Reads the header of a safetensors file: 8 bytes of length, then JSON.
 pub fn read_header(dir: &Path, file: &str) -> Result<Header, ModelCardError> {
     let damaged = |why: String| ModelCardError::new(file, format!("{why}; the file is damaged, copy it again"));
     let mut reader = super::open(dir, file)?;
@@ -371,7 +373,7 @@ pub fn read_header(dir: &Path, file: &str) -> Result<Header, ModelCardError> {
     Ok(result)
 }
 
-/// The format wants every byte to belong to exactly one tensor; `spans` are sorted.
+/// Checks that every byte belongs to exactly one tensor, as the format requires; `spans` must be sorted.
 fn cover(spans: &[(u64, u64, String)], data_bytes: u64) -> Result<(), String> {
     let mut expected = 0;
     for (begin, end, name) in spans {

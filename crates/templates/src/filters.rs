@@ -1,4 +1,4 @@
-//! The filters, tests, functions and methods that a template has: Jinja's, each behind what it takes from the budget.
+//! The filters, tests, functions and methods of templates: those of Jinja, each behind a charge to the budget.
 
 use std::borrow::Cow;
 
@@ -6,71 +6,71 @@ use minijinja::value::{Rest, ValueKind, ValueOrKwargs};
 use minijinja::{AutoEscape, Environment, Error, ErrorKind, State, Value, filters, functions, tests};
 use minijinja_contrib::pycompat;
 
-use super::budget::{self, ESCAPED, ITEM_BYTES, draw, look};
+use super::budget::{self, ITEM_BYTES, MAX_ESCAPE_BYTES, charge, charge_read};
 use super::methods;
 use super::operators::{self, elements, scan};
 
-/// What a call takes from the budget, by its arguments. The first one is the value before the bar or the point.
+/// The cost of a call, computed from its arguments. The first argument is the value before the bar or the dot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Cost {
-    /// No more than a look at the first argument's outside.
-    Glance,
-    /// Looks through its arguments.
-    Look,
-    /// A text about as long as its arguments.
+    /// Reads no more than the length of the first argument.
+    ReadLength,
+    /// Reads all of its arguments.
+    ReadAll,
+    /// Creates a text about as long as its arguments.
     Text,
-    /// A text in which every character may be escaped.
+    /// Creates a text in which every character may be escaped.
     Escaped,
-    /// A list as long as the first argument.
+    /// Creates a list as long as the first argument.
     List,
-    /// A list, or one of its items, after comparing all of them; a copy of every text may be kept.
+    /// Compares all items and creates a list or returns an item; may copy every text.
     Order,
-    /// All of a list added up.
+    /// Adds up all items of a list.
     Sum,
     Join,
     Replace,
-    /// `%d`.
+    /// A format string with `%d`.
     Printf,
-    /// `{:d}`.
+    /// A format string with `{:d}`.
     Format,
     Indent,
-    /// A list of lists, filled up to a number.
+    /// Creates a list of lists, filled up to a number.
     Fill,
     Json,
     Split,
-    /// Every character of the first argument is looked up in the second.
+    /// Searches the second argument for every character of the first.
     Strip,
 }
 
-/// Longest message of a template's own error.
+/// Maximum length of an error message that a template raises, in characters.
 const MAX_MESSAGE_CHARS: usize = 2000;
-/// A number as Python's formats write it without a width, in any of their ways.
+/// Maximum length of a number in any of Python's formats without a width, in bytes.
 const NUMBER_BYTES: u64 = 512;
 
-/// An environment in which nothing is without its price. The formatter that it is given must draw what it writes.
+/// Creates an environment in which every operation is charged. The formatter passed to it must charge what it writes.
 pub fn environment(fuel: u64) -> Environment<'static> {
     let mut environment = Environment::empty();
     environment.set_fuel(Some(fuel));
     environment.set_auto_escape_callback(|_| AutoEscape::None);
     environment.set_unknown_method_callback(method);
     operators::install(&mut environment);
-    for (name, cost, filter) in priced_filters() {
-        environment.add_filter(name, priced(cost, filter));
+    for (name, cost, filter) in charged_filters() {
+        environment.add_filter(name, charged(cost, filter));
     }
-    for (name, cost, test) in priced_tests() {
-        environment.add_test(name, priced(cost, test));
+    for (name, cost, test) in charged_tests() {
+        environment.add_test(name, charged(cost, test));
     }
-    plain_tests(&mut environment);
-    // No more than 100 000 numbers, which are made one by one.
+    add_uncharged_tests(&mut environment);
+    // Limited to 100,000 numbers by minijinja, and each number is one instruction.
     environment.add_function("range", functions::range);
     for (name, function) in
         [("dict", Value::from_function(functions::dict)), ("namespace", Value::from_function(functions::namespace))]
     {
         environment.add_function(name, move |state: &mut State, args: Rest<ValueOrKwargs>| -> Result<Value, Error> {
             let args = args.into_values();
-            for value in flat(&args)? {
-                draw(elements(&value).saturating_mul(2 * ITEM_BYTES))?;
-                budget::nested(&value)?;
+            for value in flatten_args(&args)? {
+                charge(elements(&value).saturating_mul(2 * ITEM_BYTES))?;
+                budget::check_nesting(&value)?;
             }
             function.call(state, &args)
         });
@@ -78,34 +78,35 @@ pub fn environment(fuel: u64) -> Environment<'static> {
     environment
 }
 
-/// What `raise_exception` does.
+/// Implements `raise_exception`: fails with the template's message.
 pub fn raise(message: &Value) -> Result<Value, Error> {
-    draw(budget::text(message)?)?;
+    charge(budget::text_bytes(message)?)?;
     let text: String = message.to_string().chars().take(MAX_MESSAGE_CHARS).collect();
     Err(Error::new(ErrorKind::InvalidOperation, text))
 }
 
-fn priced(
+fn charged(
     cost: Cost,
     function: Value,
 ) -> impl Fn(&mut State<'_, '_>, Rest<ValueOrKwargs>) -> Result<Value, Error> + Send + Sync + 'static {
     move |state, args| {
         let args = args.into_values();
-        pay(state, cost, &args)?;
-        made(cost, function.call(state, &args)?)
+        charge_call(state, cost, &args)?;
+        checked_result(cost, function.call(state, &args)?)
     }
 }
 
-/// All of them but `chain` and `zip`, which make a list only when it is looked at, and `pprint` and `urlencode`.
-fn priced_filters() -> Vec<(&'static str, Cost, Value)> {
+/// The filters that are charged. Missing are `chain` and `zip`, which create a list only when it is
+/// read, `pprint` and `urlencode`.
+fn charged_filters() -> Vec<(&'static str, Cost, Value)> {
     let mut all = Vec::new();
     macro_rules! cost {
         ($cost:ident: $($name:literal $function:ident),*) => {
             $(all.push(($name, Cost::$cost, Value::from_function(filters::$function)));)*
         };
     }
-    cost!(Glance: "length" length, "count" length, "default" default, "d" default, "first" first, "last" last);
-    cost!(Glance: "abs" abs, "round" round, "int" int, "float" float, "bool" bool, "attr" attr);
+    cost!(ReadLength: "length" length, "count" length, "default" default, "d" default, "first" first, "last" last);
+    cost!(ReadLength: "abs" abs, "round" round, "int" int, "float" float, "bool" bool, "attr" attr);
     cost!(Text: "safe" safe, "lower" lower, "upper" upper, "title" title, "capitalize" capitalize);
     cost!(Text: "string" string, "reverse" reverse);
     cost!(Escaped: "escape" escape, "e" escape);
@@ -124,23 +125,23 @@ fn priced_filters() -> Vec<(&'static str, Cost, Value)> {
     all
 }
 
-/// The tests that look through their arguments.
-fn priced_tests() -> Vec<(&'static str, Cost, Value)> {
+/// The tests that read all of their arguments.
+fn charged_tests() -> Vec<(&'static str, Cost, Value)> {
     let mut all = Vec::new();
     macro_rules! cost {
         ($cost:ident: $($name:literal $function:ident),*) => {
             $(all.push(($name, Cost::$cost, Value::from_function(tests::$function)));)*
         };
     }
-    cost!(Look: "eq" is_eq, "equalto" is_eq, "==" is_eq, "ne" is_ne, "!=" is_ne, "lt" is_lt, "lessthan" is_lt);
-    cost!(Look: "<" is_lt, "le" is_le, "<=" is_le, "gt" is_gt, "greaterthan" is_gt, ">" is_gt, "ge" is_ge);
-    cost!(Look: ">=" is_ge, "lower" is_lower, "upper" is_upper);
+    cost!(ReadAll: "eq" is_eq, "equalto" is_eq, "==" is_eq, "ne" is_ne, "!=" is_ne, "lt" is_lt, "lessthan" is_lt);
+    cost!(ReadAll: "<" is_lt, "le" is_le, "<=" is_le, "gt" is_gt, "greaterthan" is_gt, ">" is_gt, "ge" is_ge);
+    cost!(ReadAll: ">=" is_ge, "lower" is_lower, "upper" is_upper);
     cost!(Text: "startingwith" is_startingwith, "endingwith" is_endingwith, "in" is_in);
     all
 }
 
-/// The tests that do not.
-fn plain_tests(environment: &mut Environment<'static>) {
+/// The tests that read nothing but the value itself.
+fn add_uncharged_tests(environment: &mut Environment<'static>) {
     environment.add_test("undefined", tests::is_undefined);
     environment.add_test("defined", tests::is_defined);
     environment.add_test("none", tests::is_none);
@@ -165,7 +166,7 @@ fn plain_tests(environment: &mut Environment<'static>) {
     environment.add_test("test", tests::is_test);
 }
 
-/// Python's methods of texts, lists and maps.
+/// Calls Python's methods of texts, lists and maps.
 fn method(state: &mut State<'_, '_>, value: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
     let cost = match (value.kind(), name) {
         (ValueKind::String, "upper" | "lower" | "title" | "capitalize") => Cost::Text,
@@ -177,40 +178,40 @@ fn method(state: &mut State<'_, '_>, value: &Value, name: &str, args: &[Value]) 
         (ValueKind::String, "format") => Cost::Format,
         (ValueKind::String, "join") => Cost::Join,
         (ValueKind::Map, "keys" | "values" | "items") => Cost::List,
-        (ValueKind::Map, "get") => Cost::Glance,
-        _ => Cost::Look,
+        (ValueKind::Map, "get") => Cost::ReadLength,
+        _ => Cost::ReadAll,
     };
-    let known = !matches!(value.kind(), ValueKind::Map) || cost != Cost::Look;
+    let known = !matches!(value.kind(), ValueKind::Map) || cost != Cost::ReadAll;
     if known {
         let mut all: Vec<Value> = std::iter::once(value).chain(args).cloned().collect();
         if cost == Cost::Join {
-            // The text stands between the items here.
+            // The receiver of `join` is the text between the items.
             all.reverse();
         }
-        pay(state, cost, &all)?;
+        charge_call(state, cost, &all)?;
     }
     let own = match value.as_str() {
         Some(text) => methods::of_text(text, name, args)?,
         None => None,
     };
     match own {
-        Some(result) => made(cost, result),
-        None => made(cost, pycompat::unknown_method_callback(state, value, name, args)?),
+        Some(result) => checked_result(cost, result),
+        None => checked_result(cost, pycompat::unknown_method_callback(state, value, name, args)?),
     }
 }
 
-/// What a call gave. Some put a list into a list.
-fn made(cost: Cost, result: Value) -> Result<Value, Error> {
-    if matches!(cost, Cost::Glance | Cost::Look) || result.as_object().is_none() {
+/// Checks the result of a call, since some calls nest a list in a list.
+fn checked_result(cost: Cost, result: Value) -> Result<Value, Error> {
+    if matches!(cost, Cost::ReadLength | Cost::ReadAll) || result.as_object().is_none() {
         return Ok(result);
     }
-    let result = budget::whole(result)?;
-    budget::size(&result)?;
+    let result = budget::materialize(result)?;
+    budget::measure(&result)?;
     Ok(result)
 }
 
-/// Arguments, with the values of those that have a name.
-fn flat(args: &[Value]) -> Result<Vec<Value>, Error> {
+/// Positional arguments followed by the values of keyword arguments.
+fn flatten_args(args: &[Value]) -> Result<Vec<Value>, Error> {
     let mut all = Vec::with_capacity(args.len());
     for arg in args {
         if arg.is_kwargs() {
@@ -225,42 +226,42 @@ fn flat(args: &[Value]) -> Result<Vec<Value>, Error> {
 }
 
 #[expect(clippy::too_many_lines, reason = "one formula for each cost")]
-fn pay(state: &State<'_, '_>, cost: Cost, args: &[Value]) -> Result<(), Error> {
-    draw(args.len() as u64)?;
-    let args = flat(args)?;
+fn charge_call(state: &State<'_, '_>, cost: Cost, args: &[Value]) -> Result<(), Error> {
+    charge(args.len() as u64)?;
+    let args = flatten_args(args)?;
     let Some((first, rest)) = args.split_first() else { return Ok(()) };
     let texts = |values: &[Value]| {
-        values.iter().try_fold(0u64, |sum, value| Ok::<_, Error>(sum.saturating_add(budget::text(value)?)))
+        values.iter().try_fold(0u64, |sum, value| Ok::<_, Error>(sum.saturating_add(budget::text_bytes(value)?)))
     };
     let largest = || rest.iter().filter_map(Value::as_usize).max().unwrap_or_default() as u64;
     let escaping = first.is_safe() || !matches!(state.auto_escape(), AutoEscape::None);
-    let escaped = if escaping { ESCAPED } else { 1 };
+    let escaped = if escaping { MAX_ESCAPE_BYTES } else { 1 };
     let count = elements(first);
     match cost {
-        Cost::Glance => {
-            look(if first.as_str().is_some() { count } else { 0 })?;
+        Cost::ReadLength => {
+            charge_read(if first.as_str().is_some() { count } else { 0 })?;
             rest.iter().try_for_each(scan)
         }
-        Cost::Look => args.iter().try_for_each(scan),
-        Cost::Text => draw(texts(&args)?),
-        Cost::Escaped => draw(texts(&args)?.saturating_mul(ESCAPED)),
+        Cost::ReadAll => args.iter().try_for_each(scan),
+        Cost::Text => charge(texts(&args)?),
+        Cost::Escaped => charge(texts(&args)?.saturating_mul(MAX_ESCAPE_BYTES)),
         Cost::List => {
-            // Its items may be pairs.
-            draw(count.saturating_mul(2 * ITEM_BYTES))?;
-            look(count.saturating_mul(texts(rest)?))
+            // The items may become pairs.
+            charge(count.saturating_mul(2 * ITEM_BYTES))?;
+            charge_read(count.saturating_mul(texts(rest)?))
         }
         Cost::Order | Cost::Sum => {
-            let size = budget::size(first)?;
+            let size = budget::measure(first)?;
             let others = texts(rest)?;
             let times = u64::from(count.max(1).ilog2()) + 1;
-            draw(count.saturating_mul(2 * ITEM_BYTES).saturating_add(size.bytes))?;
-            look((size.nodes * 4 + size.bytes).saturating_mul(times))?;
-            look(count.saturating_mul(others))?;
-            // Texts and lists grow with each one that is added; numbers do not.
+            charge(count.saturating_mul(2 * ITEM_BYTES).saturating_add(size.bytes))?;
+            charge_read((size.nodes * 4 + size.bytes).saturating_mul(times))?;
+            charge_read(count.saturating_mul(others))?;
+            // Texts and lists grow with each item added; numbers do not.
             if cost == Cost::Sum && rest.iter().any(|value| value.as_object().is_some()) {
-                draw(count.saturating_mul(size.nodes).saturating_mul(ITEM_BYTES))
+                charge(count.saturating_mul(size.nodes).saturating_mul(ITEM_BYTES))
             } else if cost == Cost::Sum && !rest.is_empty() {
-                draw(count.saturating_mul(size.bytes))
+                charge(count.saturating_mul(size.bytes))
             } else {
                 Ok(())
             }
@@ -269,34 +270,34 @@ fn pay(state: &State<'_, '_>, cost: Cost, args: &[Value]) -> Result<(), Error> {
             let between = texts(rest)?;
             let Ok(items) = first.try_iter() else { return Ok(()) };
             for item in items {
-                draw(budget::text(&item)?.saturating_add(between).saturating_mul(escaped))?;
+                charge(budget::text_bytes(&item)?.saturating_add(between).saturating_mul(escaped))?;
             }
             Ok(())
         }
         Cost::Replace => {
-            draw(texts(&args)?)?;
+            charge(texts(&args)?)?;
             let [from, to, ..] = rest else { return Ok(()) };
             let matches = string(first)?.matches(string(from)?.as_ref()).count() as u64;
-            draw(matches.saturating_mul(budget::text(to)?).saturating_mul(escaped))
+            charge(matches.saturating_mul(budget::text_bytes(to)?).saturating_mul(escaped))
         }
         Cost::Printf | Cost::Format => {
             let format = string(first)?;
             let (fields, widths) = fields(&format, cost == Cost::Format);
             let given = (format.matches('*').count() as u64).saturating_mul(largest());
-            // A fill may be a character of four bytes; a field may be written as often as it is named.
+            // A fill character may have four bytes, and a field may appear as often as the format names it.
             let each = texts(rest)?.saturating_mul(escaped).saturating_add(NUMBER_BYTES);
             let all = widths.saturating_add(given).saturating_mul(4).saturating_add(fields.saturating_mul(each));
-            draw(all.saturating_add(format.len() as u64))
+            charge(all.saturating_add(format.len() as u64))
         }
         Cost::Indent => {
             let lines = string(first)?.matches('\n').count() as u64 + 1;
-            // With the indentation itself.
-            draw(texts(&args)?.saturating_add((lines + 1).saturating_mul(largest())))
+            // Includes the indentation itself.
+            charge(texts(&args)?.saturating_add((lines + 1).saturating_mul(largest())))
         }
-        Cost::Fill => draw(count.saturating_add(largest().saturating_mul(2)).saturating_mul(ITEM_BYTES)),
+        Cost::Fill => charge(count.saturating_add(largest().saturating_mul(2)).saturating_mul(ITEM_BYTES)),
         Cost::Json => {
-            let size = budget::size(first)?;
-            draw(size.written(16u64.saturating_add(size.depth.saturating_mul(largest()))))
+            let size = budget::measure(first)?;
+            charge(size.written(16u64.saturating_add(size.depth.saturating_mul(largest()))))
         }
         Cost::Split => {
             let text = string(first)?;
@@ -304,25 +305,25 @@ fn pay(state: &State<'_, '_>, cost: Cost, args: &[Value]) -> Result<(), Error> {
                 Some(separator) => text.matches(separator).count(),
                 None => text.split(char::is_whitespace).count(),
             };
-            draw(texts(&args)?.saturating_add((pieces as u64 + 1).saturating_mul(2 * ITEM_BYTES)))
+            charge(texts(&args)?.saturating_add((pieces as u64 + 1).saturating_mul(2 * ITEM_BYTES)))
         }
         Cost::Strip => {
-            draw(texts(&args)?)?;
-            look(count.saturating_mul(texts(rest)?))
+            charge(texts(&args)?)?;
+            charge_read(count.saturating_mul(texts(rest)?))
         }
     }
 }
 
-/// A value as text.
+/// Converts a value to text.
 fn string(value: &Value) -> Result<Cow<'_, str>, Error> {
     if let Some(text) = value.as_str() {
         return Ok(Cow::Borrowed(text));
     }
-    draw(budget::text(value)?)?;
+    charge(budget::text_bytes(value)?)?;
     Ok(Cow::Owned(value.to_string()))
 }
 
-/// How many fields a format has, and the sum of all numbers in them.
+/// Returns the number of fields in a format, and the sum of all numbers in them.
 fn fields(format: &str, braces: bool) -> (u64, u64) {
     let (mut fields, mut sum) = (0, 0u64);
     for part in format.split(if braces { '{' } else { '%' }).skip(1) {

@@ -1,9 +1,10 @@
-//! What the templates of chats and of rewards share: JSON as their values, and a sandbox. A template has no files, and its
-//! work (fuel), depth and everything that it makes (a budget of bytes) have an end.
+//! The sandbox that chat templates and reward templates share, and the conversion from JSON to template values. A
+//! template cannot open files; its instructions (fuel), its nesting depth and the bytes that it allocates are limited.
 //!
-//! Why minijinja's unstable machinery, and not its `fuel` with a limit on the output alone: fuel counts instructions, and one instruction can
-//! make a value of any size (`'a' * 9999999999`, `a ~ a` in a loop of thirty doublings, `replace`, `join`, `[0] * n`) that is never written,
-//! so neither of the two sees it. The compiled instructions are rewritten here so that each asks the budget first.
+//! This crate uses minijinja's unstable machinery, because its `fuel` with a limit on the output is not enough: fuel
+//! counts instructions, and one instruction can create a value of any size (`'a' * 9999999999`, `a ~ a` in a loop of
+//! thirty doublings, `replace`, `join`, `[0] * n`) that is never written, so neither limit detects it. This crate
+//! rewrites the compiled instructions so that each one charges the budget first.
 
 mod budget;
 mod filters;
@@ -17,13 +18,13 @@ use minijinja::machinery::{eval, make_string_output};
 use minijinja::value::{Enumerator, Object, ObjectRepr};
 use minijinja::{AutoEscape, Environment, Error, ErrorKind, Value};
 
-pub use budget::draw;
+pub use budget::charge;
 pub use filters::{environment, raise};
-pub use operators::install as guard;
+pub use operators::install as limit_operators;
 use program::Program;
 
 self_cell::self_cell! {
-    /// The instructions are slices of the source.
+    /// The compiled instructions, which borrow from the source text.
     struct Compiled {
         owner: String,
         #[covariant]
@@ -38,18 +39,18 @@ self_cell::self_cell! {
 pub struct Template(Compiled);
 
 impl Template {
-    /// Of a text with statements. Its syntax is the environment's, and its name is for errors.
+    /// Compiles a text with statements. The environment defines the syntax; `name` appears in errors.
     pub fn new(environment: &Environment<'static>, name: &'static str, source: String) -> Result<Template, Error> {
         let compiled = Compiled::try_new(source, |source| Program::template(name, source, environment.syntax()))?;
         Ok(Template(compiled))
     }
 
-    /// Of an expression alone.
+    /// Compiles a single expression.
     pub fn expression(source: String) -> Result<Template, Error> {
         Ok(Template(Compiled::try_new(source, |source| Program::expression(source))?))
     }
 
-    /// The text for these variables, of `most` bytes at most, making no more than `budget` bytes on the way.
+    /// Renders the text for these variables: at most `most` bytes, while allocating no more than `budget` bytes.
     pub fn render(
         &self,
         environment: &Environment<'static>,
@@ -58,14 +59,14 @@ impl Template {
         most: usize,
     ) -> Result<String, Error> {
         let mut text = String::new();
-        budget::within(budget, || self.run(environment, variables, &mut text))?;
+        budget::with_budget(budget, || self.run(environment, variables, &mut text))?;
         if text.len() > most {
             return Err(Error::new(ErrorKind::InvalidOperation, "the rendered text is too long"));
         }
         Ok(text)
     }
 
-    /// What `finish` makes of the value of an expression, as a part of the same budget.
+    /// Evaluates the expression and passes its value to `finish`, which runs under the same budget.
     pub fn eval<T>(
         &self,
         environment: &Environment<'static>,
@@ -73,7 +74,9 @@ impl Template {
         budget: u64,
         finish: impl FnOnce(Value) -> Result<T, Error>,
     ) -> Result<T, Error> {
-        budget::within(budget, || finish(self.run(environment, variables, &mut String::new())?.unwrap_or_default()))
+        budget::with_budget(budget, || {
+            finish(self.run(environment, variables, &mut String::new())?.unwrap_or_default())
+        })
     }
 
     fn run(
@@ -88,19 +91,19 @@ impl Template {
     }
 }
 
-/// A JSON text of a value.
+/// Serializes a value as JSON text.
 pub fn to_json(value: &Value) -> Result<String, Error> {
-    draw(budget::size(value)?.written(8))?;
+    charge(budget::measure(value)?.written(8))?;
     serde_json::to_string(value).map_err(|error| Error::new(ErrorKind::InvalidOperation, error.to_string()))
 }
 
-/// A value as JSON.
+/// Converts a value to JSON.
 pub fn to_json_value(value: &Value) -> Result<serde_json::Value, Error> {
-    draw(budget::size(value)?.written(budget::ITEM_BYTES))?;
+    charge(budget::measure(value)?.written(budget::ITEM_BYTES))?;
     serde_json::to_value(value).map_err(|error| Error::new(ErrorKind::InvalidOperation, error.to_string()))
 }
 
-/// A JSON object that keeps its order.
+/// A JSON object that keeps the order of its keys.
 #[derive(Debug)]
 pub struct Ordered(pub Vec<(String, Value)>);
 
@@ -119,7 +122,7 @@ impl Object for Ordered {
     }
 }
 
-/// JSON as templates see it; objects keep their order.
+/// Converts JSON to a template value; objects keep the order of their keys.
 pub fn to_value(json: &serde_json::Value) -> Value {
     match json {
         serde_json::Value::Null => Value::from(()),

@@ -1,11 +1,11 @@
-//! Methods of Python's texts that minijinja's own list of them lacks.
+//! Methods of Python's texts that minijinja does not provide.
 
 use minijinja::value::{Kwargs, from_args};
 use minijinja::{Error, ErrorKind, Value};
 
-use super::budget::draw;
+use super::budget::charge;
 
-/// What a method of a text gives; `None` where it is none of these.
+/// Calls a method of a text; `None` if this module does not have the method.
 pub(super) fn of_text(text: &str, name: &str, args: &[Value]) -> Result<Option<Value>, Error> {
     Ok(Some(match name {
         "removeprefix" => one(args, |prefix| text.strip_prefix(prefix).unwrap_or(text).into())?,
@@ -42,7 +42,7 @@ fn parts(found: Option<(&str, &str)>, separator: &str, else_: [&str; 3]) -> Valu
     vec![Value::from(before), Value::from(between), Value::from(after)].into()
 }
 
-/// From the right, at most so often; without a separator at stretches of white space.
+/// Splits from the right, at most `maxsplit` times; without a separator, at runs of whitespace.
 fn rsplit(text: &str, args: &[Value]) -> Result<Value, Error> {
     let (separator, most, named): (Option<&str>, Option<i64>, Kwargs) = from_args(args)?;
     let most = most.or(named.get("maxsplit")?).unwrap_or(-1);
@@ -65,7 +65,7 @@ fn rsplit(text: &str, args: &[Value]) -> Result<Value, Error> {
     Ok(pieces.into_iter().rev().map(Value::from).collect::<Vec<_>>().into())
 }
 
-/// In characters, of a place in bytes.
+/// Converts a position in bytes to a position in characters.
 fn place(text: &str, at: Value) -> Result<Value, Error> {
     match at.as_usize().and_then(|at| text.get(..at)) {
         Some(before) => Ok(before.chars().count().into()),
@@ -85,18 +85,18 @@ fn swapped(text: &str) -> String {
     swapped
 }
 
-/// To a width in characters.
+/// Pads a text to a width in characters.
 fn padded(text: &str, name: &str, args: &[Value]) -> Result<Value, Error> {
     let (width, fill): (i64, Option<char>) = from_args(args)?;
     let length = text.chars().count();
     let width = usize::try_from(width).unwrap_or(0);
     let missing = width.saturating_sub(length);
-    draw(missing as u64 * 4)?;
+    charge(missing as u64 * 4)?;
     let fill = |count: usize| fill.unwrap_or(if name == "zfill" { '0' } else { ' ' }).to_string().repeat(count);
     let padded = match name {
         "ljust" => format!("{text}{}", fill(missing)),
         "rjust" => format!("{}{text}", fill(missing)),
-        // The odd one as Python puts it.
+        // If the padding is odd, the extra character goes to the side where Python puts it.
         "center" => {
             let before = missing / 2 + (missing & width & 1);
             format!("{}{text}{}", fill(before), fill(missing - before))

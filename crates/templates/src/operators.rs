@@ -1,16 +1,15 @@
-//! The questions to the budget that stand between a template's instructions. They are filters, whose names no template
-//! can write.
+//! Budget checks that run between a template's instructions. They are filters with names that no template can write.
 
 use minijinja::machinery::Instruction;
 use minijinja::value::{Rest, ValueKind, ValueOrKwargs};
 use minijinja::{Environment, Error, ErrorKind, Value};
 
-use super::budget::{self, ITEM_BYTES, draw, look};
+use super::budget::{self, ITEM_BYTES, charge, charge_read};
 
-type Question = fn(&[Value]) -> Result<(), Error>;
+type BudgetCheck = fn(&[Value]) -> Result<(), Error>;
 
-/// Asked about the values on top of the stack, which stay there.
-const QUESTIONS: [(&str, Question); 9] = [
+/// The checks; each reads the values on top of the stack and leaves them there.
+const BUDGET_CHECKS: [(&str, BudgetCheck); 9] = [
     ("=add", add),
     ("=mul", mul),
     ("=concat", concat),
@@ -22,45 +21,45 @@ const QUESTIONS: [(&str, Question); 9] = [
     ("=changed", changed),
 ];
 
-/// The filters that `guard` puts between the instructions.
+/// Registers the filters that `with_checks` inserts between the instructions.
 pub fn install(environment: &mut Environment<'static>) {
-    for (name, question) in QUESTIONS {
+    for (name, check) in BUDGET_CHECKS {
         environment.add_filter(name, move |values: Rest<Value>| -> Result<Value, Error> {
-            question(&values)?;
-            // `UnpackList` puts them back.
+            check(&values)?;
+            // `UnpackList` pushes them back onto the stack.
             Ok(values.0.into_iter().rev().collect())
         });
     }
-    environment.add_filter("=look", |value: Value| -> Result<Value, Error> {
+    environment.add_filter("=read", |value: Value| -> Result<Value, Error> {
         scan(&value)?;
         Ok(value)
     });
     environment.add_filter("=each", |value: Value| -> Result<Value, Error> {
-        look(elements(&value).saturating_mul(ITEM_BYTES))?;
+        charge_read(elements(&value).saturating_mul(ITEM_BYTES))?;
         Ok(value)
     });
     environment.add_filter("=count", |value: Value| -> Result<Value, Error> {
-        draw(value.as_usize().unwrap_or_default() as u64)?;
+        charge(value.as_usize().unwrap_or_default() as u64)?;
         Ok(value)
     });
     environment.add_filter("=built", |value: ValueOrKwargs| -> Result<Value, Error> {
-        draw(elements(&value).saturating_mul(ITEM_BYTES))?;
-        budget::size(&value)?;
+        charge(elements(&value).saturating_mul(ITEM_BYTES))?;
+        budget::measure(&value)?;
         Ok(value.into_value())
     });
-    environment.add_filter("=whole", budget::whole);
+    environment.add_filter("=whole", budget::materialize);
 }
 
-/// An instruction with what has to be asked before and after it. `top` is what lies on top of the stack, if it is known.
-pub fn guard<'a>(instruction: &Instruction<'a>, top: Option<&Value>) -> Result<Vec<Instruction<'a>>, Error> {
+/// Returns an instruction with the checks before and after it. `top` is the value on top of the stack, if known.
+pub fn with_checks<'a>(instruction: &Instruction<'a>, top: Option<&Value>) -> Result<Vec<Instruction<'a>>, Error> {
     let refused = |why: &'static str| Err(Error::new(ErrorKind::SyntaxError, why));
     let same = instruction.clone();
-    // Nothing of it is ever the cached filter of another name.
+    // The id `!0` is never used as the cached filter of another name.
     let one = |name| Instruction::ApplyFilter(name, Some(1), !0);
     let about =
         |name, count: u16| [Instruction::ApplyFilter(name, Some(count), !0), Instruction::UnpackList(count.into())];
     Ok(match instruction {
-        // The formatter asks.
+        // The formatter charges for what it writes.
         Instruction::EmitRaw(text) => vec![Instruction::LoadConst(Value::from(*text)), Instruction::Emit],
         // Only a number can be added to a number.
         Instruction::Add if top.is_some_and(Value::is_number) => vec![same],
@@ -77,7 +76,7 @@ pub fn guard<'a>(instruction: &Instruction<'a>, top: Option<&Value>) -> Result<V
             vec![same]
         }
         Instruction::Eq | Instruction::Ne | Instruction::Gt | Instruction::Gte | Instruction::Lt | Instruction::Lte => {
-            vec![one("=look"), same]
+            vec![one("=read"), same]
         }
         Instruction::In | Instruction::CompareAndPreserve(_) => [about("=in", 2).to_vec(), vec![same]].concat(),
         Instruction::BuildMap(pairs) => match u16::try_from(pairs * 2) {
@@ -99,7 +98,7 @@ pub fn guard<'a>(instruction: &Instruction<'a>, top: Option<&Value>) -> Result<V
     })
 }
 
-/// Values in a list or a map, bytes in a text.
+/// Number of values in a list or map, or of bytes in a text.
 pub fn elements(value: &Value) -> u64 {
     match value.as_str() {
         Some(text) => text.len() as u64,
@@ -107,21 +106,21 @@ pub fn elements(value: &Value) -> u64 {
     }
 }
 
-/// Looks through a value: a comparison does no more than that.
+/// Charges visiting all of a value, which is the most a comparison does.
 pub fn scan(value: &Value) -> Result<(), Error> {
     match value.as_str() {
-        Some(text) => look(text.len() as u64),
-        None if value.as_object().is_some() => budget::size(value).map(|_| ()),
+        Some(text) => charge_read(text.len() as u64),
+        None if value.as_object().is_some() => budget::measure(value).map(|_| ()),
         None => Ok(()),
     }
 }
 
-/// Lists are made whole afterwards.
+/// A lazy list is materialized afterwards.
 fn add(values: &[Value]) -> Result<(), Error> {
     if values.iter().any(Value::is_tuple) {
-        return values.iter().try_for_each(|value| draw(elements(value).saturating_mul(ITEM_BYTES)));
+        return values.iter().try_for_each(|value| charge(elements(value).saturating_mul(ITEM_BYTES)));
     }
-    values.iter().try_for_each(|value| draw(value.as_str().unwrap_or_default().len() as u64))
+    values.iter().try_for_each(|value| charge(value.as_str().unwrap_or_default().len() as u64))
 }
 
 fn mul(values: &[Value]) -> Result<(), Error> {
@@ -129,23 +128,23 @@ fn mul(values: &[Value]) -> Result<(), Error> {
     for (many, times) in [(left, right), (right, left)] {
         let times = times.as_usize().unwrap_or_default() as u64;
         if let Some(text) = many.as_str() {
-            draw(times.saturating_mul(text.len() as u64))?;
+            charge(times.saturating_mul(text.len() as u64))?;
         } else if many.as_object().is_some() {
-            draw(elements(many).saturating_mul(ITEM_BYTES).saturating_mul(times))?;
+            charge(elements(many).saturating_mul(ITEM_BYTES).saturating_mul(times))?;
         }
     }
     Ok(())
 }
 
 fn concat(values: &[Value]) -> Result<(), Error> {
-    values.iter().try_for_each(|value| draw(budget::text(value)?))
+    values.iter().try_for_each(|value| charge(budget::text_bytes(value)?))
 }
 
 fn slice(values: &[Value]) -> Result<(), Error> {
     let Some(value) = values.first() else { return Ok(()) };
     match value.as_str() {
-        Some(text) => draw(text.len() as u64 / 8),
-        None => look(elements(value).saturating_mul(ITEM_BYTES)),
+        Some(text) => charge(text.len() as u64 / 8),
+        None => charge_read(elements(value).saturating_mul(ITEM_BYTES)),
     }
 }
 
@@ -155,27 +154,27 @@ fn item(values: &[Value]) -> Result<(), Error> {
     if value.kind() == ValueKind::Seq || value.kind() == ValueKind::Map {
         return Ok(());
     }
-    look(elements(value).saturating_mul(8))
+    charge_read(elements(value).saturating_mul(8))
 }
 
 fn contains(values: &[Value]) -> Result<(), Error> {
     let [value, container] = values else { return Ok(()) };
     scan(container)?;
     scan(value)?;
-    // It is looked for as text.
-    if container.as_str().is_some() && value.as_str().is_none() { draw(budget::text(value)?) } else { Ok(()) }
+    // The container is searched for the value's text.
+    if container.as_str().is_some() && value.as_str().is_none() { charge(budget::text_bytes(value)?) } else { Ok(()) }
 }
 
 fn set(values: &[Value]) -> Result<(), Error> {
-    values.first().map_or(Ok(()), budget::nested)
+    values.first().map_or(Ok(()), budget::check_nesting)
 }
 
 fn nested(values: &[Value]) -> Result<(), Error> {
-    draw((values.len() as u64).saturating_mul(ITEM_BYTES))?;
-    values.iter().try_for_each(budget::nested)
+    charge((values.len() as u64).saturating_mul(ITEM_BYTES))?;
+    values.iter().try_for_each(budget::check_nesting)
 }
 
-/// The loop keeps the arguments.
+/// The loop object keeps the arguments.
 fn changed(values: &[Value]) -> Result<(), Error> {
-    values.iter().skip(1).try_for_each(budget::nested)
+    values.iter().skip(1).try_for_each(budget::check_nesting)
 }

@@ -1,4 +1,4 @@
-//! From a source to instructions that cannot make anything without asking the budget.
+//! Compiles a source to instructions that charge the budget before they allocate.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,18 +8,18 @@ use minijinja::{Error, ErrorKind};
 
 use super::operators;
 
-/// Longest source.
+/// Maximum length of a source, in bytes.
 const MAX_SOURCE_BYTES: usize = 256 << 10;
-/// Longest source that is compiled on the caller's stack: its tree cannot be deep.
+/// Maximum length of a source that is compiled on the caller's stack: its syntax tree cannot be deep.
 const SHORT_BYTES: usize = 400;
-/// For the deepest tree that the longest source can have: `1+1+1+…`.
+/// Stack size for the deepest tree that the longest source can have: `1+1+1+…`.
 const STACK_BYTES: usize = 512 << 20;
-/// Deepest tree. Compiling looks from each level at all below it.
+/// Maximum depth of the syntax tree. At each level, compiling visits all levels below.
 const MAX_DEPTH: usize = 500;
-/// Largest sum of all constants that are computed while compiling.
+/// Maximum sum of all constants that are computed while compiling, in bytes.
 const MAX_CONSTANTS: u64 = 4 << 20;
 
-/// Compiled.
+/// A compiled source, with a check before each instruction that allocates.
 #[derive(Debug)]
 pub struct Program<'a> {
     pub instructions: Instructions<'a>,
@@ -27,7 +27,7 @@ pub struct Program<'a> {
 }
 
 impl<'a> Program<'a> {
-    /// Of a template.
+    /// Compiles a template with statements.
     pub fn template(name: &'a str, source: &'a str, syntax: &SyntaxConfig) -> Result<Self, Error> {
         on_a_large_stack(source, || {
             let tree = parse(source, name, syntax.clone())?;
@@ -35,19 +35,19 @@ impl<'a> Program<'a> {
             let mut generator = CodeGenerator::new(name, source);
             generator.compile_stmt(&tree);
             let (instructions, blocks) = generator.finish();
-            let blocks = blocks.into_iter().map(|(name, block)| Ok((name, guarded(&block)?)));
-            Ok(Self { instructions: guarded(&instructions)?, blocks: blocks.collect::<Result<_, Error>>()? })
+            let blocks = blocks.into_iter().map(|(name, block)| Ok((name, insert_checks(&block)?)));
+            Ok(Self { instructions: insert_checks(&instructions)?, blocks: blocks.collect::<Result<_, Error>>()? })
         })
     }
 
-    /// Of an expression, which leaves one value.
+    /// Compiles an expression, which leaves one value on the stack.
     pub fn expression(source: &'a str) -> Result<Self, Error> {
         on_a_large_stack(source, || {
             let tree = parse_expr(source)?;
             Check::default().expression(&tree, 0)?;
             let mut generator = CodeGenerator::new("<expression>", source);
             generator.compile_expr(&tree);
-            Ok(Self { instructions: guarded(&generator.finish().0)?, blocks: BTreeMap::new() })
+            Ok(Self { instructions: insert_checks(&generator.finish().0)?, blocks: BTreeMap::new() })
         })
     }
 }
@@ -56,7 +56,7 @@ fn refused(why: impl Into<std::borrow::Cow<'static, str>>) -> Error {
     Error::new(ErrorKind::SyntaxError, why)
 }
 
-/// Parsing, compiling and dropping a tree takes as much stack as it is deep.
+/// Runs `compile` on a large stack: parsing, compiling and dropping a tree need stack in proportion to its depth.
 fn on_a_large_stack<T: Send>(source: &str, compile: impl FnOnce() -> Result<T, Error> + Send) -> Result<T, Error> {
     if source.len() > MAX_SOURCE_BYTES {
         return Err(refused(format!("the template is longer than {} KiB", MAX_SOURCE_BYTES >> 10)));
@@ -66,18 +66,19 @@ fn on_a_large_stack<T: Send>(source: &str, compile: impl FnOnce() -> Result<T, E
     }
     std::thread::scope(|scope| {
         let thread = std::thread::Builder::new().stack_size(STACK_BYTES).spawn_scoped(scope, compile);
-        let thread = thread.map_err(|error| refused(format!("no thread to compile the template: {error}")))?;
+        let thread =
+            thread.map_err(|error| refused(format!("cannot start a thread to compile the template: {error}")))?;
         thread.join().map_err(|_| refused("the template cannot be compiled"))?
     })
 }
 
-/// What a tree must be before it is compiled.
+/// Checks a syntax tree before it is compiled.
 #[derive(Default)]
 struct Check {
     constants: u64,
 }
 
-/// Bounds of a constant: its size, and its magnitude where it is a number.
+/// Upper bounds of a constant: its size in bytes, and its magnitude if it is a number.
 #[derive(Clone, Copy)]
 struct Constant {
     bytes: u64,
@@ -176,7 +177,7 @@ impl Check {
         self.constant(expression, depth).map(|_| ())
     }
 
-    /// Checks, and bounds what compiling would make of an expression without variables.
+    /// Checks an expression. If it has no variables, returns bounds of the constant that the compiler would compute.
     fn constant(&mut self, expression: &ast::Expr<'_>, depth: usize) -> Result<Option<Constant>, Error> {
         let depth = Self::deeper(depth)?;
         let constant = match expression {
@@ -240,7 +241,7 @@ impl Check {
         Ok(constant)
     }
 
-    /// A constant if all of them are.
+    /// Returns bounds of a constant if all parts are constants.
     fn all<'e, 's: 'e>(
         &mut self,
         expressions: impl IntoIterator<Item = &'e ast::Expr<'s>>,
@@ -260,9 +261,9 @@ fn folded(op: ast::BinOpKind, left: Constant, right: Constant) -> Constant {
     let magnitude = left.magnitude + right.magnitude;
     match op {
         ast::BinOpKind::Mul => {
-            // A bound: the cast saturates.
+            // This is an upper bound: the cast saturates.
             let times = |this: Constant, other: Constant| this.bytes.saturating_mul(other.magnitude.ceil() as u64);
-            // Two numbers make a number; anything else has no magnitude.
+            // The result of two numbers is a number; any other result has no magnitude.
             let numbers = left.magnitude > 0.0 && right.magnitude > 0.0;
             let bytes = if numbers { 32 } else { times(left, right).max(times(right, left)).max(32) };
             Constant { bytes, magnitude: if numbers { left.magnitude * right.magnitude } else { 0.0 } }
@@ -272,29 +273,31 @@ fn folded(op: ast::BinOpKind, left: Constant, right: Constant) -> Constant {
             let magnitude = if right.magnitude < 1.0 { f64::INFINITY } else { magnitude };
             Constant { bytes: 32, magnitude }
         }
-        // What a value takes as text is less than its constants took in the source, times the worst escape.
-        ast::BinOpKind::Concat => Constant { bytes: sum.saturating_mul(super::budget::ESCAPED), magnitude: 0.0 },
+        // A value written as text is at most as long as its constants in the source, times the longest escape.
+        ast::BinOpKind::Concat => {
+            Constant { bytes: sum.saturating_mul(super::budget::MAX_ESCAPE_BYTES), magnitude: 0.0 }
+        }
         _ => Constant { bytes: sum, magnitude: magnitude + 1.0 },
     }
 }
 
-/// The same instructions, with a question to the budget wherever something is made.
-fn guarded<'a>(plain: &Instructions<'a>) -> Result<Instructions<'a>, Error> {
+/// Copies the instructions and inserts a budget check wherever one allocates.
+fn insert_checks<'a>(plain: &Instructions<'a>) -> Result<Instructions<'a>, Error> {
     let instructions: Vec<&Instruction<'a>> = (0..).map_while(|index| plain.get(index)).collect();
     let mut targets = BTreeSet::new();
     for instruction in &instructions {
         targets.extend(target(&mut (*instruction).clone()).copied());
     }
-    // Where each one begins now, with what was put before it.
+    // The new position of each instruction, including the checks inserted before it.
     let mut places = Vec::with_capacity(instructions.len() + 1);
     let mut groups: Vec<Vec<Instruction<'a>>> = Vec::with_capacity(instructions.len());
     let mut place = 0;
     for (index, instruction) in (0u32..).zip(&instructions) {
         places.push(place);
-        // The value on top of the stack, where only the instruction before this one can have put it there.
+        // The value on top of the stack, if only the previous instruction can have pushed it.
         let before = index.checked_sub(1).filter(|_| !targets.contains(&index)).and_then(|index| plain.get(index));
         let top = before.and_then(|before| if let Instruction::LoadConst(top) = before { Some(top) } else { None });
-        let group = operators::guard(instruction, top)?;
+        let group = operators::with_checks(instruction, top)?;
         place += u32::try_from(group.len()).map_err(|_| refused("the template is too long"))?;
         groups.push(group);
     }
@@ -303,7 +306,7 @@ fn guarded<'a>(plain: &Instructions<'a>) -> Result<Instructions<'a>, Error> {
     for (index, group) in (0u32..).zip(groups) {
         for mut instruction in group {
             if let Some(target) = target(&mut instruction) {
-                *target = *places.get(*target as usize).ok_or_else(|| refused("a jump leads nowhere"))?;
+                *target = *places.get(*target as usize).ok_or_else(|| refused("a jump has no target"))?;
             }
             match plain.get_span(index) {
                 Some(span) => all.add_with_span(instruction, span),
@@ -317,7 +320,7 @@ fn guarded<'a>(plain: &Instructions<'a>) -> Result<Instructions<'a>, Error> {
     Ok(all)
 }
 
-/// The place in the instructions that one of them names.
+/// The instruction index that a jump refers to.
 fn target<'i>(instruction: &'i mut Instruction<'_>) -> Option<&'i mut u32> {
     match instruction {
         Instruction::Iterate(target)

@@ -1,52 +1,53 @@
-//! Templates that would take all memory, all stack or all time, for the tests of both kinds.
+//! Templates that would use up all memory, stack or time, for the tests of chat and reward templates.
 
 use std::time::{Duration, Instant};
 
-const MADE: &str = "the template makes more than ";
+const TOO_MUCH_TEXT: &str = "the template creates more than ";
 const CONSTANTS: &str = "MiB of constants";
-const WITHIN: &str = "within another value";
+const NESTED_OBJECT: &str = "in another value";
 const IMPORT: &str = "a template cannot import";
 const LEVELS: &str = "levels deep";
 const RECURSION: &str = "recursion limit";
 
-/// A second at most, but for an unoptimised build on a busy machine.
-const MOST: Duration = Duration::from_secs(60);
+/// Time limit per template. Rendering takes a second at most, except in an unoptimized build on a busy machine.
+const TIME_LIMIT: Duration = Duration::from_secs(60);
 
-/// `x` is a text of 16 bytes, `l` a list of it, `m` a map of both, made such that nobody computes them while compiling.
+/// `x` is a text of 16 bytes, `l` a list of it, `m` a map of both, defined such that the compiler cannot
+/// fold them to constants.
 const VALUES: &str = "{% set x = '0123456789abcdef'|upper %}{% set l = [x] %}{% set m = {'k': x, 'l': l} %}";
 
-/// A template, and what its error says.
+/// A template, and a part of its error message.
 const BOMBS: &[(&str, &str)] = &[
-    // Formats and paddings.
-    ("{{ '%9000000000d'|format(1) }}", MADE),
-    ("{{ '%*d'|format(9000000000, 1) }}", MADE),
-    ("{{ '%.*f'|format(9000000000, 1.5) }}", MADE),
-    ("{{ '%(k)9000000000s'|format(k=1) }}", MADE),
-    ("{{ '%9000000000s'|safe|format(1) }}", MADE),
-    ("{{ '{:9000000000}'.format(1) }}", MADE),
-    ("{{ '{0:x>9000000000}'.format(1) }}", MADE),
-    ("{{ ('{0}' * 100000).format(x * 100000) }}", MADE),
-    ("{{ 'a'|indent(1000000000) }}", MADE),
-    ("{{ 'a'|indent(width=1000000000) }}", MADE),
-    ("{{ ('a\n' * 100000)|indent(100000) }}", MADE),
-    ("{{ (range(100000)|list)|tojson(indent=1000000)|length }}{{ x * 30000000 }}", MADE),
-    ("{{ 'a'.center(1000000000) }}", MADE),
-    ("{{ 'a'.ljust(1000000000) }}", MADE),
-    ("{{ 'a'.rjust(1000000000) }}", MADE),
-    ("{{ 'a'.zfill(1000000000) }}", MADE),
+    // Formats and paddings with huge widths.
+    ("{{ '%9000000000d'|format(1) }}", TOO_MUCH_TEXT),
+    ("{{ '%*d'|format(9000000000, 1) }}", TOO_MUCH_TEXT),
+    ("{{ '%.*f'|format(9000000000, 1.5) }}", TOO_MUCH_TEXT),
+    ("{{ '%(k)9000000000s'|format(k=1) }}", TOO_MUCH_TEXT),
+    ("{{ '%9000000000s'|safe|format(1) }}", TOO_MUCH_TEXT),
+    ("{{ '{:9000000000}'.format(1) }}", TOO_MUCH_TEXT),
+    ("{{ '{0:x>9000000000}'.format(1) }}", TOO_MUCH_TEXT),
+    ("{{ ('{0}' * 100000).format(x * 100000) }}", TOO_MUCH_TEXT),
+    ("{{ 'a'|indent(1000000000) }}", TOO_MUCH_TEXT),
+    ("{{ 'a'|indent(width=1000000000) }}", TOO_MUCH_TEXT),
+    ("{{ ('a\n' * 100000)|indent(100000) }}", TOO_MUCH_TEXT),
+    ("{{ (range(100000)|list)|tojson(indent=1000000)|length }}{{ x * 30000000 }}", TOO_MUCH_TEXT),
+    ("{{ 'a'.center(1000000000) }}", TOO_MUCH_TEXT),
+    ("{{ 'a'.ljust(1000000000) }}", TOO_MUCH_TEXT),
+    ("{{ 'a'.rjust(1000000000) }}", TOO_MUCH_TEXT),
+    ("{{ 'a'.zfill(1000000000) }}", TOO_MUCH_TEXT),
     ("{{ 'a'.expandtabs(1000000000) }}", "no method"),
     ("{{ 'a'|wordwrap(1000000000) }}", "wordwrap is unknown"),
     ("{{ ['a']|map('center', 1000000000)|list }}", "unknown filter"),
-    ("{{ ['a']|map('indent', 1000000000)|list }}", MADE),
-    ("{{ ['%9000000000d']|map('format', 1)|list }}", MADE),
-    ("{{ [[1, 2]]|map('batch', 1000000000, 'x')|list }}", MADE),
-    ("{% macro f(g) %}{{ g.format(1) }}{% endmacro %}{{ f('{:9000000000}') }}", MADE),
-    // Repetitions, also those that are computed while compiling.
-    ("{{ (x * 100000000)|length }}", MADE),
-    ("{{ (100000000 * x)|length }}", MADE),
-    ("{{ (l * 100000000)|length }}", MADE),
-    ("{{ ((x, x) * 50000000)|length }}", MADE),
-    ("{{ (x * 6000000)|length }}{{ (x * 6000000)|length }}{{ (x * 6000000)|length }}", MADE),
+    ("{{ ['a']|map('indent', 1000000000)|list }}", TOO_MUCH_TEXT),
+    ("{{ ['%9000000000d']|map('format', 1)|list }}", TOO_MUCH_TEXT),
+    ("{{ [[1, 2]]|map('batch', 1000000000, 'x')|list }}", TOO_MUCH_TEXT),
+    ("{% macro f(g) %}{{ g.format(1) }}{% endmacro %}{{ f('{:9000000000}') }}", TOO_MUCH_TEXT),
+    // Repetitions, including those computed while compiling.
+    ("{{ (x * 100000000)|length }}", TOO_MUCH_TEXT),
+    ("{{ (100000000 * x)|length }}", TOO_MUCH_TEXT),
+    ("{{ (l * 100000000)|length }}", TOO_MUCH_TEXT),
+    ("{{ ((x, x) * 50000000)|length }}", TOO_MUCH_TEXT),
+    ("{{ (x * 6000000)|length }}{{ (x * 6000000)|length }}{{ (x * 6000000)|length }}", TOO_MUCH_TEXT),
     ("{{ 'a' * 100000000 }}", CONSTANTS),
     ("{{ [1] * 100000000 }}", CONSTANTS),
     ("{{ (1, 2) * 50000000 }}", CONSTANTS),
@@ -55,32 +56,32 @@ const BOMBS: &[(&str, &str)] = &[
     ("{{ ('a' * ((2 ** 3) * 0 + 100000000))|length }}", CONSTANTS),
     ("{{ ('a' * 1000000)|length }}{{ ('a' * 1000000)|length }}{{ ('a' * 3000000)|length }}", CONSTANTS),
     ("{% set a = 'a' * 3000000 %}{% if 'a' * 3000000 == a %}{% endif %}", CONSTANTS),
-    // Lists.
-    ("{{ 'a'|batch(1000000000, 'x')|list }}", MADE),
-    ("{{ 'a'|slice(1000000000, 'x')|list }}", MADE),
+    // Lists that are filled up.
+    ("{{ 'a'|batch(1000000000, 'x')|list }}", TOO_MUCH_TEXT),
+    ("{{ 'a'|slice(1000000000, 'x')|list }}", TOO_MUCH_TEXT),
     ("{{ l|chain(l)|length }}", "chain is unknown"),
     ("{{ range(100000)|zip(range(100000))|list }}", "zip is unknown"),
     ("{{ m|pprint }}", "pprint is unknown"),
     ("{{ debug() }}", "debug is unknown"),
-    // Values that contain themselves: they would never end, and never be freed.
-    ("{% set ns = namespace(a=1) %}{% set ns.a = ns %}{{ ns }}", WITHIN),
-    ("{% set ns = namespace(a=1) %}{% set ns.a = [ns] %}{{ ns }}", WITHIN),
-    ("{% set ns = namespace(a=1) %}{% set ns.a = dict(a=ns) %}{{ ns }}", WITHIN),
-    ("{% set ns = namespace(a=1) %}{% set ns.a = {'a': ns} %}{{ ns }}", WITHIN),
-    ("{% for i in [1] %}{{ loop.changed(loop) }}{% endfor %}", WITHIN),
+    // Values that contain themselves: rendering would never end, and memory would never be freed.
+    ("{% set ns = namespace(a=1) %}{% set ns.a = ns %}{{ ns }}", NESTED_OBJECT),
+    ("{% set ns = namespace(a=1) %}{% set ns.a = [ns] %}{{ ns }}", NESTED_OBJECT),
+    ("{% set ns = namespace(a=1) %}{% set ns.a = dict(a=ns) %}{{ ns }}", NESTED_OBJECT),
+    ("{% set ns = namespace(a=1) %}{% set ns.a = {'a': ns} %}{{ ns }}", NESTED_OBJECT),
+    ("{% for i in [1] %}{{ loop.changed(loop) }}{% endfor %}", NESTED_OBJECT),
     ("{% for i in [1] %}{{ loop.changed(*[1]) }}{% endfor %}", "no *arguments"),
-    // Everything else that runs or reads.
+    // Everything else that runs long or reads much.
     ("{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}", "fuel"),
     ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", RECURSION),
     ("{% include 'chat_template' %}", IMPORT),
     ("{% extends 'template' %}", IMPORT),
     ("{% import 'template' as x %}", IMPORT),
     ("{% from 'template' import x %}", IMPORT),
-    ("{% set a = x * 100000 %}{{ a.strip(a)|length }}", MADE),
-    ("{% set a = x * 100000 %}{{ a|trim(a)|length }}", MADE),
+    ("{% set a = x * 100000 %}{{ a.strip(a)|length }}", TOO_MUCH_TEXT),
+    ("{% set a = x * 100000 %}{{ a|trim(a)|length }}", TOO_MUCH_TEXT),
 ];
 
-/// A value, and an expression that makes it longer from itself.
+/// A value, and an expression that doubles it.
 const GROWING: &[(&str, &str)] = &[
     ("x", "ns.a ~ ns.a"),
     ("x", "ns.a + ns.a"),
@@ -105,7 +106,7 @@ const GROWING: &[(&str, &str)] = &[
     ("x", "twice(ns.a)"),
 ];
 
-/// Small themselves, but not when they are looked through.
+/// Values that are small themselves, but large when traversed.
 const DOUBLING: &[(&str, &str)] = &[
     ("l", "[ns.a, ns.a]"),
     ("l", "(ns.a, ns.a)"),
@@ -129,7 +130,7 @@ const NESTING: &[(&str, &str)] = &[
     ("m", "namespace(a=ns.a)"),
 ];
 
-/// What comes before, and what makes or looks at much, again and again.
+/// A prefix, and an expression that allocates or reads much, to be repeated.
 const REPEATED: &[(&str, &str)] = &[
     ("", "{{ ((x * 100000) ~ i)|length }}"),
     ("", "{{ (range(90000)|list)|length }}"),
@@ -159,7 +160,7 @@ const REPEATED: &[(&str, &str)] = &[
     ("{% set a = x * 300000 %}", "{% if a|length %}{% endif %}"),
 ];
 
-/// Before, what is repeated so many times, after: sources that are deeper than a stack.
+/// A prefix, a part that is repeated a number of times, a suffix: sources that are nested deeper than a stack allows.
 const DEEP: &[(&str, &str, usize, &str, &str)] = &[
     ("{{ 1", "+1", 100_000, " }}", LEVELS),
     ("{{ x", "+1", 100_000, " }}", LEVELS),
@@ -179,7 +180,7 @@ const DEEP: &[(&str, &str, usize, &str, &str)] = &[
     ("", "x", 300_000, "", "KiB"),
 ];
 
-/// What cannot be written to the end, because it is captured.
+/// Texts that are captured, so that a limit on the output would not stop them.
 const CAPTURES: &[&str] = &[
     "{% set a %}{% for i in range(9000) %}{{ x * 100000 }}{% endfor %}{% endset %}",
     "{% set a %}{% for i in range(90000) %}{% for j in range(9) %}RAW{% endfor %}{% endfor %}{% endset %}",
@@ -194,8 +195,9 @@ const CAPTURES: &[&str] = &[
     "{% for i in [[[]]] recursive %}{% set a %}{% for j in range(90000) %}RAW{% endfor %}{% endset %}{% endfor %}",
 ];
 
-/// Each must fail soon with its words. `render` is of one kind of templates; `slow` are those that look for long.
-pub fn every_bomb_is_defused(render: impl Fn(&str) -> Result<String, String>, slow: bool) {
+/// Checks that each template fails soon with its error message. `render` renders one kind of template; `slow` are
+/// templates that read for long.
+pub fn every_costly_template_fails_soon(render: impl Fn(&str) -> Result<String, String>, slow: bool) {
     let twice = "{% macro twice(a) %}{{ a }}{{ a }}{% endmacro %}";
     let steps = |start: &str, step: &str, times: usize| {
         let step = format!("{{% for i in range({times}) %}}{{% set ns.a = {step} %}}{{% endfor %}}");
@@ -203,10 +205,10 @@ pub fn every_bomb_is_defused(render: impl Fn(&str) -> Result<String, String>, sl
     };
     let mut sources: Vec<(String, &str)> = Vec::new();
     sources.extend(BOMBS.iter().map(|(source, words)| (format!("{VALUES}{source}"), *words)));
-    sources.extend(GROWING.iter().map(|(start, step)| (steps(start, step, 60), MADE)));
+    sources.extend(GROWING.iter().map(|(start, step)| (steps(start, step, 60), TOO_MUCH_TEXT)));
     sources.extend(NESTING.iter().map(|(start, step)| (steps(start, step, 90_000), "")));
     let raw = "0123456789".repeat(300);
-    sources.extend(CAPTURES.iter().map(|source| (format!("{VALUES}{source}").replace("RAW", &raw), MADE)));
+    sources.extend(CAPTURES.iter().map(|source| (format!("{VALUES}{source}").replace("RAW", &raw), TOO_MUCH_TEXT)));
     sources.extend(
         DEEP.iter()
             .map(|(before, part, times, after, words)| (format!("{before}{}{after}", part.repeat(*times)), *words)),
@@ -214,12 +216,10 @@ pub fn every_bomb_is_defused(render: impl Fn(&str) -> Result<String, String>, sl
     if slow {
         let again =
             |part| format!("{{% for i in range(90000) %}}{{% for j in range(9) %}}{part}{{% endfor %}}{{% endfor %}}");
-        sources.extend(DOUBLING.iter().map(|(start, step)| (steps(start, step, 60), MADE)));
-        sources.extend(
-            REPEATED.iter().map(|(before, part)| {
-                (format!("{VALUES}{{% set ns = namespace(a=l) %}}{before}{}", again(part)), MADE)
-            }),
-        );
+        sources.extend(DOUBLING.iter().map(|(start, step)| (steps(start, step, 60), TOO_MUCH_TEXT)));
+        sources.extend(REPEATED.iter().map(|(before, part)| {
+            (format!("{VALUES}{{% set ns = namespace(a=l) %}}{before}{}", again(part)), TOO_MUCH_TEXT)
+        }));
     }
     let mut failures = Vec::new();
     for (source, words) in sources {
@@ -227,7 +227,7 @@ pub fn every_bomb_is_defused(render: impl Fn(&str) -> Result<String, String>, sl
         let result = render(&source).map(|text| text.len());
         let took = begun.elapsed();
         let short: String = source.trim_start_matches(VALUES).trim_start_matches(twice).chars().take(150).collect();
-        if !result.as_ref().is_err_and(|error| error.contains(words)) || took > MOST {
+        if !result.as_ref().is_err_and(|error| error.contains(words)) || took > TIME_LIMIT {
             failures.push(format!("{short}: {result:?} after {took:?}"));
         }
     }

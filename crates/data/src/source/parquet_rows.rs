@@ -1,5 +1,5 @@
-//! Rows of a parquet file, by the crate's record reader. Parts of it may panic on a damaged file, so each step is caught; pages are read
-//! by modules of our own, which keep to 256 MiB whatever the file says.
+//! Reads the rows of a parquet file with the crate's record reader. The crate may panic on a damaged file, so each step
+//! catches panics. Modules of our own read the pages and keep the memory below 256 MiB whatever the file claims.
 
 mod budget;
 mod deltas;
@@ -31,36 +31,37 @@ use input::Input;
 use pages::{Group, Shared};
 use unpack::Unpacker;
 
-/// What a file may say that its row group has, unpacked.
+/// Maximum unpacked size that a row group's metadata may claim, in bytes.
 const MAX_GROUP_BYTES: i64 = 64 << 30;
-/// Of a footer; what it becomes in memory is some times more.
+/// Maximum size of the footer, in bytes; decoded, it takes a few times as much memory.
 const MAX_FOOTER_BYTES: u64 = 16 << 20;
-/// Of a column, read ahead.
+/// Bytes read ahead in a column.
 const BATCH_BYTES: i64 = 8 << 20;
-/// Values that all columns read ahead.
+/// Number of values that all columns together read ahead.
 const BATCH_VALUES: usize = 128 << 10;
-/// The crate's own.
+/// Maximum rows read ahead: the crate's own batch size.
 const MAX_BATCH: usize = 1024;
-/// Of nested columns.
+/// Maximum nesting depth of columns.
 const MAX_DEPTH: usize = 100;
-/// For the footer; taken as it is used.
+/// Stack size for parsing the footer; the system provides pages only as they are used.
 const STACK_BYTES: usize = 1 << 30;
-/// A group that unpacks to more than this, and to so many times its packed bytes, is a bomb.
+/// A row group that unpacks to more than this and to more than [`BOMB_RATIO`] times its packed size is treated
+/// as a decompression bomb.
 const BOMB_BYTES: i64 = 256 << 20;
 const BOMB_RATIO: i64 = 500;
-/// Fetched ahead of a file elsewhere: its end, and the start of its columns.
+/// Bytes fetched in advance from a remote file: its end, and the start of its columns.
 const TAIL_BYTES: u64 = 256 << 10;
 const STARTS_BYTES: u64 = 4 << 20;
 const MIN_START_BYTES: u64 = 32 << 10;
-/// pandas' own index.
+/// The index column that pandas adds to a parquet file.
 const INDEX: &str = "__index_level_0__";
 
-/// Rows of a file here. See [`super::each_row`].
+/// Reads the rows of a local file. See [`super::each_row`].
 pub fn each_row(file: File, wanted: &Wanted, take: &mut TakeRow<'_>) -> Result<(), RowError> {
     rows_of(Arc::new(Input::File(file)), wanted, take)
 }
 
-/// Rows of a file elsewhere.
+/// Reads the rows of a remote file.
 pub fn each_remote_row(remote: Arc<Remote>, wanted: &Wanted, take: &mut TakeRow<'_>) -> Result<(), RowError> {
     let input = Arc::new(Input::Remote(remote));
     rows_of(input.clone(), wanted, take).map_err(|error| match input.take_failure() {
@@ -84,7 +85,7 @@ fn rows_of(input: Arc<Input>, wanted: &Wanted, take: &mut TakeRow<'_>) -> Result
             match reading.rows(first, &mut row, take) {
                 Ok(Flow::More) => break,
                 Ok(Flow::Enough) => return Ok(()),
-                // Some rows are much longer than most: from where it stopped, with fewer rows read ahead.
+                // Some rows are much longer than most. Continue after the last row, with fewer rows read ahead.
                 Err(Stopped::TooLarge(TooLarge::Together { .. })) if batch > 1 => batch = (batch / 16).max(1),
                 Err(Stopped::TooLarge(error)) => return Err(whole("parquet", format!("row group {group}: {error}"))),
                 Err(Stopped::Damaged(what)) => return Err(whole("parquet", format!("row group {group} {what}"))),
@@ -94,24 +95,25 @@ fn rows_of(input: Arc<Input>, wanted: &Wanted, take: &mut TakeRow<'_>) -> Result
     Ok(())
 }
 
-/// Why a row group is not read on.
+/// The reason why reading a row group stopped.
 enum Stopped {
     TooLarge(TooLarge),
     Damaged(String),
 }
 
-/// A row group that is read.
+/// The state of reading one row group.
 struct Reading<'r> {
     input: &'r Arc<Input>,
     metadata: &'r ParquetMetaData,
     columns: &'r SchemaDescPtr,
     group: usize,
-    /// Rows that each column reads ahead.
+    /// Number of rows that each column reads ahead.
     batch: usize,
 }
 
 impl Reading<'_> {
-    /// Gives the rows of the group, which begins after row `first` of the file, but those up to `row`, which were given before.
+    /// Passes the group's rows to `take`. The group starts after row `first` of the file; rows up to `row` were passed
+    /// earlier and are skipped.
     fn rows(&self, first: u64, row: &mut u64, take: &mut TakeRow<'_>) -> Result<Flow, Stopped> {
         let group = self.metadata.row_group(self.group);
         let unpacker = Unpacker::new().map_err(|error| Stopped::Damaged(format!("cannot be unpacked: {error}")))?;
@@ -119,16 +121,16 @@ impl Reading<'_> {
             (Budget::new(group.num_columns(), self.metadata.memory_size() as u64), Mutex::new(unpacker));
         let shared = Arc::new(Shared { input: self.input.clone(), budget, unpacker, batch: self.batch as u64 });
         let pages = Group { metadata: self.metadata, at: self.group, shared: shared.clone() };
-        let rows = caught(|| TreeBuilder::new().with_batch_size(self.batch).as_iter(self.columns.clone(), &pages));
+        let rows = catch_panic(|| TreeBuilder::new().with_batch_size(self.batch).as_iter(self.columns.clone(), &pages));
         let mut rows = rows.ok_or_else(damaged)?.map_err(|error| stopped(&error, String::new))?;
         let given = *row - first;
         for at in 0.. {
-            // The reader stands a row further already.
+            // The reader is already one row ahead.
             let is_last_of_batch = (at + 1) % self.batch as u64 == 0;
             if is_last_of_batch {
                 shared.budget.begin_batch();
             }
-            let next = caught(|| rows.next().map(|read| read.map(|read| (at >= given).then(|| value(read)))));
+            let next = catch_panic(|| rows.next().map(|read| read.map(|read| (at >= given).then(|| value(read)))));
             if is_last_of_batch {
                 shared.budget.end_batch();
             }
@@ -148,8 +150,8 @@ impl Reading<'_> {
     }
 }
 
-/// None after a panic.
-fn caught<T>(step: impl FnOnce() -> T) -> Option<T> {
+/// Runs a step and returns None if it panicked.
+fn catch_panic<T>(step: impl FnOnce() -> T) -> Option<T> {
     catch_unwind(AssertUnwindSafe(step)).ok()
 }
 
@@ -164,7 +166,7 @@ fn stopped(error: &ParquetError, at: impl FnOnce() -> String) -> Stopped {
     }
 }
 
-/// The row as JSON; its texts are moved, not copied.
+/// Converts the row to JSON; texts are moved, not copied.
 fn value(row: Row) -> Value {
     let field = |(name, field): (String, Field)| {
         let value = match field {
@@ -177,7 +179,7 @@ fn value(row: Row) -> Value {
     Value::Object(row.into_columns().into_iter().filter(|(name, _)| name != INDEX).map(field).collect())
 }
 
-/// Reads the footer, on a large stack: the crate follows nested columns as deep as they go.
+/// Reads the footer on a large stack, because the crate recurses into nested columns without a depth limit.
 fn open(input: &Arc<Input>) -> Result<ParquetMetaData, RowError> {
     let footer = footer(input)?;
     let read = move || {
@@ -199,7 +201,7 @@ fn open(input: &Arc<Input>) -> Result<ParquetMetaData, RowError> {
     joined.unwrap_or_else(|_| Err(whole("parquet", "the parquet file's footer is damaged".to_owned())))
 }
 
-/// The bytes of the footer: behind it stand its length and PAR1.
+/// Reads the bytes of the footer; its length and the mark PAR1 follow it at the end of the file.
 fn footer(input: &Input) -> Result<bytes::Bytes, RowError> {
     let unreadable = |error: std::io::Error| whole("unreadable", format!("cannot be read: {error}"));
     let cut_off = || whole("parquet", "the parquet file is cut off: upload it again, whole".to_owned());
@@ -227,7 +229,7 @@ fn footer(input: &Input) -> Result<bytes::Bytes, RowError> {
     input.bytes(start, length).map_err(unreadable)
 }
 
-/// Fetches where the columns begin, of a file elsewhere, before they are read one by one.
+/// Fetches the start of all columns of a remote file in one call, before they are read one by one.
 fn expect_columns(input: &Input, group: &RowGroupMetaData, columns: &SchemaDescPtr) -> std::io::Result<()> {
     if !matches!(input, Input::Remote(_)) {
         return Ok(());
@@ -236,7 +238,7 @@ fn expect_columns(input: &Input, group: &RowGroupMetaData, columns: &SchemaDescP
     let is_read =
         |path: &parquet::schema::types::ColumnPath| columns.columns().iter().any(|column| column.path() == path);
     let starts = group.columns().iter().filter(|column| is_read(column.column_path())).filter_map(|column| {
-        let (start, length) = caught(|| column.byte_range())?;
+        let (start, length) = catch_panic(|| column.byte_range())?;
         Some(start..start.saturating_add(length.min(each)))
     });
     input.expect(&starts.collect::<Vec<_>>())
@@ -250,9 +252,9 @@ fn is_deeper(field: &Type, levels: usize) -> bool {
     }
 }
 
-/// The columns that are needed, those of images refused.
+/// Selects the needed columns; rejects columns that hold images.
 fn projection(schema: &TypePtr, wanted: &Wanted) -> Result<Type, RowError> {
-    // With a name that no column has, all are read: the error then lists them.
+    // If a name matches no column, all columns are read, so that the error can list them.
     let known = |name: &String| name == "prompt" || schema.get_fields().iter().any(|field| field.name() == name);
     let all = Wanted { only: None, ..wanted.clone() };
     let misses = |only: &Vec<String>| !only.iter().all(|name| known(name) || name.contains('.'));
@@ -268,7 +270,7 @@ fn projection(schema: &TypePtr, wanted: &Wanted) -> Result<Type, RowError> {
     group.map_err(|error| whole("parquet", brief(&error.to_string())))
 }
 
-/// As `datasets` writes them: struct<bytes, path>.
+/// Whether a field is an image as `datasets` writes it: struct<bytes, path>.
 fn is_image(field: &Type) -> bool {
     if !field.is_group() {
         return false;
@@ -278,7 +280,7 @@ fn is_image(field: &Type) -> bool {
     names == ["bytes", "path"]
 }
 
-/// What a group's metadata claims, before anything of it is read; how many rows of it are read ahead.
+/// Checks what a group's metadata claims before any of its data is read. Returns the number of rows to read ahead.
 fn check_group(metadata: &RowGroupMetaData, group: usize, columns: usize) -> Result<usize, RowError> {
     let bytes = metadata.total_byte_size();
     if !(0..=MAX_GROUP_BYTES).contains(&bytes) || metadata.num_rows() < 0 {
@@ -286,8 +288,7 @@ fn check_group(metadata: &RowGroupMetaData, group: usize, columns: usize) -> Res
     }
     if metadata.columns().iter().any(|column| matches!(column.compression(), Compression::BROTLI(_) | Compression::LZO))
     {
-        let detail =
-            "the file is compressed with brotli or lzo, which are not read: write it with snappy, zstd, gzip or lz4";
+        let detail = "the file is compressed with brotli or lzo, which are not supported: write it with snappy, zstd, gzip or lz4";
         return Err(whole("parquet", detail.to_owned()));
     }
     let packed = metadata.compressed_size().max(1);

@@ -1,4 +1,4 @@
-//! A file elsewhere, read piece by piece. What was fetched is kept, so that a second look costs nothing.
+//! A remote file, read piece by piece. Fetched pieces are kept, so that a second preview fetches nothing.
 
 #![cfg_attr(not(feature = "parquet"), expect(dead_code, reason = "other formats are read from their start"))]
 
@@ -7,24 +7,24 @@ use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Fetched at least, where something is missing.
+/// Minimum size of a fetch, in bytes.
 const PIECE_BYTES: u64 = 256 << 10;
-/// Fetched at most of a file.
+/// Maximum number of bytes fetched from one file.
 const MAX_FETCHED_BYTES: u64 = 24 << 20;
 
-/// Gives parts of a file that lies elsewhere.
+/// Fetches parts of a remote file.
 pub trait Ranges: Send + Sync {
-    /// Bytes of the whole file.
+    /// Size of the whole file, in bytes.
     fn size(&self) -> u64;
 
-    /// The bytes of each range, all of them.
+    /// Returns the bytes of each range, complete.
     ///
     /// # Errors
-    /// When they cannot be fetched; the message is shown.
+    /// Fails if the ranges cannot be fetched; the user sees the message.
     fn read(&self, ranges: &[Range<u64>]) -> io::Result<Vec<Vec<u8>>>;
 }
 
-/// What is known of a file elsewhere.
+/// The pieces of a remote file fetched so far.
 pub struct Remote {
     ranges: Box<dyn Ranges>,
     known: Mutex<Known>,
@@ -32,7 +32,7 @@ pub struct Remote {
 
 #[derive(Default)]
 struct Known {
-    /// Where each begins; they do not overlap.
+    /// The pieces with their offsets; they do not overlap.
     pieces: Vec<(u64, Vec<u8>)>,
     bytes: u64,
     waited: Duration,
@@ -58,17 +58,17 @@ impl Remote {
         self.ranges.size()
     }
 
-    /// How long fetching took.
+    /// How long all fetches took.
     pub fn waited(&self) -> Duration {
         self.known().waited
     }
 
-    /// Why bytes could not be fetched since the last call, if that happened.
+    /// Returns why fetching failed since the last call, if it failed.
     pub fn take_failure(&self) -> Option<String> {
         self.known().failure.take()
     }
 
-    /// Reads what is known from there on, one byte at least but at the file's end; fetches where nothing is.
+    /// Reads fetched bytes at `offset`: at least one, except at the end of the file. Fetches a piece if none is there.
     pub fn read_at(&self, into: &mut [u8], offset: u64) -> io::Result<usize> {
         if into.is_empty() || offset >= self.size() {
             return Ok(0);
@@ -85,7 +85,7 @@ impl Remote {
         Ok(read)
     }
 
-    /// Fetches what is not known of some ranges.
+    /// Fetches the missing parts of these ranges.
     pub fn fetch(&self, ranges: &[Range<u64>]) -> io::Result<()> {
         let mut known = self.known();
         let fetched = known.missing(ranges, self.size()).and_then(|missing| {
@@ -97,7 +97,7 @@ impl Remote {
             known.waited += begun.elapsed();
             for (range, bytes) in missing.iter().zip(read?) {
                 if bytes.len() as u64 != range.end - range.start {
-                    return Err(io::Error::other("another part of the file came than was asked for"));
+                    return Err(io::Error::other("the server returned another part of the file than requested"));
                 }
                 known.bytes += bytes.len() as u64;
                 known.pieces.push((range.start, bytes));
@@ -112,14 +112,14 @@ impl Remote {
 }
 
 impl Known {
-    /// The known bytes from there on.
+    /// Returns the fetched bytes that start at `offset`.
     fn find(&self, offset: u64) -> Option<&[u8]> {
         let after = self.pieces.partition_point(|(start, _)| *start <= offset);
         let (start, bytes) = self.pieces.get(after.checked_sub(1)?)?;
         bytes.get(usize::try_from(offset - start).ok()?..).filter(|bytes| !bytes.is_empty())
     }
 
-    /// The gaps in what is known, in order, neighbors as one.
+    /// Returns the gaps between fetched pieces, in order, with adjacent gaps merged.
     fn missing(&self, ranges: &[Range<u64>], size: u64) -> io::Result<Vec<Range<u64>>> {
         let mut wanted: Vec<Range<u64>> = ranges.iter().map(|range| range.start..range.end.min(size)).collect();
         wanted.sort_unstable_by_key(|range| range.start);
@@ -153,7 +153,7 @@ mod tests {
     use super::*;
     use std::sync::Arc;
 
-    /// A file whose byte at n is n modulo 251; notes what is asked for.
+    /// A fake file whose byte at position n is n modulo 251; records the requested ranges.
     struct Counted(u64, Arc<Mutex<Vec<Range<u64>>>>);
 
     impl Ranges for Counted {
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_is_not_known_is_fetched() {
+    fn only_missing_ranges_are_fetched() {
         let asked = Arc::new(Mutex::new(Vec::new()));
         let remote = Remote::new(Box::new(Counted(1 << 30, asked.clone())));
         let mut bytes = [0; 4];
@@ -176,18 +176,18 @@ mod tests {
         assert_eq!(bytes, [0, 1, 2, 3]);
         remote.fetch(&[0..10, 5..3000]).unwrap();
         assert_eq!(*asked.lock().unwrap(), [2510..2510 + PIECE_BYTES, 0..2510]);
-        // What is known ends, and the rest follows.
+        // The first read returns the bytes already fetched; the next read fetches the rest.
         let end = 2510 + PIECE_BYTES;
         assert_eq!(remote.read_at(&mut bytes, end - 1).unwrap(), 1);
         assert_eq!(u64::from(bytes[0]), (end - 1) % 251);
-        // The end of the file.
+        // Reads at the end of the file.
         assert_eq!(remote.read_at(&mut bytes, (1 << 30) - 2).unwrap(), 2);
         assert_eq!(remote.read_at(&mut bytes, 1 << 30).unwrap(), 0);
         assert_eq!(asked.lock().unwrap().last().unwrap().end, 1 << 30);
     }
 
     #[test]
-    fn too_much_is_not_fetched_and_that_is_said() {
+    fn fetching_too_much_is_an_error() {
         let asked = Arc::new(Mutex::new(Vec::new()));
         let remote = Remote::new(Box::new(Counted(1 << 30, asked.clone())));
         remote.fetch(&[0..10, 10..1 << 20]).unwrap();

@@ -1,4 +1,4 @@
-//! Parquet that lies elsewhere: a look fetches what it needs and shows what it would show of the file.
+//! Remote parquet files: a preview fetches only what it needs and shows the same as for a local file.
 
 use std::io::{Error, Result};
 use std::ops::Range;
@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 
 use super::{fixture, fixture_path, options, recipe};
 
-/// A file that counts what is asked for, and after some bytes has no more.
+/// A fake remote file that records requests and fails after a number of bytes.
 #[derive(Clone)]
 struct Elsewhere {
     bytes: Arc<Vec<u8>>,
@@ -49,7 +49,7 @@ impl Ranges for Elsewhere {
     }
 }
 
-/// Two groups of 20,000 rows, 14 MiB each.
+/// A file with two row groups of 20,000 rows, 14 MiB each.
 fn large() -> Vec<u8> {
     let schema = "message rows { required binary question (UTF8); required binary answer (UTF8); }";
     let properties = WriterProperties::builder().set_dictionary_enabled(false).build();
@@ -70,7 +70,7 @@ fn large() -> Vec<u8> {
 }
 
 #[test]
-fn a_look_fetches_the_footer_and_the_first_pages_alone() {
+fn a_preview_fetches_only_the_footer_and_the_first_pages() {
     let file = Elsewhere::new(large(), u64::MAX);
     assert!(file.bytes.len() > 28_000_000, "{}", file.bytes.len());
     let look = file.look(json!({"map": {"prompt": "question"}})).unwrap();
@@ -78,12 +78,12 @@ fn a_look_fetches_the_footer_and_the_first_pages_alone() {
     assert!(look.rows[4]["prompt"][0]["content"].as_str().unwrap().starts_with("question 0 4 xxx"), "{}", look.rows[4]);
     let sent = file.sent.load(Ordering::SeqCst);
     assert!(sent < 5 << 20, "{sent}");
-    // The end, and both columns in one call.
+    // One call for the end of the file, and one for both columns.
     assert_eq!(*file.asked.lock().unwrap(), [1, 2]);
 }
 
 #[test]
-fn a_look_elsewhere_is_the_look_at_the_file() {
+fn a_preview_of_a_remote_file_equals_that_of_the_local_file() {
     for name in ["verl.parquet", "gsm8k-zstd.parquet", "gsm8k-brotli.parquet", "image.parquet"] {
         let here = preview(&[fixture(name)], &Recipe::default(), &options(), 5);
         let file = Elsewhere::new(std::fs::read(fixture_path(name)).unwrap(), u64::MAX);
@@ -93,13 +93,13 @@ fn a_look_elsewhere_is_the_look_at_the_file() {
 }
 
 #[test]
-fn what_cannot_be_fetched_is_said_and_no_row_is_made_up() {
+fn a_failed_fetch_is_reported_and_no_row_is_invented() {
     for most in [0, 100, 300_000, 1 << 20] {
         let refused = Elsewhere::new(large(), most).look(json!({})).unwrap_err();
         assert_eq!(refused.errors[0].code, NOT_FETCHED);
         assert_eq!(refused.errors[0].detail, "a.parquet: the line is dead");
     }
-    // No row is true: the look ends when it has fetched enough, or looked for long enough.
+    // No row passes the filter: the preview stops at its limit of fetched bytes or of time.
     let file = Elsewhere::new(large(), u64::MAX);
     let look = file.look(json!({"map": {"prompt": "question", "where": "answer == 'never'"}})).unwrap();
     assert_eq!((look.source_rows.len(), look.rows.len(), look.rejected), (5, 0, None));

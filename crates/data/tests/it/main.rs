@@ -1,4 +1,4 @@
-//! Files of every format, mapped and written; what is wrong with them, named.
+//! Converts files of every format, and checks the errors for broken ones.
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -64,16 +64,16 @@ fn refused(sources: &[Source], wanted: Value) -> String {
     converted(sources, wanted).unwrap_err().errors[0].detail.clone()
 }
 
-/// The mapping of the issue.
-fn of_gsm8k() -> Value {
+/// The GSM8K mapping from the documentation.
+fn gsm8k_mapping() -> Value {
     json!({"map": {"prompt": "question", "system": "End with ####.",
                    "columns": {"answer": "{{ answer.split('####')[-1] | trim | replace(',', '') }}"}}})
 }
 
 #[test]
-fn gsm8k_becomes_chats_with_the_number_alone_whatever_packs_it() {
+fn gsm8k_becomes_chats_with_the_number_alone_in_every_compression() {
     for codec in ["none", "snappy", "zstd", "gzip", "lz4"] {
-        let rows = rows(&[fixture(&format!("gsm8k-{codec}.parquet"))], of_gsm8k());
+        let rows = rows(&[fixture(&format!("gsm8k-{codec}.parquet"))], gsm8k_mapping());
         assert_eq!(rows.len(), 40, "{codec}");
         let prompt = json!([{"role": "system", "content": "End with ####."},
                             {"role": "user", "content": "Ann has 30 apples and buys 30000. How many has she?"}]);
@@ -84,7 +84,7 @@ fn gsm8k_becomes_chats_with_the_number_alone_whatever_packs_it() {
 }
 
 #[test]
-fn verl_s_nested_rows_come_with_exact_values() {
+fn nested_rows_of_verl_are_read_exactly() {
     let rows = rows(
         &[fixture("verl.parquet")],
         json!({"map": {"keep": ["big", "score", "tags", "price", "raw", "reward_model", "data_source"]}}),
@@ -109,16 +109,16 @@ fn a_damaged_parquet_file_is_an_error_and_never_a_panic() {
     let dir = Dir::new();
     let whole = std::fs::read(fixture_path("gsm8k-snappy.parquet")).unwrap();
     let cut = dir.file("cut.parquet", &whole[..whole.len() - 9]);
-    assert!(refused(&[cut], of_gsm8k()).contains("cut off"));
-    assert!(refused(&[dir.file("tiny.parquet", b"PAR1")], of_gsm8k()).contains("cut off"));
-    let mut told = 0;
+    assert!(refused(&[cut], gsm8k_mapping()).contains("cut off"));
+    assert!(refused(&[dir.file("tiny.parquet", b"PAR1")], gsm8k_mapping()).contains("cut off"));
+    let mut errors = 0;
     for at in (4..whole.len()).step_by(7) {
         let mut bytes = whole.clone();
         bytes[at] ^= 0xff;
-        let read = converted(&[dir.file("flipped.parquet", &bytes)], of_gsm8k());
-        told += u32::from(read.is_err());
+        let read = converted(&[dir.file("flipped.parquet", &bytes)], gsm8k_mapping());
+        errors += u32::from(read.is_err());
     }
-    assert!(told > 50, "{told}");
+    assert!(errors > 50, "{errors}");
     assert!(refused(&[fixture("image.parquet")], json!({})).contains("'picture' holds images"));
     assert_eq!(
         rows(&[fixture("image.parquet")], json!({"map": {"drop": ["picture"], "where": "true"}})),
@@ -127,7 +127,7 @@ fn a_damaged_parquet_file_is_an_error_and_never_a_panic() {
 }
 
 #[test]
-fn texts_are_told_by_content_and_unpacked() {
+fn text_formats_are_detected_by_content_and_unpacked() {
     let dir = Dir::new();
     let lines = b"{\"prompt\":\"a\",\"n\":1}\n\n{\"prompt\":\"b\",\"n\":2}\n";
     let mut gz = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::default());
@@ -174,13 +174,13 @@ fn without_a_prompt_the_map_to_paste_is_offered() {
         (json!({"instruction": "Sum", "input": "1 2"}), r#"{% if input %}"#),
         (json!({"a": 1}), r#""map": {"prompt": "…"}"#),
     ] {
-        let told = refused(&[dir.file("rows.ndjson", row.to_string().as_bytes())], json!({}));
-        assert!(told.contains(expected) && told.contains("there is no 'prompt' column"), "{told}");
+        let message = refused(&[dir.file("rows.ndjson", row.to_string().as_bytes())], json!({}));
+        assert!(message.contains(expected) && message.contains("there is no 'prompt' column"), "{message}");
     }
 }
 
 #[test]
-fn conversations_are_turned_and_answers_cut_only_when_asked() {
+fn conversations_are_converted_and_answers_cut_only_on_request() {
     let dir = Dir::new();
     let row = json!({"id": 1, "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]});
     let source = [dir.file("rows.ndjson", row.to_string().as_bytes())];
@@ -196,7 +196,7 @@ fn conversations_are_turned_and_answers_cut_only_when_asked() {
 }
 
 #[test]
-fn a_text_becomes_a_chat_where_that_is_meant() {
+fn a_text_becomes_a_chat_if_the_map_or_the_model_says_so() {
     let dir = Dir::new();
     let source = [dir.file("rows.ndjson", b"{\"prompt\":\"a\",\"q\":\"b\"}")];
     let prompt = |map: Value| rows(&source, json!({"map": map}))[0]["prompt"].clone();
@@ -247,7 +247,7 @@ fn rows_with_answers_keep_them() {
         of(&lines[..1], json!({}), &options()).unwrap_err().contains("cut_answer"),
         "elsewhere it is offered to cut it"
     );
-    // The answer has a name of its own.
+    // The answer column has another name than `completion`.
     let pair = [json!({"question": "q", "answer": "a #### 4"})];
     let by_name = of(&pair, json!({"map": {"prompt": "question", "completion": "answer", "keep": []}}), &options());
     assert_eq!(by_name.unwrap(), [json!({"prompt": [{"role": "user", "content": "q"}], "completion": "a #### 4"})]);
@@ -270,7 +270,7 @@ fn rows_are_chosen_by_where_unique_limit_and_seed() {
     assert_eq!(numbers(json!({"limit": 3})), [0, 1, 2]);
     assert_eq!(numbers(json!({"map": {"where": "kind == '0' and n > 5"}, "limit": 2})), [6, 9]);
     assert_eq!(numbers(json!({"map": {"unique": "prompt"}, "limit": 3})), [0, 2, 4]);
-    // Mapped names come first.
+    // Mapped names take precedence over source columns.
     assert_eq!(numbers(json!({"map": {"columns": {"n2": "kind"}, "unique": ["n2"]}})), [0, 1, 2]);
     let drawn = numbers(json!({"limit": 100, "seed": 7}));
     assert_eq!(drawn, numbers(json!({"limit": 100, "seed": 7})));
@@ -282,7 +282,7 @@ fn rows_are_chosen_by_where_unique_limit_and_seed() {
 }
 
 #[test]
-fn what_is_wrong_is_named_with_file_row_and_column() {
+fn errors_name_file_row_and_column() {
     let dir = Dir::new();
     let source =
         [dir.file("rows.ndjson", b"{\"question\":\"a\",\"answer\":\"1\"}\n{\"question\":\"b\",\"answer\":null}\n")];
@@ -314,8 +314,8 @@ fn what_is_wrong_is_named_with_file_row_and_column() {
         ),
         (json!({"map": {"prompt": "answer"}}), "row 2 (rows.ndjson): map.prompt: 'answer' is null"),
     ] {
-        let told = refused(&source, wanted.clone());
-        assert!(told.starts_with(expected), "{wanted}: {told}");
+        let message = refused(&source, wanted.clone());
+        assert!(message.starts_with(expected), "{wanted}: {message}");
     }
     let bad = [dir.file("bad.ndjson", b"{\"prompt\":\"a\"}\n{\"prompt\":\n{\"prompt\":\"c\"}\n")];
     assert!(refused(&bad, json!({})).starts_with("row 2 (bad.ndjson): broken JSON"), "{}", refused(&bad, json!({})));
@@ -335,18 +335,18 @@ fn a_bomb_of_zeros_ends_at_its_limit() {
     let dir = Dir::new();
     let bomb = zstd::encode_all(std::io::repeat(b'x').take(100 << 20), 3).unwrap();
     assert!(bomb.len() < 1 << 20);
-    let told = refused(&[dir.file("bomb.ndjson.zst", &bomb)], json!({}));
-    assert!(told.contains("longer than 64 MiB"), "{told}");
+    let message = refused(&[dir.file("bomb.ndjson.zst", &bomb)], json!({}));
+    assert!(message.contains("longer than 64 MiB"), "{message}");
     let bomb = zstd::encode_all(std::io::repeat(b'\n').take(200 << 20), 3).unwrap();
-    let told = refused(&[dir.file("blank.ndjson.zst", &bomb)], json!({}));
-    assert!(told.contains("no row in 128 MiB"), "{told}");
+    let message = refused(&[dir.file("blank.ndjson.zst", &bomb)], json!({}));
+    assert!(message.contains("no row ends within 128 MiB"), "{message}");
     let begun = std::time::Instant::now();
     let look = preview(&[dir.file("blank.ndjson.zst", &bomb)], &Recipe::default(), &options(), 3);
     assert!(begun.elapsed().as_millis() < 2000 && look.is_ok_and(|look| look.rows.is_empty()));
 }
 
 #[test]
-fn a_look_shows_columns_and_mapped_rows_and_suggests_a_map() {
+fn a_preview_shows_columns_and_mapped_rows_and_suggests_a_map() {
     let source = [fixture("gsm8k-zstd.parquet")];
     let look = preview(&source, &Recipe::default(), &options(), 3).unwrap();
     let columns: Vec<(&str, &str)> = look.columns.iter().map(|column| (column.name.as_str(), column.kind)).collect();
@@ -354,7 +354,7 @@ fn a_look_shows_columns_and_mapped_rows_and_suggests_a_map() {
     assert_eq!((look.source_rows.len(), look.rows.len()), (3, 0));
     assert_eq!(look.suggested_map.unwrap()["prompt"], "question");
     assert!(look.rejected.unwrap().errors[0].detail.contains("there is no 'prompt' column"));
-    // Rows of verl have a prompt, and the answer where no reward looks for it.
+    // The dataset of verl has a prompt, but the answer is not where a reward would look for it.
     let verl = preview(&[fixture("verl.parquet")], &Recipe::default(), &options(), 3).unwrap();
     assert_eq!(verl.rejected, None);
     let suggested = json!({"map": verl.suggested_map});
@@ -364,13 +364,13 @@ fn a_look_shows_columns_and_mapped_rows_and_suggests_a_map() {
         mapped.suggested_map.is_none()
             && mapped.rows[0]["ground_truth"] == mapped.rows[0]["reward_model"]["ground_truth"]
     );
-    let look = preview(&source, &recipe(of_gsm8k()), &options(), 3).unwrap();
+    let look = preview(&source, &recipe(gsm8k_mapping()), &options(), 3).unwrap();
     assert_eq!((look.rows.len(), look.rejected), (3, None));
     assert_eq!(look.rows[2]["answer"], "2002");
 }
 
 #[test]
-fn a_look_at_a_large_file_takes_no_time() {
+fn a_preview_of_a_large_file_is_fast() {
     let dir = Dir::new();
     let path = dir.0.path().join("large.csv");
     let mut file = std::io::BufWriter::new(std::fs::File::create(&path).unwrap());
@@ -388,13 +388,13 @@ fn a_look_at_a_large_file_takes_no_time() {
         assert_eq!((look.source_rows.len(), look.rows.len()), (5, 0));
         begun.elapsed()
     });
-    // Of several: other tests keep the processors busy.
+    // Takes the fastest of several, because other tests keep the CPU busy.
     let fastest = looks.min().unwrap();
     assert!(fastest.as_millis() < 300, "{fastest:?}");
 }
 
 #[test]
-fn where_no_row_is_good_the_rest_is_not_read_and_that_is_said() {
+fn if_no_row_is_good_reading_stops_with_a_message() {
     let dir = Dir::new();
     let rows = |good: &str| format!("{good}{}", "{\"prompt\":7}\n".repeat(5000));
     let refused = |text: String| {
@@ -403,13 +403,13 @@ fn where_no_row_is_good_the_rest_is_not_read_and_that_is_said() {
     let all = refused(rows(""));
     assert_eq!((all.num_errors, all.errors.len()), (101, 101));
     assert_eq!(all.errors[100].detail, "not one of the first 101 rows can be used: the rest was not read");
-    // Where one is, all are counted.
+    // One good row is enough for all rows to be counted.
     let one_is_good = refused(rows("{\"prompt\":\"a\"}\n"));
     assert_eq!((one_is_good.num_errors, one_is_good.errors.len()), (5000, 100));
 }
 
 #[test]
-fn a_look_at_no_rows_is_refused() {
+fn a_preview_of_no_rows_is_rejected() {
     let dir = Dir::new();
     for (name, bytes) in [("a.json", "\n"), ("a.json", "[]"), ("a.ndjson", ""), ("a.csv", "prompt,answer\n")] {
         let refused = preview(&[dir.file(name, bytes.as_bytes())], &Recipe::default(), &options(), 3).unwrap_err();

@@ -1,28 +1,29 @@
-//! The estimators: from rewards to advantages, one small function each (rloo.md, "Reward → advantage", 4 and 6).
+//! The advantage estimators, one small function each (rloo.md, "Reward → advantage", 4 and 6).
 //!
-//! Those of whole completions take the rewards of one group, `None` = unscorable, KL already subtracted, and give one
-//! [`Estimate`] a row, `None` where a row has no advantage. Those of tokens take a whole block, because they whiten.
+//! Estimators of whole completions take the rewards of one group, with KL already subtracted and `None` = unscorable.
+//! They return one [`Estimate`] per row, `None` for a row without an advantage. Token-level estimators take a whole
+//! block, because they whiten over it.
 
 use std::num::NonZeroUsize;
 
 use super::{common_reward, mean, sample_std};
 use crate::spec::TieRule;
 
-/// Added to the std of a group, as TRL does.
+/// Epsilon added to the std of a group, as in TRL.
 pub const GROUP_EPSILON: f64 = 1e-4;
-/// Added to the variance of a block's tokens.
+/// Epsilon added to the variance of a block's tokens.
 const WHITEN_EPSILON: f64 = 1e-8;
 
-/// The advantage of one completion.
+/// The advantage of one completion and its baseline.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Estimate {
-    /// What was subtracted.
+    /// The value that was subtracted from the reward.
     pub baseline: f64,
-    /// What is left, perhaps scaled.
+    /// The remaining value, scaled by some estimators.
     pub advantage: f64,
 }
 
-/// A_i = r_i − (Σ_j r_j − r_i)/(n − 1), over the scorable rows of the group; none in a group of one.
+/// RLOO: A_i = r_i − (Σ_j r_j − r_i)/(n − 1), over the scorable rows of the group; no advantage in a group of one.
 /// Ahmadian et al. 2024 (arXiv 2402.14740); Kool et al. 2019.
 pub fn rloo(rewards: &[Option<f64>], ties: TieRule) -> Vec<Option<Estimate>> {
     if let Some(tied) = all_zero(rewards, ties) {
@@ -37,8 +38,8 @@ pub fn rloo(rewards: &[Option<f64>], ties: TieRule) -> Vec<Option<Estimate>> {
     rewards.iter().map(|reward| reward.filter(|_| scorable.len() > 1).map(leave_one_out)).collect()
 }
 
-/// A_i = r_i − mean of the group, the row itself included; none in a group of one.
-/// "Dr. GRPO": Liu et al. 2025 (arXiv 2503.20783).
+/// Dr. GRPO: A_i = r_i − mean of the group including the row itself; no advantage in a group of one. Liu et
+/// al. 2025 (arXiv 2503.20783).
 pub fn dr_grpo(rewards: &[Option<f64>], ties: TieRule) -> Vec<Option<Estimate>> {
     if let Some(tied) = all_zero(rewards, ties) {
         return tied;
@@ -49,8 +50,8 @@ pub fn dr_grpo(rewards: &[Option<f64>], ties: TieRule) -> Vec<Option<Estimate>> 
     rewards.iter().map(|reward| reward.map(centred)).collect()
 }
 
-/// A_i = (r_i − mean)/(std + 1e-4) of the group, sample std; none in a group of one.
-/// Shao et al. 2024 (arXiv 2402.03300), with TRL's epsilon.
+/// GRPO: A_i = (r_i − mean)/(std + 1e-4) over the group, with the sample std; no advantage in a group of one. Shao et
+/// al. 2024 (arXiv 2402.03300), with TRL's epsilon.
 pub fn grpo(rewards: &[Option<f64>], ties: TieRule) -> Vec<Option<Estimate>> {
     let scorable: Vec<f64> = rewards.iter().flatten().copied().collect();
     let std = sample_std(&scorable).unwrap_or(0.0);
@@ -58,36 +59,38 @@ pub fn grpo(rewards: &[Option<f64>], ties: TieRule) -> Vec<Option<Estimate>> {
     dr_grpo(rewards, ties).into_iter().map(|estimate| estimate.map(scale)).collect()
 }
 
-/// Where all rewards of a group are equal every advantage is exactly 0, whatever rounding would leave of a mean.
+/// If all rewards of a group are equal, returns advantages of exactly 0, which the rounding of a mean might miss.
 fn all_zero(rewards: &[Option<f64>], ties: TieRule) -> Option<Vec<Option<Estimate>>> {
     let baseline = common_reward(rewards).filter(|_| ties == TieRule::Equal)?;
     Some(rewards.iter().map(|reward| reward.map(|_| Estimate { baseline, advantage: 0.0 })).collect())
 }
 
-/// A_i = r_i − the reward of the prompt's greedy completion, without KL; none when that is unscorable.
-/// Li et al. 2023 (arXiv 2310.10505).
+/// ReMax: A_i = r_i − the reward of the prompt's greedy completion, without KL; no advantage if the greedy completion
+/// is unscorable. Li et al. 2023 (arXiv 2310.10505).
 pub fn remax(rewards: &[Option<f64>], greedy: Option<f64>) -> Vec<Option<Estimate>> {
     let Some(baseline) = greedy else { return vec![None; rewards.len()] };
     let above = |reward: f64| Estimate { baseline, advantage: reward - baseline };
     rewards.iter().map(|reward| reward.map(above)).collect()
 }
 
-/// A_i = r_i: no baseline. Williams 1992.
+/// REINFORCE: A_i = r_i, without a baseline. Williams 1992.
 pub fn reinforce(rewards: &[Option<f64>]) -> Vec<Option<Estimate>> {
     rewards.iter().map(|reward| reward.map(|reward| Estimate { baseline: 0.0, advantage: reward })).collect()
 }
 
-/// A_it = whitened return Σ_{s ≥ t} (−beta·kl_is) + r_i: the KL penalty falls token by token, the reward at the end, γ = 1;
-/// whitened over the valid tokens of the block. Hu 2025, "REINFORCE++" (arXiv 2501.03262).
+/// REINFORCE++: A_it = the whitened return Σ_{s ≥ t} (−beta·kl_is) + r_i. The KL penalty applies to each
+/// token, the reward to the last one, γ = 1; the returns are whitened over the valid tokens of the block.
+/// Hu 2025 (arXiv 2501.03262).
 ///
-/// `token_kl` has one entry a token that trains; rows that are `None` in `rewards` get zeros and stay out of the whitening.
+/// `token_kl` has one entry per trained token. Rows that are `None` in `rewards` get zeros and do not
+/// count in the whitening.
 pub fn reinforce_pp(rewards: &[Option<f64>], token_kl: &[Vec<f64>], beta: f64) -> Vec<Vec<f64>> {
     let rows = rewards.iter().zip(token_kl);
     whiten(rows.map(|(reward, kl)| reward.map(|reward| returns(reward, kl, beta)).ok_or(kl.len())).collect())
 }
 
-/// As [`reinforce_pp`], with the mean of its group subtracted from each reward first; none in a group of one.
-/// Hu 2025 (arXiv 2501.03262), the variant "w/ baseline".
+/// REINFORCE++ with baseline: like [`reinforce_pp`], but first subtracts the mean of its group from each reward; no
+/// advantage in a group of one. Hu 2025 (arXiv 2501.03262), the variant "w/ baseline".
 pub fn reinforce_pp_baseline(
     rewards: &[Option<f64>],
     num_generations: NonZeroUsize,
@@ -103,14 +106,14 @@ pub fn reinforce_pp_baseline(
     reinforce_pp(&centred, token_kl, beta)
 }
 
-/// The undiscounted return from each token on.
+/// The undiscounted return from each token to the end.
 fn returns(reward: f64, token_kl: &[f64], beta: f64) -> Vec<f64> {
     let mut rest = reward;
     let mut returns: Vec<f64> = token_kl
         .iter()
         .rev()
         .map(|kl| {
-            // beta = 0 runs no reference pass, so there is no KL to multiply.
+            // If beta = 0, no reference pass runs, so there is no KL to multiply.
             rest -= if beta == 0.0 { 0.0 } else { beta * kl };
             rest
         })
@@ -119,7 +122,8 @@ fn returns(reward: f64, token_kl: &[f64], beta: f64) -> Vec<f64> {
     returns
 }
 
-/// (x − mean)/√(variance + 1e-8) over all tokens, sample variance; a row of `Err(length)` takes no part and is all zeros.
+/// Computes (x − mean)/√(variance + 1e-8) over all tokens, with the sample variance. A row of `Err(length)` is left
+/// out and becomes zeros.
 fn whiten(rows: Vec<Result<Vec<f64>, usize>>) -> Vec<Vec<f64>> {
     let tokens: Vec<f64> = rows.iter().flatten().flatten().copied().collect();
     let centre = mean(&tokens).unwrap_or(0.0);
@@ -174,7 +178,7 @@ mod tests {
     #[test]
     fn the_kl_of_a_token_burdens_it_and_those_before_it() {
         assert_eq!(returns(1.0, &[0.5, -1.0, 2.0], 0.1), [1.0 - 0.2 + 0.1 - 0.05, 1.0 - 0.2 + 0.1, 1.0 - 0.2]);
-        // Without KL every token of a row has the same return.
+        // Without KL, every token of a row has the same return.
         let rows = reinforce_pp(&[Some(1.0), Some(0.0)], &[vec![0.0; 2], vec![0.0; 3]], 0.0);
         assert!(rows.iter().all(|row| row.iter().all(|value| *value == row[0])));
     }

@@ -1,24 +1,24 @@
-//! What happens to a reward between the weighted sum and the KL penalty: normalisation, clip, length terms (rloo.md,
-//! "Reward → advantage", 2 and 6).
+//! Shapes rewards between the weighted sum and the KL penalty: normalization, clip, length terms (rloo.md, "Reward →
+//! advantage", 2 and 6).
 
 use serde::{Deserialize, Serialize};
 
 use super::estimator::GROUP_EPSILON;
 use crate::spec::{Plan, RewardNormalization};
 
-/// Count, mean and squared deviations of the rewards seen so far (Welford 1962); part of the checkpoint.
+/// Count, mean and squared deviations of all rewards so far (Welford 1962); stored in the checkpoint.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct RewardStats {
-    /// Scorable rewards.
+    /// Number of scorable rewards.
     pub count: u64,
-    /// Their mean.
+    /// Mean of these rewards.
     pub mean: f64,
-    /// Σ (r − mean)².
+    /// Sum of squared deviations, Σ (r − mean)².
     pub squares: f64,
 }
 
 impl RewardStats {
-    /// With more rewards, in order.
+    /// Adds rewards to the statistics, in order.
     pub fn with(mut self, rewards: impl IntoIterator<Item = f64>) -> Self {
         for reward in rewards {
             self.count += 1;
@@ -29,7 +29,7 @@ impl RewardStats {
         self
     }
 
-    /// Whether all of them are numbers that JSON can hold.
+    /// Whether all values are finite, so that JSON can represent them.
     pub fn is_finite(&self) -> bool {
         self.mean.is_finite() && self.squares.is_finite()
     }
@@ -40,32 +40,32 @@ impl RewardStats {
     }
 }
 
-/// How rewards are shaped.
+/// The shaping steps, in the order in which they apply.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RewardShape {
-    /// First.
+    /// The normalization, which is applied first.
     pub normalization: RewardNormalization,
-    /// Then the clip.
+    /// The range that rewards are clipped to, after the normalization.
     pub clip_range: Option<(f64, f64)>,
-    /// Then the length terms: tokens before the limit over which DAPO's penalty grows.
+    /// Number of tokens before the limit over which DAPO's length penalty grows; applied after the clip.
     pub soft_overlong: Option<u32>,
-    /// λ of the linear length penalty.
+    /// Factor λ of the linear length penalty.
     pub length_penalty: f64,
-    /// The limit both refer to.
+    /// The maximum completion length, in tokens, to which both length terms refer.
     pub max_completion_length: u32,
 }
 
-/// Shaped rewards, one entry a row (B); `None` = unscorable.
+/// Shaped rewards, one entry per row (B); `None` = unscorable.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct ShapedRewards {
-    /// Normalised and clipped: groups in which these are equal are tied.
+    /// Rewards after normalization and clip: a group in which these are equal is tied.
     pub task: Vec<Option<f64>>,
-    /// With the length terms; KL is subtracted next.
+    /// Rewards after the length terms; the KL penalty is subtracted next.
     pub shaped: Vec<Option<f64>>,
 }
 
 impl RewardShape {
-    /// As the plan says.
+    /// The shaping that a plan asks for.
     pub fn of_plan(plan: &Plan) -> Self {
         let rloo = &plan.rloo;
         Self {
@@ -77,7 +77,7 @@ impl RewardShape {
         }
     }
 
-    /// The statistics that normalise a block: of its own rewards, or of all so far and them.
+    /// The statistics that normalize a block: of its own rewards, or of these and all earlier ones.
     pub fn stats(&self, before: RewardStats, weighted: &[Option<f64>]) -> RewardStats {
         let rewards = weighted.iter().flatten().copied();
         match self.normalization {
@@ -87,7 +87,7 @@ impl RewardShape {
         }
     }
 
-    /// One weighted reward, normalised and clipped: (r − mean)/(std + 1e-4), then the range.
+    /// Normalizes and clips one weighted reward: (r − mean)/(std + 1e-4), then the range.
     pub fn task_reward(&self, weighted: f64, stats: &RewardStats) -> f64 {
         let normalized = match self.normalization {
             RewardNormalization::None => weighted,
@@ -101,14 +101,14 @@ impl RewardShape {
         }
     }
 
-    /// What a completion of so many tokens gets for its length; ≤ 0.
+    /// The sum of the length terms for a completion of `num_tokens` tokens; at most 0.
     pub fn length_term(&self, num_tokens: usize) -> f64 {
         let limit = self.max_completion_length;
         let overlong = self.soft_overlong.map_or(0.0, |cache| soft_overlong(num_tokens, limit, cache));
         overlong + length_penalty(num_tokens, limit, self.length_penalty)
     }
 
-    /// All rewards of a block, with the statistics that [`RewardShape::stats`] gave for it.
+    /// Shapes all rewards of a block, with the statistics from [`RewardShape::stats`].
     pub fn shape(&self, weighted: &[Option<f64>], lengths: &[usize], stats: &RewardStats) -> ShapedRewards {
         let task: Vec<Option<f64>> =
             weighted.iter().map(|reward| reward.map(|reward| self.task_reward(reward, stats))).collect();
@@ -118,8 +118,9 @@ impl RewardShape {
     }
 }
 
-/// 0 up to `limit` − `cache` tokens, then falling linearly to −1 at `limit`, −1 beyond. DAPO's "soft overlong punishment":
-/// Yu et al. 2025 (arXiv 2503.14476), equation 13; the same as TRL's `get_soft_overlong_punishment`.
+/// Returns 0 up to `limit` − `cache` tokens, falls linearly to −1 at `limit`, and stays −1 beyond.
+/// This is DAPO's "soft overlong punishment": Yu et al. 2025 (arXiv 2503.14476), equation 13; the
+/// same as TRL's `get_soft_overlong_punishment`.
 pub fn soft_overlong(num_tokens: usize, limit: u32, cache: u32) -> f64 {
     let (tokens, limit, cache) = (num_tokens as f64, f64::from(limit), f64::from(cache));
     if tokens <= limit - cache {
@@ -131,9 +132,9 @@ pub fn soft_overlong(num_tokens: usize, limit: u32, cache: u32) -> f64 {
     }
 }
 
-/// −λ·num_tokens/max_completion_length (rloo.md, length regularisation).
+/// Linear length penalty: −λ·num_tokens/max_completion_length (rloo.md, length regularization).
 pub fn length_penalty(num_tokens: usize, limit: u32, lambda: f64) -> f64 {
-    // No −0 where nothing is asked.
+    // Avoids −0 if the penalty is off.
     if lambda == 0.0 { 0.0 } else { -lambda * num_tokens as f64 / f64::from(limit.max(1)) }
 }
 
@@ -160,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn batch_normalisation_knows_only_the_block_and_running_all_before_it() {
+    fn batch_normalization_uses_only_the_block_and_running_normalization_all_rewards_so_far() {
         let weighted = [Some(2.0), None, Some(4.0)];
         let before = RewardStats::default().with([10.0, 12.0]);
         let batch = RewardShape { normalization: RewardNormalization::Batch, ..SHAPE };
@@ -174,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn the_clip_comes_after_the_normalisation_and_the_length_terms_after_the_clip() {
+    fn the_clip_comes_after_the_normalization_and_the_length_terms_after_the_clip() {
         let shape = RewardShape {
             normalization: RewardNormalization::Batch,
             clip_range: Some((-0.5, 0.5)),
@@ -189,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn equal_rewards_normalise_to_zero() {
+    fn equal_rewards_normalize_to_zero() {
         let shape = RewardShape { normalization: RewardNormalization::Batch, ..SHAPE };
         let weighted = [Some(0.3), Some(0.3)];
         let stats = shape.stats(RewardStats::default(), &weighted);

@@ -1,5 +1,5 @@
-//! The machine's own kernels: weights packed once, every operation spread over a team of threads, the same bits for a
-//! row whatever the other rows, the threads or the pass.
+//! The CPU backend: weights are packed once, and a team of threads shares every operation. The result for a row has the
+//! same bits whatever the other rows, the number of threads or the pass.
 
 mod attention;
 mod linear;
@@ -30,14 +30,14 @@ pub use linear::Adapter;
 pub use matrix::Matrix;
 use matrix::Pool;
 
-/// The process's CPU. Policies share its threads; each keeps its own buffers.
+/// The CPU of this process. All policies share its threads; each has its own buffers.
 #[derive(Clone, Debug)]
 pub struct Cpu {
     dtype: PackDtype,
     isa: Isa,
     threads: Arc<Threads>,
     pool: Arc<Pool>,
-    /// Keys and values of a packed batch, for their memory.
+    /// Key and value buffers of packed batches, kept for reuse.
     segments: Arc<Mutex<Segments>>,
 }
 
@@ -48,7 +48,7 @@ pub struct Weight {
     bias: Option<Arc<Vec<f32>>>,
 }
 
-/// Angles by position.
+/// Rotary angles by position.
 #[derive(Debug)]
 pub struct Angles {
     table: Arc<RopeTable>,
@@ -58,12 +58,12 @@ pub struct Angles {
 
 impl Drop for Angles {
     fn drop(&mut self) {
-        self.pool.give_positions(std::mem::take(&mut self.positions));
+        self.pool.return_positions(std::mem::take(&mut self.positions));
     }
 }
 
 impl Cpu {
-    /// With the best instructions the machine has, or those that `RLOOD_ISA` names.
+    /// Creates a backend with the best instructions the machine supports, or those that `RLOOD_ISA` names.
     pub fn new(dtype: ComputeDtype) -> Result<Cpu> {
         static THREADS: OnceLock<Arc<Threads>> = OnceLock::new();
         let isa = Isa::chosen().map_err(EngineError::Input)?;
@@ -71,7 +71,7 @@ impl Cpu {
         Ok(Cpu::with(dtype, isa, threads.clone()))
     }
 
-    /// With these instructions and threads.
+    /// Creates a backend with the given instructions and threads.
     pub fn with(dtype: ComputeDtype, isa: Isa, threads: Arc<Threads>) -> Cpu {
         let dtype = match dtype {
             ComputeDtype::F32 => PackDtype::F32,
@@ -80,7 +80,7 @@ impl Cpu {
         Cpu { dtype, isa, threads, pool: Arc::default(), segments: Arc::default() }
     }
 
-    /// The precision of its matrices.
+    /// The precision of the matrices.
     pub fn dtype(&self) -> ComputeDtype {
         match self.dtype {
             PackDtype::F32 => ComputeDtype::F32,
@@ -89,8 +89,8 @@ impl Cpu {
     }
 }
 
-/// As the kernels have it.
-fn law(head: &Head<Cpu>) -> head::Head<'_> {
+/// Converts the head to the kernels' type.
+fn kernel_head(head: &Head<Cpu>) -> head::Head<'_> {
     head::Head { weight: &head.weight.matrix, softcap: head.softcap }
 }
 
@@ -147,7 +147,7 @@ impl Buffers for Cpu {
 impl Compute for Cpu {
     type Adapter = Arc<Adapter>;
     type Angles = Angles;
-    /// Largest score and sum, `[tokens, num_heads · 2]`.
+    /// The softmax's largest score and sum for each token and head, `[tokens, num_heads · 2]`.
     type Softmax = Matrix;
     type Normalizers = Vec<Normalizer>;
 
@@ -205,7 +205,7 @@ impl Compute for Cpu {
         Ok(self.some_columns(x, columns))
     }
 
-    fn beside(&self, parts: &[&Matrix]) -> Result<Matrix> {
+    fn concat_columns(&self, parts: &[&Matrix]) -> Result<Matrix> {
         Ok(self.side_by_side(parts))
     }
 
@@ -248,11 +248,11 @@ impl Compute for Cpu {
     }
 
     fn rotate(&self, rotation: &Rotation<'_, Self>, qkv: &Matrix) -> Result<Matrix> {
-        Ok(self.turn(rotation, qkv))
+        Ok(self.rotate_rows(rotation, qkv))
     }
 
     fn rotate_vjp(&self, rotation: &Rotation<'_, Self>, qkv: Option<&Matrix>, dy: &Matrix) -> Result<Matrix> {
-        Ok(self.turn_vjp(rotation, qkv, dy))
+        Ok(self.rotate_rows_vjp(rotation, qkv, dy))
     }
 
     fn rotate_weight_vjp(
@@ -263,7 +263,7 @@ impl Compute for Cpu {
         gradient: &mut Vec<f32>,
         at: (usize, usize),
     ) -> Result<()> {
-        self.turn_weight_vjp(rotation, qkv, dy, gradient, at);
+        self.rotate_rows_weight_vjp(rotation, qkv, dy, gradient, at);
         Ok(())
     }
 
@@ -290,7 +290,7 @@ impl Compute for Cpu {
         targets: &[u32],
         temperature: f64,
     ) -> Result<(Vec<TokenScore>, Vec<Normalizer>)> {
-        let scores = head::score(&self.threads, self.isa, x.values(), law(head), targets, temperature);
+        let scores = head::score(&self.threads, self.isa, x.values(), kernel_head(head), targets, temperature);
         Ok((scores.tokens, scores.normalizers))
     }
 
@@ -299,14 +299,14 @@ impl Compute for Cpu {
         let weight = &*head.weight.matrix;
         let mut dx = self.pool.matrix(x.rows(), x.width());
         let slot = at.map(|at| &mut gradient[at..at + weight.n() * weight.k()]);
-        let given = head::Gradient { x: x.values(), head: law(head), targets, temperature, normalizers, g };
+        let given = head::Gradient { x: x.values(), head: kernel_head(head), targets, temperature, normalizers, g };
         head::score_vjp(&self.threads, self.isa, &given, dx.values_mut(), slot);
         Ok(dx)
     }
 
     fn logits(&self, x: &Matrix, head: &Head<Self>) -> Result<Matrix> {
         let mut logits = self.pool.matrix(x.rows(), head.weight.matrix.n());
-        head::logits(&self.threads, self.isa, x.values(), law(head), logits.values_mut());
+        head::logits(&self.threads, self.isa, x.values(), kernel_head(head), logits.values_mut());
         Ok(logits)
     }
 }
@@ -351,7 +351,7 @@ impl Decode for Cpu {
 
     fn choose(&self, x: &Matrix, head: &Head<Self>, choice: Choice<'_>, chosen: &mut Vec<Chosen>) -> Result<()> {
         if choice.filters.are_off() {
-            head::choose(&self.threads, self.isa, x.values(), law(head), choice.picks, chosen);
+            head::choose(&self.threads, self.isa, x.values(), kernel_head(head), choice.picks, chosen);
             return Ok(());
         }
         let mut logits = self.logits(x, head)?;

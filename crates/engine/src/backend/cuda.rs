@@ -1,10 +1,10 @@
-//! An NVIDIA GPU: tensors stay on the device, operations are queued on its one stream, and the host waits only where a
-//! result is asked for.
+//! The backend for an NVIDIA GPU: tensors stay on the device, operations are queued on its single stream, and the host
+//! waits only for results it needs.
 //!
-//! Weights, and what flows between products, have the compute type (f32 or bf16); the residual stream, its gradient, the
-//! statistics of norms and softmax, logits and the gradients of parameters are f32. With [`Gemm::Exact`] the products are
-//! our own and a row's bits do not depend on the other rows: sampling and training agree to the bit. With [`Gemm::Fast`]
-//! cuBLAS multiplies, and the old log-probs are computed again by the training forward.
+//! Weights and the inputs of matrix products have the compute type (f32 or bf16). The residual stream, its gradient,
+//! the statistics of norms and softmax, logits and the gradients of parameters are f32. With [`Gemm::Exact`] our own
+//! kernels compute the products, and a row's bits do not depend on the other rows: sampling and training agree bit for
+//! bit. With [`Gemm::Fast`] cuBLAS computes them, and the training forward recomputes the old log-probs.
 
 mod compute;
 mod decode;
@@ -37,18 +37,18 @@ const _: () = assert!(
     "the estimate of memory keeps another amount free"
 );
 
-/// Layouts of packed batches that are kept: one for each window of a batch.
+/// Number of cached layouts of packed batches: one for each window of a batch.
 const MAX_LAYOUTS: usize = 4;
 
-/// The most that any GPU's buffers have taken so far, of those that are no longer in use.
+/// Peak memory of all GPU backends that were dropped, in bytes.
 static PEAK_BYTES: AtomicU64 = AtomicU64::new(0);
 
-/// The most that the buffers of a GPU took, of all that this process has used and left, in bytes.
+/// The peak memory of any GPU backend that this process has used and dropped, in bytes.
 pub fn peak_bytes() -> u64 {
     PEAK_BYTES.load(Ordering::Relaxed)
 }
 
-/// A GPU and how it is used. Clones share the device and what is kept on it.
+/// A GPU and its settings. Clones share the device and its cached data.
 #[derive(Clone, Debug)]
 pub struct Cuda {
     device: Device,
@@ -60,7 +60,7 @@ pub struct Cuda {
 #[derive(Debug)]
 struct Shared {
     device: Device,
-    /// What may be used of its memory, in bytes.
+    /// Maximum GPU memory that may be used, in bytes.
     memory_bytes: u64,
     kept: Mutex<Kept>,
 }
@@ -71,10 +71,10 @@ impl Drop for Shared {
     }
 }
 
-/// What several layers read.
+/// Cached data that several layers read.
 #[derive(Debug, Default)]
 struct Kept {
-    /// The angles' table, and where it lies.
+    /// The table of rotary angles, on the host and on the device.
     table: Option<(Arc<RopeTable>, Arc<Table>)>,
     layouts: Vec<Arc<Layout>>,
 }
@@ -85,15 +85,15 @@ impl From<CudaError> for EngineError {
             CudaError::Input(why) => EngineError::Input(why),
             CudaError::OutOfMemory { requested, used, total } => {
                 let mib = |bytes: u64| bytes.div_ceil(1 << 20);
-                // Pieces that are too small take less than that.
+                // Fragmentation accounts for less than a quarter of the memory; a larger gap belongs to other processes.
                 let by_others = total.saturating_sub(used.saturating_add(requested)) > total / 4;
                 let what = format!(
-                    "{} MiB more than the {} in use of {} MiB{}",
+                    "{} MiB requested, {} of {} MiB in use{}",
                     mib(requested),
                     mib(used),
                     mib(total),
                     if by_others {
-                        ", the rest of which other processes use; --gpu-memory keeps rlood to a share"
+                        "; other processes use the rest (--gpu-memory limits the share of rlood)"
                     } else {
                         ""
                     }
@@ -106,12 +106,12 @@ impl From<CudaError> for EngineError {
 }
 
 impl Cuda {
-    /// The GPU of this number. f32 is exact; bf16 is fast, unless `RLOOD_CUDA_EXACT=1` asks for exact products
-    /// (`RLOOD_CUDA_EXACT=0`: fast ones in f32 as well). [`limit_memory`](crate::gpu::limit_memory) bounds what it may take of the
-    /// GPU's memory.
+    /// Opens the GPU with this index. f32 uses exact products; bf16 uses fast ones unless `RLOOD_CUDA_EXACT=1` requests
+    /// exact products (`RLOOD_CUDA_EXACT=0` requests fast ones for f32 too). [`limit_memory`](crate::gpu::limit_memory)
+    /// limits the GPU memory it may take.
     ///
     /// # Errors
-    /// When there is no such device, or this build holds no kernels.
+    /// Fails if the GPU does not exist, or this build contains no kernels.
     pub fn open(ordinal: u32, dtype: ComputeDtype) -> Result<Cuda> {
         let gemm = match (std::env::var("RLOOD_CUDA_EXACT").ok().as_deref(), dtype) {
             (Some("1"), _) | (None, ComputeDtype::F32) => Gemm::Exact,
@@ -124,7 +124,7 @@ impl Cuda {
         Ok(Cuda::limited(device, dtype, gemm, crate::gpu::memory_limit()))
     }
 
-    /// This device, with this precision and these products.
+    /// Creates a backend for this device with the given precision and products.
     pub fn with(device: Device, dtype: ComputeDtype, gemm: Gemm) -> Cuda {
         Cuda::limited(device, dtype, gemm, None)
     }
@@ -137,22 +137,22 @@ impl Cuda {
         Cuda { device, dtype, gemm, shared: Arc::new(shared) }
     }
 
-    /// The device.
+    /// The device that this backend uses.
     pub fn device(&self) -> &Device {
         &self.device
     }
 
-    /// The precision of its matrices.
+    /// The precision of the matrices.
     pub fn dtype(&self) -> ComputeDtype {
         self.dtype
     }
 
-    /// What may be used of its memory, in bytes.
+    /// Maximum GPU memory that may be used, in bytes.
     pub fn memory_bytes(&self) -> u64 {
         self.shared.memory_bytes
     }
 
-    /// Of weights, and of what flows between products.
+    /// The type of weights and of the inputs of matrix products.
     fn compute(&self) -> Dtype {
         match self.dtype {
             ComputeDtype::F32 => Dtype::F32,
@@ -164,7 +164,7 @@ impl Cuda {
         self.shared.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The table of angles on the device.
+    /// Returns the table of angles on the device; uploads it if necessary.
     fn table(&self, table: &Arc<RopeTable>) -> Result<Arc<Table>> {
         let mut kept = self.kept();
         if let Some((host, device)) = &kept.table
@@ -178,7 +178,7 @@ impl Cuda {
         Ok(device)
     }
 
-    /// Where the groups of a packed batch lie.
+    /// Returns the positions of a packed batch's groups on the device; uploads them if necessary.
     fn layout(&self, attention: &Attention<'_>) -> Result<Arc<Layout>> {
         let Attention { heads, groups, visible: _, window } = *attention;
         let mut kept = self.kept();

@@ -1,5 +1,5 @@
-//! Flat values of f32 where a model computes: what is trained, its gradient, and AdamW's moments beside them. On a GPU they
-//! stay there; the host reads them for checkpoints, exports and metrics, and never to update.
+//! Flat f32 values in the memory of the device that computes: trained parameters, their gradient, and AdamW's moments.
+//! On a GPU they stay there. The host reads them for checkpoints, exports and metrics, never for updates.
 
 use std::borrow::Cow;
 
@@ -12,15 +12,15 @@ use crate::spec::OptimizerPlan;
 /// Parameters, or their gradient, in the order of [`Policy::parameters`](crate::model::Policy::parameters).
 #[derive(Debug)]
 pub enum Flat {
-    /// In the process's memory: of the backends that compute there.
+    /// Values in host memory, for the CPU and reference backends.
     Host(Vec<f32>),
-    /// In a GPU's.
+    /// Values in a GPU's memory.
     #[cfg(feature = "cuda")]
     Cuda(cuda::Flat),
 }
 
 impl Flat {
-    /// How many.
+    /// Number of values in the buffer.
     pub fn len(&self) -> usize {
         match self {
             Flat::Host(values) => values.len(),
@@ -29,12 +29,12 @@ impl Flat {
         }
     }
 
-    /// Whether there is none.
+    /// Whether the buffer has no values.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// As many zeros in the same memory.
+    /// Allocates as many zeros in the same memory.
     pub fn zeros_like(&self) -> Result<Flat> {
         match self {
             Flat::Host(values) => Ok(Flat::Host(vec![0.0; values.len()])),
@@ -43,7 +43,7 @@ impl Flat {
         }
     }
 
-    /// Wait for the values; a copy where they are not the host's.
+    /// Waits for the values; copies them if they are not in host memory.
     pub fn values(&self) -> Result<Cow<'_, [f32]>> {
         match self {
             Flat::Host(values) => Ok(Cow::Borrowed(values)),
@@ -52,7 +52,7 @@ impl Flat {
         }
     }
 
-    /// Overwrite those from `at` on.
+    /// Overwrites the values from index `at` on.
     pub fn write(&mut self, at: usize, values: &[f32]) -> Result<()> {
         match self {
             Flat::Host(all) => match all.get_mut(at..).and_then(|rest| rest.get_mut(..values.len())) {
@@ -65,7 +65,7 @@ impl Flat {
         Ok(())
     }
 
-    /// Wait until they are there.
+    /// Waits until all queued writes are done.
     pub fn settle(&self) -> Result<()> {
         match self {
             Flat::Host(_) => Ok(()),
@@ -74,8 +74,8 @@ impl Flat {
         }
     }
 
-    /// As [`optim::clip_gradient_norm`]. On a GPU the squares are summed there in f64 and in a fixed order, which is not the
-    /// host's: the norm may differ in its last bits, and is the same in every run.
+    /// Clips the gradient like [`optim::clip_gradient_norm`]. A GPU sums the squares in f64 in a fixed order that
+    /// differs from the host's, so the norm may differ from the host's in its last bits, but is the same in every run.
     pub fn clip(&mut self, max_norm: f64) -> Result<f64> {
         match self {
             Flat::Host(gradient) => Ok(optim::clip_gradient_norm(gradient, max_norm)),
@@ -90,7 +90,7 @@ impl Flat {
         }
     }
 
-    /// The same values in the process's memory.
+    /// Moves the values to host memory.
     pub fn on_host(self) -> Result<Flat> {
         match self {
             Flat::Host(values) => Ok(Flat::Host(values)),
@@ -99,7 +99,7 @@ impl Flat {
         }
     }
 
-    /// Those of a backend that computes in the process's memory.
+    /// The values, if they are in host memory; an error otherwise.
     pub fn host(&self) -> Result<&Vec<f32>> {
         match self {
             Flat::Host(values) => Ok(values),
@@ -108,7 +108,7 @@ impl Flat {
         }
     }
 
-    /// As [`Flat::host`], to change.
+    /// The values for writing, if they are in host memory; an error otherwise.
     pub fn host_mut(&mut self) -> Result<&mut Vec<f32>> {
         match self {
             Flat::Host(values) => Ok(values),
@@ -118,43 +118,43 @@ impl Flat {
     }
 }
 
-/// Values meet a backend whose memory they are not in.
+/// The error for values in the memory of another backend.
 #[cfg(feature = "cuda")]
 pub(super) fn elsewhere() -> EngineError {
     EngineError::Input("flat values of another device".to_owned())
 }
 
-/// AdamW beside the parameters that it updates.
+/// AdamW, in the same memory as the parameters that it updates.
 #[derive(Debug)]
 pub enum Optimizer {
-    /// Moments in the process's memory.
+    /// Moments in host memory.
     Host(AdamW),
     /// Moments in a GPU's memory.
     #[cfg(feature = "cuda")]
     Cuda {
-        /// In the precision of the plan.
+        /// The moments, in the precision of the plan.
         moments: cuda::Moments,
-        /// Updates made.
+        /// Number of updates made so far.
         updates: u64,
-        /// Parameters that decay: the first so many.
+        /// Number of parameters with weight decay; they come first.
         decayed: usize,
     },
 }
 
 impl Optimizer {
-    /// Go on from this state, where the parameters are.
-    pub fn beside(parameters: &Flat, adam: AdamW) -> Result<Optimizer> {
+    /// Continues from this state, in the memory of the parameters.
+    pub fn from_state(parameters: &Flat, adam: AdamW) -> Result<Optimizer> {
         match parameters {
             Flat::Host(_) => Ok(Optimizer::Host(adam)),
             #[cfg(feature = "cuda")]
             Flat::Cuda(flat) => {
                 let AdamW { moments, updates, decayed } = adam;
-                Ok(Optimizer::Cuda { moments: cuda::Moments::beside(flat, &moments)?, updates, decayed })
+                Ok(Optimizer::Cuda { moments: cuda::Moments::from_host(flat, &moments)?, updates, decayed })
             }
         }
     }
 
-    /// Updates made; skipped steps do not count.
+    /// Number of updates made; skipped steps do not count.
     pub fn updates(&self) -> u64 {
         match self {
             Optimizer::Host(adam) => adam.updates,
@@ -163,7 +163,7 @@ impl Optimizer {
         }
     }
 
-    /// The state, to be written down; a copy where it is not the host's.
+    /// The state for a checkpoint; copied if it is not in host memory.
     pub fn state(&self) -> Result<Cow<'_, AdamW>> {
         match self {
             Optimizer::Host(adam) => Ok(Cow::Borrowed(adam)),
@@ -174,7 +174,7 @@ impl Optimizer {
         }
     }
 
-    /// As [`AdamW::update`], to the bit, wherever it is computed.
+    /// Updates like [`AdamW::update`], bit for bit the same on every device.
     pub fn update(
         &mut self,
         parameters: &mut Flat,
@@ -228,7 +228,7 @@ mod tests {
             warmup_steps: 0,
         };
         let mut flat = Flat::Host(vec![1.0; 4]);
-        let mut optimizer = Optimizer::beside(&flat, AdamW::new(3)).expect("on the host");
+        let mut optimizer = Optimizer::from_state(&flat, AdamW::new(3)).expect("on the host");
         let gradient = flat.zeros_like().expect("zeros");
         let error = optimizer.update(&mut flat, &gradient, 0.1, &plan).expect_err("lengths differ").to_string();
         assert!(error.contains("3 moments, 4 parameters"), "{error}");

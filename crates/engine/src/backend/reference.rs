@@ -1,5 +1,5 @@
-//! The oracle: every operation as loops over rows ([`ops::slices`]) and candle's matrix products, in f32; slow, and
-//! compared with autograd over plain tensor operations ([`ops::plain`]) in tests.
+//! The oracle: every operation as loops over rows ([`ops::slices`]) and candle's matrix products, in f32. It is slow;
+//! tests compare it with autograd over plain tensor operations ([`ops::plain`]).
 
 mod decode;
 
@@ -21,10 +21,10 @@ use crate::spec::footprint::{MAX_LOGITS, MIN_LOGIT_ROWS};
 
 pub use decode::Cache;
 
-/// Plain tensors on the CPU.
+/// Plain candle tensors on the CPU.
 #[derive(Clone, Debug)]
 pub struct Reference {
-    /// Matrices, and what they are multiplied with, are rounded to bf16.
+    /// Whether matrices, and the inputs they are multiplied with, are rounded to bf16.
     bf16: bool,
 }
 
@@ -35,18 +35,18 @@ pub struct Weight {
     bias: Option<Tensor>,
 }
 
-/// A stacked, B block-diagonal.
+/// LoRA factors: A stacked, B block-diagonal.
 #[derive(Clone, Debug)]
 pub struct Adapter {
-    /// `[blocks · r, in]`
+    /// The stacked A, `[blocks · r, in]`.
     a: Tensor,
-    /// `[out, blocks · r]`, scaled by s.
+    /// The block-diagonal B, `[out, blocks · r]`, scaled by s.
     b: Tensor,
-    /// Each module's outputs, its ranks and its scaling.
+    /// The outputs, ranks and scaling of each module.
     parts: Vec<(Range<usize>, Range<usize>, f64)>,
 }
 
-/// Angles by position.
+/// Rotary angles by position.
 #[derive(Debug)]
 pub struct Angles {
     table: Arc<RopeTable>,
@@ -54,12 +54,12 @@ pub struct Angles {
 }
 
 impl Reference {
-    /// In this precision.
+    /// Creates the oracle with this precision.
     pub fn new(dtype: ComputeDtype) -> Self {
         Self { bf16: dtype == ComputeDtype::Bf16 }
     }
 
-    /// Row-major values, `width` a row.
+    /// Creates a tensor from row-major values with rows of `width`.
     fn tensor(&self, values: Vec<f32>, width: usize) -> Result<Tensor> {
         let rows = values.len() / width.max(1);
         Ok(Tensor::from_vec(values, (rows, width), &Device::Cpu)?)
@@ -69,7 +69,7 @@ impl Reference {
         if self.bf16 { Ok(ops::round_bf16(x)?) } else { Ok(x.clone()) }
     }
 
-    /// x·Aᵀ `[T, blocks · r]`, each block with what its module's dropout leaves of x.
+    /// Computes x·Aᵀ `[T, blocks · r]`, each block with x after its module's dropout.
     fn hidden(&self, pass: &AdapterPass<'_, Self>, x: &Tensor) -> Result<Tensor> {
         let AdapterPass { adapter, masks } = pass;
         if masks.is_empty() {
@@ -82,7 +82,7 @@ impl Reference {
         Ok(Tensor::cat(&blocks.collect::<Result<Vec<Tensor>>>()?, 1)?)
     }
 
-    /// dL/dx and dL/dA through the masks of the blocks.
+    /// Returns dL/dx and dL/dA through the masks of the blocks.
     fn dropped_vjp(
         &self,
         pass: &AdapterPass<'_, Self>,
@@ -116,17 +116,17 @@ impl Reference {
     }
 }
 
-/// What a dropout mask leaves of x.
+/// Applies a dropout mask to x.
 fn dropped(x: &Tensor, mask: &Mask<'_>) -> Result<Tensor> {
     Ok(ops::change_rows(x, |token, values| mask.apply(token, values))?)
 }
 
-/// gradient[at..] += values
+/// Adds values to a range of the gradient: gradient[at..] += values.
 fn add(gradient: &mut [f32], at: usize, values: &[f32]) {
     add_scaled(&mut gradient[at..at + values.len()], 1.0, values);
 }
 
-/// gradient[at..] += all of a tensor.
+/// Adds all values of a tensor to a range of the gradient.
 fn add_tensor(gradient: &mut [f32], at: usize, values: &Tensor) -> Result<()> {
     Ok(ops::with_values(values, |values| add(gradient, at, values))?)
 }
@@ -255,7 +255,7 @@ impl Compute for Reference {
         Ok(x.narrow(1, columns.start, columns.len())?.contiguous()?)
     }
 
-    fn beside(&self, parts: &[&Tensor]) -> Result<Tensor> {
+    fn concat_columns(&self, parts: &[&Tensor]) -> Result<Tensor> {
         Ok(Tensor::cat(parts, 1)?.contiguous()?)
     }
 
@@ -325,7 +325,7 @@ impl Compute for Reference {
         };
         for ((outputs, ranks, scaling), (a_at, b_at)) in parts.iter().zip(*slots) {
             add_tensor(gradient, *a_at, &da.narrow(0, ranks.start, ranks.len())?)?;
-            // L depends on B through s·B, which is what the adapter's `b` holds.
+            // L depends on B through s·B, which the adapter's `b` holds.
             let dy = dy.narrow(1, outputs.start, outputs.len())?;
             let db = dy.t()?.contiguous()?.matmul(&h.narrow(1, ranks.start, ranks.len())?.contiguous()?)?;
             add_tensor(gradient, *b_at, &(db * *scaling)?)?;
@@ -342,7 +342,7 @@ impl Compute for Reference {
     }
 
     fn rotate_vjp(&self, rotation: &Rotation<'_, Self>, qkv: Option<&Tensor>, dy: &Tensor) -> Result<Tensor> {
-        // Without qk-norm the input is not read.
+        // Without qk-norm the operation does not read its input.
         Ok(ops::rotate_vjp(&Self::rotation(rotation), qkv.unwrap_or(dy), dy)?)
     }
 

@@ -1,5 +1,5 @@
-//! What the operations of a backend are asked with: places among the parameters, tokens of a step, LoRA factors and their
-//! dropout, the arguments of backward passes. Nothing here knows a decoder.
+//! Argument types of the backend's operations: parameter positions, a step's tokens, LoRA factors and their dropout,
+//! inputs of backward passes. This module does not depend on the decoder.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -8,37 +8,37 @@ use super::{Buffers, Chosen, Compute, Decode, Pick};
 use crate::ops::RopeTable;
 use crate::ops::slices::{self, Group, Heads, Visible};
 use crate::random::Key;
-use crate::sampling::{Filters, draw_among};
+use crate::sampling::{Filters, sample_filtered};
 
 /// A linear layer that LoRA can adapt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Module {
-    /// `self_attn.q_proj`
+    /// Projection to queries, `self_attn.q_proj`.
     Q,
-    /// `self_attn.k_proj`
+    /// Projection to keys, `self_attn.k_proj`.
     K,
-    /// `self_attn.v_proj`
+    /// Projection to values, `self_attn.v_proj`.
     V,
-    /// `self_attn.o_proj`
+    /// Attention output projection, `self_attn.o_proj`.
     O,
-    /// `mlp.gate_proj`
+    /// MLP gate projection, `mlp.gate_proj`.
     Gate,
-    /// `mlp.up_proj`
+    /// MLP up projection, `mlp.up_proj`.
     Up,
-    /// `mlp.down_proj`
+    /// MLP down projection, `mlp.down_proj`.
     Down,
-    /// `self_attn.qkv_proj`: queries, keys and values stored as one.
+    /// Queries, keys and values stored as one: `self_attn.qkv_proj`.
     Qkv,
-    /// `mlp.gate_up_proj`: gate and up stored as one.
+    /// Gate and up stored as one: `mlp.gate_up_proj`.
     GateUp,
-    /// `shared_mlp.input_linear`: the same in Granite 4.
+    /// Gate and up stored as one in Granite 4: `shared_mlp.input_linear`.
     Input,
-    /// `shared_mlp.output_linear`
+    /// Down projection in Granite 4: `shared_mlp.output_linear`.
     Output,
 }
 
 impl Module {
-    /// Every module, in the order of the flat parameter buffer.
+    /// All modules, in the order of the flat parameter buffer.
     pub const ALL: [Module; 11] = [
         Module::Q,
         Module::K,
@@ -53,12 +53,12 @@ impl Module {
         Module::Output,
     ];
 
-    /// The name in `target_modules`.
+    /// The module's name in `target_modules`.
     pub fn name(self) -> &'static str {
         self.path().rsplit('.').next().unwrap_or_default()
     }
 
-    /// The path inside a decoder layer.
+    /// The module's path inside a decoder layer.
     pub fn path(self) -> &'static str {
         match self {
             Module::Q => "self_attn.q_proj",
@@ -75,33 +75,34 @@ impl Module {
         }
     }
 
-    /// The module at that path inside a decoder layer.
+    /// Returns the module with this path inside a decoder layer.
     pub fn from_path(path: &str) -> Option<Module> {
         Module::ALL.into_iter().find(|m| m.path() == path)
     }
 
-    /// The module of that `target_modules` name.
+    /// Returns the module with this `target_modules` name.
     pub fn from_name(name: &str) -> Option<Module> {
         Module::ALL.into_iter().find(|m| m.name() == name)
     }
 }
 
-/// LoRA dropout of a packed batch: inputs of A are zeroed with probability p, the others divided by 1 − p (PEFT), each
-/// module with a mask of its own.
+/// LoRA dropout of a packed batch: inputs of A are zeroed with probability p, the others divided by 1 − p (as in PEFT).
+/// Each module has its own mask.
 ///
-/// Whether a value is dropped depends on the step, the token's place in its own sequence, the layer and the module, never
-/// on how the step's rows are cut into micro-batches: a completion's tokens are counted by its place among the step's
-/// rows, and a prompt's by what it says, so that it is the same prompt wherever it is computed.
+/// Whether a value is dropped depends on the step, the token's index in its own sequence, the layer and the
+/// module, but not on how the step's rows are split into micro-batches. A completion's tokens are keyed by its
+/// index among the step's rows; a prompt's tokens are keyed by its content, so that a prompt gets the same mask
+/// wherever it is computed.
 #[derive(Debug, Clone)]
 pub struct TokenDropout {
     keys: Vec<Key>,
-    /// Draws of 32 bits below it are dropped.
+    /// Random 32-bit numbers below this value drop their input.
     threshold: u64,
     scale: f32,
 }
 
 impl TokenDropout {
-    /// Drops with probability `p`; `keys` are of the batch's tokens.
+    /// Creates dropout with probability `p`; `keys` are those of the batch's tokens.
     pub fn new(p: f64, keys: Vec<Key>) -> Self {
         let threshold = (p * 2f64.powi(32)).round();
         Self { keys, threshold: threshold as u64, scale: (1.0 / (1.0 - threshold / 2f64.powi(32))) as f32 }
@@ -113,7 +114,7 @@ impl TokenDropout {
     }
 }
 
-/// What one module's input loses in one layer.
+/// The dropout mask of one module's input in one layer.
 #[derive(Debug, Clone, Copy)]
 pub struct Mask<'a> {
     dropout: &'a TokenDropout,
@@ -122,54 +123,54 @@ pub struct Mask<'a> {
 }
 
 impl Mask<'_> {
-    /// What each token's draws are keyed by, for a device that applies the mask itself.
+    /// The key words of each token's random numbers, for a device that applies the mask itself.
     pub fn words(&self) -> Vec<u64> {
         self.dropout.keys.iter().map(|key| key.with(self.layer).with(self.module).word()).collect()
     }
 
-    /// Draws of 32 bits below the first are dropped, the values of others multiplied by the second.
-    pub fn law(&self) -> (u64, f32) {
+    /// The threshold of 32-bit random numbers below which values are dropped, and the factor of the others.
+    pub fn threshold_and_scale(&self) -> (u64, f32) {
         (self.dropout.threshold, self.dropout.scale)
     }
 
-    /// Apply it to the values of a token; tokens beyond the batch (padding) are left alone.
+    /// Applies the mask to the values of a token; leaves tokens beyond the batch (padding) unchanged.
     pub fn apply(&self, token: usize, values: &mut [f32]) {
         let Some(key) = self.dropout.keys.get(token) else { return };
         let key = key.with(self.layer).with(self.module);
         let TokenDropout { threshold, scale, .. } = *self.dropout;
         for (index, pair) in values.chunks_mut(2).enumerate() {
             let bits = key.with(index as u64).bits();
-            for (value, draw) in pair.iter_mut().zip([bits & 0xffff_ffff, bits >> 32]) {
-                *value = if draw < threshold { 0.0 } else { *value * scale };
+            for (value, number) in pair.iter_mut().zip([bits & 0xffff_ffff, bits >> 32]) {
+                *value = if number < threshold { 0.0 } else { *value * scale };
             }
         }
     }
 }
 
-/// One token of each row.
+/// One generation step: one token per row.
 #[derive(Clone, Copy, Debug)]
 pub struct Step<'a> {
-    /// Angles for every position.
+    /// Rotary angles for every position.
     pub table: &'a Arc<RopeTable>,
-    /// One a row.
+    /// The token of each row.
     pub tokens: Tokens<'a>,
-    /// Each in its own sequence.
+    /// The position of each row's token in its own sequence.
     pub positions: &'a [usize],
-    /// How the next tokens are to be chosen; without picks where that is not known yet.
+    /// The settings for choosing the next tokens; without picks if they are not known yet.
     pub choice: Choice<'a>,
 }
 
 /// The tokens of a step.
 #[derive(Clone, Copy, Debug)]
 pub enum Tokens<'a> {
-    /// Ids.
+    /// Token ids known to the host.
     Known(&'a [u32]),
-    /// Those that the last step chose for as many rows, perhaps not known to anybody yet.
+    /// The tokens that the last step chose for this number of rows; the host may not know them yet.
     Chosen(usize),
 }
 
 impl Tokens<'_> {
-    /// How many there are.
+    /// Number of tokens, one per row.
     pub fn count(&self) -> usize {
         match self {
             Tokens::Known(ids) => ids.len(),
@@ -178,51 +179,51 @@ impl Tokens<'_> {
     }
 }
 
-/// How the next tokens are chosen.
+/// The settings for choosing the next tokens.
 #[derive(Clone, Copy, Debug)]
 pub struct Choice<'a> {
-    /// One a row.
+    /// The random pick of each row.
     pub picks: &'a [Pick],
-    /// The same for all rows. What is chosen has the log-prob that it has without them.
+    /// The filters, the same for all rows. A chosen token keeps the log-prob that it has without filters.
     pub filters: Filters,
 }
 
 impl Choice<'_> {
-    /// What the pick of this row chooses from its logits (V).
+    /// Applies the pick of a row to its logits (V).
     pub(super) fn among(&self, row: usize, logits: &[f32]) -> Chosen {
         let Pick { temperature, uniform } = self.picks[row];
-        let token = draw_among(&self.filters, logits, temperature, uniform);
+        let token = sample_filtered(&self.filters, logits, temperature, uniform);
         let temperature = if temperature == 0.0 { 1.0 } else { temperature };
         Chosen { token, logp: slices::token_score(logits, token as usize, temperature).logp }
     }
 }
 
-/// The rows' residual stream after a step, and the choice of their next tokens if it was begun.
+/// The rows' residual stream after a step, and the choice of their next tokens if it was started.
 pub type Stepped<B> = (<B as Buffers>::Tensor, Option<<B as Decode>::PendingChoice>);
 
 /// The LoRA factors of a fused weight, module by module.
 #[derive(Debug)]
 pub struct AdapterShape {
-    /// Inputs of A.
+    /// Number of inputs of A.
     pub inputs: usize,
-    /// Outputs of the fused weight.
+    /// Number of outputs of the fused weight.
     pub outputs: usize,
     /// The adapted modules, in order of their outputs.
     pub blocks: Vec<AdapterBlock>,
 }
 
-/// One module's factors.
+/// The LoRA factors of one module.
 #[derive(Debug)]
 pub struct AdapterBlock {
-    /// Its outputs in the fused weight.
+    /// The module's outputs in the fused weight.
     pub outputs: Range<usize>,
-    /// Where its A `[r, in]` begins in the flat parameters.
+    /// Offset of the module's A `[r, in]` in the flat parameters.
     pub a: usize,
-    /// Its B `[out, r]`.
+    /// Offset of the module's B `[out, r]` in the flat parameters.
     pub b: usize,
-    /// Its rank.
+    /// Rank of the factors.
     pub r: usize,
-    /// `s` in s·B·A.
+    /// The scaling `s` in s·B·A.
     pub scaling: f64,
 }
 
@@ -232,12 +233,12 @@ impl AdapterShape {
         &parameters[block.a..][..block.r * self.inputs]
     }
 
-    /// Its B.
+    /// A module's B among the flat parameters.
     pub fn b<'v>(&self, parameters: &'v [f32], block: &AdapterBlock) -> &'v [f32] {
         &parameters[block.b..][..block.outputs.len() * block.r]
     }
 
-    /// Each module's ranks, of all ranks one after the other.
+    /// The range of each module in the concatenation of all ranks.
     pub fn ranks(&self) -> Vec<Range<usize>> {
         let mut end = 0;
         let ranks = self.blocks.iter().map(|block| {
@@ -248,36 +249,36 @@ impl AdapterShape {
     }
 }
 
-/// The adapter's part in a product.
+/// The adapter's contribution to a product.
 #[derive(Debug)]
 pub struct AdapterPass<'a, B: Compute> {
-    /// The factors.
+    /// The factors of the fused weight.
     pub adapter: &'a B::Adapter,
-    /// What each module's input loses to dropout; empty without.
+    /// The dropout masks of each module's input; empty without dropout.
     pub masks: &'a [Mask<'a>],
 }
 
-/// The adapter's part in the backward of a product.
+/// The adapter's contribution to the backward pass of a product.
 #[derive(Debug)]
 pub struct AdapterBackward<'a, B: Compute> {
-    /// As in the forward.
+    /// The values of the forward pass.
     pub pass: AdapterPass<'a, B>,
-    /// Where the gradients of each module's A and B begin.
+    /// Offsets of the gradients of each module's A and B.
     pub slots: &'a [(usize, usize)],
 }
 
-/// A module of a weight that is trained in full.
+/// A module of a weight that is fully trained.
 #[derive(Clone, Debug)]
 pub struct FullSlot {
-    /// Its outputs.
+    /// The module's outputs in the fused weight.
     pub outputs: Range<usize>,
-    /// Where its W begins in the flat parameters, and in their gradient.
+    /// Offset of W in the flat parameters, and in their gradient.
     pub weight: usize,
-    /// Where its b does, where it has one.
+    /// Offset of b in the flat parameters, if the module has a bias.
     pub bias: Option<usize>,
 }
 
-/// The W and b of some modules one after the other.
+/// Concatenates W and b of several modules.
 pub(super) fn gathered(parameters: &[f32], modules: &[FullSlot], inputs: usize) -> (Vec<f32>, Option<Vec<f32>>) {
     let outputs = modules.last().map_or(0, |module| module.outputs.end);
     let (mut weight, mut bias) = (Vec::with_capacity(outputs * inputs), Vec::new());
@@ -291,84 +292,84 @@ pub(super) fn gathered(parameters: &[f32], modules: &[FullSlot], inputs: usize) 
     (weight, has_bias.then_some(bias))
 }
 
-/// What the backward of a product reads.
+/// The inputs of a product's backward pass.
 #[derive(Debug)]
 pub struct LinearBackward<'a, B: Compute> {
-    /// The product's input.
+    /// The input of the forward product.
     pub x: &'a B::Tensor,
-    /// dL/dy
+    /// The gradient dL/dy of the output.
     pub dy: &'a B::Tensor,
-    /// The weight.
+    /// The weight of the product.
     pub weight: &'a B::Weight,
-    /// The adapter, where one is trained.
+    /// The adapter, if one is trained.
     pub adapter: Option<AdapterBackward<'a, B>>,
-    /// In full fine-tuning, module by module.
+    /// The trained modules in full fine-tuning; empty otherwise.
     pub full: &'a [FullSlot],
 }
 
 /// Attention in a packed batch.
 #[derive(Clone, Copy, Debug)]
 pub struct Attention<'a> {
-    /// Sizes.
+    /// Sizes of the attention heads.
     pub heads: &'a Heads,
-    /// Who is whose prompt, side by side.
+    /// The groups of the batch: each prompt with its completions.
     pub groups: &'a [Group],
-    /// What each token of a group sees.
+    /// The positions that each token of a group attends to.
     pub visible: &'a [Vec<Visible>],
-    /// How many positions a token sees, its own included; None = all.
+    /// Number of positions that a token attends to, its own included; None means all earlier ones.
     pub window: Option<usize>,
 }
 
-/// What the backward of attention reads.
+/// The inputs of attention's backward pass.
 #[derive(Debug)]
 pub struct AttentionBackward<'a, B: Compute> {
-    /// As in the forward.
+    /// The arguments of the forward pass.
     pub attention: Attention<'a>,
-    /// The forward's input.
+    /// The input of the forward pass.
     pub qkv: &'a B::Tensor,
-    /// The forward's output.
+    /// The output of the forward pass.
     pub out: &'a B::Tensor,
-    /// From [`Compute::attend`].
+    /// The softmax values from [`Compute::attend`].
     pub softmax: &'a B::Softmax,
-    /// dL/dout
+    /// The gradient dL/dout of the output.
     pub dy: &'a B::Tensor,
 }
 
-/// What makes logits of normed rows.
+/// The language-model head, which computes logits from normed rows.
 #[derive(Clone, Debug)]
 pub struct Head<B: Buffers> {
-    /// `[vocab, hidden]`
+    /// The head's matrix `[vocab, hidden]`.
     pub weight: B::Weight,
-    /// Logits are c·tanh(x·Wᵀ / c), where there is a c.
+    /// Logits become c·tanh(x·Wᵀ / c) if c is set.
     pub softcap: Option<f32>,
 }
 
-/// What the backward of the head reads.
+/// The inputs of the head's backward pass.
 #[derive(Debug)]
 pub struct HeadBackward<'a, B: Compute> {
-    /// Normed rows.
+    /// The normed rows, which are the head's input.
     pub x: &'a B::Tensor,
-    /// What made the logits.
+    /// The head of the forward pass.
     pub head: &'a Head<B>,
-    /// One a row.
+    /// The target token of each row.
     pub targets: &'a [u32],
-    /// Divides the logits.
+    /// The divisor of the logits.
     pub temperature: f64,
-    /// From [`Compute::score`].
+    /// The normalizers from [`Compute::score`].
     pub normalizers: &'a B::Normalizers,
-    /// dL/dlogp, one a row.
+    /// The gradient dL/dlogp of each row.
     pub g: &'a [f32],
-    /// Where the head's own gradient begins, where it is trained.
+    /// Offset of the head's own gradient, if the head is trained.
     pub at: Option<usize>,
 }
 
-/// qk-norm and rope of some tokens.
+/// Arguments of qk-norm and rotary embedding.
 #[derive(Debug)]
 pub struct Rotation<'a, B: Compute> {
-    /// Sizes.
+    /// Sizes of the attention heads.
     pub heads: &'a Heads,
-    /// qk-norm weights of query and key heads, and epsilon.
+    /// Weights of the norms on query and key heads, and epsilon.
     pub qk_norm: Option<(&'a B::Vector, &'a B::Vector, f32)>,
-    /// One row a token.
+    /// The rotary angles, one row per token.
     pub angles: &'a B::Angles,
 }

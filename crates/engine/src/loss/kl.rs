@@ -2,17 +2,17 @@
 
 use crate::spec::KlEstimator;
 
-/// beta · KL(policy ‖ reference), estimated from the sampled tokens.
+/// The penalty beta · KL(policy ‖ reference), estimated from the sampled tokens.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct KlPenalty {
-    /// Its weight.
+    /// Weight of the penalty.
     pub beta: f64,
-    /// k3 or k2 (k1 is refused at submission: its expected gradient is zero on-policy).
+    /// The estimator: k3 or k2. (k1 is rejected at submission: its expected gradient is zero on-policy.)
     pub estimator: KlEstimator,
 }
 
 impl KlPenalty {
-    /// The penalty of one token and its slope in the new log-prob.
+    /// The penalty of one token and its derivative with respect to the new log-prob.
     pub fn of_token(&self, new: f64, reference: f64) -> (f64, f64) {
         let (value, slope) = match self.estimator {
             KlEstimator::K1 => k1(new, reference),
@@ -23,18 +23,21 @@ impl KlPenalty {
     }
 }
 
-/// new − ref: unbiased, may be negative. J. Schulman, "Approximating KL divergence" (joschu.net/blog/kl-approx.html).
+/// The estimator k1 = new − ref: unbiased, may be negative. J. Schulman,
+/// "Approximating KL divergence" (joschu.net/blog/kl-approx.html).
 fn k1(new: f64, reference: f64) -> (f64, f64) {
     (new - reference, 1.0)
 }
 
-/// (new − ref)²/2: never negative, little variance, biased. Same source; its gradient is the KL's on-policy.
+/// The estimator k2 = (new − ref)²/2: never negative, low variance, biased. Same source. On-policy, its gradient is
+/// that of the KL.
 fn k2(new: f64, reference: f64) -> (f64, f64) {
     let difference = new - reference;
     (difference * difference / 2.0, difference)
 }
 
-/// exp(ref − new) − (ref − new) − 1: never negative, unbiased. Same source; GRPO's (arXiv 2402.03300, equation 4).
+/// The estimator k3 = exp(ref − new) − (ref − new) − 1: never negative, unbiased. Same source; used by GRPO
+/// (arXiv 2402.03300, equation 4).
 fn k3(new: f64, reference: f64) -> (f64, f64) {
     let difference = reference - new;
     (difference.exp_m1() - difference, -difference.exp_m1())

@@ -11,7 +11,7 @@ fn loss(new: f32, advantage: f64) -> RowLoss {
     row_loss(&row, &CONFIG, &STEP)
 }
 
-/// Every loss, without a KL penalty and with each.
+/// Every loss, without a KL penalty and with each estimator.
 fn configs() -> Vec<LossConfig> {
     let penalty = |estimator| Some(KlPenalty { beta: 0.3, estimator });
     let penalties = [None, penalty(KlEstimator::K1), penalty(KlEstimator::K2), penalty(KlEstimator::K3)];
@@ -33,7 +33,8 @@ fn the_gradient_is_the_slope_of_the_loss_on_every_branch() {
 
 #[test]
 fn the_gradient_of_every_loss_and_kl_estimator_is_that_of_finite_differences() {
-    // Multiples of 1/1024, so that a step of 1/1024 is exact in f32; no ratio lies on a bound of the clip.
+    // All values are multiples of 1/1024, so that a step of 1/1024 is exact in f32; no ratio is exactly
+    // on a clip bound.
     let grid = |values: [f32; 4]| values.map(|value| (value * 1024.0).round() / 1024.0);
     let old = grid([-1.0, -0.75, -2.5, -0.125]);
     let reference = grid([-1.25, -0.5, -2.0, -0.25]);
@@ -86,7 +87,7 @@ fn a_kl_penalty_pulls_towards_the_reference_and_vanishes_at_it() {
         let (above, below) = (penalty.of_token(-0.5, -1.0), penalty.of_token(-1.5, -1.0));
         assert!(above.0 > 0.0 && below.0 > 0.0 && above.1 > 0.0 && below.1 < 0.0, "{estimator:?}");
     }
-    // k1 would not: its slope is the same everywhere.
+    // k1 would fail this: its slope is constant.
     assert_eq!(KlPenalty { beta: 0.5, estimator: KlEstimator::K1 }.of_token(-1.5, -1.0), (-0.25, 0.5));
 }
 
@@ -126,7 +127,8 @@ fn on_policy_all_losses_push_the_same_way() {
         let advantage = RowAdvantage::Sequence(2.0);
         let row = LossRow { new_logps: &logps, old_logps: &logps, ref_logps: &[], included: true, advantage };
         let result = row_loss(&row, &LossConfig { loss, ..CONFIG }, &STEP);
-        // −A over: completions, all tokens, completions · own tokens, completions · limit; gspo shares it among the tokens.
+        // −A divided by: completions, all tokens, completions · own tokens, completions · limit; gspo distributes
+        // it over the tokens.
         let expected = match loss {
             Loss::Sequence => 2.0 / 4.0,
             Loss::TokenMean => 2.0 / 11.0,
@@ -140,7 +142,7 @@ fn on_policy_all_losses_push_the_same_way() {
 
 #[test]
 fn clipped_ratios_are_counted_by_token_or_by_sequence() {
-    // Two tokens far above, one far below: together above.
+    // Two token ratios are far above the range, one is far below; the sequence ratio is above.
     let (old, new) = ([-2.0f32; 3], [-1.0f32, -1.0, -3.0]);
     let counts = |loss, advantage: f64| {
         let advantage = RowAdvantage::Sequence(advantage);

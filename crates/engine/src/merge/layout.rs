@@ -1,4 +1,4 @@
-//! Which tensors a merged directory holds: those of the base's files, in their order.
+//! The tensors of a merged directory: those of the base's files, in the same order.
 
 use std::collections::HashMap;
 use std::os::unix::fs::FileExt;
@@ -12,7 +12,7 @@ use crate::modelcard::{self, ModelCard, TensorDtype, TensorLocation};
 
 const SINGLE: &str = "model.safetensors";
 
-/// The files of weights, by name.
+/// Lists the weight files, sorted by name.
 pub(super) fn weight_files(dir: &Path) -> Result<Vec<String>> {
     if dir.join(SINGLE).exists() {
         return Ok(vec![SINGLE.to_owned()]);
@@ -34,13 +34,13 @@ pub(super) struct TensorPlan {
 }
 
 pub(super) enum TensorKind {
-    /// Numbers that are stored anew; by the canonical name those that an adapter may change or that have scales.
+    /// Floats that are converted; `canonical` is set for tensors that an adapter may change or that have scales.
     Floats { location: TensorLocation, canonical: Option<String> },
-    /// Bytes that are copied: type, place and length.
+    /// Bytes that are copied: type, offset and length.
     Bytes { dtype: String, offset: u64, length: u64 },
 }
 
-/// A file to write, its tensors in their order.
+/// A file to write, with its tensors in order.
 pub(super) struct FilePlan {
     pub(super) file: String,
     pub(super) tensors: Vec<TensorPlan>,
@@ -62,7 +62,7 @@ impl FilePlan {
         opened.read_exact_at(&mut header, 8).map_err(io(&path))?;
         let header: safetensors::tensor::Metadata =
             serde_json::from_slice(&header).map_err(|why| damaged(why.to_string()))?;
-        // By its place: the same tensor has several spellings.
+        // Tensors are identified by position, because the same tensor may have several names.
         let known: HashMap<u64, &TensorLocation> = card
             .tensors
             .iter()
@@ -81,7 +81,7 @@ impl FilePlan {
         for (name, info) in entries {
             let (begin, end) = info.data_offsets;
             let offset = 8 + size + begin as u64;
-            // What is expanded needs its scales no more, and a head that is the embedding is not written twice.
+            // Expanded tensors need their scales no more, and a head tied to the embedding is not written twice.
             let is_scale =
                 scales.contains(&(file, offset)) || (!scales.is_empty() && name.ends_with(".activation_scale"));
             if is_scale || (card.config.tie_word_embeddings && name.ends_with("lm_head.weight")) {

@@ -1,4 +1,4 @@
-//! An adapter's updates of weights, and what of them rounding leaves.
+//! The adapter's updates of weights, and how much of them survives rounding.
 
 use std::collections::HashMap;
 
@@ -9,28 +9,28 @@ use crate::error::Result;
 use crate::lora::{Lora, Module};
 use crate::modelcard::ModelCard;
 
-/// What of the adapter's update is still there after rounding, over all adapted weights: `u` is the update, `d` the difference
-/// between merged and base weights as both are stored.
+/// How much of the adapter's update survives rounding, over all adapted weights: `u` is the update, `d` the difference
+/// between the merged and the base weights as both are stored.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Survived {
-    /// `d·u / u·u`: 1 = all of it, 0 = nothing.
+    /// The ratio `d·u / u·u`: 1 = the whole update, 0 = nothing.
     pub fraction: f64,
-    /// `d·u / ‖d‖‖u‖`: 1 = nothing but the update.
+    /// The cosine `d·u / ‖d‖‖u‖`: 1 = the difference has exactly the direction of the update.
     pub cosine: f64,
 }
 
 /// The update of one matrix.
 pub(super) struct Update {
-    /// `[r, in]`
+    /// The factor A `[r, in]`.
     a: Vec<f32>,
-    /// `[out, r]`
+    /// The factor B `[out, r]`.
     b: Vec<f32>,
     r: usize,
     scaling: f32,
 }
 
 impl Update {
-    /// `s·B·A` of these rows, `[rows, in]`.
+    /// Computes `s·B·A` for these rows, `[rows, in]`.
     pub(super) fn rows(&self, rows: std::ops::Range<usize>, width: usize) -> Vec<f32> {
         let mut update = vec![0.0; rows.len() * width];
         update.par_chunks_mut(width).zip(rows.into_par_iter()).for_each(|(update, row)| {
@@ -43,7 +43,7 @@ impl Update {
     }
 }
 
-/// The adapter's updates by the canonical names of their weights.
+/// The adapter's updates, by the canonical names of the weights.
 pub(super) fn updates_of(lora: &Lora, card: &ModelCard) -> Result<HashMap<String, Update>> {
     let values = lora.values.values()?;
     let mut updates = HashMap::new();
@@ -66,11 +66,11 @@ pub(super) fn updates_of(lora: &Lora, card: &ModelCard) -> Result<HashMap<String
 /// Sums over all adapted weights.
 #[derive(Debug, Default, Clone, Copy)]
 pub(super) struct Sums {
-    /// `d·u`
+    /// The sum of `d·u`.
     both: f64,
-    /// `u·u`
+    /// The sum of `u·u`.
     update: f64,
-    /// `d·d`
+    /// The sum of `d·d`.
     difference: f64,
 }
 
@@ -90,7 +90,7 @@ impl Sums {
     }
 }
 
-/// Adds an update to base weights, and measures what of it rounding leaves.
+/// Adds an update to base weights, and measures how much of it survives rounding.
 pub(super) fn add(values: &mut [f32], change: &[f32], dtype: MergedDtype) -> Sums {
     let sums = values.par_chunks_mut(1 << 16).zip(change.par_chunks(1 << 16)).map(|(values, change)| {
         let mut sums = Sums::default();
@@ -105,7 +105,7 @@ pub(super) fn add(values: &mut [f32], change: &[f32], dtype: MergedDtype) -> Sum
         }
         sums
     });
-    // In the order of the parts: the same figures on every machine.
+    // Adding in the order of the parts gives the same figures on every machine.
     sums.collect::<Vec<Sums>>().into_iter().fold(Sums::default(), Sums::add)
 }
 
@@ -116,7 +116,7 @@ mod tests {
     use super::*;
     use crate::random::{Key, Stream};
 
-    /// Standard normal numbers (Box and Muller).
+    /// Creates standard normal numbers (Box and Muller).
     fn normal(count: usize, seed: u64) -> Vec<f32> {
         let key = Key::new(seed, Stream::Init);
         let number = |index: usize| {
@@ -127,8 +127,8 @@ mod tests {
     }
 
     #[test]
-    fn what_survives_rounding_is_what_was_measured_with_torch() {
-        // Share of the weights' norm, and of the update what survives (cosine) in bfloat16 and in float16.
+    fn the_share_that_survives_rounding_equals_that_measured_with_torch() {
+        // Each line has the update's share of the weights' norm, and the surviving cosine in bfloat16 and in float16.
         for (share, bf16_left, f16_left) in [
             (0.1, (1.0, 1.0), (1.0, 1.0)),
             (0.01, (1.0, 0.987), (1.0, 1.0)),

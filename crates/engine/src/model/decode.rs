@@ -1,5 +1,5 @@
-//! Generation: prompts are computed once and their keys and values shared; rows join, grow by a token at a time, and
-//! leave.
+//! Generation: prompts are computed once and share their keys and values; rows join, grow by one token
+//! per step, and leave.
 
 use super::{Adapter, Logits, Network, Policy};
 #[cfg(feature = "cuda")]
@@ -8,7 +8,7 @@ use crate::backend::{Choice, Chosen, Decode, Pick, cpu::Cpu, reference::Referenc
 use crate::error::{EngineError, Result};
 use crate::sampling::Filters;
 
-/// Sequences in the middle of generation.
+/// The sequences of a running generation.
 #[derive(Debug)]
 pub struct DecodeState(OnBackend);
 
@@ -20,40 +20,41 @@ enum OnBackend {
     Cuda(Box<Rows<Cuda>>),
 }
 
-/// Live rows: their KV cache, and the residual stream that each one's next token is chosen from.
+/// Live rows: their KV cache, and the residual stream from which each row's next token is chosen.
 #[derive(Debug)]
 pub struct Rows<B: Decode> {
-    /// With or without the adapter.
+    /// Whether the adapter is applied.
     pub adapter: Adapter,
-    /// Keys and values.
+    /// The key-value cache of all rows.
     pub cache: B::Cache,
-    /// `[rows, hidden]` after the last layer; None without rows.
+    /// The residual stream `[rows, hidden]` after the last layer; None without rows.
     pub hidden: Option<B::Tensor>,
-    /// The next tokens of the first rows, where the last step began to choose them.
+    /// The next tokens of the first rows, if the last step started to choose them.
     pub picked: Option<Picks<B>>,
-    /// Those of the step before it, where the last step, which appends them, was queued before anybody read them.
+    /// The choice of the step before, if the last step, which appends these tokens, was queued before
+    /// the host read them.
     pub due: Option<Picks<B>>,
-    /// Tokens of each row, prompt included.
+    /// Number of tokens of each row, prompt included.
     pub lengths: Vec<usize>,
-    /// The most that each will have.
+    /// Maximum number of tokens that each row will have.
     pub most: Vec<usize>,
 }
 
-/// A choice of tokens that was begun.
+/// A choice of tokens that has started.
 #[derive(Debug)]
 pub struct Picks<B: Decode> {
-    /// How, one a row.
+    /// The random pick of each row.
     pub picks: Vec<Pick>,
-    /// How.
+    /// The filters of the choice.
     pub filters: Filters,
-    /// Of the rows that there were then.
+    /// The pending choice for the rows that existed when it started.
     pub picked: B::PendingChoice,
-    /// Those of them that are left, where some are not.
+    /// Indices of the rows that remain, if some have left.
     pub kept: Option<Vec<u32>>,
 }
 
 impl<B: Decode> Picks<B> {
-    /// Wait for the tokens.
+    /// Waits for the tokens of the remaining rows.
     pub fn wait(&self, backend: &B) -> Result<Vec<Chosen>> {
         let chosen = backend.finish_choose(&self.picked)?;
         Ok(match &self.kept {
@@ -62,7 +63,7 @@ impl<B: Decode> Picks<B> {
         })
     }
 
-    /// Keep these rows, in this order.
+    /// Keeps these rows, in this order.
     pub fn retain(&mut self, rows: &[u32]) {
         self.picks = rows.iter().map(|row| self.picks[*row as usize]).collect();
         self.kept = Some(match &self.kept {
@@ -72,7 +73,7 @@ impl<B: Decode> Picks<B> {
     }
 }
 
-/// Run `$body` with the decoder and its rows.
+/// Runs `$body` with the decoder and its rows.
 macro_rules! with_rows {
     ($policy:expr, $state:expr, |$decoder:ident, $rows:ident| $body:expr) => {
         match (&$policy.network, $state) {
@@ -88,7 +89,7 @@ macro_rules! with_rows {
 }
 
 impl Policy {
-    /// A batch without rows.
+    /// Creates a batch without rows.
     pub fn begin(&self, adapter: Adapter) -> DecodeState {
         DecodeState(match &self.network {
             Network::Cpu(decoder) => OnBackend::Cpu(decoder.begin(adapter)),
@@ -98,7 +99,7 @@ impl Policy {
         })
     }
 
-    /// Compute the prompts, each distinct one once, and append `num_copies` rows for each, prompt-major; they await
+    /// Computes each distinct prompt once, and appends `num_copies` rows per prompt, prompt by prompt; they wait for
     /// their first token. A row grows by at most `max_new_tokens`.
     pub fn join(
         &self,
@@ -113,32 +114,33 @@ impl Policy {
         with_rows!(self, &mut state.0, |decoder, rows| decoder.join(rows, prompts, num_copies, max_new_tokens))
     }
 
-    /// Next-token logits, one row a live row.
+    /// Returns the next-token logits, one row per live row.
     pub fn next_logits(&self, state: &DecodeState) -> Result<Logits> {
         let values = with_rows!(self, &state.0, |decoder, rows| decoder.next_logits(rows))?;
         Ok(Logits { values, vocab_size: self.card.config.vocab_size })
     }
 
-    /// The next token of every live row, chosen by the head itself: no logits leave the backend.
+    /// Chooses the next token of every live row within the head: the logits never leave the backend.
     pub fn choose(&self, state: &DecodeState, picks: &[Pick]) -> Result<Vec<Chosen>> {
         let mut chosen = Vec::new();
         self.choose_into(state, Choice { picks, filters: Filters::OFF }, &mut chosen)?;
         Ok(chosen)
     }
 
-    /// As [`Policy::choose`], perhaps with filters; the tokens replace what is in `chosen`.
+    /// Chooses like [`Policy::choose`], with filters; the tokens replace the content of `chosen`.
     pub fn choose_into(&self, state: &DecodeState, choice: Choice<'_>, chosen: &mut Vec<Chosen>) -> Result<()> {
         state.check(choice.picks.len(), "picks")?;
         with_rows!(self, &state.0, |decoder, rows| decoder.choose(rows, choice, chosen))
     }
 
-    /// Append one token to every live row.
+    /// Appends one token to every live row.
     pub fn append(&self, state: &mut DecodeState, tokens: &[u32]) -> Result<()> {
         self.append_and_pick(state, tokens, Choice { picks: &[], filters: Filters::OFF })
     }
 
-    /// As [`Policy::append`], and where the backend gains by it begin to choose each row's next token by this choice:
-    /// [`Policy::choose_into`] with the same picks, and those of rows that joined after them, then waits for that.
+    /// Appends like [`Policy::append`]. If the backend benefits, also starts choosing each row's next token with this
+    /// choice. [`Policy::choose_into`] then waits for the result; call it with the same picks, followed by those of
+    /// rows that joined later.
     pub fn append_and_pick(&self, state: &mut DecodeState, tokens: &[u32], choice: Choice<'_>) -> Result<()> {
         state.check(tokens.len(), "tokens")?;
         if !choice.picks.is_empty() {
@@ -147,7 +149,7 @@ impl Policy {
         with_rows!(self, &mut state.0, |decoder, rows| decoder.append(rows, tokens, choice))
     }
 
-    /// Whether [`Policy::append_ahead`] gains anything.
+    /// Whether the backend benefits from [`Policy::append_ahead`].
     pub fn decodes_ahead(&self) -> bool {
         match &self.network {
             Network::Cpu(_) | Network::Reference(_) => false,
@@ -156,16 +158,17 @@ impl Policy {
         }
     }
 
-    /// After [`Policy::append_and_pick`]: queue the step that appends the tokens which that one chooses, before they are
-    /// read, and begin to choose the next by this choice. [`Policy::choose_into`] then gives the tokens (by the first
-    /// choice), [`Policy::retain`] may drop rows of them, and [`Policy::append_and_pick`] with the rest finds its step done.
-    /// Not done where rows joined or left since the tokens were asked for. No rows may join until they are read.
+    /// Queues the next step ahead. Call it after [`Policy::append_and_pick`]: it queues the step that appends the
+    /// tokens being chosen, before the host has read them, and starts choosing the following tokens with this choice.
+    /// [`Policy::choose_into`] then returns the tokens of the first choice, [`Policy::retain`] may drop some rows, and
+    /// [`Policy::append_and_pick`] with the remaining rows finds its step already done. Does nothing if rows joined or
+    /// left since the choice started. No rows may join until the tokens are read.
     pub fn append_ahead(&self, state: &mut DecodeState, choice: Choice<'_>) -> Result<()> {
         state.check(choice.picks.len(), "picks")?;
         with_rows!(self, &mut state.0, |decoder, rows| decoder.append_ahead(rows, choice))
     }
 
-    /// Keep the rows marked true; the others leave the batch.
+    /// Keeps the rows marked true; the others leave the batch.
     pub fn retain(&self, state: &mut DecodeState, keep: &[bool]) -> Result<()> {
         state.check(keep.len(), "marks")?;
         with_rows!(self, &mut state.0, |decoder, rows| decoder.retain(rows, keep))
@@ -177,7 +180,7 @@ fn other_policy() -> EngineError {
 }
 
 impl DecodeState {
-    /// How many rows are live.
+    /// Number of live rows.
     pub fn len(&self) -> usize {
         self.lengths().len()
     }
@@ -187,7 +190,7 @@ impl DecodeState {
         self.lengths().is_empty()
     }
 
-    /// Each live row's length in tokens, prompt included.
+    /// Length of each live row in tokens, prompt included.
     pub fn lengths(&self) -> &[usize] {
         match &self.0 {
             OnBackend::Cpu(rows) => &rows.lengths,

@@ -1,4 +1,5 @@
-//! The decoder over any backend: packed forward, backward layer by layer; in `generate` prefill and decode.
+//! The decoder over any backend: packed forward pass, and backward pass layer by layer. The submodule `generate`
+//! holds prefill and decode.
 
 mod generate;
 
@@ -17,7 +18,7 @@ use crate::model::full::Full;
 use crate::modelcard::ModelDescription;
 use crate::ops::slices::TokenScore;
 
-/// A model's weights on a backend.
+/// The weights of a model on a backend.
 #[derive(Clone, Debug)]
 pub struct Decoder<B: Compute> {
     backend: B,
@@ -25,19 +26,19 @@ pub struct Decoder<B: Compute> {
     embedding: B::Weight,
     layers: Vec<Layer<B>>,
     norm: Norm<B>,
-    /// Its weight is the embedding itself where tied.
+    /// The head; its weight is the embedding itself if the two are tied.
     head: Head<B>,
-    /// Where the gradients of embedding and head begin, where they are trained.
+    /// Offsets of the gradients of embedding and head, if they are trained.
     slots: Option<(usize, usize)>,
     ropes: Arc<Ropes>,
     gradient_checkpointing: bool,
 }
 
-/// From the new scores to dL/dlogp, one a target.
+/// Maps the new scores to dL/dlogp, one value per target.
 pub type TargetLoss<'l> = dyn FnMut(&[TokenScore]) -> Result<Vec<f32>> + 'l;
 
 impl<B: Compute> Decoder<B> {
-    /// Load a checkpoint's weights.
+    /// Loads the weights of a checkpoint.
     pub fn load(backend: B, weights: &mut Weights, config: &ModelDescription) -> Result<Self> {
         let mut matrix = |name: &str| -> Result<B::Weight> {
             backend.upload_weight(weights.values(name)?.0, config.hidden_size, None)
@@ -63,22 +64,23 @@ impl<B: Compute> Decoder<B> {
         })
     }
 
-    /// What computes.
+    /// The backend that computes.
     pub fn backend(&self) -> &B {
         &self.backend
     }
 
-    /// Another phase begins, or memory is short.
+    /// Frees cached buffers. Call it between phases, or if memory is short.
     pub fn release(&self) {
         self.backend.release_cached();
     }
 
-    /// Compute a layer's activations again in the backward instead of keeping them; changes no number.
+    /// Sets whether the backward pass recomputes a layer's activations instead of storing them; the
+    /// results do not change.
     pub fn set_gradient_checkpointing(&mut self, gradient_checkpointing: bool) {
         self.gradient_checkpointing = gradient_checkpointing;
     }
 
-    /// Train an adapter with these values.
+    /// Starts training an adapter with these values.
     pub fn set_lora(&mut self, lora: &Lora) -> Result<()> {
         let parameters = self.backend.device_buffer(&lora.values)?;
         for (index, layer) in self.layers.iter_mut().enumerate() {
@@ -89,13 +91,13 @@ impl<B: Compute> Decoder<B> {
         Ok(())
     }
 
-    /// Train all weights, beginning with these values.
+    /// Starts training all weights, with these initial values.
     pub fn set_full(&mut self, full: &Full) -> Result<()> {
         let backend = self.backend.clone();
         let parameters = backend.device_buffer(&full.values)?;
-        // New weights come while the old ones are there: what a training pass took makes room.
+        // Old and new weights exist at the same time: free the buffers of the last training pass first.
         backend.release_cached();
-        // One matrix at a time, so that no second copy of the model is alive.
+        // One matrix at a time, so that there is never a second copy of the model.
         let (vocab, hidden) = (self.config.vocab_size, self.config.hidden_size);
         let matrix = |name: &str| -> Result<B::Weight> {
             let slot = FullSlot { outputs: 0..vocab, weight: full.place(name)?.start, bias: None };
@@ -120,7 +122,7 @@ impl<B: Compute> Decoder<B> {
         Ok(())
     }
 
-    /// Rows of the vocabulary.
+    /// Number of rows of the vocabulary.
     fn vocab_size(&self) -> usize {
         self.config.vocab_size
     }
@@ -129,7 +131,7 @@ impl<B: Compute> Decoder<B> {
         &self.config.windows
     }
 
-    /// Pack rows to be scored.
+    /// Packs rows to be scored.
     pub fn pack(&self, rows: &[Trajectory<'_>]) -> Result<Packing> {
         for row in rows {
             row.segments.0.iter().try_for_each(|segment| self.check_ids(segment.ids()))?;
@@ -149,7 +151,7 @@ impl<B: Compute> Decoder<B> {
         self.scaled_embeddings(self.backend.embed(&self.embedding, ids)?)
     }
 
-    /// Multiplies embeddings by the model's multiplier. The backward pass does the same to their gradients.
+    /// Multiplies embeddings by the model's multiplier. The backward pass applies it to their gradients.
     fn scaled_embeddings(&self, x: B::Tensor) -> Result<B::Tensor> {
         match self.config.embedding_multiplier as f32 {
             1.0 => Ok(x),
@@ -158,10 +160,10 @@ impl<B: Compute> Decoder<B> {
     }
 
     fn batch<'p>(&self, packing: &'p Packing) -> Result<Batch<'p, B>> {
-        Ok(Batch { packing, angles: Angles::new(&self.backend, &packing.turns, &packing.positions)? })
+        Ok(Batch { packing, angles: Angles::new(&self.backend, &packing.token_tables, &packing.positions)? })
     }
 
-    /// The residual stream after the last layer.
+    /// Computes the residual stream after the last layer.
     fn hidden(&self, packing: &Packing, adapter: Adapter) -> Result<B::Tensor> {
         let batch = self.batch(packing)?;
         let mut x = self.embed(&packing.ids)?;
@@ -175,7 +177,7 @@ impl<B: Compute> Decoder<B> {
         self.over_divisor(self.backend.rms_norm(x, &self.norm.weight, self.eps())?)
     }
 
-    /// The head's input over what logits are divided by; its own transpose.
+    /// Divides the head's input by the divisor of the logits. The operation is its own transpose.
     fn over_divisor(&self, x: B::Tensor) -> Result<B::Tensor> {
         match self.config.logits_divisor as f32 {
             1.0 => Ok(x),
@@ -187,7 +189,7 @@ impl<B: Compute> Decoder<B> {
         self.config.rms_norm_eps as f32
     }
 
-    /// Log-probs and entropies of the packing's targets; no gradient.
+    /// Computes log-probs and entropies of the packing's targets, without gradient.
     pub fn score(&self, packing: &Packing, temperature: f64, adapter: Adapter) -> Result<Vec<TokenScore>> {
         let x = self.hidden(packing, adapter)?;
         let (from, ids) = split(&packing.targets);
@@ -197,7 +199,7 @@ impl<B: Compute> Decoder<B> {
         Ok(scores)
     }
 
-    /// Forward, loss, backward: what it adds to the gradient may come later.
+    /// Runs forward pass, loss and backward pass. The gradient may be complete only after a later wait.
     pub fn forward_backward(
         &self,
         packing: &Packing,
@@ -209,7 +211,8 @@ impl<B: Compute> Decoder<B> {
         let backend = &self.backend;
         let gradient = backend.device_buffer_mut(gradient)?;
         let batch = self.batch(packing)?;
-        // Forward, keeping each layer's input, and what its backward reads unless that is to be computed again.
+        // The forward pass keeps each layer's input, and the values that its backward pass reads
+        // unless these are recomputed.
         let mut inputs: Vec<(B::Tensor, Option<Saved<B>>)> = Vec::with_capacity(self.layers.len());
         let mut x = self.embed(&packing.ids)?;
         for (index, layer) in self.layers.iter().enumerate() {
@@ -233,7 +236,7 @@ impl<B: Compute> Decoder<B> {
         if g.iter().all(|g| *g == 0.0) {
             return Ok(());
         }
-        // Backward from the top, one layer's activations at a time.
+        // The backward pass starts at the top and holds one layer's activations at a time.
         let head = HeadBackward {
             x: &normed,
             head: &self.head,
@@ -267,7 +270,7 @@ impl<B: Compute> Decoder<B> {
         }
     }
 
-    /// The full logits at some positions of one sequence.
+    /// Computes the full logits at some positions of one sequence.
     pub fn logits(&self, ids: &[u32], positions: &[usize], adapter: Adapter) -> Result<Vec<f32>> {
         let packing = Packing::sequences(&[(ids, ids.len())], self.windows(), &self.ropes);
         let x = self.hidden(&packing, adapter)?;
@@ -276,7 +279,8 @@ impl<B: Compute> Decoder<B> {
         self.backend.download(&self.backend.logits(&normed, &self.head)?)
     }
 
-    /// The normed hidden state of each sequence's last token, `[sequences][hidden_size]`: what a score head reads.
+    /// Computes the normed hidden state of each sequence's last token, `[sequences][hidden_size]`: the input
+    /// of a score head.
     pub fn last_hidden(&self, sequences: &[&[u32]]) -> Result<Vec<f32>> {
         let sequences_and_lengths: Vec<(&[u32], usize)> = sequences.iter().map(|ids| (*ids, ids.len())).collect();
         let packing = Packing::sequences(&sequences_and_lengths, self.windows(), &self.ropes);

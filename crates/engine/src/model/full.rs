@@ -1,5 +1,6 @@
-//! Full fine-tuning: every weight of the decoder in one flat buffer, under the names of the checkpoint it was loaded from:
-//! first the matrices, then norms and biases, which weight decay leaves alone. The buffer holds the weights in f32, where the backend keeps it; what computes is made from it.
+//! Full fine-tuning: every weight of the decoder in one flat buffer, under the names of the original checkpoint.
+//! Matrices come first, then norms and biases, which have no weight decay. The buffer holds the weights in f32 in the
+//! backend's memory; the matrices used for computing are copies in the compute type.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -12,29 +13,29 @@ use crate::lora::ParameterInfo;
 use crate::modelcard::{self, ModelCard, weights};
 use crate::tensors::{self, Data};
 
-/// The weights in a checkpoint of full fine-tuning.
+/// File name of the weights in a checkpoint of full fine-tuning.
 pub const WEIGHTS: &str = "model.safetensors";
 
-/// All weights and where each lies.
+/// All weights and their positions in the flat buffer.
 #[derive(Debug)]
 pub struct Full {
-    /// Names of transformers, in the order of the buffer.
+    /// The parameters under their names in transformers, in the order of the buffer.
     pub parameters: Vec<ParameterInfo>,
-    /// Values that decay: the first so many.
+    /// Number of values with weight decay; they come first.
     pub decayed: usize,
-    /// The buffer.
+    /// The flat buffer of all weights.
     pub values: Flat,
     ranges: HashMap<String, Range<usize>>,
 }
 
 impl Full {
-    /// The weights of a model directory.
+    /// Reads the weights of a model directory.
     pub fn of_model(dir: &Path, card: &ModelCard, values: Flat) -> Result<Full> {
         let mut weights = Weights::open(dir, card);
         Full::fill(card, values, |name| Ok(weights.values(name)?.0))
     }
 
-    /// The weights of a checkpoint that [`Full::write`] made.
+    /// Reads the weights of a checkpoint that [`Full::write`] created.
     pub fn read(dir: &Path, card: &ModelCard, values: Flat) -> Result<Full> {
         let damaged = |error: String| EngineError::Checkpoint(error);
         let header = weights::read_header(dir, WEIGHTS).map_err(|error| damaged(error.to_string()))?;
@@ -52,7 +53,7 @@ impl Full {
         })
     }
 
-    /// Tensor by tensor, so that no second copy of the model is alive.
+    /// Fills the buffer tensor by tensor, so that there is never a second copy of the model.
     fn fill(card: &ModelCard, mut values: Flat, mut values_of: impl FnMut(&str) -> Result<Vec<f32>>) -> Result<Full> {
         let (mut parameters, mut ranges) = (Vec::new(), HashMap::new());
         let (mut offset, mut decayed) = (0, 0);
@@ -69,17 +70,17 @@ impl Full {
         Ok(Full { parameters, decayed, values, ranges })
     }
 
-    /// How many values the buffer of a model has.
+    /// Number of values in the buffer of a model.
     pub fn len_of(card: &ModelCard) -> usize {
         card.config.tensors().iter().map(|(_, shape)| shape.iter().product::<usize>()).sum()
     }
 
-    /// Where a tensor's values lie in the buffer, and in any of the same layout.
+    /// The range of a tensor's values in the buffer, and in any other buffer with the same layout.
     pub fn place(&self, name: &str) -> Result<Range<usize>> {
         self.ranges.get(name).cloned().ok_or_else(|| EngineError::Input(format!("no weight {name}")))
     }
 
-    /// `model.safetensors` in f32.
+    /// Writes `model.safetensors` in f32.
     pub fn write(&self, dir: &Path) -> Result<()> {
         let values = self.values.values()?;
         let tensors: Vec<tensors::Tensor<'_>> = self
@@ -94,8 +95,8 @@ impl Full {
     }
 }
 
-/// Whether weight decay is for a tensor of this name: neither norms nor biases, as `Trainer.get_decay_parameter_names` of
-/// transformers has it.
+/// Whether weight decay applies to a tensor with this name: not to norms and biases,
+/// like `Trainer.get_decay_parameter_names` of transformers.
 fn decays(name: &str) -> bool {
     !name.contains("norm") && !name.ends_with("bias")
 }

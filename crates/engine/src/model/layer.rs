@@ -1,5 +1,5 @@
-//! One decoder layer, forward and vector-Jacobian product. The backward pass needs what the forward saved; where that
-//! would take too much memory it is computed again from the layer's input.
+//! One decoder layer: forward pass and vector-Jacobian product. The backward pass needs values that the forward pass
+//! saved; if these would take too much memory, it recomputes them from the layer's input.
 
 use std::ops::Range;
 
@@ -13,26 +13,26 @@ use crate::load::Weights;
 use crate::modelcard::{self, LayerNorms, ModelDescription, QkNorm, QueryGrowth};
 use crate::ops::slices::Heads;
 
-/// Weights of one layer.
+/// The weights of one layer.
 #[derive(Clone, Debug)]
 pub struct Layer<B: Compute> {
-    /// Sizes of attention.
+    /// Sizes of the attention heads.
     pub heads: Heads,
-    /// How many positions a token sees; None = all.
+    /// Number of positions that a token attends to; None means all earlier ones.
     pub window: Option<usize>,
-    /// Positions turn queries and keys.
+    /// Whether rotary embedding is applied to queries and keys.
     rotates: bool,
-    /// By the angles of layers with a window.
+    /// Whether to use the rotary angles of layers with a window.
     is_local: bool,
     activation: Activation,
-    /// The outputs of attention and MLP are multiplied by this before they are added to the residual stream.
+    /// Factor on the outputs of attention and MLP before they are added to the residual stream.
     residual_multiplier: f32,
     eps: f32,
-    /// Added to the weights of the norms.
+    /// Value added to the weights of the norms.
     norm_offset: f32,
     before_attention: Option<Norm<B>>,
     qk_norm: Option<(Norm<B>, Norm<B>)>,
-    /// The norms of queries and keys are over all heads.
+    /// Whether the norms of queries and keys span all heads.
     has_wide_qk_norm: bool,
     qkv: Linear<B>,
     o: Linear<B>,
@@ -46,39 +46,39 @@ pub struct Layer<B: Compute> {
     query_growth: Option<QueryGrowth>,
 }
 
-/// A norm's weight, and where its gradient begins where it is trained.
+/// The weight of a norm, and the offset of its gradient if it is trained.
 #[derive(Clone, Debug)]
 pub struct Norm<B: Buffers> {
-    /// `[width]`
+    /// The norm's weight, `[width]`.
     pub weight: B::Vector,
-    /// In the flat gradient.
+    /// Offset in the flat gradient.
     pub slot: Option<usize>,
 }
 
-/// What a layer's backward reads besides its input.
+/// The values that a layer's backward pass reads besides its input.
 #[derive(Debug)]
 pub struct Saved<B: Compute> {
-    /// Before qk-norm and rope; only with qk-norm.
+    /// The input of qk-norm and rotary embedding; only with qk-norm.
     qkv: Option<B::Tensor>,
     rotated: B::Tensor,
     attended: B::Tensor,
     softmax: B::Softmax,
-    /// Before the norm that follows; only with one.
+    /// The input of the norm after attention; only if the layer has one.
     attention_out: Option<B::Tensor>,
     middle: B::Tensor,
     gate_up: B::Tensor,
-    /// As `attention_out`.
+    /// The input of the norm after the MLP; only if the layer has one.
     mlp_out: Option<B::Tensor>,
 }
 
 impl<B: Buffers> Norm<B> {
-    /// A frozen one; `offset` is added to its weights.
+    /// Creates a frozen norm; `offset` is added to its weights.
     pub fn new(backend: &B, mut values: Vec<f32>, offset: f32) -> Result<Self> {
         values.iter_mut().for_each(|value| *value += offset);
         Ok(Norm { weight: backend.upload_vector(values)?, slot: None })
     }
 
-    /// One of the flat parameters.
+    /// Creates a norm from the flat parameters.
     pub fn trained(backend: &B, parameters: &B::FlatBuffer, place: Range<usize>, offset: f32) -> Result<Self> {
         Ok(Norm { slot: Some(place.start), weight: backend.vector_from(parameters, place, offset)? })
     }
@@ -98,7 +98,7 @@ impl<B: Compute> Norm<B> {
 }
 
 impl<B: Compute> Layer<B> {
-    /// Load layer `index`.
+    /// Loads the weights of layer `index`.
     pub fn load(backend: &B, weights: &mut Weights, config: &ModelDescription, index: usize) -> Result<Self> {
         let prefix = format!("model.layers.{index}");
         let norm_offset = config.norm_offset as f32;
@@ -156,7 +156,8 @@ impl<B: Compute> Layer<B> {
         [&mut self.qkv, &mut self.o, &mut self.gate_up, &mut self.down]
     }
 
-    /// Replace the norms' weights: `place` says where they lie in the flat parameters, by their names inside the layer.
+    /// Replaces the norms' weights. `place` returns the range of each in the flat parameters, given its
+    /// name inside the layer.
     pub fn set_norms(
         &mut self,
         backend: &B,
@@ -188,8 +189,9 @@ impl<B: Compute> Layer<B> {
         [0..q, q..q + kv, q + kv..q + 2 * kv]
     }
 
-    /// Queries times the factors of their positions, where they grow; its own transpose.
-    fn grown(&self, backend: &B, qkv: &B::Tensor, positions: &[usize]) -> Result<Option<B::Tensor>> {
+    /// Multiplies queries by the factors of their positions, if the model scales them. The operation
+    /// is its own transpose.
+    fn scale_queries(&self, backend: &B, qkv: &B::Tensor, positions: &[usize]) -> Result<Option<B::Tensor>> {
         let Some(growth) = self.query_growth else { return Ok(None) };
         let factors: Vec<f32> = positions.iter().map(|position| growth.factor(*position)).collect();
         if factors.iter().all(|factor| *factor == 1.0) {
@@ -198,41 +200,41 @@ impl<B: Compute> Layer<B> {
         backend.rows_scaled(qkv, 0..self.heads.q_width(), &factors).map(Some)
     }
 
-    /// qk-norm, rope and growth of `[q | k | v]`, where the layer has them.
-    fn turn(&self, backend: &B, qkv: &B::Tensor, places: Places<'_, B>) -> Result<Option<B::Tensor>> {
-        let mut turned = None;
+    /// Applies qk-norm, rotary embedding and query scaling to `[q | k | v]`, as far as the layer has them.
+    fn rotate(&self, backend: &B, qkv: &B::Tensor, places: Places<'_, B>) -> Result<Option<B::Tensor>> {
+        let mut rotated = None;
         if let (Some((q_norm, k_norm)), true) = (&self.qk_norm, self.has_wide_qk_norm) {
             let [q, k, v] = self.parts();
             let q = backend.rms_norm(&backend.columns(qkv, q)?, &q_norm.weight, self.eps)?;
             let k = backend.rms_norm(&backend.columns(qkv, k)?, &k_norm.weight, self.eps)?;
-            turned = Some(backend.beside(&[&q, &k, &backend.columns(qkv, v)?])?);
+            rotated = Some(backend.concat_columns(&[&q, &k, &backend.columns(qkv, v)?])?);
         }
         if self.rotates {
-            turned = Some(backend.rotate(&self.rotation(places.angles), turned.as_ref().unwrap_or(qkv))?);
+            rotated = Some(backend.rotate(&self.rotation(places.angles), rotated.as_ref().unwrap_or(qkv))?);
         }
-        Ok(self.grown(backend, turned.as_ref().unwrap_or(qkv), places.positions)?.or(turned))
+        Ok(self.scale_queries(backend, rotated.as_ref().unwrap_or(qkv), places.positions)?.or(rotated))
     }
 
-    /// dL/dqkv of [`Layer::turn`]; `qkv` is its input, there with qk-norm.
-    fn turn_vjp(
+    /// Returns dL/dqkv of [`Layer::rotate`]; `qkv` is its input, present with qk-norm.
+    fn rotate_vjp(
         &self,
         backend: &B,
         qkv: Option<&B::Tensor>,
-        d_turned: B::Tensor,
+        d_rotated: B::Tensor,
         places: Places<'_, B>,
         gradient: &mut B::FlatBuffer,
     ) -> Result<B::Tensor> {
-        let d_turned = self.grown(backend, &d_turned, places.positions)?.unwrap_or(d_turned);
+        let d_rotated = self.scale_queries(backend, &d_rotated, places.positions)?.unwrap_or(d_rotated);
         let rotation = self.rotation(places.angles);
         let of_heads = qkv.filter(|_| !self.has_wide_qk_norm);
         let d_qkv = match self.rotates {
-            false => d_turned,
+            false => d_rotated,
             true => {
-                let d_qkv = backend.rotate_vjp(&rotation, of_heads, &d_turned)?;
+                let d_qkv = backend.rotate_vjp(&rotation, of_heads, &d_rotated)?;
                 if let (Some(qkv), Some((q, k))) = (of_heads, &self.qk_norm)
                     && let (Some(q), Some(k)) = (q.slot, k.slot)
                 {
-                    backend.rotate_weight_vjp(&rotation, qkv, &d_turned, gradient, (q, k))?;
+                    backend.rotate_weight_vjp(&rotation, qkv, &d_rotated, gradient, (q, k))?;
                 }
                 d_qkv
             }
@@ -247,15 +249,15 @@ impl<B: Compute> Layer<B> {
             backend.rms_norm_vjp(&x, &norm.weight, self.eps, &dy, None)
         };
         let (dq, dk) = (part(q_norm, q)?, part(k_norm, k)?);
-        backend.beside(&[&dq, &dk, &backend.columns(&d_qkv, v)?])
+        backend.concat_columns(&[&dq, &dk, &backend.columns(&d_qkv, v)?])
     }
 
-    /// The normed input of a block; None where the block reads the residual stream itself.
+    /// Computes the normed input of a block; None if the block reads the residual stream itself.
     fn before(&self, backend: &B, norm: Option<&Norm<B>>, x: &B::Tensor) -> Result<Option<B::Tensor>> {
         norm.map(|norm| backend.rms_norm(x, &norm.weight, self.eps)).transpose()
     }
 
-    /// dL/dx of [`Layer::before`], and what went around the block.
+    /// Returns dL/dx of [`Layer::before`], plus the gradient of the residual connection.
     fn before_vjp(
         &self,
         backend: &B,
@@ -271,7 +273,8 @@ impl<B: Compute> Layer<B> {
         Ok(dx)
     }
 
-    /// The residual stream and what a block adds to it, normed first where the layer has such a norm; what that norm read, too.
+    /// Adds a block's output to the residual stream, after a norm if the layer has one; also returns the
+    /// input of that norm.
     fn add(
         &self,
         backend: &B,
@@ -286,7 +289,7 @@ impl<B: Compute> Layer<B> {
         Ok((backend.sum(x, &normed)?, Some(out)))
     }
 
-    /// dL/dinput of [`Layer::add`]; dL/dx is `dy` itself.
+    /// Returns dL/dinput of [`Layer::add`]; dL/dx is `dy` itself.
     fn add_vjp(
         &self,
         backend: &B,
@@ -316,29 +319,29 @@ impl<B: Compute> Layer<B> {
         Attention { heads: &self.heads, groups, visible, window: self.window }
     }
 
-    /// The residual stream → `[q | k | v]`.
+    /// Computes `[q | k | v]` from the residual stream.
     fn read(&self, backend: &B, x: &B::Tensor, pass: Pass<'_>) -> Result<B::Tensor> {
         let normed = self.before(backend, self.before_attention.as_ref(), x)?;
         self.qkv.forward(backend, normed.as_ref().unwrap_or(x), None, pass)
     }
 
-    /// The residual stream → `[q | k | v]` after qk-norm and rope.
+    /// Computes `[q | k | v]` after qk-norm and rotary embedding from the residual stream.
     pub fn project(&self, backend: &B, x: &B::Tensor, places: Places<'_, B>, pass: Pass<'_>) -> Result<B::Tensor> {
         let qkv = self.read(backend, x, pass)?;
-        Ok(self.turn(backend, &qkv, places)?.unwrap_or(qkv))
+        Ok(self.rotate(backend, &qkv, places)?.unwrap_or(qkv))
     }
 
-    /// Scales the input of a product whose output is added to the residual stream. That is the same as scaling the output.
+    /// Scales the input of a product whose output is added to the residual stream. This equals scaling the output.
     fn added(&self, backend: &B, x: B::Tensor) -> Result<B::Tensor> {
         Ok(self.scaled(backend, &x)?.unwrap_or(x))
     }
 
-    /// The same of what is needed as it is too; None where the multiplier is 1.
+    /// Scales like [`Layer::added`], but keeps the unscaled input; None if the multiplier is 1.
     fn scaled(&self, backend: &B, x: &B::Tensor) -> Result<Option<B::Tensor>> {
         (self.residual_multiplier != 1.0).then(|| backend.scaled(x, self.residual_multiplier)).transpose()
     }
 
-    /// The residual stream after attention → `[gate | up]`.
+    /// Computes `[gate | up]` from the residual stream after attention.
     fn widen(&self, backend: &B, middle: &B::Tensor, pass: Pass<'_>) -> Result<B::Tensor> {
         let normed = self.before(backend, self.before_mlp.as_ref(), middle)?;
         self.gate_up.forward(backend, normed.as_ref().unwrap_or(middle), None, pass)
@@ -348,14 +351,15 @@ impl<B: Compute> Layer<B> {
         self.added(backend, backend.gated(self.activation, gate_up)?)
     }
 
-    /// What follows attention: output projection, residual, MLP, residual.
+    /// Computes the part after attention: output projection, residual, MLP, residual.
     pub fn finish(&self, backend: &B, x: &B::Tensor, attended: B::Tensor, pass: Pass<'_>) -> Result<B::Tensor> {
         let middle = self.add(backend, self.of_attention(), &self.added(backend, attended)?, x, pass)?.0;
         let activated = self.activated(backend, &self.widen(backend, &middle, pass)?)?;
         Ok(self.add(backend, self.of_mlp(), &activated, &middle, pass)?.0)
     }
 
-    /// A packed batch through the layer; also returns `[q | k | v]` after qk-norm and rope, for a KV cache.
+    /// Runs a packed batch through the layer; also returns `[q | k | v]` after qk-norm and rotary embedding,
+    /// for a KV cache.
     pub fn forward(
         &self,
         backend: &B,
@@ -368,7 +372,8 @@ impl<B: Compute> Layer<B> {
         Ok((self.finish(backend, x, attended, pass)?, qkv))
     }
 
-    /// The same, keeping what the backward reads; without `output` only that, for a layer whose output is known.
+    /// Runs the layer and saves the values that the backward pass reads. Without `output` it computes only these, for a
+    /// layer whose output is already known.
     pub fn forward_saving(
         &self,
         backend: &B,
@@ -378,7 +383,7 @@ impl<B: Compute> Layer<B> {
         output: bool,
     ) -> Result<(Option<B::Tensor>, Saved<B>)> {
         let qkv = self.read(backend, x, pass)?;
-        let (rotated, qkv) = match self.turn(backend, &qkv, batch.places())? {
+        let (rotated, qkv) = match self.rotate(backend, &qkv, batch.places())? {
             Some(rotated) => (rotated, self.qk_norm.is_some().then_some(qkv)),
             None => (qkv, None),
         };
@@ -399,7 +404,8 @@ impl<B: Compute> Layer<B> {
         Ok((y, Saved { qkv, rotated, attended, softmax, attention_out, middle, gate_up, mlp_out }))
     }
 
-    /// dL/dx from dL/dy, and the gradients of what is trained, of the layer's input and what was saved.
+    /// Returns dL/dx from dL/dy, and adds the gradients of trained parameters, given the layer's input
+    /// and its saved values.
     pub fn vjp(
         &self,
         backend: &B,
@@ -434,7 +440,7 @@ impl<B: Compute> Layer<B> {
             dy: &d_attended,
         })?;
         drop((rotated, attended, softmax, d_attended));
-        let d_qkv = self.turn_vjp(backend, qkv.as_ref(), d_rotated, batch.places(), gradient)?;
+        let d_qkv = self.rotate_vjp(backend, qkv.as_ref(), d_rotated, batch.places(), gradient)?;
         drop(qkv);
         let before_attention = self.before_attention.as_ref();
         let read = self.before(backend, before_attention, x)?;
@@ -444,12 +450,12 @@ impl<B: Compute> Layer<B> {
     }
 }
 
-/// A packed batch and its angles.
+/// A packed batch and its rotary angles.
 #[derive(Debug)]
 pub struct Batch<'p, B: Compute> {
-    /// Ids, groups and targets.
+    /// Token ids, groups and targets.
     pub packing: &'p Packing,
-    /// Of each token.
+    /// Rotary angles of each token.
     pub angles: Angles<B>,
 }
 
@@ -459,16 +465,16 @@ impl<B: Compute> Batch<'_, B> {
     }
 }
 
-/// Where tokens stand in their sequences.
+/// The positions of tokens in their sequences.
 #[derive(Debug)]
 pub struct Places<'a, B: Compute> {
-    /// From 0.
+    /// The positions, counted from 0.
     pub positions: &'a [usize],
-    /// Of these positions.
+    /// The rotary angles of these positions.
     pub angles: &'a Angles<B>,
 }
 
-/// Sizes of attention.
+/// The sizes of a model's attention heads.
 pub fn heads(config: &ModelDescription) -> Heads {
     let heads = Heads::new(config.num_attention_heads, config.num_key_value_heads, config.head_dim);
     let softcap = config.attention_softcap.map(|softcap| softcap as f32);

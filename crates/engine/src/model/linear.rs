@@ -1,5 +1,5 @@
-//! A linear layer, several fused into one, with LoRA applied unmerged: y = x·Wᵀ + b + s·(x·Aᵀ)·Bᵀ. Trained are the
-//! adapters, or in full fine-tuning W and b.
+//! A linear layer, possibly several fused into one, with LoRA applied without merging: y = x·Wᵀ + b + s·(x·Aᵀ)·Bᵀ. The
+//! trained parameters are the adapters, or in full fine-tuning W and b.
 
 use std::ops::Range;
 
@@ -11,14 +11,14 @@ use crate::error::{EngineError, Result};
 use crate::load::Weights;
 use crate::lora::Slot;
 
-/// One PEFT module's rows of a fused layer.
+/// The rows of a fused layer that belong to one PEFT module.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Part {
-    /// Which.
+    /// The module that owns the rows.
     pub module: Module,
-    /// Its first output.
+    /// Index of its first output.
     pub begin: usize,
-    /// Its outputs.
+    /// Number of its outputs.
     pub out: usize,
 }
 
@@ -28,7 +28,7 @@ impl Part {
     }
 }
 
-/// Some modules that read the same input, as one matrix.
+/// Modules with the same input, fused into one matrix.
 #[derive(Clone, Debug)]
 pub struct Linear<B: Compute> {
     /// The modules, in order of their outputs.
@@ -37,7 +37,7 @@ pub struct Linear<B: Compute> {
     has_bias: bool,
     weight: B::Weight,
     lora: Option<Lora<B>>,
-    /// In full fine-tuning, module by module.
+    /// The trained modules in full fine-tuning; empty otherwise.
     full: Vec<FullSlot>,
 }
 
@@ -47,12 +47,12 @@ struct Lora<B: Compute> {
     adapter: B::Adapter,
     /// The adapted modules, in order of their outputs.
     modules: Vec<Module>,
-    /// Where the gradients of each one's A and B begin.
+    /// Offsets of the gradients of each module's A and B.
     slots: Vec<(usize, usize)>,
 }
 
 impl<B: Compute> Linear<B> {
-    /// Fuse the weights (and biases) of the modules at these paths under `prefix` (`model.layers.0`).
+    /// Fuses the weights (and biases) of the modules at these paths under `prefix` (such as `model.layers.0`).
     pub fn load(backend: &B, weights: &mut Weights, prefix: &str, paths: &[&str], bias: bool) -> Result<Self> {
         let (mut parts, mut values, mut bias_values) = (Vec::new(), Vec::new(), Vec::new());
         let mut begin = 0;
@@ -81,8 +81,8 @@ impl<B: Compute> Linear<B> {
         self.parts.last().map_or(0, |part| part.outputs().end)
     }
 
-    /// Train the weights (and biases) themselves, and compute with these: `slots(module)` says where W and b begin in the
-    /// flat parameters.
+    /// Starts training the weights (and biases) themselves, and computes with these values. `slots(module)` returns the
+    /// offsets of W and b in the flat parameters.
     pub fn set_weights(
         &mut self,
         backend: &B,
@@ -99,7 +99,7 @@ impl<B: Compute> Linear<B> {
         Ok(())
     }
 
-    /// Set the adapters: `slot(module)` says where those of adapted modules are in the flat parameters.
+    /// Sets the adapters. `slot(module)` returns the positions of an adapted module's factors in the flat parameters.
     pub fn set_lora(
         &mut self,
         backend: &B,
@@ -126,7 +126,7 @@ impl<B: Compute> Linear<B> {
         Ok(())
     }
 
-    /// x `[T, in]` → y `[T, out]`, on top of `residual`.
+    /// Maps x `[T, in]` to y `[T, out]`, added to `residual`.
     pub fn forward(
         &self,
         backend: &B,
@@ -140,7 +140,7 @@ impl<B: Compute> Linear<B> {
         backend.linear(x, &self.weight, adapter, residual)
     }
 
-    /// dL/dx; the gradients of what is trained are added to the flat one.
+    /// Returns dL/dx, and adds the gradients of trained parameters to the flat gradient.
     pub fn vjp(
         &self,
         backend: &B,

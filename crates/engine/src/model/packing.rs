@@ -1,24 +1,24 @@
-//! Rows packed side by side without padding. Rows in a run that share a prompt become one group: the prompt is computed
-//! once, and every completion attends to it.
+//! Packs rows one after another without padding. Consecutive rows with the same prompt become one group: the prompt is
+//! computed once, and every completion attends to it.
 
 use super::Trajectory;
-use super::rope::{Ropes, Turns};
+use super::rope::{Ropes, TokenTables};
 use crate::error::{EngineError, Result};
 use crate::ops::slices::{self, Group, Visible};
 
-/// One batch of token ids, and where everything lies in it.
+/// One batch of token ids, with the positions of everything in it.
 #[derive(Debug)]
 pub struct Packing {
-    /// `[T]`
+    /// Ids of all tokens, `[T]`.
     pub ids: Vec<u32>,
-    /// `[T]`, each in its own sequence.
+    /// Position of each token in its own sequence, `[T]`.
     pub positions: Vec<usize>,
-    /// Side by side.
+    /// The groups, one after another.
     pub groups: Vec<Group>,
-    /// Where the tokens' angles are.
-    pub turns: Turns,
+    /// The rotary angles of the tokens.
+    pub token_tables: TokenTables,
     visible: Vec<(Option<usize>, Vec<Vec<Visible>>)>,
-    /// What is scored, row after row.
+    /// The scored tokens, row after row.
     pub targets: Vec<Target>,
 }
 
@@ -27,22 +27,22 @@ pub struct Packing {
 pub struct Target {
     /// Index of the token before it.
     pub from: usize,
-    /// The model token.
+    /// Id of the model token.
     pub id: u32,
 }
 
 impl Packing {
-    /// Pack rows. The last model token and the context after it predict nothing that is scored, and are left out.
+    /// Packs rows. The last model token and the context after it predict nothing that is scored, so they are omitted.
     pub fn rows(rows: &[Trajectory<'_>], windows: &[Option<usize>], ropes: &Ropes) -> Result<Packing> {
         let (mut ids, mut groups, mut targets): (Vec<u32>, Vec<Group>, Vec<Target>) = Default::default();
         let mut lengths = Vec::new();
-        // A prompt is shared by rows in which its tokens have the same angles.
+        // Rows share a prompt only if its tokens have the same rotary angles in all of them.
         let mut previous: Option<(&[u32], usize)> = None;
         let mut last_of_prompt = 0;
         for (index, row) in rows.iter().enumerate() {
             if row.prompt.is_empty() {
                 return Err(EngineError::Input(format!(
-                    "row {index} has an empty prompt; at least one token is needed"
+                    "row {index} has an empty prompt; at least one token is required"
                 )));
             }
             let Some(num_inputs) = row.segments.last_model_token() else { continue };
@@ -72,7 +72,8 @@ impl Packing {
         Ok(Packing::new(ids, (groups, &lengths), targets, windows, ropes))
     }
 
-    /// Pack whole sequences, scoring nothing; each has the angles of the length beside it.
+    /// Packs whole sequences without scoring any token. Each sequence uses the rotary angles for the
+    /// length given with it.
     pub fn sequences(sequences: &[(&[u32], usize)], windows: &[Option<usize>], ropes: &Ropes) -> Packing {
         let ids = sequences.iter().flat_map(|(ids, _)| ids.iter().copied()).collect();
         let group = |(ids, _): &(&[u32], usize)| Group { prompt_len: ids.len(), completion_lens: Vec::new() };
@@ -93,17 +94,17 @@ impl Packing {
             true => groups.iter().zip(lengths).flat_map(of_group).collect(),
             false => Vec::new(),
         };
-        let turns = ropes.turns(&positions, |token| by_token.get(token).copied().unwrap_or_default());
+        let token_tables = ropes.token_tables(&positions, |token| by_token.get(token).copied().unwrap_or_default());
         let mut visible: Vec<(Option<usize>, Vec<Vec<Visible>>)> = Vec::new();
         for window in windows {
             if visible.iter().all(|(known, _)| known != window) {
                 visible.push((*window, groups.iter().map(|g| slices::visible(g, *window)).collect()));
             }
         }
-        Packing { ids, positions, groups, turns, visible, targets }
+        Packing { ids, positions, groups, token_tables, visible, targets }
     }
 
-    /// What each token sees in a layer of that window, group by group.
+    /// The positions that each token attends to in a layer with this window, group by group.
     pub fn visible(&self, window: Option<usize>) -> &[Vec<Visible>] {
         self.visible.iter().find(|(known, _)| *known == window).map_or(&[], |(_, visible)| visible)
     }

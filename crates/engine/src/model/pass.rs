@@ -1,4 +1,4 @@
-//! What a forward pass is for: with or without the adapter, with dropout.
+//! The options of a forward pass: adapter on or off, dropout.
 
 use super::packing::Packing;
 use super::{Adapter, Trajectory};
@@ -8,21 +8,21 @@ use crate::random::Key;
 /// A pass through the decoder.
 #[derive(Debug, Clone, Copy)]
 pub struct Pass<'a> {
-    /// The adapter takes part.
+    /// Whether the adapter is applied.
     pub adapter: bool,
-    /// What the adapter's inputs lose.
+    /// Dropout of the adapter's inputs.
     pub dropout: Option<&'a TokenDropout>,
-    /// The decoder layer, from 0: part of what is drawn for.
+    /// Index of the decoder layer, from 0; part of the dropout's random key.
     pub layer: usize,
 }
 
 impl<'a> Pass<'a> {
-    /// Sampling, old and reference log-probs: nothing is dropped.
+    /// A pass for sampling, and for old and reference log-probs: without dropout.
     pub fn inference(adapter: Adapter) -> Self {
         Self { adapter: adapter == Adapter::On, dropout: None, layer: 0 }
     }
 
-    /// The same pass in a layer.
+    /// The same pass in a given layer.
     pub fn in_layer(self, layer: usize) -> Self {
         Self { layer, ..self }
     }
@@ -33,29 +33,29 @@ impl<'a> Pass<'a> {
     }
 }
 
-/// Where the randomness of a training step's dropout comes from.
+/// The random key of a training step's dropout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RowDropout {
-    /// Of the optimizer step.
+    /// The key of the optimizer step.
     pub key: Key,
-    /// The place of the first row among the step's rows.
+    /// Index of the first row among the step's rows.
     pub first_row: usize,
 }
 
 impl TokenDropout {
-    /// For the packing of these rows.
+    /// Creates the dropout for the packing of these rows.
     pub fn of_rows(p: f64, dropout: RowDropout, rows: &[Trajectory<'_>], packing: &Packing) -> Self {
         let RowDropout { key, first_row } = dropout;
         let mut keys = Vec::with_capacity(packing.ids.len());
-        // As the packing lays them out: a prompt, then the inputs of each trajectory that has a model token.
+        // The order of the packing: a prompt, then the inputs of each trajectory that has a model token.
         let mut rows = rows.iter().enumerate().filter(|(_, row)| row.num_model_tokens() > 0);
         for group in &packing.groups {
             let mut prompt_done = false;
             for length in &group.completion_lens {
                 let Some((index, row)) = rows.next() else { break };
                 if !prompt_done {
-                    let said = row.prompt.iter().fold(key.with(0), |key, id| key.with(u64::from(*id)));
-                    keys.extend((0..group.prompt_len as u64).map(|position| said.with(position)));
+                    let prompt_key = row.prompt.iter().fold(key.with(0), |key, id| key.with(u64::from(*id)));
+                    keys.extend((0..group.prompt_len as u64).map(|position| prompt_key.with(position)));
                     prompt_done = true;
                 }
                 let row_key = key.with(1).with((first_row + index) as u64);

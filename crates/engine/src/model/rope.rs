@@ -1,8 +1,8 @@
-//! Rotary angles, with frequencies as transformers computes them (`modeling_rope_utils.py`), in f32 where it does.
+//! Rotary angles, with frequencies computed as in transformers (`modeling_rope_utils.py`), in f32 where it uses f32.
 //!
-//! Where they depend on the length of a sequence (`dynamic`, `longrope`), each sequence has the angles of its own length, that of
-//! prompt and completion. transformers takes the longest of a batch, so a row alone there is what every row is here. What a
-//! sampler cannot know yet is in [`Ropes::length_when_sampling`].
+//! With `dynamic` and `longrope` the angles depend on the length of a sequence (prompt and completion), and each
+//! sequence uses its own length. transformers uses the longest sequence of a batch; a batch of one row there equals any
+//! row here. While sampling the final length is unknown; see [`Ropes::length_when_sampling`].
 
 use std::f64::consts::TAU;
 use std::sync::{Arc, Mutex};
@@ -12,32 +12,32 @@ use crate::error::Result;
 use crate::modelcard::{ModelDescription, Rope, RopeKind};
 use crate::ops::RopeTable;
 
-/// Those of all layers, and of layers with a window where they are others.
+/// The rotary tables of all layers, and those of layers with a window if they differ.
 #[derive(Debug)]
 pub struct Ropes {
     full: Tables,
     local: Option<Tables>,
 }
 
-/// The tables of some tokens.
+/// The rotary tables of a batch's tokens.
 #[derive(Debug)]
-pub struct Turns {
-    /// Of all layers.
-    pub full: Turn,
-    /// Of layers with a window, where they are others.
-    pub local: Option<Turn>,
+pub struct TokenTables {
+    /// The table of all layers.
+    pub full: TokenTable,
+    /// The table of layers with a window, if different.
+    pub local: Option<TokenTable>,
 }
 
 /// The table of some tokens.
 #[derive(Debug)]
-pub struct Turn {
-    /// Cosines and sines.
+pub struct TokenTable {
+    /// Cosines and sines by position.
     pub table: Arc<RopeTable>,
-    /// Each token's row of the table; None = its position.
+    /// The row of the table for each token; None means its position.
     pub rows: Option<Vec<usize>>,
 }
 
-/// The angles of some tokens on a backend.
+/// The rotary angles of a batch's tokens on a backend.
 #[derive(Debug)]
 pub struct Angles<B: Compute> {
     full: B::Angles,
@@ -45,20 +45,20 @@ pub struct Angles<B: Compute> {
 }
 
 impl<B: Compute> Angles<B> {
-    /// Of tokens at these positions.
-    pub fn new(backend: &B, turns: &Turns, positions: &[usize]) -> Result<Self> {
-        let of = |turn: &Turn| backend.angles(&turn.table, turn.rows.as_deref().unwrap_or(positions));
-        Ok(Self { full: of(&turns.full)?, local: turns.local.as_ref().map(of).transpose()? })
+    /// Computes the angles of tokens at these positions.
+    pub fn new(backend: &B, token_tables: &TokenTables, positions: &[usize]) -> Result<Self> {
+        let of = |table: &TokenTable| backend.angles(&table.table, table.rows.as_deref().unwrap_or(positions));
+        Ok(Self { full: of(&token_tables.full)?, local: token_tables.local.as_ref().map(of).transpose()? })
     }
 
-    /// Of a layer that has a window, or has none.
+    /// The angles for a layer with a window, or without one.
     pub fn of(&self, is_local: bool) -> &B::Angles {
         self.local.as_ref().filter(|_| is_local).unwrap_or(&self.full)
     }
 }
 
 impl Ropes {
-    /// Those of a model.
+    /// Creates the tables of a model.
     pub fn new(config: &ModelDescription) -> Ropes {
         Ropes { full: Tables::new(&config.rope), local: config.local_rope.as_ref().map(Tables::new) }
     }
@@ -72,32 +72,33 @@ impl Ropes {
         self.all().any(|tables| tables.rope.depends_on_length())
     }
 
-    /// Sequences of two lengths have the same angles if this is the same.
+    /// Two sequences have the same angles if this value is the same for their lengths.
     pub fn regime(&self, length: usize) -> usize {
         self.all().map(|tables| tables.regime(length)).max().unwrap_or(0)
     }
 
-    /// The length by which a token's angles are taken while its sequence grows: it has `length` tokens, and will have at most
-    /// `most`. LongRoPE has two sets, and keys that are cached must be of the same as those to come: the set of the longest that
-    /// it can become, as vLLM has it for all sequences. A dynamic base grows with each token, as `generate` of transformers has
-    /// it.
+    /// The sequence length that determines a token's angles during sampling: the sequence has `length` tokens now and
+    /// will have at most `most`. LongRoPE has two sets of frequencies, and cached keys must use the same set as later
+    /// ones, so the set for the maximum length is used, as in vLLM for all sequences. With a dynamic base the angles
+    /// change with each token, as in the `generate` method of transformers.
     pub fn length_when_sampling(&self, length: usize, most: usize) -> usize {
         let is_long = |tables: &Tables| matches!(tables.rope.kind, RopeKind::LongRope { .. });
         if self.all().any(is_long) { most } else { length }
     }
 
-    /// For tokens at these positions; `length_of` a token is the length of its sequence, asked where angles depend on it.
-    pub fn turns(&self, positions: &[usize], length_of: impl Fn(usize) -> usize) -> Turns {
-        let turn = |tables: &Tables| tables.turn(positions, &length_of);
-        Turns { full: turn(&self.full), local: self.local.as_ref().map(turn) }
+    /// Returns the tables for tokens at these positions. `length_of` returns the length of a token's sequence; it is
+    /// called only if angles depend on it.
+    pub fn token_tables(&self, positions: &[usize], length_of: impl Fn(usize) -> usize) -> TokenTables {
+        let table = |tables: &Tables| tables.token_table(positions, &length_of);
+        TokenTables { full: table(&self.full), local: self.local.as_ref().map(table) }
     }
 }
 
-/// Tables that grow with the longest position asked for.
+/// Tables that grow to the longest position requested.
 #[derive(Debug)]
 struct Tables {
     rope: Rope,
-    /// Of sequences of usual length.
+    /// Frequencies for sequences of usual length.
     usual: Frequencies,
     table: Mutex<Arc<RopeTable>>,
 }
@@ -107,7 +108,7 @@ impl Tables {
         Tables { rope: rope.clone(), usual: Frequencies::new(rope, 0), table: Mutex::default() }
     }
 
-    /// 0 for a usual length.
+    /// The set of frequencies for a length; 0 for a usual length.
     fn regime(&self, length: usize) -> usize {
         match self.rope.kind {
             RopeKind::Dynamic { original_max_position_embeddings: original, .. } if length as f64 > original => length,
@@ -118,10 +119,13 @@ impl Tables {
         }
     }
 
-    fn turn(&self, positions: &[usize], length_of: impl Fn(usize) -> usize) -> Turn {
+    fn token_table(&self, positions: &[usize], length_of: impl Fn(usize) -> usize) -> TokenTable {
         let is_usual = |token| self.regime(length_of(token)) == 0;
         if !self.rope.depends_on_length() || (0..positions.len()).all(is_usual) {
-            return Turn { table: self.usual(positions.iter().max().map_or(1, |position| position + 1)), rows: None };
+            return TokenTable {
+                table: self.usual(positions.iter().max().map_or(1, |position| position + 1)),
+                rows: None,
+            };
         }
         let mut table = RopeTable { half: self.rope.rotary_dim / 2, ..RopeTable::default() };
         let mut known: Option<(usize, Frequencies)> = None;
@@ -134,10 +138,10 @@ impl Tables {
             };
             frequencies.push(*position, &mut table);
         }
-        Turn { table: Arc::new(table), rows: Some((0..positions.len()).collect()) }
+        TokenTable { table: Arc::new(table), rows: Some((0..positions.len()).collect()) }
     }
 
-    /// A table of at least `positions` positions, of sequences of usual length.
+    /// Returns a table with at least `positions` positions, for sequences of usual length.
     fn usual(&self, positions: usize) -> Arc<RopeTable> {
         let mut table = self.table.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         if table.len() < positions {
@@ -149,7 +153,7 @@ impl Tables {
     }
 }
 
-/// Inverse frequencies `[rotary_dim / 2]`, and the factor on cos and sin.
+/// Inverse frequencies `[rotary_dim / 2]`, and the factor on cosine and sine.
 #[derive(Debug)]
 struct Frequencies {
     inverse: Vec<f32>,
@@ -157,7 +161,7 @@ struct Frequencies {
 }
 
 impl Frequencies {
-    /// Of sequences of a length.
+    /// Computes the frequencies for sequences of a length.
     fn new(rope: &Rope, length: usize) -> Frequencies {
         let (inverse, attention_factor) = frequencies(rope, length);
         Frequencies { inverse, attention_factor }

@@ -1,4 +1,4 @@
-//! Trajectories with context segments: the model reads context tokens, and neither scores nor trains them.
+//! Trajectories with context segments: the model reads context tokens, but neither scores nor trains them.
 
 use super::*;
 use crate::spec::LoraPlan;
@@ -6,8 +6,8 @@ use crate::trajectory::{Segment, Segments};
 
 const PROMPT: [u32; 3] = [5, 6, 7];
 
-/// Model 8 9, context 10 11, model 12, context 13.
-fn turns() -> Segments {
+/// The segments are: model 8 9, context 10 11, model 12, context 13.
+fn segments() -> Segments {
     let model = |ids: &[u32]| Segment::Model { ids: ids.to_vec(), logps: None };
     let context = |ids: &[u32]| Segment::Context { ids: ids.to_vec() };
     Segments(vec![model(&[8, 9]), context(&[10, 11]), model(&[12]), context(&[13])])
@@ -27,12 +27,12 @@ fn close(ours: &[f32], theirs: &[f32]) -> bool {
 
 #[test]
 fn context_tokens_are_read_and_neither_scored_nor_trained() {
-    let turns = turns();
+    let segments = segments();
     for kind in [BackendKind::Cpu, BackendKind::Reference] {
         let policy = policy(kind);
-        // Another row of the same prompt in front: the packing shares it.
+        // A row with the same prompt comes first, so that the packing shares the prompt.
         let first = Trajectory::of_completion(&PROMPT, &[14]);
-        let rows = [first.clone(), Trajectory::new(&PROMPT, &turns)];
+        let rows = [first.clone(), Trajectory::new(&PROMPT, &segments)];
         let whole = [first, Trajectory::of_completion(&PROMPT, &[8, 9, 10, 11, 12])];
         let scores = policy.score(&rows, 0.7, Adapter::On).unwrap();
         let all = &policy.score(&whole, 0.7, Adapter::On).unwrap()[1];
@@ -49,7 +49,7 @@ fn context_tokens_are_read_and_neither_scored_nor_trained() {
         let theirs = gradient(&whole, [vec![0.5], vec![1.0, -2.0, 0.0, 0.0, 3.0]]);
         assert!(close(&ours, &theirs) && ours.iter().any(|value| value.abs() > 1e-3), "{kind:?}");
 
-        // A gradient for context tokens is one of the wrong shape.
+        // A gradient with entries for context tokens has the wrong shape.
         let mut unused = policy.zero_gradient().unwrap();
         let wrong = policy.forward_backward(&rows, 0.7, &mut |_| Ok(vec![vec![0.5], vec![0.0; 6]]), &mut unused);
         assert!(wrong.is_err());

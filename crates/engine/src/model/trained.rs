@@ -1,4 +1,4 @@
-//! What of a model is trained: an adapter, everything, or nothing; its values in one flat buffer.
+//! The trained parameters of a model (an adapter, all weights, or none), in one flat buffer.
 
 use std::path::Path;
 
@@ -10,79 +10,79 @@ use crate::error::{EngineError, Result};
 use crate::lora::{self, Lora};
 use crate::spec::LoraPlan;
 
-/// Of a model of which nothing is trained.
+/// The flat buffer of a model without trained parameters.
 static NOTHING: Flat = Flat::Host(Vec::new());
 
 impl Policy {
-    /// Whether what it computes on can train it, whatever fits its memory.
+    /// Checks that the backend can train the model, apart from its memory.
     pub fn check_trainable(&self) -> Result<()> {
         with_decoder!(&self.network, |decoder| decoder.backend().check_trainable(&heads(&self.card.config)))
     }
 
-    /// Add a fresh adapter: A Kaiming-uniform with a = √5, B zero; the same values from the same seed.
+    /// Adds a new adapter: A Kaiming-uniform with a = √5, B zero; the same seed gives the same values.
     pub fn add_lora(&mut self, config: &LoraPlan, seed: u64) -> Result<()> {
         self.set_lora(Lora::fresh(config, &self.card.config, seed)?)
     }
 
-    /// Load a PEFT adapter directory.
+    /// Loads a PEFT adapter directory.
     pub fn load_lora(&mut self, dir: &Path) -> Result<()> {
         let config = lora::read_config(dir, &self.card.config)?;
         self.set_lora(Lora::read(&config, &self.card.config, &dir.join(lora::WEIGHTS))?)
     }
 
-    /// Load the tensors of a PEFT adapter file, whose config is known.
+    /// Loads the tensors of a PEFT adapter file whose config is known.
     pub fn load_lora_tensors(&mut self, config: &LoraPlan, file: &Path) -> Result<()> {
         self.set_lora(Lora::read(config, &self.card.config, file)?)
     }
 
-    /// Write `adapter_config.json` and `adapter_model.safetensors` into a directory, as PEFT does.
+    /// Writes `adapter_config.json` and `adapter_model.safetensors` into a directory, as PEFT does.
     pub fn save_lora(&self, dir: &Path, base_model_name_or_path: &str) -> Result<()> {
         let lora = self.lora.as_ref().ok_or_else(no_adapter)?;
         lora.write(dir, base_model_name_or_path)
     }
 
-    /// The adapter's config, if there is one.
+    /// The adapter's config, if there is an adapter.
     pub fn lora_config(&self) -> Option<&LoraPlan> {
         self.lora.as_ref().map(|lora| &lora.config)
     }
 
-    /// Change the dropout of the adapter, which is no part of its weights.
+    /// Changes the dropout of the adapter, which is not part of its weights.
     pub fn set_lora_dropout(&mut self, dropout: f64) {
         if let Some(lora) = &mut self.lora {
             lora.config.dropout = dropout;
         }
     }
 
-    /// Train every weight, beginning with the model's own; `dir` is the directory it was loaded from.
+    /// Starts training all weights from the model's own values; `dir` is the directory it was loaded from.
     pub fn train_all(&mut self, dir: &Path) -> Result<()> {
         let zeros = self.zeros(Full::len_of(&self.card))?;
         self.set_full(Full::of_model(dir, &self.card, zeros)?)
     }
 
-    /// Train every weight, beginning with those of a checkpoint that [`Policy::save_full`] made.
+    /// Starts training all weights from a checkpoint that [`Policy::save_full`] created.
     pub fn load_full(&mut self, dir: &Path) -> Result<()> {
         let zeros = self.zeros(Full::len_of(&self.card))?;
         self.set_full(Full::read(dir, &self.card, zeros)?)
     }
 
-    /// Write `model.safetensors` into a directory: all weights in f32, under transformers' names.
+    /// Writes `model.safetensors` into a directory: all weights in f32, under transformers' names.
     pub fn save_full(&self, dir: &Path) -> Result<()> {
         let full = self.full.as_ref().ok_or_else(|| EngineError::Input("not every weight is trained".to_owned()))?;
         full.write(dir)
     }
 
-    /// Whether every weight is trained.
+    /// Whether all weights are trained.
     pub fn trains_all(&self) -> bool {
         self.full.is_some()
     }
 
-    /// The policy as it computes now, to keep as a reference: score it with [`Adapter::On`](super::Adapter::On). Frozen
-    /// weights are shared, not copied.
+    /// Copies the current policy as a reference; score it with [`Adapter::On`](super::Adapter::On). Frozen weights
+    /// are shared, not copied.
     pub fn frozen_copy(&self) -> Policy {
         Policy { card: self.card.clone(), dtype: self.dtype, network: self.network.clone(), lora: None, full: None }
     }
 
-    /// The trainable tensors, in the order of the flat buffer.
+    /// The trained tensors, in the order of the flat buffer.
     pub fn parameters(&self) -> Vec<ParameterInfo> {
         match (&self.lora, &self.full) {
             (_, Some(full)) => full.parameters.clone(),
@@ -91,7 +91,7 @@ impl Policy {
         }
     }
 
-    /// The flat buffer of what is trained.
+    /// The flat buffer of trained parameters.
     pub fn flat(&self) -> &Flat {
         match (&self.lora, &self.full) {
             (_, Some(full)) => &full.values,
@@ -100,22 +100,22 @@ impl Policy {
         }
     }
 
-    /// How many values of the flat buffer weight decay is for: the first so many. All of an adapter's.
+    /// Number of values with weight decay, which come first in the flat buffer; all values of an adapter.
     pub fn decayed(&self) -> usize {
         self.full.as_ref().map_or(self.flat().len(), |full| full.decayed)
     }
 
-    /// Zeros for a gradient of all that is trained.
+    /// Allocates a zero gradient for all trained parameters.
     pub fn zero_gradient(&self) -> Result<Flat> {
         self.flat().zeros_like()
     }
 
-    /// A copy of [`Policy::flat`].
+    /// Copies the values of [`Policy::flat`] to the host.
     pub fn parameter_values(&self) -> Result<Vec<f32>> {
         Ok(self.flat().values()?.into_owned())
     }
 
-    /// Replace the flat buffer.
+    /// Replaces the flat buffer.
     pub fn set_parameter_values(&mut self, values: &[f32]) -> Result<()> {
         self.update_parameters(|flat| {
             if values.len() != flat.len() {
@@ -126,7 +126,7 @@ impl Policy {
         })
     }
 
-    /// Change the flat buffer in place, and with it what computes.
+    /// Changes the flat buffer in place, and updates the matrices used for computing.
     pub fn update_parameters(&mut self, change: impl FnOnce(&mut Flat) -> Result<()>) -> Result<()> {
         match (self.lora.take(), self.full.take()) {
             (_, Some(mut full)) => {
@@ -141,12 +141,12 @@ impl Policy {
         }
     }
 
-    /// As many zeros, where updates are computed.
+    /// Allocates `len` zeros in the memory where updates are computed.
     fn zeros(&self, len: usize) -> Result<Flat> {
         with_decoder!(&self.network, |decoder| decoder.backend().alloc_zeroed(len))
     }
 
-    /// Compute with these weights.
+    /// Computes with these weights from now on.
     fn set_full(&mut self, full: Full) -> Result<()> {
         with_decoder!(&mut self.network, |decoder| decoder.set_full(&full))?;
         self.lora = None;

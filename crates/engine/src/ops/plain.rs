@@ -1,5 +1,5 @@
-//! The same operations from plain differentiable tensor operations: slow, on any device, and the oracle for
-//! [`super::slices`] in tests.
+//! The same operations built from differentiable tensor operations: slow, for any device, and the oracle
+//! for [`super::slices`] in tests.
 
 use candle_core::{D, DType, Result, Tensor};
 
@@ -12,7 +12,7 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     x.broadcast_div(&(mean + eps)?.sqrt()?)?.broadcast_mul(weight)
 }
 
-/// `[T, 2·I]` of `[gate | up]` → `[T, I]`.
+/// Maps `[gate | up]` of `[T, 2·I]` to `[T, I]`.
 pub fn gated(activation: Activation, gate_up: &Tensor) -> Result<Tensor> {
     let inter = gate_up.dim(D::Minus1)? / 2;
     let gate = gate_up.narrow(D::Minus1, 0, inter)?;
@@ -28,7 +28,7 @@ pub fn gated(activation: Activation, gate_up: &Tensor) -> Result<Tensor> {
     gate * up
 }
 
-/// Rotate `[T, heads, dim]` by `[T, dim/2]` angles.
+/// Rotates `[T, heads, dim]` by `[T, dim/2]` angles.
 pub fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     let half = x.dim(D::Minus1)? / 2;
     let (a, b) = (x.narrow(D::Minus1, 0, half)?, x.narrow(D::Minus1, half, half)?);
@@ -51,7 +51,7 @@ pub fn log_softmax(x: &Tensor) -> Result<Tensor> {
     shifted.broadcast_sub(&log_sum)
 }
 
-/// Causal attention of one group; `qkv` `[T, width]` after qk-norm and rope → `[T, q_width]`.
+/// Causal attention of one group: maps `qkv` `[T, width]` after qk-norm and rotary embedding to `[T, q_width]`.
 pub fn attention(heads: &Heads, group: &Group, window: Option<usize>, qkv: &Tensor) -> Result<Tensor> {
     let len = qkv.dim(0)?;
     let mut mask = vec![f32::NEG_INFINITY; len * len];

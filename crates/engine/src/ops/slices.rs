@@ -1,5 +1,5 @@
-//! The arithmetic of the decoder on rows of f32, forward and vector-Jacobian products. Each function has a twin made of
-//! plain tensor operations in [`super::plain`], and a test compares the two.
+//! The arithmetic of the decoder on rows of f32: forward and vector-Jacobian products. [`super::plain`] has the same
+//! functions built from tensor operations, and tests compare the two.
 
 use crate::kernels::attention::first_seen;
 pub use crate::kernels::attention::{Group, Heads};
@@ -9,7 +9,7 @@ use crate::kernels::mlp::Activation;
 
 const LANES: usize = 16;
 
-/// Σ a·b in a fixed order.
+/// Dot product Σ a·b in a fixed order.
 #[inline]
 pub fn dot(a: &[f32], b: &[f32]) -> f32 {
     let mut lanes = [0f32; LANES];
@@ -33,7 +33,7 @@ pub fn dot(a: &[f32], b: &[f32]) -> f32 {
     lanes[0] + tail
 }
 
-/// y += alpha·x
+/// Adds a scaled vector: y += alpha·x.
 #[inline]
 pub fn add_scaled(y: &mut [f32], alpha: f32, x: &[f32]) {
     for (y, x) in y.iter_mut().zip(x) {
@@ -41,7 +41,7 @@ pub fn add_scaled(y: &mut [f32], alpha: f32, x: &[f32]) {
     }
 }
 
-/// out = x / √(mean(x²) + eps) ∘ weight
+/// RMSNorm: out = x / √(mean(x²) + eps) ∘ weight.
 #[inline]
 pub fn rms_norm(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
     let r = (dot(x, x) / x.len() as f32 + eps).sqrt().recip();
@@ -50,7 +50,7 @@ pub fn rms_norm(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
     }
 }
 
-/// The same, in place.
+/// RMSNorm of a row, in place.
 #[inline]
 pub fn rms_norm_in_place(x: &mut [f32], weight: &[f32], eps: f32) {
     let r = (dot(x, x) / x.len() as f32 + eps).sqrt().recip();
@@ -59,7 +59,7 @@ pub fn rms_norm_in_place(x: &mut [f32], weight: &[f32], eps: f32) {
     }
 }
 
-/// dL/dx of [`rms_norm`] from dL/dout = `dy`.
+/// Returns dL/dx of [`rms_norm`] from dL/dout = `dy`.
 #[inline]
 pub fn rms_norm_vjp(x: &[f32], weight: &[f32], eps: f32, dy: &[f32], dx: &mut [f32]) {
     let n = x.len() as f32;
@@ -74,7 +74,7 @@ pub fn rms_norm_vjp(x: &[f32], weight: &[f32], eps: f32, dy: &[f32], dx: &mut [f
     }
 }
 
-/// dw += dL/dweight of [`rms_norm`] from dL/dout = `dy`: dy ∘ x·r.
+/// Adds dL/dweight of [`rms_norm`] from dL/dout = `dy`: dw += dy ∘ x·r.
 #[inline]
 pub fn rms_norm_weight_vjp(x: &[f32], eps: f32, dy: &[f32], dw: &mut [f32]) {
     let r = (dot(x, x) / x.len() as f32 + eps).sqrt().recip();
@@ -83,7 +83,7 @@ pub fn rms_norm_weight_vjp(x: &[f32], eps: f32, dy: &[f32], dw: &mut [f32]) {
     }
 }
 
-/// Each value to the nearest bfloat16, ties to even.
+/// Rounds each value to the nearest bfloat16, ties to even.
 #[inline]
 pub fn round_bf16(values: &mut [f32]) {
     for value in values {
@@ -91,7 +91,7 @@ pub fn round_bf16(values: &mut [f32]) {
     }
 }
 
-/// Rotate one head by its position's angles: (a, b) → (a·cos − b·sin, b·cos + a·sin) for the two halves.
+/// Rotates one head by its position's angles: (a, b) → (a·cos − b·sin, b·cos + a·sin) for the two halves.
 #[inline]
 pub fn rotate(head: &mut [f32], cos: &[f32], sin: &[f32]) {
     let (a, b) = head.split_at_mut(cos.len());
@@ -100,7 +100,7 @@ pub fn rotate(head: &mut [f32], cos: &[f32], sin: &[f32]) {
     }
 }
 
-/// The transpose of [`rotate`]: its vector-Jacobian product.
+/// The transpose of [`rotate`], which is its vector-Jacobian product.
 #[inline]
 pub fn rotate_back(head: &mut [f32], cos: &[f32], sin: &[f32]) {
     let (a, b) = head.split_at_mut(cos.len());
@@ -109,7 +109,7 @@ pub fn rotate_back(head: &mut [f32], cos: &[f32], sin: &[f32]) {
     }
 }
 
-/// What is made of a gate, and its derivative.
+/// The activation function of a gate, and its derivative.
 fn activated(activation: Activation, x: f32) -> (f32, f32) {
     match activation {
         Activation::Silu => {
@@ -125,7 +125,7 @@ fn activated(activation: Activation, x: f32) -> (f32, f32) {
     }
 }
 
-/// out = activation(gate) ∘ up, for a row `[gate | up]`.
+/// Computes out = activation(gate) ∘ up for a row `[gate | up]`.
 #[inline]
 pub fn gated(activation: Activation, gate_up: &[f32], out: &mut [f32]) {
     let (gate, up) = gate_up.split_at(out.len());
@@ -134,7 +134,7 @@ pub fn gated(activation: Activation, gate_up: &[f32], out: &mut [f32]) {
     }
 }
 
-/// dL/d`[gate | up]` of [`gated`].
+/// Returns dL/d`[gate | up]` of [`gated`].
 #[inline]
 pub fn gated_vjp(activation: Activation, gate_up: &[f32], dy: &[f32], d_gate_up: &mut [f32]) {
     let (gate, up) = gate_up.split_at(dy.len());
@@ -146,18 +146,18 @@ pub fn gated_vjp(activation: Activation, gate_up: &[f32], dy: &[f32], d_gate_up:
     }
 }
 
-/// The derivative of c·tanh(x / c) where its value is `y`.
+/// The derivative of c·tanh(x / c) at the point where its value is `y`.
 pub fn softcap_slope(y: f32, softcap: f32) -> f32 {
     1.0 - (y / softcap) * (y / softcap)
 }
 
-/// A dot product → a score.
+/// Converts a dot product to an attention score.
 fn score_of(heads: &Heads, dot: f32) -> f32 {
     let score = dot * heads.scale;
     heads.softcap.map_or(score, |softcap| softcap * (score / softcap).tanh())
 }
 
-/// In place: scores → exp(scores − max) / Σ.
+/// Softmax in place: scores → exp(scores − max) / Σ.
 #[inline]
 pub fn softmax(scores: &mut [f32]) {
     let max = scores.iter().fold(f32::NEG_INFINITY, |m, x| m.max(*x));
@@ -172,12 +172,12 @@ pub fn softmax(scores: &mut [f32]) {
     }
 }
 
-/// The rows a query sees: some of the shared prompt, then some of its own.
+/// The rows that a query attends to: some of the shared prompt, then some of its own.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Visible {
-    /// Rows of the prompt.
+    /// Range of rows of the prompt.
     pub prompt: std::ops::Range<usize>,
-    /// Rows after the prompt; empty for a prompt's own token.
+    /// Range of rows after the prompt; empty for a token of the prompt.
     pub own: std::ops::Range<usize>,
 }
 
@@ -187,7 +187,7 @@ impl Visible {
     }
 }
 
-/// What each token of a group sees, row by row. `window`: how many positions, its own included.
+/// Computes which rows each token of a group attends to. `window` is the number of positions, its own included.
 pub fn visible(group: &Group, window: Option<usize>) -> Vec<Visible> {
     let Group { prompt_len, completion_lens } = group;
     let mut list: Vec<Visible> =
@@ -204,7 +204,8 @@ pub fn visible(group: &Group, window: Option<usize>) -> Vec<Visible> {
     list
 }
 
-/// Causal attention inside one group. `qkv` holds its rows after qk-norm and rope, `out` `[rows][q_width]`.
+/// Causal attention within one group. `qkv` holds its rows after qk-norm and rotary
+/// embedding; `out` is `[rows][q_width]`.
 pub fn attention(heads: &Heads, visible: &[Visible], qkv: &[f32], out: &mut [f32]) {
     let (width, dim) = (heads.width(), heads.head_dim);
     let mut scores = Vec::new();
@@ -225,17 +226,17 @@ pub fn attention(heads: &Heads, visible: &[Visible], qkv: &[f32], out: &mut [f32
     }
 }
 
-/// Keys and values of earlier tokens, `[position][k heads | v heads]`: those of a shared prompt, then a row's own. The first
-/// of them may be missing where no token's window reaches them: a window is counted from the end.
+/// Keys and values of earlier tokens, `[position][k heads | v heads]`: first those of a shared prompt, then the row's
+/// own. The first ones may be missing if no token's window reaches them, because a window is counted from the end.
 #[derive(Clone, Copy, Debug)]
 pub struct Cache<'a> {
-    /// The prompt's.
+    /// Keys and values of the prompt.
     pub prompt: &'a [f32],
-    /// The row's own, the current token's included.
+    /// Keys and values of the row itself, including the current token's.
     pub own: &'a [f32],
 }
 
-/// Attention of one new token, in the same order of sums as [`attention`]. `q` is after qk-norm and rope.
+/// Attention of one new token; adds in the same order as [`attention`]. `q` is after qk-norm and rotary embedding.
 pub fn attention_cached(
     heads: &Heads,
     window: Option<usize>,
@@ -265,7 +266,7 @@ pub fn attention_cached(
     }
 }
 
-/// dL/dqkv of [`attention`] from dL/dout; `d_qkv` must hold zeros.
+/// Returns dL/dqkv of [`attention`] from dL/dout; `d_qkv` must hold zeros.
 pub fn attention_vjp(heads: &Heads, visible: &[Visible], qkv: &[f32], d_out: &[f32], d_qkv: &mut [f32]) {
     let (width, dim, scale) = (heads.width(), heads.head_dim, heads.scale);
     let (mut p, mut dp, mut slopes) = (Vec::new(), Vec::new(), Vec::new());
@@ -295,7 +296,7 @@ pub fn attention_vjp(heads: &Heads, visible: &[Visible], qkv: &[f32], d_out: &[f
     }
 }
 
-/// log-softmax(logits / temperature) at `target`, and the entropy.
+/// Computes log-softmax(logits / temperature) at `target`, and the entropy.
 pub fn token_score(logits: &[f32], target: usize, temperature: f64) -> TokenScore {
     let t = factor(temperature);
     let max = logits.iter().fold(f32::NEG_INFINITY, |m, x| m.max(*x)) * t;
@@ -313,7 +314,7 @@ pub fn token_score(logits: &[f32], target: usize, temperature: f64) -> TokenScor
     }
 }
 
-/// In place: logits → dL/dlogits for L with dL/dlogp(target) = `g`: g·(onehot − softmax)/temperature.
+/// Replaces logits by dL/dlogits for an L with dL/dlogp(target) = `g`: g·(onehot − softmax)/temperature.
 pub fn token_score_vjp(logits: &mut [f32], target: usize, temperature: f64, g: f32) {
     let t = factor(temperature);
     let max = logits.iter().fold(f32::NEG_INFINITY, |m, x| m.max(*x)) * t;

@@ -1,4 +1,4 @@
-//! Each operation and its vector-Jacobian product against autograd over its plain twin.
+//! Compares each operation and its vector-Jacobian product with autograd over tensor operations.
 
 use candle_core::{Device, Result, Tensor, Var};
 
@@ -23,7 +23,7 @@ fn assert_close(what: &str, fast: &Tensor, slow: &Tensor) {
     }
 }
 
-/// Compare forward and vjp with the twin's.
+/// Compares forward and VJP with those of the tensor operations.
 fn compare(
     what: &str,
     x: &Tensor,
@@ -39,7 +39,7 @@ fn compare(
     assert_close(&format!("{what} vjp"), &vjp(x, &dy).unwrap(), gradients.get(var.as_tensor()).unwrap());
 }
 
-/// By another scale than the root of a head's width.
+/// The scale differs from the usual root of the head's width.
 const HEADS: Heads = Heads { num_heads: 6, num_kv_heads: 2, head_dim: 10, scale: 0.4, softcap: None };
 
 #[test]

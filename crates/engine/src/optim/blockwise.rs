@@ -1,25 +1,25 @@
-//! Block-wise dynamic quantisation of optimizer states to 8 bits (Dettmers et al. 2022, "8-bit Optimizers via Block-wise
-//! Quantization", arXiv 2110.02861): each block of [`BLOCK`] values is divided by its largest magnitude, and each quotient
-//! becomes the nearest of 256 levels whose spacing grows tenfold by decades (the paper's dynamic tree, as bitsandbytes'
-//! `create_dynamic_map` lays it out).
+//! Block-wise dynamic quantization of optimizer states to 8 bits (Dettmers et al. 2022, "8-bit Optimizers via
+//! Block-wise Quantization", arXiv 2110.02861): each block of [`BLOCK`] values is divided by its largest magnitude,
+//! and each quotient becomes the nearest of 256 levels whose spacing grows tenfold per decade (the paper's dynamic
+//! tree, as in bitsandbytes' `create_dynamic_map`).
 //!
-//! One deviation: a second moment that is not zero never becomes zero. Where it does, a parameter whose gradient vanishes
-//! for a step moves by m/ε instead of m/√v; bitsandbytes keeps such states (embeddings) in 32 bits instead.
+//! One deviation: a nonzero second moment never becomes zero. If it did, a parameter whose gradient vanishes for a step
+//! would move by m/ε instead of m/√v. bitsandbytes keeps such states (embeddings) in 32 bits instead.
 
 use std::sync::LazyLock;
 
-/// Values that share a scale.
+/// Number of values that share a scale.
 pub use crate::kernels::adamw::BLOCK;
 
 const _: () =
     assert!(BLOCK as u64 == crate::spec::footprint::OPTIMIZER_BLOCK, "the estimate of memory counts other blocks");
 
-/// The levels of a map, ascending.
+/// A map from codes to levels, ascending.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Map {
-    /// −1 to 1, for first moments.
+    /// Levels from −1 to 1, for first moments.
     Signed,
-    /// 0 to 1, for second moments.
+    /// Levels from 0 to 1, for second moments.
     Unsigned,
 }
 
@@ -27,7 +27,7 @@ static SIGNED: LazyLock<[f32; 256]> = LazyLock::new(|| levels(true));
 static UNSIGNED: LazyLock<[f32; 256]> = LazyLock::new(|| levels(false));
 
 impl Map {
-    /// The 256 levels.
+    /// The 256 levels of the map.
     pub fn levels(self) -> &'static [f32; 256] {
         match self {
             Map::Signed => &SIGNED,
@@ -36,7 +36,8 @@ impl Map {
     }
 }
 
-/// Seven decades, 10⁻⁶ to 1; decade i is cut into 2ⁱ parts (2ⁱ⁺¹ without sign) whose middles are the levels; and 0 and 1.
+/// Computes the levels: seven decades from 10⁻⁶ to 1, decade i split into 2ⁱ parts (2ⁱ⁺¹ without sign) with levels in
+/// the middles; and 0 and 1.
 fn levels(signed: bool) -> [f32; 256] {
     let mut all = vec![0.0, 1.0];
     for decade in 0..7 {
@@ -56,30 +57,30 @@ fn levels(signed: bool) -> [f32; 256] {
     levels
 }
 
-/// A flat buffer in 8 bits a value, and one scale a block; the last block may be short.
+/// A flat buffer with 8 bits per value and one scale per block; the last block may be short.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Quantized {
-    /// Which levels the codes stand for.
+    /// The map from codes to levels.
     pub map: Map,
-    /// Indices into the levels, one a value.
+    /// Index of each value's level.
     pub codes: Vec<u8>,
     /// The largest magnitude of each block.
     pub absmax: Vec<f32>,
 }
 
 impl Quantized {
-    /// All zero.
+    /// Creates a buffer of zeros.
     pub fn zeros(map: Map, len: usize) -> Self {
         let zero = map.levels().partition_point(|level| *level < 0.0) as u8;
         Self { map, codes: vec![zero; len], absmax: vec![0.0; len.div_ceil(BLOCK)] }
     }
 
-    /// Bytes in memory.
+    /// Memory of the buffer in bytes.
     pub fn size_bytes(&self) -> usize {
         self.codes.len() + self.absmax.len() * size_of::<f32>()
     }
 
-    /// The values, for tests and reports.
+    /// Decodes all values, for tests and reports.
     pub fn values(&self) -> Vec<f32> {
         let mut values = vec![0.0; self.codes.len()];
         for ((codes, absmax), out) in self.codes.chunks(BLOCK).zip(&self.absmax).zip(values.chunks_mut(BLOCK)) {
@@ -89,7 +90,7 @@ impl Quantized {
     }
 }
 
-/// Codes of one block → values.
+/// Decodes the values of one block.
 pub fn dequantize(map: Map, codes: &[u8], absmax: f32, out: &mut [f32]) {
     let levels = map.levels();
     for (out, code) in out.iter_mut().zip(codes) {
@@ -97,13 +98,13 @@ pub fn dequantize(map: Map, codes: &[u8], absmax: f32, out: &mut [f32]) {
     }
 }
 
-/// Values of one block → codes; returns the scale.
+/// Encodes the values of one block; returns the scale.
 pub fn quantize(map: Map, values: &[f32], codes: &mut [u8]) -> f32 {
     let absmax = values.iter().fold(0f32, |max, value| max.max(value.abs()));
     let levels = map.levels();
     let zero = levels.partition_point(|level| *level < 0.0);
     for (code, value) in codes.iter_mut().zip(values) {
-        // Division, not a product with the inverse: 1/absmax overflows for tiny scales.
+        // Divide instead of multiplying by the inverse, because 1/absmax overflows for tiny scales.
         let nearest = if absmax > 0.0 { nearest(levels, value / absmax) } else { zero };
         let vanished = map == Map::Unsigned && nearest == zero && *value > 0.0;
         *code = (nearest + usize::from(vanished)) as u8;
@@ -111,7 +112,7 @@ pub fn quantize(map: Map, values: &[f32], codes: &mut [u8]) -> f32 {
     absmax
 }
 
-/// The index of the level nearest to x, the lower of two.
+/// Index of the level nearest to x; the lower one if two are equally near.
 fn nearest(levels: &[f32; 256], x: f32) -> usize {
     let above = levels.partition_point(|level| *level < x).min(255);
     if above > 0 && x - levels[above - 1] <= levels[above] - x { above - 1 } else { above }
@@ -123,7 +124,8 @@ mod tests {
 
     #[test]
     fn the_maps_are_those_of_bitsandbytes() {
-        // bitsandbytes.functional.create_dynamic_map(signed=True / False): ends, and levels around zero.
+        // Expected values from bitsandbytes.functional.create_dynamic_map(signed=True / False): both ends,
+        // and levels around zero.
         let signed = Map::Signed.levels();
         assert!(signed.windows(2).all(|pair| pair[0] < pair[1]));
         assert_eq!((signed[127], signed[255]), (0.0, 1.0));
@@ -138,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn every_level_and_every_large_value_survives_quantisation() {
+    fn every_level_and_every_large_value_survives_quantization() {
         for map in [Map::Signed, Map::Unsigned] {
             let scale = 3.7e-5;
             let values: Vec<f32> = map.levels().iter().map(|level| level * scale).collect();
@@ -146,7 +148,8 @@ mod tests {
             assert_eq!(quantize(map, &values, &mut codes), scale);
             let expected: Vec<u8> = (0..=255).collect();
             assert_eq!(codes.as_slice(), expected);
-            // A decade is cut evenly, each lower one in half as many levels: the error is half a level.
+            // A decade is split evenly, and each lower decade has half as many levels; the error is at
+            // most half a spacing.
             let levels_of_first = match map {
                 Map::Signed => 64.0,
                 Map::Unsigned => 128.0,

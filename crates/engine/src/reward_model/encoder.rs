@@ -1,5 +1,6 @@
-//! Encoders on candle-transformers' backbones, with classification heads of our own: candle's ModernBERT classifier applies
-//! a softmax (one label would always say 1), and the heads read keys that transformers 5 does not write any more.
+//! Encoders on candle-transformers' backbones, with classification heads of our own: candle's ModernBERT
+//! classifier applies a softmax (a single label would always score 1), and its heads read keys that transformers
+//! 5 no longer writes.
 
 use std::collections::HashMap;
 
@@ -11,9 +12,9 @@ use crate::error::{EngineError, Result};
 use crate::load::Weights;
 use crate::modelcard::classifier::{Activation, DebertaV2, EncoderConfig, EncoderKind, ModernBert, Pooling};
 
-/// Tokens in one forward, padding included.
+/// Maximum number of tokens in one forward pass, padding included.
 const BATCH_TOKENS: usize = 8192;
-/// Attention scores of one layer alive at once, in elements: 256 MiB.
+/// Maximum number of attention scores in memory for one layer, in elements: 256 MiB.
 const ATTENTION_SCORES: usize = 1 << 26;
 
 /// An encoder with its classification head; f32 on the CPU.
@@ -29,7 +30,8 @@ impl std::fmt::Debug for Encoder {
 }
 
 enum Network {
-    /// Dense on the first token, activation, classifier. Not candle's whole model: that one adds positions to one row only.
+    /// Head: dense layer on the first token, activation, classifier. candle's own complete model is not used, because
+    /// it adds positions to one row only.
     DebertaV2 {
         embeddings: Box<debertav2::DebertaV2Embeddings>,
         encoder: Box<debertav2::DebertaV2Encoder>,
@@ -37,17 +39,17 @@ enum Network {
         activation: Activation,
         classifier: Linear,
     },
-    /// Dense on the first token, tanh, classifier.
+    /// Head: dense layer on the first token, tanh, classifier.
     XlmRoberta { model: xlm_roberta::XLMRobertaModel, dense: Linear, classifier: Linear },
-    /// First token or mean, dense, GELU, norm, classifier.
+    /// Head: first token or mean, dense layer, GELU, norm, classifier.
     ModernBert { model: modernbert::ModernBert, pooling: Pooling, dense: Linear, norm: LayerNorm, classifier: Linear },
 }
 
 impl Encoder {
-    /// Load encoder and head.
+    /// Loads encoder and head.
     ///
     /// # Errors
-    /// When a tensor is missing or not finite.
+    /// Fails if a tensor is missing or not finite.
     pub fn load(weights: &mut Weights, config: &EncoderConfig, labels: usize) -> Result<Encoder> {
         let mut tensors = HashMap::new();
         for name in weights.names() {
@@ -86,10 +88,10 @@ impl Encoder {
         Ok(Encoder { config: config.clone(), network })
     }
 
-    /// Raw logits of each sequence, one a label.
+    /// Computes the raw logits of each sequence, one per label.
     ///
     /// # Errors
-    /// For ids that the model does not know.
+    /// Fails for ids that the model does not know.
     pub fn scores(&self, sequences: &[&[u32]]) -> Result<Vec<Vec<f32>>> {
         let vocab_size = self.config.vocab_size;
         if let Some(id) = sequences.iter().copied().flatten().find(|id| **id as usize >= vocab_size) {
@@ -98,13 +100,13 @@ impl Encoder {
             );
             return Err(EngineError::Input(detail));
         }
-        // Of similar length together: little padding.
+        // Sequences of similar length are batched together, which saves padding.
         let mut order: Vec<usize> = (0..sequences.len()).collect();
         order.sort_by_key(|index| sequences[*index].len());
         let mut scores = vec![Vec::new(); sequences.len()];
         let mut rest = order.as_slice();
         while !rest.is_empty() {
-            // Ascending: the last of a batch is its longest.
+            // The order is ascending, so the last sequence of a batch is its longest.
             let fits = |rows: usize| {
                 let width = sequences[rest[rows - 1]].len();
                 let attention = rows * self.config.num_attention_heads * width * width;
@@ -171,7 +173,7 @@ impl Encoder {
     }
 }
 
-/// The first token's hidden state: `[rows, hidden_size]`.
+/// The hidden state of the first token: `[rows, hidden_size]`.
 fn first(hidden: &Tensor) -> Result<Tensor> {
     Ok(hidden.narrow(1, 0, 1)?.squeeze(1)?.contiguous()?)
 }

@@ -1,4 +1,4 @@
-//! Log-probs recorded at sampling, in runs that are told that their sampler is exact, whatever the backend.
+//! Log-probs recorded at sampling, in runs that treat their sampler as exact whatever the backend.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -13,7 +13,7 @@ use crate::run::Run;
 use crate::sample::{Generated, RewardValue, RolloutId, SampledGroup, Score, Segment};
 use crate::spec::{self, Plan};
 
-/// Two prompts with two completions a step, blocks of two slices that are trained twice each.
+/// Two prompts with two completions per step; blocks of two slices, each trained twice.
 fn plan(beta: f64) -> Plan {
     let records: Vec<_> = rows().into_iter().map(|row| json!({ "prompt": row.prompt })).collect();
     let document = json!({
@@ -48,7 +48,7 @@ fn plan(beta: f64) -> Plan {
     spec::resolve(&spec, &context).unwrap().plan
 }
 
-/// Of the fixture's words.
+/// Prompts made of the fixture's words.
 fn rows() -> Vec<PromptRow> {
     let prompts = ["w0 w1 w2", "w5 w6", "w7 w8 w9 w10", "w3", "w11 w12", "w13 w14 w15", "w16 w17", "w18"];
     prompts.into_iter().map(|prompt| PromptRow { prompt: json!(prompt), columns: Map::new() }).collect()
@@ -57,18 +57,18 @@ fn rows() -> Vec<PromptRow> {
 /// Old and new log-probs, and the parameters after the update.
 type Trace = (Vec<Vec<f32>>, Vec<Vec<f32>>, Vec<f32>);
 
-/// Keeps everything, its journal as the JSON that travels.
+/// A host that keeps everything; its journal is the serialized JSON.
 struct Machine {
     beta: f64,
     dir: tempfile::TempDir,
-    /// Checkpoints by step.
+    /// Directories of checkpoints, by step.
     saved: Vec<PathBuf>,
     journal: HashMap<RolloutId, String>,
-    /// What the journal holds was written before log-probs were.
+    /// Whether the journal comes from a version that did not record log-probs.
     old_journal: bool,
     traces: Vec<(u64, Trace)>,
     metrics: Vec<(u64, Metrics)>,
-    /// The process is lost before this step's completions are scored.
+    /// The step before whose scoring the process is lost.
     lost_at: Option<u64>,
 }
 
@@ -113,7 +113,7 @@ impl Machine {
         }
     }
 
-    /// Log-probs that were recorded of a slice of the block that begins with a step.
+    /// The recorded log-probs of a slice of the block that begins with `first_step`.
     fn recorded(&self, first_step: u64, slice: usize) -> Vec<Vec<f32>> {
         let groups = self.groups(RolloutId::train(first_step)).expect("sampled");
         let completions = groups.into_iter().flat_map(|group| group.completions);
@@ -137,7 +137,7 @@ impl Host for Machine {
 
     fn event(&mut self, event: Event) -> Result<(), RunEnd> {
         if let Event::Step { step, kind: SamplePhase::Train, mut metrics } = event {
-            // The passes without gradient took this long; 0 = there was none.
+            // Duration of the passes without gradient; 0 = there was no such pass.
             let passes = metrics.get("step_time/reference").copied().flatten().unwrap_or(0.0);
             let machine = ["step_time", "tokens_per_second", "memory"];
             metrics.retain(|name, _| !machine.iter().any(|prefix| name.starts_with(prefix)));
@@ -188,13 +188,13 @@ fn recorded_log_probs_are_the_old_ones_where_the_sampler_is_exact() {
     let mut exact = Machine::new();
     exact.run(true, None).unwrap();
     for step in 1..=8 {
-        // Steps 1 to 4 are slices 0, 1, 0, 1 of the first block.
+        // Steps 1 to 4 train slices 0, 1, 0, 1 of the first block.
         let first = step - (step - 1) % 4;
         assert_eq!(exact.trace(step).0, exact.recorded(first, ((step - 1) % 2) as usize), "step {step}");
     }
     let mut padded = Machine::new();
     padded.run(false, None).unwrap();
-    // Else they are the training kernels'.
+    // Otherwise the old log-probs come from the training kernels.
     assert_eq!(padded.trace(1).0, padded.trace(1).1);
     for (ours, theirs) in exact.trace(1).0.concat().iter().zip(padded.trace(1).0.concat()) {
         assert!((ours - theirs).abs() < 1e-5, "{ours} and {theirs}");
@@ -211,7 +211,7 @@ fn recorded_log_probs_are_the_old_ones_where_the_sampler_is_exact() {
 
 #[test]
 fn recorded_log_probs_need_no_pass() {
-    // Without a reference there is none at all.
+    // Without a reference there is no such pass at all.
     for (exact, beta, passes) in [(true, 0.0, 0.0), (false, 0.0, 1.0), (true, 0.05, 1.0)] {
         let mut machine = Machine { beta, ..Machine::new() };
         machine.run(exact, None).unwrap();
@@ -235,14 +235,15 @@ fn recorded_log_probs_survive_checkpoints_and_the_journal() {
     let mut whole = Machine::new();
     whole.run(true, None).unwrap();
     assert_ne!(whole.trace(3).0, whole.trace(3).1, "the second use of a slice is off-policy");
-    // From every checkpoint, three of four inside a block.
+    // Resume from every checkpoint; three of four are inside a block.
     for (done, saved) in whole.saved[..7].iter().enumerate() {
         let mut rest = Machine::new();
         rest.run(true, Some(saved.clone())).unwrap();
         assert_eq!(rest.traces, whole.traces[done + 1..], "resumed after step {}", done + 1);
         assert_eq!(rest.metrics, whole.metrics[done + 1..], "resumed after step {}", done + 1);
     }
-    // Lost between sampling and scoring: the next attempt finds completions and log-probs in the journal.
+    // The process is lost between sampling and scoring: the next attempt finds completions and
+    // log-probs in the journal.
     for step in [1, 5] {
         let mut machine = Machine { lost_at: Some(step), ..Machine::new() };
         assert!(matches!(machine.run(true, None), Err(RunEnd::Stopped(StopReason::LeaseLost))));

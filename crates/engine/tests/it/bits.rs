@@ -1,5 +1,5 @@
-//! What is equal bit for bit on the CPU's own kernels, and on a GPU with exact products, in f32 and in bf16: sampling and training, whatever the other rows,
-//! the micro-batches, the threads, and what is computed again.
+//! Checks what is equal bit for bit on our CPU kernels, and on a GPU with exact products, in f32 and in bf16: sampling
+//! and training agree, whatever the other rows, the micro-batches, the threads, and recomputed activations.
 
 use std::num::NonZeroU32;
 
@@ -30,12 +30,12 @@ enum Trained {
     Everything,
 }
 
-/// Every architecture of a backend in every precision: with sliding windows, qk-norm, biases, tied and untied heads.
+/// All architectures of a backend in all precisions: with sliding windows, qk-norm, biases, tied and untied heads.
 fn on(kind: BackendKind) -> impl Iterator<Item = (&'static str, ComputeDtype)> {
     architectures(kind).flat_map(|name| DTYPES.into_iter().map(move |dtype| (name, dtype)))
 }
 
-/// What is computed, on what, in which precision.
+/// The computation, its backend and its precision.
 #[derive(Clone, Copy, Debug)]
 struct Case {
     name: &'static str,
@@ -49,7 +49,7 @@ impl std::fmt::Display for Case {
     }
 }
 
-/// Every architecture on every backend that is exact, in every precision.
+/// All architectures on all exact backends, in all precisions.
 fn each() -> impl Iterator<Item = Case> {
     exact_kinds().into_iter().flat_map(|kind| on(kind).map(move |(name, dtype)| Case { name, kind, dtype }))
 }
@@ -92,7 +92,7 @@ fn assert_same_scores(what: &str, ours: &[RowScore], theirs: &[RowScore]) {
     }
 }
 
-/// A row in the middle of generation, and what was recorded of it.
+/// A row during generation, with its recorded tokens and log-probs.
 struct Live {
     number: u64,
     prompt: Vec<u32>,
@@ -101,11 +101,11 @@ struct Live {
     length: usize,
 }
 
-/// Sample in a batch that rows of shared prompts join late and leave early.
+/// Samples in a batch in which rows with shared prompts join late and leave early.
 fn sample(policy: &Policy, adapter: Adapter) -> Vec<Live> {
     const LENGTHS: [usize; 6] = [1, 33, 5, 48, 17, 40];
     let prompts = [random_ids(20, 11), random_ids(21, 2), random_ids(22, 67), random_ids(23, 1)];
-    // After so many tokens: these prompts, each so many times.
+    // After this many tokens, these prompts join, each with this many rows.
     let joins: [(usize, &[usize], usize); 4] = [(0, &[0, 1], 3), (4, &[2, 0], 2), (9, &[3, 1, 1], 1), (20, &[2], 4)];
     let key = Key::new(3, Stream::Probe);
     let mut state = policy.begin(adapter);
@@ -162,7 +162,7 @@ fn the_log_probs_of_sampling_are_those_of_scoring() {
         assert!(policy.samples_exactly());
         for adapter in [Adapter::On, Adapter::Off] {
             let mut done = sample(&policy, adapter);
-            // In the order in which they ended, then side by side with the others of their prompts.
+            // First in the order in which the rows ended, then grouped by prompt.
             for order in ["as they ended", "by prompt"] {
                 let what = format!("{case}, {adapter:?}, {order}");
                 let rows: Vec<Trajectory<'_>> =
@@ -193,7 +193,7 @@ fn scores_depend_neither_on_the_other_rows_nor_on_the_micro_batches() {
         let mut again = score(&reversed);
         again.reverse();
         assert_same_scores(&format!("{case}, reversed"), &again, &whole);
-        // Cuts inside and between the groups that share a prompt.
+        // Splits inside and between the groups that share a prompt.
         for cut in 1..rows.len() {
             let (first, second) = rows.split_at(cut);
             let split = [score(first), score(second)].concat();
@@ -202,8 +202,9 @@ fn scores_depend_neither_on_the_other_rows_nor_on_the_micro_batches() {
     }
 }
 
-/// A prompt is one sum of attention, and what follows it another: only for prompts are these the logits of a forward over
-/// the whole sequence; the tokens of a completion have the log-probs of scoring (above), which cuts alike.
+/// Attention sums over a prompt and over the following tokens separately, so only prompts have exactly the logits of a
+/// forward pass over the whole sequence. The tokens of a completion have the log-probs of scoring (tested above), which
+/// splits the sums in the same way.
 #[test]
 fn logits_do_not_depend_on_the_other_rows_and_after_a_prompt_are_those_of_a_forward() {
     for case in each() {
@@ -226,10 +227,11 @@ fn logits_do_not_depend_on_the_other_rows_and_after_a_prompt_are_those_of_a_forw
             let full = policy.logits(ids, &[prompt - 1, prompt + 39], Adapter::On).unwrap();
             let what = format!("{case}, row {row}");
             assert_same(&what, together[0].row(row), &full[0]);
-            // On a GPU in bf16 also what flows between products is rounded: other sums, other roundings.
+            // A GPU in bf16 also rounds the values between products, so sums and roundings differ.
             let tolerance = match (case.kind, case.dtype) {
                 (BackendKind::Cuda { .. }, ComputeDtype::Bf16) => 0.1,
-                // Tiles round the inputs of products: a last bit of attention may be one of bf16 in the next product (measured: 3.1e-2).
+                // AMX tiles round the inputs of products: a difference in the last bit of attention can become one bf16
+                // step in the next product (measured: 3.1e-2).
                 (BackendKind::Cpu, ComputeDtype::Bf16) if Isa::chosen().unwrap() == Isa::Amx => 6e-2,
                 (_, ComputeDtype::F32 | ComputeDtype::Bf16) => 5e-5,
             };
@@ -261,10 +263,11 @@ fn gradient(policy: &Policy, rows: &[Trajectory<'_>], cuts: &[usize]) -> (Vec<f3
     (gradient, scores)
 }
 
-/// Gradients of adapters, and of all weights but for the sums that are not one chain over the rows: a tied embedding, whose
-/// rows are added by the head and by the lookup in turns, and the weights of the qk-norms, added 64 tokens at a time.
+/// Whether a parameter's gradient is a single chain over the rows. That is the case for adapters and for all weights
+/// except a tied embedding, to which head and lookup add in turn, and the weights of the qk-norms, which are added 64
+/// tokens at a time.
 fn is_one_chain(policy: &Policy, parameter: &str) -> bool {
-    // A GPU adds up a micro-batch before it adds that to the gradient.
+    // A GPU sums a micro-batch before adding it to the gradient.
     if policy.place() != Place::Cpu {
         return false;
     }
@@ -285,8 +288,8 @@ fn assert_same_gradient(what: &str, policy: &Policy, ours: &[f32], theirs: &[f32
     }
 }
 
-/// A step is cut between groups only ([`rlood_engine::update::MicroBatching`]): inside, a prompt's own gradient would be
-/// the sum of two computations instead of one.
+/// A step is split only between groups ([`rlood_engine::update::MicroBatching`]): a split inside a group would add the
+/// prompt's own gradient in two parts.
 #[test]
 fn gradients_do_not_depend_on_the_micro_batches() {
     for case in each() {
@@ -337,7 +340,7 @@ fn nothing_depends_on_the_number_of_threads() {
 }
 
 #[test]
-fn what_is_computed_again_for_the_backward_is_what_it_was() {
+fn recomputed_activations_have_the_same_bits() {
     for kind in kinds() {
         for (name, dtype) in on(kind) {
             let mut policy = Policy::load_dtype(&fixture(name), kind, dtype).unwrap();

@@ -1,4 +1,5 @@
-//! Continuous batching: which rows live together changes no completion, and the log-probs that are recorded are the model's.
+//! Continuous batching: checks that the other rows of a batch never change a completion, and that recorded
+//! log-probs are the model's.
 
 use std::num::NonZeroUsize;
 
@@ -13,12 +14,12 @@ use rlood_engine::sampling::Sampler;
 use rlood_engine::text::Text;
 use rlood_types::event::FinishReason;
 
-/// The reference kernels agree this far, whatever the batch.
+/// Tolerance of the reference kernels between different batches.
 const TOLERANCE: f32 = 1e-5;
 const LENGTH: usize = 24;
 const G: usize = 3;
 const PLAIN: Sampler = Sampler { temperature: 0.7, top_p: 1.0, top_k: 0, min_p: 0.0, repetition_penalty: 1.0 };
-/// Every 16th word, so that completions end at many lengths.
+/// Every 16th token is an EOS, so that completions end at many lengths.
 const EOS: fn() -> Vec<u32> = || (0..320).filter(|id| id % 16 == 7).collect();
 
 struct Model {
@@ -30,7 +31,7 @@ fn fixture(name: &str) -> PathBuf {
     rlood_test_support::fixture("parity").join(name)
 }
 
-/// A model with an adapter whose A and B are both non-zero.
+/// Loads a model with an adapter whose A and B are both nonzero.
 fn model(name: &str) -> Model {
     let dir = fixture(name);
     let mut policy = Policy::load(&dir, BackendKind::Cpu).unwrap();
@@ -38,7 +39,7 @@ fn model(name: &str) -> Model {
     Model { policy, text: Text::load(&dir).unwrap() }
 }
 
-/// Of several lengths, some beyond Mistral's window of 8; the third is the first once more, as another row.
+/// Prompts of several lengths, some beyond Mistral's window of 8; the third repeats the first as another row.
 fn prompts() -> Vec<Vec<u32>> {
     let ids =
         |seed: u64, count: u64| (0..count).map(move |i| 4 + Key::new(seed, Stream::Probe).with(i).below(316) as u32);
@@ -47,7 +48,7 @@ fn prompts() -> Vec<Vec<u32>> {
         .to_vec()
 }
 
-/// The completions of these of the prompts, and how often it asked whether to stop.
+/// Samples completions of these prompts; also returns how often the generation polled for a stop.
 fn sampled(
     model: &Model,
     rows: &[usize],
@@ -74,12 +75,12 @@ fn sampled(
         polls.set(polls.get() + 1);
         false
     };
-    let groups = generate(&model.policy, &model.text, &request, &stop).unwrap().expect("nobody stops it");
+    let groups = generate(&model.policy, &model.text, &request, &stop).unwrap().expect("a generation without a stop");
     assert!(groups.len() == rows.len() && groups.iter().all(|group| group.len() == G));
     (groups, polls.get())
 }
 
-/// The same tokens, and log-probs as equal as the kernels are.
+/// Checks that tokens are equal, and log-probs within the tolerance of the kernels.
 fn assert_same(what: &str, policy: &Policy, ours: &[Vec<Generated>], theirs: &[Vec<Generated>]) {
     assert_eq!(ours.len(), theirs.len(), "{what}");
     for (ours, theirs) in ours.concat().iter().zip(theirs.concat()) {
@@ -107,8 +108,8 @@ fn completions_do_not_depend_on_how_many_rows_live_at_once() {
     let every: Vec<usize> = (0..prompts().len()).collect();
     for name in ["qwen3", "mistral"] {
         let model = model(name);
-        let penalised = Sampler { repetition_penalty: 1.3, top_k: 40, ..PLAIN };
-        for sampler in [PLAIN, Sampler { temperature: 0.0, ..PLAIN }, penalised] {
+        let penalized = Sampler { repetition_penalty: 1.3, top_k: 40, ..PLAIN };
+        for sampler in [PLAIN, Sampler { temperature: 0.0, ..PLAIN }, penalized] {
             let (whole, _) = sampled(&model, &every, sampler, 1000, &EOS());
             let lengths: Vec<usize> =
                 whole.iter().flatten().map(|completion| completion.segments.num_model_tokens()).collect();
@@ -117,7 +118,7 @@ fn completions_do_not_depend_on_how_many_rows_live_at_once() {
                 let (ours, _) = sampled(&model, &every, sampler, max_rows, &EOS());
                 assert_same(&format!("{name}, {sampler:?}, {max_rows} rows"), &model.policy, &ours, &whole);
             }
-            // Nor on who else is asked for, nor on the order.
+            // Neither the other prompts of the request nor their order matter.
             for row in &every {
                 let (alone, _) = sampled(&model, &[*row], sampler, 1000, &EOS());
                 assert_same(&format!("{name}, row {row} alone"), &model.policy, &alone, &whole[*row..=*row]);
@@ -133,13 +134,13 @@ fn completions_do_not_depend_on_how_many_rows_live_at_once() {
 fn a_group_joins_as_soon_as_all_its_rows_have_room() {
     let model = model("qwen2");
     let every: Vec<usize> = (0..prompts().len()).collect();
-    // Nothing ends before its length: as many rounds as groups fit side by side.
+    // No row ends before its length, so the number of rounds follows from how many groups fit.
     for (max_rows, rounds) in [(0, 7), (G, 7), (2 * G - 1, 7), (2 * G, 4), (3 * G + 2, 3), (7 * G, 1)] {
         let (groups, polls) = sampled(&model, &every, PLAIN, max_rows, &[]);
         assert_eq!(polls, rounds * LENGTH + 1, "{max_rows} rows");
         assert!(groups.iter().flatten().all(|completion| completion.finish_reason == FinishReason::Length));
     }
-    // Where rows end early, the next group does not wait for the last of those before it.
+    // If rows end early, the next group does not wait for the last row of the previous groups.
     let (groups, polls) = sampled(&model, &every, PLAIN, 2 * G, &EOS());
     let longest =
         |groups: &[Vec<Generated>]| groups.iter().flatten().map(|c| c.segments.num_model_tokens()).max().unwrap_or(0);
@@ -154,13 +155,13 @@ fn recorded_log_probs_are_those_of_the_model() {
     let prompts = prompts();
     for name in ["qwen3", "llama3rope", "mistral"] {
         let Model { policy, .. } = &model(name);
-        // Greedy tokens are told at temperature 1.
-        for (temperature, told) in [(0.7, 0.7), (1.0, 1.0), (0.0, 1.0)] {
+        // Log-probs of greedy tokens are reported at temperature 1.
+        for (temperature, reported) in [(0.7, 0.7), (1.0, 1.0), (0.0, 1.0)] {
             let sampler = Sampler { temperature, ..PLAIN };
             let (groups, _) = sampled(&model(name), &every, sampler, 2 * G, &EOS());
             for (prompt, completion) in every.iter().flat_map(|row| groups[*row].iter().map(|c| (&prompts[*row], c))) {
                 let rows = [Trajectory::new(prompt, &completion.segments)];
-                let score = &policy.score(&rows, told, Adapter::On).unwrap()[0];
+                let score = &policy.score(&rows, reported, Adapter::On).unwrap()[0];
                 let recorded = completion.segments.logps().expect("recorded");
                 assert_close(&format!("{name} at {temperature}"), policy, &recorded, &score.logps);
             }

@@ -1,6 +1,7 @@
-//! Real TRL runs, end to end: recorded prompts, completions and rewards through `engine::train`, on every backend.
+//! Replays recorded TRL runs end to end: recorded prompts, completions and rewards go through
+//! `engine::train`, on every backend.
 //!
-//! `tests/fixtures/README.md` explains the files. Nothing is computed here: what the engine reports is compared.
+//! `tests/fixtures/README.md` explains the files. The tests compute nothing; they compare what the engine reports.
 
 use std::num::NonZeroU32;
 
@@ -20,15 +21,17 @@ use serde_json::{Map, Value, json};
 use crate::kinds::kinds;
 use crate::train::{Start, TestHost, Trace, plan, reward, train_model};
 
-/// Log-probs and advantages of the first block, metrics of the first step: absolute or relative.
+/// Tolerance (absolute or relative) for log-probs and advantages of the first block, and metrics of the first step.
 const EXACT: f64 = 2e-5;
-/// What follows an update, and weights. TRL with another attention of its own differs by as much.
+/// Tolerance for values after an update, and for weights. TRL differs from itself by as much
+/// with another attention implementation.
 const LATER: f64 = 2e-4;
-/// Weights are compared where the clipped gradient was larger in every step: AdamW amplifies smaller ones.
+/// Weights are compared only if the clipped gradient was larger than this in every step, because
+/// AdamW amplifies smaller ones.
 const SMALLEST_GRADIENT: f32 = 1e-6;
-/// Keys of TRL's log that are no metrics of a step.
+/// Keys of TRL's log that are not metrics of a step.
 const NOT_METRICS: [&str; 3] = ["step", "step_time", "total_flos"];
-/// TRL averages these over its own micro-batches, whose rows it shuffles; with one micro-batch a step they are the step's.
+/// TRL averages these over its own shuffled micro-batches; with one micro-batch per step they equal the step's values.
 const OF_MICRO_BATCHES: [&str; 3] = ["entropy", "clip_ratio/low_min", "clip_ratio/high_max"];
 
 #[test]
@@ -39,7 +42,7 @@ fn golden() {
         .map(|entry| entry.expect("a directory entry").path())
         .filter(|path| path.is_dir())
         .collect();
-    // One alone: a fault of a GPU is every later run's too.
+    // Runs a single case: a failing GPU would fail every later run too.
     let only = std::env::var_os("RLOOD_GOLDEN_ONLY");
     cases.retain(|path| only.as_ref().is_none_or(|only| path.file_name() == Some(only)));
     cases.sort();
@@ -73,7 +76,7 @@ fn golden() {
 #[derive(Default)]
 struct Report {
     failures: Vec<String>,
-    /// Kind → how many, largest difference.
+    /// Number of comparisons and largest difference, for each kind of value.
     compared: BTreeMap<&'static str, (usize, f64)>,
     notes: Vec<String>,
 }
@@ -103,14 +106,14 @@ impl Report {
     }
 }
 
-/// A recorded run.
+/// A recorded run of TRL.
 struct Recorded {
     run: Value,
     plan: Plan,
     blocks: Vec<RecordedBlock>,
 }
 
-/// One generation block: the rollout to feed, and what TRL made of each completion, by (dataset row, generation).
+/// One generation block: the rollout to replay, and TRL's values for each completion, by (dataset row, generation).
 struct RecordedBlock {
     rollout: Rollout,
     rows: HashMap<(u64, usize), RecordedRow>,
@@ -156,14 +159,14 @@ impl Recorded {
     }
 }
 
-/// As TRL logged them, in its order.
+/// The names of the rewards as TRL logged them, in its order.
 fn reward_names(run: &Value) -> Vec<String> {
     let log = run["steps"][0]["log"].as_object().expect("a log");
     log.keys().filter_map(|key| Some(key.strip_prefix("rewards/")?.strip_suffix("/mean")?.to_string())).collect()
 }
 
-/// What the rewards said of generation g of prompt p: `[p][g]` with a number, null, or one entry a reward; or the same
-/// by reward, as a list or by name.
+/// The reward values of generation g of prompt p. The file has `[p][g]` with a number, null, or one entry per reward;
+/// or the same by reward, as a list or by name.
 fn score(run: &Value, names: &[String], prompt: usize, generation: usize, prompts: usize) -> Score {
     let rewards = &run["rewards"];
     let value = |value: &Value| value.as_f64().map_or(RewardValue::Missing, RewardValue::Number);
@@ -185,7 +188,7 @@ fn score(run: &Value, names: &[String], prompt: usize, generation: usize, prompt
     Score { values }
 }
 
-/// What TRL was given, in our words.
+/// Converts TRL's arguments to a plan.
 fn plan_of(run: &Value, dir: &Path, reward_names: &[String], num_prompts: usize, longest: usize) -> Plan {
     let config = &run["config"];
     let float = |name: &str, default: f64| config[name].as_f64().unwrap_or(default);
@@ -193,7 +196,7 @@ fn plan_of(run: &Value, dir: &Path, reward_names: &[String], num_prompts: usize,
     let flag = |name: &str| config[name].as_bool().unwrap_or(false);
     let num_generations = integer("num_generations", 2);
     let accumulation = integer("gradient_accumulation_steps", 1);
-    // TRL counts micro-steps, and takes one generation an optimizer step unless told otherwise.
+    // TRL counts micro-steps; without the argument, it generates once per optimizer step.
     let micro_steps = integer("steps_per_generation", u64::from(accumulation));
     assert_eq!(micro_steps % accumulation, 0, "steps_per_generation is not whole optimizer steps");
     let steps_per_generation = micro_steps / accumulation;
@@ -248,7 +251,7 @@ fn plan_of(run: &Value, dir: &Path, reward_names: &[String], num_prompts: usize,
     plan
 }
 
-/// The modules that the adapter's file holds.
+/// The modules whose weights the adapter file contains.
 fn target_modules(dir: &Path) -> Vec<String> {
     let bytes = std::fs::read(dir.join("adapter_init.safetensors")).expect("adapter_init");
     let file = SafeTensors::deserialize(&bytes).expect("safetensors");
@@ -258,7 +261,7 @@ fn target_modules(dir: &Path) -> Vec<String> {
 }
 
 impl RecordedBlock {
-    /// Rows may come in any order: each is found by its prompt and completion, padding aside.
+    /// Reads a block. Rows may have any order: each is found by its prompt and completion, without padding.
     fn read(
         recorded: &Value,
         run: &Value,
@@ -283,7 +286,8 @@ impl RecordedBlock {
                 .filter(|(prompt, generation, completion)| {
                     !taken.contains(&(*prompt, *generation)) && is_padded(&padded_completion, completion, false)
                 })
-                // A shorter one may look alike when the padding is part of the text.
+                // If padding tokens are part of the text, a shorter completion may match too, so
+                // the longest match counts.
                 .max_by_key(|(prompt, generation, completion)| {
                     (prompts[*prompt].len(), completion.len(), std::cmp::Reverse((*prompt, *generation)))
                 })
@@ -322,14 +326,14 @@ impl RecordedBlock {
     }
 }
 
-/// Whether `padded` is `ids` with one repeated token in front (left) or behind.
+/// Whether `padded` is `ids` with one repeated token before (left) or after it.
 fn is_padded(padded: &[u32], ids: &[u32], left: bool) -> bool {
     let Some(padding) = padded.len().checked_sub(ids.len()) else { return false };
     let (pad, rest) = if left { padded.split_at(padding) } else { (&padded[ids.len()..], &padded[..ids.len()]) };
     rest == ids && pad.iter().all(|id| Some(id) == pad.first())
 }
 
-/// A PEFT directory around the bare file of the recorded run's first adapter.
+/// Creates a PEFT directory around the weights file of the recorded run's initial adapter.
 fn initial_adapter(dir: &Path, plan: &Plan) -> tempfile::TempDir {
     let initial = tempfile::tempdir().expect("a directory");
     std::fs::copy(dir.join("adapter_init.safetensors"), initial.path().join("adapter_model.safetensors"))
@@ -375,7 +379,7 @@ fn compare(dir: &Path, kind: BackendKind) -> Report {
     let mut eligible: Vec<bool> = Vec::new();
     for ((trace, (_, metrics)), expected) in host.traces.iter().zip(&metrics).zip(steps) {
         let block = &recorded.blocks[((trace.step - 1) / uses) as usize];
-        // Later blocks are of updated weights; and logits are divided by the temperature, with their rounding.
+        // Later blocks have updated weights. Logits are divided by the temperature, which scales their rounding errors.
         let of_rows = if trace.step <= uses { EXACT } else { LATER } / temperature.min(1.0);
         compare_rows(&mut report, trace, block, of_rows);
         let tolerance = if trace.step == 1 { EXACT } else { LATER };
@@ -400,7 +404,7 @@ fn compare(dir: &Path, kind: BackendKind) -> Report {
             }
         }
         eligible.resize(trace.gradient.len(), true);
-        // Where there is no gradient at all, nothing must move.
+        // If there is no gradient at all, no weight may change.
         if trace.gradient.iter().any(|entry| *entry != 0.0) {
             eligible
                 .iter_mut()
@@ -424,7 +428,7 @@ fn compare(dir: &Path, kind: BackendKind) -> Report {
 
 fn compare_rows(report: &mut Report, trace: &Trace, block: &RecordedBlock, tolerance: f64) {
     let mut seen: HashMap<u64, usize> = HashMap::new();
-    // Which completion of its prompt a row is, follows from the block's order.
+    // The block's order determines which completion of its prompt a row is.
     for (index, &row) in trace.rows.iter().enumerate() {
         let generation = *seen.entry(row).and_modify(|next| *next += 1).or_insert(0);
         let what = format!("of completion {generation} of row {row} at step {}", trace.step);
@@ -435,7 +439,7 @@ fn compare_rows(report: &mut Report, trace: &Trace, block: &RecordedBlock, toler
         report.close("advantages", &what, Some(trace.advantages[index]), expected.advantage, tolerance);
         let mut logps = |kind: &str, actual: &[f32], expected_logps: &[Option<f64>]| {
             for (token, mask) in expected.mask.iter().enumerate() {
-                // Beyond TRL's mask there is garbage.
+                // Values beyond TRL's mask are undefined.
                 if *mask {
                     let what = format!("({kind}, token {token}) {what}");
                     let actual = actual.get(token).map(|&logp| f64::from(logp));

@@ -1,5 +1,5 @@
-//! The CUDA backend as a whole: memory that runs out, the estimate against the peak, graphs. On a GPU, or on the emulator
-//! with the feature `cuda-emulator`.
+//! The CUDA backend as a whole: out-of-memory handling, the memory estimate against the peak, graphs. Runs on a GPU, or
+//! on the emulator with the feature `cuda-emulator`.
 
 use std::num::NonZeroU32;
 
@@ -32,7 +32,7 @@ fn is_there() -> bool {
     kinds().contains(&BackendKind::Cuda { ordinal: 0 })
 }
 
-/// A run in a process of its own.
+/// A run in a child process.
 #[derive(Clone, Debug)]
 struct Case {
     kind: Kind,
@@ -40,7 +40,7 @@ struct Case {
     checkpointing: bool,
     completion: u32,
     micro_batch_tokens: u32,
-    /// `RLOOD_GPU_MEMORY`
+    /// Value of `RLOOD_GPU_MEMORY`, in bytes.
     memory: Option<u64>,
 }
 
@@ -84,7 +84,7 @@ impl Case {
         }
     }
 
-    /// What came of it: `peak`, `warnings`, `error`, `adapter` (the sum of its absolute values).
+    /// Returns the outcome: `peak`, `warnings`, `error`, `adapter` (the sum of its absolute values).
     fn run(&self, dir: &Path) -> Value {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["--exact", "gpu::child", "--test-threads=1"]);
@@ -100,12 +100,12 @@ impl Case {
 
 const CHILD: &str = "RLOOD_TEST_GPU_CHILD";
 
-/// Only in a process that [`Case::run`] started.
+/// Does something only in a process that [`Case::run`] started.
 #[test]
 fn child() {
     let Some(argument) = std::env::var_os(CHILD) else { return };
     let argument = argument.into_string().unwrap();
-    // As the command line does for a worker.
+    // Sets the limit as the command line does for a worker.
     rlood_engine::gpu::limit_memory(std::env::var("RLOOD_GPU_MEMORY").ok().map(|bytes| bytes.parse().unwrap()));
     let (words, dir) = argument.split_once(':').unwrap();
     let (case, dir) = (Case::parse(words), PathBuf::from(dir));
@@ -141,7 +141,7 @@ fn a_full_memory_halves_the_micro_batch_once_and_then_ends_the_run() {
     let free = CASE.run(dir.path());
     assert_eq!((&free["warnings"], &free["error"]), (&json!([]), &Value::Null));
     let peak = free["peak"].as_u64().unwrap();
-    // Four groups of the micro-batch become two: the rest of what it takes is less than a third.
+    // Four groups per micro-batch become two, because other memory is less than a third.
     let tokens = 2 * 2 * (PROMPT_TOKENS as u32 + CASE.completion);
     let half = Case { micro_batch_tokens: tokens, ..CASE }.run(dir.path())["peak"].as_u64().unwrap();
     assert!(half < peak, "{half} of {peak}");
@@ -149,10 +149,10 @@ fn a_full_memory_halves_the_micro_batch_once_and_then_ends_the_run() {
     assert_eq!((&between["warnings"], &between["error"]), (&json!(["out_of_memory"]), &Value::Null), "{between}");
     let (ours, theirs) = (between["adapter"].as_f64().unwrap(), free["adapter"].as_f64().unwrap());
     assert!((ours - theirs).abs() < 1e-4 * theirs, "{ours} and {theirs}");
-    // Where halves do not help either.
+    // A case in which halving does not help either.
     let little = Case { memory: Some(half / 2), ..CASE }.run(dir.path());
     let error = little["error"].as_str().unwrap();
-    for part in ["halved already", "training.micro_batch_tokens", "MiB"] {
+    for part in ["already halved", "training.micro_batch_tokens", "MiB"] {
         assert!(error.contains(part), "{error}");
     }
 }
@@ -211,7 +211,7 @@ fn steps_of_a_generation_run_as_graphs_and_give_what_they_give_without() {
             chosen.extend(next.iter().map(|chosen| (chosen.token, chosen.logp.to_bits())));
             policy.append(&mut state, &tokens).unwrap();
             if step == 10 {
-                // Five rows are computed as eight.
+                // Five rows are padded to a bucket of eight.
                 policy.retain(&mut state, &[true, true, false, true, true, true]).unwrap();
             }
         }
@@ -222,18 +222,18 @@ fn steps_of_a_generation_run_as_graphs_and_give_what_they_give_without() {
     assert!(counters.replays >= 18, "{counters:?}");
 }
 
-/// When tokens are chosen, and steps queued.
+/// When tokens are chosen and steps are queued.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Order {
-    /// After the step.
+    /// Tokens are chosen after the step.
     After,
-    /// Within the step.
+    /// Tokens are chosen within the step.
     Within,
-    /// Within the step, and the next step is queued before they are read.
+    /// Tokens are chosen within the step, and the next step is queued before they are read.
     Ahead,
 }
 
-/// Tokens and log-probs of 24 steps in which rows leave and others join, and the counters after each.
+/// Returns tokens and log-probs of 24 steps in which rows leave and others join, and the counters after each step.
 fn generation(order: Order, filters: Filters) -> (Vec<(u32, u32)>, Vec<Counters>) {
     let cuda = cuda(0, ComputeDtype::F32, Gemm::Exact);
     let mut policy = Policy::on_cuda(&fixture("qwen3"), cuda.clone()).unwrap();
@@ -281,16 +281,16 @@ fn a_step_of_a_generation_is_one_graph_and_one_wait() {
             let copies = b.uploads - a.uploads;
             (b.waits - a.waits, b.replays - a.replays, b.launches - a.launches, b.products - a.products, copies)
         };
-        // Of who attends to what, and of the tokens where the host knows them first.
+        // Uploads the attention plan, and the tokens if the host knows them first.
         for (order, copies) in [(Order::Within, 2), (Order::Ahead, 1)] {
             let (chosen, counters) = generation(order, filters);
             assert_eq!(chosen, expected, "{order:?}: what is chosen within the step is what is chosen after it");
-            // Steps of the same rows, the first few of which were noted and captured.
+            // Steps with the same rows, the first few of which were recorded and captured.
             for step in (6..10).chain(14..16).chain(21..24) {
                 assert_eq!(difference(&counters, step), (1, 1, 0, 0, copies), "{order:?}, step {step}, {filters:?}");
             }
         }
-        // Chosen after the step: a wait as well, and launches and copies of their own.
+        // Choosing after the step needs an additional wait, and separate launches and copies.
         let (waits, replays, launches, _, copies) = difference(&after, 8);
         assert_eq!((waits, replays), (1, 1));
         assert!(launches >= 4 && copies >= 3, "{launches} launches, {copies} copies");

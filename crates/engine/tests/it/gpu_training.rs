@@ -1,5 +1,5 @@
-//! Training on a GPU: what is trained, its gradient and its moments stay there, and come out as on the host. On a GPU, or
-//! on the emulator with the feature `cuda-emulator`.
+//! Training on a GPU: parameters, gradient and moments stay on the device, and their values equal those computed on the
+//! host. Runs on a GPU, or on the emulator with the feature `cuda-emulator`.
 
 use std::path::Path;
 
@@ -14,7 +14,7 @@ use crate::train::{Start, TestHost, plan, rows, train};
 
 const CUDA: BackendKind = BackendKind::Cuda { ordinal: 0 };
 
-/// What is trained, and how moments are kept.
+/// Whether all weights are trained, and the precision of the moments.
 const KINDS: [(bool, OptimizerKind); 4] = [
     (false, OptimizerKind::Adamw),
     (false, OptimizerKind::Adamw8bit),
@@ -23,7 +23,7 @@ const KINDS: [(bool, OptimizerKind); 4] = [
 ];
 
 #[test]
-fn updates_on_the_device_have_the_bits_of_the_hosts_and_wait_for_nothing() {
+fn updates_on_the_device_have_the_bits_of_the_hosts_and_do_not_wait() {
     if !kinds().contains(&CUDA) {
         return;
     }
@@ -59,7 +59,7 @@ fn updates_on_the_device_have_the_bits_of_the_hosts_and_wait_for_nothing() {
             assert_same(&what, &policy.parameter_values().unwrap(), &values);
             assert!(*optimizer.state().unwrap() == adam, "{what}: moments");
         }
-        // What computes was made of the new values.
+        // The matrices used for computing must contain the new values.
         let mut other = Policy::on_cuda(&dir, cuda.clone()).unwrap();
         match full {
             true => other.train_all(&dir).unwrap(),

@@ -1,5 +1,6 @@
-//! Gradients against finite differences, and what must not depend on how work is cut: micro-batches, shared prompts,
-//! the KV cache, the other rows of a batch. On every backend; what is equal bit for bit is in `bits.rs`.
+//! Compares gradients with finite differences, and checks that results do not depend on the division of work:
+//! micro-batches, shared prompts, the KV cache, the other rows of a batch. Runs on every backend; `bits.rs` checks what
+//! is equal bit for bit.
 
 use std::path::PathBuf;
 
@@ -29,7 +30,7 @@ const ARCHITECTURES: [&str; 15] = [
     "granitemoehybrid",
 ];
 
-/// Those that a backend computes: a GPU has no kernels for some.
+/// The architectures that a backend supports; a GPU has no kernels for some.
 pub fn architectures(kind: BackendKind) -> impl Iterator<Item = &'static str> {
     let beyond_gpu = |name| rlood_model_files::read(&fixture(name)).unwrap().config.beyond_gpu().is_some();
     let is_gpu = matches!(kind, BackendKind::Cuda { .. });
@@ -40,7 +41,7 @@ pub fn fixture(name: &str) -> PathBuf {
     rlood_test_support::fixture("parity").join(name)
 }
 
-/// A model with an adapter whose A and B are both non-zero.
+/// Loads a model with an adapter whose A and B are both nonzero.
 fn policy(name: &str, kind: BackendKind) -> Policy {
     let dir = fixture(name);
     let mut policy = Policy::load(&dir, kind).unwrap();
@@ -66,7 +67,7 @@ pub fn as_rows(rows: &[(Vec<u32>, Vec<u32>)]) -> Vec<Trajectory<'_>> {
     rows.iter().map(|(prompt, completion)| Trajectory::of_completion(prompt, completion)).collect()
 }
 
-/// dL/dlogp of each token: another one for each, so that a mixed-up row shows.
+/// A different dL/dlogp for each token, so that swapped rows are detected.
 pub fn weights(rows: &[Trajectory], offset: usize) -> Vec<Vec<f32>> {
     let weight = |row: usize, token: usize| ((row * 7 + token * 3) % 11) as f32 / 5.0 - 1.0;
     rows.iter()
@@ -95,11 +96,10 @@ pub fn norm(values: &[f32]) -> f64 {
     values.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>().sqrt()
 }
 
-/// The gradient of every parameter against central differences, along the gradient and along its largest entry alone.
+/// Compares the gradient of every parameter with central differences, along the gradient and along its largest entry.
 ///
-/// On the oracle, whose operations have been compared with autograd (`ops/tests.rs`), and on a GPU, which is emulated where
-/// there is none: along the gradient, in the first and the last layer. Their forwards are most of the time that this
-/// takes.
+/// Runs on the oracle, whose operations `ops/tests.rs` compares with autograd, and on a GPU or the emulator: there only
+/// along the gradient, in the first and the last layer. Most of the time is spent in forward passes.
 fn assert_gradients_are_differences(name: &str, kind: BackendKind, policy: &mut Policy, step: f64) {
     let name = &format!("{name}, {kind:?}");
     let owned = rows_of(1);
@@ -111,8 +111,8 @@ fn assert_gradients_are_differences(name: &str, kind: BackendKind, policy: &mut 
     assert!(gradient_all.iter().all(|g| g.is_finite()), "{name}");
     let mut worst = 0f64;
     let (oracle, slow) = (kind == BackendKind::Reference, kind != BackendKind::Cpu);
-    // Losses of the CPU's kernels, whose sums are single chains of f32, are noisier: by up to 1.7e-2 where a difference is
-    // small. `precision.rs` holds the same gradients to 1e-5 of the oracle's.
+    // The CPU kernels sum in single chains of f32, so their losses have more noise: up to 1.7e-2 for small differences.
+    // `precision.rs` compares the same gradients with the oracle's at 1e-5.
     let tolerance = if oracle { 2e-2 } else { 4e-2 };
     for info in policy.parameters() {
         if slow && [".layers.1.", ".layers.2."].iter().any(|layer| info.name.contains(layer)) {
@@ -121,7 +121,8 @@ fn assert_gradients_are_differences(name: &str, kind: BackendKind, policy: &mut 
         let range = info.offset..info.offset + info.shape.iter().product::<usize>();
         let part = &gradient_all[range.clone()];
         let size = norm(part);
-        // A bias on the keys moves all scores of a query alike but for the rotation: its gradient may be small.
+        // A bias on the keys shifts all scores of a query equally except for the rotation, so its
+        // gradient may be small.
         let least = if info.name.ends_with("k_proj.bias") { 1e-4 } else { 1e-2 };
         assert!(size > least, "{name}: {} has no gradient", info.name);
         let largest = (0..part.len()).max_by(|a, b| part[*a].abs().total_cmp(&part[*b].abs())).unwrap();
@@ -148,7 +149,7 @@ fn assert_gradients_are_differences(name: &str, kind: BackendKind, policy: &mut 
     println!("gradients {name}: worst relative error against finite differences {worst:.1e}");
 }
 
-/// Every architecture on every backend.
+/// All architectures on all backends.
 fn each() -> impl Iterator<Item = (&'static str, BackendKind)> {
     kinds().into_iter().flat_map(|kind| architectures(kind).map(move |name| (name, kind)))
 }
@@ -177,7 +178,7 @@ fn every_weight_gets_the_gradient_of_finite_differences() {
             if kind == "model.embed_tokens.weight" { format!("{kind} tied {tied}") } else { kind }
         }));
     }
-    // Every kind that the architectures know was among them.
+    // Every kind of parameter that the architectures have occurred.
     for kind in [
         "model.embed_tokens.weight tied true",
         "model.embed_tokens.weight tied false",
@@ -200,7 +201,7 @@ fn every_weight_gets_the_gradient_of_finite_differences() {
 
 #[test]
 fn the_gradient_through_dropout_is_that_of_what_is_left() {
-    // The masked forward as a function of the parameters: its differences are the gradient.
+    // The gradient must match the differences of the masked forward pass as a function of the parameters.
     for (name, kind) in each().filter(|(name, _)| ["qwen3", "llama_bias"].contains(name)) {
         let mut policy = policy(name, kind);
         let name = format!("{name}, {kind:?}");
@@ -268,7 +269,7 @@ fn assert_dropout_does_not_depend_on_the_micro_batches(kind: BackendKind) {
         (values(&gradient), scores)
     };
     let (whole, scores) = run(key, &[]);
-    // Cuts inside and between the groups that share a prompt.
+    // Splits inside and between the groups that share a prompt.
     for cuts in [&[1, 2, 3, 4][..], &[2, 3][..], &[1, 4][..]] {
         let (split, split_scores) = run(key, cuts);
         let difference: Vec<f32> = whole.iter().zip(&split).map(|(a, b)| a - b).collect();
@@ -294,7 +295,7 @@ fn the_micro_batch_split_changes_no_gradient() {
         let mut whole = policy.zero_gradient().unwrap();
         gradient(&policy, &rows, 0, &mut whole);
         let whole = values(&whole);
-        // Cuts inside and between the groups that share a prompt.
+        // Splits inside and between the groups that share a prompt.
         for cuts in [&[1, 2, 3, 4][..], &[2, 3][..], &[1, 4][..]] {
             let mut split = policy.zero_gradient().unwrap();
             let mut begin = 0;
@@ -326,7 +327,7 @@ fn assert_empty_completions_and_zero_gradients_are_harmless(kind: BackendKind) {
     policy.forward_backward(&rows, 1.0, &mut |_| Ok(vec![vec![], vec![0.0]]), &mut gradient).unwrap();
     assert!(values(&gradient).iter().all(|g| *g == 0.0));
     assert!(policy.score(&[], 1.0, Adapter::On).unwrap().is_empty());
-    // What cannot be computed is an error.
+    // Invalid rows must give an error.
     assert!(policy.score(&[Trajectory::of_completion(&[], &[1])], 1.0, Adapter::On).is_err());
     assert!(policy.score(&[Trajectory::of_completion(&[1], &[320])], 1.0, Adapter::On).is_err());
     assert!(policy.score(&[Trajectory::of_completion(&[320], &[1])], 1.0, Adapter::On).is_err());
@@ -356,7 +357,7 @@ fn assert_a_fresh_adapter_is_the_base_model_and_follows_its_seed(kind: BackendKi
         if info.name.ends_with("lora_B.weight") {
             assert!(part.iter().all(|v| *v == 0.0));
         } else {
-            // Uniform in ±1/√in: variance 1/(3·in).
+            // A is uniform in ±1/√in, with variance 1/(3·in).
             let variance = norm(part).powi(2) / part.len() as f64 * 3.0 * info.shape[1] as f64;
             assert!((0.7..1.3).contains(&variance), "{}: {variance}", info.name);
         }
@@ -396,7 +397,7 @@ fn cached_generation_equals_the_full_forward_whatever_the_batch() {
                 }
             }
             if step == 10 || step == 20 {
-                // Rows leave: every other one.
+                // Every other row leaves.
                 let keep: Vec<bool> = (0..sequences.len()).map(|row| row % 2 == 0).collect();
                 policy.retain(&mut state, &keep).unwrap();
                 let mut keep = keep.into_iter();
@@ -410,7 +411,7 @@ fn cached_generation_equals_the_full_forward_whatever_the_batch() {
             logits = policy.next_logits(&state).unwrap();
         }
         assert_eq!(sequences.len(), 3);
-        // One row alone gives what it gave among others.
+        // A row alone gives the same result as among others.
         let (prompt, rest) = sequences[0].split_at(prompts[0].len());
         let mut state = policy.begin(Adapter::On);
         policy.join(&mut state, &[prompt], 1, 40).unwrap();

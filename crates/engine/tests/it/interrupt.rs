@@ -1,5 +1,5 @@
-//! A run that loses its process at any call to its host, and goes on from its last checkpoint and its journal, is the same
-//! run: the same bytes, metrics and samples, and nothing is sampled or asked twice.
+//! A run whose process is lost at any call to its host, and that resumes from its last checkpoint and journal, must
+//! equal an uninterrupted run: the same bytes, metrics and samples, with no completion sampled or scored twice.
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -12,10 +12,10 @@ use rlood_types::spec::{Estimator, EvalPlan, LrSchedulerType, OptimizerKind, Pla
 
 use crate::train::{Start, TestHost, comparable, plan, rows, train};
 
-/// Checkpoints come every third step, so that most interruptions have steps to repeat.
+/// A checkpoint every third step, so that most interruptions have steps to repeat.
 const CHECKPOINT_EVERY: u64 = 3;
 
-/// What is trained: name and plan.
+/// The plans to test, with their names.
 fn runs() -> Vec<(&'static str, Plan)> {
     let with = |change: fn(&mut Plan)| {
         let mut plan = plan();
@@ -57,7 +57,7 @@ fn runs() -> Vec<(&'static str, Plan)> {
             }),
         ),
         (
-            "greedy baselines, refills, a running normalisation",
+            "greedy baselines, refills, a running normalization",
             with(|plan| {
                 plan.rloo.estimator = Estimator::Remax;
                 plan.rloo.min_informative_groups = 2;
@@ -68,27 +68,27 @@ fn runs() -> Vec<(&'static str, Plan)> {
     ]
 }
 
-/// What outlives a process: checkpoints (in `host`), the journal, the rows of metrics and samples.
+/// The state that outlives a process: checkpoints (in `host`), the journal, the rows of metrics and samples.
 #[derive(Default)]
 struct Machine {
     host: TestHost,
     sampled: BTreeMap<RolloutId, Vec<SampledGroup>>,
     answers: BTreeMap<RolloutId, Vec<Score>>,
-    /// Everything that was asked of the reward, in order.
+    /// All requests to the reward, in order.
     asked: Vec<(RolloutId, Vec<String>)>,
     metrics: BTreeMap<(u64, SamplePhase), Metrics>,
     samples: BTreeMap<(u64, SamplePhase), Vec<Sample>>,
-    /// The step of the newest checkpoint.
+    /// Step of the newest checkpoint.
     saved: Option<u64>,
-    /// Calls of this process so far, and the one at which it is lost.
+    /// Number of calls in this process so far, and the call at which the process is lost.
     calls: Cell<usize>,
     lost_at: Option<usize>,
-    /// At this call the user asks for a pause.
+    /// The call at which the user requests a pause.
     pause_at: Option<usize>,
 }
 
 impl Machine {
-    /// Counts a moment of the run. From the fatal one on nothing that the process does has an effect.
+    /// Counts a call. From the fatal call on, nothing that the process does has an effect.
     fn alive(&self) -> Result<(), RunEnd> {
         self.calls.set(self.calls.get() + 1);
         match self.lost_at {
@@ -97,7 +97,7 @@ impl Machine {
         }
     }
 
-    /// Runs one process from the newest checkpoint, after the server's rewind.
+    /// Runs one process from the newest checkpoint, after the server has rewound the job.
     fn attempt(&mut self, plan: &Plan) -> Result<Option<StopReason>, EngineError> {
         let kept = |step: u64| self.saved.is_some_and(|saved| step <= saved);
         self.metrics.retain(|(step, _), _| kept(*step));
@@ -107,7 +107,7 @@ impl Machine {
         train(plan, rows(), Start { resume, eval_rows: rows()[..3].to_vec(), ..Start::default() }, self)
     }
 
-    /// Every file of the last checkpoint.
+    /// Reads every file of the last checkpoint.
     fn result(&self) -> BTreeMap<String, Vec<u8>> {
         let dir = &self.host.saved.last().expect("a checkpoint").dir;
         let files = std::fs::read_dir(dir).expect("its files").map(|entry| {
@@ -126,7 +126,7 @@ impl Host for Machine {
         }
         let asked = |sample: &RewardSample| format!("{} {}", sample.prompt_id, sample.completion);
         self.asked.push((request.id, request.samples.iter().map(asked).collect()));
-        // Lost between the answer and the journal, or after it.
+        // The process is lost between the answer and the journal, or after the journal was written.
         self.alive()?;
         let scores: Vec<Score> =
             request.samples.iter().map(|sample| Score { values: vec![(self.host.score)(sample)] }).collect();
@@ -197,7 +197,8 @@ fn compare(what: &str, machine: &Machine, whole: &Machine) {
     }
     assert_eq!(machine.metrics, whole.metrics, "{what}");
     assert_eq!(machine.samples, whole.samples, "{what}");
-    // Asked again, if at all, with the same samples; and only what was not answered when the process was lost.
+    // A request may be repeated only with the same samples, and only if it had not been answered when
+    // the process was lost.
     let first: BTreeMap<_, _> = whole.asked.iter().cloned().collect();
     for (id, samples) in &machine.asked {
         assert_eq!(&first[id], samples, "{what}: {id:?} is asked with other samples");
@@ -213,7 +214,7 @@ fn a_process_lost_at_any_moment_changes_nothing() {
         assert_eq!(whole.attempt(&plan).expect("trains"), None);
         let moments = whole.calls.get();
         assert!(moments > 100, "{name}: {moments} moments");
-        // Most moments are polls between tokens. An odd stride meets calls of every kind in every step.
+        // Most calls are polls between tokens. An odd stride reaches calls of every kind in every step.
         for lost_at in (1..=moments).step_by((moments / 60) | 1) {
             let what = format!("{name}, lost at {lost_at} of {moments}");
             let mut machine = Machine { lost_at: Some(lost_at), ..Machine::default() };
@@ -231,7 +232,7 @@ fn a_process_lost_again_and_again_changes_nothing() {
     for (name, plan) in runs() {
         let mut whole = Machine::default();
         whole.attempt(&plan).expect("trains");
-        // Each process lives a little longer than it takes to load and to repeat what lies behind the checkpoint.
+        // Each process lives a little longer than it takes to load and to repeat the steps after the checkpoint.
         let mut machine = Machine::default();
         let mut attempts = 0;
         loop {
@@ -245,7 +246,8 @@ fn a_process_lost_again_and_again_changes_nothing() {
         assert!(attempts > 2, "{name}: {attempts} attempts");
         let asked: BTreeSet<_> = machine.asked.iter().map(|(id, _)| *id).collect();
         assert!(machine.asked.len() - asked.len() < attempts, "{name}: a lost process costs at most one answer");
-        // As many rollouts are asked again as processes were lost between an answer and the journal: none is compared here.
+        // One rollout is requested again for each process lost between an answer and the journal, so requests
+        // are not compared here.
         machine.asked.clear();
         compare(name, &machine, &whole);
     }
@@ -270,7 +272,7 @@ fn a_pause_at_any_moment_changes_nothing() {
 }
 
 #[test]
-fn an_evaluation_is_recorded_in_pieces_and_the_next_attempt_goes_on_behind_them() {
+fn an_evaluation_is_recorded_in_batches_and_the_next_attempt_continues_after_them() {
     let mut plan = plan();
     plan.training.max_steps = 1;
     plan.eval = Some(EvalPlan { temperature: 1.0, ..EvalPlan::of_dataset(plan.dataset.clone(), 2) });
@@ -287,7 +289,7 @@ fn an_evaluation_is_recorded_in_pieces_and_the_next_attempt_goes_on_behind_them(
     assert_eq!(run(&mut whole), None);
     assert_eq!(pieces(&whole, 1), [64, 64, 22]);
 
-    // The first moment at which a lost process leaves two pieces of the evaluation before the start.
+    // Finds the first call at which a lost process leaves two batches of the evaluation before the start.
     let (mut low, mut high) = (1, whole.calls.get());
     let lost = |lost_at: usize| {
         let mut machine = Machine { lost_at: Some(lost_at), ..Machine::default() };
@@ -305,11 +307,12 @@ fn an_evaluation_is_recorded_in_pieces_and_the_next_attempt_goes_on_behind_them(
     let mut machine = lost(low);
     assert_eq!(pieces(&machine, 0), [64, 64]);
     machine.lost_at = None;
-    // The machine refuses to be given what it has already.
+    // The host fails if it receives a recorded batch again.
     assert_eq!(run(&mut machine), None);
     compare("an evaluation in pieces", &machine, &whole);
 
-    // An older version recorded all of it under the first piece's id. The pieces are those of one just before the first step.
+    // An older version recorded the whole evaluation under the first batch's id. Take the batches recorded just
+    // before the first step.
     let (mut low, mut high) = (low, whole.calls.get());
     while low < high {
         let middle = usize::midpoint(low, high);

@@ -1,4 +1,4 @@
-//! The backends that the suites of the engine run on.
+//! The backends on which the engine's tests run.
 
 use std::path::Path;
 
@@ -7,8 +7,8 @@ use rlood_engine::gpu;
 use rlood_engine::model::Policy;
 use rlood_types::spec::ComputeDtype;
 
-/// All that this build and machine have: the GPU's in a build with CUDA where there is a GPU, or with the feature
-/// `cuda-emulator` on the CPU; `RLOOD_TEST_BACKEND` (cpu, reference or cuda) asks for one of them.
+/// All backends of this build and machine. The GPU backend is included in a build with CUDA if there is a GPU, or with
+/// the feature `cuda-emulator` on the CPU. `RLOOD_TEST_BACKEND` (cpu, reference or cuda) selects one backend.
 pub fn kinds() -> Vec<BackendKind> {
     let mut kinds = vec![("cpu", BackendKind::Cpu), ("reference", BackendKind::Reference)];
     if gpu::list().is_ok_and(|gpus| !gpus.is_empty()) {
@@ -20,12 +20,12 @@ pub fn kinds() -> Vec<BackendKind> {
     kinds.into_iter().map(|(_, kind)| kind).collect()
 }
 
-/// Those whose sampling and training agree to the bit; GPUs with exact products.
+/// The backends whose sampling and training agree bit for bit; GPUs with exact products.
 pub fn exact_kinds() -> Vec<BackendKind> {
     kinds().into_iter().filter(|kind| *kind != BackendKind::Reference).collect()
 }
 
-/// A model on one of [`exact_kinds`], exact whatever its precision.
+/// Loads a model on one of [`exact_kinds`], with exact products in every precision.
 pub fn load_exact(dir: &Path, kind: BackendKind, dtype: ComputeDtype) -> Policy {
     #[cfg(feature = "cuda")]
     if let BackendKind::Cuda { ordinal } = kind {
@@ -37,7 +37,7 @@ pub fn load_exact(dir: &Path, kind: BackendKind, dtype: ComputeDtype) -> Policy 
 #[cfg(feature = "cuda")]
 pub use rlood_engine::kernels::cuda::gemm::Gemm;
 
-/// A device of its own.
+/// Opens a device for this test alone.
 #[cfg(feature = "cuda")]
 pub fn cuda(ordinal: u32, dtype: ComputeDtype, gemm: Gemm) -> rlood_engine::backend::cuda::Cuda {
     use rlood_engine::backend::cuda::Cuda;

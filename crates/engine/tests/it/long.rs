@@ -1,6 +1,6 @@
-//! Long completions on the CPU: they decode and train, sampling and training agree bit for bit however long they are, and
-//! memory grows with their length, no faster. Each length in a process of its own, whose high-water mark (VmHWM) counts.
-//! Beyond a sliding window of the layers they agree on every exact backend.
+//! Long completions on the CPU: they can be decoded and trained, sampling and training agree bit for bit at any length,
+//! and memory grows at most linearly with the length. Each length runs in a child process, whose peak memory (VmHWM) is
+//! measured. Beyond a sliding window, sampling and training agree on every exact backend.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -16,10 +16,10 @@ use crate::gradients::{architectures, as_rows, fixture, random_ids};
 use crate::kinds::{kinds, load_exact};
 
 const CHILD: &str = "RLOOD_TEST_LONG_CHILD";
-/// Four times the length may take so many times the memory above the base.
+/// Maximum growth of the memory above the base if the length grows four times.
 const GROWTH: f64 = 4.6;
 
-/// The bundled model; nothing below the loop asks how many positions it was trained on.
+/// Loads the bundled model. The loop does not check how many positions it was trained on.
 fn tiny() -> Policy {
     let dir = rlood_test_support::tiny_model();
     let mut policy = Policy::load_dtype(&dir, BackendKind::Cpu, ComputeDtype::Bf16).unwrap();
@@ -27,7 +27,7 @@ fn tiny() -> Policy {
     policy
 }
 
-/// A completion of so many tokens for each copy of each prompt, prompt-major, with the log-probs of sampling.
+/// Samples a completion of `length` tokens for each copy of each prompt, prompt by prompt, with log-probs.
 fn sample(policy: &Policy, prompts: &[&[u32]], copies: usize, length: usize) -> Vec<(Vec<u32>, Vec<f32>)> {
     let key = Key::new(11, Stream::Probe);
     let mut state = policy.begin(Adapter::On);
@@ -47,13 +47,13 @@ fn sample(policy: &Policy, prompts: &[&[u32]], copies: usize, length: usize) -> 
     rows
 }
 
-/// The first token whose log-prob of sampling is not that of the training forward.
+/// Index of the first token whose log-prob at sampling differs from the training forward's.
 fn first_difference(sampled: &[f32], scored: &[f32]) -> Option<usize> {
     assert_eq!(sampled.len(), scored.len());
     sampled.iter().zip(scored).position(|(a, b)| a.to_bits() != b.to_bits())
 }
 
-/// Sample a completion of so many tokens and train on it; the norm of its gradient.
+/// Samples a completion of `length` tokens and trains on it; returns the norm of the gradient.
 fn decode_and_train(policy: &Policy, length: usize) -> f64 {
     let key = Key::new(11, Stream::Probe);
     let prompt: Vec<u32> = (0..32).map(|i| 4 + key.with(i).below(300) as u32).collect();
@@ -66,8 +66,8 @@ fn decode_and_train(policy: &Policy, length: usize) -> f64 {
     gradient.clip(0.0).unwrap()
 }
 
-/// Prompts and completions of which windows of 8 tokens see little, so that the cache drops most of them. The oracle sums in
-/// another order.
+/// Prompts and completions much longer than windows of 8 tokens, so that the cache drops most positions. The oracle is
+/// left out, because it sums in another order.
 #[test]
 fn sampling_far_beyond_a_window_agrees_with_training() {
     let prompts = [random_ids(30, 600), random_ids(31, 3)];
@@ -93,7 +93,7 @@ fn sampling_far_beyond_a_window_agrees_with_training() {
     }
 }
 
-/// Only in a process that [`measure`] started.
+/// Does something only in a process that [`measure`] started.
 #[test]
 fn child() {
     let Some(argument) = std::env::var_os(CHILD) else { return };
@@ -109,7 +109,7 @@ fn child() {
     std::fs::write(PathBuf::from(file), format!("{base} {} {seconds}", peak_resident_bytes().unwrap())).unwrap();
 }
 
-/// Bytes above the base.
+/// Peak memory above the base, in bytes.
 fn measure(length: usize) -> u64 {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("peak");
@@ -118,8 +118,8 @@ fn measure(length: usize) -> u64 {
         .env(CHILD, format!("{length}:{}", file.display()))
         .output()
         .unwrap();
-    let said = [output.stdout, output.stderr].concat();
-    assert!(output.status.success(), "{length} tokens: {}", String::from_utf8_lossy(&said));
+    let printed = [output.stdout, output.stderr].concat();
+    assert!(output.status.success(), "{length} tokens: {}", String::from_utf8_lossy(&printed));
     let text = std::fs::read_to_string(&file).unwrap();
     let numbers: Vec<f64> = text.split(' ').map(|number| number.parse().unwrap()).collect();
     let above = (numbers[1] - numbers[0]) as u64;

@@ -1,5 +1,5 @@
-//! The memory estimate against the peak that a run really has: each case in a process of its own, whose high-water mark
-//! (VmHWM) is compared with the arithmetic of `spec::footprint`.
+//! Compares the memory estimate with the peak of a run: each case runs in a child process, whose peak memory (VmHWM) is
+//! compared with the arithmetic of `spec::footprint`.
 //!
 //! The table of `benches/results/memory.md` is printed by
 //! `cargo test --release --test it -- --ignored --exact memory::three_sizes_of_models --nocapture`.
@@ -22,7 +22,7 @@ use serde_json::{Map, json};
 
 use crate::train::{Start, model_dir, plan, train_model};
 
-/// Of the measured peak, either way.
+/// Maximum deviation from the measured peak, as a fraction, in both directions.
 const TOLERANCE: f64 = 0.15;
 
 #[derive(Clone, Copy, Debug)]
@@ -61,7 +61,7 @@ impl Kind {
     }
 }
 
-/// A model of random weights, with the tokenizer of a small one.
+/// Creates a model with random weights and the tokenizer of a small model.
 pub fn make(size: Size, dir: &Path) {
     for file in ["tokenizer.json", "tokenizer_config.json", "generation_config.json"] {
         if model_dir().join(file).exists() {
@@ -138,7 +138,7 @@ fn estimate(kind: Kind, dir: &Path) -> Footprint {
     Footprint::of(&plan, card.num_parameters, &card.config.shape(), Some(PROMPT_TOKENS), micro_batch_tokens)
 }
 
-/// A host that keeps nothing, as a worker does.
+/// A host that keeps nothing, like a worker.
 #[derive(Default)]
 struct Quiet {
     longest: u32,
@@ -166,7 +166,7 @@ impl Host for Quiet {
 
 const CHILD: &str = "RLOOD_TEST_MEMORY_CHILD";
 
-/// Only in a process that [`measure`] started.
+/// Does something only in a process that [`measure`] started.
 #[test]
 fn child() {
     let Some(argument) = std::env::var_os(CHILD) else { return };
@@ -185,7 +185,7 @@ fn child() {
     std::fs::write(dir.join("peak"), format!("{} {before}", peak_resident_bytes().unwrap())).unwrap();
 }
 
-/// Peak of a run in a process of its own, and what it was before the run.
+/// Returns the peak of a run in a child process, and the memory before the run.
 fn measure(kind: Kind, dir: &Path) -> (u64, u64) {
     let status = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "memory::child", "--test-threads=1"])

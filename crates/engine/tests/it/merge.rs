@@ -1,5 +1,5 @@
-//! Merged checkpoints as directories: dtypes, shards, tied embeddings, config, what is copied, what is refused. That they say what base
-//! and adapter say is in `parity.rs`, for every family.
+//! Merged checkpoints as directories: dtypes, shards, tied embeddings, config, copied files, rejected merges.
+//! `parity.rs` checks for every family that a merged model computes the same as base and adapter.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -24,7 +24,7 @@ fn json(dir: &Path, name: &str) -> Value {
     serde_json::from_slice(&std::fs::read(dir.join(name)).unwrap()).unwrap()
 }
 
-/// Every tensor of a directory's files: type, shape, bytes.
+/// Reads every tensor of a directory's files: type, shape, bytes.
 fn tensors(dir: &Path) -> BTreeMap<String, (String, Vec<usize>, Vec<u8>)> {
     let mut all = BTreeMap::new();
     for entry in std::fs::read_dir(dir).unwrap() {
@@ -105,7 +105,7 @@ fn eight_bits_are_expanded_and_the_other_parts_of_a_multimodal_checkpoint_stay()
 }
 
 #[test]
-fn what_half_precision_cannot_hold_and_what_does_not_belong_together_is_refused() {
+fn overflow_in_half_precision_and_mismatched_files_are_rejected() {
     let dir = tempfile::tempdir().unwrap();
     let case = rlood_test_support::fixture("parity/qwen3");
     let adapter = dir.path().join("adapter");
@@ -120,7 +120,7 @@ fn what_half_precision_cannot_hold_and_what_does_not_belong_together_is_refused(
     let other = rlood_test_support::fixture("parity/llama");
     let error = merge(input(&other, &case.join("lora"), None, out.path()), &mut |_, _| true).unwrap_err();
     assert!(error.to_string().contains("adapter"), "{error}");
-    // Whoever stops it gets nothing.
+    // A merge that is stopped leaves no files.
     let out = tempfile::tempdir().unwrap();
     assert_eq!(merge(input(&case, &case.join("lora"), None, out.path()), &mut |_, _| false).unwrap(), None);
 }

@@ -1,4 +1,4 @@
-//! The table of `docs/models.md`: what the suite `parity` has checked of each case, and the largest differences that it found.
+//! The table of `docs/models.md`: which sections the test `parity` checked for each case, and the largest differences.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -11,7 +11,7 @@ const BEGIN: &str = "<!-- written by the suite parity: begin -->\n";
 const END: &str = "<!-- written by the suite parity: end -->\n";
 const BLESS: &str = "RLOOD_BLESS=1 cargo test --release -p rlood-engine --test it -- parity";
 
-/// What most cases have: the sections of expected.json, and a config.json of transformers 4.
+/// The sections of expected.json that most cases have, and a config.json of transformers 4.
 const USUAL: [&str; 11] = [
     "tokenizer",
     "chat",
@@ -26,9 +26,9 @@ const USUAL: [&str; 11] = [
     "config_v4.json",
 ];
 
-/// The columns of numbers, what `parity` calls them, and what a written difference counts as at least. After AdamW's first step it may
-/// be a thousand times as much on another machine: that moves a weight up or down by the learning rate, and rounding decides which
-/// where the gradient is nearly 0.
+/// The numeric columns: heading, name in `parity`, and the smallest value of a written difference that counts. After
+/// AdamW's first step the difference may be a thousand times larger on another machine: the step moves a weight up or
+/// down by the learning rate, and if the gradient is nearly 0, rounding decides the direction.
 const COLUMNS: [(&str, &str, f64); 5] = [
     ("logits", "logits", 1e-7),
     ("log-probs", "logps", 1e-7),
@@ -37,7 +37,7 @@ const COLUMNS: [(&str, &str, f64); 5] = [
     ("after AdamW", "adamw", 1e-4),
 ];
 
-/// A measured difference may be this many times the written one: machines round differently.
+/// Allowed ratio of a measured to the written difference, because machines round differently.
 const ROUNDING: f64 = 10.0;
 
 /// A row of the table.
@@ -46,12 +46,12 @@ pub struct Row {
     case: String,
     model_type: String,
     checked: String,
-    /// By column, on the CPU and on the reference backend; None = not in the case.
+    /// Differences by column, on the CPU and on the reference backend; None = not part of the case.
     differences: Vec<Option<[f64; 2]>>,
 }
 
 impl Row {
-    /// A case that agrees, with its largest differences on the CPU and on the reference backend.
+    /// Creates the row of a case that agrees, with its largest differences on the CPU and on the reference backend.
     pub fn new(dir: &Path, worst: [Option<Worst>; 2]) -> Row {
         let of_column = |(_, key, _): &(&str, &str, f64)| {
             let [cpu, reference] = worst.each_ref().map(|worst| worst.as_ref()?.get(key).copied());
@@ -72,7 +72,7 @@ impl Row {
         format!("| {} | {} | {} | {} |\n", self.case, self.model_type, self.checked, cells.join(" | "))
     }
 
-    /// What is wrong with the row as it stands in the page.
+    /// Compares the row with the one written on the page; the error says what differs.
     fn check(&self, written: &[&str]) -> Result<(), String> {
         let [model_type, checked, cells @ ..] = written else { return Err("it has too few columns".to_owned()) };
         if (*model_type, *checked) != (self.model_type.as_str(), self.checked.as_str()) {
@@ -94,7 +94,7 @@ fn read(path: &Path) -> Value {
     serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
 }
 
-/// config.json's, with that of its text part.
+/// The model_type of config.json, with that of its text part.
 fn model_type(dir: &Path) -> String {
     let config = read(&dir.join("config.json"));
     let family = rlood_model_files::read(dir).unwrap().config.family;
@@ -104,7 +104,7 @@ fn model_type(dir: &Path) -> String {
     }
 }
 
-/// The sections of a case, against the usual ones.
+/// Describes the sections of a case relative to the usual ones.
 fn checked(dir: &Path) -> String {
     let expected = read(&dir.join("expected.json"));
     let sections =
@@ -132,14 +132,14 @@ fn table(rows: &[Row]) -> String {
     head + &rows.iter().map(Row::written).collect::<String>()
 }
 
-/// Rows of a written table by case; the first two lines are its head.
+/// Parses the rows of a written table, by case; the first two lines are its head.
 fn written_rows(table: &str) -> BTreeMap<&str, Vec<&str>> {
     let rows =
         table.lines().skip(2).map(|line| line.trim_matches('|').split('|').map(str::trim).collect::<Vec<&str>>());
     rows.map(|cells| (cells[0], cells[1..].to_vec())).collect()
 }
 
-/// Compares the page's table with what was found, or writes it where `RLOOD_BLESS` asks for that.
+/// Compares the page's table with the results, or writes it if `RLOOD_BLESS` is set.
 pub fn check(rows: &[Row]) {
     let path = rlood_test_support::in_repository("docs/models.md");
     let page = std::fs::read_to_string(&path).unwrap();

@@ -1,4 +1,4 @@
-//! candle-transformers' own models as a second forward oracle.
+//! Compares the forward pass with candle-transformers' own models as a second oracle.
 
 use std::path::{Path, PathBuf};
 
@@ -15,7 +15,7 @@ fn fixture(name: &str) -> PathBuf {
     rlood_test_support::fixture("parity").join(name)
 }
 
-/// Their configs know the transformers-4 spelling.
+/// Parses a config; candle knows only the keys of transformers 4.
 fn config<T: DeserializeOwned>(dir: &Path) -> T {
     serde_json::from_slice(&std::fs::read(dir.join("config_v4.json")).unwrap()).unwrap()
 }
@@ -67,7 +67,7 @@ fn qwen3_agrees_with_candle_transformers() {
 
 #[test]
 fn llama_agrees_with_candle_transformers() {
-    // llama3rope has a head_dim of its own, which theirs does not know.
+    // The fixture llama3rope has a head_dim of its own, which candle does not support.
     let dir = fixture("llama");
     let config = config::<llama::LlamaConfig>(&dir).into_config(false);
     let model = llama::Llama::load(weights(&dir), &config).unwrap();

@@ -1,4 +1,4 @@
-//! Overlap: the next block is sampled while the rewards of this one are outstanding.
+//! Overlap: the next block is sampled while the rewards of the current one are computed.
 
 use rlood_engine::backend::BackendKind;
 use rlood_engine::host::{Host, RunEnd, SavedCheckpoint, Score, ScoreRequest, StepTrace, StopReason};
@@ -8,7 +8,7 @@ use rlood_types::spec::{Estimator, Plan};
 
 use crate::train::{Start, TestHost, plan, rows, train};
 
-/// Blocks of two steps, four of them.
+/// A plan with four blocks of two steps.
 fn overlapped() -> Plan {
     let mut plan = plan();
     plan.rloo.steps_per_generation = 2;
@@ -27,7 +27,7 @@ fn run(plan: &Plan, backend: Option<BackendKind>) -> TestHost {
 #[test]
 fn an_overlapped_block_is_sampled_by_the_policy_before_the_last_block() {
     for backend in [BackendKind::Cpu, BackendKind::Reference] {
-        // Far enough that other words are sampled.
+        // A reward so different that the policy then samples other tokens.
         let mut far = overlapped();
         far.optimizer.learning_rate = 0.3;
         let moving = run(&far, Some(backend));
@@ -42,7 +42,7 @@ fn an_overlapped_block_is_sampled_by_the_policy_before_the_last_block() {
             let (_, samples) = host.requests.iter().find(|(id, _)| of(*id)).unwrap();
             samples.iter().map(|sample| format!("{} {}", sample.prompt_id, sample.completion)).collect()
         };
-        // The first two blocks come from the first weights; the third from those after the first block.
+        // The first two blocks are sampled with the initial weights; the third with those after the first block.
         for step in [1, 3] {
             assert_eq!(completions(&moving, step), completions(&still, step), "{backend:?}, step {step}");
         }
@@ -61,27 +61,27 @@ fn an_overlapped_block_is_sampled_by_the_policy_before_the_last_block() {
     }
 }
 
-/// What is begun and what is waited for, in order.
+/// Records in order when scoring begins and when the run waits for scores.
 #[derive(Default)]
 struct Order {
     host: TestHost,
-    said: Vec<String>,
+    calls: Vec<String>,
 }
 
 impl Host for Order {
     fn score(&mut self, request: &ScoreRequest<'_>) -> Result<Vec<Score>, RunEnd> {
-        self.said.push(format!("wait {}{:?}", request.id.step, request.id.part));
+        self.calls.push(format!("wait {}{:?}", request.id.step, request.id.part));
         self.host.score(request)
     }
 
     fn begin_score(&mut self, request: &ScoreRequest<'_>) -> Result<(), RunEnd> {
-        self.said.push(format!("begin {}{:?}", request.id.step, request.id.part));
+        self.calls.push(format!("begin {}{:?}", request.id.step, request.id.part));
         Ok(())
     }
 
     fn event(&mut self, event: Event) -> Result<(), RunEnd> {
         if let Event::Step { step, .. } = &event {
-            self.said.push(format!("step {step}"));
+            self.calls.push(format!("step {step}"));
         }
         self.host.event(event)
     }
@@ -100,18 +100,18 @@ impl Host for Order {
 }
 
 #[test]
-fn the_rewards_of_the_next_block_are_begun_before_this_one_is_waited_for() {
+fn scoring_of_the_next_block_starts_before_waiting_for_the_current_one() {
     let mut plan = overlapped();
     plan.training.max_steps = 6;
     let mut order = Order::default();
     train(&plan, rows(), Start::default(), &mut order).expect("trains");
     let expected = "begin 1Sampled|begin 3Sampled|wait 1Sampled|step 1|step 2|begin 5Sampled|wait 3Sampled|step 3|step 4|wait 5Sampled|step 5|step 6";
-    assert_eq!(order.said.join("|"), expected);
+    assert_eq!(order.calls.join("|"), expected);
 
     plan.rloo.estimator = Estimator::Remax;
     plan.training.max_steps = 3;
     let mut order = Order::default();
     train(&plan, rows(), Start::default(), &mut order).expect("trains");
     let expected = "begin 1Sampled|begin 1Greedy|begin 3Sampled|begin 3Greedy|wait 1Sampled|wait 1Greedy|step 1|step 2|wait 3Sampled|wait 3Greedy|step 3";
-    assert_eq!(order.said.join("|"), expected);
+    assert_eq!(order.calls.join("|"), expected);
 }

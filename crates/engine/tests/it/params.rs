@@ -1,4 +1,4 @@
-//! What is trained and in which precision: full fine-tuning, LoRA dropout, 8-bit moments, bf16, warm starts.
+//! Trained parameters and precisions: full fine-tuning, LoRA dropout, 8-bit moments, bf16, warm starts.
 
 use std::path::{Path, PathBuf};
 
@@ -47,7 +47,7 @@ fn off_policy(mut plan: Plan) -> Plan {
     plan
 }
 
-/// The last checkpoint of a short run of this plan.
+/// Runs a short job of this plan, and returns its host.
 fn trained(plan: &Plan) -> TestHost {
     let mut host = TestHost::default();
     run(plan, &mut host);
@@ -107,7 +107,7 @@ fn every_kind_of_run_resumes_to_the_same_bytes_and_metrics() {
     }
 }
 
-/// A checkpoint of a short run, in a directory that stays.
+/// Writes a checkpoint of a short run to a directory that stays.
 fn checkpoint_of(plan: &Plan, under: &Path, name: &str) -> PathBuf {
     let host = trained(plan);
     let to = under.join(name);
@@ -122,7 +122,7 @@ fn checkpoint_of(plan: &Plan, under: &Path, name: &str) -> PathBuf {
 fn a_checkpoint_of_full_fine_tuning_is_a_model() {
     let host = trained(&full());
     let dir = &host.saved.last().unwrap().dir;
-    // As complete as the model it came from: config, tokenizer, weights under the same names.
+    // The checkpoint is as complete as the original model: config, tokenizer, weights under the same names.
     let card = rlood_model_files::read(dir).expect("a model directory");
     let base = rlood_model_files::read(&model_dir()).unwrap();
     assert_eq!(card.num_parameters, base.num_parameters);
@@ -132,7 +132,7 @@ fn a_checkpoint_of_full_fine_tuning_is_a_model() {
     for key in ["dtype", "torch_dtype"] {
         assert!(config.get(key).is_none_or(|dtype| dtype == "float32"), "{config}");
     }
-    // What it computes is what the run's last step left.
+    // The checkpoint computes the same as the run after its last step.
     let policy = Policy::load(dir, BackendKind::Cpu).unwrap();
     let row = [Trajectory::of_completion(&[5, 6, 7], &[8, 9])];
     let loaded = policy.score(&row, 1.0, Adapter::Off).unwrap();
@@ -142,7 +142,7 @@ fn a_checkpoint_of_full_fine_tuning_is_a_model() {
     trained.set_parameter_values(&host.traces.last().unwrap().parameters).unwrap();
     assert_eq!(loaded, trained.score(&row, 1.0, Adapter::On).unwrap());
     assert_ne!(loaded, first);
-    // Every tensor moved.
+    // Every tensor has changed.
     for info in &host.traces[0].parameter_info {
         let range = info.offset..info.offset + info.shape.iter().product::<usize>();
         let (first, last) = (&host.traces[0].parameters[range.clone()], &host.traces[2].parameters[range]);
@@ -153,7 +153,7 @@ fn a_checkpoint_of_full_fine_tuning_is_a_model() {
 #[test]
 fn the_reference_of_full_fine_tuning_stays_where_it_began() {
     let host = trained(&full());
-    // At the first step the policy is its reference.
+    // The policy equals its reference at the first step.
     assert_eq!(host.traces[0].old_logps, host.traces[0].ref_logps);
     assert_ne!(host.traces[2].old_logps, host.traces[2].ref_logps);
     assert!(host.metrics(SamplePhase::Train)[2].1["kl"].is_some_and(|kl| kl != 0.0));
@@ -167,14 +167,14 @@ fn the_first_ratio_is_one_without_dropout_and_not_with_it() {
     let log_ratio = |plan: &Plan| {
         let host = trained(plan);
         let metrics = host.metrics(SamplePhase::Train);
-        // Steps that use a block again do not report it.
+        // Steps that reuse a block do not report the metric.
         let ratios = metrics.iter().filter_map(|(_, metrics)| metrics.get("sampling/log_ratio_max").copied().flatten());
         ratios.fold(0.0, f64::max)
     };
     for plan in [plan(), full(), bf16(plan()), bf16(full()), eight_bit()] {
         assert_eq!(log_ratio(&off_policy(plan.clone())), 0.0, "{:?}", plan.training);
     }
-    // A larger step, so that the adapter does something that can be dropped.
+    // A larger learning rate, so that dropping the adapter's inputs has an effect.
     let mut plan = dropout();
     plan.optimizer.learning_rate = 0.1;
     let ratio = log_ratio(&plan);
@@ -195,7 +195,7 @@ fn bf16_rounds_what_it_says_and_little_else() {
     let host = trained(&bf16(plan()));
     assert!(host.warnings().contains(&"weights_rounded".to_owned()));
     assert!(!trained(&plan()).warnings().contains(&"weights_rounded".to_owned()));
-    // In full fine-tuning the buffer keeps what bf16 loses: small steps add up.
+    // The f32 buffer of full fine-tuning keeps what bf16 loses, so small steps add up.
     let host = trained(&bf16(full()));
     let trace = host.traces.last().unwrap();
     assert!(trace.parameters.iter().any(|v| half::bf16::from_f32(*v).to_f32() != *v));
@@ -236,7 +236,7 @@ fn a_warm_start_begins_with_the_weights_and_has_the_reference_it_asks_for() {
         let start = || Start { initial_adapter: Some(dir.clone()), ..Start::default() };
         let initial = from_start(&warm(base_plan.clone(), Reference::Initial), start());
         let base = from_start(&warm(base_plan.clone(), Reference::Base), start());
-        // The same first rollout, from the same weights.
+        // The first rollout is the same, since the weights are the same.
         assert_eq!(initial.traces[0].old_logps, base.traces[0].old_logps, "{name}");
         assert_ne!(initial.traces[0].old_logps, trained(&base_plan).traces[0].old_logps, "{name}");
         assert_eq!(initial.traces[0].ref_logps, initial.traces[0].old_logps, "{name}");
@@ -245,7 +245,7 @@ fn a_warm_start_begins_with_the_weights_and_has_the_reference_it_asks_for() {
         let missing = train(&warm(base_plan, Reference::Base), rows(), Start::default(), &mut TestHost::default());
         assert!(matches!(missing, Err(EngineError::Input(_))), "{missing:?}");
     }
-    // An adapter of another rank is refused by its numbers; another dropout is none of its business.
+    // An adapter of another rank is rejected with a message that names the ranks; another dropout is accepted.
     let adapter = kept.path().join("adapter");
     let start = || Start { initial_adapter: Some(adapter.clone()), ..Start::default() };
     let mut other = warm(plan(), Reference::Base);

@@ -1,7 +1,8 @@
-//! Tiny random models with the numbers of transformers and PEFT, on every backend in f32, with the same tolerances:
-//! `tests/fixtures/README.md` explains the fields. bf16 is in `precision.rs`; `models_page.rs` writes the results to `docs/models.md`.
+//! Compares tiny random models with transformers and PEFT, on every backend in f32, with the same
+//! tolerances. `tests/fixtures/README.md` explains the fields. `precision.rs` covers bf16; `models_page.rs`
+//! writes the results to `docs/models.md`.
 //!
-//! Longer than other files: one check a section of `expected.json`.
+//! Longer than other files: one check for each section of `expected.json`.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -18,23 +19,23 @@ use serde_json::Value;
 use crate::kinds::kinds;
 use crate::models_page;
 
-/// In f32: logits, and what follows from them.
+/// Tolerance for logits in f32 and values computed from them.
 const LOGITS: f64 = 2e-4;
-/// Log-probs: the same, of sums over a vocabulary; the fixtures round to 6 digits.
+/// Tolerance for log-probs, which sum over the vocabulary; the fixtures are rounded to 6 digits.
 const LOGPS: f64 = 2e-4;
-/// Log-probs after an optimizer step.
+/// Tolerance for log-probs after an optimizer step.
 const ADAMW: f64 = 1e-3;
-/// Gradients, relative to the tensor's norm.
+/// Tolerance for gradients, relative to the tensor's norm.
 const GRADIENT: f64 = 1e-3;
-/// The error that a value of a gradient has here and there, relative to the tensor's norm: about twice the largest seen.
+/// Typical error of a single gradient value, relative to the tensor's norm: about twice the largest one observed.
 const NOISE: f64 = 2e-5;
 
 type Checked<T = ()> = Result<T, String>;
 
-/// The largest difference of each kind of number.
+/// The largest difference for each kind of value.
 pub type Worst = BTreeMap<&'static str, f64>;
 
-/// Cases that are still refused: a pointer into config.json, and the value there. The list only shrinks.
+/// Cases that are not supported yet: a JSON pointer into config.json, and the value there. Entries may only be removed.
 const REFUSED: [(&str, &str); 5] = [
     ("/model_type", "gpt_oss"),
     ("/model_type", "qwen3_5"),
@@ -42,7 +43,7 @@ const REFUSED: [(&str, &str); 5] = [
     ("/model_type", "qwen3_moe"),
     ("/quantization_config/quant_method", "bitsandbytes"),
 ];
-/// Adapters that a GPU has no kernels for.
+/// The error for adapters that the GPU kernels do not support.
 const REFUSED_ADAPTERS_ON_GPU: &str =
     "for rank_pattern and alpha_pattern that differ between q, k and v, or gate and up";
 
@@ -54,7 +55,7 @@ fn every_case_agrees_with_transformers_and_peft() {
         .map(|entry| entry.unwrap().path())
         .filter(|path| path.join("expected.json").exists())
         .collect();
-    // One alone: a fault of a GPU is every later case's too.
+    // Runs a single case: a failing GPU would fail every later case too.
     let only = std::env::var_os("RLOOD_PARITY_ONLY");
     cases.retain(|path| only.as_ref().is_none_or(|only| path.file_name() == Some(only)));
     cases.sort();
@@ -91,14 +92,14 @@ fn every_case_agrees_with_transformers_and_peft() {
     }
 }
 
-/// What was found on a backend.
+/// The result of a case on a backend.
 struct OnKind {
     kind: String,
     summary: String,
     worst: Worst,
 }
 
-/// A case that panics does not hide the others.
+/// Checks a case; a panic does not prevent the other cases from running.
 fn check_on(case: &Path, kind: BackendKind) -> Checked<OnKind> {
     let checked = std::panic::catch_unwind(|| match beyond_gpu(case, kind) {
         Some(keys) => check_refused_on_gpu(case, kind, keys).map(|summary| (summary, Worst::new())),
@@ -120,7 +121,7 @@ fn shown(worst: &Worst) -> String {
     worst.iter().map(|(what, error)| format!("{what} {error:.1e}")).collect::<Vec<String>>().join(", ")
 }
 
-/// A case that is refused names the key of its config.json. None = it is not one.
+/// Checks that an unsupported case names the key of its config.json. None means the case is supported.
 fn check_refused(dir: &Path) -> Option<Checked<String>> {
     let read = |file: &str| -> Option<Value> { serde_json::from_slice(&std::fs::read(dir.join(file)).ok()?).ok() };
     let config = read("config.json")?;
@@ -135,7 +136,7 @@ fn check_refused(dir: &Path) -> Option<Checked<String>> {
     })
 }
 
-/// What of a model the GPU has no kernels for.
+/// The part of a model for which the GPU has no kernels.
 fn beyond_gpu(dir: &Path, kind: BackendKind) -> Option<&'static str> {
     let is_gpu = matches!(kind, BackendKind::Cuda { .. });
     rlood_model_files::read(dir).ok().filter(|_| is_gpu)?.config.beyond_gpu()
@@ -193,7 +194,7 @@ fn check_case(dir: &Path, kind: BackendKind) -> Checked<Worst> {
     Ok(worst)
 }
 
-/// Base and adapter merged in f32 are a model that says the same.
+/// Checks that base and adapter merged in f32 compute the same as the two separately.
 fn check_merged(dir: &Path, section: &Value, kind: BackendKind) -> Checked {
     let out = tempfile::tempdir().map_err(chain)?;
     let input = MergeInput {
@@ -335,7 +336,7 @@ fn check_completions(policy: &Policy, section: &Value, adapter: Adapter) -> Chec
     let rows: Vec<Trajectory> =
         cases.iter().map(|(prompt, completion, _)| Trajectory::of_completion(prompt, completion)).collect();
     let mut worst = 0f64;
-    // Together and one at a time.
+    // First all rows together, then one at a time.
     let together = policy.score(&rows, 1.0, adapter).map_err(chain)?;
     for (index, (_, _, want)) in cases.iter().enumerate() {
         let alone = policy.score(&rows[index..=index], 1.0, adapter).map_err(chain)?;
@@ -397,7 +398,7 @@ fn check_greedy(policy: &Policy, text: &Text, section: &Value) -> Checked {
         same(&format!("greedy token {step}"), argmax(logits.row(1)), *want)?;
         let greedy = [Pick { temperature: 0.0, uniform: 0.5 }; 2];
         same(&format!("chosen token {step}"), policy.choose(&state, &greedy).map_err(chain)?[1].token, *want)?;
-        // What the cache gives is what a forward over everything gives.
+        // Decoding with the cache gives the same as a forward pass over the whole sequence.
         let full = policy.logits(&sequence, &[sequence.len() - 1], Adapter::On).map_err(chain)?;
         for (cached, full) in logits.row(1).iter().zip(&full[0]) {
             close(&format!("cached logits {step}"), f64::from(*cached), f64::from(*full), 1e-4)?;
@@ -412,7 +413,7 @@ fn check_round_trip(policy: &Policy, model: &Path, adapter: &Path) -> Checked {
     let dir = tempfile::tempdir().unwrap();
     let name = model.file_name().unwrap().to_str().unwrap();
     policy.save_lora(dir.path(), name).map_err(chain)?;
-    // Names, shapes and values as PEFT wrote them.
+    // Names, shapes and values must equal those written by PEFT.
     let read =
         |path: &Path| candle_core::safetensors::load(path.join("adapter_model.safetensors"), &Device::Cpu).unwrap();
     let (ours, theirs) = (read(dir.path()), read(adapter));
@@ -429,7 +430,7 @@ fn check_round_trip(policy: &Policy, model: &Path, adapter: &Path) -> Checked {
         config["target_modules"].as_array_mut().unwrap().sort_by_key(Value::to_string);
         config
     };
-    // A selection of layers is written as their names; that it is the same one shows below.
+    // A selection of layers is written as a list of names; the checks below show that it selects the same layers.
     let theirs = config(adapter);
     if theirs["layers_to_transform"].is_null() && theirs["exclude_modules"].is_null() {
         same("adapter_config.json", config(dir.path()), theirs)?;
@@ -439,7 +440,7 @@ fn check_round_trip(policy: &Policy, model: &Path, adapter: &Path) -> Checked {
     same("adapter read again", again.parameter_values().map_err(chain)?, policy.parameter_values().map_err(chain)?)
 }
 
-/// The gradient of −Σ A·logp over the completions, and the loss.
+/// Computes the gradient of −Σ A·logp over the completions, and the loss.
 fn reinforce(policy: &Policy, expected: &Value) -> Checked<(f64, Flat)> {
     let advantages = numbers(&expected["reinforce"]["advantages"]);
     let cases = completions(&expected["completions"]);
@@ -486,7 +487,7 @@ fn check_reinforce(policy: &Policy, expected: &Value) -> Checked<f64> {
         }
         worst = worst.max(error);
         for (i, (got, first)) in part.iter().zip(numbers(&section["grad_first4"][&info.name])).enumerate() {
-            // One entry: relative to its own size, or to a typical entry's.
+            // A single entry is compared relative to its own size, or to that of a typical entry.
             let typical = want / (part.len() as f64).sqrt();
             let error = (f64::from(*got) - first).abs() / first.abs().max(typical);
             if error.is_nan() || error > GRADIENT {
@@ -498,7 +499,7 @@ fn check_reinforce(policy: &Policy, expected: &Value) -> Checked<f64> {
     Ok(worst)
 }
 
-/// One clipped AdamW step from the `lora` adapter, then the completions again.
+/// Makes one clipped AdamW step from the `lora` adapter, then scores the completions again.
 fn check_adamw(policy: &mut Policy, expected: &Value) -> Checked<f64> {
     let section = &expected["adamw"];
     if section.is_null() {
@@ -529,13 +530,15 @@ fn check_adamw(policy: &mut Policy, expected: &Value) -> Checked<f64> {
         let range = info.offset..info.offset + info.shape.iter().product::<usize>();
         let (part, slopes) = (&values[range.clone()], &slopes[range]);
         let want = section["param_norms"][&info.name].as_f64().unwrap_or(f64::NAN);
-        // A weight whose gradient is less than its error may have gone lr up or down: that moves the norm by so much.
+        // A weight whose gradient is smaller than its error may move by lr in either direction; this is the resulting
+        // uncertainty of the norm.
         let uncertain = part.iter().zip(slopes).filter(|(_, slope)| f64::from(slope.abs()) < NOISE * norm(slopes));
         let shift = uncertain.map(|(value, _)| f64::from(value.abs()) + plan.learning_rate).sum::<f64>();
         let tolerance = 1e-4 + 2.0 * plan.learning_rate * shift / norm(part).powi(2);
         close(&format!("adamw norm of {}", info.name), norm(part), want, tolerance)?;
     }
-    // The first step moves every weight by about lr, whatever its gradient's size: tiny gradients are amplified.
+    // The first step moves every weight by about lr, whatever the size of its gradient, so
+    // tiny gradients are amplified.
     let mut worst = 0f64;
     for (index, (prompt, completion, want)) in completions(&section["completions"]).into_iter().enumerate() {
         let scores =

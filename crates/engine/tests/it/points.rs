@@ -1,4 +1,4 @@
-//! The named points at which a test lets a checkpoint fail are in a build with the feature `failpoints`, and in no other.
+//! Checks that the named fail points of checkpoints exist in a build with the feature `failpoints`, and in no other.
 
 use std::cell::RefCell;
 use std::rc::Rc;

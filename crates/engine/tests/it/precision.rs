@@ -1,5 +1,5 @@
-//! How far results may differ where they are not equal: bf16 from f32, the CPU's kernels from the oracle, and one rung of
-//! the ladder of instructions from another.
+//! Bounds the differences between results that are not equal: bf16 and f32, the CPU kernels and the oracle,
+//! and two instruction sets.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -13,24 +13,24 @@ use rlood_types::spec::ComputeDtype;
 
 use crate::gradients::{as_rows, fixture, norm, rows_of, weights};
 
-/// Log-probs in nats, relative to those beyond 1 nat: the largest difference of any token.
+/// Maximum difference of any token's log-prob in nats, relative for log-probs beyond 1 nat.
 #[derive(Clone, Copy, Debug)]
 struct Tolerance {
     logps: f64,
-    /// The norm of the difference of the whole gradient, relative to the gradient's.
+    /// Norm of the difference of the whole gradient, relative to the gradient's norm.
     gradient: f64,
 }
 
-/// bf16 on the CPU from bf16 in the oracle: the weights are the same, the inputs of products are rounded there and only
-/// on tiles here. Measured on AVX-512: up to 1.5e-2 and 1.8e-2, on AMX 1.7e-2 and 1.5e-2.
+/// bf16 on the CPU compared with bf16 in the oracle: the weights are the same, but the oracle rounds the inputs of all
+/// products, the CPU only with AMX tiles. Measured with AVX-512: up to 1.5e-2 and 1.8e-2; with AMX 1.7e-2 and 1.5e-2.
 const BF16: Tolerance = Tolerance { logps: 2e-2, gradient: 3e-2 };
-/// bf16 from f32: weights lose 16 bits. Measured: up to 1.3e-2 and 1.7e-2, the oracle's 2.8e-2 and 2.7e-2.
+/// bf16 compared with f32: weights lose 16 bits. Measured: up to 1.3e-2 and 1.7e-2; for the oracle 2.8e-2 and 2.7e-2.
 const BF16_F32: Tolerance = Tolerance { logps: 3e-2, gradient: 4e-2 };
-/// bf16 on a GPU from bf16 in the oracle: there also what flows between products is rounded. Measured on the emulator: up to
-/// 3.3e-2 and 2.3e-2; from f32 it is as near as the oracle.
+/// bf16 on a GPU compared with bf16 in the oracle: the GPU also rounds the values between products. Measured on the
+/// emulator: up to 3.3e-2 and 2.3e-2; its distance from f32 is that of the oracle.
 #[cfg(feature = "cuda")]
 const BF16_GPU: Tolerance = Tolerance { logps: 4e-2, gradient: 4e-2 };
-/// f32 from f32: orders of summation. Measured: up to 2.5e-6 and 2.1e-6.
+/// f32 compared with f32, with other orders of summation. Measured: up to 2.5e-6 and 2.1e-6.
 const F32: Tolerance = Tolerance { logps: 1e-5, gradient: 1e-5 };
 
 /// Scores and gradient of some rows.
@@ -39,13 +39,13 @@ struct Results {
     gradient: Vec<f32>,
 }
 
-/// With the fixture's adapter, both of whose factors are not zero.
+/// Results with the fixture's adapter, both of whose factors are nonzero.
 fn results(dir: &Path, mut policy: Policy) -> Results {
     policy.load_lora(&dir.join("lora")).unwrap();
     of_trained(&policy)
 }
 
-/// With every weight trained.
+/// Results with all weights trained.
 fn results_of_all(dir: &Path, mut policy: Policy) -> Results {
     policy.train_all(dir).unwrap();
     of_trained(&policy)
@@ -65,7 +65,7 @@ impl Results {
         self.scores.iter().flat_map(|score| score.logps.clone()).collect()
     }
 
-    /// How far from others.
+    /// The distance from other results.
     fn distance(&self, others: &Results) -> Tolerance {
         let (ours, theirs) = (self.logps(), others.logps());
         assert!(ours.len() == theirs.len() && ours.iter().chain(&theirs).all(|logp| logp.is_finite()));
@@ -114,12 +114,13 @@ fn bf16_is_near_the_oracles_bf16_and_near_f32() {
         println!("bf16 {name}: from bf16 {from_oracle}; from f32 {from_exact}; the oracle's {oracles}");
         BF16.holds(&format!("{name}, from the oracle"), from_oracle);
         BF16_F32.holds(&format!("{name}, from f32"), from_exact);
-        // Never much worse than what rounds more; tiles round the inputs of products too, but for f32 sums of its own. The
-        // largest difference of a few tokens varies: measured on tiles, up to 1.63 times the oracle's.
+        // The error must not be much larger than that of the oracle, which rounds more. AMX tiles round the inputs of
+        // products too, but not the f32 sums. The largest difference over a few tokens varies: measured with tiles, up
+        // to 1.63 times the oracle's.
         let factor = if Isa::chosen().unwrap() == Isa::Amx { 2.0 } else { 1.5 };
         let allowed = Tolerance { logps: factor * oracles.logps + 1e-5, gradient: factor * oracles.gradient + 1e-5 };
         allowed.holds(&format!("{name}, from f32 as the oracle"), from_exact);
-        // It does round, unless there is nothing to lose.
+        // Results must differ from f32 at all, unless the weights are stored in bf16.
         let tensors = rlood_model_files::read(&dir).unwrap().tensors;
         let is_short = tensors.iter().all(|tensor| tensor.dtype.size_bytes() <= 2);
         assert!(is_short || from_exact.logps > 1e-6, "{name}: {from_exact:?}");
@@ -127,11 +128,11 @@ fn bf16_is_near_the_oracles_bf16_and_near_f32() {
 }
 
 #[test]
-fn every_rung_that_this_machine_has_agrees_with_the_oracle() {
-    let rungs: Vec<Isa> = Isa::available().collect();
-    assert!(rungs.contains(&Isa::Portable) && rungs.contains(&Isa::best()));
-    // With qk-norm, with a window, with biases everywhere and an odd number of threads; with softcaps and gelu, with rotary on part
-    // of a head.
+fn every_instruction_set_of_this_machine_agrees_with_the_oracle() {
+    let isas: Vec<Isa> = Isa::available().collect();
+    assert!(isas.contains(&Isa::Portable) && isas.contains(&Isa::best()));
+    // Models with qk-norm, with a window, with biases everywhere and an odd number of threads; with soft caps and GELU,
+    // with rotary embedding on a part of each head.
     let of_model =
         [("qwen3", 1), ("mistral", 2), ("llama_bias", 3), ("gemma2", 2), ("gemma3_text", 3), ("phi3_partial", 1)];
     for (name, threads) in of_model {
@@ -141,12 +142,12 @@ fn every_rung_that_this_machine_has_agrees_with_the_oracle() {
         let exact_of_all = results_of_all(&dir, oracle(ComputeDtype::F32));
         let rounded = results(&dir, oracle(ComputeDtype::Bf16));
         let threads = Arc::new(Threads::new(threads));
-        for isa in &rungs {
+        for isa in &isas {
             let ours = |dtype| Policy::on_cpu(&dir, Cpu::with(dtype, *isa, threads.clone())).unwrap();
             let f32 = results(&dir, ours(ComputeDtype::F32)).distance(&exact);
             let all = results_of_all(&dir, ours(ComputeDtype::F32)).distance(&exact_of_all);
             let bf16 = results(&dir, ours(ComputeDtype::Bf16)).distance(&rounded);
-            println!("rung {isa} {name}: f32 {f32}; all weights {all}; bf16 {bf16}");
+            println!("{isa} {name}: f32 {f32}; all weights {all}; bf16 {bf16}");
             F32.holds(&format!("{name} on {isa}, f32"), f32);
             F32.holds(&format!("{name} on {isa}, f32, all weights"), all);
             BF16.holds(&format!("{name} on {isa}, bf16"), bf16);
@@ -161,7 +162,7 @@ fn a_gpu_is_near_the_oracle_with_exact_products_and_with_fast_ones() {
     if !kinds().contains(&BackendKind::Cuda { ordinal: 0 }) {
         return;
     }
-    // With qk-norm, with a window, with biases everywhere.
+    // Models with qk-norm, with a window, with biases everywhere.
     for name in ["qwen3", "mistral", "llama_bias"] {
         let dir = fixture(name);
         let oracle = |dtype| Policy::load_dtype(&dir, BackendKind::Reference, dtype).unwrap();

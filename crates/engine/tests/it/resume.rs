@@ -1,4 +1,4 @@
-//! A run that was stopped and resumed is the same run: equal adapter bytes, equal metrics.
+//! A run that was stopped and resumed must equal an uninterrupted run: equal adapter bytes, equal metrics.
 
 use rlood_engine::checkpoint::verify;
 use rlood_engine::error::EngineError;
@@ -8,7 +8,7 @@ use rlood_types::spec::{EvalPlan, LrSchedulerType, Plan};
 
 use crate::train::{Start, TestHost, plan, rows, train, train_model};
 
-/// Blocks of two slices, each trained twice; 10 steps are two and a half blocks and cross an epoch.
+/// Blocks of two slices, each trained twice; 10 steps are two and a half blocks and cross an epoch boundary.
 fn off_policy() -> Plan {
     let mut plan = plan();
     plan.rloo.num_iterations = 2;
@@ -20,7 +20,7 @@ fn off_policy() -> Plan {
     plan
 }
 
-/// The same, each block sampled before the one ahead of it is trained.
+/// The off-policy plan with overlap: each block is sampled before the previous one is trained.
 fn overlapped() -> Plan {
     let mut plan = off_policy();
     plan.rloo.overlap = true;
@@ -54,12 +54,13 @@ fn resuming_from_every_step_gives_the_same_bytes_and_metrics() {
             assert!(last.adapter() == whole.saved[steps - 1].adapter(), "resumed from step {}", saved.step);
             assert_eq!(rest.comparable_metrics(), metrics[saved.step as usize..], "resumed from step {}", saved.step);
         }
-        // Nothing trained, nothing would be compared.
+        // If nothing were trained, nothing would be compared.
         assert!(whole.saved[0].adapter() != whole.saved[steps - 1].adapter());
     }
 }
 
-/// A family with windows and softcaps, one with fused projections, one with multipliers, one whose angles depend on the length.
+/// Covers a family with windows and soft caps, one with fused projections, one with multipliers, and one whose rotary
+/// angles depend on the length.
 #[test]
 fn every_kind_of_family_resumes_with_the_same_bytes() {
     for (name, modules) in [

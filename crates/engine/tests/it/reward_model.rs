@@ -1,6 +1,6 @@
-//! Sequence-classification checkpoints with transformers' scores: `tests/fixtures/README.md` explains the files, and
-//! `RLOOD_REWARD_MODELS` puts another folder in their place. The same models behind `rlood reward-server` and as a job's
-//! reward are in `reward_server.rs`.
+//! Compares sequence-classification checkpoints with transformers' scores. `tests/fixtures/README.md` explains the
+//! files; `RLOOD_REWARD_MODELS` selects another folder. `reward_server.rs` tests the same models behind `rlood
+//! reward-server` and as a job's reward.
 
 use std::path::{Path, PathBuf};
 
@@ -10,7 +10,7 @@ use rlood_model_files::ClassifierCard;
 use rlood_types::spec::ComputeDtype;
 use serde_json::{Value, json};
 
-/// Against transformers in f32.
+/// Tolerance for scores relative to transformers in f32.
 const TOLERANCE: f64 = 1e-4;
 
 fn folder() -> PathBuf {
@@ -85,7 +85,7 @@ fn padding_at_the_end_of_a_decoders_text_changes_no_score() {
 }
 
 #[test]
-fn what_cannot_be_scored_is_said_in_words() {
+fn unscorable_input_is_rejected_with_a_message() {
     for name in ["qwen3", "modernbert"] {
         let model = RewardModel::load(&folder().join(name), BackendKind::Cpu, ComputeDtype::F32).unwrap();
         let unknown = model.scores(&[&[5, 400]]).unwrap_err().to_string();
@@ -97,7 +97,7 @@ fn what_cannot_be_scored_is_said_in_words() {
     }
 }
 
-/// A copy of a fixture with other keys in its config.json; null takes a key away.
+/// Copies a fixture and changes keys of its config.json; null removes a key.
 fn changed(name: &str, changes: Value) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     for entry in std::fs::read_dir(folder().join(name)).unwrap() {
@@ -132,7 +132,7 @@ fn configs_of_transformers_4_and_5_give_the_same_scores() {
 
 #[test]
 fn an_unsupported_config_is_refused_by_its_key() {
-    for (name, changes, said) in [
+    for (name, changes, expected) in [
         ("qwen3", json!({"architectures": ["Qwen3ForCausalLM"]}), "…ForSequenceClassification"),
         ("qwen3", json!({"id2label": {"0": "bad", "1": "good"}}), "score.weight has shape [1, 64]"),
         ("modernbert", json!({"norm_bias": true}), "norm_bias is true"),
@@ -145,7 +145,7 @@ fn an_unsupported_config_is_refused_by_its_key() {
         ("llama", json!({"quantization_config": {"bits": 4}}), "quantization_config"),
     ] {
         let error = ClassifierCard::read(changed(name, changes).path()).unwrap_err().to_string();
-        assert!(error.contains(said), "{error}");
+        assert!(error.contains(expected), "{error}");
     }
 }
 

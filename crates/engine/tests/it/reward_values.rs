@@ -1,4 +1,4 @@
-//! What a run does with rewards that are no values, or too large ones.
+//! Runs with rewards that are missing, not finite, or too large.
 
 use rlood_engine::error::EngineError;
 use rlood_types::event::SamplePhase;
@@ -8,7 +8,7 @@ use rlood_types::spec::{Combine, RewardNormalization};
 use crate::train::{Start, TestHost, plan, reward, rows, run, train};
 
 #[test]
-fn rewards_whose_squares_are_beyond_all_numbers_end_the_run_by_name_before_they_are_trained_on() {
+fn rewards_whose_squares_overflow_end_the_run_before_training() {
     for (normalization, combine, value, what) in [
         (RewardNormalization::Running, Combine::Renormalize, 1e200, "the variance of the rewards"),
         (RewardNormalization::Batch, Combine::Renormalize, 1e200, "the variance of the rewards"),
@@ -19,7 +19,7 @@ fn rewards_whose_squares_are_beyond_all_numbers_end_the_run_by_name_before_they_
             "the weighted sum of the rewards of a completion of row",
         ),
     ] {
-        // A plan of before there was a limit.
+        // A plan from before the limit `max_abs_reward` existed.
         let mut plan = plan();
         plan.rloo.reward_normalization = normalization;
         plan.rloo.combine = combine;
@@ -37,9 +37,9 @@ fn rewards_whose_squares_are_beyond_all_numbers_end_the_run_by_name_before_they_
 }
 
 #[test]
-fn rows_whose_reference_is_blank_train_nothing_and_the_run_goes_on() {
+fn rows_with_a_blank_reference_train_nothing_and_the_run_continues() {
     let plan = plan();
-    // Every other prompt has none.
+    // Every other prompt has no value.
     let blank = |sample: &RewardSample| sample.prompt_id.ends_with(['1', '3', '5', '7', '9']);
     let mut count = 0.0;
     let mut host = TestHost::scoring(move |sample| {

@@ -1,4 +1,5 @@
-//! Training on several sources: whose rows, in which shares, with which metrics; and the same bytes after a resume.
+//! Training on several sources: checks rows, shares and metrics of each source, and that a resumed run
+//! gives the same bytes.
 
 use std::collections::BTreeMap;
 
@@ -8,7 +9,7 @@ use rlood_types::spec::{EvalPlan, Plan, SourcePlan};
 
 use crate::train::{Start, TestHost, plan, rows, train};
 
-/// Rows 0 to 4 and 5 to 7, three prompts of the first to one of the second.
+/// Rows 0 to 4 and 5 to 7; three prompts of the first source to one of the second.
 fn mixed() -> Plan {
     let mut plan = plan();
     let source = |name: &str, num_rows, weight| SourcePlan { name: name.to_owned(), num_rows, weight };
@@ -18,7 +19,7 @@ fn mixed() -> Plan {
     plan
 }
 
-/// 1 for the small source's rows, and what the completion's bytes say for the others.
+/// A reward of 1 for the small source's rows, and a function of the completion's bytes for the others.
 fn host() -> TestHost {
     TestHost::scoring(|sample| match sample.source.as_deref() {
         Some("small") => RewardValue::Number(1.0),
@@ -34,7 +35,7 @@ fn trained(plan: &Plan, start: Start) -> TestHost {
 }
 
 #[test]
-fn prompts_come_from_the_sources_as_their_weights_say_and_metrics_tell_them_apart() {
+fn prompts_follow_the_weights_of_the_sources_and_metrics_are_per_source() {
     let plan = mixed();
     let host = trained(&plan, Start::default());
     let mut seen: BTreeMap<&str, u64> = BTreeMap::new();
@@ -45,7 +46,7 @@ fn prompts_come_from_the_sources_as_their_weights_say_and_metrics_tell_them_apar
             *seen.entry(if row < 5 { "large" } else { "small" }).or_default() += 1;
         }
     }
-    // 24 prompts of blocks of two: epochs of 5 + 1⅔.
+    // 24 prompts in blocks of two: epochs of 5 + 1⅔.
     assert!((17..=19).contains(&seen["large"]), "{seen:?}");
     for (step, metrics) in host.metrics(SamplePhase::Train) {
         let value = |name: &str| metrics.get(name).copied().flatten();
@@ -87,7 +88,7 @@ fn resuming_from_every_step_gives_the_same_bytes_and_metrics() {
 }
 
 #[test]
-fn held_out_rows_are_told_apart_too() {
+fn held_out_rows_are_distinguished_too() {
     let mut plan = mixed();
     plan.eval = Some(EvalPlan { fraction: Some(0.25), ..EvalPlan::of_dataset(plan.dataset.clone(), 6) });
     let host = trained(&plan, Start::default());

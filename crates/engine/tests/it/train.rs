@@ -1,6 +1,6 @@
-//! The loop, driven by a small host.
+//! The training loop, driven by a small host.
 //!
-//! Longer than other files: the host stands here, beside the tests that drive it.
+//! Longer than other files: it contains the host besides the tests that drive it.
 
 use std::num::NonZeroU32;
 
@@ -24,18 +24,18 @@ use rlood_types::spec::{
 };
 use serde_json::{Map, json};
 
-/// A model of two layers with 64 words.
+/// A model with two layers and 64 words.
 pub fn model_dir() -> PathBuf {
     rlood_test_support::fixture("golden/qwen2_onpolicy")
 }
 
-/// Eight prompts of that model's words.
+/// Eight prompts made of that model's words.
 pub fn rows() -> Vec<PromptRow> {
     let prompts = ["w0 w1 w2", "w5 w6", "w7 w8 w9 w10", "w3", "w11 w12", "w13 w14 w15", "w16 w17", "w18"];
     prompts.into_iter().map(|prompt| PromptRow { prompt: json!(prompt), columns: Map::new() }).collect()
 }
 
-/// Two prompts with two completions a step, one step a block, KL on; the score is up to the host.
+/// Two prompts with two completions per step, one step per block, KL on; the host decides the scores.
 #[expect(clippy::too_many_lines, reason = "one literal: every setting of a plan")]
 pub fn plan() -> Plan {
     let dataset = DatasetPlan::new(rlood_types::id::DatasetId::new(), "data".into(), 8);
@@ -126,7 +126,7 @@ pub fn plan() -> Plan {
     }
 }
 
-/// A reward of weight 1; what it says is up to the host.
+/// A reward with weight 1; the host decides its values.
 pub fn reward(name: &str) -> RewardPlan {
     let kind = RewardKind::Length(LengthPlan {
         min_words: 1,
@@ -161,7 +161,7 @@ impl Saved {
     }
 }
 
-/// The inside of a step, kept.
+/// A copy of a step's internals.
 pub struct Trace {
     pub step: u64,
     pub rows: Vec<u64>,
@@ -176,7 +176,7 @@ pub struct Trace {
 
 type Scorer = Box<dyn FnMut(&RewardSample) -> RewardValue>;
 
-/// Scores by a function, keeps everything, stops where it is told.
+/// A host that scores with a function, keeps everything, and stops where requested.
 pub struct TestHost {
     pub score: Scorer,
     recorded: Box<dyn FnMut(u64) -> Option<Rollout>>,
@@ -184,7 +184,7 @@ pub struct TestHost {
     pub events: Vec<Event>,
     pub saved: Vec<Saved>,
     pub traces: Vec<Trace>,
-    /// What was asked of the rewards.
+    /// All requests to the rewards.
     pub requests: Vec<(RolloutId, Vec<RewardSample>)>,
     at: (Phase, u64),
     polls: Cell<u32>,
@@ -275,17 +275,17 @@ impl Host for TestHost {
 }
 
 impl TestHost {
-    /// Feeds recorded rollouts instead of sampling.
+    /// Creates a host that returns recorded rollouts, so that nothing is sampled.
     pub fn with_rollouts(recorded: impl FnMut(u64) -> Option<Rollout> + 'static) -> Self {
         Self { recorded: Box::new(recorded), ..Self::default() }
     }
 
-    /// Scores by this function.
+    /// Creates a host that scores with this function.
     pub fn scoring(score: impl FnMut(&RewardSample) -> RewardValue + 'static) -> Self {
         Self { score: Box::new(score), ..Self::default() }
     }
 
-    /// Stops at the n-th poll (from 1) inside a phase that began after so many steps.
+    /// Creates a host that stops at the n-th poll (from 1) in a phase that began after `step` steps.
     pub fn stopping_at(phase: Phase, step: u64, poll: u32, stop: StopReason) -> Self {
         Self { stop_at: Some((phase, step, poll, stop)), ..Self::default() }
     }
@@ -298,7 +298,7 @@ impl TestHost {
         steps.collect()
     }
 
-    /// Without what depends on the machine.
+    /// The metrics without values that depend on the machine.
     pub fn comparable_metrics(&self) -> Vec<(u64, Metrics)> {
         self.metrics(SamplePhase::Train).into_iter().map(|(step, metrics)| (step, comparable(metrics))).collect()
     }
@@ -320,14 +320,14 @@ impl TestHost {
     }
 }
 
-/// Metrics without what depends on the machine.
+/// Removes the metrics that depend on the machine.
 pub fn comparable(mut metrics: Metrics) -> Metrics {
     let of_machine = ["step_time", "eval_step_time", "tokens_per_second", "memory"];
     metrics.retain(|name, _| !of_machine.iter().any(|prefix| name.starts_with(prefix)));
     metrics
 }
 
-/// Where a run starts.
+/// The starting point of a run.
 #[derive(Default)]
 pub struct Start {
     pub resume: Option<PathBuf>,
@@ -337,7 +337,7 @@ pub struct Start {
     pub backend: Option<BackendKind>,
 }
 
-/// Why the run was stopped; None = all its steps are done.
+/// Runs the plan; returns why the run was stopped, or None if it completed all steps.
 pub fn train(
     plan: &Plan,
     rows: Vec<PromptRow>,
@@ -434,7 +434,7 @@ fn a_run_reports_every_step_and_saves_the_last() {
     }
     let tokens: u32 = host.samples().iter().map(|sample| sample.num_tokens).sum();
     assert!(value(&metrics, 3, "num_tokens") > f64::from(tokens));
-    // Each epoch of eight rows in blocks of two visits every row once.
+    // Eight rows in blocks of two: each epoch visits every row once.
     let rows: HashSet<String> = host.samples().into_iter().map(|sample| sample.prompt_id).collect();
     assert_eq!(rows.len(), 6);
 }
@@ -492,7 +492,7 @@ fn a_reused_rollout_reports_no_reward() {
 
 #[test]
 fn skipping_the_old_pass_changes_nothing() {
-    // Two iterations force the pass; their first step must be the first step of the run that skips it.
+    // Two iterations force the separate pass; their first step must equal the first step of a run without it.
     let (mut once, mut twice) = (TestHost::default(), TestHost::default());
     let mut plan = plan();
     run(&plan, &mut once);
@@ -514,7 +514,7 @@ fn beta_zero_needs_no_reference() {
     assert!(host.samples().iter().all(|sample| sample.kl.is_none() && sample.advantage.is_some()));
 }
 
-/// Two prompts with two completions each that ran into the length limit; rewards 0 and 1.
+/// Two prompts with two completions each that reached the length limit; rewards 0 and 1.
 fn truncated_rollout(_step: u64) -> Option<Rollout> {
     let completion = |reward: f64| RolloutCompletion {
         segments: Segments::of_completion(vec![10, 11, 12], None),
@@ -544,7 +544,7 @@ fn all_truncated_and_masked_changes_no_weight() {
     assert_eq!(masked.traces[2].parameters, initial);
     assert_ne!(unmasked.traces[2].parameters, initial);
     assert!(masked.traces.iter().all(|trace| trace.gradient.iter().all(|entry| *entry == 0.0)));
-    // They keep their place in the baseline.
+    // Masked completions still count in the baseline.
     assert_eq!(masked.traces[0].advantages, [-1.0, 1.0, -1.0, 1.0]);
 }
 
@@ -576,13 +576,13 @@ fn a_missing_reward_masks_only_itself() {
 }
 
 #[test]
-fn a_rollout_without_any_reward_is_told_and_trains_nothing() {
+fn a_rollout_without_any_reward_warns_and_trains_nothing() {
     let mut plan = plan();
     plan.rloo.beta = 0.0;
     plan.training.max_steps = 2;
     let mut calls = 0;
     let mut host = TestHost {
-        // The second rollout is of four completions too.
+        // The second rollout has four completions too.
         score: Box::new(move |_| {
             calls += 1;
             if calls <= 4 { RewardValue::NotApplicable } else { RewardValue::Number(f64::from(calls)) }
@@ -602,7 +602,7 @@ fn updates_that_are_not_finite_are_skipped_and_three_end_the_run() {
     plan.rloo.beta = 0.0;
     plan.training.max_steps = 10;
     plan.checkpoints.every_steps = 1;
-    // 1e300 is a number, but the gradient it makes is not an f32.
+    // 1e300 is a finite number, but the resulting gradient does not fit into f32.
     let mut host = TestHost::default();
     let mut calls = 0;
     host.score = Box::new(move |_| {
@@ -633,7 +633,7 @@ fn a_base_model_with_nan_weights_is_a_failure_that_names_the_tensor() {
     let path = dir.path().join("model.safetensors");
     let mut bytes = std::fs::read(&path).expect("reads");
     let end = bytes.len();
-    // All ones: NaN in every float format.
+    // A value with all bits set is NaN in every float format.
     bytes[end - 4..].fill(0xff);
     std::fs::write(&path, bytes).expect("writes");
     let mut plan = plan();
@@ -669,7 +669,7 @@ fn evaluations_come_before_the_start_every_n_steps_and_after_the_last() {
     assert_eq!(metrics.iter().map(|(step, _)| *step).collect::<Vec<_>>(), [0, 2, 3]);
     assert!(metrics.iter().all(|(_, metrics)| metrics.keys().all(|name| name.starts_with("eval_"))));
     value(&metrics, 0, "eval_reward");
-    // Before the first step the policy is the reference; then it is not.
+    // Before the first step the policy equals the reference; afterwards it does not.
     assert!(plan.rloo.beta > 0.0);
     for name in ["eval_kl", "eval_kl_sequence", "eval_kl_k3"] {
         assert_eq!(value(&metrics, 0, name), 0.0, "{name}");
@@ -679,7 +679,7 @@ fn evaluations_come_before_the_start_every_n_steps_and_after_the_last() {
     let samples: Vec<Sample> = host.samples().into_iter().filter(|s| s.phase == SamplePhase::Eval).collect();
     assert_eq!(samples.len(), 9);
     assert!(samples.iter().all(|sample| sample.advantage.is_none() && sample.reward.is_some()));
-    // One completion a prompt: their sums of k1 have the metric's mean.
+    // Each prompt has one completion, so the mean of the samples' k1 sums equals the metric.
     let last: Vec<f64> = samples.iter().filter(|sample| sample.step == 3).filter_map(|sample| sample.kl).collect();
     assert_eq!(last.len(), 3);
     assert!((last.iter().sum::<f64>() / 3.0 - value(&metrics, 3, "eval_kl_sequence")).abs() < 1e-9);

@@ -1,4 +1,4 @@
-//! The variants of the algorithm through the loop: estimators, losses, KL in the loss, shaped rewards, refills.
+//! The variants of the algorithm in the loop: estimators, losses, KL in the loss, shaped rewards, refills.
 
 use std::num::{NonZeroU32, NonZeroUsize};
 
@@ -22,7 +22,7 @@ fn row_of(sample: &RewardSample) -> u64 {
     sample.prompt_id.trim_start_matches("row_").parse().expect("a row")
 }
 
-/// Completions of odd rows differ in their reward, those of even rows do not.
+/// A reward that differs between completions of odd rows, but not between those of even rows.
 fn odd_rows_teach(sample: &RewardSample) -> RewardValue {
     let index: u64 = sample.sample_id.trim_start_matches("s_").parse().expect("a number");
     let text: u64 = sample.completion.bytes().map(u64::from).sum();
@@ -30,7 +30,7 @@ fn odd_rows_teach(sample: &RewardSample) -> RewardValue {
     RewardValue::Number(if odd { (index % 2) as f64 + (text % 5) as f64 / 10.0 } else { 1.0 })
 }
 
-/// The plan of [`plan`], with every estimator and loss, KL in reward and loss, shaped rewards and refills.
+/// The plan of [`plan`] with every estimator and loss, KL in reward and loss, shaped rewards and refills.
 fn variants() -> Vec<(String, Plan)> {
     let mut variants = Vec::new();
     let mut add = |name: &str, change: &dyn Fn(&mut Plan)| {
@@ -65,13 +65,13 @@ fn variants() -> Vec<(String, Plan)> {
         plan.rloo.estimator = Estimator::Remax;
         plan.rloo.num_generations = NonZeroU32::MIN;
     });
-    add("reinforce of one completion with gspo and running normalisation", &|plan| {
+    add("reinforce of one completion with gspo and running normalization", &|plan| {
         plan.rloo.estimator = Estimator::Reinforce;
         plan.rloo.num_generations = NonZeroU32::MIN;
         plan.rloo.loss = Loss::Gspo;
         plan.rloo.reward_normalization = RewardNormalization::Running;
     });
-    add("refills, dropped groups, batch normalisation and length terms", &|plan| {
+    add("refills, dropped groups, batch normalization and length terms", &|plan| {
         plan.rloo.min_informative_groups = 2;
         plan.rloo.max_refills = 2;
         plan.rloo.drop_tied_groups = true;
@@ -206,7 +206,7 @@ fn remax_scores_one_greedy_completion_a_prompt_beside_the_block() {
         let metrics = host.metrics(SamplePhase::Train);
         assert_eq!(value(&metrics, step as u64 + 1, "reward_greedy"), mean(&rewards).expect("two"));
     }
-    // Counted, never trained, and not among the samples.
+    // Greedy completions are counted, but never trained, and are not among the samples.
     assert_eq!(host.samples().len(), 8);
     let tokens: u32 = host.requests.iter().flat_map(|(_, samples)| samples).map(|sample| sample.num_tokens).sum();
     let prompts: usize =
@@ -214,7 +214,7 @@ fn remax_scores_one_greedy_completion_a_prompt_beside_the_block() {
     assert_eq!(value(&host.metrics(SamplePhase::Train), 2, "num_tokens"), f64::from(tokens) + prompts as f64);
 }
 
-/// Words are tokens in that model.
+/// Number of tokens of a prompt; in this model every word is a token.
 fn prompt_tokens(row: u64) -> usize {
     rows()[row as usize].prompt.as_str().expect("a text").split(' ').count()
 }
@@ -227,7 +227,8 @@ fn tied_groups_are_replaced_by_the_prompts_that_come_next() {
     plan.rloo.min_informative_groups = 2;
     let mut host = TestHost::scoring(odd_rows_teach);
     run(&plan, &mut host);
-    // Block 0, 1: 0 is tied, so is 2, and 3 takes its place. Then 4, 5: 6 is tied, 7 takes its place. Then the next epoch.
+    // Blocks 0, 1: row 0 is tied, so is 2, and 3 replaces it. Then 4, 5: 6 is tied, 7 replaces it. Then
+    // the next epoch begins.
     let rows: Vec<Vec<u64>> = host.traces.iter().map(|trace| trace.rows.clone()).collect();
     assert_eq!(rows, [[3, 3, 1, 1], [7, 7, 5, 5], [3, 3, 1, 1]]);
     let metrics = host.metrics(SamplePhase::Train);
@@ -242,7 +243,7 @@ fn tied_groups_are_replaced_by_the_prompts_that_come_next() {
         host.requests.iter().take(3).map(|(id, samples)| (*id, samples.len())).collect();
     assert_eq!(asked, [(first, 4), (first.round(1), 2), (first.round(2), 2)]);
     assert!(host.warnings().is_empty(), "{:?}", host.warnings());
-    // Everything that was sampled is counted, though only the block is shown.
+    // All samples are counted, but only the block's are reported.
     assert_eq!(host.samples().len(), 12);
     let sampled = host.requests.iter().flat_map(|(_, samples)| samples);
     let tokens: usize = sampled.map(|sample| sample.num_tokens as usize + prompt_tokens(row_of(sample))).sum();
@@ -250,7 +251,7 @@ fn tied_groups_are_replaced_by_the_prompts_that_come_next() {
 }
 
 #[test]
-fn refills_end_after_their_number_and_an_event_says_so() {
+fn refills_end_after_max_refills_with_a_warning() {
     let mut plan = plan();
     plan.training.shuffle_dataset = false;
     plan.training.max_steps = 2;
@@ -259,7 +260,7 @@ fn refills_end_after_their_number_and_an_event_says_so() {
     run(&plan, &mut host);
     assert_eq!(host.requests.len(), 10);
     assert_eq!(host.warnings(), ["refills_exhausted", "refills_exhausted"]);
-    // The first block stays as it was drawn; four refills of two took the rest of the epoch and two more.
+    // The first block stays as sampled; four refills of two used the rest of the epoch and two more prompts.
     assert_eq!(host.traces[0].rows, [0, 0, 1, 1]);
     assert_eq!(host.traces[1].rows, [2, 2, 3, 3]);
     assert_eq!(value(&host.metrics(SamplePhase::Train), 1, "epoch"), 1.25);
@@ -355,7 +356,7 @@ fn kl_in_the_loss_leaves_the_rewards_alone_and_pulls_on_the_weights() {
         plan.rloo.kl_estimator = estimator;
         let mut with = TestHost::default();
         run(&plan, &mut with);
-        // At the first step the policy is the reference: no KL, no pull.
+        // The policy equals the reference at the first step, so the KL penalty has no gradient.
         assert_eq!(with.traces[0].gradient, without.traces[0].gradient);
         assert_eq!(with.traces[1].advantages, without.traces[1].advantages);
         assert_ne!(with.traces[1].gradient, without.traces[1].gradient, "{estimator:?}");
@@ -366,7 +367,7 @@ fn kl_in_the_loss_leaves_the_rewards_alone_and_pulls_on_the_weights() {
 }
 
 #[test]
-fn a_running_normaliser_counts_every_reward_so_far() {
+fn a_running_normalizer_counts_every_reward_so_far() {
     let mut plan = plan();
     plan.rloo.reward_normalization = RewardNormalization::Running;
     plan.rloo.beta = 0.0;
@@ -380,7 +381,7 @@ fn a_running_normaliser_counts_every_reward_so_far() {
         assert!((value(&metrics, step, "reward_normalizer/mean") - expected).abs() < 1e-12);
         let std = rlood_engine::advantage::sample_std(&so_far).expect("two and more");
         assert!((value(&metrics, step, "reward_normalizer/std") - std).abs() < 1e-12);
-        // Leave-one-out over the normalised rewards.
+        // The expected advantages are leave-one-out over the normalized rewards.
         let of_step: Vec<_> = samples.iter().filter(|s| s.step == step).collect();
         let [a, b] = [of_step[0], of_step[1]].map(|s| s.reward.expect("a reward"));
         let advantage = of_step[0].advantage.expect("an advantage");
@@ -388,7 +389,7 @@ fn a_running_normaliser_counts_every_reward_so_far() {
     }
 }
 
-/// Two prompts with two completions each, of other lengths and with equal rewards.
+/// Two prompts with two completions each, with different lengths and equal rewards.
 fn equal_rewards(_step: u64) -> Option<Rollout> {
     let completion = |length: u32| RolloutCompletion {
         segments: Segments::of_completion((10..10 + length).collect(), None),
@@ -412,17 +413,17 @@ fn length_terms_prefer_the_shorter_of_equal_completions() {
     let advantages = |plan: &Plan| {
         let mut host = TestHost::with_rollouts(equal_rewards);
         run(plan, &mut host);
-        // What is judged is the task: such groups are tied.
+        // Ties are decided on the task rewards, so such groups are tied.
         assert_eq!(value(&host.metrics(SamplePhase::Train), 1, "frac_reward_zero_std_pre_kl"), 1.0);
         host.traces[0].advantages.clone()
     };
     assert_eq!(advantages(&plan), [0.0; 4]);
-    // 0.1 a token: the limit is 6.
+    // A penalty of 0.1 per token, because the limit is 6.
     plan.rloo.length_penalty = 0.6;
     for (actual, expected) in advantages(&plan).iter().zip([0.3, -0.3, -0.1, 0.1]) {
         assert!((actual - expected).abs() < 1e-12, "{actual} instead of {expected}");
     }
-    // Free up to 4 tokens, −1 at 6.
+    // No penalty up to 4 tokens, −1 at 6.
     plan.rloo.length_penalty = 0.0;
     plan.rloo.soft_overlong = Some(2);
     for (actual, expected) in advantages(&plan).iter().zip([0.0, 0.0, -0.5, 0.5]) {

@@ -1,6 +1,6 @@
-//! Every number of `tests/fixtures/vectors` (TRL's), through the engine's own functions.
+//! Compares every number of `tests/fixtures/vectors` (computed by TRL) with the engine's own functions.
 //!
-//! Longer than other files: one function for each section of the files, in their order.
+//! Longer than other files: one function for each section of the files, in the same order.
 
 use std::num::NonZeroUsize;
 
@@ -27,7 +27,7 @@ const TOLERANCE: f64 = 2e-5;
 /// Keys that describe the file.
 const ABOUT: [&str; 3] = ["schema", "reference", "tolerance"];
 
-/// What differs, collected so that one run shows everything.
+/// All differences, collected so that one run shows every one.
 #[derive(Default)]
 struct Report {
     failures: Vec<String>,
@@ -37,7 +37,7 @@ struct Report {
 impl Report {
     fn number(&mut self, what: &str, actual: Option<f64>, expected: &Value) {
         self.compared += 1;
-        // The reference computes in f32: what overflows there is not a number there.
+        // The reference computes in f32, where large values overflow and are not finite.
         let actual = actual.filter(|value| (*value as f32).is_finite());
         let equal = match (actual, expected.as_f64()) {
             (None, None) => expected.is_null(),
@@ -83,7 +83,7 @@ fn integer(value: &Value) -> u64 {
     value.as_u64().expect("an integer")
 }
 
-/// One row's values, widened to the fixture's T columns: nothing beyond the completion.
+/// One row's values, padded to the fixture's T columns beyond the completion.
 fn padded(values: &[f32], width: usize) -> Vec<f64> {
     let mut padded: Vec<f64> = values.iter().map(|&value| f64::from(value)).collect();
     padded.resize(width, 0.0);
@@ -176,7 +176,7 @@ fn case(report: &mut Report, case: &Value) {
                 report.numbers(&format!("mask_used[{row}]"), &padded(&mask, width), &value[row]);
             }),
             "weighted_reward" => report.numbers(field, &weighted, value),
-            // TRL computes no KL at beta = 0, and neither do we: there is nothing to compare with.
+            // TRL computes no KL at beta = 0, and neither does the engine: there is nothing to compare.
             "kl_seq" => report.numbers(field, &kl, value),
             "penalized_reward" => report.numbers(field, &result.penalized_rewards, value),
             "baseline" => report.numbers(field, &result.baselines, value),
@@ -289,7 +289,7 @@ fn sampler(report: &mut Report, run: &Value) {
             "dropped_prompts_per_epoch" => report.equal(field, batching.dropped_rows_per_epoch(), integer(expected)),
             "generations_per_epoch" => report.equal(field, batching.blocks_per_epoch(), integer(expected)),
             "first_block" => report.equal(field, first_block.to_vec(), as_u64(expected)),
-            // Written down to a length; sampler_len counts the rest.
+            // The file lists only the first entries; sampler_len counts all.
             "index_order" => {
                 let expected = as_u64(expected);
                 report.equal(field, order[..expected.len().min(order.len())].to_vec(), expected);
@@ -299,8 +299,8 @@ fn sampler(report: &mut Report, run: &Value) {
     }
 }
 
-/// Advantages of every estimator over the same two groups. Some definitions differ from ours in one constant, which the
-/// reference's own formula with that constant shows.
+/// Compares the advantages of every estimator on the same two groups. Some definitions differ from ours in one
+/// constant; the reference's formula with that constant is checked instead.
 fn estimators(report: &mut Report, section: &Value) {
     let rewards: Vec<Option<f64>> = array(&section["rewards"]).iter().map(Value::as_f64).collect();
     let group_size = integer(&section["group_size"]) as usize;
@@ -325,7 +325,7 @@ fn estimators(report: &mut Report, section: &Value) {
         };
         advantages(&rows, &config)
     };
-    // (r − mean of the group)/(std + epsilon), with the std of whatever rows.
+    // (r − mean of the group)/(std + epsilon), with the std over the rows that `std` selects.
     let scaled = |std: &dyn Fn(&[Option<f64>]) -> f64, epsilon: f64| -> Vec<f64> {
         let scale = |group: &[Option<f64>]| {
             let divisor = std(group) + epsilon;
@@ -355,7 +355,7 @@ fn estimators(report: &mut Report, section: &Value) {
             "remax" => report.numbers(name, &of(Estimator::Remax, false).advantages, expected),
             "reinforce_pp_tokens_no_kl" => tokens(report, &of(Estimator::ReinforcePp, false)),
             "reinforce_pp_baseline_tokens" => tokens(report, &of(Estimator::ReinforcePpBaseline, false)),
-            // Not ours: another epsilon, and the std of the batch. The parts are.
+            // Not an estimator of ours: the epsilon differs, and the std is that of the batch. Its parts are compared.
             "grpo_verl" => report.numbers(name, &scaled(&std, 1e-6), expected),
             "grpo_trl_batch_std" => {
                 report.numbers(name, &scaled(&|_| std(&rewards), estimator::GROUP_EPSILON), expected);
@@ -365,7 +365,7 @@ fn estimators(report: &mut Report, section: &Value) {
     }
 }
 
-/// Per-token losses to one number, by the denominators of each loss.
+/// Compares the reduction of per-token losses to one number, with the denominator of each loss.
 fn loss_aggregation(report: &mut Report, section: &Value) {
     let rows: Vec<Vec<f64>> = array(&section["per_token_loss"])
         .iter()
@@ -395,7 +395,7 @@ fn loss_aggregation(report: &mut Report, section: &Value) {
             "seq_mean_token_sum" => aggregate(Loss::Sequence, &rows, step),
             "seq_mean_token_mean" => aggregate(Loss::SeqMeanTokenMean, &rows, step),
             "dr_grpo_constant" => aggregate(Loss::DrGrpo, &rows, step),
-            // The mistake that one denominator a step avoids.
+            // The mistake that a single denominator per step avoids.
             "per_microbatch_token_mean_avg_of_2" => {
                 let halves = rows.chunks(2).map(|half| aggregate(Loss::TokenMean, half, denominators(half)));
                 let wrong = mean(&halves.collect::<Vec<_>>()).expect("halves");
@@ -425,7 +425,7 @@ fn soft_overlong_rewards(report: &mut Report, section: &Value) {
     }
 }
 
-/// TRL's verdict on a configuration, and ours; a step that cannot be expressed here would be a difference, too.
+/// Compares whether TRL and we accept a configuration; a step that we cannot express counts as a difference, too.
 fn config_validity(report: &mut Report, case: &Value) {
     let conversion = convert(&case["config"], None);
     let accepted = conversion.errors.is_empty() && conversion.unsupported.is_empty();

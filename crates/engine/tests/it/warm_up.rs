@@ -1,5 +1,5 @@
-//! Warm-ups: equal to torch and PEFT, exact after every interruption, and RLOO behind one is what it would be in a job that begins
-//! with the warmed weights.
+//! Warm-ups: equal to torch and PEFT, exact after every interruption; and RLOO after a warm-up equals RLOO in a job
+//! that begins with the warmed weights.
 
 use std::path::{Path, PathBuf};
 
@@ -19,9 +19,9 @@ use serde_json::{Map, Value, json};
 use crate::kinds::kinds;
 use crate::train::{Start, TestHost, plan, rows, train, train_model};
 
-/// Losses, relative; the fixtures hold torch's own numbers.
+/// Relative tolerance of losses; the fixtures hold torch's own numbers.
 const LOSS: f64 = 1e-5;
-/// Weights after five updates of about the learning rate each, absolute.
+/// Absolute tolerance of weights after five updates of about the learning rate each.
 const WEIGHTS: f32 = 2e-5;
 
 fn row(value: &Value) -> PromptRow {
@@ -34,7 +34,7 @@ fn warm_up_of(num_rows: u64, steps: u64, batch_size: u32, reference: WarmUpRefer
     WarmUpPlan { dataset, steps, batch_size, learning_rate: 0.02, reference, longest_row_tokens: None }
 }
 
-/// Six rows of the tiny model's words, all of them texts.
+/// Six rows made of the tiny model's words, all of them texts.
 fn answers() -> Vec<PromptRow> {
     let rows = [
         ("w0 w1", "w2 w3"),
@@ -47,7 +47,7 @@ fn answers() -> Vec<PromptRow> {
     rows.map(|(prompt, completion)| row(&json!({"prompt": prompt, "completion": format!(" {completion}")}))).to_vec()
 }
 
-/// Four warm-up steps, then three of RLOO.
+/// A plan with four warm-up steps, then three RLOO steps.
 fn warmed(reference: WarmUpReference) -> Plan {
     Plan { warm_up: Some(warm_up_of(6, 4, 4, reference)), ..plan() }
 }
@@ -85,7 +85,7 @@ fn a_warm_up_is_that_of_torch_and_peft() {
     assert!(cases.len() >= 3, "{cases:?}");
     for case in cases {
         for kind in kinds() {
-            // Cut into single rows the sums are the same but for their rounding.
+            // Splitting into single rows gives the same sums except for rounding.
             for micro_batch_tokens in [4096, 16] {
                 check_case(&case, kind, micro_batch_tokens);
             }
@@ -117,7 +117,7 @@ fn check_case(case: &Path, kind: BackendKind, micro_batch_tokens: u32) {
     plan.optimizer.max_grad_norm = number("max_grad_norm");
     plan.training.shuffle_dataset = false;
     plan.training.micro_batch_tokens = micro_batch_tokens;
-    // What RLOO does behind it makes no difference: its own temperature and schedule neither.
+    // The settings of the following RLOO steps, such as temperature and schedule, have no effect on the warm-up.
     plan.training.max_steps = 1;
     plan.sampling.temperature = 0.7;
     plan.optimizer.lr_scheduler_type = LrSchedulerType::Linear;
@@ -262,7 +262,7 @@ fn resuming_from_every_step_gives_the_same_bytes_and_metrics() {
 }
 
 #[test]
-fn rloo_behind_a_warm_up_is_a_job_that_begins_with_the_warmed_weights() {
+fn rloo_after_a_warm_up_equals_a_job_that_starts_from_the_warmed_weights() {
     for (name, plan) in variants() {
         let whole = run(&plan, start());
         let reference = match plan.warm_up.as_ref().unwrap().reference {
@@ -285,7 +285,7 @@ fn rloo_behind_a_warm_up_is_a_job_that_begins_with_the_warmed_weights() {
 fn a_stop_anywhere_in_the_warm_up_loses_nothing() {
     let mut plan = warmed(WarmUpReference::Warmed);
     plan.checkpoints.every_steps = 3;
-    // A row is a micro-batch: the stop comes between them.
+    // Each row is a micro-batch, so that the stop arrives between two of them.
     plan.training.micro_batch_tokens = 1;
     let whole = run(&plan, start());
     let saved: Vec<u64> = whole.saved.iter().map(|saved| saved.step).collect();
@@ -340,7 +340,7 @@ fn the_answers_of_evaluated_prompts_are_not_learned() {
     assert_eq!(key(&chat("a", "b")), key(&row(&json!({"prompt": [{"role": "user", "content": "a"}]}))));
     assert_ne!(key(&chat("a", "b")), key(&chat("b", "b")));
 
-    // Of two evaluated prompts one is that of two rows.
+    // One of the two evaluated prompts is the prompt of two rows.
     let mut plan = warmed(WarmUpReference::Base);
     plan.eval = Some(EvalPlan::of_dataset(plan.dataset.clone(), 100));
     plan.warm_up.as_mut().unwrap().batch_size = 6;
@@ -351,7 +351,7 @@ fn the_answers_of_evaluated_prompts_are_not_learned() {
         _ => None,
     });
     assert_eq!(left_out, Some(json!({"left_out": 2, "rows": 6})));
-    // It is the run of the other rows.
+    // The run equals that of the other rows.
     let others = answers().into_iter().filter(|row| row.prompt != "w0 w1").collect();
     let without = run(&plan, Start { warm_up_rows: others, eval_rows: eval_rows(), ..Start::default() });
     assert!(weights_of(&at(&host, 7)) == weights_of(&at(&without, 7)));
@@ -386,7 +386,7 @@ fn a_warm_up_may_follow_a_warm_start() {
 }
 
 #[test]
-fn a_row_that_teaches_nothing_is_refused_by_its_number() {
+fn a_row_without_an_answer_is_rejected_by_its_number() {
     let refused = |bad: Value, words: &[&str]| {
         let mut answers = answers();
         answers[2] = row(&bad);
@@ -421,7 +421,7 @@ fn a_checkpoint_of_another_warm_up_is_refused_and_steps_that_are_not_finite_are_
         let error = train(&other, rows(), start, &mut TestHost::default()).unwrap_err();
         assert!(error.to_string().contains("warm-up"), "{error}");
     }
-    // What is only counted is not part of it.
+    // A value that is only measured is not part of the hash.
     let mut counted = plan.clone();
     counted.warm_up.as_mut().unwrap().longest_row_tokens = Some(9);
     run(&counted, Start { resume: Some(at(&whole, 6)), ..start() });

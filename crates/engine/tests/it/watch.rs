@@ -1,4 +1,4 @@
-//! Evaluation on held-out rows, the best checkpoint, early stopping and the doctor, through the loop.
+//! Evaluation on held-out rows, the best checkpoint, early stopping and alert rules, in the loop.
 
 use std::collections::BTreeSet;
 
@@ -13,7 +13,7 @@ use rlood_types::spec::{
 
 use crate::train::{Start, TestHost, plan, reward, rows, train};
 
-/// Evaluation of two prompts every step.
+/// A plan that evaluates two prompts every step.
 fn evaluated() -> (Plan, Vec<PromptRow>) {
     let mut plan = plan();
     plan.eval = Some(EvalPlan::of_dataset(plan.dataset.clone(), 1));
@@ -28,9 +28,9 @@ fn start(eval_rows: &[PromptRow], resume: Option<std::path::PathBuf>) -> Start {
     Start { resume, eval_rows: eval_rows.to_vec(), ..Start::default() }
 }
 
-/// Scores the n-th evaluation (from 0) by a table, training by the completion.
+/// A host that scores the n-th evaluation (from 0) from a table, and training completions by their text.
 fn host_with_evaluations(values: &'static [f64], first: usize) -> TestHost {
-    // Every evaluation scores two completions; training steps four.
+    // Every evaluation scores two completions; a training step scores four.
     let mut scored = 0;
     let mut host = TestHost::default();
     let mut inner = std::mem::replace(&mut host.score, Box::new(|_| RewardValue::Missing));
@@ -106,7 +106,7 @@ fn the_evaluation_has_rewards_of_its_own() {
     let (_, metrics) = &host.metrics(SamplePhase::Eval)[1];
     assert_eq!((metrics["eval_reward"], metrics["eval_rewards/own/mean"]), (Some(0.5), Some(0.25)));
     assert!(!metrics.contains_key("eval_rewards/score/mean"));
-    // Two different rewards have no gap.
+    // Evaluation and training use different rewards, so there is no gap between them.
     assert!(!metrics.contains_key("eval_gap"));
     let eval = host.samples().into_iter().find(|sample| sample.phase == SamplePhase::Eval).expect("a sample");
     assert_eq!(eval.rewards.keys().collect::<Vec<_>>(), ["own"]);
@@ -115,7 +115,7 @@ fn the_evaluation_has_rewards_of_its_own() {
 #[test]
 fn the_best_evaluation_is_saved_between_two_checkpoints() {
     let (plan, eval_rows) = evaluated();
-    // Every 100 steps and the last one, but for the evaluations that are better than all before.
+    // A checkpoint every 100 steps and at the last one, and after each evaluation that is better than all before.
     let mut host = host_with_evaluations(&[0.1, 0.5, 0.3, 0.5, 0.7, 0.2, 0.2, 0.2, 0.2], 0);
     train(&plan, rows(), start(&eval_rows, None), &mut host).expect("trains");
     assert_eq!(host.saved.iter().map(|saved| saved.step).collect::<Vec<_>>(), [1, 4, 8]);
@@ -152,16 +152,16 @@ fn early_stopping_counts_evaluations_without_a_new_best_also_across_a_resume() {
     let last = whole.saved.last().expect("a checkpoint");
     assert!(last.step == 4 && last.last);
 
-    // From the checkpoint of step 2 two more evaluations end it; the counter is part of the state.
+    // After the checkpoint of step 2, two more evaluations end the run; the counter is part of the state.
     let resume = whole.saved.iter().find(|saved| saved.step == 2).map(|saved| saved.dir.clone());
     let mut rest = host_with_evaluations(VALUES, 2);
-    // A resumed run begins with the training of step 3: the evaluation that the cycle begins with was made before.
+    // A resumed run begins with the training of step 3: the first evaluation of the cycle already ran.
     let _ = [(rest.score)(&sample()), (rest.score)(&sample())];
     train(&plan, rows(), start(&eval_rows, resume), &mut rest).expect("ends");
     assert_eq!(early_stops(&rest), [(4, Some(1), 3)]);
     assert!(rest.saved.last().expect("a checkpoint").adapter() == last.adapter());
 
-    // From its own last checkpoint it ends at once, and says so again.
+    // Resumed from its own last checkpoint, the run ends immediately, and reports the early stop again.
     let mut over = TestHost::default();
     train(&plan, rows(), start(&eval_rows, Some(last.dir.clone())), &mut over).expect("ends");
     assert_eq!(early_stops(&over), [(4, Some(1), 3)]);
@@ -184,11 +184,11 @@ fn sample() -> rlood_types::sample::RewardSample {
     }
 }
 
-/// A run without any reward above the floor: `cold_start` at step 10.
+/// A plan in which no reward exceeds the floor: raises `cold_start` at step 10.
 fn hopeless(on_alert: OnAlert) -> Plan {
     let mut plan = plan();
     plan.training.max_steps = 14;
-    // The tiny model says few different things: only the rule in question.
+    // The tiny model's text triggers other rules, so only the rule in question is enabled.
     for rule in Rule::ALL {
         let enabled = rule == Rule::ColdStart;
         plan.doctor.rules.insert(rule, RulePlan { enabled, on_alert: enabled.then_some(on_alert) });
@@ -202,7 +202,7 @@ fn scoring(value: f64) -> TestHost {
     host
 }
 
-/// `length`, which the plan names, says −0.5 at the least.
+/// A host whose reward is 0; `length`, the plan's other reward, is at least −0.5.
 fn zero() -> TestHost {
     scoring(-0.5)
 }
@@ -216,7 +216,7 @@ fn alerts(host: &TestHost) -> Vec<(Rule, u64)> {
 }
 
 #[test]
-fn a_noted_alert_is_told_and_the_run_goes_on() {
+fn a_logged_alert_is_reported_and_the_run_continues() {
     let mut host = zero();
     let outcome = train(&hopeless(OnAlert::Note), rows(), Start::default(), &mut host);
     assert_eq!(outcome.expect("trains"), None);
@@ -232,7 +232,7 @@ fn an_alert_pauses_the_run_once() {
     assert_eq!(alerts(&first), [(Rule::ColdStart, 10)]);
     let saved = first.saved.last().expect("a checkpoint");
     assert_eq!(saved.step, 10);
-    // The same episode goes on: it does not pause the run again.
+    // The same episode continues, so it does not pause the run again.
     let mut second = zero();
     let start = Start { resume: Some(saved.dir.clone()), ..Start::default() };
     assert_eq!(train(&plan, rows(), start, &mut second).expect("resumes"), None);
@@ -250,7 +250,7 @@ fn an_alert_ends_the_run_and_writes_nothing_more() {
 }
 
 #[test]
-fn a_resumed_run_raises_what_the_undisturbed_one_does() {
+fn a_resumed_run_raises_the_same_alerts_as_an_uninterrupted_one() {
     let mut plan = hopeless(OnAlert::Note);
     plan.checkpoints.every_steps = 1;
     let mut whole = zero();

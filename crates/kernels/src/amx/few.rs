@@ -1,5 +1,5 @@
-//! One tile of rows, a step of decode: two panels of weights stream by at a time, so that a product of tiles need not wait for
-//! the one before it, and the sums stay in tiles from the weight to the adapter.
+//! Products with a single tile of rows, as in a decode step. Two panels of weights are processed together, so that a
+//! tile product need not wait for the previous one, and the sums stay in tiles from the weight to the adapter.
 
 use std::arch::asm;
 use std::ops::Range;
@@ -16,9 +16,9 @@ use super::{Begin, Output, ROWS, STEPS, Tiled, valid};
 struct Link {
     /// Blocks of 32 steps of `[16][32]` bf16.
     inputs: [*const u8; 2],
-    /// `[steps][16][32][2]` bf16
+    /// Weights of both panels, `[steps][16][32][2]` bf16.
     weights: [*const u8; 2],
-    /// Blocks of 32 steps, maybe none.
+    /// Number of blocks of 32 steps; may be 0.
     steps: usize,
 }
 
@@ -26,35 +26,35 @@ impl Link {
     const EMPTY: Link = Link { inputs: [std::ptr::null(); 2], weights: [std::ptr::null(); 2], steps: 0 };
 }
 
-/// Two panels' sums.
+/// The sums of two panels.
 #[repr(C)]
 struct Chain {
     places: [Place; 2],
     links: [Link; 2],
 }
 
-/// Steps of a sum from which on two panels at a time are faster than one.
+/// Number of steps from which on two panels together are faster than one.
 const LONG: usize = 512;
 
-/// Whether products of one tile of rows are for [`product`].
+/// Whether [`product`] supports these products of one tile of rows.
 pub(super) fn takes(jobs: &[Job<'_>]) -> bool {
     jobs[0].sum.len() >= LONG && jobs.iter().all(|job| job.side == Side::Forward)
 }
 
-/// One or two parts of a sum: whose, their inputs, which steps.
+/// One or two parts of a sum: the job, its packed inputs, and the range of steps.
 pub(super) type Parts<'p, 'j> = [Option<(&'p Job<'j>, Tiled, Range<usize>)>; 2];
 
-/// The outputs of some panels for rows that one tile holds. The weights are used forward.
+/// Computes the outputs of panels for rows that fit into one tile, with untransposed weights.
 ///
 /// # Safety
-/// As [`super::product`]'s; `sums` has room for two panels of a tile.
+/// The same as for [`super::product`]; `sums` has room for two panels of a tile.
 pub(super) unsafe fn product(parts: &Parts<'_, '_>, rows: &Range<usize>, panels: Range<usize>, sums: *mut f32) {
     // Each half of the panels is a stream that is read in order.
     let half = panels.len().div_ceil(2);
     for first in panels.start..panels.start + half {
         let pair = [first, first + half];
         let pair = &pair[..if pair[1] < panels.end { 2 } else { 1 }];
-        // Safety: the caller's.
+        // Safety: guaranteed by the caller.
         unsafe {
             match pair {
                 [a, b] if !steps(parts, *a).eq(steps(parts, *b)) => {
@@ -66,19 +66,19 @@ pub(super) unsafe fn product(parts: &Parts<'_, '_>, rows: &Range<usize>, panels:
     }
 }
 
-/// How many blocks of 32 steps a panel has of each part.
+/// Number of blocks of 32 steps that a panel has in each part.
 fn steps(parts: &Parts<'_, '_>, panel: usize) -> impl Iterator<Item = usize> {
     parts.iter().flatten().map(move |(job, _, sum)| depth(job, sum, panel).len().div_ceil(STEPS))
 }
 
-/// What a panel needs of a part.
+/// The range of a part's steps that a panel needs.
 fn depth(job: &Job<'_>, sum: &Range<usize>, panel: usize) -> Range<usize> {
     let depth = job.depth(panel);
     let start = sum.start.max(depth.start);
     start..sum.end.min(depth.end).max(start)
 }
 
-/// One panel, or two with the same steps.
+/// Computes one panel, or two with the same steps.
 unsafe fn chain(parts: &Parts<'_, '_>, rows: &Range<usize>, panels: &[usize], sums: *mut f32) {
     let Some((first, _, sum)) = &parts[0] else { return };
     let mut links = [Link::EMPTY; 2];
@@ -86,14 +86,14 @@ unsafe fn chain(parts: &Parts<'_, '_>, rows: &Range<usize>, panels: &[usize], su
         for (side, &panel) in panels.iter().enumerate() {
             let depth = depth(job, sum, panel);
             link.inputs[side] = tiled.at(rows.start, depth.start);
-            // Safety: the caller's.
+            // Safety: guaranteed by the caller.
             link.weights[side] = unsafe { job.weight.panel(panel).add(depth.start / 2 * PANEL) }.cast();
             link.steps = depth.len().div_ceil(STEPS);
         }
     }
     let mut places = [Place::NONE; 2];
     let mut edges = [None; 2];
-    // Safety: the caller's.
+    // Safety: guaranteed by the caller.
     unsafe {
         for (side, &panel) in panels.iter().enumerate() {
             let (valid, column) = (valid(first, panel), panel * PANEL);
@@ -117,7 +117,8 @@ unsafe fn chain(parts: &Parts<'_, '_>, rows: &Range<usize>, panels: &[usize], su
     }
 }
 
-/// Runs a chain, with what a second panel adds where it begins, in a step, and where it ends.
+/// Runs a chain; the arguments are the additional instructions for a second panel at the beginning, in each step,
+/// and at the end.
 macro_rules! run {
     ($chain:expr, [$($begin:literal,)*], [$($step:literal,)*], [$($end:literal,)*]) => {
         asm!(
@@ -189,9 +190,9 @@ macro_rules! run {
 }
 
 /// # Safety
-/// The machine has AMX, this thread's tiles are configured, and the pointers reach as far as they must.
+/// The machine has AMX, this thread's tiles are configured, and all pointers are valid for the accessed ranges.
 unsafe fn multiply(chain: &Chain, is_pair: bool) {
-    // Safety: the caller's. Fetching ahead touches nothing.
+    // Safety: guaranteed by the caller. Prefetching has no effect on memory.
     unsafe {
         if !is_pair {
             return run!(chain, [], [], []);

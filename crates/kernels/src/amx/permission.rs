@@ -1,4 +1,4 @@
-//! Whether this process may use tiles, whether they compute what they should, and their shapes.
+//! Checks whether this process may use AMX tiles and whether they compute correctly, and configures their shapes.
 
 use std::arch::x86_64::{__cpuid, __cpuid_count};
 use std::cell::Cell;
@@ -8,15 +8,15 @@ use super::super::gemm;
 use super::super::isa::Isa;
 use super::ROWS;
 
-/// Why AMX is not used: `None` where it is.
+/// The reason why AMX is not used; `None` if it is used.
 pub(in super::super) fn refused() -> Option<&'static str> {
     static REFUSED: OnceLock<Option<&str>> = OnceLock::new();
     *REFUSED.get_or_init(|| {
         if !Isa::Avx512.is_available() {
-            return Some("the processor has no AVX-512");
+            return Some("the CPU has no AVX-512");
         }
         if !has_tiles() {
-            return Some("the processor has no AMX for bf16");
+            return Some("the CPU has no AMX for bf16");
         }
         if !is_permitted() {
             return Some("the system does not permit AMX");
@@ -25,20 +25,20 @@ pub(in super::super) fn refused() -> Option<&'static str> {
     })
 }
 
-/// AMX-BF16 and AMX-TILE.
+/// Whether the CPU has AMX-BF16 and AMX-TILE.
 fn has_tiles() -> bool {
     const NEEDED: u32 = 1 << 22 | 1 << 24;
     __cpuid(0).eax >= 7 && __cpuid_count(7, 0).edx & NEEDED == NEEDED
 }
 
-/// Ask for the state of the tiles, once for the process.
+/// Requests permission to use the tile state, once per process.
 #[cfg(target_os = "linux")]
 fn is_permitted() -> bool {
     const ARCH_PRCTL: usize = 158;
     const ARCH_REQ_XCOMP_PERM: usize = 0x1023;
     const TILE_DATA: usize = 18;
     let result: isize;
-    // Safety: the call touches no memory of ours.
+    // Safety: the call does not access this process's memory.
     unsafe {
         std::arch::asm!(
             "syscall",
@@ -58,7 +58,7 @@ fn is_permitted() -> bool {
     false
 }
 
-/// A few odd shapes against the rung below.
+/// Compares a few odd shapes with the next lower instruction set.
 fn check() -> Option<&'static str> {
     const SHAPES: [(usize, usize, usize); 4] = [(1, 1, 1), (17, 65, 33), (33, 31, 70), (5, 100, 300)];
     // Inputs and weights are exact; only the order of the sums differs.
@@ -68,11 +68,11 @@ fn check() -> Option<&'static str> {
 }
 
 thread_local! {
-    /// Whether this thread's tiles have their shapes. Nothing else in the process configures tiles.
+    /// Whether this thread has configured its tiles. No other code in the process configures tiles.
     static CONFIGURED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Shapes of the tiles: 16 rows of 64 bytes all.
+/// Shapes of the tiles: each has 16 rows of 64 bytes.
 #[repr(C, align(64))]
 struct Configuration {
     palette: u8,
@@ -82,7 +82,7 @@ struct Configuration {
     rows: [u8; 16],
 }
 
-/// Give this thread's tiles their shapes, once.
+/// Configures the shapes of this thread's tiles, once.
 pub(super) fn configure() {
     const TILES: usize = 8;
     if CONFIGURED.replace(true) {

@@ -1,4 +1,4 @@
-//! Products on tiles, on machines without tiles too: the emulator stands in for the instructions.
+//! Tests of products on tiles. On machines without AMX the emulator executes the instructions.
 
 pub(crate) mod emulator;
 

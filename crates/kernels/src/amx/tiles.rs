@@ -1,37 +1,37 @@
-//! Blocks of two tiles of rows by two of outputs.
+//! Blocks of two tiles of rows by two tiles of outputs.
 
 use std::arch::asm;
 
 use super::{Begin, Output, ROWS};
 
-/// Of a tile.
+/// Size of a tile in bytes.
 pub(super) const BYTES: usize = 1024;
 
 /// Rows of inputs and a block of weights of one panel.
 pub(super) struct Block {
-    /// Tiles of 16 rows, `inputs_stride` bytes apart; inside one, blocks of 32 steps.
+    /// Tiles of 16 rows, `inputs_stride` bytes apart; each consists of blocks of 32 steps.
     pub inputs: *const u8,
     pub inputs_stride: usize,
-    /// `[steps][16][32][2]` bf16
+    /// The weights, `[steps][16][32][2]` bf16.
     pub weights: *const u8,
-    /// Blocks of 32 steps.
+    /// Number of blocks of 32 steps.
     pub steps: usize,
-    /// The weights after these; where they are not known, these.
+    /// The weights to prefetch; equal to `weights` if the next ones are unknown.
     pub next: *const u8,
-    /// What the sums of whole tiles begin with, and where they go.
+    /// The initial value of whole tiles' sums, and their destination.
     pub from: Begin,
     pub to: Output,
-    /// Tiles of rows that are whole; the rest begin and end in `edge`.
+    /// Number of whole tiles of rows; the rest starts from and ends in `edge`.
     pub whole: usize,
-    /// `[tiles of rows][16][32]`
+    /// Sums of incomplete tiles, `[tiles of rows][16][32]`.
     pub edge: Output,
 }
 
-/// What a tile of 16 rows and 32 outputs begins with, and where it goes. Strides are in bytes.
+/// The source of the initial sums and the destination of a tile of 16 rows and 32 outputs. Strides are in bytes.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Place {
-    /// Null: with zero.
+    /// Initial sums; null means zero.
     from: *const f32,
     from_stride: usize,
     to: *mut f32,
@@ -42,7 +42,7 @@ impl Place {
     pub(super) const NONE: Place =
         Place { from: std::ptr::null(), from_stride: 0, to: std::ptr::null_mut(), to_stride: 0 };
 
-    /// Of a tile of rows, of what lies where the rows begin.
+    /// The place of a tile of rows; `from` and `to` refer to the first row.
     pub(super) fn new(from: Begin, to: Output, tile: usize) -> Place {
         let (from, from_stride) = match from {
             Begin::Zero => (std::ptr::null(), 0),
@@ -54,7 +54,7 @@ impl Place {
     }
 }
 
-/// Two tiles of rows by two of outputs, with instructions to fetch ahead among the products.
+/// Multiplies two tiles of rows by two of outputs, with prefetch instructions among the products.
 macro_rules! two {
     ($block:expr, $tile:expr, [$($first:literal,)*], [$($second:literal,)*]) => {{
         let places = [$block.place($tile), $block.place($tile + 1)];
@@ -117,17 +117,17 @@ macro_rules! two {
     }};
 }
 
-/// Tiles of rows that meet the weights while they come from memory.
+/// Number of row tiles that are multiplied while the weights come from memory.
 const FEW: usize = 4;
 
 impl Block {
-    /// Add up so many tiles of rows.
+    /// Adds up the products of `tiles` tiles of rows.
     ///
     /// # Safety
-    /// The machine has AMX, this thread's tiles are configured, and the pointers reach as far as they must.
+    /// The machine has AMX, this thread's tiles are configured, and all pointers are valid for the accessed ranges.
     pub unsafe fn multiply(&self, tiles: usize) {
         for tile in (0..tiles).step_by(2) {
-            // Safety: the caller's.
+            // Safety: guaranteed by the caller.
             unsafe {
                 match tile {
                     _ if tile + 1 == tiles => self.one(tile),
@@ -138,7 +138,7 @@ impl Block {
         }
     }
 
-    /// What two tiles of rows fetch of the weights that come next: each pair a part, until all are there.
+    /// Address of the next weights that two tiles of rows prefetch: each pair prefetches a part, until all are done.
     fn fetched(&self, tile: usize) -> *const u8 {
         const PAIRS: usize = 8;
         if tile / 2 < PAIRS { self.next.wrapping_add(tile / 2 * self.steps * 256) } else { self.weights }
@@ -151,9 +151,9 @@ impl Block {
         }
     }
 
-    /// Two tiles of rows. Where there are many the weights that come next are fetched into the second-level cache.
+    /// Multiplies two tiles of rows. If there are many rows, prefetches the next weights into the second-level cache.
     unsafe fn two(&self, tile: usize) {
-        // Safety: the caller's.
+        // Safety: guaranteed by the caller.
         unsafe {
             two!(
                 self,
@@ -164,9 +164,9 @@ impl Block {
         }
     }
 
-    /// Two tiles of rows: the weights stream by, fetched ahead.
+    /// Multiplies two tiles of rows while streaming the weights, with prefetching.
     unsafe fn two_streaming(&self, tile: usize) {
-        // Safety: the caller's. Fetching ahead touches nothing.
+        // Safety: guaranteed by the caller. Prefetching has no effect on memory.
         unsafe {
             two!(
                 self,
@@ -185,9 +185,9 @@ impl Block {
         }
     }
 
-    /// One tile of rows: the weights stream by, fetched ahead.
+    /// Multiplies one tile of rows while streaming the weights, with prefetching.
     unsafe fn one(&self, tile: usize) {
-        // Safety: the caller's. Fetching ahead touches nothing.
+        // Safety: guaranteed by the caller. Prefetching has no effect on memory.
         unsafe {
             let Place { from, from_stride, to, to_stride } = self.place(tile);
             asm!(

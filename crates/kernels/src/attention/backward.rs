@@ -1,8 +1,9 @@
 //! The vector-Jacobian product of attention in a packed batch.
 //!
-//! A task owns the keys and values of one key head and one chunk of positions, and goes through the queries that see it,
-//! in order: their gradients are sums in that order. What it adds to the gradient of a block of queries waits until the
-//! chunks before it have added theirs. So no sum depends on the threads, and a single long sequence keeps them all busy.
+//! A task owns the keys and values of one key head and one chunk of positions. It processes the queries that attend to
+//! the chunk, in order, and their gradients are summed in that order. Before a task adds to the gradient of a block of
+//! queries, it waits until the tasks of earlier chunks have added theirs. So no sum depends on the threads, and all
+//! threads are busy even with a single long sequence.
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -14,42 +15,42 @@ use super::super::rows::take_turns;
 use super::super::simd::{self, Portable, Simd};
 use super::super::threads::{Shared, Threads};
 use super::groups::{Part, parts};
-use super::tile::{Blocks, Lines, by_queries, cap, clear, scores, spread, turn, weigh};
+use super::tile::{Blocks, Lines, by_queries, cap, clear, scores, spread, transpose, weigh};
 use super::{BLOCK, Group, Heads, blocks, intersection, union};
 
-/// Positions of a chunk.
+/// Number of positions in a chunk.
 const CHUNK: usize = 128;
-/// Query heads of a block, where a key head serves no more.
+/// Number of query heads in a block, unless a key head serves more.
 const QUERIES_AT_ONCE: usize = 32;
 
-/// What [`attend_groups_backward`] goes by: the arguments and the results of [`attend_groups`](super::attend_groups).
+/// The input of [`attend_groups_backward`]: arguments and results of [`attend_groups`](super::attend_groups).
 #[derive(Clone, Copy, Debug)]
 pub struct Backward<'a> {
-    /// Sizes.
+    /// Sizes of the attention heads.
     pub heads: &'a Heads,
-    /// Side by side.
+    /// The groups of the batch, one after another.
     pub groups: &'a [Group],
-    /// Positions a token sees, its own included.
+    /// Number of positions a token attends to, its own included.
     pub window: Option<usize>,
-    /// `[tokens][width]`, after qk-norm and rope.
+    /// Input of the forward pass `[tokens][width]`, after qk-norm and rotary embedding.
     pub qkv: &'a [f32],
-    /// `[tokens][q_width]`
+    /// Output of the forward pass `[tokens][q_width]`.
     pub out: &'a [f32],
-    /// `[tokens][num_heads][2]`
+    /// Largest score and sum of each softmax, `[tokens][num_heads][2]`.
     pub softmax: &'a [f32],
-    /// dL/dout `[tokens][q_width]`
+    /// The gradient dL/dout of the output, `[tokens][q_width]`.
     pub d_out: &'a [f32],
 }
 
-/// d_qkv `[tokens][width]` = dL/dqkv.
+/// Computes dL/dqkv into d_qkv `[tokens][width]`.
 pub fn attend_groups_backward(threads: &Threads, isa: Isa, backward: &Backward<'_>, d_qkv: &mut [f32]) {
     let Backward { heads, groups, window, qkv, out, softmax, d_out } = *backward;
     assert!(isa.is_available(), "{isa} does not run on this machine");
     let parts = parts(groups);
     let tokens: usize = parts.iter().map(|part| part.len).sum();
-    assert!(qkv.len() == tokens * heads.width() && d_qkv.len() == qkv.len(), "rows do not fit the groups");
-    assert!(out.len() == tokens * heads.q_width() && d_out.len() == out.len(), "rows do not fit the groups");
-    assert_eq!(softmax.len(), tokens * heads.num_heads * 2, "rows do not fit the groups");
+    assert!(qkv.len() == tokens * heads.width() && d_qkv.len() == qkv.len(), "rows do not match the groups");
+    assert!(out.len() == tokens * heads.q_width() && d_out.len() == out.len(), "rows do not match the groups");
+    assert_eq!(softmax.len(), tokens * heads.num_heads * 2, "rows do not match the groups");
     let at_once = (QUERIES_AT_ONCE / heads.group_size()).max(1);
     let (mut chunks, mut blocks, mut work) = (Vec::new(), 0, 0);
     let first_block: Vec<usize> = parts
@@ -76,13 +77,13 @@ pub fn attend_groups_backward(threads: &Threads, isa: Isa, backward: &Backward<'
         scale: heads.scale,
         d_qkv: Shared::new(d_qkv),
     };
-    // In the order of the chunks, so that a task waits only for tasks that have begun.
+    // Tasks start in the order of the chunks, so that a task waits only for tasks that have started.
     take_turns(threads, chunks.len() * heads.num_kv_heads, work, |index| {
         let (part, chunk) = chunks[index / heads.num_kv_heads];
         let task = Task { job: &job, part, chunk, kv_head: index % heads.num_kv_heads };
         let _watch = Watch(&job.has_panicked);
         SCRATCH.with_borrow_mut(|scratch| {
-            // Safety: the rung is available, and the lengths were checked.
+            // Safety: the machine supports the instruction set, and the lengths were checked.
             unsafe {
                 #[cfg(target_arch = "x86_64")]
                 if isa >= Isa::Avx512 {
@@ -98,7 +99,7 @@ pub fn attend_groups_backward(threads: &Threads, isa: Isa, backward: &Backward<'
     });
 }
 
-/// Tells the threads that wait that one of them will never be done.
+/// Sets a flag when a task panics, so that threads waiting for it do not wait forever.
 struct Watch<'a>(&'a AtomicBool);
 
 impl Drop for Watch<'_> {
@@ -112,11 +113,11 @@ impl Drop for Watch<'_> {
 struct Job<'a> {
     backward: &'a Backward<'a>,
     parts: &'a [Part],
-    /// Of each part: the number of its first block of queries.
+    /// Index of each part's first block of queries.
     first_block: &'a [usize],
-    /// Tokens of a block of queries.
+    /// Number of tokens in a block of queries.
     at_once: usize,
-    /// `[block][kv head]`: how many chunks have added to the queries' gradient.
+    /// Number of chunks that have added to the queries' gradient, `[block][kv head]`.
     turns: &'a [AtomicU32],
     has_panicked: AtomicBool,
     scale: f32,
@@ -135,27 +136,27 @@ thread_local! {
     static SCRATCH: RefCell<Scratch> = RefCell::new(Scratch::default());
 }
 
-/// Of a chunk; then of a block of queries.
+/// Buffers for a chunk, then for a block of queries.
 #[derive(Default)]
 struct Scratch {
-    /// `[block][head_dim][16]`
+    /// Keys in blocks, `[block][head_dim][16]`.
     keys_in_blocks: Floats,
     values_in_blocks: Floats,
-    /// `[position][padded]`
+    /// Keys by position, `[position][padded]`.
     keys: Floats,
     d_keys: Floats,
     d_values: Floats,
-    /// `[query][padded]`
+    /// The queries of the block, `[query][padded]`.
     q: Floats,
     d_out: Floats,
     d_q: Floats,
-    /// `[query][CHUNK]`
+    /// Probabilities of the softmax, `[query][CHUNK]`.
     p: Floats,
     ds: Floats,
 }
 
 impl Scratch {
-    /// Zeros everywhere.
+    /// Fills all buffers with zeros.
     fn reset(&mut self, heads: &Heads, positions: usize, queries: usize) {
         let (dim, padded) = (heads.head_dim, heads.padded());
         let Scratch { keys_in_blocks, values_in_blocks, keys, d_keys, d_values, q, d_out, d_q, p, ds } = self;
@@ -207,10 +208,10 @@ unsafe fn chunk_with<S: Simd, const TILE: usize, const ACC: usize, const NP: usi
         let Scratch { keys_in_blocks, values_in_blocks, .. } = scratch;
         for (column, to) in [(key_column, keys_in_blocks), (key_column + heads.kv_width(), values_in_blocks)] {
             let row = |position: usize| &qkv[(own.row + position) * width + column..][..dim];
-            turn((first..positions.end).map(row), &mut to[block * BLOCK * dim..][..BLOCK * dim]);
+            transpose((first..positions.end).map(row), &mut to[block * BLOCK * dim..][..BLOCK * dim]);
         }
     }
-    // A prompt's positions are seen by its own tokens and by its completions.
+    // A prompt's positions are visible to its own tokens and to its completions.
     let parts = if own.is_prompt {
         *part..job.parts.iter().rposition(|other| other.group == own.group).map_or(*part, |last| last) + 1
     } else {
@@ -220,7 +221,7 @@ unsafe fn chunk_with<S: Simd, const TILE: usize, const ACC: usize, const NP: usi
         let of_queries = &job.parts[index];
         let is_own = index == *part;
         let from = if is_own { positions.start } else { 0 };
-        // In positions of the sequence, the last of the chunk is seen by so many.
+        // Counted in positions of the sequence, the last one of the chunk is visible up to here.
         let end = match (window, is_own) {
             (None, _) => of_queries.len,
             (Some(window), true) => (positions.end - 1).saturating_add(*window).min(of_queries.len),
@@ -231,30 +232,30 @@ unsafe fn chunk_with<S: Simd, const TILE: usize, const ACC: usize, const NP: usi
         for block in from / job.at_once..end.div_ceil(job.at_once) {
             let tokens = block * job.at_once..((block + 1) * job.at_once).min(of_queries.len);
             let queries = Queries { task, index, block, tokens, is_own, positions: &positions };
-            // Safety: the caller's.
+            // Safety: guaranteed by the caller.
             unsafe { queries_with::<S, TILE, ACC, NP>(&queries, scratch) };
         }
     }
     for (index, position) in positions.clone().enumerate() {
         let at = (own.row + position) * width + key_column;
         for (at, values) in [(at, &scratch.d_keys), (at + heads.kv_width(), &scratch.d_values)] {
-            // Safety: these columns of these rows are this task's own.
+            // Safety: only this task writes these columns of these rows.
             unsafe { job.d_qkv.part(at..at + dim) }.copy_from_slice(&values[index * padded..][..dim]);
         }
     }
 }
 
-/// A block of queries that sees a chunk.
+/// A block of queries that attends to a chunk.
 struct Queries<'a> {
     task: &'a Task<'a>,
-    /// The part of the queries.
+    /// Index of the queries' part.
     index: usize,
-    /// Number of the block in its part.
+    /// Index of the block in its part.
     block: usize,
     tokens: Range<usize>,
     /// Whether the chunk is in the queries' own part.
     is_own: bool,
-    /// Of the chunk.
+    /// Positions of the chunk.
     positions: &'a Range<usize>,
 }
 
@@ -263,11 +264,11 @@ impl Queries<'_> {
         &self.task.job.parts[self.index]
     }
 
-    /// How many chunks come before this one for these queries.
+    /// Number of earlier chunks that these queries attend to.
     fn turn(&self) -> usize {
         let job = self.task.job;
         let window = job.backward.window;
-        // The first of them sees the farthest back.
+        // The first query reaches furthest back.
         let first = self.part().visible(self.tokens.start, window);
         let prompt_len = self.part().prompt_len;
         if self.part().is_prompt {
@@ -282,7 +283,7 @@ impl Queries<'_> {
     }
 }
 
-/// Copies the queries, and dL/d of their outputs, to where they lie one after the other.
+/// Copies the queries, and dL/d of their outputs, to contiguous memory.
 #[inline(always)]
 fn gather(queries: &Queries<'_>, scratch: &mut Scratch) {
     let Backward { heads, qkv, d_out, .. } = queries.task.job.backward;
@@ -310,7 +311,7 @@ unsafe fn queries_with<S: Simd, const TILE: usize, const ACC: usize, const NP: u
     let (dim, padded, per_token) = (heads.head_dim, heads.padded(), heads.group_size());
     let (count, first_head, scale) = (tokens.len() * per_token, kv_head * per_token, job.scale);
     gather(queries, scratch);
-    // Of the chunk, what a token sees; and the blocks that some of them see.
+    // The positions of the chunk that each token attends to, and the blocks that any of them attends to.
     let here = |token: usize| {
         let visible = part.visible(token, *window);
         let seen = if *is_own && !part.is_prompt { &visible.own } else { &visible.prompt };
@@ -319,7 +320,7 @@ unsafe fn queries_with<S: Simd, const TILE: usize, const ACC: usize, const NP: u
     };
     let seen = blocks(&union(tokens.clone().map(here)));
     let (first, whole) = (seen.start, seen.len());
-    // Safety: the caller's, here and below.
+    // Safety: guaranteed by the caller, here and below.
     unsafe {
         let in_blocks = |values: &Floats| {
             let stride = dim * BLOCK;
@@ -388,7 +389,7 @@ unsafe fn queries_with<S: Simd, const TILE: usize, const ACC: usize, const NP: u
     }
 }
 
-/// Until the chunks before have had their turn.
+/// Waits until the earlier chunks have added their gradients.
 fn wait(turns: &AtomicU32, turn: u32, has_panicked: &AtomicBool) {
     let mut spins = 0;
     while turns.load(Ordering::Acquire) != turn {
@@ -398,15 +399,15 @@ fn wait(turns: &AtomicU32, turn: u32, has_panicked: &AtomicBool) {
     }
 }
 
-/// What is known of one query head.
+/// Constants of one query head.
 struct OfRow {
-    /// p = rest·exp(scale·score + shift)
+    /// Shift in p = rest·exp(scale·score + shift).
     shift: f32,
     rest: f32,
-    /// Σ p·dp = out · d_out
+    /// Weighted mean Σ p·dp = out · d_out.
     mean: f32,
     scale: f32,
-    /// Of the scores before they are scaled.
+    /// Soft cap of the scores, as a bound on the unscaled scores.
     softcap: Option<f32>,
 }
 
@@ -416,7 +417,8 @@ impl OfRow {
     }
 }
 
-/// Scores → p, and dp → ds = scale·p·(dp − mean), 0 where a position is not seen; times the slope of the cap.
+/// Converts scores to p, and dp to ds = scale·p·(dp − mean), with 0 for positions outside of the window; multiplied by
+/// the slope of the soft cap.
 #[inline(always)]
 unsafe fn slopes<S: Simd>(row: &OfRow, seen: &Range<usize>, whole: usize, p: *mut f32, ds: *mut f32) {
     unsafe {
@@ -430,7 +432,7 @@ unsafe fn slopes<S: Simd>(row: &OfRow, seen: &Range<usize>, whole: usize, p: *mu
         for block in range {
             let (p, ds) = (p.add(block * BLOCK), ds.add(block * BLOCK));
             for at in (0..BLOCK).step_by(S::LANES) {
-                // No more than e⁰ where it is seen; what is not may be larger, and is cleared.
+                // The exponential is at most e⁰ for visible positions. Others may be larger and are cleared.
                 let score = S::load(p.add(at));
                 let x = S::fma(score, scale, shift);
                 let x = S::sub(S::zero(), S::max(S::splat(-1.0), S::sub(S::zero(), x)));
@@ -440,7 +442,7 @@ unsafe fn slopes<S: Simd>(row: &OfRow, seen: &Range<usize>, whole: usize, p: *mu
                 let slope = match row.softcap {
                     None => slope,
                     Some(softcap) => {
-                        // Of c·tanh(x / c): 1 − (value / c)².
+                        // The slope of c·tanh(x / c) is 1 − (value / c)².
                         let t = S::mul(score, S::splat(1.0 / softcap));
                         S::sub(slope, S::mul(slope, S::mul(t, t)))
                     }

@@ -11,21 +11,21 @@ use super::super::threads::Threads;
 use super::tile::{Lines, by_queries, cap, clear, hide, scores, weigh};
 use super::{BLOCK, Heads, Segment, Visible, blocks, intersection, union};
 
-/// Blocks of a chunk: the keys and values of one head of a chunk stay in the second-level cache.
+/// Number of blocks in a chunk, chosen such that one head's keys and values of a chunk stay in the second-level cache.
 const CHUNK: usize = 16;
-/// Query heads that go through the keys together.
+/// Number of query heads that process the keys together.
 const QUERIES_AT_ONCE: usize = 64;
 
-/// One token's query.
+/// The query of one token.
 #[derive(Debug)]
 pub struct Query<'a> {
-    /// `[q heads | …]`
+    /// The token's row, `[q heads | …]`.
     pub qkv: &'a [f32],
-    /// Its completion's segment; for a token of the prompt an empty one.
+    /// The segment of its completion; empty for a token of the prompt.
     pub own: &'a Segment,
-    /// What it sees.
+    /// The positions that the token attends to.
     pub visible: Visible,
-    /// `[q heads]`
+    /// The output, `[q heads]`.
     pub out: &'a mut [f32],
 }
 
@@ -34,24 +34,24 @@ pub struct Query<'a> {
 pub struct Batch<'a, 'b> {
     /// The prompt's keys and values.
     pub prompt: &'a Segment,
-    /// Those that see it.
+    /// The queries that attend to this prompt.
     pub queries: &'b mut [Query<'a>],
 }
 
 /// Buffers of a thread.
 #[derive(Debug, Default)]
 struct Scratch {
-    /// `[query][position]` of a tile and a chunk.
+    /// Probabilities of a tile and a chunk, `[query][position]`.
     probabilities: Floats,
-    /// `[query][padded]`
+    /// Outputs before the normalization, `[query][padded]`.
     outputs: Floats,
-    /// `[query][16]`
+    /// Sums of the softmax per lane, `[query][16]`.
     sums: Floats,
-    /// `[query]`
+    /// Largest score so far of each `[query]`.
     largest: Vec<f32>,
-    /// `[query][padded]`
+    /// Queries in contiguous memory, `[query][padded]`.
     inputs: Floats,
-    /// Of the call; empty between calls.
+    /// Tokens of the current call; empty between calls.
     tokens: Vec<Token>,
 }
 
@@ -59,24 +59,24 @@ thread_local! {
     static SCRATCH: RefCell<Scratch> = RefCell::new(Scratch::default());
 }
 
-/// One token, its bounds checked.
+/// One token with checked bounds.
 #[derive(Clone, Debug)]
 pub(super) struct Token {
     pub q: *const f32,
     pub own: *const Segment,
     pub visible: Visible,
     pub out: *mut f32,
-    /// Where the largest score (scaled, negative) and 1 / Σ of each query head go; null where they are not wanted.
+    /// Destination of the largest score (scaled, negated) and 1 / Σ for each query head; null if not needed.
     pub softmax: *mut f32,
 }
 
-// Safety: tokens are handed to threads together with the head that each may write.
+// Safety: each token is passed to a thread together with the head that this thread may write.
 unsafe impl Send for Token {}
 unsafe impl Sync for Token {}
 
 fn token(heads: &Heads, prompt: &Segment, query: &mut Query<'_>) -> Token {
     let Query { qkv, own, visible, out } = query;
-    assert!(prompt.has(&visible.prompt) && own.has(&visible.own), "a query sees what is not there");
+    assert!(prompt.has(&visible.prompt) && own.has(&visible.own), "a query attends to missing positions");
     assert!(!visible.prompt.is_empty() || !visible.own.is_empty(), "a query sees nothing");
     assert!(qkv.len() >= heads.q_width() && out.len() >= heads.q_width());
     let (q, out) = (qkv.as_ptr(), out.as_mut_ptr());
@@ -89,7 +89,7 @@ pub fn attend<'a>(isa: Isa, heads: &Heads, prompt: &Segment, queries: impl Itera
         let mut tokens = std::mem::take(&mut scratch.tokens);
         tokens.extend(queries.map(|mut query| token(heads, prompt, &mut query)));
         for kv_head in 0..heads.num_kv_heads {
-            // Safety: the bounds were checked with the tokens, whose queries live for 'a.
+            // Safety: the bounds were checked when the tokens were created, and their queries live for 'a.
             unsafe { attend_head(isa, heads, prompt, &tokens, kv_head, scratch) };
         }
         tokens.clear();
@@ -97,13 +97,13 @@ pub fn attend<'a>(isa: Isa, heads: &Heads, prompt: &Segment, queries: impl Itera
     });
 }
 
-/// Attention of several batches, spread over the threads: a decode step.
+/// Attention of several batches, with all threads: a decode step.
 pub fn attend_batches(threads: &Threads, isa: Isa, heads: &Heads, batches: &mut [Batch<'_, '_>]) {
     let mut tokens = Vec::new();
     let mut parts = Vec::new();
     let mut work = 0;
     let queries: usize = batches.iter().map(|batch| batch.queries.len()).sum();
-    // Enough parts for all threads, but no smaller than a tile.
+    // Enough parts for all threads, but none smaller than a tile.
     let wanted = (queries * heads.num_kv_heads).div_ceil(4 * threads.count());
     let at_once = wanted.max(8usize.div_ceil(heads.group_size()));
     for (index, batch) in batches.iter_mut().enumerate() {
@@ -121,22 +121,23 @@ pub fn attend_batches(threads: &Threads, isa: Isa, heads: &Heads, batches: &mut 
         let (batch, range) = &parts[index / heads.num_kv_heads];
         let kv_head = index % heads.num_kv_heads;
         SCRATCH.with_borrow_mut(|scratch| {
-            // Safety: the bounds were checked with the tokens, and a token's head is one part's.
+            // Safety: the bounds were checked when the tokens were created, and each token's head belongs to one part.
             unsafe { attend_head(isa, heads, prompts[*batch], &tokens[range.clone()], kv_head, scratch) };
         });
     });
 }
 
-/// [`attend_head`] with the thread's own buffers.
+/// Runs [`attend_head`] with the thread's own buffers.
 pub(super) unsafe fn attend_head_here(isa: Isa, heads: &Heads, prompt: &Segment, tokens: &[Token], head: usize) {
-    // Safety: the caller's.
+    // Safety: guaranteed by the caller.
     SCRATCH.with_borrow_mut(|scratch| unsafe { attend_head(isa, heads, prompt, tokens, head, scratch) });
 }
 
-/// The query heads of some tokens that one key head serves.
+/// Computes the query heads of several tokens that share one key head.
 ///
 /// # Safety
-/// What the tokens see is there, their pointers are valid for the heads' widths, and no other thread writes these heads.
+/// The segments hold the positions that the tokens attend to, the tokens' pointers are valid for the heads' widths, and
+/// no other thread writes these heads.
 unsafe fn attend_head(
     isa: Isa,
     heads: &Heads,
@@ -148,7 +149,7 @@ unsafe fn attend_head(
     assert!(isa.is_available(), "{isa} does not run on this machine");
     let job = Job { heads, scale: heads.scale, prompt, kv_head };
     for tokens in tokens.chunks((QUERIES_AT_ONCE / heads.group_size()).max(1)) {
-        // Safety: the rung is available; the rest is the caller's.
+        // Safety: the machine supports the instruction set; the rest is guaranteed by the caller.
         unsafe {
             #[cfg(target_arch = "x86_64")]
             if isa >= Isa::Avx512 {
@@ -184,7 +185,7 @@ struct Job<'a> {
     kv_head: usize,
 }
 
-/// The prompt's chunks for all queries, then each run of queries with its own segment.
+/// Processes the prompt's chunks for all queries, then each run of queries with its own segment.
 #[inline(always)]
 unsafe fn attend_with<S: Simd, const TILE: usize, const ACC: usize>(
     job: &Job<'_>,
@@ -201,7 +202,7 @@ unsafe fn attend_with<S: Simd, const TILE: usize, const ACC: usize>(
     scratch.largest.clear();
     scratch.largest.resize(count, f32::NEG_INFINITY);
     let first_head = job.kv_head * per_token;
-    // Safety: the caller's.
+    // Safety: guaranteed by the caller.
     unsafe {
         for (token, to) in tokens.iter().zip(scratch.inputs.chunks_exact_mut(per_token * padded)) {
             for (head, to) in to.chunks_exact_mut(padded).enumerate() {
@@ -237,7 +238,7 @@ unsafe fn attend_with<S: Simd, const TILE: usize, const ACC: usize>(
     }
 }
 
-/// One segment, chunk by chunk, for queries from number `first` on.
+/// Processes one segment, chunk by chunk, for queries from index `first` on.
 #[inline(always)]
 unsafe fn segment_with<S: Simd, const TILE: usize, const ACC: usize>(
     job: &Job<'_>,
@@ -251,7 +252,7 @@ unsafe fn segment_with<S: Simd, const TILE: usize, const ACC: usize>(
     let all = blocks(&union(tokens.iter().map(|token| seen(&token.visible).clone())));
     for chunk in all.start / CHUNK..all.end.div_ceil(CHUNK) {
         let chunk = intersection(&(chunk * CHUNK..(chunk + 1) * CHUNK), &all);
-        // Safety: the caller's.
+        // Safety: guaranteed by the caller.
         unsafe {
             by_queries!(tokens.len() * per_token, TILE, |at, NQ| {
                 let of_tile = &tokens[at / per_token..(at + NQ).div_ceil(per_token)];
@@ -266,7 +267,7 @@ unsafe fn segment_with<S: Simd, const TILE: usize, const ACC: usize>(
     }
 }
 
-/// Some blocks of a chunk for a tile of queries from number `first` on.
+/// Processes blocks of a chunk for a tile of queries from index `first` on.
 #[inline(always)]
 unsafe fn chunk_with<'a, S: Simd, const NQ: usize, const ACC: usize>(
     job: &Job<'_>,
@@ -278,7 +279,7 @@ unsafe fn chunk_with<'a, S: Simd, const NQ: usize, const ACC: usize>(
 ) {
     let heads = job.heads;
     let padded = heads.padded();
-    // Safety: the caller's.
+    // Safety: guaranteed by the caller.
     unsafe {
         let p = Lines { first: scratch.probabilities.as_mut_ptr(), stride: CHUNK * BLOCK };
         let q = Lines { first: scratch.inputs.as_ptr(), stride: padded }.from(first);
@@ -309,8 +310,8 @@ unsafe fn chunk_with<'a, S: Simd, const NQ: usize, const ACC: usize>(
     }
 }
 
-/// Scores → exp(scale·(score − largest)), 0 where a position is not seen; adds them to `sums`, lane by lane. Returns by
-/// what sums so far are multiplied as the largest grows.
+/// Converts scores to exp(scale·(score − largest)), with 0 for positions outside of the window, and adds them to
+/// `sums`, lane by lane. Returns the factor for earlier sums that accounts for a new largest score.
 #[inline(always)]
 unsafe fn soften<S: Simd>(row: &mut [f32], seen: &Range<usize>, scale: f32, largest: &mut f32, sums: *mut f32) -> f32 {
     let blocks = blocks(seen);
@@ -320,7 +321,7 @@ unsafe fn soften<S: Simd>(row: &mut [f32], seen: &Range<usize>, scale: f32, larg
         let first = block * BLOCK;
         (seen.start.saturating_sub(first), (seen.end - first).min(BLOCK))
     };
-    // Safety: the caller's.
+    // Safety: guaranteed by the caller.
     unsafe {
         let p = row.as_mut_ptr();
         for block in [blocks.start, blocks.end - 1] {
@@ -343,7 +344,7 @@ unsafe fn soften<S: Simd>(row: &mut [f32], seen: &Range<usize>, scale: f32, larg
             }
         }
         let (shift, scale) = (S::splat(-*largest * scale), S::splat(scale));
-        // At most two vectors make a block.
+        // A block has at most two vectors.
         let mut sum = [S::zero(); 2];
         for (v, sum) in sum.iter_mut().enumerate().take(BLOCK / S::LANES) {
             *sum = S::load(sums.add(v * S::LANES));

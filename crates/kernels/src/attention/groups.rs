@@ -1,28 +1,28 @@
-//! Attention inside each group of a packed batch: a prompt and the completions that continue it, side by side.
+//! Attention within each group of a packed batch: a prompt followed by the completions that continue it.
 
 use super::super::isa::Isa;
 use super::super::rows::take_turns;
 use super::super::threads::{Shared, Threads};
 use super::forward::{Token, attend_head_here};
-use super::tile::turn;
+use super::tile::transpose;
 use super::{BLOCK, Heads, Segment, Visible};
 
 /// A prompt and the completions that continue it: prompt tokens, then each completion's.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Group {
-    /// Tokens of the prompt.
+    /// Number of tokens of the prompt.
     pub prompt_len: usize,
-    /// Tokens of each completion.
+    /// Number of tokens of each completion.
     pub completion_lens: Vec<usize>,
 }
 
 impl Group {
-    /// Tokens in all.
+    /// Total number of tokens in the group.
     pub fn len(&self) -> usize {
         self.prompt_len + self.completion_lens.iter().sum::<usize>()
     }
 
-    /// Whether there are no tokens.
+    /// Whether the group has no tokens.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -31,22 +31,22 @@ impl Group {
 /// A prompt or a completion in a packed batch.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Part {
-    /// Number of the group.
+    /// Index of the group.
     pub group: usize,
-    /// Number of the prompt's part; its own where it is one.
+    /// Index of the prompt's part; its own index if the part is a prompt.
     pub prompt: usize,
     /// Row of its first token.
     pub row: usize,
-    /// Its tokens.
+    /// Number of its tokens.
     pub len: usize,
-    /// Tokens of the prompt.
+    /// Number of tokens of the prompt.
     pub prompt_len: usize,
-    /// Whether it is a prompt.
+    /// Whether the part is a prompt.
     pub is_prompt: bool,
 }
 
 impl Part {
-    /// What one of its tokens sees.
+    /// The positions that one of its tokens attends to.
     pub fn visible(&self, index: usize, window: Option<usize>) -> Visible {
         match self.is_prompt {
             true => Visible::of_prompt(index, window),
@@ -55,7 +55,7 @@ impl Part {
     }
 }
 
-/// Prompts and completions in the order of their rows.
+/// Lists prompts and completions in the order of their rows.
 pub(super) fn parts(groups: &[Group]) -> Vec<Part> {
     let (mut parts, mut row) = (Vec::new(), 0);
     for (group, Group { prompt_len, completion_lens }) in groups.iter().enumerate() {
@@ -70,35 +70,35 @@ pub(super) fn parts(groups: &[Group]) -> Vec<Part> {
     parts
 }
 
-/// Keys and values of a packed batch, kept between calls for their memory.
+/// Keys and values of a packed batch, kept between calls to reuse their memory.
 #[derive(Debug, Default)]
 pub struct Segments {
     segments: Vec<Segment>,
     empty: Segment,
-    /// What they were laid out for.
+    /// The sizes that the segments were allocated for.
     heads: Option<Heads>,
 }
 
-/// Attention of a packed batch.
+/// Arguments of attention over a packed batch.
 #[derive(Clone, Copy, Debug)]
 pub struct Forward<'a> {
-    /// Sizes.
+    /// Sizes of the attention heads.
     pub heads: &'a Heads,
-    /// Side by side.
+    /// The groups of the batch, one after another.
     pub groups: &'a [Group],
-    /// Positions a token sees, its own included.
+    /// Number of positions a token attends to, its own included.
     pub window: Option<usize>,
-    /// `[tokens][width]`, after qk-norm and rope.
+    /// Input `[tokens][width]`, after qk-norm and rotary embedding.
     pub qkv: &'a [f32],
 }
 
-/// Tokens of a task.
+/// Number of tokens in a task.
 const TOKENS_AT_ONCE: usize = 32;
-/// Rows that one task lays out.
+/// Number of rows that one task copies to segments.
 const ROWS_AT_ONCE: usize = 8 * BLOCK;
 
-/// out `[tokens][q_width]`, and where it is asked for what
-/// [`attend_groups_backward`](super::attend_groups_backward) wants of the softmax, `[tokens][num_heads][2]`.
+/// Computes out `[tokens][q_width]`, and if `softmax` is given the values that
+/// [`attend_groups_backward`](super::attend_groups_backward) needs, `[tokens][num_heads][2]`.
 pub fn attend_groups(
     threads: &Threads,
     isa: Isa,
@@ -110,7 +110,10 @@ pub fn attend_groups(
     let Forward { heads, groups, window, qkv } = *forward;
     let parts = parts(groups);
     let tokens: usize = parts.iter().map(|part| part.len).sum();
-    assert!(qkv.len() == tokens * heads.width() && out.len() == tokens * heads.q_width(), "rows do not fit the groups");
+    assert!(
+        qkv.len() == tokens * heads.width() && out.len() == tokens * heads.q_width(),
+        "rows do not match the groups"
+    );
     assert!(softmax.as_ref().is_none_or(|softmax| softmax.len() == tokens * heads.num_heads * 2));
     segments.fill(threads, heads, &parts, qkv);
     let Segments { segments, empty, heads: _ } = &*segments;
@@ -121,7 +124,7 @@ pub fn attend_groups(
         let seen = part.len / 2 + if part.is_prompt { 0 } else { part.prompt_len };
         work += part.len * seen.min(window.unwrap_or(usize::MAX)) * heads.q_width() / 8;
     }
-    // The last tokens of a sequence see the most: they come first.
+    // The last tokens of a sequence attend to the most positions, so their tasks come first.
     tasks.reverse();
     let out = Shared::new(out);
     let softmax = softmax.map(Shared::new);
@@ -146,7 +149,8 @@ pub fn attend_groups(
                 }
             })
             .collect();
-        // Safety: a token sees no more than its prompt and its completion up to itself; a token's head is one task's.
+        // Safety: a token attends only to its prompt and to its completion up to itself; each token's head
+        // belongs to one task.
         unsafe {
             attend_head_here(isa, heads, &segments[part.prompt], &tokens, index % heads.num_kv_heads);
         }
@@ -154,7 +158,7 @@ pub fn attend_groups(
 }
 
 impl Segments {
-    /// One segment a part.
+    /// Fills one segment per part.
     fn fill(&mut self, threads: &Threads, heads: &Heads, parts: &[Part], qkv: &[f32]) {
         if self.heads.replace(*heads) != Some(*heads) {
             self.segments.clear();
@@ -188,11 +192,11 @@ impl Segments {
                 let end = (first + ROWS_AT_ONCE).min(parts[part].len);
                 for positions in (first..end).step_by(BLOCK).map(|first| first..(first + BLOCK).min(end)) {
                     let block = positions.start / BLOCK;
-                    // Safety: the segment was grown to the part's length, and a block is one task's.
+                    // Safety: the segment was grown to the part's length, and each block belongs to one task.
                     unsafe {
                         let stride = Segment::key_stride(heads);
                         let to = keys.part(block * stride..(block + 1) * stride);
-                        turn(positions.clone().map(|position| &row(position)[..kv_width]), to);
+                        transpose(positions.clone().map(|position| &row(position)[..kv_width]), to);
                         for (lane, position) in positions.enumerate() {
                             let to = values.at(block * Segment::value_stride(heads) + lane * padded);
                             for (head, value) in row(position)[kv_width..].chunks_exact(dim).enumerate() {

@@ -9,7 +9,7 @@ struct Case {
     window: Option<usize>,
     qkv: Vec<f32>,
     d_out: Vec<f32>,
-    /// Rows that each row sees.
+    /// The rows that each row attends to.
     seen: Vec<Vec<usize>>,
 }
 
@@ -64,7 +64,7 @@ impl Case {
         }
         cases.push(Case::new((1, 1, 8), &[(300, &[300, 40]), (530, &[20])], None));
         cases.push(Case::new((1, 1, 8), &[(300, &[300, 40]), (530, &[20])], Some(270)));
-        // So long that much of the prompt and of a completion is out of sight.
+        // The lengths are such that the window excludes much of the prompt and of a completion.
         for (window, lens) in [(1, [512, 3]), (8, [700, 3]), (270, [800, 60])] {
             cases.push(Case::new((2, 1, 16), &[(600, &lens), (512, &[20])], Some(window)));
         }
@@ -92,7 +92,7 @@ impl Case {
         &self.qkv[row * heads.width() + column..][..heads.head_dim]
     }
 
-    /// The output, and dL/dqkv.
+    /// Computes the output and dL/dqkv.
     fn naive(&self) -> (Vec<f64>, Vec<f64>) {
         let heads = &self.heads;
         let (dim, width) = (heads.head_dim, heads.width());
@@ -149,7 +149,7 @@ impl Case {
 }
 
 #[test]
-fn a_packed_batch_and_its_gradient_are_the_naive_ones_on_every_rung_and_any_threads() {
+fn a_packed_batch_and_its_gradient_are_the_naive_ones_on_every_isa_and_any_threads() {
     for case in Case::all() {
         let (out, d) = case.naive();
         for isa in Isa::available() {
@@ -170,8 +170,8 @@ fn a_packed_batch_and_its_gradient_are_the_naive_ones_on_every_rung_and_any_thre
     }
 }
 
-/// Decodes the completions token by token, and compares with `out` of the packed batch. Where the segments drop what no later
-/// token sees, few positions are left of them.
+/// Decodes the completions token by token, and compares with `out` of the packed batch. With `drops`, the segments drop
+/// positions outside of the window, and few must remain.
 fn check_decoded(case: &Case, isa: Isa, out: &[f32], drops: bool) {
     let Case { heads, groups, window, qkv, .. } = case;
     let (width, q_width) = (heads.width(), heads.q_width());
@@ -254,8 +254,8 @@ fn many_positions_are_dropped_together_and_their_memory_is_used_again() {
 }
 
 #[test]
-#[should_panic(expected = "a query sees what is not there")]
-fn what_was_dropped_is_not_seen() {
+#[should_panic(expected = "a query attends to missing positions")]
+fn dropped_positions_must_not_be_visible() {
     let heads = Heads::new(1, 1, 8);
     let prompt = Segment::beginning_at(2 * BLOCK);
     let visible = Visible { prompt: BLOCK..2 * BLOCK, own: 0..0 };

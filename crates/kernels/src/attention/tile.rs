@@ -1,26 +1,26 @@
-//! The products of attention for a few queries at once: what both directions are made of.
+//! Matrix products of attention for a few queries, used by the forward and the backward pass.
 
 use super::super::gemm::tile::prefetch;
 use super::super::simd::{Simd, tanh};
 use super::BLOCK;
 
-/// One head's keys, `[16 lanes]` for each of its columns, or values, 16 rows, block by block.
+/// Keys of one head, `[16 lanes]` for each column, or values of one head, 16 rows; block by block.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Blocks {
-    /// The first element of the first block.
+    /// Address of the first block.
     pub first: *const f32,
-    /// Elements from one block to the next.
+    /// Number of elements from one block to the next.
     pub stride: usize,
 }
 
-/// Queries below which keys and values come from memory faster than they are used: those of the next head, which lie
-/// behind, are fetched ahead.
+/// Number of queries below which keys and values are read from memory faster than they are used: the next head's, which
+/// follow in memory, are prefetched.
 const MANY: usize = 8;
-/// Blocks from which on the processor fetches ahead well by itself.
+/// Number of blocks from which on the CPU prefetches well by itself.
 const LONG: usize = 8;
 
-/// Rows of the first positions of a block → `[column][16]`; lanes without a row stay as they are.
-pub(super) fn turn<'a>(rows: impl Iterator<Item = &'a [f32]>, to: &mut [f32]) {
+/// Transposes the rows of a block's first positions to `[column][16]`; lanes without a row are not changed.
+pub(super) fn transpose<'a>(rows: impl Iterator<Item = &'a [f32]>, to: &mut [f32]) {
     let mut all: [&[f32]; BLOCK] = [&[]; BLOCK];
     let mut count = 0;
     for (slot, row) in all.iter_mut().zip(rows) {
@@ -34,7 +34,7 @@ pub(super) fn turn<'a>(rows: impl Iterator<Item = &'a [f32]>, to: &mut [f32]) {
     }
 }
 
-/// Run `$f` for `$total` vectors, as many at once as `$acc` registers hold for `$nq` queries.
+/// Runs `$f` for `$total` vectors, as many per call as `$acc` registers hold for `$nq` queries.
 macro_rules! by_vectors {
     ($total:expr, $nq:expr, $acc:expr, |$at:ident, $nv:ident| $f:expr) => {{
         let total = $total;
@@ -62,7 +62,7 @@ macro_rules! by_vectors {
     }};
 }
 
-/// Run `$f` for `$total` queries, at most `$tile` at once.
+/// Runs `$f` for `$total` queries, at most `$tile` per call.
 macro_rules! by_queries {
     ($total:expr, $tile:expr, |$at:ident, $nq:ident| $f:expr) => {{
         let total = $total;
@@ -91,12 +91,12 @@ macro_rules! by_queries {
 }
 pub(super) use by_queries;
 
-/// Rows `stride` apart, one a query.
+/// Rows `stride` elements apart, one per query.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Lines<T> {
-    /// The first row.
+    /// Address of the first row.
     pub first: T,
-    /// Elements from one row to the next.
+    /// Number of elements from one row to the next.
     pub stride: usize,
 }
 
@@ -119,7 +119,7 @@ impl Lines<*mut f32> {
     }
 }
 
-/// to `[query][position]` = Σ over columns query·key: unscaled scores with whole blocks.
+/// Computes to `[query][position]` = Σ over columns query·key: unscaled scores of whole blocks.
 #[inline(always)]
 pub(super) unsafe fn scores<S: Simd, const NQ: usize, const ACC: usize>(
     head_dim: usize,
@@ -172,7 +172,7 @@ unsafe fn score<S: Simd, const NQ: usize, const NV: usize>(
     }
 }
 
-/// acc `[query][padded]` = acc·alpha + Σ over the positions of whole blocks p·value.
+/// Computes acc `[query][padded]` = acc·alpha + Σ over the positions of whole blocks p·value.
 #[inline(always)]
 pub(super) unsafe fn weigh<S: Simd, const NQ: usize, const ACC: usize>(
     padded: usize,
@@ -237,8 +237,8 @@ unsafe fn weigh_columns<S: Simd, const NQ: usize, const NV: usize>(
     }
 }
 
-/// to `[position][padded]` += Σ over queries weight `[query][position]` · row `[query][padded]`, the queries in order,
-/// for `positions` positions, a multiple of 16.
+/// Computes to `[position][padded]` += Σ over queries weight `[query][position]` · row `[query][padded]`, in the order
+/// of the queries, for `positions` positions, a multiple of 16.
 #[inline(always)]
 pub(super) unsafe fn spread<S: Simd, const NP: usize>(
     padded: usize,
@@ -303,7 +303,7 @@ unsafe fn spread_tile<S: Simd, const NP: usize, const NV: usize>(
     }
 }
 
-/// −∞ or 0 to add, 0 or 1 to multiply by: windows of these are masks of a block.
+/// Constants to add (−∞ or 0) and to multiply with (0 or 1): windows into these arrays are masks of a block.
 const HIDDEN: [f32; 3 * BLOCK] = mask(f32::NEG_INFINITY, 0.0);
 const SEEN: [f32; 3 * BLOCK] = mask(0.0, 1.0);
 
@@ -317,13 +317,13 @@ const fn mask(outside: f32, inside: f32) -> [f32; 3 * BLOCK] {
     values
 }
 
-/// Two windows of a mask: lanes from `begin` on, and lanes before `end`.
+/// Two windows into a mask: lanes from `begin` on, and lanes before `end`.
 #[inline(always)]
 pub(super) fn windows(values: &'static [f32; 3 * BLOCK], begin: usize, end: usize) -> [&'static [f32]; 2] {
     [&values[BLOCK - begin..2 * BLOCK - begin], &values[2 * BLOCK - end..3 * BLOCK - end]]
 }
 
-/// In place, of `len` scores in whole vectors: x → c·tanh(x / c).
+/// Applies the soft cap c·tanh(x / c) in place to `len` scores in whole vectors.
 #[inline(always)]
 pub(super) unsafe fn cap<S: Simd>(scores: *mut f32, len: usize, softcap: f32) {
     for at in (0..len).step_by(S::LANES) {
@@ -334,7 +334,7 @@ pub(super) unsafe fn cap<S: Simd>(scores: *mut f32, len: usize, softcap: f32) {
     }
 }
 
-/// −∞ for the lanes of a block outside `begin..end`.
+/// Sets the lanes of a block outside of `begin..end` to −∞.
 #[inline(always)]
 pub(super) unsafe fn hide<S: Simd>(scores: *mut f32, begin: usize, end: usize) {
     let windows = windows(&HIDDEN, begin, end);
@@ -346,7 +346,7 @@ pub(super) unsafe fn hide<S: Simd>(scores: *mut f32, begin: usize, end: usize) {
     }
 }
 
-/// 0 for the lanes of a block outside `begin..end`.
+/// Sets the lanes of a block outside of `begin..end` to 0.
 #[inline(always)]
 pub(super) unsafe fn clear<S: Simd>(weights: *mut f32, begin: usize, end: usize) {
     let windows = windows(&SEEN, begin, end);

@@ -1,10 +1,11 @@
 //! Causal attention of a packed batch: groups of a prompt and the completions that continue it.
 //!
-//! A query goes through the keys that it sees in blocks of 64 positions, those of the prompt counted from the prompt's
-//! start, then those of its completion counted from the completion's. A block gives its largest score, Σ p and Σ p·v; they
-//! are folded from the left, block by block. Decode does the same to the bit ([`super::cache`]), however its blocks are
-//! spread over the device. Products of bf16 are the tensor cores'; the backward (FlashAttention-2's formulas, Dao 2023,
-//! arXiv:2307.08691) goes over the keys of each query, then over the queries of each key, and adds nothing atomically.
+//! A query processes the keys it attends to in blocks of 64 positions: first those of the prompt, counted from the
+//! prompt's start, then those of its completion, counted from the completion's start. A block yields its largest score,
+//! Σ p and Σ p·v; these results are folded from left to right, block by block. Decode computes the same bits
+//! ([`super::cache`]), however its blocks are distributed over the device. Tensor cores compute the products of bf16.
+//! The backward pass (formulas of FlashAttention-2, Dao 2023, arXiv:2307.08691) iterates over the keys of each query,
+//! then over the queries of each key, without atomic additions.
 
 #[cfg(test)]
 pub(super) mod tests;
@@ -13,24 +14,24 @@ use super::super::attention::{Group, Heads};
 use super::driver::{Buffer, CudaError, Device, Launch, params};
 use super::rows::{Dtype, Result, Rows};
 
-/// Positions of a block of keys.
+/// Number of positions in a block of keys.
 pub const BLOCK: usize = 64;
-/// The widest head.
+/// Maximum width of a head.
 pub const MAX_HEAD_DIM: usize = 256;
-/// Queries of a warp.
+/// Number of queries per warp.
 pub(super) const QUERIES: usize = 16;
-/// Queries of a block of threads.
+/// Number of queries per thread block.
 const TILE: usize = 64;
 const THREADS: u32 = 128;
 
-/// How the kernels divide the heads.
+/// The division of the heads among the kernels' blocks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Geometry {
-    /// Query heads that go together.
+    /// Number of query heads processed together.
     pub heads_at_once: usize,
-    /// How many such parts the heads of a key head have.
+    /// Number of such parts for the query heads of one key head.
     pub head_tiles: usize,
-    /// The width that a kernel is made for.
+    /// The padded width for which a kernel was compiled.
     pub padded: usize,
 }
 
@@ -39,7 +40,7 @@ impl Geometry {
         let Heads { num_heads, num_kv_heads, head_dim, .. } = *heads;
         if num_kv_heads == 0 || num_heads == 0 || !num_heads.is_multiple_of(num_kv_heads) {
             return Err(CudaError::Input(format!(
-                "{num_heads} query heads do not divide among {num_kv_heads} key heads"
+                "{num_heads} query heads are not a multiple of {num_kv_heads} key heads"
             )));
         }
         let padded = [32, 64, 128, MAX_HEAD_DIM].into_iter().find(|padded| *padded >= head_dim);
@@ -52,7 +53,7 @@ impl Geometry {
         Ok(Geometry { heads_at_once, head_tiles: heads.group_size().div_ceil(heads_at_once), padded })
     }
 
-    /// Bytes of shared memory for so many rows of bf16.
+    /// Bytes of shared memory for a number of rows of bf16.
     pub fn tile_bytes(&self, rows: usize) -> u32 {
         (rows * (self.padded + 8) * 2) as u32
     }
@@ -62,22 +63,22 @@ impl Geometry {
     }
 }
 
-/// Positions a token sees, as kernels read it.
+/// Number of positions a token attends to, in the kernels' representation.
 pub(super) fn window_or_all(window: Option<usize>) -> u32 {
     window.map_or(i32::MAX as u32, |window| window.clamp(1, i32::MAX as usize) as u32)
 }
 
-/// Of scores in units of log 2.
+/// Scale of the scores in units of log 2.
 pub(super) fn scale(heads: &Heads) -> f32 {
     heads.scale * std::f32::consts::LOG2_E
 }
 
-/// The address of rows, after a check of their shape.
+/// Returns the address of rows after checking their shape.
 pub(super) fn address(rows: &Rows<'_>, count: usize, width: usize, what: &str) -> Result<u64> {
     if rows.rows != count || rows.width != width || (count > 1 && rows.stride < width) {
         let Rows { rows, width: columns, stride, .. } = *rows;
         return Err(CudaError::Input(format!(
-            "{what} is [{rows}, {columns}] with stride {stride}; [{count}, {width}] is needed"
+            "{what} is [{rows}, {columns}] with stride {stride}; [{count}, {width}] is required"
         )));
     }
     let values = if count == 0 { 0 } else { (count - 1) * rows.stride + width };
@@ -87,7 +88,7 @@ pub(super) fn address(rows: &Rows<'_>, count: usize, width: usize, what: &str) -
     }
 }
 
-/// Whether heads in these rows begin at multiples of 16 bytes.
+/// Whether the heads in these rows are aligned to 16 bytes.
 pub(super) fn is_aligned(address: u64, stride: usize, heads: &Heads) -> bool {
     address.is_multiple_of(16) && stride.is_multiple_of(8) && heads.head_dim.is_multiple_of(8)
 }
@@ -95,11 +96,11 @@ pub(super) fn is_aligned(address: u64, stride: usize, heads: &Heads) -> bool {
 fn same_dtype(rows: &[&Rows<'_>]) -> Result<Dtype> {
     match rows {
         [first, rest @ ..] if rest.iter().all(|rows| rows.dtype == first.dtype) => Ok(first.dtype),
-        _ => Err(CudaError::Input("attention reads and writes one type".to_owned())),
+        _ => Err(CudaError::Input("attention needs input and output of the same type".to_owned())),
     }
 }
 
-/// Where the prompts and completions of a packed batch lie, on the device; one for all layers of a window.
+/// Positions of the prompts and completions of a packed batch on the device; shared by all layers with the same window.
 #[derive(Debug)]
 pub struct Layout {
     heads: Heads,
@@ -107,32 +108,34 @@ pub struct Layout {
     window: Option<usize>,
     geometry: Geometry,
     tokens: usize,
-    /// `[tiles][8]`, see `QueryTile` in the device code.
+    /// Tiles of queries `[tiles][8]`, see `QueryTile` in the device code.
     tiles: Buffer,
     num_tiles: usize,
-    /// `[key tiles][6]`, see `KeyTile`.
+    /// Tiles of keys `[key tiles][6]`, see `KeyTile`.
     key_tiles: Buffer,
     num_key_tiles: usize,
-    /// Of each token in its sequence.
+    /// Position of each token in its sequence.
     positions: Buffer,
 }
 
 impl Layout {
-    /// Groups side by side; `window`: positions a token sees, its own included.
+    /// Creates the layout of groups one after another; `window` is the number of positions a token attends
+    /// to, its own included.
     ///
     /// # Errors
-    /// [`CudaError::Input`]: heads wider than [`MAX_HEAD_DIM`], or that do not divide.
+    /// [`CudaError::Input`] if heads are wider than [`MAX_HEAD_DIM`], or the numbers of heads do not divide.
     pub fn new(device: &Device, heads: &Heads, groups: &[Group], window: Option<usize>) -> Result<Layout> {
         let geometry = Geometry::new(heads)?;
         let at_once = TILE / geometry.heads_at_once;
         let (mut tiles, mut key_tiles, mut positions) = (Vec::new(), Vec::new(), Vec::new());
         let int = |value: usize| {
-            i32::try_from(value).map_err(|_| CudaError::Input("a batch of 2³¹ tokens does not fit".to_owned()))
+            i32::try_from(value)
+                .map_err(|_| CudaError::Input("a batch of 2³¹ tokens or more is not supported".to_owned()))
         };
         let mut row = 0;
         for group in groups {
             let (prompt_row, group_end) = (row, row + group.len());
-            // A prompt is a sequence of its own, which all rows of its group may see.
+            // A prompt is a sequence of its own that all rows of its group may attend to.
             let prompt = std::iter::once((group.prompt_len, 0, group_end));
             let completions = group.completion_lens.iter().map(|len| (*len, group.prompt_len, 0));
             for (len, prompt_len, seen_until) in prompt.chain(completions) {
@@ -148,7 +151,7 @@ impl Layout {
                 row += len;
             }
         }
-        // The last tokens of a sequence see the most: they come first.
+        // The last tokens of a sequence attend to the most positions, so their tiles come first.
         tiles.sort_by_key(|tile| std::cmp::Reverse(tile[2] + tile[6]));
         key_tiles.sort_by_key(|tile| std::cmp::Reverse(tile[4] - tile[3]));
         let ints = |values: &mut dyn Iterator<Item = usize>| values.map(int).collect::<Result<Vec<i32>>>();
@@ -166,12 +169,12 @@ impl Layout {
         })
     }
 
-    /// Whether it was made for these.
+    /// Whether the layout was created for these arguments.
     pub fn is_for(&self, heads: &Heads, groups: &[Group], window: Option<usize>) -> bool {
         self.heads == *heads && self.window == window && self.groups == groups
     }
 
-    /// Rows of the batch.
+    /// Number of rows of the batch.
     pub fn tokens(&self) -> usize {
         self.tokens
     }
@@ -189,11 +192,11 @@ params! {
     }
 }
 
-/// out `[tokens, q_width]` (the type of qkv) from qkv `[tokens, width]` after qk-norm and rope; softmax
-/// `[tokens, num_heads]` (f32, contiguous) is what [`attend_vjp`] wants: log₂ Σ 2^score.
+/// Computes out `[tokens, q_width]` (same type as qkv) from qkv `[tokens, width]` after qk-norm and rotary embedding.
+/// softmax `[tokens, num_heads]` (f32, contiguous) receives log₂ Σ 2^score for [`attend_vjp`].
 ///
 /// # Errors
-/// [`CudaError::Input`]: other shapes.
+/// [`CudaError::Input`] if a shape does not match.
 pub fn attend(device: &Device, layout: &Layout, qkv: Rows<'_>, out: Rows<'_>, softmax: Rows<'_>) -> Result<()> {
     let Layout { heads, geometry, tokens, .. } = layout;
     let dtype = same_dtype(&[&qkv, &out])?;
@@ -224,15 +227,15 @@ pub fn attend(device: &Device, layout: &Layout, qkv: Rows<'_>, out: Rows<'_>, so
 
 fn softmax_address(layout: &Layout, softmax: &Rows<'_>) -> Result<u64> {
     if softmax.dtype != Dtype::F32 || (layout.tokens > 1 && softmax.stride != softmax.width) {
-        return Err(CudaError::Input("the softmax of attention is kept in contiguous rows of f32".to_owned()));
+        return Err(CudaError::Input("the softmax of attention must be in contiguous rows of f32".to_owned()));
     }
     address(softmax, layout.tokens, layout.heads.num_heads, "the softmax of attention")
 }
 
-/// Shared memory that `attend_keys` declares besides what a launch asks for; the others declare none.
+/// Static shared memory of `attend_keys` in bytes, in addition to the dynamic part; the other kernels have none.
 const KEYS_STATIC_BYTES: u32 = 768;
 
-/// Launch what may need more shared memory than the device has.
+/// Launches a kernel that may need more shared memory than the device has.
 pub(super) fn launch<P: super::driver::Params>(
     device: &Device,
     kernel: &str,
@@ -253,7 +256,7 @@ fn too_wide(needed: u32, most: u32) -> CudaError {
     ))
 }
 
-/// The kernel of the backward that goes over queries, and bytes of shared memory of both kernels.
+/// The backward kernel that iterates over queries, and the shared memory of both kernels in bytes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct BackwardShared {
     kernel: &'static str,
@@ -267,7 +270,7 @@ impl BackwardShared {
             return Ok(BackwardShared { kernel: "attend_queries", queries: 0, keys: 0 });
         }
         let most = device.properties().shared_bytes;
-        // As in the device code.
+        // The same value as in the device code.
         let stages = if geometry.padded <= 128 { 2 } else { 1 };
         let queries = |stages| geometry.tile_bytes(2 * TILE + stages * 2 * BLOCK);
         let keys = geometry.tile_bytes(2 * BLOCK + stages * TILE);
@@ -280,26 +283,27 @@ impl BackwardShared {
     }
 }
 
-/// Whether the device can train heads of this width: to be asked before a long rollout.
+/// Checks that the device can train heads of this width; call it before a long rollout.
 ///
 /// # Errors
-/// [`CudaError::Input`]: heads wider than [`MAX_HEAD_DIM`], that do not divide, or wider than its shared memory allows.
+/// [`CudaError::Input`] if heads are wider than [`MAX_HEAD_DIM`] or than the shared memory allows, or the numbers of
+/// heads do not divide.
 pub fn check_trainable(device: &Device, heads: &Heads, dtype: Dtype) -> Result<()> {
     BackwardShared::new(device, &Geometry::new(heads)?, dtype).map(|_| ())
 }
 
-/// What [`attend_vjp`] reads.
+/// The inputs of [`attend_vjp`].
 #[derive(Clone, Copy, Debug)]
 pub struct Backward<'a> {
-    /// As in the forward.
+    /// The layout of the forward pass.
     pub layout: &'a Layout,
-    /// The forward's input.
+    /// The input of the forward pass.
     pub qkv: Rows<'a>,
-    /// The forward's output.
+    /// The output of the forward pass.
     pub out: Rows<'a>,
-    /// From [`attend`].
+    /// The softmax values from [`attend`].
     pub softmax: Rows<'a>,
-    /// dL/dout, of the type of qkv.
+    /// The gradient dL/dout, with the same type as qkv.
     pub dy: Rows<'a>,
 }
 
@@ -326,10 +330,11 @@ params! {
     }
 }
 
-/// d_qkv `[tokens, width]` (the type of qkv) = dL/dqkv of [`attend`]; every element is written. Deterministic.
+/// Computes d_qkv `[tokens, width]` (same type as qkv) = dL/dqkv of [`attend`]; writes every element. Deterministic.
 ///
 /// # Errors
-/// [`CudaError::Input`]: other shapes. [`CudaError::OutOfMemory`]: no room for a value a token and head.
+/// [`CudaError::Input`] if a shape does not match. [`CudaError::OutOfMemory`] if there is no room for one value
+/// per token and head.
 pub fn attend_vjp(device: &Device, backward: &Backward<'_>, d_qkv: Rows<'_>) -> Result<()> {
     let Backward { layout, qkv, out, softmax, dy } = *backward;
     let Layout { heads, geometry, tokens, .. } = layout;

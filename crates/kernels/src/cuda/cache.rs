@@ -1,8 +1,8 @@
-//! Keys and values of growing sequences, in pages of 64 positions of all layers: a prompt's pages are shared by its rows.
-//! Each step appends a token to every row and attends, with the same bits as [`super::attention`].
+//! Keys and values of growing sequences, in pages of 64 positions of all layers; the rows of a prompt share its pages.
+//! Each step appends a token to every row and computes attention, with the same bits as [`super::attention`].
 //!
-//! A step is planned once and serves all layers of a window: which ranges of blocks are folded beforehand by tasks, many
-//! at once, and which a row folds itself ([`plan`]).
+//! A step is planned once for all layers of a window ([`plan`]): which ranges of blocks many tasks fold in parallel
+//! beforehand, and which ones the row folds itself.
 
 mod pages;
 mod plan;
@@ -31,9 +31,9 @@ pub struct Cache {
     rows: Vec<Row>,
     filling: Option<Filling>,
     tables: Tables,
-    /// How the work of a step is divided.
+    /// The distribution of a step's work.
     spread: Spread,
-    /// Between the first and the last layer of a step.
+    /// Whether a step is between its first and last layer.
     in_step: bool,
 }
 
@@ -50,38 +50,38 @@ struct Row {
     pages: Vec<Page>,
 }
 
-/// Where the tokens of the prompts from `first` on go.
+/// Destinations of the tokens of the prompts from `first` on.
 #[derive(Debug)]
 struct Filling {
     first: usize,
     rows: usize,
-    /// Addresses of pages.
+    /// Addresses of the pages.
     pages: Buffer,
-    /// Of each token: its page · 64 + its place there.
+    /// Slot of each token: index of its page · 64 + its position in the page.
     slots: Buffer,
 }
 
-/// What the kernels of a step read.
+/// The tables that the kernels of a step read.
 #[derive(Debug, Default)]
 struct Tables {
-    /// Addresses of the prompts' and rows' pages.
+    /// Addresses of the pages of prompts and rows.
     pages: Option<Buffer>,
-    /// Whether rows or pages came or went since they were uploaded.
+    /// Whether rows or pages changed since the upload.
     is_stale: bool,
-    /// Where each row's prompt and own pages begin there.
+    /// Start of each row's prompt pages and own pages in the list.
     starts: Vec<(usize, usize)>,
-    /// One a window.
+    /// One plan per window.
     plans: Vec<(Option<usize>, Buffer)>,
-    /// Rows that the plans have room for.
+    /// Number of rows that the plans have room for.
     row_capacity: usize,
-    /// m and l, and o, of partial results.
+    /// Partial results: m and l in one buffer, o in the other.
     parts: Option<(Buffer, Buffer)>,
 }
 
-/// Blocks of keys that a warp folds alone in any case.
+/// Number of blocks of keys that one warp always folds alone.
 const LONG: usize = 8;
 
-/// Blocks of one warp for the tasks of a step, a multiprocessor.
+/// Number of one-warp blocks per multiprocessor for the tasks of a step.
 const TASKS_AT_ONCE: u32 = 4;
 
 params! {
@@ -100,10 +100,11 @@ params! {
 }
 
 impl Cache {
-    /// An empty one, for `qkv` of this type.
+    /// Creates an empty cache for `qkv` of this type.
     ///
     /// # Errors
-    /// [`CudaError::Input`]: heads wider than [`super::attention::MAX_HEAD_DIM`], or that do not divide.
+    /// [`CudaError::Input`] if heads are wider than [`super::attention::MAX_HEAD_DIM`], or the numbers of
+    /// heads do not divide.
     pub fn new(device: &Device, heads: &Heads, num_layers: usize, dtype: Dtype) -> Result<Cache> {
         let layer_bytes = BLOCK * 2 * heads.kv_width() * dtype.bytes();
         Ok(Cache {
@@ -122,20 +123,20 @@ impl Cache {
         })
     }
 
-    /// Live rows.
+    /// Number of live rows.
     pub fn rows(&self) -> usize {
         self.rows.len()
     }
 
-    /// Bytes of its pages, used or free.
+    /// Total bytes of its pages, used or free.
     pub fn bytes(&self) -> usize {
         self.pages.bytes()
     }
 
-    /// Announce prompts of these lengths; returns the first one's number.
+    /// Announces prompts of these lengths; returns the index of the first one.
     ///
     /// # Errors
-    /// [`CudaError::OutOfMemory`].
+    /// [`CudaError::OutOfMemory`] if there is no room.
     pub fn announce(&mut self, lengths: &[usize]) -> Result<usize> {
         let first = self.prompts.len();
         for len in lengths {
@@ -146,10 +147,11 @@ impl Cache {
         Ok(first)
     }
 
-    /// Keep a layer's keys and values of the prompts from `first` on: qkv holds their tokens, one after the other.
+    /// Stores a layer's keys and values of the prompts from index `first` on: qkv holds their tokens,
+    /// one prompt after another.
     ///
     /// # Errors
-    /// [`CudaError::Input`]: other shapes, no such layer.
+    /// [`CudaError::Input`] if a shape does not match, or the layer does not exist.
     pub fn fill(&mut self, first: usize, layer: usize, qkv: Rows<'_>) -> Result<()> {
         self.check(layer, &qkv)?;
         if self.filling.as_ref().is_none_or(|filling| filling.first != first) {
@@ -191,10 +193,10 @@ impl Cache {
         Ok(Filling { first, rows, pages: self.device.upload(&pages)?, slots: self.device.upload(&slots)? })
     }
 
-    /// Append rows that continue a prompt. Pages come as the rows grow.
+    /// Appends rows that continue a prompt. Pages are allocated as the rows grow.
     ///
     /// # Errors
-    /// [`CudaError::Input`]: no such prompt, or in the middle of a step.
+    /// [`CudaError::Input`] if the prompt does not exist, or a step is in progress.
     pub fn add_rows(&mut self, prompt: usize, copies: usize, _max_new_tokens: usize) -> Result<()> {
         let Some(prompt) = self.prompts.get(prompt).filter(|_| !self.in_step) else {
             return Err(CudaError::Input(format!("no rows can continue prompt {prompt} now")));
@@ -204,25 +206,26 @@ impl Cache {
         Ok(())
     }
 
-    /// No more rows will continue the prompts announced so far: each lives as long as its rows.
+    /// Marks the prompts announced so far as complete: no more rows will continue them, and each is freed
+    /// with its last row.
     pub fn close(&mut self) {
         self.prompts.clear();
         self.filling = None;
     }
 
-    /// Keep the rows marked true.
+    /// Keeps only the rows marked true.
     pub fn retain(&mut self, keep: &[bool]) {
         let mut keep = keep.iter();
         self.rows.retain(|_| keep.next().copied().unwrap_or(false));
         self.tables.is_stale = true;
     }
 
-    /// Before a token is appended in all layers: pages for it, and the tables that the step's kernels read, uploaded.
-    /// Best called outside a captured body; [`Cache::attend`] of layer 0 does it where nobody did. Buffers that are too
-    /// small are replaced by ones of twice the size, so that a graph captured before seldom becomes useless.
+    /// Prepares appending a token in all layers: allocates pages and uploads the tables that the step's kernels read.
+    /// Call it outside of a captured body; otherwise [`Cache::attend`] of layer 0 calls it. Buffers that are too small
+    /// are replaced by buffers of twice the size, so that captured graphs rarely become invalid.
     ///
     /// # Errors
-    /// [`CudaError::OutOfMemory`]: the rows are then as before, and the step may be begun again with fewer.
+    /// [`CudaError::OutOfMemory`]: the rows are unchanged, and the step can be started again with fewer rows.
     pub fn begin_step(&mut self) -> Result<()> {
         if self.in_step {
             return Ok(());
@@ -269,7 +272,7 @@ impl Cache {
         Ok(())
     }
 
-    /// Plan the step for a window. Lengths are those before the new token.
+    /// Plans the step for a window. Lengths are those before the new token.
     fn upload_plan(&mut self, window: Option<usize>) -> Result<()> {
         let appended = usize::from(!self.in_step);
         let rows: Vec<PlannedRow> = (self.rows.iter().zip(&self.tables.starts))
@@ -303,12 +306,13 @@ impl Cache {
         Ok(())
     }
 
-    /// Append one token a row in a layer (layers in order, each once a step) and attend: out `[rows, q_width]` of the type
-    /// of qkv `[rows, width]`. Both may have more rows than are live, so that a graph serves a bucket of batch sizes;
-    /// the rest of `out` becomes zeros. Captured launches depend on the bucket alone: lengths and tables lie in memory.
+    /// Appends one token per row in a layer (layers in order, each once per step) and computes attention: out `[rows,
+    /// q_width]`, same type as qkv `[rows, width]`. Both may have more rows than are live, so that a graph serves a
+    /// bucket of batch sizes; the remaining rows of `out` become zeros. Captured launches depend only on the bucket:
+    /// lengths and tables are in device memory.
     ///
     /// # Errors
-    /// [`CudaError::Input`]: other shapes, or layers out of order. [`CudaError::OutOfMemory`].
+    /// [`CudaError::Input`] if a shape does not match, or layers are out of order. [`CudaError::OutOfMemory`].
     pub fn attend(&mut self, layer: usize, window: Option<usize>, qkv: Rows<'_>, out: Rows<'_>) -> Result<()> {
         self.check(layer, &qkv)?;
         if !self.in_step && layer == 0 {
@@ -325,7 +329,7 @@ impl Cache {
             self.upload_plan(window)?;
         }
         let Tables { pages: Some(pages), plans, row_capacity, parts: Some((ml, parts)), .. } = &self.tables else {
-            return Err(CudaError::Input("the step was not begun".to_owned()));
+            return Err(CudaError::Input("no step was started".to_owned()));
         };
         let Some((_, plan)) = plans.iter().find(|(known, _)| *known == window) else { return Ok(()) };
         let Heads { num_heads, num_kv_heads, head_dim, .. } = self.heads;
@@ -367,7 +371,7 @@ impl Cache {
         Ok(())
     }
 
-    /// In a page, in bytes.
+    /// Offset of a layer in a page, in bytes.
     fn layer_at(&self, layer: usize) -> u64 {
         (layer * BLOCK * 2 * self.heads.kv_width() * self.dtype.bytes()) as u64
     }
@@ -380,7 +384,7 @@ impl Cache {
     }
 }
 
-/// The buffer, or a larger one where so many elements do not fit.
+/// Returns the buffer, or a larger one if it has too little room for `count` elements.
 fn room<T: super::driver::Plain>(device: &Device, old: Option<Buffer>, count: usize) -> Result<Buffer> {
     match old.filter(|buffer| buffer.count::<T>() >= count) {
         Some(buffer) => Ok(buffer),

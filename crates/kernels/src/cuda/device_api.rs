@@ -1,26 +1,26 @@
-//! What the code that asks for work and a driver that carries it out both speak of: errors, what is known about a device,
-//! and one trait, [`Driver`]. NVIDIA's implements it, and in builds for tests the emulator; the queue names neither.
-//! Addresses are trusted here: [`Device`](super::driver::Device) has checked them.
+//! The types shared by the callers and the drivers of a device: errors, device properties, and one trait, [`Driver`].
+//! NVIDIA's driver implements it, and in test builds the emulator; the queue depends on neither. Addresses are trusted
+//! here, because [`Device`](super::driver::Device) has checked them.
 
 use std::fmt;
 
-/// An error of a device, by what its caller can do about it.
+/// An error of a device; the variants correspond to what the caller can do.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CudaError {
-    /// There is no room for a buffer, also after the pooled memory was given back. The device goes on working.
+    /// There is no room for a buffer, even after the pooled memory was freed. The device still works.
     OutOfMemory {
-        /// Bytes of the buffer; 0: the driver has no room for what a kernel itself needs.
+        /// Size of the buffer in bytes; 0 if the driver has no room for memory that a kernel itself needs.
         requested: u64,
         /// Bytes that live buffers hold.
         used: u64,
         /// Bytes that the device has, or may use.
         total: u64,
     },
-    /// This build or machine cannot run on such a device: no driver, no cuBLAS, no GPU, or no kernels in the build.
+    /// This build or machine cannot use such a device: no driver, no cuBLAS, no GPU, or no kernels in the build.
     Unavailable(String),
-    /// Anything else: the device's context is lost, and the process must end.
+    /// Any other failure: the device's context is lost, and the process must end.
     Failed(String),
-    /// The caller asked for something that makes no sense: a range outside a buffer, an unknown kernel.
+    /// The caller passed invalid arguments: a range outside of a buffer, an unknown kernel.
     Input(String),
 }
 
@@ -30,11 +30,11 @@ impl fmt::Display for CudaError {
             CudaError::OutOfMemory { requested: 0, used, total } => {
                 write!(
                     f,
-                    "out of device memory: no room for what a kernel itself needs, {used} bytes in use of {total}"
+                    "out of device memory: no room for memory that a kernel itself needs, {used} of {total} bytes in use"
                 )
             }
             CudaError::OutOfMemory { requested, used, total } => {
-                write!(f, "out of device memory: {requested} bytes asked for, {used} in use of {total}")
+                write!(f, "out of device memory: {requested} bytes requested, {used} of {total} in use")
             }
             CudaError::Unavailable(why) | CudaError::Input(why) => f.write_str(why),
             CudaError::Failed(why) => write!(f, "the device failed: {why}"),
@@ -44,50 +44,50 @@ impl fmt::Display for CudaError {
 
 impl std::error::Error for CudaError {}
 
-/// What is known about a device.
+/// Properties of a device.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Properties {
-    /// As the driver names it.
+    /// The driver's name for the device.
     pub name: String,
-    /// Major and minor number.
+    /// Compute capability: major and minor number.
     pub compute_capability: (u32, u32),
-    /// Streaming multiprocessors.
+    /// Number of streaming multiprocessors.
     pub multiprocessors: u32,
-    /// Bytes of shared memory that a block may have, at most.
+    /// Maximum shared memory of a block, in bytes.
     pub shared_bytes: u32,
-    /// Bytes of its memory.
+    /// Memory of the device in bytes.
     pub memory_bytes: u64,
-    /// Of CUDA that the driver supports, as 1000 major + 10 minor; 0 in the emulator.
+    /// Version of CUDA that the driver supports, as 1000 major + 10 minor; 0 in the emulator.
     pub driver_version: u32,
-    /// Bytes of its memory that are in use once it was opened, where it seems that nobody else uses it: what the driver
-    /// takes for the process.
+    /// Bytes of device memory in use after opening it, if no other process seems to use it: the driver's own
+    /// memory for this process.
     pub taken_bytes: Option<u64>,
-    /// This is the CPU.
+    /// Whether this is the emulator, which runs on the CPU.
     pub emulated: bool,
 }
 
 /// The threads of a launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Launch {
-    /// Blocks in x, y and z. A launch without blocks does nothing.
+    /// Number of blocks in x, y and z. A launch without blocks does nothing.
     pub grid: [u32; 3],
-    /// Threads of a block: a multiple of 32, at most 1024.
+    /// Number of threads in a block: a multiple of 32, at most 1024.
     pub block: u32,
-    /// Bytes of dynamic shared memory.
+    /// Dynamic shared memory in bytes.
     pub shared: u32,
 }
 
-/// The type of a buffer's elements, where kernels exist for both.
+/// The type of a buffer's elements, for kernels that support both.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DType {
-    /// 32-bit floating point.
+    /// 32-bit IEEE floating point.
     F32,
-    /// bfloat16.
+    /// bfloat16: 8 bits of exponent.
     Bf16,
 }
 
 impl DType {
-    /// Bytes of an element.
+    /// Size of an element in bytes.
     pub fn bytes(self) -> usize {
         match self {
             DType::F32 => 4,
@@ -96,7 +96,7 @@ impl DType {
     }
 }
 
-/// A product by addresses. Strides are of rows.
+/// A matrix product given by addresses. Strides are the distances between rows.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Product {
     pub a: u64,
@@ -119,65 +119,65 @@ pub(super) struct Product {
 /// A kernel that was found by its name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Found {
-    /// Its number.
+    /// Index of the kernel.
     pub kernel: u32,
-    /// Bytes of its parameter, where they are known.
+    /// Size of its parameter in bytes, if known.
     pub param_bytes: Option<usize>,
 }
 
 /// Host memory that the device copies from.
 #[derive(Debug)]
 pub(super) struct Staging {
-    /// Its first byte; memory of a machine, given back to it.
+    /// Its first byte; the driver allocated it and frees it.
     pub start: *mut u8,
-    /// Its size.
+    /// Size of the memory in bytes.
     pub bytes: usize,
     /// The driver's event after its last use, or null.
     pub event: *mut std::ffi::c_void,
 }
 
-// SAFETY: the pointers are to what belongs to this value alone and to no thread.
+// SAFETY: the pointers refer to objects that belong only to this value and to no thread.
 unsafe impl Send for Staging {}
 
 impl Staging {
-    /// The first `to.len()` bytes. Nothing may be copying to it.
+    /// Reads the first `to.len()` bytes. No copy into this memory may be in progress.
     pub fn read(&self, to: &mut [u8]) {
         assert!(to.len() <= self.bytes, "a download lies within its staging memory");
-        // SAFETY: within the memory that this value owns, as just checked.
+        // SAFETY: the range is within the memory that this value owns, as just checked.
         unsafe { std::ptr::copy_nonoverlapping(self.start, to.as_mut_ptr(), to.len()) }
     }
 
-    /// Overwrite a part of it. Nothing may be copying from it.
+    /// Overwrites a part of the memory. No copy from this memory may be in progress.
     pub fn fill(&mut self, at: usize, bytes: &[u8]) {
         assert!(at + bytes.len() <= self.bytes, "an upload lies within its staging memory");
-        // SAFETY: within the memory that this value owns, as just checked.
+        // SAFETY: the range is within the memory that this value owns, as just checked.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.start.add(at), bytes.len()) }
     }
 }
 
-/// Where the device's memory comes from, in segments.
+/// The provider of the device's memory, in segments.
 pub(super) trait Source {
-    /// Reserves `bytes` of device memory; None where there is no room for them.
+    /// Reserves `bytes` of device memory; None if there is no room.
     fn reserve(&mut self, bytes: u64) -> Result<Option<u64>, CudaError>;
-    /// Gives a segment back. Work that uses it may still be under way.
+    /// Returns a segment. Work that uses it may still be in progress.
     fn release(&mut self, start: u64, bytes: u64);
-    /// Lets others use the segments that were given back.
+    /// Makes returned segments available to other users.
     fn released(&mut self) {}
 }
 
-/// Carries work out, in the order in which it is asked for.
+/// Executes work in the order in which it is submitted.
 pub(super) trait Driver: Source + fmt::Debug + Send {
-    /// Makes this device the one that the calling thread's calls go to.
+    /// Makes this device the target of the calling thread's calls.
     fn enter(&self) -> Result<(), CudaError> {
         Ok(())
     }
 
-    /// Bytes to keep free on both sides of a buffer. Where there are any, the driver hears of each buffer that is dropped.
+    /// Bytes to keep free on both sides of a buffer. If not 0, the driver is informed of each dropped buffer.
     fn guard(&self) -> u64 {
         0
     }
 
-    /// Notes that a buffer came to be in this block.
+    /// Notes that a buffer was created in this block.
     fn buffer_made(&mut self, _at: u64, _block: u64, _bytes: u64) -> Result<(), CudaError> {
         Ok(())
     }
@@ -190,13 +190,13 @@ pub(super) trait Driver: Source + fmt::Debug + Send {
     /// Finds a kernel by its name.
     fn find(&mut self, kernel: &str) -> Result<Found, CudaError>;
 
-    /// Starts a kernel that was found, with the bytes of its parameter.
+    /// Starts a kernel, with the bytes of its parameter.
     fn launch(&mut self, kernel: u32, launch: Launch, params: &[u8]) -> Result<(), CudaError>;
 
-    /// Multiplies matrices.
+    /// Computes a matrix product.
     fn product(&mut self, product: &Product) -> Result<(), CudaError>;
 
-    /// Fills with zeros.
+    /// Fills memory with zeros.
     fn zero(&mut self, to: u64, bytes: usize) -> Result<(), CudaError>;
 
     /// Copies within the device; the ranges do not overlap.
@@ -208,53 +208,53 @@ pub(super) trait Driver: Source + fmt::Debug + Send {
     /// Copies a part of staging memory to the device.
     fn upload_staged(&mut self, to: u64, staging: &Staging, at: usize, bytes: usize) -> Result<(), CudaError>;
 
-    /// Waits for all that was asked, and copies from the device.
+    /// Waits for all submitted work, then copies from the device.
     fn download(&mut self, from: u64, to: &mut [u8]) -> Result<(), CudaError>;
 
-    /// Copies from the device to staging memory, to be settled before it is read.
+    /// Copies from the device to staging memory; call `settle` before reading it.
     fn fetch(&mut self, from: u64, staging: &mut Staging, bytes: usize) -> Result<(), CudaError>;
 
-    /// Waits for all that was asked.
+    /// Waits for all submitted work.
     fn synchronize(&mut self) -> Result<(), CudaError>;
 
     /// Allocates host memory that the device can copy from and to.
     fn stage(&mut self, bytes: usize) -> Result<Staging, CudaError>;
 
-    /// Frees it. Nothing may be copying from it or to it.
+    /// Frees staging memory. No copy from or to it may be in progress.
     fn unstage(&mut self, staging: Staging);
 
-    /// Notes that all that was asked may copy from it.
+    /// Notes that all work submitted so far may copy from this memory.
     fn used(&mut self, _staging: &mut Staging) -> Result<(), CudaError> {
         Ok(())
     }
 
-    /// Waits until nothing copies from it or to it any more.
+    /// Waits until no copy from or to this memory is in progress.
     fn settle(&mut self, _staging: &Staging) -> Result<(), CudaError> {
         Ok(())
     }
 
-    /// Begins to time what is asked from now on.
+    /// Starts to measure the time of the work submitted from now on.
     fn start_timer(&mut self) -> Result<Box<dyn Timer>, CudaError>;
 
-    /// Makes a graph of what `work` asks for, which is not carried out; None where this driver has no graphs.
+    /// Creates a graph of the work that `work` submits, without executing it; None if this driver has no graphs.
     fn capture(&mut self, _work: &mut Work<'_>) -> Result<Option<Box<dyn Graph>>, CudaError> {
         Ok(None)
     }
 }
 
-/// Asks a driver for some work.
+/// A function that submits work to a driver.
 pub(super) type Work<'w> = dyn FnMut(&mut dyn Driver) -> Result<(), CudaError> + 'w;
 
-/// Work that is started as one.
+/// Recorded work that is started as a whole.
 pub(super) trait Graph: fmt::Debug + Send {
-    /// Starts it.
+    /// Starts the recorded work.
     fn start(&self) -> Result<(), CudaError>;
 }
 
-/// Two moments in a device's work.
+/// Two points in a device's work.
 pub(super) trait Timer: fmt::Debug + Send {
-    /// Notes the second one: the end of what was asked so far.
+    /// Sets the second point: the end of the work submitted so far.
     fn stop(&mut self) -> Result<(), CudaError>;
-    /// Waits for the second moment; returns the seconds between both.
+    /// Waits for the second point; returns the seconds between both.
     fn seconds(&self) -> Result<f64, CudaError>;
 }

@@ -1,7 +1,7 @@
 //! A GPU as one stream of work: buffers from a pool, copies, kernels by name, cuBLAS, and bodies that run as graphs.
 //!
-//! All calls enqueue and return; only [`Device::download`] and [`Device::synchronize`] wait. Calls are to come from one
-//! thread at a time. With the feature `cuda-emulator` the device is the CPU behind the same functions.
+//! All calls enqueue work and return; only [`Device::download`] and [`Device::synchronize`] wait. Only one thread at a
+//! time may make calls. With the feature `cuda-emulator` the CPU emulates the device behind the same functions.
 
 pub mod gemm;
 mod list;
@@ -31,7 +31,7 @@ use super::device_api::{Driver, Staging};
 use list::Op;
 use queue::Queue;
 
-/// A GPU. Clones are the same device.
+/// A GPU. Clones refer to the same device.
 #[derive(Clone)]
 pub struct Device(Arc<Shared>);
 
@@ -47,8 +47,8 @@ impl fmt::Debug for Device {
     }
 }
 
-/// Memory of a device; dropped, it goes back to the device's pool. That is safe at any time: work already asked for
-/// comes before all work on what gets the memory next.
+/// Memory of a device. Dropping a buffer returns its memory to the device's pool. That is safe at any time: work
+/// already submitted runs before all work on the next buffer in the same memory.
 #[derive(Debug)]
 pub struct Buffer {
     device: Device,
@@ -58,30 +58,30 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// The device's address of its first byte, a multiple of 256.
+    /// The device address of its first byte, a multiple of 256.
     pub fn pointer(&self) -> u64 {
         self.pointer
     }
 
-    /// Its size, as it was asked for.
+    /// Its size in bytes, as requested.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// How many elements fit.
+    /// Number of elements that fit into the buffer.
     pub fn count<T: Plain>(&self) -> usize {
         self.bytes as usize / size_of::<T>()
     }
 
-    /// Whose memory it is.
+    /// The device that owns the memory.
     pub fn device(&self) -> &Device {
         &self.device
     }
 
-    /// The device's address of an element, after a check that `count` elements lie there.
+    /// The device address of an element, after checking that the buffer holds `count` elements from there.
     ///
     /// # Errors
-    /// [`CudaError::Input`]: they do not.
+    /// [`CudaError::Input`] if it does not.
     pub fn at<T: Plain>(&self, element: usize, count: usize) -> Result<u64, CudaError> {
         let bytes = |elements: usize| (elements as u64).saturating_mul(size_of::<T>() as u64);
         self.range(bytes(element), bytes(count))
@@ -104,7 +104,7 @@ impl Drop for Buffer {
     }
 }
 
-/// Elements on their way from the device.
+/// Elements that are being copied from the device.
 #[derive(Debug)]
 pub struct Fetch<T: Plain> {
     device: Device,
@@ -114,14 +114,14 @@ pub struct Fetch<T: Plain> {
 }
 
 impl<T: Plain> Fetch<T> {
-    /// Wait until they are there; later work may go on.
+    /// Waits until the elements are on the host; later work may still run.
     ///
     /// # Errors
-    /// [`CudaError::Failed`]: work asked for before failed.
+    /// [`CudaError::Failed`] if earlier work failed.
     pub fn wait(mut self) -> Result<Vec<T>, CudaError> {
         let mut values = vec![T::default(); self.count];
         if let Some(staging) = self.staging.take() {
-            self.device.enter()?.land(staging, Some(plain::bytes_mut(&mut values)))?;
+            self.device.enter()?.finish_download(staging, Some(plain::bytes_mut(&mut values)))?;
         }
         Ok(values)
     }
@@ -131,17 +131,17 @@ impl<T: Plain> Drop for Fetch<T> {
     fn drop(&mut self) {
         if let Some(staging) = self.staging.take() {
             let mut queue = self.device.queue();
-            // An error shows with the next call.
-            let _ = queue.bind().and_then(|()| queue.land(staging, None));
+            // An error is reported by the next call.
+            let _ = queue.bind().and_then(|()| queue.finish_download(staging, None));
         }
     }
 }
 
 impl Device {
-    /// How many devices there are.
+    /// Number of devices of this machine.
     ///
     /// # Errors
-    /// [`CudaError::Unavailable`]: no driver.
+    /// [`CudaError::Unavailable`] if there is no driver.
     pub fn count() -> Result<usize, CudaError> {
         #[cfg(feature = "cuda-emulator")]
         if emulate() {
@@ -150,10 +150,10 @@ impl Device {
         super::nvidia::count()
     }
 
-    /// What the driver tells of a device, without opening it.
+    /// Properties of a device, without opening it.
     ///
     /// # Errors
-    /// [`CudaError::Unavailable`]: no driver, or no such device.
+    /// [`CudaError::Unavailable`] if there is no driver, or no such device.
     pub fn describe(ordinal: usize) -> Result<Properties, CudaError> {
         #[cfg(feature = "cuda-emulator")]
         if emulate() {
@@ -162,12 +162,12 @@ impl Device {
         super::nvidia::describe(ordinal)
     }
 
-    /// Open a device: its context, one stream, the kernels, cuBLAS. Takes from milliseconds to seconds, the more where
-    /// the driver compiles the kernels for the first time. With the feature `cuda-emulator` it is the emulator, unless
-    /// `RLOOD_CUDA_EMULATOR=0`.
+    /// Opens a device: its context, one stream, the kernels, cuBLAS. Takes milliseconds to seconds,
+    /// longest if the driver compiles the kernels for the first time. With the feature `cuda-emulator` it
+    /// opens the emulator, unless `RLOOD_CUDA_EMULATOR=0`.
     ///
     /// # Errors
-    /// [`CudaError::Unavailable`]: there is no such device, or something that it needs is missing.
+    /// [`CudaError::Unavailable`] if there is no such device, or something that it needs is missing.
     pub fn open(ordinal: usize) -> Result<Device, CudaError> {
         #[cfg(feature = "cuda-emulator")]
         if emulate() {
@@ -178,7 +178,7 @@ impl Device {
         Ok(Device::with(ordinal, Box::new(gpu), properties))
     }
 
-    /// The emulator of a GPU whose blocks have no more shared memory than this.
+    /// Opens the emulator of a GPU with this maximum of shared memory per block.
     #[cfg(all(test, feature = "cuda-emulator"))]
     pub(super) fn open_small(shared_bytes: u32) -> Result<Device, CudaError> {
         let (emulator, properties) = super::emulated::Emulator::open_small(shared_bytes)?;
@@ -200,61 +200,61 @@ impl Device {
         Ok(queue)
     }
 
-    /// Its number.
+    /// Index of the device.
     pub fn ordinal(&self) -> usize {
         self.0.ordinal
     }
 
-    /// What is known about it.
+    /// Properties of the device.
     pub fn properties(&self) -> &Properties {
         &self.0.properties
     }
 
-    /// Memory whose contents are anything.
+    /// Allocates memory without initializing it.
     ///
     /// # Errors
-    /// [`CudaError::OutOfMemory`].
+    /// [`CudaError::OutOfMemory`] if there is no room.
     pub fn alloc(&self, bytes: usize) -> Result<Buffer, CudaError> {
         let (pointer, block) = self.enter()?.alloc(bytes as u64)?;
         Ok(Buffer { device: self.clone(), block, pointer, bytes: bytes as u64 })
     }
 
-    /// Memory filled with zeros.
+    /// Allocates memory filled with zeros.
     ///
     /// # Errors
-    /// [`CudaError::OutOfMemory`].
+    /// [`CudaError::OutOfMemory`] if there is no room.
     pub fn zeros(&self, bytes: usize) -> Result<Buffer, CudaError> {
         let buffer = self.alloc(bytes)?;
         self.clear(&buffer)?;
         Ok(buffer)
     }
 
-    /// Fill a buffer with zeros.
+    /// Fills a buffer with zeros.
     ///
     /// # Errors
-    /// [`CudaError::Failed`].
+    /// [`CudaError::Failed`] if the device failed.
     pub fn clear(&self, buffer: &Buffer) -> Result<(), CudaError> {
         self.own(buffer)?;
         if buffer.bytes == 0 {
             return Ok(());
         }
-        self.enter()?.ask(Op::Zero { to: buffer.pointer, bytes: buffer.bytes })
+        self.enter()?.submit(Op::Zero { to: buffer.pointer, bytes: buffer.bytes })
     }
 
-    /// A buffer of these values.
+    /// Creates a buffer with these values.
     ///
     /// # Errors
-    /// [`CudaError::OutOfMemory`].
+    /// [`CudaError::OutOfMemory`] if there is no room.
     pub fn upload<T: Plain>(&self, values: &[T]) -> Result<Buffer, CudaError> {
         let buffer = self.alloc(size_of_val(values))?;
         self.write(&buffer, 0, values)?;
         Ok(buffer)
     }
 
-    /// Overwrite elements from `at` on. The values are copied before this returns.
+    /// Overwrites elements from `at` on. The values are copied before this returns.
     ///
     /// # Errors
-    /// [`CudaError::Input`]: they do not fit.
+    /// [`CudaError::Input`] if they do not fit.
     pub fn write<T: Plain>(&self, buffer: &Buffer, at: usize, values: &[T]) -> Result<(), CudaError> {
         self.own(buffer)?;
         let to = buffer.at::<T>(at, values.len())?;
@@ -264,10 +264,10 @@ impl Device {
         self.enter()?.upload(to, plain::bytes(values))
     }
 
-    /// Wait for all work and read `count` elements from `at` on.
+    /// Waits for all work and reads `count` elements from `at` on.
     ///
     /// # Errors
-    /// [`CudaError::Input`]: there are not as many. [`CudaError::Failed`]: work asked for earlier failed.
+    /// [`CudaError::Input`] if the buffer has fewer. [`CudaError::Failed`] if earlier work failed.
     pub fn download<T: Plain>(&self, buffer: &Buffer, at: usize, count: usize) -> Result<Vec<T>, CudaError> {
         self.own(buffer)?;
         let from = buffer.at::<T>(at, count)?;
@@ -278,11 +278,11 @@ impl Device {
         Ok(values)
     }
 
-    /// Begin to read `count` elements from `at` on: as they are after all work asked for so far, whatever is asked for
-    /// later. The host may do something else before it waits for them.
+    /// Starts to read `count` elements from `at` on, as they are after all work submitted so far; later work does not
+    /// affect them. The host may do something else before it waits.
     ///
     /// # Errors
-    /// [`CudaError::Input`]: there are not as many.
+    /// [`CudaError::Input`] if the buffer has fewer.
     pub fn fetch<T: Plain>(&self, buffer: &Buffer, at: usize, count: usize) -> Result<Fetch<T>, CudaError> {
         self.own(buffer)?;
         let from = buffer.at::<T>(at, count)?;
@@ -293,10 +293,10 @@ impl Device {
         Ok(Fetch { device: self.clone(), staging, count, element: PhantomData })
     }
 
-    /// Copy bytes from one buffer to another, or within one where the ranges do not overlap.
+    /// Copies bytes from one buffer to another, or within one if the ranges do not overlap.
     ///
     /// # Errors
-    /// [`CudaError::Input`]: a range is not in its buffer, or they overlap.
+    /// [`CudaError::Input`] if a range is outside of its buffer, or the ranges overlap.
     pub fn copy(
         &self,
         from: &Buffer,
@@ -316,42 +316,42 @@ impl Device {
         if source < target + bytes && target < source + bytes {
             return Err(CudaError::Input(format!("a copy of {bytes} bytes onto itself")));
         }
-        self.enter()?.ask(Op::Copy { from: source, to: target, bytes })
+        self.enter()?.submit(Op::Copy { from: source, to: target, bytes })
     }
 
-    /// Run a kernel. Only what lies beside the kernels calls this, after checking that every address in `params` is
-    /// that of a live buffer with room for what the kernel does there.
+    /// Runs a kernel. Only the host functions of the kernels call this, after checking that every address in `params`
+    /// is that of a live buffer with room for the kernel's accesses.
     ///
     /// # Errors
-    /// [`CudaError::Input`]: no such kernel, or a parameter of another size.
+    /// [`CudaError::Input`] if there is no such kernel, or the parameter has another size.
     pub(super) fn launch<P: Params>(&self, kernel: &str, launch: Launch, params: &P) -> Result<(), CudaError> {
         self.enter()?.launch(kernel, launch, plain::param_bytes(params))
     }
 
-    /// A product of matrices by cuBLAS.
+    /// Computes a matrix product with cuBLAS.
     ///
     /// # Errors
-    /// [`CudaError::Input`]: shapes that do not fit together or into their buffers.
+    /// [`CudaError::Input`] if the shapes do not match each other or their buffers.
     pub fn gemm(&self, gemm: &Gemm<'_>) -> Result<(), CudaError> {
         for matrix in [&gemm.a, &gemm.b, &gemm.c] {
             self.own(matrix.buffer)?;
         }
         match gemm.product()? {
-            Some(product) => self.enter()?.ask(Op::Product(product)),
+            Some(product) => self.enter()?.submit(Op::Product(product)),
             None => Ok(()),
         }
     }
 
-    /// Run a body whose work on the device is the same each time that it is run with this key, except for what it
-    /// uploads. The first run notes what was asked; later ones only compare, and start all of it as one graph when the
-    /// body ends. Where a run differs, what was held back is carried out at once and the rest as it comes, and the next
-    /// run is compared with this one: the result is the same as without a graph in any case, the speed is not.
+    /// Runs a body that submits the same work each time it runs with this key, except for the content of its uploads.
+    /// The first run records the work. Later runs only compare, and start all of it as one graph when the body ends. If
+    /// a run differs, the work held back so far is executed immediately and the rest as it is submitted, and the next
+    /// run is compared with this one. The result is always the same as without a graph; only the speed differs.
     ///
-    /// The body must not wait for the device (it then runs as usual, without a graph), and lengths or positions that
-    /// change from run to run have to be in memory, not in a launch. Buffers that it makes may outlive it.
+    /// The body must not wait for the device (otherwise it runs without a graph). Lengths or positions that change from
+    /// run to run must be in memory, not in a launch. Buffers that it creates may outlive it.
     ///
     /// # Errors
-    /// The body's, and [`CudaError::Input`] where a body is run within another.
+    /// The body's errors, and [`CudaError::Input`] if a body runs within another.
     pub fn graph<T, E: From<CudaError>>(&self, key: u64, body: impl FnOnce() -> Result<T, E>) -> Result<T, E> {
         self.enter()?.begin(key)?;
         let abandon = Abandon(self);
@@ -361,40 +361,40 @@ impl Device {
         Ok(value)
     }
 
-    /// Whether bodies run as graphs; they do by default. Without, they run as usual.
+    /// Sets whether bodies run as graphs, which is the default. Otherwise their work is executed as submitted.
     pub fn set_graphs(&self, on: bool) {
         self.queue().set_graphs(on);
     }
 
-    /// Wait for all work.
+    /// Waits for all work.
     ///
     /// # Errors
-    /// [`CudaError::Failed`]: some of it failed.
+    /// [`CudaError::Failed`] if some of it failed.
     pub fn synchronize(&self) -> Result<(), CudaError> {
         self.enter()?.synchronize()
     }
 
-    /// What its memory holds.
+    /// The use of the device's memory.
     pub fn memory(&self) -> Memory {
         self.queue().memory()
     }
 
-    /// Let the peaks begin anew from what is in use.
+    /// Resets the peaks to the current use.
     pub fn reset_peak(&self) {
         self.queue().reset_peak();
     }
 
-    /// Refuse buffers beyond as many bytes in use, as if the device had no more.
+    /// Sets a limit on the bytes in use; larger allocations fail as if the device had no more memory.
     pub fn set_memory_limit(&self, bytes: Option<u64>) {
         self.queue().set_memory_limit(bytes);
     }
 
-    /// Refuse, once, the buffer after `allocations` more: for tests of what then happens.
+    /// Makes one allocation fail, after `allocations` successful ones, for tests.
     pub fn inject_out_of_memory(&self, allocations: u64) {
         self.queue().inject_out_of_memory(allocations);
     }
 
-    /// Give pooled memory that nothing uses back to the driver.
+    /// Returns unused pooled memory to the driver.
     pub fn trim(&self) {
         let mut queue = self.queue();
         if queue.bind().is_ok() {
@@ -402,21 +402,22 @@ impl Device {
         }
     }
 
-    /// From now on, note how long each kernel takes on the device. Bodies run without graphs meanwhile, and the host's
-    /// time between launches is not counted.
+    /// Starts to measure how long each kernel runs on the device. Meanwhile bodies run without graphs. The host's time
+    /// between launches is not counted.
     pub fn start_profile(&self) {
         self.queue().start_profile();
     }
 
-    /// What kernels took since [`start_profile`](Self::start_profile), the longest first; ends the profile.
+    /// Ends the profile; returns the time of each kernel since
+    /// [`start_profile`](Self::start_profile), the longest first.
     ///
     /// # Errors
-    /// [`CudaError::Failed`]: some work failed.
+    /// [`CudaError::Failed`] if some work failed.
     pub fn take_profile(&self) -> Result<Vec<Timing>, CudaError> {
         self.enter()?.take_profile()
     }
 
-    /// How much was asked of it so far.
+    /// Counts of the submitted work so far.
     pub fn counters(&self) -> Counters {
         self.queue().counters()
     }
@@ -425,7 +426,7 @@ impl Device {
         if Arc::ptr_eq(&self.0, &buffer.device.0) {
             return Ok(());
         }
-        Err(CudaError::Input(format!("a buffer of {:?} was given to {self:?}", buffer.device)))
+        Err(CudaError::Input(format!("a buffer of {:?} was passed to {self:?}", buffer.device)))
     }
 }
 

@@ -1,33 +1,34 @@
-//! Matrix products: our own, whose rows have the same bits whatever the other rows, and cuBLAS's.
+//! Matrix products: our own kernels, in which a row's bits do not depend on the other rows, and cuBLAS.
 
 mod few;
 
 use super::driver::{self, Device, Launch, Matrix, params};
 use super::rows::{Dtype, Parts, Result, Rows, bits, check, check_rows, copy, finish, size};
 
-/// Who multiplies.
+/// The implementation of matrix products.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Gemm {
-    /// Our own kernels: each element is one chain over k (bf16: in steps of 16; eight chains where there are few columns),
-    /// whatever the tile, so that a row's bits do not depend on the other rows.
+    /// Our own kernels: each element is one chain over k (bf16: in steps of 16; eight chains if there are few columns),
+    /// whatever the tile. A row's bits do not depend on the other rows.
     Exact,
-    /// cuBLAS: fast, the order of sums its own. Where it is slow, our own: x·Wᵀ of few rows, and gradients of few columns.
+    /// cuBLAS, which is fast and chooses its own order of sums. Our own kernels replace it where it is slow: x·Wᵀ for
+    /// few rows, and gradients with few columns.
     Fast,
 }
 
-/// Which operand lies transposed.
+/// Which operand is transposed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Form {
-    /// a `[m, k]` · b `[n, k]`ᵀ: x·Wᵀ
+    /// a `[m, k]` · b `[n, k]`ᵀ, as in x·Wᵀ.
     Nt,
-    /// a `[m, k]` · b `[k, n]`: dy·W
+    /// a `[m, k]` · b `[k, n]`, as in dy·W.
     Nn,
-    /// a `[k, m]`ᵀ · b `[k, n]`: dyᵀ·x; gives f32.
+    /// a `[k, m]`ᵀ · b `[k, n]`, as in dyᵀ·x; the result is f32.
     Tn,
 }
 
 impl Form {
-    /// m, n and k of operands that fit together.
+    /// Returns m, n and k if the operands match.
     fn sizes(self, a: &Rows<'_>, b: &Rows<'_>) -> Option<(usize, usize, usize)> {
         let (m, k) = if self == Form::Tn { (a.width, a.rows) } else { (a.rows, a.width) };
         let (n, b_k) = if self == Form::Nt { (b.rows, b.width) } else { (b.width, b.rows) };
@@ -35,32 +36,32 @@ impl Form {
     }
 }
 
-/// A product and what is added to it. a and b have one type; so have the operands of `more`.
+/// A product and the terms added to it. a and b have the same type, and so have the operands of `more`.
 #[derive(Clone, Copy, Debug)]
 pub struct Product<'a> {
-    /// Of a and b, and of `more`.
+    /// The form of both products.
     pub form: Form,
-    /// The left operand.
+    /// The left operand a.
     pub a: Rows<'a>,
-    /// The right operand, of the same type.
+    /// The right operand b, with the same type.
     pub b: Rows<'a>,
-    /// Another product, of the same form, type, rows and columns, whose sums go on from the first's.
+    /// A second product with the same form, type, rows and columns, whose sums continue those of the first.
     pub more: Option<(Rows<'a>, Rows<'a>)>,
     /// Factor of the products.
     pub alpha: f32,
-    /// Added to every row; one row of f32.
+    /// One row of f32, added to every row.
     pub bias: Option<Rows<'a>>,
-    /// Added; f32, may be `out`.
+    /// Added to the result; f32, may be the same memory as `out`.
     pub add: Option<Rows<'a>>,
 }
 
 impl<'a> Product<'a> {
-    /// The product alone.
+    /// Creates a product without additional terms.
     pub fn new(form: Form, a: Rows<'a>, b: Rows<'a>) -> Product<'a> {
         Product { form, a, b, more: None, alpha: 1.0, bias: None, add: None }
     }
 
-    /// m, n, k and the k of `more`, where everything fits together.
+    /// Returns m, n, k and the k of `more`; an error if the shapes do not match.
     fn sizes(&self, out: &Rows<'_>) -> Result<(usize, usize, usize, usize)> {
         let Product { form, a, b, more, alpha: _, bias, add } = self;
         let sizes = form.sizes(a, b);
@@ -84,35 +85,35 @@ impl<'a> Product<'a> {
     }
 }
 
-/// out `[m, n]` (f32, or bf16 where the operands are) = alpha·(a·b + …) + bias + add.
+/// Computes out `[m, n]` (f32, or bf16 if the operands are) = alpha·(a·b + …) + bias + add.
 ///
 /// # Errors
-/// [`CudaError::Input`](driver::CudaError::Input): the shapes or types do not fit.
+/// [`CudaError::Input`](driver::CudaError::Input) if the shapes or types do not match.
 pub fn product(device: &Device, gemm: Gemm, product: &Product<'_>, out: Rows<'_>) -> Result<()> {
     let (m, n, k, _) = product.sizes(&out)?;
     if m == 0 || n == 0 {
         return Ok(());
     }
     match gemm {
-        Gemm::Exact => exact(device, Tile::of_product(product, m, n), product, Cut::whole(k), None, out),
+        Gemm::Exact => exact(device, Tile::of_product(product, m, n), product, SplitK::whole(k), None, out),
         Gemm::Fast if few::is_few(product, out) => few::few(device, product, out),
         Gemm::Fast => fast(device, product, out),
     }
 }
 
-/// gradient `[m, n]` (f32) += alpha · aᵀ·b, for a `[k, m]` and b `[k, n]` of one type: the gradient of a weight, summed over
-/// the rows in a fixed order.
+/// Computes gradient `[m, n]` (f32) += alpha · aᵀ·b, for a `[k, m]` and b `[k, n]` of the same type: the gradient of a
+/// weight, summed over the rows in a fixed order.
 ///
 /// # Errors
-/// [`CudaError::Input`](driver::CudaError::Input): the shapes or types do not fit.
+/// [`CudaError::Input`](driver::CudaError::Input) if the shapes or types do not match.
 pub fn outer(device: &Device, gemm: Gemm, a: Rows<'_>, b: Rows<'_>, alpha: f32, gradient: Rows<'_>) -> Result<()> {
     outer_parts(device, gemm, a, b, alpha, &[gradient])
 }
 
-/// [`outer`] for a gradient whose rows lie in several places, one after the other.
+/// Computes [`outer`] for a gradient whose rows are stored in several places.
 ///
 /// # Errors
-/// [`CudaError::Input`](driver::CudaError::Input): the shapes or types do not fit.
+/// [`CudaError::Input`](driver::CudaError::Input) if the shapes or types do not match.
 pub fn outer_parts(
     device: &Device,
     gemm: Gemm,
@@ -128,25 +129,25 @@ pub fn outer_parts(
         return Ok(());
     }
     let plain = Product::new(Form::Tn, a, b);
-    // cuBLAS cuts long sums of few columns badly; where lines are not aligned our own are slow.
+    // cuBLAS splits long sums of few columns badly; but if lines are not aligned our own kernels are slow.
     const FEW_COLUMNS: usize = 64;
     let is_few = a.dtype == Dtype::Bf16 && m.min(n) <= FEW_COLUMNS && by_16(a) && by_16(b);
     let is_own = gemm == Gemm::Exact || is_few;
-    let (tile, cut) = if is_own { Cut::of(m, n, k) } else { (Tile::of(m, n), Cut::whole(k)) };
+    let (tile, split) = if is_own { SplitK::of(m, n, k) } else { (Tile::of(m, n), SplitK::whole(k)) };
     let multiply = |product: &Product<'_>, parts: Option<&driver::Buffer>, out: Rows<'_>| match is_own {
-        true => exact(device, tile, product, cut, parts, out),
+        true => exact(device, tile, product, split, parts, out),
         false => fast(device, product, out),
     };
-    if let ([gradient], 1) = (gradients, cut.parts) {
+    if let ([gradient], 1) = (gradients, split.parts) {
         let onto = Product { alpha, add: Some(*gradient), ..plain };
         onto.sizes(gradient)?;
         return multiply(&onto, None, *gradient);
     }
-    let parts = device.alloc(cut.parts * m * n * size_of::<f32>())?;
+    let parts = device.alloc(split.parts * m * n * size_of::<f32>())?;
     let first = Rows::new(&parts, m, n, Dtype::F32);
     plain.sizes(&first)?;
     multiply(&plain, Some(&parts), first)?;
-    let parts = Parts { parts: &parts, count: cut.parts, rows: m };
+    let parts = Parts { parts: &parts, count: split.parts, rows: m };
     let mut begin = 0;
     for gradient in gradients.iter().filter(|gradient| gradient.rows > 0) {
         parts.add(device, begin, alpha, *gradient)?;
@@ -155,23 +156,23 @@ pub fn outer_parts(
     Ok(())
 }
 
-/// A sum over k in parts, by blocks of their own.
+/// The division of a sum over k into parts, each computed by separate blocks.
 #[derive(Clone, Copy, Debug, PartialEq)]
-struct Cut {
+struct SplitK {
     parts: usize,
     k_of_part: usize,
 }
 
-impl Cut {
-    /// None.
-    fn whole(k: usize) -> Cut {
-        Cut { parts: 1, k_of_part: k }
+impl SplitK {
+    /// A sum in one part.
+    fn whole(k: usize) -> SplitK {
+        SplitK { parts: 1, k_of_part: k }
     }
 
-    /// By the shape alone, so that every device sums in the same order: parts of 256 rows and more, while a GPU has
-    /// multiprocessors for them. The tile is the largest of which there are enough, with the parts', so that long operands
-    /// are read once.
-    fn of(m: usize, n: usize, k: usize) -> (Tile, Cut) {
+    /// Chooses the split by the shape alone, so that every device sums in the same order: parts of at least 256 rows,
+    /// as long as a GPU has multiprocessors for them. The tile is the largest one for which, times the number of parts,
+    /// there are enough blocks, so that long operands are read once.
+    fn of(m: usize, n: usize, k: usize) -> (Tile, SplitK) {
         const BUSY: usize = 264;
         let most = k.div_ceil(256);
         let tile = match () {
@@ -181,27 +182,27 @@ impl Cut {
         };
         let parts = BUSY.div_ceil(tile.count(m, n)).min(most).max(1);
         let k_of_part = k.div_ceil(parts).next_multiple_of(64);
-        (tile, Cut { parts: k.div_ceil(k_of_part), k_of_part })
+        (tile, SplitK { parts: k.div_ceil(k_of_part), k_of_part })
     }
 }
 
-/// The tile of a block. It changes no bit of a product, only how many blocks share the work.
+/// The tile of a block. It does not change any bit of a product, only the number of blocks that share the work.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Tile {
     Small,
     Middle,
     Large,
-    /// Eight chains over k.
+    /// Few columns, with eight chains over k.
     Thin,
-    /// The same for many rows.
+    /// Few columns and many rows, with eight chains over k.
     ThinTall,
 }
 
 impl Tile {
-    /// Multiprocessors to keep busy.
+    /// Number of blocks that keep the multiprocessors busy.
     const BUSY: usize = 120;
 
-    /// By rows and columns, of those with one chain.
+    /// Chooses a tile with one chain by rows and columns.
     fn of(m: usize, n: usize) -> Tile {
         match () {
             () if m > 64 && n > 64 && Tile::Large.count(m, n) >= Tile::BUSY => Tile::Large,
@@ -210,8 +211,8 @@ impl Tile {
         }
     }
 
-    /// A product's. Few columns, of which a short kernel is made (LoRA's A), have eight chains: a matter of form, type
-    /// and columns, never of rows.
+    /// Chooses the tile of a product. Products with few columns (LoRA's A) have a separate kernel with eight chains.
+    /// That choice depends on form, type and columns, never on the rows.
     fn of_product(product: &Product<'_>, m: usize, n: usize) -> Tile {
         const MOST_COLUMNS: usize = 256;
         let has_kernel = product.form == Form::Nt && product.a.dtype == Dtype::Bf16 && product.more.is_none();
@@ -236,10 +237,10 @@ impl Tile {
         }
     }
 
-    /// Threads, and bytes of dynamic shared memory.
+    /// Number of threads, and dynamic shared memory in bytes.
     fn block(self, dtype: Dtype) -> (u32, u32) {
         match (dtype, self) {
-            // Steps of shared memory × their values × 2 bytes.
+            // The product of: steps in shared memory, values per step, 2 bytes.
             (Dtype::Bf16, Tile::Small) => (128, 6 * (16 + 32) * 64 * 2),
             (Dtype::Bf16, Tile::Middle) => (128, 4 * (64 + 64) * 32 * 2),
             (Dtype::Bf16, Tile::Large) => (128, 3 * (128 + 128) * 32 * 2),
@@ -251,7 +252,7 @@ impl Tile {
     }
 }
 
-/// The kernel's name; those that there are not are refused before.
+/// The kernel's name. Combinations without a kernel are rejected earlier.
 fn kernel(form: Form, operands: Dtype, out: Dtype, tile: Tile) -> &'static str {
     macro_rules! of_tile {
         ($name:literal) => {
@@ -306,32 +307,32 @@ fn exact(
     device: &Device,
     tile: Tile,
     product: &Product<'_>,
-    cut: Cut,
+    split: SplitK,
     parts: Option<&driver::Buffer>,
     out: Rows<'_>,
 ) -> Result<()> {
     let (m, n, ..) = product.sizes(&out)?;
     if let Some(parts) = parts {
-        parts.at::<f32>(0, cut.parts * m * n)?;
+        parts.at::<f32>(0, split.parts * m * n)?;
     }
     let tiles = tile.count(m, n);
-    check(tiles < 1 << 31 && cut.parts < 1 << 16, || format!("a product of {m} x {n} has too many tiles"))?;
+    check(tiles < 1 << 31 && split.parts < 1 << 16, || format!("a product of {m} x {n} has too many tiles"))?;
     let (block, shared) = tile.block(product.a.dtype);
-    let launch = Launch { grid: [tiles as u32, 1, cut.parts as u32], block, shared };
-    device.launch(kernel(product.form, product.a.dtype, out.dtype, tile), launch, &params(product, cut, out)?)
+    let launch = Launch { grid: [tiles as u32, 1, split.parts as u32], block, shared };
+    device.launch(kernel(product.form, product.a.dtype, out.dtype, tile), launch, &params(product, split, out)?)
 }
 
-/// Whether lines can be read 16 bytes at a time. A single line's stride counts too: the lines that a tile has beyond it are
-/// skipped by copies whose addresses must be aligned all the same.
+/// Whether lines can be read 16 bytes at a time. A single line's stride counts too: copies skip the lines of a tile
+/// beyond it, but their addresses must be aligned all the same.
 fn by_16(rows: Rows<'_>) -> bool {
     rows.is_aligned(16) && (rows.stride * rows.dtype.bytes()).is_multiple_of(16)
 }
 
-/// What kernels are told of a product.
-fn params(product: &Product<'_>, cut: Cut, out: Rows<'_>) -> Result<Params> {
+/// The parameters that describe a product to the kernels.
+fn params(product: &Product<'_>, split: SplitK, out: Rows<'_>) -> Result<Params> {
     let Product { form: _, a, b, more, alpha, bias, add } = *product;
     let (m, n, k, k2) = product.sizes(&out)?;
-    let Cut { parts, k_of_part } = cut;
+    let SplitK { parts, k_of_part } = split;
     let address = |rows: Option<Rows<'_>>| rows.map_or(Ok(0), |rows| rows.address());
     let stride = |rows: Option<Rows<'_>>| size(rows.map_or(0, |rows| rows.stride));
     let (a2, b2) = more.unzip();

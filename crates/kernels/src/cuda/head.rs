@@ -1,8 +1,8 @@
-//! The language-model head `[vocab, hidden]`, streamed: the logits of some rows lie in a bounded buffer, `[rows, vocab]` is
-//! never held.
+//! The language-model head `[vocab, hidden]`, streamed: a buffer of bounded size holds the logits of some rows; `[rows,
+//! vocab]` is never in memory.
 //!
-//! Of each row and 512 tokens the largest logit, Σ eᶻ and Σ eᶻ·z are kept and combined in a fixed order, so that with
-//! [`Gemm::Exact`] what [`choose`] reports is what [`score`] gives, to the bit.
+//! For each row and 512 tokens, the largest logit, Σ eᶻ and Σ eᶻ·z are kept and combined in a fixed order. With
+//! [`Gemm::Exact`], [`choose`] therefore reports exactly the log-probs of [`score`], bit for bit.
 
 #[cfg(test)]
 mod tests;
@@ -13,25 +13,25 @@ use super::driver::{Buffer, CudaError, Device, Launch, params};
 use super::gemm::{Form, Gemm, Product, outer, product};
 use super::rows::{Dtype, Result, Rows, size};
 
-/// Tokens of a cell.
+/// Number of tokens in a cell.
 const CELL: usize = 512;
-/// Rows whose logits are held at a time, at least.
+/// Minimum number of rows whose logits are in memory together.
 const MIN_ROWS: usize = 16;
-/// Blocks in y.
+/// Maximum number of blocks in y.
 const GRID_Y: usize = 1 << 14;
 
-/// The head, and how it is multiplied with.
+/// The head, and the implementation of its products.
 #[derive(Clone, Copy, Debug)]
 pub struct Head<'a> {
-    /// `[vocab, hidden]`, of the type of the rows that it meets.
+    /// The matrix `[vocab, hidden]`, with the same type as the input rows.
     pub weight: Rows<'a>,
-    /// Who multiplies.
+    /// The implementation of the products.
     pub gemm: Gemm,
-    /// f32 logits held at a time; at least 16 rows' are.
+    /// Maximum number of f32 logits in memory; at least those of 16 rows are.
     pub max_logits: usize,
 }
 
-/// What makes the probabilities of each row sum to 1, on the device: `[rows][2]` of f64.
+/// The normalizers of each row's probabilities, on the device: `[rows][2]` of f64.
 #[derive(Debug)]
 pub struct Normalizers {
     buffer: Buffer,
@@ -66,14 +66,14 @@ params! {
     }
 }
 
-/// The logits of some rows, and a cell for each 512.
+/// The logits of some rows, and one cell per 512 tokens.
 struct Logits {
     buffer: Buffer,
     cells: Buffer,
     vocab: usize,
     stride: usize,
     cells_of_row: usize,
-    /// Rows that fit.
+    /// Number of rows that fit.
     at_once: usize,
 }
 
@@ -83,7 +83,7 @@ impl Logits {
         if vocab == 0 || head.weight.width == 0 {
             return Err(CudaError::Input("the head has no tokens".to_owned()));
         }
-        // Kernels read and write up to eight values at once.
+        // Kernels read and write up to eight values together.
         let stride = vocab.next_multiple_of(64);
         let at_once = (head.max_logits / stride).max(MIN_ROWS).min(rows.max(1));
         let cells_of_row = vocab.div_ceil(CELL);
@@ -96,12 +96,12 @@ impl Logits {
         Rows { buffer: &self.buffer, at: 0, rows, width: self.vocab, stride: self.stride, dtype: Dtype::F32 }
     }
 
-    /// Those of some rows.
+    /// Computes the logits of some rows.
     fn compute(&self, device: &Device, head: &Head<'_>, x: Rows<'_>) -> Result<()> {
         product(device, head.gemm, &Product::new(Form::Nt, x, head.weight), self.rows(x.rows))
     }
 
-    /// The cells of `rows` rows, at 1 / temperature `t` or each at its pick's.
+    /// Computes the cells of `rows` rows, at 1 / temperature `t`, or at the temperature of each row's pick.
     fn summarize(&self, device: &Device, rows: usize, t: f32, picks: u64) -> Result<()> {
         let params = HeadCells {
             logits: self.buffer.pointer(),
@@ -118,7 +118,7 @@ impl Logits {
     }
 }
 
-/// The same row of several, from `first` on.
+/// Selects `rows` rows from `first` on; a single row stands for all of them.
 fn some<'a>(x: Rows<'a>, first: usize, rows: usize) -> Rows<'a> {
     Rows { at: x.at + first * x.stride, rows, ..x }
 }
@@ -128,21 +128,24 @@ fn check(head: &Head<'_>, x: &Rows<'_>, rows: usize) -> Result<()> {
     if x.dtype == head.weight.dtype {
         Ok(())
     } else {
-        Err(CudaError::Input(format!("rows of {:?} meet a head of {:?}", x.dtype, head.weight.dtype)))
+        Err(CudaError::Input(format!("rows of type {:?} do not match a head of type {:?}", x.dtype, head.weight.dtype)))
     }
 }
 
 fn check_targets(head: &Head<'_>, targets: &[u32]) -> Result<()> {
     match targets.iter().find(|target| **target as usize >= head.weight.rows) {
-        Some(target) => Err(CudaError::Input(format!("token {target} is not among {}", head.weight.rows))),
+        Some(target) => {
+            Err(CudaError::Input(format!("token {target} is not below the vocabulary size {}", head.weight.rows)))
+        }
         None => Ok(()),
     }
 }
 
-/// log-softmax(x · weightᵀ / temperature) at each row's target, and the entropy. x `[rows, hidden]` is normed already.
+/// Computes log-softmax(x · weightᵀ / temperature) at each row's target, and the entropy. x `[rows,
+/// hidden]` is already normed.
 ///
 /// # Errors
-/// [`CudaError::Input`]: other shapes or types, a target that is no token.
+/// [`CudaError::Input`] if a shape or type does not match, or a target is not a token.
 pub fn score(
     device: &Device,
     head: &Head<'_>,
@@ -182,27 +185,27 @@ pub fn score(
     Ok((scores.collect(), Normalizers { buffer, rows }))
 }
 
-/// What [`score_vjp`] goes by.
+/// The inputs of [`score_vjp`].
 #[derive(Clone, Copy, Debug)]
 pub struct Backward<'a> {
-    /// As in [`score`].
+    /// The rows passed to [`score`].
     pub x: Rows<'a>,
-    /// As in [`score`].
+    /// The targets passed to [`score`].
     pub targets: &'a [u32],
-    /// As in [`score`].
+    /// The temperature passed to [`score`].
     pub temperature: f64,
-    /// From [`score`].
+    /// The normalizers returned by [`score`].
     pub normalizers: &'a Normalizers,
-    /// dL/dlogp, one a row.
+    /// The gradient dL/dlogp of each row.
     pub g: &'a [f32],
-    /// `[vocab, hidden]` of f32, to which dL/dweight is added where it is asked for.
+    /// A matrix `[vocab, hidden]` of f32 to which dL/dweight is added, if given.
     pub d_weight: Option<Rows<'a>>,
 }
 
-/// dx `[rows, hidden]` (f32, or bf16 where x is) = dL/dx of the log-probs.
+/// Computes dx `[rows, hidden]` (f32, or bf16 if x is) = dL/dx of the log-probs.
 ///
 /// # Errors
-/// [`CudaError::Input`]: other shapes or types, a target that is no token.
+/// [`CudaError::Input`] if a shape or type does not match, or a target is not a token.
 pub fn score_vjp(device: &Device, head: &Head<'_>, backward: &Backward<'_>, dx: Rows<'_>) -> Result<()> {
     let Backward { x, targets, temperature, normalizers, g, d_weight } = *backward;
     let rows = targets.len();
@@ -252,34 +255,36 @@ pub fn score_vjp(device: &Device, head: &Head<'_>, backward: &Backward<'_>, dx: 
     Ok(())
 }
 
-/// One token a row: at temperature 0 the first of the largest logits, else the first token whose probability and those of
-/// all lower ids sum to more than `uniform`. `logp` is, with [`Gemm::Exact`] to the bit, what [`score`] gives.
+/// Chooses one token per row: at temperature 0 the first of the largest logits, else the first token at which the
+/// sum of its probability and those of all lower ids exceeds `uniform`. With [`Gemm::Exact`], `logp` is exactly
+/// the result of [`score`].
 ///
-/// The inverse of the distribution function and not the largest of logits with Gumbel noise, so that the one random number
-/// of a row gives the token that it gives on the CPU. Nor is it slower: log-probs need the sums of 512 tokens anyway, and a
-/// warp then searches those (297 of 151,936 tokens) and one cell, where noise takes a random number for each token.
+/// The method is inversion of the distribution function, not the maximum of logits with Gumbel noise, so that the
+/// single random number of a row gives the same token as on the CPU. It is not slower either: log-probs need the sums
+/// of 512 tokens anyway. A warp then searches these sums (297 for 151,936 tokens) and one cell, whereas noise would
+/// need a random number for each token.
 ///
-/// With filters, of the tokens that top-k, top-p and min-p leave, in this order (ties go to the lowest id); the temperature
-/// must be above 0 then, and `logp` is that of the unfiltered distribution all the same.
+/// With filters, it chooses among the tokens that pass top-k, top-p and min-p, in this order (ties go to the lowest
+/// id). The temperature must then be above 0, and `logp` still refers to the unfiltered distribution.
 ///
 /// # Errors
-/// [`CudaError::Input`]: other shapes or types, filters at a temperature that is not above 0.
+/// [`CudaError::Input`] if a shape or type does not match, or filters are used at temperature 0 or below.
 pub fn choose(device: &Device, head: &Head<'_>, x: Rows<'_>, picks: &[Pick], filters: &Filters) -> Result<Vec<Chosen>> {
     let chosen = device.alloc(chosen_bytes(picks.len()))?;
     begin_choose(device, head, x, picks, filters, &chosen)?;
     Ok(chosen_of(&device.download(&chosen, 0, 2 * picks.len())?, picks.len()))
 }
 
-/// Of what [`begin_choose`] writes for so many rows.
+/// Size in bytes of the output of [`begin_choose`] for `rows` rows.
 pub fn chosen_bytes(rows: usize) -> usize {
     rows * 2 * 4
 }
 
-/// [`choose`] without waiting for it, which graphs may not. `chosen` gets a token a row (u32), then a log-prob a row (f32):
-/// [`chosen_of`].
+/// Starts [`choose`] without waiting, since graphs must not wait. `chosen` receives one token per row (u32), then one
+/// log-prob per row (f32); read it with [`chosen_of`].
 ///
 /// # Errors
-/// [`CudaError::Input`]: other shapes or types, filters at a temperature that is not above 0.
+/// [`CudaError::Input`] if a shape or type does not match, or filters are used at temperature 0 or below.
 pub fn begin_choose(
     device: &Device,
     head: &Head<'_>,
@@ -322,7 +327,8 @@ pub fn begin_choose(
             cells_of_row: logits.cells_of_row as u32,
             pad: 0,
         };
-        // Of each of 16 warps 8 sums and a list of 512 logits, and a f64 and a u32 for each cell; or the f64 alone.
+        // Shared memory for filters: 8 sums and a list of 512 logits for each of 16 warps, and one f64 and u32 per cell.
+        // Without filters only the f64.
         let (name, block, shared) = match filters {
             Some(_) => ("head_choose_filtered", 512, 16 * (8 * 8 + 512 * 4) + 12 * logits.cells_of_row),
             None => ("head_choose", 32, 8 * logits.cells_of_row),
@@ -333,17 +339,17 @@ pub fn begin_choose(
     Ok(())
 }
 
-/// What [`begin_choose`] wrote for as many rows as `words` holds twice, of the first `rows`.
+/// Decodes the output of [`begin_choose`] for the first `rows` rows; `words` holds two words for each row.
 pub fn chosen_of(words: &[u32], rows: usize) -> Vec<Chosen> {
     let (tokens, logps) = words.split_at(words.len() / 2);
     let chosen = tokens.iter().zip(logps).take(rows);
     chosen.map(|(token, logp)| Chosen { token: *token, logp: f32::from_bits(*logp) }).collect()
 }
 
-/// out `[rows, vocab]` (f32) = x · weightᵀ.
+/// Computes out `[rows, vocab]` (f32) = x · weightᵀ.
 ///
 /// # Errors
-/// [`CudaError::Input`]: other shapes or types.
+/// [`CudaError::Input`] if a shape or type does not match.
 pub fn logits(device: &Device, head: &Head<'_>, x: Rows<'_>, out: Rows<'_>) -> Result<()> {
     check(head, &x, x.rows)?;
     address(&out, x.rows, head.weight.rows, "the logits")?;

@@ -1,5 +1,5 @@
-//! Products with frozen or trained weights and their adapters: y = residual + x·Wᵀ + b + s·(x·Aᵀ)·Bᵀ, and its
-//! vector-Jacobian product.
+//! Products with frozen or trained weights and their adapters: y = residual + x·Wᵀ + b + s·(x·Aᵀ)·Bᵀ,
+//! and its vector-Jacobian product.
 
 use std::ops::Range;
 
@@ -10,51 +10,51 @@ use super::rows::{Dropout, Dtype, Result, Rows, check, check_rows, column_sums, 
 /// LoRA factors of a fused weight on the device: A stacked, B block-diagonal and scaled by s.
 #[derive(Debug)]
 pub struct Adapter {
-    /// `[blocks · r, in]`
+    /// The stacked A, `[blocks · r, in]`.
     a: Buffer,
-    /// `[out, blocks · r]`
+    /// The block-diagonal B, `[out, blocks · r]`.
     b: Buffer,
     dtype: Dtype,
     inputs: usize,
     outputs: usize,
     r: usize,
     scaling: f32,
-    /// Each module's outputs.
+    /// The outputs of each module.
     parts: Vec<Range<usize>>,
 }
 
-/// Where the factors lie among the flat parameters; see `engine::backend::AdapterShape`.
+/// The positions of the factors in the flat parameters; see `engine::backend::AdapterShape`.
 #[derive(Clone, Debug)]
 pub struct Factors<'a> {
     /// The flat parameters, f32.
     pub values: &'a Buffer,
-    /// Inputs of A.
+    /// Number of inputs of A.
     pub inputs: usize,
-    /// Outputs of the fused weight.
+    /// Number of outputs of the fused weight.
     pub outputs: usize,
-    /// The rank.
+    /// Rank of the factors.
     pub r: usize,
-    /// `s` in s·B·A.
+    /// The scaling `s` in s·B·A.
     pub scaling: f64,
-    /// By module: its outputs, and where A `[r, in]` and B `[out, r]` begin.
+    /// Each module: its outputs, and the offsets of A `[r, in]` and B `[out, r]`.
     pub blocks: Vec<(Range<usize>, usize, usize)>,
 }
 
 impl Adapter {
-    /// The factors as products of this type read them.
+    /// Creates the factors in the layout and type that products read.
     ///
     /// # Errors
-    /// [`CudaError::Input`](super::driver::CudaError::Input): a factor does not lie there.
+    /// [`CudaError::Input`](super::driver::CudaError::Input) if a factor is outside of the buffer.
     pub fn new(device: &Device, dtype: Dtype, factors: &Factors<'_>) -> Result<Adapter> {
         let Factors { values, inputs, outputs, r, scaling, blocks } = factors;
         let scaling = *scaling as f32;
         let rank = blocks.len() * r;
         let fits = |range: &Range<usize>| range.start <= range.end && range.end <= *outputs;
         check(blocks.iter().all(|(range, ..)| fits(range)), || {
-            format!("an adapter of rank {r} does not fit a weight of {outputs} x {inputs}")
+            format!("an adapter of rank {r} does not match a weight of {outputs} x {inputs}")
         })?;
         let a = device.alloc(rank * inputs * dtype.bytes())?;
-        // Zero where a row is another module's.
+        // B is zero in the rows of other modules.
         let b = device.zeros(outputs * rank * dtype.bytes())?;
         let (all_a, all_b) = (Rows::new(&a, rank, *inputs, dtype), Rows::new(&b, *outputs, rank, dtype));
         for (index, (range, at_a, at_b)) in blocks.iter().enumerate() {
@@ -75,7 +75,7 @@ impl Adapter {
         })
     }
 
-    /// Ranks of all modules.
+    /// Sum of the ranks of all modules.
     pub fn rank(&self) -> usize {
         self.parts.len() * self.r
     }
@@ -88,12 +88,12 @@ impl Adapter {
         Rows::new(&self.b, self.outputs, self.rank(), self.dtype)
     }
 
-    /// The ranks of a module.
+    /// The range of a module's ranks.
     fn ranks(&self, block: usize) -> Range<usize> {
         block * self.r..(block + 1) * self.r
     }
 
-    /// x·Aᵀ `[rows, rank]` in x's type, each block with what its module's dropout leaves of x.
+    /// Computes x·Aᵀ `[rows, rank]` in x's type, each block with x after its module's dropout.
     fn hidden(&self, device: &Device, gemm: Gemm, x: Rows<'_>, dropout: &[Dropout<'_>]) -> Result<Buffer> {
         let hidden = device.alloc(x.rows * self.rank() * self.dtype.bytes())?;
         let all = Rows::new(&hidden, x.rows, self.rank(), self.dtype);
@@ -110,23 +110,23 @@ impl Adapter {
     }
 }
 
-/// What dropout leaves of x, in its type.
+/// Applies dropout to x, in its type.
 fn dropped(device: &Device, x: Rows<'_>, dropout: Dropout<'_>) -> Result<Buffer> {
     let left = device.alloc(x.rows * x.width * x.dtype.bytes())?;
     drop_out(device, x, dropout, false, Rows::new(&left, x.rows, x.width, x.dtype))?;
     Ok(left)
 }
 
-/// A product and what takes part in it.
+/// A product and its operands.
 #[derive(Clone, Copy, Debug)]
 pub struct Linear<'a> {
-    /// `[out, in]`, of the compute type.
+    /// The weight `[out, in]`, in the compute type.
     pub weight: Rows<'a>,
-    /// f32, one row.
+    /// One row of f32.
     pub bias: Option<Rows<'a>>,
-    /// The adapter.
+    /// The adapter of the weight.
     pub adapter: Option<&'a Adapter>,
-    /// What each module's input loses; empty without dropout.
+    /// The dropout of each module's input; empty without dropout.
     pub dropout: &'a [Dropout<'a>],
 }
 
@@ -140,10 +140,11 @@ impl Linear<'_> {
     }
 }
 
-/// out = residual + x·Wᵀ + b + s·(x·Aᵀ)·Bᵀ. x has the compute type; the residual is f32; out is f32 or of the compute type.
+/// Computes out = residual + x·Wᵀ + b + s·(x·Aᵀ)·Bᵀ. x has the compute type; the residual is f32; out is f32 or
+/// has the compute type.
 ///
 /// # Errors
-/// [`CudaError::Input`](super::driver::CudaError::Input): the shapes or types do not fit.
+/// [`CudaError::Input`](super::driver::CudaError::Input) if the shapes or types do not match.
 pub fn linear(
     device: &Device,
     gemm: Gemm,
@@ -161,43 +162,43 @@ pub fn linear(
     product(device, gemm, &Product { more: Some((hidden, adapter.b())), ..plain }, out)
 }
 
-/// A module of a weight that is trained in full: its outputs, and where the gradients of its W and b begin.
+/// A module of a weight that is fully trained: its outputs, and the offsets of the gradients of W and b.
 #[derive(Clone, Debug)]
 pub struct Trained {
-    /// In the fused weight.
+    /// Its outputs in the fused weight.
     pub outputs: Range<usize>,
-    /// Of W, row-major.
+    /// Offset of the gradient of W, row-major.
     pub weight: usize,
-    /// Of b.
+    /// Offset of the gradient of b.
     pub bias: Option<usize>,
 }
 
-/// What the backward of [`linear`] reads, and where it adds gradients.
+/// The inputs of the backward pass of [`linear`], and the destination of its gradients.
 #[derive(Clone, Copy, Debug)]
 pub struct LinearBackward<'a> {
-    /// As in the forward.
+    /// The arguments of the forward pass.
     pub linear: Linear<'a>,
-    /// The input, of the compute type.
+    /// The input, in the compute type.
     pub x: Rows<'a>,
-    /// dL/dout, f32 or of the compute type.
+    /// The gradient dL/dout, f32 or in the compute type.
     pub dy: Rows<'a>,
-    /// Where the gradients of each module's A and B begin; empty where no adapter is trained.
+    /// Offsets of the gradients of each module's A and B; empty if no adapter is trained.
     pub slots: &'a [(usize, usize)],
-    /// In full fine-tuning, module by module.
+    /// The trained modules in full fine-tuning; empty otherwise.
     pub full: &'a [Trained],
-    /// Flat, f32: gradients are added.
+    /// The flat f32 gradient, to which gradients are added.
     pub gradient: &'a Buffer,
 }
 
-/// dx (f32 or of the compute type) = dL/dx of [`linear`] without the residual's part.
+/// Computes dx (f32 or in the compute type) = dL/dx of [`linear`] without the residual's part.
 ///
 /// # Errors
-/// [`CudaError::Input`](super::driver::CudaError::Input): the shapes or types do not fit.
+/// [`CudaError::Input`](super::driver::CudaError::Input) if the shapes or types do not match.
 pub fn linear_vjp(device: &Device, gemm: Gemm, backward: &LinearBackward<'_>, dx: Rows<'_>) -> Result<()> {
     let LinearBackward { linear, x, dy, slots, full, gradient } = *backward;
     linear.check()?;
     let Linear { weight, bias: _, adapter, dropout } = linear;
-    // Products round what they read, as in the forward.
+    // Products round their inputs, as in the forward pass.
     let rounded = if dy.dtype == weight.dtype {
         None
     } else {
@@ -239,7 +240,7 @@ pub fn linear_vjp(device: &Device, gemm: Gemm, backward: &LinearBackward<'_>, dx
     let hidden = adapter.hidden(device, gemm, x, dropout)?;
     let hidden = Rows::new(&hidden, x.rows, rank, adapter.dtype);
     for (block, (outputs, (_, at))) in adapter.parts.iter().zip(slots).enumerate() {
-        // L depends on B through s·B: dB = s·dyᵀ·h.
+        // L depends on B through s·B, so dB = s·dyᵀ·h.
         let slot = Rows::within(gradient, *at, outputs.len(), adapter.r);
         let (dy, hidden) = (dy_read.columns(outputs.clone()), hidden.columns(adapter.ranks(block)));
         outer(device, gemm, dy, hidden, adapter.scaling, slot)?;
@@ -247,7 +248,7 @@ pub fn linear_vjp(device: &Device, gemm: Gemm, backward: &LinearBackward<'_>, dx
     Ok(())
 }
 
-/// dL/dx, and dL/dA, where each module's input lost something else: summed in f32 before dx is rounded.
+/// Computes dL/dx and dL/dA if each module's input had a different dropout: summed in f32 before dx is rounded.
 fn dropped_vjp(
     device: &Device,
     gemm: Gemm,

@@ -17,7 +17,7 @@ params! {
     }
 }
 
-/// A thread for each eight values of each row.
+/// One thread for each eight values of each row.
 fn launch(rows: usize, width: usize) -> Result<Launch> {
     threads(rows.saturating_mul(width.div_ceil(8)))
 }
@@ -27,10 +27,10 @@ fn by_eights(rows: &[Rows<'_>]) -> bool {
     rows.iter().all(|x| x.width.is_multiple_of(8) && x.is_aligned(16))
 }
 
-/// out `[rows, width]` = silu(gate) ∘ up, for rows `[gate | up]`, each `width` wide; both of one type.
+/// Computes out `[rows, width]` = silu(gate) ∘ up, for rows `[gate | up]`, each `width` wide; both of the same type.
 ///
 /// # Errors
-/// [`CudaError::Input`](super::driver::CudaError::Input): the shapes do not fit.
+/// [`CudaError::Input`](super::driver::CudaError::Input) if the shapes do not match.
 pub fn silu_mul(device: &Device, gate_up: Rows<'_>, out: Rows<'_>) -> Result<()> {
     let width = out.width;
     let fits = (gate_up.rows, gate_up.width, gate_up.dtype) == (out.rows, 2 * width, out.dtype);
@@ -53,10 +53,11 @@ pub fn silu_mul(device: &Device, gate_up: Rows<'_>, out: Rows<'_>) -> Result<()>
     device.launch(out.dtype.of(["silu_mul_f32", "silu_mul_bf16"]), launch(out.rows, width)?, &params)
 }
 
-/// d_gate_up = dL/d`[gate | up]` of [`silu_mul`] from dL/dout = `dy`; all of one type; d_gate_up may be gate_up.
+/// Computes d_gate_up = dL/d`[gate | up]` of [`silu_mul`] from dL/dout = `dy`; all of the same type;
+/// d_gate_up may be gate_up.
 ///
 /// # Errors
-/// [`CudaError::Input`](super::driver::CudaError::Input): the shapes do not fit.
+/// [`CudaError::Input`](super::driver::CudaError::Input) if the shapes do not match.
 pub fn silu_mul_vjp(device: &Device, gate_up: Rows<'_>, dy: Rows<'_>, d_gate_up: Rows<'_>) -> Result<()> {
     let width = dy.width;
     let fits = |x: Rows<'_>| (x.rows, x.width, x.dtype) == (dy.rows, 2 * width, dy.dtype);

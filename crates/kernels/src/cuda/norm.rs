@@ -1,4 +1,4 @@
-//! RMSNorm of rows of f32 and its vector-Jacobian products. A row's result depends on the row alone.
+//! RMSNorm of rows of f32 and its vector-Jacobian products. A row's result depends only on that row.
 
 use super::driver::{Device, Launch, params};
 use super::rows::{Dtype, Parts, Result, Rows, bits, check_rows, parts_of, size};
@@ -17,7 +17,8 @@ params! {
     }
 }
 
-/// The kernel and its launch, by the width alone: a warp a row up to 1024 columns, up to 2048, or a block a row.
+/// Chooses the kernel and its launch by the width alone: one warp per row up to 1024 or 2048 columns, else
+/// one block per row.
 fn by_width<T>([to_1024, to_2048, long]: [T; 3], rows: usize, width: usize) -> Result<(T, Launch)> {
     const WARPS: u32 = 4;
     let rows = size(rows)?;
@@ -33,10 +34,10 @@ fn is_weight(weight: &Rows<'_>, x: &Rows<'_>) -> bool {
     weight.rows == 1 && weight.width == x.width && weight.dtype == Dtype::F32
 }
 
-/// out (f32 or bf16) = x / √(mean(x²) + eps) ∘ weight; x and weight (one row) are f32.
+/// Computes out (f32 or bf16) = x / √(mean(x²) + eps) ∘ weight; x and weight (one row) are f32.
 ///
 /// # Errors
-/// [`CudaError::Input`](super::driver::CudaError::Input): the shapes do not fit.
+/// [`CudaError::Input`](super::driver::CudaError::Input) if the shapes do not match.
 pub fn rms_norm(device: &Device, x: Rows<'_>, weight: Rows<'_>, eps: f32, out: Rows<'_>) -> Result<()> {
     let fits = x.dtype == Dtype::F32 && is_weight(&weight, &x) && (out.rows, out.width) == (x.rows, x.width);
     check_rows(fits, "rms_norm", &[x, weight, out])?;
@@ -66,13 +67,13 @@ pub fn rms_norm(device: &Device, x: Rows<'_>, weight: Rows<'_>, eps: f32, out: R
 /// The operands of [`rms_norm_vjp`].
 #[derive(Clone, Copy, Debug)]
 pub struct NormBackward<'a> {
-    /// The input, f32.
+    /// The input rows, f32.
     pub x: Rows<'a>,
-    /// One row, f32.
+    /// One row of f32.
     pub weight: Rows<'a>,
-    /// Added to the mean of the squares.
+    /// The epsilon added to the mean of the squares.
     pub eps: f32,
-    /// dL/dout, f32 or bf16.
+    /// The gradient dL/dout, f32 or bf16.
     pub dy: Rows<'a>,
     /// Added to the result; f32.
     pub residual: Option<Rows<'a>>,
@@ -96,10 +97,10 @@ params! {
     }
 }
 
-/// dx (f32) = residual + dL/dx of [`rms_norm`].
+/// Computes dx (f32) = residual + dL/dx of [`rms_norm`].
 ///
 /// # Errors
-/// [`CudaError::Input`](super::driver::CudaError::Input): the shapes do not fit.
+/// [`CudaError::Input`](super::driver::CudaError::Input) if the shapes do not match.
 pub fn rms_norm_vjp(device: &Device, backward: NormBackward<'_>, dx: Rows<'_>) -> Result<()> {
     let NormBackward { x, weight, eps, dy, residual } = backward;
     let other = residual.unwrap_or(dx);
@@ -160,10 +161,11 @@ params! {
     }
 }
 
-/// dw (one row of f32) += dL/dweight of [`rms_norm`], summed over the rows in a fixed order; dy is f32 or bf16.
+/// Computes dw (one row of f32) += dL/dweight of [`rms_norm`], summed over the rows in a fixed order; dy
+/// is f32 or bf16.
 ///
 /// # Errors
-/// [`CudaError::Input`](super::driver::CudaError::Input): the shapes do not fit.
+/// [`CudaError::Input`](super::driver::CudaError::Input) if the shapes do not match.
 pub fn rms_norm_weight_vjp(device: &Device, x: Rows<'_>, eps: f32, dy: Rows<'_>, dw: Rows<'_>) -> Result<()> {
     let fits = (dy.rows, dy.width) == (x.rows, x.width) && x.dtype == Dtype::F32 && is_weight(&dw, &x);
     check_rows(fits, "rms_norm_weight_vjp", &[x, dy, dw])?;

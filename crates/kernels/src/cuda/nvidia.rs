@@ -1,7 +1,7 @@
-//! A GPU behind NVIDIA's driver and cuBLAS, both looked up when the first device is opened.
+//! A GPU accessed through NVIDIA's driver and cuBLAS, which are both loaded when the first device is opened.
 //!
-//! One stream of its own, no events but those of staging memory, and the driver's pool keeps what it once had. Calls of
-//! the driver may come from any thread after `enter`, from one at a time.
+//! It uses one stream, no events except for staging memory, and the driver's memory pool keeps freed memory. After
+//! `enter`, any thread may make calls, but only one at a time.
 
 mod handles;
 mod open;
@@ -19,29 +19,29 @@ use super::device_api::{CudaError, DType, Driver, Found, Graph, Launch, Product,
 use handles::{EventPair, GraphExec};
 pub(super) use open::{count, describe};
 
-/// Bytes of pinned memory that uploads go through, a piece at a time.
+/// Size of each piece of pinned memory for uploads, in bytes.
 const PIECE_BYTES: usize = 8 << 20;
 const PIECES: usize = 4;
-/// Bytes of pinned memory that downloads go through, a piece at a time.
+/// Size of each piece of pinned memory for downloads, in bytes.
 const LANDING_BYTES: usize = 4 << 20;
-/// Dynamic shared memory that a kernel may have without asking.
+/// Dynamic shared memory that a kernel may use without setting an attribute, in bytes.
 const SHARED_WITHOUT_ASKING: u32 = 48 << 10;
 
 thread_local! {
-    /// The context that this thread's calls go to.
+    /// The context that is current for this thread.
     static CURRENT: Cell<sys::CUcontext> = const { Cell::new(ptr::null_mut()) };
 }
 
-/// A kernel.
+/// A kernel of the loaded module.
 #[derive(Debug)]
 struct Function {
     handle: sys::CUfunction,
     name: String,
-    /// Dynamic shared memory that it may have by now.
+    /// Dynamic shared memory that its attribute permits so far, in bytes.
     shared: u32,
 }
 
-/// Pinned memory for uploads, used in turn.
+/// Pinned memory for uploads, in pieces that are used in turn.
 #[derive(Debug, Default)]
 struct Ring {
     pieces: Vec<Staging>,
@@ -49,10 +49,10 @@ struct Ring {
     used: usize,
 }
 
-/// The device.
+/// A GPU that was opened.
 #[derive(Debug)]
 pub(super) struct Gpu {
-    /// Retained until the process ends: threads go on having it as their current one.
+    /// Retained until the process ends, because it stays the current context of threads.
     context: sys::CUcontext,
     stream: sys::CUstream,
     pool: sys::CUmemoryPool,
@@ -62,35 +62,36 @@ pub(super) struct Gpu {
     workspace: u64,
     ring: Ring,
     landings: Vec<Staging>,
-    /// Wait after each kernel, so that an error names the kernel that caused it.
+    /// Whether to wait after each kernel, so that an error names the kernel that caused it.
     careful: bool,
     capturing: bool,
 }
 
-// SAFETY: handles of the driver and of cuBLAS belong to no thread; &mut keeps calls one after another.
+// SAFETY: handles of the driver and of cuBLAS belong to no thread; &mut serializes calls.
 unsafe impl Send for Gpu {}
 
-/// Say what the driver was asked for when it failed.
-fn did<T>(what: &str, outcome: Result<T, result::DriverError>) -> Result<T, CudaError> {
+/// Adds the name of the driver's function to an error.
+fn driver_result<T>(what: &str, outcome: Result<T, result::DriverError>) -> Result<T, CudaError> {
     outcome.map_err(|error| CudaError::Failed(format!("{what}: {error}")))
 }
 
-/// The same, where the driver may need memory of its own for a kernel: code that is loaded late, the threads' stacks.
+/// Converts an error of a call for which the driver may need memory: for code that is loaded lazily,
+/// or the threads' stacks.
 fn of_driver(what: &str, error: result::DriverError) -> CudaError {
     match error.0 {
-        CUresult::CUDA_ERROR_OUT_OF_MEMORY => no_room(),
+        CUresult::CUDA_ERROR_OUT_OF_MEMORY => out_of_memory(),
         _ => CudaError::Failed(format!("{what}: {error}")),
     }
 }
 
-/// There is no room, and not for a buffer.
-fn no_room() -> CudaError {
+/// The error for missing memory that is not a buffer's.
+fn out_of_memory() -> CudaError {
     let (free, total) = result::mem_get_info().unwrap_or((0, 0));
     CudaError::OutOfMemory { requested: 0, used: (total - free) as u64, total: total as u64 }
 }
 
 impl Gpu {
-    /// Room in the ring that nothing copies from: which piece, and where in it.
+    /// Finds room in the ring that no copy reads from: the piece and the offset in it.
     fn room(&mut self, bytes: usize) -> Result<(usize, usize), CudaError> {
         if self.ring.pieces.is_empty() {
             let piece = self.stage(PIECE_BYTES)?;
@@ -98,8 +99,10 @@ impl Gpu {
         }
         if self.ring.used + bytes > PIECE_BYTES {
             let full = self.ring.current;
-            // SAFETY: the event belongs to the piece, the stream is this device's.
-            did("cuEventRecord", unsafe { result::event::record(self.ring.pieces[full].event.cast(), self.stream) })?;
+            // SAFETY: the event belongs to the piece, the stream to this device.
+            driver_result("cuEventRecord", unsafe {
+                result::event::record(self.ring.pieces[full].event.cast(), self.stream)
+            })?;
             let next = (full + 1) % PIECES;
             if next == self.ring.pieces.len() {
                 let piece = self.stage(PIECE_BYTES)?;
@@ -138,17 +141,19 @@ impl Gpu {
 
     fn begin_capture(&mut self) -> Result<(), CudaError> {
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-        // SAFETY: the stream is this device's, and nothing captures it: end_capture follows each begin_capture.
-        did("cuStreamBeginCapture", unsafe { result::stream::begin_capture(self.stream, mode) })?;
+        // SAFETY: the stream belongs to this device, and no capture is in progress:
+        // end_capture follows each begin_capture.
+        driver_result("cuStreamBeginCapture", unsafe { result::stream::begin_capture(self.stream, mode) })?;
         self.capturing = true;
         Ok(())
     }
 
     fn end_capture(&mut self) -> Result<GraphExec, CudaError> {
         self.capturing = false;
-        // SAFETY: a capture is under way; the graph is destroyed once, after the executable one was made of it.
+        // SAFETY: a capture is in progress; the graph is destroyed once, after the executable graph
+        // was created from it.
         unsafe {
-            let graph = did("cuStreamEndCapture", result::stream::end_capture(self.stream))?;
+            let graph = driver_result("cuStreamEndCapture", result::stream::end_capture(self.stream))?;
             let made = result::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0));
             let _ = result::graph::destroy(graph);
             let graph = made.map_err(|error| of_driver("cuGraphInstantiate", error))?;
@@ -165,7 +170,7 @@ impl Driver for Gpu {
     }
 
     fn find(&mut self, name: &str) -> Result<Found, CudaError> {
-        // Errors of earlier work may be told here too, and a kernel's code is loaded only now.
+        // The call may also return errors of earlier work, and a kernel's code is loaded only now.
         let not_found = |error: result::DriverError| match error.0 {
             CUresult::CUDA_ERROR_NOT_FOUND => CudaError::Input(format!("there is no kernel named {name}")),
             _ => of_driver(&format!("cuModuleGetFunction {name}"), error),
@@ -175,24 +180,24 @@ impl Driver for Gpu {
         // SAFETY: the module is loaded.
         let handle = unsafe { result::module::get_function(self.module, terminated) }.map_err(not_found)?;
         let (mut offset, mut bytes) = (0, 0);
-        // SAFETY: the function was just found; two places for the results.
-        let told = unsafe { sys::cuFuncGetParamInfo(handle, 0, &raw mut offset, &raw mut bytes) }.result();
+        // SAFETY: the function was just found; the pointers refer to two local variables.
+        let info = unsafe { sys::cuFuncGetParamInfo(handle, 0, &raw mut offset, &raw mut bytes) }.result();
         let kernel = self.functions.len() as u32;
         self.functions.push(Function { handle, name: name.to_owned(), shared: SHARED_WITHOUT_ASKING });
-        Ok(Found { kernel, param_bytes: told.is_ok().then_some(bytes) })
+        Ok(Found { kernel, param_bytes: info.is_ok().then_some(bytes) })
     }
 
     fn launch(&mut self, kernel: u32, launch: Launch, params: &[u8]) -> Result<(), CudaError> {
         let function = self.functions.get_mut(kernel as usize);
         let function = function.ok_or_else(|| CudaError::Failed(format!("kernel {kernel} was not found before")))?;
         let Launch { grid, block, shared } = launch;
-        // SAFETY: the function was found in the module. The driver copies the parameter, which has the size that the
-        // function takes (the queue compared them), before it returns; the addresses in it are the caller's to check.
+        // SAFETY: the function was found in the module. The driver copies the parameter before it returns; its size is
+        // the one that the function takes (the queue compared them). The caller has checked the addresses in it.
         let launched = unsafe {
             if shared > function.shared {
                 let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
                 let allowed = result::function::set_function_attribute(function.handle, attribute, shared as i32);
-                did(&format!("{}: {shared} bytes of shared memory", function.name), allowed)?;
+                driver_result(&format!("{}: {shared} bytes of shared memory", function.name), allowed)?;
                 function.shared = shared;
             }
             let mut arguments = [params.as_ptr().cast_mut().cast::<c_void>()];
@@ -200,7 +205,7 @@ impl Driver for Gpu {
             result::launch_kernel(function.handle, grid, (block, 1, 1), shared, self.stream, &mut arguments)
         };
         let launched = match launched {
-            // SAFETY: the stream is this device's.
+            // SAFETY: the stream belongs to this device.
             Ok(()) if self.careful && !self.capturing => unsafe { result::stream::synchronize(self.stream) },
             launched => launched,
         };
@@ -208,22 +213,22 @@ impl Driver for Gpu {
     }
 
     fn zero(&mut self, to: u64, bytes: usize) -> Result<(), CudaError> {
-        // SAFETY: a range of a live buffer, as Device checked.
-        did("cuMemsetD8Async", unsafe { result::memset_d8_async(to, 0, bytes, self.stream) })
+        // SAFETY: a range of a live buffer, checked by Device.
+        driver_result("cuMemsetD8Async", unsafe { result::memset_d8_async(to, 0, bytes, self.stream) })
     }
 
     fn copy(&mut self, from: u64, to: u64, bytes: usize) -> Result<(), CudaError> {
-        // SAFETY: ranges of live buffers, as Device checked.
-        did("cuMemcpyDtoDAsync", unsafe { result::memcpy_dtod_async(to, from, bytes, self.stream) })
+        // SAFETY: ranges of live buffers, checked by Device.
+        driver_result("cuMemcpyDtoDAsync", unsafe { result::memcpy_dtod_async(to, from, bytes, self.stream) })
     }
 
-    /// Copy through the ring, a piece at a time.
+    /// Copies through the ring, piece by piece.
     fn upload(&mut self, mut to: u64, bytes: &[u8]) -> Result<(), CudaError> {
         for piece in bytes.chunks(PIECE_BYTES) {
             let (index, at) = self.room(piece.len())?;
             self.ring.pieces[index].fill(at, piece);
-            // SAFETY: pinned memory that is not used again before its event, to a range of a live buffer.
-            did("cuMemcpyHtoDAsync", unsafe {
+            // SAFETY: from pinned memory that is not reused before its event, to a range of a live buffer.
+            driver_result("cuMemcpyHtoDAsync", unsafe {
                 let from = self.ring.pieces[index].start.add(at);
                 sys::cuMemcpyHtoDAsync_v2(to, from.cast(), piece.len(), self.stream).result()
             })?;
@@ -235,12 +240,12 @@ impl Driver for Gpu {
     fn upload_staged(&mut self, to: u64, staging: &Staging, at: usize, bytes: usize) -> Result<(), CudaError> {
         assert!(at + bytes <= staging.bytes, "an upload lies within its staging memory");
         // SAFETY: within pinned memory that is overwritten only after its event, to a range of a live buffer.
-        did("cuMemcpyHtoDAsync", unsafe {
+        driver_result("cuMemcpyHtoDAsync", unsafe {
             sys::cuMemcpyHtoDAsync_v2(to, staging.start.add(at).cast(), bytes, self.stream).result()
         })
     }
 
-    /// Copy through pinned memory: while one piece is read, the next one comes.
+    /// Copies through pinned memory: while one piece is read, the next one is copied.
     fn download(&mut self, from: u64, to: &mut [u8]) -> Result<(), CudaError> {
         while self.landings.len() < to.len().div_ceil(LANDING_BYTES).min(2) {
             let landing = self.stage(LANDING_BYTES)?;
@@ -253,20 +258,21 @@ impl Driver for Gpu {
     }
 
     fn synchronize(&mut self) -> Result<(), CudaError> {
-        // SAFETY: the stream is this device's.
-        did("cuStreamSynchronize", unsafe { result::stream::synchronize(self.stream) })
+        // SAFETY: the stream belongs to this device.
+        driver_result("cuStreamSynchronize", unsafe { result::stream::synchronize(self.stream) })
     }
 
-    /// Pinned memory with its event.
+    /// Allocates pinned memory with its event.
     fn stage(&mut self, bytes: usize) -> Result<Staging, CudaError> {
-        // SAFETY: both belong to the value, until `unstage`.
-        let start = did("cuMemHostAlloc", unsafe { result::malloc_host(bytes.max(1), 0) })?;
-        let event = did("cuEventCreate", result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING))?;
+        // SAFETY: both belong to the value until `unstage`.
+        let start = driver_result("cuMemHostAlloc", unsafe { result::malloc_host(bytes.max(1), 0) })?;
+        let event = driver_result("cuEventCreate", result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING))?;
         Ok(Staging { start: start.cast(), bytes, event: event.cast() })
     }
 
     fn unstage(&mut self, staging: Staging) {
-        // SAFETY: from `stage`; nothing copies from it any more. Both are lost with the context if that has failed.
+        // SAFETY: allocated by `stage`; no copy from it is in progress. Both are lost with the context
+        // if that has failed.
         unsafe {
             let _ = result::free_host(staging.start.cast());
             let _ = result::event::destroy(staging.event.cast());
@@ -274,19 +280,19 @@ impl Driver for Gpu {
     }
 
     fn used(&mut self, staging: &mut Staging) -> Result<(), CudaError> {
-        // SAFETY: the event belongs to the staging memory, the stream is this device's.
-        did("cuEventRecord", unsafe { result::event::record(staging.event.cast(), self.stream) })
+        // SAFETY: the event belongs to the staging memory, the stream to this device.
+        driver_result("cuEventRecord", unsafe { result::event::record(staging.event.cast(), self.stream) })
     }
 
     fn settle(&mut self, staging: &Staging) -> Result<(), CudaError> {
         settle(staging)
     }
 
-    /// Start copying to pinned memory, which is to be settled before it is read.
+    /// Starts to copy to pinned memory, which must be settled before it is read.
     fn fetch(&mut self, from: u64, staging: &mut Staging, bytes: usize) -> Result<(), CudaError> {
         assert!(bytes <= staging.bytes, "a download lies within its staging memory");
         // SAFETY: from a range of a live buffer to pinned memory that is read after its event.
-        did("cuMemcpyDtoHAsync", unsafe {
+        driver_result("cuMemcpyDtoHAsync", unsafe {
             sys::cuMemcpyDtoHAsync_v2(staging.start.cast(), from, bytes, self.stream).result()
         })?;
         self.used(staging)
@@ -303,7 +309,7 @@ impl Driver for Gpu {
         issued.and(graph).map(|graph| Some(Box::new(graph) as Box<dyn Graph>))
     }
 
-    /// cuBLAS counts columns first: row-major `c = a b` is its `c' = b' a'`.
+    /// Computes a product. cuBLAS uses column-major order: row-major `c = a b` is its `c' = b' a'`.
     fn product(&mut self, product: &Product) -> Result<(), CudaError> {
         let Product { a, b, c, rows, columns, inner, stride_a, stride_b, stride_c, .. } = *product;
         let operation = |transposed: bool| match transposed {
@@ -315,7 +321,7 @@ impl Driver for Gpu {
             DType::Bf16 => blas_sys::cudaDataType_t::CUDA_R_16BF,
         };
         let (alpha, beta) = (product.alpha, product.beta);
-        // SAFETY: matrices that lie in live buffers, as Gemm checked, with sizes that fit c_int.
+        // SAFETY: the matrices are in live buffers, checked by Gemm, and the sizes fit into c_int.
         let outcome = unsafe {
             blas::gemm_ex(
                 self.blas,
@@ -340,7 +346,7 @@ impl Driver for Gpu {
             )
         };
         outcome.map_err(|error| match error.0 {
-            blas_sys::cublasStatus_t::CUBLAS_STATUS_ALLOC_FAILED => no_room(),
+            blas_sys::cublasStatus_t::CUBLAS_STATUS_ALLOC_FAILED => out_of_memory(),
             _ => failed("cublasGemmEx", error),
         })
     }
@@ -348,7 +354,7 @@ impl Driver for Gpu {
 
 impl Source for Gpu {
     fn reserve(&mut self, bytes: u64) -> Result<Option<u64>, CudaError> {
-        let (free, _) = did("cuMemGetInfo", result::mem_get_info())?;
+        let (free, _) = driver_result("cuMemGetInfo", result::mem_get_info())?;
         if (free as u64) < bytes.saturating_add(KEPT_FREE_BYTES) {
             return Ok(None);
         }
@@ -356,17 +362,17 @@ impl Source for Gpu {
         match unsafe { result::malloc_async(self.stream, bytes as usize) } {
             Ok(start) => Ok(Some(start)),
             Err(result::DriverError(CUresult::CUDA_ERROR_OUT_OF_MEMORY)) => Ok(None),
-            Err(error) => did("cuMemAllocAsync", Err(error)),
+            Err(error) => driver_result("cuMemAllocAsync", Err(error)),
         }
     }
 
     fn release(&mut self, start: u64, _bytes: u64) {
-        // SAFETY: from `reserve`, and no live buffer lies in it. An error shows with the next call.
+        // SAFETY: allocated by `reserve`, and no live buffer is in it. An error is reported by the next call.
         let _ = unsafe { result::free_async(start, self.stream) };
     }
 
     fn released(&mut self) {
-        // SAFETY: this device's stream and pool. An error shows with the next call.
+        // SAFETY: this device's stream and pool. An error is reported by the next call.
         unsafe {
             let _ = result::stream::synchronize(self.stream);
             let _ = result::mem_pool::trim_to(self.pool, 0);
@@ -376,8 +382,8 @@ impl Source for Gpu {
 
 impl Drop for Gpu {
     fn drop(&mut self) {
-        // SAFETY: each handle was made once and is destroyed once, after the stream's work has ended. Where the context
-        // has failed these fail too, and the process ends.
+        // SAFETY: each handle was created once and is destroyed once, after the stream's work has ended. If the context
+        // has failed, these calls fail too, and the process ends.
         unsafe {
             let _ = result::stream::synchronize(self.stream);
             for staging in self.ring.pieces.drain(..).chain(self.landings.drain(..)).collect::<Vec<_>>() {
@@ -398,13 +404,13 @@ fn failed(what: &str, error: blas::CublasError) -> CudaError {
 }
 
 fn settle(staging: &Staging) -> Result<(), CudaError> {
-    // SAFETY: the event belongs to the staging memory; one that was never recorded counts as done.
-    did("cuEventSynchronize", unsafe { result::event::synchronize(staging.event.cast()) })
+    // SAFETY: the event belongs to the staging memory; an event that was never recorded counts as complete.
+    driver_result("cuEventSynchronize", unsafe { result::event::synchronize(staging.event.cast()) })
 }
 
 fn bind(context: sys::CUcontext) -> Result<(), CudaError> {
-    // SAFETY: a context that is retained for as long as its device is open.
-    did("cuCtxSetCurrent", unsafe { result::ctx::set_current(context) })?;
+    // SAFETY: the context is retained for as long as its device is open.
+    driver_result("cuCtxSetCurrent", unsafe { result::ctx::set_current(context) })?;
     CURRENT.set(context);
     Ok(())
 }

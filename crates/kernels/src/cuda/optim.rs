@@ -1,20 +1,20 @@
-//! AdamW on flat f32 buffers, with moments in f32 or in 8 bits, as [`Update::apply`] on the host, bit for bit; and the
-//! gradient's norm.
+//! AdamW on flat f32 buffers, with moments in f32 or in 8 bits, bit for bit like [`Update::apply`] on the host;
+//! and the gradient's norm.
 
 use super::driver::{Buffer, Device, Launch, params};
 use super::rows::{Dtype, Result, Rows, THREADS, check, check_rows, size};
 use crate::adamw::{BLOCK, Update};
 
-/// Flat buffers of one length, one row of f32 each.
+/// Flat buffers of equal length, each one row of f32.
 #[derive(Clone, Copy, Debug)]
 pub struct State<'a> {
-    /// Changed in place.
+    /// The parameters, changed in place.
     pub parameters: Rows<'a>,
-    /// dL/dparameters.
+    /// The gradient of the parameters.
     pub gradient: Rows<'a>,
-    /// m, changed in place.
+    /// First moment m, changed in place.
     pub first: Rows<'a>,
-    /// v, changed in place.
+    /// Second moment v, changed in place.
     pub second: Rows<'a>,
 }
 
@@ -59,20 +59,20 @@ params! {
     }
 }
 
-/// A flat buffer in 8 bits a value, and a scale a block of 256: see the engine's `optim::blockwise`.
+/// A flat buffer with 8 bits per value and one scale per block of 256 values; see the engine's `optim::blockwise`.
 #[derive(Debug)]
 pub struct Codes {
-    /// u8, one a value.
+    /// One u8 per value.
     pub codes: Buffer,
-    /// f32, one a block.
+    /// One f32 per block.
     pub scales: Buffer,
 }
 
 impl Codes {
-    /// Wait for those of `count` values, and their scales.
+    /// Waits for the codes of `count` values and their scales.
     ///
     /// # Errors
-    /// [`CudaError::Input`](super::driver::CudaError::Input): there are not as many.
+    /// [`CudaError::Input`](super::driver::CudaError::Input) if the buffer has fewer.
     pub fn values(&self, count: usize) -> Result<(Vec<u8>, Vec<f32>)> {
         let device = self.codes.device();
         Ok((device.download(&self.codes, 0, count)?, device.download(&self.scales, 0, count.div_ceil(BLOCK))?))
@@ -87,10 +87,10 @@ fn one_each(count: usize) -> Result<Launch> {
     Ok(Launch { grid: [size(count.div_ceil(THREADS as usize))?, 1, 1], block: THREADS, shared: 0 })
 }
 
-/// One update; the first `decayed` parameters decay.
+/// Computes one update; weight decay applies to the first `decayed` parameters.
 ///
 /// # Errors
-/// [`CudaError::Input`](super::driver::CudaError::Input): the buffers differ in length.
+/// [`CudaError::Input`](super::driver::CudaError::Input) if the buffers differ in length.
 pub fn adamw(device: &Device, update: &Update, decayed: usize, state: State<'_>) -> Result<()> {
     let State { parameters, gradient, first, second } = state;
     let count = parameters.width;
@@ -119,10 +119,10 @@ pub fn adamw(device: &Device, update: &Update, decayed: usize, state: State<'_>)
     device.launch("adamw", one_each(count)?, &params)
 }
 
-/// As [`adamw`], with first and second moments in 8 bits; `levels` holds both maps, f32 `[2][256]`.
+/// Computes [`adamw`] with first and second moments in 8 bits; `levels` holds both maps, f32 `[2][256]`.
 ///
 /// # Errors
-/// [`CudaError::Input`](super::driver::CudaError::Input): the buffers differ in length.
+/// [`CudaError::Input`](super::driver::CudaError::Input) if the buffers differ in length.
 pub fn adamw_8bit(
     device: &Device,
     (update, decayed): (&Update, usize),
@@ -165,10 +165,10 @@ params! {
     struct Squares { x: u64, sums: u64, count: u64, of_block: u64 }
 }
 
-/// The L2 norm of a flat gradient, summed in f64 in a fixed order; waits for it.
+/// The L2 norm of a flat gradient, summed in f64 in a fixed order; waits for the result.
 ///
 /// # Errors
-/// [`CudaError::Input`](super::driver::CudaError::Input): it is not one row of f32.
+/// [`CudaError::Input`](super::driver::CudaError::Input) if the gradient is not one row of f32.
 pub fn norm(device: &Device, gradient: Rows<'_>) -> Result<f64> {
     const OF_BLOCK: usize = 1 << 14;
     let count = gradient.width;
@@ -192,10 +192,10 @@ params! {
     struct ScaleFlat { x: u64, count: u64, factor: f32, pad: u32 }
 }
 
-/// gradient ·= factor
+/// Multiplies the gradient by a factor.
 ///
 /// # Errors
-/// [`CudaError::Input`](super::driver::CudaError::Input): it is not one row of f32.
+/// [`CudaError::Input`](super::driver::CudaError::Input) if the gradient is not one row of f32.
 pub fn scale(device: &Device, gradient: Rows<'_>, factor: f32) -> Result<()> {
     let count = gradient.width;
     check_rows(is_flat(&gradient, count), "scale", &[gradient])?;

@@ -1,15 +1,15 @@
 //! qk-norm and rotary embedding of rows `[q heads | k heads | v heads]`, and their vector-Jacobian products. A row's
-//! result depends on the row alone.
+//! result depends only on that row.
 
 use super::super::attention::Heads;
 use super::attention::MAX_HEAD_DIM;
 use super::driver::{Buffer, Device, Launch, params};
 use super::rows::{Dtype, Parts, Result, Rows, THREADS, check, check_rows, parts_of, size, threads};
 
-/// What happens to query and key heads before attention.
+/// The transformation of query and key heads before attention.
 #[derive(Clone, Copy, Debug)]
 pub struct Rope<'a> {
-    /// Sizes; `head_dim` is even, and at most [`MAX_HEAD_DIM`].
+    /// Sizes of the heads; `head_dim` is even, and at most [`MAX_HEAD_DIM`].
     pub heads: &'a Heads,
     /// RMSNorm of each query and key head before it is rotated.
     pub qk_norm: Option<QkNorm<'a>>,
@@ -17,18 +17,18 @@ pub struct Rope<'a> {
     pub cos: Rows<'a>,
     /// Sines, f32 `[positions, head_dim / 2]`.
     pub sin: Rows<'a>,
-    /// u32, one a row; a position beyond the table gives NaN.
+    /// One u32 per row; a position beyond the table gives NaN.
     pub positions: &'a Buffer,
 }
 
 /// Weights of the norms of query and key heads, f32, one row of `head_dim` each.
 #[derive(Clone, Copy, Debug)]
 pub struct QkNorm<'a> {
-    /// Of query heads.
+    /// Weight for query heads.
     pub q: Rows<'a>,
-    /// Of key heads.
+    /// Weight for key heads.
     pub k: Rows<'a>,
-    /// Added to the mean of the squares.
+    /// The epsilon added to the mean of the squares.
     pub eps: f32,
 }
 
@@ -60,7 +60,7 @@ params! {
 }
 
 impl Rope<'_> {
-    /// The parameters for these rows, where they fit: the input of [`rotate`], dL/dout, and what is written.
+    /// Checks the rows and returns the kernel's parameters: the input of [`rotate`], dL/dout, and the output.
     fn rotation(&self, what: &str, qkv: Rows<'_>, dy: Rows<'_>, out: Rows<'_>) -> Result<Rotation> {
         let Rope { heads, qk_norm, cos, sin, positions } = *self;
         let (dim, count) = (heads.head_dim, qkv.rows);
@@ -101,7 +101,8 @@ impl Rope<'_> {
         })
     }
 
-    /// Some lanes a head: of all heads, or of the rotated ones where the others are in place.
+    /// Launches with several lanes per head: for all heads, or only for the rotated ones if the others
+    /// are already in place.
     fn launch(&self, device: &Device, names: [&'static str; 2], from: Rows<'_>, rotation: Rotation) -> Result<()> {
         let in_place = rotation.out == from.address()? && rotation.out_stride == size(from.stride)?;
         let rotation = Rotation { heads: if in_place { rotation.rotated } else { rotation.heads }, ..rotation };
@@ -110,20 +111,20 @@ impl Rope<'_> {
     }
 }
 
-/// out = qk-norm and rope of every row of `qkv`; both of the same type; they may be the same rows.
+/// Computes out = qk-norm and rotary embedding of every row of `qkv`; both of the same type; they may be the same rows.
 ///
 /// # Errors
-/// [`CudaError::Input`](super::driver::CudaError::Input): the shapes do not fit.
+/// [`CudaError::Input`](super::driver::CudaError::Input) if the shapes do not match.
 pub fn rotate(device: &Device, rope: &Rope<'_>, qkv: Rows<'_>, out: Rows<'_>) -> Result<()> {
     let rotation = rope.rotation("rotate", qkv, qkv, out)?;
     rope.launch(device, ["rotate_f32", "rotate_bf16"], qkv, rotation)
 }
 
-/// dx = dL/dqkv of [`rotate`] from dL/dout = `dy`; `qkv` is its input, read with qk-norm only. All of one type; dx may be
-/// dy.
+/// Computes dx = dL/dqkv of [`rotate`] from dL/dout = `dy`; `qkv` is its input, read only with qk-norm. All have the
+/// same type; dx may be dy.
 ///
 /// # Errors
-/// [`CudaError::Input`](super::driver::CudaError::Input): the shapes do not fit.
+/// [`CudaError::Input`](super::driver::CudaError::Input) if the shapes do not match.
 pub fn rotate_vjp(device: &Device, rope: &Rope<'_>, qkv: Option<Rows<'_>>, dy: Rows<'_>, dx: Rows<'_>) -> Result<()> {
     let before = match rope.qk_norm {
         Some(_) => qkv,
@@ -134,11 +135,11 @@ pub fn rotate_vjp(device: &Device, rope: &Rope<'_>, qkv: Option<Rows<'_>>, dy: R
     rope.launch(device, ["rotate_vjp_f32", "rotate_vjp_bf16"], dy, rotation)
 }
 
-/// dq and dk (f32, one row of `head_dim` each) += dL/dweight of the qk-norms, summed in a fixed order; nothing without
-/// qk-norm.
+/// Computes dq and dk (f32, one row of `head_dim` each) += dL/dweight of the qk-norms, summed in a fixed order;
+/// does nothing without qk-norm.
 ///
 /// # Errors
-/// [`CudaError::Input`](super::driver::CudaError::Input): the shapes do not fit.
+/// [`CudaError::Input`](super::driver::CudaError::Input) if the shapes do not match.
 pub fn rotate_weight_vjp(
     device: &Device,
     rope: &Rope<'_>,
@@ -234,19 +235,19 @@ mod tests {
                 let w = if is_query { &q } else { &k };
                 let r = (x.iter().map(|v| v * v).sum::<f64>() / dim as f64 + f64::from(EPS)).sqrt().recip();
                 let y: Vec<f64> = (0..dim).map(|i| if norm { x[i] * r * w[i] } else { x[i] }).collect();
-                let mut turned = vec![0.0; dim];
+                let mut rotated = vec![0.0; dim];
                 for i in 0..dim {
                     let angle = *position as usize * half + i % half;
                     let (c, s) = (cos[angle], sin[angle]);
                     all.out.push(if i < half { y[i] * c - y[i + half] * s } else { y[i] * c + y[i - half] * s });
-                    turned[i] = if i < half { dy[i] * c + dy[i + half] * s } else { dy[i] * c - dy[i - half] * s };
+                    rotated[i] = if i < half { dy[i] * c + dy[i + half] * s } else { dy[i] * c - dy[i - half] * s };
                 }
-                let inner: f64 = (0..dim).map(|i| x[i] * w[i] * turned[i]).sum();
+                let inner: f64 = (0..dim).map(|i| x[i] * w[i] * rotated[i]).sum();
                 for i in 0..dim {
-                    let normed = r * (w[i] * turned[i] - inner * r * r / dim as f64 * x[i]);
-                    all.dx.push(if norm { normed } else { turned[i] });
+                    let normed = r * (w[i] * rotated[i] - inner * r * r / dim as f64 * x[i]);
+                    all.dx.push(if norm { normed } else { rotated[i] });
                     let dw = if is_query { &mut all.dq } else { &mut all.dk };
-                    dw[i] += if norm { turned[i] * x[i] * r } else { 0.0 };
+                    dw[i] += if norm { rotated[i] * x[i] * r } else { 0.0 };
                 }
             }
         }
@@ -285,7 +286,7 @@ mod tests {
                     assert_near(&d.now(&device), &sums, Dtype::F32, 5e-6, &what);
                 }
 
-                // In place, the same bits.
+                // The result in place has the same bits.
                 let rotated = out.now(&device);
                 rotate_vjp(&device, &rope, before, dy.rows(), dy.rows()).expect("a gradient");
                 assert_same(&dy.now(&device), &apart, &what);
@@ -296,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn where_rows_lie_changes_no_bit() {
+    fn the_position_of_rows_changes_no_bit() {
         let Some(device) = device() else { return };
         for (sizes, rows) in [((4, 2, 128), 9), ((3, 1, 80), 5), ((2, 1, 12), 70)] {
             let mut case = Case::new(&device, sizes, rows);

@@ -10,12 +10,12 @@ pub use super::driver::DType as Dtype;
 pub type Result<T> = std::result::Result<T, CudaError>;
 
 impl Dtype {
-    /// As names of kernels have it.
+    /// The type's name within the names of kernels.
     pub fn name(self) -> &'static str {
         self.of(["f32", "bf16"])
     }
 
-    /// What belongs to this type, of something for f32 and for bf16.
+    /// Selects the variant for this type from those for f32 and bf16.
     pub(super) fn of<T>(self, [f32s, bf16s]: [T; 2]) -> T {
         match self {
             Dtype::F32 => f32s,
@@ -24,31 +24,31 @@ impl Dtype {
     }
 }
 
-/// `rows` rows of `width` values in a buffer, row-major, their beginnings `stride` values apart. What is written is
-/// passed the same way: a buffer's memory belongs to the device's stream.
+/// A view of `rows` rows of `width` values in a buffer, row-major, with `stride` values from one row to the next.
+/// Outputs are passed in the same way: a buffer's memory belongs to the device's stream.
 #[derive(Clone, Copy, Debug)]
 pub struct Rows<'a> {
-    /// Where they lie.
+    /// The buffer that holds the rows.
     pub buffer: &'a Buffer,
-    /// The first row's first value, counted in values.
+    /// Index of the first row's first value.
     pub at: usize,
-    /// How many.
+    /// Number of rows in the view.
     pub rows: usize,
-    /// Values of a row.
+    /// Number of values in a row.
     pub width: usize,
-    /// From a row to the next, in values.
+    /// Number of values from a row to the next.
     pub stride: usize,
-    /// Of the values.
+    /// Type of the values.
     pub dtype: Dtype,
 }
 
 impl<'a> Rows<'a> {
-    /// The rows that a buffer begins with.
+    /// The rows at the beginning of a buffer.
     pub fn new(buffer: &'a Buffer, rows: usize, width: usize, dtype: Dtype) -> Rows<'a> {
         Rows { buffer, at: 0, rows, width, stride: width, dtype }
     }
 
-    /// One row, from `at` on: a vector, or a place in a flat buffer.
+    /// One row from `at` on: a vector, or a range of a flat buffer.
     pub fn flat(buffer: &'a Buffer, at: usize, width: usize, dtype: Dtype) -> Rows<'a> {
         Rows { buffer, at, rows: 1, width, stride: width, dtype }
     }
@@ -58,19 +58,19 @@ impl<'a> Rows<'a> {
         Rows { buffer, at, rows, width, stride: width, dtype: Dtype::F32 }
     }
 
-    /// Some columns, which must be among them.
+    /// Selects a range of columns, which must exist.
     pub fn columns(self, columns: Range<usize>) -> Rows<'a> {
         assert!(columns.start <= columns.end && columns.end <= self.width, "columns {columns:?} of {}", self.width);
         Rows { at: self.at + columns.start, width: columns.len(), ..self }
     }
 
-    /// Some of the rows, which must be among them.
+    /// Selects a range of rows, which must exist.
     pub fn part(self, rows: Range<usize>) -> Rows<'a> {
         assert!(rows.start <= rows.end && rows.end <= self.rows, "rows {rows:?} of {}", self.rows);
         Rows { at: self.at + rows.start * self.stride, rows: rows.len(), ..self }
     }
 
-    /// The address of the first value, after a check that all lie in the buffer.
+    /// The address of the first value, after checking that all values are inside the buffer.
     pub(super) fn address(&self) -> Result<u64> {
         let Rows { buffer, at, rows, width, stride, dtype } = *self;
         let end = rows.saturating_sub(1).checked_mul(stride).and_then(|last| last.checked_add(width)?.checked_add(at));
@@ -81,13 +81,13 @@ impl<'a> Rows<'a> {
         Ok(buffer.pointer() + (at * dtype.bytes()) as u64)
     }
 
-    /// Whether every row begins at a multiple of as many bytes.
+    /// Whether the address of every row is a multiple of `bytes`.
     pub(super) fn is_aligned(&self, bytes: usize) -> bool {
         let begin = self.buffer.pointer() as usize + self.at * self.dtype.bytes();
         begin.is_multiple_of(bytes) && (self.rows <= 1 || (self.stride * self.dtype.bytes()).is_multiple_of(bytes))
     }
 
-    /// Whether four values at a time can be read from where a row begins.
+    /// Whether four values at a time can be read from the start of each row.
     pub(super) fn by_fours(&self) -> bool {
         self.is_aligned(4 * self.dtype.bytes())
     }
@@ -97,41 +97,41 @@ impl<'a> Rows<'a> {
     }
 }
 
-/// An error of the caller's, in words, unless `is_so`.
+/// Returns an error with this message unless `is_so`.
 pub(super) fn check(is_so: bool, what: impl FnOnce() -> String) -> Result<()> {
     if is_so { Ok(()) } else { Err(CudaError::Input(what())) }
 }
 
-/// Rows of these shapes and types fit together.
+/// Returns an error that lists the rows' shapes and types unless `is_so`.
 pub(super) fn check_rows(is_so: bool, what: &str, rows: &[Rows<'_>]) -> Result<()> {
     check(is_so, || {
         let shapes: Vec<String> =
             rows.iter().map(|rows| format!("{} x {} {}", rows.rows, rows.width, rows.dtype.name())).collect();
-        format!("{what}: operands do not fit each other: {}", shapes.join(", "))
+        format!("{what}: operands do not match: {}", shapes.join(", "))
     })
 }
 
-/// A size as kernels take it.
+/// Converts a size to the kernels' type.
 pub(super) fn size(n: usize) -> Result<u32> {
-    u32::try_from(n).map_err(|_| CudaError::Input(format!("a size of {n} is beyond what a kernel can count")))
+    u32::try_from(n).map_err(|_| CudaError::Input(format!("a size of {n} does not fit into 32 bits")))
 }
 
-/// The bits that are set.
+/// Packs flags into the bits of a number.
 pub(super) fn bits(flags: &[bool]) -> u32 {
     flags.iter().enumerate().map(|(bit, set)| u32::from(*set) << bit).sum()
 }
 
-/// Threads of a block where each has little to do.
+/// Number of threads in a block, for kernels with little work per thread.
 pub(super) const THREADS: u32 = 256;
 
-/// As many threads, in blocks of [`THREADS`].
+/// A launch with `count` threads, in blocks of [`THREADS`].
 pub(super) fn threads(count: usize) -> Result<Launch> {
-    // A kernel counts its threads in 32 bits, those of the last block too.
-    check(count < (1 << 32) - THREADS as usize, || format!("{count} are more values than a kernel can count"))?;
+    // A kernel counts its threads in 32 bits, including those of the last block.
+    check(count < (1 << 32) - THREADS as usize, || format!("{count} values do not fit into 32 bits"))?;
     Ok(Launch { grid: [(count as u32).div_ceil(THREADS), 1, 1], block: THREADS, shared: 0 })
 }
 
-/// A thread for each four values of each row.
+/// A launch with one thread for each four values of each row.
 pub(super) fn by_fours(rows: usize, width: usize) -> Result<Launch> {
     threads(rows.saturating_mul(width.div_ceil(4)))
 }
@@ -150,21 +150,21 @@ params! {
     }
 }
 
-/// out\[i\] = x\[rows\[i\]\], converted to the type of `out`: `select`, and `embed` with the table as x.
+/// Computes out\[i\] = x\[rows\[i\]\], converted to the type of `out`: `select`, and `embed` with the table as x.
 ///
 /// # Errors
-/// [`CudaError::Input`]: there is no such row, or the shapes do not fit.
+/// [`CudaError::Input`] if a row does not exist, or the shapes do not match.
 pub fn select(device: &Device, x: Rows<'_>, rows: &[u32], out: Rows<'_>) -> Result<()> {
     check(rows.len() == out.rows && rows.iter().all(|row| (*row as usize) < x.rows), || {
-        format!("{} rows of {} are looked up into {}", rows.len(), x.rows, out.rows)
+        format!("{} rows of {} cannot be looked up into {}", rows.len(), x.rows, out.rows)
     })?;
     select_by(device, x, &device.upload(rows)?, out)
 }
 
-/// [`select`] by row numbers that lie on the device (u32, one a row of `out`); numbers beyond x give rows of NaN.
+/// Computes [`select`] with row indices on the device (u32, one per row of `out`); indices beyond x give rows of NaN.
 ///
 /// # Errors
-/// [`CudaError::Input`]: the shapes do not fit.
+/// [`CudaError::Input`] if the shapes do not match.
 pub fn select_by(device: &Device, x: Rows<'_>, rows: &Buffer, out: Rows<'_>) -> Result<()> {
     check_rows(x.width == out.width && rows.count::<u32>() >= out.rows, "select", &[x, out])?;
     if out.rows == 0 || out.width == 0 {
@@ -202,11 +202,11 @@ params! {
     }
 }
 
-/// out\[rows\[i\]\] += x\[i\] in order of i, in f32: `spread` (into zeros) and `embed_vjp` (into the table's place in the
-/// gradient). Deterministic, whatever rows are named twice.
+/// Computes out\[rows\[i\]\] += x\[i\] in order of i, in f32: `spread` (into zeros) and `embed_vjp` (into the table's
+/// range of the gradient). Deterministic, even if rows occur twice.
 ///
 /// # Errors
-/// [`CudaError::Input`]: there is no such row, or the shapes do not fit.
+/// [`CudaError::Input`] if a row does not exist, or the shapes do not match.
 pub fn scatter_add(device: &Device, x: Rows<'_>, rows: &[u32], out: Rows<'_>) -> Result<()> {
     let fits = x.width == out.width && out.dtype == Dtype::F32 && rows.len() == x.rows;
     check_rows(fits && rows.iter().all(|row| (*row as usize) < out.rows), "scatter_add", &[x, out])?;
@@ -225,7 +225,7 @@ pub fn scatter_add(device: &Device, x: Rows<'_>, rows: &[u32], out: Rows<'_>) ->
     }
     begins.push(sources.len() as u32);
     let (count, firsts) = (targets.len(), begins.len());
-    // One upload for the three.
+    // One upload for all three arrays.
     begins.extend(targets);
     begins.extend(sources);
     let lists = device.upload(&begins)?;
@@ -260,26 +260,26 @@ params! {
     }
 }
 
-/// out = x, rounded or widened: casts, copies of views, and `stack` one part at a time.
+/// Computes out = x, rounded or widened: casts, copies of views, and `stack` one part at a time.
 ///
 /// # Errors
-/// [`CudaError::Input`]: the shapes do not fit.
+/// [`CudaError::Input`] if the shapes do not match.
 pub fn copy(device: &Device, x: Rows<'_>, out: Rows<'_>) -> Result<()> {
     copy_or_add(device, x, 1.0, out, false)
 }
 
-/// out = scale · x in f32, then rounded.
+/// Computes out = scale · x in f32, then rounds.
 ///
 /// # Errors
-/// [`CudaError::Input`]: the shapes do not fit.
+/// [`CudaError::Input`] if the shapes do not match.
 pub fn copy_scaled(device: &Device, x: Rows<'_>, scale: f32, out: Rows<'_>) -> Result<()> {
     copy_or_add(device, x, scale, out, false)
 }
 
-/// y += x; both of f32 or bf16.
+/// Computes y += x; both are f32 or bf16.
 ///
 /// # Errors
-/// [`CudaError::Input`]: the shapes do not fit.
+/// [`CudaError::Input`] if the shapes do not match.
 pub fn add(device: &Device, x: Rows<'_>, y: Rows<'_>) -> Result<()> {
     copy_or_add(device, x, 1.0, y, true)
 }
@@ -322,7 +322,7 @@ params! {
     }
 }
 
-/// out += bias (one row of f32) to every row, and add (f32): what a product by cuBLAS leaves to do.
+/// Adds bias (one row of f32) to every row of out, and adds `add` (f32): the terms that a product by cuBLAS leaves out.
 pub(super) fn finish(device: &Device, bias: Option<Rows<'_>>, add: Option<Rows<'_>>, out: Rows<'_>) -> Result<()> {
     if (bias.is_none() && add.is_none()) || out.rows == 0 || out.width == 0 {
         return Ok(());
@@ -357,20 +357,20 @@ params! {
     }
 }
 
-/// Rows whose sums make one part, whatever the device.
+/// Number of rows whose sums make one part, on every device.
 const ROWS_OF_PART: usize = 64;
 
-/// A block for each part of [`ROWS_OF_PART`] rows and each [`THREADS`] columns, and how many parts there are.
+/// Launch with one block for each part of [`ROWS_OF_PART`] rows and each [`THREADS`] columns; and the number of parts.
 pub(super) fn parts_of(rows: usize, width: usize) -> Result<(Launch, usize)> {
     let parts = rows.div_ceil(ROWS_OF_PART);
     check(parts < 1 << 16, || format!("{rows} rows are more than a sum over rows can take"))?;
     Ok((Launch { grid: [size(width)?.div_ceil(THREADS), parts as u32, 1], block: THREADS, shared: 0 }, parts))
 }
 
-/// sums (one row of f32) += Σ over the rows of x, in a fixed order: the gradient of a bias.
+/// Computes sums (one row of f32) += Σ over the rows of x, in a fixed order: the gradient of a bias.
 ///
 /// # Errors
-/// [`CudaError::Input`]: the shapes do not fit.
+/// [`CudaError::Input`] if the shapes do not match.
 pub fn column_sums(device: &Device, x: Rows<'_>, sums: Rows<'_>) -> Result<()> {
     check_rows(sums.shape() == (1, x.width) && sums.dtype == Dtype::F32, "column_sums", &[x, sums])?;
     if x.rows == 0 || x.width == 0 {
@@ -413,7 +413,7 @@ pub(super) struct Parts<'a> {
 }
 
 impl Parts<'_> {
-    /// out (f32) += alpha · Σ over the parts, in order, of their rows from `first` on.
+    /// Computes out (f32) += alpha · Σ over the parts, in order, of their rows from `first` on.
     pub(super) fn add(&self, device: &Device, first: usize, alpha: f32, out: Rows<'_>) -> Result<()> {
         let Parts { parts, count, rows } = *self;
         check_rows(out.dtype == Dtype::F32 && first + out.rows <= rows, "a sum of parts", &[out])?;
@@ -448,22 +448,23 @@ params! {
     }
 }
 
-/// What LoRA dropout takes from some rows (see `engine::model::pass::Mask`): a value is zeroed where its draw of 32 bits,
-/// from the row's key and the column, is below the threshold, else scaled.
+/// LoRA dropout of some rows (see `engine::model::pass::Mask`): a value is zeroed if its random 32-bit number, computed
+/// from the row's key and the column, is below the threshold; else it is scaled.
 #[derive(Clone, Copy, Debug)]
 pub struct Dropout<'a> {
-    /// u64 keys, one a row, narrowed by layer and module.
+    /// One u64 key per row, extended by layer and module.
     pub keys: &'a Buffer,
-    /// Draws below it are dropped; at most 2³².
+    /// Random numbers below this value drop their input; at most 2³².
     pub threshold: u64,
-    /// Of what stays.
+    /// Factor of the remaining values.
     pub scale: f32,
 }
 
-/// out = what dropout leaves of x, or with `add` out += that. Both of one type, or x of bf16 and out of f32.
+/// Computes out = x after dropout, or with `add` out += x after dropout. Both have the same type, or x is bf16
+/// and out is f32.
 ///
 /// # Errors
-/// [`CudaError::Input`]: the shapes do not fit, or there are fewer keys than rows.
+/// [`CudaError::Input`] if the shapes do not match, or there are fewer keys than rows.
 pub fn drop_out(device: &Device, x: Rows<'_>, dropout: Dropout<'_>, add: bool, out: Rows<'_>) -> Result<()> {
     check_rows(x.shape() == out.shape() && (x.dtype == out.dtype || out.dtype == Dtype::F32), "dropout", &[x, out])?;
     if x.rows == 0 || x.width == 0 {

@@ -1,5 +1,5 @@
-//! One product as the rungs take it: which way a weight is used, its checked inputs and outputs, and what the sums begin
-//! with.
+//! One product, as the kernels of all instruction sets expect it: the direction of the weight, checked inputs and
+//! outputs, and the initial values of the sums.
 
 use std::ops::Range;
 
@@ -9,26 +9,26 @@ use super::super::pack::{PANEL, PackedMatrix};
 use super::super::threads::Shared;
 use super::{Output, Part, Term};
 
-/// Which way a weight is used.
+/// The direction in which a weight is used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in super::super) enum Side {
-    /// Over its inputs.
+    /// Sums over the weight's inputs.
     Forward,
-    /// Over its outputs: blocks of 32 inputs are turned as they are needed, once for many rows.
+    /// Sums over the weight's outputs: blocks of 32 inputs are transposed on demand, once for many rows.
     Backward,
 }
 
-/// What a sum begins with.
+/// The initial values of sums.
 #[derive(Clone, Copy, Debug)]
 pub(in super::super) enum Start<'a> {
     Zero,
     Bias(&'a [f32]),
     Rows(StartRows<'a>),
-    /// What is there.
+    /// The existing values of the output.
     Add,
 }
 
-/// Rows of other values, row 0 and output 0 first.
+/// Rows of other values; row 0 and output 0 come first.
 #[derive(Clone, Copy, Debug)]
 pub(in super::super) struct StartRows<'a> {
     pub(super) values: &'a [f32],
@@ -36,19 +36,19 @@ pub(in super::super) struct StartRows<'a> {
 }
 
 impl StartRows<'_> {
-    /// From one output on.
+    /// Address of the values of a row from one output on.
     pub fn at(&self, row: usize, output: usize) -> *const f32 {
         self.values[row * self.stride + output..(row + 1) * self.stride].as_ptr()
     }
 }
 
-/// Checked outputs.
+/// Checked outputs of a product.
 pub(super) struct Target {
     pub y: Shared<f32>,
     pub stride: usize,
-    /// The row that lies first in y.
+    /// The row that comes first in y.
     pub first_row: usize,
-    /// Outputs of a row, the first of which is column 0 of y.
+    /// The range of outputs; the first one is column 0 of y.
     pub columns: Range<usize>,
     pub add: bool,
 }
@@ -68,14 +68,14 @@ impl Target {
     }
 }
 
-/// Rows of inputs.
+/// Input rows of a product.
 #[derive(Clone, Copy, Debug, Default)]
 pub(in super::super) struct Inputs<'a> {
     pub values: &'a [f32],
     pub stride: usize,
-    /// The row that lies first.
+    /// The row that comes first in the values.
     pub first_row: usize,
-    /// The step of the sum that column 0 is.
+    /// The step of the sum at column 0.
     pub first: usize,
 }
 
@@ -88,7 +88,7 @@ impl<'a> Inputs<'a> {
         assert!(rows == 0 || self.values.len() >= (rows - 1) * self.stride + width, "too few inputs");
     }
 
-    /// Some steps of a row.
+    /// A range of steps of a row.
     pub(in super::super) fn row(&self, row: usize, steps: &Range<usize>) -> &'a [f32] {
         &self.values[(row - self.first_row) * self.stride..][steps.start - self.first..steps.end - self.first]
     }
@@ -100,26 +100,26 @@ pub(in super::super) struct Job<'a> {
     pub side: Side,
     pub weight: &'a PackedMatrix,
     pub inputs: Inputs<'a>,
-    /// What the sums go over.
+    /// The range of the sum.
     pub sum: Range<usize>,
-    /// Which outputs need which part of the sum; all of it where there are none.
+    /// The part of the sum that each range of outputs needs; empty if all need the whole sum.
     pub(super) parts: &'a [Part],
     pub start: Start<'a>,
     pub(super) y: Shared<f32>,
     pub stride: usize,
     pub(super) first_row: usize,
-    /// Outputs of a row, the first of which is column 0 of y.
+    /// The range of outputs; the first one is column 0 of y.
     pub columns: Range<usize>,
-    /// Of which public call: inputs packed for it are packed for all its cells.
+    /// Id of the public call: inputs packed for a call are shared by all its cells.
     pub call: u64,
-    /// Which packed inputs it may replace.
+    /// Index of the packed inputs that this job may replace.
     pub slot: usize,
-    /// The inputs of all rows, where all threads share them.
+    /// The packed inputs of all rows, if all threads share them.
     #[cfg(target_arch = "x86_64")]
     pub tiled: Option<amx::Tiled>,
-    /// The whole weight turned, where all threads share it.
+    /// The whole transposed weight, if all threads share it.
     #[cfg(target_arch = "x86_64")]
-    pub turned: Option<amx::Turned>,
+    pub transposed: Option<amx::Transposed>,
 }
 
 impl<'a> Job<'a> {
@@ -149,11 +149,11 @@ impl<'a> Job<'a> {
             #[cfg(target_arch = "x86_64")]
             tiled: None,
             #[cfg(target_arch = "x86_64")]
-            turned: None,
+            transposed: None,
         }
     }
 
-    /// The part of the sum that a panel needs. Begins at a multiple of what AMX sums at once.
+    /// The part of the sum that a panel needs. Begins at a multiple of the block size of AMX.
     pub(in super::super) fn depth(&self, panel: usize) -> Range<usize> {
         if self.parts.is_empty() {
             return self.sum.clone();
@@ -165,15 +165,15 @@ impl<'a> Job<'a> {
         all.start / PANEL * PANEL..all.end.next_multiple_of(PANEL).min(self.sum.end)
     }
 
-    /// One output.
+    /// Address of one output.
     ///
     /// # Safety
-    /// It is one of the job's.
+    /// The output belongs to this job.
     pub(in super::super) unsafe fn y(&self, row: usize, output: usize) -> *mut f32 {
         unsafe { self.y.at((row - self.first_row) * self.stride + output - self.columns.start) }
     }
 
-    /// Sums of nothing.
+    /// Writes the results of empty sums.
     pub(super) fn empty(&self, rows: Range<usize>, panels: Range<usize>) {
         for row in rows {
             for output in panels.start * PANEL..(panels.end * PANEL).min(self.columns.end) {
@@ -183,7 +183,7 @@ impl<'a> Job<'a> {
                     Start::Rows(rows) => rows.values[row * rows.stride + output],
                     Start::Add => return,
                 };
-                // Safety: the bounds were checked where the job was made.
+                // Safety: the bounds were checked when the job was created.
                 unsafe { *self.y(row, output) = value };
             }
         }

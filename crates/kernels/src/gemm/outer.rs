@@ -7,19 +7,19 @@ use super::super::pack::{PANEL, PackDtype, PackedMatrix};
 use super::super::rows::take_turns;
 use super::super::threads::{Shared, Threads};
 use super::job::{Inputs, Job, Side, Start, Target};
-use super::{Output, Rows, SCRATCH, cut, next_call, product, thin, tile};
+use super::{Output, Rows, SCRATCH, divide_work, next_call, product, thin, tile};
 
-/// c `[i, j]` += Σ over rows a `[rows, i]`ᵀ · b `[rows, j]`, the rows in order: the gradient of a weight.
+/// Computes c `[i, j]` += Σ over rows a `[rows, i]`ᵀ · b `[rows, j]`, the rows in order: the gradient of a weight.
 pub fn outer(threads: &Threads, isa: Isa, rows: usize, a: Rows<'_>, b: Rows<'_>, c: &mut [f32]) {
     let Some(target) = check_outer(isa, rows, &a, &b, c) else { return };
     let (wide, narrow) = (a.width.max(b.width), a.width.min(b.width));
     let call = next_call();
-    cut(threads, isa, Side::Forward, 1, wide, rows * narrow * wide, |_, panels| {
+    divide_work(threads, isa, Side::Forward, 1, wide, rows * narrow * wide, |_, panels| {
         outer_range(isa, (rows, &a, &b), &target, panels, call);
     });
 }
 
-/// [`outer`] on the calling thread: the gradient of a part of the outputs. The same bits.
+/// Computes [`outer`] on the calling thread, for the gradient of a part of the outputs. The bits are the same.
 pub fn outer_here(isa: Isa, rows: usize, a: Rows<'_>, b: Rows<'_>, c: &mut [f32]) {
     let Some(target) = check_outer(isa, rows, &a, &b, c) else { return };
     outer_range(isa, (rows, &a, &b), &target, 0..a.width.max(b.width).div_ceil(PANEL), next_call());
@@ -37,34 +37,35 @@ fn check_outer(isa: Isa, rows: usize, a: &Rows<'_>, b: &Rows<'_>, c: &mut [f32])
     Some(Target::new(Output { y: c, stride: b.width, rows: a.width, add: true }, 0..b.width))
 }
 
-/// Some panels of the wider side.
+/// Computes a range of panels of the wider side.
 fn outer_range(isa: Isa, sides: (usize, &Rows<'_>, &Rows<'_>), target: &Target, panels: Range<usize>, call: u64) {
     let (rows, a, b) = sides;
     if a.width.min(b.width) <= thin::WIDEST {
         return outer_thin(isa, rows, (a, b), target, panels);
     }
-    // The weight is not used: blocks of the wider side take its place.
+    // The weight is not used; blocks of the wider side replace it.
     let nothing = PackedMatrix::new(&[], 0, PackDtype::F32);
     let job = Job::new(Side::Forward, &nothing, Inputs::default(), Start::Add, target, call);
     SCRATCH.with_borrow_mut(|scratch| {
-        // Safety: the rung is available and the bounds were checked.
-        unsafe { product::outer(tile::rung(isa), &job, scratch, sides, panels) };
+        // Safety: the machine supports the instruction set, and the bounds were checked.
+        unsafe { product::outer(tile::tile_kernels(isa), &job, scratch, sides, panels) };
     });
 }
 
-/// The same where one side is thin.
+/// Computes the gradient if one side is thin.
 fn outer_thin(isa: Isa, rows: usize, (a, b): (&Rows<'_>, &Rows<'_>), target: &Target, panels: Range<usize>) {
     let flipped = a.width > b.width;
     let (thin, wide) = if flipped { (b, a) } else { (a, b) };
     for columns in thin::pieces(panels.start * PANEL..(panels.end * PANEL).min(wide.width), usize::MAX) {
         thin_piece(isa, rows, (thin, wide), columns, |m, column| {
-            // Safety: these outputs are this call's, and the bounds were checked.
+            // Safety: these outputs belong to this call, and the bounds were checked.
             unsafe { target.y.at(if flipped { column * target.stride + m } else { m * target.stride + column }) }
         });
     }
 }
 
-/// Some columns of the wide side; `at(thin, wide)` is where a sum is, which nobody else touches meanwhile.
+/// Computes some columns of the wide side; `at(thin, wide)` is the address of a sum, which no
+/// other thread accesses meanwhile.
 fn thin_piece(
     isa: Isa,
     rows: usize,
@@ -72,7 +73,7 @@ fn thin_piece(
     columns: Range<usize>,
     at: impl Fn(usize, usize) -> *mut f32,
 ) {
-    // What emulated tiles accompany is there.
+    // AVX-512 is available even if AMX is emulated.
     let isa = isa.min(Isa::Avx512);
     SCRATCH.with_borrow_mut(|scratch| {
         let sums = &mut scratch.hidden;
@@ -81,15 +82,15 @@ fn thin_piece(
         let stride = thin::scratch_len(1);
         for m in 0..thin.width {
             for (sum, column) in sums[m * stride..].iter_mut().zip(columns.clone()) {
-                // Safety: the caller's.
+                // Safety: guaranteed by the caller.
                 *sum = unsafe { *at(m, column) };
             }
         }
-        // Safety: the rung is available; both sides have so many rows, and there is room.
+        // Safety: the machine supports the instruction set; both sides have this many rows, and there is room.
         unsafe { thin::add(isa, &mut thin::Sums { rows, thin, wide, columns: columns.clone(), sums, stride }) };
         for m in 0..thin.width {
             for (sum, column) in sums[m * stride..].iter().zip(columns.clone()) {
-                // Safety: the caller's.
+                // Safety: guaranteed by the caller.
                 unsafe { *at(m, column) = *sum };
             }
         }
@@ -99,18 +100,19 @@ fn thin_piece(
 /// Gradients of factors that share their wide side.
 #[derive(Clone, Debug)]
 pub struct Factors<'a> {
-    /// x for A, dy for B.
+    /// The wide side: x for A, dy for B.
     pub wide: Rows<'a>,
-    /// dh or h, and where in the flat gradient theirs begins: `[thin, wide]`, or `[wide, thin]` where they are turned.
+    /// The thin sides (dh or h) with the offsets of their gradients in the flat gradient: `[thin, wide]`, or
+    /// `[wide, thin]` if transposed.
     pub thin: Vec<(Rows<'a>, usize)>,
-    /// B's are `[out, r]`.
-    pub turned: bool,
+    /// Whether the gradients are transposed: those of B are `[out, r]`.
+    pub transposed: bool,
 }
 
-/// Columns of the thin side of [`outer_factors`] at most.
+/// Maximum number of columns of the thin side in [`outer_factors`].
 pub const WIDEST_FACTOR: usize = thin::WIDEST;
 
-/// [`outer`] for many thin gradients as one piece of work. They do not overlap; the same bits.
+/// Computes [`outer`] for many thin gradients that do not overlap, as one unit of work; the bits are the same.
 pub fn outer_factors(threads: &Threads, isa: Isa, rows: usize, all: &[Factors<'_>], gradient: &mut [f32]) {
     assert!(isa.runs(), "{isa} does not run on this machine");
     if rows == 0 {
@@ -124,19 +126,21 @@ pub fn outer_factors(threads: &Threads, isa: Isa, rows: usize, all: &[Factors<'_
             assert!([thin, wide].iter().all(|side| side.values.len() >= (rows - 1) * side.stride + side.width));
             work += rows * thin.width * wide.width / 16;
         }
-        // Enough pieces for all threads, of whole vectors.
+        // Enough pieces for all threads, each of whole vectors.
         let most = wide.width.div_ceil(2 * threads.count()).next_multiple_of(PANEL);
         pieces.extend(thin::pieces(0..wide.width, most).map(|columns| (index, columns)));
     }
     let gradient = Shared::new(gradient);
     take_turns(threads, pieces.len(), work, |number| {
         let (index, columns) = &pieces[number];
-        let Factors { wide, thin, turned } = &all[*index];
-        // What they share is near from the second on.
+        let Factors { wide, thin, transposed } = &all[*index];
+        // The shared side is already in the cache from the second gradient on.
         for (thin, first) in thin {
             thin_piece(isa, rows, (thin, wide), columns.clone(), |m, column| {
-                // Safety: the bounds were checked, and the columns are this piece's.
-                unsafe { gradient.at(first + if *turned { column * thin.width + m } else { m * wide.width + column }) }
+                // Safety: the bounds were checked, and the columns belong to this piece.
+                unsafe {
+                    gradient.at(first + if *transposed { column * thin.width + m } else { m * wide.width + column })
+                }
             });
         }
     });

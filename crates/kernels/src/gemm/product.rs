@@ -1,34 +1,35 @@
-//! Blocks of a product: what is packed, what stays in which cache, in which order the tiles go.
+//! Blocks of a product: packs inputs, divides them to fit the caches, and orders the tiles.
 
 use std::ops::Range;
 
 use super::super::pack::{Line, PANEL, PackDtype, PackedMatrix};
-use super::tile::{AHEAD, INPUT_STRIDE, Kernels, LINE, MOST_ROWS, Rung, Tile, prefetch};
+use super::tile::{AHEAD, INPUT_STRIDE, Kernels, LINE, MOST_ROWS, Tile, TileKernels, prefetch};
 use super::{Job, Rows, Side, Start};
 
-/// Rows for which a block of weights is streamed once from memory, and steps of it: with the inputs that they meet they
-/// stay in the second-level cache. Deep, as sums wait in memory between two blocks.
+/// Number of rows for which a block of weights is read once from memory, and number of steps in a block:
+/// together with their inputs they stay in the second-level cache. Blocks are deep, because sums are stored in
+/// memory between two blocks.
 pub(super) const ROWS: usize = 96;
 const DEEP: usize = 1024;
-/// Elements of packed inputs that stay in the second-level cache.
+/// Number of elements of packed inputs that stay in the second-level cache.
 const INPUTS: usize = 96 << 10;
 
-/// What a thread needs for a while. Buffers grow and are never cleared.
+/// Temporary buffers of a thread. They grow and are never shrunk.
 #[derive(Default)]
 pub(in super::super) struct Scratch {
     /// Packed inputs: of the weight and of the adapter.
     pub inputs: [Packed; 2],
-    /// A turned block of the weights.
-    pub turned: Vec<Line>,
+    /// A transposed block of the weights.
+    pub transposed: Vec<Line>,
     /// A tile at the edge, or the sums of AMX.
     pub edge: Vec<Line>,
     /// x·Aᵀ of some rows.
     pub hidden: Vec<f32>,
-    /// Which: the call and the rows.
+    /// The call and the rows that `hidden` belongs to.
     pub hidden_of: Option<(u64, Range<usize>)>,
 }
 
-/// Packed inputs and what they are.
+/// Packed inputs and their identity.
 #[derive(Default)]
 pub(in super::super) struct Packed {
     pub lines: Vec<Line>,
@@ -45,7 +46,7 @@ struct PackedOf {
 }
 
 impl Packed {
-    /// Whether it holds these inputs of this call in this layout already; from now on it does.
+    /// Whether the buffer already holds these inputs of this call in this layout; marks it as holding them.
     pub fn holds(&mut self, job: &Job<'_>, rows: &Range<usize>, sum: &Range<usize>, layout: usize) -> bool {
         let x = job.inputs.values.as_ptr();
         let of = PackedOf { call: job.call, x, rows: rows.clone(), sum: sum.clone(), layout };
@@ -53,7 +54,7 @@ impl Packed {
     }
 }
 
-/// Room for so many words.
+/// Makes room for this many words.
 pub(in super::super) fn room(lines: &mut Vec<Line>, words: usize) -> *mut f32 {
     let count = words.div_ceil(16);
     if lines.len() < count {
@@ -62,34 +63,35 @@ pub(in super::super) fn room(lines: &mut Vec<Line>, words: usize) -> *mut f32 {
     lines.as_mut_ptr().cast()
 }
 
-/// Cut a range into pieces of at most so many.
+/// Splits a range into pieces of at most `most`.
 pub(in super::super) fn pieces(range: Range<usize>, most: usize) -> impl Iterator<Item = Range<usize>> {
     range.clone().step_by(most).map(move |start| start..(start + most).min(range.end))
 }
 
-/// Cut a range into the fewest pieces of at most so many, all alike but for one.
+/// Splits a range into the fewest pieces of at most `most`, equal except for one.
 pub(super) fn balanced(range: Range<usize>, most: usize) -> impl Iterator<Item = Range<usize>> {
     let count = range.len().div_ceil(most);
     let at = move |piece: usize| range.start + range.len() * piece / count;
     (0..count).map(move |piece| at(piece)..at(piece + 1))
 }
 
-/// The part of a sum of products that lies in these rows and panels.
+/// Computes the part of a sum of products in these rows and panels.
 ///
 /// # Safety
-/// The machine has the rung's instructions; rows and panels are the jobs'.
+/// The machine supports the instruction set; rows and panels are within the jobs' bounds.
 pub(super) unsafe fn product(
-    rung: &Rung,
+    kernels_of_isa: &TileKernels,
     jobs: &[Job<'_>],
     scratch: &mut Scratch,
     rows: Range<usize>,
     panels: Range<usize>,
 ) {
-    let Scratch { inputs, turned, edge, .. } = scratch;
+    let Scratch { inputs, transposed, edge, .. } = scratch;
     let edge = room(edge, MOST_ROWS * PANEL);
     for rows in balanced(rows, ROWS) {
         let deeper = (INPUTS / rows.len() / DEEP).max(1) * DEEP;
-        // One job after the other for each panel, whose outputs are still near, where all their inputs are packed.
+        // If all inputs are packed, process the jobs one after another for each panel, whose outputs are then
+        // still in the cache.
         let together =
             jobs.len() == 2 && jobs[0].slot != jobs[1].slot && jobs.iter().all(|job| job.sum.len() <= deeper);
         let at_once = if together { 2 } else { 1 };
@@ -109,8 +111,8 @@ pub(super) unsafe fn product(
                 for panel in panels.clone() {
                     for (job, sum) in jobs.iter().zip(&sums) {
                         let packed = inputs[job.slot].lines.as_ptr().cast::<f32>();
-                        // Safety: the caller's.
-                        unsafe { one_panel(rung, job, (packed, sum), panel, &rows, (turned, edge)) };
+                        // Safety: guaranteed by the caller.
+                        unsafe { one_panel(kernels_of_isa, job, (packed, sum), panel, &rows, (transposed, edge)) };
                     }
                 }
             }
@@ -118,17 +120,17 @@ pub(super) unsafe fn product(
     }
 }
 
-/// A panel's outputs for some rows, whose packed inputs are those of a part of the sum.
+/// Computes a panel's outputs for some rows, with the packed inputs of a part of the sum.
 unsafe fn one_panel(
-    rung: &Rung,
+    kernels_of_isa: &TileKernels,
     job: &Job<'_>,
     (packed, sum): (*const f32, &Range<usize>),
     panel: usize,
     rows: &Range<usize>,
-    (turned, edge): (&mut Vec<Line>, *mut f32),
+    (transposed, edge): (&mut Vec<Line>, *mut f32),
 ) {
     let pairs = job.weight.dtype() == PackDtype::Bf16;
-    let kernels = if pairs { rung.bf16 } else { rung.f32 };
+    let kernels = if pairs { kernels_of_isa.bf16 } else { kernels_of_isa.f32 };
     let depth = job.depth(panel);
     for (index, block) in pieces(sum.clone(), DEEP).enumerate() {
         let first = block.start;
@@ -137,13 +139,13 @@ unsafe fn one_panel(
             continue;
         }
         let x = packed.wrapping_add(index * rows.len() * INPUT_STRIDE + block.start - first);
-        // Safety: the block lies inside the weight.
+        // Safety: the block is inside the weight.
         let w = unsafe {
             match job.side {
                 Side::Backward => {
-                    let words = block.len().div_ceil(PANEL) * turned_words(job.weight.dtype());
-                    let out = room(turned, words);
-                    turn(rung, job.weight, panel, &block, out);
+                    let words = block.len().div_ceil(PANEL) * transposed_words(job.weight.dtype());
+                    let out = room(transposed, words);
+                    transpose(kernels_of_isa, job.weight, panel, &block, out);
                     out.cast_const().cast()
                 }
                 Side::Forward if pairs => job.weight.panel(panel).add(block.start / 2 * PANEL),
@@ -153,24 +155,24 @@ unsafe fn one_panel(
         let fresh = block.start == depth.start;
         let next = match job.side {
             Side::Backward => w,
-            // The panels lie one after the other.
+            // The panels are stored one after another.
             Side::Forward if block.end < sum.end => w.wrapping_add(block.len() / 2 * PANEL),
             Side::Forward => w.wrapping_add((job.weight.k().div_ceil(2) + block.len() / 2 - sum.len() / 2) * PANEL),
         };
         let at = Block { panel, x, w, next, depth: block.len(), fresh };
-        // Safety: the caller's.
-        unsafe { tiles(rung, kernels, job, &at, rows, edge) };
+        // Safety: guaranteed by the caller.
+        unsafe { tiles(kernels_of_isa, kernels, job, &at, rows, edge) };
     }
 }
 
-/// `[block][row][INPUT_STRIDE]`, a zero after each row for pairs.
+/// Packs inputs as `[block][row][INPUT_STRIDE]`, with a zero after each row for pairs.
 fn pack_inputs(job: &Job<'_>, rows: &Range<usize>, sum: &Range<usize>, lines: &mut Vec<Line>) {
     let size = rows.len() * INPUT_STRIDE;
     let out = room(lines, sum.len().div_ceil(DEEP) * size);
     for (index, block) in pieces(sum.clone(), DEEP).enumerate() {
         for (number, row) in rows.clone().enumerate() {
             let x = job.inputs.row(row, &block);
-            // Safety: there is room, and a block is less deep than the stride.
+            // Safety: there is room, and the depth of a block is less than the stride.
             unsafe {
                 let out = out.add(index * size + number * INPUT_STRIDE);
                 std::ptr::copy_nonoverlapping(x.as_ptr(), out, x.len());
@@ -180,40 +182,41 @@ fn pack_inputs(job: &Job<'_>, rows: &Range<usize>, sum: &Range<usize>, lines: &m
     }
 }
 
-/// 32 inputs of some outputs, `[outputs][32]` or in pairs `[outputs / 2][32][2]`. The outputs begin at a panel.
+/// Transposes 32 inputs of a range of outputs to `[outputs][32]`, or in pairs to `[outputs / 2][32][2]`. The outputs
+/// begin at a panel.
 ///
 /// # Safety
-/// The machine has the rung's instructions.
-pub(in super::super) unsafe fn turn(
-    rung: &Rung,
+/// The machine supports the instruction set.
+pub(in super::super) unsafe fn transpose(
+    kernels_of_isa: &TileKernels,
     weight: &PackedMatrix,
     block: usize,
     outputs: &Range<usize>,
     out: *mut f32,
 ) {
     let panels = outputs.start / PANEL..outputs.end.div_ceil(PANEL);
-    let words = turned_words(weight.dtype());
+    let words = transposed_words(weight.dtype());
     let inputs = (weight.k() - block * PANEL).min(PANEL);
     for (number, panel) in panels.clone().enumerate() {
-        // The blocks lie far apart: fetch one of them two turns ahead.
+        // The blocks are far apart in memory: prefetch one of them two iterations ahead.
         let (next, block_of_next) = if panel + 2 < panels.end { (panel + 2, block) } else { (panels.start, block + 1) };
         let next = weight.panel(next).wrapping_add(block_of_next * words);
         for line in (0..words).step_by(16) {
             prefetch(next.wrapping_add(line));
         }
-        // Safety: the block lies inside the panel, whose pairs are padded, and there is room.
+        // Safety: the block is inside the panel, whose pairs are padded, and there is room.
         unsafe {
             let (from, out) = (weight.panel(panel).add(block * words), out.add(number * words));
             match weight.dtype() {
-                PackDtype::F32 => (rung.turn_f32)(from, inputs, out),
-                PackDtype::Bf16 => (rung.turn_bf16)(from, out.cast()),
+                PackDtype::F32 => (kernels_of_isa.transpose_f32)(from, inputs, out),
+                PackDtype::Bf16 => (kernels_of_isa.transpose_bf16)(from, out.cast()),
             }
         }
     }
 }
 
-/// Words of 32 inputs of 32 outputs.
-pub(in super::super) fn turned_words(dtype: PackDtype) -> usize {
+/// Number of words for 32 inputs of 32 outputs.
+pub(in super::super) fn transposed_words(dtype: PackDtype) -> usize {
     match dtype {
         PackDtype::F32 => PANEL * PANEL,
         PackDtype::Bf16 => PANEL * PANEL / 2,
@@ -225,24 +228,31 @@ struct Block {
     panel: usize,
     x: *const f32,
     w: *const u32,
-    /// The weights after these, in pairs.
+    /// The next weights, in pairs.
     next: *const u32,
     depth: usize,
-    /// Nothing has been summed before it.
+    /// Whether this is the first block of the sum.
     fresh: bool,
 }
 
-/// A panel's outputs for some rows.
-unsafe fn tiles(rung: &Rung, kernels: Kernels, job: &Job<'_>, block: &Block, rows: &Range<usize>, edge: *mut f32) {
-    for column in (0..PANEL).step_by(rung.columns) {
+/// Computes a panel's outputs for some rows.
+unsafe fn tiles(
+    kernels_of_isa: &TileKernels,
+    kernels: Kernels,
+    job: &Job<'_>,
+    block: &Block,
+    rows: &Range<usize>,
+    edge: *mut f32,
+) {
+    for column in (0..PANEL).step_by(kernels_of_isa.columns) {
         let first = block.panel * PANEL + column;
-        let valid = job.columns.end.saturating_sub(first).min(rung.columns);
+        let valid = job.columns.end.saturating_sub(first).min(kernels_of_isa.columns);
         if valid == 0 {
             return;
         }
-        let (kernels, width) = match valid <= rung.columns / 2 {
-            true => (kernels.half, rung.columns / 2),
-            false => (kernels.whole, rung.columns),
+        let (kernels, width) = match valid <= kernels_of_isa.columns / 2 {
+            true => (kernels.half, kernels_of_isa.columns / 2),
+            false => (kernels.whole, kernels_of_isa.columns),
         };
         let mut begin = [0.0; PANEL];
         let mut from = begin.as_ptr();
@@ -254,17 +264,17 @@ unsafe fn tiles(rung: &Rung, kernels: Kernels, job: &Job<'_>, block: &Block, row
                 from = begin.as_ptr();
             }
         }
-        let tiles = rows.len().div_ceil(rung.rows);
-        for (number, tile) in balanced(rows.clone(), rung.rows).enumerate() {
+        let tiles = rows.len().div_ceil(kernels_of_isa.rows);
+        for (number, tile) in balanced(rows.clone(), kernels_of_isa.rows).enumerate() {
             let count = tile.len();
-            // One tile fetches its own weights, a little ahead. Where there are several, what follows is fetched meanwhile,
-            // half of it by each of the first two.
+            // A single tile prefetches its own weights, a little ahead. If there are several tiles, the first two
+            // prefetch one half each of the following weights.
             let (fetch, fetch_step) = match (tiles, number) {
                 (1, _) => (block.w.wrapping_add(AHEAD), 2 * LINE),
                 (_, 0 | 1) => (block.next.wrapping_add(number * block.depth / 2 * LINE), LINE),
                 _ => (block.w, LINE),
             };
-            // Safety: the caller's; the edge has room for a tile.
+            // Safety: guaranteed by the caller; the edge has room for a tile.
             unsafe {
                 let y = job.y(tile.start, first);
                 let at_edge = valid < width;
@@ -305,8 +315,8 @@ unsafe fn tiles(rung: &Rung, kernels: Kernels, job: &Job<'_>, block: &Block, row
     }
 }
 
-/// Up to 16 rows side by side: `[width][INPUT_STRIDE]`.
-fn turn_rows<'a>(rows: impl Iterator<Item = &'a [f32]>, out: *mut f32) {
+/// Transposes up to 16 rows to `[width][INPUT_STRIDE]`.
+fn transpose_rows<'a>(rows: impl Iterator<Item = &'a [f32]>, out: *mut f32) {
     let mut all: [&[f32]; 16] = [&[]; 16];
     let mut count = 0;
     for (slot, row) in all.iter_mut().zip(rows) {
@@ -316,19 +326,19 @@ fn turn_rows<'a>(rows: impl Iterator<Item = &'a [f32]>, out: *mut f32) {
     let width = all[0].len();
     for index in 0..width {
         for (step, row) in all[..count].iter().enumerate() {
-            // Safety: the caller made room for so many rows, which are all as wide.
+            // Safety: the caller made room for this many rows, which all have the same width.
             unsafe { *out.add(index * INPUT_STRIDE + step) = *row.get_unchecked(index) };
         }
     }
 }
 
-/// c `[i, j]` += Σ over rows a `[rows, i]`ᵀ · b `[rows, j]` in a range of panels of the wider side, whose blocks are used
-/// like weights. Where that is a, c is turned on the way.
+/// Computes c `[i, j]` += Σ over rows a `[rows, i]`ᵀ · b `[rows, j]` in a range of panels of the wider side, whose
+/// blocks are used like weights. If the wider side is a, c is transposed.
 ///
 /// # Safety
-/// The machine has the rung's instructions; the panels are inside the wider side, and both have so many rows.
+/// The machine supports the instruction set; the panels are inside the wider side, and both sides have this many rows.
 pub(super) unsafe fn outer(
-    rung: &Rung,
+    kernels_of_isa: &TileKernels,
     job: &Job<'_>,
     scratch: &mut Scratch,
     (rows, a, b): (usize, &Rows<'_>, &Rows<'_>),
@@ -336,7 +346,7 @@ pub(super) unsafe fn outer(
 ) {
     let flipped = a.width > b.width;
     let (narrow, wide) = if flipped { (b, a) } else { (a, b) };
-    let Scratch { inputs: [inputs, _], turned, edge, .. } = scratch;
+    let Scratch { inputs: [inputs, _], transposed, edge, .. } = scratch;
     let edge = room(edge, ROWS * PANEL);
     for i in balanced(0..narrow.width, ROWS) {
         for block in pieces(0..rows, DEEP) {
@@ -344,23 +354,26 @@ pub(super) unsafe fn outer(
                 let x = room(&mut inputs.lines, i.len() * INPUT_STRIDE);
                 for steps in pieces(block.clone(), 16) {
                     let first = steps.start - block.start;
-                    turn_rows(steps.map(|row| &narrow.values[row * narrow.stride..][i.clone()]), x.wrapping_add(first));
+                    transpose_rows(
+                        steps.map(|row| &narrow.values[row * narrow.stride..][i.clone()]),
+                        x.wrapping_add(first),
+                    );
                 }
             }
             let x = inputs.lines.as_ptr().cast();
             for panel in panels.clone() {
                 let columns = panel * PANEL..((panel + 1) * PANEL).min(wide.width);
-                let w = room(turned, block.len() * PANEL);
+                let w = room(transposed, block.len() * PANEL);
                 for (step, row) in block.clone().enumerate() {
                     let from = &wide.values[row * wide.stride..][columns.clone()];
                     // Safety: there is room.
                     unsafe { copy(from.as_ptr(), w.add(step * PANEL), from.len()) };
                 }
                 let at = Block { panel, x, w: w.cast(), next: w.cast(), depth: block.len(), fresh: false };
-                // Safety: the caller's; the edge has room for all of i.
+                // Safety: guaranteed by the caller; the edge has room for all of i.
                 unsafe {
                     if !flipped {
-                        tiles(rung, rung.f32, job, &at, &i, edge);
+                        tiles(kernels_of_isa, kernels_of_isa.f32, job, &at, &i, edge);
                         continue;
                     }
                     for (m, j) in i.clone().enumerate() {
@@ -368,10 +381,10 @@ pub(super) unsafe fn outer(
                             *edge.add(m * PANEL + column) = *job.y(i, j);
                         }
                     }
-                    for tile in balanced(0..i.len(), rung.rows) {
-                        for column in (0..PANEL).step_by(rung.columns) {
+                    for tile in balanced(0..i.len(), kernels_of_isa.rows) {
+                        for column in (0..PANEL).step_by(kernels_of_isa.columns) {
                             let y = edge.add(tile.start * PANEL + column);
-                            rung.f32.whole[tile.len() - 1](&Tile {
+                            kernels_of_isa.f32.whole[tile.len() - 1](&Tile {
                                 x: at.x.add(tile.start * INPUT_STRIDE),
                                 w: at.w.add(column),
                                 depth: at.depth,
@@ -396,12 +409,12 @@ pub(super) unsafe fn outer(
     }
 }
 
-/// A few instructions where it is a whole panel.
+/// Copies values; takes few instructions for a whole panel.
 ///
 /// # Safety
-/// Both are so long.
+/// Both pointers are valid for `count` values.
 pub(in super::super) unsafe fn copy(from: *const f32, to: *mut f32, count: usize) {
-    // Safety: the caller's.
+    // Safety: guaranteed by the caller.
     unsafe {
         match count {
             PANEL => to.cast::<[u32; PANEL]>().write_unaligned(from.cast::<[u32; PANEL]>().read_unaligned()),

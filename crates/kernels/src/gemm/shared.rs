@@ -1,4 +1,4 @@
-//! Products of many rows with tiles: what several cells or products read is laid out once for all threads.
+//! Products of many rows with AMX tiles: data that several cells or products read is packed once for all threads.
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -11,24 +11,24 @@ use super::job::{Inputs, Job, Side, Start, Target};
 use super::{Output, Part, SCRATCH, Term, next_call, product, run_jobs};
 
 thread_local! {
-    /// Of a call of this thread.
+    /// Buffers for the calls of this thread.
     static BUFFERS: RefCell<Buffers> = RefCell::default();
 }
 
-/// Inputs laid out for tiles and weights turned of two products, and what is between a layer and its adapter.
+/// Packed inputs and transposed weights of two products, and the values between a layer and its adapter.
 #[derive(Default)]
 struct Buffers {
     inputs: [Vec<Line>; 2],
-    turned: [Vec<Line>; 2],
+    transposed: [Vec<Line>; 2],
     hidden: Vec<Line>,
 }
 
-/// The sum of one or two products.
+/// Computes the sum of one or two products.
 pub(super) fn spread(threads: &Threads, jobs: &[Job<'_>], rows: usize, width: usize) {
     BUFFERS.with_borrow_mut(|buffers| {
         let mut pair = [jobs[0].clone(), jobs[jobs.len() - 1].clone()];
         let pair = &mut pair[..jobs.len()];
-        turn(threads, pair, rows, &mut buffers.turned);
+        transpose(threads, pair, rows, &mut buffers.transposed);
         for rows in product::balanced(0..rows, amx::rows_shared(pair)) {
             for (job, buffer) in pair.iter_mut().zip(&mut buffers.inputs) {
                 job.tiled = Some(amx::share(threads, job, &rows, buffer));
@@ -38,17 +38,17 @@ pub(super) fn spread(threads: &Threads, jobs: &[Job<'_>], rows: usize, width: us
     });
 }
 
-/// The weights that are used the other way, where rows are more than one cell.
-fn turn(threads: &Threads, jobs: &mut [Job<'_>], rows: usize, buffers: &mut [Vec<Line>; 2]) {
+/// Transposes the weights used backward, if there are more rows than one cell has.
+fn transpose(threads: &Threads, jobs: &mut [Job<'_>], rows: usize, buffers: &mut [Vec<Line>; 2]) {
     for (job, buffer) in jobs.iter_mut().zip(buffers) {
         if job.side == Side::Backward && rows > ROWS_AT_ONCE {
-            job.turned = Some(amx::turn_all(threads, job.weight, buffer));
+            job.transposed = Some(amx::transpose_all(threads, job.weight, buffer));
         }
     }
 }
 
-/// Inputs of a weight laid out while `f` runs, where there are rows enough.
-pub(super) fn with_laid<T>(
+/// Packs the inputs for a weight while `f` runs, if there are enough rows.
+pub(super) fn with_shared_inputs<T>(
     threads: &Threads,
     inputs: Inputs<'_>,
     rows: usize,
@@ -66,7 +66,7 @@ pub(super) fn with_laid<T>(
     LAID.with_borrow_mut(|lines| f(Some(amx::share(threads, &job, &(0..rows), lines))))
 }
 
-/// Cells of whole tiles, few enough rows that their inputs stay in the second-level cache.
+/// Computes cells of whole tiles, with few enough rows that their inputs stay in the second-level cache.
 fn grid(threads: &Threads, jobs: &[Job<'_>], rows: Range<usize>, width: usize) {
     let cells = rows.len().div_ceil(ROWS_AT_ONCE);
     let multiple = rows.len().div_ceil(cells).next_multiple_of(2 * ROWS);
@@ -76,7 +76,7 @@ fn grid(threads: &Threads, jobs: &[Job<'_>], rows: Range<usize>, width: usize) {
     });
 }
 
-/// A linear layer and its adapter: x is laid out once for both.
+/// Computes a linear layer and its adapter: x is packed once for both.
 pub(super) fn linear(
     threads: &Threads,
     base: &Job<'_>,
@@ -89,7 +89,7 @@ pub(super) fn linear(
         let Buffers { inputs: [inputs, low_rank_inputs], hidden, .. } = buffers;
         for rows in product::balanced(0..rows, amx::rows_shared(std::slice::from_ref(base))) {
             let tiled = Some(amx::share(threads, base, &rows, inputs));
-            // Safety: there is room for so many.
+            // Safety: there is room for this many elements.
             let hidden = unsafe {
                 let values = product::room(hidden, rows.len() * rank);
                 std::slice::from_raw_parts_mut(values, rows.len() * rank)
@@ -99,7 +99,7 @@ pub(super) fn linear(
             let down = Job { tiled, ..Job::new(Side::Forward, a, base.inputs, Start::Zero, &to_hidden, base.call) };
             grid(threads, std::slice::from_ref(&down), rows.clone(), rank);
             if let Some(out) = hidden_out {
-                // Safety: nobody else writes these rows, and the length was checked.
+                // Safety: no other thread writes these rows, and the length was checked.
                 unsafe { out.part(rows.start * rank..rows.end * rank) }.copy_from_slice(hidden);
             }
             let inputs = Inputs { values: hidden, stride: rank, first_row: rows.start, first: 0 };
@@ -110,8 +110,9 @@ pub(super) fn linear(
     });
 }
 
-/// Whether [`linear_backward`] takes this: all in tiles, and every part begins and ends with a block of dy.
-pub(super) fn goes_back(
+/// Whether [`linear_backward`] supports these arguments: everything is in tiles, and every part begins and ends with
+/// a block of dy.
+pub(super) fn supports_backward(
     of_weight: &Term<'_>,
     (a, b_transposed, parts): (&PackedMatrix, &[PackedMatrix], &[Part]),
     rows: usize,
@@ -124,7 +125,7 @@ pub(super) fn goes_back(
         && parts.iter().all(|(outputs, _)| is_whole(outputs.start) && is_whole(outputs.end))
 }
 
-/// The way back through a linear layer and its adapter: dy is laid out once for both.
+/// Computes the backward pass of a linear layer and its adapter: dy is packed once for both.
 pub(super) fn linear_backward(
     threads: &Threads,
     of_weight: Term<'_>,
@@ -143,7 +144,7 @@ pub(super) fn linear_backward(
         let mut jobs =
             [base.clone(), Job { slot: 1, ..Job::new(Side::Backward, a, inputs, Start::Add, &target, call) }];
         let jobs = &mut jobs[..if adds { 2 } else { 1 }];
-        turn(threads, jobs, rows, &mut buffers.turned);
+        transpose(threads, jobs, rows, &mut buffers.transposed);
         let [of_dy, of_dh] = &mut buffers.inputs;
         for rows in product::balanced(0..rows, amx::rows_shared(std::slice::from_ref(&base))) {
             let tiled = amx::share(threads, &base, &rows, of_dy);

@@ -1,8 +1,8 @@
-//! Products against loops in f64, on every rung of this machine.
+//! Compares products with loops in f64, for every instruction set of this machine.
 
 use super::*;
 
-/// Values in [−½, ½).
+/// Pseudo-random values in [−½, ½).
 fn random(len: usize, seed: u64) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let next = || {
@@ -14,7 +14,7 @@ fn random(len: usize, seed: u64) -> Vec<f32> {
     std::iter::repeat_with(next).take(len).collect()
 }
 
-/// A weight `[n, k]` as the kernels see it, and its pack.
+/// A weight `[n, k]` with the values that the kernels use, and its pack.
 struct Weight {
     values: Vec<f32>,
     packed: PackedMatrix,
@@ -38,12 +38,12 @@ impl Weight {
         self.packed.k()
     }
 
-    /// What `row` · weightᵀ is.
+    /// Computes `row` · weightᵀ.
     fn forward(&self, row: &[f32]) -> Vec<f64> {
         self.values.chunks_exact(self.k()).map(|weight| dot(row, weight)).collect()
     }
 
-    /// What `row` · weight is.
+    /// Computes `row` · weight.
     fn backward(&self, row: &[f32]) -> Vec<f64> {
         let mut sums = vec![0.0; self.k()];
         for (weight, value) in self.values.chunks_exact(self.k()).zip(row) {
@@ -59,8 +59,9 @@ fn dot(a: &[f32], b: &[f32]) -> f64 {
     a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum()
 }
 
-/// Rung, dtype and how far a sum over `k` values of [`random`] may be off for every √k. Includes AMX, emulated if need be.
-fn rungs() -> Vec<(Isa, PackDtype, f64)> {
+/// Instruction set, dtype, and tolerance of a sum over `k` values of [`random`] per √k. Includes
+/// AMX, emulated if necessary.
+fn isas() -> Vec<(Isa, PackDtype, f64)> {
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
     crate::amx::tests::emulator::install();
     let both = |isa| [(isa, PackDtype::F32, 1e-6), (isa, PackDtype::Bf16, if isa == Isa::Amx { 2e-3 } else { 1e-6 })];
@@ -79,7 +80,7 @@ fn tolerance(one: f64, terms: usize) -> f64 {
     one * (terms as f64).sqrt().max(1.0)
 }
 
-/// Rows, outputs, inputs: none a multiple of what the kernels work in, one of each, more than a block of each.
+/// Rows, outputs, inputs: none a multiple of the kernels' sizes, one of each, more than a block of each.
 const SHAPES: [(usize, usize, usize); 17] = [
     (16, 96, 544),
     (9, 129, 512),
@@ -105,8 +106,8 @@ fn teams() -> [Threads; 3] {
 }
 
 #[test]
-fn a_product_is_what_loops_give() {
-    for (isa, dtype, one) in rungs() {
+fn a_product_equals_plain_loops() {
+    for (isa, dtype, one) in isas() {
         for (rows, n, k) in SHAPES {
             let (weight, second) = (Weight::random(n, k, dtype, 3), Weight::random(n, 5, dtype, 9));
             let (x, h, bias) = (random(rows * (k + 3), 5), random(rows * 5, 11), random(n, 13));
@@ -140,8 +141,8 @@ fn a_product_is_what_loops_give() {
 }
 
 #[test]
-fn the_way_back_is_what_loops_give() {
-    for (isa, dtype, one) in rungs() {
+fn the_backward_pass_equals_plain_loops() {
+    for (isa, dtype, one) in isas() {
         for (rows, n, k) in SHAPES {
             let weight = Weight::random(n, k, dtype, 3);
             let dy = random(rows * n, 5);
@@ -167,7 +168,7 @@ fn the_way_back_is_what_loops_give() {
 }
 
 #[test]
-fn the_gradient_of_a_weight_is_what_loops_give() {
+fn the_gradient_of_a_weight_equals_plain_loops() {
     for isa in Isa::available() {
         for (rows, n, k) in SHAPES {
             let (dy, x) = (random(rows * (n + 1), 3), random(rows * (k + 2), 5));
@@ -199,12 +200,12 @@ fn the_gradient_of_a_weight_is_what_loops_give() {
 }
 
 #[test]
-fn a_row_has_the_same_bits_in_any_company() {
-    // More rows and steps than a block has; fewer where every instruction is emulated.
+fn a_row_has_the_same_bits_whatever_rows_share_its_batch() {
+    // More rows and steps than a block has; fewer if every instruction is emulated.
     let shapes = [(133, 70, 1100), (20, 1100, 70), (70, 90, 300), (40, 70, 544)];
     let all = |(isa, dtype, _)| shapes.map(|shape| (isa, dtype, shape));
     let cases =
-        rungs().into_iter().flat_map(all).filter(|(isa, _, shape)| *isa != Isa::Amx || [70, 40].contains(&shape.0));
+        isas().into_iter().flat_map(all).filter(|(isa, _, shape)| *isa != Isa::Amx || [70, 40].contains(&shape.0));
     for (isa, dtype, (rows, n, k)) in cases {
         let weight = Weight::random(n, k, dtype, 3);
         let (x, dy) = (random(rows * k, 5), random(rows * n, 7));
@@ -231,7 +232,7 @@ fn a_row_has_the_same_bits_in_any_company() {
 
 #[test]
 fn parts_of_the_outputs_give_the_bits_of_the_whole() {
-    for (isa, dtype, _) in rungs() {
+    for (isa, dtype, _) in isas() {
         for (rows, n, k) in [(1, 1, 1), (19, 333, 70), (3, 1000, 33), (90, 200, 40)] {
             let weight = Weight::random(n, k, dtype, 3);
             let (x, dy, bias) = (random(rows * k, 5), random(rows * n, 7), random(n, 11));
@@ -250,16 +251,16 @@ fn parts_of_the_outputs_give_the_bits_of_the_whole() {
                 let width = columns.len();
                 let mut found = vec![f32::NAN; rows * width];
                 let out = Output { y: &mut found, stride: width, rows, add: false };
-                forward_panels(isa, &terms[0], Laid::default(), Some(&bias), part.clone(), out);
-                // From a row on, with inputs laid out before.
+                forward_panels(isa, &terms[0], SharedInputs::default(), Some(&bias), part.clone(), out);
+                // Starts at a later row, with inputs that were packed before.
                 let first = rows / 2 / 16 * 16;
                 let mut lower = vec![f32::NAN; (rows - first) * width];
                 let out = Output { y: &mut lower, stride: width, rows: rows - first, add: false };
                 let term = Term { x: &x[first * k..], ..terms[0] };
-                with_laid(&threads, isa, &x, rows, &weight.packed, |laid| {
-                    forward_panels(isa, &term, laid.starting_at(first), Some(&bias), part.clone(), out);
+                with_shared_inputs(&threads, isa, &x, rows, &weight.packed, |shared_inputs| {
+                    forward_panels(isa, &term, shared_inputs.starting_at(first), Some(&bias), part.clone(), out);
                 });
-                assert!(lower == found[first * width..], "{isa} {dtype:?} {part:?} laid out");
+                assert!(lower == found[first * width..], "{isa} {dtype:?} {part:?} with shared inputs");
                 let local: Vec<f32> = dy.chunks_exact(n).flat_map(|row| &row[columns.clone()]).copied().collect();
                 let local = Rows { values: &local, width, stride: width };
                 let out = Output { y: &mut chained, stride: k, rows, add: begin > 0 };
@@ -277,7 +278,7 @@ fn parts_of_the_outputs_give_the_bits_of_the_whole() {
 /// Rows, inputs, ranks, parts of outputs and their ranks.
 type Fused = (usize, usize, usize, &'static [(Range<usize>, Range<usize>)]);
 
-/// Parts that begin inside panels and inside blocks of ranks, with a gap, and none at all.
+/// Parts that begin inside panels and inside blocks of ranks, parts with a gap, and no parts at all.
 const FUSED: [Fused; 8] = [
     // Long sums of few rows: panels in pairs, of which one may need more ranks than the other.
     (16, 530, 96, &[(0..64, 0..16), (64..96, 16..80), (96..131, 80..96)]),
@@ -290,7 +291,7 @@ const FUSED: [Fused; 8] = [
     (130, 40, 33, &[(5..130, 0..33)]),
 ];
 
-/// What a product begins with.
+/// The initial value of a product.
 #[derive(Clone, Copy, PartialEq)]
 enum How {
     Bias,
@@ -299,8 +300,8 @@ enum How {
 }
 
 #[test]
-fn a_linear_layer_with_its_adapter_is_what_loops_give() {
-    for (isa, dtype, one) in rungs() {
+fn a_linear_layer_with_its_adapter_equals_plain_loops() {
+    for (isa, dtype, one) in isas() {
         for (rows, k, rank, parts) in FUSED {
             let n = parts.last().map_or(50, |part| part.0.end);
             let weight = Weight::random(n, k, dtype, 3);
@@ -367,7 +368,7 @@ fn a_linear_layer_with_its_adapter_is_what_loops_give() {
 }
 
 #[test]
-fn a_sum_of_nothing_is_the_bias_or_what_was_there() {
+fn an_empty_sum_is_the_bias_or_the_previous_value() {
     let weight = Weight::random(40, 3, PackDtype::F32, 3);
     let mut dx = vec![7.0; 6];
     let nothing = Rows { values: &[], width: 0, stride: 0 };
@@ -381,13 +382,13 @@ fn a_sum_of_nothing_is_the_bias_or_what_was_there() {
 }
 
 #[test]
-fn the_way_back_through_an_adapter_is_its_products_one_by_one() {
+fn the_backward_pass_through_an_adapter_equals_its_separate_products() {
     const RANK: usize = 12;
     let (n, k) = (160, 70);
-    for (isa, dtype, _) in rungs() {
+    for (isa, dtype, _) in isas() {
         let weight = Weight::random(n, k, dtype, 3);
         let a = Weight::random(2 * RANK, k, dtype, 5);
-        // Parts that begin where tiles do, parts that do not, and outputs without an adapter.
+        // Parts that begin at tiles, parts that do not, and outputs without an adapter.
         for outputs in [[0..96, 96..160], [0..40, 40..160], [0..32, 128..160]] {
             let b: Vec<Weight> = outputs.iter().map(|o| Weight::random(RANK, o.len(), dtype, 7)).collect();
             let b: Vec<PackedMatrix> = b.into_iter().map(|b| b.packed).collect();
@@ -409,8 +410,8 @@ fn the_way_back_through_an_adapter_is_its_products_one_by_one() {
                     backward(threads, isa, &terms[..if adds { 2 } else { 1 }], out);
 
                     let (mut dh_here, mut dx_here) = (vec![f32::NAN; dh.len()], vec![f32::NAN; dx.len()]);
-                    let lora = LoraBack { a: &a.packed, b_transposed: &b, parts: &parts, dh: &mut dh_here, adds };
-                    let back = LinearBack { dy: &dy, stride: n + 1, weight: &weight.packed, lora: Some(lora) };
+                    let lora = LoraBackward { a: &a.packed, b_transposed: &b, parts: &parts, dh: &mut dh_here, adds };
+                    let back = LinearBackward { dy: &dy, stride: n + 1, weight: &weight.packed, lora: Some(lora) };
                     let out = Output { y: &mut dx_here, stride: k, rows, add: false };
                     linear_backward(threads, isa, back, out);
                     assert!(dh == dh_here && dx == dx_here, "{isa} {dtype:?}, {rows} rows, {parts:?}");
@@ -425,8 +426,8 @@ fn gradients_of_factors_together_have_the_bits_of_each_alone() {
     let (rows, widths, wide) = (77, [1, 16, 48], 300);
     let x = random(rows * (wide + 5), 3);
     let thin = random(rows * 65, 5);
-    for (isa, _, _) in rungs() {
-        for turned in [false, true] {
+    for (isa, _, _) in isas() {
+        for transposed in [false, true] {
             let mut at = 0;
             let wide = Rows { values: &x[5..], width: wide, stride: wide + 5 };
             let thin = widths.map(|width| {
@@ -438,14 +439,14 @@ fn gradients_of_factors_together_have_the_bits_of_each_alone() {
             let mut expected = before.clone();
             for (thin, at) in &thin {
                 let slot = &mut expected[*at..at + thin.width * wide.width];
-                let (a, b) = if turned { (wide, *thin) } else { (*thin, wide) };
+                let (a, b) = if transposed { (wide, *thin) } else { (*thin, wide) };
                 outer(&Threads::new(1), isa, rows, a, b, slot);
             }
             for threads in &teams() {
                 let mut found = before.clone();
-                let all = [Factors { wide, thin: thin.to_vec(), turned }];
+                let all = [Factors { wide, thin: thin.to_vec(), transposed }];
                 outer_factors(threads, isa, rows, &all, &mut found);
-                assert!(found == expected, "{isa}, turned {turned}");
+                assert!(found == expected, "{isa}, transposed {transposed}");
             }
         }
     }

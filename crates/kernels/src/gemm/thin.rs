@@ -1,20 +1,21 @@
-//! The gradient of a thin weight, an adapter's factor: both sides are read where they lie, the sums stay near.
+//! The gradient of a thin weight, such as an adapter's factor: both sides are read in place, and the sums
+//! stay in the cache.
 
 use std::ops::Range;
 
-use super::super::rows::on_every_rung;
+use super::super::rows::on_every_isa;
 use super::super::simd::{Simd, load_some, store_some};
 use super::Rows;
 use super::tile::{LINE, prefetch};
 
-/// Columns of the thin side at most: beyond, packing both sides pays.
+/// Maximum number of columns of the thin side; beyond that, packing both sides is faster.
 pub(super) const WIDEST: usize = 64;
-/// Columns of the wide side whose sums stay in the first-level cache.
+/// Number of columns of the wide side whose sums stay in the first-level cache.
 const COLUMNS: usize = 256;
-/// Rows that a tile adds at a time.
+/// Number of rows that a tile adds in one iteration.
 const ROWS: usize = 32;
 
-/// Sums `[thin, stride]` += thinᵀ · wide of a range of wide's columns, the rows in order: column 0 of the sums is the
+/// Sums `[thin, stride]` += thinᵀ · wide for a range of wide's columns, the rows in order: column 0 of the sums is the
 /// first of the range.
 pub(super) struct Sums<'a> {
     pub rows: usize,
@@ -25,21 +26,21 @@ pub(super) struct Sums<'a> {
     pub stride: usize,
 }
 
-/// Wide columns in pieces of at most so many, whose sums fit [`scratch_len`] elements.
+/// Splits wide columns into pieces of at most `most`, whose sums fit into [`scratch_len`] elements.
 pub(super) fn pieces(columns: Range<usize>, most: usize) -> impl Iterator<Item = Range<usize>> {
     super::product::pieces(columns, most.min(COLUMNS))
 }
 
-/// Elements of the sums of a piece.
+/// Number of elements of the sums of a piece.
 pub(super) fn scratch_len(thin: usize) -> usize {
     thin * COLUMNS
 }
 
-on_every_rung! {
-    /// Add.
+on_every_isa! {
+    /// Adds the products to the sums.
     ///
     /// # Safety
-    /// Both sides have so many rows, as wide as they say, and the sums are `[thin, stride]`.
+    /// Both sides have this many rows with the stated widths, and the sums are `[thin, stride]`.
     pub(super) unsafe fn add(sums: &mut Sums<'_>) = add_all
 }
 
@@ -53,7 +54,7 @@ unsafe fn add_all<S: Simd>(sums: &mut Sums<'_>) {
             let valid = (sums.columns.len() - column).min(at_once);
             let mut m = 0;
             while m < thin {
-                // Safety: the caller's.
+                // Safety: guaranteed by the caller.
                 unsafe {
                     m += match thin - m {
                         8.. if S::LANES == 16 => tile::<S, 8>(sums, &rows, m, column, valid),
@@ -67,7 +68,7 @@ unsafe fn add_all<S: Simd>(sums: &mut Sums<'_>) {
     }
 }
 
-/// So many of the thin side's columns by two vectors of the wide side's; returns how many.
+/// Adds MR of the thin side's columns times two vectors of the wide side's; returns the number of columns done.
 #[inline(always)]
 unsafe fn tile<S: Simd, const MR: usize>(
     sums: &mut Sums<'_>,
@@ -78,7 +79,7 @@ unsafe fn tile<S: Simd, const MR: usize>(
 ) -> usize {
     let counts = [valid.min(S::LANES), valid - valid.min(S::LANES)];
     let whole = valid == 2 * S::LANES;
-    // Safety: the caller's; loads and stores at the edge touch what is valid.
+    // Safety: guaranteed by the caller; loads and stores at the edge access only valid elements.
     unsafe {
         let mut acc = [[S::zero(); 2]; MR];
         for (number, acc) in acc.iter_mut().enumerate() {
@@ -89,7 +90,7 @@ unsafe fn tile<S: Simd, const MR: usize>(
         let mut w = sums.wide.values.as_ptr().add(rows.start * sums.wide.stride + sums.columns.start + column);
         for row in rows.clone() {
             if m == 0 {
-                // The rows that come next lie far apart.
+                // Prefetch the next rows, which are far apart in memory.
                 let next = w.wrapping_add(ROWS * sums.wide.stride);
                 prefetch(next);
                 prefetch(next.wrapping_add(LINE));
@@ -119,7 +120,7 @@ unsafe fn tile<S: Simd, const MR: usize>(
 
 #[inline(always)]
 unsafe fn two<S: Simd>(from: *const f32, whole: bool, counts: [usize; 2]) -> [S::V; 2] {
-    // Safety: the caller's.
+    // Safety: guaranteed by the caller.
     unsafe {
         match whole {
             true => [S::load(from), S::load(from.add(S::LANES))],

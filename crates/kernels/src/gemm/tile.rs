@@ -1,67 +1,68 @@
-//! The innermost loops: a few rows by half a panel or a whole one, the sums in registers.
+//! The innermost loops: a few rows times half a panel or a whole one, with the sums in registers.
 
 use super::super::isa::Isa;
 use super::super::pack::PANEL;
 use super::super::simd::{Portable, Simd};
 
-/// Elements from one packed row of inputs to the next: a constant, so that one register addresses all rows, and odd in
-/// cache lines, so that they fall into different sets. More than a block is deep.
+/// Number of elements from one packed row of inputs to the next. It is a constant, so that one register addresses all
+/// rows; an odd number of cache lines, so that rows are in different cache sets; and more than the depth of a block.
 pub(in super::super) const INPUT_STRIDE: usize = 1040;
 
-/// Most rows of any tile.
+/// Maximum number of rows of any tile.
 pub(in super::super) const MOST_ROWS: usize = 12;
 
-/// One tile.
+/// The arguments of one tile.
 pub(in super::super) struct Tile {
-    /// `[rows][INPUT_STRIDE]`
+    /// The packed inputs, `[rows][INPUT_STRIDE]`.
     pub x: *const f32,
-    /// `[depth][32]` f32 or `[depth / 2][32][2]` bf16, from the tile's first column on.
+    /// Weights `[depth][32]` f32 or `[depth / 2][32][2]` bf16, from the tile's first column on.
     pub w: *const u32,
-    /// Steps; for bf16 rounded up to pairs.
+    /// Number of steps; for bf16 rounded up to pairs.
     pub depth: usize,
-    /// Where the sums begin, `from_stride` apart.
+    /// Initial values of the sums, `from_stride` apart.
     pub from: *const f32,
     pub from_stride: usize,
-    /// Where they end.
+    /// Destination of the sums.
     pub y: *mut f32,
     pub y_stride: usize,
     /// The rows of the next tile's outputs.
     pub next: *const f32,
-    /// Weights in pairs that will be wanted: fetched `fetch_step` words a pair of steps, a line or two.
+    /// Weights in pairs to prefetch: `fetch_step` words per pair of steps, one or two cache lines.
     pub fetch: *const u32,
     pub fetch_step: usize,
 }
 
-/// Words of a cache line.
+/// Number of words in a cache line.
 pub(in super::super) const LINE: usize = 16;
 
-/// How a rung multiplies.
-pub(in super::super) struct Rung {
-    /// Rows of a tile at most.
+/// The kernels of one instruction set.
+pub(in super::super) struct TileKernels {
+    /// Maximum number of rows of a tile.
     pub rows: usize,
-    /// Columns of a tile.
+    /// Number of columns of a tile.
     pub columns: usize,
-    /// For packs of f32 and of bf16.
+    /// Kernels for packs of f32 and of bf16.
     pub f32: Kernels,
     pub bf16: Kernels,
-    /// A block of 32 × 32 weights turned: so many inputs `[inputs][32]` to `[32 outputs][32 inputs]`.
-    pub turn_f32: unsafe fn(*const u32, usize, *mut f32),
-    /// Pairs of inputs `[16][32][2]` to pairs of outputs `[16][32 inputs][2]`.
-    pub turn_bf16: unsafe fn(*const u32, *mut u32),
+    /// Transposes a block of 32 × 32 weights: `[inputs][32]` for the given number of inputs
+    /// to `[32 outputs][32 inputs]`.
+    pub transpose_f32: unsafe fn(*const u32, usize, *mut f32),
+    /// Transposes pairs of inputs `[16][32][2]` to pairs of outputs `[16][32 inputs][2]`.
+    pub transpose_bf16: unsafe fn(*const u32, *mut u32),
 }
 
-/// The kernels of tiles by their rows − 1.
+/// The kernels of tiles, indexed by their number of rows − 1.
 #[derive(Clone, Copy)]
 pub(in super::super) struct Kernels {
     pub whole: &'static [Kernel],
-    /// Of half the columns, for edges that need no more.
+    /// Kernels with half the columns, for narrow edges.
     pub half: &'static [Kernel],
 }
 
 pub(in super::super) type Kernel = unsafe fn(&Tile);
 
-/// The rung that multiplies packs of f32, and of bf16 where there is no AMX.
-pub(in super::super) fn rung(isa: Isa) -> &'static Rung {
+/// The kernels for packs of f32, and of bf16 without AMX.
+pub(in super::super) fn tile_kernels(isa: Isa) -> &'static TileKernels {
     match isa {
         #[cfg(target_arch = "x86_64")]
         Isa::Amx | Isa::Avx512 => &x86::AVX512,
@@ -71,20 +72,20 @@ pub(in super::super) fn rung(isa: Isa) -> &'static Rung {
     }
 }
 
-/// The kernels of 1, 2, … rows, of two vectors and of one.
+/// Creates the kernels of 1, 2, … rows, with two vectors and with one.
 macro_rules! kernels {
     ($tile:ident, $bf16:literal, $($rows:literal)*) => {
         Kernels { whole: &[$($tile::<$rows, 2, $bf16>,)*], half: &[$($tile::<$rows, 1, $bf16>,)*] }
     };
 }
 
-const PORTABLE: Rung = Rung {
+const PORTABLE: TileKernels = TileKernels {
     rows: 4,
     columns: 16,
     f32: kernels!(tile_portable, false, 1 2 3 4),
     bf16: kernels!(tile_portable, true, 1 2 3 4),
-    turn_f32,
-    turn_bf16,
+    transpose_f32,
+    transpose_bf16,
 };
 
 unsafe fn tile_portable<const MR: usize, const NV: usize, const BF16: bool>(tile: &Tile) {
@@ -98,13 +99,13 @@ mod x86 {
     use super::super::super::simd::{Avx2, Avx512};
     use super::*;
 
-    pub(super) const AVX2: Rung = Rung {
+    pub(super) const AVX2: TileKernels = TileKernels {
         rows: 6,
         columns: 16,
         f32: kernels!(tile_avx2, false, 1 2 3 4 5 6),
         bf16: kernels!(tile_avx2, true, 1 2 3 4 5 6),
-        turn_f32,
-        turn_bf16,
+        transpose_f32,
+        transpose_bf16,
     };
 
     #[target_feature(enable = "avx2,fma")]
@@ -112,13 +113,13 @@ mod x86 {
         unsafe { multiply::<Avx2, MR, NV, BF16>(tile) }
     }
 
-    pub(super) const AVX512: Rung = Rung {
+    pub(super) const AVX512: TileKernels = TileKernels {
         rows: 12,
         columns: 32,
         f32: kernels!(tile_avx512, false, 1 2 3 4 5 6 7 8 9 10 11 12),
         bf16: kernels!(tile_avx512, true, 1 2 3 4 5 6 7 8 9 10 11 12),
-        turn_f32: turn_f32_avx512,
-        turn_bf16: turn_bf16_avx512,
+        transpose_f32: transpose_f32_avx512,
+        transpose_bf16: transpose_bf16_avx512,
     };
 
     #[target_feature(enable = "avx512f")]
@@ -127,7 +128,7 @@ mod x86 {
     }
 
     #[target_feature(enable = "avx512f")]
-    unsafe fn turn_f32_avx512(words: *const u32, inputs: usize, out: *mut f32) {
+    unsafe fn transpose_f32_avx512(words: *const u32, inputs: usize, out: *mut f32) {
         unsafe {
             for (half, first) in [(0, 0), (0, 16), (1, 0), (1, 16)] {
                 let mut rows = [_mm512_setzero_si512(); 16];
@@ -142,7 +143,7 @@ mod x86 {
     }
 
     #[target_feature(enable = "avx512f")]
-    unsafe fn turn_bf16_avx512(words: *const u32, out: *mut u32) {
+    unsafe fn transpose_bf16_avx512(words: *const u32, out: *mut u32) {
         unsafe {
             let low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
             let high = _mm512_set_epi32(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8);
@@ -153,7 +154,7 @@ mod x86 {
                     *row = _mm512_loadu_si512(words.add(pair * PANEL + half * 16).cast());
                 }
                 for (pair, [a, b]) in transpose(rows).as_chunks().0.iter().enumerate() {
-                    // One output's inputs lie in pairs: the even ones of two outputs together, and the odd ones.
+                    // The inputs of one output are in pairs: combine the even ones of two outputs, and the odd ones.
                     let even = _mm512_or_si512(_mm512_andnot_si512(upper, *a), _mm512_slli_epi32::<16>(*b));
                     let odd = _mm512_or_si512(_mm512_srli_epi32::<16>(*a), _mm512_and_si512(upper, *b));
                     let out = out.add((half * 8 + pair) * PANEL);
@@ -164,7 +165,7 @@ mod x86 {
         }
     }
 
-    /// 16 × 16 words.
+    /// Transposes 16 × 16 words.
     #[inline(always)]
     unsafe fn transpose(r: [__m512i; 16]) -> [__m512i; 16] {
         unsafe {
@@ -173,7 +174,7 @@ mod x86 {
                 a[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
                 a[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
             }
-            // b[4·i + j]: column j of each group of four columns, rows 4·i …
+            // b[4·i + j] holds column j of each group of four columns, rows 4·i …
             let mut b = a;
             for i in 0..4 {
                 let (p, q, r, s) = (a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3]);
@@ -198,10 +199,10 @@ mod x86 {
     }
 }
 
-unsafe fn turn_f32(words: *const u32, inputs: usize, out: *mut f32) {
+unsafe fn transpose_f32(words: *const u32, inputs: usize, out: *mut f32) {
     for input in 0..PANEL {
         for output in 0..PANEL {
-            // Safety: the caller's.
+            // Safety: guaranteed by the caller.
             unsafe {
                 let word = if input < inputs { *words.add(input * PANEL + output) } else { 0 };
                 *out.add(output * PANEL + input) = f32::from_bits(word);
@@ -210,10 +211,10 @@ unsafe fn turn_f32(words: *const u32, inputs: usize, out: *mut f32) {
     }
 }
 
-unsafe fn turn_bf16(words: *const u32, out: *mut u32) {
+unsafe fn transpose_bf16(words: *const u32, out: *mut u32) {
     for pair in 0..PANEL / 2 {
         for half in 0..PANEL / 2 {
-            // Safety: the caller's.
+            // Safety: guaranteed by the caller.
             unsafe {
                 let (a, b) = (*words.add(pair * PANEL + 2 * half), *words.add(pair * PANEL + 2 * half + 1));
                 let out = out.add(half * PANEL + 2 * pair);
@@ -224,11 +225,11 @@ unsafe fn turn_bf16(words: *const u32, out: *mut u32) {
     }
 }
 
-/// Bring a line near.
+/// Prefetches a cache line.
 #[inline(always)]
 pub(in super::super) fn prefetch<T>(at: *const T) {
     #[cfg(target_arch = "x86_64")]
-    // Safety: a prefetch touches nothing; SSE is part of the architecture.
+    // Safety: a prefetch has no effect on memory; SSE is part of the architecture.
     unsafe {
         std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(at.cast());
     }
@@ -236,7 +237,7 @@ pub(in super::super) fn prefetch<T>(at: *const T) {
     let _ = at;
 }
 
-/// Words by which the stream of weights is fetched ahead.
+/// Number of words by which the stream of weights is prefetched.
 pub(in super::super) const AHEAD: usize = 768;
 
 #[inline(always)]
@@ -261,7 +262,7 @@ unsafe fn multiply<S: Simd, const MR: usize, const NV: usize, const BF16: bool>(
                 prefetch(fetch);
                 prefetch(fetch.wrapping_add(second));
                 fetch = fetch.wrapping_add(tile.fetch_step);
-                // The odd halves are loaded again: a register fewer.
+                // The odd halves are loaded again, which saves a register.
                 let mut weights = [S::zero(); NV];
                 for (v, weight) in weights.iter_mut().enumerate() {
                     *weight = S::load_pairs(w.add(v * S::LANES)).0;

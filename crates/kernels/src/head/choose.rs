@@ -1,37 +1,38 @@
-//! The next token of each row, by argmax or by one draw.
+//! Chooses the next token of each row, by argmax or by sampling.
 
 use std::cell::RefCell;
 
-use super::super::gemm::{Laid, Output, Term, forward_panels};
+use super::super::gemm::{Output, SharedInputs, Term, forward_panels};
 use super::super::isa::Isa;
 use super::super::pack::PANEL;
-use super::super::rows::{on_every_rung, over_rows};
+use super::super::rows::{on_every_isa, over_rows};
 use super::super::simd::Simd;
 use super::super::threads::{Shared, Threads};
 use super::{CHUNK, CHUNK_PANELS, Cell, Head, PAD, Total, check, exponential, factor, stream, summary};
 
-/// How the token of a row is chosen.
+/// The random pick for a row's token.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Pick {
-    /// Divides the logits; 0 takes the largest.
+    /// Divisor of the logits; 0 takes the largest logit.
     pub temperature: f64,
-    /// Where the draw falls, in [0, 1).
+    /// The random number in [0, 1).
     pub uniform: f64,
 }
 
-/// The choice of a row.
+/// The chosen token of a row.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Chosen {
-    /// The token.
+    /// Id of the token.
     pub token: u32,
-    /// Its log-probability at the temperature of the choice, in nats; at temperature 1 where that is 0.
+    /// Log-probability of the token at the temperature of the choice, in nats; at temperature 1 if
+    /// the choice was greedy.
     pub logp: f32,
 }
 
-/// One token a row of x `[rows, hidden]`, normed already. Temperature 0 takes the largest logit, the lowest id of several,
-/// never a NaN; otherwise the first token whose probability and those of all lower ids sum to more than `uniform`.
-/// `logp` is, to the bit, what [`score`](super::score) gives for the token at that temperature. They replace what is in
-/// `chosen`.
+/// Chooses one token per row of x `[rows, hidden]`, which is already normed. Temperature 0 takes the largest logit (the
+/// lowest id of several, never a NaN). Otherwise it takes the first token at which the sum of its probability and those
+/// of all lower ids exceeds `uniform`. `logp` equals, bit for bit, the result of [`score`](super::score) for the token
+/// at that temperature. The results replace the content of `chosen`.
 pub fn choose(threads: &Threads, isa: Isa, x: &[f32], head: Head<'_>, picks: &[Pick], chosen: &mut Vec<Chosen>) {
     TABLE.with_borrow_mut(|table| choose_with(table, threads, isa, (x, head), picks, chosen));
 }
@@ -40,12 +41,12 @@ thread_local! {
     static TABLE: RefCell<Table> = RefCell::default();
 }
 
-/// What is kept of every row while its token is chosen; its memory is used again.
+/// The summaries of every row while its token is chosen; the memory is reused.
 #[derive(Default)]
 struct Table {
-    /// `[rows][chunks]`
+    /// Cells of all rows, `[rows][chunks]`.
     cells: Vec<Cell>,
-    /// `[rows][panels]`: Σ eᶻ
+    /// Sum Σ eᶻ of each panel, `[rows][panels]`.
     sums: Vec<f32>,
 }
 
@@ -69,7 +70,7 @@ fn choose_with(
         let of_chunk = part.chunk * CHUNK_PANELS..((part.chunk + 1) * CHUNK_PANELS).min(panels);
         for (row, values) in part.rows.clone().zip(part.logits.chunks(part.stride)) {
             let t = factor(picks[row].temperature);
-            // Safety: a row's chunk is one part's.
+            // Safety: each row's chunk belongs to one part.
             unsafe {
                 let sums = panel_sums.part(row * panels + of_chunk.start..row * panels + of_chunk.end);
                 *cells.at(row * chunks + part.chunk) = summary(isa, part.padded(values), t, sums);
@@ -88,13 +89,13 @@ fn choose_with(
                 cells: &table[row * chunks..(row + 1) * chunks],
                 panels: &sums[row * panels..(row + 1) * panels],
             };
-            // Safety: one element a row.
+            // Safety: one element per row.
             unsafe { *shared.at(row) = of_row.choose(picks[row]) };
         }
     });
 }
 
-/// What is known of a row.
+/// The summary of one row.
 struct Row<'a> {
     isa: Isa,
     x: &'a [f32],
@@ -110,20 +111,20 @@ impl Row<'_> {
         Chosen { token: token as u32, logp: total.logp(logit) }
     }
 
-    /// The logits of a panel, −∞ after the last; the same bits as before.
+    /// The logits of a panel, −∞ after the last one; the same bits as before.
     fn logits(&self, panel: usize) -> [f32; PANEL] {
         let mut logits = [f32::NEG_INFINITY; PANEL];
         let weight = self.head.weight;
         let term = Term { x: self.x, stride: weight.k(), weight };
         let out = Output { y: &mut logits, stride: PANEL, rows: 1, add: false };
-        forward_panels(self.isa, &term, Laid::default(), None, panel..panel + 1, out);
+        forward_panels(self.isa, &term, SharedInputs::default(), None, panel..panel + 1, out);
         let valid = (weight.n() - panel * PANEL).min(PANEL);
         self.head.cap(self.isa, &mut logits);
         logits[valid..].fill(f32::NEG_INFINITY);
         logits
     }
 
-    /// The first of the largest logits.
+    /// The first of the largest logits, with its index.
     fn largest(&self) -> (usize, f32) {
         let mut best = 0;
         for (chunk, cell) in self.cells.iter().enumerate() {
@@ -143,7 +144,7 @@ impl Row<'_> {
         (0, f32::NAN)
     }
 
-    /// By chunks, then by panels of the chunk, then by tokens of the panel.
+    /// Samples a token: searches the chunks, then the panels of the chunk, then the tokens of the panel.
     fn draw(&self, total: &Total, uniform: f64) -> (usize, f32) {
         let shares = self.cells.iter().map(|cell| total.share(cell).0 * f64::from(cell.sum));
         let (chunk, before) = invert(shares, uniform * total.sum);
@@ -155,7 +156,7 @@ impl Row<'_> {
         let (panel, rest) = (first + panel, rest - before);
         let logits = self.logits(panel);
         let mut weights = [0f32; PANEL];
-        // Safety: a panel is whole vectors.
+        // Safety: a panel consists of whole vectors.
         unsafe { exponentials(self.isa, &logits, total.t, cell.scaled(total.t), &mut weights) };
         let valid = (self.head.weight.n() - panel * PANEL).min(PANEL);
         let (index, _) = invert(weights[..valid].iter().map(|weight| f64::from(*weight)), rest);
@@ -163,8 +164,8 @@ impl Row<'_> {
     }
 }
 
-on_every_rung! {
-    /// e^(logit·t − shift), as in the sums; a panel of them.
+on_every_isa! {
+    /// Computes e^(logit·t − shift) for a panel, as in the sums.
     unsafe fn exponentials(logits: &[f32; PANEL], t: f32, shift: f32, out: &mut [f32; PANEL]) = exponentials_with
 }
 
@@ -179,8 +180,8 @@ unsafe fn exponentials_with<S: Simd>(logits: &[f32; PANEL], t: f32, shift: f32, 
     }
 }
 
-/// The first index whose weight and those before it sum to more than `target`, and the sum before it; where rounding
-/// leaves none, the last that added to the sum.
+/// Finds the first index at which the cumulative weight exceeds `target`, and the sum before it; if rounding leaves
+/// none, the last index with a positive weight.
 fn invert(weights: impl Iterator<Item = f64>, target: f64) -> (usize, f64) {
     let (mut sum, mut last) = (0.0, (0, 0.0));
     for (index, weight) in weights.enumerate() {

@@ -2,32 +2,32 @@
 
 use std::cell::RefCell;
 
-use super::super::gemm::{Laid, Output, Rows, backward_panels, outer_here, with_laid};
+use super::super::gemm::{Output, Rows, SharedInputs, backward_panels, outer_here, with_shared_inputs};
 use super::super::isa::Isa;
-use super::super::rows::{on_every_rung, take_turns};
+use super::super::rows::{on_every_isa, take_turns};
 use super::super::simd::Simd;
 use super::super::threads::{Shared, Threads};
 use super::{CHUNK, CHUNK_PANELS, Head, Normalizer, PAD, ROWS_AT_ONCE, check, compute, exponential, factor};
 
-/// What [`score_vjp`] goes by: the arguments of [`score`](super::score) and what it kept, one element a row.
+/// The inputs of [`score_vjp`]: the arguments of [`score`](super::score) and its results, one element per row.
 #[derive(Clone, Copy, Debug)]
 pub struct Gradient<'a> {
-    /// `[rows, hidden]`
+    /// The input rows, `[rows, hidden]`.
     pub x: &'a [f32],
-    /// What made the logits.
+    /// The head of the forward pass.
     pub head: Head<'a>,
-    /// Tokens.
+    /// The target token of each row.
     pub targets: &'a [u32],
-    /// Divides the logits; above 0.
+    /// Divisor of the logits; above 0.
     pub temperature: f64,
-    /// From [`score`](super::score).
+    /// The normalizers returned by [`score`](super::score).
     pub normalizers: &'a [Normalizer],
-    /// dL/dlogp; rows where it is 0 cost nothing.
+    /// The gradient dL/dlogp; rows with 0 are skipped.
     pub g: &'a [f32],
 }
 
-/// d_x `[rows, hidden]` = dL/dx, and d_weight `[vocab, hidden]` += dL/dweight where it is asked for. The sums are chains
-/// over the vocabulary and over the rows, in order.
+/// Computes d_x `[rows, hidden]` = dL/dx, and d_weight `[vocab, hidden]` += dL/dweight if requested. The sums are
+/// chains over the vocabulary and over the rows, in order.
 pub fn score_vjp(threads: &Threads, isa: Isa, gradient: &Gradient<'_>, d_x: &mut [f32], d_weight: Option<&mut [f32]>) {
     let Gradient { x, head, targets, temperature, normalizers, g } = *gradient;
     let weight = head.weight;
@@ -59,8 +59,8 @@ pub fn score_vjp(threads: &Threads, isa: Isa, gradient: &Gradient<'_>, d_x: &mut
             at_target: g[*row] * t,
         })
         .collect();
-    with_laid(threads, isa, x, lines.len(), weight, |laid| {
-        let job = Job { isa, x, laid, head, lines: &lines, t };
+    with_shared_inputs(threads, isa, x, lines.len(), weight, |shared_inputs| {
+        let job = Job { isa, x, shared_inputs, head, lines: &lines, t };
         job.inputs(threads, d_x);
         if let Some(d_weight) = d_weight {
             assert_eq!(d_weight.len(), weight.n() * k, "the weight and its gradient differ in shape");
@@ -69,7 +69,7 @@ pub fn score_vjp(threads: &Threads, isa: Isa, gradient: &Gradient<'_>, d_x: &mut
     });
 }
 
-/// Rows for which the weights are streamed once on the way to d_x.
+/// Number of rows for which the weights are read once to compute d_x.
 const MOST_ROWS: usize = 256;
 
 /// A row whose gradient is not 0.
@@ -77,17 +77,17 @@ struct Line {
     row: usize,
     target: usize,
     largest: f32,
-    /// Σ over the vocabulary of the softmax times this is −g / temperature.
+    /// The factor −g / temperature, divided by the sum of exponentials.
     c: f32,
-    /// g / temperature
+    /// The value g / temperature at the target.
     at_target: f32,
 }
 
 struct Job<'a> {
     isa: Isa,
-    /// `[lines, hidden]`
+    /// Input rows, `[lines, hidden]`.
     x: &'a [f32],
-    laid: Laid,
+    shared_inputs: SharedInputs,
     head: Head<'a>,
     lines: &'a [Line],
     t: f32,
@@ -103,14 +103,14 @@ impl Job<'_> {
         self.head.weight.n().div_ceil(CHUNK)
     }
 
-    /// Multiply-adds of one product, in vectors.
+    /// Number of multiply-adds of one product, in vectors.
     fn work(&self) -> usize {
         self.lines.len() * self.head.weight.n() * self.head.weight.k() / 16
     }
 
     fn inputs(&self, threads: &Threads, d_x: &mut [f32]) {
         let (k, lines) = (self.head.weight.k(), self.lines);
-        // The cut does not show in the sums.
+        // The division into blocks does not affect the sums.
         let blocks = lines.len().div_ceil(MOST_ROWS).next_multiple_of(threads.count());
         let at_once = lines.len().div_ceil(blocks).next_multiple_of(16);
         let d_x = Shared::new(d_x);
@@ -127,7 +127,7 @@ impl Job<'_> {
                     backward_panels(self.isa, self.head.weight, panels, dy, out);
                 }
                 for (line, sums) in block.iter().zip(sums.chunks_exact(k)) {
-                    // Safety: each row is one block's.
+                    // Safety: each row belongs to one block.
                     unsafe { d_x.part(line.row * k..(line.row + 1) * k) }.copy_from_slice(sums);
                 }
             });
@@ -143,7 +143,7 @@ impl Job<'_> {
                     let first = index * ROWS_AT_ONCE;
                     let dy = self.d_logits(first, block, chunk, logits);
                     let begin = chunk * CHUNK * k;
-                    // Safety: each chunk is one call's.
+                    // Safety: each chunk belongs to one call.
                     let to = unsafe { d_weight.part(begin..begin + dy.width * k) };
                     let x = Rows { values: &self.x[first * k..], width: k, stride: k };
                     outer_here(self.isa, block.len(), dy, x, to);
@@ -152,11 +152,11 @@ impl Job<'_> {
         });
     }
 
-    /// dL/dlogits of some rows and a chunk.
+    /// Computes dL/dlogits of some rows and a chunk.
     fn d_logits<'a>(&self, first: usize, block: &[Line], chunk: usize, logits: &'a mut Vec<f32>) -> Rows<'a> {
         let k = self.head.weight.k();
         let width = (self.head.weight.n() - chunk * CHUNK).min(CHUNK);
-        let inputs = (&self.x[first * k..], self.laid.starting_at(first), block.len());
+        let inputs = (&self.x[first * k..], self.shared_inputs.starting_at(first), block.len());
         compute(self.isa, inputs, self.head, chunk..chunk + 1, logits);
         let mut capped = [0f32; CHUNK];
         let capped = &mut capped[..width.next_multiple_of(PAD)];
@@ -165,13 +165,13 @@ impl Job<'_> {
             if self.head.softcap.is_some() {
                 capped.copy_from_slice(of_row);
             }
-            // Safety: whole vectors.
+            // Safety: the slice consists of whole vectors.
             unsafe { soften(self.isa, of_row, self.t, line.largest, line.c) };
             if line.target / CHUNK == chunk {
                 values[line.target % CHUNK] += line.at_target;
             }
             if let Some(softcap) = self.head.softcap {
-                // Of c·tanh(x / c): 1 − (value / c)².
+                // The slope of c·tanh(x / c) is 1 − (value / c)².
                 for (d, value) in values.iter_mut().zip(&*capped).take(width) {
                     *d *= 1.0 - (value / softcap) * (value / softcap);
                 }
@@ -181,8 +181,8 @@ impl Job<'_> {
     }
 }
 
-on_every_rung! {
-    /// In place: logit → c·e^(logit·t − largest).
+on_every_isa! {
+    /// Replaces each logit by c·e^(logit·t − largest).
     unsafe fn soften(logits: &mut [f32], t: f32, largest: f32, c: f32) = soften_with
 }
 

@@ -3,7 +3,7 @@ use super::super::rows::tests::{assert_close, assert_same, noise};
 use super::*;
 
 fn choose(threads: &Threads, isa: Isa, x: &[f32], head: Head<'_>, picks: &[Pick]) -> Vec<Chosen> {
-    // What was there does not matter.
+    // The previous content must not matter.
     let mut chosen = vec![Chosen { token: 7, logp: 1.0 }; 2];
     super::choose(threads, isa, x, head, picks, &mut chosen);
     chosen
@@ -16,14 +16,14 @@ struct Case {
     x: Vec<f32>,
     weight: PackedMatrix,
     softcap: Option<f32>,
-    /// `[rows][vocab]`
+    /// The expected logits, `[rows][vocab]`.
     logits: Vec<f64>,
     targets: Vec<u32>,
 }
 
 impl Case {
     fn new(rows: usize, vocab: usize, hidden: usize, dtype: PackDtype, softcap: Option<f32>) -> Case {
-        // Inputs that tiles, too, multiply as they are.
+        // Values that AMX tiles multiply without rounding, too.
         let short = |v: f32| if dtype == PackDtype::Bf16 { half::bf16::from_f32(v).to_f32() } else { v };
         let x: Vec<f32> = noise(rows * hidden, 1).iter().map(|v| short(v * 8.0)).collect();
         let weight = PackedMatrix::new(&noise(vocab * hidden, 2), hidden, dtype);
@@ -67,7 +67,7 @@ impl Case {
         )
     }
 
-    /// Probabilities of a row.
+    /// The probabilities of a row.
     fn softmax(&self, row: usize, temperature: f64) -> Vec<f64> {
         let logits = &self.logits[row * self.vocab..(row + 1) * self.vocab];
         let largest = logits.iter().fold(f64::MIN, |a, b| a.max(*b));
@@ -81,7 +81,7 @@ const SHAPES: [(usize, usize, usize); 6] =
     [(1, 1, 1), (3, 29, 5), (17, 29, 64), (5, 512, 32), (140, 1061, 24), (2, 2048, 64)];
 
 #[test]
-fn scores_are_the_naive_ones_on_every_rung() {
+fn scores_are_the_naive_ones_on_every_isa() {
     for case in Case::all(&SHAPES) {
         for isa in Isa::available() {
             for temperature in [1.0, 0.7, 3.0] {
@@ -152,7 +152,7 @@ fn gradients_are_the_naive_ones_and_rows_without_one_get_zeros() {
                 };
                 let (mut dx, mut dw) = (vec![7f32; d_x.len()], vec![0.25f32; d_weight.len()]);
                 score_vjp(&threads, isa, &gradient, &mut dx, Some(&mut dw));
-                // Tiles multiply dL/dlogits in bf16.
+                // AMX tiles multiply dL/dlogits in bf16.
                 let tiles = isa == Isa::Amx && case.weight.dtype() == PackDtype::Bf16;
                 assert_close(&dx, &d_x, if tiles { 4e-3 } else { 1e-5 }, &case.what(isa));
                 assert_close(&dw, &d_weight, 1e-5, &case.what(isa));

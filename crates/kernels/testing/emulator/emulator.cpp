@@ -1,6 +1,7 @@
 // Runs kernels on the CPU: see emulator.h. Called from ../emulated.rs.
 //
-// Longer than other files: fibers, barriers, shuffles and matrix instructions work on one block's state, which is private here.
+// Longer than other files: fibers, barriers, shuffles and matrix instructions use the state of one block,
+// which is private here.
 #include "emulator.h"
 
 #include <sys/mman.h>
@@ -19,7 +20,8 @@
 
 thread_local emulator::Dim threadIdx, blockIdx, blockDim, gridDim;
 
-// Saves the registers that a call keeps on the stack, leaves the stack in `*from` and goes on with the stack `to`.
+// Saves the registers that a call keeps on the stack, stores the stack pointer in `*from` and continues
+// on the stack `to`.
 extern "C" void rlood_emulator_switch(void** from, void* to);
 #if defined(__x86_64__)
 asm(R"(
@@ -90,7 +92,7 @@ constexpr uint32_t MOST_THREADS = 1024;
 constexpr uint32_t WARP_LANES = 32;
 constexpr size_t STACK_BYTES = 256 << 10;
 constexpr size_t PAGE_BYTES = 4096;
-// What a block may have of shared memory (compute capability 9.0), and of it without asking.
+// Maximum shared memory of a block (compute capability 9.0), and the maximum without setting an attribute.
 constexpr size_t SHARED_BYTES = 227 << 10;
 constexpr size_t STATIC_BYTES = 48 << 10;
 constexpr size_t GUARD_BYTES = 64;
@@ -133,7 +135,7 @@ struct StaticArray {
     size_t bytes;
 };
 
-// The multiprocessor of a thread of the process.
+// The emulated multiprocessor of a thread of the process.
 struct Machine {
     std::vector<Fiber> fibers;
     std::vector<StaticArray> arrays;
@@ -189,7 +191,7 @@ struct Machine {
     }
 };
 
-// The one of this thread, made at its first launch.
+// The multiprocessor of this thread, created at its first launch.
 thread_local Machine* entered = nullptr;
 
 Machine& machine() { return *entered; }
@@ -200,7 +202,7 @@ Machine& enter() {
     return own;
 }
 
-// Ends the thread that runs, and with it the launch. Does not return.
+// Ends the running thread, and with it the launch. Does not return.
 [[noreturn]] void abandon() {
     Machine& m = machine();
     for (;;) m.leave();
@@ -217,7 +219,7 @@ void aim(Fiber& fiber) {
     auto top = reinterpret_cast<uintptr_t>(fiber.stack + STACK_BYTES);
     auto words = reinterpret_cast<uintptr_t*>(top);
 #if defined(__x86_64__)
-    words[-1] = 0;  // where a caller's address would lie
+    words[-1] = 0;  // the place of a caller's return address
     words[-2] = reinterpret_cast<uintptr_t>(&start);
     std::memset(&words[-8], 0, 6 * sizeof(uintptr_t));
     fiber.at = &words[-8];
@@ -239,7 +241,7 @@ float widened(uint32_t word, bool upper) {
     return x;
 }
 
-// D += A B of a warp. A row is summed along k from the first to the last product, in f32.
+// Computes D += A B for a warp. A row is summed along k from the first to the last product, in f32.
 void multiply(Fiber* lanes) {
     float a[16][16];
     alignas(16) float b[16][8];
@@ -257,7 +259,7 @@ void multiply(Fiber* lanes) {
         }
     }
 #ifdef RLOOD_EMULATOR_ROUNDS_LIKE_A_GPU
-    // Half of the products at once, then cut off.
+    // Adds half of the products, then truncates.
     for (uint32_t row = 0; row < 16; row++) {
         for (uint32_t column = 0; column < 8; column++) {
             float& d = lanes[(row % 8) * 4 + column / 2].slot.d[row / 8 * 2 + column % 2];
@@ -311,7 +313,7 @@ void distribute(Machine& m, Fiber* lanes, uint32_t matrices) {
     }
 }
 
-// All lanes of a warp have come to a collective: carry it out.
+// All lanes of a warp have reached a collective: executes it.
 void complete(Machine& m, Fiber* lanes) {
     Collective kind = lanes[0].waits;
     int line = lanes[0].line;
@@ -342,7 +344,7 @@ void complete(Machine& m, Fiber* lanes) {
     for (uint32_t lane = 0; lane < WARP_LANES; lane++) lanes[lane].waits = Collective::None;
 }
 
-// Run a warp until all of its lanes have ended or wait for the block.
+// Runs a warp until all of its lanes have ended or wait for the block.
 void run_warp(Machine& m, Fiber* lanes, uint32_t pass) {
     for (;; pass++) {
         uint32_t done = 0, block = 0;
@@ -496,7 +498,7 @@ void copy_wait(int groups) {
 
 }  // namespace emulator
 
-// The number of a kernel and the bytes of its parameter, or -1.
+// Returns the index of a kernel and the size of its parameter, or -1.
 extern "C" int32_t rlood_emulator_find(const char* name, size_t name_bytes, size_t* param_bytes) {
     auto& all = emulator::kernels();
     for (size_t i = 0; i < all.size(); i++) {
@@ -508,7 +510,8 @@ extern "C" int32_t rlood_emulator_find(const char* name, size_t name_bytes, size
     return -1;
 }
 
-// Run a kernel to its end. `params` is aligned to 16 bytes; a block may have `most_shared` bytes of shared memory. Returns null, or what went wrong, until the next launch.
+// Runs a kernel to its end. `params` is aligned to 16 bytes; a block may have `most_shared` bytes of shared memory.
+// Returns null, or an error message that is valid until the next launch.
 extern "C" const char* rlood_emulator_launch(int32_t kernel, const void* params, const uint32_t* grid, uint32_t block,
                                              uint32_t shared, uint32_t most_shared) {
     emulator::Machine& m = emulator::enter();

@@ -1,6 +1,6 @@
-// The part of CUDA that kernels use (device/prelude.cuh), on the CPU: the threads of a block are fibers of one thread of
-// the process, blocks run one after another. For tests: slow, and strict where a GPU would be silent. Barriers that are
-// missing show in the values only where the order of the threads happens to need them; races.cpp finds them all.
+// The part of CUDA that kernels use (device/prelude.cuh), on the CPU: the threads of a block are fibers of one thread
+// of the process, and blocks run one after another. For tests: slow, and stricter than a GPU. A missing barrier shows
+// in the values only if the order of the threads happens to matter; races.cpp finds all of them.
 #pragma once
 
 #include <cmath>
@@ -37,12 +37,12 @@ struct Dim {
 
 using Body = void (*)(const void*);
 
-// Enters a kernel into the list by its name.
+// Registers a kernel by its name.
 struct Registration {
     Registration(const char* name, size_t param_bytes, Body body, uint32_t most_threads);
 };
 
-// What a lane brings to a collective and takes from it.
+// The values that a lane passes to a collective and receives from it.
 struct Slot {
     uint64_t value;
     uint32_t lane;
@@ -57,7 +57,7 @@ enum class Collective : uint8_t { None, Block, Sync, Shuffle, Ballot, Matrices2,
 
 // The slot of the running thread.
 Slot& slot();
-// Wait until every lane of the warp, or every thread of the block, has come to the same place.
+// Waits until every lane of the warp, or every thread of the block, has reached the same place.
 void meet(Collective kind, uint32_t mask, int line);
 
 unsigned char* dynamic_shared();
@@ -113,8 +113,8 @@ extern thread_local emulator::Dim threadIdx, blockIdx, blockDim, gridDim;
 inline uint32_t emulated_lane() { return threadIdx.x & 31u; }
 
 #ifdef RLOOD_EMULATOR_ROUNDS_LIKE_A_GPU
-// Functions that are not exact differ from the host's in their last bits, as a GPU's do: by up to `ulps`, the same for the
-// same argument.
+// Functions that are not exact differ from the host's in their last bits, as on a GPU: by up to `ulps`, the same
+// for the same argument.
 inline float emulated_near(float y, float x, int32_t ulps) {
     uint32_t bits, seed;
     std::memcpy(&bits, &y, 4);

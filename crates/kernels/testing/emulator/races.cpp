@@ -1,26 +1,27 @@
-// Finds accesses of two threads to the same place, one of them a write, that nothing orders. With addr2line at hand:
+// Finds unordered accesses of two threads to the same place, of which one is a write. Needs addr2line. Usage:
 //
 //   export RLOOD_EMULATOR_RACES=1 RLOOD_RACES_REPORT=$PWD/target/races.txt
 //   cargo test --release --features cuda-emulator --lib cuda
 //   RLOOD_TEST_BACKEND=cuda cargo test --release --features cuda-emulator --test it -- parity:: golden:: gpu
 //
-// Each process appends what it found, and how often each kernel was launched, to the report; without one, findings go to
-// the standard error output. Tests do not fail by findings. RLOOD_RACES_WITHOUT=<line> lets the barriers and __syncwarp
-// of that line count for nothing: as a trial of the tests, which must then reach a race.
+// Each process appends its findings, and how often each kernel was launched, to the report; without a report, findings
+// go to the standard error output. Findings do not fail the tests. RLOOD_RACES_WITHOUT=<line> ignores the barriers and
+// __syncwarp of that line, to check that the tests would reach a race there.
 //
-// The kernels (races_kernels.cpp) are compiled with -fsanitize=thread, whose calls before each access come here instead
-// of to the sanitizer's library. A clock ticks at each barrier and collective of the one thread of the process that runs
-// a launch's threads; an access is kept with its tick for every two bytes (single bytes: apart), so that the last barrier of
-// the block and the last __syncwarp of the warp tell whether it is ordered before the one at hand:
+// The kernels (races_kernels.cpp) are compiled with -fsanitize=thread. The calls that it inserts before each access
+// call this file instead of the sanitizer's library. A single thread of the process runs the threads of a launch, and a
+// clock ticks at each barrier and collective. Each access is stored with its tick for every two bytes (single bytes
+// separately). Comparing it with the last barrier of the block and the last __syncwarp of the warp shows whether it is
+// ordered before the current access:
 //
-//   race        nothing orders them. Between blocks of a launch nothing does, but atomic operations on the same place
-//   weak        lanes of a warp that only a shuffle, a ballot, a matrix load or a product lies between
-//   same value  two writes that nothing orders, of the same value
-//   copy        an access to what a cp_async writes, before its thread has waited for it
+//   race        the accesses are not ordered. Only atomic operations on the same place order blocks of a launch
+//   weak        accesses of two lanes of a warp, with only a shuffle, ballot, matrix load or product in between
+//   same value  two unordered writes of the same value
+//   copy        an access to the destination of a cp_async before its thread has waited for the copy
 //   unwritten   a read of shared memory that the block has not written
 //
-// Not seen: order between blocks by atomics and fences (reported as race), reads of global memory that nobody wrote, the
-// order of a copy's read of global memory, which counts as read when the copy is asked for.
+// Not detected: order between blocks by atomics and fences (reported as race); reads of global memory that was never
+// written; and the time of a copy's read of global memory, which counts as read when the copy starts.
 #include "races.h"
 
 #include <dlfcn.h>
@@ -46,7 +47,7 @@ const char* const KINDS[] = {"nothing", "read", "write", "atomic", "cp_async", "
 const char* const CLASSES[] = {"race", "weak", "same value", "copy", "unwritten"};
 
 constexpr uint32_t WARP_LANES = 32;
-// Instead of a lane: all of them.
+// Stands for all lanes instead of one.
 constexpr uint16_t WHOLE_WARP = 0x8000;
 constexpr size_t PAGE_CELLS = 2048;
 constexpr size_t PAGES_AT_HAND = 4096;
@@ -60,7 +61,8 @@ struct Access {
     uint32_t warp() const { return (thread & ~WHOLE_WARP) / WARP_LANES; }
 };
 
-// Of reads the last of two threads each of two warps: as many as tell whether some other thread, or warp, has read.
+// For reads, keeps the last of two threads for each of two warps: enough to know whether another thread, or
+// another warp, has read.
 struct Cell {
     Access write, elsewhere, reads[4];
 };
@@ -92,7 +94,7 @@ struct Launched {
     uint32_t most_blocks, most_threads;
 };
 
-// Of the process.
+// The report of the process.
 struct Report {
     std::mutex lock;
     std::map<Finding, Example> findings;
@@ -113,7 +115,7 @@ uintptr_t base() {
     return start;
 }
 
-// A write that another one may have made before: of `bytes` at `place`, that hold `before` until it is done.
+// A write that may repeat an earlier one: `bytes` at `place`, which hold `before` until the write is done.
 struct Pending {
     const unsigned char* place;
     uint32_t bytes;
@@ -127,11 +129,11 @@ struct Range {
     size_t bytes;
 };
 
-// Of a thread of the process.
+// The detector of a thread of the process.
 struct Detector {
     std::string kernel;
     uint32_t launch_start = 1, block_start = 1, epoch_start = 1, tick = 1;
-    std::vector<uint32_t> blocks;  // when each began
+    std::vector<uint32_t> blocks;  // the tick at which each began
     uint32_t grid[3] = {};
     uint32_t synced[32] = {}, met[32] = {};
     const void* waiting[32] = {};
@@ -159,7 +161,7 @@ struct Detector {
         return cells;
     }
 
-    // The cells of an access, one by one with their place.
+    // Calls `each` for the cells of an access, with their addresses.
     template <typename Each> void each(uintptr_t at, size_t bytes, const Each& each_cell) {
         if (bytes == 1) return each_cell(page(at / PAGE_CELLS * 2 + 1)[at % PAGE_CELLS], at);
         for (uintptr_t place = at & ~uintptr_t(1); place < at + bytes;) {
@@ -183,7 +185,7 @@ struct Detector {
     }
 
     std::string name(const Access& access) const {
-        if (access.kind == None) return "nobody";
+        if (access.kind == None) return "no thread";
         auto after = std::upper_bound(blocks.begin(), blocks.end(), access.tick);
         uint32_t number = uint32_t(after - blocks.begin()) - 1;
         char text[96];
@@ -274,7 +276,7 @@ struct Detector {
 
 thread_local Detector* entered = nullptr;
 
-// Whether the barrier of this line shall count for nothing: as a trial of the detector, and of the tests.
+// Whether to ignore the barrier of this line, to test the detector and the tests.
 bool left_out(int line) {
     static const int without = [] {
         const char* number = getenv("RLOOD_RACES_WITHOUT");
@@ -283,7 +285,7 @@ bool left_out(int line) {
     return line == without;
 }
 
-// A compiler's call before an access.
+// The compiler's call before an access.
 void touched(const void* place, size_t bytes, Kind kind, const void* at) {
     Detector* d = entered;
     if (d == nullptr || !d->runs) return;
@@ -296,7 +298,7 @@ void touched(const void* place, size_t bytes, Kind kind, const void* at) {
     else d->write(address, bytes, d->access(kind, at));
 }
 
-// Files and lines, the innermost first, of addresses.
+// Finds the files and lines of addresses, the innermost first.
 std::map<uint32_t, std::string> lines_of(const std::map<Finding, Example>& findings) {
     std::map<uint32_t, std::string> lines;
     for (auto& [finding, example] : findings) lines[finding.at[0]], lines[finding.at[1]];
@@ -305,7 +307,7 @@ std::map<uint32_t, std::string> lines_of(const std::map<Finding, Example>& findi
     std::string command = std::string("addr2line -a -i -s -e '") + info.dli_fname + "'";
     for (auto& line : lines) {
         char address[32];
-        // The call lies before the address to which it returns.
+        // The call is just before the address to which it returns.
         snprintf(address, sizeof address, " 0x%x", line.first == 0 ? 0 : line.first - 1);
         command += address;
     }
@@ -340,7 +342,7 @@ std::string described(const std::map<Finding, Example>& findings) {
     return text;
 }
 
-// To the file that RLOOD_RACES_REPORT names, else what was found to the standard error output.
+// Writes to the file that RLOOD_RACES_REPORT names; without it, writes the findings to the standard error output.
 Report::~Report() {
     std::map<Finding, Example> meant;
     for (auto& finding : findings)
@@ -452,7 +454,7 @@ void atomic(const void* place, uint32_t bytes, const void* at) { touched(place, 
 
 }  // namespace emulator::races
 
-// What was found in a kernel, or null; kept until the process ends.
+// Returns the report for a kernel, or null; it stays valid until the process ends.
 extern "C" const char* rlood_emulator_races(const char* name, size_t name_bytes) {
     using namespace emulator::races;
     std::string kernel(name, name_bytes);
@@ -465,7 +467,7 @@ extern "C" const char* rlood_emulator_races(const char* name, size_t name_bytes)
     return strdup(described(of_kernel).c_str());
 }
 
-// The calls of -fsanitize=thread.
+// The calls inserted by -fsanitize=thread.
 #define HERE __builtin_return_address(0)
 #define TOUCHED(bytes)                                                                                                 \
     extern "C" void __tsan_read##bytes(void* at) { emulator::races::touched(at, bytes, emulator::races::Read, HERE); }   \

@@ -1,4 +1,4 @@
-// The kernels, for the race detector: compiled with -fsanitize=thread, apart from the emulator.
+// The kernels for the race detector: compiled with -fsanitize=thread, separately from the emulator.
 #include "emulator.h"
 
 #include "../../src/cuda/device/kernels.cu"

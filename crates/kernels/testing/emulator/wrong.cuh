@@ -1,4 +1,4 @@
-// Kernels that are wrong, each in one way, for the tests of the emulator. Never compiled for a GPU.
+// Wrong kernels, each with one error, for the tests of the emulator. Never compiled for a GPU.
 
 struct Wrong {
     const float* x;
@@ -17,7 +17,7 @@ KERNEL(wrong_missing_barrier, Wrong) {
     p.y[threadIdx.x] = values[(threadIdx.x + 1) % 64];
 }
 
-// Without the barrier a thread may overwrite what its neighbour has not read yet.
+// Without the barrier a thread may overwrite a value that its neighbor has not read yet.
 KERNEL(wrong_missing_second_barrier, Wrong) {
     SHARED_ARRAY(float, values, 64);
     values[threadIdx.x] = p.x[threadIdx.x];

@@ -1,11 +1,11 @@
-// Kernels with races that the emulator's order of threads need not show, and some without, for the tests of the race
-// detector. Blocks of 64 threads, two of them; buffers of 64 floats; 1 KiB of shared memory.
+// Kernels with races that the emulator's order of threads need not reveal, and some without, for the tests of the race
+// detector. Two blocks of 64 threads; buffers of 64 floats; 1 KiB of shared memory.
 
 // Both blocks write the same places.
 KERNEL(wrong_blocks_write, Wrong) { p.y[threadIdx.x] = float(blockIdx.x); }
 KERNEL(wrong_blocks_write_the_same, Wrong) { p.y[threadIdx.x] = p.x[threadIdx.x]; }
 
-// One reads what the other writes, in either order.
+// One block reads values that the other writes, in either order.
 KERNEL(wrong_block_reads_what_another_wrote, Wrong) {
     if (blockIdx.x == 0) p.y[threadIdx.x] = p.x[threadIdx.x];
     if (blockIdx.x == 1 && p.y[threadIdx.x] == -1.0f) p.y[0] = 2.0f;
@@ -15,7 +15,7 @@ KERNEL(wrong_block_writes_what_another_read, Wrong) {
     if (blockIdx.x == 1) p.y[threadIdx.x] = p.x[threadIdx.x];
 }
 
-// A count that is not atomic; one that is, and is read by all.
+// A count that is not atomic; and an atomic one that all threads read.
 KERNEL(wrong_count, Wrong) { p.y[0] += 1.0f; }
 KERNEL(wrong_read_of_a_count, Wrong) {
     int* count = reinterpret_cast<int*>(p.y);
@@ -24,13 +24,14 @@ KERNEL(wrong_read_of_a_count, Wrong) {
 }
 
 // Through global memory, without a barrier.
-KERNEL(wrong_global_neighbour, Wrong) {
+KERNEL(wrong_global_neighbor, Wrong) {
     float* y = p.y + blockIdx.x * 32;
     y[threadIdx.x % 32] = 1.0f;
     if (threadIdx.x >= 32) y[31 - threadIdx.x % 32] = 2.0f;
 }
 
-// Lanes of a warp: nothing in between; a shuffle, which orders nothing; a matrix load of what lanes wrote.
+// Lanes of a warp: without anything in between; with a shuffle, which does not order memory; with a matrix load of
+// values that lanes wrote.
 KERNEL(wrong_within_a_warp, Wrong) {
     SHARED_ARRAY(float, values, 64);
     values[threadIdx.x] = p.x[threadIdx.x];
@@ -88,7 +89,7 @@ KERNEL(wrong_refill_in_the_third_round, Wrong) {
     ring_of_copies(p, [](uint32_t round) { return round != 3; });
 }
 
-// Waits, but not for all threads' copies; reads its own copy before it waits.
+// Waits, but not for the copies of all threads; reads its own copy before it waits.
 KERNEL(wrong_copy_of_another, Wrong) {
     SHARED(memory);
     float* values = reinterpret_cast<float*>(memory);
@@ -105,7 +106,8 @@ KERNEL(wrong_own_copy_too_early, Wrong) {
     cp_async_wait<0>();
 }
 
-// All that is allowed: barriers, lanes with __syncwarp, atomic counts, blocks that read what none writes.
+// Everything that is permitted: barriers, lanes with __syncwarp, atomic counts, blocks that read values
+// that no block writes.
 KERNEL(right_kernel, Wrong) {
     SHARED_ARRAY(float, values, 64);
     SHARED(memory);

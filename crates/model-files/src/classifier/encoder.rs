@@ -1,115 +1,115 @@
-//! Bidirectional encoders: what config.json says of them, and the tensors they need.
+//! Bidirectional encoders: reads their config.json and lists the tensors they need.
 
 use serde_json::Value;
 
 use crate::ModelCardError;
 use crate::config::Keys;
 
-/// The longest context that can be meant: tables of positions are made for it.
+/// Maximum plausible context length; position tables of this size are allocated.
 const MAX_POSITIONS: usize = 1 << 20;
 
-/// Everything config.json says about an encoder's computation.
+/// Everything in config.json that defines an encoder's computation.
 #[derive(Clone, Debug, PartialEq)]
 pub struct EncoderConfig {
-    /// What differs between the families.
+    /// The family, with its specific settings.
     pub kind: EncoderKind,
-    /// Rows of the embedding.
+    /// Number of rows of the embedding.
     pub vocab_size: usize,
     /// Width of the hidden states.
     pub hidden_size: usize,
-    /// Layers.
+    /// Number of encoder layers.
     pub num_hidden_layers: usize,
-    /// Heads.
+    /// Number of attention heads per layer.
     pub num_attention_heads: usize,
-    /// Width of the MLP.
+    /// Inner width of the MLP.
     pub intermediate_size: usize,
-    /// Positions that the model was made for.
+    /// Number of positions that the model supports.
     pub max_position_embeddings: usize,
-    /// Token types that the model knows; 0 = none.
+    /// Number of token types; 0 = the model has none.
     pub type_vocab_size: usize,
-    /// Added to the variance in LayerNorm.
+    /// The epsilon added to the variance in LayerNorm.
     pub layer_norm_eps: f64,
-    /// Of the MLP.
+    /// Activation function of the MLP.
     pub activation: Activation,
-    /// What padding is made of.
+    /// Token id that fills sequences up.
     pub pad_token_id: u32,
 }
 
-/// The encoder families.
+/// The supported encoder families.
 #[derive(Clone, Debug, PartialEq)]
 pub enum EncoderKind {
-    /// DeBERTa-v2 and v3.
+    /// The family of DeBERTa-v2 and DeBERTa-v3.
     DebertaV2(DebertaV2),
-    /// RoBERTa and XLM-RoBERTa.
+    /// The family of RoBERTa and XLM-RoBERTa.
     XlmRoberta,
-    /// ModernBERT.
+    /// The family of ModernBERT.
     ModernBert(ModernBert),
 }
 
-/// What only DeBERTa-v2 has.
+/// Settings that only DeBERTa-v2 has.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DebertaV2 {
-    /// Disentangled attention.
+    /// Whether attention is disentangled (relative positions have their own terms).
     pub relative_attention: bool,
-    /// Below 1: as `max_position_embeddings`.
+    /// Maximum relative distance; below 1, `max_position_embeddings` applies.
     pub max_relative_positions: i64,
-    /// Absolute positions are added to the embedding too.
+    /// Whether absolute positions are added to the embedding too.
     pub position_biased_input: bool,
-    /// Among `c2p` and `p2c`.
+    /// Position terms in attention: any of `c2p` and `p2c`.
     pub pos_att_type: Vec<String>,
-    /// Below 1: none.
+    /// Number of logarithmic distance buckets; below 1, distances are not bucketed.
     pub position_buckets: i64,
-    /// Positions go through the projections of tokens.
+    /// Whether positions use the query and key projections of the tokens.
     pub share_att_key: bool,
-    /// Width of the embedding.
+    /// Width of the embedding before it is projected to `hidden_size`.
     pub embedding_size: usize,
-    /// LayerNorm on relative embeddings.
+    /// Whether the relative embeddings go through LayerNorm.
     pub norm_rel_ebd: bool,
-    /// In the head.
+    /// Activation function of the head's pooler.
     pub pooler_activation: Activation,
 }
 
-/// What only ModernBERT has.
+/// Settings that only ModernBERT has.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModernBert {
-    /// Every n-th layer, the first among them, sees everything.
+    /// Every n-th layer, starting with the first, has global attention.
     pub global_attn_every_n_layers: usize,
-    /// Of layers that see everything.
+    /// Rotary base of layers with global attention.
     pub global_rope_theta: f64,
-    /// Of the others.
+    /// Rotary base of layers with local attention.
     pub local_rope_theta: f64,
-    /// The window of the others, tokens.
+    /// Window of layers with local attention, in tokens.
     pub local_attention: usize,
-    /// Which hidden state is scored.
+    /// The hidden state that the head scores.
     pub pooling: Pooling,
-    /// The head's dense layer has a bias.
+    /// Whether the head's dense layer has a bias.
     pub classifier_bias: bool,
 }
 
-/// Which hidden state the head of ModernBERT scores.
+/// The hidden state that the head of ModernBERT scores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pooling {
-    /// The first token's.
+    /// The hidden state of the first token.
     Cls,
-    /// The mean of all.
+    /// The mean of all hidden states.
     Mean,
 }
 
-/// Supported non-linearities.
+/// The supported activation functions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activation {
-    /// By the error function.
+    /// GELU computed with the error function.
     Gelu,
-    /// By the hyperbolic tangent.
+    /// GELU approximated with the hyperbolic tangent.
     GeluTanh,
-    /// max(0, x)
+    /// Rectified linear unit: max(0, x).
     Relu,
-    /// Hyperbolic tangent.
+    /// The hyperbolic tangent function.
     Tanh,
 }
 
 impl EncoderConfig {
-    /// The encoder of this `model_type`; None = it is not one.
+    /// Reads the config of an encoder with this `model_type`. Returns None if the type is not an encoder.
     pub(super) fn read(keys: &Keys, model_type: &str) -> Result<Option<EncoderConfig>, ModelCardError> {
         let (act, eps, eps_default) = match model_type {
             "deberta-v2" => ("hidden_act", "layer_norm_eps", 1e-7),
@@ -163,7 +163,7 @@ impl EncoderConfig {
                 }
                 if max_position_embeddings <= pad_token_id as usize + 1 {
                     let value = max_position_embeddings.into();
-                    return keys.refuse("max_position_embeddings", &value, "positions begin behind pad_token_id");
+                    return keys.refuse("max_position_embeddings", &value, "positions start after pad_token_id");
                 }
                 if type_vocab_size == 0 {
                     return keys.refuse("type_vocab_size", &0.into(), "it must be at least 1");
@@ -186,7 +186,7 @@ impl EncoderConfig {
         }))
     }
 
-    /// The longest sequence, in tokens. (XLM-RoBERTa's positions begin behind the padding's id.)
+    /// Length of the longest supported sequence, in tokens. (XLM-RoBERTa's positions start after the padding id.)
     pub(super) fn max_tokens(&self) -> usize {
         match &self.kind {
             EncoderKind::XlmRoberta => self.max_position_embeddings - self.pad_token_id as usize - 1,
@@ -194,7 +194,7 @@ impl EncoderConfig {
         }
     }
 
-    /// Every tensor of encoder and head, with its shape.
+    /// Lists every tensor of encoder and head with its shape.
     pub(super) fn tensors(&self, labels: usize) -> Vec<(String, Vec<usize>)> {
         let (hidden, inter) = (self.hidden_size, self.intermediate_size);
         let mut list = List(Vec::new());
@@ -283,7 +283,7 @@ impl EncoderConfig {
 }
 
 impl DebertaV2 {
-    /// Distances that have an embedding of their own, to each side.
+    /// Number of distances to each side that have an embedding of their own.
     fn span(&self, max_position_embeddings: usize) -> usize {
         let positive = |value: i64| usize::try_from(value).ok().filter(|value| *value > 0);
         positive(self.position_buckets)
@@ -414,7 +414,7 @@ fn modernbert(keys: &Keys, num_hidden_layers: usize) -> Result<ModernBert, Model
     })
 }
 
-/// transformers 5 also writes `layer_types`: they must say what every n-th layer says.
+/// Reads the interval of global layers. transformers 5 also writes `layer_types`, which must agree with that interval.
 fn global_every(keys: &Keys, num_hidden_layers: usize) -> Result<usize, ModelCardError> {
     let Some(value) = keys.get("layer_types") else { return keys.size("global_attn_every_n_layers", Some(3)) };
     let full: Option<Vec<bool>> = value.as_array().and_then(|list| {
@@ -436,7 +436,7 @@ fn global_every(keys: &Keys, num_hidden_layers: usize) -> Result<usize, ModelCar
     }
 }
 
-/// transformers 5: `rope_parameters.{layer type}.rope_theta`; 4: a key of its own.
+/// Reads a rotary base: `rope_parameters.{layer type}.rope_theta` in transformers 5, a top-level key in 4.
 fn theta(keys: &Keys, layer_type: &str, flat: &str, default: f64) -> Result<f64, ModelCardError> {
     let Some(nested) = keys.get("rope_parameters").and_then(|all| all.get(layer_type)) else {
         return keys.number(flat, Some(default));

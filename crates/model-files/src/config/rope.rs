@@ -1,73 +1,73 @@
-//! Rotary position embedding: what config.json says of it, in the words of transformers 5 (`rope_parameters`) and 4
-//! (`rope_theta`, `rope_scaling`).
+//! Reads the rotary position embedding from config.json, in the format of transformers 5 (`rope_parameters`)
+//! or 4 (`rope_theta`, `rope_scaling`).
 
 use serde_json::Value;
 
 use super::Keys;
 use crate::ModelCardError;
 
-/// Rotary position embedding.
+/// The parameters of a rotary position embedding.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rope {
-    /// The base.
+    /// The base of the frequencies.
     pub theta: f64,
-    /// Columns of a head that rotate: the first so many.
+    /// Number of columns of a head that rotate; the first ones do.
     pub rotary_dim: usize,
-    /// How long contexts are reached.
+    /// The method that extends the context.
     pub kind: RopeKind,
 }
 
 impl Rope {
-    /// Whether the angle of a position depends on the length of its sequence.
+    /// Whether the angle at a position depends on the length of its sequence.
     pub fn depends_on_length(&self) -> bool {
         matches!(self.kind, RopeKind::Dynamic { .. } | RopeKind::LongRope { .. })
     }
 }
 
-/// The supported `rope_type`s.
+/// The supported values of `rope_type`.
 #[derive(Clone, Debug, PartialEq)]
 pub enum RopeKind {
-    /// No scaling.
+    /// Frequencies without any scaling.
     Default,
-    /// Positions divided by a factor.
+    /// Positions are divided by a factor.
     Linear {
-        /// The divisor.
+        /// The divisor of all positions.
         factor: f64,
     },
-    /// The base grows with sequences that are longer than the original context.
+    /// The base grows for sequences longer than the original context.
     Dynamic {
-        /// How fast.
+        /// The scaling factor of the base.
         factor: f64,
-        /// The context before scaling.
+        /// The context length before scaling, in tokens.
         original_max_position_embeddings: f64,
     },
-    /// YaRN (arXiv 2309.00071).
+    /// YaRN (arXiv 2309.00071): interpolates low frequencies only.
     Yarn {
-        /// How much longer than the original context.
+        /// Ratio of the new to the original context length.
         factor: f64,
-        /// The context before scaling.
+        /// The context length before scaling, in tokens.
         original_max_position_embeddings: f64,
-        /// Rotations above which a frequency is kept.
+        /// Number of rotations above which a frequency is kept.
         beta_fast: f64,
-        /// Rotations below which a frequency is interpolated.
+        /// Number of rotations below which a frequency is interpolated.
         beta_slow: f64,
-        /// Multiplies cos and sin.
+        /// Factor on cosine and sine.
         attention_factor: f64,
         /// Whether the bounds are rounded to whole dimensions.
         truncate: bool,
     },
     /// LongRoPE (arXiv 2402.13753): a divisor for each frequency.
     LongRope {
-        /// Of sequences within the original context.
+        /// Divisors for sequences within the original context.
         short_factor: Vec<f64>,
-        /// Of longer ones.
+        /// Divisors for longer sequences.
         long_factor: Vec<f64>,
-        /// The context before scaling.
+        /// The context length before scaling, in tokens.
         original_max_position_embeddings: f64,
-        /// Multiplies cos and sin.
+        /// Factor on cosine and sine.
         attention_factor: f64,
     },
-    /// Llama 3's frequency bands.
+    /// The frequency bands of Llama 3.
     Llama3 {
         /// The divisor of low frequencies.
         factor: f64,
@@ -75,28 +75,28 @@ pub enum RopeKind {
         low_freq_factor: f64,
         /// Wavelengths shorter than original/high are kept.
         high_freq_factor: f64,
-        /// The context before scaling.
+        /// The context length before scaling, in tokens.
         original_max_position_embeddings: f64,
     },
 }
 
-/// What a rotary position embedding is read with.
+/// The values needed to read a rotary position embedding.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sizes {
-    /// Width of a head.
+    /// Width of an attention head.
     pub(crate) head_dim: usize,
-    /// As config.json says it.
+    /// The value in config.json.
     pub(crate) max_position_embeddings: usize,
-    /// Phi-3's: part of a head may rotate, and LongRoPE has other names, too.
+    /// True for Phi-3: only a part of a head may rotate, and LongRoPE has other key names.
     pub(crate) is_phi3: bool,
 }
 
-/// The one of all layers.
+/// Reads the embedding that all layers share.
 ///
 /// # Errors
-/// When a key cannot be understood or is not supported.
+/// Fails if a key cannot be parsed or is not supported.
 pub(crate) fn rope(keys: &Keys<'_>, default_theta: f64, sizes: Sizes) -> Result<Rope, ModelCardError> {
-    // One that is not used must make sense too.
+    // A key that is overridden must still be valid.
     let flat_theta = keys.number("rope_theta", Some(default_theta))?;
     let (name, parameters) = match keys.get("rope_parameters") {
         Some(value) => ("rope_parameters", Some(value)),
@@ -110,11 +110,11 @@ pub(crate) fn rope(keys: &Keys<'_>, default_theta: f64, sizes: Sizes) -> Result<
     one(keys, (name, parameters), flat_theta, sizes)
 }
 
-/// The one of full layers, and the one of layers with a window: its base is the key of `local_theta`, or else the number
-/// there, or else that of full layers.
+/// Reads the embeddings of full layers and of layers with a window. The window layers' base comes from the key in
+/// `local_theta`, else from the number in it, else it is that of the full layers.
 ///
 /// # Errors
-/// As [`rope`].
+/// The same as for [`rope`].
 pub(crate) fn ropes_by_layer_type(
     keys: &Keys<'_>,
     default_theta: f64,
@@ -128,7 +128,7 @@ pub(crate) fn ropes_by_layer_type(
         let local = one(keys, ("rope_scaling", None), local_theta, sizes)?;
         return Ok((one(keys, ("rope_scaling", keys.get("rope_scaling")), theta, sizes)?, local));
     };
-    // Beside the two of layer types transformers 5 ignores other keys.
+    // If both layer types have an entry, transformers 5 ignores other keys.
     let of = |layer_type: &str, theta: f64| {
         let found = parameters.get(layer_type).filter(|value| !value.is_null());
         one(keys, (&format!("rope_parameters.{layer_type}"), found), theta, sizes)
@@ -159,7 +159,7 @@ fn one(
         None => rotary_dim(keys, "partial_rotary_factor", keys.get("partial_rotary_factor"), sizes)?,
     };
     let rope_type = inner.get("rope_type").or_else(|| inner.get("type"));
-    // transformers 4 guessed a missing one from max_position_embeddings, in ways that differ between its versions.
+    // transformers 4 derived a missing value from max_position_embeddings, in ways that differ between its versions.
     let required = |key: &str| {
         inner.number(key, None).map_err(|error| ModelCardError { detail: format!("{name}.{}", error.detail), ..error })
     };
@@ -172,7 +172,7 @@ fn one(
             original_max_position_embeddings: sizes.max_position_embeddings as f64,
         },
         Some(Some("longrope")) => long_rope(keys, &inner, name, rotary_dim, sizes)?,
-        // What Phi-3's first checkpoints call it.
+        // Phi-3's first checkpoints use these names for LongRoPE.
         Some(Some("su" | "yarn")) if sizes.is_phi3 => long_rope(keys, &inner, name, rotary_dim, sizes)?,
         Some(Some("llama3")) => {
             let (low, high) = (required("low_freq_factor")?, required("high_freq_factor")?);
@@ -192,7 +192,7 @@ fn one(
         }
         Some(Some("yarn")) => {
             let original = original()?;
-            // An explicit null asks for the ratio of the two contexts, as in transformers 5.
+            // An explicit null means the ratio of the two context lengths, as in transformers 5.
             let factor = match parameters.get("factor") {
                 Some(Value::Null) => sizes.max_position_embeddings as f64 / original,
                 Some(_) | None => required("factor")?,
@@ -208,7 +208,7 @@ fn one(
     Ok(Rope { theta, rotary_dim, kind })
 }
 
-/// The columns of a head that rotate.
+/// Reads how many columns of a head rotate.
 fn rotary_dim(keys: &Keys<'_>, key: &str, factor: Option<&Value>, sizes: Sizes) -> Result<usize, ModelCardError> {
     let Some(value) = factor else { return Ok(sizes.head_dim) };
     let Some(factor) = value.as_f64().filter(|factor| *factor > 0.0 && *factor <= 1.0) else {
@@ -247,7 +247,7 @@ fn long_rope(
         }
     };
     let max = sizes.max_position_embeddings as f64;
-    // Phi-3 has it outside, which then counts.
+    // Phi-3 has the key outside of the rope parameters, and that value takes precedence.
     let original = match keys.get("original_max_position_embeddings") {
         Some(_) => keys.number("original_max_position_embeddings", None)?,
         None => inner.number("original_max_position_embeddings", Some(max))?,

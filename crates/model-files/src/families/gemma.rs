@@ -1,5 +1,5 @@
-//! Gemma 2 and the text of Gemma 3: norms around attention and MLP whose weights are stored less 1, scaled embeddings, gelu,
-//! windows on most layers.
+//! Gemma 2 and the text part of Gemma 3: norms around attention and MLP whose weights are stored minus 1, scaled
+//! embeddings, GELU, windows on most layers.
 
 use super::Family;
 use crate::ModelCardError;
@@ -19,7 +19,8 @@ pub(super) const GEMMA2: Family = Family {
     ..Family::COMMON
 };
 
-/// A released config.json may leave out whatever is usual (transformers 5.23.0, configuration_gemma3.py).
+/// The family of Gemma 3. A released config.json may omit every key that has its
+/// default (transformers 5.23.0, configuration_gemma3.py).
 pub(super) const GEMMA3_TEXT: Family = Family {
     model_type: "gemma3_text",
     reads: &["attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "rope_local_base_freq"],
@@ -58,7 +59,8 @@ fn window(keys: &Keys<'_>) -> Result<usize, ModelCardError> {
     keys.size("sliding_window", Some(4096))
 }
 
-/// What both have; `softcaps` of attention and of the logits where config.json does not say. null is none.
+/// Sets what both families share; `softcaps` are the defaults for attention and for the logits. An explicit null
+/// turns a cap off.
 fn common(
     keys: &Keys<'_>,
     mut model: ModelDescription,
@@ -67,7 +69,7 @@ fn common(
     super::read_attention_bias(keys, &mut model)?;
     model.norms = LayerNorms::AROUND;
     model.norm_offset = 1.0;
-    // transformers rounds it to the weights' dtype; here it is f32 in every precision.
+    // transformers rounds this factor to the dtype of the weights; here it is f32 in every precision.
     model.embedding_multiplier = (model.hidden_size as f64).sqrt();
     model.attention_scale = keys.number("query_pre_attn_scalar", Some(256.0))?.powf(-0.5);
     let softcap = |key: &str, usual: Option<f64>| match keys.value.get(key) {

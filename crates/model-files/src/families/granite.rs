@@ -1,4 +1,4 @@
-//! Granite 3.x and Granite 4 without Mamba layers and experts: Llama with four multipliers.
+//! Granite 3.x, and Granite 4 without Mamba layers and experts: Llama with four multipliers.
 
 use super::{Family, read_attention_bias};
 use crate::ModelCardError;
@@ -20,7 +20,8 @@ pub(super) const GRANITE: Family = Family {
     ..Family::COMMON
 };
 
-/// Its MLP is the one that experts would share, its intermediate_size that of experts.
+/// The family of Granite 4. Its MLP is the one called shared in mixture-of-experts models; `intermediate_size` would
+/// be the experts' size.
 pub(super) const GRANITE_HYBRID: Family = Family {
     model_type: "granitemoehybrid",
     reads: &MULTIPLIERS,
@@ -38,7 +39,8 @@ pub(super) const GRANITE_HYBRID: Family = Family {
     ..Family::COMMON
 };
 
-/// Each is 1 by default, the attention's too (transformers 5.23.0, configuration_granite.py).
+/// Reads the multipliers. Each defaults to 1, including the attention's
+/// (transformers 5.23.0, configuration_granite.py).
 fn common(keys: &Keys<'_>, mut model: ModelDescription) -> Result<ModelDescription, ModelCardError> {
     read_attention_bias(keys, &mut model)?;
     model.embedding_multiplier = keys.number("embedding_multiplier", Some(1.0))?;
@@ -48,7 +50,7 @@ fn common(keys: &Keys<'_>, mut model: ModelDescription) -> Result<ModelDescripti
     Ok(model)
 }
 
-/// Refuses other layers than those of attention: without `layer_types` all are Mamba's.
+/// Rejects models with layers other than attention; without `layer_types` all layers are Mamba layers.
 fn only_attention(keys: &Keys<'_>, num_layers: usize) -> Result<(), ModelCardError> {
     let Some(value) = keys.get("layer_types") else {
         let detail = "layer_types is missing, so that all layers are Mamba's, which are not supported; use a Granite 4 model \

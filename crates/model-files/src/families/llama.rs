@@ -1,4 +1,4 @@
-//! Llama 3.x.
+//! The Llama 3.x family.
 
 use super::{Family, read_attention_bias};
 use crate::config::windows;

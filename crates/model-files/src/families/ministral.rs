@@ -1,4 +1,4 @@
-//! Ministral 3: Llama with yarn, whose queries grow beyond the original context.
+//! Ministral 3: Llama with YaRN, and queries that are scaled beyond the original context.
 
 use super::Family;
 use crate::ModelCardError;
@@ -18,7 +18,7 @@ pub(super) const MINISTRAL3: Family = Family {
     ..Family::COMMON
 };
 
-/// Of `rope_parameters`, or of `rope_scaling` as transformers 4 called it.
+/// Reads the query scaling from `rope_parameters`, or from `rope_scaling` as transformers 4 called it.
 fn query_growth(keys: &Keys<'_>) -> Result<Option<QueryGrowth>, ModelCardError> {
     let Some(rope) = keys.get("rope_parameters").or_else(|| keys.get("rope_scaling")) else { return Ok(None) };
     let rope = Keys { file: keys.file, value: rope };

@@ -1,4 +1,4 @@
-//! Mistral 7B.
+//! The Mistral 7B family.
 
 use serde_json::Value;
 
@@ -8,7 +8,7 @@ use crate::config::windows;
 pub(super) const MISTRAL: Family = Family {
     model_type: "mistral",
     describe: |keys, mut model| {
-        // MistralConfig's own default is 4096.
+        // The default of MistralConfig itself is 4096.
         let window = match keys.value.get("sliding_window") {
             None => Some(4096),
             Some(Value::Null) => None,

@@ -1,4 +1,4 @@
-//! OLMo 2 and 3: Llama with its norms behind attention and MLP, and norms over all query and all key heads.
+//! OLMo 2 and 3: Llama with its norms after attention and MLP, and norms over all query and all key heads.
 
 use super::{Family, read_attention_bias};
 use crate::ModelCardError;
@@ -16,7 +16,7 @@ pub(super) const OLMO2: Family = Family {
     ..Family::COMMON
 };
 
-/// Three of four layers have a window, and they alone do not reach a longer context.
+/// The family of OLMo 3. Three of four layers have a window, and only these are not scaled to the longer context.
 pub(super) const OLMO3: Family = Family {
     model_type: "olmo3",
     reads: &["rope_local_base_freq"],

@@ -1,4 +1,4 @@
-//! Qwen3; Qwen2 and Qwen2.5.
+//! The families of Qwen3, Qwen2 and Qwen2.5.
 
 use super::{Family, read_attention_bias};
 use crate::ModelCardError;
@@ -26,7 +26,7 @@ pub(super) const QWEN2: Family = Family {
     ..Family::COMMON
 };
 
-/// From layer `max_window_layers` on, where `use_sliding_window` says so.
+/// Returns the windows: if `use_sliding_window` is true, layers from `max_window_layers` on have one.
 fn late_windows(keys: &Keys<'_>, num_layers: usize) -> Result<Vec<Option<usize>>, ModelCardError> {
     let window = match keys.flag("use_sliding_window", false)? {
         true => Some(keys.size("sliding_window", Some(4096))?),

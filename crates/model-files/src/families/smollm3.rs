@@ -1,4 +1,4 @@
-//! SmolLM3: Llama, but some layers know no positions.
+//! SmolLM3: Llama in which some layers have no rotary position embedding.
 
 use super::{Family, read_attention_bias};
 use crate::ModelCardError;
@@ -13,7 +13,7 @@ pub(super) const SMOLLM3: Family = Family {
         read_attention_bias(keys, &mut model)?;
         model.mlp_bias = keys.flag("mlp_bias", false)?;
         model.rotates = rotating_layers(keys, model.num_hidden_layers)?;
-        // Where there are windows, the layers without positions have them.
+        // If the model uses windows, the layers without positions have them.
         let window = match keys.flag("use_sliding_window", false)? && keys.get("sliding_window").is_some() {
             true => Some(keys.size("sliding_window", None)?),
             false => None,
@@ -24,8 +24,8 @@ pub(super) const SMOLLM3: Family = Family {
     ..Family::COMMON
 };
 
-/// `no_rope_layers` has 1 for a layer that rotates, 0 for one that does not. Without it, every `no_rope_layer_interval`th does not
-/// (transformers 5.23.0, configuration_smollm3.py).
+/// Reads which layers rotate: `no_rope_layers` has 1 for a layer that rotates and 0 for one that does not. Without it,
+/// every `no_rope_layer_interval`th layer does not rotate (transformers 5.23.0, configuration_smollm3.py).
 fn rotating_layers(keys: &Keys<'_>, num_layers: usize) -> Result<Vec<bool>, ModelCardError> {
     let Some(value) = keys.get("no_rope_layers") else {
         let interval = keys.size("no_rope_layer_interval", Some(4))?;

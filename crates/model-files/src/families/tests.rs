@@ -1,4 +1,4 @@
-//! What each family makes of config.json, as transformers reads it.
+//! Checks that each family reads config.json as transformers does.
 
 use serde_json::{Value, json};
 
@@ -14,7 +14,7 @@ fn read(value: &Value) -> Result<ModelDescription, String> {
     ModelDescription::from_json("config.json", value).map_err(|error| error.to_string())
 }
 
-/// A case's config.json with some keys changed.
+/// Describes a fixture's config.json after some keys are changed.
 fn changed(case: &str, change: impl FnOnce(&mut Value)) -> Result<ModelDescription, String> {
     let mut value = config(case, "config.json");
     change(&mut value);
@@ -60,7 +60,7 @@ fn a_released_gemma_leaves_out_whatever_is_usual() {
     assert_eq!((gemma.rope.theta, &gemma.rope.kind), (1e6, &RopeKind::Linear { factor: 8.0 }));
     let local = gemma.local_rope.unwrap();
     assert_eq!((local.theta, local.kind), (1e4, RopeKind::Default));
-    // Each sixth layer sees everything.
+    // Every sixth layer has full attention.
     let full: Vec<usize> = (0..34).filter(|layer| gemma.windows[*layer].is_none()).collect();
     assert_eq!(full, [5, 11, 17, 23, 29]);
     assert_eq!((gemma.attention_scale, gemma.attention_softcap), (1.0 / 16.0, None));
@@ -98,7 +98,7 @@ fn phi3_calls_longrope_by_three_names() {
 }
 
 #[test]
-fn what_would_change_the_result_is_refused_by_its_key() {
+fn keys_that_would_change_the_result_are_rejected_by_name() {
     type Change = fn(&mut Value);
     let cases: [(&str, Change, &str); 14] = [
         ("gemma3_text", |v| v["use_bidirectional_attention"] = json!(true), "use_bidirectional_attention is true"),
@@ -138,7 +138,7 @@ fn granite_without_positions_rotates_nothing() {
 }
 
 #[test]
-fn what_stands_beside_the_text_is_counted_and_left() {
+fn tensors_besides_the_text_part_are_counted_and_skipped() {
     let read = |case: &str| crate::read(&rlood_test_support::fixture("parity").join(case)).unwrap();
     let skipped = read("gemma3_vl").skipped.unwrap();
     assert_eq!((skipped.count, skipped.parts), (1, vec!["vision_tower".to_owned()]));

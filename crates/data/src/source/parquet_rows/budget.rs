@@ -1,25 +1,26 @@
-//! The memory of a row group's columns: pages, dictionaries, and the rows that are read ahead.
+//! Accounts for the memory of a row group's columns: pages, dictionaries, and rows read ahead.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use parquet::errors::ParquetError;
 
-/// A page, unpacked or not; a dictionary too.
+/// Maximum size of a page or dictionary, packed or unpacked, in bytes.
 pub const MAX_PAGE_BYTES: u64 = 64 << 20;
-/// What all columns hold at once, with the copies of a row. Of a file elsewhere, what was fetched comes on top.
+/// Maximum memory of all columns together, with the copies of a row, in bytes. For a remote file, the fetched
+/// bytes come on top.
 pub const MAX_HELD_BYTES: u64 = 224 << 20;
-/// A row is copied out of its pages as JSON, and once more for the templates.
+/// Copies of a row outside its pages: one as JSON, one for the templates.
 const ROW_COPIES: u64 = 2;
-/// Readers and decoders of a column, whatever it holds.
+/// Memory for the readers and decoders of a column, in bytes.
 const COLUMN_BYTES: u64 = 4 << 10;
 
-/// Why a page is not read; it travels inside the crate's error.
+/// The reason why a page is not read; the crate's error type carries it.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TooLarge {
-    /// A single page.
+    /// A single page is too large.
     #[error("the column '{column}' has a {what} of {bytes} bytes, at most 64 MiB are read: {advice}")]
     Page { column: String, what: &'static str, bytes: u64, advice: &'static str },
-    /// All columns together.
+    /// All columns together need too much memory.
     #[error(
         "its columns need {bytes} bytes of memory at once, at most 224 MiB are used (the last of them: '{column}'): write the file with smaller pages, or leave columns out with map.drop or map.keep"
     )]
@@ -27,7 +28,7 @@ pub enum TooLarge {
 }
 
 impl TooLarge {
-    /// That reason, if it is one.
+    /// Extracts this reason from the crate's error, if present.
     pub fn of(error: &ParquetError) -> Option<&TooLarge> {
         match error {
             ParquetError::External(error) => error.downcast_ref(),
@@ -42,18 +43,18 @@ impl From<TooLarge> for ParquetError {
     }
 }
 
-/// What a column holds.
+/// The memory that one column holds.
 #[derive(Debug, Default, Clone, Copy)]
 struct Column {
     dictionary: u64,
-    /// Pages that the rows read ahead lie in.
+    /// Bytes of the pages that hold the rows read ahead.
     pages: u64,
-    /// The last of them, which the next batch begins in.
+    /// Bytes of the last of these pages, in which the next batch begins.
     last: u64,
-    /// The longest value of those pages, and of the last of them.
+    /// Bytes of the longest value in these pages, and in the last of them.
     longest: u64,
     last_longest: u64,
-    /// The batch in which its last page was read.
+    /// The batch in which the column's last page was read.
     batch: u64,
 }
 
@@ -64,7 +65,7 @@ impl Column {
         if bytes == 0 { 0 } else { bytes.saturating_add(copies).saturating_add(COLUMN_BYTES) }
     }
 
-    /// The rows read ahead lie in the last page alone.
+    /// Keeps only the last page: it alone holds the rows read ahead.
     fn forget(&mut self) {
         (self.pages, self.longest) = (self.last, self.last_longest);
     }
@@ -74,18 +75,18 @@ impl Column {
 struct State {
     columns: Vec<Column>,
     batch: u64,
-    /// The metadata, and the sum over all columns.
+    /// The bytes held by the metadata and all columns.
     held: u64,
 }
 
-/// What the columns of a row group hold.
+/// The memory budget shared by the columns of a row group.
 #[derive(Debug)]
 pub struct Budget {
     state: Mutex<State>,
 }
 
 impl Budget {
-    /// `held` bytes are taken already: the file's metadata.
+    /// Creates a budget of which `held` bytes are already used by the file's metadata.
     pub fn new(columns: usize, held: u64) -> Budget {
         Budget { state: Mutex::new(State { columns: vec![Column::default(); columns], batch: 0, held }) }
     }
@@ -94,12 +95,12 @@ impl Budget {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Before the row whose reading makes every column read a batch of rows.
+    /// Call before the row that makes every column read a batch of rows.
     pub fn begin_batch(&self) {
         self.state().batch += 1;
     }
 
-    /// After that row: columns that needed no other page for the batch hold their last one alone.
+    /// Call after that row: columns that needed no further page for the batch keep only their last one.
     pub fn end_batch(&self) {
         let State { columns, batch, held } = &mut *self.state();
         for column in columns.iter_mut().filter(|column| column.batch != *batch) {
@@ -109,7 +110,7 @@ impl Budget {
         }
     }
 
-    /// Counts a page before it is read; its packed bytes are needed until it is unpacked.
+    /// Counts a page before it is read. Its packed bytes count too until it is unpacked.
     pub fn page(&self, at: usize, name: &str, bytes: u64, packed_bytes: u64) -> Result<(), TooLarge> {
         self.change(at, name, packed_bytes, |column, batch| {
             if column.batch != batch {
@@ -121,7 +122,7 @@ impl Budget {
         })
     }
 
-    /// Counts what the page just read needs beyond its bytes, and its longest value.
+    /// Counts the memory that the page just read needs beyond its bytes, and its longest value.
     pub fn grow(&self, at: usize, name: &str, bytes: u64, longest: u64) -> Result<(), TooLarge> {
         self.change(at, name, 0, |column, _| {
             column.pages = column.pages.saturating_add(bytes);
@@ -131,7 +132,7 @@ impl Budget {
         })
     }
 
-    /// Counts a dictionary, which stays as long as the column is read.
+    /// Counts a dictionary, which stays in memory as long as the column is read.
     pub fn dictionary(&self, at: usize, name: &str, bytes: u64, packed_bytes: u64) -> Result<(), TooLarge> {
         self.change(at, name, packed_bytes, |column, _| column.dictionary = column.dictionary.saturating_add(bytes))
     }
@@ -173,7 +174,7 @@ mod tests {
         let budget = Budget::new(2, 0);
         for _ in 0..5 {
             budget.begin_batch();
-            // The batch begins in the page before.
+            // The batch begins in the previous page.
             assert!(page(&budget, 0, 90));
             budget.end_batch();
         }
@@ -189,8 +190,8 @@ mod tests {
         assert!(budget.page(1, "b", 20 << 20, 40 << 20).is_ok());
         assert!(budget.page(1, "b", 20 << 20, 40 << 20).is_err());
         assert!(page(&Budget::new(1, 200 << 20), 0, 10) && !page(&Budget::new(1, 200 << 20), 0, 30));
-        let told = Budget::new(1, 0).page(0, "a", 0, u64::MAX).unwrap_err().to_string();
-        assert!(told.contains("at most 224 MiB"), "{told}");
+        let message = Budget::new(1, 0).page(0, "a", 0, u64::MAX).unwrap_err().to_string();
+        assert!(message.contains("at most 224 MiB"), "{message}");
     }
 
     #[test]

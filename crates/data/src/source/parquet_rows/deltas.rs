@@ -1,14 +1,16 @@
-//! The counts in delta encoded texts: the crate makes room for as many lengths as they say, before it reads one.
+//! Checks the counts in delta-encoded texts: the crate allocates as many lengths as the page claims
+//! before it reads one.
 
 use parquet::basic::Encoding;
 use parquet::column::page::Page;
 use parquet::errors::ParquetError;
 
-/// Refuses a page whose texts are more than the values that its header says. `max_levels` are those of repetition and of definition.
+/// Rejects a page that has more texts than its header says. `max_levels` are the maximum
+/// repetition and definition levels.
 pub fn check_counts(page: &Page, max_levels: (i16, i16)) -> Result<(), ParquetError> {
     let streams = match page.encoding() {
         Encoding::DELTA_LENGTH_BYTE_ARRAY => 1,
-        // The prefixes' lengths, and the suffixes'.
+        // Two streams: the prefixes' lengths and the suffixes' lengths.
         Encoding::DELTA_BYTE_ARRAY => 2,
         _ => return Ok(()),
     };
@@ -20,7 +22,7 @@ pub fn check_counts(page: &Page, max_levels: (i16, i16)) -> Result<(), ParquetEr
     Ok(())
 }
 
-/// A page's bytes behind its levels.
+/// Returns the bytes of a page after its levels.
 pub fn values(page: &Page, (max_rep, max_def): (i16, i16)) -> Result<&[u8], ParquetError> {
     let (bytes, encodings) = match page {
         Page::DataPage { buf, rep_level_encoding, def_level_encoding, .. } => {
@@ -47,10 +49,10 @@ pub fn values(page: &Page, (max_rep, max_def): (i16, i16)) -> Result<&[u8], Parq
     })
 }
 
-/// What stands behind a stream of delta packed numbers, of which there may be at most `most`.
+/// Returns the bytes after a stream of delta-packed numbers, which may hold at most `most` numbers.
 fn behind_stream(mut bytes: &[u8], most: u64) -> Result<&[u8], ParquetError> {
     let (block, groups, count) = (number(&mut bytes)?, number(&mut bytes)?, number(&mut bytes)?);
-    // The first value.
+    // Skips the first value.
     number(&mut bytes)?;
     if count > most {
         return Err(broken());
@@ -58,7 +60,7 @@ fn behind_stream(mut bytes: &[u8], most: u64) -> Result<&[u8], ParquetError> {
     let group_values = block.checked_div(groups).ok_or_else(broken)?;
     let mut left = count.saturating_sub(1);
     while left > 0 {
-        // The smallest difference of the block.
+        // Skips the block's smallest difference.
         number(&mut bytes)?;
         let groups = usize::try_from(groups).map_err(|_| broken())?;
         let (widths, mut rest) = bytes.split_at_checked(groups).ok_or_else(broken)?;
@@ -68,7 +70,7 @@ fn behind_stream(mut bytes: &[u8], most: u64) -> Result<&[u8], ParquetError> {
             }
             left = left.saturating_sub(group_values);
             let packed = (u64::from(*width)).checked_mul(group_values).ok_or_else(broken)? / 8;
-            // The last group may be cut short.
+            // The last group may be truncated.
             let packed = usize::try_from(packed).map_err(|_| broken())?.min(rest.len());
             rest = rest.get(packed..).unwrap_or_default();
         }
@@ -94,7 +96,9 @@ fn number(bytes: &mut &[u8]) -> Result<u64, ParquetError> {
 }
 
 fn broken() -> ParquetError {
-    ParquetError::General("a page of delta encoded texts has another number of them than its header says".to_owned())
+    ParquetError::General(
+        "a page of delta-encoded texts has a different number of values than its header says".to_owned(),
+    )
 }
 
 #[cfg(test)]
@@ -103,17 +107,18 @@ mod tests {
 
     #[test]
     fn the_end_of_a_stream_is_found_and_too_many_are_refused() {
-        // Blocks of 128 in 4 groups, 5 values: the first, a block whose first group has a bit each; then what follows.
+        // Blocks of 128 values in 4 groups. The stream has 5 values: the first value, and a block whose first group has
+        // one bit per value. More bytes follow.
         let stream = [&[0x80, 1, 4, 5, 2][..], &[0, 1, 0, 0, 0], &[0xff; 4], b"rest"].concat();
         assert_eq!(behind_stream(&stream, 5).unwrap(), b"rest");
         assert!(behind_stream(&stream, 4).is_err());
-        // One value has no block.
+        // A stream of one value has no block.
         assert_eq!(behind_stream(&[0x80, 1, 4, 1, 2, 9], 5).unwrap(), [9]);
         for cut in 0..10 {
             assert!(behind_stream(&stream[..cut], 5).is_err(), "{cut}");
         }
         assert!(behind_stream(&[0, 0, 5, 0, 0, 0, 0], 5).is_err());
-        // A block of 2^40 values in one group costs no time.
+        // A block that claims 2^40 values in one group must not take long.
         let huge = [&[0x80, 0x80, 0x80, 0x80, 0x80, 0x20][..], &[1, 0x80, 0x80, 0x80, 0x80, 4, 0], &[0, 0]].concat();
         assert!(behind_stream(&huge, u64::MAX).unwrap().is_empty());
     }

@@ -1,31 +1,32 @@
-//! A page's header, in Thrift's compact protocol: read here because the crate tells a page's size only after it has unpacked the page.
+//! Parses page headers in Thrift's compact protocol. We parse them ourselves because the crate reports a page's size
+//! only after unpacking the page.
 
 use std::io::Read;
 
 use parquet::errors::ParquetError;
 
-/// Bytes of a header. Writers put the smallest and largest value there, and cut those to a few KiB.
+/// Maximum size of a header, in bytes. Writers store the smallest and largest value there, cut to a few KiB.
 const MAX_HEADER_BYTES: u64 = 1 << 20;
-/// How deep structures may be nested: page, data page, statistics.
+/// Maximum nesting depth of structures: page, data page, statistics.
 const MAX_DEPTH: usize = 8;
 
-/// What a header says.
+/// The parsed header of a page.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Header {
-    /// 0 = data, 1 = index, 2 = dictionary, 3 = data of version 2.
+    /// The page type: 0 = data, 1 = index, 2 = dictionary, 3 = data of version 2.
     pub kind: i64,
-    /// Bytes of the page once it is unpacked.
+    /// Bytes of the page after unpacking.
     pub unpacked_bytes: i64,
     /// Bytes of the page in the file.
     pub packed_bytes: i64,
-    /// The fields of the header of its kind, by number; booleans are 0 and 1.
+    /// The fields of the type-specific header, by field number; booleans are 0 and 1.
     fields: [Option<i64>; 8],
     /// Bytes of the header itself.
     pub header_bytes: u64,
 }
 
 impl Header {
-    /// Reads a header from the start of `from`.
+    /// Parses a header from the start of `from`.
     pub fn read(from: impl Read) -> Result<Header, ParquetError> {
         let mut input = Input { from: from.take(MAX_HEADER_BYTES), read: 0 };
         let mut header = Header { kind: -1, unpacked_bytes: -1, packed_bytes: -1, ..Header::default() };
@@ -33,7 +34,7 @@ impl Header {
             [1] => header.kind = value,
             [2] => header.unpacked_bytes = value,
             [3] => header.packed_bytes = value,
-            // A page has one of these.
+            // A page has exactly one of these.
             [5 | 7 | 8, field] => {
                 if let Some(slot) = usize::try_from(field).ok().and_then(|field| header.fields.get_mut(field)) {
                     *slot = Some(value);
@@ -48,13 +49,13 @@ impl Header {
         Ok(header)
     }
 
-    /// A number that must be there.
+    /// Returns a required number.
     pub fn number(&self, field: usize) -> Result<u32, ParquetError> {
         let number = self.fields.get(field).copied().flatten();
         number.and_then(|number| u32::try_from(number).ok()).ok_or_else(|| broken("a number is missing"))
     }
 
-    /// A boolean that may be missing.
+    /// Returns an optional boolean.
     pub fn flag(&self, field: usize, default: bool) -> bool {
         self.fields.get(field).copied().flatten().map_or(default, |value| value != 0)
     }
@@ -96,7 +97,7 @@ impl<R: Read> Input<R> {
         Ok((value >> 1) as i64 ^ -((value & 1) as i64))
     }
 
-    /// Gives the numbers of a structure, and of those inside it, with the path of fields to each.
+    /// Passes each number of a structure and of its nested structures to `take`, with the path of field numbers to it.
     fn structure(&mut self, depth: usize, take: &mut dyn FnMut(&[i64], i64)) -> Result<(), ParquetError> {
         if depth > MAX_DEPTH {
             return Err(broken("it is nested too deep"));
@@ -116,7 +117,7 @@ impl<R: Read> Input<R> {
                 1 | 2 => take(&[field], i64::from(kind == 1)),
                 4..=6 => take(&[field], self.number()?),
                 12 => self.structure(depth + 1, &mut |path, value| {
-                    // Deeper ones, statistics, are not needed.
+                    // Deeper structures (statistics) are not needed.
                     if let [inner] = *path {
                         take(&[field, inner], value);
                     }
@@ -126,7 +127,7 @@ impl<R: Read> Input<R> {
         }
     }
 
-    /// Passes over a value.
+    /// Skips over a value.
     fn pass(&mut self, kind: u8, depth: usize) -> Result<(), ParquetError> {
         match kind {
             1..=3 => self.skip(1),
@@ -157,7 +158,8 @@ mod tests {
 
     #[test]
     fn a_header_tells_sizes_and_the_fields_of_its_kind() {
-        // Data page: 1000 bytes unpacked, 300 packed; 5 values, encoding 3; statistics with a text; an unknown list after them.
+        // A data page: 1000 bytes unpacked, 300 packed; 5 values, encoding 3; statistics with a text;
+        // then an unknown list.
         let statistics = [0x18, 2, b'h', b'i', 0x00];
         let page = [&[0x15, 10, 0x15, 6, 0x15, 6, 0x15, 6, 0x1c][..], &statistics, &[0x00]].concat();
         let bytes =
@@ -170,7 +172,7 @@ mod tests {
         for end in 0..bytes.len() {
             assert!(Header::read(&bytes[..end]).is_err());
         }
-        // A list that says it has 2^63 members ends with the input.
+        // A list that claims 2^63 members ends with the input.
         let endless = [&[0x19, 0xf5][..], &[0xff; 8], &[0x7f]].concat();
         assert!(Header::read(&endless[..]).is_err());
     }

@@ -1,4 +1,4 @@
-//! The bytes of a parquet file: of a file here, or of one elsewhere, of which only what is needed is fetched.
+//! The bytes of a parquet file: a local file, or a remote file of which only the needed parts are fetched.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -10,7 +10,7 @@ use bytes::Bytes;
 
 use super::super::ranges::Remote;
 
-/// Where bytes are read from.
+/// The origin of the file's bytes.
 #[derive(Debug)]
 pub enum Input {
     File(File),
@@ -32,13 +32,13 @@ impl Input {
         }
     }
 
-    /// Exactly these bytes.
+    /// Reads exactly `length` bytes at `offset`.
     pub fn bytes(&self, offset: u64, length: u64) -> io::Result<Bytes> {
         if offset.checked_add(length).is_none_or(|end| self.size().is_ok_and(|size| end > size)) {
             return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the file ends before its bytes"));
         }
         if let Input::Remote(remote) = self {
-            // In one piece, where several would be asked for.
+            // Fetches the range in one piece; reading it would request several.
             remote.fetch(std::slice::from_ref(&(offset..offset + length)))?;
         }
         let length = usize::try_from(length).map_err(io::Error::other)?;
@@ -47,12 +47,12 @@ impl Input {
         if read < length { Err(io::ErrorKind::UnexpectedEof.into()) } else { Ok(bytes.into()) }
     }
 
-    /// The bytes from there on.
+    /// Creates a reader that starts at `offset`.
     pub fn reader(&self, offset: u64) -> At<'_> {
         At { input: self, offset }
     }
 
-    /// Fetches what will be needed soon, several pieces at once.
+    /// Fetches ranges that will be needed soon, several in one call.
     pub fn expect(&self, ranges: &[Range<u64>]) -> io::Result<()> {
         match self {
             Input::File(_) => Ok(()),
@@ -60,7 +60,7 @@ impl Input {
         }
     }
 
-    /// Why bytes could not be fetched since the last call, if that happened.
+    /// Returns why fetching failed since the last call, if it failed.
     pub fn take_failure(&self) -> Option<String> {
         match self {
             Input::File(_) => None,
@@ -69,7 +69,7 @@ impl Input {
     }
 }
 
-/// Reads on from a place.
+/// A reader at a position of the file.
 #[derive(Debug)]
 pub struct At<'i> {
     input: &'i Input,

@@ -1,21 +1,22 @@
-//! How many values the longest row of a page of lists has, by its repetition levels: a few bytes may stand for a billion values.
+//! Counts the values of the longest row in a page of lists from the repetition levels: a few bytes may
+//! encode a billion values.
 
 use parquet::basic::Encoding;
 use parquet::column::page::Page;
 use parquet::errors::ParquetError;
 
-/// Rows of lists, counted over a column's pages: a row may go on in the next page.
+/// Counts values per row over a column's pages: a row may continue in the next page.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct Longest {
     row: u64,
-    /// Values of the longest row so far.
+    /// Number of values in the longest row so far.
     pub longest: u64,
 }
 
 impl Longest {
     fn add(&mut self, begins: bool, values: u64) {
         match begins {
-            // Each value is a row.
+            // Without repetition, each value is a row.
             true => self.row = values.min(1),
             false => self.row = self.row.saturating_add(values),
         }
@@ -23,7 +24,7 @@ impl Longest {
     }
 }
 
-/// Values of the longest row that ends or goes on in the page.
+/// Returns the number of values of the longest row that ends or continues in the page.
 pub fn longest_row(page: &Page, max_level: i16, rows: &mut Longest) -> Result<u64, ParquetError> {
     rows.longest = rows.row;
     let width = 16 - max_level.unsigned_abs().leading_zeros();
@@ -38,15 +39,15 @@ pub fn longest_row(page: &Page, max_level: i16, rows: &mut Longest) -> Result<u6
         _ => (&[][..], false),
     };
     match is_known {
-        true => count(levels, width, u64::from(page.num_values()), rows)?,
-        // Levels of an old kind take a bit each, so that the page's size bounds them.
+        true => count_levels(levels, width, u64::from(page.num_values()), rows)?,
+        // The old level encoding uses a bit per level, so the page's size bounds their number.
         false => rows.longest = u64::from(page.num_values()),
     }
     Ok(rows.longest)
 }
 
-/// Runs of one level, and groups of eight packed levels, alternate as they like.
-fn count(mut levels: &[u8], width: u32, mut values: u64, rows: &mut Longest) -> Result<(), ParquetError> {
+/// Counts over the runs of one level and the bit-packed groups of eight levels, which may alternate in any order.
+fn count_levels(mut levels: &[u8], width: u32, mut values: u64, rows: &mut Longest) -> Result<(), ParquetError> {
     let bytes = width.div_ceil(8) as usize;
     while values > 0 {
         let (mut head, mut shift) = (0_u64, 0);
@@ -73,7 +74,7 @@ fn count(mut levels: &[u8], width: u32, mut values: u64, rows: &mut Longest) -> 
             continue;
         }
         let packed = usize::try_from(head >> 1).ok().and_then(|groups| groups.checked_mul(width as usize));
-        // The last group may be cut short.
+        // The last group may be truncated.
         let packed = packed.ok_or_else(cut_off)?.min(levels.len());
         let (group, rest) = levels.split_at_checked(packed).ok_or_else(cut_off)?;
         if group.is_empty() {
@@ -102,13 +103,13 @@ mod tests {
     fn the_longest_row_is_found_in_runs_and_in_packed_levels() {
         let longest = |levels: &[u8], width, values| {
             let mut rows = Longest::default();
-            count(levels, width, values, &mut rows).map(|()| rows.longest)
+            count_levels(levels, width, values, &mut rows).map(|()| rows.longest)
         };
-        // A row begins, and goes on for a billion values.
+        // A row begins and continues for a billion values.
         assert_eq!(longest(&[2, 0, 0x80, 0xa8, 0xd6, 0xb9, 0x07, 1], 1, 1_000_000_001).unwrap(), 1_000_000_001);
-        // Ten rows of one value.
+        // Ten rows of one value each.
         assert_eq!(longest(&[20, 0], 1, 10).unwrap(), 1);
-        // Packed: 0 1 1 0 1 0 0 0, of width 2.
+        // Bit-packed with width 2: 0 1 1 0 1 0 0 0.
         assert_eq!(longest(&[3, 0b0001_0100, 0b0000_0001], 2, 8).unwrap(), 3);
         for cut in [&[][..], &[2], &[3], &[0x80], &[0, 1], &[0xff; 9]] {
             assert!(longest(cut, 1, 8).is_err(), "{cut:?}");
@@ -118,10 +119,10 @@ mod tests {
     #[test]
     fn a_row_goes_on_in_the_next_page() {
         let mut rows = Longest::default();
-        count(&[2, 0, 10, 1], 1, 6, &mut rows).unwrap();
+        count_levels(&[2, 0, 10, 1], 1, 6, &mut rows).unwrap();
         assert_eq!(rows, Longest { row: 6, longest: 6 });
         rows.longest = rows.row;
-        count(&[8, 1, 4, 0], 1, 6, &mut rows).unwrap();
+        count_levels(&[8, 1, 4, 0], 1, 6, &mut rows).unwrap();
         assert_eq!(rows, Longest { row: 1, longest: 10 });
     }
 }

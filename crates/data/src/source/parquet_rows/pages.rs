@@ -1,4 +1,4 @@
-//! The pages of a row group's columns. Each is measured by its header before a byte of it is read.
+//! Reads the pages of a row group's columns. The size in each page's header is checked before any of the page is read.
 
 use std::io::BufReader;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -20,28 +20,28 @@ use super::input::Input;
 use super::levels::{Longest, longest_row};
 use super::unpack::Unpacker;
 
-/// Bytes of a value as the crate holds it, beside its text.
+/// Memory of a value in the crate's types, in bytes, without its text.
 const VALUE_BYTES: u64 = 32;
-/// Bytes of a list's value: read ahead, in its row, and as JSON.
+/// Memory of a value in a list, in bytes: read ahead, in its row, and as JSON.
 const LIST_VALUE_BYTES: u64 = 128;
-/// Bytes of a text's lengths, of its prefix and its suffix.
+/// Memory of a text's two lengths (prefix and suffix), in bytes.
 const LENGTH_BYTES: u64 = 8;
-/// Read at once for a header.
+/// Bytes read in one call to parse a header.
 const HEADER_BYTES: usize = 512;
 
 const PAGE_ADVICE: &str = "write the file with smaller pages (data_page_size in pyarrow)";
 const DICTIONARY_ADVICE: &str = "write the file with a smaller dictionary (dictionary_pagesize_limit in pyarrow)";
 
-/// What the columns of a row group share.
+/// The state shared by a row group's columns.
 pub struct Shared {
     pub input: Arc<Input>,
     pub budget: Budget,
     pub unpacker: Mutex<Unpacker>,
-    /// Rows that are read ahead.
+    /// Number of rows read ahead.
     pub batch: u64,
 }
 
-/// A row group, for the crate's record reader.
+/// A row group, as the crate's record reader expects it.
 pub struct Group<'m> {
     pub metadata: &'m ParquetMetaData,
     pub at: usize,
@@ -81,32 +81,32 @@ impl RowGroupReader for Group<'_> {
     }
 
     fn get_row_iter(&self, _projection: Option<Type>) -> Result<RowIter<'_>, ParquetError> {
-        Err(ParquetError::NYI("rows are read by the tree".to_owned()))
+        Err(ParquetError::NYI("only the record reader is supported".to_owned()))
     }
 }
 
 /// The pages of a column.
 struct Pages {
     shared: Arc<Shared>,
-    /// The column's number in the file.
+    /// The column's index in the file.
     at: usize,
     name: String,
     codec: Compression,
     physical: Physical,
-    /// Of repetition and of definition.
+    /// The maximum repetition and definition levels.
     max_levels: (i16, i16),
     offset: u64,
     left: u64,
-    /// The header at `offset`, which was read already.
+    /// The header at `offset`, if it was already read.
     next: Option<Header>,
     /// Bytes of the longest value in the dictionary.
     longest_entry: u64,
-    /// The row of lists that the last page may have ended in.
+    /// The list row that continues from the last page.
     row_so_far: Longest,
 }
 
 impl Pages {
-    /// The header of the next page that holds data or a dictionary. Its sizes are permitted.
+    /// Reads the header of the next data or dictionary page and checks its sizes.
     fn header(&mut self) -> Result<Option<Header>, ParquetError> {
         if let Some(header) = self.next.take() {
             return Ok(Some(header));
@@ -122,7 +122,7 @@ impl Pages {
             let (what, advice) = match header.kind {
                 0 | 3 => ("page", PAGE_ADVICE),
                 2 => ("dictionary", DICTIONARY_ADVICE),
-                // Nothing that is needed for rows.
+                // Other pages are not needed for rows.
                 _ => {
                     self.pass(packed_bytes);
                     continue;
@@ -146,7 +146,7 @@ impl Pages {
         let (packed_bytes, unpacked_bytes) = (header.packed_bytes.unsigned_abs(), header.unpacked_bytes.unsigned_abs());
         match header.kind {
             2 => {
-                // Texts stay in the page; numbers are copied out of it.
+                // Texts stay in the page's buffer; numbers are copied out of it.
                 let (kept_bytes, each) = match self.physical {
                     Physical::BYTE_ARRAY | Physical::FIXED_LEN_BYTE_ARRAY => (unpacked_bytes, VALUE_BYTES),
                     Physical::INT96 => (0, 12),
@@ -210,7 +210,8 @@ impl Pages {
         Ok(out.into())
     }
 
-    /// Counts what the values of a page may become beyond its bytes: of lists, and of texts that repeat parts of others.
+    /// Counts the memory that a page's values may need beyond its bytes: for lists, and for texts that
+    /// repeat prefixes of others.
     fn check_values(&mut self, page: &Page) -> Result<(), ParquetError> {
         let encoding = page.encoding();
         if page.is_dictionary_page() {
@@ -244,7 +245,7 @@ impl Pages {
             (0, Physical::BYTE_ARRAY, Encoding::RLE_DICTIONARY | Encoding::PLAIN_DICTIONARY) => self.longest_entry,
             (0, Physical::BYTE_ARRAY | Physical::FIXED_LEN_BYTE_ARRAY, _) => page.buffer().len() as u64,
             (0, ..) => 0,
-            // The copies of lists are counted by value.
+            // Copies of lists are counted per value.
             _ => page.buffer().len() as u64,
         };
         Ok(self.shared.budget.grow(self.at, &self.name, more, longest)?)
@@ -285,7 +286,7 @@ impl PageReader for Pages {
     }
 }
 
-/// Bytes of the longest of many texts, each behind its length.
+/// Bytes of the longest text in a sequence of length-prefixed texts.
 fn longest(mut texts: &[u8]) -> u64 {
     let mut longest = 0;
     while let Some((length, rest)) = texts.split_first_chunk::<4>() {

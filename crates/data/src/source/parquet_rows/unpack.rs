@@ -1,4 +1,5 @@
-//! A page's bytes unpacked, never to more than its header says: some codecs of the crate go on as long as there are bytes.
+//! Unpacks a page's bytes, never to more than its header says: some of the crate's codecs continue as long
+//! as there is input.
 
 use std::io::Read;
 
@@ -6,7 +7,7 @@ use flate2::read::MultiGzDecoder;
 use parquet::basic::Compression;
 use parquet::errors::ParquetError;
 
-/// Unpacks pages; one serves all columns.
+/// Unpacks pages; all columns share one.
 pub struct Unpacker {
     zstd: zstd::bulk::Decompressor<'static>,
     snappy: snap::raw::Decoder,
@@ -17,7 +18,7 @@ impl Unpacker {
         Ok(Unpacker { zstd: zstd::bulk::Decompressor::new()?, snappy: snap::raw::Decoder::new() })
     }
 
-    /// Appends exactly `bytes` bytes to `out`.
+    /// Appends exactly `bytes` unpacked bytes to `out`.
     pub fn unpack(
         &mut self,
         codec: Compression,
@@ -25,7 +26,7 @@ impl Unpacker {
         bytes: usize,
         out: &mut Vec<u8>,
     ) -> Result<(), ParquetError> {
-        // A page of nulls alone.
+        // The page holds only nulls.
         if bytes == 0 {
             return Ok(());
         }
@@ -42,7 +43,7 @@ impl Unpacker {
             Compression::GZIP(_) => stream(MultiGzDecoder::new(packed), bytes, out)?,
             Compression::LZ4 => match space(out, &mut |to| hadoop(packed, to)) {
                 Ok(done) if done == bytes => done,
-                // Old writers wrote a frame, or a block, under this name.
+                // Old writers used this codec name for either a frame or a plain block.
                 _ => {
                     out.truncate(start);
                     match stream(lz4_flex::frame::FrameDecoder::new(packed), bytes, out) {
@@ -54,18 +55,18 @@ impl Unpacker {
                     }
                 }
             },
-            other => return Err(ParquetError::General(format!("its compression {other} is not read"))),
+            other => return Err(ParquetError::General(format!("its compression {other} is not supported"))),
         };
-        if done == bytes { Ok(()) } else { Err(broken("it has another size than its header says")) }
+        if done == bytes { Ok(()) } else { Err(broken("its size differs from its header")) }
     }
 }
 
 fn stream(from: impl Read, bytes: usize, out: &mut Vec<u8>) -> Result<usize, ParquetError> {
-    // One byte more shows that there is more.
+    // Reading one more byte shows whether the data is longer than claimed.
     from.take(bytes as u64 + 1).read_to_end(out).map_err(broken)
 }
 
-/// Hadoop's frames: the sizes, unpacked and packed, each four bytes, and a block.
+/// Unpacks Hadoop's LZ4 framing: unpacked and packed size, four bytes each, then a block.
 fn hadoop(mut packed: &[u8], to: &mut [u8]) -> Result<usize, ParquetError> {
     let mut done = 0;
     while let Some((sizes, rest)) = packed.split_first_chunk::<8>() {

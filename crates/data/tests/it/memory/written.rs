@@ -1,4 +1,4 @@
-//! Parquet files written page by page, with sizes that need not be true.
+//! Writes parquet files page by page, with sizes that may be wrong on purpose.
 
 use std::fs::File;
 use std::io::{BufWriter, Read, Write};
@@ -14,18 +14,18 @@ use parquet::file::writer::{SerializedPageWriter, TrackedWrite};
 use parquet::schema::parser::parse_message_type;
 use parquet::schema::types::SchemaDescriptor;
 
-/// A page as it will stand in the file.
+/// A page as the file will contain it.
 pub struct Written {
     pub is_dictionary: bool,
     pub encoding: Encoding,
     pub values: u32,
-    /// What the header says.
+    /// The unpacked size that the header claims.
     pub unpacked_bytes: usize,
     pub packed: Vec<u8>,
 }
 
 impl Written {
-    /// A data page of texts.
+    /// Creates a data page of texts.
     pub fn data(values: u32, unpacked_bytes: usize, packed: Vec<u8>) -> Written {
         Written { is_dictionary: false, encoding: Encoding::PLAIN, values, unpacked_bytes, packed }
     }
@@ -77,22 +77,22 @@ pub fn write(path: &Path, schema: &str, rows: i64, columns: Vec<(Compression, Ve
     ParquetMetaDataWriter::new_with_tracked(out, &metadata).finish().unwrap();
 }
 
-/// A text as a page has it.
+/// Encodes a text as it appears in a page.
 pub fn text(bytes: usize) -> Vec<u8> {
     let mut text = (bytes as u32).to_le_bytes().to_vec();
     text.resize(bytes + 4, b'a');
     text
 }
 
-/// A text that a codec makes about a hundred times smaller.
+/// Creates a text that compresses about a hundred times.
 pub fn mixed(bytes: usize) -> Vec<u8> {
     let mut text = text(bytes);
-    let letters = noise(bytes / 64).into_iter().map(|byte| b'a' + byte % 16);
-    text.iter_mut().skip(4).zip(letters).for_each(|(place, letter)| *place = letter);
+    let characters = noise(bytes / 64).into_iter().map(|byte| b'a' + byte % 16);
+    text.iter_mut().skip(4).zip(characters).for_each(|(byte_at, character)| *byte_at = character);
     text
 }
 
-/// Bytes that no codec makes smaller.
+/// Creates random bytes, which do not compress.
 pub fn noise(bytes: usize) -> Vec<u8> {
     let mut state = 88_172_645_463_325_252_u64;
     let next = move || {
@@ -104,7 +104,7 @@ pub fn noise(bytes: usize) -> Vec<u8> {
     std::iter::repeat_with(next).take(bytes).collect()
 }
 
-/// Many zeros, packed; never held unpacked.
+/// Packs many zeros without holding them unpacked.
 pub fn packed_zeros(codec: Compression, bytes: u64) -> Vec<u8> {
     let mut zeros = std::io::repeat(0).take(bytes);
     match codec {

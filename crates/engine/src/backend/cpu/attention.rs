@@ -6,15 +6,16 @@ use std::sync::{Arc, PoisonError};
 use super::{Attention, AttentionBackward, Cpu, Matrix};
 use crate::kernels::attention::{self, Backward, Forward, Heads, Query, Segment, Visible, first_seen};
 
-/// Keys and values of rows, each behind a prompt that others may share. A layer with a window drops what no later token sees.
+/// Keys and values of rows, each after a prompt that several rows may share. A layer with a window drops positions that
+/// no later token attends to.
 #[derive(Debug)]
 pub struct Cache {
     heads: Heads,
-    /// Per layer.
+    /// The window of each layer.
     windows: Vec<Option<usize>>,
     prompts: Vec<Arc<Prompt>>,
     rows: Vec<Row>,
-    /// Rows that are attended together.
+    /// Ranges of rows whose attention is computed together.
     pieces: Vec<Range<usize>>,
 }
 
@@ -28,12 +29,12 @@ struct Prompt {
 struct Row {
     prompt: Arc<Prompt>,
     max_new_tokens: usize,
-    /// Tokens for which its segments have memory.
+    /// Number of tokens for which the segments have memory.
     room: usize,
     layers: Vec<Segment>,
 }
 
-/// Tokens for which a row's cache has room at first.
+/// Number of tokens for which a row's cache has memory initially.
 const FIRST_TOKENS: usize = 32;
 
 impl Cache {
@@ -52,7 +53,7 @@ impl Cache {
         let Cache { heads, windows, prompts, .. } = self;
         let mut row = 0;
         for prompt in prompts[first..].iter_mut().filter_map(Arc::get_mut) {
-            // The first token after it sees the most of it.
+            // The first token after the prompt attends to the most of it.
             let mut segment = Segment::beginning_at(first_seen(prompt.len, windows[layer]));
             let rows = row + segment.len()..row + prompt.len;
             segment.reserve(heads, rows.len());
@@ -80,13 +81,13 @@ impl Cache {
 }
 
 impl Row {
-    /// Before a token is appended in all layers.
+    /// Reserves memory before a token is appended in all layers.
     fn make_room(&mut self, heads: &Heads, windows: &[Option<usize>]) {
         let len = self.layers.first().map_or(0, Segment::len);
         if len < self.room {
             return;
         }
-        // Twice as much, but no more than it may grow to.
+        // Doubles the capacity, up to the maximum length.
         let more = len.max(FIRST_TOKENS).min(self.max_new_tokens.saturating_sub(len).max(attention::BLOCK));
         self.room = len + more;
         for (segment, window) in self.layers.iter_mut().zip(windows) {
@@ -95,7 +96,8 @@ impl Row {
         }
     }
 
-    /// Append a token in a layer; what it does not see, no later one does.
+    /// Appends a token in a layer. Positions outside of the token's window are dropped, since no later
+    /// token attends to them.
     fn push(&mut self, heads: &Heads, layer: usize, window: Option<usize>, qkv: &[f32]) {
         let own = &mut self.layers[layer];
         let seen = Visible::of_completion(self.prompt.len, own.len(), window).own;
@@ -104,10 +106,11 @@ impl Row {
     }
 }
 
-/// Work below which one thread is faster.
+/// Amount of work below which one thread is faster than several.
 const MIN_PARALLEL: usize = 1 << 14;
 
-/// Rows of the batch that continue the same prompt, side by side; several pieces of a long run, so that all threads work.
+/// Collects adjacent rows of the batch that continue the same prompt; splits long runs into several ranges, so that
+/// all threads have work.
 fn cut(rows: &[Row], threads: usize, pieces: &mut Vec<Range<usize>>) {
     let longest = rows.len().div_ceil(2 * threads).max(2);
     pieces.clear();
@@ -122,7 +125,7 @@ fn cut(rows: &[Row], threads: usize, pieces: &mut Vec<Range<usize>>) {
 }
 
 impl Cpu {
-    /// Append a token to each row, and attend.
+    /// Appends a token to each row and computes attention.
     pub(super) fn attend_rows(&self, cache: &mut Cache, layer: usize, qkv: &Matrix) -> Matrix {
         let Cache { heads, windows, rows, pieces, .. } = cache;
         let window = windows[layer];
@@ -149,7 +152,7 @@ impl Cpu {
         out
     }
 
-    /// Attention in a packed batch, and of each token and head the softmax's largest score and sum.
+    /// Computes attention in a packed batch, and the softmax's largest score and sum for each token and head.
     pub(super) fn attend_packed(&self, attention: &Attention<'_>, qkv: &Matrix) -> (Matrix, Matrix) {
         let Attention { heads, groups, visible: _, window } = *attention;
         let mut out = self.pool.matrix(qkv.rows(), heads.q_width());
@@ -161,7 +164,7 @@ impl Cpu {
         (out, softmax)
     }
 
-    /// dL/dqkv of [`Cpu::attend_packed`].
+    /// Returns dL/dqkv of [`Cpu::attend_packed`].
     pub(super) fn attend_packed_vjp(&self, backward: &AttentionBackward<'_, Self>) -> Matrix {
         let Attention { heads, groups, visible: _, window } = backward.attention;
         let mut d_qkv = self.pool.matrix(backward.qkv.rows(), heads.width());

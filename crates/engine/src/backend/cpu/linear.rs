@@ -4,22 +4,22 @@ use std::ops::Range;
 
 use super::{AdapterPass, AdapterShape, Cpu, Matrix, Weight, rows};
 use crate::backend::{AdapterBackward, AdapterBlock, FullSlot, LinearBackward, Mask};
-use crate::kernels::gemm::{self, Factors, Linear, LinearBack, Lora, LoraBack, Output, Rows, Term};
+use crate::kernels::gemm::{self, Factors, Linear, Lora, LoraBackward, Output, Rows, Term};
 use crate::kernels::isa::Isa;
 use crate::kernels::pack::{PackDtype, PackedMatrix};
 
 /// LoRA factors of a fused weight: A stacked, B block-diagonal.
 #[derive(Debug)]
 pub struct Adapter {
-    /// `[blocks · r, in]`
+    /// The stacked A, `[blocks · r, in]`.
     a: PackedMatrix,
-    /// `[out, blocks · r]`, scaled by s.
+    /// The block-diagonal B, `[out, blocks · r]`, scaled by s.
     b: PackedMatrix,
-    /// Of each block Bᵀ `[r, out]`, scaled by s.
+    /// Bᵀ of each block, `[r, out]`, scaled by s.
     b_transposed: Vec<PackedMatrix>,
-    /// Of each block.
+    /// The scaling s of each block.
     scalings: Vec<f32>,
-    /// Each module's outputs and ranks.
+    /// The outputs and ranks of each module.
     parts: Vec<(Range<usize>, Range<usize>)>,
 }
 
@@ -36,7 +36,7 @@ impl Adapter {
                 }
             }
         }
-        // Tiles multiply bf16 with bf16 only.
+        // AMX tiles multiply bf16 only with bf16.
         let dtype = if cpu.isa == Isa::Amx { cpu.dtype } else { PackDtype::F32 };
         let pack = |values: &[f32], inputs| PackedMatrix::new_on(&cpu.threads, values, inputs, dtype);
         let transposed = |block: &AdapterBlock| {
@@ -63,7 +63,7 @@ fn term<'a>(x: &'a Matrix, weight: &'a PackedMatrix) -> Term<'a> {
     Term { x: x.values(), stride: x.width(), weight }
 }
 
-/// Some columns of a matrix.
+/// Selects a range of columns of a matrix.
 fn columns(x: &Matrix, columns: Range<usize>) -> Rows<'_> {
     Rows { values: &x.values()[columns.start..], width: columns.len(), stride: x.width() }
 }
@@ -107,7 +107,7 @@ impl Cpu {
         y
     }
 
-    /// x·Aᵀ `[rows, blocks · r]`, each block with what its module's dropout leaves of x.
+    /// Computes x·Aᵀ `[rows, blocks · r]`, each block with x after its module's dropout.
     fn hidden(&self, pass: &AdapterPass<'_, Self>, x: &Matrix) -> Matrix {
         let AdapterPass { adapter, masks } = pass;
         let mut hidden = self.pool.matrix(x.rows(), adapter.rank());
@@ -130,7 +130,7 @@ impl Cpu {
         hidden
     }
 
-    /// What a dropout mask leaves of x.
+    /// Applies a dropout mask to x.
     fn dropped(&self, x: &Matrix, mask: &Mask<'_>) -> Matrix {
         let mut out = self.pool.matrix(x.rows(), x.width());
         out.values_mut().copy_from_slice(x.values());
@@ -155,7 +155,7 @@ impl Cpu {
         let mut dx = self.pool.matrix(rows, inputs);
         let (dy_values, stride, matrix) = (dy.values(), dy.width(), &*weight.matrix);
         let Some(AdapterBackward { pass, slots }) = adapter else {
-            let back = LinearBack { dy: dy_values, stride, weight: matrix, lora: None };
+            let back = gemm::LinearBackward { dy: dy_values, stride, weight: matrix, lora: None };
             let out = Output { y: dx.values_mut(), stride: inputs, rows, add: false };
             gemm::linear_backward(&self.threads, self.isa, back, out);
             return dx;
@@ -164,11 +164,11 @@ impl Cpu {
         let rank = adapter.rank();
         let mut dh = self.pool.matrix(rows, rank);
         let Adapter { a, b_transposed, parts, .. } = &**adapter;
-        let lora = Some(LoraBack { a, b_transposed, parts, dh: dh.values_mut(), adds: masks.is_empty() });
-        let back = LinearBack { dy: dy_values, stride, weight: matrix, lora };
+        let lora = Some(LoraBackward { a, b_transposed, parts, dh: dh.values_mut(), adds: masks.is_empty() });
+        let back = gemm::LinearBackward { dy: dy_values, stride, weight: matrix, lora };
         let out = Output { y: dx.values_mut(), stride: inputs, rows, add: false };
         gemm::linear_backward(&self.threads, self.isa, back, out);
-        // L depends on B through s·B: dB = s·dyᵀ·h.
+        // L depends on B through s·B, so dB = s·dyᵀ·h.
         let mut h = self.hidden(pass, x);
         for (scaling, (_, ranks)) in adapter.scalings.iter().zip(&adapter.parts) {
             self.scale_columns(&mut h, ranks.clone(), *scaling);
@@ -191,7 +191,7 @@ impl Cpu {
         dx
     }
 
-    /// dA += dhᵀ·x and dB += dyᵀ·h of each module; `masked` holds what dropout left of x for each.
+    /// Adds dA += dhᵀ·x and dB += dyᵀ·h for each module; `masked` holds x after each module's dropout.
     fn factor_gradients(
         &self,
         linear: &LinearBackward<'_, Self>,
@@ -206,23 +206,25 @@ impl Cpu {
         let whole = |x| columns(x, 0..x.width());
         let of_b = parts.iter().zip(slots).map(|((outputs, of_block), (_, at))| {
             let thin = vec![(columns(h, of_block.clone()), *at)];
-            Factors { wide: columns(dy, outputs.clone()), thin, turned: true }
+            Factors { wide: columns(dy, outputs.clone()), thin, transposed: true }
         });
         let thin = |((_, of_block), (at, _)): (&(_, Range<usize>), &(usize, _))| (columns(dh, of_block.clone()), *at);
         let a = parts.iter().zip(slots).map(thin);
         let mut all: Vec<Factors<'_>> = of_b.collect();
         match masked.is_empty() {
-            true => all.push(Factors { wide: whole(x), thin: a.collect(), turned: false }),
-            false => {
-                all.extend(a.zip(masked).map(|(thin, x)| Factors { wide: whole(x), thin: vec![thin], turned: false }))
-            }
+            true => all.push(Factors { wide: whole(x), thin: a.collect(), transposed: false }),
+            false => all.extend(a.zip(masked).map(|(thin, x)| Factors {
+                wide: whole(x),
+                thin: vec![thin],
+                transposed: false,
+            })),
         }
         if parts.iter().all(|(_, ranks)| ranks.len() <= gemm::WIDEST_FACTOR) {
             return gemm::outer_factors(&self.threads, self.isa, x.rows(), &all, gradient);
         }
-        for Factors { wide, thin, turned } in all {
+        for Factors { wide, thin, transposed } in all {
             for (thin, at) in thin {
-                let (a, b) = if turned { (wide, thin) } else { (thin, wide) };
+                let (a, b) = if transposed { (wide, thin) } else { (thin, wide) };
                 gemm::outer(&self.threads, self.isa, x.rows(), a, b, &mut gradient[at..at + a.width * b.width]);
             }
         }

@@ -1,9 +1,9 @@
-//! Row-major values whose memory is used again.
+//! Row-major matrices whose memory is reused.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// `[rows, width]` of f32.
+/// A matrix of f32 `[rows, width]`.
 #[derive(Debug)]
 pub struct Matrix {
     values: Vec<f32>,
@@ -12,32 +12,32 @@ pub struct Matrix {
 }
 
 impl Matrix {
-    /// Row by row.
+    /// All values, row by row.
     pub fn values(&self) -> &[f32] {
         &self.values
     }
 
-    /// The same, to write.
+    /// All values, row by row, for writing.
     pub fn values_mut(&mut self) -> &mut [f32] {
         &mut self.values
     }
 
-    /// Values of a row.
+    /// Number of values in a row.
     pub fn width(&self) -> usize {
         self.width
     }
 
-    /// How many rows.
+    /// Number of rows in the matrix.
     pub fn rows(&self) -> usize {
         self.values.len().checked_div(self.width).unwrap_or(0)
     }
 
-    /// One row.
+    /// The values of one row.
     pub fn row(&self, row: usize) -> &[f32] {
         &self.values[row * self.width..(row + 1) * self.width]
     }
 
-    /// Some rows, to write.
+    /// The values of a range of rows, for writing.
     pub fn rows_mut(&mut self, rows: Range<usize>) -> &mut [f32] {
         &mut self.values[rows.start * self.width..rows.end * self.width]
     }
@@ -45,25 +45,25 @@ impl Matrix {
 
 impl Drop for Matrix {
     fn drop(&mut self) {
-        self.pool.give(std::mem::take(&mut self.values));
+        self.pool.return_buffer(std::mem::take(&mut self.values));
     }
 }
 
-/// Memory of matrices that are gone.
+/// Memory of dropped matrices, kept for reuse.
 #[derive(Debug, Default)]
 pub struct Pool {
     free: Mutex<Vec<Vec<f32>>>,
     positions: Mutex<Vec<Vec<usize>>>,
 }
 
-/// Buffers kept: what a training pass over a deep model holds at a time.
+/// Maximum number of buffers kept: as many as a training pass over a deep model uses simultaneously.
 const MAX_FREE: usize = 1024;
 
 impl Pool {
-    /// A matrix with whatever was in its memory.
+    /// Returns a matrix with uninitialized (old) values.
     pub fn matrix(self: &Arc<Self>, rows: usize, width: usize) -> Matrix {
         let len = rows * width;
-        let mut values = self.take(len).unwrap_or_else(|| vec![0.0; len]);
+        let mut values = self.take_buffer(len).unwrap_or_else(|| vec![0.0; len]);
         if values.len() < len {
             values.resize(len, 0.0);
         } else {
@@ -72,14 +72,14 @@ impl Pool {
         Matrix { values, width, pool: self.clone() }
     }
 
-    /// A matrix of zeros.
+    /// Returns a matrix of zeros.
     pub fn zeros(self: &Arc<Self>, rows: usize, width: usize) -> Matrix {
         let mut matrix = self.matrix(rows, width);
         matrix.values.fill(0.0);
         matrix
     }
 
-    /// A copy of some positions.
+    /// Copies positions into a reused buffer.
     pub fn positions(&self, positions: &[usize]) -> Vec<usize> {
         let free = self.positions.lock().unwrap_or_else(PoisonError::into_inner).pop();
         let mut copy = free.unwrap_or_default();
@@ -88,23 +88,23 @@ impl Pool {
         copy
     }
 
-    /// Positions that are not needed any more.
-    pub fn give_positions(&self, positions: Vec<usize>) {
+    /// Returns a buffer of positions to the pool.
+    pub fn return_positions(&self, positions: Vec<usize>) {
         let mut free = self.positions.lock().unwrap_or_else(PoisonError::into_inner);
         if free.len() < MAX_FREE {
             free.push(positions);
         }
     }
 
-    /// The smallest buffer that is large enough, unless it is far too large.
-    fn take(&self, len: usize) -> Option<Vec<f32>> {
+    /// Returns the smallest buffer that is large enough, unless it is far too large.
+    fn take_buffer(&self, len: usize) -> Option<Vec<f32>> {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         let fits = |buffer: &Vec<f32>| (len..=4 * len.max(256)).contains(&buffer.capacity());
         let best = (0..free.len()).filter(|index| fits(&free[*index])).min_by_key(|index| free[*index].capacity());
         best.map(|index| free.swap_remove(index))
     }
 
-    fn give(&self, values: Vec<f32>) {
+    fn return_buffer(&self, values: Vec<f32>) {
         if values.capacity() == 0 {
             return;
         }
@@ -114,7 +114,7 @@ impl Pool {
         }
     }
 
-    /// Give back to the system what goes beyond so many bytes, the largest buffers first.
+    /// Frees buffers beyond a total of `bytes`, the largest ones first.
     pub fn trim(&self, bytes: u64) {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         let size = |buffer: &Vec<f32>| (size_of::<f32>() * buffer.capacity()) as u64;

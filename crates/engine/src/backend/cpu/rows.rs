@@ -1,4 +1,4 @@
-//! Operations of rows: lookups, norms, rotation, activation.
+//! Row-wise operations: lookups, norms, rotary embedding, activation.
 
 use std::ops::Range;
 
@@ -8,7 +8,7 @@ use crate::kernels::pack::PackedMatrix;
 use crate::kernels::rope::{self, QkNorm, Rope};
 use crate::kernels::{self, norm};
 
-/// values[at..] += row
+/// Adds a row to a range of values: values[at..] += row.
 pub fn add(values: &mut [f32], at: usize, row: &[f32]) {
     for (value, more) in values[at..at + row.len()].iter_mut().zip(row) {
         *value += more;
@@ -22,33 +22,33 @@ fn rope<'a>(rotation: &'a Rotation<'a, Cpu>) -> Rope<'a> {
 }
 
 impl Cpu {
-    /// Rows of a packed table.
+    /// Looks up rows of a packed table.
     pub(super) fn lookup(&self, table: &PackedMatrix, ids: &[u32]) -> Matrix {
         let mut out = self.pool.matrix(ids.len(), table.k());
         self.each_row(&mut out, |at, row| table.row(ids[at] as usize, row));
         out
     }
 
-    /// Some rows, in this order.
+    /// Selects rows, in the given order.
     pub(super) fn gather(&self, x: &Matrix, rows: &[u32]) -> Matrix {
         let mut out = self.pool.matrix(rows.len(), x.width());
         self.each_row(&mut out, |at, row| row.copy_from_slice(x.row(rows[at] as usize)));
         out
     }
 
-    /// Some columns of x *= factor
+    /// Multiplies some columns of x by a factor, in place.
     pub(super) fn scale_columns(&self, x: &mut Matrix, columns: Range<usize>, factor: f32) {
         self.each_row(x, |_, row| row[columns.clone()].iter_mut().for_each(|value| *value *= factor));
     }
 
-    /// x · factor
+    /// Multiplies x by a factor.
     pub(super) fn times(&self, x: &Matrix, factor: f32) -> Matrix {
         let mut out = self.pool.matrix(x.rows(), x.width());
         self.each_row(&mut out, |at, row| row.iter_mut().zip(x.row(at)).for_each(|(out, x)| *out = x * factor));
         out
     }
 
-    /// x · factor of the row, in some columns
+    /// Multiplies some columns of x by each row's factor.
     pub(super) fn columns_times(&self, x: &Matrix, columns: Range<usize>, factors: &[f32]) -> Matrix {
         let mut out = self.pool.matrix(x.rows(), x.width());
         self.each_row(&mut out, |at, row| {
@@ -58,7 +58,7 @@ impl Cpu {
         out
     }
 
-    /// x + y
+    /// Elementwise sum of x and y.
     pub(super) fn plus(&self, x: &Matrix, y: &Matrix) -> Matrix {
         let mut out = self.pool.matrix(x.rows(), x.width());
         self.each_row(&mut out, |at, row| {
@@ -87,7 +87,7 @@ impl Cpu {
         out
     }
 
-    /// Write row after row, each told its index.
+    /// Writes all rows in parallel; `f` receives each row's index.
     fn each_row(&self, out: &mut Matrix, f: impl Fn(usize, &mut [f32]) + Sync) {
         let width = out.width();
         kernels::rows::each_row(&self.threads, out.values_mut(), width, f);
@@ -118,14 +118,14 @@ impl Cpu {
         norm::rms_norm_weight_vjp(&self.threads, self.isa, x.values(), eps, dy.values(), dw);
     }
 
-    pub(super) fn turn(&self, rotation: &Rotation<'_, Self>, qkv: &Matrix) -> Matrix {
+    pub(super) fn rotate_rows(&self, rotation: &Rotation<'_, Self>, qkv: &Matrix) -> Matrix {
         let mut out = self.pool.matrix(qkv.rows(), qkv.width());
         let positions = &rotation.angles.positions;
         rope::rotate(&self.threads, self.isa, &rope(rotation), positions, qkv.values(), out.values_mut());
         out
     }
 
-    pub(super) fn turn_vjp(&self, rotation: &Rotation<'_, Self>, qkv: Option<&Matrix>, dy: &Matrix) -> Matrix {
+    pub(super) fn rotate_rows_vjp(&self, rotation: &Rotation<'_, Self>, qkv: Option<&Matrix>, dy: &Matrix) -> Matrix {
         let mut out = self.pool.matrix(dy.rows(), dy.width());
         let (positions, before) = (&rotation.angles.positions, qkv.map_or(&[][..], Matrix::values));
         let (rope, dy) = (rope(rotation), dy.values());
@@ -133,7 +133,7 @@ impl Cpu {
         out
     }
 
-    pub(super) fn turn_weight_vjp(
+    pub(super) fn rotate_rows_weight_vjp(
         &self,
         rotation: &Rotation<'_, Self>,
         qkv: &Matrix,

@@ -1,4 +1,4 @@
-//! Forward and backward passes: each operation makes its result on the device and queues the kernel that fills it.
+//! Forward and backward passes: each operation allocates its result on the device and queues the kernel that fills it.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -20,10 +20,10 @@ use crate::ops::RopeTable;
 use crate::ops::slices::{Heads, TokenScore};
 
 impl Cuda {
-    /// The keys of what each module's input loses.
+    /// Uploads the dropout keys of each module's input.
     fn masks(&self, masks: &[Mask<'_>]) -> Result<Vec<(Buffer, u64, f32)>> {
         let upload = |mask: &Mask<'_>| {
-            let (threshold, scale) = mask.law();
+            let (threshold, scale) = mask.threshold_and_scale();
             Ok((self.device.upload(&mask.words())?, threshold, scale))
         };
         masks.iter().map(upload).collect()
@@ -41,7 +41,7 @@ fn rope<'a>(rotation: &'a Rotation<'a, Cuda>) -> Rope<'a> {
 }
 
 pub(super) fn no_kernel(what: &str) -> EngineError {
-    EngineError::Input(format!("there is no kernel of a GPU for {what}"))
+    EngineError::Input(format!("there is no GPU kernel for {what}"))
 }
 
 fn check_silu(activation: Activation) -> Result<()> {
@@ -105,7 +105,7 @@ impl Compute for Cuda {
         Ok(out)
     }
 
-    // Models that need these are refused when they are loaded.
+    // The loader rejects models that need these operations.
     fn scaled(&self, _: &Tensor, _: f32) -> Result<Tensor> {
         Err(no_kernel("a tensor times a number"))
     }
@@ -122,7 +122,7 @@ impl Compute for Cuda {
         Err(no_kernel("some columns of a tensor"))
     }
 
-    fn beside(&self, _: &[&Tensor]) -> Result<Tensor> {
+    fn concat_columns(&self, _: &[&Tensor]) -> Result<Tensor> {
         Err(no_kernel("tensors side by side"))
     }
 

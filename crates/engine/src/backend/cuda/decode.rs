@@ -1,7 +1,7 @@
-//! Decoding: the cache of a generation, and its steps, which are recorded as graphs, from the look-up of the tokens to the
-//! choice of the next ones. A graph serves all batches of a bucket: the batch is filled up with rows whose results nobody
-//! reads. What was chosen is all that the host waits for, and the next step finds it where it is: it can be asked for
-//! before the host has seen a token.
+//! Decoding: the key-value cache of a generation, and its steps, recorded as CUDA graphs that cover everything from the
+//! token lookup to the choice of the next tokens. One graph serves all batches of a bucket: smaller batches are padded
+//! with rows whose results are dropped. The host waits only for the chosen tokens. The next step reads them on the
+//! device, so it can be queued before the host knows them.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -15,24 +15,24 @@ use crate::kernels::cuda::head;
 use crate::kernels::cuda::rows::{self, Dtype};
 use crate::ops::slices::Heads;
 
-/// Keys and values of rows, made when the first prompt comes. All positions are kept, in layers with a window too.
+/// Keys and values of rows, allocated with the first prompt. All positions are kept, even in layers with a window.
 #[derive(Debug)]
 pub struct Cache {
     heads: Heads,
-    /// Per layer.
+    /// The window of each layer.
     windows: Vec<Option<usize>>,
     dtype: Dtype,
     pages: Option<cache::Cache>,
-    /// The tokens of the step under way, then those that it chose, as `head::begin_choose` leaves them.
+    /// The tokens of the current step, then those that it chose, in the layout of `head::begin_choose`.
     tokens: Option<Buffer>,
-    /// How many rows the last step chose for.
+    /// Number of rows that the last step chose tokens for.
     chosen: usize,
-    /// Every other step: what a graph reads of the host's memory must stay until it has run, which the next one need not
-    /// wait for.
+    /// Toggles at each step. A graph reads host memory that must stay valid until the graph has run, and the next step
+    /// does not wait for that: two buffers alternate.
     turn: bool,
 }
 
-/// Room for this many rows' tokens to begin with.
+/// Initial capacity of the token buffer, in rows.
 const ROWS: usize = 512;
 
 impl Cache {
@@ -41,8 +41,8 @@ impl Cache {
         Cache { heads: *heads, windows, dtype, pages: None, tokens: None, chosen: 0, turn: false }
     }
 
-    /// The pages.
-    pub(super) fn made(&mut self, device: &Device) -> Result<&mut cache::Cache> {
+    /// The cache's pages, allocated on first use.
+    pub(super) fn pages_on(&mut self, device: &Device) -> Result<&mut cache::Cache> {
         let pages = match self.pages.take() {
             Some(pages) => pages,
             None => cache::Cache::new(device, &self.heads, self.windows.len(), self.dtype)?,
@@ -50,7 +50,7 @@ impl Cache {
         Ok(self.pages.insert(pages))
     }
 
-    /// Where a step of this many rows has its tokens. They stay as long as that has room.
+    /// The buffer for a step's tokens. It is reallocated only if it has too little room for `rows` rows.
     fn room(&mut self, device: &Device, rows: usize) -> Result<&Buffer> {
         let tokens = match self.tokens.take() {
             Some(tokens) if tokens.bytes() as usize >= head::chosen_bytes(rows) => tokens,
@@ -59,9 +59,9 @@ impl Cache {
         Ok(self.tokens.insert(tokens))
     }
 
-    /// Where the step under way has its tokens.
+    /// The buffer with the current step's tokens.
     pub(super) fn tokens(&self) -> Result<&Buffer> {
-        self.tokens.as_ref().ok_or_else(|| EngineError::Input("there is no step under way".to_owned()))
+        self.tokens.as_ref().ok_or_else(|| EngineError::Input("no step is in progress".to_owned()))
     }
 
     pub(super) fn close(&mut self) {
@@ -77,13 +77,13 @@ impl Cache {
     }
 }
 
-/// Tokens chosen on the device.
+/// Tokens that are chosen on the device.
 #[derive(Debug)]
 pub struct PendingChoice(Mutex<Landing>);
 
 #[derive(Debug)]
 enum Landing {
-    /// Not asked for yet.
+    /// The result has not been requested yet.
     Begun,
     Coming {
         words: Fetch<u32>,
@@ -93,17 +93,17 @@ enum Landing {
 }
 
 impl PendingChoice {
-    /// They are being chosen.
+    /// Creates a choice that is in progress.
     pub(super) fn begun() -> PendingChoice {
         PendingChoice(Mutex::new(Landing::Begun))
     }
 
-    /// Wait for them.
+    /// Waits for the chosen tokens.
     pub(super) fn wait(&self) -> Result<Vec<Chosen>> {
         let mut landing = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let chosen = match std::mem::replace(&mut *landing, Landing::Begun) {
             Landing::Begun => {
-                return Err(EngineError::Input("the choice of tokens has not come to its end".to_owned()));
+                return Err(EngineError::Input("the choice of tokens has not finished".to_owned()));
             }
             Landing::Coming { words, rows } => head::chosen_of(&words.wait()?, rows),
             Landing::There(chosen) => chosen,
@@ -113,7 +113,8 @@ impl PendingChoice {
     }
 }
 
-/// Rows of the graph that serves so many: few enough sizes that each is soon recorded, none much larger than it must be.
+/// Number of rows of the graph that serves `rows` rows. The sizes are few, so that each graph is recorded early, and
+/// none is much larger than needed.
 fn bucket(rows: usize) -> usize {
     match rows {
         0..=8 => rows.next_power_of_two(),
@@ -124,7 +125,7 @@ fn bucket(rows: usize) -> usize {
 }
 
 impl Cuda {
-    /// [`Decode::step`] as a graph.
+    /// Runs [`Decode::step`] as a graph.
     pub(super) fn recorded_step(
         &self,
         cache: &mut Cache,
@@ -148,8 +149,8 @@ impl Cuda {
             step.positions.iter().copied().chain(std::iter::repeat_n(0, bucket - rows)).collect();
         // Neither the table nor the cache's own tables may move while a graph that reads them is recorded.
         self.table(step.table)?;
-        cache.made(&self.device)?.begin_step()?;
-        // Nobody reads what is drawn for the rows that fill up; without picks there is nothing to choose.
+        cache.pages_on(&self.device)?.begin_step()?;
+        // The tokens of padding rows are dropped; without picks there is nothing to choose.
         let Choice { picks, filters } = step.choice;
         let mut picks = picks.to_vec();
         cache.chosen = picks.len();
@@ -166,7 +167,7 @@ impl Cuda {
         cache.turn = !cache.turn;
         let key = 2 * (3 * bucket as u64 + kind) + u64::from(cache.turn);
         let (out, picked) = self.device.graph(key, || body(cache, &filled))?;
-        // On its way to the host, while that does something else.
+        // Starts the copy to the host, which continues with other work meanwhile.
         let picked = match picked {
             Some(_) => {
                 let words = self.device.fetch(cache.tokens()?, 0, 2 * bucket)?;
@@ -197,15 +198,15 @@ impl Decode for Cuda {
     }
 
     fn add_prompts(&self, cache: &mut Cache, lengths: &[usize]) -> Result<usize> {
-        Ok(cache.made(&self.device)?.announce(lengths)?)
+        Ok(cache.pages_on(&self.device)?.announce(lengths)?)
     }
 
     fn fill_prompts(&self, cache: &mut Cache, first: usize, layer: usize, qkv: &Tensor) -> Result<()> {
-        Ok(cache.made(&self.device)?.fill(first, layer, qkv.rows())?)
+        Ok(cache.pages_on(&self.device)?.fill(first, layer, qkv.rows())?)
     }
 
     fn add_rows(&self, cache: &mut Cache, prompt: usize, copies: usize, max_new_tokens: usize) -> Result<()> {
-        Ok(cache.made(&self.device)?.add_rows(prompt, copies, max_new_tokens)?)
+        Ok(cache.pages_on(&self.device)?.add_rows(prompt, copies, max_new_tokens)?)
     }
 
     fn close_prompts(&self, cache: &mut Cache) {
@@ -215,7 +216,7 @@ impl Decode for Cuda {
     fn attend_cached(&self, heads: &Heads, cache: &mut Cache, layer: usize, qkv: &Tensor) -> Result<Tensor> {
         let window = cache.windows[layer];
         let out = Tensor::new(&self.device, qkv.count(), heads.q_width(), qkv.dtype())?;
-        cache.made(&self.device)?.attend(layer, window, qkv.rows(), out.rows())?;
+        cache.pages_on(&self.device)?.attend(layer, window, qkv.rows(), out.rows())?;
         Ok(out)
     }
 

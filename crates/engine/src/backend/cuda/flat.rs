@@ -1,4 +1,4 @@
-//! Flat f32 values on the device: what is trained, its gradient, and the moments of AdamW beside them.
+//! Flat f32 values on the device: trained parameters, their gradient, and the moments of AdamW.
 
 use crate::error::Result;
 use crate::kernels::adamw::Update;
@@ -8,7 +8,7 @@ use crate::kernels::cuda::rows::{Dtype, Rows};
 use crate::optim as host;
 use crate::optim::blockwise::{Map, Quantized};
 
-/// f32, one after the other.
+/// Contiguous f32 values on the device.
 #[derive(Debug)]
 pub struct Flat {
     buffer: Buffer,
@@ -28,42 +28,42 @@ impl Flat {
         Ok(Flat { buffer, len: values.len() })
     }
 
-    /// As many zeros on the same device.
+    /// Allocates as many zeros on the same device.
     pub fn zeros_like(&self) -> Result<Flat> {
         Flat::zeros(self.buffer.device(), self.len)
     }
 
-    /// How many.
+    /// Number of values in the buffer.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there is none.
+    /// Whether the buffer has no values.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Wait for the values.
+    /// Waits for the values and copies them to the host.
     pub fn values(&self) -> Result<Vec<f32>> {
         Ok(self.buffer.device().download(&self.buffer, 0, self.len)?)
     }
 
-    /// Overwrite those from `at` on.
+    /// Overwrites the values from index `at` on.
     pub fn write(&mut self, at: usize, values: &[f32]) -> Result<()> {
         Ok(self.buffer.device().write(&self.buffer, at, values)?)
     }
 
-    /// Wait until they are there.
+    /// Waits until all queued writes are done.
     pub fn settle(&self) -> Result<()> {
         Ok(self.buffer.device().synchronize()?)
     }
 
-    /// Wait for the L2 norm.
+    /// Waits for the L2 norm of all values.
     pub fn norm(&self) -> Result<f64> {
         Ok(optim::norm(self.buffer.device(), self.all())?)
     }
 
-    /// Multiply all.
+    /// Multiplies all values by a factor.
     pub fn scale(&mut self, factor: f32) -> Result<()> {
         Ok(optim::scale(self.buffer.device(), self.all(), factor)?)
     }
@@ -76,12 +76,12 @@ impl Flat {
         self.vector(0, self.len)
     }
 
-    /// A place among them.
+    /// A view of `width` values from index `at` on.
     pub(super) fn vector(&self, at: usize, width: usize) -> Rows<'_> {
         Rows::flat(&self.buffer, at, width, Dtype::F32)
     }
 
-    /// A place of several rows.
+    /// A view of several rows from index `at` on.
     pub(super) fn matrix(&self, at: usize, rows: usize, width: usize) -> Rows<'_> {
         Rows::within(&self.buffer, at, rows, width)
     }
@@ -90,29 +90,29 @@ impl Flat {
 /// First and second moments on the device.
 #[derive(Debug)]
 pub enum Moments {
-    /// 8 bytes a parameter.
+    /// Moments in f32: 8 bytes per parameter.
     F32 {
-        /// m
+        /// First moment m of each parameter.
         first: Flat,
-        /// v
+        /// Second moment v of each parameter.
         second: Flat,
     },
-    /// 2 bytes a parameter and 8 a block.
+    /// Moments in 8 bits: 2 bytes per parameter and 8 per block.
     Blockwise {
-        /// m
+        /// First moment m of each parameter.
         first: Codes,
-        /// v
+        /// Second moment v of each parameter.
         second: Codes,
-        /// Of both maps, `[2][256]`.
+        /// The quantization levels of both maps, `[2][256]`.
         levels: Buffer,
-        /// Parameters.
+        /// Number of parameters that have moments.
         len: usize,
     },
 }
 
 impl Moments {
-    /// These, where the parameters are.
-    pub fn beside(parameters: &Flat, moments: &host::Moments) -> Result<Moments> {
+    /// Copies host moments to the device that holds the parameters.
+    pub fn from_host(parameters: &Flat, moments: &host::Moments) -> Result<Moments> {
         let device = parameters.buffer.device();
         let codes = |quantized: &Quantized| -> Result<Codes> {
             let (codes, scales) = (device.upload(&quantized.codes)?, device.upload(&quantized.absmax)?);
@@ -131,7 +131,7 @@ impl Moments {
         })
     }
 
-    /// Parameters.
+    /// Number of parameters that have moments.
     pub fn len(&self) -> usize {
         match self {
             Moments::F32 { first, .. } => first.len,
@@ -139,12 +139,12 @@ impl Moments {
         }
     }
 
-    /// Whether there is no parameter.
+    /// Whether there are no parameters.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Wait for them.
+    /// Waits for the moments and copies them to the host.
     pub fn values(&self) -> Result<host::Moments> {
         Ok(match self {
             Moments::F32 { first, second } => host::Moments::F32 { first: first.values()?, second: second.values()? },
@@ -158,7 +158,7 @@ impl Moments {
         })
     }
 
-    /// One update of the parameters, the first `decayed` of which decay, and of the moments.
+    /// Updates the parameters and the moments; weight decay applies to the first `decayed` parameters.
     pub fn update(&mut self, update: &Update, decayed: usize, parameters: &mut Flat, gradient: &Flat) -> Result<()> {
         let device = parameters.buffer.device();
         let (parameters, gradient) = (parameters.all(), gradient.all());
@@ -182,7 +182,7 @@ mod tests {
     use crate::random::{Key, Stream};
     use crate::spec::{LrSchedulerType, OptimizerKind, OptimizerPlan};
 
-    /// Nothing where there is neither the emulator nor a GPU and nobody asked for one.
+    /// Opens the emulator or a GPU; None if neither exists and the test is not required to use one.
     fn device() -> Option<Device> {
         let asked =
             cfg!(feature = "cuda-emulator") || std::env::var("RLOOD_TEST_BACKEND").is_ok_and(|kind| kind == "cuda");
@@ -223,10 +223,11 @@ mod tests {
             let mut adam = AdamW { decayed, ..AdamW::of_kind(plan.kind, count) };
             let mut values = noise(count, 1);
             let mut parameters = Flat::new(&device, &values).unwrap();
-            let mut moments = Moments::beside(&parameters, &adam.moments).unwrap();
+            let mut moments = Moments::from_host(&parameters, &adam.moments).unwrap();
             for step in 1..6 {
                 let mut gradient = noise(count, 1 + step);
-                // Whole blocks without a gradient, values of many scales, and what no scale can be made of.
+                // Includes whole blocks without a gradient, values of many magnitudes, and values from which no
+                // scale can be computed.
                 gradient.iter_mut().enumerate().for_each(|(i, g)| *g *= 10f32.powi(-((i % 9) as i32)));
                 if step < 3 {
                     gradient.iter_mut().skip(512).take(256).for_each(|g| *g = 0.0);

@@ -1,4 +1,4 @@
-//! What lies on the device.
+//! Tensors, weights and rotary angles on the device.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use crate::kernels::cuda::driver::{Buffer, Device};
 use crate::kernels::cuda::rows::{self, Dtype, Rows};
 use crate::ops::RopeTable;
 
-/// `[count, width]`, row-major.
+/// A row-major tensor `[count, width]`.
 #[derive(Debug)]
 pub struct Tensor {
     buffer: Buffer,
@@ -22,42 +22,42 @@ pub struct Tensor {
 }
 
 impl Tensor {
-    /// With whatever was in its memory.
+    /// Allocates a tensor with uninitialized values.
     pub(super) fn new(device: &Device, count: usize, width: usize, dtype: Dtype) -> Result<Tensor> {
         Ok(Tensor { buffer: device.alloc(count * width * dtype.bytes())?, count, width, dtype })
     }
 
-    /// Of zeros.
+    /// Allocates a tensor of zeros.
     pub(super) fn zeros(device: &Device, count: usize, width: usize, dtype: Dtype) -> Result<Tensor> {
         Ok(Tensor { buffer: device.zeros(count * width * dtype.bytes())?, count, width, dtype })
     }
 
-    /// All of it.
+    /// A view of all rows.
     pub(super) fn rows(&self) -> Rows<'_> {
         Rows::new(&self.buffer, self.count, self.width, self.dtype)
     }
 
-    /// Its rows.
+    /// Number of rows of the tensor.
     pub fn count(&self) -> usize {
         self.count
     }
 
-    /// Values of a row.
+    /// Number of values in a row.
     pub fn width(&self) -> usize {
         self.width
     }
 
-    /// Of its values.
+    /// The type of the values.
     pub fn dtype(&self) -> Dtype {
         self.dtype
     }
 
-    /// The first rows of it.
+    /// Truncates the tensor to its first `count` rows.
     pub(super) fn first(self, count: usize) -> Tensor {
         Tensor { count: count.min(self.count), ..self }
     }
 
-    /// Wait for its values.
+    /// Waits for the values and copies them to the host.
     pub(super) fn values(&self, device: &Device) -> Result<Vec<f32>> {
         if self.dtype == Dtype::F32 {
             return Ok(device.download(&self.buffer, 0, self.count * self.width)?);
@@ -68,7 +68,7 @@ impl Tensor {
     }
 }
 
-/// f32 `[width]`.
+/// A vector of f32 `[width]`.
 #[derive(Clone, Debug)]
 pub struct Vector {
     buffer: Arc<Buffer>,
@@ -80,14 +80,14 @@ impl Vector {
         Ok(Vector { buffer: Arc::new(device.upload(values)?), width: values.len() })
     }
 
-    /// A copy of these values.
+    /// Copies these values into a new vector.
     pub(super) fn of(device: &Device, values: Rows<'_>) -> Result<Vector> {
         let buffer = device.alloc(values.width * size_of::<f32>())?;
         rows::copy(device, values, Rows::new(&buffer, 1, values.width, Dtype::F32))?;
         Ok(Vector { buffer: Arc::new(buffer), width: values.width })
     }
 
-    /// One row.
+    /// A view of the vector as one row.
     pub(super) fn rows(&self) -> Rows<'_> {
         Rows::new(&self.buffer, 1, self.width, Dtype::F32)
     }
@@ -103,7 +103,7 @@ pub struct Weight {
     bias: Option<Vector>,
 }
 
-/// Values that are converted and sent at a time.
+/// Number of values converted and sent in one piece.
 const CHUNK: usize = 1 << 20;
 
 impl Weight {
@@ -130,7 +130,7 @@ impl Weight {
         Ok(Weight { matrix: Arc::new(matrix), outputs, inputs, dtype, bias })
     }
 
-    /// Made of the flat parameters, module by module.
+    /// Copies the weight from the flat parameters, module by module.
     pub(super) fn of(
         device: &Device,
         dtype: Dtype,
@@ -154,7 +154,7 @@ impl Weight {
         Ok(Weight { matrix: Arc::new(matrix), outputs, inputs, dtype, bias })
     }
 
-    /// All of it.
+    /// A view of all rows of the matrix.
     pub(super) fn rows(&self) -> Rows<'_> {
         Rows::new(&self.matrix, self.outputs, self.inputs, self.dtype)
     }
@@ -192,10 +192,10 @@ impl Table {
     }
 }
 
-/// Angles of some tokens.
+/// Rotary angles of a batch's tokens.
 #[derive(Debug)]
 pub struct Angles {
     pub(super) table: Arc<Table>,
-    /// u32, one a token.
+    /// The position of each token, u32.
     pub(super) positions: Buffer,
 }

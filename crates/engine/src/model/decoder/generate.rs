@@ -1,4 +1,4 @@
-//! Generation: prompts are computed once, then every row grows by a token a step.
+//! Generation: each prompt is computed once, then every row grows by one token per step.
 
 use std::collections::HashMap;
 
@@ -14,13 +14,13 @@ use crate::model::rope::Angles;
 use crate::spec::footprint::PREFILL_TOKENS;
 
 impl<B: Decode> Decoder<B> {
-    /// Whether sampling gives the log-probs of a training forward, bit for bit: not where a token's angles depend on how long its
-    /// sequence has become in the end.
+    /// Whether sampling gives the log-probs of a training forward, bit for bit. It does not if a token's rotary angles
+    /// depend on the final length of its sequence.
     pub fn samples_exactly(&self) -> bool {
         self.backend.samples_exactly() && !self.ropes.depend_on_length()
     }
 
-    /// No rows yet.
+    /// Creates a batch without rows.
     pub fn begin(&self, adapter: Adapter) -> Rows<B> {
         self.backend.release_cached();
         let windows: Vec<Option<usize>> = self.layers.iter().map(|layer| layer.window).collect();
@@ -28,20 +28,20 @@ impl<B: Decode> Decoder<B> {
         Rows { adapter, cache, hidden: None, picked: None, due: None, lengths: Vec::new(), most: Vec::new() }
     }
 
-    /// Compute each distinct prompt once and append `num_copies` rows for each, prompt-major.
+    /// Computes each distinct prompt once and appends `num_copies` rows per prompt, prompt by prompt.
     pub fn join(&self, rows: &mut Rows<B>, prompts: &[&[u32]], num_copies: usize, max_new_tokens: usize) -> Result<()> {
         let mut number: HashMap<&[u32], usize> = HashMap::new();
         let mut distinct: Vec<&[u32]> = Vec::new();
         for (index, prompt) in prompts.iter().enumerate() {
             if prompt.is_empty() {
-                return Err(EngineError::Input(format!("prompt {index} is empty; at least one token is needed")));
+                return Err(EngineError::Input(format!("prompt {index} is empty; at least one token is required")));
             }
             number.entry(prompt).or_insert_with(|| {
                 distinct.push(prompt);
                 distinct.len() - 1
             });
         }
-        // (number in the cache, last hidden row) of each distinct prompt.
+        // (index in the cache, last hidden row) of each distinct prompt.
         let mut known: Vec<usize> = Vec::with_capacity(distinct.len());
         let mut lasts: Vec<B::Tensor> = Vec::new();
         let mut rest = distinct.as_slice();
@@ -75,7 +75,7 @@ impl<B: Decode> Decoder<B> {
         Ok(())
     }
 
-    /// The first prompt's number in the cache, and the last token's hidden row of each.
+    /// Returns the first prompt's index in the cache, and the hidden row of each prompt's last token.
     fn prefill(&self, rows: &mut Rows<B>, prompts: &[&[u32]], max_new_tokens: usize) -> Result<(usize, B::Tensor)> {
         let with_length = |ids: &&'_ [u32]| self.ropes.length_when_sampling(ids.len(), ids.len() + max_new_tokens);
         let prompts_and_lengths: Vec<_> = prompts.iter().map(|ids| (*ids, with_length(ids))).collect();
@@ -97,13 +97,13 @@ impl<B: Decode> Decoder<B> {
         Ok((first, self.backend.select_rows(&x, &last.collect::<Vec<u32>>())?))
     }
 
-    /// Next-token logits of every row.
+    /// Computes the next-token logits of every row.
     pub fn next_logits(&self, rows: &Rows<B>) -> Result<Vec<f32>> {
         let Some(hidden) = &rows.hidden else { return Ok(Vec::new()) };
         self.backend.download(&self.backend.logits(&self.normed(hidden)?, &self.head)?)
     }
 
-    /// The next token of every row, one pick each.
+    /// Chooses the next token of every row, with one pick per row.
     pub fn choose(&self, rows: &Rows<B>, choice: Choice<'_>, chosen: &mut Vec<Chosen>) -> Result<()> {
         chosen.clear();
         let Choice { picks, filters } = choice;
@@ -133,19 +133,19 @@ impl<B: Decode> Decoder<B> {
         }
     }
 
-    /// Append one token to every row, and begin to choose the next if there are picks.
+    /// Appends one token to every row; starts choosing the next token if there are picks.
     pub fn append(&self, rows: &mut Rows<B>, tokens: &[u32], choice: Choice<'_>) -> Result<()> {
         self.check_ids(tokens)?;
-        // By append_ahead, for all rows of then.
+        // append_ahead has already queued this step, for all rows of that time.
         if rows.due.take().is_some() || tokens.is_empty() {
             return Ok(());
         }
-        // Its memory is used again.
+        // Dropping the old choice frees its memory for reuse.
         rows.picked = None;
         self.step(rows, Tokens::Known(tokens), choice)
     }
 
-    /// Append the tokens that the last step chooses, which nobody has read yet.
+    /// Appends the tokens that the last step chooses, before the host has read them.
     pub fn append_ahead(&self, rows: &mut Rows<B>, choice: Choice<'_>) -> Result<()> {
         let is_whole = |picks: &Picks<B>| picks.kept.is_none() && picks.picks.len() == rows.lengths.len();
         if rows.due.is_some() || !rows.picked.as_ref().is_some_and(is_whole) {
@@ -158,13 +158,13 @@ impl<B: Decode> Decoder<B> {
     fn step(&self, rows: &mut Rows<B>, tokens: Tokens<'_>, choice: Choice<'_>) -> Result<()> {
         let backend = &self.backend;
         let length_of = |row: usize| self.ropes.length_when_sampling(rows.lengths[row] + 1, rows.most[row]);
-        let turns = self.ropes.turns(&rows.lengths, length_of);
+        let token_tables = self.ropes.token_tables(&rows.lengths, length_of);
         let pass = Pass::inference(rows.adapter);
-        // Its memory is used again.
+        // Dropping the old values frees their memory for reuse.
         rows.hidden = None;
-        let step = Step { table: &turns.full.table, tokens, positions: &rows.lengths, choice };
+        let step = Step { table: &token_tables.full.table, tokens, positions: &rows.lengths, choice };
         let (x, picked) = backend.step(&mut rows.cache, &step, |cache, step| {
-            let angles = Angles::new(backend, &turns, step.positions)?;
+            let angles = Angles::new(backend, &token_tables, step.positions)?;
             let mut x = self.scaled_embeddings(backend.embed_step(&self.embedding, cache, step.tokens)?)?;
             for (index, layer) in self.layers.iter().enumerate() {
                 let places = Places { positions: step.positions, angles: &angles };
@@ -185,10 +185,11 @@ impl<B: Decode> Decoder<B> {
         Ok(())
     }
 
-    /// Keep the rows marked true; the others leave.
+    /// Keeps the rows marked true; the others leave.
     pub fn retain(&self, rows: &mut Rows<B>, keep: &[bool]) -> Result<()> {
         let kept: Vec<u32> = (0..keep.len()).filter(|row| keep[*row]).map(|row| row as u32).collect();
-        // What was chosen has been read, and is of rows in another order; or it is of the step after that.
+        // The pending choice was either read already and refers to rows in another order, or belongs to
+        // the step after that.
         match &mut rows.picked {
             Some(picked) if rows.due.is_some() => picked.retain(&kept),
             _ => rows.picked = None,

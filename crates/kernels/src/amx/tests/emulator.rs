@@ -1,7 +1,8 @@
-//! The AMX instructions of this crate on machines without AMX: they raise SIGILL, and its handler does what they would.
+//! Emulates the AMX instructions of this crate on machines without AMX: the instructions raise SIGILL, and the
+//! signal handler executes them.
 //!
-//! Semantics and faults as in Intel's manual, volume 2. A fault that the processor would raise ends the process with a
-//! message.
+//! Semantics and faults follow Intel's manual, volume 2. A fault that the CPU would raise ends the
+//! process with a message.
 
 use std::cell::RefCell;
 use std::sync::OnceLock;
@@ -11,10 +12,10 @@ const TILES: usize = 8;
 const ROWS: usize = 16;
 const ROW_BYTES: usize = 64;
 
-/// Tiles of a thread.
+/// The tiles of a thread.
 struct State {
     configured: bool,
-    /// Rows and bytes of a row.
+    /// Number of rows, and bytes per row, of each tile.
     shapes: [(usize, usize); TILES],
     data: [[[u8; ROW_BYTES]; ROWS]; TILES],
 }
@@ -27,7 +28,7 @@ thread_local! {
     static STATE: RefCell<State> = const { RefCell::new(State::NEW) };
 }
 
-/// An instruction with its addresses resolved.
+/// An instruction with resolved addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Instruction {
     Configure(usize),
@@ -43,7 +44,7 @@ enum Instruction {
         base: usize,
         stride: usize,
     },
-    /// sums += a · b
+    /// Matrix product: sums += a · b.
     Multiply {
         sums: usize,
         a: usize,
@@ -53,21 +54,22 @@ enum Instruction {
 
 static INSTALLED: AtomicBool = AtomicBool::new(false);
 
-/// Whether [`install`] did.
+/// Whether [`install`] succeeded in this process.
 pub(crate) fn is_installed() -> bool {
     INSTALLED.load(Ordering::Relaxed)
 }
 
-/// From now on this process can run the AMX rung. False where it cannot even so: packing needs AVX-512.
+/// Installs the emulator, so that this process can run AMX code. Returns false if that is impossible,
+/// because packing needs AVX-512.
 pub(crate) fn install() -> bool {
     static DONE: OnceLock<bool> = OnceLock::new();
     *DONE.get_or_init(|| {
         if !crate::isa::Isa::Avx512.is_available() {
             return false;
         }
-        // Where the machine has AMX, it does the work.
+        // If the machine has AMX, the hardware executes the instructions.
         crate::amx::refused();
-        // Safety: the handler keeps to what a handler may do.
+        // Safety: the handler only uses operations permitted in signal handlers.
         let result = unsafe {
             let mut action: libc::sigaction = std::mem::zeroed();
             action.sa_sigaction = handle as *const () as usize;
@@ -80,14 +82,14 @@ pub(crate) fn install() -> bool {
 }
 
 extern "C" fn handle(_signal: i32, _info: *mut libc::siginfo_t, context: *mut libc::c_void) {
-    // Safety: the kernel gives a context, and the instruction pointer points to code.
+    // Safety: the kernel passes a valid context, and the instruction pointer points to code.
     unsafe {
         let registers = &mut (*context.cast::<libc::ucontext_t>()).uc_mcontext.gregs;
         let at = registers[libc::REG_RIP as usize] as usize;
         let code = std::slice::from_raw_parts(at as *const u8, 15);
         let register = |number: usize| registers[ORDER[number] as usize] as usize;
         let Some((instruction, length)) = decode(code, at, register) else {
-            // Somebody else's: it is raised again, and ends the process.
+            // The instruction is not one of ours: it is raised again with the default handler, which ends the process.
             libc::signal(libc::SIGILL, libc::SIG_DFL);
             return;
         };
@@ -102,7 +104,7 @@ extern "C" fn handle(_signal: i32, _info: *mut libc::siginfo_t, context: *mut li
     }
 }
 
-/// The registers as instructions number them.
+/// The registers in the order of their encoding.
 const ORDER: [i32; 16] = [
     libc::REG_RAX,
     libc::REG_RCX,
@@ -122,9 +124,9 @@ const ORDER: [i32; 16] = [
     libc::REG_R15,
 ];
 
-/// An AMX instruction in its VEX encoding and how long it is.
+/// Decodes an AMX instruction in VEX encoding; returns it with its length.
 fn decode(code: &[u8], at: usize, register: impl Fn(usize) -> usize) -> Option<(Instruction, usize)> {
-    // C4 RXB.mmmmm W.vvvv.L.pp opcode modrm …
+    // The encoding is: C4 RXB.mmmmm W.vvvv.L.pp opcode modrm …
     let [0xc4, one, two, opcode, modrm, ..] = *code else { return None };
     let (r, x, b) = (usize::from(!one >> 7 & 1), usize::from(!one >> 6 & 1), usize::from(!one >> 5 & 1));
     let map = one & 0x1f;
@@ -169,7 +171,7 @@ fn decode(code: &[u8], at: usize, register: impl Fn(usize) -> usize) -> Option<(
     let address = match (base, scaled) {
         (Some(base), _) => base.wrapping_add_signed(displacement),
         (None, true) => displacement as usize,
-        // From the end of the instruction.
+        // Relative addresses count from the end of the instruction.
         (None, false) => (at + length).wrapping_add_signed(displacement),
     };
     let instruction = match (opcode, prefix) {
@@ -184,7 +186,7 @@ fn decode(code: &[u8], at: usize, register: impl Fn(usize) -> usize) -> Option<(
 impl State {
     fn execute(&mut self, instruction: Instruction) -> Result<(), &'static str> {
         match instruction {
-            // Safety: the processor would read the same 64 bytes.
+            // Safety: the CPU would read the same 64 bytes.
             Instruction::Configure(from) => self.configure(unsafe { &*(from as *const [u8; 64]) }),
             Instruction::Release => {
                 *self = State::NEW;
@@ -200,7 +202,7 @@ impl State {
                 self.data[tile] = [[0; ROW_BYTES]; ROWS];
                 for (row, data) in self.data[tile].iter_mut().enumerate().take(rows) {
                     let from = base.wrapping_add(row.wrapping_mul(stride)) as *const u8;
-                    // Safety: the processor would read the same bytes.
+                    // Safety: the CPU would read the same bytes.
                     unsafe { std::ptr::copy_nonoverlapping(from, data.as_mut_ptr(), bytes) };
                 }
                 Ok(())
@@ -209,7 +211,7 @@ impl State {
                 let (rows, bytes) = self.shape(tile)?;
                 for (row, data) in self.data[tile].iter().enumerate().take(rows) {
                     let to = base.wrapping_add(row.wrapping_mul(stride)) as *mut u8;
-                    // Safety: the processor would write the same bytes.
+                    // Safety: the CPU would write the same bytes.
                     unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), to, bytes) };
                 }
                 Ok(())
@@ -218,7 +220,7 @@ impl State {
         }
     }
 
-    /// LDTILECFG.
+    /// Executes LDTILECFG, which sets the tile shapes.
     fn configure(&mut self, from: &[u8; 64]) -> Result<(), &'static str> {
         *self = State::NEW;
         match from[0] {
@@ -263,7 +265,7 @@ impl State {
         }
     }
 
-    /// TDPBF16PS.
+    /// Executes TDPBF16PS, the product of two tiles.
     fn multiply(&mut self, sums: usize, a: usize, b: usize) -> Result<(), &'static str> {
         if sums == a || a == b || sums == b {
             return Err("a tile used twice");
@@ -292,12 +294,12 @@ impl State {
     }
 }
 
-/// A bf16.
+/// Reads a bf16 as f32.
 fn value(from: &[u8]) -> f32 {
     flush(f32::from_bits(u32::from(u16::from_le_bytes([from[0], from[1]])) << 16))
 }
 
-/// What is too small to be normal is zero.
+/// Replaces subnormal numbers by zero.
 fn flush(value: f32) -> f32 {
     if value.is_subnormal() { 0.0 } else { value }
 }
@@ -317,8 +319,8 @@ mod tests {
     }
 
     #[test]
-    fn the_instructions_are_told_apart() {
-        // As an assembler writes them.
+    fn the_amx_instructions_are_decoded() {
+        // The encodings below come from an assembler.
         let register = |number: usize| 0x1000 * (number + 1);
         let cases: [(&[u8], Instruction, usize); 6] = [
             // ldtilecfg [rdi]
@@ -347,12 +349,12 @@ mod tests {
             padded[..code.len()].copy_from_slice(code);
             assert_eq!(decode(&padded, 0, register), Some((instruction, length)));
         }
-        // vfmadd231ps is none of them.
+        // vfmadd231ps is not an AMX instruction.
         assert_eq!(decode(&[0xc4, 0xe2, 0x75, 0xb8, 0xc2, 0x90, 0x90], 0, register), None);
     }
 
     #[test]
-    fn what_the_processor_refuses_is_refused() {
+    fn instructions_that_the_cpu_rejects_are_rejected() {
         let mut state = State::NEW;
         assert!(state.execute(Instruction::Zero(0)).is_err());
         assert!(state.configure(&configuration(17, 64)).is_err());

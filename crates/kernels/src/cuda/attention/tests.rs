@@ -1,4 +1,4 @@
-//! Run on the emulator under its feature, else on a GPU where there is one.
+//! The tests run on the emulator if its feature is enabled, else on a GPU if there is one.
 
 use half::bf16;
 
@@ -7,7 +7,7 @@ use super::*;
 
 pub(in super::super) use super::super::driver::device;
 
-/// Values in [-1, 1).
+/// Pseudo-random values in [-1, 1).
 pub(in super::super) fn noise(count: usize, seed: u64) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(1);
     let mut next = || {
@@ -19,7 +19,7 @@ pub(in super::super) fn noise(count: usize, seed: u64) -> Vec<f32> {
     (0..count).map(|_| next()).collect()
 }
 
-/// As a device holds them.
+/// Rounds values to the precision of the device's type.
 pub(in super::super) fn rounded(values: Vec<f32>, dtype: Dtype) -> Vec<f32> {
     match dtype {
         Dtype::F32 => values,
@@ -41,14 +41,14 @@ pub(in super::super) fn download(device: &Device, buffer: &Buffer, count: usize,
     }
 }
 
-/// Each value within `tolerance` of the expected one, measured by the largest of these.
+/// Checks that each value is within `tolerance` of the expected one, relative to the largest expected value.
 pub(in super::super) fn assert_close(actual: &[f32], expected: &[f64], tolerance: f64, what: &str) {
     assert_eq!(actual.len(), expected.len(), "{what}");
     let unit = expected.iter().fold(1e-30, |most: f64, value| most.max(value.abs()));
     let mut worst = (0.0, 0);
     for (at, (actual, expected)) in actual.iter().zip(expected).enumerate() {
         let distance = (f64::from(*actual) - expected).abs() / unit;
-        // A NaN is the worst.
+        // A NaN counts as the largest distance.
         if distance.is_nan() || distance > worst.0 {
             worst = (distance, at);
         }
@@ -95,7 +95,7 @@ impl Case {
         format!("{:?}, {:?}, window {:?}, {dtype:?}", self.heads, self.groups, self.window)
     }
 
-    /// Rows that each row sees.
+    /// The rows that each row attends to.
     fn seen(&self) -> Vec<Vec<usize>> {
         let (mut seen, mut begin) = (Vec::new(), 0);
         for Group { prompt_len, completion_lens } in &self.groups {
@@ -114,7 +114,7 @@ impl Case {
         seen
     }
 
-    /// out, and with `dy` also dL/dqkv.
+    /// Computes out, and with `dy` also dL/dqkv.
     fn naive(&self, qkv: &[f32], dy: &[f32]) -> (Vec<f64>, Vec<f64>) {
         let Heads { num_heads, head_dim: dim, .. } = self.heads;
         let (width, q_width, kv_width) = (self.heads.width(), self.heads.q_width(), self.heads.kv_width());
@@ -155,7 +155,7 @@ impl Case {
 
 const DTYPES: [Dtype; 2] = [Dtype::F32, Dtype::Bf16];
 
-/// out and d_qkv of the kernels.
+/// Computes out and d_qkv with the kernels.
 fn run(device: &Device, case: &Case, qkv: &[f32], dy: &[f32], dtype: Dtype) -> (Vec<f32>, Vec<f32>) {
     let (tokens, width, q_width) = (case.tokens(), case.heads.width(), case.heads.q_width());
     let layout = Layout::new(device, &case.heads, &case.groups, case.window).unwrap();
@@ -203,7 +203,7 @@ fn heads_that_do_not_fit_are_refused() {
     }
 }
 
-/// Of a GPU with so much shared memory a block as those for consumers.
+/// Shared memory per block of consumer GPUs, in bytes.
 #[cfg(feature = "cuda-emulator")]
 const SMALL: u32 = 101_376;
 
@@ -228,7 +228,7 @@ fn little_shared_memory_gives_the_same_bits() {
             let softmax = small.alloc(tokens * heads.num_heads * 4).unwrap();
             let of_softmax = Rows::new(&softmax, tokens, heads.num_heads, Dtype::F32);
             let of_out = Rows::new(&out, tokens, heads.q_width(), dtype);
-            // The forward just fits.
+            // The forward pass just fits.
             attend(&small, &layout, Rows::new(&qkv, tokens, width, dtype), of_out, of_softmax).unwrap();
             small.synchronize().unwrap();
         }

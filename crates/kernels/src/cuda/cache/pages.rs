@@ -1,11 +1,11 @@
-//! Pages of device memory, taken from larger buffers and given back when they are dropped.
+//! Pages of device memory, allocated from larger buffers and returned when dropped.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::super::driver::{Buffer, CudaError, Device};
 use super::super::rows::Result;
 
-/// Pages of one size.
+/// A pool of pages of one size.
 #[derive(Debug)]
 pub(super) struct Pages {
     device: Device,
@@ -15,13 +15,13 @@ pub(super) struct Pages {
 
 #[derive(Debug, Default)]
 struct Stock {
-    /// Addresses.
+    /// Addresses of the free pages.
     free: Vec<u64>,
     slabs: Vec<Buffer>,
     count: usize,
 }
 
-/// Bytes of the largest slab, where a page is no larger.
+/// Maximum size of a slab in bytes, unless a page is larger.
 const SLAB_BYTES: usize = 256 << 20;
 
 impl Pages {
@@ -37,7 +37,7 @@ impl Pages {
         self.stock.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// So many pages. Where there is no memory for all, none is taken.
+    /// Allocates this many pages. If there is too little memory for all, allocates none.
     pub fn take(self: &Arc<Self>, count: usize) -> Result<Vec<Page>> {
         let mut stock = self.stock();
         while stock.free.len() < count {
@@ -47,7 +47,8 @@ impl Pages {
         Ok(stock.free.split_off(left).into_iter().map(|address| Page { address, pages: self.clone() }).collect())
     }
 
-    /// Half as many pages as there are, but at least what is needed now and at most a slab; fewer where memory is short.
+    /// Adds half as many pages as there are, but at least the number needed now and at most a slab; fewer
+    /// if memory is scarce.
     fn grow(&self, stock: &mut Stock, needed: usize) -> Result<()> {
         let most = (SLAB_BYTES / self.page_bytes).max(1);
         let least = (needed - stock.free.len()).min(most);
@@ -58,7 +59,7 @@ impl Pages {
                 slab => break slab?,
             }
         };
-        // The lowest addresses are taken first.
+        // The lowest addresses are used first.
         stock.free.extend((0..count).rev().map(|page| slab.pointer() + (page * self.page_bytes) as u64));
         stock.count += count;
         stock.slabs.push(slab);
@@ -66,7 +67,7 @@ impl Pages {
     }
 }
 
-/// Memory of one page.
+/// The memory of one page.
 #[derive(Debug)]
 pub(super) struct Page {
     address: u64,

@@ -1,5 +1,5 @@
-//! How the attention of a step is spread over the device. The result does not depend on it, to the bit: a task covers one
-//! block of keys, or begins with the first that its queries see.
+//! Distributes the attention of a step over the device. The result does not depend on the distribution, bit for bit: a
+//! task covers one block of keys, or begins with the first block that its queries attend to.
 
 use std::ops::Range;
 
@@ -13,30 +13,31 @@ pub(super) const HEADER: usize = 4;
 pub(super) const PLAN_ROW: usize = 16;
 const PLAN_TASK: usize = 8;
 
-/// A row at the time of a step.
+/// A row during a step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct PlannedRow {
-    /// It continues the same prompt as the row before it.
+    /// Whether it continues the same prompt as the previous row.
     pub shares: bool,
-    /// Where its prompt's pages begin in the list.
+    /// Index of its prompt's first page in the list.
     pub prompt_pages: usize,
-    /// Where its own begin.
+    /// Index of its own first page in the list.
     pub own_pages: usize,
-    /// Tokens of its prompt.
+    /// Number of tokens of its prompt.
     pub prompt_len: usize,
-    /// Its own, the new one included.
+    /// Number of its own tokens, including the new one.
     pub own_len: usize,
 }
 
 impl PlannedRow {
-    /// The first block that it sees of its prompt, and of its own; the prompt's end where it sees nothing of it.
+    /// The first block that it attends to in its prompt and in its own segment; the prompt's end if it does
+    /// not reach the prompt.
     fn first_blocks(&self, window: Option<usize>) -> (usize, usize) {
         let first = first_seen(self.prompt_len + self.own_len - 1, window);
         let of_prompt = if first >= self.prompt_len { self.prompt_len.div_ceil(BLOCK) } else { first / BLOCK };
         (of_prompt, first.saturating_sub(self.prompt_len) / BLOCK)
     }
 
-    /// The blocks that it sees of its own, but the last.
+    /// The blocks of its own segment that it attends to, without the last.
     fn own_blocks(&self, window: Option<usize>) -> Range<usize> {
         self.first_blocks(window).1..(self.own_len - 1) / BLOCK
     }
@@ -48,7 +49,7 @@ struct Parts {
     count: usize,
     first: usize,
     step: usize,
-    /// Rows of a head tile, and this row's place among them.
+    /// Number of rows of a head tile, and this row's index among them.
     rows: usize,
     place: usize,
 }
@@ -64,29 +65,29 @@ struct Task {
     part: usize,
 }
 
-/// When work is divided.
+/// The thresholds for dividing work.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Spread {
-    /// As many warps keep the device busy.
+    /// Number of warps that keep the device busy.
     pub warps: usize,
-    /// Blocks of a fold that one warp does alone, where there are enough rows.
+    /// Number of blocks that one warp folds alone if there are enough rows.
     pub long: usize,
 }
 
 impl Spread {
-    /// Whether a fold of `blocks`, of `all` that the step has for each head tile, becomes one task a block: where others
-    /// would wait for it, for it is long and at least twice a warp's share.
+    /// Whether a fold of `blocks` blocks, out of `all` in the step for each head tile, is divided into one task per
+    /// block. That is the case if other warps would wait for it: it is long, and at least twice a warp's share.
     fn divides(self, blocks: usize, all: usize, head_tiles: usize) -> bool {
         blocks > self.long && blocks.saturating_mul(self.warps) >= 2 * all * head_tiles
     }
 }
 
-/// Who folds what.
+/// The plan: which task folds which blocks.
 #[derive(Debug)]
 pub(super) struct Plan {
     rows: Vec<(PlannedRow, Parts, usize, Parts, usize)>,
     tasks: Vec<Task>,
-    /// Rows of partial results.
+    /// Number of rows of partial results.
     pub parts: usize,
     heads_at_once: usize,
     head_tiles: usize,
@@ -104,7 +105,7 @@ impl Plan {
         let chunks = chunks(rows, QUERIES / heads_at_once);
         let of_prompts: usize = chunks.iter().map(|chunk| prompt_blocks(&rows[chunk.clone()], window).len()).sum();
         let of_own: usize = rows.iter().map(|row| row.own_blocks(window).len()).sum();
-        // With few rows every block is a task, but the last.
+        // If there are few rows, every block but the last is a task.
         let few = rows.len() * head_tiles < spread.warps;
         for chunk in chunks {
             let prompt = prompt_blocks(&rows[chunk.clone()], window);
@@ -126,12 +127,12 @@ impl Plan {
                 plan.rows.push((row, of_prompt, prompt_block, own_parts, own_block));
             }
         }
-        // Warps take tasks in turn: the long ones first.
+        // Warps take tasks in turn, so the long ones come first.
         plan.tasks.sort_by_key(|task| std::cmp::Reverse(task.end - task.first));
         plan
     }
 
-    /// Tasks of `at_once` blocks each, one after the other.
+    /// Creates consecutive tasks of `at_once` blocks each.
     fn tasks(&mut self, row: usize, tokens: usize, own: bool, blocks: Range<usize>, at_once: usize) -> Parts {
         let rows = tokens * self.heads_at_once;
         let mut parts = Parts { count: 0, first: self.parts, step: rows * self.head_tiles, rows, place: 0 };
@@ -144,7 +145,7 @@ impl Plan {
         parts
     }
 
-    /// As the kernels read it.
+    /// Encodes the plan for the kernels.
     pub fn words(&self, row_capacity: usize) -> Result<Vec<i32>> {
         let mut words = Vec::with_capacity(HEADER + row_capacity * PLAN_ROW + self.tasks.len() * PLAN_TASK);
         words.extend([self.rows.len(), self.tasks.len(), 0, 0]);
@@ -162,7 +163,7 @@ impl Plan {
     }
 }
 
-/// Ranges of rows that share a prompt and fit a tile.
+/// Ranges of rows that share a prompt and fit into a tile.
 fn chunks(rows: &[PlannedRow], at_once: usize) -> Vec<Range<usize>> {
     let mut chunks: Vec<Range<usize>> = Vec::new();
     for (index, row) in rows.iter().enumerate() {
@@ -174,7 +175,7 @@ fn chunks(rows: &[PlannedRow], at_once: usize) -> Vec<Range<usize>> {
     chunks
 }
 
-/// The blocks of their prompt that any of these rows sees.
+/// The blocks of their prompt that at least one of these rows attends to.
 fn prompt_blocks(rows: &[PlannedRow], window: Option<usize>) -> Range<usize> {
     let end = rows[0].prompt_len.div_ceil(BLOCK);
     rows.iter().map(|row| row.first_blocks(window).0).min().unwrap_or(end)..end
@@ -184,7 +185,7 @@ fn prompt_blocks(rows: &[PlannedRow], window: Option<usize>) -> Range<usize> {
 mod tests {
     use super::*;
 
-    /// Blocks of a row's prompt and own segment in the order in which they are folded.
+    /// Blocks of a row's prompt and of its own segment in the order in which they are folded.
     fn folded(plan: &Plan, row: usize) -> (Vec<usize>, Vec<usize>) {
         let (planned, prompt, prompt_block, own, own_block) = &plan.rows[row];
         let blocks = |parts: &Parts, then: Range<usize>| -> Vec<usize> {
@@ -201,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_is_long_is_divided_among_many_rows() {
+    fn only_long_folds_are_divided_if_there_are_many_rows() {
         let row =
             |prompt_len, own_len| PlannedRow { shares: false, prompt_pages: 0, own_pages: 0, prompt_len, own_len };
         let mut rows = vec![row(64, 100); 15];
@@ -228,7 +229,7 @@ mod tests {
                     let (of_prompt, own) = folded(&plan, index);
                     let (first_prompt, first_own) = row.first_blocks(window);
                     let seen: Vec<usize> = (first_prompt..row.prompt_len.div_ceil(BLOCK)).collect();
-                    // A row may pass through blocks that only others see: they leave it as it is.
+                    // A row may process blocks that only other rows attend to; these leave its result unchanged.
                     assert!(of_prompt.ends_with(&seen), "{of_prompt:?} for {seen:?}");
                     assert!(of_prompt.is_sorted() && of_prompt.windows(2).all(|pair| pair[0] + 1 == pair[1]));
                     assert_eq!(own, (first_own..row.own_len.div_ceil(BLOCK)).collect::<Vec<_>>());

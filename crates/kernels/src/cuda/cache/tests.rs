@@ -1,10 +1,10 @@
-//! Run on the emulator under its feature, else on a GPU where there is one.
+//! The tests run on the emulator if its feature is enabled, else on a GPU if there is one.
 
 use super::super::attention::tests::{Case, device, download, group, heads, rounded, upload};
 use super::super::attention::{Layout, attend};
 use super::*;
 
-/// The bits of attention over the whole batch.
+/// Computes attention over the whole batch.
 fn packed(device: &Device, case: &Case, qkv: &[f32], dtype: Dtype) -> Vec<f32> {
     let (tokens, width, q_width) = (case.tokens(), case.heads.width(), case.heads.q_width());
     let layout = Layout::new(device, &case.heads, &case.groups, case.window).unwrap();
@@ -17,8 +17,8 @@ fn packed(device: &Device, case: &Case, qkv: &[f32], dtype: Dtype) -> Vec<f32> {
     download(device, &out, tokens * q_width, dtype)
 }
 
-/// Completions of prompts, token by token; two layers with the case's window and without. All groups but the first begin
-/// at the step `late`.
+/// Decodes the completions of prompts token by token, in two layers: with the case's window and without. All groups but
+/// the first begin at step `late`. Compares the bits with those of training.
 fn decode_has_the_bits_of_training(case: &Case, dtype: Dtype, spread: Spread, late: usize) {
     let Some(device) = device() else { return };
     let (heads, width, q_width) = (case.heads, case.heads.width(), case.heads.q_width());
@@ -28,7 +28,7 @@ fn decode_has_the_bits_of_training(case: &Case, dtype: Dtype, spread: Spread, la
         windows.map(|window| packed(&device, &Case { heads, groups: case.groups.clone(), window }, &qkv, dtype));
     let mut cache = Cache::new(&device, &heads, 2, dtype).unwrap();
     cache.spread = spread;
-    // Where each live row's next token lies in the batch, and its last one's end.
+    // Each live row: the index of its next token in the batch, and the end of its last token.
     let (mut live, mut begin): (Vec<(usize, usize)>, usize) = (Vec::new(), 0);
     for step in 0.. {
         let coming = match step {
@@ -64,7 +64,7 @@ fn decode_has_the_bits_of_training(case: &Case, dtype: Dtype, spread: Spread, la
         if live.is_empty() {
             break;
         }
-        // More rows than are live, as in a bucket.
+        // The batch has more rows than are live, as in a bucket.
         let bucket = live.len() + step % 2;
         let mut rows: Vec<f32> = live.iter().flat_map(|(at, _)| &qkv[at * width..(at + 1) * width]).copied().collect();
         rows.resize(bucket * width, f32::NAN);
@@ -195,7 +195,7 @@ fn steps_of_a_bucket_run_as_one_graph_while_rows_grow_and_leave() {
         }
     }
     let after = device.counters();
-    // The first step alone uploads its plan in the body.
+    // Only the first step uploads its plan within the body.
     assert!(after.mismatches - before.mismatches <= 1, "{after:?}");
     assert!(after.replays - before.replays >= 9, "{after:?}");
 }

@@ -1,8 +1,8 @@
-// The vector-Jacobian product of attention: with p = 2^(score - lse) and delta = out . d_out, d_score = p (d_out . v - delta).
-// One kernel goes over the keys of each query and gives dq, one over the queries of each key and gives dk and dv: nothing is
-// added by two blocks of threads, so the sums have one order.
+// The vector-Jacobian product of attention: with p = 2^(score - lse) and delta = out . d_out, d_score = p (d_out . v -
+// delta). One kernel iterates over the keys of each query and computes dq; another iterates over the queries of each
+// key and computes dk and dv. No two thread blocks add to the same value, so the order of each sum is fixed.
 //
-// Longer than other files: both kernels load and fold tiles by the same device functions.
+// Longer than other files: both kernels load and fold tiles with the same device functions.
 #pragma once
 #include "attention_packed.cuh"
 
@@ -14,7 +14,7 @@ struct AttendDelta {
     uint32_t tokens, num_heads, dim, pad;
 };
 
-// A warp a token and head.
+// One warp per token and head.
 template <typename T> DEVICE void attend_delta(const AttendDelta& p) {
     uint32_t index = blockIdx.x * (blockDim.x / WARP) + warp_id();
     uint32_t token = index / p.num_heads, head = index % p.num_heads;
@@ -41,13 +41,14 @@ struct AttendQueries {
     uint32_t heads_at_once, head_tiles;
     uint32_t window, vector;
     float scale;   // in units of log 2
-    float natural; // of scores
+    float natural; // scale of scores
 };
 
-// How many tiles are loaded or in use at a time: the next one comes while this one is computed with, where there is room.
+// Number of tiles that are loaded or in use concurrently: the next tile is loaded while this one is used,
+// if there is room.
 #define STAGES_OF(DIM) ((DIM) <= 128 ? 2 : 1)
 
-// dq of a warp's 16 queries over some blocks of a segment.
+// dq of a warp's 16 queries over a range of a segment's blocks.
 template <int DIM, int STAGES> struct QueryGradient {
     float dq[DIM / 8][4];
     float lse[2], delta[2];
@@ -93,7 +94,7 @@ template <int DIM, int STAGES> struct QueryGradient {
         cp_async_wait<0>();
     }
 
-    // 32 keys.
+    // Processes 32 keys.
     DEVICE_SPECIAL void part(const bf16* q, const bf16* d_out, const bf16* keys, const bf16* values, int32_t base,
                              const Seen seen[2], float scale) {
         float s[4][4], dp[4][4];
@@ -203,7 +204,7 @@ template <int DIM, int STAGES> DEVICE void attend_queries_bf16(const AttendQueri
     }
 }
 
-// f32: a warp goes through its queries one by one.
+// f32: a warp processes its queries one by one.
 template <int DIM>
 DEVICE void query_gradient_f32(const float* q, const float* d_out, const Segment<float>& segment, uint32_t first,
                                uint32_t end, Seen seen, float scale, float lse, float delta, float dq[DIM / 32]) {
@@ -267,11 +268,11 @@ template <int DIM> DEVICE void attend_queries_f32(const AttendQueries& p) {
     }
 }
 
-// Some keys of a prompt or completion, and the rows that may see them.
+// A range of keys of a prompt or completion, and the rows that may attend to them.
 struct KeyTile {
     int32_t row;
     int32_t count;
-    int32_t position; // of the first, in its sequence
+    int32_t position; // position of the first key in its sequence
     int32_t begin, end;
     int32_t pad;
 };
@@ -283,7 +284,7 @@ struct AttendKeys {
     const float* delta;
     void* d_qkv;
     const KeyTile* tiles;
-    const int32_t* positions; // of each row in its sequence
+    const int32_t* positions; // position of each row in its sequence
     uint32_t stride, d_out_stride, d_stride;
     uint32_t num_heads, num_kv_heads, dim;
     uint32_t window, vector;
@@ -296,10 +297,10 @@ DEVICE bool sees_key(int32_t position, int32_t key, uint32_t window) {
     return key <= position && int64_t(key) + window > int64_t(position);
 }
 
-// Some rows of queries with one head.
+// A range of query rows with one head.
 struct KeyStep {
     int32_t begin;
-    uint32_t head; // of those that share the key head
+    uint32_t head; // the first of those that share the key head
 };
 
 template <int DIM> DEVICE void attend_keys_bf16(const AttendKeys& p) {
@@ -319,7 +320,7 @@ template <int DIM> DEVICE void attend_keys_bf16(const AttendKeys& p) {
     load_tile<DIM, KEYS, 128>(keys, first_key, p.stride, tile.count, p.dim, p.vector);
     load_tile<DIM, KEYS, 128>(values, first_key + p.num_kv_heads * p.dim, p.stride, tile.count, p.dim, p.vector);
     cp_async_commit();
-    // Of a warp's 16 keys: rows g and g + 8.
+    // Gradients of a warp's 16 keys: rows g and g + 8.
     float dk[DIM / 8][4], dv[DIM / 8][4];
 #pragma unroll
     for (int c = 0; c < DIM / 8; c++)
@@ -327,7 +328,7 @@ template <int DIM> DEVICE void attend_keys_bf16(const AttendKeys& p) {
     const bf16* own_keys = keys + warp_id() * QUERIES * TILE_STRIDE(DIM);
     const bf16* own_values = values + warp_id() * QUERIES * TILE_STRIDE(DIM);
     int32_t key = tile.position + int32_t(warp_id() * QUERIES + lane_id() / 4);
-    // The first rows from `begin` on of which any sees any of the keys: the same in all warps.
+    // The first rows from `begin` on of which any attends to any of the keys: the same in all warps.
     int32_t last = tile.position + tile.count - 1;
     auto find = [&](int32_t begin) -> int32_t {
         if (p.window == 0x7fffffffu) return begin;
@@ -409,7 +410,7 @@ template <int DIM> DEVICE void attend_keys_bf16(const AttendKeys& p) {
             for (int e = 0; e < 4; e++) {
                 uint32_t column = n * 8 + lane_id() % 4 * 2 + e % 2;
                 float of_lse = lse[column];
-                // Not negative and within the window; of no query (-1) it is negative.
+                // The distance must be nonnegative and within the window; for a missing query (-1) it is negative.
                 bool visible = uint32_t(positions[column] - (key + e / 2 * 8)) < p.window;
                 float weight = exp2_of(fmaf(s[n][e], p.scale, -of_lse));
                 weight = visible ? weight : 0.0f;
@@ -459,7 +460,7 @@ template <int DIM> DEVICE void attend_keys_bf16(const AttendKeys& p) {
     }
 }
 
-// f32: a warp goes through its keys one by one; a lane has a query.
+// f32: a warp processes its keys one by one; each lane has one query.
 template <int DIM> DEVICE void attend_keys_f32(const AttendKeys& p) {
     BlockTile place = block_tile(blockIdx.x, p.num_kv_heads);
     KeyTile tile = p.tiles[place.tile];
@@ -515,7 +516,7 @@ template <int DIM> DEVICE void attend_keys_f32(const AttendKeys& p) {
     }
 }
 
-// `blocks`: so many blocks of threads are to fit a multiprocessor's registers.
+// `blocks` is the number of thread blocks that must fit into a multiprocessor's registers.
 #define ATTEND_BACKWARD(DIM, blocks)                                                                                   \
     KERNEL_BOUNDS(attend_queries_bf16_##DIM, AttendQueries, 128, blocks) {                                             \
         attend_queries_bf16<DIM, STAGES_OF(DIM)>(p);                                                                   \
@@ -527,5 +528,5 @@ ATTEND_BACKWARD(32, 4)
 ATTEND_BACKWARD(64, 3)
 ATTEND_BACKWARD(128, 1)
 ATTEND_BACKWARD(256, 1)
-// For devices on which two stages do not fit.
+// Variants for devices whose shared memory has no room for two stages.
 KERNEL_BOUNDS(attend_queries_one_stage_bf16_128, AttendQueries, 128, 1) { attend_queries_bf16<128, 1>(p); }

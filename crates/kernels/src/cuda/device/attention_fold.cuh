@@ -1,20 +1,20 @@
-// What a warp does with 16 queries and a block of 64 keys; forward passes of training and of decode are made of it alone,
-// so that a query has the same bits in both.
+// The computation of one warp for 16 queries and a block of 64 keys. The forward passes of training and of decode use
+// only this code, so that a query gets the same bits in both.
 //
-// A block gives a query m = its largest score (in units of log 2), l = sum of p = 2^(score - m) and o = sum of p v. A
-// fold of (m, l, o) takes in one block after the other. A block of which a query sees nothing leaves the fold's bits
-// alone, and the fold of an empty one with a block is the block's own (m, l, o): so blocks may be left out where they are
-// masked, and computed elsewhere and folded later.
+// A block yields for each query m = its largest score (in units of log 2), l = sum of p = 2^(score - m) and o = sum of
+// p v. A fold of (m, l, o) processes one block after another. A block in which a query attends to nothing leaves the
+// bits of the fold unchanged, and folding a block into an empty fold gives the block's own (m, l, o). So masked blocks
+// may be skipped, and blocks may be computed elsewhere and folded later.
 //
-// bf16: scores and sums by mma (chains over the head's width and over the keys, in steps of 16), p rounded to bf16, l by
-// mma with ones. f32: chains over the width and over the keys, l by lanes.
+// bf16: scores and sums by mma (chains over the head's width and over the keys, in steps of 16), p rounded to bf16, l
+// by mma with ones. f32: chains over the width and over the keys, l per lane.
 #pragma once
 #include "prelude.cuh"
 
 #define KEYS 64u
 #define QUERIES 16u
 
-// 2^x; 0 where it would be denormal.
+// 2^x; 0 if the result would be subnormal.
 DEVICE float exp2_of(float x) {
 #ifdef RLOOD_EMULATOR
     float y = exp2f(x);
@@ -26,14 +26,14 @@ DEVICE float exp2_of(float x) {
 #endif
 }
 
-// Where keys and values of a sequence lie: packed rows, or pages of 64 positions.
+// The keys and values of a sequence: packed rows, or pages of 64 positions.
 template <typename T> struct Segment {
-    const T* k;            // of position 0, where packed
+    const T* k;            // address of position 0 if packed
     const T* v;
-    const uint64_t* pages; // their addresses, else null
-    uint64_t at;           // in a page, to the keys of a layer and a head; its values follow
-    uint32_t stride;       // from a position to the next, in values
-    uint32_t len;          // positions
+    const uint64_t* pages; // addresses of the pages, else null
+    uint64_t at;           // offset in a page of the keys of a layer and a head; the values follow
+    uint32_t stride;       // distance between positions, in values
+    uint32_t len;          // number of positions
     uint32_t dim;          // width of a head
     uint32_t vector;       // rows are aligned to 16 bytes
 };
@@ -51,18 +51,19 @@ template <typename T> DEVICE uint32_t positions_of(const Segment<T>& s, uint32_t
     return left < KEYS ? left : KEYS;
 }
 
-// The positions of a segment that a query sees: from lo, before hi.
+// The positions of a segment that a query attends to: from lo, before hi.
 struct Seen {
     int32_t lo, hi;
 };
 
-// Of a row without a query.
+// The range of a row without a query: empty.
 DEVICE Seen seen_by_none() {
     Seen none = {0x7fffffff, 0};
     return none;
 }
 
-// Whether it sees some of the keys from `base` on, and whether there is a query and it does not see all of them.
+// Whether the query attends to any of the keys from `base` on; and whether there is a query and it does not attend
+// to all of them.
 DEVICE bool sees_some(Seen seen, int32_t base) {
     return seen.lo < seen.hi && seen.hi > base && seen.lo < base + int32_t(KEYS);
 }
@@ -70,7 +71,7 @@ DEVICE bool misses_some(Seen seen, int32_t base) {
     return seen.lo != seen_by_none().lo && (seen.lo > base || seen.hi < base + int32_t(KEYS));
 }
 
-// What a token at `index` of its own segment sees of the prompt before it and of its own segment.
+// The positions that a token at `index` of its own segment attends to, in the preceding prompt and in its own segment.
 DEVICE Seen seen_of_prompt(uint32_t prompt_len, uint32_t index, uint32_t window) {
     int64_t first = int64_t(prompt_len) + index + 1 - window;
     int32_t lo = first > 0 ? int32_t(first) : 0;
@@ -83,7 +84,7 @@ DEVICE Seen seen_of_own(uint32_t index, uint32_t window) {
     return seen;
 }
 
-// How much of the fold so far and of what comes remains.
+// The weights of the previous fold and of the next block in the new fold.
 struct Shares {
     float before, now;
 };
@@ -97,11 +98,11 @@ DEVICE Shares fold_max(float& m, float block) {
 }
 DEVICE float folded(float before, float now, Shares shares) { return fmaf(before, shares.before, now * shares.now); }
 
-// Rows of a tile in shared memory: padded so that ldmatrix meets each bank once.
+// Rows of a tile in shared memory, padded so that ldmatrix accesses each bank once.
 #define TILE_STRIDE(DIM) ((DIM) + 8)
 
-// `rows` rows to a tile of ROWS, by a block of THREADS; zeros after them and after the head's width. Each thread keeps to
-// one column. The copies are part of the group that is closed next.
+// Copies `rows` rows to a tile of ROWS, with a block of THREADS; zeros after them and after the head's width. Each
+// thread copies one column. The copies belong to the group that is committed next.
 template <int DIM, int ROWS, int THREADS>
 DEVICE void load_tile(bf16* tile, const bf16* from, uint64_t stride, uint32_t rows, uint32_t dim, uint32_t vector) {
     constexpr uint32_t STEP = THREADS / (DIM / 8);
@@ -109,7 +110,7 @@ DEVICE void load_tile(bf16* tile, const bf16* from, uint64_t stride, uint32_t ro
     uint32_t row = threadIdx.x / (DIM / 8), column = threadIdx.x % (DIM / 8) * 8;
     bf16* to = tile + row * TILE_STRIDE(DIM) + column;
     if (vector) {
-        // Rows from here on; a copy without one has the address of the last, of which it reads nothing.
+        // The number of rows left. A copy beyond them uses the address of the last row but reads nothing.
         int left = column < dim ? int(rows) - int(row) : 0;
         const bf16* at = left > 0 ? from + row * stride + column : from;
 #pragma unroll 8
@@ -129,7 +130,7 @@ DEVICE void load_tile(bf16* tile, const bf16* from, uint64_t stride, uint32_t ro
     }
 }
 
-// The same of a tile of queries, whose rows lie where `Row` says: a pointer, or null. `base` is any row.
+// Copies a tile of queries in the same way; `Row` returns a pointer to each row, or null. `base` is any valid row.
 template <int DIM, int ROWS, int THREADS, typename Row>
 DEVICE void gather_tile(bf16* tile, const bf16* base, const Row& row_at, uint32_t dim, uint32_t vector) {
     constexpr uint32_t STEP = THREADS / (DIM / 8);
@@ -149,7 +150,7 @@ DEVICE void gather_tile(bf16* tile, const bf16* base, const Row& row_at, uint32_
     }
 }
 
-// Two neighbouring values of a row from an even column on, at once where the row has words.
+// Two adjacent values of a row from an even column on, read as one word if the row allows it.
 DEVICE bool has_words(const bf16* row, uint32_t dim) {
     return dim % 2 == 0 && reinterpret_cast<uintptr_t>(row) % 4 == 0;
 }
@@ -162,23 +163,23 @@ DEVICE void store_pair(bf16* row, uint32_t column, uint32_t dim, bool words, flo
     }
 }
 
-// a: rows 16 x k 16 of a tile, from `column` on.
+// Loads operand a: rows 16 x k 16 of a tile, from `column` on.
 template <int DIM> DEVICE void load_a(uint32_t a[4], const bf16* rows, uint32_t column) {
     uint32_t lane = lane_id();
     ldmatrix_x4(a, rows + lane % 16 * TILE_STRIDE(DIM) + column + lane / 16 * 8);
 }
-// b of two products with 8 rows of a tile each as n, k 16 from `column` on.
+// Loads operand b of two products: 8 rows of a tile each as n, k 16 from `column` on.
 template <int DIM> DEVICE void load_b(uint32_t b[4], const bf16* rows, uint32_t column) {
     uint32_t lane = lane_id();
     ldmatrix_x4(b, rows + (lane / 16 * 8 + lane % 8) * TILE_STRIDE(DIM) + column + lane / 8 % 2 * 8);
 }
-// b of two products with 8 columns of a tile each as n, 16 rows as k.
+// Loads operand b of two products: 8 columns of a tile each as n, 16 rows as k.
 template <int DIM> DEVICE void load_b_trans(uint32_t b[4], const bf16* rows, uint32_t column) {
     uint32_t lane = lane_id();
     ldmatrix_x4_trans(b, rows + lane % 16 * TILE_STRIDE(DIM) + column + lane / 16 * 8);
 }
 
-// The fold of a warp's 16 queries. A bf16 lane holds queries g = lane / 4 and g + 8, and of each 8 columns two.
+// The fold of a warp's 16 queries. A bf16 lane holds queries g = lane / 4 and g + 8, and two of each 8 columns.
 template <typename T, int DIM> struct Fold;
 
 template <int DIM> struct Fold<bf16, DIM> {
@@ -192,9 +193,9 @@ template <int DIM> struct Fold<bf16, DIM> {
             for (int e = 0; e < 4; e++) o[c][e] = 0.0f;
     }
 
-    // Blocks first to end of a segment, in order. `q` is the warp's rows of the tile of queries; `tiles` is room for a
-    // block's keys and values, which the block's THREADS load together. All threads of the block call this with the same
-    // segment. `seen` is of queries g and g + 8.
+    // Folds blocks first to end of a segment, in order. `q` is the warp's rows of the tile of queries. `tiles` has room
+    // for a block's keys and values, which the block's THREADS load together. All threads of the block must call this
+    // with the same segment. `seen` refers to queries g and g + 8.
     template <int THREADS>
     DEVICE_SPECIAL void run(const bf16* q, bf16* tiles, const Segment<bf16>& segment, uint32_t first, uint32_t end,
                            const Seen seen[2], float scale) {
@@ -245,7 +246,7 @@ template <int DIM> struct Fold<bf16, DIM> {
 #pragma unroll
         for (int n = 0; n < int(KEYS / 8); n++)
             for (int e = 0; e < 4; e++) s[n][e] = 0.0f;
-// Of wide heads few steps at a time, or their loads take the registers that hold what is summed.
+// Wide heads use few steps per iteration; otherwise their loads would take the registers that hold the sums.
 #pragma unroll (DIM > 128 ? 2 : DIM / 16)
         for (int k = 0; k < DIM; k += 16) {
             uint32_t a[4];
@@ -260,7 +261,7 @@ template <int DIM> struct Fold<bf16, DIM> {
         }
     }
 
-    // Scores of keys that a query does not see.
+    // Masks the scores of keys that a query does not attend to.
     DEVICE_SPECIAL static void mask(float s[KEYS / 8][4], int32_t base, const Seen seen[2]) {
         int32_t column = base + int32_t(lane_id() % 4 * 2);
 #pragma unroll
@@ -273,7 +274,7 @@ template <int DIM> struct Fold<bf16, DIM> {
         }
     }
 
-    // Scores to p in bf16, as the left operand of the next product.
+    // Converts scores to p in bf16, as the left operand of the next product.
     DEVICE_SPECIAL static void soften(const float s[KEYS / 8][4], float scale, float largest[2],
                                      uint32_t p[KEYS / 16][4]) {
         largest[0] = largest[1] = -INFINITY;
@@ -327,8 +328,8 @@ template <int DIM> struct Fold<bf16, DIM> {
         }
     }
 
-    // Take in `count` folds of `rows` queries, in order: m and l side by side in `ml`, o `[rows][DIM]`, the folds `step`
-    // rows apart.
+    // Adds `count` folds of `rows` queries, in order: m and l interleaved in `ml`, o `[rows][DIM]`, the
+    // folds `step` rows apart.
     DEVICE_SPECIAL void take(const float* ml, const float* from, uint32_t rows, uint32_t count, uint64_t step) {
         uint32_t g = lane_id() / 4, column = lane_id() % 4 * 2;
         for (uint32_t i = 0; i < count; i++, ml += 2 * step, from += step * DIM) {
@@ -347,7 +348,7 @@ template <int DIM> struct Fold<bf16, DIM> {
             }
         }
     }
-    // Put the fold of `rows` queries away.
+    // Stores the fold of `rows` queries.
     DEVICE_SPECIAL void put(float* ml, float* to, uint32_t rows) const {
         uint32_t g = lane_id() / 4, column = lane_id() % 4 * 2;
 #pragma unroll
@@ -363,7 +364,8 @@ template <int DIM> struct Fold<bf16, DIM> {
         }
     }
 
-    // o / l to the rows that `row_at` gives (null: none), and log2 of the sum of 2^score to `lse_at`'s.
+    // Writes o / l to the rows that `row_at` returns (null: skipped), and log2 of the sum of 2^score
+    // to those of `lse_at`.
     template <typename Row, typename Lse>
     DEVICE_SPECIAL void finish(const Row& row_at, const Lse& lse_at, uint32_t dim) const {
         uint32_t g = lane_id() / 4, column = lane_id() % 4 * 2;
@@ -383,7 +385,7 @@ template <int DIM> struct Fold<bf16, DIM> {
     }
 };
 
-// A f32 lane holds of all 16 queries the columns lane, lane + 32 and so on; keys and values are read where they lie.
+// A f32 lane holds, for all 16 queries, the columns lane, lane + 32 and so on; keys and values are read in place.
 template <int DIM> struct Fold<float, DIM> {
     float m[QUERIES], l[QUERIES];
     float o[QUERIES][DIM / 32];
@@ -396,7 +398,8 @@ template <int DIM> struct Fold<float, DIM> {
         }
     }
 
-    // `q` is the warp's `[16][DIM]` in shared memory, zeros after the head's width; `seen` is of all 16.
+    // `q` is the warp's `[16][DIM]` in shared memory, with zeros after the head's width; `seen` refers
+    // to all 16 queries.
     DEVICE_SPECIAL void run(const float* q, const Segment<float>& segment, uint32_t first, uint32_t end,
                            const Seen seen[QUERIES], float scale) {
         uint32_t lane = lane_id();

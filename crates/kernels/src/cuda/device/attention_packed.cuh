@@ -1,17 +1,17 @@
-// Attention of a packed batch and its vector-Jacobian product. A block of threads has a tile: some tokens of one prompt or
-// completion, times up to 16 of the query heads that share a key head.
+// Attention of a packed batch and its vector-Jacobian product. A thread block has a tile: several tokens of one prompt
+// or completion, times up to 16 of the query heads that share a key head.
 #pragma once
 #include "attention_fold.cuh"
 
-// Some tokens of a prompt or a completion.
+// A range of tokens of a prompt or a completion.
 struct QueryTile {
-    int32_t row;         // of its first token, in the batch
+    int32_t row;         // row of its first token in the batch
     int32_t tokens;
-    int32_t index;       // of its first token, in its own segment
-    int32_t segment_row; // of its segment's first token
+    int32_t index;       // index of its first token in its own segment
+    int32_t segment_row; // row of its segment's first token
     int32_t segment_len;
     int32_t prompt_row;
-    int32_t prompt_len;  // 0 where it is a prompt's own
+    int32_t prompt_len;  // 0 if the tokens are the prompt's own
     int32_t pad;
 };
 
@@ -20,14 +20,14 @@ struct Attend {
     void* out;
     float* lse; // [tokens][num_heads]
     const QueryTile* tiles;
-    uint32_t stride, out_stride; // of qkv's and out's rows
+    uint32_t stride, out_stride; // strides of the rows of qkv and out
     uint32_t num_heads, num_kv_heads, dim;
     uint32_t heads_at_once, head_tiles; // query heads of a tile; tiles of those that share a key head
     uint32_t window, vector;
-    float scale; // of scores, in units of log 2
+    float scale; // scale of scores, in units of log 2
 };
 
-// Blocks lie [tile][head tile]: those of the tile that takes longest begin first, of all heads.
+// Blocks are ordered [tile][head tile]: those of the longest tile start first, for all heads.
 struct BlockTile {
     uint32_t tile, head;
 };
@@ -36,7 +36,7 @@ DEVICE BlockTile block_tile(uint32_t block, uint32_t heads) {
     return place;
 }
 
-// Which query heads a block has.
+// The query heads of a thread block.
 struct HeadTile {
     uint32_t kv, first, count;
 };
@@ -49,7 +49,7 @@ DEVICE HeadTile head_tile(uint32_t index, uint32_t num_heads, uint32_t num_kv_he
     return heads;
 }
 
-// A row of a tile of queries: token-major.
+// A row of a tile of queries, token-major.
 struct QueryRow {
     uint32_t token, head;
     bool valid;
@@ -83,7 +83,7 @@ DEVICE Seen seen_or_none(bool valid, bool own, const QueryTile& tile, uint32_t t
                : seen_of_prompt(tile.prompt_len, tile.index + token, window);
 }
 
-// The blocks of keys that a tile goes through.
+// The blocks of keys that a tile processes.
 struct Blocks {
     uint32_t first, end;
 };
@@ -100,7 +100,7 @@ DEVICE Blocks blocks_of_own(const QueryTile& tile, uint32_t window) {
     return blocks;
 }
 
-// Of a tile: the prompt before it, or its own segment.
+// The segment of a tile: the preceding prompt, or its own.
 template <typename T>
 DEVICE Segment<T> tile_segment(const void* qkv, bool own, const QueryTile& tile, uint32_t kv, uint32_t num_heads,
                                uint32_t num_kv_heads, uint32_t dim, uint32_t stride, uint32_t vector) {
@@ -152,7 +152,7 @@ template <int DIM> DEVICE void attend_bf16(const Attend& p) {
     fold.finish(out_at, lse_at, p.dim);
 }
 
-// The queries of a warp, `[16][DIM]`, zeros after the head's width and where there is none.
+// The queries of a warp, `[16][DIM]`, with zeros after the head's width and for missing queries.
 template <int DIM, typename Row> DEVICE void gather_queries(float* q, const Row& row_at, uint32_t dim) {
     for (uint32_t row = 0; row < QUERIES; row++) {
         const float* from = row_at(row);

@@ -1,23 +1,25 @@
-// Keys and values of growing sequences, and the attention of one new token a row.
+// Keys and values of growing sequences, and the attention of one new token per row.
 //
-// A page holds 64 positions of all layers: of each layer and key head its keys `[64][dim]`, then its values. A step's
-// attention is two launches. In the first, tasks fold ranges of blocks for up to 16 queries that share their keys (the
-// rows of a prompt, the query heads of a key head) into partial results. The second takes a row and a key head: it
-// appends the new key and value, folds the partial results in order and goes on with the blocks that remain, the last one
-// at least. A task covers one block, or begins where its queries begin: then the bits do not depend on the tasks.
+// A page holds 64 positions of all layers: for each layer and key head its keys `[64][dim]`, then its values. A step's
+// attention takes two launches. In the first, tasks fold ranges of blocks into partial results, for up to 16 queries
+// that share their keys (the rows of a prompt, the query heads of a key head). The second handles one row and key head
+// per block: it appends the new key and value, folds the partial results in order, and continues with the remaining
+// blocks, of which there is at least one. A task covers one block, or begins where its queries begin: therefore the
+// bits do not depend on the tasks.
 #pragma once
 #include "attention_packed.cuh"
 
 struct FillPages {
     const void* qkv;
-    const uint64_t* pages; // addresses, one after the other
-    const int32_t* slots;  // of each row of qkv: its page's number · 64 + its place there
-    uint64_t at;           // in a page, to the layer
+    const uint64_t* pages; // addresses of the pages
+    const int32_t* slots;  // slot of each row of qkv: index of its page · 64 + position there
+    uint64_t at;           // offset of the layer in a page
     uint32_t stride, rows;
     uint32_t num_heads, num_kv_heads, dim, vector;
 };
 
-// A warp puts a position's key and value of a head away; from a key to its value are as many values as given.
+// A warp stores the key and value of a head at a position; the parameter is the number of values from a
+// key to its value.
 template <typename T>
 DEVICE void keep_position(T* to, uint32_t to_value, const T* from, uint32_t from_value, uint32_t dim, uint32_t vector) {
     uint32_t at_once = vector ? 16 / sizeof(T) : 1;
@@ -34,7 +36,7 @@ DEVICE void keep_position(T* to, uint32_t to_value, const T* from, uint32_t from
     }
 }
 
-// A block a row.
+// One thread block per row.
 template <typename T> DEVICE void fill_pages(const FillPages& p) {
     uint32_t row = blockIdx.x;
     if (row >= p.rows) return;
@@ -55,20 +57,20 @@ struct PlanHeader {
     int32_t rows, tasks, pad[2];
 };
 struct PlanRow {
-    int32_t prompt_pages, own_pages; // in the list of pages
+    int32_t prompt_pages, own_pages; // start in the list of pages
     int32_t prompt_len, own_len;     // the new token included
-    // Partial results of the prompt: number, the first one's index, from one to the next, of one head tile, and this row's place
-    // there.
+    // Partial results of the prompt: their number, the index of the first, the distance from one to the next, the rows
+    // of one head tile, and this row's index there.
     int32_t prompt_parts, prompt_part, prompt_step, prompt_rows, prompt_place;
-    int32_t prompt_block; // the first that is not in them
+    int32_t prompt_block; // the first block that is not in them
     int32_t own_parts, own_part, own_step;
     int32_t own_block;
     int32_t pad[2];
 };
 struct PlanTask {
-    int32_t row, tokens; // queries are those of these rows
-    int32_t own;         // of the row's own segment; else of the prompt's
-    int32_t first, end;  // blocks
+    int32_t row, tokens; // the queries are those of these rows
+    int32_t own;         // 1: the row's own segment; 0: the prompt's
+    int32_t first, end;  // range of blocks
     int32_t part;        // index of its first partial result
     int32_t pad[2];
 };
@@ -78,11 +80,11 @@ struct AttendCached {
     void* out;
     const uint64_t* pages;
     const int32_t* plan;
-    float* ml;    // of partial results: m, l
-    float* parts; // of partial results: o, [DIM]
-    uint64_t at;  // in a page, to the layer
-    uint32_t stride, out_stride, rows; // rows of qkv, those without a place in the plan included
-    uint32_t row_capacity;             // of the plan
+    float* ml;    // partial results: m, l
+    float* parts; // partial results: o, [DIM]
+    uint64_t at;  // offset of the layer in a page
+    uint32_t stride, out_stride, rows; // rows of qkv, including those that are not in the plan
+    uint32_t row_capacity;             // rows that the plan has room for
     uint32_t num_heads, num_kv_heads, dim;
     uint32_t heads_at_once, head_tiles;
     uint32_t window, vector;
@@ -112,7 +114,7 @@ DEVICE Seen cached_seen(const PlanRow& row, bool own, uint32_t window) {
                : seen_of_prompt(row.prompt_len, row.own_len - 1, window);
 }
 
-// The queries of a warp: those of some rows, token-major.
+// The queries of a warp: those of several rows, token-major.
 template <typename T> struct CachedQueries {
     const AttendCached& p;
     uint32_t row, tokens;
@@ -130,7 +132,7 @@ template <typename T> struct CachedQueries {
     }
 };
 
-// The fold of a warp over ranges of blocks, whatever the type.
+// The fold of a warp over ranges of blocks, for any type.
 template <typename T, int DIM> struct CachedFold;
 
 template <int DIM> struct CachedFold<bf16, DIM> {
@@ -150,7 +152,7 @@ template <int DIM> struct CachedFold<bf16, DIM> {
         bf16* tiles = shared + QUERIES * TILE_STRIDE(DIM);
         fold.template run<32>(shared, tiles, segment, first, end, seen, queries.p.scale);
     }
-    // As many partial results at a time as fit where keys and values lie otherwise.
+    // Processes as many partial results together as fit into the memory otherwise used for keys and values.
     DEVICE_SPECIAL void take(const float* ml, const float* from, uint32_t rows, uint32_t count, uint64_t step) {
         constexpr uint32_t ROOM = 2 * KEYS * TILE_STRIDE(DIM) * sizeof(bf16) / sizeof(float);
         float* parts = reinterpret_cast<float*>(shared + QUERIES * TILE_STRIDE(DIM));
@@ -197,7 +199,7 @@ template <int DIM> struct CachedFold<float, DIM> {
     }
 };
 
-// Blocks of one warp, as many as the device likes; each takes every so manieth task and head tile.
+// One-warp blocks, in any number; each processes every n-th pair of task and head tile.
 template <typename T, int DIM> DEVICE void attend_cached_tasks(const AttendCached& p) {
     SHARED(shared);
     const PlanHeader& header = *reinterpret_cast<const PlanHeader*>(p.plan);
@@ -218,7 +220,7 @@ template <typename T, int DIM> DEVICE void attend_cached_tasks(const AttendCache
     }
 }
 
-// A block of one warp a row and head tile.
+// A block of one warp per row and head tile.
 template <typename T, int DIM> DEVICE void attend_cached_rows(const AttendCached& p) {
     SHARED(shared);
     const PlanHeader& header = *reinterpret_cast<const PlanHeader*>(p.plan);
@@ -233,7 +235,7 @@ template <typename T, int DIM> DEVICE void attend_cached_rows(const AttendCached
     }
     const PlanRow& row = plan_rows(p)[row_index];
     Segment<T> own = cached_segment<T>(p, row, true, heads.kv);
-    // Append. Several head tiles of a key head write the same.
+    // Appends the token. Several head tiles of a key head write the same values.
     uint32_t position = uint32_t(row.own_len) - 1;
     const T* new_key = static_cast<const T*>(p.qkv) + uint64_t(row_index) * p.stride + (p.num_heads + heads.kv) * p.dim;
     T* key = reinterpret_cast<T*>(own.pages[position / KEYS] + own.at) + position % KEYS * p.dim;

@@ -1,29 +1,30 @@
-// Matrix products whose elements are one chain over k, whatever the tile and the other rows: bf16 in steps of 16 by
-// tensor cores, f32 one by one. Tiles differ in what shares a block, never in the order of a sum.
+// Matrix products whose elements are one chain over k, whatever the tile and the other rows: bf16 in steps of 16 with
+// tensor cores, f32 one by one. Tiles determine which elements share a block, never the order of a sum.
 #pragma once
 #include "rows.cuh"
 
-// Of a product: a [m, k] · b [n, k]ᵀ; a [m, k] · b [k, n]; a [k, m]ᵀ · b [k, n].
+// The forms of a product: a [m, k] · b [n, k]ᵀ; a [m, k] · b [k, n]; a [k, m]ᵀ · b [k, n].
 enum Form { NT, NN, TN };
 
 struct Gemm {
     const void *a, *b;
-    // A second product whose sums go on from the first's; null without.
+    // A second product whose sums continue those of the first; null without.
     const void *a2, *b2;
-    // f32 [n] and f32 [m, n], null without.
+    // f32 [n] and f32 [m, n]; null without.
     const float *bias, *add;
     void *out;
     uint32_t m, n, k, k2;
     uint32_t a_stride, b_stride, a2_stride, b2_stride, add_stride, out_stride;
-    // Of k, summed by one block: blockIdx.z's part goes to out + z·m·n, where out_stride is n.
+    // Number of k values that one block sums: the part of blockIdx.z is stored at out + z·m·n, where out_stride is n.
     uint32_t k_of_part;
-    // Bits 0 to 3: lines of a, b, a2, b2 can be read 16 bytes at a time; 4 and 5: of add and out, four values.
+    // Bits 0 to 3: lines of a, b, a2, b2 can be read 16 bytes at a time; bits 4 and 5: lines of add and out, four
+    // values at a time.
     uint32_t aligned;
     float alpha;
     uint32_t unused;
 };
 
-// Which tile a block makes: columns of 8 tiles of rows, so that blocks that run together share lines.
+// The tile that a block computes: columns of 8 tiles of rows, so that concurrent blocks share lines.
 struct TilePlace {
     uint32_t m0, n0;
 };
@@ -37,7 +38,7 @@ DEVICE TilePlace tile_place(uint32_t m, uint32_t n, uint32_t tile_m, uint32_t ti
     return TilePlace{(first + inside % height) * tile_m, inside / height * tile_n};
 }
 
-// Four neighbouring elements: alpha·sum + bias + add, rounded after each step, so that all kernels agree.
+// Four adjacent elements: alpha·sum + bias + add, rounded after each step, so that all kernels agree.
 template <class Out> DEVICE void store_sums(const Gemm &p, uint32_t row, uint32_t column, const float sums[4]) {
     if (row >= p.m || column >= p.n) return;
     float values[4], more[4];
@@ -56,7 +57,7 @@ template <class Out> DEVICE void store_sums(const Gemm &p, uint32_t row, uint32_
 
 // ---------------------------------------------------------------------------------------------------------- bf16
 
-// A block's tile, a warp's part of it, and how many steps of BK values wait in shared memory.
+// A block's tile, a warp's part of it, and the number of steps of BK values held in shared memory.
 template <int M, int N, int K, int WARP_M, int WARP_N, int STEPS>
 struct Tile {
     static constexpr int BM = M, BN = N, BK = K, WM = WARP_M, WN = WARP_N, STAGES = STEPS;
@@ -64,14 +65,14 @@ struct Tile {
     static constexpr int STAGE = (M + N) * K;
 };
 
-// Where the 16-byte chunk of a line of CHUNKS chunks lies: eight lines' same chunk lie in different banks.
+// Position of the 16-byte chunk of a line of CHUNKS chunks: the same chunk of eight lines is in different banks.
 template <int CHUNKS>
 DEVICE int chunk_place(int line, int chunk) {
     int turn = CHUNKS >= 8 ? line & 7 : CHUNKS == 4 ? (line >> 1) & 3 : (line >> 2) & 1;
     return (line * CHUNKS + (chunk ^ turn)) * 8;
 }
 
-// LINES lines of CHUNKS chunks, with zeros beyond `lines` and `values`: wherever they lie.
+// Copies LINES lines of CHUNKS chunks, with zeros beyond `lines` and `values`, whatever their alignment.
 template <int LINES, int CHUNKS, int THREADS>
 DEVICE void fetch_lines(bf16 *tile, const bf16 *from, uint32_t stride, uint32_t line0, uint32_t lines, uint32_t value0,
                         uint32_t values, bool aligned) {
@@ -101,11 +102,11 @@ template <int WIDTH, int BK, bool ACROSS, int THREADS> struct Operand {
 
     const bf16 *from, *at;
     uint32_t stride, first, count, place;
-    // Whether chunk i is there.
+    // Bit i: chunk i is inside the matrix.
     uint32_t there;
     bool aligned;
 
-    // Columns (or rows) first.. of the product, out of `count`, from k0 on.
+    // Starts at columns (or rows) first.. of the product, out of `count`, from k0 on.
     DEVICE_SPECIAL void begin(const void *operand, uint32_t operand_stride, uint32_t operand_first,
                               uint32_t operand_count, uint32_t k0, bool is_aligned) {
         from = (const bf16 *)operand, stride = operand_stride, first = operand_first, count = operand_count;
@@ -115,7 +116,7 @@ template <int WIDTH, int BK, bool ACROSS, int THREADS> struct Operand {
         there = 0;
         if (ACROSS) {
             at = from + (size_t)(k0 + line) * stride + first + 8 * chunk;
-            // Of a line's last chunk, what is beyond the line goes to columns that are not stored.
+            // Values beyond the line in its last chunk end up in columns that are not stored.
             there = first + 8 * chunk < count ? ~0u : 0u;
         } else {
             at = from + (size_t)(first + line) * stride + k0 + 8 * chunk;
@@ -123,7 +124,7 @@ template <int WIDTH, int BK, bool ACROSS, int THREADS> struct Operand {
         }
     }
 
-    // The step from k0 on; steps follow each other.
+    // Fetches the step from k0 on; steps must be consecutive.
     DEVICE_SPECIAL void fetch(bf16 *tile, uint32_t k0, uint32_t k) {
         if (aligned && k - k0 >= BK) {
             bf16 *to = tile + place;
@@ -140,7 +141,7 @@ template <int WIDTH, int BK, bool ACROSS, int THREADS> struct Operand {
     }
 };
 
-// Rows m0.. of a, k16 values from `k` on, as a tensor core's left operand.
+// Loads rows m0.. of a, k16 values from `k` on, as a tensor core's left operand.
 template <Form FORM, class T>
 DEVICE void left_fragment(uint32_t a[4], const bf16 *tile, int m0, int k) {
     int lane = threadIdx.x % 32;
@@ -153,7 +154,7 @@ DEVICE void left_fragment(uint32_t a[4], const bf16 *tile, int m0, int k) {
     }
 }
 
-// Columns n0.. of b, 16 of them, as two right operands.
+// Loads columns n0.. of b, 16 of them, as two right operands.
 template <Form FORM, class T>
 DEVICE void right_fragments(uint32_t b[4], const bf16 *tile, int n0, int k) {
     int lane = threadIdx.x % 32;
@@ -166,7 +167,7 @@ DEVICE void right_fragments(uint32_t b[4], const bf16 *tile, int n0, int k) {
     }
 }
 
-// The same for 8 columns.
+// Loads 8 columns of b as a right operand.
 template <Form FORM, class T>
 DEVICE void right_fragment(uint32_t b[2], const bf16 *tile, int n0, int k) {
     int lane = threadIdx.x % 16;
@@ -178,7 +179,7 @@ DEVICE void right_fragment(uint32_t b[2], const bf16 *tile, int n0, int k) {
     }
 }
 
-// A warp's 16 values of k.
+// Multiplies a warp's 16 values of k.
 template <Form FORM, class T>
 DEVICE void multiply(float (&sums)[T::WM / 16][T::WN / 8][4], const bf16 *a_tile, const bf16 *b_tile, int m0, int n0,
                      int k) {
@@ -243,7 +244,7 @@ DEVICE void gemm_bf16(const Gemm &p) {
         cp_async_commit();
         const bf16 *a_tile = tiles + step % T::STAGES * T::STAGE, *b_tile = a_tile + T::BM * T::BK;
         uint32_t left = step < steps ? k_end - k_begin - step * T::BK : p.k2 - (step - steps) * T::BK;
-        // Beyond the last value there are no steps, so that their number does not depend on the tile.
+        // There are no steps beyond the last value, so that their number does not depend on the tile.
         if (left >= T::BK) {
             _Pragma("unroll")
             for (int k = 0; k < T::BK; k += 16) multiply<FORM, T>(sums, a_tile, b_tile, warp_m, warp_n, k);
@@ -252,7 +253,7 @@ DEVICE void gemm_bf16(const Gemm &p) {
             for (int k = 0; k < (int)left; k += 16) multiply<FORM, T>(sums, a_tile, b_tile, warp_m, warp_n, k);
         }
     }
-    // Through shared memory, sixteen rows at a time, so that a warp writes lines.
+    // Goes through shared memory, sixteen rows at a time, so that a warp writes whole lines.
     constexpr int LINE = T::WN + 8;
     cp_async_wait<0>();
     __syncthreads();
@@ -294,8 +295,8 @@ GEMM_BF16(gemm_nn_bf16_f32, NN, float)
 GEMM_BF16(gemm_nn_bf16_bf16, NN, bf16)
 GEMM_BF16(gemm_tn_bf16_f32, TN, float)
 
-// For few columns, a · bᵀ only: step j of 16 values belongs to chain j mod 8, a warp each, so that eight short chains
-// stand for a long one; they are added in order. The chains depend on k alone.
+// Variant for few columns, a · bᵀ only: step j of 16 values belongs to chain j mod 8, with a warp for each chain. Eight
+// short chains, added in order, replace a long one. The chains depend only on k.
 template <int BM, int STAGES> struct ThinTile {
     static constexpr int CHAINS = 8, BN = 32, BK = 16 * CHAINS, THREADS = 32 * CHAINS, STAGE = (BM + BN) * BK;
 };
@@ -388,12 +389,12 @@ template <int M, int N, int THREAD_M, int THREAD_N>
 struct FloatTile {
     static constexpr int BM = M, BN = N, BK = 16, TM = THREAD_M, TN_ = THREAD_N;
     static constexpr int THREADS = (M / THREAD_M) * (N / THREAD_N);
-    // A line of four floats more, so that neighbours in k lie in other banks.
+    // Lines are padded by four floats, so that adjacent k values are in different banks.
     static constexpr int A_LINE = M + 4, B_LINE = N + 4;
     static constexpr int A_EACH = M * BK / THREADS, B_EACH = N * BK / THREADS;
 };
 
-// A thread's share of WIDTH × BK values, read along the lines; `across`: lines run over k.
+// Reads a thread's share of WIDTH × BK values along the lines; `across`: lines run over k.
 template <int WIDTH, int BK, int EACH, int THREADS>
 DEVICE void read_share(float share[EACH], const float *from, uint32_t stride, bool across, uint32_t first,
                        uint32_t count, uint32_t k0, uint32_t k) {
@@ -406,7 +407,7 @@ DEVICE void read_share(float share[EACH], const float *from, uint32_t stride, bo
     }
 }
 
-// Into shared memory as [k][width].
+// Writes to shared memory as [k][width].
 template <int WIDTH, int BK, int LINE, int EACH, int THREADS>
 DEVICE void write_share(float *tile, const float share[EACH], bool across) {
     _Pragma("unroll")
@@ -434,7 +435,7 @@ DEVICE void gemm_f32(const Gemm &p) {
     }
     float a_share[T::A_EACH], b_share[T::B_EACH];
     for (uint32_t step = 0; step <= all; step++) {
-        // Read a step's values while the one before is summed.
+        // Reads a step's values while the previous step is summed.
         if (step < all) {
             bool second = step >= steps;
             uint32_t k0 = second ? (step - steps) * T::BK : k_begin + step * T::BK, k = second ? p.k2 : k_end;

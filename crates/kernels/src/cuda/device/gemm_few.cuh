@@ -1,7 +1,7 @@
-// Products of at most 16 rows, a · bᵀ only, at the pace at which memory gives b: a block makes 8 columns, its warps share
-// k, and all that a warp wants of b is under way before it multiplies. Nothing goes through shared memory but sums.
+// Products of at most 16 rows, a · bᵀ only, at the speed at which memory delivers b: a block computes 8 columns, its
+// warps share k, and a warp loads all it needs of b before it multiplies. Only sums go through shared memory.
 //
-// Step j of 32 values of k is warp j mod warps's, in the second product as in the first. The warps' sums are added in
+// Step j of 32 values of k belongs to warp j mod the number of warps, in both products. The warps' sums are added in
 // order: a row's bits depend on k, k2 and the number of warps, not on the other rows.
 #pragma once
 #include "gemm.cuh"
@@ -19,8 +19,8 @@ DEVICE Words4 few_values(const bf16 *line, uint32_t at, uint32_t k, bool aligned
     return words;
 }
 
-// A step: rows 0 to 7 and 8 to 15 of a, eight lines of b. A lane has eight neighbouring values of its line where tensor
-// cores expect four pairs from here and there: any order of k will do that both operands share.
+// Multiplies a step: rows 0 to 7 and 8 to 15 of a, eight lines of b. A lane has eight adjacent values of its line
+// although tensor cores expect four separate pairs: any order of k is correct if both operands share it.
 DEVICE void multiply_few(float (&sums)[2][4], const Words4 &low, const Words4 &high, const Words4 &right) {
     _Pragma("unroll")
     for (int half = 0; half < 2; half++) {
@@ -30,8 +30,8 @@ DEVICE void multiply_few(float (&sums)[2][4], const Words4 &low, const Words4 &h
     }
 }
 
-// DEPTH steps are under way at a time; TALL: there are more than 8 rows. Lines of a and b can be read 16 bytes at a time
-// and have a multiple of eight values; those of a2 and b2 may be any.
+// DEPTH steps are in progress concurrently; TALL: there are more than 8 rows. Lines of a and b must be aligned to 16
+// bytes and have a multiple of eight values; those of a2 and b2 may have any alignment.
 template <int DEPTH, bool TALL, class Out> DEVICE void gemm_few(const Gemm &p) {
     constexpr int ROWS = TALL ? 16 : 8;
     SHARED(shared);
@@ -42,7 +42,7 @@ template <int DEPTH, bool TALL, class Out> DEVICE void gemm_few(const Gemm &p) {
     const Words4 zeros = {{0, 0, 0, 0}};
     float sums[2][4] = {{0.0f, 0.0f, 0.0f, 0.0f}, {0.0f, 0.0f, 0.0f, 0.0f}};
 
-    // The second product's first step comes in with the first's.
+    // The first step of the second product is loaded together with the first product's.
     bool aligned2 = (p.aligned & 12) == 12;
     const bf16 *a2 = (const bf16 *)p.a2 + (size_t)line * p.a2_stride, *high2 = a2 + (size_t)8 * p.a2_stride;
     const bf16 *b2 = (const bf16 *)p.b2 + (size_t)column * p.b2_stride;
@@ -59,7 +59,7 @@ template <int DEPTH, bool TALL, class Out> DEVICE void gemm_few(const Gemm &p) {
     const bf16 *a = (const bf16 *)p.a + (size_t)line * p.a_stride + at;
     const bf16 *b = (const bf16 *)p.b + (size_t)column * p.b_stride + at;
     size_t to_high = (size_t)8 * p.a_stride;
-    // Where the lane's values of each line end.
+    // End of the lane's values in each line.
     uint32_t b_end = in_b ? p.k : 0, low_end = in_low ? p.k : 0, high_end = in_high ? p.k : 0;
     _Pragma("unroll 1")
     for (uint32_t begin = warp * 32; begin < p.k; begin += DEPTH * apart) {

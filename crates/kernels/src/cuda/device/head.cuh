@@ -1,24 +1,24 @@
-// From the logits of some rows to scores, choices and gradients. Of each row and 512 tokens a cell keeps the largest logit,
-// sum e^z and sum e^z z, with z = logit t less the cell's largest; the cells of a row are combined in one order by
-// whoever needs them, so that a choice and a score of the same token have the same log-prob.
+// Computes scores, choices and gradients from the logits of rows. For each row and 512 tokens, a cell keeps the largest
+// logit, sum e^z and sum e^z z, with z = logit t minus the cell's largest. All kernels combine the cells of a row in
+// the same order, so that a choice and a score of the same token have the same log-prob.
 #pragma once
 #include "prelude.cuh"
 
 #define CELL 512u
 
 struct HeadCell {
-    float largest; // of the logits; NaN left out
+    float largest; // largest logit; NaN is ignored
     float sum;
     float weighted;
 };
 
-// How a token is picked: the seam's Pick.
+// How a token is picked; the same layout as `Pick` in the host code.
 struct HeadPick {
     double temperature;
     double uniform;
 };
 
-// As on the host, bounded so that a logit times it is finite.
+// The same as on the host, bounded so that its product with a logit is finite.
 DEVICE float head_factor(double temperature) {
     return temperature == 0.0 ? 1.0f : float(fmin(1.0 / temperature, 1e30));
 }
@@ -37,14 +37,14 @@ DEVICE float head_scaled(const HeadCell& cell, float t) {
     return fmaxf(rounded_product(cell.largest, t), -3.402823466e38f);
 }
 
-// z of a logit, no lower than -87; NaN stays NaN.
+// z of a logit, at least -87; NaN stays NaN.
 DEVICE float head_z(float logit, float t, float shift) {
     float z = rounded_product(logit, t) - shift;
     return z < -87.0f ? -87.0f : z;
 }
 
-// Sixteen tokens a lane of a cell: four from `first` on, four `apart` tokens further on and so forth; `missing` beyond the
-// vocabulary. Rows of logits begin at multiples of 16 bytes and have room for a multiple of four tokens.
+// Reads sixteen tokens of a cell per lane: four from `first` on, four `apart` tokens further on and so on; `missing`
+// beyond the vocabulary. Rows of logits must be aligned to 16 bytes and have room for a multiple of four tokens.
 DEVICE void head_values(const float* logits, uint32_t cell, uint32_t vocab, uint32_t first, uint32_t apart, float missing,
                         float values[16]) {
     first += cell * CELL;
@@ -66,14 +66,15 @@ DEVICE void head_values(const float* logits, uint32_t cell, uint32_t vocab, uint
 struct HeadCells {
     const float* logits;
     HeadCell* cells;       // [rows][cells of a row]
-    const HeadPick* picks; // one a row, or null: all rows have `t`
+    const HeadPick* picks; // one per row, or null: all rows use `t`
     uint64_t stride;
     uint32_t rows, vocab;
     uint32_t cells_of_row;
     float t;
 };
 
-// A cell from the values that a lane has of it, in the order of head_values. The vocabulary ends in a cell that is not whole.
+// Computes a cell from the values of a lane, in the order of head_values. The last cell of the
+// vocabulary may be incomplete.
 template <bool WHOLE> DEVICE HeadCell head_cell(const float values[16], uint32_t first, uint32_t vocab, float t) {
     HeadCell cell = {-INFINITY, 0.0f, 0.0f};
 #pragma unroll
@@ -92,7 +93,7 @@ template <bool WHOLE> DEVICE HeadCell head_cell(const float values[16], uint32_t
     return cell;
 }
 
-// A warp a cell; rows along y and z.
+// One warp per cell; rows along y and z.
 KERNEL(head_cells, HeadCells) {
     uint32_t cell = blockIdx.x * (blockDim.x / WARP) + warp_id(), row = blockIdx.z * gridDim.y + blockIdx.y;
     if (cell >= p.cells_of_row || row >= p.rows) return;
@@ -105,7 +106,7 @@ KERNEL(head_cells, HeadCells) {
     if (lane_id() == 0) p.cells[uint64_t(row) * p.cells_of_row + cell] = kept;
 }
 
-// The cells of a row together.
+// The combination of all cells of a row.
 struct HeadTotal {
     float largest, t;
     double sum, weighted;
@@ -125,7 +126,7 @@ DEVICE uint32_t warp_min(uint32_t x) {
     return x;
 }
 
-// By a warp, in every lane; `masses` receives what each cell adds to the sum.
+// Computed by a warp, result in every lane; `masses` receives the contribution of each cell to the sum.
 DEVICE HeadTotal head_total(const HeadCell* cells, uint32_t count, float t, double* masses = nullptr) {
     HeadTotal total = {-3.402823466e38f, t, 0.0, 0.0};
     for (uint32_t i = lane_id(); i < count; i += WARP) total.largest = fmaxf(total.largest, head_scaled(cells[i], t));
@@ -158,7 +159,7 @@ struct HeadScores {
     uint32_t pad;
 };
 
-// A warp a row.
+// One warp per row.
 KERNEL(head_scores, HeadScores) {
     uint32_t row = blockIdx.x * (blockDim.x / WARP) + warp_id();
     if (row >= p.rows) return;
@@ -179,12 +180,12 @@ struct HeadGradient {
     const float* g; // dL/dlogp
     uint64_t stride, d_stride;
     uint32_t rows, vocab;
-    uint32_t columns; // of d_logits: zeros after the vocabulary; a multiple of 8
+    uint32_t columns; // columns of d_logits, a multiple of 8; zeros after the vocabulary
     float t;
 };
 
-// d_logits = g t (onehot - softmax); tokens along x, eight neighbours a thread, rows along y and z. Rows of both begin at
-// multiples of 16 bytes and have room for a multiple of eight tokens.
+// d_logits = g t (onehot - softmax); tokens along x, eight adjacent ones per thread, rows along y and z. Rows of both
+// must be aligned to 16 bytes and have room for a multiple of eight tokens.
 template <typename T> DEVICE void head_gradient(const HeadGradient& p) {
     uint32_t row = blockIdx.z * gridDim.y + blockIdx.y, at = 8 * (blockIdx.x * blockDim.x + threadIdx.x);
     if (row >= p.rows || at >= p.columns) return;
@@ -206,11 +207,12 @@ template <typename T> DEVICE void head_gradient(const HeadGradient& p) {
 KERNEL(head_gradient_f32, HeadGradient) { head_gradient<float>(p); }
 KERNEL(head_gradient_bf16, HeadGradient) { head_gradient<bf16>(p); }
 
-// The first of the warp's weights with which those so far sum to more than `target`; where rounding leaves none, the last
-// above 0. A lane has `count` of them side by side, weight_at(0) that of index `first`. By a warp, in every lane.
+// Finds the first of the warp's weights at which the cumulative sum exceeds `target`; if rounding leaves none, the last
+// weight above 0. A lane has `count` consecutive weights; weight_at(0) is the one with index `first`. Computed by a
+// warp, result in every lane.
 struct Found {
     uint32_t index;
-    double before; // the sum of those before it
+    double before; // the sum of the weights before it
 };
 template <typename Weight>
 DEVICE Found head_invert(const Weight& weight_at, uint32_t first, uint32_t count, double target) {
@@ -226,7 +228,7 @@ DEVICE Found head_invert(const Weight& weight_at, uint32_t first, uint32_t count
     if (lane_id() == 0) sum = 0.0;
     uint32_t above = __ballot_sync(FULL, own > 0.0 && next > target), any = __ballot_sync(FULL, own > 0.0);
     int chosen = above ? __ffs(int(above)) - 1 : any ? 31 - __clz(int(any)) : 0;
-    // Each lane looks among its own.
+    // Each lane searches its own weights.
     Found found = {first, sum};
     bool beyond = false;
 #pragma unroll
@@ -241,7 +243,7 @@ DEVICE Found head_invert(const Weight& weight_at, uint32_t first, uint32_t count
     return found;
 }
 
-// Which tokens are left: the host's Filters, the same for all rows.
+// The filters of tokens: the same as the host's Filters, for all rows.
 struct HeadFilters {
     double top_p; // 1 = off
     double min_p; // 0 = off
@@ -252,15 +254,15 @@ struct HeadChoose {
     const float* logits;
     const HeadCell* cells;
     const HeadPick* picks;
-    const HeadFilters* filters; // of head_choose_filtered, whose picks have temperatures above 0
+    const HeadFilters* filters; // used by head_choose_filtered; its picks have temperatures above 0
     uint32_t* tokens;
-    float* logps; // without filters
+    float* logps; // log-probs without filters
     uint64_t stride;
     uint32_t rows, vocab;
     uint32_t cells_of_row, pad;
 };
 
-// A warp a row; a f64 for each cell of shared memory.
+// One warp per row; shared memory for one f64 per cell.
 KERNEL(head_choose, HeadChoose) {
     SHARED(shared);
     uint32_t row = blockIdx.x;
@@ -276,7 +278,7 @@ KERNEL(head_choose, HeadChoose) {
         float largest = -INFINITY;
         for (uint32_t i = lane_id(); i < p.cells_of_row; i += WARP) largest = fmaxf(largest, cells[i].largest);
         largest = warp_max(largest);
-        // The first cell that has it, then the first token.
+        // Finds the first cell that reaches the target, then the first token.
         uint32_t cell = p.cells_of_row;
         for (uint32_t i = lane_id(); i < p.cells_of_row; i += WARP) {
             if (cells[i].largest == largest && i < cell) cell = i;

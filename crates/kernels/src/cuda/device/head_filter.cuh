@@ -1,19 +1,20 @@
-// One token a row of those that top-k, top-p and min-p leave: what engine/sampling.rs does on the host, without sorting.
+// Samples one token per row from those that pass top-k, top-p and min-p: the same as engine/sampling.rs on the
+// host, but without sorting.
 //
-// Tokens are ordered by their logit, the lowest id first where logits are equal. Top-k and top-p keep a beginning of that
-// order: all tokens above some logit and, of top-p, the first few that have it; of top-k all that have it. That logit is
-// found digit by digit of its bits, as the largest with which enough tokens, or enough probability, is at least as large.
-// Cells whose largest logit is too small are not read, and as soon as the tokens that may still count are few they are
-// listed, so that most digits are found in shared memory.
+// Tokens are ordered by their logit, and by id if logits are equal. Top-k and top-p keep a prefix of that order: all
+// tokens above some logit, and for top-p the first few with exactly that logit, for top-k all of them. A radix search
+// over the bits finds that logit as the largest one such that enough tokens, or enough probability, are at least as
+// large. Cells whose largest logit is too small are not read. As soon as few tokens may still count, they are copied to
+// a list, so that most digits are found in shared memory.
 #pragma once
 #include "head.cuh"
 
 #define FILTER_THREADS 512
 #define FILTER_WARPS (FILTER_THREADS / 32)
-// Tokens that a warp can list.
+// Maximum number of tokens in a warp's list.
 #define FILTER_LIST 512
 
-// Ordered as the logits are; NaN comes last.
+// A key with the same order as the logits; NaN comes last.
 DEVICE uint32_t filter_key(float logit) {
     uint32_t bits = __float_as_uint(logit);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return 0;
@@ -25,20 +26,20 @@ DEVICE uint32_t filter_key(float logit) {
 // The logit of a key above 0.
 DEVICE float filter_logit(uint32_t key) { return __uint_as_float(key >> 31 ? key & 0x7fffffffu : ~key); }
 
-// A row, as a warp of its block sees it: the warp has every so manieth cell.
+// The state of a row in one warp of its block: the warp has every n-th cell.
 struct FilterRow {
     const float* logits;
     const HeadCell* cells;
     uint32_t vocab, cells_of_row;
     float t, shift;
     double* sums;    // [FILTER_WARPS][8] of shared memory
-    float* list;     // [FILTER_LIST] of shared memory, the warp's own
-    uint32_t listed; // logits in it
-    bool complete;   // the lists have all tokens that still count
+    float* list;     // [FILTER_LIST] of shared memory, owned by the warp
+    uint32_t listed; // number of logits in the list
+    bool complete;   // whether the lists have all tokens that still count
 
     DEVICE_SPECIAL double weight(float logit) const { return double(expf(head_z(logit, t, shift))); }
 
-    // The warp's cells that have a token of at least this key.
+    // Calls `take` for the warp's cells that have a token with at least this key.
     template <typename Take> DEVICE_SPECIAL void each_cell(uint32_t bound, const Take& take) const {
         for (uint32_t first = warp_id(); first < cells_of_row; first += FILTER_THREADS) {
             uint32_t own = first + lane_id() * FILTER_WARPS;
@@ -49,8 +50,8 @@ struct FilterRow {
         }
     }
 
-    // Sums over the block of what `add` adds to the sums 1 to 7 for each token of at least this key, which is above 0 and
-    // no less than in earlier calls. Lane l receives sum l / 4.
+    // Sums over the block what `add` adds to the sums 1 to 7 for each token with at least this key, which must be above
+    // 0 and at least as large as in earlier calls. Lane l receives sum l / 4.
     template <typename Add> DEVICE_SPECIAL double sums_of(uint32_t bound, const Add& add) {
         double own[8] = {0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0};
         if (complete) {
@@ -74,10 +75,10 @@ struct FilterRow {
                     listed += uint32_t(__popc(counting));
                 }
             });
-            // Sum 0: lists that were too short.
+            // Sum 0 counts the lists that were too short.
             own[0] = lane_id() == 0 && listed > FILTER_LIST ? 1.0 : 0.0;
         }
-        // Two lanes share the sums that both have, until a lane has one.
+        // Two lanes exchange the sums that both have, until each lane has one.
 #pragma unroll
         for (uint32_t half = 4, step = 16; half > 0; half >>= 1, step >>= 1) {
             bool upper = (lane_id() & step) != 0;
@@ -99,8 +100,8 @@ struct FilterRow {
         return sum;
     }
 
-    // The largest key such that tokens of at least that key bring no less than `target`: 1 each, or their weight. It is known
-    // to be at least `floor`; 0 where all bring less.
+    // The largest key such that tokens with at least that key contribute at least `target`: 1 each, or their weight.
+    // The key is known to be at least `floor`; the result is 0 if all tokens contribute less.
     DEVICE_SPECIAL uint32_t search(double target, bool weighted, uint32_t floor) {
         uint32_t key = 0;
 #pragma unroll 1
@@ -118,7 +119,7 @@ struct FilterRow {
         return key;
     }
 
-    // A key that the `count` largest tokens have at least: that many cells have one.
+    // A key that the `count` largest tokens reach: that many cells contain such a token.
     DEVICE_SPECIAL uint32_t floor_of_cells(double count) {
         if (cells_of_row > FILTER_WARPS * FILTER_LIST) return 0;
         listed = warp_id() < cells_of_row ? (cells_of_row - warp_id() - 1) / FILTER_WARPS + 1 : 0;
@@ -133,11 +134,11 @@ struct FilterRow {
     DEVICE_SPECIAL uint32_t floor_of_mass(double mass) const {
         double each = 0.5 * mass / double(vocab);
         float logit = float((double(shift) + log(each)) / double(t));
-        // Where rounding went too far, and at the least weight, there is none.
+        // No such key if rounding went too far, or for the smallest weight.
         return weight(logit) <= 1.5 * each ? filter_key(logit) : 0;
     }
 
-    // What tokens above the key bring in number and weight, and how many have it.
+    // The number and weight of tokens above the key, and the number of tokens that have exactly the key.
     DEVICE_SPECIAL void around(uint32_t key, double& number, double& mass, double& equal) {
         auto add = [&](double* to, uint32_t of, float logit) {
             if (of > key) to[1] += 1.0, to[2] += weight(logit);
@@ -150,7 +151,7 @@ struct FilterRow {
     }
 };
 
-// The sum over the lanes before.
+// The sum over the preceding lanes.
 DEVICE uint32_t filter_before(uint32_t x) {
     uint32_t scan = x;
     for (uint32_t step = 1; step < WARP; step <<= 1) {
@@ -160,7 +161,8 @@ DEVICE uint32_t filter_before(uint32_t x) {
     return scan - x;
 }
 
-// A block a row. Shared memory: 8 FILTER_WARPS f64, FILTER_WARPS FILTER_LIST f32, then a f64 and a u32 for each cell.
+// One block per row. Shared memory: 8 FILTER_WARPS f64, FILTER_WARPS FILTER_LIST f32, then one f64 and
+// one u32 per cell.
 KERNEL_BOUNDS(head_choose_filtered, HeadChoose, FILTER_THREADS, 2) {
     SHARED(shared);
     double* masses = reinterpret_cast<double*>(shared) + 8 * FILTER_WARPS;
@@ -172,7 +174,7 @@ KERNEL_BOUNDS(head_choose_filtered, HeadChoose, FILTER_THREADS, 2) {
     HeadTotal total = head_total(cells, p.cells_of_row, t);
     FilterRow row = {p.logits + uint64_t(row_index) * p.stride, cells, p.vocab, p.cells_of_row, t, total.largest,
                      reinterpret_cast<double*>(shared), lists + warp_id() * FILTER_LIST, 0, false};
-    // Kept: all above the key, and the first `ties` that have it.
+    // The kept tokens: all above the key, and the first `ties` that have exactly the key.
     uint32_t key = 0, ties = p.vocab;
     double number = 0.0, mass = total.sum, equal = 0.0;
     double top_k = p.filters->top_k, top_p = p.filters->top_p;
@@ -182,7 +184,7 @@ KERNEL_BOUNDS(head_choose_filtered, HeadChoose, FILTER_THREADS, 2) {
         ties = uint32_t(equal);
     }
     if (top_p < 1.0) {
-        // Tokens that have a key weigh the same.
+        // All tokens with the same key have the same weight.
         double each = key == 0 ? 0.0 : row.weight(filter_logit(key));
         mass += key == 0 ? 0.0 : equal * each;
         double target = top_p * mass;
@@ -196,7 +198,7 @@ KERNEL_BOUNDS(head_choose_filtered, HeadChoose, FILTER_THREADS, 2) {
     // The most probable token weighs 1.
     double least = p.filters->min_p, tie = key == 0 ? 0.0 : row.weight(filter_logit(key));
     if (tie < least) tie = 0.0;
-    // Of each cell what the tokens above the key bring, and how many have it.
+    // Computes, for each cell, the contribution of the tokens above the key, and the number with exactly the key.
     for (uint32_t i = threadIdx.x; i < p.cells_of_row; i += FILTER_THREADS) masses[i] = 0.0, equals[i] = 0;
     __syncthreads();
     float values[16];
@@ -217,7 +219,7 @@ KERNEL_BOUNDS(head_choose_filtered, HeadChoose, FILTER_THREADS, 2) {
     });
     __syncthreads();
     if (warp_id() > 0) return;
-    // The cell: a lane has some side by side.
+    // Finds the cell: each lane has several consecutive ones.
     uint32_t each = (p.cells_of_row + WARP - 1) / WARP, begin = min(lane_id() * each, p.cells_of_row);
     uint32_t count = min(each, p.cells_of_row - begin), have = 0, left = ties;
     for (uint32_t i = begin; i < begin + count; i++) have += equals[i];
@@ -233,7 +235,7 @@ KERNEL_BOUNDS(head_choose_filtered, HeadChoose, FILTER_THREADS, 2) {
     __syncwarp();
     double target = p.picks[row_index].uniform * warp_sum_f64(own);
     Found cell = head_invert([&](uint32_t i) -> double { return masses[begin + i]; }, begin, count, target);
-    // The token.
+    // Finds the token.
     head_values(row.logits, cell.index, p.vocab, 16 * lane_id(), 4, NAN, values);
     left = equals[cell.index], have = 0;
 #pragma unroll

@@ -1,4 +1,4 @@
-// The one translation unit of the device code.
+// The only translation unit of the device code.
 #include "prelude.cuh"
 
 #include "probe.cuh"

@@ -4,10 +4,10 @@
 
 struct Silu {
     const void *gate_up, *dy;
-    // out, or dL/d[gate | up]
+    // The output, or dL/d[gate | up].
     void *out;
     uint32_t rows, width, gate_up_stride, dy_stride, out_stride;
-    // All can be read and written eight values at a time.
+    // Whether all rows can be read and written eight values at a time.
     uint32_t wide;
 };
 
@@ -22,7 +22,7 @@ template <bool WIDE, typename T> DEVICE void write8(T *row, uint32_t at, uint32_
     for (uint32_t e = 0; e < 8 && at + e < width; e++) row[at + e] = from_f32<T>(values[e]);
 }
 
-// x, no lower than where e⁻ˣ is near the largest f32 (NaN stays NaN), and its logistic.
+// Clamps x to where e⁻ˣ is near the largest f32 (NaN stays NaN), and returns its logistic function.
 DEVICE float logistic(float &x) {
     x = x < -87.0f ? -87.0f : x;
     return 1.0f / (1.0f + expf(-x));

@@ -1,5 +1,5 @@
-// RMSNorm of rows of f32: a warp a row up to 2048 columns, in kernels of their own up to 1024, and a block a row beyond. The
-// width alone says which, so that a row has the same bits among others and alone.
+// RMSNorm of rows of f32: one warp per row up to 2048 columns (with separate kernels up to 1024), one block per row
+// beyond. Only the width decides, so that a row has the same bits among others and alone.
 #pragma once
 #include "rows.cuh"
 
@@ -7,7 +7,7 @@ struct Norm {
     const float *x, *weight;
     void *out;
     uint32_t rows, width, x_stride, out_stride;
-    // Bits: x, weight, out.
+    // Alignment bits: x, weight, out.
     uint32_t aligned;
     float eps;
 };
@@ -24,7 +24,7 @@ template <int N> struct NormValues {
         for (uint32_t i = 0; i < N; i++) read4_of<WIDE>(x, 4 * (lane_id() + i * WARP), width, aligned, at[i]);
     }
 
-    // After all reads: the compiler must take what is written for what is read next.
+    // Writes come after all reads, because the compiler must assume that a write changes what is read next.
     template <bool WIDE, typename Out> DEVICE_SPECIAL void write(Out *out, uint32_t width, bool aligned) const {
 #pragma unroll
         for (uint32_t i = 0; i < N; i++) write4_of<WIDE>(out, 4 * (lane_id() + i * WARP), width, aligned, at[i]);
@@ -90,11 +90,11 @@ KERNEL(rms_norm_long_bf16, Norm) { norm_long_row<bf16>(p); }
 struct NormBackward {
     const float *x, *weight;
     const void *dy;
-    // Null without.
+    // Null without a residual.
     const float *residual;
     float *dx;
     uint32_t rows, width, x_stride, dy_stride, residual_stride, dx_stride;
-    // Bits: x, weight, dy, residual, dx.
+    // Alignment bits: x, weight, dy, residual, dx.
     uint32_t aligned;
     float eps;
 };

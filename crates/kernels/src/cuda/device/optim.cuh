@@ -1,14 +1,14 @@
-// AdamW on flat buffers, in the host's order of roundings, and sums of squares.
+// AdamW on flat buffers, with roundings in the same order as on the host, and sums of squares.
 #pragma once
 #include "rows.cuh"
 
-// The numbers of one update.
+// The constants of one update.
 struct AdamWUpdate {
     float step_size, keep, beta2, one_minus_beta1, one_minus_beta2, correction, epsilon;
     uint32_t unused;
 };
 
-// One parameter and its moments, in place; without decay it keeps all of itself.
+// Updates one parameter and its moments in place, with weight decay only if `decays`.
 DEVICE void adamw_value(const AdamWUpdate &u, bool decays, float gradient, float &parameter, float &first, float &second) {
     first = add_rn(first, mul_rn(add_rn(gradient, -first), u.one_minus_beta1));
     second = add_rn(mul_rn(second, u.beta2), mul_rn(mul_rn(gradient, gradient), u.one_minus_beta2));
@@ -20,7 +20,7 @@ struct AdamW {
     float *parameters;
     const float *gradient;
     float *first, *second;
-    uint64_t count, decayed; // the first so many decay
+    uint64_t count, decayed; // total; the first ones have weight decay
     AdamWUpdate update;
 };
 
@@ -29,20 +29,20 @@ KERNEL(adamw, AdamW) {
     if (i < p.count) adamw_value(p.update, i < p.decayed, p.gradient[i], p.parameters[i], p.first[i], p.second[i]);
 }
 
-// Values that share a scale, and levels of a map.
+// Number of values that share a scale, and of levels in a map.
 #define CODES 256u
 
 struct AdamW8bit {
     float *parameters;
     const float *gradient;
     uint8_t *first, *second;
-    float *first_scales, *second_scales; // one a block of 256
-    const float *levels;                 // [2][256], ascending: of first moments, of second ones
-    uint64_t count, decayed; // the first so many decay
+    float *first_scales, *second_scales; // one per block of 256
+    const float *levels;                 // [2][256], ascending: for first moments, for second ones
+    uint64_t count, decayed; // total; the first ones have weight decay
     AdamWUpdate update;
 };
 
-// The levels below x.
+// Number of levels below x.
 DEVICE uint32_t levels_below(const float *levels, float x) {
     uint32_t first = 0, end = CODES;
     while (first < end) {
@@ -53,7 +53,7 @@ DEVICE uint32_t levels_below(const float *levels, float x) {
     return first;
 }
 
-// The index of the level nearest to value / scale, the lower of two.
+// Index of the level nearest to value / scale; the lower one if two are equally near.
 DEVICE uint32_t nearest_level(const float *levels, float value, float scale) {
     if (!(scale > 0.0f)) return levels_below(levels, 0.0f);
     float x = value / scale;
@@ -61,7 +61,7 @@ DEVICE uint32_t nearest_level(const float *levels, float value, float scale) {
     return above > 0 && add_rn(x, -levels[above - 1]) <= add_rn(levels[above], -x) ? above - 1 : above;
 }
 
-// A block of threads a block of values: the moments are widened, updated, and rounded by their new largest magnitude.
+// One thread block per block of values: the moments are widened, updated, and rounded with their new largest magnitude.
 KERNEL(adamw_8bit, AdamW8bit) {
     SHARED_ARRAY(float, levels, 512);
     SHARED_ARRAY(float, largest, 512);
@@ -77,7 +77,7 @@ KERNEL(adamw_8bit, AdamW8bit) {
         second = mul_rn(levels[CODES + p.second[i]], p.second_scales[blockIdx.x]);
         adamw_value(p.update, i < p.decayed, p.gradient[i], p.parameters[i], first, second);
     }
-    // NaN is no magnitude, as on the host.
+    // NaN does not count as a magnitude, as on the host.
     largest[t] = fmaxf(0.0f, fabsf(first));
     largest[CODES + t] = fmaxf(0.0f, fabsf(second));
     for (uint32_t half = CODES / 2; half > 0; half /= 2) {
@@ -92,7 +92,7 @@ KERNEL(adamw_8bit, AdamW8bit) {
     if (inside) {
         p.first[i] = (uint8_t)nearest_level(levels, first, first_scale);
         uint32_t code = nearest_level(levels + CODES, second, second_scale);
-        // A second moment that is not zero never becomes zero; the first level of its map is zero.
+        // A nonzero second moment never becomes zero; the first level of its map is zero.
         p.second[i] = (uint8_t)(code + (code == 0 && second > 0.0f ? 1 : 0));
     }
     if (t == 0) {
@@ -103,7 +103,7 @@ KERNEL(adamw_8bit, AdamW8bit) {
 
 struct Squares {
     const float *x;
-    // One a block.
+    // One sum per thread block.
     double *sums;
     uint64_t count, of_block;
 };

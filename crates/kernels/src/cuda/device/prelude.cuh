@@ -1,5 +1,5 @@
-// What every kernel may use. The same sources compile twice: with nvcc, and with the C++ compiler behind
-// ../emulator/emulator.h, which runs the threads of a block as fibers. Nothing else of CUDA is offered by both.
+// The part of CUDA that kernels may use. The same sources compile with nvcc, and with the C++ compiler and
+// testing/emulator/emulator.h, which runs the threads of a block as fibers. Both offer only what is listed here.
 //
 //   struct Scale { const float* x; float* y; float factor; uint32_t count; };   // 8-byte members first, no padding
 //   KERNEL(scale_f32, Scale) {
@@ -8,16 +8,16 @@
 //   }
 //
 // KERNEL(name, Params)              a kernel with one parameter, `p`; launched by its name
-// KERNEL_BOUNDS(name, Params, t, b) the same, at most t threads a block, at least b blocks a multiprocessor
+// KERNEL_BOUNDS(name, Params, t, b) the same, at most t threads per block, at least b blocks per multiprocessor
 // DEVICE                            a function that kernels call: `template <typename T> DEVICE float square(T x)`
 // SHARED(name)                      the dynamic shared memory: `unsigned char*`, aligned to 16 bytes
 // SHARED_ARRAY(type, name, n)       a static shared array (a pointer in the emulator: no sizeof)
 //
 // Blocks have one dimension (threadIdx.x, blockDim.x), a multiple of 32 threads, at most 1024; grids up to three.
 // Collectives of a warp (__shfl_*_sync, __ballot_sync, __any_sync, __all_sync, __syncwarp, ldmatrix_*, mma_*) take the
-// full mask FULL, and all 32 lanes must reach the same one. The emulator refuses anything else, fills shared memory
+// full mask FULL, and all 32 lanes must reach the same one. The emulator rejects anything else, fills shared memory
 // with 0xff (NaN) before each block, and runs threads in an order that changes at each barrier, so that a missing
-// barrier shows.
+// barrier becomes visible.
 #pragma once
 
 #ifdef RLOOD_EMULATOR
@@ -38,19 +38,19 @@
 #define FULL 0xffffffffu
 #define WARP 32u
 
-// bfloat16 by its bits.
+// bfloat16 as its bits.
 struct bf16 {
     uint16_t bits;
 };
 
-// The number of the lane in its warp, and of the warp in its block.
+// Index of the lane in its warp, and of the warp in its block.
 DEVICE uint32_t lane_id() { return threadIdx.x & 31u; }
 DEVICE uint32_t warp_id() { return threadIdx.x >> 5; }
 
 DEVICE float to_f32(float x) { return x; }
 DEVICE float to_f32(bf16 x) { return __uint_as_float(uint32_t(x.bits) << 16); }
 
-// Two bf16 in a register, `lo` in the lower half, rounded to nearest even.
+// Packs two bf16 into a register, `lo` in the lower half, rounded to nearest even.
 DEVICE uint32_t pack_bf16(float lo, float hi) {
 #ifdef RLOOD_EMULATOR
     return uint32_t(emulator::round_bf16(lo)) | uint32_t(emulator::round_bf16(hi)) << 16;
@@ -67,7 +67,7 @@ DEVICE bf16 to_bf16(float x) {
     return y;
 }
 
-// `from_f32<T>(x)`: to the type of a tensor, to nearest even.
+// Converts to the type of a tensor, rounded to nearest even: `from_f32<T>(x)`.
 template <typename T> DEVICE T from_f32(float x);
 template <> DEVICE_SPECIAL float from_f32<float>(float x) { return x; }
 template <> DEVICE_SPECIAL bf16 from_f32<bf16>(float x) { return to_bf16(x); }
@@ -76,7 +76,7 @@ template <> DEVICE_SPECIAL bf16 from_f32<bf16>(float x) { return to_bf16(x); }
 DEVICE float low_bf16(uint32_t packed) { return __uint_as_float(packed << 16); }
 DEVICE float high_bf16(uint32_t packed) { return __uint_as_float(packed & 0xffff0000u); }
 
-// 16, 8 and 4 bytes at once; the address must be a multiple of as many.
+// Groups of 16, 8 and 4 bytes that are read with one access; the address must be aligned accordingly.
 struct alignas(16) Words4 {
     uint32_t at[4];
 };
@@ -148,7 +148,7 @@ DEVICE void store_word(void* to, uint32_t word) {
 #endif
 }
 
-// Four or eight values of a tensor as f32: addresses aligned to 16 bytes (four bf16: to 8).
+// Reads four or eight values of a tensor as f32; addresses must be aligned to 16 bytes (four bf16: to 8).
 DEVICE void load4(const float* from, float* to) {
     Words4 words = load_words4(from);
     for (int i = 0; i < 4; i++) to[i] = __uint_as_float(words.at[i]);
@@ -186,25 +186,27 @@ DEVICE void store8(bf16* to, const float* from) {
 
 #ifndef RLOOD_EMULATOR
 
-// 16 bytes from global to shared memory without a register, both aligned to 16; zeros where `valid` is false (the source
-// is not read then). Done after cp_async_wait for the writing thread, after a barrier too for the others.
+// Copies 16 bytes from global to shared memory without a register, both aligned to 16; writes zeros if `valid` is false
+// (the source is then not read). The copy is complete for the copying thread after cp_async_wait, and for other threads
+// after an additional barrier.
 DEVICE void cp_async16(void* shared, const void* global, bool valid = true) {
     uint32_t to = uint32_t(__cvta_generic_to_shared(shared));
     int bytes = valid ? 16 : 0;
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(bytes) : "memory");
 }
-// 4 bytes, both addresses aligned to 4.
+// Copies 4 bytes; both addresses must be aligned to 4.
 DEVICE void cp_async4(void* shared, const void* global) {
     uint32_t to = uint32_t(__cvta_generic_to_shared(shared));
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(global) : "memory");
 }
-// Close a group of copies.
+// Commits a group of copies.
 DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Wait until at most N of the youngest groups are under way.
+// Waits until at most N of the latest groups are in progress.
 template <int N> DEVICE void cp_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 
-// Matrices of 8 x 8 bf16 from shared memory, a row of 16 bytes an address: lane 8 i + r gives row r of matrix i. Lane l
-// receives in r[i] the elements (l / 4, 2 (l % 4)) and the one after it; transposed, (2 (l % 4), l / 4) and the one below.
+// Loads matrices of 8 x 8 bf16 from shared memory, one row of 16 bytes per address: lane 8 i + r gives row r of
+// matrix i. Lane l receives in r[i] the elements (l / 4, 2 (l % 4)) and the one after it; transposed, (2 (l % 4), l /
+// 4) and the one below.
 DEVICE void ldmatrix_x4(uint32_t r[4], const void* shared) {
     uint32_t at = uint32_t(__cvta_generic_to_shared(shared));
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -234,8 +236,8 @@ DEVICE void ldmatrix_x2_trans(uint32_t r[2], const void* shared) {
                  : "memory");
 }
 
-// d (16 x 8, f32) += a (16 x 16) b (16 x 8). With g = lane / 4 and t = lane % 4, pairs along k (a) and k (b):
-// a[0] = (g, 2t), a[1] = (g + 8, 2t), a[2] = (g, 2t + 8), a[3] = (g + 8, 2t + 8); b[0] = (k 2t, n g), b[1] = (k 2t + 8, n g);
+// d (16 x 8, f32) += a (16 x 16) b (16 x 8). With g = lane / 4 and t = lane % 4, pairs along k (a) and k (b): a[0] =
+// (g, 2t), a[1] = (g + 8, 2t), a[2] = (g, 2t + 8), a[3] = (g + 8, 2t + 8); b[0] = (k 2t, n g), b[1] = (k 2t + 8, n g);
 // d[0] = (g, 2t), d[1] = (g, 2t + 1), d[2] = (g + 8, 2t), d[3] = (g + 8, 2t + 1).
 DEVICE void mma_m16n8k16_bf16(float d[4], const uint32_t a[4], const uint32_t b[2]) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -255,8 +257,8 @@ DEVICE float warp_max(float x) {
     return x;
 }
 
-// The same of a block, in every thread. `scratch` is 32 floats of shared memory; barriers stand before and after, so the
-// scratch may be used again at once.
+// The sum and the largest value of a block, in every thread. `scratch` is 32 floats of shared memory; there are
+// barriers before and after, so the scratch can be reused immediately.
 DEVICE float block_sum(float x, float* scratch) {
     x = warp_sum(x);
     __syncthreads();
@@ -276,7 +278,8 @@ DEVICE float block_max(float x, float* scratch) {
     return largest;
 }
 
-// load_words4 of what no other block reads and no kernel writes meanwhile: it takes no room in the multiprocessor's cache.
+// Reads like load_words4, for data that no other block reads and no kernel writes meanwhile: does not
+// occupy the multiprocessor's cache.
 DEVICE Words4 load_words4_once(const void* from) {
 #ifdef RLOOD_EMULATOR
     return load_words4(from);

@@ -1,4 +1,5 @@
-// Kernels of the driver's own tests: what prelude.cuh offers, used so that a GPU and the emulator can be compared.
+// Kernels for the driver's own tests: they use the functions of prelude.cuh, so that a GPU and the
+// emulator can be compared.
 
 struct Scale {
     const float* x;
@@ -7,7 +8,7 @@ struct Scale {
     uint32_t count;
 };
 
-// y = factor x, `count` elements, one a thread.
+// y = factor x, `count` elements, one per thread.
 KERNEL(probe_scale, Scale) {
     uint32_t i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < p.count) p.y[i] = p.x[i] * p.factor;
@@ -42,7 +43,7 @@ template <typename T> DEVICE void probe_rows(const RowSum& p) {
     }
 }
 
-// The sum and the largest element of each row, a block a row; the width is a multiple of 4.
+// The sum and the largest element of each row, one block per row; the width is a multiple of 4.
 KERNEL(probe_rows_f32, RowSum) { probe_rows<float>(p); }
 KERNEL(probe_rows_bf16, RowSum) { probe_rows<bf16>(p); }
 
@@ -50,7 +51,7 @@ struct Shuffles {
     uint32_t* out;
 };
 
-// What each lane of a warp receives from each collective: 8 values a lane.
+// The values that each lane of a warp receives from each collective: 8 per lane.
 KERNEL(probe_shuffles, Shuffles) {
     uint32_t lane = lane_id();
     uint32_t* out = p.out + threadIdx.x * 8;
@@ -74,7 +75,8 @@ struct Tiles {
     uint32_t* pairs;
 };
 
-// D = A B by two ways: with B as (k, n) rows through transposed matrices, and as (n, k) rows. A is 16 x 16, B 16 x 8. A warp.
+// D = A B in two ways: with B as (k, n) rows through transposed matrices, and as (n, k) rows. A is 16 x 16, B 16
+// x 8. One warp.
 KERNEL(probe_tiles, Tiles) {
     SHARED(memory);
     bf16* a = reinterpret_cast<bf16*>(memory);
@@ -114,7 +116,7 @@ struct Roundings {
     float* widened;
 };
 
-// Pairs of a warp's 64 numbers as bf16, in a word, one by one and widened again.
+// Pairs of a warp's 64 numbers as bf16: packed in a word, one by one, and widened again.
 KERNEL(probe_roundings, Roundings) {
     uint32_t i = threadIdx.x * 2;
     p.packed[threadIdx.x] = pack_bf16(p.x[i], p.x[i + 1]);
@@ -129,7 +131,7 @@ struct Counts {
     int* threads;
 };
 
-// Which blocks ran, and how many threads in all.
+// Records which blocks ran, and the total number of threads.
 KERNEL_BOUNDS(probe_counts, Counts, 64, 1) {
     atomicAdd(p.threads, 1);
     if (threadIdx.x == 0) {
@@ -138,15 +140,15 @@ KERNEL_BOUNDS(probe_counts, Counts, 64, 1) {
     }
 }
 
-struct Neighbours {
+struct Neighbors {
     const float* x;
     float* y;
     uint32_t rounds;
     uint32_t pad;
 };
 
-// Each thread adds what its neighbour has, `rounds` times, through 4 bytes of dynamic shared memory a thread.
-KERNEL(probe_neighbours, Neighbours) {
+// Each thread adds its neighbor's value, `rounds` times, through 4 bytes of dynamic shared memory per thread.
+KERNEL(probe_neighbors, Neighbors) {
     SHARED(memory);
     float* values = reinterpret_cast<float*>(memory);
     float own = p.x[threadIdx.x];

@@ -1,27 +1,28 @@
-// qk-norm and rotation of heads of up to 256 values. Some lanes share a head, each with the pairs (i, i + half) of four
-// neighbouring i; a warp has as many heads as its lanes can take. The order of sums depends on the head's size alone.
+// qk-norm and rotation of heads of up to 256 values. Several lanes share a head, each with the pairs (i, i +
+// half) for four adjacent i; a warp processes as many heads as its lanes allow. The order of sums depends only
+// on the head's size.
 #pragma once
 #include "rows.cuh"
 
 struct Rope {
     const void *qkv, *dy;
-    // dL/dqkv, the rotated rows, or the parts of the norms' gradients.
+    // The output: dL/dqkv, the rotated rows, or the partial gradients of the norms.
     void *out;
     const float *cos, *sin;
     // Null without qk-norm.
     const float *q_weight, *k_weight;
     const uint32_t *positions;
-    // Of `heads` of each row, the first `rotated` are; those after them are copied.
+    // The first `rotated` of the `heads` of each row are rotated; the others are copied.
     uint32_t rows, heads, q_heads, rotated, head_dim, positions_known;
     uint32_t qkv_stride, dy_stride, out_stride, table_stride;
     float eps;
-    // Halves of heads, of angles and of weights can be read four values at a time.
+    // Whether halves of heads, angles and weights can be read four values at a time.
     uint32_t wide;
-    // 2 to the power of this many lanes share a head: room for half of it, four values a lane.
+    // 2 to this power is the number of lanes that share a head: enough for half of it, four values per lane.
     uint32_t lane_bits, unused;
 };
 
-// A lane's four pairs: the first of each, and the second.
+// A lane's four pairs: the first element of each, and the second.
 struct Pairs {
     float a[4], b[4];
 };
@@ -29,11 +30,11 @@ struct Pairs {
 // A head, and its row's angles.
 struct RotatedHead {
     uint32_t row, head;
-    // This lane's pairs begin here; there may be none in the head.
+    // This lane's pairs begin here; may be beyond the head.
     uint32_t at, half;
-    // The head is one, not beyond the last; it is rotated.
+    // Whether the head exists, and whether it is rotated.
     bool inside, turns;
-    // There are no angles for this position.
+    // Whether there are no angles for this position.
     bool unknown;
     const float *weight;
     float c[4], s[4];
@@ -73,14 +74,14 @@ DEVICE float sum_of_lanes(const Rope &p, float x) {
     return x;
 }
 
-// 1 / √(mean(x²) + eps) of a head. Like all sums by lanes, for a whole warp at once.
+// 1 / √(mean(x²) + eps) of a head. Like all sums over lanes, it is computed by a whole warp.
 DEVICE float head_scale(const Rope &p, const Pairs &x) {
     float squares = 0.0f;
     for (int e = 0; e < 4; e++) squares = fmaf(x.b[e], x.b[e], fmaf(x.a[e], x.a[e], squares));
     return 1.0f / sqrtf(sum_of_lanes(p, squares) / (float)p.head_dim + p.eps);
 }
 
-// Where this lane's pairs begin.
+// Index at which this lane's pairs begin.
 DEVICE uint32_t lane_at(const Rope &p) { return 4 * (threadIdx.x & ((1u << p.lane_bits) - 1)); }
 
 // The head of these lanes in a launch for all heads of all rows.
@@ -120,7 +121,7 @@ template <bool WIDE, typename T> DEVICE void rotate_heads(const Rope &p) {
 KERNEL(rotate_f32, Rope) { p.wide ? rotate_heads<true, float>(p) : rotate_heads<false, float>(p); }
 KERNEL(rotate_bf16, Rope) { p.wide ? rotate_heads<true, bf16>(p) : rotate_heads<false, bf16>(p); }
 
-// dL/dout turned back.
+// Rotates dL/dout back.
 DEVICE void turn_back(const RotatedHead &head, Pairs &dy) {
     for (int e = 0; e < 4; e++) {
         float a = dy.a[e], b = dy.b[e], c = head.unknown ? NAN : head.c[e], s = head.s[e];
@@ -157,8 +158,9 @@ template <bool WIDE, typename T> DEVICE void rotate_heads_vjp(const Rope &p) {
 KERNEL(rotate_vjp_f32, Rope) { p.wide ? rotate_heads_vjp<true, float>(p) : rotate_heads_vjp<false, float>(p); }
 KERNEL(rotate_vjp_bf16, Rope) { p.wide ? rotate_heads_vjp<true, bf16>(p) : rotate_heads_vjp<false, bf16>(p); }
 
-// Part blockIdx.x of dL/dweight of query (blockIdx.y = 0) or key heads: f32 [ceil(rows / 64), 2, head_dim]. Lanes that
-// share a head take every so manieth of the part's heads; their sums meet in shared memory [teams of the block, head_dim].
+// Part blockIdx.x of dL/dweight of query heads (blockIdx.y = 0) or key heads: f32 [ceil(rows / 64), 2, head_dim].
+// Lanes that share a head process every n-th of the part's heads; their sums are combined in shared memory [teams
+// of the block, head_dim].
 template <bool WIDE, typename T> DEVICE void rotate_weight_parts(const Rope &p) {
     SHARED(shared);
     uint32_t teams = blockDim.x >> p.lane_bits, team = threadIdx.x >> p.lane_bits;

@@ -1,5 +1,5 @@
-// Rows of tensors: lookups, conversions, sums over rows, dropout. A thread takes neighbouring columns, aligned or not,
-// so that an order of sums never depends on where a tensor lies.
+// Operations on rows of tensors: lookups, conversions, sums over rows, dropout. A thread processes adjacent columns,
+// aligned or not, so that the order of sums never depends on a tensor's address.
 #pragma once
 #include "prelude.cuh"
 
@@ -21,8 +21,8 @@ template <typename T> DEVICE void read4(const T *row, uint32_t at, uint32_t widt
     }
 }
 
-// The same without a branch between the reads, so that several are under way at once, where all rows are aligned and a
-// multiple of four wide (`WIDE`).
+// Reads in the same way without a branch between the reads, so that several are in progress concurrently, if all rows
+// are aligned and a multiple of four wide (`WIDE`).
 template <bool WIDE, typename T>
 DEVICE void read4_of(const T *row, uint32_t at, uint32_t width, bool aligned, float values[4]) {
     if (!WIDE) return read4(row, at, width, aligned, values);
@@ -45,7 +45,7 @@ DEVICE void write4_of(T *row, uint32_t at, uint32_t width, bool aligned, const f
     if (at < width) store4(row + at, values);
 }
 
-// The columns of a thread, `each` of them, where threads cover rows one after the other.
+// The columns of a thread, `each` of them, if threads cover rows one after another.
 struct Place {
     uint32_t row, at;
     bool inside;
@@ -59,13 +59,13 @@ DEVICE Place place_of(uint32_t rows, uint32_t width, uint32_t each = 4) {
 
 struct Select {
     const void *x;
-    // One a row of `out`.
+    // One index per row of `out`.
     const uint32_t *rows;
     void *out;
     uint32_t x_rows, count, width, x_stride, out_stride, aligned;
 };
 
-// out[i] = x[rows[i]]; NaN where there is no such row.
+// out[i] = x[rows[i]]; NaN if there is no such row.
 template <typename X, typename Out> DEVICE void select_rows(const Select &p) {
     Place place = place_of(p.count, p.width);
     if (!place.inside) return;
@@ -117,7 +117,7 @@ struct Epilogue {
     uint32_t rows, width, add_stride, out_stride, aligned, unused;
 };
 
-// out = out + bias + add, each where it is not null: what a product by a library leaves to do.
+// out = out + bias + add, each if not null: the part that a library product does not compute.
 template <typename Out> DEVICE void finish_rows(const Epilogue &p) {
     Place place = place_of(p.rows, p.width);
     if (!place.inside) return;
@@ -141,7 +141,7 @@ KERNEL(finish_bf16, Epilogue) { finish_rows<bf16>(p); }
 struct Scatter {
     const void *x;
     float *out;
-    // [targets + 1]: where each target's sources begin among `sources`.
+    // [targets + 1]: the start of each target's sources in `sources`.
     const uint32_t *begins;
     const uint32_t *targets;
     const uint32_t *sources;
@@ -172,7 +172,7 @@ struct ColumnParts {
     uint32_t rows, width, stride, unused;
 };
 
-// Rows whose sums make one part: blockIdx.y's.
+// Number of rows whose sums make one part, that of blockIdx.y.
 #define ROWS_OF_PART 64
 
 template <typename X> DEVICE void column_parts(const ColumnParts &p) {
@@ -192,7 +192,7 @@ struct AddParts {
     const float *parts;
     float *out;
     uint32_t count, rows, width, out_stride;
-    // Rows of a part, and the first of them that is wanted.
+    // Number of rows of a part, and the first of them to add.
     uint32_t rows_of_part, first;
     float alpha;
     uint32_t unused;
@@ -217,11 +217,11 @@ struct Drop {
     uint64_t threshold;
     uint32_t rows, width, x_stride, out_stride;
     float scale;
-    // 1: out += what stays
+    // 1: out += the remaining values
     uint32_t add;
 };
 
-// SplitMix64's finaliser, and the chain that src/engine/random.rs makes of it.
+// SplitMix64's finalizer, and the chain that engine/src/random.rs builds from it.
 DEVICE uint64_t mix_word(uint64_t word) {
     word = (word ^ word >> 30) * 0xbf58476d1ce4e5b9ull;
     word = (word ^ word >> 27) * 0x94d049bb133111ebull;

@@ -1,4 +1,4 @@
-//! A product of two matrices by cuBLAS: which parts of which buffers, checked before anything is launched.
+//! Matrix products by cuBLAS: describes the operands' positions in buffers, and checks them before a launch.
 
 use super::Buffer;
 use crate::cuda::device_api::{CudaError, DType, Product};
@@ -6,22 +6,22 @@ use crate::cuda::device_api::{CudaError, DType, Product};
 /// A row-major matrix within a buffer.
 #[derive(Clone, Copy, Debug)]
 pub struct Matrix<'a> {
-    /// Where it lies.
+    /// The buffer that holds the matrix.
     pub buffer: &'a Buffer,
-    /// Of its elements.
+    /// Type of its elements.
     pub dtype: DType,
-    /// The element of the buffer that it begins with.
+    /// Index of its first element in the buffer.
     pub at: usize,
-    /// Rows as stored.
+    /// Number of rows as stored.
     pub rows: usize,
-    /// Columns as stored.
+    /// Number of columns as stored.
     pub columns: usize,
-    /// Elements from a row to the next one; at least `columns`.
+    /// Number of elements from a row to the next one; at least `columns`.
     pub stride: usize,
 }
 
 impl<'a> Matrix<'a> {
-    /// The matrix that begins with the buffer and has nothing between its rows.
+    /// The matrix at the beginning of a buffer, without gaps between its rows.
     pub fn whole(buffer: &'a Buffer, dtype: DType, rows: usize, columns: usize) -> Matrix<'a> {
         Matrix { buffer, dtype, at: 0, rows, columns, stride: columns }
     }
@@ -41,27 +41,28 @@ impl<'a> Matrix<'a> {
     }
 }
 
-/// `c = alpha a b + beta c`, with `a` and `b` taken as stored or transposed; sums in f32, the order is cuBLAS's.
+/// The product `c = alpha a b + beta c`, with `a` and `b` as stored or transposed. Sums are f32;
+/// cuBLAS determines their order.
 #[derive(Clone, Copy, Debug)]
 pub struct Gemm<'a> {
-    /// `(m, k)`, or `(k, m)` where it is transposed.
+    /// Left operand `(m, k)`, or `(k, m)` if it is transposed.
     pub a: Matrix<'a>,
-    /// Take `a` transposed.
+    /// Whether to transpose `a`.
     pub transpose_a: bool,
-    /// `(k, n)`, or `(n, k)` where it is transposed. Of the same type as `a`.
+    /// Right operand `(k, n)`, or `(n, k)` if it is transposed, with the same type as `a`.
     pub b: Matrix<'a>,
-    /// Take `b` transposed: the form of a linear layer, whose weight has a row an output.
+    /// Whether to transpose `b`, as for a linear layer, whose weight has one row per output.
     pub transpose_b: bool,
-    /// `(m, n)`: f32, or bf16 where `a` and `b` are. Must not overlap them.
+    /// Result `(m, n)`: f32, or bf16 if `a` and `b` are. Must not overlap them.
     pub c: Matrix<'a>,
     /// Factor of the product.
     pub alpha: f32,
-    /// Factor of what `c` held; with 0 it is not read.
+    /// Factor of the previous values of `c`; with 0 they are not read.
     pub beta: f32,
 }
 
 impl Gemm<'_> {
-    /// Check shapes and bounds. `None`: there is nothing to compute.
+    /// Checks shapes and bounds. Returns `None` if there is nothing to compute.
     pub(super) fn product(&self) -> Result<Option<Product>, CudaError> {
         let Gemm { a, transpose_a, b, transpose_b, c, alpha, beta } = *self;
         let (rows, inner) = if transpose_a { (a.columns, a.rows) } else { (a.rows, a.columns) };

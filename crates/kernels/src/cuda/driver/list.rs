@@ -1,43 +1,43 @@
-//! What was asked of a device, in order: recorded once, compared with the next run, and carried out as one graph.
+//! The work submitted to a device, in order: recorded once, compared with the next run, and executed as one graph.
 
 use crate::cuda::device_api::{CudaError, Driver, Graph, Launch, Product, Staging};
 
-/// One thing for the device to do, by addresses. Bytes of parameters and uploads lie beside the list.
+/// One operation of the device, by addresses. The list stores parameters and uploads separately.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Op {
-    /// Run a kernel with the parameter at `at` of [`List::params`].
+    /// Runs a kernel with the parameter at offset `at` of [`List::params`].
     Launch { kernel: u32, launch: Launch, at: u32, bytes: u32 },
-    /// Copy from the staging memory.
+    /// Copies from the staging memory.
     Upload { to: u64, bytes: u64, at: u64 },
-    /// Fill with zeros.
+    /// Fills memory with zeros.
     Zero { to: u64, bytes: u64 },
-    /// Copy within the device; the ranges do not overlap.
+    /// Copies within the device; the ranges do not overlap.
     Copy { from: u64, to: u64, bytes: u64 },
-    /// cuBLAS.
+    /// A matrix product by cuBLAS.
     Product(Product),
-    /// A buffer came to be. Work only for a driver that guards what lies around it.
+    /// A buffer was created. An operation only for a driver that guards the memory around buffers.
     Born { at: u64, block: u64, bytes: u64 },
-    /// A buffer was dropped; recorded only where it is work.
+    /// A buffer was dropped; recorded only if the driver guards the memory around buffers.
     Dropped { at: u64, block: u64, bytes: u64 },
 }
 
-/// What a run of a body asked for.
+/// The operations that a run of a body submitted.
 #[derive(Clone, Debug, Default)]
 pub(super) struct List {
     pub ops: Vec<Op>,
     /// Parameters of launches, each aligned to 8 bytes.
     pub params: Vec<u8>,
-    /// Bytes of the uploads, each aligned to 16.
+    /// Size of all uploads in bytes, each aligned to 16.
     pub staged: u64,
-    /// The body waited for the device, so that it cannot run as one graph.
+    /// Whether the body waited for the device, so that it cannot run as one graph.
     pub waited: bool,
 }
 
 const STAGED: u64 = 16;
 
 impl Op {
-    /// Carries out an op that has no bytes beside it.
-    pub(super) fn carry_out(&self, driver: &mut dyn Driver) -> Result<(), CudaError> {
+    /// Executes an operation that has no additional data.
+    pub(super) fn execute(&self, driver: &mut dyn Driver) -> Result<(), CudaError> {
         match *self {
             Op::Zero { to, bytes } => driver.zero(to, bytes as usize),
             Op::Copy { from, to, bytes } => driver.copy(from, to, bytes as usize),
@@ -62,7 +62,7 @@ impl List {
         self.staged += bytes.next_multiple_of(STAGED);
     }
 
-    /// Keep the first `count` ops.
+    /// Keeps the first `count` operations.
     pub(super) fn truncate(&mut self, count: usize) {
         for op in self.ops.drain(count..).rev() {
             match op {
@@ -73,7 +73,7 @@ impl List {
         }
     }
 
-    /// Whether the op with this number is this launch.
+    /// Whether the operation with this index is this launch.
     pub(super) fn is_launch(&self, number: usize, kernel: u32, launch: Launch, params: &[u8]) -> bool {
         match self.ops.get(number) {
             Some(&Op::Launch { kernel: k, launch: l, at, bytes }) => {
@@ -83,7 +83,7 @@ impl List {
         }
     }
 
-    /// Where the staging memory holds this upload, if the op with this number is it.
+    /// The offset of this upload in the staging memory, if the operation with this index is this upload.
     pub(super) fn is_upload(&self, number: usize, to: u64, bytes: u64) -> Option<u64> {
         match self.ops.get(number) {
             Some(&Op::Upload { to: t, bytes: b, at }) if (t, b) == (to, bytes) => Some(at),
@@ -91,7 +91,7 @@ impl List {
         }
     }
 
-    /// Carries out all ops, one by one.
+    /// Executes all operations, one by one.
     pub(super) fn issue(&self, driver: &mut dyn Driver, staging: Option<&Staging>) -> Result<(), CudaError> {
         self.ops.iter().try_for_each(|op| match *op {
             Op::Launch { kernel, launch, at, bytes } => {
@@ -101,11 +101,11 @@ impl List {
                 Some(staging) => driver.upload_staged(to, staging, at as usize, bytes as usize),
                 None => Err(CudaError::Failed("an upload without staging memory".to_owned())),
             },
-            ref simple => simple.carry_out(driver),
+            ref simple => simple.execute(driver),
         })
     }
 
-    /// Makes a graph of the ops; None where they are carried out one by one.
+    /// Creates a graph of the operations; None if they must be executed one by one.
     pub(super) fn capture(
         &self,
         driver: &mut dyn Driver,
@@ -114,7 +114,7 @@ impl List {
         driver.capture(&mut |driver| self.issue(driver, staging))
     }
 
-    /// Runs the graph that was made of the ops, or carries them out one by one.
+    /// Runs the graph of the operations, or executes them one by one.
     pub(super) fn replay(
         &self,
         graph: Option<&dyn Graph>,

@@ -1,4 +1,4 @@
-//! Values that go to the device by their bytes: elements of buffers, and the parameter of a kernel.
+//! Values that are copied to the device as bytes: elements of buffers, and the parameter of a kernel.
 
 use half::bf16;
 
@@ -6,7 +6,7 @@ mod sealed {
     pub trait Sealed {}
 }
 
-/// An element of a buffer: any bytes are a value, and it has no padding.
+/// An element of a buffer: any bytes are a valid value, and it has no padding.
 pub trait Plain: Copy + Default + Send + Sync + sealed::Sealed + 'static {}
 
 macro_rules! plain {
@@ -19,20 +19,20 @@ plain!(u8, i8, u16, i16, u32, i32, u64, i64, f32, f64, bf16);
 
 /// The bytes of `values`.
 pub(in super::super) fn bytes<T: Plain>(values: &[T]) -> &[u8] {
-    // SAFETY: Plain types have no padding, so that each of their bytes is a value.
+    // SAFETY: Plain types have no padding, so all their bytes are initialized.
     unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), std::mem::size_of_val(values)) }
 }
 
-/// The bytes of `values`, to be overwritten.
+/// The bytes of `values`, for writing.
 pub(in super::super) fn bytes_mut<T: Plain>(values: &mut [T]) -> &mut [u8] {
-    // SAFETY: no padding, and any bytes are a value of a Plain type.
+    // SAFETY: there is no padding, and any bytes are a valid value of a Plain type.
     unsafe { std::slice::from_raw_parts_mut(values.as_mut_ptr().cast(), std::mem::size_of_val(values)) }
 }
 
-/// The parameter of a kernel: the same struct as on the device's side, by [`params!`](super::params).
+/// The parameter of a kernel: the same struct as in the device code, declared with [`params!`](super::params).
 ///
 /// # Safety
-/// `#[repr(C)]`, `Copy`, without padding.
+/// The type is `#[repr(C)]` and `Copy`, without padding.
 pub unsafe trait Params: Copy + 'static {}
 
 /// The bytes of a kernel's parameter.
@@ -59,7 +59,7 @@ macro_rules! params {
             size_of::<$name>() == 0 $(+ size_of::<$type>())*,
             "a kernel's parameter has padding: put members of 8 bytes first, and end with `pad: u32` where it is needed"
         );
-        // SAFETY: repr(C), Copy, and its fields fill it.
+        // SAFETY: the type is repr(C) and Copy, and its fields fill it.
         unsafe impl $crate::cuda::driver::Params for $name {}
     };
 }

@@ -1,23 +1,25 @@
-//! Which addresses of the device are free. Memory comes from the driver in segments, which blocks are cut from; a freed
-//! block joins its free neighbours. All work is on one stream, so a block may be used again as soon as it is dropped.
+//! Manages the free addresses of the device. The driver provides memory in segments, from which blocks are allocated; a
+//! freed block is merged with free neighbors. All work is on one stream, so the memory of a block can be reused as soon
+//! as the block is dropped.
 //!
-//! The state after a sequence of calls depends on nothing but the calls: equal steps get equal addresses, as graphs need.
+//! The state depends only on the sequence of calls: equal steps get equal addresses, as graphs require.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::cuda::device_api::{CudaError, Source};
 
-/// Blocks are multiples of as many bytes, and aligned to as many.
+/// Granularity and alignment of blocks, in bytes.
 const GRAIN: u64 = 512;
-/// Blocks up to this size have their own segments, so that a small one that lives long does not split a large segment.
+/// Blocks up to this size in bytes have their own segments, so that a small long-lived block does not
+/// split a large segment.
 const SMALL: u64 = 1 << 20;
 const SMALL_SEGMENT: u64 = 8 << 20;
-/// Bounds of a segment for large blocks, which is 1/16 of what was taken already.
+/// Minimum and maximum size of a segment for large blocks, in bytes; its size is 1/16 of the memory already reserved.
 const LARGE_SEGMENT: [u64; 2] = [32 << 20, 1 << 30];
-/// Segments are multiples of as many bytes, the pages of a GPU.
+/// Granularity of segments in bytes: the page size of a GPU.
 const PAGE: u64 = 2 << 20;
 
-/// Free parts of segments.
+/// The free parts of segments.
 #[derive(Debug, Default)]
 struct Arena {
     segments: BTreeMap<u64, u64>,
@@ -36,7 +38,7 @@ impl Arena {
         self.by_size.remove(&(bytes, start));
     }
 
-    /// The smallest free part that holds `bytes`, of those the first.
+    /// Takes the smallest free part that holds `bytes`; the first of several.
     fn take(&mut self, bytes: u64) -> Option<u64> {
         let (size, start) = *self.by_size.range((bytes, 0)..).next()?;
         self.remove(start, size);
@@ -46,7 +48,7 @@ impl Arena {
         Some(start)
     }
 
-    /// The block at this very address, if it is free.
+    /// Takes the block at exactly this address, if it is free.
     fn take_at(&mut self, start: u64, bytes: u64) -> bool {
         let Some((&from, &size)) = self.free.range(..=start).next_back() else { return false };
         if start + bytes > from + size {
@@ -85,7 +87,7 @@ impl Arena {
         self.insert(start, bytes);
     }
 
-    /// Take the segments out that nothing is cut from.
+    /// Removes and returns the segments without live blocks.
     fn whole(&mut self) -> Vec<(u64, u64)> {
         let whole: Vec<(u64, u64)> = self
             .segments
@@ -101,22 +103,22 @@ impl Arena {
     }
 }
 
-/// What a device's memory holds, in bytes.
+/// The use of a device's memory, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Memory {
-    /// Of live buffers.
+    /// Size of all live buffers.
     pub used: u64,
-    /// The most that `used` has been since [`reset_peak`](super::Device::reset_peak).
+    /// Peak of `used` since [`reset_peak`](super::Device::reset_peak).
     pub peak: u64,
-    /// Taken from the driver: live buffers, and memory kept for the next ones.
+    /// Memory reserved from the driver: live buffers, and memory kept for later ones.
     pub reserved: u64,
-    /// The most that `reserved` has been since then.
+    /// Peak of `reserved` since [`reset_peak`](super::Device::reset_peak).
     pub reserved_peak: u64,
-    /// All of the device's.
+    /// Total memory of the device.
     pub total: u64,
 }
 
-/// The device's memory.
+/// The pool of a device's memory.
 #[derive(Debug)]
 pub(super) struct Pool {
     small: Arena,
@@ -166,7 +168,7 @@ impl Pool {
         self.limit.is_some_and(|limit| self.memory.used.saturating_add(block) > limit)
     }
 
-    /// A block, from what is free or else from the source.
+    /// Takes a block, from free memory or else from the source.
     pub(super) fn take(&mut self, block: u64, source: &mut dyn Source) -> Result<u64, CudaError> {
         if self.over_limit(block) {
             return Err(self.full(block));
@@ -182,7 +184,7 @@ impl Pool {
         Ok(start)
     }
 
-    /// The block at this address, if it is free.
+    /// Takes the block at this address, if it is free.
     pub(super) fn take_at(&mut self, start: u64, block: u64) -> bool {
         let taken = !self.over_limit(block) && self.arena(block).take_at(start, block);
         if taken {
@@ -196,7 +198,8 @@ impl Pool {
         self.arena(block).give(start, block);
     }
 
-    /// Add a segment that holds the block: of the usual size, else of the block's own, after giving back what is unused.
+    /// Adds a segment that holds the block: of the usual size, else of the block's own size
+    /// after returning unused memory.
     fn grow(&mut self, block: u64, source: &mut dyn Source) -> Result<(), CudaError> {
         let exact = block.next_multiple_of(PAGE);
         let usual = match block <= SMALL {
@@ -224,13 +227,13 @@ impl Pool {
         CudaError::OutOfMemory { requested: block, used: self.memory.used, total: self.total() }
     }
 
-    /// Give the large blocks' segments back that nothing is cut from.
+    /// Returns the large blocks' segments without live blocks.
     pub(super) fn trim(&mut self, source: &mut dyn Source) {
         let whole = self.large.whole();
         self.give_back(whole, source);
     }
 
-    /// Those of small blocks too.
+    /// Returns all segments without live blocks, including those of small blocks.
     pub(super) fn trim_all(&mut self, source: &mut dyn Source) {
         let whole = self.small.whole().into_iter().chain(self.large.whole()).collect();
         self.give_back(whole, source);
@@ -252,7 +255,7 @@ impl Pool {
 mod tests {
     use super::*;
 
-    /// Addresses one after another, up to a number of bytes.
+    /// A source that hands out consecutive addresses, up to a number of bytes.
     struct Fake {
         next: u64,
         left: u64,
@@ -296,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn live_blocks_never_overlap_and_freed_neighbours_join() {
+    fn live_blocks_never_overlap_and_freed_neighbors_join() {
         let (mut pool, mut fake) = pool(1 << 30);
         let mut live: Vec<(u64, u64)> = Vec::new();
         let mut state = 7_u64;
@@ -342,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn unused_segments_are_given_back_before_memory_is_said_to_be_full() {
+    fn unused_segments_are_returned_before_an_allocation_fails() {
         let (mut pool, mut fake) = pool(64 << 20);
         let a = pool.take(40 << 20, &mut fake).unwrap();
         assert!(matches!(pool.take(30 << 20, &mut fake), Err(CudaError::OutOfMemory { requested, used, total })

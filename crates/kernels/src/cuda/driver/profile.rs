@@ -1,17 +1,17 @@
-//! How long kernels take on the device: a timer runs around each.
+//! Measures how long kernels run on the device, with a timer around each.
 
 use std::collections::HashMap;
 
 use crate::cuda::device_api::{CudaError, Driver, Timer};
 
-/// What one kernel took while a profile was made.
+/// The time that one kernel took during a profile.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Timing {
-    /// The kernel, or `cublas`, `upload`, `copy`, `zero`.
+    /// The kernel's name, or `cublas`, `upload`, `copy`, `zero`.
     pub name: String,
-    /// How often it ran.
+    /// Number of times it ran.
     pub count: u64,
-    /// Seconds of all runs together.
+    /// Total seconds of all runs.
     pub seconds: f64,
 }
 
@@ -23,7 +23,7 @@ pub(super) struct Profile {
 }
 
 impl Profile {
-    /// Carry something out, timed where a profile is made.
+    /// Executes an operation, with a timer if a profile is running.
     pub(super) fn timed(
         profile: &mut Option<Profile>,
         driver: &mut dyn Driver,
@@ -46,7 +46,7 @@ impl Profile {
         Ok(())
     }
 
-    /// The sums, the longest first. Waits for the last work.
+    /// The total times, the longest first. Waits for the last operation.
     pub(super) fn timings(self) -> Result<Vec<Timing>, CudaError> {
         let mut sums = vec![(0_u64, 0.0_f64); self.names.len()];
         for (index, timer) in &self.timers {

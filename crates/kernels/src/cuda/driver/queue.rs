@@ -1,4 +1,4 @@
-//! What is asked of a device, carried out at once, noted down, or compared with what was noted.
+//! The queue of a device: operations are executed immediately, recorded, or compared with recorded ones.
 
 mod bodies;
 
@@ -11,26 +11,26 @@ use super::profile::{Profile, Timing};
 use crate::cuda::device_api::{CudaError, Driver, Found, Launch, Staging};
 use bodies::Body;
 
-/// How much was asked of a device.
+/// Counts of the work submitted to a device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
-    /// Kernels started one by one.
+    /// Number of kernels started individually.
     pub launches: u64,
-    /// Products by cuBLAS started one by one.
+    /// Products by cuBLAS started individually.
     pub products: u64,
-    /// Copies from the host started one by one.
+    /// Copies from the host started individually.
     pub uploads: u64,
-    /// Times that the host waited for the device.
+    /// Number of times the host waited for the device.
     pub waits: u64,
-    /// Graphs made.
+    /// Number of graphs created.
     pub captures: u64,
-    /// Bodies run as a graph.
+    /// Number of bodies run as a graph.
     pub replays: u64,
-    /// Bodies that differed from their last run.
+    /// Number of bodies that differed from their last run.
     pub mismatches: u64,
-    /// Graphs that could not be made: their work is then started one by one.
+    /// Number of graphs that could not be created; their work is then started individually.
     pub capture_failures: u64,
-    /// Buffers made.
+    /// Number of buffers created.
     pub allocations: u64,
 }
 
@@ -38,13 +38,13 @@ pub struct Counters {
 enum Mode {
     #[default]
     Direct,
-    /// Carry out, and note.
-    Noting { list: List, staging: Option<Staging> },
-    /// Compare; `next` ops were as noted. `settled`: the staging memory may be overwritten.
+    /// Executes operations and records them.
+    Recording { list: List, staging: Option<Staging> },
+    /// Compares operations with a recorded body; the first `next` operations matched. `settled` says whether the staging memory may be overwritten.
     Comparing { body: Box<Body>, next: usize, settled: bool },
 }
 
-/// The one stream of a device.
+/// The single stream of a device.
 #[derive(Debug)]
 pub(super) struct Queue {
     driver: Box<dyn Driver>,
@@ -54,19 +54,19 @@ pub(super) struct Queue {
     bodies: HashMap<u64, Body>,
     graphs: bool,
     runs: u64,
-    /// Allocations until one is refused.
+    /// Number of allocations until one is refused, for tests.
     refuse_after: Option<u64>,
-    /// What went wrong where nobody could be told.
+    /// An error that occurred where it could not be returned; the next call returns it.
     failure: Option<CudaError>,
-    /// There was no room for something since memory was last given back.
+    /// Whether an allocation failed since memory was last returned.
     is_short: bool,
     counters: Counters,
     profile: Option<Profile>,
-    /// Memory for downloads that are waited for later.
+    /// Host memory for downloads that are waited for later.
     landings: Vec<Staging>,
 }
 
-/// Downloads up to this size use the same memory again.
+/// Maximum size of downloads that reuse the same memory, in bytes.
 const LANDING_BYTES: usize = 1 << 20;
 
 impl Queue {
@@ -88,36 +88,37 @@ impl Queue {
         }
     }
 
-    /// Before each call: bind the device to the thread, and tell what failed since the last one.
+    /// Starts each call: makes the device current for the thread, and returns an error that occurred
+    /// since the last call.
     pub(super) fn enter(&mut self) -> Result<(), CudaError> {
         self.bind()?;
         self.failure.take().map_or(Ok(()), Err)
     }
 
-    /// Bind the device to the thread, where nobody can be told of a failure.
+    /// Makes the device current for the thread, in places that cannot return an error.
     pub(super) fn bind(&mut self) -> Result<(), CudaError> {
         self.driver.enter()
     }
 
-    /// Remember where there was no room.
-    fn noticed<T>(&mut self, outcome: Result<T, CudaError>) -> Result<T, CudaError> {
+    /// Notes whether a result is an out-of-memory error.
+    fn note_out_of_memory<T>(&mut self, outcome: Result<T, CudaError>) -> Result<T, CudaError> {
         self.is_short |= matches!(outcome, Err(CudaError::OutOfMemory { .. }));
         outcome
     }
 
-    /// Whether the op is the next one of a body that is compared. If it is another one, the body is compared no longer.
-    fn elided(&mut self, same: impl FnOnce(&List, usize) -> bool) -> Result<bool, CudaError> {
+    /// Whether the operation is the next one of a compared body. If it differs, the comparison ends.
+    fn matches_recorded(&mut self, same: impl FnOnce(&List, usize) -> bool) -> Result<bool, CudaError> {
         let Mode::Comparing { body, next, .. } = &mut self.mode else { return Ok(false) };
         if same(&body.list, *next) {
             *next += 1;
             return Ok(true);
         }
-        self.catch_up()?;
+        self.execute_held_back()?;
         Ok(false)
     }
 
-    /// Carry out what was held back, and note the rest.
-    fn catch_up(&mut self) -> Result<(), CudaError> {
+    /// Executes the operations held back, and records the rest.
+    fn execute_held_back(&mut self) -> Result<(), CudaError> {
         let (body, next) = match mem::take(&mut self.mode) {
             Mode::Comparing { body, next, .. } => (body, next),
             other => {
@@ -130,19 +131,19 @@ impl Queue {
         list.truncate(next);
         let issued = list.issue(&mut *self.driver, staging.as_ref());
         let used = staging.as_mut().map_or(Ok(()), |staging| self.driver.used(staging));
-        self.mode = Mode::Noting { list, staging };
+        self.mode = Mode::Recording { list, staging };
         issued.and(used)
     }
 
     fn note(&mut self, write: impl FnOnce(&mut List)) {
-        if let Mode::Noting { list, .. } = &mut self.mode {
+        if let Mode::Recording { list, .. } = &mut self.mode {
             write(list);
         }
     }
 
-    /// An op without bytes of its own.
-    pub(super) fn ask(&mut self, op: Op) -> Result<(), CudaError> {
-        if self.elided(|list, next| list.ops.get(next) == Some(&op))? {
+    /// Submits an operation without additional data.
+    pub(super) fn submit(&mut self, op: Op) -> Result<(), CudaError> {
+        if self.matches_recorded(|list, next| list.ops.get(next) == Some(&op))? {
             return Ok(());
         }
         let label = match op {
@@ -150,8 +151,8 @@ impl Queue {
             Op::Zero { .. } => "zero",
             _ => "copy",
         };
-        let asked = Profile::timed(&mut self.profile, &mut *self.driver, label, |driver| op.carry_out(driver));
-        self.noticed(asked)?;
+        let asked = Profile::timed(&mut self.profile, &mut *self.driver, label, |driver| op.execute(driver));
+        self.note_out_of_memory(asked)?;
         self.counters.products += u64::from(matches!(op, Op::Product(_)));
         self.note(|list| list.ops.push(op));
         Ok(())
@@ -162,7 +163,7 @@ impl Queue {
             Some(found) => *found,
             None => {
                 let found = self.driver.find(kernel);
-                let found = self.noticed(found)?;
+                let found = self.note_out_of_memory(found)?;
                 self.kernels.insert(kernel.to_owned(), found);
                 found
             }
@@ -185,13 +186,13 @@ impl Queue {
         if launch.grid[1] > 65535 || launch.grid[2] > 65535 || launch.grid[0] > i32::MAX as u32 {
             return Err(CudaError::Input(format!("{kernel}: a grid of {:?} blocks", launch.grid)));
         }
-        if self.elided(|list, next| list.is_launch(next, found.kernel, launch, params))? {
+        if self.matches_recorded(|list, next| list.is_launch(next, found.kernel, launch, params))? {
             return Ok(());
         }
         let launched = Profile::timed(&mut self.profile, &mut *self.driver, kernel, |driver| {
             driver.launch(found.kernel, launch, params)
         });
-        self.noticed(launched)?;
+        self.note_out_of_memory(launched)?;
         self.counters.launches += 1;
         self.note(|list| list.launch(found.kernel, launch, params));
         Ok(())
@@ -211,14 +212,14 @@ impl Queue {
             *next += 1;
             return Ok(());
         }
-        self.catch_up()?;
+        self.execute_held_back()?;
         Profile::timed(&mut self.profile, &mut *self.driver, "upload", |driver| driver.upload(to, bytes))?;
         self.counters.uploads += 1;
         self.note(|list| list.upload(to, size));
         Ok(())
     }
 
-    /// The addresses of a buffer, and the size of its block.
+    /// Allocates a buffer; returns its address and the size of its block.
     pub(super) fn alloc(&mut self, bytes: u64) -> Result<(u64, u64), CudaError> {
         let guard = self.driver.guard();
         let block = bytes.checked_add(2 * guard).and_then(Pool::block).ok_or_else(|| {
@@ -242,18 +243,18 @@ impl Queue {
             *next += 1;
             return Ok((at + guard, block));
         }
-        self.catch_up()?;
+        self.execute_held_back()?;
         let at = match self.pool.take(block, &mut *self.driver) {
-            // Graphs take memory of the driver's.
+            // Graphs use the driver's memory, so drop them and try again.
             Err(CudaError::OutOfMemory { .. }) if !self.bodies.is_empty() => {
                 self.forget_bodies();
                 self.pool.take(block, &mut *self.driver)
             }
             taken => taken,
         };
-        let at = self.noticed(at)?;
+        let at = self.note_out_of_memory(at)?;
         let op = Op::Born { at, block, bytes };
-        if let Err(error) = op.carry_out(&mut *self.driver) {
+        if let Err(error) = op.execute(&mut *self.driver) {
             self.pool.give(at, block);
             return Err(error);
         }
@@ -265,7 +266,7 @@ impl Queue {
         let guard = self.driver.guard();
         let at = pointer - guard;
         if guard > 0
-            && let Err(error) = self.ask(Op::Dropped { at, block, bytes })
+            && let Err(error) = self.submit(Op::Dropped { at, block, bytes })
         {
             self.failure.get_or_insert(error);
         }
@@ -277,7 +278,7 @@ impl Queue {
         self.driver.download(from, to)
     }
 
-    /// Start a download. What it copies to comes back by `land`.
+    /// Starts a download. Pass the returned memory to `finish_download`.
     pub(super) fn fetch(&mut self, from: u64, bytes: usize) -> Result<Staging, CudaError> {
         self.wait()?;
         let mut staging = match bytes > LANDING_BYTES {
@@ -291,8 +292,8 @@ impl Queue {
         Ok(staging)
     }
 
-    /// Wait for a download that was started, and read it unless nobody wants it any more.
-    pub(super) fn land(&mut self, staging: Staging, to: Option<&mut [u8]>) -> Result<(), CudaError> {
+    /// Waits for a download, and reads it if `to` is given.
+    pub(super) fn finish_download(&mut self, staging: Staging, to: Option<&mut [u8]>) -> Result<(), CudaError> {
         self.driver.settle(&staging)?;
         if let Some(to) = to {
             staging.read(to);
@@ -321,14 +322,14 @@ impl Queue {
     }
 
     fn wait(&mut self) -> Result<(), CudaError> {
-        self.catch_up()?;
+        self.execute_held_back()?;
         self.note(|list| list.waited = true);
         self.counters.waits += 1;
         Ok(())
     }
 
-    /// A body whose buffers then come to lie where they were is still what its graph was made of; but where there was no
-    /// room, graphs make some too.
+    /// Returns unused memory. Graphs of bodies stay valid if the bodies' buffers get the same addresses again; but if
+    /// an allocation failed, the graphs are dropped too.
     pub(super) fn trim(&mut self) {
         match self.is_short {
             true => self.trim_all(),
@@ -369,7 +370,7 @@ impl Queue {
 
 impl Drop for Queue {
     fn drop(&mut self) {
-        // Errors have nobody left to be told to; the driver ends with its process or is already lost.
+        // Errors cannot be reported any more; the driver ends with its process, or is already lost.
         if self.driver.enter().is_ok() {
             let _ = self.driver.synchronize();
             self.profile = None;

@@ -1,4 +1,4 @@
-//! Run on the emulator under its feature, else on a GPU where there is one.
+//! The tests run on the emulator if its feature is enabled, else on a GPU if there is one.
 
 mod graphs;
 mod probes;
@@ -13,7 +13,7 @@ use super::*;
 
 params! { pub(super) struct Scale { x: u64, y: u64, factor: f32, count: u32 } }
 
-/// Nothing where there is neither the emulator nor a GPU and nobody asked for one.
+/// Opens the emulator or a GPU; None if neither exists and the test is not required to use one.
 pub(in super::super) fn device() -> Option<Device> {
     let asked = cfg!(feature = "cuda-emulator") || std::env::var("RLOOD_TEST_BACKEND").is_ok_and(|kind| kind == "cuda");
     match Device::open(0) {
@@ -29,7 +29,7 @@ fn one_block(threads: u32) -> Launch {
     Launch { grid: [1, 1, 1], block: threads, shared: 0 }
 }
 
-/// y = factor x.
+/// Computes y = factor x.
 fn scale(device: &Device, x: &Buffer, y: &Buffer, factor: f32) -> Result<(), CudaError> {
     let count = x.count::<f32>();
     let params = Scale { x: x.at::<f32>(0, count)?, y: y.at::<f32>(0, count)?, factor, count: count as u32 };
@@ -37,7 +37,7 @@ fn scale(device: &Device, x: &Buffer, y: &Buffer, factor: f32) -> Result<(), Cud
 }
 
 #[test]
-fn what_is_uploaded_comes_back() {
+fn uploaded_values_are_downloaded_unchanged() {
     let Some(device) = device() else { return };
     let values: Vec<u32> = (0..5_000_000_u32).map(|i| i.wrapping_mul(2654435761)).collect();
     let buffer = device.upload(&values).unwrap();
@@ -201,7 +201,7 @@ fn memory_is_counted_and_peaks_are_remembered() {
 }
 
 #[test]
-fn out_of_memory_says_so_and_the_device_goes_on() {
+fn out_of_memory_is_reported_and_the_device_still_works() {
     let Some(device) = device() else { return };
     device.set_memory_limit(Some(1 << 20));
     let kept = device.zeros(1 << 19).unwrap();
@@ -220,7 +220,7 @@ fn out_of_memory_says_so_and_the_device_goes_on() {
     device.alloc(4).unwrap();
 }
 
-/// Numbers between -1 and 1 that bf16 holds.
+/// Pseudo-random numbers between -1 and 1 that bf16 represents exactly.
 fn numbers(count: usize, mut state: u64) -> Vec<f32> {
     let mut next = || {
         state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
@@ -238,7 +238,7 @@ fn cublas_multiplies_views_with_strides_transposed_and_accumulated() {
             let (transpose_a, transpose_b) = (case & 1 == 1, case & 2 == 2);
             let (rows_a, columns_a) = if transpose_a { (k, m) } else { (m, k) };
             let (rows_b, columns_b) = if transpose_b { (n, k) } else { (k, n) };
-            // Strides a multiple of 8, beginnings a multiple of 8: what tensor cores like.
+            // Strides and offsets are multiples of 8, which tensor cores need.
             let (a, b, c) = (numbers(8 + rows_a * 8, 1), numbers(8 + rows_b * 16, 2), numbers(16 + m * 8, 3));
             let put = |values: &[f32], halves: bool| match halves {
                 true => device.upload(&values.iter().map(|&x| bf16::from_f32(x)).collect::<Vec<_>>()).unwrap(),
@@ -300,13 +300,13 @@ fn a_product_of_shapes_that_do_not_fit_is_refused() {
 }
 
 #[test]
-fn what_is_missing_is_said_in_words() {
+fn missing_parts_are_named_in_the_message() {
     let Err(error) = Device::open(99) else { panic!("there is no 99th device") };
     assert!(matches!(&error, CudaError::Unavailable(_)), "{error}");
     assert!(!error.to_string().contains("panic") && error.to_string().len() > 20);
 }
 
-/// The lines of a file, or of all below a folder, that use modules.
+/// The lines that import modules, in a file or in all files below a folder.
 fn imports(path: &std::path::Path) -> Vec<String> {
     if path.is_dir() {
         return std::fs::read_dir(path).unwrap().flat_map(|entry| imports(&entry.unwrap().path())).collect();

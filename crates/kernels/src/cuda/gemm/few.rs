@@ -1,14 +1,15 @@
-//! Products of few rows in fast mode, as decoding has them: one launch for all that is added, at the pace of memory.
+//! Products of few rows in fast mode, as in decoding: a single launch computes product and added terms at
+//! the speed of memory.
 
 use super::super::driver::{Device, Launch};
 use super::super::rows::{Dtype, Result, Rows, check};
-use super::{Cut, Form, Product, by_16, params};
+use super::{Form, Product, SplitK, by_16, params};
 
-/// Rows of a tensor core's tile.
+/// Number of rows of a tensor core's tile.
 const MOST_ROWS: usize = 16;
-/// Columns of a block.
+/// Number of columns of a block.
 const COLUMNS: usize = 8;
-/// Values of k in a step, and the steps that a warp has under way.
+/// Number of k values in a step, and number of steps that a warp has in progress.
 const STEP: usize = 32;
 const STEPS: usize = 8;
 const MOST_WARPS: usize = 16;
@@ -20,7 +21,8 @@ pub(super) fn is_few(product: &Product<'_>, out: Rows<'_>) -> bool {
     form == Form::Nt && a.dtype == Dtype::Bf16 && out.rows <= MOST_ROWS && whole
 }
 
-/// The product. How many warps share k is a matter of k alone, so that the bits of a row are no matter of the others.
+/// Computes the product. The number of warps that share k depends only on k, so that a row's bits do not depend
+/// on the other rows.
 pub(super) fn few(device: &Device, product: &Product<'_>, out: Rows<'_>) -> Result<()> {
     let k = product.a.width;
     let (blocks, warps) = (out.width.div_ceil(COLUMNS), k.div_ceil(STEP * STEPS).clamp(1, MOST_WARPS));
@@ -34,5 +36,5 @@ pub(super) fn few(device: &Device, product: &Product<'_>, out: Rows<'_>) -> Resu
         block: 32 * warps as u32,
         shared: (warps * MOST_ROWS * COLUMNS * size_of::<f32>()) as u32,
     };
-    device.launch(kernel, launch, &params(product, Cut::whole(k), out)?)
+    device.launch(kernel, launch, &params(product, SplitK::whole(k), out)?)
 }

@@ -1,4 +1,4 @@
-//! Run on the emulator under its feature, else on a GPU where there is one.
+//! The tests run on the emulator if its feature is enabled, else on a GPU if there is one.
 
 use super::super::rows::tests::{DTYPES, Given, assert_near, device};
 use super::*;
@@ -26,7 +26,7 @@ fn operands(
     (given(a, seed), given(b, seed + 1))
 }
 
-/// a·b, row by row.
+/// Computes a·b in f64, row by row.
 fn naive(form: Form, (m, n, k): (usize, usize, usize), a: &Given, b: &Given) -> Vec<f64> {
     let (a, b) = (a.wide(), b.wide());
     let mut out = Vec::with_capacity(m * n);
@@ -48,7 +48,7 @@ fn types(form: Form) -> Vec<(Dtype, Dtype)> {
     types
 }
 
-/// Tensor cores, which bf16 goes through, drop the last bits of what they add up instead of rounding.
+/// Tensor cores, which compute bf16, truncate the last bits of their sums instead of rounding.
 fn tolerance(dtype: Dtype) -> f64 {
     if dtype == Dtype::Bf16 { 6e-6 } else { 2e-6 }
 }
@@ -71,7 +71,7 @@ fn products_are_the_naive_ones_in_every_tile() {
                 for tile in TILES.iter().chain(thin).copied() {
                     let what = format!("{sizes:?} {form:?} {dtype:?} to {out_type:?}, odd {odd}, {tile:?}");
                     let out = Given::odd(&device, m, n, 5, out_type);
-                    exact(&device, tile, &plain, Cut::whole(k), None, out.rows()).expect("a product");
+                    exact(&device, tile, &plain, SplitK::whole(k), None, out.rows()).expect("a product");
                     let now = out.now(&device);
                     assert_near(&now, &expected, out_type, tolerance(dtype), &what);
                     let first = if THIN.contains(&tile) { &mut first_thin } else { &mut first };
@@ -112,7 +112,7 @@ fn a_second_product_a_bias_and_a_residual_are_added() {
                     };
                     let out = Given::odd(&device, m, n, 7, out_type);
                     product(&device, gemm, &whole, out.rows()).expect("a product");
-                    // cuBLAS's result is rounded after each of three steps.
+                    // The result of cuBLAS is rounded after each of three steps.
                     let tolerance = if (gemm, out_type) == (Gemm::Fast, Dtype::Bf16) { 1e-2 } else { tolerance(dtype) };
                     assert_near(&out.now(&device), &expected, out_type, tolerance, &what);
                     if out_type == Dtype::F32 {
@@ -169,7 +169,7 @@ fn a_row_of_few_columns_has_the_same_bits_whatever_the_other_rows() {
 fn a_single_line_may_lie_anywhere() {
     let Some(device) = device() else { return };
     for (m, n, k) in [(1, 5, 200), (5, 1, 200), (1, 1, 64)] {
-        // It begins at a multiple of 16 bytes; the lines after it, which a tile has, would not.
+        // The line itself is aligned to 16 bytes; the lines of the tile after it would not be.
         let line =
             |rows, seed| Given::placed(&device, (rows, k), (8, if rows == 1 { 203 } else { 208 }), seed, Dtype::Bf16);
         let (a, b) = (line(m, 1), line(n, 2));
@@ -177,7 +177,7 @@ fn a_single_line_may_lie_anywhere() {
         let expected = naive(Form::Nt, (m, n, k), &a, &b);
         for tile in TILES.into_iter().chain(THIN) {
             let out = Given::new(&device, m, n, 3, Dtype::F32);
-            exact(&device, tile, &plain, Cut::whole(k), None, out.rows()).expect("a product");
+            exact(&device, tile, &plain, SplitK::whole(k), None, out.rows()).expect("a product");
             assert_near(&out.now(&device), &expected, Dtype::F32, tolerance(Dtype::Bf16), &format!("{tile:?}"));
         }
     }
@@ -186,7 +186,7 @@ fn a_single_line_may_lie_anywhere() {
 #[test]
 fn few_rows_are_one_launch_whose_rows_have_the_same_bits_alone() {
     let Some(device) = device() else { return };
-    // One batch of steps and several, with and without a rest; n and ranks that are no multiples of anything.
+    // One batch of steps and several, with and without a remainder; n and ranks that are not multiples of anything.
     let sizes = [
         (1, 21, 72, 4),
         (3, 40, 264, 8),
@@ -242,7 +242,7 @@ fn few_rows_are_one_launch_whose_rows_have_the_same_bits_alone() {
 }
 
 #[test]
-fn what_few_rows_have_no_kernel_for_goes_to_cublas() {
+fn products_of_few_rows_without_a_kernel_use_cublas() {
     let Some(device) = device() else { return };
     for (form, sizes, dtype, odd) in [
         (Form::Nt, (17, 9, 64), Dtype::Bf16, false),
@@ -283,7 +283,8 @@ fn gradients_of_weights_are_added_however_they_are_cut() {
             let now = gradient.now(&device);
             assert_near(&now, &expected, Dtype::F32, tolerance(dtype), &what);
 
-            // Again, and where the rows lie in two places: the same bits but for the parts' rounding.
+            // Computed again, and with the rows in two places: the bits are the same except for the
+            // rounding of the parts.
             let again = Given::placed(&device, (m, n), (5, n), 3, Dtype::F32);
             outer(&device, gemm, a.rows(), b.rows(), 0.5, again.rows()).expect("a gradient");
             assert_same(&again.now(&device), &now, &what);
@@ -299,10 +300,10 @@ fn gradients_of_weights_are_added_however_they_are_cut() {
 #[test]
 fn long_sums_are_cut_into_tiles_that_read_the_longer_operand_once() {
     let of = |m, n, k| {
-        let (tile, cut) = Cut::of(m, n, k);
-        (tile, cut.parts, cut.k_of_part)
+        let (tile, split) = SplitK::of(m, n, k);
+        (tile, split.parts, split.k_of_part)
     };
-    // LoRA's A and B, of three modules and of one.
+    // The shapes of LoRA's A and B, for three modules and for one.
     assert_eq!(of(48, 1024, 24576), (Tile::Middle, 17, 1472));
     assert_eq!(of(16, 1024, 24576), (Tile::Small, 9, 2752));
     assert_eq!(of(2048, 16, 24576), (Tile::Middle, 9, 2752));
@@ -310,7 +311,7 @@ fn long_sums_are_cut_into_tiles_that_read_the_longer_operand_once() {
     assert_eq!(of(256, 256, 16384), (Tile::Large, 64, 256));
     assert_eq!(of(1024, 3072, 16384), (Tile::Large, 2, 8192));
     assert_eq!(of(4096, 4096, 16384), (Tile::Large, 1, 16384));
-    // Without enough parts for larger tiles.
+    // Too few parts for larger tiles.
     assert_eq!(of(256, 256, 100), (Tile::Small, 1, 128));
     assert_eq!(of(16, 64, 100), (Tile::Small, 1, 128));
 }

@@ -1,4 +1,4 @@
-//! Run on the emulator under its feature, else on a GPU where there is one.
+//! The tests run on the emulator if its feature is enabled, else on a GPU if there is one.
 
 use super::super::attention::tests::{assert_close, device, download, noise, rounded, upload};
 use super::*;
@@ -10,12 +10,12 @@ struct Case {
     dtype: Dtype,
     x: Vec<f32>,
     weight: Vec<f32>,
-    /// `[rows][vocab]`
+    /// The expected logits, `[rows][vocab]`.
     logits: Vec<f64>,
     targets: Vec<u32>,
 }
 
-/// Some shapes; logits are held for few rows at a time.
+/// Several shapes, with a buffer that holds the logits of few rows.
 const SHAPES: [(usize, usize, usize); 5] = [(1, 1, 16), (3, 29, 16), (18, 513, 32), (40, 100, 24), (2, 2100, 64)];
 const MAX_LOGITS: usize = 2048;
 
@@ -141,7 +141,7 @@ fn choices_invert_the_cumulated_softmax() {
                 let p = case.softmax(row, temperature);
                 let before: f64 = p[..chosen.token as usize].iter().sum();
                 let after = before + p[chosen.token as usize];
-                // Rounding may move a bound by a little.
+                // Rounding may move a bound slightly.
                 let near = before - 1e-5 <= uniform && uniform <= after + 1e-5;
                 assert!(near, "row {row}: {uniform} not in {before}..{after}, {}", case.what());
             }
@@ -160,7 +160,7 @@ fn a_choice_has_the_log_prob_of_its_score_to_the_bit() {
             let chosen = choose(&device, &there.head(&case), there.x(&case), &picks, &Filters::OFF).unwrap();
             let tokens: Vec<u32> = chosen.iter().map(|chosen| chosen.token).collect();
             let scored = if temperature == 0.0 { 1.0 } else { temperature };
-            // Alone and with other rows, in other blocks.
+            // Each row alone and with other rows, in other blocks.
             for row in 0..case.rows {
                 let x = there.x(&case).part(row..row + 1);
                 let (scores, _) = score(&device, &there.head(&case), x, &tokens[row..row + 1], scored).unwrap();
@@ -177,7 +177,7 @@ fn a_choice_has_the_log_prob_of_its_score_to_the_bit() {
 #[test]
 fn greedy_takes_the_first_of_the_largest_and_never_a_nan() {
     let Some(device) = device() else { return };
-    // One input: the weights are the logits.
+    // There is one input, so that the weights are the logits.
     let mut weight = vec![0.0_f32; 1200];
     (weight[700], weight[701], weight[3], weight[1199]) = (5.0, 5.0, f32::NAN, 5.0);
     let weight = device.upload(&weight).unwrap();
@@ -215,7 +215,7 @@ fn other_shapes_and_tokens_are_refused() {
     assert!(logits(&device, &head, x, Rows::new(&there.x, 3, 28, Dtype::F32)).is_err());
 }
 
-/// What `engine::sampling::Sampler` keeps: tokens and their weights, ascending.
+/// The tokens that `engine::sampling::Sampler` keeps, with their weights, ascending.
 fn kept(logits: &[f32], temperature: f64, filters: &Filters) -> Vec<(usize, f64)> {
     let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let weights: Vec<f64> = logits.iter().map(|logit| (f64::from(logit - largest) / temperature).exp()).collect();
@@ -240,7 +240,7 @@ fn kept(logits: &[f32], temperature: f64, filters: &Filters) -> Vec<(usize, f64)
     order.into_iter().map(|token| (token, weights[token])).collect()
 }
 
-/// All draws of a distribution on the device, and those expected.
+/// Compares choices over the whole range of `uniform` on the device with the expected ones.
 fn assert_filters(device: &Device, logits: &[f32], temperature: f64, filters: Filters, draws: usize) {
     let weight = device.upload(logits).unwrap();
     let x = device.upload(&vec![1.0_f32; draws]).unwrap();
@@ -279,7 +279,7 @@ fn filtered_choices_are_those_of_the_host() {
         (1.5, Filters { top_k: 20, top_p: 0.8, min_p: 0.02 }),
     ];
     let spread = |count, factor: f32| noise(count, 9).iter().map(|v| v * factor).collect::<Vec<_>>();
-    // Ties: few distinct values.
+    // A case with ties: few distinct values.
     let tied: Vec<f32> = noise(700, 4).iter().map(|v| (v * 3.0).round()).collect();
     for logits in [spread(5, 3.0), spread(1000, 6.0), tied, vec![-2.5; 40]] {
         for (temperature, filters) in cases {
@@ -295,7 +295,7 @@ fn filtered_choices_among_many_cells_are_those_of_the_host() {
     let cases = [
         (1.0, Filters { top_k: 1, ..off }),
         (2.0, Filters { top_k: 30, ..off }),
-        // More than there are cells, and more than can be listed.
+        // More tokens than there are cells, and more than a list can hold.
         (1.0, Filters { top_k: 300, ..off }),
         (1.0, Filters { top_k: 12_000, ..off }),
         (1.0, Filters { top_p: 0.6, ..off }),
@@ -344,7 +344,7 @@ fn of_equal_logits_in_several_cells_the_first_are_kept() {
     for token in (500..531).chain(1020..1030).chain(1590..1600) {
         logits[token] = 1.0;
     }
-    // Of 51 equal ones: those before the third cell, some of it, all of its, some of the last cell's.
+    // 51 tokens are equal. The kept ones end before the third cell, within it, at its end, and within the last cell.
     for top_p in [0.2, 0.39, 0.42, 0.45, 0.47, 0.53, 0.6, 0.9] {
         for top_k in [0, 3] {
             assert_filters(&device, &logits, 1.0, Filters { top_k, top_p, min_p: 0.0 }, 24);

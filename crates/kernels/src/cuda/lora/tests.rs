@@ -1,4 +1,4 @@
-//! Run on the emulator under its feature, else on a GPU where there is one.
+//! The tests run on the emulator if its feature is enabled, else on a GPU if there is one.
 
 use super::super::rows::tests::{DTYPES, Given, assert_near, device, kept, rounded};
 use super::*;
@@ -8,7 +8,7 @@ const SCALING: f64 = 1.5;
 const THRESHOLD: u64 = 1 << 31;
 const SCALE: f32 = 2.0;
 
-/// A fused weight of two adapted modules around one that is not.
+/// A fused weight with two adapted modules around one without adapter.
 struct Case {
     dtype: Dtype,
     inputs: usize,
@@ -28,7 +28,7 @@ impl Case {
         let (parts, outputs) = ([0..10, 16..21], 21);
         let factor = |count, seed| noise(count, seed).iter().map(|v| rounded(*v, dtype)).collect::<Vec<f32>>();
         let factors = vec![(factor(r * inputs, 1), factor(10 * r, 2)), (factor(r * inputs, 3), factor(5 * r, 4))];
-        // With a residual the stream's gradient comes in f32.
+        // If there is a residual, the gradient of the stream is f32.
         let dy_type = if residual { Dtype::F32 } else { dtype };
         Case {
             dtype,
@@ -46,7 +46,7 @@ impl Case {
     }
 
     fn adapter(&self, device: &Device) -> Adapter {
-        // As the flat parameters have them: A and B of each module, and something before them.
+        // The layout of the flat parameters: A and B of each module, after some other values.
         let (mut values, mut blocks) = (vec![f32::NAN; 3], Vec::new());
         for (part, (a, b)) in self.parts.iter().zip(&self.factors) {
             blocks.push((part.clone(), values.len(), values.len() + a.len()));
@@ -62,7 +62,7 @@ impl Case {
         &self.keys[block * self.x.rows().rows..][..self.x.rows().rows]
     }
 
-    /// What a module's dropout makes of a row's value: a factor.
+    /// The factor by which a module's dropout multiplies a value of a row.
     fn mask(&self, dropout: bool, block: usize, row: usize, column: usize) -> f64 {
         if !dropout {
             return 1.0;
@@ -122,7 +122,7 @@ fn naive(case: &Case, adapter: bool, dropout: bool) -> Naive {
     all
 }
 
-/// What products of f32, and of values and intermediates rounded to bf16, may differ by.
+/// Tolerance for products of f32, and of values and intermediates rounded to bf16.
 fn tolerance(dtype: Dtype) -> f64 {
     match dtype {
         Dtype::F32 => 3e-6,
@@ -163,7 +163,7 @@ fn products_with_adapters_and_their_gradients_are_the_naive_ones() {
                     let sums: Vec<f64> = expected.y.iter().zip(&stream).map(|(y, r)| y + r).collect();
                     assert_near(&out.now(&device), &sums, out_type, tolerance(dtype), &what);
 
-                    // Gradients: A, B, A, B, then the middle module's W and its bias.
+                    // The gradients are: A, B, A, B, then the middle module's W and its bias.
                     let sizes = [r * inputs, 10 * r, r * inputs, 5 * r, 6 * inputs, 6];
                     let at: Vec<usize> = (0..6).map(|i| 3 + sizes[..i].iter().sum::<usize>()).collect();
                     let gradient = Given::new(&device, 1, 3 + sizes.iter().sum::<usize>(), 11, Dtype::F32);

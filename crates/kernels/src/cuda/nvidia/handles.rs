@@ -1,11 +1,11 @@
-//! Handles of the driver that outlive the call which made them: graphs, and the events of a timer.
+//! Handles of the driver that outlive the call which created them: graphs, and the events of a timer.
 
 use cudarc::driver::{result, sys};
 
-use super::{did, of_driver};
+use super::{driver_result, of_driver};
 use crate::cuda::device_api::{CudaError, Graph, Timer};
 
-/// A graph, ready to run on its device's stream.
+/// An executable graph for its device's stream.
 #[derive(Debug)]
 pub(super) struct GraphExec {
     pub(super) graph: sys::CUgraphExec,
@@ -24,12 +24,12 @@ impl Graph for GraphExec {
 
 impl Drop for GraphExec {
     fn drop(&mut self) {
-        // SAFETY: made by `end_capture` and destroyed once; the driver keeps it until a run under way has ended.
+        // SAFETY: created by `end_capture` and destroyed once; the driver keeps it until a current run has ended.
         let _ = unsafe { result::graph::exec_destroy(self.graph) };
     }
 }
 
-/// A moment in the stream.
+/// A point in the stream.
 #[derive(Debug)]
 struct Stamp(sys::CUevent);
 
@@ -37,24 +37,24 @@ struct Stamp(sys::CUevent);
 unsafe impl Send for Stamp {}
 
 impl Stamp {
-    /// Records an event that tells when it is reached.
+    /// Records an event at the current end of the stream.
     fn now(stream: sys::CUstream) -> Result<Stamp, CudaError> {
-        let event = did("cuEventCreate", result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT))?;
+        let event = driver_result("cuEventCreate", result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT))?;
         let stamp = Stamp(event);
         // SAFETY: an event and the stream of the device.
-        did("cuEventRecord", unsafe { result::event::record(event, stream) })?;
+        driver_result("cuEventRecord", unsafe { result::event::record(event, stream) })?;
         Ok(stamp)
     }
 }
 
 impl Drop for Stamp {
     fn drop(&mut self) {
-        // SAFETY: made by `now` and destroyed once.
+        // SAFETY: created by `now` and destroyed once.
         let _ = unsafe { result::event::destroy(self.0) };
     }
 }
 
-/// Two moments in the stream.
+/// Two points in the stream.
 #[derive(Debug)]
 pub(super) struct EventPair {
     stream: sys::CUstream,
@@ -66,7 +66,7 @@ pub(super) struct EventPair {
 unsafe impl Send for EventPair {}
 
 impl EventPair {
-    /// Notes the first moment.
+    /// Records the first point.
     pub(super) fn begin(stream: sys::CUstream) -> Result<EventPair, CudaError> {
         Ok(EventPair { stream, from: Stamp::now(stream)?, to: None })
     }
@@ -81,7 +81,7 @@ impl Timer for EventPair {
     fn seconds(&self) -> Result<f64, CudaError> {
         let Some(to) = &self.to else { return Err(CudaError::Failed("a timer that was not stopped".to_owned())) };
         // SAFETY: events of one device.
-        let milliseconds = did("cuEventElapsedTime", unsafe {
+        let milliseconds = driver_result("cuEventElapsedTime", unsafe {
             result::event::synchronize(to.0).and_then(|()| result::event::elapsed(self.from.0, to.0))
         })?;
         Ok(f64::from(milliseconds) / 1e3)

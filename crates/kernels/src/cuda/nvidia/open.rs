@@ -1,4 +1,4 @@
-//! Opening a GPU: the driver and cuBLAS are looked up, the device is checked, and its kernels are loaded.
+//! Opens a GPU: loads the driver and cuBLAS, checks the device, and loads its kernels.
 
 use std::ffi::{CStr, c_int, c_uint, c_void};
 use std::ptr;
@@ -7,21 +7,22 @@ use cudarc::cublas::{result as blas, sys as blas_sys};
 use cudarc::driver::sys::{CUdevice_attribute, CUresult};
 use cudarc::driver::{result, sys};
 
-use super::{Gpu, Ring, bind, did, failed};
+use super::{Gpu, Ring, bind, driver_result, failed};
 use crate::cuda::device_api::{CudaError, Properties};
 
-/// Bytes where the driver expects a module.
+/// Bytes with the alignment that the driver expects of a module.
 #[repr(C, align(64))]
 struct Image<T: ?Sized>(T);
 
-/// The kernels for several GPUs, of which the driver takes what fits, or compiles their PTX; empty in a build without nvcc.
+/// The kernels for several GPUs. The driver selects the matching machine code, or compiles the PTX. Empty in
+/// a build without nvcc.
 static KERNELS: &Image<[u8]> = &Image(*include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatbin")));
-/// What NVIDIA recommends for Hopper; a fixed address, as graphs need.
+/// Size of cuBLAS's workspace in bytes, as NVIDIA recommends for Hopper. It has a fixed address, as graphs require.
 const WORKSPACE_BYTES: usize = 32 << 20;
-/// What a process takes of a GPU by opening it is less; where more is taken, others use it.
+/// Upper bound of the memory that opening a GPU takes, in bytes; if more is in use, other processes use it.
 const MOST_TAKEN_BYTES: u64 = 2 << 30;
-/// The driver that is needed: the oldest that has all functions called here (cuEventElapsedTime_v2 is CUDA 12.8's), and of
-/// the compiler's major version, whose machine code an older one does not load.
+/// The oldest supported driver. It has all functions called here (cuEventElapsedTime_v2 is from CUDA 12.8) and at least
+/// the compiler's major version, because an older driver does not load its machine code.
 const OLDEST_DRIVER: c_int = {
     let compiled = match option_env!("RLOOD_CUDA_MAJOR") {
         Some(major) => match c_int::from_str_radix(major, 10) {
@@ -45,7 +46,7 @@ fn unavailable<T>(what: &str, outcome: Result<T, result::DriverError>) -> Result
     })
 }
 
-/// Look the driver up. The library panics where it is missing, so it is looked for first.
+/// Loads the driver. The binding panics if the library is missing, so its presence is checked first.
 fn driver() -> Result<c_int, CudaError> {
     // SAFETY: opens a shared library of the system.
     if !unsafe { sys::is_culib_present() } {
@@ -54,21 +55,21 @@ fn driver() -> Result<c_int, CudaError> {
     }
     unavailable("the NVIDIA driver did not start", result::init())?;
     let mut version = 0;
-    // SAFETY: a place for the result.
-    unavailable("the NVIDIA driver did not tell its version", unsafe {
+    // SAFETY: the pointer refers to a local variable.
+    unavailable("the NVIDIA driver did not report its version", unsafe {
         sys::cuDriverGetVersion(&raw mut version).result()
     })?;
     Ok(version)
 }
 
-/// How many GPUs there are.
+/// Number of GPUs that the driver lists.
 pub(in super::super) fn count() -> Result<usize, CudaError> {
     driver()?;
-    let count = unavailable("the NVIDIA driver did not count its devices", result::device::get_count())?;
+    let count = unavailable("the NVIDIA driver did not report the number of devices", result::device::get_count())?;
     Ok(count as usize)
 }
 
-/// What the driver tells of a GPU that is not in use.
+/// Properties of a GPU that is not opened.
 pub(in super::super) fn describe(ordinal: usize) -> Result<Properties, CudaError> {
     let version = driver()?;
     let device = unavailable("the GPU was not found", result::device::get(ordinal as c_int))?;
@@ -81,7 +82,7 @@ impl Gpu {
         let spoken = |version: c_int| format!("{}.{}", version / 1000, version % 1000 / 10);
         if version < OLDEST_DRIVER {
             return Err(CudaError::Unavailable(format!(
-                "the NVIDIA driver supports CUDA {}, {} is needed",
+                "the NVIDIA driver supports CUDA {}, {} is required",
                 spoken(version),
                 spoken(OLDEST_DRIVER)
             )));
@@ -94,13 +95,14 @@ impl Gpu {
                     .to_owned(),
             ));
         }
-        let found = unavailable("the NVIDIA driver did not count its devices", result::device::get_count())? as usize;
+        let found = unavailable("the NVIDIA driver did not report the number of devices", result::device::get_count())?
+            as usize;
         if ordinal >= found {
             return Err(CudaError::Unavailable(format!("there is no cuda:{ordinal}: the driver shows {found} GPUs")));
         }
         if KERNELS.0.is_empty() {
             return Err(CudaError::Unavailable(
-                "this build holds no CUDA kernels: it was made with RLOOD_CUDA_STUB=1, for checks only".to_owned(),
+                "this build contains no CUDA kernels: it was built with RLOOD_CUDA_STUB=1, for checks only".to_owned(),
             ));
         }
         let device = unavailable("the GPU was not found", result::device::get(ordinal as c_int))?;
@@ -109,26 +111,30 @@ impl Gpu {
         let (major, minor) = properties.compute_capability;
         if major < 8 {
             return Err(CudaError::Unavailable(format!(
-                "cuda:{ordinal} ({}) has compute capability {major}.{minor}, 8.0 is needed",
+                "cuda:{ordinal} ({}) has compute capability {major}.{minor}, 8.0 is required",
                 properties.name
             )));
         }
-        // SAFETY: a device of this driver; each handle is used in the context that it was made in.
+        // SAFETY: a device of this driver; each handle is used in the context in which it was created.
         let gpu = unsafe {
-            let context = unavailable("the GPU's context was not made", result::primary_ctx::retain(device))?;
+            let context = unavailable("the GPU's context could not be created", result::primary_ctx::retain(device))?;
             bind(context)?;
-            let stream = did("cuStreamCreate", result::stream::create(result::stream::StreamKind::NonBlocking))?;
-            let pool = did("cuDeviceGetDefaultMemPool", result::device::get_default_mem_pool(device))?;
+            let stream =
+                driver_result("cuStreamCreate", result::stream::create(result::stream::StreamKind::NonBlocking))?;
+            let pool = driver_result("cuDeviceGetDefaultMemPool", result::device::get_default_mem_pool(device))?;
             let mut keep = u64::MAX;
             let threshold = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
-            did("cuMemPoolSetAttribute", result::mem_pool::set_attribute(pool, threshold, (&raw mut keep).cast()))?;
+            driver_result(
+                "cuMemPoolSetAttribute",
+                result::mem_pool::set_attribute(pool, threshold, (&raw mut keep).cast()),
+            )?;
             let module = load(&format!("CUDA {}", spoken(version)))?;
             let handle = blas::create_handle().map_err(|error| failed("cublasCreate", error))?;
             blas::set_stream(handle, stream.cast()).map_err(|error| failed("cublasSetStream", error))?;
-            // Sums of parts of a product stay in 32 bits, also where it writes bf16.
+            // Partial sums of a product stay in 32 bits even if the result is bf16.
             let math = blas_sys::cublasMath_t::CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION;
             blas_sys::cublasSetMathMode(handle, math).result().map_err(|error| failed("cublasSetMathMode", error))?;
-            let workspace = did("cuMemAllocAsync", result::malloc_async(stream, WORKSPACE_BYTES))?;
+            let workspace = driver_result("cuMemAllocAsync", result::malloc_async(stream, WORKSPACE_BYTES))?;
             blas_sys::cublasSetWorkspace_v2(handle, workspace as *mut c_void, WORKSPACE_BYTES)
                 .result()
                 .map_err(|error| failed("cublasSetWorkspace", error))?;
@@ -156,11 +162,11 @@ impl Gpu {
 fn properties(device: sys::CUdevice) -> Result<Properties, CudaError> {
     // SAFETY: a device of this driver.
     let attribute = |attribute| unsafe {
-        unavailable("the GPU did not tell an attribute", result::device::get_attribute(device, attribute))
+        unavailable("the GPU did not report an attribute", result::device::get_attribute(device, attribute))
             .map(|value| value as u32)
     };
     Ok(Properties {
-        name: unavailable("the GPU did not tell its name", result::device::get_name(device))?,
+        name: unavailable("the GPU did not report its name", result::device::get_name(device))?,
         compute_capability: (
             attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
             attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
@@ -168,7 +174,7 @@ fn properties(device: sys::CUdevice) -> Result<Properties, CudaError> {
         multiprocessors: attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
         shared_bytes: attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
         // SAFETY: a device of this driver.
-        memory_bytes: unavailable("the GPU did not tell its memory", unsafe { result::device::total_mem(device) })?
+        memory_bytes: unavailable("the GPU did not report its memory", unsafe { result::device::total_mem(device) })?
             as u64,
         driver_version: 0,
         taken_bytes: None,
@@ -176,8 +182,7 @@ fn properties(device: sys::CUdevice) -> Result<Properties, CudaError> {
     })
 }
 
-/// Load the kernels. For a GPU that the build did not know the driver compiles them; it keeps the result on disk for the
-/// next time.
+/// Loads the kernels. For a GPU unknown to the build the driver compiles them; it caches the result on disk.
 fn load(driver: &str) -> Result<sys::CUmodule, CudaError> {
     const LOG_BYTES: usize = 4096;
     let mut log = vec![0_u8; LOG_BYTES];
@@ -185,8 +190,8 @@ fn load(driver: &str) -> Result<sys::CUmodule, CudaError> {
         [sys::CUjit_option::CU_JIT_ERROR_LOG_BUFFER, sys::CUjit_option::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES];
     let mut values = [log.as_mut_ptr().cast::<c_void>(), ptr::without_provenance_mut(LOG_BYTES - 1)];
     let mut module = ptr::null_mut();
-    // SAFETY: an image that tells its own length, a place for the result, and as many options as values; the log has one
-    // byte more than the driver may write.
+    // SAFETY: the image contains its own length, the pointer refers to a local variable, and there are as many options
+    // as values; the log has one byte more than the driver may write.
     let loaded = unsafe {
         let (image, count) = (KERNELS.0.as_ptr().cast(), options.len() as c_uint);
         sys::cuModuleLoadDataEx(&raw mut module, image, count, options.as_mut_ptr(), values.as_mut_ptr()).result()

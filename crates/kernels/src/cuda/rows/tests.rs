@@ -1,4 +1,4 @@
-//! Run on the emulator under its feature, else on a GPU where there is one.
+//! The tests run on the emulator if its feature is enabled, else on a GPU if there is one.
 
 use half::bf16;
 
@@ -45,7 +45,7 @@ pub struct Given {
 }
 
 impl Given {
-    /// Rows with nothing between them, at the beginning of the buffer.
+    /// Rows without gaps, at the beginning of the buffer.
     pub fn new(device: &Device, rows: usize, width: usize, seed: u64, dtype: Dtype) -> Given {
         Given::placed(device, (rows, width), (0, width), seed, dtype)
     }
@@ -66,7 +66,7 @@ impl Given {
         Given { buffer: upload(device, &all, dtype), all, at, rows, width, stride, dtype }
     }
 
-    /// The same values.
+    /// Rows with these values.
     pub fn of(device: &Device, values: &[f32], width: usize, dtype: Dtype) -> Given {
         let all: Vec<f32> = values.iter().map(|value| rounded(*value, dtype)).collect();
         let (buffer, rows) = (upload(device, &all, dtype), values.len() / width);
@@ -78,7 +78,7 @@ impl Given {
         Rows { buffer, at: *at, rows: *rows, width: *width, stride: *stride, dtype: *dtype }
     }
 
-    /// What they were at first.
+    /// The initial values of the rows.
     pub fn values(&self) -> Vec<f32> {
         self.inside(&self.all)
     }
@@ -91,7 +91,7 @@ impl Given {
         (0..self.rows).flat_map(|row| &all[self.at + row * self.stride..][..self.width]).copied().collect()
     }
 
-    /// What they are now; nothing around them has changed.
+    /// The current values of the rows; checks that nothing around them has changed.
     #[track_caller]
     pub fn now(&self, device: &Device) -> Vec<f32> {
         let now = download(device, &self.buffer, self.all.len(), self.dtype);
@@ -103,7 +103,8 @@ impl Given {
     }
 }
 
-/// Within `tolerance` of what is expected, relative to the largest expected, and what rounding to the type changes.
+/// Checks that values are within `tolerance` of the expected ones, relative to the largest expected value, plus the
+/// rounding of the type.
 #[track_caller]
 pub fn assert_near(actual: &[f32], expected: &[f64], dtype: Dtype, tolerance: f64, what: &str) {
     assert_eq!(actual.len(), expected.len(), "{what}");
@@ -138,7 +139,7 @@ fn rows_are_looked_up_and_converted() {
 }
 
 #[test]
-fn a_row_that_is_not_there_is_refused_by_the_host_and_nan_on_the_device() {
+fn a_missing_row_is_rejected_by_the_host_and_nan_on_the_device() {
     let Some(device) = device() else { return };
     let (x, out) = (Given::new(&device, 3, 8, 1, Dtype::F32), Given::new(&device, 2, 8, 2, Dtype::F32));
     assert!(matches!(select(&device, x.rows(), &[0, 3], out.rows()), Err(CudaError::Input(_))));
@@ -215,7 +216,7 @@ fn a_product_by_a_library_gets_its_bias_and_residual() {
     }
 }
 
-/// As src/engine/random.rs has it.
+/// The same function as in engine/src/random.rs.
 fn draw(key: u64, word: u64) -> u64 {
     const GAMMA: u64 = 0x9e37_79b9_7f4a_7c15;
     fn mix(word: u64) -> u64 {
@@ -226,7 +227,7 @@ fn draw(key: u64, word: u64) -> u64 {
     mix(mix(key.wrapping_mul(3).wrapping_add(mix(word.wrapping_add(GAMMA)))) ^ GAMMA)
 }
 
-/// What dropout leaves of a value.
+/// Applies dropout to one value.
 pub fn kept(key: u64, column: usize, value: f32, threshold: u64, scale: f32) -> f32 {
     let bits = draw(key, column as u64 / 2);
     let draw = if column.is_multiple_of(2) { bits & 0xffff_ffff } else { bits >> 32 };

@@ -7,7 +7,7 @@ use minijinja::syntax::SyntaxConfig;
 use minijinja::{Environment, Error, ErrorKind, Output, State, UndefinedBehavior, Value};
 use serde_json::{Map, json};
 
-use crate::jinja::{Ordered, Template, draw, environment, to_json, to_json_value, to_value};
+use crate::jinja::{Ordered, Template, charge, environment, to_json, to_json_value, to_value};
 use crate::sample::RewardSample;
 
 /// Maximum number of instructions per rendering. A typical rendering takes tens.
@@ -134,7 +134,7 @@ fn write(out: &mut Output, _: &mut State, value: &Value) -> Result<(), Error> {
     }
     match value.as_str() {
         Some(text) => {
-            draw(text.len() as u64)?;
+            charge(text.len() as u64)?;
             out.write_str(text).map_err(Error::from)
         }
         None => out.write_str(&to_json(value)?).map_err(Error::from),
@@ -283,6 +283,6 @@ mod tests {
 
     #[test]
     fn no_template_takes_all_memory_stack_or_time() {
-        rlood_test_support::templates::every_bomb_is_defused(rendered, true);
+        rlood_test_support::templates::every_costly_template_fails_soon(rendered, true);
     }
 }

@@ -1,4 +1,4 @@
-//! Bodies: work that is asked for again and again, noted in its first run and started as one graph in the later ones.
+//! Bodies: repeated work, recorded in its first run and started as one graph in later runs.
 
 use std::mem;
 
@@ -6,16 +6,17 @@ use super::super::list::List;
 use super::{Mode, Queue};
 use crate::cuda::device_api::{CudaError, Graph, Staging};
 
-/// Bodies remembered, the one not run for the longest time is forgotten first: more than twice the sizes that a batch of
-/// up to 4,096 rows passes through (`bucket`), and few enough that their graphs fit what buffers leave free.
+/// Maximum number of remembered bodies; the one not run for the longest time is dropped first. That is more than twice
+/// the number of batch sizes that a batch of up to 4,096 rows passes through (`bucket`), and few enough that their
+/// graphs fit into the memory that buffers leave free.
 const MOST_BODIES: usize = 128;
 
-/// A body that was run.
+/// A body that was recorded.
 #[derive(Debug)]
 pub(super) struct Body {
     pub(super) list: List,
     pub(super) staging: Option<Staging>,
-    /// Nothing yet, or the graph (`None`: to be carried out one by one).
+    /// None before the second run; then the graph (`Some(None)`: execute the operations individually).
     graph: Option<Option<Box<dyn Graph>>>,
     last_run: u64,
 }
@@ -30,7 +31,7 @@ impl Queue {
         }
         self.mode = match self.bodies.remove(&key) {
             Some(body) => Mode::Comparing { body: Box::new(body), next: 0, settled: false },
-            None => Mode::Noting { list: List::default(), staging: None },
+            None => Mode::Recording { list: List::default(), staging: None },
         };
         Ok(())
     }
@@ -39,12 +40,12 @@ impl Queue {
         if let Mode::Comparing { body, next, .. } = &self.mode
             && *next < body.list.ops.len()
         {
-            self.catch_up()?;
+            self.execute_held_back()?;
         }
         self.runs += 1;
         let body = match mem::take(&mut self.mode) {
             Mode::Direct => return Ok(()),
-            Mode::Noting { list, staging } => match self.remember(list, staging)? {
+            Mode::Recording { list, staging } => match self.remember(list, staging)? {
                 Some(body) => body,
                 None => return Ok(()),
             },
@@ -60,7 +61,7 @@ impl Queue {
         Ok(())
     }
 
-    /// A noted body, with staging memory for its next run.
+    /// Stores a recorded body, with staging memory for its next run.
     fn remember(&mut self, list: List, staging: Option<Staging>) -> Result<Option<Body>, CudaError> {
         if list.waited {
             self.forget(staging)?;
@@ -77,7 +78,7 @@ impl Queue {
         Ok(Some(Body { list, staging, graph: None, last_run: self.runs }))
     }
 
-    /// Run a body that was as noted.
+    /// Runs a body whose operations all matched.
     fn start(&mut self, mut body: Body) -> Result<Body, CudaError> {
         let graph = match body.graph.take() {
             Some(graph) => Some(graph),
@@ -86,7 +87,7 @@ impl Queue {
                     self.counters.captures += 1;
                     Some(graph)
                 }
-                // The graphs there are take the memory that this one would need: its next run tries again.
+                // Other graphs occupy the memory that this one needs: drop them; the next run tries again.
                 Err(CudaError::OutOfMemory { .. }) if !self.bodies.is_empty() => {
                     self.counters.capture_failures += 1;
                     self.forget_bodies();
@@ -103,8 +104,8 @@ impl Queue {
         if let (Ok(()), Some(staging)) = (&outcome, &mut body.staging) {
             outcome = self.driver.used(staging);
         }
-        if let Err(error) = self.noticed(outcome) {
-            // What of it was started may still read the staging memory; another error than this one tells no more.
+        if let Err(error) = self.note_out_of_memory(outcome) {
+            // Started operations may still read the staging memory; a second error would add no information.
             let _ = self.driver.synchronize();
             let _ = self.forget(body.staging);
             return Err(error);
@@ -115,15 +116,15 @@ impl Queue {
         Ok(body)
     }
 
-    /// Carry out what a body asked for that will not end.
+    /// Executes the operations of a body that will not end normally.
     pub(in super::super) fn abandon(&mut self) {
         if let Err(error) = self.driver.enter() {
             self.failure.get_or_insert(error);
         }
-        if let Err(error) = self.catch_up() {
+        if let Err(error) = self.execute_held_back() {
             self.failure.get_or_insert(error);
         }
-        if let Mode::Noting { staging, .. } = mem::take(&mut self.mode)
+        if let Mode::Recording { staging, .. } = mem::take(&mut self.mode)
             && let Err(error) = self.forget(staging)
         {
             self.failure.get_or_insert(error);

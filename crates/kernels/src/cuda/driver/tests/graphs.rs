@@ -1,8 +1,8 @@
-//! A body run as a graph gives what it gives without.
+//! Checks that a body run as a graph gives the same result as without a graph.
 
 use super::*;
 
-/// y = 3 (2 x) with an upload, buffers of its own, a copy and a product.
+/// Computes y = 3 (2 x) with an upload, its own buffers, a copy and a product.
 fn body(device: &Device, x: &[f32], y: &Buffer, factor: f32) -> Result<Buffer, CudaError> {
     let x = device.upload(x)?;
     let twice = device.alloc(x.bytes() as usize)?;
@@ -26,7 +26,7 @@ fn body(device: &Device, x: &[f32], y: &Buffer, factor: f32) -> Result<Buffer, C
     Ok(out)
 }
 
-/// Run and compare with what is wanted; the counters of the run.
+/// Runs the body and checks its result; returns the counters of the run.
 fn step(device: &Device, y: &Buffer, x: &[f32], factor: f32) -> Counters {
     let before = device.counters();
     let out = device.graph(7, || body(device, x, y, factor)).unwrap();
@@ -63,7 +63,7 @@ const FIRST: Counters = Counters { launches: 0, products: 0, uploads: 0, capture
 const LATER: Counters = Counters { captures: 0, ..FIRST };
 
 #[test]
-fn a_body_is_noted_then_captured_then_replayed_with_new_uploads() {
+fn a_body_is_recorded_then_captured_then_replayed_with_new_uploads() {
     let Some(device) = device() else { return };
     let y = device.zeros(16).unwrap();
     assert_eq!(step(&device, &y, &[1.0, 2.0, 3.0, 4.0], 3.0), DIRECT);
@@ -80,12 +80,12 @@ fn a_body_that_differs_runs_as_it_is_and_is_captured_anew() {
     for _ in 0..3 {
         step(&device, &y, &x, 3.0);
     }
-    // The second launch differs: the first upload was held back and is started late, not counted again.
+    // The second launch differs: the first upload was held back and is started late, but not counted again.
     let differs = step(&device, &y, &x, 4.0);
     assert_eq!((differs.mismatches, differs.replays, differs.launches, differs.uploads), (1, 0, 1, 1));
     assert_eq!(step(&device, &y, &x, 4.0), FIRST);
     assert_eq!(step(&device, &y, &[4.0, 3.0, 2.0, 1.0], 4.0), LATER);
-    // Another size differs from the first op on.
+    // A body with another size differs from the first operation on.
     let differs = step(&device, &y, &x[..3], 4.0);
     assert_eq!((differs.mismatches, differs.launches, differs.uploads), (1, 2, 2));
     assert_eq!(step(&device, &y, &x[..3], 4.0), FIRST);
@@ -108,7 +108,7 @@ fn an_address_that_was_taken_meanwhile_is_a_difference() {
     // Small buffers keep their memory, so that the next phase runs the same graphs.
     device.trim();
     assert_eq!(step(&device, &y, &x, 3.0), LATER);
-    // Where there is no room, graphs make some.
+    // If there is no room, graphs are dropped to free memory.
     device.set_memory_limit(Some(device.memory().used));
     assert!(matches!(device.alloc(1), Err(CudaError::OutOfMemory { .. })));
     device.set_memory_limit(None);
@@ -116,7 +116,7 @@ fn an_address_that_was_taken_meanwhile_is_a_difference() {
 }
 
 #[test]
-fn a_body_that_ends_early_or_goes_on_longer_is_a_difference() {
+fn a_body_that_ends_earlier_or_later_counts_as_different() {
     let Some(device) = device() else { return };
     let (x, y) = (device.upload(&[1.0_f32; 4]).unwrap(), device.zeros(16).unwrap());
     let run = |times: usize| {
@@ -155,7 +155,7 @@ fn a_body_that_waits_runs_without_a_graph() {
 }
 
 #[test]
-fn a_body_that_fails_has_done_what_it_asked_for_until_then() {
+fn a_failed_body_has_executed_its_operations_so_far() {
     let Some(device) = device() else { return };
     let (x, y) = (device.upload(&[1.0_f32; 4]).unwrap(), device.zeros(16).unwrap());
     let run = |factor: f32, fail: bool| {

@@ -1,4 +1,5 @@
-//! What kernels may use, against naive twins: the same tests on a GPU show that the emulator does as a GPU does.
+//! Compares the functions available to kernels with naive implementations. Running the same tests on a GPU shows that
+//! the emulator behaves like a GPU.
 
 use super::*;
 
@@ -7,7 +8,7 @@ params! { struct Shuffles { out: u64 } }
 params! { struct Tiles { a: u64, b: u64, b_columns: u64, d: u64, d_columns: u64, pairs: u64 } }
 params! { struct Roundings { x: u64, packed: u64, rounded: u64, widened: u64 } }
 params! { struct Counts { blocks: u64, threads: u64 } }
-params! { struct Neighbours { x: u64, y: u64, rounds: u32, pad: u32 } }
+params! { struct Neighbors { x: u64, y: u64, rounds: u32, pad: u32 } }
 
 fn halves(values: &[f32]) -> Vec<bf16> {
     values.iter().map(|&x| bf16::from_f32(x)).collect()
@@ -136,8 +137,8 @@ fn barriers_part_writes_from_reads() {
         let mut wanted: Vec<f32> = (0..block).map(|i| (i % 7) as f32).collect();
         let x = device.upload(&wanted).unwrap();
         let y = device.zeros(block as usize * 4).unwrap();
-        let params = Neighbours { x: x.pointer(), y: y.pointer(), rounds: 5, pad: 0 };
-        device.launch("probe_neighbours", Launch { shared: block * 4, ..one_block(block) }, &params).unwrap();
+        let params = Neighbors { x: x.pointer(), y: y.pointer(), rounds: 5, pad: 0 };
+        device.launch("probe_neighbors", Launch { shared: block * 4, ..one_block(block) }, &params).unwrap();
         for _ in 0..5 {
             let before = wanted.clone();
             for (i, own) in wanted.iter_mut().enumerate() {
@@ -153,7 +154,7 @@ fn a_block_may_have_all_the_shared_memory_that_the_device_names() {
     let Some(device) = device() else { return };
     let shared = device.properties().shared_bytes;
     let (x, y) = (device.zeros(128).unwrap(), device.zeros(128).unwrap());
-    let params = Neighbours { x: x.pointer(), y: y.pointer(), rounds: 1, pad: 0 };
-    device.launch("probe_neighbours", Launch { shared, ..one_block(32) }, &params).unwrap();
+    let params = Neighbors { x: x.pointer(), y: y.pointer(), rounds: 1, pad: 0 };
+    device.launch("probe_neighbors", Launch { shared, ..one_block(32) }, &params).unwrap();
     assert_eq!(device.download::<f32>(&y, 0, 32).unwrap(), [0.0; 32]);
 }

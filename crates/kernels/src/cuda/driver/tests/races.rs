@@ -1,4 +1,5 @@
-//! The race detector finds what is wrong in a kernel, whether or not it shows in the values; nothing in one that is right.
+//! Checks that the race detector finds races in wrong kernels, whether or not they affect the values, and
+//! none in correct kernels.
 
 use std::ffi::{CStr, c_char};
 
@@ -10,7 +11,7 @@ unsafe extern "C" {
     fn rlood_emulator_races(name: *const c_char, name_bytes: usize) -> *const c_char;
 }
 
-/// What was found in a kernel: two blocks of 64 threads, buffers of 64 floats, 1 KiB of shared memory.
+/// The report for a kernel, run with two blocks of 64 threads, buffers of 64 floats, 1 KiB of shared memory.
 fn findings(kernel: &str) -> String {
     let device = Device::open(0).unwrap();
     let x = device.upload(&(1..=64).map(|i| i as f32).collect::<Vec<f32>>()).unwrap();
@@ -18,14 +19,14 @@ fn findings(kernel: &str) -> String {
     let params = Wrong { x: x.pointer(), y: y.pointer(), count: 64, pad: 0 };
     device.launch(kernel, Launch { grid: [2, 1, 1], block: 64, shared: 1024 }, &params).unwrap();
     device.download::<f32>(&y, 0, 64).unwrap();
-    // SAFETY: a name and its length; a terminated string that stays, or null.
+    // SAFETY: the arguments are a name and its length; the result is null or a terminated string that stays valid.
     unsafe {
         let found = rlood_emulator_races(kernel.as_ptr().cast(), kernel.len());
         if found.is_null() { String::new() } else { CStr::from_ptr(found).to_string_lossy().into_owned() }
     }
 }
 
-/// Each of `what` is found.
+/// Checks that the report contains each of `what`.
 #[track_caller]
 fn finds(kernel: &str, what: &[&str]) {
     let found = findings(kernel);
@@ -38,7 +39,7 @@ fn finds(kernel: &str, what: &[&str]) {
 fn a_missing_barrier_is_found() {
     finds("wrong_missing_barrier", &["race, shared"]);
     finds("wrong_missing_second_barrier", &["race, shared"]);
-    finds("wrong_global_neighbour", &["race, global"]);
+    finds("wrong_global_neighbor", &["race, global"]);
     finds("wrong_syncwarp_for_a_barrier", &["race, shared"]);
 }
 
@@ -70,7 +71,7 @@ fn copies_that_are_read_or_refilled_too_early_are_found() {
 }
 
 #[test]
-fn a_read_of_what_nobody_wrote_is_found() {
+fn a_read_of_unwritten_memory_is_found() {
     finds("wrong_unwritten_shared", &["unwritten, shared"]);
 }
 

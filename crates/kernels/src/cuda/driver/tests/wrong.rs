@@ -1,10 +1,10 @@
-//! The emulator finds what a GPU may hide.
+//! Checks that the emulator finds errors that a GPU may hide.
 
 use super::*;
 
 params! { struct Wrong { x: u64, y: u64, count: u32, pad: u32 } }
 
-/// The error of a wrong kernel, with buffers of 64 floats; or what it wrote.
+/// Runs a wrong kernel with buffers of 64 floats; returns its error, or its output.
 fn run(kernel: &str, block: u32, shared: u32) -> Result<Vec<f32>, CudaError> {
     let device = Device::open(0).unwrap();
     let x = device.upload(&(1..=64).map(|i| i as f32).collect::<Vec<f32>>()).unwrap();
@@ -39,7 +39,7 @@ fn a_read_outside_a_buffer_gives_nothing_useful() {
 fn a_missing_barrier_shows_in_the_values() {
     let got = run("wrong_missing_barrier", 64, 0).unwrap();
     assert!((0..64).any(|i| got[i] != ((i + 1) % 64 + 1) as f32));
-    // With the barrier it needs: own value -next, plus twice next, is next.
+    // The barrier makes the result correct: the own value is -next, plus twice next.
     let got = run("wrong_missing_second_barrier", 64, 0).unwrap();
     assert!((0..64).any(|i| got[i] != ((i + 1) % 64 + 1) as f32));
 }
@@ -56,7 +56,7 @@ fn lanes_that_part_ways_are_found() {
 fn a_write_outside_shared_memory_is_found() {
     fails("wrong_shared_beyond", 32, 128, "beyond the dynamic shared memory of 128 bytes (block 0, 0, 0)");
     fails("wrong_static_beyond", 32, 0, "beyond a static shared array of 124 bytes");
-    fails("probe_neighbours", 32, 228 << 10, "shared memory are too many");
+    fails("probe_neighbors", 32, 228 << 10, "shared memory are too many");
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! What goes with merged weights: their index, the config, the tokenizer.
+//! The files of a merged model besides the weights: index, config, tokenizer.
 
 use std::fs::File;
 use std::io::Write;
@@ -11,12 +11,12 @@ use super::{INDEX, MergedDtype, io};
 use crate::error::Result;
 use crate::modelcard;
 
-/// Files of a model directory that merging leaves to itself.
+/// Files of a model directory that the merge writes itself.
 const OWN: [&str; 2] = ["config.json", INDEX];
-/// Endings of what goes with a model beside its weights.
+/// Extensions of the files that are copied.
 const COPIED: [&str; 5] = [".json", ".txt", ".jinja", ".model", ".tiktoken"];
 
-/// The list of which tensor is in which file.
+/// Writes the index of which tensor is in which file.
 pub(super) fn write_index(plans: &[FilePlan], dtype: MergedDtype, out: &Path) -> Result<()> {
     let mut map = Map::new();
     for plan in plans {
@@ -26,7 +26,7 @@ pub(super) fn write_index(plans: &[FilePlan], dtype: MergedDtype, out: &Path) ->
     write_json(&out.join(INDEX), &json!({"metadata": {"total_size": total}, "weight_map": map}))
 }
 
-/// The base's config, with the dtype, without the quantization that is no more.
+/// Writes the base's config with the new dtype, and without the quantization that no longer applies.
 pub(super) fn write_config(model_dir: &Path, dtype: MergedDtype, out: &Path) -> Result<()> {
     let mut config = modelcard::read_json(model_dir, "config.json", 1 << 24)?;
     let set = |config: &mut Map<String, Value>, always: bool| {
@@ -52,7 +52,7 @@ fn write_json(path: &Path, value: &Value) -> Result<()> {
     file.write_all(format!("{value:#}\n").as_bytes()).and_then(|()| file.sync_all()).map_err(io(path))
 }
 
-/// Everything beside the weights, byte for byte: tokenizer, chat template, generation config.
+/// Copies all other files unchanged: tokenizer, chat template, generation config.
 pub(super) fn copy_others(model_dir: &Path, out: &Path) -> Result<()> {
     for entry in std::fs::read_dir(model_dir).map_err(io(model_dir))? {
         let entry = entry.map_err(io(model_dir))?;
