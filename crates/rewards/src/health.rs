@@ -1,4 +1,5 @@
-//! How well one reward has done lately: when to warn, when to stop the job rather than train on little.
+//! Share of missing values of one reward over recent rollouts: when to warn, and when to pause the job instead
+//! of training on few values.
 
 use std::collections::VecDeque;
 
@@ -8,14 +9,14 @@ use super::{Judged, RewardFailure};
 use crate::event::Event;
 use crate::sample::RewardValue;
 
-/// Rollouts in the window.
+/// Number of rollouts in the window.
 const WINDOW: usize = 5;
-/// Missing fraction over the window that is worth a warning.
+/// Missing share over the window above which a warning contains the share.
 const WARN_FRACTION: f64 = 0.2;
-/// Missing fraction over a full window that pauses the job, unless its plan says another.
+/// Missing share over a full window that pauses the job, unless the plan sets another.
 const STOP_FRACTION: f64 = 0.5;
 
-/// Missing values over the last rollouts of one reward.
+/// Missing values of one reward over the last rollouts.
 #[derive(Debug, Default)]
 pub struct Health {
     window: VecDeque<(u64, u64)>,
@@ -23,27 +24,28 @@ pub struct Health {
     stop_fraction: Option<f64>,
 }
 
-/// What the window says.
+/// Result of adding a rollout.
 #[derive(Debug)]
 pub enum Verdict {
-    /// Go on.
+    /// The job continues.
     Good,
-    /// Go on, but tell.
+    /// The job continues, with a warning.
     Warn(Event),
-    /// The job should pause.
+    /// The job must pause.
     Stop(RewardFailure),
 }
 
 impl Health {
-    /// Pauses the job at this missing fraction; `None`: at the usual one.
+    /// Creates a window that pauses the job at this missing share; `None` uses the default of 0.5.
     pub fn pausing_at(stop_fraction: Option<f64>) -> Self {
         Self { stop_fraction, ..Self::default() }
     }
 
-    /// Takes in one rollout's answers. Stops when half of the last five rollouts is missing, or when the very first
-    /// rollout got no valid answer at all: such a service never worked.
+    /// Adds one rollout. Returns [`Verdict::Stop`] when the missing share over the last five rollouts reaches the limit, or
+    /// when the first rollout got no valid answer at all, since such a service never worked.
     pub fn take(&mut self, reward: &str, judged: &Judged) -> Verdict {
-        // An error beside a number is a 0 that stands for an invalid answer (`on_invalid: zero`): told, but not missing.
+        // An error beside a number is a 0 that replaces an invalid answer (`on_invalid: zero`). It
+        // is reported, but not missing.
         let failed = judged.judgements.iter().filter(|judgement| judgement.error.is_some());
         let example = failed.clone().next().and_then(|judgement| judgement.error.as_ref());
         let example = example.map(|error| format!("{}: {}", error.code, error.message)).unwrap_or_default();

@@ -1,10 +1,9 @@
-//! What a service must not get into our records by saying it back: the secrets it was asked with. It may say them as they
-//! are, or as JSON, a URL, a form, HTML or base64 writes them, one in the other: escapes are taken off layer by layer, and
-//! each layer is searched.
+//! Removes secrets from a service's answer before the answer is stored or shown, in case the service repeats the secrets it was
+//! called with. The answer may contain them as they are, or encoded for JSON, URLs, forms, HTML or base64, also nested. Escapes
+//! are therefore removed layer by layer, and each layer is searched.
 //!
-//! What a service says in JSON is changed in its strings only. A header's value may stand among the digits of a reward or be
-//! the name of a field by chance: numbers and keys are left as they are, to the byte, so that the answer says the same
-//! before and after.
+//! In JSON only strings are changed. A header's value may by chance equal digits of a reward or a field name: numbers and keys
+//! are kept byte for byte, so that the answer has the same meaning before and after.
 
 use std::cmp::Reverse;
 use std::ops::Range;
@@ -22,9 +21,9 @@ mod layer;
 use layer::Layer;
 
 const INSTEAD: &[u8] = b"(redacted)";
-/// Shorter ones would be found in any text.
+/// Minimum length of a secret in bytes. Shorter ones would match in any text.
 const SHORTEST: usize = 4;
-/// Shorter ones may stand in an answer for their own reasons.
+/// Length in bytes from which a match is certainly the secret. Shorter matches may be part of the answer.
 const UNMISTAKABLE: usize = 8;
 /// Bytes of one in an answer.
 const LONGEST_NUMBER: usize = 40;
@@ -33,20 +32,20 @@ const LAYERS: usize = 4;
 /// Bytes of a compiled search; the longest headers need a small part of it.
 const SEARCH_BYTES: usize = 256 << 20;
 
-/// The secrets of one reward, to be looked for.
+/// Search patterns for the secrets of one reward.
 #[derive(Clone, Default)]
 pub(crate) struct Hidden(Vec<Regex>);
 
 impl Hidden {
-    /// Every value as a whole, and its words: a service may repeat a token without its `Bearer`.
+    /// Compiles patterns for every secret and for its words, since a service may repeat a token without its `Bearer`.
     pub(crate) fn new(secrets: &RewardSecrets) -> Self {
         let RewardSecrets { secret, previous_secret, headers } = secrets;
         let values = secret.iter().chain(previous_secret).chain(headers.values());
         Self(values.filter_map(|value| search(&forms(value))).collect())
     }
 
-    /// An answer without them, to be read and written down: the values of its strings are changed, but not those that it is
-    /// read by. What is no JSON is changed as a text. A short secret that may be the answer's own word stays.
+    /// Redacts an answer that is parsed and stored: changes the values of strings, except those in `legible`. An answer that is
+    /// not JSON is redacted as text. A short match that may be part of the answer is kept.
     pub(crate) fn answer(&self, bytes: Vec<u8>, legible: impl FnOnce() -> Legible) -> Vec<u8> {
         if self.places(&bytes, |_, _| false).is_empty() {
             return bytes;
@@ -65,12 +64,12 @@ impl Hidden {
         })
     }
 
-    /// A text that is shown to people, without them.
+    /// Redacts a text that is shown to users.
     pub(crate) fn shown(&self, bytes: Vec<u8>) -> Vec<u8> {
         self.without(bytes, |_, _| false)
     }
 
-    /// A body that is shown to people, without them: of JSON all strings are changed, keys too.
+    /// Redacts a body that is shown to users. In JSON all strings are changed, including keys.
     pub(crate) fn shown_body(&self, bytes: Vec<u8>) -> Vec<u8> {
         let shown = self.shown(bytes.clone());
         if shown == bytes || parse(&bytes).is_err() {
@@ -79,8 +78,8 @@ impl Hidden {
         change_strings(&bytes, |inside, _| Some(self.shown(inside.to_vec())))
     }
 
-    /// The inside of a JSON string that holds a JSON object among other words (as language models answer), without them; the
-    /// object's numbers and keys stay. `None`: it holds no object.
+    /// Redacts a JSON string that contains a JSON object among other text, as language models answer. The object's numbers and
+    /// keys are kept. Returns `None` if the string contains no object.
     fn json_inside(&self, inside: &[u8]) -> Option<Vec<u8>> {
         let text: String = serde_json::from_slice(&[b"\"", inside, b"\""].concat()).ok()?;
         let (start, end) = (text.find('{')?, text.rfind('}')? + 1);
@@ -94,7 +93,7 @@ impl Hidden {
         Some(written.get(1..written.len().checked_sub(1)?)?.to_vec())
     }
 
-    /// The headers without them.
+    /// Redacts the values of headers.
     pub(crate) fn headers(&self, mut headers: HeaderMap) -> HeaderMap {
         for value in headers.values_mut() {
             let clean = self.shown(value.as_bytes().to_vec());
@@ -114,7 +113,7 @@ impl Hidden {
         }
         let (mut clean, mut from) = (Vec::with_capacity(bytes.len()), 0);
         for Range { mut start, end } in places {
-            // Half an escape would break what follows.
+            // Starting inside an escape would corrupt the text that follows.
             let backslashes = bytes[from..start].iter().rev().take_while(|byte| **byte == b'\\').count();
             start -= backslashes % 2;
             clean.extend_from_slice(&bytes[from..start]);
@@ -125,7 +124,7 @@ impl Hidden {
         clean
     }
 
-    /// Where they stand, in order, apart from each other.
+    /// Returns the positions of all secrets, in order and without overlaps.
     fn places(&self, bytes: &[u8], stays: fn(&[u8], &Range<usize>) -> bool) -> Vec<Range<usize>> {
         let mut found = Vec::new();
         let mut layers: Vec<Layer> = Vec::new();
@@ -153,7 +152,7 @@ impl Hidden {
     }
 }
 
-/// What of an answer must stay as it is for it to be read.
+/// Parts of an answer that must be kept because the answer is parsed by them.
 #[derive(Debug, Default)]
 pub(crate) struct Legible {
     /// Values of strings: ids that were sent, names of labels.
@@ -163,15 +162,15 @@ pub(crate) struct Legible {
 }
 
 impl Legible {
-    /// Whether the inside of a JSON string means one of the words.
+    /// Returns whether the content of a JSON string, after unescaping, is one of the words.
     fn is_word(&self, inside: &[u8]) -> bool {
         let meant: Option<String> = serde_json::from_slice(&[b"\"", inside, b"\""].concat()).ok();
         meant.is_some_and(|meant| self.words.contains(&meant))
     }
 }
 
-/// JSON with the insides of its strings changed, and not a byte besides. `change` gets the inside as it is written, and
-/// whether it is a key; `None`: it stays.
+/// Replaces the contents of strings in JSON, and keeps every other byte. `change` gets the content as written and whether it is
+/// a key; it returns `None` to keep the content.
 fn change_strings(json: &[u8], change: impl Fn(&[u8], bool) -> Option<Vec<u8>>) -> Vec<u8> {
     let (mut changed, mut copied, mut at) = (Vec::with_capacity(json.len()), 0, 0);
     while let Some(skipped) = json[at..].iter().position(|byte| *byte == b'"') {
@@ -193,10 +192,11 @@ fn change_strings(json: &[u8], change: impl Fn(&[u8], bool) -> Option<Vec<u8>>) 
     changed
 }
 
-/// What stands for a secret value: the whole, its words, what they are base64 of; all of it at each layer.
+/// Returns the forms in which a secret may appear: the whole value, its words, and decoded base64, each
+/// at every layer of escapes.
 fn forms(value: &str) -> Vec<Vec<u8>> {
     let mut words: Vec<&str> = value.split_whitespace().collect();
-    // A scheme is no secret.
+    // The scheme, such as `Bearer`, is not a secret.
     if words.len() > 1 && words[0].len() < UNMISTAKABLE {
         words.remove(0);
     }
@@ -204,7 +204,7 @@ fn forms(value: &str) -> Vec<Vec<u8>> {
     for word in words {
         let word = word.strip_prefix("whsec_").unwrap_or(word);
         if let Some(inside) = STANDARD.decode(word).ok().and_then(|bytes| String::from_utf8(bytes).ok()) {
-            // `Basic` has a name before the password.
+            // A `Basic` credential contains a user name before the password.
             parts.extend(inside.split_once(':').map(|(_, password)| password.to_owned()));
             parts.push(inside);
         }
@@ -221,13 +221,13 @@ fn forms(value: &str) -> Vec<Vec<u8>> {
         }
     }
     forms.retain(|form| form.len() >= SHORTEST);
-    // The whole before its parts.
+    // Longer forms come first, so that the whole secret matches before its parts.
     forms.sort_by(|one, other| other.len().cmp(&one.len()).then_with(|| one.cmp(other)));
     forms.dedup();
     forms
 }
 
-/// Base64 of a text wherever it stands in what was encoded: without what the neighbours decide.
+/// Returns the base64 forms of a text at each of the three alignments, without the characters that depend on neighboring bytes.
 fn encoded(part: &str) -> Vec<Vec<u8>> {
     let mut found = Vec::new();
     for before in 0..3 {
@@ -248,7 +248,8 @@ fn search(forms: &[Vec<u8>]) -> Option<Regex> {
     if forms.is_empty() { None } else { build() }
 }
 
-/// Whether a short text may be the answer's own: in a word, a name, a number. The answer could not be read without it.
+/// Returns whether a short match may be part of the answer: inside a word, a name or a number. Redacting it
+/// could make the answer unreadable.
 fn is_own(text: &[u8], place: &Range<usize>) -> bool {
     let (before, secret, after) = (&text[..place.start], &text[place.clone()], &text[place.end..]);
     let in_word = |byte: Option<&u8>| byte.is_some_and(|byte| byte.is_ascii_alphanumeric() || *byte == b'_');
@@ -325,7 +326,7 @@ mod tests {
         ] {
             assert_eq!(clean(&found, said), left);
         }
-        // Base64 of it, alone and after something else: no three bytes of it are left.
+        // Base64 of the token, alone and after other text: at most a few of its characters may be left.
         for lead in ["", "a", "me:", "Bearer ", "longer: "] {
             for engine in [STANDARD, URL_SAFE] {
                 let said = engine.encode(format!("{lead}{token}"));

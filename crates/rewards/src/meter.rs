@@ -1,4 +1,4 @@
-//! Counts what becomes of one reward's requests and samples, and keeps its last failures: what `GET /jobs/{id}/rewards` shows.
+//! Counts the requests and samples of one reward and keeps its last failures, as shown by `GET /jobs/{id}/rewards`.
 
 use std::collections::VecDeque;
 use std::sync::{Mutex, PoisonError};
@@ -12,48 +12,49 @@ use crate::event::{Event, RewardChange};
 use crate::protocol::{BreakerState, FailedTry, RawMessage, RewardHealth, RewardLatency, SlowTry};
 use crate::sample::RewardValue;
 
-/// Latencies that the percentiles are of.
+/// Number of latencies that the percentiles are computed from.
 const LATENCIES: usize = 512;
-/// Failures that are kept.
+/// Number of failures to keep.
 const FAILURES: usize = 5;
-/// Tries that say how a service does; so many failures among them are too many, so many good ones in a row make up for it.
+/// Number of recent requests that decide about degradation: too many failures among them degrade the reward, and enough
+/// successes in a row end the degradation.
 const RECENT: usize = 20;
 const TOO_MANY: usize = 3;
 const GOOD_AGAIN: usize = 5;
-/// Samples that a kept try names.
+/// Maximum number of sample ids in a recorded request.
 const NAMED: usize = 64;
 
-/// Which samples a request is about.
+/// The samples that a request is about.
 #[derive(Debug, Clone, Default)]
 pub(super) struct About {
-    /// The optimizer step they are for.
+    /// Optimizer step that the samples belong to.
     pub step: u64,
-    /// `prompt_id/sample_id`.
+    /// Ids of the samples as `prompt_id/sample_id`.
     pub samples: Vec<String>,
 }
 
-/// One reward's counts. Shared by all its requests.
+/// The counts of one reward, shared by all its requests.
 #[derive(Debug, Default)]
 pub(super) struct Meter(Mutex<State>);
 
 #[derive(Debug, Default)]
 struct State {
     health: RewardHealth,
-    /// ms.
+    /// Recent latencies in milliseconds.
     latencies: VecDeque<f64>,
     recent: VecDeque<bool>,
-    /// When a degradation was told of last; the one under way was.
+    /// Time of the last degradation event, if there was one.
     told: Option<Instant>,
     told_of_this: bool,
-    /// What the breaker of former attempts counted.
+    /// How often the circuit breaker opened in previous attempts.
     opened_before: u64,
-    /// It was open when the last of them ended.
+    /// Whether the breaker was open when the last of them ended.
     open_before: bool,
 }
 
-/// A failure to be kept.
+/// A failed request that is recorded.
 pub(super) struct Failure<'a> {
-    /// As in [`RewardHealth::errors`].
+    /// Error class, as in [`RewardHealth::errors`].
     pub class: &'static str,
     pub message: String,
     pub took: Duration,
@@ -63,7 +64,7 @@ pub(super) struct Failure<'a> {
 }
 
 impl Meter {
-    /// Goes on from what former attempts counted.
+    /// Continues the counts of previous attempts.
     pub fn new(former: Option<RewardHealth>) -> Self {
         let health = former.unwrap_or_default();
         let opened_before = health.breaker.as_ref().map_or(0, |breaker| breaker.opened);
@@ -72,7 +73,8 @@ impl Meter {
         Self(Mutex::new(State { health, opened_before, open_before, told_of_this, ..State::default() }))
     }
 
-    /// A try was answered; `messages` makes the record, if it is the slowest so far. Returns what is to be told.
+    /// Counts an answered request. `messages` builds the record if the request is the slowest so far. Returns an
+    /// event if the state changed.
     pub fn answered(
         &self,
         reward: &str,
@@ -93,12 +95,12 @@ impl Meter {
         if !std::mem::take(&mut state.open_before) {
             return told;
         }
-        let message = format!("reward '{reward}': its service answers again");
+        let message = format!("reward '{reward}': the service answers again");
         let (reward, change) = (reward.to_owned(), RewardChange::BreakerClosed);
         Some(Event::Reward { reward, change, message, data: json!({}) })
     }
 
-    /// A try brought nothing.
+    /// Counts a request that failed.
     pub fn failed(&self, reward: &str, failure: Failure<'_>) -> Option<Event> {
         let mut state = self.lock();
         state.health.requests += 1;
@@ -107,7 +109,7 @@ impl Meter {
         state.tried(reward, false, &message)
     }
 
-    /// A try was answered, and counted as such, but the answer is of no use.
+    /// Marks a request that was counted as answered as failed, because its answer cannot be used.
     pub fn unusable(&self, reward: &str, failure: Failure<'_>) -> Option<Event> {
         let mut state = self.lock();
         let message = failure.message.clone();
@@ -116,12 +118,12 @@ impl Meter {
         state.tried(reward, false, &message)
     }
 
-    /// A try repeats another one.
+    /// Counts a retry.
     pub fn retried(&self) {
         self.lock().health.retries += 1;
     }
 
-    /// A rollout was scored; `took` where that is not a matter of requests.
+    /// Counts the values of a scored rollout. `took` is set for rewards without requests.
     pub fn judged(&self, judged: &Judged, took: Option<Duration>) {
         let mut state = self.lock();
         let Judged { judgements, counts: Counts { replayed, cached, .. } } = judged;
@@ -144,7 +146,7 @@ impl Meter {
         }
     }
 
-    /// As it stands; breaker and concurrency are the endpoint's.
+    /// Returns the counts. The endpoint adds its breaker and concurrency.
     pub fn health(&self) -> RewardHealth {
         let state = self.lock();
         let mut health = state.health.clone();
@@ -154,7 +156,7 @@ impl Meter {
         health
     }
 
-    /// How often the breaker opened in former attempts.
+    /// Returns how often the breaker opened in previous attempts.
     pub fn opened_before(&self) -> u64 {
         self.lock().opened_before
     }
@@ -165,7 +167,7 @@ impl Meter {
 }
 
 impl State {
-    /// Returns the latency in ms.
+    /// Records a latency and returns it in milliseconds.
     fn took(&mut self, took: Duration) -> f64 {
         let latency_ms = rounded(took.as_secs_f64() * 1e3);
         self.health.answers += 1;
@@ -194,7 +196,7 @@ impl State {
         self.health.failures.truncate(FAILURES);
     }
 
-    /// Weighs a try; tells when the service got too bad, or well again.
+    /// Records a success or failure, and returns an event when the reward becomes degraded or recovers.
     fn tried(&mut self, reward: &str, well: bool, cause: &str) -> Option<Event> {
         if self.recent.len() == RECENT {
             self.recent.pop_front();
@@ -210,7 +212,7 @@ impl State {
             self.told = Some(Instant::now());
             self.told_of_this = true;
             let message =
-                format!("reward '{reward}': {failed} of its last {tries} tries brought nothing usable; last: {cause}");
+                format!("reward '{reward}': {failed} of its last {tries} requests failed; last error: {cause}");
             let data = json!({ "failed": failed, "tries": tries, "cause": cause });
             return Some(Event::Reward { reward: reward.to_owned(), change: RewardChange::Degraded, message, data });
         }
@@ -219,7 +221,7 @@ impl State {
             self.health.degraded = false;
             self.recent.clear();
             if std::mem::take(&mut self.told_of_this) {
-                let message = format!("reward '{reward}': its last {GOOD_AGAIN} tries all went well");
+                let message = format!("reward '{reward}': its last {GOOD_AGAIN} requests succeeded");
                 let data = json!({ "tries": GOOD_AGAIN });
                 return Some(Event::Reward {
                     reward: reward.to_owned(),
@@ -235,7 +237,7 @@ impl State {
 
 fn latency(mut latencies: Vec<f64>) -> Option<RewardLatency> {
     latencies.sort_by(f64::total_cmp);
-    // The smallest that so large a part is not above.
+    // Nearest-rank percentile: the smallest latency that at least this share of the latencies does not exceed.
     let at = |part: f64| {
         let rank = (part * latencies.len() as f64).ceil() as usize;
         latencies.get(rank.saturating_sub(1)).copied()
@@ -247,7 +249,7 @@ fn rounded(ms: f64) -> f64 {
     (ms * 1e3).round() / 1e3
 }
 
-/// Unix milliseconds.
+/// Converts a time to Unix milliseconds.
 pub(crate) fn unix_ms(time: SystemTime) -> i64 {
     i64::try_from(time.duration_since(UNIX_EPOCH).unwrap_or_default().as_millis()).unwrap_or(i64::MAX)
 }

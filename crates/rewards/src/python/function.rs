@@ -1,5 +1,5 @@
-//! A reward of type `python`: its server process is started when it is first needed and asked over loopback like any
-//! webhook, with the same retries, journal and rules for missing values.
+//! Rewards of type `python`. The server process starts at first use and is called over loopback like a webhook, with the same
+//! retries, journal and rules for missing values.
 
 use std::collections::BTreeMap;
 use std::net::TcpListener;
@@ -18,22 +18,22 @@ use crate::spec::{PythonPlan, RewardKind, RewardPlan, RewardSecrets};
 use crate::webhook::Webhook;
 use crate::{BuildError, JobContext, Judged, Reward, RewardFailure};
 
-/// The Python files of one attempt: a process each, whatever the number of rewards that are functions of it.
+/// The Python files of one attempt. Each file has one process, which serves all rewards that use its functions.
 #[derive(Default)]
 pub struct PythonFunctions(Mutex<BTreeMap<PathBuf, Arc<FileServer>>>);
 
-/// The process of one file, once it is started.
+/// The server process of one file, started at first use.
 struct FileServer {
     file: PathBuf,
     sha256: Option<String>,
-    /// Held from the beginning, so that the address is known before the process runs.
+    /// Bound at creation, so that the address is known before the process runs.
     listener: TcpListener,
     secret: String,
     wanted: Mutex<Wanted>,
     server: OnceCell<PythonServer>,
 }
 
-/// What the rewards of one file ask of its process.
+/// Functions and number of processes that the rewards of one file require.
 #[derive(Debug, Default, Clone)]
 struct Wanted {
     functions: Vec<String>,
@@ -89,8 +89,8 @@ impl FileServer {
         if !self.file.is_file() {
             let file = self.file.display();
             let detail = format!(
-                "{file} is not on this worker's machine: a reward of type python needs the same file at the same path there. Copy \
-                 it, or serve it with `rlood reward serve` and name that address in a webhook"
+                "{file} does not exist on this worker's machine: a reward of type python needs the same file at the same path there. Copy \
+                 it, or serve it with `rlood reward serve` and use that address in a webhook"
             );
             return Err(PythonError::Setting(detail));
         }
@@ -109,7 +109,7 @@ impl FileServer {
     }
 }
 
-/// One function as a reward.
+/// One Python function as a reward.
 pub struct PythonFunction {
     name: String,
     file: Arc<FileServer>,
@@ -117,10 +117,10 @@ pub struct PythonFunction {
 }
 
 impl PythonFunction {
-    /// Makes the reward of a plan; its process is one of `files`. `change` gives the webhook what it shares with others.
+    /// Creates the reward of a plan, with its process in `files`. `change` adds the webhook's shared state.
     ///
     /// # Errors
-    /// When the system gives no address to listen on or no HTTP client.
+    /// Fails when no listening address or no HTTP client can be created.
     pub fn new(
         reward: &RewardPlan,
         plan: &PythonPlan,
@@ -129,7 +129,7 @@ impl PythonFunction {
         change: impl FnOnce(Webhook, &str) -> Webhook,
     ) -> Result<Self, BuildError> {
         let error = |detail: String| BuildError { reward: reward.name.clone(), detail };
-        let file = files.of_file(plan).map_err(|why| error(format!("no address for its process: {why}")))?;
+        let file = files.of_file(plan).map_err(|why| error(format!("cannot listen for its process: {why}")))?;
         let address = file.listener.local_addr().map_err(|why| error(why.to_string()))?;
         let url = format!("http://{address}/{}", plan.function);
         let kind = RewardKind::Python(plan.clone()).with_service(|service| service.url.clone_from(&url));
@@ -139,17 +139,18 @@ impl PythonFunction {
         Ok(Self { name: reward.name.clone(), file, webhook: change(webhook, &url) })
     }
 
-    /// The webhook by which the process is asked.
+    /// Returns the webhook client of the process.
     pub fn webhook(&self) -> &Webhook {
         &self.webhook
     }
 }
 
-/// The same client for the process's address only: whether loopback may be reached is a rule for addresses that users give.
+/// Returns the same client, restricted to loopback. The operator's rule about loopback applies only
+/// to addresses that users give.
 fn to_this_machine(client: &RewardClient) -> Result<RewardClient, String> {
     let policy = OutgoingPolicy::parse(&["loopback"]).map_err(|why| why.to_string())?;
     let http = restricted_client_builder(&policy).http1_only().build();
-    let http = http.map_err(|why| format!("no HTTP client: {why}"))?;
+    let http = http.map_err(|why| format!("cannot create an HTTP client: {why}"))?;
     Ok(RewardClient { policy, http, ..client.clone() })
 }
 

@@ -1,12 +1,12 @@
-//! Reads arithmetic as people and LaTeX write it, and computes it.
+//! Parses and evaluates arithmetic in plain notation and in LaTeX.
 
 use std::collections::BTreeSet;
 
-/// Deepest nesting.
+/// Maximum nesting depth.
 const MAX_DEPTH: u32 = 60;
 const FUNCTIONS: [&str; 9] = ["sin", "cos", "tan", "ln", "log", "exp", "arcsin", "arccos", "arctan"];
 
-/// An expression.
+/// A parsed arithmetic expression.
 #[derive(Debug)]
 pub(super) enum Expression {
     Number(f64),
@@ -24,12 +24,12 @@ pub(super) enum Operation {
     Multiply,
     Divide,
     Power,
-    /// Of the left, the right one-th.
+    /// The right operand is the degree: `Root(8, 3)` is 2.
     Root,
 }
 
 impl Expression {
-    /// `None`: it is not arithmetic.
+    /// Parses an expression; `None` if the text is not arithmetic.
     pub(super) fn parse(text: &str) -> Option<Self> {
         let mut parser = Parser { rest: text.trim(), depth: 0 };
         let parsed = parser.sum()?;
@@ -37,7 +37,7 @@ impl Expression {
         parser.rest.is_empty().then_some(parsed)
     }
 
-    /// A finite value, given those of the variables.
+    /// Returns the value for these values of the variables; `None` if it is not finite.
     pub(super) fn value(&self, variable: &dyn Fn(char) -> Option<f64>) -> Option<f64> {
         let value = match self {
             Expression::Number(number) => *number,
@@ -83,7 +83,7 @@ impl Expression {
         value.is_finite().then_some(value)
     }
 
-    /// Its variables.
+    /// Returns the names of the variables.
     pub(super) fn variables(&self) -> BTreeSet<char> {
         match self {
             Expression::Number(_) => BTreeSet::new(),
@@ -110,12 +110,12 @@ impl Parser<'_> {
         self.rest = self.rest.trim_start();
     }
 
-    /// Takes one of some words, if the text goes on with it.
+    /// Consumes one of these words if the remaining text starts with it.
     fn take(&mut self, words: &[&str]) -> bool {
         self.skip();
         for word in words {
             let Some(rest) = self.rest.strip_prefix(word) else { continue };
-            // \pi is not the beginning of \pink.
+            // `\pi` must not match the beginning of `\pink`.
             let is_command = word.len() > 2 && word.starts_with('\\');
             if is_command && rest.starts_with(|c: char| c.is_ascii_alphabetic()) {
                 continue;
@@ -157,7 +157,7 @@ impl Parser<'_> {
             } else if self.take(&["/", "\\div", "÷"]) {
                 left = binary(Operation::Divide, left, self.signed()?);
             } else if self.next().is_some_and(|c| c.is_ascii_alphabetic() || matches!(c, '(' | '\\' | '√' | 'π')) {
-                // 2x, 2(x + 1), 2\sqrt{3}
+                // Implicit multiplication: 2x, 2(x + 1), 2\sqrt{3}.
                 left = binary(Operation::Multiply, left, self.power()?);
             } else {
                 return Some(left);
@@ -251,7 +251,7 @@ impl Parser<'_> {
         None
     }
 
-    /// `{…}`, or one character as TeX takes it.
+    /// Parses `{…}`, or a single character, as an argument of a TeX command.
     fn argument(&mut self) -> Option<Expression> {
         if self.take(&["{"]) {
             let inner = self.sum()?;
@@ -265,7 +265,7 @@ impl Parser<'_> {
         self.atom()
     }
 
-    /// A number with its thousands' commas, an exponent, and a fraction behind it (a mixed number).
+    /// Parses a number with thousands separators and an exponent, or a mixed number such as "1 1/2".
     fn number(&mut self) -> Option<Expression> {
         let is_digit = |c: char| c.is_ascii_digit();
         let mut length = self.rest.find(|c| !is_digit(c)).unwrap_or(self.rest.len());
@@ -297,7 +297,7 @@ impl Parser<'_> {
         if self.rest.trim_start().starts_with("\\frac") {
             return Some(binary(Operation::Add, number, self.atom()?));
         }
-        // "1 1/2"
+        // A mixed number such as "1 1/2".
         let after = self.rest.trim_start();
         let above = after.find(|c| !is_digit(c)).unwrap_or(0);
         if self.rest.starts_with(' ') && above > 0 && after[above..].starts_with('/') {
