@@ -25,11 +25,11 @@ const INSTEAD: &[u8] = b"(redacted)";
 const SHORTEST: usize = 4;
 /// Length in bytes from which a match is certainly the secret. Shorter matches may be part of the answer.
 const UNMISTAKABLE: usize = 8;
-/// Bytes of one in an answer.
+/// Longest number in an answer that is considered, in bytes.
 const LONGEST_NUMBER: usize = 40;
-/// Escapes around escapes that are taken off.
+/// Maximum number of nested escapes that are removed.
 const LAYERS: usize = 4;
-/// Bytes of a compiled search; the longest headers need a small part of it.
+/// Size limit of a compiled search in bytes. The longest headers need a small part of it.
 const SEARCH_BYTES: usize = 256 << 20;
 
 /// Search patterns for the secrets of one reward.
@@ -155,9 +155,9 @@ impl Hidden {
 /// Parts of an answer that must be kept because the answer is parsed by them.
 #[derive(Debug, Default)]
 pub(crate) struct Legible {
-    /// Values of strings: ids that were sent, names of labels.
+    /// Values of strings: sample ids and names of labels.
     pub words: Vec<String>,
-    /// Strings may hold JSON that is read.
+    /// Whether strings may contain JSON that is parsed.
     pub json_in_strings: bool,
 }
 

@@ -131,7 +131,7 @@ impl Limit {
     fn complaint(self, value: f64) -> Option<String> {
         match self.0 {
             _ if !value.is_finite() => Some(format!("the reward {value} is not finite")),
-            // Debug writes large numbers short.
+            // Debug formatting writes large numbers in scientific notation.
             Some(limit) if value.abs() > limit => {
                 Some(format!("the reward {value:?} is beyond \u{b1}{limit} (max_abs_reward)"))
             }

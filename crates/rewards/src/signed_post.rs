@@ -10,11 +10,11 @@ use crate::signature::Key;
 
 /// The signed parts of a request.
 pub struct Signed<'a> {
-    /// The `webhook-id`: the same at every try.
+    /// Value of `webhook-id`, the same for all attempts.
     pub id: &'a str,
-    /// When this try is made, s since 1970.
+    /// Time of this attempt, in seconds since 1970.
     pub timestamp: u64,
-    /// The bytes that go over the wire.
+    /// The body as sent.
     pub body: &'a [u8],
 }
 

@@ -1,4 +1,4 @@
-//! What becomes of each try is counted, and kept where it went wrong: the raw material of a reward's health.
+//! Counts every request, and records the failed ones for the health report of the reward.
 
 use std::time::Duration;
 
@@ -13,17 +13,17 @@ use crate::event::{Event, RewardChange};
 use crate::meter::Failure;
 use crate::protocol::RawMessage;
 
-/// One try on the wire.
+/// One attempt to send a request, with its outcome.
 pub(super) struct Wire<'a> {
     pub request: &'a Request,
-    /// As sent.
+    /// Headers as sent.
     pub headers: &'a HeaderMap,
     pub outcome: &'a Outcome,
     pub took: Duration,
 }
 
 impl Webhook {
-    /// Counts a try. Greetings do not count.
+    /// Counts a request. Health checks are not counted.
     pub(super) fn account(&self, wire: &Wire<'_>) {
         let Wire { request, headers, outcome, took } = wire;
         if request.about.samples.is_empty() {
@@ -54,7 +54,7 @@ impl Webhook {
         }
     }
 
-    /// Counts an answer that is of no use.
+    /// Counts an answer that cannot be used.
     pub(super) fn account_unusable(&self, request: &Request, body: &[u8], problem: &str) {
         let failure = Failure {
             class: "invalid_answer",
@@ -73,7 +73,7 @@ impl Webhook {
         }
     }
 
-    /// What went wrong, if something did.
+    /// Returns the error class and the message of a failed request; `None` if the request succeeded.
     fn class(&self, outcome: &Outcome) -> Option<(&'static str, String)> {
         let (status, body) = match outcome {
             Ok((status, _, body)) => (*status, body),
@@ -84,7 +84,7 @@ impl Webhook {
         };
         let answered = || format!("the service answered {status}");
         let class = match status.as_u16() {
-            // Counted when it turns out to be of no use.
+            // An answer that turns out to be unusable is counted later, by `account_unusable`.
             200..=299 => match body {
                 Ok(_) => return None,
                 Err(why) if why == OVERSIZE => return None,
@@ -101,20 +101,20 @@ impl Webhook {
         Some((class, answered()))
     }
 
-    /// Says when the breaker of its endpoint opens and closes.
+    /// Reports when the circuit breaker of the endpoint opens or closes.
     pub(super) fn tell_of_breaker(&self, change: Change, cause: &str) {
         let (change, message, data) = match change {
             Change::Nothing => return,
             Change::Opened(lasts) => {
                 let seconds = lasts.as_secs_f64();
                 let message = format!(
-                    "reward '{}': its service failed too often (last: {cause}): no requests for {seconds} s, then one",
+                    "reward '{}': the service failed too often (last error: {cause}); no requests for {seconds} s, then one test request",
                     self.name
                 );
                 (RewardChange::BreakerOpened, message, json!({ "cause": cause, "open_s": seconds }))
             }
             Change::Closed => {
-                let message = format!("reward '{}': its service answers again", self.name);
+                let message = format!("reward '{}': the service answers again", self.name);
                 (RewardChange::BreakerClosed, message, json!({}))
             }
         };

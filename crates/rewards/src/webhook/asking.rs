@@ -1,4 +1,4 @@
-//! One rollout's samples asked of a service: requests go out, answers are read, what is left open is asked again.
+//! Scores the samples of one rollout with a service: sends requests, reads answers, and requests missing results again.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -22,14 +22,14 @@ use crate::sample::{RewardSample, RewardValue};
 use crate::spec::OnInvalid;
 use crate::{Counts, JobContext, Judgement, RewardFailure, SampleError};
 
-/// One rollout's samples on their way through a service.
+/// The scoring of one rollout's samples by one service.
 pub(super) struct Asking<'a> {
     pub webhook: &'a Webhook,
     pub job: &'a JobContext,
     pub samples: &'a [RewardSample],
-    /// What the dialect says of each sample.
+    /// The samples in the dialect's format.
     pub pieces: Vec<Value>,
-    /// The same as text.
+    /// The samples as serialized JSON.
     pub wire: Vec<String>,
     pub counts: Mutex<Counts>,
 }
@@ -37,8 +37,8 @@ pub(super) struct Asking<'a> {
 pub(super) type Answers = Vec<(usize, Judgement)>;
 
 impl Asking<'_> {
-    /// Asks for the samples at `indices` until each has a judgement. `round` counts how often they were asked before,
-    /// `silent` how many deadlines passed in a row meanwhile without any result.
+    /// Requests scores for the samples at `indices` until each has a judgement. `round` is the number of earlier requests for
+    /// them, `silent` the number of consecutive deadlines that passed without any result.
     pub(super) fn ask(
         &self,
         indices: Vec<usize>,
@@ -52,7 +52,7 @@ impl Asking<'_> {
             let (id, answer, is_new) = match self.journalled(key.as_deref()) {
                 Some(Journalled::Answered { id, answer }) => {
                     self.count(Counts { replayed: 1, ..Counts::default() });
-                    // Older versions wrote down what came to the callback address as it was.
+                    // Older versions recorded callback results without redacting them.
                     let answer = self.cleaned(answer, &id, &indices);
                     (id, answer, false)
                 }
@@ -61,7 +61,7 @@ impl Asking<'_> {
                         Some(Journalled::Sent { later: Some(later), .. }) => later.accepted.clone(),
                         _ => None,
                     };
-                    // A request that the service has taken is not in flight.
+                    // A request that the service has accepted (202) does not count as in flight.
                     let permit = match &accepted {
                         Some(_) => None,
                         None => Some(webhook.permits.acquire().await),
@@ -97,7 +97,7 @@ impl Asking<'_> {
                 }
                 RewardAnswer::Unusable { code, detail } => return self.settle(&indices, &code, &detail),
                 RewardAnswer::TooLarge if indices.len() == 1 => {
-                    return self.settle(&indices, "too_large", "the service answered 413 to a single sample");
+                    return self.settle(&indices, "too_large", "the service answered 413 (too large) to a single sample");
                 }
                 RewardAnswer::TooLarge => {
                     let (left, right) = indices.split_at(indices.len() / 2);
@@ -115,13 +115,13 @@ impl Asking<'_> {
                     self.count(counts);
                     self.conclude(indices, answer.found, round, timing).await
                 }
-                // It could be read when it came: another version wrote the journal.
+                // The answer was valid when it was recorded, so another version wrote the journal.
                 Err(problem) => self.settle(&indices, "invalid_answer", &problem),
             }
         })
     }
 
-    /// Sends a request until there is an answer that stays: one that can be read, the promise of one, or the end of the tries.
+    /// Sends a request until the outcome is final: a valid answer, the promise of one, or the last attempt.
     pub(super) async fn obtain(&self, request: &Request, indices: &[usize]) -> Result<Obtained, RewardFailure> {
         let webhook = self.webhook;
         let deadline = Instant::now() + Duration::from_millis(webhook.plan.deadline_ms);
@@ -132,7 +132,7 @@ impl Asking<'_> {
             self.count(counts);
             let problem = match delivered {
                 Delivered::Body(body) => match self.read(&body, &request.id, indices) {
-                    // What can be read is UTF-8.
+                    // A valid answer is UTF-8.
                     Ok(_) => {
                         let body = String::from_utf8_lossy(&body).into_owned();
                         return Ok(Obtained::Answer(RewardAnswer::Body { body }));
@@ -166,7 +166,7 @@ impl Asking<'_> {
         }
     }
 
-    /// A new request about the samples at `indices`.
+    /// Creates a new request for the samples at `indices`.
     pub(super) fn written(&self, indices: &[usize]) -> Request {
         let id = RewardRequestId::new().to_string();
         let pieces: Vec<&Value> = indices.iter().map(|&index| &self.pieces[index]).collect();
@@ -179,7 +179,7 @@ impl Asking<'_> {
         self.request(id, body, webhook.plan.deadline_ms, indices)
     }
 
-    /// A request of a former attempt.
+    /// Recreates a request of a previous attempt.
     pub(super) fn sent_before(&self, id: String, body: String, later: Option<&Later>, indices: &[usize]) -> Request {
         self.request(id, body, later.map_or(self.webhook.plan.deadline_ms, |later| later.left_ms), indices)
     }
@@ -198,7 +198,7 @@ impl Asking<'_> {
 
     pub(super) fn read(&self, body: &[u8], id: &str, indices: &[usize]) -> Result<Answer, String> {
         let samples: Vec<&RewardSample> = indices.iter().map(|&index| &self.samples[index]).collect();
-        // A complaint may quote a key, which stays in the answer.
+        // The error message may quote a key of the answer, which is not redacted there.
         let shown = |problem: String| self.webhook.hidden.shown(problem.into_bytes());
         let read = self.webhook.dialect.read(body, id, &samples);
         let mut answer = read.map_err(|problem| String::from_utf8_lossy(&shown(problem)).into_owned())?;
@@ -212,7 +212,7 @@ impl Asking<'_> {
         Ok(answer)
     }
 
-    /// An answer without the secrets that the service repeats, as it is written down and used: it says the same values.
+    /// Redacts the secrets in an answer before it is recorded and used. Its values do not change.
     fn cleaned(&self, answer: RewardAnswer, id: &str, indices: &[usize]) -> RewardAnswer {
         let legible = || {
             let mut legible = self.webhook.dialect.legible();
@@ -246,7 +246,7 @@ impl Asking<'_> {
         }
     }
 
-    /// Returns when the entry is durable, at once without a journal.
+    /// Appends an entry to the journal and waits until it is durable. Does nothing without a journal.
     pub(super) async fn write_down(
         &self,
         key: Option<&str>,
@@ -256,7 +256,7 @@ impl Asking<'_> {
         journal.append(entry(key.to_owned())).await.map_err(|unrecorded| unrecorded.of(&self.webhook.name))
     }
 
-    /// Keeps what is answered, asks again for what is open, gives up on what was asked often enough.
+    /// Keeps the results, requests missing ones again, and gives up on samples that were requested too often.
     pub(super) async fn conclude(
         &self,
         indices: Vec<usize>,
@@ -271,11 +271,11 @@ impl Asking<'_> {
             match found {
                 Found::Judged(judgement) => answers.push((index, judgement)),
                 Found::Retryable(_) if round + 1 < plan.max_tries => again.push(index),
-                // The service itself said that it has no value: missing, whatever `on_invalid` says.
+                // The service reported that it has no value, so the value is missing regardless of `on_invalid`.
                 Found::Retryable(SampleError { code, message }) => {
                     answers.push((index, Judgement::missing(code, format!("{message} ({} tries)", round + 1))));
                 }
-                // A deadline that passes is no answer: it masks nothing.
+                // A deadline that passes is not an invalid answer, so `on_invalid` does not apply.
                 Found::Absent if timing != Timing::InTime => again.push(index),
                 Found::Absent | Found::Invalid(_) if round < plan.max_invalid_tries => again.push(index),
                 Found::Absent => {
@@ -300,7 +300,7 @@ impl Asking<'_> {
         Ok(answers)
     }
 
-    /// What invalid answers mean, by the plan's `on_invalid`.
+    /// Applies the plan's `on_invalid` to samples without a valid answer.
     pub(super) fn settle(&self, indices: &[usize], code: &str, detail: &str) -> Result<Answers, RewardFailure> {
         let judgement = match self.webhook.plan.on_invalid {
             OnInvalid::Mask => Judgement::missing(code, detail),

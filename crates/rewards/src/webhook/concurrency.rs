@@ -1,40 +1,41 @@
-//! How many requests an endpoint gets at once: as many as the reward permits, fewer while the service is overloaded
-//! (additive increase, multiplicative decrease, as TCP does it).
+//! Limit on the concurrent requests to an endpoint: up to the reward's maximum, fewer while the service is overloaded (additive
+//! increase, multiplicative decrease, as in TCP).
 
 use std::time::{Duration, Instant};
 
-/// Left of the limit after a 429, a 503 or a timeout.
+/// Factor on the limit after a 429, a 503 or a timeout.
 const OVERLOADED: f64 = 0.5;
-/// Left of the limit when answers take much longer than they used to.
+/// Factor on the limit when answers take much longer than before.
 const SLOWER: f64 = 0.9;
-/// Much longer: so many times the long-term latency, and by so much.
+/// Answers count as slow above this multiple of the long-term latency plus the margin.
 const SLOW_FACTOR: f64 = 2.5;
 const SLOW_MARGIN: Duration = Duration::from_millis(100);
-/// Weight of an answer in the short-term and in the long-term latency.
+/// Weight of a new latency in the short-term and the long-term average.
 const SHORT: f64 = 0.25;
 const LONG: f64 = 0.02;
 
-/// The limit, and what it follows.
+/// The current limit and the latencies that control it.
 #[derive(Debug)]
 pub(super) struct Limit {
     limit: f64,
     max: u32,
     in_flight: u32,
-    /// A try that began before this time saw the old limit: its trouble was answered already.
+    /// Time of the last reduction. A request sent before that time used the old limit, so its failure does
+    /// not reduce the limit again.
     changed: Option<Instant>,
-    /// Latency in seconds, of the last answers and of many.
+    /// Average latency in seconds: short-term and long-term.
     short: Option<f64>,
     long: f64,
 }
 
 impl Limit {
-    /// As many as permitted.
+    /// Creates a limit that starts at its maximum.
     pub fn new(max: u32) -> Self {
         let max = max.max(1);
         Self { limit: f64::from(max), max, in_flight: 0, changed: None, short: None, long: 0.0 }
     }
 
-    /// A further reward asks the same endpoint.
+    /// Raises the maximum, because another reward uses the same endpoint.
     pub fn widen(&mut self, max: u32) {
         if max > self.max {
             self.limit += f64::from(max - self.max);
@@ -58,7 +59,7 @@ impl Limit {
         self.in_flight
     }
 
-    /// Requests at once, at present: at least 1.
+    /// Returns the current limit, at least 1.
     pub fn at_present(&self) -> u32 {
         self.limit as u32
     }
@@ -67,7 +68,7 @@ impl Limit {
         self.max
     }
 
-    /// An answer to a try that began then. The limit rises by one for as many answers as it is.
+    /// Records an answer to a request that was sent at `began`. The limit rises by one after as many answers as its value.
     pub fn answered(&mut self, began: Instant, now: Instant) {
         let took = (now - began).as_secs_f64();
         let short = match self.short {
@@ -79,7 +80,7 @@ impl Limit {
         };
         self.short = Some(short);
         let slower = short > self.long * SLOW_FACTOR && short > self.long + SLOW_MARGIN.as_secs_f64();
-        // Slowly: a service that is slower for good becomes the measure.
+        // The long-term average adapts slowly, so that a permanently slower service becomes the new baseline.
         self.long += LONG * (took - self.long);
         if slower && self.in_flight > 1 {
             self.cut(SLOWER, began, now);
@@ -88,7 +89,7 @@ impl Limit {
         }
     }
 
-    /// The service said that it is overloaded, or did not answer in time.
+    /// Records that the service reported an overload or did not answer in time.
     pub fn overloaded(&mut self, began: Instant, now: Instant) {
         self.cut(OVERLOADED, began, now);
     }

@@ -1,4 +1,4 @@
-//! One request with all its tries: the same id and bytes each time, a fresh timestamp and signature.
+//! Sends a request with retries: the same id and bytes each time, with a new timestamp and signature.
 
 use std::sync::PoisonError;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -24,29 +24,29 @@ use crate::id::RewardRequestId;
 use crate::signed_post::{self, SendError, Signed, retry_after, set_header};
 use crate::status::Waiting;
 
-/// Largest response that is read, bytes; the rest of a larger one is never received.
+/// Maximum size of a response in bytes. The rest of a larger one is not received.
 const MAX_RESPONSE_BYTES: usize = 8 << 20;
-/// Longest wait once a service counts as down, and the longest `Retry-After` that is honoured.
+/// Longest wait between attempts during an outage, and the longest `Retry-After` that is respected.
 const LONGEST_OUTAGE_WAIT: Duration = Duration::from_secs(300);
-/// A try that takes longer makes the job say that it waits, as a failed one does.
+/// A request that takes longer sets the job's status to waiting, as a failed request does.
 const SLOW: Duration = Duration::from_secs(5);
 
-/// What came of a request.
+/// Result of sending a request.
 #[derive(Debug)]
 pub(super) enum Delivered {
-    /// The body of a 200, as it came.
+    /// The body of a 200, unchanged.
     Body(Vec<u8>),
-    /// An answer that cannot be used, but another try may bring a better one.
+    /// An answer that cannot be used; a retry may get a better one.
     Unusable(String),
-    /// An answer that will stay the same.
+    /// An answer that a retry would not change.
     Permanent(String),
-    /// 413.
+    /// 413: the request is too large.
     TooLarge,
-    /// 202: the answer comes later.
+    /// 202: the service will answer later.
     Accepted(Accepted),
 }
 
-/// What one try brought.
+/// Result of one attempt.
 enum Try {
     Done(Delivered),
     Gone,
@@ -54,39 +54,39 @@ enum Try {
     Failed { why: String, trouble: Trouble, retry_after: Option<Duration> },
 }
 
-/// A service's answer to `reward.ping`.
+/// A service's answer to a health check.
 #[derive(Debug, Clone, PartialEq, Serialize, ToSchema)]
 pub struct Ping {
-    /// Any 2xx.
+    /// Whether the service answered with a 2xx status.
     pub ok: bool,
-    /// The HTTP status, if there was one.
+    /// HTTP status; null if there was no response.
     pub status: Option<u16>,
-    /// Why there was none.
+    /// Error message; null if the service answered with a 2xx status.
     pub error: Option<String>,
-    /// Milliseconds.
+    /// Time until the response, in milliseconds.
     pub latency_ms: f64,
-    /// What the service says of itself.
+    /// Capabilities that the service reported; null if it reported none.
     pub reply: Option<PingReply>,
 }
 
-/// What a service may say of itself.
+/// Capabilities that a service may report. Every field is optional.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct PingReply {
-    /// Most samples it takes in one request.
+    /// Maximum number of samples that the service accepts in one request.
     #[serde(default)]
     pub max_batch_samples: Option<u32>,
-    /// `sync`, `async`.
+    /// Supported modes: `sync`, `async`.
     #[serde(default)]
     pub modes: Option<Vec<String>>,
-    /// Smallest and largest reward it gives.
+    /// Smallest and largest reward that the service returns.
     #[serde(default)]
     pub range: Option<Vec<f64>>,
 }
 
 impl Webhook {
-    /// Sends a request until something other than a transport failure comes of it. Connect errors, timeouts, 408, 425, 429
-    /// and 5xx are tried again, `max_tries` times quickly, then ever more slowly, and not while the endpoint's breaker is
-    /// open; until the service has failed for `max_outage_s`.
+    /// Sends a request until the result is not a transport failure. Connection errors, timeouts, 408, 425, 429 and 5xx are
+    /// retried: `max_tries` times quickly, then at growing intervals, and never while the endpoint's breaker is open. Gives up
+    /// after the service has failed for `max_outage_s`.
     pub(super) async fn deliver(&self, request: &Request) -> Result<(Delivered, Counts), RewardFailure> {
         let patience = Duration::from_secs(self.plan.max_outage_s);
         let mut counts = Counts::default();
@@ -136,12 +136,13 @@ impl Webhook {
                 return Err(self.outage_of(&Failing { since: begun, cause: why }));
             }
             let wait = if self.endpoint.is_open() {
-                // The breaker says when.
+                // The breaker determines the wait.
                 Duration::ZERO
             } else if failures < self.plan.max_tries {
                 jitter(failures)
             } else {
-                // Others are answered, this one is not: 30 s doubling to 5 min, each between half and full.
+                // Other requests are answered, this one is not: wait 30 s, doubling up to 5 min, each time a random
+                // part between half and full.
                 let longest = doubled(LONGEST_WAIT, failures - self.plan.max_tries, LONGEST_OUTAGE_WAIT);
                 longest.mul_f64(0.5 + 0.5 * random_fraction())
             };
@@ -158,14 +159,14 @@ impl Webhook {
         RewardFailure::Outage { reward: self.name.clone(), waited_s, cause: failing.cause.clone() }
     }
 
-    /// Sends one `reward.ping`, once.
+    /// Sends one `reward.ping` without retries.
     pub async fn ping(&self) -> Ping {
         let id = RewardRequestId::new().to_string();
         let body = ping_body(&id);
         self.greeted(Request::new(id, body, Duration::ZERO), None, |body| serde_json::from_slice(body).ok()).await
     }
 
-    /// Asks once whether the service is there, in its own way; `None` where it has none.
+    /// Sends one health check in the dialect's format; `None` if the dialect has none.
     pub async fn greet(&self) -> Option<Ping> {
         let id = RewardRequestId::new().to_string();
         let (body, get, read): (String, Option<Url>, ReadGreeting) = match self.dialect.greeting(&self.url, &id) {
@@ -176,13 +177,13 @@ impl Webhook {
         Some(self.greeted(Request::new(id, body, Duration::ZERO), get, read).await)
     }
 
-    /// Asks once whether the service answers again, in its own way; where it has none, by looking at its address.
+    /// Checks whether the service answers again. A dialect without a health check requests the service's address.
     ///
     /// # Errors
-    /// Why it does not, in words.
+    /// Returns why the service does not answer.
     pub async fn is_there(&self) -> Result<(), String> {
         let (ping, there): (Ping, fn(u16) -> bool) = match self.greet().await {
-            // One that knows no ping says so.
+            // A service that does not know the ping answers with one of these errors.
             Some(ping) => (ping, |status| matches!(status, 200..=299 | 400 | 405 | 422)),
             None => {
                 let request = Request::bare(&RewardRequestId::new().to_string());
@@ -233,7 +234,8 @@ impl Webhook {
         };
         let said = || match &body {
             Ok(body) if !body.is_empty() => {
-                // A service that complains of a credential repeats it: out of the whole body first, since half a secret is not
+                // The service may repeat a credential. The whole body is redacted before it is truncated, because half a
+                // secret would not be found.
                 // found.
                 let shown = self.hidden.shown_body(body.clone());
                 let said: String = String::from_utf8_lossy(&shown).trim().chars().take(120).collect();
@@ -269,13 +271,13 @@ impl Webhook {
         }
     }
 
-    /// One try on the wire, bounded in time. The body is an error where it broke off or was too large. It is as the service
-    /// sent it, whatever that repeats: it must be cleaned before it is read, shown or written down.
+    /// Sends one request with a time limit. The body is an error if it was interrupted or too large. It may contain secrets
+    /// that the service repeats, so it must be redacted before it is parsed, shown or recorded.
     pub(super) async fn send(&self, request: &Request, get: Option<Url>) -> Result<Answered, NotSent> {
         let start = Instant::now();
         let mut headers = self.request_headers(request);
         if get.as_ref().is_some_and(|url| url.origin() != self.url.origin()) {
-            // They are the service's, and a service may name any address as its status.
+            // These headers are for the service, but its status address may be on another host.
             self.headers.keys().for_each(|name| drop(headers.remove(name)));
         }
         let sent = self.exchanges.as_ref().map(|_| Sent {
@@ -313,7 +315,7 @@ impl Webhook {
         outcome.map(|(status, headers, body)| (status, retry_after(&headers), body))
     }
 
-    /// The user's headers first, so that they cannot replace ours.
+    /// Sets the user's headers first, so that they cannot replace rlood's.
     fn request_headers(&self, request: &Request) -> HeaderMap {
         let mut headers = self.headers.clone();
         if self.dialect.is_signed() {
@@ -339,7 +341,7 @@ async fn read_bounded(mut response: Response) -> Result<Vec<u8>, String> {
     Ok(body)
 }
 
-/// W3C trace context: one trace a request, one span a try.
+/// Builds a W3C trace context: one trace per request, one span per attempt.
 fn traceparent(id: &str) -> String {
     format!("00-{}-{:016x}-01", hex::encode(&Sha256::digest(id.as_bytes())[..16]), random_bits() | 1)
 }

@@ -1,4 +1,5 @@
-//! One address that rewards are asked at: its breaker, its limit, and the pause it asked for. Shared by all requests to it.
+//! The address of a reward service with its circuit breaker, its concurrency limit, and the pause that it requested. Shared by
+//! all requests to the address.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -24,7 +25,7 @@ impl Endpoints {
         Self { pace, known: Mutex::default() }
     }
 
-    /// The endpoint of this address, for a reward that may send it so many requests at once.
+    /// Returns the endpoint of this address, and raises its limit for a reward with this maximum concurrency.
     pub fn at(&self, url: &str, max_concurrency: u32) -> Arc<Endpoint> {
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         let endpoint =
@@ -34,11 +35,11 @@ impl Endpoints {
     }
 }
 
-/// See the module.
+/// Shared state of all requests to one address.
 #[derive(Debug)]
 pub(crate) struct Endpoint {
     state: Mutex<State>,
-    /// Bumped with every change that may let somebody in.
+    /// Incremented with every change that may admit a waiting request.
     changed: watch::Sender<u64>,
 }
 
@@ -46,29 +47,29 @@ pub(crate) struct Endpoint {
 struct State {
     breaker: Breaker,
     limit: Limit,
-    /// The service said when to come back.
+    /// End of the pause that the service requested (`Retry-After`).
     hold: Option<Instant>,
-    /// The first failure since the last answer.
+    /// The failures since the last answer.
     failing: Option<Failing>,
 }
 
-/// A stretch of failures.
+/// A series of failures.
 #[derive(Debug, Clone)]
 pub(super) struct Failing {
-    /// Since when.
+    /// Time of the first failure.
     pub since: Instant,
-    /// The last one.
+    /// Message of the last failure.
     pub cause: String,
 }
 
-/// How a try failed.
+/// Kind of a failed request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Trouble {
-    /// 429: too much at once.
+    /// 429: too many requests.
     TooMuch,
-    /// 503 or a timeout: perhaps too much at once.
+    /// 503 or a timeout, possibly because of too many requests.
     Overload,
-    /// Anything else.
+    /// Any other failure.
     Other,
 }
 
@@ -79,12 +80,12 @@ impl Endpoint {
         Self { state: Mutex::new(state), changed: watch::Sender::new(0) }
     }
 
-    /// A pass if a try may go at once.
+    /// Returns a permit if a request may be sent now.
     pub(super) fn try_enter(&self) -> Option<Pass<'_>> {
         self.admitted(Instant::now()).ok()
     }
 
-    /// Waits for a pass; the failures so far if the service has failed for `patience`, counted from its first failure or
+    /// Waits for a permit. Returns the failures if the service has failed for `patience`, counted from its first failure or
     /// from `since`, whichever is earlier.
     pub(super) async fn enter(&self, patience: Duration, since: Option<Instant>) -> Result<Pass<'_>, Failing> {
         let mut changed = self.changed.subscribe();
@@ -116,17 +117,17 @@ impl Endpoint {
         }
     }
 
-    /// The failures since the last answer.
+    /// Returns the failures since the last answer.
     pub(super) fn failing(&self) -> Option<Failing> {
         self.lock().failing.clone()
     }
 
-    /// False while the breaker lets requests through.
+    /// Returns whether the breaker is open or half open.
     pub fn is_open(&self) -> bool {
         self.lock().breaker.state() != BreakerState::Closed
     }
 
-    /// For people.
+    /// Returns the state for the health report.
     pub fn report(&self) -> (BreakerReport, ConcurrencyReport) {
         let state = self.lock();
         let breaker = BreakerReport {
@@ -138,7 +139,7 @@ impl Endpoint {
         (breaker, ConcurrencyReport { limit: state.limit.at_present(), max: state.limit.max() })
     }
 
-    /// A pass, or before when there is none; without a time, not before something changes.
+    /// Returns a permit, or the earliest time for one; `None` in the error means that a state change must come first.
     fn admitted(&self, now: Instant) -> Result<Pass<'_>, Option<Instant>> {
         let mut state = self.lock();
         if let Some(hold) = state.hold {
@@ -168,7 +169,7 @@ impl Endpoint {
     }
 }
 
-/// The right to one try. It ends with what came of it; dropped, the try was given up and says nothing of the service.
+/// A permit for one request. The caller reports the outcome; dropping the permit means that the request was abandoned.
 #[derive(Debug)]
 pub(super) struct Pass<'a> {
     endpoint: &'a Endpoint,
@@ -178,7 +179,7 @@ pub(super) struct Pass<'a> {
 }
 
 impl Pass<'_> {
-    /// The service answered.
+    /// Reports that the service answered.
     pub fn answered(mut self) -> Change {
         self.told = true;
         let now = Instant::now();
@@ -188,7 +189,7 @@ impl Pass<'_> {
         state.breaker.answered(now)
     }
 
-    /// It did not, and wants to be left alone for a while, perhaps.
+    /// Reports a failure, with the pause that the service requested.
     pub fn failed(mut self, trouble: Trouble, retry_after: Option<Duration>, cause: &str) -> Change {
         self.told = true;
         let now = Instant::now();
@@ -201,7 +202,8 @@ impl Pass<'_> {
         }
         let since = state.failing.as_ref().map_or(now, |failing| failing.since);
         state.failing = Some(Failing { since, cause: cause.to_owned() });
-        // A 429 while others are under way speaks of our number, which was just lowered; one to a lone request of the service.
+        // A 429 while other requests are in flight is about the concurrency, which was just reduced. A 429 to a single request
+        // counts as a failure of the service.
         if trouble == Trouble::TooMuch && state.limit.in_flight() > 1 && !self.probe {
             return Change::Nothing;
         }
@@ -279,7 +281,7 @@ mod tests {
         assert!(changes.iter().all(|change| *change == Change::Nothing), "{changes:?}");
         let (breaker, concurrency) = endpoint.report();
         assert_eq!((concurrency.limit, concurrency.max), (4, 8));
-        // The last of them was alone by then.
+        // The last of them was the only one in flight by then.
         assert_eq!(breaker.failures_in_a_row, 1);
         changes = (0..4).map(|_| endpoint.try_enter().unwrap().failed(Trouble::TooMuch, None, "429")).collect();
         assert!(matches!(changes[3], Change::Opened(_)), "{changes:?}");

@@ -1,8 +1,8 @@
-//! Samples that need not be asked about, for rewards with `cache: true`: those whose value is known, and all but the first
-//! of those that are alike.
+//! Selects the samples that need no request, for rewards with `cache: true`: samples with a cached value, and all but
+//! the first of identical samples.
 //!
-//! What was known when a rollout was scored is written down in the journal as if a service had answered it: a process that
-//! goes on there leaves out the same samples, so that its requests are those that were sent.
+//! The cached values used for a rollout are recorded in the journal as if a service had answered them. A process that resumes
+//! the rollout omits the same samples, so its requests equal those that were sent before.
 
 use std::collections::{HashMap, HashSet};
 
@@ -17,20 +17,20 @@ use crate::protocol::{JournalEntry, RewardAnswer};
 use crate::sample::RewardValue;
 use crate::{Judgement, RewardFailure};
 
-/// No service is asked so often: the round of the entry that says what was known.
+/// Round of the journal entry with the cached values; real rounds never reach it.
 const ROUND: u32 = u32::MAX;
 
-/// See the module.
+/// Samples that need no request.
 #[derive(Default)]
 pub(super) struct Known {
-    /// Of every sample that could be asked about.
+    /// Cache key of each sample.
     keys: HashMap<usize, CacheKey>,
     values: HashMap<usize, Judgement>,
     /// A sample, and the first one like it.
     twins: HashMap<usize, usize>,
 }
 
-/// A known value, as the journal keeps it.
+/// A cached value in the journal.
 #[derive(Serialize, Deserialize)]
 struct Kept {
     index: usize,
@@ -40,17 +40,17 @@ struct Kept {
 }
 
 impl Known {
-    /// Nobody needs to be asked about this sample.
+    /// Returns whether this sample needs no request.
     pub fn contains(&self, index: usize) -> bool {
         self.values.contains_key(&index) || self.twins.contains_key(&index)
     }
 
-    /// Samples that nobody is asked about.
+    /// Returns the number of samples that need no request.
     pub fn number(&self) -> u64 {
         (self.values.len() + self.twins.len()) as u64
     }
 
-    /// Fills in what was known, and keeps what is known now.
+    /// Fills in the cached values, and stores the new values in the cache.
     pub fn complete(self, cache: &Cache, judgements: &mut [Option<Judgement>]) {
         let Self { keys, values, twins } = self;
         for (index, judgement) in values {
@@ -68,7 +68,7 @@ impl Known {
 }
 
 impl Asking<'_> {
-    /// What is known of the samples at `indices`; nothing where the reward has no cache.
+    /// Returns the samples at `indices` that need no request; none if the reward has no cache.
     pub(super) async fn known(&self, indices: &[usize]) -> Result<Known, RewardFailure> {
         let Some(revision) = &self.webhook.revision else { return Ok(Known::default()) };
         let mut known = Known::default();
@@ -86,7 +86,7 @@ impl Asking<'_> {
         Ok(known)
     }
 
-    /// The known values of these samples: those that a former attempt went on with, else those of the cache.
+    /// Returns the cached values of these samples: those that a previous attempt recorded, else those in the cache now.
     async fn written_down(
         &self,
         known: &Known,

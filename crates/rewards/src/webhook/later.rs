@@ -1,6 +1,6 @@
-//! Answers that come later: a service took a request (202) and sends its results to the callback address, or shows them at
-//! its status address. Both are watched; the first result of a sample wins. What came by the deadline is kept, and what is
-//! missing is asked for again.
+//! Asynchronous answers: a service accepts a request (202) and sends its results to the callback address, or publishes them at
+//! its status address. Both are watched, and the first result of each sample is used. Results that arrive by the deadline are
+//! kept; missing ones are requested again.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -18,53 +18,53 @@ use crate::hidden::Legible;
 use crate::protocol::{JournalEntry, RewardAnswer};
 use crate::status::Waiting;
 
-/// Before the first look at a status address, and between two: the pace doubles to the longest, unless the service says
-/// another, which is bounded too.
+/// Interval before the first poll of a status address and between polls. It doubles up to the maximum, unless the service
+/// requests another interval, which is limited too.
 const FIRST_LOOK: Duration = Duration::from_secs(1);
 const LONGEST_LOOK: Duration = Duration::from_secs(30);
 const SOONEST_ASKED: Duration = Duration::from_millis(500);
 const LATEST_ASKED: Duration = Duration::from_secs(300);
-/// A request that takes longer may have been answered by callback before its 202 came.
+/// Delay after which callbacks of a request are checked although its 202 has not arrived.
 const EARLY: Duration = Duration::from_secs(5);
-/// For what came in the last moment to be fetched.
+/// Time limit for fetching results that arrived just before the deadline.
 const LAST_NEWS: Duration = Duration::from_secs(2);
-/// Deadlines in a row that may pass without a single result before the job pauses.
+/// Consecutive deadlines without a single result after which the job pauses.
 const SILENT_DEADLINES: u32 = 2;
 
-/// What came of sending a request.
+/// Result of sending a request.
 pub(super) enum Obtained {
-    /// For good.
+    /// A final answer.
     Answer(RewardAnswer),
-    /// The service answers later.
+    /// The service will answer later.
     Later(Accepted),
 }
 
-/// What came of waiting for a service.
+/// Result of waiting for a service.
 enum Waited {
     Answer(RewardAnswer),
-    /// It does not know the request any more, or cannot say what became of it: why.
+    /// The service no longer knows the request, or cannot report its state; the text says why.
     Lost(String),
 }
 
-/// What a look at a status address showed.
+/// Result of polling a status address.
 enum Look {
     Results(Chunk),
-    /// Not yet; perhaps when to look again.
+    /// No results yet; the duration is the wait that the service requested.
     Pending(Option<Duration>),
     Lost(String),
-    /// What should not stay so.
+    /// An unexpected answer; the text describes it.
     Odd(String),
 }
 
-/// Where an answer stands, as far as the deadline is concerned.
+/// Whether an answer arrived before its deadline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Timing {
     InTime,
-    /// The deadline passed; so many did in a row in this attempt without a single result.
+    /// The deadline passed. The number counts consecutive deadlines of this attempt without a single result.
     Late(u32),
 }
 
-/// A 202's body and `Retry-After`; every field of it is optional, and so is the body.
+/// Parses a 202's body and `Retry-After`. All fields and the body are optional.
 pub(super) fn accepted(body: &[u8], retry_after: Option<Duration>) -> Accepted {
     let value = answer::parse(body).unwrap_or(Value::Null);
     let status_url = value["status_url"].as_str().filter(|url| !url.is_empty()).map(str::to_owned);
@@ -77,22 +77,22 @@ fn milliseconds(value: &Value) -> Option<u64> {
 }
 
 impl Webhook {
-    /// Where a status address leads, if it may be reached. It may be relative to the service's own.
+    /// Resolves a status address, which may be relative to the service's own, and checks it against the policy.
     fn status_address(&self, status_url: &str) -> Result<Url, String> {
         let url = self.url.join(status_url).map_err(|why| format!("its status_url is not a URL ({why})"))?;
         self.client.policy.check_url(url.as_str()).map_err(|why| format!("its status_url is refused: {why}"))
     }
 
-    /// Why a service cannot be heard by its callbacks; `None`: it can.
+    /// Returns why callbacks cannot reach this server; `None` if they can.
     fn unreachable(&self) -> Option<&'static str> {
         match self.journal.as_ref().and_then(|journal| journal.callbacks()) {
             Some(terms) if terms.public_url.is_some() => None,
             Some(_) => Some("this server has no --public-url for callbacks"),
-            None => Some("a probe cannot be called back"),
+            None => Some("a probe cannot receive callbacks"),
         }
     }
 
-    /// Checks what a 202 promises; the error says why nothing will come of it.
+    /// Checks what a 202 promises. Returns an error if no results can arrive.
     pub(super) fn promised(&self, mut accepted: Accepted) -> Result<Accepted, String> {
         if !self.dialect.answers_later() {
             return Err("the service answered 202, but only synchronous answers are read".to_owned());
@@ -106,7 +106,7 @@ impl Webhook {
         match self.status_address(status_url) {
             Ok(_) => Ok(accepted),
             Err(why) if self.unreachable().is_none() => {
-                self.remark(format!("{why}; only its callbacks are waited for"));
+                self.remark(format!("{why}; only callbacks are accepted"));
                 accepted.status_url = None;
                 Ok(accepted)
             }
@@ -114,7 +114,7 @@ impl Webhook {
         }
     }
 
-    /// One look at a status address.
+    /// Polls a status address once.
     async fn look(&self, url: &Url, id: &str, ids: &[&str]) -> Look {
         let request = Request::bare(id);
         let (status, retry_after, body) = match self.send(&request, Some(url.clone())).await {
@@ -147,7 +147,8 @@ impl Webhook {
     }
 }
 
-/// `Ok(None)`: no results yet. The shorthands of a synchronous answer are read as all of it.
+/// Parses the answer of a status address; `Ok(None)` means no results yet. The short forms of a
+/// synchronous answer are complete results.
 fn read_status(body: &[u8], id: &str, ids: &[&str]) -> Result<Option<Chunk>, String> {
     let value = answer::parse(body)?;
     if let Some(Value::String(other)) = value.get("id")
@@ -188,7 +189,7 @@ fn read_status(body: &[u8], id: &str, ids: &[&str]) -> Result<Option<Chunk>, Str
     Ok(Some(Chunk { entries: ids.iter().zip(rewards).map(entry).collect(), done: true }))
 }
 
-/// The first result of each sample, as they come.
+/// Collects the first result of each sample.
 struct Gathered<'a> {
     positions: HashMap<&'a str, usize>,
     results: Vec<Option<String>>,
@@ -204,7 +205,7 @@ impl<'a> Gathered<'a> {
     fn take(&mut self, chunk: Chunk) {
         self.done |= chunk.done;
         for Entry { sample_id, result } in chunk.entries {
-            // A callback's unknown ids were counted when it came.
+            // Unknown ids in a callback were counted when it arrived.
             if let Some(&at) = self.positions.get(sample_id.as_str()) {
                 self.results[at].get_or_insert(result);
             }
@@ -215,14 +216,14 @@ impl<'a> Gathered<'a> {
         self.done || self.results.iter().all(Option::is_some)
     }
 
-    /// As a synchronous answer would have been.
+    /// Formats the results like a synchronous answer.
     fn body(&self, id: &str) -> String {
         let results: Vec<&str> = self.results.iter().flatten().map(String::as_str).collect();
         format!(r#"{{"version":"1","id":"{id}","results":[{}]}}"#, results.join(","))
     }
 }
 
-/// When to look at a status address.
+/// When to poll a status address.
 struct Pace {
     next: Instant,
     own: Duration,
@@ -235,7 +236,7 @@ impl Pace {
         pace
     }
 
-    /// Sets the next look: when the service says, or a little later than the last time.
+    /// Schedules the next poll: at the time that the service requested, or after a growing interval.
     fn wait(&mut self, asked: Option<Duration>) {
         let wait = asked.map_or(self.own, |asked| asked.clamp(SOONEST_ASKED, LATEST_ASKED));
         self.next = Instant::now() + wait;
@@ -244,7 +245,7 @@ impl Pace {
 }
 
 impl Asking<'_> {
-    /// What must be known of a request for its answer to come later; `None` where the service's system has no such answers.
+    /// Returns the state of a request that may be answered later; `None` if the dialect has no asynchronous answers.
     pub(super) fn later(&self, indices: &[usize]) -> Option<Later> {
         let sample_ids = self.ids(indices).into_iter().map(str::to_owned).collect();
         let left_ms = self.webhook.plan.deadline_ms;
@@ -255,8 +256,8 @@ impl Asking<'_> {
         indices.iter().map(|&index| self.samples[index].sample_id.as_str()).collect()
     }
 
-    /// Sends a request and waits, until there is an answer that stays. One that the service has `accepted` already is not
-    /// sent. Of what it holds up to the 202, the caller's permit is dropped then.
+    /// Sends a request, unless it was `accepted` before, and waits until there is a final answer. The caller's permit is
+    /// dropped when the service has accepted the request.
     pub(super) async fn answered<P>(
         &self,
         request: &Request,
@@ -307,7 +308,8 @@ impl Asking<'_> {
         }
     }
 
-    /// A whole answer by callback while the request itself hangs or fails: a service may answer before its 202 arrives.
+    /// Waits for a complete answer by callback while the request itself is slow or fails. A service may
+    /// answer before its 202 arrives.
     async fn answered_early(&self, request: &Request, indices: &[usize]) -> Result<RewardAnswer, RewardFailure> {
         let (Some(journal), true) = (&self.webhook.journal, request.has_callback()) else {
             return std::future::pending().await;
@@ -323,7 +325,7 @@ impl Asking<'_> {
         Ok(RewardAnswer::Body { body: gathered.body(&request.id) })
     }
 
-    /// Waits for what the service promised, until the request's deadline.
+    /// Waits for the promised results until the deadline of the request.
     async fn waited(&self, request: &Request, indices: &[usize], promise: &Accepted) -> Result<Waited, RewardFailure> {
         let webhook = self.webhook;
         let _waiting = Waiting::new(&webhook.status);
@@ -397,12 +399,12 @@ impl Asking<'_> {
         let came = answer::parse(body.as_bytes()).ok().and_then(|body| Some(body["results"].as_array()?.len()));
         let came = came.unwrap_or(0);
         if self.job.probe && came > 0 {
-            // A test asks once: what is missing stays so.
+            // A test sends one request, so missing results stay missing.
             return Ok(Timing::InTime);
         }
         let silent = if came > 0 { 0 } else { silent + 1 };
         let cause = format!(
-            "the service took the request (202), and within deadline_ms ({deadline_ms}) {came} of {} results came",
+            "the service accepted the request (202), but only {came} of {} results arrived within deadline_ms ({deadline_ms})",
             indices.len()
         );
         if silent >= SILENT_DEADLINES.min(webhook.plan.max_tries) {
@@ -411,7 +413,7 @@ impl Asking<'_> {
         }
         webhook.status.tell(Event::Warning {
             code: "reward_late".to_owned(),
-            message: format!("reward '{}': {cause}; what is missing is asked for again", webhook.name),
+            message: format!("reward '{}': {cause}; missing results are requested again", webhook.name),
             data: json!({"reward": webhook.name, "came": came, "asked": indices.len(), "deadline_ms": deadline_ms}),
         });
         Ok(Timing::Late(silent))

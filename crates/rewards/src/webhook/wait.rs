@@ -1,13 +1,13 @@
-//! How long to wait between two tries.
+//! Waits between two attempts.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::time::Duration;
 
-/// First and longest wait between tries (full jitter: a random part of it).
+/// First and longest wait between attempts. Full jitter: the actual wait is a random part of it.
 const FIRST_WAIT: Duration = Duration::from_millis(500);
 pub(super) const LONGEST_WAIT: Duration = Duration::from_secs(30);
 
-/// A random part of 0.5 s, 1 s, 2 s … 30 s, after the nth failure (from 1).
+/// Returns a random part of 0.5 s, 1 s, 2 s … 30 s after the nth failure (from 1).
 pub(super) fn jitter(failures: u32) -> Duration {
     doubled(FIRST_WAIT, failures.saturating_sub(1), LONGEST_WAIT).mul_f64(random_fraction())
 }
@@ -16,7 +16,7 @@ pub(super) fn doubled(first: Duration, times: u32, longest: Duration) -> Duratio
     first.saturating_mul(1 << times.min(16)).min(longest)
 }
 
-/// Not for secrets: spreads retries.
+/// Returns random bits to spread retries. Not suitable for secrets.
 pub(super) fn random_bits() -> u64 {
     RandomState::new().build_hasher().finish()
 }

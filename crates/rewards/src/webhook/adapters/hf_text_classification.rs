@@ -1,5 +1,5 @@
-//! Text classification as Hugging Face's inference endpoints speak it: `{inputs, parameters: {function_to_apply: "none",
-//! top_k: null}}` → `[[{label, score}, …], …]`, sorted by score. While the model loads it answers 503 with an `estimated_time`.
+//! Text classification on Hugging Face's inference endpoints: `{inputs, parameters: {function_to_apply: "none", top_k: null}}`
+//! → `[[{label, score}, …], …]`, sorted by score. While the model is loading, the server answers 503 with an `estimated_time`.
 
 use std::time::Duration;
 
@@ -42,7 +42,8 @@ impl Dialect for HfTextClassification {
         let answer = parse(body)?;
         let entries = list(&answer, "the answer")?;
         let is_nested = entries.first().is_some_and(Value::is_array);
-        // Of one text some servers give the labels, others a list of them; and some only the best label a text.
+        // For a single text some servers return the labels without an outer list. Some servers return only the
+        // best label of each text.
         let predictions: Vec<Value> = match samples.len() {
             1 if !is_nested => vec![entries.clone().into()],
             _ if !is_nested => entries.iter().map(|entry| json!([entry])).collect(),
@@ -52,7 +53,7 @@ impl Dialect for HfTextClassification {
         let labels = predictions.first().and_then(Value::as_array).map_or(0, Vec::len);
         let found = predictions.iter().map(|labels| labelled(labels, self.plan.label.as_deref())).collect();
         let mut answer = Answer::of(found);
-        suspect_softmax(&mut answer, labels, "this server does not honour function_to_apply");
+        suspect_softmax(&mut answer, labels, "this server does not honor function_to_apply");
         Ok(answer)
     }
 

@@ -1,4 +1,4 @@
-//! Any JSON over HTTP: a body whose strings are templates, and a JSON pointer to the reward.
+//! Any JSON API over HTTP: a body whose strings are templates, and a JSON pointer to the reward in the answer.
 
 use serde_json::{Map, Value};
 
@@ -15,7 +15,7 @@ pub(super) struct HttpTemplate {
     batch: bool,
 }
 
-/// A body with its strings compiled.
+/// A body whose strings are compiled templates.
 enum Node {
     Plain(Value),
     Text(Box<SampleTemplate>),
@@ -61,7 +61,7 @@ impl Dialect for HttpTemplate {
     fn piece(&self, sample: &RewardSample) -> Result<Value, SampleError> {
         let variables = SampleTemplate::variables(sample);
         if self.batch {
-            // A batch's template sees the same variables in a list.
+            // The template of a batch sees the same variables, in a list.
             let error = |why: serde_json::Error| template_failed(why.to_string());
             let value = serde_json::to_value(&variables).map_err(error)?;
             let one = SampleTemplate::batch_variables(std::iter::once(SampleTemplate::json_variables(&value)));
@@ -75,7 +75,7 @@ impl Dialect for HttpTemplate {
             return ask.pieces[0].to_string();
         }
         let samples = ask.pieces.iter().map(|piece| SampleTemplate::json_variables(piece));
-        // Each sample alone went through the template before; a service refuses what all of them together may break.
+        // Each sample was rendered alone before. If rendering all of them together fails, the service rejects the null body.
         self.body.value(&SampleTemplate::batch_variables(samples)).unwrap_or_default().to_string()
     }
 

@@ -1,8 +1,8 @@
-//! A language model behind chat/completions that marks by a rubric: a JSON schema asks for `{reasoning, score}`, and the
-//! reward is (score − min) / (max − min), the mean over the votes that can be read.
+//! A language model that grades by a rubric through chat/completions. A JSON schema requires `{reasoning, score}`. The reward
+//! is (score − min) / (max − min), averaged over the votes that can be parsed.
 //!
-//! What the candidate says is data: it stands between two lines that it cannot know (they are made of its own hash). A
-//! refusal, an answer that was cut or cannot be read, a mark off the scale: missing, never 0.
+//! The completion is untrusted: it is enclosed by two lines with a hash of the completion, which the completion cannot contain.
+//! A refusal, a truncated or unreadable answer, or a score outside the scale gives a missing value, never 0.
 
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
@@ -15,7 +15,7 @@ use crate::webhook::answer::{Answer, Found, parse};
 use crate::webhook::dialect::{Ask, Batching, Dialect};
 use crate::{Judgement, SampleError};
 
-/// Characters of the judge's reasoning that are kept.
+/// Maximum length of the judge's reasoning, in characters.
 const LONGEST_REASON: usize = 2_000;
 
 pub(super) struct OpenaiJudge {
@@ -38,7 +38,7 @@ impl OpenaiJudge {
         )
     }
 
-    /// One vote: a mark from 0 to 1 and the reasoning, or why there is none.
+    /// Parses one vote: a score scaled to 0 to 1 and the reasoning, or the reason why there is none.
     fn vote(&self, choice: &Value) -> Result<(f64, String), SampleError> {
         let none = |code: &str, message: String| SampleError { code: code.to_owned(), message };
         let message = choice.get("message").unwrap_or(&Value::Null);
@@ -137,12 +137,13 @@ impl Dialect for OpenaiJudge {
     }
 }
 
-/// A word that the text does not contain, and the same at every try.
+/// Returns a word that the text cannot contain and that is the same for every attempt.
 fn boundary(text: &str) -> String {
     hex::encode(&Sha256::digest(text.as_bytes())[..8])
 }
 
-/// The JSON object in an answer, be it in a fence or behind words: servers without structured outputs ignore the schema.
+/// Returns the JSON object in an answer, also inside a code fence or after other text, because servers without
+/// structured outputs ignore the schema.
 fn json_in(content: &str) -> Option<Value> {
     let text = content.trim();
     if let Ok(value @ Value::Object(_)) = serde_json::from_str(text) {

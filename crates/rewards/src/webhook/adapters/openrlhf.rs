@@ -1,5 +1,5 @@
 //! OpenRLHF's remote reward model (`openrlhf/cli/serve_rm.py`): `{query, prompts, labels}` → `{rewards, scores?, extra_logs?}`.
-//! Rewards may come nested (`[[0.1], [0.2]]`, a column of a tensor), scores and logs become metrics.
+//! Rewards may be nested (`[[0.1], [0.2]]`, a column of a tensor). Scores and logs become metrics.
 
 use serde_json::{Value, json};
 
@@ -24,7 +24,7 @@ impl Openrlhf {
 impl Dialect for Openrlhf {
     fn piece(&self, sample: &RewardSample) -> Result<Value, SampleError> {
         let label = match label_of(sample, self.label_column.as_deref())? {
-            // What OpenRLHF sends for rows without a label.
+            // OpenRLHF sends an empty string for rows without a label.
             Value::Null => json!(""),
             label => label,
         };
@@ -44,7 +44,7 @@ impl Dialect for Openrlhf {
         let scores = answer.get("scores").map(|scores| ("scores", scores));
         for (name, values) in logs.map(|(name, values)| (name.as_str(), values)).chain(scores) {
             let values = values.as_array().map(|values| flat(values)).unwrap_or_default();
-            // A figure that is not one a sample belongs to none of them.
+            // A list with another length does not belong to the samples.
             if values.len() == samples.len() {
                 for (found, value) in found.iter_mut().zip(values) {
                     if let Found::Judged(judgement) = found {
@@ -57,7 +57,7 @@ impl Dialect for Openrlhf {
     }
 }
 
-/// One level less where every entry is a list.
+/// Removes one level of nesting if every entry is a list.
 fn flat(values: &[Value]) -> Vec<&Value> {
     if values.iter().all(Value::is_array) {
         values.iter().filter_map(Value::as_array).flatten().collect()

@@ -1,7 +1,7 @@
 //! text-embeddings-inference, `/predict`: `{inputs: [["text"], …], raw_scores: true, …}` → `[[{label, score}, …], …]`.
 //!
-//! Each text goes in a list of its own: a flat list of two would be one *pair*. Labels come sorted by score, so they are
-//! told apart by name. A batch that is too large is a 413, which is split; `/info` says how many it takes.
+//! Each text is sent in its own list, since a flat list of two texts would be one *pair*. Labels are sorted by score, so they
+//! are found by name. A batch that is too large gets a 413 and is split; `/info` returns the maximum batch size.
 
 use reqwest::Url;
 use serde_json::{Map, Value, json};
@@ -47,7 +47,7 @@ impl Dialect for TeiPredict {
         let labels = predictions.first().and_then(Value::as_array).map_or(0, Vec::len);
         let mut answer =
             Answer::of(predictions.iter().map(|labels| labelled(labels, self.plan.label.as_deref())).collect());
-        suspect_softmax(&mut answer, labels, "this server does not honour raw_scores");
+        suspect_softmax(&mut answer, labels, "this server does not honor raw_scores");
         Ok(answer)
     }
 
@@ -60,12 +60,12 @@ impl Dialect for TeiPredict {
     }
 }
 
-/// 424 is a failure of the backend, which may be another request's fault.
+/// 424 is an error of the backend that another request in the same batch may have caused.
 pub(super) fn is_transient(status: u16) -> bool {
     status == 424
 }
 
-/// `/info` beside the endpoint.
+/// Requests `/info`, next to the endpoint.
 pub(super) fn greeting(url: &Url) -> Greeting {
     match url.join("info") {
         Ok(info) => Greeting::Get(info, |body| {

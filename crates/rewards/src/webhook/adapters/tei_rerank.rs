@@ -1,5 +1,5 @@
-//! text-embeddings-inference, `/rerank`: `{query, texts, raw_scores: true}` → `[{index, score}]`, sorted by score: one query a
-//! request, so one prompt a request, and scores by their index.
+//! text-embeddings-inference, `/rerank`: `{query, texts, raw_scores: true}` → `[{index, score}]`, sorted by score. A request
+//! has one query and therefore one prompt; scores are matched by their index.
 
 use reqwest::Url;
 use serde_json::{Map, Value, json};

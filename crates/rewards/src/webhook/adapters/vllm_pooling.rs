@@ -1,5 +1,5 @@
-//! vLLM, `/pooling`: `{model, input: [text], task}` → `{data: [{index, data}]}`, where `data` is a list of numbers, or one list
-//! a token: its last number is the reward.
+//! vLLM, `/pooling`: `{model, input: [text], task}` → `{data: [{index, data}]}`. `data` is a list of numbers, or one list per
+//! token; the last number is the reward.
 
 use serde_json::{Map, Value, json};
 
@@ -46,7 +46,7 @@ impl Dialect for VllmPooling {
     }
 }
 
-/// The last number, however deep.
+/// Returns the last number of nested lists.
 fn last(data: &Value) -> Found {
     match data {
         Value::Array(values) => values.last().map_or_else(|| Found::Invalid("'data' is empty".to_owned()), last),
