@@ -61,14 +61,14 @@ pub struct Webhook {
     keys: Vec<Key>,
     headers: HeaderMap,
     client: RewardClient,
-    /// Taken out of all that a service answers.
+    /// Redacts this reward's secrets in answers.
     hidden: Hidden,
     permits: Semaphore,
-    /// Shared by all that asks there.
+    /// Breaker and concurrency limit, shared by all requests to this address.
     endpoint: Arc<Endpoint>,
     meter: Arc<Meter>,
     redactor: Redactor,
-    /// For the cache; `None`: it is not used.
+    /// Revision of the reward in the cache; `None` when the cache is not used.
     revision: Option<CacheKey>,
     limit: Limit,
     /// Reports outages of the service.
@@ -247,7 +247,7 @@ impl Reward for Webhook {
             let mut indices = Vec::with_capacity(samples.len());
             let mut pieces = Vec::with_capacity(samples.len());
             for (index, sample) in samples.iter().enumerate() {
-                // A template may take its time: others get theirs in between.
+                // Rendering a template may take long, so other tasks run in between.
                 tokio::task::yield_now().await;
                 match self.dialect.piece(sample) {
                     Ok(piece) => {

@@ -31,11 +31,11 @@ impl Answer {
 pub enum Found {
     /// A number, "not applicable", or an error that a retry would not fix.
     Judged(Judgement),
-    /// An error of the service's that may go away.
+    /// An error of the service that a retry may fix.
     Retryable(SampleError),
-    /// Something that is not a reward.
+    /// A value that is not a reward; the text says why.
     Invalid(String),
-    /// Nothing.
+    /// The answer has no result for the sample.
     Absent,
 }
 

@@ -279,7 +279,7 @@ impl Asking<'_> {
                 Found::Absent if timing != Timing::InTime => again.push(index),
                 Found::Absent | Found::Invalid(_) if round < plan.max_invalid_tries => again.push(index),
                 Found::Absent => {
-                    answers.extend(self.settle(&[index], "no_result", "the service gave no result for it")?)
+                    answers.extend(self.settle(&[index], "no_result", "the answer has no result for this sample")?)
                 }
                 Found::Invalid(what) => {
                     let detail = format!("{what} at index {position} ({})", self.samples[index].sample_id);

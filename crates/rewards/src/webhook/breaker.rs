@@ -42,7 +42,7 @@ struct Open {
     until: Instant,
     /// Duration of the current open period.
     lasts: Duration,
-    /// The request that decides is under way.
+    /// Whether the test request is being sent.
     probing: bool,
 }
 

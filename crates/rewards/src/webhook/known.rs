@@ -26,7 +26,7 @@ pub(super) struct Known {
     /// Cache key of each sample.
     keys: HashMap<usize, CacheKey>,
     values: HashMap<usize, Judgement>,
-    /// A sample, and the first one like it.
+    /// Index of a sample → index of the first identical sample.
     twins: HashMap<usize, usize>,
 }
 

@@ -132,7 +132,7 @@ impl Webhook {
             200..=299 => match body.and_then(|body| read_status(&self.clean_status(body, id, ids), id, ids)) {
                 Ok(Some(chunk)) => Look::Results(chunk),
                 Ok(None) => Look::Pending(retry_after),
-                Err(why) => Look::Odd(format!("what its status_url shows cannot be read: {why}")),
+                Err(why) => Look::Odd(format!("the answer of its status_url cannot be read: {why}")),
             },
             404 | 410 => Look::Lost(format!("its status_url answered {status}")),
             408 | 425 | 429 | 500..=599 => Look::Pending(retry_after),
@@ -295,7 +295,7 @@ impl Asking<'_> {
             match self.waited(request, indices, &promise).await? {
                 Waited::Answer(answer) => return Ok(answer),
                 Waited::Lost(why) if lost >= self.webhook.plan.max_invalid_tries => {
-                    let detail = format!("the service took the request (202) and lost it: {why}");
+                    let detail = format!("the service accepted the request (202) and lost it: {why}");
                     return Ok(RewardAnswer::Unusable { code: "invalid_answer".to_owned(), detail });
                 }
                 Waited::Lost(why) => {
@@ -392,7 +392,7 @@ impl Asking<'_> {
         Ok(Waited::Answer(RewardAnswer::Body { body: gathered.body(&request.id) }))
     }
 
-    /// A deadline passed: tells of it. The error pauses the job, when this is one of several in a row that brought nothing.
+    /// Reports that a deadline passed. Returns an error, which pauses the job, after several consecutive deadlines without results.
     pub(super) fn expired(&self, indices: &[usize], body: &str, silent: u32) -> Result<Timing, RewardFailure> {
         let webhook = self.webhook;
         let deadline_ms = webhook.plan.deadline_ms;
