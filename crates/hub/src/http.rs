@@ -1,4 +1,4 @@
-//! Requests: whom the token goes to, which redirects are followed, what is tried again and when.
+//! HTTP requests: where the token is sent, which redirects are followed, and which errors are retried.
 
 use std::time::Duration;
 
@@ -11,23 +11,23 @@ use url::Url;
 use crate::error::HubError;
 use crate::id::{Repo, RepoKind};
 
-/// Hops of redirects, the hub's own and the CDN's.
+/// Maximum number of redirects, including those of the CDN.
 const MAX_HOPS: usize = 5;
-/// Without a byte, or without an answer.
+/// Maximum time without a byte or without an answer.
 pub(crate) const STALL: Duration = Duration::from_secs(30);
-/// Tries in a row without progress.
+/// Maximum number of consecutive attempts without progress.
 const MAX_TRIES: u32 = 5;
-/// The hub's quotas are of five minutes.
+/// Longest wait between attempts; the Hub's rate limits apply to windows of five minutes.
 const LONGEST_WAIT: Duration = Duration::from_secs(330);
-/// Of an answer that is read as a whole: the list of a repository of 100,000 files has 20 MB.
+/// Maximum size in bytes of an answer that is read into memory: the file list of a repository with 100,000 files has 20 MB.
 const MAX_JSON_BYTES: usize = 64 << 20;
 
-/// A token of the hub; it prints as `…`.
+/// An access token of the Hub. Its debug output is `…`.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Token(String);
 
 impl Token {
-    /// None when the text is blank or cannot stand in a header.
+    /// Creates a token; `None` when the text is blank or not valid in a header.
     pub fn new(text: &str) -> Option<Token> {
         let text = text.trim();
         let fits = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_graphic());
@@ -41,53 +41,54 @@ impl std::fmt::Debug for Token {
     }
 }
 
-/// Where the hub is, and what may be asked of it.
+/// Settings of a client for one Hub.
 #[derive(Debug, Clone)]
 pub struct HubSettings {
-    /// `HF_ENDPOINT`: `https://huggingface.co`, or a mirror.
+    /// Address of the Hub (`HF_ENDPOINT`): `https://huggingface.co` or a mirror.
     pub endpoint: Url,
-    /// Sent to the endpoint and nowhere else.
+    /// Token, which is sent only to the endpoint.
     pub token: Option<Token>,
-    /// What redirects may lead to. The client checks addresses after DNS.
+    /// Policy for the targets of redirects. The client checks addresses after DNS resolution.
     pub policy: OutgoingPolicy,
-    /// `HF_HUB_OFFLINE`: nothing is asked.
+    /// Whether all requests are forbidden (`HF_HUB_OFFLINE`).
     pub offline: bool,
-    /// The first pause before another try; it doubles.
+    /// First pause before a retry; it doubles with each retry.
     pub first_delay: Duration,
 }
 
 impl HubSettings {
-    /// The public hub without a token.
+    /// Creates settings for an endpoint without a token.
     ///
     /// # Errors
-    /// When the endpoint is no http or https URL.
+    /// Fails when the endpoint is not an http or https URL.
     pub fn new(endpoint: &str, policy: OutgoingPolicy) -> Result<HubSettings, rlood_types::outgoing::OutgoingError> {
         let endpoint = policy.check_url(endpoint.trim_end_matches('/'))?;
         Ok(HubSettings { endpoint, token: None, policy, offline: false, first_delay: Duration::from_millis(500) })
     }
 }
 
-/// A client of one hub.
+/// A client for one Hub.
 #[derive(Debug, Clone)]
 pub struct Hub {
     client: Client,
     pub(crate) settings: HubSettings,
 }
 
-/// Bytes of a file from somewhere on; and which they are.
+/// A response with the bytes of a file or a range of it.
 pub(crate) struct Opened {
     pub(crate) response: Response,
-    /// Whether the bytes came from another host than the hub: a CDN.
+    /// Whether the bytes came from another host than the Hub, that is, from a CDN.
     pub(crate) from_elsewhere: bool,
 }
 
 impl Hub {
-    /// `client` must follow no redirects by itself, use no proxy and check addresses by the same policy.
+    /// Creates a client. `client` must not follow redirects by itself, must use no proxy, and must check
+    /// addresses by the same policy.
     pub fn new(client: Client, settings: HubSettings) -> Hub {
         Hub { client, settings }
     }
 
-    /// The same hub, asked with another token.
+    /// Returns a client for the same Hub with another token.
     #[must_use]
     pub fn with_token(&self, token: Option<Token>) -> Hub {
         Hub { client: self.client.clone(), settings: HubSettings { token, ..self.settings.clone() } }
@@ -101,13 +102,13 @@ impl Hub {
         Ok(url)
     }
 
-    /// Where a file of a commit is asked for.
+    /// Returns the URL of a file at a commit.
     pub(crate) fn file_url(&self, repo: &Repo, commit: &str, path: &str) -> Result<Url, HubError> {
         let id = repo.id().split('/');
         self.url(prefix(repo.kind).iter().copied().chain(id).chain(["resolve", commit]).chain(path.split('/')))
     }
 
-    /// A JSON document of the API, or a small file.
+    /// Reads a JSON document of the API, or a small file.
     pub(crate) async fn read(&self, repo: &Repo, url: &Url, commit: Option<&str>) -> Result<Vec<u8>, HubError> {
         let mut tries = Tries::new(self.settings.first_delay);
         loop {
@@ -122,7 +123,7 @@ impl Hub {
         }
     }
 
-    /// Opens a document or file from byte `first` on.
+    /// Opens a document or file, starting at byte `first`.
     pub(crate) async fn open(
         &self,
         repo: &Repo,
@@ -133,7 +134,7 @@ impl Hub {
         self.open_range(repo, url, commit, (first > 0).then(|| format!("bytes={first}-"))).await
     }
 
-    /// Opens a document or file, or a range of it. Redirects within the hub keep the token; to another host it is not sent.
+    /// Opens a document or file, or a range of it. The token is kept on redirects within the Hub and not sent to another host.
     pub(crate) async fn open_range(
         &self,
         repo: &Repo,
@@ -178,13 +179,13 @@ impl Hub {
     }
 
     fn follow(&self, from: &Url, location: Option<&str>) -> Result<Url, HubError> {
-        let location = location.ok_or(HubError::BadRedirect("it names no address"))?;
-        let to = from.join(location).map_err(|_| HubError::BadRedirect("its address is no URL"))?;
+        let location = location.ok_or(HubError::BadRedirect("it has no target"))?;
+        let to = from.join(location).map_err(|_| HubError::BadRedirect("its target is not a URL"))?;
         if is_same_origin(&to, &self.settings.endpoint) {
             return Ok(to);
         }
         if self.settings.endpoint.scheme() == "https" && to.scheme() != "https" {
-            return Err(HubError::BadRedirect("it leads from https to an unencrypted address"));
+            return Err(HubError::BadRedirect("it redirects from https to an unencrypted address"));
         }
         self.settings.policy.check_url(to.as_str()).map_err(|source| HubError::Redirect { source })
     }
@@ -204,12 +205,12 @@ impl Hub {
             detail = format!("{detail} (request {id})");
         }
         if !at_home {
-            // A CDN's word is about its address, not about the repository.
+            // An error of the CDN is about the redirect target, not about the repository.
             let again = status.is_server_error() || matches!(status.as_u16(), 403 | 404 | 408 | 410 | 429);
             let host = host_of(at);
             return match again {
                 true => Failed {
-                    error: HubError::Unreachable { host, detail: format!("it answers {status}") },
+                    error: HubError::Unreachable { host, detail: format!("it answered {status}") },
                     passes: true,
                     wait,
                     forbidden_elsewhere: status == StatusCode::FORBIDDEN,
@@ -224,7 +225,7 @@ impl Hub {
         self.named(repo, status, &code, &said, detail).into()
     }
 
-    /// The sentence for an answer that no repetition mends (the hub's `X-Error-Code`).
+    /// Converts an error that a retry would not fix, by the Hub's `X-Error-Code`.
     fn named(&self, repo: &Repo, status: StatusCode, code: &str, said: &str, detail: String) -> HubError {
         let with_token = self.settings.token.is_some();
         let shown = repo.id().to_owned();
@@ -243,12 +244,12 @@ impl Hub {
     }
 }
 
-/// A try that failed.
+/// A failed attempt.
 pub(crate) struct Failed {
     pub(crate) error: HubError,
-    /// Whether the same may succeed in a moment.
+    /// Whether a retry may succeed.
     passes: bool,
-    /// As long as the hub asks to wait.
+    /// Wait that the Hub requested.
     wait: Option<Duration>,
     forbidden_elsewhere: bool,
 }
@@ -260,7 +261,7 @@ impl From<HubError> for Failed {
 }
 
 impl Failed {
-    /// A CDN answered 403 or 416.
+    /// Returns whether a CDN answered 403 or 416.
     pub(crate) fn is_forbidden_elsewhere(&self) -> bool {
         self.forbidden_elsewhere
     }
@@ -275,7 +276,7 @@ impl Failed {
     }
 }
 
-/// The tries of one request or file.
+/// Counts the attempts of one request or file.
 pub(crate) struct Tries {
     failed: u32,
     first_delay: Duration,
@@ -286,12 +287,12 @@ impl Tries {
         Tries { failed: 0, first_delay }
     }
 
-    /// Bytes arrived: what fails next is the first failure again.
+    /// Records that bytes arrived, which resets the count.
     pub(crate) fn progressed(&mut self) {
         self.failed = 0;
     }
 
-    /// Waits for the next try; the error, when there is none.
+    /// Waits before the next attempt. Returns the error when no attempt is left.
     pub(crate) async fn pause_after(&mut self, failed: Failed) -> Result<(), HubError> {
         self.failed += 1;
         if !failed.passes || self.failed >= MAX_TRIES {
@@ -307,37 +308,37 @@ impl Tries {
     }
 }
 
-/// `RateLimit: "resolvers";r=0;t=55` = wait for 55 s; else `Retry-After` in seconds.
+/// Returns the requested wait: 55 s for `RateLimit: "resolvers";r=0;t=55`, else `Retry-After` in seconds.
 fn wait_asked(headers: &HeaderMap) -> Option<Duration> {
     let seconds = |text: &str| text.trim().parse::<u64>().ok();
     let limit = text(headers, "ratelimit").and_then(|limit| {
         let value = |name: &str| limit.split(';').find_map(|part| seconds(part.trim().strip_prefix(name)?));
         value("r=").filter(|left| *left == 0).and_then(|_| value("t="))
     });
-    // One more: its clock is not ours.
+    // One second is added because the Hub's clock may differ.
     let asked = limit.map(|left| left + 1).or_else(|| seconds(text(headers, RETRY_AFTER.as_str())?));
     asked.map(Duration::from_secs)
 }
 
-/// The message of `{"error": …}`.
+/// Returns the message in `{"error": …}`.
 fn message_of(body: &[u8]) -> String {
     let document: Option<serde_json::Value> = serde_json::from_slice(body).ok();
     let message = document.as_ref().and_then(|document| document.get("error")?.as_str());
-    message.unwrap_or("it gives no reason").to_owned()
+    message.unwrap_or("no reason given").to_owned()
 }
 
 async fn read_whole(mut response: Response) -> Result<Vec<u8>, String> {
     let mut whole = Vec::new();
     while let Some(piece) = next_piece(&mut response).await? {
         if whole.len() + piece.len() > MAX_JSON_BYTES {
-            return Err(format!("its answer has more than {MAX_JSON_BYTES} bytes"));
+            return Err(format!("its answer is larger than {MAX_JSON_BYTES} bytes"));
         }
         whole.extend_from_slice(&piece);
     }
     Ok(whole)
 }
 
-/// None at the end.
+/// Returns the next piece of the body; `None` at the end.
 pub(crate) async fn next_piece(
     response: &mut Response,
 ) -> Result<Option<impl AsRef<[u8]> + std::ops::Deref<Target = [u8]>>, String> {
@@ -352,7 +353,7 @@ pub(crate) fn text<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> {
     headers.get(name)?.to_str().ok()
 }
 
-/// Before the id, in addresses outside the API.
+/// Returns the path segments before the id, in URLs outside the API.
 fn prefix(kind: RepoKind) -> &'static [&'static str] {
     match kind {
         RepoKind::Model => &[],

@@ -1,4 +1,4 @@
-//! Parts of a file, where a look needs no more.
+//! Reads ranges of a file.
 
 use std::ops::Range;
 
@@ -13,10 +13,11 @@ use crate::id::Repo;
 use crate::info::RepoFile;
 
 impl Hub {
-    /// Reads ranges of a file, four at a time; they are not verified. None when the hub, or its CDN, does not send parts of files.
+    /// Reads ranges of a file, four at a time, without verification. Returns `None` when the Hub or its
+    /// CDN does not support ranges.
     ///
     /// # Errors
-    /// Those of [`Hub::info`].
+    /// Fails like [`Hub::info`].
     pub async fn read_ranges(
         &self,
         repo: &Repo,
@@ -67,7 +68,7 @@ impl Hub {
         while bytes.len() < wanted {
             match next_piece(&mut response).await.map_err(|detail| Failed::passing(&url, detail))? {
                 Some(piece) => bytes.extend_from_slice(&piece),
-                None => return Err(Failed::passing(&url, "it ended before the end of the range".to_owned())),
+                None => return Err(Failed::passing(&url, "the response ended before the end of the range".to_owned())),
             }
         }
         bytes.truncate(wanted);

@@ -1,7 +1,7 @@
-//! `rlood generator`: the base model's completions of one prompt beside those of a checkpoint, in a process of its own. A
-//! task on standard input (one line of JSON), a report on standard output, then the end.
+//! `rlood generator`: generates completions of one prompt with the base model and with a checkpoint, in its own process. It
+//! reads a task from standard input (one line of JSON) and writes a report to standard output.
 //!
-//! What fits neither the model nor the memory is refused before any weight is read.
+//! A request that exceeds the model's context or the memory is rejected before any weight is read.
 
 use std::num::NonZeroUsize;
 use std::path::Path;
@@ -24,7 +24,7 @@ use crate::one_shot::{self, OneShotError, error_text};
 use crate::spec::FieldError;
 use crate::spec::footprint::Footprint;
 
-/// Why there are no completions.
+/// Reason why there are no completions.
 enum Cut {
     Refused(FieldError),
     Failed(EngineError),
@@ -37,10 +37,10 @@ impl From<EngineError> for Cut {
     }
 }
 
-/// Reads a task, generates, writes the report; code 0 also when the report says that nothing could be generated.
+/// Reads a task, generates, and writes the report. The exit code is 0 even if the report contains an error.
 ///
 /// # Errors
-/// When there is no task to read, or nobody to write to.
+/// Fails when the task cannot be read or the report cannot be written.
 pub fn run(args: &ProbeArgs) -> Result<ExitCode, OneShotError> {
     let begun = Instant::now();
     let task: GenerationTask = one_shot::take_task()?;
@@ -80,7 +80,7 @@ fn compare(task: &GenerationTask, device: &str, deadline: Instant) -> Result<Gen
     Ok(Generation { prompt, base, trained })
 }
 
-/// Whether the model and the memory have room for what is asked.
+/// Checks that the request fits the model's context and the memory.
 fn check(task: &GenerationTask, card: &ModelCard, prompt_tokens: u64) -> Result<(), FieldError> {
     let plan = &task.plan;
     let completion = u64::from(plan.sampling.max_completion_length);
@@ -91,7 +91,7 @@ fn check(task: &GenerationTask, card: &ModelCard, prompt_tokens: u64) -> Result<
     if prompt_tokens + completion > positions {
         let room = positions.saturating_sub(completion);
         let detail = format!(
-            "the prompt has {prompt_tokens} tokens, and at most {room} fit (max_position_embeddings {positions} − max_completion_length {completion}): shorten it, or lower sampling.max_completion_length"
+            "the prompt has {prompt_tokens} tokens, but the maximum is {room} (max_position_embeddings {positions} − max_completion_length {completion}): shorten the prompt, or lower sampling.max_completion_length"
         );
         return Err(FieldError::new("/prompt", "prompt_too_long", detail));
     }
@@ -100,7 +100,7 @@ fn check(task: &GenerationTask, card: &ModelCard, prompt_tokens: u64) -> Result<
         Some(limit) if needed > limit => {
             let mib = |bytes: u64| bytes.div_ceil(1 << 20);
             let detail = format!(
-                "this needs about {} MiB, and a process may use {} MiB (--memory-limit): lower sampling.max_completion_length or num_generations, or shorten the prompt",
+                "this needs about {} MiB, but a process may use only {} MiB (--memory-limit): lower sampling.max_completion_length or num_generations, or shorten the prompt",
                 mib(needed),
                 mib(limit)
             );
@@ -110,7 +110,7 @@ fn check(task: &GenerationTask, card: &ModelCard, prompt_tokens: u64) -> Result<
     }
 }
 
-/// What is asked of one model after the other.
+/// The request, which is run with one model after the other.
 struct Asked<'a> {
     task: &'a GenerationTask,
     text: &'a Text,
@@ -119,7 +119,7 @@ struct Asked<'a> {
 }
 
 impl Asked<'_> {
-    /// The completions of a policy as it is.
+    /// Generates completions with a policy.
     fn of(&self, policy: &Policy) -> Result<Vec<GeneratedText>, Cut> {
         let sampling = &self.task.plan.sampling;
         let num_generations = NonZeroUsize::new(self.task.num_generations as usize).unwrap_or(NonZeroUsize::MIN);

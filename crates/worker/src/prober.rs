@@ -1,8 +1,8 @@
-//! `rlood probe`: one preflight in a process of its own. A task on standard input (one line of JSON), a report on
-//! standard output, then the end; standard input stays open as long as the server wants the answer.
+//! `rlood probe`: runs one preflight in its own process. It reads a task from standard input (one line of JSON) and writes a
+//! report to standard output. The server closes standard input when it no longer waits for the answer.
 //!
-//! The probe runs the engine's own loop with a learning rate of 0, so that what it measures is what the job will do: first
-//! one prompt, to learn how long it takes, then as many at once as a step of the job has and as the time limit permits.
+//! The preflight runs the engine's training loop with a learning rate of 0, so that its measurements apply to the job. It first
+//! runs one prompt to measure the time, then as many at once as a step of the job has and the time limit allows.
 
 mod look;
 
@@ -34,23 +34,24 @@ use crate::reward::webhook::Webhook;
 use crate::reward_model::LocalRewardModels;
 use crate::spec::{OnInvalid, Plan, RewardKind, RewardPlan, RewardSecrets};
 
-/// The graph of a long sequence is sorted recursively; only what is touched is ever backed by memory.
+/// Stack size of the engine's thread, because sorting the graph of a long sequence is recursive. Only pages
+/// that are touched use memory.
 const ENGINE_STACK_BYTES: usize = 512 * 1024 * 1024;
-/// Completions shown in a report.
+/// Maximum number of completions in a report.
 const MAX_SAMPLES: usize = 8;
-/// Characters of a prompt or a completion in a report.
+/// Maximum length of a prompt or completion in a report, in characters.
 const MAX_SAMPLE_CHARS: usize = 4_000;
-/// Warnings of rewards in a report.
+/// Maximum number of warnings in a report.
 const MAX_WARNINGS: usize = 8;
-/// Part of the time left that a run may be expected to take.
+/// Fraction of the remaining time that a run may be expected to take.
 const HEADROOM: f64 = 0.8;
-/// Longest wait for `reward.ping`; less where the time limit is short.
+/// Time limit for `reward.ping`; shorter if the time limit of the preflight is short.
 const PING_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// `rlood probe`: reads a task, measures, writes the report; code 0 also when the report says that nothing could be measured.
+/// Runs `rlood probe`: reads a task, measures, and writes the report. The exit code is 0 even if the report contains an error.
 ///
 /// # Errors
-/// When there is no task to read, or nobody to write to.
+/// Fails when the task cannot be read or the report cannot be written.
 pub async fn run(args: ProbeArgs) -> Result<ExitCode, OneShotError> {
     let begun = Instant::now();
     let task: ProbeTask = one_shot::take_task()?;
@@ -74,7 +75,7 @@ fn failed(code: &str, message: impl std::fmt::Display) -> ProbeError {
 
 async fn measure(task: ProbeTask, device: &str, deadline: Instant) -> Result<ProbeReport, ProbeError> {
     let ProbeTask { plan, secrets, allow_outgoing, model_dir, reward_models, initial, mut rows, limit_ms: _ } = task;
-    // In no order of theirs: what fits into the time limit then speaks for the whole dataset.
+    // The rows are shuffled, so that the part that fits into the time limit represents the whole dataset.
     let order = Key::new(plan.training.seed, Stream::Probe);
     rows.sort_by_key(|(row, _)| order.with(*row).bits());
     let policy = OutgoingPolicy::parse(&allow_outgoing).map_err(|error| failed("setting", error))?;
@@ -105,7 +106,7 @@ async fn measure(task: ProbeTask, device: &str, deadline: Instant) -> Result<Pro
         .name("engine".to_owned())
         .stack_size(ENGINE_STACK_BYTES)
         .spawn(move || {
-            // The receiver is gone only when the process ends.
+            // The receiver is dropped only during shutdown.
             let _ = sender.send(probe.run());
         })
         .map_err(|error| failed("thread", error))?;
@@ -115,9 +116,9 @@ async fn measure(task: ProbeTask, device: &str, deadline: Instant) -> Result<Pro
     Ok(report)
 }
 
-/// The reward as a probe asks it: one try, no long waits, and no failure that stops the other rewards.
+/// Adapts a reward for the preflight: one attempt, short timeouts, and no failure that stops the other rewards.
 fn hasty_reward(reward: &RewardPlan, deadline: Instant) -> RewardPlan {
-    // A service that hangs is told from one that is slow while there is time left to say so.
+    // The timeout leaves enough time to report that a service does not answer.
     let left = deadline.saturating_duration_since(Instant::now()) / 3;
     let left_ms = u64::try_from(left.as_millis()).unwrap_or(u64::MAX).max(1);
     let kind = reward.kind.with_service(|service| {
@@ -137,8 +138,8 @@ fn prompt_row(row: &serde_json::Map<String, Value>) -> Option<PromptRow> {
     Some(PromptRow { prompt, columns })
 }
 
-/// What each reward says of itself: its smallest and largest value, and what is at odds with the plan. Services are asked by
-/// `reward.ping`, all at once.
+/// Returns each reward's range of values and a warning about differences between the service and the plan. Services
+/// are asked by `reward.ping`, concurrently.
 async fn greet(
     rewards: &[RewardPlan],
     secrets: &BTreeMap<String, RewardSecrets>,
@@ -159,19 +160,19 @@ async fn greet(
         };
         let fewer = reply.max_batch_samples.filter(|takes| *takes < most).map(|takes| {
             let name = &reward.name;
-            format!("reward '{name}': the service takes {takes} samples in one request, less than max_batch_samples ({most}): set it to {takes}")
+            format!("reward '{name}': the service accepts {takes} samples per request, fewer than max_batch_samples ({most}): set max_batch_samples to {takes}")
         });
         (range, fewer)
     });
     futures::future::join_all(asked).await
 }
 
-/// Everything that the engine's thread needs.
+/// Data that moves to the engine's thread.
 struct Probe {
     runtime: Handle,
     plan: Plan,
     rewards: Rewards,
-    /// Of the rows, in the dataset.
+    /// Indices of the rows in the dataset.
     numbers: Vec<u64>,
     prompts: Vec<PromptRow>,
     model_dir: PathBuf,
@@ -182,7 +183,7 @@ struct Probe {
 }
 
 impl Probe {
-    /// A look at one prompt, then at all of them in batches of the job's size, or of what the time permits.
+    /// Runs one prompt, then all prompts in batches of the job's size or of the size that the time allows.
     fn run(&self) -> ProbeReport {
         let asked = self.prompts.len();
         let batch = (self.plan.training.prompts_per_step as usize).clamp(1, asked.max(1));
@@ -190,13 +191,13 @@ impl Probe {
         let left = self.deadline.saturating_duration_since(Instant::now()).as_secs_f64() - first.loading_s();
         let affordable = (left * HEADROOM / first.step_s.max(1e-3)) as usize;
         let batch = batch.min(affordable);
-        // Rewards that had no value for the first prompt are not asked for the others.
+        // If the rewards had no value for the first prompt, they are not called for the others.
         let scored = first.observed.iter().any(|one| one.sample.reward.is_some());
         let go_on = first.error.is_none() && first.is_whole() && scored && batch > 0 && asked > 1;
         let (seen, error) = if go_on {
             let second = self.look(batch, asked / batch);
             let error = second.error.clone();
-            // A second look that saw less (the limit came first) is worth less than the first.
+            // A second run that was cut short by the time limit and saw less is not used.
             (if second.observed.len() >= first.observed.len() { second } else { first }, error)
         } else {
             let error = first.error.clone();
@@ -207,7 +208,7 @@ impl Probe {
         report
     }
 
-    /// `steps` steps of `prompts_per_step` prompts each, of the loop that the job will run, without learning.
+    /// Runs `steps` steps of the job's training loop with `prompts_per_step` prompts each, without learning.
     fn look(&self, prompts_per_step: usize, steps: usize) -> Look<'_> {
         let plan = self.plan_of_look(prompts_per_step, steps);
         let used = (prompts_per_step * steps).min(self.prompts.len());
@@ -234,23 +235,23 @@ impl Probe {
     fn plan_of_look(&self, prompts_per_step: usize, steps: usize) -> Plan {
         let mut plan = self.plan.clone();
         plan.eval = None;
-        // The base model is looked at.
+        // The preflight measures the base model, not the state after a warm-up.
         plan.warm_up = None;
         plan.rloo.steps_per_generation = 1;
         plan.rloo.num_iterations = 1;
-        // A refill would ask for the same few prompts again.
+        // Resampling would request the same few prompts again.
         plan.rloo.min_informative_groups = 0;
         plan.rloo.overlap = false;
-        // A look is too short for a diagnosis, and must not be ended by one.
+        // The run is too short for alert rules, and an alert must not end it.
         plan.early_stopping = None;
         plan.doctor.on_alert = OnAlert::Note;
         plan.doctor.rules.clear();
         plan.training.prompts_per_step = u32::try_from(prompts_per_step).unwrap_or(u32::MAX);
         plan.training.max_steps = steps as u64;
-        // The loop samples from its training stream: a seed from the stream `probe` keeps the two apart.
+        // The loop samples from its training stream; a seed from the stream `probe` separates the two.
         plan.training.seed = Key::new(plan.training.seed, Stream::Probe).bits();
         plan.training.shuffle_dataset = false;
-        // The chosen rows are taken one after another.
+        // The chosen rows are used in order.
         plan.dataset.sources.clear();
         plan.optimizer.learning_rate = 0.0;
         plan.optimizer.weight_decay = 0.0;
@@ -275,7 +276,7 @@ impl Probe {
     }
 }
 
-/// Some completions, spread evenly, with long texts cut.
+/// Returns `count` completions at even distances, with long texts truncated.
 fn pick(observed: &[Observed], count: usize) -> Vec<ProbedSample> {
     let count = count.min(observed.len());
     let cut = |text: &str| match text.char_indices().nth(MAX_SAMPLE_CHARS) {
@@ -289,7 +290,7 @@ fn pick(observed: &[Observed], count: usize) -> Vec<ProbedSample> {
     (0..count).map(sample).collect()
 }
 
-/// Why a look failed.
+/// Converts an error of the engine into an error of the report.
 fn explained(error: &EngineError) -> ProbeError {
     let code = match error {
         EngineError::Host(failure) => failure.code.as_str(),

@@ -1,6 +1,6 @@
-//! One attempt at one job: fetch what it needs, run the engine on a thread of its own, report how it ended.
+//! One attempt at one job: downloads its inputs, runs the engine on its own thread, and reports the outcome.
 //!
-//! Longer than other files: the ways in which an attempt ends are decided here and nowhere else.
+//! This file is longer than others, because all outcomes of an attempt are decided here.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -35,14 +35,15 @@ use crate::reward::{Rewards, Surroundings};
 use crate::reward_model::LocalRewardModels;
 use crate::spec::{DatasetPlan, eval_secret_name};
 
-/// Between two heartbeats, however much there is to tell.
+/// Minimum interval between two heartbeats.
 const SOONEST_BEAT: Duration = Duration::from_secs(1);
-/// The last words of a run whose server may be gone.
+/// Time allowed for final reports when the server may be unreachable.
 const LAST_WORDS: Duration = Duration::from_secs(5);
-/// The graph of a long sequence is sorted recursively; only what is touched is ever backed by memory.
+/// Stack size of the engine's thread, because sorting the graph of a long sequence is recursive. Only pages
+/// that are touched use memory.
 const ENGINE_STACK_BYTES: usize = 512 * 1024 * 1024;
 
-/// What the parts of an attempt share.
+/// State shared by the parts of an attempt.
 pub(super) struct Attempt {
     pub(super) client: Client,
     pub(super) held: Held,
@@ -51,7 +52,7 @@ pub(super) struct Attempt {
     pub(super) events: Events,
 }
 
-/// Everything the engine needs, on this machine.
+/// The engine's inputs on this machine.
 struct Prepared {
     models: JobModels,
     rows: Vec<PromptRow>,
@@ -61,17 +62,17 @@ struct Prepared {
     initial: Option<PathBuf>,
 }
 
-/// How long a grader may take to end once its job is over.
+/// Time limit for built-in rewards to stop after the job has ended.
 const GRADER_ENDS: Duration = Duration::from_secs(2);
 const GRADER_POLL: Duration = Duration::from_millis(50);
 
-/// Runs a claim to its end; once the worker leaves, for no longer than `leave_within`, even when nobody takes its report.
-/// Returns the code with which this process must end because it is not to be trusted with another job, if it must.
+/// Runs a claim to its end. When the worker shuts down, it stops after `leave_within`, even if the server does not accept the
+/// report. Returns the exit code if the process must not run another job.
 pub(super) async fn run(worker: &Worker, claim: Claim) -> Option<u8> {
     tokio::select! {
         code = run_and_report(worker, claim) => code,
         () = leaving_for(worker, worker.leave_within) => {
-            tracing::warn!("the end of the attempt is not reported: the server does not answer, and this process leaves");
+            tracing::warn!("the outcome is not reported: the server does not answer, and this process exits");
             None
         }
     }
@@ -101,9 +102,9 @@ async fn run_and_report(worker: &Worker, claim: Claim) -> Option<u8> {
     let graders = Graders::default();
     let ended = tokio::select! {
         ended = attempt.work(worker, claim, &graders) => ended,
-        // The rest is for the report.
+        // The rest of the time is reserved for the report.
         () = leaving_for(worker, worker.leave_within.mul_f64(0.8)) => {
-            attempt.events.log("the engine did not stop in time: what it did since the last checkpoint is dropped");
+            attempt.events.log("the engine did not stop in time: work since the last checkpoint is lost");
             Err(RunEnd::Stopped(StopReason::Shutdown))
         }
     };
@@ -125,16 +126,16 @@ async fn run_and_report(worker: &Worker, claim: Claim) -> Option<u8> {
         }
         Err(RunEnd::Failed(error @ EngineError::Device(_))) => {
             let why = error.to_string();
-            // The supervisor keeps the last lines of standard error for its report of this process's end.
+            // The supervisor keeps the last lines of standard error for its report about this process.
             tracing::error!(job = %held.job, attempt = held.attempt, why, "the GPU failed; this process ends");
-            attempt.events.log(format!("{why}; the worker restarts, and the job goes on from its last checkpoint"));
+            attempt.events.log(format!("{why}; the worker restarts, and the job resumes from its last checkpoint"));
             let _ = tokio::time::timeout(LAST_WORDS, attempt.events.flush()).await;
             return Some(EXIT_DEVICE);
         }
         Err(RunEnd::Failed(error)) => Outcome::Failed { failure: failure::of_engine(error, attempt.progress.get()) },
     };
     attempt.events.log(last_line(&outcome));
-    // An error here is the delivery's own: it is looked at next.
+    // An error here comes from the delivery, which is checked next.
     let flushed = attempt.events.flush().await;
     let Attempt { client, progress, events, .. } = attempt;
     drop(events);
@@ -153,7 +154,7 @@ async fn run_and_report(worker: &Worker, claim: Claim) -> Option<u8> {
     };
     let finish = Finish { attempt: held.attempt, outcome };
     match persist(|| client.finish(held, &finish), ClientError::is_transient).await {
-        Ok(()) => tracing::info!(job = %held.job, "the attempt is over"),
+        Ok(()) => tracing::info!(job = %held.job, "the attempt has ended"),
         Err(error) => {
             tracing::warn!(job = %held.job, error = with_causes(&error), "the end of the attempt could not be reported")
         }
@@ -161,12 +162,12 @@ async fn run_and_report(worker: &Worker, claim: Claim) -> Option<u8> {
     graders.settled().await
 }
 
-/// The rewards of an attempt, as soon as they are made: their graders may outlive it.
+/// The rewards of an attempt. Their computing threads may outlive the attempt.
 #[derive(Default)]
 struct Graders(std::sync::OnceLock<Vec<Arc<Rewards>>>);
 
 impl Graders {
-    /// Waits for their threads, once the job is settled. Returns the code with which the process ends if they go on.
+    /// Waits for the computing threads after the job has ended. Returns the exit code of the process if they do not stop.
     async fn settled(&self) -> Option<u8> {
         let grading = || self.0.get().is_some_and(|rewards| rewards.iter().any(|rewards| rewards.is_grading()));
         let ended = async {
@@ -191,7 +192,7 @@ fn last_line(outcome: &Outcome) -> String {
         Outcome::Cancelled => "cancelled".to_owned(),
         Outcome::Paused { reason: Some(reason) } => format!("paused: {reason}"),
         Outcome::Paused { reason: None } => "paused".to_owned(),
-        Outcome::Requeued => "requeued: the worker leaves".to_owned(),
+        Outcome::Requeued => "requeued: the worker shuts down".to_owned(),
         Outcome::Preempted => "requeued: the worker is preempted (SIGTERM)".to_owned(),
     }
 }
@@ -203,10 +204,10 @@ impl Attempt {
         let journal = Journal::start(self.client.clone(), self.held, self.stop.clone(), claim.callbacks.clone());
         let reward_models = Arc::new(LocalRewardModels::new(&worker.device, claim.reward_models.clone(), &claim.plan));
         let rewards = Arc::new(self.build_rewards(worker, &claim, &journal, reward_models.clone())?);
-        // The first to ask gets them.
+        // The first caller gets the receiver.
         let notices = rewards.notices().unwrap_or_else(|| mpsc::unbounded_channel().1);
         let eval_rewards = build_eval_rewards(&claim, &rewards)?.map(Arc::new);
-        // Set once: this is the only place.
+        // The cell is set only here, so this cannot fail.
         let _ = graders.0.set(std::iter::once(&rewards).chain(&eval_rewards).cloned().collect());
         let reports = Reports::start(self.client.clone(), self.held, rewards.clone(), eval_rewards.clone());
         let beats = beat(
@@ -264,9 +265,9 @@ impl Attempt {
         if let Err(RunEnd::Panicked) = ended {
             return ended;
         }
-        // The engine's thread is over: nothing uses the directory any more.
+        // The engine's thread has ended, so nothing uses the directory anymore.
         drop(scratch);
-        // An answer that came with the stop need not be asked for again.
+        // Answers that arrived during the stop are recorded, so that they are not requested again.
         let _ = tokio::time::timeout(LAST_WORDS, journal.flush()).await;
         let _ = tokio::time::timeout(LAST_WORDS, reports.last()).await;
         match ended {
@@ -275,7 +276,7 @@ impl Attempt {
         }
     }
 
-    /// The job's rewards, which ask services by the rules that the server was started with.
+    /// Builds the job's rewards. Services are called under the outgoing address policy of the server.
     fn build_rewards(
         &self,
         worker: &Worker,
@@ -300,12 +301,12 @@ impl Attempt {
         Rewards::within(&claim.plan.rewards, &claim.secrets, surroundings).map_err(|error| error.to_failure())
     }
 
-    /// What an error of the engine makes of the attempt.
+    /// Converts an error of the engine into the end of the attempt.
     fn end_by(&self, error: EngineError) -> RunEnd {
         tracing::warn!(error = with_causes(&error), "the engine ended with an error");
         match (error, self.stop.get()) {
             (error @ EngineError::Host(_), _) => RunEnd::Failed(error),
-            // Whatever it says, its work is not wanted any more.
+            // The error does not matter, because the work is discarded anyway.
             (_, Some(stop)) if drops_work(&stop) => RunEnd::Stopped(stop),
             (error, _) if is_disk_full(&error) => {
                 RunEnd::Stopped(StopReason::Pause { reason: Some("disk_full".to_owned()) })
@@ -324,13 +325,13 @@ impl Attempt {
         let (rollouts, answers) = self.fetched(journal.recall(&self.client, self.held).await)?;
         if rollouts + answers > 0 {
             self.events.log(format!(
-                "the journal holds {rollouts} rollouts and {answers} reward answers since then: they are not repeated"
+                "the journal contains {rollouts} rollouts and {answers} reward answers since then; they are not repeated"
             ));
         }
         let models = self.find_models(worker, claim).await?;
         let rows = self.fetch_rows(&claim.plan.dataset, scratch).await?;
         let eval_rows = match &claim.plan.eval {
-            // The engine holds them out of the training rows.
+            // The engine takes the evaluation rows from the training rows.
             Some(eval) if eval.fraction.is_some() => Vec::new(),
             Some(eval) if eval.dataset.id == claim.plan.dataset.id => rows.clone(),
             Some(eval) => self.fetch_rows(&eval.dataset, scratch).await?,
@@ -343,7 +344,7 @@ impl Attempt {
                 true => rows.clone(),
                 false => self.fetch_rows(&warm_up.dataset, scratch).await?,
             },
-            // It is over.
+            // The warm-up has finished.
             Some(_) | None => Vec::new(),
         };
         let initial = self.fetch_initial(&claim.initial, scratch).await?;
@@ -362,7 +363,8 @@ impl Attempt {
         }
     }
 
-    /// A failed transfer as a failure; a lost claim, or a server that is gone, only raises the stop, which ends the preparation.
+    /// Converts a failed transfer into a failure. If the claim is lost or the server is gone, it also raises the
+    /// stop, which ends the preparation.
     pub(super) fn fetched<T>(&self, result: Result<T, ClientError>) -> Result<T, Failure> {
         result.map_err(|error| {
             let is_answered = self.progress.hears_server();
@@ -382,12 +384,12 @@ impl Attempt {
     }
 }
 
-/// The worker's own disk has no room, as the server's may have none: there is nothing wrong with the job.
+/// Returns whether the worker's disk is full. The job then pauses, as when the server's disk is full.
 fn is_disk_full(error: &EngineError) -> bool {
     matches!(error, EngineError::Io { source, .. } if source.kind() == std::io::ErrorKind::StorageFull)
 }
 
-/// The evaluation's own rewards, if it has some; their secrets lie under names of their own.
+/// Builds the rewards of the evaluation, if it has its own. Their secrets have their own names.
 fn build_eval_rewards(claim: &Claim, rewards: &Rewards) -> Result<Option<Rewards>, Failure> {
     let Some(plans) = claim.plan.eval.as_ref().and_then(|eval| eval.rewards.as_ref()) else { return Ok(None) };
     let secret_of = |name: &String| Some((name.clone(), claim.secrets.get(&eval_secret_name(name))?.clone()));
@@ -395,7 +397,7 @@ fn build_eval_rewards(claim: &Claim, rewards: &Rewards) -> Result<Option<Rewards
     rewards.beside(plans, &secrets).map(Some).map_err(|error| error.to_failure())
 }
 
-/// What moves to the engine's thread.
+/// Data that moves to the engine's thread.
 struct EngineRun {
     claim: Claim,
     prepared: Prepared,
@@ -404,7 +406,8 @@ struct EngineRun {
 }
 
 impl EngineRun {
-    /// [`RunEnd::Panicked`] where the thread panicked (its message is on standard error), or cannot be started.
+    /// Runs the engine. Returns [`RunEnd::Panicked`] when the thread panicked (its message is on standard error)
+    /// or could not be started.
     async fn on_thread(self, train: TrainFn, mut host: JobHost) -> Result<(), RunEnd> {
         let (sender, receiver) = oneshot::channel();
         let started =
@@ -425,7 +428,7 @@ impl EngineRun {
                 };
                 let ended = train(input, &mut host);
                 drop(host);
-                // Nobody waits any more only when the process leaves.
+                // The receiver is dropped only during shutdown.
                 let _ = sender.send(ended);
             });
         match started {
@@ -438,7 +441,7 @@ impl EngineRun {
     }
 }
 
-/// Tells the server where the run is and hears what its user wants, in every phase.
+/// Sends heartbeats in all phases: reports the progress, and receives the user's cancel and pause requests.
 async fn beat(
     client: Client,
     held: Held,
@@ -448,7 +451,7 @@ async fn beat(
     every: Duration,
 ) {
     let mut answered = clock::now();
-    // The first ones follow each other closely: they say where a short attempt was, and how much memory it had.
+    // The first heartbeats follow each other closely, to report where a short attempt was and how much memory it used.
     let mut early = SOONEST_BEAT;
     let mut waits = rewards.waiting_changes();
     loop {
@@ -480,24 +483,24 @@ async fn beat(
                 every.min(Duration::from_secs(1))
             }
             Err(error) => {
-                tracing::warn!(error = with_causes(&error), "the heartbeat ends");
+                tracing::warn!(error = with_causes(&error), "heartbeats stop");
                 return stop.raise(StopReason::LeaseLost);
             }
         };
-        // That the job waits for a service (or no longer does) is told soon, not at the next beat.
+        // A change of the waiting state is reported soon, without waiting for the next heartbeat.
         tokio::time::sleep(pause.min(SOONEST_BEAT)).await;
         let changed = waits.wait_for(|number| (*number > 0) != waiting);
         let _ = tokio::time::timeout(pause.saturating_sub(SOONEST_BEAT), changed).await;
     }
 }
 
-/// The rows of a dataset: one JSON object a line, `prompt` and whatever else.
+/// Reads the rows of a dataset: one JSON object per line, with `prompt` and any other columns.
 fn read_rows(path: &Path) -> Result<Vec<PromptRow>, (usize, String)> {
     let text = std::fs::read_to_string(path).map_err(|error| (0, error.to_string()))?;
     let row = |(index, line): (usize, &str)| {
         let mut columns: Map<String, Value> =
             serde_json::from_str(line).map_err(|error| (index + 1, error.to_string()))?;
-        let prompt = columns.shift_remove("prompt").ok_or_else(|| (index + 1, "it has no 'prompt'".to_owned()))?;
+        let prompt = columns.shift_remove("prompt").ok_or_else(|| (index + 1, "'prompt' is missing".to_owned()))?;
         Ok(PromptRow { prompt, columns })
     };
     text.lines().enumerate().map(row).collect()

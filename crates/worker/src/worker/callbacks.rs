@@ -1,5 +1,5 @@
-//! What reward services sent to the server for this attempt's requests: one held call for all of them, begun when somebody
-//! first waits.
+//! Callback results of reward services for this attempt. The results of all requests are fetched by one long-polling call,
+//! which starts when a request first waits.
 
 use std::collections::HashMap;
 use std::sync::{Arc, OnceLock};
@@ -15,7 +15,7 @@ use crate::engine::host::StopReason;
 use crate::protocol::News;
 use crate::reward::journal::Unrecorded;
 
-/// One attempt's answers that come later. Cheap to clone.
+/// Receives the callback results of one attempt. Cheap to clone.
 #[derive(Clone)]
 pub(super) struct Mailbox(Arc<Inner>);
 
@@ -30,7 +30,7 @@ struct Inner {
 #[derive(Default)]
 struct Letters {
     by_request: HashMap<String, Chunk>,
-    /// Nothing else can be fetched.
+    /// Whether the server delivers no more results.
     ended: bool,
 }
 
@@ -39,7 +39,7 @@ impl Mailbox {
         Self(Arc::new(Inner { client, held, stop, letters: watch::Sender::default(), fetching: OnceLock::new() }))
     }
 
-    /// What came for a request beyond the first `seen` entries, as soon as there is something.
+    /// Waits for results of a request beyond the first `seen` ones.
     pub(super) async fn arrived(&self, id: &str, seen: usize) -> Result<Chunk, Unrecorded> {
         let inner = &self.0;
         inner.fetching.get_or_init(|| {
@@ -56,7 +56,7 @@ impl Mailbox {
         Ok(Chunk { entries: chunk.entries.iter().skip(seen).cloned().collect(), done: chunk.done })
     }
 
-    /// The request is answered.
+    /// Removes the results of a request that is complete.
     pub(super) fn forget(&self, id: &str) {
         self.0.letters.send_if_modified(|letters| {
             letters.by_request.remove(id);
@@ -84,7 +84,7 @@ async fn fetch(client: Client, held: Held, stop: StopSignal, letters: watch::Sen
                 });
             }
             Err(error) => {
-                tracing::warn!(error = with_causes(&error), "answers that come later cannot be fetched");
+                tracing::warn!(error = with_causes(&error), "cannot fetch callback results");
                 if matches!(error, ClientError::LeaseLost) || error.is_transient() {
                     stop.raise(StopReason::LeaseLost);
                 }

@@ -1,5 +1,5 @@
-//! The worker protocol, the worker's side: typed calls, and which errors are worth another try. How long a call may take stands
-//! here; when a transfer has failed stands in `transfer.rs`.
+//! Client for the worker protocol: typed calls, their time limits, and retries. `transfer.rs` decides when a transfer
+//! of a file has failed.
 
 use std::path::Path;
 use std::time::Duration;
@@ -26,23 +26,23 @@ use crate::protocol::{
     read_claim,
 };
 
-/// How long a worker goes on without an answer from the server.
+/// How long a worker continues without an answer from the server.
 pub(super) const OUTAGE: Duration = Duration::from_secs(15 * 60);
-/// Of a call that moves little.
+/// Time limit for a call with a small body.
 const CALL: Duration = Duration::from_secs(30);
-/// Of a heartbeat: a few fit into a lease.
+/// Time limit for a heartbeat, short enough for several within a lease.
 const BEAT: Duration = Duration::from_secs(8);
-/// The head of an answer that the server may hold back for a while because there is nothing to say yet.
+/// Time limit for the head of an answer that the server may hold until it has something to send.
 const HELD_CALL: Duration = Duration::from_secs(60);
-/// Tries of a download that arrives damaged.
+/// Maximum number of attempts at a download that arrives with a wrong hash.
 pub(super) const DAMAGED_TRIES: u32 = 3;
-/// The first pause before another try; it doubles.
+/// First pause before a retry; it doubles with each retry.
 pub(super) const FIRST_DELAY: Duration = Duration::from_millis(200);
-/// The longest pause.
+/// Longest pause before a retry.
 pub(super) const LONGEST_DELAY: Duration = Duration::from_secs(5);
 
-/// Repeats a call while its error is worth `another` try, for up to [`OUTAGE`] after the first one: a long transfer that breaks
-/// off at its end has another try, too.
+/// Retries a call while `another` accepts its error, for up to [`OUTAGE`] after the first failure. The time starts at the
+/// failure, so that a long transfer that fails near its end is retried too.
 pub(super) async fn persist<T, F>(
     mut call: impl FnMut() -> F,
     another: impl Fn(&ClientError) -> bool,
@@ -64,12 +64,13 @@ where
     }
 }
 
-/// [`persist`]'s rule for what fills the disk: a full disk stays full for a while, and the job pauses instead of waiting for it.
+/// Retry rule of [`persist`] for calls that write to the server's disk. A full disk is not retried, so
+/// that the job pauses instead.
 pub(super) fn full_at_once(error: &ClientError) -> bool {
     error.is_transient() && !matches!(error, ClientError::StorageFull { .. })
 }
 
-/// Repeats a download like [`persist`], and one that arrives damaged a few times: the damage may lie at its source.
+/// Retries a download like [`persist`], and a few times if its hash is wrong, since the source itself may be damaged.
 pub(super) async fn fetch<F>(mut call: impl FnMut() -> F) -> Result<(), ClientError>
 where
     F: Future<Output = Result<(), ClientError>>,
@@ -79,7 +80,7 @@ where
         tries += 1;
         match persist(&mut call, ClientError::is_transient).await {
             Err(ClientError::Damaged { name }) if tries < DAMAGED_TRIES => {
-                tracing::warn!(name, "it arrived damaged; fetching it again");
+                tracing::warn!(name, "the hash is wrong; downloading again");
             }
             other => return other,
         }
@@ -93,12 +94,12 @@ pub(super) struct Client {
     base: Url,
     token: String,
     limits: TransferLimits,
-    /// Bytes of uploads that the server has received, as it says in its answers to heartbeats.
+    /// Bytes of uploads that the server has received, from its answers to heartbeats.
     received: watch::Sender<u64>,
 }
 
 impl Client {
-    /// For a server's address (http or https). The server's own children ignore the environment's proxies.
+    /// Creates a client for a server's http or https address. The server's own children ignore proxies in the environment.
     pub(super) fn new(server: &str, token: &str, child: bool) -> Result<Self, String> {
         let base = Url::parse(server).map_err(|error| format!("--server '{server}' is not a URL: {error}"))?;
         if !matches!(base.scheme(), "http" | "https") || base.cannot_be_a_base() {
@@ -108,12 +109,12 @@ impl Client {
         if child {
             builder = builder.no_proxy();
         }
-        let http = builder.build().map_err(|error| format!("the HTTP client cannot be made: {error}"))?;
+        let http = builder.build().map_err(|error| format!("cannot create the HTTP client: {error}"))?;
         let (limits, received) = (TransferLimits::default(), watch::Sender::default());
         Ok(Self { http, base, token: token.to_owned(), limits, received })
     }
 
-    /// The same with other limits on transfers.
+    /// Replaces the limits on transfers.
     #[cfg(test)]
     pub(super) fn with_limits(self, limits: TransferLimits) -> Self {
         Self { limits, ..self }
@@ -124,7 +125,7 @@ impl Client {
         self.json(answer("register", send_within(CALL, request)).await?).await
     }
 
-    /// None = nothing to do.
+    /// Requests a job; `None` means that there is none.
     pub(super) async fn claim(&self, request: &ClaimRequest) -> Result<Option<Claim>, ClientError> {
         let limit = CALL + Duration::from_millis(request.wait_ms);
         let request = self.request(Method::POST, &["claim"], None).timeout(limit).json(request);
@@ -164,7 +165,7 @@ impl Client {
         answer("rewards", send_within(CALL, request)).await.map(drop)
     }
 
-    /// What reward services sent after `after`; the server holds the call while there is nothing.
+    /// Fetches callback results after the cursor `after`. The server holds the call while there are none.
     pub(super) async fn callbacks(&self, held: Held, after: i64) -> Result<CallbackNews, ClientError> {
         let request = self.fenced(Method::GET, held, &["callbacks", &after.to_string()]);
         self.json(answer("callbacks", send_within(HELD_CALL, request)).await?).await
@@ -177,12 +178,12 @@ impl Client {
 
     pub(super) async fn publish(&self, held: Held, step: u64, publish: &Publish) -> Result<Published, ClientError> {
         let request = self.on_job(Method::POST, held, &["checkpoints", &step.to_string()]).json(publish);
-        // The server moves and syncs the files before it answers; an older one also reads all of them.
+        // The server moves and syncs the files before it answers; an older server also reads all of them.
         let limit = self.limits.answer(publish.files.iter().map(|file| file.size_bytes).sum());
         self.json(answer("publish", send_within(limit, request)).await?).await
     }
 
-    /// Streams one file of a checkpoint to the server.
+    /// Uploads one file of a checkpoint.
     pub(super) async fn upload(&self, held: Held, step: u64, dir: &Path, file: &FileEntry) -> Result<(), ClientError> {
         let body = file_body(&dir.join(&file.name), file.size_bytes).await?;
         let request = self
@@ -196,7 +197,7 @@ impl Client {
         self.download(request, Download { name: "the dataset", sha256, to, received: None }).await
     }
 
-    /// A file of the checkpoint to go on from, or to begin with.
+    /// Downloads a file of the checkpoint to resume from, or of the warm start.
     pub(super) async fn checkpoint_file(
         &self,
         held: Held,
@@ -213,36 +214,36 @@ impl Client {
             .await
     }
 
-    /// The files of one of the job's models; the server holds the call while it hashes them.
+    /// Lists the files of one of the job's models. The server holds the call while it hashes them.
     pub(super) async fn model_files(&self, held: Held, model: &str) -> Result<ModelFiles, ClientError> {
         let request = self.fenced(Method::GET, held, &["models", model]);
         self.json(answer("models", send_within(HELD_CALL, request)).await?).await
     }
 
-    /// A file of one of the job's models.
+    /// Downloads a file of one of the job's models.
     pub(super) async fn model_file(&self, held: Held, model: &str, download: Download<'_>) -> Result<(), ClientError> {
         self.download(self.fenced(Method::GET, held, &["models", model, download.name]), download).await
     }
 
-    /// Has the server read a file that does not arrive whole; it holds the call while it does.
+    /// Asks the server to verify a file that arrives with a wrong hash. The server holds the call while it reads the file.
     pub(super) async fn inspect(&self, held: Held, file: &DamagedFile) -> Result<Inspection, ClientError> {
         let request = self.on_job(Method::POST, held, &["damaged"]).json(file);
         self.json(answer("damaged", send_within(HELD_CALL, request)).await?).await
     }
 
-    /// Fetches a file, or what is missing of it.
+    /// Downloads a file, or the missing rest of it.
     async fn download(&self, request: RequestBuilder, download: Download<'_>) -> Result<(), ClientError> {
         let here = download.bytes_here().await;
         let request = if here > 0 { request.header(RANGE, format!("bytes={here}-")) } else { request };
         let response = match answer("download", send_within(self.limits.answer(0), request)).await {
-            // As many bytes as the file has, or more: they are not the file's, or this call would not have been made.
+            // The existing bytes are as many as the file's or more, so they are not a prefix of the file.
             Err(ClientError::Refused { status: 416, .. }) => {
                 download.start_over().await;
                 return Err(ClientError::Damaged { name: download.name.to_owned() });
             }
             response => response?,
         };
-        // The rest of the file is what was asked for, or nothing is.
+        // The server must send exactly the requested rest of the file.
         let begins =
             |range: &HeaderValue| range.to_str().is_ok_and(|range| range.starts_with(&format!("bytes {here}-")));
         let is_rest = response.headers().get(CONTENT_RANGE).is_some_and(begins);
@@ -253,7 +254,7 @@ impl Client {
         download.read(response, self.limits.stall).await
     }
 
-    /// A body that may be large.
+    /// Sends a body that may be large.
     async fn send_json(
         &self,
         call: &'static str,
@@ -269,19 +270,19 @@ impl Client {
         serde_json::from_slice(&read_body(response, self.limits.stall).await?).map_err(ClientError::Protocol)
     }
 
-    /// A call whose body carries the attempt.
+    /// Builds a call whose body contains the attempt.
     fn on_job(&self, method: Method, held: Held, rest: &[&str]) -> RequestBuilder {
         self.request(method, &[&["jobs", &held.job.to_string()], rest].concat(), None)
     }
 
-    /// A call whose address carries the attempt.
+    /// Builds a call whose URL contains the attempt.
     fn fenced(&self, method: Method, held: Held, rest: &[&str]) -> RequestBuilder {
         self.request(method, &[&["jobs", &held.job.to_string()], rest].concat(), Some(held.attempt))
     }
 
     fn request(&self, method: Method, path: &[&str], attempt: Option<u64>) -> RequestBuilder {
         let mut url = self.base.clone();
-        // `new` refused what cannot be a base, the only case without segments.
+        // `new` rejects URLs that cannot be a base, the only ones without path segments.
         if let Ok(mut segments) = url.path_segments_mut() {
             segments.pop_if_empty().push("worker").extend(path);
         }
@@ -292,7 +293,7 @@ impl Client {
     }
 }
 
-/// The answer to a request that is `sent`; an error status becomes its [`ClientError`]. `call` is what it is for.
+/// Converts an error status of the answer to a [`ClientError`]. `call` is the name of the call, for failpoints.
 #[cfg_attr(
     not(any(test, feature = "failpoints")),
     expect(unused_variables, reason = "only tests ask which call it is")
@@ -323,7 +324,7 @@ async fn answer(
         (401, _) => ClientError::Unauthorized,
         (507, _) => ClientError::StorageFull { detail },
         (status @ (408 | 425 | 429 | 500..), _) => ClientError::Unavailable(status),
-        // The body ended early: our connection, not our bytes.
+        // The request body ended early because of the connection, so a retry may succeed.
         (status, "body_interrupted") => ClientError::Unavailable(status),
         (status, _) => ClientError::Refused { status, code, detail },
     })

@@ -1,4 +1,4 @@
-//! What gives the right to work on a job.
+//! The identity of a claim.
 
 use serde_json::Value;
 

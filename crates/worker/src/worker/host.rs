@@ -1,4 +1,4 @@
-//! The engine's surroundings while it runs inside a worker: rewards, events, checkpoints over the worker protocol.
+//! The engine's host inside a worker: provides rewards, events and checkpoints over the worker protocol.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -22,10 +22,10 @@ use crate::protocol::Publish;
 use crate::reward::{JobContext, RewardFailure, Rewards, Scored};
 use crate::sample::{RolloutId, SampledGroup};
 
-/// Times that a checkpoint is uploaded before the server's refusal counts.
+/// Maximum number of uploads of a checkpoint before the server's rejection is final.
 const PUBLISH_TRIES: u32 = 5;
 
-/// [`Host`] for one attempt. Its methods run on the engine's thread and wait there for the runtime's tasks.
+/// Implements [`Host`] for one attempt. Its methods run on the engine's thread and block on the runtime's tasks.
 pub(super) struct JobHost {
     pub(super) runtime: Handle,
     pub(super) client: Client,
@@ -34,20 +34,20 @@ pub(super) struct JobHost {
     pub(super) progress: Progress,
     pub(super) events: Events,
     pub(super) rewards: Arc<Rewards>,
-    /// What the rewards tell while they are asked.
+    /// Warnings that rewards send while they are computed.
     pub(super) notices: mpsc::UnboundedReceiver<Event>,
     pub(super) journal: Journal,
     pub(super) saving: Saving,
-    /// The evaluation's own, if it has some.
+    /// Rewards of the evaluation, if it has its own.
     pub(super) eval_rewards: Option<Arc<Rewards>>,
-    /// What is being scored while the engine does other work; dropped with the host.
+    /// Scoring tasks that run while the engine does other work; they are cancelled when the host is dropped.
     pub(super) begun: HashMap<RolloutId, AbortOnDropHandle<Result<Scored, RewardFailure>>>,
-    /// Metrics of the rewards, until the step they belong to is done: training, evaluation.
+    /// Metrics of rewards until the end of their step: training, evaluation.
     pub(super) reward_metrics: [Metrics; 2],
 }
 
 impl JobHost {
-    /// A stop of our own making, remembered like one from outside.
+    /// Raises a stop and returns it.
     fn stop_with(&self, stop: StopReason) -> RunEnd {
         self.stop.raise(stop.clone());
         RunEnd::Stopped(stop)
@@ -56,7 +56,7 @@ impl JobHost {
     fn refuse(&mut self, error: &ClientError) -> RunEnd {
         match error {
             ClientError::StorageFull { detail } => {
-                self.events.log(format!("the server stores nothing more: {detail}"));
+                self.events.log(format!("the server's storage is full: {detail}"));
                 self.stop_with(StopReason::Pause { reason: Some("disk_full".to_owned()) })
             }
             ClientError::LeaseLost => self.stop_with(StopReason::LeaseLost),
@@ -72,7 +72,8 @@ impl JobHost {
         self.events.send(event).map_err(|_| self.undelivered())
     }
 
-    /// The delivery knows why; the attempt reads it there when no stop was raised.
+    /// Returns the end of the run after the delivery of events has failed. Without a stop, the attempt reads
+    /// the reason from the delivery.
     fn undelivered(&mut self) -> RunEnd {
         match self.stop.get() {
             Some(stop) if drops_work(&stop) => RunEnd::Stopped(stop),
@@ -88,7 +89,7 @@ impl JobHost {
         }
     }
 
-    /// The journal takes no more entries: a stop says why, or its own error does.
+    /// Returns the end of the run after the journal has failed.
     fn unrecorded(&mut self) -> RunEnd {
         let journal = self.journal.clone();
         match (self.stop.get(), journal.failure()) {
@@ -102,7 +103,7 @@ impl JobHost {
         let mut tries = 1;
         loop {
             match self.publish_once(checkpoint).await {
-                // A server that restarted meanwhile swept what had been uploaded to it.
+                // A server that restarted has removed the uploaded files.
                 Err(error @ ClientError::Refused { status: 422, .. }) if tries < PUBLISH_TRIES => {
                     tracing::warn!(
                         step = checkpoint.step,
@@ -139,7 +140,7 @@ impl Host for JobHost {
             let mut scoring = std::pin::pin!(async {
                 match begun {
                     None => rewards.score(&job, request.samples).await,
-                    // As if it had happened here.
+                    // A panic of the task is passed on.
                     Some(task) => task.await.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic())),
                 }
             });
@@ -150,7 +151,7 @@ impl Host for JobHost {
                     scored = &mut scoring => break Ok(scored),
                     Some(notice) = self.notices.recv() => {
                         self.log_warning(&notice);
-                        // Undelivered: the stop that this raises ends the wait.
+                        // If the event cannot be delivered, the resulting stop ends this loop.
                         let _ = self.events.send(notice);
                     }
                 }
@@ -198,17 +199,17 @@ impl Host for JobHost {
             Event::Samples { .. } => {}
             Event::Warning { .. } | Event::Reward { .. } => self.log_warning(&event),
             Event::Alert { alert } => {
-                self.events.log(format!("alert {}: {}; to do: {}", alert.rule.as_str(), alert.message, alert.fix));
+                self.events.log(format!("alert {}: {}; fix: {}", alert.rule.as_str(), alert.message, alert.fix));
             }
             Event::AlertCleared { rule, raised_step, step } => {
-                self.events.log(format!("alert {} of step {raised_step} is over at step {step}", rule.as_str()));
+                self.events.log(format!("alert {} of step {raised_step} was cleared at step {step}", rule.as_str()));
             }
             Event::TrainingPhase { change } => self.events.log(format!("training phase: {:?}", change.phase)),
             Event::Diverged { first_step, step } => {
-                self.events.log(format!("diverged: no update of the steps {first_step} to {step} could be used"));
+                self.events.log(format!("diverged: no update in steps {first_step} to {step} was usable"));
             }
             Event::EarlyStopping { step, metric, evaluations, .. } => self.events.log(format!(
-                "early stopping after step {step}: {metric} has had no new best for {evaluations} evaluations"
+                "early stopping after step {step}: {metric} had no new best for {evaluations} evaluations"
             )),
         }
         self.send(event)
@@ -218,7 +219,7 @@ impl Host for JobHost {
         self.progress.enter(Phase::Checkpoint);
         let published = self.runtime.block_on(async {
             tokio::select! {
-                // The rows of its steps come first: what a checkpoint covers is never sent again.
+                // The events of its steps are sent first, because events before a checkpoint are never sent again.
                 published = async {
                     match self.events.flush().await {
                         Ok(()) => Some(self.publish(checkpoint).await),
@@ -263,7 +264,7 @@ impl Host for JobHost {
 }
 
 impl JobHost {
-    /// Who asks, and whom.
+    /// Returns the context of a request and the rewards to call.
     fn asking(&self, id: RolloutId) -> (JobContext, Arc<Rewards>) {
         let rewards = match id.phase {
             SamplePhase::Train => &self.rewards,
@@ -281,7 +282,7 @@ impl JobHost {
             self.events.log(failure.to_string());
             return explained.into();
         };
-        // The pause itself only has a code: what the service did is told before it.
+        // The pause only contains a code, so a warning with the reason is sent before it.
         let data = json!({ "suggestion": explained.suggestion, "step": step });
         let warning = Event::Warning { code: reason.to_owned(), message: explained.message, data };
         match self.event(warning) {
@@ -298,7 +299,7 @@ fn slot(phase: SamplePhase) -> usize {
     }
 }
 
-/// `step 12 reward 0.5000 kl 0.0031 …`: the metrics one looks at first, as far as they are there.
+/// Formats the log line of a step: `step 12 reward 0.5000 kl 0.0031 …`, with the most important metrics.
 fn step_line(step: u64, kind: SamplePhase, metrics: &Metrics) -> String {
     let (word, prefix) = match kind {
         SamplePhase::Train => ("step", ""),

@@ -1,16 +1,16 @@
-//! Where the models of an attempt lie on this machine.
+//! The directories of an attempt's models on this machine.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use crate::model_cache::Lease;
 
-/// The directory of a model whose bytes are the plan's.
+/// The directory of a verified model.
 #[derive(Debug)]
 pub(super) enum Place {
-    /// Where the server has it.
+    /// At the server's path.
     InPlace(PathBuf),
-    /// In the cache, from which it is not removed while this lives.
+    /// In the cache. The lease prevents its removal.
     Cached(Lease),
 }
 
@@ -27,7 +27,7 @@ impl Place {
 #[derive(Debug)]
 pub(super) struct JobModels {
     base: Place,
-    /// By id, those whose bytes have been compared.
+    /// Verified reward models, by id.
     rewards: BTreeMap<String, Place>,
 }
 
@@ -36,12 +36,12 @@ impl JobModels {
         Self { base, rewards }
     }
 
-    /// The directory of the model to train.
+    /// Returns the directory of the model to train.
     pub(super) fn base(&self) -> &Path {
         self.base.dir()
     }
 
-    /// The directories of reward models.
+    /// Returns the directories of the reward models.
     pub(super) fn reward_dirs(&self) -> BTreeMap<String, PathBuf> {
         self.rewards.iter().map(|(id, place)| (id.clone(), place.dir().to_owned())).collect()
     }

@@ -1,4 +1,5 @@
-//! A job's models on this machine: where the server has them if the same bytes lie there, else fetched into the cache.
+//! Finds a job's models on this machine: at the server's paths if the bytes are the same, else in the
+//! cache, downloading them if needed.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -18,22 +19,22 @@ use crate::modelcard::{self, ModelCardError};
 use crate::protocol::{Claim, FileEntry, ModelFiles, check_file_name};
 use crate::size::format_size;
 
-/// How often the log says how far a model has come.
+/// Interval between two log lines about the progress of a download.
 const REPORT_EVERY: Duration = Duration::from_secs(5);
-/// How often it is looked whether another worker of this machine has a model by now.
+/// How often the cache is polled while another worker downloads the model.
 const POLL_INTERVAL: Duration = Duration::from_millis(300);
 
-/// A model that a job names.
+/// A model that a job requires.
 #[derive(Clone, Copy)]
 struct Wanted<'a> {
     id: &'a str,
     sha256: &'a str,
-    /// Where the server has it.
+    /// Path of the model on the server.
     path: &'a Path,
 }
 
 impl Attempt {
-    /// Finds all models of a job, and fetches those that are not on this machine.
+    /// Finds all models of a job, and downloads those that are not on this machine.
     pub(super) async fn find_models(&self, worker: &Worker, claim: &Claim) -> Result<JobModels, Failure> {
         let plan = &claim.plan;
         let base = Wanted { id: &plan.model.id, sha256: &plan.model.sha256, path: Path::new(&claim.model_path) };
@@ -45,7 +46,7 @@ impl Attempt {
             }
             elsewhere => match self.fetch_model(worker, base).await? {
                 Some(lease) => Place::Cached(lease),
-                // A server of before this call.
+                // An older server does not have this call.
                 None => {
                     return Err(match elsewhere {
                         Ok(_) => failure::model_changed(self.progress.get()),
@@ -58,7 +59,7 @@ impl Attempt {
         for (id, path) in &claim.reward_models {
             let Some(sha256) = plan.reward_models.get(id) else { continue };
             let wanted = Wanted { id, sha256, path: Path::new(path) };
-            // What is neither here nor sent is named with its reward, when the reward is prepared.
+            // A reward model that is not available is reported with the name of its reward, when the reward is prepared.
             let place = match in_place(wanted).await {
                 Ok(true) => Some(Place::InPlace(wanted.path.to_owned())),
                 _ if worker.cache.is_none() => None,
@@ -69,8 +70,8 @@ impl Attempt {
         Ok(JobModels::new(base, rewards))
     }
 
-    /// Fetches a model into the cache of this machine, or waits for another worker that does. None = the server is older than
-    /// this call.
+    /// Downloads a model into the cache of this machine, or waits for another worker that does. Returns `None` if the server is
+    /// too old for this call.
     async fn fetch_model(&self, worker: &Worker, wanted: Wanted<'_>) -> Result<Option<Lease>, Failure> {
         let Some(cache) = worker.cache.clone() else { return Ok(None) };
         self.progress.set_fetching_model(true);
@@ -97,11 +98,11 @@ impl Attempt {
                         return Ok(Some(lease));
                     }
                     drop(lease);
-                    tracing::warn!(model = wanted.id, "a model of the cache is damaged; it is fetched again");
+                    tracing::warn!(model = wanted.id, "a model in the cache is damaged; downloading it again");
                     let (at, key) = (cache.clone(), wanted.sha256.to_owned());
                     let removed = blocking(move || at.remove(&key)).await.map_err(|error| no_room(error.into()))?;
                     if !removed {
-                        // Another worker uses it.
+                        // Another worker uses the model.
                         tokio::time::sleep(LONGEST_DELAY).await;
                     }
                 }
@@ -112,7 +113,7 @@ impl Attempt {
                 },
                 Found::Busy => {
                     if !std::mem::replace(&mut is_waiting, true) {
-                        self.events.log(format!("waits for the model '{}', which another worker fetches", wanted.id));
+                        self.events.log(format!("waiting for the model '{}', which another worker is downloading", wanted.id));
                     }
                     tokio::time::sleep(POLL_INTERVAL).await;
                 }
@@ -120,7 +121,7 @@ impl Attempt {
         }
     }
 
-    /// Fetches what is missing of a model and makes it whole.
+    /// Downloads the missing files of a model and marks it as complete.
     async fn fetch_into(&self, fetching: Fetching, wanted: Wanted<'_>) -> Result<Option<Found>, Failure> {
         let position = || self.progress.get();
         let Some(files) = self.list_files(wanted).await? else { return Ok(None) };
@@ -137,7 +138,7 @@ impl Attempt {
             () = self.report_progress(wanted.id, size_bytes, &received) => {}
         }
         let seconds = begun.elapsed().as_secs_f64();
-        self.events.log(format!("fetched the model '{}': {} in {seconds:.1} s", wanted.id, format_size(size_bytes)));
+        self.events.log(format!("downloaded the model '{}': {} in {seconds:.1} s", wanted.id, format_size(size_bytes)));
         let published = blocking(move || {
             let names: Vec<&str> = files.iter().map(|file| file.name.as_str()).collect();
             fetching.publish(&names)
@@ -145,15 +146,15 @@ impl Attempt {
         published.await.map(Some).map_err(|error| failure::no_room_for_model(wanted.id, &error.into(), position()))
     }
 
-    /// The files of the model as the server has them, if these are the plan's.
+    /// Lists the server's files of the model, and checks that their fingerprint is the plan's.
     async fn list_files(&self, wanted: Wanted<'_>) -> Result<Option<Vec<FileEntry>>, Failure> {
         let position = || self.progress.get();
         let files = loop {
             match persist(|| self.client.model_files(self.held, wanted.id), ClientError::is_transient).await {
                 Ok(ModelFiles { files: Some(files) }) => break files,
-                // It is still hashing.
+                // The server is still hashing the files.
                 Ok(ModelFiles { files: None }) => {}
-                // A server of before this call has no such route; one of today has no such model.
+                // An older server does not have this route; a current one does not have the model.
                 Err(ClientError::Refused { status: 404 | 405, .. }) => return Ok(None),
                 Err(ClientError::Refused { status: 422, detail, .. }) => {
                     return Err(failure::model_not_sent(wanted.id, &detail, position()));
@@ -197,7 +198,7 @@ impl Attempt {
         Ok(())
     }
 
-    /// One file, as often as it takes: for [`OUTAGE`] without a new byte, a few times where it arrives damaged.
+    /// Downloads one file with retries: for up to [`OUTAGE`] without a new byte, and a few times if its hash is wrong.
     async fn fetch_file_of_model(
         &self,
         model: &str,
@@ -214,7 +215,7 @@ impl Attempt {
         loop {
             let before = received.load(Ordering::Relaxed);
             let Err(error) = self.client.model_file(self.held, model, download).await else { return Ok(()) };
-            tracing::warn!(file = file.name, error = with_causes(&error), "a file of a model was not fetched");
+            tracing::warn!(file = file.name, error = with_causes(&error), "downloading a file of a model failed");
             if matches!(error, ClientError::Damaged { .. }) {
                 damaged += 1;
                 if damaged >= DAMAGED_TRIES {
@@ -223,7 +224,7 @@ impl Attempt {
             } else if !error.is_transient() {
                 return Err(error);
             }
-            // Bytes that flow are no outage, however often they are cut.
+            // A transfer that makes progress is not an outage, even if it is interrupted often.
             if received.load(Ordering::Relaxed) > before {
                 (failing_since, delay) = (None, FIRST_DELAY);
             }
@@ -236,7 +237,7 @@ impl Attempt {
         }
     }
 
-    /// Says in the job's log how far a model has come, until it is dropped.
+    /// Writes the progress of a download to the job's log until the future is dropped.
     async fn report_progress(&self, model: &str, size_bytes: u64, received: &AtomicU64) {
         let size = format_size(size_bytes);
         let mut before = None;
@@ -245,7 +246,7 @@ impl Attempt {
             if before != Some(now) {
                 let percent = now as f64 / size_bytes.max(1) as f64 * 100.0;
                 self.events
-                    .log(format!("fetching the model '{model}': {} of {size} ({percent:.0} %)", format_size(now)));
+                    .log(format!("downloading the model '{model}': {} of {size} ({percent:.0} %)", format_size(now)));
             }
             before = Some(now);
             tokio::time::sleep(REPORT_EVERY).await;
@@ -253,7 +254,7 @@ impl Attempt {
     }
 }
 
-/// Whether the directory holds the model, byte for byte.
+/// Returns whether the directory contains the model, byte for byte.
 async fn in_place(wanted: Wanted<'_>) -> Result<bool, ModelCardError> {
     let (dir, sha256) = (wanted.path.to_owned(), wanted.sha256.to_owned());
     let read = tokio::task::spawn_blocking(move || {
@@ -265,7 +266,7 @@ async fn in_place(wanted: Wanted<'_>) -> Result<bool, ModelCardError> {
     read.await.unwrap_or_else(panicked)
 }
 
-/// What an earlier try has left of these files.
+/// Returns the bytes of these files that an earlier attempt downloaded.
 async fn bytes_here(files: &[FileEntry], part: &Path) -> u64 {
     let mut here = 0;
     for file in files {
@@ -275,7 +276,7 @@ async fn bytes_here(files: &[FileEntry], part: &Path) -> u64 {
     here
 }
 
-/// Whether a file is there already, from an earlier try.
+/// Returns whether a file is complete from an earlier attempt.
 async fn is_here(file: &FileEntry, to: &Path) -> bool {
     let size_bytes = tokio::fs::metadata(to).await.map_or(0, |metadata| metadata.len());
     if size_bytes < file.size_bytes {
@@ -286,7 +287,7 @@ async fn is_here(file: &FileEntry, to: &Path) -> bool {
     if hashed.is_ok_and(|(_, sha256)| sha256 == file.sha256) {
         return true;
     }
-    // What cannot be removed is overwritten by the transfer.
+    // If the file cannot be removed, the transfer overwrites it.
     let _ = tokio::fs::remove_file(to).await;
     false
 }

@@ -1,4 +1,4 @@
-//! Tells the server how the rewards do, while they do it and at the end.
+//! Sends the rewards' health reports to the server, periodically and at the end.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,10 +11,10 @@ use crate::causes::with_causes;
 use crate::protocol::{RewardReport, RewardReports};
 use crate::reward::Rewards;
 
-/// Between two reports, when there is something new to tell.
+/// Interval between two reports, if there is anything new.
 const EVERY: Duration = Duration::from_secs(2);
 
-/// The reports of one attempt.
+/// Periodic reports of one attempt.
 pub(super) struct Reports {
     teller: Arc<Teller>,
     _telling: AbortOnDropHandle<()>,
@@ -24,12 +24,12 @@ struct Teller {
     client: Client,
     held: Held,
     rewards: Vec<Arc<Rewards>>,
-    /// What the server has.
+    /// The reports that the server has.
     told: Mutex<Vec<RewardReport>>,
 }
 
 impl Reports {
-    /// Tells until it is dropped.
+    /// Starts the reports, which are sent until the returned value is dropped.
     pub(super) fn start(client: Client, held: Held, rewards: Arc<Rewards>, of_eval: Option<Arc<Rewards>>) -> Self {
         let rewards = [Some(rewards), of_eval].into_iter().flatten().collect();
         let teller = Arc::new(Teller { client, held, rewards, told: Mutex::default() });
@@ -38,9 +38,9 @@ impl Reports {
             async move {
                 loop {
                     tokio::time::sleep(EVERY).await;
-                    // What could not be told now is told with what comes next.
+                    // A report that fails is included in the next one.
                     if let Err(error) = teller.tell().await {
-                        tracing::debug!(error = with_causes(&error), "the rewards' reports are not taken");
+                        tracing::debug!(error = with_causes(&error), "sending the rewards' reports failed");
                     }
                 }
             }
@@ -48,10 +48,10 @@ impl Reports {
         Self { teller, _telling: AbortOnDropHandle::new(telling) }
     }
 
-    /// Tells how it ended, as long as that may take some time.
+    /// Sends the final report, with retries.
     pub(super) async fn last(&self) {
         if let Err(error) = persist(|| self.teller.tell(), ClientError::is_transient).await {
-            tracing::warn!(error = with_causes(&error), "the rewards' last reports are not taken");
+            tracing::warn!(error = with_causes(&error), "sending the rewards' final reports failed");
         }
     }
 }

@@ -1,28 +1,28 @@
-//! When a checkpoint is due by the clock: as the plan says, and sooner in an attempt that follows an interrupted one.
+//! Schedule of checkpoints by time: as configured, and more often in an attempt after an interruption.
 
 use std::cell::Cell;
 use std::time::{Duration, Instant};
 
-/// After an interruption, the least time between two checkpoints.
+/// Minimum interval between two checkpoints after an interruption.
 const SOONEST: Duration = Duration::from_secs(1);
-/// After an interruption, an attempt risks to repeat at most this part of the time it has run.
+/// After an interruption, an attempt may lose at most one part in this many of its running time.
 const RISKED_PART: u32 = 8;
-/// After an interruption, checkpoints take at most this part of the time.
+/// After an interruption, checkpoints may take at most one part in this many of the time.
 const COST_PART: u32 = 20;
 
-/// The clock of one attempt's checkpoints.
+/// The checkpoint schedule of one attempt.
 #[derive(Debug)]
 pub(super) struct Saving {
     begun: Instant,
-    /// When the last one was published; at first, when the attempt began.
+    /// Time of the last checkpoint; initially the start of the attempt.
     saved: Instant,
-    /// What the last one took.
+    /// Duration of the last checkpoint.
     cost: Duration,
-    /// `checkpoints.every_seconds`.
+    /// Configured interval, `checkpoints.every_seconds`.
     every: Option<Duration>,
-    /// An earlier attempt was interrupted.
+    /// Whether an earlier attempt was interrupted.
     soon: bool,
-    /// The checkpoint that was asked for and is not published yet.
+    /// The checkpoint that was requested and is not published yet.
     asked: Cell<Option<Asked>>,
 }
 
@@ -38,7 +38,7 @@ impl Saving {
         Self { begun, saved: begun, cost: Duration::ZERO, every, soon, asked: Cell::new(None) }
     }
 
-    /// Whether a checkpoint is due now; `large`: the journal has grown so large that it wants one.
+    /// Returns whether a checkpoint is due now. `large` means that the journal is so large that it needs one.
     pub(super) fn is_due(&self, now: Instant, large: bool) -> bool {
         let unsaved = now.saturating_duration_since(self.saved);
         let planned = large || self.every.is_some_and(|every| unsaved >= every);
@@ -49,12 +49,12 @@ impl Saving {
         due
     }
 
-    /// Whether the checkpoint that is written now was asked for by an interruption alone.
+    /// Returns whether the current checkpoint was requested only because of an earlier interruption.
     pub(super) fn is_temporary(&self) -> bool {
         self.asked.get().is_some_and(|asked| asked.temporary)
     }
 
-    /// A checkpoint is published.
+    /// Records that a checkpoint was published.
     pub(super) fn published(&mut self, now: Instant) {
         if let Some(asked) = self.asked.take() {
             self.cost = now.saturating_duration_since(asked.at);
@@ -80,7 +80,7 @@ mod tests {
         saving.published(begun + seconds(12));
         assert!(!saving.is_due(begun + seconds(21), false));
         assert!(saving.is_due(begun + seconds(22), false));
-        // One that the steps asked for counts too.
+        // A checkpoint that the step schedule requested counts too.
         saving.published(begun + seconds(30));
         assert!(!saving.is_due(begun + seconds(39), false) && saving.is_due(begun + seconds(40), false));
         assert!(!Saving::new(begun, None, false).is_due(begun + seconds(100_000), false));
@@ -95,11 +95,11 @@ mod tests {
         assert!(saving.is_due(begun + seconds(1), false) && saving.is_temporary());
         saving.published(begun + seconds(1));
         assert!(!saving.is_due(begun + Duration::from_millis(1900), false) && !saving.is_temporary());
-        // After an hour an eighth of it may be lost, not a second.
+        // After an hour, up to an eighth of it may be lost, instead of a second.
         saving.published(begun + seconds(3600));
         assert!(!saving.is_due(begun + seconds(3600 + 400), false));
         assert!(saving.is_due(begun + seconds(3600 + 520), false));
-        // A checkpoint that takes 3 s comes every minute at most.
+        // If a checkpoint takes 3 s, there is at most one per minute.
         let mut saving = Saving::new(begun, None, true);
         assert!(saving.is_due(begun + seconds(1), false));
         saving.published(begun + seconds(4));

@@ -1,4 +1,4 @@
-//! Files of a checkpoint that do not arrive whole, and checkpoints that cannot be delivered.
+//! Tests with checkpoint files that arrive damaged or incomplete, and with checkpoints that cannot be uploaded.
 
 use super::*;
 use crate::failpoint;
@@ -36,7 +36,7 @@ fn never(_: TrainInput<'_>, _: &mut dyn Host) -> Result<(), RunEnd> {
     panic!("there is nothing to train from");
 }
 
-/// Waits until the server has been asked to read the file as often as it has answers.
+/// Waits until the worker has asked the server to verify the file as often as the server has answers.
 async fn inspected(server: &Seen) {
     let asked = async {
         while !server.inspections.lock().unwrap().is_empty() {
@@ -48,7 +48,7 @@ async fn inspected(server: &Seen) {
 
 #[tokio::test]
 async fn a_checkpoint_that_is_damaged_on_the_server_is_left_for_the_older_one_in_the_same_attempt() {
-    // The older checkpoint's file has the same name: it is there when the server has read the damaged one.
+    // The older checkpoint's file has the same name. It appears after the server has verified the damaged one.
     let seen = Arc::new(Seen { files: files(&[("resume w", Some("dam"))]), ..Seen::default() });
     let older = json!({"verdict": "damaged", "resume": resume(2, "old")});
     seen.inspections.lock().unwrap().extend([json!({"verdict": "checking"}), older]);
@@ -85,7 +85,7 @@ async fn a_file_that_the_server_finds_whole_is_fetched_again_and_then_the_transf
     let story = seen.story();
     assert_eq!(story.iter().filter(|call| *call == "resume w").count(), 3, "{story:?}");
     assert_eq!(story.last().unwrap(), "finish failed transfer_damaged");
-    // A server from before this call answers 404: as it was then.
+    // An older server answers 404, and the result is the same as then.
     let seen = Seen { files: files(&[("resume w", Some("dam"))]), ..Seen::default() };
     let (_, seen) = attempt_at(seen, never, resuming(), |_| {}).await;
     assert_eq!(seen.story().last().unwrap(), "finish failed transfer_damaged");
@@ -121,7 +121,7 @@ async fn a_damaged_warm_start_fails_the_job_by_name() {
 #[tokio::test]
 async fn a_checkpoint_that_cannot_be_delivered_to_a_server_that_answers_fails_the_attempt_by_name() {
     fn train(input: TrainInput<'_>, host: &mut dyn Host) -> Result<(), RunEnd> {
-        // The delivery is timed by the clock of this thread.
+        // The upload is timed by the clock of this thread.
         failpoint::set_hook(Some(Box::new(|point| {
             if point == "client.before:upload" {
                 clock::advance(Duration::from_secs(500));
