@@ -31,11 +31,11 @@ pub struct RepoPlan {
     pub repo: Repo,
     /// Commit of the requested revision.
     pub commit: String,
-    /// Who may read it is decided by the token.
+    /// Whether access to the repository requires a token.
     pub is_restricted: bool,
-    /// Of a model: what it needs, and nothing else of the repository.
+    /// Files to download. For a model, only the files that it needs.
     pub files: Vec<RepoFile>,
-    /// Of a model: its `config.json`; else null.
+    /// For a model its `config.json`; else null.
     pub config: Value,
 }
 

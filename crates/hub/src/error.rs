@@ -87,7 +87,7 @@ pub enum HubError {
         detail: String,
     },
     /// The answer does not follow the protocol.
-    #[error("the hub's answer is not understood: {0}")]
+    #[error("cannot parse the hub's answer: {0}")]
     NotUnderstood(String),
     /// A branch moved between two requests, or a mirror mixes revisions.
     #[error(

@@ -99,7 +99,7 @@ impl Hub {
         };
         let target = to.join(&file.path);
         if let Some(folder) = target.parent() {
-            std::fs::create_dir_all(folder).map_err(HubError::disk("make the folder", folder))?;
+            std::fs::create_dir_all(folder).map_err(HubError::disk("create the folder", folder))?;
         }
         let write = || {
             let mut opened = File::create(&target)?;

@@ -258,7 +258,7 @@ impl Fetching {
         DirBuilder::new().recursive(true).mode(0o700).create(&part)?;
         let missing_bytes = size_bytes.saturating_sub(size_below(&part)?);
         if let Err(no_room) = self.cache.make_room(&self.key, missing_bytes, size_bytes) {
-            // Unless an earlier try has left something in it.
+            // The removal fails if the directory contains files of an earlier attempt, which are kept.
             let _ = fs::remove_dir(&part);
             return Err(no_room);
         }

@@ -352,7 +352,7 @@ impl Attempt {
     }
 
     async fn fetch_rows(&self, dataset: &DatasetPlan, scratch: &Path) -> Result<Vec<PromptRow>, Failure> {
-        // A name of its own: bytes of another one must not be taken for its beginning.
+        // Each dataset has its own file name, because the download resumes an existing file.
         let path = scratch.join(format!("{}.ndjson", dataset.id));
         self.fetched(fetch(|| self.client.dataset(self.held, dataset.id, &dataset.sha256, &path)).await)?;
         let read = tokio::task::spawn_blocking(move || read_rows(&path)).await;

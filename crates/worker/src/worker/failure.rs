@@ -35,7 +35,7 @@ pub(super) fn of_engine(error: EngineError, position: Position) -> Failure {
     };
     let (code, suggestion) = match &error {
         EngineError::Model(_) => {
-            ("model_invalid", Some("check the model's files, register it again, then submit again"))
+            ("model_invalid", Some("check the model's files, register the model again, then submit the job again"))
         }
         EngineError::Text(_) => ("text_invalid", Some("check the prompts, the tokenizer and the chat template")),
         EngineError::Adapter(_) => ("adapter_invalid", None),

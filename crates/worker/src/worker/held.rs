@@ -4,12 +4,12 @@ use serde_json::Value;
 
 use crate::id::JobId;
 
-/// A claim, as the calls name it.
+/// The job and the attempt that identify a claim.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Held {
-    /// The job.
+    /// Id of the job.
     pub(super) job: JobId,
-    /// The fence.
+    /// Number of the attempt, which acts as a fencing token.
     pub(super) attempt: u64,
 }
 

@@ -86,7 +86,7 @@ pub(super) struct Position {
     pub(super) step: u64,
     /// Total number of optimizer steps.
     total: u64,
-    /// The first step this attempt has seen done, and when.
+    /// First step that this attempt completed, and the time of its completion.
     since: Option<(u64, Instant)>,
     /// Time of the server's last answer to a heartbeat.
     heard: Option<Instant>,
