@@ -171,14 +171,14 @@ impl Builtin {
                 value.map_or_else(|error| Judgement::missing(error.code, error.message), Judgement::value)
             }
         };
-        self.limit.hold(judgement)
+        self.limit.apply(judgement)
     }
 
     /// Judges completions on the current thread until `stop` is set or `until` is reached. Completions that are not judged by
     /// then are missing at the end of the list.
     pub fn judge_until(&self, samples: &[RewardSample], stop: &AtomicBool, until: Instant) -> Vec<Judgement> {
-        let goes_on = |_: &&RewardSample| !stop.load(Ordering::Relaxed) && Instant::now() < until;
-        samples.iter().take_while(goes_on).map(|sample| self.judge_one(sample)).collect()
+        let may_continue = |_: &&RewardSample| !stop.load(Ordering::Relaxed) && Instant::now() < until;
+        samples.iter().take_while(may_continue).map(|sample| self.judge_one(sample)).collect()
     }
 
     fn value(&self, sample: &RewardSample) -> Result<RewardValue, SampleError> {

@@ -40,21 +40,21 @@ impl Cache {
             return Some(judgement.clone());
         }
         let judgement = generations.old.remove(key)?;
-        generations.put(*key, judgement.clone());
+        generations.insert(*key, judgement.clone());
         Some(judgement)
     }
 
     /// Stores a number or "not applicable". Missing values, and zeros that replace invalid answers, are not stored.
-    pub fn put(&self, key: CacheKey, judgement: &Judgement) {
-        let lasting = judgement.error.is_none() && judgement.value != RewardValue::Missing;
-        if lasting {
-            self.0.lock().unwrap_or_else(PoisonError::into_inner).put(key, judgement.clone());
+    pub fn insert(&self, key: CacheKey, judgement: &Judgement) {
+        let is_storable = judgement.error.is_none() && judgement.value != RewardValue::Missing;
+        if is_storable {
+            self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(key, judgement.clone());
         }
     }
 }
 
 impl Generations {
-    fn put(&mut self, key: CacheKey, judgement: Judgement) {
+    fn insert(&mut self, key: CacheKey, judgement: Judgement) {
         let texts = judgement.reason.as_ref().map_or(0, String::len)
             + judgement
                 .metrics
@@ -158,16 +158,16 @@ mod tests {
     #[test]
     fn values_are_kept_errors_are_not_and_the_size_is_bounded() {
         let cache = Cache::default();
-        cache.put([1; 32], &Judgement::value(RewardValue::NotApplicable));
-        cache.put([2; 32], &Judgement::missing("timeout", "late"));
+        cache.insert([1; 32], &Judgement::value(RewardValue::NotApplicable));
+        cache.insert([2; 32], &Judgement::missing("timeout", "late"));
         let zero = Judgement { value: RewardValue::Number(0.0), ..Judgement::missing("nan", "NaN") };
-        cache.put([3; 32], &zero);
+        cache.insert([3; 32], &zero);
         assert_eq!(cache.get(&[1; 32]), Some(Judgement::value(RewardValue::NotApplicable)));
         assert_eq!((cache.get(&[2; 32]), cache.get(&[3; 32])), (None, None));
 
         let long = Judgement { reason: Some("x".repeat(1 << 20)), ..Judgement::value(RewardValue::Number(0.5)) };
         for number in 10..110 {
-            cache.put([number; 32], &long);
+            cache.insert([number; 32], &long);
             assert!(cache.get(&[1; 32]).is_some(), "what is used stays");
         }
         let kept = (10..110).filter(|number| cache.get(&[*number; 32]).is_some()).count();

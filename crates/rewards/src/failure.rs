@@ -68,7 +68,7 @@ pub enum RewardFailure {
     },
     /// The reward's requests cannot be recorded in the journal. The journal's implementation logs the reason.
     #[error("reward '{reward}': its requests cannot be recorded in the journal")]
-    Unrecorded {
+    JournalClosed {
         /// Name of the reward.
         reward: String,
     },
@@ -89,7 +89,7 @@ impl RewardFailure {
             | RewardFailure::Refused { .. }
             | RewardFailure::Unusable { .. }
             | RewardFailure::TooSlow { .. }
-            | RewardFailure::Unrecorded { .. } => None,
+            | RewardFailure::JournalClosed { .. } => None,
         }
     }
 
@@ -127,7 +127,7 @@ impl RewardFailure {
                 "reward_too_slow",
                 "use a simpler pattern, schema or formula, or shorter completions (sampling.max_completion_length); test it with POST /rewards/test, then submit a new job",
             ),
-            RewardFailure::Unrecorded { .. } => {
+            RewardFailure::JournalClosed { .. } => {
                 (FailureClass::Infra, "journal_refused", "see the server's and the worker's log, then retry the job")
             }
         };

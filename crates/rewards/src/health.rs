@@ -43,13 +43,13 @@ impl Health {
 
     /// Adds one rollout. Returns [`Verdict::Stop`] when the missing share over the last five rollouts reaches the limit, or
     /// when the first rollout got no valid answer at all, since such a service never worked.
-    pub fn take(&mut self, reward: &str, judged: &Judged) -> Verdict {
+    pub fn record(&mut self, reward: &str, judged: &Judged) -> Verdict {
         // An error beside a number is a 0 that replaces an invalid answer (`on_invalid: zero`). It
         // is reported, but not missing.
         let failed = judged.judgements.iter().filter(|judgement| judgement.error.is_some());
         let example = failed.clone().next().and_then(|judgement| judgement.error.as_ref());
         let example = example.map(|error| format!("{}: {}", error.code, error.message)).unwrap_or_default();
-        let told = failed.count() as u64;
+        let reported = failed.count() as u64;
         let is_missing = |value| matches!(value, RewardValue::Missing);
         let missing = judged.judgements.iter().filter(|judgement| is_missing(judgement.value)).count() as u64;
         let asked = judged.judgements.len() as u64;
@@ -66,10 +66,10 @@ impl Health {
         if asked > 0 && (full || !self.ever_valid) {
             return Verdict::Stop(RewardFailure::TooManyInvalid { reward: reward.to_owned(), invalid, total, example });
         }
-        if told == 0 {
+        if reported == 0 {
             return Verdict::Good;
         }
-        let zero = told - missing.min(told);
+        let zero = reported - missing.min(reported);
         let mut message = format!("reward '{reward}': {missing} of {asked} samples have no value");
         if zero > 0 {
             message.push_str(&format!(", {zero} invalid answers count as 0 (on_invalid: zero)"));

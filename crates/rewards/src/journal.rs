@@ -12,10 +12,10 @@ use crate::protocol::{JournalEntry, RewardAnswer};
 /// A journal of reward requests.
 pub trait Journal: Send + Sync {
     /// Returns the request that a previous attempt recorded under this key.
-    fn find(&self, key: &str) -> Option<Journalled>;
+    fn find(&self, key: &str) -> Option<JournaledRequest>;
 
     /// Appends an entry, and returns when it is durable. Entries keep the order of the calls.
-    fn append(&self, entry: JournalEntry) -> BoxFuture<'_, Result<(), Unrecorded>>;
+    fn append(&self, entry: JournalEntry) -> BoxFuture<'_, Result<(), JournalClosed>>;
 
     /// Returns the terms for asynchronous answers by callback; `None` when callbacks are not possible.
     fn callbacks(&self) -> Option<&CallbackTerms> {
@@ -23,14 +23,14 @@ pub trait Journal: Send + Sync {
     }
 
     /// Waits for callback entries of this request beyond the first `seen` ones. Never returns while there are none.
-    fn arrived<'a>(&'a self, _id: &'a str, _seen: usize) -> BoxFuture<'a, Result<Chunk, Unrecorded>> {
+    fn arrived<'a>(&'a self, _id: &'a str, _seen: usize) -> BoxFuture<'a, Result<Chunk, JournalClosed>> {
         Box::pin(std::future::pending())
     }
 }
 
 /// A request that a previous attempt recorded.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Journalled {
+pub enum JournaledRequest {
     /// The request may have been sent, and no answer was recorded. It is sent again with the same id and body.
     Sent {
         /// Id of the request, `rwr_…`.
@@ -52,12 +52,12 @@ pub enum Journalled {
 /// The journal accepts no more entries, because the claim was lost or the server rejects them. Nothing may be sent or used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("the journal accepts no more entries")]
-pub struct Unrecorded;
+pub struct JournalClosed;
 
-impl Unrecorded {
+impl JournalClosed {
     /// Converts to the failure of a reward.
     pub(super) fn of(self, reward: &str) -> RewardFailure {
-        RewardFailure::Unrecorded { reward: reward.to_owned() }
+        RewardFailure::JournalClosed { reward: reward.to_owned() }
     }
 }
 

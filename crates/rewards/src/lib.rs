@@ -29,7 +29,7 @@ pub mod cache;
 pub mod client;
 mod failure;
 pub mod health;
-mod hidden;
+mod secret_filter;
 pub mod http_client;
 pub mod journal;
 pub mod local;
@@ -128,7 +128,7 @@ impl Limit {
     }
 
     /// Returns why a value is invalid; `None` if it is valid.
-    fn complaint(self, value: f64) -> Option<String> {
+    fn violation(self, value: f64) -> Option<String> {
         match self.0 {
             _ if !value.is_finite() => Some(format!("the reward {value} is not finite")),
             // Debug formatting writes large numbers in scientific notation.
@@ -140,9 +140,9 @@ impl Limit {
     }
 
     /// Returns the judgement, or a missing value with an error if the value is invalid.
-    fn hold(self, judgement: Judgement) -> Judgement {
-        match judgement.value.number().and_then(|value| self.complaint(value)) {
-            Some(complaint) => Judgement::missing("invalid_value", complaint),
+    fn apply(self, judgement: Judgement) -> Judgement {
+        match judgement.value.number().and_then(|value| self.violation(value)) {
+            Some(violation) => Judgement::missing("invalid_value", violation),
             None => judgement,
         }
     }
@@ -190,14 +190,14 @@ impl std::ops::AddAssign for Counts {
 pub struct Rewards {
     entries: Vec<Entry>,
     notices: Mutex<Option<mpsc::UnboundedReceiver<Event>>>,
-    around: Around,
+    shared: SharedDeps,
     /// Whether these are rewards of the evaluation only.
     evaluation: bool,
 }
 
 /// State that the rewards of one job share.
 #[derive(Clone)]
-struct Around {
+struct SharedDeps {
     client: RewardClient,
     status: Arc<Status>,
     journal: Option<Arc<dyn Journal>>,
@@ -205,11 +205,11 @@ struct Around {
     files: Arc<PythonFunctions>,
     endpoints: Arc<Endpoints>,
     /// Reports of previous attempts.
-    former: Arc<[RewardReport]>,
+    previous_reports: Arc<[RewardReport]>,
 }
 
 /// Dependencies that the worker provides to a job's rewards.
-pub struct Surroundings {
+pub struct RewardDeps {
     /// Connections, outgoing address policy, and cache.
     pub client: RewardClient,
     /// Journal for requests and answers; `None` records nothing.
@@ -217,7 +217,7 @@ pub struct Surroundings {
     /// Loader of reward models; `None` when models cannot run here.
     pub models: Option<Arc<dyn LocalModels>>,
     /// Reports of previous attempts; their counts are continued.
-    pub former: Vec<RewardReport>,
+    pub previous_reports: Vec<RewardReport>,
 }
 
 struct Entry {
@@ -241,7 +241,7 @@ impl Entry {
 
     /// Returns the samples that this reward judges. Groups stay complete, because a group has one prompt, and
     /// a prompt has one source.
-    fn judged_of<'s>(&self, samples: &'s [RewardSample]) -> Cow<'s, [RewardSample]> {
+    fn judged_samples<'s>(&self, samples: &'s [RewardSample]) -> Cow<'s, [RewardSample]> {
         match samples.iter().all(|sample| self.judges(sample)) {
             true => Cow::Borrowed(samples),
             false => Cow::Owned(samples.iter().filter(|sample| self.judges(sample)).cloned().collect()),
@@ -267,11 +267,11 @@ impl Rewards {
         secrets: &BTreeMap<String, RewardSecrets>,
         outgoing: &OutgoingPolicy,
     ) -> Result<Self, BuildError> {
-        Self::journalled(plans, secrets, outgoing, None)
+        Self::with_journal(plans, secrets, outgoing, None)
     }
 
     /// Like [`Rewards::build`], with a journal for requests and answers.
-    pub fn journalled(
+    pub fn with_journal(
         plans: &[RewardPlan],
         secrets: &BTreeMap<String, RewardSecrets>,
         outgoing: &OutgoingPolicy,
@@ -280,7 +280,7 @@ impl Rewards {
         Self::with_models(plans, secrets, outgoing, journal, None)
     }
 
-    /// Like [`Rewards::journalled`], with a loader of reward models.
+    /// Like [`Rewards::with_journal`], with a loader of reward models.
     pub fn with_models(
         plans: &[RewardPlan],
         secrets: &BTreeMap<String, RewardSecrets>,
@@ -291,69 +291,69 @@ impl Rewards {
         let first = || plans.first().map(|plan| plan.name.clone()).unwrap_or_default();
         let refused = |detail| BuildError { reward: first(), detail };
         let client = RewardClient::new(outgoing).map_err(refused)?;
-        Self::within(plans, secrets, Surroundings { client, journal, models, former: Vec::new() })
+        Self::with_deps(plans, secrets, RewardDeps { client, journal, models, previous_reports: Vec::new() })
     }
 
     /// Creates the rewards of a job in its worker.
-    pub fn within(
+    pub fn with_deps(
         plans: &[RewardPlan],
         secrets: &BTreeMap<String, RewardSecrets>,
-        surroundings: Surroundings,
+        deps: RewardDeps,
     ) -> Result<Self, BuildError> {
-        let Surroundings { client, journal, models, former } = surroundings;
+        let RewardDeps { client, journal, models, previous_reports } = deps;
         let (status, notices) = Status::new();
         let endpoints = Arc::new(Endpoints::new(client.pace));
         let (status, files) = (Arc::new(status), Arc::default());
-        let around = Around { client, status, journal, models, files, endpoints, former: former.into() };
-        let rewards = Self::around(plans, secrets, around, false)?;
+        let shared = SharedDeps { client, status, journal, models, files, endpoints, previous_reports: previous_reports.into() };
+        let rewards = Self::build_with(plans, secrets, shared, false)?;
         Ok(Self { notices: Mutex::new(Some(notices)), ..rewards })
     }
 
     /// Creates the rewards of the same job's evaluation, which share connections, reports and journal with these.
-    pub fn beside(&self, plans: &[RewardPlan], secrets: &BTreeMap<String, RewardSecrets>) -> Result<Self, BuildError> {
-        Self::around(plans, secrets, self.around.clone(), true)
+    pub fn for_evaluation(&self, plans: &[RewardPlan], secrets: &BTreeMap<String, RewardSecrets>) -> Result<Self, BuildError> {
+        Self::build_with(plans, secrets, self.shared.clone(), true)
     }
 
-    fn around(
+    fn build_with(
         plans: &[RewardPlan],
         secrets: &BTreeMap<String, RewardSecrets>,
-        around: Around,
+        shared: SharedDeps,
         evaluation: bool,
     ) -> Result<Self, BuildError> {
         let mut entries = Vec::with_capacity(plans.len());
         for plan in plans {
-            let former =
-                around.former.iter().find(|former| former.name == plan.name && former.evaluation == evaluation);
-            let meter = Arc::new(Meter::new(former.map(|former| former.health.clone())));
+            let previous =
+                shared.previous_reports.iter().find(|report| report.name == plan.name && report.evaluation == evaluation);
+            let meter = Arc::new(Meter::new(previous.map(|report| report.health.clone())));
             let mut endpoint = None;
             let none = RewardSecrets::default();
             let reward: Box<dyn Reward> = match (&plan.kind, plan.kind.service()) {
                 (RewardKind::Python(python), _) => {
                     let share = |webhook: webhook::Webhook, url: &str| {
-                        let shared = around.endpoints.at(url, python.service.max_concurrency);
-                        endpoint = Some(shared.clone());
+                        let shared_endpoint = shared.endpoints.at(url, python.service.max_concurrency);
+                        endpoint = Some(shared_endpoint.clone());
                         webhook
-                            .with_status(around.status.clone())
-                            .with_endpoint(shared, meter.clone())
-                            .with_journal(around.journal.clone())
+                            .with_status(shared.status.clone())
+                            .with_endpoint(shared_endpoint, meter.clone())
+                            .with_journal(shared.journal.clone())
                     };
-                    Box::new(PythonFunction::new(plan, python, &around.files, &around.client, share)?)
+                    Box::new(PythonFunction::new(plan, python, &shared.files, &shared.client, share)?)
                 }
                 (kind, Some(service)) => {
                     let secrets = secrets.get(&plan.name).unwrap_or(&none);
-                    let webhook = webhook::Webhook::sharing(&plan.name, kind, secrets, &around.client)?;
-                    let shared = around.endpoints.at(&service.url, service.max_concurrency);
-                    endpoint = Some(shared.clone());
+                    let webhook = webhook::Webhook::sharing(&plan.name, kind, secrets, &shared.client)?;
+                    let shared_endpoint = shared.endpoints.at(&service.url, service.max_concurrency);
+                    endpoint = Some(shared_endpoint.clone());
                     Box::new(
                         webhook
                             .bounded(plan.max_abs_reward)
-                            .with_status(around.status.clone())
-                            .with_endpoint(shared, meter.clone())
-                            .with_journal(around.journal.clone()),
+                            .with_status(shared.status.clone())
+                            .with_endpoint(shared_endpoint, meter.clone())
+                            .with_journal(shared.journal.clone()),
                     )
                 }
                 (RewardKind::RewardModel(model), None) => {
-                    let local = local::Local::new(&plan.name, model, around.models.clone())?;
+                    let local = local::Local::new(&plan.name, model, shared.models.clone())?;
                     Box::new(local.bounded(plan.max_abs_reward))
                 }
                 (_, None) => Box::new(builtin::Builtin::of_plan(plan)?),
@@ -369,7 +369,7 @@ impl Rewards {
                 min_valid_per_group: plan.kind.service().map_or(2, |service| service.min_valid_per_group as usize),
             });
         }
-        Ok(Self { entries, notices: Mutex::new(None), around, evaluation })
+        Ok(Self { entries, notices: Mutex::new(None), shared, evaluation })
     }
 
     /// Returns a health report for each reward.
@@ -402,12 +402,12 @@ impl Rewards {
 
     /// Returns whether a request is being retried or is slow. The job's `status_reason` is then `waiting_for_reward`.
     pub fn waiting(&self) -> bool {
-        *self.around.status.waiting().borrow() > 0
+        *self.shared.status.waiting().borrow() > 0
     }
 
     /// Watches the number of requests that are being retried or are slow.
     pub fn waiting_changes(&self) -> watch::Receiver<usize> {
-        self.around.status.waiting()
+        self.shared.status.waiting()
     }
 
     /// Returns the channel of warnings that are sent before a rollout is scored, for example for a service that does not
@@ -420,7 +420,7 @@ impl Rewards {
     pub async fn score(&self, job: &JobContext, samples: &[RewardSample]) -> Result<Scored, RewardFailure> {
         let asked = self.entries.iter().map(|entry| async move {
             let start = Instant::now();
-            let theirs = entry.judged_of(samples);
+            let theirs = entry.judged_samples(samples);
             if theirs.is_empty() {
                 return Ok((entry, None, start.elapsed()));
             }
@@ -431,7 +431,7 @@ impl Rewards {
                     counts: Counts::default(),
                 },
                 Err(failure @ RewardFailure::Invalid { .. }) => {
-                    self.forget(job, &entry.name).await?;
+                    self.forget_answers(job, &entry.name).await?;
                     return Err(failure);
                 }
                 other => other?,
@@ -454,14 +454,14 @@ impl Rewards {
             scored.metrics.insert(format!("rewards/{}/latency", entry.name), Some(latency.as_secs_f64()));
             // The attempt that received a replayed answer has already counted it.
             let verdict = match judged.counts.replayed {
-                0 => entry.health.lock().unwrap_or_else(PoisonError::into_inner).take(&entry.name, &judged),
+                0 => entry.health.lock().unwrap_or_else(PoisonError::into_inner).record(&entry.name, &judged),
                 _ => Verdict::Good,
             };
             match verdict {
                 Verdict::Good => {}
                 Verdict::Warn(warning) => scored.warnings.push(warning),
                 Verdict::Stop(failure) if entry.required => {
-                    self.forget(job, &entry.name).await?;
+                    self.forget_answers(job, &entry.name).await?;
                     return Err(failure);
                 }
                 Verdict::Stop(failure) => scored.warnings.push(Event::Warning {
@@ -480,7 +480,7 @@ impl Rewards {
             };
             let mut values: Vec<RewardValue> = samples.iter().map(value).collect();
             if job.rollout.is_trained() {
-                leave_out_thin_groups(&mut values, samples, entry.min_valid_per_group);
+                drop_incomplete_groups(&mut values, samples, entry.min_valid_per_group);
             }
             for (score, value) in scored.scores.iter_mut().zip(values) {
                 score.values.push(value);
@@ -491,8 +491,8 @@ impl Rewards {
 
     /// Removes a reward's answers to a rollout from the journal. They stopped the attempt unused; after the user has fixed the
     /// service, it is asked again.
-    async fn forget(&self, job: &JobContext, reward: &str) -> Result<(), RewardFailure> {
-        let Some(journal) = &self.around.journal else { return Ok(()) };
+    async fn forget_answers(&self, job: &JobContext, reward: &str) -> Result<(), RewardFailure> {
+        let Some(journal) = &self.shared.journal else { return Ok(()) };
         let entry = JournalEntry::Forget { rollout: job.rollout, reward: reward.to_owned() };
         journal.append(entry).await.map_err(|unrecorded| unrecorded.of(reward))
     }
@@ -500,7 +500,7 @@ impl Rewards {
 
 /// Drops all values of a group that has missing values and fewer than `min_valid` others, which would say little about its
 /// prompt. Limits up to 2 need no action here, because the estimators ignore a single value.
-fn leave_out_thin_groups(values: &mut [RewardValue], samples: &[RewardSample], min_valid: usize) {
+fn drop_incomplete_groups(values: &mut [RewardValue], samples: &[RewardSample], min_valid: usize) {
     if min_valid <= 2 {
         return;
     }

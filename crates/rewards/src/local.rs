@@ -79,7 +79,7 @@ impl Reward for Local {
                 let (model, chunk) = (model.clone(), chunk.to_vec());
                 let judged = tokio::task::spawn_blocking(move || model.judge(&chunk)).await;
                 let judged = judged.map_err(|error| self.unusable(error))?.map_err(|error| self.unusable(error))?;
-                judgements.extend(judged.into_iter().map(|judgement| self.limit.hold(judgement)));
+                judgements.extend(judged.into_iter().map(|judgement| self.limit.apply(judgement)));
             }
             Ok(Judged { judgements, counts: Counts::default() })
         })

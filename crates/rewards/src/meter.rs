@@ -13,16 +13,16 @@ use crate::protocol::{BreakerState, FailedTry, RawMessage, RewardHealth, RewardL
 use crate::sample::RewardValue;
 
 /// Number of latencies that the percentiles are computed from.
-const LATENCIES: usize = 512;
+const MAX_LATENCIES: usize = 512;
 /// Number of failures to keep.
-const FAILURES: usize = 5;
+const MAX_FAILURES: usize = 5;
 /// Number of recent requests that decide about degradation: too many failures among them degrade the reward, and enough
 /// successes in a row end the degradation.
-const RECENT: usize = 20;
-const TOO_MANY: usize = 3;
-const GOOD_AGAIN: usize = 5;
+const RECENT_REQUESTS: usize = 20;
+const DEGRADED_AFTER_FAILURES: usize = 3;
+const RECOVERED_AFTER_SUCCESSES: usize = 5;
 /// Maximum number of sample ids in a recorded request.
-const NAMED: usize = 64;
+const MAX_NAMED_SAMPLES: usize = 64;
 
 /// The samples that a request is about.
 #[derive(Debug, Clone, Default)]
@@ -44,8 +44,8 @@ struct State {
     latencies: VecDeque<f64>,
     recent: VecDeque<bool>,
     /// Time of the last degradation event, if there was one.
-    told: Option<Instant>,
-    told_of_this: bool,
+    last_notice: Option<Instant>,
+    is_degradation_reported: bool,
     /// How often the circuit breaker opened in previous attempts.
     opened_before: u64,
     /// Whether the breaker was open when the last of them ended.
@@ -65,12 +65,12 @@ pub(super) struct Failure<'a> {
 
 impl Meter {
     /// Continues the counts of previous attempts.
-    pub fn new(former: Option<RewardHealth>) -> Self {
-        let health = former.unwrap_or_default();
+    pub fn new(previous: Option<RewardHealth>) -> Self {
+        let health = previous.unwrap_or_default();
         let opened_before = health.breaker.as_ref().map_or(0, |breaker| breaker.opened);
         let open_before = health.breaker.as_ref().is_some_and(|breaker| breaker.state != BreakerState::Closed);
-        let told_of_this = health.degraded;
-        Self(Mutex::new(State { health, opened_before, open_before, told_of_this, ..State::default() }))
+        let is_degradation_reported = health.degraded;
+        Self(Mutex::new(State { health, opened_before, open_before, is_degradation_reported, ..State::default() }))
     }
 
     /// Counts an answered request. `messages` builds the record if the request is the slowest so far. Returns an
@@ -87,13 +87,13 @@ impl Meter {
         let latency_ms = state.took(took);
         if state.health.slowest.as_ref().is_none_or(|slowest| latency_ms > slowest.latency_ms) {
             let (request, response) = messages();
-            let samples = about.samples.iter().take(NAMED).cloned().collect();
+            let samples = about.samples.iter().take(MAX_NAMED_SAMPLES).cloned().collect();
             let time_ms = unix_ms(SystemTime::now());
             state.health.slowest = Some(SlowTry { time_ms, latency_ms, step: about.step, samples, request, response });
         }
-        let told = state.tried(reward, true, "");
+        let event = state.record_outcome(reward, true, "");
         if !std::mem::take(&mut state.open_before) {
-            return told;
+            return event;
         }
         let message = format!("reward '{reward}': the service answers again");
         let (reward, change) = (reward.to_owned(), RewardChange::BreakerClosed);
@@ -105,17 +105,17 @@ impl Meter {
         let mut state = self.lock();
         state.health.requests += 1;
         let message = failure.message.clone();
-        state.keep(failure);
-        state.tried(reward, false, &message)
+        state.record_failure(failure);
+        state.record_outcome(reward, false, &message)
     }
 
     /// Marks a request that was counted as answered as failed, because its answer cannot be used.
     pub fn unusable(&self, reward: &str, failure: Failure<'_>) -> Option<Event> {
         let mut state = self.lock();
         let message = failure.message.clone();
-        state.keep(failure);
+        state.record_failure(failure);
         state.recent.pop_back();
-        state.tried(reward, false, &message)
+        state.record_outcome(reward, false, &message)
     }
 
     /// Counts a retry.
@@ -172,14 +172,14 @@ impl State {
         let latency_ms = rounded(took.as_secs_f64() * 1e3);
         self.health.answers += 1;
         self.health.answers_ms += latency_ms;
-        if self.latencies.len() == LATENCIES {
+        if self.latencies.len() == MAX_LATENCIES {
             self.latencies.pop_front();
         }
         self.latencies.push_back(latency_ms);
         latency_ms
     }
 
-    fn keep(&mut self, failure: Failure<'_>) {
+    fn record_failure(&mut self, failure: Failure<'_>) {
         let Failure { class, message, took, about, request, response } = failure;
         *self.health.errors.entry(class.to_owned()).or_default() += 1;
         let kept = FailedTry {
@@ -188,41 +188,41 @@ impl State {
             message,
             latency_ms: rounded(took.as_secs_f64() * 1e3),
             step: about.step,
-            samples: about.samples.iter().take(NAMED).cloned().collect(),
+            samples: about.samples.iter().take(MAX_NAMED_SAMPLES).cloned().collect(),
             request,
             response,
         };
         self.health.failures.insert(0, kept);
-        self.health.failures.truncate(FAILURES);
+        self.health.failures.truncate(MAX_FAILURES);
     }
 
     /// Records a success or failure, and returns an event when the reward becomes degraded or recovers.
-    fn tried(&mut self, reward: &str, well: bool, cause: &str) -> Option<Event> {
-        if self.recent.len() == RECENT {
+    fn record_outcome(&mut self, reward: &str, well: bool, cause: &str) -> Option<Event> {
+        if self.recent.len() == RECENT_REQUESTS {
             self.recent.pop_front();
         }
         self.recent.push_back(well);
         let failed = self.recent.iter().filter(|well| !**well).count();
         let tries = self.recent.len();
-        if !self.health.degraded && failed >= TOO_MANY {
+        if !self.health.degraded && failed >= DEGRADED_AFTER_FAILURES {
             self.health.degraded = true;
-            if self.told.is_some_and(|at| at.elapsed() < NOTICE_EVERY) {
+            if self.last_notice.is_some_and(|at| at.elapsed() < NOTICE_EVERY) {
                 return None;
             }
-            self.told = Some(Instant::now());
-            self.told_of_this = true;
+            self.last_notice = Some(Instant::now());
+            self.is_degradation_reported = true;
             let message =
                 format!("reward '{reward}': {failed} of its last {tries} requests failed; last error: {cause}");
             let data = json!({ "failed": failed, "tries": tries, "cause": cause });
             return Some(Event::Reward { reward: reward.to_owned(), change: RewardChange::Degraded, message, data });
         }
-        let good_again = tries >= GOOD_AGAIN && self.recent.iter().rev().take(GOOD_AGAIN).all(|well| *well);
+        let good_again = tries >= RECOVERED_AFTER_SUCCESSES && self.recent.iter().rev().take(RECOVERED_AFTER_SUCCESSES).all(|well| *well);
         if self.health.degraded && good_again {
             self.health.degraded = false;
             self.recent.clear();
-            if std::mem::take(&mut self.told_of_this) {
+            if std::mem::take(&mut self.is_degradation_reported) {
                 let message = format!("reward '{reward}': its last {GOOD_AGAIN} requests succeeded");
-                let data = json!({ "tries": GOOD_AGAIN });
+                let data = json!({ "tries": RECOVERED_AFTER_SUCCESSES });
                 return Some(Event::Reward {
                     reward: reward.to_owned(),
                     change: RewardChange::Recovered,
@@ -286,28 +286,28 @@ mod tests {
         assert_eq!(health.latency_ms, Some(RewardLatency { p50: 50.0, p95: 95.0, max: 100.0 }));
         assert_eq!((health.requests, health.answers, health.answers_ms), (100, 100, 5050.0));
         assert_eq!(health.slowest.unwrap().samples, ["row_0/s_100"]);
-        (0..LATENCIES).for_each(|_| drop(answer(&meter, 7)));
+        (0..MAX_LATENCIES).for_each(|_| drop(answer(&meter, 7)));
         let health = meter.health();
         assert_eq!(health.latency_ms, Some(RewardLatency { p50: 7.0, p95: 7.0, max: 7.0 }));
         assert_eq!(health.slowest.unwrap().latency_ms, 100.0, "of all");
     }
 
     #[test]
-    fn a_service_is_degraded_and_recovers_and_both_are_told_once() {
+    fn degradation_and_recovery_are_each_reported_once() {
         let meter = Meter::default();
-        let told: Vec<bool> = (0..6).map(|_| fail(&meter).is_some()).collect();
-        assert_eq!(told, [false, false, true, false, false, false]);
-        let told: Vec<Option<Event>> = (0..12).map(|_| answer(&meter, 1)).collect();
-        assert!(matches!(&told[4], Some(Event::Reward { change: RewardChange::Recovered, .. })), "{told:?}");
-        assert_eq!(told.iter().flatten().count(), 1);
+        let events: Vec<bool> = (0..6).map(|_| fail(&meter).is_some()).collect();
+        assert_eq!(events, [false, false, true, false, false, false]);
+        let events: Vec<Option<Event>> = (0..12).map(|_| answer(&meter, 1)).collect();
+        assert!(matches!(&events[4], Some(Event::Reward { change: RewardChange::Recovered, .. })), "{events:?}");
+        assert_eq!(events.iter().flatten().count(), 1);
         (0..20).for_each(|_| assert!(fail(&meter).is_none(), "within the minute"));
         let health = meter.health();
         assert!(health.degraded);
-        assert_eq!((health.errors["timeout"], health.failures.len(), health.requests), (26, FAILURES, 38));
+        assert_eq!((health.errors["timeout"], health.failures.len(), health.requests), (26, MAX_FAILURES, 38));
     }
 
     #[test]
-    fn counts_go_on_from_a_former_attempt() {
+    fn counts_continue_from_a_previous_attempt() {
         let first = Meter::default();
         answer(&first, 5);
         let judgements = vec![Judgement::value(RewardValue::Number(1.0)), Judgement::missing("judge_timeout", "late")];

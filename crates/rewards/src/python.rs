@@ -5,7 +5,7 @@
 //! output and one end of a socket pair as standard input. The pair carries the program and its settings to the process and one
 //! line of JSON back. When the pair closes, the process exits, so it never outlives its parent. The functions here block.
 
-mod find;
+mod targets;
 mod function;
 
 use std::io::{BufRead, BufReader, Read, Write};
@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-pub use find::{Target, read_targets};
+pub use targets::{Target, read_targets};
 pub use function::{PythonFunction, PythonFunctions};
 
 /// The program: three files, concatenated.
@@ -57,16 +57,16 @@ exec(compile(source, "<rlood reward serve>", "exec"), {"__name__": "rlood_reward
 /// Environment variable with the Python program that runs functions.
 pub const PYTHON: &str = "RLOOD_PYTHON";
 /// Time limit for loading a file.
-const LOAD_WITHIN: Duration = Duration::from_secs(300);
+const LOAD_TIMEOUT: Duration = Duration::from_secs(300);
 /// Time limit for a graceful exit: 10 s for running calls, and a margin.
-const STOP_WITHIN: Duration = Duration::from_secs(15);
+const STOP_TIMEOUT: Duration = Duration::from_secs(15);
 /// Time limit for an immediate exit.
-const END_WITHIN: Duration = Duration::from_secs(5);
-const POLL: Duration = Duration::from_millis(20);
+const KILL_TIMEOUT: Duration = Duration::from_secs(5);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// Lines of standard error that are kept for the report of a process that could not start.
 const TAIL_LINES: usize = 12;
 /// Maximum length of a log line in bytes; a longer line is logged in pieces.
-const LINE_BYTES: u64 = 8 << 10;
+const MAX_LINE_BYTES: u64 = 8 << 10;
 
 /// Error of a process that serves Python functions.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -145,7 +145,7 @@ impl Settings {
         json!({
             "role": "server", "boot": BOOT, "targets": self.targets, "processes": self.processes.max(1),
             "batch_size": self.batch_size.unwrap_or(0), "call_timeout_s": self.call_timeout.as_secs_f64(),
-            "load_timeout_s": LOAD_WITHIN.as_secs(), "reload": self.reload, "secrets": self.secrets,
+            "load_timeout_s": LOAD_TIMEOUT.as_secs(), "reload": self.reload, "secrets": self.secrets,
             "allowed_hosts": self.allowed_hosts, "max_connections": self.max_connections,
         })
     }
@@ -180,14 +180,14 @@ impl PythonServer {
     pub fn start(listener: &TcpListener, settings: &Settings) -> Result<Self, PythonError> {
         let failed = |doing: &str, error: std::io::Error| PythonError::NotStarted(format!("cannot {doing}: {error}"));
         let address = listener.local_addr().map_err(|error| failed("get the address", error))?;
-        let (mut channel, theirs) = UnixStream::pair().map_err(|error| failed("create a socket pair", error))?;
-        let mut child = spawn(listener, theirs, settings)?;
+        let (mut channel, child_end) = UnixStream::pair().map_err(|error| failed("create a socket pair", error))?;
+        let mut child = spawn(listener, child_end, settings)?;
         let tail = Tail::default();
         if let (Some(stderr), Some(name)) = (child.stderr.take(), &settings.log_as) {
             let (tail, name) = (tail.clone(), name.clone());
             std::thread::spawn(move || tail.follow(stderr, &name));
         }
-        let started = tell(&mut channel, settings).and_then(|()| listen(&channel));
+        let started = send_program(&mut channel, settings).and_then(|()| read_started(&channel));
         let mut server = Self { child: Some(child), channel, address, functions: Vec::new(), version: String::new() };
         match started {
             Ok(Some(Started::Ready { functions, python })) => {
@@ -195,8 +195,8 @@ impl PythonServer {
                 Ok(server)
             }
             Ok(Some(Started::Failed { code, message })) => Err(PythonError::Failed { code, message }),
-            Ok(None) => Err(server.stillborn(None, &tail)),
-            Err(error) => Err(server.stillborn(Some(error), &tail)),
+            Ok(None) => Err(server.start_error(None, &tail)),
+            Err(error) => Err(server.start_error(Some(error), &tail)),
         }
     }
 
@@ -210,27 +210,27 @@ impl PythonServer {
         // The write fails if the process has already exited.
         let _ = self.channel.write_all(b"s");
         if let Some(child) = &mut self.child {
-            wait_or_kill(child, STOP_WITHIN);
+            wait_or_kill(child, STOP_TIMEOUT);
         }
     }
 
     /// Returns the error for a process that exited or timed out before it was ready.
-    fn stillborn(mut self, error: Option<std::io::Error>, tail: &Tail) -> PythonError {
+    fn start_error(mut self, error: Option<std::io::Error>, tail: &Tail) -> PythonError {
         let late = error
             .is_some_and(|error| matches!(error.kind(), std::io::ErrorKind::WouldBlock | std::io::ErrorKind::TimedOut));
         if late {
-            return PythonError::NotStarted(format!("it was not ready within {} s", LOAD_WITHIN.as_secs()));
+            return PythonError::NotStarted(format!("it was not ready within {} s", LOAD_TIMEOUT.as_secs()));
         }
         let status = self.child.as_mut().and_then(|child| {
-            wait_or_kill(child, END_WITHIN);
+            wait_or_kill(child, KILL_TIMEOUT);
             child.try_wait().ok().flatten()
         });
         let status = status.map_or_else(|| "it left".to_owned(), |status| status.to_string());
-        let said = tail.text();
-        PythonError::NotStarted(if said.is_empty() {
+        let output = tail.text();
+        PythonError::NotStarted(if output.is_empty() {
             format!("it ended before it was ready ({status})")
         } else {
-            format!("it ended before it was ready ({status}); its last output: {said}")
+            format!("it ended before it was ready ({status}); its last output: {output}")
         })
     }
 }
@@ -240,7 +240,7 @@ impl Drop for PythonServer {
         let _ = self.channel.shutdown(std::net::Shutdown::Both);
         if let Some(mut child) = self.child.take() {
             // The process exits by itself. A thread waits for it, so that it does not become a zombie.
-            std::thread::spawn(move || wait_or_kill(&mut child, END_WITHIN));
+            std::thread::spawn(move || wait_or_kill(&mut child, KILL_TIMEOUT));
         }
     }
 }
@@ -249,7 +249,7 @@ fn wait_or_kill(child: &mut Child, within: Duration) {
     let until = Instant::now() + within;
     while Instant::now() < until {
         match child.try_wait() {
-            Ok(None) => std::thread::sleep(POLL),
+            Ok(None) => std::thread::sleep(POLL_INTERVAL),
             Ok(Some(_)) | Err(_) => return,
         }
     }
@@ -258,7 +258,7 @@ fn wait_or_kill(child: &mut Child, within: Duration) {
 }
 
 /// Starts the first of the candidate programs that exists.
-fn spawn(listener: &TcpListener, theirs: UnixStream, settings: &Settings) -> Result<Child, PythonError> {
+fn spawn(listener: &TcpListener, child_end: UnixStream, settings: &Settings) -> Result<Child, PythonError> {
     let failed = |error: std::io::Error| PythonError::NotStarted(error.to_string());
     let named = settings.python.clone().or_else(|| std::env::var_os(PYTHON).map(PathBuf::from));
     let programs = match named.filter(|path| !path.as_os_str().is_empty()) {
@@ -269,7 +269,7 @@ fn spawn(listener: &TcpListener, theirs: UnixStream, settings: &Settings) -> Res
         let mut command = Command::new(program);
         command
             .args(["-c", BOOT])
-            .stdin(OwnedFd::from(theirs.try_clone().map_err(failed)?))
+            .stdin(OwnedFd::from(child_end.try_clone().map_err(failed)?))
             .stdout(OwnedFd::from(listener.try_clone().map_err(failed)?))
             .stderr(if settings.log_as.is_some() { Stdio::piped() } else { Stdio::inherit() })
             // The process gets its own group: it kills the group's children when it exits, and Ctrl-C in the
@@ -293,7 +293,7 @@ fn spawn(listener: &TcpListener, theirs: UnixStream, settings: &Settings) -> Res
 }
 
 /// Sends the program and its settings to the process.
-fn tell(channel: &mut UnixStream, settings: &Settings) -> std::io::Result<()> {
+fn send_program(channel: &mut UnixStream, settings: &Settings) -> std::io::Result<()> {
     let settings = settings.message().to_string();
     let length = u32::try_from(settings.len()).map_err(std::io::Error::other)?;
     channel.write_all(format!("{:08x}", PROGRAM.len()).as_bytes())?;
@@ -303,8 +303,8 @@ fn tell(channel: &mut UnixStream, settings: &Settings) -> std::io::Result<()> {
 }
 
 /// Waits for the line of JSON; `None` if the process exited without one.
-fn listen(channel: &UnixStream) -> std::io::Result<Option<Started>> {
-    channel.set_read_timeout(Some(LOAD_WITHIN + Duration::from_secs(30)))?;
+fn read_started(channel: &UnixStream) -> std::io::Result<Option<Started>> {
+    channel.set_read_timeout(Some(LOAD_TIMEOUT + Duration::from_secs(30)))?;
     let mut line = String::new();
     BufReader::new(channel).take(1 << 20).read_line(&mut line)?;
     Ok(serde_json::from_str(&line).ok())
@@ -319,7 +319,7 @@ impl Tail {
     fn follow(&self, stderr: ChildStderr, name: &str) {
         let mut reader = BufReader::new(stderr);
         let mut line = Vec::new();
-        while let Ok(1..) = (&mut reader).take(LINE_BYTES).read_until(b'\n', &mut line) {
+        while let Ok(1..) = (&mut reader).take(MAX_LINE_BYTES).read_until(b'\n', &mut line) {
             let text = String::from_utf8_lossy(&line).trim_end().to_owned();
             line.clear();
             tracing::info!(rewards = name, "{text}");
@@ -333,7 +333,7 @@ impl Tail {
 
     fn text(&self) -> String {
         // The last lines may not have been read yet.
-        std::thread::sleep(POLL);
+        std::thread::sleep(POLL_INTERVAL);
         let lines = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         lines.iter().map(String::as_str).collect::<Vec<_>>().join(" / ")
     }

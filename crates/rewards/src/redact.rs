@@ -7,7 +7,7 @@ use regex::{Captures, Regex};
 use reqwest::Url;
 use reqwest::header::HeaderMap;
 
-use super::hidden::Hidden;
+use super::secret_filter::SecretFilter;
 use crate::spec::RewardSecrets;
 
 /// Replacement for a redacted value.
@@ -33,23 +33,23 @@ static WORDS: LazyLock<Option<Regex>> = LazyLock::new(|| {
 
 /// Redactor for the secrets of one reward.
 #[derive(Clone, Default)]
-pub(super) struct Redactor(Hidden);
+pub(super) struct Redactor(SecretFilter);
 
 impl Redactor {
     /// Creates a redactor. Every secret and header value is redacted.
     pub fn new(secrets: &RewardSecrets) -> Self {
-        Self(Hidden::new(secrets))
+        Self(SecretFilter::new(secrets))
     }
 
     /// Redacts and truncates a text.
     pub fn text(&self, text: &str) -> String {
         let text = text.get(..text.floor_char_boundary(READ_BYTES)).unwrap_or(text);
-        without_credentials(&self.0.shown(text.as_bytes().to_vec()))
+        without_credentials(&self.0.redact_text(text.as_bytes().to_vec()))
     }
 
     /// Redacts and truncates a body.
     pub fn body(&self, body: &[u8]) -> String {
-        without_credentials(&self.0.shown_body(body[..body.len().min(READ_BYTES)].to_vec()))
+        without_credentials(&self.0.redact_body(body[..body.len().min(READ_BYTES)].to_vec()))
     }
 
     /// Redacts and truncates headers.

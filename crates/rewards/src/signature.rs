@@ -9,7 +9,7 @@ use subtle::ConstantTimeEq;
 /// Maximum difference between a request's timestamp and the receiver's clock, in seconds.
 pub const TOLERANCE_S: u64 = 300;
 /// Maximum length of an accepted `webhook-id`, in characters.
-pub const LONGEST_ID: usize = 256;
+pub const MAX_ID_CHARS: usize = 256;
 
 /// A signing key. Its text form is `whsec_` followed by base64.
 #[derive(Clone)]
@@ -80,10 +80,10 @@ impl Key {
 
     /// Checks the headers before the body has arrived: their form, and whether the timestamp is within the tolerance.
     pub fn check_head(&self, id: &str, timestamp: &str, signatures: &str, now_s: u64) -> Result<(), Rejected> {
-        if !(1..=LONGEST_ID).contains(&id.len()) || !id.bytes().all(|byte| byte.is_ascii_graphic()) {
+        if !(1..=MAX_ID_CHARS).contains(&id.len()) || !id.bytes().all(|byte| byte.is_ascii_graphic()) {
             return Err(Rejected::Id);
         }
-        fresh(timestamp, now_s)?;
+        check_timestamp(timestamp, now_s)?;
         let is_mac = |signature: &str| STANDARD.decode(signature).is_ok_and(|mac| mac.len() == MAC_BYTES);
         let has_form = signatures.split(' ').filter_map(|signature| signature.strip_prefix("v1,")).any(is_mac);
         if has_form { Ok(()) } else { Err(Rejected::Form) }
@@ -92,12 +92,12 @@ impl Key {
     /// Verifies a received request. `signatures` is the whole header with signatures separated by spaces, one of which must
     /// match. The comparison takes constant time.
     pub fn verify(&self, id: &str, timestamp: &str, signatures: &str, body: &[u8], now_s: u64) -> Result<(), Rejected> {
-        let timestamp = fresh(timestamp, now_s)?;
+        let timestamp = check_timestamp(timestamp, now_s)?;
         let expected = self.mac(id, timestamp, body);
-        let fits = signatures.split(' ').filter_map(|signature| signature.strip_prefix("v1,")).any(|signature| {
+        let matches = signatures.split(' ').filter_map(|signature| signature.strip_prefix("v1,")).any(|signature| {
             STANDARD.decode(signature).is_ok_and(|given| bool::from(given.as_slice().ct_eq(expected.as_slice())))
         });
-        if fits { Ok(()) } else { Err(Rejected::Signature) }
+        if matches { Ok(()) } else { Err(Rejected::Signature) }
     }
 
     fn mac(&self, id: &str, timestamp: u64, body: &[u8]) -> Vec<u8> {
@@ -112,7 +112,7 @@ impl Key {
 const MAC_BYTES: usize = 32;
 
 /// Parses a timestamp in seconds and checks that it is within the tolerance.
-fn fresh(timestamp: &str, now_s: u64) -> Result<u64, Rejected> {
+fn check_timestamp(timestamp: &str, now_s: u64) -> Result<u64, Rejected> {
     let timestamp: u64 = timestamp.parse().map_err(|_| Rejected::Timestamp)?;
     if timestamp.abs_diff(now_s) > TOLERANCE_S { Err(Rejected::Stale) } else { Ok(timestamp) }
 }

@@ -25,7 +25,7 @@ impl Status {
     }
 
     /// Adds an event to the job's events. Without a receiver, as in a test of a single reward, the event is dropped.
-    pub(super) fn tell(&self, event: Event) {
+    pub(super) fn notify(&self, event: Event) {
         let _ = self.notices.send(event);
     }
 
@@ -53,12 +53,12 @@ impl Drop for Waiting<'_> {
 
 /// Reports each outage of one reward once.
 #[derive(Debug, Default)]
-pub(super) struct Outage(Mutex<Told>);
+pub(super) struct Outage(Mutex<NoticeState>);
 
 #[derive(Debug, Default)]
-struct Told {
+struct NoticeState {
     /// Whether the current outage was reported.
-    of_this: bool,
+    is_reported: bool,
     /// Time of the last notice.
     at: Option<Instant>,
 }
@@ -66,21 +66,21 @@ struct Told {
 impl Outage {
     /// Records a failed attempt. Reports it if it is the first one since the last answer.
     pub(super) fn failed(&self, status: &Status, reward: &str, why: &str, max_outage_s: u64) {
-        let mut told = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if std::mem::replace(&mut told.of_this, true) || told.at.is_some_and(|at| at.elapsed() < NOTICE_EVERY) {
+        let mut notice = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if std::mem::replace(&mut notice.is_reported, true) || notice.at.is_some_and(|at| at.elapsed() < NOTICE_EVERY) {
             return;
         }
-        told.at = Some(Instant::now());
+        notice.at = Some(Instant::now());
         let message = format!(
             "reward '{reward}': {why}; the request is retried for up to {max_outage_s} s, then the job pauses"
         );
         let data = json!({ "reward": reward, "cause": why, "max_outage_s": max_outage_s });
-        status.tell(Event::Warning { code: "reward_unanswered".to_owned(), message, data });
+        status.notify(Event::Warning { code: "reward_unanswered".to_owned(), message, data });
     }
 
     /// Records that the service answered.
-    pub(super) fn over(&self) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).of_this = false;
+    pub(super) fn end(&self) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).is_reported = false;
     }
 }
 
@@ -101,10 +101,10 @@ mod tests {
             message.contains("'r'") && message.contains("cannot connect") && message.contains("600 s"),
             "{message}"
         );
-        outage.over();
+        outage.end();
         outage.failed(&status, "r", "cannot connect", 600);
         assert!(notices.try_recv().is_err(), "within the minute");
-        outage.over();
+        outage.end();
         outage.0.lock().unwrap().at = Instant::now().checked_sub(NOTICE_EVERY);
         outage.failed(&status, "r", "cannot connect", 600);
         assert!(notices.try_recv().is_ok(), "a minute later");

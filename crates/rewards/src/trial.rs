@@ -21,7 +21,7 @@ pub const MAX_SAMPLES: usize = 256;
 ///
 /// # Errors
 /// Fails when the reward cannot be created from its plan.
-pub fn reward_of(
+pub fn build_reward(
     plan: &RewardPlan,
     secrets: &RewardSecrets,
     outgoing: &OutgoingPolicy,

@@ -14,7 +14,7 @@ use tokio::sync::Semaphore;
 
 use super::cache::{self, CacheKey};
 use super::client::RewardClient;
-use super::hidden::Hidden;
+use super::secret_filter::SecretFilter;
 use super::journal::Journal;
 use super::meter::Meter;
 use super::redact::Redactor;
@@ -29,14 +29,14 @@ use crate::spec::{RewardKind, RewardSecrets, ServicePlan, WebhookPlan};
 mod account;
 mod adapters;
 pub mod answer;
-mod asking;
+mod scoring;
 mod breaker;
 mod concurrency;
 mod delivery;
 pub(super) mod dialect;
 pub(super) mod endpoint;
-mod known;
-mod later;
+mod cached;
+mod asynchronous;
 mod record;
 mod request;
 mod wait;
@@ -46,7 +46,7 @@ pub use delivery::{Ping, PingReply};
 pub use record::{Exchange, Received, Sent};
 pub use request::sample_json;
 
-use asking::Asking;
+use scoring::ScoringRun;
 use dialect::{Contract, Dialect};
 use endpoint::{Endpoint, Endpoints};
 use request::Room;
@@ -62,7 +62,7 @@ pub struct Webhook {
     headers: HeaderMap,
     client: RewardClient,
     /// Redacts this reward's secrets in answers.
-    hidden: Hidden,
+    secret_filter: SecretFilter,
     permits: Semaphore,
     /// Breaker and concurrency limit, shared by all requests to this address.
     endpoint: Arc<Endpoint>,
@@ -127,10 +127,10 @@ impl Webhook {
             }
             kind => cache::revision(&client.cache_scope, secrets, name, kind),
         });
-        Ok(Self { revision, ..Self::speaking(dialect, name, service, secrets, client)? })
+        Ok(Self { revision, ..Self::with_dialect(dialect, name, service, secrets, client)? })
     }
 
-    fn speaking(
+    fn with_dialect(
         dialect: Box<dyn Dialect>,
         name: &str,
         plan: &ServicePlan,
@@ -155,7 +155,7 @@ impl Webhook {
             name: name.to_owned(),
             url,
             keys,
-            hidden: Hidden::new(secrets),
+            secret_filter: SecretFilter::new(secrets),
             headers,
             permits: Semaphore::new((plan.max_concurrency.max(1)) as usize),
             endpoint: Endpoints::new(client.pace).at(&plan.url, plan.max_concurrency),
@@ -226,7 +226,7 @@ impl Webhook {
     fn remark(&self, remark: String) {
         let mut remarks = self.remarks.lock().unwrap_or_else(PoisonError::into_inner);
         if !remarks.contains(&remark) {
-            self.status.tell(Event::Warning {
+            self.status.notify(Event::Warning {
                 code: "reward_remark".to_owned(),
                 message: format!("reward '{}': {remark}", self.name),
                 data: serde_json::json!({"reward": self.name}),
@@ -261,24 +261,24 @@ impl Reward for Webhook {
                 }
             }
             let wire = pieces.iter().map(Value::to_string).collect();
-            let asking = Asking { webhook: self, job, samples, pieces, wire, counts: Mutex::default() };
-            let known = asking.known(&indices).await?;
+            let run = ScoringRun { webhook: self, job, samples, pieces, wire, counts: Mutex::default() };
+            let known = run.find_known(&indices).await?;
             indices.retain(|index| !known.contains(*index));
             let room = Room {
                 batching: self.dialect.batching(),
                 max_samples: self.plan.max_batch_samples,
                 max_bytes: self.plan.max_batch_bytes,
             };
-            let batches = request::pack(&indices, samples, &asking.wire, room);
-            let answers = try_join_all(batches.into_iter().map(|batch| asking.ask(batch, 0, 0))).await?;
+            let batches = request::pack(&indices, samples, &run.wire, room);
+            let answers = try_join_all(batches.into_iter().map(|batch| run.request_scores(batch, 0, 0))).await?;
             for (index, judgement) in answers.into_iter().flatten() {
                 judgements[index] = Some(judgement);
             }
-            asking.count(Counts { cached: known.number(), ..Counts::default() });
+            run.count(Counts { cached: known.count(), ..Counts::default() });
             known.complete(&self.client.cache, &mut judgements);
-            let unasked = || Judgement::missing("not_asked", "no result was requested for this sample");
-            let judgements = judgements.into_iter().map(|judgement| judgement.unwrap_or_else(unasked)).collect();
-            let counts = *asking.counts.lock().unwrap_or_else(PoisonError::into_inner);
+            let not_requested = || Judgement::missing("not_asked", "no result was requested for this sample");
+            let judgements = judgements.into_iter().map(|judgement| judgement.unwrap_or_else(not_requested)).collect();
+            let counts = *run.counts.lock().unwrap_or_else(PoisonError::into_inner);
             Ok(Judged { judgements, counts })
         })
     }

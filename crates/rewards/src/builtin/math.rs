@@ -13,7 +13,7 @@ mod expression;
 use expression::Expression;
 
 /// Longest answer that is parsed as mathematics, in bytes.
-const LONGEST: usize = 4_000;
+const MAX_ANSWER_BYTES: usize = 4_000;
 /// Points at which expressions with variables are compared. Two polynomials that agree at all of them are equal in practice.
 const POINTS: [f64; 5] = [0.734_1, 1.391_7, 2.173_9, 3.617_3, 0.219_7];
 /// Largest relative difference between two expressions at a point.
@@ -75,7 +75,7 @@ fn marked(text: &str) -> Option<String> {
 
 /// Returns whether two answers are equal: whole numbers exactly, other numbers within a relative difference of `tolerance`.
 pub(super) fn equal(answer: &str, reference: &str, tolerance: f64) -> bool {
-    if answer.len() > LONGEST || reference.len() > LONGEST {
+    if answer.len() > MAX_ANSWER_BYTES || reference.len() > MAX_ANSWER_BYTES {
         return answer.trim() == reference.trim();
     }
     let (answer, reference) = (plain(answer), plain(reference));
@@ -372,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_makes_it_panic_or_run_long() {
+    fn no_answer_causes_a_panic_or_a_long_run() {
         let long = "(".repeat(3_000);
         for text in [
             "\\frac",

@@ -7,13 +7,13 @@ use rapidfuzz::distance::{indel, lcs_seq};
 use crate::spec::SimilarityMetric;
 
 /// Longest text that is compared, in characters. The rest of a longer text is ignored.
-const LONGEST: usize = 50_000;
+const MAX_CHARS: usize = 50_000;
 /// Longest n-grams of BLEU and GLEU, in words.
 const MAX_ORDER: usize = 4;
 
 /// Returns the similarity of `input` to `reference`.
 pub(super) fn similarity(input: &str, reference: &str, metric: SimilarityMetric) -> f64 {
-    let cut = |text: &str| text.chars().take(LONGEST).collect::<String>();
+    let cut = |text: &str| text.chars().take(MAX_CHARS).collect::<String>();
     let (input, reference) = (cut(input), cut(reference));
     match metric {
         SimilarityMetric::FuzzyMatch => indel::normalized_similarity(input.chars(), reference.chars()),

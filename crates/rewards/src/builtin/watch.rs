@@ -18,7 +18,7 @@ pub(super) const SAMPLE_LIMIT: Duration = Duration::from_secs(10);
 const BATCH_LIMIT: Duration = Duration::from_secs(600);
 /// Interval between two checks. A longer gap counts as at most twice this, because then the machine was
 /// suspended, not the grader slow.
-const TICK: Duration = Duration::from_millis(200);
+const CHECK_INTERVAL: Duration = Duration::from_millis(200);
 
 /// State shared by the grading thread and its watchdog.
 #[derive(Default)]
@@ -73,7 +73,7 @@ pub(super) async fn judge(
         }
         judgements
     });
-    let mut ticks = tokio::time::interval(TICK);
+    let mut ticks = tokio::time::interval(CHECK_INTERVAL);
     let (mut last, mut graded, mut of_sample, mut of_batch) = (Instant::now(), 0, Duration::ZERO, Duration::ZERO);
     loop {
         tokio::select! {
@@ -84,7 +84,7 @@ pub(super) async fn judge(
                 });
             }
             now = ticks.tick() => {
-                let passed = (now - last).min(2 * TICK);
+                let passed = (now - last).min(2 * CHECK_INTERVAL);
                 last = now;
                 of_batch += passed;
                 of_sample = if progress.graded.load(Ordering::Relaxed) == graded { of_sample + passed } else { Duration::ZERO };
@@ -134,19 +134,19 @@ mod tests {
     }
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-    async fn a_grader_that_takes_too_long_ends_the_job_by_name() {
+    async fn a_grader_that_takes_too_long_fails_the_job_with_its_name() {
         let (builtin, sample) = slow();
         let begun = std::time::Instant::now();
         let failure = judge(&builtin, &[sample], Duration::ZERO).await.unwrap_err();
         assert!(builtin.is_grading(), "the thread cannot be killed; {:?}", begun.elapsed());
-        let told = failure.to_failure(3);
-        assert_eq!((told.code.as_str(), json!(told.class)), ("reward_too_slow", json!("user")));
-        assert!(told.message.contains("'pattern'") && told.suggestion.is_some(), "{told:?}");
+        let failure = failure.to_failure(3);
+        assert_eq!((failure.code.as_str(), json!(failure.class)), ("reward_too_slow", json!("user")));
+        assert!(failure.message.contains("'pattern'") && failure.suggestion.is_some(), "{failure:?}");
         grading_ends(&builtin).await;
     }
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-    async fn a_grader_whose_answer_nobody_wants_stops_before_the_next_sample() {
+    async fn an_abandoned_grader_stops_before_the_next_sample() {
         let (builtin, sample) = slow();
         let samples = vec![sample; 1000];
         let judging = judge(&builtin, &samples, SAMPLE_LIMIT);

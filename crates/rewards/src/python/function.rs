@@ -29,13 +29,13 @@ struct FileServer {
     /// Bound at creation, so that the address is known before the process runs.
     listener: TcpListener,
     secret: String,
-    wanted: Mutex<Wanted>,
+    requirements: Mutex<Requirements>,
     server: OnceCell<PythonServer>,
 }
 
 /// Functions and number of processes that the rewards of one file require.
 #[derive(Debug, Default, Clone)]
-struct Wanted {
+struct Requirements {
     functions: Vec<String>,
     processes: u32,
 }
@@ -52,12 +52,12 @@ impl PythonFunctions {
                 server
             }
         };
-        let mut wanted = server.wanted.lock().unwrap_or_else(PoisonError::into_inner);
-        if !wanted.functions.contains(&plan.function) {
-            wanted.functions.push(plan.function.clone());
+        let mut requirements = server.requirements.lock().unwrap_or_else(PoisonError::into_inner);
+        if !requirements.functions.contains(&plan.function) {
+            requirements.functions.push(plan.function.clone());
         }
-        wanted.processes = wanted.processes.max(plan.processes);
-        drop(wanted);
+        requirements.processes = requirements.processes.max(plan.processes);
+        drop(requirements);
         Ok(server)
     }
 }
@@ -69,12 +69,12 @@ impl FileServer {
             sha256,
             listener: TcpListener::bind(("127.0.0.1", 0))?,
             secret: Key::generate()?,
-            wanted: Mutex::default(),
+            requirements: Mutex::default(),
             server: OnceCell::new(),
         })
     }
 
-    async fn started(self: &Arc<Self>) -> Result<(), String> {
+    async fn ensure_started(self: &Arc<Self>) -> Result<(), String> {
         let start = || async {
             let this = self.clone();
             match tokio::task::spawn_blocking(move || this.start()).await {
@@ -94,7 +94,7 @@ impl FileServer {
             );
             return Err(PythonError::Setting(detail));
         }
-        let Wanted { functions, processes } = self.wanted.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let Requirements { functions, processes } = self.requirements.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let target = Target::of_file(&self.file, functions, self.sha256.clone());
         let settings = Settings {
             processes,
@@ -134,7 +134,7 @@ impl PythonFunction {
         let url = format!("http://{address}/{}", plan.function);
         let kind = RewardKind::Python(plan.clone()).with_service(|service| service.url.clone_from(&url));
         let secrets = RewardSecrets { secret: Some(file.secret.clone()), ..RewardSecrets::default() };
-        let client = to_this_machine(client).map_err(error)?;
+        let client = loopback_client(client).map_err(error)?;
         let webhook = Webhook::sharing(&reward.name, &kind, &secrets, &client)?.bounded(reward.max_abs_reward);
         Ok(Self { name: reward.name.clone(), file, webhook: change(webhook, &url) })
     }
@@ -147,7 +147,7 @@ impl PythonFunction {
 
 /// Returns the same client, restricted to loopback. The operator's rule about loopback applies only
 /// to addresses that users give.
-fn to_this_machine(client: &RewardClient) -> Result<RewardClient, String> {
+fn loopback_client(client: &RewardClient) -> Result<RewardClient, String> {
     let policy = OutgoingPolicy::parse(&["loopback"]).map_err(|why| why.to_string())?;
     let http = restricted_client_builder(&policy).http1_only().build();
     let http = http.map_err(|why| format!("cannot create an HTTP client: {why}"))?;
@@ -169,7 +169,7 @@ impl Reward for PythonFunction {
     fn prepare(&self) -> BoxFuture<'_, Result<(), RewardFailure>> {
         Box::pin(async move {
             let unusable = |detail| RewardFailure::Unusable { reward: self.name.clone(), detail };
-            self.file.started().await.map_err(unusable)
+            self.file.ensure_started().await.map_err(unusable)
         })
     }
 }

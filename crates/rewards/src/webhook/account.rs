@@ -24,7 +24,7 @@ pub(super) struct Wire<'a> {
 
 impl Webhook {
     /// Counts a request. Health checks are not counted.
-    pub(super) fn account(&self, wire: &Wire<'_>) {
+    pub(super) fn record_request(&self, wire: &Wire<'_>) {
         let Wire { request, headers, outcome, took } = wire;
         if request.about.samples.is_empty() {
             return;
@@ -40,7 +40,7 @@ impl Webhook {
             let body = body.as_ref().map(|body| self.redactor.body(body)).unwrap_or_default();
             Some(RawMessage { url: None, status: Some(status.as_u16()), headers: self.redactor.headers(headers), body })
         };
-        let told = match self.class(outcome) {
+        let event = match self.class(outcome) {
             None => self.meter.answered(&self.name, *took, &request.about, || (sent(), received())),
             Some((class, message)) => {
                 let message = self.redactor.text(&message);
@@ -49,13 +49,13 @@ impl Webhook {
                 self.meter.failed(&self.name, Failure { class, message, took: *took, about, request, response })
             }
         };
-        if let Some(event) = told {
-            self.status.tell(event);
+        if let Some(event) = event {
+            self.status.notify(event);
         }
     }
 
     /// Counts an answer that cannot be used.
-    pub(super) fn account_unusable(&self, request: &Request, body: &[u8], problem: &str) {
+    pub(super) fn record_unusable(&self, request: &Request, body: &[u8], problem: &str) {
         let failure = Failure {
             class: "invalid_answer",
             message: self.redactor.text(problem),
@@ -69,7 +69,7 @@ impl Webhook {
             response: Some(RawMessage { status: Some(200), body: self.redactor.body(body), ..RawMessage::default() }),
         };
         if let Some(event) = self.meter.unusable(&self.name, failure) {
-            self.status.tell(event);
+            self.status.notify(event);
         }
     }
 
@@ -102,7 +102,7 @@ impl Webhook {
     }
 
     /// Reports when the circuit breaker of the endpoint opens or closes.
-    pub(super) fn tell_of_breaker(&self, change: Change, cause: &str) {
+    pub(super) fn report_breaker(&self, change: Change, cause: &str) {
         let (change, message, data) = match change {
             Change::Nothing => return,
             Change::Opened(lasts) => {
@@ -118,6 +118,6 @@ impl Webhook {
                 (RewardChange::BreakerClosed, message, json!({}))
             }
         };
-        self.status.tell(Event::Reward { reward: self.name.clone(), change, message, data });
+        self.status.notify(Event::Reward { reward: self.name.clone(), change, message, data });
     }
 }

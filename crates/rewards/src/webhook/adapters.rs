@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json};
 use super::answer::{Answer, Found, name, number};
 use super::dialect::Dialect;
 use crate::SampleError;
-use crate::hidden::Legible;
+use crate::secret_filter::Preserved;
 use crate::sample::RewardSample;
 use crate::spec::{RewardKind, SampleTemplate};
 
@@ -114,13 +114,13 @@ fn list_in<'a>(value: &'a Value, field: &str) -> Result<&'a Vec<Value>, String> 
     list(inside, &format!("'{field}'"))
 }
 
-fn same_length(found: usize, samples: usize) -> Result<(), String> {
+fn check_length(found: usize, samples: usize) -> Result<(), String> {
     if found == samples { Ok(()) } else { Err(format!("{found} scores for {samples} samples")) }
 }
 
 /// Sorts entries by their `index` into the order of the request. Servers sort by score, or answer in order of completion.
 fn by_index(entries: &[Value], samples: usize) -> Result<Vec<&Value>, String> {
-    same_length(entries.len(), samples)?;
+    check_length(entries.len(), samples)?;
     let mut places: Vec<Option<&Value>> = vec![None; samples];
     for entry in entries {
         let index = entry.get("index").and_then(Value::as_u64).and_then(|index| usize::try_from(index).ok());
@@ -135,7 +135,7 @@ fn by_index(entries: &[Value], samples: usize) -> Result<Vec<&Value>, String> {
 }
 
 /// Returns the score of one label in `[{label, score}, …]` in any order. The other scores become metrics.
-fn labelled(entries: &Value, wanted: Option<&str>) -> Found {
+fn label_score(entries: &Value, wanted: Option<&str>) -> Found {
     let Some(entries) = entries.as_array() else {
         return Found::Invalid(format!("the labels are {}, not a list", name(entries)));
     };
@@ -167,14 +167,14 @@ fn labelled(entries: &Value, wanted: Option<&str>) -> Found {
     found
 }
 
-/// Returns the names under which [`labelled`] finds that label.
-fn names_of_label(wanted: Option<&str>) -> Legible {
+/// Returns the names under which [`label_score`] finds that label.
+fn label_names(wanted: Option<&str>) -> Preserved {
     let numbered = wanted.and_then(|wanted| wanted.parse::<u32>().ok()).map(|number| format!("LABEL_{number}"));
-    Legible { words: wanted.map(str::to_owned).into_iter().chain(numbered).collect(), ..Legible::default() }
+    Preserved { words: wanted.map(str::to_owned).into_iter().chain(numbered).collect(), ..Preserved::default() }
 }
 
 /// Adds a remark when a model with one label scores several samples with exactly 1.0, which indicates a softmax.
-fn suspect_softmax(answer: &mut Answer, labels: usize, advice: &str) {
+fn detect_softmax(answer: &mut Answer, labels: usize, advice: &str) {
     let is_one = |found: &Found| matches!(found, Found::Judged(judgement) if judgement.value.number() == Some(1.0));
     if labels == 1 && answer.found.len() > 1 && answer.found.iter().all(is_one) {
         answer.remark = Some(format!(

@@ -14,13 +14,13 @@ use std::time::{Duration, Instant};
 use crate::protocol::BreakerState;
 
 /// Consecutive failures that open the breaker.
-const IN_A_ROW: u32 = 5;
+const MAX_CONSECUTIVE_FAILURES: u32 = 5;
 /// Period over which the share of failures is computed.
 const WINDOW: Duration = Duration::from_secs(60);
 /// Minimum number of requests in the period before their share counts.
-const FEWEST_TRIES: usize = 20;
+const MIN_REQUESTS: usize = 20;
 /// Maximum number of requests that are remembered.
-const MOST_TRIES: usize = 1000;
+const MAX_REQUESTS: usize = 1000;
 /// How long the breaker stays open, at first and at most.
 pub(super) const FIRST_OPEN: Duration = Duration::from_secs(30);
 pub(super) const LONGEST_OPEN: Duration = Duration::from_secs(300);
@@ -30,9 +30,9 @@ pub(super) const LONGEST_OPEN: Duration = Duration::from_secs(300);
 pub(super) struct Breaker {
     first_open: Duration,
     longest_open: Duration,
-    in_a_row: u32,
+    consecutive_failures: u32,
     /// Time and success of the requests in the window.
-    tries: VecDeque<(Instant, bool)>,
+    requests: VecDeque<(Instant, bool)>,
     open: Option<Open>,
     times_opened: u64,
 }
@@ -41,9 +41,9 @@ pub(super) struct Breaker {
 struct Open {
     until: Instant,
     /// Duration of the current open period.
-    lasts: Duration,
+    duration: Duration,
     /// Whether the test request is being sent.
-    probing: bool,
+    is_testing: bool,
 }
 
 /// Whether a request may be sent.
@@ -69,7 +69,7 @@ pub(super) enum Change {
 impl Breaker {
     /// Creates a closed breaker that opens for `first_open`, doubling up to `longest_open`.
     pub fn new(first_open: Duration, longest_open: Duration) -> Self {
-        Self { first_open, longest_open, in_a_row: 0, tries: VecDeque::new(), open: None, times_opened: 0 }
+        Self { first_open, longest_open, consecutive_failures: 0, requests: VecDeque::new(), open: None, times_opened: 0 }
     }
 
     /// Asks to send a request. A caller that gets [`Admission::Probe`] must report how the request ended,
@@ -77,10 +77,10 @@ impl Breaker {
     pub fn admit(&mut self, now: Instant) -> Admission {
         match &mut self.open {
             None => Admission::Go,
-            Some(Open { probing: true, .. }) => Admission::Wait(None),
+            Some(Open { is_testing: true, .. }) => Admission::Wait(None),
             Some(Open { until, .. }) if now < *until => Admission::Wait(Some(*until)),
             Some(open) => {
-                open.probing = true;
+                open.is_testing = true;
                 Admission::Probe
             }
         }
@@ -88,8 +88,8 @@ impl Breaker {
 
     /// Records an answer with any status, which shows that the service is reachable.
     pub fn answered(&mut self, now: Instant) -> Change {
-        self.in_a_row = 0;
-        self.note(now, true);
+        self.consecutive_failures = 0;
+        self.record(now, true);
         match self.open.take() {
             Some(_) => Change::Closed,
             None => Change::Nothing,
@@ -98,15 +98,15 @@ impl Breaker {
 
     /// Records a failure. A failure of a request that was sent before the breaker opened changes nothing.
     pub fn failed(&mut self, now: Instant, probe: bool) -> Change {
-        self.in_a_row = self.in_a_row.saturating_add(1);
+        self.consecutive_failures = self.consecutive_failures.saturating_add(1);
         match &self.open {
             None => {
-                self.note(now, false);
-                let failed = self.tries.iter().filter(|(_, answered)| !answered).count();
-                let share = self.tries.len() >= FEWEST_TRIES && failed * 2 >= self.tries.len();
-                if self.in_a_row >= IN_A_ROW || share { self.open(now, self.first_open) } else { Change::Nothing }
+                self.record(now, false);
+                let failed = self.requests.iter().filter(|(_, answered)| !answered).count();
+                let share = self.requests.len() >= MIN_REQUESTS && failed * 2 >= self.requests.len();
+                if self.consecutive_failures >= MAX_CONSECUTIVE_FAILURES || share { self.open(now, self.first_open) } else { Change::Nothing }
             }
-            Some(open) if probe => self.open(now, (open.lasts * 2).min(self.longest_open)),
+            Some(open) if probe => self.open(now, (open.duration * 2).min(self.longest_open)),
             Some(_) => Change::Nothing,
         }
     }
@@ -114,7 +114,7 @@ impl Breaker {
     /// Records that the test request was abandoned, so that another one may be sent.
     pub fn abandoned(&mut self) {
         if let Some(open) = &mut self.open {
-            open.probing = false;
+            open.is_testing = false;
         }
     }
 
@@ -122,8 +122,8 @@ impl Breaker {
     pub fn state(&self) -> BreakerState {
         match &self.open {
             None => BreakerState::Closed,
-            Some(Open { probing: true, .. }) => BreakerState::HalfOpen,
-            Some(Open { probing: false, .. }) => BreakerState::Open,
+            Some(Open { is_testing: true, .. }) => BreakerState::HalfOpen,
+            Some(Open { is_testing: false, .. }) => BreakerState::Open,
         }
     }
 
@@ -133,25 +133,25 @@ impl Breaker {
     }
 
     pub fn failures_in_a_row(&self) -> u32 {
-        self.in_a_row
+        self.consecutive_failures
     }
 
     pub fn times_opened(&self) -> u64 {
         self.times_opened
     }
 
-    fn open(&mut self, now: Instant, lasts: Duration) -> Change {
-        self.tries.clear();
+    fn open(&mut self, now: Instant, duration: Duration) -> Change {
+        self.requests.clear();
         self.times_opened += 1;
-        self.open = Some(Open { until: now + lasts, lasts, probing: false });
-        Change::Opened(lasts)
+        self.open = Some(Open { until: now + duration, duration, is_testing: false });
+        Change::Opened(duration)
     }
 
-    fn note(&mut self, now: Instant, answered: bool) {
-        while self.tries.len() >= MOST_TRIES || self.tries.front().is_some_and(|(at, _)| now - *at > WINDOW) {
-            self.tries.pop_front();
+    fn record(&mut self, now: Instant, answered: bool) {
+        while self.requests.len() >= MAX_REQUESTS || self.requests.front().is_some_and(|(at, _)| now - *at > WINDOW) {
+            self.requests.pop_front();
         }
-        self.tries.push_back((now, answered));
+        self.requests.push_back((now, answered));
     }
 }
 
@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn five_failures_in_a_row_open_it_and_an_answer_among_them_does_not() {
+    fn five_consecutive_failures_open_the_breaker() {
         let (mut breaker, now) = (breaker(), Instant::now());
         for _ in 0..4 {
             assert_eq!(breaker.failed(now, false), Change::Nothing);

@@ -10,16 +10,16 @@ use sha2::{Digest, Sha256};
 use utoipa::ToSchema;
 
 use super::account::Wire;
-use super::dialect::{Greeting, ReadGreeting};
+use super::dialect::{HealthCheck, ReadHealthCheck};
 use super::endpoint::{Failing, Trouble};
-use super::later;
+use super::asynchronous;
 use super::record::{Exchange, Received, Sent, readable_body, readable_headers};
 use super::request::{Request, ping_body};
-use super::wait::{LONGEST_WAIT, doubled, jitter, random_bits, random_fraction};
+use super::wait::{MAX_WAIT, doubled, jitter, random_bits, random_fraction};
 use super::wire::{Answered, NotSent, OVERSIZE, TIMED_OUT};
 use super::{Counts, RewardFailure, Webhook};
 use crate::callback::Accepted;
-use crate::hidden::Legible;
+use crate::secret_filter::Preserved;
 use crate::id::RewardRequestId;
 use crate::signed_post::{self, SendError, Signed, retry_after, set_header};
 use crate::status::Waiting;
@@ -27,9 +27,9 @@ use crate::status::Waiting;
 /// Maximum size of a response in bytes. The rest of a larger one is not received.
 const MAX_RESPONSE_BYTES: usize = 8 << 20;
 /// Longest wait between attempts during an outage, and the longest `Retry-After` that is respected.
-const LONGEST_OUTAGE_WAIT: Duration = Duration::from_secs(300);
+const MAX_OUTAGE_WAIT: Duration = Duration::from_secs(300);
 /// A request that takes longer sets the job's status to waiting, as a failed request does.
-const SLOW: Duration = Duration::from_secs(5);
+const SLOW_REQUEST: Duration = Duration::from_secs(5);
 
 /// Result of sending a request.
 #[derive(Debug)]
@@ -47,7 +47,7 @@ pub(super) enum Delivered {
 }
 
 /// Result of one attempt.
-enum Try {
+enum Attempt {
     Done(Delivered),
     Gone,
     Refused(String),
@@ -88,50 +88,50 @@ impl Webhook {
     /// retried: `max_tries` times quickly, then at growing intervals, and never while the endpoint's breaker is open. Gives up
     /// after the service has failed for `max_outage_s`.
     pub(super) async fn deliver(&self, request: &Request) -> Result<(Delivered, Counts), RewardFailure> {
-        let patience = Duration::from_secs(self.plan.max_outage_s);
+        let max_outage = Duration::from_secs(self.plan.max_outage_s);
         let mut counts = Counts::default();
         let mut failures = 0;
         let mut since = None;
         let mut waiting = None;
         loop {
-            let pass = match self.endpoint.try_enter() {
-                Some(pass) => pass,
+            let permit = match self.endpoint.try_enter() {
+                Some(permit) => permit,
                 None => {
                     let _waiting = Waiting::new(&self.status);
-                    self.endpoint.enter(patience, since).await.map_err(|failing| self.outage_of(&failing))?
+                    self.endpoint.enter(max_outage, since).await.map_err(|failing| self.outage_of(&failing))?
                 }
             };
             let start = Instant::now();
             counts.requests += 1;
-            let mut attempt = std::pin::pin!(self.try_once(request));
-            let outcome = match tokio::time::timeout(SLOW, &mut attempt).await {
+            let mut pending = std::pin::pin!(self.attempt(request));
+            let outcome = match tokio::time::timeout(SLOW_REQUEST, &mut pending).await {
                 Ok(outcome) => outcome,
                 Err(_) => {
                     waiting.get_or_insert_with(|| Waiting::new(&self.status));
-                    attempt.await
+                    pending.await
                 }
             };
             let (why, trouble, retry_after) = match outcome {
-                Try::Done(delivered) => {
-                    self.tell_of_breaker(pass.answered(), "");
-                    self.outage.over();
+                Attempt::Done(delivered) => {
+                    self.report_breaker(permit.answered(), "");
+                    self.outage.end();
                     return Ok((delivered, counts));
                 }
-                Try::Gone => {
-                    pass.answered();
+                Attempt::Gone => {
+                    permit.answered();
                     return Err(RewardFailure::Gone { reward: self.name.clone() });
                 }
-                Try::Refused(detail) => return Err(RewardFailure::Refused { reward: self.name.clone(), detail }),
-                Try::Failed { why, trouble, retry_after } => (why, trouble, retry_after),
+                Attempt::Refused(detail) => return Err(RewardFailure::Refused { reward: self.name.clone(), detail }),
+                Attempt::Failed { why, trouble, retry_after } => (why, trouble, retry_after),
             };
             failures += 1;
             waiting.get_or_insert_with(|| Waiting::new(&self.status));
             self.outage.failed(&self.status, &self.name, &why, self.plan.max_outage_s);
-            let asked_to_wait = retry_after.map(|wait| wait.min(LONGEST_OUTAGE_WAIT));
-            self.tell_of_breaker(pass.failed(trouble, asked_to_wait, &why), &why);
+            let asked_to_wait = retry_after.map(|wait| wait.min(MAX_OUTAGE_WAIT));
+            self.report_breaker(permit.failed(trouble, asked_to_wait, &why), &why);
             let own = *since.get_or_insert(start);
             let begun = self.endpoint.failing().map_or(own, |failing| own.min(failing.since));
-            let left = patience.saturating_sub(begun.elapsed());
+            let left = max_outage.saturating_sub(begun.elapsed());
             if left.is_zero() {
                 return Err(self.outage_of(&Failing { since: begun, cause: why }));
             }
@@ -143,7 +143,7 @@ impl Webhook {
             } else {
                 // Other requests are answered, this one is not: wait 30 s, doubling up to 5 min, each time a random
                 // part between half and full.
-                let longest = doubled(LONGEST_WAIT, failures - self.plan.max_tries, LONGEST_OUTAGE_WAIT);
+                let longest = doubled(MAX_WAIT, failures - self.plan.max_tries, MAX_OUTAGE_WAIT);
                 longest.mul_f64(0.5 + 0.5 * random_fraction())
             };
             let wait = self.client.pace.of(wait).max(asked_to_wait.unwrap_or_default()).min(left);
@@ -163,32 +163,32 @@ impl Webhook {
     pub async fn ping(&self) -> Ping {
         let id = RewardRequestId::new().to_string();
         let body = ping_body(&id);
-        self.greeted(Request::new(id, body, Duration::ZERO), None, |body| serde_json::from_slice(body).ok()).await
+        self.send_health_check(Request::new(id, body, Duration::ZERO), None, |body| serde_json::from_slice(body).ok()).await
     }
 
     /// Sends one health check in the dialect's format; `None` if the dialect has none.
-    pub async fn greet(&self) -> Option<Ping> {
+    pub async fn check_health(&self) -> Option<Ping> {
         let id = RewardRequestId::new().to_string();
-        let (body, get, read): (String, Option<Url>, ReadGreeting) = match self.dialect.greeting(&self.url, &id) {
-            Greeting::None => return None,
-            Greeting::Post(body) => (body, None, |body| serde_json::from_slice(body).ok()),
-            Greeting::Get(url, read) => (String::new(), Some(url), read),
+        let (body, get, read): (String, Option<Url>, ReadHealthCheck) = match self.dialect.health_check(&self.url, &id) {
+            HealthCheck::None => return None,
+            HealthCheck::Post(body) => (body, None, |body| serde_json::from_slice(body).ok()),
+            HealthCheck::Get(url, read) => (String::new(), Some(url), read),
         };
-        Some(self.greeted(Request::new(id, body, Duration::ZERO), get, read).await)
+        Some(self.send_health_check(Request::new(id, body, Duration::ZERO), get, read).await)
     }
 
     /// Checks whether the service answers again. A dialect without a health check requests the service's address.
     ///
     /// # Errors
     /// Returns why the service does not answer.
-    pub async fn is_there(&self) -> Result<(), String> {
-        let (ping, there): (Ping, fn(u16) -> bool) = match self.greet().await {
+    pub async fn is_reachable(&self) -> Result<(), String> {
+        let (ping, there): (Ping, fn(u16) -> bool) = match self.check_health().await {
             // A service that does not know the ping answers with one of these errors.
             Some(ping) => (ping, |status| matches!(status, 200..=299 | 400 | 405 | 422)),
             None => {
                 let request = Request::bare(&RewardRequestId::new().to_string());
-                let knock = self.greeted(request, Some(self.url.clone()), |_| None).await;
-                (knock, |status| status < 500 && !matches!(status, 408 | 425 | 429))
+                let reply = self.send_health_check(request, Some(self.url.clone()), |_| None).await;
+                (reply, |status| status < 500 && !matches!(status, 408 | 425 | 429))
             }
         };
         match ping.status {
@@ -197,10 +197,10 @@ impl Webhook {
         }
     }
 
-    async fn greeted(&self, request: Request, get: Option<Url>, read: ReadGreeting) -> Ping {
+    async fn send_health_check(&self, request: Request, get: Option<Url>, read: ReadHealthCheck) -> Ping {
         let start = Instant::now();
         let (status, outcome) = match self.send(&request, get).await {
-            Ok((status, _, body)) => (Some(status), body.map(|body| self.hidden.answer(body, Legible::default))),
+            Ok((status, _, body)) => (Some(status), body.map(|body| self.secret_filter.redact_answer(body, Preserved::default))),
             Err(failed) => (None, Err(failed.0)),
         };
         let ok = status.is_some_and(|status| status.is_success());
@@ -218,13 +218,13 @@ impl Webhook {
         }
     }
 
-    async fn try_once(&self, request: &Request) -> Try {
+    async fn attempt(&self, request: &Request) -> Attempt {
         let (status, retry_after, body) = match self.send(request, None).await {
             Ok(answered) => answered,
-            Err(NotSent(why, true)) => return Try::Refused(why),
+            Err(NotSent(why, true)) => return Attempt::Refused(why),
             Err(NotSent(why, false)) => {
                 let trouble = if why.starts_with(TIMED_OUT) { Trouble::Overload } else { Trouble::Other };
-                return Try::Failed { why, trouble, retry_after: None };
+                return Attempt::Failed { why, trouble, retry_after: None };
             }
         };
         let trouble = match status.as_u16() {
@@ -232,12 +232,12 @@ impl Webhook {
             503 => Trouble::Overload,
             _ => Trouble::Other,
         };
-        let said = || match &body {
+        let detail = || match &body {
             Ok(body) if !body.is_empty() => {
                 // The service may repeat a credential. The whole body is redacted before it is truncated, because half a
                 // secret would not be found.
                 // found.
-                let shown = self.hidden.shown_body(body.clone());
+                let shown = self.secret_filter.redact_body(body.clone());
                 let said: String = String::from_utf8_lossy(&shown).trim().chars().take(120).collect();
                 format!(": {}", self.redactor.text(&said))
             }
@@ -245,29 +245,29 @@ impl Webhook {
         };
         match status.as_u16() {
             other if self.dialect.is_transient(other) => {
-                Try::Failed { why: format!("the service answered {status}{}", said()), trouble, retry_after }
+                Attempt::Failed { why: format!("the service answered {status}{}", detail()), trouble, retry_after }
             }
             200 | 201 | 203 => match body {
-                Ok(body) => Try::Done(Delivered::Body(body)),
-                Err(why) if why == OVERSIZE => Try::Done(Delivered::Unusable(why)),
-                Err(why) => Try::Failed { why, trouble, retry_after },
+                Ok(body) => Attempt::Done(Delivered::Body(body)),
+                Err(why) if why == OVERSIZE => Attempt::Done(Delivered::Unusable(why)),
+                Err(why) => Attempt::Failed { why, trouble, retry_after },
             },
             202 => {
-                let body = self.hidden.answer(body.unwrap_or_default(), Legible::default);
-                Try::Done(Delivered::Accepted(later::accepted(&body, retry_after)))
+                let body = self.secret_filter.redact_answer(body.unwrap_or_default(), Preserved::default);
+                Attempt::Done(Delivered::Accepted(asynchronous::accepted(&body, retry_after)))
             }
-            410 => Try::Gone,
-            413 => Try::Done(Delivered::TooLarge),
+            410 => Attempt::Gone,
+            413 => Attempt::Done(Delivered::TooLarge),
             408 | 425 | 429 | 500..=599 => {
                 let hint = || self.dialect.wait_hint(body.as_deref().unwrap_or_default());
                 let retry_after = retry_after.or_else(hint);
-                Try::Failed { why: format!("the service answered {status}{}", said()), trouble, retry_after }
+                Attempt::Failed { why: format!("the service answered {status}{}", detail()), trouble, retry_after }
             }
             300..=399 => {
-                Try::Done(Delivered::Permanent(format!("the service answered {status}: redirects are not followed")))
+                Attempt::Done(Delivered::Permanent(format!("the service answered {status}: redirects are not followed")))
             }
-            400..=499 => Try::Done(Delivered::Permanent(format!("the service answered {status}{}", said()))),
-            _ => Try::Done(Delivered::Unusable(format!("the service answered {status} without rewards"))),
+            400..=499 => Attempt::Done(Delivered::Permanent(format!("the service answered {status}{}", detail()))),
+            _ => Attempt::Done(Delivered::Unusable(format!("the service answered {status} without rewards"))),
         }
     }
 
@@ -297,12 +297,12 @@ impl Webhook {
         };
         let timed_out = || NotSent(format!("{TIMED_OUT} {} ms", limit.as_millis()), false);
         let outcome = tokio::time::timeout(limit, exchange).await.unwrap_or_else(|_| Err(timed_out()));
-        let outcome = outcome.map(|(status, headers, body)| (status, self.hidden.headers(headers), body));
-        self.account(&Wire { request, headers: &headers, outcome: &outcome, took: start.elapsed() });
+        let outcome = outcome.map(|(status, headers, body)| (status, self.secret_filter.headers(headers), body));
+        self.record_request(&Wire { request, headers: &headers, outcome: &outcome, took: start.elapsed() });
         if let (Some(exchanges), Some(request)) = (&self.exchanges, sent) {
             let (response, error) = match &outcome {
                 Ok((status, headers, body)) => {
-                    let shown = |body: &Vec<u8>| readable_body(&self.hidden.shown_body(body.clone()));
+                    let shown = |body: &Vec<u8>| readable_body(&self.secret_filter.redact_body(body.clone()));
                     let text = body.as_ref().map(shown).unwrap_or_default();
                     let response = Received { status: status.as_u16(), headers: readable_headers(headers), body: text };
                     (Some(response), body.as_ref().err().cloned())

@@ -10,7 +10,7 @@ use super::PingReply;
 use super::answer::{self, Answer};
 pub(crate) use super::request::Batching;
 use super::request::{Envelope, ping_body, sample_json, score_body};
-use crate::hidden::Legible;
+use crate::secret_filter::Preserved;
 use crate::sample::RewardSample;
 use crate::spec::{PythonPlan, WebhookPlan};
 use crate::{JobContext, SampleError};
@@ -22,15 +22,15 @@ pub(crate) trait Dialect: Send + Sync {
     fn piece(&self, sample: &RewardSample) -> Result<Value, SampleError>;
 
     /// Builds the body of a request for at least one sample.
-    fn body(&self, ask: &Ask<'_>) -> String;
+    fn body(&self, batch: &Batch<'_>) -> String;
 
     /// Parses and validates an answer. Returns an error if the answer as a whole is not valid.
     fn read(&self, body: &[u8], id: &str, samples: &[&RewardSample]) -> Result<Answer, String>;
 
     /// Returns strings that must not be redacted because [`Dialect::read`] needs them; sample ids are added by the caller. A
     /// secret may look the same.
-    fn legible(&self) -> Legible {
-        Legible::default()
+    fn preserved(&self) -> Preserved {
+        Preserved::default()
     }
 
     /// Returns which samples may share a request.
@@ -59,13 +59,13 @@ pub(crate) trait Dialect: Send + Sync {
     }
 
     /// Returns the health check of the service; `id` is the id of the request.
-    fn greeting(&self, _url: &Url, _id: &str) -> Greeting {
-        Greeting::None
+    fn health_check(&self, _url: &Url, _id: &str) -> HealthCheck {
+        HealthCheck::None
     }
 }
 
 /// The parts of a request.
-pub(crate) struct Ask<'a> {
+pub(crate) struct Batch<'a> {
     /// Id of the request, `rwr_…`.
     pub id: &'a str,
     /// Name of the reward.
@@ -78,7 +78,7 @@ pub(crate) struct Ask<'a> {
     pub pieces: &'a [&'a Value],
 }
 
-impl Ask<'_> {
+impl Batch<'_> {
     /// Returns a list of one field of each sample.
     pub fn each(&self, field: &str) -> Value {
         self.pieces.iter().map(|piece| piece[field].clone()).collect()
@@ -91,17 +91,17 @@ impl Ask<'_> {
 }
 
 /// The health check of a service.
-pub(crate) enum Greeting {
+pub(crate) enum HealthCheck {
     /// The service has no health check.
     None,
     /// A body to POST. The answer may be a [`PingReply`].
     Post(String),
     /// An address to GET, and the parser of its answer.
-    Get(Url, ReadGreeting),
+    Get(Url, ReadHealthCheck),
 }
 
 /// Parses the capabilities that a service reports.
-pub(crate) type ReadGreeting = fn(&[u8]) -> Option<PingReply>;
+pub(crate) type ReadHealthCheck = fn(&[u8]) -> Option<PingReply>;
 
 /// Contract v1, the format of `webhook` rewards.
 pub(super) struct Contract(pub WebhookPlan);
@@ -122,9 +122,9 @@ impl Dialect for Contract {
         Ok(piece)
     }
 
-    fn body(&self, ask: &Ask<'_>) -> String {
-        let envelope = Envelope { reward: ask.reward, plan: &self.0, job: ask.job, callback_url: ask.callback_url };
-        score_body(&envelope, ask.id, ask.pieces)
+    fn body(&self, batch: &Batch<'_>) -> String {
+        let envelope = Envelope { reward: batch.reward, plan: &self.0, job: batch.job, callback_url: batch.callback_url };
+        score_body(&envelope, batch.id, batch.pieces)
     }
 
     fn read(&self, body: &[u8], id: &str, samples: &[&RewardSample]) -> Result<Answer, String> {
@@ -140,7 +140,7 @@ impl Dialect for Contract {
         true
     }
 
-    fn greeting(&self, _: &Url, id: &str) -> Greeting {
-        Greeting::Post(ping_body(id))
+    fn health_check(&self, _: &Url, id: &str) -> HealthCheck {
+        HealthCheck::Post(ping_body(id))
     }
 }

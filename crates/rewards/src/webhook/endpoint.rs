@@ -81,13 +81,13 @@ impl Endpoint {
     }
 
     /// Returns a permit if a request may be sent now.
-    pub(super) fn try_enter(&self) -> Option<Pass<'_>> {
+    pub(super) fn try_enter(&self) -> Option<Permit<'_>> {
         self.admitted(Instant::now()).ok()
     }
 
-    /// Waits for a permit. Returns the failures if the service has failed for `patience`, counted from its first failure or
+    /// Waits for a permit. Returns the failures if the service has failed for `max_outage`, counted from its first failure or
     /// from `since`, whichever is earlier.
-    pub(super) async fn enter(&self, patience: Duration, since: Option<Instant>) -> Result<Pass<'_>, Failing> {
+    pub(super) async fn enter(&self, max_outage: Duration, since: Option<Instant>) -> Result<Permit<'_>, Failing> {
         let mut changed = self.changed.subscribe();
         loop {
             changed.mark_unchanged();
@@ -98,7 +98,7 @@ impl Endpoint {
             };
             let failing = self.lock().failing.clone();
             let begun = failing.iter().map(|failing| failing.since).chain(since).min();
-            let gives_up = begun.map(|begun| begun + patience);
+            let gives_up = begun.map(|begun| begun + max_outage);
             if let (Some(begun), true) = (begun, gives_up.is_some_and(|at| at <= now)) {
                 let cause = failing.map_or_else(|| "the service asked to wait".to_owned(), |failing| failing.cause);
                 return Err(Failing { since: begun, cause });
@@ -136,11 +136,11 @@ impl Endpoint {
             failures_in_a_row: state.breaker.failures_in_a_row(),
             retry_at_ms: state.breaker.retry_at().map(|at| unix_ms(SystemTime::now()) + millis_until(at)),
         };
-        (breaker, ConcurrencyReport { limit: state.limit.at_present(), max: state.limit.max() })
+        (breaker, ConcurrencyReport { limit: state.limit.current(), max: state.limit.max() })
     }
 
     /// Returns a permit, or the earliest time for one; `None` in the error means that a state change must come first.
-    fn admitted(&self, now: Instant) -> Result<Pass<'_>, Option<Instant>> {
+    fn admitted(&self, now: Instant) -> Result<Permit<'_>, Option<Instant>> {
         let mut state = self.lock();
         if let Some(hold) = state.hold {
             if now < hold {
@@ -157,7 +157,7 @@ impl Endpoint {
             Admission::Wait(until) => return Err(until),
         };
         state.limit.enter();
-        Ok(Pass { endpoint: self, began: now, probe, told: false })
+        Ok(Permit { endpoint: self, began: now, probe, is_reported: false })
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -171,17 +171,17 @@ impl Endpoint {
 
 /// A permit for one request. The caller reports the outcome; dropping the permit means that the request was abandoned.
 #[derive(Debug)]
-pub(super) struct Pass<'a> {
+pub(super) struct Permit<'a> {
     endpoint: &'a Endpoint,
     began: Instant,
     probe: bool,
-    told: bool,
+    is_reported: bool,
 }
 
-impl Pass<'_> {
+impl Permit<'_> {
     /// Reports that the service answered.
     pub fn answered(mut self) -> Change {
-        self.told = true;
+        self.is_reported = true;
         let now = Instant::now();
         let mut state = self.endpoint.lock();
         state.limit.answered(self.began, now);
@@ -191,7 +191,7 @@ impl Pass<'_> {
 
     /// Reports a failure, with the pause that the service requested.
     pub fn failed(mut self, trouble: Trouble, retry_after: Option<Duration>, cause: &str) -> Change {
-        self.told = true;
+        self.is_reported = true;
         let now = Instant::now();
         let mut state = self.endpoint.lock();
         if trouble != Trouble::Other {
@@ -211,11 +211,11 @@ impl Pass<'_> {
     }
 }
 
-impl Drop for Pass<'_> {
+impl Drop for Permit<'_> {
     fn drop(&mut self) {
         let mut state = self.endpoint.lock();
         state.limit.leave();
-        if self.probe && !self.told {
+        if self.probe && !self.is_reported {
             state.breaker.abandoned();
         }
         drop(state);
@@ -245,12 +245,12 @@ mod tests {
             assert_eq!(matches!(change, Change::Opened(_)), number == 4);
         }
         assert!(endpoint.is_open() && endpoint.try_enter().is_none());
-        let patience = Duration::from_secs(30);
-        let probe = endpoint.enter(patience, None).await.unwrap();
+        let max_outage = Duration::from_secs(30);
+        let probe = endpoint.enter(max_outage, None).await.unwrap();
         assert!(probe.probe);
         let second = tokio::spawn({
             let endpoint = endpoint.clone();
-            async move { endpoint.enter(patience, None).await.map(|pass| pass.probe) }
+            async move { endpoint.enter(max_outage, None).await.map(|pass| pass.probe) }
         });
         tokio::time::sleep(Duration::from_millis(20)).await;
         assert!(!second.is_finished(), "it waits for the first one");
@@ -260,7 +260,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn whoever_waits_gives_up_when_the_service_has_failed_for_long_enough() {
+    async fn a_waiting_request_gives_up_when_the_service_has_failed_for_long_enough() {
         let endpoint = endpoint(8);
         for _ in 0..5 {
             endpoint.try_enter().unwrap().failed(Trouble::Other, None, "cannot connect");
@@ -274,7 +274,7 @@ mod tests {
     #[tokio::test]
     async fn a_storm_of_429_lowers_the_number_and_only_a_lone_one_counts_as_a_failure() {
         let endpoint = endpoint(8);
-        let passes: Vec<Pass<'_>> = (0..8).map(|_| endpoint.try_enter().unwrap()).collect();
+        let passes: Vec<Permit<'_>> = (0..8).map(|_| endpoint.try_enter().unwrap()).collect();
         assert!(endpoint.try_enter().is_none(), "eight at once");
         let mut changes: Vec<Change> =
             passes.into_iter().map(|pass| pass.failed(Trouble::TooMuch, None, "429")).collect();
@@ -288,7 +288,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_pause_the_service_asked_for_holds_for_everybody() {
+    async fn a_requested_pause_applies_to_all_requests() {
         let endpoint = endpoint(8);
         let pass = endpoint.try_enter().unwrap();
         pass.failed(Trouble::TooMuch, Some(Duration::from_millis(80)), "429");
@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_request_that_is_given_up_says_nothing_and_frees_its_place() {
+    async fn an_abandoned_request_is_not_counted_and_frees_its_permit() {
         let endpoint = endpoint(1);
         drop(endpoint.try_enter().unwrap());
         assert!(endpoint.try_enter().is_some());

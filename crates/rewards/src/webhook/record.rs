@@ -7,7 +7,7 @@ use serde::Serialize;
 use utoipa::ToSchema;
 
 /// Maximum length of a recorded body, in characters.
-const LONGEST_BODY: usize = 16 * 1024;
+const MAX_BODY_CHARS: usize = 16 * 1024;
 
 /// One HTTP request and its outcome.
 #[derive(Debug, Clone, Serialize, ToSchema)]
@@ -59,7 +59,7 @@ pub(super) fn readable_headers(headers: &HeaderMap) -> BTreeMap<String, String> 
 /// Formats a body as text, truncated.
 pub(super) fn readable_body(body: &[u8]) -> String {
     let text = String::from_utf8_lossy(body);
-    match text.char_indices().nth(LONGEST_BODY) {
+    match text.char_indices().nth(MAX_BODY_CHARS) {
         Some((end, _)) => format!("{}…", &text[..end]),
         None => text.into_owned(),
     }

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use futures::FutureExt;
 use futures::future::BoxFuture;
-use rlood_rewards::journal::{Journal, Journalled, Unrecorded};
+use rlood_rewards::journal::{Journal, JournaledRequest, JournalClosed};
 use rlood_rewards::{JobContext, RewardFailure, Rewards};
 use rlood_types::id::JobId;
 use rlood_types::outgoing::OutgoingPolicy;
@@ -38,15 +38,15 @@ impl Book {
 }
 
 impl Journal for Book {
-    fn find(&self, wanted: &str) -> Option<Journalled> {
+    fn find(&self, wanted: &str) -> Option<JournaledRequest> {
         let mut found = None;
         for entry in self.entries.lock().unwrap().iter() {
             match entry {
                 JournalEntry::Request { key, id, body, later, .. } if key == wanted => {
-                    found = Some(Journalled::Sent { id: id.clone(), body: body.clone(), later: later.clone() });
+                    found = Some(JournaledRequest::Sent { id: id.clone(), body: body.clone(), later: later.clone() });
                 }
                 JournalEntry::Answer { key, id, answer, .. } if key == wanted => {
-                    found = Some(Journalled::Answered { id: id.clone(), answer: answer.clone() });
+                    found = Some(JournaledRequest::Answered { id: id.clone(), answer: answer.clone() });
                 }
                 _ => {}
             }
@@ -54,13 +54,13 @@ impl Journal for Book {
         found
     }
 
-    fn append(&self, entry: JournalEntry) -> BoxFuture<'_, Result<(), Unrecorded>> {
+    fn append(&self, entry: JournalEntry) -> BoxFuture<'_, Result<(), JournalClosed>> {
         let number = self.appended.fetch_add(1, Ordering::SeqCst) + 1;
         let (at, durable) = self.lost_at.unwrap_or((usize::MAX, false));
         if number < at || (number == at && durable) {
             self.entries.lock().unwrap().push(entry);
         }
-        let result = if number < at { Ok(()) } else { Err(Unrecorded) };
+        let result = if number < at { Ok(()) } else { Err(JournalClosed) };
         async move { result }.boxed()
     }
 }
@@ -116,7 +116,7 @@ async fn start() -> Service {
 async fn score(service: &Service, book: Book, job: JobId) -> Result<Vec<RewardValue>, RewardFailure> {
     let plans = [plan("r", &service.url(), json!({"max_batch_samples": 4, "max_concurrency": 2}))];
     let outgoing = OutgoingPolicy::parse(&["loopback"]).unwrap();
-    let rewards = Rewards::journalled(&plans, &BTreeMap::new(), &outgoing, Some(Arc::new(book))).unwrap();
+    let rewards = Rewards::with_journal(&plans, &BTreeMap::new(), &outgoing, Some(Arc::new(book))).unwrap();
     let scored =
         rewards.score(&JobContext { job, rollout: RolloutId::train(4), probe: false }, &samples(10, 2)).await?;
     Ok(scored.scores.iter().map(|score| score.values[0]).collect())
@@ -154,7 +154,7 @@ async fn a_process_lost_at_any_entry_asks_nothing_twice_that_was_answered() {
             let first = Book { lost_at: Some(lost_at), ..Book::default() };
             let entries = first.entries.clone();
             let lost = score(&service, first, job).await;
-            assert!(matches!(lost, Err(RewardFailure::Unrecorded { .. })), "{what}: {lost:?}");
+            assert!(matches!(lost, Err(RewardFailure::JournalClosed { .. })), "{what}: {lost:?}");
             let second = Book { entries: entries.clone(), ..Book::default() };
             let answered = second.answered();
             let before = ledger(&service).len();
@@ -227,7 +227,7 @@ async fn answers_that_fail_the_job_leave_the_journal_so_that_a_retry_asks_anew()
     let outgoing = OutgoingPolicy::parse(&["loopback"]).unwrap();
     let book = Book::default();
     let entries = book.entries.clone();
-    let rewards = Rewards::journalled(&plans, &BTreeMap::new(), &outgoing, Some(Arc::new(book))).unwrap();
+    let rewards = Rewards::with_journal(&plans, &BTreeMap::new(), &outgoing, Some(Arc::new(book))).unwrap();
     let context = JobContext { job: JobId::new(), rollout: RolloutId::train(4), probe: false };
     let failed = rewards.score(&context, &samples(4, 2)).await;
     assert!(matches!(failed, Err(RewardFailure::Invalid { .. })), "{failed:?}");

@@ -10,7 +10,7 @@ use axum::extract::State;
 use axum::http::{Response, StatusCode};
 use axum::response::IntoResponse;
 use rlood_rewards::client::{Pace, RewardClient};
-use rlood_rewards::{JobContext, RewardFailure, Rewards, Scored, Surroundings};
+use rlood_rewards::{JobContext, RewardFailure, Rewards, Scored, RewardDeps};
 use rlood_types::event::Event;
 use rlood_types::id::JobId;
 use rlood_types::outgoing::OutgoingPolicy;
@@ -27,12 +27,12 @@ fn client() -> RewardClient {
     RewardClient::new(&OutgoingPolicy::parse(&["loopback"]).unwrap()).unwrap()
 }
 
-fn surroundings(client: &RewardClient) -> Surroundings {
-    Surroundings { client: client.clone(), journal: None, models: None, former: Vec::new() }
+fn deps(client: &RewardClient) -> RewardDeps {
+    RewardDeps { client: client.clone(), journal: None, models: None, previous_reports: Vec::new() }
 }
 
 fn rewards(plans: &[RewardPlan], client: &RewardClient) -> Rewards {
-    Rewards::within(plans, &BTreeMap::new(), surroundings(client)).unwrap()
+    Rewards::with_deps(plans, &BTreeMap::new(), deps(client)).unwrap()
 }
 
 async fn score(rewards: &Rewards, step: u64, samples: &[RewardSample]) -> Result<Scored, RewardFailure> {
@@ -217,8 +217,8 @@ async fn a_process_lost_at_any_entry_leaves_out_what_the_first_one_left_out() {
     };
     let job = JobContext { job: JobId::new(), rollout: RolloutId::train(4), probe: false };
     let within = |plans: &[RewardPlan], client: &RewardClient, book: Book| {
-        let surroundings = Surroundings { journal: Some(Arc::new(book)), ..surroundings(client) };
-        Rewards::within(plans, &BTreeMap::new(), surroundings).unwrap()
+        let deps = RewardDeps { journal: Some(Arc::new(book)), ..deps(client) };
+        Rewards::with_deps(plans, &BTreeMap::new(), deps).unwrap()
     };
     let all: Vec<RewardSample> = samples(10, 2);
     for lost in 1..30 {
@@ -277,7 +277,7 @@ async fn what_is_kept_of_a_failure_has_no_secret_in_it() {
     let url = format!("{}?key=hidden-query", service.url());
     let plans = [plan("r", &url, json!({}))];
     let rewards =
-        Rewards::within(&plans, &BTreeMap::from([("r".to_owned(), secrets)]), surroundings(&client())).unwrap();
+        Rewards::with_deps(&plans, &BTreeMap::from([("r".to_owned(), secrets)]), deps(&client())).unwrap();
     score(&rewards, 7, &samples(2, 2)).await.unwrap();
     let report = rewards.reports().remove(0);
     let text = serde_json::to_string(&report).unwrap();
@@ -289,8 +289,8 @@ async fn what_is_kept_of_a_failure_has_no_secret_in_it() {
     assert!(failure.request.body.contains("reward.score.request"), "{failure:?}");
     assert_eq!(report.health.retries, 1);
     // An attempt that goes on counts on.
-    let former = Surroundings { former: vec![report], ..surroundings(&client()) };
-    let next = Rewards::within(&plans, &BTreeMap::new(), former).unwrap();
+    let previous = RewardDeps { previous_reports: vec![report], ..deps(&client()) };
+    let next = Rewards::with_deps(&plans, &BTreeMap::new(), previous).unwrap();
     score(&next, 8, &samples(2, 2)).await.unwrap();
     let health = next.reports().remove(0).health;
     assert_eq!((health.requests, health.samples, health.errors["server_error"]), (3, 4, 1));

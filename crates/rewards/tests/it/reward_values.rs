@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use rlood_rewards::client::RewardClient;
-use rlood_rewards::{JobContext, RewardFailure, Rewards, Scored, Surroundings};
+use rlood_rewards::{JobContext, RewardFailure, Rewards, Scored, RewardDeps};
 use rlood_types::id::JobId;
 use rlood_types::outgoing::OutgoingPolicy;
 use rlood_types::protocol::{JournalEntry, RewardAnswer};
@@ -32,8 +32,8 @@ async fn score(
     journal: Option<Arc<Book>>,
 ) -> Result<Scored, RewardFailure> {
     let journal = journal.map(|book| book as Arc<dyn rlood_rewards::journal::Journal>);
-    let surroundings = Surroundings { client: client(), journal, models: None, former: Vec::new() };
-    let rewards = Rewards::within(&[plan], secrets, surroundings).unwrap();
+    let deps = RewardDeps { client: client(), journal, models: None, previous_reports: Vec::new() };
+    let rewards = Rewards::with_deps(&[plan], secrets, deps).unwrap();
     let job = JobContext { job: JobId::new(), rollout: RolloutId::train(1), probe: false };
     rewards.score(&job, &samples(4, 2)).await
 }
@@ -123,14 +123,14 @@ async fn a_cached_value_is_used_again_by_its_owner_and_with_its_secret_only() {
     let asked = async |scope: &str, header: &str, changes: Value| {
         let mut all = json!({"cache": true, "max_abs_reward": 1e6});
         all.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
-        let surroundings = Surroundings {
+        let deps = RewardDeps {
             client: client.clone().with_cache_scope(scope),
             journal: None,
             models: None,
-            former: Vec::new(),
+            previous_reports: Vec::new(),
         };
         let plans = [plan("r", &service.url(), all)];
-        let rewards = Rewards::within(&plans, &with_headers(&[("x-key", header)]), surroundings).unwrap();
+        let rewards = Rewards::with_deps(&plans, &with_headers(&[("x-key", header)]), deps).unwrap();
         let before = service.seen.lock().unwrap().len();
         let job = JobContext { job: JobId::new(), rollout: RolloutId::train(1), probe: false };
         rewards.score(&job, &samples(4, 2)).await.unwrap();

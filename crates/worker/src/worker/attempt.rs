@@ -31,7 +31,7 @@ use crate::event::Phase;
 use crate::job::Failure;
 use crate::outgoing::OutgoingPolicy;
 use crate::protocol::{Claim, Finish, Heartbeat, Outcome};
-use crate::reward::{Rewards, Surroundings};
+use crate::reward::{Rewards, RewardDeps};
 use crate::reward_model::LocalRewardModels;
 use crate::spec::{DatasetPlan, eval_secret_name};
 
@@ -292,13 +292,13 @@ impl Attempt {
         })?;
         let client = worker.reward_client(&policy).map_err(|detail| failure::no_reward_client(&detail, position()))?;
         let cache_scope = claim.cache_scope.clone().unwrap_or_else(|| claim.job.to_string());
-        let surroundings = Surroundings {
+        let deps = RewardDeps {
             client: client.with_cache_scope(&cache_scope),
             journal: Some(Arc::new(journal.clone())),
             models: Some(models),
-            former: claim.reward_reports.clone(),
+            previous_reports: claim.reward_reports.clone(),
         };
-        Rewards::within(&claim.plan.rewards, &claim.secrets, surroundings).map_err(|error| error.to_failure())
+        Rewards::with_deps(&claim.plan.rewards, &claim.secrets, deps).map_err(|error| error.to_failure())
     }
 
     /// Converts an error of the engine into the end of the attempt.
@@ -394,7 +394,7 @@ fn build_eval_rewards(claim: &Claim, rewards: &Rewards) -> Result<Option<Rewards
     let Some(plans) = claim.plan.eval.as_ref().and_then(|eval| eval.rewards.as_ref()) else { return Ok(None) };
     let secret_of = |name: &String| Some((name.clone(), claim.secrets.get(&eval_secret_name(name))?.clone()));
     let secrets = plans.iter().filter_map(|plan| secret_of(&plan.name)).collect();
-    rewards.beside(plans, &secrets).map(Some).map_err(|error| error.to_failure())
+    rewards.for_evaluation(plans, &secrets).map(Some).map_err(|error| error.to_failure())
 }
 
 /// Data that moves to the engine's thread.

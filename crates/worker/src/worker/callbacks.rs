@@ -13,7 +13,7 @@ use crate::callback::Chunk;
 use crate::causes::with_causes;
 use crate::engine::host::StopReason;
 use crate::protocol::News;
-use crate::reward::journal::Unrecorded;
+use crate::reward::journal::JournalClosed;
 
 /// Receives the callback results of one attempt. Cheap to clone.
 #[derive(Clone)]
@@ -40,7 +40,7 @@ impl Mailbox {
     }
 
     /// Waits for results of a request beyond the first `seen` ones.
-    pub(super) async fn arrived(&self, id: &str, seen: usize) -> Result<Chunk, Unrecorded> {
+    pub(super) async fn arrived(&self, id: &str, seen: usize) -> Result<Chunk, JournalClosed> {
         let inner = &self.0;
         inner.fetching.get_or_init(|| {
             let (client, held, stop) = (inner.client.clone(), inner.held, inner.stop.clone());
@@ -51,8 +51,8 @@ impl Mailbox {
         let letters = letters
             .wait_for(|letters| letters.ended || letters.by_request.get(id).is_some_and(news))
             .await
-            .map_err(|_| Unrecorded)?;
-        let chunk = letters.by_request.get(id).filter(|chunk| news(chunk)).ok_or(Unrecorded)?;
+            .map_err(|_| JournalClosed)?;
+        let chunk = letters.by_request.get(id).filter(|chunk| news(chunk)).ok_or(JournalClosed)?;
         Ok(Chunk { entries: chunk.entries.iter().skip(seen).cloned().collect(), done: chunk.done })
     }
 

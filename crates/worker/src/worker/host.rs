@@ -274,7 +274,7 @@ impl JobHost {
     }
 
     fn on_reward_failure(&mut self, failure: &RewardFailure, step: u64) -> RunEnd {
-        if matches!(failure, RewardFailure::Unrecorded { .. }) {
+        if matches!(failure, RewardFailure::JournalClosed { .. }) {
             return self.unrecorded();
         }
         let explained = failure.to_failure(step);

@@ -16,7 +16,7 @@ use crate::causes::with_causes;
 use crate::engine::host::StopReason;
 use crate::event::SamplePhase;
 use crate::protocol::{JournalBatch, JournalEntry, RewardAnswer};
-use crate::reward::journal::{Journalled, Unrecorded};
+use crate::reward::journal::{JournaledRequest, JournalClosed};
 use crate::sample::{RolloutId, SampledGroup};
 
 /// Approximate maximum size of a call in bytes.
@@ -44,7 +44,7 @@ pub(super) struct Journal {
 #[derive(Default)]
 struct Known {
     rollouts: HashMap<RolloutId, Vec<SampledGroup>>,
-    requests: HashMap<String, (RolloutId, Journalled)>,
+    requests: HashMap<String, (RolloutId, JournaledRequest)>,
 }
 
 impl Journal {
@@ -73,11 +73,11 @@ impl Journal {
                         known.rollouts.insert(rollout, groups);
                     }
                     JournalEntry::Request { rollout, key, id, body, later, .. } => {
-                        known.requests.insert(key, (rollout, Journalled::Sent { id, body, later }));
+                        known.requests.insert(key, (rollout, JournaledRequest::Sent { id, body, later }));
                     }
                     JournalEntry::Answer { rollout, key, id, answer } => {
                         answers += 1;
-                        known.requests.insert(key, (rollout, Journalled::Answered { id, answer }));
+                        known.requests.insert(key, (rollout, JournaledRequest::Answered { id, answer }));
                     }
                     // The server has already merged these entries into the others.
                     JournalEntry::Accepted { .. } | JournalEntry::Forget { .. } => {}
@@ -132,24 +132,24 @@ impl Journal {
 }
 
 impl crate::reward::journal::Journal for Journal {
-    fn find(&self, key: &str) -> Option<Journalled> {
+    fn find(&self, key: &str) -> Option<JournaledRequest> {
         let known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
-        known.requests.get(key).map(|(_, journalled)| journalled.clone())
+        known.requests.get(key).map(|(_, journaled)| journaled.clone())
     }
 
-    fn append(&self, entry: JournalEntry) -> BoxFuture<'_, Result<(), Unrecorded>> {
+    fn append(&self, entry: JournalEntry) -> BoxFuture<'_, Result<(), JournalClosed>> {
         if let JournalEntry::Answer { id, .. } = &entry {
             self.mailbox.forget(id);
         }
         let done = self.push(Some(entry));
-        async move { done.await.map_err(|_| Unrecorded) }.boxed()
+        async move { done.await.map_err(|_| JournalClosed) }.boxed()
     }
 
     fn callbacks(&self) -> Option<&CallbackTerms> {
         self.terms.as_ref().as_ref()
     }
 
-    fn arrived<'a>(&'a self, id: &'a str, seen: usize) -> BoxFuture<'a, Result<Chunk, Unrecorded>> {
+    fn arrived<'a>(&'a self, id: &'a str, seen: usize) -> BoxFuture<'a, Result<Chunk, JournalClosed>> {
         self.mailbox.arrived(id, seen).boxed()
     }
 }

@@ -111,7 +111,7 @@ impl Parser<'_> {
     }
 
     /// Consumes one of these words if the remaining text starts with it.
-    fn take(&mut self, words: &[&str]) -> bool {
+    fn consume(&mut self, words: &[&str]) -> bool {
         self.skip();
         for word in words {
             let Some(rest) = self.rest.strip_prefix(word) else { continue };
@@ -138,9 +138,9 @@ impl Parser<'_> {
         }
         let mut left = self.product()?;
         loop {
-            if self.take(&["+"]) {
+            if self.consume(&["+"]) {
                 left = binary(Operation::Add, left, self.product()?);
-            } else if self.take(&["-"]) {
+            } else if self.consume(&["-"]) {
                 left = binary(Operation::Subtract, left, self.product()?);
             } else {
                 self.depth -= 1;
@@ -152,9 +152,9 @@ impl Parser<'_> {
     fn product(&mut self) -> Option<Expression> {
         let mut left = self.signed()?;
         loop {
-            if self.take(&["*", "\\cdot", "\\times", "×", "·"]) {
+            if self.consume(&["*", "\\cdot", "\\times", "×", "·"]) {
                 left = binary(Operation::Multiply, left, self.signed()?);
-            } else if self.take(&["/", "\\div", "÷"]) {
+            } else if self.consume(&["/", "\\div", "÷"]) {
                 left = binary(Operation::Divide, left, self.signed()?);
             } else if self.next().is_some_and(|c| c.is_ascii_alphabetic() || matches!(c, '(' | '\\' | '√' | 'π')) {
                 // Implicit multiplication: 2x, 2(x + 1), 2\sqrt{3}.
@@ -170,9 +170,9 @@ impl Parser<'_> {
         if self.depth > MAX_DEPTH {
             return None;
         }
-        let signed = if self.take(&["-"]) {
+        let signed = if self.consume(&["-"]) {
             Some(Expression::Negative(Box::new(self.signed()?)))
-        } else if self.take(&["+"]) {
+        } else if self.consume(&["+"]) {
             self.signed()
         } else {
             self.power()
@@ -187,9 +187,9 @@ impl Parser<'_> {
             if self.rest.starts_with('!') {
                 self.rest = &self.rest[1..];
                 base = Expression::Factorial(Box::new(base));
-            } else if self.take(&["%"]) {
+            } else if self.consume(&["%"]) {
                 base = binary(Operation::Divide, base, Expression::Number(100.0));
-            } else if self.take(&["^", "**"]) {
+            } else if self.consume(&["^", "**"]) {
                 let exponent = if self.next() == Some('{') { self.argument()? } else { self.signed()? };
                 return Some(binary(Operation::Power, base, exponent));
             } else {
@@ -204,16 +204,16 @@ impl Parser<'_> {
             return self.number();
         }
         for (open, close) in [("(", ")"), ("{", "}"), ("[", "]")] {
-            if self.take(&[open]) {
+            if self.consume(&[open]) {
                 let inner = self.sum()?;
-                return self.take(&[close]).then_some(inner);
+                return self.consume(&[close]).then_some(inner);
             }
         }
-        if self.take(&["|"]) {
+        if self.consume(&["|"]) {
             let inner = self.sum()?;
-            return self.take(&["|"]).then(|| Expression::Function("abs", Box::new(inner)));
+            return self.consume(&["|"]).then(|| Expression::Function("abs", Box::new(inner)));
         }
-        if self.take(&["\\pi", "π"]) {
+        if self.consume(&["\\pi", "π"]) {
             return Some(Expression::Number(std::f64::consts::PI));
         }
         if self.rest.starts_with("\\frac") {
@@ -221,12 +221,12 @@ impl Parser<'_> {
             let (above, below) = (self.argument()?, self.argument()?);
             return Some(binary(Operation::Divide, above, below));
         }
-        if self.rest.starts_with("\\sqrt") || self.take(&["√"]) {
+        if self.rest.starts_with("\\sqrt") || self.consume(&["√"]) {
             self.rest = self.rest.strip_prefix("\\sqrt").unwrap_or(self.rest);
             let mut degree = Expression::Number(2.0);
-            if self.take(&["["]) {
+            if self.consume(&["["]) {
                 degree = self.sum()?;
-                if !self.take(&["]"]) {
+                if !self.consume(&["]"]) {
                     return None;
                 }
             }
@@ -253,9 +253,9 @@ impl Parser<'_> {
 
     /// Parses `{…}`, or a single character, as an argument of a TeX command.
     fn argument(&mut self) -> Option<Expression> {
-        if self.take(&["{"]) {
+        if self.consume(&["{"]) {
             let inner = self.sum()?;
-            return self.take(&["}"]).then_some(inner);
+            return self.consume(&["}"]).then_some(inner);
         }
         let first = self.next()?;
         if let Some(digit) = first.to_digit(10) {

@@ -2,12 +2,12 @@
 
 use serde_json::{Map, Value};
 
-use super::{same_length, template_failed};
+use super::{check_length, template_failed};
 use crate::SampleError;
 use crate::sample::RewardSample;
 use crate::spec::{HttpTemplatePlan, SampleTemplate};
 use crate::webhook::answer::{Answer, Found, name, number, parse};
-use crate::webhook::dialect::{Ask, Batching, Dialect};
+use crate::webhook::dialect::{Batch, Batching, Dialect};
 
 pub(super) struct HttpTemplate {
     body: Node,
@@ -70,11 +70,11 @@ impl Dialect for HttpTemplate {
         self.body.value(&variables).map_err(template_failed)
     }
 
-    fn body(&self, ask: &Ask<'_>) -> String {
+    fn body(&self, batch: &Batch<'_>) -> String {
         if !self.batch {
-            return ask.pieces[0].to_string();
+            return batch.pieces[0].to_string();
         }
-        let samples = ask.pieces.iter().map(|piece| SampleTemplate::json_variables(piece));
+        let samples = batch.pieces.iter().map(|piece| SampleTemplate::json_variables(piece));
         // Each sample was rendered alone before. If rendering all of them together fails, the service rejects the null body.
         self.body.value(&SampleTemplate::batch_variables(samples)).unwrap_or_default().to_string()
     }
@@ -88,7 +88,7 @@ impl Dialect for HttpTemplate {
         };
         let entries = answer.pointer(before).ok_or_else(|| format!("the answer has nothing at '{before}'"))?;
         let entries = entries.as_array().ok_or_else(|| format!("'{before}' is {}, not a list", name(entries)))?;
-        same_length(entries.len(), samples.len())?;
+        check_length(entries.len(), samples.len())?;
         let reward = |entry: &Value| match entry.pointer(after) {
             Some(value) => number(value),
             None => Found::Invalid(format!("there is nothing at '{after}'")),

@@ -2,12 +2,12 @@
 
 use serde_json::{Map, Value, json};
 
-use super::{Text, body, list_in, same_length};
+use super::{Text, body, list_in, check_length};
 use crate::SampleError;
 use crate::sample::RewardSample;
 use crate::spec::TextPlan;
 use crate::webhook::answer::{Answer, number, parse};
-use crate::webhook::dialect::{Ask, Dialect};
+use crate::webhook::dialect::{Batch, Dialect};
 
 pub(super) struct Llamafactory {
     text: Text,
@@ -31,14 +31,14 @@ impl Dialect for Llamafactory {
         self.text.of(sample).map(Value::from)
     }
 
-    fn body(&self, ask: &Ask<'_>) -> String {
-        body(json!({"model": self.model, "messages": ask.all()}), None, &self.extra_body)
+    fn body(&self, batch: &Batch<'_>) -> String {
+        body(json!({"model": self.model, "messages": batch.all()}), None, &self.extra_body)
     }
 
     fn read(&self, body: &[u8], _: &str, samples: &[&RewardSample]) -> Result<Answer, String> {
         let answer = parse(body)?;
         let scores = list_in(&answer, "scores")?;
-        same_length(scores.len(), samples.len())?;
+        check_length(scores.len(), samples.len())?;
         Ok(Answer::of(scores.iter().map(number).collect()))
     }
 }

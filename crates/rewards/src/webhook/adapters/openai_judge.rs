@@ -8,15 +8,15 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
 use super::{body, list_in, template_failed};
-use crate::hidden::Legible;
+use crate::secret_filter::Preserved;
 use crate::sample::{RewardSample, RewardValue};
 use crate::spec::{OpenaiJudgePlan, SampleTemplate};
 use crate::webhook::answer::{Answer, Found, parse};
-use crate::webhook::dialect::{Ask, Batching, Dialect};
+use crate::webhook::dialect::{Batch, Batching, Dialect};
 use crate::{Judgement, SampleError};
 
 /// Maximum length of the judge's reasoning, in characters.
-const LONGEST_REASON: usize = 2_000;
+const MAX_REASON_CHARS: usize = 2_000;
 
 pub(super) struct OpenaiJudge {
     plan: OpenaiJudgePlan,
@@ -65,7 +65,7 @@ impl OpenaiJudge {
             return Err(none("judge_off_scale", format!("the judge's score {score} is not between {low} and {high}")));
         }
         let reasoning = mark.get("reasoning").and_then(Value::as_str).unwrap_or_default();
-        Ok(((score - low) / (high - low), cut(reasoning, LONGEST_REASON)))
+        Ok(((score - low) / (high - low), cut(reasoning, MAX_REASON_CHARS)))
     }
 }
 
@@ -83,7 +83,7 @@ impl Dialect for OpenaiJudge {
         )))
     }
 
-    fn body(&self, ask: &Ask<'_>) -> String {
+    fn body(&self, batch: &Batch<'_>) -> String {
         let schema = json!({
             "type": "object",
             "properties": {"reasoning": {"type": "string"}, "score": {"type": "number"}},
@@ -93,7 +93,7 @@ impl Dialect for OpenaiJudge {
         let mut fields = json!({
             "messages": [
                 {"role": "system", "content": self.instructions()},
-                {"role": "user", "content": ask.pieces[0]},
+                {"role": "user", "content": batch.pieces[0]},
             ],
             "response_format": {"type": "json_schema", "json_schema": {"name": "mark", "strict": true, "schema": schema}},
             "temperature": self.plan.temperature,
@@ -127,9 +127,9 @@ impl Dialect for OpenaiJudge {
         Ok(Answer::of(vec![Found::Judged(judgement)]))
     }
 
-    fn legible(&self) -> Legible {
+    fn preserved(&self) -> Preserved {
         let words = ["content_filter", "length"].map(str::to_owned).into();
-        Legible { words, json_in_strings: true }
+        Preserved { words, json_in_strings: true }
     }
 
     fn batching(&self) -> Batching {

@@ -3,12 +3,12 @@
 
 use serde_json::{Value, json};
 
-use super::{Text, label_of, list_in, same_length};
+use super::{Text, label_of, list_in, check_length};
 use crate::SampleError;
 use crate::sample::RewardSample;
 use crate::spec::OpenrlhfPlan;
 use crate::webhook::answer::{Answer, Found, number, parse};
-use crate::webhook::dialect::{Ask, Dialect};
+use crate::webhook::dialect::{Batch, Dialect};
 
 pub(super) struct Openrlhf {
     text: Text,
@@ -31,14 +31,14 @@ impl Dialect for Openrlhf {
         Ok(json!({"query": self.text.of(sample)?, "prompt": sample.prompt, "label": label}))
     }
 
-    fn body(&self, ask: &Ask<'_>) -> String {
-        json!({"query": ask.each("query"), "prompts": ask.each("prompt"), "labels": ask.each("label")}).to_string()
+    fn body(&self, batch: &Batch<'_>) -> String {
+        json!({"query": batch.each("query"), "prompts": batch.each("prompt"), "labels": batch.each("label")}).to_string()
     }
 
     fn read(&self, body: &[u8], _: &str, samples: &[&RewardSample]) -> Result<Answer, String> {
         let answer = parse(body)?;
         let rewards = flat(list_in(&answer, "rewards")?);
-        same_length(rewards.len(), samples.len())?;
+        check_length(rewards.len(), samples.len())?;
         let mut found: Vec<Found> = rewards.into_iter().map(number).collect();
         let logs = answer.get("extra_logs").and_then(Value::as_object).into_iter().flatten();
         let scores = answer.get("scores").map(|scores| ("scores", scores));

@@ -8,7 +8,7 @@ use crate::SampleError;
 use crate::sample::RewardSample;
 use crate::spec::SlimePlan;
 use crate::webhook::answer::{Answer, name, number, parse};
-use crate::webhook::dialect::{Ask, Batching, Dialect};
+use crate::webhook::dialect::{Batch, Batching, Dialect};
 
 pub(super) struct Slime {
     label_column: Option<String>,
@@ -27,8 +27,8 @@ impl Dialect for Slime {
         Ok(json!({"prompt": sample.prompt, "response": sample.completion, "label": label}))
     }
 
-    fn body(&self, ask: &Ask<'_>) -> String {
-        ask.pieces[0].to_string()
+    fn body(&self, batch: &Batch<'_>) -> String {
+        batch.pieces[0].to_string()
     }
 
     fn read(&self, body: &[u8], _: &str, _: &[&RewardSample]) -> Result<Answer, String> {

@@ -6,14 +6,14 @@
 use reqwest::Url;
 use serde_json::{Map, Value, json};
 
-use super::{Text, body, labelled, list, names_of_label, same_length, suspect_softmax};
+use super::{Text, body, label_score, list, label_names, check_length, detect_softmax};
 use crate::SampleError;
-use crate::hidden::Legible;
+use crate::secret_filter::Preserved;
 use crate::sample::RewardSample;
 use crate::spec::LabelPlan;
 use crate::webhook::PingReply;
 use crate::webhook::answer::{Answer, parse};
-use crate::webhook::dialect::{Ask, Dialect, Greeting};
+use crate::webhook::dialect::{Batch, Dialect, HealthCheck};
 
 pub(super) struct TeiPredict {
     text: Text,
@@ -31,23 +31,23 @@ impl Dialect for TeiPredict {
         Ok(json!([self.text.of(sample)?]))
     }
 
-    fn body(&self, ask: &Ask<'_>) -> String {
-        let fields = json!({"inputs": ask.all(), "raw_scores": true, "truncate": true, "truncation_direction": "Left"});
+    fn body(&self, batch: &Batch<'_>) -> String {
+        let fields = json!({"inputs": batch.all(), "raw_scores": true, "truncate": true, "truncation_direction": "Left"});
         body(fields, self.plan.model.as_deref(), &self.plan.extra_body)
     }
 
-    fn legible(&self) -> Legible {
-        names_of_label(self.plan.label.as_deref())
+    fn preserved(&self) -> Preserved {
+        label_names(self.plan.label.as_deref())
     }
 
     fn read(&self, body: &[u8], _: &str, samples: &[&RewardSample]) -> Result<Answer, String> {
         let answer = parse(body)?;
         let predictions = list(&answer, "the answer")?;
-        same_length(predictions.len(), samples.len())?;
+        check_length(predictions.len(), samples.len())?;
         let labels = predictions.first().and_then(Value::as_array).map_or(0, Vec::len);
         let mut answer =
-            Answer::of(predictions.iter().map(|labels| labelled(labels, self.plan.label.as_deref())).collect());
-        suspect_softmax(&mut answer, labels, "this server does not honor raw_scores");
+            Answer::of(predictions.iter().map(|labels| label_score(labels, self.plan.label.as_deref())).collect());
+        detect_softmax(&mut answer, labels, "this server does not honor raw_scores");
         Ok(answer)
     }
 
@@ -55,8 +55,8 @@ impl Dialect for TeiPredict {
         is_transient(status)
     }
 
-    fn greeting(&self, url: &Url, _: &str) -> Greeting {
-        greeting(url)
+    fn health_check(&self, url: &Url, _: &str) -> HealthCheck {
+        health_check(url)
     }
 }
 
@@ -66,13 +66,13 @@ pub(super) fn is_transient(status: u16) -> bool {
 }
 
 /// Requests `/info`, next to the endpoint.
-pub(super) fn greeting(url: &Url) -> Greeting {
+pub(super) fn health_check(url: &Url) -> HealthCheck {
     match url.join("info") {
-        Ok(info) => Greeting::Get(info, |body| {
+        Ok(info) => HealthCheck::Get(info, |body| {
             let info: Map<String, Value> = serde_json::from_slice(body).ok()?;
             let most = info.get("max_client_batch_size").and_then(Value::as_u64);
             Some(PingReply { max_batch_samples: most.and_then(|most| most.try_into().ok()), modes: None, range: None })
         }),
-        Err(_) => Greeting::None,
+        Err(_) => HealthCheck::None,
     }
 }

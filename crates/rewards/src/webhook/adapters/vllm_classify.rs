@@ -6,12 +6,12 @@
 
 use serde_json::{Value, json};
 
-use super::{Text, body, by_index, list_in, suspect_softmax};
+use super::{Text, body, by_index, list_in, detect_softmax};
 use crate::SampleError;
 use crate::sample::RewardSample;
 use crate::spec::LabelPlan;
 use crate::webhook::answer::{Answer, Found, name, number, parse};
-use crate::webhook::dialect::{Ask, Dialect};
+use crate::webhook::dialect::{Batch, Dialect};
 
 pub(super) struct VllmClassify {
     text: Text,
@@ -31,8 +31,8 @@ impl Dialect for VllmClassify {
         self.text.of(sample).map(Value::from)
     }
 
-    fn body(&self, ask: &Ask<'_>) -> String {
-        let fields = json!({"input": ask.all(), "use_activation": false, "add_special_tokens": false});
+    fn body(&self, batch: &Batch<'_>) -> String {
+        let fields = json!({"input": batch.all(), "use_activation": false, "add_special_tokens": false});
         body(fields, self.plan.model.as_deref(), &self.plan.extra_body)
     }
 
@@ -43,7 +43,7 @@ impl Dialect for VllmClassify {
         let labels = entries.first().and_then(|entry| probs(entry).as_array().map(Vec::len)).unwrap_or(0);
         let mut answer = Answer::of(entries.into_iter().map(|entry| numbered(&probs(entry), self.label)).collect());
         let advice = "for this server version set \"extra_body\": {\"activation\": false} (or \"softmax\")";
-        suspect_softmax(&mut answer, labels, advice);
+        detect_softmax(&mut answer, labels, advice);
         Ok(answer)
     }
 }

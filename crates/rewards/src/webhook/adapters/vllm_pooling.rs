@@ -8,7 +8,7 @@ use crate::SampleError;
 use crate::sample::RewardSample;
 use crate::spec::VllmPoolingPlan;
 use crate::webhook::answer::{Answer, Found, number, parse};
-use crate::webhook::dialect::{Ask, Dialect};
+use crate::webhook::dialect::{Batch, Dialect};
 
 pub(super) struct VllmPooling {
     text: Text,
@@ -33,9 +33,9 @@ impl Dialect for VllmPooling {
         self.text.of(sample).map(Value::from)
     }
 
-    fn body(&self, ask: &Ask<'_>) -> String {
+    fn body(&self, batch: &Batch<'_>) -> String {
         let fields =
-            json!({"input": ask.all(), "task": self.task, "use_activation": false, "add_special_tokens": false});
+            json!({"input": batch.all(), "task": self.task, "use_activation": false, "add_special_tokens": false});
         body(fields, self.model.as_deref(), &self.extra_body)
     }
 

@@ -19,13 +19,13 @@ struct Piece {
 
 impl Layer {
     /// Removes the outermost escapes of a text; `None` if it has none.
-    pub(super) fn under(above: &[u8]) -> Option<Self> {
+    pub(super) fn unescape(above: &[u8]) -> Option<Self> {
         let (mut text, mut pieces) = (Vec::with_capacity(above.len()), Vec::new());
         let (mut at, mut copied) = (0, 0);
         while let Some(skipped) = above[at..].iter().position(|byte| b"\\%&+".contains(byte)) {
             at += skipped;
             let mut meant = Vec::new();
-            let Some(length) = unescape(&above[at..], &mut meant) else {
+            let Some(length) = read_escape(&above[at..], &mut meant) else {
                 at += 1;
                 continue;
             };
@@ -46,10 +46,10 @@ impl Layer {
 
     /// Maps a non-empty range of this text to the escaped text. A range that touches an escape includes all of it.
     pub(super) fn origin(&self, place: &Range<usize>) -> Range<usize> {
-        self.of_byte(place.start).start..self.of_byte(place.end.saturating_sub(1)).end
+        self.origin_of_byte(place.start).start..self.origin_of_byte(place.end.saturating_sub(1)).end
     }
 
-    fn of_byte(&self, at: usize) -> Range<usize> {
+    fn origin_of_byte(&self, at: usize) -> Range<usize> {
         let next = self.pieces.partition_point(|piece| piece.here <= at);
         let end = self.pieces.get(next).map_or(self.length, |piece| piece.above);
         match self.pieces[..next].last() {
@@ -61,7 +61,7 @@ impl Layer {
 }
 
 /// Appends the meaning of the escape at the start of a text, and returns the length of the escape; `None` if there is none.
-fn unescape(text: &[u8], out: &mut Vec<u8>) -> Option<usize> {
+fn read_escape(text: &[u8], out: &mut Vec<u8>) -> Option<usize> {
     let mut push = |meant: u32| char::from_u32(meant).map(|meant| out.extend(meant.to_string().into_bytes()));
     match text {
         // In form encoding, `+` is a space.

@@ -69,21 +69,21 @@ pub fn read_targets(given: &[String], directory: &Path) -> Result<Vec<Target>, P
 }
 
 fn read_target(text: &str, directory: &Path) -> Result<Target, PythonError> {
-    let wrong = |detail: String| Err(PythonError::Setting(detail));
+    let invalid = |detail: String| Err(PythonError::Setting(detail));
     let Some((place, functions)) = text.rsplit_once(':').filter(|(place, _)| !place.is_empty()) else {
-        return wrong(format!(
+        return invalid(format!(
             "'{text}' names no function: must be FILE:FUNCTION, for example rewards.py:accuracy,format"
         ));
     };
     let functions: Vec<String> = functions.split(',').map(|name| name.trim().to_owned()).collect();
     if let Some(bad) = functions.iter().find(|name| !is_dotted_name(name)) {
-        return wrong(format!("'{bad}' in '{text}' is not the name of a function"));
+        return invalid(format!("'{bad}' in '{text}' is not the name of a function"));
     }
     let file = directory.join(place);
     let is_file = place.ends_with(".py") || place.contains('/');
     if !is_file && !file.is_file() {
         if !is_dotted_name(place) {
-            return wrong(format!("'{place}' is neither a Python file (rewards.py) nor a module (my.module)"));
+            return invalid(format!("'{place}' is neither a Python file (rewards.py) nor a module (my.module)"));
         }
         return Ok(Target {
             file: None,
@@ -100,8 +100,8 @@ fn read_target(text: &str, directory: &Path) -> Result<Target, PythonError> {
             let folder = file.parent().and_then(|folder| folder.canonicalize().ok()).unwrap_or_default();
             Ok(Target { folder, shown: place.to_owned(), ..Target::of_file(&path, functions, None) })
         }
-        Ok(path) => wrong(format!("{} is a directory: must be a Python file", path.display())),
-        Err(error) => wrong(format!("{}: {error}", file.display())),
+        Ok(path) => invalid(format!("{} is a directory: must be a Python file", path.display())),
+        Err(error) => invalid(format!("{}: {error}", file.display())),
     }
 }
 
@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn files_and_modules_are_told_apart() {
+    fn files_and_modules_are_distinguished() {
         let scratch = std::env::temp_dir().join(format!("rlood-find-{}", std::process::id()));
         std::fs::create_dir_all(&scratch).unwrap();
         std::fs::write(scratch.join("rewards.py"), "").unwrap();
