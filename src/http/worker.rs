@@ -38,7 +38,7 @@ use crate::files::{DataDir, FilesError};
 use crate::id::{DatasetId, JobId, WorkerId};
 use crate::job::{Failure, FailureClass};
 use crate::protocol::{
-    CallbackNews, Claim, ClaimRequest, EventBatch, Finish, Heartbeat, HeartbeatReply, JournalBatch, JournalPage,
+    CallbackUpdates, Claim, ClaimRequest, EventBatch, Finish, Heartbeat, HeartbeatReply, JournalBatch, JournalPage,
     Outcome, PROTOCOL, Publish, Published, Register, Registered, ResumePoint, RewardReports,
 };
 use crate::storage::StorageKind;
@@ -392,13 +392,13 @@ async fn send_callbacks(
     pass: WorkerPass,
     Path((job, after)): Path<(JobId, i64)>,
     Query(Fence { attempt }): Query<Fence>,
-) -> Result<Json<CallbackNews>, Problem> {
+) -> Result<Json<CallbackUpdates>, Problem> {
     let deadline = Instant::now() + CALLBACKS_HELD;
     let mut changes = state.store.callbacks_changed();
     loop {
         changes.mark_unchanged();
-        let page = state.store.callback_news(job, attempt, after).await?;
-        if !page.news.is_empty() {
+        let page = state.store.callback_updates(job, attempt, after).await?;
+        if !page.updates.is_empty() {
             return Ok(Json(page));
         }
         let woken = tokio::select! {

@@ -194,9 +194,9 @@ async fn parts_accumulate_the_first_result_of_a_sample_stays_and_done_ends_it() 
         let answer = waiting.post(end.clone()).await;
         assert_eq!((answer.status, &answer.body), (StatusCode::OK, &counted(0, 1, 0)));
     }
-    let news = waiting.server.state.store.callback_news(waiting.job, 1, 0).await.unwrap();
+    let news = waiting.server.state.store.callback_updates(waiting.job, 1, 0).await.unwrap();
     let news: Vec<Option<&str>> =
-        news.news.iter().map(|news| news.entry.as_ref().map(|entry| entry.sample_id.as_str())).collect();
+        news.updates.iter().map(|news| news.entry.as_ref().map(|entry| entry.sample_id.as_str())).collect();
     assert_eq!(news, [Some("s_0"), Some("s_1"), None], "what the worker hears");
     let late = waiting.post(json!({"results": [result("s_2", 1.0)]})).await;
     assert_eq!(late.status, StatusCode::GONE, "{}", late.text);

@@ -34,7 +34,7 @@ pub fn find_cached(cache: &Path, repo: &Repo) -> Option<Cached> {
         return None;
     }
     let path = folder.join("snapshots").join(&commit);
-    needed(&path).map(|_| Cached { commit, path })
+    required_files(&path).map(|_| Cached { commit, path })
 }
 
 /// Reads all files that a cached model needs and compares them with the hashes in their blobs' names. Returns the name of the
@@ -43,7 +43,7 @@ pub fn find_cached(cache: &Path, repo: &Repo) -> Option<Cached> {
 /// # Errors
 /// Fails when a file cannot be read.
 pub async fn verify_cached(cached: &Cached) -> Result<Option<String>, crate::HubError> {
-    for name in needed(&cached.path).unwrap_or_default() {
+    for name in required_files(&cached.path).unwrap_or_default() {
         let path = cached.path.join(&name);
         let Ok(blob) = std::fs::canonicalize(&path) else { return Ok(Some(name)) };
         let blob_name = blob.file_name().and_then(|name| name.to_str()).unwrap_or_default();
@@ -58,7 +58,7 @@ pub async fn verify_cached(cached: &Cached) -> Result<Option<String>, crate::Hub
 }
 
 /// Returns the names of config, tokenizer and weights; `None` if one of them is missing.
-fn needed(folder: &Path) -> Option<Vec<String>> {
+fn required_files(folder: &Path) -> Option<Vec<String>> {
     let mut names = vec!["config.json".to_owned(), "tokenizer.json".to_owned()];
     if let Ok(index) = std::fs::read(folder.join("model.safetensors.index.json")) {
         let index: Value = serde_json::from_slice(&index).ok()?;

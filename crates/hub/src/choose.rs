@@ -12,7 +12,7 @@ const WEIGHTS: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 
 /// Optional files besides weights and config. `modules.json` belongs to reward models.
-const OTHERS: [&str; 6] = [
+const OPTIONAL_FILES: [&str; 6] = [
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -22,7 +22,7 @@ const OTHERS: [&str; 6] = [
 ];
 
 /// Maximum size of a config or index file, in bytes. A larger file is not a valid one.
-const MAX_SMALL_BYTES: u64 = 64 << 20;
+const MAX_SMALL_FILE_BYTES: u64 = 64 << 20;
 
 /// The files of a repository at one commit that are to be downloaded.
 #[derive(Debug, Clone, PartialEq)]
@@ -58,7 +58,7 @@ impl Hub {
         let find = |path: &str| info.files.iter().find(|file| file.path == path);
         let Some(config_file) = find(CONFIG) else { return Err(unusable(without_config(&info))) };
         let config = self.document(repo, &info.commit, config_file).await?;
-        if let Some(why) = quantised(&config) {
+        if let Some(why) = quantization_problem(&config) {
             return Err(unusable(why));
         }
         let mut files = vec![config_file.clone()];
@@ -88,7 +88,7 @@ impl Hub {
             path.strip_prefix("additional_chat_templates/")
                 .is_some_and(|name| !name.contains('/') && name.ends_with(".jinja"))
         };
-        let others = info.files.iter().filter(|file| OTHERS.contains(&file.path.as_str()) || is_template(&file.path));
+        let others = info.files.iter().filter(|file| OPTIONAL_FILES.contains(&file.path.as_str()) || is_template(&file.path));
         files.extend(others.cloned());
         Ok(RepoPlan { repo: repo.clone(), commit: info.commit, is_restricted: info.is_restricted, files, config })
     }
@@ -98,7 +98,7 @@ impl Hub {
     /// # Errors
     /// Fails with `Unusable` when the file is larger than 64 MiB, or like [`Hub::info`].
     pub async fn read_file(&self, repo: &Repo, commit: &str, file: &RepoFile) -> Result<Vec<u8>, HubError> {
-        if file.size_bytes > MAX_SMALL_BYTES {
+        if file.size_bytes > MAX_SMALL_FILE_BYTES {
             let why = format!("its {} has {} bytes", file.path, file.size_bytes);
             return Err(HubError::Unusable { repo: repo.to_string(), why });
         }
@@ -143,7 +143,7 @@ fn without_weights(info: &RepoInfo) -> String {
 }
 
 /// Returns why quantized weights cannot be trained, and what to use instead.
-fn quantised(config: &Value) -> Option<String> {
+fn quantization_problem(config: &Value) -> Option<String> {
     if let Some(method) =
         config["quantization_config"].as_object().map(|it| it.get("quant_method").and_then(Value::as_str))
     {

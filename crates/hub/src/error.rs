@@ -154,7 +154,7 @@ pub enum HubError {
 
 impl HubError {
     /// Returns whether a retry may succeed later: the Hub is unreachable or overloaded.
-    pub fn may_pass(&self) -> bool {
+    pub fn is_transient(&self) -> bool {
         match self {
             HubError::Unreachable { .. } => true,
             HubError::Refused { status, .. } => matches!(status, 408 | 429 | 500..),

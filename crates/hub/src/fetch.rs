@@ -15,13 +15,13 @@ use tokio::io::AsyncWriteExt;
 use crate::choose::RepoPlan;
 use crate::error::HubError;
 use crate::hash::{FileHash, Hasher};
-use crate::http::{Failed, Hub, Tries, next_piece, text};
+use crate::http::{Failed, Hub, Attempts, next_piece, text};
 use crate::info::RepoFile;
 
 /// Number of concurrent downloads.
-pub(crate) const AT_ONCE: usize = 4;
+pub(crate) const MAX_CONCURRENT: usize = 4;
 /// Disk space in bytes that must stay free.
-const SPARE_BYTES: u64 = 64 << 20;
+const RESERVED_BYTES: u64 = 64 << 20;
 
 /// Progress of a download, shared with the code that displays it.
 #[derive(Debug, Default)]
@@ -66,7 +66,7 @@ impl Hub {
         }
         check_space(plan, parts, to)?;
         stream::iter(plan.files.iter().map(Ok))
-            .try_for_each_concurrent(AT_ONCE, |file| async move { self.fetch(plan, file, parts, to, progress).await })
+            .try_for_each_concurrent(MAX_CONCURRENT, |file| async move { self.fetch(plan, file, parts, to, progress).await })
             .await?;
         sync_folder(to)
     }
@@ -80,16 +80,16 @@ impl Hub {
         progress: &Arc<Progress>,
     ) -> Result<(), HubError> {
         let target = to.join(&file.path);
-        if is_whole(&target, file).await? {
+        if is_complete(&target, file).await? {
             progress.moved(0, file.size_bytes);
             return Ok(());
         }
         let mut part = Part::open(parts, file, progress.clone()).await?;
-        if is_whole(&target, file).await? {
+        if is_complete(&target, file).await? {
             // Another download completed the file while this one waited for the lock.
             return part.remove();
         }
-        let mut tries = Tries::new(self.settings.first_delay);
+        let mut attempts = Attempts::new(self.settings.first_delay);
         let mut damaged = 0;
         loop {
             let before = part.size_bytes;
@@ -98,7 +98,7 @@ impl Hub {
                 false => self.fill(plan, file, &mut part).await,
             };
             if part.size_bytes > before {
-                tries.progressed();
+                attempts.progressed();
             }
             match fetched {
                 Ok(()) => {
@@ -113,7 +113,7 @@ impl Hub {
                         return Err(HubError::Damaged { path: file.path.clone(), expected, found });
                     }
                 }
-                Err(failed) => tries.pause_after(failed).await?,
+                Err(failed) => attempts.pause_after(failed).await?,
             }
         }
     }
@@ -124,7 +124,7 @@ impl Hub {
         let url = self.file_url(&plan.repo, &plan.commit, &file.path)?;
         let opened = self.open(&plan.repo, &url, Some(&plan.commit), part.size_bytes).await;
         let mut opened = match opened {
-            Err(failed) if part.size_bytes > 0 && failed.is_forbidden_elsewhere() => {
+            Err(failed) if part.size_bytes > 0 && failed.is_forbidden_by_cdn() => {
                 // The CDN rejects valid ranges, so the file is restarted.
                 part.restart().await?;
                 return Err(failed);
@@ -136,25 +136,25 @@ impl Hub {
                 let range = text(opened.response.headers(), CONTENT_RANGE.as_str()).and_then(content_range);
                 if range != Some((part.size_bytes, file.size_bytes)) {
                     part.restart().await?;
-                    return Err(Failed::passing(&url, "it sent a different range than requested".to_owned()));
+                    return Err(Failed::transient(&url, "it sent a different range than requested".to_owned()));
                 }
             }
             StatusCode::RANGE_NOT_SATISFIABLE => {
                 part.restart().await?;
-                return Err(Failed::passing(&url, "the file is shorter than announced".to_owned()));
+                return Err(Failed::transient(&url, "the file is shorter than announced".to_owned()));
             }
             // The server ignored the range.
             _ if part.size_bytes > 0 => part.restart().await?,
             _ => {}
         }
-        let elsewhere = opened.from_elsewhere;
+        let is_from_cdn = opened.is_from_cdn;
         while let Some(piece) =
-            next_piece(&mut opened.response).await.map_err(|detail| Failed::passing(&url, detail))?
+            next_piece(&mut opened.response).await.map_err(|detail| Failed::transient(&url, detail))?
         {
             if part.size_bytes + piece.len() as u64 > file.size_bytes {
                 part.restart().await?;
-                let whose = if elsewhere { "its CDN" } else { "it" };
-                return Err(Failed::passing(
+                let whose = if is_from_cdn { "its CDN" } else { "it" };
+                return Err(Failed::transient(
                     &url,
                     format!("{whose} sent more than the {} bytes announced", file.size_bytes),
                 ));
@@ -163,7 +163,7 @@ impl Hub {
         }
         if part.size_bytes < file.size_bytes {
             part.file.flush().await.map_err(HubError::disk("write to", &part.path))?;
-            return Err(Failed::passing(
+            return Err(Failed::transient(
                 &url,
                 format!("the response ended after {} of {} bytes", part.size_bytes, file.size_bytes),
             ));
@@ -277,7 +277,7 @@ pub(crate) async fn hash(
 }
 
 /// Returns whether the complete file exists from an earlier download.
-async fn is_whole(target: &Path, file: &RepoFile) -> Result<bool, HubError> {
+async fn is_complete(target: &Path, file: &RepoFile) -> Result<bool, HubError> {
     let Ok(opened) = File::open(target) else { return Ok(false) };
     if opened.metadata().map_err(HubError::disk("read", target))?.len() != file.size_bytes {
         return Ok(false);
@@ -301,7 +301,7 @@ pub(crate) fn check_space(plan: &RepoPlan, parts: &Path, to: &Path) -> Result<()
     let disk =
         rustix::fs::statvfs(parts).map_err(|error| HubError::disk("get the free space of", parts)(error.into()))?;
     let free_bytes = disk.f_bavail.saturating_mul(disk.f_frsize);
-    if needed_bytes > 0 && needed_bytes.saturating_add(SPARE_BYTES) > free_bytes {
+    if needed_bytes > 0 && needed_bytes.saturating_add(RESERVED_BYTES) > free_bytes {
         let (repo, path) = (plan.repo.to_string(), parts.to_owned());
         return Err(HubError::NoSpace { repo, needed_bytes, free_bytes, path });
     }

@@ -14,11 +14,11 @@ use crate::id::{Repo, RepoKind};
 /// Maximum number of redirects, including those of the CDN.
 const MAX_HOPS: usize = 5;
 /// Maximum time without a byte or without an answer.
-pub(crate) const STALL: Duration = Duration::from_secs(30);
+pub(crate) const STALL_TIMEOUT: Duration = Duration::from_secs(30);
 /// Maximum number of consecutive attempts without progress.
-const MAX_TRIES: u32 = 5;
+const MAX_ATTEMPTS: u32 = 5;
 /// Longest wait between attempts; the Hub's rate limits apply to windows of five minutes.
-const LONGEST_WAIT: Duration = Duration::from_secs(330);
+const MAX_WAIT: Duration = Duration::from_secs(330);
 /// Maximum size in bytes of an answer that is read into memory: the file list of a repository with 100,000 files has 20 MB.
 const MAX_JSON_BYTES: usize = 64 << 20;
 
@@ -78,7 +78,7 @@ pub struct Hub {
 pub(crate) struct Opened {
     pub(crate) response: Response,
     /// Whether the bytes came from another host than the Hub, that is, from a CDN.
-    pub(crate) from_elsewhere: bool,
+    pub(crate) is_from_cdn: bool,
 }
 
 impl Hub {
@@ -110,16 +110,16 @@ impl Hub {
 
     /// Reads a JSON document of the API, or a small file.
     pub(crate) async fn read(&self, repo: &Repo, url: &Url, commit: Option<&str>) -> Result<Vec<u8>, HubError> {
-        let mut tries = Tries::new(self.settings.first_delay);
+        let mut attempts = Attempts::new(self.settings.first_delay);
         loop {
             let failed = match self.open(repo, url, commit, 0).await {
                 Ok(opened) => match read_whole(opened.response).await {
                     Ok(bytes) => return Ok(bytes),
-                    Err(detail) => Failed::passing(url, detail),
+                    Err(detail) => Failed::transient(url, detail),
                 },
                 Err(failed) => failed,
             };
-            tries.pause_after(failed).await?;
+            attempts.pause_after(failed).await?;
         }
     }
 
@@ -147,21 +147,21 @@ impl Hub {
         }
         let mut at = url.clone();
         for _ in 0..=MAX_HOPS {
-            let at_home = is_same_origin(&at, &self.settings.endpoint);
+            let is_hub = is_same_origin(&at, &self.settings.endpoint);
             let mut request = self.client.get(at.clone()).header(ACCEPT_ENCODING, "identity");
-            if let Some(Token(token)) = self.settings.token.as_ref().filter(|_| at_home) {
+            if let Some(Token(token)) = self.settings.token.as_ref().filter(|_| is_hub) {
                 request = request.bearer_auth(token);
             }
             if let Some(range) = &range {
                 request = request.header(RANGE, range);
             }
-            let response = match timeout(STALL, request.send()).await {
+            let response = match timeout(STALL_TIMEOUT, request.send()).await {
                 Ok(Ok(response)) => response,
-                Ok(Err(error)) => return Err(Failed::passing(&at, with_causes(&error.without_url()))),
-                Err(_) => return Err(Failed::passing(&at, format!("no answer for {} s", STALL.as_secs()))),
+                Ok(Err(error)) => return Err(Failed::transient(&at, with_causes(&error.without_url()))),
+                Err(_) => return Err(Failed::transient(&at, format!("no answer for {} s", STALL_TIMEOUT.as_secs()))),
             };
             if let Some((expected, found)) = commit.zip(text(response.headers(), "x-repo-commit"))
-                && at_home
+                && is_hub
                 && expected != found
             {
                 return Err(HubError::CommitMoved { expected: expected.to_owned(), found: found.to_owned() }.into());
@@ -169,9 +169,9 @@ impl Hub {
             let status = response.status();
             if !status.is_redirection() || status == StatusCode::NOT_MODIFIED {
                 if status.is_success() || status == StatusCode::RANGE_NOT_SATISFIABLE {
-                    return Ok(Opened { response, from_elsewhere: !at_home });
+                    return Ok(Opened { response, is_from_cdn: !is_hub });
                 }
-                return Err(self.refused(repo, &at, at_home, response).await);
+                return Err(self.error_of_response(repo, &at, is_hub, response).await);
             }
             at = self.follow(&at, text(response.headers(), LOCATION.as_str()))?;
         }
@@ -190,9 +190,9 @@ impl Hub {
         self.settings.policy.check_url(to.as_str()).map_err(|source| HubError::Redirect { source })
     }
 
-    async fn refused(&self, repo: &Repo, at: &Url, at_home: bool, response: Response) -> Failed {
+    async fn error_of_response(&self, repo: &Repo, at: &Url, is_hub: bool, response: Response) -> Failed {
         let status = response.status();
-        let wait = wait_asked(response.headers());
+        let wait = requested_wait(response.headers());
         let code = text(response.headers(), "x-error-code").unwrap_or_default().to_owned();
         let request_id = text(response.headers(), "x-request-id").map(str::to_owned);
         let said = text(response.headers(), "x-error-message").map(str::to_owned);
@@ -204,29 +204,29 @@ impl Hub {
         if let Some(id) = request_id {
             detail = format!("{detail} (request {id})");
         }
-        if !at_home {
+        if !is_hub {
             // An error of the CDN is about the redirect target, not about the repository.
             let again = status.is_server_error() || matches!(status.as_u16(), 403 | 404 | 408 | 410 | 429);
             let host = host_of(at);
             return match again {
                 true => Failed {
                     error: HubError::Unreachable { host, detail: format!("it answered {status}") },
-                    passes: true,
+                    is_transient: true,
                     wait,
-                    forbidden_elsewhere: status == StatusCode::FORBIDDEN,
+                    cdn_forbids: status == StatusCode::FORBIDDEN,
                 },
                 false => HubError::Refused { status: status.as_u16(), detail: format!("{host}: {detail}") }.into(),
             };
         }
         if matches!(status.as_u16(), 408 | 429 | 500 | 502 | 503 | 504) {
             let error = HubError::Refused { status: status.as_u16(), detail };
-            return Failed { error, passes: true, wait, forbidden_elsewhere: false };
+            return Failed { error, is_transient: true, wait, cdn_forbids: false };
         }
-        self.named(repo, status, &code, &said, detail).into()
+        self.error_of_code(repo, status, &code, &said, detail).into()
     }
 
     /// Converts an error that a retry would not fix, by the Hub's `X-Error-Code`.
-    fn named(&self, repo: &Repo, status: StatusCode, code: &str, said: &str, detail: String) -> HubError {
+    fn error_of_code(&self, repo: &Repo, status: StatusCode, code: &str, said: &str, detail: String) -> HubError {
         let with_token = self.settings.token.is_some();
         let shown = repo.id().to_owned();
         match (status.as_u16(), code) {
@@ -248,43 +248,43 @@ impl Hub {
 pub(crate) struct Failed {
     pub(crate) error: HubError,
     /// Whether a retry may succeed.
-    passes: bool,
+    is_transient: bool,
     /// Wait that the Hub requested.
     wait: Option<Duration>,
-    forbidden_elsewhere: bool,
+    cdn_forbids: bool,
 }
 
 impl From<HubError> for Failed {
     fn from(error: HubError) -> Failed {
-        Failed { error, passes: false, wait: None, forbidden_elsewhere: false }
+        Failed { error, is_transient: false, wait: None, cdn_forbids: false }
     }
 }
 
 impl Failed {
     /// Returns whether a CDN answered 403 or 416.
-    pub(crate) fn is_forbidden_elsewhere(&self) -> bool {
-        self.forbidden_elsewhere
+    pub(crate) fn is_forbidden_by_cdn(&self) -> bool {
+        self.cdn_forbids
     }
 
-    pub(crate) fn passing(at: &Url, detail: String) -> Failed {
+    pub(crate) fn transient(at: &Url, detail: String) -> Failed {
         Failed {
             error: HubError::Unreachable { host: host_of(at), detail },
-            passes: true,
+            is_transient: true,
             wait: None,
-            forbidden_elsewhere: false,
+            cdn_forbids: false,
         }
     }
 }
 
 /// Counts the attempts of one request or file.
-pub(crate) struct Tries {
+pub(crate) struct Attempts {
     failed: u32,
     first_delay: Duration,
 }
 
-impl Tries {
-    pub(crate) fn new(first_delay: Duration) -> Tries {
-        Tries { failed: 0, first_delay }
+impl Attempts {
+    pub(crate) fn new(first_delay: Duration) -> Attempts {
+        Attempts { failed: 0, first_delay }
     }
 
     /// Records that bytes arrived, which resets the count.
@@ -295,12 +295,12 @@ impl Tries {
     /// Waits before the next attempt. Returns the error when no attempt is left.
     pub(crate) async fn pause_after(&mut self, failed: Failed) -> Result<(), HubError> {
         self.failed += 1;
-        if !failed.passes || self.failed >= MAX_TRIES {
+        if !failed.is_transient || self.failed >= MAX_ATTEMPTS {
             return Err(failed.error);
         }
         let doubled = self.first_delay.saturating_mul(1 << self.failed.min(8));
         let wait = failed.wait.unwrap_or(doubled);
-        if wait > LONGEST_WAIT {
+        if wait > MAX_WAIT {
             return Err(failed.error);
         }
         sleep(wait).await;
@@ -309,7 +309,7 @@ impl Tries {
 }
 
 /// Returns the requested wait: 55 s for `RateLimit: "resolvers";r=0;t=55`, else `Retry-After` in seconds.
-fn wait_asked(headers: &HeaderMap) -> Option<Duration> {
+fn requested_wait(headers: &HeaderMap) -> Option<Duration> {
     let seconds = |text: &str| text.trim().parse::<u64>().ok();
     let limit = text(headers, "ratelimit").and_then(|limit| {
         let value = |name: &str| limit.split(';').find_map(|part| seconds(part.trim().strip_prefix(name)?));
@@ -342,10 +342,10 @@ async fn read_whole(mut response: Response) -> Result<Vec<u8>, String> {
 pub(crate) async fn next_piece(
     response: &mut Response,
 ) -> Result<Option<impl AsRef<[u8]> + std::ops::Deref<Target = [u8]>>, String> {
-    match timeout(STALL, response.chunk()).await {
+    match timeout(STALL_TIMEOUT, response.chunk()).await {
         Ok(Ok(piece)) => Ok(piece),
         Ok(Err(error)) => Err(with_causes(&error.without_url())),
-        Err(_) => Err(format!("no byte for {} s", STALL.as_secs())),
+        Err(_) => Err(format!("no byte for {} s", STALL_TIMEOUT.as_secs())),
     }
 }
 
@@ -386,10 +386,10 @@ mod tests {
             pairs.iter().map(|(name, value)| (name.parse().unwrap(), value.parse().unwrap())).collect()
         };
         let limited = headers(&[("ratelimit", "\"resolvers\";r=0;t=55"), ("retry-after", "7")]);
-        assert_eq!(wait_asked(&limited), Some(Duration::from_secs(56)));
+        assert_eq!(requested_wait(&limited), Some(Duration::from_secs(56)));
         let left = headers(&[("ratelimit", "\"resolvers\";r=12;t=55"), ("retry-after", "7")]);
-        assert_eq!(wait_asked(&left), Some(Duration::from_secs(7)));
-        assert_eq!(wait_asked(&headers(&[])), None);
+        assert_eq!(requested_wait(&left), Some(Duration::from_secs(7)));
+        assert_eq!(requested_wait(&headers(&[])), None);
     }
 
     #[test]

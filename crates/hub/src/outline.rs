@@ -10,8 +10,8 @@ use futures::stream::{self, TryStreamExt};
 
 use crate::choose::RepoPlan;
 use crate::error::HubError;
-use crate::fetch::{AT_ONCE, check_space};
-use crate::http::{Failed, Hub, Tries, next_piece};
+use crate::fetch::{MAX_CONCURRENT, check_space};
+use crate::http::{Failed, Hub, Attempts, next_piece};
 use crate::id::Repo;
 use crate::info::RepoFile;
 
@@ -50,7 +50,7 @@ impl Hub {
         let small = RepoPlan { files: small, ..plan.clone() };
         self.download(&small, parts, to, &Arc::default()).await?;
         stream::iter(weights.iter().map(Ok))
-            .try_for_each_concurrent(AT_ONCE, |file| async move { self.outline_weights(plan, file, to).await })
+            .try_for_each_concurrent(MAX_CONCURRENT, |file| async move { self.outline_weights(plan, file, to).await })
             .await
     }
 
@@ -65,11 +65,11 @@ impl Hub {
         file: &RepoFile,
         most_bytes: usize,
     ) -> Result<Vec<u8>, HubError> {
-        let mut tries = Tries::new(self.settings.first_delay);
+        let mut attempts = Attempts::new(self.settings.first_delay);
         loop {
             match self.start_of(repo, commit, file, most_bytes).await {
                 Ok(bytes) => return Ok(bytes),
-                Err(failed) => tries.pause_after(failed).await?,
+                Err(failed) => attempts.pause_after(failed).await?,
             }
         }
     }
@@ -79,10 +79,10 @@ impl Hub {
         let mut response = self.open(repo, &url, Some(commit), 0).await?.response;
         let mut bytes = Vec::new();
         while bytes.len() < most_bytes {
-            match next_piece(&mut response).await.map_err(|detail| Failed::passing(&url, detail))? {
+            match next_piece(&mut response).await.map_err(|detail| Failed::transient(&url, detail))? {
                 Some(piece) => bytes.extend_from_slice(&piece),
                 None if bytes.len() as u64 >= file.size_bytes => break,
-                None => return Err(Failed::passing(&url, "the response ended early".to_owned())),
+                None => return Err(Failed::transient(&url, "the response ended early".to_owned())),
             }
         }
         bytes.truncate(most_bytes);
@@ -90,11 +90,11 @@ impl Hub {
     }
 
     async fn outline_weights(&self, plan: &RepoPlan, file: &RepoFile, to: &Path) -> Result<(), HubError> {
-        let mut tries = Tries::new(self.settings.first_delay);
+        let mut attempts = Attempts::new(self.settings.first_delay);
         let header = loop {
             match self.header(plan, file).await {
                 Ok(header) => break header,
-                Err(failed) => tries.pause_after(failed).await?,
+                Err(failed) => attempts.pause_after(failed).await?,
             }
         };
         let target = to.join(&file.path);
@@ -129,12 +129,12 @@ impl Hub {
                     return Ok(bytes);
                 }
             }
-            match next_piece(&mut response).await.map_err(|detail| Failed::passing(&url, detail))? {
+            match next_piece(&mut response).await.map_err(|detail| Failed::transient(&url, detail))? {
                 Some(piece) => bytes.extend_from_slice(&piece),
                 None if bytes.len() as u64 >= file.size_bytes => {
                     return Err(unusable("is not a safetensors file: it ends within its header"));
                 }
-                None => return Err(Failed::passing(&url, "the response ended within the header of the weights".to_owned())),
+                None => return Err(Failed::transient(&url, "the response ended within the header of the weights".to_owned())),
             }
         }
     }

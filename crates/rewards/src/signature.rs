@@ -39,7 +39,7 @@ pub enum KeyError {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Rejected {
     /// The id is missing, too long, or contains characters other than visible ASCII.
-    #[error("webhook-id is missing or not 1 to {LONGEST_ID} visible ASCII characters")]
+    #[error("webhook-id is missing or not 1 to {MAX_ID_CHARS} visible ASCII characters")]
     Id,
     /// The timestamp is missing or not a number of seconds.
     #[error("webhook-timestamp is missing or not a number of seconds")]

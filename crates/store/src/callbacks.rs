@@ -11,7 +11,7 @@ use super::claims::owned_row;
 use super::{Doing, Store, StoreError, column, int, json_column, to_json};
 use crate::callback::{Chunk, Entry, Later};
 use crate::id::JobId;
-use crate::protocol::{CallbackNews, News};
+use crate::protocol::{CallbackUpdates, CallbackUpdate};
 
 /// About the most bytes of a page; a single entry may be larger.
 const PAGE_BYTES: usize = 4 << 20;
@@ -157,11 +157,11 @@ impl Store {
 
     /// What came after `after` (0 = from the start) for the job's requests that are not answered yet. `LeaseLost` when the
     /// attempt does not own the job.
-    pub async fn callback_news(&self, job: JobId, attempt: u64, after: i64) -> Result<CallbackNews, StoreError> {
+    pub async fn callback_updates(&self, job: JobId, attempt: u64, after: i64) -> Result<CallbackUpdates, StoreError> {
         let doing = "read what came for a job";
         let mut reader = self.readers.acquire().await.doing(doing)?;
         owned_row(&mut reader, job, attempt).await?;
-        let mut page = CallbackNews { news: Vec::new(), next: after };
+        let mut page = CallbackUpdates { updates: Vec::new(), next: after };
         let mut bytes = 0;
         let mut rows = sqlx::query(
             "SELECT came.* FROM reward_callback_results AS came \
@@ -177,7 +177,7 @@ impl Store {
             page.next = column(&row, "seq")?;
             let entry = entry(&row)?;
             bytes += entry.as_ref().map_or(0, |entry| entry.result.len());
-            page.news.push(News { request: column(&row, "request_id")?, entry });
+            page.updates.push(CallbackUpdate { request: column(&row, "request_id")?, entry });
         }
         Ok(page)
     }

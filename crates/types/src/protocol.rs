@@ -19,7 +19,7 @@
 //! GET  /worker/jobs/{id}/journal/{after}?attempt=N        → JournalPage
 //! POST /worker/jobs/{id}/journal                          JournalBatch  → 204, durable
 //! POST /worker/jobs/{id}/rewards                          RewardReports → 204
-//! GET  /worker/jobs/{id}/callbacks/{after}?attempt=N      → CallbackNews, held while there are none
+//! GET  /worker/jobs/{id}/callbacks/{after}?attempt=N      → CallbackUpdates, held while there are none
 //! POST /worker/jobs/{id}/finish                           Finish        → 204
 //! ```
 //!
@@ -426,16 +426,17 @@ pub struct JournalPage {
 
 /// What reward services sent for requests of a job that are not answered yet.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
-pub struct CallbackNews {
+pub struct CallbackUpdates {
     /// In the order they came.
-    pub news: Vec<News>,
+    #[serde(rename = "news")]
+    pub updates: Vec<CallbackUpdate>,
     /// `after` of the next call.
     pub next: i64,
 }
 
 /// One thing that a service sent.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct News {
+pub struct CallbackUpdate {
     /// For which request.
     pub request: String,
     /// What; null = that nothing else comes.

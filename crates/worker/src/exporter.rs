@@ -21,12 +21,12 @@ const PROGRESS_INTERVAL: Duration = Duration::from_millis(200);
 /// # Errors
 /// Fails when the task cannot be read or the report cannot be written.
 pub fn run(_args: &ProbeArgs) -> Result<ExitCode, OneShotError> {
-    let task: ExportTask = one_shot::take_task()?;
+    let task: ExportTask = one_shot::read_task()?;
     let report = match export(&task) {
         Ok(result) => ExportReport::Exported(result),
         Err(error) => ExportReport::Failed(failure(&error)),
     };
-    one_shot::give_report(&ExportLine::Report(report))?;
+    one_shot::write_report(&ExportLine::Report(report))?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -54,12 +54,12 @@ fn export(task: &ExportTask) -> Result<ExportResult, EngineError> {
         }),
         out_dir: &task.out_dir,
     };
-    let mut told: Option<Instant> = None;
+    let mut last_progress: Option<Instant> = None;
     let mut progress = |done, total| {
-        if told.is_none_or(|told| told.elapsed() >= PROGRESS_INTERVAL) || done == total {
-            told = Some(Instant::now());
+        if last_progress.is_none_or(|last_progress| last_progress.elapsed() >= PROGRESS_INTERVAL) || done == total {
+            last_progress = Some(Instant::now());
             // If the server is gone, the closed standard input ends this process.
-            let _ = one_shot::give_report(&ExportLine::Progress { done, total });
+            let _ = one_shot::write_report(&ExportLine::Progress { done, total });
         }
         true
     };

@@ -48,12 +48,12 @@ const MAX_TEXT_BYTES: usize = 64 * 1024;
 /// # Errors
 /// Fails when the task cannot be read or the report cannot be written.
 pub async fn run(args: ProbeArgs) -> Result<ExitCode, OneShotError> {
-    let task: JudgeTask = one_shot::take_task()?;
+    let task: JudgeTask = one_shot::read_task()?;
     let report = match judge(task, &args.device.to_string()).await {
         Ok(result) => JudgeReport::Judged(Box::new(result)),
         Err(error) => JudgeReport::Failed(error),
     };
-    one_shot::give_report(&JudgeLine::Report(report))?;
+    one_shot::write_report(&JudgeLine::Report(report))?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -81,7 +81,7 @@ impl Progress {
     fn advance(&mut self, parts: usize) {
         self.done += parts as u64;
         // If the server is gone, the closed standard input ends this process.
-        let _ = one_shot::give_report(&JudgeLine::Progress { done: self.done, total: self.total });
+        let _ = one_shot::write_report(&JudgeLine::Progress { done: self.done, total: self.total });
     }
 }
 
@@ -139,14 +139,14 @@ fn build_rewards(task: &JudgeTask, device: &str, plans: &[RewardPlan], set: RowS
 /// their secrets under other names.
 fn secrets_of(task: &JudgeTask, set: RowSet) -> BTreeMap<String, RewardSecrets> {
     let plan = &task.plan;
-    let kept_under = |name: &str| match set {
+    let secret_name = |name: &str| match set {
         RowSet::Guard if plan.guard_rewards().is_some() => guard_secret_name(name),
         _ if plan.eval_rewards().is_some() => eval_secret_name(name),
         RowSet::Test | RowSet::Guard => name.to_owned(),
     };
     let plans = if set == RowSet::Guard { guarding_rewards(plan) } else { judging_rewards(plan) };
     let secret = |reward: &RewardPlan| {
-        let secret = task.secrets.get(&kept_under(&reward.name))?.clone();
+        let secret = task.secrets.get(&secret_name(&reward.name))?.clone();
         Some((reward.name.clone(), secret))
     };
     plans.iter().filter_map(secret).collect()
@@ -187,17 +187,17 @@ fn sample_both(
     let mut progress = Progress { done: 0, total };
     let eval = EvalPlan { temperature: task.sampling.temperature, ..eval.clone() };
     let sampler = Sampler::for_evaluation(&plan.sampling, &eval);
-    let asked = Asked { task: &task, text: &text, sampler, longest };
+    let run = SamplingRun { task: &task, text: &text, sampler, longest };
     let mut policy = Policy::load_dtype(&task.model_dir, backend, plan.training.dtype).map_err(error)?;
     for set in &mut sets {
-        set.base = asked.completions(&policy, &set.prompts, &mut progress).map_err(error)?;
+        set.base = run.completions(&policy, &set.prompts, &mut progress).map_err(error)?;
     }
     match plan.lora {
         Some(_) => policy.load_lora(&task.checkpoint_dir).map_err(error)?,
         None => policy.load_full(&task.checkpoint_dir).map_err(error)?,
     }
     for set in &mut sets {
-        set.trained = asked.completions(&policy, &set.prompts, &mut progress).map_err(error)?;
+        set.trained = run.completions(&policy, &set.prompts, &mut progress).map_err(error)?;
     }
     drop(policy);
     Ok((task, sets, progress))
@@ -223,7 +223,7 @@ fn check_memory(task: &JudgeTask, card: &modelcard::ModelCard, longest: u64) -> 
 }
 
 /// The sampling request, which is run with both models.
-struct Asked<'a> {
+struct SamplingRun<'a> {
     task: &'a JudgeTask,
     text: &'a Text,
     sampler: Sampler,
@@ -231,7 +231,7 @@ struct Asked<'a> {
     longest: usize,
 }
 
-impl Asked<'_> {
+impl SamplingRun<'_> {
     fn completions(
         &self,
         policy: &Policy,
@@ -314,7 +314,7 @@ async fn score(
                     reward: combine_rewards(&score.values, &weights, task.plan.rloo.combine),
                     num_tokens: completion.generated.segments.num_model_tokens() as u64,
                     finish_reason: completion.generated.finish_reason,
-                    completion: shortened(completion.text),
+                    completion: truncated(completion.text),
                 });
                 of_model.push(Answers::new(texts.collect()));
             }
@@ -323,8 +323,8 @@ async fn score(
     }
     let (Some(trained), Some(base)) = (scored.pop(), scored.pop()) else { return Ok(()) };
     for (((number, prompt), base), trained) in numbers.into_iter().zip(prompts).zip(base).zip(trained) {
-        let row = VerdictRow::new(set, number, shortened(prompt.text), base, trained);
-        one_shot::give_report(&JudgeLine::Item(row.clone())).map_err(|error| failed("server_gone", error))?;
+        let row = VerdictRow::new(set, number, truncated(prompt.text), base, trained);
+        one_shot::write_report(&JudgeLine::Item(row.clone())).map_err(|error| failed("server_gone", error))?;
         rows.push(row);
     }
     Ok(())
@@ -365,7 +365,7 @@ fn reward_samples(
 }
 
 /// Truncates a text to [`MAX_TEXT_BYTES`].
-fn shortened(mut text: String) -> String {
+fn truncated(mut text: String) -> String {
     if text.len() > MAX_TEXT_BYTES {
         let end = text.floor_char_boundary(MAX_TEXT_BYTES);
         text.truncate(end);

@@ -12,7 +12,7 @@
 //! Locks end with the process that holds them. The functions block on the disk, and on other processes for at most the time of
 //! a removal; async code must call them in `spawn_blocking`.
 
-mod room;
+mod space;
 
 use std::fs::{self, DirBuilder, File, TryLockError};
 use std::io;
@@ -22,7 +22,7 @@ use std::time::SystemTime;
 
 use serde::{Deserialize, Serialize};
 
-pub use room::NoRoom;
+pub use space::CacheFull;
 
 /// The cache directory of one machine. Cheap to clone.
 #[derive(Debug, Clone)]
@@ -248,7 +248,7 @@ impl Fetching {
     ///
     /// # Errors
     /// Fails when there is not enough space.
-    pub fn prepare(&self, name: &str, size_bytes: u64) -> Result<PathBuf, NoRoom> {
+    pub fn prepare(&self, name: &str, size_bytes: u64) -> Result<PathBuf, CacheFull> {
         let part = self.cache.part(&self.key);
         let about = About { name: name.to_owned(), size_bytes };
         let text = serde_json::to_vec(&about).map_err(io::Error::from)?;
@@ -257,10 +257,10 @@ impl Fetching {
         // The directory is created before space is freed, so that other processes count it.
         DirBuilder::new().recursive(true).mode(0o700).create(&part)?;
         let missing_bytes = size_bytes.saturating_sub(size_below(&part)?);
-        if let Err(no_room) = self.cache.make_room(&self.key, missing_bytes, size_bytes) {
+        if let Err(cache_full) = self.cache.free_space(&self.key, missing_bytes, size_bytes) {
             // The removal fails if the directory contains files of an earlier attempt, which are kept.
             let _ = fs::remove_dir(&part);
-            return Err(no_room);
+            return Err(cache_full);
         }
         Ok(part)
     }

@@ -20,10 +20,10 @@ const EXIT_ORPHAN: i32 = 3;
 ///
 /// # Errors
 /// Fails when the task cannot be read.
-pub fn take_task<Task: DeserializeOwned>() -> Result<Task, OneShotError> {
+pub fn read_task<Task: DeserializeOwned>() -> Result<Task, OneShotError> {
     let line = first_line()?;
     let task = serde_json::from_str(&line).map_err(failed("the task cannot be read"))?;
-    leave_with_server().map_err(failed("cannot watch for the server's end"))?;
+    exit_with_server().map_err(failed("cannot watch for the server's end"))?;
     Ok(task)
 }
 
@@ -31,7 +31,7 @@ pub fn take_task<Task: DeserializeOwned>() -> Result<Task, OneShotError> {
 ///
 /// # Errors
 /// Fails when standard output is closed.
-pub fn give_report<Report: Serialize>(report: &Report) -> Result<(), OneShotError> {
+pub fn write_report<Report: Serialize>(report: &Report) -> Result<(), OneShotError> {
     write_line(&serde_json::to_string(report).map_err(failed("the report cannot be written"))?)
 }
 
@@ -65,7 +65,7 @@ fn read_line() -> std::io::Result<String> {
     Ok(line)
 }
 
-fn leave_with_server() -> std::io::Result<()> {
+fn exit_with_server() -> std::io::Result<()> {
     let watch = || {
         while read_line().is_ok_and(|line| !line.is_empty()) {}
         end_process(EXIT_ORPHAN);

@@ -4,7 +4,7 @@
 //! The preflight runs the engine's training loop with a learning rate of 0, so that its measurements apply to the job. It first
 //! runs one prompt to measure the time, then as many at once as a step of the job has and the time limit allows.
 
-mod look;
+mod probe_run;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -12,7 +12,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use self::look::Look;
+use self::probe_run::ProbeRun;
 use serde_json::Value;
 use tokio::runtime::Handle;
 
@@ -54,7 +54,7 @@ const PING_TIMEOUT: Duration = Duration::from_secs(5);
 /// Fails when the task cannot be read or the report cannot be written.
 pub async fn run(args: ProbeArgs) -> Result<ExitCode, OneShotError> {
     let begun = Instant::now();
-    let task: ProbeTask = one_shot::take_task()?;
+    let task: ProbeTask = one_shot::read_task()?;
     let plan = task.plan.clone();
     let card = modelcard::read(&task.model_dir);
     let deadline = begun + Duration::from_millis(task.limit_ms);
@@ -65,7 +65,7 @@ pub async fn run(args: ProbeArgs) -> Result<ExitCode, OneShotError> {
     report.peak_memory_bytes = peak_resident_bytes();
     report.hidden_size = card.ok().map(|card| card.config.shape().hidden_size);
     report.verdict = verdict(&report, &plan);
-    one_shot::give_report(&report)?;
+    one_shot::write_report(&report)?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -79,16 +79,16 @@ async fn measure(task: ProbeTask, device: &str, deadline: Instant) -> Result<Pro
     let order = Key::new(plan.training.seed, Stream::Probe);
     rows.sort_by_key(|(row, _)| order.with(*row).bits());
     let policy = OutgoingPolicy::parse(&allow_outgoing).map_err(|error| failed("setting", error))?;
-    let hasty: Vec<RewardPlan> = plan.rewards.iter().map(|reward| hasty_reward(reward, deadline)).collect();
+    let limited: Vec<RewardPlan> = plan.rewards.iter().map(|reward| limit_reward(reward, deadline)).collect();
     let models = LocalRewardModels::new(device, reward_models, &plan);
-    let rewards = Rewards::with_models(&hasty, &secrets, &policy, None, Some(Arc::new(models)))
+    let rewards = Rewards::with_models(&limited, &secrets, &policy, None, Some(Arc::new(models)))
         .map_err(|error| failed("reward_not_usable", error))?;
     rewards.prepare().await.map_err(|error| failed("reward_not_usable", error))?;
     let scratch = tempfile::tempdir().map_err(|error| failed("scratch_error", error))?;
     let prompts = rows.iter().map(|(_, row)| prompt_row(row)).collect::<Option<Vec<PromptRow>>>();
     let prompts = prompts.ok_or_else(|| failed("prompts_invalid", "a row has no prompt"))?;
-    let patience = PING_TIMEOUT.min(deadline.saturating_duration_since(Instant::now()) / 6);
-    let (ranges, remarks): (Vec<_>, Vec<_>) = greet(&hasty, &secrets, &policy, patience).await.into_iter().unzip();
+    let ping_timeout = PING_TIMEOUT.min(deadline.saturating_duration_since(Instant::now()) / 6);
+    let (ranges, remarks): (Vec<_>, Vec<_>) = ping_services(&limited, &secrets, &policy, ping_timeout).await.into_iter().unzip();
     let probe = Probe {
         runtime: Handle::current(),
         plan,
@@ -111,13 +111,13 @@ async fn measure(task: ProbeTask, device: &str, deadline: Instant) -> Result<Pro
         })
         .map_err(|error| failed("thread", error))?;
     let mut report = receiver.await.map_err(|_| failed("panicked", "the engine panicked; see the server's log"))?;
-    report.reward_range = combined_range(&hasty, &ranges);
+    report.reward_range = combined_range(&limited, &ranges);
     report.warnings.splice(0..0, remarks.into_iter().flatten());
     Ok(report)
 }
 
 /// Adapts a reward for the preflight: one attempt, short timeouts, and no failure that stops the other rewards.
-fn hasty_reward(reward: &RewardPlan, deadline: Instant) -> RewardPlan {
+fn limit_reward(reward: &RewardPlan, deadline: Instant) -> RewardPlan {
     // The timeout leaves enough time to report that a service does not answer.
     let left = deadline.saturating_duration_since(Instant::now()) / 3;
     let left_ms = u64::try_from(left.as_millis()).unwrap_or(u64::MAX).max(1);
@@ -140,11 +140,11 @@ fn prompt_row(row: &serde_json::Map<String, Value>) -> Option<PromptRow> {
 
 /// Returns each reward's range of values and a warning about differences between the service and the plan. Services
 /// are asked by `reward.ping`, concurrently.
-async fn greet(
+async fn ping_services(
     rewards: &[RewardPlan],
     secrets: &BTreeMap<String, RewardSecrets>,
     policy: &OutgoingPolicy,
-    patience: Duration,
+    ping_timeout: Duration,
 ) -> Vec<(Option<(f64, f64)>, Option<String>)> {
     let none = RewardSecrets::default();
     let asked = rewards.iter().map(|reward| async {
@@ -152,7 +152,7 @@ async fn greet(
         let most = webhook.service.max_batch_samples;
         let secrets = secrets.get(&reward.name).unwrap_or(&none);
         let Ok(webhook) = Webhook::new(&reward.name, webhook, secrets, policy) else { return (None, None) };
-        let ping = tokio::time::timeout(patience, webhook.ping()).await;
+        let ping = tokio::time::timeout(ping_timeout, webhook.ping()).await;
         let Some(reply) = ping.ok().and_then(|ping| ping.reply) else { return (None, None) };
         let range = match reply.range.as_deref() {
             Some([low, high]) if low.is_finite() && high.is_finite() && low < high => Some((*low, *high)),
@@ -187,15 +187,15 @@ impl Probe {
     fn run(&self) -> ProbeReport {
         let asked = self.prompts.len();
         let batch = (self.plan.training.prompts_per_step as usize).clamp(1, asked.max(1));
-        let first = self.look(1, 1);
+        let first = self.run_steps(1, 1);
         let left = self.deadline.saturating_duration_since(Instant::now()).as_secs_f64() - first.loading_s();
         let affordable = (left * HEADROOM / first.step_s.max(1e-3)) as usize;
         let batch = batch.min(affordable);
         // If the rewards had no value for the first prompt, they are not called for the others.
         let scored = first.observed.iter().any(|one| one.sample.reward.is_some());
-        let go_on = first.error.is_none() && first.is_whole() && scored && batch > 0 && asked > 1;
-        let (seen, error) = if go_on {
-            let second = self.look(batch, asked / batch);
+        let runs_again = first.error.is_none() && first.is_complete() && scored && batch > 0 && asked > 1;
+        let (run, error) = if runs_again {
+            let second = self.run_steps(batch, asked / batch);
             let error = second.error.clone();
             // A second run that was cut short by the time limit and saw less is not used.
             (if second.observed.len() >= first.observed.len() { second } else { first }, error)
@@ -203,16 +203,16 @@ impl Probe {
             let error = first.error.clone();
             (first, error)
         };
-        let mut report = self.report(&seen, error);
-        report.complete = report.error.is_none() && seen.is_whole() && (go_on || asked == 1);
+        let mut report = self.report(&run, error);
+        report.complete = report.error.is_none() && run.is_complete() && (runs_again || asked == 1);
         report
     }
 
     /// Runs `steps` steps of the job's training loop with `prompts_per_step` prompts each, without learning.
-    fn look(&self, prompts_per_step: usize, steps: usize) -> Look<'_> {
-        let plan = self.plan_of_look(prompts_per_step, steps);
+    fn run_steps(&self, prompts_per_step: usize, steps: usize) -> ProbeRun<'_> {
+        let plan = self.plan_of_run(prompts_per_step, steps);
         let used = (prompts_per_step * steps).min(self.prompts.len());
-        let mut look = Look::new(self, prompts_per_step, steps);
+        let mut run = ProbeRun::new(self, prompts_per_step, steps);
         let input = TrainInput {
             plan: &plan,
             model_dir: &self.model_dir,
@@ -226,13 +226,13 @@ impl Probe {
             device: &self.device,
             backend: None,
         };
-        if let Err(RunEnd::Failed(error)) = engine::train(input, &mut look) {
-            look.error = Some(explained(&error));
+        if let Err(RunEnd::Failed(error)) = engine::train(input, &mut run) {
+            run.error = Some(probe_error(&error));
         }
-        look
+        run
     }
 
-    fn plan_of_look(&self, prompts_per_step: usize, steps: usize) -> Plan {
+    fn plan_of_run(&self, prompts_per_step: usize, steps: usize) -> Plan {
         let mut plan = self.plan.clone();
         plan.eval = None;
         // The preflight measures the base model, not the state after a warm-up.
@@ -259,19 +259,19 @@ impl Probe {
         plan
     }
 
-    fn report(&self, seen: &Look<'_>, error: Option<ProbeError>) -> ProbeReport {
+    fn report(&self, run: &ProbeRun<'_>, error: Option<ProbeError>) -> ProbeReport {
         let names: Vec<String> = self.plan.rewards.iter().map(|reward| reward.name.clone()).collect();
-        let mut report = ProbeReport { error, warnings: seen.warnings.clone(), ..ProbeReport::default() };
-        report.observe(&names, num_generations(&self.plan), &seen.observed);
-        for (name, latencies) in &seen.latencies {
+        let mut report = ProbeReport { error, warnings: run.warnings.clone(), ..ProbeReport::default() };
+        report.observe(&names, num_generations(&self.plan), &run.observed);
+        for (name, latencies) in &run.latencies {
             let reward = report.rewards.entry(name.clone()).or_default();
             reward.latency_p50_s = median(latencies.clone());
             reward.latency_max_s = latencies.iter().copied().reduce(f64::max);
         }
-        report.step_seconds = seen.step_seconds();
+        report.step_seconds = run.step_seconds();
         let total = report.step_seconds.and_then(|seconds| seconds.total);
         report.eta_s = total.map(|total| total * self.plan.training.max_steps as f64);
-        report.samples = pick(&seen.observed, MAX_SAMPLES);
+        report.samples = pick(&run.observed, MAX_SAMPLES);
         report
     }
 }
@@ -291,7 +291,7 @@ fn pick(observed: &[Observed], count: usize) -> Vec<ProbedSample> {
 }
 
 /// Converts an error of the engine into an error of the report.
-fn explained(error: &EngineError) -> ProbeError {
+fn probe_error(error: &EngineError) -> ProbeError {
     let code = match error {
         EngineError::Host(failure) => failure.code.as_str(),
         EngineError::ModelNotFinite { .. } => "model_not_finite",

@@ -14,13 +14,13 @@ mod clock;
 mod events;
 mod failure;
 mod fetch;
-mod held;
+mod claim_ref;
 mod host;
 mod job_models;
 mod journal;
 mod models;
 mod reports;
-mod saving;
+mod checkpoint_schedule;
 mod signals;
 #[cfg(test)]
 mod tests;
@@ -46,14 +46,14 @@ use crate::id::WorkerId;
 use crate::outgoing::OutgoingPolicy;
 use crate::protocol::{ClaimRequest, Finish, Outcome, PROTOCOL, Register, Registered};
 use crate::reward::client::{Pace, RewardClient};
-use client::{Client, ClientError, Held, persist};
+use client::{Client, ClientError, ClaimRef, with_retries};
 
 /// How long the server may hold a claim request, in milliseconds.
 const CLAIM_WAIT_MS: u64 = 20_000;
 /// Pause after a failed claim request.
 const CLAIM_RETRY: Duration = Duration::from_secs(1);
 /// Time limit for returning a job that this version cannot run.
-const GIVE_BACK_WITHIN: Duration = Duration::from_secs(5);
+const GIVE_BACK_TIMEOUT: Duration = Duration::from_secs(5);
 /// Exit code when the server is gone.
 const EXIT_ORPHAN: i32 = 3;
 /// Exit code after a panic of the engine, the same as for any panic.
@@ -126,11 +126,11 @@ pub fn run(args: WorkerArgs) -> LocalBoxFuture<'static, Result<ExitCode, WorkerE
 
 async fn run_worker(args: WorkerArgs) -> Result<ExitCode, WorkerError> {
     if args.child {
-        leave_with_server()?;
+        exit_with_server()?;
     }
-    end_on_panic();
+    exit_on_panic();
     let preempted = Arc::new(AtomicBool::new(false));
-    let leaving = leave_on_signal((!args.child).then(|| preempted.clone()))?;
+    let leaving = stop_on_signal((!args.child).then(|| preempted.clone()))?;
     let cache_dir = args.cache_dir.unwrap_or_else(|| default_cache_dir(args.scratch_dir.as_deref()));
     let cache_limit = args.cache_limit.filter(|bytes| *bytes > 0);
     let (scratch_dir, _scratch) = scratch_dir(args.scratch_dir)?;
@@ -181,8 +181,8 @@ impl Worker {
                     return Err(error);
                 }
                 Err(error @ ClientError::Claim { .. }) => {
-                    if let ClientError::Claim { held: Some(held), .. } = &error {
-                        self.give_back(**held).await;
+                    if let ClientError::Claim { claim_ref: Some(claim_ref), .. } = &error {
+                        self.give_back(**claim_ref).await;
                     }
                     return Err(error);
                 }
@@ -210,7 +210,7 @@ impl Worker {
             protocol: PROTOCOL,
         };
         let Registered { heartbeat_ms, lease_ms, protocol } =
-            persist(|| self.client.register(&register), ClientError::is_transient).await?;
+            with_retries(|| self.client.register(&register), ClientError::is_transient).await?;
         // A server that checks the protocol version has rejected the request itself.
         if protocol != PROTOCOL {
             return Err(ClientError::OtherProtocol(format!(
@@ -226,12 +226,12 @@ impl Worker {
     }
 
     /// Returns a job that this version cannot run to the queue, for another worker or for this one after an update.
-    async fn give_back(&self, held: Held) {
-        let finish = Finish { attempt: held.attempt, outcome: Outcome::Requeued };
-        let given = persist(|| self.client.finish(held, &finish), ClientError::is_transient);
+    async fn give_back(&self, claim_ref: ClaimRef) {
+        let finish = Finish { attempt: claim_ref.attempt, outcome: Outcome::Requeued };
+        let given = with_retries(|| self.client.finish(claim_ref, &finish), ClientError::is_transient);
         // If this fails, the claim expires and the attempt counts as failed.
-        if let Ok(Err(error)) = tokio::time::timeout(GIVE_BACK_WITHIN, given).await {
-            tracing::warn!(job = %held.job, error = with_causes(&error), "the job could not be given back");
+        if let Ok(Err(error)) = tokio::time::timeout(GIVE_BACK_TIMEOUT, given).await {
+            tracing::warn!(job = %claim_ref.job, error = with_causes(&error), "the job could not be given back");
         }
     }
 
@@ -251,7 +251,7 @@ impl Worker {
 
 /// Exits the process on a panic outside of the engine's threads, which report panics themselves. Otherwise a worker whose
 /// heartbeats or events have stopped would keep its job.
-fn end_on_panic() {
+fn exit_on_panic() {
     let report = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
         report(panic);
@@ -279,7 +279,7 @@ fn scratch_dir(given: Option<PathBuf>) -> Result<(PathBuf, Option<tempfile::Temp
 
 /// Cancels the returned token on SIGTERM or SIGINT. SIGTERM also sets `preempted`, which is `None` for a child, because the
 /// server sends the signal to it.
-fn leave_on_signal(preempted: Option<Arc<AtomicBool>>) -> Result<CancellationToken, WorkerError> {
+fn stop_on_signal(preempted: Option<Arc<AtomicBool>>) -> Result<CancellationToken, WorkerError> {
     let system = |source| WorkerError::System { doing: "listen for signals", source };
     let mut terminate = signal(SignalKind::terminate()).map_err(system)?;
     let mut interrupt = signal(SignalKind::interrupt()).map_err(system)?;
@@ -302,7 +302,7 @@ fn leave_on_signal(preempted: Option<Arc<AtomicBool>>) -> Result<CancellationTok
 
 /// Exits the process as soon as standard input closes: the server is gone, and with it the claim that
 /// permits this process to work.
-fn leave_with_server() -> Result<(), WorkerError> {
+fn exit_with_server() -> Result<(), WorkerError> {
     let watch = || {
         let mut stdin = std::io::stdin().lock();
         let mut byte = [0];

@@ -36,7 +36,7 @@ async fn what_cannot_be_trained_is_refused_with_what_would_work() {
         files.retain(|path, _| !names.iter().any(|name| path.contains(name)));
         files
     };
-    let quantised = |config: serde_json::Value| {
+    let quantization_problem = |config: serde_json::Value| {
         let mut files = model();
         files.insert("config.json".to_owned(), config.to_string().into_bytes());
         files
@@ -52,9 +52,9 @@ async fn what_cannot_be_trained_is_refused_with_what_would_work() {
         (without(&["config.json"]), "no config.json"),
         (adapter, "an adapter"),
         (gguf, "GGUF"),
-        (quantised(json!({"quantization_config": {"quant_method": "bitsandbytes"}})), "(bitsandbytes)"),
-        (quantised(json!({"quantization_config": {"quant_method": "fp8"}})), "(fp8)"),
-        (quantised(json!({"quantization": {"bits": 4, "group_size": 64}})), "MLX"),
+        (quantization_problem(json!({"quantization_config": {"quant_method": "bitsandbytes"}})), "(bitsandbytes)"),
+        (quantization_problem(json!({"quantization_config": {"quant_method": "fp8"}})), "(fp8)"),
+        (quantization_problem(json!({"quantization": {"bits": 4, "group_size": 64}})), "MLX"),
     ] {
         let running = start(files, Faults::default()).await;
         let error = running.client().plan_model(&tiny()).await.unwrap_err();

@@ -54,10 +54,10 @@ fn a_model_that_does_not_fit_says_which_limit_and_removes_nothing_in_use() {
     let used = lease(&cache, 'a');
     let Found::Missing(fetching) = cache.find(&key('b')).unwrap() else { panic!() };
     let error = fetching.prepare("org/b", 50).unwrap_err();
-    assert!(matches!(error, NoRoom::InUse { size_bytes: 50, limit_bytes: 100, used_bytes: 60 }), "{error:?}");
+    assert!(matches!(error, CacheFull::InUse { size_bytes: 50, limit_bytes: 100, used_bytes: 60 }), "{error:?}");
     assert!(error.advice().contains("--cache-limit"), "{error}");
     let error = fetching.prepare("org/b", 101).unwrap_err();
-    assert!(matches!(error, NoRoom::OverLimit { size_bytes: 101, limit_bytes: 100 }), "{error:?}");
+    assert!(matches!(error, CacheFull::OverLimit { size_bytes: 101, limit_bytes: 100 }), "{error:?}");
     let unlimited = ModelCache::open(dir.path(), None).unwrap();
     let Found::Missing(fetching) = unlimited.find(&key('c')).unwrap() else { panic!() };
     let error = fetching.prepare("org/c", u64::MAX / 2).unwrap_err();

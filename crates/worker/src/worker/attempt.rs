@@ -12,7 +12,7 @@ use tokio::runtime::Handle;
 use tokio::sync::{mpsc, oneshot};
 use tokio_util::task::AbortOnDropHandle;
 
-use super::client::{Client, ClientError, Held, OUTAGE, fetch, persist};
+use super::client::{Client, ClientError, ClaimRef, MAX_OUTAGE, fetch, with_retries};
 use super::clock;
 use super::events::Events;
 use super::failure;
@@ -20,7 +20,7 @@ use super::host::JobHost;
 use super::job_models::JobModels;
 use super::journal::Journal;
 use super::reports::Reports;
-use super::saving::Saving;
+use super::checkpoint_schedule::CheckpointSchedule;
 use super::signals::{Progress, StopSignal, drops_work};
 use super::{EXIT_DEVICE, EXIT_GRADING, EXIT_PANIC, TrainFn, Worker};
 use crate::causes::with_causes;
@@ -36,9 +36,9 @@ use crate::reward_model::LocalRewardModels;
 use crate::spec::{DatasetPlan, eval_secret_name};
 
 /// Minimum interval between two heartbeats.
-const SOONEST_BEAT: Duration = Duration::from_secs(1);
+const MIN_HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
 /// Time allowed for final reports when the server may be unreachable.
-const LAST_WORDS: Duration = Duration::from_secs(5);
+const FINAL_REPORT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Stack size of the engine's thread, because sorting the graph of a long sequence is recursive. Only pages
 /// that are touched use memory.
 const ENGINE_STACK_BYTES: usize = 512 * 1024 * 1024;
@@ -46,7 +46,7 @@ const ENGINE_STACK_BYTES: usize = 512 * 1024 * 1024;
 /// State shared by the parts of an attempt.
 pub(super) struct Attempt {
     pub(super) client: Client,
-    pub(super) held: Held,
+    pub(super) claim_ref: ClaimRef,
     stop: StopSignal,
     pub(super) progress: Progress,
     pub(super) events: Events,
@@ -63,34 +63,34 @@ struct Prepared {
 }
 
 /// Time limit for built-in rewards to stop after the job has ended.
-const GRADER_ENDS: Duration = Duration::from_secs(2);
-const GRADER_POLL: Duration = Duration::from_millis(50);
+const GRADER_EXIT_TIMEOUT: Duration = Duration::from_secs(2);
+const GRADER_POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Runs a claim to its end. When the worker shuts down, it stops after `leave_within`, even if the server does not accept the
 /// report. Returns the exit code if the process must not run another job.
 pub(super) async fn run(worker: &Worker, claim: Claim) -> Option<u8> {
     tokio::select! {
         code = run_and_report(worker, claim) => code,
-        () = leaving_for(worker, worker.leave_within) => {
+        () = leaving_since(worker, worker.leave_within) => {
             tracing::warn!("the outcome is not reported: the server does not answer, and this process exits");
             None
         }
     }
 }
 
-async fn leaving_for(worker: &Worker, time: Duration) {
+async fn leaving_since(worker: &Worker, time: Duration) {
     worker.leaving.cancelled().await;
     tokio::time::sleep(time).await;
 }
 
 async fn run_and_report(worker: &Worker, claim: Claim) -> Option<u8> {
-    let held = Held { job: claim.job, attempt: claim.attempt };
+    let claim_ref = ClaimRef { job: claim.job, attempt: claim.attempt };
     let stop = StopSignal::new();
     let done = claim.resume.as_ref().map_or(0, |resume| resume.step);
     let progress = Progress::new(done, claim.plan.total_steps());
-    let (events, delivery) = Events::start(worker.client.clone(), held, stop.clone());
-    let attempt = Attempt { client: worker.client.clone(), held, stop: stop.clone(), progress, events };
-    attempt.events.log(format!("attempt {} begins on {} ({})", held.attempt, worker.device, worker.id));
+    let (events, delivery) = Events::start(worker.client.clone(), claim_ref, stop.clone());
+    let attempt = Attempt { client: worker.client.clone(), claim_ref, stop: stop.clone(), progress, events };
+    attempt.events.log(format!("attempt {} begins on {} ({})", claim_ref.attempt, worker.device, worker.id));
 
     let leave = {
         let (leaving, stop) = (worker.leaving.clone(), stop.clone());
@@ -103,7 +103,7 @@ async fn run_and_report(worker: &Worker, claim: Claim) -> Option<u8> {
     let ended = tokio::select! {
         ended = attempt.work(worker, claim, &graders) => ended,
         // The rest of the time is reserved for the report.
-        () = leaving_for(worker, worker.leave_within.mul_f64(0.8)) => {
+        () = leaving_since(worker, worker.leave_within.mul_f64(0.8)) => {
             attempt.events.log("the engine did not stop in time: work since the last checkpoint is lost");
             Err(RunEnd::Stopped(StopReason::Shutdown))
         }
@@ -116,32 +116,32 @@ async fn run_and_report(worker: &Worker, claim: Claim) -> Option<u8> {
         Err(RunEnd::Stopped(StopReason::Shutdown)) if worker.preempted.load(Ordering::Relaxed) => Outcome::Preempted,
         Err(RunEnd::Stopped(StopReason::Shutdown)) => Outcome::Requeued,
         Err(RunEnd::Stopped(StopReason::LeaseLost)) => {
-            tracing::warn!(job = %held.job, attempt = held.attempt, "the claim is lost; this attempt is dropped");
-            return graders.settled().await;
+            tracing::warn!(job = %claim_ref.job, attempt = claim_ref.attempt, "the claim is lost; this attempt is dropped");
+            return graders.wait_until_idle().await;
         }
         Err(RunEnd::Panicked) => {
             attempt.events.log("the engine panicked; the worker restarts");
-            let _ = tokio::time::timeout(LAST_WORDS, attempt.events.flush()).await;
+            let _ = tokio::time::timeout(FINAL_REPORT_TIMEOUT, attempt.events.flush()).await;
             return Some(EXIT_PANIC);
         }
         Err(RunEnd::Failed(error @ EngineError::Device(_))) => {
             let why = error.to_string();
             // The supervisor keeps the last lines of standard error for its report about this process.
-            tracing::error!(job = %held.job, attempt = held.attempt, why, "the GPU failed; this process ends");
+            tracing::error!(job = %claim_ref.job, attempt = claim_ref.attempt, why, "the GPU failed; this process ends");
             attempt.events.log(format!("{why}; the worker restarts, and the job resumes from its last checkpoint"));
-            let _ = tokio::time::timeout(LAST_WORDS, attempt.events.flush()).await;
+            let _ = tokio::time::timeout(FINAL_REPORT_TIMEOUT, attempt.events.flush()).await;
             return Some(EXIT_DEVICE);
         }
         Err(RunEnd::Failed(error)) => Outcome::Failed { failure: failure::of_engine(error, attempt.progress.get()) },
     };
-    attempt.events.log(last_line(&outcome));
+    attempt.events.log(outcome_line(&outcome));
     // An error here comes from the delivery, which is checked next.
     let flushed = attempt.events.flush().await;
     let Attempt { client, progress, events, .. } = attempt;
     drop(events);
     let outcome = match (flushed, delivery.await) {
         (Ok(()), _) => outcome,
-        (Err(_), Ok(Err(ClientError::LeaseLost))) => return graders.settled().await,
+        (Err(_), Ok(Err(ClientError::LeaseLost))) => return graders.wait_until_idle().await,
         (Err(_), ended) => {
             let error = match &ended {
                 Ok(Ok(())) => "the delivery ended".to_owned(),
@@ -152,14 +152,14 @@ async fn run_and_report(worker: &Worker, claim: Claim) -> Option<u8> {
             Outcome::Failed { failure: failure::events_refused(progress.get()) }
         }
     };
-    let finish = Finish { attempt: held.attempt, outcome };
-    match persist(|| client.finish(held, &finish), ClientError::is_transient).await {
-        Ok(()) => tracing::info!(job = %held.job, "the attempt has ended"),
+    let finish = Finish { attempt: claim_ref.attempt, outcome };
+    match with_retries(|| client.finish(claim_ref, &finish), ClientError::is_transient).await {
+        Ok(()) => tracing::info!(job = %claim_ref.job, "the attempt has ended"),
         Err(error) => {
-            tracing::warn!(job = %held.job, error = with_causes(&error), "the end of the attempt could not be reported")
+            tracing::warn!(job = %claim_ref.job, error = with_causes(&error), "the end of the attempt could not be reported")
         }
     }
-    graders.settled().await
+    graders.wait_until_idle().await
 }
 
 /// The rewards of an attempt. Their computing threads may outlive the attempt.
@@ -168,14 +168,14 @@ struct Graders(std::sync::OnceLock<Vec<Arc<Rewards>>>);
 
 impl Graders {
     /// Waits for the computing threads after the job has ended. Returns the exit code of the process if they do not stop.
-    async fn settled(&self) -> Option<u8> {
+    async fn wait_until_idle(&self) -> Option<u8> {
         let grading = || self.0.get().is_some_and(|rewards| rewards.iter().any(|rewards| rewards.is_grading()));
         let ended = async {
             while grading() {
-                tokio::time::sleep(GRADER_POLL).await;
+                tokio::time::sleep(GRADER_POLL_INTERVAL).await;
             }
         };
-        match tokio::time::timeout(GRADER_ENDS, ended).await {
+        match tokio::time::timeout(GRADER_EXIT_TIMEOUT, ended).await {
             Ok(()) => None,
             Err(_) => {
                 tracing::error!("a built-in reward of the last job still computes; this process ends");
@@ -185,7 +185,7 @@ impl Graders {
     }
 }
 
-fn last_line(outcome: &Outcome) -> String {
+fn outcome_line(outcome: &Outcome) -> String {
     match outcome {
         Outcome::Succeeded => "succeeded".to_owned(),
         Outcome::Failed { failure } => format!("failed: {}: {}", failure.code, failure.message),
@@ -199,9 +199,9 @@ fn last_line(outcome: &Outcome) -> String {
 
 impl Attempt {
     async fn work(&self, worker: &Worker, mut claim: Claim, graders: &Graders) -> Result<(), RunEnd> {
-        let saving = Saving::new(clock::now(), claim.plan.checkpoints.every_seconds, claim.checkpoint_soon);
+        let checkpoint_schedule = CheckpointSchedule::new(clock::now(), claim.plan.checkpoints.every_seconds, claim.checkpoint_soon);
         let position = || self.progress.get();
-        let journal = Journal::start(self.client.clone(), self.held, self.stop.clone(), claim.callbacks.clone());
+        let journal = Journal::start(self.client.clone(), self.claim_ref, self.stop.clone(), claim.callbacks.clone());
         let reward_models = Arc::new(LocalRewardModels::new(&worker.device, claim.reward_models.clone(), &claim.plan));
         let rewards = Arc::new(self.build_rewards(worker, &claim, &journal, reward_models.clone())?);
         // The first caller gets the receiver.
@@ -209,16 +209,16 @@ impl Attempt {
         let eval_rewards = build_eval_rewards(&claim, &rewards)?.map(Arc::new);
         // The cell is set only here, so this cannot fail.
         let _ = graders.0.set(std::iter::once(&rewards).chain(&eval_rewards).cloned().collect());
-        let reports = Reports::start(self.client.clone(), self.held, rewards.clone(), eval_rewards.clone());
-        let beats = beat(
+        let reports = Reports::start(self.client.clone(), self.claim_ref, rewards.clone(), eval_rewards.clone());
+        let heartbeats = heartbeat_loop(
             self.client.clone(),
-            self.held,
+            self.claim_ref,
             self.stop.clone(),
             self.progress.clone(),
             rewards.clone(),
             worker.heartbeat(),
         );
-        let _beats = AbortOnDropHandle::new(tokio::spawn(beats));
+        let _heartbeats = AbortOnDropHandle::new(tokio::spawn(heartbeats));
 
         let scratch = tempfile::Builder::new()
             .prefix("attempt-")
@@ -243,14 +243,14 @@ impl Attempt {
         let host = JobHost {
             runtime: Handle::current(),
             client: self.client.clone(),
-            held: self.held,
+            claim_ref: self.claim_ref,
             stop: self.stop.clone(),
             progress: self.progress.clone(),
             events: self.events.clone(),
             rewards,
             notices,
             journal: journal.clone(),
-            saving,
+            checkpoint_schedule,
             eval_rewards,
             begun: Default::default(),
             reward_metrics: Default::default(),
@@ -268,10 +268,10 @@ impl Attempt {
         // The engine's thread has ended, so nothing uses the directory anymore.
         drop(scratch);
         // Answers that arrived during the stop are recorded, so that they are not requested again.
-        let _ = tokio::time::timeout(LAST_WORDS, journal.flush()).await;
-        let _ = tokio::time::timeout(LAST_WORDS, reports.last()).await;
+        let _ = tokio::time::timeout(FINAL_REPORT_TIMEOUT, journal.flush()).await;
+        let _ = tokio::time::timeout(FINAL_REPORT_TIMEOUT, reports.send_final()).await;
         match ended {
-            Err(RunEnd::Failed(error)) => Err(self.end_by(error)),
+            Err(RunEnd::Failed(error)) => Err(self.run_end(error)),
             ended => ended,
         }
     }
@@ -302,7 +302,7 @@ impl Attempt {
     }
 
     /// Converts an error of the engine into the end of the attempt.
-    fn end_by(&self, error: EngineError) -> RunEnd {
+    fn run_end(&self, error: EngineError) -> RunEnd {
         tracing::warn!(error = with_causes(&error), "the engine ended with an error");
         match (error, self.stop.get()) {
             (error @ EngineError::Host(_), _) => RunEnd::Failed(error),
@@ -322,7 +322,7 @@ impl Attempt {
         journal: &Journal,
         scratch: &Path,
     ) -> Result<Prepared, Failure> {
-        let (rollouts, answers) = self.fetched(journal.recall(&self.client, self.held).await)?;
+        let (rollouts, answers) = self.check_transfer(journal.read_previous(&self.client, self.claim_ref).await)?;
         if rollouts + answers > 0 {
             self.events.log(format!(
                 "the journal contains {rollouts} rollouts and {answers} reward answers since then; they are not repeated"
@@ -354,7 +354,7 @@ impl Attempt {
     async fn fetch_rows(&self, dataset: &DatasetPlan, scratch: &Path) -> Result<Vec<PromptRow>, Failure> {
         // Each dataset has its own file name, because the download resumes an existing file.
         let path = scratch.join(format!("{}.ndjson", dataset.id));
-        self.fetched(fetch(|| self.client.dataset(self.held, dataset.id, &dataset.sha256, &path)).await)?;
+        self.check_transfer(fetch(|| self.client.dataset(self.claim_ref, dataset.id, &dataset.sha256, &path)).await)?;
         let read = tokio::task::spawn_blocking(move || read_rows(&path)).await;
         match read {
             Ok(Ok(rows)) => Ok(rows),
@@ -365,9 +365,9 @@ impl Attempt {
 
     /// Converts a failed transfer into a failure. If the claim is lost or the server is gone, it also raises the
     /// stop, which ends the preparation.
-    pub(super) fn fetched<T>(&self, result: Result<T, ClientError>) -> Result<T, Failure> {
+    pub(super) fn check_transfer<T>(&self, result: Result<T, ClientError>) -> Result<T, Failure> {
         result.map_err(|error| {
-            let is_answered = self.progress.hears_server();
+            let is_answered = self.progress.is_server_reachable();
             if matches!(error, ClientError::LeaseLost) || (error.is_transient() && !is_answered) {
                 self.stop.raise(StopReason::LeaseLost);
             }
@@ -442,9 +442,9 @@ impl EngineRun {
 }
 
 /// Sends heartbeats in all phases: reports the progress, and receives the user's cancel and pause requests.
-async fn beat(
+async fn heartbeat_loop(
     client: Client,
-    held: Held,
+    claim_ref: ClaimRef,
     stop: StopSignal,
     progress: Progress,
     rewards: Arc<Rewards>,
@@ -452,13 +452,13 @@ async fn beat(
 ) {
     let mut answered = clock::now();
     // The first heartbeats follow each other closely, to report where a short attempt was and how much memory it used.
-    let mut early = SOONEST_BEAT;
+    let mut early_interval = MIN_HEARTBEAT_INTERVAL;
     let mut waits = rewards.waiting_changes();
     loop {
         let position = progress.get();
         let waiting = *waits.borrow_and_update() > 0;
-        let beat = Heartbeat {
-            attempt: held.attempt,
+        let heartbeat = Heartbeat {
+            attempt: claim_ref.attempt,
             phase: position.phase,
             status_reason: match waiting {
                 true => Some("waiting_for_reward".to_owned()),
@@ -468,17 +468,17 @@ async fn beat(
             eta_s: position.eta_s(),
             memory_bytes: process_memory_bytes(),
         };
-        let pause = match client.heartbeat(held, &beat).await {
+        let pause = match client.heartbeat(claim_ref, &heartbeat).await {
             Ok(reply) => {
                 answered = clock::now();
-                progress.heard();
+                progress.record_answer();
                 if let Some(requested) = reply.requested {
                     stop.request(requested);
                 }
-                early = early.saturating_mul(2);
-                every.min(early / 2)
+                early_interval = early_interval.saturating_mul(2);
+                every.min(early_interval / 2)
             }
-            Err(error) if error.is_transient() && clock::now() - answered < OUTAGE => {
+            Err(error) if error.is_transient() && clock::now() - answered < MAX_OUTAGE => {
                 tracing::warn!(error = with_causes(&error), "a heartbeat was not answered");
                 every.min(Duration::from_secs(1))
             }
@@ -488,9 +488,9 @@ async fn beat(
             }
         };
         // A change of the waiting state is reported soon, without waiting for the next heartbeat.
-        tokio::time::sleep(pause.min(SOONEST_BEAT)).await;
+        tokio::time::sleep(pause.min(MIN_HEARTBEAT_INTERVAL)).await;
         let changed = waits.wait_for(|number| (*number > 0) != waiting);
-        let _ = tokio::time::timeout(pause.saturating_sub(SOONEST_BEAT), changed).await;
+        let _ = tokio::time::timeout(pause.saturating_sub(MIN_HEARTBEAT_INTERVAL), changed).await;
     }
 }
 

@@ -7,80 +7,80 @@ use std::sync::{Arc, OnceLock};
 use tokio::sync::watch;
 use tokio_util::task::AbortOnDropHandle;
 
-use super::client::{Client, ClientError, Held, persist};
+use super::client::{Client, ClientError, ClaimRef, with_retries};
 use super::signals::StopSignal;
 use crate::callback::Chunk;
 use crate::causes::with_causes;
 use crate::engine::host::StopReason;
-use crate::protocol::News;
+use crate::protocol::CallbackUpdate;
 use crate::reward::journal::JournalClosed;
 
 /// Receives the callback results of one attempt. Cheap to clone.
 #[derive(Clone)]
-pub(super) struct Mailbox(Arc<Inner>);
+pub(super) struct CallbackInbox(Arc<Inner>);
 
 struct Inner {
     client: Client,
-    held: Held,
+    claim_ref: ClaimRef,
     stop: StopSignal,
-    letters: watch::Sender<Letters>,
-    fetching: OnceLock<AbortOnDropHandle<()>>,
+    entries: watch::Sender<Entries>,
+    fetch_task: OnceLock<AbortOnDropHandle<()>>,
 }
 
 #[derive(Default)]
-struct Letters {
+struct Entries {
     by_request: HashMap<String, Chunk>,
     /// Whether the server delivers no more results.
     ended: bool,
 }
 
-impl Mailbox {
-    pub(super) fn new(client: Client, held: Held, stop: StopSignal) -> Self {
-        Self(Arc::new(Inner { client, held, stop, letters: watch::Sender::default(), fetching: OnceLock::new() }))
+impl CallbackInbox {
+    pub(super) fn new(client: Client, claim_ref: ClaimRef, stop: StopSignal) -> Self {
+        Self(Arc::new(Inner { client, claim_ref, stop, entries: watch::Sender::default(), fetch_task: OnceLock::new() }))
     }
 
     /// Waits for results of a request beyond the first `seen` ones.
     pub(super) async fn arrived(&self, id: &str, seen: usize) -> Result<Chunk, JournalClosed> {
         let inner = &self.0;
-        inner.fetching.get_or_init(|| {
-            let (client, held, stop) = (inner.client.clone(), inner.held, inner.stop.clone());
-            AbortOnDropHandle::new(tokio::spawn(fetch(client, held, stop, inner.letters.clone())))
+        inner.fetch_task.get_or_init(|| {
+            let (client, claim_ref, stop) = (inner.client.clone(), inner.claim_ref, inner.stop.clone());
+            AbortOnDropHandle::new(tokio::spawn(fetch(client, claim_ref, stop, inner.entries.clone())))
         });
-        let news = |chunk: &Chunk| chunk.entries.len() > seen || chunk.done;
-        let mut letters = inner.letters.subscribe();
-        let letters = letters
-            .wait_for(|letters| letters.ended || letters.by_request.get(id).is_some_and(news))
+        let has_new = |chunk: &Chunk| chunk.entries.len() > seen || chunk.done;
+        let mut entries = inner.entries.subscribe();
+        let entries = entries
+            .wait_for(|entries| entries.ended || entries.by_request.get(id).is_some_and(has_new))
             .await
             .map_err(|_| JournalClosed)?;
-        let chunk = letters.by_request.get(id).filter(|chunk| news(chunk)).ok_or(JournalClosed)?;
+        let chunk = entries.by_request.get(id).filter(|chunk| has_new(chunk)).ok_or(JournalClosed)?;
         Ok(Chunk { entries: chunk.entries.iter().skip(seen).cloned().collect(), done: chunk.done })
     }
 
     /// Removes the results of a request that is complete.
     pub(super) fn forget(&self, id: &str) {
-        self.0.letters.send_if_modified(|letters| {
-            letters.by_request.remove(id);
+        self.0.entries.send_if_modified(|entries| {
+            entries.by_request.remove(id);
             false
         });
     }
 }
 
-async fn fetch(client: Client, held: Held, stop: StopSignal, letters: watch::Sender<Letters>) {
+async fn fetch(client: Client, claim_ref: ClaimRef, stop: StopSignal, entries: watch::Sender<Entries>) {
     let mut after = 0;
     loop {
-        match persist(|| client.callbacks(held, after), ClientError::is_transient).await {
+        match with_retries(|| client.callbacks(claim_ref, after), ClientError::is_transient).await {
             Ok(page) => {
                 after = page.next;
-                letters.send_if_modified(|letters| {
-                    let some = !page.news.is_empty();
-                    for News { request, entry } in page.news {
-                        let chunk = letters.by_request.entry(request).or_default();
+                entries.send_if_modified(|entries| {
+                    let is_changed = !page.updates.is_empty();
+                    for CallbackUpdate { request, entry } in page.updates {
+                        let chunk = entries.by_request.entry(request).or_default();
                         match entry {
                             Some(entry) => chunk.entries.push(entry),
                             None => chunk.done = true,
                         }
                     }
-                    some
+                    is_changed
                 });
             }
             Err(error) => {
@@ -88,7 +88,7 @@ async fn fetch(client: Client, held: Held, stop: StopSignal, letters: watch::Sen
                 if matches!(error, ClientError::LeaseLost) || error.is_transient() {
                     stop.raise(StopReason::LeaseLost);
                 }
-                letters.send_modify(|letters| letters.ended = true);
+                entries.send_modify(|entries| entries.ended = true);
                 return;
             }
         }

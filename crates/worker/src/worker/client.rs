@@ -13,7 +13,7 @@ use tokio::sync::watch;
 
 pub use super::client_error::ClientError;
 use super::clock;
-pub use super::held::Held;
+pub use super::claim_ref::ClaimRef;
 use super::transfer::{
     Download, TransferLimits, bytes_body, file_body, http_client, read_body, send_body, send_within,
 };
@@ -21,31 +21,31 @@ use crate::causes::with_causes;
 use crate::failpoint::fail_point;
 use crate::id::DatasetId;
 use crate::protocol::{
-    CallbackNews, Claim, ClaimRequest, DamagedFile, EventBatch, FileEntry, FileList, Finish, Heartbeat, HeartbeatReply,
+    CallbackUpdates, Claim, ClaimRequest, DamagedFile, EventBatch, FileEntry, FileList, Finish, Heartbeat, HeartbeatReply,
     Inspection, JournalBatch, JournalPage, ModelFiles, Publish, Published, Register, Registered, RewardReports,
     read_claim,
 };
 
 /// How long a worker continues without an answer from the server.
-pub(super) const OUTAGE: Duration = Duration::from_secs(15 * 60);
+pub(super) const MAX_OUTAGE: Duration = Duration::from_secs(15 * 60);
 /// Time limit for a call with a small body.
-const CALL: Duration = Duration::from_secs(30);
+const CALL_TIMEOUT: Duration = Duration::from_secs(30);
 /// Time limit for a heartbeat, short enough for several within a lease.
-const BEAT: Duration = Duration::from_secs(8);
+const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(8);
 /// Time limit for the head of an answer that the server may hold until it has something to send.
-const HELD_CALL: Duration = Duration::from_secs(60);
+const LONG_POLL_TIMEOUT: Duration = Duration::from_secs(60);
 /// Maximum number of attempts at a download that arrives with a wrong hash.
-pub(super) const DAMAGED_TRIES: u32 = 3;
+pub(super) const MAX_DAMAGED_ATTEMPTS: u32 = 3;
 /// First pause before a retry; it doubles with each retry.
 pub(super) const FIRST_DELAY: Duration = Duration::from_millis(200);
 /// Longest pause before a retry.
-pub(super) const LONGEST_DELAY: Duration = Duration::from_secs(5);
+pub(super) const MAX_DELAY: Duration = Duration::from_secs(5);
 
-/// Retries a call while `another` accepts its error, for up to [`OUTAGE`] after the first failure. The time starts at the
+/// Retries a call while `is_retryable` accepts its error, for up to [`MAX_OUTAGE`] after the first failure. The time starts at the
 /// failure, so that a long transfer that fails near its end is retried too.
-pub(super) async fn persist<T, F>(
+pub(super) async fn with_retries<T, F>(
     mut call: impl FnMut() -> F,
-    another: impl Fn(&ClientError) -> bool,
+    is_retryable: impl Fn(&ClientError) -> bool,
 ) -> Result<T, ClientError>
 where
     F: Future<Output = Result<T, ClientError>>,
@@ -54,23 +54,23 @@ where
     let mut delay = FIRST_DELAY;
     loop {
         match call().await {
-            Err(error) if another(&error) && clock::now() - *failing_since.get_or_insert_with(clock::now) < OUTAGE => {
+            Err(error) if is_retryable(&error) && clock::now() - *failing_since.get_or_insert_with(clock::now) < MAX_OUTAGE => {
                 tracing::debug!(error = with_causes(&error), "trying again");
                 tokio::time::sleep(delay).await;
-                delay = (delay * 2).min(LONGEST_DELAY);
+                delay = (delay * 2).min(MAX_DELAY);
             }
             other => return other,
         }
     }
 }
 
-/// Retry rule of [`persist`] for calls that write to the server's disk. A full disk is not retried, so
+/// Retry rule of [`with_retries`] for calls that write to the server's disk. A full disk is not retried, so
 /// that the job pauses instead.
-pub(super) fn full_at_once(error: &ClientError) -> bool {
+pub(super) fn unless_disk_full(error: &ClientError) -> bool {
     error.is_transient() && !matches!(error, ClientError::StorageFull { .. })
 }
 
-/// Retries a download like [`persist`], and a few times if its hash is wrong, since the source itself may be damaged.
+/// Retries a download like [`with_retries`], and a few times if its hash is wrong, since the source itself may be damaged.
 pub(super) async fn fetch<F>(mut call: impl FnMut() -> F) -> Result<(), ClientError>
 where
     F: Future<Output = Result<(), ClientError>>,
@@ -78,8 +78,8 @@ where
     let mut tries = 0;
     loop {
         tries += 1;
-        match persist(&mut call, ClientError::is_transient).await {
-            Err(ClientError::Damaged { name }) if tries < DAMAGED_TRIES => {
+        match with_retries(&mut call, ClientError::is_transient).await {
+            Err(ClientError::Damaged { name }) if tries < MAX_DAMAGED_ATTEMPTS => {
                 tracing::warn!(name, "the hash is wrong; downloading again");
             }
             other => return other,
@@ -121,13 +121,13 @@ impl Client {
     }
 
     pub(super) async fn register(&self, register: &Register) -> Result<Registered, ClientError> {
-        let request = self.request(Method::POST, &["register"], None).timeout(CALL).json(register);
-        self.json(answer("register", send_within(CALL, request)).await?).await
+        let request = self.request(Method::POST, &["register"], None).timeout(CALL_TIMEOUT).json(register);
+        self.json(answer("register", send_within(CALL_TIMEOUT, request)).await?).await
     }
 
     /// Requests a job; `None` means that there is none.
     pub(super) async fn claim(&self, request: &ClaimRequest) -> Result<Option<Claim>, ClientError> {
-        let limit = CALL + Duration::from_millis(request.wait_ms);
+        let limit = CALL_TIMEOUT + Duration::from_millis(request.wait_ms);
         let request = self.request(Method::POST, &["claim"], None).timeout(limit).json(request);
         let response = answer("claim", send_within(limit, request)).await?;
         if response.status() == StatusCode::NO_CONTENT {
@@ -136,71 +136,71 @@ impl Client {
         let sent: Value = self.json(response).await?;
         read_claim(&sent)
             .map(Some)
-            .map_err(|source| ClientError::Claim { held: Held::named_in(&sent).map(Box::new), source })
+            .map_err(|source| ClientError::Claim { claim_ref: ClaimRef::named_in(&sent).map(Box::new), source })
     }
 
-    pub(super) async fn heartbeat(&self, held: Held, beat: &Heartbeat) -> Result<HeartbeatReply, ClientError> {
-        let request = self.on_job(Method::POST, held, &["heartbeat"]).timeout(BEAT).json(beat);
-        let reply: HeartbeatReply = self.json(answer("heartbeat", send_within(BEAT, request)).await?).await?;
+    pub(super) async fn heartbeat(&self, claim_ref: ClaimRef, heartbeat: &Heartbeat) -> Result<HeartbeatReply, ClientError> {
+        let request = self.on_job(Method::POST, claim_ref, &["heartbeat"]).timeout(HEARTBEAT_TIMEOUT).json(heartbeat);
+        let reply: HeartbeatReply = self.json(answer("heartbeat", send_within(HEARTBEAT_TIMEOUT, request)).await?).await?;
         let now = reply.received_bytes;
         self.received.send_if_modified(|received| std::mem::replace(received, now) != now);
         Ok(reply)
     }
 
-    pub(super) async fn events(&self, held: Held, batch: &EventBatch) -> Result<(), ClientError> {
-        self.send_json("events", self.on_job(Method::POST, held, &["events"]), batch).await.map(drop)
+    pub(super) async fn events(&self, claim_ref: ClaimRef, batch: &EventBatch) -> Result<(), ClientError> {
+        self.send_json("events", self.on_job(Method::POST, claim_ref, &["events"]), batch).await.map(drop)
     }
 
-    pub(super) async fn journal(&self, held: Held, after: i64) -> Result<JournalPage, ClientError> {
-        let request = self.fenced(Method::GET, held, &["journal", &after.to_string()]);
-        self.json(answer("journal_read", send_within(HELD_CALL, request)).await?).await
+    pub(super) async fn journal(&self, claim_ref: ClaimRef, after: i64) -> Result<JournalPage, ClientError> {
+        let request = self.fenced(Method::GET, claim_ref, &["journal", &after.to_string()]);
+        self.json(answer("journal_read", send_within(LONG_POLL_TIMEOUT, request)).await?).await
     }
 
-    pub(super) async fn journal_append(&self, held: Held, batch: &JournalBatch) -> Result<(), ClientError> {
-        self.send_json("journal", self.on_job(Method::POST, held, &["journal"]), batch).await.map(drop)
+    pub(super) async fn journal_append(&self, claim_ref: ClaimRef, batch: &JournalBatch) -> Result<(), ClientError> {
+        self.send_json("journal", self.on_job(Method::POST, claim_ref, &["journal"]), batch).await.map(drop)
     }
 
-    pub(super) async fn rewards(&self, held: Held, reports: &RewardReports) -> Result<(), ClientError> {
-        let request = self.on_job(Method::POST, held, &["rewards"]).timeout(CALL).json(reports);
-        answer("rewards", send_within(CALL, request)).await.map(drop)
+    pub(super) async fn rewards(&self, claim_ref: ClaimRef, reports: &RewardReports) -> Result<(), ClientError> {
+        let request = self.on_job(Method::POST, claim_ref, &["rewards"]).timeout(CALL_TIMEOUT).json(reports);
+        answer("rewards", send_within(CALL_TIMEOUT, request)).await.map(drop)
     }
 
     /// Fetches callback results after the cursor `after`. The server holds the call while there are none.
-    pub(super) async fn callbacks(&self, held: Held, after: i64) -> Result<CallbackNews, ClientError> {
-        let request = self.fenced(Method::GET, held, &["callbacks", &after.to_string()]);
-        self.json(answer("callbacks", send_within(HELD_CALL, request)).await?).await
+    pub(super) async fn callbacks(&self, claim_ref: ClaimRef, after: i64) -> Result<CallbackUpdates, ClientError> {
+        let request = self.fenced(Method::GET, claim_ref, &["callbacks", &after.to_string()]);
+        self.json(answer("callbacks", send_within(LONG_POLL_TIMEOUT, request)).await?).await
     }
 
-    pub(super) async fn finish(&self, held: Held, finish: &Finish) -> Result<(), ClientError> {
-        let request = self.on_job(Method::POST, held, &["finish"]).timeout(CALL).json(finish);
-        answer("finish", send_within(CALL, request)).await.map(drop)
+    pub(super) async fn finish(&self, claim_ref: ClaimRef, finish: &Finish) -> Result<(), ClientError> {
+        let request = self.on_job(Method::POST, claim_ref, &["finish"]).timeout(CALL_TIMEOUT).json(finish);
+        answer("finish", send_within(CALL_TIMEOUT, request)).await.map(drop)
     }
 
-    pub(super) async fn publish(&self, held: Held, step: u64, publish: &Publish) -> Result<Published, ClientError> {
-        let request = self.on_job(Method::POST, held, &["checkpoints", &step.to_string()]).json(publish);
+    pub(super) async fn publish(&self, claim_ref: ClaimRef, step: u64, publish: &Publish) -> Result<Published, ClientError> {
+        let request = self.on_job(Method::POST, claim_ref, &["checkpoints", &step.to_string()]).json(publish);
         // The server moves and syncs the files before it answers; an older server also reads all of them.
         let limit = self.limits.answer(publish.files.iter().map(|file| file.size_bytes).sum());
         self.json(answer("publish", send_within(limit, request)).await?).await
     }
 
     /// Uploads one file of a checkpoint.
-    pub(super) async fn upload(&self, held: Held, step: u64, dir: &Path, file: &FileEntry) -> Result<(), ClientError> {
+    pub(super) async fn upload(&self, claim_ref: ClaimRef, step: u64, dir: &Path, file: &FileEntry) -> Result<(), ClientError> {
         let body = file_body(&dir.join(&file.name), file.size_bytes).await?;
         let request = self
-            .fenced(Method::PUT, held, &["checkpoints", &step.to_string(), &file.name])
+            .fenced(Method::PUT, claim_ref, &["checkpoints", &step.to_string(), &file.name])
             .header(reqwest::header::CONTENT_TYPE, "application/octet-stream");
         answer("upload", send_body(request, body, self.limits, self.received.subscribe())).await.map(drop)
     }
 
-    pub(super) async fn dataset(&self, held: Held, id: DatasetId, sha256: &str, to: &Path) -> Result<(), ClientError> {
-        let request = self.fenced(Method::GET, held, &["datasets", &id.to_string()]);
+    pub(super) async fn dataset(&self, claim_ref: ClaimRef, id: DatasetId, sha256: &str, to: &Path) -> Result<(), ClientError> {
+        let request = self.fenced(Method::GET, claim_ref, &["datasets", &id.to_string()]);
         self.download(request, Download { name: "the dataset", sha256, to, received: None }).await
     }
 
     /// Downloads a file of the checkpoint to resume from, or of the warm start.
     pub(super) async fn checkpoint_file(
         &self,
-        held: Held,
+        claim_ref: ClaimRef,
         list: FileList,
         file: &FileEntry,
         to: &Path,
@@ -209,26 +209,26 @@ impl Client {
             FileList::Resume => "resume",
             FileList::Initial => "initial",
         };
-        let request = self.fenced(Method::GET, held, &[route, &file.name]);
+        let request = self.fenced(Method::GET, claim_ref, &[route, &file.name]);
         self.download(request, Download { name: &file.name, sha256: &file.sha256.to_string(), to, received: None })
             .await
     }
 
     /// Lists the files of one of the job's models. The server holds the call while it hashes them.
-    pub(super) async fn model_files(&self, held: Held, model: &str) -> Result<ModelFiles, ClientError> {
-        let request = self.fenced(Method::GET, held, &["models", model]);
-        self.json(answer("models", send_within(HELD_CALL, request)).await?).await
+    pub(super) async fn model_files(&self, claim_ref: ClaimRef, model: &str) -> Result<ModelFiles, ClientError> {
+        let request = self.fenced(Method::GET, claim_ref, &["models", model]);
+        self.json(answer("models", send_within(LONG_POLL_TIMEOUT, request)).await?).await
     }
 
     /// Downloads a file of one of the job's models.
-    pub(super) async fn model_file(&self, held: Held, model: &str, download: Download<'_>) -> Result<(), ClientError> {
-        self.download(self.fenced(Method::GET, held, &["models", model, download.name]), download).await
+    pub(super) async fn model_file(&self, claim_ref: ClaimRef, model: &str, download: Download<'_>) -> Result<(), ClientError> {
+        self.download(self.fenced(Method::GET, claim_ref, &["models", model, download.name]), download).await
     }
 
     /// Asks the server to verify a file that arrives with a wrong hash. The server holds the call while it reads the file.
-    pub(super) async fn inspect(&self, held: Held, file: &DamagedFile) -> Result<Inspection, ClientError> {
-        let request = self.on_job(Method::POST, held, &["damaged"]).json(file);
-        self.json(answer("damaged", send_within(HELD_CALL, request)).await?).await
+    pub(super) async fn inspect(&self, claim_ref: ClaimRef, file: &DamagedFile) -> Result<Inspection, ClientError> {
+        let request = self.on_job(Method::POST, claim_ref, &["damaged"]).json(file);
+        self.json(answer("damaged", send_within(LONG_POLL_TIMEOUT, request)).await?).await
     }
 
     /// Downloads a file, or the missing rest of it.
@@ -271,13 +271,13 @@ impl Client {
     }
 
     /// Builds a call whose body contains the attempt.
-    fn on_job(&self, method: Method, held: Held, rest: &[&str]) -> RequestBuilder {
-        self.request(method, &[&["jobs", &held.job.to_string()], rest].concat(), None)
+    fn on_job(&self, method: Method, claim_ref: ClaimRef, rest: &[&str]) -> RequestBuilder {
+        self.request(method, &[&["jobs", &claim_ref.job.to_string()], rest].concat(), None)
     }
 
     /// Builds a call whose URL contains the attempt.
-    fn fenced(&self, method: Method, held: Held, rest: &[&str]) -> RequestBuilder {
-        self.request(method, &[&["jobs", &held.job.to_string()], rest].concat(), Some(held.attempt))
+    fn fenced(&self, method: Method, claim_ref: ClaimRef, rest: &[&str]) -> RequestBuilder {
+        self.request(method, &[&["jobs", &claim_ref.job.to_string()], rest].concat(), Some(claim_ref.attempt))
     }
 
     fn request(&self, method: Method, path: &[&str], attempt: Option<u64>) -> RequestBuilder {
@@ -315,7 +315,7 @@ async fn answer(
     if status.is_success() {
         return Ok(response);
     }
-    let body = read_body(response, CALL).await.unwrap_or_default();
+    let body = read_body(response, CALL_TIMEOUT).await.unwrap_or_default();
     let Problem { code, detail } = serde_json::from_slice(&body)
         .unwrap_or_else(|_| Problem { code: String::new(), detail: "no reason given".to_owned() });
     Err(match (status.as_u16(), code.as_str()) {

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::held::Held;
+use super::claim_ref::ClaimRef;
 use crate::protocol::ClaimError;
 
 /// Reason why a call of the worker protocol failed.
@@ -55,7 +55,7 @@ pub enum ClientError {
     #[error("cannot parse the job; update this worker to the server's version")]
     Claim {
         /// The claim, if its job and attempt can be parsed.
-        held: Option<Box<Held>>,
+        claim_ref: Option<Box<ClaimRef>>,
         /// The part that cannot be parsed.
         #[source]
         source: ClaimError,

@@ -5,14 +5,14 @@ use std::time::Duration;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::Instant;
 
-use super::client::{Client, ClientError, Held, persist};
+use super::client::{Client, ClientError, ClaimRef, with_retries};
 use super::signals::StopSignal;
 use crate::engine::host::StopReason;
 use crate::event::{Event, Sample};
 use crate::protocol::EventBatch;
 
 /// How long an event may wait for other events to share its batch.
-const LINGER: Duration = Duration::from_millis(250);
+const BATCH_DELAY: Duration = Duration::from_millis(250);
 /// Maximum number of events and log lines in a batch.
 const MAX_EVENTS: usize = 1000;
 /// Approximate maximum size of a batch in bytes.
@@ -36,9 +36,9 @@ pub(super) struct Undelivered;
 impl Events {
     /// Starts the delivery for one attempt. The task ends when every `Events` is dropped and everything is sent, or with the
     /// error that prevents delivery. A lost claim and a long outage also raise the stop.
-    pub(super) fn start(client: Client, held: Held, stop: StopSignal) -> (Self, Delivery) {
+    pub(super) fn start(client: Client, claim_ref: ClaimRef, stop: StopSignal) -> (Self, Delivery) {
         let (sender, receiver) = mpsc::unbounded_channel();
-        (Self(sender), tokio::spawn(deliver(receiver, client, held, stop)))
+        (Self(sender), tokio::spawn(deliver(receiver, client, claim_ref, stop)))
     }
 
     /// Sends an event. Samples are split into pieces of bounded size.
@@ -83,16 +83,16 @@ pub(super) type Delivery = tokio::task::JoinHandle<Result<(), ClientError>>;
 async fn deliver(
     mut receiver: mpsc::UnboundedReceiver<Message>,
     client: Client,
-    held: Held,
+    claim_ref: ClaimRef,
     stop: StopSignal,
 ) -> Result<(), ClientError> {
     let mut number = 0;
     while let Some((content, flushes)) = collect(&mut receiver).await {
         if !content.events.is_empty() || !content.log.is_empty() {
             let Content { events, log, .. } = content;
-            let batch = EventBatch { attempt: held.attempt, batch: number, events, log };
+            let batch = EventBatch { attempt: claim_ref.attempt, batch: number, events, log };
             let sent = tokio::select! {
-                sent = persist(|| client.events(held, &batch), ClientError::is_transient) => sent,
+                sent = with_retries(|| client.events(claim_ref, &batch), ClientError::is_transient) => sent,
                 _ = stop.wait_for(|stop| *stop == StopReason::LeaseLost) => Err(ClientError::LeaseLost),
             };
             if let Err(error) = sent {
@@ -124,11 +124,11 @@ impl Content {
     }
 }
 
-/// Collects messages for up to [`LINGER`] after the first one, or until the batch is full. A flush ends the collection.
+/// Collects messages for up to [`BATCH_DELAY`] after the first one, or until the batch is full. A flush ends the collection.
 async fn collect(receiver: &mut mpsc::UnboundedReceiver<Message>) -> Option<(Content, Vec<oneshot::Sender<()>>)> {
     let mut content = Content::default();
     let mut message = receiver.recv().await?;
-    let deadline = Instant::now() + LINGER;
+    let deadline = Instant::now() + BATCH_DELAY;
     loop {
         match message {
             Message::Event(event) => {

@@ -5,7 +5,7 @@ use super::signals::Position;
 use crate::causes::with_causes;
 use crate::engine::error::{EngineError, FailureClass as EngineClass};
 use crate::job::{Failure, FailureClass};
-use crate::model_cache::NoRoom;
+use crate::model_cache::CacheFull;
 
 fn failure(class: FailureClass, code: &str, message: String, position: Position, suggestion: Option<&str>) -> Failure {
     Failure {
@@ -103,7 +103,7 @@ pub(super) fn of_client(error: &ClientError, position: Position) -> Failure {
     failure(FailureClass::Infra, code, with_causes(error), position, Some("see the worker's log, then retry the job"))
 }
 
-/// Failure for a transfer that failed for [`OUTAGE`](super::client::OUTAGE), although the server answers other calls.
+/// Failure for a transfer that failed for [`MAX_OUTAGE`](super::client::OUTAGE), although the server answers other calls.
 pub(super) fn transfer_failed(error: &ClientError, position: Position) -> Failure {
     let message = format!(
         "a transfer between worker and server failed for 15 minutes, while the server answers other calls: {}",
@@ -155,7 +155,7 @@ pub(super) fn model_not_sent(id: &str, detail: &str, position: Position) -> Fail
 }
 
 /// Failure for a model that does not fit into the worker's cache.
-pub(super) fn no_room_for_model(id: &str, error: &NoRoom, position: Position) -> Failure {
+pub(super) fn model_cache_full(id: &str, error: &CacheFull, position: Position) -> Failure {
     let message = format!("the model '{id}' cannot be downloaded: {}", with_causes(error));
     failure(FailureClass::Infra, "model_cache_full", message, position, Some(error.advice()))
 }

@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 
 use super::attempt::Attempt;
-use super::client::{ClientError, DAMAGED_TRIES, FIRST_DELAY, LONGEST_DELAY, OUTAGE, full_at_once, persist};
+use super::client::{ClientError, MAX_DAMAGED_ATTEMPTS, FIRST_DELAY, MAX_DELAY, MAX_OUTAGE, unless_disk_full, with_retries};
 use super::{clock, failure};
 use crate::causes::with_causes;
 use crate::job::Failure;
@@ -41,7 +41,7 @@ impl Attempt {
                     // is removed after the attempt.
                     let _ = tokio::fs::remove_dir_all(&dir).await;
                     *resume = older.filter(|older| older.step < step);
-                    self.progress.go_back_to(resume.as_ref().map_or(0, |older| older.step));
+                    self.progress.reset_to(resume.as_ref().map_or(0, |older| older.step));
                 }
             }
         }
@@ -76,8 +76,8 @@ impl Attempt {
                 code: "file_name".to_owned(),
                 detail: error.to_string(),
             });
-            self.fetched(named)?;
-            match self.fetched(self.fetch_file(list, point.step, file, &dir.join(&file.name)).await)? {
+            self.check_transfer(named)?;
+            match self.check_transfer(self.fetch_file(list, point.step, file, &dir.join(&file.name)).await)? {
                 Fetched::Whole(()) => {}
                 Fetched::Damaged { file, older } => return Ok(Fetched::Damaged { file, older }),
             }
@@ -85,7 +85,7 @@ impl Attempt {
         Ok(Fetched::Whole(dir))
     }
 
-    /// Downloads one file with retries: for up to [`OUTAGE`] without an answer, and a few times if its hash is wrong although
+    /// Downloads one file with retries: for up to [`MAX_OUTAGE`] without an answer, and a few times if its hash is wrong although
     /// the server finds the file intact.
     async fn fetch_file(
         &self,
@@ -94,11 +94,11 @@ impl Attempt {
         file: &FileEntry,
         to: &Path,
     ) -> Result<Fetched<()>, ClientError> {
-        let report = DamagedFile { attempt: self.held.attempt, list, step, file: file.name.clone() };
-        let (mut damaged, mut broken_off) = (0, 0_u32);
+        let report = DamagedFile { attempt: self.claim_ref.attempt, list, step, file: file.name.clone() };
+        let (mut damaged, mut interrupted) = (0, 0_u32);
         let (mut failing_since, mut delay) = (None, FIRST_DELAY);
         loop {
-            let Err(error) = self.client.checkpoint_file(self.held, list, file, to).await else {
+            let Err(error) = self.client.checkpoint_file(self.claim_ref, list, file, to).await else {
                 return Ok(Fetched::Whole(()));
             };
             let since = *failing_since.get_or_insert_with(clock::now);
@@ -110,31 +110,31 @@ impl Attempt {
                 }
                 // Either the server's disk or the network may have interrupted the transfer. Reading a large file is expensive
                 // for the server, so it is asked rarely.
-                error if is_broken_off(error) => {
-                    broken_off += 1;
-                    broken_off >= 2 && broken_off.is_power_of_two()
+                error if is_interrupted(error) => {
+                    interrupted += 1;
+                    interrupted >= 2 && interrupted.is_power_of_two()
                 }
                 transient if transient.is_transient() => false,
                 _ => return Err(error),
             };
-            if clock::now() - since >= OUTAGE {
+            if clock::now() - since >= MAX_OUTAGE {
                 return Err(error);
             }
-            if is_suspect && let Some(older) = self.inspected(&report).await? {
+            if is_suspect && let Some(older) = self.verify_on_server(&report).await? {
                 return Ok(Fetched::Damaged { file: report.file, older });
             }
-            if damaged >= DAMAGED_TRIES {
+            if damaged >= MAX_DAMAGED_ATTEMPTS {
                 return Err(error);
             }
             tokio::time::sleep(delay).await;
-            delay = (delay * 2).min(LONGEST_DELAY);
+            delay = (delay * 2).min(MAX_DELAY);
         }
     }
 
     /// Asks the server to verify a file. Returns `None` if the file is intact, else the checkpoint to resume from instead.
-    async fn inspected(&self, report: &DamagedFile) -> Result<Option<Option<ResumePoint>>, ClientError> {
+    async fn verify_on_server(&self, report: &DamagedFile) -> Result<Option<Option<ResumePoint>>, ClientError> {
         loop {
-            match persist(|| self.client.inspect(self.held, report), full_at_once).await {
+            match with_retries(|| self.client.inspect(self.claim_ref, report), unless_disk_full).await {
                 Ok(Inspection { verdict: Verdict::Checking, .. }) => {}
                 Ok(Inspection { verdict: Verdict::Whole, .. }) => return Ok(None),
                 Ok(Inspection { verdict: Verdict::Damaged, resume }) => return Ok(Some(resume)),
@@ -147,7 +147,7 @@ impl Attempt {
 }
 
 /// Returns whether a reachable server failed to send the whole file. A connection error counts as no answer.
-fn is_broken_off(error: &ClientError) -> bool {
+fn is_interrupted(error: &ClientError) -> bool {
     match error {
         ClientError::Interrupted(_) | ClientError::Unavailable(500) => true,
         ClientError::Unreachable(cause) => !cause.is_connect(),

@@ -8,12 +8,12 @@ use tokio::runtime::Handle;
 use tokio::sync::mpsc;
 use tokio_util::task::AbortOnDropHandle;
 
-use super::client::{Client, ClientError, Held, full_at_once, persist};
+use super::client::{Client, ClientError, ClaimRef, unless_disk_full, with_retries};
 use super::clock;
 use super::events::Events;
 use super::failure;
 use super::journal::Journal;
-use super::saving::Saving;
+use super::checkpoint_schedule::CheckpointSchedule;
 use super::signals::{Progress, StopSignal, drops_work};
 use crate::causes::with_causes;
 use crate::engine::host::{Host, RunEnd, SavedCheckpoint, Score, ScoreRequest, StopReason};
@@ -23,13 +23,13 @@ use crate::reward::{JobContext, RewardFailure, Rewards, Scored};
 use crate::sample::{RolloutId, SampledGroup};
 
 /// Maximum number of uploads of a checkpoint before the server's rejection is final.
-const PUBLISH_TRIES: u32 = 5;
+const MAX_PUBLISH_ATTEMPTS: u32 = 5;
 
 /// Implements [`Host`] for one attempt. Its methods run on the engine's thread and block on the runtime's tasks.
 pub(super) struct JobHost {
     pub(super) runtime: Handle,
     pub(super) client: Client,
-    pub(super) held: Held,
+    pub(super) claim_ref: ClaimRef,
     pub(super) stop: StopSignal,
     pub(super) progress: Progress,
     pub(super) events: Events,
@@ -37,7 +37,7 @@ pub(super) struct JobHost {
     /// Warnings that rewards send while they are computed.
     pub(super) notices: mpsc::UnboundedReceiver<Event>,
     pub(super) journal: Journal,
-    pub(super) saving: Saving,
+    pub(super) checkpoint_schedule: CheckpointSchedule,
     /// Rewards of the evaluation, if it has its own.
     pub(super) eval_rewards: Option<Arc<Rewards>>,
     /// Scoring tasks that run while the engine does other work; they are cancelled when the host is dropped.
@@ -53,14 +53,14 @@ impl JobHost {
         RunEnd::Stopped(stop)
     }
 
-    fn refuse(&mut self, error: &ClientError) -> RunEnd {
+    fn run_end_of(&mut self, error: &ClientError) -> RunEnd {
         match error {
             ClientError::StorageFull { detail } => {
                 self.events.log(format!("the server's storage is full: {detail}"));
                 self.stop_with(StopReason::Pause { reason: Some("disk_full".to_owned()) })
             }
             ClientError::LeaseLost => self.stop_with(StopReason::LeaseLost),
-            transient if transient.is_transient() && self.progress.hears_server() => {
+            transient if transient.is_transient() && self.progress.is_server_reachable() => {
                 failure::transfer_failed(transient, self.progress.get()).into()
             }
             transient if transient.is_transient() => self.stop_with(StopReason::LeaseLost),
@@ -94,7 +94,7 @@ impl JobHost {
         let journal = self.journal.clone();
         match (self.stop.get(), journal.failure()) {
             (Some(stop), _) => RunEnd::Stopped(stop),
-            (None, Some(error)) => self.refuse(error),
+            (None, Some(error)) => self.run_end_of(error),
             (None, None) => self.stop_with(StopReason::LeaseLost),
         }
     }
@@ -104,7 +104,7 @@ impl JobHost {
         loop {
             match self.publish_once(checkpoint).await {
                 // A server that restarted has removed the uploaded files.
-                Err(error @ ClientError::Refused { status: 422, .. }) if tries < PUBLISH_TRIES => {
+                Err(error @ ClientError::Refused { status: 422, .. }) if tries < MAX_PUBLISH_ATTEMPTS => {
                     tracing::warn!(
                         step = checkpoint.step,
                         error = with_causes(&error),
@@ -119,21 +119,21 @@ impl JobHost {
 
     async fn publish_once(&self, checkpoint: &SavedCheckpoint<'_>) -> Result<(), ClientError> {
         for file in checkpoint.files {
-            persist(|| self.client.upload(self.held, checkpoint.step, checkpoint.dir, file), full_at_once).await?;
+            with_retries(|| self.client.upload(self.claim_ref, checkpoint.step, checkpoint.dir, file), unless_disk_full).await?;
         }
         let publish = Publish {
-            attempt: self.held.attempt,
+            attempt: self.claim_ref.attempt,
             files: checkpoint.files.to_vec(),
             metrics: checkpoint.metrics.clone(),
-            temporary: self.saving.is_temporary(),
+            temporary: self.checkpoint_schedule.is_temporary(),
         };
-        persist(|| self.client.publish(self.held, checkpoint.step, &publish), full_at_once).await.map(drop)
+        with_retries(|| self.client.publish(self.claim_ref, checkpoint.step, &publish), unless_disk_full).await.map(drop)
     }
 }
 
 impl Host for JobHost {
     fn score(&mut self, request: &ScoreRequest<'_>) -> Result<Vec<Score>, RunEnd> {
-        let (job, rewards) = self.asking(request.id);
+        let (job, rewards) = self.scoring_context(request.id);
         let begun = self.begun.remove(&request.id);
         let runtime = self.runtime.clone();
         let scored = runtime.block_on(async {
@@ -169,12 +169,12 @@ impl Host for JobHost {
         for warning in scored.warnings {
             self.send(warning)?;
         }
-        self.reward_metrics[slot(request.id.phase)].extend(scored.metrics);
+        self.reward_metrics[phase_index(request.id.phase)].extend(scored.metrics);
         Ok(scored.scores)
     }
 
     fn begin_score(&mut self, request: &ScoreRequest<'_>) -> Result<(), RunEnd> {
-        let (job, rewards) = self.asking(request.id);
+        let (job, rewards) = self.scoring_context(request.id);
         let samples = request.samples.to_vec();
         let task = self.runtime.spawn(async move { rewards.score(&job, &samples).await });
         self.begun.insert(request.id, AbortOnDropHandle::new(task));
@@ -189,10 +189,10 @@ impl Host for JobHost {
                     SamplePhase::Train => "",
                     SamplePhase::Eval => "eval_",
                 };
-                let rewards = std::mem::take(&mut self.reward_metrics[slot(*kind)]);
+                let rewards = std::mem::take(&mut self.reward_metrics[phase_index(*kind)]);
                 metrics.extend(rewards.into_iter().map(|(name, value)| (format!("{prefix}{name}"), value)));
                 if *kind == SamplePhase::Train {
-                    self.progress.reach(*step);
+                    self.progress.complete_step(*step);
                 }
                 self.events.log(step_line(*step, *kind, metrics));
             }
@@ -231,12 +231,12 @@ impl Host for JobHost {
         });
         match published {
             Ok(Some(Ok(()))) => {
-                self.journal.covered(checkpoint.step);
-                self.saving.published(clock::now());
+                self.journal.drop_covered(checkpoint.step);
+                self.checkpoint_schedule.published(clock::now());
                 self.events.log(format!("checkpoint of step {} published", checkpoint.step));
                 Ok(())
             }
-            Ok(Some(Err(error))) => Err(self.refuse(&error)),
+            Ok(Some(Err(error))) => Err(self.run_end_of(&error)),
             Ok(None) => Err(self.undelivered()),
             Err(stop) => Err(RunEnd::Stopped(stop)),
         }
@@ -259,18 +259,18 @@ impl Host for JobHost {
     }
 
     fn wants_checkpoint(&self) -> bool {
-        self.saving.is_due(clock::now(), self.journal.is_large())
+        self.checkpoint_schedule.is_due(clock::now(), self.journal.is_large())
     }
 }
 
 impl JobHost {
     /// Returns the context of a request and the rewards to call.
-    fn asking(&self, id: RolloutId) -> (JobContext, Arc<Rewards>) {
+    fn scoring_context(&self, id: RolloutId) -> (JobContext, Arc<Rewards>) {
         let rewards = match id.phase {
             SamplePhase::Train => &self.rewards,
             SamplePhase::Eval => self.eval_rewards.as_ref().unwrap_or(&self.rewards),
         };
-        (JobContext { job: self.held.job, rollout: id, probe: false }, rewards.clone())
+        (JobContext { job: self.claim_ref.job, rollout: id, probe: false }, rewards.clone())
     }
 
     fn on_reward_failure(&mut self, failure: &RewardFailure, step: u64) -> RunEnd {
@@ -292,7 +292,7 @@ impl JobHost {
     }
 }
 
-fn slot(phase: SamplePhase) -> usize {
+fn phase_index(phase: SamplePhase) -> usize {
     match phase {
         SamplePhase::Train => 0,
         SamplePhase::Eval => 1,

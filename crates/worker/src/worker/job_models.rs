@@ -7,18 +7,18 @@ use crate::model_cache::Lease;
 
 /// The directory of a verified model.
 #[derive(Debug)]
-pub(super) enum Place {
+pub(super) enum ModelLocation {
     /// At the server's path.
     InPlace(PathBuf),
     /// In the cache. The lease prevents its removal.
     Cached(Lease),
 }
 
-impl Place {
+impl ModelLocation {
     fn dir(&self) -> &Path {
         match self {
-            Place::InPlace(dir) => dir,
-            Place::Cached(lease) => lease.dir(),
+            ModelLocation::InPlace(dir) => dir,
+            ModelLocation::Cached(lease) => lease.dir(),
         }
     }
 }
@@ -26,13 +26,13 @@ impl Place {
 /// The models of one attempt.
 #[derive(Debug)]
 pub(super) struct JobModels {
-    base: Place,
+    base: ModelLocation,
     /// Verified reward models, by id.
-    rewards: BTreeMap<String, Place>,
+    rewards: BTreeMap<String, ModelLocation>,
 }
 
 impl JobModels {
-    pub(super) fn new(base: Place, rewards: BTreeMap<String, Place>) -> Self {
+    pub(super) fn new(base: ModelLocation, rewards: BTreeMap<String, ModelLocation>) -> Self {
         Self { base, rewards }
     }
 
@@ -43,6 +43,6 @@ impl JobModels {
 
     /// Returns the directories of the reward models.
     pub(super) fn reward_dirs(&self) -> BTreeMap<String, PathBuf> {
-        self.rewards.iter().map(|(id, place)| (id.clone(), place.dir().to_owned())).collect()
+        self.rewards.iter().map(|(id, location)| (id.clone(), location.dir().to_owned())).collect()
     }
 }

@@ -8,8 +8,8 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use futures::future::{BoxFuture, FutureExt};
 use tokio::sync::{mpsc, oneshot};
 
-use super::callbacks::Mailbox;
-use super::client::{Client, ClientError, Held, full_at_once, persist};
+use super::callbacks::CallbackInbox;
+use super::client::{Client, ClientError, ClaimRef, unless_disk_full, with_retries};
 use super::signals::StopSignal;
 use crate::callback::{CallbackTerms, Chunk};
 use crate::causes::with_causes;
@@ -31,18 +31,18 @@ type Message = (Option<JournalEntry>, oneshot::Sender<()>);
 #[derive(Clone)]
 pub(super) struct Journal {
     sender: mpsc::UnboundedSender<Message>,
-    known: Arc<Mutex<Known>>,
+    known: Arc<Mutex<PreviousEntries>>,
     /// Approximate bytes in the journal since the last checkpoint.
-    kept: Arc<AtomicU64>,
+    retained: Arc<AtomicU64>,
     failed: Arc<OnceLock<ClientError>>,
     /// Receives the callback results of services.
-    mailbox: Mailbox,
+    inbox: CallbackInbox,
     terms: Arc<Option<CallbackTerms>>,
 }
 
 /// Entries of previous attempts since the checkpoint that this attempt resumes from.
 #[derive(Default)]
-struct Known {
+struct PreviousEntries {
     rollouts: HashMap<RolloutId, Vec<SampledGroup>>,
     requests: HashMap<String, (RolloutId, JournaledRequest)>,
 }
@@ -50,24 +50,24 @@ struct Known {
 impl Journal {
     /// Starts the delivery for one attempt. It ends when every `Journal` is dropped, or with an error, which
     /// also raises the corresponding stop.
-    pub(super) fn start(client: Client, held: Held, stop: StopSignal, terms: Option<CallbackTerms>) -> Self {
+    pub(super) fn start(client: Client, claim_ref: ClaimRef, stop: StopSignal, terms: Option<CallbackTerms>) -> Self {
         let (sender, receiver) = mpsc::unbounded_channel();
         let failed = Arc::new(OnceLock::new());
-        let mailbox = Mailbox::new(client.clone(), held, stop.clone());
-        tokio::spawn(deliver(receiver, client, held, stop, failed.clone()));
-        Self { sender, known: Arc::default(), kept: Arc::default(), failed, mailbox, terms: Arc::new(terms) }
+        let inbox = CallbackInbox::new(client.clone(), claim_ref, stop.clone());
+        tokio::spawn(deliver(receiver, client, claim_ref, stop, failed.clone()));
+        Self { sender, known: Arc::default(), retained: Arc::default(), failed, inbox, terms: Arc::new(terms) }
     }
 
     /// Reads the entries of previous attempts. Returns the number of rollouts and of answers.
-    pub(super) async fn recall(&self, client: &Client, held: Held) -> Result<(usize, usize), ClientError> {
+    pub(super) async fn read_previous(&self, client: &Client, claim_ref: ClaimRef) -> Result<(usize, usize), ClientError> {
         let mut after = Some(0);
         let mut answers = 0;
         while let Some(from) = after {
-            let page = persist(|| client.journal(held, from), ClientError::is_transient).await?;
+            let page = with_retries(|| client.journal(claim_ref, from), ClientError::is_transient).await?;
             after = page.next;
             let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
             for entry in page.entries {
-                self.kept.fetch_add(kept_bytes(&entry), Ordering::Relaxed);
+                self.retained.fetch_add(retained_bytes(&entry), Ordering::Relaxed);
                 match entry {
                     JournalEntry::Rollout { rollout, groups } => {
                         known.rollouts.insert(rollout, groups);
@@ -99,17 +99,17 @@ impl Journal {
     }
 
     /// Removes the entries that a checkpoint of this step covers, as the server has done.
-    pub(super) fn covered(&self, step: u64) {
+    pub(super) fn drop_covered(&self, step: u64) {
         let open = |id: &RolloutId| id.step > step || (id.step == step && id.phase == SamplePhase::Eval);
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         known.rollouts.retain(|id, _| open(id));
         known.requests.retain(|_, (id, _)| open(id));
-        self.kept.store(0, Ordering::Relaxed);
+        self.retained.store(0, Ordering::Relaxed);
     }
 
     /// Returns whether the journal is so large that a checkpoint should be written.
     pub(super) fn is_large(&self) -> bool {
-        self.kept.load(Ordering::Relaxed) >= CHECKPOINT_BYTES
+        self.retained.load(Ordering::Relaxed) >= CHECKPOINT_BYTES
     }
 
     /// Returns the error that ended the journal.
@@ -123,7 +123,7 @@ impl Journal {
     }
 
     fn push(&self, entry: Option<JournalEntry>) -> oneshot::Receiver<()> {
-        self.kept.fetch_add(entry.as_ref().map_or(0, kept_bytes), Ordering::Relaxed);
+        self.retained.fetch_add(entry.as_ref().map_or(0, retained_bytes), Ordering::Relaxed);
         let (done, receiver) = oneshot::channel();
         // If the journal has ended, `done` is dropped, which notifies the receiver.
         let _ = self.sender.send((entry, done));
@@ -139,7 +139,7 @@ impl crate::reward::journal::Journal for Journal {
 
     fn append(&self, entry: JournalEntry) -> BoxFuture<'_, Result<(), JournalClosed>> {
         if let JournalEntry::Answer { id, .. } = &entry {
-            self.mailbox.forget(id);
+            self.inbox.forget(id);
         }
         let done = self.push(Some(entry));
         async move { done.await.map_err(|_| JournalClosed) }.boxed()
@@ -150,14 +150,14 @@ impl crate::reward::journal::Journal for Journal {
     }
 
     fn arrived<'a>(&'a self, id: &'a str, seen: usize) -> BoxFuture<'a, Result<Chunk, JournalClosed>> {
-        self.mailbox.arrived(id, seen).boxed()
+        self.inbox.arrived(id, seen).boxed()
     }
 }
 
 async fn deliver(
     mut receiver: mpsc::UnboundedReceiver<Message>,
     client: Client,
-    held: Held,
+    claim_ref: ClaimRef,
     stop: StopSignal,
     failed: Arc<OnceLock<ClientError>>,
 ) {
@@ -171,10 +171,10 @@ async fn deliver(
             entries.extend(entry);
             done.push(waiting);
         }
-        let batch = JournalBatch { attempt: held.attempt, entries };
+        let batch = JournalBatch { attempt: claim_ref.attempt, entries };
         let sent = tokio::select! {
             () = std::future::ready(()), if batch.entries.is_empty() => Ok(()),
-            sent = persist(|| client.journal_append(held, &batch), full_at_once) => sent,
+            sent = with_retries(|| client.journal_append(claim_ref, &batch), unless_disk_full) => sent,
             _ = stop.wait_for(|stop| *stop == StopReason::LeaseLost) => Err(ClientError::LeaseLost),
         };
         if let Err(error) = sent {
@@ -203,12 +203,12 @@ async fn deliver(
 fn sent_bytes(entry: &JournalEntry) -> usize {
     match entry {
         JournalEntry::Request { body, .. } => 512 + body.len(),
-        other => 512 + kept_bytes(other) as usize,
+        other => 512 + retained_bytes(other) as usize,
     }
 }
 
 /// Estimates the bytes of an entry that remain until the next checkpoint. The body of a request is removed when it is answered.
-fn kept_bytes(entry: &JournalEntry) -> u64 {
+fn retained_bytes(entry: &JournalEntry) -> u64 {
     let bytes = match entry {
         JournalEntry::Rollout { groups, .. } => {
             groups.iter().flat_map(|group| &group.completions).map(|completion| completion.segments.json_bytes()).sum()

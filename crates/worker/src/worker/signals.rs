@@ -10,7 +10,7 @@ use crate::event::Phase;
 use crate::job::Requested;
 
 /// A server that answered a heartbeat within this time counts as reachable.
-const RECENTLY: Duration = Duration::from_secs(60);
+const REACHABLE_WITHIN: Duration = Duration::from_secs(60);
 
 /// The reason to stop, once there is one. Cheap to clone.
 #[derive(Debug, Clone)]
@@ -89,7 +89,7 @@ pub(super) struct Position {
     /// First step that this attempt completed, and the time of its completion.
     since: Option<(u64, Instant)>,
     /// Time of the server's last answer to a heartbeat.
-    heard: Option<Instant>,
+    last_answer: Option<Instant>,
     /// Whether a model is being downloaded.
     pub(super) is_fetching_model: bool,
 }
@@ -102,7 +102,7 @@ impl Progress {
             step,
             total,
             since: None,
-            heard: None,
+            last_answer: None,
             is_fetching_model: false,
         })))
     }
@@ -121,22 +121,22 @@ impl Progress {
     }
 
     /// Sets the step of an older checkpoint that the run resumes from.
-    pub(super) fn go_back_to(&self, step: u64) {
+    pub(super) fn reset_to(&self, step: u64) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).step = step;
     }
 
     /// Records an answer to a heartbeat.
-    pub(super) fn heard(&self) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).heard = Some(Instant::now());
+    pub(super) fn record_answer(&self) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).last_answer = Some(Instant::now());
     }
 
     /// Returns whether the server answers heartbeats.
-    pub(super) fn hears_server(&self) -> bool {
-        self.get().heard.is_some_and(|heard| heard.elapsed() < RECENTLY)
+    pub(super) fn is_server_reachable(&self) -> bool {
+        self.get().last_answer.is_some_and(|last_answer| last_answer.elapsed() < REACHABLE_WITHIN)
     }
 
     /// Records a completed step.
-    pub(super) fn reach(&self, step: u64) {
+    pub(super) fn complete_step(&self, step: u64) {
         let mut position = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         position.step = step;
         position.since.get_or_insert((step, Instant::now()));
@@ -188,11 +188,11 @@ mod tests {
     fn the_eta_needs_two_steps_and_ends_at_zero() {
         let progress = Progress::new(4, 10);
         assert_eq!(progress.get().eta_s(), None);
-        progress.reach(5);
+        progress.complete_step(5);
         assert_eq!(progress.get().eta_s(), None);
-        progress.reach(6);
+        progress.complete_step(6);
         assert!(progress.get().eta_s().is_some_and(|eta| eta >= 0.0));
-        progress.reach(10);
+        progress.complete_step(10);
         assert_eq!(progress.get().eta_s(), Some(0.0));
     }
 }

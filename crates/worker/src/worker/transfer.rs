@@ -30,7 +30,7 @@ use crate::digest::Sha256Digest;
 use crate::protocol::TRANSFER_STALL;
 
 /// Time limit for opening a connection.
-const CONNECT: Duration = Duration::from_secs(5);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Bytes read from a file at a time.
 const READ_BYTES: usize = 256 * 1024;
 /// Bytes written to a file at a time.
@@ -66,7 +66,7 @@ impl TransferLimits {
 
 /// Returns a client builder without limits on transfers.
 pub(super) fn http_client() -> ClientBuilder {
-    let builder = reqwest::Client::builder().connect_timeout(CONNECT);
+    let builder = reqwest::Client::builder().connect_timeout(CONNECT_TIMEOUT);
     #[cfg(target_os = "linux")]
     let builder = builder.tcp_user_timeout(None);
     builder

@@ -108,9 +108,9 @@ async fn a_peer_that_takes_90_s_to_answer_is_waited_for() {
     })
     .await;
     let client = worker::client::Client::new(&format!("http://{address}"), "the-token", true).unwrap();
-    let held = worker::client::Held { job: JobId::new(), attempt: 1 };
+    let claim_ref = worker::client::ClaimRef { job: JobId::new(), attempt: 1 };
     let publish = Publish { attempt: 1, files: Vec::new(), metrics: Metrics::new(), temporary: false };
-    client.with_limits(limits()).publish(held, 5, &publish).await.unwrap();
+    client.with_limits(limits()).publish(claim_ref, 5, &publish).await.unwrap();
 }
 
 #[tokio::test]

@@ -14,7 +14,7 @@ use crate::reward::JobContext;
 use crate::sample::{RewardSample, RolloutPart, Score};
 
 /// One recorded run of the training loop.
-pub(super) struct Look<'p> {
+pub(super) struct ProbeRun<'p> {
     pub(super) probe: &'p Probe,
     pub(super) prompts_per_step: usize,
     pub(super) steps: usize,
@@ -38,7 +38,7 @@ pub(super) struct Look<'p> {
     pub(super) error: Option<ProbeError>,
 }
 
-impl<'p> Look<'p> {
+impl<'p> ProbeRun<'p> {
     pub(super) fn new(probe: &'p Probe, prompts_per_step: usize, steps: usize) -> Self {
         Self {
             probe,
@@ -61,7 +61,7 @@ impl<'p> Look<'p> {
         }
     }
 
-    pub(super) fn is_whole(&self) -> bool {
+    pub(super) fn is_complete(&self) -> bool {
         self.trained_steps == self.steps
     }
 
@@ -93,7 +93,7 @@ impl<'p> Look<'p> {
     }
 
     /// Replaces the index among the chosen rows, which the run uses, by the index in the dataset.
-    pub(super) fn numbered(&self, sample: &RewardSample) -> RewardSample {
+    pub(super) fn with_dataset_index(&self, sample: &RewardSample) -> RewardSample {
         let row = sample.prompt_id.strip_prefix("row_").and_then(|row| row.parse::<usize>().ok());
         let number = row.and_then(|row| self.probe.numbers.get(row)).copied().unwrap_or_default();
         let source = self.probe.plan.dataset.source_of(number).map(str::to_owned);
@@ -124,7 +124,7 @@ impl<'p> Look<'p> {
         }
     }
 
-    pub(super) fn time(&mut self, metrics: &Metrics) {
+    pub(super) fn add_times(&mut self, metrics: &Metrics) {
         let seconds = |name: &str| metrics.get(name).copied().flatten().unwrap_or(0.0);
         self.reference_s += seconds("step_time/reference");
         self.train_s += seconds("step_time/train");
@@ -133,10 +133,10 @@ impl<'p> Look<'p> {
     }
 }
 
-impl Host for Look<'_> {
+impl Host for ProbeRun<'_> {
     fn score(&mut self, request: &ScoreRequest<'_>) -> Result<Vec<Score>, RunEnd> {
         let asked = Instant::now();
-        let samples: Vec<RewardSample> = request.samples.iter().map(|sample| self.numbered(sample)).collect();
+        let samples: Vec<RewardSample> = request.samples.iter().map(|sample| self.with_dataset_index(sample)).collect();
         let generate_s = self.rollout_began.map_or(0.0, |began| asked.duration_since(began).as_secs_f64());
         let job = JobContext { job: JobId::new(), rollout: request.id, probe: true };
         // The minimum gives built-in rewards time to answer after the deadline.
@@ -150,7 +150,7 @@ impl Host for Look<'_> {
             Ok(Err(failure)) => return Err(failure.to_failure(request.id.step).into()),
             Err(_) => {
                 let rewards = "a reward did not answer within the time limit of the preflight";
-                return Err(unanswered(rewards).into());
+                return Err(reward_timeout(rewards).into());
             }
         };
         self.rollout_began = Some(Instant::now());
@@ -184,7 +184,7 @@ impl Host for Look<'_> {
             }
             // A preflight saves nothing, so the run ends here.
             Event::Phase { phase: Phase::Checkpoint, .. } => return Err(RunEnd::Stopped(StopReason::Cancel)),
-            Event::Step { metrics, .. } => self.time(&metrics),
+            Event::Step { metrics, .. } => self.add_times(&metrics),
             Event::Phase { .. }
             | Event::Samples { .. }
             | Event::Warning { .. }
@@ -207,7 +207,7 @@ impl Host for Look<'_> {
     }
 }
 
-fn unanswered(message: &str) -> Failure {
+fn reward_timeout(message: &str) -> Failure {
     Failure {
         class: crate::job::FailureClass::Reward,
         code: "reward_timeout".to_owned(),

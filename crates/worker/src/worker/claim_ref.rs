@@ -6,14 +6,14 @@ use crate::id::JobId;
 
 /// The job and the attempt that identify a claim.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Held {
+pub struct ClaimRef {
     /// Id of the job.
     pub(super) job: JobId,
     /// Number of the attempt, which acts as a fencing token.
     pub(super) attempt: u64,
 }
 
-impl Held {
+impl ClaimRef {
     pub(super) fn named_in(claim: &Value) -> Option<Self> {
         Some(Self { job: claim.get("job")?.as_str()?.parse().ok()?, attempt: claim.get("attempt")?.as_u64()? })
     }

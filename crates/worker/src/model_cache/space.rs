@@ -6,9 +6,9 @@ use std::io;
 use super::{CacheEntry, ModelCache};
 use crate::size::format_size;
 
-/// Reason why a model does not fit into the cache. [`NoRoom::advice`] says what to do.
+/// Reason why a model does not fit into the cache. [`CacheFull::advice`] says what to do.
 #[derive(Debug, thiserror::Error)]
-pub enum NoRoom {
+pub enum CacheFull {
     /// The model alone exceeds the limit.
     #[error("the model's size is {}, but the worker's cache is limited to {}", format_size(*.size_bytes), format_size(*.limit_bytes))]
     OverLimit {
@@ -46,22 +46,22 @@ pub enum NoRoom {
     Io(#[from] io::Error),
 }
 
-impl NoRoom {
+impl CacheFull {
     /// Returns advice for the operator.
     pub fn advice(&self) -> &'static str {
         match self {
-            NoRoom::OverLimit { .. } => {
+            CacheFull::OverLimit { .. } => {
                 "start the worker with a larger --cache-limit (RLOOD_WORKER_CACHE_LIMIT), then retry the job"
             }
-            NoRoom::InUse { .. } => {
+            CacheFull::InUse { .. } => {
                 "retry the job when other jobs have finished, or start the worker with a larger --cache-limit \
                  (RLOOD_WORKER_CACHE_LIMIT)"
             }
-            NoRoom::Disk { .. } => {
+            CacheFull::Disk { .. } => {
                 "free some space on the worker's machine, or start the worker with a --cache-dir (RLOOD_WORKER_CACHE_DIR) on \
                  another disk, then retry the job"
             }
-            NoRoom::Io(_) => {
+            CacheFull::Io(_) => {
                 "check the permissions and the disk of the worker's --cache-dir (RLOOD_WORKER_CACHE_DIR), then retry the job"
             }
         }
@@ -70,11 +70,11 @@ impl NoRoom {
 
 impl ModelCache {
     /// Frees space for a model of which `missing_bytes` are still to be downloaded. The caller holds the lock of `key`.
-    pub(super) fn make_room(&self, key: &str, missing_bytes: u64, size_bytes: u64) -> Result<(), NoRoom> {
+    pub(super) fn free_space(&self, key: &str, missing_bytes: u64, size_bytes: u64) -> Result<(), CacheFull> {
         if let Some(limit_bytes) = self.limit_bytes
             && size_bytes > limit_bytes
         {
-            return Err(NoRoom::OverLimit { size_bytes, limit_bytes });
+            return Err(CacheFull::OverLimit { size_bytes, limit_bytes });
         }
         // Only one process frees space at a time, so that two models do not claim the same space.
         let lock = self.root.join("lock");
@@ -93,8 +93,8 @@ impl ModelCache {
             // The entries are ordered by their last use.
             let Some(at) = others.iter().position(|entry| !entry.in_use) else {
                 return Err(match self.limit_bytes {
-                    Some(limit_bytes) if is_over => NoRoom::InUse { size_bytes, limit_bytes, used_bytes },
-                    _ => NoRoom::Disk { missing_bytes, free_bytes },
+                    Some(limit_bytes) if is_over => CacheFull::InUse { size_bytes, limit_bytes, used_bytes },
+                    _ => CacheFull::Disk { missing_bytes, free_bytes },
                 });
             };
             let entry = others.remove(at);
