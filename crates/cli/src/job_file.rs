@@ -16,7 +16,6 @@ const MAX_BYTES: u64 = 64 << 20;
 /// The document of a job, and the folder of its file.
 #[derive(Debug)]
 pub struct JobFile {
-    /// The parsed document.
     pub document: Value,
     /// Folder that relative paths in the document start from.
     pub folder: PathBuf,

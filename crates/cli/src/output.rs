@@ -132,7 +132,7 @@ impl Table {
         Self { rows: vec![headings.iter().map(|heading| (*heading).to_owned()).collect()] }
     }
 
-    /// Adds a row.
+    /// Adds a row of cells.
     pub fn row(&mut self, cells: impl IntoIterator<Item = String>) {
         self.rows.push(cells.into_iter().collect());
     }

@@ -27,7 +27,7 @@ pub struct Flags<'a> {
 /// Values of the environment variables. An empty variable counts as not set.
 #[derive(Default)]
 pub struct Variables {
-    /// Address in `RLOOD_SERVER`.
+    /// Server address in `RLOOD_SERVER`.
     pub server: Option<String>,
     /// API key in `RLOOD_KEY`.
     pub key: Option<String>,

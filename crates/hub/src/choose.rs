@@ -35,7 +35,7 @@ pub struct RepoPlan {
     pub is_restricted: bool,
     /// Files to download. For a model, only the files that it needs.
     pub files: Vec<RepoFile>,
-    /// For a model its `config.json`; else null.
+    /// `config.json` of a model; else null.
     pub config: Value,
 }
 

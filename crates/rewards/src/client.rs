@@ -82,7 +82,7 @@ impl Pace {
         if factor > 0.0 && factor <= 1.0 { Ok(Self(factor)) } else { Err("must be above 0 and at most 1".to_owned()) }
     }
 
-    /// Scales a wait.
+    /// Scales a wait by the factor.
     pub fn of(self, wait: Duration) -> Duration {
         wait.mul_f64(self.0)
     }

@@ -118,7 +118,7 @@ impl Meter {
         state.record_outcome(reward, false, &message)
     }
 
-    /// Counts a retry.
+    /// Counts a retry of a request.
     pub fn retried(&self) {
         self.lock().health.retries += 1;
     }
@@ -221,7 +221,7 @@ impl State {
             self.health.degraded = false;
             self.recent.clear();
             if std::mem::take(&mut self.is_degradation_reported) {
-                let message = format!("reward '{reward}': its last {GOOD_AGAIN} requests succeeded");
+                let message = format!("reward '{reward}': its last {RECOVERED_AFTER_SUCCESSES} requests succeeded");
                 let data = json!({ "tries": RECOVERED_AFTER_SUCCESSES });
                 return Some(Event::Reward {
                     reward: reward.to_owned(),

@@ -18,7 +18,7 @@ use crate::output::{Table, format_age, clean, shown, format_bytes};
 /// Flags of `rlood datasets`.
 #[derive(Debug, Clone, Args)]
 pub struct Datasets {
-    /// Action to run.
+    /// The action to run.
     #[command(subcommand)]
     pub action: Action,
 

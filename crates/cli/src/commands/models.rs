@@ -19,7 +19,7 @@ const POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// Flags of `rlood models`.
 #[derive(Debug, Clone, Args)]
 pub struct Models {
-    /// Action to run.
+    /// The action to run.
     #[command(subcommand)]
     pub action: Action,
 

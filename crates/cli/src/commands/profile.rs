@@ -10,7 +10,7 @@ use crate::profiles::Profiles;
 /// Flags of `rlood profile`.
 #[derive(Debug, Clone, Args)]
 pub struct Profile {
-    /// Action to run.
+    /// The action to run.
     #[command(subcommand)]
     pub action: Action,
 }

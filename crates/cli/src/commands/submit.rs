@@ -48,7 +48,8 @@ pub struct Submit {
     #[arg(long, conflicts_with_all = ["dry_run", "wait"])]
     pub watch: bool,
 
-    /// With --wait or --watch, exit with code 124 after this time: 30s, 10m, 2h, 1d. The job keeps running.
+    /// Time limit for --wait or --watch: 30s, 10m, 2h, 1d. At the limit the command exits with code 124,
+    /// and the job keeps running.
     #[arg(long, value_parser = parse_duration, value_name = "TIME")]
     pub timeout: Option<Duration>,
 

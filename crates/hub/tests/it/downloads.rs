@@ -7,7 +7,7 @@ use rlood_hub::{HubError, Progress, Token};
 use super::fake::{Faults, Running, model, start};
 use super::plans::tiny;
 
-/// Plans and downloads; the folder must hold exactly what the plan names.
+/// Plans and downloads, and checks that the folder contains exactly the files of the plan.
 async fn download(running: &Running, dir: &Path) -> Result<Arc<Progress>, HubError> {
     let hub = running.client();
     let plan = hub.plan_model(&tiny()).await?;
@@ -67,7 +67,7 @@ async fn a_cut_download_goes_on_where_it_ended_and_in_another_run_too() {
     let plan = hub.plan_model(&tiny()).await.unwrap();
     let dir = tempfile::tempdir().unwrap();
     let (parts, to) = (dir.path().join("parts"), dir.path().join("model"));
-    // Dropped in the midst of it, as by a cancel or the end of the server.
+    // The future is dropped during the download, as by a cancel or a shutdown of the server.
     let progress = Arc::new(Progress::default());
     let watched = async {
         while progress.done_bytes() < 150_000 {
@@ -85,7 +85,7 @@ async fn a_cut_download_goes_on_where_it_ended_and_in_another_run_too() {
     let cdn: Vec<_> = again.iter().filter(|seen| seen.cdn).collect();
     assert!(!cdn.is_empty() && cdn.iter().all(|seen| seen.range.is_some()), "{cdn:?}");
 
-    // Nothing is asked for what is there.
+    // No request is sent for existing files.
     let before = running.seen().len();
     hub.download(&plan, &parts, &to, &Arc::new(Progress::default())).await.unwrap();
     assert_eq!(running.seen().len(), before);

@@ -66,7 +66,7 @@ impl JsonCheck {
                 }
                 let schema =
                     schema.ok_or_else(|| no_value("column_missing", format!("this row has no column '{column}'")))?;
-                // In a CSV file the schema is a string.
+                // A schema in a CSV file is a string.
                 let parsed = schema.as_str().map(serde_json::from_str::<Value>);
                 let schema = match parsed {
                     None => schema.clone(),

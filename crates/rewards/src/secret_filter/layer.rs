@@ -64,7 +64,7 @@ impl Layer {
 fn read_escape(text: &[u8], out: &mut Vec<u8>) -> Option<usize> {
     let mut push = |meant: u32| char::from_u32(meant).map(|meant| out.extend(meant.to_string().into_bytes()));
     match text {
-        // In form encoding, `+` is a space.
+        // `+` is a space in form encoding.
         [b'+', ..] => push(0x20).map(|()| 1),
         [b'%', rest @ ..] | [b'\\', b'x', rest @ ..] => {
             out.push(u8::try_from(number(rest.get(..2)?, 16)?).ok()?);

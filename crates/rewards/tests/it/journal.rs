@@ -1,4 +1,4 @@
-//! Rewards over a journal: whatever was answered is not asked for again, wherever the process is lost.
+//! Tests of rewards with a journal: an answered request is never repeated, wherever the process is lost.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -17,8 +17,7 @@ use serde_json::{Value, json};
 
 use crate::service::{Service, ok, plan, samples, text, truth};
 
-/// A journal that outlives its process, and the moment at which that is lost: at the n-th entry (from 1), before or after
-/// it is durable.
+/// A journal that outlives its process. The process is lost at the n-th entry (from 1), before or after the entry is durable.
 #[derive(Default)]
 pub struct Book {
     pub entries: Arc<Mutex<Vec<JournalEntry>>>,
@@ -65,8 +64,8 @@ impl Journal for Book {
     }
 }
 
-/// Five groups of two; batches of four; what is larger than three samples is too large; sample 5 has no result at first,
-/// sample 7 an error that goes away; now and then the service is busy.
+/// A service for five groups of two in batches of four. It rejects more than three samples as too large, has no result for
+/// sample 5 at first, returns a retryable error for sample 7, and is busy now and then.
 fn awkward(request: &Value, tries: usize) -> axum::http::Response<axum::body::Body> {
     let asked = request["samples"].as_array().unwrap();
     if tries == 1 && asked[0]["sample_id"] == "s_8" {
@@ -87,7 +86,7 @@ fn awkward(request: &Value, tries: usize) -> axum::http::Response<axum::body::Bo
     ok(&answer)
 }
 
-/// Everything asked: id, samples, body.
+/// All requests: id, samples, body.
 type Ledger = Vec<(String, Vec<String>, Vec<u8>)>;
 
 fn ledger(service: &Service) -> Ledger {
@@ -122,7 +121,7 @@ async fn score(service: &Service, book: Book, job: JobId) -> Result<Vec<RewardVa
     Ok(scored.scores.iter().map(|score| score.values[0]).collect())
 }
 
-/// No sample under two ids unless the service itself left it open, one body an id.
+/// Checks that no sample was requested under two ids, unless the service left the sample open, and that each id has one body.
 fn check(what: &str, ledger: &Ledger) {
     let (mut bodies, mut ids) = (BTreeMap::new(), BTreeMap::new());
     for (id, samples, body) in ledger {
@@ -140,7 +139,7 @@ async fn a_process_lost_at_any_entry_asks_nothing_twice_that_was_answered() {
     assert_eq!(score(&whole, book, JobId::new()).await.unwrap(), truth);
     let asked = ledger(&whole);
     check("undisturbed", &asked);
-    // A request and an answer each: 3 batches, 4 halves, 2 samples asked again.
+    // Each of these has a request and an answer: 3 batches, 4 halves, 2 samples requested again.
     let appended = entries.lock().unwrap().len();
     assert_eq!(appended, 18);
 
@@ -164,7 +163,7 @@ async fn a_process_lost_at_any_entry_asks_nothing_twice_that_was_answered() {
             for (id, ..) in &ledger[before..] {
                 assert!(!answered.contains_key(id), "{what}: {id} was answered and is asked again");
             }
-            // And once more: nothing is asked at all.
+            // A further run sends no request at all.
             let third = Book { entries, ..Book::default() };
             assert_eq!(score(&service, third, job).await.unwrap(), truth, "{what}");
             assert_eq!(self::ledger(&service).len(), ledger.len(), "{what}");
@@ -212,7 +211,7 @@ async fn answers_that_paused_the_job_are_asked_for_anew_when_the_service_is_mend
     let failure = score(&service, book, job).await.unwrap_err();
     assert_eq!(failure.pause_reason(), Some("reward_invalid"), "{failure}");
     let rollout = RolloutId::train(4);
-    // As the store does it.
+    // The store removes the answers in the same way.
     let written = std::mem::take(&mut *entries.lock().unwrap());
     assert_eq!(written.last(), Some(&JournalEntry::Forget { rollout, reward: "r".into() }));
     mended.store(1, Ordering::SeqCst);

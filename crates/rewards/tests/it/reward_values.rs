@@ -1,5 +1,5 @@
-//! Which values are taken from a reward service: not those beyond the limit, and exactly those that it said, whatever the
-//! secrets it was asked with look like.
+//! Tests of the values that are accepted from a reward service: none beyond the limit, and exactly those that it returned, even
+//! if they look like one of the reward's secrets.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -68,7 +68,7 @@ async fn a_value_beyond_the_limit_is_as_invalid_as_nan() {
     assert!(failure.to_string().contains("max_abs_reward"), "{failure}");
     let wider = with(json!({"max_abs_reward": 2e6})).await.unwrap();
     assert_eq!(values(&wider)[2..], [number(1_000_000.5), RewardValue::Missing]);
-    // A job of before there was a limit has none.
+    // A job from before the limit existed has no limit.
     let before = score(plan("r", &service.url(), json!({})), &BTreeMap::new(), None).await.unwrap();
     assert_eq!(values(&before), said.map(number));
 }
@@ -103,7 +103,7 @@ async fn headers_that_look_like_parts_of_an_answer_change_none_of_its_values_now
     let again = score(reward(), &headers, Some(book.clone())).await.unwrap();
     assert_eq!(values(&again), values(&first));
     assert_eq!(service.seen.lock().unwrap().len(), 1, "the second time the journal answered");
-    // What is written down has no secret in its strings.
+    // Strings in the journal contain no secrets.
     let entries = book.entries.lock().unwrap();
     let bodies = entries.iter().filter_map(|entry| match entry {
         JournalEntry::Answer { answer: RewardAnswer::Body { body }, .. } => Some(body),

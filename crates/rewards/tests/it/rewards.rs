@@ -1,6 +1,7 @@
-//! Rewards against a real HTTP server with faults: whatever it does, no sample gets a number that it was not given.
+//! Tests of rewards with a real HTTP server that injects faults: a sample never gets a number that the service
+//! did not give for it.
 //!
-//! Longer than other files: a fault a test, with what each must leave behind.
+//! This file is longer than others: it has one test per fault, with the expected state after each.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -31,7 +32,7 @@ async fn score(url: &str, changes: Value, samples: &[RewardSample]) -> Result<Sc
     rewards(&[plan("r", url, changes)]).score(&job(), samples).await
 }
 
-/// The only reward's value of each sample.
+/// Returns the values of the only reward, one per sample.
 fn values(scored: &Scored) -> Vec<RewardValue> {
     scored.scores.iter().map(|score| score.values[0]).collect()
 }
@@ -190,7 +191,7 @@ async fn answers_that_are_none_are_retried_then_missing_with_the_reason() {
     for (reply, reason) in cases {
         let service = Service::start(reply).await;
         let failure = score(&service.url(), json!({}), &samples(2, 2)).await.unwrap_err();
-        // The first rollout without one valid answer pauses the job rather than train on nothing.
+        // A first rollout without a single valid answer pauses the job, instead of training on nothing.
         assert_eq!(failure.pause_reason(), Some("reward_invalid"), "{failure}");
         assert!(failure.to_string().contains(reason), "expected '{reason}' in: {failure}");
         assert_eq!(service.requests().len(), 3, "{reason}: asked once and retried twice");
@@ -218,7 +219,7 @@ async fn on_invalid_decides_between_missing_zero_and_failure() {
     assert!(warning(&zero).contains("1 invalid answers count as 0"), "{}", warning(&zero));
     let failure = ask("fail").await.unwrap_err();
     assert_eq!((failure.pause_reason(), failure.to_failure(3).code.as_str()), (None, "reward_invalid"));
-    // Only the bad sample was asked again.
+    // Only the sample with the invalid answer was requested again.
     let asked = service.requests().iter().map(|r| r["samples"].as_array().unwrap().len()).collect::<Vec<_>>();
     assert_eq!(asked, [3, 1, 1, 3, 1, 1, 3, 1, 1]);
 }

@@ -1,5 +1,5 @@
-//! What a job's author can write as an address, the server must not reach: over 200 URLs, and not one connection, counted at
-//! listeners that would take it. Then what the operator permits: by block and by name, and nothing beside it.
+//! Tests that the server connects to no forbidden address, whatever a job's author writes: over 200 URLs, with connections
+//! counted at listeners that would accept them. Then tests of the addresses that the operator permits, by block and by name.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -38,7 +38,7 @@ async fn no_url_of_the_corpus_makes_a_connection() {
     println!("{} URLs, {} connections", corpus.len(), home.connections());
 }
 
-/// Answers of a name server that change with each question.
+/// Answers of a name server that change with each query.
 fn changing(answers: Vec<Vec<IpAddr>>) -> (Lookup, Arc<Mutex<Vec<String>>>) {
     let asked = Arc::new(Mutex::new(Vec::new()));
     let names = asked.clone();
@@ -51,7 +51,7 @@ fn changing(answers: Vec<Vec<IpAddr>>) -> (Lookup, Arc<Mutex<Vec<String>>>) {
     (Arc::new(lookup), asked)
 }
 
-/// Answers every request on this address, and closes; counts the requests.
+/// Answers every request on this address, closes the connection, and counts the requests.
 async fn open_house(ip: Ipv4Addr, port: u16, answer: &'static str) -> (u16, Arc<AtomicUsize>) {
     let listener = tokio::net::TcpListener::bind((ip, port)).await.unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -75,7 +75,7 @@ async fn a_name_is_checked_at_every_connection_and_the_checked_address_is_the_on
     let (_, secret) = open_house(Ipv4Addr::LOCALHOST, port, OK).await;
     let policy = OutgoingPolicy::parse(&["127.0.0.2"]).unwrap();
     let (good, bad): (IpAddr, IpAddr) = ([127, 0, 0, 2].into(), [127, 0, 0, 1].into());
-    // The second question is answered with another address, the third with both.
+    // The second query gets another address, the third gets both.
     let (lookup, asked) = changing(vec![vec![good], vec![bad], vec![bad, good]]);
     let client = restricted_client_builder_with(&policy, lookup).build().unwrap();
     let url = format!("http://rebinding.example:{port}/");
@@ -86,7 +86,7 @@ async fn a_name_is_checked_at_every_connection_and_the_checked_address_is_the_on
     assert_eq!(asked.lock().unwrap().len(), 3);
     assert_eq!((welcome.load(Ordering::SeqCst), secret.load(Ordering::SeqCst)), (2, 0));
 
-    // Every forbidden address as the answer for an innocent name, also beside its IPv6 forms.
+    // Every forbidden address as the answer for a harmless name, also together with its IPv6 forms.
     let forbidden = FORBIDDEN.map(IpAddr::from).into_iter().filter(|ip| *ip != good);
     for ip in forbidden {
         let IpAddr::V4(v4) = ip else { continue };

@@ -8,9 +8,9 @@ use crate::model_cache::Lease;
 /// The directory of a verified model.
 #[derive(Debug)]
 pub(super) enum ModelLocation {
-    /// At the server's path.
+    /// The server's own path, valid on this machine.
     InPlace(PathBuf),
-    /// In the cache. The lease prevents its removal.
+    /// A copy in the cache. The lease prevents its removal.
     Cached(Lease),
 }
 

@@ -42,8 +42,7 @@ impl Dialect for HfTextClassification {
         let answer = parse(body)?;
         let entries = list(&answer, "the answer")?;
         let is_nested = entries.first().is_some_and(Value::is_array);
-        // For a single text some servers return the labels without an outer list. Some servers return only the
-        // best label of each text.
+        // Some servers return the labels of a single text without an outer list. Some return only the best label of each text.
         let predictions: Vec<Value> = match samples.len() {
             1 if !is_nested => vec![entries.clone().into()],
             _ if !is_nested => entries.iter().map(|entry| json!([entry])).collect(),
