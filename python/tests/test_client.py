@@ -140,7 +140,7 @@ class Pulling(WithServer):
     def test_what_exists_is_left_alone(self):
         (self.folder / "mine").write_text("mine")
         for target in (self.folder, self.folder / "mine"):
-            with self.assertRaisesRegex(FileExistsError, "name another folder"):
+            with self.assertRaisesRegex(FileExistsError, "choose another folder"):
                 self.client.pull(self.demo, target)
         self.assertEqual(os.listdir(self.folder), ["mine"])
 

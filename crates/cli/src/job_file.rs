@@ -259,11 +259,11 @@ mod tests {
             ("rloo.beta", "no '='"),
             ("=1", "not a path"),
             ("a..b=1", "not a path"),
-            ("rewards[x]=1", "no index"),
-            ("rewards[0=1", "no index"),
+            ("rewards[x]=1", "not a list index"),
+            ("rewards[0=1", "not a list index"),
             ("model.name=1", "--set model.name=1: 'model' is a single value"),
-            ("rewards.2.weight=1", "--set rewards.2.weight=1: 'rewards' has no item 2: its last is 0"),
-            ("rewards.first=1", "'first' must be the number"),
+            ("rewards.2.weight=1", "--set rewards.2.weight=1: 'rewards' has no item 2: the last item is 0"),
+            ("rewards.first=1", "'first' must be an item number"),
         ] {
             let error = set(&document, &[text]).unwrap_err();
             assert!(error.contains(expected), "{text}: {error}");

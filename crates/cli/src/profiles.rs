@@ -250,7 +250,7 @@ mod tests {
         let profiles = Profiles::read(&path).unwrap();
         assert_eq!((profiles.names(), profiles.default_name()), (vec!["b"], None));
         let missing = profiles.get("a").err().unwrap().to_string();
-        assert!(missing.contains("no profile 'a'") && missing.contains("there are: b"), "{missing}");
+        assert!(missing.contains("profile 'a' not found") && missing.contains("known profiles: b"), "{missing}");
     }
 
     #[test]
@@ -266,7 +266,7 @@ mod tests {
         )
         .unwrap();
         let profiles = Profiles::read(&path).unwrap();
-        for (name, expected) in [("a", "server must be a string"), ("b", "not both")] {
+        for (name, expected) in [("a", "server must be a string"), ("b", "cannot both be set")] {
             let error = profiles.get(name).err().unwrap().to_string();
             assert!(error.contains(expected), "{error}");
         }

@@ -171,8 +171,8 @@ fn print(context: &Context, verdict: &Value) -> Result<(), CliError> {
         line("p", shown(&result["p_value"]))?;
     }
     line(
-        "rows won",
-        format!("{} (lost {}, tied {})", shown(&result["won"]), shown(&result["lost"]), shown(&result["tied"])),
+        "result",
+        format!("won {}, lost {}, tied {}", shown(&result["won"]), shown(&result["lost"]), shown(&result["tied"])),
     )?;
     let passes = |model: &str| result[model]["pass_at"].as_array().cloned().unwrap_or_default();
     for (base, trained) in passes("base").iter().zip(passes("trained")) {

@@ -110,7 +110,7 @@ async fn what_does_not_pass_is_an_error_and_no_file() {
     let location = |location: &str| Faults { location: Some(location.to_owned()), ..Faults::default() };
     let mut longest = 0;
     for (faults, expected) in [
-        (Faults { damaged: times(u32::MAX), ..Faults::default() }, "arrives damaged"),
+        (Faults { damaged: times(u32::MAX), ..Faults::default() }, "is corrupted after download"),
         (Faults { unavailable: times(u32::MAX), ..Faults::default() }, "503"),
         (Faults { longer: times(u32::MAX), ..Faults::default() }, "more than the 200000 bytes"),
         (Faults { moved: true, ..Faults::default() }, "another"),
@@ -127,7 +127,7 @@ async fn what_does_not_pass_is_an_error_and_no_file() {
         let running = start(model(), faults).await;
         let dir = tempfile::tempdir().unwrap();
         let error = download(&running, dir.path()).await.unwrap_err().to_string();
-        let expected = if expected == "another" { "when asked for" } else { expected };
+        let expected = if expected == "another" { "instead of" } else { expected };
         assert!(error.contains(expected), "{expected}: {error}");
         assert!(!dir.path().join("model/model-00001-of-00002.safetensors").exists());
         assert!(!error.contains("signature"), "{error}");
@@ -163,7 +163,7 @@ async fn an_outline_has_the_small_files_and_the_headers_of_the_weights() {
     let hub = running.client();
     let plan = hub.plan_model(&tiny()).await.unwrap();
     let error = hub.outline(&plan, &parts, &dir.path().join("other")).await.unwrap_err().to_string();
-    assert!(error.contains("no safetensors file"), "{error}");
+    assert!(error.contains("not a safetensors file"), "{error}");
 }
 
 #[tokio::test]

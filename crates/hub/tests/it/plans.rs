@@ -71,17 +71,17 @@ async fn each_refusal_of_the_hub_is_one_sentence_with_what_to_do() {
         async |hub: &rlood_hub::Hub, repo: &str| hub.plan_model(&Repo::parse(RepoKind::Model, repo).unwrap()).await;
     let error = plan(&hub, "fake/tiny").await.unwrap_err().to_string();
     assert!(
-        error.contains("accept its licence at") && error.contains("/fake/tiny") && error.contains("give a token"),
+        error.contains("accept its license at") && error.contains("/fake/tiny") && error.contains("provide a token"),
         "{error}"
     );
     let error = plan(&hub.with_token(Token::new("hf_wrong")), "fake/tiny").await.unwrap_err().to_string();
-    assert!(error.contains("accept its licence") && !error.contains("hf_wrong"), "{error}");
+    assert!(error.contains("accept its license") && !error.contains("hf_wrong"), "{error}");
     assert!(plan(&hub.with_token(Token::new("hf_right")), "fake/tiny").await.is_ok());
 
     let error = plan(&hub, "fake/other").await.unwrap_err().to_string();
-    assert!(error.contains("no model fake/other, or it is private") && error.contains("give a token"), "{error}");
+    assert!(error.contains("no model fake/other, or it is private") && error.contains("provide a token"), "{error}");
     let error = plan(&hub.with_token(Token::new("hf_right")), "fake/other").await.unwrap_err().to_string();
-    assert!(error.contains("what the token may read"), "{error}");
+    assert!(error.contains("the token's permissions"), "{error}");
     let error = plan(&hub, "fake/tiny@nope").await.unwrap_err().to_string();
     assert!(error.contains("no revision \"nope\""), "{error}");
 }

@@ -222,7 +222,7 @@ class Handler(BaseHTTPRequestHandler):
             return name
         if name in ("", "score") and len(self.server.functions) == 1:
             return self.server.functions[0]
-        raise Refused(404, "not found; the endpoints are:  " + ", ".join("/" + name for name in self.server.functions))
+        raise Refused(404, "not found; the endpoints are: " + ", ".join("/" + name for name in self.server.functions))
 
     def score(self, function, request, body):
         deadline_ms = request.get("deadline_ms")

@@ -186,7 +186,7 @@ async fn tei_predict_takes_the_labels_score_wherever_it_is_sorted_to() {
     let judged = judge(&service, with(json!("good")), &samples(1, 1)).await.unwrap();
     assert_eq!(judged.judgements[0].metrics, *json!({"bad": 1.5, "LABEL_2": -1.0}).as_object().unwrap());
     assert!(problem(&service, with(json!("fine")), &samples(1, 1)).await.contains("bad, good, LABEL_2"));
-    assert!(problem(&service, with(json!(null)), &samples(1, 1)).await.contains("say in 'label'"));
+    assert!(problem(&service, with(json!(null)), &samples(1, 1)).await.contains("set 'label'"));
 }
 
 #[tokio::test]
@@ -317,7 +317,7 @@ async fn vllm_classify_of_several_labels_needs_a_number() {
     let with = |label: Value| json!({"type": "vllm_classify", "label": label});
     assert_eq!(numbers(&service, with(json!(1)), &samples(1, 1)).await, some(&[3.5]));
     assert!(problem(&service, with(json!(null)), &samples(1, 1)).await.contains("2 labels"));
-    assert!(problem(&service, with(json!(2)), &samples(1, 1)).await.contains("no label 2"));
+    assert!(problem(&service, with(json!(2)), &samples(1, 1)).await.contains("label 2 not found"));
     let errors = read_single_reward(&json!({"reward": {"type": "vllm_classify", "url": "http://x/", "label": "neg"}}));
     assert!(errors.unwrap_err()[0].detail.contains("label's number"));
 }

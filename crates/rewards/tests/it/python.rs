@@ -205,7 +205,7 @@ async fn what_goes_wrong_is_the_error_of_its_samples_and_never_a_zero() {
         (
             "wants_a_column",
             "missing_column",
-            "asks for 'ground_truth', which is no column of these rows; their columns: answer",
+            "requires 'ground_truth', which is not a column of these rows; their columns: answer",
         ),
     ] {
         for judgement in &judge(&server, function, &texts(&["a", "b"]), json!({})).await {
@@ -370,7 +370,7 @@ async fn rewards_of_one_file_share_a_process_that_ends_with_them() {
     let nothing = rlood_types::outgoing::OutgoingPolicy::parse::<&str>(&[]).unwrap();
     let rewards = Rewards::build(&plans, &Default::default(), &nothing).unwrap();
     if let Err(RewardFailure::Unusable { detail, .. }) = rewards.prepare().await {
-        assert!(detail.contains("no Python was found"), "{detail}");
+        assert!(detail.contains("no Python found"), "{detail}");
         println!("skipped: there is no Python on this machine");
         return;
     }
@@ -399,7 +399,7 @@ async fn a_file_that_is_not_here_or_not_the_job_s_is_refused_by_name() {
         let rewards = Rewards::build(&[plan], &Default::default(), &loopback()).unwrap();
         let failure = rewards.prepare().await.unwrap_err();
         let RewardFailure::Unusable { detail, .. } = &failure else { panic!("{failure:?}") };
-        assert!(detail.contains(part) || detail.contains("no Python was found"), "{detail}");
+        assert!(detail.contains(part) || detail.contains("no Python found"), "{detail}");
         assert_eq!(failure.to_failure(1).code, "reward_not_usable");
     }
 }
