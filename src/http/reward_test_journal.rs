@@ -9,7 +9,7 @@ use super::callbacks::terms;
 use super::error::{Problem, chain};
 use crate::callback::{CallbackTerms, Chunk};
 use crate::protocol::JournalEntry;
-use crate::reward::journal::{Journal, JournaledRequest, JournalClosed};
+use crate::reward::journal::{Journal, JournalClosed, JournaledRequest};
 use crate::store::{Store, StoreError, clock_ms};
 
 /// Of one test; the requests it made known are forgotten with it.

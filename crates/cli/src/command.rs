@@ -5,8 +5,8 @@ use std::process::ExitCode;
 use clap::Subcommand;
 
 use crate::commands::{
-    compare, completions, datasets, events, export, generate, list, login, logs, metrics, models, transitions, profile, pull,
-    rewards, samples, show, submit, verdict, wait, watch,
+    compare, completions, datasets, events, export, generate, list, login, logs, metrics, models, profile, pull,
+    rewards, samples, show, submit, transitions, verdict, wait, watch,
 };
 use crate::context::with;
 use crate::error::CliError;

@@ -125,9 +125,7 @@ fn describe(error: &Error) -> String {
         }
     }
     if problem.status == 401 {
-        text.push_str(
-            "\n  save a key with `rlood login URL`, or pass one with --key, RLOOD_KEY or --profile",
-        );
+        text.push_str("\n  save a key with `rlood login URL`, or pass one with --key, RLOOD_KEY or --profile");
     }
     if !problem.request_id.is_empty() {
         text.push_str(&format!("\n  request {}", problem.request_id));

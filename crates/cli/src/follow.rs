@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use crate::context::Context;
 use crate::error::{CliError, EXIT_CANCELLED, EXIT_FAILED, EXIT_PAUSED};
-use crate::output::{Out, between, clean_lines, shown, format_duration};
+use crate::output::{Out, between, clean_lines, format_duration, shown};
 
 pub mod job_metrics;
 pub mod live;
@@ -203,7 +203,8 @@ pub async fn within<T>(
     work: impl Future<Output = Result<T, CliError>>,
 ) -> Result<T, CliError> {
     let Some(limit) = limit else { return work.await };
-    let over = |_| CliError::Timeout(format!("not finished after {} (--timeout)", format_duration(limit.as_secs_f64())));
+    let over =
+        |_| CliError::Timeout(format!("not finished after {} (--timeout)", format_duration(limit.as_secs_f64())));
     tokio::time::timeout(limit, work).await.map_err(over)?
 }
 

@@ -100,18 +100,17 @@ impl Setting {
         for part in path.trim().split('.') {
             let (key, indexes) = part.split_at(part.find('[').unwrap_or(part.len()));
             if key.is_empty() && (indexes.is_empty() || steps.is_empty()) {
-                return Err(format!(
-                    "'{path}' is not a path; must be section and setting names separated by dots"
-                ));
+                return Err(format!("'{path}' is not a path; must be section and setting names separated by dots"));
             }
             if !key.is_empty() {
                 steps.push(key.parse().map_or_else(|_| Step::Key(key.to_owned()), Step::Index));
             }
             for index in indexes.split_inclusive(']') {
                 let index = index.strip_prefix('[').and_then(|index| index.strip_suffix(']')?.parse().ok());
-                steps.push(Step::Index(
-                    index.ok_or_else(|| format!("'{part}' in '{path}' is not a list index; must be like rewards[0]"))?,
-                ));
+                steps
+                    .push(Step::Index(index.ok_or_else(|| {
+                        format!("'{part}' in '{path}' is not a list index; must be like rewards[0]")
+                    })?));
             }
         }
         Ok(Self { text: text.to_owned(), path: steps, value: typed(value) })

@@ -8,7 +8,7 @@ use serde_json::Value;
 use crate::context::Context;
 use crate::error::CliError;
 use crate::listing::Listing;
-use crate::output::{format_age, clean, shown};
+use crate::output::{clean, format_age, shown};
 use crate::profiles;
 
 /// Minimum number of characters after `job_` in an abbreviated id.
@@ -86,7 +86,9 @@ pub async fn jobs(context: &Context, words: &[String]) -> Result<Vec<JobId>, Cli
 fn id_of(job: &Value) -> Result<JobId, CliError> {
     let id = job["id"].as_str().and_then(|id| id.parse().ok());
     id.ok_or_else(|| {
-        CliError::Failed("the server listed a job without a valid id; the server may have a different version of rlood".to_owned())
+        CliError::Failed(
+            "the server listed a job without a valid id; the server may have a different version of rlood".to_owned(),
+        )
     })
 }
 

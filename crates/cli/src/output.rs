@@ -94,7 +94,9 @@ impl Out {
     /// Fails when there is no terminal, or the answer is not yes.
     pub fn confirm(&self, question: &str, flag: &str) -> Result<(), CliError> {
         if !self.can_ask {
-            return Err(CliError::Usage(format!("{question} Confirm with {flag}, because there is no terminal to ask on")));
+            return Err(CliError::Usage(format!(
+                "{question} Confirm with {flag}, because there is no terminal to ask on"
+            )));
         }
         let _ = write!(std::io::stderr(), "{question} [y/N] ");
         let mut answer = String::new();

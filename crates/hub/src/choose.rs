@@ -88,7 +88,8 @@ impl Hub {
             path.strip_prefix("additional_chat_templates/")
                 .is_some_and(|name| !name.contains('/') && name.ends_with(".jinja"))
         };
-        let others = info.files.iter().filter(|file| OPTIONAL_FILES.contains(&file.path.as_str()) || is_template(&file.path));
+        let others =
+            info.files.iter().filter(|file| OPTIONAL_FILES.contains(&file.path.as_str()) || is_template(&file.path));
         files.extend(others.cloned());
         Ok(RepoPlan { repo: repo.clone(), commit: info.commit, is_restricted: info.is_restricted, files, config })
     }
@@ -154,7 +155,9 @@ fn quantization_problem(config: &Value) -> Option<String> {
         ));
     }
     let is_mlx = config["quantization"].get("bits").is_some();
-    is_mlx.then(|| "its weights are quantized for MLX: choose the unquantized model (base_model in its model card)".to_owned())
+    is_mlx.then(|| {
+        "its weights are quantized for MLX: choose the unquantized model (base_model in its model card)".to_owned()
+    })
 }
 
 /// A file of the Hub's Parquet copy of a dataset.

@@ -90,9 +90,7 @@ pub enum HubError {
     #[error("cannot parse the hub's answer: {0}")]
     NotUnderstood(String),
     /// A branch moved between two requests, or a mirror mixes revisions.
-    #[error(
-        "the hub answered with commit {found} instead of {expected}: try again, or use the commit as the revision"
-    )]
+    #[error("the hub answered with commit {found} instead of {expected}: try again, or use the commit as the revision")]
     CommitMoved {
         /// Commit of the plan.
         expected: String,

@@ -15,7 +15,7 @@ use tokio::io::AsyncWriteExt;
 use crate::choose::RepoPlan;
 use crate::error::HubError;
 use crate::hash::{FileHash, Hasher};
-use crate::http::{Failed, Hub, Attempts, next_piece, text};
+use crate::http::{Attempts, Failed, Hub, next_piece, text};
 use crate::info::RepoFile;
 
 /// Number of concurrent downloads.
@@ -66,7 +66,10 @@ impl Hub {
         }
         check_space(plan, parts, to)?;
         stream::iter(plan.files.iter().map(Ok))
-            .try_for_each_concurrent(MAX_CONCURRENT, |file| async move { self.fetch(plan, file, parts, to, progress).await })
+            .try_for_each_concurrent(
+                MAX_CONCURRENT,
+                |file| async move { self.fetch(plan, file, parts, to, progress).await },
+            )
             .await?;
         sync_folder(to)
     }

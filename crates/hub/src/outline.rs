@@ -11,7 +11,7 @@ use futures::stream::{self, TryStreamExt};
 use crate::choose::RepoPlan;
 use crate::error::HubError;
 use crate::fetch::{MAX_CONCURRENT, check_space};
-use crate::http::{Failed, Hub, Attempts, next_piece};
+use crate::http::{Attempts, Failed, Hub, next_piece};
 use crate::id::Repo;
 use crate::info::RepoFile;
 
@@ -122,7 +122,9 @@ impl Hub {
             if let Some(length) = bytes.first_chunk::<8>() {
                 let whole = u64::from_le_bytes(*length).saturating_add(8);
                 if whole > file.size_bytes.min(MAX_HEADER_BYTES + 8) {
-                    return Err(unusable("is not a safetensors file: its header is longer than the file or than 100 MB"));
+                    return Err(unusable(
+                        "is not a safetensors file: its header is longer than the file or than 100 MB",
+                    ));
                 }
                 if bytes.len() as u64 >= whole {
                     bytes.truncate(usize::try_from(whole).unwrap_or(usize::MAX));
@@ -134,7 +136,12 @@ impl Hub {
                 None if bytes.len() as u64 >= file.size_bytes => {
                     return Err(unusable("is not a safetensors file: it ends within its header"));
                 }
-                None => return Err(Failed::transient(&url, "the response ended within the header of the weights".to_owned())),
+                None => {
+                    return Err(Failed::transient(
+                        &url,
+                        "the response ended within the header of the weights".to_owned(),
+                    ));
+                }
             }
         }
     }

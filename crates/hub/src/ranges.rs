@@ -8,7 +8,7 @@ use reqwest::header::CONTENT_RANGE;
 
 use crate::error::HubError;
 use crate::fetch::{MAX_CONCURRENT, content_range};
-use crate::http::{Failed, Hub, Attempts, next_piece, text};
+use crate::http::{Attempts, Failed, Hub, next_piece, text};
 use crate::id::Repo;
 use crate::info::RepoFile;
 
@@ -68,7 +68,9 @@ impl Hub {
         while bytes.len() < wanted {
             match next_piece(&mut response).await.map_err(|detail| Failed::transient(&url, detail))? {
                 Some(piece) => bytes.extend_from_slice(&piece),
-                None => return Err(Failed::transient(&url, "the response ended before the end of the range".to_owned())),
+                None => {
+                    return Err(Failed::transient(&url, "the response ended before the end of the range".to_owned()));
+                }
             }
         }
         bytes.truncate(wanted);

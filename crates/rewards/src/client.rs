@@ -27,8 +27,10 @@ impl RewardClient {
     /// # Errors
     /// Returns a message when the HTTP client cannot be created.
     pub fn new(policy: &OutgoingPolicy) -> Result<Self, String> {
-        let http =
-            restricted_client_builder(policy).http1_only().build().map_err(|why| format!("cannot create an HTTP client: {why}"))?;
+        let http = restricted_client_builder(policy)
+            .http1_only()
+            .build()
+            .map_err(|why| format!("cannot create an HTTP client: {why}"))?;
         Ok(Self {
             policy: policy.clone(),
             http,

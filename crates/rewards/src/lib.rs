@@ -29,13 +29,13 @@ pub mod cache;
 pub mod client;
 mod failure;
 pub mod health;
-mod secret_filter;
 pub mod http_client;
 pub mod journal;
 pub mod local;
 mod meter;
 pub mod python;
 mod redact;
+mod secret_filter;
 pub mod signature;
 pub mod signed_post;
 mod status;
@@ -304,13 +304,18 @@ impl Rewards {
         let (status, notices) = Status::new();
         let endpoints = Arc::new(Endpoints::new(client.pace));
         let (status, files) = (Arc::new(status), Arc::default());
-        let shared = SharedDeps { client, status, journal, models, files, endpoints, previous_reports: previous_reports.into() };
+        let shared =
+            SharedDeps { client, status, journal, models, files, endpoints, previous_reports: previous_reports.into() };
         let rewards = Self::build_with(plans, secrets, shared, false)?;
         Ok(Self { notices: Mutex::new(Some(notices)), ..rewards })
     }
 
     /// Creates the rewards of the same job's evaluation, which share connections, reports and journal with these.
-    pub fn for_evaluation(&self, plans: &[RewardPlan], secrets: &BTreeMap<String, RewardSecrets>) -> Result<Self, BuildError> {
+    pub fn for_evaluation(
+        &self,
+        plans: &[RewardPlan],
+        secrets: &BTreeMap<String, RewardSecrets>,
+    ) -> Result<Self, BuildError> {
         Self::build_with(plans, secrets, self.shared.clone(), true)
     }
 
@@ -322,8 +327,10 @@ impl Rewards {
     ) -> Result<Self, BuildError> {
         let mut entries = Vec::with_capacity(plans.len());
         for plan in plans {
-            let previous =
-                shared.previous_reports.iter().find(|report| report.name == plan.name && report.evaluation == evaluation);
+            let previous = shared
+                .previous_reports
+                .iter()
+                .find(|report| report.name == plan.name && report.evaluation == evaluation);
             let meter = Arc::new(Meter::new(previous.map(|report| report.health.clone())));
             let mut endpoint = None;
             let none = RewardSecrets::default();

@@ -216,7 +216,8 @@ impl State {
             let data = json!({ "failed": failed, "tries": tries, "cause": cause });
             return Some(Event::Reward { reward: reward.to_owned(), change: RewardChange::Degraded, message, data });
         }
-        let good_again = tries >= RECOVERED_AFTER_SUCCESSES && self.recent.iter().rev().take(RECOVERED_AFTER_SUCCESSES).all(|well| *well);
+        let good_again = tries >= RECOVERED_AFTER_SUCCESSES
+            && self.recent.iter().rev().take(RECOVERED_AFTER_SUCCESSES).all(|well| *well);
         if self.health.degraded && good_again {
             self.health.degraded = false;
             self.recent.clear();

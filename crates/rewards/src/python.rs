@@ -5,8 +5,8 @@
 //! output and one end of a socket pair as standard input. The pair carries the program and its settings to the process and one
 //! line of JSON back. When the pair closes, the process exits, so it never outlives its parent. The functions here block.
 
-mod targets;
 mod function;
+mod targets;
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener};
@@ -21,8 +21,8 @@ use std::time::{Duration, Instant};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-pub use targets::{Target, read_targets};
 pub use function::{PythonFunction, PythonFunctions};
+pub use targets::{Target, read_targets};
 
 /// The program: three files, concatenated.
 const PROGRAM: &str = concat!(

@@ -342,7 +342,8 @@ mod tests {
     fn what_is_left_is_json_as_it_was() {
         let secret = r#"to"ken\with+all%2Fof/it\"#;
         let found = hidden([("x-key", secret), ("x-other", "nabcdefgh")]);
-        let answer_text = serde_json::json!({"reason": format!("bad: {secret}"), "other": "a\nnabcdefgh", "reward": 0.5});
+        let answer_text =
+            serde_json::json!({"reason": format!("bad: {secret}"), "other": "a\nnabcdefgh", "reward": 0.5});
         let mut nested = answer_text.to_string();
         for _ in 0..3 {
             for text in [nested.clone(), nested.replace('/', "\\/")] {
@@ -414,10 +415,15 @@ mod tests {
     #[test]
     fn words_that_an_answer_is_read_by_stay_whatever_the_headers_are() {
         let found = hidden([("x-a", "s_1000000"), ("x-b", "LABEL_10"), ("x-c", "other-secret")]);
-        let preserved = Preserved { words: vec!["s_1000000".to_owned(), "LABEL_10".to_owned()], json_in_strings: false };
-        let answer_text = r#"[{"sample_id": "s_100000\u0030", "label": "LABEL_10", "reason": "s_1000000 other-secret"}]"#;
+        let preserved =
+            Preserved { words: vec!["s_1000000".to_owned(), "LABEL_10".to_owned()], json_in_strings: false };
+        let answer_text =
+            r#"[{"sample_id": "s_100000\u0030", "label": "LABEL_10", "reason": "s_1000000 other-secret"}]"#;
         let left = r#"[{"sample_id": "s_100000\u0030", "label": "LABEL_10", "reason": "(redacted) (redacted)"}]"#;
-        assert_eq!(String::from_utf8(found.redact_answer(answer_text.as_bytes().to_vec(), || preserved)).unwrap(), left);
+        assert_eq!(
+            String::from_utf8(found.redact_answer(answer_text.as_bytes().to_vec(), || preserved)).unwrap(),
+            left
+        );
     }
 
     #[test]
@@ -440,7 +446,10 @@ mod tests {
         let found = hidden([("authorization", &format!("Basic {}", STANDARD.encode("me:pass/word")))]);
         for answer_text in ["me:pass/word", r"pass\/word", "Basic bWU6cGFzcy93b3Jk", "bWU6cGFzcy93b3Jk"] {
             let left = clean(&found, &format!("no {answer_text}."));
-            assert!(left.contains("(redacted)") && !left.contains("pass") && !left.contains("cGFz"), "{answer_text} → {left}");
+            assert!(
+                left.contains("(redacted)") && !left.contains("pass") && !left.contains("cGFz"),
+                "{answer_text} → {left}"
+            );
         }
         assert_eq!(clean(&found, "use Basic or Bearer"), "use Basic or Bearer");
     }

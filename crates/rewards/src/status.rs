@@ -71,9 +71,8 @@ impl Outage {
             return;
         }
         notice.at = Some(Instant::now());
-        let message = format!(
-            "reward '{reward}': {why}; the request is retried for up to {max_outage_s} s, then the job pauses"
-        );
+        let message =
+            format!("reward '{reward}': {why}; the request is retried for up to {max_outage_s} s, then the job pauses");
         let data = json!({ "reward": reward, "cause": why, "max_outage_s": max_outage_s });
         status.notify(Event::Warning { code: "reward_unanswered".to_owned(), message, data });
     }

@@ -46,7 +46,11 @@ pub fn build_reward(
 /// Returns all errors, with pointers below `/samples`.
 pub fn read_samples(samples: Option<&Value>) -> Result<Vec<RewardSample>, Vec<FieldError>> {
     let Some(Value::Array(given)) = samples else {
-        return Err(vec![FieldError::new("/samples", "required", "a list of {prompt, completion, columns} is required")]);
+        return Err(vec![FieldError::new(
+            "/samples",
+            "required",
+            "a list of {prompt, completion, columns} is required",
+        )]);
     };
     if given.is_empty() || given.len() > MAX_SAMPLES {
         let detail = format!("must have 1 to {MAX_SAMPLES} samples, not {}", given.len());

@@ -14,10 +14,10 @@ use tokio::sync::Semaphore;
 
 use super::cache::{self, CacheKey};
 use super::client::RewardClient;
-use super::secret_filter::SecretFilter;
 use super::journal::Journal;
 use super::meter::Meter;
 use super::redact::Redactor;
+use super::secret_filter::SecretFilter;
 use super::signature::Key;
 use super::status::{Outage, Status};
 use super::{BuildError, Counts, JobContext, Judged, Judgement, Limit, Reward, RewardFailure};
@@ -29,16 +29,16 @@ use crate::spec::{RewardKind, RewardSecrets, ServicePlan, WebhookPlan};
 mod account;
 mod adapters;
 pub mod answer;
-mod scoring;
+mod asynchronous;
 mod breaker;
+mod cached;
 mod concurrency;
 mod delivery;
 pub(super) mod dialect;
 pub(super) mod endpoint;
-mod cached;
-mod asynchronous;
 mod record;
 mod request;
+mod scoring;
 mod wait;
 mod wire;
 
@@ -46,10 +46,10 @@ pub use delivery::{Ping, PingReply};
 pub use record::{Exchange, Received, Sent};
 pub use request::sample_json;
 
-use scoring::ScoringRun;
 use dialect::{Contract, Dialect};
 use endpoint::{Endpoint, Endpoints};
 use request::Room;
+use scoring::ScoringRun;
 
 /// A client for one reward service.
 pub struct Webhook {

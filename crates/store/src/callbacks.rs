@@ -11,7 +11,7 @@ use super::claims::owned_row;
 use super::{Doing, Store, StoreError, column, int, json_column, to_json};
 use crate::callback::{Chunk, Entry, Later};
 use crate::id::JobId;
-use crate::protocol::{CallbackUpdates, CallbackUpdate};
+use crate::protocol::{CallbackUpdate, CallbackUpdates};
 
 /// About the most bytes of a page; a single entry may be larger.
 const PAGE_BYTES: usize = 4 << 20;

@@ -209,7 +209,10 @@ impl ModelCache {
 
     fn open_lock(&self, key: &str) -> io::Result<File> {
         if !is_key(key) {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, "the fingerprint of a model must be 64 hex digits"));
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                "the fingerprint of a model must be 64 hex digits",
+            ));
         }
         // Lock files are never removed, because a process may hold a lock on a file that was unlinked.
         File::options().read(true).write(true).create(true).truncate(false).open(self.beside(key, "lock"))

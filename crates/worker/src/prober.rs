@@ -88,7 +88,8 @@ async fn measure(task: ProbeTask, device: &str, deadline: Instant) -> Result<Pro
     let prompts = rows.iter().map(|(_, row)| prompt_row(row)).collect::<Option<Vec<PromptRow>>>();
     let prompts = prompts.ok_or_else(|| failed("prompts_invalid", "a row has no prompt"))?;
     let ping_timeout = PING_TIMEOUT.min(deadline.saturating_duration_since(Instant::now()) / 6);
-    let (ranges, remarks): (Vec<_>, Vec<_>) = ping_services(&limited, &secrets, &policy, ping_timeout).await.into_iter().unzip();
+    let (ranges, remarks): (Vec<_>, Vec<_>) =
+        ping_services(&limited, &secrets, &policy, ping_timeout).await.into_iter().unzip();
     let probe = Probe {
         runtime: Handle::current(),
         plan,

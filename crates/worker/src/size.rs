@@ -23,7 +23,9 @@ const UNITS: [(&str, u64); 14] = [
 /// # Errors
 /// Returns the expected format.
 pub fn parse_size(text: &str) -> Result<u64, String> {
-    let refused = || format!("'{text}' is not a size: must be a number of bytes, or a number with a unit such as 512M, 12G or 200GB");
+    let refused = || {
+        format!("'{text}' is not a size: must be a number of bytes, or a number with a unit such as 512M, 12G or 200GB")
+    };
     let trimmed = text.trim();
     let digits = trimmed.trim_end_matches(|c: char| !c.is_ascii_digit());
     let unit = trimmed.get(digits.len()..).unwrap_or_default().trim().to_ascii_uppercase();

@@ -8,19 +8,19 @@
 
 mod attempt;
 mod callbacks;
+mod checkpoint_schedule;
+mod claim_ref;
 mod client;
 mod client_error;
 mod clock;
 mod events;
 mod failure;
 mod fetch;
-mod claim_ref;
 mod host;
 mod job_models;
 mod journal;
 mod models;
 mod reports;
-mod checkpoint_schedule;
 mod signals;
 #[cfg(test)]
 mod tests;
@@ -46,7 +46,7 @@ use crate::id::WorkerId;
 use crate::outgoing::OutgoingPolicy;
 use crate::protocol::{ClaimRequest, Finish, Outcome, PROTOCOL, Register, Registered};
 use crate::reward::client::{Pace, RewardClient};
-use client::{Client, ClientError, ClaimRef, with_retries};
+use client::{ClaimRef, Client, ClientError, with_retries};
 
 /// How long the server may hold a claim request, in milliseconds.
 const CLAIM_WAIT_MS: u64 = 20_000;

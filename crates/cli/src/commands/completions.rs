@@ -51,8 +51,7 @@ pub fn jobs() -> ArgValueCandidates {
 /// Lists jobs of the server that the environment and the profiles select. Errors are ignored, because an error message would
 /// disturb the command line that the user is typing.
 fn candidates() -> Vec<CompletionCandidate> {
-    let mut found =
-        vec![CompletionCandidate::new("@last").help(Some("the most recently submitted job".into()))];
+    let mut found = vec![CompletionCandidate::new("@last").help(Some("the most recently submitted job".into()))];
     let Ok(runtime) = tokio::runtime::Builder::new_current_thread().enable_all().build() else { return found };
     let listed = runtime.block_on(async { tokio::time::timeout(REQUEST_TIMEOUT, newest()).await.ok().flatten() });
     // A request that timed out may still be resolving a host name, so the runtime must not wait for it.

@@ -13,7 +13,7 @@ use crate::error::CliError;
 use crate::follow::text;
 use crate::job_file::uploads;
 use crate::listing::Listing;
-use crate::output::{Table, format_age, clean, shown, format_bytes};
+use crate::output::{Table, clean, format_age, format_bytes, shown};
 
 /// Flags of `rlood datasets`.
 #[derive(Debug, Clone, Args)]
@@ -130,9 +130,10 @@ async fn find(context: &Context, word: &str) -> Result<String, CliError> {
     let named = |dataset: &Value| dataset["name"].as_str() == Some(word);
     let listing = Listing::read_where(context.client.raw_get(&["datasets"]), 0, named).await?;
     match listing.items.as_slice() {
-        [] => {
-            Err(CliError::NotFound(format!("dataset '{}' not found; `rlood datasets list` lists all datasets", clean(word))))
-        }
+        [] => Err(CliError::NotFound(format!(
+            "dataset '{}' not found; `rlood datasets list` lists all datasets",
+            clean(word)
+        ))),
         [dataset] => Ok(text(dataset, "id").to_owned()),
         several => {
             let ids: Vec<&str> = several.iter().map(|dataset| text(dataset, "id")).collect();

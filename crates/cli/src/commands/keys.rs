@@ -11,7 +11,7 @@ use crate::context::{Common, Context, with};
 use crate::error::CliError;
 use crate::follow::text;
 use crate::listing::Listing;
-use crate::output::{Table, format_age, clean, shown};
+use crate::output::{Table, clean, format_age, shown};
 
 /// Action of `rlood keys`.
 #[derive(Debug, Clone)]

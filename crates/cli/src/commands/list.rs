@@ -8,7 +8,7 @@ use crate::context::{Common, Context};
 use crate::error::CliError;
 use crate::follow::text;
 use crate::listing::Listing;
-use crate::output::{NONE, Table, format_age, shown, format_duration};
+use crate::output::{NONE, Table, format_age, format_duration, shown};
 
 /// Flags of `rlood list`.
 #[derive(Debug, Clone, Args)]

@@ -88,7 +88,9 @@ fn ask_key() -> Result<String, CliError> {
 /// Reads the API key from standard input, for scripts.
 fn piped_key(server: &str) -> Result<String, CliError> {
     read_key(Path::new("-")).map_err(|_| {
-        CliError::Usage(format!("{server} requires an API key: pass it on standard input, or name a file with --key-file"))
+        CliError::Usage(format!(
+            "{server} requires an API key: pass it on standard input, or name a file with --key-file"
+        ))
     })
 }
 

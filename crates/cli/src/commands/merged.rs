@@ -12,7 +12,7 @@ use crate::files::hash_of;
 use crate::follow::{OutageRetry, interruptible, report_progress, text};
 use crate::listing::Listing;
 use crate::names;
-use crate::output::{clean_lines, shown, format_bytes};
+use crate::output::{clean_lines, format_bytes, shown};
 use crate::transfer::{Staging, is_downloaded, with_bar};
 
 /// Precisions that a merged model can have.
@@ -106,7 +106,11 @@ fn report_surviving_update(context: &Context, export: &Value) {
 
 /// Reads the files of an export, and rejects a path that leaves the export's folder.
 fn files_of(export: &Value) -> Result<Vec<FileEntry>, CliError> {
-    let wrong = || CliError::Failed("the server's list of files cannot be read; the server may have a different version of rlood".to_owned());
+    let wrong = || {
+        CliError::Failed(
+            "the server's list of files cannot be read; the server may have a different version of rlood".to_owned(),
+        )
+    };
     let file = |file: &Value| {
         let name = file["name"].as_str().filter(|path| is_inside(path)).ok_or_else(wrong)?.to_owned();
         let sha256 = file["sha256"].as_str().and_then(|hash| hash.parse().ok()).ok_or_else(wrong)?;

@@ -10,7 +10,7 @@ use crate::context::{Common, Context};
 use crate::error::CliError;
 use crate::follow::{OutageRetry, text};
 use crate::listing::Listing;
-use crate::output::{NONE, Table, format_age, clean, shown, format_bytes, format_duration};
+use crate::output::{NONE, Table, clean, format_age, format_bytes, format_duration, shown};
 use crate::target::is_loopback;
 
 /// How often the progress of a download is polled.
@@ -185,7 +185,8 @@ async fn add(
             }
             return Ok(0);
         }
-        let eta = model["eta_s"].as_f64().map(|eta| format!(", {} remaining", format_duration(eta))).unwrap_or_default();
+        let eta =
+            model["eta_s"].as_f64().map(|eta| format!(", {} remaining", format_duration(eta))).unwrap_or_default();
         let line = format!("{}{eta}", state(model));
         if last_line != line {
             context.out.note(&line);

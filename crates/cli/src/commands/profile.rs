@@ -53,8 +53,11 @@ pub fn run(args: &Profile) -> Result<u8, CliError> {
             profiles.get(name)?;
             profiles.remove(name);
             profiles.save()?;
-            let what =
-                if was_default { "; there is no default profile now, set one with `rlood profile use NAME`" } else { "" };
+            let what = if was_default {
+                "; there is no default profile now, set one with `rlood profile use NAME`"
+            } else {
+                ""
+            };
             note(format!("removed '{name}'{what}"));
         }
     }

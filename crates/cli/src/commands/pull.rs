@@ -63,9 +63,7 @@ pub async fn run(context: &Context, args: &Pull) -> Result<u8, CliError> {
         return super::merged::pull(context, &args.checkpoint, args.dtype.as_deref(), args.output.as_deref()).await;
     }
     if args.dtype.is_some() {
-        return Err(CliError::Usage(
-            "--dtype requires --format merged: an adapter is downloaded unchanged".to_owned(),
-        ));
+        return Err(CliError::Usage("--dtype requires --format merged: an adapter is downloaded unchanged".to_owned()));
     }
     adapter(context, &args.checkpoint, args.output.as_deref(), args.all).await
 }

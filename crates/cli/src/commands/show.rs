@@ -7,7 +7,9 @@ use crate::context::{Common, Context};
 use crate::error::CliError;
 use crate::follow::text;
 use crate::names;
-use crate::output::{Table, format_age, between, clean, clean_lines, format_number, shown, format_bytes, format_duration};
+use crate::output::{
+    Table, between, clean, clean_lines, format_age, format_bytes, format_duration, format_number, shown,
+};
 
 /// Flags of `rlood show`.
 #[derive(Debug, Clone, Args)]

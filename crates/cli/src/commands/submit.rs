@@ -12,7 +12,7 @@ use crate::context::{Common, Context};
 use crate::error::{CliError, EXIT_USAGE};
 use crate::follow::{detached, exit_code, live, report_outcome, text, wait_for, within};
 use crate::job_file::{JobFile, Setting, uploads};
-use crate::output::{clean, parse_duration, shown, format_bytes};
+use crate::output::{clean, format_bytes, parse_duration, shown};
 use crate::profiles;
 
 /// Flags of `rlood submit`.
@@ -97,7 +97,8 @@ pub async fn run(context: &Context, args: &Submit) -> Result<u8, CliError> {
         CliError::from(error)
     };
     if *dry_run {
-        let answer = context.client.raw_ask(&["jobs", "validate"]).document(&document).send().await.map_err(report_settings)?;
+        let answer =
+            context.client.raw_ask(&["jobs", "validate"]).document(&document).send().await.map_err(report_settings)?;
         return show_validation(context, settings, &answer);
     }
     let client = match idempotency_key {

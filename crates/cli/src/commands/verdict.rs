@@ -189,7 +189,12 @@ fn print(context: &Context, verdict: &Value) -> Result<(), CliError> {
         for row in result[key].as_array().into_iter().flatten().take(MAX_SHOWN_ROWS) {
             out.line("")?;
             let difference = row["difference"].as_f64().unwrap_or_default();
-            out.line(format!("  row {} {label}, {}{}", shown(&row["row"]), sign(difference), format_number(difference)))?;
+            out.line(format!(
+                "  row {} {label}, {}{}",
+                shown(&row["row"]),
+                sign(difference),
+                format_number(difference)
+            ))?;
             out.line(format!("    prompt   {}", beginning(text(row, "prompt"))))?;
             for model in ["base", "trained"] {
                 let completion = text(&row[model]["completions"][0], "completion");
@@ -211,11 +216,16 @@ fn beginning(text: &str) -> String {
 
 fn difference(result: &Value) -> String {
     let difference = result["difference"].as_f64();
-    let text =
-        difference.map_or_else(|| shown(&result["difference"]), |value| format!("{}{}", sign(value), format_number(value)));
+    let text = difference
+        .map_or_else(|| shown(&result["difference"]), |value| format!("{}{}", sign(value), format_number(value)));
     match (result["interval"][0].as_f64(), result["interval"][1].as_f64()) {
         (Some(low), Some(high)) => {
-            format!("{text}, 95 % interval {} to {} ({})", format_number(low), format_number(high), shown(&result["method"]))
+            format!(
+                "{text}, 95 % interval {} to {} ({})",
+                format_number(low),
+                format_number(high),
+                shown(&result["method"])
+            )
         }
         _ => text,
     }

@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use super::text;
 use crate::context::Context;
-use crate::output::{NONE, format_optional, shown, format_duration};
+use crate::output::{NONE, format_duration, format_optional, shown};
 
 /// Metrics that are requested.
 const KEYS: &str = "reward,eval_reward,kl,num_tokens,step_time";

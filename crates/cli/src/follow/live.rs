@@ -100,7 +100,8 @@ struct LastPrinted {
 
 impl Lines {
     fn new(ids: &[JobId]) -> Self {
-        let nothing_printed = || LastPrinted { activity: String::new(), step: Value::Null, at: None, alerts: BTreeSet::new() };
+        let nothing_printed =
+            || LastPrinted { activity: String::new(), step: Value::Null, at: None, alerts: BTreeSet::new() };
         Self { jobs: ids.iter().map(|_| nothing_printed()).collect() }
     }
 }

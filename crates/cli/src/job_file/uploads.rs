@@ -14,7 +14,7 @@ use super::JobFile;
 use crate::context::Context;
 use crate::error::CliError;
 use crate::files::{hash_of, read_pieces};
-use crate::output::{clean, shown, format_bytes};
+use crate::output::{clean, format_bytes, shown};
 use crate::profiles;
 use crate::target::is_loopback;
 

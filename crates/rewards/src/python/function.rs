@@ -94,7 +94,8 @@ impl FileServer {
             );
             return Err(PythonError::Setting(detail));
         }
-        let Requirements { functions, processes } = self.requirements.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let Requirements { functions, processes } =
+            self.requirements.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let target = Target::of_file(&self.file, functions, self.sha256.clone());
         let settings = Settings {
             processes,

@@ -6,8 +6,8 @@ use serde_json::{Map, Value, json};
 use super::answer::{Answer, Found, name, number};
 use super::dialect::Dialect;
 use crate::SampleError;
-use crate::secret_filter::Preserved;
 use crate::sample::RewardSample;
+use crate::secret_filter::Preserved;
 use crate::spec::{RewardKind, SampleTemplate};
 
 mod hf_text_classification;
@@ -58,7 +58,10 @@ impl Text {
 }
 
 fn template_failed(why: String) -> SampleError {
-    SampleError { code: "template_failed".to_owned(), message: format!("the template cannot be rendered for this row: {why}") }
+    SampleError {
+        code: "template_failed".to_owned(),
+        message: format!("the template cannot be rendered for this row: {why}"),
+    }
 }
 
 /// A query and a text rendered from a sample: by templates, else the last user message (or the prompt) and the completion.

@@ -11,11 +11,11 @@ use serde_json::{Value, json};
 use super::answer::{self, name};
 use super::request::Request;
 use super::wait::jitter;
-use super::{ScoringRun, Counts, RewardFailure, Webhook};
+use super::{Counts, RewardFailure, ScoringRun, Webhook};
 use crate::callback::{Accepted, Chunk, Entry, Later};
 use crate::event::Event;
-use crate::secret_filter::Preserved;
 use crate::protocol::{JournalEntry, RewardAnswer};
+use crate::secret_filter::Preserved;
 use crate::status::Waiting;
 
 /// Interval before the first poll of a status address and between polls. It doubles up to the maximum, unless the service
@@ -326,7 +326,12 @@ impl ScoringRun<'_> {
     }
 
     /// Waits for the promised results until the deadline of the request.
-    async fn await_results(&self, request: &Request, indices: &[usize], promise: &Accepted) -> Result<WaitOutcome, RewardFailure> {
+    async fn await_results(
+        &self,
+        request: &Request,
+        indices: &[usize],
+        promise: &Accepted,
+    ) -> Result<WaitOutcome, RewardFailure> {
         let webhook = self.webhook;
         let _waiting = Waiting::new(&webhook.status);
         let ids = self.ids(indices);

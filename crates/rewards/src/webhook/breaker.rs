@@ -69,7 +69,14 @@ pub(super) enum Change {
 impl Breaker {
     /// Creates a closed breaker that opens for `first_open`, doubling up to `longest_open`.
     pub fn new(first_open: Duration, longest_open: Duration) -> Self {
-        Self { first_open, longest_open, consecutive_failures: 0, requests: VecDeque::new(), open: None, times_opened: 0 }
+        Self {
+            first_open,
+            longest_open,
+            consecutive_failures: 0,
+            requests: VecDeque::new(),
+            open: None,
+            times_opened: 0,
+        }
     }
 
     /// Asks to send a request. A caller that gets [`Admission::Probe`] must report how the request ended,
@@ -104,7 +111,11 @@ impl Breaker {
                 self.record(now, false);
                 let failed = self.requests.iter().filter(|(_, answered)| !answered).count();
                 let share = self.requests.len() >= MIN_REQUESTS && failed * 2 >= self.requests.len();
-                if self.consecutive_failures >= MAX_CONSECUTIVE_FAILURES || share { self.open(now, self.first_open) } else { Change::Nothing }
+                if self.consecutive_failures >= MAX_CONSECUTIVE_FAILURES || share {
+                    self.open(now, self.first_open)
+                } else {
+                    Change::Nothing
+                }
             }
             Some(open) if probe => self.open(now, (open.duration * 2).min(self.longest_open)),
             Some(_) => Change::Nothing,

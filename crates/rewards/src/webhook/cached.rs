@@ -120,7 +120,8 @@ impl ScoringRun<'_> {
                 id
             }
         };
-        let kept: Vec<CachedValue> = values.iter().map(|(index, judgement)| CachedValue::of(*index, judgement)).collect();
+        let kept: Vec<CachedValue> =
+            values.iter().map(|(index, judgement)| CachedValue::of(*index, judgement)).collect();
         let answer = RewardAnswer::Body { body: serde_json::to_string(&kept).unwrap_or_default() };
         let entry = |key| JournalEntry::Answer { rollout: self.job.rollout, key, id, answer };
         self.append_to_journal(entry_key.as_deref(), entry).await?;

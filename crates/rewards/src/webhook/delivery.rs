@@ -10,17 +10,17 @@ use sha2::{Digest, Sha256};
 use utoipa::ToSchema;
 
 use super::account::Wire;
+use super::asynchronous;
 use super::dialect::{HealthCheck, ReadHealthCheck};
 use super::endpoint::{Failing, Trouble};
-use super::asynchronous;
 use super::record::{Exchange, Received, Sent, readable_body, readable_headers};
 use super::request::{Request, ping_body};
 use super::wait::{MAX_WAIT, doubled, jitter, random_bits, random_fraction};
 use super::wire::{Answered, NotSent, OVERSIZE, TIMED_OUT};
 use super::{Counts, RewardFailure, Webhook};
 use crate::callback::Accepted;
-use crate::secret_filter::Preserved;
 use crate::id::RewardRequestId;
+use crate::secret_filter::Preserved;
 use crate::signed_post::{self, SendError, Signed, retry_after, set_header};
 use crate::status::Waiting;
 
@@ -163,13 +163,15 @@ impl Webhook {
     pub async fn ping(&self) -> Ping {
         let id = RewardRequestId::new().to_string();
         let body = ping_body(&id);
-        self.send_health_check(Request::new(id, body, Duration::ZERO), None, |body| serde_json::from_slice(body).ok()).await
+        self.send_health_check(Request::new(id, body, Duration::ZERO), None, |body| serde_json::from_slice(body).ok())
+            .await
     }
 
     /// Sends one health check in the dialect's format; `None` if the dialect has none.
     pub async fn check_health(&self) -> Option<Ping> {
         let id = RewardRequestId::new().to_string();
-        let (body, get, read): (String, Option<Url>, ReadHealthCheck) = match self.dialect.health_check(&self.url, &id) {
+        let (body, get, read): (String, Option<Url>, ReadHealthCheck) = match self.dialect.health_check(&self.url, &id)
+        {
             HealthCheck::None => return None,
             HealthCheck::Post(body) => (body, None, |body| serde_json::from_slice(body).ok()),
             HealthCheck::Get(url, read) => (String::new(), Some(url), read),
@@ -200,7 +202,9 @@ impl Webhook {
     async fn send_health_check(&self, request: Request, get: Option<Url>, read: ReadHealthCheck) -> Ping {
         let start = Instant::now();
         let (status, outcome) = match self.send(&request, get).await {
-            Ok((status, _, body)) => (Some(status), body.map(|body| self.secret_filter.redact_answer(body, Preserved::default))),
+            Ok((status, _, body)) => {
+                (Some(status), body.map(|body| self.secret_filter.redact_answer(body, Preserved::default)))
+            }
             Err(failed) => (None, Err(failed.0)),
         };
         let ok = status.is_some_and(|status| status.is_success());
@@ -263,9 +267,9 @@ impl Webhook {
                 let retry_after = retry_after.or_else(hint);
                 Attempt::Failed { why: format!("the service answered {status}{}", detail()), trouble, retry_after }
             }
-            300..=399 => {
-                Attempt::Done(Delivered::Permanent(format!("the service answered {status}: redirects are not followed")))
-            }
+            300..=399 => Attempt::Done(Delivered::Permanent(format!(
+                "the service answered {status}: redirects are not followed"
+            ))),
             400..=499 => Attempt::Done(Delivered::Permanent(format!("the service answered {status}{}", detail()))),
             _ => Attempt::Done(Delivered::Unusable(format!("the service answered {status} without rewards"))),
         }

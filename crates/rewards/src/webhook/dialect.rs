@@ -10,8 +10,8 @@ use super::PingReply;
 use super::answer::{self, Answer};
 pub(crate) use super::request::Batching;
 use super::request::{Envelope, ping_body, sample_json, score_body};
-use crate::secret_filter::Preserved;
 use crate::sample::RewardSample;
+use crate::secret_filter::Preserved;
 use crate::spec::{PythonPlan, WebhookPlan};
 use crate::{JobContext, SampleError};
 
@@ -123,7 +123,8 @@ impl Dialect for Contract {
     }
 
     fn body(&self, batch: &Batch<'_>) -> String {
-        let envelope = Envelope { reward: batch.reward, plan: &self.0, job: batch.job, callback_url: batch.callback_url };
+        let envelope =
+            Envelope { reward: batch.reward, plan: &self.0, job: batch.job, callback_url: batch.callback_url };
         score_body(&envelope, batch.id, batch.pieces)
     }
 

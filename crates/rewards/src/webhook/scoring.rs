@@ -8,9 +8,9 @@ use serde_json::Value;
 
 use super::Webhook;
 use super::answer::{Answer, Found};
+use super::asynchronous::{SendOutcome, Timing};
 use super::delivery::Delivered;
 use super::dialect::Batch;
-use super::asynchronous::{SendOutcome, Timing};
 use super::request::Request;
 use super::wait::jitter;
 use crate::callback::Later;
@@ -72,7 +72,8 @@ impl ScoringRun<'_> {
                         }
                         _ => {
                             let request = self.new_request(&indices);
-                            self.append_to_journal(key.as_deref(), |key| self.request_entry(key, &request, &indices)).await?;
+                            self.append_to_journal(key.as_deref(), |key| self.request_entry(key, &request, &indices))
+                                .await?;
                             request
                         }
                     };
@@ -97,11 +98,18 @@ impl ScoringRun<'_> {
                 }
                 RewardAnswer::Unusable { code, detail } => return self.apply_on_invalid(&indices, &code, &detail),
                 RewardAnswer::TooLarge if indices.len() == 1 => {
-                    return self.apply_on_invalid(&indices, "too_large", "the service answered 413 (too large) to a single sample");
+                    return self.apply_on_invalid(
+                        &indices,
+                        "too_large",
+                        "the service answered 413 (too large) to a single sample",
+                    );
                 }
                 RewardAnswer::TooLarge => {
                     let (left, right) = indices.split_at(indices.len() / 2);
-                    let halves = [self.request_scores(left.to_vec(), round, silent), self.request_scores(right.to_vec(), round, silent)];
+                    let halves = [
+                        self.request_scores(left.to_vec(), round, silent),
+                        self.request_scores(right.to_vec(), round, silent),
+                    ];
                     return Ok(try_join_all(halves).await?.concat());
                 }
             };
@@ -122,10 +130,15 @@ impl ScoringRun<'_> {
     }
 
     /// Sends a request until the outcome is final: a valid answer, the promise of one, or the last attempt.
-    pub(super) async fn send_until_final(&self, request: &Request, indices: &[usize]) -> Result<SendOutcome, RewardFailure> {
+    pub(super) async fn send_until_final(
+        &self,
+        request: &Request,
+        indices: &[usize],
+    ) -> Result<SendOutcome, RewardFailure> {
         let webhook = self.webhook;
         let deadline = Instant::now() + Duration::from_millis(webhook.plan.deadline_ms);
-        let unusable = |code: &str, detail| SendOutcome::Answer(RewardAnswer::Unusable { code: code.to_owned(), detail });
+        let unusable =
+            |code: &str, detail| SendOutcome::Answer(RewardAnswer::Unusable { code: code.to_owned(), detail });
         let mut invalid_answers = 0;
         loop {
             let (delivered, counts) = webhook.deliver(request).await?;
@@ -180,7 +193,13 @@ impl ScoringRun<'_> {
     }
 
     /// Recreates a request of a previous attempt.
-    pub(super) fn recreated_request(&self, id: String, body: String, later: Option<&Later>, indices: &[usize]) -> Request {
+    pub(super) fn recreated_request(
+        &self,
+        id: String,
+        body: String,
+        later: Option<&Later>,
+        indices: &[usize],
+    ) -> Request {
         self.request(id, body, later.map_or(self.webhook.plan.deadline_ms, |later| later.left_ms), indices)
     }
 
@@ -278,9 +297,11 @@ impl ScoringRun<'_> {
                 // A deadline that passes is not an invalid answer, so `on_invalid` does not apply.
                 Found::Absent if timing != Timing::InTime => again.push(index),
                 Found::Absent | Found::Invalid(_) if round < plan.max_invalid_tries => again.push(index),
-                Found::Absent => {
-                    answers.extend(self.apply_on_invalid(&[index], "no_result", "the answer has no result for this sample")?)
-                }
+                Found::Absent => answers.extend(self.apply_on_invalid(
+                    &[index],
+                    "no_result",
+                    "the answer has no result for this sample",
+                )?),
                 Found::Invalid(what) => {
                     let detail = format!("{what} at index {position} ({})", self.samples[index].sample_id);
                     answers.extend(self.apply_on_invalid(&[index], "invalid_value", &detail)?);
@@ -301,7 +322,12 @@ impl ScoringRun<'_> {
     }
 
     /// Applies the plan's `on_invalid` to samples without a valid answer.
-    pub(super) fn apply_on_invalid(&self, indices: &[usize], code: &str, detail: &str) -> Result<Answers, RewardFailure> {
+    pub(super) fn apply_on_invalid(
+        &self,
+        indices: &[usize],
+        code: &str,
+        detail: &str,
+    ) -> Result<Answers, RewardFailure> {
         let judgement = match self.webhook.plan.on_invalid {
             OnInvalid::Mask => Judgement::missing(code, detail),
             OnInvalid::Zero => Judgement { value: RewardValue::Number(0.0), ..Judgement::missing(code, detail) },

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use futures::FutureExt;
 use futures::future::BoxFuture;
-use rlood_rewards::journal::{Journal, JournaledRequest, JournalClosed};
+use rlood_rewards::journal::{Journal, JournalClosed, JournaledRequest};
 use rlood_rewards::{JobContext, RewardFailure, Rewards};
 use rlood_types::id::JobId;
 use rlood_types::outgoing::OutgoingPolicy;

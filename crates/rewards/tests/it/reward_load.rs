@@ -10,7 +10,7 @@ use axum::extract::State;
 use axum::http::{Response, StatusCode};
 use axum::response::IntoResponse;
 use rlood_rewards::client::{Pace, RewardClient};
-use rlood_rewards::{JobContext, RewardFailure, Rewards, Scored, RewardDeps};
+use rlood_rewards::{JobContext, RewardDeps, RewardFailure, Rewards, Scored};
 use rlood_types::event::Event;
 use rlood_types::id::JobId;
 use rlood_types::outgoing::OutgoingPolicy;
@@ -276,8 +276,7 @@ async fn what_is_kept_of_a_failure_has_no_secret_in_it() {
     let secrets: RewardSecrets = serde_json::from_value(json!({"secret": null, "headers": headers})).unwrap();
     let url = format!("{}?key=hidden-query", service.url());
     let plans = [plan("r", &url, json!({}))];
-    let rewards =
-        Rewards::with_deps(&plans, &BTreeMap::from([("r".to_owned(), secrets)]), deps(&client())).unwrap();
+    let rewards = Rewards::with_deps(&plans, &BTreeMap::from([("r".to_owned(), secrets)]), deps(&client())).unwrap();
     score(&rewards, 7, &samples(2, 2)).await.unwrap();
     let report = rewards.reports().remove(0);
     let text = serde_json::to_string(&report).unwrap();

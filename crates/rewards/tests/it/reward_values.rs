@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use rlood_rewards::client::RewardClient;
-use rlood_rewards::{JobContext, RewardFailure, Rewards, Scored, RewardDeps};
+use rlood_rewards::{JobContext, RewardDeps, RewardFailure, Rewards, Scored};
 use rlood_types::id::JobId;
 use rlood_types::outgoing::OutgoingPolicy;
 use rlood_types::protocol::{JournalEntry, RewardAnswer};

@@ -12,7 +12,8 @@ use tokio::runtime::Handle;
 use tokio::sync::{mpsc, oneshot};
 use tokio_util::task::AbortOnDropHandle;
 
-use super::client::{Client, ClientError, ClaimRef, MAX_OUTAGE, fetch, with_retries};
+use super::checkpoint_schedule::CheckpointSchedule;
+use super::client::{ClaimRef, Client, ClientError, MAX_OUTAGE, fetch, with_retries};
 use super::clock;
 use super::events::Events;
 use super::failure;
@@ -20,7 +21,6 @@ use super::host::JobHost;
 use super::job_models::JobModels;
 use super::journal::Journal;
 use super::reports::Reports;
-use super::checkpoint_schedule::CheckpointSchedule;
 use super::signals::{Progress, StopSignal, drops_work};
 use super::{EXIT_DEVICE, EXIT_GRADING, EXIT_PANIC, TrainFn, Worker};
 use crate::causes::with_causes;
@@ -31,7 +31,7 @@ use crate::event::Phase;
 use crate::job::Failure;
 use crate::outgoing::OutgoingPolicy;
 use crate::protocol::{Claim, Finish, Heartbeat, Outcome};
-use crate::reward::{Rewards, RewardDeps};
+use crate::reward::{RewardDeps, Rewards};
 use crate::reward_model::LocalRewardModels;
 use crate::spec::{DatasetPlan, eval_secret_name};
 
@@ -199,7 +199,8 @@ fn outcome_line(outcome: &Outcome) -> String {
 
 impl Attempt {
     async fn work(&self, worker: &Worker, mut claim: Claim, graders: &Graders) -> Result<(), RunEnd> {
-        let checkpoint_schedule = CheckpointSchedule::new(clock::now(), claim.plan.checkpoints.every_seconds, claim.checkpoint_soon);
+        let checkpoint_schedule =
+            CheckpointSchedule::new(clock::now(), claim.plan.checkpoints.every_seconds, claim.checkpoint_soon);
         let position = || self.progress.get();
         let journal = Journal::start(self.client.clone(), self.claim_ref, self.stop.clone(), claim.callbacks.clone());
         let reward_models = Arc::new(LocalRewardModels::new(&worker.device, claim.reward_models.clone(), &claim.plan));

@@ -7,7 +7,7 @@ use std::sync::{Arc, OnceLock};
 use tokio::sync::watch;
 use tokio_util::task::AbortOnDropHandle;
 
-use super::client::{Client, ClientError, ClaimRef, with_retries};
+use super::client::{ClaimRef, Client, ClientError, with_retries};
 use super::signals::StopSignal;
 use crate::callback::Chunk;
 use crate::causes::with_causes;
@@ -36,7 +36,13 @@ struct Entries {
 
 impl CallbackInbox {
     pub(super) fn new(client: Client, claim_ref: ClaimRef, stop: StopSignal) -> Self {
-        Self(Arc::new(Inner { client, claim_ref, stop, entries: watch::Sender::default(), fetch_task: OnceLock::new() }))
+        Self(Arc::new(Inner {
+            client,
+            claim_ref,
+            stop,
+            entries: watch::Sender::default(),
+            fetch_task: OnceLock::new(),
+        }))
     }
 
     /// Waits for results of a request beyond the first `seen` ones.

@@ -11,9 +11,9 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 use tokio::sync::watch;
 
+pub use super::claim_ref::ClaimRef;
 pub use super::client_error::ClientError;
 use super::clock;
-pub use super::claim_ref::ClaimRef;
 use super::transfer::{
     Download, TransferLimits, bytes_body, file_body, http_client, read_body, send_body, send_within,
 };
@@ -21,9 +21,9 @@ use crate::causes::with_causes;
 use crate::failpoint::fail_point;
 use crate::id::DatasetId;
 use crate::protocol::{
-    CallbackUpdates, Claim, ClaimRequest, DamagedFile, EventBatch, FileEntry, FileList, Finish, Heartbeat, HeartbeatReply,
-    Inspection, JournalBatch, JournalPage, ModelFiles, Publish, Published, Register, Registered, RewardReports,
-    read_claim,
+    CallbackUpdates, Claim, ClaimRequest, DamagedFile, EventBatch, FileEntry, FileList, Finish, Heartbeat,
+    HeartbeatReply, Inspection, JournalBatch, JournalPage, ModelFiles, Publish, Published, Register, Registered,
+    RewardReports, read_claim,
 };
 
 /// How long a worker continues without an answer from the server.
@@ -54,7 +54,10 @@ where
     let mut delay = FIRST_DELAY;
     loop {
         match call().await {
-            Err(error) if is_retryable(&error) && clock::now() - *failing_since.get_or_insert_with(clock::now) < MAX_OUTAGE => {
+            Err(error)
+                if is_retryable(&error)
+                    && clock::now() - *failing_since.get_or_insert_with(clock::now) < MAX_OUTAGE =>
+            {
                 tracing::debug!(error = with_causes(&error), "trying again");
                 tokio::time::sleep(delay).await;
                 delay = (delay * 2).min(MAX_DELAY);
@@ -139,9 +142,14 @@ impl Client {
             .map_err(|source| ClientError::Claim { claim_ref: ClaimRef::named_in(&sent).map(Box::new), source })
     }
 
-    pub(super) async fn heartbeat(&self, claim_ref: ClaimRef, heartbeat: &Heartbeat) -> Result<HeartbeatReply, ClientError> {
+    pub(super) async fn heartbeat(
+        &self,
+        claim_ref: ClaimRef,
+        heartbeat: &Heartbeat,
+    ) -> Result<HeartbeatReply, ClientError> {
         let request = self.on_job(Method::POST, claim_ref, &["heartbeat"]).timeout(HEARTBEAT_TIMEOUT).json(heartbeat);
-        let reply: HeartbeatReply = self.json(answer("heartbeat", send_within(HEARTBEAT_TIMEOUT, request)).await?).await?;
+        let reply: HeartbeatReply =
+            self.json(answer("heartbeat", send_within(HEARTBEAT_TIMEOUT, request)).await?).await?;
         let now = reply.received_bytes;
         self.received.send_if_modified(|received| std::mem::replace(received, now) != now);
         Ok(reply)
@@ -176,7 +184,12 @@ impl Client {
         answer("finish", send_within(CALL_TIMEOUT, request)).await.map(drop)
     }
 
-    pub(super) async fn publish(&self, claim_ref: ClaimRef, step: u64, publish: &Publish) -> Result<Published, ClientError> {
+    pub(super) async fn publish(
+        &self,
+        claim_ref: ClaimRef,
+        step: u64,
+        publish: &Publish,
+    ) -> Result<Published, ClientError> {
         let request = self.on_job(Method::POST, claim_ref, &["checkpoints", &step.to_string()]).json(publish);
         // The server moves and syncs the files before it answers; an older server also reads all of them.
         let limit = self.limits.answer(publish.files.iter().map(|file| file.size_bytes).sum());
@@ -184,7 +197,13 @@ impl Client {
     }
 
     /// Uploads one file of a checkpoint.
-    pub(super) async fn upload(&self, claim_ref: ClaimRef, step: u64, dir: &Path, file: &FileEntry) -> Result<(), ClientError> {
+    pub(super) async fn upload(
+        &self,
+        claim_ref: ClaimRef,
+        step: u64,
+        dir: &Path,
+        file: &FileEntry,
+    ) -> Result<(), ClientError> {
         let body = file_body(&dir.join(&file.name), file.size_bytes).await?;
         let request = self
             .fenced(Method::PUT, claim_ref, &["checkpoints", &step.to_string(), &file.name])
@@ -192,7 +211,13 @@ impl Client {
         answer("upload", send_body(request, body, self.limits, self.received.subscribe())).await.map(drop)
     }
 
-    pub(super) async fn dataset(&self, claim_ref: ClaimRef, id: DatasetId, sha256: &str, to: &Path) -> Result<(), ClientError> {
+    pub(super) async fn dataset(
+        &self,
+        claim_ref: ClaimRef,
+        id: DatasetId,
+        sha256: &str,
+        to: &Path,
+    ) -> Result<(), ClientError> {
         let request = self.fenced(Method::GET, claim_ref, &["datasets", &id.to_string()]);
         self.download(request, Download { name: "the dataset", sha256, to, received: None }).await
     }
@@ -221,7 +246,12 @@ impl Client {
     }
 
     /// Downloads a file of one of the job's models.
-    pub(super) async fn model_file(&self, claim_ref: ClaimRef, model: &str, download: Download<'_>) -> Result<(), ClientError> {
+    pub(super) async fn model_file(
+        &self,
+        claim_ref: ClaimRef,
+        model: &str,
+        download: Download<'_>,
+    ) -> Result<(), ClientError> {
         self.download(self.fenced(Method::GET, claim_ref, &["models", model, download.name]), download).await
     }
 

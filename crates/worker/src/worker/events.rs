@@ -5,7 +5,7 @@ use std::time::Duration;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::Instant;
 
-use super::client::{Client, ClientError, ClaimRef, with_retries};
+use super::client::{ClaimRef, Client, ClientError, with_retries};
 use super::signals::StopSignal;
 use crate::engine::host::StopReason;
 use crate::event::{Event, Sample};

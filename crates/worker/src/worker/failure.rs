@@ -116,8 +116,7 @@ pub(super) fn transfer_failed(error: &ClientError, position: Position) -> Failur
 
 /// Failure for a warm start whose file is damaged on the server's disk, where no other copy exists.
 pub(super) fn initial_damaged(file: &str, position: Position) -> Failure {
-    let message =
-        format!("{file} of the checkpoint that this job starts from is damaged on the server's disk");
+    let message = format!("{file} of the checkpoint that this job starts from is damaged on the server's disk");
     let suggestion = "submit the job again with another checkpoint to start from, and check the server's disk";
     failure(FailureClass::Infra, "initial_damaged", message, position, Some(suggestion))
 }

@@ -4,7 +4,9 @@
 use std::path::{Path, PathBuf};
 
 use super::attempt::Attempt;
-use super::client::{ClientError, MAX_DAMAGED_ATTEMPTS, FIRST_DELAY, MAX_DELAY, MAX_OUTAGE, unless_disk_full, with_retries};
+use super::client::{
+    ClientError, FIRST_DELAY, MAX_DAMAGED_ATTEMPTS, MAX_DELAY, MAX_OUTAGE, unless_disk_full, with_retries,
+};
 use super::{clock, failure};
 use crate::causes::with_causes;
 use crate::job::Failure;

@@ -8,12 +8,12 @@ use tokio::runtime::Handle;
 use tokio::sync::mpsc;
 use tokio_util::task::AbortOnDropHandle;
 
-use super::client::{Client, ClientError, ClaimRef, unless_disk_full, with_retries};
+use super::checkpoint_schedule::CheckpointSchedule;
+use super::client::{ClaimRef, Client, ClientError, unless_disk_full, with_retries};
 use super::clock;
 use super::events::Events;
 use super::failure;
 use super::journal::Journal;
-use super::checkpoint_schedule::CheckpointSchedule;
 use super::signals::{Progress, StopSignal, drops_work};
 use crate::causes::with_causes;
 use crate::engine::host::{Host, RunEnd, SavedCheckpoint, Score, ScoreRequest, StopReason};
@@ -119,7 +119,11 @@ impl JobHost {
 
     async fn publish_once(&self, checkpoint: &SavedCheckpoint<'_>) -> Result<(), ClientError> {
         for file in checkpoint.files {
-            with_retries(|| self.client.upload(self.claim_ref, checkpoint.step, checkpoint.dir, file), unless_disk_full).await?;
+            with_retries(
+                || self.client.upload(self.claim_ref, checkpoint.step, checkpoint.dir, file),
+                unless_disk_full,
+            )
+            .await?;
         }
         let publish = Publish {
             attempt: self.claim_ref.attempt,
@@ -127,7 +131,9 @@ impl JobHost {
             metrics: checkpoint.metrics.clone(),
             temporary: self.checkpoint_schedule.is_temporary(),
         };
-        with_retries(|| self.client.publish(self.claim_ref, checkpoint.step, &publish), unless_disk_full).await.map(drop)
+        with_retries(|| self.client.publish(self.claim_ref, checkpoint.step, &publish), unless_disk_full)
+            .await
+            .map(drop)
     }
 }
 

@@ -9,14 +9,14 @@ use futures::future::{BoxFuture, FutureExt};
 use tokio::sync::{mpsc, oneshot};
 
 use super::callbacks::CallbackInbox;
-use super::client::{Client, ClientError, ClaimRef, unless_disk_full, with_retries};
+use super::client::{ClaimRef, Client, ClientError, unless_disk_full, with_retries};
 use super::signals::StopSignal;
 use crate::callback::{CallbackTerms, Chunk};
 use crate::causes::with_causes;
 use crate::engine::host::StopReason;
 use crate::event::SamplePhase;
 use crate::protocol::{JournalBatch, JournalEntry, RewardAnswer};
-use crate::reward::journal::{JournaledRequest, JournalClosed};
+use crate::reward::journal::{JournalClosed, JournaledRequest};
 use crate::sample::{RolloutId, SampledGroup};
 
 /// Approximate maximum size of a call in bytes.
@@ -59,7 +59,11 @@ impl Journal {
     }
 
     /// Reads the entries of previous attempts. Returns the number of rollouts and of answers.
-    pub(super) async fn read_previous(&self, client: &Client, claim_ref: ClaimRef) -> Result<(usize, usize), ClientError> {
+    pub(super) async fn read_previous(
+        &self,
+        client: &Client,
+        claim_ref: ClaimRef,
+    ) -> Result<(usize, usize), ClientError> {
         let mut after = Some(0);
         let mut answers = 0;
         while let Some(from) = after {

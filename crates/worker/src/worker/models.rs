@@ -7,14 +7,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use super::attempt::Attempt;
-use super::client::{ClientError, MAX_DAMAGED_ATTEMPTS, FIRST_DELAY, MAX_DELAY, MAX_OUTAGE, with_retries};
+use super::client::{ClientError, FIRST_DELAY, MAX_DAMAGED_ATTEMPTS, MAX_DELAY, MAX_OUTAGE, with_retries};
 use super::job_models::{JobModels, ModelLocation};
 use super::transfer::Download;
 use super::{Worker, clock, failure};
 use crate::causes::with_causes;
 use crate::digest::Sha256Digest;
 use crate::job::Failure;
-use crate::model_cache::{Fetching, Found, Lease, ModelCache, CacheFull};
+use crate::model_cache::{CacheFull, Fetching, Found, Lease, ModelCache};
 use crate::modelcard::{self, ModelCardError};
 use crate::protocol::{Claim, FileEntry, ModelFiles, check_file_name};
 use crate::size::format_size;
@@ -113,7 +113,8 @@ impl Attempt {
                 },
                 Found::Busy => {
                     if !std::mem::replace(&mut is_waiting, true) {
-                        self.events.log(format!("waiting for the model '{}', which another worker is downloading", model.id));
+                        self.events
+                            .log(format!("waiting for the model '{}', which another worker is downloading", model.id));
                     }
                     tokio::time::sleep(POLL_INTERVAL).await;
                 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use tokio::sync::Mutex;
 use tokio_util::task::AbortOnDropHandle;
 
-use super::client::{Client, ClientError, ClaimRef, with_retries};
+use super::client::{ClaimRef, Client, ClientError, with_retries};
 use crate::causes::with_causes;
 use crate::protocol::{RewardReport, RewardReports};
 use crate::reward::Rewards;
@@ -30,7 +30,12 @@ struct ReportSender {
 
 impl Reports {
     /// Starts the reports, which are sent until the returned value is dropped.
-    pub(super) fn start(client: Client, claim_ref: ClaimRef, rewards: Arc<Rewards>, eval_rewards: Option<Arc<Rewards>>) -> Self {
+    pub(super) fn start(
+        client: Client,
+        claim_ref: ClaimRef,
+        rewards: Arc<Rewards>,
+        eval_rewards: Option<Arc<Rewards>>,
+    ) -> Self {
         let rewards = [Some(rewards), eval_rewards].into_iter().flatten().collect();
         let sender = Arc::new(ReportSender { client, claim_ref, rewards, last_sent: Mutex::default() });
         let task = tokio::spawn({

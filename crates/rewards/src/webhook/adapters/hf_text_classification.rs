@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use super::{Text, body, label_score, list, label_names, check_length, detect_softmax};
+use super::{Text, body, check_length, detect_softmax, label_names, label_score, list};
 use crate::SampleError;
-use crate::secret_filter::Preserved;
 use crate::sample::RewardSample;
+use crate::secret_filter::Preserved;
 use crate::spec::LabelPlan;
 use crate::webhook::answer::{Answer, parse};
 use crate::webhook::dialect::{Batch, Dialect};

@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value, json};
 
-use super::{Text, body, list_in, check_length};
+use super::{Text, body, check_length, list_in};
 use crate::SampleError;
 use crate::sample::RewardSample;
 use crate::spec::TextPlan;

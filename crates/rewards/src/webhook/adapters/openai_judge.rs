@@ -8,8 +8,8 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
 use super::{body, list_in, template_failed};
-use crate::secret_filter::Preserved;
 use crate::sample::{RewardSample, RewardValue};
+use crate::secret_filter::Preserved;
 use crate::spec::{OpenaiJudgePlan, SampleTemplate};
 use crate::webhook::answer::{Answer, Found, parse};
 use crate::webhook::dialect::{Batch, Batching, Dialect};

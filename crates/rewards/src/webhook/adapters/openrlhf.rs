@@ -3,7 +3,7 @@
 
 use serde_json::{Value, json};
 
-use super::{Text, label_of, list_in, check_length};
+use super::{Text, check_length, label_of, list_in};
 use crate::SampleError;
 use crate::sample::RewardSample;
 use crate::spec::OpenrlhfPlan;
@@ -32,7 +32,8 @@ impl Dialect for Openrlhf {
     }
 
     fn body(&self, batch: &Batch<'_>) -> String {
-        json!({"query": batch.each("query"), "prompts": batch.each("prompt"), "labels": batch.each("label")}).to_string()
+        json!({"query": batch.each("query"), "prompts": batch.each("prompt"), "labels": batch.each("label")})
+            .to_string()
     }
 
     fn read(&self, body: &[u8], _: &str, samples: &[&RewardSample]) -> Result<Answer, String> {

@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 use super::vllm_classify::{label_number, numbered};
-use super::{Text, body, list, check_length};
+use super::{Text, body, check_length, list};
 use crate::SampleError;
 use crate::sample::RewardSample;
 use crate::spec::LabelPlan;

@@ -6,10 +6,10 @@
 use reqwest::Url;
 use serde_json::{Map, Value, json};
 
-use super::{Text, body, label_score, list, label_names, check_length, detect_softmax};
+use super::{Text, body, check_length, detect_softmax, label_names, label_score, list};
 use crate::SampleError;
-use crate::secret_filter::Preserved;
 use crate::sample::RewardSample;
+use crate::secret_filter::Preserved;
 use crate::spec::LabelPlan;
 use crate::webhook::PingReply;
 use crate::webhook::answer::{Answer, parse};
@@ -32,7 +32,8 @@ impl Dialect for TeiPredict {
     }
 
     fn body(&self, batch: &Batch<'_>) -> String {
-        let fields = json!({"inputs": batch.all(), "raw_scores": true, "truncate": true, "truncation_direction": "Left"});
+        let fields =
+            json!({"inputs": batch.all(), "raw_scores": true, "truncate": true, "truncation_direction": "Left"});
         body(fields, self.plan.model.as_deref(), &self.plan.extra_body)
     }
 

@@ -6,7 +6,7 @@
 
 use serde_json::{Value, json};
 
-use super::{Text, body, by_index, list_in, detect_softmax};
+use super::{Text, body, by_index, detect_softmax, list_in};
 use crate::SampleError;
 use crate::sample::RewardSample;
 use crate::spec::LabelPlan;
@@ -65,7 +65,9 @@ pub(super) fn numbered(values: &Value, label: Option<usize>) -> Found {
     };
     match (chosen, label) {
         (Some(value), _) => number(value),
-        (None, Some(label)) => Found::Invalid(format!("label {label} not found; the number of labels is {}", values.len())),
+        (None, Some(label)) => {
+            Found::Invalid(format!("label {label} not found; the number of labels is {}", values.len()))
+        }
         (None, None) => Found::Invalid(format!(
             "the model has {} labels; set 'label' to the number (from 0) of the reward",
             values.len()
