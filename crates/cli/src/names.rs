@@ -95,7 +95,7 @@ fn id_of(job: &Value) -> Result<JobId, CliError> {
 /// A parsed checkpoint argument.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum CheckpointName {
-    /// A checkpoint id.
+    /// A checkpoint, named by its id.
     Id(CheckpointId),
     /// A job, and which of its checkpoints.
     OfJob(String, Pick),

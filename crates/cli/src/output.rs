@@ -20,9 +20,9 @@ pub const NONE: &str = "–";
 pub enum Color {
     /// Use color on a terminal, unless NO_COLOR is set.
     Auto,
-    /// Always use color.
+    /// Use color even without a terminal.
     Always,
-    /// Never use color.
+    /// Use no color, even on a terminal.
     Never,
 }
 

@@ -189,7 +189,7 @@ impl Hub {
     /// dataset, on the branch `refs/convert/parquet`.
     ///
     /// # Errors
-    /// Fails like [`Hub::info`].
+    /// Fails for the same reasons as [`Hub::info`].
     pub async fn converted_files(&self, server: &url::Url, repo: &Repo) -> Result<Vec<ConvertedFile>, HubError> {
         #[derive(serde::Deserialize)]
         struct Answer {

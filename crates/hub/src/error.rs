@@ -61,7 +61,7 @@ pub enum HubError {
     NoRevision {
         /// Id of the repository.
         repo: String,
-        /// Revision as requested.
+        /// The revision as it was requested.
         revision: String,
     },
     /// The file does not exist.
@@ -81,7 +81,7 @@ pub enum HubError {
     /// Any other error that a retry would not fix.
     #[error("the hub answers {status}: {detail}")]
     Refused {
-        /// HTTP status code.
+        /// HTTP status code of the response.
         status: u16,
         /// The Hub's message and request id.
         detail: String,
@@ -140,7 +140,7 @@ pub enum HubError {
     /// A file operation on this machine failed.
     #[error("cannot {doing} {}: {source}", path.display())]
     Disk {
-        /// Operation that failed.
+        /// Name of the operation that failed.
         doing: &'static str,
         /// Path of the file or folder.
         path: PathBuf,

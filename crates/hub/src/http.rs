@@ -244,7 +244,7 @@ impl Hub {
     }
 }
 
-/// A failed attempt.
+/// A failed attempt at a request.
 pub(crate) struct Failed {
     pub(crate) error: HubError,
     /// Whether a retry may succeed.

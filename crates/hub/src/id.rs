@@ -5,9 +5,9 @@ use std::fmt;
 /// Kind of a repository. Models and datasets have separate names on the Hub.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RepoKind {
-    /// A model repository.
+    /// A repository of a model.
     Model,
-    /// A dataset repository.
+    /// A repository of a dataset.
     Dataset,
 }
 

@@ -24,7 +24,7 @@ pub struct RepoInfo {
 pub struct RepoFile {
     /// Path in the repository with `/`. The path is safe to join to a folder.
     pub path: String,
-    /// Size in bytes.
+    /// Size of the file in bytes.
     pub size_bytes: u64,
     /// Hash that the Hub announces.
     pub hash: FileHash,

@@ -57,7 +57,7 @@ impl Hub {
     /// Reads up to `most_bytes` from the beginning of a file, without verification.
     ///
     /// # Errors
-    /// Fails like [`Hub::info`].
+    /// Fails for the same reasons as [`Hub::info`].
     pub async fn read_start(
         &self,
         repo: &Repo,

@@ -17,7 +17,7 @@ impl Hub {
     /// CDN does not support ranges.
     ///
     /// # Errors
-    /// Fails like [`Hub::info`].
+    /// Fails for the same reasons as [`Hub::info`].
     pub async fn read_ranges(
         &self,
         repo: &Repo,

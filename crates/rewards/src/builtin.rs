@@ -162,7 +162,7 @@ impl Builtin {
         Ok(Self { name, check, blank, limit: Limit::default(), running })
     }
 
-    /// Judges one completion.
+    /// Judges the completion of one sample.
     pub fn judge_one(&self, sample: &RewardSample) -> Judgement {
         let judgement = match &*self.check {
             Check::Multi { graders, formula } => multi(graders, formula, sample),

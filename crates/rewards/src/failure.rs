@@ -13,7 +13,7 @@ pub enum RewardFailure {
         reward: String,
         /// Seconds since the first failure of the outage.
         waited_s: u64,
-        /// The last error.
+        /// The last error of the outage.
         cause: String,
     },
     /// The service answered 410 Gone. The job pauses until the user resumes it.

@@ -27,7 +27,7 @@ pub struct Health {
 /// Result of adding a rollout.
 #[derive(Debug)]
 pub enum Verdict {
-    /// The job continues.
+    /// The job continues without a warning.
     Good,
     /// The job continues, with a warning.
     Warn(Event),

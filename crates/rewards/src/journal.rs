@@ -44,7 +44,7 @@ pub enum JournaledRequest {
     Answered {
         /// Id of the request, `rwr_…`.
         id: String,
-        /// The recorded answer.
+        /// The answer as it was recorded.
         answer: RewardAnswer,
     },
 }

@@ -88,7 +88,7 @@ pub struct JobContext {
 pub struct Judged {
     /// One judgement for each sample, in order.
     pub judgements: Vec<Judgement>,
-    /// Request counts.
+    /// Counts of the requests for these samples.
     pub counts: Counts,
 }
 

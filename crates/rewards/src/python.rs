@@ -88,10 +88,9 @@ pub enum PythonError {
     /// The process reports that the file or a function cannot be used.
     #[error("{message}")]
     Failed {
-        /// Stable error code in snake_case: `load_failed`, `function_not_found`, `file_not_found`,
-        /// `file_changed`, `python_too_old`.
+        /// Stable error code: `load_failed`, `function_not_found`, `file_not_found`, `file_changed` or `python_too_old`.
         code: String,
-        /// Human-readable description.
+        /// Human-readable description of the error.
         message: String,
     },
 }
@@ -168,7 +167,7 @@ pub struct PythonServer {
     pub address: SocketAddr,
     /// Names of the functions; each has an endpoint of its name.
     pub functions: Vec<String>,
-    /// Version of Python.
+    /// Version of Python, such as 3.12.1.
     pub version: String,
 }
 

@@ -6,7 +6,7 @@ use std::str::FromStr;
 /// A device to train on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Device {
-    /// The machine's CPU.
+    /// The CPU of this machine.
     Cpu,
     /// The GPU with this index.
     Cuda(u32),

@@ -84,7 +84,7 @@ pub enum WorkerError {
     /// A system call failed.
     #[error("cannot {doing}")]
     System {
-        /// Operation that failed.
+        /// Name of the operation that failed.
         doing: &'static str,
         /// Error of the operating system.
         #[source]

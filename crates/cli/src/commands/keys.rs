@@ -16,7 +16,7 @@ use crate::output::{Table, clean, format_age, shown};
 /// Action of `rlood keys`.
 #[derive(Debug, Clone)]
 pub enum Action {
-    /// Creates a key.
+    /// Creates an API key.
     Create {
         /// Name shown in lists and logs.
         name: String,
@@ -27,9 +27,9 @@ pub enum Action {
         /// Seconds until the key expires; `None` means never.
         expires_in_s: Option<i64>,
     },
-    /// Lists all keys.
+    /// Lists all API keys.
     List,
-    /// Revokes a key.
+    /// Revokes an API key.
     Revoke(KeyId),
 }
 

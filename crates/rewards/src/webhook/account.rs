@@ -16,7 +16,7 @@ use crate::protocol::RawMessage;
 /// One attempt to send a request, with its outcome.
 pub(super) struct Wire<'a> {
     pub request: &'a Request,
-    /// Headers as sent.
+    /// Request headers as they were sent.
     pub headers: &'a HeaderMap,
     pub outcome: &'a Outcome,
     pub took: Duration,

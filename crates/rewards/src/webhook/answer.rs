@@ -6,7 +6,7 @@ pub use crate::callback::{name, parse};
 use crate::sample::RewardValue;
 use crate::{Judgement, SampleError};
 
-/// A parsed answer.
+/// The parsed answer to one request.
 #[derive(Debug, PartialEq)]
 pub struct Answer {
     /// Results in the order of the request.

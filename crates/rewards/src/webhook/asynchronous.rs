@@ -33,7 +33,7 @@ const MAX_SILENT_DEADLINES: u32 = 2;
 
 /// Result of sending a request.
 pub(super) enum SendOutcome {
-    /// A final answer.
+    /// A final answer from the service.
     Answer(RewardAnswer),
     /// The service will answer later.
     Later(Accepted),

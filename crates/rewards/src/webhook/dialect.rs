@@ -74,7 +74,7 @@ pub(crate) struct Batch<'a> {
     pub job: &'a JobContext,
     /// Address for asynchronous results.
     pub callback_url: Option<&'a str>,
-    /// The converted samples.
+    /// The samples, converted by [`Dialect::piece`].
     pub pieces: &'a [&'a Value],
 }
 

@@ -69,7 +69,7 @@ pub(super) enum Trouble {
     TooMuch,
     /// 503 or a timeout, possibly because of too many requests.
     Overload,
-    /// Any other failure.
+    /// Any other kind of failure.
     Other,
 }
 

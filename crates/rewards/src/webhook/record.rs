@@ -36,7 +36,7 @@ pub struct Sent {
 /// A response as received.
 #[derive(Debug, Clone, Serialize, ToSchema)]
 pub struct Received {
-    /// HTTP status code.
+    /// HTTP status code of the response.
     pub status: u16,
     /// Headers of the response; sensitive values are redacted.
     pub headers: BTreeMap<String, String>,

@@ -114,7 +114,7 @@ pub(super) fn score_body(envelope: &Envelope<'_>, id: &str, samples: &[&Value]) 
     body.to_string()
 }
 
-/// Builds a `reward.ping`.
+/// Builds the body of a `reward.ping`.
 pub(super) fn ping_body(id: &str) -> String {
     json!({"type": "reward.ping", "version": "1", "id": id}).to_string()
 }

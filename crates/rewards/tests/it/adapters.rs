@@ -179,7 +179,7 @@ fn tei_predict(limit: usize) -> impl Fn(usize, &Value) -> Response<Body> + Send 
 async fn tei_predict_takes_the_labels_score_wherever_it_is_sorted_to() {
     let service = Service::start(tei_predict(32)).await;
     let with = |label: Value| json!({"type": "tei_predict", "label": label});
-    // With two samples, a flat list would be one pair.
+    // A flat list of two samples would be one pair.
     assert_eq!(numbers(&service, with(json!("good")), &samples(2, 2)).await, some(&[0.0, 1.0]));
     assert_eq!(numbers(&service, with(json!("bad")), &samples(3, 3)).await, some(&[1.5, 1.5, 1.5]));
     assert_eq!(numbers(&service, with(json!(2)), &samples(1, 1)).await, some(&[-1.0]), "LABEL_2");

@@ -233,7 +233,7 @@ async fn what_goes_wrong_is_the_error_of_its_samples_and_never_a_zero() {
 async fn calls_are_divided_by_groups_and_run_in_several_processes() {
     let functions = settings("faulty_functions.py", &["batch", "pid"]);
     let Some(server) = started(&Settings { batch_size: Some(4), processes: 3, ..functions }) else { return };
-    // With groups of 3 and calls of 4, a group is kept together. The last call has the rest.
+    // A group of 3 is kept together in a call of 4. The last call has the rest.
     let mut samples = service::samples(8, 3);
     let sizes: Vec<_> = judge(&server, "batch", &samples, json!({})).await.iter().map(|j| j.value).collect();
     assert_eq!(sizes, numbers(&[3.0, 3.0, 3.0, 3.0, 3.0, 3.0, 2.0, 2.0]));

@@ -18,7 +18,7 @@ pub(super) struct CheckpointSchedule {
     last_published: Instant,
     /// Duration of the last checkpoint.
     cost: Duration,
-    /// Configured interval, `checkpoints.every_seconds`.
+    /// The configured interval between checkpoints, `checkpoints.every_seconds`.
     every: Option<Duration>,
     /// Whether an earlier attempt was interrupted.
     soon: bool,

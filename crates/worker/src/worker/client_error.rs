@@ -23,7 +23,7 @@ pub enum ClientError {
     /// A rejected call that a retry would not fix.
     #[error("the server rejected the call ({status} {code}): {detail}")]
     Refused {
-        /// HTTP status code.
+        /// HTTP status code of the response.
         status: u16,
         /// Error code of the response.
         code: String,
@@ -63,7 +63,7 @@ pub enum ClientError {
     /// A file operation on the local disk failed.
     #[error("cannot {doing}")]
     Disk {
-        /// Operation that failed.
+        /// Name of the operation that failed.
         doing: &'static str,
         /// Error of the operating system.
         #[source]

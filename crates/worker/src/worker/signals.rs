@@ -82,7 +82,7 @@ pub(super) struct Progress(Arc<Mutex<Position>>);
 pub(super) struct Position {
     /// Phase of the training loop.
     pub(super) phase: Phase,
-    /// Completed optimizer steps.
+    /// Number of completed optimizer steps.
     pub(super) step: u64,
     /// Total number of optimizer steps.
     total: u64,

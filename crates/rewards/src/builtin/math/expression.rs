@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-/// Maximum nesting depth.
+/// Maximum nesting depth of an expression.
 const MAX_DEPTH: u32 = 60;
 const FUNCTIONS: [&str; 9] = ["sin", "cos", "tan", "ln", "log", "exp", "arcsin", "arccos", "arctan"];
 
