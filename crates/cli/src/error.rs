@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn the_exit_code_says_what_kind_of_error_it_was() {
+    fn the_exit_code_depends_on_the_kind_of_error() {
         for (status, code) in [(401, 4), (403, 4), (404, 3), (410, 3), (422, 2), (400, 2), (409, 1), (500, 1), (503, 1)]
         {
             assert_eq!(exit_code_of(&refused(status)), code, "{status}");

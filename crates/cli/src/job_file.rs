@@ -273,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn a_text_without_a_name_is_told_by_its_content() {
+    fn the_format_of_a_text_without_a_file_name_is_detected() {
         for (text, format) in [
             ("{\"model\": \"m\"}", Format::Json),
             ("model: m\n", Format::Yaml),

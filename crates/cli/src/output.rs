@@ -326,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn what_others_wrote_cannot_steer_the_terminal() {
+    fn untrusted_text_cannot_control_the_terminal() {
         assert_eq!(clean("a\u{1b}[2Jb\nc\td"), "a\u{fffd}[2Jb⏎c d");
         assert_eq!(clean_lines("a\u{1b}\n\u{9b}b\r"), "a\u{fffd}\n\u{fffd}b\u{fffd}");
     }

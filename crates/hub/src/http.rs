@@ -381,7 +381,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_hub_says_how_long_to_wait() {
+    fn the_wait_is_taken_from_the_headers() {
         let headers = |pairs: &[(&'static str, &'static str)]| -> HeaderMap {
             pairs.iter().map(|(name, value)| (name.parse().unwrap(), value.parse().unwrap())).collect()
         };

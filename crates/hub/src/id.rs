@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_name_is_refused() {
+    fn invalid_names_are_rejected() {
         for text in [
             "", "/", "a/", "/b", "a/b/c", "../x", "a/..", "a b/c", "a/b@", "a/b@../x", "a/b@x?y", "ä/b", "-a/b",
             "a--b/c",

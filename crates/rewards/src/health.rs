@@ -97,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn a_service_that_never_worked_stops_at_once_and_says_why() {
+    fn a_service_that_never_worked_pauses_the_job_with_a_reason() {
         let Verdict::Stop(failure) = Health::default().take("r", &judged(0, 4)) else { panic!("should stop") };
         assert_eq!(failure.pause_reason(), Some("reward_invalid"));
         assert!(failure.to_string().contains("NaN at index 0"), "{failure}");

@@ -279,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn secrets_are_taken_out_wherever_and_however_often_they_stand() {
+    fn secrets_are_redacted_everywhere() {
         let secrets = RewardSecrets {
             secret: Some("whsec_AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8=".to_owned()),
             headers: [("authorization", "Bearer sk-12345678"), ("x-version", "1")]
@@ -339,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_left_is_json_as_it_was() {
+    fn redacted_json_stays_valid() {
         let secret = r#"to"ken\with+all%2Fof/it\"#;
         let found = hidden([("x-key", secret), ("x-other", "nabcdefgh")]);
         let answer_text =
@@ -375,7 +375,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_and_keys_stay_to_the_byte_and_strings_do_not() {
+    fn numbers_and_keys_are_kept_byte_for_byte() {
         let found = hidden([
             ("x-tenant", "10000000"),
             ("x-kind", "sample_id"),
@@ -413,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn words_that_an_answer_is_read_by_stay_whatever_the_headers_are() {
+    fn words_needed_to_parse_an_answer_are_kept() {
         let found = hidden([("x-a", "s_1000000"), ("x-b", "LABEL_10"), ("x-c", "other-secret")]);
         let preserved =
             Preserved { words: vec!["s_1000000".to_owned(), "LABEL_10".to_owned()], json_in_strings: false };

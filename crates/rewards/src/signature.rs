@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_a_secret_is_refused_without_repeating_it() {
+    fn an_invalid_secret_is_rejected_without_repeating_it() {
         assert_eq!(Key::parse("secret").unwrap_err(), KeyError::Prefix);
         assert_eq!(Key::parse("whsec_???").unwrap_err(), KeyError::Base64);
         assert_eq!(Key::parse("whsec_AAEC").unwrap_err(), KeyError::Length);

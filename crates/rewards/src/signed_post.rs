@@ -104,7 +104,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_signed_says_so_in_three_headers_and_without_a_key_in_two() {
+    fn signed_requests_have_three_headers_and_unsigned_ones_two() {
         let signed = Signed { id: "msg_1", timestamp: 1_767_225_600, body: b"{}" };
         let key = |letter: &str| Key::parse(&format!("whsec_{}", letter.repeat(32))).unwrap();
         let keys = [key("A"), key("B")];

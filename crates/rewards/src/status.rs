@@ -88,7 +88,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_outage_is_told_once_and_a_flickering_service_once_a_minute() {
+    fn an_outage_is_reported_once_and_a_flapping_service_once_a_minute() {
         let (status, mut notices) = Status::new();
         let outage = Outage::default();
         for _ in 0..3 {

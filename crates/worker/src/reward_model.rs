@@ -214,7 +214,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_conversation_ends_with_the_completion_whoever_spoke_last() {
+    fn a_conversation_always_ends_with_the_completion() {
         let asked = [json!({"role": "system", "content": "be short"}), json!({"role": "user", "content": "2+2?"})];
         let whole = chat(Some(&asked), "ignored", "4");
         assert_eq!(whole[2], json!({"role": "assistant", "content": "4"}));

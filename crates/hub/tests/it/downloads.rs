@@ -61,7 +61,7 @@ async fn every_fault_that_passes_ends_with_the_right_bytes() {
 }
 
 #[tokio::test]
-async fn a_cut_download_goes_on_where_it_ended_and_in_another_run_too() {
+async fn an_interrupted_download_resumes_also_in_another_process() {
     let running = start(model(), Faults { cut_after: Some(70_000), cuts: times(u32::MAX), ..Faults::default() }).await;
     let hub = running.client();
     let plan = hub.plan_model(&tiny()).await.unwrap();
@@ -167,7 +167,7 @@ async fn an_outline_has_the_small_files_and_the_headers_of_the_weights() {
 }
 
 #[tokio::test]
-async fn parts_that_nobody_goes_on_with_are_removed() {
+async fn abandoned_parts_are_removed() {
     let dir = tempfile::tempdir().unwrap();
     let (mine, other) = (dir.path().join("aa"), dir.path().join("bb"));
     std::fs::write(&mine, b"x").unwrap();

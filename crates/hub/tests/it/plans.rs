@@ -96,7 +96,7 @@ async fn a_file_name_that_leaves_the_folder_is_refused() {
 }
 
 #[tokio::test]
-async fn offline_nothing_is_asked() {
+async fn offline_mode_sends_no_request() {
     let running = start(model(), Faults::default()).await;
     let policy = rlood_types::outgoing::OutgoingPolicy::parse(&["loopback"]).unwrap();
     let mut settings = rlood_hub::HubSettings::new(&running.url, policy.clone()).unwrap();

@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn no_schema_takes_any_json_and_none_is_fetched() {
+    fn without_a_schema_any_json_is_valid_and_no_schema_is_fetched() {
         let any = check(json!({"schema": null, "column": null, "fenced": true}));
         assert_eq!(any.value("[1]", &Map::new(), BlankReference::Compare).unwrap().number(), Some(1.0));
         assert_eq!(any.value("[1", &Map::new(), BlankReference::Compare).unwrap().number(), Some(0.0));

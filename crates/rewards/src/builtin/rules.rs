@@ -52,7 +52,7 @@ fn comparing() -> Vec<Value> {
 }
 
 #[test]
-fn a_blank_reference_does_not_apply_whatever_compares_with_it() {
+fn no_reward_applies_to_a_blank_reference() {
     for reward in comparing() {
         let builtin = of_now(reward.clone());
         for blank in [json!(""), json!(" "), json!("\t\r\n"), json!("\u{a0}\u{3000}"), Value::Null] {
@@ -85,7 +85,7 @@ fn a_blank_reference_does_not_apply_whatever_compares_with_it() {
 }
 
 #[test]
-fn a_job_of_before_the_rule_compares_blank_references_as_it_did() {
+fn a_job_without_the_rule_still_compares_blank_references() {
     let values = comparing().into_iter().map(|reward| {
         let judgement = judged(&of_before(reward), "", json!({"key": " "}));
         judgement.value.number().ok_or_else(|| judgement.error.unwrap().code)
@@ -111,7 +111,7 @@ fn a_job_of_before_the_rule_compares_blank_references_as_it_did() {
 }
 
 #[test]
-fn a_value_beyond_the_limit_is_missing_and_says_so() {
+fn a_value_beyond_the_limit_is_missing_with_an_error() {
     let multi = |formula: &str, limit: Value| {
         json!({"type": "multi", "graders": {"a": {"type": "length", "unit": "tokens", "min_tokens": 3, "max_tokens": 3}},
                "calculate_output": formula, "max_abs_reward": limit})

@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_that_are_none_are_invalid_where_they_stand_and_spare_the_others() {
+    fn an_invalid_number_does_not_affect_the_other_results() {
         for bad in ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "\"1.0\"", "true", "[1]", "{}"] {
             let body = format!(r#"{{"rewards": [1, {bad}, 3], "note": "NaN \" Infinity"}}"#);
             let found = found(&body, &["a", "b", "c"]);
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_answer_is_refused_as_a_whole() {
+    fn an_invalid_answer_is_rejected_as_a_whole() {
         for (body, reason) in [
             ("<html>busy</html>", "not JSON"),
             ("", "not JSON"),

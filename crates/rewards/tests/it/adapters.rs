@@ -208,7 +208,7 @@ async fn a_batch_too_large_for_tei_is_split_and_its_backend_errors_and_overload_
 }
 
 #[tokio::test]
-async fn teis_info_says_how_many_texts_it_takes() {
+async fn teis_info_contains_the_maximum_batch_size() {
     let app = axum::Router::new().route(
         "/info",
         axum::routing::get(|| async { axum::Json(json!({"model_id": "rm", "max_client_batch_size": 4})) }),
@@ -285,7 +285,7 @@ fn vllm_classify(switch: &'static str) -> impl Fn(usize, &Value) -> Response<Bod
 }
 
 #[tokio::test]
-async fn vllm_classify_switches_the_activation_off_and_tells_when_that_was_not_heard() {
+async fn vllm_classify_disables_the_activation_and_reports_a_server_that_ignores_that() {
     let document = |extra: Value| json!({"type": "vllm_classify", "model": "rm", "extra_body": extra});
     let new = Service::start(vllm_classify("use_activation")).await;
     assert_eq!(numbers(&new, document(json!({})), &samples(3, 3)).await, some(&[0.0, 1.0, 2.0]));

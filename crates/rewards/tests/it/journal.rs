@@ -131,7 +131,7 @@ fn check(what: &str, ledger: &Ledger) {
 }
 
 #[tokio::test]
-async fn a_process_lost_at_any_entry_asks_nothing_twice_that_was_answered() {
+async fn a_process_lost_at_any_entry_repeats_no_answered_request() {
     let truth: Vec<RewardValue> = (0..10).map(|index| RewardValue::Number(f64::from(index))).collect();
     let whole = start().await;
     let book = Book::default();
@@ -173,7 +173,7 @@ async fn a_process_lost_at_any_entry_asks_nothing_twice_that_was_answered() {
 }
 
 #[tokio::test]
-async fn a_process_lost_at_any_time_asks_nothing_twice_that_was_answered() {
+async fn a_process_lost_at_any_time_repeats_no_answered_request() {
     let truth: Vec<RewardValue> = (0..10).map(|index| RewardValue::Number(f64::from(index))).collect();
     let attempts = (0..40u64).map(|number| {
         let truth = truth.clone();
@@ -198,7 +198,7 @@ async fn a_process_lost_at_any_time_asks_nothing_twice_that_was_answered() {
 }
 
 #[tokio::test]
-async fn answers_that_paused_the_job_are_asked_for_anew_when_the_service_is_mended() {
+async fn answers_that_paused_the_job_are_requested_again_after_the_service_is_fixed() {
     let mended = Arc::new(AtomicUsize::new(0));
     let is_mended = mended.clone();
     let service = Service::start(move |_, request| match is_mended.load(Ordering::SeqCst) {
@@ -220,7 +220,7 @@ async fn answers_that_paused_the_job_are_asked_for_anew_when_the_service_is_mend
 }
 
 #[tokio::test]
-async fn answers_that_fail_the_job_leave_the_journal_so_that_a_retry_asks_anew() {
+async fn answers_that_fail_the_job_are_removed_from_the_journal() {
     let service = Service::start(|_, _| ok(&json!({"results": "none"}))).await;
     let plans = [plan("r", &service.url(), json!({"max_invalid_tries": 0, "on_invalid": "fail"}))];
     let outgoing = OutgoingPolicy::parse(&["loopback"]).unwrap();

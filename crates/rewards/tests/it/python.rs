@@ -281,7 +281,7 @@ async fn a_slow_call_is_answered_later_and_a_repeated_request_is_computed_once()
 }
 
 #[tokio::test]
-async fn a_changed_file_is_loaded_anew_and_a_broken_one_leaves_the_version_before() {
+async fn a_changed_file_is_reloaded_and_a_broken_one_keeps_the_previous_version() {
     let dir = tempfile::tempdir().unwrap();
     let (file, beside) = (dir.path().join("rewards.py"), dir.path().join("beside.py"));
     std::fs::write(&beside, "VALUE = 1.0\n").unwrap();
@@ -309,7 +309,7 @@ async fn a_changed_file_is_loaded_anew_and_a_broken_one_leaves_the_version_befor
 }
 
 #[test]
-fn what_cannot_be_served_says_why() {
+fn functions_that_cannot_be_served_are_reported_with_a_reason() {
     let dir = tempfile::tempdir().unwrap();
     let write = |name: &str, text: &str| {
         let path = dir.path().join(name);
@@ -390,7 +390,7 @@ async fn rewards_of_one_file_share_a_process_that_ends_with_them() {
 }
 
 #[tokio::test]
-async fn a_file_that_is_not_here_or_not_the_job_s_is_refused_by_name() {
+async fn a_missing_or_changed_file_is_reported_by_name() {
     let missing = python_plan("f", json!({"file": "/nowhere/rewards.py"}));
     let changed = python_plan("judge", json!({"file": fixture("trl_functions.py"), "sha256": "ab".repeat(32)}));
     for (plan, part) in

@@ -89,7 +89,7 @@ async fn a_service_that_bears_few_requests_at_once_gets_few_and_every_sample_its
 }
 
 #[tokio::test]
-async fn a_service_that_is_down_is_left_alone_and_then_asked_once() {
+async fn a_service_that_is_down_gets_no_requests_and_then_one_test_request() {
     let service = Service::start(|_, _| text(500, "down")).await;
     let pace = Pace::new(0.01).unwrap();
     // The breaker is open for 0.3 s, 0.6 s, 1.2 s: two test requests within the two seconds.
@@ -149,7 +149,7 @@ fn repeating(first: usize) -> Vec<RewardSample> {
 }
 
 #[tokio::test]
-async fn what_is_known_is_not_asked_for_and_has_the_very_same_value() {
+async fn cached_values_need_no_request_and_are_identical() {
     let asked = Arc::new(Mutex::new(Vec::new()));
     let ledger = asked.clone();
     let service = Service::start(move |_, request| {
@@ -187,7 +187,7 @@ async fn what_is_known_is_not_asked_for_and_has_the_very_same_value() {
 }
 
 #[tokio::test]
-async fn errors_and_values_that_stand_for_them_are_asked_for_again() {
+async fn errors_and_their_replacement_values_are_not_cached() {
     let service = Service::start(|count, request| {
         let mut answer = truth(request);
         if count == 0 {

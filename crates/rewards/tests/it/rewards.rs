@@ -92,7 +92,7 @@ async fn the_request_is_the_contracts_and_its_signature_fits() {
 }
 
 #[tokio::test]
-async fn whole_groups_travel_together_and_no_more_than_max_concurrency_at_once() {
+async fn groups_are_sent_together_with_at_most_max_concurrency_requests() {
     let service = Service::start(|_, request| ok(&truth(request))).await;
     let changes = json!({"max_batch_samples": 10, "max_concurrency": 2});
     assert_eq!(values(&score(&service.url(), changes, &samples(40, 4)).await.unwrap()), numbers(40));
@@ -143,7 +143,7 @@ async fn a_service_that_refuses_or_hangs_or_storms_ends_in_an_outage_not_in_zero
 }
 
 #[tokio::test]
-async fn while_a_service_is_away_the_job_can_tell_and_goes_on_when_it_is_back() {
+async fn an_outage_is_visible_and_the_job_continues_after_it() {
     let service = Service::start(|count, request| if count < 4 { text(500, "") } else { ok(&truth(request)) }).await;
     let rewards = Arc::new(rewards(&[plan("r", &service.url(), json!({}))]));
     let scoring = tokio::spawn({
@@ -160,7 +160,7 @@ async fn while_a_service_is_away_the_job_can_tell_and_goes_on_when_it_is_back() 
 }
 
 #[tokio::test]
-async fn dropping_the_future_stops_the_asking() {
+async fn dropping_the_future_stops_the_requests() {
     let service = Service::start(|_, _| text(500, "")).await;
     let rewards = rewards(&[plan("r", &service.url(), json!({}))]);
     let cancelled = tokio::time::timeout(Duration::from_millis(300), rewards.score(&job(), &samples(2, 2))).await;
@@ -172,7 +172,7 @@ async fn dropping_the_future_stops_the_asking() {
 }
 
 #[tokio::test]
-async fn answers_that_are_none_are_retried_then_missing_with_the_reason() {
+async fn invalid_answers_are_retried_and_then_missing_with_a_reason() {
     let html = "<html><body>It works!</body></html>";
     let cases: Vec<(Box<Reply>, &str)> = vec![
         (Box::new(move |_, _| text(200, html)), "not JSON"),
@@ -255,7 +255,7 @@ async fn score_owned(url: String, changes: Value) -> Result<Scored, RewardFailur
 }
 
 #[tokio::test]
-async fn what_is_left_out_is_asked_again_alone_under_a_new_id() {
+async fn missing_results_are_requested_again_under_a_new_id() {
     let service = Service::start(|count, request| {
         let mut answer = truth(request);
         if count == 0 {
@@ -276,7 +276,7 @@ async fn what_is_left_out_is_asked_again_alone_under_a_new_id() {
 }
 
 #[tokio::test]
-async fn null_is_not_applicable_an_error_is_missing_a_retryable_one_is_asked_again() {
+async fn null_is_not_applicable_an_error_is_missing_and_a_retryable_error_is_retried() {
     let service = Service::start(|count, request| {
         let mut answer = truth(request);
         if count == 0 {

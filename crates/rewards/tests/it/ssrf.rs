@@ -52,7 +52,7 @@ fn changing(answers: Vec<Vec<IpAddr>>) -> (Lookup, Arc<Mutex<Vec<String>>>) {
 }
 
 /// Answers every request on this address, closes the connection, and counts the requests.
-async fn open_house(ip: Ipv4Addr, port: u16, answer: &'static str) -> (u16, Arc<AtomicUsize>) {
+async fn start_listener(ip: Ipv4Addr, port: u16, answer: &'static str) -> (u16, Arc<AtomicUsize>) {
     let listener = tokio::net::TcpListener::bind((ip, port)).await.unwrap();
     let port = listener.local_addr().unwrap().port();
     let count = Arc::new(AtomicUsize::new(0));
@@ -71,8 +71,8 @@ const OK: &str = "HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\
 
 #[tokio::test]
 async fn a_name_is_checked_at_every_connection_and_the_checked_address_is_the_one_called() {
-    let (port, welcome) = open_house(Ipv4Addr::new(127, 0, 0, 2), 0, OK).await;
-    let (_, secret) = open_house(Ipv4Addr::LOCALHOST, port, OK).await;
+    let (port, welcome) = start_listener(Ipv4Addr::new(127, 0, 0, 2), 0, OK).await;
+    let (_, secret) = start_listener(Ipv4Addr::LOCALHOST, port, OK).await;
     let policy = OutgoingPolicy::parse(&["127.0.0.2"]).unwrap();
     let (good, bad): (IpAddr, IpAddr) = ([127, 0, 0, 2].into(), [127, 0, 0, 1].into());
     // The second query gets another address, the third gets both.
@@ -102,13 +102,13 @@ async fn a_name_is_checked_at_every_connection_and_the_checked_address_is_the_on
 
 #[tokio::test]
 async fn a_redirect_is_not_followed() {
-    let (port, secret) = open_house(Ipv4Addr::LOCALHOST, 0, OK).await;
+    let (port, secret) = start_listener(Ipv4Addr::LOCALHOST, 0, OK).await;
     let policy = OutgoingPolicy::parse(&["127.0.0.2"]).unwrap();
     for status in ["301 Moved", "302 Found", "303 See Other", "307 Temporary", "308 Permanent"] {
         let location = format!(
             "HTTP/1.1 {status}\r\nlocation: http://127.0.0.1:{port}/\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
         );
-        let (first, _) = open_house(Ipv4Addr::new(127, 0, 0, 2), 0, location.leak()).await;
+        let (first, _) = start_listener(Ipv4Addr::new(127, 0, 0, 2), 0, location.leak()).await;
         let url = format!("http://127.0.0.2:{first}/score");
         let answer = restricted_client_builder(&policy).build().unwrap().get(&url).send().await.unwrap();
         assert!(answer.status().is_redirection());
@@ -127,8 +127,8 @@ async fn a_redirect_is_not_followed() {
 
 #[tokio::test]
 async fn the_operator_permits_blocks_and_names_and_nothing_beside_them() {
-    let (port, house) = open_house(Ipv4Addr::new(127, 0, 0, 2), 0, OK).await;
-    let (_, beside) = open_house(Ipv4Addr::new(127, 0, 0, 9), port, OK).await;
+    let (port, house) = start_listener(Ipv4Addr::new(127, 0, 0, 2), 0, OK).await;
+    let (_, beside) = start_listener(Ipv4Addr::new(127, 0, 0, 9), port, OK).await;
     let inside: IpAddr = [127, 0, 0, 2].into();
     let outside: IpAddr = [127, 0, 0, 9].into();
     for (list, name, address, reached) in [

@@ -28,7 +28,7 @@ fn lease(cache: &ModelCache, letter: char) -> Lease {
 }
 
 #[test]
-fn what_was_not_used_for_longest_makes_room_and_what_a_job_uses_stays() {
+fn the_least_recently_used_models_are_removed_unless_in_use() {
     let dir = tempfile::tempdir().unwrap();
     let cache = ModelCache::open(dir.path(), Some(100)).unwrap();
     fetch(&cache, 'a', 40, 300);
@@ -47,7 +47,7 @@ fn what_was_not_used_for_longest_makes_room_and_what_a_job_uses_stays() {
 }
 
 #[test]
-fn a_model_that_does_not_fit_says_which_limit_and_removes_nothing_in_use() {
+fn a_model_that_does_not_fit_reports_the_limit_and_removes_no_model_in_use() {
     let dir = tempfile::tempdir().unwrap();
     let cache = ModelCache::open(dir.path(), Some(100)).unwrap();
     fetch(&cache, 'a', 60, 0);
@@ -66,7 +66,7 @@ fn a_model_that_does_not_fit_says_which_limit_and_removes_nothing_in_use() {
 }
 
 #[test]
-fn one_process_fetches_and_others_wait_until_it_has_ended_or_all_is_there() {
+fn one_process_downloads_and_the_others_wait() {
     let dir = tempfile::tempdir().unwrap();
     let (one, other) = (ModelCache::open(dir.path(), None).unwrap(), ModelCache::open(dir.path(), None).unwrap());
     let Found::Missing(fetching) = one.find(&key('a')).unwrap() else { panic!() };

@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn waiting_wakes_for_what_matters_only() {
+    async fn a_wait_ends_only_for_matching_reasons() {
         let signal = StopSignal::new();
         let waiting = tokio::spawn({
             let signal = signal.clone();

@@ -313,7 +313,7 @@ fn until_stopped(host: &dyn Host) -> StopReason {
 }
 
 #[tokio::test]
-async fn everything_is_stored_once_and_in_order_whatever_the_server_is_busy_with() {
+async fn everything_is_stored_once_and_in_order_by_a_busy_server() {
     fn train(input: TrainInput<'_>, host: &mut dyn Host) -> Result<(), RunEnd> {
         assert_eq!(input.rows.len(), 2);
         assert_eq!((input.rows[1].prompt.as_str(), input.rows[1].columns["answer"].as_str()), (Some("two"), Some("2")));
@@ -341,7 +341,7 @@ async fn everything_is_stored_once_and_in_order_whatever_the_server_is_busy_with
 }
 
 #[tokio::test]
-async fn a_reward_service_that_is_gone_pauses_the_job_and_an_event_says_why() {
+async fn an_unreachable_reward_service_pauses_the_job_with_a_warning() {
     fn train(_: TrainInput<'_>, host: &mut dyn Host) -> Result<(), RunEnd> {
         let sample = sample();
         match host.score(&ScoreRequest { id: RolloutId::train(1), samples: &[sample] }) {
@@ -360,7 +360,7 @@ async fn a_reward_service_that_is_gone_pauses_the_job_and_an_event_says_why() {
 }
 
 #[tokio::test]
-async fn heartbeats_go_on_while_the_engine_computes() {
+async fn heartbeats_continue_while_the_engine_computes() {
     fn train(_: TrainInput<'_>, _: &mut dyn Host) -> Result<(), RunEnd> {
         std::thread::sleep(Duration::from_millis(600));
         Ok(())
@@ -386,7 +386,7 @@ async fn a_lost_claim_ends_the_run_and_reports_nothing() {
 }
 
 #[tokio::test]
-async fn a_wish_of_the_user_reaches_the_engine_and_a_pause_may_still_save() {
+async fn a_users_request_reaches_the_engine_and_a_pause_may_still_save() {
     fn train(input: TrainInput<'_>, host: &mut dyn Host) -> Result<(), RunEnd> {
         let stop = until_stopped(host);
         save(host, input.scratch_dir, 1).unwrap();
@@ -423,7 +423,7 @@ async fn a_worker_that_leaves_requeues_its_job() {
 }
 
 #[tokio::test]
-async fn a_worker_leaves_in_time_although_nobody_takes_its_report() {
+async fn a_worker_exits_in_time_although_its_report_is_not_accepted() {
     fn train(_: TrainInput<'_>, host: &mut dyn Host) -> Result<(), RunEnd> {
         Err(RunEnd::Stopped(until_stopped(host)))
     }
@@ -476,7 +476,7 @@ async fn errors_of_the_engine_and_a_changed_model_fail_the_job_with_their_code()
 }
 
 #[tokio::test]
-async fn what_a_service_does_is_told_while_the_job_still_waits_for_it() {
+async fn an_outage_is_reported_while_the_job_is_waiting() {
     fn train(_: TrainInput<'_>, host: &mut dyn Host) -> Result<(), RunEnd> {
         let sample = sample();
         match host.score(&ScoreRequest { id: RolloutId::train(1), samples: &[sample] }) {
@@ -503,7 +503,7 @@ async fn what_a_service_does_is_told_while_the_job_still_waits_for_it() {
 }
 
 #[tokio::test]
-async fn what_the_journal_holds_is_neither_sampled_nor_asked_again() {
+async fn journaled_rollouts_are_not_sampled_again() {
     fn train(_: TrainInput<'_>, host: &mut dyn Host) -> Result<(), RunEnd> {
         let groups = host.recorded(RolloutId::train(1)).unwrap().expect("the journal's completions");
         assert_eq!((groups[0].row, groups[0].completions[0].segments.ids().as_slice()), (3, [7, 8].as_slice()));
@@ -526,7 +526,7 @@ async fn what_the_journal_holds_is_neither_sampled_nor_asked_again() {
 }
 
 #[tokio::test]
-async fn nothing_is_asked_that_could_not_be_written_down() {
+async fn no_request_is_sent_that_could_not_be_journaled() {
     fn train(_: TrainInput<'_>, host: &mut dyn Host) -> Result<(), RunEnd> {
         let sample = sample();
         match host.score(&ScoreRequest { id: RolloutId::train(1), samples: &[sample] }) {
@@ -579,7 +579,7 @@ async fn attempt_through_an_outage(minutes: u64) -> (Option<u8>, Arc<Seen>) {
 }
 
 #[tokio::test]
-async fn fifteen_minutes_without_the_server_cost_a_worker_nothing() {
+async fn a_worker_survives_an_outage_of_almost_fifteen_minutes() {
     // Just below the limit, because calls that started before the outage count from their first attempt.
     let (ended, seen) = attempt_through_an_outage(14).await;
     assert_eq!(ended, None);

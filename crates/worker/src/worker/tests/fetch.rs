@@ -47,7 +47,7 @@ async fn inspected(server: &Seen) {
 }
 
 #[tokio::test]
-async fn a_checkpoint_that_is_damaged_on_the_server_is_left_for_the_older_one_in_the_same_attempt() {
+async fn a_damaged_checkpoint_is_replaced_by_an_older_one_in_the_same_attempt() {
     // The older checkpoint's file has the same name. It appears after the server has verified the damaged one.
     let seen = Arc::new(Seen { files: files(&[("resume w", Some("dam"))]), ..Seen::default() });
     let older = json!({"verdict": "damaged", "resume": resume(2, "old")});
@@ -70,7 +70,7 @@ async fn a_checkpoint_that_is_damaged_on_the_server_is_left_for_the_older_one_in
 }
 
 #[tokio::test]
-async fn without_an_older_one_it_begins_anew() {
+async fn without_an_older_checkpoint_the_run_starts_from_the_beginning() {
     let seen = Seen { files: files(&[("resume w", Some("dam"))]), ..Seen::default() };
     seen.inspections.lock().unwrap().push_back(json!({"verdict": "damaged", "resume": null}));
     let (_, seen) = attempt_at(seen, from_the_beginning, resuming(), |_| {}).await;
@@ -78,7 +78,7 @@ async fn without_an_older_one_it_begins_anew() {
 }
 
 #[tokio::test]
-async fn a_file_that_the_server_finds_whole_is_fetched_again_and_then_the_transfer_is_at_fault() {
+async fn a_file_that_is_intact_on_the_server_is_downloaded_again_and_then_fails_the_transfer() {
     let seen = Seen { files: files(&[("resume w", Some("dam"))]), ..Seen::default() };
     seen.inspections.lock().unwrap().extend([(); 9].map(|()| json!({"verdict": "whole"})));
     let (_, seen) = attempt_at(seen, never, resuming(), |_| {}).await;
@@ -92,7 +92,7 @@ async fn a_file_that_the_server_finds_whole_is_fetched_again_and_then_the_transf
 }
 
 #[tokio::test]
-async fn a_transfer_that_breaks_off_again_and_again_makes_the_server_read_its_file() {
+async fn repeatedly_interrupted_transfers_make_the_server_verify_the_file() {
     let seen = Arc::new(Seen { files: files(&[("resume w", None)]), ..Seen::default() });
     seen.inspections.lock().unwrap().push_back(json!({"verdict": "damaged", "resume": resume(2, "old")}));
     let server = seen.clone();
@@ -109,7 +109,7 @@ async fn a_transfer_that_breaks_off_again_and_again_makes_the_server_read_its_fi
 }
 
 #[tokio::test]
-async fn a_damaged_warm_start_fails_the_job_by_name() {
+async fn a_damaged_warm_start_fails_the_job_with_its_own_code() {
     let seen = Seen { files: files(&[("initial w", Some("dam"))]), ..Seen::default() };
     seen.inspections.lock().unwrap().push_back(json!({"verdict": "damaged", "resume": null}));
     let warm = Claim { initial: vec![file("w", "new")], ..claim() };
@@ -119,7 +119,7 @@ async fn a_damaged_warm_start_fails_the_job_by_name() {
 }
 
 #[tokio::test]
-async fn a_checkpoint_that_cannot_be_delivered_to_a_server_that_answers_fails_the_attempt_by_name() {
+async fn a_checkpoint_that_cannot_be_uploaded_fails_the_attempt_with_its_own_code() {
     fn train(input: TrainInput<'_>, host: &mut dyn Host) -> Result<(), RunEnd> {
         // The upload is timed by the clock of this thread.
         failpoint::set_hook(Some(Box::new(|point| {

@@ -130,7 +130,7 @@ fn middle_of(name: &str) -> u64 {
 }
 
 #[tokio::test]
-async fn a_model_that_lies_here_with_the_same_bytes_is_used_where_it_is() {
+async fn a_model_with_the_same_bytes_is_used_in_place() {
     let cache = tempfile::tempdir().unwrap();
     let seen = run(Served::whole(), in_place, claim(), cache.path(), None).await;
     assert_eq!(seen.story().last().unwrap(), "finish succeeded");
@@ -139,7 +139,7 @@ async fn a_model_that_lies_here_with_the_same_bytes_is_used_where_it_is() {
 }
 
 #[tokio::test]
-async fn a_model_from_elsewhere_is_fetched_once_and_a_cut_transfer_goes_on_where_it_ended() {
+async fn a_remote_model_is_downloaded_once_and_an_interrupted_transfer_resumes() {
     let cache = tempfile::tempdir().unwrap();
     let served = Served { cuts: Mutex::new(1), hashing: Mutex::new(2), ..Served::whole() };
     let seen = run(served, from_the_cache, elsewhere(), cache.path(), None).await;
@@ -160,7 +160,7 @@ async fn a_model_from_elsewhere_is_fetched_once_and_a_cut_transfer_goes_on_where
 }
 
 #[tokio::test]
-async fn a_wrong_byte_is_refused_and_the_file_fetched_once_more() {
+async fn a_file_with_a_wrong_byte_is_downloaded_again() {
     let cache = tempfile::tempdir().unwrap();
     let served = Served { wrong: Mutex::new(1), ..Served::whole() };
     let seen = run(served, from_the_cache, elsewhere(), cache.path(), None).await;
@@ -178,7 +178,7 @@ async fn a_wrong_byte_is_refused_and_the_file_fetched_once_more() {
 }
 
 #[tokio::test]
-async fn what_a_worker_fetched_before_it_died_is_continued() {
+async fn a_download_of_a_killed_worker_is_resumed() {
     let cache = tempfile::tempdir().unwrap();
     let key = modelcard::fingerprint(&model_dir()).unwrap();
     {
@@ -227,7 +227,7 @@ async fn a_model_that_cannot_be_fetched_fails_the_job_by_name() {
 }
 
 #[tokio::test]
-async fn a_cancel_ends_a_transfer_and_meanwhile_the_heartbeat_says_what_the_job_waits_for() {
+async fn a_cancel_ends_a_transfer() {
     let cache = tempfile::tempdir().unwrap();
     let model = Served { stalls: true, ..Served::whole() };
     let seen = Arc::new(Seen { model, requested: Some("cancel"), ..Seen::default() });

@@ -144,7 +144,7 @@ async fn a_peer_that_never_answers_ends_the_upload_after_the_time_for_its_size()
 }
 
 #[tokio::test]
-async fn bytes_that_the_server_says_have_arrived_keep_an_upload_alive_that_no_socket_takes_any_more() {
+async fn bytes_reported_by_the_server_keep_a_blocked_upload_alive() {
     let address = peer(async |mut stream: TcpStream| {
         stream.read_u8().await.unwrap();
         sleep(seconds(200.0)).await;
