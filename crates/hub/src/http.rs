@@ -195,12 +195,12 @@ impl Hub {
         let wait = requested_wait(response.headers());
         let code = text(response.headers(), "x-error-code").unwrap_or_default().to_owned();
         let request_id = text(response.headers(), "x-request-id").map(str::to_owned);
-        let said = text(response.headers(), "x-error-message").map(str::to_owned);
-        let said = match said {
-            Some(said) => said,
+        let message = text(response.headers(), "x-error-message").map(str::to_owned);
+        let message = match message {
+            Some(message) => message,
             None => message_of(&read_whole(response).await.unwrap_or_default()),
         };
-        let mut detail: String = said.chars().filter(|c| !c.is_control()).take(300).collect();
+        let mut detail: String = message.chars().filter(|c| !c.is_control()).take(300).collect();
         if let Some(id) = request_id {
             detail = format!("{detail} (request {id})");
         }
@@ -222,11 +222,11 @@ impl Hub {
             let error = HubError::Refused { status: status.as_u16(), detail };
             return Failed { error, is_transient: true, wait, cdn_forbids: false };
         }
-        self.error_of_code(repo, status, &code, &said, detail).into()
+        self.error_of_code(repo, status, &code, &message, detail).into()
     }
 
     /// Converts an error that a retry would not fix, by the Hub's `X-Error-Code`.
-    fn error_of_code(&self, repo: &Repo, status: StatusCode, code: &str, said: &str, detail: String) -> HubError {
+    fn error_of_code(&self, repo: &Repo, status: StatusCode, code: &str, message: &str, detail: String) -> HubError {
         let with_token = self.settings.token.is_some();
         let shown = repo.id().to_owned();
         match (status.as_u16(), code) {
@@ -236,9 +236,9 @@ impl Hub {
             }
             (404, "RevisionNotFound") => HubError::NoRevision { repo: shown, revision: repo.revision().to_owned() },
             (404, "EntryNotFound") => HubError::NoFile { repo: shown, path: detail },
-            (401, _) if said.contains("Invalid credentials") => HubError::BadToken,
+            (401, _) if message.contains("Invalid credentials") => HubError::BadToken,
             (401, _) | (404, _) => HubError::NoRepository { repo: shown, kind: repo.kind.noun(), with_token },
-            (403, _) if said.contains("disabled") => HubError::Disabled { repo: shown },
+            (403, _) if message.contains("disabled") => HubError::Disabled { repo: shown },
             (status, _) => HubError::Refused { status, detail },
         }
     }

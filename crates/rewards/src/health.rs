@@ -52,25 +52,25 @@ impl Health {
         let reported = failed.count() as u64;
         let is_missing = |value| matches!(value, RewardValue::Missing);
         let missing = judged.judgements.iter().filter(|judgement| is_missing(judgement.value)).count() as u64;
-        let asked = judged.judgements.len() as u64;
-        self.ever_valid |= missing < asked;
+        let total_samples = judged.judgements.len() as u64;
+        self.ever_valid |= missing < total_samples;
         if self.window.len() == WINDOW {
             self.window.pop_front();
         }
-        self.window.push_back((missing, asked));
+        self.window.push_back((missing, total_samples));
 
         let invalid: u64 = self.window.iter().map(|(missing, _)| missing).sum();
-        let total: u64 = self.window.iter().map(|(_, asked)| asked).sum();
+        let total: u64 = self.window.iter().map(|(_, total_samples)| total_samples).sum();
         let fraction = invalid as f64 / (total.max(1)) as f64;
         let full = self.window.len() == WINDOW && fraction >= self.stop_fraction.unwrap_or(STOP_FRACTION);
-        if asked > 0 && (full || !self.ever_valid) {
+        if total_samples > 0 && (full || !self.ever_valid) {
             return Verdict::Stop(RewardFailure::TooManyInvalid { reward: reward.to_owned(), invalid, total, example });
         }
         if reported == 0 {
             return Verdict::Good;
         }
         let zero = reported - missing.min(reported);
-        let mut message = format!("reward '{reward}': {missing} of {asked} samples have no value");
+        let mut message = format!("reward '{reward}': {missing} of {total_samples} samples have no value");
         if zero > 0 {
             message.push_str(&format!(", {zero} invalid answers count as 0 (on_invalid: zero)"));
         }
@@ -80,7 +80,7 @@ impl Health {
         Verdict::Warn(Event::Warning {
             code: "reward_invalid".to_owned(),
             message: format!("{message}; for example: {example}"),
-            data: json!({"reward": reward, "missing": missing, "zeroed": zero, "samples": asked, "window_fraction": fraction}),
+            data: json!({"reward": reward, "missing": missing, "zeroed": zero, "samples": total_samples, "window_fraction": fraction}),
         })
     }
 }

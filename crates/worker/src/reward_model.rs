@@ -165,9 +165,9 @@ impl Scorer {
         // A chat template writes special tokens itself. For an encoder, whose first token is scored, the tokenizer adds them.
         let (ids, truncated) = match format {
             RewardTextFormat::Chat => {
-                let said =
+                let content =
                     self.text.render_chat(&chat(messages, prompt, completion), false, &self.chat_template_kwargs)?;
-                self.text.encode_cut(&said, None, is_encoder)?
+                self.text.encode_cut(&content, None, is_encoder)?
             }
             RewardTextFormat::Pair => {
                 let prompt = plain(messages, prompt);
@@ -205,8 +205,8 @@ fn chat(messages: Option<&[Value]>, prompt: &str, completion: &str) -> Vec<Value
 /// Returns a prompt for models without a chat template: the contents of its messages, one per line.
 fn plain<'a>(messages: Option<&[Value]>, prompt: &'a str) -> Cow<'a, str> {
     let Some(messages) = messages else { return prompt.into() };
-    let said: Vec<&str> = messages.iter().filter_map(|message| message["content"].as_str()).collect();
-    said.join("\n").into()
+    let content: Vec<&str> = messages.iter().filter_map(|message| message["content"].as_str()).collect();
+    content.join("\n").into()
 }
 
 #[cfg(test)]

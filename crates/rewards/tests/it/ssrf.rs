@@ -127,7 +127,7 @@ async fn a_redirect_is_not_followed() {
 
 #[tokio::test]
 async fn the_operator_permits_blocks_and_names_and_nothing_beside_them() {
-    let (port, house) = start_listener(Ipv4Addr::new(127, 0, 0, 2), 0, OK).await;
+    let (port, connections) = start_listener(Ipv4Addr::new(127, 0, 0, 2), 0, OK).await;
     let (_, beside) = start_listener(Ipv4Addr::new(127, 0, 0, 9), port, OK).await;
     let inside: IpAddr = [127, 0, 0, 2].into();
     let outside: IpAddr = [127, 0, 0, 9].into();
@@ -141,12 +141,12 @@ async fn the_operator_permits_blocks_and_names_and_nothing_beside_them() {
         ("reward.internal", "reward.internal.evil.example", inside, false),
         ("10.0.0.0/8", "any.example", inside, false),
     ] {
-        let before = (house.load(Ordering::SeqCst), beside.load(Ordering::SeqCst));
+        let before = (connections.load(Ordering::SeqCst), beside.load(Ordering::SeqCst));
         let (lookup, _) = changing(vec![vec![address]]);
         let client = restricted_client_builder_with(&OutgoingPolicy::parse(&[list]).unwrap(), lookup).build().unwrap();
         let answer = client.get(format!("http://{name}:{port}/")).send().await;
         assert_eq!(answer.is_ok(), reached, "{list}: {name} at {address}: {answer:?}");
-        let after = (house.load(Ordering::SeqCst), beside.load(Ordering::SeqCst));
+        let after = (connections.load(Ordering::SeqCst), beside.load(Ordering::SeqCst));
         assert_eq!(after, (before.0 + usize::from(reached), before.1), "{list}: {name} at {address}");
     }
 }
