@@ -51,7 +51,7 @@ impl Out {
         };
         console::set_colors_enabled(colored(stdout));
         console::set_colors_enabled_stderr(colored(stderr));
-        let width = stdout.then(|| usize::from(console::Term::stdout().format_bytes().1));
+        let width = stdout.then(|| usize::from(console::Term::stdout().size().1));
         Self { json, is_terminal: stdout, can_ask: stderr && std::io::stdin().is_terminal(), width }
     }
 
