@@ -219,7 +219,7 @@ async fn teis_info_contains_the_maximum_batch_size() {
     let document = json!({"reward": {"type": "tei_predict", "url": url, "label": "good"}});
     let (plan, secrets) = read_single_reward(&document).unwrap();
     assert_eq!(plan.kind.service().unwrap().url, format!("{url}/predict"), "the path is theirs");
-    let ping = Webhook::of_kind("r", &plan.kind, &secrets, &loopback()).unwrap().greet().await.unwrap();
+    let ping = Webhook::of_kind("r", &plan.kind, &secrets, &loopback()).unwrap().check_health().await.unwrap();
     assert_eq!((ping.ok, ping.reply.unwrap().max_batch_samples), (true, Some(4)));
     server.abort();
 }
