@@ -98,7 +98,7 @@ mod tests {
 
     #[test]
     fn a_service_that_never_worked_pauses_the_job_with_a_reason() {
-        let Verdict::Stop(failure) = Health::default().take("r", &judged(0, 4)) else { panic!("should stop") };
+        let Verdict::Stop(failure) = Health::default().record("r", &judged(0, 4)) else { panic!("should stop") };
         assert_eq!(failure.pause_reason(), Some("reward_invalid"));
         assert!(failure.to_string().contains("NaN at index 0"), "{failure}");
     }
@@ -106,34 +106,34 @@ mod tests {
     #[test]
     fn half_of_the_window_stops_less_warns_nothing_is_good() {
         let mut health = Health::default();
-        assert!(matches!(health.take("r", &judged(4, 0)), Verdict::Good));
+        assert!(matches!(health.record("r", &judged(4, 0)), Verdict::Good));
         for _ in 0..3 {
-            assert!(matches!(health.take("r", &judged(1, 3)), Verdict::Warn(_)));
+            assert!(matches!(health.record("r", &judged(1, 3)), Verdict::Warn(_)));
         }
-        let Verdict::Stop(failure) = health.take("r", &judged(3, 1)) else { panic!("10 of 20 should stop") };
+        let Verdict::Stop(failure) = health.record("r", &judged(3, 1)) else { panic!("10 of 20 should stop") };
         assert!(failure.to_string().contains("10 of the last 20"), "{failure}");
-        assert!(matches!(Health::default().take("r", &judged(4, 0)), Verdict::Good));
+        assert!(matches!(Health::default().record("r", &judged(4, 0)), Verdict::Good));
     }
 
     #[test]
     fn the_plan_may_say_at_which_fraction_it_stops() {
         let verdict = |fraction| {
             let mut health = Health::pausing_at(Some(fraction));
-            health.take("r", &judged(4, 0));
-            (0..3).for_each(|_| drop(health.take("r", &judged(3, 1))));
-            health.take("r", &judged(3, 1))
+            health.record("r", &judged(4, 0));
+            (0..3).for_each(|_| drop(health.record("r", &judged(3, 1))));
+            health.record("r", &judged(3, 1))
         };
         assert!(matches!(verdict(0.2), Verdict::Stop(_)), "4 of 20");
         assert!(matches!(verdict(0.21), Verdict::Warn(_)));
         let mut health = Health::pausing_at(Some(1.0));
-        health.take("r", &judged(1, 3));
-        assert!((0..9).all(|_| matches!(health.take("r", &judged(1, 3)), Verdict::Warn(_))));
+        health.record("r", &judged(1, 3));
+        assert!((0..9).all(|_| matches!(health.record("r", &judged(1, 3)), Verdict::Warn(_))));
     }
 
     #[test]
     fn a_whole_rollout_lost_later_is_only_a_warning() {
         let mut health = Health::default();
-        health.take("r", &judged(4, 0));
-        assert!(matches!(health.take("r", &judged(0, 4)), Verdict::Warn(_)));
+        health.record("r", &judged(4, 0));
+        assert!(matches!(health.record("r", &judged(0, 4)), Verdict::Warn(_)));
     }
 }
