@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Builds the wheel: the package in src/ and a binary that cargo has built. Needs no network and no package.
+"""Builds the wheel from the package in src/ and a binary built by cargo. Needs no network and no other package.
 
     python/build_wheel.py BINARY [FOLDER]         writes FOLDER/rlood-VERSION-py3-none-PLATFORM.whl (default: target/wheels)
 
-It is also the build backend of pyproject.toml (PEP 517): `RLOOD_BINARY=target/release/rlood pip wheel ./python`; without the variable
-it takes target/docker-out/rlood or target/release/rlood. The same binary and sources give the same bytes.
+This file is also the build backend of pyproject.toml (PEP 517): `RLOOD_BINARY=target/release/rlood pip wheel ./python`. Without the
+variable it uses target/docker-out/rlood or target/release/rlood. The same binary and sources give the same bytes.
 """
 
 import base64
@@ -19,10 +19,10 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-# The earliest time that a zip can tell: the file's own would make each build another wheel.
+# The earliest time that a zip archive can store. The file's own time would make each build different.
 TIME = (1980, 1, 1, 0, 0, 0)
 MACHINES = {62: "x86_64", 183: "aarch64"}
-# No manylinux tag is older.
+# The oldest version of glibc that has a manylinux tag.
 OLDEST_GLIBC = (2, 17)
 
 
@@ -30,35 +30,35 @@ def version():
     text = (ROOT / "Cargo.toml").read_text()
     found = re.search(r'^\[workspace\.package\]\n(?:[^\[].*\n)*?version = "([^"]+)"', text, re.MULTILINE)
     if not found or not re.fullmatch(r"\d+\.\d+\.\d+", found[1]):
-        raise SystemExit("Cargo.toml's [workspace.package] has no version of the form 1.2.3, which is all that Python and Rust write alike")
+        raise SystemExit("the version in Cargo.toml's [workspace.package] must have the form 1.2.3, the only one that Python and Rust write alike")
     return found[1]
 
 
 def setting(name):
-    """A text of pyproject.toml, which Python 3.9 cannot read."""
+    """Returns a string setting of pyproject.toml, which Python 3.9 cannot parse."""
     return re.search(rf'^{name} = "([^"]+)"$', (HERE / "pyproject.toml").read_text(), re.MULTILINE)[1]
 
 
 def platform(binary):
-    """The platform tag: the machine of the binary, and the newest version of glibc that one of its symbols needs."""
+    """Returns the platform tag: the machine of the binary, and the newest glibc version that its symbols require."""
     if binary[:4] != b"\x7fELF" or binary[4] != 2:
-        raise SystemExit("the binary is no 64-bit ELF file: wheels are built for Linux only")
+        raise SystemExit("the binary is not a 64-bit ELF file: wheels are built for Linux only")
     machine = struct.unpack_from("<H", binary, 18)[0]
     if machine not in MACHINES:
-        raise SystemExit(f"the binary is for a machine (ELF number {machine}) that has no platform tag here")
-    # The names of the versions stand in the file as they are. No other text of ours has this form.
+        raise SystemExit(f"the binary is for an unsupported machine (ELF number {machine})")
+    # The symbol versions are stored as plain text in the binary. No other text in the binary has this form.
     needed = [tuple(map(int, found)) for found in re.findall(rb"\0GLIBC_(\d+)\.(\d+)", binary)]
     major, minor = max([OLDEST_GLIBC, *needed])
     return f"manylinux_{major}_{minor}_{MACHINES[machine]}"
 
 
 def contents(binary, tag):
-    """Every file of the wheel but RECORD: name, bytes, whether it is executable."""
+    """Yields every file of the wheel except RECORD: name, content, and whether it is executable."""
     name, here = f"rlood-{version()}", f"rlood-{version()}.dist-info"
     for path in sorted((HERE / "src").rglob("*")):
         if path.is_file() and path.suffix != ".pyc":
             yield path.relative_to(HERE / "src").as_posix(), path.read_bytes(), False
-    # pip puts what is in `scripts` on the PATH of the environment.
+    # pip installs the files in `scripts` on the PATH of the environment.
     yield f"{name}.data/scripts/rlood", binary, True
     for path in sorted(ROOT.glob("LICENSE-*")):
         yield f"{here}/licenses/{path.name}", path.read_bytes(), False
@@ -97,7 +97,7 @@ def write_wheel(binary_path, folder):
 def add(wheel, path, data, executable):
     entry = zipfile.ZipInfo(path, TIME)
     entry.compress_type = zipfile.ZIP_DEFLATED
-    entry.create_system = 3  # Unix, whichever system this is: the mode counts
+    entry.create_system = 3  # Unix, so that pip applies the file mode on every system
     entry.external_attr = (stat.S_IFREG | (0o755 if executable else 0o644)) << 16
     wheel.writestr(entry, data, compresslevel=9)
 
@@ -107,13 +107,13 @@ def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
     choices = [os.environ.get("RLOOD_BINARY"), ROOT / "target/docker-out/rlood", ROOT / "target/release/rlood"]
     binary = next((path for path in choices if path and Path(path).is_file()), None)
     if binary is None:
-        raise SystemExit("there is no binary: cargo build --release, or set RLOOD_BINARY")
+        raise SystemExit("no binary found: run cargo build --release, or set RLOOD_BINARY")
     return write_wheel(binary, wheel_directory)
 
 
 def build_sdist(sdist_directory, config_settings=None):
     """PEP 517."""
-    raise SystemExit("the package is made as a wheel only: cargo builds the binary from the repository")
+    raise SystemExit("the package is available only as a wheel: cargo builds the binary from the repository")
 
 
 def main():
@@ -121,7 +121,7 @@ def main():
         raise SystemExit(__doc__.strip())
     folder = Path(sys.argv[2] if len(sys.argv) > 2 else ROOT / "target/wheels")
     if not Path(sys.argv[1]).is_file():
-        raise SystemExit(f"there is no binary {sys.argv[1]}: cargo build --release makes target/release/rlood")
+        raise SystemExit(f"binary {sys.argv[1]} not found: cargo build --release creates target/release/rlood")
     print(folder / write_wheel(sys.argv[1], folder))
 
 

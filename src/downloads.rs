@@ -257,7 +257,7 @@ impl Download {
         loop {
             match self.try_once().await {
                 Ok(()) => break,
-                Err(error) if error.may_pass() && begun.elapsed() < GIVEN_UP_AFTER => {
+                Err(error) if error.is_transient() && begun.elapsed() < GIVEN_UP_AFTER => {
                     tracing::warn!(model = self.id, error = with_causes(&error), "a download goes on in a while");
                     tokio::time::sleep(pause).await;
                     pause = (pause * 2).min(LONGEST_PAUSE);

@@ -1,4 +1,4 @@
-"""What all tests share. To run them without the wheel:
+"""Base class of all tests. To run the tests without the wheel:
 
     PYTHONPATH=python/src RLOOD_BINARY=target/release/rlood python3 -m unittest discover python/tests
 """
@@ -21,7 +21,7 @@ class Case(unittest.TestCase):
         return value
 
     def hurried(self):
-        """Failures are followed by no pause."""
+        """Removes the pauses after failures."""
         for module in ("client", "transfer"):
             self.enterContext(mock.patch(f"rlood.{module}.pause_s", lambda _: 0.0))
 

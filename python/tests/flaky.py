@@ -1,4 +1,4 @@
-"""A proxy in front of a server, which fails as it is told."""
+"""A proxy in front of a server, which injects faults."""
 
 import contextlib
 import http.client
@@ -9,15 +9,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Flaky(ThreadingHTTPServer):
-    """Hands each request on, but for those that `plan` names: the first entry whose text the request line contains is used up.
+    """Forwards each request, except those that `plan` names: the first entry whose text is in the request line is applied and removed.
 
     An entry is `(text, fault, detail)`, with one of these faults:
 
     - "refuse": answers the status and headers of `detail` without asking the server
     - "drop": closes the connection without an answer
-    - "lose": hands the request on and closes the connection without an answer
-    - "cut": sends so many bytes of the answer's body, and closes the connection
-    - "flip": changes the byte of the body at this place
+    - "lose": forwards the request and closes the connection without an answer
+    - "cut": sends this many bytes of the answer's body, and closes the connection
+    - "flip": changes the byte of the body at this position
     """
 
     daemon_threads = True
@@ -39,7 +39,7 @@ class Flaky(ThreadingHTTPServer):
         self.server_close()
 
     def handle_error(self, request, client_address):
-        pass  # clients go away: that is what is tested
+        pass  # the tests disconnect clients on purpose
 
     def fault(self, line, headers):
         with self.lock:

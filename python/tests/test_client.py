@@ -1,4 +1,4 @@
-"""The client against a real server."""
+"""Tests of the client with a real server."""
 
 import contextlib
 import hashlib
@@ -25,7 +25,7 @@ ADD = [{"role": "user", "content": "Add 76 and 45."}]
 
 
 def job_of(rows=8, **changes):
-    """A job of a second."""
+    """Returns the specification of a job that takes about a second."""
     return {
         "name": "short",
         "model": "rlood/tiny",
@@ -39,7 +39,7 @@ def job_of(rows=8, **changes):
 
 
 def setUpModule():
-    """One server for all tests, on which the demonstration job has run."""
+    """Tests with one shared server, on which the demo job has finished."""
     stack = contextlib.ExitStack()
     unittest.addModuleCleanup(stack.close)
     WithServer.data = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -140,7 +140,7 @@ class Pulling(WithServer):
     def test_what_exists_is_left_alone(self):
         (self.folder / "mine").write_text("mine")
         for target in (self.folder, self.folder / "mine"):
-            with self.assertRaisesRegex(FileExistsError, "name another folder"):
+            with self.assertRaisesRegex(FileExistsError, "choose another folder"):
                 self.client.pull(self.demo, target)
         self.assertEqual(os.listdir(self.folder), ["mine"])
 
@@ -193,7 +193,7 @@ class Pulling(WithServer):
 
 
 class Unpacking(Case):
-    """Archives that no server of ours sends."""
+    """Tests with archives that a correct server never sends."""
 
     def archive(self, *members):
         made = io.BytesIO()

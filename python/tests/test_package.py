@@ -1,4 +1,4 @@
-"""The package around the client: keys, profiles, the binary."""
+"""Tests of keys, profiles and the binary."""
 
 import json
 import os

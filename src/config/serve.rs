@@ -556,9 +556,9 @@ mod tests {
     #[test]
     fn bad_devices_say_what_to_write() {
         for (given, part) in [
-            ("gpu", "use cpu or cuda:N"),
+            ("gpu", "must be cpu or cuda:N"),
             ("cuda", "cuda:0"),
-            ("cuda:x", "use cpu or cuda:N"),
+            ("cuda:x", "must be cpu or cuda:N"),
             ("", "empty"),
             ("cpu,auto", "stands alone"),
         ] {

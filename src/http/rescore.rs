@@ -31,7 +31,7 @@ use super::rewards::is_built_in;
 use crate::event::{Sample, SamplePhase};
 use crate::id::JobId;
 use crate::reward::builtin::Builtin;
-use crate::reward::trial::reward_of;
+use crate::reward::trial::build_reward;
 use crate::reward::{BuildError, JobContext, Judgement, Reward, SampleError};
 use crate::sample::{RewardSample, RewardValue, RolloutId};
 use crate::spec::{Combine, Plan, RewardKind, RewardPlan, RewardSecrets, ServicePlan};
@@ -179,7 +179,7 @@ async fn rescore(state: AppState, caller: Caller, id: JobId, body: Value) -> Res
         kind => {
             let outgoing = reach::outgoing(&state).await?;
             let plan = RewardPlan { kind: kind.with_service(patient), ..wanted.plan.clone() };
-            Some(reward_of(&plan, &wanted.secrets, &outgoing).map_err(unusable)?)
+            Some(build_reward(&plan, &wanted.secrets, &outgoing).map_err(unusable)?)
         }
     };
     let Some(place) = state.rescores.try_take(&caller.word()) else {

@@ -9,7 +9,7 @@ use super::callbacks::terms;
 use super::error::{Problem, chain};
 use crate::callback::{CallbackTerms, Chunk};
 use crate::protocol::JournalEntry;
-use crate::reward::journal::{Journal, Journalled, Unrecorded};
+use crate::reward::journal::{Journal, JournalClosed, JournaledRequest};
 use crate::store::{Store, StoreError, clock_ms};
 
 /// Of one test; the requests it made known are forgotten with it.
@@ -26,11 +26,11 @@ impl TestJournal {
 }
 
 impl Journal for TestJournal {
-    fn find(&self, _key: &str) -> Option<Journalled> {
+    fn find(&self, _key: &str) -> Option<JournaledRequest> {
         None
     }
 
-    fn append(&self, entry: JournalEntry) -> BoxFuture<'_, Result<(), Unrecorded>> {
+    fn append(&self, entry: JournalEntry) -> BoxFuture<'_, Result<(), JournalClosed>> {
         Box::pin(async move {
             let JournalEntry::Request { id, later: Some(later), .. } = entry else { return Ok(()) };
             self.store.callback_open(&id, &later, clock_ms()).await.map_err(unrecorded)?;
@@ -43,7 +43,7 @@ impl Journal for TestJournal {
         Some(&self.terms)
     }
 
-    fn arrived<'a>(&'a self, id: &'a str, seen: usize) -> BoxFuture<'a, Result<Chunk, Unrecorded>> {
+    fn arrived<'a>(&'a self, id: &'a str, seen: usize) -> BoxFuture<'a, Result<Chunk, JournalClosed>> {
         Box::pin(async move {
             let mut changes = self.store.callbacks_changed();
             loop {
@@ -52,15 +52,15 @@ impl Journal for TestJournal {
                 if chunk.entries.len() > seen || chunk.done {
                     return Ok(Chunk { entries: chunk.entries.into_iter().skip(seen).collect(), done: chunk.done });
                 }
-                changes.changed().await.map_err(|_| Unrecorded)?;
+                changes.changed().await.map_err(|_| JournalClosed)?;
             }
         })
     }
 }
 
-fn unrecorded(error: StoreError) -> Unrecorded {
+fn unrecorded(error: StoreError) -> JournalClosed {
     tracing::error!(error = chain(&error), "a test of a reward cannot be noted");
-    Unrecorded
+    JournalClosed
 }
 
 impl Drop for TestJournal {

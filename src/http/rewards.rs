@@ -191,7 +191,7 @@ async fn try_reward(
             let detail = failure.to_string();
             return Err(BuildError { reward: plan.name.clone(), detail: without_name(&detail, &plan.name) });
         }
-        ping = webhook.greet().await;
+        ping = webhook.check_health().await;
         start = Instant::now();
         judged = webhook.judge(&job, samples).await;
         exchanges = webhook.exchanges();

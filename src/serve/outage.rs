@@ -194,7 +194,7 @@ fn required(plan: &Plan) -> impl Iterator<Item = (&RewardPlan, &str, String)> {
 async fn is_back(reward: &RewardPlan, secrets: &RewardSecrets, client: &RewardClient) -> bool {
     let hasty = reward.kind.with_service(|service| service.timeout_ms = service.timeout_ms.min(PING_TIMEOUT_MS));
     match Webhook::sharing(&reward.name, &hasty, secrets, client) {
-        Ok(webhook) => match webhook.is_there().await {
+        Ok(webhook) => match webhook.is_reachable().await {
             Ok(()) => true,
             Err(why) => {
                 tracing::debug!(reward = reward.name, why, "a reward service is still away");

@@ -140,7 +140,10 @@ async fn a_worker_whose_paths_differ_trains_the_same_adapter_from_a_fetched_copy
     assert_eq!(weights.len(), 3, "a cut one, its rest, the judge's: {asked:?}");
     assert!(weights[1].contains("bytes=") && !weights[1].contains("bytes=0-"), "{asked:?}");
     let logs = server.get(&format!("/jobs/{fetched}/logs")).await.to_string();
-    assert!(logs.contains("fetching the model 'org/tiny'") && logs.contains("fetched the model 'org/judge'"), "{logs}");
+    assert!(
+        logs.contains("downloading the model 'org/tiny'") && logs.contains("downloaded the model 'org/judge'"),
+        "{logs}"
+    );
     let entries = ModelCache::open(&elsewhere, None).unwrap().entries().unwrap();
     let names: Vec<(&str, bool)> = entries.iter().map(|entry| (entry.name.as_str(), entry.is_whole)).collect();
     assert_eq!(names.len(), 2, "{entries:?}");

@@ -172,7 +172,7 @@ async fn what_a_request_s_token_opens_is_its_owner_s_alone_and_the_token_is_nowh
     let wanted = json!({"hub": "fake/tiny"});
     let (status, refused) = post(&server, "/models", &[("authorization", &ann)], &wanted).await;
     assert_eq!((status, &refused["errors"][0]["code"]), (422, &json!("gated")), "{refused}");
-    assert!(refused["detail"].as_str().unwrap().contains("accept its licence at"), "{refused}");
+    assert!(refused["detail"].as_str().unwrap().contains("accept its license at"), "{refused}");
     let with_token = [("authorization", ann.as_str()), ("x-hub-token", TOKEN)];
     let (status, model) = post(&server, "/models", &with_token, &wanted).await;
     assert_eq!((status, &model["owner"]), (202, &json!("ann")), "{model}");
@@ -255,9 +255,9 @@ async fn a_download_that_cannot_succeed_fails_the_jobs_that_wait_and_says_why() 
     hub.fake.faults.released.store(true, std::sync::atomic::Ordering::SeqCst);
     let failed = server.job_in_state(&job, "failed").await;
     assert_eq!(failed["failure"]["code"], "model_download_failed", "{failed}");
-    assert!(failed["failure"]["message"].as_str().unwrap().contains("arrives damaged"), "{failed}");
+    assert!(failed["failure"]["message"].as_str().unwrap().contains("is corrupted after download"), "{failed}");
     let model = model_when(&server, "failed").await;
-    assert!(model["problem"].as_str().unwrap().contains("arrives damaged"), "{model}");
+    assert!(model["problem"].as_str().unwrap().contains("is corrupted after download"), "{model}");
     let answer = server.post("/jobs/validate", &spec("fake/tiny", 2)).await;
     assert_eq!(answer["errors"][0]["code"], "model_download_failed", "{answer}");
 }

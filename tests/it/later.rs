@@ -195,9 +195,9 @@ async fn parts_accumulate_the_first_result_of_a_sample_stays_and_done_ends_it() 
         assert_eq!((answer.status, &answer.body), (StatusCode::OK, &counted(0, 1, 0)));
     }
     let page = waiting.server.state.store.callback_updates(waiting.job, 1, 0).await.unwrap();
-    let news: Vec<Option<&str>> =
-        page.updates.iter().map(|news| news.entry.as_ref().map(|entry| entry.sample_id.as_str())).collect();
-    assert_eq!(news, [Some("s_0"), Some("s_1"), None], "what the worker hears");
+    let samples: Vec<Option<&str>> =
+        page.updates.iter().map(|update| update.entry.as_ref().map(|entry| entry.sample_id.as_str())).collect();
+    assert_eq!(samples, [Some("s_0"), Some("s_1"), None], "the updates of the worker");
     let late = waiting.post(json!({"results": [result("s_2", 1.0)]})).await;
     assert_eq!(late.status, StatusCode::GONE, "{}", late.text);
     assert_eq!(waiting.arrived().await.as_array().unwrap().len(), 2, "what is refused is not kept");

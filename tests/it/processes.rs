@@ -409,7 +409,7 @@ fn settings_that_cannot_be_used_end_with_code_two_and_what_to_do() {
     let dir = tempfile::tempdir().unwrap();
     for (extra, part) in [
         (["--listen", "0.0.0.0:0"], "set RLOOD_API_KEY"),
-        (["--devices", "gpu"], "use cpu or cuda:N"),
+        (["--devices", "gpu"], "must be cpu or cuda:N"),
         (["--allow-outgoing", "10.0.0.0/99"], "10.0.0.0/99"),
     ] {
         let mut command = Command::new(env!("CARGO_BIN_EXE_rlood"));

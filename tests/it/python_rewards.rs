@@ -147,7 +147,7 @@ fn what_cannot_be_served_is_said_with_what_to_do() {
     let Some(folder) = folder(dir.path()) else { return };
     for (arguments, code, part) in [
         (&["nowhere.py:f"][..], 2, "nowhere.py: No such file"),
-        (&["rewards.py"], 2, "write FILE:FUNCTION"),
+        (&["rewards.py"], 2, "must be FILE:FUNCTION"),
         (
             &["rewards.py:nothing"],
             1,

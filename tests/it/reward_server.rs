@@ -149,7 +149,7 @@ async fn a_reward_model_in_the_worker_scores_every_sample_in_order() {
 #[tokio::test]
 async fn a_reward_model_that_cannot_be_used_fails_the_job_in_words() {
     for (plan, fingerprints, said) in [
-        (reward_model("gone", json!({})), vec![], "'gone' is not registered any more"),
+        (reward_model("gone", json!({})), vec![], "'gone' is no longer registered"),
         (reward_model("qwen3", json!({"label": "good"})), vec![], "no label 'good'"),
         (reward_model("qwen3", json!({})), vec![("qwen3", "another")], "have changed since the job was submitted"),
     ] {

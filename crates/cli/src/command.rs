@@ -1,74 +1,74 @@
-//! The subcommands, and which function runs each.
+//! The subcommands, and the dispatch to the function that runs each of them.
 
 use std::process::ExitCode;
 
 use clap::Subcommand;
 
 use crate::commands::{
-    compare, completions, datasets, events, export, generate, list, login, logs, metrics, models, moves, profile, pull,
-    rewards, samples, show, submit, verdict, wait, watch,
+    compare, completions, datasets, events, export, generate, list, login, logs, metrics, models, profile, pull,
+    rewards, samples, show, submit, transitions, verdict, wait, watch,
 };
 use crate::context::with;
 use crate::error::CliError;
 
-/// The commands that talk to a server.
+/// Subcommands that connect to a server.
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// Check a server's address and key, and keep them as a profile.
+    /// Check a server's address and API key, and save them as a profile.
     Login(login::Login),
-    /// List profiles, choose the default one, or remove one.
+    /// List profiles, set the default profile, or remove a profile.
     Profile(profile::Profile),
-    /// Submit a job from a file; local files that it names are uploaded.
+    /// Submit a job from a file. Local files that the job names are uploaded.
     Submit(submit::Submit),
     /// List jobs, newest first.
     List(list::List),
-    /// Show a job: its state, figures, alerts and checkpoints.
+    /// Show a job's state, metrics, alerts and checkpoints.
     Show(show::Show),
-    /// Show jobs side by side: figures, and settings that differ.
+    /// Compare jobs side by side: their metrics, and the settings that differ.
     Compare(compare::Compare),
-    /// Follow jobs until they are over. Ctrl-C detaches: the jobs go on.
+    /// Follow jobs until they finish. Ctrl-C detaches without stopping them.
     Watch(watch::Watch),
-    /// Wait until jobs are over; the exit code says how they ended.
+    /// Wait until jobs finish, and report the outcome in the exit code.
     Wait(wait::Wait),
-    /// Print what the workers logged about a job.
+    /// Print the log lines that workers wrote for a job.
     Logs(logs::Logs),
-    /// Print the events of a job.
+    /// Print a job's events.
     Events(events::Events),
-    /// Print completions of a job with their rewards.
+    /// Print a job's completions with their rewards.
     Samples(samples::Samples),
-    /// Print the metrics of a job by step.
+    /// Print a job's metrics by step.
     Metrics(metrics::Metrics),
-    /// Show how the rewards of a job do.
+    /// Show a job's rewards with their request counts and failures.
     Rewards(rewards::Rewards),
-    /// Download a checkpoint, verified; what arrived before a cut is kept.
+    /// Download and verify a checkpoint. An interrupted download resumes.
     Pull(pull::Pull),
     /// Merge a checkpoint into its base model on the server, and download the result.
     Export(export::Export),
-    /// Say whether training made the model better: with an interval, on rows that were not trained on.
+    /// Compare a trained model with its base model on rows that were not trained on, with a confidence interval.
     Verdict(verdict::Verdict),
-    /// End jobs. Their checkpoints stay.
-    Cancel(moves::Cancel),
-    /// Stop jobs at a checkpoint, to resume them later.
-    Pause(moves::Pause),
-    /// Queue paused jobs again.
-    Resume(moves::Resume),
-    /// Make a new job of the same settings from each job that is over.
-    Retry(moves::Retry),
-    /// Make a new job that goes on from a checkpoint of another one.
-    Fork(moves::Fork),
-    /// Delete jobs that are over, with their checkpoints and records.
-    Delete(moves::Delete),
-    /// Ask the base model and a checkpoint of a job the same prompt.
+    /// Cancel jobs. Saved checkpoints are kept.
+    Cancel(transitions::Cancel),
+    /// Pause jobs at their next checkpoint, so that they can be resumed later.
+    Pause(transitions::Pause),
+    /// Resume paused jobs by queueing them again.
+    Resume(transitions::Resume),
+    /// Create a new job with the same settings from each finished job.
+    Retry(transitions::Retry),
+    /// Create a new job that continues from a checkpoint of another job.
+    Fork(transitions::Fork),
+    /// Delete finished jobs with their checkpoints and records.
+    Delete(transitions::Delete),
+    /// Send one prompt to a job's base model and to one of its checkpoints.
     Generate(generate::Generate),
     /// List, register, show and remove models.
     Models(models::Models),
     /// List, upload, show and remove datasets.
     Datasets(datasets::Datasets),
-    /// Print the script that completes commands, flags and ids in a shell.
+    /// Print a shell script that completes commands, flags and job ids.
     Completions(completions::Completions),
 }
 
-/// Runs a command. Errors go to standard error.
+/// Runs a subcommand and returns its exit code. Errors are printed to standard error.
 pub async fn run(command: Command) -> ExitCode {
     match dispatch(command).await {
         Ok(code) => ExitCode::from(code),
@@ -95,12 +95,12 @@ async fn dispatch(command: Command) -> Result<u8, CliError> {
         Command::Pull(args) => with(&args.common, async |context| pull::run(context, &args).await).await,
         Command::Export(args) => with(&args.common, async |context| export::run(context, &args).await).await,
         Command::Verdict(args) => with(&args.common, async |context| verdict::run(context, &args).await).await,
-        Command::Cancel(args) => with(&args.common, async |context| moves::cancel(context, &args).await).await,
-        Command::Pause(args) => with(&args.common, async |context| moves::pause(context, &args).await).await,
-        Command::Resume(args) => with(&args.common, async |context| moves::resume(context, &args).await).await,
-        Command::Retry(args) => with(&args.common, async |context| moves::retry(context, &args).await).await,
-        Command::Fork(args) => with(&args.common, async |context| moves::fork(context, &args).await).await,
-        Command::Delete(args) => with(&args.common, async |context| moves::delete(context, &args).await).await,
+        Command::Cancel(args) => with(&args.common, async |context| transitions::cancel(context, &args).await).await,
+        Command::Pause(args) => with(&args.common, async |context| transitions::pause(context, &args).await).await,
+        Command::Resume(args) => with(&args.common, async |context| transitions::resume(context, &args).await).await,
+        Command::Retry(args) => with(&args.common, async |context| transitions::retry(context, &args).await).await,
+        Command::Fork(args) => with(&args.common, async |context| transitions::fork(context, &args).await).await,
+        Command::Delete(args) => with(&args.common, async |context| transitions::delete(context, &args).await).await,
         Command::Generate(args) => with(&args.common, async |context| generate::run(context, &args).await).await,
         Command::Models(args) => with(&args.common, async |context| models::run(context, &args).await).await,
         Command::Datasets(args) => with(&args.common, async |context| datasets::run(context, &args).await).await,

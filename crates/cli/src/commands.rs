@@ -1,4 +1,4 @@
-//! One module a command: its flags beside its code.
+//! One module for each command, with the command's flags and its code.
 
 pub mod compare;
 pub mod completions;
@@ -13,13 +13,13 @@ pub mod logs;
 pub mod merged;
 pub mod metrics;
 pub mod models;
-pub mod moves;
 pub mod profile;
 pub mod pull;
 pub mod rewards;
 pub mod samples;
 pub mod show;
 pub mod submit;
+pub mod transitions;
 pub mod verdict;
 pub mod wait;
 pub mod watch;

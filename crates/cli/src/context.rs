@@ -1,4 +1,4 @@
-//! What every command gets: a client of the server, and where to write.
+//! The context of a command: a client for the server, and the output to write to.
 
 use clap::Args;
 use rlood_client::{Client, Error, Retry};
@@ -8,49 +8,49 @@ use crate::output::{Color, Out};
 use crate::profiles::Profiles;
 use crate::target::{Flags, Target, Variables, is_loopback};
 
-/// Tries of a command after the first one: about 3 s, so that a wrong address is told soon.
-const RETRIES: u32 = 4;
+/// Retries of a request after the first attempt. They take about 3 s together, so that a wrong address is reported soon.
+const MAX_RETRIES: u32 = 4;
 
-/// The flags of every command that talks to a server.
+/// Flags of every command that connects to a server.
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Server and output")]
 pub struct Common {
-    /// Address of the server. Default: RLOOD_SERVER, then the profile, then http://127.0.0.1:8080.
+    /// Address of the server. Default: RLOOD_SERVER, then the profile's server, then http://127.0.0.1:8080.
     #[arg(long, global = true, value_name = "URL")]
     pub server: Option<String>,
 
-    /// API key. It can be seen in the list of processes: prefer a profile with key_command, or RLOOD_KEY.
+    /// API key. Other users can see it in the process list: prefer RLOOD_KEY, or a profile with key_command.
     #[arg(long, global = true, value_name = "KEY")]
     pub key: Option<String>,
 
-    /// Profile of `rlood login`, with its server and key. Default: RLOOD_PROFILE, then the default profile.
+    /// Profile to use, created by `rlood login`. Default: RLOOD_PROFILE, then the default profile.
     #[arg(long, global = true, value_name = "NAME")]
     pub profile: Option<String>,
 
-    /// Print the API's own JSON: one document, or one object a line while something is followed.
+    /// Print the API's JSON: one document, or one object per line when following.
     #[arg(long, global = true)]
     pub json: bool,
 
-    /// When to color: auto means on a terminal, unless NO_COLOR is set.
+    /// When to use color; auto means on a terminal, unless NO_COLOR is set.
     #[arg(long, global = true, value_enum, default_value_t = Color::Auto, value_name = "WHEN")]
     pub color: Color,
 }
 
 impl Common {
-    /// Whether a flag, a variable or a profile names a server.
+    /// Returns whether a flag, a variable or a profile names a server.
     ///
     /// # Errors
-    /// When the file of profiles cannot be read.
+    /// Fails when the file of profiles cannot be read.
     pub fn names_a_server(&self) -> Result<bool, CliError> {
         Ok(self.has_flag() || !self.target()?.is_assumed)
     }
 
-    /// Whether a flag of the connection is given.
+    /// Returns whether a flag of the connection is given.
     pub fn has_flag(&self) -> bool {
         self.server.is_some() || self.key.is_some() || self.profile.is_some()
     }
 
-    /// Where to write.
+    /// Returns the output that these flags select.
     pub(crate) fn out(&self) -> Out {
         Out::new(self.json, self.color)
     }
@@ -68,28 +68,28 @@ impl Common {
     }
 }
 
-/// What a command works with.
+/// Everything that a command needs to run.
 pub struct Context {
-    /// Of the server.
+    /// Client for the target server.
     pub client: Client,
-    /// Where to write.
+    /// Output for data and messages.
     pub out: Out,
-    /// The server, and where it comes from.
+    /// The server and the key, and the profile that named them.
     pub target: Target,
 }
 
 impl Context {
-    /// The error, with what to do when no server was named and none runs here.
+    /// Adds advice to a connection error: how to start or name a server.
     pub fn explain(&self, error: CliError) -> CliError {
         match &error {
             CliError::Api(Error::Unreachable { source, .. }) if source.is_connect() => {
                 let server = &self.target.server;
                 let advice = if self.target.is_assumed {
-                    "`rlood serve` starts a server here; --server, RLOOD_SERVER or `rlood login URL` name another one"
+                    "start a server with `rlood serve`, or name another one with --server, RLOOD_SERVER or `rlood login URL`"
                 } else {
-                    "check the address, and that the server runs"
+                    "check the address, and whether the server is running"
                 };
-                CliError::Unreachable(format!("no server answers at {server}: {advice}"))
+                CliError::Unreachable(format!("cannot connect to {server}: {advice}"))
             }
             _ => error,
         }
@@ -99,15 +99,15 @@ impl Context {
 /// Runs a command that needs a server.
 ///
 /// # Errors
-/// Those of the command; where no server answers, with what to do.
+/// Returns the command's error. A connection error also contains advice.
 pub async fn with(common: &Common, work: impl AsyncFnOnce(&Context) -> Result<u8, CliError>) -> Result<u8, CliError> {
     let context = common.context()?;
     work(&context).await.map_err(|error| context.explain(error))
 }
 
-/// A client of the target.
+/// Creates a client for a target.
 pub fn client_of(target: &Target) -> Result<Client, CliError> {
-    let mut builder = Client::builder(&target.server).retry(Retry { max_retries: RETRIES, ..Retry::default() });
+    let mut builder = Client::builder(&target.server).retry(Retry { max_retries: MAX_RETRIES, ..Retry::default() });
     if let Some(key) = &target.key {
         builder = builder.api_key(key);
     }

@@ -1,77 +1,77 @@
-//! Why a command failed, what it says then, and its exit code.
+//! Errors of commands, with their messages and exit codes.
 
 use std::io::Write;
 use std::process::ExitCode;
 
 use rlood_client::Error;
 
-/// The job failed, or the server did.
+/// Exit code when the job or the server failed.
 pub const EXIT_FAILED: u8 = 1;
-/// The command line or the request is not valid.
+/// Exit code when the command line or the request is not valid.
 pub const EXIT_USAGE: u8 = 2;
-/// There is no such thing.
+/// Exit code when the job, checkpoint or other resource does not exist.
 pub const EXIT_NOT_FOUND: u8 = 3;
-/// The key is missing, not valid, or permits too little.
+/// Exit code when the API key is missing, not valid, or lacks the scope.
 pub const EXIT_NOT_ALLOWED: u8 = 4;
-/// The server does not answer.
+/// Exit code when the server does not answer.
 pub const EXIT_UNREACHABLE: u8 = 5;
-/// The job was cancelled.
+/// Exit code when the job was cancelled.
 pub const EXIT_CANCELLED: u8 = 6;
-/// The job is paused.
+/// Exit code when the job is paused.
 pub const EXIT_PAUSED: u8 = 7;
-/// `--timeout` is over, as with `timeout`.
+/// Exit code after `--timeout`, the same as of coreutils' `timeout`.
 pub const EXIT_TIMEOUT: u8 = 124;
-/// Ctrl-C, as shells have it.
+/// Exit code after Ctrl-C, as shells report it.
 pub const EXIT_INTERRUPTED: u8 = 130;
 
-/// Why a command failed.
+/// Reason why a command failed.
 #[derive(Debug, thiserror::Error)]
 pub enum CliError {
     /// The command line, or a file that it names, cannot be used.
     #[error("{0}")]
     Usage(String),
-    /// There is no such thing.
+    /// The resource does not exist.
     #[error("{0}")]
     NotFound(String),
-    /// Something went wrong that is not the command line's fault.
+    /// Another failure, which the command line did not cause.
     #[error("{0}")]
     Failed(String),
-    /// The server refused, or did not answer.
+    /// The server rejected the request or did not answer.
     #[error("{}", describe(.0))]
     Api(#[from] Error),
-    /// No server answers at its address. The text says what to do.
+    /// No server answers at the address. The text contains advice.
     #[error("{0}")]
     Unreachable(String),
-    /// `--timeout` is over.
+    /// The time limit of `--timeout` was reached.
     #[error("{0}")]
     Timeout(String),
-    /// Ctrl-C. The text says what goes on.
+    /// The user pressed Ctrl-C. The text says what keeps running on the server.
     #[error("{0}")]
     Interrupted(String),
-    /// What reads standard output is gone, as `head` is after its lines.
+    /// The reader of standard output has exited, as `head` does after its last line.
     #[error("standard output was closed")]
     Closed,
 }
 
 impl CliError {
-    /// An error of the local machine: what was tried, and why it failed.
+    /// Builds an error of the local machine: what was tried, and why it failed.
     pub(crate) fn local(doing: impl std::fmt::Display) -> impl FnOnce(std::io::Error) -> CliError {
         move |source| CliError::Failed(format!("cannot {doing}: {source}"))
     }
 
-    /// Says it on standard error, and returns its exit code.
+    /// Prints the error to standard error, and returns its exit code.
     pub fn report(&self) -> ExitCode {
-        // A closed standard error changes nothing.
+        // A closed standard error is ignored: there is no other place to report to.
         let _ = match self {
             CliError::Closed => Ok(()),
-            // What the user asked for; the terminal shows ^C before it.
+            // The terminal has printed ^C on this line, so the message starts on a new one.
             CliError::Interrupted(text) => writeln!(std::io::stderr(), "\n{text}"),
             _ => writeln!(std::io::stderr(), "rlood: {self}"),
         };
         self.exit_code()
     }
 
-    /// Its exit code.
+    /// Returns the exit code of the error.
     pub fn exit_code(&self) -> ExitCode {
         ExitCode::from(match self {
             CliError::Usage(_) => EXIT_USAGE,
@@ -100,7 +100,7 @@ fn exit_code_of(error: &Error) -> u8 {
     }
 }
 
-/// What the server said: its detail, each error on a line, and the id under which its log has the request.
+/// Formats the server's answer: its detail, each field error on its own line, and the request id for the server's log.
 fn describe(error: &Error) -> String {
     let Some(problem) = error.problem() else {
         let mut text = error.to_string();
@@ -112,22 +112,20 @@ fn describe(error: &Error) -> String {
         return text;
     };
     let mut text = match (problem.detail.as_str(), problem.title.as_str()) {
-        // The detail is about headers.
+        // The detail is about HTTP headers, which the user of a command does not set.
         (_, title) if problem.status == 401 && !title.is_empty() => title.to_owned(),
         ("", "") => format!("the server answered with status {}", problem.status),
         ("", title) => title.to_owned(),
         (detail, _) => detail.to_owned(),
     };
     for error in &problem.errors {
-        // One error is often the whole detail.
+        // The detail often contains the only error.
         if !text.contains(&error.detail) || !text.contains(&error.pointer) {
             text.push_str(&format!("\n  {}: {}", error.pointer, error.detail));
         }
     }
     if problem.status == 401 {
-        text.push_str(
-            "\n  `rlood login URL` keeps a key; --key, RLOOD_KEY and --profile name one for a single command",
-        );
+        text.push_str("\n  save a key with `rlood login URL`, or pass one with --key, RLOOD_KEY or --profile");
     }
     if !problem.request_id.is_empty() {
         text.push_str(&format!("\n  request {}", problem.request_id));
@@ -153,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn the_exit_code_says_what_kind_of_error_it_was() {
+    fn the_exit_code_depends_on_the_kind_of_error() {
         for (status, code) in [(401, 4), (403, 4), (404, 3), (410, 3), (422, 2), (400, 2), (409, 1), (500, 1), (503, 1)]
         {
             assert_eq!(exit_code_of(&refused(status)), code, "{status}");

@@ -1,4 +1,4 @@
-//! Local files, read piece by piece.
+//! Reading of local files in pieces.
 
 use std::fs::File;
 use std::io::Read;
@@ -9,10 +9,10 @@ use sha2::{Digest, Sha256};
 
 const READ_BYTES: usize = 256 * 1024;
 
-/// The hash and the size of a file.
+/// Returns the SHA-256 hash and the size in bytes of a file.
 ///
 /// # Errors
-/// When it cannot be read.
+/// Fails when the file cannot be read.
 pub fn hash_of(path: &Path) -> std::io::Result<(Sha256Digest, u64)> {
     let (mut hash, mut size_bytes) = (Sha256::new(), 0);
     read_pieces(path, |piece| {
@@ -22,10 +22,10 @@ pub fn hash_of(path: &Path) -> std::io::Result<(Sha256Digest, u64)> {
     Ok((hash.into(), size_bytes))
 }
 
-/// Hands the bytes of a file on in pieces.
+/// Passes the bytes of a file to a function, piece by piece.
 ///
 /// # Errors
-/// When it cannot be read.
+/// Fails when the file cannot be read.
 pub fn read_pieces(path: &Path, mut take: impl FnMut(&[u8])) -> std::io::Result<()> {
     let (mut file, mut piece) = (File::open(path)?, vec![0; READ_BYTES]);
     loop {

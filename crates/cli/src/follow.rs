@@ -1,4 +1,4 @@
-//! A job as it goes on: waiting for its end through restarts of the server, its figures, and how it ended.
+//! Follows a job until it finishes, through restarts of the server, and reports its outcome.
 
 use std::time::{Duration, Instant};
 
@@ -8,45 +8,45 @@ use serde_json::Value;
 
 use crate::context::Context;
 use crate::error::{CliError, EXIT_CANCELLED, EXIT_FAILED, EXIT_PAUSED};
-use crate::output::{Out, between, clean_lines, shown, span};
+use crate::output::{Out, between, clean_lines, format_duration, shown};
 
-pub mod figures;
+pub mod job_metrics;
 pub mod live;
 
-/// How long a server that answered before may be away.
-const OUTAGE: Duration = Duration::from_secs(600);
-/// Between two tries meanwhile.
-const RETRY: Duration = Duration::from_secs(1);
-/// How long a waiting request is held.
+/// How long a server that was reachable before may be unreachable.
+const MAX_OUTAGE: Duration = Duration::from_secs(600);
+/// Pause between two attempts while the server is unreachable.
+const RETRY_INTERVAL: Duration = Duration::from_secs(1);
+/// Seconds that the server may hold a request that waits for the end of a job.
 const WAIT_S: u64 = 30;
 
-/// Bears a server that is away for a while.
+/// Retries requests while a server is unreachable for a limited time.
 #[derive(Debug, Default)]
-pub struct Patience {
+pub struct OutageRetry {
     since: Option<Instant>,
 }
 
-impl Patience {
-    /// The answer; `None` when the request failed in a way that passes, after a pause.
+impl OutageRetry {
+    /// Returns the answer. Returns `None`, after a pause, when the request failed with a retryable error.
     ///
     /// # Errors
-    /// Those that stand, and any once the server was away for ten minutes.
-    pub async fn take<T>(&mut self, out: &Out, result: Result<T, Error>) -> Result<Option<T>, CliError> {
+    /// Returns permanent errors at once, and retryable errors after ten minutes without an answer.
+    pub async fn unwrap_or_wait<T>(&mut self, out: &Out, result: Result<T, Error>) -> Result<Option<T>, CliError> {
         match result {
             Ok(answer) => {
                 if self.since.take().is_some() {
-                    out.note("the server is back");
+                    out.note("reconnected");
                 }
                 Ok(Some(answer))
             }
             Err(error) if error.is_retryable() => {
                 if self.since.is_none() {
-                    out.note(format!("{error}; trying again"));
+                    out.note(format!("{error}; retrying"));
                 }
-                if self.since.get_or_insert_with(Instant::now).elapsed() > OUTAGE {
+                if self.since.get_or_insert_with(Instant::now).elapsed() > MAX_OUTAGE {
                     return Err(error.into());
                 }
-                tokio::time::sleep(RETRY).await;
+                tokio::time::sleep(RETRY_INTERVAL).await;
                 Ok(None)
             }
             Err(error) => Err(error.into()),
@@ -54,56 +54,56 @@ impl Patience {
     }
 }
 
-/// The text of a field; empty when it is no string.
+/// Returns a string field; an empty string when the field is missing or no string.
 pub fn text<'v>(value: &'v Value, field: &str) -> &'v str {
     value[field].as_str().unwrap_or_default()
 }
 
-/// Whether a job is over.
-pub fn is_over(job: &Value) -> bool {
+/// Returns whether a job has finished.
+pub fn is_finished(job: &Value) -> bool {
     matches!(text(job, "state"), "succeeded" | "failed" | "cancelled")
 }
 
-/// Whether a job is over, or paused and that counts as an end.
+/// Returns whether a job has finished, or is paused and `until_paused` is set.
 pub fn is_settled(job: &Value, until_paused: bool) -> bool {
-    is_over(job) || (until_paused && text(job, "state") == "paused")
+    is_finished(job) || (until_paused && text(job, "state") == "paused")
 }
 
-/// Waits until a job is over, or paused if `until_paused`.
+/// Waits until a job finishes, or is paused if `until_paused` is set.
 ///
 /// # Errors
-/// When the job does not exist, or the server is away for too long.
+/// Fails when the job does not exist, or the server is unreachable for too long.
 pub async fn wait_for(context: &Context, id: JobId, until_paused: bool) -> Result<Value, CliError> {
-    let mut patience = Patience::default();
-    let mut is_told = false;
+    let mut outage = OutageRetry::default();
+    let mut is_pause_reported = false;
     loop {
         let call = context.client.raw_get(&["jobs", &id.to_string()]);
         let begun = Instant::now();
         let call = call.query("wait", WAIT_S).work(Duration::from_secs(WAIT_S));
-        let Some(answer) = patience.take(&context.out, call.send().await).await? else { continue };
+        let Some(answer) = outage.unwrap_or_wait(&context.out, call.send().await).await? else { continue };
         let job = answer.value;
         if is_settled(&job, until_paused) {
             return Ok(job);
         }
         let is_paused = text(&job, "state") == "paused";
-        if is_paused && !is_told {
+        if is_paused && !is_pause_reported {
             context
                 .out
-                .note(format!("{id} is paused ({}); `rlood resume {id}` lets it go on", shown(&job["status_reason"])));
+                .note(format!("{id} is paused ({}); resume it with `rlood resume {id}`", shown(&job["status_reason"])));
         }
-        is_told = is_paused;
-        // A paused job is answered at once, and so is every request of a server that stops.
-        if begun.elapsed() < RETRY {
-            tokio::time::sleep(RETRY).await;
+        is_pause_reported = is_paused;
+        // The server answers immediately for a paused job and while it shuts down; the pause limits the rate of requests.
+        if begun.elapsed() < RETRY_INTERVAL {
+            tokio::time::sleep(RETRY_INTERVAL).await;
         }
     }
 }
 
-/// Says how a job ended, on standard error.
+/// Prints the outcome of a job to standard error.
 pub fn report_outcome(out: &Out, job: &Value) {
     let (id, state) = (text(job, "id"), text(job, "state"));
     let took = between(&job["started_at"], &job["finished_at"]);
-    let took = took.map(|seconds| format!(" after {}", span(seconds))).unwrap_or_default();
+    let took = took.map(|seconds| format!(" after {}", format_duration(seconds))).unwrap_or_default();
     out.note(format!("{id} {state}{took}, step {}/{}", shown(&job["step"]), shown(&job["total_steps"])));
     let failure = &job["failure"];
     if failure.is_object() {
@@ -116,14 +116,14 @@ pub fn report_outcome(out: &Out, job: &Value) {
         out.note(format!("  {}", clean_lines(message)));
     }
     match state {
-        "succeeded" => out.note(format!("  `rlood pull {id}` fetches what it trained")),
-        "failed" => out.note(format!("  `rlood logs {id}` has its log, `rlood retry {id}` runs it again")),
-        "paused" => out.note(format!("  {}; `rlood resume {id}` lets it go on", shown(&job["status_reason"]))),
+        "succeeded" => out.note(format!("  download the trained weights with `rlood pull {id}`")),
+        "failed" => out.note(format!("  read its log with `rlood logs {id}`, or run it again with `rlood retry {id}`")),
+        "paused" => out.note(format!("  {}; resume it with `rlood resume {id}`", shown(&job["status_reason"]))),
         _ => {}
     }
 }
 
-/// The exit code of jobs that are over or paused: the worst of them.
+/// Returns the exit code for finished or paused jobs: the most severe of their codes.
 pub fn exit_code<'j>(jobs: impl IntoIterator<Item = &'j Value>) -> u8 {
     let code = |job: &Value| match text(job, "state") {
         "succeeded" => 0,
@@ -142,31 +142,31 @@ pub fn exit_code<'j>(jobs: impl IntoIterator<Item = &'j Value>) -> u8 {
     worst
 }
 
-/// Runs until it is done or the user presses Ctrl-C, which stops nothing but this program.
+/// Runs `work` until it is done or the user presses Ctrl-C. Ctrl-C ends only this program, not the jobs.
 ///
 /// # Errors
-/// [`CliError::Interrupted`], which says what goes on and what would end it.
+/// Returns [`CliError::Interrupted`] on Ctrl-C, with the commands that follow or cancel the jobs.
 pub async fn detached<T>(
     ids: &[JobId],
     again: &str,
     work: impl Future<Output = Result<T, CliError>>,
 ) -> Result<T, CliError> {
     let names = ids.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ");
-    let goes_on = if ids.len() == 1 { "the job goes on" } else { "the jobs go on" };
+    let still_running = if ids.len() == 1 { "the job keeps running" } else { "the jobs keep running" };
     tokio::select! {
         done = work => done,
         pressed = tokio::signal::ctrl_c() => {
             pressed.map_err(CliError::local("listen for Ctrl-C"))?;
             Err(CliError::Interrupted(format!(
-                "detached, {goes_on}: `rlood {again} {names}` comes back, `rlood cancel {names}` ends {}",
+                "detached, {still_running}: follow {0} again with `rlood {again} {names}`, or cancel {0} with `rlood cancel {names}`",
                 if ids.len() == 1 { "it" } else { "them" }
             )))
         }
     }
 }
 
-/// Says how far something of the server is, when that has changed.
-pub fn say_progress(context: &Context, resource: &Value, told: &mut String) {
+/// Prints the progress of a verdict, an export or another resource of the server, if the progress changed since the last call.
+pub fn report_progress(context: &Context, resource: &Value, last_line: &mut String) {
     let progress = &resource["progress"];
     let line = match (progress["done"].as_u64(), progress["total"].as_u64()) {
         (Some(done), Some(total)) if total > 0 => {
@@ -174,36 +174,37 @@ pub fn say_progress(context: &Context, resource: &Value, told: &mut String) {
         }
         _ => shown(&resource["state"]),
     };
-    if *told != line {
+    if *last_line != line {
         context.out.note(format!("{}: {line}", shown(&resource["id"])));
-        *told = line;
+        *last_line = line;
     }
 }
 
-/// Runs until it is done or the user presses Ctrl-C, which stops nothing on the server.
+/// Runs `work` until it is done or the user presses Ctrl-C. Ctrl-C ends only this program, not the work on the server.
 ///
 /// # Errors
-/// [`CliError::Interrupted`], which says how to come back.
+/// Returns [`CliError::Interrupted`] on Ctrl-C, with the command that continues.
 pub async fn interruptible<T>(again: &str, work: impl Future<Output = Result<T, CliError>>) -> Result<T, CliError> {
     tokio::select! {
         done = work => done,
         pressed = tokio::signal::ctrl_c() => {
             pressed.map_err(CliError::local("listen for Ctrl-C"))?;
-            Err(CliError::Interrupted(format!("detached, the server goes on: `{again}` comes back")))
+            Err(CliError::Interrupted(format!("detached, the server keeps working: continue with `{again}`")))
         }
     }
 }
 
-/// Ends with a timeout after `limit`.
+/// Runs `work` with a time limit; `None` means no limit.
 ///
 /// # Errors
-/// [`CliError::Timeout`], or what the work says.
+/// Returns [`CliError::Timeout`] at the limit, or the error of `work`.
 pub async fn within<T>(
     limit: Option<Duration>,
     work: impl Future<Output = Result<T, CliError>>,
 ) -> Result<T, CliError> {
     let Some(limit) = limit else { return work.await };
-    let over = |_| CliError::Timeout(format!("--timeout: not over after {}", span(limit.as_secs_f64())));
+    let over =
+        |_| CliError::Timeout(format!("not finished after {} (--timeout)", format_duration(limit.as_secs_f64())));
     tokio::time::timeout(limit, work).await.map_err(over)?
 }
 

@@ -1,4 +1,4 @@
-//! A job file as `rlood submit` reads it: the document, what `--set` changes, and the local files that it names.
+//! Reading of a job file for `rlood submit`: the document, the changes by `--set`, and the local files that it names.
 
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -10,23 +10,22 @@ use crate::error::CliError;
 
 pub mod uploads;
 
-/// What a document may have, so that a wrong file is not read whole.
+/// Maximum size of a document in bytes, so that a wrong file is not read completely.
 const MAX_BYTES: u64 = 64 << 20;
 
-/// A job's document.
+/// The document of a job, and the folder of its file.
 #[derive(Debug)]
 pub struct JobFile {
-    /// The document.
     pub document: Value,
-    /// The folder that its relative paths start at.
+    /// Folder that relative paths in the document start from.
     pub folder: PathBuf,
 }
 
 impl JobFile {
-    /// Reads a file, or standard input for `-`.
+    /// Reads a file; `-` reads standard input.
     ///
     /// # Errors
-    /// When it cannot be read, or is not JSON, YAML or TOML.
+    /// Fails when the file cannot be read or is not valid JSON, YAML or TOML.
     pub fn read(path: &Path) -> Result<Self, CliError> {
         let is_stdin = path == Path::new("-");
         let shown = if is_stdin { "standard input".to_owned() } else { path.display().to_string() };
@@ -41,7 +40,7 @@ impl JobFile {
         }
         if bytes.len() as u64 > MAX_BYTES {
             return Err(CliError::Usage(format!(
-                "{shown} is longer than {} MiB: put the rows into a file of their own, which the job names",
+                "{shown} is larger than {} MiB: move the rows to a separate file, and name that file in the job",
                 MAX_BYTES >> 20
             )));
         }
@@ -52,14 +51,15 @@ impl JobFile {
         Ok(Self { document, folder })
     }
 
-    /// A path of the document.
+    /// Resolves a path in the document.
     pub fn path(&self, given: &str) -> PathBuf {
-        // An absolute path replaces the folder.
+        // `join` returns an absolute path unchanged.
         self.folder.join(given)
     }
 }
 
-/// The form of a text without a name: TOML where it is no YAML, of which JSON is a part.
+/// Detects the format of a text without a file name. TOML is tried only if the text is not valid YAML; JSON
+/// is a subset of YAML.
 fn format_of(text: &str) -> Format {
     let is_object = |format: Format| format.read(text).is_ok_and(|document| document.is_object());
     if text.trim_start().starts_with('{') {
@@ -74,13 +74,13 @@ fn format_of(text: &str) -> Format {
 /// A value of `--set`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Setting {
-    /// As it was given.
+    /// The text as given on the command line.
     text: String,
     path: Vec<Step>,
     value: Value,
 }
 
-/// A step of a path into a document.
+/// One step of a path into a document.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Step {
     Key(String),
@@ -88,39 +88,38 @@ enum Step {
 }
 
 impl Setting {
-    /// Reads `rloo.beta=0.01`, `rewards.0.weight=2`, `rewards[0].weight=2`, `name="7"`.
+    /// Parses `rloo.beta=0.01`, `rewards.0.weight=2`, `rewards[0].weight=2` or `name="7"`.
     ///
     /// # Errors
-    /// What the text must look like.
+    /// Returns the expected format.
     pub fn parse(text: &str) -> Result<Self, String> {
         let (path, value) = text
             .split_once('=')
-            .ok_or_else(|| format!("'{text}' has no '=': write PATH=VALUE, rloo.beta=0.01 for example"))?;
+            .ok_or_else(|| format!("'{text}' has no '='; must be PATH=VALUE, for example rloo.beta=0.01"))?;
         let mut steps = Vec::new();
         for part in path.trim().split('.') {
             let (key, indexes) = part.split_at(part.find('[').unwrap_or(part.len()));
             if key.is_empty() && (indexes.is_empty() || steps.is_empty()) {
-                return Err(format!(
-                    "'{path}' is not a path: write the names of sections and settings with dots between them"
-                ));
+                return Err(format!("'{path}' is not a path; must be section and setting names separated by dots"));
             }
             if !key.is_empty() {
                 steps.push(key.parse().map_or_else(|_| Step::Key(key.to_owned()), Step::Index));
             }
             for index in indexes.split_inclusive(']') {
                 let index = index.strip_prefix('[').and_then(|index| index.strip_suffix(']')?.parse().ok());
-                steps.push(Step::Index(
-                    index.ok_or_else(|| format!("'{part}' in '{path}' is no index of a list: write rewards[0]"))?,
-                ));
+                steps
+                    .push(Step::Index(index.ok_or_else(|| {
+                        format!("'{part}' in '{path}' is not a list index; must be like rewards[0]")
+                    })?));
             }
         }
         Ok(Self { text: text.to_owned(), path: steps, value: typed(value) })
     }
 
-    /// Puts the value into a document. Sections that are missing are made; items of lists are not.
+    /// Sets the value in a document. Missing sections are created; missing list items are not.
     ///
     /// # Errors
-    /// When the path leads through a value that has no fields, or to an item that the list does not have.
+    /// Fails when the path leads through a value that has no fields, or to a list item that does not exist.
     pub fn apply(&self, document: &mut Value) -> Result<(), CliError> {
         let mut at = document;
         let mut passed = String::new();
@@ -134,16 +133,16 @@ impl Setting {
                 (Step::Index(index), Value::Array(items)) => {
                     let count = items.len();
                     let last = match count {
-                        0 => "it is empty".to_owned(),
-                        _ => format!("its last is {}", count - 1),
+                        0 => "the list is empty".to_owned(),
+                        _ => format!("the last item is {}", count - 1),
                     };
                     items.get_mut(*index).ok_or_else(|| refused(format!("{here} has no item {index}: {last}")))?
                 }
                 (Step::Key(key), Value::Object(fields)) => fields.entry(key.clone()).or_insert(Value::Null),
-                // An object may have a number as a key.
+                // A numeric step can be the key of an object, for example of a map.
                 (Step::Index(index), Value::Object(fields)) => fields.entry(index.to_string()).or_insert(Value::Null),
                 (Step::Key(key), Value::Array(_)) => {
-                    return Err(refused(format!("{here} is a list: '{key}' must be the number of an item, from 0")));
+                    return Err(refused(format!("{here} is a list: '{key}' must be an item number, starting at 0")));
                 }
                 (_, Value::Bool(_) | Value::Number(_) | Value::String(_) | Value::Null) => {
                     return Err(refused(format!("{here} is a single value and has no fields")));
@@ -159,7 +158,7 @@ impl Setting {
         Ok(())
     }
 
-    /// Whether an error at this JSON pointer is about what the setting put there.
+    /// Returns whether an error at this JSON pointer is about the value that the setting set.
     pub fn is_at(&self, pointer: &str) -> bool {
         let own: String = self
             .path
@@ -172,16 +171,16 @@ impl Setting {
         pointer == own || pointer.strip_prefix(&own).is_some_and(|rest| rest.starts_with('/'))
     }
 
-    /// As it was given.
+    /// Returns the text as given on the command line.
     pub fn text(&self) -> &str {
         &self.text
     }
 }
 
-/// JSON where the text is JSON, else the text.
+/// Returns the JSON value of the text if it is valid JSON, else the text as a string.
 fn typed(text: &str) -> Value {
     let text = text.trim();
-    // JSON has no `.5` and no `1.`; people do.
+    // JSON does not allow `.5` and `1.`, but people write them.
     let number = || {
         text.parse::<f64>()
             .ok()
@@ -259,11 +258,11 @@ mod tests {
             ("rloo.beta", "no '='"),
             ("=1", "not a path"),
             ("a..b=1", "not a path"),
-            ("rewards[x]=1", "no index"),
-            ("rewards[0=1", "no index"),
+            ("rewards[x]=1", "not a list index"),
+            ("rewards[0=1", "not a list index"),
             ("model.name=1", "--set model.name=1: 'model' is a single value"),
-            ("rewards.2.weight=1", "--set rewards.2.weight=1: 'rewards' has no item 2: its last is 0"),
-            ("rewards.first=1", "'first' must be the number"),
+            ("rewards.2.weight=1", "--set rewards.2.weight=1: 'rewards' has no item 2: the last item is 0"),
+            ("rewards.first=1", "'first' must be an item number"),
         ] {
             let error = set(&document, &[text]).unwrap_err();
             assert!(error.contains(expected), "{text}: {error}");
@@ -274,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn a_text_without_a_name_is_told_by_its_content() {
+    fn the_format_of_a_text_without_a_file_name_is_detected() {
         for (text, format) in [
             ("{\"model\": \"m\"}", Format::Json),
             ("model: m\n", Format::Yaml),

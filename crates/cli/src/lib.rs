@@ -1,27 +1,26 @@
-//! The commands that talk to a server: `rlood submit`, `rlood watch`, `rlood pull` and the others. They use the public API alone,
-//! through [`rlood_client`], so that what they do, any program can do.
+//! The commands that connect to a server: `rlood submit`, `rlood watch`, `rlood pull` and the others. They use only the public
+//! API, through [`rlood_client`], so any program can do the same.
 //!
-//! | module | what |
+//! | module | content |
 //! |---|---|
-//! | `command` | [`Command`]: the subcommands, and which function runs each |
-//! | `commands` | one module a command: its flags beside its code |
-//! | `context` | [`Common`]: the flags of every command; the client and the output that a command gets |
-//! | `target` | which server, with which key: flags, variables, profiles |
-//! | `profiles` | the file of profiles, and the job that was submitted last |
-//! | `names` | what a job or a checkpoint may be called |
-//! | `job_file` | a job file with `--set`; its local files become datasets |
-//! | `follow` | a job as it goes on: figures, lines, the live table, its outcome |
-//! | `files` | local files, read piece by piece |
-//! | `listing` | lists, page by page |
-//! | `transfer` | folders that are downloaded |
-//! | `output` | standard output, tables, numbers and times for people |
+//! | `command` | [`Command`]: the subcommands and their dispatch |
+//! | `commands` | one module for each command, with its flags and its code |
+//! | `context` | [`Common`]: the flags of every command; the client and the output of a command |
+//! | `target` | selection of the server and the key from flags, variables and profiles |
+//! | `profiles` | the file of profiles, and the most recently submitted job |
+//! | `names` | resolution of job and checkpoint names |
+//! | `job_file` | job files, `--set`, and the upload of local files |
+//! | `follow` | progress of a running job: metrics, lines, the live table, the outcome |
+//! | `files` | reading of local files in pieces |
+//! | `listing` | lists of the API, page by page |
+//! | `transfer` | downloads of folders |
+//! | `output` | standard output, tables, formatting of numbers and times |
 //! | `error` | [`CliError`] and the exit codes |
 //!
 //! # Exit codes
 //!
-//! 0 done; 1 the job failed, or an error of the server; 2 usage, or a request that is not valid; 3 not found; 4 not allowed;
-//! 5 the server cannot be reached; 6 the job was cancelled; 7 the job is paused (`--until-paused`); 124 `--timeout`; 130 Ctrl-C.
-//! `rlood verdict` adds 10 to 13.
+//! 0 success; 1 the job or the server failed; 2 invalid command line or request; 3 not found; 4 not allowed; 5 server
+//! unreachable; 6 job cancelled; 7 job paused (`--until-paused`); 124 `--timeout`; 130 Ctrl-C. `rlood verdict` adds 10 to 13.
 
 mod command;
 mod commands;

@@ -1,27 +1,27 @@
-//! Lists of the API, page by page, and as one document.
+//! Lists of the API, read page by page or as one document.
 
 use rlood_client::{RawAnswer, RawCall};
 use serde_json::{Value, json};
 
 use crate::error::CliError;
 
-/// Items of a page that is asked for; the API's most.
+/// Items per page, the largest number that the API allows.
 const PAGE: usize = 100;
 
-/// Items of a list, and the document that has them.
+/// Items of a list, and the document that contains them.
 #[derive(Debug)]
 pub struct Listing {
-    /// The items.
+    /// The items that were read, in the API's order.
     pub items: Vec<Value>,
-    /// The first page's document with the items of all pages; when one page was enough, as the server sent it.
+    /// The first page's document with the items of all pages. With a single page, the server's text unchanged.
     pub document: String,
 }
 
 impl Listing {
-    /// Reads the first `limit` items of a list, all of them for 0.
+    /// Reads the first `limit` items of a list; 0 reads all items.
     ///
     /// # Errors
-    /// When the server does not answer with a page.
+    /// Fails when the server does not answer with a page.
     pub async fn read(call: RawCall, limit: usize) -> Result<Self, CliError> {
         let (mut items, mut first, mut after) = (Vec::new(), None, None::<String>);
         loop {
@@ -37,18 +37,18 @@ impl Listing {
         }
     }
 
-    /// Reads a list from a cursor on, to its end.
+    /// Reads a list from a cursor to its end.
     ///
     /// # Errors
-    /// As [`Listing::read`].
+    /// Fails for the same reasons as [`Listing::read`].
     pub async fn read_after(call: RawCall, after: Option<String>) -> Result<Self, CliError> {
         Self::pages(call.query("limit", PAGE), after).await
     }
 
-    /// Reads a list whose pages have their own size, to its end.
+    /// Reads a list to its end. The server chooses the size of its pages.
     ///
     /// # Errors
-    /// As [`Listing::read`].
+    /// Fails for the same reasons as [`Listing::read`].
     pub async fn whole(call: RawCall) -> Result<Self, CliError> {
         Self::pages(call, None).await
     }
@@ -67,7 +67,7 @@ impl Listing {
         }
     }
 
-    /// Leaves the last items alone.
+    /// Removes all items but the last `count`.
     pub fn keep_last(&mut self, count: usize) {
         let skipped = self.items.len().saturating_sub(count);
         if skipped > 0 {
@@ -76,10 +76,10 @@ impl Listing {
         }
     }
 
-    /// Reads items of a list that satisfy a condition, until there are `limit` of them; all of them for 0.
+    /// Reads the first `limit` items that satisfy a condition; 0 reads all of them.
     ///
     /// # Errors
-    /// As [`Listing::read`].
+    /// Fails for the same reasons as [`Listing::read`].
     pub async fn read_where(call: RawCall, limit: usize, keep: impl Fn(&Value) -> bool) -> Result<Self, CliError> {
         let (mut items, mut first, mut after) = (Vec::new(), None, None::<String>);
         loop {
@@ -88,7 +88,7 @@ impl Listing {
             first.get_or_insert(answer);
             if page.next.is_none() || (limit > 0 && items.len() >= limit) {
                 items.truncate(if limit == 0 { usize::MAX } else { limit });
-                // A cursor of the server's would be one of all items.
+                // The server's cursor counts unfiltered items, so it is not returned.
                 return Ok(Self::of(items, None, first, true));
             }
             after = page.next;

@@ -1,5 +1,5 @@
-//! What a job may be called: its id, the beginning of its id, its name, or `@last`; and a checkpoint: its id, or a job and `@120`,
-//! `@last` or `@best`.
+//! Names of jobs and checkpoints on the command line. A job: its id, the beginning of its id, its name, or `@last`. A
+//! checkpoint: its id, or a job followed by `@120`, `@last` or `@best`.
 
 use rlood_client::Which;
 use rlood_types::id::{CheckpointId, JobId};
@@ -8,23 +8,23 @@ use serde_json::Value;
 use crate::context::Context;
 use crate::error::CliError;
 use crate::listing::Listing;
-use crate::output::{ago, clean, shown};
+use crate::output::{clean, format_age, shown};
 use crate::profiles;
 
-/// Fewest characters of an id's beginning, after `job_`.
+/// Minimum number of characters after `job_` in an abbreviated id.
 const MIN_PREFIX: usize = 6;
-/// Jobs that are listed when a name is several jobs'.
-const SHOWN: usize = 20;
+/// Maximum number of jobs that are listed when several jobs have the same name.
+const MAX_SHOWN_JOBS: usize = 20;
 const LAST: &str = "@last";
 
-/// The job that a word of the command line names.
+/// Finds the job that a command-line argument names.
 ///
 /// # Errors
-/// `NotFound` when there is none; `Usage` with the candidates when there are several.
+/// Returns `NotFound` when no job matches, and `Usage` with the candidates when several match.
 pub async fn job(context: &Context, word: &str) -> Result<JobId, CliError> {
     if word == LAST {
         let last = profiles::last_job(&context.target.name())?;
-        return last.parse().map_err(|_| CliError::NotFound(format!("@last: '{}' is no job", clean(&last))));
+        return last.parse().map_err(|_| CliError::NotFound(format!("@last: '{}' is not a job id", clean(&last))));
     }
     if let Ok(id) = word.parse() {
         return Ok(id);
@@ -39,39 +39,39 @@ pub async fn job(context: &Context, word: &str) -> Result<JobId, CliError> {
     match listing.items.as_slice() {
         [] => Err(match prefix {
             Some((length, _)) if length < MIN_PREFIX => CliError::Usage(format!(
-                "'{}' is too short for the beginning of an id: give at least {MIN_PREFIX} characters after {}",
+                "'{}' is too short for an abbreviated id: at least {MIN_PREFIX} characters after {} are required",
                 clean(word),
                 JobId::PREFIX
             )),
             _ => CliError::NotFound(format!(
-                "no job is called '{}': give its id, at least {MIN_PREFIX} characters of it after {}, its name, or @last; `rlood list` shows them",
+                "job '{}' not found: use an id, at least {MIN_PREFIX} characters of one after {}, a name, or @last; `rlood list` lists the jobs",
                 clean(word),
                 JobId::PREFIX
             )),
         }),
         [job] => id_of(job),
         several => {
-            let mut text = format!("'{}' is the name of {} jobs; give the id of one:", clean(word), several.len());
-            for job in several.iter().take(SHOWN) {
+            let mut text = format!("{1} jobs match '{0}'; use the id of one of them:", clean(word), several.len());
+            for job in several.iter().take(MAX_SHOWN_JOBS) {
                 let (id, state) = (shown(&job["id"]), shown(&job["state"]));
                 text.push_str(&format!(
                     "\n  {id}  {state}  submitted {}  {}",
-                    ago(&job["created_at"]),
+                    format_age(&job["created_at"]),
                     shown(&job["name"])
                 ));
             }
-            if several.len() > SHOWN {
-                text.push_str(&format!("\n  and {} more", several.len() - SHOWN));
+            if several.len() > MAX_SHOWN_JOBS {
+                text.push_str(&format!("\n  and {} more", several.len() - MAX_SHOWN_JOBS));
             }
             Err(CliError::Usage(text))
         }
     }
 }
 
-/// Several jobs, each once.
+/// Finds several jobs; a job that is named twice is returned once.
 ///
 /// # Errors
-/// As [`job`].
+/// Fails for the same reasons as [`job`].
 pub async fn jobs(context: &Context, words: &[String]) -> Result<Vec<JobId>, CliError> {
     let mut ids = Vec::with_capacity(words.len());
     for word in words {
@@ -86,40 +86,42 @@ pub async fn jobs(context: &Context, words: &[String]) -> Result<Vec<JobId>, Cli
 fn id_of(job: &Value) -> Result<JobId, CliError> {
     let id = job["id"].as_str().and_then(|id| id.parse().ok());
     id.ok_or_else(|| {
-        CliError::Failed("the server listed a job without a valid id: its version may be another".to_owned())
+        CliError::Failed(
+            "the server listed a job without a valid id; the server may have a different version of rlood".to_owned(),
+        )
     })
 }
 
-/// Which checkpoint of which job.
+/// A parsed checkpoint argument.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum CheckpointName {
-    /// By its id.
+    /// A checkpoint, named by its id.
     Id(CheckpointId),
-    /// Of a job: the best if one is marked, else the newest; the newest; the best; that of a step.
+    /// A job, and which of its checkpoints.
     OfJob(String, Pick),
 }
 
-/// Which checkpoint of a job.
+/// Selects one checkpoint of a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Pick {
-    /// The best if one is marked, else the newest.
+    /// The best checkpoint if one is marked, else the newest.
     Result,
-    /// The newest or the best.
+    /// The newest or the best checkpoint.
     Which(Which),
-    /// After this many optimizer steps.
+    /// The checkpoint after this number of optimizer steps.
     Step(u64),
 }
 
 impl CheckpointName {
-    /// Reads `ckpt_…`, `JOB`, `JOB@120`, `JOB@last`, `JOB@best`.
+    /// Parses `ckpt_…`, `JOB`, `JOB@120`, `JOB@last` or `JOB@best`.
     ///
     /// # Errors
-    /// When what stands after `@` is none of these.
+    /// Fails when the text after `@` is not a step, `last` or `best`.
     pub fn parse(word: &str) -> Result<Self, CliError> {
         if let Ok(id) = word.parse() {
             return Ok(CheckpointName::Id(id));
         }
-        // A job called by its own name may have an @ in it, and `@last` is a job.
+        // A job's name may contain an @, and `@last` alone is a job.
         let Some((job, pick)) = word.rsplit_once('@').filter(|(job, _)| !job.is_empty()) else {
             return Ok(CheckpointName::OfJob(word.to_owned(), Pick::Result));
         };
@@ -131,7 +133,7 @@ impl CheckpointName {
                 Err(_) => {
                     let word = clean(word);
                     return Err(CliError::Usage(format!(
-                        "'{word}' names no checkpoint: after the job write @120 for a step, @last or @best"
+                        "'{word}' is not a checkpoint: the job must be followed by a step such as @120, @last or @best"
                     )));
                 }
             },
@@ -140,10 +142,10 @@ impl CheckpointName {
     }
 }
 
-/// The checkpoint that a word of the command line names.
+/// Finds the checkpoint that a command-line argument names.
 ///
 /// # Errors
-/// When there is none, or the job cannot be told.
+/// Fails when the checkpoint does not exist, or the job is unknown or ambiguous.
 pub async fn checkpoint(context: &Context, word: &str) -> Result<rlood_client::Checkpoint, CliError> {
     let (job, pick) = match CheckpointName::parse(word)? {
         CheckpointName::Id(id) => return Ok(context.client.get_checkpoint(id).await?),
@@ -158,7 +160,7 @@ pub async fn checkpoint(context: &Context, word: &str) -> Result<rlood_client::C
             let of_ending = job["ending"]["checkpoint"]["id"].as_str();
             match (&job["ending"], of_ending) {
                 (Value::Null, _) => best().or(checkpoints.first()),
-                // A job that was ended early says itself what its result is: what came after an alert is none.
+                // A job that an alert ended early names its result. Checkpoints after the alert are not its result.
                 (_, of_ending) => {
                     checkpoints.iter().find(|checkpoint| Some(checkpoint.id.to_string().as_str()) == of_ending)
                 }
@@ -171,18 +173,18 @@ pub async fn checkpoint(context: &Context, word: &str) -> Result<rlood_client::C
     found.cloned().ok_or_else(|| {
         let steps: Vec<String> = checkpoints.iter().map(|checkpoint| checkpoint.step.to_string()).collect();
         CliError::NotFound(match (pick, steps.is_empty()) {
-            (_, true) => format!("{id} has no checkpoint yet: `rlood watch {id}` shows how far it is"),
+            (_, true) => format!("{id} has no checkpoint yet; `rlood watch {id}` shows its progress"),
             (Pick::Which(Which::Best), false) => {
                 format!(
-                    "{id} has no best checkpoint, since it has no evaluation: use @last, or a step of {}",
+                    "{id} has no best checkpoint, because it has no evaluation: use @last, or one of the steps {}",
                     steps.join(", ")
                 )
             }
             (Pick::Result, false) => format!(
-                "no checkpoint from before the alert that ended {id} is kept: say @last, or a step of {}",
+                "no checkpoint from before the alert that ended {id} is kept: use @last, or one of the steps {}",
                 steps.join(", ")
             ),
-            (_, false) => format!("{id} has no such checkpoint; it has those of the steps {}", steps.join(", ")),
+            (_, false) => format!("{id} has no such checkpoint; its checkpoints are at the steps {}", steps.join(", ")),
         })
     })
 }

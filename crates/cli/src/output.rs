@@ -1,4 +1,4 @@
-//! Standard output for data, standard error for the rest; tables, numbers and times for people.
+//! Output of data on standard output and of messages on standard error, with tables and formatting of numbers and times.
 
 use std::io::{IsTerminal, Write};
 use std::time::Duration;
@@ -10,37 +10,37 @@ use serde_json::Value;
 
 use crate::error::CliError;
 
-/// Eighths of a line's height, for sparklines.
+/// Characters of a sparkline, from lowest to highest.
 const BLOCKS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
-/// Stands for a value that there is not.
+/// Placeholder for a missing value.
 pub const NONE: &str = "–";
 
-/// When to color.
+/// When output is colored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Color {
-    /// On a terminal, unless NO_COLOR is set.
+    /// Use color on a terminal, unless NO_COLOR is set.
     Auto,
-    /// Always.
+    /// Use color even without a terminal.
     Always,
-    /// Never.
+    /// Use no color, even on a terminal.
     Never,
 }
 
-/// Where a command writes.
+/// Output settings of a command.
 #[derive(Debug, Clone, Copy)]
 pub struct Out {
-    /// Print the API's own JSON.
+    /// Print the API's JSON instead of formatted text.
     pub json: bool,
-    /// Standard output is a terminal.
+    /// Whether standard output is a terminal.
     pub is_terminal: bool,
-    /// The user can be asked: standard input and standard error are a terminal.
+    /// Whether the user can be asked a question: standard input and standard error are a terminal.
     pub can_ask: bool,
-    /// Columns of the terminal; `None` = lines may have any length.
+    /// Number of columns of the terminal; `None` means that lines are not truncated.
     width: Option<usize>,
 }
 
 impl Out {
-    /// As the flags and the environment say.
+    /// Creates the settings from the flags, the environment and the type of the standard streams.
     pub fn new(json: bool, color: Color) -> Self {
         let (stdout, stderr) = (std::io::stdout().is_terminal(), std::io::stderr().is_terminal());
         let unwanted = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
@@ -58,15 +58,15 @@ impl Out {
     /// Prints a line of data.
     ///
     /// # Errors
-    /// When nothing reads it any more, or it cannot be written.
+    /// Returns [`CliError::Closed`] when the reader has exited, else the write error.
     pub fn line(&self, text: impl AsRef<str>) -> Result<(), CliError> {
         self.text(&format!("{}\n", text.as_ref()))
     }
 
-    /// Prints data as it is.
+    /// Prints text without adding a line feed.
     ///
     /// # Errors
-    /// As [`Out::line`].
+    /// Fails for the same reasons as [`Out::line`].
     pub fn text(&self, text: &str) -> Result<(), CliError> {
         let mut stdout = std::io::stdout().lock();
         stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()).map_err(|error| match error.kind() {
@@ -75,37 +75,39 @@ impl Out {
         })
     }
 
-    /// Prints JSON of the server, with a line feed at its end.
+    /// Prints the server's JSON, with exactly one line feed at the end.
     ///
     /// # Errors
-    /// As [`Out::line`].
+    /// Fails for the same reasons as [`Out::line`].
     pub fn json(&self, text: &str) -> Result<(), CliError> {
         self.line(text.trim_end_matches('\n'))
     }
 
-    /// Says something that is no data.
+    /// Prints a message to standard error.
     pub fn note(&self, text: impl AsRef<str>) {
         note(text);
     }
 
-    /// Asks whether to go on.
+    /// Asks the user for confirmation.
     ///
     /// # Errors
-    /// When there is no terminal, or the answer is not yes.
+    /// Fails when there is no terminal, or the answer is not yes.
     pub fn confirm(&self, question: &str, flag: &str) -> Result<(), CliError> {
         if !self.can_ask {
-            return Err(CliError::Usage(format!("{question} Say {flag} to confirm: there is no terminal to ask at")));
+            return Err(CliError::Usage(format!(
+                "{question} Confirm with {flag}, because there is no terminal to ask on"
+            )));
         }
         let _ = write!(std::io::stderr(), "{question} [y/N] ");
         let mut answer = String::new();
         std::io::stdin().read_line(&mut answer).map_err(CliError::local("read the answer"))?;
         match answer.trim().to_ascii_lowercase().as_str() {
             "y" | "yes" => Ok(()),
-            _ => Err(CliError::Usage("nothing was changed".to_owned())),
+            _ => Err(CliError::Usage("not confirmed; nothing was changed".to_owned())),
         }
     }
 
-    /// The text, cut to the width of the terminal.
+    /// Truncates a text to the width of the terminal.
     pub fn fit(&self, text: &str) -> String {
         match self.width {
             Some(width) => truncate_str(text, width, "…").into_owned(),
@@ -114,33 +116,33 @@ impl Out {
     }
 }
 
-/// Says something on standard error.
+/// Prints a message to standard error.
 pub fn note(text: impl AsRef<str>) {
-    // A closed standard error changes nothing of what is done.
+    // A closed standard error must not stop the command.
     let _ = writeln!(std::io::stderr(), "{}", text.as_ref());
 }
 
-/// Lines of columns, which are as wide as their widest value.
+/// A table whose columns are as wide as their widest cell.
 #[derive(Debug)]
 pub struct Table {
     rows: Vec<Vec<String>>,
 }
 
 impl Table {
-    /// A table with these headings.
+    /// Creates a table with these headings.
     pub fn new(headings: &[&str]) -> Self {
         Self { rows: vec![headings.iter().map(|heading| (*heading).to_owned()).collect()] }
     }
 
-    /// Adds a row.
+    /// Adds a row of cells.
     pub fn row(&mut self, cells: impl IntoIterator<Item = String>) {
         self.rows.push(cells.into_iter().collect());
     }
 
-    /// Prints the table.
+    /// Prints the table to standard output.
     ///
     /// # Errors
-    /// As [`Out::line`].
+    /// Fails for the same reasons as [`Out::line`].
     pub fn print(&self, out: &Out) -> Result<(), CliError> {
         let columns = self.rows.iter().map(Vec::len).max().unwrap_or(0);
         let width = |column: usize| {
@@ -162,7 +164,7 @@ impl Table {
     }
 }
 
-/// Text of others for a terminal: without control characters, on one line.
+/// Makes untrusted text safe for a terminal: replaces control characters, and puts the text on one line.
 pub fn clean(text: &str) -> String {
     text.chars()
         .map(|letter| match letter {
@@ -174,28 +176,28 @@ pub fn clean(text: &str) -> String {
         .collect()
 }
 
-/// Text of others for a terminal: lines stay, other control characters do not.
+/// Makes untrusted text safe for a terminal: keeps line feeds and tabs, replaces other control characters.
 pub fn clean_lines(text: &str) -> String {
     text.chars()
         .map(|letter| if letter.is_control() && letter != '\n' && letter != '\t' { '\u{fffd}' } else { letter })
         .collect()
 }
 
-/// A field of a document as text for people; [`NONE`] when it is missing or null.
+/// Formats a JSON value as text; [`NONE`] for null or a missing field.
 pub fn shown(value: &Value) -> String {
     match value {
         Value::Null => NONE.to_owned(),
         Value::String(text) => clean(text),
         Value::Number(number) => match number.as_f64() {
-            Some(float) if number.is_f64() => figure(float),
+            Some(float) if number.is_f64() => format_number(float),
             _ => number.to_string(),
         },
         other => clean(&other.to_string()),
     }
 }
 
-/// A number in at most four significant digits after its first.
-pub fn figure(value: f64) -> String {
+/// Formats a number with up to four decimal places, or in scientific notation below 0.001.
+pub fn format_number(value: f64) -> String {
     let size = value.abs();
     if value == 0.0 {
         "0".to_owned()
@@ -208,13 +210,13 @@ pub fn figure(value: f64) -> String {
     }
 }
 
-/// A number, or [`NONE`].
-pub fn figure_or_none(value: Option<f64>) -> String {
-    value.map_or_else(|| NONE.to_owned(), figure)
+/// Formats a number, or returns [`NONE`].
+pub fn format_optional(value: Option<f64>) -> String {
+    value.map_or_else(|| NONE.to_owned(), format_number)
 }
 
-/// A size in bytes.
-pub fn size(bytes: u64) -> String {
+/// Formats a size in bytes with a binary unit: `1.5 KiB`.
+pub fn format_bytes(bytes: u64) -> String {
     const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
     let (mut value, mut unit) = (bytes as f64, 0);
     while value >= 1024.0 && unit + 1 < UNITS.len() {
@@ -224,8 +226,8 @@ pub fn size(bytes: u64) -> String {
     if unit == 0 { format!("{bytes} B") } else { format!("{value:.1} {}", UNITS[unit]) }
 }
 
-/// A time span: `45s`, `3m20s`, `2h05m`, `4d03h`.
-pub fn span(seconds: f64) -> String {
+/// Formats a number of seconds: `45s`, `3m20s`, `2h05m`, `4d03h`.
+pub fn format_duration(seconds: f64) -> String {
     let seconds = seconds.max(0.0).round() as u64;
     match seconds {
         0..60 => format!("{seconds}s"),
@@ -235,22 +237,22 @@ pub fn span(seconds: f64) -> String {
     }
 }
 
-/// How long ago a time of the API was: `3m20s ago`.
-pub fn ago(time: &Value) -> String {
+/// Formats the age of an RFC 3339 timestamp: `3m20s ago`.
+pub fn format_age(time: &Value) -> String {
     let time = time.as_str().and_then(|text| text.parse::<Timestamp>().ok());
     time.map_or_else(
         || NONE.to_owned(),
-        |time| format!("{} ago", span(Timestamp::now().duration_since(time).as_secs_f64())),
+        |time| format!("{} ago", format_duration(Timestamp::now().duration_since(time).as_secs_f64())),
     )
 }
 
-/// Seconds between two times of the API.
+/// Returns the seconds between two RFC 3339 timestamps.
 pub fn between(from: &Value, to: &Value) -> Option<f64> {
     let time = |value: &Value| value.as_str()?.parse::<Timestamp>().ok();
     Some(time(to)?.duration_since(time(from)?).as_secs_f64())
 }
 
-/// Values as a line of blocks, thinned to `width`.
+/// Draws values as a line of block characters, averaged down to at most `width` characters.
 pub fn sparkline(values: &[f64], width: usize) -> String {
     let values: Vec<f64> = values.iter().copied().filter(|value| value.is_finite()).collect();
     let count = values.len().min(width);
@@ -270,12 +272,12 @@ pub fn sparkline(values: &[f64], width: usize) -> String {
     means.iter().map(block).collect()
 }
 
-/// A time span of a flag: `90`, `30s`, `10m`, `2h`, `1d`.
+/// Parses a duration of a flag: `90`, `30s`, `10m`, `2h`, `1d`. A number without a unit is in seconds.
 ///
 /// # Errors
-/// What it must look like.
-pub fn parse_span(text: &str) -> Result<Duration, String> {
-    let refused = || format!("'{text}' is not a time span: write 30s, 10m, 2h or 1d");
+/// Returns the expected format.
+pub fn parse_duration(text: &str) -> Result<Duration, String> {
+    let refused = || format!("'{text}' is not a duration; must be like 30s, 10m, 2h or 1d");
     let (number, unit) = match text.char_indices().last() {
         Some((at, 's')) => (&text[..at], 1.0),
         Some((at, 'm')) => (&text[..at], 60.0),
@@ -285,7 +287,7 @@ pub fn parse_span(text: &str) -> Result<Duration, String> {
     };
     let number: f64 = number.parse().map_err(|_| refused())?;
     Duration::try_from_secs_f64(number * unit).map_err(|_| refused()).and_then(|span| {
-        // A clock cannot add centuries.
+        // Longer durations overflow when they are added to the clock.
         if span <= Duration::from_secs(100 * 366 * 86_400) { Ok(span) } else { Err(refused()) }
     })
 }
@@ -299,19 +301,19 @@ mod tests {
         for (value, text) in
             [(0.0, "0"), (0.5, "0.5"), (-0.12345, "-0.1235"), (12.0, "12"), (1234.5, "1234"), (0.00012, "1.20e-4")]
         {
-            assert_eq!(figure(value), text);
+            assert_eq!(format_number(value), text);
         }
         for (seconds, text) in [(0.4, "0s"), (59.6, "1m00s"), (200.0, "3m20s"), (7500.0, "2h05m"), (356_400.0, "4d03h")]
         {
-            assert_eq!(span(seconds), text);
+            assert_eq!(format_duration(seconds), text);
         }
         assert_eq!(
-            (size(12), size(1536), size(5 << 30)),
+            (format_bytes(12), format_bytes(1536), format_bytes(5 << 30)),
             ("12 B".to_owned(), "1.5 KiB".to_owned(), "5.0 GiB".to_owned())
         );
-        assert_eq!(parse_span("1.5h"), Ok(Duration::from_secs(5400)));
+        assert_eq!(parse_duration("1.5h"), Ok(Duration::from_secs(5400)));
         for bad in ["", "h", "-1s", "1w", "nan", "1e30d", "5ü"] {
-            assert!(parse_span(bad).is_err(), "{bad}");
+            assert!(parse_duration(bad).is_err(), "{bad}");
         }
     }
 
@@ -324,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn what_others_wrote_cannot_steer_the_terminal() {
+    fn untrusted_text_cannot_control_the_terminal() {
         assert_eq!(clean("a\u{1b}[2Jb\nc\td"), "a\u{fffd}[2Jb⏎c d");
         assert_eq!(clean_lines("a\u{1b}\n\u{9b}b\r"), "a\u{fffd}\n\u{fffd}b\u{fffd}");
     }

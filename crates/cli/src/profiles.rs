@@ -1,4 +1,4 @@
-//! The file of profiles, `$XDG_CONFIG_HOME/rlood/config.toml`, and which job each profile submitted last.
+//! The file of profiles, `$XDG_CONFIG_HOME/rlood/config.toml`, and the job that was submitted last with each profile.
 //!
 //! ```toml
 //! default = "prod"
@@ -20,20 +20,20 @@ use crate::error::CliError;
 const DEFAULT: &str = "default";
 const PROFILES: &str = "profiles";
 
-/// Where a server is and how to be allowed in.
+/// Address of a server, and the credentials for it.
 #[derive(Clone, Default, PartialEq, Eq)]
 pub struct Profile {
-    /// The server's address.
+    /// Address of the server.
     pub server: String,
-    /// The key.
+    /// API key, if it is stored in the file.
     pub key: Option<String>,
-    /// A command of the shell whose first line of output is the key.
+    /// Shell command whose first line of output is the API key.
     pub key_command: Option<String>,
-    /// Certificates (PEM) of an authority to trust beside the system's.
+    /// PEM file with certificates to trust in addition to the system's.
     pub ca_file: Option<PathBuf>,
 }
 
-/// The file of profiles, with what else stands in it.
+/// The parsed file of profiles. Fields that this program does not know are preserved.
 #[derive(Debug)]
 pub struct Profiles {
     path: PathBuf,
@@ -41,10 +41,10 @@ pub struct Profiles {
 }
 
 impl Profiles {
-    /// Reads the file; it may be missing.
+    /// Reads the file; a missing file counts as empty.
     ///
     /// # Errors
-    /// When it cannot be read or is not TOML.
+    /// Fails when the file cannot be read or is not valid TOML.
     pub fn open() -> Result<Self, CliError> {
         Self::read(&folder("XDG_CONFIG_HOME", ".config")?.join("config.toml"))
     }
@@ -60,7 +60,7 @@ impl Profiles {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
             Err(error) => return Err(CliError::Usage(format!("cannot read {}: {error}", path.display()))),
         };
-        // The text may hold keys: what is said of it quotes none of it.
+        // The file may contain keys, so the error message must not quote it.
         let table = text.parse::<Table>().map_err(|error| {
             let line = error.span().map_or(0, |span| text[..span.start.min(text.len())].matches('\n').count() + 1);
             CliError::Usage(format!("{} is not valid TOML (line {line}): {}", path.display(), error.message()))
@@ -68,7 +68,7 @@ impl Profiles {
         Ok(Self { path: path.to_owned(), table })
     }
 
-    /// The names of all profiles.
+    /// Returns the names of all profiles.
     pub fn names(&self) -> Vec<&str> {
         self.table
             .get(PROFILES)
@@ -76,50 +76,50 @@ impl Profiles {
             .map_or_else(Vec::new, |all| all.keys().map(String::as_str).collect())
     }
 
-    /// The name of the profile that is used when none is named.
+    /// Returns the name of the default profile.
     pub fn default_name(&self) -> Option<&str> {
         self.table.get(DEFAULT).and_then(Value::as_str)
     }
 
-    /// A profile by its name.
+    /// Returns a profile by its name.
     ///
     /// # Errors
-    /// When there is none, or it has no server.
+    /// Fails when the profile does not exist or has no server.
     pub fn get(&self, name: &str) -> Result<Profile, CliError> {
         let Some(profile) = self.table.get(PROFILES).and_then(|all| all.get(name)) else {
             let names = self.names().join(", ");
             let known = if names.is_empty() {
-                "there is none yet: `rlood login URL` makes one".to_owned()
+                "there are no profiles yet, create one with `rlood login URL`".to_owned()
             } else {
-                format!("there are: {names}")
+                format!("known profiles: {names}")
             };
-            return Err(CliError::Usage(format!("there is no profile '{name}' in {}; {known}", self.path.display())));
+            return Err(CliError::Usage(format!("profile '{name}' not found in {}; {known}", self.path.display())));
         };
         let text = |key: &str| match profile.get(key) {
             None => Ok(None),
             Some(Value::String(text)) => Ok(Some(text.clone())),
-            Some(_) => Err(self.wrong(name, &format!("{key} must be a string"))),
+            Some(_) => Err(self.invalid(name, &format!("{key} must be a string"))),
         };
-        let server = text("server")?.ok_or_else(|| self.wrong(name, "server is missing"))?;
+        let server = text("server")?.ok_or_else(|| self.invalid(name, "server is required"))?;
         let (key, key_command) = (text("key")?, text("key_command")?);
         if key.is_some() && key_command.is_some() {
-            return Err(self.wrong(name, "give key or key_command, not both"));
+            return Err(self.invalid(name, "key and key_command cannot both be set"));
         }
         Ok(Profile { server, key, key_command, ca_file: text("ca_file")?.map(PathBuf::from) })
     }
 
-    fn wrong(&self, name: &str, what: &str) -> CliError {
+    fn invalid(&self, name: &str, what: &str) -> CliError {
         CliError::Usage(format!("{}: profile '{name}': {what}", self.path.display()))
     }
 
-    /// The first profile of this server.
+    /// Returns the first profile for this server.
     pub fn of_server(&self, server: &str) -> Option<(String, Profile)> {
-        let is_it = |profile: &Profile| profile.server.trim_end_matches('/') == server.trim_end_matches('/');
-        self.names().into_iter().find_map(|name| Some((name.to_owned(), self.get(name).ok().filter(is_it)?)))
+        let is_of_server = |profile: &Profile| profile.server.trim_end_matches('/') == server.trim_end_matches('/');
+        self.names().into_iter().find_map(|name| Some((name.to_owned(), self.get(name).ok().filter(is_of_server)?)))
     }
 
-    /// Adds or replaces a profile. The first one is the default.
-    pub fn put(&mut self, name: &str, profile: &Profile) {
+    /// Adds or replaces a profile. The first profile becomes the default.
+    pub fn insert(&mut self, name: &str, profile: &Profile) {
         let Profile { server, key, key_command, ca_file } = profile;
         let mut table = Table::new();
         table.insert("server".to_owned(), server.clone().into());
@@ -138,12 +138,12 @@ impl Profiles {
         }
     }
 
-    /// Makes a profile the default.
+    /// Sets the default profile.
     pub fn set_default(&mut self, name: &str) {
         self.table.insert(DEFAULT.to_owned(), name.into());
     }
 
-    /// Removes a profile; one that was the default leaves none.
+    /// Removes a profile. If it was the default profile, there is no default afterwards.
     pub fn remove(&mut self, name: &str) {
         if let Some(all) = self.table.get_mut(PROFILES).and_then(Value::as_table_mut) {
             all.remove(name);
@@ -153,69 +153,69 @@ impl Profiles {
         }
     }
 
-    /// Writes the file, which only its owner may read.
+    /// Writes the file, readable only by its owner, and returns its path.
     ///
     /// # Errors
-    /// When it cannot be written.
+    /// Fails when the file cannot be written.
     pub fn save(&self) -> Result<&Path, CliError> {
         write_private(&self.path, self.table.to_string().as_bytes())?;
         Ok(&self.path)
     }
 }
 
-/// The job that was submitted last from here to a server with a profile.
+/// Returns the job that was submitted last from this machine to a target.
 ///
 /// # Errors
-/// When there is none.
+/// Returns `NotFound` when no job was submitted yet.
 pub fn last_job(target: &str) -> Result<String, CliError> {
-    let none = || CliError::NotFound(format!("@last: no job was submitted from here to {target} yet"));
+    let none = || CliError::NotFound(format!("@last: no job was submitted from this machine to {target} yet"));
     let text =
         std::fs::read_to_string(folder("XDG_STATE_HOME", ".local/state")?.join("last.toml")).map_err(|_| none())?;
     let table = text.parse::<Table>().map_err(|_| none())?;
     table.get(target).and_then(Value::as_str).map(str::to_owned).ok_or_else(none)
 }
 
-/// Keeps the job that was submitted last.
+/// Records a job as the one that was submitted last to a target.
 ///
 /// # Errors
-/// When it cannot be written.
-pub fn keep_last_job(target: &str, job: &str) -> Result<(), CliError> {
-    keep("last.toml", target, job)
+/// Fails when the file cannot be written.
+pub fn save_last_job(target: &str, job: &str) -> Result<(), CliError> {
+    write_state("last.toml", target, job)
 }
 
-/// Reads a value of a table among the state of this user.
-pub fn kept(file: &str, name: &str) -> Option<String> {
+/// Reads a value from a file in the user's state directory.
+pub fn read_state(file: &str, name: &str) -> Option<String> {
     let text = std::fs::read_to_string(folder("XDG_STATE_HOME", ".local/state").ok()?.join(file)).ok()?;
     text.parse::<Table>().ok()?.get(name)?.as_str().map(str::to_owned)
 }
 
-/// Keeps a value in a table among the state of this user.
+/// Writes a value to a file in the user's state directory.
 ///
 /// # Errors
-/// When it cannot be written.
-pub fn keep(file: &str, name: &str, value: &str) -> Result<(), CliError> {
+/// Fails when the file cannot be written.
+pub fn write_state(file: &str, name: &str, value: &str) -> Result<(), CliError> {
     let path = folder("XDG_STATE_HOME", ".local/state")?.join(file);
-    // A table that is damaged holds nothing that is needed.
+    // A damaged file is replaced: it only caches values that can be found again.
     let text = std::fs::read_to_string(&path).unwrap_or_default();
     let mut table = text.parse::<Table>().unwrap_or_default();
     table.insert(name.to_owned(), value.into());
     write_private(&path, table.to_string().as_bytes())
 }
 
-/// `rlood` in the folder of a variable of the XDG directories, or in this one below the user's home.
+/// Returns the folder `rlood` in an XDG directory, or in its default location below the user's home.
 fn folder(variable: &str, below_home: &str) -> Result<PathBuf, CliError> {
     let absolute = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
     let base = absolute(variable).or_else(|| absolute("HOME").map(|home| home.join(below_home)));
-    let missing = || CliError::Usage(format!("neither {variable} nor HOME names a folder: set one of them"));
+    let missing = || CliError::Usage(format!("{variable} or HOME must be set to an absolute path"));
     Ok(base.ok_or_else(missing)?.join("rlood"))
 }
 
-/// Replaces a file whole; it and the folder that is made for it are for their owner alone.
+/// Replaces a file atomically. The file, and folders created for it, are accessible only by their owner.
 fn write_private(path: &Path, bytes: &[u8]) -> Result<(), CliError> {
     let folder = path.parent().unwrap_or(Path::new("."));
     let failed = || CliError::local(format!("write {}", path.display()));
     std::fs::DirBuilder::new().recursive(true).mode(0o700).create(folder).map_err(failed())?;
-    // A link, as dotfiles often are, stays one.
+    // A symbolic link, as is common for dotfiles, is kept: its target is replaced.
     let target = std::fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
     let mut file = tempfile::NamedTempFile::new_in(target.parent().unwrap_or(folder)).map_err(failed())?;
     file.as_file().set_permissions(std::fs::Permissions::from_mode(0o600)).map_err(failed())?;
@@ -233,12 +233,12 @@ mod tests {
     }
 
     #[test]
-    fn profiles_are_kept_for_their_owner_alone_and_the_first_is_the_default() {
+    fn profiles_are_private_to_their_owner_and_the_first_is_the_default() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("rlood/config.toml");
         let mut profiles = Profiles::read(&path).unwrap();
-        profiles.put("a", &profile("http://a:8080"));
-        profiles.put("b", &profile("http://b:8080/"));
+        profiles.insert("a", &profile("http://a:8080"));
+        profiles.insert("b", &profile("http://b:8080/"));
         profiles.save().unwrap();
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o644)).unwrap();
         let mut profiles = Profiles::read(&path).unwrap();
@@ -250,7 +250,7 @@ mod tests {
         let profiles = Profiles::read(&path).unwrap();
         assert_eq!((profiles.names(), profiles.default_name()), (vec!["b"], None));
         let missing = profiles.get("a").err().unwrap().to_string();
-        assert!(missing.contains("no profile 'a'") && missing.contains("there are: b"), "{missing}");
+        assert!(missing.contains("profile 'a' not found") && missing.contains("known profiles: b"), "{missing}");
     }
 
     #[test]
@@ -266,7 +266,7 @@ mod tests {
         )
         .unwrap();
         let profiles = Profiles::read(&path).unwrap();
-        for (name, expected) in [("a", "server must be a string"), ("b", "not both")] {
+        for (name, expected) in [("a", "server must be a string"), ("b", "cannot both be set")] {
             let error = profiles.get(name).err().unwrap().to_string();
             assert!(error.contains(expected), "{error}");
         }

@@ -1,8 +1,8 @@
-//! Which server a command talks to, and with which key.
+//! Selection of the server that a command connects to, and of the key.
 //!
-//! The first of these that names a server decides: `--server`, `--profile`, `RLOOD_SERVER`, `RLOOD_PROFILE`, the default profile, and
-//! at last this machine. A key comes from `--key`, from the profile that `--profile` names, from `RLOOD_KEY`, or from the profile; the key
-//! of a profile is sent to the profile's server alone.
+//! The server comes from the first of these that is set: `--server`, `--profile`, `RLOOD_SERVER`, `RLOOD_PROFILE`, the default
+//! profile, this machine. The key comes from `--key`, the profile named by `--profile`, `RLOOD_KEY`, or the selected profile. A
+//! profile's key is sent only to the profile's server.
 
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
@@ -10,64 +10,64 @@ use std::process::{Command, Stdio};
 use crate::error::CliError;
 use crate::profiles::{Profile, Profiles};
 
-/// The address of a server that was started without flags.
+/// Default address of `rlood serve`.
 pub const LOCAL: &str = "http://127.0.0.1:8080";
 
-/// What the flags say.
+/// Values of the connection flags.
 #[derive(Default, Clone, Copy)]
 pub struct Flags<'a> {
-    /// `--server`.
+    /// Address given by `--server`.
     pub server: Option<&'a str>,
-    /// `--key`.
+    /// API key given by `--key`.
     pub key: Option<&'a str>,
-    /// `--profile`.
+    /// Profile name given by `--profile`.
     pub profile: Option<&'a str>,
 }
 
-/// What the environment says. An empty variable counts as one that is not set.
+/// Values of the environment variables. An empty variable counts as not set.
 #[derive(Default)]
 pub struct Variables {
-    /// `RLOOD_SERVER`.
+    /// Server address in `RLOOD_SERVER`.
     pub server: Option<String>,
-    /// `RLOOD_KEY`.
+    /// API key in `RLOOD_KEY`.
     pub key: Option<String>,
-    /// `RLOOD_PROFILE`.
+    /// Profile name in `RLOOD_PROFILE`.
     pub profile: Option<String>,
 }
 
 impl Variables {
-    /// Of this process.
+    /// Reads the variables of this process.
     pub fn of_environment() -> Self {
         let variable = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
         Self { server: variable("RLOOD_SERVER"), key: variable("RLOOD_KEY"), profile: variable("RLOOD_PROFILE") }
     }
 }
 
-/// A server and a key.
+/// A server with the key to use for it.
 pub struct Target {
-    /// The server's address.
+    /// Address of the server.
     pub server: String,
-    /// The key.
+    /// API key; `None` sends requests without a key.
     pub key: Option<String>,
-    /// Certificates of an authority to trust.
+    /// PEM file with certificates to trust in addition to the system's.
     pub ca_file: Option<PathBuf>,
-    /// The profile that the server or the key is of.
+    /// Name of the profile that gave the server or the key.
     pub profile: Option<String>,
-    /// Nothing named a server: it is this machine's usual one.
+    /// Whether nothing named a server, so that [`LOCAL`] is assumed.
     pub is_assumed: bool,
 }
 
 impl Target {
-    /// Decides as the module says.
+    /// Selects the target by the rules in the module's description.
     ///
     /// # Errors
-    /// When a profile does not exist or its command for the key fails.
+    /// Fails when a profile does not exist or its key command fails.
     pub fn decide(flags: Flags<'_>, variables: &Variables, profiles: &Profiles) -> Result<Self, CliError> {
         let Flags { server, key, profile } = flags;
         let named = |name: &str| Ok::<_, CliError>((name.to_owned(), profiles.get(name)?));
         let found = match (server, profile) {
             (None, Some(name)) => Some(named(name)?),
-            // The profile of another server has no say.
+            // A profile for another server would send its key to the wrong server.
             (Some(server), Some(name)) => {
                 let (name, profile) = named(name)?;
                 if profile.server.trim_end_matches('/') != server.trim_end_matches('/') {
@@ -97,16 +97,16 @@ impl Target {
         Ok(Self { server, key, ca_file: found.ca_file, profile: name, is_assumed })
     }
 
-    /// A profile's own, before it has a name.
+    /// Creates the target of a profile that is not saved yet.
     ///
     /// # Errors
-    /// When its command for the key fails.
+    /// Fails when the profile's key command fails.
     pub fn of_profile(profile: &Profile) -> Result<Self, CliError> {
         let (server, ca_file) = (profile.server.clone(), profile.ca_file.clone());
         Ok(Self { server, key: key_of(profile)?, ca_file, profile: None, is_assumed: false })
     }
 
-    /// Under which name what belongs to this server and profile is kept.
+    /// Returns the name under which local state for this server and profile is stored.
     pub fn name(&self) -> String {
         match &self.profile {
             Some(profile) => format!("{profile} {}", self.server),
@@ -115,7 +115,7 @@ impl Target {
     }
 }
 
-/// The key of a profile.
+/// Returns the key of a profile; runs its key command if it has one.
 fn key_of(profile: &Profile) -> Result<Option<String>, CliError> {
     let Some(command) = &profile.key_command else { return Ok(profile.key.clone()) };
     let output = Command::new("sh").args(["-c", command]).stderr(Stdio::inherit()).stdin(Stdio::inherit()).output();
@@ -124,13 +124,13 @@ fn key_of(profile: &Profile) -> Result<Option<String>, CliError> {
     if !output.status.success() {
         return Err(failed(format!("failed: {}", output.status)));
     }
-    let text = String::from_utf8(output.stdout).map_err(|_| failed("printed what is not UTF-8".to_owned()))?;
+    let text = String::from_utf8(output.stdout).map_err(|_| failed("printed text that is not UTF-8".to_owned()))?;
     let key = text.lines().next().map(str::trim).filter(|key| !key.is_empty());
     key.map(|key| Some(key.to_owned()))
-        .ok_or_else(|| failed("printed nothing: its first line is to be the key".to_owned()))
+        .ok_or_else(|| failed("printed nothing; the first line must be the key".to_owned()))
 }
 
-/// Whether an address is this machine's own.
+/// Returns whether an address is a loopback address.
 pub fn is_loopback(server: &str) -> bool {
     let rest = server.split_once("://").map_or(server, |(_, rest)| rest);
     let host = rest.split('/').next().unwrap_or("");
@@ -149,7 +149,7 @@ mod tests {
         let mut profiles = Profiles::empty();
         for (name, key) in [("prod", "prod-key"), ("test", "test-key")] {
             let server = format!("http://{name}");
-            profiles.put(name, &Profile { server, key: Some(key.to_owned()), ..Profile::default() });
+            profiles.insert(name, &Profile { server, key: Some(key.to_owned()), ..Profile::default() });
         }
         profiles
     }
@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn a_command_says_the_key_on_its_first_line() {
+    fn the_first_line_of_a_key_command_is_the_key() {
         let with = |command: &str| Profile { key_command: Some(command.to_owned()), ..Profile::default() };
         assert_eq!(key_of(&with("printf ' rld_x \\nmore\\n'")).unwrap().as_deref(), Some("rld_x"));
         for bad in ["exit 3", "true", "/no/such/program 2>/dev/null"] {
@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn a_loopback_address_is_known_by_its_host() {
+    fn a_loopback_address_is_recognized_by_its_host() {
         for server in ["http://localhost:1", "http://127.0.0.1", "http://[::1]:80/x", "https://127.1.2.3:4"] {
             assert!(is_loopback(server), "{server}");
         }

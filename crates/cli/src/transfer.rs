@@ -1,4 +1,4 @@
-//! Folders that are downloaded: beside their place until they are whole, with a bar meanwhile.
+//! Downloads of folders: files are collected in a staging folder, which is renamed when it is complete.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -10,14 +10,14 @@ use crate::context::Context;
 use crate::error::CliError;
 use crate::files::hash_of;
 
-/// Between two looks at what has arrived.
-const TICK: Duration = Duration::from_millis(200);
+/// How often the progress bar is updated.
+const BAR_INTERVAL: Duration = Duration::from_millis(200);
 
-/// Whether the folder holds these files already.
+/// Returns whether the folder contains exactly the content of these files already.
 ///
 /// # Errors
-/// When it holds something else.
-pub fn is_there(target: &Path, files: &[FileEntry]) -> Result<bool, CliError> {
+/// Fails when the folder contains anything else.
+pub fn is_downloaded(target: &Path, files: &[FileEntry]) -> Result<bool, CliError> {
     let entries = match std::fs::read_dir(target) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(false),
         entries => entries.map_err(CliError::local(format!("read {}", target.display())))?,
@@ -29,7 +29,7 @@ pub fn is_there(target: &Path, files: &[FileEntry]) -> Result<bool, CliError> {
         let found = hash_of(&target.join(&file.name));
         if found.ok() != Some((file.sha256, file.size_bytes)) {
             return Err(CliError::Usage(format!(
-                "{} is there and holds something else: name another folder with -o, or remove it",
+                "{} exists with different content: choose another folder with -o, or remove it",
                 target.display()
             )));
         }
@@ -37,7 +37,7 @@ pub fn is_there(target: &Path, files: &[FileEntry]) -> Result<bool, CliError> {
     Ok(true)
 }
 
-/// Shows how much of a folder has arrived while something fills it.
+/// Shows a progress bar of a folder's size while `work` fills the folder.
 pub async fn with_bar<T, E>(
     context: &Context,
     total: u64,
@@ -49,13 +49,13 @@ where
 {
     let template = "{bar:30} {bytes}/{total_bytes} {bytes_per_sec} {eta}";
     let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
-    // On standard error, and only on a terminal.
+    // indicatif draws on standard error, and only if it is a terminal.
     let bar = if context.out.json { ProgressBar::hidden() } else { ProgressBar::new(total).with_style(style) };
     let mut work = std::pin::pin!(work);
     let done = loop {
         tokio::select! {
             done = &mut work => break done,
-            () = tokio::time::sleep(TICK) => bar.set_position(size_of(folder)),
+            () = tokio::time::sleep(BAR_INTERVAL) => bar.set_position(size_of(folder)),
         }
     };
     bar.finish_and_clear();
@@ -67,30 +67,30 @@ fn size_of(folder: &Path) -> u64 {
     entries.filter_map(|entry| entry.metadata().ok()).map(|metadata| metadata.len()).sum()
 }
 
-/// A folder beside the one that is to appear; what arrived before a cut stays in it.
+/// A staging folder beside the target folder. It is kept after an interruption, so that the download can resume.
 pub struct Staging {
-    /// Where files go.
+    /// The path that files are downloaded to.
     pub path: PathBuf,
 }
 
 impl Staging {
-    /// The folder for this target and content.
+    /// Creates the staging folder for this target and content.
     ///
     /// # Errors
-    /// When it cannot be made.
+    /// Fails when the folder cannot be created.
     pub fn beside(target: &Path, content: &str) -> Result<Self, CliError> {
         let Some(name) = target.file_name() else {
-            return Err(CliError::Usage(format!("-o {}: name the folder to make", target.display())));
+            return Err(CliError::Usage(format!("-o {}: must name a folder", target.display())));
         };
         let path = target.with_file_name(format!(".{}.{content}.part", name.to_string_lossy()));
         std::fs::create_dir_all(&path).map_err(CliError::local(format!("create the folder {}", path.display())))?;
         Ok(Self { path })
     }
 
-    /// Gives the folder its name.
+    /// Renames the staging folder to the target.
     ///
     /// # Errors
-    /// When the target is there and not empty, or the disk fails.
+    /// Fails when the target exists and is not empty, or the disk fails.
     pub fn publish(self, target: &Path) -> Result<(), CliError> {
         let failed = || CliError::local(format!("name the folder {}", target.display()));
         std::fs::File::open(&self.path).and_then(|folder| folder.sync_all()).map_err(failed())?;

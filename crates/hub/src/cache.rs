@@ -1,6 +1,6 @@
-//! The cache that huggingface_hub keeps, read in place and never written to: `models--org--name/` with `refs/<revision>` (a commit) and
-//! `snapshots/<commit>/<path>`, links to `blobs/<hash>`. A snapshot may lack files after an interruption, so all that a model needs is
-//! looked for, and compared with the hash that its blob is named by.
+//! Reads the cache that huggingface_hub maintains, in place and without writing: `models--org--name/` with `refs/<revision>` (a
+//! commit) and `snapshots/<commit>/<path>`, links to `blobs/<hash>`. A snapshot may lack files after an interruption, so every
+//! file that a model needs is located and compared with the hash in its blob's name.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -14,14 +14,14 @@ use crate::id::{Repo, RepoKind, is_safe_path};
 /// A model in the cache.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Cached {
-    /// 40 hexadecimal digits.
+    /// Commit as 40 hexadecimal digits.
     pub commit: String,
-    /// The folder of the snapshot.
+    /// Folder of the snapshot.
     pub path: PathBuf,
 }
 
-/// The model's snapshot in the cache, when all of config, tokenizer and weights are there. Nothing is read but config and index: see
-/// [`verify_cached`].
+/// Finds the model's snapshot if config, tokenizer and weights are all in the cache. Reads only the config and the
+/// index; [`verify_cached`] checks the content.
 pub fn find_cached(cache: &Path, repo: &Repo) -> Option<Cached> {
     let kind = match repo.kind {
         RepoKind::Model => "models",
@@ -34,16 +34,16 @@ pub fn find_cached(cache: &Path, repo: &Repo) -> Option<Cached> {
         return None;
     }
     let path = folder.join("snapshots").join(&commit);
-    needed(&path).map(|_| Cached { commit, path })
+    required_files(&path).map(|_| Cached { commit, path })
 }
 
-/// Reads all that a cached model needs and compares it with the hashes that the blobs are named by; the name of a file whose bytes are
-/// others, if there is one. A file that is no link to a blob (some systems have none) is not compared.
+/// Reads all files that a cached model needs and compares them with the hashes in their blobs' names. Returns the name of the
+/// first file that differs. A file that is not a link to a blob (some systems have no links) is not compared.
 ///
 /// # Errors
-/// When a file cannot be read.
+/// Fails when a file cannot be read.
 pub async fn verify_cached(cached: &Cached) -> Result<Option<String>, crate::HubError> {
-    for name in needed(&cached.path).unwrap_or_default() {
+    for name in required_files(&cached.path).unwrap_or_default() {
         let path = cached.path.join(&name);
         let Ok(blob) = std::fs::canonicalize(&path) else { return Ok(Some(name)) };
         let blob_name = blob.file_name().and_then(|name| name.to_str()).unwrap_or_default();
@@ -57,8 +57,8 @@ pub async fn verify_cached(cached: &Cached) -> Result<Option<String>, crate::Hub
     Ok(None)
 }
 
-/// The names of config, tokenizer and weights; none when one of them is not there.
-fn needed(folder: &Path) -> Option<Vec<String>> {
+/// Returns the names of config, tokenizer and weights; `None` if one of them is missing.
+fn required_files(folder: &Path) -> Option<Vec<String>> {
     let mut names = vec!["config.json".to_owned(), "tokenizer.json".to_owned()];
     if let Ok(index) = std::fs::read(folder.join("model.safetensors.index.json")) {
         let index: Value = serde_json::from_slice(&index).ok()?;
@@ -73,7 +73,7 @@ fn needed(folder: &Path) -> Option<Vec<String>> {
     } else {
         names.push("model.safetensors".to_owned());
     }
-    // Of a broken link there is no metadata.
+    // A broken link has no metadata, so `is_file` returns false for it.
     names.iter().all(|name| folder.join(name).is_file()).then_some(names)
 }
 
@@ -84,7 +84,7 @@ mod tests {
 
     const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 
-    /// As huggingface_hub 2.4.0 writes it.
+    /// Creates a cache as huggingface_hub 2.4.0 writes it.
     fn cache(files: &[(&str, &[u8])]) -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
         let model = dir.path().join("models--org--name");

@@ -1,4 +1,4 @@
-//! Which files of a repository a model needs, and which repositories hold no model that can be used.
+//! Selects the files of a repository that a model needs, and rejects repositories without a usable model.
 
 use serde_json::Value;
 
@@ -11,8 +11,8 @@ const CONFIG: &str = "config.json";
 const WEIGHTS: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 
-/// Beside weights and config, where they are there. `modules.json` is a reward model's.
-const OTHERS: [&str; 6] = [
+/// Optional files besides weights and config. `modules.json` belongs to reward models.
+const OPTIONAL_FILES: [&str; 6] = [
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -21,43 +21,44 @@ const OTHERS: [&str; 6] = [
     "modules.json",
 ];
 
-/// Index files are small; another one is no index.
-const MAX_SMALL_BYTES: u64 = 64 << 20;
+/// Maximum size of a config or index file, in bytes. A larger file is not a valid one.
+const MAX_SMALL_FILE_BYTES: u64 = 64 << 20;
 
-/// Files of a repository at one commit: what is to be downloaded.
+/// The files of a repository at one commit that are to be downloaded.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RepoPlan {
-    /// As it was asked for.
+    /// The repository as requested.
     pub repo: Repo,
-    /// Which commit that is.
+    /// Commit of the requested revision.
     pub commit: String,
-    /// Who may read it is decided by the token.
+    /// Whether access to the repository requires a token.
     pub is_restricted: bool,
-    /// Of a model: what it needs, and nothing else of the repository.
+    /// Files to download. For a model, only the files that it needs.
     pub files: Vec<RepoFile>,
-    /// Of a model: its `config.json`; else null.
+    /// `config.json` of a model; else null.
     pub config: Value,
 }
 
 impl RepoPlan {
-    /// Of all files together.
+    /// Returns the size of all files in bytes.
     pub fn total_bytes(&self) -> u64 {
         self.files.iter().map(|file| file.size_bytes).sum()
     }
 }
 
 impl Hub {
-    /// Looks a model up and chooses its files: config, tokenizer, chat templates, safetensors. Never pickles, never code.
+    /// Looks up a model and selects its files: config, tokenizer, chat templates and safetensors. Pickles
+    /// and code are never selected.
     ///
     /// # Errors
-    /// Those of [`Hub::info`], and `Unusable` when the repository holds no such model.
+    /// Fails like [`Hub::info`], or with `Unusable` when the repository contains no such model.
     pub async fn plan_model(&self, repo: &Repo) -> Result<RepoPlan, HubError> {
         let info = self.info(repo).await?;
         let unusable = |why: String| HubError::Unusable { repo: repo.to_string(), why };
         let find = |path: &str| info.files.iter().find(|file| file.path == path);
         let Some(config_file) = find(CONFIG) else { return Err(unusable(without_config(&info))) };
         let config = self.document(repo, &info.commit, config_file).await?;
-        if let Some(why) = quantised(&config) {
+        if let Some(why) = quantization_problem(&config) {
             return Err(unusable(why));
         }
         let mut files = vec![config_file.clone()];
@@ -70,13 +71,13 @@ impl Hub {
             shards.sort_unstable();
             shards.dedup();
             if shards.is_empty() {
-                return Err(unusable(format!("its {INDEX} names no shards")));
+                return Err(unusable(format!("its {INDEX} lists no shards")));
             }
             files.push(index.clone());
             for shard in shards {
                 let file = find(shard).ok_or_else(|| {
                     let shown: String = shard.chars().take(200).collect();
-                    unusable(format!("its {INDEX} names {shown:?}, which the repository does not hold"))
+                    unusable(format!("its {INDEX} lists {shown:?}, which is not in the repository"))
                 })?;
                 files.push(file.clone());
             }
@@ -87,7 +88,8 @@ impl Hub {
             path.strip_prefix("additional_chat_templates/")
                 .is_some_and(|name| !name.contains('/') && name.ends_with(".jinja"))
         };
-        let others = info.files.iter().filter(|file| OTHERS.contains(&file.path.as_str()) || is_template(&file.path));
+        let others =
+            info.files.iter().filter(|file| OPTIONAL_FILES.contains(&file.path.as_str()) || is_template(&file.path));
         files.extend(others.cloned());
         Ok(RepoPlan { repo: repo.clone(), commit: info.commit, is_restricted: info.is_restricted, files, config })
     }
@@ -95,9 +97,9 @@ impl Hub {
     /// Reads a small file of a repository.
     ///
     /// # Errors
-    /// `Unusable` when it has more than 64 MiB; those of [`Hub::info`].
+    /// Fails with `Unusable` when the file is larger than 64 MiB, or like [`Hub::info`].
     pub async fn read_file(&self, repo: &Repo, commit: &str, file: &RepoFile) -> Result<Vec<u8>, HubError> {
-        if file.size_bytes > MAX_SMALL_BYTES {
+        if file.size_bytes > MAX_SMALL_FILE_BYTES {
             let why = format!("its {} has {} bytes", file.path, file.size_bytes);
             return Err(HubError::Unusable { repo: repo.to_string(), why });
         }
@@ -118,57 +120,60 @@ fn has_suffix(info: &RepoInfo, suffixes: &[&str]) -> bool {
 
 fn without_config(info: &RepoInfo) -> String {
     if info.files.iter().any(|file| file.path == "adapter_config.json") {
-        return "it holds an adapter: name the model that it was trained on, and the adapter as the warm start"
+        return "it contains an adapter: use the model that it was trained on, with the adapter as the warm start"
             .to_owned();
     }
     if has_suffix(info, &[".gguf"]) {
-        return "it holds GGUF files only: name the repository that they were made from (its card's base_model)"
+        return "it contains only GGUF files: use the repository that they were created from (base_model in its model card)"
             .to_owned();
     }
-    "it has no config.json, so it is no model of the transformers library".to_owned()
+    "it has no config.json, so it is not a model of the transformers library".to_owned()
 }
 
 fn without_weights(info: &RepoInfo) -> String {
     if has_suffix(info, &[".bin", ".pth", ".pt", ".ckpt"]) {
-        return "its weights are pickles, which can run code when they are read; convert them to safetensors, or choose a revision \
+        return "its weights are pickles, which can run code when they are loaded; convert them to safetensors, or choose a revision \
                 that has them (many have one at refs/pr/1)"
             .to_owned();
     }
     if has_suffix(info, &[".gguf"]) {
-        return "it holds GGUF files only: name the repository that they were made from (its card's base_model)"
+        return "it contains only GGUF files: use the repository that they were created from (base_model in its model card)"
             .to_owned();
     }
     format!("it has neither {WEIGHTS} nor {INDEX}")
 }
 
-/// Why quantised weights cannot be trained, and what would work.
-fn quantised(config: &Value) -> Option<String> {
+/// Returns why quantized weights cannot be trained, and what to use instead.
+fn quantization_problem(config: &Value) -> Option<String> {
     if let Some(method) =
         config["quantization_config"].as_object().map(|it| it.get("quant_method").and_then(Value::as_str))
     {
         let method: String = method.unwrap_or("an unnamed method").chars().take(60).collect();
         return Some(format!(
-            "its weights are quantised ({method}), which cannot be trained here yet: choose the unquantised model \
-             (its card's base_model, or the name without -bnb-4bit, -FP8, -AWQ, -GPTQ)"
+            "its weights are quantized ({method}), which cannot be trained yet: choose the unquantized model \
+             (base_model in its model card, or the name without -bnb-4bit, -FP8, -AWQ, -GPTQ)"
         ));
     }
     let is_mlx = config["quantization"].get("bits").is_some();
-    is_mlx.then(|| "its weights are quantised for MLX: choose the unquantised model (its card's base_model)".to_owned())
+    is_mlx.then(|| {
+        "its weights are quantized for MLX: choose the unquantized model (base_model in its model card)".to_owned()
+    })
 }
 
-/// A file of the hub's converted copy of a data set.
+/// A file of the Hub's Parquet copy of a dataset.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Deserialize)]
 pub struct ConvertedFile {
-    /// Of which configuration.
+    /// Configuration that the file belongs to.
     pub config: String,
-    /// Of which split.
+    /// Split that the file belongs to.
     pub split: String,
-    /// On the branch `refs/convert/parquet`.
+    /// Path on the branch `refs/convert/parquet`.
     #[serde(rename = "url", deserialize_with = "path_of_url")]
     pub path: String,
 }
 
-/// `…/resolve/refs%2Fconvert%2Fparquet/{path}`: taken from the answer, never built.
+/// Extracts the path from `…/resolve/refs%2Fconvert%2Fparquet/{path}`. The path is taken from the
+/// Hub's answer and never constructed.
 fn path_of_url<'de, D: serde::Deserializer<'de>>(from: D) -> Result<String, D::Error> {
     let url: String = serde::Deserialize::deserialize(from)?;
     let path = url.split_once("/refs%2Fconvert%2Fparquet/").map(|(_, path)| path.to_owned());
@@ -176,14 +181,15 @@ fn path_of_url<'de, D: serde::Deserializer<'de>>(from: D) -> Result<String, D::E
         let pairs = url::form_urlencoded::parse(path.replace('+', "%2B").as_bytes()).next()?.0.into_owned();
         is_safe_path(&pairs).then_some(pairs)
     });
-    decoded.ok_or_else(|| serde::de::Error::custom("a file of the converted copy has an address of another form"))
+    decoded.ok_or_else(|| serde::de::Error::custom("a file of the converted copy has an unexpected address"))
 }
 
 impl Hub {
-    /// The files of the copy in parquet that the hub's data set server made of a data set; they lie on `refs/convert/parquet`.
+    /// Lists the files of the Parquet copy that the Hub's dataset server created for a
+    /// dataset, on the branch `refs/convert/parquet`.
     ///
     /// # Errors
-    /// Those of [`Hub::info`].
+    /// Fails for the same reasons as [`Hub::info`].
     pub async fn converted_files(&self, server: &url::Url, repo: &Repo) -> Result<Vec<ConvertedFile>, HubError> {
         #[derive(serde::Deserialize)]
         struct Answer {
@@ -191,7 +197,7 @@ impl Hub {
         }
         let mut url = server.clone();
         url.path_segments_mut()
-            .map_err(|()| HubError::NotUnderstood("the address of the data set server".to_owned()))?
+            .map_err(|()| HubError::NotUnderstood("the address of the dataset server".to_owned()))?
             .pop_if_empty()
             .push("parquet");
         url.query_pairs_mut().append_pair("dataset", repo.id());

@@ -1,29 +1,29 @@
-//! What the variables of huggingface_hub say: the same ones, so that a machine that is set up for Python is set up for rlood.
+//! Reads the environment variables of huggingface_hub, so that a machine configured for Python is also configured for rlood.
 
 use std::path::PathBuf;
 
 use crate::http::Token;
 
-/// Where the hub is unless told otherwise.
+/// Default address of the Hub.
 pub const PUBLIC_ENDPOINT: &str = "https://huggingface.co";
 
-/// The operator's settings.
+/// The operator's settings for the Hub.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HubEnvironment {
-    /// `HF_ENDPOINT`.
+    /// Address of the Hub, from `HF_ENDPOINT`.
     pub endpoint: String,
-    /// `HF_TOKEN`, else what the file `HF_TOKEN_PATH` holds. The file that `hf auth login` leaves in `HF_HOME` is not read unless it is
-    /// named: it would lend one person's rights to everybody who submits a job.
+    /// Token from `HF_TOKEN`, else from the file that `HF_TOKEN_PATH` names. The file that `hf auth login` writes to `HF_HOME`
+    /// is not read unless it is named explicitly: it would give one person's access rights to every user who submits a job.
     pub token: Option<Token>,
-    /// `HF_HUB_CACHE`, else `HUGGINGFACE_HUB_CACHE`, else `hub` in `HF_HOME`, else in `$XDG_CACHE_HOME/huggingface`, else in
-    /// `~/.cache/huggingface`. None without any of these.
+    /// Cache folder: `HF_HUB_CACHE`, else `HUGGINGFACE_HUB_CACHE`, else `hub` in `HF_HOME`, else in
+    /// `$XDG_CACHE_HOME/huggingface`, else in `~/.cache/huggingface`. `None` if none of these is set.
     pub cache: Option<PathBuf>,
-    /// `HF_HUB_OFFLINE` or `TRANSFORMERS_OFFLINE`: 1, on, yes or true.
+    /// Whether `HF_HUB_OFFLINE` or `TRANSFORMERS_OFFLINE` is 1, on, yes or true.
     pub offline: bool,
 }
 
 impl HubEnvironment {
-    /// Reads variables by this function; [`std::env::var`] with its errors as none, but in tests.
+    /// Reads the variables with this function: [`std::env::var`] with errors as `None`, except in tests.
     pub fn read(variable: impl Fn(&str) -> Option<String>) -> HubEnvironment {
         let set = |name: &str| variable(name).filter(|value| !value.trim().is_empty());
         let first = |names: &[&str]| names.iter().find_map(|name| set(name));

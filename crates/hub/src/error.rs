@@ -1,160 +1,158 @@
-//! What can go wrong, each with what to do about it.
+//! Errors of the Hub client. Each message says what to do.
 
 use std::path::PathBuf;
 
 use rlood_types::outgoing::OutgoingError;
 
-/// Why the hub gave no repository, no plan or no file. No message holds a token, or the query of a signed address.
+/// Reason why a repository, a plan or a file is not available. No message contains a token or the query of a signed URL.
 #[derive(Debug, thiserror::Error)]
 pub enum HubError {
-    /// Nothing may be asked.
+    /// Offline mode forbids all requests.
     #[error(
-        "offline mode is on (HF_HUB_OFFLINE), so {repo} cannot be downloaded: register a local folder, or switch it off"
+        "offline mode is on (HF_HUB_OFFLINE), so {repo} cannot be downloaded: register a local folder, or turn offline mode off"
     )]
     Offline {
-        /// The repository.
+        /// Id of the repository.
         repo: String,
     },
-    /// No connection, or it broke again and again without progress.
+    /// The connection could not be opened, or repeatedly broke without progress.
     #[error("{host} cannot be reached: {detail}")]
     Unreachable {
-        /// Host and port.
+        /// Host and port of the server.
         host: String,
-        /// The last failure.
+        /// Message of the last failure.
         detail: String,
     },
-    /// The operator's rules forbid an address that the hub redirects to.
+    /// The outgoing address policy forbids the target of a redirect.
     #[error("the hub redirects to an address that is not permitted: {source}")]
     Redirect {
-        /// Which rule.
+        /// The rule that forbids the address.
         #[source]
         source: OutgoingError,
     },
     /// A redirect that no client should follow.
     #[error("the hub's redirect is refused: {0}")]
     BadRedirect(&'static str),
-    /// The licence was not accepted.
-    #[error("{repo} is gated: accept its licence at {page} with the account of the token{}", if *with_token { "" } else { ", and give a token (HF_TOKEN, or the header x-hub-token)" })]
+    /// The license was not accepted.
+    #[error("{repo} is gated: accept its license at {page} with the account of the token{}", if *with_token { "" } else { ", and provide a token (HF_TOKEN, or the header x-hub-token)" })]
     Gated {
-        /// The repository.
+        /// Id of the repository.
         repo: String,
-        /// Where the licence is accepted.
+        /// Page on which the license can be accepted.
         page: String,
         /// Whether a token was sent.
         with_token: bool,
     },
-    /// Missing, or not visible without a token: the hub does not tell which.
-    #[error("the hub has no {kind} {repo}, or it is private: check the name{}", if *with_token { " and what the token may read; a data set is no model and the other way round" } else { ", or give a token (HF_TOKEN, or the header x-hub-token)" })]
+    /// The repository does not exist, or is not visible without a token. The Hub does not distinguish the two.
+    #[error("the hub has no {kind} {repo}, or it is private: check the name{}", if *with_token { " and the token's permissions; a dataset is not a model and vice versa" } else { ", or provide a token (HF_TOKEN, or the header x-hub-token)" })]
     NoRepository {
-        /// The repository.
+        /// Id of the repository.
         repo: String,
-        /// Model or data set.
+        /// Kind of the repository: model or dataset.
         kind: &'static str,
         /// Whether a token was sent.
         with_token: bool,
     },
     /// The token is wrong or expired.
-    #[error("the hub refuses the token: it is wrong or has expired; make another one in the hub's settings")]
+    #[error("the hub rejects the token: it is wrong or has expired; create a new one in the hub's settings")]
     BadToken,
-    /// No such branch, tag or commit.
-    #[error("{repo} has no revision {revision:?}: give a branch, a tag or a commit that its page lists")]
+    /// The branch, tag or commit does not exist.
+    #[error("{repo} has no revision {revision:?}: must be a branch, a tag or a commit listed on its page")]
     NoRevision {
-        /// The repository.
+        /// Id of the repository.
         repo: String,
-        /// As asked for.
+        /// The revision as it was requested.
         revision: String,
     },
-    /// No such file.
+    /// The file does not exist.
     #[error("{repo} has no file {path:?} at this revision")]
     NoFile {
-        /// The repository.
+        /// Id of the repository.
         repo: String,
-        /// In the repository.
+        /// Path in the repository.
         path: String,
     },
-    /// The hub took it down.
+    /// The Hub disabled access to the repository.
     #[error("the hub has disabled access to {repo}: use another copy of it")]
     Disabled {
-        /// The repository.
+        /// Id of the repository.
         repo: String,
     },
-    /// Another answer that no repetition mends.
+    /// Any other error that a retry would not fix.
     #[error("the hub answers {status}: {detail}")]
     Refused {
-        /// HTTP status.
+        /// HTTP status code of the response.
         status: u16,
-        /// Its message, and its request id.
+        /// The Hub's message and request id.
         detail: String,
     },
-    /// The answer is not what the protocol says.
-    #[error("the hub's answer is not understood: {0}")]
+    /// The answer does not follow the protocol.
+    #[error("cannot parse the hub's answer: {0}")]
     NotUnderstood(String),
     /// A branch moved between two requests, or a mirror mixes revisions.
-    #[error(
-        "the hub answered for commit {found} when asked for {expected}: try again, or name the commit as the revision"
-    )]
+    #[error("the hub answered with commit {found} instead of {expected}: try again, or use the commit as the revision")]
     CommitMoved {
-        /// The commit of the plan.
+        /// Commit of the plan.
         expected: String,
-        /// That of the answer.
+        /// Commit of the answer.
         found: String,
     },
-    /// A file name that would lie outside the folder.
-    #[error("{repo} holds the file name {path:?}, which is refused: it may lie outside the model's folder")]
+    /// A file name that leads outside of the folder.
+    #[error("{repo} contains the file name {path:?}, which is rejected because it may lead outside the model's folder")]
     BadPath {
-        /// The repository.
+        /// Id of the repository.
         repo: String,
-        /// The name.
+        /// The rejected file name.
         path: String,
     },
-    /// Nothing of it can be trained here.
+    /// The repository contains nothing that can be trained.
     #[error("{repo} cannot be used: {why}")]
     Unusable {
-        /// The repository.
+        /// Id of the repository.
         repo: String,
-        /// What is wrong, and what would work.
+        /// The problem, and what to use instead.
         why: String,
     },
-    /// More than the disk holds.
-    #[error("{repo} needs {needed_bytes} more bytes and {} has {free_bytes} free: make room, or choose a smaller model", path.display())]
+    /// The disk has too little space.
+    #[error("{repo} needs {needed_bytes} more bytes and {} has {free_bytes} free: free up disk space, or choose a smaller model", path.display())]
     NoSpace {
-        /// The repository.
+        /// Id of the repository.
         repo: String,
-        /// What is still to be downloaded.
+        /// Bytes that are still to be downloaded.
         needed_bytes: u64,
-        /// What the disk has.
+        /// Free bytes on the disk.
         free_bytes: u64,
-        /// Where.
+        /// Folder on that disk.
         path: PathBuf,
     },
-    /// Twice the wrong bytes.
+    /// The file arrived with a wrong hash twice.
     #[error(
-        "{path} arrives damaged: its hash is {found}, the hub announces {expected}; try again later, or another mirror"
+        "{path} is corrupted after download: its hash is {found}, expected {expected}; try again later, or use another mirror"
     )]
     Damaged {
-        /// In the repository.
+        /// Path in the repository.
         path: String,
-        /// Announced.
+        /// Hash that the Hub announced.
         expected: String,
-        /// Of what came.
+        /// Hash of the downloaded bytes.
         found: String,
     },
-    /// This machine's disk.
+    /// A file operation on this machine failed.
     #[error("cannot {doing} {}: {source}", path.display())]
     Disk {
-        /// What was tried.
+        /// Name of the operation that failed.
         doing: &'static str,
-        /// On which path.
+        /// Path of the file or folder.
         path: PathBuf,
-        /// Why.
+        /// Error of the operating system.
         #[source]
         source: std::io::Error,
     },
 }
 
 impl HubError {
-    /// Whether the same may succeed later: the hub is not reached, or is not well.
-    pub fn may_pass(&self) -> bool {
+    /// Returns whether a retry may succeed later: the Hub is unreachable or overloaded.
+    pub fn is_transient(&self) -> bool {
         match self {
             HubError::Unreachable { .. } => true,
             HubError::Refused { status, .. } => matches!(status, 408 | 429 | 500..),

@@ -1,4 +1,4 @@
-//! Downloads of a plan's files: resumed, verified, four at a time.
+//! Downloads the files of a plan: resumable, verified, four at a time.
 
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
@@ -15,43 +15,45 @@ use tokio::io::AsyncWriteExt;
 use crate::choose::RepoPlan;
 use crate::error::HubError;
 use crate::hash::{FileHash, Hasher};
-use crate::http::{Failed, Hub, Tries, next_piece, text};
+use crate::http::{Attempts, Failed, Hub, next_piece, text};
 use crate::info::RepoFile;
 
-/// Files downloaded at once.
-pub(crate) const AT_ONCE: usize = 4;
-/// Left free beside what is downloaded.
-const SPARE_BYTES: u64 = 64 << 20;
+/// Number of concurrent downloads.
+pub(crate) const MAX_CONCURRENT: usize = 4;
+/// Disk space in bytes that must stay free.
+const RESERVED_BYTES: u64 = 64 << 20;
 
-/// How far a download is; shared with whoever shows it.
+/// Progress of a download, shared with the code that displays it.
 #[derive(Debug, Default)]
 pub struct Progress {
     done_bytes: AtomicU64,
 }
 
 impl Progress {
-    /// Bytes that lie on this disk, verified or on their way. Goes down when a file must begin again.
+    /// Returns the bytes on this disk, verified or partially downloaded. Decreases when a file must be restarted.
     pub fn done_bytes(&self) -> u64 {
         self.done_bytes.load(Ordering::Relaxed)
     }
 
-    /// Before another try: what is here is counted again.
+    /// Resets the count before a retry, which counts the existing bytes again.
     pub fn reset(&self) {
         self.done_bytes.store(0, Ordering::Relaxed);
     }
 
     fn moved(&self, from: u64, to: u64) {
-        // Wraps around below zero and back: the sum is right at any order.
+        // The subtraction may wrap around; the sum is correct in any order of updates.
         self.done_bytes.fetch_add(to.wrapping_sub(from), Ordering::Relaxed);
     }
 }
 
 impl Hub {
-    /// Downloads a plan's files into `to`, made if it is not there; parts lie in `parts` meanwhile, on the same file system. Files that
-    /// are in `to` already are verified and kept. Dropping the future stops it; the parts stay for the next time.
+    /// Downloads a plan's files into the folder `to`, which is created if needed. Partial files are stored in `parts`, which
+    /// must be on the same file system. Files that exist in `to` are verified and kept. Dropping the future stops the download;
+    /// partial files are kept for the next time.
     ///
     /// # Errors
-    /// `NoSpace` before the first byte; `Damaged` when a file's hash is wrong twice; those of the hub and of the disk.
+    /// Fails with `NoSpace` before the first byte, with `Damaged` when a file's hash is wrong twice, and on errors of
+    /// the Hub and the disk.
     pub async fn download(
         &self,
         plan: &RepoPlan,
@@ -60,11 +62,14 @@ impl Hub {
         progress: &Arc<Progress>,
     ) -> Result<(), HubError> {
         for folder in [parts, to] {
-            std::fs::create_dir_all(folder).map_err(HubError::disk("make the folder", folder))?;
+            std::fs::create_dir_all(folder).map_err(HubError::disk("create the folder", folder))?;
         }
         check_space(plan, parts, to)?;
         stream::iter(plan.files.iter().map(Ok))
-            .try_for_each_concurrent(AT_ONCE, |file| async move { self.fetch(plan, file, parts, to, progress).await })
+            .try_for_each_concurrent(
+                MAX_CONCURRENT,
+                |file| async move { self.fetch(plan, file, parts, to, progress).await },
+            )
             .await?;
         sync_folder(to)
     }
@@ -78,16 +83,16 @@ impl Hub {
         progress: &Arc<Progress>,
     ) -> Result<(), HubError> {
         let target = to.join(&file.path);
-        if is_whole(&target, file).await? {
+        if is_complete(&target, file).await? {
             progress.moved(0, file.size_bytes);
             return Ok(());
         }
         let mut part = Part::open(parts, file, progress.clone()).await?;
-        if is_whole(&target, file).await? {
-            // Another download of it was first, while this one waited.
+        if is_complete(&target, file).await? {
+            // Another download completed the file while this one waited for the lock.
             return part.remove();
         }
-        let mut tries = Tries::new(self.settings.first_delay);
+        let mut attempts = Attempts::new(self.settings.first_delay);
         let mut damaged = 0;
         loop {
             let before = part.size_bytes;
@@ -96,7 +101,7 @@ impl Hub {
                 false => self.fill(plan, file, &mut part).await,
             };
             if part.size_bytes > before {
-                tries.progressed();
+                attempts.progressed();
             }
             match fetched {
                 Ok(()) => {
@@ -111,18 +116,19 @@ impl Hub {
                         return Err(HubError::Damaged { path: file.path.clone(), expected, found });
                     }
                 }
-                Err(failed) => tries.pause_after(failed).await?,
+                Err(failed) => attempts.pause_after(failed).await?,
             }
         }
     }
 
-    /// Appends what is missing. Each time by the hub's own address: those that it redirects to live for an hour.
+    /// Downloads the missing bytes. Each request starts at the Hub's own URL, because the redirect
+    /// targets expire after an hour.
     async fn fill(&self, plan: &RepoPlan, file: &RepoFile, part: &mut Part) -> Result<(), Failed> {
         let url = self.file_url(&plan.repo, &plan.commit, &file.path)?;
         let opened = self.open(&plan.repo, &url, Some(&plan.commit), part.size_bytes).await;
         let mut opened = match opened {
-            Err(failed) if part.size_bytes > 0 && failed.is_forbidden_elsewhere() => {
-                // A CDN that refuses valid ranges: from the start.
+            Err(failed) if part.size_bytes > 0 && failed.is_forbidden_by_cdn() => {
+                // The CDN rejects valid ranges, so the file is restarted.
                 part.restart().await?;
                 return Err(failed);
             }
@@ -133,25 +139,25 @@ impl Hub {
                 let range = text(opened.response.headers(), CONTENT_RANGE.as_str()).and_then(content_range);
                 if range != Some((part.size_bytes, file.size_bytes)) {
                     part.restart().await?;
-                    return Err(Failed::passing(&url, "it sent another part of the file than asked for".to_owned()));
+                    return Err(Failed::transient(&url, "it sent a different range than requested".to_owned()));
                 }
             }
             StatusCode::RANGE_NOT_SATISFIABLE => {
                 part.restart().await?;
-                return Err(Failed::passing(&url, "it has fewer bytes than it announced".to_owned()));
+                return Err(Failed::transient(&url, "the file is shorter than announced".to_owned()));
             }
-            // The range was ignored.
+            // The server ignored the range.
             _ if part.size_bytes > 0 => part.restart().await?,
             _ => {}
         }
-        let elsewhere = opened.from_elsewhere;
+        let is_from_cdn = opened.is_from_cdn;
         while let Some(piece) =
-            next_piece(&mut opened.response).await.map_err(|detail| Failed::passing(&url, detail))?
+            next_piece(&mut opened.response).await.map_err(|detail| Failed::transient(&url, detail))?
         {
             if part.size_bytes + piece.len() as u64 > file.size_bytes {
                 part.restart().await?;
-                let whose = if elsewhere { "its CDN" } else { "it" };
-                return Err(Failed::passing(
+                let whose = if is_from_cdn { "its CDN" } else { "it" };
+                return Err(Failed::transient(
                     &url,
                     format!("{whose} sent more than the {} bytes announced", file.size_bytes),
                 ));
@@ -160,17 +166,17 @@ impl Hub {
         }
         if part.size_bytes < file.size_bytes {
             part.file.flush().await.map_err(HubError::disk("write to", &part.path))?;
-            return Err(Failed::passing(
+            return Err(Failed::transient(
                 &url,
-                format!("it ended after {} of {} bytes", part.size_bytes, file.size_bytes),
+                format!("the response ended after {} of {} bytes", part.size_bytes, file.size_bytes),
             ));
         }
         Ok(())
     }
 }
 
-/// The part of a file that has arrived; its name is the file's hash, so that any later download of the same bytes finds it. Locked while
-/// one downloads.
+/// The downloaded part of a file. It is named after the file's hash, so that every later download of the same content finds it,
+/// and locked during a download.
 struct Part {
     path: PathBuf,
     file: tokio::fs::File,
@@ -189,13 +195,13 @@ impl Part {
             match opened.try_lock() {
                 Ok(()) => {}
                 Err(std::fs::TryLockError::WouldBlock) => {
-                    // Another download of the same file.
+                    // Another process downloads the same file.
                     tokio::time::sleep(Duration::from_millis(200)).await;
                     continue;
                 }
                 Err(std::fs::TryLockError::Error(source)) => return Err(HubError::disk("lock", &path)(source)),
             }
-            // Whoever held the lock may have renamed it meanwhile.
+            // The previous holder of the lock may have renamed the file.
             if !is_same_file(&opened, &path) {
                 continue;
             }
@@ -231,16 +237,16 @@ impl Part {
         hash(file.into_std().await, self.path.clone(), self.expected, self.whole_bytes).await
     }
 
-    /// Not needed any more: the whole file is here.
+    /// Removes the part, because the complete file exists already.
     fn remove(self) -> Result<(), HubError> {
         self.progress.moved(self.size_bytes, self.whole_bytes);
         std::fs::remove_file(&self.path).map_err(HubError::disk("remove", &self.path))
     }
 
-    /// Gives it its name, durably.
+    /// Renames the part to its target and makes that durable.
     async fn publish(self, target: &Path) -> Result<(), HubError> {
         if let Some(folder) = target.parent() {
-            std::fs::create_dir_all(folder).map_err(HubError::disk("make the folder", folder))?;
+            std::fs::create_dir_all(folder).map_err(HubError::disk("create the folder", folder))?;
         }
         self.file.sync_all().await.map_err(HubError::disk("sync", &self.path))?;
         std::fs::rename(&self.path, target).map_err(HubError::disk("rename", &self.path))?;
@@ -248,7 +254,7 @@ impl Part {
     }
 }
 
-/// Reads a whole file; blocking work on a thread of its own.
+/// Hashes a whole file on a blocking thread.
 pub(crate) async fn hash(
     mut file: File,
     path: PathBuf,
@@ -273,8 +279,8 @@ pub(crate) async fn hash(
     hashed.unwrap_or_else(|error| Err(io::Error::other(error))).map_err(HubError::disk("read", shown))
 }
 
-/// Whether a file of an earlier download is there with all its bytes.
-async fn is_whole(target: &Path, file: &RepoFile) -> Result<bool, HubError> {
+/// Returns whether the complete file exists from an earlier download.
+async fn is_complete(target: &Path, file: &RepoFile) -> Result<bool, HubError> {
     let Ok(opened) = File::open(target) else { return Ok(false) };
     if opened.metadata().map_err(HubError::disk("read", target))?.len() != file.size_bytes {
         return Ok(false);
@@ -282,7 +288,7 @@ async fn is_whole(target: &Path, file: &RepoFile) -> Result<bool, HubError> {
     Ok(hash(opened, target.to_owned(), file.hash, file.size_bytes).await? == file.hash)
 }
 
-/// First byte and size of the whole, of `bytes 5-9/10`.
+/// Parses the first byte and the total size from `bytes 5-9/10`.
 pub(crate) fn content_range(field: &str) -> Option<(u64, u64)> {
     let (range, whole) = field.strip_prefix("bytes ")?.split_once('/')?;
     Some((range.split_once('-')?.0.parse().ok()?, whole.parse().ok()?))
@@ -296,9 +302,9 @@ pub(crate) fn check_space(plan: &RepoPlan, parts: &Path, to: &Path) -> Result<()
     };
     let needed_bytes: u64 = plan.files.iter().map(missing).sum();
     let disk =
-        rustix::fs::statvfs(parts).map_err(|error| HubError::disk("ask for free space of", parts)(error.into()))?;
+        rustix::fs::statvfs(parts).map_err(|error| HubError::disk("get the free space of", parts)(error.into()))?;
     let free_bytes = disk.f_bavail.saturating_mul(disk.f_frsize);
-    if needed_bytes > 0 && needed_bytes.saturating_add(SPARE_BYTES) > free_bytes {
+    if needed_bytes > 0 && needed_bytes.saturating_add(RESERVED_BYTES) > free_bytes {
         let (repo, path) = (plan.repo.to_string(), parts.to_owned());
         return Err(HubError::NoSpace { repo, needed_bytes, free_bytes, path });
     }

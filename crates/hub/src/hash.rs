@@ -1,4 +1,4 @@
-//! The hashes by which the hub identifies files.
+//! Hashes by which the Hub identifies files.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,24 +7,24 @@ use rlood_types::digest::Sha256Digest;
 use sha1::Sha1;
 use sha2::{Digest, Sha256};
 
-/// The hash that the hub announces for a file, and that its bytes are compared with.
+/// The hash that the Hub announces for a file, used to verify its bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum FileHash {
-    /// SHA-256 of its bytes: a file in LFS or Xet.
+    /// SHA-256 of the content, for a file in LFS or Xet.
     Sha256(Sha256Digest),
-    /// Git's SHA-1 of `blob <length>\0<bytes>`: a file in git itself.
+    /// Git's SHA-1 of `blob <length>\0<bytes>`, for a file in git itself.
     Git([u8; 20]),
 }
 
 impl FileHash {
-    /// Git's, from 40 hexadecimal digits.
+    /// Parses a git hash from 40 hexadecimal digits.
     pub(crate) fn git(text: &str) -> Option<FileHash> {
         let mut bytes = [0; 20];
         hex::decode_to_slice(text, &mut bytes).ok()?;
         Some(FileHash::Git(bytes))
     }
 
-    /// SHA-256, from 64 hexadecimal digits.
+    /// Parses a SHA-256 from 64 hexadecimal digits.
     pub(crate) fn sha256(text: &str) -> Option<FileHash> {
         Sha256Digest::from_str(text).ok().map(FileHash::Sha256)
     }
@@ -39,14 +39,14 @@ impl fmt::Display for FileHash {
     }
 }
 
-/// Computes a hash of the kind that is expected.
+/// Computes a hash of the same kind as an expected one.
 pub(crate) enum Hasher {
     Sha256(Sha256),
     Git(Sha1),
 }
 
 impl Hasher {
-    /// For a file of this size.
+    /// Creates a hasher for a file of this size in bytes.
     pub(crate) fn new(expected: &FileHash, size_bytes: u64) -> Hasher {
         match expected {
             FileHash::Sha256(_) => Hasher::Sha256(Sha256::new()),

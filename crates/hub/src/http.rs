@@ -1,4 +1,4 @@
-//! Requests: whom the token goes to, which redirects are followed, what is tried again and when.
+//! HTTP requests: where the token is sent, which redirects are followed, and which errors are retried.
 
 use std::time::Duration;
 
@@ -11,23 +11,23 @@ use url::Url;
 use crate::error::HubError;
 use crate::id::{Repo, RepoKind};
 
-/// Hops of redirects, the hub's own and the CDN's.
+/// Maximum number of redirects, including those of the CDN.
 const MAX_HOPS: usize = 5;
-/// Without a byte, or without an answer.
-pub(crate) const STALL: Duration = Duration::from_secs(30);
-/// Tries in a row without progress.
-const MAX_TRIES: u32 = 5;
-/// The hub's quotas are of five minutes.
-const LONGEST_WAIT: Duration = Duration::from_secs(330);
-/// Of an answer that is read as a whole: the list of a repository of 100,000 files has 20 MB.
+/// Maximum time without a byte or without an answer.
+pub(crate) const STALL_TIMEOUT: Duration = Duration::from_secs(30);
+/// Maximum number of consecutive attempts without progress.
+const MAX_ATTEMPTS: u32 = 5;
+/// Longest wait between attempts; the Hub's rate limits apply to windows of five minutes.
+const MAX_WAIT: Duration = Duration::from_secs(330);
+/// Maximum size in bytes of an answer that is read into memory: the file list of a repository with 100,000 files has 20 MB.
 const MAX_JSON_BYTES: usize = 64 << 20;
 
-/// A token of the hub; it prints as `…`.
+/// An access token of the Hub. Its debug output is `…`.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Token(String);
 
 impl Token {
-    /// None when the text is blank or cannot stand in a header.
+    /// Creates a token; `None` when the text is blank or not valid in a header.
     pub fn new(text: &str) -> Option<Token> {
         let text = text.trim();
         let fits = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_graphic());
@@ -41,53 +41,54 @@ impl std::fmt::Debug for Token {
     }
 }
 
-/// Where the hub is, and what may be asked of it.
+/// Settings of a client for one Hub.
 #[derive(Debug, Clone)]
 pub struct HubSettings {
-    /// `HF_ENDPOINT`: `https://huggingface.co`, or a mirror.
+    /// Address of the Hub (`HF_ENDPOINT`): `https://huggingface.co` or a mirror.
     pub endpoint: Url,
-    /// Sent to the endpoint and nowhere else.
+    /// Token, which is sent only to the endpoint.
     pub token: Option<Token>,
-    /// What redirects may lead to. The client checks addresses after DNS.
+    /// Policy for the targets of redirects. The client checks addresses after DNS resolution.
     pub policy: OutgoingPolicy,
-    /// `HF_HUB_OFFLINE`: nothing is asked.
+    /// Whether all requests are forbidden (`HF_HUB_OFFLINE`).
     pub offline: bool,
-    /// The first pause before another try; it doubles.
+    /// First pause before a retry; it doubles with each retry.
     pub first_delay: Duration,
 }
 
 impl HubSettings {
-    /// The public hub without a token.
+    /// Creates settings for an endpoint without a token.
     ///
     /// # Errors
-    /// When the endpoint is no http or https URL.
+    /// Fails when the endpoint is not an http or https URL.
     pub fn new(endpoint: &str, policy: OutgoingPolicy) -> Result<HubSettings, rlood_types::outgoing::OutgoingError> {
         let endpoint = policy.check_url(endpoint.trim_end_matches('/'))?;
         Ok(HubSettings { endpoint, token: None, policy, offline: false, first_delay: Duration::from_millis(500) })
     }
 }
 
-/// A client of one hub.
+/// A client for one Hub.
 #[derive(Debug, Clone)]
 pub struct Hub {
     client: Client,
     pub(crate) settings: HubSettings,
 }
 
-/// Bytes of a file from somewhere on; and which they are.
+/// A response with the bytes of a file or a range of it.
 pub(crate) struct Opened {
     pub(crate) response: Response,
-    /// Whether the bytes came from another host than the hub: a CDN.
-    pub(crate) from_elsewhere: bool,
+    /// Whether the bytes came from another host than the Hub, that is, from a CDN.
+    pub(crate) is_from_cdn: bool,
 }
 
 impl Hub {
-    /// `client` must follow no redirects by itself, use no proxy and check addresses by the same policy.
+    /// Creates a client. `client` must not follow redirects by itself, must use no proxy, and must check
+    /// addresses by the same policy.
     pub fn new(client: Client, settings: HubSettings) -> Hub {
         Hub { client, settings }
     }
 
-    /// The same hub, asked with another token.
+    /// Returns a client for the same Hub with another token.
     #[must_use]
     pub fn with_token(&self, token: Option<Token>) -> Hub {
         Hub { client: self.client.clone(), settings: HubSettings { token, ..self.settings.clone() } }
@@ -101,28 +102,28 @@ impl Hub {
         Ok(url)
     }
 
-    /// Where a file of a commit is asked for.
+    /// Returns the URL of a file at a commit.
     pub(crate) fn file_url(&self, repo: &Repo, commit: &str, path: &str) -> Result<Url, HubError> {
         let id = repo.id().split('/');
         self.url(prefix(repo.kind).iter().copied().chain(id).chain(["resolve", commit]).chain(path.split('/')))
     }
 
-    /// A JSON document of the API, or a small file.
+    /// Reads a JSON document of the API, or a small file.
     pub(crate) async fn read(&self, repo: &Repo, url: &Url, commit: Option<&str>) -> Result<Vec<u8>, HubError> {
-        let mut tries = Tries::new(self.settings.first_delay);
+        let mut attempts = Attempts::new(self.settings.first_delay);
         loop {
             let failed = match self.open(repo, url, commit, 0).await {
                 Ok(opened) => match read_whole(opened.response).await {
                     Ok(bytes) => return Ok(bytes),
-                    Err(detail) => Failed::passing(url, detail),
+                    Err(detail) => Failed::transient(url, detail),
                 },
                 Err(failed) => failed,
             };
-            tries.pause_after(failed).await?;
+            attempts.pause_after(failed).await?;
         }
     }
 
-    /// Opens a document or file from byte `first` on.
+    /// Opens a document or file, starting at byte `first`.
     pub(crate) async fn open(
         &self,
         repo: &Repo,
@@ -133,7 +134,7 @@ impl Hub {
         self.open_range(repo, url, commit, (first > 0).then(|| format!("bytes={first}-"))).await
     }
 
-    /// Opens a document or file, or a range of it. Redirects within the hub keep the token; to another host it is not sent.
+    /// Opens a document or file, or a range of it. The token is kept on redirects within the Hub and not sent to another host.
     pub(crate) async fn open_range(
         &self,
         repo: &Repo,
@@ -146,21 +147,21 @@ impl Hub {
         }
         let mut at = url.clone();
         for _ in 0..=MAX_HOPS {
-            let at_home = is_same_origin(&at, &self.settings.endpoint);
+            let is_hub = is_same_origin(&at, &self.settings.endpoint);
             let mut request = self.client.get(at.clone()).header(ACCEPT_ENCODING, "identity");
-            if let Some(Token(token)) = self.settings.token.as_ref().filter(|_| at_home) {
+            if let Some(Token(token)) = self.settings.token.as_ref().filter(|_| is_hub) {
                 request = request.bearer_auth(token);
             }
             if let Some(range) = &range {
                 request = request.header(RANGE, range);
             }
-            let response = match timeout(STALL, request.send()).await {
+            let response = match timeout(STALL_TIMEOUT, request.send()).await {
                 Ok(Ok(response)) => response,
-                Ok(Err(error)) => return Err(Failed::passing(&at, with_causes(&error.without_url()))),
-                Err(_) => return Err(Failed::passing(&at, format!("no answer for {} s", STALL.as_secs()))),
+                Ok(Err(error)) => return Err(Failed::transient(&at, with_causes(&error.without_url()))),
+                Err(_) => return Err(Failed::transient(&at, format!("no answer for {} s", STALL_TIMEOUT.as_secs()))),
             };
             if let Some((expected, found)) = commit.zip(text(response.headers(), "x-repo-commit"))
-                && at_home
+                && is_hub
                 && expected != found
             {
                 return Err(HubError::CommitMoved { expected: expected.to_owned(), found: found.to_owned() }.into());
@@ -168,9 +169,9 @@ impl Hub {
             let status = response.status();
             if !status.is_redirection() || status == StatusCode::NOT_MODIFIED {
                 if status.is_success() || status == StatusCode::RANGE_NOT_SATISFIABLE {
-                    return Ok(Opened { response, from_elsewhere: !at_home });
+                    return Ok(Opened { response, is_from_cdn: !is_hub });
                 }
-                return Err(self.refused(repo, &at, at_home, response).await);
+                return Err(self.error_of_response(repo, &at, is_hub, response).await);
             }
             at = self.follow(&at, text(response.headers(), LOCATION.as_str()))?;
         }
@@ -178,54 +179,54 @@ impl Hub {
     }
 
     fn follow(&self, from: &Url, location: Option<&str>) -> Result<Url, HubError> {
-        let location = location.ok_or(HubError::BadRedirect("it names no address"))?;
-        let to = from.join(location).map_err(|_| HubError::BadRedirect("its address is no URL"))?;
+        let location = location.ok_or(HubError::BadRedirect("it has no target"))?;
+        let to = from.join(location).map_err(|_| HubError::BadRedirect("its target is not a URL"))?;
         if is_same_origin(&to, &self.settings.endpoint) {
             return Ok(to);
         }
         if self.settings.endpoint.scheme() == "https" && to.scheme() != "https" {
-            return Err(HubError::BadRedirect("it leads from https to an unencrypted address"));
+            return Err(HubError::BadRedirect("it redirects from https to an unencrypted address"));
         }
         self.settings.policy.check_url(to.as_str()).map_err(|source| HubError::Redirect { source })
     }
 
-    async fn refused(&self, repo: &Repo, at: &Url, at_home: bool, response: Response) -> Failed {
+    async fn error_of_response(&self, repo: &Repo, at: &Url, is_hub: bool, response: Response) -> Failed {
         let status = response.status();
-        let wait = wait_asked(response.headers());
+        let wait = requested_wait(response.headers());
         let code = text(response.headers(), "x-error-code").unwrap_or_default().to_owned();
         let request_id = text(response.headers(), "x-request-id").map(str::to_owned);
-        let said = text(response.headers(), "x-error-message").map(str::to_owned);
-        let said = match said {
-            Some(said) => said,
+        let message = text(response.headers(), "x-error-message").map(str::to_owned);
+        let message = match message {
+            Some(message) => message,
             None => message_of(&read_whole(response).await.unwrap_or_default()),
         };
-        let mut detail: String = said.chars().filter(|c| !c.is_control()).take(300).collect();
+        let mut detail: String = message.chars().filter(|c| !c.is_control()).take(300).collect();
         if let Some(id) = request_id {
             detail = format!("{detail} (request {id})");
         }
-        if !at_home {
-            // A CDN's word is about its address, not about the repository.
+        if !is_hub {
+            // An error of the CDN is about the redirect target, not about the repository.
             let again = status.is_server_error() || matches!(status.as_u16(), 403 | 404 | 408 | 410 | 429);
             let host = host_of(at);
             return match again {
                 true => Failed {
-                    error: HubError::Unreachable { host, detail: format!("it answers {status}") },
-                    passes: true,
+                    error: HubError::Unreachable { host, detail: format!("it answered {status}") },
+                    is_transient: true,
                     wait,
-                    forbidden_elsewhere: status == StatusCode::FORBIDDEN,
+                    cdn_forbids: status == StatusCode::FORBIDDEN,
                 },
                 false => HubError::Refused { status: status.as_u16(), detail: format!("{host}: {detail}") }.into(),
             };
         }
         if matches!(status.as_u16(), 408 | 429 | 500 | 502 | 503 | 504) {
             let error = HubError::Refused { status: status.as_u16(), detail };
-            return Failed { error, passes: true, wait, forbidden_elsewhere: false };
+            return Failed { error, is_transient: true, wait, cdn_forbids: false };
         }
-        self.named(repo, status, &code, &said, detail).into()
+        self.error_of_code(repo, status, &code, &message, detail).into()
     }
 
-    /// The sentence for an answer that no repetition mends (the hub's `X-Error-Code`).
-    fn named(&self, repo: &Repo, status: StatusCode, code: &str, said: &str, detail: String) -> HubError {
+    /// Converts an error that a retry would not fix, by the Hub's `X-Error-Code`.
+    fn error_of_code(&self, repo: &Repo, status: StatusCode, code: &str, message: &str, detail: String) -> HubError {
         let with_token = self.settings.token.is_some();
         let shown = repo.id().to_owned();
         match (status.as_u16(), code) {
@@ -235,71 +236,71 @@ impl Hub {
             }
             (404, "RevisionNotFound") => HubError::NoRevision { repo: shown, revision: repo.revision().to_owned() },
             (404, "EntryNotFound") => HubError::NoFile { repo: shown, path: detail },
-            (401, _) if said.contains("Invalid credentials") => HubError::BadToken,
+            (401, _) if message.contains("Invalid credentials") => HubError::BadToken,
             (401, _) | (404, _) => HubError::NoRepository { repo: shown, kind: repo.kind.noun(), with_token },
-            (403, _) if said.contains("disabled") => HubError::Disabled { repo: shown },
+            (403, _) if message.contains("disabled") => HubError::Disabled { repo: shown },
             (status, _) => HubError::Refused { status, detail },
         }
     }
 }
 
-/// A try that failed.
+/// A failed attempt at a request.
 pub(crate) struct Failed {
     pub(crate) error: HubError,
-    /// Whether the same may succeed in a moment.
-    passes: bool,
-    /// As long as the hub asks to wait.
+    /// Whether a retry may succeed.
+    is_transient: bool,
+    /// Wait that the Hub requested.
     wait: Option<Duration>,
-    forbidden_elsewhere: bool,
+    cdn_forbids: bool,
 }
 
 impl From<HubError> for Failed {
     fn from(error: HubError) -> Failed {
-        Failed { error, passes: false, wait: None, forbidden_elsewhere: false }
+        Failed { error, is_transient: false, wait: None, cdn_forbids: false }
     }
 }
 
 impl Failed {
-    /// A CDN answered 403 or 416.
-    pub(crate) fn is_forbidden_elsewhere(&self) -> bool {
-        self.forbidden_elsewhere
+    /// Returns whether a CDN answered 403 or 416.
+    pub(crate) fn is_forbidden_by_cdn(&self) -> bool {
+        self.cdn_forbids
     }
 
-    pub(crate) fn passing(at: &Url, detail: String) -> Failed {
+    pub(crate) fn transient(at: &Url, detail: String) -> Failed {
         Failed {
             error: HubError::Unreachable { host: host_of(at), detail },
-            passes: true,
+            is_transient: true,
             wait: None,
-            forbidden_elsewhere: false,
+            cdn_forbids: false,
         }
     }
 }
 
-/// The tries of one request or file.
-pub(crate) struct Tries {
+/// Counts the attempts of one request or file.
+pub(crate) struct Attempts {
     failed: u32,
     first_delay: Duration,
 }
 
-impl Tries {
-    pub(crate) fn new(first_delay: Duration) -> Tries {
-        Tries { failed: 0, first_delay }
+impl Attempts {
+    pub(crate) fn new(first_delay: Duration) -> Attempts {
+        Attempts { failed: 0, first_delay }
     }
 
-    /// Bytes arrived: what fails next is the first failure again.
+    /// Records that bytes arrived, which resets the count.
     pub(crate) fn progressed(&mut self) {
         self.failed = 0;
     }
 
-    /// Waits for the next try; the error, when there is none.
+    /// Waits before the next attempt. Returns the error when no attempt is left.
     pub(crate) async fn pause_after(&mut self, failed: Failed) -> Result<(), HubError> {
         self.failed += 1;
-        if !failed.passes || self.failed >= MAX_TRIES {
+        if !failed.is_transient || self.failed >= MAX_ATTEMPTS {
             return Err(failed.error);
         }
         let doubled = self.first_delay.saturating_mul(1 << self.failed.min(8));
         let wait = failed.wait.unwrap_or(doubled);
-        if wait > LONGEST_WAIT {
+        if wait > MAX_WAIT {
             return Err(failed.error);
         }
         sleep(wait).await;
@@ -307,44 +308,44 @@ impl Tries {
     }
 }
 
-/// `RateLimit: "resolvers";r=0;t=55` = wait for 55 s; else `Retry-After` in seconds.
-fn wait_asked(headers: &HeaderMap) -> Option<Duration> {
+/// Returns the requested wait: 55 s for `RateLimit: "resolvers";r=0;t=55`, else `Retry-After` in seconds.
+fn requested_wait(headers: &HeaderMap) -> Option<Duration> {
     let seconds = |text: &str| text.trim().parse::<u64>().ok();
     let limit = text(headers, "ratelimit").and_then(|limit| {
         let value = |name: &str| limit.split(';').find_map(|part| seconds(part.trim().strip_prefix(name)?));
         value("r=").filter(|left| *left == 0).and_then(|_| value("t="))
     });
-    // One more: its clock is not ours.
+    // One second is added because the Hub's clock may differ.
     let asked = limit.map(|left| left + 1).or_else(|| seconds(text(headers, RETRY_AFTER.as_str())?));
     asked.map(Duration::from_secs)
 }
 
-/// The message of `{"error": …}`.
+/// Returns the message in `{"error": …}`.
 fn message_of(body: &[u8]) -> String {
     let document: Option<serde_json::Value> = serde_json::from_slice(body).ok();
     let message = document.as_ref().and_then(|document| document.get("error")?.as_str());
-    message.unwrap_or("it gives no reason").to_owned()
+    message.unwrap_or("no reason given").to_owned()
 }
 
 async fn read_whole(mut response: Response) -> Result<Vec<u8>, String> {
     let mut whole = Vec::new();
     while let Some(piece) = next_piece(&mut response).await? {
         if whole.len() + piece.len() > MAX_JSON_BYTES {
-            return Err(format!("its answer has more than {MAX_JSON_BYTES} bytes"));
+            return Err(format!("its answer is larger than {MAX_JSON_BYTES} bytes"));
         }
         whole.extend_from_slice(&piece);
     }
     Ok(whole)
 }
 
-/// None at the end.
+/// Returns the next piece of the body; `None` at the end.
 pub(crate) async fn next_piece(
     response: &mut Response,
 ) -> Result<Option<impl AsRef<[u8]> + std::ops::Deref<Target = [u8]>>, String> {
-    match timeout(STALL, response.chunk()).await {
+    match timeout(STALL_TIMEOUT, response.chunk()).await {
         Ok(Ok(piece)) => Ok(piece),
         Ok(Err(error)) => Err(with_causes(&error.without_url())),
-        Err(_) => Err(format!("no byte for {} s", STALL.as_secs())),
+        Err(_) => Err(format!("no byte for {} s", STALL_TIMEOUT.as_secs())),
     }
 }
 
@@ -352,7 +353,7 @@ pub(crate) fn text<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> {
     headers.get(name)?.to_str().ok()
 }
 
-/// Before the id, in addresses outside the API.
+/// Returns the path segments before the id, in URLs outside the API.
 fn prefix(kind: RepoKind) -> &'static [&'static str] {
     match kind {
         RepoKind::Model => &[],
@@ -380,15 +381,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_hub_says_how_long_to_wait() {
+    fn the_wait_is_taken_from_the_headers() {
         let headers = |pairs: &[(&'static str, &'static str)]| -> HeaderMap {
             pairs.iter().map(|(name, value)| (name.parse().unwrap(), value.parse().unwrap())).collect()
         };
         let limited = headers(&[("ratelimit", "\"resolvers\";r=0;t=55"), ("retry-after", "7")]);
-        assert_eq!(wait_asked(&limited), Some(Duration::from_secs(56)));
+        assert_eq!(requested_wait(&limited), Some(Duration::from_secs(56)));
         let left = headers(&[("ratelimit", "\"resolvers\";r=12;t=55"), ("retry-after", "7")]);
-        assert_eq!(wait_asked(&left), Some(Duration::from_secs(7)));
-        assert_eq!(wait_asked(&headers(&[])), None);
+        assert_eq!(requested_wait(&left), Some(Duration::from_secs(7)));
+        assert_eq!(requested_wait(&headers(&[])), None);
     }
 
     #[test]

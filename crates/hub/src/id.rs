@@ -1,18 +1,18 @@
-//! Which repository, of which kind, at which revision.
+//! The kind, the id and the revision of a repository.
 
 use std::fmt;
 
-/// What a repository holds; the hub keeps the two apart.
+/// Kind of a repository. Models and datasets have separate names on the Hub.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RepoKind {
-    /// A model.
+    /// A repository of a model.
     Model,
-    /// A data set.
+    /// A repository of a dataset.
     Dataset,
 }
 
 impl RepoKind {
-    /// As the API's paths say it: `models`, `datasets`.
+    /// Returns the kind as in API paths: `models`, `datasets`.
     pub(crate) fn plural(self) -> &'static str {
         match self {
             RepoKind::Model => "models",
@@ -20,53 +20,53 @@ impl RepoKind {
         }
     }
 
-    /// As a sentence says it.
+    /// Returns the kind as in messages.
     pub(crate) fn noun(self) -> &'static str {
         match self {
             RepoKind::Model => "model",
-            RepoKind::Dataset => "data set",
+            RepoKind::Dataset => "dataset",
         }
     }
 }
 
-/// A repository of the hub, and which revision of it: `org/name`, `name`, `org/name@revision`.
+/// A repository of the Hub at a revision: `org/name`, `name`, `org/name@revision`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Repo {
-    /// Model or data set.
+    /// Kind of the repository: model or dataset.
     pub kind: RepoKind,
-    /// `org/name`, or `name` alone for a few old ones.
+    /// `org/name`, or only `name` for a few old repositories.
     id: String,
-    /// A branch, a tag, a commit or `refs/pr/7`.
+    /// A branch, a tag, a commit, or `refs/pr/7`.
     revision: String,
 }
 
-/// A text names no repository.
+/// Error for a text that is not a repository name.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("expected a repository of the hub as org/name or org/name@revision: {0}")]
 pub struct InvalidRepo(String);
 
-/// The longest name of a repository (the hub's rule).
+/// Maximum length of a repository name, as on the Hub.
 const MAX_ID: usize = 96;
 const MAX_REVISION: usize = 255;
 
 impl Repo {
-    /// Reads `org/name[@revision]`; without a revision it is `main`.
+    /// Parses `org/name[@revision]`. The default revision is `main`.
     ///
     /// # Errors
-    /// When a name has characters that the hub's names do not have, or is too long.
+    /// Fails when the name is too long or has characters that the Hub does not allow.
     pub fn parse(kind: RepoKind, text: &str) -> Result<Repo, InvalidRepo> {
         let (id, revision) = text.split_once('@').unwrap_or((text, "main"));
         Repo::new(kind, id, revision)
     }
 
-    /// The same from its parts.
+    /// Creates a repository from its id and revision.
     ///
     /// # Errors
-    /// As [`Repo::parse`].
+    /// Fails for the same reasons as [`Repo::parse`].
     pub fn new(kind: RepoKind, id: &str, revision: &str) -> Result<Repo, InvalidRepo> {
         let refuse = |why: String| Err(InvalidRepo(why));
         if id.len() > MAX_ID {
-            return refuse(format!("the name has {} characters, {MAX_ID} are the most", id.len()));
+            return refuse(format!("the name has {} characters; the maximum is {MAX_ID}", id.len()));
         }
         let names: Vec<&str> = id.split('/').collect();
         if names.len() > 2 {
@@ -77,7 +77,7 @@ impl Repo {
             let ends = name.starts_with(['-', '.']) || name.ends_with(['-', '.']);
             if name.is_empty() || !name.chars().all(fits) || ends || name.contains("--") || name.contains("..") {
                 return refuse(format!(
-                    "{:?} is no name on the hub: letters, digits, and - _ . between them",
+                    "{:?} is not a valid name: must consist of letters, digits, and - _ . between them",
                     name.chars().take(100).collect::<String>()
                 ));
             }
@@ -85,17 +85,17 @@ impl Repo {
         let spelled = |c: char| c.is_ascii_graphic() && !matches!(c, '\\' | '?' | '#' | '%');
         let parts = revision.split('/').all(|part| !part.is_empty() && part != "." && part != "..");
         if revision.len() > MAX_REVISION || !revision.chars().all(spelled) || !parts {
-            return refuse("the revision is no branch, tag or commit".to_owned());
+            return refuse("the revision is not a branch, tag or commit".to_owned());
         }
         Ok(Repo { kind, id: id.to_owned(), revision: revision.to_owned() })
     }
 
-    /// `org/name`.
+    /// Returns the id, `org/name`.
     pub fn id(&self) -> &str {
         &self.id
     }
 
-    /// Branch, tag or commit, as it was asked for.
+    /// Returns the branch, tag or commit as requested.
     pub fn revision(&self) -> &str {
         &self.revision
     }
@@ -110,8 +110,8 @@ impl fmt::Display for Repo {
     }
 }
 
-/// Whether a path in a repository may become a path on this machine: relative, no empty part, no `..`, nothing that another system
-/// reads differently.
+/// Returns whether a path in a repository is safe as a path on this machine: relative, without empty parts and `..`, and
+/// without characters that other systems interpret differently.
 pub(crate) fn is_safe_path(path: &str) -> bool {
     let part = |part: &str| {
         !part.is_empty()
@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_name_is_refused() {
+    fn invalid_names_are_rejected() {
         for text in [
             "", "/", "a/", "/b", "a/b/c", "../x", "a/..", "a b/c", "a/b@", "a/b@../x", "a/b@x?y", "ä/b", "-a/b",
             "a--b/c",

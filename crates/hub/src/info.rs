@@ -1,4 +1,4 @@
-//! What a repository holds at a revision, and which commit that is.
+//! Looks up the commit and the files of a repository at a revision.
 
 use serde::Deserialize;
 use serde_json::Value;
@@ -11,22 +11,22 @@ use crate::id::{Repo, is_safe_path};
 /// A repository at one commit.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RepoInfo {
-    /// 40 hexadecimal digits.
+    /// Commit as 40 hexadecimal digits.
     pub commit: String,
-    /// A licence has to be accepted first, or the repository is not public: who may read it is decided by the token.
+    /// Whether access requires a token, because the repository is private or its license must be accepted.
     pub is_restricted: bool,
-    /// All files.
+    /// All files of the repository.
     pub files: Vec<RepoFile>,
 }
 
 /// A file of a repository.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RepoFile {
-    /// In the repository, with `/`; safe to be joined to a folder.
+    /// Path in the repository with `/`. The path is safe to join to a folder.
     pub path: String,
-    /// Bytes.
+    /// Size of the file in bytes.
     pub size_bytes: u64,
-    /// Of its bytes, as announced.
+    /// Hash that the Hub announces.
     pub hash: FileHash,
 }
 
@@ -37,7 +37,7 @@ struct Answer {
     disabled: bool,
     #[serde(default)]
     private: bool,
-    /// `false`, `"auto"` or `"manual"`.
+    /// License approval: `false`, `"auto"` or `"manual"`.
     #[serde(default)]
     gated: Value,
     #[serde(default)]
@@ -60,10 +60,10 @@ struct Lfs {
 }
 
 impl Hub {
-    /// Looks a revision up: its commit, and all its files with sizes and hashes.
+    /// Looks up a revision: its commit, and all files with sizes and hashes.
     ///
     /// # Errors
-    /// When there is none, it may not be read, or the hub cannot be reached.
+    /// Fails when the revision does not exist or is not accessible, or the Hub is unreachable.
     pub async fn info(&self, repo: &Repo) -> Result<RepoInfo, HubError> {
         let id = repo.id().split('/');
         let start = ["api", repo.kind.plural()].into_iter();
@@ -71,12 +71,12 @@ impl Hub {
         url.set_query(Some("blobs=true"));
         let bytes = self.read(repo, &url, None).await?;
         let answer: Answer = serde_json::from_slice(&bytes)
-            .map_err(|error| HubError::NotUnderstood(format!("the description of {repo}: {error}")))?;
+            .map_err(|error| HubError::NotUnderstood(format!("the metadata of {repo}: {error}")))?;
         if answer.disabled {
             return Err(HubError::Disabled { repo: repo.to_string() });
         }
         if answer.sha.len() != 40 || !answer.sha.bytes().all(|byte| byte.is_ascii_hexdigit()) {
-            return Err(HubError::NotUnderstood(format!("the commit of {repo} has not 40 hexadecimal digits")));
+            return Err(HubError::NotUnderstood(format!("the commit of {repo} is not 40 hexadecimal digits")));
         }
         let files = answer.siblings.into_iter().map(|sibling| file(repo, sibling)).collect::<Result<_, _>>()?;
         let is_restricted = answer.private || !matches!(answer.gated, Value::Null | Value::Bool(false));

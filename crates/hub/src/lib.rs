@@ -1,14 +1,16 @@
-//! A client of the Hugging Face hub's protocol: looks a repository up, chooses the files that a model needs, downloads them so that an
-//! interruption costs nothing, and verifies every byte.
+//! Client for the Hugging Face Hub: looks up a repository, selects the files that a model needs, and downloads them with resume
+//! and verification of every byte.
 //!
-//! The hub's own Rust crate (hf-hub 1.0) neither resumes nor verifies, stores a CDN's error page as weights, and brings a second TLS
-//! stack; the requests here go through the client that the caller gives, which holds to the operator's rules on addresses.
+//! The Hub's own Rust crate (hf-hub 1.0) does not resume or verify downloads, stores a CDN's error page as weights, and adds a
+//! second TLS stack. This crate uses the HTTP client that the caller provides, which enforces
+//! the operator's outgoing address policy.
 //!
-//! A revision is pinned to a commit by one request ([`Hub::plan_model`]); every later request names that commit. A file is identified by the
-//! hash that the hub announces for it (SHA-256 of large files, git's SHA-1 of small ones), and so is the part of it that a broken
-//! download leaves behind: a later download of the same file, of this revision or another, goes on from there.
+//! One request resolves a revision to a commit ([`Hub::plan_model`]), and every later request uses that commit. A file is
+//! identified by the hash that the Hub announces (SHA-256 for large files, git's SHA-1 for small ones), and so is the partial
+//! file of an interrupted download: a later download of the same content, of any revision, resumes it.
 //!
-//! Facts of the protocol: huggingface_hub 2.4.0 (file_download.py, hf_api.py, utils/_http.py), the hub's documentation.
+//! Protocol details are taken from huggingface_hub 2.4.0 (file_download.py, hf_api.py,
+//! utils/_http.py) and the Hub's documentation.
 
 mod cache;
 mod choose;

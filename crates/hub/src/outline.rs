@@ -1,4 +1,4 @@
-//! What is known of a model before its weights are here: its small files whole, and of its weights the headers.
+//! Downloads the outline of a model: its small files completely, and only the headers of its weights.
 
 use std::fs::File;
 use std::io::Write;
@@ -10,33 +10,33 @@ use futures::stream::{self, TryStreamExt};
 
 use crate::choose::RepoPlan;
 use crate::error::HubError;
-use crate::fetch::{AT_ONCE, check_space};
-use crate::http::{Failed, Hub, Tries, next_piece};
+use crate::fetch::{MAX_CONCURRENT, check_space};
+use crate::http::{Attempts, Failed, Hub, next_piece};
 use crate::id::Repo;
 use crate::info::RepoFile;
 
-/// The longest header that the safetensors format permits.
+/// Longest header in bytes that the safetensors format permits.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 
 impl Hub {
-    /// Downloads into `to` all files of a plan but the weights; of each of those, its header, followed by a hole up to its size. So the
-    /// folder reads like the model's, tensors' bytes excepted, after a few megabytes. `parts` as in [`Hub::download`]. The folder appears
-    /// when it is complete; one that is there already, of the same plan, is taken as it is.
+    /// Downloads all files of a plan except the weights into `to`. Each weights file gets its header, followed by a hole up to
+    /// its full size. After a few megabytes the folder can be read like the model's, except for the tensors' bytes. `parts` is
+    /// as in [`Hub::download`]. The folder appears when it is complete; an existing folder is used as it is.
     ///
     /// # Errors
-    /// `NoSpace` when there is no room for the whole plan; those of the hub and of the disk.
+    /// Fails with `NoSpace` when the whole plan would not fit on the disk, and on errors of the Hub and the disk.
     pub async fn outline(&self, plan: &RepoPlan, parts: &Path, to: &Path) -> Result<(), HubError> {
-        std::fs::create_dir_all(parts).map_err(HubError::disk("make the folder", parts))?;
+        std::fs::create_dir_all(parts).map_err(HubError::disk("create the folder", parts))?;
         check_space(plan, parts, to)?;
         if let Ok(there) = File::open(to) {
-            // It is as old as its last use.
+            // The modification time of the folder is its last use.
             return there.set_modified(SystemTime::now()).map_err(HubError::disk("use the folder", to));
         }
         let outlines = to.parent().unwrap_or(to);
-        std::fs::create_dir_all(outlines).map_err(HubError::disk("make the folder", outlines))?;
+        std::fs::create_dir_all(outlines).map_err(HubError::disk("create the folder", outlines))?;
         let building = tempfile::Builder::new().prefix("building-").tempdir_in(outlines);
-        // Removed when this future is dropped, or somebody else was first.
-        let building = building.map_err(HubError::disk("make a folder in", outlines))?;
+        // The temporary folder is removed when this future is dropped, or another process was first.
+        let building = building.map_err(HubError::disk("create a folder in", outlines))?;
         self.build_outline(plan, parts, building.path()).await?;
         match std::fs::rename(building.path(), to) {
             Err(_) if to.is_dir() => Ok(()),
@@ -50,14 +50,14 @@ impl Hub {
         let small = RepoPlan { files: small, ..plan.clone() };
         self.download(&small, parts, to, &Arc::default()).await?;
         stream::iter(weights.iter().map(Ok))
-            .try_for_each_concurrent(AT_ONCE, |file| async move { self.outline_weights(plan, file, to).await })
+            .try_for_each_concurrent(MAX_CONCURRENT, |file| async move { self.outline_weights(plan, file, to).await })
             .await
     }
 
-    /// Reads the beginning of a file, so many bytes at most; they are not verified.
+    /// Reads up to `most_bytes` from the beginning of a file, without verification.
     ///
     /// # Errors
-    /// Those of [`Hub::info`].
+    /// Fails for the same reasons as [`Hub::info`].
     pub async fn read_start(
         &self,
         repo: &Repo,
@@ -65,11 +65,11 @@ impl Hub {
         file: &RepoFile,
         most_bytes: usize,
     ) -> Result<Vec<u8>, HubError> {
-        let mut tries = Tries::new(self.settings.first_delay);
+        let mut attempts = Attempts::new(self.settings.first_delay);
         loop {
             match self.start_of(repo, commit, file, most_bytes).await {
                 Ok(bytes) => return Ok(bytes),
-                Err(failed) => tries.pause_after(failed).await?,
+                Err(failed) => attempts.pause_after(failed).await?,
             }
         }
     }
@@ -79,10 +79,10 @@ impl Hub {
         let mut response = self.open(repo, &url, Some(commit), 0).await?.response;
         let mut bytes = Vec::new();
         while bytes.len() < most_bytes {
-            match next_piece(&mut response).await.map_err(|detail| Failed::passing(&url, detail))? {
+            match next_piece(&mut response).await.map_err(|detail| Failed::transient(&url, detail))? {
                 Some(piece) => bytes.extend_from_slice(&piece),
                 None if bytes.len() as u64 >= file.size_bytes => break,
-                None => return Err(Failed::passing(&url, "it ended before its end".to_owned())),
+                None => return Err(Failed::transient(&url, "the response ended early".to_owned())),
             }
         }
         bytes.truncate(most_bytes);
@@ -90,16 +90,16 @@ impl Hub {
     }
 
     async fn outline_weights(&self, plan: &RepoPlan, file: &RepoFile, to: &Path) -> Result<(), HubError> {
-        let mut tries = Tries::new(self.settings.first_delay);
+        let mut attempts = Attempts::new(self.settings.first_delay);
         let header = loop {
             match self.header(plan, file).await {
                 Ok(header) => break header,
-                Err(failed) => tries.pause_after(failed).await?,
+                Err(failed) => attempts.pause_after(failed).await?,
             }
         };
         let target = to.join(&file.path);
         if let Some(folder) = target.parent() {
-            std::fs::create_dir_all(folder).map_err(HubError::disk("make the folder", folder))?;
+            std::fs::create_dir_all(folder).map_err(HubError::disk("create the folder", folder))?;
         }
         let write = || {
             let mut opened = File::create(&target)?;
@@ -109,7 +109,7 @@ impl Hub {
         write().map_err(HubError::disk("write to", &target))
     }
 
-    /// Length, and the header itself; the rest is not read.
+    /// Reads the length and the header; the rest of the file is not read.
     async fn header(&self, plan: &RepoPlan, file: &RepoFile) -> Result<Vec<u8>, Failed> {
         let unusable = |why: &str| {
             let why = format!("its {} {why}", file.path);
@@ -122,28 +122,35 @@ impl Hub {
             if let Some(length) = bytes.first_chunk::<8>() {
                 let whole = u64::from_le_bytes(*length).saturating_add(8);
                 if whole > file.size_bytes.min(MAX_HEADER_BYTES + 8) {
-                    return Err(unusable("is no safetensors file: its header is longer than the file, or than 100 MB"));
+                    return Err(unusable(
+                        "is not a safetensors file: its header is longer than the file or than 100 MB",
+                    ));
                 }
                 if bytes.len() as u64 >= whole {
                     bytes.truncate(usize::try_from(whole).unwrap_or(usize::MAX));
                     return Ok(bytes);
                 }
             }
-            match next_piece(&mut response).await.map_err(|detail| Failed::passing(&url, detail))? {
+            match next_piece(&mut response).await.map_err(|detail| Failed::transient(&url, detail))? {
                 Some(piece) => bytes.extend_from_slice(&piece),
                 None if bytes.len() as u64 >= file.size_bytes => {
-                    return Err(unusable("is no safetensors file: it ends before its header"));
+                    return Err(unusable("is not a safetensors file: it ends within its header"));
                 }
-                None => return Err(Failed::passing(&url, "it ended before the header of the weights".to_owned())),
+                None => {
+                    return Err(Failed::transient(
+                        &url,
+                        "the response ended within the header of the weights".to_owned(),
+                    ));
+                }
             }
         }
     }
 }
 
-/// Removes the parts of downloads that nobody went on with since `before`; how many.
+/// Removes partial downloads that were not continued since `before`, and returns their number.
 ///
 /// # Errors
-/// When the folder cannot be read.
+/// Fails when the folder cannot be read.
 pub fn clean_parts(parts: &Path, before: SystemTime) -> std::io::Result<usize> {
     let entries = match std::fs::read_dir(parts) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(0),
@@ -154,7 +161,7 @@ pub fn clean_parts(parts: &Path, before: SystemTime) -> std::io::Result<usize> {
         let path = entry?.path();
         let Ok(file) = File::open(&path) else { continue };
         let is_old = file.metadata().and_then(|metadata| metadata.modified()).is_ok_and(|modified| modified < before);
-        // One that is being written to is locked.
+        // A partial file that is being written is locked.
         if is_old && file.try_lock().is_ok() && std::fs::remove_file(&path).is_ok() {
             removed += 1;
         }

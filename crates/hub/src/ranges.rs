@@ -1,4 +1,4 @@
-//! Parts of a file, where a look needs no more.
+//! Reads ranges of a file.
 
 use std::ops::Range;
 
@@ -7,16 +7,17 @@ use reqwest::StatusCode;
 use reqwest::header::CONTENT_RANGE;
 
 use crate::error::HubError;
-use crate::fetch::{AT_ONCE, content_range};
-use crate::http::{Failed, Hub, Tries, next_piece, text};
+use crate::fetch::{MAX_CONCURRENT, content_range};
+use crate::http::{Attempts, Failed, Hub, next_piece, text};
 use crate::id::Repo;
 use crate::info::RepoFile;
 
 impl Hub {
-    /// Reads ranges of a file, four at a time; they are not verified. None when the hub, or its CDN, does not send parts of files.
+    /// Reads ranges of a file, four at a time, without verification. Returns `None` when the Hub or its
+    /// CDN does not support ranges.
     ///
     /// # Errors
-    /// Those of [`Hub::info`].
+    /// Fails for the same reasons as [`Hub::info`].
     pub async fn read_ranges(
         &self,
         repo: &Repo,
@@ -25,7 +26,7 @@ impl Hub {
         ranges: &[Range<u64>],
     ) -> Result<Option<Vec<Vec<u8>>>, HubError> {
         let read = stream::iter(ranges.iter().cloned().map(|range| self.read_range(repo, commit, file, range)));
-        read.buffered(AT_ONCE).try_collect::<Vec<_>>().await.map(|parts| parts.into_iter().collect())
+        read.buffered(MAX_CONCURRENT).try_collect::<Vec<_>>().await.map(|parts| parts.into_iter().collect())
     }
 
     async fn read_range(
@@ -35,12 +36,12 @@ impl Hub {
         file: &RepoFile,
         range: Range<u64>,
     ) -> Result<Option<Vec<u8>>, HubError> {
-        let mut tries = Tries::new(self.settings.first_delay);
+        let mut attempts = Attempts::new(self.settings.first_delay);
         loop {
             match self.range_of(repo, commit, file, &range).await {
                 Ok(part) => return Ok(part),
-                Err(failed) if failed.is_forbidden_elsewhere() => return Ok(None),
-                Err(failed) => tries.pause_after(failed).await?,
+                Err(failed) if failed.is_forbidden_by_cdn() => return Ok(None),
+                Err(failed) => attempts.pause_after(failed).await?,
             }
         }
     }
@@ -65,9 +66,11 @@ impl Hub {
         let wanted = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
         let mut bytes = Vec::new();
         while bytes.len() < wanted {
-            match next_piece(&mut response).await.map_err(|detail| Failed::passing(&url, detail))? {
+            match next_piece(&mut response).await.map_err(|detail| Failed::transient(&url, detail))? {
                 Some(piece) => bytes.extend_from_slice(&piece),
-                None => return Err(Failed::passing(&url, "it ended before the end of the range".to_owned())),
+                None => {
+                    return Err(Failed::transient(&url, "the response ended before the end of the range".to_owned()));
+                }
             }
         }
         bytes.truncate(wanted);

@@ -1,6 +1,6 @@
-//! Built-in rewards: pure functions of the completion and the row's other columns.
+//! Built-in rewards: pure functions of a completion and the other columns of its row.
 //!
-//! Longer than other files: short functions, one for each built-in reward, with their tests.
+//! This file holds one short function for each built-in reward, with its tests, and is longer than others for that reason.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -37,7 +37,7 @@ pub struct Builtin {
     check: Arc<Check>,
     blank: BlankReference,
     limit: Limit,
-    /// Threads that grade with it.
+    /// Number of threads that are computing this reward.
     running: Arc<AtomicUsize>,
 }
 
@@ -64,7 +64,7 @@ enum Needle {
     Text(String),
 }
 
-/// What a grader compares.
+/// The two texts that a grader compares.
 #[derive(Debug)]
 struct Texts {
     input: SampleTemplate,
@@ -76,10 +76,10 @@ impl Texts {
         Ok(Self { input: SampleTemplate::new(input)?, reference: SampleTemplate::new(reference)? })
     }
 
-    /// Both texts; `None` where the reference is blank and the reward does not apply then.
+    /// Renders both texts. Returns `None` when the reference is blank and the reward does not apply to blank references.
     fn of(&self, sample: &RewardSample, blank: BlankReference) -> Result<Option<(String, String)>, SampleError> {
         let variables = SampleTemplate::variables(sample);
-        let failed = |why| no_value("template_failed", format!("the template does not fit this row: {why}"));
+        let failed = |why| no_value("template_failed", format!("the template cannot be rendered for this row: {why}"));
         let input = self.input.render(&variables).map_err(failed)?;
         let is_null = || self.reference.value(&variables).is_ok_and(|value| value.is_null());
         let reference = match self.reference.render(&variables) {
@@ -91,7 +91,7 @@ impl Texts {
 }
 
 impl Builtin {
-    /// Makes a built-in reward from its plan.
+    /// Creates a built-in reward from its plan.
     pub fn of_plan(plan: &RewardPlan) -> Result<Self, BuildError> {
         let blank = plan.blank_reference.unwrap_or(BlankReference::Compare);
         Ok(Self { limit: Limit::of(plan.max_abs_reward), ..Self::new(&plan.name, &plan.kind, blank)? })
@@ -108,7 +108,7 @@ impl Builtin {
                 let needle = match (&plan.column, &plan.text) {
                     (Some(column), None) => Needle::Column(column.clone()),
                     (None, Some(text)) => Needle::Text(text.clone()),
-                    _ => return Err(error("give either 'column' or 'text'".to_owned())),
+                    _ => return Err(error("exactly one of 'column' and 'text' is required".to_owned())),
                 };
                 Check::Contains { needle, ignore_case: plan.ignore_case }
             }
@@ -121,7 +121,7 @@ impl Builtin {
                     .build()
                     .map_err(|why| error(format!("the pattern is not valid: {why}")))?,
             ),
-            RewardKind::RewardModel(_) => return Err(error("a reward model is not built in".to_owned())),
+            RewardKind::RewardModel(_) => return Err(error("a reward model is not a built-in reward".to_owned())),
             RewardKind::StringCheck(plan) => Check::Compare {
                 texts: Texts::new(&plan.input, &plan.reference).map_err(error)?,
                 operation: plan.operation,
@@ -156,13 +156,13 @@ impl Builtin {
             | RewardKind::HfTextClassification(_)
             | RewardKind::OpenaiJudge(_)
             | RewardKind::HttpTemplate(_)
-            | RewardKind::Python(_) => return Err(error("a service is not built in".to_owned())),
+            | RewardKind::Python(_) => return Err(error("a reward service is not a built-in reward".to_owned())),
         };
         let (name, check, running) = (name.to_owned(), Arc::new(check), Arc::default());
         Ok(Self { name, check, blank, limit: Limit::default(), running })
     }
 
-    /// Judges one completion.
+    /// Judges the completion of one sample.
     pub fn judge_one(&self, sample: &RewardSample) -> Judgement {
         let judgement = match &*self.check {
             Check::Multi { graders, formula } => multi(graders, formula, sample),
@@ -171,14 +171,14 @@ impl Builtin {
                 value.map_or_else(|error| Judgement::missing(error.code, error.message), Judgement::value)
             }
         };
-        self.limit.hold(judgement)
+        self.limit.apply(judgement)
     }
 
-    /// Judges completions on this thread, until `stop` is set or `until` has come; what is not reached by then is missing from
-    /// the end of the list.
+    /// Judges completions on the current thread until `stop` is set or `until` is reached. Completions that are not judged by
+    /// then are missing at the end of the list.
     pub fn judge_until(&self, samples: &[RewardSample], stop: &AtomicBool, until: Instant) -> Vec<Judgement> {
-        let goes_on = |_: &&RewardSample| !stop.load(Ordering::Relaxed) && Instant::now() < until;
-        samples.iter().take_while(goes_on).map(|sample| self.judge_one(sample)).collect()
+        let may_continue = |_: &&RewardSample| !stop.load(Ordering::Relaxed) && Instant::now() < until;
+        samples.iter().take_while(may_continue).map(|sample| self.judge_one(sample)).collect()
     }
 
     fn value(&self, sample: &RewardSample) -> Result<RewardValue, SampleError> {
@@ -230,7 +230,7 @@ impl Builtin {
             Check::Repetition(plan) => Ok(RewardValue::Number(length::repetition(completion, plan))),
             Check::SoftOverlong(plan) => Ok(RewardValue::Number(length::soft_overlong(sample.num_tokens, plan))),
             Check::Format(plan) => Ok(RewardValue::Number(tags::format(completion, plan))),
-            // Judged before; its values come from here.
+            // `judge_one` handles this case; here only the value is needed.
             Check::Multi { graders, formula } => Ok(multi(graders, formula, sample).value),
         }
     }
@@ -253,7 +253,8 @@ impl Reward for Builtin {
     }
 }
 
-/// A formula over other graders. One that is missing, or does not apply, makes the whole so.
+/// Evaluates a formula over other graders. If one grader has no value or does not apply, the whole reward has no
+/// value or does not apply.
 fn multi(graders: &BTreeMap<String, Builtin>, formula: &Formula, sample: &RewardSample) -> Judgement {
     let mut scores = BTreeMap::new();
     for (name, grader) in graders {
@@ -283,7 +284,7 @@ fn folded(text: &str, ignore_case: bool) -> String {
     if ignore_case { text.to_lowercase() } else { text.to_owned() }
 }
 
-/// The value by the reference in a column; where there is none to compare with, the reward does not apply to the row.
+/// Computes a value from the reference in a column. A row without a usable reference is "not applicable".
 fn with_column(
     columns: &Map<String, Value>,
     column: &str,
@@ -300,12 +301,12 @@ fn with_column(
     }
 }
 
-/// The reference, where it is one to compare with.
+/// Returns the reference unless it is blank and blank references are not compared.
 fn unless_blank(reference: Option<String>, blank: BlankReference) -> Option<String> {
     reference.filter(|text| blank == BlankReference::Compare || !text.trim().is_empty())
 }
 
-/// The column as text; `None` where it is null (the reward does not apply to this row).
+/// Returns a column as text; `None` for null, which means that the reward does not apply to this row.
 fn text_column(columns: &Map<String, Value>, column: &str) -> Result<Option<String>, SampleError> {
     match columns.get(column) {
         Some(Value::String(text)) => Ok(Some(text.clone())),
@@ -329,7 +330,8 @@ fn text_column(columns: &Map<String, Value>, column: &str) -> Result<Option<Stri
     }
 }
 
-/// The last number of a text: signs (also U+2212), decimals, an exponent, commas between groups of three digits.
+/// Returns the last number in a text, with its sign (also U+2212), decimals, exponent, and commas
+/// between groups of three digits.
 pub fn last_number(text: &str) -> Option<f64> {
     static NUMBER: std::sync::LazyLock<Regex> = std::sync::LazyLock::new(|| {
         Regex::new(r"(?:\d{1,3}(?:,\d{3})+\b|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?")
@@ -337,7 +339,7 @@ pub fn last_number(text: &str) -> Option<f64> {
     });
     let found = NUMBER.find_iter(text).last()?;
     let magnitude: f64 = found.as_str().replace(',', "").parse().ok()?;
-    // A minus is a sign unless it stands behind an operand: "x = -3" is −3, "5-3" ends with 3.
+    // A minus is a sign unless it follows an operand: "x = -3" is −3, "5-3" ends with 3.
     let mut before = text[..found.start()].chars().rev();
     let negative = matches!(before.next(), Some('-' | '−'))
         && !before.next().is_some_and(|c| c.is_alphanumeric() || matches!(c, ')' | ']' | '.'));
@@ -374,7 +376,7 @@ mod tests {
             .judge_one(&RewardSample { columns, ..sample(completion) })
     }
 
-    /// As a job has it.
+    /// Reads the reward as a job does.
     fn read(reward: Value) -> RewardKind {
         crate::spec::read_single_reward(&json!({"reward": reward})).unwrap().0.kind
     }

@@ -1,7 +1,6 @@
-//! Values that a reward has given before, for rewards that say that the same completion always has the same value
-//! (`cache: true`). One for a worker, over all its jobs: a value is found again by the reward's revision and the sample. The
-//! revision holds whose job it is and with which secrets the service was asked, so that nobody gets a value by the cache that
-//! the service would not have given to them.
+//! Cache of values for rewards with `cache: true`, which always give the same completion the same value. One worker process has
+//! one cache for all its jobs. A value is found by the reward's revision and the sample. The revision includes the owner of the
+//! job and the secrets of the service, so that no owner gets a value that the service would not have given to that owner.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
@@ -13,15 +12,16 @@ use super::Judgement;
 use crate::sample::{RewardSample, RewardValue};
 use crate::spec::RewardSecrets;
 
-/// Bytes, about, of each of the two generations.
+/// Approximate size in bytes of each of the two generations.
 const GENERATION_BYTES: usize = 32 << 20;
-/// Bytes of an entry besides its texts, about.
+/// Approximate size in bytes of an entry, without its texts.
 const ENTRY_BYTES: usize = 192;
 
-/// What a value is found by.
+/// Key of a cached value: a SHA-256 hash of the reward's revision and the sample.
 pub type CacheKey = [u8; 32];
 
-/// See the module. Bounded: when the young half is full it becomes the old one, and what was old and not asked for since goes.
+/// The cache of a worker, bounded in size. When the young generation is full it becomes the old one; entries of the previous
+/// old generation that were not read since are dropped.
 #[derive(Debug, Default)]
 pub struct Cache(Mutex<Generations>);
 
@@ -33,28 +33,28 @@ struct Generations {
 }
 
 impl Cache {
-    /// The value of that sample, if it is known.
+    /// Returns the value of a sample, if it is cached.
     pub fn get(&self, key: &CacheKey) -> Option<Judgement> {
         let mut generations = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(judgement) = generations.young.get(key) {
             return Some(judgement.clone());
         }
         let judgement = generations.old.remove(key)?;
-        generations.put(*key, judgement.clone());
+        generations.insert(*key, judgement.clone());
         Some(judgement)
     }
 
-    /// Keeps a number, or that the reward does not apply. What is missing, or stands for an invalid answer, is not kept.
-    pub fn put(&self, key: CacheKey, judgement: &Judgement) {
-        let lasting = judgement.error.is_none() && judgement.value != RewardValue::Missing;
-        if lasting {
-            self.0.lock().unwrap_or_else(PoisonError::into_inner).put(key, judgement.clone());
+    /// Stores a number or "not applicable". Missing values, and zeros that replace invalid answers, are not stored.
+    pub fn insert(&self, key: CacheKey, judgement: &Judgement) {
+        let is_storable = judgement.error.is_none() && judgement.value != RewardValue::Missing;
+        if is_storable {
+            self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(key, judgement.clone());
         }
     }
 }
 
 impl Generations {
-    fn put(&mut self, key: CacheKey, judgement: Judgement) {
+    fn insert(&mut self, key: CacheKey, judgement: Judgement) {
         let texts = judgement.reason.as_ref().map_or(0, String::len)
             + judgement
                 .metrics
@@ -71,20 +71,20 @@ impl Generations {
     }
 }
 
-/// Names everything that a reward's values may depend on but the sample: whose it is (`scope`), the secrets it is asked
-/// with, its URL and its parameters.
+/// Hashes everything that a reward's values depend on, except the sample: the owner (`scope`), the secrets, the reward's name,
+/// and its plan with URL and parameters.
 pub fn revision(scope: &str, secrets: &RewardSecrets, name: &str, plan: &impl Serialize) -> CacheKey {
     let plan = serde_json::to_vec(plan).unwrap_or_default();
     let secrets = serde_json::to_vec(secrets).unwrap_or_default();
     digest(&[scope.as_bytes(), &secrets, name.as_bytes(), &plan])
 }
 
-/// The revision of a reward whose values are bounded: another job may permit others.
+/// Returns the revision of a reward with a limit on its values, since another job may have another limit.
 pub fn bounded(revision: &CacheKey, max_abs_reward: Option<f64>) -> CacheKey {
     digest(&[revision, format!("{max_abs_reward:?}").as_bytes()])
 }
 
-/// Names a sample for one revision of a reward: its prompt, its completion and its columns, not its place in a rollout.
+/// Hashes a sample for one revision of a reward: its prompt, completion and columns, not its position in a rollout.
 pub fn key(revision: &CacheKey, sample: &RewardSample) -> CacheKey {
     let RewardSample {
         sample_id: _,
@@ -158,16 +158,16 @@ mod tests {
     #[test]
     fn values_are_kept_errors_are_not_and_the_size_is_bounded() {
         let cache = Cache::default();
-        cache.put([1; 32], &Judgement::value(RewardValue::NotApplicable));
-        cache.put([2; 32], &Judgement::missing("timeout", "late"));
+        cache.insert([1; 32], &Judgement::value(RewardValue::NotApplicable));
+        cache.insert([2; 32], &Judgement::missing("timeout", "late"));
         let zero = Judgement { value: RewardValue::Number(0.0), ..Judgement::missing("nan", "NaN") };
-        cache.put([3; 32], &zero);
+        cache.insert([3; 32], &zero);
         assert_eq!(cache.get(&[1; 32]), Some(Judgement::value(RewardValue::NotApplicable)));
         assert_eq!((cache.get(&[2; 32]), cache.get(&[3; 32])), (None, None));
 
         let long = Judgement { reason: Some("x".repeat(1 << 20)), ..Judgement::value(RewardValue::Number(0.5)) };
         for number in 10..110 {
-            cache.put([number; 32], &long);
+            cache.insert([number; 32], &long);
             assert!(cache.get(&[1; 32]).is_some(), "what is used stays");
         }
         let kept = (10..110).filter(|number| cache.get(&[*number; 32]).is_some()).count();

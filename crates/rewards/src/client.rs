@@ -1,5 +1,5 @@
-//! What all rewards of a worker share: one pool of connections, the rules on addresses, the answers that may be used
-//! again, and how long they wait.
+//! Resources shared by all rewards of a worker: one connection pool, the outgoing address policy, the cache of values,
+//! and the factor on waits.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,25 +10,27 @@ use super::cache::Cache;
 use crate::http_client::restricted_client_builder;
 use crate::outgoing::OutgoingPolicy;
 
-/// See the module. Cheap to clone.
+/// The shared resources of a worker's rewards. Cheap to clone.
 #[derive(Clone)]
 pub struct RewardClient {
     pub(super) policy: OutgoingPolicy,
     pub(super) http: Client,
     pub(super) cache: Arc<Cache>,
-    /// Whose values are found in the cache.
+    /// Owner whose cached values this client can read.
     pub(super) cache_scope: Arc<str>,
     pub(super) pace: Pace,
 }
 
 impl RewardClient {
-    /// A client with connections of its own, which reach only what the policy permits.
+    /// Creates a client with its own connection pool, which connects only to addresses that the policy permits.
     ///
     /// # Errors
-    /// When the system gives no HTTP client; in words.
+    /// Returns a message when the HTTP client cannot be created.
     pub fn new(policy: &OutgoingPolicy) -> Result<Self, String> {
-        let http =
-            restricted_client_builder(policy).http1_only().build().map_err(|why| format!("no HTTP client: {why}"))?;
+        let http = restricted_client_builder(policy)
+            .http1_only()
+            .build()
+            .map_err(|why| format!("cannot create an HTTP client: {why}"))?;
         Ok(Self {
             policy: policy.clone(),
             http,
@@ -38,32 +40,32 @@ impl RewardClient {
         })
     }
 
-    /// Waits at another pace.
+    /// Sets the factor on waits.
     #[must_use]
     pub fn with_pace(self, pace: Pace) -> Self {
         Self { pace, ..self }
     }
 
-    /// Finds in the cache only what was put there in the same scope.
+    /// Limits the cache to values that were stored with the same scope.
     #[must_use]
     pub fn with_cache_scope(self, scope: &str) -> Self {
         Self { cache_scope: Arc::from(scope), ..self }
     }
 
-    /// How long it waits.
+    /// Returns the factor on waits.
     pub fn pace(&self) -> Pace {
         self.pace
     }
 
-    /// The addresses it reaches.
+    /// Returns the policy for outgoing addresses.
     pub fn policy(&self) -> &OutgoingPolicy {
         &self.policy
     }
 }
 
-/// The factor on every wait that rlood chooses itself: between tries, while a breaker is open, between pings. 1 but in tests,
-/// which then see the same course of things in less time. What a service or a user asks for (`Retry-After`, `timeout_ms`,
-/// `max_outage_s`) is never scaled.
+/// A factor on every wait that rlood chooses itself: between attempts, while a circuit breaker is open, between pings. The
+/// factor is 1 except in tests, which use less to run faster. Waits that a service or a user asks for (`Retry-After`,
+/// `timeout_ms`, `max_outage_s`) are never scaled.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Pace(f64);
 
@@ -74,15 +76,15 @@ impl Default for Pace {
 }
 
 impl Pace {
-    /// Above 0, at most 1.
+    /// Creates a factor, which must be above 0 and at most 1.
     ///
     /// # Errors
-    /// Outside of that; in words.
+    /// Returns a message when the factor is out of range.
     pub fn new(factor: f64) -> Result<Self, String> {
         if factor > 0.0 && factor <= 1.0 { Ok(Self(factor)) } else { Err("must be above 0 and at most 1".to_owned()) }
     }
 
-    /// A wait at this pace.
+    /// Scales a wait by the factor.
     pub fn of(self, wait: Duration) -> Duration {
         wait.mul_f64(self.0)
     }

@@ -1,75 +1,75 @@
-//! Why a job cannot go on with one of its rewards, or cannot have it at all.
+//! Errors that stop a job because of one of its rewards, and errors in a reward's plan.
 
 use crate::event::Phase;
 use crate::job::{Failure, FailureClass};
 
-/// Why a job cannot go on with one of its rewards.
+/// Reason why a job cannot continue with one of its rewards.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum RewardFailure {
-    /// The service was not reachable for `max_outage_s`: the job pauses until it is back.
-    #[error("reward '{reward}': no answer{}; last: {cause}", waited(*.waited_s))]
+    /// The service was unreachable for `max_outage_s`. The job pauses until the service is back.
+    #[error("reward '{reward}': no answer{}; last error: {cause}", waited(*.waited_s))]
     Outage {
-        /// Its name.
+        /// Name of the reward.
         reward: String,
-        /// Seconds since its first failure.
+        /// Seconds since the first failure of the outage.
         waited_s: u64,
-        /// The last failure.
+        /// The last error of the outage.
         cause: String,
     },
-    /// The service said 410 Gone: the job pauses until its user resumes it.
+    /// The service answered 410 Gone. The job pauses until the user resumes it.
     #[error("reward '{reward}': the service answered 410 Gone")]
     Gone {
-        /// Its name.
+        /// Name of the reward.
         reward: String,
     },
-    /// Too few samples got a valid value: the job pauses until its user resumes it.
+    /// Too few samples got a valid value. The job pauses until the user resumes it.
     #[error("reward '{reward}': {invalid} of the last {total} samples have no valid value; for example: {example}")]
     TooManyInvalid {
-        /// Its name.
+        /// Name of the reward.
         reward: String,
-        /// Samples without a value.
+        /// Number of samples without a valid value.
         invalid: u64,
-        /// Samples in the window.
+        /// Number of samples in the window.
         total: u64,
-        /// One of the errors.
+        /// One of the errors, as an example.
         example: String,
     },
     /// An answer was invalid, and `on_invalid` is `fail`.
     #[error("reward '{reward}': {detail}")]
     Invalid {
-        /// Its name.
+        /// Name of the reward.
         reward: String,
-        /// What was wrong.
+        /// Description of the invalid answer.
         detail: String,
     },
-    /// The address may not be reached from this server.
+    /// The outgoing address policy forbids the address of the service.
     #[error("reward '{reward}': {detail}")]
     Refused {
-        /// Its name.
+        /// Name of the reward.
         reward: String,
-        /// Which address, and what to do.
+        /// The address, and what to do.
         detail: String,
     },
-    /// It cannot be computed on this machine.
+    /// The reward cannot be computed on this machine.
     #[error("reward '{reward}': {detail}")]
     Unusable {
-        /// Its name.
+        /// Name of the reward.
         reward: String,
-        /// Why, and what to do.
+        /// The reason, and what to do.
         detail: String,
     },
-    /// A built-in reward computes for too long.
+    /// A built-in reward takes too long to compute.
     #[error("reward '{reward}': {detail}")]
     TooSlow {
-        /// Its name.
+        /// Name of the reward.
         reward: String,
-        /// What takes how long.
+        /// Which computation exceeded which limit.
         detail: String,
     },
-    /// Its requests cannot be written down: whoever keeps the journal knows why.
-    #[error("reward '{reward}': its requests cannot be written down in the journal")]
-    Unrecorded {
-        /// Its name.
+    /// The reward's requests cannot be recorded in the journal. The journal's implementation logs the reason.
+    #[error("reward '{reward}': its requests cannot be recorded in the journal")]
+    JournalClosed {
+        /// Name of the reward.
         reward: String,
     },
 }
@@ -79,7 +79,7 @@ fn waited(seconds: u64) -> String {
 }
 
 impl RewardFailure {
-    /// The `status_reason` of the pause it leads to; `None`: the job fails.
+    /// Returns the `status_reason` of the resulting pause; `None` when the job fails.
     pub fn pause_reason(&self) -> Option<&'static str> {
         match self {
             RewardFailure::Outage { .. } => Some("reward_outage"),
@@ -89,11 +89,11 @@ impl RewardFailure {
             | RewardFailure::Refused { .. }
             | RewardFailure::Unusable { .. }
             | RewardFailure::TooSlow { .. }
-            | RewardFailure::Unrecorded { .. } => None,
+            | RewardFailure::JournalClosed { .. } => None,
         }
     }
 
-    /// The failure of the job, where it fails.
+    /// Returns the failure of the job, for errors that do not pause it.
     pub fn to_failure(&self, step: u64) -> Failure {
         let (class, code, suggestion) = match self {
             RewardFailure::Outage { .. } => {
@@ -102,17 +102,17 @@ impl RewardFailure {
             RewardFailure::Gone { .. } => (
                 FailureClass::Reward,
                 "reward_gone",
-                "bring the service back at this url and resume the job; with another url, cancel it and submit a new one",
+                "bring the service back at this url and resume the job; if the url has changed, cancel the job and submit a new one",
             ),
             RewardFailure::TooManyInvalid { .. } => (
                 FailureClass::Reward,
                 "reward_invalid",
-                "try the service with POST /rewards/test, correct it, then resume the job",
+                "test the service with POST /rewards/test, fix it, then resume the job",
             ),
             RewardFailure::Invalid { .. } => (
                 FailureClass::Reward,
                 "reward_invalid",
-                "try the service with POST /rewards/test, or let on_invalid be \"mask\"",
+                "test the service with POST /rewards/test, or set on_invalid to \"mask\"",
             ),
             RewardFailure::Refused { .. } => (
                 FailureClass::User,
@@ -120,14 +120,14 @@ impl RewardFailure {
                 "use another url, or ask the operator to add the address to --allow-outgoing",
             ),
             RewardFailure::Unusable { .. } => {
-                (FailureClass::User, "reward_not_usable", "correct what the message names, then submit a new job")
+                (FailureClass::User, "reward_not_usable", "fix the problem in the message, then submit a new job")
             }
             RewardFailure::TooSlow { .. } => (
                 FailureClass::User,
                 "reward_too_slow",
-                "use a simpler pattern, schema or formula, or shorter completions (sampling.max_completion_length); try it with POST /rewards/test, then submit a new job",
+                "use a simpler pattern, schema or formula, or shorter completions (sampling.max_completion_length); test it with POST /rewards/test, then submit a new job",
             ),
-            RewardFailure::Unrecorded { .. } => {
+            RewardFailure::JournalClosed { .. } => {
                 (FailureClass::Infra, "journal_refused", "see the server's and the worker's log, then retry the job")
             }
         };
@@ -142,18 +142,18 @@ impl RewardFailure {
     }
 }
 
-/// A reward that cannot be made from its plan.
+/// Error for a reward that cannot be created from its plan.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("reward '{reward}': {detail}")]
 pub struct BuildError {
-    /// Its name.
+    /// Name of the reward.
     pub reward: String,
-    /// What is wrong and what to do.
+    /// The problem, and what to do.
     pub detail: String,
 }
 
 impl BuildError {
-    /// The failure of the job.
+    /// Returns the failure of the job.
     pub fn to_failure(&self) -> Failure {
         Failure {
             class: FailureClass::User,

@@ -1,4 +1,5 @@
-//! How well one reward has done lately: when to warn, when to stop the job rather than train on little.
+//! Share of missing values of one reward over recent rollouts: when to warn, and when to pause the job instead
+//! of training on few values.
 
 use std::collections::VecDeque;
 
@@ -8,14 +9,14 @@ use super::{Judged, RewardFailure};
 use crate::event::Event;
 use crate::sample::RewardValue;
 
-/// Rollouts in the window.
+/// Number of rollouts in the window.
 const WINDOW: usize = 5;
-/// Missing fraction over the window that is worth a warning.
+/// Missing share over the window above which a warning contains the share.
 const WARN_FRACTION: f64 = 0.2;
-/// Missing fraction over a full window that pauses the job, unless its plan says another.
+/// Missing share over a full window that pauses the job, unless the plan sets another.
 const STOP_FRACTION: f64 = 0.5;
 
-/// Missing values over the last rollouts of one reward.
+/// Missing values of one reward over the last rollouts.
 #[derive(Debug, Default)]
 pub struct Health {
     window: VecDeque<(u64, u64)>,
@@ -23,52 +24,53 @@ pub struct Health {
     stop_fraction: Option<f64>,
 }
 
-/// What the window says.
+/// Result of adding a rollout.
 #[derive(Debug)]
 pub enum Verdict {
-    /// Go on.
+    /// The job continues without a warning.
     Good,
-    /// Go on, but tell.
+    /// The job continues, with a warning.
     Warn(Event),
-    /// The job should pause.
+    /// The job must pause.
     Stop(RewardFailure),
 }
 
 impl Health {
-    /// Pauses the job at this missing fraction; `None`: at the usual one.
+    /// Creates a window that pauses the job at this missing share; `None` uses the default of 0.5.
     pub fn pausing_at(stop_fraction: Option<f64>) -> Self {
         Self { stop_fraction, ..Self::default() }
     }
 
-    /// Takes in one rollout's answers. Stops when half of the last five rollouts is missing, or when the very first
-    /// rollout got no valid answer at all: such a service never worked.
-    pub fn take(&mut self, reward: &str, judged: &Judged) -> Verdict {
-        // An error beside a number is a 0 that stands for an invalid answer (`on_invalid: zero`): told, but not missing.
+    /// Adds one rollout. Returns [`Verdict::Stop`] when the missing share over the last five rollouts reaches the limit, or
+    /// when the first rollout got no valid answer at all, since such a service never worked.
+    pub fn record(&mut self, reward: &str, judged: &Judged) -> Verdict {
+        // An error beside a number is a 0 that replaces an invalid answer (`on_invalid: zero`). It
+        // is reported, but not missing.
         let failed = judged.judgements.iter().filter(|judgement| judgement.error.is_some());
         let example = failed.clone().next().and_then(|judgement| judgement.error.as_ref());
         let example = example.map(|error| format!("{}: {}", error.code, error.message)).unwrap_or_default();
-        let told = failed.count() as u64;
+        let reported = failed.count() as u64;
         let is_missing = |value| matches!(value, RewardValue::Missing);
         let missing = judged.judgements.iter().filter(|judgement| is_missing(judgement.value)).count() as u64;
-        let asked = judged.judgements.len() as u64;
-        self.ever_valid |= missing < asked;
+        let total_samples = judged.judgements.len() as u64;
+        self.ever_valid |= missing < total_samples;
         if self.window.len() == WINDOW {
             self.window.pop_front();
         }
-        self.window.push_back((missing, asked));
+        self.window.push_back((missing, total_samples));
 
         let invalid: u64 = self.window.iter().map(|(missing, _)| missing).sum();
-        let total: u64 = self.window.iter().map(|(_, asked)| asked).sum();
+        let total: u64 = self.window.iter().map(|(_, total_samples)| total_samples).sum();
         let fraction = invalid as f64 / (total.max(1)) as f64;
         let full = self.window.len() == WINDOW && fraction >= self.stop_fraction.unwrap_or(STOP_FRACTION);
-        if asked > 0 && (full || !self.ever_valid) {
+        if total_samples > 0 && (full || !self.ever_valid) {
             return Verdict::Stop(RewardFailure::TooManyInvalid { reward: reward.to_owned(), invalid, total, example });
         }
-        if told == 0 {
+        if reported == 0 {
             return Verdict::Good;
         }
-        let zero = told - missing.min(told);
-        let mut message = format!("reward '{reward}': {missing} of {asked} samples have no value");
+        let zero = reported - missing.min(reported);
+        let mut message = format!("reward '{reward}': {missing} of {total_samples} samples have no value");
         if zero > 0 {
             message.push_str(&format!(", {zero} invalid answers count as 0 (on_invalid: zero)"));
         }
@@ -78,7 +80,7 @@ impl Health {
         Verdict::Warn(Event::Warning {
             code: "reward_invalid".to_owned(),
             message: format!("{message}; for example: {example}"),
-            data: json!({"reward": reward, "missing": missing, "zeroed": zero, "samples": asked, "window_fraction": fraction}),
+            data: json!({"reward": reward, "missing": missing, "zeroed": zero, "samples": total_samples, "window_fraction": fraction}),
         })
     }
 }
@@ -95,8 +97,8 @@ mod tests {
     }
 
     #[test]
-    fn a_service_that_never_worked_stops_at_once_and_says_why() {
-        let Verdict::Stop(failure) = Health::default().take("r", &judged(0, 4)) else { panic!("should stop") };
+    fn a_service_that_never_worked_pauses_the_job_with_a_reason() {
+        let Verdict::Stop(failure) = Health::default().record("r", &judged(0, 4)) else { panic!("should stop") };
         assert_eq!(failure.pause_reason(), Some("reward_invalid"));
         assert!(failure.to_string().contains("NaN at index 0"), "{failure}");
     }
@@ -104,34 +106,34 @@ mod tests {
     #[test]
     fn half_of_the_window_stops_less_warns_nothing_is_good() {
         let mut health = Health::default();
-        assert!(matches!(health.take("r", &judged(4, 0)), Verdict::Good));
+        assert!(matches!(health.record("r", &judged(4, 0)), Verdict::Good));
         for _ in 0..3 {
-            assert!(matches!(health.take("r", &judged(1, 3)), Verdict::Warn(_)));
+            assert!(matches!(health.record("r", &judged(1, 3)), Verdict::Warn(_)));
         }
-        let Verdict::Stop(failure) = health.take("r", &judged(3, 1)) else { panic!("10 of 20 should stop") };
+        let Verdict::Stop(failure) = health.record("r", &judged(3, 1)) else { panic!("10 of 20 should stop") };
         assert!(failure.to_string().contains("10 of the last 20"), "{failure}");
-        assert!(matches!(Health::default().take("r", &judged(4, 0)), Verdict::Good));
+        assert!(matches!(Health::default().record("r", &judged(4, 0)), Verdict::Good));
     }
 
     #[test]
     fn the_plan_may_say_at_which_fraction_it_stops() {
         let verdict = |fraction| {
             let mut health = Health::pausing_at(Some(fraction));
-            health.take("r", &judged(4, 0));
-            (0..3).for_each(|_| drop(health.take("r", &judged(3, 1))));
-            health.take("r", &judged(3, 1))
+            health.record("r", &judged(4, 0));
+            (0..3).for_each(|_| drop(health.record("r", &judged(3, 1))));
+            health.record("r", &judged(3, 1))
         };
         assert!(matches!(verdict(0.2), Verdict::Stop(_)), "4 of 20");
         assert!(matches!(verdict(0.21), Verdict::Warn(_)));
         let mut health = Health::pausing_at(Some(1.0));
-        health.take("r", &judged(1, 3));
-        assert!((0..9).all(|_| matches!(health.take("r", &judged(1, 3)), Verdict::Warn(_))));
+        health.record("r", &judged(1, 3));
+        assert!((0..9).all(|_| matches!(health.record("r", &judged(1, 3)), Verdict::Warn(_))));
     }
 
     #[test]
     fn a_whole_rollout_lost_later_is_only_a_warning() {
         let mut health = Health::default();
-        health.take("r", &judged(4, 0));
-        assert!(matches!(health.take("r", &judged(0, 4)), Verdict::Warn(_)));
+        health.record("r", &judged(4, 0));
+        assert!(matches!(health.record("r", &judged(0, 4)), Verdict::Warn(_)));
     }
 }

@@ -1,5 +1,5 @@
-//! The HTTP client that holds to the operator's rules on addresses ([`crate::outgoing`]): every address is checked after
-//! DNS resolution, and the connection goes to the address that was checked; redirects and proxies are not followed.
+//! HTTP client that enforces the outgoing address policy ([`crate::outgoing`]). Every address is checked after DNS resolution,
+//! the connection goes to the address that was checked, and redirects and proxies are not followed.
 
 use std::io;
 use std::net::SocketAddr;
@@ -11,35 +11,35 @@ use reqwest::dns::{Addrs, Name, Resolve, Resolving};
 
 use crate::outgoing::{OutgoingError, OutgoingPolicy};
 
-/// From a host name to its addresses, whatever the port.
+/// Resolves a host name to its addresses; the port is ignored.
 pub type Lookup = Arc<dyn Fn(String) -> BoxFuture<'static, io::Result<Vec<SocketAddr>>> + Send + Sync>;
 
-/// A client builder that reaches only what the policy permits: no redirects, no proxy, addresses pinned after the
-/// check. Literal addresses never come by a resolver: pass every URL through [`OutgoingPolicy::check_url`] first.
+/// Returns a client builder for addresses that the policy permits: no redirects, no proxy, addresses pinned after the check.
+/// Literal IP addresses are not resolved: pass every URL to [`OutgoingPolicy::check_url`] first.
 pub fn restricted_client_builder(policy: &OutgoingPolicy) -> reqwest::ClientBuilder {
     let system = |name: String| async move { Ok(tokio::net::lookup_host((name, 0)).await?.collect()) }.boxed();
     restricted_client_builder_with(policy, Arc::new(system))
 }
 
-/// The same, with names resolved by other means.
+/// Like [`restricted_client_builder`], with another resolver.
 pub fn restricted_client_builder_with(policy: &OutgoingPolicy, lookup: Lookup) -> reqwest::ClientBuilder {
     let resolver = Resolver { policy: policy.clone(), lookup };
     client_builder().redirect(reqwest::redirect::Policy::none()).referer(false).dns_resolver(resolver)
 }
 
-/// A client that reaches only what the policy permits; with a proxy, one that asks everything of it. The proxy, which the operator chose,
-/// resolves names itself: [`OutgoingPolicy::check_url`] is then all that the policy sees.
+/// Creates a client for addresses that the policy permits. With a proxy, all requests go to the proxy, which the operator chose
+/// and which resolves names itself. The policy then applies only in [`OutgoingPolicy::check_url`].
 ///
 /// # Errors
-/// When the proxy's URL cannot be used.
+/// Fails when the proxy's URL cannot be used.
 pub fn restricted_client(policy: &OutgoingPolicy, proxy: Option<&reqwest::Url>) -> reqwest::Result<reqwest::Client> {
     let Some(proxy) = proxy else { return restricted_client_builder(policy).build() };
     let builder = client_builder().redirect(reqwest::redirect::Policy::none()).referer(false);
     builder.proxy(reqwest::Proxy::all(proxy.clone())?).build()
 }
 
-/// A client builder with rlood's TLS settings (ring, the system's certificates), without a proxy from the environment.
-/// For requests of rlood's own; those that users direct go through [`restricted_client_builder`].
+/// Returns a client builder with rlood's TLS settings (ring, the system's certificates) and without a proxy from the
+/// environment. Requests to addresses from users must use [`restricted_client_builder`] instead.
 pub fn client_builder() -> reqwest::ClientBuilder {
     reqwest::Client::builder()
         .no_proxy()
@@ -48,8 +48,8 @@ pub fn client_builder() -> reqwest::ClientBuilder {
         .tls_backend_preconfigured(tls_config())
 }
 
-/// On a machine without certificates plain http works and https fails with a clear reason (reqwest's own verifier would
-/// refuse to build any client there).
+/// Returns the TLS settings. On a machine without certificates, http works and https fails with a clear reason; reqwest's own
+/// verifier would refuse to build any client there.
 fn tls_config() -> rustls::ClientConfig {
     static CONFIG: OnceLock<rustls::ClientConfig> = OnceLock::new();
     CONFIG
@@ -72,7 +72,7 @@ fn tls_config() -> rustls::ClientConfig {
         .clone()
 }
 
-/// The refusal inside a client's error, if that is what it is.
+/// Returns the policy's error inside a client's error, if there is one.
 pub fn refusal(error: &reqwest::Error) -> Option<&OutgoingError> {
     let mut source: Option<&(dyn std::error::Error + 'static)> = std::error::Error::source(error);
     while let Some(inner) = source {

@@ -1,5 +1,5 @@
-//! Where a request is written down before it is sent, and its answer before it is used: what makes a run that was
-//! interrupted ask for nothing twice. Whoever runs the job implements it; [`super::Rewards`] without one keeps nothing.
+//! The journal records each request before it is sent and each answer before it is used, so that an interrupted run repeats no
+//! request. The worker implements it; without a journal, [`super::Rewards`] records nothing.
 
 use futures::future::BoxFuture;
 use sha2::{Digest, Sha256};
@@ -11,59 +11,58 @@ use crate::protocol::{JournalEntry, RewardAnswer};
 
 /// A journal of reward requests.
 pub trait Journal: Send + Sync {
-    /// What a former attempt wrote down under this key.
-    fn find(&self, key: &str) -> Option<Journalled>;
+    /// Returns the request that a previous attempt recorded under this key.
+    fn find(&self, key: &str) -> Option<JournaledRequest>;
 
-    /// Writes down; returns when it is durable. Entries are kept in the order of the calls.
-    fn append(&self, entry: JournalEntry) -> BoxFuture<'_, Result<(), Unrecorded>>;
+    /// Appends an entry, and returns when it is durable. Entries keep the order of the calls.
+    fn append(&self, entry: JournalEntry) -> BoxFuture<'_, Result<(), JournalClosed>>;
 
-    /// Where services may send answers later; `None`: nowhere.
+    /// Returns the terms for asynchronous answers by callback; `None` when callbacks are not possible.
     fn callbacks(&self) -> Option<&CallbackTerms> {
         None
     }
 
-    /// What a service sent for this request beyond the first `seen` entries, as soon as there is something; never, unless
-    /// there is something.
-    fn arrived<'a>(&'a self, _id: &'a str, _seen: usize) -> BoxFuture<'a, Result<Chunk, Unrecorded>> {
+    /// Waits for callback entries of this request beyond the first `seen` ones. Never returns while there are none.
+    fn arrived<'a>(&'a self, _id: &'a str, _seen: usize) -> BoxFuture<'a, Result<Chunk, JournalClosed>> {
         Box::pin(std::future::pending())
     }
 }
 
-/// A request of a former attempt.
+/// A request that a previous attempt recorded.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Journalled {
-    /// Perhaps sent; not answered as far as is known: goes again, the same id and bytes.
+pub enum JournaledRequest {
+    /// The request may have been sent, and no answer was recorded. It is sent again with the same id and body.
     Sent {
-        /// `rwr_…`
+        /// Id of the request, `rwr_…`.
         id: String,
-        /// As sent, but for the token of its callback.
+        /// Body as sent, without the callback token.
         body: String,
-        /// What is known, where its answer may come later.
+        /// State of an asynchronous answer, if the service promised one.
         later: Option<Later>,
     },
-    /// Answered: never goes again.
+    /// The answer was recorded. The request is not sent again.
     Answered {
-        /// `rwr_…`
+        /// Id of the request, `rwr_…`.
         id: String,
-        /// What came of it.
+        /// The answer as it was recorded.
         answer: RewardAnswer,
     },
 }
 
-/// The journal takes no more entries: the claim is lost, or the server refuses them. Nothing may be sent or used.
+/// The journal accepts no more entries, because the claim was lost or the server rejects them. Nothing may be sent or used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("the journal takes no more entries")]
-pub struct Unrecorded;
+#[error("the journal accepts no more entries")]
+pub struct JournalClosed;
 
-impl Unrecorded {
-    /// As the failure of a reward.
+impl JournalClosed {
+    /// Converts to the failure of a reward.
     pub(super) fn of(self, reward: &str) -> RewardFailure {
-        RewardFailure::Unrecorded { reward: reward.to_owned() }
+        RewardFailure::JournalClosed { reward: reward.to_owned() }
     }
 }
 
-/// Names what is asked, whatever id it is asked under: the same samples of the same rollout, asked for the `round`th time
-/// because earlier answers left them open, have the same key in every attempt; all others have another one.
+/// Returns the key of a request. The same samples of the same rollout in the same `round` (the number of earlier requests that
+/// left them open) have the same key in every attempt; any other request has another key.
 pub(super) fn key<'a>(job: &JobContext, reward: &str, round: u32, samples: impl Iterator<Item = &'a str>) -> String {
     let rollout = &job.rollout;
     let mut hasher = Sha256::new();

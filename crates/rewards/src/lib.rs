@@ -1,11 +1,11 @@
-//! Samples in, one value or one error each out.
+//! Computes rewards: for each sample, one value or one error.
 //!
-//! The rest of rlood sees rewards through [`Rewards`]: built once from a job's plan, asked once a rollout. One reward is
-//! a [`Reward`]: a built-in function or a service over HTTP. Everything here is async and knows nothing of jobs' storage
-//! or the engine: the worker calls it from its runtime, and dropping the future stops it. How several rewards become one
-//! number is the engine's business (`engine::advantage`).
+//! The rest of rlood uses [`Rewards`], which is built once from a job's plan and called once for each rollout. One reward is a
+//! [`Reward`]: a built-in function or a service over HTTP. The code is async and does not access the job store or the engine.
+//! The worker calls it from its runtime; dropping the future stops it. The engine combines several
+//! rewards into one number (`engine::advantage`).
 //!
-//! A missing value is never 0: whoever cannot say a finite number says [`RewardValue::Missing`] and why.
+//! A missing value is never 0: a reward without a finite number returns [`RewardValue::Missing`] and a reason.
 
 use rlood_types::{callback, digest, event, id, job, outgoing, protocol, sample, spec};
 
@@ -29,13 +29,13 @@ pub mod cache;
 pub mod client;
 mod failure;
 pub mod health;
-mod hidden;
 pub mod http_client;
 pub mod journal;
 pub mod local;
 mod meter;
 pub mod python;
 mod redact;
+mod secret_filter;
 pub mod signature;
 pub mod signed_post;
 mod status;
@@ -52,73 +52,73 @@ use python::{PythonFunction, PythonFunctions};
 use status::Status;
 use webhook::endpoint::{Endpoint, Endpoints};
 
-/// One reward: samples in, one [`Judgement`] each out, in order.
+/// A reward: returns one [`Judgement`] for each sample, in order.
 pub trait Reward: Send + Sync {
-    /// Judges every sample. Retries are its own business; it returns an error only when the job cannot go on with it.
+    /// Judges every sample, with its own retries. Returns an error only when the job cannot continue with this reward.
     fn judge<'a>(
         &'a self,
         job: &'a JobContext,
         samples: &'a [RewardSample],
     ) -> BoxFuture<'a, Result<Judged, RewardFailure>>;
 
-    /// Whether a thread of this process still computes its values, though nobody may wait for them any more.
+    /// Returns whether a thread of this process still computes values, possibly for a caller that has stopped waiting.
     fn is_grading(&self) -> bool {
         false
     }
 
-    /// Gets ready before the first samples come (loads a model, say); not needed for [`Reward::judge`] to work.
+    /// Prepares the reward before the first samples, for example loads a model. Optional: [`Reward::judge`] works without it.
     fn prepare(&self) -> BoxFuture<'_, Result<(), RewardFailure>> {
         Box::pin(std::future::ready(Ok(())))
     }
 }
 
-/// For which run samples are scored; sent to services as it is.
+/// The job and the rollout that samples belong to; sent to services.
 #[derive(Debug, Clone)]
 pub struct JobContext {
-    /// The job.
+    /// Id of the job.
     pub job: JobId,
-    /// Which rollout of it; a service sees the step and the phase.
+    /// The rollout. Services see its step and its phase.
     pub rollout: RolloutId,
-    /// Asked before there is a job (a probe, a test of the reward): services see the phase `probe`.
+    /// Whether no job exists yet (preflight or test of the reward). Services then see the phase `probe`.
     pub probe: bool,
 }
 
-/// What one reward said of all samples.
+/// The values of one reward for all samples.
 #[derive(Debug, Clone, Default)]
 pub struct Judged {
-    /// One a sample, in order.
+    /// One judgement for each sample, in order.
     pub judgements: Vec<Judgement>,
-    /// What else happened.
+    /// Counts of the requests for these samples.
     pub counts: Counts,
 }
 
-/// What one reward said of one sample.
+/// The value of one reward for one sample.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Judgement {
-    /// The value.
+    /// The value: a number, not applicable, or missing.
     pub value: RewardValue,
-    /// Why there is no number, for `Missing` (and for a 0 that stands for an invalid answer).
+    /// The reason for a missing value, or for a 0 that replaces an invalid answer.
     pub error: Option<SampleError>,
-    /// The service's own words, if it gave any.
+    /// The service's explanation, if it gave one.
     pub reason: Option<String>,
-    /// The service's own figures, if it gave any.
+    /// The service's own metrics, if it gave any.
     pub metrics: serde_json::Map<String, serde_json::Value>,
 }
 
 impl Judgement {
-    /// A value without a story.
+    /// Creates a judgement without error, reason and metrics.
     pub fn value(value: RewardValue) -> Self {
         Self { value, error: None, reason: None, metrics: serde_json::Map::new() }
     }
 
-    /// No value, and why.
+    /// Creates a judgement without a value, with the reason.
     pub fn missing(code: impl Into<String>, message: impl Into<String>) -> Self {
         let error = SampleError { code: code.into(), message: message.into() };
         Self { error: Some(error), ..Self::value(RewardValue::Missing) }
     }
 }
 
-/// How far from 0 a value may be; by default anywhere.
+/// Maximum absolute value of a reward; `None` means no limit.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 struct Limit(Option<f64>);
 
@@ -127,11 +127,11 @@ impl Limit {
         Self(max_abs_reward)
     }
 
-    /// Why a value is invalid; `None`: it is not.
-    fn complaint(self, value: f64) -> Option<String> {
+    /// Returns why a value is invalid; `None` if it is valid.
+    fn violation(self, value: f64) -> Option<String> {
         match self.0 {
             _ if !value.is_finite() => Some(format!("the reward {value} is not finite")),
-            // Debug writes large numbers short.
+            // Debug formatting writes large numbers in scientific notation.
             Some(limit) if value.abs() > limit => {
                 Some(format!("the reward {value:?} is beyond \u{b1}{limit} (max_abs_reward)"))
             }
@@ -139,38 +139,38 @@ impl Limit {
         }
     }
 
-    /// The judgement, or that its value is invalid.
-    fn hold(self, judgement: Judgement) -> Judgement {
-        match judgement.value.number().and_then(|value| self.complaint(value)) {
-            Some(complaint) => Judgement::missing("invalid_value", complaint),
+    /// Returns the judgement, or a missing value with an error if the value is invalid.
+    fn apply(self, judgement: Judgement) -> Judgement {
+        match judgement.value.number().and_then(|value| self.violation(value)) {
+            Some(violation) => Judgement::missing("invalid_value", violation),
             None => judgement,
         }
     }
 }
 
-/// Why a sample has no value.
+/// Reason why a sample has no value.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, utoipa::ToSchema)]
 pub struct SampleError {
-    /// Stable, snake_case; a service's own code is passed on.
+    /// Stable error code in snake_case. A code from the service is passed on.
     pub code: String,
-    /// For people.
+    /// Human-readable description of the error.
     pub message: String,
 }
 
-/// What happened while one reward was asked.
+/// Counts of one reward's requests for a rollout.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// HTTP tries.
+    /// Number of HTTP requests, including retries.
     pub requests: u64,
-    /// Tries that were repeats.
+    /// Number of requests that were retries.
     pub retries: u64,
-    /// Results for sample ids that were not asked for.
+    /// Number of results for sample ids that were not requested.
     pub unknown_ids: u64,
-    /// Results for sample ids that had one already.
+    /// Number of further results for sample ids that already had one.
     pub duplicate_ids: u64,
-    /// Requests whose answer stood in the journal.
+    /// Number of requests that were answered from the journal.
     pub replayed: u64,
-    /// Samples whose value was known, so that nobody was asked.
+    /// Number of samples that were answered from the cache.
     pub cached: u64,
 }
 
@@ -186,49 +186,49 @@ impl std::ops::AddAssign for Counts {
     }
 }
 
-/// All rewards of one job. Built once an attempt; asked once a rollout.
+/// All rewards of one job. Built once per attempt, and called once per rollout.
 pub struct Rewards {
     entries: Vec<Entry>,
     notices: Mutex<Option<mpsc::UnboundedReceiver<Event>>>,
-    around: Around,
-    /// These are the evaluation's own.
+    shared: SharedDeps,
+    /// Whether these are rewards of the evaluation only.
     evaluation: bool,
 }
 
-/// What the rewards of one job share.
+/// State that the rewards of one job share.
 #[derive(Clone)]
-struct Around {
+struct SharedDeps {
     client: RewardClient,
     status: Arc<Status>,
     journal: Option<Arc<dyn Journal>>,
     models: Option<Arc<dyn LocalModels>>,
     files: Arc<PythonFunctions>,
     endpoints: Arc<Endpoints>,
-    /// What former attempts told.
-    former: Arc<[RewardReport]>,
+    /// Reports of previous attempts.
+    previous_reports: Arc<[RewardReport]>,
 }
 
-/// What a job's worker gives to its rewards.
-pub struct Surroundings {
-    /// Connections, the rules on addresses, the cache.
+/// Dependencies that the worker provides to a job's rewards.
+pub struct RewardDeps {
+    /// Connections, outgoing address policy, and cache.
     pub client: RewardClient,
-    /// Where requests and answers are written down.
+    /// Journal for requests and answers; `None` records nothing.
     pub journal: Option<Arc<dyn Journal>>,
-    /// Runs reward models.
+    /// Loader of reward models; `None` when models cannot run here.
     pub models: Option<Arc<dyn LocalModels>>,
-    /// What former attempts told of the rewards: counts go on from there.
-    pub former: Vec<RewardReport>,
+    /// Reports of previous attempts; their counts are continued.
+    pub previous_reports: Vec<RewardReport>,
 }
 
 struct Entry {
     name: String,
     required: bool,
-    /// The sources whose rows it judges; None = all.
+    /// Data sources whose rows this reward judges; `None` means all.
     applies_to: Option<Vec<String>>,
     reward: Box<dyn Reward>,
     health: Mutex<Health>,
     meter: Arc<Meter>,
-    /// Of a reward over HTTP.
+    /// The endpoint of a reward over HTTP.
     endpoint: Option<Arc<Endpoint>>,
     min_valid_per_group: usize,
 }
@@ -239,8 +239,9 @@ impl Entry {
         sample.source.as_ref().is_some_and(|source| sources.contains(source))
     }
 
-    /// The samples that it judges. Groups stay whole: a group has one prompt, and a prompt one source.
-    fn judged_of<'s>(&self, samples: &'s [RewardSample]) -> Cow<'s, [RewardSample]> {
+    /// Returns the samples that this reward judges. Groups stay complete, because a group has one prompt, and
+    /// a prompt has one source.
+    fn judged_samples<'s>(&self, samples: &'s [RewardSample]) -> Cow<'s, [RewardSample]> {
         match samples.iter().all(|sample| self.judges(sample)) {
             true => Cow::Borrowed(samples),
             false => Cow::Owned(samples.iter().filter(|sample| self.judges(sample)).cloned().collect()),
@@ -248,29 +249,29 @@ impl Entry {
     }
 }
 
-/// What all rewards said of one rollout.
+/// The values of all rewards for one rollout.
 #[derive(Debug, Clone, Default)]
 pub struct Scored {
-    /// One a sample, in order; each with one value a reward, in the plan's order.
+    /// One score for each sample, in order. Each score has one value per reward, in the plan's order.
     pub scores: Vec<Score>,
-    /// `rewards/{name}/latency`, s: from the first request of the rollout to its last answer.
+    /// `rewards/{name}/latency` in seconds, from the first request of the rollout to the last answer.
     pub metrics: Metrics,
     /// [`Event::Warning`]s for the job's events.
     pub warnings: Vec<Event>,
 }
 
 impl Rewards {
-    /// Makes the rewards of a plan. `secrets` go by reward name; addresses are held to `outgoing`.
+    /// Creates the rewards of a plan. `secrets` are keyed by reward name; `outgoing` restricts the addresses.
     pub fn build(
         plans: &[RewardPlan],
         secrets: &BTreeMap<String, RewardSecrets>,
         outgoing: &OutgoingPolicy,
     ) -> Result<Self, BuildError> {
-        Self::journalled(plans, secrets, outgoing, None)
+        Self::with_journal(plans, secrets, outgoing, None)
     }
 
-    /// As [`Rewards::build`]; requests and answers go through the journal.
-    pub fn journalled(
+    /// Like [`Rewards::build`], with a journal for requests and answers.
+    pub fn with_journal(
         plans: &[RewardPlan],
         secrets: &BTreeMap<String, RewardSecrets>,
         outgoing: &OutgoingPolicy,
@@ -279,7 +280,7 @@ impl Rewards {
         Self::with_models(plans, secrets, outgoing, journal, None)
     }
 
-    /// As [`Rewards::journalled`], where reward models can be run.
+    /// Like [`Rewards::with_journal`], with a loader of reward models.
     pub fn with_models(
         plans: &[RewardPlan],
         secrets: &BTreeMap<String, RewardSecrets>,
@@ -290,69 +291,76 @@ impl Rewards {
         let first = || plans.first().map(|plan| plan.name.clone()).unwrap_or_default();
         let refused = |detail| BuildError { reward: first(), detail };
         let client = RewardClient::new(outgoing).map_err(refused)?;
-        Self::within(plans, secrets, Surroundings { client, journal, models, former: Vec::new() })
+        Self::with_deps(plans, secrets, RewardDeps { client, journal, models, previous_reports: Vec::new() })
     }
 
-    /// The rewards of a job in its worker.
-    pub fn within(
+    /// Creates the rewards of a job in its worker.
+    pub fn with_deps(
         plans: &[RewardPlan],
         secrets: &BTreeMap<String, RewardSecrets>,
-        surroundings: Surroundings,
+        deps: RewardDeps,
     ) -> Result<Self, BuildError> {
-        let Surroundings { client, journal, models, former } = surroundings;
+        let RewardDeps { client, journal, models, previous_reports } = deps;
         let (status, notices) = Status::new();
         let endpoints = Arc::new(Endpoints::new(client.pace));
         let (status, files) = (Arc::new(status), Arc::default());
-        let around = Around { client, status, journal, models, files, endpoints, former: former.into() };
-        let rewards = Self::around(plans, secrets, around, false)?;
+        let shared =
+            SharedDeps { client, status, journal, models, files, endpoints, previous_reports: previous_reports.into() };
+        let rewards = Self::build_with(plans, secrets, shared, false)?;
         Ok(Self { notices: Mutex::new(Some(notices)), ..rewards })
     }
 
-    /// The evaluation's own rewards of the same job: what they tell and write down goes where these do.
-    pub fn beside(&self, plans: &[RewardPlan], secrets: &BTreeMap<String, RewardSecrets>) -> Result<Self, BuildError> {
-        Self::around(plans, secrets, self.around.clone(), true)
-    }
-
-    fn around(
+    /// Creates the rewards of the same job's evaluation, which share connections, reports and journal with these.
+    pub fn for_evaluation(
+        &self,
         plans: &[RewardPlan],
         secrets: &BTreeMap<String, RewardSecrets>,
-        around: Around,
+    ) -> Result<Self, BuildError> {
+        Self::build_with(plans, secrets, self.shared.clone(), true)
+    }
+
+    fn build_with(
+        plans: &[RewardPlan],
+        secrets: &BTreeMap<String, RewardSecrets>,
+        shared: SharedDeps,
         evaluation: bool,
     ) -> Result<Self, BuildError> {
         let mut entries = Vec::with_capacity(plans.len());
         for plan in plans {
-            let former =
-                around.former.iter().find(|former| former.name == plan.name && former.evaluation == evaluation);
-            let meter = Arc::new(Meter::new(former.map(|former| former.health.clone())));
+            let previous = shared
+                .previous_reports
+                .iter()
+                .find(|report| report.name == plan.name && report.evaluation == evaluation);
+            let meter = Arc::new(Meter::new(previous.map(|report| report.health.clone())));
             let mut endpoint = None;
             let none = RewardSecrets::default();
             let reward: Box<dyn Reward> = match (&plan.kind, plan.kind.service()) {
                 (RewardKind::Python(python), _) => {
                     let share = |webhook: webhook::Webhook, url: &str| {
-                        let shared = around.endpoints.at(url, python.service.max_concurrency);
-                        endpoint = Some(shared.clone());
+                        let shared_endpoint = shared.endpoints.at(url, python.service.max_concurrency);
+                        endpoint = Some(shared_endpoint.clone());
                         webhook
-                            .with_status(around.status.clone())
-                            .with_endpoint(shared, meter.clone())
-                            .with_journal(around.journal.clone())
+                            .with_status(shared.status.clone())
+                            .with_endpoint(shared_endpoint, meter.clone())
+                            .with_journal(shared.journal.clone())
                     };
-                    Box::new(PythonFunction::new(plan, python, &around.files, &around.client, share)?)
+                    Box::new(PythonFunction::new(plan, python, &shared.files, &shared.client, share)?)
                 }
                 (kind, Some(service)) => {
                     let secrets = secrets.get(&plan.name).unwrap_or(&none);
-                    let webhook = webhook::Webhook::sharing(&plan.name, kind, secrets, &around.client)?;
-                    let shared = around.endpoints.at(&service.url, service.max_concurrency);
-                    endpoint = Some(shared.clone());
+                    let webhook = webhook::Webhook::sharing(&plan.name, kind, secrets, &shared.client)?;
+                    let shared_endpoint = shared.endpoints.at(&service.url, service.max_concurrency);
+                    endpoint = Some(shared_endpoint.clone());
                     Box::new(
                         webhook
                             .bounded(plan.max_abs_reward)
-                            .with_status(around.status.clone())
-                            .with_endpoint(shared, meter.clone())
-                            .with_journal(around.journal.clone()),
+                            .with_status(shared.status.clone())
+                            .with_endpoint(shared_endpoint, meter.clone())
+                            .with_journal(shared.journal.clone()),
                     )
                 }
                 (RewardKind::RewardModel(model), None) => {
-                    let local = local::Local::new(&plan.name, model, around.models.clone())?;
+                    let local = local::Local::new(&plan.name, model, shared.models.clone())?;
                     Box::new(local.bounded(plan.max_abs_reward))
                 }
                 (_, None) => Box::new(builtin::Builtin::of_plan(plan)?),
@@ -368,10 +376,10 @@ impl Rewards {
                 min_valid_per_group: plan.kind.service().map_or(2, |service| service.min_valid_per_group as usize),
             });
         }
-        Ok(Self { entries, notices: Mutex::new(None), around, evaluation })
+        Ok(Self { entries, notices: Mutex::new(None), shared, evaluation })
     }
 
-    /// How each of them does.
+    /// Returns a health report for each reward.
     pub fn reports(&self) -> Vec<RewardReport> {
         let report = |entry: &Entry| {
             let mut health = entry.meter.health();
@@ -386,7 +394,7 @@ impl Rewards {
         self.entries.iter().map(report).collect()
     }
 
-    /// Gets every reward ready; what one of them cannot do is found before anything is sampled.
+    /// Prepares every reward, so that problems are found before sampling starts.
     pub async fn prepare(&self) -> Result<(), RewardFailure> {
         for entry in &self.entries {
             entry.reward.prepare().await?;
@@ -394,43 +402,43 @@ impl Rewards {
         Ok(())
     }
 
-    /// Whether a thread of this process still computes values, though nobody may wait for them any more.
+    /// Returns whether a thread of this process still computes values, possibly for a caller that has stopped waiting.
     pub fn is_grading(&self) -> bool {
         self.entries.iter().any(|entry| entry.reward.is_grading())
     }
 
-    /// True while a service fails and is being retried, or takes its time: the job's `status_reason` is then
-    /// `waiting_for_reward`.
+    /// Returns whether a request is being retried or is slow. The job's `status_reason` is then `waiting_for_reward`.
     pub fn waiting(&self) -> bool {
-        *self.around.status.waiting().borrow() > 0
+        *self.shared.status.waiting().borrow() > 0
     }
 
-    /// How many requests wait so; changes wake.
+    /// Watches the number of requests that are being retried or are slow.
     pub fn waiting_changes(&self) -> watch::Receiver<usize> {
-        self.around.status.waiting()
+        self.shared.status.waiting()
     }
 
-    /// Warnings that cannot wait until a rollout is scored (a service that does not answer). The first call gets them.
+    /// Returns the channel of warnings that are sent before a rollout is scored, for example for a service that does not
+    /// answer. Only the first call returns it.
     pub fn notices(&self) -> Option<mpsc::UnboundedReceiver<Event>> {
         self.notices.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
-    /// Scores samples (whole groups, in block order) by every reward at once. Dropping the future stops everything.
+    /// Scores samples (complete groups, in block order) with all rewards concurrently. Dropping the future stops everything.
     pub async fn score(&self, job: &JobContext, samples: &[RewardSample]) -> Result<Scored, RewardFailure> {
         let asked = self.entries.iter().map(|entry| async move {
             let start = Instant::now();
-            let theirs = entry.judged_of(samples);
+            let theirs = entry.judged_samples(samples);
             if theirs.is_empty() {
                 return Ok((entry, None, start.elapsed()));
             }
             let judged = match entry.reward.judge(job, &theirs).await {
-                // An optional reward does not hold up the job: its values are missing, which its plan permits.
+                // An outage of an optional reward does not stop the job. Its values are missing, as its plan permits.
                 Err(failure @ RewardFailure::Outage { .. }) if !entry.required => Judged {
                     judgements: vec![Judgement::missing("reward_outage", failure.to_string()); theirs.len()],
                     counts: Counts::default(),
                 },
                 Err(failure @ RewardFailure::Invalid { .. }) => {
-                    self.forget(job, &entry.name).await?;
+                    self.forget_answers(job, &entry.name).await?;
                     return Err(failure);
                 }
                 other => other?,
@@ -445,22 +453,22 @@ impl Rewards {
         };
         for (entry, judged, latency) in answers {
             let Some(judged) = judged else {
-                // Nothing of this rollout comes from its sources.
+                // No sample of this rollout comes from the reward's sources.
                 scored.scores.iter_mut().for_each(|score| score.values.push(RewardValue::NotApplicable));
                 continue;
             };
             entry.meter.judged(&judged, entry.endpoint.is_none().then_some(latency));
             scored.metrics.insert(format!("rewards/{}/latency", entry.name), Some(latency.as_secs_f64()));
-            // What stood in the journal was weighed by the attempt that got it.
+            // The attempt that received a replayed answer has already counted it.
             let verdict = match judged.counts.replayed {
-                0 => entry.health.lock().unwrap_or_else(PoisonError::into_inner).take(&entry.name, &judged),
+                0 => entry.health.lock().unwrap_or_else(PoisonError::into_inner).record(&entry.name, &judged),
                 _ => Verdict::Good,
             };
             match verdict {
                 Verdict::Good => {}
                 Verdict::Warn(warning) => scored.warnings.push(warning),
                 Verdict::Stop(failure) if entry.required => {
-                    self.forget(job, &entry.name).await?;
+                    self.forget_answers(job, &entry.name).await?;
                     return Err(failure);
                 }
                 Verdict::Stop(failure) => scored.warnings.push(Event::Warning {
@@ -479,7 +487,7 @@ impl Rewards {
             };
             let mut values: Vec<RewardValue> = samples.iter().map(value).collect();
             if job.rollout.is_trained() {
-                leave_out_thin_groups(&mut values, samples, entry.min_valid_per_group);
+                drop_incomplete_groups(&mut values, samples, entry.min_valid_per_group);
             }
             for (score, value) in scored.scores.iter_mut().zip(values) {
                 score.values.push(value);
@@ -488,18 +496,18 @@ impl Rewards {
         Ok(scored)
     }
 
-    /// Takes a reward's answers to a rollout out of the journal: they end the attempt unused, and when the user has seen to the
-    /// service, it is asked anew.
-    async fn forget(&self, job: &JobContext, reward: &str) -> Result<(), RewardFailure> {
-        let Some(journal) = &self.around.journal else { return Ok(()) };
+    /// Removes a reward's answers to a rollout from the journal. They stopped the attempt unused; after the user has fixed the
+    /// service, it is asked again.
+    async fn forget_answers(&self, job: &JobContext, reward: &str) -> Result<(), RewardFailure> {
+        let Some(journal) = &self.shared.journal else { return Ok(()) };
         let entry = JournalEntry::Forget { rollout: job.rollout, reward: reward.to_owned() };
         journal.append(entry).await.map_err(|unrecorded| unrecorded.of(reward))
     }
 }
 
-/// A group that lacks values and has fewer than `min_valid` loses them all: the rest says little of its prompt. Up to 2 there
-/// is nothing to do: the estimators leave one alone out by themselves.
-fn leave_out_thin_groups(values: &mut [RewardValue], samples: &[RewardSample], min_valid: usize) {
+/// Drops all values of a group that has missing values and fewer than `min_valid` others, which would say little about its
+/// prompt. Limits up to 2 need no action here, because the estimators ignore a single value.
+fn drop_incomplete_groups(values: &mut [RewardValue], samples: &[RewardSample], min_valid: usize) {
     if min_valid <= 2 {
         return;
     }

@@ -1,4 +1,4 @@
-//! A reward model in this process: the seam to whoever loads and runs it (the engine, which rewards know nothing of).
+//! Reward models that run in this process. The worker implements loading and running; this crate does not depend on the engine.
 
 use std::sync::Arc;
 
@@ -9,22 +9,22 @@ use super::{BuildError, Counts, JobContext, Judged, Judgement, Limit, Reward, Re
 use crate::sample::RewardSample;
 use crate::spec::RewardModelPlan;
 
-/// Samples scored between two looks at whether anybody still waits.
+/// Number of samples scored between two checks for cancellation.
 const CHUNK_SAMPLES: usize = 16;
 
-/// Finds and loads reward models. Blocks.
+/// Finds and loads reward models. The calls block.
 pub trait LocalModels: Send + Sync {
-    /// The model of a plan; the error says in words what to do.
+    /// Loads the model of a plan. The error message says what to do.
     fn load(&self, plan: &RewardModelPlan) -> Result<Arc<dyn LocalModel>, String>;
 }
 
-/// A reward model that is loaded. Blocks.
+/// A loaded reward model. The calls block.
 pub trait LocalModel: Send + Sync {
-    /// One judgement a sample, in order; an error when the model itself fails.
+    /// Returns one judgement for each sample, in order; an error when the model itself fails.
     fn judge(&self, samples: &[RewardSample]) -> Result<Vec<Judgement>, String>;
 }
 
-/// A reward computed by a model on this machine; loaded when it is first needed.
+/// A reward computed by a model on this machine. The model is loaded at first use.
 pub struct Local {
     name: String,
     plan: RewardModelPlan,
@@ -34,19 +34,19 @@ pub struct Local {
 }
 
 impl Local {
-    /// Makes the reward of a plan.
+    /// Creates the reward of a plan.
     pub fn new(name: &str, plan: &RewardModelPlan, models: Option<Arc<dyn LocalModels>>) -> Result<Self, BuildError> {
         let models = models.ok_or_else(|| BuildError {
             reward: name.to_owned(),
             detail:
-                "a reward_model runs on a worker's device, not here: try it with POST /jobs/validate?probe=true, or \
-                     serve it with `rlood reward-server` and name it as a webhook"
+                "a reward_model runs on a worker's device, not here: test it with POST /jobs/validate?probe=true, or \
+                     serve it with `rlood reward-server` and use it as a webhook"
                     .to_owned(),
         })?;
         Ok(Self { name: name.to_owned(), plan: plan.clone(), models, model: OnceCell::new(), limit: Limit::default() })
     }
 
-    /// Takes no value that is further from 0 than this.
+    /// Sets the maximum absolute value.
     #[must_use]
     pub fn bounded(self, max_abs_reward: Option<f64>) -> Self {
         Self { limit: Limit::of(max_abs_reward), ..self }
@@ -79,7 +79,7 @@ impl Reward for Local {
                 let (model, chunk) = (model.clone(), chunk.to_vec());
                 let judged = tokio::task::spawn_blocking(move || model.judge(&chunk)).await;
                 let judged = judged.map_err(|error| self.unusable(error))?.map_err(|error| self.unusable(error))?;
-                judgements.extend(judged.into_iter().map(|judgement| self.limit.hold(judgement)));
+                judgements.extend(judged.into_iter().map(|judgement| self.limit.apply(judgement)));
             }
             Ok(Judged { judgements, counts: Counts::default() })
         })

@@ -1,4 +1,4 @@
-//! Counts what becomes of one reward's requests and samples, and keeps its last failures: what `GET /jobs/{id}/rewards` shows.
+//! Counts the requests and samples of one reward and keeps its last failures, as shown by `GET /jobs/{id}/rewards`.
 
 use std::collections::VecDeque;
 use std::sync::{Mutex, PoisonError};
@@ -12,48 +12,49 @@ use crate::event::{Event, RewardChange};
 use crate::protocol::{BreakerState, FailedTry, RawMessage, RewardHealth, RewardLatency, SlowTry};
 use crate::sample::RewardValue;
 
-/// Latencies that the percentiles are of.
-const LATENCIES: usize = 512;
-/// Failures that are kept.
-const FAILURES: usize = 5;
-/// Tries that say how a service does; so many failures among them are too many, so many good ones in a row make up for it.
-const RECENT: usize = 20;
-const TOO_MANY: usize = 3;
-const GOOD_AGAIN: usize = 5;
-/// Samples that a kept try names.
-const NAMED: usize = 64;
+/// Number of latencies that the percentiles are computed from.
+const MAX_LATENCIES: usize = 512;
+/// Number of failures to keep.
+const MAX_FAILURES: usize = 5;
+/// Number of recent requests that decide about degradation: too many failures among them degrade the reward, and enough
+/// successes in a row end the degradation.
+const RECENT_REQUESTS: usize = 20;
+const DEGRADED_AFTER_FAILURES: usize = 3;
+const RECOVERED_AFTER_SUCCESSES: usize = 5;
+/// Maximum number of sample ids in a recorded request.
+const MAX_NAMED_SAMPLES: usize = 64;
 
-/// Which samples a request is about.
+/// The samples that a request is about.
 #[derive(Debug, Clone, Default)]
 pub(super) struct About {
-    /// The optimizer step they are for.
+    /// Optimizer step that the samples belong to.
     pub step: u64,
-    /// `prompt_id/sample_id`.
+    /// Ids of the samples as `prompt_id/sample_id`.
     pub samples: Vec<String>,
 }
 
-/// One reward's counts. Shared by all its requests.
+/// The counts of one reward, shared by all its requests.
 #[derive(Debug, Default)]
 pub(super) struct Meter(Mutex<State>);
 
 #[derive(Debug, Default)]
 struct State {
     health: RewardHealth,
-    /// ms.
+    /// Recent latencies in milliseconds.
     latencies: VecDeque<f64>,
     recent: VecDeque<bool>,
-    /// When a degradation was told of last; the one under way was.
-    told: Option<Instant>,
-    told_of_this: bool,
-    /// What the breaker of former attempts counted.
+    /// Time of the last degradation event, if there was one.
+    last_notice: Option<Instant>,
+    is_degradation_reported: bool,
+    /// How often the circuit breaker opened in previous attempts.
     opened_before: u64,
-    /// It was open when the last of them ended.
+    /// Whether the breaker was open when the last of them ended.
     open_before: bool,
 }
 
-/// A failure to be kept.
+/// A failed request that is recorded.
 pub(super) struct Failure<'a> {
-    /// As in [`RewardHealth::errors`].
+    /// Error class, as in [`RewardHealth::errors`].
     pub class: &'static str,
     pub message: String,
     pub took: Duration,
@@ -63,16 +64,17 @@ pub(super) struct Failure<'a> {
 }
 
 impl Meter {
-    /// Goes on from what former attempts counted.
-    pub fn new(former: Option<RewardHealth>) -> Self {
-        let health = former.unwrap_or_default();
+    /// Continues the counts of previous attempts.
+    pub fn new(previous: Option<RewardHealth>) -> Self {
+        let health = previous.unwrap_or_default();
         let opened_before = health.breaker.as_ref().map_or(0, |breaker| breaker.opened);
         let open_before = health.breaker.as_ref().is_some_and(|breaker| breaker.state != BreakerState::Closed);
-        let told_of_this = health.degraded;
-        Self(Mutex::new(State { health, opened_before, open_before, told_of_this, ..State::default() }))
+        let is_degradation_reported = health.degraded;
+        Self(Mutex::new(State { health, opened_before, open_before, is_degradation_reported, ..State::default() }))
     }
 
-    /// A try was answered; `messages` makes the record, if it is the slowest so far. Returns what is to be told.
+    /// Counts an answered request. `messages` builds the record if the request is the slowest so far. Returns an
+    /// event if the state changed.
     pub fn answered(
         &self,
         reward: &str,
@@ -85,43 +87,43 @@ impl Meter {
         let latency_ms = state.took(took);
         if state.health.slowest.as_ref().is_none_or(|slowest| latency_ms > slowest.latency_ms) {
             let (request, response) = messages();
-            let samples = about.samples.iter().take(NAMED).cloned().collect();
+            let samples = about.samples.iter().take(MAX_NAMED_SAMPLES).cloned().collect();
             let time_ms = unix_ms(SystemTime::now());
             state.health.slowest = Some(SlowTry { time_ms, latency_ms, step: about.step, samples, request, response });
         }
-        let told = state.tried(reward, true, "");
+        let event = state.record_outcome(reward, true, "");
         if !std::mem::take(&mut state.open_before) {
-            return told;
+            return event;
         }
-        let message = format!("reward '{reward}': its service answers again");
+        let message = format!("reward '{reward}': the service answers again");
         let (reward, change) = (reward.to_owned(), RewardChange::BreakerClosed);
         Some(Event::Reward { reward, change, message, data: json!({}) })
     }
 
-    /// A try brought nothing.
+    /// Counts a request that failed.
     pub fn failed(&self, reward: &str, failure: Failure<'_>) -> Option<Event> {
         let mut state = self.lock();
         state.health.requests += 1;
         let message = failure.message.clone();
-        state.keep(failure);
-        state.tried(reward, false, &message)
+        state.record_failure(failure);
+        state.record_outcome(reward, false, &message)
     }
 
-    /// A try was answered, and counted as such, but the answer is of no use.
+    /// Marks a request that was counted as answered as failed, because its answer cannot be used.
     pub fn unusable(&self, reward: &str, failure: Failure<'_>) -> Option<Event> {
         let mut state = self.lock();
         let message = failure.message.clone();
-        state.keep(failure);
+        state.record_failure(failure);
         state.recent.pop_back();
-        state.tried(reward, false, &message)
+        state.record_outcome(reward, false, &message)
     }
 
-    /// A try repeats another one.
+    /// Counts a retry of a request.
     pub fn retried(&self) {
         self.lock().health.retries += 1;
     }
 
-    /// A rollout was scored; `took` where that is not a matter of requests.
+    /// Counts the values of a scored rollout. `took` is set for rewards without requests.
     pub fn judged(&self, judged: &Judged, took: Option<Duration>) {
         let mut state = self.lock();
         let Judged { judgements, counts: Counts { replayed, cached, .. } } = judged;
@@ -144,7 +146,7 @@ impl Meter {
         }
     }
 
-    /// As it stands; breaker and concurrency are the endpoint's.
+    /// Returns the counts. The endpoint adds its breaker and concurrency.
     pub fn health(&self) -> RewardHealth {
         let state = self.lock();
         let mut health = state.health.clone();
@@ -154,7 +156,7 @@ impl Meter {
         health
     }
 
-    /// How often the breaker opened in former attempts.
+    /// Returns how often the breaker opened in previous attempts.
     pub fn opened_before(&self) -> u64 {
         self.lock().opened_before
     }
@@ -165,19 +167,19 @@ impl Meter {
 }
 
 impl State {
-    /// Returns the latency in ms.
+    /// Records a latency and returns it in milliseconds.
     fn took(&mut self, took: Duration) -> f64 {
         let latency_ms = rounded(took.as_secs_f64() * 1e3);
         self.health.answers += 1;
         self.health.answers_ms += latency_ms;
-        if self.latencies.len() == LATENCIES {
+        if self.latencies.len() == MAX_LATENCIES {
             self.latencies.pop_front();
         }
         self.latencies.push_back(latency_ms);
         latency_ms
     }
 
-    fn keep(&mut self, failure: Failure<'_>) {
+    fn record_failure(&mut self, failure: Failure<'_>) {
         let Failure { class, message, took, about, request, response } = failure;
         *self.health.errors.entry(class.to_owned()).or_default() += 1;
         let kept = FailedTry {
@@ -186,41 +188,42 @@ impl State {
             message,
             latency_ms: rounded(took.as_secs_f64() * 1e3),
             step: about.step,
-            samples: about.samples.iter().take(NAMED).cloned().collect(),
+            samples: about.samples.iter().take(MAX_NAMED_SAMPLES).cloned().collect(),
             request,
             response,
         };
         self.health.failures.insert(0, kept);
-        self.health.failures.truncate(FAILURES);
+        self.health.failures.truncate(MAX_FAILURES);
     }
 
-    /// Weighs a try; tells when the service got too bad, or well again.
-    fn tried(&mut self, reward: &str, well: bool, cause: &str) -> Option<Event> {
-        if self.recent.len() == RECENT {
+    /// Records a success or failure, and returns an event when the reward becomes degraded or recovers.
+    fn record_outcome(&mut self, reward: &str, well: bool, cause: &str) -> Option<Event> {
+        if self.recent.len() == RECENT_REQUESTS {
             self.recent.pop_front();
         }
         self.recent.push_back(well);
         let failed = self.recent.iter().filter(|well| !**well).count();
         let tries = self.recent.len();
-        if !self.health.degraded && failed >= TOO_MANY {
+        if !self.health.degraded && failed >= DEGRADED_AFTER_FAILURES {
             self.health.degraded = true;
-            if self.told.is_some_and(|at| at.elapsed() < NOTICE_EVERY) {
+            if self.last_notice.is_some_and(|at| at.elapsed() < NOTICE_EVERY) {
                 return None;
             }
-            self.told = Some(Instant::now());
-            self.told_of_this = true;
+            self.last_notice = Some(Instant::now());
+            self.is_degradation_reported = true;
             let message =
-                format!("reward '{reward}': {failed} of its last {tries} tries brought nothing usable; last: {cause}");
+                format!("reward '{reward}': {failed} of its last {tries} requests failed; last error: {cause}");
             let data = json!({ "failed": failed, "tries": tries, "cause": cause });
             return Some(Event::Reward { reward: reward.to_owned(), change: RewardChange::Degraded, message, data });
         }
-        let good_again = tries >= GOOD_AGAIN && self.recent.iter().rev().take(GOOD_AGAIN).all(|well| *well);
+        let good_again = tries >= RECOVERED_AFTER_SUCCESSES
+            && self.recent.iter().rev().take(RECOVERED_AFTER_SUCCESSES).all(|well| *well);
         if self.health.degraded && good_again {
             self.health.degraded = false;
             self.recent.clear();
-            if std::mem::take(&mut self.told_of_this) {
-                let message = format!("reward '{reward}': its last {GOOD_AGAIN} tries all went well");
-                let data = json!({ "tries": GOOD_AGAIN });
+            if std::mem::take(&mut self.is_degradation_reported) {
+                let message = format!("reward '{reward}': its last {RECOVERED_AFTER_SUCCESSES} requests succeeded");
+                let data = json!({ "tries": RECOVERED_AFTER_SUCCESSES });
                 return Some(Event::Reward {
                     reward: reward.to_owned(),
                     change: RewardChange::Recovered,
@@ -235,7 +238,7 @@ impl State {
 
 fn latency(mut latencies: Vec<f64>) -> Option<RewardLatency> {
     latencies.sort_by(f64::total_cmp);
-    // The smallest that so large a part is not above.
+    // Nearest-rank percentile: the smallest latency that at least this share of the latencies does not exceed.
     let at = |part: f64| {
         let rank = (part * latencies.len() as f64).ceil() as usize;
         latencies.get(rank.saturating_sub(1)).copied()
@@ -247,7 +250,7 @@ fn rounded(ms: f64) -> f64 {
     (ms * 1e3).round() / 1e3
 }
 
-/// Unix milliseconds.
+/// Converts a time to Unix milliseconds.
 pub(crate) fn unix_ms(time: SystemTime) -> i64 {
     i64::try_from(time.duration_since(UNIX_EPOCH).unwrap_or_default().as_millis()).unwrap_or(i64::MAX)
 }
@@ -284,28 +287,28 @@ mod tests {
         assert_eq!(health.latency_ms, Some(RewardLatency { p50: 50.0, p95: 95.0, max: 100.0 }));
         assert_eq!((health.requests, health.answers, health.answers_ms), (100, 100, 5050.0));
         assert_eq!(health.slowest.unwrap().samples, ["row_0/s_100"]);
-        (0..LATENCIES).for_each(|_| drop(answer(&meter, 7)));
+        (0..MAX_LATENCIES).for_each(|_| drop(answer(&meter, 7)));
         let health = meter.health();
         assert_eq!(health.latency_ms, Some(RewardLatency { p50: 7.0, p95: 7.0, max: 7.0 }));
         assert_eq!(health.slowest.unwrap().latency_ms, 100.0, "of all");
     }
 
     #[test]
-    fn a_service_is_degraded_and_recovers_and_both_are_told_once() {
+    fn degradation_and_recovery_are_each_reported_once() {
         let meter = Meter::default();
-        let told: Vec<bool> = (0..6).map(|_| fail(&meter).is_some()).collect();
-        assert_eq!(told, [false, false, true, false, false, false]);
-        let told: Vec<Option<Event>> = (0..12).map(|_| answer(&meter, 1)).collect();
-        assert!(matches!(&told[4], Some(Event::Reward { change: RewardChange::Recovered, .. })), "{told:?}");
-        assert_eq!(told.iter().flatten().count(), 1);
+        let events: Vec<bool> = (0..6).map(|_| fail(&meter).is_some()).collect();
+        assert_eq!(events, [false, false, true, false, false, false]);
+        let events: Vec<Option<Event>> = (0..12).map(|_| answer(&meter, 1)).collect();
+        assert!(matches!(&events[4], Some(Event::Reward { change: RewardChange::Recovered, .. })), "{events:?}");
+        assert_eq!(events.iter().flatten().count(), 1);
         (0..20).for_each(|_| assert!(fail(&meter).is_none(), "within the minute"));
         let health = meter.health();
         assert!(health.degraded);
-        assert_eq!((health.errors["timeout"], health.failures.len(), health.requests), (26, FAILURES, 38));
+        assert_eq!((health.errors["timeout"], health.failures.len(), health.requests), (26, MAX_FAILURES, 38));
     }
 
     #[test]
-    fn counts_go_on_from_a_former_attempt() {
+    fn counts_continue_from_a_previous_attempt() {
         let first = Meter::default();
         answer(&first, 5);
         let judgements = vec![Judgement::value(RewardValue::Number(1.0)), Judgement::missing("judge_timeout", "late")];

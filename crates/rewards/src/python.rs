@@ -1,12 +1,12 @@
-//! Python functions as rewards: the process that serves them by contract v1, for `rlood reward serve` and for rewards of
-//! type `python`.
+//! Python functions as rewards: a child process that serves functions by contract v1, for `rlood reward serve` and
+//! for rewards of type `python`.
 //!
-//! The process runs the program in `python/`, which is part of this binary. It inherits a listening socket as standard output
-//! and one end of a socket pair as standard input. The pair carries the program and its settings there and one line of JSON
-//! back; its end is the order to leave, so that the process never outlives the one that started it. Everything here blocks.
+//! The process runs the program in `python/`, which is embedded in this binary. It inherits a listening socket as standard
+//! output and one end of a socket pair as standard input. The pair carries the program and its settings to the process and one
+//! line of JSON back. When the pair closes, the process exits, so it never outlives its parent. The functions here block.
 
-mod find;
 mod function;
+mod targets;
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener};
@@ -21,10 +21,10 @@ use std::time::{Duration, Instant};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-pub use find::{Target, read_targets};
 pub use function::{PythonFunction, PythonFunctions};
+pub use targets::{Target, read_targets};
 
-/// The program: three files that are one.
+/// The program: three files, concatenated.
 const PROGRAM: &str = concat!(
     include_str!("python/functions.py"),
     "\n\n",
@@ -34,7 +34,8 @@ const PROGRAM: &str = concat!(
     "\n\nmain()\n"
 );
 
-/// Reads the program from standard input, a socket, and runs it. It must run in any Python, to say which one is needed.
+/// Loader that reads the program from standard input, a socket, and runs it. It must run in any Python version, to
+/// report which version is required.
 const BOOT: &str = r#"
 import os, sys
 def read(n):
@@ -53,76 +54,76 @@ source = read(int(read(8), 16)).decode()
 exec(compile(source, "<rlood reward serve>", "exec"), {"__name__": "rlood_reward_serve", "__file__": "<rlood reward serve>", "SOURCE": source})
 "#;
 
-/// Names the Python that runs functions, where none is given.
+/// Environment variable with the Python program that runs functions.
 pub const PYTHON: &str = "RLOOD_PYTHON";
-/// How long a file may take to be loaded.
-const LOAD_WITHIN: Duration = Duration::from_secs(300);
-/// What a process has to end in good order: what is under way (10 s) and a little more.
-const STOP_WITHIN: Duration = Duration::from_secs(15);
-/// What a process has to end at once.
-const END_WITHIN: Duration = Duration::from_secs(5);
-const POLL: Duration = Duration::from_millis(20);
+/// Time limit for loading a file.
+const LOAD_TIMEOUT: Duration = Duration::from_secs(300);
+/// Time limit for a graceful exit: 10 s for running calls, and a margin.
+const STOP_TIMEOUT: Duration = Duration::from_secs(15);
+/// Time limit for an immediate exit.
+const KILL_TIMEOUT: Duration = Duration::from_secs(5);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// Lines of standard error that are kept for the report of a process that could not start.
 const TAIL_LINES: usize = 12;
-/// A longer line of standard error is logged in pieces.
-const LINE_BYTES: u64 = 8 << 10;
+/// Maximum length of a log line in bytes; a longer line is logged in pieces.
+const MAX_LINE_BYTES: u64 = 8 << 10;
 
-/// Why functions cannot be served.
+/// Error of a process that serves Python functions.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum PythonError {
-    /// What was asked for cannot be read.
+    /// A target or setting is not valid.
     #[error("{0}")]
     Setting(String),
-    /// There is no Python to run them.
+    /// No Python program was found.
     #[error(
-        "no Python was found (tried {tried}): install Python 3.8 or newer, or name it with --python PATH or RLOOD_PYTHON"
+        "no Python found (tried {tried}): install Python 3.8 or newer, or set its path with --python PATH or RLOOD_PYTHON"
     )]
     NoPython {
-        /// The programs, separated by commas.
+        /// Programs that were tried, separated by commas.
         tried: String,
     },
-    /// The process could not be started, or left before it was ready.
+    /// The process could not be started, or exited before it was ready.
     #[error("Python could not be started: {0}")]
     NotStarted(String),
-    /// The file or a function cannot be used: the process says why.
+    /// The process reports that the file or a function cannot be used.
     #[error("{message}")]
     Failed {
-        /// Stable, snake_case: `load_failed`, `function_not_found`, `file_not_found`, `file_changed`, `python_too_old`.
+        /// Stable error code: `load_failed`, `function_not_found`, `file_not_found`, `file_changed` or `python_too_old`.
         code: String,
-        /// In words.
+        /// Human-readable description of the error.
         message: String,
     },
 }
 
-/// How functions are served.
+/// Settings of a process that serves functions.
 #[derive(Debug, Clone)]
 pub struct Settings {
-    /// The Python program; None = that of `RLOOD_PYTHON`, else python3 or python.
+    /// Python program; `None` uses `RLOOD_PYTHON`, else python3 or python.
     pub python: Option<PathBuf>,
-    /// Files and functions.
+    /// Files and functions to serve.
     pub targets: Vec<Target>,
-    /// Worker processes.
+    /// Number of worker processes.
     pub processes: u32,
-    /// Most samples of one call; None = those of a request.
+    /// Maximum number of samples per call; `None` passes all samples of a request.
     pub batch_size: Option<u32>,
-    /// The longest call.
+    /// Time limit for one call.
     pub call_timeout: Duration,
-    /// Load files again when they change.
+    /// Whether to reload files when they change.
     pub reload: bool,
-    /// `whsec_…`; requests must be signed with one of them. Empty = everybody is answered.
+    /// Signing secrets, `whsec_…`. A request must be signed with one of them; an empty list accepts unsigned requests.
     pub secrets: Vec<String>,
-    /// Names by which clients may call the server, besides its addresses.
+    /// Host names that clients may use besides the server's addresses.
     pub allowed_hosts: Vec<String>,
-    /// Connections at once.
+    /// Maximum number of concurrent connections.
     pub max_connections: u32,
-    /// The working directory; None = this process's.
+    /// Working directory; `None` keeps the directory of this process.
     pub directory: Option<PathBuf>,
-    /// What the functions print goes to the log under this name; None = to standard error as it is.
+    /// Name under which output of the functions is logged; `None` passes the output to standard error.
     pub log_as: Option<String>,
 }
 
 impl Settings {
-    /// One process, requests not divided, calls as long as their requests.
+    /// Default settings: one process, undivided requests, and no practical limit for a call.
     pub fn new(targets: Vec<Target>) -> Self {
         Self {
             python: None,
@@ -143,13 +144,13 @@ impl Settings {
         json!({
             "role": "server", "boot": BOOT, "targets": self.targets, "processes": self.processes.max(1),
             "batch_size": self.batch_size.unwrap_or(0), "call_timeout_s": self.call_timeout.as_secs_f64(),
-            "load_timeout_s": LOAD_WITHIN.as_secs(), "reload": self.reload, "secrets": self.secrets,
+            "load_timeout_s": LOAD_TIMEOUT.as_secs(), "reload": self.reload, "secrets": self.secrets,
             "allowed_hosts": self.allowed_hosts, "max_connections": self.max_connections,
         })
     }
 }
 
-/// The line of a process that has started, or could not.
+/// Line of JSON that a process sends when it has started or failed to start.
 #[derive(Debug, Deserialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
 enum Started {
@@ -157,16 +158,16 @@ enum Started {
     Failed { code: String, message: String },
 }
 
-/// A process that serves functions; it ends when this is dropped.
+/// A process that serves functions. It is stopped on drop.
 #[derive(Debug)]
 pub struct PythonServer {
     child: Option<Child>,
     channel: UnixStream,
-    /// Where it listens.
+    /// Address on which the process listens.
     pub address: SocketAddr,
-    /// The functions, each of which has an endpoint of its name.
+    /// Names of the functions; each has an endpoint of its name.
     pub functions: Vec<String>,
-    /// Python's version.
+    /// Version of Python, such as 3.12.1.
     pub version: String,
 }
 
@@ -174,18 +175,18 @@ impl PythonServer {
     /// Starts the process, which answers on `listener`, and waits until it has loaded the functions.
     ///
     /// # Errors
-    /// When there is no Python, or a file or function cannot be used; says which.
+    /// Fails when there is no Python, or a file or function cannot be used; the message names it.
     pub fn start(listener: &TcpListener, settings: &Settings) -> Result<Self, PythonError> {
         let failed = |doing: &str, error: std::io::Error| PythonError::NotStarted(format!("cannot {doing}: {error}"));
-        let address = listener.local_addr().map_err(|error| failed("tell the address", error))?;
-        let (mut channel, theirs) = UnixStream::pair().map_err(|error| failed("make a socket pair", error))?;
-        let mut child = spawn(listener, theirs, settings)?;
+        let address = listener.local_addr().map_err(|error| failed("get the address", error))?;
+        let (mut channel, child_end) = UnixStream::pair().map_err(|error| failed("create a socket pair", error))?;
+        let mut child = spawn(listener, child_end, settings)?;
         let tail = Tail::default();
         if let (Some(stderr), Some(name)) = (child.stderr.take(), &settings.log_as) {
             let (tail, name) = (tail.clone(), name.clone());
             std::thread::spawn(move || tail.follow(stderr, &name));
         }
-        let started = tell(&mut channel, settings).and_then(|()| listen(&channel));
+        let started = send_program(&mut channel, settings).and_then(|()| read_started(&channel));
         let mut server = Self { child: Some(child), channel, address, functions: Vec::new(), version: String::new() };
         match started {
             Ok(Some(Started::Ready { functions, python })) => {
@@ -193,42 +194,42 @@ impl PythonServer {
                 Ok(server)
             }
             Ok(Some(Started::Failed { code, message })) => Err(PythonError::Failed { code, message }),
-            Ok(None) => Err(server.stillborn(None, &tail)),
-            Err(error) => Err(server.stillborn(Some(error), &tail)),
+            Ok(None) => Err(server.start_error(None, &tail)),
+            Err(error) => Err(server.start_error(Some(error), &tail)),
         }
     }
 
-    /// Whether the process has ended, and how.
+    /// Returns the exit status if the process has exited.
     pub fn ended(&mut self) -> Option<ExitStatus> {
         self.child.as_mut()?.try_wait().ok().flatten()
     }
 
-    /// Ends the process in good order: what is under way is answered.
+    /// Stops the process after it has answered its running requests.
     pub fn stop(mut self) {
-        // A process that is gone already cannot be told.
+        // The write fails if the process has already exited.
         let _ = self.channel.write_all(b"s");
         if let Some(child) = &mut self.child {
-            wait_or_kill(child, STOP_WITHIN);
+            wait_or_kill(child, STOP_TIMEOUT);
         }
     }
 
-    /// Why there is no line of a process that should have started.
-    fn stillborn(mut self, error: Option<std::io::Error>, tail: &Tail) -> PythonError {
+    /// Returns the error for a process that exited or timed out before it was ready.
+    fn start_error(mut self, error: Option<std::io::Error>, tail: &Tail) -> PythonError {
         let late = error
             .is_some_and(|error| matches!(error.kind(), std::io::ErrorKind::WouldBlock | std::io::ErrorKind::TimedOut));
         if late {
-            return PythonError::NotStarted(format!("it was not ready within {} s", LOAD_WITHIN.as_secs()));
+            return PythonError::NotStarted(format!("it was not ready within {} s", LOAD_TIMEOUT.as_secs()));
         }
         let status = self.child.as_mut().and_then(|child| {
-            wait_or_kill(child, END_WITHIN);
+            wait_or_kill(child, KILL_TIMEOUT);
             child.try_wait().ok().flatten()
         });
         let status = status.map_or_else(|| "it left".to_owned(), |status| status.to_string());
-        let said = tail.text();
-        PythonError::NotStarted(if said.is_empty() {
+        let output = tail.text();
+        PythonError::NotStarted(if output.is_empty() {
             format!("it ended before it was ready ({status})")
         } else {
-            format!("it ended before it was ready ({status}); its last words: {said}")
+            format!("it ended before it was ready ({status}); its last output: {output}")
         })
     }
 }
@@ -237,8 +238,8 @@ impl Drop for PythonServer {
     fn drop(&mut self) {
         let _ = self.channel.shutdown(std::net::Shutdown::Both);
         if let Some(mut child) = self.child.take() {
-            // The process ends by itself; a thread waits for it, so that it leaves no zombie.
-            std::thread::spawn(move || wait_or_kill(&mut child, END_WITHIN));
+            // The process exits by itself. A thread waits for it, so that it does not become a zombie.
+            std::thread::spawn(move || wait_or_kill(&mut child, KILL_TIMEOUT));
         }
     }
 }
@@ -247,7 +248,7 @@ fn wait_or_kill(child: &mut Child, within: Duration) {
     let until = Instant::now() + within;
     while Instant::now() < until {
         match child.try_wait() {
-            Ok(None) => std::thread::sleep(POLL),
+            Ok(None) => std::thread::sleep(POLL_INTERVAL),
             Ok(Some(_)) | Err(_) => return,
         }
     }
@@ -255,8 +256,8 @@ fn wait_or_kill(child: &mut Child, within: Duration) {
     let _ = child.wait();
 }
 
-/// Starts the first Python that there is.
-fn spawn(listener: &TcpListener, theirs: UnixStream, settings: &Settings) -> Result<Child, PythonError> {
+/// Starts the first of the candidate programs that exists.
+fn spawn(listener: &TcpListener, child_end: UnixStream, settings: &Settings) -> Result<Child, PythonError> {
     let failed = |error: std::io::Error| PythonError::NotStarted(error.to_string());
     let named = settings.python.clone().or_else(|| std::env::var_os(PYTHON).map(PathBuf::from));
     let programs = match named.filter(|path| !path.as_os_str().is_empty()) {
@@ -267,12 +268,13 @@ fn spawn(listener: &TcpListener, theirs: UnixStream, settings: &Settings) -> Res
         let mut command = Command::new(program);
         command
             .args(["-c", BOOT])
-            .stdin(OwnedFd::from(theirs.try_clone().map_err(failed)?))
+            .stdin(OwnedFd::from(child_end.try_clone().map_err(failed)?))
             .stdout(OwnedFd::from(listener.try_clone().map_err(failed)?))
             .stderr(if settings.log_as.is_some() { Stdio::piped() } else { Stdio::inherit() })
-            // Of a group of its own: it ends what a function has started along with itself, and Ctrl-C is not for it.
+            // The process gets its own group: it kills the group's children when it exits, and Ctrl-C in the
+            // terminal does not reach it.
             .process_group(0);
-        // Keys and tokens of this process are not for the functions.
+        // Keys and tokens of this process must not be visible to the functions.
         for (name, _) in std::env::vars_os().filter(|(name, _)| name.to_string_lossy().starts_with("RLOOD_")) {
             command.env_remove(name);
         }
@@ -289,8 +291,8 @@ fn spawn(listener: &TcpListener, theirs: UnixStream, settings: &Settings) -> Res
     Err(PythonError::NoPython { tried })
 }
 
-/// Sends the program and its settings.
-fn tell(channel: &mut UnixStream, settings: &Settings) -> std::io::Result<()> {
+/// Sends the program and its settings to the process.
+fn send_program(channel: &mut UnixStream, settings: &Settings) -> std::io::Result<()> {
     let settings = settings.message().to_string();
     let length = u32::try_from(settings.len()).map_err(std::io::Error::other)?;
     channel.write_all(format!("{:08x}", PROGRAM.len()).as_bytes())?;
@@ -299,9 +301,9 @@ fn tell(channel: &mut UnixStream, settings: &Settings) -> std::io::Result<()> {
     channel.write_all(settings.as_bytes())
 }
 
-/// Waits for the line; None = the process left without one.
-fn listen(channel: &UnixStream) -> std::io::Result<Option<Started>> {
-    channel.set_read_timeout(Some(LOAD_WITHIN + Duration::from_secs(30)))?;
+/// Waits for the line of JSON; `None` if the process exited without one.
+fn read_started(channel: &UnixStream) -> std::io::Result<Option<Started>> {
+    channel.set_read_timeout(Some(LOAD_TIMEOUT + Duration::from_secs(30)))?;
     let mut line = String::new();
     BufReader::new(channel).take(1 << 20).read_line(&mut line)?;
     Ok(serde_json::from_str(&line).ok())
@@ -312,11 +314,11 @@ fn listen(channel: &UnixStream) -> std::io::Result<Option<Started>> {
 struct Tail(Arc<Mutex<std::collections::VecDeque<String>>>);
 
 impl Tail {
-    /// Logs what comes, to its end.
+    /// Logs lines until the stream ends.
     fn follow(&self, stderr: ChildStderr, name: &str) {
         let mut reader = BufReader::new(stderr);
         let mut line = Vec::new();
-        while let Ok(1..) = (&mut reader).take(LINE_BYTES).read_until(b'\n', &mut line) {
+        while let Ok(1..) = (&mut reader).take(MAX_LINE_BYTES).read_until(b'\n', &mut line) {
             let text = String::from_utf8_lossy(&line).trim_end().to_owned();
             line.clear();
             tracing::info!(rewards = name, "{text}");
@@ -329,8 +331,8 @@ impl Tail {
     }
 
     fn text(&self) -> String {
-        // What was written last may still be on its way.
-        std::thread::sleep(POLL);
+        // The last lines may not have been read yet.
+        std::thread::sleep(POLL_INTERVAL);
         let lines = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         lines.iter().map(String::as_str).collect::<Vec<_>>().join(" / ")
     }

@@ -1,4 +1,4 @@
-//! What of a request or an answer may be shown: no secret, no credential, no token, and not too much.
+//! Redacts requests and answers for display: removes secrets, credentials and tokens, and truncates long texts.
 
 use std::collections::BTreeMap;
 use std::sync::LazyLock;
@@ -7,52 +7,52 @@ use regex::{Captures, Regex};
 use reqwest::Url;
 use reqwest::header::HeaderMap;
 
-use super::hidden::Hidden;
+use super::secret_filter::SecretFilter;
 use crate::spec::RewardSecrets;
 
-/// Stands for what is not shown.
+/// Replacement for a redacted value.
 const REDACTED: &str = "(redacted)";
-/// Bytes of a body that are looked at, and that are shown.
+/// Bytes of a body that are searched, and that are shown.
 const READ_BYTES: usize = 64 * 1024;
 const SHOWN_BYTES: usize = 4 * 1024;
-/// Headers of a message, and bytes of one of them.
+/// Maximum number of headers, and bytes of one header.
 const HEADERS: usize = 40;
 const HEADER_BYTES: usize = 256;
 
-/// Fields of JSON whose text is a credential.
+/// Matches JSON fields whose value is a credential.
 static FIELDS: LazyLock<Option<Regex>> = LazyLock::new(|| {
     let names = "[a-z_-]*(?:token|secret|password|passwd|api[_-]?key|authorization|cookie|credentials?)";
     Regex::new(&format!(r#"(?i)("{names}"\s*:\s*")((?:[^"\\]|\\.)*)"#)).ok()
 });
-/// Credentials in running text, as they are or escaped.
+/// Matches credentials in text, plain or escaped.
 static WORDS: LazyLock<Option<Regex>> = LazyLock::new(|| {
     let escape = r"\\+/|\\+u[0-9a-f]{4}|%[0-9a-f]{2}";
     Regex::new(&format!(r"(?i)\b((?:bearer|basic)(?: |\+|%20)|whsec_|rld_|sk-)(?:[A-Za-z0-9._~+/=-]|{escape}){{4,}}"))
         .ok()
 });
 
-/// Knows the secrets of one reward.
+/// Redactor for the secrets of one reward.
 #[derive(Clone, Default)]
-pub(super) struct Redactor(Hidden);
+pub(super) struct Redactor(SecretFilter);
 
 impl Redactor {
-    /// Every text among the secrets is one.
+    /// Creates a redactor. Every secret and header value is redacted.
     pub fn new(secrets: &RewardSecrets) -> Self {
-        Self(Hidden::new(secrets))
+        Self(SecretFilter::new(secrets))
     }
 
-    /// A text without credentials, cut.
+    /// Redacts and truncates a text.
     pub fn text(&self, text: &str) -> String {
         let text = text.get(..text.floor_char_boundary(READ_BYTES)).unwrap_or(text);
-        without_credentials(&self.0.shown(text.as_bytes().to_vec()))
+        without_credentials(&self.0.redact_text(text.as_bytes().to_vec()))
     }
 
-    /// A body without credentials, cut.
+    /// Redacts and truncates a body.
     pub fn body(&self, body: &[u8]) -> String {
-        without_credentials(&self.0.shown_body(body[..body.len().min(READ_BYTES)].to_vec()))
+        without_credentials(&self.0.redact_body(body[..body.len().min(READ_BYTES)].to_vec()))
     }
 
-    /// Headers without credentials.
+    /// Redacts and truncates headers.
     pub fn headers(&self, headers: &HeaderMap) -> BTreeMap<String, String> {
         let shown = |(name, value): (&reqwest::header::HeaderName, &reqwest::header::HeaderValue)| {
             let credential = ["authorization", "cookie", "token", "secret", "key", "signature"];
@@ -64,7 +64,7 @@ impl Redactor {
         headers.iter().take(HEADERS).map(shown).collect()
     }
 
-    /// A URL; the values of its query are not shown.
+    /// Redacts a URL: the values of its query are replaced.
     pub fn url(&self, url: &Url) -> String {
         let mut shown = url.clone();
         if url.query().is_some() {
@@ -75,7 +75,7 @@ impl Redactor {
     }
 }
 
-/// A text without what looks like a credential, cut.
+/// Replaces text that looks like a credential, and truncates the result.
 fn without_credentials(text: &[u8]) -> String {
     let mut text = String::from_utf8_lossy(text).into_owned();
     let field = |found: &Captures<'_>| format!("{}{REDACTED}", &found[1]);

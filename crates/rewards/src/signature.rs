@@ -1,4 +1,4 @@
-//! Standard Webhooks signatures: `v1,` and the base64 HMAC-SHA256 of `id.timestamp.body`.
+//! Standard Webhooks signatures: `v1,` followed by the base64 HMAC-SHA256 of `id.timestamp.body`.
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
@@ -6,12 +6,12 @@ use hmac::{Hmac, KeyInit, Mac};
 use sha2::Sha256;
 use subtle::ConstantTimeEq;
 
-/// How far a request's timestamp may lie from the receiver's clock, s.
+/// Maximum difference between a request's timestamp and the receiver's clock, in seconds.
 pub const TOLERANCE_S: u64 = 300;
-/// The longest `webhook-id` that a receiver here accepts, characters.
-pub const LONGEST_ID: usize = 256;
+/// Maximum length of an accepted `webhook-id`, in characters.
+pub const MAX_ID_CHARS: usize = 256;
 
-/// A signing key; its text form is `whsec_` and base64.
+/// A signing key. Its text form is `whsec_` followed by base64.
 #[derive(Clone)]
 pub struct Key(Vec<u8>);
 
@@ -21,84 +21,83 @@ impl std::fmt::Debug for Key {
     }
 }
 
-/// A secret that is not one. Never contains the secret.
+/// Error in the text form of a signing key. Never contains the secret.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum KeyError {
-    /// Another prefix.
+    /// The text does not begin with `whsec_`.
     #[error("a secret begins with 'whsec_', followed by base64 of 24 to 64 bytes")]
     Prefix,
-    /// Not base64.
-    #[error("what follows 'whsec_' is not base64")]
+    /// The rest of the text is not base64.
+    #[error("the text after 'whsec_' is not base64")]
     Base64,
-    /// Too short or too long.
-    #[error("what follows 'whsec_' must be base64 of 24 to 64 bytes")]
+    /// The key is too short or too long.
+    #[error("the text after 'whsec_' must be base64 of 24 to 64 bytes")]
     Length,
 }
 
-/// Why a request is not accepted.
+/// Reason why a request is rejected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Rejected {
-    /// Missing, too long, or with other than visible ASCII characters.
-    #[error("webhook-id is missing or not 1 to {LONGEST_ID} visible ASCII characters")]
+    /// The id is missing, too long, or contains characters other than visible ASCII.
+    #[error("webhook-id is missing or not 1 to {MAX_ID_CHARS} visible ASCII characters")]
     Id,
-    /// Not a number of seconds.
+    /// The timestamp is missing or not a number of seconds.
     #[error("webhook-timestamp is missing or not a number of seconds")]
     Timestamp,
-    /// More than five minutes off.
+    /// The timestamp differs by more than five minutes.
     #[error("webhook-timestamp is more than {TOLERANCE_S} s away from this clock")]
     Stale,
-    /// Not a `v1` signature.
+    /// The header contains no `v1` signature.
     #[error("webhook-signature is missing or holds no v1 signature")]
     Form,
-    /// None of the signatures fits.
-    #[error("no signature in webhook-signature fits")]
+    /// None of the signatures matches.
+    #[error("no signature in webhook-signature matches")]
     Signature,
 }
 
 impl Key {
-    /// Reads `whsec_…`.
+    /// Parses the text form, `whsec_…`.
     pub fn parse(secret: &str) -> Result<Self, KeyError> {
         let text = secret.strip_prefix("whsec_").ok_or(KeyError::Prefix)?;
         let bytes = STANDARD.decode(text).map_err(|_| KeyError::Base64)?;
         if (24..=64).contains(&bytes.len()) { Ok(Self(bytes)) } else { Err(KeyError::Length) }
     }
 
-    /// A fresh secret in its text form, from the system's random numbers.
+    /// Generates a secret in its text form with the system's random numbers.
     pub fn generate() -> std::io::Result<String> {
         let mut bytes = [0; 32];
         rustls::crypto::ring::default_provider()
             .secure_random
             .fill(&mut bytes)
-            .map_err(|_| std::io::Error::other("the system gives no random numbers"))?;
+            .map_err(|_| std::io::Error::other("the system's random number generator failed"))?;
         Ok(format!("whsec_{}", STANDARD.encode(bytes)))
     }
 
-    /// The value of `webhook-signature`; `timestamp` in seconds.
+    /// Returns the value of `webhook-signature`; `timestamp` is in seconds since 1970.
     pub fn sign(&self, id: &str, timestamp: u64, body: &[u8]) -> String {
         format!("v1,{}", STANDARD.encode(self.mac(id, timestamp, body)))
     }
 
-    /// Checks what can be told before the body is there: that all three headers have their form, and that the request was
-    /// signed within the tolerance.
+    /// Checks the headers before the body has arrived: their form, and whether the timestamp is within the tolerance.
     pub fn check_head(&self, id: &str, timestamp: &str, signatures: &str, now_s: u64) -> Result<(), Rejected> {
-        if !(1..=LONGEST_ID).contains(&id.len()) || !id.bytes().all(|byte| byte.is_ascii_graphic()) {
+        if !(1..=MAX_ID_CHARS).contains(&id.len()) || !id.bytes().all(|byte| byte.is_ascii_graphic()) {
             return Err(Rejected::Id);
         }
-        fresh(timestamp, now_s)?;
+        check_timestamp(timestamp, now_s)?;
         let is_mac = |signature: &str| STANDARD.decode(signature).is_ok_and(|mac| mac.len() == MAC_BYTES);
         let has_form = signatures.split(' ').filter_map(|signature| signature.strip_prefix("v1,")).any(is_mac);
         if has_form { Ok(()) } else { Err(Rejected::Form) }
     }
 
-    /// Checks a received request; `signatures` is the whole header, several separated by spaces, of which one must fit.
-    /// Takes the same time wherever a signature differs.
+    /// Verifies a received request. `signatures` is the whole header with signatures separated by spaces, one of which must
+    /// match. The comparison takes constant time.
     pub fn verify(&self, id: &str, timestamp: &str, signatures: &str, body: &[u8], now_s: u64) -> Result<(), Rejected> {
-        let timestamp = fresh(timestamp, now_s)?;
+        let timestamp = check_timestamp(timestamp, now_s)?;
         let expected = self.mac(id, timestamp, body);
-        let fits = signatures.split(' ').filter_map(|signature| signature.strip_prefix("v1,")).any(|signature| {
+        let matches = signatures.split(' ').filter_map(|signature| signature.strip_prefix("v1,")).any(|signature| {
             STANDARD.decode(signature).is_ok_and(|given| bool::from(given.as_slice().ct_eq(expected.as_slice())))
         });
-        if fits { Ok(()) } else { Err(Rejected::Signature) }
+        if matches { Ok(()) } else { Err(Rejected::Signature) }
     }
 
     fn mac(&self, id: &str, timestamp: u64, body: &[u8]) -> Vec<u8> {
@@ -109,11 +108,11 @@ impl Key {
     }
 }
 
-/// The bytes of an HMAC-SHA256.
+/// Size of an HMAC-SHA256 in bytes.
 const MAC_BYTES: usize = 32;
 
-/// A timestamp within the tolerance, s.
-fn fresh(timestamp: &str, now_s: u64) -> Result<u64, Rejected> {
+/// Parses a timestamp in seconds and checks that it is within the tolerance.
+fn check_timestamp(timestamp: &str, now_s: u64) -> Result<u64, Rejected> {
     let timestamp: u64 = timestamp.parse().map_err(|_| Rejected::Timestamp)?;
     if timestamp.abs_diff(now_s) > TOLERANCE_S { Err(Rejected::Stale) } else { Ok(timestamp) }
 }
@@ -157,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_a_secret_is_refused_without_repeating_it() {
+    fn an_invalid_secret_is_rejected_without_repeating_it() {
         assert_eq!(Key::parse("secret").unwrap_err(), KeyError::Prefix);
         assert_eq!(Key::parse("whsec_???").unwrap_err(), KeyError::Base64);
         assert_eq!(Key::parse("whsec_AAEC").unwrap_err(), KeyError::Length);

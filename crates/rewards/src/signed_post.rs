@@ -1,4 +1,4 @@
-//! A POST signed as Standard Webhooks says: what reward requests and lifecycle messages have in common on the wire.
+//! POST requests signed according to Standard Webhooks, used for reward requests and for lifecycle webhooks.
 
 use std::time::Duration;
 
@@ -8,19 +8,19 @@ use reqwest::{RequestBuilder, Response};
 use crate::http_client::refusal;
 use crate::signature::Key;
 
-/// What is signed.
+/// The signed parts of a request.
 pub struct Signed<'a> {
-    /// The `webhook-id`: the same at every try.
+    /// Value of `webhook-id`, the same for all attempts.
     pub id: &'a str,
-    /// When this try is made, s since 1970.
+    /// Time of this attempt, in seconds since 1970.
     pub timestamp: u64,
-    /// The bytes that go over the wire.
+    /// The body as sent.
     pub body: &'a [u8],
 }
 
 impl Signed<'_> {
-    /// Sets the headers that say who sent it, with a signature by each key: several are good during a rotation. Without keys it
-    /// goes unsigned.
+    /// Sets the webhook headers, with one signature for each key: during a rotation there are several. Without keys
+    /// the request is not signed.
     pub fn set_headers<'k>(&self, keys: impl IntoIterator<Item = &'k Key>, headers: &mut HeaderMap) {
         set_header(headers, "webhook-id", self.id);
         set_header(headers, "webhook-timestamp", &self.timestamp.to_string());
@@ -32,39 +32,39 @@ impl Signed<'_> {
     }
 }
 
-/// Sets a header; a value that none can have is left out.
+/// Sets a header, or omits it if the value is not valid for a header.
 pub(crate) fn set_header(headers: &mut HeaderMap, name: &'static str, value: &str) {
     if let Ok(value) = HeaderValue::from_str(value) {
         headers.insert(HeaderName::from_static(name), value);
     }
 }
 
-/// Sends a request with these headers and returns the answer's head.
+/// Sends a request with these headers and returns the response before its body.
 ///
 /// # Errors
-/// When there is none.
+/// Fails when there is no response.
 pub async fn send(request: RequestBuilder, headers: HeaderMap) -> Result<Response, SendError> {
     request.headers(headers).send().await.map_err(|error| SendError::new(&error))
 }
 
-/// Why nothing came of a request, or of the rest of its answer. It never holds the URL, which may hold a token.
+/// Reason why a request or the rest of its answer failed. Never contains the URL, which may contain a token.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum SendError {
-    /// The operator's rules do not permit the address: which rule.
+    /// The outgoing address policy forbids the address; the text names the rule.
     Refused(String),
-    /// There was no connection, or it broke.
+    /// The connection could not be opened, or it broke.
     Failed {
-        /// No connection came about.
+        /// Whether no connection was established.
         is_connect: bool,
-        /// Time ran out.
+        /// Whether the request timed out.
         is_timeout: bool,
-        /// The innermost cause, which says it best ("Connection refused"); the outer ones repeat the URL.
+        /// The innermost cause, such as "Connection refused". The outer causes repeat the URL.
         cause: Option<String>,
     },
 }
 
 impl SendError {
-    /// Reads a client's error.
+    /// Converts a client's error.
     pub fn new(error: &reqwest::Error) -> Self {
         if let Some(refused) = refusal(error) {
             return Self::Refused(refused.to_string());
@@ -77,19 +77,19 @@ impl SendError {
         Self::Failed { is_connect: error.is_connect(), is_timeout: error.is_timeout(), cause }
     }
 
-    /// What happened, in words for whoever runs the service.
+    /// Describes the error for the operator of the service.
     pub fn text(&self) -> String {
         match self {
             Self::Refused(why) => why.clone(),
             Self::Failed { is_connect, is_timeout: _, cause } => {
                 let kind = if *is_connect { "cannot connect" } else { "the connection broke" };
-                format!("{kind}: {}", cause.as_deref().unwrap_or("no cause is known"))
+                format!("{kind}: {}", cause.as_deref().unwrap_or("unknown cause"))
             }
         }
     }
 }
 
-/// How long an answer asks to wait before the next try: seconds or an HTTP date.
+/// Returns the wait in `Retry-After`, which is a number of seconds or an HTTP date.
 pub fn retry_after(headers: &HeaderMap) -> Option<Duration> {
     let text = headers.get(RETRY_AFTER)?.to_str().ok()?.trim();
     if let Ok(seconds) = text.parse() {
@@ -104,7 +104,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_signed_says_so_in_three_headers_and_without_a_key_in_two() {
+    fn signed_requests_have_three_headers_and_unsigned_ones_two() {
         let signed = Signed { id: "msg_1", timestamp: 1_767_225_600, body: b"{}" };
         let key = |letter: &str| Key::parse(&format!("whsec_{}", letter.repeat(32))).unwrap();
         let keys = [key("A"), key("B")];
@@ -137,7 +137,7 @@ mod tests {
 
     #[tokio::test]
     async fn an_error_names_its_cause_and_not_the_url() {
-        // Nobody listens there any more.
+        // The listener is closed, so connections to its port are refused.
         let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
         let client = crate::http_client::client_builder().build().unwrap();
         let url = format!("http://127.0.0.1:{port}/hook?token=hidden");

@@ -1,4 +1,4 @@
-//! What the rewards of a job tell while they are being asked: that they wait for a service, and what the service did.
+//! Live status of a job's rewards: the number of waiting requests, and warnings about services.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -8,10 +8,10 @@ use tokio::sync::{mpsc, watch};
 
 use crate::event::Event;
 
-/// Between two notices of one reward: a service that fails every other time does not fill the job's history.
+/// Minimum time between two notices of one reward, so that a flapping service does not flood the job's events.
 pub(super) const NOTICE_EVERY: Duration = Duration::from_secs(60);
 
-/// Shared by all rewards of a job.
+/// Status shared by all rewards of a job.
 #[derive(Debug)]
 pub(super) struct Status {
     waiting: watch::Sender<usize>,
@@ -24,18 +24,18 @@ impl Status {
         (Self { waiting: watch::Sender::new(0), notices }, receiver)
     }
 
-    /// Tells the job's history. Nobody listens in a test of a single reward.
-    pub(super) fn tell(&self, event: Event) {
+    /// Adds an event to the job's events. Without a receiver, as in a test of a single reward, the event is dropped.
+    pub(super) fn notify(&self, event: Event) {
         let _ = self.notices.send(event);
     }
 
-    /// Requests that wait for a service that fails or takes its time.
+    /// Watches the number of requests that are being retried or are slow.
     pub(super) fn waiting(&self) -> watch::Receiver<usize> {
         self.waiting.subscribe()
     }
 }
 
-/// Counts a waiting request for as long as it lives.
+/// Counts a waiting request for as long as it exists.
 pub(super) struct Waiting<'a>(&'a Status);
 
 impl<'a> Waiting<'a> {
@@ -51,36 +51,35 @@ impl Drop for Waiting<'_> {
     }
 }
 
-/// Tells of one reward's outages, once each.
+/// Reports each outage of one reward once.
 #[derive(Debug, Default)]
-pub(super) struct Outage(Mutex<Told>);
+pub(super) struct Outage(Mutex<NoticeState>);
 
 #[derive(Debug, Default)]
-struct Told {
-    /// The outage under way was told of.
-    of_this: bool,
-    /// The last notice.
+struct NoticeState {
+    /// Whether the current outage was reported.
+    is_reported: bool,
+    /// Time of the last notice.
     at: Option<Instant>,
 }
 
 impl Outage {
-    /// A try failed. Says so if it is the first one since the service answered last.
+    /// Records a failed attempt. Reports it if it is the first one since the last answer.
     pub(super) fn failed(&self, status: &Status, reward: &str, why: &str, max_outage_s: u64) {
-        let mut told = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if std::mem::replace(&mut told.of_this, true) || told.at.is_some_and(|at| at.elapsed() < NOTICE_EVERY) {
+        let mut notice = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if std::mem::replace(&mut notice.is_reported, true) || notice.at.is_some_and(|at| at.elapsed() < NOTICE_EVERY) {
             return;
         }
-        told.at = Some(Instant::now());
-        let message = format!(
-            "reward '{reward}': {why}; the same request is tried again for up to {max_outage_s} s, then the job pauses"
-        );
+        notice.at = Some(Instant::now());
+        let message =
+            format!("reward '{reward}': {why}; the request is retried for up to {max_outage_s} s, then the job pauses");
         let data = json!({ "reward": reward, "cause": why, "max_outage_s": max_outage_s });
-        status.tell(Event::Warning { code: "reward_unanswered".to_owned(), message, data });
+        status.notify(Event::Warning { code: "reward_unanswered".to_owned(), message, data });
     }
 
-    /// The service answered.
-    pub(super) fn over(&self) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).of_this = false;
+    /// Records that the service answered.
+    pub(super) fn end(&self) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).is_reported = false;
     }
 }
 
@@ -89,7 +88,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_outage_is_told_once_and_a_flickering_service_once_a_minute() {
+    fn an_outage_is_reported_once_and_a_flapping_service_once_a_minute() {
         let (status, mut notices) = Status::new();
         let outage = Outage::default();
         for _ in 0..3 {
@@ -101,10 +100,10 @@ mod tests {
             message.contains("'r'") && message.contains("cannot connect") && message.contains("600 s"),
             "{message}"
         );
-        outage.over();
+        outage.end();
         outage.failed(&status, "r", "cannot connect", 600);
         assert!(notices.try_recv().is_err(), "within the minute");
-        outage.over();
+        outage.end();
         outage.0.lock().unwrap().at = Instant::now().checked_sub(NOTICE_EVERY);
         outage.failed(&status, "r", "cannot connect", 600);
         assert!(notices.try_recv().is_ok(), "a minute later");

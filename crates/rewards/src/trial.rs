@@ -1,5 +1,5 @@
-//! Rewards outside of a job: one made from its plan, and the samples that a person gives to try it with
-//! (`[{prompt, completion, columns}]`, as `POST /rewards/test` and `rlood reward check` take them).
+//! Rewards without a job: builds a reward from its plan, and parses test samples (`[{prompt, completion, columns}]`) for `POST
+//! /rewards/test` and `rlood reward check`.
 
 use serde_json::{Map, Value};
 
@@ -14,14 +14,14 @@ use crate::outgoing::OutgoingPolicy;
 use crate::sample::RewardSample;
 use crate::spec::{FieldError, RewardKind, RewardPlan, RewardSecrets};
 
-/// Most samples of one try.
+/// Maximum number of samples in one test.
 pub const MAX_SAMPLES: usize = 256;
 
-/// A reward on its own; addresses are held to `outgoing`. Reward models are told to be tried elsewhere.
+/// Builds a single reward; `outgoing` restricts its addresses. A reward model is an error, because it needs a worker's device.
 ///
 /// # Errors
-/// When it cannot be made from its plan.
-pub fn reward_of(
+/// Fails when the reward cannot be created from its plan.
+pub fn build_reward(
     plan: &RewardPlan,
     secrets: &RewardSecrets,
     outgoing: &OutgoingPolicy,
@@ -40,16 +40,20 @@ pub fn reward_of(
     })
 }
 
-/// Reads a list of samples; neighbours with the same prompt are a group, as a job would send them.
+/// Parses a list of samples. Neighbors with the same prompt form a group, as in a job.
 ///
 /// # Errors
-/// Everything that is wrong with it, with pointers below `/samples`.
+/// Returns all errors, with pointers below `/samples`.
 pub fn read_samples(samples: Option<&Value>) -> Result<Vec<RewardSample>, Vec<FieldError>> {
     let Some(Value::Array(given)) = samples else {
-        return Err(vec![FieldError::new("/samples", "required", "give a list of {prompt, completion, columns}")]);
+        return Err(vec![FieldError::new(
+            "/samples",
+            "required",
+            "a list of {prompt, completion, columns} is required",
+        )]);
     };
     if given.is_empty() || given.len() > MAX_SAMPLES {
-        let detail = format!("1 to {MAX_SAMPLES} samples, not {}", given.len());
+        let detail = format!("must have 1 to {MAX_SAMPLES} samples, not {}", given.len());
         return Err(vec![FieldError::new("/samples", "out_of_range", detail)]);
     }
     let mut samples: Vec<RewardSample> = Vec::with_capacity(given.len());
@@ -81,7 +85,7 @@ fn read_sample(index: usize, value: &Value) -> Result<RewardSample, (&'static st
         Some(_) => return Err(("/prompt", "must be a string or a list of chat messages")),
     };
     let Some(Value::String(completion)) = rest.shift_remove("completion") else {
-        return Err(("/completion", "must be there and be a string"));
+        return Err(("/completion", "is required and must be a string"));
     };
     let mut columns = match rest.shift_remove("columns") {
         None => Map::new(),
@@ -89,7 +93,7 @@ fn read_sample(index: usize, value: &Value) -> Result<RewardSample, (&'static st
         Some(_) => return Err(("/columns", "must be an object")),
     };
     columns.extend(rest);
-    // Words stand in for tokens: there is no tokenizer here.
+    // The number of words replaces the number of tokens, because there is no tokenizer here.
     let num_tokens = u32::try_from(completion.split_whitespace().count()).unwrap_or(u32::MAX);
     Ok(RewardSample {
         sample_id: format!("s_{index}"),

@@ -1,8 +1,8 @@
-//! Rewards over HTTP, the client's side: samples are packed into requests, requests are delivered with retries
-//! (`delivery`), answers are read with suspicion (`answer`), and what is left open is asked again. How a service is spoken
-//! to is its `dialect`: contract v1, or one of `adapters`.
+//! Client for rewards over HTTP. Samples are packed into requests, requests are sent with retries (`delivery`), answers are
+//! validated (`answer`), and samples without a result are requested again. The format of requests and answers is a `dialect`:
+//! contract v1, or one of `adapters`.
 //!
-//! Two promises: a sample only gets a number that the service gave to it, and a service that hangs never hangs us.
+//! Two guarantees: a sample only gets a number that the service gave for it, and a service that hangs never blocks a job.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -14,10 +14,10 @@ use tokio::sync::Semaphore;
 
 use super::cache::{self, CacheKey};
 use super::client::RewardClient;
-use super::hidden::Hidden;
 use super::journal::Journal;
 use super::meter::Meter;
 use super::redact::Redactor;
+use super::secret_filter::SecretFilter;
 use super::signature::Key;
 use super::status::{Outage, Status};
 use super::{BuildError, Counts, JobContext, Judged, Judgement, Limit, Reward, RewardFailure};
@@ -29,16 +29,16 @@ use crate::spec::{RewardKind, RewardSecrets, ServicePlan, WebhookPlan};
 mod account;
 mod adapters;
 pub mod answer;
-mod asking;
+mod asynchronous;
 mod breaker;
+mod cached;
 mod concurrency;
 mod delivery;
 pub(super) mod dialect;
 pub(super) mod endpoint;
-mod known;
-mod later;
 mod record;
 mod request;
+mod scoring;
 mod wait;
 mod wire;
 
@@ -46,43 +46,43 @@ pub use delivery::{Ping, PingReply};
 pub use record::{Exchange, Received, Sent};
 pub use request::sample_json;
 
-use asking::Asking;
 use dialect::{Contract, Dialect};
 use endpoint::{Endpoint, Endpoints};
 use request::Room;
+use scoring::ScoringRun;
 
-/// A reward service.
+/// A client for one reward service.
 pub struct Webhook {
     name: String,
     plan: ServicePlan,
     dialect: Box<dyn Dialect>,
     url: Url,
-    /// One signature each.
+    /// Signing keys; a request carries one signature for each.
     keys: Vec<Key>,
     headers: HeaderMap,
     client: RewardClient,
-    /// Taken out of all that a service answers.
-    hidden: Hidden,
+    /// Redacts this reward's secrets in answers.
+    secret_filter: SecretFilter,
     permits: Semaphore,
-    /// Shared by all that asks there.
+    /// Breaker and concurrency limit, shared by all requests to this address.
     endpoint: Arc<Endpoint>,
     meter: Arc<Meter>,
     redactor: Redactor,
-    /// For the cache; `None`: it is not used.
+    /// Revision of the reward in the cache; `None` when the cache is not used.
     revision: Option<CacheKey>,
     limit: Limit,
-    /// Told of since it answered last.
+    /// Reports outages of the service.
     outage: Outage,
     status: Arc<Status>,
     journal: Option<Arc<dyn Journal>>,
     exchanges: Option<Mutex<Vec<Exchange>>>,
-    /// What the answers showed that whoever set the reward up should know, once each.
+    /// Observations about the answers for the author of the reward, each once.
     remarks: Mutex<Vec<String>>,
 }
 
 impl Webhook {
-    /// Makes a client for a service that speaks contract v1, with connections of its own. The URL and a literal address in it
-    /// are checked here, names when they resolve.
+    /// Creates a client for a service that speaks contract v1, with its own connections. The URL and a literal IP address in it
+    /// are checked here, host names when they are resolved.
     pub fn new(
         name: &str,
         plan: &WebhookPlan,
@@ -92,7 +92,7 @@ impl Webhook {
         Self::of_kind(name, &RewardKind::Webhook(plan.clone()), secrets, outgoing)
     }
 
-    /// Makes a client for any reward over HTTP, as [`Webhook::new`].
+    /// Creates a client for any reward over HTTP, like [`Webhook::new`].
     pub fn of_kind(
         name: &str,
         kind: &RewardKind,
@@ -103,7 +103,7 @@ impl Webhook {
         Self::sharing(name, kind, secrets, &RewardClient::new(outgoing).map_err(error)?)
     }
 
-    /// As [`Webhook::of_kind`], with the connections of a worker.
+    /// Like [`Webhook::of_kind`], with the connections of a worker.
     pub fn sharing(
         name: &str,
         kind: &RewardKind,
@@ -112,7 +112,7 @@ impl Webhook {
     ) -> Result<Self, BuildError> {
         let error = |detail: String| BuildError { reward: name.to_owned(), detail };
         let Some(service) = kind.service() else {
-            return Err(error("a built-in reward is not asked over HTTP".to_owned()));
+            return Err(error("a built-in reward is not a service".to_owned()));
         };
         let dialect: Box<dyn Dialect> = match kind {
             RewardKind::Webhook(plan) => Box::new(Contract(plan.clone())),
@@ -120,17 +120,17 @@ impl Webhook {
             kind => adapters::dialect(kind).map_err(error)?,
         };
         let revision = service.cache.then(|| match kind {
-            // Its address and its secret are other ones in every attempt; the file's hash tells what computes.
+            // The address and the secret of the process differ in every attempt. The hash of the file identifies the code.
             RewardKind::Python(plan) => {
                 let lasting = (&plan.file, &plan.function, &plan.sha256);
                 cache::revision(&client.cache_scope, &RewardSecrets::default(), name, &lasting)
             }
             kind => cache::revision(&client.cache_scope, secrets, name, kind),
         });
-        Ok(Self { revision, ..Self::speaking(dialect, name, service, secrets, client)? })
+        Ok(Self { revision, ..Self::with_dialect(dialect, name, service, secrets, client)? })
     }
 
-    fn speaking(
+    fn with_dialect(
         dialect: Box<dyn Dialect>,
         name: &str,
         plan: &ServicePlan,
@@ -146,7 +146,7 @@ impl Webhook {
             let header_name =
                 HeaderName::try_from(header.as_str()).map_err(|_| error(format!("'{header}' is not a header name")))?;
             let mut value = HeaderValue::try_from(value.as_str()).map_err(|_| {
-                error(format!("the value of the header '{header}' has characters a header cannot carry"))
+                error(format!("the value of the header '{header}' has characters that are not valid in a header"))
             })?;
             value.set_sensitive(true);
             headers.insert(header_name, value);
@@ -155,7 +155,7 @@ impl Webhook {
             name: name.to_owned(),
             url,
             keys,
-            hidden: Hidden::new(secrets),
+            secret_filter: SecretFilter::new(secrets),
             headers,
             permits: Semaphore::new((plan.max_concurrency.max(1)) as usize),
             endpoint: Endpoints::new(client.pace).at(&plan.url, plan.max_concurrency),
@@ -174,7 +174,7 @@ impl Webhook {
         })
     }
 
-    /// Takes no value that is further from 0 than this.
+    /// Sets the maximum absolute value.
     #[must_use]
     pub fn bounded(mut self, max_abs_reward: Option<f64>) -> Self {
         self.limit = Limit::of(max_abs_reward);
@@ -182,14 +182,14 @@ impl Webhook {
         self
     }
 
-    /// Tells that it waits, and why, by what it shares with the job's other rewards.
+    /// Reports waiting requests and warnings to the status shared by the job's rewards.
     #[must_use]
     pub(super) fn with_status(mut self, status: Arc<Status>) -> Self {
         self.status = status;
         self
     }
 
-    /// Shares its endpoint with the job's other rewards, and counts there.
+    /// Uses an endpoint and a meter that are shared with the job's other rewards.
     #[must_use]
     pub(super) fn with_endpoint(mut self, endpoint: Arc<Endpoint>, meter: Arc<Meter>) -> Self {
         self.endpoint = endpoint;
@@ -197,36 +197,36 @@ impl Webhook {
         self
     }
 
-    /// Writes requests down before they are sent, and answers before they are used.
+    /// Records requests before they are sent, and answers before they are used.
     #[must_use]
     pub fn with_journal(mut self, journal: Option<Arc<dyn Journal>>) -> Self {
         self.journal = journal;
         self
     }
 
-    /// Keeps every request and response, for [`Webhook::exchanges`].
+    /// Records every request and response for [`Webhook::exchanges`].
     #[must_use]
     pub fn recording(mut self) -> Self {
         self.exchanges = Some(Mutex::default());
         self
     }
 
-    /// What was sent and received since the last call, in the order of the answers; header values of the user's are redacted.
+    /// Returns the exchanges since the last call, in the order of the answers. Values of the user's headers are redacted.
     pub fn exchanges(&self) -> Vec<Exchange> {
         let Some(exchanges) = &self.exchanges else { return Vec::new() };
         std::mem::take(&mut exchanges.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// What the answers showed so far that whoever set the reward up should know.
+    /// Returns the observations about the answers so far.
     pub fn remarks(&self) -> Vec<String> {
         self.remarks.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Tells of a remark, once.
+    /// Reports an observation once.
     fn remark(&self, remark: String) {
         let mut remarks = self.remarks.lock().unwrap_or_else(PoisonError::into_inner);
         if !remarks.contains(&remark) {
-            self.status.tell(Event::Warning {
+            self.status.notify(Event::Warning {
                 code: "reward_remark".to_owned(),
                 message: format!("reward '{}': {remark}", self.name),
                 data: serde_json::json!({"reward": self.name}),
@@ -247,7 +247,7 @@ impl Reward for Webhook {
             let mut indices = Vec::with_capacity(samples.len());
             let mut pieces = Vec::with_capacity(samples.len());
             for (index, sample) in samples.iter().enumerate() {
-                // A template may take its time: others get theirs in between.
+                // Rendering a template may take long, so other tasks run in between.
                 tokio::task::yield_now().await;
                 match self.dialect.piece(sample) {
                     Ok(piece) => {
@@ -261,33 +261,33 @@ impl Reward for Webhook {
                 }
             }
             let wire = pieces.iter().map(Value::to_string).collect();
-            let asking = Asking { webhook: self, job, samples, pieces, wire, counts: Mutex::default() };
-            let known = asking.known(&indices).await?;
+            let run = ScoringRun { webhook: self, job, samples, pieces, wire, counts: Mutex::default() };
+            let known = run.find_known(&indices).await?;
             indices.retain(|index| !known.contains(*index));
             let room = Room {
                 batching: self.dialect.batching(),
                 max_samples: self.plan.max_batch_samples,
                 max_bytes: self.plan.max_batch_bytes,
             };
-            let batches = request::pack(&indices, samples, &asking.wire, room);
-            let answers = try_join_all(batches.into_iter().map(|batch| asking.ask(batch, 0, 0))).await?;
+            let batches = request::pack(&indices, samples, &run.wire, room);
+            let answers = try_join_all(batches.into_iter().map(|batch| run.request_scores(batch, 0, 0))).await?;
             for (index, judgement) in answers.into_iter().flatten() {
                 judgements[index] = Some(judgement);
             }
-            asking.count(Counts { cached: known.number(), ..Counts::default() });
+            run.count(Counts { cached: known.count(), ..Counts::default() });
             known.complete(&self.client.cache, &mut judgements);
-            let unasked = || Judgement::missing("not_asked", "this sample was not asked for");
-            let judgements = judgements.into_iter().map(|judgement| judgement.unwrap_or_else(unasked)).collect();
-            let counts = *asking.counts.lock().unwrap_or_else(PoisonError::into_inner);
+            let not_requested = || Judgement::missing("not_asked", "no result was requested for this sample");
+            let judgements = judgements.into_iter().map(|judgement| judgement.unwrap_or_else(not_requested)).collect();
+            let counts = *run.counts.lock().unwrap_or_else(PoisonError::into_inner);
             Ok(Judged { judgements, counts })
         })
     }
 }
 
-/// Reads a service's answer as a run does: of how many samples it says something.
+/// Parses a service's answer as a run does, and returns the number of samples with a result.
 ///
 /// # Errors
-/// Why the whole is no answer.
+/// Returns why the body is not a valid answer.
 pub fn read_answer(kind: &RewardKind, body: &[u8], id: &str, samples: &[RewardSample]) -> Result<usize, String> {
     let dialect: Box<dyn Dialect> = match kind {
         RewardKind::Webhook(plan) => Box::new(Contract(plan.clone())),

@@ -1,4 +1,4 @@
-//! The flags of the processes.
+//! Command-line flags of the computing processes.
 
 use std::path::{Path, PathBuf};
 
@@ -8,46 +8,47 @@ use crate::device::Device;
 use crate::id::WorkerId;
 use crate::size::parse_size;
 
-/// Seconds that a worker has to save and exit after SIGTERM.
+/// Default number of seconds that a worker has to save and exit after SIGTERM.
 pub const GRACE_S: u64 = 24;
 
 /// Flags of `rlood worker`.
 #[derive(Debug, Clone, Args)]
 pub struct WorkerArgs {
-    /// The server's address, http:// or https://.
+    /// Address of the server, starting with http:// or https://.
     #[arg(long, env = "RLOOD_SERVER", default_value = "http://127.0.0.1:8080", value_name = "URL")]
     pub server: String,
 
-    /// The one device to train on: cpu or cuda:N.
+    /// Device to train on: cpu or cuda:N.
     #[arg(long, default_value = "cpu", value_name = "DEVICE")]
     pub device: Device,
 
-    /// The server's worker token; give it by the variable, not by the flag, which other users can see.
+    /// The server's worker token. Pass it in the variable, because other users can see flags in the process list.
     #[arg(long, env = "RLOOD_WORKER_TOKEN", hide_env_values = true, value_name = "TOKEN")]
     pub token: String,
 
-    /// Compute threads. Default: the machine's cores.
+    /// Number of compute threads. Default: the number of CPU cores.
     #[arg(long, env = "RLOOD_THREADS", value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub threads: Option<u32>,
 
-    /// Directory for downloads and unpublished checkpoints. Default: a folder under the system's temporary directory.
+    /// Directory for downloads and unpublished checkpoints. Default: a new folder in the system's temporary directory.
     #[arg(long, env = "RLOOD_SCRATCH_DIR", value_name = "DIR")]
     pub scratch_dir: Option<PathBuf>,
 
-    /// Directory for models that this worker fetches from the server because they do not lie on this machine at the server's
-    /// path. Workers of one machine share it: each model is fetched once. Default: `cache` in --scratch-dir; without that, `rlood`
+    /// Directory for models that the worker downloads because they are not at the server's path on this machine. Workers on one
+    /// machine share the directory, so each model is downloaded once. Default: `cache` in --scratch-dir; without that, `rlood`
     /// in the user's cache directory (XDG_CACHE_HOME, else ~/.cache).
     #[arg(long, env = "RLOOD_WORKER_CACHE_DIR", value_name = "DIR")]
     pub cache_dir: Option<PathBuf>,
 
-    /// What the directory of fetched models may take: bytes, or with a unit (512M, 200GB); 0 = no limit. Beyond it the models that
-    /// were not used for longest are removed, never one that a running job uses. Default: no limit but the disk.
+    /// Maximum size of the directory of downloaded models: bytes, or a number with a unit (512M, 200GB); 0 means no limit.
+    /// Above the limit, the least recently used models are removed, except those used by running jobs. Default:
+    /// limited only by the disk.
     #[arg(long, env = "RLOOD_WORKER_CACHE_LIMIT", value_parser = parse_size, value_name = "SIZE")]
     pub cache_limit: Option<u64>,
 
-    /// Seconds from SIGTERM until this process is gone, 2 to 3600. A worker that runs a job saves a checkpoint within four fifths
-    /// of them and gives the job back to the queue (`preempted`), and exits with code 0. Set it below the notice that the
-    /// machine gets: Kubernetes' terminationGracePeriodSeconds, a cloud's spot notice.
+    /// Seconds from SIGTERM until the worker exits, 2 to 3600. A worker that runs a job saves a checkpoint within four fifths
+    /// of this time, returns the job to the queue (`preempted`), and exits with code 0. Set it below the notice that the
+    /// machine gets, such as terminationGracePeriodSeconds in Kubernetes or a cloud's spot notice.
     #[arg(long, env = "RLOOD_GRACE_S", default_value_t = GRACE_S, value_name = "SECONDS",
         value_parser = clap::value_parser!(u64).range(2..=3600))]
     pub grace_s: u64,
@@ -56,16 +57,16 @@ pub struct WorkerArgs {
     #[arg(long, env = "RLOOD_REWARD_PACE", default_value_t = 1.0, hide = true, value_name = "FACTOR")]
     pub reward_pace: f64,
 
-    /// Set by the server for its own workers: the id to register with.
+    /// Worker id to register with; set by the server for its own workers.
     #[arg(long, hide = true)]
     pub id: Option<WorkerId>,
 
-    /// Set by the server for its own workers: end when standard input ends.
+    /// Exit when standard input closes; set by the server for its own workers.
     #[arg(long, hide = true)]
     pub child: bool,
 }
 
-/// Where fetched models lie on this machine unless `--cache-dir` says otherwise.
+/// Returns the default directory of downloaded models, used without `--cache-dir`.
 pub fn default_cache_dir(scratch_dir: Option<&Path>) -> PathBuf {
     let absolute = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
     match scratch_dir {
@@ -80,11 +81,11 @@ pub fn default_cache_dir(scratch_dir: Option<&Path>) -> PathBuf {
 /// Flags of `rlood probe` and `rlood generator`.
 #[derive(Debug, Clone, Args)]
 pub struct ProbeArgs {
-    /// The one device to compute on: cpu or cuda:N.
+    /// Device to compute on: cpu or cuda:N.
     #[arg(long, default_value = "cpu", value_name = "DEVICE")]
     pub device: Device,
 
-    /// Compute threads. Default: the machine's cores.
+    /// Number of compute threads. Default: the number of CPU cores.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub threads: Option<u32>,
 }

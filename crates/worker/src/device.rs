@@ -1,4 +1,4 @@
-//! What is computed on: devices, the machine's cores and memory.
+//! Compute devices, and the machine's CPU cores and memory.
 
 use std::fmt;
 use std::str::FromStr;
@@ -6,9 +6,9 @@ use std::str::FromStr;
 /// A device to train on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Device {
-    /// The processor.
+    /// The CPU of this machine.
     Cpu,
-    /// The GPU of this number.
+    /// The GPU with this index.
     Cuda(u32),
 }
 
@@ -25,7 +25,7 @@ impl FromStr for Device {
     type Err = DeviceError;
 
     fn from_str(text: &str) -> Result<Self, DeviceError> {
-        let unknown = || DeviceError(format!("'{text}' is not a device: use cpu or cuda:N (cuda:0, cuda:1, …)"));
+        let unknown = || DeviceError(format!("'{text}' is not a device: must be cpu or cuda:N (cuda:0, cuda:1, …)"));
         match text {
             "cpu" => Ok(Device::Cpu),
             "cuda" => Err(DeviceError("'cuda' needs a number: cuda:0 is the first GPU".to_owned())),
@@ -39,7 +39,7 @@ impl FromStr for Device {
                     Ok(device)
                 } else {
                     Err(DeviceError(format!(
-                        "{device} was asked for, but this rlood was built without CUDA: use cpu, or a build with CUDA"
+                        "{device} is not available: this rlood was built without CUDA; use cpu, or a build with CUDA"
                     )))
                 }
             }
@@ -47,18 +47,18 @@ impl FromStr for Device {
     }
 }
 
-/// A text that names no device of this build: which, and what to write.
+/// Error for a text that is not a device of this build.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct DeviceError(String);
 
-/// The machine's cores, at least 1.
+/// Returns the number of CPU cores, at least 1.
 pub fn machine_threads() -> u32 {
     std::thread::available_parallelism().map_or(1, |cores| u32::try_from(cores.get()).unwrap_or(u32::MAX))
 }
 
-/// Memory this process may use, bytes: the control group's limit (version 2 or 1), else all of the machine's. None where
-/// the system does not say (not Linux).
+/// Returns the memory in bytes that this process may use: the limit of its control group (version 2 or 1), else the machine's
+/// memory. `None` if the system does not report it (not Linux).
 pub fn machine_memory_bytes() -> Option<u64> {
     let number = |path: &str| std::fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
     let group = number("/sys/fs/cgroup/memory.max").or_else(|| number("/sys/fs/cgroup/memory/memory.limit_in_bytes"));
@@ -72,7 +72,7 @@ pub fn machine_memory_bytes() -> Option<u64> {
     }
 }
 
-/// Resident memory of this process, bytes. None where the system does not say (not Linux).
+/// Returns the resident memory of this process in bytes. `None` if the system does not report it (not Linux).
 pub fn process_memory_bytes() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?.trim().strip_suffix("kB")?.trim();

@@ -1,15 +1,15 @@
-//! How a process that computes ends.
+//! Exit of a process that computes.
 
 use std::time::Duration;
 
-/// Seconds that what a library does at the end may take.
-const PATIENCE: Duration = Duration::from_secs(5);
+/// Time limit for the exit handlers of libraries.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Ends this process while its other threads are at work. What the driver of a GPU does at the end may wait for ever for a
-/// thread that is in one of its calls: then the system ends the process.
+/// Exits the process while its other threads are running. The exit handler of a GPU driver may wait forever for a thread that
+/// is inside a driver call, so the process is killed after the time limit.
 pub fn end_process(code: i32) -> ! {
     let last_resort = || {
-        std::thread::sleep(PATIENCE);
+        std::thread::sleep(EXIT_TIMEOUT);
         let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
     };
     let _ = std::thread::Builder::new().name("last-resort".to_owned()).spawn(last_resort);

@@ -1,5 +1,5 @@
-//! `rlood export-checkpoint`: writes a checkpoint in another form, in a process of its own. A task on standard input (one line of
-//! JSON), then lines on standard output: how far it is, and last the report.
+//! `rlood export-checkpoint`: writes a checkpoint in another format, in its own process. It reads a task from standard input
+//! (one line of JSON) and writes lines to standard output: progress, and finally the report.
 
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -13,20 +13,20 @@ use crate::export::{
 use crate::modelcard::{self, ModelFile};
 use crate::one_shot::{self, OneShotError, error_text};
 
-/// The shortest time between two lines of progress.
+/// Minimum time between two progress lines.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(200);
 
-/// Reads a task, writes the directory, writes the report; code 0 also when the report says that nothing could be written.
+/// Reads a task, writes the directory, and writes the report. The exit code is 0 even if the report contains an error.
 ///
 /// # Errors
-/// When there is no task to read, or nobody to write to.
+/// Fails when the task cannot be read or the report cannot be written.
 pub fn run(_args: &ProbeArgs) -> Result<ExitCode, OneShotError> {
-    let task: ExportTask = one_shot::take_task()?;
+    let task: ExportTask = one_shot::read_task()?;
     let report = match export(&task) {
         Ok(result) => ExportReport::Exported(result),
         Err(error) => ExportReport::Failed(failure(&error)),
     };
-    one_shot::give_report(&ExportLine::Report(report))?;
+    one_shot::write_report(&ExportLine::Report(report))?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -54,16 +54,16 @@ fn export(task: &ExportTask) -> Result<ExportResult, EngineError> {
         }),
         out_dir: &task.out_dir,
     };
-    let mut told: Option<Instant> = None;
+    let mut last_progress: Option<Instant> = None;
     let mut progress = |done, total| {
-        if told.is_none_or(|told| told.elapsed() >= PROGRESS_INTERVAL) || done == total {
-            told = Some(Instant::now());
-            // A server that is gone ends this process anyway.
-            let _ = one_shot::give_report(&ExportLine::Progress { done, total });
+        if last_progress.is_none_or(|last_progress| last_progress.elapsed() >= PROGRESS_INTERVAL) || done == total {
+            last_progress = Some(Instant::now());
+            // If the server is gone, the closed standard input ends this process.
+            let _ = one_shot::write_report(&ExportLine::Progress { done, total });
         }
         true
     };
-    let merged = merge(input, &mut progress)?.ok_or_else(|| EngineError::Input("it was stopped".to_owned()))?;
+    let merged = merge(input, &mut progress)?.ok_or_else(|| EngineError::Input("the export was stopped".to_owned()))?;
     let dtype = match merged.dtype {
         MergedDtype::Float32 => ExportDtype::Float32,
         MergedDtype::Float16 => ExportDtype::Float16,

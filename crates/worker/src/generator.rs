@@ -1,7 +1,7 @@
-//! `rlood generator`: the base model's completions of one prompt beside those of a checkpoint, in a process of its own. A
-//! task on standard input (one line of JSON), a report on standard output, then the end.
+//! `rlood generator`: generates completions of one prompt with the base model and with a checkpoint, in its own process. It
+//! reads a task from standard input (one line of JSON) and writes a report to standard output.
 //!
-//! What fits neither the model nor the memory is refused before any weight is read.
+//! A request that exceeds the model's context or the memory is rejected before any weight is read.
 
 use std::num::NonZeroUsize;
 use std::path::Path;
@@ -24,64 +24,64 @@ use crate::one_shot::{self, OneShotError, error_text};
 use crate::spec::FieldError;
 use crate::spec::footprint::Footprint;
 
-/// Why there are no completions.
-enum Cut {
+/// Reason why there are no completions.
+enum GenerateError {
     Refused(FieldError),
     Failed(EngineError),
     TimedOut,
 }
 
-impl From<EngineError> for Cut {
+impl From<EngineError> for GenerateError {
     fn from(error: EngineError) -> Self {
-        Cut::Failed(error)
+        GenerateError::Failed(error)
     }
 }
 
-/// Reads a task, generates, writes the report; code 0 also when the report says that nothing could be generated.
+/// Reads a task, generates, and writes the report. The exit code is 0 even if the report contains an error.
 ///
 /// # Errors
-/// When there is no task to read, or nobody to write to.
+/// Fails when the task cannot be read or the report cannot be written.
 pub fn run(args: &ProbeArgs) -> Result<ExitCode, OneShotError> {
     let begun = Instant::now();
-    let task: GenerationTask = one_shot::take_task()?;
+    let task: GenerationTask = one_shot::read_task()?;
     let deadline = begun + Duration::from_millis(task.limit_ms);
     let report = match compare(&task, &args.device.to_string(), deadline) {
         Ok(generation) => GenerationReport::Generated(generation),
-        Err(Cut::Refused(error)) => GenerationReport::Refused(error),
-        Err(Cut::Failed(error)) => GenerationReport::Unusable(error_text(&error)),
-        Err(Cut::TimedOut) => GenerationReport::TimedOut,
+        Err(GenerateError::Refused(error)) => GenerationReport::Refused(error),
+        Err(GenerateError::Failed(error)) => GenerationReport::Unusable(error_text(&error)),
+        Err(GenerateError::TimedOut) => GenerationReport::TimedOut,
     };
-    one_shot::give_report(&report)?;
+    one_shot::write_report(&report)?;
     Ok(ExitCode::SUCCESS)
 }
 
-fn compare(task: &GenerationTask, device: &str, deadline: Instant) -> Result<Generation, Cut> {
+fn compare(task: &GenerationTask, device: &str, deadline: Instant) -> Result<Generation, GenerateError> {
     let plan = &task.plan;
     let backend = BackendKind::of_device(device)?;
     let text = Text::load(&task.model_dir).map_err(EngineError::from)?;
     let row = PromptRow { prompt: task.prompt.clone(), columns: serde_json::Map::new() };
     let prompt = tokenize_row(&text, row, &plan.sampling).map_err(|error| {
         let detail = format!("the prompt cannot be used: {}", error_text(&error));
-        Cut::Refused(FieldError::new("/prompt", "prompt_not_encodable", detail))
+        GenerateError::Refused(FieldError::new("/prompt", "prompt_not_encodable", detail))
     })?;
     let card = modelcard::read(&task.model_dir).map_err(EngineError::from)?;
-    check(task, &card, prompt.ids.len() as u64).map_err(Cut::Refused)?;
+    check_limits(task, &card, prompt.ids.len() as u64).map_err(GenerateError::Refused)?;
 
-    let asked = Asked { task, text: &text, prompt: &prompt, deadline };
+    let run = GenerationRun { task, text: &text, prompt: &prompt, deadline };
     let load = |dir: &Path| Policy::load_dtype(dir, backend, plan.training.dtype);
     let mut policy = load(&task.model_dir)?;
-    let base = asked.of(&policy)?;
+    let base = run.completions(&policy)?;
     match plan.lora {
         Some(_) => policy.load_lora(&task.checkpoint_dir)?,
         None => policy.load_full(&task.checkpoint_dir)?,
     }
-    let trained = asked.of(&policy)?;
+    let trained = run.completions(&policy)?;
     let prompt = RenderedPrompt { num_tokens: prompt.ids.len() as u64, text: prompt.text };
     Ok(Generation { prompt, base, trained })
 }
 
-/// Whether the model and the memory have room for what is asked.
-fn check(task: &GenerationTask, card: &ModelCard, prompt_tokens: u64) -> Result<(), FieldError> {
+/// Checks that the request fits the model's context and the memory.
+fn check_limits(task: &GenerationTask, card: &ModelCard, prompt_tokens: u64) -> Result<(), FieldError> {
     let plan = &task.plan;
     let completion = u64::from(plan.sampling.max_completion_length);
     let positions = card.max_position_embeddings as u64;
@@ -91,7 +91,7 @@ fn check(task: &GenerationTask, card: &ModelCard, prompt_tokens: u64) -> Result<
     if prompt_tokens + completion > positions {
         let room = positions.saturating_sub(completion);
         let detail = format!(
-            "the prompt has {prompt_tokens} tokens, and at most {room} fit (max_position_embeddings {positions} − max_completion_length {completion}): shorten it, or lower sampling.max_completion_length"
+            "the prompt has {prompt_tokens} tokens, but the maximum is {room} (max_position_embeddings {positions} − max_completion_length {completion}): shorten the prompt, or lower sampling.max_completion_length"
         );
         return Err(FieldError::new("/prompt", "prompt_too_long", detail));
     }
@@ -100,7 +100,7 @@ fn check(task: &GenerationTask, card: &ModelCard, prompt_tokens: u64) -> Result<
         Some(limit) if needed > limit => {
             let mib = |bytes: u64| bytes.div_ceil(1 << 20);
             let detail = format!(
-                "this needs about {} MiB, and a process may use {} MiB (--memory-limit): lower sampling.max_completion_length or num_generations, or shorten the prompt",
+                "this needs about {} MiB, but a process may use only {} MiB (--memory-limit): lower sampling.max_completion_length or num_generations, or shorten the prompt",
                 mib(needed),
                 mib(limit)
             );
@@ -110,17 +110,17 @@ fn check(task: &GenerationTask, card: &ModelCard, prompt_tokens: u64) -> Result<
     }
 }
 
-/// What is asked of one model after the other.
-struct Asked<'a> {
+/// The request, which is run with one model after the other.
+struct GenerationRun<'a> {
     task: &'a GenerationTask,
     text: &'a Text,
     prompt: &'a TokenizedPrompt,
     deadline: Instant,
 }
 
-impl Asked<'_> {
-    /// The completions of a policy as it is.
-    fn of(&self, policy: &Policy) -> Result<Vec<GeneratedText>, Cut> {
+impl GenerationRun<'_> {
+    /// Generates completions with a policy.
+    fn completions(&self, policy: &Policy) -> Result<Vec<GeneratedText>, GenerateError> {
         let sampling = &self.task.plan.sampling;
         let num_generations = NonZeroUsize::new(self.task.num_generations as usize).unwrap_or(NonZeroUsize::MIN);
         let request = GenerateRequest {
@@ -135,7 +135,7 @@ impl Asked<'_> {
             max_rows: num_generations.get(),
         };
         let groups = generate(policy, self.text, &request, &|| Instant::now() >= self.deadline)?;
-        let completions = groups.ok_or(Cut::TimedOut)?.into_iter().flatten();
+        let completions = groups.ok_or(GenerateError::TimedOut)?.into_iter().flatten();
         let shown = completions.map(|completion| {
             Ok(GeneratedText {
                 completion: self

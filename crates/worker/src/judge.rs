@@ -1,8 +1,8 @@
-//! `rlood judge`: the base model and a checkpoint on the same rows, in a process of its own. A task on standard input (one line of
-//! JSON), then lines on standard output: how far it is, each judged row, and last the report.
+//! `rlood judge`: compares the base model and a checkpoint on the same rows, in its own process. It reads a task from standard
+//! input (one line of JSON) and writes lines to standard output: progress, each judged row, and finally the report.
 //!
-//! Both models are sampled first, one after the other, with the same random numbers; then the rewards are asked as an evaluation
-//! asks them.
+//! Both models are sampled first, one after the other, with the same random numbers. Then the rewards are
+//! computed as in an evaluation.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
@@ -36,24 +36,24 @@ use crate::verdict::{
     guarding_rewards, judging_rewards,
 };
 
-/// Prompts that are sampled before progress is told.
+/// Prompts sampled between two progress lines.
 const CHUNK_PROMPTS: usize = 32;
-/// Completions that are scored before progress is told; those of a row stay together.
+/// Completions scored between two progress lines. The completions of a row are kept together.
 const CHUNK_COMPLETIONS: usize = 256;
-/// Bytes of a text that are kept.
+/// Maximum size of a stored text, in bytes.
 const MAX_TEXT_BYTES: usize = 64 * 1024;
 
-/// Reads a task, judges, writes the report; code 0 also when the report says that nothing could be judged.
+/// Reads a task, judges, and writes the report. The exit code is 0 even if the report contains an error.
 ///
 /// # Errors
-/// When there is no task to read, or nobody to write to.
+/// Fails when the task cannot be read or the report cannot be written.
 pub async fn run(args: ProbeArgs) -> Result<ExitCode, OneShotError> {
-    let task: JudgeTask = one_shot::take_task()?;
+    let task: JudgeTask = one_shot::read_task()?;
     let report = match judge(task, &args.device.to_string()).await {
         Ok(result) => JudgeReport::Judged(Box::new(result)),
         Err(error) => JudgeReport::Failed(error),
     };
-    one_shot::give_report(&JudgeLine::Report(report))?;
+    one_shot::write_report(&JudgeLine::Report(report))?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -71,7 +71,7 @@ fn of_engine(error: &EngineError) -> VerdictError {
     failed(code, error_text(error))
 }
 
-/// Counts the parts of the work and tells how far it is.
+/// Counts the completed work and reports progress.
 struct Progress {
     done: u64,
     total: u64,
@@ -80,20 +80,20 @@ struct Progress {
 impl Progress {
     fn advance(&mut self, parts: usize) {
         self.done += parts as u64;
-        // A server that is gone ends this process anyway.
-        let _ = one_shot::give_report(&JudgeLine::Progress { done: self.done, total: self.total });
+        // If the server is gone, the closed standard input ends this process.
+        let _ = one_shot::write_report(&JudgeLine::Progress { done: self.done, total: self.total });
     }
 }
 
-/// The rows of one set, as both models answered them.
+/// The rows of one set with the completions of both models.
 struct Sampled {
     set: RowSet,
-    /// Numbers of the rows in their dataset.
+    /// Indices of the rows in their dataset.
     numbers: Vec<u64>,
     prompts: Vec<TokenizedPrompt>,
-    /// Of the base model, `[row][completion]`.
+    /// Completions of the base model, `[row][completion]`.
     base: Vec<Vec<Completion>>,
-    /// Of the trained model, `[row][completion]`.
+    /// Completions of the trained model, `[row][completion]`.
     trained: Vec<Vec<Completion>>,
 }
 
@@ -119,7 +119,7 @@ async fn judge(task: JudgeTask, device: &str) -> Result<VerdictResult, VerdictEr
     let device = device.to_owned();
     let sampling = tokio::task::spawn_blocking(move || sample_both(task, &eval, &device));
     let (task, sampled, mut progress) =
-        sampling.await.map_err(|error| failed("panicked", format!("sampling ended badly: {error}")))??;
+        sampling.await.map_err(|error| failed("panicked", format!("the sampling thread panicked: {error}")))??;
     let mut rows = Vec::new();
     for sampled in sampled {
         let Some((_, rewards)) = rewards.iter().find(|(set, _)| *set == sampled.set) else { continue };
@@ -135,17 +135,18 @@ fn build_rewards(task: &JudgeTask, device: &str, plans: &[RewardPlan], set: RowS
         .map_err(|error| failed("reward_not_usable", error))
 }
 
-/// The secrets of a set's rewards, by their names: rewards of its own have theirs under names of their own.
+/// Returns the secrets of a set's rewards by reward name. Rewards that are specific to the evaluation or the guard have
+/// their secrets under other names.
 fn secrets_of(task: &JudgeTask, set: RowSet) -> BTreeMap<String, RewardSecrets> {
     let plan = &task.plan;
-    let kept_under = |name: &str| match set {
+    let secret_name = |name: &str| match set {
         RowSet::Guard if plan.guard_rewards().is_some() => guard_secret_name(name),
         _ if plan.eval_rewards().is_some() => eval_secret_name(name),
         RowSet::Test | RowSet::Guard => name.to_owned(),
     };
     let plans = if set == RowSet::Guard { guarding_rewards(plan) } else { judging_rewards(plan) };
     let secret = |reward: &RewardPlan| {
-        let secret = task.secrets.get(&kept_under(&reward.name))?.clone();
+        let secret = task.secrets.get(&secret_name(&reward.name))?.clone();
         Some((reward.name.clone(), secret))
     };
     plans.iter().filter_map(secret).collect()
@@ -161,7 +162,7 @@ fn prompt_rows(rows: &[(u64, Map<String, Value>)]) -> Result<Vec<PromptRow>, Ver
     rows.iter().map(read).collect()
 }
 
-/// Completions of the base model, then of the checkpoint. Blocking.
+/// Samples completions with the base model, then with the checkpoint. Blocks.
 fn sample_both(
     task: JudgeTask,
     eval: &EvalPlan,
@@ -181,28 +182,28 @@ fn sample_both(
     }
     let longest = sets.iter().flat_map(|set| &set.prompts).map(|prompt| prompt.ids.len()).max().unwrap_or_default();
     check_memory(&task, &card, longest as u64)?;
-    // Each row is sampled and scored under two models.
+    // Each row is sampled and scored with two models.
     let total = 4 * sets.iter().map(|set| set.prompts.len() as u64).sum::<u64>();
     let mut progress = Progress { done: 0, total };
     let eval = EvalPlan { temperature: task.sampling.temperature, ..eval.clone() };
     let sampler = Sampler::for_evaluation(&plan.sampling, &eval);
-    let asked = Asked { task: &task, text: &text, sampler, longest };
+    let run = SamplingRun { task: &task, text: &text, sampler, longest };
     let mut policy = Policy::load_dtype(&task.model_dir, backend, plan.training.dtype).map_err(error)?;
     for set in &mut sets {
-        set.base = asked.completions(&policy, &set.prompts, &mut progress).map_err(error)?;
+        set.base = run.completions(&policy, &set.prompts, &mut progress).map_err(error)?;
     }
     match plan.lora {
         Some(_) => policy.load_lora(&task.checkpoint_dir).map_err(error)?,
         None => policy.load_full(&task.checkpoint_dir).map_err(error)?,
     }
     for set in &mut sets {
-        set.trained = asked.completions(&policy, &set.prompts, &mut progress).map_err(error)?;
+        set.trained = run.completions(&policy, &set.prompts, &mut progress).map_err(error)?;
     }
     drop(policy);
     Ok((task, sets, progress))
 }
 
-/// Whether the memory has room for both models' rollouts.
+/// Checks that the rollouts of both models fit into memory.
 fn check_memory(task: &JudgeTask, card: &modelcard::ModelCard, longest: u64) -> Result<(), VerdictError> {
     let mut plan = task.plan.clone();
     plan.rloo.num_generations = task.sampling.num_generations.try_into().unwrap_or(plan.rloo.num_generations);
@@ -211,7 +212,7 @@ fn check_memory(task: &JudgeTask, card: &modelcard::ModelCard, longest: u64) -> 
         Some(limit) if needed > limit => {
             let mib = |bytes: u64| bytes.div_ceil(1 << 20);
             let message = format!(
-                "this needs about {} MiB, and a process may use {} MiB (--memory-limit): ask for fewer num_generations",
+                "this needs about {} MiB, but a process may use only {} MiB (--memory-limit): lower num_generations",
                 mib(needed),
                 mib(limit)
             );
@@ -221,16 +222,16 @@ fn check_memory(task: &JudgeTask, card: &modelcard::ModelCard, longest: u64) -> 
     }
 }
 
-/// What is asked of both models.
-struct Asked<'a> {
+/// The sampling request, which is run with both models.
+struct SamplingRun<'a> {
     task: &'a JudgeTask,
     text: &'a Text,
     sampler: Sampler,
-    /// Tokens of the longest prompt.
+    /// Number of tokens of the longest prompt.
     longest: usize,
 }
 
-impl Asked<'_> {
+impl SamplingRun<'_> {
     fn completions(
         &self,
         policy: &Policy,
@@ -271,7 +272,7 @@ impl Asked<'_> {
     }
 }
 
-/// Asks the rewards about the answers of both models, tells each row, and appends it.
+/// Scores the answers of both models, and reports and appends each row.
 async fn score(
     task: &JudgeTask,
     rewards: &Rewards,
@@ -313,7 +314,7 @@ async fn score(
                     reward: combine_rewards(&score.values, &weights, task.plan.rloo.combine),
                     num_tokens: completion.generated.segments.num_model_tokens() as u64,
                     finish_reason: completion.generated.finish_reason,
-                    completion: shortened(completion.text),
+                    completion: truncated(completion.text),
                 });
                 of_model.push(Answers::new(texts.collect()));
             }
@@ -322,8 +323,8 @@ async fn score(
     }
     let (Some(trained), Some(base)) = (scored.pop(), scored.pop()) else { return Ok(()) };
     for (((number, prompt), base), trained) in numbers.into_iter().zip(prompts).zip(base).zip(trained) {
-        let row = VerdictRow::new(set, number, shortened(prompt.text), base, trained);
-        one_shot::give_report(&JudgeLine::Item(row.clone())).map_err(|error| failed("server_gone", error))?;
+        let row = VerdictRow::new(set, number, truncated(prompt.text), base, trained);
+        one_shot::write_report(&JudgeLine::Item(row.clone())).map_err(|error| failed("server_gone", error))?;
         rows.push(row);
     }
     Ok(())
@@ -363,8 +364,8 @@ fn reward_samples(
     samples
 }
 
-/// A text of at most [`MAX_TEXT_BYTES`].
-fn shortened(mut text: String) -> String {
+/// Truncates a text to [`MAX_TEXT_BYTES`].
+fn truncated(mut text: String) -> String {
     if text.len() > MAX_TEXT_BYTES {
         let end = text.floor_char_boundary(MAX_TEXT_BYTES);
         text.truncate(end);

@@ -1,5 +1,6 @@
-//! The processes that compute for a server: the worker, which runs jobs on one device, and the children that answer one
-//! request each ([`prober`], [`generator`], [`judge`], [`exporter`]). They know the server by the worker protocol alone.
+//! Processes that compute for a server: the worker, which runs jobs on one device, and one-shot child processes that answer one
+//! request each ([`prober`], [`generator`], [`judge`], [`exporter`]). The worker communicates with the server
+//! only through the worker protocol.
 
 pub mod args;
 pub mod device;

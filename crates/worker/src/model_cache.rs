@@ -1,18 +1,18 @@
-//! Models that workers fetched from their server: one copy a machine, whoever fetched it.
+//! Cache of models that workers downloaded from their server. The workers of a machine share one copy of each model.
 //!
 //! ```text
-//! lock                  held while room is made
-//! models/KEY/…          a whole model, every byte verified; KEY is its fingerprint
-//! models/KEY.part/…     files of a model on the way; they are continued after a cut or a restart
-//! models/KEY.json       its name and its size
-//! models/KEY.lock       shared by those that use the model, exclusive to the one that fetches or removes it;
-//!                       its time of modification is the last use
+//! lock                  held while space is freed
+//! models/KEY/…          a complete, verified model; KEY is its fingerprint
+//! models/KEY.part/…     files of an incomplete download, which is resumed after an interruption
+//! models/KEY.json       the model's name and size
+//! models/KEY.lock       shared lock of the processes that use the model, exclusive lock of the one that downloads or
+//!                       removes it; its modification time is the last use
 //! ```
 //!
-//! Locks end with the process that holds them. Everything here blocks for the disk, never for another process longer than a
-//! removal takes: callers in async code use `spawn_blocking`.
+//! Locks end with the process that holds them. The functions block on the disk, and on other processes for at most the time of
+//! a removal; async code must call them in `spawn_blocking`.
 
-mod room;
+mod space;
 
 use std::fs::{self, DirBuilder, File, TryLockError};
 use std::io;
@@ -22,23 +22,23 @@ use std::time::SystemTime;
 
 use serde::{Deserialize, Serialize};
 
-pub use room::NoRoom;
+pub use space::CacheFull;
 
-/// The directory of one machine. Cheap to clone.
+/// The cache directory of one machine. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct ModelCache {
     root: PathBuf,
     limit_bytes: Option<u64>,
 }
 
-/// The right to use a model: it is not removed before this is dropped.
+/// A model in use. The model is not removed before the lease is dropped.
 #[derive(Debug)]
 pub struct Lease {
     dir: PathBuf,
     lock: File,
 }
 
-/// The right to fetch a model. What was fetched stays when this is dropped, and is continued by the next one.
+/// The exclusive right to download a model. Partial downloads are kept on drop, and the next download resumes them.
 #[derive(Debug)]
 pub struct Fetching {
     cache: ModelCache,
@@ -46,37 +46,37 @@ pub struct Fetching {
     lock: File,
 }
 
-/// What the cache has of a model.
+/// State of a model in the cache.
 #[derive(Debug)]
 pub enum Found {
-    /// All of it.
+    /// The model is complete.
     Ready(Lease),
-    /// Nothing, or a part: fetch it.
+    /// The model is missing or incomplete, and must be downloaded.
     Missing(Fetching),
-    /// Another process fetches or removes it now: ask again.
+    /// Another process is downloading or removing the model; try again later.
     Busy,
 }
 
-/// A model of the cache.
+/// A model in the cache.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CacheEntry {
-    /// Its fingerprint.
+    /// Fingerprint of the model.
     pub key: String,
-    /// Its name when it was fetched; empty = not known.
+    /// Name under which the model was downloaded; empty if unknown.
     pub name: String,
-    /// What it takes, or will take once it is whole.
+    /// Size in bytes; for a download in progress the size when complete.
     pub size_bytes: u64,
-    /// What is still to come of it, while a worker fetches it.
+    /// Bytes that a download in progress still has to fetch.
     pub missing_bytes: u64,
-    /// All files are there.
+    /// Whether the model is complete.
     pub is_whole: bool,
-    /// When it was used last.
+    /// Time of the last use.
     pub used_at: SystemTime,
-    /// A worker uses or fetches it now.
+    /// Whether a worker is using or downloading the model.
     pub in_use: bool,
 }
 
-/// What is kept about a model beside its files.
+/// Metadata that is stored beside a model's files.
 #[derive(Debug, Default, Serialize, Deserialize)]
 struct About {
     name: String,
@@ -84,25 +84,25 @@ struct About {
 }
 
 impl ModelCache {
-    /// The cache of a directory, made if need be; at most `limit_bytes`, None = no limit.
+    /// Opens the cache in a directory, which is created if needed. `limit_bytes` is the maximum size; `None` means no limit.
     ///
     /// # Errors
-    /// When the directory cannot be made, or is another user's, who could change a model after it was verified.
+    /// Fails when the directory cannot be created, or belongs to another user, who could change a model after its verification.
     pub fn open(root: &Path, limit_bytes: Option<u64>) -> io::Result<Self> {
         let models = root.join("models");
         DirBuilder::new().recursive(true).mode(0o700).create(&models)?;
         let (owner, user) = (fs::metadata(&models)?.uid(), rustix::process::geteuid().as_raw());
         if owner != user && owner != 0 {
-            let what = format!("it belongs to the user {owner}, and this process runs as {user}");
+            let what = format!("it belongs to user {owner}, but this process runs as user {user}");
             return Err(io::Error::new(io::ErrorKind::PermissionDenied, what));
         }
         Ok(Self { root: root.to_owned(), limit_bytes })
     }
 
-    /// Looks for a model by its fingerprint; never waits.
+    /// Looks up a model by its fingerprint, without waiting.
     ///
     /// # Errors
-    /// When the directory cannot be read or written.
+    /// Fails when the directory cannot be read or written.
     pub fn find(&self, key: &str) -> io::Result<Found> {
         let (lock, dir) = (self.open_lock(key)?, self.path(key));
         if dir.is_dir() {
@@ -111,7 +111,7 @@ impl ModelCache {
                 Err(TryLockError::WouldBlock) => return Ok(Found::Busy),
                 Err(TryLockError::Error(error)) => return Err(error),
             }
-            // It may have been removed before the lock was taken.
+            // Another process may have removed the model before the lock was taken.
             if !dir.is_dir() {
                 return Ok(Found::Busy);
             }
@@ -126,10 +126,10 @@ impl ModelCache {
         }
     }
 
-    /// Removes a model, and what was fetched of one, unless it is in use; whether it was removed.
+    /// Removes a complete or partial model unless it is in use. Returns whether it was removed.
     ///
     /// # Errors
-    /// When it cannot be removed.
+    /// Fails when the files cannot be removed.
     pub fn remove(&self, key: &str) -> io::Result<bool> {
         let lock = self.open_lock(key)?;
         match lock.try_lock() {
@@ -141,10 +141,10 @@ impl ModelCache {
         Ok(true)
     }
 
-    /// All models, the one that was used last at the end.
+    /// Returns all models, least recently used first.
     ///
     /// # Errors
-    /// When the directory cannot be read.
+    /// Fails when the directory cannot be read.
     pub fn entries(&self) -> io::Result<Vec<CacheEntry>> {
         let mut keys: Vec<String> = Vec::new();
         for entry in fs::read_dir(self.root.join("models"))? {
@@ -171,7 +171,7 @@ impl ModelCache {
             Err(TryLockError::WouldBlock) => true,
             Err(TryLockError::Error(error)) => return Err(error),
         };
-        // What is on its way will take all of its size; what was given up only what is there.
+        // A download in progress will use its full size; an abandoned one only what is on disk.
         let size_bytes = if in_use { here.max(about.size_bytes) } else { here };
         let missing_bytes = if is_whole { 0 } else { size_bytes - here };
         Ok(CacheEntry {
@@ -190,11 +190,11 @@ impl ModelCache {
         serde_json::from_slice(&text).unwrap_or_default()
     }
 
-    /// The caller holds the lock of the key.
+    /// Removes the files of a model. The caller holds the lock of the key.
     fn remove_files(&self, key: &str) -> io::Result<()> {
         let doomed = self.beside(key, "gone");
         remove_tree(&doomed)?;
-        // At once: a half-removed model must not be taken for a whole one.
+        // The rename is atomic: a partially removed model must not look like a complete one.
         match fs::rename(self.path(key), &doomed) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
             _ => {}
@@ -209,9 +209,12 @@ impl ModelCache {
 
     fn open_lock(&self, key: &str) -> io::Result<File> {
         if !is_key(key) {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, "the fingerprint of a model has 64 hex digits"));
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                "the fingerprint of a model must be 64 hex digits",
+            ));
         }
-        // Never removed: a process may hold a lock on a file that has no name any more.
+        // Lock files are never removed, because a process may hold a lock on a file that was unlinked.
         File::options().read(true).write(true).create(true).truncate(false).open(self.beside(key, "lock"))
     }
 
@@ -229,7 +232,7 @@ impl ModelCache {
 }
 
 impl Lease {
-    /// The model's directory.
+    /// Returns the model's directory.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
@@ -237,37 +240,38 @@ impl Lease {
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        // Only the order of removal depends on it.
+        // An error is ignored, because the time only affects the order of removal.
         let _ = self.lock.set_modified(SystemTime::now());
     }
 }
 
 impl Fetching {
-    /// Makes room for a model of this name and size, and the directory for its files, which may hold some already.
+    /// Frees space for a model of this size, and returns the directory for its files, which may contain
+    /// files of an earlier download.
     ///
     /// # Errors
-    /// When there is no room for it.
-    pub fn prepare(&self, name: &str, size_bytes: u64) -> Result<PathBuf, NoRoom> {
+    /// Fails when there is not enough space.
+    pub fn prepare(&self, name: &str, size_bytes: u64) -> Result<PathBuf, CacheFull> {
         let part = self.cache.part(&self.key);
         let about = About { name: name.to_owned(), size_bytes };
         let text = serde_json::to_vec(&about).map_err(io::Error::from)?;
         fs::write(self.cache.beside(&self.key, "json"), text)?;
         self.lock.set_modified(SystemTime::now())?;
-        // Before the room is made, so that others that make room count it.
+        // The directory is created before space is freed, so that other processes count it.
         DirBuilder::new().recursive(true).mode(0o700).create(&part)?;
         let missing_bytes = size_bytes.saturating_sub(size_below(&part)?);
-        if let Err(no_room) = self.cache.make_room(&self.key, missing_bytes, size_bytes) {
-            // Unless an earlier try has left something in it.
+        if let Err(cache_full) = self.cache.free_space(&self.key, missing_bytes, size_bytes) {
+            // The removal fails if the directory contains files of an earlier attempt, which are kept.
             let _ = fs::remove_dir(&part);
-            return Err(no_room);
+            return Err(cache_full);
         }
         Ok(part)
     }
 
-    /// All files are there and verified: the model is whole from now on. Removes what is not on the list.
+    /// Marks the model as complete, after all files were verified. Files that are not in `names` are removed.
     ///
     /// # Errors
-    /// When the disk refuses; what was fetched stays.
+    /// Fails on disk errors; the downloaded files are kept.
     pub fn publish(self, names: &[&str]) -> io::Result<Found> {
         let (part, dir) = (self.cache.part(&self.key), self.cache.path(&self.key));
         for entry in fs::read_dir(&part)? {
@@ -283,16 +287,16 @@ impl Fetching {
         fs::rename(&part, &dir)?;
         File::open(self.cache.root.join("models"))?.sync_all()?;
         let Fetching { cache, key, lock } = self;
-        // A lock is not turned into a shared one in place; if another process removes the model between the two, it is
-        // fetched again.
+        // A lock cannot be downgraded to a shared one atomically. If another process removes the model in
+        // between, it is downloaded again.
         drop(lock);
         cache.find(&key)
     }
 
-    /// Drops what was fetched so far.
+    /// Removes the downloaded files.
     ///
     /// # Errors
-    /// When it cannot be removed.
+    /// Fails when the files cannot be removed.
     pub fn discard(self) -> io::Result<()> {
         self.cache.remove_files(&self.key)
     }
@@ -302,7 +306,7 @@ fn is_key(text: &str) -> bool {
     text.len() == 64 && text.bytes().all(|byte| byte.is_ascii_hexdigit())
 }
 
-/// Bytes of the files of a directory; 0 when it is not there.
+/// Returns the total size of the files in a directory in bytes; 0 if the directory does not exist.
 fn size_below(dir: &Path) -> io::Result<u64> {
     let entries = match fs::read_dir(dir) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(0),
@@ -312,7 +316,7 @@ fn size_below(dir: &Path) -> io::Result<u64> {
     for entry in entries {
         match entry?.metadata() {
             Ok(metadata) => size += metadata.len(),
-            // It was finished or removed meanwhile.
+            // The file was completed or removed in the meantime.
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             Err(error) => return Err(error),
         }
@@ -320,7 +324,7 @@ fn size_below(dir: &Path) -> io::Result<u64> {
     Ok(size)
 }
 
-/// Removes a file or a directory with all below it, if it is there.
+/// Removes a file, or a directory with its content, if it exists.
 fn remove_tree(path: &Path) -> io::Result<()> {
     let removed = if path.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) };
     match removed {

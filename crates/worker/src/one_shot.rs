@@ -1,5 +1,5 @@
-//! A one-shot child, as it sees itself: a task on standard input, one report on standard output, and an end as soon as nobody
-//! wants the report any more. The other side is `supervisor::one_shot`.
+//! The child's side of a one-shot process: it reads a task from standard input, writes one report to standard output, and exits
+//! when the server closes standard input. The parent's side is `supervisor::one_shot`.
 
 use std::fmt::Display;
 use std::io::{BufRead, Write};
@@ -13,29 +13,29 @@ use crate::exit::end_process;
 
 pub use rlood_types::one_shot::OneShotError;
 
-/// The code of a process whose server is gone, or wants no answer any more.
+/// Exit code when the server is gone or no longer waits for an answer.
 const EXIT_ORPHAN: i32 = 3;
 
-/// Reads the task: the first line. From then on this process ends at once when standard input does.
+/// Reads the task from the first line. Afterwards the process exits as soon as standard input closes.
 ///
 /// # Errors
-/// When there is none.
-pub fn take_task<Task: DeserializeOwned>() -> Result<Task, OneShotError> {
+/// Fails when the task cannot be read.
+pub fn read_task<Task: DeserializeOwned>() -> Result<Task, OneShotError> {
     let line = first_line()?;
     let task = serde_json::from_str(&line).map_err(failed("the task cannot be read"))?;
-    leave_with_server().map_err(failed("cannot watch for the server's end"))?;
+    exit_with_server().map_err(failed("cannot watch for the server's end"))?;
     Ok(task)
 }
 
-/// Writes the report, or a line of it.
+/// Writes the report, or one line of it.
 ///
 /// # Errors
-/// When nobody is there to read it.
-pub fn give_report<Report: Serialize>(report: &Report) -> Result<(), OneShotError> {
+/// Fails when standard output is closed.
+pub fn write_report<Report: Serialize>(report: &Report) -> Result<(), OneShotError> {
     write_line(&serde_json::to_string(report).map_err(failed("the report cannot be written"))?)
 }
 
-/// An error of the engine and its causes, without paths of this machine.
+/// Formats an engine error with its causes, without paths of this machine.
 pub(crate) fn error_text(error: &EngineError) -> String {
     match error {
         EngineError::Io { source, .. } => format!("a file cannot be read: {source}"),
@@ -48,7 +48,8 @@ fn failed<E: Display>(what: &'static str) -> impl FnOnce(E) -> OneShotError {
 }
 
 fn first_line() -> Result<String, OneShotError> {
-    // The first to go when memory runs out: not the server, not a worker with a job. Elsewhere there is no such file.
+    // Makes this process the first one that the kernel kills when memory runs out, before the server and workers with a job.
+    // Only Linux has this file.
     let _ = std::fs::write("/proc/self/oom_score_adj", "1000");
     read_line().map_err(failed("cannot read the task"))
 }
@@ -64,7 +65,7 @@ fn read_line() -> std::io::Result<String> {
     Ok(line)
 }
 
-fn leave_with_server() -> std::io::Result<()> {
+fn exit_with_server() -> std::io::Result<()> {
     let watch = || {
         while read_line().is_ok_and(|line| !line.is_empty()) {}
         end_process(EXIT_ORPHAN);

@@ -1,10 +1,10 @@
-//! `rlood probe`: one preflight in a process of its own. A task on standard input (one line of JSON), a report on
-//! standard output, then the end; standard input stays open as long as the server wants the answer.
+//! `rlood probe`: runs one preflight in its own process. It reads a task from standard input (one line of JSON) and writes a
+//! report to standard output. The server closes standard input when it no longer waits for the answer.
 //!
-//! The probe runs the engine's own loop with a learning rate of 0, so that what it measures is what the job will do: first
-//! one prompt, to learn how long it takes, then as many at once as a step of the job has and as the time limit permits.
+//! The preflight runs the engine's training loop with a learning rate of 0, so that its measurements apply to the job. It first
+//! runs one prompt to measure the time, then as many at once as a step of the job has and the time limit allows.
 
-mod look;
+mod probe_run;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -12,7 +12,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use self::look::Look;
+use self::probe_run::ProbeRun;
 use serde_json::Value;
 use tokio::runtime::Handle;
 
@@ -34,26 +34,27 @@ use crate::reward::webhook::Webhook;
 use crate::reward_model::LocalRewardModels;
 use crate::spec::{OnInvalid, Plan, RewardKind, RewardPlan, RewardSecrets};
 
-/// The graph of a long sequence is sorted recursively; only what is touched is ever backed by memory.
+/// Stack size of the engine's thread, because sorting the graph of a long sequence is recursive. Only pages
+/// that are touched use memory.
 const ENGINE_STACK_BYTES: usize = 512 * 1024 * 1024;
-/// Completions shown in a report.
+/// Maximum number of completions in a report.
 const MAX_SAMPLES: usize = 8;
-/// Characters of a prompt or a completion in a report.
+/// Maximum length of a prompt or completion in a report, in characters.
 const MAX_SAMPLE_CHARS: usize = 4_000;
-/// Warnings of rewards in a report.
+/// Maximum number of warnings in a report.
 const MAX_WARNINGS: usize = 8;
-/// Part of the time left that a run may be expected to take.
+/// Fraction of the remaining time that a run may be expected to take.
 const HEADROOM: f64 = 0.8;
-/// Longest wait for `reward.ping`; less where the time limit is short.
+/// Time limit for `reward.ping`; shorter if the time limit of the preflight is short.
 const PING_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// `rlood probe`: reads a task, measures, writes the report; code 0 also when the report says that nothing could be measured.
+/// Runs `rlood probe`: reads a task, measures, and writes the report. The exit code is 0 even if the report contains an error.
 ///
 /// # Errors
-/// When there is no task to read, or nobody to write to.
+/// Fails when the task cannot be read or the report cannot be written.
 pub async fn run(args: ProbeArgs) -> Result<ExitCode, OneShotError> {
     let begun = Instant::now();
-    let task: ProbeTask = one_shot::take_task()?;
+    let task: ProbeTask = one_shot::read_task()?;
     let plan = task.plan.clone();
     let card = modelcard::read(&task.model_dir);
     let deadline = begun + Duration::from_millis(task.limit_ms);
@@ -64,7 +65,7 @@ pub async fn run(args: ProbeArgs) -> Result<ExitCode, OneShotError> {
     report.peak_memory_bytes = peak_resident_bytes();
     report.hidden_size = card.ok().map(|card| card.config.shape().hidden_size);
     report.verdict = verdict(&report, &plan);
-    one_shot::give_report(&report)?;
+    one_shot::write_report(&report)?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -74,20 +75,21 @@ fn failed(code: &str, message: impl std::fmt::Display) -> ProbeError {
 
 async fn measure(task: ProbeTask, device: &str, deadline: Instant) -> Result<ProbeReport, ProbeError> {
     let ProbeTask { plan, secrets, allow_outgoing, model_dir, reward_models, initial, mut rows, limit_ms: _ } = task;
-    // In no order of theirs: what fits into the time limit then speaks for the whole dataset.
+    // The rows are shuffled, so that the part that fits into the time limit represents the whole dataset.
     let order = Key::new(plan.training.seed, Stream::Probe);
     rows.sort_by_key(|(row, _)| order.with(*row).bits());
     let policy = OutgoingPolicy::parse(&allow_outgoing).map_err(|error| failed("setting", error))?;
-    let hasty: Vec<RewardPlan> = plan.rewards.iter().map(|reward| hasty_reward(reward, deadline)).collect();
+    let limited: Vec<RewardPlan> = plan.rewards.iter().map(|reward| limit_reward(reward, deadline)).collect();
     let models = LocalRewardModels::new(device, reward_models, &plan);
-    let rewards = Rewards::with_models(&hasty, &secrets, &policy, None, Some(Arc::new(models)))
+    let rewards = Rewards::with_models(&limited, &secrets, &policy, None, Some(Arc::new(models)))
         .map_err(|error| failed("reward_not_usable", error))?;
     rewards.prepare().await.map_err(|error| failed("reward_not_usable", error))?;
     let scratch = tempfile::tempdir().map_err(|error| failed("scratch_error", error))?;
     let prompts = rows.iter().map(|(_, row)| prompt_row(row)).collect::<Option<Vec<PromptRow>>>();
     let prompts = prompts.ok_or_else(|| failed("prompts_invalid", "a row has no prompt"))?;
-    let patience = PING_TIMEOUT.min(deadline.saturating_duration_since(Instant::now()) / 6);
-    let (ranges, remarks): (Vec<_>, Vec<_>) = greet(&hasty, &secrets, &policy, patience).await.into_iter().unzip();
+    let ping_timeout = PING_TIMEOUT.min(deadline.saturating_duration_since(Instant::now()) / 6);
+    let (ranges, remarks): (Vec<_>, Vec<_>) =
+        ping_services(&limited, &secrets, &policy, ping_timeout).await.into_iter().unzip();
     let probe = Probe {
         runtime: Handle::current(),
         plan,
@@ -105,19 +107,19 @@ async fn measure(task: ProbeTask, device: &str, deadline: Instant) -> Result<Pro
         .name("engine".to_owned())
         .stack_size(ENGINE_STACK_BYTES)
         .spawn(move || {
-            // The receiver is gone only when the process ends.
+            // The receiver is dropped only during shutdown.
             let _ = sender.send(probe.run());
         })
         .map_err(|error| failed("thread", error))?;
     let mut report = receiver.await.map_err(|_| failed("panicked", "the engine panicked; see the server's log"))?;
-    report.reward_range = combined_range(&hasty, &ranges);
+    report.reward_range = combined_range(&limited, &ranges);
     report.warnings.splice(0..0, remarks.into_iter().flatten());
     Ok(report)
 }
 
-/// The reward as a probe asks it: one try, no long waits, and no failure that stops the other rewards.
-fn hasty_reward(reward: &RewardPlan, deadline: Instant) -> RewardPlan {
-    // A service that hangs is told from one that is slow while there is time left to say so.
+/// Adapts a reward for the preflight: one attempt, short timeouts, and no failure that stops the other rewards.
+fn limit_reward(reward: &RewardPlan, deadline: Instant) -> RewardPlan {
+    // The timeout leaves enough time to report that a service does not answer.
     let left = deadline.saturating_duration_since(Instant::now()) / 3;
     let left_ms = u64::try_from(left.as_millis()).unwrap_or(u64::MAX).max(1);
     let kind = reward.kind.with_service(|service| {
@@ -137,13 +139,13 @@ fn prompt_row(row: &serde_json::Map<String, Value>) -> Option<PromptRow> {
     Some(PromptRow { prompt, columns })
 }
 
-/// What each reward says of itself: its smallest and largest value, and what is at odds with the plan. Services are asked by
-/// `reward.ping`, all at once.
-async fn greet(
+/// Returns each reward's range of values and a warning about differences between the service and the plan. Services
+/// are asked by `reward.ping`, concurrently.
+async fn ping_services(
     rewards: &[RewardPlan],
     secrets: &BTreeMap<String, RewardSecrets>,
     policy: &OutgoingPolicy,
-    patience: Duration,
+    ping_timeout: Duration,
 ) -> Vec<(Option<(f64, f64)>, Option<String>)> {
     let none = RewardSecrets::default();
     let asked = rewards.iter().map(|reward| async {
@@ -151,7 +153,7 @@ async fn greet(
         let most = webhook.service.max_batch_samples;
         let secrets = secrets.get(&reward.name).unwrap_or(&none);
         let Ok(webhook) = Webhook::new(&reward.name, webhook, secrets, policy) else { return (None, None) };
-        let ping = tokio::time::timeout(patience, webhook.ping()).await;
+        let ping = tokio::time::timeout(ping_timeout, webhook.ping()).await;
         let Some(reply) = ping.ok().and_then(|ping| ping.reply) else { return (None, None) };
         let range = match reply.range.as_deref() {
             Some([low, high]) if low.is_finite() && high.is_finite() && low < high => Some((*low, *high)),
@@ -159,19 +161,19 @@ async fn greet(
         };
         let fewer = reply.max_batch_samples.filter(|takes| *takes < most).map(|takes| {
             let name = &reward.name;
-            format!("reward '{name}': the service takes {takes} samples in one request, less than max_batch_samples ({most}): set it to {takes}")
+            format!("reward '{name}': the service accepts {takes} samples per request, fewer than max_batch_samples ({most}): set max_batch_samples to {takes}")
         });
         (range, fewer)
     });
     futures::future::join_all(asked).await
 }
 
-/// Everything that the engine's thread needs.
+/// Data that moves to the engine's thread.
 struct Probe {
     runtime: Handle,
     plan: Plan,
     rewards: Rewards,
-    /// Of the rows, in the dataset.
+    /// Indices of the rows in the dataset.
     numbers: Vec<u64>,
     prompts: Vec<PromptRow>,
     model_dir: PathBuf,
@@ -182,36 +184,36 @@ struct Probe {
 }
 
 impl Probe {
-    /// A look at one prompt, then at all of them in batches of the job's size, or of what the time permits.
+    /// Runs one prompt, then all prompts in batches of the job's size or of the size that the time allows.
     fn run(&self) -> ProbeReport {
         let asked = self.prompts.len();
         let batch = (self.plan.training.prompts_per_step as usize).clamp(1, asked.max(1));
-        let first = self.look(1, 1);
+        let first = self.run_steps(1, 1);
         let left = self.deadline.saturating_duration_since(Instant::now()).as_secs_f64() - first.loading_s();
         let affordable = (left * HEADROOM / first.step_s.max(1e-3)) as usize;
         let batch = batch.min(affordable);
-        // Rewards that had no value for the first prompt are not asked for the others.
+        // If the rewards had no value for the first prompt, they are not called for the others.
         let scored = first.observed.iter().any(|one| one.sample.reward.is_some());
-        let go_on = first.error.is_none() && first.is_whole() && scored && batch > 0 && asked > 1;
-        let (seen, error) = if go_on {
-            let second = self.look(batch, asked / batch);
+        let runs_again = first.error.is_none() && first.is_complete() && scored && batch > 0 && asked > 1;
+        let (run, error) = if runs_again {
+            let second = self.run_steps(batch, asked / batch);
             let error = second.error.clone();
-            // A second look that saw less (the limit came first) is worth less than the first.
+            // A second run that was cut short by the time limit and saw less is not used.
             (if second.observed.len() >= first.observed.len() { second } else { first }, error)
         } else {
             let error = first.error.clone();
             (first, error)
         };
-        let mut report = self.report(&seen, error);
-        report.complete = report.error.is_none() && seen.is_whole() && (go_on || asked == 1);
+        let mut report = self.report(&run, error);
+        report.complete = report.error.is_none() && run.is_complete() && (runs_again || asked == 1);
         report
     }
 
-    /// `steps` steps of `prompts_per_step` prompts each, of the loop that the job will run, without learning.
-    fn look(&self, prompts_per_step: usize, steps: usize) -> Look<'_> {
-        let plan = self.plan_of_look(prompts_per_step, steps);
+    /// Runs `steps` steps of the job's training loop with `prompts_per_step` prompts each, without learning.
+    fn run_steps(&self, prompts_per_step: usize, steps: usize) -> ProbeRun<'_> {
+        let plan = self.plan_of_run(prompts_per_step, steps);
         let used = (prompts_per_step * steps).min(self.prompts.len());
-        let mut look = Look::new(self, prompts_per_step, steps);
+        let mut run = ProbeRun::new(self, prompts_per_step, steps);
         let input = TrainInput {
             plan: &plan,
             model_dir: &self.model_dir,
@@ -225,32 +227,32 @@ impl Probe {
             device: &self.device,
             backend: None,
         };
-        if let Err(RunEnd::Failed(error)) = engine::train(input, &mut look) {
-            look.error = Some(explained(&error));
+        if let Err(RunEnd::Failed(error)) = engine::train(input, &mut run) {
+            run.error = Some(probe_error(&error));
         }
-        look
+        run
     }
 
-    fn plan_of_look(&self, prompts_per_step: usize, steps: usize) -> Plan {
+    fn plan_of_run(&self, prompts_per_step: usize, steps: usize) -> Plan {
         let mut plan = self.plan.clone();
         plan.eval = None;
-        // The base model is looked at.
+        // The preflight measures the base model, not the state after a warm-up.
         plan.warm_up = None;
         plan.rloo.steps_per_generation = 1;
         plan.rloo.num_iterations = 1;
-        // A refill would ask for the same few prompts again.
+        // Resampling would request the same few prompts again.
         plan.rloo.min_informative_groups = 0;
         plan.rloo.overlap = false;
-        // A look is too short for a diagnosis, and must not be ended by one.
+        // The run is too short for alert rules, and an alert must not end it.
         plan.early_stopping = None;
         plan.doctor.on_alert = OnAlert::Note;
         plan.doctor.rules.clear();
         plan.training.prompts_per_step = u32::try_from(prompts_per_step).unwrap_or(u32::MAX);
         plan.training.max_steps = steps as u64;
-        // The loop samples from its training stream: a seed from the stream `probe` keeps the two apart.
+        // The loop samples from its training stream; a seed from the stream `probe` separates the two.
         plan.training.seed = Key::new(plan.training.seed, Stream::Probe).bits();
         plan.training.shuffle_dataset = false;
-        // The chosen rows are taken one after another.
+        // The chosen rows are used in order.
         plan.dataset.sources.clear();
         plan.optimizer.learning_rate = 0.0;
         plan.optimizer.weight_decay = 0.0;
@@ -258,24 +260,24 @@ impl Probe {
         plan
     }
 
-    fn report(&self, seen: &Look<'_>, error: Option<ProbeError>) -> ProbeReport {
+    fn report(&self, run: &ProbeRun<'_>, error: Option<ProbeError>) -> ProbeReport {
         let names: Vec<String> = self.plan.rewards.iter().map(|reward| reward.name.clone()).collect();
-        let mut report = ProbeReport { error, warnings: seen.warnings.clone(), ..ProbeReport::default() };
-        report.observe(&names, num_generations(&self.plan), &seen.observed);
-        for (name, latencies) in &seen.latencies {
+        let mut report = ProbeReport { error, warnings: run.warnings.clone(), ..ProbeReport::default() };
+        report.observe(&names, num_generations(&self.plan), &run.observed);
+        for (name, latencies) in &run.latencies {
             let reward = report.rewards.entry(name.clone()).or_default();
             reward.latency_p50_s = median(latencies.clone());
             reward.latency_max_s = latencies.iter().copied().reduce(f64::max);
         }
-        report.step_seconds = seen.step_seconds();
+        report.step_seconds = run.step_seconds();
         let total = report.step_seconds.and_then(|seconds| seconds.total);
         report.eta_s = total.map(|total| total * self.plan.training.max_steps as f64);
-        report.samples = pick(&seen.observed, MAX_SAMPLES);
+        report.samples = pick(&run.observed, MAX_SAMPLES);
         report
     }
 }
 
-/// Some completions, spread evenly, with long texts cut.
+/// Returns `count` completions at even distances, with long texts truncated.
 fn pick(observed: &[Observed], count: usize) -> Vec<ProbedSample> {
     let count = count.min(observed.len());
     let cut = |text: &str| match text.char_indices().nth(MAX_SAMPLE_CHARS) {
@@ -289,8 +291,8 @@ fn pick(observed: &[Observed], count: usize) -> Vec<ProbedSample> {
     (0..count).map(sample).collect()
 }
 
-/// Why a look failed.
-fn explained(error: &EngineError) -> ProbeError {
+/// Converts an error of the engine into an error of the report.
+fn probe_error(error: &EngineError) -> ProbeError {
     let code = match error {
         EngineError::Host(failure) => failure.code.as_str(),
         EngineError::ModelNotFinite { .. } => "model_not_finite",

@@ -1,5 +1,5 @@
-//! A reward model with its text: conversations in, scores out. Used by a worker as a job's reward, and by
-//! `rlood reward-server`. Everything here blocks: callers in async code use `spawn_blocking`.
+//! A reward model with its tokenizer: scores conversations. Used for a job's `reward_model` reward and by `rlood
+//! reward-server`. The functions block: async code must call them in `spawn_blocking`.
 
 mod local;
 
@@ -17,62 +17,62 @@ use crate::spec::{ComputeDtype, RewardTextFormat};
 
 pub use local::LocalRewardModels;
 
-/// How a reward model is to be used.
+/// Settings of a reward model.
 #[derive(Debug, Clone)]
 pub struct ScorerOptions {
-    /// The model directory.
+    /// Directory of the model.
     pub dir: PathBuf,
-    /// What computes.
+    /// Backend that computes the scores.
     pub backend: BackendKind,
     /// Precision of a decoder's matrices.
     pub dtype: ComputeDtype,
-    /// Which score is the reward; may be left out where there is one.
+    /// Label whose score is the reward; optional if the model has one label.
     pub label: Option<String>,
-    /// What the model reads.
+    /// Format of the text that the model reads.
     pub format: RewardTextFormat,
-    /// Longer texts lose their beginning; None = as long as the model takes.
+    /// Maximum number of tokens; longer texts lose their beginning. `None` uses the model's maximum.
     pub max_length: Option<u32>,
     /// Variables of the chat template.
     pub chat_template_kwargs: Map<String, Value>,
 }
 
-/// Why a reward model cannot be used.
+/// Reason why a reward model cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum ScorerError {
-    /// Its files.
+    /// The model's files cannot be used.
     #[error("the reward model cannot be used")]
     Model(#[from] EngineError),
-    /// A setting does not fit the model.
+    /// A setting is not valid for the model.
     #[error("{0}")]
     Setting(String),
 }
 
-/// What is scored.
+/// A conversation to score.
 #[derive(Debug, Clone, Copy)]
 pub struct Conversation<'a> {
-    /// The prompt as chat messages, if it came as such.
+    /// The prompt as chat messages, if it was given in this form.
     pub messages: Option<&'a [Value]>,
     /// The prompt as text.
     pub prompt: &'a str,
-    /// The completion.
+    /// The completion to score.
     pub completion: &'a str,
 }
 
 /// The score of one conversation.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Scored {
-    /// The label's raw logit.
+    /// Raw logit of the label.
     pub reward: f64,
-    /// Every label's, where there are several.
+    /// Scores of all labels, if there are several.
     pub scores: Vec<(String, f64)>,
-    /// Tokens that the model read.
+    /// Number of tokens that the model read.
     pub num_tokens: usize,
-    /// The beginning of the text was cut off.
+    /// Whether the beginning of the text was cut off.
     pub truncated: bool,
 }
 
 impl Scored {
-    /// What is told beside the reward.
+    /// Returns the metrics that are reported with the reward.
     pub fn metrics(&self) -> Map<String, Value> {
         let mut metrics = Map::new();
         metrics.insert("num_tokens".to_owned(), json!(self.num_tokens));
@@ -84,7 +84,7 @@ impl Scored {
     }
 }
 
-/// A reward model, its tokenizer and its chat template.
+/// A reward model with its tokenizer and chat template.
 #[derive(Debug)]
 pub struct Scorer {
     model: RewardModel,
@@ -95,17 +95,17 @@ pub struct Scorer {
 }
 
 impl Scorer {
-    /// Load it. Takes as long as reading the weights.
+    /// Loads the model, which takes as long as reading the weights.
     ///
     /// # Errors
-    /// When the files or the options cannot be used; says which and what to do.
+    /// Fails when the files or the settings cannot be used; the message says which, and what to do.
     pub fn load(options: &ScorerOptions) -> Result<Scorer, ScorerError> {
         let ScorerOptions { dir, backend, dtype, label, format, max_length, chat_template_kwargs } = options;
         let card = ClassifierCard::read(dir).map_err(EngineError::from)?;
         let label = card.label_index(label.as_deref()).map_err(ScorerError::Setting)?;
         let max_tokens = max_length.map_or(card.max_tokens, |max| max as usize);
         if max_tokens == 0 || max_tokens > card.max_tokens {
-            let detail = format!("max_length is {max_tokens}; this model takes 1 to {}", card.max_tokens);
+            let detail = format!("max_length is {max_tokens}; for this model it must be 1 to {}", card.max_tokens);
             return Err(ScorerError::Setting(detail));
         }
         let text = read_text(dir, max_tokens).map_err(EngineError::from)?;
@@ -117,20 +117,20 @@ impl Scorer {
         Ok(Scorer { model, text, label, format: *format, chat_template_kwargs: chat_template_kwargs.clone() })
     }
 
-    /// What is known of the model.
+    /// Returns the model's metadata.
     pub fn card(&self) -> &ClassifierCard {
         self.model.card()
     }
 
-    /// The label whose score is the reward.
+    /// Returns the label whose score is the reward.
     pub fn label(&self) -> &str {
         &self.card().labels[self.label]
     }
 
-    /// Scores conversations; one that cannot be put into words for the model has an error of its own.
+    /// Scores conversations. A conversation that cannot be tokenized gets its own error.
     ///
     /// # Errors
-    /// When the model itself fails.
+    /// Fails when the model itself fails.
     pub fn score(&self, conversations: &[Conversation<'_>]) -> Result<Vec<Result<Scored, TextError>>, EngineError> {
         let texts: Vec<_> = conversations.iter().map(|conversation| self.ids(conversation)).collect();
         let readable: Vec<&[u32]> = texts.iter().flatten().map(|(ids, _)| ids.as_slice()).collect();
@@ -152,7 +152,7 @@ impl Scorer {
         Ok(scored)
     }
 
-    /// What the model reads of a conversation; and whether it had to be cut.
+    /// Returns the tokens of a conversation, and whether its beginning was cut off.
     fn ids(&self, conversation: &Conversation<'_>) -> Result<(Vec<u32>, bool), TextError> {
         let Conversation { messages, prompt, completion } = *conversation;
         let is_encoder = matches!(self.card().backbone, Backbone::Encoder(_));
@@ -162,12 +162,12 @@ impl Scorer {
             (RewardTextFormat::Auto, _) => RewardTextFormat::Text,
             (format, _) => format,
         };
-        // What a template writes has its special tokens; those of an encoder (its first token is scored) are the tokenizer's.
+        // A chat template writes special tokens itself. For an encoder, whose first token is scored, the tokenizer adds them.
         let (ids, truncated) = match format {
             RewardTextFormat::Chat => {
-                let said =
+                let content =
                     self.text.render_chat(&chat(messages, prompt, completion), false, &self.chat_template_kwargs)?;
-                self.text.encode_cut(&said, None, is_encoder)?
+                self.text.encode_cut(&content, None, is_encoder)?
             }
             RewardTextFormat::Pair => {
                 let prompt = plain(messages, prompt);
@@ -191,7 +191,8 @@ fn read_text(dir: &Path, max_tokens: usize) -> Result<Text, TextError> {
     Ok(text)
 }
 
-/// The whole conversation. A completion is a message of its own, also where the assistant spoke last: so was the policy asked.
+/// Returns the whole conversation. The completion is a separate message even after an assistant message,
+/// as in the policy's prompt.
 fn chat(messages: Option<&[Value]>, prompt: &str, completion: &str) -> Vec<Value> {
     let mut all = match messages {
         Some(messages) => messages.to_vec(),
@@ -201,11 +202,11 @@ fn chat(messages: Option<&[Value]>, prompt: &str, completion: &str) -> Vec<Value
     all
 }
 
-/// A prompt for models without a chat template: what its messages say, line by line.
+/// Returns a prompt for models without a chat template: the contents of its messages, one per line.
 fn plain<'a>(messages: Option<&[Value]>, prompt: &'a str) -> Cow<'a, str> {
     let Some(messages) = messages else { return prompt.into() };
-    let said: Vec<&str> = messages.iter().filter_map(|message| message["content"].as_str()).collect();
-    said.join("\n").into()
+    let content: Vec<&str> = messages.iter().filter_map(|message| message["content"].as_str()).collect();
+    content.join("\n").into()
 }
 
 #[cfg(test)]
@@ -213,7 +214,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_conversation_ends_with_the_completion_whoever_spoke_last() {
+    fn a_conversation_always_ends_with_the_completion() {
         let asked = [json!({"role": "system", "content": "be short"}), json!({"role": "user", "content": "2+2?"})];
         let whole = chat(Some(&asked), "ignored", "4");
         assert_eq!(whole[2], json!({"role": "assistant", "content": "4"}));

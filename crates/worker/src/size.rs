@@ -1,6 +1,6 @@
-//! Sizes as people write and read them.
+//! Parsing and formatting of sizes.
 
-/// Units of a size, in bytes. Those of two letters are decimal, as disks are sold; the others are powers of 1024.
+/// Units of a size, in bytes. Two-letter units are decimal, as for disks; the others are powers of 1024.
 const UNITS: [(&str, u64); 14] = [
     ("", 1),
     ("B", 1),
@@ -18,12 +18,14 @@ const UNITS: [(&str, u64); 14] = [
     ("TB", 1_000_000_000_000),
 ];
 
-/// A number of bytes, or a number with a unit: `512M`, `12G` (powers of 1024), `200GB` (powers of 1000).
+/// Parses a number of bytes, or a number with a unit: `512M`, `12G` (powers of 1024), `200GB` (powers of 1000).
 ///
 /// # Errors
-/// What to write instead.
+/// Returns the expected format.
 pub fn parse_size(text: &str) -> Result<u64, String> {
-    let refused = || format!("'{text}' is not a size: write bytes, or a number with a unit, 512M, 12G or 200GB");
+    let refused = || {
+        format!("'{text}' is not a size: must be a number of bytes, or a number with a unit such as 512M, 12G or 200GB")
+    };
     let trimmed = text.trim();
     let digits = trimmed.trim_end_matches(|c: char| !c.is_ascii_digit());
     let unit = trimmed.get(digits.len()..).unwrap_or_default().trim().to_ascii_uppercase();
@@ -32,11 +34,11 @@ pub fn parse_size(text: &str) -> Result<u64, String> {
     number.checked_mul(*bytes).ok_or_else(refused)
 }
 
-/// A size for people, in decimal units: `12.3 GB`.
+/// Formats a size in decimal units: `12.3 GB`.
 pub fn format_size(bytes: u64) -> String {
     let (mut value, mut unit) = (bytes as f64, "bytes");
     for larger in ["kB", "MB", "GB", "TB"] {
-        // Rounded, it would read 1000.
+        // A larger value would be rounded to 1000.
         if value < 999.5 {
             break;
         }
@@ -61,7 +63,7 @@ mod tests {
             assert_eq!(parse_size(text), Ok(bytes), "{text}");
         }
         for bad in ["", "G", "1.5G", "-1", "12 apples", "99999999999T"] {
-            assert!(parse_size(bad).unwrap_err().contains("write bytes"), "{bad}");
+            assert!(parse_size(bad).unwrap_err().contains("number of bytes"), "{bad}");
         }
     }
 

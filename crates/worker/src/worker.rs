@@ -1,25 +1,26 @@
-//! One process, one device: claim, engine thread, heartbeats and events, finish.
+//! The worker process: claims jobs and runs them on one device.
 //!
-//! A worker knows the server only through the worker protocol. Children of the server end when their standard input ends,
-//! that is, when the server dies; a worker started by hand goes on computing for 15 minutes without a server and
-//! commits nothing until its claim is confirmed. SIGTERM: checkpoint, requeue, leave with code 0 within the grace
-//! (`--grace-s`); the job of a worker started by hand is then `preempted`, which is never charged to it.
+//! A worker communicates with the server only through the worker protocol. Child processes of the server exit when their
+//! standard input closes, that is, when the server dies. A worker that was started separately continues to compute for 15
+//! minutes without a server, and commits nothing until its claim is confirmed. On SIGTERM the worker saves a checkpoint,
+//! requeues the job, and exits with code 0 within the grace period (`--grace-s`). The job of a separately started worker is
+//! then `preempted`, which does not count as a failed attempt.
 
 mod attempt;
 mod callbacks;
+mod checkpoint_schedule;
+mod claim_ref;
 mod client;
 mod client_error;
 mod clock;
 mod events;
 mod failure;
 mod fetch;
-mod held;
 mod host;
 mod job_models;
 mod journal;
 mod models;
 mod reports;
-mod saving;
 mod signals;
 #[cfg(test)]
 mod tests;
@@ -45,53 +46,53 @@ use crate::id::WorkerId;
 use crate::outgoing::OutgoingPolicy;
 use crate::protocol::{ClaimRequest, Finish, Outcome, PROTOCOL, Register, Registered};
 use crate::reward::client::{Pace, RewardClient};
-use client::{Client, ClientError, Held, persist};
+use client::{ClaimRef, Client, ClientError, with_retries};
 
-/// How long the server may hold a call for work.
+/// How long the server may hold a claim request, in milliseconds.
 const CLAIM_WAIT_MS: u64 = 20_000;
-/// Before another call for work after one that failed.
+/// Pause after a failed claim request.
 const CLAIM_RETRY: Duration = Duration::from_secs(1);
-/// For giving back a job that is not understood.
-const GIVE_BACK_WITHIN: Duration = Duration::from_secs(5);
-/// The code of a process whose server is gone.
+/// Time limit for returning a job that this version cannot run.
+const GIVE_BACK_TIMEOUT: Duration = Duration::from_secs(5);
+/// Exit code when the server is gone.
 const EXIT_ORPHAN: i32 = 3;
-/// The code of a process whose engine panicked: a panic's own.
+/// Exit code after a panic of the engine, the same as for any panic.
 const EXIT_PANIC: u8 = 101;
-/// The code of a process whose GPU failed.
+/// Exit code after a failure of the GPU.
 const EXIT_DEVICE: u8 = 4;
-/// The code of a process in which a built-in reward computes without an end.
+/// Exit code when a built-in reward does not stop computing.
 const EXIT_GRADING: u8 = 5;
 
-/// The engine, as the worker calls it: the seam where tests put another one.
+/// The engine's entry point. Tests replace it.
 type TrainFn = fn(TrainInput<'_>, &mut dyn Host) -> Result<(), RunEnd>;
 
-/// Why a worker could not run.
+/// Reason why a worker could not run.
 #[derive(Debug, thiserror::Error)]
 pub enum WorkerError {
-    /// A setting cannot be used.
+    /// A setting is not valid.
     #[error("{0}")]
     Setting(String),
-    /// The server does not want this worker.
+    /// The server rejects this worker.
     #[error("cannot work for {server}")]
     Server {
-        /// Its address.
+        /// Address of the server.
         server: String,
-        /// Why.
+        /// Error of the request.
         #[source]
         source: ClientError,
     },
     /// A system call failed.
     #[error("cannot {doing}")]
     System {
-        /// What was being done.
+        /// Name of the operation that failed.
         doing: &'static str,
-        /// Why.
+        /// Error of the operating system.
         #[source]
         source: std::io::Error,
     },
 }
 
-/// What a worker is, for all its attempts.
+/// State of a worker across all its attempts.
 struct Worker {
     client: Client,
     id: WorkerId,
@@ -99,37 +100,37 @@ struct Worker {
     device: String,
     threads: u32,
     scratch_dir: PathBuf,
-    /// Where fetched models lie and what they may take; None = of a server's own worker, which reads them where they are.
+    /// Directory and size limit of the model cache. `None` for a child of the server, which reads models at the server's paths.
     cache: Option<(PathBuf, Option<u64>)>,
     leaving: CancellationToken,
-    /// The machine is taken away: not its server's own shutdown, and no Ctrl-C.
+    /// Set on SIGTERM, when the machine is being taken away. Not set on Ctrl-C, or when the server itself shuts down.
     preempted: Arc<AtomicBool>,
-    /// From the signal on, until the process is gone.
+    /// Time from the signal until the process must exit.
     leave_within: Duration,
     heartbeat_ms: std::sync::atomic::AtomicU64,
     train: TrainFn,
-    /// Of the factor on its waits for rewards.
+    /// Factor on the waits for rewards.
     reward_pace: Pace,
-    /// Kept from job to job, while the rules on addresses stay the same.
+    /// Kept from job to job while the outgoing address policy stays the same.
     reward_client: Mutex<Option<RewardClient>>,
 }
 
-/// `rlood worker`: works until SIGTERM or SIGINT; code 0 then.
+/// Runs `rlood worker` until SIGTERM or SIGINT, and returns code 0 then.
 ///
 /// # Errors
-/// When the server refuses this worker or cannot be reached for a long time.
+/// Fails when the server rejects this worker or is unreachable for a long time.
 pub fn run(args: WorkerArgs) -> LocalBoxFuture<'static, Result<ExitCode, WorkerError>> {
-    // In a box: so this crate compiles the future, not each that polls it.
+    // Boxing the future compiles it in this crate, instead of in each crate that polls it.
     Box::pin(run_worker(args))
 }
 
 async fn run_worker(args: WorkerArgs) -> Result<ExitCode, WorkerError> {
     if args.child {
-        leave_with_server()?;
+        exit_with_server()?;
     }
-    end_on_panic();
+    exit_on_panic();
     let preempted = Arc::new(AtomicBool::new(false));
-    let leaving = leave_on_signal((!args.child).then(|| preempted.clone()))?;
+    let leaving = stop_on_signal((!args.child).then(|| preempted.clone()))?;
     let cache_dir = args.cache_dir.unwrap_or_else(|| default_cache_dir(args.scratch_dir.as_deref()));
     let cache_limit = args.cache_limit.filter(|bytes| *bytes > 0);
     let (scratch_dir, _scratch) = scratch_dir(args.scratch_dir)?;
@@ -180,14 +181,14 @@ impl Worker {
                     return Err(error);
                 }
                 Err(error @ ClientError::Claim { .. }) => {
-                    if let ClientError::Claim { held: Some(held), .. } = &error {
-                        self.give_back(**held).await;
+                    if let ClientError::Claim { claim_ref: Some(claim_ref), .. } = &error {
+                        self.give_back(**claim_ref).await;
                     }
                     return Err(error);
                 }
-                // A server that restarted has forgotten us: introduce ourselves again.
+                // A restarted server does not know this worker, so it must register again.
                 Err(error) => {
-                    tracing::warn!(error = with_causes(&error), "no answer to the call for work");
+                    tracing::warn!(error = with_causes(&error), "the claim request failed");
                     registered = false;
                     tokio::select! {
                         () = tokio::time::sleep(CLAIM_RETRY) => {}
@@ -209,32 +210,32 @@ impl Worker {
             protocol: PROTOCOL,
         };
         let Registered { heartbeat_ms, lease_ms, protocol } =
-            persist(|| self.client.register(&register), ClientError::is_transient).await?;
-        // One that compares numbers has refused by itself.
+            with_retries(|| self.client.register(&register), ClientError::is_transient).await?;
+        // A server that checks the protocol version has rejected the request itself.
         if protocol != PROTOCOL {
             return Err(ClientError::OtherProtocol(format!(
                 "the server is older than this worker (worker protocol {protocol}, this worker's is {PROTOCOL}): update \
                  and restart the server, or run the worker with its rlood"
             )));
         }
-        // A lease must hold a few heartbeats whatever the server says.
+        // A lease must cover several heartbeats, whatever the server says.
         let heartbeat_ms = heartbeat_ms.min(lease_ms / 3).max(50);
         self.heartbeat_ms.store(heartbeat_ms, Ordering::Relaxed);
         tracing::info!(worker = %self.id, device = self.device, threads = self.threads, "registered");
         Ok(())
     }
 
-    /// A job that this worker does not understand is another one's, or its own after an update.
-    async fn give_back(&self, held: Held) {
-        let finish = Finish { attempt: held.attempt, outcome: Outcome::Requeued };
-        let given = persist(|| self.client.finish(held, &finish), ClientError::is_transient);
-        // Without it the claim lapses, and the attempt counts.
-        if let Ok(Err(error)) = tokio::time::timeout(GIVE_BACK_WITHIN, given).await {
-            tracing::warn!(job = %held.job, error = with_causes(&error), "the job could not be given back");
+    /// Returns a job that this version cannot run to the queue, for another worker or for this one after an update.
+    async fn give_back(&self, claim_ref: ClaimRef) {
+        let finish = Finish { attempt: claim_ref.attempt, outcome: Outcome::Requeued };
+        let given = with_retries(|| self.client.finish(claim_ref, &finish), ClientError::is_transient);
+        // If this fails, the claim expires and the attempt counts as failed.
+        if let Ok(Err(error)) = tokio::time::timeout(GIVE_BACK_TIMEOUT, given).await {
+            tracing::warn!(job = %claim_ref.job, error = with_causes(&error), "the job could not be given back");
         }
     }
 
-    /// The connections of all its rewards.
+    /// Returns the connections shared by all rewards of this worker.
     fn reward_client(&self, policy: &OutgoingPolicy) -> Result<RewardClient, String> {
         let mut kept = self.reward_client.lock().unwrap_or_else(PoisonError::into_inner);
         match &*kept {
@@ -248,9 +249,9 @@ impl Worker {
     }
 }
 
-/// A panic anywhere but on the engine's threads, which report their own, ends the process: a worker whose heartbeats or events
-/// have died without a word would hold its job for nothing.
-fn end_on_panic() {
+/// Exits the process on a panic outside of the engine's threads, which report panics themselves. Otherwise a worker whose
+/// heartbeats or events have stopped would keep its job.
+fn exit_on_panic() {
     let report = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
         report(panic);
@@ -261,9 +262,9 @@ fn end_on_panic() {
     }));
 }
 
-/// The given directory, or one of our own that goes with us.
+/// Returns the given directory, or a temporary one that is removed on exit.
 fn scratch_dir(given: Option<PathBuf>) -> Result<(PathBuf, Option<tempfile::TempDir>), WorkerError> {
-    let system = |source| WorkerError::System { doing: "make the scratch directory", source };
+    let system = |source| WorkerError::System { doing: "create the scratch directory", source };
     match given {
         Some(dir) => {
             std::fs::create_dir_all(&dir).map_err(system)?;
@@ -276,8 +277,9 @@ fn scratch_dir(given: Option<PathBuf>) -> Result<(PathBuf, Option<tempfile::Temp
     }
 }
 
-/// `preempted` is set by SIGTERM; None = of a child, whose server sends it.
-fn leave_on_signal(preempted: Option<Arc<AtomicBool>>) -> Result<CancellationToken, WorkerError> {
+/// Cancels the returned token on SIGTERM or SIGINT. SIGTERM also sets `preempted`, which is `None` for a child, because the
+/// server sends the signal to it.
+fn stop_on_signal(preempted: Option<Arc<AtomicBool>>) -> Result<CancellationToken, WorkerError> {
     let system = |source| WorkerError::System { doing: "listen for signals", source };
     let mut terminate = signal(SignalKind::terminate()).map_err(system)?;
     let mut interrupt = signal(SignalKind::interrupt()).map_err(system)?;
@@ -298,9 +300,9 @@ fn leave_on_signal(preempted: Option<Arc<AtomicBool>>) -> Result<CancellationTok
     Ok(leaving)
 }
 
-/// Ends the process at once when standard input ends, whatever else is going on: the server is gone, and with it the
-/// claim that gives this process the right to work.
-fn leave_with_server() -> Result<(), WorkerError> {
+/// Exits the process as soon as standard input closes: the server is gone, and with it the claim that
+/// permits this process to work.
+fn exit_with_server() -> Result<(), WorkerError> {
     let watch = || {
         let mut stdin = std::io::stdin().lock();
         let mut byte = [0];
@@ -311,7 +313,7 @@ fn leave_with_server() -> Result<(), WorkerError> {
                 Ok(_) | Err(_) => {}
             }
         }
-        // Without a word: whoever read standard error is gone as well, and writing to it would fail.
+        // Nothing is logged, because the reader of standard error is gone too, and writing would fail.
         end_process(EXIT_ORPHAN);
     };
     std::thread::Builder::new()

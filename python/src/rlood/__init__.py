@@ -1,4 +1,4 @@
-"""RLOO training of language models: a client of the server, and the server itself in the package's binary."""
+"""RLOO training of language models: a client for the server, and the server itself as the package's binary."""
 
 from .client import Client
 from .errors import Error

@@ -1,4 +1,4 @@
-"""`python -m rlood …` is `rlood …`."""
+"""Runs the `rlood` binary: `python -m rlood …` is equivalent to `rlood …`."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""A client of rlood's HTTP API: the standard library only, dicts in and dicts out (types.py names their fields)."""
+"""A client for rlood's HTTP API. It uses only the standard library, and takes and returns dicts (see types.py)."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ Seconds = Optional[float]
 
 
 class Client:
-    """A client of the server given, of RLOOD_SERVER, of a profile of `rlood login`, or of http://127.0.0.1:8080."""
+    """A client for the given server, else RLOOD_SERVER, a profile of `rlood login`, or http://127.0.0.1:8080."""
 
     def __init__(self, server: Optional[str] = None, key: Optional[str] = None, profile: Optional[str] = None):
         found = Profile.find(server, key, profile)
         self.server, self._key, self._opener = found.server, found.key, opener(found)
 
     def _open(self, method: str, path: str, body=None, headers=None, timeout=TIMEOUT_S, **query: Any):
-        """Sends a request until it is answered or its error stands. `body` makes the bytes (or pieces) of each try."""
+        """Sends a request with retries. `body` creates the bytes (or chunks) for each attempt."""
         url = self.server + urllib.parse.quote(path) + query_string(query)
         headers = {"Accept": "application/json", "User-Agent": "rlood-python", **(headers or {})}
         if self._key:
@@ -46,7 +46,7 @@ class Client:
                 with answer:
                     error = Error.of(answer)
                 if method == "DELETE" and error.status == 404 and failed > 1:
-                    return io.BytesIO()  # an earlier try did it
+                    return io.BytesIO()  # an earlier attempt has deleted it
             except CUT as cause:
                 error = Error.unreachable(f"{method} {self.server}{path}", cause)
             if failed >= MOST_TRIES or not error.may_pass():
@@ -54,7 +54,7 @@ class Client:
             time.sleep(max(pause_s(failed), error.retry_after_s))
 
     def _call(self, method: str, path: str, body=None, headers=None, timeout=TIMEOUT_S, **query: Any) -> Any:
-        if method == "POST":  # the server does it once, however often it is sent
+        if method == "POST":  # with this key, the server executes a repeated request only once
             headers = {"Idempotency-Key": uuid.uuid4().hex, **(headers or {})}
         for failed in itertools.count(1):
             try:
@@ -63,18 +63,18 @@ class Client:
                 return json.loads(text) if text.strip() else None
             except CUT as cause:
                 if failed >= MOST_TRIES:
-                    raise Error(0, "interrupted", f"{method} {path}: the answer broke off: {cause}") from cause
+                    raise Error(0, "interrupted", f"{method} {path}: the response was interrupted: {cause}") from cause
                 time.sleep(pause_s(failed))
 
     def request(self, method: str, path: str, content: Any = None, timeout: float = TIMEOUT_S, **query: Any) -> Any:
-        """Any operation of the API: `request("POST", f"/jobs/{job}/cancel")`. Returns the answer's JSON, or None."""
+        """Calls any operation of the API: `request("POST", f"/jobs/{job}/cancel")`. Returns the response's JSON, or None."""
         if content is None:
             return self._call(method, path, timeout=timeout, **query)
         text = json.dumps(content).encode()
         return self._call(method, path, lambda: text, {"Content-Type": "application/json"}, timeout, **query)
 
     def pages(self, path: str, **query: Any) -> Iterator[Any]:
-        """All items of a list, page by page: `pages(f"/verdicts/{verdict}/rows", outcome="lost")`."""
+        """Yields all items of a list, page by page: `pages(f"/verdicts/{verdict}/rows", outcome="lost")`."""
         while True:
             page = self.request("GET", path, **query)
             yield from page["data"]
@@ -83,7 +83,7 @@ class Client:
             query["after"] = page["next"]
 
     def _until_over(self, timeout: Seconds, what: str, ask: Any) -> Any:
-        """Asks until the state is neither queued nor running."""
+        """Polls until the state is neither queued nor running."""
         end = None if timeout is None else time.monotonic() + timeout
         while True:
             left = LONGEST_WAIT_S if end is None else max(0.0, end - time.monotonic())
@@ -95,7 +95,7 @@ class Client:
             time.sleep(min(0.2, left))
 
     def submit(self, job: Union[types.JobSpec, Dict[str, Any], FilePath], wait: bool = False) -> types.Job:
-        """Submits a job: a dict, or a JSON, YAML or TOML file. With `wait`, returns it when it is over or paused."""
+        """Submits a job: a dict, or a JSON, YAML or TOML file. With `wait`, returns the job when it is finished or paused."""
         if isinstance(job, (str, os.PathLike)):
             text = Path(job).read_bytes()
             queued = self._call("POST", "/jobs", lambda: text, {"Content-Type": media_type(Path(job))})
@@ -104,22 +104,22 @@ class Client:
         return self.wait(queued["id"]) if wait else queued
 
     def job(self, id: str) -> types.Job:
-        """A job as it is now."""
+        """Returns the current state of a job."""
         return self.request("GET", f"/jobs/{id}")
 
     def jobs(self, limit: Optional[int] = None, **filters: Any) -> List[types.Job]:
-        """Jobs, newest first, those of `state="running"` or `model="org/name"` say."""
+        """Yields jobs, newest first, optionally filtered, for example by `state="running"` or `model="org/name"`."""
         return list(itertools.islice(self.pages("/jobs", **filters), limit))
 
     def wait(self, id: str, timeout: Seconds = None) -> types.Job:
-        """Returns a job when it is over, or paused. Raises TimeoutError after `timeout` seconds."""
+        """Returns a job when it is finished or paused. Raises TimeoutError after `timeout` seconds."""
         ask = lambda wait_s: self.request("GET", f"/jobs/{id}", wait=int(wait_s))  # noqa: E731
         return self._until_over(timeout, f"job {id}", ask)
 
     def watch(self, id: str, after: int = 0) -> Iterator[types.Event]:
-        """The events of a job after this `seq` as they happen, each once and in order, until the job is over.
+        """Yields the events of a job after this `seq` as they happen, each once and in order, until the job is finished.
 
-        Where the server has removed old ones, an event of type `removed` stands for all up to its `seq`."""
+        If the server has removed old events, an event of type `removed` replaces all events up to its `seq`."""
         failed = 0
         while True:
             headers, cause = {"Accept": "text/event-stream", "Last-Event-ID": str(after)}, "the stream ended"
@@ -139,20 +139,20 @@ class Client:
             time.sleep(pause_s(failed))
 
     def metrics(self, id: str, keys: Optional[List[str]] = None, **query: Any) -> List[types.MetricsRow]:
-        """The metrics by step, a dict each: `pandas.DataFrame(client.metrics(job))`."""
+        """Returns the metrics, one dict per step: `pandas.DataFrame(client.metrics(job))`."""
         return list(self.pages(f"/jobs/{id}/metrics", keys=keys, **query))
 
     def samples(self, id: str, limit: Optional[int] = 100, **filters: Any) -> List[types.Sample]:
-        """Completions with rewards: `step=40`, `phase="eval"`, `sort="worst"`, `q="text"`…; `limit=None` means all."""
+        """Returns completions with rewards: `step=40`, `phase="eval"`, `sort="worst"`, `q="text"`…; `limit=None` returns all."""
         size = min(limit or 100, 100)
         return list(itertools.islice(self.pages(f"/jobs/{id}/samples", **{**filters, "limit": size}), limit))
 
     def generate(self, id: str, prompt: Union[str, List[Dict[str, Any]]], **options: Any) -> types.GenerationResult:
-        """Completions of the base model and of a checkpoint: `checkpoint="best"`, `sampling={"temperature": 0}`…"""
+        """Generates with the base model and a checkpoint: `checkpoint="best"`, `sampling={"temperature": 0}`…"""
         return self.request("POST", f"/jobs/{id}/generate", {"prompt": prompt, **options}, timeout=WORK_TIMEOUT_S)
 
     def verdict(self, id: str, wait=True, new=False, timeout: Seconds = None, **request: Any) -> types.Verdict:
-        """Whether training made the model better: the newest verdict, or another (`new`, or `checkpoint="last"`…)."""
+        """Returns whether training improved the model: the newest verdict, or a new one (`new`, or `checkpoint="last"`…)."""
         try:
             found = None if new or request else self.request("GET", f"/jobs/{id}/verdict")
         except Error as error:
@@ -164,14 +164,14 @@ class Client:
         return self._until_over(timeout, f"verdict {found['id']}", ask) if wait else found
 
     def pull(self, id: str, to: FilePath, which: Optional[str] = None) -> Path:
-        """Downloads a job's adapter (`which`: "best", "last"; default: its result), a checkpoint or an export: a folder."""
+        """Downloads a job's adapter (`which`: "best", "last"; default: its result), a checkpoint or an export to a folder."""
         kinds = {"ckpt": f"/checkpoints/{id}/archive.tar", "exp": f"/exports/{id}/archive.tar"}
         path = kinds.get(id.split("_")[0], f"/jobs/{id}/adapter")
         read = lambda headers: self._open("GET", path, None, {"Accept": "*/*", **headers}, which=which)  # noqa: E731
         return download_folder(read, to)
 
     def export(self, checkpoint: str, to: FilePath, timeout: Seconds = None, **request: Any) -> types.Export:
-        """Merges a checkpoint, or a job's best, into its base model: a folder for transformers. `dtype="float32"`…"""
+        """Merges a checkpoint, or a job's best one, into its base model: a folder for transformers. `dtype="float32"`…"""
         if checkpoint.startswith("job_"):
             marked = self.request("GET", f"/jobs/{checkpoint}/summary")["checkpoints"]
             checkpoint = (marked["best"] or marked["last"] or {"id": checkpoint})["id"]
@@ -184,7 +184,7 @@ class Client:
         return export
 
     def upload_dataset(self, source: Union[FilePath, Rows], name: Optional[str] = None, **recipe: Any) -> types.Dataset:
-        """Uploads rows, or a file (JSON lines, JSON, CSV, TSV, parquet). `map`, `limit`, `seed` say what rows become."""
+        """Uploads rows or a file (JSON Lines, JSON, CSV, TSV, Parquet). `map`, `limit` and `seed` transform the rows."""
         if isinstance(source, (str, os.PathLike)):
             path = Path(source)
             file_name, size, pieces = path.name, path.stat().st_size, lambda: pieces_of(path)
@@ -195,6 +195,6 @@ class Client:
         return self._call("POST", "/datasets", *form(fields, file_name, size, pieces))
 
     def add_model(self, id: Optional[str] = None, source: Optional[FilePath] = None, **more: Any) -> types.Model:
-        """Registers a model: a folder of the server (`id` and `source`), or the hub's (`hub="org/name"`, `revision`)."""
+        """Registers a model: a folder on the server (`id` and `source`), or one of the Hub (`hub="org/name"`, `revision`)."""
         given = {"id": id, "source": source and os.fspath(source), **more}
         return self.request("POST", "/models", {name: value for name, value in given.items() if value is not None})

@@ -1,4 +1,4 @@
-"""How requests leave: over connections whose answer is read even when the server did not want all of a body."""
+"""HTTP connections that read the response even if the server rejects a body before it was sent completely."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from .profile import Profile
 
 
 class _HearsRefusals:
-    """A server that refuses a large upload answers and closes the connection. That answer says more than the broken pipe."""
+    """Ignores a broken pipe while sending: a server that rejects a large upload answers first, and the answer has the reason."""
 
     def send(self, data: Any) -> None:
         try:
             super().send(data)  # type: ignore[misc]
         except (BrokenPipeError, ConnectionResetError):
-            pass  # where there is no answer, reading it fails
+            pass  # if there is no response, reading it fails
 
 
 class _Connection(_HearsRefusals, http.client.HTTPConnection):
@@ -43,10 +43,10 @@ class _SecureHandler(urllib.request.HTTPSHandler):
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *_: Any) -> None:
-        return None  # the key is for one server alone
+        return None  # the key must be sent to one server only
 
 
 def opener(profile: Profile) -> urllib.request.OpenerDirector:
-    """Opens requests to a server: through the environment's proxies, unless the server is on this machine."""
+    """Returns an opener for requests to a server. It uses the environment's proxies unless the server is on this machine."""
     direct = [urllib.request.ProxyHandler({})] if profile.is_local() else []
     return urllib.request.build_opener(_Handler, _SecureHandler(profile.tls()), _NoRedirect, *direct)

@@ -1,4 +1,4 @@
-"""The error that every method of the client raises when the server refuses."""
+"""The error that the client's methods raise when the server rejects a request or cannot be reached."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Iterable, Optional
 from . import types
 
 LONGEST_RETRY_AFTER_S = 60.0
-# These pass in seconds, if the server does not say otherwise. 0: it could not be reached.
+# Status codes after which a retry may succeed, unless the server says otherwise. 0: the server could not be reached.
 PASSING = (0, 408, 425, 429, 500, 502, 503, 504)
 
 
 class Error(Exception):
-    """The server refused a request, or could not be reached (`status` is 0).
+    """The server rejected a request, or could not be reached (`status` is 0).
 
-    `code` is a stable word for programs, `detail` says what happened and what to do. `errors` lists everything that is
-    wrong with a request, each with its `pointer`. The server's log has the `request_id`.
+    `code` is a stable word for programs, `detail` describes the problem and what to do. `errors` lists every invalid field of
+    a request, each with its `pointer`. `request_id` identifies the request in the server's log.
     """
 
     def __init__(
@@ -37,10 +37,10 @@ class Error(Exception):
 
     @classmethod
     def of(cls, answer: urllib.error.HTTPError) -> Error:
-        """Reads the answer. A page that is no problem of the server's, a proxy's say, is quoted."""
+        """Creates the error from an HTTP response. Text that is not a problem document, such as a proxy's page, is quoted."""
         try:
             text = answer.read(1 << 20).decode(errors="replace")
-        except Exception:  # it broke off; the status is known
+        except Exception:  # the body was interrupted, but the status is known
             text = ""
         try:
             body = json.loads(text)
@@ -54,16 +54,16 @@ class Error(Exception):
 
     @classmethod
     def unreachable(cls, what: str, cause: Exception) -> Error:
-        """The error of a connection that failed."""
+        """Creates the error for a failed connection."""
         reason = getattr(cause, "reason", cause)
         if isinstance(reason, ConnectionRefusedError):
-            reason = f"{reason}: start a server with `rlood serve`, or name another address"
+            reason = f"{reason}: start a server with `rlood serve`, or use another address"
         error = cls(0, "unreachable", f"{what}: {reason}")
-        # A certificate does not become valid by waiting.
+        # Waiting does not make a certificate valid, so this is not retried.
         error.retryable = not isinstance(reason, ssl.SSLCertVerificationError)
         return error
 
     def may_pass(self) -> bool:
-        """Whether the same request may succeed in a moment."""
+        """Whether a retry of the same request may succeed."""
         passing = self.status in PASSING or self.code in ("body_interrupted", "idempotency_in_flight")
         return passing and self.retryable and self.retry_after_s <= LONGEST_RETRY_AFTER_S

@@ -1,4 +1,4 @@
-"""Which server a client talks to, and with which key: decided as the command line does."""
+"""Selects the server and the key of a client by the same rules as the command line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOCAL = "http://127.0.0.1:8080"
 
 
 class Profile(NamedTuple):
-    """A server and how to be allowed in."""
+    """The address of a server, and the credentials for it."""
 
     server: str
     key: Optional[str] = None
@@ -21,9 +21,9 @@ class Profile(NamedTuple):
 
     @classmethod
     def find(cls, server: Optional[str] = None, key: Optional[str] = None, profile: Optional[str] = None) -> Profile:
-        """The arguments, else RLOOD_SERVER, RLOOD_PROFILE and RLOOD_KEY, else the file of profiles, else this machine.
+        """Uses the arguments, else RLOOD_SERVER, RLOOD_PROFILE and RLOOD_KEY, else the file of profiles, else this machine.
 
-        A profile's key goes to the profile's server alone. An empty `key` means: none.
+        A profile's key is sent only to the profile's server. An empty `key` means that no key is sent.
         """
         named = profile
         if not server and not profile:
@@ -53,11 +53,11 @@ class Profile(NamedTuple):
         return chosen
 
     def is_local(self) -> bool:
-        """Whether the server is on this machine: no proxy stands in between."""
+        """Whether the server is on this machine, so that no proxy is used."""
         return urllib.parse.urlsplit(self.server).hostname in ("localhost", "127.0.0.1", "::1")
 
     def tls(self) -> ssl.SSLContext:
-        """The system's certificates, and the profile's."""
+        """Returns a TLS context with the system's certificates and the profile's."""
         context = ssl.create_default_context()
         if self.ca_file:
             context.load_verify_locations(self.ca_file)
@@ -78,7 +78,7 @@ def _profiles(needed: bool) -> Dict[str, Any]:
     except ImportError:
         if not needed:
             return {}
-        raise ValueError(f"{path} can be read by Python 3.11 or later only: give Client a server, or set RLOOD_SERVER") from None
+        raise ValueError(f"reading {path} requires Python 3.11 or later: pass a server to Client, or set RLOOD_SERVER") from None
     try:
         return tomllib.loads(path.read_text())
     except tomllib.TOMLDecodeError as error:

@@ -1,4 +1,4 @@
-"""The binary that the package brings, and a server of its own for notebooks and tests."""
+"""Locates the package's binary, and runs a temporary server for notebooks and tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ START_TIMEOUT_S, STOP_TIMEOUT_S = 30.0, 20.0
 
 
 def find_rlood_bin() -> str:
-    """The path of the `rlood` binary: RLOOD_BINARY's, the package's own, or the one on PATH."""
+    """Returns the path of the `rlood` binary: RLOOD_BINARY, the package's own, or the one on PATH."""
     if os.environ.get("RLOOD_BINARY"):
         return os.environ["RLOOD_BINARY"]
     package = Path(__file__).resolve().parent
@@ -41,19 +41,19 @@ def find_rlood_bin() -> str:
 
 @contextmanager
 def serve(data_dir: Optional[Union[str, os.PathLike]] = None, *arguments: str) -> Iterator[Client]:
-    """Runs a server on a free port of this machine, and stops it: `with rlood.serve() as client: …`.
+    """Runs a server on a free port of this machine and stops it at the end: `with rlood.serve() as client: …`.
 
-    Without a folder for its data, all of it is removed at the end. Further arguments are those of `rlood serve`.
+    Without a data folder, all data is removed at the end. Further arguments are passed to `rlood serve`.
     """
     with tempfile.TemporaryDirectory(prefix="rlood-") as own:
         log_path = Path(own) / "log"
-        # What the environment says to another server, its key above all, is not for this one.
+        # Variables for another server, above all its key, must not apply to this one.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RLOOD_")}
         folder = os.fspath(data_dir or Path(own) / "data")
         command = [find_rlood_bin(), "serve", "--listen", "127.0.0.1:0", "--data-dir", folder, *arguments]
         with open(log_path, "wb") as log:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
-        # A notebook whose kernel ends leaves the block without a word.
+        # A notebook whose kernel is stopped leaves the block without an exception.
         atexit.register(process.terminate)
         try:
             yield Client(_address(process, log_path), key="")
@@ -68,11 +68,11 @@ def serve(data_dir: Optional[Union[str, os.PathLike]] = None, *arguments: str) -
 
 
 def _address(process: subprocess.Popen, log: Path) -> str:
-    """Waits until the server says where it listens."""
+    """Waits until the server prints its address."""
     end = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < end and process.poll() is None:
         for line in log.read_text(errors="replace").split("\n")[:-1]:
             if line.startswith("listening on http"):
                 return line.split(" ")[2]
         time.sleep(0.02)
-    raise RuntimeError(f"the server did not start: {log.read_text(errors='replace')[-2000:].strip() or 'it said nothing'}")
+    raise RuntimeError(f"the server did not start: {log.read_text(errors='replace')[-2000:].strip() or 'it printed nothing'}")

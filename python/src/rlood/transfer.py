@@ -1,4 +1,4 @@
-"""What goes over the wire: queries, streams of events, forms, and archives that arrive whole or not at all."""
+"""Data formats of the API: queries, event streams, forms, and downloads of archives, which are complete or fail."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from typing import Any, Callable, Dict, Iterable, Iterator, Tuple, Union
 from .errors import Error
 
 FilePath = Union[str, "os.PathLike[str]"]
-CUT = (OSError, http.client.HTTPException)  # what a connection raises that fails or breaks off
+CUT = (OSError, http.client.HTTPException)  # exceptions of a connection that fails or is interrupted
 MOST_TRIES, DAMAGED_TRIES, PIECE_BYTES = 9, 3, 1 << 18
 
 
 def pause_s(failed: int) -> float:
-    """How long to wait after so many failures in a row: about 15 s in all, varied so that clients do not come back together."""
+    """Returns the wait after this many consecutive failures: about 15 s in total, with jitter so that clients do not retry together."""
     return min(5.0, 0.1 * 2**failed) * random.uniform(0.5, 1.0)
 
 
 def media_type(path: Path) -> str:
-    """What a job file is."""
+    """Returns the media type of a job file."""
     kinds = {".yaml": "application/yaml", ".yml": "application/yaml", ".toml": "application/toml"}
     return kinds.get(path.suffix.lower(), "application/json")
 
 
 def query_string(query: Dict[str, Any]) -> str:
-    """`?name=value…`; lists are joined by commas, None is left out."""
+    """Builds `?name=value…`. Lists are joined by commas, None is omitted."""
 
     def text(value: Any) -> str:
         if isinstance(value, (list, tuple)):
@@ -47,7 +47,7 @@ def query_string(query: Dict[str, Any]) -> str:
 
 
 def events(stream: Iterable[bytes]) -> Iterator[Tuple[str, Any]]:
-    """Names and data of server-sent events. One that a cut connection leaves unfinished is none."""
+    """Yields names and data of server-sent events. An event that an interrupted connection left incomplete is skipped."""
     name, data = "", []
     for line in stream:
         field, _, value = line.decode().rstrip("\r\n").partition(":")
@@ -63,7 +63,7 @@ def events(stream: Iterable[bytes]) -> Iterator[Tuple[str, Any]]:
 
 
 def form(fields: Dict[str, str], file_name: str, size_bytes: int, pieces: Callable[[], Iterable[bytes]]):
-    """A multipart form with one file: what makes its bytes, and its headers. The file is read as it is sent."""
+    """Returns a multipart form with one file: a function for its bytes, and its headers. The file is read while it is sent."""
     boundary = uuid.uuid4().hex
     begin = f"--{boundary}\r\nContent-Disposition: form-data; name="
     quoted = file_name.replace("\r", "").replace("\n", "").replace('"', "%22")
@@ -76,20 +76,20 @@ def form(fields: Dict[str, str], file_name: str, size_bytes: int, pieces: Callab
 
 
 def pieces_of(path: Path) -> Iterator[bytes]:
-    """The bytes of a file."""
+    """Yields the bytes of a file in chunks."""
     with open(path, "rb") as file:
         yield from iter(lambda: file.read(PIECE_BYTES), b"")
 
 
 def download_folder(open_range: Callable[[Dict[str, str]], Any], to: FilePath) -> Path:
-    """Downloads a tar of files and makes it the folder `to`, which must be new or empty.
+    """Downloads a tar archive and unpacks it as the folder `to`, which must be new or empty.
 
-    `open_range` opens the archive with these headers. What has arrived lies beside `to` as `.NAME.HASH.part`, and a transfer that
-    breaks off goes on from there, in this call or a later one. The entity tag is the hash of the files' names and hashes.
+    `open_range` opens the archive with these headers. The downloaded part is stored beside `to` as `.NAME.HASH.part`, and an
+    interrupted transfer resumes from it, in this call or a later one. The entity tag is the hash of the files' names and hashes.
     """
     to = Path(os.path.abspath(to))
     if to.exists() and not (to.is_dir() and not any(to.iterdir())):
-        raise FileExistsError(f"{to} exists: remove it or name another folder")
+        raise FileExistsError(f"{to} exists: remove it or choose another folder")
     to.parent.mkdir(parents=True, exist_ok=True)
     damaged = 0
     while True:
@@ -100,16 +100,16 @@ def download_folder(open_range: Callable[[Dict[str, str]], Any], to: FilePath) -
         except (ValueError, tarfile.TarError) as damage:
             damaged += 1
             if damaged >= DAMAGED_TRIES:
-                raise Error(0, "damaged", f"the archive for {to} arrived damaged {damaged} times: {damage}") from damage
+                raise Error(0, "damaged", f"the archive for {to} was corrupted {damaged} times: {damage}") from damage
         finally:
             part.unlink()
 
 
 def _download(open_range: Callable[[Dict[str, str]], Any], to: Path) -> Tuple[Path, str]:
-    """The whole archive as a file, and its entity tag."""
+    """Returns the complete archive as a file, and its entity tag."""
     failed, furthest = 0, 0
     while True:
-        # A byte of it tells its size and version. (A refusal of HEAD would not say why.)
+        # Requesting one byte gets the size and the version. A rejected HEAD request would not contain the reason.
         with open_range({"Range": "bytes=0-0"}) as first:
             tag, length = first.headers["ETag"], first.headers["Content-Range"] or first.headers["Content-Length"]
         size = int(length.rsplit("/")[-1])
@@ -139,7 +139,7 @@ def _download(open_range: Callable[[Dict[str, str]], Any], to: Path) -> Tuple[Pa
 
 
 def _unpack(archive: Path, to: Path, tag: str) -> None:
-    """Unpacks beside `to` and renames. Raises ValueError where the files are not those of the entity tag."""
+    """Unpacks beside `to` and renames the folder. Raises ValueError if the files do not match the entity tag."""
     identity = hashlib.sha256()
     with tempfile.TemporaryDirectory(dir=to.parent, prefix=f".{to.name}.") as own, tarfile.open(archive, "r:") as tar:
         folder = Path(own) / "files"

@@ -253,7 +253,7 @@ fn unusable(id: &str, detail: &str) -> Problem {
 pub(in crate::http) fn problem(error: &HubError) -> Problem {
     let detail = error.to_string();
     let (code, item) = match error {
-        error if error.may_pass() => (Code::HubUnreachable, "hub_unreachable"),
+        error if error.is_transient() => (Code::HubUnreachable, "hub_unreachable"),
         HubError::Offline { .. } => (Code::InvalidModel, "hub_offline"),
         HubError::Gated { .. } => (Code::InvalidModel, "gated"),
         HubError::NoRepository { .. } => (Code::InvalidModel, "unknown_repository"),

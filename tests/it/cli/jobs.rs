@@ -93,7 +93,7 @@ async fn a_server_that_is_not_there_or_not_open_has_its_own_exit_code() {
     let (_server, mut user) = start("none");
     user.run(&["show", "job_01jd0000000000000000000000"]).failed(3, "request req_");
     let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-    user.run(&["list", "--server", &format!("http://{free}")]).failed(5, "no server answers");
+    user.run(&["list", "--server", &format!("http://{free}")]).failed(5, "cannot connect");
     user.run(&["list", "--server", "nonsense"]).failed(2, "'nonsense'");
     user.run(&["list", "--state", "asleep"]).failed(2, "asleep");
     user.run(&["keys", "create", "--scopes", "admin", "--data-dir", "data"]).ok();

@@ -25,7 +25,7 @@ async fn a_job_is_named_by_its_id_its_beginning_its_name_or_last() {
     ambiguous.failed(2, "3 jobs");
     assert_eq!(server.get(&format!("/jobs/{first}")).await["state"], json!("queued"), "nothing was cancelled");
     user.run(&["show", &first[..9]]).failed(2, "at least 6 characters");
-    user.run(&["show", "nobody"]).failed(3, "no job is called 'nobody'");
+    user.run(&["show", "nobody"]).failed(3, "job 'nobody' not found");
     user.run(&["show", "job_zzzzzzzz"]).failed(3, "");
     user.run(&["pull", "twin@first"]).failed(2, "@best");
     user.run(&["pull", &format!("{first}@last")]).failed(3, "no checkpoint yet");

@@ -50,9 +50,9 @@ async fn a_checkpoint_is_pulled_by_its_name_and_verified() {
     assert!(user.path("all/manifest.json").is_file() && user.path("all/optimizer.safetensors").is_file());
     let step = checkpoints.iter().find(|one| one["id"] == result).unwrap()["step"].clone();
     assert_eq!(user.run(&["pull", &id]).ok().trim(), format!("{id}-step{step}"));
-    assert!(user.run(&["pull", newest, "-o", "ckpt"]).err.contains("there already"));
+    assert!(user.run(&["pull", newest, "-o", "ckpt"]).err.contains("already downloaded"));
     user.write("ckpt/adapter_config.json", "{}");
-    user.run(&["pull", newest, "-o", "ckpt"]).failed(2, "holds something else");
+    user.run(&["pull", newest, "-o", "ckpt"]).failed(2, "with different content");
     assert_eq!(std::fs::read_to_string(user.path("ckpt/adapter_config.json")).unwrap(), "{}", "it is left as it was");
     user.run(&["pull", &format!("{id}@3")]).failed(3, "steps 4, 2");
     user.run(&["pull", "ckpt_01jd0000000000000000000000"]).failed(3, "");

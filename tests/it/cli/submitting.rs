@@ -29,7 +29,7 @@ async fn local_files_become_datasets_each_content_once() {
     assert_eq!((&plan["dataset"]["num_rows"], &plan["eval"]["dataset"]["num_rows"]), (&json!(3), &json!(1)));
 
     let again = user.run(&["submit", "jobs/job.json"]);
-    assert!(!again.err.contains("uploading") && again.err.contains("there already"), "{again:?}");
+    assert!(!again.err.contains("uploading") && again.err.contains("uploaded before"), "{again:?}");
     // Another user, and other bytes of the same rows: the server's list has their hash.
     std::fs::remove_dir_all(user.path(".local")).unwrap();
     user.write("same.json", "[{\"prompt\": \"Say one.\"}, {\"prompt\": \"Say two.\"},\n {\"prompt\": \"Say three.\"}]");
@@ -63,7 +63,7 @@ async fn sources_of_a_list_and_a_file_of_the_command_line_are_uploaded() {
     assert_eq!(rows, json!(1));
 
     for (dataset, said) in [
-        (json!("missing.jsonl"), "no file"),
+        (json!("missing.jsonl"), "not found"),
         (json!({"file": 7}), "must be the path"),
         (json!({"file": "a.jsonl", "map": {"promt": "x"}}), "unknown field `promt`"),
         (json!({"file": "a.jsonl", "name": "x"}), "name"),
@@ -74,7 +74,7 @@ async fn sources_of_a_list_and_a_file_of_the_command_line_are_uploaded() {
     user.write("broken.csv", "answer\n1\n");
     user.write("bad.json", with_dataset(json!("broken.csv")).to_string());
     let refused = user.run(&["submit", "bad.json"]);
-    refused.failed(2, "broken.csv was refused");
+    refused.failed(2, "the server rejected broken.csv");
     assert!(refused.err.contains("prompt"), "{refused:?}");
 }
 
@@ -117,7 +117,7 @@ async fn a_job_is_json_yaml_or_toml_and_settings_change_it() {
     }
     assert_eq!(server.get("/jobs").await["data"].as_array().unwrap().len(), 3, "none of these was submitted");
     user.run_with(&["submit", "-"], "model: [").failed(2, "standard input");
-    user.run_with(&["submit", "-"], "[1, 2]").failed(2, "a job is an object");
+    user.run_with(&["submit", "-"], "[1, 2]").failed(2, "a job must be an object");
     user.run(&["submit", "nothing.yaml"]).failed(2, "nothing.yaml");
 
     let mut child = user.command(&["submit", "job.toml", "--idempotency-key", "k1"]);
@@ -154,5 +154,5 @@ async fn a_local_model_folder_is_registered_on_this_machine() {
     assert_eq!(server.get(&format!("/jobs/{id}")).await["plan"]["model"]["id"], json!("folder-model"));
     job["model"] = json!("./no-such-folder");
     user.write("job.json", job.to_string());
-    user.run(&["submit", "job.json"]).failed(2, "no folder");
+    user.run(&["submit", "job.json"]).failed(2, "not found");
 }

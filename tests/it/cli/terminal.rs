@@ -101,7 +101,7 @@ async fn ctrl_c_detaches_and_the_job_goes_on() {
         terminal.types("\u{3}");
         let (code, shown) = terminal.ends();
         assert_eq!(code, 130, "{arguments:?}: {shown}");
-        assert!(shown.contains("the job goes on") && shown.contains(&format!("rlood cancel {id}")), "{shown}");
+        assert!(shown.contains("the job keeps running") && shown.contains(&format!("rlood cancel {id}")), "{shown}");
     }
     let before = server.get(&format!("/jobs/{id}")).await;
     assert!(before["state"] == "running" && before["requested"].is_null(), "{before}");

@@ -1,4 +1,4 @@
-//! `rlood compare`: jobs side by side.
+//! `rlood compare`: shows jobs side by side.
 
 use clap::Args;
 use serde_json::Value;
@@ -11,21 +11,21 @@ use crate::output::{NONE, Table, clean, shown};
 /// Flags of `rlood compare`.
 #[derive(Debug, Clone, Args)]
 pub struct Compare {
-    /// The jobs, two or more: ids, beginnings of ids, names, or @last.
+    /// Jobs to compare, two or more: an id, the beginning of an id, a name, or @last.
     #[arg(value_name = "JOB", num_args = 1.., required = true, add = super::completions::jobs())]
     pub jobs: Vec<String>,
 
-    /// Metrics by step to show beside the settings, comma-separated.
+    /// Metrics to show above the settings, as a comma-separated list.
     #[arg(long, value_delimiter = ',', default_value = "reward,eval_reward,kl", value_name = "NAME,…")]
     pub keys: Vec<String>,
 
-    /// The server and the output.
+    /// Flags for the server and the output.
     #[command(flatten)]
     pub common: Common,
 }
 
 /// # Errors
-/// When one of the jobs does not exist.
+/// Fails when one of the jobs does not exist.
 pub async fn run(context: &Context, args: &Compare) -> Result<u8, CliError> {
     let ids = names::jobs(context, &args.jobs).await?;
     let ids = ids.iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
@@ -64,7 +64,7 @@ pub async fn run(context: &Context, args: &Compare) -> Result<u8, CliError> {
             };
             let cells: Vec<Option<f64>> = (0..list("jobs").len()).map(values).collect();
             if cells.iter().any(Option::is_some) {
-                let cells = cells.into_iter().map(crate::output::figure_or_none);
+                let cells = cells.into_iter().map(crate::output::format_optional);
                 table.row(std::iter::once(format!("{} {label}", clean(key))).chain(cells));
             }
         }
@@ -75,7 +75,7 @@ pub async fn run(context: &Context, args: &Compare) -> Result<u8, CliError> {
     }
     table.print(&context.out)?;
     for key in list("unknown_keys") {
-        context.out.note(format!("none of the jobs has the metric '{}'", shown(key)));
+        context.out.note(format!("no job has the metric '{}'", shown(key)));
     }
     Ok(0)
 }

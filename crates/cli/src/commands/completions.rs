@@ -1,4 +1,4 @@
-//! `rlood completions`: a shell completes commands, flags, and the ids and names of jobs, which it asks the server for.
+//! `rlood completions`: prints a script with which a shell completes commands, flags, and job ids that the server lists.
 
 use std::time::Duration;
 
@@ -13,27 +13,27 @@ use crate::follow::text;
 use crate::profiles::Profiles;
 use crate::target::{Flags, Target, Variables, is_loopback};
 
-/// The variable by which a shell asks the program.
+/// Environment variable that tells `rlood` to print completions instead of running a command.
 pub const VARIABLE: &str = "COMPLETE";
-/// How long a user waits for a server.
-const LIMIT: Duration = Duration::from_secs(1);
-/// Jobs that are offered, the newest ones.
-const OFFERED: usize = 50;
+/// Time limit for the request to the server, since the user is waiting at the prompt.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
+/// The largest number of jobs to offer as completions, newest first.
+const MAX_CANDIDATES: usize = 50;
 
 /// Flags of `rlood completions`.
 #[derive(Debug, Clone, Args)]
 pub struct Completions {
-    /// The shell: bash, zsh, fish, powershell or elvish. `source <(rlood completions bash)` in ~/.bashrc switches it on.
+    /// Shell to print the script for. To enable completion in bash, add `source <(rlood completions bash)` to ~/.bashrc.
     #[arg(value_name = "SHELL", value_parser = ["bash", "zsh", "fish", "powershell", "elvish"])]
     pub shell: String,
 }
 
 /// # Errors
-/// When the script cannot be written.
+/// Fails when the script cannot be written.
 pub fn run(args: &Completions) -> Result<u8, CliError> {
     let shells = Shells::builtins();
     let Some(shell) = shells.completer(&args.shell) else {
-        return Err(CliError::Usage(format!("{} is not a shell that is known here", args.shell)));
+        return Err(CliError::Usage(format!("the shell '{}' is not supported", args.shell)));
     };
     let mut script = Vec::new();
     let written = shell.write_registration(VARIABLE, "rlood", "rlood", "rlood", &mut script);
@@ -43,18 +43,18 @@ pub fn run(args: &Completions) -> Result<u8, CliError> {
     Ok(0)
 }
 
-/// Completes the name of a job.
+/// Offers job ids for the completion of an argument.
 pub fn jobs() -> ArgValueCandidates {
     ArgValueCandidates::new(candidates)
 }
 
-/// Jobs of the server that the environment and the profiles name. Whatever fails, nothing is said: a user types.
+/// Lists jobs of the server that the environment and the profiles select. Errors are ignored, because an error message would
+/// disturb the command line that the user is typing.
 fn candidates() -> Vec<CompletionCandidate> {
-    let mut found =
-        vec![CompletionCandidate::new("@last").help(Some("the job that was submitted last from here".into()))];
+    let mut found = vec![CompletionCandidate::new("@last").help(Some("the most recently submitted job".into()))];
     let Ok(runtime) = tokio::runtime::Builder::new_current_thread().enable_all().build() else { return found };
-    let listed = runtime.block_on(async { tokio::time::timeout(LIMIT, newest()).await.ok().flatten() });
-    // A request that nobody waits for may still be looking up a name.
+    let listed = runtime.block_on(async { tokio::time::timeout(REQUEST_TIMEOUT, newest()).await.ok().flatten() });
+    // A request that timed out may still be resolving a host name, so the runtime must not wait for it.
     runtime.shutdown_background();
     found.extend(listed.into_iter().flatten());
     found
@@ -72,7 +72,7 @@ async fn newest() -> Option<Vec<CompletionCandidate>> {
     if is_loopback(&target.server) {
         builder = builder.no_proxy();
     }
-    let page = builder.build().ok()?.raw_get(&["jobs"]).query("limit", OFFERED).page(None).await.ok()?.0;
+    let page = builder.build().ok()?.raw_get(&["jobs"]).query("limit", MAX_CANDIDATES).page(None).await.ok()?.0;
     let candidate = |job: &serde_json::Value| {
         let id = text(job, "id").parse::<JobId>().ok()?.to_string();
         let name = job["name"].as_str().map(|name| format!(" {}", crate::output::clean(name))).unwrap_or_default();

@@ -1,4 +1,4 @@
-//! `rlood datasets`: list, upload, show, rows, remove.
+//! `rlood datasets`: lists, uploads, shows and removes datasets.
 
 use std::path::{Path, PathBuf};
 
@@ -13,16 +13,16 @@ use crate::error::CliError;
 use crate::follow::text;
 use crate::job_file::uploads;
 use crate::listing::Listing;
-use crate::output::{Table, ago, clean, shown, size};
+use crate::output::{Table, clean, format_age, format_bytes, shown};
 
 /// Flags of `rlood datasets`.
 #[derive(Debug, Clone, Args)]
 pub struct Datasets {
-    /// What to do.
+    /// The action to run.
     #[command(subcommand)]
     pub action: Action,
 
-    /// The server and the output.
+    /// Flags for the server and the output.
     #[command(flatten)]
     pub common: Common,
 }
@@ -32,28 +32,28 @@ pub struct Datasets {
 pub enum Action {
     /// List the datasets, newest first.
     List {
-        /// Print the ids alone, one a line.
+        /// Print only the ids, one per line.
         #[arg(short, long)]
         quiet: bool,
     },
-    /// Upload a file of rows, or find it there by its content. Prints the dataset's id.
+    /// Upload a file of rows and print the dataset's id. A file that was uploaded before is not uploaded again.
     Upload(Upload),
-    /// Show a dataset.
+    /// Show a dataset's columns, size and hash.
     Show {
-        /// The dataset: its id, or a name that only one has.
+        /// Dataset: its id, or its name if the name is unique.
         dataset: String,
     },
-    /// Print rows of a dataset, one JSON object a line.
+    /// Print rows of a dataset as JSON, one row per line.
     Rows {
-        /// The dataset: its id, or a name that only one has.
+        /// Dataset: its id, or its name if the name is unique.
         dataset: String,
-        /// Rows to print, the first ones; 0 = all.
+        /// Number of rows to print, from the first row; 0 prints all rows.
         #[arg(long, default_value_t = 10, value_name = "N")]
         limit: usize,
     },
-    /// Delete datasets that no job needs.
+    /// Delete datasets that no job uses.
     Remove {
-        /// The datasets: ids, or names that only one has.
+        /// Datasets: ids, or names that are unique.
         #[arg(required = true, num_args = 1.., value_name = "DATASET")]
         datasets: Vec<String>,
     },
@@ -62,37 +62,38 @@ pub enum Action {
 /// Flags of `rlood datasets upload`.
 #[derive(Debug, Clone, Args)]
 pub struct Upload {
-    /// The file: ndjson, JSON, CSV, TSV, each also packed with gzip or zstd, or parquet.
+    /// File of rows: NDJSON, JSON, CSV or TSV, optionally compressed with gzip or zstd, or Parquet.
     #[arg(value_name = "FILE")]
     pub file: PathBuf,
 
-    /// Name of the dataset. Default: the file's.
+    /// Name of the dataset. Default: the file's name.
     #[arg(long, value_name = "NAME")]
     pub name: Option<String>,
 
-    /// What each row becomes: JSON, or a file with JSON, YAML or TOML, as `map` of a job's dataset.
+    /// Mapping from the file's columns to the fields of a row, like `map` of a job's dataset: inline JSON, or a
+    /// JSON, YAML or TOML file.
     #[arg(long, value_name = "JSON|FILE")]
     pub map: Option<String>,
 
-    /// Column, path or template that is the prompt.
+    /// Column, path or template that gives the prompt.
     #[arg(long, value_name = "COLUMN")]
     pub prompt: Option<String>,
 
-    /// System message, put in front of each prompt.
+    /// System message to put before each prompt.
     #[arg(long, value_name = "TEXT")]
     pub system: Option<String>,
 
-    /// Rows to keep at most, the first ones.
+    /// Maximum number of rows to keep, from the first row.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub limit: Option<u64>,
 
-    /// With --limit: keep a sample of all rows, drawn with this seed.
+    /// Seed for a random sample of --limit rows. Default: the first rows.
     #[arg(long, value_name = "N", requires = "limit")]
     pub seed: Option<u64>,
 }
 
 /// # Errors
-/// When there is no such dataset, or its rows cannot be used.
+/// Fails when the dataset does not exist or its rows cannot be used.
 pub async fn run(context: &Context, args: &Datasets) -> Result<u8, CliError> {
     match &args.action {
         Action::List { quiet } => list(context, *quiet).await?,
@@ -121,7 +122,7 @@ pub async fn run(context: &Context, args: &Datasets) -> Result<u8, CliError> {
     Ok(0)
 }
 
-/// A dataset by its id or its name.
+/// Finds a dataset by its id or its name, and returns its id.
 async fn find(context: &Context, word: &str) -> Result<String, CliError> {
     if word.parse::<DatasetId>().is_ok() {
         return Ok(word.to_owned());
@@ -129,14 +130,15 @@ async fn find(context: &Context, word: &str) -> Result<String, CliError> {
     let named = |dataset: &Value| dataset["name"].as_str() == Some(word);
     let listing = Listing::read_where(context.client.raw_get(&["datasets"]), 0, named).await?;
     match listing.items.as_slice() {
-        [] => {
-            Err(CliError::NotFound(format!("no dataset is called '{}': `rlood datasets list` shows them", clean(word))))
-        }
+        [] => Err(CliError::NotFound(format!(
+            "dataset '{}' not found; `rlood datasets list` lists all datasets",
+            clean(word)
+        ))),
         [dataset] => Ok(text(dataset, "id").to_owned()),
         several => {
             let ids: Vec<&str> = several.iter().map(|dataset| text(dataset, "id")).collect();
             Err(CliError::Usage(format!(
-                "'{}' is the name of {} datasets; give the id of one: {}",
+                "{1} datasets are named '{0}'; use the id of one of them: {2}",
                 clean(word),
                 several.len(),
                 ids.join(", ")
@@ -154,7 +156,7 @@ async fn list(context: &Context, quiet: bool) -> Result<(), CliError> {
         return listing.items.iter().try_for_each(|dataset| context.out.line(text(dataset, "id")));
     }
     if listing.items.is_empty() {
-        context.out.note("no datasets: `rlood datasets upload FILE` makes one");
+        context.out.note("no datasets yet; upload one with `rlood datasets upload FILE`");
         return Ok(());
     }
     let mut table = Table::new(&["id", "rows", "size", "uploaded", "name"]);
@@ -162,8 +164,8 @@ async fn list(context: &Context, quiet: bool) -> Result<(), CliError> {
         table.row([
             shown(&dataset["id"]),
             shown(&dataset["num_rows"]),
-            size(dataset["size_bytes"].as_u64().unwrap_or(0)),
-            ago(&dataset["created_at"]),
+            format_bytes(dataset["size_bytes"].as_u64().unwrap_or(0)),
+            format_age(&dataset["created_at"]),
             shown(&dataset["name"]),
         ]);
     }
@@ -180,13 +182,13 @@ async fn upload(context: &Context, args: &Upload) -> Result<(), CliError> {
     context.out.line(id)
 }
 
-/// What the flags say of the rows.
+/// Builds the recipe for the rows from the flags; `None` when the rows are uploaded unchanged.
 fn recipe(args: &Upload) -> Result<Option<Recipe>, CliError> {
     let Upload { file: _, name: _, map, prompt, system, limit, seed } = args;
     let mut value = match map {
         None => json!({}),
         Some(text) if text.trim_start().starts_with('{') => rlood_types::json::read(text.as_bytes())
-            .map_err(|error| CliError::Usage(format!("--map is not JSON: {error}")))?,
+            .map_err(|error| CliError::Usage(format!("--map is not valid JSON: {error}")))?,
         Some(path) => {
             let text = std::fs::read_to_string(Path::new(path));
             let text = text.map_err(|error| CliError::Usage(format!("--map: cannot read {path}: {error}")))?;
@@ -215,9 +217,9 @@ fn show(context: &Context, dataset: &Value) -> Result<(), CliError> {
     line("dataset", shown(&dataset["id"]))?;
     line("name", shown(&dataset["name"]))?;
     line("rows", shown(&dataset["num_rows"]))?;
-    line("size", size(dataset["size_bytes"].as_u64().unwrap_or(0)))?;
+    line("size", format_bytes(dataset["size_bytes"].as_u64().unwrap_or(0)))?;
     let columns = dataset["columns"].as_array().into_iter().flatten().map(shown);
     line("columns", columns.collect::<Vec<_>>().join(", "))?;
     line("sha256", shown(&dataset["sha256"]))?;
-    line("uploaded", ago(&dataset["created_at"]))
+    line("uploaded", format_age(&dataset["created_at"]))
 }

@@ -1,4 +1,4 @@
-//! `rlood events`: what happened to a job.
+//! `rlood events`: prints a job's events.
 
 use clap::Args;
 use rlood_client::JobUpdate;
@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use crate::context::{Common, Context};
 use crate::error::CliError;
-use crate::follow::{Patience, detached, exit_code, report_outcome};
+use crate::follow::{OutageRetry, detached, exit_code, report_outcome};
 use crate::listing::Listing;
 use crate::names;
 use crate::output::{clean, shown};
@@ -15,25 +15,25 @@ use crate::output::{clean, shown};
 /// Flags of `rlood events`.
 #[derive(Debug, Clone, Args)]
 pub struct Events {
-    /// The job: its id, at least 6 characters of it after job_, its name, or @last.
+    /// Job: its id, at least 6 characters of the id after job_, its name, or @last.
     #[arg(value_name = "JOB", add = super::completions::jobs())]
     pub job: String,
 
-    /// Go on until the job is over, and end with its exit code. Ctrl-C detaches: the job goes on.
+    /// Print new events until the job finishes, then exit with the job's exit code. Ctrl-C detaches without stopping the job.
     #[arg(short, long)]
     pub follow: bool,
 
-    /// Only events after this one, by its number.
+    /// Print only events after this sequence number.
     #[arg(long, default_value_t = 0, value_name = "SEQ", value_parser = clap::value_parser!(i64).range(0..))]
     pub after: i64,
 
-    /// The server and the output.
+    /// Flags for the server and the output.
     #[command(flatten)]
     pub common: Common,
 }
 
 /// # Errors
-/// When there is no such job, or on Ctrl-C.
+/// Fails when the job does not exist, or on Ctrl-C.
 pub async fn run(context: &Context, args: &Events) -> Result<u8, CliError> {
     let id = names::job(context, &args.job).await?;
     if args.follow {
@@ -52,20 +52,20 @@ pub async fn run(context: &Context, args: &Events) -> Result<u8, CliError> {
     Ok(0)
 }
 
-/// Prints events until the job is over; returns the job.
+/// Prints events until the job finishes, and returns the job.
 async fn follow(context: &Context, id: JobId, after: i64) -> Result<Value, CliError> {
-    let mut patience = Patience::default();
+    let mut outage = OutageRetry::default();
     let mut updates = context.client.follow_job(id, after);
     loop {
         let update = updates.next().await;
-        let Some(update) = patience.take(&context.out, update).await? else {
+        let Some(update) = outage.unwrap_or_wait(&context.out, update).await? else {
             updates = context.client.follow_job(id, updates.last_seq());
             continue;
         };
         match update {
             Some(JobUpdate::Event(_)) if context.out.json => context.out.json(updates.last_json())?,
             Some(JobUpdate::Event(_)) => {
-                // It was parsed once already.
+                // `updates` parsed this text before, so parsing it again cannot fail.
                 let event = serde_json::from_str(updates.last_json()).unwrap_or_default();
                 print(context, &event)?;
             }
@@ -74,7 +74,7 @@ async fn follow(context: &Context, id: JobId, after: i64) -> Result<Value, CliEr
             }
             Some(JobUpdate::End { .. }) | None => loop {
                 let job = context.client.raw_get(&["jobs", &id.to_string()]).send().await;
-                if let Some(job) = patience.take(&context.out, job).await? {
+                if let Some(job) = outage.unwrap_or_wait(&context.out, job).await? {
                     return Ok(job.value);
                 }
             },

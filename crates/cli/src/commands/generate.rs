@@ -1,4 +1,4 @@
-//! `rlood generate`: a prompt to the base model and to a checkpoint.
+//! `rlood generate`: sends a prompt to the base model and to a checkpoint.
 
 use std::io::Read;
 use std::time::Duration;
@@ -12,53 +12,53 @@ use crate::follow::text;
 use crate::names;
 use crate::output::{clean_lines, shown};
 
-/// The server's time limit of one question.
-const WORK: Duration = Duration::from_secs(120);
+/// The server's time limit for one generation request.
+const GENERATION_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Flags of `rlood generate`.
 #[derive(Debug, Clone, Args)]
 pub struct Generate {
-    /// The job, or a checkpoint of it: JOB, JOB@120, JOB@last, JOB@best, ckpt_….
+    /// Job, or one of its checkpoints: JOB, JOB@120, JOB@last, JOB@best, or a checkpoint id (ckpt_…).
     #[arg(value_name = "JOB|CKPT", add = super::completions::jobs())]
     pub checkpoint: String,
 
-    /// The prompt; `-` reads standard input.
+    /// Prompt; `-` reads the prompt from standard input.
     #[arg(short, long, value_name = "TEXT", allow_hyphen_values = true)]
     pub prompt: String,
 
-    /// Send the prompt as a user's chat message, through the model's template.
+    /// Send the prompt as a user message, formatted by the model's chat template.
     #[arg(long)]
     pub chat: bool,
 
-    /// Completions of each model, 1 to 8. Default: as the server says.
+    /// Number of completions from each model, 1 to 8. Default: chosen by the server.
     #[arg(short = 'n', long, value_name = "N")]
     pub num_generations: Option<u32>,
 
-    /// Seed: the same seed gives the same texts. Default: the job's.
+    /// Random seed; the same seed gives the same completions. Default: the job's seed.
     #[arg(long, value_name = "N")]
     pub seed: Option<u64>,
 
-    /// Temperature of sampling; 0 takes the most likely token. Default: the job's.
+    /// Sampling temperature; 0 always takes the most likely token. Default: the job's temperature.
     #[arg(long, value_name = "T")]
     pub temperature: Option<f64>,
 
-    /// Most tokens of a completion. Default: the job's.
+    /// Maximum number of tokens in a completion. Default: the job's limit.
     #[arg(long, value_name = "N")]
     pub max_tokens: Option<u32>,
 
-    /// The server and the output.
+    /// Flags for the server and the output.
     #[command(flatten)]
     pub common: Common,
 }
 
 /// # Errors
-/// When the job has no checkpoint, or the server cannot generate.
+/// Fails when the job has no checkpoint, or the server cannot generate.
 pub async fn run(context: &Context, args: &Generate) -> Result<u8, CliError> {
-    // As `rlood pull` chooses: one name means one checkpoint.
+    // The checkpoint is resolved as in `rlood pull`, so that a name means the same checkpoint in both commands.
     let checkpoint = names::checkpoint(context, &args.checkpoint).await?;
     let body = request(args, checkpoint.step)?;
     let job = checkpoint.job_id.to_string();
-    let call = context.client.raw_ask(&["jobs", &job, "generate"]).body(&body).work(WORK);
+    let call = context.client.raw_ask(&["jobs", &job, "generate"]).body(&body).work(GENERATION_TIMEOUT);
     let answer = call.send().await?;
     if context.out.json {
         context.out.json(&answer.text)?;

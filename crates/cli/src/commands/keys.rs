@@ -1,4 +1,5 @@
-//! Keys of a server over its API. `rlood keys` itself stands beside the server: it also works on a data directory.
+//! Manages API keys through a server's API. The command `rlood keys` itself is defined in the server's crate, because it also
+//! works on a data directory without a server.
 
 use std::process::ExitCode;
 
@@ -10,29 +11,29 @@ use crate::context::{Common, Context, with};
 use crate::error::CliError;
 use crate::follow::text;
 use crate::listing::Listing;
-use crate::output::{Table, ago, clean, shown};
+use crate::output::{Table, clean, format_age, shown};
 
-/// What to do with keys.
+/// Action of `rlood keys`.
 #[derive(Debug, Clone)]
 pub enum Action {
-    /// Make a key.
+    /// Creates an API key.
     Create {
-        /// For people.
+        /// Name shown in lists and logs.
         name: String,
-        /// What it permits.
+        /// Scopes that the key grants.
         scopes: Vec<Scope>,
-        /// Whose jobs, datasets and models it sees; by default its own.
+        /// Owner whose jobs, datasets and models the key can access; `None` makes the key its own owner.
         owner: Option<String>,
-        /// Seconds until it ends by itself.
+        /// Seconds until the key expires; `None` means never.
         expires_in_s: Option<i64>,
     },
-    /// List all keys.
+    /// Lists all API keys.
     List,
-    /// End a key.
+    /// Revokes an API key.
     Revoke(KeyId),
 }
 
-/// Does something with keys over the API. Errors go to standard error.
+/// Runs an action on keys through the API. Errors are printed to standard error.
 pub async fn run(common: &Common, action: &Action) -> ExitCode {
     let work = async |context: &Context| {
         match action {
@@ -59,12 +60,12 @@ async fn create(context: &Context, action: &Action) -> Result<(), CliError> {
     let Some(secret) = key["key"].as_str() else {
         let id = shown(&key["id"]);
         return Err(CliError::Failed(format!(
-            "the answer that showed the key was lost: revoke {id} with `rlood keys revoke {id}` and create another one"
+            "the response that contained the key was lost: revoke {id} with `rlood keys revoke {id}` and create another key"
         )));
     };
     context.out.line(secret)?;
     context.out.note(format!(
-        "{} '{}' of {}: {}; the text above is not shown again",
+        "{} '{}', owner {}, scopes {}; copy the key above, it is not shown again",
         shown(&key["id"]),
         shown(&key["name"]),
         shown(&key["owner"]),
@@ -80,7 +81,7 @@ async fn list(context: &Context) -> Result<(), CliError> {
     }
     let mut table = Table::new(&["id", "begins with", "state", "scopes", "owner", "used", "name"]);
     for key in &listing.items {
-        let used = if key["used_at"].is_null() { "never".to_owned() } else { ago(&key["used_at"]) };
+        let used = if key["used_at"].is_null() { "never".to_owned() } else { format_age(&key["used_at"]) };
         table.row([
             shown(&key["id"]),
             shown(&key["prefix"]),
@@ -104,7 +105,7 @@ async fn revoke(context: &Context, id: KeyId) -> Result<(), CliError> {
     for webhook in key["webhooks"].as_array().into_iter().flatten() {
         let (id, url) = (shown(&webhook["id"]), shown(&webhook["url"]));
         context.out.note(format!(
-            "webhook {id} of {} still sends to {url}: DELETE /webhooks/{id} ends it",
+            "webhook {id} of {} still sends to {url}; `DELETE /webhooks/{id}` removes it",
             shown(&key["owner"])
         ));
     }

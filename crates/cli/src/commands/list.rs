@@ -1,4 +1,4 @@
-//! `rlood list`: jobs, newest first.
+//! `rlood list`: lists jobs, newest first.
 
 use clap::Args;
 use rlood_types::job::State;
@@ -8,36 +8,36 @@ use crate::context::{Common, Context};
 use crate::error::CliError;
 use crate::follow::text;
 use crate::listing::Listing;
-use crate::output::{NONE, Table, ago, shown, span};
+use crate::output::{NONE, Table, format_age, format_duration, shown};
 
 /// Flags of `rlood list`.
 #[derive(Debug, Clone, Args)]
 pub struct List {
-    /// Only jobs in these states, comma-separated: queued, running, paused, succeeded, failed, cancelled.
+    /// Show only jobs in these states, as a comma-separated list: queued, running, paused, succeeded, failed, cancelled.
     #[arg(long, value_delimiter = ',', value_parser = parse_state, value_name = "STATE,…")]
     pub state: Vec<&'static str>,
 
-    /// Only jobs whose name contains this text.
+    /// Show only jobs whose name contains this text.
     #[arg(long, value_name = "TEXT")]
     pub name: Option<String>,
 
-    /// Only jobs of this model.
+    /// Show only jobs that train this model.
     #[arg(long, value_name = "MODEL")]
     pub model: Option<String>,
 
-    /// Only jobs with this label, KEY=VALUE; may be given several times.
+    /// Show only jobs with this label. Can be given several times.
     #[arg(long = "label", value_parser = parse_label, value_name = "KEY=VALUE")]
     pub labels: Vec<(String, String)>,
 
-    /// Jobs to show; 0 = all.
+    /// Maximum number of jobs to show; 0 shows all.
     #[arg(long, default_value_t = 20, value_name = "N")]
     pub limit: usize,
 
-    /// Print the ids alone, one a line.
+    /// Print only the ids, one per line.
     #[arg(short, long)]
     pub quiet: bool,
 
-    /// The server and the output.
+    /// Flags for the server and the output.
     #[command(flatten)]
     pub common: Common,
 }
@@ -45,21 +45,21 @@ pub struct List {
 fn parse_state(text: &str) -> Result<&'static str, String> {
     let known = State::ALL.map(State::as_str);
     let found = known.into_iter().find(|state| *state == text);
-    found.ok_or_else(|| format!("'{text}' is not a state: use {}", known.join(", ")))
+    found.ok_or_else(|| format!("'{text}' is not a state; must be one of {}", known.join(", ")))
 }
 
 fn parse_label(text: &str) -> Result<(String, String), String> {
     let label = text.split_once('=').filter(|(key, _)| !key.is_empty());
-    let (key, value) = label.ok_or_else(|| format!("'{text}' is not a label: write KEY=VALUE"))?;
+    let (key, value) = label.ok_or_else(|| format!("'{text}' is not a label; must be KEY=VALUE"))?;
     Ok((key.to_owned(), value.to_owned()))
 }
 
 /// # Errors
-/// When the server does not answer with a list.
+/// Fails when the server does not answer with a list.
 pub async fn run(context: &Context, args: &List) -> Result<u8, CliError> {
     let List { state, name, model, labels, limit, quiet, common: _ } = args;
     let mut call = context.client.raw_get(&["jobs"]).query_if("model", model.as_ref());
-    // The API takes one state.
+    // The API filters by one state only; several states are filtered below.
     if let [state] = state.as_slice() {
         call = call.query("state", state);
     }
@@ -99,9 +99,9 @@ fn table(jobs: &[Value]) -> Table {
             shown(&job["id"]),
             state,
             format!("{}/{}", shown(&job["step"]), shown(&job["total_steps"])),
-            job["eta_s"].as_f64().map_or_else(|| NONE.to_owned(), span),
+            job["eta_s"].as_f64().map_or_else(|| NONE.to_owned(), format_duration),
             shown(&job["plan"]["model"]["id"]),
-            ago(&job["created_at"]),
+            format_age(&job["created_at"]),
             shown(&job["name"]),
         ]);
     }

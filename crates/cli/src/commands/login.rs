@@ -1,4 +1,4 @@
-//! `rlood login`: checks an address and a key, and keeps them.
+//! `rlood login`: checks a server's address and API key, and saves them as a profile.
 
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -14,30 +14,31 @@ use crate::target::Target;
 /// Flags of `rlood login`.
 #[derive(Debug, Clone, Args)]
 pub struct Login {
-    /// Address of the server, https://rlood.example.com for example.
+    /// Address of the server, for example https://rlood.example.com.
     #[arg(value_name = "URL")]
     pub url: String,
 
-    /// Name of the profile. Default: the host of the address.
+    /// Name of the profile. Default: the host name in the address.
     #[arg(long, value_name = "NAME")]
     pub name: Option<String>,
 
-    /// File with the key, `-` for standard input. Default: the key is asked for at the terminal, where nothing shows it; without
-    /// a terminal it is read from standard input.
+    /// File that contains the API key; `-` reads standard input. Default: prompt for the key without echo, or read standard
+    /// input when there is no terminal.
     #[arg(long, value_name = "FILE", conflicts_with = "key_command")]
     pub key_file: Option<PathBuf>,
 
-    /// Command whose first line of output is the key: run each time, so that no file holds the key.
+    /// Command whose first line of output is the API key. The command runs each time a key is needed, so that
+    /// no file contains the key.
     #[arg(long, value_name = "COMMAND")]
     pub key_command: Option<String>,
 
-    /// Certificates (PEM) of a company's authority, trusted beside the system's.
+    /// PEM file with certificates to trust in addition to the system's, for example of a private certificate authority.
     #[arg(long, value_name = "FILE")]
     pub ca_file: Option<PathBuf>,
 }
 
 /// # Errors
-/// When the server cannot be reached or does not take the key.
+/// Fails when the server cannot be reached or rejects the key.
 pub async fn run(args: &Login) -> Result<u8, CliError> {
     let Login { url, name, key_file, key_command, ca_file } = args;
     let out = Out::new(false, Color::Auto);
@@ -60,38 +61,40 @@ pub async fn run(args: &Login) -> Result<u8, CliError> {
     if let Some(other) = profiles.get(&name).ok().filter(|other| other.server != server) {
         let other = other.server;
         return Err(CliError::Usage(format!(
-            "the profile '{name}' is for {other}: give this one another --name, or remove it"
+            "the profile '{name}' already exists, for {other}: choose another --name, or remove it with `rlood profile remove {name}`"
         )));
     }
-    profiles.put(&name, &profile);
+    profiles.insert(&name, &profile);
     profiles.set_default(&name);
     let path = profiles.save()?.display().to_string();
     let who = match (session["keys_required"].as_bool(), session["key_name"].as_str()) {
-        (Some(false), _) => "without a key, as the server asks for none".to_owned(),
+        (Some(false), _) => "without a key (the server does not require one)".to_owned(),
         (_, Some(key)) => format!("with the key '{}'", clean(key)),
         (_, None) => "with the operator's key".to_owned(),
     };
     let scopes: Vec<&str> =
         session["scopes"].as_array().into_iter().flatten().filter_map(|scope| scope.as_str()).collect();
-    out.note(format!("signed in to {server} {who}; it permits {}", scopes.join(", ")));
-    out.note(format!("kept as the default profile '{name}' in {path}"));
+    out.note(format!("signed in to {server} {who}; scopes: {}", scopes.join(", ")));
+    out.note(format!("saved as the default profile '{name}' in {path}"));
     Ok(0)
 }
 
 fn ask_key() -> Result<String, CliError> {
     let mut terminal = console::Term::stderr();
     std::io::Write::write_all(&mut terminal, b"API key: ").map_err(CliError::local("ask for the key"))?;
-    checked(&terminal.read_secure_line().map_err(CliError::local("read the key"))?)
+    trim_key(&terminal.read_secure_line().map_err(CliError::local("read the key"))?)
 }
 
-/// The key that a program sends on standard input.
+/// Reads the API key from standard input, for scripts.
 fn piped_key(server: &str) -> Result<String, CliError> {
     read_key(Path::new("-")).map_err(|_| {
-        CliError::Usage(format!("{server} asks for a key: send it on standard input, or name a file with --key-file"))
+        CliError::Usage(format!(
+            "{server} requires an API key: pass it on standard input, or name a file with --key-file"
+        ))
     })
 }
 
-/// Whether the server refuses those without a key.
+/// Returns whether the server rejects requests without a key.
 async fn needs_key(profile: &Profile) -> Result<bool, CliError> {
     match client_of(&Target::of_profile(profile)?)?.raw_get(&["session"]).send().await {
         Ok(_) => Ok(false),
@@ -108,17 +111,17 @@ fn read_key(path: &Path) -> Result<String, CliError> {
         std::fs::read_to_string(path).map(|read| text = read)
     };
     read.map_err(|error| CliError::Usage(format!("--key-file: cannot read {}: {error}", path.display())))?;
-    checked(text.lines().next().unwrap_or_default())
+    trim_key(text.lines().next().unwrap_or_default())
 }
 
-fn checked(key: &str) -> Result<String, CliError> {
+fn trim_key(key: &str) -> Result<String, CliError> {
     match key.trim() {
         "" => Err(CliError::Usage("the key is empty".to_owned())),
         key => Ok(key.to_owned()),
     }
 }
 
-/// The host of an address, for a profile's name.
+/// Returns the host name in an address, which becomes the name of the profile.
 fn host(server: &str) -> &str {
     let rest = server.split_once("://").map_or(server, |(_, rest)| rest);
     rest.split(['/', ':']).next().filter(|host| !host.is_empty()).unwrap_or("default")

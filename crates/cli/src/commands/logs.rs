@@ -1,4 +1,4 @@
-//! `rlood logs`: what the workers logged.
+//! `rlood logs`: prints the log lines that workers wrote for a job.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -9,38 +9,38 @@ use serde_json::Value;
 
 use crate::context::{Common, Context};
 use crate::error::CliError;
-use crate::follow::{Patience, detached, exit_code, is_over, report_outcome, text};
+use crate::follow::{OutageRetry, detached, exit_code, is_finished, report_outcome, text};
 use crate::listing::Listing;
 use crate::names;
 use crate::output::{clean_lines, shown};
 
-/// Between two looks for new lines.
-const POLL: Duration = Duration::from_secs(1);
-/// Lines of a page; the API's most.
+/// How often the server is polled for new lines.
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
+/// Lines requested per page, the largest number that the API allows.
 const PAGE: usize = 100;
 
 /// Flags of `rlood logs`.
 #[derive(Debug, Clone, Args)]
 pub struct Logs {
-    /// The job: its id, at least 6 characters of it after job_, its name, or @last.
+    /// Job: its id, at least 6 characters of the id after job_, its name, or @last.
     #[arg(value_name = "JOB", add = super::completions::jobs())]
     pub job: String,
 
-    /// Go on until the job is over, and end with its exit code. Ctrl-C detaches: the job goes on.
+    /// Print new lines until the job finishes, then exit with the job's exit code. Ctrl-C detaches without stopping the job.
     #[arg(short, long)]
     pub follow: bool,
 
-    /// Only the last N lines, and with --follow those that come.
+    /// Print only the last N lines. With --follow, new lines are printed after them.
     #[arg(long, value_name = "N")]
     pub tail: Option<usize>,
 
-    /// The server and the output.
+    /// Flags for the server and the output.
     #[command(flatten)]
     pub common: Common,
 }
 
 /// # Errors
-/// When there is no such job, or on Ctrl-C.
+/// Fails when the job does not exist, or on Ctrl-C.
 pub async fn run(context: &Context, args: &Logs) -> Result<u8, CliError> {
     let id = names::job(context, &args.job).await?;
     if args.follow {
@@ -60,15 +60,15 @@ pub async fn run(context: &Context, args: &Logs) -> Result<u8, CliError> {
     Ok(0)
 }
 
-/// Prints lines until the job is over; returns the job.
+/// Prints lines until the job finishes, and returns the job.
 async fn follow(context: &Context, id: JobId, tail: Option<usize>) -> Result<Value, CliError> {
-    let mut patience = Patience::default();
+    let mut outage = OutageRetry::default();
     let mut lines = NewLines { id, after: None, seen: 0 };
     let mut first = true;
     loop {
-        // The job first: what was logged before it was over is then among the lines.
+        // The job is read before the lines: when the job is finished, all its lines are then among those read next.
         let job = context.client.raw_get(&["jobs", &id.to_string()]).send().await;
-        let Some(job) = patience.take(&context.out, job).await? else { continue };
+        let Some(job) = outage.unwrap_or_wait(&context.out, job).await? else { continue };
         let mut new = VecDeque::new();
         let read = lines.read(context, &mut new).await;
         if first && let Some(tail) = tail {
@@ -77,23 +77,23 @@ async fn follow(context: &Context, id: JobId, tail: Option<usize>) -> Result<Val
         for line in &new {
             print(context, line)?;
         }
-        if patience.take(&context.out, read).await?.is_none() {
+        if outage.unwrap_or_wait(&context.out, read).await?.is_none() {
             continue;
         }
         first = false;
-        if is_over(&job.value) {
+        if is_finished(&job.value) {
             return Ok(job.value);
         }
-        tokio::time::sleep(POLL).await;
+        tokio::time::sleep(POLL_INTERVAL).await;
     }
 }
 
-/// The lines of a job that were not read yet.
+/// Reads the lines of a job that were not read before.
 struct NewLines {
     id: JobId,
-    /// The cursor of the page that lines are added to.
+    /// Cursor of the last page, to which the server appends new lines.
     after: Option<String>,
-    /// Lines of this page that were read.
+    /// Number of lines of this page that were read before.
     seen: usize,
 }
 

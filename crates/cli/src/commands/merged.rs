@@ -1,4 +1,4 @@
-//! A checkpoint merged into its base model: made by the server, downloaded and verified.
+//! Merges a checkpoint into its base model on the server, then downloads and verifies the result.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -9,21 +9,21 @@ use serde_json::{Value, json};
 use crate::context::Context;
 use crate::error::CliError;
 use crate::files::hash_of;
-use crate::follow::{Patience, interruptible, say_progress, text};
+use crate::follow::{OutageRetry, interruptible, report_progress, text};
 use crate::listing::Listing;
 use crate::names;
-use crate::output::{clean_lines, shown, size};
-use crate::transfer::{Staging, is_there, with_bar};
+use crate::output::{clean_lines, format_bytes, shown};
+use crate::transfer::{Staging, is_downloaded, with_bar};
 
-/// The precisions of a merged model.
+/// Precisions that a merged model can have.
 pub const DTYPES: [&str; 3] = ["float32", "float16", "bfloat16"];
-/// Between two looks at an export.
-const POLL: Duration = Duration::from_secs(1);
+/// How often the state of an export is polled.
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Merges a checkpoint on the server and downloads the result. An export that is there already is taken.
+/// Merges a checkpoint on the server and downloads the result. An export that exists already is used again.
 ///
 /// # Errors
-/// When there is no such checkpoint, the server cannot merge it, or the download fails.
+/// Fails when the checkpoint does not exist, the server cannot merge it, or the download fails.
 pub async fn pull(context: &Context, name: &str, dtype: Option<&str>, output: Option<&Path>) -> Result<u8, CliError> {
     let checkpoint = names::checkpoint(context, name).await?;
     let (id, step, job) = (checkpoint.id.to_string(), checkpoint.step, checkpoint.job_id);
@@ -43,17 +43,17 @@ pub async fn pull(context: &Context, name: &str, dtype: Option<&str>, output: Op
         let why = format!("{}: {}", shown(&error["code"]), clean_lines(text(error, "message")));
         return Err(CliError::Failed(format!("{export_id} {}: {why}", shown(&export["state"]))));
     }
-    say_what_survived(context, &export);
+    report_surviving_update(context, &export);
     let files = files_of(&export)?;
     let target = output.map_or_else(|| PathBuf::from(format!("{job}-step{step}-merged")), Path::to_owned);
-    if is_there(&target, &files)? {
-        context.out.note("it is there already");
+    if is_downloaded(&target, &files)? {
+        context.out.note("already downloaded");
     } else {
         let staging = Staging::beside(&target, &export_id)?;
         let total = files.iter().map(|file| file.size_bytes).sum();
         let fetched = fetch(context, &export_id, &files, &staging.path);
         with_bar(context, total, &staging.path, fetched).await?;
-        context.out.note(format!("{} files, {}, each with the hash that the server lists", files.len(), size(total)));
+        context.out.note(format!("{} files, {}; all hashes match the server's list", files.len(), format_bytes(total)));
         staging.publish(&target)?;
     }
     if context.out.json {
@@ -64,35 +64,35 @@ pub async fn pull(context: &Context, name: &str, dtype: Option<&str>, output: Op
     Ok(0)
 }
 
-/// An export of this form that is under way or done.
+/// Finds a queued, running or finished export with this precision.
 async fn existing(context: &Context, checkpoint: &str, dtype: Option<&str>) -> Result<Option<Value>, CliError> {
     let listing = Listing::whole(context.client.raw_get(&["checkpoints", checkpoint, "exports"])).await?;
     let is_usable = |export: &Value| {
         text(export, "format") == "merged"
-            // Without a wish, the server decides: its answer to the same question is the same.
+            // Without an explicit dtype the server chooses one, and returns the existing export if there is one.
             && dtype.is_some_and(|dtype| text(export, "dtype") == dtype)
             && matches!(text(export, "state"), "queued" | "running" | "succeeded")
     };
     Ok(listing.items.into_iter().find(is_usable))
 }
 
-/// Waits for the end of an export; returns it, and its text.
+/// Polls an export until it finishes. Returns the export, and the response it was read from.
 async fn finished(context: &Context, id: &str) -> Result<(Value, String), CliError> {
-    let mut patience = Patience::default();
-    let mut told = String::new();
+    let mut outage = OutageRetry::default();
+    let mut last_line = String::new();
     loop {
         let answer = context.client.raw_get(&["exports", id]).send().await;
-        let Some(answer) = patience.take(&context.out, answer).await? else { continue };
+        let Some(answer) = outage.unwrap_or_wait(&context.out, answer).await? else { continue };
         match text(&answer.value, "state") {
-            "queued" | "running" => say_progress(context, &answer.value, &mut told),
+            "queued" | "running" => report_progress(context, &answer.value, &mut last_line),
             _ => return Ok((answer.value, answer.text)),
         }
-        tokio::time::sleep(POLL).await;
+        tokio::time::sleep(POLL_INTERVAL).await;
     }
 }
 
-/// What part of the update survived the rounding.
-fn say_what_survived(context: &Context, export: &Value) {
+/// Reports how much of the weight update survived the rounding to the export's precision.
+fn report_surviving_update(context: &Context, export: &Value) {
     if let (Some(fraction), Some(cosine)) =
         (export["survived"]["fraction"].as_f64(), export["survived"]["cosine"].as_f64())
     {
@@ -104,9 +104,13 @@ fn say_what_survived(context: &Context, export: &Value) {
     }
 }
 
-/// The files of an export, whose paths stay inside its folder.
+/// Reads the files of an export, and rejects a path that leaves the export's folder.
 fn files_of(export: &Value) -> Result<Vec<FileEntry>, CliError> {
-    let wrong = || CliError::Failed("the server's list of files cannot be read: its version may be another".to_owned());
+    let wrong = || {
+        CliError::Failed(
+            "the server's list of files cannot be read; the server may have a different version of rlood".to_owned(),
+        )
+    };
     let file = |file: &Value| {
         let name = file["name"].as_str().filter(|path| is_inside(path)).ok_or_else(wrong)?.to_owned();
         let sha256 = file["sha256"].as_str().and_then(|hash| hash.parse().ok()).ok_or_else(wrong)?;

@@ -1,4 +1,4 @@
-//! `rlood metrics`: the metrics of a job by step.
+//! `rlood metrics`: prints a job's metrics by step.
 
 use clap::Args;
 use serde_json::Value;
@@ -9,48 +9,48 @@ use crate::listing::Listing;
 use crate::names;
 use crate::output::{Table, shown};
 
-/// What is shown when no metrics are named.
-const USUAL: [&str; 8] =
+/// Metrics that the table shows when --keys is not given.
+const DEFAULT_METRICS: [&str; 8] =
     ["reward", "reward_std", "eval_reward", "kl", "entropy", "grad_norm", "completions/mean_length", "step_time"];
 
 /// Flags of `rlood metrics`.
 #[derive(Debug, Clone, Args)]
 pub struct Metrics {
-    /// The job: its id, at least 6 characters of it after job_, its name, or @last.
+    /// Job: its id, at least 6 characters of the id after job_, its name, or @last.
     #[arg(value_name = "JOB", add = super::completions::jobs())]
     pub job: String,
 
-    /// Names of metrics, comma-separated. Default: all with --csv and --json, else the usual ones that the job has.
+    /// Metrics to print, as a comma-separated list. Default: all metrics with --csv and --json, else the most common ones.
     #[arg(long, value_delimiter = ',', value_name = "NAME,…")]
     pub keys: Vec<String>,
 
-    /// Only steps from this one on.
+    /// First step to print.
     #[arg(long, value_name = "STEP")]
     pub min_step: Option<u64>,
 
-    /// Only steps up to this one.
+    /// Last step to print.
     #[arg(long, value_name = "STEP")]
     pub max_step: Option<u64>,
 
-    /// Thin out to at most N steps, 2 to 10000, without losing peaks.
+    /// Downsample to at most N steps, 2 to 10000, keeping peaks.
     #[arg(long, value_name = "N")]
     pub points: Option<u32>,
 
-    /// Rows of the table, the last ones; 0 = all. --csv and --json have all.
+    /// Number of table rows to print, from the end; 0 prints all. Does not apply to --csv and --json.
     #[arg(long, default_value_t = 20, value_name = "N")]
     pub tail: usize,
 
-    /// Print CSV, as the API exports it.
+    /// Print CSV, as exported by the API.
     #[arg(long, conflicts_with = "json")]
     pub csv: bool,
 
-    /// The server and the output.
+    /// Flags for the server and the output.
     #[command(flatten)]
     pub common: Common,
 }
 
 /// # Errors
-/// When there is no such job.
+/// Fails when the job does not exist.
 pub async fn run(context: &Context, args: &Metrics) -> Result<u8, CliError> {
     let Metrics { job, keys, min_step, max_step, points, tail, csv, common: _ } = args;
     let id = names::job(context, job).await?;
@@ -68,7 +68,7 @@ pub async fn run(context: &Context, args: &Metrics) -> Result<u8, CliError> {
     }
     let has = |key: &str| listing.items.iter().any(|row| row.get(key).is_some());
     let keys: Vec<&str> = match keys.is_empty() {
-        true => USUAL.into_iter().filter(|key| has(key)).collect(),
+        true => DEFAULT_METRICS.into_iter().filter(|key| has(key)).collect(),
         false => keys.iter().map(String::as_str).collect(),
     };
     if listing.items.is_empty() {
@@ -85,7 +85,7 @@ pub async fn run(context: &Context, args: &Metrics) -> Result<u8, CliError> {
     }
     table.print(&context.out)?;
     if skipped > 0 {
-        context.out.note(format!("{skipped} earlier steps are left out: --tail 0 shows all"));
+        context.out.note(format!("{skipped} earlier steps are not shown; --tail 0 shows all"));
     }
     Ok(0)
 }

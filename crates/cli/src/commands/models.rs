@@ -1,4 +1,4 @@
-//! `rlood models`: list, add, show, remove.
+//! `rlood models`: lists, registers, shows and removes models.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -8,22 +8,22 @@ use serde_json::{Value, json};
 
 use crate::context::{Common, Context};
 use crate::error::CliError;
-use crate::follow::{Patience, text};
+use crate::follow::{OutageRetry, text};
 use crate::listing::Listing;
-use crate::output::{NONE, Table, ago, clean, shown, size, span};
+use crate::output::{NONE, Table, clean, format_age, format_bytes, format_duration, shown};
 use crate::target::is_loopback;
 
-/// Between two looks at a download.
-const POLL: Duration = Duration::from_secs(1);
+/// How often the progress of a download is polled.
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Flags of `rlood models`.
 #[derive(Debug, Clone, Args)]
 pub struct Models {
-    /// What to do.
+    /// The action to run.
     #[command(subcommand)]
     pub action: Action,
 
-    /// The server and the output.
+    /// Flags for the server and the output.
     #[command(flatten)]
     pub common: Common,
 }
@@ -33,39 +33,39 @@ pub struct Models {
 pub enum Action {
     /// List the registered models.
     List {
-        /// Print the names alone, one a line.
+        /// Print only the names, one per line.
         #[arg(short, long)]
         quiet: bool,
     },
-    /// Register a model of the hub, ORG/NAME[@REVISION], which the server downloads; or with a PATH the model in a folder of the
-    /// server's machine.
+    /// Register a model: ORG/NAME[@REVISION] of the Hugging Face Hub, which the server downloads, or with PATH a
+    /// folder on the server's machine.
     Add {
-        /// Repository of the hub; with a PATH, what jobs call the model.
+        /// Repository on the Hub; with PATH, the name that jobs use for the model.
         name: String,
-        /// Folder on the server's machine, with config.json, *.safetensors and tokenizer.json.
+        /// Folder on the server's machine that contains config.json, *.safetensors and tokenizer.json.
         path: Option<PathBuf>,
-        /// What jobs call a model of the hub. Default: its repository and revision.
+        /// Name that jobs use for a model from the Hub. Default: its repository and revision.
         #[arg(long = "as", value_name = "NAME", conflicts_with = "path")]
         alias: Option<String>,
-        /// Wait until a model of the hub is downloaded.
+        /// Wait until the server has downloaded the model.
         #[arg(long)]
         wait: bool,
     },
-    /// Show a model.
+    /// Show a model's architecture, size and state.
     Show {
-        /// The model's name.
+        /// Name of the model.
         name: String,
     },
-    /// Forget models. Files in folders of the operator stay.
+    /// Remove models from the server's list. Files in folders that you registered by PATH are kept.
     Remove {
-        /// The models' names.
+        /// Names of the models.
         #[arg(required = true, num_args = 1.., value_name = "NAME")]
         names: Vec<String>,
     },
 }
 
 /// # Errors
-/// When there is no such model, or it cannot be used.
+/// Fails when the model does not exist or cannot be used.
 pub async fn run(context: &Context, args: &Models) -> Result<u8, CliError> {
     match &args.action {
         Action::List { quiet } => list(context, *quiet).await?,
@@ -95,7 +95,7 @@ async fn list(context: &Context, quiet: bool) -> Result<(), CliError> {
         return listing.items.iter().try_for_each(|model| context.out.line(text(model, "id")));
     }
     if listing.items.is_empty() {
-        context.out.note("no models: `rlood models add ORG/NAME` registers one of the hub");
+        context.out.note("no models yet; register one from the Hub with `rlood models add ORG/NAME`");
         return Ok(());
     }
     let mut table = Table::new(&["name", "state", "architecture", "parameters", "size", "registered"]);
@@ -106,14 +106,14 @@ async fn list(context: &Context, quiet: bool) -> Result<(), CliError> {
             state(model),
             shown(&card["architecture"]),
             card["num_parameters"].as_u64().map_or_else(|| NONE.to_owned(), count),
-            card["size_bytes"].as_u64().map_or_else(|| NONE.to_owned(), size),
-            ago(&model["created_at"]),
+            card["size_bytes"].as_u64().map_or_else(|| NONE.to_owned(), format_bytes),
+            format_age(&model["created_at"]),
         ]);
     }
     table.print(&context.out)
 }
 
-/// A number of parameters: 596M, 7.6B.
+/// Formats a number of parameters: 596M, 7.6B.
 fn count(parameters: u64) -> String {
     match parameters {
         0..10_000 => parameters.to_string(),
@@ -142,7 +142,8 @@ async fn add(
 ) -> Result<u8, CliError> {
     let body = match path {
         Some(path) => {
-            // A relative path means one of this machine, which is the server's.
+            // The server has the same file system when its address is a loopback address, so a relative
+            // path can be resolved here.
             let path = match path.is_absolute() {
                 true => path.to_owned(),
                 false if is_loopback(&context.target.server) => {
@@ -151,7 +152,7 @@ async fn add(
                 false => {
                     let path = path.display();
                     return Err(CliError::Usage(format!(
-                        "PATH '{path}' must be absolute: it is a folder of the server's machine"
+                        "PATH '{path}' must be absolute, because it is a folder on the server's machine"
                     )));
                 }
             };
@@ -163,10 +164,10 @@ async fn add(
         },
     };
     let mut call = context.client.raw_post(&["models"]).body(&body);
-    let mut patience = Patience::default();
-    let mut told = String::new();
+    let mut outage = OutageRetry::default();
+    let mut last_line = String::new();
     loop {
-        let Some(answer) = patience.take(&context.out, call.send().await).await? else {
+        let Some(answer) = outage.unwrap_or_wait(&context.out, call.send().await).await? else {
             call = context.client.raw_post(&["models"]).body(&body);
             continue;
         };
@@ -184,13 +185,14 @@ async fn add(
             }
             return Ok(0);
         }
-        let eta = model["eta_s"].as_f64().map(|eta| format!(", {} to go", span(eta))).unwrap_or_default();
+        let eta =
+            model["eta_s"].as_f64().map(|eta| format!(", {} remaining", format_duration(eta))).unwrap_or_default();
         let line = format!("{}{eta}", state(model));
-        if told != line {
+        if last_line != line {
             context.out.note(&line);
-            told = line;
+            last_line = line;
         }
-        tokio::time::sleep(POLL).await;
+        tokio::time::sleep(POLL_INTERVAL).await;
         call = context.client.raw_get(&["models", text(model, "id")]);
     }
 }
@@ -219,7 +221,7 @@ fn show(context: &Context, model: &Value) -> Result<(), CliError> {
     ] {
         line(label, shown(&card[key]))?;
     }
-    line("size", card["size_bytes"].as_u64().map_or_else(|| NONE.to_owned(), size))?;
+    line("size", card["size_bytes"].as_u64().map_or_else(|| NONE.to_owned(), format_bytes))?;
     line("sha256", shown(&model["sha256"]))?;
-    line("registered", ago(&model["created_at"]))
+    line("registered", format_age(&model["created_at"]))
 }

@@ -1,4 +1,4 @@
-//! `rlood profile`: list, use, remove.
+//! `rlood profile`: lists profiles, sets the default profile, and removes profiles.
 
 use clap::{Args, Subcommand};
 use serde_json::json;
@@ -10,7 +10,7 @@ use crate::profiles::Profiles;
 /// Flags of `rlood profile`.
 #[derive(Debug, Clone, Args)]
 pub struct Profile {
-    /// What to do.
+    /// The action to run.
     #[command(subcommand)]
     pub action: Action,
 }
@@ -18,26 +18,26 @@ pub struct Profile {
 /// The actions of `rlood profile`.
 #[derive(Debug, Clone, Subcommand)]
 pub enum Action {
-    /// List the profiles, without their keys.
+    /// List the profiles. Keys are not shown.
     List {
         /// Print JSON to standard output.
         #[arg(long)]
         json: bool,
     },
-    /// Make a profile the default one.
+    /// Set the default profile.
     Use {
-        /// The profile's name.
+        /// Name of the profile.
         name: String,
     },
-    /// Remove a profile and its key from this machine. The key stays valid: `rlood keys revoke` ends it.
+    /// Remove a profile and its key from this machine. The key stays valid until it is revoked with `rlood keys revoke`.
     Remove {
-        /// The profile's name.
+        /// Name of the profile.
         name: String,
     },
 }
 
 /// # Errors
-/// When the file of profiles cannot be read or written, or has no such profile.
+/// Fails when the file of profiles cannot be read or written, or does not contain the profile.
 pub fn run(args: &Profile) -> Result<u8, CliError> {
     let mut profiles = Profiles::open()?;
     match &args.action {
@@ -46,15 +46,18 @@ pub fn run(args: &Profile) -> Result<u8, CliError> {
             let profile = profiles.get(name)?;
             profiles.set_default(name);
             profiles.save()?;
-            note(format!("'{name}' is the default profile: {}", profile.server));
+            note(format!("'{name}' is now the default profile, for {}", profile.server));
         }
         Action::Remove { name } => {
             let was_default = profiles.default_name() == Some(name);
             profiles.get(name)?;
             profiles.remove(name);
             profiles.save()?;
-            let what =
-                if was_default { "; no profile is the default now: `rlood profile use NAME` chooses one" } else { "" };
+            let what = if was_default {
+                "; there is no default profile now, set one with `rlood profile use NAME`"
+            } else {
+                ""
+            };
             note(format!("removed '{name}'{what}"));
         }
     }
@@ -80,7 +83,7 @@ fn list(profiles: &Profiles, out: &Out) -> Result<(), CliError> {
         return out.json(&json!({"data": documents}).to_string());
     }
     if documents.is_empty() {
-        out.note("there is no profile yet: `rlood login URL` makes one");
+        out.note("no profiles yet; create one with `rlood login URL`");
         return Ok(());
     }
     table.print(out)

@@ -1,4 +1,4 @@
-//! `rlood pull`: a checkpoint as a folder, which appears whole and verified.
+//! `rlood pull`: downloads a checkpoint as a folder. The folder appears only when it is complete and verified.
 
 use std::path::{Path, PathBuf};
 
@@ -9,13 +9,13 @@ use rlood_types::protocol::FileEntry;
 use crate::context::{Common, Context};
 use crate::error::CliError;
 use crate::names;
-use crate::output::size;
-use crate::transfer::{Staging, is_there, with_bar};
+use crate::output::format_bytes;
+use crate::transfer::{Staging, is_downloaded, with_bar};
 
-/// The list of a checkpoint's files, with their hashes.
+/// File that lists a checkpoint's files with their hashes.
 const MANIFEST: &str = "manifest.json";
-/// What a job needs to go on, and nothing that loads the weights does.
-const OF_TRAINING: [&str; 7] = [
+/// Files that only training needs. A program that loads the weights does not read them.
+const TRAINING_FILES: [&str; 7] = [
     "optimizer.safetensors",
     "trainer_state.json",
     "rollout.json",
@@ -28,59 +28,59 @@ const OF_TRAINING: [&str; 7] = [
 /// Flags of `rlood pull`.
 #[derive(Debug, Clone, Args)]
 pub struct Pull {
-    /// The checkpoint: a job (its result: the best checkpoint, else the newest), JOB@120 for a step, JOB@last, JOB@best, or
-    /// ckpt_….
+    /// Checkpoint: a job (its best checkpoint, else its newest), JOB@120 for a step, JOB@last, JOB@best,
+    /// or a checkpoint id (ckpt_…).
     #[arg(value_name = "JOB|CKPT", add = super::completions::jobs())]
     pub checkpoint: String,
 
-    /// Folder to make. Default: JOB-stepN here. A folder that is there must be empty, or be this checkpoint.
+    /// Folder to create. Default: JOB-stepN in the current directory. An existing folder must be
+    /// empty, or contain this checkpoint.
     #[arg(short, long, value_name = "DIR")]
     pub output: Option<PathBuf>,
 
-    /// What to download: adapter (the checkpoint's own files), or merged (a model of its own, as `rlood export --merged` makes it).
+    /// Files to download: adapter for the checkpoint's own files, or merged for a complete model,
+    /// as from `rlood export --merged`.
     #[arg(long, value_name = "FORMAT", default_value = "adapter", value_parser = ["adapter", "merged"])]
     pub format: String,
 
-    /// With --format merged: precision of the weights. Default: as the base model has them.
+    /// Precision of the weights; requires --format merged. Default: the base model's precision.
     #[arg(long, value_name = "DTYPE", value_parser = super::merged::DTYPES)]
     pub dtype: Option<String>,
 
-    /// All files, those with which training goes on too: the optimizer's state and the manifest.
+    /// Also download the files that only training needs: the optimizer state, the trainer state and the manifest.
     #[arg(long, conflicts_with = "dtype")]
     pub all: bool,
 
-    /// The server and the output.
+    /// Flags for the server and the output.
     #[command(flatten)]
     pub common: Common,
 }
 
 /// # Errors
-/// When there is no such checkpoint, a file does not arrive as its manifest says, or the disk fails.
+/// Fails when the checkpoint does not exist, a file does not match its manifest, or the disk fails.
 pub async fn run(context: &Context, args: &Pull) -> Result<u8, CliError> {
     if args.format == "merged" {
         return super::merged::pull(context, &args.checkpoint, args.dtype.as_deref(), args.output.as_deref()).await;
     }
     if args.dtype.is_some() {
-        return Err(CliError::Usage(
-            "--dtype belongs to --format merged: an adapter is downloaded as it is".to_owned(),
-        ));
+        return Err(CliError::Usage("--dtype requires --format merged: an adapter is downloaded unchanged".to_owned()));
     }
     adapter(context, &args.checkpoint, args.output.as_deref(), args.all).await
 }
 
-/// Downloads a checkpoint's own files.
+/// Downloads the checkpoint's own files, without merging them.
 ///
 /// # Errors
-/// As [`run`].
+/// Fails for the same reasons as [`run`].
 pub async fn adapter(context: &Context, name: &str, output: Option<&Path>, all: bool) -> Result<u8, CliError> {
     let mut checkpoint = names::checkpoint(context, name).await?;
     let (id, step, job) = (checkpoint.id, checkpoint.step, checkpoint.job_id);
     context.out.note(format!("{id}: step {step} of {job}{}", if checkpoint.best { ", the best" } else { "" }));
     check_manifest(context, &checkpoint).await?;
-    checkpoint.files.retain(|file| all || !OF_TRAINING.contains(&file.name.as_str()));
+    checkpoint.files.retain(|file| all || !TRAINING_FILES.contains(&file.name.as_str()));
     let target = output.map_or_else(|| PathBuf::from(format!("{job}-step{step}")), Path::to_owned);
-    if is_there(&target, &checkpoint.files)? {
-        context.out.note("it is there already");
+    if is_downloaded(&target, &checkpoint.files)? {
+        context.out.note("already downloaded");
     } else {
         let staging = Staging::beside(&target, &id.to_string())?;
         download(context, &checkpoint, &staging.path).await?;
@@ -104,7 +104,7 @@ async fn check_manifest(context: &Context, checkpoint: &Checkpoint) -> Result<()
     match checkpoint.files.iter().find(differs) {
         None => Ok(()),
         Some(file) => Err(CliError::Failed(format!(
-            "{} is not as {MANIFEST} of {} has it: nothing was downloaded",
+            "{} does not match {MANIFEST} of {}; nothing was downloaded",
             file.name, checkpoint.id
         ))),
     }
@@ -114,6 +114,6 @@ async fn download(context: &Context, checkpoint: &Checkpoint, folder: &Path) -> 
     let total = checkpoint.files.iter().map(|file| file.size_bytes).sum();
     let files = context.client.download_files(checkpoint, folder);
     let files = with_bar(context, total, folder, files).await?;
-    context.out.note(format!("{} files, {}, each with the hash of its manifest", files.len(), size(total)));
+    context.out.note(format!("{} files, {}; all hashes match the manifest", files.len(), format_bytes(total)));
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! `rlood rewards`: how the rewards of a job do.
+//! `rlood rewards`: shows the requests and failures of a job's rewards.
 
 use clap::Args;
 
@@ -6,22 +6,22 @@ use crate::context::{Common, Context};
 use crate::error::CliError;
 use crate::listing::Listing;
 use crate::names;
-use crate::output::{Table, ago, shown};
+use crate::output::{Table, format_age, shown};
 
 /// Flags of `rlood rewards`.
 #[derive(Debug, Clone, Args)]
 pub struct Rewards {
-    /// The job: its id, at least 6 characters of it after job_, its name, or @last.
+    /// Job: its id, at least 6 characters of the id after job_, its name, or @last.
     #[arg(value_name = "JOB", add = super::completions::jobs())]
     pub job: String,
 
-    /// The server and the output.
+    /// Flags for the server and the output.
     #[command(flatten)]
     pub common: Common,
 }
 
 /// # Errors
-/// When there is no such job.
+/// Fails when the job does not exist.
 pub async fn run(context: &Context, args: &Rewards) -> Result<u8, CliError> {
     let id = names::job(context, &args.job).await?;
     let listing = Listing::whole(context.client.raw_get(&["jobs", &id.to_string(), "rewards"])).await?;
@@ -32,11 +32,11 @@ pub async fn run(context: &Context, args: &Rewards) -> Result<u8, CliError> {
     let mut table =
         Table::new(&["name", "type", "weight", "samples", "missing", "requests", "retries", "failed", "updated", ""]);
     for reward in &listing.items {
-        let marks = [("degraded", "degraded"), ("evaluation", "of the evaluation")];
+        let marks = [("degraded", "degraded"), ("evaluation", "evaluation only")];
         let marks: Vec<&str> = marks.iter().filter(|(key, _)| reward[key] == true).map(|(_, word)| *word).collect();
         let figures = ["name", "type", "weight", "samples", "missing", "requests", "retries", "failed"];
         let cells = figures.iter().map(|key| shown(&reward[key]));
-        table.row(cells.chain([ago(&reward["updated_at"]), marks.join(", ")]));
+        table.row(cells.chain([format_age(&reward["updated_at"]), marks.join(", ")]));
     }
     table.print(&context.out)?;
     Ok(0)

@@ -1,4 +1,4 @@
-//! `rlood samples`: completions with their rewards.
+//! `rlood samples`: prints completions with their rewards.
 
 use clap::Args;
 use serde_json::Value;
@@ -8,53 +8,53 @@ use crate::error::CliError;
 use crate::follow::text;
 use crate::listing::Listing;
 use crate::names;
-use crate::output::{clean, clean_lines, figure, shown};
+use crate::output::{clean, clean_lines, format_number, shown};
 
 /// Characters of a text that are shown without --full.
-const SHOWN: usize = 300;
+const MAX_SHOWN_CHARS: usize = 300;
 
 /// Flags of `rlood samples`.
 #[derive(Debug, Clone, Args)]
 pub struct Samples {
-    /// The job: its id, at least 6 characters of it after job_, its name, or @last.
+    /// Job: its id, at least 6 characters of the id after job_, its name, or @last.
     #[arg(value_name = "JOB", add = super::completions::jobs())]
     pub job: String,
 
-    /// Only those of this optimizer step; 0 is before the start.
+    /// Show only samples of this optimizer step; 0 is the state before training.
     #[arg(long, value_name = "N")]
     pub step: Option<u64>,
 
-    /// Only those of training, or of evaluations: train, eval.
+    /// Show only samples from training (train) or from evaluations (eval).
     #[arg(long, value_name = "PHASE", value_parser = ["train", "eval"])]
     pub phase: Option<String>,
 
-    /// Only those whose prompt or completion has this text.
+    /// Show only samples whose prompt or completion contains this text.
     #[arg(long, value_name = "TEXT")]
     pub contains: Option<String>,
 
-    /// The N with the lowest reward.
+    /// Show the N samples with the lowest reward.
     #[arg(long, value_name = "N", conflicts_with_all = ["best", "limit"], value_parser = clap::value_parser!(u64).range(1..))]
     pub worst: Option<u64>,
 
-    /// The N with the highest reward.
+    /// Show the N samples with the highest reward.
     #[arg(long, value_name = "N", conflicts_with = "limit", value_parser = clap::value_parser!(u64).range(1..))]
     pub best: Option<u64>,
 
-    /// Samples to show, the latest first; 0 = all.
+    /// Maximum number of samples to show, latest first; 0 shows all.
     #[arg(long, default_value_t = 5, value_name = "N")]
     pub limit: usize,
 
-    /// Show whole texts, line by line, in place of their beginning and end.
+    /// Show texts in full, with their line breaks. Default: the beginning and the end, on one line.
     #[arg(long)]
     pub full: bool,
 
-    /// The server and the output.
+    /// Flags for the server and the output.
     #[command(flatten)]
     pub common: Common,
 }
 
 /// # Errors
-/// When there is no such job.
+/// Fails when the job does not exist.
 pub async fn run(context: &Context, args: &Samples) -> Result<u8, CliError> {
     let Samples { job, step, phase, contains, worst, best, limit, full, common: _ } = args;
     let id = names::job(context, job).await?;
@@ -94,7 +94,7 @@ fn print(context: &Context, sample: &Value, full: bool) -> Result<(), CliError> 
     out.line(console::style(head).bold().to_string())?;
     let rewards = sample["rewards"].as_object().into_iter().flatten();
     let rewards: Vec<String> = rewards
-        .map(|(name, value)| format!("{} {}", clean(name), value.as_f64().map_or_else(|| shown(value), figure)))
+        .map(|(name, value)| format!("{} {}", clean(name), value.as_f64().map_or_else(|| shown(value), format_number)))
         .collect();
     if rewards.len() > 1 {
         out.line(format!("  {}", rewards.join("  ")))?;
@@ -104,7 +104,7 @@ fn print(context: &Context, sample: &Value, full: bool) -> Result<(), CliError> 
             Value::String(_) => text(sample, key).to_owned(),
             other => other.to_string(),
         };
-        let shown = if full { clean_lines(&given) } else { cut(&given) };
+        let shown = if full { clean_lines(&given) } else { shorten(&given) };
         for line in shown.lines() {
             out.line(format!("  {mark} {line}"))?;
         }
@@ -112,14 +112,14 @@ fn print(context: &Context, sample: &Value, full: bool) -> Result<(), CliError> 
     out.line("")
 }
 
-/// The text on one line, its middle left out if it is long.
-fn cut(text: &str) -> String {
+/// Puts a text on one line, and replaces its middle by an ellipsis if it is longer than the limit.
+fn shorten(text: &str) -> String {
     let text = clean(text);
     let count = text.chars().count();
-    if count <= SHOWN {
+    if count <= MAX_SHOWN_CHARS {
         return text;
     }
-    let begin: String = text.chars().take(SHOWN / 2).collect();
-    let end: String = text.chars().skip(count - SHOWN / 2).collect();
+    let begin: String = text.chars().take(MAX_SHOWN_CHARS / 2).collect();
+    let end: String = text.chars().skip(count - MAX_SHOWN_CHARS / 2).collect();
     format!("{begin} … {end}")
 }

@@ -1,4 +1,4 @@
-//! `rlood show`: a job, and what became of it.
+//! `rlood show`: shows a job and its outcome.
 
 use clap::Args;
 use serde_json::Value;
@@ -7,26 +7,28 @@ use crate::context::{Common, Context};
 use crate::error::CliError;
 use crate::follow::text;
 use crate::names;
-use crate::output::{Table, ago, between, clean, clean_lines, figure, shown, size, span};
+use crate::output::{
+    Table, between, clean, clean_lines, format_age, format_bytes, format_duration, format_number, shown,
+};
 
 /// Flags of `rlood show`.
 #[derive(Debug, Clone, Args)]
 pub struct Show {
-    /// The job: its id, at least 6 characters of it after job_, its name, or @last.
+    /// Job: its id, at least 6 characters of the id after job_, its name, or @last.
     #[arg(value_name = "JOB", add = super::completions::jobs())]
     pub job: String,
 
-    /// Print the job's settings instead, in this form, as they can be submitted again: json, yaml or toml.
+    /// Print the job's settings in this format instead, ready to be submitted again.
     #[arg(long, value_name = "FORMAT", value_parser = ["json", "yaml", "toml"])]
     pub config: Option<String>,
 
-    /// The server and the output.
+    /// Flags for the server and the output.
     #[command(flatten)]
     pub common: Common,
 }
 
 /// # Errors
-/// When there is no such job.
+/// Fails when the job does not exist.
 pub async fn run(context: &Context, args: &Show) -> Result<u8, CliError> {
     let id = names::job(context, &args.job).await?.to_string();
     if let Some(format) = &args.config {
@@ -43,9 +45,9 @@ pub async fn run(context: &Context, args: &Show) -> Result<u8, CliError> {
     let checkpoints =
         context.client.raw_get(&["jobs", &id, "checkpoints"]).query("limit", 100).pages().collect().await?;
     let job = job.value;
-    head(context, &job)?;
-    courses(context, &job, &summary)?;
-    ends(context, &job, &summary)?;
+    print_head(context, &job)?;
+    print_rewards_and_alerts(context, &job, &summary)?;
+    print_outcome(context, &job, &summary)?;
     if !checkpoints.is_empty() {
         context.out.line("")?;
         table(&checkpoints).print(&context.out)?;
@@ -53,29 +55,29 @@ pub async fn run(context: &Context, args: &Show) -> Result<u8, CliError> {
     Ok(0)
 }
 
-fn head(context: &Context, job: &Value) -> Result<(), CliError> {
+fn print_head(context: &Context, job: &Value) -> Result<(), CliError> {
     let line = |label: &str, value: String| context.out.line(format!("{label:<12} {value}"));
     line("job", console::style(shown(&job["id"])).bold().to_string())?;
     if job["name"].is_string() {
         line("name", shown(&job["name"]))?;
     }
     let reason = job["status_reason"].as_str().map(|reason| format!(" ({})", clean(reason))).unwrap_or_default();
-    let requested = job["requested"].as_str().map(|wish| format!(", {wish} requested")).unwrap_or_default();
+    let requested = job["requested"].as_str().map(|request| format!(", {request} requested")).unwrap_or_default();
     line("state", format!("{}{reason}{requested}", shown(&job["state"])))?;
-    let eta = job["eta_s"].as_f64().map(|eta| format!(", {} to go", span(eta))).unwrap_or_default();
+    let eta = job["eta_s"].as_f64().map(|eta| format!(", {} remaining", format_duration(eta))).unwrap_or_default();
     line("step", format!("{} of {}{eta}", shown(&job["step"]), shown(&job["total_steps"])))?;
     line("model", shown(&job["plan"]["model"]["id"]))?;
     let rows = &job["plan"]["dataset"]["num_rows"];
     line("dataset", format!("{}, {} rows", shown(&job["plan"]["dataset"]["id"]), shown(rows)))?;
-    line("submitted", ago(&job["created_at"]))?;
+    line("submitted", format_age(&job["created_at"]))?;
     if let Some(took) = between(&job["started_at"], &job["finished_at"]) {
-        line("took", span(took))?;
+        line("took", format_duration(took))?;
     }
     if job["device"].is_string() {
         line("device", shown(&job["device"]))?;
     }
     if job["parent"].is_string() {
-        line("made from", shown(&job["parent"]))?;
+        line("created from", shown(&job["parent"]))?;
     }
     for (key, value) in job["metadata"].as_object().into_iter().flatten() {
         line("label", format!("{}={}", clean(key), shown(value)))?;
@@ -83,15 +85,15 @@ fn head(context: &Context, job: &Value) -> Result<(), CliError> {
     Ok(())
 }
 
-fn courses(context: &Context, job: &Value, summary: &Value) -> Result<(), CliError> {
-    for (label, course) in [("reward", &summary["reward"]), ("eval reward", &summary["eval_reward"])] {
-        if let (Some(first), Some(last)) = (course["first"].as_f64(), course["last"].as_f64()) {
-            let best = format!("best {} at step {}", shown(&course["best"]), shown(&course["best_step"]));
-            context.out.line(format!("{label:<12} {} → {}, {best}", figure(first), figure(last)))?;
+fn print_rewards_and_alerts(context: &Context, job: &Value, summary: &Value) -> Result<(), CliError> {
+    for (label, series) in [("reward", &summary["reward"]), ("eval reward", &summary["eval_reward"])] {
+        if let (Some(first), Some(last)) = (series["first"].as_f64(), series["last"].as_f64()) {
+            let best = format!("best {} at step {}", shown(&series["best"]), shown(&series["best_step"]));
+            context.out.line(format!("{label:<12} {} → {}, {best}", format_number(first), format_number(last)))?;
         }
     }
     if let Some(kl) = summary["kl"].as_f64() {
-        context.out.line(format!("{:<12} {}", "KL", figure(kl)))?;
+        context.out.line(format!("{:<12} {}", "KL", format_number(kl)))?;
     }
     for alert in job["alerts"].as_array().into_iter().flatten() {
         let (severity, rule, message) = (text(alert, "severity"), text(alert, "rule"), clean(text(alert, "message")));
@@ -102,7 +104,7 @@ fn courses(context: &Context, job: &Value, summary: &Value) -> Result<(), CliErr
     Ok(())
 }
 
-fn ends(context: &Context, job: &Value, summary: &Value) -> Result<(), CliError> {
+fn print_outcome(context: &Context, job: &Value, summary: &Value) -> Result<(), CliError> {
     let failure = &job["failure"];
     if failure.is_object() {
         let message = clean_lines(text(failure, "message"));
@@ -131,9 +133,9 @@ fn table(checkpoints: &[Value]) -> Table {
         table.row([
             shown(&checkpoint["id"]),
             shown(&checkpoint["step"]),
-            size(bytes),
+            format_bytes(bytes),
             shown(&checkpoint["metrics"]["eval_reward"]),
-            ago(&checkpoint["created_at"]),
+            format_age(&checkpoint["created_at"]),
             marks.join(", "),
         ]);
     }

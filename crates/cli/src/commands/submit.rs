@@ -1,4 +1,4 @@
-//! `rlood submit`: a job from a file.
+//! `rlood submit`: submits a job from a file.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -12,71 +12,73 @@ use crate::context::{Common, Context};
 use crate::error::{CliError, EXIT_USAGE};
 use crate::follow::{detached, exit_code, live, report_outcome, text, wait_for, within};
 use crate::job_file::{JobFile, Setting, uploads};
-use crate::output::{clean, parse_span, shown, size};
+use crate::output::{clean, format_bytes, parse_duration, shown};
 use crate::profiles;
 
 /// Flags of `rlood submit`.
 #[derive(Debug, Clone, Args)]
 pub struct Submit {
-    /// The job as JSON, YAML or TOML; `-` reads standard input. Rows may be a local file, `"dataset": "rows.jsonl"` or
-    /// `{"file": "rows.csv", "map": …}`, with a path from the job file's folder on.
+    /// JSON, YAML or TOML file with the job; `-` reads standard input. A dataset may be a local file: `"dataset": "rows.jsonl"`
+    /// or `{"file": "rows.csv", "map": …}`, with a path relative to the job file's folder.
     #[arg(value_name = "FILE")]
     pub file: PathBuf,
 
-    /// Change a setting of the job: `rloo.beta=0.01`, `rewards.0.weight=2`. What is JSON has its type, the rest is text. May be
-    /// given several times.
+    /// Change a setting of the job, for example `rloo.beta=0.01` or `rewards.0.weight=2`. A value that is valid JSON keeps its
+    /// type; other values are strings. Can be given several times.
     #[arg(long = "set", value_name = "PATH=VALUE", value_parser = Setting::parse)]
     pub settings: Vec<Setting>,
 
-    /// File of rows to train on, in place of the job's dataset.
+    /// File of rows to train on, instead of the job's dataset.
     #[arg(long, value_name = "FILE")]
     pub dataset: Option<PathBuf>,
 
-    /// The file is a configuration of TRL, as `rlood convert --trl` reads it.
+    /// Read the file as a TRL configuration, as in `rlood convert --trl`.
     #[arg(long)]
     pub trl: bool,
 
-    /// Check the job and show what it would do; submit nothing. Local files are uploaded, since the check counts their rows.
+    /// Check the job and show its plan without submitting it. Local files are uploaded, because the check counts their rows.
     #[arg(long)]
     pub dry_run: bool,
 
-    /// Wait until the job is over; the exit code says how it ended.
+    /// Wait until the job finishes, and report its outcome in the exit code.
     #[arg(long, conflicts_with = "dry_run")]
     pub wait: bool,
 
-    /// Follow the job until it is over, as `rlood watch` does. Ctrl-C detaches.
+    /// Follow the job until it finishes, as `rlood watch` does. Ctrl-C detaches without stopping it.
     #[arg(long, conflicts_with_all = ["dry_run", "wait"])]
     pub watch: bool,
 
-    /// With --wait or --watch: end with exit code 124 after this time: 30s, 10m, 2h, 1d. The job goes on.
-    #[arg(long, value_parser = parse_span, value_name = "TIME")]
+    /// Time limit for --wait or --watch: 30s, 10m, 2h, 1d. At the limit the command exits with code 124,
+    /// and the job keeps running.
+    #[arg(long, value_parser = parse_duration, value_name = "TIME")]
     pub timeout: Option<Duration>,
 
-    /// Submit under this Idempotency-Key: a second submission with it within 24 hours is the same job. Default: a new key.
+    /// Idempotency-Key of the request. Submitting again with the same key within 24 hours returns the same
+    /// job. Default: a new key.
     #[arg(long, value_name = "KEY")]
     pub idempotency_key: Option<String>,
 
-    /// The server and the output.
+    /// Flags for the server and the output.
     #[command(flatten)]
     pub common: Common,
 }
 
 /// # Errors
-/// When the job is not valid, or a file that it names cannot be used.
+/// Fails when the job is not valid, or a file that it names cannot be used.
 pub async fn run(context: &Context, args: &Submit) -> Result<u8, CliError> {
     let Submit { file, settings, dataset, trl, dry_run, wait, watch, timeout, idempotency_key, common: _ } = args;
     let mut job = JobFile::read(file)?;
     if *trl {
-        job.document = translated(context, &job.document).await?;
+        job.document = translate_trl(context, &job.document).await?;
     }
     if !job.document.is_object() {
         return Err(CliError::Usage(format!(
-            "{}: a job is an object, {{\"model\": …, \"dataset\": …, \"rewards\": […]}}",
+            "{}: a job must be an object, {{\"model\": …, \"dataset\": …, \"rewards\": […]}}",
             file.display()
         )));
     }
     if let Some(path) = dataset {
-        // A path of the command line starts where the user is.
+        // A path on the command line is relative to the current directory, a path in the job file to the file's folder.
         let path = std::path::absolute(path).map_err(CliError::local("read --dataset"))?;
         job.document["dataset"] = json!(path);
     }
@@ -85,7 +87,7 @@ pub async fn run(context: &Context, args: &Submit) -> Result<u8, CliError> {
     }
     uploads::replace_local_files(context, &mut job).await?;
     let document = Document::from(&job.document);
-    let said = |error: rlood_client::Error| {
+    let report_settings = |error: rlood_client::Error| {
         for setting in settings {
             let errors = error.problem().map(|problem| problem.errors.as_slice()).unwrap_or_default();
             for field in errors.iter().filter(|field| setting.is_at(&field.pointer)) {
@@ -95,21 +97,22 @@ pub async fn run(context: &Context, args: &Submit) -> Result<u8, CliError> {
         CliError::from(error)
     };
     if *dry_run {
-        let answer = context.client.raw_ask(&["jobs", "validate"]).document(&document).send().await.map_err(said)?;
+        let answer =
+            context.client.raw_ask(&["jobs", "validate"]).document(&document).send().await.map_err(report_settings)?;
         return show_validation(context, settings, &answer);
     }
     let client = match idempotency_key {
         Some(key) => context.client.with_idempotency_key(key),
         None => context.client.clone(),
     };
-    let answer = client.raw_post(&["jobs"]).document(&document).send().await.map_err(said)?;
+    let answer = client.raw_post(&["jobs"]).document(&document).send().await.map_err(report_settings)?;
     let id = text(&answer.value, "id").to_owned();
-    // The next commands may say @last; that is no reason to fail.
-    if let Err(error) = profiles::keep_last_job(&context.target.name(), &id) {
-        context.out.note(format!("@last will not name this job: {error}"));
+    // Without this file only @last fails in later commands, so the error is not fatal.
+    if let Err(error) = profiles::save_last_job(&context.target.name(), &id) {
+        context.out.note(format!("cannot save this job as @last: {error}"));
     }
     let id: JobId =
-        id.parse().map_err(|_| CliError::Failed("the server answered without the id of the job".to_owned()))?;
+        id.parse().map_err(|_| CliError::Failed("the server's response does not contain the job's id".to_owned()))?;
     if context.out.json {
         context.out.json(&answer.text)?;
     } else if context.out.is_terminal {
@@ -119,7 +122,7 @@ pub async fn run(context: &Context, args: &Submit) -> Result<u8, CliError> {
             shown(&answer.value["total_steps"])
         ))?;
         if !*wait && !*watch {
-            context.out.note(format!("`rlood watch {id}` follows it"));
+            context.out.note(format!("follow it with `rlood watch {id}`"));
         }
     } else {
         context.out.line(id.to_string())?;
@@ -138,8 +141,8 @@ pub async fn run(context: &Context, args: &Submit) -> Result<u8, CliError> {
     Ok(exit_code(&jobs))
 }
 
-/// The job that a configuration of TRL is here.
-async fn translated(context: &Context, document: &Value) -> Result<Value, CliError> {
+/// Asks the server to translate a TRL configuration into a job.
+async fn translate_trl(context: &Context, document: &Value) -> Result<Value, CliError> {
     let document = Document::from(document);
     let call = context.client.raw_ask(&["jobs", "validate"]).query("from", "trl");
     let answer = call.document(&document).send().await?.value;
@@ -154,7 +157,7 @@ async fn translated(context: &Context, document: &Value) -> Result<Value, CliErr
             let errors = answer["errors"].as_array().into_iter().flatten();
             let lines: Vec<String> =
                 errors.map(|error| format!("\n  {}: {}", shown(&error["pointer"]), shown(&error["detail"]))).collect();
-            Err(CliError::Usage(format!("this configuration of TRL is not a job here{}", lines.concat())))
+            Err(CliError::Usage(format!("this TRL configuration cannot be translate_trl into a job{}", lines.concat())))
         }
     }
 }
@@ -186,7 +189,7 @@ fn show_validation(context: &Context, settings: &[Setting], answer: &RawAnswer) 
     out.line(format!("dataset  {}, {} rows", shown(&plan["dataset"]["id"]), shown(&plan["dataset"]["num_rows"])))?;
     out.line(format!("steps    {}", shown(&plan["totals"]["optimizer_steps"])))?;
     if let Some(bytes) = validation["estimate"]["total_bytes"].as_u64() {
-        out.line(format!("memory   {}", size(bytes)))?;
+        out.line(format!("memory   {}", format_bytes(bytes)))?;
     }
     Ok(0)
 }

@@ -1,4 +1,4 @@
-//! `rlood verdict`: did training make the model better?
+//! `rlood verdict`: reports whether training improved the model.
 
 use std::time::Duration;
 
@@ -8,49 +8,49 @@ use serde_json::{Value, json};
 
 use crate::context::{Common, Context};
 use crate::error::{CliError, EXIT_CANCELLED, EXIT_FAILED};
-use crate::follow::{Patience, interruptible, say_progress, text};
+use crate::follow::{OutageRetry, interruptible, report_progress, text};
 use crate::names::{self, CheckpointName, Pick};
-use crate::output::{clean_lines, figure, shown};
+use crate::output::{clean_lines, format_number, shown};
 
-/// Between two looks at a verdict.
-const POLL: Duration = Duration::from_secs(1);
+/// How often the state of a verdict is polled.
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// Characters of a text that are shown.
-const SHOWN_CHARS: usize = 160;
-/// Rows that are shown of those that were won, and of those that were lost.
-const SHOWN: usize = 2;
+const MAX_SHOWN_CHARS: usize = 160;
+/// Rows shown of those won, and of those lost.
+const MAX_SHOWN_ROWS: usize = 2;
 
 /// Flags of `rlood verdict`.
 #[derive(Debug, Clone, Args)]
 pub struct Verdict {
-    /// The job, or a checkpoint of it: JOB, JOB@120, JOB@last, JOB@best.
+    /// Job, or one of its checkpoints: JOB, JOB@120, JOB@last or JOB@best.
     #[arg(value_name = "JOB", add = super::completions::jobs())]
     pub job: String,
 
-    /// Checkpoint to judge: best, last, result, a step, or ckpt_…. Default: the best, else the
-    /// newest.
+    /// Checkpoint to compare with the base model: best, last, result, a step, or a checkpoint id (ckpt_…). Default:
+    /// the best, else the newest.
     #[arg(long, value_name = "WHICH")]
     pub checkpoint: Option<String>,
 
-    /// Completions of each row and model, averaged within the row. Default: as the
-    /// job's evaluation.
+    /// Completions per row and model; their rewards are averaged. Default: as in the job's evaluation.
     #[arg(short = 'k', long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub num_generations: Option<u32>,
 
-    /// Temperature of sampling; 0 = greedy. Default: as the job's evaluation; with several completions the training's.
+    /// Sampling temperature; 0 is greedy. Default: as in the job's evaluation, or as in training
+    /// with several completions per row.
     #[arg(long, value_name = "T")]
     pub temperature: Option<f64>,
 
-    /// Judge again. Without it, the newest verdict is shown where there is one.
+    /// Start a new comparison. Default: show the newest verdict, if there is one.
     #[arg(long)]
     pub new: bool,
 
-    /// The server and the output.
+    /// Flags for the server and the output.
     #[command(flatten)]
     pub common: Common,
 }
 
 /// # Errors
-/// When there is no such job, it has nothing to judge, or on Ctrl-C.
+/// Fails when the job does not exist or has no checkpoint to compare, or on Ctrl-C.
 pub async fn run(context: &Context, args: &Verdict) -> Result<u8, CliError> {
     let (job, pick) = match CheckpointName::parse(&args.job)? {
         CheckpointName::Id(id) => {
@@ -70,7 +70,7 @@ pub async fn run(context: &Context, args: &Verdict) -> Result<u8, CliError> {
     let checkpoint =
         args.checkpoint.as_deref().map(|word| word.parse::<u64>().map_or_else(|_| json!(word), Value::from));
     if checkpoint.is_some() && pick.is_some() {
-        return Err(CliError::Usage("name the checkpoint once: after the job's @, or with --checkpoint".to_owned()));
+        return Err(CliError::Usage("the checkpoint is given twice: use either JOB@STEP or --checkpoint".to_owned()));
     }
     let job = job.to_string();
     let verdict = start_or_find(context, &job, args, checkpoint.or(pick)).await?;
@@ -84,7 +84,7 @@ pub async fn run(context: &Context, args: &Verdict) -> Result<u8, CliError> {
     Ok(exit_code(&verdict))
 }
 
-/// The newest verdict, or a new one.
+/// Returns the newest verdict, or starts a new one.
 async fn start_or_find(
     context: &Context,
     job: &str,
@@ -101,7 +101,7 @@ async fn start_or_find(
             body[name] = value;
         }
     }
-    // What asks for something of its own is not answered by what is there.
+    // An existing verdict may have used other settings, so it is not returned when a flag asks for specific ones.
     if !args.new && body == json!({}) {
         match context.client.raw_get(&["jobs", job, "verdict"]).send().await {
             Ok(answer) => return Ok(answer.value),
@@ -113,16 +113,16 @@ async fn start_or_find(
 }
 
 async fn finished(context: &Context, id: &str) -> Result<(Value, String), CliError> {
-    let mut patience = Patience::default();
-    let mut told = String::new();
+    let mut outage = OutageRetry::default();
+    let mut last_line = String::new();
     loop {
         let answer = context.client.raw_get(&["verdicts", id]).send().await;
-        let Some(answer) = patience.take(&context.out, answer).await? else { continue };
+        let Some(answer) = outage.unwrap_or_wait(&context.out, answer).await? else { continue };
         match text(&answer.value, "state") {
-            "queued" | "running" => say_progress(context, &answer.value, &mut told),
+            "queued" | "running" => report_progress(context, &answer.value, &mut last_line),
             _ => return Ok((answer.value, answer.text)),
         }
-        tokio::time::sleep(POLL).await;
+        tokio::time::sleep(POLL_INTERVAL).await;
     }
 }
 
@@ -150,33 +150,33 @@ fn print(context: &Context, verdict: &Value) -> Result<(), CliError> {
             shown(&verdict["state"]),
             clean_lines(text(error, "message"))
         ));
-        out.note("`rlood verdict --new` judges again");
+        out.note("start a new comparison with `rlood verdict --new`");
         return Ok(());
     };
     let sentence = match word {
         "better" => "better: training improved the model",
-        "no_difference" => "no difference shown: the rows do not tell the trained model from the base model",
+        "no_difference" => "no difference: the rows show no difference between the trained model and the base model",
         "worse" => "worse: training made the model worse",
-        "guard_fell" => "the guard fell: better at its task, and worse at what it must not lose",
-        "too_few_rows" => "too few rows to say",
+        "guard_fell" => "guard failed: better on the task, but worse on the guard dataset",
+        "too_few_rows" => "too few rows to decide",
         other => other,
     };
     line("verdict", console::style(sentence).bold().to_string())?;
     line("checkpoint", format!("{}, step {}", shown(&verdict["checkpoint_id"]), shown(&verdict["step"])))?;
     line("rows", format!("{} ({})", shown(&result["rows"]), shown(&result["rows_from"])))?;
-    let mean = |model: &str| result[model]["mean"].as_f64().map_or_else(|| "none".to_owned(), figure);
+    let mean = |model: &str| result[model]["mean"].as_f64().map_or_else(|| "none".to_owned(), format_number);
     line("mean reward", format!("base {}, trained {}", mean("base"), mean("trained")))?;
     line("difference", difference(result))?;
     if result["p_value"].is_number() {
         line("p", shown(&result["p_value"]))?;
     }
     line(
-        "of the rows",
+        "result",
         format!("won {}, lost {}, tied {}", shown(&result["won"]), shown(&result["lost"]), shown(&result["tied"])),
     )?;
     let passes = |model: &str| result[model]["pass_at"].as_array().cloned().unwrap_or_default();
     for (base, trained) in passes("base").iter().zip(passes("trained")) {
-        let chance = |of: &Value| of["chance"].as_f64().map_or_else(|| "none".to_owned(), figure);
+        let chance = |of: &Value| of["chance"].as_f64().map_or_else(|| "none".to_owned(), format_number);
         line(&format!("pass@{}", shown(&base["k"])), format!("base {}, trained {}", chance(base), chance(&trained)))?;
     }
     if result["guard"].is_object() {
@@ -186,24 +186,29 @@ fn print(context: &Context, verdict: &Value) -> Result<(), CliError> {
         line("note", clean_lines(note))?;
     }
     for (label, key) in [("won", "won_examples"), ("lost", "lost_examples")] {
-        for row in result[key].as_array().into_iter().flatten().take(SHOWN) {
+        for row in result[key].as_array().into_iter().flatten().take(MAX_SHOWN_ROWS) {
             out.line("")?;
             let difference = row["difference"].as_f64().unwrap_or_default();
-            out.line(format!("  row {} {label}, {}{}", shown(&row["row"]), sign(difference), figure(difference)))?;
+            out.line(format!(
+                "  row {} {label}, {}{}",
+                shown(&row["row"]),
+                sign(difference),
+                format_number(difference)
+            ))?;
             out.line(format!("    prompt   {}", beginning(text(row, "prompt"))))?;
             for model in ["base", "trained"] {
-                let said = text(&row[model]["completions"][0], "completion");
-                out.line(format!("    {model:<8} {}", beginning(said)))?;
+                let completion = text(&row[model]["completions"][0], "completion");
+                out.line(format!("    {model:<8} {}", beginning(completion)))?;
             }
         }
     }
     Ok(())
 }
 
-/// The beginning of a text, in one line.
+/// Returns the beginning of a text, on one line.
 fn beginning(text: &str) -> String {
     let line = clean_lines(text).split_whitespace().collect::<Vec<_>>().join(" ");
-    match line.char_indices().nth(SHOWN_CHARS) {
+    match line.char_indices().nth(MAX_SHOWN_CHARS) {
         Some((end, _)) => format!("{}…", &line[..end]),
         None => line,
     }
@@ -211,11 +216,16 @@ fn beginning(text: &str) -> String {
 
 fn difference(result: &Value) -> String {
     let difference = result["difference"].as_f64();
-    let text =
-        difference.map_or_else(|| shown(&result["difference"]), |value| format!("{}{}", sign(value), figure(value)));
+    let text = difference
+        .map_or_else(|| shown(&result["difference"]), |value| format!("{}{}", sign(value), format_number(value)));
     match (result["interval"][0].as_f64(), result["interval"][1].as_f64()) {
         (Some(low), Some(high)) => {
-            format!("{text}, 95 % interval {} to {} ({})", figure(low), figure(high), shown(&result["method"]))
+            format!(
+                "{text}, 95 % interval {} to {} ({})",
+                format_number(low),
+                format_number(high),
+                shown(&result["method"])
+            )
         }
         _ => text,
     }
@@ -227,12 +237,12 @@ fn sign(value: f64) -> &'static str {
 
 fn guard(guard: &Value) -> String {
     let fell = match guard["fell"].as_bool() {
-        Some(true) => "it may have fallen further",
-        Some(false) => "it did not fall further",
-        None => "too few rows to tell",
+        Some(true) => "the reward may have fallen by more",
+        Some(false) => "the reward did not fall by more",
+        None => "too few rows to decide",
     };
     let margin = guard["margin"].as_f64().unwrap_or_default();
-    format!("{} on {} rows; may fall by {}: {fell}", difference(guard), shown(&guard["rows"]), figure(margin))
+    format!("{} on {} rows; may fall by {}: {fell}", difference(guard), shown(&guard["rows"]), format_number(margin))
 }
 
 #[cfg(test)]
@@ -240,7 +250,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_answer_has_its_exit_code() {
+    fn each_verdict_has_an_exit_code() {
         for (state, word, code) in [
             ("succeeded", "better", 0),
             ("succeeded", "no_difference", 10),

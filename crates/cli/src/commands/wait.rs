@@ -1,4 +1,4 @@
-//! `rlood wait`: nothing but the exit code.
+//! `rlood wait`: waits until jobs finish, and reports the outcome in the exit code.
 
 use std::time::Duration;
 
@@ -9,30 +9,30 @@ use crate::context::{Common, Context};
 use crate::error::CliError;
 use crate::follow::{detached, exit_code, report_outcome, wait_for, within};
 use crate::names;
-use crate::output::parse_span;
+use crate::output::parse_duration;
 
 /// Flags of `rlood wait`.
 #[derive(Debug, Clone, Args)]
 pub struct Wait {
-    /// The jobs: ids, beginnings of ids, names, or @last.
+    /// Jobs to wait for: an id, the beginning of an id, a name, or @last.
     #[arg(value_name = "JOB", num_args = 1.., required = true, add = super::completions::jobs())]
     pub jobs: Vec<String>,
 
-    /// End with exit code 124 after this time: 30s, 10m, 2h, 1d. The jobs go on.
-    #[arg(long, value_parser = parse_span, value_name = "TIME")]
+    /// Exit with code 124 after this time: 30s, 10m, 2h, 1d. The jobs keep running.
+    #[arg(long, value_parser = parse_duration, value_name = "TIME")]
     pub timeout: Option<Duration>,
 
-    /// End with exit code 7 when a job is paused, in place of waiting for it to go on.
+    /// Exit with code 7 when a job is paused. Default: keep waiting until it is resumed and finishes.
     #[arg(long)]
     pub until_paused: bool,
 
-    /// The server and the output.
+    /// Flags for the server and the output.
     #[command(flatten)]
     pub common: Common,
 }
 
 /// # Errors
-/// When one of the jobs does not exist, the time is over, or on Ctrl-C.
+/// Fails when one of the jobs does not exist, when the time limit is reached, or on Ctrl-C.
 pub async fn run(context: &Context, args: &Wait) -> Result<u8, CliError> {
     let ids = names::jobs(context, &args.jobs).await?;
     let all = try_join_all(ids.iter().map(|id| wait_for(context, *id, args.until_paused)));

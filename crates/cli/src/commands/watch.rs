@@ -1,4 +1,4 @@
-//! `rlood watch`: jobs as they go on.
+//! `rlood watch`: follows jobs and shows their progress.
 
 use clap::Args;
 
@@ -10,21 +10,21 @@ use crate::names;
 /// Flags of `rlood watch`.
 #[derive(Debug, Clone, Args)]
 pub struct Watch {
-    /// The jobs: ids, beginnings of ids, names, or @last.
+    /// Jobs to follow: an id, the beginning of an id, a name, or @last.
     #[arg(value_name = "JOB", num_args = 1.., required = true, add = super::completions::jobs())]
     pub jobs: Vec<String>,
 
-    /// End with exit code 7 when a job is paused, in place of waiting for it to go on.
+    /// Exit with code 7 when a job is paused. Default: keep waiting until it is resumed and finishes.
     #[arg(long)]
     pub until_paused: bool,
 
-    /// The server and the output.
+    /// Flags for the server and the output.
     #[command(flatten)]
     pub common: Common,
 }
 
 /// # Errors
-/// When one of the jobs does not exist, or on Ctrl-C.
+/// Fails when one of the jobs does not exist, or on Ctrl-C.
 pub async fn run(context: &Context, args: &Watch) -> Result<u8, CliError> {
     let ids = names::jobs(context, &args.jobs).await?;
     let jobs = detached(&ids, "watch", live::watch(context, &ids, args.until_paused)).await?;

@@ -1,5 +1,5 @@
-//! `watch`: a table on a terminal that is drawn again as the jobs go on; lines elsewhere; with `--json` the job's document each
-//! time it changes.
+//! The output of `rlood watch`: on a terminal a table that is redrawn, without a terminal lines, and with `--json` the job's
+//! document each time it changes.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
@@ -9,25 +9,25 @@ use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 use rlood_types::id::JobId;
 use serde_json::Value;
 
-use super::figures::Figures;
-use super::{Patience, is_settled, text};
+use super::job_metrics::JobMetrics;
+use super::{OutageRetry, is_settled, text};
 use crate::context::Context;
 use crate::error::CliError;
-use crate::output::{clean, figure, shown, sparkline};
+use crate::output::{clean, format_number, shown, sparkline};
 
-/// How long the server holds a request for a job that goes on.
+/// Seconds that the server may hold a request for a running job.
 const WAIT_S: u64 = 1;
-/// Between two lines of a job that only makes steps.
-const LINE_EVERY: Duration = Duration::from_secs(5);
-/// Width of a sparkline.
-const COURSE: usize = 32;
-/// Width of the bar of steps.
-const BAR: usize = 20;
+/// Minimum time between two lines of a job whose state has not changed.
+const MIN_LINE_INTERVAL: Duration = Duration::from_secs(5);
+/// Width of a sparkline, in characters.
+const SPARKLINE_WIDTH: usize = 32;
+/// Width of the progress bar, in characters.
+const BAR_WIDTH: usize = 20;
 
-/// Shows jobs until each of them is over, or paused if `until_paused`. Returns them as they are then.
+/// Shows jobs until each of them has finished, or is paused if `until_paused` is set. Returns the jobs in their final state.
 ///
 /// # Errors
-/// When a job does not exist, or the server is away for too long.
+/// Fails when a job does not exist, or the server is unreachable for too long.
 pub async fn watch(context: &Context, ids: &[JobId], until_paused: bool) -> Result<Vec<Value>, CliError> {
     let mut view: Box<dyn View> = if context.out.json {
         Box::new(Documents::default())
@@ -36,48 +36,48 @@ pub async fn watch(context: &Context, ids: &[JobId], until_paused: bool) -> Resu
     } else {
         Box::new(Lines::new(ids))
     };
-    let mut jobs: Vec<Figures> = ids.iter().map(|id| Figures::new(*id)).collect();
-    let mut patience = Patience::default();
+    let mut jobs: Vec<JobMetrics> = ids.iter().map(|id| JobMetrics::new(*id)).collect();
+    let mut outage = OutageRetry::default();
     let mut wait_s = 0;
     loop {
         let begun = Instant::now();
-        let open = jobs.iter_mut().filter(|figures| !is_settled(&figures.job, until_paused));
-        let updated = join_all(open.map(|figures| figures.update(context, wait_s))).await;
+        let open = jobs.iter_mut().filter(|metrics| !is_settled(&metrics.job, until_paused));
+        let updated = join_all(open.map(|metrics| metrics.update(context, wait_s))).await;
         let updated: Result<(), _> = updated.into_iter().collect();
-        let is_there = patience.take(&context.out, updated).await?.is_some();
-        if is_there {
+        let is_updated = outage.unwrap_or_wait(&context.out, updated).await?.is_some();
+        if is_updated {
             view.show(context, &jobs)?;
-            if jobs.iter().all(|figures| is_settled(&figures.job, until_paused)) {
+            if jobs.iter().all(|metrics| is_settled(&metrics.job, until_paused)) {
                 view.close();
-                return Ok(jobs.into_iter().map(|figures| figures.job).collect());
+                return Ok(jobs.into_iter().map(|metrics| metrics.job).collect());
             }
         }
         wait_s = WAIT_S;
-        // A paused job is answered at once.
+        // The server answers immediately for a paused job.
         let pause = Duration::from_secs(WAIT_S).saturating_sub(begun.elapsed());
         tokio::time::sleep(pause).await;
     }
 }
 
-/// How the jobs are shown.
+/// A format in which jobs are shown.
 trait View {
-    fn show(&mut self, context: &Context, jobs: &[Figures]) -> Result<(), CliError>;
-    /// Nothing comes any more.
+    fn show(&mut self, context: &Context, jobs: &[JobMetrics]) -> Result<(), CliError>;
+    /// Finishes the output; `show` is not called again.
     fn close(&mut self) {}
 }
 
-/// Each job's document when it has changed, one a line.
+/// Prints a job's document each time it changes, one per line.
 #[derive(Default)]
 struct Documents {
     shown: Vec<String>,
 }
 
 impl View for Documents {
-    fn show(&mut self, context: &Context, jobs: &[Figures]) -> Result<(), CliError> {
+    fn show(&mut self, context: &Context, jobs: &[JobMetrics]) -> Result<(), CliError> {
         self.shown.resize(jobs.len(), String::new());
-        for (figures, shown) in jobs.iter().zip(&mut self.shown) {
-            if *shown != figures.json {
-                shown.clone_from(&figures.json);
+        for (metrics, shown) in jobs.iter().zip(&mut self.shown) {
+            if *shown != metrics.json {
+                shown.clone_from(&metrics.json);
                 context.out.json(shown)?;
             }
         }
@@ -85,14 +85,14 @@ impl View for Documents {
     }
 }
 
-/// Lines for a pipe or a log.
+/// Prints lines for a pipe or a log.
 struct Lines {
-    jobs: Vec<Told>,
+    jobs: Vec<LastPrinted>,
 }
 
-/// What was said of a job.
-struct Told {
-    doing: String,
+/// The values of a job that were printed last.
+struct LastPrinted {
+    activity: String,
     step: Value,
     at: Option<Instant>,
     alerts: BTreeSet<String>,
@@ -100,35 +100,36 @@ struct Told {
 
 impl Lines {
     fn new(ids: &[JobId]) -> Self {
-        let told = || Told { doing: String::new(), step: Value::Null, at: None, alerts: BTreeSet::new() };
-        Self { jobs: ids.iter().map(|_| told()).collect() }
+        let nothing_printed =
+            || LastPrinted { activity: String::new(), step: Value::Null, at: None, alerts: BTreeSet::new() };
+        Self { jobs: ids.iter().map(|_| nothing_printed()).collect() }
     }
 }
 
 impl View for Lines {
-    fn show(&mut self, context: &Context, jobs: &[Figures]) -> Result<(), CliError> {
+    fn show(&mut self, context: &Context, jobs: &[JobMetrics]) -> Result<(), CliError> {
         let several = jobs.len() > 1;
-        for (figures, told) in jobs.iter().zip(&mut self.jobs) {
-            let name = if several { format!("{}  ", figures.id) } else { String::new() };
-            for (key, line) in alerts(&figures.job) {
-                if told.alerts.insert(key) {
+        for (metrics, last) in jobs.iter().zip(&mut self.jobs) {
+            let name = if several { format!("{}  ", metrics.id) } else { String::new() };
+            for (key, line) in alerts(&metrics.job) {
+                if last.alerts.insert(key) {
                     context.out.line(format!("{name}{line}"))?;
                 }
             }
-            // The phases of a step are no news.
-            let doing = format!("{} {}", text(&figures.job, "state"), shown(&figures.job["status_reason"]));
-            let step = &figures.job["step"];
-            let is_due = told.at.is_none_or(|at| at.elapsed() >= LINE_EVERY);
-            if told.doing != doing || (told.step != *step && is_due) {
-                context.out.line(format!("{name}{}", figures.line()))?;
-                (told.doing, told.step, told.at) = (doing, step.clone(), Some(Instant::now()));
+            // The phases within a step are not printed, since they change too often.
+            let activity = format!("{} {}", text(&metrics.job, "state"), shown(&metrics.job["status_reason"]));
+            let step = &metrics.job["step"];
+            let is_due = last.at.is_none_or(|at| at.elapsed() >= MIN_LINE_INTERVAL);
+            if last.activity != activity || (last.step != *step && is_due) {
+                context.out.line(format!("{name}{}", metrics.line()))?;
+                (last.activity, last.step, last.at) = (activity, step.clone(), Some(Instant::now()));
             }
         }
         Ok(())
     }
 }
 
-/// Alerts that are on: what tells them apart, and a line.
+/// Returns the active alerts: a key that identifies each alert, and its line.
 fn alerts(job: &Value) -> Vec<(String, String)> {
     let alerts = job["alerts"].as_array().map_or(&[][..], Vec::as_slice);
     let line = |alert: &Value| {
@@ -139,7 +140,7 @@ fn alerts(job: &Value) -> Vec<(String, String)> {
     alerts.iter().map(line).collect()
 }
 
-/// A few lines a job, drawn again in place.
+/// Shows a few lines for each job and redraws them in place.
 struct Frame {
     bars: Vec<ProgressBar>,
 }
@@ -154,9 +155,9 @@ impl Frame {
 }
 
 impl View for Frame {
-    fn show(&mut self, context: &Context, jobs: &[Figures]) -> Result<(), CliError> {
-        for (figures, bar) in jobs.iter().zip(&self.bars) {
-            let lines = block(figures);
+    fn show(&mut self, context: &Context, jobs: &[JobMetrics]) -> Result<(), CliError> {
+        for (metrics, bar) in jobs.iter().zip(&self.bars) {
+            let lines = job_lines(metrics);
             bar.set_message(lines.iter().map(|line| context.out.fit(line)).collect::<Vec<_>>().join("\n"));
         }
         Ok(())
@@ -167,23 +168,23 @@ impl View for Frame {
     }
 }
 
-/// What a terminal shows of a job.
-fn block(figures: &Figures) -> Vec<String> {
-    let job = &figures.job;
+/// Returns the lines that a terminal shows for a job.
+fn job_lines(metrics: &JobMetrics) -> Vec<String> {
+    let job = &metrics.job;
     let name = job["name"].as_str().map(|name| format!("  {}", clean(name))).unwrap_or_default();
-    let mut lines = vec![format!("{}{name}  {}", console::style(&figures.id).bold(), figures.doing())];
+    let mut lines = vec![format!("{}{name}  {}", console::style(&metrics.id).bold(), metrics.activity())];
     let (step, total) = (job["step"].as_u64().unwrap_or(0), job["total_steps"].as_u64().unwrap_or(0));
-    let done = (step * BAR as u64).checked_div(total).unwrap_or(0).min(BAR as u64) as usize;
-    lines.push(format!("  {}{}  {}", "━".repeat(done), "─".repeat(BAR - done), figures.pace()));
+    let done = (step * BAR_WIDTH as u64).checked_div(total).unwrap_or(0).min(BAR_WIDTH as u64) as usize;
+    lines.push(format!("  {}{}  {}", "━".repeat(done), "─".repeat(BAR_WIDTH - done), metrics.progress()));
     for (label, key) in [("reward", "reward"), ("eval reward", "eval_reward")] {
-        let course = figures.course(key);
-        if let (Some(first), Some(last)) = (course.first(), course.last()) {
-            let line = sparkline(&course, COURSE);
+        let series = metrics.series(key);
+        if let (Some(first), Some(last)) = (series.first(), series.last()) {
+            let line = sparkline(&series, SPARKLINE_WIDTH);
             lines.push(format!(
                 "  {label:<11} {}  {} → {}",
                 console::style(line).cyan(),
-                figure(*first),
-                figure(*last)
+                format_number(*first),
+                format_number(*last)
             ));
         }
     }
@@ -200,11 +201,11 @@ mod tests {
     #[test]
     fn a_block_has_the_bar_the_figures_and_the_alerts() {
         console::set_colors_enabled(false);
-        let mut figures = Figures::new(JobId::new());
+        let mut metrics = JobMetrics::new(JobId::new());
         let alert = json!({"rule": "reward_flat", "severity": "warning", "step": 7, "message": "no\u{1b}[2J spread"});
-        figures.job = json!({"name": "sums", "state": "running", "step": 5, "total_steps": 10, "alerts": [alert]});
-        let lines = block(&figures);
-        assert_eq!(lines[0], format!("{}  sums  running", figures.id));
+        metrics.job = json!({"name": "sums", "state": "running", "step": 5, "total_steps": 10, "alerts": [alert]});
+        let lines = job_lines(&metrics);
+        assert_eq!(lines[0], format!("{}  sums  running", metrics.id));
         assert!(lines[1].starts_with("  ━━━━━━━━━━──────────  step 5/10"), "{lines:?}");
         assert_eq!(lines[2], "  ! warning reward_flat, step 7: no\u{fffd}[2J spread");
     }

@@ -1,5 +1,5 @@
-//! Local files that a job names become datasets of the server, each content once; a local folder of a model is registered where
-//! server and folder are on one machine.
+//! Uploads the local files that a job names as datasets; files with the same content are uploaded once. Registers a local model
+//! folder if the server runs on the same machine.
 
 use std::path::Path;
 
@@ -14,46 +14,46 @@ use super::JobFile;
 use crate::context::Context;
 use crate::error::CliError;
 use crate::files::{hash_of, read_pieces};
-use crate::output::{clean, shown, size};
+use crate::output::{clean, format_bytes, shown};
 use crate::profiles;
 use crate::target::is_loopback;
 
-/// Where a job names rows.
-const PLACES: [&[&str]; 5] = [
+/// Fields of a job that name datasets.
+const DATASET_FIELDS: [&[&str]; 5] = [
     &["dataset"],
     &["eval", "dataset"],
     &["eval", "test_dataset"],
     &["eval", "guard", "dataset"],
     &["warm_up", "dataset"],
 ];
-/// The field with the path of a file.
+/// Field that contains the path of a file.
 const FILE: &str = "file";
-/// What belongs to a file's mapping, and not to the job.
-const OF_MAPPING: [&str; 3] = ["map", "limit", "seed"];
-/// Keeps which dataset a file became.
+/// Fields that belong to the mapping of a file, and are removed from the job.
+const MAPPING_FIELDS: [&str; 3] = ["map", "limit", "seed"];
+/// State file that records which dataset each file was uploaded as.
 const CACHE: &str = "datasets.toml";
-/// Longer files are uploaded without a look at the server's list: their rows would have to be read here first.
+/// Maximum size of a file whose rows are hashed here to find them on the server. Larger files are uploaded without this check.
 const MAX_CANONICAL_BYTES: u64 = 1 << 30;
 
-/// Puts datasets of the server in the place of local files, and the registered name in the place of a local model folder.
+/// Replaces local files in a job by uploaded datasets, and a local model folder by the name under which it is registered.
 ///
 /// # Errors
-/// When a file is missing, or the server refuses it.
+/// Fails when a file is missing, or the server rejects it.
 pub async fn replace_local_files(context: &Context, job: &mut JobFile) -> Result<(), CliError> {
     map_warm_up_file(&mut job.document);
-    for place in PLACES {
+    for field in DATASET_FIELDS {
         let mut document = std::mem::take(&mut job.document);
-        let at = place.iter().try_fold(&mut document, |at, key| at.get_mut(*key));
+        let at = field.iter().try_fold(&mut document, |at, key| at.get_mut(*key));
         let replaced = match at {
             Some(Value::Array(sources)) => {
                 let mut replaced = Ok(());
                 for (index, source) in sources.iter_mut().enumerate() {
                     replaced =
-                        replaced.and(replace(context, job, &format!("{}[{index}]", place.join(".")), source).await);
+                        replaced.and(replace(context, job, &format!("{}[{index}]", field.join(".")), source).await);
                 }
                 replaced
             }
-            Some(source) => replace(context, job, &place.join("."), source).await,
+            Some(source) => replace(context, job, &field.join("."), source).await,
             None => Ok(()),
         };
         job.document = document;
@@ -62,7 +62,8 @@ pub async fn replace_local_files(context: &Context, job: &mut JobFile) -> Result
     register_folder(context, job).await
 }
 
-/// The mapping of a warm-up's rows is applied when their file is uploaded: without it the server may not know the prompts.
+/// Moves the mapping of a warm-up dataset to its file, because the mapping is applied on upload: without it the server
+/// may not find the prompts.
 fn map_warm_up_file(document: &mut Value) {
     let Some(warm_up) = document.get_mut("warm_up").and_then(Value::as_object_mut) else { return };
     let file = match warm_up.get("dataset") {
@@ -76,8 +77,8 @@ fn map_warm_up_file(document: &mut Value) {
     }
 }
 
-/// Uploads the file of one source, if it names one.
-async fn replace(context: &Context, job: &JobFile, place: &str, source: &mut Value) -> Result<(), CliError> {
+/// Uploads the file of one dataset field, if the field names a file.
+async fn replace(context: &Context, job: &JobFile, field: &str, source: &mut Value) -> Result<(), CliError> {
     let (file, mut rest) = match source {
         Value::String(text) if text.parse::<DatasetId>().is_ok() => {
             *source = json!({"id": text});
@@ -87,18 +88,18 @@ async fn replace(context: &Context, job: &JobFile, place: &str, source: &mut Val
         Value::Object(fields) => match fields.get(FILE) {
             None => return Ok(()),
             Some(Value::String(file)) => (file.clone(), fields.clone()),
-            Some(_) => return Err(CliError::Usage(format!("{place}.{FILE} must be the path of a file"))),
+            Some(_) => return Err(CliError::Usage(format!("{field}.{FILE} must be the path of a file"))),
         },
         _ => return Ok(()),
     };
     let path = job.path(&file);
     if !path.is_file() {
-        let advice = "for rows of the hub write {\"hub\": \"org/name\"}, for an uploaded dataset {\"id\": \"ds_…\"}";
-        return Err(CliError::Usage(format!("{place}: there is no file {}; {advice}", path.display())));
+        let advice = "a dataset of the Hub is {\"hub\": \"org/name\"}, an uploaded dataset {\"id\": \"ds_…\"}";
+        return Err(CliError::Usage(format!("{field}: file {} not found; {advice}", path.display())));
     }
     rest.shift_remove(FILE);
     let mut mapping = Map::new();
-    for key in OF_MAPPING {
+    for key in MAPPING_FIELDS {
         if let Some(value) = rest.shift_remove(key) {
             mapping.insert(key.to_owned(), value);
         }
@@ -107,7 +108,7 @@ async fn replace(context: &Context, job: &JobFile, place: &str, source: &mut Val
         true => None,
         false => {
             let recipe = serde_json::from_value::<Recipe>(Value::Object(mapping));
-            Some(recipe.map_err(|error| CliError::Usage(format!("{place}: {error}")))?)
+            Some(recipe.map_err(|error| CliError::Usage(format!("{field}: {error}")))?)
         }
     };
     let id = upload_once(context, &path, None, mapping).await?;
@@ -117,10 +118,10 @@ async fn replace(context: &Context, job: &JobFile, place: &str, source: &mut Val
     Ok(())
 }
 
-/// The dataset of a file: one that is there already, or a new one.
+/// Returns the id of a file's dataset. Uploads the file unless the server has its content already.
 ///
 /// # Errors
-/// When the file cannot be read, or the server refuses it.
+/// Fails when the file cannot be read, or the server rejects it.
 pub async fn upload_once(
     context: &Context,
     path: &Path,
@@ -130,12 +131,12 @@ pub async fn upload_once(
     let unreadable = |error: std::io::Error| CliError::Usage(format!("cannot read {}: {error}", path.display()));
     let (hash, size_bytes) = hash_of(path).map_err(unreadable)?;
     let recipe = mapping.as_ref().map(|mapping| json!(mapping).to_string()).unwrap_or_default();
-    let kept = format!("{} {}", context.target.name(), Sha256Digest::of(format!("{hash} {recipe}")));
+    let state_key = format!("{} {}", context.target.name(), Sha256Digest::of(format!("{hash} {recipe}")));
     let file = path.file_name().map_or_else(|| path.to_string_lossy(), |name| name.to_string_lossy()).into_owned();
-    if let Some(id) = profiles::kept(CACHE, &kept) {
+    if let Some(id) = profiles::read_state(CACHE, &state_key) {
         match context.client.raw_get(&["datasets", &id]).send().await {
-            Ok(_) => return said(context, &file, id),
-            // It was deleted, or the server is a new one.
+            Ok(_) => return report_existing(context, &file, id),
+            // The dataset was deleted, or the server has a new data directory.
             Err(error) if matches!(error.status(), Some(403 | 404)) => {}
             Err(error) => return Err(error.into()),
         }
@@ -145,26 +146,26 @@ pub async fn upload_once(
         && let Some(sha256) = canonical_hash(path).map_err(unreadable)?
         && let Some(id) = find_by_hash(context, &sha256).await?
     {
-        profiles::keep(CACHE, &kept, &id)?;
-        return said(context, &file, id);
+        profiles::write_state(CACHE, &state_key, &id)?;
+        return report_existing(context, &file, id);
     }
-    context.out.note(format!("uploading {file} ({})", size(size_bytes)));
+    context.out.note(format!("uploading {file} ({})", format_bytes(size_bytes)));
     let upload = upload_of(path, name.unwrap_or(&file), mapping);
     let answer = context.client.raw_post(&["datasets"]).upload(&upload).await?.send().await.inspect_err(|_| {
-        context.out.note(format!("{} was refused:", path.display()));
+        context.out.note(format!("the server rejected {}:", path.display()));
     })?;
     let id = answer.value["id"].as_str().unwrap_or_default().to_owned();
-    context.out.note(format!("{file} is {id}, {} rows", shown(&answer.value["num_rows"])));
-    profiles::keep(CACHE, &kept, &id)?;
+    context.out.note(format!("uploaded {file} as {id}, {} rows", shown(&answer.value["num_rows"])));
+    profiles::write_state(CACHE, &state_key, &id)?;
     Ok(id)
 }
 
-fn said(context: &Context, file: &str, id: String) -> Result<String, CliError> {
-    context.out.note(format!("{file} is {id}, which is there already"));
+fn report_existing(context: &Context, file: &str, id: String) -> Result<String, CliError> {
+    context.out.note(format!("{file} was uploaded before as {id}"));
     Ok(id)
 }
 
-/// A file as it is uploaded: its name says what it is, where its content does not.
+/// Prepares the upload of a file. The media type comes from the file's name, for formats that the content does not identify.
 pub fn upload_of(path: &Path, name: &str, mapping: Option<Recipe>) -> DatasetUpload {
     let media_type = match Format::of_file_name(&path.to_string_lossy()) {
         Some(Format::Csv) => "text/csv",
@@ -173,12 +174,12 @@ pub fn upload_of(path: &Path, name: &str, mapping: Option<Recipe>) -> DatasetUpl
         Some(Format::Ndjson) => "application/x-ndjson",
         None => "application/octet-stream",
     };
-    // The server's limit of a name.
+    // The server's limit for a name, in characters.
     let name = name.chars().take(200).collect();
     DatasetUpload { name: Some(name), media_type: media_type.to_owned(), rows: Content::from(path), mapping }
 }
 
-/// The hash of the rows as the server keeps them; none of files that are no plain text of rows, or have bad ones.
+/// Returns the hash of the rows in the server's canonical form; `None` when the file is not plain text or has invalid rows.
 fn canonical_hash(path: &Path) -> std::io::Result<Option<String>> {
     let Some(format) = Format::of_file_name(&path.to_string_lossy()) else { return Ok(None) };
     let (mut reader, mut hash, mut rows) = (Reader::new(format), Sha256::new(), Vec::new());
@@ -202,23 +203,23 @@ async fn find_by_hash(context: &Context, sha256: &str) -> Result<Option<String>,
     Ok(None)
 }
 
-/// A model that is named by a path is registered by it under the folder's name.
+/// Registers a local model folder under the folder's name, and puts that name into the job.
 async fn register_folder(context: &Context, job: &mut JobFile) -> Result<(), CliError> {
     let Some(given) = job.document["model"].as_str().filter(|model| model.starts_with(['.', '/'])) else {
         return Ok(());
     };
     let (path, given) = (job.path(given), clean(given));
     let folder = std::fs::canonicalize(&path).ok().filter(|folder| folder.is_dir());
-    let folder = folder.ok_or_else(|| CliError::Usage(format!("model: there is no folder {}", path.display())))?;
+    let folder = folder.ok_or_else(|| CliError::Usage(format!("model: folder {} not found", path.display())))?;
     if !is_loopback(&context.target.server) {
         return Err(CliError::Usage(format!(
-            "model: '{given}' is a folder of this machine, and a model's files are not uploaded: copy it to the server's machine, register it there with `rlood models add NAME PATH`, and name it in the job"
+            "model: '{given}' is a local folder, and model files are not uploaded: copy the folder to the server's machine, register it with `rlood models add NAME PATH`, and use that name in the job"
         )));
     }
     let name = folder.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
     let body = json!({"id": name, "source": folder});
     let answer = context.client.raw_post(&["models"]).body(&body).send().await?;
-    context.out.note(format!("{given} is registered as {}", shown(&answer.value["id"])));
+    context.out.note(format!("registered {given} as {}", shown(&answer.value["id"])));
     job.document["model"] = answer.value["id"].clone();
     Ok(())
 }
@@ -228,7 +229,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_mapping_of_a_warm_up_goes_with_its_file() {
+    fn the_mapping_of_a_warm_up_moves_to_its_file() {
         let map = json!({"prompt": "question", "completion": "answer"});
         for (dataset, moves) in [
             (json!("rows.jsonl"), true),

@@ -7,7 +7,7 @@ use rlood_hub::{HubError, Progress, Token};
 use super::fake::{Faults, Running, model, start};
 use super::plans::tiny;
 
-/// Plans and downloads; the folder must hold exactly what the plan names.
+/// Plans and downloads, and checks that the folder contains exactly the files of the plan.
 async fn download(running: &Running, dir: &Path) -> Result<Arc<Progress>, HubError> {
     let hub = running.client();
     let plan = hub.plan_model(&tiny()).await?;
@@ -61,13 +61,13 @@ async fn every_fault_that_passes_ends_with_the_right_bytes() {
 }
 
 #[tokio::test]
-async fn a_cut_download_goes_on_where_it_ended_and_in_another_run_too() {
+async fn an_interrupted_download_resumes_also_in_another_process() {
     let running = start(model(), Faults { cut_after: Some(70_000), cuts: times(u32::MAX), ..Faults::default() }).await;
     let hub = running.client();
     let plan = hub.plan_model(&tiny()).await.unwrap();
     let dir = tempfile::tempdir().unwrap();
     let (parts, to) = (dir.path().join("parts"), dir.path().join("model"));
-    // Dropped in the midst of it, as by a cancel or the end of the server.
+    // The future is dropped during the download, as by a cancel or a shutdown of the server.
     let progress = Arc::new(Progress::default());
     let watched = async {
         while progress.done_bytes() < 150_000 {
@@ -85,7 +85,7 @@ async fn a_cut_download_goes_on_where_it_ended_and_in_another_run_too() {
     let cdn: Vec<_> = again.iter().filter(|seen| seen.cdn).collect();
     assert!(!cdn.is_empty() && cdn.iter().all(|seen| seen.range.is_some()), "{cdn:?}");
 
-    // Nothing is asked for what is there.
+    // No request is sent for existing files.
     let before = running.seen().len();
     hub.download(&plan, &parts, &to, &Arc::new(Progress::default())).await.unwrap();
     assert_eq!(running.seen().len(), before);
@@ -110,7 +110,7 @@ async fn what_does_not_pass_is_an_error_and_no_file() {
     let location = |location: &str| Faults { location: Some(location.to_owned()), ..Faults::default() };
     let mut longest = 0;
     for (faults, expected) in [
-        (Faults { damaged: times(u32::MAX), ..Faults::default() }, "arrives damaged"),
+        (Faults { damaged: times(u32::MAX), ..Faults::default() }, "is corrupted after download"),
         (Faults { unavailable: times(u32::MAX), ..Faults::default() }, "503"),
         (Faults { longer: times(u32::MAX), ..Faults::default() }, "more than the 200000 bytes"),
         (Faults { moved: true, ..Faults::default() }, "another"),
@@ -127,7 +127,7 @@ async fn what_does_not_pass_is_an_error_and_no_file() {
         let running = start(model(), faults).await;
         let dir = tempfile::tempdir().unwrap();
         let error = download(&running, dir.path()).await.unwrap_err().to_string();
-        let expected = if expected == "another" { "when asked for" } else { expected };
+        let expected = if expected == "another" { "instead of" } else { expected };
         assert!(error.contains(expected), "{expected}: {error}");
         assert!(!dir.path().join("model/model-00001-of-00002.safetensors").exists());
         assert!(!error.contains("signature"), "{error}");
@@ -163,11 +163,11 @@ async fn an_outline_has_the_small_files_and_the_headers_of_the_weights() {
     let hub = running.client();
     let plan = hub.plan_model(&tiny()).await.unwrap();
     let error = hub.outline(&plan, &parts, &dir.path().join("other")).await.unwrap_err().to_string();
-    assert!(error.contains("no safetensors file"), "{error}");
+    assert!(error.contains("not a safetensors file"), "{error}");
 }
 
 #[tokio::test]
-async fn parts_that_nobody_goes_on_with_are_removed() {
+async fn abandoned_parts_are_removed() {
     let dir = tempfile::tempdir().unwrap();
     let (mine, other) = (dir.path().join("aa"), dir.path().join("bb"));
     std::fs::write(&mine, b"x").unwrap();

@@ -1,4 +1,4 @@
-//! A hub on one port and its CDN on another, with the answers that the real one gives and, when told to, its faults.
+//! A fake Hub on one port and its CDN on another. They answer like the real ones, and inject faults on request.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -17,17 +17,17 @@ use serde_json::{Value, json};
 use sha1::{Digest, Sha1};
 
 pub const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
-/// Files of the branch with the converted copy.
+/// Files on the branch with the Parquet copy.
 pub const CONVERTED: &str = "converted/";
-/// Larger ones are in LFS.
+/// Size in bytes from which files are stored in LFS.
 const SMALL: usize = 10_000;
 
-/// What goes wrong; counts are of requests that still fail.
+/// Faults to inject. Counts are numbers of requests that still fail.
 #[derive(Default)]
 pub struct Faults {
-    /// The CDN closes the connection after so many bytes.
+    /// The CDN closes the connection after this many bytes.
     pub cut_after: Option<usize>,
-    /// … this many times.
+    /// Number of times that the CDN closes the connection.
     pub cuts: AtomicU32,
     /// The CDN answers 503.
     pub unavailable: AtomicU32,
@@ -35,37 +35,37 @@ pub struct Faults {
     pub forbids_ranges: bool,
     /// The CDN ignores `Range`.
     pub ignores_ranges: bool,
-    /// The CDN's 206 begins a byte later than asked for.
+    /// The CDN's 206 starts one byte later than requested.
     pub shifts_ranges: bool,
-    /// The first byte is another one, this many times.
+    /// The first byte is wrong, this many times.
     pub damaged: AtomicU32,
-    /// The last byte is another one, always.
+    /// The last byte is always wrong.
     pub damaged_at_end: bool,
-    /// A byte more than announced, this many times.
+    /// The CDN sends one byte more than announced, this many times.
     pub longer: AtomicU32,
-    /// The hub answers 429 with `t=0`, this many times.
+    /// The Hub answers 429 with `t=0`, this many times.
     pub limited: AtomicU32,
-    /// What `resolve` redirects to, in place of the CDN.
+    /// Target of the redirect of `resolve`, instead of the CDN.
     pub location: Option<String>,
-    /// `resolve` answers for another commit.
+    /// `resolve` answers with another commit.
     pub moved: bool,
     /// Status and `X-Error-Code` of `resolve`.
     pub refused: Option<(u16, &'static str)>,
-    /// The token that everything needs; its absence = 401 GatedRepo.
+    /// Token that every request requires. Requests without it get 401 GatedRepo.
     pub gated: Option<&'static str>,
-    /// The CDN sends so many bytes of a file, and the rest once `released`.
+    /// The CDN sends this many bytes of a file, and the rest after `released`.
     pub held_after: Option<usize>,
     pub released: Arc<AtomicBool>,
 }
 
-/// A repository, and what was asked of it.
+/// A repository, and the requests for it.
 pub struct Fake {
     pub files: BTreeMap<String, Vec<u8>>,
     pub faults: Faults,
-    /// Which port, `Range` and `Authorization`.
+    /// Port, `Range` and `Authorization` of each request.
     pub seen: Mutex<Vec<Seen>>,
     pub cdn: Mutex<String>,
-    /// Bytes of files that the CDN was to send.
+    /// Number of file bytes that were requested from the CDN.
     pub sent_bytes: AtomicU64,
 }
 
@@ -81,7 +81,7 @@ pub struct Running {
     pub fake: Arc<Fake>,
 }
 
-/// A model of two shards, with files that no model needs.
+/// A model with two shards, and files that a model does not need.
 pub fn model() -> BTreeMap<String, Vec<u8>> {
     let index =
         json!({"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}});
@@ -102,7 +102,7 @@ pub fn model() -> BTreeMap<String, Vec<u8>> {
     .into()
 }
 
-/// Starts both servers.
+/// Starts the Hub and the CDN.
 pub async fn start(files: BTreeMap<String, Vec<u8>>, faults: Faults) -> Running {
     let fake =
         Arc::new(Fake { files, faults, seen: Mutex::default(), cdn: Mutex::default(), sent_bytes: AtomicU64::new(0) });
@@ -119,7 +119,7 @@ pub async fn start(files: BTreeMap<String, Vec<u8>>, faults: Faults) -> Running 
 }
 
 impl Running {
-    /// A client of it, which may reach this machine and tries again at once.
+    /// Returns a client that may reach this machine and retries without delay.
     pub fn client(&self) -> Hub {
         let policy = OutgoingPolicy::parse(&["loopback"]).unwrap();
         let client = restricted_client_builder(&policy).build().unwrap();
@@ -133,7 +133,7 @@ impl Running {
     }
 }
 
-/// Whether one more of them is to happen.
+/// Returns whether the fault applies to this request, and decrements the count.
 fn take(left: &AtomicU32) -> bool {
     left.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |left| left.checked_sub(1)).is_ok()
 }
@@ -171,7 +171,7 @@ async fn hub(State(fake): State<Arc<Fake>>, request: Request) -> Response {
     let has_token = |token: &str| {
         request.headers().get(header::AUTHORIZATION).is_some_and(|given| given == format!("Bearer {token}").as_str())
     };
-    // The description is public, even of a gated repository.
+    // The metadata is public, even for a gated repository.
     if path == "/parquet" {
         return converted(&fake, request.uri().query().unwrap_or_default());
     }
@@ -232,7 +232,7 @@ async fn hub(State(fake): State<Arc<Fake>>, request: Request) -> Response {
     (StatusCode::FOUND, headers, "").into_response()
 }
 
-/// The answer of the data set server: what lies in [`CONVERTED`], by configuration and split.
+/// Returns the answer of the dataset server: the files in [`CONVERTED`], by configuration and split.
 fn converted(fake: &Fake, query: &str) -> Response {
     if query != "dataset=fake%2Frows" {
         return error(404, "RepoNotFound");
@@ -306,7 +306,7 @@ async fn cdn(State(fake): State<Arc<Fake>>, request: Request) -> Response {
         None => Body::from(bytes),
         Some(after) => {
             let first = Bytes::copy_from_slice(&bytes[..after.min(bytes.len())]);
-            // What was sent is to arrive before the connection breaks.
+            // The pause allows the sent bytes to arrive before the connection breaks.
             let breaks = async {
                 tokio::time::sleep(std::time::Duration::from_millis(10)).await;
                 Err(std::io::Error::other("cut"))

@@ -1,4 +1,4 @@
-//! The hub's client against a fake hub on two ports.
+//! Tests of the Hub client with a fake Hub on two ports.
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 

@@ -36,7 +36,7 @@ async fn what_cannot_be_trained_is_refused_with_what_would_work() {
         files.retain(|path, _| !names.iter().any(|name| path.contains(name)));
         files
     };
-    let quantised = |config: serde_json::Value| {
+    let quantization_problem = |config: serde_json::Value| {
         let mut files = model();
         files.insert("config.json".to_owned(), config.to_string().into_bytes());
         files
@@ -52,9 +52,9 @@ async fn what_cannot_be_trained_is_refused_with_what_would_work() {
         (without(&["config.json"]), "no config.json"),
         (adapter, "an adapter"),
         (gguf, "GGUF"),
-        (quantised(json!({"quantization_config": {"quant_method": "bitsandbytes"}})), "(bitsandbytes)"),
-        (quantised(json!({"quantization_config": {"quant_method": "fp8"}})), "(fp8)"),
-        (quantised(json!({"quantization": {"bits": 4, "group_size": 64}})), "MLX"),
+        (quantization_problem(json!({"quantization_config": {"quant_method": "bitsandbytes"}})), "(bitsandbytes)"),
+        (quantization_problem(json!({"quantization_config": {"quant_method": "fp8"}})), "(fp8)"),
+        (quantization_problem(json!({"quantization": {"bits": 4, "group_size": 64}})), "MLX"),
     ] {
         let running = start(files, Faults::default()).await;
         let error = running.client().plan_model(&tiny()).await.unwrap_err();
@@ -71,17 +71,17 @@ async fn each_refusal_of_the_hub_is_one_sentence_with_what_to_do() {
         async |hub: &rlood_hub::Hub, repo: &str| hub.plan_model(&Repo::parse(RepoKind::Model, repo).unwrap()).await;
     let error = plan(&hub, "fake/tiny").await.unwrap_err().to_string();
     assert!(
-        error.contains("accept its licence at") && error.contains("/fake/tiny") && error.contains("give a token"),
+        error.contains("accept its license at") && error.contains("/fake/tiny") && error.contains("provide a token"),
         "{error}"
     );
     let error = plan(&hub.with_token(Token::new("hf_wrong")), "fake/tiny").await.unwrap_err().to_string();
-    assert!(error.contains("accept its licence") && !error.contains("hf_wrong"), "{error}");
+    assert!(error.contains("accept its license") && !error.contains("hf_wrong"), "{error}");
     assert!(plan(&hub.with_token(Token::new("hf_right")), "fake/tiny").await.is_ok());
 
     let error = plan(&hub, "fake/other").await.unwrap_err().to_string();
-    assert!(error.contains("no model fake/other, or it is private") && error.contains("give a token"), "{error}");
+    assert!(error.contains("no model fake/other, or it is private") && error.contains("provide a token"), "{error}");
     let error = plan(&hub.with_token(Token::new("hf_right")), "fake/other").await.unwrap_err().to_string();
-    assert!(error.contains("what the token may read"), "{error}");
+    assert!(error.contains("the token's permissions"), "{error}");
     let error = plan(&hub, "fake/tiny@nope").await.unwrap_err().to_string();
     assert!(error.contains("no revision \"nope\""), "{error}");
 }
@@ -96,7 +96,7 @@ async fn a_file_name_that_leaves_the_folder_is_refused() {
 }
 
 #[tokio::test]
-async fn offline_nothing_is_asked() {
+async fn offline_mode_sends_no_request() {
     let running = start(model(), Faults::default()).await;
     let policy = rlood_types::outgoing::OutgoingPolicy::parse(&["loopback"]).unwrap();
     let mut settings = rlood_hub::HubSettings::new(&running.url, policy.clone()).unwrap();

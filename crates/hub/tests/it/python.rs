@@ -1,4 +1,4 @@
-//! The fake itself, checked with the real client: huggingface_hub for Python, where there is one.
+//! Checks the fake Hub with the real Python client, huggingface_hub, if it is installed.
 
 use std::process::Command;
 

@@ -30,7 +30,7 @@ async fn ranges_come_in_their_order_and_nothing_else_is_sent() {
 }
 
 #[tokio::test]
-async fn a_hub_that_sends_no_parts_or_wrong_ones_is_told_apart() {
+async fn missing_and_wrong_ranges_are_detected() {
     for faults in [
         Faults { ignores_ranges: true, ..Faults::default() },
         Faults { forbids_ranges: true, ..Faults::default() },

@@ -1,4 +1,4 @@
-//! Whether a completion is JSON that a schema accepts.
+//! A reward for completions that are JSON and match a schema.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -10,10 +10,10 @@ use crate::SampleError;
 use crate::sample::RewardValue;
 use crate::spec::{BlankReference, JsonSchema, JsonSchemaPlan};
 
-/// The most compiled schemas of rows that are kept.
+/// Maximum number of compiled row schemas in memory.
 const MAX_ROW_SCHEMAS: usize = 256;
 
-/// A compiled check.
+/// A compiled `json_schema` reward.
 #[derive(Debug)]
 pub(super) struct JsonCheck {
     schema: Option<JsonSchema>,
@@ -22,12 +22,12 @@ pub(super) struct JsonCheck {
     rows: RowSchemas,
 }
 
-/// The compiled schemas of rows, by their text, or why one cannot be used.
+/// Compiled schemas of rows by their text, or the error of a schema that cannot be used.
 #[derive(Debug, Default)]
 struct RowSchemas(Mutex<HashMap<String, Result<Arc<JsonSchema>, String>>>);
 
 impl RowSchemas {
-    /// Compiles a schema that was not seen lately.
+    /// Returns the compiled schema from memory, or compiles it.
     fn get(&self, schema: &Value) -> Result<Arc<JsonSchema>, String> {
         let text = schema.to_string();
         let known = self.0.lock().unwrap_or_else(PoisonError::into_inner).get(&text).cloned();
@@ -49,7 +49,7 @@ impl JsonCheck {
         Ok(Self { schema, column: plan.column.clone(), fenced: plan.fenced, rows: RowSchemas::default() })
     }
 
-    /// 1 or 0; no value where the row's own schema is none, not applicable where it is null.
+    /// Returns 1 or 0; an error if the row's schema is not valid; not applicable if the row's schema is null.
     pub(super) fn value(
         &self,
         completion: &str,
@@ -66,7 +66,7 @@ impl JsonCheck {
                 }
                 let schema =
                     schema.ok_or_else(|| no_value("column_missing", format!("this row has no column '{column}'")))?;
-                // In CSV files a schema is text.
+                // A schema in a CSV file is a string.
                 let parsed = schema.as_str().map(serde_json::from_str::<Value>);
                 let schema = match parsed {
                     None => schema.clone(),
@@ -89,7 +89,7 @@ impl JsonCheck {
     }
 }
 
-/// Inside of the last block between ```json (or ```) and ```.
+/// Returns the content of the last block between ```json (or ```) and ```.
 fn fence(text: &str) -> Option<&str> {
     let end = text.rfind("```")?;
     let start = text[..end].rfind("```")?;
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn no_schema_takes_any_json_and_none_is_fetched() {
+    fn without_a_schema_any_json_is_valid_and_no_schema_is_fetched() {
         let any = check(json!({"schema": null, "column": null, "fenced": true}));
         assert_eq!(any.value("[1]", &Map::new(), BlankReference::Compare).unwrap().number(), Some(1.0));
         assert_eq!(any.value("[1", &Map::new(), BlankReference::Compare).unwrap().number(), Some(0.0));

@@ -1,11 +1,12 @@
-//! Rewards on how long a completion is, and how often it says the same.
+//! Rewards for the length of a completion and for its repetition.
 
 use std::collections::HashSet;
 
 use crate::sample::RewardSample;
 use crate::spec::{LengthPlan, LengthUnit, RepetitionPlan, SoftOverlongPlan};
 
-/// 1 inside the band, `below` and `above` outside, on the way there over the soft margin; the bonus for a sentence's end.
+/// Returns 1 inside the band, and `below` or `above` outside of it, interpolated linearly over the soft margin. Adds the bonus
+/// if the completion ends a sentence.
 pub(super) fn length(sample: &RewardSample, plan: &LengthPlan) -> f64 {
     let count = match plan.unit {
         LengthUnit::Words => sample.completion.split_whitespace().count() as u64,
@@ -27,7 +28,8 @@ pub(super) fn length(sample: &RewardSample, plan: &LengthPlan) -> f64 {
     band + if is_sentence { plan.sentence_bonus } else { 0.0 }
 }
 
-/// `max_penalty` times the share of n-grams that stood before; 0 where there are fewer words than an n-gram has.
+/// Returns `max_penalty` times the share of n-grams that occurred earlier in the text; 0 if the text
+/// is shorter than one n-gram.
 pub(super) fn repetition(completion: &str, plan: &RepetitionPlan) -> f64 {
     let lower = completion.to_lowercase();
     let words: Vec<&str> = lower.split_whitespace().collect();
@@ -39,7 +41,7 @@ pub(super) fn repetition(completion: &str, plan: &RepetitionPlan) -> f64 {
     plan.max_penalty * (1.0 - different as f64 / ngrams.len() as f64)
 }
 
-/// Yu et al. 2025 (arXiv 2503.14476), equation 13.
+/// Soft overlong punishment: Yu et al. 2025 (arXiv 2503.14476), equation 13.
 pub(super) fn soft_overlong(num_tokens: u32, plan: &SoftOverlongPlan) -> f64 {
     let (tokens, max, cache) = (f64::from(num_tokens), f64::from(plan.max_tokens), f64::from(plan.cache_tokens.max(1)));
     ((max - cache - tokens) / cache).clamp(-1.0, 0.0) + 0.0
@@ -77,7 +79,7 @@ mod tests {
             ("", 0.0),
             ("one", 0.0),
             ("one two three", 0.0),
-            // a b, b a, a b: one of three.
+            // Its 2-grams are "a b", "b a", "a b"; one of the three occurred before.
             ("a b A b", -1.0 / 3.0),
             ("no no no no no", -0.75),
         ] {

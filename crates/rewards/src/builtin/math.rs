@@ -1,5 +1,5 @@
-//! Whether two final answers are the same mathematics: numbers, fractions, LaTeX, lists, intervals, and expressions with
-//! variables (compared at a few points). Where neither can be read as mathematics, their texts are compared.
+//! Compares two final answers as mathematics: numbers, fractions, LaTeX, lists, intervals, and expressions with variables,
+//! which are compared at a few points. If neither answer can be parsed as mathematics, their texts are compared.
 
 use std::sync::LazyLock;
 
@@ -12,14 +12,14 @@ mod expression;
 
 use expression::Expression;
 
-/// Longest answer that is read as mathematics, bytes.
-const LONGEST: usize = 4_000;
-/// Where expressions with variables are compared; a polynomial that agrees at all of them is the same one in practice.
+/// Longest answer that is parsed as mathematics, in bytes.
+const MAX_ANSWER_BYTES: usize = 4_000;
+/// Points at which expressions with variables are compared. Two polynomials that agree at all of them are equal in practice.
 const POINTS: [f64; 5] = [0.734_1, 1.391_7, 2.173_9, 3.617_3, 0.219_7];
-/// Largest relative difference of expressions at a point.
+/// Largest relative difference between two expressions at a point.
 const POINT_TOLERANCE: f64 = 1e-9;
 
-/// The final answer of a text.
+/// Returns the final answer in a text.
 pub(super) fn final_answer(text: &str, place: AnswerPlace) -> Option<String> {
     match place {
         AnswerPlace::Boxed => boxed(text),
@@ -32,13 +32,13 @@ pub(super) fn final_answer(text: &str, place: AnswerPlace) -> Option<String> {
     }
 }
 
-/// The reference of a column: its own marked answer, else all of it.
+/// Returns the answer in a reference column: the marked answer if there is one, else the whole text.
 pub(super) fn reference_answer(text: &str) -> String {
     let hashes = text.rsplit_once("####").map(|(_, answer)| answer.trim().to_owned());
     boxed(text).or(hashes).unwrap_or_else(|| text.trim().to_owned())
 }
 
-/// Inside of the last `\boxed{…}`, braces balanced.
+/// Returns the content of the last `\boxed{…}` with balanced braces.
 fn boxed(text: &str) -> Option<String> {
     let start = ["\\boxed{", "\\fbox{"].iter().filter_map(|mark| Some(text.rfind(mark)? + mark.len())).max()?;
     let mut depth = 1;
@@ -61,7 +61,7 @@ fn tagged(text: &str) -> Option<String> {
     Some(text[start..end].trim().to_owned())
 }
 
-/// Behind `####`, or behind "the answer is".
+/// Returns the text after `####`, or after "the answer is".
 fn marked(text: &str) -> Option<String> {
     static ANSWER_IS: LazyLock<Regex> =
         LazyLock::new(|| Regex::new(r"(?i)answer\s*(?:is|:|=)\s*:?\s*([^\n]+)").expect("a constant pattern"));
@@ -73,9 +73,9 @@ fn marked(text: &str) -> Option<String> {
     Some(sentence.trim_matches('*').trim().to_owned())
 }
 
-/// Whether two answers are equal; numbers within a relative difference of `tolerance`, whole numbers exactly.
+/// Returns whether two answers are equal: whole numbers exactly, other numbers within a relative difference of `tolerance`.
 pub(super) fn equal(answer: &str, reference: &str, tolerance: f64) -> bool {
-    if answer.len() > LONGEST || reference.len() > LONGEST {
+    if answer.len() > MAX_ANSWER_BYTES || reference.len() > MAX_ANSWER_BYTES {
         return answer.trim() == reference.trim();
     }
     let (answer, reference) = (plain(answer), plain(reference));
@@ -89,9 +89,9 @@ pub(super) fn equal(answer: &str, reference: &str, tolerance: f64) -> bool {
     same_value(&answer, &reference, tolerance)
 }
 
-/// A list of answers.
+/// A list of answers, with its brackets.
 struct Parts<'a> {
-    /// Opening and closing bracket, if any.
+    /// Opening and closing bracket, if there are any.
     brackets: Option<(char, char)>,
     items: Vec<&'a str>,
 }
@@ -118,7 +118,7 @@ impl<'a> Parts<'a> {
         Self { brackets: None, items }
     }
 
-    /// In order between brackets (points, intervals); in any order for sets and bare lists of solutions.
+    /// Compares in order if there are round or square brackets (points, intervals), and in any order for sets and bare lists.
     fn equal(&self, other: &Self, tolerance: f64) -> bool {
         let is_ordered = |brackets: Option<(char, char)>| !matches!(brackets, None | Some(('{', '}')));
         if self.items.len() != other.items.len() || is_ordered(self.brackets) != is_ordered(other.brackets) {
@@ -139,7 +139,7 @@ impl<'a> Parts<'a> {
     }
 }
 
-/// Cut at the commas that are in no bracket.
+/// Splits a text at commas outside of brackets.
 fn at_commas(text: &str) -> Vec<&str> {
     let (mut depth, mut start, mut items) = (0i32, 0, Vec::new());
     for (at, c) in text.char_indices() {
@@ -161,7 +161,7 @@ fn same_value(answer: &str, reference: &str, tolerance: f64) -> bool {
     let (Some(left), Some(right)) = (Value::of(answer), Value::of(reference)) else { return false };
     match (left, right) {
         (Value::Number(left), Value::Number(right)) => {
-            // "50%" is 0.5, and answers "50" too.
+            // "50%" equals both 0.5 and "50".
             let percents = (answer.contains('%'), reference.contains('%'));
             close(left, right, tolerance)
                 || (percents == (true, false) && close(left * 100.0, right, tolerance))
@@ -171,7 +171,7 @@ fn same_value(answer: &str, reference: &str, tolerance: f64) -> bool {
             left.variables() == right.variables()
                 && POINTS.iter().enumerate().all(|(index, _)| {
                     let value = |expression: &Expression| {
-                        // Another point for each variable.
+                        // Each variable gets another point.
                         expression.value(&|name| {
                             Some(POINTS[(index + name as usize) % POINTS.len()] + f64::from(name as u32 % 7))
                         })
@@ -201,7 +201,7 @@ impl Value {
         match parsed.value(&|_| None) {
             Some(number) => Some(Value::Number(number)),
             None => {
-                // "5 apples", "12 cm": a number before words.
+                // "5 apples" and "12 cm": a number followed by words.
                 let words = text.split(|c: char| !c.is_ascii_alphabetic()).any(|word| word.len() > 1);
                 let number = UNIT
                     .captures(text)
@@ -220,7 +220,7 @@ fn close(left: f64, right: f64, tolerance: f64) -> bool {
     (left - right).abs() <= tolerance * left.abs().max(right.abs())
 }
 
-/// Without what is only typesetting, and without "x =".
+/// Removes markup that only affects typesetting, and a leading "x =".
 fn plain(text: &str) -> String {
     static TEXT: LazyLock<Regex> = LazyLock::new(|| {
         Regex::new(r"\\(?:text|mathrm|textbf|mathbf|mbox|operatorname)\s*\{([^{}]*)\}").expect("a constant pattern")
@@ -262,7 +262,7 @@ fn plain(text: &str) -> String {
     plain.trim().trim_end_matches('.').trim().to_owned()
 }
 
-/// For comparing texts: spaces only between words, small letters, no brackets around a single word.
+/// Normalizes a text for comparison: spaces only between words, lower case, no parentheses around a single word.
 fn canonical(text: &str) -> String {
     let mut bare = String::with_capacity(text.len());
     let mut space = false;
@@ -372,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_makes_it_panic_or_run_long() {
+    fn no_answer_causes_a_panic_or_a_long_run() {
         let long = "(".repeat(3_000);
         for text in [
             "\\frac",

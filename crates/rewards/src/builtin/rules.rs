@@ -1,5 +1,5 @@
-//! Tests of the rules that a plan gives to built-in rewards: blank references, the limit of values; and of plans that have
-//! none of them.
+//! Tests of the rules that a plan sets for built-in rewards (blank references, limit of values), and of
+//! older plans without these rules.
 
 use serde_json::{Value, json};
 
@@ -9,13 +9,13 @@ use crate::Judgement;
 use crate::sample::{RewardSample, RewardValue};
 use crate::spec::RewardPlan;
 
-/// As a job of now has it.
+/// Builds the reward from a plan of the current version.
 fn of_now(reward: Value) -> Builtin {
     let plan = crate::spec::read_single_reward(&json!({"reward": reward})).unwrap().0;
     Builtin::of_plan(&plan).unwrap()
 }
 
-/// As a job of before there were a limit and a rule for blank references has it.
+/// Builds the reward from a plan of an older version, which has no limit and no rule for blank references.
 fn of_before(reward: Value) -> Builtin {
     let plan = crate::spec::read_single_reward(&json!({"reward": reward})).unwrap().0;
     let mut plan = serde_json::to_value(plan).unwrap();
@@ -32,7 +32,7 @@ fn judged(builtin: &Builtin, completion: &str, columns: Value) -> Judgement {
     builtin.judge_one(&RewardSample { columns, ..sample(completion) })
 }
 
-/// Every type that compares with a reference in the column `key`.
+/// Returns one reward of each type that compares with a reference in the column `key`.
 fn comparing() -> Vec<Value> {
     let template = "{{ item.key }}";
     let mut all = vec![
@@ -52,7 +52,7 @@ fn comparing() -> Vec<Value> {
 }
 
 #[test]
-fn a_blank_reference_does_not_apply_whatever_compares_with_it() {
+fn no_reward_applies_to_a_blank_reference() {
     for reward in comparing() {
         let builtin = of_now(reward.clone());
         for blank in [json!(""), json!(" "), json!("\t\r\n"), json!("\u{a0}\u{3000}"), Value::Null] {
@@ -62,7 +62,8 @@ fn a_blank_reference_does_not_apply_whatever_compares_with_it() {
             }
         }
     }
-    // A row that lacks the column has no reference either; a template may be mistyped, and says so.
+    // A row without the column has no reference either. A template reports an error instead, because its
+    // column name may be mistyped.
     for reward in comparing() {
         let judgement = judged(&of_now(reward.clone()), "any", json!({"other": 1}));
         match reward.get("reference") {
@@ -70,10 +71,10 @@ fn a_blank_reference_does_not_apply_whatever_compares_with_it() {
             Some(_) => assert_eq!(judgement.error.unwrap().code, "template_failed", "{reward}"),
         }
     }
-    // An answer that is marked, and blank.
+    // The reference marks its answer, but the answer is blank.
     let math = of_now(json!({"type": "math_equal", "column": "key"}));
     assert_eq!(judged(&math, "7", json!({"key": "3 + 4\n#### "})).value, RewardValue::NotApplicable);
-    // What is there is compared, 0 and false too.
+    // Values that are not blank are compared, including 0 and false.
     let contains = of_now(json!({"type": "contains", "column": "key"}));
     for (key, expected) in [(json!(0), 1.0), (json!(false), 0.0), (json!(" a "), 1.0), (json!("-"), 0.0)] {
         assert_eq!(judged(&contains, "a 0", json!({"key": key})).value.number(), Some(expected), "{key}");
@@ -84,7 +85,7 @@ fn a_blank_reference_does_not_apply_whatever_compares_with_it() {
 }
 
 #[test]
-fn a_job_of_before_the_rule_compares_blank_references_as_it_did() {
+fn a_job_without_the_rule_still_compares_blank_references() {
     let values = comparing().into_iter().map(|reward| {
         let judgement = judged(&of_before(reward), "", json!({"key": " "}));
         judgement.value.number().ok_or_else(|| judgement.error.unwrap().code)
@@ -103,14 +104,14 @@ fn a_job_of_before_the_rule_compares_blank_references_as_it_did() {
         Ok(0.5),
     ];
     assert_eq!(values.collect::<Vec<_>>(), expected);
-    // So does one that asks for it.
+    // A current plan can ask for the old rule.
     let asked = of_now(json!({"type": "contains", "column": "key", "blank_reference": "compare"}));
     assert_eq!(judged(&asked, "any", json!({"key": ""})).value.number(), Some(1.0));
     assert_eq!(judged(&asked, "any", json!({})).error.unwrap().code, "column_missing");
 }
 
 #[test]
-fn a_value_beyond_the_limit_is_missing_and_says_so() {
+fn a_value_beyond_the_limit_is_missing_with_an_error() {
     let multi = |formula: &str, limit: Value| {
         json!({"type": "multi", "graders": {"a": {"type": "length", "unit": "tokens", "min_tokens": 3, "max_tokens": 3}},
                "calculate_output": formula, "max_abs_reward": limit})

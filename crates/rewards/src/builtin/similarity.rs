@@ -1,4 +1,4 @@
-//! How alike two texts are, from 0 to 1, by the measures of OpenAI's `text_similarity` grader.
+//! Similarity of two texts, from 0 to 1, by the metrics of OpenAI's `text_similarity` grader.
 
 use std::collections::HashMap;
 
@@ -6,14 +6,14 @@ use rapidfuzz::distance::{indel, lcs_seq};
 
 use crate::spec::SimilarityMetric;
 
-/// Longest text that is compared, characters; what is beyond is not looked at.
-const LONGEST: usize = 50_000;
-/// Longest n-grams of BLEU and GLEU, words.
+/// Longest text that is compared, in characters. The rest of a longer text is ignored.
+const MAX_CHARS: usize = 50_000;
+/// Longest n-grams of BLEU and GLEU, in words.
 const MAX_ORDER: usize = 4;
 
-/// The likeness of `input` to `reference`.
+/// Returns the similarity of `input` to `reference`.
 pub(super) fn similarity(input: &str, reference: &str, metric: SimilarityMetric) -> f64 {
-    let cut = |text: &str| text.chars().take(LONGEST).collect::<String>();
+    let cut = |text: &str| text.chars().take(MAX_CHARS).collect::<String>();
     let (input, reference) = (cut(input), cut(reference));
     match metric {
         SimilarityMetric::FuzzyMatch => indel::normalized_similarity(input.chars(), reference.chars()),
@@ -32,7 +32,7 @@ fn words(text: &str) -> Vec<&str> {
     text.split_whitespace().collect()
 }
 
-/// As rouge-score tokenises: small letters and digits.
+/// Tokenizes as the Python package rouge-score does: lower case, letters and digits.
 fn rouge_words(text: &str) -> Vec<String> {
     let lower = text.to_lowercase();
     let words = lower.split(|c: char| !c.is_alphanumeric());
@@ -47,7 +47,7 @@ fn counts<T: Eq + std::hash::Hash>(words: &[T], order: usize) -> HashMap<&[T], u
     counts
 }
 
-/// N-grams that both have, each as often as the one that has it less often.
+/// Counts the n-grams that both texts contain, each as often as in the text that has fewer of them.
 fn shared<T: Eq + std::hash::Hash>(left: &[T], right: &[T], order: usize) -> usize {
     let other = counts(right, order);
     counts(left, order).into_iter().map(|(ngram, count)| count.min(other.get(ngram).copied().unwrap_or(0))).sum()
@@ -57,7 +57,7 @@ fn ngrams(words: usize, order: usize) -> usize {
     (words + 1).saturating_sub(order)
 }
 
-/// Papineni et al. 2002, for one sentence; counts of two words and more are smoothed by one (Lin and Och 2004).
+/// BLEU of one sentence (Papineni et al. 2002). Counts for two and more words are smoothed by one (Lin and Och 2004).
 fn bleu(input: &[&str], reference: &[&str]) -> f64 {
     if input.is_empty() || reference.is_empty() {
         return f64::from(u8::from(input == reference));
@@ -76,7 +76,7 @@ fn bleu(input: &[&str], reference: &[&str]) -> f64 {
     (brevity + log_sum / MAX_ORDER as f64).exp()
 }
 
-/// Wu et al. 2016: the lower of precision and recall over all n-grams up to four words.
+/// GLEU (Wu et al. 2016): the lower of precision and recall over all n-grams of up to four words.
 fn gleu(input: &[&str], reference: &[&str]) -> f64 {
     let (mut hits, mut of_input, mut of_reference) = (0, 0, 0);
     for order in 1..=MAX_ORDER {
@@ -90,7 +90,7 @@ fn gleu(input: &[&str], reference: &[&str]) -> f64 {
     }
 }
 
-/// Lin 2004, F1.
+/// ROUGE-N as F1 (Lin 2004).
 fn rouge_n(input: &str, reference: &str, order: usize) -> f64 {
     let (input, reference) = (rouge_words(input), rouge_words(reference));
     let hits = shared(&input, &reference, order) as f64;
@@ -136,15 +136,15 @@ mod tests {
         // the cat the cat on the mat | the cat is on the mat: 5 of 7 and 5 of 6 words.
         let (input, reference) = ("the cat the cat on the mat", "the cat is on the mat");
         near(input, reference, Rouge1, 2.0 * (5.0 / 7.0) * (5.0 / 6.0) / (5.0 / 7.0 + 5.0 / 6.0));
-        // the cat, on the, the mat: 3 of 6 and 3 of 5 pairs.
+        // Shared pairs are "the cat", "on the", "the mat": 3 of 6 and 3 of 5.
         near(input, reference, Rouge2, 2.0 * 0.5 * 0.6 / 1.1);
         near(input, reference, RougeL, 2.0 * (5.0 / 7.0) * (5.0 / 6.0) / (5.0 / 7.0 + 5.0 / 6.0));
         near(input, reference, Rouge5, 0.0);
-        // Matches 5, 3, 1 (on the mat), 0 of 7 + 6 + 5 + 4 n-grams; the reference has 6 + 5 + 4 + 3.
+        // 5, 3, 1 ("on the mat") and 0 of the input's 7 + 6 + 5 + 4 n-grams match; the reference has 6 + 5 + 4 + 3.
         near(input, reference, Gleu, 9.0 / 22.0);
         let precisions: [f64; 4] = [5.0 / 7.0, 4.0 / 7.0, 2.0 / 6.0, 1.0 / 5.0];
         near(input, reference, Bleu, precisions.iter().product::<f64>().powf(0.25));
-        // A short answer pays: exp(1 − 6/3), every word right; smoothed 3/3 of pairs, 2/2 of triples, 1/1 of none.
+        // The brevity penalty is exp(1 − 6/3). Every word matches; smoothed precisions are 3/3 of pairs, 2/2 of triples, 1/1.
         near("the cat is", reference, Bleu, (-1.0f64).exp());
         near("The CAT, is on the mat!", reference, Rouge1, 1.0);
     }

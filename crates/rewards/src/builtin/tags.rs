@@ -1,9 +1,9 @@
-//! Whether a completion is laid out in tags, `<think>…</think><answer>…</answer>` say.
+//! A reward for completions that are laid out in tags, for example `<think>…</think><answer>…</answer>`.
 
 use crate::spec::FormatPlan;
 
-/// 1 if every tag opens and closes once, in order (and nothing else stands outside, if strict), else 0; with `partial` the
-/// share of these demands that are met.
+/// Returns 1 if every tag opens and closes once and in order, and if `strict` no other text is outside the tags; else 0. With
+/// `partial`, returns the share of these requirements that are met.
 pub(super) fn format(completion: &str, plan: &FormatPlan) -> f64 {
     let (mut met, mut end, mut is_clean) = (0usize, 0, true);
     for (index, tag) in plan.tags.iter().enumerate() {
@@ -22,7 +22,7 @@ pub(super) fn format(completion: &str, plan: &FormatPlan) -> f64 {
     if plan.partial { met as f64 / demands.max(1) as f64 } else { f64::from(u8::from(met == demands)) }
 }
 
-/// Where a tag that opens and closes exactly once begins, where it closes, and where it is over.
+/// Returns the positions where a tag that occurs exactly once opens, where it closes, and where its closing tag ends.
 fn find(text: &str, tag: &str, may_be_open: bool) -> Option<(usize, usize, usize)> {
     let (opening, closing) = (format!("<{tag}>"), format!("</{tag}>"));
     let once = |mark: &str| {

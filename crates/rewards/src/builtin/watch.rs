@@ -1,5 +1,6 @@
-//! Grading beside the async threads, under a watchdog. A thread cannot be killed: a grader that computes for too long ends the
-//! job by name, and its process, once the job is settled ([`crate::Rewards::is_grading`]).
+//! Computes built-in rewards on a blocking thread with a time limit. A thread cannot be killed: a grader that exceeds the limit
+//! fails the job with an error that names it, and the worker process exits after
+//! the job has ended ([`crate::Rewards::is_grading`]).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -11,14 +12,15 @@ use super::Builtin;
 use crate::sample::RewardSample;
 use crate::{Judgement, RewardFailure};
 
-/// The longest that one completion may take.
+/// Time limit for one completion.
 pub(super) const SAMPLE_LIMIT: Duration = Duration::from_secs(10);
-/// The longest that all completions of one request may take.
+/// Time limit for all completions of one request.
 const BATCH_LIMIT: Duration = Duration::from_secs(600);
-/// How often the watchdog looks. A longer pause counts as twice this: the machine slept, not the grader.
-const TICK: Duration = Duration::from_millis(200);
+/// Interval between two checks. A longer gap counts as at most twice this, because then the machine was
+/// suspended, not the grader slow.
+const CHECK_INTERVAL: Duration = Duration::from_millis(200);
 
-/// What the thread and its watchdog share.
+/// State shared by the grading thread and its watchdog.
 #[derive(Default)]
 struct Progress {
     stop: AtomicBool,
@@ -33,7 +35,7 @@ impl Drop for StopOnDrop {
     }
 }
 
-/// Counts the threads that grade.
+/// Counts a grading thread for as long as it exists.
 struct Running(Arc<AtomicUsize>);
 
 impl Running {
@@ -71,7 +73,7 @@ pub(super) async fn judge(
         }
         judgements
     });
-    let mut ticks = tokio::time::interval(TICK);
+    let mut ticks = tokio::time::interval(CHECK_INTERVAL);
     let (mut last, mut graded, mut of_sample, mut of_batch) = (Instant::now(), 0, Duration::ZERO, Duration::ZERO);
     loop {
         tokio::select! {
@@ -82,17 +84,17 @@ pub(super) async fn judge(
                 });
             }
             now = ticks.tick() => {
-                let passed = (now - last).min(2 * TICK);
+                let passed = (now - last).min(2 * CHECK_INTERVAL);
                 last = now;
                 of_batch += passed;
                 of_sample = if progress.graded.load(Ordering::Relaxed) == graded { of_sample + passed } else { Duration::ZERO };
                 graded = progress.graded.load(Ordering::Relaxed);
                 if of_sample > sample_limit {
-                    let detail = format!("one completion takes more than {} s to grade", sample_limit.as_secs());
+                    let detail = format!("grading one completion takes more than {} s", sample_limit.as_secs());
                     return Err(too_slow(builtin, detail));
                 }
                 if of_batch > BATCH_LIMIT {
-                    let detail = format!("the completions of one request take more than {} s to grade", BATCH_LIMIT.as_secs());
+                    let detail = format!("grading the completions of one request takes more than {} s", BATCH_LIMIT.as_secs());
                     return Err(too_slow(builtin, detail));
                 }
             }
@@ -113,7 +115,7 @@ mod tests {
     use crate::builtin::tests::sample;
     use crate::spec::{RegexPlan, RewardKind};
 
-    /// A pattern that takes seconds on its text: the engine follows some thousand ways through it at once.
+    /// Returns a pattern that takes seconds on its text, because the regex engine follows thousands of states in parallel.
     fn slow() -> (Builtin, RewardSample) {
         let mut state = 1_u64;
         let mut next = || {
@@ -132,25 +134,25 @@ mod tests {
     }
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-    async fn a_grader_that_takes_too_long_ends_the_job_by_name() {
+    async fn a_grader_that_takes_too_long_fails_the_job_with_its_name() {
         let (builtin, sample) = slow();
         let begun = std::time::Instant::now();
         let failure = judge(&builtin, &[sample], Duration::ZERO).await.unwrap_err();
         assert!(builtin.is_grading(), "the thread cannot be killed; {:?}", begun.elapsed());
-        let told = failure.to_failure(3);
-        assert_eq!((told.code.as_str(), json!(told.class)), ("reward_too_slow", json!("user")));
-        assert!(told.message.contains("'pattern'") && told.suggestion.is_some(), "{told:?}");
+        let failure = failure.to_failure(3);
+        assert_eq!((failure.code.as_str(), json!(failure.class)), ("reward_too_slow", json!("user")));
+        assert!(failure.message.contains("'pattern'") && failure.suggestion.is_some(), "{failure:?}");
         grading_ends(&builtin).await;
     }
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-    async fn a_grader_whose_answer_nobody_wants_stops_before_the_next_sample() {
+    async fn an_abandoned_grader_stops_before_the_next_sample() {
         let (builtin, sample) = slow();
         let samples = vec![sample; 1000];
         let judging = judge(&builtin, &samples, SAMPLE_LIMIT);
         assert!(tokio::time::timeout(Duration::from_millis(50), judging).await.is_err());
         assert!(builtin.is_grading());
-        // Of 1000 samples it would take an hour.
+        // Grading all 1000 samples would take an hour.
         tokio::time::timeout(Duration::from_secs(60), grading_ends(&builtin)).await.unwrap();
     }
 

@@ -1,5 +1,5 @@
-//! A reward of type `python`: its server process is started when it is first needed and asked over loopback like any
-//! webhook, with the same retries, journal and rules for missing values.
+//! Rewards of type `python`. The server process starts at first use and is called over loopback like a webhook, with the same
+//! retries, journal and rules for missing values.
 
 use std::collections::BTreeMap;
 use std::net::TcpListener;
@@ -18,24 +18,24 @@ use crate::spec::{PythonPlan, RewardKind, RewardPlan, RewardSecrets};
 use crate::webhook::Webhook;
 use crate::{BuildError, JobContext, Judged, Reward, RewardFailure};
 
-/// The Python files of one attempt: a process each, whatever the number of rewards that are functions of it.
+/// The Python files of one attempt. Each file has one process, which serves all rewards that use its functions.
 #[derive(Default)]
 pub struct PythonFunctions(Mutex<BTreeMap<PathBuf, Arc<FileServer>>>);
 
-/// The process of one file, once it is started.
+/// The server process of one file, started at first use.
 struct FileServer {
     file: PathBuf,
     sha256: Option<String>,
-    /// Held from the beginning, so that the address is known before the process runs.
+    /// Bound at creation, so that the address is known before the process runs.
     listener: TcpListener,
     secret: String,
-    wanted: Mutex<Wanted>,
+    requirements: Mutex<Requirements>,
     server: OnceCell<PythonServer>,
 }
 
-/// What the rewards of one file ask of its process.
+/// Functions and number of processes that the rewards of one file require.
 #[derive(Debug, Default, Clone)]
-struct Wanted {
+struct Requirements {
     functions: Vec<String>,
     processes: u32,
 }
@@ -52,12 +52,12 @@ impl PythonFunctions {
                 server
             }
         };
-        let mut wanted = server.wanted.lock().unwrap_or_else(PoisonError::into_inner);
-        if !wanted.functions.contains(&plan.function) {
-            wanted.functions.push(plan.function.clone());
+        let mut requirements = server.requirements.lock().unwrap_or_else(PoisonError::into_inner);
+        if !requirements.functions.contains(&plan.function) {
+            requirements.functions.push(plan.function.clone());
         }
-        wanted.processes = wanted.processes.max(plan.processes);
-        drop(wanted);
+        requirements.processes = requirements.processes.max(plan.processes);
+        drop(requirements);
         Ok(server)
     }
 }
@@ -69,12 +69,12 @@ impl FileServer {
             sha256,
             listener: TcpListener::bind(("127.0.0.1", 0))?,
             secret: Key::generate()?,
-            wanted: Mutex::default(),
+            requirements: Mutex::default(),
             server: OnceCell::new(),
         })
     }
 
-    async fn started(self: &Arc<Self>) -> Result<(), String> {
+    async fn ensure_started(self: &Arc<Self>) -> Result<(), String> {
         let start = || async {
             let this = self.clone();
             match tokio::task::spawn_blocking(move || this.start()).await {
@@ -89,12 +89,13 @@ impl FileServer {
         if !self.file.is_file() {
             let file = self.file.display();
             let detail = format!(
-                "{file} is not on this worker's machine: a reward of type python needs the same file at the same path there. Copy \
-                 it, or serve it with `rlood reward serve` and name that address in a webhook"
+                "{file} does not exist on this worker's machine: a reward of type python needs the same file at the same path there. Copy \
+                 it, or serve it with `rlood reward serve` and use that address in a webhook"
             );
             return Err(PythonError::Setting(detail));
         }
-        let Wanted { functions, processes } = self.wanted.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let Requirements { functions, processes } =
+            self.requirements.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let target = Target::of_file(&self.file, functions, self.sha256.clone());
         let settings = Settings {
             processes,
@@ -109,7 +110,7 @@ impl FileServer {
     }
 }
 
-/// One function as a reward.
+/// One Python function as a reward.
 pub struct PythonFunction {
     name: String,
     file: Arc<FileServer>,
@@ -117,10 +118,10 @@ pub struct PythonFunction {
 }
 
 impl PythonFunction {
-    /// Makes the reward of a plan; its process is one of `files`. `change` gives the webhook what it shares with others.
+    /// Creates the reward of a plan, with its process in `files`. `change` adds the webhook's shared state.
     ///
     /// # Errors
-    /// When the system gives no address to listen on or no HTTP client.
+    /// Fails when no listening address or no HTTP client can be created.
     pub fn new(
         reward: &RewardPlan,
         plan: &PythonPlan,
@@ -129,27 +130,28 @@ impl PythonFunction {
         change: impl FnOnce(Webhook, &str) -> Webhook,
     ) -> Result<Self, BuildError> {
         let error = |detail: String| BuildError { reward: reward.name.clone(), detail };
-        let file = files.of_file(plan).map_err(|why| error(format!("no address for its process: {why}")))?;
+        let file = files.of_file(plan).map_err(|why| error(format!("cannot listen for its process: {why}")))?;
         let address = file.listener.local_addr().map_err(|why| error(why.to_string()))?;
         let url = format!("http://{address}/{}", plan.function);
         let kind = RewardKind::Python(plan.clone()).with_service(|service| service.url.clone_from(&url));
         let secrets = RewardSecrets { secret: Some(file.secret.clone()), ..RewardSecrets::default() };
-        let client = to_this_machine(client).map_err(error)?;
+        let client = loopback_client(client).map_err(error)?;
         let webhook = Webhook::sharing(&reward.name, &kind, &secrets, &client)?.bounded(reward.max_abs_reward);
         Ok(Self { name: reward.name.clone(), file, webhook: change(webhook, &url) })
     }
 
-    /// The webhook by which the process is asked.
+    /// Returns the webhook client of the process.
     pub fn webhook(&self) -> &Webhook {
         &self.webhook
     }
 }
 
-/// The same client for the process's address only: whether loopback may be reached is a rule for addresses that users give.
-fn to_this_machine(client: &RewardClient) -> Result<RewardClient, String> {
+/// Returns the same client, restricted to loopback. The operator's rule about loopback applies only
+/// to addresses that users give.
+fn loopback_client(client: &RewardClient) -> Result<RewardClient, String> {
     let policy = OutgoingPolicy::parse(&["loopback"]).map_err(|why| why.to_string())?;
     let http = restricted_client_builder(&policy).http1_only().build();
-    let http = http.map_err(|why| format!("no HTTP client: {why}"))?;
+    let http = http.map_err(|why| format!("cannot create an HTTP client: {why}"))?;
     Ok(RewardClient { policy, http, ..client.clone() })
 }
 
@@ -168,7 +170,7 @@ impl Reward for PythonFunction {
     fn prepare(&self) -> BoxFuture<'_, Result<(), RewardFailure>> {
         Box::pin(async move {
             let unusable = |detail| RewardFailure::Unusable { reward: self.name.clone(), detail };
-            self.file.started().await.map_err(unusable)
+            self.file.ensure_started().await.map_err(unusable)
         })
     }
 }

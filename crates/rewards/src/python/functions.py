@@ -1,9 +1,9 @@
 """Serves Python functions as rewards: the reward contract v1 over HTTP, and TRL's signature of reward functions.
 
-Python's standard library only, 3.8 or newer. `rlood` starts it (python.rs), and it starts itself again for each worker process:
-functions run in workers only, so that one that crashes or hangs never takes the server with it. File descriptor 0 of both is a
-socket to whoever started them: settings come over it, and its end is the order to end. The server finds its listening socket as
-descriptor 1.
+Uses only Python's standard library, 3.8 or newer. `rlood` starts this program as a server (python.rs), and the server starts the
+program again for each worker process. Functions run only in workers, so that a function that crashes or hangs does not stop the
+server. File descriptor 0 of each process is a socket to its parent: the settings arrive on it, and the process exits when the
+socket closes. The server inherits its listening socket as descriptor 1.
 """
 
 import base64
@@ -26,22 +26,22 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 MAX_SAMPLES = 1024
 MAX_BYTES = 66 << 20
-# How far a request's timestamp may lie from this clock, s.
+# Maximum difference between a request's timestamp and this clock, in seconds.
 TOLERANCE_S = 300
-# A request that takes longer is answered 202, and its results are fetched at its status address.
+# A request that takes longer is answered with 202, and its results are published at its status address. In seconds.
 SYNC_WAIT_S = 10.0
-# Requests that are computed or wait for a worker; further ones are told to come back.
+# Maximum number of requests that are computed or wait for a worker. Further requests get a 429.
 MAX_UNDER_WAY = 256
-# What requests under way have when the server is asked to stop.
+# Time for running requests to finish after the server was asked to stop, in seconds.
 DRAIN_S = 10.0
-# Answers are kept by id for requests that come again; the oldest go first.
+# Limits of the stored answers, which are kept by request id for repeated requests. The oldest are removed first.
 KEPT_BYTES = 64 << 20
 KEPT_S = 86_400.0
-# Longest text of one error.
+# Maximum length of an error message, in characters.
 MESSAGE_CHARS = 2000
-# Reloading: between two looks at the files.
+# Interval between two checks for changed files, in seconds.
 WATCH_S = 0.5
-# The program that reads this one from descriptor 0 and runs it.
+# The loader, which reads this program from descriptor 0 and runs it.
 BOOT = []
 
 
@@ -49,7 +49,7 @@ def say(text):
     print("rlood reward serve: " + text, file=sys.stderr, flush=True)
 
 
-# Messages between the server and a worker: four bytes of length, then JSON.
+# Messages between the server and a worker: four bytes with the length, then JSON.
 
 
 def send(channel, value):
@@ -58,7 +58,7 @@ def send(channel, value):
 
 
 def receive(channel):
-    """The next message; None when the other side is gone."""
+    """Returns the next message; None when the other side has closed the connection."""
     (length,) = struct.unpack(">I", read_exactly(channel, 4) or b"\0\0\0\0")
     data = read_exactly(channel, length) if length else None
     return None if data is None else json.loads(data)
@@ -78,7 +78,7 @@ def read_exactly(channel, length):
 
 
 class NotLoaded(Exception):
-    """Why a file or a function cannot be used."""
+    """Error for a file or a function that cannot be used."""
 
     def __init__(self, code, message):
         super().__init__(message)
@@ -86,7 +86,7 @@ class NotLoaded(Exception):
 
 
 def load(target):
-    """The functions of one file or module, by name."""
+    """Loads the functions of one file or module, and returns them by name."""
     import importlib
     import importlib.util
 
@@ -121,7 +121,7 @@ def find(module, name, shown):
 
 
 def told(error):
-    """An exception in words: what and where first, then its traceback without the frames of this file."""
+    """Formats an exception: its message and location, then its traceback without the frames of this file."""
     whole = traceback.TracebackException.from_exception(error)
     part = whole
     while part is not None:
@@ -141,7 +141,7 @@ def told(error):
 
 
 class TrainerState:
-    """What a reward service can know of TRL's TrainerState."""
+    """The fields of TRL's TrainerState that a reward service knows."""
 
     is_world_process_zero = True
     is_local_process_zero = True
@@ -150,7 +150,7 @@ class TrainerState:
         step = job.get("step")
         step = step if isinstance(step, int) and step > 0 else 0
         self.phase = job.get("phase")
-        # TRL counts the steps that are done; the contract names the step that the samples are for.
+        # TRL counts completed steps; the contract contains the step that the samples belong to.
         self.global_step = step if self.phase == "eval" else max(step - 1, 0)
         self.job_id = job.get("id")
 
@@ -160,7 +160,7 @@ class TrainerState:
 
 
 class Wrong(Exception):
-    """What is wrong with a function's parameters or with what it returned."""
+    """Error in a function's parameters or in its return value."""
 
     def __init__(self, code, message):
         super().__init__(message)
@@ -168,7 +168,7 @@ class Wrong(Exception):
 
 
 class Call:
-    """One call of one function about some samples."""
+    """One call of a function with a list of samples."""
 
     def __init__(self, name, function, samples, job):
         self.name, self.function, self.samples, self.job = name, function, samples, job
@@ -208,7 +208,7 @@ class Call:
         for parameter in named:
             if parameter.default is parameter.empty and parameter.name not in given:
                 columns = ", ".join(names) or "none"
-                text = "function '%s' asks for '%s', which is no column of these rows; their columns: %s"
+                text = "function '%s' requires '%s', which is not a column of these rows; their columns: %s"
                 raise Wrong("missing_column", text % (self.name, parameter.name, columns))
         if any(p.kind == p.VAR_KEYWORD for p in parameters):
             return given
@@ -216,7 +216,7 @@ class Call:
         return {name: value for name, value in given.items() if name in wanted}
 
     def results(self):
-        """One result a sample. Raises what the function raised, and Wrong for what it returned."""
+        """Returns one result per sample. Raises the function's own exception, or Wrong for an invalid return value."""
         import inspect
 
         returned = self.function(**self.arguments())
@@ -230,11 +230,11 @@ class Call:
         if hasattr(returned, "tolist"):
             returned = returned.tolist()
         if isinstance(returned, (str, bytes, dict, set)) or not hasattr(returned, "__iter__"):
-            text = "function '%s' returned %s, not a list with one number a completion (%d)"
+            text = "function '%s' returned %s, not a list with one number per completion (%d)"
             raise Wrong("wrong_result", text % (self.name, described(returned), expected))
         values = list(returned)
         if len(values) != expected:
-            text = "function '%s' returned %d values for %d completions: return one a completion, in their order"
+            text = "function '%s' returned %d values for %d completions: return one per completion, in order"
             raise Wrong("wrong_count", text % (self.name, len(values), expected))
         return values
 
@@ -253,20 +253,20 @@ class Call:
 
 
 def completion_of(sample):
-    """TRL: a conversation for a prompt of messages, else a string."""
+    """Returns the completion as TRL does: a conversation if the prompt is a list of messages, else a string."""
     if sample.get("messages") is not None:
         return [{"role": "assistant", "content": sample["completion"]}]
     return sample["completion"]
 
 
 def ids_of(sample):
-    """Token ids where the request has them; else as many Nones as there are tokens, so that lengths are right."""
+    """Returns the token ids of the request; without ids, as many Nones as tokens, so that lengths are correct."""
     ids = sample.get("completion_ids")
     return ids if isinstance(ids, list) else [None] * max(0, int(sample.get("num_tokens") or 0))
 
 
 def as_number(value):
-    """A finite float, or None: TRL makes NaN of None, so that both mean that there is no reward for the sample."""
+    """Returns a finite float, or None. TRL converts None to NaN, so both mean that the sample has no reward."""
     if value is None:
         return None
     if hasattr(value, "item"):
@@ -287,7 +287,7 @@ def described(value):
 
 
 def plain(value):
-    """What JSON can say of it."""
+    """Converts a value to one that JSON can represent."""
     if hasattr(value, "item"):
         value = value.item()
     if isinstance(value, float) and value - value != 0:
@@ -303,7 +303,7 @@ LOOP = []
 
 
 def event_loop():
-    """One for all calls of this process: what a function keeps on it (a client's connections) stays usable."""
+    """Returns the event loop of this process. All calls share it, so that objects bound to it (a client's connections) stay valid."""
     import asyncio
 
     if not LOOP:
@@ -313,7 +313,7 @@ def event_loop():
 
 
 def judge(name, function, samples, job):
-    """A result a sample. If a call raises, each of its samples is tried alone: the traceback belongs to those that fail."""
+    """Returns one result per sample. If a call raises, each sample is tried alone, so that only failing samples get the error."""
     try:
         return Call(name, function, samples, job).results()
     except Wrong as wrong:
@@ -327,15 +327,15 @@ def judge(name, function, samples, job):
 
 
 def modules_beside(folders):
-    """Files of imported modules that lie below the folders: a change of one is a reason to load anew."""
+    """Returns the files of imported modules below the folders. A change of one triggers a reload."""
     files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
     below = tuple(os.path.join(folder, "") for folder in folders)
     return sorted({f for f in files if f and f.endswith(".py") and f.startswith(below) and "site-packages" not in f})
 
 
 def work(channel, settings):
-    """A worker's life."""
-    # What a function prints goes to standard error, also what a library writes to descriptor 1.
+    """Runs a worker process."""
+    # Output of a function goes to standard error, including what a library writes to descriptor 1.
     os.dup2(2, 1)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace", line_buffering=True)

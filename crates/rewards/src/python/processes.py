@@ -1,4 +1,4 @@
-# Continues functions.py: the server's worker processes. rlood joins the files to one program (python.rs).
+# Continues functions.py: the server's worker processes. rlood concatenates the files to one program (python.rs).
 
 
 class Worker:
@@ -32,9 +32,9 @@ class Worker:
         self.modules = answer["ready"]
 
     def ask(self, task, timeout):
-        """The results; raises TimeoutError or ConnectionError, after which the process is of no use."""
+        """Returns the results. Raises TimeoutError or ConnectionError, after which the process cannot be used."""
         self.channel.settimeout(max(timeout, 0.001))
-        # socket.timeout is TimeoutError from Python 3.10 on only.
+        # Before Python 3.10, socket.timeout is not TimeoutError.
         try:
             send(self.channel, task)
             answer = receive(self.channel)
@@ -65,7 +65,7 @@ def ended(process):
 
 
 class Pool:
-    """The workers, and the version of the functions that they have loaded."""
+    """The worker processes, and the version of the functions that they have loaded."""
 
     def __init__(self, settings):
         self.settings = settings
@@ -78,7 +78,7 @@ class Pool:
         self.all = set()
         self.trouble = None
         self.targets = read_targets(settings)
-        # The first one shows whether the functions can be loaded at all.
+        # The first worker shows whether the functions can be loaded at all.
         self.add(Worker(self, self.targets, 0))
         self.loaded_at = time.strftime("%H:%M:%S")
         for _ in range(self.processes - 1):
@@ -93,7 +93,7 @@ class Pool:
         worker.kill()
 
     def replace(self, generation):
-        """Starts one more worker, in the background; tried again until it loads or the functions change."""
+        """Starts one more worker in the background, with retries until it has loaded or the functions change."""
 
         def start():
             wait = 0.5
@@ -104,7 +104,7 @@ class Pool:
                     return
                 except NotLoaded as error:
                     self.trouble = str(error)
-                    say("%s; trying again in %.1f s" % (error, wait))
+                    say("%s; retrying in %.1f s" % (error, wait))
                 time.sleep(wait)
                 wait = min(wait * 2, 30.0)
 
@@ -116,7 +116,7 @@ class Pool:
         worker.kill()
 
     def ask(self, function, samples, job, until):
-        """Results for some samples: one call of the function."""
+        """Returns the results for a list of samples from one call of the function."""
         while True:
             try:
                 worker = self.idle.get(timeout=max(0.001, until - time.monotonic()))
@@ -130,11 +130,11 @@ class Pool:
         try:
             results = worker.ask({"function": function, "samples": samples, "job": job}, limit)
         except TimeoutError:
-            text = "function '%s' did not return within %.0f s: its process was ended and replaced (--timeout)"
+            text = "function '%s' did not return within %.0f s: its process was killed and replaced (--timeout)"
             problem = failed("timeout", text % (function, limit))
         except (OSError, ValueError):
             how = ended(worker.process)
-            text = "the process of function '%s' died (%s) with these samples: it was replaced; see standard error"
+            text = "function '%s' died (%s) while computing these samples: its process was replaced; see standard error"
             problem = failed("process_died", text % (function, how))
         else:
             self.release(worker)
@@ -151,13 +151,13 @@ class Pool:
             self.forget(worker)
 
     def reload(self):
-        """Loads the files as they are now. If they cannot be loaded, the version before goes on."""
+        """Loads the current files. If they cannot be loaded, the previous version stays in use."""
         generation = self.generation + 1
         try:
             targets = read_targets(self.settings)
             first = Worker(self, targets, generation)
         except NotLoaded as error:
-            say("not reloaded, the version of %s is still served: %s" % (self.loaded_at, error))
+            say("reload failed, the version of %s stays in use: %s" % (self.loaded_at, error))
             return
         with self.lock:
             self.generation, self.targets, self.trouble = generation, targets, None
@@ -177,11 +177,11 @@ class Pool:
         while True:
             time.sleep(WATCH_S)
             now = stamps(self.watched())
-            # A module that was imported only now has not changed.
+            # A module that has just been imported has not changed.
             if all(seen.get(path, stamp) == stamp for path, stamp in now.items()):
                 seen.update(now)
                 continue
-            # An editor may still be writing.
+            # An editor may still be writing the file.
             while True:
                 time.sleep(0.1)
                 then, now = now, stamps(self.watched())
@@ -209,7 +209,7 @@ def stamps(files):
 
 
 def read_targets(settings):
-    """The targets with the bytes of their files."""
+    """Returns the targets with the content of their files."""
     targets = []
     for target in settings["targets"]:
         target = dict(target, source=None)

@@ -1,27 +1,27 @@
-# Continues processes.py: HTTP, and the server's life.
+# Continues processes.py: the HTTP server.
 
 
 class Answer:
-    """What became of one request."""
+    """The state and result of one request."""
 
     def __init__(self, seconds):
         self.done = threading.Event()
         self.until = time.monotonic() + seconds
-        # A call that hangs is told of while the client still listens.
+        # The limit is shorter than the client's, so that the client gets the error of a call that hangs.
         self.compute_until = time.monotonic() + seconds * 0.9
         self.token = random_secrets.token_urlsafe(16)
         self.body = None
 
 
 class Answers:
-    """By request: the same request again gets the same answer, and is not computed twice."""
+    """Answers by request. A repeated request gets the same answer and is not computed twice."""
 
     def __init__(self):
         self.lock = threading.Lock()
         self.by_key, self.by_token, self.size = {}, {}, 0
 
     def begin(self, key, seconds):
-        """The answer, and whether it is to be computed; None: too much is under way."""
+        """Returns the answer, and whether the caller must compute it; None if too many requests are running."""
         with self.lock:
             now = time.monotonic()
             for old in [k for k, answer in self.by_key.items() if answer.done.is_set() and answer.until < now]:
@@ -40,7 +40,7 @@ class Answers:
             answer.body = body
             self.size += len(body)
             if not keep:
-                # The same request again is computed again; whoever was shown a status address still finds the results there.
+                # A repeated request is computed again. The results stay available at the status address of the first one.
                 self.by_key[answer.token] = self.by_key.pop(key)
             for old in [k for k, kept in self.by_key.items() if kept.done.is_set()]:
                 if self.size <= KEPT_BYTES:
@@ -59,7 +59,7 @@ class Answers:
 
 
 class Refused(Exception):
-    """What is wrong with a request: an HTTP status and a reason."""
+    """Error for a rejected request: an HTTP status and a reason."""
 
     def __init__(self, status, reason):
         super().__init__(reason)
@@ -67,7 +67,7 @@ class Refused(Exception):
 
 
 def verify(keys, headers, body):
-    """Standard Webhooks: one of the secrets must have signed these very bytes, just now."""
+    """Verifies the Standard Webhooks signature: one of the secrets must have signed exactly these bytes, recently."""
     if not keys:
         return
     name, stamp = headers.get("webhook-id", ""), headers.get("webhook-timestamp", "")
@@ -78,11 +78,11 @@ def verify(keys, headers, body):
         digest = hmac.new(key, ("%s.%s." % (name, stamp)).encode() + body, hashlib.sha256).digest()
         if any(hmac.compare_digest(base64.b64encode(digest), signature) for signature in given):
             return
-    raise Refused(401, "no signature in webhook-signature fits: is the job's secret the one of this server?")
+    raise Refused(401, "no signature in webhook-signature matches: check that the job's secret is this server's secret")
 
 
 def no_constant(name):
-    raise ValueError("%s is no JSON" % name)
+    raise ValueError("%s is not valid JSON" % name)
 
 
 def read_request(body):
@@ -92,18 +92,18 @@ def read_request(body):
         raise Refused(400, "the body is not JSON: %s" % error) from None
     kind = request.get("type") if isinstance(request, dict) else None
     if kind not in ("reward.ping", "reward.score.request"):
-        raise Refused(422, "known types: reward.ping, reward.score.request")
+        raise Refused(422, "'type' must be reward.ping or reward.score.request")
     if kind == "reward.ping":
         return request
     if request.get("version") != "1":
-        raise Refused(422, "version 1 of the reward contract is spoken here")
+        raise Refused(422, "'version' must be 1, the version of the reward contract")
     samples, job = request.get("samples"), request.get("job", {})
     if not isinstance(request.get("id"), str) or not isinstance(job, dict):
         raise Refused(422, "'id' must be a string and 'job' an object")
     if not isinstance(samples, list) or not samples:
         raise Refused(422, "'samples' must be a list of at least one sample")
     if len(samples) > MAX_SAMPLES:
-        raise Refused(413, "at most %d samples in one request" % MAX_SAMPLES)
+        raise Refused(413, "a request may have at most %d samples" % MAX_SAMPLES)
     for index, sample in enumerate(samples):
         good = (
             isinstance(sample, dict)
@@ -121,7 +121,7 @@ def read_request(body):
 
 
 def chunks(samples, size):
-    """Calls of at most `size` samples; a group stays whole where it fits."""
+    """Divides samples into calls of at most `size` samples. A group is kept together if it fits into one call."""
     if not size:
         return [samples]
     calls, group_start = [[]], 0
@@ -129,7 +129,7 @@ def chunks(samples, size):
         if index and sample.get("group_id") != samples[index - 1].get("group_id"):
             group_start = len(calls[-1])
         if len(calls[-1]) == size:
-            # Of the group that does not fit, what is here already moves on, unless it fills a call.
+            # A group that does not fit moves to the next call as a whole, unless it fills a call alone.
             moved = calls[-1][group_start:] if group_start else []
             del calls[-1][len(calls[-1]) - len(moved) :]
             calls.append(moved)
@@ -139,7 +139,7 @@ def chunks(samples, size):
 
 
 def compute(server, function, request, key, answer):
-    """Runs on a thread of its own: the client may leave and ask again."""
+    """Computes an answer on its own thread, since the client may disconnect and repeat the request."""
     samples, job = request["samples"], request.get("job", {})
     calls = chunks(samples, server.pool.batch_size)
     done = [None] * len(calls)
@@ -148,7 +148,7 @@ def compute(server, function, request, key, answer):
         try:
             done[index] = server.pool.ask(function, calls[index], job, answer.compute_until)
         except Exception as error:
-            say("a call of '%s' went wrong: %s" % (function, told(error)))
+            say("a call of '%s' failed: %s" % (function, told(error)))
             done[index] = [failed("internal", told(error), retryable=True) for _ in calls[index]]
 
     threads = [threading.Thread(target=one, args=(index,), daemon=True) for index in range(1, len(calls))]
@@ -166,10 +166,10 @@ def compute(server, function, request, key, answer):
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    # Head and body leave together: in two pieces the second would wait for the first one's acknowledgement.
+    # Head and body are sent in one write: a second write would wait for the acknowledgement of the first.
     wbufsize = -1
     disable_nagle_algorithm = True
-    # Longer than clients keep an idle connection.
+    # The timeout is longer than clients keep an idle connection, in seconds.
     timeout = 180
 
     def do_GET(self):
@@ -180,7 +180,7 @@ class Handler(BaseHTTPRequestHandler):
                 verify(self.server.keys, self.headers, b"")
                 answer = self.server.answers.by_token.get(path[len("/status/") :])
                 if answer is None:
-                    raise Refused(404, "there is no such request")
+                    raise Refused(404, "request not found")
                 if not answer.done.wait(1.0):
                     return self.say(202, {"eta_ms": 1000})
                 return self.reply(200, answer.body)
@@ -191,18 +191,18 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         try:
-            # Until the body is read.
+            # The connection cannot be reused before the body was read.
             closes, self.close_connection = self.close_connection, True
             self.check_caller()
             kind = self.headers.get("content-type", "").split(";")[0].strip().lower()
-            # A web page of another origin cannot send this without asking first.
+            # A browser sends this content type to another origin only after a preflight request, which this server rejects.
             if kind != "application/json" and not self.server.keys:
-                raise Refused(415, "send 'content-type: application/json'")
+                raise Refused(415, "'content-type: application/json' is required")
             length = self.headers.get("content-length", "")
             if not (length.isascii() and length.isdigit()):
-                raise Refused(411, "send a content-length")
+                raise Refused(411, "a content-length is required")
             if int(length) > MAX_BYTES:
-                raise Refused(413, "at most %d bytes in one request" % MAX_BYTES)
+                raise Refused(413, "a request may have at most %d bytes" % MAX_BYTES)
             body = self.rfile.read(int(length))
             if len(body) < int(length):
                 return
@@ -222,7 +222,7 @@ class Handler(BaseHTTPRequestHandler):
             return name
         if name in ("", "score") and len(self.server.functions) == 1:
             return self.server.functions[0]
-        raise Refused(404, "the endpoints are: " + ", ".join("/" + name for name in self.server.functions))
+        raise Refused(404, "not found; the endpoints are: " + ", ".join("/" + name for name in self.server.functions))
 
     def score(self, function, request, body):
         deadline_ms = request.get("deadline_ms")
@@ -231,7 +231,7 @@ class Handler(BaseHTTPRequestHandler):
         key = (function, request["id"], hashlib.sha256(body).digest())
         answer, is_new = self.server.answers.begin(key, seconds)
         if answer is None:
-            return self.say(429, {"error": {"code": "busy", "message": "too many requests wait"}}, {"retry-after": "1"})
+            return self.say(429, {"error": {"code": "busy", "message": "too many requests are waiting"}}, {"retry-after": "1"})
         if is_new:
             arguments = (self.server, function, request, key, answer)
             threading.Thread(target=compute, args=arguments, daemon=True).start()
@@ -240,17 +240,17 @@ class Handler(BaseHTTPRequestHandler):
         self.say(202, {"id": request["id"], "eta_ms": 1000, "status_url": "/status/" + answer.token})
 
     def check_caller(self):
-        """Neither a page whose name was made to point here (DNS rebinding) nor a page of another origin is answered."""
+        """Rejects web pages of other origins, and host names that were redirected to this server (DNS rebinding)."""
         host = self.headers.get("host", "")
         name = host[: host.rindex("]") + 1] if host.startswith("[") and "]" in host else host.split(":")[0]
         name = name.lower().rstrip(".")
         if not any(name == own or (own.startswith("*.") and name.endswith(own[1:])) for own in self.server.names):
             if not is_address(name):
-                text = "'%s' is not a name of this server: use its address, or start it with --allowed-hosts"
+                text = "'%s' is not a name of this server: use the server's address, or start it with --allowed-hosts"
                 raise Refused(421, text % host[:100])
         origin = self.headers.get("origin")
         if origin is not None and origin.split("://")[-1] != host:
-            raise Refused(403, "a web page of another origin may not use these functions")
+            raise Refused(403, "requests from web pages of other origins are not allowed")
 
     def refuse(self, refused):
         self.say(refused.status, {"error": {"code": "refused", "message": str(refused)}})
@@ -311,11 +311,11 @@ class Server(ThreadingHTTPServer):
     def handle_error(self, request, client_address):
         error = sys.exc_info()[1]
         if not isinstance(error, (OSError, socket.timeout)):
-            say("a request went wrong: " + told(error))
+            say("a request failed: " + told(error))
 
 
 def serve(channel, settings):
-    """The server's life."""
+    """Runs the server process."""
     listening = socket.socket(fileno=os.dup(1))
     listening.setblocking(True)
     os.dup2(2, 1)
@@ -333,7 +333,7 @@ def serve(channel, settings):
     signal.signal(signal.SIGTERM, lambda *_: ending.set())
 
     def listen():
-        # A byte asks for an end in good order, the channel's end for one at once.
+        # A byte requests a graceful stop; the end of the channel requests an immediate one.
         orderly = channel.recv(1)
         if not orderly:
             end(pool)
@@ -344,14 +344,14 @@ def serve(channel, settings):
     version = "%d.%d.%d" % sys.version_info[:3]
     report(channel, {"event": "ready", "functions": server.functions, "python": version})
     threading.Thread(target=listen, daemon=True).start()
-    # With a time limit, as a wait without one would not let signals through.
+    # The wait has a time limit, because signals are not handled during an unlimited wait.
     while not ending.wait(3600):
         pass
     server.shutdown()
     until = time.monotonic() + DRAIN_S
     while server.answers.under_way() and time.monotonic() < until:
         time.sleep(0.02)
-    # For the last answers to leave.
+    # The pause allows the last answers to be sent.
     time.sleep(0.1)
     end(pool)
 
@@ -361,7 +361,7 @@ def report(channel, value):
 
 
 def end(pool):
-    """Ends this process and all that it or a function has started: they are one process group, which this process leads."""
+    """Kills this process and all processes started by it or by functions, which are in its process group."""
     pool.stop()
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpid(), signal.SIGKILL)

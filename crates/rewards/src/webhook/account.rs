@@ -1,4 +1,4 @@
-//! What becomes of each try is counted, and kept where it went wrong: the raw material of a reward's health.
+//! Counts every request, and records the failed ones for the health report of the reward.
 
 use std::time::Duration;
 
@@ -13,18 +13,18 @@ use crate::event::{Event, RewardChange};
 use crate::meter::Failure;
 use crate::protocol::RawMessage;
 
-/// One try on the wire.
+/// One attempt to send a request, with its outcome.
 pub(super) struct Wire<'a> {
     pub request: &'a Request,
-    /// As sent.
+    /// Request headers as they were sent.
     pub headers: &'a HeaderMap,
     pub outcome: &'a Outcome,
     pub took: Duration,
 }
 
 impl Webhook {
-    /// Counts a try. Greetings do not count.
-    pub(super) fn account(&self, wire: &Wire<'_>) {
+    /// Counts a request. Health checks are not counted.
+    pub(super) fn record_request(&self, wire: &Wire<'_>) {
         let Wire { request, headers, outcome, took } = wire;
         if request.about.samples.is_empty() {
             return;
@@ -40,7 +40,7 @@ impl Webhook {
             let body = body.as_ref().map(|body| self.redactor.body(body)).unwrap_or_default();
             Some(RawMessage { url: None, status: Some(status.as_u16()), headers: self.redactor.headers(headers), body })
         };
-        let told = match self.class(outcome) {
+        let event = match self.class(outcome) {
             None => self.meter.answered(&self.name, *took, &request.about, || (sent(), received())),
             Some((class, message)) => {
                 let message = self.redactor.text(&message);
@@ -49,13 +49,13 @@ impl Webhook {
                 self.meter.failed(&self.name, Failure { class, message, took: *took, about, request, response })
             }
         };
-        if let Some(event) = told {
-            self.status.tell(event);
+        if let Some(event) = event {
+            self.status.notify(event);
         }
     }
 
-    /// Counts an answer that is of no use.
-    pub(super) fn account_unusable(&self, request: &Request, body: &[u8], problem: &str) {
+    /// Counts an answer that cannot be used.
+    pub(super) fn record_unusable(&self, request: &Request, body: &[u8], problem: &str) {
         let failure = Failure {
             class: "invalid_answer",
             message: self.redactor.text(problem),
@@ -69,11 +69,11 @@ impl Webhook {
             response: Some(RawMessage { status: Some(200), body: self.redactor.body(body), ..RawMessage::default() }),
         };
         if let Some(event) = self.meter.unusable(&self.name, failure) {
-            self.status.tell(event);
+            self.status.notify(event);
         }
     }
 
-    /// What went wrong, if something did.
+    /// Returns the error class and the message of a failed request; `None` if the request succeeded.
     fn class(&self, outcome: &Outcome) -> Option<(&'static str, String)> {
         let (status, body) = match outcome {
             Ok((status, _, body)) => (*status, body),
@@ -84,7 +84,7 @@ impl Webhook {
         };
         let answered = || format!("the service answered {status}");
         let class = match status.as_u16() {
-            // Counted when it turns out to be of no use.
+            // An answer that turns out to be unusable is counted later, by `account_unusable`.
             200..=299 => match body {
                 Ok(_) => return None,
                 Err(why) if why == OVERSIZE => return None,
@@ -101,23 +101,23 @@ impl Webhook {
         Some((class, answered()))
     }
 
-    /// Says when the breaker of its endpoint opens and closes.
-    pub(super) fn tell_of_breaker(&self, change: Change, cause: &str) {
+    /// Reports when the circuit breaker of the endpoint opens or closes.
+    pub(super) fn report_breaker(&self, change: Change, cause: &str) {
         let (change, message, data) = match change {
             Change::Nothing => return,
             Change::Opened(lasts) => {
                 let seconds = lasts.as_secs_f64();
                 let message = format!(
-                    "reward '{}': its service failed too often (last: {cause}): no requests for {seconds} s, then one",
+                    "reward '{}': the service failed too often (last error: {cause}); no requests for {seconds} s, then one test request",
                     self.name
                 );
                 (RewardChange::BreakerOpened, message, json!({ "cause": cause, "open_s": seconds }))
             }
             Change::Closed => {
-                let message = format!("reward '{}': its service answers again", self.name);
+                let message = format!("reward '{}': the service answers again", self.name);
                 (RewardChange::BreakerClosed, message, json!({}))
             }
         };
-        self.status.tell(Event::Reward { reward: self.name.clone(), change, message, data });
+        self.status.notify(Event::Reward { reward: self.name.clone(), change, message, data });
     }
 }

@@ -1,13 +1,13 @@
-//! Other people's endpoints, spoken as they are. Each file is one system's dialect, after its published shapes and with its
-//! traps; how requests are delivered is the same for all (`webhook`).
+//! Adapters for reward endpoints of other systems. Each file implements the published format of one system and handles its
+//! pitfalls. Delivery of requests is the same for all (`webhook`).
 
 use serde_json::{Map, Value, json};
 
 use super::answer::{Answer, Found, name, number};
 use super::dialect::Dialect;
 use crate::SampleError;
-use crate::hidden::Legible;
 use crate::sample::RewardSample;
+use crate::secret_filter::Preserved;
 use crate::spec::{RewardKind, SampleTemplate};
 
 mod hf_text_classification;
@@ -23,7 +23,7 @@ mod vllm_classify;
 mod vllm_pooling;
 mod vllm_score;
 
-/// The dialect of a reward that is another system's endpoint.
+/// Returns the dialect of a reward that is another system's endpoint.
 pub(super) fn dialect(kind: &RewardKind) -> Result<Box<dyn Dialect>, String> {
     Ok(match kind {
         RewardKind::Openrlhf(plan) => Box::new(openrlhf::Openrlhf::new(plan)?),
@@ -39,11 +39,11 @@ pub(super) fn dialect(kind: &RewardKind) -> Result<Box<dyn Dialect>, String> {
         RewardKind::OpenaiJudge(plan) => Box::new(openai_judge::OpenaiJudge::new(plan)?),
         RewardKind::HttpTemplate(plan) => Box::new(http_template::HttpTemplate::new(plan)?),
         RewardKind::Webhook(_) | RewardKind::Python(_) => return Err("contract v1 is not an adapter".to_owned()),
-        _ => return Err("a built-in reward is not asked over HTTP".to_owned()),
+        _ => return Err("a built-in reward is not a service".to_owned()),
     })
 }
 
-/// A text made of a sample: by a template, or the prompt and the completion as the policy saw them.
+/// A text rendered from a sample: by a template, else the prompt followed by the completion.
 struct Text(Option<SampleTemplate>);
 
 impl Text {
@@ -58,10 +58,13 @@ impl Text {
 }
 
 fn template_failed(why: String) -> SampleError {
-    SampleError { code: "template_failed".to_owned(), message: format!("the template does not fit this row: {why}") }
+    SampleError {
+        code: "template_failed".to_owned(),
+        message: format!("the template cannot be rendered for this row: {why}"),
+    }
 }
 
-/// A query and a text made of a sample: by templates, or the last user message (else the prompt) and the completion.
+/// A query and a text rendered from a sample: by templates, else the last user message (or the prompt) and the completion.
 struct Pair {
     query: SampleTemplate,
     text: SampleTemplate,
@@ -83,7 +86,7 @@ impl Pair {
     }
 }
 
-/// The row's own value of a column; `Null` without a column.
+/// Returns the row's value in a column; `Null` without a column.
 fn label_of(sample: &RewardSample, column: Option<&str>) -> Result<Value, SampleError> {
     let Some(column) = column else { return Ok(Value::Null) };
     sample.columns.get(column).cloned().ok_or_else(|| SampleError {
@@ -92,7 +95,7 @@ fn label_of(sample: &RewardSample, column: Option<&str>) -> Result<Value, Sample
     })
 }
 
-/// A body, with the model's name where there is one, and with what the user adds; the user's word counts.
+/// Builds a body with the model's name, if there is one, and the user's extra fields, which take precedence.
 fn body(mut fields: Value, model: Option<&str>, extra: &Map<String, Value>) -> String {
     if let Value::Object(object) = &mut fields {
         if let Some(model) = model {
@@ -103,24 +106,24 @@ fn body(mut fields: Value, model: Option<&str>, extra: &Map<String, Value>) -> S
     fields.to_string()
 }
 
-/// A list inside an answer.
+/// Returns a list in an answer, or an error that names the value.
 fn list<'a>(value: &'a Value, what: &str) -> Result<&'a Vec<Value>, String> {
     value.as_array().ok_or_else(|| format!("{what} is {}, not a list", name(value)))
 }
 
-/// The list `field` of an object.
+/// Returns the list `field` of an object.
 fn list_in<'a>(value: &'a Value, field: &str) -> Result<&'a Vec<Value>, String> {
     let inside = value.get(field).ok_or_else(|| format!("the answer has no '{field}'"))?;
     list(inside, &format!("'{field}'"))
 }
 
-fn same_length(found: usize, samples: usize) -> Result<(), String> {
+fn check_length(found: usize, samples: usize) -> Result<(), String> {
     if found == samples { Ok(()) } else { Err(format!("{found} scores for {samples} samples")) }
 }
 
-/// Puts entries in the order of the request by their `index`: servers sort, or answer as they finish.
+/// Sorts entries by their `index` into the order of the request. Servers sort by score, or answer in order of completion.
 fn by_index(entries: &[Value], samples: usize) -> Result<Vec<&Value>, String> {
-    same_length(entries.len(), samples)?;
+    check_length(entries.len(), samples)?;
     let mut places: Vec<Option<&Value>> = vec![None; samples];
     for entry in entries {
         let index = entry.get("index").and_then(Value::as_u64).and_then(|index| usize::try_from(index).ok());
@@ -130,12 +133,12 @@ fn by_index(entries: &[Value], samples: usize) -> Result<Vec<&Value>, String> {
             return Err(format!("index {index} twice"));
         }
     }
-    // As many entries as places, and none twice.
+    // The numbers of entries and slots are equal and no slot was filled twice, so every slot is filled.
     Ok(places.into_iter().flatten().collect())
 }
 
-/// The score of one label in `[{label, score}, …]`, whatever their order; the others become metrics.
-fn labelled(entries: &Value, wanted: Option<&str>) -> Found {
+/// Returns the score of one label in `[{label, score}, …]` in any order. The other scores become metrics.
+fn label_score(entries: &Value, wanted: Option<&str>) -> Found {
     let Some(entries) = entries.as_array() else {
         return Found::Invalid(format!("the labels are {}, not a list", name(entries)));
     };
@@ -152,8 +155,8 @@ fn labelled(entries: &Value, wanted: Option<&str>) -> Found {
         let known: Vec<String> = entries.iter().filter_map(label_of).collect();
         let known = known.join(", ");
         return Found::Invalid(match wanted {
-            Some(wanted) => format!("there is no label '{wanted}', only: {known}"),
-            None => format!("the model has the labels {known}: say in 'label' whose score is the reward;"),
+            Some(wanted) => format!("label '{wanted}' not found; the labels are: {known}"),
+            None => format!("the model has the labels {known}; set 'label' to the one whose score is the reward"),
         });
     };
     let mut found = number(chosen.get("score").unwrap_or(&Value::Null));
@@ -167,18 +170,18 @@ fn labelled(entries: &Value, wanted: Option<&str>) -> Found {
     found
 }
 
-/// The names under which [`labelled`] finds that label.
-fn names_of_label(wanted: Option<&str>) -> Legible {
+/// Returns the names under which [`label_score`] finds that label.
+fn label_names(wanted: Option<&str>) -> Preserved {
     let numbered = wanted.and_then(|wanted| wanted.parse::<u32>().ok()).map(|number| format!("LABEL_{number}"));
-    Legible { words: wanted.map(str::to_owned).into_iter().chain(numbered).collect(), ..Legible::default() }
+    Preserved { words: wanted.map(str::to_owned).into_iter().chain(numbered).collect(), ..Preserved::default() }
 }
 
-/// Says so when a model with one label gives 1.0 to all of several samples: it was put through a softmax.
-fn suspect_softmax(answer: &mut Answer, labels: usize, advice: &str) {
+/// Adds a remark when a model with one label scores several samples with exactly 1.0, which indicates a softmax.
+fn detect_softmax(answer: &mut Answer, labels: usize, advice: &str) {
     let is_one = |found: &Found| matches!(found, Found::Judged(judgement) if judgement.value.number() == Some(1.0));
     if labels == 1 && answer.found.len() > 1 && answer.found.iter().all(is_one) {
         answer.remark = Some(format!(
-            "the model has one label and every score is exactly 1.0: the server puts the logit through a softmax; {advice}"
+            "the model has one label and every score is exactly 1.0: the server applies a softmax to the logit; {advice}"
         ));
     }
 }

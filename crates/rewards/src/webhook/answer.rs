@@ -1,4 +1,4 @@
-//! What comes back: reading an answer with suspicion. Nothing becomes a number that the service did not say of that sample.
+//! Parses and validates a service's answer. A sample only gets a number that the service gave for it.
 
 use serde_json::{Map, Value};
 
@@ -6,40 +6,40 @@ pub use crate::callback::{name, parse};
 use crate::sample::RewardValue;
 use crate::{Judgement, SampleError};
 
-/// An answer, sample by sample.
+/// The parsed answer to one request.
 #[derive(Debug, PartialEq)]
 pub struct Answer {
-    /// In the order of the request.
+    /// Results in the order of the request.
     pub found: Vec<Found>,
-    /// Results for ids that were not asked for.
+    /// Number of results for ids that were not requested.
     pub unknown: u64,
-    /// Further results for an id: the first one wins.
+    /// Number of further results for an id. The first result is used.
     pub duplicates: u64,
-    /// What whoever set the reward up should know.
+    /// Observation for the author of the reward.
     pub remark: Option<String>,
 }
 
 impl Answer {
-    /// An answer without oddities.
+    /// Creates an answer without unknown ids, duplicates and remark.
     pub fn of(found: Vec<Found>) -> Self {
         Self { found, unknown: 0, duplicates: 0, remark: None }
     }
 }
 
-/// What an answer says of one sample.
+/// Result for one sample.
 #[derive(Debug, PartialEq)]
 pub enum Found {
-    /// A number, not applicable, or an error that is not worth another try.
+    /// A number, "not applicable", or an error that a retry would not fix.
     Judged(Judgement),
-    /// An error of the service's that may go away.
+    /// An error of the service that a retry may fix.
     Retryable(SampleError),
-    /// Something that is not a reward.
+    /// A value that is not a reward; the text says why.
     Invalid(String),
-    /// Nothing.
+    /// The answer has no result for the sample.
     Absent,
 }
 
-/// Reads an answer to the request `id` for the samples `ids`; `Err` says why the whole is not one.
+/// Parses the answer to the request `id` for the samples `ids`. Returns an error if the answer as a whole is not valid.
 pub fn read(body: &[u8], id: &str, ids: &[&str]) -> Result<Answer, String> {
     let value = parse(body)?;
     let object = match value {
@@ -47,7 +47,7 @@ pub fn read(body: &[u8], id: &str, ids: &[&str]) -> Result<Answer, String> {
         Value::Object(object) => object,
         other => return Err(format!("the answer is {}, not an object or an array", name(&other))),
     };
-    // Sample ids repeat from request to request: an answer to another one would be credited to the wrong samples.
+    // Sample ids repeat between requests, so results of another request would be assigned to the wrong samples.
     if let Some(Value::String(other)) = object.get("id")
         && other != id
     {
@@ -104,7 +104,7 @@ fn by_id(results: &[Value], ids: &[&str]) -> Result<Answer, String> {
     Ok(Answer { found, unknown, duplicates, remark: None })
 }
 
-/// One `{reward, metrics?, reason?, error?}`. An error outweighs a number beside it: such a number is often a stand-in.
+/// Parses one `{reward, metrics?, reason?, error?}`. An error takes precedence over a number, which is often a placeholder.
 fn result(entry: &Map<String, Value>) -> Found {
     match entry.get("error") {
         None | Some(Value::Null) => {}
@@ -113,7 +113,7 @@ fn result(entry: &Map<String, Value>) -> Found {
                 error.get(key).and_then(Value::as_str).map(|text| text.chars().take(most).collect::<String>())
             };
             let code = text("code", 300).unwrap_or_else(|| "service_error".to_owned());
-            // A traceback has room.
+            // The limit leaves room for a traceback.
             let message =
                 text("message", 2000).unwrap_or_else(|| format!("the service answered with the error '{code}'"));
             return if error.get("retryable") == Some(&Value::Bool(true)) {
@@ -131,7 +131,7 @@ fn result(entry: &Map<String, Value>) -> Found {
             ));
         }
     }
-    let Some(value) = entry.get("reward") else { return Found::Invalid("there is no 'reward'".to_owned()) };
+    let Some(value) = entry.get("reward") else { return Found::Invalid("'reward' is missing".to_owned()) };
     let mut found = reward(value);
     if let Found::Judged(judgement) = &mut found {
         judgement.reason = entry.get("reason").and_then(Value::as_str).map(str::to_owned);
@@ -142,7 +142,7 @@ fn result(entry: &Map<String, Value>) -> Found {
     found
 }
 
-/// A finite number, and nothing else: null is what many a serializer makes of NaN.
+/// Parses a finite number. Null is invalid, because many serializers write NaN as null.
 pub fn number(value: &Value) -> Found {
     match value {
         Value::Null => Found::Invalid("the score is null, not a finite number".to_owned()),
@@ -150,7 +150,7 @@ pub fn number(value: &Value) -> Found {
     }
 }
 
-/// A finite number, or null for "does not apply".
+/// Parses a finite number, or null for "not applicable".
 fn reward(value: &Value) -> Found {
     match value {
         Value::Null => Found::Judged(Judgement::value(RewardValue::NotApplicable)),
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_that_are_none_are_invalid_where_they_stand_and_spare_the_others() {
+    fn an_invalid_number_does_not_affect_the_other_results() {
         for bad in ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "\"1.0\"", "true", "[1]", "{}"] {
             let body = format!(r#"{{"rewards": [1, {bad}, 3], "note": "NaN \" Infinity"}}"#);
             let found = found(&body, &["a", "b", "c"]);
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_answer_is_refused_as_a_whole() {
+    fn an_invalid_answer_is_rejected_as_a_whole() {
         for (body, reason) in [
             ("<html>busy</html>", "not JSON"),
             ("", "not JSON"),

@@ -1,38 +1,38 @@
-//! The circuit breaker of an endpoint: when a service has failed often enough, it is left alone for a while, then asked once.
+//! Circuit breaker of an endpoint: after too many failures no requests are sent for a while, then a single test request.
 //!
 //! ```text
-//! closed → open       5 failures in a row, or half of at least 20 tries within 60 s
-//! open → half open    30 s later, doubling to 5 min: one request goes
-//! half open → closed  it is answered
-//! half open → open    it fails
+//! closed → open       5 failures in a row, or half of at least 20 requests within 60 s
+//! open → half open    after 30 s, doubling up to 5 min: one test request is sent
+//! half open → closed  the test request is answered
+//! half open → open    the test request fails
 //! ```
-//! Time is an argument: the rules are tested without waiting.
+//! Time is passed as an argument, so that tests need no waiting.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use crate::protocol::BreakerState;
 
-/// Failures in a row that open it.
-const IN_A_ROW: u32 = 5;
-/// The stretch that a share of failures is counted over.
+/// Consecutive failures that open the breaker.
+const MAX_CONSECUTIVE_FAILURES: u32 = 5;
+/// Period over which the share of failures is computed.
 const WINDOW: Duration = Duration::from_secs(60);
-/// Fewest tries in the window before their share counts.
-const FEWEST_TRIES: usize = 20;
-/// Most tries that are kept of the window.
-const MOST_TRIES: usize = 1000;
-/// How long it stays open at first, and at most.
+/// Minimum number of requests in the period before their share counts.
+const MIN_REQUESTS: usize = 20;
+/// Maximum number of requests that are remembered.
+const MAX_REQUESTS: usize = 1000;
+/// How long the breaker stays open, at first and at most.
 pub(super) const FIRST_OPEN: Duration = Duration::from_secs(30);
 pub(super) const LONGEST_OPEN: Duration = Duration::from_secs(300);
 
-/// See the module.
+/// The state of the circuit breaker of one endpoint.
 #[derive(Debug)]
 pub(super) struct Breaker {
     first_open: Duration,
     longest_open: Duration,
-    in_a_row: u32,
-    /// The tries of the window: when, and whether they were answered.
-    tries: VecDeque<(Instant, bool)>,
+    consecutive_failures: u32,
+    /// Time and success of the requests in the window.
+    requests: VecDeque<(Instant, bool)>,
     open: Option<Open>,
     times_opened: u64,
 }
@@ -40,117 +40,129 @@ pub(super) struct Breaker {
 #[derive(Debug)]
 struct Open {
     until: Instant,
-    /// How long this time.
-    lasts: Duration,
-    /// The request that decides is under way.
-    probing: bool,
+    /// Duration of the current open period.
+    duration: Duration,
+    /// Whether the test request is being sent.
+    is_testing: bool,
 }
 
-/// Whether a try may go.
+/// Whether a request may be sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Admission {
-    /// It may.
+    /// The request may be sent.
     Go,
-    /// It may, as the one that decides.
+    /// The request may be sent as the test request.
     Probe,
-    /// Not before this time, or, without one, before the probe under way has ended.
+    /// The request must wait until this time; without a time, until the current test request has ended.
     Wait(Option<Instant>),
 }
 
-/// What a try changed.
+/// State change caused by a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Change {
     Nothing,
-    /// Open now (again), for so long.
+    /// The breaker opened (again) for this duration.
     Opened(Duration),
     Closed,
 }
 
 impl Breaker {
-    /// Closed. It opens for `first_open`, doubling up to `longest_open`.
+    /// Creates a closed breaker that opens for `first_open`, doubling up to `longest_open`.
     pub fn new(first_open: Duration, longest_open: Duration) -> Self {
-        Self { first_open, longest_open, in_a_row: 0, tries: VecDeque::new(), open: None, times_opened: 0 }
+        Self {
+            first_open,
+            longest_open,
+            consecutive_failures: 0,
+            requests: VecDeque::new(),
+            open: None,
+            times_opened: 0,
+        }
     }
 
-    /// Asks for a try. Whoever gets [`Admission::Probe`] must tell how it ended, or that it was given up.
+    /// Asks to send a request. A caller that gets [`Admission::Probe`] must report how the request ended,
+    /// or that it was abandoned.
     pub fn admit(&mut self, now: Instant) -> Admission {
         match &mut self.open {
             None => Admission::Go,
-            Some(Open { probing: true, .. }) => Admission::Wait(None),
+            Some(Open { is_testing: true, .. }) => Admission::Wait(None),
             Some(Open { until, .. }) if now < *until => Admission::Wait(Some(*until)),
             Some(open) => {
-                open.probing = true;
+                open.is_testing = true;
                 Admission::Probe
             }
         }
     }
 
-    /// The service answered, whatever: it is there.
+    /// Records an answer with any status, which shows that the service is reachable.
     pub fn answered(&mut self, now: Instant) -> Change {
-        self.in_a_row = 0;
-        self.note(now, true);
+        self.consecutive_failures = 0;
+        self.record(now, true);
         match self.open.take() {
             Some(_) => Change::Closed,
             None => Change::Nothing,
         }
     }
 
-    /// A try failed. One that had begun before it opened changes nothing any more.
+    /// Records a failure. A failure of a request that was sent before the breaker opened changes nothing.
     pub fn failed(&mut self, now: Instant, probe: bool) -> Change {
-        self.in_a_row = self.in_a_row.saturating_add(1);
+        self.consecutive_failures = self.consecutive_failures.saturating_add(1);
         match &self.open {
             None => {
-                self.note(now, false);
-                let failed = self.tries.iter().filter(|(_, answered)| !answered).count();
-                let share = self.tries.len() >= FEWEST_TRIES && failed * 2 >= self.tries.len();
-                if self.in_a_row >= IN_A_ROW || share { self.open(now, self.first_open) } else { Change::Nothing }
+                self.record(now, false);
+                let failed = self.requests.iter().filter(|(_, answered)| !answered).count();
+                let share = self.requests.len() >= MIN_REQUESTS && failed * 2 >= self.requests.len();
+                if self.consecutive_failures >= MAX_CONSECUTIVE_FAILURES || share {
+                    self.open(now, self.first_open)
+                } else {
+                    Change::Nothing
+                }
             }
-            Some(open) if probe => self.open(now, (open.lasts * 2).min(self.longest_open)),
+            Some(open) if probe => self.open(now, (open.duration * 2).min(self.longest_open)),
             Some(_) => Change::Nothing,
         }
     }
 
-    /// The probe was given up before it ended: another one may go.
+    /// Records that the test request was abandoned, so that another one may be sent.
     pub fn abandoned(&mut self) {
         if let Some(open) = &mut self.open {
-            open.probing = false;
+            open.is_testing = false;
         }
     }
 
-    /// What it lets through.
+    /// Returns the state of the breaker.
     pub fn state(&self) -> BreakerState {
         match &self.open {
             None => BreakerState::Closed,
-            Some(Open { probing: true, .. }) => BreakerState::HalfOpen,
-            Some(Open { probing: false, .. }) => BreakerState::Open,
+            Some(Open { is_testing: true, .. }) => BreakerState::HalfOpen,
+            Some(Open { is_testing: false, .. }) => BreakerState::Open,
         }
     }
 
-    /// When the next try may go, while it is open.
+    /// Returns when the next request may be sent while the breaker is open.
     pub fn retry_at(&self) -> Option<Instant> {
         self.open.as_ref().map(|open| open.until)
     }
 
     pub fn failures_in_a_row(&self) -> u32 {
-        self.in_a_row
+        self.consecutive_failures
     }
 
     pub fn times_opened(&self) -> u64 {
         self.times_opened
     }
 
-    fn open(&mut self, now: Instant, lasts: Duration) -> Change {
-        self.tries.clear();
+    fn open(&mut self, now: Instant, duration: Duration) -> Change {
+        self.requests.clear();
         self.times_opened += 1;
-        self.open = Some(Open { until: now + lasts, lasts, probing: false });
-        Change::Opened(lasts)
+        self.open = Some(Open { until: now + duration, duration, is_testing: false });
+        Change::Opened(duration)
     }
 
-    fn note(&mut self, now: Instant, answered: bool) {
-        while self.tries.len() >= MOST_TRIES || self.tries.front().is_some_and(|(at, _)| now - *at > WINDOW) {
-            self.tries.pop_front();
+    fn record(&mut self, now: Instant, answered: bool) {
+        while self.requests.len() >= MAX_REQUESTS || self.requests.front().is_some_and(|(at, _)| now - *at > WINDOW) {
+            self.requests.pop_front();
         }
-        self.tries.push_back((now, answered));
+        self.requests.push_back((now, answered));
     }
 }
 
@@ -165,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn five_failures_in_a_row_open_it_and_an_answer_among_them_does_not() {
+    fn five_consecutive_failures_open_the_breaker() {
         let (mut breaker, now) = (breaker(), Instant::now());
         for _ in 0..4 {
             assert_eq!(breaker.failed(now, false), Change::Nothing);
@@ -190,7 +202,7 @@ mod tests {
         for number in 0..19 {
             assert_eq!(tried(now, number % 2 == 0), Change::Nothing, "{number}");
         }
-        // 9 of these 19 failed. A minute and a second later they are forgotten.
+        // 9 of these 19 failed. After 61 s they no longer count.
         assert_eq!(tried(now + 61 * SECOND, false), Change::Nothing);
         for number in 0..18 {
             assert_eq!(tried(now + 62 * SECOND, number % 2 == 0), Change::Nothing, "{number}");

@@ -1,40 +1,41 @@
-//! How many requests an endpoint gets at once: as many as the reward permits, fewer while the service is overloaded
-//! (additive increase, multiplicative decrease, as TCP does it).
+//! Limit on the concurrent requests to an endpoint: up to the reward's maximum, fewer while the service is overloaded (additive
+//! increase, multiplicative decrease, as in TCP).
 
 use std::time::{Duration, Instant};
 
-/// Left of the limit after a 429, a 503 or a timeout.
-const OVERLOADED: f64 = 0.5;
-/// Left of the limit when answers take much longer than they used to.
-const SLOWER: f64 = 0.9;
-/// Much longer: so many times the long-term latency, and by so much.
+/// Factor on the limit after a 429, a 503 or a timeout.
+const OVERLOAD_FACTOR: f64 = 0.5;
+/// Factor on the limit when answers take much longer than before.
+const SLOWDOWN_FACTOR: f64 = 0.9;
+/// Answers count as slow above this multiple of the long-term latency plus the margin.
 const SLOW_FACTOR: f64 = 2.5;
 const SLOW_MARGIN: Duration = Duration::from_millis(100);
-/// Weight of an answer in the short-term and in the long-term latency.
-const SHORT: f64 = 0.25;
-const LONG: f64 = 0.02;
+/// Weight of a new latency in the short-term and the long-term average.
+const SHORT_TERM_WEIGHT: f64 = 0.25;
+const LONG_TERM_WEIGHT: f64 = 0.02;
 
-/// The limit, and what it follows.
+/// The current limit and the latencies that control it.
 #[derive(Debug)]
 pub(super) struct Limit {
     limit: f64,
     max: u32,
     in_flight: u32,
-    /// A try that began before this time saw the old limit: its trouble was answered already.
+    /// Time of the last reduction. A request sent before that time used the old limit, so its failure does
+    /// not reduce the limit again.
     changed: Option<Instant>,
-    /// Latency in seconds, of the last answers and of many.
+    /// Average latency in seconds: short-term and long-term.
     short: Option<f64>,
     long: f64,
 }
 
 impl Limit {
-    /// As many as permitted.
+    /// Creates a limit that starts at its maximum.
     pub fn new(max: u32) -> Self {
         let max = max.max(1);
         Self { limit: f64::from(max), max, in_flight: 0, changed: None, short: None, long: 0.0 }
     }
 
-    /// A further reward asks the same endpoint.
+    /// Raises the maximum, because another reward uses the same endpoint.
     pub fn widen(&mut self, max: u32) {
         if max > self.max {
             self.limit += f64::from(max - self.max);
@@ -43,7 +44,7 @@ impl Limit {
     }
 
     pub fn has_room(&self) -> bool {
-        self.in_flight < self.at_present()
+        self.in_flight < self.current()
     }
 
     pub fn enter(&mut self) {
@@ -58,8 +59,8 @@ impl Limit {
         self.in_flight
     }
 
-    /// Requests at once, at present: at least 1.
-    pub fn at_present(&self) -> u32 {
+    /// Returns the current limit, at least 1.
+    pub fn current(&self) -> u32 {
         self.limit as u32
     }
 
@@ -67,11 +68,11 @@ impl Limit {
         self.max
     }
 
-    /// An answer to a try that began then. The limit rises by one for as many answers as it is.
+    /// Records an answer to a request that was sent at `began`. The limit rises by one after as many answers as its value.
     pub fn answered(&mut self, began: Instant, now: Instant) {
         let took = (now - began).as_secs_f64();
         let short = match self.short {
-            Some(short) => short + SHORT * (took - short),
+            Some(short) => short + SHORT_TERM_WEIGHT * (took - short),
             None => {
                 self.long = took;
                 took
@@ -79,18 +80,18 @@ impl Limit {
         };
         self.short = Some(short);
         let slower = short > self.long * SLOW_FACTOR && short > self.long + SLOW_MARGIN.as_secs_f64();
-        // Slowly: a service that is slower for good becomes the measure.
-        self.long += LONG * (took - self.long);
+        // The long-term average adapts slowly, so that a permanently slower service becomes the new baseline.
+        self.long += LONG_TERM_WEIGHT * (took - self.long);
         if slower && self.in_flight > 1 {
-            self.cut(SLOWER, began, now);
+            self.cut(SLOWDOWN_FACTOR, began, now);
         } else {
             self.limit = (self.limit + 1.0 / self.limit).min(f64::from(self.max));
         }
     }
 
-    /// The service said that it is overloaded, or did not answer in time.
+    /// Records that the service reported an overload or did not answer in time.
     pub fn overloaded(&mut self, began: Instant, now: Instant) {
-        self.cut(OVERLOADED, began, now);
+        self.cut(OVERLOAD_FACTOR, began, now);
     }
 
     fn cut(&mut self, left: f64, began: Instant, now: Instant) {
@@ -111,20 +112,20 @@ mod tests {
         let at = |ms: u64| start + Duration::from_millis(ms);
         let mut limit = Limit::new(8);
         (0..8).for_each(|_| limit.overloaded(at(0), at(10)));
-        assert_eq!(limit.at_present(), 4, "one storm, one cut");
+        assert_eq!(limit.current(), 4, "one storm, one cut");
         limit.overloaded(at(11), at(20));
         limit.overloaded(at(21), at(30));
         limit.overloaded(at(31), at(40));
-        assert_eq!(limit.at_present(), 1, "never less");
+        assert_eq!(limit.current(), 1, "never less");
         let mut answers = 0;
-        while limit.at_present() < 8 {
+        while limit.current() < 8 {
             answers += 1;
             limit.answered(at(50), at(60));
             assert!(answers < 100);
         }
         assert!((28..=40).contains(&answers), "1 + 2 + … + 7, about: {answers}");
         (0..100).for_each(|_| limit.answered(at(50), at(60)));
-        assert_eq!(limit.at_present(), 8, "never more");
+        assert_eq!(limit.current(), 8, "never more");
     }
 
     #[test]
@@ -139,11 +140,11 @@ mod tests {
             limit.answered(began, now);
         };
         (0..50).for_each(|_| answer(&mut limit, 100));
-        assert_eq!(limit.at_present(), 8);
+        assert_eq!(limit.current(), 8);
         (0..30).for_each(|_| answer(&mut limit, 1000));
-        assert!(limit.at_present() < 6, "{limit:?}");
+        assert!(limit.current() < 6, "{limit:?}");
         (0..300).for_each(|_| answer(&mut limit, 1000));
-        assert_eq!(limit.at_present(), 8, "{limit:?}");
+        assert_eq!(limit.current(), 8, "{limit:?}");
     }
 
     #[test]
@@ -151,7 +152,7 @@ mod tests {
         let mut limit = Limit::new(2);
         limit.widen(5);
         limit.widen(3);
-        assert_eq!((limit.at_present(), limit.max()), (5, 5));
+        assert_eq!((limit.current(), limit.max()), (5, 5));
         (0..5).for_each(|_| limit.enter());
         assert!(!limit.has_room());
         limit.leave();

@@ -1,4 +1,4 @@
-//! One request with all its tries: the same id and bytes each time, a fresh timestamp and signature.
+//! Sends a request with retries: the same id and bytes each time, with a new timestamp and signature.
 
 use std::sync::PoisonError;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -10,139 +10,140 @@ use sha2::{Digest, Sha256};
 use utoipa::ToSchema;
 
 use super::account::Wire;
-use super::dialect::{Greeting, ReadGreeting};
+use super::asynchronous;
+use super::dialect::{HealthCheck, ReadHealthCheck};
 use super::endpoint::{Failing, Trouble};
-use super::later;
 use super::record::{Exchange, Received, Sent, readable_body, readable_headers};
 use super::request::{Request, ping_body};
-use super::wait::{LONGEST_WAIT, doubled, jitter, random_bits, random_fraction};
+use super::wait::{MAX_WAIT, doubled, jitter, random_bits, random_fraction};
 use super::wire::{Answered, NotSent, OVERSIZE, TIMED_OUT};
 use super::{Counts, RewardFailure, Webhook};
 use crate::callback::Accepted;
-use crate::hidden::Legible;
 use crate::id::RewardRequestId;
+use crate::secret_filter::Preserved;
 use crate::signed_post::{self, SendError, Signed, retry_after, set_header};
 use crate::status::Waiting;
 
-/// Largest response that is read, bytes; the rest of a larger one is never received.
+/// Maximum size of a response in bytes. The rest of a larger one is not received.
 const MAX_RESPONSE_BYTES: usize = 8 << 20;
-/// Longest wait once a service counts as down, and the longest `Retry-After` that is honoured.
-const LONGEST_OUTAGE_WAIT: Duration = Duration::from_secs(300);
-/// A try that takes longer makes the job say that it waits, as a failed one does.
-const SLOW: Duration = Duration::from_secs(5);
+/// Longest wait between attempts during an outage, and the longest `Retry-After` that is respected.
+const MAX_OUTAGE_WAIT: Duration = Duration::from_secs(300);
+/// A request that takes longer sets the job's status to waiting, as a failed request does.
+const SLOW_REQUEST: Duration = Duration::from_secs(5);
 
-/// What came of a request.
+/// Result of sending a request.
 #[derive(Debug)]
 pub(super) enum Delivered {
-    /// The body of a 200, as it came.
+    /// The body of a 200, unchanged.
     Body(Vec<u8>),
-    /// An answer that cannot be used, but another try may bring a better one.
+    /// An answer that cannot be used; a retry may get a better one.
     Unusable(String),
-    /// An answer that will stay the same.
+    /// An answer that a retry would not change.
     Permanent(String),
-    /// 413.
+    /// 413: the request is too large.
     TooLarge,
-    /// 202: the answer comes later.
+    /// 202: the service will answer later.
     Accepted(Accepted),
 }
 
-/// What one try brought.
-enum Try {
+/// Result of one attempt.
+enum Attempt {
     Done(Delivered),
     Gone,
     Refused(String),
     Failed { why: String, trouble: Trouble, retry_after: Option<Duration> },
 }
 
-/// A service's answer to `reward.ping`.
+/// A service's answer to a health check.
 #[derive(Debug, Clone, PartialEq, Serialize, ToSchema)]
 pub struct Ping {
-    /// Any 2xx.
+    /// Whether the service answered with a 2xx status.
     pub ok: bool,
-    /// The HTTP status, if there was one.
+    /// HTTP status; null if there was no response.
     pub status: Option<u16>,
-    /// Why there was none.
+    /// Error message; null if the service answered with a 2xx status.
     pub error: Option<String>,
-    /// Milliseconds.
+    /// Time until the response, in milliseconds.
     pub latency_ms: f64,
-    /// What the service says of itself.
+    /// Capabilities that the service reported; null if it reported none.
     pub reply: Option<PingReply>,
 }
 
-/// What a service may say of itself.
+/// Capabilities that a service may report. Every field is optional.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct PingReply {
-    /// Most samples it takes in one request.
+    /// Maximum number of samples that the service accepts in one request.
     #[serde(default)]
     pub max_batch_samples: Option<u32>,
-    /// `sync`, `async`.
+    /// Supported modes: `sync`, `async`.
     #[serde(default)]
     pub modes: Option<Vec<String>>,
-    /// Smallest and largest reward it gives.
+    /// Smallest and largest reward that the service returns.
     #[serde(default)]
     pub range: Option<Vec<f64>>,
 }
 
 impl Webhook {
-    /// Sends a request until something other than a transport failure comes of it. Connect errors, timeouts, 408, 425, 429
-    /// and 5xx are tried again, `max_tries` times quickly, then ever more slowly, and not while the endpoint's breaker is
-    /// open; until the service has failed for `max_outage_s`.
+    /// Sends a request until the result is not a transport failure. Connection errors, timeouts, 408, 425, 429 and 5xx are
+    /// retried: `max_tries` times quickly, then at growing intervals, and never while the endpoint's breaker is open. Gives up
+    /// after the service has failed for `max_outage_s`.
     pub(super) async fn deliver(&self, request: &Request) -> Result<(Delivered, Counts), RewardFailure> {
-        let patience = Duration::from_secs(self.plan.max_outage_s);
+        let max_outage = Duration::from_secs(self.plan.max_outage_s);
         let mut counts = Counts::default();
         let mut failures = 0;
         let mut since = None;
         let mut waiting = None;
         loop {
-            let pass = match self.endpoint.try_enter() {
-                Some(pass) => pass,
+            let permit = match self.endpoint.try_enter() {
+                Some(permit) => permit,
                 None => {
                     let _waiting = Waiting::new(&self.status);
-                    self.endpoint.enter(patience, since).await.map_err(|failing| self.outage_of(&failing))?
+                    self.endpoint.enter(max_outage, since).await.map_err(|failing| self.outage_of(&failing))?
                 }
             };
             let start = Instant::now();
             counts.requests += 1;
-            let mut attempt = std::pin::pin!(self.try_once(request));
-            let outcome = match tokio::time::timeout(SLOW, &mut attempt).await {
+            let mut pending = std::pin::pin!(self.attempt(request));
+            let outcome = match tokio::time::timeout(SLOW_REQUEST, &mut pending).await {
                 Ok(outcome) => outcome,
                 Err(_) => {
                     waiting.get_or_insert_with(|| Waiting::new(&self.status));
-                    attempt.await
+                    pending.await
                 }
             };
             let (why, trouble, retry_after) = match outcome {
-                Try::Done(delivered) => {
-                    self.tell_of_breaker(pass.answered(), "");
-                    self.outage.over();
+                Attempt::Done(delivered) => {
+                    self.report_breaker(permit.answered(), "");
+                    self.outage.end();
                     return Ok((delivered, counts));
                 }
-                Try::Gone => {
-                    pass.answered();
+                Attempt::Gone => {
+                    permit.answered();
                     return Err(RewardFailure::Gone { reward: self.name.clone() });
                 }
-                Try::Refused(detail) => return Err(RewardFailure::Refused { reward: self.name.clone(), detail }),
-                Try::Failed { why, trouble, retry_after } => (why, trouble, retry_after),
+                Attempt::Refused(detail) => return Err(RewardFailure::Refused { reward: self.name.clone(), detail }),
+                Attempt::Failed { why, trouble, retry_after } => (why, trouble, retry_after),
             };
             failures += 1;
             waiting.get_or_insert_with(|| Waiting::new(&self.status));
             self.outage.failed(&self.status, &self.name, &why, self.plan.max_outage_s);
-            let asked_to_wait = retry_after.map(|wait| wait.min(LONGEST_OUTAGE_WAIT));
-            self.tell_of_breaker(pass.failed(trouble, asked_to_wait, &why), &why);
+            let asked_to_wait = retry_after.map(|wait| wait.min(MAX_OUTAGE_WAIT));
+            self.report_breaker(permit.failed(trouble, asked_to_wait, &why), &why);
             let own = *since.get_or_insert(start);
             let begun = self.endpoint.failing().map_or(own, |failing| own.min(failing.since));
-            let left = patience.saturating_sub(begun.elapsed());
+            let left = max_outage.saturating_sub(begun.elapsed());
             if left.is_zero() {
                 return Err(self.outage_of(&Failing { since: begun, cause: why }));
             }
             let wait = if self.endpoint.is_open() {
-                // The breaker says when.
+                // The breaker determines the wait.
                 Duration::ZERO
             } else if failures < self.plan.max_tries {
                 jitter(failures)
             } else {
-                // Others are answered, this one is not: 30 s doubling to 5 min, each between half and full.
-                let longest = doubled(LONGEST_WAIT, failures - self.plan.max_tries, LONGEST_OUTAGE_WAIT);
+                // Other requests are answered, this one is not: wait 30 s, doubling up to 5 min, each time a random
+                // part between half and full.
+                let longest = doubled(MAX_WAIT, failures - self.plan.max_tries, MAX_OUTAGE_WAIT);
                 longest.mul_f64(0.5 + 0.5 * random_fraction())
             };
             let wait = self.client.pace.of(wait).max(asked_to_wait.unwrap_or_default()).min(left);
@@ -158,36 +159,38 @@ impl Webhook {
         RewardFailure::Outage { reward: self.name.clone(), waited_s, cause: failing.cause.clone() }
     }
 
-    /// Sends one `reward.ping`, once.
+    /// Sends one `reward.ping` without retries.
     pub async fn ping(&self) -> Ping {
         let id = RewardRequestId::new().to_string();
         let body = ping_body(&id);
-        self.greeted(Request::new(id, body, Duration::ZERO), None, |body| serde_json::from_slice(body).ok()).await
+        self.send_health_check(Request::new(id, body, Duration::ZERO), None, |body| serde_json::from_slice(body).ok())
+            .await
     }
 
-    /// Asks once whether the service is there, in its own way; `None` where it has none.
-    pub async fn greet(&self) -> Option<Ping> {
+    /// Sends one health check in the dialect's format; `None` if the dialect has none.
+    pub async fn check_health(&self) -> Option<Ping> {
         let id = RewardRequestId::new().to_string();
-        let (body, get, read): (String, Option<Url>, ReadGreeting) = match self.dialect.greeting(&self.url, &id) {
-            Greeting::None => return None,
-            Greeting::Post(body) => (body, None, |body| serde_json::from_slice(body).ok()),
-            Greeting::Get(url, read) => (String::new(), Some(url), read),
+        let (body, get, read): (String, Option<Url>, ReadHealthCheck) = match self.dialect.health_check(&self.url, &id)
+        {
+            HealthCheck::None => return None,
+            HealthCheck::Post(body) => (body, None, |body| serde_json::from_slice(body).ok()),
+            HealthCheck::Get(url, read) => (String::new(), Some(url), read),
         };
-        Some(self.greeted(Request::new(id, body, Duration::ZERO), get, read).await)
+        Some(self.send_health_check(Request::new(id, body, Duration::ZERO), get, read).await)
     }
 
-    /// Asks once whether the service answers again, in its own way; where it has none, by looking at its address.
+    /// Checks whether the service answers again. A dialect without a health check requests the service's address.
     ///
     /// # Errors
-    /// Why it does not, in words.
-    pub async fn is_there(&self) -> Result<(), String> {
-        let (ping, there): (Ping, fn(u16) -> bool) = match self.greet().await {
-            // One that knows no ping says so.
+    /// Returns why the service does not answer.
+    pub async fn is_reachable(&self) -> Result<(), String> {
+        let (ping, there): (Ping, fn(u16) -> bool) = match self.check_health().await {
+            // A service that does not know the ping answers with one of these errors.
             Some(ping) => (ping, |status| matches!(status, 200..=299 | 400 | 405 | 422)),
             None => {
                 let request = Request::bare(&RewardRequestId::new().to_string());
-                let knock = self.greeted(request, Some(self.url.clone()), |_| None).await;
-                (knock, |status| status < 500 && !matches!(status, 408 | 425 | 429))
+                let reply = self.send_health_check(request, Some(self.url.clone()), |_| None).await;
+                (reply, |status| status < 500 && !matches!(status, 408 | 425 | 429))
             }
         };
         match ping.status {
@@ -196,10 +199,12 @@ impl Webhook {
         }
     }
 
-    async fn greeted(&self, request: Request, get: Option<Url>, read: ReadGreeting) -> Ping {
+    async fn send_health_check(&self, request: Request, get: Option<Url>, read: ReadHealthCheck) -> Ping {
         let start = Instant::now();
         let (status, outcome) = match self.send(&request, get).await {
-            Ok((status, _, body)) => (Some(status), body.map(|body| self.hidden.answer(body, Legible::default))),
+            Ok((status, _, body)) => {
+                (Some(status), body.map(|body| self.secret_filter.redact_answer(body, Preserved::default)))
+            }
             Err(failed) => (None, Err(failed.0)),
         };
         let ok = status.is_some_and(|status| status.is_success());
@@ -217,13 +222,13 @@ impl Webhook {
         }
     }
 
-    async fn try_once(&self, request: &Request) -> Try {
+    async fn attempt(&self, request: &Request) -> Attempt {
         let (status, retry_after, body) = match self.send(request, None).await {
             Ok(answered) => answered,
-            Err(NotSent(why, true)) => return Try::Refused(why),
+            Err(NotSent(why, true)) => return Attempt::Refused(why),
             Err(NotSent(why, false)) => {
                 let trouble = if why.starts_with(TIMED_OUT) { Trouble::Overload } else { Trouble::Other };
-                return Try::Failed { why, trouble, retry_after: None };
+                return Attempt::Failed { why, trouble, retry_after: None };
             }
         };
         let trouble = match status.as_u16() {
@@ -231,11 +236,12 @@ impl Webhook {
             503 => Trouble::Overload,
             _ => Trouble::Other,
         };
-        let said = || match &body {
+        let detail = || match &body {
             Ok(body) if !body.is_empty() => {
-                // A service that complains of a credential repeats it: out of the whole body first, since half a secret is not
+                // The service may repeat a credential. The whole body is redacted before it is truncated, because half a
+                // secret would not be found.
                 // found.
-                let shown = self.hidden.shown_body(body.clone());
+                let shown = self.secret_filter.redact_body(body.clone());
                 let said: String = String::from_utf8_lossy(&shown).trim().chars().take(120).collect();
                 format!(": {}", self.redactor.text(&said))
             }
@@ -243,39 +249,39 @@ impl Webhook {
         };
         match status.as_u16() {
             other if self.dialect.is_transient(other) => {
-                Try::Failed { why: format!("the service answered {status}{}", said()), trouble, retry_after }
+                Attempt::Failed { why: format!("the service answered {status}{}", detail()), trouble, retry_after }
             }
             200 | 201 | 203 => match body {
-                Ok(body) => Try::Done(Delivered::Body(body)),
-                Err(why) if why == OVERSIZE => Try::Done(Delivered::Unusable(why)),
-                Err(why) => Try::Failed { why, trouble, retry_after },
+                Ok(body) => Attempt::Done(Delivered::Body(body)),
+                Err(why) if why == OVERSIZE => Attempt::Done(Delivered::Unusable(why)),
+                Err(why) => Attempt::Failed { why, trouble, retry_after },
             },
             202 => {
-                let body = self.hidden.answer(body.unwrap_or_default(), Legible::default);
-                Try::Done(Delivered::Accepted(later::accepted(&body, retry_after)))
+                let body = self.secret_filter.redact_answer(body.unwrap_or_default(), Preserved::default);
+                Attempt::Done(Delivered::Accepted(asynchronous::accepted(&body, retry_after)))
             }
-            410 => Try::Gone,
-            413 => Try::Done(Delivered::TooLarge),
+            410 => Attempt::Gone,
+            413 => Attempt::Done(Delivered::TooLarge),
             408 | 425 | 429 | 500..=599 => {
                 let hint = || self.dialect.wait_hint(body.as_deref().unwrap_or_default());
                 let retry_after = retry_after.or_else(hint);
-                Try::Failed { why: format!("the service answered {status}{}", said()), trouble, retry_after }
+                Attempt::Failed { why: format!("the service answered {status}{}", detail()), trouble, retry_after }
             }
-            300..=399 => {
-                Try::Done(Delivered::Permanent(format!("the service answered {status}: redirects are not followed")))
-            }
-            400..=499 => Try::Done(Delivered::Permanent(format!("the service answered {status}{}", said()))),
-            _ => Try::Done(Delivered::Unusable(format!("the service answered {status} without rewards"))),
+            300..=399 => Attempt::Done(Delivered::Permanent(format!(
+                "the service answered {status}: redirects are not followed"
+            ))),
+            400..=499 => Attempt::Done(Delivered::Permanent(format!("the service answered {status}{}", detail()))),
+            _ => Attempt::Done(Delivered::Unusable(format!("the service answered {status} without rewards"))),
         }
     }
 
-    /// One try on the wire, bounded in time. The body is an error where it broke off or was too large. It is as the service
-    /// sent it, whatever that repeats: it must be cleaned before it is read, shown or written down.
+    /// Sends one request with a time limit. The body is an error if it was interrupted or too large. It may contain secrets
+    /// that the service repeats, so it must be redacted before it is parsed, shown or recorded.
     pub(super) async fn send(&self, request: &Request, get: Option<Url>) -> Result<Answered, NotSent> {
         let start = Instant::now();
         let mut headers = self.request_headers(request);
         if get.as_ref().is_some_and(|url| url.origin() != self.url.origin()) {
-            // They are the service's, and a service may name any address as its status.
+            // These headers are for the service, but its status address may be on another host.
             self.headers.keys().for_each(|name| drop(headers.remove(name)));
         }
         let sent = self.exchanges.as_ref().map(|_| Sent {
@@ -295,12 +301,12 @@ impl Webhook {
         };
         let timed_out = || NotSent(format!("{TIMED_OUT} {} ms", limit.as_millis()), false);
         let outcome = tokio::time::timeout(limit, exchange).await.unwrap_or_else(|_| Err(timed_out()));
-        let outcome = outcome.map(|(status, headers, body)| (status, self.hidden.headers(headers), body));
-        self.account(&Wire { request, headers: &headers, outcome: &outcome, took: start.elapsed() });
+        let outcome = outcome.map(|(status, headers, body)| (status, self.secret_filter.headers(headers), body));
+        self.record_request(&Wire { request, headers: &headers, outcome: &outcome, took: start.elapsed() });
         if let (Some(exchanges), Some(request)) = (&self.exchanges, sent) {
             let (response, error) = match &outcome {
                 Ok((status, headers, body)) => {
-                    let shown = |body: &Vec<u8>| readable_body(&self.hidden.shown_body(body.clone()));
+                    let shown = |body: &Vec<u8>| readable_body(&self.secret_filter.redact_body(body.clone()));
                     let text = body.as_ref().map(shown).unwrap_or_default();
                     let response = Received { status: status.as_u16(), headers: readable_headers(headers), body: text };
                     (Some(response), body.as_ref().err().cloned())
@@ -313,7 +319,7 @@ impl Webhook {
         outcome.map(|(status, headers, body)| (status, retry_after(&headers), body))
     }
 
-    /// The user's headers first, so that they cannot replace ours.
+    /// Sets the user's headers first, so that they cannot replace rlood's.
     fn request_headers(&self, request: &Request) -> HeaderMap {
         let mut headers = self.headers.clone();
         if self.dialect.is_signed() {
@@ -339,7 +345,7 @@ async fn read_bounded(mut response: Response) -> Result<Vec<u8>, String> {
     Ok(body)
 }
 
-/// W3C trace context: one trace a request, one span a try.
+/// Builds a W3C trace context: one trace per request, one span per attempt.
 fn traceparent(id: &str) -> String {
     format!("00-{}-{:016x}-01", hex::encode(&Sha256::digest(id.as_bytes())[..16]), random_bits() | 1)
 }

@@ -1,5 +1,5 @@
-//! How a service is spoken to: what a request says and how an answer is read. Packing, retries, limits, the outgoing
-//! policy and the journal are the same for all (`delivery`); contract v1 is one dialect, `adapters` has the others.
+//! A dialect is the format of a service's requests and answers. Packing, retries, limits, the outgoing address policy and the
+//! journal are the same for all dialects (`delivery`). Contract v1 is one dialect; the others are in `adapters`.
 
 use std::time::Duration;
 
@@ -10,103 +10,104 @@ use super::PingReply;
 use super::answer::{self, Answer};
 pub(crate) use super::request::Batching;
 use super::request::{Envelope, ping_body, sample_json, score_body};
-use crate::hidden::Legible;
 use crate::sample::RewardSample;
+use crate::secret_filter::Preserved;
 use crate::spec::{PythonPlan, WebhookPlan};
 use crate::{JobContext, SampleError};
 
-/// One way to ask for rewards over HTTP.
+/// A request and answer format for rewards over HTTP.
 pub(crate) trait Dialect: Send + Sync {
-    /// What a request says of one sample: its size counts when samples are packed, and it names the sample in the journal.
-    /// The error is the sample's, which is then not asked about.
+    /// Converts one sample. The size of the result counts when samples are packed, and the result identifies the sample in the
+    /// journal. On an error the sample is not sent and gets this error.
     fn piece(&self, sample: &RewardSample) -> Result<Value, SampleError>;
 
-    /// The body of a request about some samples; never of none.
-    fn body(&self, ask: &Ask<'_>) -> String;
+    /// Builds the body of a request for at least one sample.
+    fn body(&self, batch: &Batch<'_>) -> String;
 
-    /// Reads an answer with suspicion. `Err` says why the whole is none.
+    /// Parses and validates an answer. Returns an error if the answer as a whole is not valid.
     fn read(&self, body: &[u8], id: &str, samples: &[&RewardSample]) -> Result<Answer, String>;
 
-    /// What of an answer must stay as it is for [`Dialect::read`], besides the ids that were sent: a secret may look the same.
-    fn legible(&self) -> Legible {
-        Legible::default()
+    /// Returns strings that must not be redacted because [`Dialect::read`] needs them; sample ids are added by the caller. A
+    /// secret may look the same.
+    fn preserved(&self) -> Preserved {
+        Preserved::default()
     }
 
-    /// What may stand in one request.
+    /// Returns which samples may share a request.
     fn batching(&self) -> Batching {
         Batching::Groups
     }
 
-    /// Whether requests carry the headers of Standard Webhooks.
+    /// Returns whether requests are signed according to Standard Webhooks.
     fn is_signed(&self) -> bool {
         false
     }
 
-    /// Whether a service may take a request (202) and answer later.
+    /// Returns whether a service may accept a request (202) and answer later.
     fn answers_later(&self) -> bool {
         false
     }
 
-    /// Whether a status besides 408, 425, 429 and 5xx means that the same request may go better later.
+    /// Returns whether a status besides 408, 425, 429 and 5xx indicates that a retry may succeed.
     fn is_transient(&self, _status: u16) -> bool {
         false
     }
 
-    /// How long to wait, where the body of a transient failure says it.
+    /// Returns the wait that the body of a transient failure asks for.
     fn wait_hint(&self, _body: &[u8]) -> Option<Duration> {
         None
     }
 
-    /// How the service is asked, under `id`, whether it is there.
-    fn greeting(&self, _url: &Url, _id: &str) -> Greeting {
-        Greeting::None
+    /// Returns the health check of the service; `id` is the id of the request.
+    fn health_check(&self, _url: &Url, _id: &str) -> HealthCheck {
+        HealthCheck::None
     }
 }
 
-/// A request to be written.
-pub(crate) struct Ask<'a> {
-    /// `rwr_…`
+/// The parts of a request.
+pub(crate) struct Batch<'a> {
+    /// Id of the request, `rwr_…`.
     pub id: &'a str,
-    /// The reward's name.
+    /// Name of the reward.
     pub reward: &'a str,
-    /// For which run.
+    /// The job and the rollout.
     pub job: &'a JobContext,
-    /// Where the answer may be sent later.
+    /// Address for asynchronous results.
     pub callback_url: Option<&'a str>,
-    /// Of its samples.
+    /// The samples, converted by [`Dialect::piece`].
     pub pieces: &'a [&'a Value],
 }
 
-impl Ask<'_> {
-    /// A list of one field of each piece.
+impl Batch<'_> {
+    /// Returns a list of one field of each sample.
     pub fn each(&self, field: &str) -> Value {
         self.pieces.iter().map(|piece| piece[field].clone()).collect()
     }
 
-    /// A list of the pieces.
+    /// Returns a list of the samples.
     pub fn all(&self) -> Value {
         self.pieces.iter().copied().cloned().collect()
     }
 }
 
-/// How a service is asked whether it is there.
-pub(crate) enum Greeting {
-    /// It is not.
+/// The health check of a service.
+pub(crate) enum HealthCheck {
+    /// The service has no health check.
     None,
-    /// A body to POST; the answer may be a [`PingReply`].
+    /// A body to POST. The answer may be a [`PingReply`].
     Post(String),
-    /// An address to GET, and how its answer is read.
-    Get(Url, ReadGreeting),
+    /// An address to GET, and the parser of its answer.
+    Get(Url, ReadHealthCheck),
 }
 
-/// Reads what a service says of itself.
-pub(crate) type ReadGreeting = fn(&[u8]) -> Option<PingReply>;
+/// Parses the capabilities that a service reports.
+pub(crate) type ReadHealthCheck = fn(&[u8]) -> Option<PingReply>;
 
-/// Contract v1.
+/// Contract v1, the format of `webhook` rewards.
 pub(super) struct Contract(pub WebhookPlan);
 
 impl Contract {
-    /// Contract v1 as the Python server of this machine is asked: with the ids of tokens.
+    /// Creates the dialect of the local Python server: contract v1 with token ids.
     pub(super) fn of_python(plan: &PythonPlan) -> Self {
         Self(WebhookPlan { service: plan.service.clone(), params: Map::new(), completion_ids: true })
     }
@@ -121,9 +122,10 @@ impl Dialect for Contract {
         Ok(piece)
     }
 
-    fn body(&self, ask: &Ask<'_>) -> String {
-        let envelope = Envelope { reward: ask.reward, plan: &self.0, job: ask.job, callback_url: ask.callback_url };
-        score_body(&envelope, ask.id, ask.pieces)
+    fn body(&self, batch: &Batch<'_>) -> String {
+        let envelope =
+            Envelope { reward: batch.reward, plan: &self.0, job: batch.job, callback_url: batch.callback_url };
+        score_body(&envelope, batch.id, batch.pieces)
     }
 
     fn read(&self, body: &[u8], id: &str, samples: &[&RewardSample]) -> Result<Answer, String> {
@@ -139,7 +141,7 @@ impl Dialect for Contract {
         true
     }
 
-    fn greeting(&self, _: &Url, id: &str) -> Greeting {
-        Greeting::Post(ping_body(id))
+    fn health_check(&self, _: &Url, id: &str) -> HealthCheck {
+        HealthCheck::Post(ping_body(id))
     }
 }

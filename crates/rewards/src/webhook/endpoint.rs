@@ -1,4 +1,5 @@
-//! One address that rewards are asked at: its breaker, its limit, and the pause it asked for. Shared by all requests to it.
+//! The address of a reward service with its circuit breaker, its concurrency limit, and the pause that it requested. Shared by
+//! all requests to the address.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -24,7 +25,7 @@ impl Endpoints {
         Self { pace, known: Mutex::default() }
     }
 
-    /// The endpoint of this address, for a reward that may send it so many requests at once.
+    /// Returns the endpoint of this address, and raises its limit for a reward with this maximum concurrency.
     pub fn at(&self, url: &str, max_concurrency: u32) -> Arc<Endpoint> {
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         let endpoint =
@@ -34,11 +35,11 @@ impl Endpoints {
     }
 }
 
-/// See the module.
+/// Shared state of all requests to one address.
 #[derive(Debug)]
 pub(crate) struct Endpoint {
     state: Mutex<State>,
-    /// Bumped with every change that may let somebody in.
+    /// Incremented with every change that may admit a waiting request.
     changed: watch::Sender<u64>,
 }
 
@@ -46,29 +47,29 @@ pub(crate) struct Endpoint {
 struct State {
     breaker: Breaker,
     limit: Limit,
-    /// The service said when to come back.
+    /// End of the pause that the service requested (`Retry-After`).
     hold: Option<Instant>,
-    /// The first failure since the last answer.
+    /// The failures since the last answer.
     failing: Option<Failing>,
 }
 
-/// A stretch of failures.
+/// A series of failures.
 #[derive(Debug, Clone)]
 pub(super) struct Failing {
-    /// Since when.
+    /// Time of the first failure.
     pub since: Instant,
-    /// The last one.
+    /// Message of the last failure.
     pub cause: String,
 }
 
-/// How a try failed.
+/// Kind of a failed request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Trouble {
-    /// 429: too much at once.
+    /// 429: too many requests.
     TooMuch,
-    /// 503 or a timeout: perhaps too much at once.
+    /// 503 or a timeout, possibly because of too many requests.
     Overload,
-    /// Anything else.
+    /// Any other kind of failure.
     Other,
 }
 
@@ -79,14 +80,14 @@ impl Endpoint {
         Self { state: Mutex::new(state), changed: watch::Sender::new(0) }
     }
 
-    /// A pass if a try may go at once.
-    pub(super) fn try_enter(&self) -> Option<Pass<'_>> {
+    /// Returns a permit if a request may be sent now.
+    pub(super) fn try_enter(&self) -> Option<Permit<'_>> {
         self.admitted(Instant::now()).ok()
     }
 
-    /// Waits for a pass; the failures so far if the service has failed for `patience`, counted from its first failure or
+    /// Waits for a permit. Returns the failures if the service has failed for `max_outage`, counted from its first failure or
     /// from `since`, whichever is earlier.
-    pub(super) async fn enter(&self, patience: Duration, since: Option<Instant>) -> Result<Pass<'_>, Failing> {
+    pub(super) async fn enter(&self, max_outage: Duration, since: Option<Instant>) -> Result<Permit<'_>, Failing> {
         let mut changed = self.changed.subscribe();
         loop {
             changed.mark_unchanged();
@@ -97,7 +98,7 @@ impl Endpoint {
             };
             let failing = self.lock().failing.clone();
             let begun = failing.iter().map(|failing| failing.since).chain(since).min();
-            let gives_up = begun.map(|begun| begun + patience);
+            let gives_up = begun.map(|begun| begun + max_outage);
             if let (Some(begun), true) = (begun, gives_up.is_some_and(|at| at <= now)) {
                 let cause = failing.map_or_else(|| "the service asked to wait".to_owned(), |failing| failing.cause);
                 return Err(Failing { since: begun, cause });
@@ -116,17 +117,17 @@ impl Endpoint {
         }
     }
 
-    /// The failures since the last answer.
+    /// Returns the failures since the last answer.
     pub(super) fn failing(&self) -> Option<Failing> {
         self.lock().failing.clone()
     }
 
-    /// False while the breaker lets requests through.
+    /// Returns whether the breaker is open or half open.
     pub fn is_open(&self) -> bool {
         self.lock().breaker.state() != BreakerState::Closed
     }
 
-    /// For people.
+    /// Returns the state for the health report.
     pub fn report(&self) -> (BreakerReport, ConcurrencyReport) {
         let state = self.lock();
         let breaker = BreakerReport {
@@ -135,11 +136,11 @@ impl Endpoint {
             failures_in_a_row: state.breaker.failures_in_a_row(),
             retry_at_ms: state.breaker.retry_at().map(|at| unix_ms(SystemTime::now()) + millis_until(at)),
         };
-        (breaker, ConcurrencyReport { limit: state.limit.at_present(), max: state.limit.max() })
+        (breaker, ConcurrencyReport { limit: state.limit.current(), max: state.limit.max() })
     }
 
-    /// A pass, or before when there is none; without a time, not before something changes.
-    fn admitted(&self, now: Instant) -> Result<Pass<'_>, Option<Instant>> {
+    /// Returns a permit, or the earliest time for one; `None` in the error means that a state change must come first.
+    fn admitted(&self, now: Instant) -> Result<Permit<'_>, Option<Instant>> {
         let mut state = self.lock();
         if let Some(hold) = state.hold {
             if now < hold {
@@ -156,7 +157,7 @@ impl Endpoint {
             Admission::Wait(until) => return Err(until),
         };
         state.limit.enter();
-        Ok(Pass { endpoint: self, began: now, probe, told: false })
+        Ok(Permit { endpoint: self, began: now, probe, is_reported: false })
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -168,19 +169,19 @@ impl Endpoint {
     }
 }
 
-/// The right to one try. It ends with what came of it; dropped, the try was given up and says nothing of the service.
+/// A permit for one request. The caller reports the outcome; dropping the permit means that the request was abandoned.
 #[derive(Debug)]
-pub(super) struct Pass<'a> {
+pub(super) struct Permit<'a> {
     endpoint: &'a Endpoint,
     began: Instant,
     probe: bool,
-    told: bool,
+    is_reported: bool,
 }
 
-impl Pass<'_> {
-    /// The service answered.
+impl Permit<'_> {
+    /// Reports that the service answered.
     pub fn answered(mut self) -> Change {
-        self.told = true;
+        self.is_reported = true;
         let now = Instant::now();
         let mut state = self.endpoint.lock();
         state.limit.answered(self.began, now);
@@ -188,9 +189,9 @@ impl Pass<'_> {
         state.breaker.answered(now)
     }
 
-    /// It did not, and wants to be left alone for a while, perhaps.
+    /// Reports a failure, with the pause that the service requested.
     pub fn failed(mut self, trouble: Trouble, retry_after: Option<Duration>, cause: &str) -> Change {
-        self.told = true;
+        self.is_reported = true;
         let now = Instant::now();
         let mut state = self.endpoint.lock();
         if trouble != Trouble::Other {
@@ -201,7 +202,8 @@ impl Pass<'_> {
         }
         let since = state.failing.as_ref().map_or(now, |failing| failing.since);
         state.failing = Some(Failing { since, cause: cause.to_owned() });
-        // A 429 while others are under way speaks of our number, which was just lowered; one to a lone request of the service.
+        // A 429 while other requests are in flight is about the concurrency, which was just reduced. A 429 to a single request
+        // counts as a failure of the service.
         if trouble == Trouble::TooMuch && state.limit.in_flight() > 1 && !self.probe {
             return Change::Nothing;
         }
@@ -209,11 +211,11 @@ impl Pass<'_> {
     }
 }
 
-impl Drop for Pass<'_> {
+impl Drop for Permit<'_> {
     fn drop(&mut self) {
         let mut state = self.endpoint.lock();
         state.limit.leave();
-        if self.probe && !self.told {
+        if self.probe && !self.is_reported {
             state.breaker.abandoned();
         }
         drop(state);
@@ -243,12 +245,12 @@ mod tests {
             assert_eq!(matches!(change, Change::Opened(_)), number == 4);
         }
         assert!(endpoint.is_open() && endpoint.try_enter().is_none());
-        let patience = Duration::from_secs(30);
-        let probe = endpoint.enter(patience, None).await.unwrap();
+        let max_outage = Duration::from_secs(30);
+        let probe = endpoint.enter(max_outage, None).await.unwrap();
         assert!(probe.probe);
         let second = tokio::spawn({
             let endpoint = endpoint.clone();
-            async move { endpoint.enter(patience, None).await.map(|pass| pass.probe) }
+            async move { endpoint.enter(max_outage, None).await.map(|pass| pass.probe) }
         });
         tokio::time::sleep(Duration::from_millis(20)).await;
         assert!(!second.is_finished(), "it waits for the first one");
@@ -258,7 +260,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn whoever_waits_gives_up_when_the_service_has_failed_for_long_enough() {
+    async fn a_waiting_request_gives_up_when_the_service_has_failed_for_long_enough() {
         let endpoint = endpoint(8);
         for _ in 0..5 {
             endpoint.try_enter().unwrap().failed(Trouble::Other, None, "cannot connect");
@@ -272,21 +274,21 @@ mod tests {
     #[tokio::test]
     async fn a_storm_of_429_lowers_the_number_and_only_a_lone_one_counts_as_a_failure() {
         let endpoint = endpoint(8);
-        let passes: Vec<Pass<'_>> = (0..8).map(|_| endpoint.try_enter().unwrap()).collect();
+        let passes: Vec<Permit<'_>> = (0..8).map(|_| endpoint.try_enter().unwrap()).collect();
         assert!(endpoint.try_enter().is_none(), "eight at once");
         let mut changes: Vec<Change> =
             passes.into_iter().map(|pass| pass.failed(Trouble::TooMuch, None, "429")).collect();
         assert!(changes.iter().all(|change| *change == Change::Nothing), "{changes:?}");
         let (breaker, concurrency) = endpoint.report();
         assert_eq!((concurrency.limit, concurrency.max), (4, 8));
-        // The last of them was alone by then.
+        // The last of them was the only one in flight by then.
         assert_eq!(breaker.failures_in_a_row, 1);
         changes = (0..4).map(|_| endpoint.try_enter().unwrap().failed(Trouble::TooMuch, None, "429")).collect();
         assert!(matches!(changes[3], Change::Opened(_)), "{changes:?}");
     }
 
     #[tokio::test]
-    async fn a_pause_the_service_asked_for_holds_for_everybody() {
+    async fn a_requested_pause_applies_to_all_requests() {
         let endpoint = endpoint(8);
         let pass = endpoint.try_enter().unwrap();
         pass.failed(Trouble::TooMuch, Some(Duration::from_millis(80)), "429");
@@ -297,7 +299,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_request_that_is_given_up_says_nothing_and_frees_its_place() {
+    async fn an_abandoned_request_is_not_counted_and_frees_its_permit() {
         let endpoint = endpoint(1);
         drop(endpoint.try_enter().unwrap());
         assert!(endpoint.try_enter().is_some());

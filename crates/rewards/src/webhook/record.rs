@@ -1,4 +1,4 @@
-//! What went over the wire, for people who test a reward service. Secrets never get in here.
+//! Recorded HTTP exchanges for users who test a reward service. Secrets are redacted before recording.
 
 use std::collections::BTreeMap;
 
@@ -6,45 +6,45 @@ use reqwest::header::HeaderMap;
 use serde::Serialize;
 use utoipa::ToSchema;
 
-/// Longest body that is kept, characters.
-const LONGEST_BODY: usize = 16 * 1024;
+/// Maximum length of a recorded body, in characters.
+const MAX_BODY_CHARS: usize = 16 * 1024;
 
-/// One try: a request and what came of it.
+/// One HTTP request and its outcome.
 #[derive(Debug, Clone, Serialize, ToSchema)]
 pub struct Exchange {
-    /// As sent.
+    /// The request as sent.
     pub request: Sent,
-    /// As received; null when nothing came.
+    /// The response as received; null when there was none.
     pub response: Option<Received>,
-    /// Why nothing usable came.
+    /// Error message; null when the response is usable.
     pub error: Option<String>,
-    /// From the first byte sent to the last received, ms.
+    /// Time from the first byte sent to the last byte received, in milliseconds.
     pub latency_ms: f64,
 }
 
-/// A request as sent; values of the user's own headers are redacted.
+/// A request as sent. Values of the user's own headers are redacted.
 #[derive(Debug, Clone, Serialize, ToSchema)]
 pub struct Sent {
-    /// The URL.
+    /// URL of the request.
     pub url: String,
-    /// The headers.
+    /// Headers of the request; sensitive values are redacted.
     pub headers: BTreeMap<String, String>,
-    /// The body, cut at 16 KiB.
+    /// Body of the request, truncated to 16 KiB.
     pub body: String,
 }
 
 /// A response as received.
 #[derive(Debug, Clone, Serialize, ToSchema)]
 pub struct Received {
-    /// The HTTP status.
+    /// HTTP status code of the response.
     pub status: u16,
-    /// The headers.
+    /// Headers of the response; sensitive values are redacted.
     pub headers: BTreeMap<String, String>,
-    /// The body, cut at 16 KiB.
+    /// Body of the response, truncated to 16 KiB.
     pub body: String,
 }
 
-/// Headers for people: sensitive values are replaced.
+/// Formats headers, and redacts sensitive values.
 pub(super) fn readable_headers(headers: &HeaderMap) -> BTreeMap<String, String> {
     let text = |value: &reqwest::header::HeaderValue| {
         if value.is_sensitive() {
@@ -56,10 +56,10 @@ pub(super) fn readable_headers(headers: &HeaderMap) -> BTreeMap<String, String> 
     headers.iter().map(|(name, value)| (name.to_string(), text(value))).collect()
 }
 
-/// A body for people.
+/// Formats a body as text, truncated.
 pub(super) fn readable_body(body: &[u8]) -> String {
     let text = String::from_utf8_lossy(body);
-    match text.char_indices().nth(LONGEST_BODY) {
+    match text.char_indices().nth(MAX_BODY_CHARS) {
         Some((end, _)) => format!("{}…", &text[..end]),
         None => text.into_owned(),
     }

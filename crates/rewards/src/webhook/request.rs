@@ -1,4 +1,4 @@
-//! What is sent: packing samples into requests, and the bytes of contract v1.
+//! Requests: packing of samples into requests, and the body of contract v1.
 
 use std::borrow::Cow;
 use std::time::{Duration, Instant};
@@ -12,89 +12,89 @@ use crate::meter::About;
 use crate::sample::RewardSample;
 use crate::spec::WebhookPlan;
 
-/// What may stand in one request.
+/// Which samples may share a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Batching {
-    /// Any samples; groups stay whole if they can.
+    /// Any samples. Groups are kept together if possible.
     Groups,
-    /// Samples of one prompt.
+    /// Only samples of one prompt.
     OnePrompt,
-    /// One sample.
+    /// Only a single sample.
     One,
 }
 
-/// Bytes of a body besides its samples, generously.
+/// Upper estimate of the size of a body without its samples, in bytes.
 const HEAD_BYTES: usize = 1024;
 
-/// In a body of contract v1, before anything that is not ours.
+/// Start of the reply section in a body of contract v1. It comes before any text from users.
 const REPLY: &str = r#""reply":{"#;
-/// What begins the reply where callbacks are offered.
+/// First field of the reply section if callbacks are offered.
 const CALLBACK: &str = r#""callback_url":"#;
 
-/// One request. Its id and bytes stay the same over all its tries.
+/// One request. Its id and body are the same for all attempts.
 #[derive(Debug)]
 pub(super) struct Request {
     pub id: String,
-    /// JSON, without the token of its callback: this is what is written down and shown.
+    /// JSON without the callback token, as recorded and shown.
     pub body: String,
-    /// Nothing: it is no request for rewards.
+    /// The samples; empty for a health check.
     pub about: About,
-    /// Of its callback, if it has one.
+    /// Callback token, if the body offers a callback.
     token: Option<String>,
-    /// Later answers are of no use.
+    /// Time after which an answer is no longer used.
     pub deadline: Instant,
 }
 
 impl Request {
-    /// A request whose answer comes at once.
+    /// Creates a request with a synchronous answer.
     pub fn new(id: String, body: String, left: Duration) -> Self {
-        // Any instant a year from now will do for what is longer.
+        // The limit of one year prevents an overflow of the clock.
         let left = left.min(Duration::from_secs(365 * 86_400));
         Self { id, body, about: About::default(), token: None, deadline: Instant::now() + left }
     }
 
-    /// The same request, known to be about these samples.
+    /// Sets the samples of the request.
     pub fn about(self, about: About) -> Self {
         Self { about, ..self }
     }
 
-    /// The same request with the token of its callback, where its body offers one.
+    /// Adds the callback token if the body offers a callback.
     pub fn with_token(mut self, token: impl FnOnce(&str) -> String) -> Self {
         let offers = self.body.split_once(REPLY).is_some_and(|(_, reply)| reply.starts_with(CALLBACK));
         self.token = offers.then(|| token(&self.id));
         self
     }
 
-    /// Without a body, for a GET.
+    /// Creates a request without a body, for a GET.
     pub fn bare(id: &str) -> Self {
         Self::new(id.to_owned(), String::new(), Duration::ZERO)
     }
 
-    /// Whether its answer may come by callback.
+    /// Returns whether the answer may arrive by callback.
     pub fn has_callback(&self) -> bool {
         self.token.is_some()
     }
 
-    /// The bytes that are sent.
+    /// Returns the body as sent, including the callback token.
     pub fn wire(&self) -> Cow<'_, str> {
         match (&self.token, self.body.split_once(REPLY)) {
-            // base64url: nothing in it needs an escape.
+            // The token is base64url, so it needs no escaping.
             (Some(token), Some((head, reply))) => format!(r#"{head}{REPLY}"token":"{token}",{reply}"#).into(),
             _ => self.body.as_str().into(),
         }
     }
 }
 
-/// What all requests of a rollout have in common in contract v1.
+/// Fields that all requests of a rollout share in contract v1.
 pub(super) struct Envelope<'a> {
     pub reward: &'a str,
     pub plan: &'a WebhookPlan,
     pub job: &'a JobContext,
-    /// Where the answer may be sent later.
+    /// Address for asynchronous results.
     pub callback_url: Option<&'a str>,
 }
 
-/// A `reward.score.request` for samples that are JSON already.
+/// Builds a `reward.score.request` from serialized samples.
 pub(super) fn score_body(envelope: &Envelope<'_>, id: &str, samples: &[&Value]) -> String {
     let Envelope { reward, plan, job, callback_url } = envelope;
     let phase = if job.probe { "probe".into() } else { json!(job.rollout.phase) };
@@ -102,7 +102,7 @@ pub(super) fn score_body(envelope: &Envelope<'_>, id: &str, samples: &[&Value]) 
         Some(url) => json!({"callback_url": url, "modes": ["sync", "async"]}),
         None => json!({"modes": ["sync"]}),
     };
-    // `Request::wire` finds the reply by its name: nothing of the user's may stand before it.
+    // `Request::wire` searches for the reply section by its name, so no text from users may come before it.
     let body = json!({
         "type": "reward.score.request", "version": "1", "id": id, "timestamp": now_rfc3339(),
         "job": {"id": job.job, "step": job.rollout.step, "phase": phase},
@@ -114,7 +114,7 @@ pub(super) fn score_body(envelope: &Envelope<'_>, id: &str, samples: &[&Value]) 
     body.to_string()
 }
 
-/// A `reward.ping`.
+/// Builds the body of a `reward.ping`.
 pub(super) fn ping_body(id: &str) -> String {
     json!({"type": "reward.ping", "version": "1", "id": id}).to_string()
 }
@@ -123,12 +123,12 @@ fn now_rfc3339() -> String {
     whole_seconds(jiff::Timestamp::now())
 }
 
-/// Never ahead of the clock, and the same second as `webhook-timestamp` of a request that leaves at once.
+/// Truncates to whole seconds: never ahead of the clock, and equal to the `webhook-timestamp` of a request sent immediately.
 fn whole_seconds(time: jiff::Timestamp) -> String {
     jiff::Timestamp::from_second(time.as_second()).unwrap_or(time).to_string()
 }
 
-/// A sample as the contract writes it.
+/// Serializes a sample in the format of contract v1.
 pub fn sample_json(sample: &RewardSample) -> Value {
     #[derive(Serialize)]
     struct Wire<'a> {
@@ -170,7 +170,7 @@ pub fn sample_json(sample: &RewardSample) -> Value {
     serde_json::to_value(&wire).expect("strings and JSON values have a JSON form")
 }
 
-/// What one request has room for.
+/// Limits of one request.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Room {
     pub batching: Batching,
@@ -178,8 +178,8 @@ pub(super) struct Room {
     pub max_bytes: u64,
 }
 
-/// Cuts the samples at `indices` into batches of at most `max_samples` and `max_bytes`. Groups stay whole unless one alone
-/// is too large. A single sample that is too large goes alone: the service decides.
+/// Splits the samples at `indices` into batches of at most `max_samples` and `max_bytes`. Groups are kept together unless a
+/// single group is too large. A single sample that is too large is sent alone, and the service decides.
 pub(super) fn pack(indices: &[usize], samples: &[RewardSample], wire: &[String], room: Room) -> Vec<Vec<usize>> {
     let Room { batching, max_samples, max_bytes } = room;
     let max_samples = if batching == Batching::One { 1 } else { max_samples.max(1) as usize };
@@ -196,7 +196,7 @@ pub(super) fn pack(indices: &[usize], samples: &[RewardSample], wire: &[String],
     let mut open_bytes = 0;
     for group in groups {
         let whole = fits(group.len(), size(group));
-        // A group that fits nowhere as a whole is taken sample by sample.
+        // A group that is too large for one batch is split into samples.
         for piece in group.chunks(if whole && batching == Batching::Groups { group.len() } else { 1 }) {
             let bytes = size(piece);
             let alien = |&index: &usize| batching == Batching::OnePrompt && !same_prompt(index, piece[0]);

@@ -1,22 +1,22 @@
-//! How long to wait between two tries.
+//! Waits between two attempts.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::time::Duration;
 
-/// First and longest wait between tries (full jitter: a random part of it).
+/// First and longest wait between attempts. Full jitter: the actual wait is a random part of it.
 const FIRST_WAIT: Duration = Duration::from_millis(500);
-pub(super) const LONGEST_WAIT: Duration = Duration::from_secs(30);
+pub(super) const MAX_WAIT: Duration = Duration::from_secs(30);
 
-/// A random part of 0.5 s, 1 s, 2 s … 30 s, after the nth failure (from 1).
+/// Returns a random part of 0.5 s, 1 s, 2 s … 30 s after the nth failure (from 1).
 pub(super) fn jitter(failures: u32) -> Duration {
-    doubled(FIRST_WAIT, failures.saturating_sub(1), LONGEST_WAIT).mul_f64(random_fraction())
+    doubled(FIRST_WAIT, failures.saturating_sub(1), MAX_WAIT).mul_f64(random_fraction())
 }
 
 pub(super) fn doubled(first: Duration, times: u32, longest: Duration) -> Duration {
     first.saturating_mul(1 << times.min(16)).min(longest)
 }
 
-/// Not for secrets: spreads retries.
+/// Returns random bits to spread retries. Not suitable for secrets.
 pub(super) fn random_bits() -> u64 {
     RandomState::new().build_hasher().finish()
 }
@@ -31,9 +31,9 @@ mod tests {
 
     #[test]
     fn waits_grow_from_half_a_second_to_thirty() {
-        assert_eq!(doubled(FIRST_WAIT, 0, LONGEST_WAIT), Duration::from_millis(500));
-        assert_eq!(doubled(FIRST_WAIT, 3, LONGEST_WAIT), Duration::from_secs(4));
-        assert_eq!(doubled(FIRST_WAIT, 60, LONGEST_WAIT), LONGEST_WAIT);
+        assert_eq!(doubled(FIRST_WAIT, 0, MAX_WAIT), Duration::from_millis(500));
+        assert_eq!(doubled(FIRST_WAIT, 3, MAX_WAIT), Duration::from_secs(4));
+        assert_eq!(doubled(FIRST_WAIT, 60, MAX_WAIT), MAX_WAIT);
         let waits: Vec<_> = (0..200).map(|_| jitter(3)).collect();
         assert!(waits.iter().all(|wait| *wait <= Duration::from_secs(2)));
         assert!(waits.iter().any(|wait| *wait < Duration::from_secs(1)));

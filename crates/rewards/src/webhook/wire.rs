@@ -1,4 +1,4 @@
-//! What one try on the wire brought.
+//! Result types of one HTTP attempt.
 
 use std::time::Duration;
 
@@ -7,15 +7,16 @@ use reqwest::header::HeaderMap;
 
 use crate::signed_post::SendError;
 
-/// What one try brought: status, headers and body, which may have broken off; or why nothing.
+/// Result of one attempt: status, headers, and the body, which may have been interrupted; or the reason
+/// why there was no response.
 pub(super) type Outcome = Result<(StatusCode, HeaderMap, Result<Vec<u8>, String>), NotSent>;
 
-/// How a timeout's words begin.
+/// Prefix of a timeout's message.
 pub(super) const TIMED_OUT: &str = "no answer within";
 
 pub(super) type Answered = (StatusCode, Option<Duration>, Result<Vec<u8>, String>);
 
-/// Why nothing was received, and whether that is because the address is refused.
+/// Reason why there was no response, and whether the address was refused by the policy.
 pub(super) struct NotSent(pub(super) String, pub(super) bool);
 
 impl NotSent {
@@ -28,7 +29,7 @@ impl NotSent {
     }
 }
 
-/// Why nothing is kept of an answer that is too large.
+/// Message for an answer that is too large and was discarded.
 pub(super) const OVERSIZE: &str = "the answer is larger than 8 MiB";
 
 impl From<SendError> for NotSent {

@@ -1,4 +1,4 @@
-//! Other people's endpoints: each adapter against a small server with that system's published shapes and its traps.
+//! Tests of the adapters, each with a small server that implements the system's published format and its pitfalls.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 
 use crate::service::{Service, ok, samples, text};
 
-/// As a job has it; `url` is filled in.
+/// Reads a reward as a job does; `url` is filled in.
 pub fn reward(service: &Service, mut reward: Value) -> (RewardPlan, RewardSecrets) {
     if reward.get("url").is_none() {
         reward["url"] = json!(service.url());
@@ -42,7 +42,7 @@ pub async fn numbers(service: &Service, document: Value, samples: &[RewardSample
     judged.judgements.iter().map(|judgement| judgement.value.number()).collect()
 }
 
-/// Why the first sample has no value, without repeats.
+/// Returns why the first sample has no value, without retries.
 async fn problem(service: &Service, mut document: Value, samples: &[RewardSample]) -> String {
     document["max_invalid_tries"] = json!(1);
     let judged = judge(service, document, samples).await.unwrap();
@@ -54,7 +54,7 @@ pub fn some(values: &[f64]) -> Vec<Option<f64>> {
     values.iter().copied().map(Some).collect()
 }
 
-/// The number at the end of a text (`What?c7` → 7): what every server here thinks of it.
+/// Returns the number at the end of a text (`What?c7` → 7), which every test server uses as the score.
 pub fn mark(text: &str) -> f64 {
     text.rsplit('c').next().and_then(|number| number.parse().ok()).unwrap_or_else(|| panic!("no mark in {text:?}"))
 }
@@ -67,7 +67,7 @@ pub fn bodies(service: &Service) -> Vec<Value> {
     service.seen.lock().unwrap().iter().map(|(_, body)| serde_json::from_slice(body).unwrap()).collect()
 }
 
-/// What a body of a system's may hold: anything else is a 422, as its validation would say.
+/// Checks that a body has only these fields. The system's validation would answer other fields with 422.
 pub fn only(body: &Value, fields: &[&str]) {
     for key in body.as_object().unwrap().keys() {
         assert!(fields.contains(&key.as_str()), "{key} is not of this system");
@@ -96,7 +96,7 @@ async fn openrlhf_gets_parallel_lists_and_its_nested_rewards_scores_and_logs_are
     assert_eq!(judged.judgements[3].metrics, *json!({"length": 3.0, "scores": 0.3}).as_object().unwrap());
     let sent = json!({"query": ["What?c0", "What?c1", "What?c2", "What?c3"], "prompts": ["What?", "What?", "What?", "What?"], "labels": [0, 1, 2, 3]});
     assert_eq!(bodies(&service), [sent]);
-    // Its own workers send empty lists; nobody here does.
+    // OpenRLHF's own workers send empty lists; these requests do not.
     assert!(judge(&service, json!({"type": "openrlhf"}), &[]).await.unwrap().judgements.is_empty());
     assert_eq!(bodies(&service).len(), 1);
     numbers(&service, json!({"type": "openrlhf"}), &samples(1, 1)).await;
@@ -147,7 +147,8 @@ async fn llamafactory_scores_messages() {
     assert_eq!(numbers(&service, json!({"type": "llamafactory"}), &samples(3, 3)).await, some(&[0.0, 1.0, 2.0]));
 }
 
-/// text-embeddings-inference as it is: a flat list of two is a pair, an empty one a 400, too many a 413; sorted by score.
+/// Implements text-embeddings-inference: a flat list of two texts is a pair, an empty list is a 400, too many texts are a 413,
+/// and labels are sorted by score.
 fn tei_predict(limit: usize) -> impl Fn(usize, &Value) -> Response<Body> + Send + Sync + 'static {
     move |_, body| {
         let inputs = body["inputs"].as_array().unwrap();
@@ -160,7 +161,7 @@ fn tei_predict(limit: usize) -> impl Fn(usize, &Value) -> Response<Body> + Send 
         }
         assert_eq!((&body["raw_scores"], &body["truncation_direction"]), (&json!(true), &json!("Left")));
         if inputs.iter().all(Value::is_string) {
-            // One pair, or one text: one list of labels.
+            // A pair or a single text gets one list of labels.
             return ok(&json!([{"label": "LABEL_0", "score": -99.0}]));
         }
         let predict = |input: &Value| {
@@ -178,14 +179,14 @@ fn tei_predict(limit: usize) -> impl Fn(usize, &Value) -> Response<Body> + Send 
 async fn tei_predict_takes_the_labels_score_wherever_it_is_sorted_to() {
     let service = Service::start(tei_predict(32)).await;
     let with = |label: Value| json!({"type": "tei_predict", "label": label});
-    // Two samples: a flat list of two would be one pair.
+    // A flat list of two samples would be one pair.
     assert_eq!(numbers(&service, with(json!("good")), &samples(2, 2)).await, some(&[0.0, 1.0]));
     assert_eq!(numbers(&service, with(json!("bad")), &samples(3, 3)).await, some(&[1.5, 1.5, 1.5]));
     assert_eq!(numbers(&service, with(json!(2)), &samples(1, 1)).await, some(&[-1.0]), "LABEL_2");
     let judged = judge(&service, with(json!("good")), &samples(1, 1)).await.unwrap();
     assert_eq!(judged.judgements[0].metrics, *json!({"bad": 1.5, "LABEL_2": -1.0}).as_object().unwrap());
     assert!(problem(&service, with(json!("fine")), &samples(1, 1)).await.contains("bad, good, LABEL_2"));
-    assert!(problem(&service, with(json!(null)), &samples(1, 1)).await.contains("say in 'label'"));
+    assert!(problem(&service, with(json!(null)), &samples(1, 1)).await.contains("set 'label'"));
 }
 
 #[tokio::test]
@@ -207,7 +208,7 @@ async fn a_batch_too_large_for_tei_is_split_and_its_backend_errors_and_overload_
 }
 
 #[tokio::test]
-async fn teis_info_says_how_many_texts_it_takes() {
+async fn teis_info_contains_the_maximum_batch_size() {
     let app = axum::Router::new().route(
         "/info",
         axum::routing::get(|| async { axum::Json(json!({"model_id": "rm", "max_client_batch_size": 4})) }),
@@ -218,7 +219,7 @@ async fn teis_info_says_how_many_texts_it_takes() {
     let document = json!({"reward": {"type": "tei_predict", "url": url, "label": "good"}});
     let (plan, secrets) = read_single_reward(&document).unwrap();
     assert_eq!(plan.kind.service().unwrap().url, format!("{url}/predict"), "the path is theirs");
-    let ping = Webhook::of_kind("r", &plan.kind, &secrets, &loopback()).unwrap().greet().await.unwrap();
+    let ping = Webhook::of_kind("r", &plan.kind, &secrets, &loopback()).unwrap().check_health().await.unwrap();
     assert_eq!((ping.ok, ping.reply.unwrap().max_batch_samples), (true, Some(4)));
     server.abort();
 }
@@ -265,7 +266,8 @@ async fn tei_rerank_asks_prompt_by_prompt_and_reads_by_index() {
     }
 }
 
-/// vLLM's classify with one label: without the activation switched off (by the name that this version knows), all is 1.0.
+/// Implements vLLM's classify with one label: unless the activation is disabled by the name that this version
+/// knows, every score is 1.0.
 fn vllm_classify(switch: &'static str) -> impl Fn(usize, &Value) -> Response<Body> + Send + Sync + 'static {
     move |_, body| {
         let raw = body.get(switch) == Some(&json!(false));
@@ -283,7 +285,7 @@ fn vllm_classify(switch: &'static str) -> impl Fn(usize, &Value) -> Response<Bod
 }
 
 #[tokio::test]
-async fn vllm_classify_switches_the_activation_off_and_tells_when_that_was_not_heard() {
+async fn vllm_classify_disables_the_activation_and_reports_a_server_that_ignores_that() {
     let document = |extra: Value| json!({"type": "vllm_classify", "model": "rm", "extra_body": extra});
     let new = Service::start(vllm_classify("use_activation")).await;
     assert_eq!(numbers(&new, document(json!({})), &samples(3, 3)).await, some(&[0.0, 1.0, 2.0]));
@@ -315,7 +317,7 @@ async fn vllm_classify_of_several_labels_needs_a_number() {
     let with = |label: Value| json!({"type": "vllm_classify", "label": label});
     assert_eq!(numbers(&service, with(json!(1)), &samples(1, 1)).await, some(&[3.5]));
     assert!(problem(&service, with(json!(null)), &samples(1, 1)).await.contains("2 labels"));
-    assert!(problem(&service, with(json!(2)), &samples(1, 1)).await.contains("no label 2"));
+    assert!(problem(&service, with(json!(2)), &samples(1, 1)).await.contains("label 2 not found"));
     let errors = read_single_reward(&json!({"reward": {"type": "vllm_classify", "url": "http://x/", "label": "neg"}}));
     assert!(errors.unwrap_err()[0].detail.contains("label's number"));
 }
@@ -408,7 +410,7 @@ async fn hugging_faces_flat_answers_are_read_too() {
     let one = Service::start(|_, _| ok(&json!([{"label": "b", "score": 2.0}, {"label": "a", "score": 1.0}]))).await;
     let document = json!({"type": "hf_text_classification", "label": "a"});
     assert_eq!(numbers(&one, document.clone(), &samples(1, 1)).await, some(&[1.0]));
-    // Only the best label of each: the wanted one is not always among them, and then it has no value.
+    // The server returns only the best label of each text. If that is not the wanted one, the sample has no value.
     let best = Service::start(|_, body| {
         let label = |score: &f64| json!({"label": if *score > 0.0 { "a" } else { "b" }, "score": score});
         ok(&marks(&body["inputs"]).iter().map(label).collect::<Vec<_>>().into())

@@ -1,10 +1,11 @@
-//! Addresses that a server must not reach, in every notation, and a house that counts who comes to it.
+//! Addresses that a server must not reach, in many notations, and listeners that count connections.
 
 use std::net::Ipv6Addr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Not public, of every kind; the port is that of our listeners, so that loopback would answer.
+/// Addresses of every non-public kind. The port is that of the test's listeners, so that a
+/// connection to loopback would succeed.
 pub const FORBIDDEN: [[u8; 4]; 26] = [
     [127, 0, 0, 1],
     [127, 0, 0, 2],
@@ -34,7 +35,7 @@ pub const FORBIDDEN: [[u8; 4]; 26] = [
     [255, 255, 255, 255],
 ];
 
-/// The ways to write one address.
+/// Returns the notations of one address.
 fn notations([a, b, c, d]: [u8; 4]) -> Vec<String> {
     let number = u32::from_be_bytes([a, b, c, d]);
     let (low3, low2) = (number & 0xff_ffff, number & 0xffff);
@@ -76,7 +77,7 @@ fn notations([a, b, c, d]: [u8; 4]) -> Vec<String> {
     ]
 }
 
-/// Names that lead home, and tricks with the other parts of a URL; `PORT` is the listeners'.
+/// Names that resolve to this machine, and tricks with other parts of a URL. `PORT` is replaced by the listeners' port.
 const OTHERS: [&str; 44] = [
     "http://localhost:PORT/",
     "http://localhost.:PORT/",
@@ -124,7 +125,7 @@ const OTHERS: [&str; 44] = [
     "file:///proc/self/environ",
 ];
 
-/// Takes connections on loopback, of both kinds, and counts them.
+/// Accepts connections on IPv4 and IPv6 loopback, and counts them.
 pub struct Home {
     pub port: u16,
     count: Arc<AtomicUsize>,

@@ -1,4 +1,4 @@
-//! Rewards over a journal: whatever was answered is not asked for again, wherever the process is lost.
+//! Tests of rewards with a journal: an answered request is never repeated, wherever the process is lost.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use futures::FutureExt;
 use futures::future::BoxFuture;
-use rlood_rewards::journal::{Journal, Journalled, Unrecorded};
+use rlood_rewards::journal::{Journal, JournalClosed, JournaledRequest};
 use rlood_rewards::{JobContext, RewardFailure, Rewards};
 use rlood_types::id::JobId;
 use rlood_types::outgoing::OutgoingPolicy;
@@ -17,8 +17,7 @@ use serde_json::{Value, json};
 
 use crate::service::{Service, ok, plan, samples, text, truth};
 
-/// A journal that outlives its process, and the moment at which that is lost: at the n-th entry (from 1), before or after
-/// it is durable.
+/// A journal that outlives its process. The process is lost at the n-th entry (from 1), before or after the entry is durable.
 #[derive(Default)]
 pub struct Book {
     pub entries: Arc<Mutex<Vec<JournalEntry>>>,
@@ -38,15 +37,15 @@ impl Book {
 }
 
 impl Journal for Book {
-    fn find(&self, wanted: &str) -> Option<Journalled> {
+    fn find(&self, wanted: &str) -> Option<JournaledRequest> {
         let mut found = None;
         for entry in self.entries.lock().unwrap().iter() {
             match entry {
                 JournalEntry::Request { key, id, body, later, .. } if key == wanted => {
-                    found = Some(Journalled::Sent { id: id.clone(), body: body.clone(), later: later.clone() });
+                    found = Some(JournaledRequest::Sent { id: id.clone(), body: body.clone(), later: later.clone() });
                 }
                 JournalEntry::Answer { key, id, answer, .. } if key == wanted => {
-                    found = Some(Journalled::Answered { id: id.clone(), answer: answer.clone() });
+                    found = Some(JournaledRequest::Answered { id: id.clone(), answer: answer.clone() });
                 }
                 _ => {}
             }
@@ -54,19 +53,19 @@ impl Journal for Book {
         found
     }
 
-    fn append(&self, entry: JournalEntry) -> BoxFuture<'_, Result<(), Unrecorded>> {
+    fn append(&self, entry: JournalEntry) -> BoxFuture<'_, Result<(), JournalClosed>> {
         let number = self.appended.fetch_add(1, Ordering::SeqCst) + 1;
         let (at, durable) = self.lost_at.unwrap_or((usize::MAX, false));
         if number < at || (number == at && durable) {
             self.entries.lock().unwrap().push(entry);
         }
-        let result = if number < at { Ok(()) } else { Err(Unrecorded) };
+        let result = if number < at { Ok(()) } else { Err(JournalClosed) };
         async move { result }.boxed()
     }
 }
 
-/// Five groups of two; batches of four; what is larger than three samples is too large; sample 5 has no result at first,
-/// sample 7 an error that goes away; now and then the service is busy.
+/// A service for five groups of two in batches of four. It rejects more than three samples as too large, has no result for
+/// sample 5 at first, returns a retryable error for sample 7, and is busy now and then.
 fn awkward(request: &Value, tries: usize) -> axum::http::Response<axum::body::Body> {
     let asked = request["samples"].as_array().unwrap();
     if tries == 1 && asked[0]["sample_id"] == "s_8" {
@@ -87,7 +86,7 @@ fn awkward(request: &Value, tries: usize) -> axum::http::Response<axum::body::Bo
     ok(&answer)
 }
 
-/// Everything asked: id, samples, body.
+/// All requests: id, samples, body.
 type Ledger = Vec<(String, Vec<String>, Vec<u8>)>;
 
 fn ledger(service: &Service) -> Ledger {
@@ -116,13 +115,13 @@ async fn start() -> Service {
 async fn score(service: &Service, book: Book, job: JobId) -> Result<Vec<RewardValue>, RewardFailure> {
     let plans = [plan("r", &service.url(), json!({"max_batch_samples": 4, "max_concurrency": 2}))];
     let outgoing = OutgoingPolicy::parse(&["loopback"]).unwrap();
-    let rewards = Rewards::journalled(&plans, &BTreeMap::new(), &outgoing, Some(Arc::new(book))).unwrap();
+    let rewards = Rewards::with_journal(&plans, &BTreeMap::new(), &outgoing, Some(Arc::new(book))).unwrap();
     let scored =
         rewards.score(&JobContext { job, rollout: RolloutId::train(4), probe: false }, &samples(10, 2)).await?;
     Ok(scored.scores.iter().map(|score| score.values[0]).collect())
 }
 
-/// No sample under two ids unless the service itself left it open, one body an id.
+/// Checks that no sample was requested under two ids, unless the service left the sample open, and that each id has one body.
 fn check(what: &str, ledger: &Ledger) {
     let (mut bodies, mut ids) = (BTreeMap::new(), BTreeMap::new());
     for (id, samples, body) in ledger {
@@ -132,7 +131,7 @@ fn check(what: &str, ledger: &Ledger) {
 }
 
 #[tokio::test]
-async fn a_process_lost_at_any_entry_asks_nothing_twice_that_was_answered() {
+async fn a_process_lost_at_any_entry_repeats_no_answered_request() {
     let truth: Vec<RewardValue> = (0..10).map(|index| RewardValue::Number(f64::from(index))).collect();
     let whole = start().await;
     let book = Book::default();
@@ -140,7 +139,7 @@ async fn a_process_lost_at_any_entry_asks_nothing_twice_that_was_answered() {
     assert_eq!(score(&whole, book, JobId::new()).await.unwrap(), truth);
     let asked = ledger(&whole);
     check("undisturbed", &asked);
-    // A request and an answer each: 3 batches, 4 halves, 2 samples asked again.
+    // Each of these has a request and an answer: 3 batches, 4 halves, 2 samples requested again.
     let appended = entries.lock().unwrap().len();
     assert_eq!(appended, 18);
 
@@ -154,7 +153,7 @@ async fn a_process_lost_at_any_entry_asks_nothing_twice_that_was_answered() {
             let first = Book { lost_at: Some(lost_at), ..Book::default() };
             let entries = first.entries.clone();
             let lost = score(&service, first, job).await;
-            assert!(matches!(lost, Err(RewardFailure::Unrecorded { .. })), "{what}: {lost:?}");
+            assert!(matches!(lost, Err(RewardFailure::JournalClosed { .. })), "{what}: {lost:?}");
             let second = Book { entries: entries.clone(), ..Book::default() };
             let answered = second.answered();
             let before = ledger(&service).len();
@@ -164,7 +163,7 @@ async fn a_process_lost_at_any_entry_asks_nothing_twice_that_was_answered() {
             for (id, ..) in &ledger[before..] {
                 assert!(!answered.contains_key(id), "{what}: {id} was answered and is asked again");
             }
-            // And once more: nothing is asked at all.
+            // A further run sends no request at all.
             let third = Book { entries, ..Book::default() };
             assert_eq!(score(&service, third, job).await.unwrap(), truth, "{what}");
             assert_eq!(self::ledger(&service).len(), ledger.len(), "{what}");
@@ -174,7 +173,7 @@ async fn a_process_lost_at_any_entry_asks_nothing_twice_that_was_answered() {
 }
 
 #[tokio::test]
-async fn a_process_lost_at_any_time_asks_nothing_twice_that_was_answered() {
+async fn a_process_lost_at_any_time_repeats_no_answered_request() {
     let truth: Vec<RewardValue> = (0..10).map(|index| RewardValue::Number(f64::from(index))).collect();
     let attempts = (0..40u64).map(|number| {
         let truth = truth.clone();
@@ -199,7 +198,7 @@ async fn a_process_lost_at_any_time_asks_nothing_twice_that_was_answered() {
 }
 
 #[tokio::test]
-async fn answers_that_paused_the_job_are_asked_for_anew_when_the_service_is_mended() {
+async fn answers_that_paused_the_job_are_requested_again_after_the_service_is_fixed() {
     let mended = Arc::new(AtomicUsize::new(0));
     let is_mended = mended.clone();
     let service = Service::start(move |_, request| match is_mended.load(Ordering::SeqCst) {
@@ -212,7 +211,7 @@ async fn answers_that_paused_the_job_are_asked_for_anew_when_the_service_is_mend
     let failure = score(&service, book, job).await.unwrap_err();
     assert_eq!(failure.pause_reason(), Some("reward_invalid"), "{failure}");
     let rollout = RolloutId::train(4);
-    // As the store does it.
+    // The store removes the answers in the same way.
     let written = std::mem::take(&mut *entries.lock().unwrap());
     assert_eq!(written.last(), Some(&JournalEntry::Forget { rollout, reward: "r".into() }));
     mended.store(1, Ordering::SeqCst);
@@ -221,13 +220,13 @@ async fn answers_that_paused_the_job_are_asked_for_anew_when_the_service_is_mend
 }
 
 #[tokio::test]
-async fn answers_that_fail_the_job_leave_the_journal_so_that_a_retry_asks_anew() {
+async fn answers_that_fail_the_job_are_removed_from_the_journal() {
     let service = Service::start(|_, _| ok(&json!({"results": "none"}))).await;
     let plans = [plan("r", &service.url(), json!({"max_invalid_tries": 0, "on_invalid": "fail"}))];
     let outgoing = OutgoingPolicy::parse(&["loopback"]).unwrap();
     let book = Book::default();
     let entries = book.entries.clone();
-    let rewards = Rewards::journalled(&plans, &BTreeMap::new(), &outgoing, Some(Arc::new(book))).unwrap();
+    let rewards = Rewards::with_journal(&plans, &BTreeMap::new(), &outgoing, Some(Arc::new(book))).unwrap();
     let context = JobContext { job: JobId::new(), rollout: RolloutId::train(4), probe: false };
     let failed = rewards.score(&context, &samples(4, 2)).await;
     assert!(matches!(failed, Err(RewardFailure::Invalid { .. })), "{failed:?}");

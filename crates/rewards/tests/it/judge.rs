@@ -1,4 +1,4 @@
-//! A language model as a judge, and endpoints that are described by a template.
+//! Tests of a language model as a judge, and of endpoints described by a template.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use crate::adapters::{bodies, job, judge, loopback, mark, marks, numbers, only, reward, some};
 use crate::service::{Service, ok, samples};
 
-/// A chat/completions server that answers with these contents (or messages) as choices.
+/// Starts a chat/completions server that answers with these contents (or messages) as choices.
 async fn judge_service(choices: Value) -> Service {
     Service::start(move |_, _| ok(&json!({"id": "chatcmpl-1", "object": "chat.completion", "choices": choices}))).await
 }
@@ -134,7 +134,7 @@ async fn http_template_speaks_any_json() {
     });
     assert_eq!(numbers(&service, document.clone(), &samples(3, 3)).await, some(&[0.0, 1.0, 2.0]));
     assert!(bodies(&service).contains(&json!({"text": "Q: What? A: c2", "gold": 2, "fixed": [1, true, null]})));
-    // A row that the template does not fit is missing alone, and is not asked about.
+    // Only the row whose template cannot be rendered has no value, and it is not sent.
     let mut samples = samples(2, 2);
     samples[0].columns.clear();
     let judged = judge(&service, document, &samples).await.unwrap();

@@ -1,4 +1,4 @@
-//! Python functions as rewards: those of TRL's documentation unchanged, and what goes wrong in each way.
+//! Tests of Python functions as rewards: functions from TRL's documentation, unchanged, and every kind of failure.
 
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
@@ -22,7 +22,7 @@ fn fixture(name: &str) -> PathBuf {
     rlood_test_support::fixture("python_rewards").join(name)
 }
 
-/// `None`, with a word about it, where there is no Python.
+/// Starts a server; `None`, with a message, if there is no Python.
 fn started(settings: &Settings) -> Option<PythonServer> {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     match PythonServer::start(&listener, settings) {
@@ -74,7 +74,7 @@ fn chat(completion: &str) -> RewardSample {
     RewardSample { messages, ..sample("<user>Why?", completion, json!({})) }
 }
 
-/// The judgements of one function of a running server.
+/// Returns the judgements of one function of a running server.
 async fn judge(server: &PythonServer, function: &str, samples: &[RewardSample], changes: Value) -> Vec<Judgement> {
     let url = format!("http://{}/{function}", server.address);
     let plan = service::plan(function, &url, changes);
@@ -121,12 +121,12 @@ async fn functions_in_the_shapes_of_trl_s_documentation_run_unchanged() {
     let Some(server) = started(&settings("trl_functions.py", &functions)) else { return };
     assert_eq!(server.functions, functions);
     let words = [sample("p", "one two three", json!({})), sample("p", "one", json!({}))];
-    // Without the ids of tokens their number is right all the same.
+    // Without token ids, the number of tokens is still correct.
     assert_eq!(values(&server, "longer_is_better", &words).await, numbers(&[3.0, 1.0]));
     assert_eq!(values(&server, "characters", &words).await, numbers(&[13.0, 3.0]));
     assert_eq!(values(&server, "judged_later", &words).await, numbers(&[13.0, 3.0]));
     assert_eq!(values(&server, "judge", &words).await, numbers(&[0.5, 0.5]));
-    // The context's step is 3: two steps are done.
+    // The context's step is 3, so two steps are completed.
     assert_eq!(values(&server, "curriculum", &words).await, numbers(&[1.0, 1.0]));
     let chats = [chat("<think>so</think><answer>4</answer>"), chat("4")];
     assert_eq!(values(&server, "format_reward", &chats).await, numbers(&[1.0, 0.0]));
@@ -205,7 +205,7 @@ async fn what_goes_wrong_is_the_error_of_its_samples_and_never_a_zero() {
         (
             "wants_a_column",
             "missing_column",
-            "asks for 'ground_truth', which is no column of these rows; their columns: answer",
+            "requires 'ground_truth', which is not a column of these rows; their columns: answer",
         ),
     ] {
         for judgement in &judge(&server, function, &texts(&["a", "b"]), json!({})).await {
@@ -222,7 +222,7 @@ async fn what_goes_wrong_is_the_error_of_its_samples_and_never_a_zero() {
     let rest: Vec<RewardValue> = [1, 2, 4, 7].map(|index| odd[index].value).to_vec();
     let none = RewardValue::NotApplicable;
     assert_eq!(rest, [none, none, RewardValue::Number(1.0), RewardValue::Number(0.0)]);
-    // The process was replaced, what functions print breaks nothing, and this process's secrets are not theirs.
+    // The process was replaced, output of functions does no harm, and functions do not see this process's secrets.
     assert_eq!(values(&server, "prints", &texts(&["a", "b"])).await, numbers(&[1.0, 1.0]));
     assert_eq!(values(&server, "reads_input", &texts(&["a"])).await, numbers(&[0.0]));
     assert_eq!(values(&server, "strict", &texts(&["a"])).await, numbers(&[2.0]));
@@ -233,7 +233,7 @@ async fn what_goes_wrong_is_the_error_of_its_samples_and_never_a_zero() {
 async fn calls_are_divided_by_groups_and_run_in_several_processes() {
     let functions = settings("faulty_functions.py", &["batch", "pid"]);
     let Some(server) = started(&Settings { batch_size: Some(4), processes: 3, ..functions }) else { return };
-    // Groups of 3 in calls of 4: a group stays whole; the last call has what is left.
+    // A group of 3 is kept together in a call of 4. The last call has the rest.
     let mut samples = service::samples(8, 3);
     let sizes: Vec<_> = judge(&server, "batch", &samples, json!({})).await.iter().map(|j| j.value).collect();
     assert_eq!(sizes, numbers(&[3.0, 3.0, 3.0, 3.0, 3.0, 3.0, 2.0, 2.0]));
@@ -248,7 +248,7 @@ async fn calls_are_divided_by_groups_and_run_in_several_processes() {
         if pids.len() == 3 {
             break;
         }
-        // The second and third process may still load.
+        // The second and third process may still be loading.
         assert!(Instant::now() < until, "{pids:?}");
     }
 }
@@ -257,7 +257,7 @@ async fn calls_are_divided_by_groups_and_run_in_several_processes() {
 async fn a_slow_call_is_answered_later_and_a_repeated_request_is_computed_once() {
     let Some(server) = started(&settings("faulty_functions.py", &["slow", "calls"])) else { return };
     let samples = [sample("p", "a", json!({}))];
-    // Each try may take 10.5 s, the call takes 11: its results are fetched at the status address.
+    // An attempt may take 10.5 s and the call takes 11 s, so its results are fetched at the status address.
     let judged = judge(&server, "slow", &samples, json!({"timeout_ms": 10_500, "max_tries": 1})).await;
     assert_eq!(judged[0].value, RewardValue::Number(3.0), "{judged:?}");
     let body = json!({"type": "reward.score.request", "version": "1", "id": "rwr_1", "deadline_ms": 60_000,
@@ -281,7 +281,7 @@ async fn a_slow_call_is_answered_later_and_a_repeated_request_is_computed_once()
 }
 
 #[tokio::test]
-async fn a_changed_file_is_loaded_anew_and_a_broken_one_leaves_the_version_before() {
+async fn a_changed_file_is_reloaded_and_a_broken_one_keeps_the_previous_version() {
     let dir = tempfile::tempdir().unwrap();
     let (file, beside) = (dir.path().join("rewards.py"), dir.path().join("beside.py"));
     std::fs::write(&beside, "VALUE = 1.0\n").unwrap();
@@ -309,7 +309,7 @@ async fn a_changed_file_is_loaded_anew_and_a_broken_one_leaves_the_version_befor
 }
 
 #[test]
-fn what_cannot_be_served_says_why() {
+fn functions_that_cannot_be_served_are_reported_with_a_reason() {
     let dir = tempfile::tempdir().unwrap();
     let write = |name: &str, text: &str| {
         let path = dir.path().join(name);
@@ -341,7 +341,7 @@ fn what_cannot_be_served_says_why() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let error = PythonServer::start(&listener, &nowhere).unwrap_err().to_string();
     assert!(error.contains("/nowhere/python3") && error.contains("--python PATH"), "{error}");
-    // A Python of before 3.8 says so itself; here a program that is none says nothing.
+    // Python before 3.8 reports its version itself; here a program that is not Python reports nothing.
     let silent = Settings { python: Some("/bin/false".into()), ..nowhere };
     let error = PythonServer::start(&listener, &silent).unwrap_err().to_string();
     assert!(error.contains("ended before it was ready") && error.contains("exit status: 1"), "{error}");
@@ -366,11 +366,11 @@ async fn rewards_of_one_file_share_a_process_that_ends_with_them() {
         python_plan("strict", json!({"file": file})),
         RewardPlan { name: "again".into(), ..python_plan("pid", json!({"file": file})) },
     ];
-    // No address may be reached, and the process is all the same: the rules are for addresses that users give.
+    // The policy permits no address, but the process is reached anyway, because the policy applies to addresses from users.
     let nothing = rlood_types::outgoing::OutgoingPolicy::parse::<&str>(&[]).unwrap();
     let rewards = Rewards::build(&plans, &Default::default(), &nothing).unwrap();
     if let Err(RewardFailure::Unusable { detail, .. }) = rewards.prepare().await {
-        assert!(detail.contains("no Python was found"), "{detail}");
+        assert!(detail.contains("no Python found"), "{detail}");
         println!("skipped: there is no Python on this machine");
         return;
     }
@@ -390,7 +390,7 @@ async fn rewards_of_one_file_share_a_process_that_ends_with_them() {
 }
 
 #[tokio::test]
-async fn a_file_that_is_not_here_or_not_the_job_s_is_refused_by_name() {
+async fn a_missing_or_changed_file_is_reported_by_name() {
     let missing = python_plan("f", json!({"file": "/nowhere/rewards.py"}));
     let changed = python_plan("judge", json!({"file": fixture("trl_functions.py"), "sha256": "ab".repeat(32)}));
     for (plan, part) in
@@ -399,7 +399,7 @@ async fn a_file_that_is_not_here_or_not_the_job_s_is_refused_by_name() {
         let rewards = Rewards::build(&[plan], &Default::default(), &loopback()).unwrap();
         let failure = rewards.prepare().await.unwrap_err();
         let RewardFailure::Unusable { detail, .. } = &failure else { panic!("{failure:?}") };
-        assert!(detail.contains(part) || detail.contains("no Python was found"), "{detail}");
+        assert!(detail.contains(part) || detail.contains("no Python found"), "{detail}");
         assert_eq!(failure.to_failure(1).code, "reward_not_usable");
     }
 }
@@ -410,7 +410,7 @@ fn a_plan_has_no_address_and_a_webhook_of_before_is_written_as_it_was() {
     let written = serde_json::to_value(&plan).unwrap();
     assert!(written.get("url").is_none() && written["sha256"] == "00", "{written}");
     assert_eq!(serde_json::from_value::<RewardPlan>(written).unwrap(), plan);
-    // A webhook of before there were ids of tokens.
+    // A webhook from before token ids existed.
     let webhook = serde_json::to_value(service::plan("w", "http://a.example/", json!({}))).unwrap();
     assert!(webhook.get("completion_ids").is_none(), "{webhook}");
     assert_eq!(webhook["url"], "http://a.example/");

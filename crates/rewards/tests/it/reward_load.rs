@@ -1,4 +1,4 @@
-//! How services are treated: no more requests than they bear, none while they are down, none for what is known.
+//! Tests of the load on services: no more requests than they can handle, none during an outage, none for cached values.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -10,7 +10,7 @@ use axum::extract::State;
 use axum::http::{Response, StatusCode};
 use axum::response::IntoResponse;
 use rlood_rewards::client::{Pace, RewardClient};
-use rlood_rewards::{JobContext, RewardFailure, Rewards, Scored, Surroundings};
+use rlood_rewards::{JobContext, RewardDeps, RewardFailure, Rewards, Scored};
 use rlood_types::event::Event;
 use rlood_types::id::JobId;
 use rlood_types::outgoing::OutgoingPolicy;
@@ -27,12 +27,12 @@ fn client() -> RewardClient {
     RewardClient::new(&OutgoingPolicy::parse(&["loopback"]).unwrap()).unwrap()
 }
 
-fn surroundings(client: &RewardClient) -> Surroundings {
-    Surroundings { client: client.clone(), journal: None, models: None, former: Vec::new() }
+fn deps(client: &RewardClient) -> RewardDeps {
+    RewardDeps { client: client.clone(), journal: None, models: None, previous_reports: Vec::new() }
 }
 
 fn rewards(plans: &[RewardPlan], client: &RewardClient) -> Rewards {
-    Rewards::within(plans, &BTreeMap::new(), surroundings(client)).unwrap()
+    Rewards::with_deps(plans, &BTreeMap::new(), deps(client)).unwrap()
 }
 
 async fn score(rewards: &Rewards, step: u64, samples: &[RewardSample]) -> Result<Scored, RewardFailure> {
@@ -44,7 +44,7 @@ fn numbers(scored: &Scored) -> Vec<f64> {
     scored.scores.iter().map(|score| score.values[0].number().unwrap()).collect()
 }
 
-/// A service that bears a few requests at once, and answers 429 to more.
+/// A service that handles a few concurrent requests and answers 429 to more.
 #[derive(Clone, Default)]
 struct Narrow {
     inside: Arc<AtomicUsize>,
@@ -79,7 +79,7 @@ async fn a_service_that_bears_few_requests_at_once_gets_few_and_every_sample_its
     assert_eq!(numbers(&scored), (0..200).map(f64::from).collect::<Vec<_>>());
     let (refused, answered) = (narrow.refused.load(Ordering::SeqCst), narrow.answered.load(Ordering::SeqCst));
     assert_eq!(answered, 100);
-    // Sixteen at once without end would be refused seven times out of eight.
+    // Sixteen concurrent requests without a limit would be rejected seven times out of eight.
     assert!(refused < 80, "{refused} were refused");
     let health = &rewards.reports()[0].health;
     assert_eq!(health.errors["rate_limited"], refused as u64);
@@ -89,10 +89,10 @@ async fn a_service_that_bears_few_requests_at_once_gets_few_and_every_sample_its
 }
 
 #[tokio::test]
-async fn a_service_that_is_down_is_left_alone_and_then_asked_once() {
+async fn a_service_that_is_down_gets_no_requests_and_then_one_test_request() {
     let service = Service::start(|_, _| text(500, "down")).await;
     let pace = Pace::new(0.01).unwrap();
-    // Open for 0.3 s, 0.6 s, 1.2 s: two probes within the two seconds.
+    // The breaker is open for 0.3 s, 0.6 s, 1.2 s: two test requests within the two seconds.
     let changes = json!({"max_batch_samples": 2, "max_concurrency": 8, "max_outage_s": 2});
     let rewards = rewards(&[plan("r", &service.url(), changes)], &client().with_pace(pace));
     let mut notices = rewards.notices().unwrap();
@@ -100,7 +100,7 @@ async fn a_service_that_is_down_is_left_alone_and_then_asked_once() {
     assert_eq!(failure.pause_reason(), Some("reward_outage"), "{failure}");
     assert!(failure.to_string().contains("for 2 s"), "{failure}");
     let tries = service.seen.lock().unwrap().len();
-    // Eight at once before it is known, then one at a time.
+    // Eight concurrent requests before the overload is known, then one at a time.
     assert!((5..=14).contains(&tries), "{tries} tries");
     let report = rewards.reports().remove(0).health;
     let breaker = report.breaker.unwrap();
@@ -121,7 +121,7 @@ async fn a_service_that_is_down_is_left_alone_and_then_asked_once() {
 async fn two_rewards_of_one_address_share_its_breaker() {
     let service = Service::start(|_, _| text(503, "down")).await;
     let away = |name: &str| plan(name, &service.url(), json!({"max_outage_s": 1, "required": false}));
-    // Open for 0.6 s, then for 1.2 s.
+    // The breaker is open for 0.6 s, then for 1.2 s.
     let client = client().with_pace(Pace::new(0.02).unwrap());
     let rewards = rewards(&[away("one"), away("two")], &client);
     score(&rewards, 1, &samples(2, 2)).await.unwrap();
@@ -130,7 +130,7 @@ async fn two_rewards_of_one_address_share_its_breaker() {
     let health: Vec<_> = rewards.reports().into_iter().map(|report| report.health).collect();
     assert!(health.iter().all(|health| health.breaker.as_ref().unwrap().state == BreakerState::Open), "{health:?}");
     assert_eq!(health.iter().map(|health| health.requests).sum::<u64>(), before as u64);
-    // It is known to be down: the next rollout asks nobody and waits for nobody.
+    // The service is known to be down, so the next rollout sends no request and waits for none.
     let begun = std::time::Instant::now();
     let scored = score(&rewards, 2, &samples(2, 2)).await.unwrap();
     assert!(scored.scores.iter().all(|score| score.values == [RewardValue::Missing; 2]));
@@ -138,7 +138,7 @@ async fn two_rewards_of_one_address_share_its_breaker() {
     assert!(begun.elapsed() < Duration::from_millis(200), "{:?}", begun.elapsed());
 }
 
-/// Two groups of four with twins: c0 c1 c0 c1, c2 c3 c2 c3, from another step's view.
+/// Returns two groups of four with duplicates: c0 c1 c0 c1, c2 c3 c2 c3, as seen at another step.
 fn repeating(first: usize) -> Vec<RewardSample> {
     let mut samples = samples(8, 4);
     for (index, sample) in samples.iter_mut().enumerate() {
@@ -149,7 +149,7 @@ fn repeating(first: usize) -> Vec<RewardSample> {
 }
 
 #[tokio::test]
-async fn what_is_known_is_not_asked_for_and_has_the_very_same_value() {
+async fn cached_values_need_no_request_and_are_identical() {
     let asked = Arc::new(Mutex::new(Vec::new()));
     let ledger = asked.clone();
     let service = Service::start(move |_, request| {
@@ -174,7 +174,7 @@ async fn what_is_known_is_not_asked_for_and_has_the_very_same_value() {
     let health = &first.reports()[0].health;
     assert_eq!((health.samples, health.cached, health.requests), (16, 12, 1));
 
-    // The same worker's next job; other parameters, or none of the cache, are another matter.
+    // The next job of the same worker uses the cache. Other parameters, or a reward without cache, do not.
     let next = rewards(&[cached(&service.url(), json!({}))], &client);
     assert_eq!(numbers(&score(&next, 1, &repeating(0)).await.unwrap()), expected);
     assert_eq!(asked.lock().unwrap().len(), 4);
@@ -187,7 +187,7 @@ async fn what_is_known_is_not_asked_for_and_has_the_very_same_value() {
 }
 
 #[tokio::test]
-async fn errors_and_values_that_stand_for_them_are_asked_for_again() {
+async fn errors_and_their_replacement_values_are_not_cached() {
     let service = Service::start(|count, request| {
         let mut answer = truth(request);
         if count == 0 {
@@ -217,14 +217,14 @@ async fn a_process_lost_at_any_entry_leaves_out_what_the_first_one_left_out() {
     };
     let job = JobContext { job: JobId::new(), rollout: RolloutId::train(4), probe: false };
     let within = |plans: &[RewardPlan], client: &RewardClient, book: Book| {
-        let surroundings = Surroundings { journal: Some(Arc::new(book)), ..surroundings(client) };
-        Rewards::within(plans, &BTreeMap::new(), surroundings).unwrap()
+        let deps = RewardDeps { journal: Some(Arc::new(book)), ..deps(client) };
+        Rewards::with_deps(plans, &BTreeMap::new(), deps).unwrap()
     };
     let all: Vec<RewardSample> = samples(10, 2);
     for lost in 1..30 {
         let service = start().await;
         let client = client();
-        // Something is known before.
+        // Some values are cached before.
         let before = rewards(&plans(&service), &client);
         score(&before, 1, &samples(2, 2)).await.unwrap();
         let entries: Arc<Mutex<Vec<JournalEntry>>> = Arc::default();
@@ -238,7 +238,7 @@ async fn a_process_lost_at_any_entry_leaves_out_what_the_first_one_left_out() {
             answers.collect()
         };
         let (settled, asked) = (answered(&entries.lock().unwrap()), service.seen.lock().unwrap().len());
-        // Another process: it knows nothing, or all that was answered meanwhile; the journal counts.
+        // Another process has an empty cache, or more values than before. In both cases the journal decides.
         let client = if lost % 3 == 0 { self::client() } else { client };
         let second = within(&plans(&service), &client, Book { entries: entries.clone(), ..Book::default() });
         let scored = second.score(&job, &all).await.unwrap();
@@ -254,7 +254,7 @@ async fn a_process_lost_at_any_entry_leaves_out_what_the_first_one_left_out() {
             assert_eq!(first_id, &id, "lost at {lost}: the same samples under two ids");
         }
         if first.is_ok() {
-            // What was known, two batches, four halves: a request and an answer each.
+            // The cached values, two batches and four halves have a request and an answer each.
             assert_eq!(lost, 15);
             break;
         }
@@ -276,8 +276,7 @@ async fn what_is_kept_of_a_failure_has_no_secret_in_it() {
     let secrets: RewardSecrets = serde_json::from_value(json!({"secret": null, "headers": headers})).unwrap();
     let url = format!("{}?key=hidden-query", service.url());
     let plans = [plan("r", &url, json!({}))];
-    let rewards =
-        Rewards::within(&plans, &BTreeMap::from([("r".to_owned(), secrets)]), surroundings(&client())).unwrap();
+    let rewards = Rewards::with_deps(&plans, &BTreeMap::from([("r".to_owned(), secrets)]), deps(&client())).unwrap();
     score(&rewards, 7, &samples(2, 2)).await.unwrap();
     let report = rewards.reports().remove(0);
     let text = serde_json::to_string(&report).unwrap();
@@ -288,9 +287,9 @@ async fn what_is_kept_of_a_failure_has_no_secret_in_it() {
     assert_eq!(failure.response.as_ref().unwrap().status, Some(500));
     assert!(failure.request.body.contains("reward.score.request"), "{failure:?}");
     assert_eq!(report.health.retries, 1);
-    // An attempt that goes on counts on.
-    let former = Surroundings { former: vec![report], ..surroundings(&client()) };
-    let next = Rewards::within(&plans, &BTreeMap::new(), former).unwrap();
+    // A resumed attempt continues the counts.
+    let previous = RewardDeps { previous_reports: vec![report], ..deps(&client()) };
+    let next = Rewards::with_deps(&plans, &BTreeMap::new(), previous).unwrap();
     score(&next, 8, &samples(2, 2)).await.unwrap();
     let health = next.reports().remove(0).health;
     assert_eq!((health.requests, health.samples, health.errors["server_error"]), (3, 4, 1));

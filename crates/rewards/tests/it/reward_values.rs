@@ -1,11 +1,11 @@
-//! Which values are taken from a reward service: not those beyond the limit, and exactly those that it said, whatever the
-//! secrets it was asked with look like.
+//! Tests of the values that are accepted from a reward service: none beyond the limit, and exactly those that it returned, even
+//! if they look like one of the reward's secrets.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use rlood_rewards::client::RewardClient;
-use rlood_rewards::{JobContext, RewardFailure, Rewards, Scored, Surroundings};
+use rlood_rewards::{JobContext, RewardDeps, RewardFailure, Rewards, Scored};
 use rlood_types::id::JobId;
 use rlood_types::outgoing::OutgoingPolicy;
 use rlood_types::protocol::{JournalEntry, RewardAnswer};
@@ -32,8 +32,8 @@ async fn score(
     journal: Option<Arc<Book>>,
 ) -> Result<Scored, RewardFailure> {
     let journal = journal.map(|book| book as Arc<dyn rlood_rewards::journal::Journal>);
-    let surroundings = Surroundings { client: client(), journal, models: None, former: Vec::new() };
-    let rewards = Rewards::within(&[plan], secrets, surroundings).unwrap();
+    let deps = RewardDeps { client: client(), journal, models: None, previous_reports: Vec::new() };
+    let rewards = Rewards::with_deps(&[plan], secrets, deps).unwrap();
     let job = JobContext { job: JobId::new(), rollout: RolloutId::train(1), probe: false };
     rewards.score(&job, &samples(4, 2)).await
 }
@@ -68,13 +68,13 @@ async fn a_value_beyond_the_limit_is_as_invalid_as_nan() {
     assert!(failure.to_string().contains("max_abs_reward"), "{failure}");
     let wider = with(json!({"max_abs_reward": 2e6})).await.unwrap();
     assert_eq!(values(&wider)[2..], [number(1_000_000.5), RewardValue::Missing]);
-    // A job of before there was a limit has none.
+    // A job from before the limit existed has no limit.
     let before = score(plan("r", &service.url(), json!({})), &BTreeMap::new(), None).await.unwrap();
     assert_eq!(values(&before), said.map(number));
 }
 
 #[tokio::test]
-async fn headers_that_look_like_parts_of_an_answer_change_none_of_its_values_now_or_when_it_is_replayed() {
+async fn headers_that_look_like_parts_of_an_answer_do_not_change_its_values() {
     let headers = with_headers(&[
         ("x-tenant", "10000000"),
         ("x-a", "sample_id"),
@@ -103,7 +103,7 @@ async fn headers_that_look_like_parts_of_an_answer_change_none_of_its_values_now
     let again = score(reward(), &headers, Some(book.clone())).await.unwrap();
     assert_eq!(values(&again), values(&first));
     assert_eq!(service.seen.lock().unwrap().len(), 1, "the second time the journal answered");
-    // What is written down has no secret in its strings.
+    // Strings in the journal contain no secrets.
     let entries = book.entries.lock().unwrap();
     let bodies = entries.iter().filter_map(|entry| match entry {
         JournalEntry::Answer { answer: RewardAnswer::Body { body }, .. } => Some(body),
@@ -123,14 +123,14 @@ async fn a_cached_value_is_used_again_by_its_owner_and_with_its_secret_only() {
     let asked = async |scope: &str, header: &str, changes: Value| {
         let mut all = json!({"cache": true, "max_abs_reward": 1e6});
         all.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
-        let surroundings = Surroundings {
+        let deps = RewardDeps {
             client: client.clone().with_cache_scope(scope),
             journal: None,
             models: None,
-            former: Vec::new(),
+            previous_reports: Vec::new(),
         };
         let plans = [plan("r", &service.url(), all)];
-        let rewards = Rewards::within(&plans, &with_headers(&[("x-key", header)]), surroundings).unwrap();
+        let rewards = Rewards::with_deps(&plans, &with_headers(&[("x-key", header)]), deps).unwrap();
         let before = service.seen.lock().unwrap().len();
         let job = JobContext { job: JobId::new(), rollout: RolloutId::train(1), probe: false };
         rewards.score(&job, &samples(4, 2)).await.unwrap();

@@ -1,6 +1,7 @@
-//! Rewards against a real HTTP server with faults: whatever it does, no sample gets a number that it was not given.
+//! Tests of rewards with a real HTTP server that injects faults: a sample never gets a number that the service
+//! did not give for it.
 //!
-//! Longer than other files: a fault a test, with what each must leave behind.
+//! This file is longer than others: it has one test per fault, with the expected state after each.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -31,7 +32,7 @@ async fn score(url: &str, changes: Value, samples: &[RewardSample]) -> Result<Sc
     rewards(&[plan("r", url, changes)]).score(&job(), samples).await
 }
 
-/// The only reward's value of each sample.
+/// Returns the values of the only reward, one per sample.
 fn values(scored: &Scored) -> Vec<RewardValue> {
     scored.scores.iter().map(|score| score.values[0]).collect()
 }
@@ -91,7 +92,7 @@ async fn the_request_is_the_contracts_and_its_signature_fits() {
 }
 
 #[tokio::test]
-async fn whole_groups_travel_together_and_no_more_than_max_concurrency_at_once() {
+async fn groups_are_sent_together_with_at_most_max_concurrency_requests() {
     let service = Service::start(|_, request| ok(&truth(request))).await;
     let changes = json!({"max_batch_samples": 10, "max_concurrency": 2});
     assert_eq!(values(&score(&service.url(), changes, &samples(40, 4)).await.unwrap()), numbers(40));
@@ -142,7 +143,7 @@ async fn a_service_that_refuses_or_hangs_or_storms_ends_in_an_outage_not_in_zero
 }
 
 #[tokio::test]
-async fn while_a_service_is_away_the_job_can_tell_and_goes_on_when_it_is_back() {
+async fn an_outage_is_visible_and_the_job_continues_after_it() {
     let service = Service::start(|count, request| if count < 4 { text(500, "") } else { ok(&truth(request)) }).await;
     let rewards = Arc::new(rewards(&[plan("r", &service.url(), json!({}))]));
     let scoring = tokio::spawn({
@@ -159,7 +160,7 @@ async fn while_a_service_is_away_the_job_can_tell_and_goes_on_when_it_is_back() 
 }
 
 #[tokio::test]
-async fn dropping_the_future_stops_the_asking() {
+async fn dropping_the_future_stops_the_requests() {
     let service = Service::start(|_, _| text(500, "")).await;
     let rewards = rewards(&[plan("r", &service.url(), json!({}))]);
     let cancelled = tokio::time::timeout(Duration::from_millis(300), rewards.score(&job(), &samples(2, 2))).await;
@@ -171,7 +172,7 @@ async fn dropping_the_future_stops_the_asking() {
 }
 
 #[tokio::test]
-async fn answers_that_are_none_are_retried_then_missing_with_the_reason() {
+async fn invalid_answers_are_retried_and_then_missing_with_a_reason() {
     let html = "<html><body>It works!</body></html>";
     let cases: Vec<(Box<Reply>, &str)> = vec![
         (Box::new(move |_, _| text(200, html)), "not JSON"),
@@ -190,7 +191,7 @@ async fn answers_that_are_none_are_retried_then_missing_with_the_reason() {
     for (reply, reason) in cases {
         let service = Service::start(reply).await;
         let failure = score(&service.url(), json!({}), &samples(2, 2)).await.unwrap_err();
-        // The first rollout without one valid answer pauses the job rather than train on nothing.
+        // A first rollout without a single valid answer pauses the job, instead of training on nothing.
         assert_eq!(failure.pause_reason(), Some("reward_invalid"), "{failure}");
         assert!(failure.to_string().contains(reason), "expected '{reason}' in: {failure}");
         assert_eq!(service.requests().len(), 3, "{reason}: asked once and retried twice");
@@ -218,7 +219,7 @@ async fn on_invalid_decides_between_missing_zero_and_failure() {
     assert!(warning(&zero).contains("1 invalid answers count as 0"), "{}", warning(&zero));
     let failure = ask("fail").await.unwrap_err();
     assert_eq!((failure.pause_reason(), failure.to_failure(3).code.as_str()), (None, "reward_invalid"));
-    // Only the bad sample was asked again.
+    // Only the sample with the invalid answer was requested again.
     let asked = service.requests().iter().map(|r| r["samples"].as_array().unwrap().len()).collect::<Vec<_>>();
     assert_eq!(asked, [3, 1, 1, 3, 1, 1, 3, 1, 1]);
 }
@@ -254,7 +255,7 @@ async fn score_owned(url: String, changes: Value) -> Result<Scored, RewardFailur
 }
 
 #[tokio::test]
-async fn what_is_left_out_is_asked_again_alone_under_a_new_id() {
+async fn missing_results_are_requested_again_under_a_new_id() {
     let service = Service::start(|count, request| {
         let mut answer = truth(request);
         if count == 0 {
@@ -275,7 +276,7 @@ async fn what_is_left_out_is_asked_again_alone_under_a_new_id() {
 }
 
 #[tokio::test]
-async fn null_is_not_applicable_an_error_is_missing_a_retryable_one_is_asked_again() {
+async fn null_is_not_applicable_an_error_is_missing_and_a_retryable_error_is_retried() {
     let service = Service::start(|count, request| {
         let mut answer = truth(request);
         if count == 0 {
@@ -303,7 +304,7 @@ async fn a_413_splits_in_half_until_it_fits() {
     assert_eq!(service.requests().len(), 7, "8 → 4 + 4 → 2 + 2 + 2 + 2");
     let never = Service::start(|_, _| text(413, "")).await;
     let failure = score(&never.url(), json!({}), &samples(2, 2)).await.unwrap_err();
-    assert!(failure.to_string().contains("413 to a single sample"), "{failure}");
+    assert!(failure.to_string().contains("413 (too large) to a single sample"), "{failure}");
 }
 
 #[tokio::test]

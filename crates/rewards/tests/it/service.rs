@@ -1,4 +1,4 @@
-//! A reward service of the test's own, and samples and plans for it. The root's tests use it too.
+//! A reward service for tests, with samples and plans for it. The root's tests use it too.
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -13,11 +13,11 @@ use rlood_types::sample::RewardSample;
 use rlood_types::spec::RewardPlan;
 use serde_json::{Map, Value, json};
 
-/// Headers and body of every request, as they came.
+/// Headers and body of every request, in order.
 pub type Seen = Arc<Mutex<Vec<(HeaderMap, Vec<u8>)>>>;
 pub type Reply = dyn Fn(usize, &Value) -> Response<Body> + Send + Sync;
 
-/// A reward service whose nth answer (from 0) is up to the test; it keeps every request.
+/// A reward service whose nth answer (from 0) the test determines. It records every request.
 pub struct Service {
     address: SocketAddr,
     pub seen: Seen,
@@ -36,7 +36,7 @@ impl Service {
         Self::start_at(SocketAddr::from(([127, 0, 0, 1], 0)), reply).await
     }
 
-    /// The same, at an address that something else has written down.
+    /// Starts the service at an address that was recorded elsewhere.
     pub async fn start_at(
         address: SocketAddr,
         reply: impl Fn(usize, &Value) -> Response<Body> + Send + Sync + 'static,
@@ -90,7 +90,7 @@ pub fn hang() -> Response<Body> {
     Response::builder().header("x-hang", "1").body(Body::empty()).unwrap()
 }
 
-/// The true answer: the number in each completion (`c7` → 7).
+/// Returns the correct answer: the number in each completion (`c7` → 7).
 pub fn truth(request: &Value) -> Value {
     let result = |sample: &Value| {
         let reward: f64 = sample["completion"].as_str().unwrap()[1..].parse().unwrap();
@@ -100,7 +100,7 @@ pub fn truth(request: &Value) -> Value {
     json!({"version": "1", "id": request["id"], "results": results})
 }
 
-/// Samples `c0`, `c1`, … in groups of `group`.
+/// Returns samples `c0`, `c1`, … in groups of `group`.
 pub fn samples(count: usize, group: usize) -> Vec<RewardSample> {
     let sample = |index: usize| RewardSample {
         sample_id: format!("s_{index}"),

@@ -1,5 +1,5 @@
-//! What a job's author can write as an address, the server must not reach: over 200 URLs, and not one connection, counted at
-//! listeners that would take it. Then what the operator permits: by block and by name, and nothing beside it.
+//! Tests that the server connects to no forbidden address, whatever a job's author writes: over 200 URLs, with connections
+//! counted at listeners that would accept them. Then tests of the addresses that the operator permits, by block and by name.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -38,7 +38,7 @@ async fn no_url_of_the_corpus_makes_a_connection() {
     println!("{} URLs, {} connections", corpus.len(), home.connections());
 }
 
-/// Answers of a name server that change with each question.
+/// Answers of a name server that change with each query.
 fn changing(answers: Vec<Vec<IpAddr>>) -> (Lookup, Arc<Mutex<Vec<String>>>) {
     let asked = Arc::new(Mutex::new(Vec::new()));
     let names = asked.clone();
@@ -51,8 +51,8 @@ fn changing(answers: Vec<Vec<IpAddr>>) -> (Lookup, Arc<Mutex<Vec<String>>>) {
     (Arc::new(lookup), asked)
 }
 
-/// Answers every request on this address, and closes; counts the requests.
-async fn open_house(ip: Ipv4Addr, port: u16, answer: &'static str) -> (u16, Arc<AtomicUsize>) {
+/// Answers every request on this address, closes the connection, and counts the requests.
+async fn start_listener(ip: Ipv4Addr, port: u16, answer: &'static str) -> (u16, Arc<AtomicUsize>) {
     let listener = tokio::net::TcpListener::bind((ip, port)).await.unwrap();
     let port = listener.local_addr().unwrap().port();
     let count = Arc::new(AtomicUsize::new(0));
@@ -71,11 +71,11 @@ const OK: &str = "HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\
 
 #[tokio::test]
 async fn a_name_is_checked_at_every_connection_and_the_checked_address_is_the_one_called() {
-    let (port, welcome) = open_house(Ipv4Addr::new(127, 0, 0, 2), 0, OK).await;
-    let (_, secret) = open_house(Ipv4Addr::LOCALHOST, port, OK).await;
+    let (port, welcome) = start_listener(Ipv4Addr::new(127, 0, 0, 2), 0, OK).await;
+    let (_, secret) = start_listener(Ipv4Addr::LOCALHOST, port, OK).await;
     let policy = OutgoingPolicy::parse(&["127.0.0.2"]).unwrap();
     let (good, bad): (IpAddr, IpAddr) = ([127, 0, 0, 2].into(), [127, 0, 0, 1].into());
-    // The second question is answered with another address, the third with both.
+    // The second query gets another address, the third gets both.
     let (lookup, asked) = changing(vec![vec![good], vec![bad], vec![bad, good]]);
     let client = restricted_client_builder_with(&policy, lookup).build().unwrap();
     let url = format!("http://rebinding.example:{port}/");
@@ -86,7 +86,7 @@ async fn a_name_is_checked_at_every_connection_and_the_checked_address_is_the_on
     assert_eq!(asked.lock().unwrap().len(), 3);
     assert_eq!((welcome.load(Ordering::SeqCst), secret.load(Ordering::SeqCst)), (2, 0));
 
-    // Every forbidden address as the answer for an innocent name, also beside its IPv6 forms.
+    // Every forbidden address as the answer for a harmless name, also together with its IPv6 forms.
     let forbidden = FORBIDDEN.map(IpAddr::from).into_iter().filter(|ip| *ip != good);
     for ip in forbidden {
         let IpAddr::V4(v4) = ip else { continue };
@@ -102,13 +102,13 @@ async fn a_name_is_checked_at_every_connection_and_the_checked_address_is_the_on
 
 #[tokio::test]
 async fn a_redirect_is_not_followed() {
-    let (port, secret) = open_house(Ipv4Addr::LOCALHOST, 0, OK).await;
+    let (port, secret) = start_listener(Ipv4Addr::LOCALHOST, 0, OK).await;
     let policy = OutgoingPolicy::parse(&["127.0.0.2"]).unwrap();
     for status in ["301 Moved", "302 Found", "303 See Other", "307 Temporary", "308 Permanent"] {
         let location = format!(
             "HTTP/1.1 {status}\r\nlocation: http://127.0.0.1:{port}/\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
         );
-        let (first, _) = open_house(Ipv4Addr::new(127, 0, 0, 2), 0, location.leak()).await;
+        let (first, _) = start_listener(Ipv4Addr::new(127, 0, 0, 2), 0, location.leak()).await;
         let url = format!("http://127.0.0.2:{first}/score");
         let answer = restricted_client_builder(&policy).build().unwrap().get(&url).send().await.unwrap();
         assert!(answer.status().is_redirection());
@@ -127,8 +127,8 @@ async fn a_redirect_is_not_followed() {
 
 #[tokio::test]
 async fn the_operator_permits_blocks_and_names_and_nothing_beside_them() {
-    let (port, house) = open_house(Ipv4Addr::new(127, 0, 0, 2), 0, OK).await;
-    let (_, beside) = open_house(Ipv4Addr::new(127, 0, 0, 9), port, OK).await;
+    let (port, connections) = start_listener(Ipv4Addr::new(127, 0, 0, 2), 0, OK).await;
+    let (_, beside) = start_listener(Ipv4Addr::new(127, 0, 0, 9), port, OK).await;
     let inside: IpAddr = [127, 0, 0, 2].into();
     let outside: IpAddr = [127, 0, 0, 9].into();
     for (list, name, address, reached) in [
@@ -141,12 +141,12 @@ async fn the_operator_permits_blocks_and_names_and_nothing_beside_them() {
         ("reward.internal", "reward.internal.evil.example", inside, false),
         ("10.0.0.0/8", "any.example", inside, false),
     ] {
-        let before = (house.load(Ordering::SeqCst), beside.load(Ordering::SeqCst));
+        let before = (connections.load(Ordering::SeqCst), beside.load(Ordering::SeqCst));
         let (lookup, _) = changing(vec![vec![address]]);
         let client = restricted_client_builder_with(&OutgoingPolicy::parse(&[list]).unwrap(), lookup).build().unwrap();
         let answer = client.get(format!("http://{name}:{port}/")).send().await;
         assert_eq!(answer.is_ok(), reached, "{list}: {name} at {address}: {answer:?}");
-        let after = (house.load(Ordering::SeqCst), beside.load(Ordering::SeqCst));
+        let after = (connections.load(Ordering::SeqCst), beside.load(Ordering::SeqCst));
         assert_eq!(after, (before.0 + usize::from(reached), before.1), "{list}: {name} at {address}");
     }
 }

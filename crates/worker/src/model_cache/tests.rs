@@ -6,7 +6,7 @@ fn key(letter: char) -> String {
     letter.to_string().repeat(64)
 }
 
-/// Fetches a model of so many bytes; `age_s` seconds ago it was used last.
+/// Adds a model of `bytes` bytes that was last used `age_s` seconds ago.
 fn fetch(cache: &ModelCache, letter: char, bytes: usize, age_s: u64) {
     let Found::Missing(fetching) = cache.find(&key(letter)).unwrap() else { panic!("{letter} is there already") };
     let dir = fetching.prepare(&format!("org/{letter}"), bytes as u64).unwrap();
@@ -28,36 +28,36 @@ fn lease(cache: &ModelCache, letter: char) -> Lease {
 }
 
 #[test]
-fn what_was_not_used_for_longest_makes_room_and_what_a_job_uses_stays() {
+fn the_least_recently_used_models_are_removed_unless_in_use() {
     let dir = tempfile::tempdir().unwrap();
     let cache = ModelCache::open(dir.path(), Some(100)).unwrap();
     fetch(&cache, 'a', 40, 300);
     fetch(&cache, 'b', 30, 200);
     fetch(&cache, 'c', 30, 100);
     assert_eq!(names(&cache), ["org/a", "org/b", "org/c"]);
-    // The oldest is in use: the next one goes.
+    // The oldest model is in use, so the next one is removed.
     let used = lease(&cache, 'a');
     fetch(&cache, 'd', 20, 0);
     assert!(used.dir().join("weights").is_file());
     assert_eq!(names(&cache), ["org/c", "org/a", "org/d"]);
     drop(used);
-    // Its use has made it younger than the third.
+    // Its use made it more recent than the third.
     fetch(&cache, 'e', 40, 0);
     assert_eq!(names(&cache), ["org/d", "org/a", "org/e"]);
 }
 
 #[test]
-fn a_model_that_does_not_fit_says_which_limit_and_removes_nothing_in_use() {
+fn a_model_that_does_not_fit_reports_the_limit_and_removes_no_model_in_use() {
     let dir = tempfile::tempdir().unwrap();
     let cache = ModelCache::open(dir.path(), Some(100)).unwrap();
     fetch(&cache, 'a', 60, 0);
     let used = lease(&cache, 'a');
     let Found::Missing(fetching) = cache.find(&key('b')).unwrap() else { panic!() };
     let error = fetching.prepare("org/b", 50).unwrap_err();
-    assert!(matches!(error, NoRoom::InUse { size_bytes: 50, limit_bytes: 100, used_bytes: 60 }), "{error:?}");
+    assert!(matches!(error, CacheFull::InUse { size_bytes: 50, limit_bytes: 100, used_bytes: 60 }), "{error:?}");
     assert!(error.advice().contains("--cache-limit"), "{error}");
     let error = fetching.prepare("org/b", 101).unwrap_err();
-    assert!(matches!(error, NoRoom::OverLimit { size_bytes: 101, limit_bytes: 100 }), "{error:?}");
+    assert!(matches!(error, CacheFull::OverLimit { size_bytes: 101, limit_bytes: 100 }), "{error:?}");
     let unlimited = ModelCache::open(dir.path(), None).unwrap();
     let Found::Missing(fetching) = unlimited.find(&key('c')).unwrap() else { panic!() };
     let error = fetching.prepare("org/c", u64::MAX / 2).unwrap_err();
@@ -66,7 +66,7 @@ fn a_model_that_does_not_fit_says_which_limit_and_removes_nothing_in_use() {
 }
 
 #[test]
-fn one_process_fetches_and_others_wait_until_it_has_ended_or_all_is_there() {
+fn one_process_downloads_and_the_others_wait() {
     let dir = tempfile::tempdir().unwrap();
     let (one, other) = (ModelCache::open(dir.path(), None).unwrap(), ModelCache::open(dir.path(), None).unwrap());
     let Found::Missing(fetching) = one.find(&key('a')).unwrap() else { panic!() };
@@ -76,7 +76,7 @@ fn one_process_fetches_and_others_wait_until_it_has_ended_or_all_is_there() {
     let entry = other.entries().unwrap().remove(0);
     assert_eq!((entry.size_bytes, entry.is_whole, entry.in_use), (3, false, true), "what it will take");
     assert_eq!(entry.missing_bytes, 1);
-    // The process dies.
+    // Dropping the right simulates the end of the process.
     drop(fetching);
     let entry = other.entries().unwrap().remove(0);
     assert_eq!((entry.size_bytes, entry.is_whole, entry.in_use), (2, false, false), "what is there");
@@ -108,7 +108,7 @@ fn a_name_that_is_no_fingerprint_never_becomes_a_path() {
 fn a_directory_of_another_user_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     ModelCache::open(dir.path(), None).unwrap();
-    // Only root can give a directory away.
+    // Only root can change the owner of a directory.
     if std::os::unix::fs::chown(dir.path().join("models"), Some(12345), None).is_ok() {
         let error = ModelCache::open(dir.path(), None).unwrap_err();
         assert!(error.to_string().contains("12345"), "{error}");

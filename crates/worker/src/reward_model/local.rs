@@ -1,4 +1,4 @@
-//! A job's own reward models: found by the ids that the server registered, loaded once an attempt, on the worker's device.
+//! The reward models of a job: found by their registered ids, loaded once per attempt, on the worker's device.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
@@ -16,21 +16,21 @@ use crate::reward::local::{LocalModel, LocalModels};
 use crate::sample::{RewardSample, RewardValue};
 use crate::spec::{Plan, RewardModelPlan};
 
-/// The reward models of one attempt. Two rewards of the same plan share one.
+/// The reward models of one attempt. Rewards with the same plan share one model.
 #[derive(Debug)]
 pub struct LocalRewardModels {
     device: String,
-    /// By id: where each lies on this machine, and whether its files are known to be those of the job.
+    /// Directory of each model by id, and whether its files were verified against the job.
     dirs: Mutex<BTreeMap<String, (PathBuf, bool)>>,
-    /// By id: SHA-256 when the job was accepted.
+    /// SHA-256 of each model by id, at the time when the job was accepted.
     fingerprints: BTreeMap<String, String>,
-    /// Variables of chat templates, the policy's and theirs.
+    /// Variables of chat templates, for the policy and the reward models.
     chat_template_kwargs: Map<String, Value>,
     loaded: Mutex<HashMap<String, Arc<Scorer>>>,
 }
 
 impl LocalRewardModels {
-    /// For a job on a device of the pool (`cpu`, `cuda:0`), with directories of registered models by their ids.
+    /// Creates the models for a job on a device (`cpu`, `cuda:0`); `paths` maps ids to directories.
     pub fn new(device: &str, paths: BTreeMap<String, String>, plan: &Plan) -> Self {
         Self {
             device: device.to_owned(),
@@ -41,7 +41,7 @@ impl LocalRewardModels {
         }
     }
 
-    /// Says where reward models lie whose files have been compared with the job's.
+    /// Sets the directories of reward models whose files were verified against the job.
     pub fn set_verified(&self, dirs: BTreeMap<String, PathBuf>) {
         let mut known = self.dirs.lock().unwrap_or_else(PoisonError::into_inner);
         known.extend(dirs.into_iter().map(|(id, dir)| (id, (dir, true))));
@@ -50,11 +50,11 @@ impl LocalRewardModels {
     fn scorer(&self, plan: &RewardModelPlan) -> Result<Arc<Scorer>, String> {
         let RewardModelPlan { model, label, format, max_length, dtype } = plan;
         let dir = self.dirs.lock().unwrap_or_else(PoisonError::into_inner).get(model).cloned();
-        let (dir, is_verified) = dir.ok_or_else(|| format!("the reward model '{model}' is not registered any more"))?;
+        let (dir, is_verified) = dir.ok_or_else(|| format!("the reward model '{model}' is no longer registered"))?;
         if !dir.is_dir() {
             return Err(format!("the directory of the reward model '{model}' is not on this machine"));
         }
-        // Held while loading: whoever wants the same model waits for it.
+        // The lock is held while loading, so that other callers wait for the same model.
         let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
         let key = format!("{plan:?}");
         if let Some(scorer) = loaded.get(&key) {
@@ -112,7 +112,7 @@ impl LocalModel for Scorer {
     }
 }
 
-/// A job's user sees it: no paths of this machine.
+/// Formats an error for the job's user, without paths of this machine.
 fn without_paths(error: &ScorerError) -> String {
     match error {
         ScorerError::Model(EngineError::Io { source, .. }) => {

@@ -1,6 +1,6 @@
-//! One attempt at one job: fetch what it needs, run the engine on a thread of its own, report how it ended.
+//! One attempt at one job: downloads its inputs, runs the engine on its own thread, and reports the outcome.
 //!
-//! Longer than other files: the ways in which an attempt ends are decided here and nowhere else.
+//! This file is longer than others, because all outcomes of an attempt are decided here.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -12,7 +12,8 @@ use tokio::runtime::Handle;
 use tokio::sync::{mpsc, oneshot};
 use tokio_util::task::AbortOnDropHandle;
 
-use super::client::{Client, ClientError, Held, OUTAGE, fetch, persist};
+use super::checkpoint_schedule::CheckpointSchedule;
+use super::client::{ClaimRef, Client, ClientError, MAX_OUTAGE, fetch, with_retries};
 use super::clock;
 use super::events::Events;
 use super::failure;
@@ -20,7 +21,6 @@ use super::host::JobHost;
 use super::job_models::JobModels;
 use super::journal::Journal;
 use super::reports::Reports;
-use super::saving::Saving;
 use super::signals::{Progress, StopSignal, drops_work};
 use super::{EXIT_DEVICE, EXIT_GRADING, EXIT_PANIC, TrainFn, Worker};
 use crate::causes::with_causes;
@@ -31,27 +31,28 @@ use crate::event::Phase;
 use crate::job::Failure;
 use crate::outgoing::OutgoingPolicy;
 use crate::protocol::{Claim, Finish, Heartbeat, Outcome};
-use crate::reward::{Rewards, Surroundings};
+use crate::reward::{RewardDeps, Rewards};
 use crate::reward_model::LocalRewardModels;
 use crate::spec::{DatasetPlan, eval_secret_name};
 
-/// Between two heartbeats, however much there is to tell.
-const SOONEST_BEAT: Duration = Duration::from_secs(1);
-/// The last words of a run whose server may be gone.
-const LAST_WORDS: Duration = Duration::from_secs(5);
-/// The graph of a long sequence is sorted recursively; only what is touched is ever backed by memory.
+/// Minimum interval between two heartbeats.
+const MIN_HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
+/// Time allowed for final reports when the server may be unreachable.
+const FINAL_REPORT_TIMEOUT: Duration = Duration::from_secs(5);
+/// Stack size of the engine's thread, because sorting the graph of a long sequence is recursive. Only pages
+/// that are touched use memory.
 const ENGINE_STACK_BYTES: usize = 512 * 1024 * 1024;
 
-/// What the parts of an attempt share.
+/// State shared by the parts of an attempt.
 pub(super) struct Attempt {
     pub(super) client: Client,
-    pub(super) held: Held,
+    pub(super) claim_ref: ClaimRef,
     stop: StopSignal,
     pub(super) progress: Progress,
     pub(super) events: Events,
 }
 
-/// Everything the engine needs, on this machine.
+/// The engine's inputs on this machine.
 struct Prepared {
     models: JobModels,
     rows: Vec<PromptRow>,
@@ -61,35 +62,35 @@ struct Prepared {
     initial: Option<PathBuf>,
 }
 
-/// How long a grader may take to end once its job is over.
-const GRADER_ENDS: Duration = Duration::from_secs(2);
-const GRADER_POLL: Duration = Duration::from_millis(50);
+/// Time limit for built-in rewards to stop after the job has ended.
+const GRADER_EXIT_TIMEOUT: Duration = Duration::from_secs(2);
+const GRADER_POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Runs a claim to its end; once the worker leaves, for no longer than `leave_within`, even when nobody takes its report.
-/// Returns the code with which this process must end because it is not to be trusted with another job, if it must.
+/// Runs a claim to its end. When the worker shuts down, it stops after `leave_within`, even if the server does not accept the
+/// report. Returns the exit code if the process must not run another job.
 pub(super) async fn run(worker: &Worker, claim: Claim) -> Option<u8> {
     tokio::select! {
         code = run_and_report(worker, claim) => code,
-        () = leaving_for(worker, worker.leave_within) => {
-            tracing::warn!("the end of the attempt is not reported: the server does not answer, and this process leaves");
+        () = leaving_since(worker, worker.leave_within) => {
+            tracing::warn!("the outcome is not reported: the server does not answer, and this process exits");
             None
         }
     }
 }
 
-async fn leaving_for(worker: &Worker, time: Duration) {
+async fn leaving_since(worker: &Worker, time: Duration) {
     worker.leaving.cancelled().await;
     tokio::time::sleep(time).await;
 }
 
 async fn run_and_report(worker: &Worker, claim: Claim) -> Option<u8> {
-    let held = Held { job: claim.job, attempt: claim.attempt };
+    let claim_ref = ClaimRef { job: claim.job, attempt: claim.attempt };
     let stop = StopSignal::new();
     let done = claim.resume.as_ref().map_or(0, |resume| resume.step);
     let progress = Progress::new(done, claim.plan.total_steps());
-    let (events, delivery) = Events::start(worker.client.clone(), held, stop.clone());
-    let attempt = Attempt { client: worker.client.clone(), held, stop: stop.clone(), progress, events };
-    attempt.events.log(format!("attempt {} begins on {} ({})", held.attempt, worker.device, worker.id));
+    let (events, delivery) = Events::start(worker.client.clone(), claim_ref, stop.clone());
+    let attempt = Attempt { client: worker.client.clone(), claim_ref, stop: stop.clone(), progress, events };
+    attempt.events.log(format!("attempt {} begins on {} ({})", claim_ref.attempt, worker.device, worker.id));
 
     let leave = {
         let (leaving, stop) = (worker.leaving.clone(), stop.clone());
@@ -101,9 +102,9 @@ async fn run_and_report(worker: &Worker, claim: Claim) -> Option<u8> {
     let graders = Graders::default();
     let ended = tokio::select! {
         ended = attempt.work(worker, claim, &graders) => ended,
-        // The rest is for the report.
-        () = leaving_for(worker, worker.leave_within.mul_f64(0.8)) => {
-            attempt.events.log("the engine did not stop in time: what it did since the last checkpoint is dropped");
+        // The rest of the time is reserved for the report.
+        () = leaving_since(worker, worker.leave_within.mul_f64(0.8)) => {
+            attempt.events.log("the engine did not stop in time: work since the last checkpoint is lost");
             Err(RunEnd::Stopped(StopReason::Shutdown))
         }
     };
@@ -115,32 +116,32 @@ async fn run_and_report(worker: &Worker, claim: Claim) -> Option<u8> {
         Err(RunEnd::Stopped(StopReason::Shutdown)) if worker.preempted.load(Ordering::Relaxed) => Outcome::Preempted,
         Err(RunEnd::Stopped(StopReason::Shutdown)) => Outcome::Requeued,
         Err(RunEnd::Stopped(StopReason::LeaseLost)) => {
-            tracing::warn!(job = %held.job, attempt = held.attempt, "the claim is lost; this attempt is dropped");
-            return graders.settled().await;
+            tracing::warn!(job = %claim_ref.job, attempt = claim_ref.attempt, "the claim is lost; this attempt is dropped");
+            return graders.wait_until_idle().await;
         }
         Err(RunEnd::Panicked) => {
             attempt.events.log("the engine panicked; the worker restarts");
-            let _ = tokio::time::timeout(LAST_WORDS, attempt.events.flush()).await;
+            let _ = tokio::time::timeout(FINAL_REPORT_TIMEOUT, attempt.events.flush()).await;
             return Some(EXIT_PANIC);
         }
         Err(RunEnd::Failed(error @ EngineError::Device(_))) => {
             let why = error.to_string();
-            // The supervisor keeps the last lines of standard error for its report of this process's end.
-            tracing::error!(job = %held.job, attempt = held.attempt, why, "the GPU failed; this process ends");
-            attempt.events.log(format!("{why}; the worker restarts, and the job goes on from its last checkpoint"));
-            let _ = tokio::time::timeout(LAST_WORDS, attempt.events.flush()).await;
+            // The supervisor keeps the last lines of standard error for its report about this process.
+            tracing::error!(job = %claim_ref.job, attempt = claim_ref.attempt, why, "the GPU failed; this process ends");
+            attempt.events.log(format!("{why}; the worker restarts, and the job resumes from its last checkpoint"));
+            let _ = tokio::time::timeout(FINAL_REPORT_TIMEOUT, attempt.events.flush()).await;
             return Some(EXIT_DEVICE);
         }
         Err(RunEnd::Failed(error)) => Outcome::Failed { failure: failure::of_engine(error, attempt.progress.get()) },
     };
-    attempt.events.log(last_line(&outcome));
-    // An error here is the delivery's own: it is looked at next.
+    attempt.events.log(outcome_line(&outcome));
+    // An error here comes from the delivery, which is checked next.
     let flushed = attempt.events.flush().await;
     let Attempt { client, progress, events, .. } = attempt;
     drop(events);
     let outcome = match (flushed, delivery.await) {
         (Ok(()), _) => outcome,
-        (Err(_), Ok(Err(ClientError::LeaseLost))) => return graders.settled().await,
+        (Err(_), Ok(Err(ClientError::LeaseLost))) => return graders.wait_until_idle().await,
         (Err(_), ended) => {
             let error = match &ended {
                 Ok(Ok(())) => "the delivery ended".to_owned(),
@@ -151,30 +152,30 @@ async fn run_and_report(worker: &Worker, claim: Claim) -> Option<u8> {
             Outcome::Failed { failure: failure::events_refused(progress.get()) }
         }
     };
-    let finish = Finish { attempt: held.attempt, outcome };
-    match persist(|| client.finish(held, &finish), ClientError::is_transient).await {
-        Ok(()) => tracing::info!(job = %held.job, "the attempt is over"),
+    let finish = Finish { attempt: claim_ref.attempt, outcome };
+    match with_retries(|| client.finish(claim_ref, &finish), ClientError::is_transient).await {
+        Ok(()) => tracing::info!(job = %claim_ref.job, "the attempt has ended"),
         Err(error) => {
-            tracing::warn!(job = %held.job, error = with_causes(&error), "the end of the attempt could not be reported")
+            tracing::warn!(job = %claim_ref.job, error = with_causes(&error), "the end of the attempt could not be reported")
         }
     }
-    graders.settled().await
+    graders.wait_until_idle().await
 }
 
-/// The rewards of an attempt, as soon as they are made: their graders may outlive it.
+/// The rewards of an attempt. Their computing threads may outlive the attempt.
 #[derive(Default)]
 struct Graders(std::sync::OnceLock<Vec<Arc<Rewards>>>);
 
 impl Graders {
-    /// Waits for their threads, once the job is settled. Returns the code with which the process ends if they go on.
-    async fn settled(&self) -> Option<u8> {
+    /// Waits for the computing threads after the job has ended. Returns the exit code of the process if they do not stop.
+    async fn wait_until_idle(&self) -> Option<u8> {
         let grading = || self.0.get().is_some_and(|rewards| rewards.iter().any(|rewards| rewards.is_grading()));
         let ended = async {
             while grading() {
-                tokio::time::sleep(GRADER_POLL).await;
+                tokio::time::sleep(GRADER_POLL_INTERVAL).await;
             }
         };
-        match tokio::time::timeout(GRADER_ENDS, ended).await {
+        match tokio::time::timeout(GRADER_EXIT_TIMEOUT, ended).await {
             Ok(()) => None,
             Err(_) => {
                 tracing::error!("a built-in reward of the last job still computes; this process ends");
@@ -184,40 +185,41 @@ impl Graders {
     }
 }
 
-fn last_line(outcome: &Outcome) -> String {
+fn outcome_line(outcome: &Outcome) -> String {
     match outcome {
         Outcome::Succeeded => "succeeded".to_owned(),
         Outcome::Failed { failure } => format!("failed: {}: {}", failure.code, failure.message),
         Outcome::Cancelled => "cancelled".to_owned(),
         Outcome::Paused { reason: Some(reason) } => format!("paused: {reason}"),
         Outcome::Paused { reason: None } => "paused".to_owned(),
-        Outcome::Requeued => "requeued: the worker leaves".to_owned(),
+        Outcome::Requeued => "requeued: the worker shuts down".to_owned(),
         Outcome::Preempted => "requeued: the worker is preempted (SIGTERM)".to_owned(),
     }
 }
 
 impl Attempt {
     async fn work(&self, worker: &Worker, mut claim: Claim, graders: &Graders) -> Result<(), RunEnd> {
-        let saving = Saving::new(clock::now(), claim.plan.checkpoints.every_seconds, claim.checkpoint_soon);
+        let checkpoint_schedule =
+            CheckpointSchedule::new(clock::now(), claim.plan.checkpoints.every_seconds, claim.checkpoint_soon);
         let position = || self.progress.get();
-        let journal = Journal::start(self.client.clone(), self.held, self.stop.clone(), claim.callbacks.clone());
+        let journal = Journal::start(self.client.clone(), self.claim_ref, self.stop.clone(), claim.callbacks.clone());
         let reward_models = Arc::new(LocalRewardModels::new(&worker.device, claim.reward_models.clone(), &claim.plan));
         let rewards = Arc::new(self.build_rewards(worker, &claim, &journal, reward_models.clone())?);
-        // The first to ask gets them.
+        // The first caller gets the receiver.
         let notices = rewards.notices().unwrap_or_else(|| mpsc::unbounded_channel().1);
         let eval_rewards = build_eval_rewards(&claim, &rewards)?.map(Arc::new);
-        // Set once: this is the only place.
+        // The cell is set only here, so this cannot fail.
         let _ = graders.0.set(std::iter::once(&rewards).chain(&eval_rewards).cloned().collect());
-        let reports = Reports::start(self.client.clone(), self.held, rewards.clone(), eval_rewards.clone());
-        let beats = beat(
+        let reports = Reports::start(self.client.clone(), self.claim_ref, rewards.clone(), eval_rewards.clone());
+        let heartbeats = heartbeat_loop(
             self.client.clone(),
-            self.held,
+            self.claim_ref,
             self.stop.clone(),
             self.progress.clone(),
             rewards.clone(),
             worker.heartbeat(),
         );
-        let _beats = AbortOnDropHandle::new(tokio::spawn(beats));
+        let _heartbeats = AbortOnDropHandle::new(tokio::spawn(heartbeats));
 
         let scratch = tempfile::Builder::new()
             .prefix("attempt-")
@@ -242,14 +244,14 @@ impl Attempt {
         let host = JobHost {
             runtime: Handle::current(),
             client: self.client.clone(),
-            held: self.held,
+            claim_ref: self.claim_ref,
             stop: self.stop.clone(),
             progress: self.progress.clone(),
             events: self.events.clone(),
             rewards,
             notices,
             journal: journal.clone(),
-            saving,
+            checkpoint_schedule,
             eval_rewards,
             begun: Default::default(),
             reward_metrics: Default::default(),
@@ -264,18 +266,18 @@ impl Attempt {
         if let Err(RunEnd::Panicked) = ended {
             return ended;
         }
-        // The engine's thread is over: nothing uses the directory any more.
+        // The engine's thread has ended, so nothing uses the directory anymore.
         drop(scratch);
-        // An answer that came with the stop need not be asked for again.
-        let _ = tokio::time::timeout(LAST_WORDS, journal.flush()).await;
-        let _ = tokio::time::timeout(LAST_WORDS, reports.last()).await;
+        // Answers that arrived during the stop are recorded, so that they are not requested again.
+        let _ = tokio::time::timeout(FINAL_REPORT_TIMEOUT, journal.flush()).await;
+        let _ = tokio::time::timeout(FINAL_REPORT_TIMEOUT, reports.send_final()).await;
         match ended {
-            Err(RunEnd::Failed(error)) => Err(self.end_by(error)),
+            Err(RunEnd::Failed(error)) => Err(self.run_end(error)),
             ended => ended,
         }
     }
 
-    /// The job's rewards, which ask services by the rules that the server was started with.
+    /// Builds the job's rewards. Services are called under the outgoing address policy of the server.
     fn build_rewards(
         &self,
         worker: &Worker,
@@ -291,21 +293,21 @@ impl Attempt {
         })?;
         let client = worker.reward_client(&policy).map_err(|detail| failure::no_reward_client(&detail, position()))?;
         let cache_scope = claim.cache_scope.clone().unwrap_or_else(|| claim.job.to_string());
-        let surroundings = Surroundings {
+        let deps = RewardDeps {
             client: client.with_cache_scope(&cache_scope),
             journal: Some(Arc::new(journal.clone())),
             models: Some(models),
-            former: claim.reward_reports.clone(),
+            previous_reports: claim.reward_reports.clone(),
         };
-        Rewards::within(&claim.plan.rewards, &claim.secrets, surroundings).map_err(|error| error.to_failure())
+        Rewards::with_deps(&claim.plan.rewards, &claim.secrets, deps).map_err(|error| error.to_failure())
     }
 
-    /// What an error of the engine makes of the attempt.
-    fn end_by(&self, error: EngineError) -> RunEnd {
+    /// Converts an error of the engine into the end of the attempt.
+    fn run_end(&self, error: EngineError) -> RunEnd {
         tracing::warn!(error = with_causes(&error), "the engine ended with an error");
         match (error, self.stop.get()) {
             (error @ EngineError::Host(_), _) => RunEnd::Failed(error),
-            // Whatever it says, its work is not wanted any more.
+            // The error does not matter, because the work is discarded anyway.
             (_, Some(stop)) if drops_work(&stop) => RunEnd::Stopped(stop),
             (error, _) if is_disk_full(&error) => {
                 RunEnd::Stopped(StopReason::Pause { reason: Some("disk_full".to_owned()) })
@@ -321,16 +323,16 @@ impl Attempt {
         journal: &Journal,
         scratch: &Path,
     ) -> Result<Prepared, Failure> {
-        let (rollouts, answers) = self.fetched(journal.recall(&self.client, self.held).await)?;
+        let (rollouts, answers) = self.check_transfer(journal.read_previous(&self.client, self.claim_ref).await)?;
         if rollouts + answers > 0 {
             self.events.log(format!(
-                "the journal holds {rollouts} rollouts and {answers} reward answers since then: they are not repeated"
+                "the journal contains {rollouts} rollouts and {answers} reward answers since then; they are not repeated"
             ));
         }
         let models = self.find_models(worker, claim).await?;
         let rows = self.fetch_rows(&claim.plan.dataset, scratch).await?;
         let eval_rows = match &claim.plan.eval {
-            // The engine holds them out of the training rows.
+            // The engine takes the evaluation rows from the training rows.
             Some(eval) if eval.fraction.is_some() => Vec::new(),
             Some(eval) if eval.dataset.id == claim.plan.dataset.id => rows.clone(),
             Some(eval) => self.fetch_rows(&eval.dataset, scratch).await?,
@@ -343,7 +345,7 @@ impl Attempt {
                 true => rows.clone(),
                 false => self.fetch_rows(&warm_up.dataset, scratch).await?,
             },
-            // It is over.
+            // The warm-up has finished.
             Some(_) | None => Vec::new(),
         };
         let initial = self.fetch_initial(&claim.initial, scratch).await?;
@@ -351,9 +353,9 @@ impl Attempt {
     }
 
     async fn fetch_rows(&self, dataset: &DatasetPlan, scratch: &Path) -> Result<Vec<PromptRow>, Failure> {
-        // A name of its own: bytes of another one must not be taken for its beginning.
+        // Each dataset has its own file name, because the download resumes an existing file.
         let path = scratch.join(format!("{}.ndjson", dataset.id));
-        self.fetched(fetch(|| self.client.dataset(self.held, dataset.id, &dataset.sha256, &path)).await)?;
+        self.check_transfer(fetch(|| self.client.dataset(self.claim_ref, dataset.id, &dataset.sha256, &path)).await)?;
         let read = tokio::task::spawn_blocking(move || read_rows(&path)).await;
         match read {
             Ok(Ok(rows)) => Ok(rows),
@@ -362,10 +364,11 @@ impl Attempt {
         }
     }
 
-    /// A failed transfer as a failure; a lost claim, or a server that is gone, only raises the stop, which ends the preparation.
-    pub(super) fn fetched<T>(&self, result: Result<T, ClientError>) -> Result<T, Failure> {
+    /// Converts a failed transfer into a failure. If the claim is lost or the server is gone, it also raises the
+    /// stop, which ends the preparation.
+    pub(super) fn check_transfer<T>(&self, result: Result<T, ClientError>) -> Result<T, Failure> {
         result.map_err(|error| {
-            let is_answered = self.progress.hears_server();
+            let is_answered = self.progress.is_server_reachable();
             if matches!(error, ClientError::LeaseLost) || (error.is_transient() && !is_answered) {
                 self.stop.raise(StopReason::LeaseLost);
             }
@@ -382,20 +385,20 @@ impl Attempt {
     }
 }
 
-/// The worker's own disk has no room, as the server's may have none: there is nothing wrong with the job.
+/// Returns whether the worker's disk is full. The job then pauses, as when the server's disk is full.
 fn is_disk_full(error: &EngineError) -> bool {
     matches!(error, EngineError::Io { source, .. } if source.kind() == std::io::ErrorKind::StorageFull)
 }
 
-/// The evaluation's own rewards, if it has some; their secrets lie under names of their own.
+/// Builds the rewards of the evaluation, if it has its own. Their secrets have their own names.
 fn build_eval_rewards(claim: &Claim, rewards: &Rewards) -> Result<Option<Rewards>, Failure> {
     let Some(plans) = claim.plan.eval.as_ref().and_then(|eval| eval.rewards.as_ref()) else { return Ok(None) };
     let secret_of = |name: &String| Some((name.clone(), claim.secrets.get(&eval_secret_name(name))?.clone()));
     let secrets = plans.iter().filter_map(|plan| secret_of(&plan.name)).collect();
-    rewards.beside(plans, &secrets).map(Some).map_err(|error| error.to_failure())
+    rewards.for_evaluation(plans, &secrets).map(Some).map_err(|error| error.to_failure())
 }
 
-/// What moves to the engine's thread.
+/// Data that moves to the engine's thread.
 struct EngineRun {
     claim: Claim,
     prepared: Prepared,
@@ -404,7 +407,8 @@ struct EngineRun {
 }
 
 impl EngineRun {
-    /// [`RunEnd::Panicked`] where the thread panicked (its message is on standard error), or cannot be started.
+    /// Runs the engine. Returns [`RunEnd::Panicked`] when the thread panicked (its message is on standard error)
+    /// or could not be started.
     async fn on_thread(self, train: TrainFn, mut host: JobHost) -> Result<(), RunEnd> {
         let (sender, receiver) = oneshot::channel();
         let started =
@@ -425,7 +429,7 @@ impl EngineRun {
                 };
                 let ended = train(input, &mut host);
                 drop(host);
-                // Nobody waits any more only when the process leaves.
+                // The receiver is dropped only during shutdown.
                 let _ = sender.send(ended);
             });
         match started {
@@ -438,24 +442,24 @@ impl EngineRun {
     }
 }
 
-/// Tells the server where the run is and hears what its user wants, in every phase.
-async fn beat(
+/// Sends heartbeats in all phases: reports the progress, and receives the user's cancel and pause requests.
+async fn heartbeat_loop(
     client: Client,
-    held: Held,
+    claim_ref: ClaimRef,
     stop: StopSignal,
     progress: Progress,
     rewards: Arc<Rewards>,
     every: Duration,
 ) {
     let mut answered = clock::now();
-    // The first ones follow each other closely: they say where a short attempt was, and how much memory it had.
-    let mut early = SOONEST_BEAT;
+    // The first heartbeats follow each other closely, to report where a short attempt was and how much memory it used.
+    let mut early_interval = MIN_HEARTBEAT_INTERVAL;
     let mut waits = rewards.waiting_changes();
     loop {
         let position = progress.get();
         let waiting = *waits.borrow_and_update() > 0;
-        let beat = Heartbeat {
-            attempt: held.attempt,
+        let heartbeat = Heartbeat {
+            attempt: claim_ref.attempt,
             phase: position.phase,
             status_reason: match waiting {
                 true => Some("waiting_for_reward".to_owned()),
@@ -465,39 +469,39 @@ async fn beat(
             eta_s: position.eta_s(),
             memory_bytes: process_memory_bytes(),
         };
-        let pause = match client.heartbeat(held, &beat).await {
+        let pause = match client.heartbeat(claim_ref, &heartbeat).await {
             Ok(reply) => {
                 answered = clock::now();
-                progress.heard();
+                progress.record_answer();
                 if let Some(requested) = reply.requested {
                     stop.request(requested);
                 }
-                early = early.saturating_mul(2);
-                every.min(early / 2)
+                early_interval = early_interval.saturating_mul(2);
+                every.min(early_interval / 2)
             }
-            Err(error) if error.is_transient() && clock::now() - answered < OUTAGE => {
+            Err(error) if error.is_transient() && clock::now() - answered < MAX_OUTAGE => {
                 tracing::warn!(error = with_causes(&error), "a heartbeat was not answered");
                 every.min(Duration::from_secs(1))
             }
             Err(error) => {
-                tracing::warn!(error = with_causes(&error), "the heartbeat ends");
+                tracing::warn!(error = with_causes(&error), "heartbeats stop");
                 return stop.raise(StopReason::LeaseLost);
             }
         };
-        // That the job waits for a service (or no longer does) is told soon, not at the next beat.
-        tokio::time::sleep(pause.min(SOONEST_BEAT)).await;
+        // A change of the waiting state is reported soon, without waiting for the next heartbeat.
+        tokio::time::sleep(pause.min(MIN_HEARTBEAT_INTERVAL)).await;
         let changed = waits.wait_for(|number| (*number > 0) != waiting);
-        let _ = tokio::time::timeout(pause.saturating_sub(SOONEST_BEAT), changed).await;
+        let _ = tokio::time::timeout(pause.saturating_sub(MIN_HEARTBEAT_INTERVAL), changed).await;
     }
 }
 
-/// The rows of a dataset: one JSON object a line, `prompt` and whatever else.
+/// Reads the rows of a dataset: one JSON object per line, with `prompt` and any other columns.
 fn read_rows(path: &Path) -> Result<Vec<PromptRow>, (usize, String)> {
     let text = std::fs::read_to_string(path).map_err(|error| (0, error.to_string()))?;
     let row = |(index, line): (usize, &str)| {
         let mut columns: Map<String, Value> =
             serde_json::from_str(line).map_err(|error| (index + 1, error.to_string()))?;
-        let prompt = columns.shift_remove("prompt").ok_or_else(|| (index + 1, "it has no 'prompt'".to_owned()))?;
+        let prompt = columns.shift_remove("prompt").ok_or_else(|| (index + 1, "'prompt' is missing".to_owned()))?;
         Ok(PromptRow { prompt, columns })
     };
     text.lines().enumerate().map(row).collect()

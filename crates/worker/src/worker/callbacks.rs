@@ -1,5 +1,5 @@
-//! What reward services sent to the server for this attempt's requests: one held call for all of them, begun when somebody
-//! first waits.
+//! Callback results of reward services for this attempt. The results of all requests are fetched by one long-polling call,
+//! which starts when a request first waits.
 
 use std::collections::HashMap;
 use std::sync::{Arc, OnceLock};
@@ -7,88 +7,94 @@ use std::sync::{Arc, OnceLock};
 use tokio::sync::watch;
 use tokio_util::task::AbortOnDropHandle;
 
-use super::client::{Client, ClientError, Held, persist};
+use super::client::{ClaimRef, Client, ClientError, with_retries};
 use super::signals::StopSignal;
 use crate::callback::Chunk;
 use crate::causes::with_causes;
 use crate::engine::host::StopReason;
 use crate::protocol::CallbackUpdate;
-use crate::reward::journal::Unrecorded;
+use crate::reward::journal::JournalClosed;
 
-/// One attempt's answers that come later. Cheap to clone.
+/// Receives the callback results of one attempt. Cheap to clone.
 #[derive(Clone)]
-pub(super) struct Mailbox(Arc<Inner>);
+pub(super) struct CallbackInbox(Arc<Inner>);
 
 struct Inner {
     client: Client,
-    held: Held,
+    claim_ref: ClaimRef,
     stop: StopSignal,
-    letters: watch::Sender<Letters>,
-    fetching: OnceLock<AbortOnDropHandle<()>>,
+    entries: watch::Sender<Entries>,
+    fetch_task: OnceLock<AbortOnDropHandle<()>>,
 }
 
 #[derive(Default)]
-struct Letters {
+struct Entries {
     by_request: HashMap<String, Chunk>,
-    /// Nothing else can be fetched.
+    /// Whether the server delivers no more results.
     ended: bool,
 }
 
-impl Mailbox {
-    pub(super) fn new(client: Client, held: Held, stop: StopSignal) -> Self {
-        Self(Arc::new(Inner { client, held, stop, letters: watch::Sender::default(), fetching: OnceLock::new() }))
+impl CallbackInbox {
+    pub(super) fn new(client: Client, claim_ref: ClaimRef, stop: StopSignal) -> Self {
+        Self(Arc::new(Inner {
+            client,
+            claim_ref,
+            stop,
+            entries: watch::Sender::default(),
+            fetch_task: OnceLock::new(),
+        }))
     }
 
-    /// What came for a request beyond the first `seen` entries, as soon as there is something.
-    pub(super) async fn arrived(&self, id: &str, seen: usize) -> Result<Chunk, Unrecorded> {
+    /// Waits for results of a request beyond the first `seen` ones.
+    pub(super) async fn arrived(&self, id: &str, seen: usize) -> Result<Chunk, JournalClosed> {
         let inner = &self.0;
-        inner.fetching.get_or_init(|| {
-            let (client, held, stop) = (inner.client.clone(), inner.held, inner.stop.clone());
-            AbortOnDropHandle::new(tokio::spawn(fetch(client, held, stop, inner.letters.clone())))
+        inner.fetch_task.get_or_init(|| {
+            let (client, claim_ref, stop) = (inner.client.clone(), inner.claim_ref, inner.stop.clone());
+            AbortOnDropHandle::new(tokio::spawn(fetch(client, claim_ref, stop, inner.entries.clone())))
         });
-        let news = |chunk: &Chunk| chunk.entries.len() > seen || chunk.done;
-        let mut letters = inner.letters.subscribe();
-        let letters = letters
-            .wait_for(|letters| letters.ended || letters.by_request.get(id).is_some_and(news))
+        let has_new = |chunk: &Chunk| chunk.entries.len() > seen || chunk.done;
+        let mut entries = inner.entries.subscribe();
+        let entries = entries
+            .wait_for(|entries| entries.ended || entries.by_request.get(id).is_some_and(has_new))
             .await
-            .map_err(|_| Unrecorded)?;
-        let chunk = letters.by_request.get(id).filter(|chunk| news(chunk)).ok_or(Unrecorded)?;
+            .map_err(|_| JournalClosed)?;
+        let chunk = entries.by_request.get(id).filter(|chunk| has_new(chunk)).ok_or(JournalClosed)?;
         Ok(Chunk { entries: chunk.entries.iter().skip(seen).cloned().collect(), done: chunk.done })
     }
 
-    /// The request is answered.
+    /// Removes the results of a request that is complete.
     pub(super) fn forget(&self, id: &str) {
-        self.0.letters.send_if_modified(|letters| {
-            letters.by_request.remove(id);
+        self.0.entries.send_if_modified(|entries| {
+            entries.by_request.remove(id);
             false
         });
     }
 }
 
-async fn fetch(client: Client, held: Held, stop: StopSignal, letters: watch::Sender<Letters>) {
+async fn fetch(client: Client, claim_ref: ClaimRef, stop: StopSignal, entries: watch::Sender<Entries>) {
     let mut after = 0;
     loop {
-        match persist(|| client.callbacks(held, after), ClientError::is_transient).await {
+        match with_retries(|| client.callbacks(claim_ref, after), ClientError::is_transient).await {
             Ok(page) => {
                 after = page.next;
-                letters.send_if_modified(|letters| {
-                    let some = !page.updates.is_empty();
+                entries.send_if_modified(|entries| {
+                    let is_changed = !page.updates.is_empty();
                     for CallbackUpdate { request, entry } in page.updates {
-                        let chunk = letters.by_request.entry(request).or_default();
+                        let chunk = entries.by_request.entry(request).or_default();
                         match entry {
                             Some(entry) => chunk.entries.push(entry),
                             None => chunk.done = true,
                         }
                     }
-                    some
+                    is_changed
                 });
             }
             Err(error) => {
-                tracing::warn!(error = with_causes(&error), "answers that come later cannot be fetched");
+                tracing::warn!(error = with_causes(&error), "cannot fetch callback results");
                 if matches!(error, ClientError::LeaseLost) || error.is_transient() {
                     stop.raise(StopReason::LeaseLost);
                 }
-                letters.send_modify(|letters| letters.ended = true);
+                entries.send_modify(|entries| entries.ended = true);
                 return;
             }
         }

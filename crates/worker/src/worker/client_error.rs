@@ -1,84 +1,84 @@
-//! Why a call of the worker protocol failed, and which of these are worth another try.
+//! Errors of worker protocol calls, and which of them can be retried.
 
 use std::time::Duration;
 
-use super::held::Held;
+use super::claim_ref::ClaimRef;
 use crate::protocol::ClaimError;
 
-/// Why the server did not do what a worker asked.
+/// Reason why a call of the worker protocol failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
-    /// Another attempt owns the job, or nobody.
+    /// Another attempt owns the job, or none does.
     #[error("the claim is lost")]
     LeaseLost,
-    /// The token is not the server's.
-    #[error("the server refuses the worker token; set RLOOD_WORKER_TOKEN to the server's")]
+    /// The worker token is wrong.
+    #[error("the server rejects the worker token; set RLOOD_WORKER_TOKEN to the server's token")]
     Unauthorized,
-    /// The server's disk is full, or a limit of the server's is reached.
-    #[error("the server stores nothing more: {detail}")]
+    /// The server's disk is full, or a limit of the server is reached.
+    #[error("the server's storage is full: {detail}")]
     StorageFull {
-        /// The problem's text.
+        /// Detail of the error response.
         detail: String,
     },
-    /// Another try makes no difference.
-    #[error("the server refuses the call ({status} {code}): {detail}")]
+    /// A rejected call that a retry would not fix.
+    #[error("the server rejected the call ({status} {code}): {detail}")]
     Refused {
-        /// HTTP status.
+        /// HTTP status code of the response.
         status: u16,
-        /// The problem's code.
+        /// Error code of the response.
         code: String,
-        /// The problem's text.
+        /// Detail of the error response.
         detail: String,
     },
-    /// The server is busy or in trouble.
-    #[error("the server answers {0}")]
+    /// The server is overloaded or failing.
+    #[error("the server answered {0}")]
     Unavailable(u16),
-    /// No answer.
+    /// There was no answer.
     #[error("the server cannot be reached")]
     Unreachable(#[source] reqwest::Error),
-    /// The answer broke off before its end.
-    #[error("the server's answer broke off")]
+    /// The answer was interrupted.
+    #[error("the server's answer was interrupted")]
     Interrupted(#[source] reqwest::Error),
-    /// Nothing moved for too long.
-    #[error("no byte has flowed for {} s", .limit.as_secs())]
+    /// No byte was transferred for too long.
+    #[error("no byte was transferred for {} s", .limit.as_secs())]
     Stalled {
-        /// For how long.
+        /// Time without a byte.
         limit: Duration,
     },
-    /// The answer is not what the protocol says.
-    #[error("the server's answer is not understood; are both of the same version?")]
+    /// The answer does not follow the protocol.
+    #[error("cannot parse the server's answer; check that worker and server have the same version")]
     Protocol(#[source] serde_json::Error),
-    /// One of the two is of another version.
+    /// Worker and server have different protocol versions.
     #[error("{0}")]
     OtherProtocol(String),
-    /// A job was handed out that this version does not understand.
-    #[error("the job is not understood; update this worker to the rlood of the server")]
+    /// The claimed job uses features that this version does not know.
+    #[error("cannot parse the job; update this worker to the server's version")]
     Claim {
-        /// The claim, as far as it can be read.
-        held: Option<Box<Held>>,
-        /// What is not understood.
+        /// The claim, if its job and attempt can be parsed.
+        claim_ref: Option<Box<ClaimRef>>,
+        /// The part that cannot be parsed.
         #[source]
         source: ClaimError,
     },
-    /// The local disk.
+    /// A file operation on the local disk failed.
     #[error("cannot {doing}")]
     Disk {
-        /// What was tried.
+        /// Name of the operation that failed.
         doing: &'static str,
-        /// Why.
+        /// Error of the operating system.
         #[source]
         source: std::io::Error,
     },
-    /// What arrived is not what was announced.
-    #[error("{name} arrived damaged: its sha256 differs")]
+    /// The hash of a downloaded file is wrong.
+    #[error("{name} is corrupted after download: its sha256 differs")]
     Damaged {
-        /// The file.
+        /// Name of the file.
         name: String,
     },
 }
 
 impl ClientError {
-    /// The same call may succeed later.
+    /// Returns whether a retry may succeed.
     pub(super) fn is_transient(&self) -> bool {
         match self {
             ClientError::Unavailable(_)

@@ -1,8 +1,8 @@
-//! The steady clock by which an outage is measured; a test moves its own thread's ahead.
+//! The monotonic clock that measures outages. Tests can advance the clock of their own thread.
 
 use std::time::Instant;
 
-/// Now, and what the test added.
+/// Returns the current time, plus the time that the test added.
 pub(super) fn now() -> Instant {
     #[cfg(test)]
     return Instant::now() + AHEAD.get();
@@ -15,7 +15,7 @@ thread_local! {
     static AHEAD: std::cell::Cell<std::time::Duration> = const { std::cell::Cell::new(std::time::Duration::ZERO) };
 }
 
-/// Lets time pass on this thread.
+/// Advances the clock of this thread.
 #[cfg(test)]
 pub(super) fn advance(by: std::time::Duration) {
     AHEAD.set(AHEAD.get() + by);

@@ -1,21 +1,21 @@
-//! Events on their way to the server: in order, in batches, each batch until it is stored.
+//! Delivers events to the server: in order, in batches, each batch until it is stored.
 
 use std::time::Duration;
 
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::Instant;
 
-use super::client::{Client, ClientError, Held, persist};
+use super::client::{ClaimRef, Client, ClientError, with_retries};
 use super::signals::StopSignal;
 use crate::engine::host::StopReason;
 use crate::event::{Event, Sample};
 use crate::protocol::EventBatch;
 
-/// The longest an event waits for company.
-const LINGER: Duration = Duration::from_millis(250);
-/// Most events and lines of a batch.
+/// How long an event may wait for other events to share its batch.
+const BATCH_DELAY: Duration = Duration::from_millis(250);
+/// Maximum number of events and log lines in a batch.
 const MAX_EVENTS: usize = 1000;
-/// About the most bytes of a batch.
+/// Approximate maximum size of a batch in bytes.
 const MAX_BYTES: usize = 1024 * 1024;
 
 enum Message {
@@ -24,24 +24,24 @@ enum Message {
     Flush(oneshot::Sender<()>),
 }
 
-/// The near end. Cheap to clone.
+/// Sender of events. Cheap to clone.
 #[derive(Debug, Clone)]
 pub(super) struct Events(mpsc::UnboundedSender<Message>);
 
-/// The events cannot be delivered: the claim is lost, or the server refuses them.
+/// The events cannot be delivered, because the claim is lost or the server rejects them.
 #[derive(Debug, thiserror::Error)]
-#[error("events cannot be delivered any more")]
+#[error("events can no longer be delivered")]
 pub(super) struct Undelivered;
 
 impl Events {
-    /// Starts the delivery of one attempt. The task ends when every `Events` is dropped and all is sent, or with the error
-    /// that prevents delivery; a lost claim and a long outage also raise the stop.
-    pub(super) fn start(client: Client, held: Held, stop: StopSignal) -> (Self, Delivery) {
+    /// Starts the delivery for one attempt. The task ends when every `Events` is dropped and everything is sent, or with the
+    /// error that prevents delivery. A lost claim and a long outage also raise the stop.
+    pub(super) fn start(client: Client, claim_ref: ClaimRef, stop: StopSignal) -> (Self, Delivery) {
         let (sender, receiver) = mpsc::unbounded_channel();
-        (Self(sender), tokio::spawn(deliver(receiver, client, held, stop)))
+        (Self(sender), tokio::spawn(deliver(receiver, client, claim_ref, stop)))
     }
 
-    /// Samples travel in pieces of bounded size.
+    /// Sends an event. Samples are split into pieces of bounded size.
     pub(super) fn send(&self, event: Event) -> Result<(), Undelivered> {
         let Event::Samples { samples } = event else { return self.push(Message::Event(event)) };
         let mut piece = Vec::new();
@@ -57,15 +57,15 @@ impl Events {
         if piece.is_empty() { Ok(()) } else { self.push(Message::Event(Event::Samples { samples: piece })) }
     }
 
-    /// A line of the job's log.
+    /// Adds a line to the job's log.
     pub(super) fn log(&self, line: impl Into<String>) {
         let line = line.into();
         tracing::info!("{line}");
-        // Without delivery the line stands in the worker's own log.
+        // If the delivery has ended, the line is only in the worker's own log.
         let _ = self.push(Message::Log(line));
     }
 
-    /// Returns when everything sent so far is stored.
+    /// Waits until everything sent so far is stored.
     pub(super) async fn flush(&self) -> Result<(), Undelivered> {
         let (sender, receiver) = oneshot::channel();
         self.push(Message::Flush(sender))?;
@@ -77,22 +77,22 @@ impl Events {
     }
 }
 
-/// The far end: why it stopped, if not because all was done.
+/// The delivery task; returns the error that ended it.
 pub(super) type Delivery = tokio::task::JoinHandle<Result<(), ClientError>>;
 
 async fn deliver(
     mut receiver: mpsc::UnboundedReceiver<Message>,
     client: Client,
-    held: Held,
+    claim_ref: ClaimRef,
     stop: StopSignal,
 ) -> Result<(), ClientError> {
     let mut number = 0;
     while let Some((content, flushes)) = collect(&mut receiver).await {
         if !content.events.is_empty() || !content.log.is_empty() {
             let Content { events, log, .. } = content;
-            let batch = EventBatch { attempt: held.attempt, batch: number, events, log };
+            let batch = EventBatch { attempt: claim_ref.attempt, batch: number, events, log };
             let sent = tokio::select! {
-                sent = persist(|| client.events(held, &batch), ClientError::is_transient) => sent,
+                sent = with_retries(|| client.events(claim_ref, &batch), ClientError::is_transient) => sent,
                 _ = stop.wait_for(|stop| *stop == StopReason::LeaseLost) => Err(ClientError::LeaseLost),
             };
             if let Err(error) = sent {
@@ -104,7 +104,7 @@ async fn deliver(
             number += 1;
         }
         for flushed in flushes {
-            // Whoever asked may have stopped waiting.
+            // The caller of `flush` may have stopped waiting.
             let _ = flushed.send(());
         }
     }
@@ -124,11 +124,11 @@ impl Content {
     }
 }
 
-/// What comes within [`LINGER`] of the first message, or until it is enough; a flush ends the collection at once.
+/// Collects messages for up to [`BATCH_DELAY`] after the first one, or until the batch is full. A flush ends the collection.
 async fn collect(receiver: &mut mpsc::UnboundedReceiver<Message>) -> Option<(Content, Vec<oneshot::Sender<()>>)> {
     let mut content = Content::default();
     let mut message = receiver.recv().await?;
-    let deadline = Instant::now() + LINGER;
+    let deadline = Instant::now() + BATCH_DELAY;
     loop {
         match message {
             Message::Event(event) => {
@@ -151,7 +151,7 @@ async fn collect(receiver: &mut mpsc::UnboundedReceiver<Message>) -> Option<(Con
     }
 }
 
-/// About as many bytes as its JSON has.
+/// Estimates the size of an event's JSON in bytes.
 fn size_of_event(event: &Event) -> usize {
     match event {
         Event::Samples { samples } => samples.iter().map(size_of_sample).sum(),

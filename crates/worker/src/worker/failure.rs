@@ -1,11 +1,11 @@
-//! From errors to the failure a user sees: whose fault, a stable code, a text without paths, what to do.
+//! Converts errors to the failure that a user sees: its class, a stable code, a message without paths, and a suggestion.
 
 use super::client::ClientError;
 use super::signals::Position;
 use crate::causes::with_causes;
 use crate::engine::error::{EngineError, FailureClass as EngineClass};
 use crate::job::{Failure, FailureClass};
-use crate::model_cache::NoRoom;
+use crate::model_cache::CacheFull;
 
 fn failure(class: FailureClass, code: &str, message: String, position: Position, suggestion: Option<&str>) -> Failure {
     Failure {
@@ -18,12 +18,12 @@ fn failure(class: FailureClass, code: &str, message: String, position: Position,
     }
 }
 
-/// This machine gives no HTTP client.
+/// The HTTP client for rewards could not be created.
 pub(super) fn no_reward_client(detail: &str, position: Position) -> Failure {
-    failure(FailureClass::Infra, "reward_client", format!("rewards cannot be asked: {detail}"), position, None)
+    failure(FailureClass::Infra, "reward_client", format!("cannot call rewards: {detail}"), position, None)
 }
 
-/// The engine could not go on; where the host said so, by the host's own failure.
+/// Failure for an error of the engine. An error of the host contains its own failure.
 pub(super) fn of_engine(error: EngineError, position: Position) -> Failure {
     let error = match error {
         EngineError::Host(failure) => return failure,
@@ -35,7 +35,7 @@ pub(super) fn of_engine(error: EngineError, position: Position) -> Failure {
     };
     let (code, suggestion) = match &error {
         EngineError::Model(_) => {
-            ("model_invalid", Some("check the model's files, register it again, then submit again"))
+            ("model_invalid", Some("check the model's files, register the model again, then submit the job again"))
         }
         EngineError::Text(_) => ("text_invalid", Some("check the prompts, the tokenizer and the chat template")),
         EngineError::Adapter(_) => ("adapter_invalid", None),
@@ -73,17 +73,17 @@ pub(super) fn of_engine(error: EngineError, position: Position) -> Failure {
         EngineError::Io { .. } => ("file_error", Some("see the worker's log; check its disk, then retry")),
     };
     let message = match &error {
-        // Its own text names a path of the worker's.
+        // The error's own text contains a path of the worker.
         EngineError::Io { source, .. } => format!("the worker cannot access one of its files: {source}"),
         EngineError::Alert { rule, step, message, .. } => {
-            format!("the doctor's alert {} of step {step} ended the job: {message}", rule.as_str())
+            format!("alert {} at step {step} ended the job: {message}", rule.as_str())
         }
         other => with_causes(other),
     };
     failure(class, code, message, position, suggestion)
 }
 
-/// The server refused what a worker needs.
+/// Failure for an error of the worker protocol.
 pub(super) fn of_client(error: &ClientError, position: Position) -> Failure {
     let code = match error {
         ClientError::Disk { .. } => "scratch_error",
@@ -103,10 +103,10 @@ pub(super) fn of_client(error: &ClientError, position: Position) -> Failure {
     failure(FailureClass::Infra, code, with_causes(error), position, Some("see the worker's log, then retry the job"))
 }
 
-/// A transfer fails for [`OUTAGE`](super::client::OUTAGE), although the server answers other calls.
+/// Failure for a transfer that failed for [`MAX_OUTAGE`](super::client::OUTAGE), although the server answers other calls.
 pub(super) fn transfer_failed(error: &ClientError, position: Position) -> Failure {
     let message = format!(
-        "a transfer between worker and server failed for 15 minutes, although the server answers other calls: {}",
+        "a transfer between worker and server failed for 15 minutes, while the server answers other calls: {}",
         with_causes(error)
     );
     let suggestion =
@@ -114,28 +114,27 @@ pub(super) fn transfer_failed(error: &ClientError, position: Position) -> Failur
     failure(FailureClass::Infra, "transfer_failed", message, position, Some(suggestion))
 }
 
-/// A file that a job with a warm start begins with is damaged on the server's disk, and there is no other copy.
+/// Failure for a warm start whose file is damaged on the server's disk, where no other copy exists.
 pub(super) fn initial_damaged(file: &str, position: Position) -> Failure {
-    let message =
-        format!("{file}, a file of the checkpoint that this job begins with, is damaged on the server's disk");
-    let suggestion = "submit the job again with another checkpoint to begin with, and check the server's disk";
+    let message = format!("{file} of the checkpoint that this job starts from is damaged on the server's disk");
+    let suggestion = "submit the job again with another checkpoint to start from, and check the server's disk";
     failure(FailureClass::Infra, "initial_damaged", message, position, Some(suggestion))
 }
 
-/// The events of the run cannot be stored.
+/// Failure for events that the server rejects.
 pub(super) fn events_refused(position: Position) -> Failure {
-    let message = "the server refuses the events of this run".to_owned();
+    let message = "the server rejected the events of this run".to_owned();
     failure(FailureClass::Infra, "events_refused", message, position, Some("see the worker's log, then retry the job"))
 }
 
-/// The model is not the one the job was accepted with.
+/// Failure for a model that differs from the one the job was accepted with.
 pub(super) fn model_changed(position: Position) -> Failure {
     let message = "the model's files have changed since the job was accepted".to_owned();
     let suggestion = "restore the files and retry the job, or register the model again and submit a new job";
     failure(FailureClass::User, "model_changed", message, position, Some(suggestion))
 }
 
-/// The model cannot be read.
+/// Failure for a model that cannot be read.
 pub(super) fn model_unreadable(error: &crate::modelcard::ModelCardError, position: Position) -> Failure {
     let suggestion = "check the model's files on the worker's machine, then retry the job";
     failure(
@@ -147,20 +146,20 @@ pub(super) fn model_unreadable(error: &crate::modelcard::ModelCardError, positio
     )
 }
 
-/// The server has no such model any more, or cannot read it.
+/// Failure for a model that the server no longer has or cannot read.
 pub(super) fn model_not_sent(id: &str, detail: &str, position: Position) -> Failure {
     let message = format!("the model '{id}' is not on the worker's machine, and the server cannot send it: {detail}");
     let suggestion = "check the model's files on the server, register the model again, then retry the job";
     failure(FailureClass::User, "model_invalid", message, position, Some(suggestion))
 }
 
-/// The worker's machine has no room for a model.
-pub(super) fn no_room_for_model(id: &str, error: &NoRoom, position: Position) -> Failure {
-    let message = format!("the model '{id}' cannot be fetched: {}", with_causes(error));
+/// Failure for a model that does not fit into the worker's cache.
+pub(super) fn model_cache_full(id: &str, error: &CacheFull, position: Position) -> Failure {
+    let message = format!("the model '{id}' cannot be downloaded: {}", with_causes(error));
     failure(FailureClass::Infra, "model_cache_full", message, position, Some(error.advice()))
 }
 
-/// A dataset does not read back as it was accepted.
+/// Failure for a dataset that differs from the uploaded one.
 pub(super) fn dataset_unreadable(line: usize, why: &str, position: Position) -> Failure {
     let message = format!("line {line} of the dataset cannot be read: {why}");
     failure(
@@ -172,13 +171,13 @@ pub(super) fn dataset_unreadable(line: usize, why: &str, position: Position) -> 
     )
 }
 
-/// The server has the dataset no more.
+/// Failure for a dataset that the server no longer has.
 pub(super) fn dataset_missing(detail: &str, position: Position) -> Failure {
     let suggestion = "upload the dataset again and submit a new job";
     failure(
         FailureClass::User,
         "dataset_missing",
-        format!("the dataset cannot be fetched: {detail}"),
+        format!("the dataset cannot be downloaded: {detail}"),
         position,
         Some(suggestion),
     )

@@ -1,19 +1,21 @@
-//! The files of a checkpoint, from the server to this machine. A file that does not arrive whole is reported; where the server
-//! finds it damaged on its own disk, the run goes on from an older checkpoint, within the same attempt.
+//! Downloads the files of a checkpoint. A file with a wrong hash is reported to the server. If the file is damaged on the
+//! server's disk, the run resumes from an older checkpoint within the same attempt.
 
 use std::path::{Path, PathBuf};
 
 use super::attempt::Attempt;
-use super::client::{ClientError, DAMAGED_TRIES, FIRST_DELAY, LONGEST_DELAY, OUTAGE, full_at_once, persist};
+use super::client::{
+    ClientError, FIRST_DELAY, MAX_DAMAGED_ATTEMPTS, MAX_DELAY, MAX_OUTAGE, unless_disk_full, with_retries,
+};
 use super::{clock, failure};
 use crate::causes::with_causes;
 use crate::job::Failure;
 use crate::protocol::{DamagedFile, FileEntry, FileList, Inspection, ResumePoint, Verdict};
 
-/// What became of a file, or of a list of them.
+/// Result of downloading one or more files.
 enum Fetched<T> {
     Whole(T),
-    /// Damaged at its source.
+    /// The file is damaged on the server's disk.
     Damaged {
         file: String,
         older: Option<ResumePoint>,
@@ -21,7 +23,7 @@ enum Fetched<T> {
 }
 
 impl Attempt {
-    /// The checkpoint to go on from; `resume` becomes the one that was fetched.
+    /// Downloads the checkpoint to resume from. `resume` is set to the checkpoint that was downloaded.
     pub(super) async fn fetch_checkpoint(
         &self,
         resume: &mut Option<ResumePoint>,
@@ -37,17 +39,18 @@ impl Attempt {
                 Fetched::Damaged { file, older } => {
                     let step = point.step;
                     self.events.log(format!("{file} of the checkpoint of step {step} is damaged on the server's disk"));
-                    // What was fetched of it only takes room; the whole directory goes with the attempt.
+                    // The files of the damaged checkpoint only use space; an error is ignored because the whole directory
+                    // is removed after the attempt.
                     let _ = tokio::fs::remove_dir_all(&dir).await;
                     *resume = older.filter(|older| older.step < step);
-                    self.progress.go_back_to(resume.as_ref().map_or(0, |older| older.step));
+                    self.progress.reset_to(resume.as_ref().map_or(0, |older| older.step));
                 }
             }
         }
         Ok(None)
     }
 
-    /// What a warm start begins with.
+    /// Downloads the checkpoint of a warm start.
     pub(super) async fn fetch_initial(&self, files: &[FileEntry], scratch: &Path) -> Result<Option<PathBuf>, Failure> {
         if files.is_empty() {
             return Ok(None);
@@ -59,7 +62,7 @@ impl Attempt {
         }
     }
 
-    /// Files of a checkpoint into a new directory.
+    /// Downloads files of a checkpoint into a new directory.
     async fn fetch_files(
         &self,
         list: FileList,
@@ -67,7 +70,7 @@ impl Attempt {
         dir: PathBuf,
     ) -> Result<Fetched<PathBuf>, Failure> {
         std::fs::create_dir(&dir)
-            .map_err(|source| ClientError::Disk { doing: "make a scratch directory", source })
+            .map_err(|source| ClientError::Disk { doing: "create a scratch directory", source })
             .map_err(|error| failure::of_client(&error, self.progress.get()))?;
         for file in &point.files {
             let named = crate::protocol::check_file_name(&file.name).map_err(|error| ClientError::Refused {
@@ -75,8 +78,8 @@ impl Attempt {
                 code: "file_name".to_owned(),
                 detail: error.to_string(),
             });
-            self.fetched(named)?;
-            match self.fetched(self.fetch_file(list, point.step, file, &dir.join(&file.name)).await)? {
+            self.check_transfer(named)?;
+            match self.check_transfer(self.fetch_file(list, point.step, file, &dir.join(&file.name)).await)? {
                 Fetched::Whole(()) => {}
                 Fetched::Damaged { file, older } => return Ok(Fetched::Damaged { file, older }),
             }
@@ -84,8 +87,8 @@ impl Attempt {
         Ok(Fetched::Whole(dir))
     }
 
-    /// One file, as often as it takes: for [`OUTAGE`] where no answer comes, a few times where it arrives damaged although the
-    /// server finds it whole.
+    /// Downloads one file with retries: for up to [`MAX_OUTAGE`] without an answer, and a few times if its hash is wrong although
+    /// the server finds the file intact.
     async fn fetch_file(
         &self,
         list: FileList,
@@ -93,51 +96,51 @@ impl Attempt {
         file: &FileEntry,
         to: &Path,
     ) -> Result<Fetched<()>, ClientError> {
-        let report = DamagedFile { attempt: self.held.attempt, list, step, file: file.name.clone() };
-        let (mut damaged, mut broken_off) = (0, 0_u32);
+        let report = DamagedFile { attempt: self.claim_ref.attempt, list, step, file: file.name.clone() };
+        let (mut damaged, mut interrupted) = (0, 0_u32);
         let (mut failing_since, mut delay) = (None, FIRST_DELAY);
         loop {
-            let Err(error) = self.client.checkpoint_file(self.held, list, file, to).await else {
+            let Err(error) = self.client.checkpoint_file(self.claim_ref, list, file, to).await else {
                 return Ok(Fetched::Whole(()));
             };
             let since = *failing_since.get_or_insert_with(clock::now);
-            tracing::warn!(file = file.name, error = with_causes(&error), "a file of a checkpoint was not fetched");
+            tracing::warn!(file = file.name, error = with_causes(&error), "downloading a file of a checkpoint failed");
             let is_suspect = match &error {
                 ClientError::Damaged { .. } => {
                     damaged += 1;
                     true
                 }
-                // The server's disk may not give the file, and the network may have broken the transfer. Reading a large file
-                // costs the server something: it is asked seldom.
-                error if is_broken_off(error) => {
-                    broken_off += 1;
-                    broken_off >= 2 && broken_off.is_power_of_two()
+                // Either the server's disk or the network may have interrupted the transfer. Reading a large file is expensive
+                // for the server, so it is asked rarely.
+                error if is_interrupted(error) => {
+                    interrupted += 1;
+                    interrupted >= 2 && interrupted.is_power_of_two()
                 }
                 transient if transient.is_transient() => false,
                 _ => return Err(error),
             };
-            if clock::now() - since >= OUTAGE {
+            if clock::now() - since >= MAX_OUTAGE {
                 return Err(error);
             }
-            if is_suspect && let Some(older) = self.inspected(&report).await? {
+            if is_suspect && let Some(older) = self.verify_on_server(&report).await? {
                 return Ok(Fetched::Damaged { file: report.file, older });
             }
-            if damaged >= DAMAGED_TRIES {
+            if damaged >= MAX_DAMAGED_ATTEMPTS {
                 return Err(error);
             }
             tokio::time::sleep(delay).await;
-            delay = (delay * 2).min(LONGEST_DELAY);
+            delay = (delay * 2).min(MAX_DELAY);
         }
     }
 
-    /// Has the server read a file: what to go on from where the file is damaged, `None` where it is whole.
-    async fn inspected(&self, report: &DamagedFile) -> Result<Option<Option<ResumePoint>>, ClientError> {
+    /// Asks the server to verify a file. Returns `None` if the file is intact, else the checkpoint to resume from instead.
+    async fn verify_on_server(&self, report: &DamagedFile) -> Result<Option<Option<ResumePoint>>, ClientError> {
         loop {
-            match persist(|| self.client.inspect(self.held, report), full_at_once).await {
+            match with_retries(|| self.client.inspect(self.claim_ref, report), unless_disk_full).await {
                 Ok(Inspection { verdict: Verdict::Checking, .. }) => {}
                 Ok(Inspection { verdict: Verdict::Whole, .. }) => return Ok(None),
                 Ok(Inspection { verdict: Verdict::Damaged, resume }) => return Ok(Some(resume)),
-                // A server from before this call: it has compared the files before it handed out the claim.
+                // An older server does not have this call; it has compared the files before it handed out the claim.
                 Err(ClientError::Refused { status: 404 | 405, .. }) => return Ok(None),
                 Err(error) => return Err(error),
             }
@@ -145,8 +148,8 @@ impl Attempt {
     }
 }
 
-/// Whether a server that was reached did not give the file to its end. An answer that breaks off at its first byte is no answer.
-fn is_broken_off(error: &ClientError) -> bool {
+/// Returns whether a reachable server failed to send the whole file. A connection error counts as no answer.
+fn is_interrupted(error: &ClientError) -> bool {
     match error {
         ClientError::Interrupted(_) | ClientError::Unavailable(500) => true,
         ClientError::Unreachable(cause) => !cause.is_connect(),

@@ -1,4 +1,4 @@
-//! The engine's surroundings while it runs inside a worker: rewards, events, checkpoints over the worker protocol.
+//! The engine's host inside a worker: provides rewards, events and checkpoints over the worker protocol.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -8,12 +8,12 @@ use tokio::runtime::Handle;
 use tokio::sync::mpsc;
 use tokio_util::task::AbortOnDropHandle;
 
-use super::client::{Client, ClientError, Held, full_at_once, persist};
+use super::checkpoint_schedule::CheckpointSchedule;
+use super::client::{ClaimRef, Client, ClientError, unless_disk_full, with_retries};
 use super::clock;
 use super::events::Events;
 use super::failure;
 use super::journal::Journal;
-use super::saving::Saving;
 use super::signals::{Progress, StopSignal, drops_work};
 use crate::causes::with_causes;
 use crate::engine::host::{Host, RunEnd, SavedCheckpoint, Score, ScoreRequest, StopReason};
@@ -22,45 +22,45 @@ use crate::protocol::Publish;
 use crate::reward::{JobContext, RewardFailure, Rewards, Scored};
 use crate::sample::{RolloutId, SampledGroup};
 
-/// Times that a checkpoint is uploaded before the server's refusal counts.
-const PUBLISH_TRIES: u32 = 5;
+/// Maximum number of uploads of a checkpoint before the server's rejection is final.
+const MAX_PUBLISH_ATTEMPTS: u32 = 5;
 
-/// [`Host`] for one attempt. Its methods run on the engine's thread and wait there for the runtime's tasks.
+/// Implements [`Host`] for one attempt. Its methods run on the engine's thread and block on the runtime's tasks.
 pub(super) struct JobHost {
     pub(super) runtime: Handle,
     pub(super) client: Client,
-    pub(super) held: Held,
+    pub(super) claim_ref: ClaimRef,
     pub(super) stop: StopSignal,
     pub(super) progress: Progress,
     pub(super) events: Events,
     pub(super) rewards: Arc<Rewards>,
-    /// What the rewards tell while they are asked.
+    /// Warnings that rewards send while they are computed.
     pub(super) notices: mpsc::UnboundedReceiver<Event>,
     pub(super) journal: Journal,
-    pub(super) saving: Saving,
-    /// The evaluation's own, if it has some.
+    pub(super) checkpoint_schedule: CheckpointSchedule,
+    /// Rewards of the evaluation, if it has its own.
     pub(super) eval_rewards: Option<Arc<Rewards>>,
-    /// What is being scored while the engine does other work; dropped with the host.
+    /// Scoring tasks that run while the engine does other work; they are cancelled when the host is dropped.
     pub(super) begun: HashMap<RolloutId, AbortOnDropHandle<Result<Scored, RewardFailure>>>,
-    /// Metrics of the rewards, until the step they belong to is done: training, evaluation.
+    /// Metrics of rewards until the end of their step: training, evaluation.
     pub(super) reward_metrics: [Metrics; 2],
 }
 
 impl JobHost {
-    /// A stop of our own making, remembered like one from outside.
+    /// Raises a stop and returns it.
     fn stop_with(&self, stop: StopReason) -> RunEnd {
         self.stop.raise(stop.clone());
         RunEnd::Stopped(stop)
     }
 
-    fn refuse(&mut self, error: &ClientError) -> RunEnd {
+    fn run_end_of(&mut self, error: &ClientError) -> RunEnd {
         match error {
             ClientError::StorageFull { detail } => {
-                self.events.log(format!("the server stores nothing more: {detail}"));
+                self.events.log(format!("the server's storage is full: {detail}"));
                 self.stop_with(StopReason::Pause { reason: Some("disk_full".to_owned()) })
             }
             ClientError::LeaseLost => self.stop_with(StopReason::LeaseLost),
-            transient if transient.is_transient() && self.progress.hears_server() => {
+            transient if transient.is_transient() && self.progress.is_server_reachable() => {
                 failure::transfer_failed(transient, self.progress.get()).into()
             }
             transient if transient.is_transient() => self.stop_with(StopReason::LeaseLost),
@@ -72,7 +72,8 @@ impl JobHost {
         self.events.send(event).map_err(|_| self.undelivered())
     }
 
-    /// The delivery knows why; the attempt reads it there when no stop was raised.
+    /// Returns the end of the run after the delivery of events has failed. Without a stop, the attempt reads
+    /// the reason from the delivery.
     fn undelivered(&mut self) -> RunEnd {
         match self.stop.get() {
             Some(stop) if drops_work(&stop) => RunEnd::Stopped(stop),
@@ -88,12 +89,12 @@ impl JobHost {
         }
     }
 
-    /// The journal takes no more entries: a stop says why, or its own error does.
+    /// Returns the end of the run after the journal has failed.
     fn unrecorded(&mut self) -> RunEnd {
         let journal = self.journal.clone();
         match (self.stop.get(), journal.failure()) {
             (Some(stop), _) => RunEnd::Stopped(stop),
-            (None, Some(error)) => self.refuse(error),
+            (None, Some(error)) => self.run_end_of(error),
             (None, None) => self.stop_with(StopReason::LeaseLost),
         }
     }
@@ -102,8 +103,8 @@ impl JobHost {
         let mut tries = 1;
         loop {
             match self.publish_once(checkpoint).await {
-                // A server that restarted meanwhile swept what had been uploaded to it.
-                Err(error @ ClientError::Refused { status: 422, .. }) if tries < PUBLISH_TRIES => {
+                // A server that restarted has removed the uploaded files.
+                Err(error @ ClientError::Refused { status: 422, .. }) if tries < MAX_PUBLISH_ATTEMPTS => {
                     tracing::warn!(
                         step = checkpoint.step,
                         error = with_causes(&error),
@@ -118,28 +119,34 @@ impl JobHost {
 
     async fn publish_once(&self, checkpoint: &SavedCheckpoint<'_>) -> Result<(), ClientError> {
         for file in checkpoint.files {
-            persist(|| self.client.upload(self.held, checkpoint.step, checkpoint.dir, file), full_at_once).await?;
+            with_retries(
+                || self.client.upload(self.claim_ref, checkpoint.step, checkpoint.dir, file),
+                unless_disk_full,
+            )
+            .await?;
         }
         let publish = Publish {
-            attempt: self.held.attempt,
+            attempt: self.claim_ref.attempt,
             files: checkpoint.files.to_vec(),
             metrics: checkpoint.metrics.clone(),
-            temporary: self.saving.is_temporary(),
+            temporary: self.checkpoint_schedule.is_temporary(),
         };
-        persist(|| self.client.publish(self.held, checkpoint.step, &publish), full_at_once).await.map(drop)
+        with_retries(|| self.client.publish(self.claim_ref, checkpoint.step, &publish), unless_disk_full)
+            .await
+            .map(drop)
     }
 }
 
 impl Host for JobHost {
     fn score(&mut self, request: &ScoreRequest<'_>) -> Result<Vec<Score>, RunEnd> {
-        let (job, rewards) = self.asking(request.id);
+        let (job, rewards) = self.scoring_context(request.id);
         let begun = self.begun.remove(&request.id);
         let runtime = self.runtime.clone();
         let scored = runtime.block_on(async {
             let mut scoring = std::pin::pin!(async {
                 match begun {
                     None => rewards.score(&job, request.samples).await,
-                    // As if it had happened here.
+                    // A panic of the task is passed on.
                     Some(task) => task.await.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic())),
                 }
             });
@@ -150,7 +157,7 @@ impl Host for JobHost {
                     scored = &mut scoring => break Ok(scored),
                     Some(notice) = self.notices.recv() => {
                         self.log_warning(&notice);
-                        // Undelivered: the stop that this raises ends the wait.
+                        // If the event cannot be delivered, the resulting stop ends this loop.
                         let _ = self.events.send(notice);
                     }
                 }
@@ -168,12 +175,12 @@ impl Host for JobHost {
         for warning in scored.warnings {
             self.send(warning)?;
         }
-        self.reward_metrics[slot(request.id.phase)].extend(scored.metrics);
+        self.reward_metrics[phase_index(request.id.phase)].extend(scored.metrics);
         Ok(scored.scores)
     }
 
     fn begin_score(&mut self, request: &ScoreRequest<'_>) -> Result<(), RunEnd> {
-        let (job, rewards) = self.asking(request.id);
+        let (job, rewards) = self.scoring_context(request.id);
         let samples = request.samples.to_vec();
         let task = self.runtime.spawn(async move { rewards.score(&job, &samples).await });
         self.begun.insert(request.id, AbortOnDropHandle::new(task));
@@ -188,27 +195,27 @@ impl Host for JobHost {
                     SamplePhase::Train => "",
                     SamplePhase::Eval => "eval_",
                 };
-                let rewards = std::mem::take(&mut self.reward_metrics[slot(*kind)]);
+                let rewards = std::mem::take(&mut self.reward_metrics[phase_index(*kind)]);
                 metrics.extend(rewards.into_iter().map(|(name, value)| (format!("{prefix}{name}"), value)));
                 if *kind == SamplePhase::Train {
-                    self.progress.reach(*step);
+                    self.progress.complete_step(*step);
                 }
                 self.events.log(step_line(*step, *kind, metrics));
             }
             Event::Samples { .. } => {}
             Event::Warning { .. } | Event::Reward { .. } => self.log_warning(&event),
             Event::Alert { alert } => {
-                self.events.log(format!("alert {}: {}; to do: {}", alert.rule.as_str(), alert.message, alert.fix));
+                self.events.log(format!("alert {}: {}; fix: {}", alert.rule.as_str(), alert.message, alert.fix));
             }
             Event::AlertCleared { rule, raised_step, step } => {
-                self.events.log(format!("alert {} of step {raised_step} is over at step {step}", rule.as_str()));
+                self.events.log(format!("alert {} of step {raised_step} was cleared at step {step}", rule.as_str()));
             }
             Event::TrainingPhase { change } => self.events.log(format!("training phase: {:?}", change.phase)),
             Event::Diverged { first_step, step } => {
-                self.events.log(format!("diverged: no update of the steps {first_step} to {step} could be used"));
+                self.events.log(format!("diverged: no update in steps {first_step} to {step} was usable"));
             }
             Event::EarlyStopping { step, metric, evaluations, .. } => self.events.log(format!(
-                "early stopping after step {step}: {metric} has had no new best for {evaluations} evaluations"
+                "early stopping after step {step}: {metric} had no new best for {evaluations} evaluations"
             )),
         }
         self.send(event)
@@ -218,7 +225,7 @@ impl Host for JobHost {
         self.progress.enter(Phase::Checkpoint);
         let published = self.runtime.block_on(async {
             tokio::select! {
-                // The rows of its steps come first: what a checkpoint covers is never sent again.
+                // The events of its steps are sent first, because events before a checkpoint are never sent again.
                 published = async {
                     match self.events.flush().await {
                         Ok(()) => Some(self.publish(checkpoint).await),
@@ -230,12 +237,12 @@ impl Host for JobHost {
         });
         match published {
             Ok(Some(Ok(()))) => {
-                self.journal.covered(checkpoint.step);
-                self.saving.published(clock::now());
+                self.journal.drop_covered(checkpoint.step);
+                self.checkpoint_schedule.published(clock::now());
                 self.events.log(format!("checkpoint of step {} published", checkpoint.step));
                 Ok(())
             }
-            Ok(Some(Err(error))) => Err(self.refuse(&error)),
+            Ok(Some(Err(error))) => Err(self.run_end_of(&error)),
             Ok(None) => Err(self.undelivered()),
             Err(stop) => Err(RunEnd::Stopped(stop)),
         }
@@ -258,22 +265,22 @@ impl Host for JobHost {
     }
 
     fn wants_checkpoint(&self) -> bool {
-        self.saving.is_due(clock::now(), self.journal.is_large())
+        self.checkpoint_schedule.is_due(clock::now(), self.journal.is_large())
     }
 }
 
 impl JobHost {
-    /// Who asks, and whom.
-    fn asking(&self, id: RolloutId) -> (JobContext, Arc<Rewards>) {
+    /// Returns the context of a request and the rewards to call.
+    fn scoring_context(&self, id: RolloutId) -> (JobContext, Arc<Rewards>) {
         let rewards = match id.phase {
             SamplePhase::Train => &self.rewards,
             SamplePhase::Eval => self.eval_rewards.as_ref().unwrap_or(&self.rewards),
         };
-        (JobContext { job: self.held.job, rollout: id, probe: false }, rewards.clone())
+        (JobContext { job: self.claim_ref.job, rollout: id, probe: false }, rewards.clone())
     }
 
     fn on_reward_failure(&mut self, failure: &RewardFailure, step: u64) -> RunEnd {
-        if matches!(failure, RewardFailure::Unrecorded { .. }) {
+        if matches!(failure, RewardFailure::JournalClosed { .. }) {
             return self.unrecorded();
         }
         let explained = failure.to_failure(step);
@@ -281,7 +288,7 @@ impl JobHost {
             self.events.log(failure.to_string());
             return explained.into();
         };
-        // The pause itself only has a code: what the service did is told before it.
+        // The pause only contains a code, so a warning with the reason is sent before it.
         let data = json!({ "suggestion": explained.suggestion, "step": step });
         let warning = Event::Warning { code: reason.to_owned(), message: explained.message, data };
         match self.event(warning) {
@@ -291,14 +298,14 @@ impl JobHost {
     }
 }
 
-fn slot(phase: SamplePhase) -> usize {
+fn phase_index(phase: SamplePhase) -> usize {
     match phase {
         SamplePhase::Train => 0,
         SamplePhase::Eval => 1,
     }
 }
 
-/// `step 12 reward 0.5000 kl 0.0031 …`: the metrics one looks at first, as far as they are there.
+/// Formats the log line of a step: `step 12 reward 0.5000 kl 0.0031 …`, with the most important metrics.
 fn step_line(step: u64, kind: SamplePhase, metrics: &Metrics) -> String {
     let (word, prefix) = match kind {
         SamplePhase::Train => ("step", ""),

@@ -1,24 +1,24 @@
-//! Where the models of an attempt lie on this machine.
+//! The directories of an attempt's models on this machine.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use crate::model_cache::Lease;
 
-/// The directory of a model whose bytes are the plan's.
+/// The directory of a verified model.
 #[derive(Debug)]
-pub(super) enum Place {
-    /// Where the server has it.
+pub(super) enum ModelLocation {
+    /// The server's own path, valid on this machine.
     InPlace(PathBuf),
-    /// In the cache, from which it is not removed while this lives.
+    /// A copy in the cache. The lease prevents its removal.
     Cached(Lease),
 }
 
-impl Place {
+impl ModelLocation {
     fn dir(&self) -> &Path {
         match self {
-            Place::InPlace(dir) => dir,
-            Place::Cached(lease) => lease.dir(),
+            ModelLocation::InPlace(dir) => dir,
+            ModelLocation::Cached(lease) => lease.dir(),
         }
     }
 }
@@ -26,23 +26,23 @@ impl Place {
 /// The models of one attempt.
 #[derive(Debug)]
 pub(super) struct JobModels {
-    base: Place,
-    /// By id, those whose bytes have been compared.
-    rewards: BTreeMap<String, Place>,
+    base: ModelLocation,
+    /// Verified reward models, by id.
+    rewards: BTreeMap<String, ModelLocation>,
 }
 
 impl JobModels {
-    pub(super) fn new(base: Place, rewards: BTreeMap<String, Place>) -> Self {
+    pub(super) fn new(base: ModelLocation, rewards: BTreeMap<String, ModelLocation>) -> Self {
         Self { base, rewards }
     }
 
-    /// The directory of the model to train.
+    /// Returns the directory of the model to train.
     pub(super) fn base(&self) -> &Path {
         self.base.dir()
     }
 
-    /// The directories of reward models.
+    /// Returns the directories of the reward models.
     pub(super) fn reward_dirs(&self) -> BTreeMap<String, PathBuf> {
-        self.rewards.iter().map(|(id, place)| (id.clone(), place.dir().to_owned())).collect()
+        self.rewards.iter().map(|(id, location)| (id.clone(), location.dir().to_owned())).collect()
     }
 }

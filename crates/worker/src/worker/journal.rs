@@ -1,5 +1,5 @@
-//! The journal, the worker's side: what former attempts wrote, and entries on their way to the server, where they are
-//! durable when the call returns. Entries that come while a call is under way travel together in the next one.
+//! The worker's side of the journal: entries of previous attempts, and delivery of new entries to the server, where they are
+//! durable when the call returns. Entries that arrive during a call are sent together in the next one.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -8,78 +8,82 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use futures::future::{BoxFuture, FutureExt};
 use tokio::sync::{mpsc, oneshot};
 
-use super::callbacks::Mailbox;
-use super::client::{Client, ClientError, Held, full_at_once, persist};
+use super::callbacks::CallbackInbox;
+use super::client::{ClaimRef, Client, ClientError, unless_disk_full, with_retries};
 use super::signals::StopSignal;
 use crate::callback::{CallbackTerms, Chunk};
 use crate::causes::with_causes;
 use crate::engine::host::StopReason;
 use crate::event::SamplePhase;
 use crate::protocol::{JournalBatch, JournalEntry, RewardAnswer};
-use crate::reward::journal::{Journalled, Unrecorded};
+use crate::reward::journal::{JournalClosed, JournaledRequest};
 use crate::sample::{RolloutId, SampledGroup};
 
-/// About the most bytes of a call.
+/// Approximate maximum size of a call in bytes.
 const MAX_BYTES: usize = 4 << 20;
-/// The journal of a run may grow to this, bytes, before a checkpoint is written that the plan does not ask for.
+/// Size of the journal in bytes above which an additional checkpoint is written.
 const CHECKPOINT_BYTES: u64 = 64 << 20;
 
-/// An entry, or none to learn when those before it are durable; and whom to tell.
+/// An entry (`None` waits for the entries before it) and the sender to notify when it is durable.
 type Message = (Option<JournalEntry>, oneshot::Sender<()>);
 
-/// One attempt's journal. Cheap to clone.
+/// The journal of one attempt. Cheap to clone.
 #[derive(Clone)]
 pub(super) struct Journal {
     sender: mpsc::UnboundedSender<Message>,
-    known: Arc<Mutex<Known>>,
-    /// Bytes that are kept since the last checkpoint, about.
-    kept: Arc<AtomicU64>,
+    known: Arc<Mutex<PreviousEntries>>,
+    /// Approximate bytes in the journal since the last checkpoint.
+    retained: Arc<AtomicU64>,
     failed: Arc<OnceLock<ClientError>>,
-    /// What services answer later.
-    mailbox: Mailbox,
+    /// Receives the callback results of services.
+    inbox: CallbackInbox,
     terms: Arc<Option<CallbackTerms>>,
 }
 
-/// What former attempts wrote since the checkpoint this one goes on from.
+/// Entries of previous attempts since the checkpoint that this attempt resumes from.
 #[derive(Default)]
-struct Known {
+struct PreviousEntries {
     rollouts: HashMap<RolloutId, Vec<SampledGroup>>,
-    requests: HashMap<String, (RolloutId, Journalled)>,
+    requests: HashMap<String, (RolloutId, JournaledRequest)>,
 }
 
 impl Journal {
-    /// Starts the delivery of one attempt; it ends when every `Journal` is dropped, or with an error, which also raises the
-    /// stop it means.
-    pub(super) fn start(client: Client, held: Held, stop: StopSignal, terms: Option<CallbackTerms>) -> Self {
+    /// Starts the delivery for one attempt. It ends when every `Journal` is dropped, or with an error, which
+    /// also raises the corresponding stop.
+    pub(super) fn start(client: Client, claim_ref: ClaimRef, stop: StopSignal, terms: Option<CallbackTerms>) -> Self {
         let (sender, receiver) = mpsc::unbounded_channel();
         let failed = Arc::new(OnceLock::new());
-        let mailbox = Mailbox::new(client.clone(), held, stop.clone());
-        tokio::spawn(deliver(receiver, client, held, stop, failed.clone()));
-        Self { sender, known: Arc::default(), kept: Arc::default(), failed, mailbox, terms: Arc::new(terms) }
+        let inbox = CallbackInbox::new(client.clone(), claim_ref, stop.clone());
+        tokio::spawn(deliver(receiver, client, claim_ref, stop, failed.clone()));
+        Self { sender, known: Arc::default(), retained: Arc::default(), failed, inbox, terms: Arc::new(terms) }
     }
 
-    /// Reads what former attempts wrote. Returns the number of rollouts and of answers.
-    pub(super) async fn recall(&self, client: &Client, held: Held) -> Result<(usize, usize), ClientError> {
+    /// Reads the entries of previous attempts. Returns the number of rollouts and of answers.
+    pub(super) async fn read_previous(
+        &self,
+        client: &Client,
+        claim_ref: ClaimRef,
+    ) -> Result<(usize, usize), ClientError> {
         let mut after = Some(0);
         let mut answers = 0;
         while let Some(from) = after {
-            let page = persist(|| client.journal(held, from), ClientError::is_transient).await?;
+            let page = with_retries(|| client.journal(claim_ref, from), ClientError::is_transient).await?;
             after = page.next;
             let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
             for entry in page.entries {
-                self.kept.fetch_add(kept_bytes(&entry), Ordering::Relaxed);
+                self.retained.fetch_add(retained_bytes(&entry), Ordering::Relaxed);
                 match entry {
                     JournalEntry::Rollout { rollout, groups } => {
                         known.rollouts.insert(rollout, groups);
                     }
                     JournalEntry::Request { rollout, key, id, body, later, .. } => {
-                        known.requests.insert(key, (rollout, Journalled::Sent { id, body, later }));
+                        known.requests.insert(key, (rollout, JournaledRequest::Sent { id, body, later }));
                     }
                     JournalEntry::Answer { rollout, key, id, answer } => {
                         answers += 1;
-                        known.requests.insert(key, (rollout, Journalled::Answered { id, answer }));
+                        known.requests.insert(key, (rollout, JournaledRequest::Answered { id, answer }));
                     }
-                    // The server has put it where it belongs.
+                    // The server has already merged these entries into the others.
                     JournalEntry::Accepted { .. } | JournalEntry::Forget { .. } => {}
                 }
             }
@@ -88,76 +92,76 @@ impl Journal {
         Ok((known.rollouts.len(), answers))
     }
 
-    /// The completions a former attempt sampled; they are handed out once.
+    /// Returns the completions that a previous attempt sampled. They are removed on return.
     pub(super) fn rollout(&self, id: RolloutId) -> Option<Vec<SampledGroup>> {
         self.known.lock().unwrap_or_else(PoisonError::into_inner).rollouts.remove(&id)
     }
 
-    /// Writes completions down, without waiting: the requests for them come after them.
+    /// Records completions without waiting. The requests for them are recorded after them, in order.
     pub(super) fn sampled(&self, rollout: RolloutId, groups: &[SampledGroup]) {
         drop(self.push(Some(JournalEntry::Rollout { rollout, groups: groups.to_vec() })));
     }
 
-    /// A checkpoint of this step is published: the server has dropped what it covers.
-    pub(super) fn covered(&self, step: u64) {
+    /// Removes the entries that a checkpoint of this step covers, as the server has done.
+    pub(super) fn drop_covered(&self, step: u64) {
         let open = |id: &RolloutId| id.step > step || (id.step == step && id.phase == SamplePhase::Eval);
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         known.rollouts.retain(|id, _| open(id));
         known.requests.retain(|_, (id, _)| open(id));
-        self.kept.store(0, Ordering::Relaxed);
+        self.retained.store(0, Ordering::Relaxed);
     }
 
-    /// True when it has grown so large that a checkpoint should be written.
+    /// Returns whether the journal is so large that a checkpoint should be written.
     pub(super) fn is_large(&self) -> bool {
-        self.kept.load(Ordering::Relaxed) >= CHECKPOINT_BYTES
+        self.retained.load(Ordering::Relaxed) >= CHECKPOINT_BYTES
     }
 
-    /// Why it takes no more entries.
+    /// Returns the error that ended the journal.
     pub(super) fn failure(&self) -> Option<&ClientError> {
         self.failed.get()
     }
 
-    /// Returns when everything so far is durable, or cannot be.
+    /// Waits until everything so far is durable, or the journal has failed.
     pub(super) async fn flush(&self) {
         let _ = self.push(None).await;
     }
 
     fn push(&self, entry: Option<JournalEntry>) -> oneshot::Receiver<()> {
-        self.kept.fetch_add(entry.as_ref().map_or(0, kept_bytes), Ordering::Relaxed);
+        self.retained.fetch_add(entry.as_ref().map_or(0, retained_bytes), Ordering::Relaxed);
         let (done, receiver) = oneshot::channel();
-        // A refused entry drops its `done`, and whoever waits learns of it.
+        // If the journal has ended, `done` is dropped, which notifies the receiver.
         let _ = self.sender.send((entry, done));
         receiver
     }
 }
 
 impl crate::reward::journal::Journal for Journal {
-    fn find(&self, key: &str) -> Option<Journalled> {
+    fn find(&self, key: &str) -> Option<JournaledRequest> {
         let known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
-        known.requests.get(key).map(|(_, journalled)| journalled.clone())
+        known.requests.get(key).map(|(_, journaled)| journaled.clone())
     }
 
-    fn append(&self, entry: JournalEntry) -> BoxFuture<'_, Result<(), Unrecorded>> {
+    fn append(&self, entry: JournalEntry) -> BoxFuture<'_, Result<(), JournalClosed>> {
         if let JournalEntry::Answer { id, .. } = &entry {
-            self.mailbox.forget(id);
+            self.inbox.forget(id);
         }
         let done = self.push(Some(entry));
-        async move { done.await.map_err(|_| Unrecorded) }.boxed()
+        async move { done.await.map_err(|_| JournalClosed) }.boxed()
     }
 
     fn callbacks(&self) -> Option<&CallbackTerms> {
         self.terms.as_ref().as_ref()
     }
 
-    fn arrived<'a>(&'a self, id: &'a str, seen: usize) -> BoxFuture<'a, Result<Chunk, Unrecorded>> {
-        self.mailbox.arrived(id, seen).boxed()
+    fn arrived<'a>(&'a self, id: &'a str, seen: usize) -> BoxFuture<'a, Result<Chunk, JournalClosed>> {
+        self.inbox.arrived(id, seen).boxed()
     }
 }
 
 async fn deliver(
     mut receiver: mpsc::UnboundedReceiver<Message>,
     client: Client,
-    held: Held,
+    claim_ref: ClaimRef,
     stop: StopSignal,
     failed: Arc<OnceLock<ClientError>>,
 ) {
@@ -171,14 +175,14 @@ async fn deliver(
             entries.extend(entry);
             done.push(waiting);
         }
-        let batch = JournalBatch { attempt: held.attempt, entries };
+        let batch = JournalBatch { attempt: claim_ref.attempt, entries };
         let sent = tokio::select! {
             () = std::future::ready(()), if batch.entries.is_empty() => Ok(()),
-            sent = persist(|| client.journal_append(held, &batch), full_at_once) => sent,
+            sent = with_retries(|| client.journal_append(claim_ref, &batch), unless_disk_full) => sent,
             _ = stop.wait_for(|stop| *stop == StopReason::LeaseLost) => Err(ClientError::LeaseLost),
         };
         if let Err(error) = sent {
-            tracing::warn!(error = with_causes(&error), "the journal ends");
+            tracing::warn!(error = with_causes(&error), "the journal failed");
             match &error {
                 ClientError::StorageFull { .. } => {
                     stop.raise(StopReason::Pause { reason: Some("disk_full".to_owned()) })
@@ -188,27 +192,27 @@ async fn deliver(
                 }
                 _ => {}
             }
-            // Before anybody who waits can ask why.
+            // The error is stored before `done` is dropped, so that waiting callers can read it.
             let _ = failed.set(error);
             return;
         }
         for waiting in done {
-            // Whoever waited may have stopped.
+            // The caller may have stopped waiting.
             let _ = waiting.send(());
         }
     }
 }
 
-/// About as many bytes as its JSON has.
+/// Estimates the size of an entry's JSON in bytes.
 fn sent_bytes(entry: &JournalEntry) -> usize {
     match entry {
         JournalEntry::Request { body, .. } => 512 + body.len(),
-        other => 512 + kept_bytes(other) as usize,
+        other => 512 + retained_bytes(other) as usize,
     }
 }
 
-/// About as many bytes as stay of it until the next checkpoint; a request's body goes when it is answered.
-fn kept_bytes(entry: &JournalEntry) -> u64 {
+/// Estimates the bytes of an entry that remain until the next checkpoint. The body of a request is removed when it is answered.
+fn retained_bytes(entry: &JournalEntry) -> u64 {
     let bytes = match entry {
         JournalEntry::Rollout { groups, .. } => {
             groups.iter().flat_map(|group| &group.completions).map(|completion| completion.segments.json_bytes()).sum()

@@ -1,4 +1,5 @@
-//! A job's models on this machine: where the server has them if the same bytes lie there, else fetched into the cache.
+//! Finds a job's models on this machine: at the server's paths if the bytes are the same, else in the
+//! cache, downloading them if needed.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -6,46 +7,46 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use super::attempt::Attempt;
-use super::client::{ClientError, DAMAGED_TRIES, FIRST_DELAY, LONGEST_DELAY, OUTAGE, persist};
-use super::job_models::{JobModels, Place};
+use super::client::{ClientError, FIRST_DELAY, MAX_DAMAGED_ATTEMPTS, MAX_DELAY, MAX_OUTAGE, with_retries};
+use super::job_models::{JobModels, ModelLocation};
 use super::transfer::Download;
 use super::{Worker, clock, failure};
 use crate::causes::with_causes;
 use crate::digest::Sha256Digest;
 use crate::job::Failure;
-use crate::model_cache::{Fetching, Found, Lease, ModelCache, NoRoom};
+use crate::model_cache::{CacheFull, Fetching, Found, Lease, ModelCache};
 use crate::modelcard::{self, ModelCardError};
 use crate::protocol::{Claim, FileEntry, ModelFiles, check_file_name};
 use crate::size::format_size;
 
-/// How often the log says how far a model has come.
-const REPORT_EVERY: Duration = Duration::from_secs(5);
-/// How often it is looked whether another worker of this machine has a model by now.
+/// Interval between two log lines about the progress of a download.
+const PROGRESS_INTERVAL: Duration = Duration::from_secs(5);
+/// How often the cache is polled while another worker downloads the model.
 const POLL_INTERVAL: Duration = Duration::from_millis(300);
 
-/// A model that a job names.
+/// A model that a job requires.
 #[derive(Clone, Copy)]
-struct Wanted<'a> {
+struct ModelRef<'a> {
     id: &'a str,
     sha256: &'a str,
-    /// Where the server has it.
+    /// Path of the model on the server.
     path: &'a Path,
 }
 
 impl Attempt {
-    /// Finds all models of a job, and fetches those that are not on this machine.
+    /// Finds all models of a job, and downloads those that are not on this machine.
     pub(super) async fn find_models(&self, worker: &Worker, claim: &Claim) -> Result<JobModels, Failure> {
         let plan = &claim.plan;
-        let base = Wanted { id: &plan.model.id, sha256: &plan.model.sha256, path: Path::new(&claim.model_path) };
-        let base = match in_place(base).await {
-            Ok(true) => Place::InPlace(base.path.to_owned()),
+        let base = ModelRef { id: &plan.model.id, sha256: &plan.model.sha256, path: Path::new(&claim.model_path) };
+        let base = match is_in_place(base).await {
+            Ok(true) => ModelLocation::InPlace(base.path.to_owned()),
             Ok(false) if worker.cache.is_none() => return Err(failure::model_changed(self.progress.get())),
             Err(error) if worker.cache.is_none() => {
                 return Err(failure::model_unreadable(&error, self.progress.get()));
             }
             elsewhere => match self.fetch_model(worker, base).await? {
-                Some(lease) => Place::Cached(lease),
-                // A server of before this call.
+                Some(lease) => ModelLocation::Cached(lease),
+                // An older server does not have this call.
                 None => {
                     return Err(match elsewhere {
                         Ok(_) => failure::model_changed(self.progress.get()),
@@ -57,24 +58,24 @@ impl Attempt {
         let mut rewards = BTreeMap::new();
         for (id, path) in &claim.reward_models {
             let Some(sha256) = plan.reward_models.get(id) else { continue };
-            let wanted = Wanted { id, sha256, path: Path::new(path) };
-            // What is neither here nor sent is named with its reward, when the reward is prepared.
-            let place = match in_place(wanted).await {
-                Ok(true) => Some(Place::InPlace(wanted.path.to_owned())),
+            let model = ModelRef { id, sha256, path: Path::new(path) };
+            // A reward model that is not available is reported with the name of its reward, when the reward is prepared.
+            let location = match is_in_place(model).await {
+                Ok(true) => Some(ModelLocation::InPlace(model.path.to_owned())),
                 _ if worker.cache.is_none() => None,
-                _ => self.fetch_model(worker, wanted).await?.map(Place::Cached),
+                _ => self.fetch_model(worker, model).await?.map(ModelLocation::Cached),
             };
-            rewards.extend(place.map(|place| (id.clone(), place)));
+            rewards.extend(location.map(|location| (id.clone(), location)));
         }
         Ok(JobModels::new(base, rewards))
     }
 
-    /// Fetches a model into the cache of this machine, or waits for another worker that does. None = the server is older than
-    /// this call.
-    async fn fetch_model(&self, worker: &Worker, wanted: Wanted<'_>) -> Result<Option<Lease>, Failure> {
+    /// Downloads a model into the cache of this machine, or waits for another worker that does. Returns `None` if the server is
+    /// too old for this call.
+    async fn fetch_model(&self, worker: &Worker, model: ModelRef<'_>) -> Result<Option<Lease>, Failure> {
         let Some(cache) = worker.cache.clone() else { return Ok(None) };
         self.progress.set_fetching_model(true);
-        let lease = self.lease_model(cache, wanted).await;
+        let lease = self.lease_model(cache, model).await;
         self.progress.set_fetching_model(false);
         lease
     }
@@ -82,37 +83,38 @@ impl Attempt {
     async fn lease_model(
         &self,
         (dir, limit_bytes): (PathBuf, Option<u64>),
-        wanted: Wanted<'_>,
+        model: ModelRef<'_>,
     ) -> Result<Option<Lease>, Failure> {
-        let no_room = |error: NoRoom| failure::no_room_for_model(wanted.id, &error, self.progress.get());
+        let cache_full = |error: CacheFull| failure::model_cache_full(model.id, &error, self.progress.get());
         let cache =
-            blocking(move || ModelCache::open(&dir, limit_bytes)).await.map_err(|error| no_room(error.into()))?;
+            blocking(move || ModelCache::open(&dir, limit_bytes)).await.map_err(|error| cache_full(error.into()))?;
         let mut is_waiting = false;
         loop {
-            let (at, key) = (cache.clone(), wanted.sha256.to_owned());
-            match blocking(move || at.find(&key)).await.map_err(|error| no_room(error.into()))? {
+            let (at, key) = (cache.clone(), model.sha256.to_owned());
+            match blocking(move || at.find(&key)).await.map_err(|error| cache_full(error.into()))? {
                 Found::Ready(lease) => {
-                    let here = Wanted { path: lease.dir(), ..wanted };
-                    if matches!(in_place(here).await, Ok(true)) {
+                    let cached = ModelRef { path: lease.dir(), ..model };
+                    if matches!(is_in_place(cached).await, Ok(true)) {
                         return Ok(Some(lease));
                     }
                     drop(lease);
-                    tracing::warn!(model = wanted.id, "a model of the cache is damaged; it is fetched again");
-                    let (at, key) = (cache.clone(), wanted.sha256.to_owned());
-                    let removed = blocking(move || at.remove(&key)).await.map_err(|error| no_room(error.into()))?;
+                    tracing::warn!(model = model.id, "a model in the cache is damaged; downloading it again");
+                    let (at, key) = (cache.clone(), model.sha256.to_owned());
+                    let removed = blocking(move || at.remove(&key)).await.map_err(|error| cache_full(error.into()))?;
                     if !removed {
-                        // Another worker uses it.
-                        tokio::time::sleep(LONGEST_DELAY).await;
+                        // Another worker uses the model.
+                        tokio::time::sleep(MAX_DELAY).await;
                     }
                 }
-                Found::Missing(fetching) => match self.fetch_into(fetching, wanted).await? {
+                Found::Missing(fetching) => match self.fetch_into(fetching, model).await? {
                     Some(Found::Ready(lease)) => return Ok(Some(lease)),
                     Some(_) => {}
                     None => return Ok(None),
                 },
                 Found::Busy => {
                     if !std::mem::replace(&mut is_waiting, true) {
-                        self.events.log(format!("waits for the model '{}', which another worker fetches", wanted.id));
+                        self.events
+                            .log(format!("waiting for the model '{}', which another worker is downloading", model.id));
                     }
                     tokio::time::sleep(POLL_INTERVAL).await;
                 }
@@ -120,52 +122,52 @@ impl Attempt {
         }
     }
 
-    /// Fetches what is missing of a model and makes it whole.
-    async fn fetch_into(&self, fetching: Fetching, wanted: Wanted<'_>) -> Result<Option<Found>, Failure> {
+    /// Downloads the missing files of a model and marks it as complete.
+    async fn fetch_into(&self, fetching: Fetching, model: ModelRef<'_>) -> Result<Option<Found>, Failure> {
         let position = || self.progress.get();
-        let Some(files) = self.list_files(wanted).await? else { return Ok(None) };
+        let Some(files) = self.list_files(model).await? else { return Ok(None) };
         let size_bytes: u64 = files.iter().map(|file| file.size_bytes).sum();
-        let name = wanted.id.to_owned();
+        let name = model.id.to_owned();
         let prepared = blocking(move || Ok((fetching.prepare(&name, size_bytes), fetching))).await;
         let (part, fetching) =
-            prepared.map_err(|error| failure::no_room_for_model(wanted.id, &error.into(), position()))?;
-        let part = part.map_err(|error| failure::no_room_for_model(wanted.id, &error, position()))?;
-        let received = AtomicU64::new(bytes_here(&files, &part).await);
+            prepared.map_err(|error| failure::model_cache_full(model.id, &error.into(), position()))?;
+        let part = part.map_err(|error| failure::model_cache_full(model.id, &error, position()))?;
+        let received = AtomicU64::new(existing_bytes(&files, &part).await);
         let begun = std::time::Instant::now();
         tokio::select! {
-            fetched = self.fetch_files_of_model(wanted, &files, &part, &received) => fetched?,
-            () = self.report_progress(wanted.id, size_bytes, &received) => {}
+            fetched = self.fetch_files_of_model(model, &files, &part, &received) => fetched?,
+            () = self.report_progress(model.id, size_bytes, &received) => {}
         }
         let seconds = begun.elapsed().as_secs_f64();
-        self.events.log(format!("fetched the model '{}': {} in {seconds:.1} s", wanted.id, format_size(size_bytes)));
+        self.events.log(format!("downloaded the model '{}': {} in {seconds:.1} s", model.id, format_size(size_bytes)));
         let published = blocking(move || {
             let names: Vec<&str> = files.iter().map(|file| file.name.as_str()).collect();
             fetching.publish(&names)
         });
-        published.await.map(Some).map_err(|error| failure::no_room_for_model(wanted.id, &error.into(), position()))
+        published.await.map(Some).map_err(|error| failure::model_cache_full(model.id, &error.into(), position()))
     }
 
-    /// The files of the model as the server has them, if these are the plan's.
-    async fn list_files(&self, wanted: Wanted<'_>) -> Result<Option<Vec<FileEntry>>, Failure> {
+    /// Lists the server's files of the model, and checks that their fingerprint is the plan's.
+    async fn list_files(&self, model: ModelRef<'_>) -> Result<Option<Vec<FileEntry>>, Failure> {
         let position = || self.progress.get();
         let files = loop {
-            match persist(|| self.client.model_files(self.held, wanted.id), ClientError::is_transient).await {
+            match with_retries(|| self.client.model_files(self.claim_ref, model.id), ClientError::is_transient).await {
                 Ok(ModelFiles { files: Some(files) }) => break files,
-                // It is still hashing.
+                // The server is still hashing the files.
                 Ok(ModelFiles { files: None }) => {}
-                // A server of before this call has no such route; one of today has no such model.
+                // An older server does not have this route; a current one does not have the model.
                 Err(ClientError::Refused { status: 404 | 405, .. }) => return Ok(None),
                 Err(ClientError::Refused { status: 422, detail, .. }) => {
-                    return Err(failure::model_not_sent(wanted.id, &detail, position()));
+                    return Err(failure::model_not_sent(model.id, &detail, position()));
                 }
-                Err(error) => return self.fetched(Err(error)),
+                Err(error) => return self.check_transfer(Err(error)),
             }
         };
-        if modelcard::fingerprint_entries(&files) != wanted.sha256 {
+        if modelcard::fingerprint_entries(&files) != model.sha256 {
             return Err(failure::model_changed(position()));
         }
         for file in &files {
-            self.fetched(check_file_name(&file.name).map_err(|error| ClientError::Refused {
+            self.check_transfer(check_file_name(&file.name).map_err(|error| ClientError::Refused {
                 status: 0,
                 code: "file_name".to_owned(),
                 detail: error.to_string(),
@@ -176,28 +178,28 @@ impl Attempt {
 
     async fn fetch_files_of_model(
         &self,
-        wanted: Wanted<'_>,
+        model: ModelRef<'_>,
         files: &[FileEntry],
         part: &Path,
         received: &AtomicU64,
     ) -> Result<(), Failure> {
         for file in files {
             let to = part.join(&file.name);
-            match self.fetch_file_of_model(wanted.id, file, &to, received).await {
+            match self.fetch_file_of_model(model.id, file, &to, received).await {
                 Err(ClientError::Disk { source, .. }) if source.kind() == std::io::ErrorKind::StorageFull => {
-                    let error = NoRoom::Disk { missing_bytes: file.size_bytes, free_bytes: 0 };
-                    return Err(failure::no_room_for_model(wanted.id, &error, self.progress.get()));
+                    let error = CacheFull::Disk { missing_bytes: file.size_bytes, free_bytes: 0 };
+                    return Err(failure::model_cache_full(model.id, &error, self.progress.get()));
                 }
                 Err(ClientError::Refused { status: 404 | 410 | 422, detail, .. }) => {
-                    return Err(failure::model_not_sent(wanted.id, &detail, self.progress.get()));
+                    return Err(failure::model_not_sent(model.id, &detail, self.progress.get()));
                 }
-                fetched => self.fetched(fetched)?,
+                fetched => self.check_transfer(fetched)?,
             }
         }
         Ok(())
     }
 
-    /// One file, as often as it takes: for [`OUTAGE`] without a new byte, a few times where it arrives damaged.
+    /// Downloads one file with retries: for up to [`MAX_OUTAGE`] without a new byte, and a few times if its hash is wrong.
     async fn fetch_file_of_model(
         &self,
         model: &str,
@@ -205,7 +207,7 @@ impl Attempt {
         to: &Path,
         received: &AtomicU64,
     ) -> Result<(), ClientError> {
-        if is_here(file, to).await {
+        if is_complete(file, to).await {
             return Ok(());
         }
         let sha256 = file.sha256.to_string();
@@ -213,30 +215,30 @@ impl Attempt {
         let (mut damaged, mut failing_since, mut delay) = (0, None, FIRST_DELAY);
         loop {
             let before = received.load(Ordering::Relaxed);
-            let Err(error) = self.client.model_file(self.held, model, download).await else { return Ok(()) };
-            tracing::warn!(file = file.name, error = with_causes(&error), "a file of a model was not fetched");
+            let Err(error) = self.client.model_file(self.claim_ref, model, download).await else { return Ok(()) };
+            tracing::warn!(file = file.name, error = with_causes(&error), "downloading a file of a model failed");
             if matches!(error, ClientError::Damaged { .. }) {
                 damaged += 1;
-                if damaged >= DAMAGED_TRIES {
+                if damaged >= MAX_DAMAGED_ATTEMPTS {
                     return Err(error);
                 }
             } else if !error.is_transient() {
                 return Err(error);
             }
-            // Bytes that flow are no outage, however often they are cut.
+            // A transfer that makes progress is not an outage, even if it is interrupted often.
             if received.load(Ordering::Relaxed) > before {
                 (failing_since, delay) = (None, FIRST_DELAY);
             }
             let since = *failing_since.get_or_insert_with(clock::now);
-            if clock::now() - since >= OUTAGE {
+            if clock::now() - since >= MAX_OUTAGE {
                 return Err(error);
             }
             tokio::time::sleep(delay).await;
-            delay = (delay * 2).min(LONGEST_DELAY);
+            delay = (delay * 2).min(MAX_DELAY);
         }
     }
 
-    /// Says in the job's log how far a model has come, until it is dropped.
+    /// Writes the progress of a download to the job's log until the future is dropped.
     async fn report_progress(&self, model: &str, size_bytes: u64, received: &AtomicU64) {
         let size = format_size(size_bytes);
         let mut before = None;
@@ -245,38 +247,38 @@ impl Attempt {
             if before != Some(now) {
                 let percent = now as f64 / size_bytes.max(1) as f64 * 100.0;
                 self.events
-                    .log(format!("fetching the model '{model}': {} of {size} ({percent:.0} %)", format_size(now)));
+                    .log(format!("downloading the model '{model}': {} of {size} ({percent:.0} %)", format_size(now)));
             }
             before = Some(now);
-            tokio::time::sleep(REPORT_EVERY).await;
+            tokio::time::sleep(PROGRESS_INTERVAL).await;
         }
     }
 }
 
-/// Whether the directory holds the model, byte for byte.
-async fn in_place(wanted: Wanted<'_>) -> Result<bool, ModelCardError> {
-    let (dir, sha256) = (wanted.path.to_owned(), wanted.sha256.to_owned());
+/// Returns whether the directory contains the model, byte for byte.
+async fn is_in_place(model: ModelRef<'_>) -> Result<bool, ModelCardError> {
+    let (dir, sha256) = (model.path.to_owned(), model.sha256.to_owned());
     let read = tokio::task::spawn_blocking(move || {
         Ok(modelcard::fingerprint_files(&dir, &modelcard::files_of(&dir)?)? == sha256)
     });
     let panicked = |error: tokio::task::JoinError| {
-        Err(ModelCardError { file: wanted.id.to_owned(), detail: format!("cannot be read: {error}") })
+        Err(ModelCardError { file: model.id.to_owned(), detail: format!("cannot be read: {error}") })
     };
     read.await.unwrap_or_else(panicked)
 }
 
-/// What an earlier try has left of these files.
-async fn bytes_here(files: &[FileEntry], part: &Path) -> u64 {
-    let mut here = 0;
+/// Returns the bytes of these files that an earlier attempt downloaded.
+async fn existing_bytes(files: &[FileEntry], part: &Path) -> u64 {
+    let mut cached = 0;
     for file in files {
         let found = tokio::fs::metadata(part.join(&file.name)).await;
-        here += found.map_or(0, |metadata| metadata.len().min(file.size_bytes));
+        cached += found.map_or(0, |metadata| metadata.len().min(file.size_bytes));
     }
-    here
+    cached
 }
 
-/// Whether a file is there already, from an earlier try.
-async fn is_here(file: &FileEntry, to: &Path) -> bool {
+/// Returns whether a file is complete from an earlier attempt.
+async fn is_complete(file: &FileEntry, to: &Path) -> bool {
     let size_bytes = tokio::fs::metadata(to).await.map_or(0, |metadata| metadata.len());
     if size_bytes < file.size_bytes {
         return false;
@@ -286,7 +288,7 @@ async fn is_here(file: &FileEntry, to: &Path) -> bool {
     if hashed.is_ok_and(|(_, sha256)| sha256 == file.sha256) {
         return true;
     }
-    // What cannot be removed is overwritten by the transfer.
+    // If the file cannot be removed, the transfer overwrites it.
     let _ = tokio::fs::remove_file(to).await;
     false
 }

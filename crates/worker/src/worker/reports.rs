@@ -1,4 +1,4 @@
-//! Tells the server how the rewards do, while they do it and at the end.
+//! Sends the rewards' health reports to the server, periodically and at the end.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -6,66 +6,71 @@ use std::time::Duration;
 use tokio::sync::Mutex;
 use tokio_util::task::AbortOnDropHandle;
 
-use super::client::{Client, ClientError, Held, persist};
+use super::client::{ClaimRef, Client, ClientError, with_retries};
 use crate::causes::with_causes;
 use crate::protocol::{RewardReport, RewardReports};
 use crate::reward::Rewards;
 
-/// Between two reports, when there is something new to tell.
-const EVERY: Duration = Duration::from_secs(2);
+/// Interval between two reports, if there is anything new.
+const REPORT_INTERVAL: Duration = Duration::from_secs(2);
 
-/// The reports of one attempt.
+/// Periodic reports of one attempt.
 pub(super) struct Reports {
-    teller: Arc<Teller>,
-    _telling: AbortOnDropHandle<()>,
+    sender: Arc<ReportSender>,
+    _task: AbortOnDropHandle<()>,
 }
 
-struct Teller {
+struct ReportSender {
     client: Client,
-    held: Held,
+    claim_ref: ClaimRef,
     rewards: Vec<Arc<Rewards>>,
-    /// What the server has.
-    told: Mutex<Vec<RewardReport>>,
+    /// The reports that the server has.
+    last_sent: Mutex<Vec<RewardReport>>,
 }
 
 impl Reports {
-    /// Tells until it is dropped.
-    pub(super) fn start(client: Client, held: Held, rewards: Arc<Rewards>, of_eval: Option<Arc<Rewards>>) -> Self {
-        let rewards = [Some(rewards), of_eval].into_iter().flatten().collect();
-        let teller = Arc::new(Teller { client, held, rewards, told: Mutex::default() });
-        let telling = tokio::spawn({
-            let teller = teller.clone();
+    /// Starts the reports, which are sent until the returned value is dropped.
+    pub(super) fn start(
+        client: Client,
+        claim_ref: ClaimRef,
+        rewards: Arc<Rewards>,
+        eval_rewards: Option<Arc<Rewards>>,
+    ) -> Self {
+        let rewards = [Some(rewards), eval_rewards].into_iter().flatten().collect();
+        let sender = Arc::new(ReportSender { client, claim_ref, rewards, last_sent: Mutex::default() });
+        let task = tokio::spawn({
+            let sender = sender.clone();
             async move {
                 loop {
-                    tokio::time::sleep(EVERY).await;
-                    // What could not be told now is told with what comes next.
-                    if let Err(error) = teller.tell().await {
-                        tracing::debug!(error = with_causes(&error), "the rewards' reports are not taken");
+                    tokio::time::sleep(REPORT_INTERVAL).await;
+                    // A report that fails is included in the next one.
+                    if let Err(error) = sender.send().await {
+                        tracing::debug!(error = with_causes(&error), "sending the rewards' reports failed");
                     }
                 }
             }
         });
-        Self { teller, _telling: AbortOnDropHandle::new(telling) }
+        Self { sender, _task: AbortOnDropHandle::new(task) }
     }
 
-    /// Tells how it ended, as long as that may take some time.
-    pub(super) async fn last(&self) {
-        if let Err(error) = persist(|| self.teller.tell(), ClientError::is_transient).await {
-            tracing::warn!(error = with_causes(&error), "the rewards' last reports are not taken");
+    /// Sends the final report, with retries.
+    pub(super) async fn send_final(&self) {
+        if let Err(error) = with_retries(|| self.sender.send(), ClientError::is_transient).await {
+            tracing::warn!(error = with_causes(&error), "sending the rewards' final reports failed");
         }
     }
 }
 
-impl Teller {
-    async fn tell(&self) -> Result<(), ClientError> {
-        let mut told = self.told.lock().await;
+impl ReportSender {
+    async fn send(&self) -> Result<(), ClientError> {
+        let mut last_sent = self.last_sent.lock().await;
         let rewards: Vec<RewardReport> = self.rewards.iter().flat_map(|rewards| rewards.reports()).collect();
-        if rewards == *told {
+        if rewards == *last_sent {
             return Ok(());
         }
-        let reports = RewardReports { attempt: self.held.attempt, rewards };
-        self.client.rewards(self.held, &reports).await?;
-        *told = reports.rewards;
+        let reports = RewardReports { attempt: self.claim_ref.attempt, rewards };
+        self.client.rewards(self.claim_ref, &reports).await?;
+        *last_sent = reports.rewards;
         Ok(())
     }
 }

@@ -1,4 +1,4 @@
-//! What the tasks of one attempt tell each other: why to stop, and how far the run is.
+//! Signals between the tasks of one attempt: the reason to stop, and the progress of the run.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -9,8 +9,8 @@ use crate::engine::host::StopReason;
 use crate::event::Phase;
 use crate::job::Requested;
 
-/// A server that answered a heartbeat this long ago is there.
-const RECENTLY: Duration = Duration::from_secs(60);
+/// A server that answered a heartbeat within this time counts as reachable.
+const REACHABLE_WITHIN: Duration = Duration::from_secs(60);
 
 /// The reason to stop, once there is one. Cheap to clone.
 #[derive(Debug, Clone)]
@@ -21,7 +21,7 @@ impl StopSignal {
         Self(watch::Sender::new(None))
     }
 
-    /// Asks for a stop; a weaker reason does not replace a stronger one.
+    /// Requests a stop. A weaker reason does not replace a stronger one.
     pub(super) fn raise(&self, stop: StopReason) {
         self.0.send_if_modified(|current| {
             let stronger = current.as_ref().is_none_or(|current| strength(&stop) > strength(current));
@@ -32,7 +32,7 @@ impl StopSignal {
         });
     }
 
-    /// A user's wish, as a heartbeat brings it.
+    /// Requests the stop that a user asked for, as received with a heartbeat.
     pub(super) fn request(&self, requested: Requested) {
         self.raise(match requested {
             Requested::Cancel => StopReason::Cancel,
@@ -44,13 +44,13 @@ impl StopSignal {
         self.0.borrow().clone()
     }
 
-    /// Returns when there is a reason that `matters`.
+    /// Waits for a reason that satisfies `matters`.
     pub(super) async fn wait_for(&self, matters: impl Fn(&StopReason) -> bool) -> StopReason {
         let mut receiver = self.0.subscribe();
         let found = receiver.wait_for(|stop| stop.as_ref().is_some_and(&matters)).await;
         match found.ok().and_then(|stop| stop.clone()) {
             Some(stop) => stop,
-            // The sender lives in `self`: it cannot be gone.
+            // The sender is part of `self`, so the channel cannot be closed.
             None => std::future::pending().await,
         }
     }
@@ -65,7 +65,7 @@ fn strength(stop: &StopReason) -> u8 {
     }
 }
 
-/// True of the reasons that drop unsaved work.
+/// Returns whether a reason discards unsaved work.
 pub(super) fn drops_work(stop: &StopReason) -> bool {
     match stop {
         StopReason::Cancel | StopReason::LeaseLost => true,
@@ -73,36 +73,36 @@ pub(super) fn drops_work(stop: &StopReason) -> bool {
     }
 }
 
-/// How far the run is, for heartbeats and failures. Cheap to clone.
+/// Progress of the run, for heartbeats and failures. Cheap to clone.
 #[derive(Debug, Clone)]
 pub(super) struct Progress(Arc<Mutex<Position>>);
 
 /// A point in the run.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Position {
-    /// Where the loop is.
+    /// Phase of the training loop.
     pub(super) phase: Phase,
-    /// Optimizer steps done.
+    /// Number of completed optimizer steps.
     pub(super) step: u64,
-    /// Optimizer steps in all.
+    /// Total number of optimizer steps.
     total: u64,
-    /// The first step this attempt has seen done, and when.
+    /// First step that this attempt completed, and the time of its completion.
     since: Option<(u64, Instant)>,
-    /// When the server last answered a heartbeat.
-    heard: Option<Instant>,
-    /// A model is on its way to this machine.
+    /// Time of the server's last answer to a heartbeat.
+    last_answer: Option<Instant>,
+    /// Whether a model is being downloaded.
     pub(super) is_fetching_model: bool,
 }
 
 impl Progress {
-    /// A run that loads and will go on after `step`.
+    /// Creates the progress of a run that is loading and will resume after `step`.
     pub(super) fn new(step: u64, total: u64) -> Self {
         Self(Arc::new(Mutex::new(Position {
             phase: Phase::Loading,
             step,
             total,
             since: None,
-            heard: None,
+            last_answer: None,
             is_fetching_model: false,
         })))
     }
@@ -115,28 +115,28 @@ impl Progress {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).phase = phase;
     }
 
-    /// A model begins to be fetched, or is there.
+    /// Sets whether a model is being downloaded.
     pub(super) fn set_fetching_model(&self, is_fetching: bool) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).is_fetching_model = is_fetching;
     }
 
-    /// The run goes on from an older checkpoint than it was told first.
-    pub(super) fn go_back_to(&self, step: u64) {
+    /// Sets the step of an older checkpoint that the run resumes from.
+    pub(super) fn reset_to(&self, step: u64) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).step = step;
     }
 
-    /// The server answered a heartbeat.
-    pub(super) fn heard(&self) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).heard = Some(Instant::now());
+    /// Records an answer to a heartbeat.
+    pub(super) fn record_answer(&self) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).last_answer = Some(Instant::now());
     }
 
-    /// Whether the server answers heartbeats.
-    pub(super) fn hears_server(&self) -> bool {
-        self.get().heard.is_some_and(|heard| heard.elapsed() < RECENTLY)
+    /// Returns whether the server answers heartbeats.
+    pub(super) fn is_server_reachable(&self) -> bool {
+        self.get().last_answer.is_some_and(|last_answer| last_answer.elapsed() < REACHABLE_WITHIN)
     }
 
-    /// A step is done.
-    pub(super) fn reach(&self, step: u64) {
+    /// Records a completed step.
+    pub(super) fn complete_step(&self, step: u64) {
         let mut position = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         position.step = step;
         position.since.get_or_insert((step, Instant::now()));
@@ -144,7 +144,7 @@ impl Progress {
 }
 
 impl Position {
-    /// Seconds to go at the pace of this attempt so far; None before its second step.
+    /// Returns the estimated remaining seconds at the pace of this attempt; `None` before its second step.
     pub(super) fn eta_s(&self) -> Option<f64> {
         let (first, at) = self.since?;
         let done = self.step.checked_sub(first).filter(|done| *done > 0)?;
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn waiting_wakes_for_what_matters_only() {
+    async fn a_wait_ends_only_for_matching_reasons() {
         let signal = StopSignal::new();
         let waiting = tokio::spawn({
             let signal = signal.clone();
@@ -188,11 +188,11 @@ mod tests {
     fn the_eta_needs_two_steps_and_ends_at_zero() {
         let progress = Progress::new(4, 10);
         assert_eq!(progress.get().eta_s(), None);
-        progress.reach(5);
+        progress.complete_step(5);
         assert_eq!(progress.get().eta_s(), None);
-        progress.reach(6);
+        progress.complete_step(6);
         assert!(progress.get().eta_s().is_some_and(|eta| eta >= 0.0));
-        progress.reach(10);
+        progress.complete_step(10);
         assert_eq!(progress.get().eta_s(), Some(0.0));
     }
 }

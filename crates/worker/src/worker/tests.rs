@@ -1,7 +1,7 @@
-//! One attempt against a server of the test's own, with an engine of the test's own.
+//! Tests of one attempt with a test server and a test engine.
 //!
-//! Longer than other files: all tests share that server and that engine, which stand here. Not below `tests/`: the worker's public
-//! items let no other engine and no other clock in.
+//! This file is longer than others, because all tests share the server and the engine in it. It is not below `tests/`, because
+//! the worker's public items do not allow another engine or another clock.
 
 mod fetch;
 mod models;
@@ -36,35 +36,35 @@ use crate::spec::Plan;
 
 const ROWS: &str = "{\"prompt\": \"one\", \"answer\": \"1\"}\n{\"prompt\": \"two\", \"answer\": \"2\"}\n";
 
-/// What the server saw, and how it answers.
+/// Requests that the server received, and how it answers.
 #[derive(Default)]
 struct Seen {
-    /// Method and last part of the path, with what matters of the body.
+    /// Method and last part of the path, with the relevant part of the body.
     calls: Mutex<Vec<String>>,
-    /// Calls for events that are answered 503 first.
+    /// Number of event requests that are answered with 503 first.
     busy: Mutex<u32>,
-    /// Heartbeats are answered 409 `lease_lost`.
+    /// Whether heartbeats are answered with 409 `lease_lost`.
     lost: bool,
-    /// `requested` of the heartbeats' replies.
+    /// Value of `requested` in the answers to heartbeats.
     requested: Option<&'static str>,
     /// Pages of the journal.
     journal: Vec<Value>,
-    /// The journal takes nothing: the disk is full.
+    /// Whether the journal rejects entries because the disk is full.
     journal_full: bool,
-    /// The server is not there.
+    /// Whether the server is unreachable.
     away: AtomicBool,
-    /// Files of `resume` and `initial`, by route and name: their bytes, or none where the transfer breaks off.
+    /// Files of `resume` and `initial` by route and name: their bytes, or `None` for a transfer that is interrupted.
     files: Mutex<BTreeMap<String, Option<&'static str>>>,
-    /// What a report of a damaged file is answered, in turn; 404 beyond it.
+    /// Answers to reports of a damaged file, in order; 404 after the last one.
     inspections: Mutex<VecDeque<Value>>,
-    /// What it has of the model.
+    /// Files of the model that the server has.
     model: models::Served,
-    /// Uploads are answered 503.
+    /// Whether uploads are answered with 503.
     refuses_uploads: AtomicBool,
 }
 
 impl Seen {
-    /// The calls but heartbeats and reports of rewards, which come when they come.
+    /// Returns the requests without heartbeats and reward reports, whose times vary.
     fn story(&self) -> Vec<String> {
         self.calls
             .lock()
@@ -211,7 +211,7 @@ fn claim() -> Claim {
     }
 }
 
-/// Runs one attempt; `meanwhile` gets the worker when the attempt has begun.
+/// Runs one attempt. `meanwhile` gets the worker when the attempt has started.
 async fn attempt_with(seen: Seen, train: TrainFn, meanwhile: impl FnOnce(&Worker)) -> (Option<u8>, Arc<Seen>) {
     attempt_at(seen, train, claim(), meanwhile).await
 }
@@ -290,7 +290,7 @@ fn sample() -> RewardSample {
     }
 }
 
-/// A webhook reward on port 1, where nothing listens.
+/// Returns a claim with a webhook reward on port 1, where nothing listens.
 fn down(max_outage_s: u64) -> Claim {
     let mut claim = claim();
     let down = json!([{"name": "down", "weight": 1.0, "required": true, "type": "webhook", "url": "http://127.0.0.1:1/",
@@ -313,7 +313,7 @@ fn until_stopped(host: &dyn Host) -> StopReason {
 }
 
 #[tokio::test]
-async fn everything_is_stored_once_and_in_order_whatever_the_server_is_busy_with() {
+async fn everything_is_stored_once_and_in_order_by_a_busy_server() {
     fn train(input: TrainInput<'_>, host: &mut dyn Host) -> Result<(), RunEnd> {
         assert_eq!(input.rows.len(), 2);
         assert_eq!((input.rows[1].prompt.as_str(), input.rows[1].columns["answer"].as_str()), (Some("two"), Some("2")));
@@ -341,7 +341,7 @@ async fn everything_is_stored_once_and_in_order_whatever_the_server_is_busy_with
 }
 
 #[tokio::test]
-async fn a_reward_service_that_is_gone_pauses_the_job_and_an_event_says_why() {
+async fn an_unreachable_reward_service_pauses_the_job_with_a_warning() {
     fn train(_: TrainInput<'_>, host: &mut dyn Host) -> Result<(), RunEnd> {
         let sample = sample();
         match host.score(&ScoreRequest { id: RolloutId::train(1), samples: &[sample] }) {
@@ -360,7 +360,7 @@ async fn a_reward_service_that_is_gone_pauses_the_job_and_an_event_says_why() {
 }
 
 #[tokio::test]
-async fn heartbeats_go_on_while_the_engine_computes() {
+async fn heartbeats_continue_while_the_engine_computes() {
     fn train(_: TrainInput<'_>, _: &mut dyn Host) -> Result<(), RunEnd> {
         std::thread::sleep(Duration::from_millis(600));
         Ok(())
@@ -386,13 +386,13 @@ async fn a_lost_claim_ends_the_run_and_reports_nothing() {
 }
 
 #[tokio::test]
-async fn a_wish_of_the_user_reaches_the_engine_and_a_pause_may_still_save() {
+async fn a_users_request_reaches_the_engine_and_a_pause_may_still_save() {
     fn train(input: TrainInput<'_>, host: &mut dyn Host) -> Result<(), RunEnd> {
         let stop = until_stopped(host);
         save(host, input.scratch_dir, 1).unwrap();
         Err(RunEnd::Stopped(stop))
     }
-    // A stop that arrives while the model is still loading has nothing to save: both are right.
+    // A stop that arrives while the model is still loading has nothing to save, so both outcomes are correct.
     let (_, seen) = attempt_with(Seen { requested: Some("pause"), ..Seen::default() }, train, |_| {}).await;
     assert_eq!(seen.story().last().unwrap(), "finish paused");
     let (_, seen) = attempt_with(Seen { requested: Some("cancel"), ..Seen::default() }, train_cancelled, |_| {}).await;
@@ -423,7 +423,7 @@ async fn a_worker_that_leaves_requeues_its_job() {
 }
 
 #[tokio::test]
-async fn a_worker_leaves_in_time_although_nobody_takes_its_report() {
+async fn a_worker_exits_in_time_although_its_report_is_not_accepted() {
     fn train(_: TrainInput<'_>, host: &mut dyn Host) -> Result<(), RunEnd> {
         Err(RunEnd::Stopped(until_stopped(host)))
     }
@@ -476,7 +476,7 @@ async fn errors_of_the_engine_and_a_changed_model_fail_the_job_with_their_code()
 }
 
 #[tokio::test]
-async fn what_a_service_does_is_told_while_the_job_still_waits_for_it() {
+async fn an_outage_is_reported_while_the_job_is_waiting() {
     fn train(_: TrainInput<'_>, host: &mut dyn Host) -> Result<(), RunEnd> {
         let sample = sample();
         match host.score(&ScoreRequest { id: RolloutId::train(1), samples: &[sample] }) {
@@ -503,7 +503,7 @@ async fn what_a_service_does_is_told_while_the_job_still_waits_for_it() {
 }
 
 #[tokio::test]
-async fn what_the_journal_holds_is_neither_sampled_nor_asked_again() {
+async fn journaled_rollouts_are_not_sampled_again() {
     fn train(_: TrainInput<'_>, host: &mut dyn Host) -> Result<(), RunEnd> {
         let groups = host.recorded(RolloutId::train(1)).unwrap().expect("the journal's completions");
         assert_eq!((groups[0].row, groups[0].completions[0].segments.ids().as_slice()), (3, [7, 8].as_slice()));
@@ -526,7 +526,7 @@ async fn what_the_journal_holds_is_neither_sampled_nor_asked_again() {
 }
 
 #[tokio::test]
-async fn nothing_is_asked_that_could_not_be_written_down() {
+async fn no_request_is_sent_that_could_not_be_journaled() {
     fn train(_: TrainInput<'_>, host: &mut dyn Host) -> Result<(), RunEnd> {
         let sample = sample();
         match host.score(&ScoreRequest { id: RolloutId::train(1), samples: &[sample] }) {
@@ -541,7 +541,7 @@ async fn nothing_is_asked_that_could_not_be_written_down() {
     assert_eq!(story.last().unwrap(), "finish paused");
 }
 
-/// Steps for a second or two, then a checkpoint: what a run does without asking anybody.
+/// Runs steps for a second or two and then saves a checkpoint, without calling rewards.
 fn compute(input: TrainInput<'_>, host: &mut dyn Host) -> Result<(), RunEnd> {
     for number in 1..=60 {
         if let Some(stop) = host.stop() {
@@ -561,7 +561,7 @@ fn compute(input: TrainInput<'_>, host: &mut dyn Host) -> Result<(), RunEnd> {
     }
 }
 
-/// The server goes away after a while, for so long by the worker's clock.
+/// Makes the server unreachable after a while, for this many minutes of the worker's clock.
 async fn attempt_through_an_outage(minutes: u64) -> (Option<u8>, Arc<Seen>) {
     let seen = Arc::new(Seen::default());
     let server = seen.clone();
@@ -579,8 +579,8 @@ async fn attempt_through_an_outage(minutes: u64) -> (Option<u8>, Arc<Seen>) {
 }
 
 #[tokio::test]
-async fn fifteen_minutes_without_the_server_cost_a_worker_nothing() {
-    // Just less than the limit: the calls that began before it count from their first try.
+async fn a_worker_survives_an_outage_of_almost_fifteen_minutes() {
+    // Just below the limit, because calls that started before the outage count from their first attempt.
     let (ended, seen) = attempt_through_an_outage(14).await;
     assert_eq!(ended, None);
     let story = seen.story();

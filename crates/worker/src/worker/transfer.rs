@@ -1,14 +1,15 @@
-//! Transfers between worker and server: when one has failed, whatever its size and however slow the way.
+//! Transfers between worker and server, and the rules for when a transfer of any size and speed has failed.
 //!
-//! A transfer ends when no byte has flowed for a stated time, never after a time in all. reqwest's own limits cannot say that:
-//! its `read_timeout` begins when a request is sent and is not moved by the bytes of the request's body, its `timeout` is for
-//! the whole call, and its `tcp_user_timeout` (30 s unless it is switched off) ends a connection whose peer reads so slowly that
-//! its window stays shut for a while. So each direction has a watch of its own here, and the limits stand in one place, [`TransferLimits`].
+//! A transfer fails when no byte was transferred for a given time; there is no limit on its total time. reqwest's own limits
+//! cannot express this. Its `read_timeout` starts when a request is sent and is not extended by bytes of the request's body,
+//! its `timeout` covers the whole call, and its `tcp_user_timeout` (30 s unless disabled) closes a connection whose peer reads
+//! so slowly that its window stays closed for a while. So each direction has its own watchdog
+//! here, with limits in [`TransferLimits`].
 //!
-//! An upload flows when the socket takes a piece of the body, or when the server's answer to a heartbeat says that more bytes
-//! have arrived: what sits in buffers on the way (of the kernel, of a proxy) may take long to arrive on a slow line.
+//! An upload makes progress when the socket accepts a piece of the body, or when the server's answer to a heartbeat reports
+//! more received bytes: data in buffers on the way (of the kernel, of a proxy) may take long to arrive over a slow line.
 //!
-//! A download that broke off is continued behind its last byte, where the server can do that.
+//! An interrupted download is resumed after its last byte, if the server supports that.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -28,24 +29,24 @@ use super::client_error::ClientError;
 use crate::digest::Sha256Digest;
 use crate::protocol::TRANSFER_STALL;
 
-/// For a connection to be made.
-const CONNECT: Duration = Duration::from_secs(5);
-/// What is read from a file at a time.
+/// Time limit for opening a connection.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// Bytes read from a file at a time.
 const READ_BYTES: usize = 256 * 1024;
-/// What is written to a file at a time.
+/// Bytes written to a file at a time.
 const WRITE_BYTES: usize = 1024 * 1024;
-/// What the HTTP client gets at a time. It asks for more only when a number of pieces has left: small ones show early that bytes
-/// flow.
+/// Size in bytes of the pieces that the HTTP client gets. The client requests more only after several pieces were sent, so
+/// small pieces show progress early.
 const PIECE_BYTES: usize = 4 * 1024;
 
-/// When a transfer has failed.
+/// Limits after which a transfer has failed.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct TransferLimits {
-    /// The longest time in which no byte flows, in either direction.
+    /// Maximum time without a byte, in either direction.
     pub(super) stall: Duration,
-    /// The longest wait for an answer after the last byte of the request has left, for the server's work …
+    /// Maximum wait for an answer after the last byte of the request, for the server's own work …
     pub(super) answer_base: Duration,
-    /// … plus this pace for what it may have to do with the bytes: write them, read them, hash them.
+    /// … plus the time at this rate, for the server to write, read and hash the bytes.
     pub(super) answer_bytes_per_s: u64,
 }
 
@@ -56,30 +57,30 @@ impl Default for TransferLimits {
 }
 
 impl TransferLimits {
-    /// The longest wait for the answer to a request about this number of bytes.
+    /// Returns the maximum wait for the answer to a request about this many bytes.
     pub(super) fn answer(&self, size_bytes: u64) -> Duration {
         let work = Duration::try_from_secs_f64(size_bytes as f64 / self.answer_bytes_per_s as f64);
         self.answer_base.saturating_add(work.unwrap_or(Duration::MAX))
     }
 }
 
-/// A client without limits of its own on transfers.
+/// Returns a client builder without limits on transfers.
 pub(super) fn http_client() -> ClientBuilder {
-    let builder = reqwest::Client::builder().connect_timeout(CONNECT);
+    let builder = reqwest::Client::builder().connect_timeout(CONNECT_TIMEOUT);
     #[cfg(target_os = "linux")]
     let builder = builder.tcp_user_timeout(None);
     builder
 }
 
-/// What has flowed of an upload.
+/// Progress of an upload.
 #[derive(Debug)]
 struct Flow {
     last: Instant,
     taken_bytes: u64,
 }
 
-/// Sends a request with a body, and waits for the head of the answer as long as bytes flow. `received` changes when the server has
-/// received more.
+/// Sends a request with a body, and waits for the head of the answer as long as there is progress. `received` changes when the
+/// server has received more bytes.
 pub(super) async fn send_body<S>(
     request: RequestBuilder,
     (size_bytes, pieces): (u64, S),
@@ -122,7 +123,7 @@ fn locked(flow: &Mutex<Flow>) -> MutexGuard<'_, Flow> {
     flow.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Sends a request whose body is small or missing; the head of the answer may take `limit`.
+/// Sends a request with a small or no body. `limit` applies to the head of the answer.
 pub(super) async fn send_within(limit: Duration, request: RequestBuilder) -> Result<Response, ClientError> {
     match timeout(limit, request.send()).await {
         Ok(answer) => answer.map_err(ClientError::Unreachable),
@@ -130,7 +131,7 @@ pub(super) async fn send_within(limit: Duration, request: RequestBuilder) -> Res
     }
 }
 
-/// A file as the body of a request.
+/// Returns a file as the body of a request.
 pub(super) async fn file_body(
     path: &Path,
     size_bytes: u64,
@@ -144,7 +145,7 @@ pub(super) async fn file_body(
     Ok((size_bytes, pieces))
 }
 
-/// Bytes as the body of a request.
+/// Returns bytes as the body of a request.
 pub(super) fn bytes_body(bytes: Vec<u8>) -> (u64, impl Stream<Item = std::io::Result<Bytes>> + use<>) {
     (bytes.len() as u64, split(bytes.into()))
 }
@@ -156,7 +157,7 @@ fn split(mut bytes: Bytes) -> impl Stream<Item = std::io::Result<Bytes>> + use<>
     }))
 }
 
-/// The next piece of an answer's body.
+/// Returns the next piece of an answer's body.
 async fn next_piece(response: &mut Response, stall: Duration) -> Result<Option<Bytes>, ClientError> {
     match timeout(stall, response.chunk()).await {
         Ok(piece) => piece.map_err(ClientError::Interrupted),
@@ -164,7 +165,7 @@ async fn next_piece(response: &mut Response, stall: Duration) -> Result<Option<B
     }
 }
 
-/// The whole body of an answer.
+/// Reads the whole body of an answer.
 pub(super) async fn read_body(mut response: Response, stall: Duration) -> Result<Vec<u8>, ClientError> {
     let mut body = Vec::new();
     while let Some(piece) = next_piece(&mut response, stall).await? {
@@ -173,30 +174,30 @@ pub(super) async fn read_body(mut response: Response, stall: Duration) -> Result
     Ok(body)
 }
 
-/// A file to fetch: what it is called in messages, what its bytes must be, and where they go.
+/// A file to download: its name for messages, the expected hash, and the target path.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Download<'a> {
     pub(super) name: &'a str,
     pub(super) sha256: &'a str,
     pub(super) to: &'a Path,
-    /// Grows with the bytes that arrive.
+    /// Counter of received bytes.
     pub(super) received: Option<&'a AtomicU64>,
 }
 
 impl Download<'_> {
-    /// Bytes that an earlier transfer has left at the target.
+    /// Returns the number of bytes that an earlier transfer left at the target.
     pub(super) async fn bytes_here(&self) -> u64 {
         tokio::fs::metadata(self.to).await.map_or(0, |metadata| metadata.len())
     }
 
-    /// Removes what is at the target.
+    /// Removes the file at the target.
     pub(super) async fn start_over(&self) {
-        // What cannot be removed is overwritten or reported by the next transfer.
+        // A file that cannot be removed is overwritten or reported by the next transfer.
         let _ = tokio::fs::remove_file(self.to).await;
     }
 
-    /// Streams the body of an answer into the file, behind what is there already where the answer is the rest of it, and
-    /// compares the hash. What has arrived before a cut stays.
+    /// Writes the body of an answer to the file, after the existing bytes if the answer is the rest of the file, and compares
+    /// the hash. Bytes that arrived before an interruption are kept.
     pub(super) async fn read(&self, mut response: Response, stall: Duration) -> Result<(), ClientError> {
         let disk = |source| ClientError::Disk { doing: "write to the scratch directory", source };
         let mut hash = Sha256::new();

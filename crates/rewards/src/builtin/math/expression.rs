@@ -1,12 +1,12 @@
-//! Reads arithmetic as people and LaTeX write it, and computes it.
+//! Parses and evaluates arithmetic in plain notation and in LaTeX.
 
 use std::collections::BTreeSet;
 
-/// Deepest nesting.
+/// Maximum nesting depth of an expression.
 const MAX_DEPTH: u32 = 60;
 const FUNCTIONS: [&str; 9] = ["sin", "cos", "tan", "ln", "log", "exp", "arcsin", "arccos", "arctan"];
 
-/// An expression.
+/// A parsed arithmetic expression.
 #[derive(Debug)]
 pub(super) enum Expression {
     Number(f64),
@@ -24,12 +24,12 @@ pub(super) enum Operation {
     Multiply,
     Divide,
     Power,
-    /// Of the left, the right one-th.
+    /// The right operand is the degree: `Root(8, 3)` is 2.
     Root,
 }
 
 impl Expression {
-    /// `None`: it is not arithmetic.
+    /// Parses an expression; `None` if the text is not arithmetic.
     pub(super) fn parse(text: &str) -> Option<Self> {
         let mut parser = Parser { rest: text.trim(), depth: 0 };
         let parsed = parser.sum()?;
@@ -37,7 +37,7 @@ impl Expression {
         parser.rest.is_empty().then_some(parsed)
     }
 
-    /// A finite value, given those of the variables.
+    /// Returns the value for these values of the variables; `None` if it is not finite.
     pub(super) fn value(&self, variable: &dyn Fn(char) -> Option<f64>) -> Option<f64> {
         let value = match self {
             Expression::Number(number) => *number,
@@ -83,7 +83,7 @@ impl Expression {
         value.is_finite().then_some(value)
     }
 
-    /// Its variables.
+    /// Returns the names of the variables.
     pub(super) fn variables(&self) -> BTreeSet<char> {
         match self {
             Expression::Number(_) => BTreeSet::new(),
@@ -110,12 +110,12 @@ impl Parser<'_> {
         self.rest = self.rest.trim_start();
     }
 
-    /// Takes one of some words, if the text goes on with it.
-    fn take(&mut self, words: &[&str]) -> bool {
+    /// Consumes one of these words if the remaining text starts with it.
+    fn consume(&mut self, words: &[&str]) -> bool {
         self.skip();
         for word in words {
             let Some(rest) = self.rest.strip_prefix(word) else { continue };
-            // \pi is not the beginning of \pink.
+            // `\pi` must not match the beginning of `\pink`.
             let is_command = word.len() > 2 && word.starts_with('\\');
             if is_command && rest.starts_with(|c: char| c.is_ascii_alphabetic()) {
                 continue;
@@ -138,9 +138,9 @@ impl Parser<'_> {
         }
         let mut left = self.product()?;
         loop {
-            if self.take(&["+"]) {
+            if self.consume(&["+"]) {
                 left = binary(Operation::Add, left, self.product()?);
-            } else if self.take(&["-"]) {
+            } else if self.consume(&["-"]) {
                 left = binary(Operation::Subtract, left, self.product()?);
             } else {
                 self.depth -= 1;
@@ -152,12 +152,12 @@ impl Parser<'_> {
     fn product(&mut self) -> Option<Expression> {
         let mut left = self.signed()?;
         loop {
-            if self.take(&["*", "\\cdot", "\\times", "×", "·"]) {
+            if self.consume(&["*", "\\cdot", "\\times", "×", "·"]) {
                 left = binary(Operation::Multiply, left, self.signed()?);
-            } else if self.take(&["/", "\\div", "÷"]) {
+            } else if self.consume(&["/", "\\div", "÷"]) {
                 left = binary(Operation::Divide, left, self.signed()?);
             } else if self.next().is_some_and(|c| c.is_ascii_alphabetic() || matches!(c, '(' | '\\' | '√' | 'π')) {
-                // 2x, 2(x + 1), 2\sqrt{3}
+                // Implicit multiplication: 2x, 2(x + 1), 2\sqrt{3}.
                 left = binary(Operation::Multiply, left, self.power()?);
             } else {
                 return Some(left);
@@ -170,9 +170,9 @@ impl Parser<'_> {
         if self.depth > MAX_DEPTH {
             return None;
         }
-        let signed = if self.take(&["-"]) {
+        let signed = if self.consume(&["-"]) {
             Some(Expression::Negative(Box::new(self.signed()?)))
-        } else if self.take(&["+"]) {
+        } else if self.consume(&["+"]) {
             self.signed()
         } else {
             self.power()
@@ -187,9 +187,9 @@ impl Parser<'_> {
             if self.rest.starts_with('!') {
                 self.rest = &self.rest[1..];
                 base = Expression::Factorial(Box::new(base));
-            } else if self.take(&["%"]) {
+            } else if self.consume(&["%"]) {
                 base = binary(Operation::Divide, base, Expression::Number(100.0));
-            } else if self.take(&["^", "**"]) {
+            } else if self.consume(&["^", "**"]) {
                 let exponent = if self.next() == Some('{') { self.argument()? } else { self.signed()? };
                 return Some(binary(Operation::Power, base, exponent));
             } else {
@@ -204,16 +204,16 @@ impl Parser<'_> {
             return self.number();
         }
         for (open, close) in [("(", ")"), ("{", "}"), ("[", "]")] {
-            if self.take(&[open]) {
+            if self.consume(&[open]) {
                 let inner = self.sum()?;
-                return self.take(&[close]).then_some(inner);
+                return self.consume(&[close]).then_some(inner);
             }
         }
-        if self.take(&["|"]) {
+        if self.consume(&["|"]) {
             let inner = self.sum()?;
-            return self.take(&["|"]).then(|| Expression::Function("abs", Box::new(inner)));
+            return self.consume(&["|"]).then(|| Expression::Function("abs", Box::new(inner)));
         }
-        if self.take(&["\\pi", "π"]) {
+        if self.consume(&["\\pi", "π"]) {
             return Some(Expression::Number(std::f64::consts::PI));
         }
         if self.rest.starts_with("\\frac") {
@@ -221,12 +221,12 @@ impl Parser<'_> {
             let (above, below) = (self.argument()?, self.argument()?);
             return Some(binary(Operation::Divide, above, below));
         }
-        if self.rest.starts_with("\\sqrt") || self.take(&["√"]) {
+        if self.rest.starts_with("\\sqrt") || self.consume(&["√"]) {
             self.rest = self.rest.strip_prefix("\\sqrt").unwrap_or(self.rest);
             let mut degree = Expression::Number(2.0);
-            if self.take(&["["]) {
+            if self.consume(&["["]) {
                 degree = self.sum()?;
-                if !self.take(&["]"]) {
+                if !self.consume(&["]"]) {
                     return None;
                 }
             }
@@ -251,11 +251,11 @@ impl Parser<'_> {
         None
     }
 
-    /// `{…}`, or one character as TeX takes it.
+    /// Parses `{…}`, or a single character, as an argument of a TeX command.
     fn argument(&mut self) -> Option<Expression> {
-        if self.take(&["{"]) {
+        if self.consume(&["{"]) {
             let inner = self.sum()?;
-            return self.take(&["}"]).then_some(inner);
+            return self.consume(&["}"]).then_some(inner);
         }
         let first = self.next()?;
         if let Some(digit) = first.to_digit(10) {
@@ -265,7 +265,7 @@ impl Parser<'_> {
         self.atom()
     }
 
-    /// A number with its thousands' commas, an exponent, and a fraction behind it (a mixed number).
+    /// Parses a number with thousands separators and an exponent, or a mixed number such as "1 1/2".
     fn number(&mut self) -> Option<Expression> {
         let is_digit = |c: char| c.is_ascii_digit();
         let mut length = self.rest.find(|c| !is_digit(c)).unwrap_or(self.rest.len());
@@ -297,7 +297,7 @@ impl Parser<'_> {
         if self.rest.trim_start().starts_with("\\frac") {
             return Some(binary(Operation::Add, number, self.atom()?));
         }
-        // "1 1/2"
+        // A mixed number such as "1 1/2".
         let after = self.rest.trim_start();
         let above = after.find(|c| !is_digit(c)).unwrap_or(0);
         if self.rest.starts_with(' ') && above > 0 && after[above..].starts_with('/') {

@@ -1,17 +1,17 @@
-//! Text classification as Hugging Face's inference endpoints speak it: `{inputs, parameters: {function_to_apply: "none",
-//! top_k: null}}` → `[[{label, score}, …], …]`, sorted by score. While the model loads it answers 503 with an `estimated_time`.
+//! Text classification on Hugging Face's inference endpoints: `{inputs, parameters: {function_to_apply: "none", top_k: null}}`
+//! → `[[{label, score}, …], …]`, sorted by score. While the model is loading, the server answers 503 with an `estimated_time`.
 
 use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use super::{Text, body, labelled, list, names_of_label, same_length, suspect_softmax};
+use super::{Text, body, check_length, detect_softmax, label_names, label_score, list};
 use crate::SampleError;
-use crate::hidden::Legible;
 use crate::sample::RewardSample;
+use crate::secret_filter::Preserved;
 use crate::spec::LabelPlan;
 use crate::webhook::answer::{Answer, parse};
-use crate::webhook::dialect::{Ask, Dialect};
+use crate::webhook::dialect::{Batch, Dialect};
 
 pub(super) struct HfTextClassification {
     text: Text,
@@ -29,30 +29,30 @@ impl Dialect for HfTextClassification {
         self.text.of(sample).map(Value::from)
     }
 
-    fn body(&self, ask: &Ask<'_>) -> String {
-        let fields = json!({"inputs": ask.all(), "parameters": {"function_to_apply": "none", "top_k": null}});
+    fn body(&self, batch: &Batch<'_>) -> String {
+        let fields = json!({"inputs": batch.all(), "parameters": {"function_to_apply": "none", "top_k": null}});
         body(fields, self.plan.model.as_deref(), &self.plan.extra_body)
     }
 
-    fn legible(&self) -> Legible {
-        names_of_label(self.plan.label.as_deref())
+    fn preserved(&self) -> Preserved {
+        label_names(self.plan.label.as_deref())
     }
 
     fn read(&self, body: &[u8], _: &str, samples: &[&RewardSample]) -> Result<Answer, String> {
         let answer = parse(body)?;
         let entries = list(&answer, "the answer")?;
         let is_nested = entries.first().is_some_and(Value::is_array);
-        // Of one text some servers give the labels, others a list of them; and some only the best label a text.
+        // Some servers return the labels of a single text without an outer list. Some return only the best label of each text.
         let predictions: Vec<Value> = match samples.len() {
             1 if !is_nested => vec![entries.clone().into()],
             _ if !is_nested => entries.iter().map(|entry| json!([entry])).collect(),
             _ => entries.clone(),
         };
-        same_length(predictions.len(), samples.len())?;
+        check_length(predictions.len(), samples.len())?;
         let labels = predictions.first().and_then(Value::as_array).map_or(0, Vec::len);
-        let found = predictions.iter().map(|labels| labelled(labels, self.plan.label.as_deref())).collect();
+        let found = predictions.iter().map(|labels| label_score(labels, self.plan.label.as_deref())).collect();
         let mut answer = Answer::of(found);
-        suspect_softmax(&mut answer, labels, "this server does not honour function_to_apply");
+        detect_softmax(&mut answer, labels, "this server does not honor function_to_apply");
         Ok(answer)
     }
 

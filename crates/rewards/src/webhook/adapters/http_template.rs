@@ -1,13 +1,13 @@
-//! Any JSON over HTTP: a body whose strings are templates, and a JSON pointer to the reward.
+//! Any JSON API over HTTP: a body whose strings are templates, and a JSON pointer to the reward in the answer.
 
 use serde_json::{Map, Value};
 
-use super::{same_length, template_failed};
+use super::{check_length, template_failed};
 use crate::SampleError;
 use crate::sample::RewardSample;
 use crate::spec::{HttpTemplatePlan, SampleTemplate};
 use crate::webhook::answer::{Answer, Found, name, number, parse};
-use crate::webhook::dialect::{Ask, Batching, Dialect};
+use crate::webhook::dialect::{Batch, Batching, Dialect};
 
 pub(super) struct HttpTemplate {
     body: Node,
@@ -15,7 +15,7 @@ pub(super) struct HttpTemplate {
     batch: bool,
 }
 
-/// A body with its strings compiled.
+/// A body whose strings are compiled templates.
 enum Node {
     Plain(Value),
     Text(Box<SampleTemplate>),
@@ -61,7 +61,7 @@ impl Dialect for HttpTemplate {
     fn piece(&self, sample: &RewardSample) -> Result<Value, SampleError> {
         let variables = SampleTemplate::variables(sample);
         if self.batch {
-            // A batch's template sees the same variables in a list.
+            // The template of a batch sees the same variables, in a list.
             let error = |why: serde_json::Error| template_failed(why.to_string());
             let value = serde_json::to_value(&variables).map_err(error)?;
             let one = SampleTemplate::batch_variables(std::iter::once(SampleTemplate::json_variables(&value)));
@@ -70,12 +70,12 @@ impl Dialect for HttpTemplate {
         self.body.value(&variables).map_err(template_failed)
     }
 
-    fn body(&self, ask: &Ask<'_>) -> String {
+    fn body(&self, batch: &Batch<'_>) -> String {
         if !self.batch {
-            return ask.pieces[0].to_string();
+            return batch.pieces[0].to_string();
         }
-        let samples = ask.pieces.iter().map(|piece| SampleTemplate::json_variables(piece));
-        // Each sample alone went through the template before; a service refuses what all of them together may break.
+        let samples = batch.pieces.iter().map(|piece| SampleTemplate::json_variables(piece));
+        // Each sample was rendered alone before. If rendering all of them together fails, the service rejects the null body.
         self.body.value(&SampleTemplate::batch_variables(samples)).unwrap_or_default().to_string()
     }
 
@@ -88,7 +88,7 @@ impl Dialect for HttpTemplate {
         };
         let entries = answer.pointer(before).ok_or_else(|| format!("the answer has nothing at '{before}'"))?;
         let entries = entries.as_array().ok_or_else(|| format!("'{before}' is {}, not a list", name(entries)))?;
-        same_length(entries.len(), samples.len())?;
+        check_length(entries.len(), samples.len())?;
         let reward = |entry: &Value| match entry.pointer(after) {
             Some(value) => number(value),
             None => Found::Invalid(format!("there is nothing at '{after}'")),

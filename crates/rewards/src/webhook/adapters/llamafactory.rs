@@ -2,12 +2,12 @@
 
 use serde_json::{Map, Value, json};
 
-use super::{Text, body, list_in, same_length};
+use super::{Text, body, check_length, list_in};
 use crate::SampleError;
 use crate::sample::RewardSample;
 use crate::spec::TextPlan;
 use crate::webhook::answer::{Answer, number, parse};
-use crate::webhook::dialect::{Ask, Dialect};
+use crate::webhook::dialect::{Batch, Dialect};
 
 pub(super) struct Llamafactory {
     text: Text,
@@ -19,7 +19,7 @@ impl Llamafactory {
     pub(super) fn new(plan: &TextPlan) -> Result<Self, String> {
         Ok(Self {
             text: Text::new(plan.template.as_deref())?,
-            // The field must be there; the server loads one model and ignores the name.
+            // The field is required, but the server loads a single model and ignores its name.
             model: plan.model.clone().unwrap_or_else(|| "model".to_owned()),
             extra_body: plan.extra_body.clone(),
         })
@@ -31,14 +31,14 @@ impl Dialect for Llamafactory {
         self.text.of(sample).map(Value::from)
     }
 
-    fn body(&self, ask: &Ask<'_>) -> String {
-        body(json!({"model": self.model, "messages": ask.all()}), None, &self.extra_body)
+    fn body(&self, batch: &Batch<'_>) -> String {
+        body(json!({"model": self.model, "messages": batch.all()}), None, &self.extra_body)
     }
 
     fn read(&self, body: &[u8], _: &str, samples: &[&RewardSample]) -> Result<Answer, String> {
         let answer = parse(body)?;
         let scores = list_in(&answer, "scores")?;
-        same_length(scores.len(), samples.len())?;
+        check_length(scores.len(), samples.len())?;
         Ok(Answer::of(scores.iter().map(number).collect()))
     }
 }

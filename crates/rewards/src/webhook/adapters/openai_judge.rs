@@ -1,22 +1,22 @@
-//! A language model behind chat/completions that marks by a rubric: a JSON schema asks for `{reasoning, score}`, and the
-//! reward is (score − min) / (max − min), the mean over the votes that can be read.
+//! A language model that grades by a rubric through chat/completions. A JSON schema requires `{reasoning, score}`. The reward
+//! is (score − min) / (max − min), averaged over the votes that can be parsed.
 //!
-//! What the candidate says is data: it stands between two lines that it cannot know (they are made of its own hash). A
-//! refusal, an answer that was cut or cannot be read, a mark off the scale: missing, never 0.
+//! The completion is untrusted: it is enclosed by two lines with a hash of the completion, which the completion cannot contain.
+//! A refusal, a truncated or unreadable answer, or a score outside the scale gives a missing value, never 0.
 
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
 use super::{body, list_in, template_failed};
-use crate::hidden::Legible;
 use crate::sample::{RewardSample, RewardValue};
+use crate::secret_filter::Preserved;
 use crate::spec::{OpenaiJudgePlan, SampleTemplate};
 use crate::webhook::answer::{Answer, Found, parse};
-use crate::webhook::dialect::{Ask, Batching, Dialect};
+use crate::webhook::dialect::{Batch, Batching, Dialect};
 use crate::{Judgement, SampleError};
 
-/// Characters of the judge's reasoning that are kept.
-const LONGEST_REASON: usize = 2_000;
+/// Maximum length of the judge's reasoning, in characters.
+const MAX_REASON_CHARS: usize = 2_000;
 
 pub(super) struct OpenaiJudge {
     plan: OpenaiJudgePlan,
@@ -38,7 +38,7 @@ impl OpenaiJudge {
         )
     }
 
-    /// One vote: a mark from 0 to 1 and the reasoning, or why there is none.
+    /// Parses one vote: a score scaled to 0 to 1 and the reasoning, or the reason why there is none.
     fn vote(&self, choice: &Value) -> Result<(f64, String), SampleError> {
         let none = |code: &str, message: String| SampleError { code: code.to_owned(), message };
         let message = choice.get("message").unwrap_or(&Value::Null);
@@ -65,7 +65,7 @@ impl OpenaiJudge {
             return Err(none("judge_off_scale", format!("the judge's score {score} is not between {low} and {high}")));
         }
         let reasoning = mark.get("reasoning").and_then(Value::as_str).unwrap_or_default();
-        Ok(((score - low) / (high - low), cut(reasoning, LONGEST_REASON)))
+        Ok(((score - low) / (high - low), cut(reasoning, MAX_REASON_CHARS)))
     }
 }
 
@@ -83,7 +83,7 @@ impl Dialect for OpenaiJudge {
         )))
     }
 
-    fn body(&self, ask: &Ask<'_>) -> String {
+    fn body(&self, batch: &Batch<'_>) -> String {
         let schema = json!({
             "type": "object",
             "properties": {"reasoning": {"type": "string"}, "score": {"type": "number"}},
@@ -93,7 +93,7 @@ impl Dialect for OpenaiJudge {
         let mut fields = json!({
             "messages": [
                 {"role": "system", "content": self.instructions()},
-                {"role": "user", "content": ask.pieces[0]},
+                {"role": "user", "content": batch.pieces[0]},
             ],
             "response_format": {"type": "json_schema", "json_schema": {"name": "mark", "strict": true, "schema": schema}},
             "temperature": self.plan.temperature,
@@ -127,9 +127,9 @@ impl Dialect for OpenaiJudge {
         Ok(Answer::of(vec![Found::Judged(judgement)]))
     }
 
-    fn legible(&self) -> Legible {
+    fn preserved(&self) -> Preserved {
         let words = ["content_filter", "length"].map(str::to_owned).into();
-        Legible { words, json_in_strings: true }
+        Preserved { words, json_in_strings: true }
     }
 
     fn batching(&self) -> Batching {
@@ -137,12 +137,13 @@ impl Dialect for OpenaiJudge {
     }
 }
 
-/// A word that the text does not contain, and the same at every try.
+/// Returns a word that the text cannot contain and that is the same for every attempt.
 fn boundary(text: &str) -> String {
     hex::encode(&Sha256::digest(text.as_bytes())[..8])
 }
 
-/// The JSON object in an answer, be it in a fence or behind words: servers without structured outputs ignore the schema.
+/// Returns the JSON object in an answer, also inside a code fence or after other text, because servers without
+/// structured outputs ignore the schema.
 fn json_in(content: &str) -> Option<Value> {
     let text = content.trim();
     if let Ok(value @ Value::Object(_)) = serde_json::from_str(text) {

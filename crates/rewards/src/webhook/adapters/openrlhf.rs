@@ -1,14 +1,14 @@
 //! OpenRLHF's remote reward model (`openrlhf/cli/serve_rm.py`): `{query, prompts, labels}` → `{rewards, scores?, extra_logs?}`.
-//! Rewards may come nested (`[[0.1], [0.2]]`, a column of a tensor), scores and logs become metrics.
+//! Rewards may be nested (`[[0.1], [0.2]]`, a column of a tensor). Scores and logs become metrics.
 
 use serde_json::{Value, json};
 
-use super::{Text, label_of, list_in, same_length};
+use super::{Text, check_length, label_of, list_in};
 use crate::SampleError;
 use crate::sample::RewardSample;
 use crate::spec::OpenrlhfPlan;
 use crate::webhook::answer::{Answer, Found, number, parse};
-use crate::webhook::dialect::{Ask, Dialect};
+use crate::webhook::dialect::{Batch, Dialect};
 
 pub(super) struct Openrlhf {
     text: Text,
@@ -24,27 +24,28 @@ impl Openrlhf {
 impl Dialect for Openrlhf {
     fn piece(&self, sample: &RewardSample) -> Result<Value, SampleError> {
         let label = match label_of(sample, self.label_column.as_deref())? {
-            // What OpenRLHF sends for rows without a label.
+            // OpenRLHF sends an empty string for rows without a label.
             Value::Null => json!(""),
             label => label,
         };
         Ok(json!({"query": self.text.of(sample)?, "prompt": sample.prompt, "label": label}))
     }
 
-    fn body(&self, ask: &Ask<'_>) -> String {
-        json!({"query": ask.each("query"), "prompts": ask.each("prompt"), "labels": ask.each("label")}).to_string()
+    fn body(&self, batch: &Batch<'_>) -> String {
+        json!({"query": batch.each("query"), "prompts": batch.each("prompt"), "labels": batch.each("label")})
+            .to_string()
     }
 
     fn read(&self, body: &[u8], _: &str, samples: &[&RewardSample]) -> Result<Answer, String> {
         let answer = parse(body)?;
         let rewards = flat(list_in(&answer, "rewards")?);
-        same_length(rewards.len(), samples.len())?;
+        check_length(rewards.len(), samples.len())?;
         let mut found: Vec<Found> = rewards.into_iter().map(number).collect();
         let logs = answer.get("extra_logs").and_then(Value::as_object).into_iter().flatten();
         let scores = answer.get("scores").map(|scores| ("scores", scores));
         for (name, values) in logs.map(|(name, values)| (name.as_str(), values)).chain(scores) {
             let values = values.as_array().map(|values| flat(values)).unwrap_or_default();
-            // A figure that is not one a sample belongs to none of them.
+            // A list with another length does not belong to the samples.
             if values.len() == samples.len() {
                 for (found, value) in found.iter_mut().zip(values) {
                     if let Found::Judged(judgement) = found {
@@ -57,7 +58,7 @@ impl Dialect for Openrlhf {
     }
 }
 
-/// One level less where every entry is a list.
+/// Removes one level of nesting if every entry is a list.
 fn flat(values: &[Value]) -> Vec<&Value> {
     if values.iter().all(Value::is_array) {
         values.iter().filter_map(Value::as_array).flatten().collect()

@@ -3,12 +3,12 @@
 use serde_json::{Value, json};
 
 use super::vllm_classify::{label_number, numbered};
-use super::{Text, body, list, same_length};
+use super::{Text, body, check_length, list};
 use crate::SampleError;
 use crate::sample::RewardSample;
 use crate::spec::LabelPlan;
 use crate::webhook::answer::{Answer, parse};
-use crate::webhook::dialect::{Ask, Dialect};
+use crate::webhook::dialect::{Batch, Dialect};
 
 pub(super) struct SglangClassify {
     text: Text,
@@ -28,14 +28,14 @@ impl Dialect for SglangClassify {
         self.text.of(sample).map(Value::from)
     }
 
-    fn body(&self, ask: &Ask<'_>) -> String {
-        body(json!({"text": ask.all()}), self.plan.model.as_deref(), &self.plan.extra_body)
+    fn body(&self, batch: &Batch<'_>) -> String {
+        body(json!({"text": batch.all()}), self.plan.model.as_deref(), &self.plan.extra_body)
     }
 
     fn read(&self, body: &[u8], _: &str, samples: &[&RewardSample]) -> Result<Answer, String> {
         let answer = parse(body)?;
         let entries = list(&answer, "the answer")?;
-        same_length(entries.len(), samples.len())?;
+        check_length(entries.len(), samples.len())?;
         let embedding = |entry: &Value| entry.get("embedding").cloned().unwrap_or_default();
         Ok(Answer::of(entries.iter().map(|entry| numbered(&embedding(entry), self.label)).collect()))
     }

@@ -1,5 +1,5 @@
-//! slime's and miles' remote reward model (`slime/rollout/rm_hub`): `{prompt, response, label}` for one sample → a number, or
-//! an object with the number under a key of the user's.
+//! The remote reward model of slime and miles (`slime/rollout/rm_hub`): `{prompt, response, label}` for one sample → a number,
+//! or an object with the number under a key that the user configures.
 
 use serde_json::{Value, json};
 
@@ -8,7 +8,7 @@ use crate::SampleError;
 use crate::sample::RewardSample;
 use crate::spec::SlimePlan;
 use crate::webhook::answer::{Answer, name, number, parse};
-use crate::webhook::dialect::{Ask, Batching, Dialect};
+use crate::webhook::dialect::{Batch, Batching, Dialect};
 
 pub(super) struct Slime {
     label_column: Option<String>,
@@ -27,8 +27,8 @@ impl Dialect for Slime {
         Ok(json!({"prompt": sample.prompt, "response": sample.completion, "label": label}))
     }
 
-    fn body(&self, ask: &Ask<'_>) -> String {
-        ask.pieces[0].to_string()
+    fn body(&self, batch: &Batch<'_>) -> String {
+        batch.pieces[0].to_string()
     }
 
     fn read(&self, body: &[u8], _: &str, _: &[&RewardSample]) -> Result<Answer, String> {
@@ -39,7 +39,7 @@ impl Dialect for Slime {
             }
             (None, Value::Object(fields)) => {
                 let keys = fields.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
-                return Err(format!("the answer is an object with {keys}: say in 'reward_key' which is the reward"));
+                return Err(format!("the answer is an object with {keys}: set 'reward_key' to the key of the reward"));
             }
             (_, Value::Array(_)) => return Err(format!("the answer is {}, not a number", name(&answer))),
             (_, value) => value,

@@ -1,19 +1,19 @@
 //! text-embeddings-inference, `/predict`: `{inputs: [["text"], …], raw_scores: true, …}` → `[[{label, score}, …], …]`.
 //!
-//! Each text goes in a list of its own: a flat list of two would be one *pair*. Labels come sorted by score, so they are
-//! told apart by name. A batch that is too large is a 413, which is split; `/info` says how many it takes.
+//! Each text is sent in its own list, since a flat list of two texts would be one *pair*. Labels are sorted by score, so they
+//! are found by name. A batch that is too large gets a 413 and is split; `/info` returns the maximum batch size.
 
 use reqwest::Url;
 use serde_json::{Map, Value, json};
 
-use super::{Text, body, labelled, list, names_of_label, same_length, suspect_softmax};
+use super::{Text, body, check_length, detect_softmax, label_names, label_score, list};
 use crate::SampleError;
-use crate::hidden::Legible;
 use crate::sample::RewardSample;
+use crate::secret_filter::Preserved;
 use crate::spec::LabelPlan;
 use crate::webhook::PingReply;
 use crate::webhook::answer::{Answer, parse};
-use crate::webhook::dialect::{Ask, Dialect, Greeting};
+use crate::webhook::dialect::{Batch, Dialect, HealthCheck};
 
 pub(super) struct TeiPredict {
     text: Text,
@@ -31,23 +31,24 @@ impl Dialect for TeiPredict {
         Ok(json!([self.text.of(sample)?]))
     }
 
-    fn body(&self, ask: &Ask<'_>) -> String {
-        let fields = json!({"inputs": ask.all(), "raw_scores": true, "truncate": true, "truncation_direction": "Left"});
+    fn body(&self, batch: &Batch<'_>) -> String {
+        let fields =
+            json!({"inputs": batch.all(), "raw_scores": true, "truncate": true, "truncation_direction": "Left"});
         body(fields, self.plan.model.as_deref(), &self.plan.extra_body)
     }
 
-    fn legible(&self) -> Legible {
-        names_of_label(self.plan.label.as_deref())
+    fn preserved(&self) -> Preserved {
+        label_names(self.plan.label.as_deref())
     }
 
     fn read(&self, body: &[u8], _: &str, samples: &[&RewardSample]) -> Result<Answer, String> {
         let answer = parse(body)?;
         let predictions = list(&answer, "the answer")?;
-        same_length(predictions.len(), samples.len())?;
+        check_length(predictions.len(), samples.len())?;
         let labels = predictions.first().and_then(Value::as_array).map_or(0, Vec::len);
         let mut answer =
-            Answer::of(predictions.iter().map(|labels| labelled(labels, self.plan.label.as_deref())).collect());
-        suspect_softmax(&mut answer, labels, "this server does not honour raw_scores");
+            Answer::of(predictions.iter().map(|labels| label_score(labels, self.plan.label.as_deref())).collect());
+        detect_softmax(&mut answer, labels, "this server does not honor raw_scores");
         Ok(answer)
     }
 
@@ -55,24 +56,24 @@ impl Dialect for TeiPredict {
         is_transient(status)
     }
 
-    fn greeting(&self, url: &Url, _: &str) -> Greeting {
-        greeting(url)
+    fn health_check(&self, url: &Url, _: &str) -> HealthCheck {
+        health_check(url)
     }
 }
 
-/// 424 is a failure of the backend, which may be another request's fault.
+/// 424 is an error of the backend that another request in the same batch may have caused.
 pub(super) fn is_transient(status: u16) -> bool {
     status == 424
 }
 
-/// `/info` beside the endpoint.
-pub(super) fn greeting(url: &Url) -> Greeting {
+/// Requests `/info`, next to the endpoint.
+pub(super) fn health_check(url: &Url) -> HealthCheck {
     match url.join("info") {
-        Ok(info) => Greeting::Get(info, |body| {
+        Ok(info) => HealthCheck::Get(info, |body| {
             let info: Map<String, Value> = serde_json::from_slice(body).ok()?;
             let most = info.get("max_client_batch_size").and_then(Value::as_u64);
             Some(PingReply { max_batch_samples: most.and_then(|most| most.try_into().ok()), modes: None, range: None })
         }),
-        Err(_) => Greeting::None,
+        Err(_) => HealthCheck::None,
     }
 }

@@ -1,5 +1,5 @@
-//! text-embeddings-inference, `/rerank`: `{query, texts, raw_scores: true}` → `[{index, score}]`, sorted by score: one query a
-//! request, so one prompt a request, and scores by their index.
+//! text-embeddings-inference, `/rerank`: `{query, texts, raw_scores: true}` → `[{index, score}]`, sorted by score. A request
+//! has one query and therefore one prompt; scores are matched by their index.
 
 use reqwest::Url;
 use serde_json::{Map, Value, json};
@@ -9,7 +9,7 @@ use crate::SampleError;
 use crate::sample::RewardSample;
 use crate::spec::PairPlan;
 use crate::webhook::answer::{Answer, number, parse};
-use crate::webhook::dialect::{Ask, Batching, Dialect, Greeting};
+use crate::webhook::dialect::{Batch, Batching, Dialect, HealthCheck};
 
 pub(super) struct TeiRerank {
     pair: Pair,
@@ -29,9 +29,9 @@ impl Dialect for TeiRerank {
         self.pair.of(sample)
     }
 
-    fn body(&self, ask: &Ask<'_>) -> String {
-        let query = &ask.pieces[0]["query"];
-        let fields = json!({"query": query, "texts": ask.each("text"), "raw_scores": true, "truncate": true});
+    fn body(&self, batch: &Batch<'_>) -> String {
+        let query = &batch.pieces[0]["query"];
+        let fields = json!({"query": query, "texts": batch.each("text"), "raw_scores": true, "truncate": true});
         body(fields, self.model.as_deref(), &self.extra_body)
     }
 
@@ -49,7 +49,7 @@ impl Dialect for TeiRerank {
         tei_predict::is_transient(status)
     }
 
-    fn greeting(&self, url: &Url, _: &str) -> Greeting {
-        tei_predict::greeting(url)
+    fn health_check(&self, url: &Url, _: &str) -> HealthCheck {
+        tei_predict::health_check(url)
     }
 }

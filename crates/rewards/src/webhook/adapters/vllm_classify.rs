@@ -1,17 +1,17 @@
 //! vLLM, `/classify`: `{model, input: [text], use_activation: false, add_special_tokens: false}` →
 //! `{data: [{index, label, probs, num_classes}]}`.
 //!
-//! Without `use_activation: false` a model with one label says 1.0 to everything. Older servers call it `activation` or
-//! `softmax` and ignore this name: that is noticed and told (`extra_body` adds what they want).
+//! Without `use_activation: false` a model with one label returns 1.0 for everything. Older servers call the setting
+//! `activation` or `softmax` and ignore this name. The adapter detects and reports that; `extra_body` can add the old name.
 
 use serde_json::{Value, json};
 
-use super::{Text, body, by_index, list_in, suspect_softmax};
+use super::{Text, body, by_index, detect_softmax, list_in};
 use crate::SampleError;
 use crate::sample::RewardSample;
 use crate::spec::LabelPlan;
 use crate::webhook::answer::{Answer, Found, name, number, parse};
-use crate::webhook::dialect::{Ask, Dialect};
+use crate::webhook::dialect::{Batch, Dialect};
 
 pub(super) struct VllmClassify {
     text: Text,
@@ -31,8 +31,8 @@ impl Dialect for VllmClassify {
         self.text.of(sample).map(Value::from)
     }
 
-    fn body(&self, ask: &Ask<'_>) -> String {
-        let fields = json!({"input": ask.all(), "use_activation": false, "add_special_tokens": false});
+    fn body(&self, batch: &Batch<'_>) -> String {
+        let fields = json!({"input": batch.all(), "use_activation": false, "add_special_tokens": false});
         body(fields, self.plan.model.as_deref(), &self.plan.extra_body)
     }
 
@@ -42,18 +42,18 @@ impl Dialect for VllmClassify {
         let probs = |entry: &Value| entry.get("probs").cloned().unwrap_or_default();
         let labels = entries.first().and_then(|entry| probs(entry).as_array().map(Vec::len)).unwrap_or(0);
         let mut answer = Answer::of(entries.into_iter().map(|entry| numbered(&probs(entry), self.label)).collect());
-        let advice = "give \"extra_body\": {\"activation\": false} (or \"softmax\") for this version of it";
-        suspect_softmax(&mut answer, labels, advice);
+        let advice = "for this server version set \"extra_body\": {\"activation\": false} (or \"softmax\")";
+        detect_softmax(&mut answer, labels, advice);
         Ok(answer)
     }
 }
 
-/// A label by its number: these servers name only the most likely one.
+/// Parses a label as a number, because these servers name only the most likely label.
 pub(super) fn label_number(label: Option<&str>) -> Result<Option<usize>, String> {
     label.map(|label| label.parse().map_err(|_| format!("'label' must be a number here, not '{label}'"))).transpose()
 }
 
-/// The label's number in a list, or the only one.
+/// Returns the score of a label by its number, or the only score.
 pub(super) fn numbered(values: &Value, label: Option<usize>) -> Found {
     let Some(values) = values.as_array() else {
         return Found::Invalid(format!("the scores of the labels are {}, not a list", name(values)));
@@ -65,9 +65,11 @@ pub(super) fn numbered(values: &Value, label: Option<usize>) -> Found {
     };
     match (chosen, label) {
         (Some(value), _) => number(value),
-        (None, Some(label)) => Found::Invalid(format!("there is no label {label} among {}", values.len())),
+        (None, Some(label)) => {
+            Found::Invalid(format!("label {label} not found; the number of labels is {}", values.len()))
+        }
         (None, None) => Found::Invalid(format!(
-            "the model has {} labels: say in 'label' which number (from 0) is the reward;",
+            "the model has {} labels; set 'label' to the number (from 0) of the reward",
             values.len()
         )),
     }

@@ -1,5 +1,5 @@
-//! vLLM, `/pooling`: `{model, input: [text], task}` → `{data: [{index, data}]}`, where `data` is a list of numbers, or one list
-//! a token: its last number is the reward.
+//! vLLM, `/pooling`: `{model, input: [text], task}` → `{data: [{index, data}]}`. `data` is a list of numbers, or one list per
+//! token; the last number is the reward.
 
 use serde_json::{Map, Value, json};
 
@@ -8,7 +8,7 @@ use crate::SampleError;
 use crate::sample::RewardSample;
 use crate::spec::VllmPoolingPlan;
 use crate::webhook::answer::{Answer, Found, number, parse};
-use crate::webhook::dialect::{Ask, Dialect};
+use crate::webhook::dialect::{Batch, Dialect};
 
 pub(super) struct VllmPooling {
     text: Text,
@@ -33,9 +33,9 @@ impl Dialect for VllmPooling {
         self.text.of(sample).map(Value::from)
     }
 
-    fn body(&self, ask: &Ask<'_>) -> String {
+    fn body(&self, batch: &Batch<'_>) -> String {
         let fields =
-            json!({"input": ask.all(), "task": self.task, "use_activation": false, "add_special_tokens": false});
+            json!({"input": batch.all(), "task": self.task, "use_activation": false, "add_special_tokens": false});
         body(fields, self.model.as_deref(), &self.extra_body)
     }
 
@@ -46,7 +46,7 @@ impl Dialect for VllmPooling {
     }
 }
 
-/// The last number, however deep.
+/// Returns the last number of nested lists.
 fn last(data: &Value) -> Found {
     match data {
         Value::Array(values) => values.last().map_or_else(|| Found::Invalid("'data' is empty".to_owned()), last),

@@ -7,7 +7,7 @@ use crate::SampleError;
 use crate::sample::RewardSample;
 use crate::spec::PairPlan;
 use crate::webhook::answer::{Answer, number, parse};
-use crate::webhook::dialect::{Ask, Dialect};
+use crate::webhook::dialect::{Batch, Dialect};
 
 pub(super) struct VllmScore {
     pair: Pair,
@@ -27,8 +27,8 @@ impl Dialect for VllmScore {
         self.pair.of(sample)
     }
 
-    fn body(&self, ask: &Ask<'_>) -> String {
-        let fields = json!({"text_1": ask.each("query"), "text_2": ask.each("text")});
+    fn body(&self, batch: &Batch<'_>) -> String {
+        let fields = json!({"text_1": batch.each("query"), "text_2": batch.each("text")});
         body(fields, self.model.as_deref(), &self.extra_body)
     }
 

@@ -1,4 +1,4 @@
-//! Files of a checkpoint that do not arrive whole, and checkpoints that cannot be delivered.
+//! Tests with checkpoint files that arrive damaged or incomplete, and with checkpoints that cannot be uploaded.
 
 use super::*;
 use crate::failpoint;
@@ -36,7 +36,7 @@ fn never(_: TrainInput<'_>, _: &mut dyn Host) -> Result<(), RunEnd> {
     panic!("there is nothing to train from");
 }
 
-/// Waits until the server has been asked to read the file as often as it has answers.
+/// Waits until the worker has asked the server to verify the file as often as the server has answers.
 async fn inspected(server: &Seen) {
     let asked = async {
         while !server.inspections.lock().unwrap().is_empty() {
@@ -47,8 +47,8 @@ async fn inspected(server: &Seen) {
 }
 
 #[tokio::test]
-async fn a_checkpoint_that_is_damaged_on_the_server_is_left_for_the_older_one_in_the_same_attempt() {
-    // The older checkpoint's file has the same name: it is there when the server has read the damaged one.
+async fn a_damaged_checkpoint_is_replaced_by_an_older_one_in_the_same_attempt() {
+    // The older checkpoint's file has the same name. It appears after the server has verified the damaged one.
     let seen = Arc::new(Seen { files: files(&[("resume w", Some("dam"))]), ..Seen::default() });
     let older = json!({"verdict": "damaged", "resume": resume(2, "old")});
     seen.inspections.lock().unwrap().extend([json!({"verdict": "checking"}), older]);
@@ -70,7 +70,7 @@ async fn a_checkpoint_that_is_damaged_on_the_server_is_left_for_the_older_one_in
 }
 
 #[tokio::test]
-async fn without_an_older_one_it_begins_anew() {
+async fn without_an_older_checkpoint_the_run_starts_from_the_beginning() {
     let seen = Seen { files: files(&[("resume w", Some("dam"))]), ..Seen::default() };
     seen.inspections.lock().unwrap().push_back(json!({"verdict": "damaged", "resume": null}));
     let (_, seen) = attempt_at(seen, from_the_beginning, resuming(), |_| {}).await;
@@ -78,21 +78,21 @@ async fn without_an_older_one_it_begins_anew() {
 }
 
 #[tokio::test]
-async fn a_file_that_the_server_finds_whole_is_fetched_again_and_then_the_transfer_is_at_fault() {
+async fn a_file_that_is_intact_on_the_server_is_downloaded_again_and_then_fails_the_transfer() {
     let seen = Seen { files: files(&[("resume w", Some("dam"))]), ..Seen::default() };
     seen.inspections.lock().unwrap().extend([(); 9].map(|()| json!({"verdict": "whole"})));
     let (_, seen) = attempt_at(seen, never, resuming(), |_| {}).await;
     let story = seen.story();
     assert_eq!(story.iter().filter(|call| *call == "resume w").count(), 3, "{story:?}");
     assert_eq!(story.last().unwrap(), "finish failed transfer_damaged");
-    // A server from before this call answers 404: as it was then.
+    // An older server answers 404, and the result is the same as then.
     let seen = Seen { files: files(&[("resume w", Some("dam"))]), ..Seen::default() };
     let (_, seen) = attempt_at(seen, never, resuming(), |_| {}).await;
     assert_eq!(seen.story().last().unwrap(), "finish failed transfer_damaged");
 }
 
 #[tokio::test]
-async fn a_transfer_that_breaks_off_again_and_again_makes_the_server_read_its_file() {
+async fn repeatedly_interrupted_transfers_make_the_server_verify_the_file() {
     let seen = Arc::new(Seen { files: files(&[("resume w", None)]), ..Seen::default() });
     seen.inspections.lock().unwrap().push_back(json!({"verdict": "damaged", "resume": resume(2, "old")}));
     let server = seen.clone();
@@ -109,7 +109,7 @@ async fn a_transfer_that_breaks_off_again_and_again_makes_the_server_read_its_fi
 }
 
 #[tokio::test]
-async fn a_damaged_warm_start_fails_the_job_by_name() {
+async fn a_damaged_warm_start_fails_the_job_with_its_own_code() {
     let seen = Seen { files: files(&[("initial w", Some("dam"))]), ..Seen::default() };
     seen.inspections.lock().unwrap().push_back(json!({"verdict": "damaged", "resume": null}));
     let warm = Claim { initial: vec![file("w", "new")], ..claim() };
@@ -119,9 +119,9 @@ async fn a_damaged_warm_start_fails_the_job_by_name() {
 }
 
 #[tokio::test]
-async fn a_checkpoint_that_cannot_be_delivered_to_a_server_that_answers_fails_the_attempt_by_name() {
+async fn a_checkpoint_that_cannot_be_uploaded_fails_the_attempt_with_its_own_code() {
     fn train(input: TrainInput<'_>, host: &mut dyn Host) -> Result<(), RunEnd> {
-        // The delivery is timed by the clock of this thread.
+        // The upload is timed by the clock of this thread.
         failpoint::set_hook(Some(Box::new(|point| {
             if point == "client.before:upload" {
                 clock::advance(Duration::from_secs(500));

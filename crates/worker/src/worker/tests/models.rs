@@ -1,4 +1,4 @@
-//! Models that are not on the worker's machine.
+//! Tests with models that are not on the worker's machine.
 
 use axum::body::Body;
 use axum::http::HeaderMap;
@@ -7,18 +7,18 @@ use axum::http::header::{CONTENT_RANGE, RANGE};
 use super::*;
 use crate::model_cache::{Found, ModelCache};
 
-/// The files of a model, as a server sends them.
+/// The files of a model as the server sends them.
 #[derive(Default)]
 pub(super) struct Served {
-    /// None = a server of before this call.
+    /// `None` for an older server without this call.
     files: Option<Vec<(FileEntry, Vec<u8>)>>,
-    /// So many transfers break off in the middle.
+    /// Number of transfers that are interrupted in the middle.
     cuts: Mutex<u32>,
-    /// So many transfers have a wrong byte.
+    /// Number of transfers with a wrong byte.
     wrong: Mutex<u32>,
-    /// Calls for the list that are answered "still hashing" first.
+    /// Number of list requests that are answered "still hashing" first.
     hashing: Mutex<u32>,
-    /// Transfers have no end.
+    /// Whether transfers never end.
     stalls: bool,
 }
 
@@ -67,7 +67,7 @@ impl Served {
                     }
                     length if takes_one(&self.cuts) => {
                         let pieces = [Ok(rest[..length / 2].to_vec()), Err(std::io::Error::other("the line is cut"))];
-                        // In two steps, so that the first piece leaves before the cut.
+                        // There is a pause before the error, so that the first piece is sent.
                         Body::from_stream(futures::StreamExt::then(futures::stream::iter(pieces), |piece| async {
                             if piece.is_err() {
                                 tokio::time::sleep(Duration::from_millis(100)).await;
@@ -90,7 +90,7 @@ impl Served {
     }
 }
 
-/// A claim whose model lies nowhere on this machine.
+/// Returns a claim whose model does not exist on this machine.
 fn elsewhere() -> Claim {
     Claim { model_path: "/a/path/of/the/server".to_owned(), ..claim() }
 }
@@ -130,7 +130,7 @@ fn middle_of(name: &str) -> u64 {
 }
 
 #[tokio::test]
-async fn a_model_that_lies_here_with_the_same_bytes_is_used_where_it_is() {
+async fn a_model_with_the_same_bytes_is_used_in_place() {
     let cache = tempfile::tempdir().unwrap();
     let seen = run(Served::whole(), in_place, claim(), cache.path(), None).await;
     assert_eq!(seen.story().last().unwrap(), "finish succeeded");
@@ -139,7 +139,7 @@ async fn a_model_that_lies_here_with_the_same_bytes_is_used_where_it_is() {
 }
 
 #[tokio::test]
-async fn a_model_from_elsewhere_is_fetched_once_and_a_cut_transfer_goes_on_where_it_ended() {
+async fn a_remote_model_is_downloaded_once_and_an_interrupted_transfer_resumes() {
     let cache = tempfile::tempdir().unwrap();
     let served = Served { cuts: Mutex::new(1), hashing: Mutex::new(2), ..Served::whole() };
     let seen = run(served, from_the_cache, elsewhere(), cache.path(), None).await;
@@ -149,10 +149,10 @@ async fn a_model_from_elsewhere_is_fetched_once_and_a_cut_transfer_goes_on_where
     let middle = middle_of("config.json");
     assert_eq!(transfers(&story, "config.json"), [String::new(), format!("bytes={middle}-")], "{story:?}");
     assert_eq!(transfers(&story, "model.safetensors"), [""], "{story:?}");
-    // The next job finds it.
+    // The next job finds the model in the cache.
     let seen = run(Served::whole(), from_the_cache, elsewhere(), cache.path(), None).await;
     assert!(!seen.story().iter().any(|call| call.starts_with("model")), "{:?}", seen.story());
-    // A copy whose bytes have changed is fetched anew.
+    // A cached copy whose bytes have changed is downloaded again.
     let copy = cache.path().join("models").join(modelcard::fingerprint(&model_dir()).unwrap());
     std::fs::write(copy.join("tokenizer.json"), "{}").unwrap();
     let seen = run(Served::whole(), from_the_cache, elsewhere(), cache.path(), None).await;
@@ -160,7 +160,7 @@ async fn a_model_from_elsewhere_is_fetched_once_and_a_cut_transfer_goes_on_where
 }
 
 #[tokio::test]
-async fn a_wrong_byte_is_refused_and_the_file_fetched_once_more() {
+async fn a_file_with_a_wrong_byte_is_downloaded_again() {
     let cache = tempfile::tempdir().unwrap();
     let served = Served { wrong: Mutex::new(1), ..Served::whole() };
     let seen = run(served, from_the_cache, elsewhere(), cache.path(), None).await;
@@ -168,7 +168,7 @@ async fn a_wrong_byte_is_refused_and_the_file_fetched_once_more() {
     assert_eq!(transfers(&story, "config.json"), ["", ""], "{story:?}");
     assert_eq!(transfers(&story, "model.safetensors"), [""], "{story:?}");
     assert_eq!(story.last().unwrap(), "finish succeeded");
-    // Bytes that are always wrong end the attempt, and nothing of them counts as the model.
+    // Bytes that are always wrong fail the attempt, and nothing counts as the model.
     let other = tempfile::tempdir().unwrap();
     let served = Served { wrong: Mutex::new(100), ..Served::whole() };
     let seen = run(served, never, elsewhere(), other.path(), None).await;
@@ -178,7 +178,7 @@ async fn a_wrong_byte_is_refused_and_the_file_fetched_once_more() {
 }
 
 #[tokio::test]
-async fn what_a_worker_fetched_before_it_died_is_continued() {
+async fn a_download_of_a_killed_worker_is_resumed() {
     let cache = tempfile::tempdir().unwrap();
     let key = modelcard::fingerprint(&model_dir()).unwrap();
     {
@@ -195,7 +195,7 @@ async fn what_a_worker_fetched_before_it_died_is_continued() {
     let story = seen.story();
     assert_eq!(transfers(&story, "config.json"), [""; 0], "{story:?}");
     assert_eq!(transfers(&story, "model.safetensors"), ["bytes=1000-"], "{story:?}");
-    // What lay there was not its beginning.
+    // The existing bytes were not the beginning of the file.
     assert_eq!(transfers(&story, "tokenizer.json"), ["bytes=24-", ""], "{story:?}");
     assert_eq!(story.last().unwrap(), "finish succeeded");
 }
@@ -227,7 +227,7 @@ async fn a_model_that_cannot_be_fetched_fails_the_job_by_name() {
 }
 
 #[tokio::test]
-async fn a_cancel_ends_a_transfer_and_meanwhile_the_heartbeat_says_what_the_job_waits_for() {
+async fn a_cancel_ends_a_transfer() {
     let cache = tempfile::tempdir().unwrap();
     let model = Served { stalls: true, ..Served::whole() };
     let seen = Arc::new(Seen { model, requested: Some("cancel"), ..Seen::default() });
@@ -237,7 +237,7 @@ async fn a_cancel_ends_a_transfer_and_meanwhile_the_heartbeat_says_what_the_job_
     assert_eq!(ended, None);
     assert!(begun.elapsed() < Duration::from_secs(20));
     assert_eq!(seen.story().last().unwrap(), "finish cancelled");
-    // Another job may fetch it at once.
+    // Another job can download the model immediately.
     let key = modelcard::fingerprint(&model_dir()).unwrap();
     assert!(!matches!(ModelCache::open(cache.path(), None).unwrap().find(&key).unwrap(), Found::Busy));
 }

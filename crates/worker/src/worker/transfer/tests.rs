@@ -1,4 +1,4 @@
-//! Peers that are slow in some way, over real sockets. One second here is sixty in a worker; `RLOOD_LONG=1` takes the real ones.
+//! Tests with slow peers over real sockets. One second here represents sixty in a worker; `RLOOD_LONG=1` uses the real times.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -16,7 +16,7 @@ use crate::worker;
 
 const BODY_BYTES: usize = 10_000_000;
 
-/// Of a second of a worker.
+/// Returns the test's duration of one second of a worker.
 fn scale() -> f64 {
     if std::env::var_os("RLOOD_LONG").is_some() { 1.0 } else { 1.0 / 60.0 }
 }
@@ -39,7 +39,7 @@ fn client() -> Client {
     http_client().no_proxy().build().unwrap()
 }
 
-/// A peer that does this with its first connection.
+/// Starts a peer that runs `serve` with its first connection.
 async fn peer<F>(serve: impl FnOnce(TcpStream) -> F + Send + 'static) -> SocketAddr
 where
     F: Future<Output = ()> + Send,
@@ -50,7 +50,7 @@ where
     address
 }
 
-/// Reads this number of bytes in equal pieces over the time.
+/// Reads this many bytes in equal pieces, spread over the time.
 async fn read_slowly(stream: &mut TcpStream, size_bytes: usize, time: Duration) {
     const PIECES: u32 = 90;
     let begun = Instant::now();
@@ -73,7 +73,7 @@ async fn upload(to: SocketAddr, limits: TransferLimits) -> Result<Response, Clie
     send_body(request, bytes_body(vec![7; BODY_BYTES]), limits, watch::Sender::default().subscribe()).await
 }
 
-/// A piece as the peer's kernel takes it in is no piece that the peer read: this many bytes are more than sockets hold.
+/// The peer's kernel accepts bytes that the peer has not read; this many bytes are more than socket buffers hold.
 const MORE_THAN_SOCKETS_HOLD: usize = 64 << 20;
 
 #[tokio::test]
@@ -98,7 +98,7 @@ async fn a_peer_that_takes_90_s_to_answer_is_waited_for() {
     .await;
     assert_eq!(upload(address, limits()).await.unwrap().status(), 204);
 
-    // The same of a publication, which has little to send itself.
+    // The same for a publication, which has a small body.
     let address = peer(async |mut stream: TcpStream| {
         stream.read_u8().await.unwrap();
         sleep(seconds(90.0)).await;
@@ -108,9 +108,9 @@ async fn a_peer_that_takes_90_s_to_answer_is_waited_for() {
     })
     .await;
     let client = worker::client::Client::new(&format!("http://{address}"), "the-token", true).unwrap();
-    let held = worker::client::Held { job: JobId::new(), attempt: 1 };
+    let claim_ref = worker::client::ClaimRef { job: JobId::new(), attempt: 1 };
     let publish = Publish { attempt: 1, files: Vec::new(), metrics: Metrics::new(), temporary: false };
-    client.with_limits(limits()).publish(held, 5, &publish).await.unwrap();
+    client.with_limits(limits()).publish(claim_ref, 5, &publish).await.unwrap();
 }
 
 #[tokio::test]
@@ -144,7 +144,7 @@ async fn a_peer_that_never_answers_ends_the_upload_after_the_time_for_its_size()
 }
 
 #[tokio::test]
-async fn bytes_that_the_server_says_have_arrived_keep_an_upload_alive_that_no_socket_takes_any_more() {
+async fn bytes_reported_by_the_server_keep_a_blocked_upload_alive() {
     let address = peer(async |mut stream: TcpStream| {
         stream.read_u8().await.unwrap();
         sleep(seconds(200.0)).await;
@@ -197,7 +197,7 @@ fn the_wait_for_an_answer_grows_with_what_it_is_about() {
     assert!(limits.answer(u64::MAX) > Duration::from_secs(1_000_000));
 }
 
-/// Why there is no `read_timeout` on the client: another version of reqwest may change either.
+/// Shows why the client has no `read_timeout`. Another version of reqwest may behave differently.
 #[tokio::test]
 async fn the_read_timeout_of_reqwest_cuts_uploads_that_flow_and_answers_that_come_late() {
     let limited = |limit: Duration| Client::builder().no_proxy().read_timeout(limit).build().unwrap();

@@ -1,4 +1,5 @@
-//! `rlood cancel`, `pause`, `resume`, `retry`, `fork`, `delete`: several jobs at once, each as if alone.
+//! `rlood cancel`, `pause`, `resume`, `retry`, `fork` and `delete`. Each job is handled separately: one failure
+//! does not stop the others.
 
 use std::path::PathBuf;
 
@@ -18,11 +19,11 @@ use crate::profiles;
 /// Flags of `rlood cancel`.
 #[derive(Debug, Clone, Args)]
 pub struct Cancel {
-    /// The jobs: ids, beginnings of ids, names, or @last.
+    /// Jobs to cancel: an id, the beginning of an id, a name, or @last.
     #[arg(value_name = "JOB", num_args = 1.., required = true, add = super::completions::jobs())]
     pub jobs: Vec<String>,
 
-    /// The server and the output.
+    /// Flags for the server and the output.
     #[command(flatten)]
     pub common: Common,
 }
@@ -30,11 +31,11 @@ pub struct Cancel {
 /// Flags of `rlood pause`.
 #[derive(Debug, Clone, Args)]
 pub struct Pause {
-    /// The jobs: ids, beginnings of ids, names, or @last.
+    /// Jobs to pause: an id, the beginning of an id, a name, or @last.
     #[arg(value_name = "JOB", num_args = 1.., required = true, add = super::completions::jobs())]
     pub jobs: Vec<String>,
 
-    /// The server and the output.
+    /// Flags for the server and the output.
     #[command(flatten)]
     pub common: Common,
 }
@@ -42,11 +43,11 @@ pub struct Pause {
 /// Flags of `rlood resume`.
 #[derive(Debug, Clone, Args)]
 pub struct Resume {
-    /// The jobs: ids, beginnings of ids, names, or @last.
+    /// Jobs to resume: an id, the beginning of an id, a name, or @last.
     #[arg(value_name = "JOB", num_args = 1.., required = true, add = super::completions::jobs())]
     pub jobs: Vec<String>,
 
-    /// The server and the output.
+    /// Flags for the server and the output.
     #[command(flatten)]
     pub common: Common,
 }
@@ -54,16 +55,16 @@ pub struct Resume {
 /// Flags of `rlood retry`.
 #[derive(Debug, Clone, Args)]
 pub struct Retry {
-    /// The jobs: ids, beginnings of ids, names, or @last.
+    /// Jobs to retry: an id, the beginning of an id, a name, or @last.
     #[arg(value_name = "JOB", num_args = 1.., required = true, add = super::completions::jobs())]
     pub jobs: Vec<String>,
 
-    /// Where the new job begins: latest checkpoint, or start. Default: latest after a failure that was not the job's own, else
-    /// start.
+    /// Where the new job starts: its latest checkpoint, or the start. Default: latest after a failure that the job
+    /// did not cause, else start.
     #[arg(long, value_name = "WHERE", value_parser = ["latest", "start"])]
     pub from: Option<String>,
 
-    /// The server and the output.
+    /// Flags for the server and the output.
     #[command(flatten)]
     pub common: Common,
 }
@@ -71,19 +72,19 @@ pub struct Retry {
 /// Flags of `rlood fork`.
 #[derive(Debug, Clone, Args)]
 pub struct Fork {
-    /// The job, with the step that the new one begins at: JOB@120, JOB@last, JOB@best, or a checkpoint, ckpt_….
+    /// Checkpoint that the new job starts from: JOB@120 for a step, JOB@last, JOB@best, or a checkpoint id (ckpt_…).
     #[arg(value_name = "JOB[@STEP]", add = super::completions::jobs())]
     pub job: String,
 
-    /// Change a setting of the new job, as `rlood submit --set` does. May be given several times.
+    /// Change a setting of the new job, as in `rlood submit --set`. Can be given several times.
     #[arg(long = "set", value_name = "PATH=VALUE", value_parser = Setting::parse)]
     pub settings: Vec<Setting>,
 
-    /// File with the settings that the new job has of its own, as JSON, YAML or TOML; the rest is the old job's.
+    /// JSON, YAML or TOML file with settings that replace those of the old job.
     #[arg(long, value_name = "FILE")]
     pub overrides: Option<PathBuf>,
 
-    /// The server and the output.
+    /// Flags for the server and the output.
     #[command(flatten)]
     pub common: Common,
 }
@@ -91,49 +92,49 @@ pub struct Fork {
 /// Flags of `rlood delete`.
 #[derive(Debug, Clone, Args)]
 pub struct Delete {
-    /// The jobs: ids, beginnings of ids, names, or @last. They must be over.
+    /// Jobs to delete: an id, the beginning of an id, a name, or @last. The jobs must be finished.
     #[arg(value_name = "JOB", num_args = 1.., required = true, add = super::completions::jobs())]
     pub jobs: Vec<String>,
 
-    /// Delete without asking.
+    /// Delete without asking for confirmation.
     #[arg(short, long)]
     pub yes: bool,
 
-    /// The server and the output.
+    /// Flags for the server and the output.
     #[command(flatten)]
     pub common: Common,
 }
 
 /// # Errors
-/// When a job does not exist or is over.
+/// Fails when a job does not exist or is finished.
 pub async fn cancel(context: &Context, args: &Cancel) -> Result<u8, CliError> {
     let done = |job: &Value| text(job, "state") == "cancelled" || text(job, "requested") == "cancel";
-    move_all(context, &args.jobs, "cancel", done).await
+    send_transitions(context, &args.jobs, "cancel", done).await
 }
 
 /// # Errors
-/// When a job does not exist or is over.
+/// Fails when a job does not exist or is finished.
 pub async fn pause(context: &Context, args: &Pause) -> Result<u8, CliError> {
     let done = |job: &Value| text(job, "state") == "paused" || text(job, "requested") == "pause";
-    move_all(context, &args.jobs, "pause", done).await
+    send_transitions(context, &args.jobs, "pause", done).await
 }
 
 /// # Errors
-/// When a job does not exist or is over.
+/// Fails when a job does not exist or is finished.
 pub async fn resume(context: &Context, args: &Resume) -> Result<u8, CliError> {
     let done = |job: &Value| matches!(text(job, "state"), "queued" | "running") && job["requested"].is_null();
-    move_all(context, &args.jobs, "resume", done).await
+    send_transitions(context, &args.jobs, "resume", done).await
 }
 
-/// Moves each of the jobs. One that is there already counts as moved.
-async fn move_all(
+/// Sends the request `verb` for each job. A job that is already in the requested state counts as done.
+async fn send_transitions(
     context: &Context,
     words: &[String],
     verb: &str,
     is_done: impl Fn(&Value) -> bool,
 ) -> Result<u8, CliError> {
     let ids = names::jobs(context, words).await?;
-    each(context, &ids, async |id| {
+    for_each_job(context, &ids, async |id| {
         let path = ["jobs", &id.to_string()];
         match context.client.raw_post(&[path[0], path[1], verb]).send().await {
             Ok(answer) => Ok(answer),
@@ -148,8 +149,9 @@ async fn move_all(
     Ok(0)
 }
 
-/// Does something to each of the jobs and prints what became of it. All are tried; the first error is returned, the others are said.
-async fn each(
+/// Runs `work` for each job and prints the resulting job. All jobs are tried; the first error is returned, and every error is
+/// printed when there are several jobs.
+async fn for_each_job(
     context: &Context,
     ids: &[JobId],
     work: impl AsyncFn(JobId) -> Result<RawAnswer, CliError>,
@@ -172,7 +174,7 @@ async fn each(
         None => Ok(answers),
         Some(error) => {
             let (done, all) = (answers.len(), ids.len());
-            context.out.note(format!("{done} of {all} jobs were done"));
+            context.out.note(format!("{done} of {all} jobs succeeded"));
             Err(error)
         }
     }
@@ -183,21 +185,21 @@ fn print(context: &Context, answer: &RawAnswer) -> Result<(), CliError> {
         return context.out.json(&answer.text);
     }
     let job = &answer.value;
-    let requested = job["requested"].as_str().map(|wish| format!(", {wish} requested")).unwrap_or_default();
+    let requested = job["requested"].as_str().map(|request| format!(", {request} requested")).unwrap_or_default();
     context.out.line(format!("{}  {}{requested}", shown(&job["id"]), shown(&job["state"])))
 }
 
-/// Prints a job that was made: its id alone where a program reads it.
-fn print_made(context: &Context, answer: &RawAnswer) -> Result<(), CliError> {
+/// Prints a job that was created. Prints only its id when standard output is not a terminal.
+fn print_created(context: &Context, answer: &RawAnswer) -> Result<(), CliError> {
     let id = text(&answer.value, "id");
-    if let Err(error) = profiles::keep_last_job(&context.target.name(), id) {
-        context.out.note(format!("@last will not name this job: {error}"));
+    if let Err(error) = profiles::save_last_job(&context.target.name(), id) {
+        context.out.note(format!("cannot save this job as @last: {error}"));
     }
     if context.out.json || context.out.is_terminal { print(context, answer) } else { context.out.line(id) }
 }
 
 /// # Errors
-/// When a job does not exist or is not over.
+/// Fails when a job does not exist or is not finished.
 pub async fn retry(context: &Context, args: &Retry) -> Result<u8, CliError> {
     for id in names::jobs(context, &args.jobs).await? {
         let call = context.client.raw_post(&["jobs", &id.to_string(), "retry"]);
@@ -205,13 +207,13 @@ pub async fn retry(context: &Context, args: &Retry) -> Result<u8, CliError> {
             Some(from) => call.body(&json!({"from": from})),
             None => call,
         };
-        print_made(context, &call.send().await?)?;
+        print_created(context, &call.send().await?)?;
     }
     Ok(0)
 }
 
 /// # Errors
-/// When there is no such checkpoint, or the new job is not valid.
+/// Fails when the checkpoint does not exist or the new job is not valid.
 pub async fn fork(context: &Context, args: &Fork) -> Result<u8, CliError> {
     let Fork { job, settings, overrides, common: _ } = args;
     let checkpoint = names::checkpoint(context, job).await?;
@@ -220,21 +222,21 @@ pub async fn fork(context: &Context, args: &Fork) -> Result<u8, CliError> {
         None => json!({}),
     };
     for setting in settings {
-        // A list is replaced whole: an item of it can only be changed in the old job's list.
+        // The server replaces a list as a whole, so a single item of the old job's list cannot be changed here.
         setting.apply(&mut own).map_err(|error| {
-            CliError::Usage(format!("{error}; a list of the old job is replaced whole: set the list itself"))
+            CliError::Usage(format!("{error}; to change a list of the old job, set the whole list"))
         })?;
     }
     let body = json!({"from_step": checkpoint.step, "overrides": own});
     let call = context.client.raw_post(&["jobs", &checkpoint.job_id.to_string(), "fork"]).body(&body);
     let answer = call.send().await?;
     context.out.note(format!("from {} of step {}", checkpoint.id, checkpoint.step));
-    print_made(context, &answer)?;
+    print_created(context, &answer)?;
     Ok(0)
 }
 
 /// # Errors
-/// When a job does not exist or is not over, or the user does not confirm.
+/// Fails when a job does not exist or is not finished, or the user does not confirm.
 pub async fn delete(context: &Context, args: &Delete) -> Result<u8, CliError> {
     let ids = names::jobs(context, &args.jobs).await?;
     if !args.yes {

@@ -1,4 +1,4 @@
-//! One run of the loop, watched: the engine's host in a probe.
+//! The engine's host during a preflight: records one run of the training loop.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -13,32 +13,32 @@ use crate::probe::{Observed, ProbeError, ProbedSample, StepSeconds};
 use crate::reward::JobContext;
 use crate::sample::{RewardSample, RolloutPart, Score};
 
-/// One run of the loop, watched.
-pub(super) struct Look<'p> {
+/// One recorded run of the training loop.
+pub(super) struct ProbeRun<'p> {
     pub(super) probe: &'p Probe,
     pub(super) prompts_per_step: usize,
     pub(super) steps: usize,
     pub(super) begun: Instant,
     pub(super) rollout_began: Option<Instant>,
     pub(super) first_rollout: Option<Instant>,
-    /// Scored completions, in the order of the prompts.
+    /// Scored completions in the order of the prompts.
     pub(super) observed: Vec<Observed>,
-    /// By reward, one a step, s.
+    /// Seconds per step, by reward.
     pub(super) latencies: BTreeMap<String, Vec<f64>>,
     pub(super) generate_s: f64,
     pub(super) reward_s: f64,
     pub(super) scored_steps: usize,
-    /// Log-probs without gradient, and forward to optimizer.
+    /// Seconds for log-probabilities without gradient, and for the passes from forward to optimizer.
     pub(super) reference_s: f64,
     pub(super) train_s: f64,
-    /// Of the last whole step.
+    /// Seconds of the last complete step.
     pub(super) step_s: f64,
     pub(super) trained_steps: usize,
     pub(super) warnings: Vec<String>,
     pub(super) error: Option<ProbeError>,
 }
 
-impl<'p> Look<'p> {
+impl<'p> ProbeRun<'p> {
     pub(super) fn new(probe: &'p Probe, prompts_per_step: usize, steps: usize) -> Self {
         Self {
             probe,
@@ -61,16 +61,16 @@ impl<'p> Look<'p> {
         }
     }
 
-    pub(super) fn is_whole(&self) -> bool {
+    pub(super) fn is_complete(&self) -> bool {
         self.trained_steps == self.steps
     }
 
-    /// Reading the model, once a look.
+    /// Returns the seconds for loading the model.
     pub(super) fn loading_s(&self) -> f64 {
         self.first_rollout.map_or(0.0, |at| at.duration_since(self.begun).as_secs_f64())
     }
 
-    /// One optimizer step of the job: a block of P·S prompts is sampled once and trained μ·S times.
+    /// Estimates the seconds of one optimizer step of the job: a block of P·S prompts is sampled once and trained μ·S times.
     pub(super) fn step_seconds(&self) -> Option<StepSeconds> {
         if self.scored_steps == 0 {
             return None;
@@ -84,15 +84,16 @@ impl<'p> Look<'p> {
         let train = (self.trained_steps > 0).then(|| {
             let (reference, train) = (self.reference_s / trained, self.train_s / trained);
             let reused = plan.rloo.num_iterations > 1 || plan.rloo.steps_per_generation > 1;
-            // A block that is used again needs its old log-probs: one forward pass, about a third of a training pass.
+            // A block that is used more than once needs its old log-probabilities: one forward pass, about a
+            // third of a training pass.
             let old = if reused { train / 3.0 } else { 0.0 };
             ((reference + old) / iterations + train) * growth
         });
         Some(StepSeconds { generate, reward, train, total: train.map(|train| generate + reward + train) })
     }
 
-    /// The run knows rows by their place among the chosen ones, everybody else by their number in the dataset.
-    pub(super) fn numbered(&self, sample: &RewardSample) -> RewardSample {
+    /// Replaces the index among the chosen rows, which the run uses, by the index in the dataset.
+    pub(super) fn with_dataset_index(&self, sample: &RewardSample) -> RewardSample {
         let row = sample.prompt_id.strip_prefix("row_").and_then(|row| row.parse::<usize>().ok());
         let number = row.and_then(|row| self.probe.numbers.get(row)).copied().unwrap_or_default();
         let source = self.probe.plan.dataset.source_of(number).map(str::to_owned);
@@ -123,7 +124,7 @@ impl<'p> Look<'p> {
         }
     }
 
-    pub(super) fn time(&mut self, metrics: &Metrics) {
+    pub(super) fn add_times(&mut self, metrics: &Metrics) {
         let seconds = |name: &str| metrics.get(name).copied().flatten().unwrap_or(0.0);
         self.reference_s += seconds("step_time/reference");
         self.train_s += seconds("step_time/train");
@@ -132,13 +133,13 @@ impl<'p> Look<'p> {
     }
 }
 
-impl Host for Look<'_> {
+impl Host for ProbeRun<'_> {
     fn score(&mut self, request: &ScoreRequest<'_>) -> Result<Vec<Score>, RunEnd> {
         let asked = Instant::now();
-        let samples: Vec<RewardSample> = request.samples.iter().map(|sample| self.numbered(sample)).collect();
+        let samples: Vec<RewardSample> = request.samples.iter().map(|sample| self.with_dataset_index(sample)).collect();
         let generate_s = self.rollout_began.map_or(0.0, |began| asked.duration_since(began).as_secs_f64());
         let job = JobContext { job: JobId::new(), rollout: request.id, probe: true };
-        // A built-in reward answers though the limit is over.
+        // The minimum gives built-in rewards time to answer after the deadline.
         let left = self.probe.deadline.saturating_duration_since(asked).max(Duration::from_millis(100));
         let scored = self
             .probe
@@ -148,15 +149,15 @@ impl Host for Look<'_> {
             Ok(Ok(scored)) => scored,
             Ok(Err(failure)) => return Err(failure.to_failure(request.id.step).into()),
             Err(_) => {
-                let rewards = "a reward does not answer within the time limit of the probe";
-                return Err(unanswered(rewards).into());
+                let rewards = "a reward did not answer within the time limit of the preflight";
+                return Err(reward_timeout(rewards).into());
             }
         };
         self.rollout_began = Some(Instant::now());
         self.generate_s += generate_s;
         self.reward_s += asked.elapsed().as_secs_f64();
         if request.id.part == RolloutPart::Greedy {
-            // A baseline of remax: its time counts, its completions are not what the job trains on.
+            // A greedy baseline of ReMax: its time counts, but the job does not train on its completions.
             return Ok(scored.scores);
         }
         self.scored_steps += 1;
@@ -181,9 +182,9 @@ impl Host for Look<'_> {
                 self.rollout_began = Some(Instant::now());
                 self.first_rollout.get_or_insert_with(Instant::now);
             }
-            // Nothing of a probe is kept.
+            // A preflight saves nothing, so the run ends here.
             Event::Phase { phase: Phase::Checkpoint, .. } => return Err(RunEnd::Stopped(StopReason::Cancel)),
-            Event::Step { metrics, .. } => self.time(&metrics),
+            Event::Step { metrics, .. } => self.add_times(&metrics),
             Event::Phase { .. }
             | Event::Samples { .. }
             | Event::Warning { .. }
@@ -206,7 +207,7 @@ impl Host for Look<'_> {
     }
 }
 
-fn unanswered(message: &str) -> Failure {
+fn reward_timeout(message: &str) -> Failure {
     Failure {
         class: crate::job::FailureClass::Reward,
         code: "reward_timeout".to_owned(),

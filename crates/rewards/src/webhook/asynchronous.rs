@@ -1,6 +1,6 @@
-//! Answers that come later: a service took a request (202) and sends its results to the callback address, or shows them at
-//! its status address. Both are watched; the first result of a sample wins. What came by the deadline is kept, and what is
-//! missing is asked for again.
+//! Asynchronous answers: a service accepts a request (202) and sends its results to the callback address, or publishes them at
+//! its status address. Both are watched, and the first result of each sample is used. Results that arrive by the deadline are
+//! kept; missing ones are requested again.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -11,60 +11,60 @@ use serde_json::{Value, json};
 use super::answer::{self, name};
 use super::request::Request;
 use super::wait::jitter;
-use super::{Asking, Counts, RewardFailure, Webhook};
+use super::{Counts, RewardFailure, ScoringRun, Webhook};
 use crate::callback::{Accepted, Chunk, Entry, Later};
 use crate::event::Event;
-use crate::hidden::Legible;
 use crate::protocol::{JournalEntry, RewardAnswer};
+use crate::secret_filter::Preserved;
 use crate::status::Waiting;
 
-/// Before the first look at a status address, and between two: the pace doubles to the longest, unless the service says
-/// another, which is bounded too.
-const FIRST_LOOK: Duration = Duration::from_secs(1);
-const LONGEST_LOOK: Duration = Duration::from_secs(30);
-const SOONEST_ASKED: Duration = Duration::from_millis(500);
-const LATEST_ASKED: Duration = Duration::from_secs(300);
-/// A request that takes longer may have been answered by callback before its 202 came.
-const EARLY: Duration = Duration::from_secs(5);
-/// For what came in the last moment to be fetched.
-const LAST_NEWS: Duration = Duration::from_secs(2);
-/// Deadlines in a row that may pass without a single result before the job pauses.
-const SILENT_DEADLINES: u32 = 2;
+/// Interval before the first poll of a status address and between polls. It doubles up to the maximum, unless the service
+/// requests another interval, which is limited too.
+const FIRST_POLL_INTERVAL: Duration = Duration::from_secs(1);
+const MAX_POLL_INTERVAL: Duration = Duration::from_secs(30);
+const MIN_REQUESTED_INTERVAL: Duration = Duration::from_millis(500);
+const MAX_REQUESTED_INTERVAL: Duration = Duration::from_secs(300);
+/// Delay after which callbacks of a request are checked although its 202 has not arrived.
+const EARLY_CALLBACK_DELAY: Duration = Duration::from_secs(5);
+/// Time limit for fetching results that arrived just before the deadline.
+const FINAL_FETCH_TIMEOUT: Duration = Duration::from_secs(2);
+/// Consecutive deadlines without a single result after which the job pauses.
+const MAX_SILENT_DEADLINES: u32 = 2;
 
-/// What came of sending a request.
-pub(super) enum Obtained {
-    /// For good.
+/// Result of sending a request.
+pub(super) enum SendOutcome {
+    /// A final answer from the service.
     Answer(RewardAnswer),
-    /// The service answers later.
+    /// The service will answer later.
     Later(Accepted),
 }
 
-/// What came of waiting for a service.
-enum Waited {
+/// Result of waiting for a service.
+enum WaitOutcome {
     Answer(RewardAnswer),
-    /// It does not know the request any more, or cannot say what became of it: why.
+    /// The service no longer knows the request, or cannot report its state; the text says why.
     Lost(String),
 }
 
-/// What a look at a status address showed.
-enum Look {
+/// Result of polling a status address.
+enum StatusPoll {
     Results(Chunk),
-    /// Not yet; perhaps when to look again.
+    /// No results yet; the duration is the wait that the service requested.
     Pending(Option<Duration>),
     Lost(String),
-    /// What should not stay so.
+    /// An unexpected answer; the text describes it.
     Odd(String),
 }
 
-/// Where an answer stands, as far as the deadline is concerned.
+/// Whether an answer arrived before its deadline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Timing {
     InTime,
-    /// The deadline passed; so many did in a row in this attempt without a single result.
+    /// The deadline passed. The number counts consecutive deadlines of this attempt without a single result.
     Late(u32),
 }
 
-/// A 202's body and `Retry-After`; every field of it is optional, and so is the body.
+/// Parses a 202's body and `Retry-After`. All fields and the body are optional.
 pub(super) fn accepted(body: &[u8], retry_after: Option<Duration>) -> Accepted {
     let value = answer::parse(body).unwrap_or(Value::Null);
     let status_url = value["status_url"].as_str().filter(|url| !url.is_empty()).map(str::to_owned);
@@ -77,36 +77,36 @@ fn milliseconds(value: &Value) -> Option<u64> {
 }
 
 impl Webhook {
-    /// Where a status address leads, if it may be reached. It may be relative to the service's own.
+    /// Resolves a status address, which may be relative to the service's own, and checks it against the policy.
     fn status_address(&self, status_url: &str) -> Result<Url, String> {
         let url = self.url.join(status_url).map_err(|why| format!("its status_url is not a URL ({why})"))?;
         self.client.policy.check_url(url.as_str()).map_err(|why| format!("its status_url is refused: {why}"))
     }
 
-    /// Why a service cannot be heard by its callbacks; `None`: it can.
-    fn unreachable(&self) -> Option<&'static str> {
+    /// Returns why callbacks cannot reach this server; `None` if they can.
+    fn callback_obstacle(&self) -> Option<&'static str> {
         match self.journal.as_ref().and_then(|journal| journal.callbacks()) {
             Some(terms) if terms.public_url.is_some() => None,
             Some(_) => Some("this server has no --public-url for callbacks"),
-            None => Some("a probe cannot be called back"),
+            None => Some("a probe cannot receive callbacks"),
         }
     }
 
-    /// Checks what a 202 promises; the error says why nothing will come of it.
-    pub(super) fn promised(&self, mut accepted: Accepted) -> Result<Accepted, String> {
+    /// Checks what a 202 promises. Returns an error if no results can arrive.
+    pub(super) fn check_accepted(&self, mut accepted: Accepted) -> Result<Accepted, String> {
         if !self.dialect.answers_later() {
             return Err("the service answered 202, but only synchronous answers are read".to_owned());
         }
         let Some(status_url) = &accepted.status_url else {
-            return match self.unreachable() {
+            return match self.callback_obstacle() {
                 None => Ok(accepted),
                 Some(why) => Err(format!("the service answered 202 without a status_url, and {why}")),
             };
         };
         match self.status_address(status_url) {
             Ok(_) => Ok(accepted),
-            Err(why) if self.unreachable().is_none() => {
-                self.remark(format!("{why}; only its callbacks are waited for"));
+            Err(why) if self.callback_obstacle().is_none() => {
+                self.remark(format!("{why}; only callbacks are accepted"));
                 accepted.status_url = None;
                 Ok(accepted)
             }
@@ -114,40 +114,41 @@ impl Webhook {
         }
     }
 
-    /// One look at a status address.
-    async fn look(&self, url: &Url, id: &str, ids: &[&str]) -> Look {
+    /// Polls a status address once.
+    async fn poll_status(&self, url: &Url, id: &str, ids: &[&str]) -> StatusPoll {
         let request = Request::bare(id);
         let (status, retry_after, body) = match self.send(&request, Some(url.clone())).await {
             Ok(answered) => answered,
             Err(failed) if failed.is_refused() => {
-                return Look::Odd(format!("its status_url is refused: {}", failed.why()));
+                return StatusPoll::Odd(format!("its status_url is refused: {}", failed.why()));
             }
-            Err(_) => return Look::Pending(None),
+            Err(_) => return StatusPoll::Pending(None),
         };
         match status.as_u16() {
             202 | 204 => {
                 let eta = body.ok().and_then(|body| milliseconds(&answer::parse(&body).ok()?["eta_ms"]));
-                Look::Pending(retry_after.or(eta.map(Duration::from_millis)))
+                StatusPoll::Pending(retry_after.or(eta.map(Duration::from_millis)))
             }
             200..=299 => match body.and_then(|body| read_status(&self.clean_status(body, id, ids), id, ids)) {
-                Ok(Some(chunk)) => Look::Results(chunk),
-                Ok(None) => Look::Pending(retry_after),
-                Err(why) => Look::Odd(format!("what its status_url shows cannot be read: {why}")),
+                Ok(Some(chunk)) => StatusPoll::Results(chunk),
+                Ok(None) => StatusPoll::Pending(retry_after),
+                Err(why) => StatusPoll::Odd(format!("the answer of its status_url cannot be read: {why}")),
             },
-            404 | 410 => Look::Lost(format!("its status_url answered {status}")),
-            408 | 425 | 429 | 500..=599 => Look::Pending(retry_after),
-            300..=399 => Look::Odd(format!("its status_url answered {status}: redirects are not followed")),
-            _ => Look::Odd(format!("its status_url answered {}", StatusCode::as_str(&status))),
+            404 | 410 => StatusPoll::Lost(format!("its status_url answered {status}")),
+            408 | 425 | 429 | 500..=599 => StatusPoll::Pending(retry_after),
+            300..=399 => StatusPoll::Odd(format!("its status_url answered {status}: redirects are not followed")),
+            _ => StatusPoll::Odd(format!("its status_url answered {}", StatusCode::as_str(&status))),
         }
     }
 
     fn clean_status(&self, body: Vec<u8>, id: &str, ids: &[&str]) -> Vec<u8> {
         let words = || [id].iter().chain(ids).map(|word| (*word).to_owned()).collect();
-        self.hidden.answer(body, || Legible { words: words(), ..self.dialect.legible() })
+        self.secret_filter.redact_answer(body, || Preserved { words: words(), ..self.dialect.preserved() })
     }
 }
 
-/// `Ok(None)`: no results yet. The shorthands of a synchronous answer are read as all of it.
+/// Parses the answer of a status address; `Ok(None)` means no results yet. The short forms of a
+/// synchronous answer are complete results.
 fn read_status(body: &[u8], id: &str, ids: &[&str]) -> Result<Option<Chunk>, String> {
     let value = answer::parse(body)?;
     if let Some(Value::String(other)) = value.get("id")
@@ -188,64 +189,64 @@ fn read_status(body: &[u8], id: &str, ids: &[&str]) -> Result<Option<Chunk>, Str
     Ok(Some(Chunk { entries: ids.iter().zip(rewards).map(entry).collect(), done: true }))
 }
 
-/// The first result of each sample, as they come.
-struct Gathered<'a> {
+/// Collects the first result of each sample.
+struct CollectedResults<'a> {
     positions: HashMap<&'a str, usize>,
     results: Vec<Option<String>>,
     done: bool,
 }
 
-impl<'a> Gathered<'a> {
+impl<'a> CollectedResults<'a> {
     fn new(ids: &[&'a str]) -> Self {
         let positions = ids.iter().enumerate().map(|(at, id)| (*id, at)).collect();
         Self { positions, results: vec![None; ids.len()], done: false }
     }
 
-    fn take(&mut self, chunk: Chunk) {
+    fn add(&mut self, chunk: Chunk) {
         self.done |= chunk.done;
         for Entry { sample_id, result } in chunk.entries {
-            // A callback's unknown ids were counted when it came.
+            // Unknown ids in a callback were counted when it arrived.
             if let Some(&at) = self.positions.get(sample_id.as_str()) {
                 self.results[at].get_or_insert(result);
             }
         }
     }
 
-    fn is_whole(&self) -> bool {
+    fn is_complete(&self) -> bool {
         self.done || self.results.iter().all(Option::is_some)
     }
 
-    /// As a synchronous answer would have been.
+    /// Formats the results like a synchronous answer.
     fn body(&self, id: &str) -> String {
         let results: Vec<&str> = self.results.iter().flatten().map(String::as_str).collect();
         format!(r#"{{"version":"1","id":"{id}","results":[{}]}}"#, results.join(","))
     }
 }
 
-/// When to look at a status address.
-struct Pace {
+/// When to poll a status address.
+struct PollSchedule {
     next: Instant,
     own: Duration,
 }
 
-impl Pace {
+impl PollSchedule {
     fn new(eta_ms: Option<u64>) -> Self {
-        let mut pace = Self { next: Instant::now(), own: FIRST_LOOK };
-        pace.wait(eta_ms.map(Duration::from_millis));
-        pace
+        let mut schedule = Self { next: Instant::now(), own: FIRST_POLL_INTERVAL };
+        schedule.wait(eta_ms.map(Duration::from_millis));
+        schedule
     }
 
-    /// Sets the next look: when the service says, or a little later than the last time.
+    /// Schedules the next poll: at the time that the service requested, or after a growing interval.
     fn wait(&mut self, asked: Option<Duration>) {
-        let wait = asked.map_or(self.own, |asked| asked.clamp(SOONEST_ASKED, LATEST_ASKED));
+        let wait = asked.map_or(self.own, |asked| asked.clamp(MIN_REQUESTED_INTERVAL, MAX_REQUESTED_INTERVAL));
         self.next = Instant::now() + wait;
-        self.own = (self.own * 2).min(LONGEST_LOOK);
+        self.own = (self.own * 2).min(MAX_POLL_INTERVAL);
     }
 }
 
-impl Asking<'_> {
-    /// What must be known of a request for its answer to come later; `None` where the service's system has no such answers.
-    pub(super) fn later(&self, indices: &[usize]) -> Option<Later> {
+impl ScoringRun<'_> {
+    /// Returns the state of a request that may be answered later; `None` if the dialect has no asynchronous answers.
+    pub(super) fn asynchronous_state(&self, indices: &[usize]) -> Option<Later> {
         let sample_ids = self.ids(indices).into_iter().map(str::to_owned).collect();
         let left_ms = self.webhook.plan.deadline_ms;
         self.webhook.dialect.answers_later().then_some(Later { left_ms, sample_ids, accepted: None })
@@ -255,9 +256,9 @@ impl Asking<'_> {
         indices.iter().map(|&index| self.samples[index].sample_id.as_str()).collect()
     }
 
-    /// Sends a request and waits, until there is an answer that stays. One that the service has `accepted` already is not
-    /// sent. Of what it holds up to the 202, the caller's permit is dropped then.
-    pub(super) async fn answered<P>(
+    /// Sends a request, unless it was `accepted` before, and waits until there is a final answer. The caller's permit is
+    /// dropped when the service has accepted the request.
+    pub(super) async fn await_answer<P>(
         &self,
         request: &Request,
         indices: &[usize],
@@ -272,12 +273,12 @@ impl Asking<'_> {
                 Some(accepted) => accepted,
                 None => {
                     let obtained = tokio::select! {
-                        obtained = self.obtain(request, indices) => obtained?,
-                        answer = self.answered_early(request, indices) => return answer,
+                        obtained = self.send_until_final(request, indices) => obtained?,
+                        answer = self.await_early_callback(request, indices) => return answer,
                     };
                     let accepted = match obtained {
-                        Obtained::Answer(answer) => return Ok(answer),
-                        Obtained::Later(accepted) => accepted,
+                        SendOutcome::Answer(answer) => return Ok(answer),
+                        SendOutcome::Later(accepted) => accepted,
                     };
                     let entry = |key| JournalEntry::Accepted {
                         rollout: self.job.rollout,
@@ -285,19 +286,19 @@ impl Asking<'_> {
                         id: request.id.clone(),
                         accepted: accepted.clone(),
                     };
-                    self.write_down(key, entry).await?;
+                    self.append_to_journal(key, entry).await?;
                     accepted
                 }
             };
             drop(permit.take());
             tracing::info!(request = request.id, reward = self.webhook.name, "the service answers later");
-            match self.waited(request, indices, &promise).await? {
-                Waited::Answer(answer) => return Ok(answer),
-                Waited::Lost(why) if lost >= self.webhook.plan.max_invalid_tries => {
-                    let detail = format!("the service took the request (202) and lost it: {why}");
+            match self.await_results(request, indices, &promise).await? {
+                WaitOutcome::Answer(answer) => return Ok(answer),
+                WaitOutcome::Lost(why) if lost >= self.webhook.plan.max_invalid_tries => {
+                    let detail = format!("the service accepted the request (202) and lost it: {why}");
                     return Ok(RewardAnswer::Unusable { code: "invalid_answer".to_owned(), detail });
                 }
-                Waited::Lost(why) => {
+                WaitOutcome::Lost(why) => {
                     lost += 1;
                     tracing::info!(request = request.id, why, "the service lost the request; it is sent again");
                     self.count(Counts { retries: 1, ..Counts::default() });
@@ -307,78 +308,84 @@ impl Asking<'_> {
         }
     }
 
-    /// A whole answer by callback while the request itself hangs or fails: a service may answer before its 202 arrives.
-    async fn answered_early(&self, request: &Request, indices: &[usize]) -> Result<RewardAnswer, RewardFailure> {
+    /// Waits for a complete answer by callback while the request itself is slow or fails. A service may
+    /// answer before its 202 arrives.
+    async fn await_early_callback(&self, request: &Request, indices: &[usize]) -> Result<RewardAnswer, RewardFailure> {
         let (Some(journal), true) = (&self.webhook.journal, request.has_callback()) else {
             return std::future::pending().await;
         };
-        tokio::time::sleep(EARLY).await;
-        let mut gathered = Gathered::new(&self.ids(indices));
+        tokio::time::sleep(EARLY_CALLBACK_DELAY).await;
+        let mut collected = CollectedResults::new(&self.ids(indices));
         let mut seen = 0;
-        while !gathered.is_whole() {
+        while !collected.is_complete() {
             let chunk = journal.arrived(&request.id, seen).await.map_err(|why| why.of(&self.webhook.name))?;
             seen += chunk.entries.len();
-            gathered.take(chunk);
+            collected.add(chunk);
         }
-        Ok(RewardAnswer::Body { body: gathered.body(&request.id) })
+        Ok(RewardAnswer::Body { body: collected.body(&request.id) })
     }
 
-    /// Waits for what the service promised, until the request's deadline.
-    async fn waited(&self, request: &Request, indices: &[usize], promise: &Accepted) -> Result<Waited, RewardFailure> {
+    /// Waits for the promised results until the deadline of the request.
+    async fn await_results(
+        &self,
+        request: &Request,
+        indices: &[usize],
+        promise: &Accepted,
+    ) -> Result<WaitOutcome, RewardFailure> {
         let webhook = self.webhook;
         let _waiting = Waiting::new(&webhook.status);
         let ids = self.ids(indices);
-        let mut gathered = Gathered::new(&ids);
+        let mut collected = CollectedResults::new(&ids);
         let mut seen = 0;
         let mut status = promise.status_url.as_deref().and_then(|url| webhook.status_address(url).ok());
-        let mut pace = Pace::new(promise.eta_ms);
+        let mut schedule = PollSchedule::new(promise.eta_ms);
         let mut odd = 0;
-        let unrecorded = |why: crate::journal::Unrecorded| why.of(&webhook.name);
+        let unrecorded = |why: crate::journal::JournalClosed| why.of(&webhook.name);
         let arrived = async |seen| match &webhook.journal {
             Some(journal) => journal.arrived(&request.id, seen).await,
             None => std::future::pending().await,
         };
-        while !gathered.is_whole() {
-            let next = status.as_ref().map(|_| pace.next);
+        while !collected.is_complete() {
+            let next = status.as_ref().map(|_| schedule.next);
             tokio::select! {
                 biased;
                 chunk = arrived(seen) => {
                     let chunk = chunk.map_err(unrecorded)?;
                     seen += chunk.entries.len();
-                    gathered.take(chunk);
+                    collected.add(chunk);
                 }
                 () = until(Some(request.deadline)) => {
-                    if let Ok(chunk) = tokio::time::timeout(LAST_NEWS, arrived(seen)).await {
-                        gathered.take(chunk.map_err(unrecorded)?);
+                    if let Ok(chunk) = tokio::time::timeout(FINAL_FETCH_TIMEOUT, arrived(seen)).await {
+                        collected.add(chunk.map_err(unrecorded)?);
                     }
-                    if let Some(url) = status.as_ref().filter(|_| !gathered.is_whole())
-                        && let Ok(Look::Results(chunk)) =
-                            tokio::time::timeout(LAST_NEWS, webhook.look(url, &request.id, &ids)).await
+                    if let Some(url) = status.as_ref().filter(|_| !collected.is_complete())
+                        && let Ok(StatusPoll::Results(chunk)) =
+                            tokio::time::timeout(FINAL_FETCH_TIMEOUT, webhook.poll_status(url, &request.id, &ids)).await
                     {
-                        gathered.take(chunk);
+                        collected.add(chunk);
                     }
-                    if !gathered.is_whole() {
-                        return Ok(Waited::Answer(RewardAnswer::Expired { body: gathered.body(&request.id) }));
+                    if !collected.is_complete() {
+                        return Ok(WaitOutcome::Answer(RewardAnswer::Expired { body: collected.body(&request.id) }));
                     }
                 }
                 () = until(next) => {
                     let Some(url) = &status else { continue };
                     let left = request.deadline.saturating_duration_since(Instant::now());
-                    let look = tokio::time::timeout(left, webhook.look(url, &request.id, &ids)).await;
-                    match look.unwrap_or(Look::Pending(None)) {
-                        Look::Results(chunk) => {
-                            gathered.take(chunk);
-                            pace.wait(None);
+                    let polled = tokio::time::timeout(left, webhook.poll_status(url, &request.id, &ids)).await;
+                    match polled.unwrap_or(StatusPoll::Pending(None)) {
+                        StatusPoll::Results(chunk) => {
+                            collected.add(chunk);
+                            schedule.wait(None);
                         }
-                        Look::Pending(asked) => pace.wait(asked),
-                        Look::Lost(why) => return Ok(Waited::Lost(why)),
-                        Look::Odd(why) => {
+                        StatusPoll::Pending(asked) => schedule.wait(asked),
+                        StatusPoll::Lost(why) => return Ok(WaitOutcome::Lost(why)),
+                        StatusPoll::Odd(why) => {
                             odd += 1;
                             webhook.remark(why.clone());
-                            pace.wait(None);
+                            schedule.wait(None);
                             if odd > webhook.plan.max_invalid_tries {
                                 if !request.has_callback() {
-                                    return Ok(Waited::Lost(why));
+                                    return Ok(WaitOutcome::Lost(why));
                                 }
                                 status = None;
                             }
@@ -387,31 +394,31 @@ impl Asking<'_> {
                 }
             }
         }
-        Ok(Waited::Answer(RewardAnswer::Body { body: gathered.body(&request.id) }))
+        Ok(WaitOutcome::Answer(RewardAnswer::Body { body: collected.body(&request.id) }))
     }
 
-    /// A deadline passed: tells of it. The error pauses the job, when this is one of several in a row that brought nothing.
+    /// Reports that a deadline passed. Returns an error, which pauses the job, after several consecutive deadlines without results.
     pub(super) fn expired(&self, indices: &[usize], body: &str, silent: u32) -> Result<Timing, RewardFailure> {
         let webhook = self.webhook;
         let deadline_ms = webhook.plan.deadline_ms;
         let came = answer::parse(body.as_bytes()).ok().and_then(|body| Some(body["results"].as_array()?.len()));
         let came = came.unwrap_or(0);
         if self.job.probe && came > 0 {
-            // A test asks once: what is missing stays so.
+            // A test sends one request, so missing results stay missing.
             return Ok(Timing::InTime);
         }
         let silent = if came > 0 { 0 } else { silent + 1 };
         let cause = format!(
-            "the service took the request (202), and within deadline_ms ({deadline_ms}) {came} of {} results came",
+            "the service accepted the request (202), but only {came} of {} results arrived within deadline_ms ({deadline_ms})",
             indices.len()
         );
-        if silent >= SILENT_DEADLINES.min(webhook.plan.max_tries) {
+        if silent >= MAX_SILENT_DEADLINES.min(webhook.plan.max_tries) {
             let waited_s = deadline_ms / 1000 * u64::from(silent);
             return Err(RewardFailure::Outage { reward: webhook.name.clone(), waited_s, cause });
         }
-        webhook.status.tell(Event::Warning {
+        webhook.status.notify(Event::Warning {
             code: "reward_late".to_owned(),
-            message: format!("reward '{}': {cause}; what is missing is asked for again", webhook.name),
+            message: format!("reward '{}': {cause}; missing results are requested again", webhook.name),
             data: json!({"reward": webhook.name, "came": came, "asked": indices.len(), "deadline_ms": deadline_ms}),
         });
         Ok(Timing::Late(silent))

@@ -1,38 +1,38 @@
-//! Samples that need not be asked about, for rewards with `cache: true`: those whose value is known, and all but the first
-//! of those that are alike.
+//! Selects the samples that need no request, for rewards with `cache: true`: samples with a cached value, and all but
+//! the first of identical samples.
 //!
-//! What was known when a rollout was scored is written down in the journal as if a service had answered it: a process that
-//! goes on there leaves out the same samples, so that its requests are those that were sent.
+//! The cached values used for a rollout are recorded in the journal as if a service had answered them. A process that resumes
+//! the rollout omits the same samples, so its requests equal those that were sent before.
 
 use std::collections::{HashMap, HashSet};
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
-use super::Asking;
+use super::ScoringRun;
 use crate::cache::{Cache, CacheKey, key as cache_key};
 use crate::id::RewardRequestId;
-use crate::journal::{Journalled, key};
+use crate::journal::{JournaledRequest, key};
 use crate::protocol::{JournalEntry, RewardAnswer};
 use crate::sample::RewardValue;
 use crate::{Judgement, RewardFailure};
 
-/// No service is asked so often: the round of the entry that says what was known.
-const ROUND: u32 = u32::MAX;
+/// Round of the journal entry with the cached values; real rounds never reach it.
+const CACHE_ROUND: u32 = u32::MAX;
 
-/// See the module.
+/// Samples that need no request.
 #[derive(Default)]
 pub(super) struct Known {
-    /// Of every sample that could be asked about.
+    /// Cache key of each sample.
     keys: HashMap<usize, CacheKey>,
     values: HashMap<usize, Judgement>,
-    /// A sample, and the first one like it.
-    twins: HashMap<usize, usize>,
+    /// Index of a sample → index of the first identical sample.
+    duplicates: HashMap<usize, usize>,
 }
 
-/// A known value, as the journal keeps it.
+/// A cached value in the journal.
 #[derive(Serialize, Deserialize)]
-struct Kept {
+struct CachedValue {
     index: usize,
     value: RewardValue,
     reason: Option<String>,
@@ -40,36 +40,36 @@ struct Kept {
 }
 
 impl Known {
-    /// Nobody needs to be asked about this sample.
+    /// Returns whether this sample needs no request.
     pub fn contains(&self, index: usize) -> bool {
-        self.values.contains_key(&index) || self.twins.contains_key(&index)
+        self.values.contains_key(&index) || self.duplicates.contains_key(&index)
     }
 
-    /// Samples that nobody is asked about.
-    pub fn number(&self) -> u64 {
-        (self.values.len() + self.twins.len()) as u64
+    /// Returns the number of samples that need no request.
+    pub fn count(&self) -> u64 {
+        (self.values.len() + self.duplicates.len()) as u64
     }
 
-    /// Fills in what was known, and keeps what is known now.
+    /// Fills in the cached values, and stores the new values in the cache.
     pub fn complete(self, cache: &Cache, judgements: &mut [Option<Judgement>]) {
-        let Self { keys, values, twins } = self;
+        let Self { keys, values, duplicates } = self;
         for (index, judgement) in values {
             judgements[index] = Some(judgement);
         }
-        for (twin, first) in twins {
-            judgements[twin] = judgements[first].clone();
+        for (duplicate, first) in duplicates {
+            judgements[duplicate] = judgements[first].clone();
         }
         for (index, key) in keys {
             if let Some(judgement) = &judgements[index] {
-                cache.put(key, judgement);
+                cache.insert(key, judgement);
             }
         }
     }
 }
 
-impl Asking<'_> {
-    /// What is known of the samples at `indices`; nothing where the reward has no cache.
-    pub(super) async fn known(&self, indices: &[usize]) -> Result<Known, RewardFailure> {
+impl ScoringRun<'_> {
+    /// Returns the samples at `indices` that need no request; none if the reward has no cache.
+    pub(super) async fn find_known(&self, indices: &[usize]) -> Result<Known, RewardFailure> {
         let Some(revision) = &self.webhook.revision else { return Ok(Known::default()) };
         let mut known = Known::default();
         let mut firsts: HashMap<CacheKey, usize> = HashMap::new();
@@ -77,33 +77,33 @@ impl Asking<'_> {
             let key = cache_key(revision, &self.samples[index]);
             known.keys.insert(index, key);
             match firsts.get(&key) {
-                Some(first) => drop(known.twins.insert(index, *first)),
+                Some(first) => drop(known.duplicates.insert(index, *first)),
                 None => drop(firsts.insert(key, index)),
             }
         }
         let firsts: HashSet<usize> = firsts.into_values().collect();
-        known.values = self.written_down(&known, firsts).await?;
+        known.values = self.cached_values(&known, firsts).await?;
         Ok(known)
     }
 
-    /// The known values of these samples: those that a former attempt went on with, else those of the cache.
-    async fn written_down(
+    /// Returns the cached values of these samples: those that a previous attempt recorded, else those in the cache now.
+    async fn cached_values(
         &self,
         known: &Known,
         indices: HashSet<usize>,
     ) -> Result<HashMap<usize, Judgement>, RewardFailure> {
         let wire = || self.wire.iter().map(String::as_str);
-        let entry_key = self.webhook.journal.as_ref().map(|_| key(self.job, &self.webhook.name, ROUND, wire()));
-        let id = match self.journalled(entry_key.as_deref()) {
-            Some(Journalled::Answered { answer: RewardAnswer::Body { body }, .. }) => {
-                let kept: Vec<Kept> = serde_json::from_str(&body).unwrap_or_default();
+        let entry_key = self.webhook.journal.as_ref().map(|_| key(self.job, &self.webhook.name, CACHE_ROUND, wire()));
+        let id = match self.journaled(entry_key.as_deref()) {
+            Some(JournaledRequest::Answered { answer: RewardAnswer::Body { body }, .. }) => {
+                let kept: Vec<CachedValue> = serde_json::from_str(&body).unwrap_or_default();
                 return Ok(kept
                     .into_iter()
                     .filter(|kept| indices.contains(&kept.index))
-                    .map(Kept::judgement)
+                    .map(CachedValue::judgement)
                     .collect());
             }
-            Some(Journalled::Sent { id, .. }) => Some(id),
+            Some(JournaledRequest::Sent { id, .. }) => Some(id),
             _ => None,
         };
         let cache = &self.webhook.client.cache;
@@ -116,19 +116,20 @@ impl Asking<'_> {
                 let (rollout, reward) = (self.job.rollout, self.webhook.name.clone());
                 let body = json!({ "type": "cache" }).to_string();
                 let entry = |key| JournalEntry::Request { rollout, reward, key, id: id.clone(), body, later: None };
-                self.write_down(entry_key.as_deref(), entry).await?;
+                self.append_to_journal(entry_key.as_deref(), entry).await?;
                 id
             }
         };
-        let kept: Vec<Kept> = values.iter().map(|(index, judgement)| Kept::of(*index, judgement)).collect();
+        let kept: Vec<CachedValue> =
+            values.iter().map(|(index, judgement)| CachedValue::of(*index, judgement)).collect();
         let answer = RewardAnswer::Body { body: serde_json::to_string(&kept).unwrap_or_default() };
         let entry = |key| JournalEntry::Answer { rollout: self.job.rollout, key, id, answer };
-        self.write_down(entry_key.as_deref(), entry).await?;
+        self.append_to_journal(entry_key.as_deref(), entry).await?;
         Ok(values)
     }
 }
 
-impl Kept {
+impl CachedValue {
     fn of(index: usize, judgement: &Judgement) -> Self {
         let Judgement { value, error: _, reason, metrics } = judgement.clone();
         Self { index, value, reason, metrics }

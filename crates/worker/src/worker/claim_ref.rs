@@ -1,19 +1,19 @@
-//! What gives the right to work on a job.
+//! The identity of a claim.
 
 use serde_json::Value;
 
 use crate::id::JobId;
 
-/// A claim, as the calls name it.
+/// The job and the attempt that identify a claim.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Held {
-    /// The job.
+pub struct ClaimRef {
+    /// Id of the job.
     pub(super) job: JobId,
-    /// The fence.
+    /// Number of the attempt, which acts as a fencing token.
     pub(super) attempt: u64,
 }
 
-impl Held {
+impl ClaimRef {
     pub(super) fn named_in(claim: &Value) -> Option<Self> {
         Some(Self { job: claim.get("job")?.as_str()?.parse().ok()?, attempt: claim.get("attempt")?.as_u64()? })
     }

@@ -1,5 +1,4 @@
-//! Escapes around a text, as JSON, URLs, forms and HTML write them: a text without its outermost ones, and where each place
-//! of it stood.
+//! Removes one layer of escapes, as used by JSON, URLs, forms and HTML, and maps positions back to the escaped text.
 
 use std::ops::Range;
 
@@ -7,11 +6,11 @@ use std::ops::Range;
 pub(super) struct Layer {
     pub(super) text: Vec<u8>,
     pieces: Vec<Piece>,
-    /// Bytes of the text with them.
+    /// Length in bytes of the escaped text.
     length: usize,
 }
 
-/// A piece of a layer, up to the next one: where it begins in its text and in the text above.
+/// The start of a piece in the unescaped text (`here`) and in the escaped text (`above`).
 struct Piece {
     here: usize,
     above: usize,
@@ -19,14 +18,14 @@ struct Piece {
 }
 
 impl Layer {
-    /// What is under the escapes of a text; `None` where it has none.
-    pub(super) fn under(above: &[u8]) -> Option<Self> {
+    /// Removes the outermost escapes of a text; `None` if it has none.
+    pub(super) fn unescape(above: &[u8]) -> Option<Self> {
         let (mut text, mut pieces) = (Vec::with_capacity(above.len()), Vec::new());
         let (mut at, mut copied) = (0, 0);
         while let Some(skipped) = above[at..].iter().position(|byte| b"\\%&+".contains(byte)) {
             at += skipped;
             let mut meant = Vec::new();
-            let Some(length) = unescape(&above[at..], &mut meant) else {
+            let Some(length) = read_escape(&above[at..], &mut meant) else {
                 at += 1;
                 continue;
             };
@@ -45,12 +44,12 @@ impl Layer {
         Some(Self { text, pieces, length: above.len() })
     }
 
-    /// Where a place of this text, which is not empty, stands in the text above: an escape is one.
+    /// Maps a non-empty range of this text to the escaped text. A range that touches an escape includes all of it.
     pub(super) fn origin(&self, place: &Range<usize>) -> Range<usize> {
-        self.of_byte(place.start).start..self.of_byte(place.end.saturating_sub(1)).end
+        self.origin_of_byte(place.start).start..self.origin_of_byte(place.end.saturating_sub(1)).end
     }
 
-    fn of_byte(&self, at: usize) -> Range<usize> {
+    fn origin_of_byte(&self, at: usize) -> Range<usize> {
         let next = self.pieces.partition_point(|piece| piece.here <= at);
         let end = self.pieces.get(next).map_or(self.length, |piece| piece.above);
         match self.pieces[..next].last() {
@@ -61,11 +60,11 @@ impl Layer {
     }
 }
 
-/// Appends what the escape at the start of a text means, and tells how long it is; `None`: it is none.
-fn unescape(text: &[u8], out: &mut Vec<u8>) -> Option<usize> {
+/// Appends the meaning of the escape at the start of a text, and returns the length of the escape; `None` if there is none.
+fn read_escape(text: &[u8], out: &mut Vec<u8>) -> Option<usize> {
     let mut push = |meant: u32| char::from_u32(meant).map(|meant| out.extend(meant.to_string().into_bytes()));
     match text {
-        // A form's space.
+        // `+` is a space in form encoding.
         [b'+', ..] => push(0x20).map(|()| 1),
         [b'%', rest @ ..] | [b'\\', b'x', rest @ ..] => {
             out.push(u8::try_from(number(rest.get(..2)?, 16)?).ok()?);
@@ -104,7 +103,7 @@ fn unescape(text: &[u8], out: &mut Vec<u8>) -> Option<usize> {
 }
 
 fn number(digits: &[u8], radix: u32) -> Option<u32> {
-    // A sign is no digit.
+    // `from_str_radix` accepts a sign, which an escape cannot have.
     let digits = std::str::from_utf8(digits).ok().filter(|digits| digits.bytes().all(|b| b.is_ascii_hexdigit()))?;
     u32::from_str_radix(digits, radix).ok()
 }

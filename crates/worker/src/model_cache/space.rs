@@ -1,4 +1,4 @@
-//! Room for a model: those that were not used for longest go first, never one that is in use.
+//! Frees space for a model by removing the least recently used models that are not in use.
 
 use std::fs::File;
 use std::io;
@@ -6,37 +6,37 @@ use std::io;
 use super::{CacheEntry, ModelCache};
 use crate::size::format_size;
 
-/// Why a model cannot be fetched into the cache; [`NoRoom::advice`] says what to do.
+/// Reason why a model does not fit into the cache. [`CacheFull::advice`] says what to do.
 #[derive(Debug, thiserror::Error)]
-pub enum NoRoom {
-    /// It alone is larger than the limit.
-    #[error("the model takes {}, and the worker's cache may take {}", format_size(*.size_bytes), format_size(*.limit_bytes))]
+pub enum CacheFull {
+    /// The model alone exceeds the limit.
+    #[error("the model's size is {}, but the worker's cache is limited to {}", format_size(*.size_bytes), format_size(*.limit_bytes))]
     OverLimit {
-        /// The model's size.
+        /// Size of the model in bytes.
         size_bytes: u64,
-        /// The limit.
+        /// Limit of the cache in bytes.
         limit_bytes: u64,
     },
-    /// What is in use leaves too little of the limit.
+    /// Models in use leave too little space below the limit.
     #[error(
-        "the model takes {}, the worker's cache may take {}, and running jobs use {} of it",
+        "the model's size is {}, but the worker's cache is limited to {}, of which running jobs use {}",
         format_size(*.size_bytes), format_size(*.limit_bytes), format_size(*.used_bytes)
     )]
     InUse {
-        /// The model's size.
+        /// Size of the model in bytes.
         size_bytes: u64,
-        /// The limit.
+        /// Limit of the cache in bytes.
         limit_bytes: u64,
-        /// What cannot be removed now.
+        /// Bytes of models that are in use.
         used_bytes: u64,
     },
-    /// The disk is too full, also without what is not in use.
+    /// The disk is too full, even without the models that are not in use.
     #[error(
-        "{} of the model are still to be fetched, and the disk of the worker's cache has {} free",
+        "{} of the model must still be downloaded, but the disk of the worker's cache has only {} free",
         format_size(*.missing_bytes), format_size(*.free_bytes)
     )]
     Disk {
-        /// Bytes that are not there yet.
+        /// Bytes that must still be downloaded.
         missing_bytes: u64,
         /// Bytes that can be written.
         free_bytes: u64,
@@ -46,22 +46,22 @@ pub enum NoRoom {
     Io(#[from] io::Error),
 }
 
-impl NoRoom {
-    /// What to do.
+impl CacheFull {
+    /// Returns advice for the operator.
     pub fn advice(&self) -> &'static str {
         match self {
-            NoRoom::OverLimit { .. } => {
+            CacheFull::OverLimit { .. } => {
                 "start the worker with a larger --cache-limit (RLOOD_WORKER_CACHE_LIMIT), then retry the job"
             }
-            NoRoom::InUse { .. } => {
-                "retry the job when the others are over, or start the worker with a larger --cache-limit \
+            CacheFull::InUse { .. } => {
+                "retry the job when other jobs have finished, or start the worker with a larger --cache-limit \
                  (RLOOD_WORKER_CACHE_LIMIT)"
             }
-            NoRoom::Disk { .. } => {
+            CacheFull::Disk { .. } => {
                 "free some space on the worker's machine, or start the worker with a --cache-dir (RLOOD_WORKER_CACHE_DIR) on \
                  another disk, then retry the job"
             }
-            NoRoom::Io(_) => {
+            CacheFull::Io(_) => {
                 "check the permissions and the disk of the worker's --cache-dir (RLOOD_WORKER_CACHE_DIR), then retry the job"
             }
         }
@@ -69,46 +69,46 @@ impl NoRoom {
 }
 
 impl ModelCache {
-    /// Makes room for a model of which `missing_bytes` are still to come. The caller holds the lock of `key`.
-    pub(super) fn make_room(&self, key: &str, missing_bytes: u64, size_bytes: u64) -> Result<(), NoRoom> {
+    /// Frees space for a model of which `missing_bytes` are still to be downloaded. The caller holds the lock of `key`.
+    pub(super) fn free_space(&self, key: &str, missing_bytes: u64, size_bytes: u64) -> Result<(), CacheFull> {
         if let Some(limit_bytes) = self.limit_bytes
             && size_bytes > limit_bytes
         {
-            return Err(NoRoom::OverLimit { size_bytes, limit_bytes });
+            return Err(CacheFull::OverLimit { size_bytes, limit_bytes });
         }
-        // One at a time, so that two models do not take the same room.
+        // Only one process frees space at a time, so that two models do not claim the same space.
         let lock = self.root.join("lock");
         let lock = File::options().write(true).create(true).truncate(false).open(lock)?;
         lock.lock()?;
         let mut others: Vec<CacheEntry> = self.entries()?.into_iter().filter(|entry| entry.key != key).collect();
         loop {
             let used_bytes: u64 = others.iter().map(|entry| entry.size_bytes).sum();
-            // Others will still write what they have not fetched yet.
+            // Other downloads in progress will still write their missing bytes.
             let promised: u64 = others.iter().map(|entry| entry.missing_bytes).sum();
             let free_bytes = free_bytes(&self.root)?.saturating_sub(promised);
             let is_over = self.limit_bytes.is_some_and(|limit| used_bytes.saturating_add(size_bytes) > limit);
             if !is_over && missing_bytes <= free_bytes {
                 return Ok(());
             }
-            // They are in the order of their last use.
+            // The entries are ordered by their last use.
             let Some(at) = others.iter().position(|entry| !entry.in_use) else {
                 return Err(match self.limit_bytes {
-                    Some(limit_bytes) if is_over => NoRoom::InUse { size_bytes, limit_bytes, used_bytes },
-                    _ => NoRoom::Disk { missing_bytes, free_bytes },
+                    Some(limit_bytes) if is_over => CacheFull::InUse { size_bytes, limit_bytes, used_bytes },
+                    _ => CacheFull::Disk { missing_bytes, free_bytes },
                 });
             };
             let entry = others.remove(at);
             if self.remove(&entry.key)? {
                 tracing::info!(model = entry.name, bytes = entry.size_bytes, "removed from the cache to make room");
             } else {
-                // A job has begun to use it since.
+                // A job has started to use the model in the meantime.
                 others.push(CacheEntry { in_use: true, ..entry });
             }
         }
     }
 }
 
-/// Bytes that can still be written to the file system of a path.
+/// Returns the free space in bytes of the file system that contains a path.
 fn free_bytes(path: &std::path::Path) -> io::Result<u64> {
     let found = rustix::fs::statvfs(path)?;
     Ok(found.f_bavail.saturating_mul(found.f_frsize))

@@ -1,4 +1,4 @@
-//! Which functions of which files: `rewards.py:accuracy,format`, or `my.module:accuracy`.
+//! Parses `rewards.py:accuracy,format` or `my.module:accuracy` into files and functions.
 
 use std::path::{Path, PathBuf};
 
@@ -6,25 +6,25 @@ use serde::Serialize;
 
 use super::PythonError;
 
-/// A file or module, and the functions of it that are served.
+/// A file or module, and the functions in it to serve.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Target {
-    /// The file; None = a module that Python finds.
+    /// Path of the file; `None` for a module that Python finds.
     pub file: Option<PathBuf>,
-    /// The module, where there is no file.
+    /// Name of the module, if there is no file.
     pub module: Option<String>,
-    /// The first folder in which the functions' imports are looked for.
+    /// Folder that is searched first for the functions' imports.
     pub folder: PathBuf,
-    /// As the user wrote it.
+    /// The target as the user wrote it.
     pub shown: String,
-    /// Their names.
+    /// Names of the functions.
     pub functions: Vec<String>,
-    /// The SHA-256 that the file must have, hexadecimal.
+    /// SHA-256 in hexadecimal that the file must have.
     pub sha256: Option<String>,
 }
 
 impl Target {
-    /// Functions of a file at an absolute path.
+    /// Creates a target for a file with an absolute path.
     pub fn of_file(file: &Path, functions: Vec<String>, sha256: Option<String>) -> Self {
         Self {
             file: Some(file.to_owned()),
@@ -37,10 +37,10 @@ impl Target {
     }
 }
 
-/// Reads `FILE_OR_MODULE:FUNCTION,…`, each as given on a command line. Files are looked for in `directory`.
+/// Parses targets of the form `FILE_OR_MODULE:FUNCTION,…`. Relative paths start at `directory`.
 ///
 /// # Errors
-/// What cannot be read; which file is not there; which two functions have one name.
+/// Fails when a target is not valid, a file does not exist, or two functions have the same name.
 pub fn read_targets(given: &[String], directory: &Path) -> Result<Vec<Target>, PythonError> {
     let mut targets: Vec<Target> = Vec::new();
     for text in given {
@@ -55,7 +55,7 @@ pub fn read_targets(given: &[String], directory: &Path) -> Result<Vec<Target>, P
                 > 1
             {
                 let detail = format!(
-                    "two functions are named '{name}', and each has the endpoint of its name: serve them by two processes"
+                    "two functions are named '{name}': endpoints are named after functions, so serve them in two processes"
                 );
                 return Err(PythonError::Setting(detail));
             }
@@ -63,27 +63,27 @@ pub fn read_targets(given: &[String], directory: &Path) -> Result<Vec<Target>, P
         targets.push(target);
     }
     if targets.is_empty() {
-        return Err(PythonError::Setting("name what to serve, rewards.py:accuracy for example".to_owned()));
+        return Err(PythonError::Setting("a target is required, for example rewards.py:accuracy".to_owned()));
     }
     Ok(targets)
 }
 
 fn read_target(text: &str, directory: &Path) -> Result<Target, PythonError> {
-    let wrong = |detail: String| Err(PythonError::Setting(detail));
+    let invalid = |detail: String| Err(PythonError::Setting(detail));
     let Some((place, functions)) = text.rsplit_once(':').filter(|(place, _)| !place.is_empty()) else {
-        return wrong(format!(
-            "'{text}' names no function: write FILE:FUNCTION, rewards.py:accuracy,format for example"
+        return invalid(format!(
+            "'{text}' names no function: must be FILE:FUNCTION, for example rewards.py:accuracy,format"
         ));
     };
     let functions: Vec<String> = functions.split(',').map(|name| name.trim().to_owned()).collect();
     if let Some(bad) = functions.iter().find(|name| !is_dotted_name(name)) {
-        return wrong(format!("'{bad}' in '{text}' is not the name of a function"));
+        return invalid(format!("'{bad}' in '{text}' is not the name of a function"));
     }
     let file = directory.join(place);
     let is_file = place.ends_with(".py") || place.contains('/');
     if !is_file && !file.is_file() {
         if !is_dotted_name(place) {
-            return wrong(format!("'{place}' is neither a Python file (rewards.py) nor a module (my.module)"));
+            return invalid(format!("'{place}' is neither a Python file (rewards.py) nor a module (my.module)"));
         }
         return Ok(Target {
             file: None,
@@ -96,12 +96,12 @@ fn read_target(text: &str, directory: &Path) -> Result<Target, PythonError> {
     }
     match file.canonicalize() {
         Ok(path) if path.is_file() => {
-            // Imports are looked for beside the file as it was named, not where a link leads.
+            // Imports are searched beside the file as it was named, not beside the target of a symbolic link.
             let folder = file.parent().and_then(|folder| folder.canonicalize().ok()).unwrap_or_default();
             Ok(Target { folder, shown: place.to_owned(), ..Target::of_file(&path, functions, None) })
         }
-        Ok(path) => wrong(format!("{} is a directory: name a Python file", path.display())),
-        Err(error) => wrong(format!("{}: {error}", file.display())),
+        Ok(path) => invalid(format!("{} is a directory: must be a Python file", path.display())),
+        Err(error) => invalid(format!("{}: {error}", file.display())),
     }
 }
 
@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn files_and_modules_are_told_apart() {
+    fn files_and_modules_are_distinguished() {
         let scratch = std::env::temp_dir().join(format!("rlood-find-{}", std::process::id()));
         std::fs::create_dir_all(&scratch).unwrap();
         std::fs::write(scratch.join("rewards.py"), "").unwrap();
@@ -140,7 +140,7 @@ mod tests {
             (&["rewards.py:a,a"], "two functions are named 'a'"),
             (&["my-module:a"], "neither a Python file"),
             (&["../:a"], "is a directory"),
-            (&[], "name what to serve"),
+            (&[], "a target is required"),
         ] {
             let error = read(given, &scratch).unwrap_err();
             assert!(error.contains(part), "{given:?}: {error}");

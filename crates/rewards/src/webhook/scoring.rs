@@ -1,4 +1,4 @@
-//! One rollout's samples asked of a service: requests go out, answers are read, what is left open is asked again.
+//! Scores the samples of one rollout with a service: sends requests, reads answers, and requests missing results again.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -8,38 +8,38 @@ use serde_json::Value;
 
 use super::Webhook;
 use super::answer::{Answer, Found};
+use super::asynchronous::{SendOutcome, Timing};
 use super::delivery::Delivered;
-use super::dialect::Ask;
-use super::later::{Obtained, Timing};
+use super::dialect::Batch;
 use super::request::Request;
 use super::wait::jitter;
 use crate::callback::Later;
 use crate::id::RewardRequestId;
-use crate::journal::{Journalled, key};
+use crate::journal::{JournaledRequest, key};
 use crate::meter::About;
 use crate::protocol::{JournalEntry, RewardAnswer};
 use crate::sample::{RewardSample, RewardValue};
 use crate::spec::OnInvalid;
 use crate::{Counts, JobContext, Judgement, RewardFailure, SampleError};
 
-/// One rollout's samples on their way through a service.
-pub(super) struct Asking<'a> {
+/// The scoring of one rollout's samples by one service.
+pub(super) struct ScoringRun<'a> {
     pub webhook: &'a Webhook,
     pub job: &'a JobContext,
     pub samples: &'a [RewardSample],
-    /// What the dialect says of each sample.
+    /// The samples in the dialect's format.
     pub pieces: Vec<Value>,
-    /// The same as text.
+    /// The samples as serialized JSON.
     pub wire: Vec<String>,
     pub counts: Mutex<Counts>,
 }
 
 pub(super) type Answers = Vec<(usize, Judgement)>;
 
-impl Asking<'_> {
-    /// Asks for the samples at `indices` until each has a judgement. `round` counts how often they were asked before,
-    /// `silent` how many deadlines passed in a row meanwhile without any result.
-    pub(super) fn ask(
+impl ScoringRun<'_> {
+    /// Requests scores for the samples at `indices` until each has a judgement. `round` is the number of earlier requests for
+    /// them, `silent` the number of consecutive deadlines that passed without any result.
+    pub(super) fn request_scores(
         &self,
         indices: Vec<usize>,
         round: u32,
@@ -49,42 +49,43 @@ impl Asking<'_> {
             let webhook = self.webhook;
             let samples = || indices.iter().map(|&index| self.wire[index].as_str());
             let key = webhook.journal.as_ref().map(|_| key(self.job, &webhook.name, round, samples()));
-            let (id, answer, is_new) = match self.journalled(key.as_deref()) {
-                Some(Journalled::Answered { id, answer }) => {
+            let (id, answer, is_new) = match self.journaled(key.as_deref()) {
+                Some(JournaledRequest::Answered { id, answer }) => {
                     self.count(Counts { replayed: 1, ..Counts::default() });
-                    // Older versions wrote down what came to the callback address as it was.
-                    let answer = self.cleaned(answer, &id, &indices);
+                    // Older versions recorded callback results without redacting them.
+                    let answer = self.redacted(answer, &id, &indices);
                     (id, answer, false)
                 }
                 known => {
                     let accepted = match &known {
-                        Some(Journalled::Sent { later: Some(later), .. }) => later.accepted.clone(),
+                        Some(JournaledRequest::Sent { later: Some(later), .. }) => later.accepted.clone(),
                         _ => None,
                     };
-                    // A request that the service has taken is not in flight.
+                    // A request that the service has accepted (202) does not count as in flight.
                     let permit = match &accepted {
                         Some(_) => None,
                         None => Some(webhook.permits.acquire().await),
                     };
                     let request = match known {
-                        Some(Journalled::Sent { id, body, later }) => {
-                            self.sent_before(id, body, later.as_ref(), &indices)
+                        Some(JournaledRequest::Sent { id, body, later }) => {
+                            self.recreated_request(id, body, later.as_ref(), &indices)
                         }
                         _ => {
-                            let request = self.written(&indices);
-                            self.write_down(key.as_deref(), |key| self.entry_of(key, &request, &indices)).await?;
+                            let request = self.new_request(&indices);
+                            self.append_to_journal(key.as_deref(), |key| self.request_entry(key, &request, &indices))
+                                .await?;
                             request
                         }
                     };
-                    let answer = self.answered(&request, &indices, key.as_deref(), accepted, permit).await?;
-                    let answer = self.cleaned(answer, &request.id, &indices);
+                    let answer = self.await_answer(&request, &indices, key.as_deref(), accepted, permit).await?;
+                    let answer = self.redacted(answer, &request.id, &indices);
                     let entry = |key| JournalEntry::Answer {
                         rollout: self.job.rollout,
                         key,
                         id: request.id.clone(),
                         answer: answer.clone(),
                     };
-                    self.write_down(key.as_deref(), entry).await?;
+                    self.append_to_journal(key.as_deref(), entry).await?;
                     (request.id, answer, true)
                 }
             };
@@ -95,13 +96,20 @@ impl Asking<'_> {
                     timing = if is_new { self.expired(&indices, &body, silent)? } else { Timing::Late(0) };
                     body
                 }
-                RewardAnswer::Unusable { code, detail } => return self.settle(&indices, &code, &detail),
+                RewardAnswer::Unusable { code, detail } => return self.apply_on_invalid(&indices, &code, &detail),
                 RewardAnswer::TooLarge if indices.len() == 1 => {
-                    return self.settle(&indices, "too_large", "the service answered 413 to a single sample");
+                    return self.apply_on_invalid(
+                        &indices,
+                        "too_large",
+                        "the service answered 413 (too large) to a single sample",
+                    );
                 }
                 RewardAnswer::TooLarge => {
                     let (left, right) = indices.split_at(indices.len() / 2);
-                    let halves = [self.ask(left.to_vec(), round, silent), self.ask(right.to_vec(), round, silent)];
+                    let halves = [
+                        self.request_scores(left.to_vec(), round, silent),
+                        self.request_scores(right.to_vec(), round, silent),
+                    ];
                     return Ok(try_join_all(halves).await?.concat());
                 }
             };
@@ -113,45 +121,50 @@ impl Asking<'_> {
                     let counts =
                         Counts { unknown_ids: answer.unknown, duplicate_ids: answer.duplicates, ..Counts::default() };
                     self.count(counts);
-                    self.conclude(indices, answer.found, round, timing).await
+                    self.apply_results(indices, answer.found, round, timing).await
                 }
-                // It could be read when it came: another version wrote the journal.
-                Err(problem) => self.settle(&indices, "invalid_answer", &problem),
+                // The answer was valid when it was recorded, so another version wrote the journal.
+                Err(problem) => self.apply_on_invalid(&indices, "invalid_answer", &problem),
             }
         })
     }
 
-    /// Sends a request until there is an answer that stays: one that can be read, the promise of one, or the end of the tries.
-    pub(super) async fn obtain(&self, request: &Request, indices: &[usize]) -> Result<Obtained, RewardFailure> {
+    /// Sends a request until the outcome is final: a valid answer, the promise of one, or the last attempt.
+    pub(super) async fn send_until_final(
+        &self,
+        request: &Request,
+        indices: &[usize],
+    ) -> Result<SendOutcome, RewardFailure> {
         let webhook = self.webhook;
         let deadline = Instant::now() + Duration::from_millis(webhook.plan.deadline_ms);
-        let unusable = |code: &str, detail| Obtained::Answer(RewardAnswer::Unusable { code: code.to_owned(), detail });
+        let unusable =
+            |code: &str, detail| SendOutcome::Answer(RewardAnswer::Unusable { code: code.to_owned(), detail });
         let mut invalid_answers = 0;
         loop {
             let (delivered, counts) = webhook.deliver(request).await?;
             self.count(counts);
             let problem = match delivered {
                 Delivered::Body(body) => match self.read(&body, &request.id, indices) {
-                    // What can be read is UTF-8.
+                    // A valid answer is UTF-8.
                     Ok(_) => {
                         let body = String::from_utf8_lossy(&body).into_owned();
-                        return Ok(Obtained::Answer(RewardAnswer::Body { body }));
+                        return Ok(SendOutcome::Answer(RewardAnswer::Body { body }));
                     }
                     Err(problem) => {
-                        webhook.account_unusable(request, &body, &problem);
+                        webhook.record_unusable(request, &body, &problem);
                         problem
                     }
                 },
                 Delivered::Unusable(problem) => {
-                    webhook.account_unusable(request, &[], &problem);
+                    webhook.record_unusable(request, &[], &problem);
                     problem
                 }
                 Delivered::Permanent(problem) => return Ok(unusable("refused", problem)),
-                Delivered::TooLarge => return Ok(Obtained::Answer(RewardAnswer::TooLarge)),
-                Delivered::Accepted(accepted) => match webhook.promised(accepted) {
-                    Ok(accepted) => return Ok(Obtained::Later(accepted)),
+                Delivered::TooLarge => return Ok(SendOutcome::Answer(RewardAnswer::TooLarge)),
+                Delivered::Accepted(accepted) => match webhook.check_accepted(accepted) {
+                    Ok(accepted) => return Ok(SendOutcome::Later(accepted)),
                     Err(problem) => {
-                        webhook.account_unusable(request, &[], &problem);
+                        webhook.record_unusable(request, &[], &problem);
                         problem
                     }
                 },
@@ -166,21 +179,27 @@ impl Asking<'_> {
         }
     }
 
-    /// A new request about the samples at `indices`.
-    pub(super) fn written(&self, indices: &[usize]) -> Request {
+    /// Creates a new request for the samples at `indices`.
+    pub(super) fn new_request(&self, indices: &[usize]) -> Request {
         let id = RewardRequestId::new().to_string();
         let pieces: Vec<&Value> = indices.iter().map(|&index| &self.pieces[index]).collect();
         let webhook = self.webhook;
         let terms = webhook.journal.as_ref().and_then(|journal| journal.callbacks());
         let callback_url = terms.filter(|_| webhook.dialect.answers_later()).and_then(|terms| terms.address(&id));
         let callback_url = callback_url.as_deref();
-        let ask = Ask { id: &id, reward: &webhook.name, job: self.job, callback_url, pieces: &pieces };
-        let body = webhook.dialect.body(&ask);
+        let batch = Batch { id: &id, reward: &webhook.name, job: self.job, callback_url, pieces: &pieces };
+        let body = webhook.dialect.body(&batch);
         self.request(id, body, webhook.plan.deadline_ms, indices)
     }
 
-    /// A request of a former attempt.
-    pub(super) fn sent_before(&self, id: String, body: String, later: Option<&Later>, indices: &[usize]) -> Request {
+    /// Recreates a request of a previous attempt.
+    pub(super) fn recreated_request(
+        &self,
+        id: String,
+        body: String,
+        later: Option<&Later>,
+        indices: &[usize],
+    ) -> Request {
         self.request(id, body, later.map_or(self.webhook.plan.deadline_ms, |later| later.left_ms), indices)
     }
 
@@ -198,30 +217,30 @@ impl Asking<'_> {
 
     pub(super) fn read(&self, body: &[u8], id: &str, indices: &[usize]) -> Result<Answer, String> {
         let samples: Vec<&RewardSample> = indices.iter().map(|&index| &self.samples[index]).collect();
-        // A complaint may quote a key, which stays in the answer.
-        let shown = |problem: String| self.webhook.hidden.shown(problem.into_bytes());
+        // The error message may quote a key of the answer, which is not redacted there.
+        let shown = |problem: String| self.webhook.secret_filter.redact_text(problem.into_bytes());
         let read = self.webhook.dialect.read(body, id, &samples);
         let mut answer = read.map_err(|problem| String::from_utf8_lossy(&shown(problem)).into_owned())?;
         for found in &mut answer.found {
             if let Found::Judged(judgement) = found
-                && let Some(complaint) = judgement.value.number().and_then(|value| self.webhook.limit.complaint(value))
+                && let Some(violation) = judgement.value.number().and_then(|value| self.webhook.limit.violation(value))
             {
-                *found = Found::Invalid(complaint);
+                *found = Found::Invalid(violation);
             }
         }
         Ok(answer)
     }
 
-    /// An answer without the secrets that the service repeats, as it is written down and used: it says the same values.
-    fn cleaned(&self, answer: RewardAnswer, id: &str, indices: &[usize]) -> RewardAnswer {
-        let legible = || {
-            let mut legible = self.webhook.dialect.legible();
-            legible.words.push(id.to_owned());
-            legible.words.extend(indices.iter().map(|&index| self.samples[index].sample_id.clone()));
-            legible
+    /// Redacts the secrets in an answer before it is recorded and used. Its values do not change.
+    fn redacted(&self, answer: RewardAnswer, id: &str, indices: &[usize]) -> RewardAnswer {
+        let preserved = || {
+            let mut preserved = self.webhook.dialect.preserved();
+            preserved.words.push(id.to_owned());
+            preserved.words.extend(indices.iter().map(|&index| self.samples[index].sample_id.clone()));
+            preserved
         };
         let clean = |body: String| {
-            let clean = self.webhook.hidden.answer(body.into_bytes(), legible);
+            let clean = self.webhook.secret_filter.redact_answer(body.into_bytes(), preserved);
             String::from_utf8_lossy(&clean).into_owned()
         };
         match answer {
@@ -231,23 +250,23 @@ impl Asking<'_> {
         }
     }
 
-    pub(super) fn journalled(&self, key: Option<&str>) -> Option<Journalled> {
+    pub(super) fn journaled(&self, key: Option<&str>) -> Option<JournaledRequest> {
         self.webhook.journal.as_ref()?.find(key?)
     }
 
-    pub(super) fn entry_of(&self, key: String, request: &Request, indices: &[usize]) -> JournalEntry {
+    pub(super) fn request_entry(&self, key: String, request: &Request, indices: &[usize]) -> JournalEntry {
         JournalEntry::Request {
             rollout: self.job.rollout,
             reward: self.webhook.name.clone(),
             key,
             id: request.id.clone(),
             body: request.body.clone(),
-            later: self.later(indices),
+            later: self.asynchronous_state(indices),
         }
     }
 
-    /// Returns when the entry is durable, at once without a journal.
-    pub(super) async fn write_down(
+    /// Appends an entry to the journal and waits until it is durable. Does nothing without a journal.
+    pub(super) async fn append_to_journal(
         &self,
         key: Option<&str>,
         entry: impl FnOnce(String) -> JournalEntry,
@@ -256,8 +275,8 @@ impl Asking<'_> {
         journal.append(entry(key.to_owned())).await.map_err(|unrecorded| unrecorded.of(&self.webhook.name))
     }
 
-    /// Keeps what is answered, asks again for what is open, gives up on what was asked often enough.
-    pub(super) async fn conclude(
+    /// Keeps the results, requests missing ones again, and gives up on samples that were requested too often.
+    pub(super) async fn apply_results(
         &self,
         indices: Vec<usize>,
         found: Vec<Found>,
@@ -271,19 +290,21 @@ impl Asking<'_> {
             match found {
                 Found::Judged(judgement) => answers.push((index, judgement)),
                 Found::Retryable(_) if round + 1 < plan.max_tries => again.push(index),
-                // The service itself said that it has no value: missing, whatever `on_invalid` says.
+                // The service reported that it has no value, so the value is missing regardless of `on_invalid`.
                 Found::Retryable(SampleError { code, message }) => {
                     answers.push((index, Judgement::missing(code, format!("{message} ({} tries)", round + 1))));
                 }
-                // A deadline that passes is no answer: it masks nothing.
+                // A deadline that passes is not an invalid answer, so `on_invalid` does not apply.
                 Found::Absent if timing != Timing::InTime => again.push(index),
                 Found::Absent | Found::Invalid(_) if round < plan.max_invalid_tries => again.push(index),
-                Found::Absent => {
-                    answers.extend(self.settle(&[index], "no_result", "the service gave no result for it")?)
-                }
+                Found::Absent => answers.extend(self.apply_on_invalid(
+                    &[index],
+                    "no_result",
+                    "the answer has no result for this sample",
+                )?),
                 Found::Invalid(what) => {
                     let detail = format!("{what} at index {position} ({})", self.samples[index].sample_id);
-                    answers.extend(self.settle(&[index], "invalid_value", &detail)?);
+                    answers.extend(self.apply_on_invalid(&[index], "invalid_value", &detail)?);
                 }
             }
         }
@@ -295,13 +316,18 @@ impl Asking<'_> {
                 Timing::InTime => 0,
                 Timing::Late(silent) => silent,
             };
-            answers.extend(self.ask(again, round + 1, silent).await?);
+            answers.extend(self.request_scores(again, round + 1, silent).await?);
         }
         Ok(answers)
     }
 
-    /// What invalid answers mean, by the plan's `on_invalid`.
-    pub(super) fn settle(&self, indices: &[usize], code: &str, detail: &str) -> Result<Answers, RewardFailure> {
+    /// Applies the plan's `on_invalid` to samples without a valid answer.
+    pub(super) fn apply_on_invalid(
+        &self,
+        indices: &[usize],
+        code: &str,
+        detail: &str,
+    ) -> Result<Answers, RewardFailure> {
         let judgement = match self.webhook.plan.on_invalid {
             OnInvalid::Mask => Judgement::missing(code, detail),
             OnInvalid::Zero => Judgement { value: RewardValue::Number(0.0), ..Judgement::missing(code, detail) },

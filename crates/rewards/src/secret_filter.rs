@@ -1,10 +1,9 @@
-//! What a service must not get into our records by saying it back: the secrets it was asked with. It may say them as they
-//! are, or as JSON, a URL, a form, HTML or base64 writes them, one in the other: escapes are taken off layer by layer, and
-//! each layer is searched.
+//! Removes secrets from a service's answer before the answer is stored or shown, in case the service repeats the secrets it was
+//! called with. The answer may contain them as they are, or encoded for JSON, URLs, forms, HTML or base64, also nested. Escapes
+//! are therefore removed layer by layer, and each layer is searched.
 //!
-//! What a service says in JSON is changed in its strings only. A header's value may stand among the digits of a reward or be
-//! the name of a field by chance: numbers and keys are left as they are, to the byte, so that the answer says the same
-//! before and after.
+//! In JSON only strings are changed. A header's value may by chance equal digits of a reward or a field name: numbers and keys
+//! are kept byte for byte, so that the answer has the same meaning before and after.
 
 use std::cmp::Reverse;
 use std::ops::Range;
@@ -21,83 +20,83 @@ mod layer;
 
 use layer::Layer;
 
-const INSTEAD: &[u8] = b"(redacted)";
-/// Shorter ones would be found in any text.
-const SHORTEST: usize = 4;
-/// Shorter ones may stand in an answer for their own reasons.
-const UNMISTAKABLE: usize = 8;
-/// Bytes of one in an answer.
-const LONGEST_NUMBER: usize = 40;
-/// Escapes around escapes that are taken off.
-const LAYERS: usize = 4;
-/// Bytes of a compiled search; the longest headers need a small part of it.
-const SEARCH_BYTES: usize = 256 << 20;
+const REPLACEMENT: &[u8] = b"(redacted)";
+/// Minimum length of a secret in bytes. Shorter ones would match in any text.
+const MIN_SECRET_BYTES: usize = 4;
+/// Length in bytes from which a match is certainly the secret. Shorter matches may be part of the answer.
+const CERTAIN_BYTES: usize = 8;
+/// Longest number in an answer that is considered, in bytes.
+const MAX_NUMBER_BYTES: usize = 40;
+/// Maximum number of nested escapes that are removed.
+const MAX_LAYERS: usize = 4;
+/// Size limit of a compiled search in bytes. The longest headers need a small part of it.
+const MAX_PATTERN_BYTES: usize = 256 << 20;
 
-/// The secrets of one reward, to be looked for.
+/// Search patterns for the secrets of one reward.
 #[derive(Clone, Default)]
-pub(crate) struct Hidden(Vec<Regex>);
+pub(crate) struct SecretFilter(Vec<Regex>);
 
-impl Hidden {
-    /// Every value as a whole, and its words: a service may repeat a token without its `Bearer`.
+impl SecretFilter {
+    /// Compiles patterns for every secret and for its words, since a service may repeat a token without its `Bearer`.
     pub(crate) fn new(secrets: &RewardSecrets) -> Self {
         let RewardSecrets { secret, previous_secret, headers } = secrets;
         let values = secret.iter().chain(previous_secret).chain(headers.values());
         Self(values.filter_map(|value| search(&forms(value))).collect())
     }
 
-    /// An answer without them, to be read and written down: the values of its strings are changed, but not those that it is
-    /// read by. What is no JSON is changed as a text. A short secret that may be the answer's own word stays.
-    pub(crate) fn answer(&self, bytes: Vec<u8>, legible: impl FnOnce() -> Legible) -> Vec<u8> {
-        if self.places(&bytes, |_, _| false).is_empty() {
+    /// Redacts an answer that is parsed and stored: changes the values of strings, except those in `preserved`. An answer that is
+    /// not JSON is redacted as text. A short match that may be part of the answer is kept.
+    pub(crate) fn redact_answer(&self, bytes: Vec<u8>, preserved: impl FnOnce() -> Preserved) -> Vec<u8> {
+        if self.find_secrets(&bytes, |_, _| false).is_empty() {
             return bytes;
         }
         if parse(&bytes).is_err() {
-            return self.without(bytes, is_own);
+            return self.redact(bytes, may_be_content);
         }
-        let legible = legible();
-        change_strings(&bytes, |inside, is_key| {
-            let clean = self.without(inside.to_vec(), is_own);
-            if is_key || clean == inside || legible.is_word(inside) {
+        let preserved = preserved();
+        replace_strings(&bytes, |inside, is_key| {
+            let clean = self.redact(inside.to_vec(), may_be_content);
+            if is_key || clean == inside || preserved.is_word(inside) {
                 return None;
             }
-            let nested = if legible.json_in_strings { self.json_inside(inside) } else { None };
+            let nested = if preserved.json_in_strings { self.redact_nested_json(inside) } else { None };
             Some(nested.unwrap_or(clean))
         })
     }
 
-    /// A text that is shown to people, without them.
-    pub(crate) fn shown(&self, bytes: Vec<u8>) -> Vec<u8> {
-        self.without(bytes, |_, _| false)
+    /// Redacts a text that is shown to users.
+    pub(crate) fn redact_text(&self, bytes: Vec<u8>) -> Vec<u8> {
+        self.redact(bytes, |_, _| false)
     }
 
-    /// A body that is shown to people, without them: of JSON all strings are changed, keys too.
-    pub(crate) fn shown_body(&self, bytes: Vec<u8>) -> Vec<u8> {
-        let shown = self.shown(bytes.clone());
+    /// Redacts a body that is shown to users. In JSON all strings are changed, including keys.
+    pub(crate) fn redact_body(&self, bytes: Vec<u8>) -> Vec<u8> {
+        let shown = self.redact_text(bytes.clone());
         if shown == bytes || parse(&bytes).is_err() {
             return shown;
         }
-        change_strings(&bytes, |inside, _| Some(self.shown(inside.to_vec())))
+        replace_strings(&bytes, |inside, _| Some(self.redact_text(inside.to_vec())))
     }
 
-    /// The inside of a JSON string that holds a JSON object among other words (as language models answer), without them; the
-    /// object's numbers and keys stay. `None`: it holds no object.
-    fn json_inside(&self, inside: &[u8]) -> Option<Vec<u8>> {
+    /// Redacts a JSON string that contains a JSON object among other text, as language models answer. The object's numbers and
+    /// keys are kept. Returns `None` if the string contains no object.
+    fn redact_nested_json(&self, inside: &[u8]) -> Option<Vec<u8>> {
         let text: String = serde_json::from_slice(&[b"\"", inside, b"\""].concat()).ok()?;
         let (start, end) = (text.find('{')?, text.rfind('}')? + 1);
         serde_json::from_str::<serde_json::Map<String, serde_json::Value>>(text.get(start..end)?).ok()?;
-        let object = change_strings(&text.as_bytes()[start..end], |inside, is_key| {
-            (!is_key).then(|| self.without(inside.to_vec(), is_own))
+        let object = replace_strings(&text.as_bytes()[start..end], |inside, is_key| {
+            (!is_key).then(|| self.redact(inside.to_vec(), may_be_content))
         });
-        let around = |part: &str| self.without(part.as_bytes().to_vec(), is_own);
+        let around = |part: &str| self.redact(part.as_bytes().to_vec(), may_be_content);
         let clean = [around(&text[..start]), object, around(&text[end..])].concat();
         let written = serde_json::to_vec(&String::from_utf8_lossy(&clean)).ok()?;
         Some(written.get(1..written.len().checked_sub(1)?)?.to_vec())
     }
 
-    /// The headers without them.
+    /// Redacts the values of headers.
     pub(crate) fn headers(&self, mut headers: HeaderMap) -> HeaderMap {
         for value in headers.values_mut() {
-            let clean = self.shown(value.as_bytes().to_vec());
+            let clean = self.redact_text(value.as_bytes().to_vec());
             if clean != value.as_bytes()
                 && let Ok(clean) = HeaderValue::from_bytes(&clean)
             {
@@ -107,36 +106,36 @@ impl Hidden {
         headers
     }
 
-    fn without(&self, bytes: Vec<u8>, stays: fn(&[u8], &Range<usize>) -> bool) -> Vec<u8> {
-        let places = self.places(&bytes, stays);
+    fn redact(&self, bytes: Vec<u8>, is_kept: fn(&[u8], &Range<usize>) -> bool) -> Vec<u8> {
+        let places = self.find_secrets(&bytes, is_kept);
         if places.is_empty() {
             return bytes;
         }
         let (mut clean, mut from) = (Vec::with_capacity(bytes.len()), 0);
         for Range { mut start, end } in places {
-            // Half an escape would break what follows.
+            // Starting inside an escape would corrupt the text that follows.
             let backslashes = bytes[from..start].iter().rev().take_while(|byte| **byte == b'\\').count();
             start -= backslashes % 2;
             clean.extend_from_slice(&bytes[from..start]);
-            clean.extend_from_slice(INSTEAD);
+            clean.extend_from_slice(REPLACEMENT);
             from = end;
         }
         clean.extend_from_slice(&bytes[from..]);
         clean
     }
 
-    /// Where they stand, in order, apart from each other.
-    fn places(&self, bytes: &[u8], stays: fn(&[u8], &Range<usize>) -> bool) -> Vec<Range<usize>> {
+    /// Returns the positions of all secrets, in order and without overlaps.
+    fn find_secrets(&self, bytes: &[u8], is_kept: fn(&[u8], &Range<usize>) -> bool) -> Vec<Range<usize>> {
         let mut found = Vec::new();
         let mut layers: Vec<Layer> = Vec::new();
         while !self.0.is_empty() {
             let text = layers.last().map_or(bytes, |layer| &layer.text);
             for place in self.0.iter().flat_map(|search| search.find_iter(text)) {
-                if place.len() >= UNMISTAKABLE || !stays(text, &place.range()) {
+                if place.len() >= CERTAIN_BYTES || !is_kept(text, &place.range()) {
                     found.push(layers.iter().rev().fold(place.range(), |place, layer| layer.origin(&place)));
                 }
             }
-            match Layer::under(text).filter(|_| layers.len() < LAYERS) {
+            match Layer::unescape(text).filter(|_| layers.len() < MAX_LAYERS) {
                 Some(layer) => layers.push(layer),
                 None => break,
             }
@@ -153,26 +152,26 @@ impl Hidden {
     }
 }
 
-/// What of an answer must stay as it is for it to be read.
+/// Parts of an answer that must be kept because the answer is parsed by them.
 #[derive(Debug, Default)]
-pub(crate) struct Legible {
-    /// Values of strings: ids that were sent, names of labels.
+pub(crate) struct Preserved {
+    /// Values of strings: sample ids and names of labels.
     pub words: Vec<String>,
-    /// Strings may hold JSON that is read.
+    /// Whether strings may contain JSON that is parsed.
     pub json_in_strings: bool,
 }
 
-impl Legible {
-    /// Whether the inside of a JSON string means one of the words.
+impl Preserved {
+    /// Returns whether the content of a JSON string, after unescaping, is one of the words.
     fn is_word(&self, inside: &[u8]) -> bool {
         let meant: Option<String> = serde_json::from_slice(&[b"\"", inside, b"\""].concat()).ok();
         meant.is_some_and(|meant| self.words.contains(&meant))
     }
 }
 
-/// JSON with the insides of its strings changed, and not a byte besides. `change` gets the inside as it is written, and
-/// whether it is a key; `None`: it stays.
-fn change_strings(json: &[u8], change: impl Fn(&[u8], bool) -> Option<Vec<u8>>) -> Vec<u8> {
+/// Replaces the contents of strings in JSON, and keeps every other byte. `change` gets the content as written and whether it is
+/// a key; it returns `None` to keep the content.
+fn replace_strings(json: &[u8], change: impl Fn(&[u8], bool) -> Option<Vec<u8>>) -> Vec<u8> {
     let (mut changed, mut copied, mut at) = (Vec::with_capacity(json.len()), 0, 0);
     while let Some(skipped) = json[at..].iter().position(|byte| *byte == b'"') {
         let start = at + skipped + 1;
@@ -193,18 +192,19 @@ fn change_strings(json: &[u8], change: impl Fn(&[u8], bool) -> Option<Vec<u8>>) 
     changed
 }
 
-/// What stands for a secret value: the whole, its words, what they are base64 of; all of it at each layer.
+/// Returns the forms in which a secret may appear: the whole value, its words, and decoded base64, each
+/// at every layer of escapes.
 fn forms(value: &str) -> Vec<Vec<u8>> {
     let mut words: Vec<&str> = value.split_whitespace().collect();
-    // A scheme is no secret.
-    if words.len() > 1 && words[0].len() < UNMISTAKABLE {
+    // The scheme, such as `Bearer`, is not a secret.
+    if words.len() > 1 && words[0].len() < CERTAIN_BYTES {
         words.remove(0);
     }
     let mut parts: Vec<String> = Vec::new();
     for word in words {
         let word = word.strip_prefix("whsec_").unwrap_or(word);
         if let Some(inside) = STANDARD.decode(word).ok().and_then(|bytes| String::from_utf8(bytes).ok()) {
-            // `Basic` has a name before the password.
+            // A `Basic` credential contains a user name before the password.
             parts.extend(inside.split_once(':').map(|(_, password)| password.to_owned()));
             parts.push(inside);
         }
@@ -214,20 +214,20 @@ fn forms(value: &str) -> Vec<Vec<u8>> {
     let mut forms: Vec<Vec<u8>> = parts.iter().flat_map(|part| encoded(part)).collect();
     forms.extend(parts.into_iter().map(String::into_bytes));
     for mut form in forms.clone() {
-        for _ in 0..LAYERS {
-            let Some(layer) = Layer::under(&form) else { break };
+        for _ in 0..MAX_LAYERS {
+            let Some(layer) = Layer::unescape(&form) else { break };
             form = layer.text;
             forms.push(form.clone());
         }
     }
-    forms.retain(|form| form.len() >= SHORTEST);
-    // The whole before its parts.
+    forms.retain(|form| form.len() >= MIN_SECRET_BYTES);
+    // Longer forms come first, so that the whole secret matches before its parts.
     forms.sort_by(|one, other| other.len().cmp(&one.len()).then_with(|| one.cmp(other)));
     forms.dedup();
     forms
 }
 
-/// Base64 of a text wherever it stands in what was encoded: without what the neighbours decide.
+/// Returns the base64 forms of a text at each of the three alignments, without the characters that depend on neighboring bytes.
 fn encoded(part: &str) -> Vec<Vec<u8>> {
     let mut found = Vec::new();
     for before in 0..3 {
@@ -235,7 +235,7 @@ fn encoded(part: &str) -> Vec<Vec<u8>> {
         let known = (before * 8).div_ceil(6)..bytes.len() * 8 / 6;
         for engine in [STANDARD, URL_SAFE] {
             let text = engine.encode(&bytes);
-            found.extend(text.get(known.clone()).filter(|text| text.len() >= UNMISTAKABLE).map(|text| text.into()));
+            found.extend(text.get(known.clone()).filter(|text| text.len() >= CERTAIN_BYTES).map(|text| text.into()));
         }
     }
     found
@@ -244,12 +244,13 @@ fn encoded(part: &str) -> Vec<Vec<u8>> {
 fn search(forms: &[Vec<u8>]) -> Option<Regex> {
     let literal = |form: &Vec<u8>| form.iter().map(|byte| format!("\\x{byte:02x}")).collect::<String>();
     let pattern = forms.iter().map(literal).collect::<Vec<_>>().join("|");
-    let build = || RegexBuilder::new(&pattern).unicode(false).size_limit(SEARCH_BYTES).build().ok();
+    let build = || RegexBuilder::new(&pattern).unicode(false).size_limit(MAX_PATTERN_BYTES).build().ok();
     if forms.is_empty() { None } else { build() }
 }
 
-/// Whether a short text may be the answer's own: in a word, a name, a number. The answer could not be read without it.
-fn is_own(text: &[u8], place: &Range<usize>) -> bool {
+/// Returns whether a short match may be part of the answer: inside a word, a name or a number. Redacting it
+/// could make the answer unreadable.
+fn may_be_content(text: &[u8], place: &Range<usize>) -> bool {
     let (before, secret, after) = (&text[..place.start], &text[place.clone()], &text[place.end..]);
     let in_word = |byte: Option<&u8>| byte.is_some_and(|byte| byte.is_ascii_alphanumeric() || *byte == b'_');
     if in_word(before.last()) || in_word(after.first()) {
@@ -259,7 +260,7 @@ fn is_own(text: &[u8], place: &Range<usize>) -> bool {
         && after.strip_prefix(b"\"").is_some_and(|after| after.trim_ascii_start().starts_with(b":"));
     let is_digit = |byte: &u8| b"0123456789.+-eE".contains(byte);
     let is_literal = secret.iter().all(is_digit) || matches!(secret, b"true" | b"false" | b"null");
-    let digits = before.iter().rev().take(LONGEST_NUMBER).take_while(|byte| is_digit(byte)).count();
+    let digits = before.iter().rev().take(MAX_NUMBER_BYTES).take_while(|byte| is_digit(byte)).count();
     let lead = before[..before.len() - digits].trim_ascii_end().last();
     is_name || is_literal && lead.is_some_and(|byte| b":[,".contains(byte))
 }
@@ -268,17 +269,17 @@ fn is_own(text: &[u8], place: &Range<usize>) -> bool {
 mod tests {
     use super::*;
 
-    fn hidden<const N: usize>(headers: [(&str, &str); N]) -> Hidden {
+    fn hidden<const N: usize>(headers: [(&str, &str); N]) -> SecretFilter {
         let headers = headers.map(|(name, value)| (name.to_owned(), value.to_owned())).into();
-        Hidden::new(&RewardSecrets { secret: None, previous_secret: None, headers })
+        SecretFilter::new(&RewardSecrets { secret: None, previous_secret: None, headers })
     }
 
-    fn clean(hidden: &Hidden, text: &str) -> String {
-        String::from_utf8(hidden.answer(text.as_bytes().to_vec(), Legible::default)).unwrap()
+    fn clean(hidden: &SecretFilter, text: &str) -> String {
+        String::from_utf8(hidden.redact_answer(text.as_bytes().to_vec(), Preserved::default)).unwrap()
     }
 
     #[test]
-    fn secrets_are_taken_out_wherever_and_however_often_they_stand() {
+    fn secrets_are_redacted_everywhere() {
         let secrets = RewardSecrets {
             secret: Some("whsec_AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8=".to_owned()),
             headers: [("authorization", "Bearer sk-12345678"), ("x-version", "1")]
@@ -286,7 +287,7 @@ mod tests {
                 .into(),
             previous_secret: None,
         };
-        let hidden = Hidden::new(&secrets);
+        let hidden = SecretFilter::new(&secrets);
         assert_eq!(
             clean(&hidden, "no 'Bearer sk-12345678' here, sk-12345678sk-12345678"),
             "no '(redacted)' here, (redacted)(redacted)"
@@ -299,7 +300,7 @@ mod tests {
     fn secrets_are_found_however_they_are_escaped() {
         let token = "CANARYab/cd&ef=gh/CANARYij";
         let found = hidden([("x-api-token", token), ("authorization", &format!("Bearer {token}"))]);
-        for said in [
+        for answer_text in [
             r"CANARYab\/cd&ef=gh\/CANARYij",
             r"CANARYab/cd\u0026ef\u003dgh/CANARYij",
             r"CANARYab\u002Fcd\u0026ef\u003Dgh\u002fCANARYij",
@@ -315,34 +316,35 @@ mod tests {
             "%43%41NARYab/cd&ef=gh/CANARYi%6A",
             r"\u0043ANARYab/cd&ef=gh/CANARYij",
         ] {
-            assert_eq!(clean(&found, &format!("no {said}.")), "no (redacted).");
-            let bearer = clean(&found, &format!("no Bearer {said}!"));
-            assert_eq!(bearer, "no (redacted)!", "{said}");
+            assert_eq!(clean(&found, &format!("no {answer_text}.")), "no (redacted).");
+            let bearer = clean(&found, &format!("no Bearer {answer_text}!"));
+            assert_eq!(bearer, "no (redacted)!", "{answer_text}");
         }
-        for (said, left) in [
+        for (answer_text, left) in [
             ("a=Bearer+CANARYab%2Fcd%26ef%3Dgh%2FCANARYij&b=1", "a=(redacted)&b=1"),
             ("Bearer%20CANARYab%2Fcd%26ef%3Dgh%2FCANARYij", "(redacted)"),
         ] {
-            assert_eq!(clean(&found, said), left);
+            assert_eq!(clean(&found, answer_text), left);
         }
-        // Base64 of it, alone and after something else: no three bytes of it are left.
+        // Base64 of the token, alone and after other text: at most a few of its characters may be left.
         for lead in ["", "a", "me:", "Bearer ", "longer: "] {
             for engine in [STANDARD, URL_SAFE] {
-                let said = engine.encode(format!("{lead}{token}"));
-                let left = clean(&found, &said);
-                assert!(left.contains("(redacted)"), "{said} → {left}");
+                let answer_text = engine.encode(format!("{lead}{token}"));
+                let left = clean(&found, &answer_text);
+                assert!(left.contains("(redacted)"), "{answer_text} → {left}");
                 let left = left.replace("(redacted)", "");
-                assert!(left.len() <= lead.len() * 4 / 3 + 6, "{said} → {left}");
+                assert!(left.len() <= lead.len() * 4 / 3 + 6, "{answer_text} → {left}");
             }
         }
     }
 
     #[test]
-    fn what_is_left_is_json_as_it_was() {
+    fn redacted_json_stays_valid() {
         let secret = r#"to"ken\with+all%2Fof/it\"#;
         let found = hidden([("x-key", secret), ("x-other", "nabcdefgh")]);
-        let said = serde_json::json!({"reason": format!("bad: {secret}"), "other": "a\nnabcdefgh", "reward": 0.5});
-        let mut nested = said.to_string();
+        let answer_text =
+            serde_json::json!({"reason": format!("bad: {secret}"), "other": "a\nnabcdefgh", "reward": 0.5});
+        let mut nested = answer_text.to_string();
         for _ in 0..3 {
             for text in [nested.clone(), nested.replace('/', "\\/")] {
                 let left = clean(&found, &text);
@@ -358,7 +360,7 @@ mod tests {
     #[test]
     fn a_short_secret_is_hidden_and_an_answer_can_still_be_read() {
         let found = hidden([("x-key", "CANARY7"), ("x-year", "2024"), ("x-kind", "reward"), ("x-debug", "true")]);
-        for (said, left) in [
+        for (answer_text, left) in [
             (r#"{"headers":{"x-key":"CANARY7"}}"#, r#"{"headers":{"x-key":"(redacted)"}}"#),
             (r#"{"reason":"bad\nCANARY7"}"#, r#"{"reason":"bad\n(redacted)"}"#),
             ("x-year: '2024', your key is 2024", "x-year: '(redacted)', your key is (redacted)"),
@@ -366,21 +368,21 @@ mod tests {
             (r#"{"reward": 2024, "ok": true}"#, r#"{"reward": 2024, "ok": true}"#),
             (r#"{"sample_id": "01J2024X"}"#, r#"{"sample_id": "01J2024X"}"#),
         ] {
-            assert_eq!(clean(&found, said), left);
+            assert_eq!(clean(&found, answer_text), left);
         }
-        let shown = |text: &str| String::from_utf8(found.shown(text.as_bytes().to_vec())).unwrap();
+        let shown = |text: &str| String::from_utf8(found.redact_text(text.as_bytes().to_vec())).unwrap();
         assert_eq!(shown(r#"{"reward": 2024, "xCANARY7x"}"#), r#"{"(redacted)": (redacted), "x(redacted)x"}"#);
     }
 
     #[test]
-    fn numbers_and_keys_stay_to_the_byte_and_strings_do_not() {
+    fn numbers_and_keys_are_kept_byte_for_byte() {
         let found = hidden([
             ("x-tenant", "10000000"),
             ("x-kind", "sample_id"),
             ("x-score", "accuracy"),
             ("x-key", "sk-123456789"),
         ]);
-        for (said, left) in [
+        for (answer_text, left) in [
             (r#"{"rewards": [0.10000000149011612, 10000000, -1.10000000e3]}"#, None),
             (
                 r#"{"results":[{"sample_id":"s_0", "reward" : 1.50, "metrics": {"accuracy": 1e-2, "10000000": 3}}]}"#,
@@ -400,9 +402,9 @@ mod tests {
             (r#"["10000000\\", "\"sk-123456789"]"#, Some(r#"["(redacted)\\", "\"(redacted)"]"#)),
             ("tenant 10000000, reward 0.10000000149", Some("tenant (redacted), reward 0.(redacted)149")),
         ] {
-            assert_eq!(clean(&found, said), left.unwrap_or(said));
+            assert_eq!(clean(&found, answer_text), left.unwrap_or(answer_text));
         }
-        let shown = |text: &str| String::from_utf8(found.shown_body(text.as_bytes().to_vec())).unwrap();
+        let shown = |text: &str| String::from_utf8(found.redact_body(text.as_bytes().to_vec())).unwrap();
         assert_eq!(
             shown(r#"{"reward": 0.10000000149011612, "sk-123456789": "sk-123456789"}"#),
             r#"{"reward": 0.10000000149011612, "(redacted)": "(redacted)"}"#
@@ -411,21 +413,26 @@ mod tests {
     }
 
     #[test]
-    fn words_that_an_answer_is_read_by_stay_whatever_the_headers_are() {
+    fn words_needed_to_parse_an_answer_are_kept() {
         let found = hidden([("x-a", "s_1000000"), ("x-b", "LABEL_10"), ("x-c", "other-secret")]);
-        let legible = Legible { words: vec!["s_1000000".to_owned(), "LABEL_10".to_owned()], json_in_strings: false };
-        let said = r#"[{"sample_id": "s_100000\u0030", "label": "LABEL_10", "reason": "s_1000000 other-secret"}]"#;
+        let preserved =
+            Preserved { words: vec!["s_1000000".to_owned(), "LABEL_10".to_owned()], json_in_strings: false };
+        let answer_text =
+            r#"[{"sample_id": "s_100000\u0030", "label": "LABEL_10", "reason": "s_1000000 other-secret"}]"#;
         let left = r#"[{"sample_id": "s_100000\u0030", "label": "LABEL_10", "reason": "(redacted) (redacted)"}]"#;
-        assert_eq!(String::from_utf8(found.answer(said.as_bytes().to_vec(), || legible)).unwrap(), left);
+        assert_eq!(
+            String::from_utf8(found.redact_answer(answer_text.as_bytes().to_vec(), || preserved)).unwrap(),
+            left
+        );
     }
 
     #[test]
     fn json_that_is_read_inside_a_string_keeps_its_numbers() {
         let found = hidden([("x-tenant", "10000000"), ("authorization", "Bearer sk-123456789")]);
-        let legible = Legible { words: Vec::new(), json_in_strings: true };
+        let preserved = Preserved { words: Vec::new(), json_in_strings: true };
         let content = "I know 10000000.\n```json\n{\"reasoning\": \"sk-123456789 said \\\"10000000\\\"\", \"score\": 4.10000000149}\n```";
-        let said = serde_json::json!({"choices": [{"message": {"content": content}}], "usage": 10000000});
-        let clean = found.answer(said.to_string().into_bytes(), || legible);
+        let answer_text = serde_json::json!({"choices": [{"message": {"content": content}}], "usage": 10000000});
+        let clean = found.redact_answer(answer_text.to_string().into_bytes(), || preserved);
         let clean: serde_json::Value = serde_json::from_slice(&clean).unwrap();
         assert_eq!(clean["usage"], 10000000);
         assert_eq!(
@@ -437,9 +444,12 @@ mod tests {
     #[test]
     fn the_parts_of_basic_are_secrets_and_the_scheme_is_none() {
         let found = hidden([("authorization", &format!("Basic {}", STANDARD.encode("me:pass/word")))]);
-        for said in ["me:pass/word", r"pass\/word", "Basic bWU6cGFzcy93b3Jk", "bWU6cGFzcy93b3Jk"] {
-            let left = clean(&found, &format!("no {said}."));
-            assert!(left.contains("(redacted)") && !left.contains("pass") && !left.contains("cGFz"), "{said} → {left}");
+        for answer_text in ["me:pass/word", r"pass\/word", "Basic bWU6cGFzcy93b3Jk", "bWU6cGFzcy93b3Jk"] {
+            let left = clean(&found, &format!("no {answer_text}."));
+            assert!(
+                left.contains("(redacted)") && !left.contains("pass") && !left.contains("cGFz"),
+                "{answer_text} → {left}"
+            );
         }
         assert_eq!(clean(&found, "use Basic or Bearer"), "use Basic or Bearer");
     }
@@ -449,8 +459,8 @@ mod tests {
         let found = hidden([("x-key", &"\\".repeat(200)), ("x-other", &"%25".repeat(100))]);
         let begun = std::time::Instant::now();
         for text in ["\\".repeat(1 << 20), "%25".repeat(1 << 18), "+".repeat(1 << 20), "&amp;".repeat(1 << 18)] {
-            found.answer(text.clone().into_bytes(), Legible::default);
-            found.answer(serde_json::json!([text]).to_string().into_bytes(), Legible::default);
+            found.redact_answer(text.clone().into_bytes(), Preserved::default);
+            found.redact_answer(serde_json::json!([text]).to_string().into_bytes(), Preserved::default);
         }
         assert!(begun.elapsed().as_secs() < 20, "{:?}", begun.elapsed());
     }
