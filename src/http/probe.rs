@@ -1,4 +1,4 @@
-//! Preflight: what is handed to a probe, and what becomes of its answer. The probe itself is a process of its own.
+//! Preflight requests: prepares the task and evaluates the report. The preflight runs in its own process.
 
 use std::time::Duration;
 
@@ -12,16 +12,16 @@ use crate::probe::{ProbeError, ProbeReport, ProbeTask};
 use crate::spec::{JobSpec, Resolution};
 use crate::store::StoreError;
 
-/// Prompts of a probe unless it says otherwise.
+/// Default number of prompts of a preflight.
 pub(super) const DEFAULT_PROMPTS: u32 = 8;
-/// Most prompts of a probe.
+/// Maximum number of prompts of a preflight.
 pub(super) const MAX_PROMPTS: u32 = 64;
-/// Seconds of a probe unless it says otherwise.
+/// Default time limit of a preflight, in seconds.
 pub(super) const DEFAULT_TIMEOUT_S: u32 = 60;
-/// Most seconds of a probe.
+/// Maximum time limit of a preflight, in seconds.
 pub(super) const MAX_TIMEOUT_S: u32 = 600;
 
-/// How much to look at.
+/// Number of prompts and time limit of a preflight.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Size {
     pub prompts: u32,
@@ -49,7 +49,7 @@ impl Size {
     }
 }
 
-/// Looks at a job that is valid.
+/// Runs a preflight of a valid job.
 pub(super) async fn probe(
     state: &AppState,
     spec: JobSpec,
@@ -58,7 +58,7 @@ pub(super) async fn probe(
     size: Size,
 ) -> Result<ProbeReport, Problem> {
     let Some(preflights) = &state.preflights else {
-        let detail = "this server starts no processes of its own, so it cannot probe: validate without probe";
+        let detail = "this server starts no processes of its own, so it cannot run a preflight: validate without probe";
         return Err(Problem::new(Code::NotImplemented, detail));
     };
     let plan = &resolution.plan;
@@ -66,7 +66,7 @@ pub(super) async fn probe(
         Ok(row) if row.state == "ready" => row,
         Ok(_) | Err(StoreError::NotFound { .. }) => {
             let detail = format!(
-                "a probe samples the model, and the files of '{}' are not here yet: send POST /models {{\"hub\": …}}, wait until \
+                "a preflight (probe=true) samples the model, and the files of '{}' are not downloaded yet: send POST /models {{\"hub\": …}}, wait until \
                  it is ready, or validate without probe",
                 plan.model.id
             );
@@ -98,7 +98,7 @@ pub(super) async fn probe(
     let mut report = match preflights.run(&task, limit).await {
         Ok(report) => report,
         Err(OneShotError::Busy) => {
-            let detail = "another job is being probed; try again when it is done, or validate without probe";
+            let detail = "another preflight is running; try again when it has finished, or validate without probe";
             return Err(Problem::new(Code::TooManyRequests, detail).retry_after(limit.as_secs()));
         }
         Err(error) => {
@@ -114,25 +114,25 @@ pub(super) async fn probe(
     Ok(report)
 }
 
-/// Why a probe ended without a report, for its verdict.
+/// Explains why a preflight ended without a report, for its verdict.
 fn without_report(error: &OneShotError) -> ProbeError {
     let message = match error {
-        OneShotError::TimedOut(limit) => format!("the probe did not end within {} s and was killed", limit.as_secs()),
+        OneShotError::TimedOut(limit) => format!("the preflight did not end within {} s and was killed", limit.as_secs()),
         OneShotError::Killed(status) => format!(
-            "the probe was killed ({status}): most likely memory ran out; a smaller model, shorter completions or fewer generations need less"
+            "the preflight was killed ({status}), most likely because it ran out of memory; a smaller model, shorter completions or fewer generations need less"
         ),
         OneShotError::Ended(status) => {
-            format!("the probe ended without a report ({status}); the server's log has its last words")
+            format!("the preflight ended without a report ({status}); see the server's log")
         }
         OneShotError::Busy | OneShotError::Stopping | OneShotError::Failed(_) => {
-            format!("the probe cannot be run: {error}")
+            format!("the preflight could not be started: {error}")
         }
     };
     let code = if matches!(error, OneShotError::TimedOut(_)) { "probe_timeout" } else { "probe_failed" };
     ProbeError { code: code.to_owned(), message }
 }
 
-/// `count` rows at even distances, all of them where there are not more.
+/// Returns `count` rows at even distances, or all rows if there are no more.
 fn spread(count: u64, num_rows: u64) -> Vec<u64> {
     let count = count.min(num_rows);
     (0..count).map(|index| index * num_rows / count).collect()

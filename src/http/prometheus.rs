@@ -2,7 +2,7 @@
 
 use std::fmt::{Display, Write as _};
 
-/// Begins the lines of one metric.
+/// Starts the lines of one metric.
 pub(super) fn family(text: &mut String, name: &str, kind: &str, help: &str) {
     // Writing to a String cannot fail.
     let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} {kind}");

@@ -12,10 +12,10 @@ use crate::one_shot::{ChildLine, OneShotError};
 use crate::store::{StoreError, TaskEnd, TaskKind, TaskRow, clock_ms};
 use crate::supervisor::one_shot::Exports;
 
-/// How long the files of an export are kept, ms.
+/// How long the files of an export are kept, in ms.
 const KEPT_MS: i64 = 7 * 24 * 3600 * 1000;
 
-/// Runs the exports that are asked for, until the server stops.
+/// Runs queued exports until the server stops.
 pub(crate) async fn run(state: AppState, exports: Exports) {
     tasks::run(state, Exporting(exports)).await;
 }
@@ -47,7 +47,7 @@ impl Work for Exporting {
             Err(OneShotError::Stopping) => Ok(None),
             Err(OneShotError::Killed(_)) => failed(because(
                 "killed",
-                "the process that wrote the export was killed: most likely memory ran out; ask again when no job runs",
+                "the process that wrote the export was killed, most likely because it ran out of memory; try again when no job runs",
             )),
             Err(error) => failed(because("process_failed", error.to_string())),
         }
@@ -55,7 +55,7 @@ impl Work for Exporting {
 
     async fn clean(&self, state: &AppState, row: &TaskRow) {
         let (files, id) = (state.files.clone(), row.id.clone());
-        // What cannot be removed now is removed at the next start.
+        // Files that cannot be removed now are removed at the next start.
         let _ = tokio::task::spawn_blocking(move || files.export_remove(&id)).await;
     }
 }
@@ -66,7 +66,7 @@ fn because(code: &str, message: impl Into<String>) -> ExportError {
 
 fn internal(cause: &str) -> ExportError {
     tracing::error!(cause, "an export failed");
-    because("internal", "the server could not keep the export: ask again, and see the server's log")
+    because("internal", "the server could not store the export: try again, and see the server's log")
 }
 
 async fn keep(state: &AppState, row: &TaskRow, mut told: mpsc::Receiver<ExportLine>) -> Result<(), StoreError> {
@@ -90,7 +90,7 @@ async fn prepare(state: &AppState, row: &TaskRow) -> Result<ExportTask, ExportEr
         StoreError::NotFound { .. } => because(
             "invalid_model",
             format!(
-                "the job's model '{}' is not registered any more: register it again with POST /models",
+                "the job's model '{}' is no longer registered: register it again with POST /models",
                 plan.model.id
             ),
         ),
