@@ -139,7 +139,7 @@ impl<S: Send + Sync> FromRequestParts<S> for Caller {
     async fn from_request_parts(parts: &mut Parts, _state: &S) -> Result<Self, Problem> {
         let caller = parts.extensions.get::<Caller>().cloned();
         let mut caller =
-            caller.ok_or_else(|| Problem::internal("a route that asks who calls lies outside the layer that knows"))?;
+            caller.ok_or_else(|| Problem::internal("a route needs the caller but is outside the authentication layer"))?;
         if let Some(given) = parts.headers.get(HUB_TOKEN) {
             let token = given.to_str().ok().and_then(Token::new);
             let refused = || Problem::new(Code::InvalidRequest, "the header x-hub-token must contain a hub token");

@@ -71,7 +71,7 @@ struct RewardRequestReward {
     /// The name of the reward.
     #[schema(example = "helpful")]
     name: String,
-    /// `params` of the job's reward, as given.
+    /// The reward's `params` from the job, unchanged.
     params: Value,
 }
 

@@ -8,7 +8,7 @@ pub(super) fn family(text: &mut String, name: &str, kind: &str, help: &str) {
     let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} {kind}");
 }
 
-/// Adds a value; `name` with its labels.
+/// Adds a value; `name` includes its labels.
 pub(super) fn line(text: &mut String, name: &str, value: impl Display) {
     let _ = writeln!(text, "{name} {value}");
 }

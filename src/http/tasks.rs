@@ -1,4 +1,4 @@
-//! Long work on checkpoints, run one task of a kind after another: what verdicts and exports have in common.
+//! Runs long tasks on checkpoints, one of each kind at a time. Shared by verdicts and exports.
 
 use std::future::Future;
 use std::time::Duration;
@@ -10,9 +10,9 @@ use super::AppState;
 use crate::causes::with_causes;
 use crate::store::{StoreError, TaskEnd, TaskKind, TaskRow, TaskState, clock_ms};
 
-/// How long to wait after the database failed.
+/// Delay before the next attempt after a database error.
 const PAUSE: Duration = Duration::from_secs(5);
-/// How often a task under way is looked at, though nothing said that it changed.
+/// Interval at which a running task is checked even without a notification.
 const LOOK: Duration = Duration::from_secs(10);
 
 /// The state of a verdict or an export.
@@ -20,15 +20,15 @@ const LOOK: Duration = Duration::from_secs(10);
 #[serde(rename_all = "snake_case")]
 #[schema(as = TaskState)]
 pub(super) enum StateWord {
-    /// Waits for its turn.
+    /// Waiting in the queue.
     Queued,
-    /// Under way.
+    /// In progress.
     Running,
-    /// Done.
+    /// Completed successfully.
     Succeeded,
-    /// Ended by an error.
+    /// Ended with an error.
     Failed,
-    /// Ended by a user.
+    /// Cancelled by a user.
     Cancelled,
 }
 
@@ -44,30 +44,29 @@ impl From<TaskState> for StateWord {
     }
 }
 
-/// How far a task is.
+/// Progress of a task.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ToSchema)]
 pub(super) struct TaskProgress {
-    /// Parts done.
+    /// Number of units completed.
     pub(super) done: u64,
-    /// Parts in all; 0 = not known yet.
+    /// Total number of units; 0 = not known yet.
     pub(super) total: u64,
 }
 
-/// How the tasks of a kind are done.
+/// Runs the tasks of one kind.
 pub(super) trait Work: Send + Sync {
-    /// The kind.
     const KIND: TaskKind;
 
-    /// Does one to its end; `None` when the server stops. It is dropped when the task is cancelled.
+    /// Runs a task to its end; `None` when the server stops. The future is dropped when the task is cancelled.
     fn run(&self, state: &AppState, row: &TaskRow) -> impl Future<Output = Result<Option<TaskEnd>, StoreError>> + Send;
 
-    /// Removes what a task left that did not succeed.
+    /// Removes the files of a task that did not succeed.
     fn clean(&self, _state: &AppState, _row: &TaskRow) -> impl Future<Output = ()> + Send {
         std::future::ready(())
     }
 }
 
-/// Does the tasks of a kind that are asked for, until the server stops.
+/// Runs the queued tasks of a kind until the server stops.
 pub(super) async fn run(state: AppState, work: impl Work) {
     let kind = work_kind(&work);
     let mut changed = state.store.tasks_changed();
@@ -76,7 +75,7 @@ pub(super) async fn run(state: AppState, work: impl Work) {
         match state.store.task_claim(kind, clock_ms()).await {
             Ok(Some(row)) => {
                 if let Err(error) = run_one(&state, &work, &row).await {
-                    // It stays `running`: the next start of the server begins it again.
+                    // The task stays `running`: the next start of the server runs it again.
                     tracing::error!(task = row.id, error = with_causes(&error), "the end of a task is not noted");
                 }
             }
@@ -112,7 +111,7 @@ async fn run_one(state: &AppState, work: &impl Work, row: &TaskRow) -> Result<()
     state.store.task_finish(row, end, clock_ms()).await
 }
 
-/// Comes back when the task is not this attempt's any more.
+/// Returns when the task no longer belongs to this attempt.
 async fn taken_away(state: &AppState, row: &TaskRow) {
     let mut changed = state.store.tasks_changed();
     loop {

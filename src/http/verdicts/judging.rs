@@ -1,4 +1,4 @@
-//! Runs verdicts, one after another: finds what is to be judged, hands it to a process of its own, keeps what that tells.
+//! Runs verdicts, one after another: selects the rows, passes them to a separate process, and stores its results.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader};
@@ -17,12 +17,12 @@ use crate::store::{StoreError, TaskEnd, TaskKind, TaskRow};
 use crate::supervisor::one_shot::Verdicts;
 use crate::verdict::{JudgeLine, JudgeReport, JudgeTask, RowsFrom, VerdictError};
 
-/// Judged rows that are kept in one transaction.
+/// Number of rows stored in one transaction.
 const ROWS_AT_ONCE: usize = 64;
 
 type Rows = Vec<(u64, Map<String, Value>)>;
 
-/// Runs the verdicts that are asked for, until the server stops.
+/// Runs queued verdicts until the server stops.
 pub(crate) async fn run(state: AppState, verdicts: Verdicts) {
     tasks::run(state, Judging(verdicts)).await;
 }
@@ -36,7 +36,7 @@ impl Work for Judging {
         Ok(match judge(state, &self.0, row).await? {
             Some(JudgeReport::Judged(result)) => Some(match serde_json::to_value(result) {
                 Ok(result) => TaskEnd::Succeeded(result, None),
-                Err(error) => TaskEnd::Failed(json!(failed("internal", format!("the result cannot be kept: {error}")))),
+                Err(error) => TaskEnd::Failed(json!(failed("internal", format!("the result could not be stored: {error}")))),
             }),
             Some(JudgeReport::Failed(error)) => Some(TaskEnd::Failed(json!(error))),
             None => None,
@@ -48,7 +48,7 @@ fn failed(code: &str, message: impl Into<String>) -> VerdictError {
     VerdictError { code: code.to_owned(), message: message.into() }
 }
 
-/// The report of the process; `None` when the server stops.
+/// Returns the report of the process; `None` when the server stops.
 async fn judge(state: &AppState, verdicts: &Verdicts, row: &TaskRow) -> Result<Option<JudgeReport>, StoreError> {
     let task = match prepare(state, row).await {
         Ok(task) => task,
@@ -62,7 +62,7 @@ async fn judge(state: &AppState, verdicts: &Verdicts, row: &TaskRow) -> Result<O
         Err(OneShotError::Stopping) => None,
         Err(OneShotError::Killed(_)) => Some(JudgeReport::Failed(failed(
             "killed",
-            "the process that compared the models was killed: most likely memory ran out; ask again when no job runs, or with fewer num_generations",
+            "the process that compared the models was killed, most likely because it ran out of memory; try again when no job runs, or with fewer num_generations",
         ))),
         Err(error) => Some(JudgeReport::Failed(failed("process_failed", error.to_string()))),
     })
@@ -93,7 +93,7 @@ async fn prepare(state: &AppState, row: &TaskRow) -> Result<JudgeTask, VerdictEr
     let store = &state.store;
     let internal = |error: StoreError| {
         tracing::error!(error = with_causes(&error), "a verdict cannot be prepared");
-        failed("internal", "the server's database failed: ask again")
+        failed("internal", "the server's database failed: try again")
     };
     let plan = store.job_get(row.job).await.and_then(|job| job.plan()).map_err(internal)?;
     if let Some(detail) = python_rewards::withdrawn(&state.config.python_rewards, &plan) {
@@ -107,7 +107,7 @@ async fn prepare(state: &AppState, row: &TaskRow) -> Result<JudgeTask, VerdictEr
         StoreError::NotFound { .. } => failed(
             "invalid_model",
             format!(
-                "the job's model '{}' is not registered any more: register it again with POST /models",
+                "the job's model '{}' is no longer registered: register it again with POST /models",
                 plan.model.id
             ),
         ),
@@ -150,7 +150,7 @@ struct Read {
     guard_rows: Rows,
 }
 
-/// The rows to judge. Blocking.
+/// Reads the rows to compare on. Blocking.
 fn read_rows(files: &DataDir, plan: &Plan) -> Result<Read, VerdictError> {
     let Some(eval) = &plan.eval else { return Err(failed("no_evaluation", "the job has no evaluation")) };
     let guard_rows = match &eval.guard {
@@ -164,7 +164,7 @@ fn read_rows(files: &DataDir, plan: &Plan) -> Result<Read, VerdictError> {
     Ok(Read { rows_from, rows, guard_rows })
 }
 
-/// The rows of the training dataset that only the verdict reads; where there are none, those of the evaluation.
+/// Returns the rows of the training dataset that only the verdict reads, or those of the evaluation if there are none.
 fn set_aside(files: &DataDir, plan: &Plan, eval: &EvalPlan) -> Result<(RowsFrom, Rows), VerdictError> {
     if eval.fraction.is_none() && eval.test_fraction.is_none() {
         return Ok((RowsFrom::Eval, rows_of(files, &eval.dataset, None)?));
@@ -186,7 +186,7 @@ fn set_aside(files: &DataDir, plan: &Plan, eval: &EvalPlan) -> Result<(RowsFrom,
     Ok((RowsFrom::Eval, rows))
 }
 
-/// The rows of these numbers (ascending), or all.
+/// Returns the rows with these numbers (ascending), or all.
 fn rows_of(files: &DataDir, dataset: &DatasetPlan, numbers: Option<&[u64]>) -> Result<Rows, VerdictError> {
     let mut rows = Vec::new();
     each_row(files, dataset, |number, row| {
@@ -208,7 +208,7 @@ fn each_row(
     };
     let file = std::fs::File::open(files.dataset(dataset.id)).map_err(|error| match error.kind() {
         std::io::ErrorKind::NotFound => {
-            let message = format!("the dataset '{}' was deleted: its rows cannot be judged any more", dataset.id);
+            let message = format!("the dataset '{}' was deleted: its rows are no longer available", dataset.id);
             failed("dataset_missing", message)
         }
         _ => unreadable(&error),
