@@ -1,5 +1,5 @@
-//! The whole of the `rlood` binary: parse the command line, run a role. It lies in the library, as the futures of the roles are compiled
-//! where they are polled: so the binary has nothing of its own to compile.
+//! The entry point of the `rlood` binary: parses the command line and runs a role. It is part of the library because the futures of
+//! the roles are compiled where they are polled, so the binary itself has almost nothing to compile.
 
 use std::io::IsTerminal;
 use std::os::unix::process::CommandExt;
@@ -15,24 +15,24 @@ use crate::commands::{backup, bench, convert, gc, keys, reward_check, reward_ser
 use crate::config::{COMPUTE_THREADS, Cli, Command as Role, LogFormat, RewardCommand};
 use crate::{config, demo, engine, exporter, generator, http, judge, prober, reward_server, serve, worker};
 
-/// A setting cannot be used, as with clap's own errors.
+/// Exit code for an invalid setting, the same as for clap's own errors.
 const EXIT_USAGE: u8 = 2;
 
-/// Runs the program as its command line says.
+/// Runs the role that the command line selects.
 pub fn run() -> ExitCode {
-    // A shell asks for completions: answered here, and the program ends.
+    // A request of a shell for completions is answered here, and the process exits.
     clap_complete::CompleteEnv::with_factory(Cli::command).complete();
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(error) => return unparsed(&error),
     };
     let format = cli.log_format;
-    // The demo shows its progress itself: the server's usual log lines would tear it apart.
+    // The demo shows its own progress, which the server's usual log lines would disturb.
     let log = if matches!(cli.command, Role::Demo(_)) && cli.log == "info" { "warn" } else { &cli.log };
     if let Err(message) = start_logging(log, format) {
         return refuse(format, &message);
     }
-    // Every TLS client of the process takes this provider; a second installation is no error.
+    // Every TLS client of the process uses this provider; installing it a second time is not an error.
     let _ = rustls::crypto::ring::default_provider().install_default();
     match cli.command {
         Role::Serve(args) => match args.resolve(&cli.log, format) {
@@ -72,7 +72,7 @@ pub fn run() -> ExitCode {
                     ended => ended,
                 }
             }),
-            // Nothing but a flag that cannot be used is an error here.
+            // The only possible error is an invalid flag.
             RewardCommand::Check(args) => on_runtime(format, None, async move {
                 Ok::<_, reward_check::CheckError>(
                     reward_check::run(args).await.unwrap_or_else(|error| refuse(format, &error)),
@@ -85,7 +85,7 @@ pub fn run() -> ExitCode {
     }
 }
 
-/// The document to standard output, or the reward contract's schemas into a directory.
+/// Prints the OpenAPI document to standard output, or writes the reward contract's schemas to a directory.
 fn openapi(schemas: Option<&Path>) -> Result<ExitCode, Box<dyn std::error::Error>> {
     match schemas {
         None => println!("{}", http::openapi().to_pretty_json()?),
@@ -99,7 +99,7 @@ fn openapi(schemas: Option<&Path>) -> Result<ExitCode, Box<dyn std::error::Error
     Ok(ExitCode::SUCCESS)
 }
 
-/// Runs a role to its end; `threads` of the async runtime, None = one a core.
+/// Runs a role to its end on an async runtime with `threads` threads; None = one per core.
 fn on_runtime<E: std::error::Error + 'static>(
     format: LogFormat,
     threads: Option<usize>,
@@ -120,7 +120,7 @@ fn block_on(
     match builder.enable_all().build() {
         Ok(runtime) => {
             let code = runtime.block_on(role).unwrap_or_else(|error| fail(format, &*error));
-            // Not dropped: that would wait for blocking calls that nobody needs any more.
+            // The runtime is not dropped, because that would wait for blocking calls that are no longer needed.
             runtime.shutdown_background();
             code
         }
@@ -128,8 +128,8 @@ fn block_on(
     }
 }
 
-/// Runs a role that computes, and gives every pool of this process the size asked for. candle and rayon take theirs from a variable, which a program
-/// sets safely for a new program only: this one runs itself once more. The supervisor sets it for its children.
+/// Runs a role that computes, with thread pools of the requested size. candle and rayon read the size from a variable, which can be
+/// set safely only for a new process: this process re-executes itself once. The supervisor sets it for its children.
 fn computing(format: LogFormat, threads: Option<u32>, role: impl FnOnce() -> ExitCode) -> ExitCode {
     match config::gpu_memory_limit() {
         Ok(bytes) => engine::gpu::limit_memory(bytes),
@@ -143,7 +143,7 @@ fn computing(format: LogFormat, threads: Option<u32>, role: impl FnOnce() -> Exi
         Ok(program) => Command::new(program).args(std::env::args_os().skip(1)).env(COMPUTE_THREADS, threads).exec(),
         Err(error) => error,
     };
-    refuse(format, &format_args!("--threads: the program cannot be run with {COMPUTE_THREADS} set: {error}"))
+    refuse(format, &format_args!("--threads: could not re-execute the program with {COMPUTE_THREADS} set: {error}"))
 }
 
 fn start_logging(filter: &str, format: LogFormat) -> Result<(), String> {
@@ -152,7 +152,7 @@ fn start_logging(filter: &str, format: LogFormat) -> Result<(), String> {
     let builder = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
-        // A closed standard error must not end anything.
+        // A closed standard error must not end the process.
         .log_internal_errors(false)
         .with_ansi(std::io::stderr().is_terminal());
     match format {
@@ -162,7 +162,7 @@ fn start_logging(filter: &str, format: LogFormat) -> Result<(), String> {
     Ok(())
 }
 
-/// A filter whose modules are called as in versions of one crate, by the crates that have them now.
+/// Translates module names in a log filter from the time when rlood was one crate to the current crates.
 fn by_crate(filter: &str) -> String {
     let directive = |directive: &str| {
         let Some(path) = directive.trim().strip_prefix("rlood::") else { return directive.to_owned() };
@@ -181,7 +181,7 @@ fn by_crate(filter: &str) -> String {
     filter.split(',').map(directive).collect::<Vec<_>>().join(",")
 }
 
-/// A command line that is none: in clap's words and with its exit code.
+/// Prints clap's usage error and exits with its code.
 fn unparsed(error: &clap::Error) -> ExitCode {
     if !error.use_stderr() || error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand || !asks_for_json() {
         error.exit();
@@ -190,7 +190,7 @@ fn unparsed(error: &clap::Error) -> ExitCode {
     refuse(LogFormat::Json, &text.trim_start_matches("error: ").trim_end())
 }
 
-/// Whether the log was to be JSON, as far as a command line that is none can say it.
+/// Whether the log format is JSON, as far as an invalid command line shows it.
 fn asks_for_json() -> bool {
     let mut given = std::env::var("RLOOD_LOG_FORMAT").ok();
     let mut words = std::env::args_os().map(|word| word.to_string_lossy().into_owned());
@@ -209,13 +209,13 @@ fn refuse(format: LogFormat, error: &dyn std::fmt::Display) -> ExitCode {
     ExitCode::from(EXIT_USAGE)
 }
 
-/// Says the error and its causes.
+/// Prints the error and its causes, and returns the exit code of a failure.
 fn fail(format: LogFormat, error: &dyn std::error::Error) -> ExitCode {
     say(format, &with_causes(error));
     ExitCode::FAILURE
 }
 
-/// The last words of a process that cannot go on, in the form of its log, whatever the log's filter says.
+/// Prints a fatal error in the format of the log, regardless of the log filter.
 fn say(format: LogFormat, words: &str) {
     match format {
         LogFormat::Text => eprintln!("rlood: {words}"),

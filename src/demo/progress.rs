@@ -1,4 +1,4 @@
-//! The job's progress: a live bar on a terminal, plain lines elsewhere.
+//! Shows the job's progress: a live bar on a terminal, plain lines elsewhere.
 
 use std::time::{Duration, Instant};
 
@@ -9,12 +9,12 @@ use crate::event::Phase;
 use crate::id::JobId;
 use crate::job::State;
 
-/// Between plain lines.
+/// Interval between plain lines.
 const LINE_EVERY: Duration = Duration::from_secs(5);
-/// Between two looks at the job.
+/// Interval between two requests for the job.
 const WAIT: Duration = Duration::from_secs(1);
 
-/// Follows one job.
+/// Follows the progress of one job.
 pub struct Progress {
     bar: Option<ProgressBar>,
     steps: u64,
@@ -31,14 +31,14 @@ struct Figures {
 }
 
 impl Progress {
-    /// For a job of `steps` optimizer steps; `live` on a terminal.
+    /// Creates the display for a job of `steps` optimizer steps; `live` on a terminal.
     pub fn new(steps: u64, live: bool) -> Self {
         let style = ProgressStyle::with_template("{bar:30} {msg}").unwrap_or_else(|_| ProgressStyle::default_bar());
         let bar = live.then(|| ProgressBar::new(steps).with_style(style));
         Self { bar, steps }
     }
 
-    /// Shows the job's progress until it is terminal or paused; returns it as it is then.
+    /// Shows the job's progress until it has ended or is paused, and returns its final state.
     pub async fn follow(self, client: &Client, id: JobId) -> Result<Job, Error> {
         let keys = ["reward", "kl", "num_tokens", "step_time"].map(str::to_owned).to_vec();
         let mut query = MetricsQuery { keys, ..MetricsQuery::default() };

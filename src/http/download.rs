@@ -124,7 +124,7 @@ async fn stretch_of(pieces: &[Piece<'_>], first: u64, length: u64) -> Result<Pie
         begin = end;
         match piece {
             _ if first == last => {}
-            // At most two blocks, so the conversions cannot overflow.
+            // The padding is at most two blocks, so the conversions cannot overflow.
             Piece::Held(bytes) => {
                 let bytes = bytes.slice(first as usize..last as usize);
                 parts.push(stream::once(async { Ok(bytes) }).boxed());

@@ -150,7 +150,7 @@ pub struct ProblemBody {
     /// The HTTP status of the response.
     #[schema(example = 404, minimum = 400, maximum = 599)]
     pub status: u16,
-    /// What failed this time, and what to do about it.
+    /// The error that occurred this time, and the next action to take.
     pub detail: String,
     /// Stable error code in snake_case, for programs to check.
     #[schema(example = "not_found")]

@@ -236,8 +236,8 @@ struct Allowance {
     deadline: Duration,
 }
 
-/// For clients without a credential: sign-ins of a few hundred bytes each. Twice the memory that [`SIGN_INS`] can hold, so that the
-/// number of sign-ins is the effective limit, and a new body is never refused.
+/// Allowance of clients without a credential: sign-ins of a few hundred bytes each. It is twice the memory that [`SIGN_INS`] can
+/// hold, so that the number of sign-ins is the effective limit, and a new body is never refused.
 static STRANGERS: Allowance = Allowance::new(2 * SIGN_INS_AT_ONCE * SESSION_LIMIT_BYTES / MIB, 5);
 static SIGN_INS: Unfinished = Unfinished::new(SIGN_INS_AT_ONCE, SIGN_INS_OF_ADDRESS);
 static USERS: Allowance = Allowance::new(96, 120);

@@ -209,7 +209,7 @@ pub(super) async fn submit(
     Answer::new(StatusCode::CREATED, Some(format!("/jobs/{}", row.id)), &JobView::of(&state, row).await?)
 }
 
-/// In a form the dataset is a separate field, so the document must not name one.
+/// The dataset of a form is a separate field, so the document must not name one.
 fn put_placeholder(document: &mut Value) -> Option<FieldError> {
     let object = document.as_object_mut()?;
     if object.get("dataset").is_some_and(|dataset| !dataset.is_null()) {

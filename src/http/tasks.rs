@@ -22,9 +22,9 @@ const LOOK: Duration = Duration::from_secs(10);
 pub(super) enum StateWord {
     /// Waiting in the queue.
     Queued,
-    /// In progress.
+    /// The task is running.
     Running,
-    /// Completed successfully.
+    /// The task completed successfully.
     Succeeded,
     /// Ended with an error.
     Failed,

@@ -44,7 +44,7 @@ pub(super) struct CreateQuery {
     pub(super) chat: Option<String>,
     /// Keep only rows for which this expression over the source's columns is true.
     pub(super) r#where: Option<String>,
-    /// Of rows that are equal in these columns (comma-separated names), keep only the first.
+    /// Keep only the first of the rows that are equal in these columns (comma-separated names).
     pub(super) unique: Option<String>,
     /// Keep only these columns (comma-separated names).
     pub(super) keep: Option<String>,
@@ -84,9 +84,9 @@ impl CreateQuery {
 /// The purpose for which rows are received.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Purpose {
-    /// To store them as a dataset.
+    /// The rows become a dataset.
     Keep,
-    /// To preview them: the beginning is enough, and they stay unconverted.
+    /// The rows are previewed: the beginning is enough, and they stay unconverted.
     Look,
 }
 
@@ -99,7 +99,7 @@ pub(super) struct Sent {
 pub(super) enum SentRows {
     /// Checked and written as they arrived.
     Ready(Summary, StagedDone),
-    /// To be converted.
+    /// Files that must be converted first.
     Files(Box<Files>, Recipe),
 }
 

@@ -2,25 +2,25 @@
 
 use std::time::{Duration, Instant};
 
-/// Repetitions stop here, however short they are.
+/// Maximum number of repetitions, however short they are.
 const MAX_REPETITIONS: usize = 10_000;
 
-/// Short repetitions are not told one by one.
+/// Minimum interval between two progress reports.
 const TELL_EVERY: Duration = Duration::from_millis(100);
 
-/// Seconds of a piece of work that was repeated.
+/// Durations of a repeated piece of work, in seconds.
 #[derive(Debug, Clone, Copy)]
 pub struct Timing {
-    /// Of the fastest repetition: what others on the machine do only adds to it.
+    /// Duration of the fastest repetition: other programs on the machine only add to it.
     pub min_s: f64,
-    /// Of the middle one.
+    /// Median duration.
     pub median_s: f64,
-    /// How many there are; 0 = the seconds are those of the one that warms up.
+    /// Number of repetitions; 0 = the durations are those of the warm-up.
     pub repetitions: usize,
 }
 
 impl Timing {
-    /// Of measured seconds; zeros where there are none.
+    /// Computes the figures from measured seconds; zeros without any.
     pub fn of(mut seconds: Vec<f64>) -> Timing {
         seconds.sort_by(f64::total_cmp);
         let at = |index: usize| seconds.get(index).copied().unwrap_or_default();
@@ -28,18 +28,18 @@ impl Timing {
         Timing { min_s: at(0), median_s, repetitions: seconds.len() }
     }
 
-    /// Of the repetition that warms up: what is known while nothing is measured.
+    /// Uses the duration of the warm-up, while nothing else is measured.
     pub fn of_warm_up(seconds: f64) -> Timing {
         Timing { repetitions: 0, ..Timing::of(vec![seconds]) }
     }
 
-    /// Whether anything was measured.
+    /// Whether any repetition was measured.
     pub fn warm(&self) -> bool {
         self.repetitions > 0
     }
 }
 
-/// Runs `work` once to warm up, then at least so often and for so long.
+/// Runs `work` once to warm up, then at least this many times and for at least this long.
 ///
 /// # Errors
 /// The first error of `work`.
@@ -47,8 +47,8 @@ pub fn repeat<E>(times: usize, seconds: f64, work: impl FnMut() -> Result<(), E>
     repeat_telling(times, seconds, work, |_| Ok(()))
 }
 
-/// The same, and tells what is known after each repetition, the one that warms up included, but for short ones: whoever is
-/// stopped midway leaves that.
+/// Like [`repeat`], and reports the figures after each repetition including the warm-up, except after short ones, so that an
+/// interrupted run keeps its results.
 ///
 /// # Errors
 /// The first error of `work` or `tell`.

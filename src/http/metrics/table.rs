@@ -17,7 +17,7 @@ pub(super) type Broken = &'static str;
 pub(super) struct Rows {
     /// The objects `{"step":N,…}`, one after the other.
     text: String,
-    /// For each row, its step and the end of its text.
+    /// The step of each row, and the end of its text.
     ends: Vec<(u64, usize)>,
     /// Whether the text was dropped because there were too many rows. Only the steps are known then.
     has_no_text: bool,
