@@ -70,7 +70,7 @@ pub struct Cli {
 /// The format of the log lines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum LogFormat {
-    /// Readable text lines.
+    /// Text lines for people.
     Text,
     /// One JSON object per line.
     Json,

@@ -58,7 +58,7 @@ pub enum DemoError {
     System {
         /// The operation that failed.
         doing: String,
-        /// The underlying error.
+        /// Error of the underlying operation.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
@@ -72,7 +72,7 @@ fn system<E: std::error::Error + Send + Sync + 'static>(doing: impl Into<String>
     move |source| DemoError::System { doing, source: Box::new(source) }
 }
 
-/// Runs `rlood demo`.
+/// Runs the subcommand `rlood demo`.
 ///
 /// # Errors
 /// When the server cannot start, the API refuses a request, or the job does not succeed.

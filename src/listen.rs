@@ -76,7 +76,7 @@ pub async fn serve(listener: TcpListener, router: Router, edge: Edge, counts: Ar
             accepted = listener.accept() => match accepted {
                 Ok(accepted) => accepted,
                 Err(error) => {
-                    // For example out of file descriptors: ending connections free some.
+                    // A typical cause is a lack of file descriptors: ending connections free some.
                     tracing::warn!(%error, "a connection could not be accepted");
                     registry.make_room();
                     tokio::time::sleep(Duration::from_millis(100)).await;

@@ -49,7 +49,7 @@ pub enum RewardServerError {
     System {
         /// The operation that failed.
         doing: String,
-        /// The underlying error.
+        /// Error of the underlying operation.
         #[source]
         source: std::io::Error,
     },

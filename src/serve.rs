@@ -83,9 +83,9 @@ pub enum ServeError {
     /// The address is in use or not available on this host.
     #[error("cannot listen on {address}; choose another --listen address (port 0 selects a free one)")]
     Listen {
-        /// The requested address.
+        /// The address that was requested.
         address: SocketAddr,
-        /// The underlying error.
+        /// Error of the underlying operation.
         #[source]
         source: std::io::Error,
     },
@@ -94,7 +94,7 @@ pub enum ServeError {
     System {
         /// The operation that failed.
         doing: &'static str,
-        /// The underlying error.
+        /// Error of the underlying operation.
         #[source]
         source: std::io::Error,
     },

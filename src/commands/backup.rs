@@ -86,7 +86,7 @@ pub enum BackupError {
         /// Description of the problem.
         what: String,
     },
-    /// In every attempt the server removed a checkpoint that a job resumes from before it was copied.
+    /// The server removed, in every attempt, a checkpoint that a job resumes from before it was copied.
     #[error(
         "jobs replace their checkpoints faster than they can be copied from {}: pause running jobs, or let them keep \
          more (checkpoints.keep_last), then try again", .0.display()
@@ -99,7 +99,7 @@ pub enum BackupError {
         doing: &'static str,
         /// The path of the operation.
         path: PathBuf,
-        /// The underlying error.
+        /// Error of the underlying operation.
         #[source]
         source: std::io::Error,
     },
@@ -126,7 +126,7 @@ struct Entry {
     sha256: String,
 }
 
-/// Runs `rlood backup`.
+/// Runs the subcommand `rlood backup`.
 ///
 /// # Errors
 /// When a file cannot be read or written, or the target is not empty. No part of a backup is left in the target then.
@@ -212,7 +212,7 @@ async fn copy(source: &Store, files: &DataDir, to: &Path) -> Result<Option<Taken
     // Copies nearly all of them before the server must wait for the rest.
     keep(&source.checkpoint_all().await?);
     source.snapshot_to(&database, &mut keep).await?;
-    // From here on the copied database determines the contents. It is upgraded to this version, regardless of the server's.
+    // The copied database determines the contents from here on. It is upgraded to this version, regardless of the server's.
     let snapshot = Store::open(&database).await?;
     let taken = take_files(Copying { source, snapshot: &snapshot, files, to }, held).await;
     snapshot.close().await;

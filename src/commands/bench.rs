@@ -67,7 +67,7 @@ pub enum BenchError {
     Io {
         /// The operation that failed.
         doing: String,
-        /// The underlying error.
+        /// Error of the underlying operation.
         #[source]
         source: std::io::Error,
     },

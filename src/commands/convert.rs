@@ -22,7 +22,7 @@ pub enum ConvertError {
     Read {
         /// Path of the file.
         path: PathBuf,
-        /// The underlying error.
+        /// Error of the underlying operation.
         #[source]
         source: std::io::Error,
     },

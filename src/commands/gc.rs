@@ -33,7 +33,7 @@ pub enum GcError {
     Cache {
         /// Path of the cache.
         dir: PathBuf,
-        /// The underlying error.
+        /// Error of the underlying operation.
         #[source]
         source: std::io::Error,
     },
@@ -72,7 +72,7 @@ impl Sums {
     }
 }
 
-/// Runs `rlood gc`.
+/// Runs the subcommand `rlood gc`.
 ///
 /// # Errors
 /// When a directory or the database cannot be used. Items that were already removed stay removed.

@@ -29,7 +29,7 @@ pub enum ServeError {
     System {
         /// The operation that failed.
         doing: String,
-        /// The underlying error.
+        /// Error of the underlying operation.
         #[source]
         source: std::io::Error,
     },

@@ -70,7 +70,7 @@ pub struct BenchArgs {
     #[arg(long, env = "RLOOD_THREADS", value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub threads: Option<u32>,
 
-    /// On a GPU, in decode and training: run the work once more and record how long each kernel takes.
+    /// Profile the parts decode and training on a GPU: run the work once more and record how long each kernel takes.
     #[arg(long)]
     pub profile: bool,
 

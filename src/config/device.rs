@@ -63,7 +63,7 @@ pub enum Isa {
     Portable,
     /// 256-bit vectors with fused multiply-add.
     Avx2,
-    /// 512-bit vectors (AVX-512).
+    /// 512-bit vectors of AVX-512.
     Avx512,
     /// Tile products of bf16 matrices (AMX).
     Amx,

@@ -49,7 +49,7 @@ pub struct EdgeArgs {
     pub disk_reserve: Option<String>,
 }
 
-/// Validated network limits.
+/// Validated network limits of a server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Edge {
     /// Host names in lower case; a leading `*.` matches all subdomains.

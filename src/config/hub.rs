@@ -40,7 +40,7 @@ pub struct HubArgs {
 pub enum HubTokenFor {
     /// Keys with the scope admin; on a server without keys, every request.
     Admins,
-    /// Every API key.
+    /// Every valid API key.
     Everyone,
 }
 

@@ -30,7 +30,7 @@ pub struct KeysArgs {
 pub enum KeysPlace {
     /// Directly in this data directory.
     DataDir(PathBuf),
-    /// On a server, over its API.
+    /// The API of a server.
     Api,
 }
 

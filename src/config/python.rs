@@ -15,7 +15,7 @@ pub struct PythonRewardsArgs {
     #[arg(long, env = "RLOOD_PYTHON_REWARDS", value_delimiter = ',', value_name = "DIR,…")]
     pub python_rewards: Option<Vec<PathBuf>>,
 
-    /// On a server with keys: names or ids of the keys whose jobs may use Python rewards, comma-separated; the word operator stands
+    /// Names or ids of the keys whose jobs may use Python rewards, for a server with keys, comma-separated; operator stands
     /// for RLOOD_API_KEY. Default: no key. Without keys the flag has no effect.
     #[arg(long, env = "RLOOD_PYTHON_REWARDS_KEYS", value_delimiter = ',', value_name = "NAME,…")]
     pub python_rewards_keys: Option<Vec<String>>,

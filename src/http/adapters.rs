@@ -107,10 +107,10 @@ struct HubAdapter {
 #[derive(ToSchema)]
 #[expect(dead_code, reason = "describes the multipart body in the document")]
 struct AdapterForm {
-    /// The file adapter_config.json.
+    /// Contents of the file adapter_config.json.
     #[schema(rename = "adapter_config.json", value_type = String, format = Binary)]
     config: Vec<u8>,
-    /// The file adapter_model.safetensors.
+    /// Contents of the file adapter_model.safetensors.
     #[schema(rename = "adapter_model.safetensors", value_type = String, format = Binary)]
     weights: Vec<u8>,
     /// A display name, at most 200 characters.
@@ -189,7 +189,7 @@ async fn list_adapters(
     Ok(Json(List::of(page, StoredAdapter::from)))
 }
 
-/// Get an adapter.
+/// Get an adapter by its id.
 #[utoipa::path(get, path = "/adapters/{id}", tag = "Adapters", params(("id" = AdapterId, Path, description = "The adapter")),
     responses((status = 200, description = "The adapter", body = StoredAdapter)))]
 async fn get_stored_adapter(
@@ -199,7 +199,7 @@ async fn get_stored_adapter(
     Ok(Json(state.store.adapter_get(id).await?.into()))
 }
 
-/// Delete an adapter.
+/// Delete an uploaded or downloaded adapter.
 ///
 /// Jobs that started from the adapter keep its files.
 #[utoipa::path(delete, path = "/adapters/{id}", tag = "Adapters", params(("id" = AdapterId, Path, description = "The adapter")),

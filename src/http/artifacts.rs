@@ -35,7 +35,7 @@ pub fn routes() -> OpenApiRouter<AppState> {
         .routes(routes!(pin_checkpoint, unpin_checkpoint))
 }
 
-/// A published checkpoint.
+/// A checkpoint that a job has published.
 #[derive(Debug, Clone, Serialize, ToSchema)]
 pub struct Checkpoint {
     /// The checkpoint's id, `ckpt_…`.
@@ -88,7 +88,7 @@ async fn list_checkpoints(
     Ok(Json(List { data: rows.into_iter().map(Checkpoint::from).collect(), next }))
 }
 
-/// Get a checkpoint.
+/// Get a checkpoint by its id.
 #[utoipa::path(get, path = "/checkpoints/{id}", tag = "Artifacts",
     params(("id" = CheckpointId, Path, description = "The checkpoint")),
     responses((status = 200, description = "The checkpoint", body = Checkpoint)))]

@@ -72,11 +72,11 @@ struct Comparison {
 /// One job of a comparison.
 #[derive(Debug, Serialize, ToSchema)]
 struct Compared {
-    /// The job's id.
+    /// The job's id, `job_…`.
     id: JobId,
     /// The job's display name; null if none.
     name: Option<String>,
-    /// The base model.
+    /// Id of the base model.
     model: String,
     /// Current state of the job.
     state: JobState,

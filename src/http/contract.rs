@@ -14,7 +14,7 @@ use crate::id::{JobId, RewardRequestId};
 /// A request to score completions.
 #[derive(Serialize, ToSchema)]
 struct RewardRequest {
-    /// Always `reward.score.request`.
+    /// Type of the request: always `reward.score.request`.
     #[serde(rename = "type")]
     #[schema(pattern = "^reward\\.score\\.request$", example = "reward.score.request")]
     kind: String,
@@ -44,7 +44,7 @@ struct RewardRequest {
 /// The job that sends a request.
 #[derive(Serialize, ToSchema)]
 struct RewardRequestJob {
-    /// The job's id.
+    /// The job's id, `job_…`.
     id: JobId,
     /// Number of optimizer steps completed when the completions were sampled.
     step: u64,
@@ -235,7 +235,7 @@ struct RewardCallbackTaken {
 /// A check that the service is reachable.
 #[derive(Serialize, ToSchema)]
 struct RewardPing {
-    /// Always `reward.ping`.
+    /// Type of the request: always `reward.ping`.
     #[serde(rename = "type")]
     #[schema(pattern = "^reward\\.ping$", example = "reward.ping")]
     kind: String,
@@ -258,7 +258,7 @@ struct RewardPong {
     range: Option<Vec<f64>>,
 }
 
-/// Score completions
+/// Score a batch of completions
 ///
 /// The server sends this request to the `url` of each `webhook` reward, once per batch of whole groups.
 ///
@@ -296,7 +296,7 @@ struct RewardPong {
 #[expect(dead_code, reason = "describes the contract in the document")]
 fn reward_score_request() {}
 
-/// Handshake
+/// Check that a service is reachable
 ///
 /// Sent by the reward test endpoint and by job validation. Any 2xx status means success; the body is optional.
 #[utoipa::path(

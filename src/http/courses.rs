@@ -62,7 +62,7 @@ struct CourseQuery {
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = RewardCourse)]
 struct CourseView {
-    /// The job's id.
+    /// The job's id, `job_…`.
     id: JobId,
     /// Reward at the first step; null before it.
     first: Option<f64>,

@@ -51,7 +51,7 @@ struct PreviewQuery {
     unique: Option<String>,
     /// Keep only these columns.
     keep: Option<String>,
-    /// Remove these columns.
+    /// Remove these columns from the rows.
     drop: Option<String>,
     /// Whether to remove assistant messages at the end of the prompt.
     cut_answer: Option<String>,
@@ -108,7 +108,7 @@ struct MappedRow {
     problem: Option<String>,
 }
 
-/// Preview a dataset.
+/// Preview the rows of a dataset.
 ///
 /// Accepts the same bodies as POST /datasets: a file (the beginning is enough, except for parquet), a form with `mapping` and
 /// `file`, or JSON that names a dataset on the hub. Nothing is stored. Errors in the first rows are listed in `errors`, and the

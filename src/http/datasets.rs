@@ -47,7 +47,7 @@ pub struct Dataset {
     pub id: DatasetId,
     /// The name given at upload; null if none.
     pub name: Option<String>,
-    /// Number of rows.
+    /// Number of rows in the dataset.
     pub num_rows: u64,
     /// Size of the canonical rows, in bytes.
     pub size_bytes: u64,
@@ -86,7 +86,7 @@ struct DatasetForm {
     mapping: Option<Recipe>,
 }
 
-/// Upload a dataset.
+/// Upload or import a dataset.
 ///
 /// Rows are JSON objects with a `prompt` (a non-empty string or a list of chat messages). All other columns are passed to the
 /// rewards. An object with a duplicate key, or with an integer beyond 64 bits (write it as a string), is rejected. The default
@@ -193,14 +193,14 @@ async fn list_datasets(
     Ok(Json(List::of(page, Dataset::from)))
 }
 
-/// Get a dataset.
+/// Get a dataset by its id.
 #[utoipa::path(get, path = "/datasets/{id}", tag = "Datasets", params(("id" = DatasetId, Path, description = "The dataset")),
     responses((status = 200, description = "The dataset", body = Dataset)))]
 async fn get_dataset(State(state): State<AppState>, Path(id): Path<DatasetId>) -> Result<Json<Dataset>, Problem> {
     Ok(Json(state.store.dataset_get(id).await?.into()))
 }
 
-/// Delete a dataset.
+/// Delete a dataset and its rows.
 ///
 /// Refused (409) while an unfinished job needs the dataset.
 #[utoipa::path(delete, path = "/datasets/{id}", tag = "Datasets", params(("id" = DatasetId, Path, description = "The dataset")),

@@ -44,7 +44,7 @@ pub struct Download {
     pub path: PathBuf,
     /// File name that the client sees.
     pub name: String,
-    /// Size in bytes.
+    /// Size of the file in bytes.
     pub size_bytes: u64,
     /// SHA-256 of the bytes, used as the ETag.
     pub sha256: Sha256Digest,

@@ -44,7 +44,7 @@ pub struct Export {
     id: ExportId,
     /// The job that saved the checkpoint.
     job_id: JobId,
-    /// The exported checkpoint.
+    /// The checkpoint that is exported.
     checkpoint_id: CheckpointId,
     /// Optimizer step of the checkpoint.
     step: u64,
@@ -172,7 +172,7 @@ async fn list_exports(
     Ok(Json(List { data, next: None }))
 }
 
-/// Get an export.
+/// Get an export by its id.
 #[utoipa::path(get, path = "/exports/{id}", tag = "Artifacts", params(("id" = ExportId, Path)), responses(
     (status = 200, description = "The export", body = Export),
     (status = 404, description = "No such export, or it has expired", body = ProblemBody)))]

@@ -48,9 +48,9 @@ enum Weights {
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = GenerationResult)]
 struct GenerationView {
-    /// The job's id.
+    /// The job's id, `job_…`.
     job_id: JobId,
-    /// The base model.
+    /// Id of the base model.
     model: String,
     /// The checkpoint that was used.
     checkpoint_id: CheckpointId,

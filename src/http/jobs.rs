@@ -39,7 +39,7 @@ pub fn routes() -> OpenApiRouter<AppState> {
         .routes(routes!(get_config))
 }
 
-/// A training job.
+/// A training job and its progress.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = Job)]
 pub struct JobView {

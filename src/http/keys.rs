@@ -104,7 +104,7 @@ struct Made {
     view: KeyView,
 }
 
-/// A revoked key.
+/// A key that was revoked.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = RevokedApiKey)]
 struct Revoked {
@@ -224,7 +224,7 @@ async fn list_keys(
     Ok(Json(List::of(page, KeyView::from)))
 }
 
-/// Get a key.
+/// Get an API key by its id.
 #[utoipa::path(get, path = "/keys/{id}", tag = "Keys", params(("id" = KeyId, Path, description = "The key")),
     responses((status = 200, description = "The key", body = KeyView)))]
 async fn get_key(State(state): State<AppState>, Path(id): Path<KeyId>) -> Result<Json<KeyView>, Problem> {

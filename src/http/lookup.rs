@@ -40,7 +40,7 @@ pub(super) struct Prepared {
     pub(super) errors: Vec<FieldError>,
     /// Checks that were skipped.
     pub(super) warnings: Vec<Warning>,
-    /// The training prompts.
+    /// The prompts to train on.
     pub(super) train: Option<Prompts>,
     /// The prompts of the evaluation and of the verdict.
     pub(super) eval: EvalPrompts,

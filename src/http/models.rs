@@ -57,7 +57,7 @@ struct CreateModel {
     revision: Option<String>,
 }
 
-/// A registered model.
+/// A model that jobs can use.
 #[derive(Debug, Clone, Serialize, ToSchema)]
 pub struct Model {
     /// The id that jobs use.
@@ -115,7 +115,7 @@ pub struct Card {
     pub labels: Vec<String>,
     /// Number of weights; shared ones are counted once.
     pub num_parameters: u64,
-    /// Number of layers.
+    /// Number of hidden layers.
     pub num_hidden_layers: u64,
     /// Width of the residual stream.
     pub hidden_size: u64,
@@ -215,7 +215,7 @@ impl Model {
     }
 }
 
-/// Register a model.
+/// Register or download a model.
 ///
 /// Accepts a causal language model, to be trained, or a sequence-classification checkpoint, to score as a `reward_model`. A
 /// directory (`source`) is read and checked during the request: config, the headers of the weights, tokenizer, chat template; every
@@ -458,7 +458,7 @@ async fn list_models(
     Ok(Json(List::of(page, |row| Model::of(&state, row))))
 }
 
-/// Get a model.
+/// Get a model by its id.
 #[utoipa::path(get, path = "/models/{id}", tag = "Models",
     params(("id" = String, Path, description = "The model; a slash in it is written %2F")),
     responses((status = 200, description = "The model", body = Model)))]
@@ -466,7 +466,7 @@ async fn get_model(State(state): State<AppState>, Path(id): Path<String>) -> Res
     Ok(Json(Model::of(&state, state.store.model_get(&id).await?)))
 }
 
-/// Delete a model.
+/// Delete a model from the server.
 ///
 /// A registered directory is not touched. For a hub model the download stops and its files are removed; partial files are kept for
 /// a day. Refused (409) while an unfinished job needs the model.

@@ -90,7 +90,7 @@ struct Rescore {
     /// Leave-one-out advantages within groups, from the weighted sum (clipped as in the job) minus beta ·
     /// kl, before any normalization.
     advantages: AdvantageChange,
-    /// Agreement within groups.
+    /// Agreement of both rewards within groups.
     groups: GroupAgreement,
     /// One result per sample, oldest first.
     results: Vec<RescoredSample>,

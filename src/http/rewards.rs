@@ -64,7 +64,7 @@ struct Report {
     warnings: Vec<String>,
 }
 
-/// One sample's result.
+/// The result of one sample.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = RewardTestResult)]
 struct TestResult {
@@ -83,7 +83,7 @@ struct TestResult {
     metrics: Map<String, Value>,
 }
 
-/// Test a reward.
+/// Test a reward on samples.
 ///
 /// Sends one request without retries, so the response shows exactly what the service answers. `reward` has the same form as in a
 /// job. A sample is `{prompt, completion, columns}`; other fields of a sample count as columns too. If a service answers later

@@ -39,7 +39,7 @@ pub fn routes() -> OpenApiRouter<AppState> {
 #[derive(Debug, Clone, Copy, Default, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 enum SampleSort {
-    /// Latest sample first.
+    /// The latest sample comes first.
     #[default]
     Recent,
     /// Highest reward first; unscorable samples last.

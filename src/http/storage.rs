@@ -107,7 +107,7 @@ impl std::ops::AddAssign<StorageUse> for Amount {
     }
 }
 
-/// Get storage usage.
+/// Get storage usage and limits.
 ///
 /// A key with the scope admin sees all owners, other keys only their own. The disk and the limits are the same for all. `rlood gc
 /// --dry-run` on the server lists what can be removed.

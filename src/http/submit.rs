@@ -61,7 +61,7 @@ struct JobForm {
     dataset: Vec<u8>,
 }
 
-/// Submit a job.
+/// Submit a training job.
 ///
 /// Send JSON (or YAML or TOML) with inline records or the id of a dataset, or a multipart form with the fields `spec` and
 /// `dataset`. All errors are reported together, each with a JSON pointer.

@@ -25,7 +25,7 @@ pub fn routes() -> OpenApiRouter<AppState> {
 /// A job's key figures.
 #[derive(Debug, Serialize, ToSchema)]
 struct Summary {
-    /// The job's id.
+    /// The job's id, `job_…`.
     id: JobId,
     /// Current state of the job.
     state: JobState,
@@ -62,11 +62,11 @@ struct Summary {
 /// Development of a metric over the job.
 #[derive(Debug, Serialize, ToSchema)]
 struct Course {
-    /// The first value.
+    /// Value at the first step.
     first: f64,
-    /// The latest value.
+    /// Value at the latest step.
     last: f64,
-    /// The highest value.
+    /// Highest value of all steps.
     best: f64,
     /// Step of the highest value (the first of equal ones).
     best_step: u64,

@@ -38,7 +38,7 @@ pub struct RequestCounts(Mutex<BTreeMap<Answered, Times>>);
 /// Upper bounds of the histogram's buckets, in seconds.
 const BUCKETS_S: [f64; 11] = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 30.0];
 
-/// Durations of requests.
+/// Durations of answered requests.
 #[derive(Debug, Clone, Default)]
 struct Times {
     number: u64,
@@ -152,7 +152,7 @@ async fn metrics(State(state): State<AppState>, caller: Caller) -> Result<impl I
 pub enum WorkerState {
     /// Waiting for a job.
     Idle,
-    /// Running a job.
+    /// Running a claimed job.
     Running,
     /// The worker's lease expired (its job is queued again), or the server has not heard from it for twice as long.
     Lost,
@@ -176,7 +176,7 @@ impl WorkerState {
     }
 }
 
-/// A worker process.
+/// A connected worker process.
 #[derive(Debug, Clone, Serialize, ToSchema)]
 pub struct Worker {
     /// The worker's id, `worker_…`.

@@ -214,7 +214,7 @@ async fn get_job_verdict(State(state): State<AppState>, Path(id): Path<JobId>) -
     }
 }
 
-/// Get a verdict.
+/// Get a verdict by its id.
 #[utoipa::path(get, path = "/verdicts/{id}", tag = "Verdicts", params(("id" = VerdictId, Path)), responses(
     (status = 200, description = "The verdict", body = Verdict),
     (status = 404, description = "No such verdict", body = ProblemBody)))]

@@ -318,7 +318,7 @@ async fn list_webhooks(
     Ok(Json(List::of(page, WebhookView::from)))
 }
 
-/// Get a subscription.
+/// Get a subscription by its id.
 #[utoipa::path(get, path = "/webhooks/{id}", tag = "Webhooks", params(("id" = WebhookId, Path, description = "The webhook")),
     responses((status = 200, description = "The subscription", body = WebhookView)))]
 async fn get_webhook(State(state): State<AppState>, Path(id): Path<WebhookId>) -> Result<Json<WebhookView>, Problem> {

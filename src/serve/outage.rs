@@ -46,7 +46,7 @@ struct Service {
     is_back: bool,
 }
 
-/// A waiting job.
+/// A job that waits for its services.
 struct Waiting {
     /// Sequence number of the job's latest event: the secrets may have changed since.
     last_seq: i64,

@@ -9,7 +9,7 @@ use crate::files::FilesError;
 use crate::files::copy::{Reserved, copy_hashed, is_served, is_vacant, make_private_dir, move_into, sync_tree};
 use crate::store::{Dropped, Store, StoreError};
 
-/// Runs `rlood restore`.
+/// Runs the subcommand `rlood restore`.
 ///
 /// # Errors
 /// When the backup is incomplete or damaged, or the target is in use or not empty. The target is unchanged then.

@@ -51,11 +51,11 @@ pub struct DecodeFigures {
 /// Results of one batch.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Batch {
-    /// Number of prompts.
+    /// Number of prompts per step.
     pub prompts: usize,
-    /// Completions per prompt.
+    /// Number of completions per prompt.
     pub generations: usize,
-    /// Tokens per completion.
+    /// Number of tokens per completion.
     pub completion: usize,
     /// Whether a repetition was measured; false: the seconds are those of the warm-up.
     pub warm: bool,
@@ -88,7 +88,7 @@ pub struct BusyFigures {
     pub ratio: f64,
 }
 
-/// Measures all batches.
+/// Measures generation with all batches.
 ///
 /// # Errors
 /// When the engine fails.
@@ -211,7 +211,7 @@ impl<'a> Generation<'a> {
         let tokens = (prompts * generations * completion) as f64;
         let bytes = self.setting.weights.bytes_per_step(self.setting.value_bytes());
         let batch = |all: Timing| {
-            // At least a nanosecond: noise on a tiny model must not cause a division by zero.
+            // Use at least a nanosecond: noise on a tiny model must not cause a division by zero.
             let decode_step_s = ((all.min_s - first.min_s) / completion.saturating_sub(1).max(1) as f64).max(1e-9);
             Batch {
                 prompts,

@@ -53,9 +53,9 @@ pub struct KernelFigures {
 pub struct Product {
     /// Name of the tensor in the checkpoint.
     pub name: String,
-    /// Number of outputs.
+    /// Number of outputs (rows of the weight).
     pub n: usize,
-    /// Number of inputs.
+    /// Number of inputs (columns of the weight).
     pub k: usize,
     /// Packed weights read per second with 1, 4 and 16 rows, in 1e9 bytes.
     pub gb_s: Vec<f64>,

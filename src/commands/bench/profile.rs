@@ -29,7 +29,7 @@ pub struct ProfileFigures {
 pub struct KernelTime {
     /// Name of the kernel, or `cublas`, `upload`, `copy`, `zero`.
     pub name: String,
-    /// Number of launches.
+    /// Number of times that the kernel was launched.
     pub count: u64,
     /// Total time in seconds.
     pub seconds: f64,

@@ -12,7 +12,7 @@ use crate::engine::sampling::Filters;
 /// Results of the requests.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct RequestFigures {
-    /// Number of requests.
+    /// Number of concurrent requests.
     pub requests: usize,
     /// Total number of prompt tokens.
     pub prompt_tokens: u64,

@@ -49,13 +49,13 @@ pub struct StepFigures {
 pub struct StepTimes {
     /// Wall-clock time from the end of one step to the end of the next, including metrics and samples.
     pub step_s: f64,
-    /// Sampling, including prefill.
+    /// Time of sampling, including prefill.
     pub generate_s: f64,
-    /// Computing the rewards.
+    /// Time of computing the rewards.
     pub reward_s: f64,
-    /// Log-probs without gradient.
+    /// Time of log-probs without gradient.
     pub reference_s: f64,
-    /// Forward pass, backward pass and optimizer.
+    /// Time of forward pass, backward pass and optimizer.
     pub train_s: f64,
     /// Completion tokens per second of sampling.
     pub decode_tok_s: f64,

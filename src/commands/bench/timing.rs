@@ -13,7 +13,7 @@ const TELL_EVERY: Duration = Duration::from_millis(100);
 pub struct Timing {
     /// Duration of the fastest repetition: other programs on the machine only add to it.
     pub min_s: f64,
-    /// Median duration.
+    /// Duration of the median repetition.
     pub median_s: f64,
     /// Number of repetitions; 0 = the durations are those of the warm-up.
     pub repetitions: usize,

@@ -54,7 +54,7 @@ impl fmt::Display for Finding {
 pub struct Latency {
     /// Number of answered requests.
     pub requests: usize,
-    /// Median latency.
+    /// Median latency of all answered requests.
     pub p50: f64,
     /// The 95th percentile, by nearest rank.
     pub p95: f64,
@@ -83,7 +83,7 @@ impl Latency {
 pub struct Report {
     /// URL of the service without its query.
     pub url: String,
-    /// Whether nothing failed.
+    /// Whether no check has failed.
     pub ok: bool,
     /// Results in the order of the checks.
     pub findings: Vec<Finding>,

@@ -26,7 +26,7 @@ pub(super) struct Wire {
 pub(super) enum Signing {
     /// A valid signature, as in a job.
     Right,
-    /// No signature headers.
+    /// No signature headers at all.
     Missing,
     /// A signature by an unknown key.
     Stranger,
@@ -38,7 +38,7 @@ pub(super) enum Signing {
     Rotating,
 }
 
-/// A received response.
+/// A response of the service.
 #[derive(Debug)]
 pub(super) struct Got {
     pub status: u16,

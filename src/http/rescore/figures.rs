@@ -7,7 +7,7 @@ use utoipa::ToSchema;
 #[derive(Debug, Clone, PartialEq, Serialize, ToSchema)]
 #[schema(as = RescoreSpread)]
 pub(super) struct Spread {
-    /// Number of values.
+    /// Number of values in the list.
     pub count: usize,
     /// Mean; null without values.
     pub mean: Option<f64>,

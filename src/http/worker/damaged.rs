@@ -68,7 +68,7 @@ struct Reported {
     checkpoint: Option<CheckpointRow>,
 }
 
-/// Handles `POST /worker/jobs/{id}/damaged`.
+/// Handles a report to `POST /worker/jobs/{id}/damaged`.
 pub(super) async fn inspect_file(
     State(state): State<AppState>,
     Path(job): Path<JobId>,

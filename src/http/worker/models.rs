@@ -58,7 +58,7 @@ impl Listings {
     }
 }
 
-/// Handles `GET /worker/jobs/{id}/models/{model}`.
+/// Lists the files: `GET /worker/jobs/{id}/models/{model}`.
 pub(super) async fn list_model_files(
     State(state): State<AppState>,
     Path((job, model)): Path<(JobId, String)>,
@@ -79,7 +79,7 @@ pub(super) async fn list_model_files(
     }
 }
 
-/// Handles `GET /worker/jobs/{id}/models/{model}/{name}`, also from an offset with `Range`.
+/// Sends a file: `GET /worker/jobs/{id}/models/{model}/{name}`, also from an offset with `Range`.
 pub(super) async fn send_model_file(
     State(state): State<AppState>,
     Path((job, model, name)): Path<(JobId, String, String)>,
