@@ -24,31 +24,31 @@ pub fn run() -> ExitCode {
     clap_complete::CompleteEnv::with_factory(Cli::command).complete();
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
-        Err(error) => return unparsed(&error),
+        Err(error) => return exit_with_usage_error(&error),
     };
     let format = cli.log_format;
     // The demo shows its own progress, which the server's usual log lines would disturb.
     let log = if matches!(cli.command, Role::Demo(_)) && cli.log == "info" { "warn" } else { &cli.log };
     if let Err(message) = start_logging(log, format) {
-        return refuse(format, &message);
+        return exit_usage(format, &message);
     }
     // Every TLS client of the process uses this provider; installing it a second time is not an error.
     let _ = rustls::crypto::ring::default_provider().install_default();
     match cli.command {
         Role::Serve(args) => match args.resolve(&cli.log, format) {
             Ok(config) => on_runtime(format, None, serve::run(config)),
-            Err(error) => refuse(format, &error),
+            Err(error) => exit_usage(format, &error),
         },
         Role::Check(args) => match args.resolve(&cli.log, format) {
             Ok(config) => on_runtime(format, None, serve::check::run(config)),
-            Err(error) => refuse(format, &error),
+            Err(error) => exit_usage(format, &error),
         },
         Role::Backup(args) => on_runtime(format, None, backup::backup(args)),
         Role::Restore(args) => on_runtime(format, None, backup::restore(args)),
         Role::Gc(args) => on_runtime(format, None, gc::run(args)),
         Role::Keys(args) => on_runtime(format, None, keys::run(args)),
-        Role::Openapi(args) => openapi(args.schemas.as_deref()).unwrap_or_else(|error| fail(format, &*error)),
-        Role::Convert(args) => convert::run(&args).unwrap_or_else(|error| fail(format, &error)),
+        Role::Openapi(args) => openapi(args.schemas.as_deref()).unwrap_or_else(|error| exit_failure(format, &*error)),
+        Role::Convert(args) => convert::run(&args).unwrap_or_else(|error| exit_failure(format, &error)),
         Role::Api(command) => {
             on_runtime(format, None, async move { Ok::<_, std::convert::Infallible>(rlood_cli::run(command).await) })
         }
@@ -56,10 +56,10 @@ pub fn run() -> ExitCode {
         Role::Worker(args) => computing(format, args.threads, || on_runtime(format, Some(2), worker::run(args))),
         Role::Probe(args) => computing(format, args.threads, || on_runtime(format, Some(2), prober::run(args))),
         Role::Generator(args) => {
-            computing(format, args.threads, || generator::run(&args).unwrap_or_else(|error| fail(format, &error)))
+            computing(format, args.threads, || generator::run(&args).unwrap_or_else(|error| exit_failure(format, &error)))
         }
         Role::ExportCheckpoint(args) => {
-            computing(format, args.threads, || exporter::run(&args).unwrap_or_else(|error| fail(format, &error)))
+            computing(format, args.threads, || exporter::run(&args).unwrap_or_else(|error| exit_failure(format, &error)))
         }
         Role::Judge(args) => computing(format, args.threads, || on_runtime(format, Some(2), judge::run(args))),
         Role::RewardServer(args) => {
@@ -68,19 +68,19 @@ pub fn run() -> ExitCode {
         Role::Reward(args) => match args.command {
             RewardCommand::Serve(args) => on_runtime(format, None, async move {
                 match reward_serve::run(args).await {
-                    Err(error) if error.is_usage() => Ok(refuse(format, &error)),
+                    Err(error) if error.is_usage() => Ok(exit_usage(format, &error)),
                     ended => ended,
                 }
             }),
             // The only possible error is an invalid flag.
             RewardCommand::Check(args) => on_runtime(format, None, async move {
                 Ok::<_, reward_check::CheckError>(
-                    reward_check::run(args).await.unwrap_or_else(|error| refuse(format, &error)),
+                    reward_check::run(args).await.unwrap_or_else(|error| exit_usage(format, &error)),
                 )
             }),
         },
         Role::Bench(args) => {
-            computing(format, args.threads, || bench::run(&args).unwrap_or_else(|error| fail(format, &error)))
+            computing(format, args.threads, || bench::run(&args).unwrap_or_else(|error| exit_failure(format, &error)))
         }
     }
 }
@@ -119,12 +119,12 @@ fn block_on(
     }
     match builder.enable_all().build() {
         Ok(runtime) => {
-            let code = runtime.block_on(role).unwrap_or_else(|error| fail(format, &*error));
+            let code = runtime.block_on(role).unwrap_or_else(|error| exit_failure(format, &*error));
             // The runtime is not dropped, because that would wait for blocking calls that are no longer needed.
             runtime.shutdown_background();
             code
         }
-        Err(error) => fail(format, &error),
+        Err(error) => exit_failure(format, &error),
     }
 }
 
@@ -133,7 +133,7 @@ fn block_on(
 fn computing(format: LogFormat, threads: Option<u32>, role: impl FnOnce() -> ExitCode) -> ExitCode {
     match config::gpu_memory_limit() {
         Ok(bytes) => engine::gpu::limit_memory(bytes),
-        Err(error) => return refuse(format, &error),
+        Err(error) => return exit_usage(format, &error),
     }
     let Some(threads) = threads.map(|threads| threads.to_string()) else { return role() };
     if std::env::var(COMPUTE_THREADS).is_ok_and(|set| set == threads) {
@@ -143,7 +143,7 @@ fn computing(format: LogFormat, threads: Option<u32>, role: impl FnOnce() -> Exi
         Ok(program) => Command::new(program).args(std::env::args_os().skip(1)).env(COMPUTE_THREADS, threads).exec(),
         Err(error) => error,
     };
-    refuse(format, &format_args!("--threads: could not re-execute the program with {COMPUTE_THREADS} set: {error}"))
+    exit_usage(format, &format_args!("--threads: could not re-execute the program with {COMPUTE_THREADS} set: {error}"))
 }
 
 fn start_logging(filter: &str, format: LogFormat) -> Result<(), String> {
@@ -182,12 +182,12 @@ fn by_crate(filter: &str) -> String {
 }
 
 /// Prints clap's usage error and exits with its code.
-fn unparsed(error: &clap::Error) -> ExitCode {
+fn exit_with_usage_error(error: &clap::Error) -> ExitCode {
     if !error.use_stderr() || error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand || !asks_for_json() {
         error.exit();
     }
     let text = error.to_string();
-    refuse(LogFormat::Json, &text.trim_start_matches("error: ").trim_end())
+    exit_usage(LogFormat::Json, &text.trim_start_matches("error: ").trim_end())
 }
 
 /// Whether the log format is JSON, as far as an invalid command line shows it.
@@ -204,19 +204,19 @@ fn asks_for_json() -> bool {
     given.as_deref() == Some(LogFormat::Json.as_str())
 }
 
-fn refuse(format: LogFormat, error: &dyn std::fmt::Display) -> ExitCode {
-    say(format, &error.to_string());
+fn exit_usage(format: LogFormat, error: &dyn std::fmt::Display) -> ExitCode {
+    print_error(format, &error.to_string());
     ExitCode::from(EXIT_USAGE)
 }
 
 /// Prints the error and its causes, and returns the exit code of a failure.
-fn fail(format: LogFormat, error: &dyn std::error::Error) -> ExitCode {
-    say(format, &with_causes(error));
+fn exit_failure(format: LogFormat, error: &dyn std::error::Error) -> ExitCode {
+    print_error(format, &with_causes(error));
     ExitCode::FAILURE
 }
 
 /// Prints a fatal error in the format of the log, regardless of the log filter.
-fn say(format: LogFormat, words: &str) {
+fn print_error(format: LogFormat, words: &str) {
     match format {
         LogFormat::Text => eprintln!("rlood: {words}"),
         LogFormat::Json => {

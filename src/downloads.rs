@@ -17,19 +17,19 @@ use crate::hub::{Hub, HubError, Progress, Repo, RepoKind, RepoPlan, clean_parts}
 use crate::store::{HubOrigin, ModelRow, Store, clock_ms};
 
 /// Maximum number of concurrent downloads; others wait.
-const AT_ONCE: usize = 2;
+const MAX_CONCURRENT: usize = 2;
 /// Interval between two progress checks.
-const LOOK: Duration = Duration::from_secs(1);
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// Number of checks over which the rate is averaged.
-const LOOKS_OF_RATE: usize = 10;
+const POLLS_PER_RATE: usize = 10;
 /// Number of checks between two progress events.
-const LOOKS_AN_EVENT: u32 = 5;
+const POLLS_PER_EVENT: u32 = 5;
 /// Retries while the hub is unreachable: initial delay, maximum delay, and the time after which the download fails.
-const FIRST_PAUSE: Duration = Duration::from_secs(5);
-const LONGEST_PAUSE: Duration = Duration::from_secs(300);
-const GIVEN_UP_AFTER: Duration = Duration::from_secs(24 * 3600);
+const FIRST_RETRY_DELAY: Duration = Duration::from_secs(5);
+const MAX_RETRY_DELAY: Duration = Duration::from_secs(300);
+const GIVE_UP_AFTER: Duration = Duration::from_secs(24 * 3600);
 /// How long unused partial files are kept.
-const PARTS_KEPT: Duration = Duration::from_secs(24 * 3600);
+const KEEP_PARTS_FOR: Duration = Duration::from_secs(24 * 3600);
 
 /// Reads a model's folder and returns the card that the store keeps and the fingerprint, or why the model cannot be used. Blocking.
 pub type Describe = fn(&Path) -> Result<(Value, String), String>;
@@ -83,7 +83,7 @@ impl Running {
 impl Downloads {
     /// Creates the downloads of a data directory.
     pub fn new(store: Store, root: &Path) -> Self {
-        let (root, places) = (root.to_owned(), Semaphore::new(AT_ONCE));
+        let (root, places) = (root.to_owned(), Semaphore::new(MAX_CONCURRENT));
         Self(Arc::new(Inner { store, root, places, running: Mutex::default() }))
     }
 
@@ -178,7 +178,7 @@ impl Downloads {
             Err(error) => return tracing::warn!(error = with_causes(&error), "could not remove old downloads"),
         };
         let cleaned = tokio::task::spawn_blocking(move || {
-            let Some(before) = SystemTime::now().checked_sub(PARTS_KEPT) else { return Ok(0) };
+            let Some(before) = SystemTime::now().checked_sub(KEEP_PARTS_FOR) else { return Ok(0) };
             clean_folders(&outlines, &kept, before)?;
             clean_folders(&sources, &[], before)?;
             clean_parts(&parts, before)
@@ -255,14 +255,14 @@ impl Download {
     /// Returns the model's card once all files are complete, or the reason of a permanent failure.
     async fn fetch(&self) -> Result<Value, String> {
         let begun = Instant::now();
-        let mut pause = FIRST_PAUSE;
+        let mut pause = FIRST_RETRY_DELAY;
         loop {
             match self.try_once().await {
                 Ok(()) => break,
-                Err(error) if error.may_pass() && begun.elapsed() < GIVEN_UP_AFTER => {
+                Err(error) if error.may_pass() && begun.elapsed() < GIVE_UP_AFTER => {
                     tracing::warn!(model = self.id, error = with_causes(&error), "a download failed temporarily; will retry");
                     tokio::time::sleep(pause).await;
-                    pause = (pause * 2).min(LONGEST_PAUSE);
+                    pause = (pause * 2).min(MAX_RETRY_DELAY);
                 }
                 Err(error) => return Err(error.to_string()),
             }
@@ -287,17 +287,17 @@ impl Download {
     /// Reports progress in a loop that never ends.
     async fn watch(&self) {
         for count in 1_u32.. {
-            tokio::time::sleep(LOOK).await;
+            tokio::time::sleep(POLL_INTERVAL).await;
             let advance = {
                 let mut running = self.downloads.running();
                 let Some(running) = running.get_mut(&self.id) else { continue };
                 running.looks.push_back((Instant::now(), self.progress.done_bytes()));
-                if running.looks.len() > LOOKS_OF_RATE {
+                if running.looks.len() > POLLS_PER_RATE {
                     running.looks.pop_front();
                 }
                 running.advance()
             };
-            if count % LOOKS_AN_EVENT == 0 {
+            if count % POLLS_PER_EVENT == 0 {
                 let told = json!({"model": self.id, "bytes_done": advance.bytes_done, "bytes_total": self.origin.bytes_total,
                                   "bytes_per_second": advance.bytes_per_second, "eta_s": advance.eta_s});
                 if let Err(error) = self.downloads.0.store.hub_model_progress(&self.id, &told, clock_ms()).await {

@@ -14,7 +14,7 @@ pub mod callbacks;
 mod compare;
 mod contract;
 mod cookie;
-pub mod courses;
+pub mod sparklines;
 mod dataset_preview;
 mod dataset_ranges;
 mod dataset_sources;
@@ -38,7 +38,7 @@ mod messages;
 pub mod metrics;
 pub mod models;
 pub mod openapi;
-pub mod probe;
+pub mod preflight;
 mod prometheus;
 mod prompts;
 mod python_rewards;
@@ -160,9 +160,9 @@ impl AppState {
             preflights: None,
             generations: None,
             heavy: heavy::Slots::new(slots),
-            asked: heavy::Slots::new(heavy::ASKED),
+            asked: heavy::Slots::new(heavy::MAX_SERVICE_TESTS),
             searches: heavy::Slots::new(samples::SEARCHES),
-            rescores: heavy::Slots::new(rescore::PLACES),
+            rescores: heavy::Slots::new(rescore::MAX_CONCURRENT),
             disk_low: Arc::default(),
             connections: Arc::default(),
             keyed: Arc::default(),
@@ -188,7 +188,7 @@ pub(crate) fn documented_routes() -> OpenApiRouter<AppState> {
         .merge(generate::routes())
         .merge(verdicts::routes())
         .merge(exports::routes())
-        .merge(courses::routes())
+        .merge(sparklines::routes())
         .merge(dataset_preview::routes())
         .merge(demo::routes())
         .merge(events::routes())
@@ -239,7 +239,7 @@ pub fn router(state: AppState) -> Router {
         .merge(worker)
         .layer(middleware::from_fn_with_state(state.clone(), browser::guard_browser))
         .layer(CatchPanicLayer::custom(panicked))
-        .layer(middleware::from_fn_with_state(state.clone(), around))
+        .layer(middleware::from_fn_with_state(state.clone(), outermost))
         .with_state(state)
 }
 
@@ -282,7 +282,7 @@ fn panicked(payload: Box<dyn Any + Send + 'static>) -> Response {
 const X_REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
 /// The outermost layer. Assigns the request id, turns bare errors into problems, sets the security headers, counts and logs.
-async fn around(State(state): State<AppState>, request: Request, next: Next) -> Response {
+async fn outermost(State(state): State<AppState>, request: Request, next: Next) -> Response {
     let begun = Instant::now();
     let id = request_id(request.headers());
     let method = request.method().clone();
@@ -290,7 +290,7 @@ async fn around(State(state): State<AppState>, request: Request, next: Next) -> 
     let route = request.extensions().get::<MatchedPath>().cloned();
     let mut response = REQUEST_ID
         .scope(id.clone(), async move {
-            match let_in(&request) {
+            match reserve_for_workers(&request) {
                 Ok(()) => into_problem(next.run(request).await),
                 Err(problem) => problem.into_response(),
             }
@@ -328,7 +328,7 @@ async fn around(State(state): State<AppState>, request: Request, next: Next) -> 
 }
 
 /// Refuses a request that is not a worker's when only the connections reserved for workers are left.
-fn let_in(request: &Request) -> Result<(), Problem> {
+fn reserve_for_workers(request: &Request) -> Result<(), Problem> {
     let Some(connection) = request.extensions().get::<Connection>() else { return Ok(()) };
     if request.uri().path().starts_with("/worker/") {
         return Ok(());

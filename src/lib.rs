@@ -52,7 +52,7 @@ pub mod listen;
 pub mod bundle;
 pub mod command_line;
 pub mod commands;
-pub mod courier;
+pub mod webhook_sender;
 pub mod demo;
 pub mod downloads;
 pub mod http;

@@ -32,11 +32,11 @@ use answer::{Asked, Refusal};
 use edge::Edge;
 
 /// Maximum number of requests that wait for the model; further ones get 429.
-const WAITING: usize = 64;
+const MAX_WAITING: usize = 64;
 /// Maximum number of samples per request, as announced in `reward.ping`.
 const MAX_BATCH_SAMPLES: usize = 1024;
 /// Time limit for requests in flight when the server stops.
-const DRAIN: Duration = Duration::from_secs(20);
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Why the server could not run.
 #[derive(Debug, thiserror::Error)]
@@ -121,7 +121,7 @@ pub async fn run(args: RewardServerArgs) -> Result<ExitCode, RewardServerError> 
     let drained = tokio::select! {
         ended = &mut serving => ended,
         () = signals.next() => return Ok(ExitCode::FAILURE),
-        () = tokio::time::sleep(DRAIN) => {
+        () = tokio::time::sleep(DRAIN_TIMEOUT) => {
             cut.cancel();
             serving.await
         }
@@ -167,7 +167,7 @@ fn router(scorer: Scorer, edge: Edge) -> Router {
         edge: Arc::new(edge),
         turn: Arc::default(),
         parsing: Arc::default(),
-        places: Arc::new(Semaphore::new(WAITING)),
+        places: Arc::new(Semaphore::new(MAX_WAITING)),
     };
     Router::new()
         .route("/", get(describe).post(score))
@@ -210,7 +210,7 @@ async fn try_score(serving: Serving, request: Request) -> Result<Value, Refusal>
     let Serving { scorer, edge, turn, parsing, places } = serving;
     let headers = request.headers().clone();
     edge.check_head(&headers, now_s())?;
-    let full = || edge::busy(format!("{WAITING} requests wait for the model; try again later"));
+    let full = || edge::busy(format!("{MAX_WAITING} requests wait for the model; try again later"));
     if places.available_permits() == 0 && !edge::is_small(&headers) {
         return Err(full());
     }

@@ -23,7 +23,7 @@ use tokio_util::task::AbortOnDropHandle;
 
 use crate::causes::with_causes;
 use crate::config::{ConfigError, ServeConfig, no_key_for};
-use crate::courier::{Courier, CourierError};
+use crate::webhook_sender::{WebhookSender, WebhookSenderError};
 use crate::downloads::Downloads;
 use crate::engine::gpu;
 use crate::engine::kernels::isa::Isa;
@@ -49,7 +49,7 @@ const STOP_MARGIN: Duration = Duration::from_secs(4);
 /// Interval between two checks for expired leases.
 const TICK: Duration = Duration::from_secs(1);
 /// Number of ticks between two cleanup rounds.
-const TICKS_A_ROUND: u32 = 60;
+const TICKS_PER_CLEANUP: u32 = 60;
 /// Idle workers without contact for this long are removed from the list, in ms.
 const WORKER_SILENCE_MS: i64 = 120_000;
 
@@ -76,7 +76,7 @@ pub enum ServeError {
     Gpu(String),
     /// The sender of lifecycle messages cannot be created.
     #[error(transparent)]
-    Courier(#[from] CourierError),
+    WebhookSender(#[from] WebhookSenderError),
     /// A non-loopback address without a usable key.
     #[error(transparent)]
     NoKey(ConfigError),
@@ -116,14 +116,14 @@ pub struct Running {
     grace: Duration,
     stop_generations: CancellationToken,
     stop_http: CancellationToken,
-    cut_http: CancellationToken,
+    abort_http: CancellationToken,
     http: JoinHandle<()>,
     supervisor: Supervisor,
-    tick: AbortOnDropHandle<()>,
+    lease_timer: AbortOnDropHandle<()>,
     outages: AbortOnDropHandle<()>,
-    deaths: AbortOnDropHandle<()>,
-    courier: AbortOnDropHandle<()>,
-    house: AbortOnDropHandle<()>,
+    worker_exits: AbortOnDropHandle<()>,
+    webhook_sender: AbortOnDropHandle<()>,
+    retention_task: AbortOnDropHandle<()>,
     tasks: [AbortOnDropHandle<()>; 2],
     store: Store,
 }
@@ -148,27 +148,27 @@ impl Running {
             grace,
             stop_generations,
             stop_http,
-            cut_http,
+            abort_http,
             mut http,
             supervisor,
-            tick,
+            lease_timer,
             outages,
-            deaths,
-            courier,
-            house,
+            worker_exits,
+            webhook_sender,
+            retention_task,
             tasks,
             store,
         } = self;
         let begun = Instant::now();
         stop_generations.cancel();
         supervisor.stop(grace + WORKERS_MARGIN).await;
-        drop((tick, outages, deaths, courier, house, tasks));
+        drop((lease_timer, outages, worker_exits, webhook_sender, retention_task, tasks));
         stop_http.cancel();
         let drain = REQUESTS_STOP.min((grace + STOP_MARGIN).saturating_sub(begun.elapsed()));
         let ended = tokio::select! {
             ended = &mut http => ended,
             () = tokio::time::sleep(drain) => {
-                cut_http.cancel();
+                abort_http.cancel();
                 http.await
             }
         };
@@ -254,17 +254,17 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
     if is_open && store.api_keys_usable(clock_ms()).await? == 0 {
         return Err(ServeError::NoKey(no_key_for(config.listen)));
     }
-    let courier = Courier::new(store.clone(), outgoing)?.narrowed_by_keys(keyed_outgoing)?;
+    let webhook_sender = WebhookSender::new(store.clone(), outgoing)?.narrowed_by_keys(keyed_outgoing)?;
     let config = Arc::new(config);
     recover(&store, &files, lease_ms(&config), clock_ms()).await?;
     // The disk is checked before any worker can ask for a job.
     let mut disk = DiskWatch::new(config.edge.disk_reserve_bytes);
-    disk.look(&store, &files, clock_ms()).await;
+    disk.check(&store, &files, clock_ms()).await;
 
     let refused = |source| ServeError::Listen { address: config.listen, source };
     let listener = TcpListener::bind(config.listen).await.map_err(refused)?;
     let addr = listener.local_addr().map_err(refused)?;
-    let (stop_http, cut_http) = (CancellationToken::new(), CancellationToken::new());
+    let (stop_http, abort_http) = (CancellationToken::new(), CancellationToken::new());
     let children = children(&config, files.scratch(), addr)?;
     let mut state = AppState::new(store.clone(), files.clone(), config.clone());
     state.disk_low = disk.low();
@@ -282,31 +282,31 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
     let downloads = state.downloads.clone();
     let connections = state.connections.clone();
     let router = http::router(state);
-    let stop = listen::Stop { begin: stop_http.clone(), cut: cut_http.clone() };
+    let stop = listen::Stop { begin: stop_http.clone(), cut: abort_http.clone() };
     let http = tokio::spawn(listen::serve(listener, router, config.edge.clone(), connections, stop));
 
-    let (lost, deaths) = mpsc::unbounded_channel();
-    let deaths = AbortOnDropHandle::new(tokio::spawn(report_deaths(store.clone(), deaths)));
-    let tick =
-        AbortOnDropHandle::new(tokio::spawn(tick(store.clone(), files.clone(), downloads, lease_ms(&config), disk)));
+    let (lost, worker_exits) = mpsc::unbounded_channel();
+    let worker_exits = AbortOnDropHandle::new(tokio::spawn(requeue_jobs_of_exited_workers(store.clone(), worker_exits)));
+    let lease_timer =
+        AbortOnDropHandle::new(tokio::spawn(lease_timer(store.clone(), files.clone(), downloads, lease_ms(&config), disk)));
     let outages = AbortOnDropHandle::new(tokio::spawn(outage::watch(store.clone(), rewards)));
     let supervisor = Supervisor::start(children, &lost);
-    let courier = AbortOnDropHandle::new(tokio::spawn(courier.run()));
-    let house = retention::keep_house(store.clone(), files, config.retention);
-    let house = AbortOnDropHandle::new(tokio::spawn(house));
+    let webhook_sender = AbortOnDropHandle::new(tokio::spawn(webhook_sender.run()));
+    let retention_task = retention::run_retention(store.clone(), files, config.retention);
+    let retention_task = AbortOnDropHandle::new(tokio::spawn(retention_task));
     Ok(Running {
         addr,
         grace: Duration::from_secs(config.grace_s),
         stop_generations,
         stop_http,
-        cut_http,
+        abort_http,
         http,
         supervisor,
-        tick,
+        lease_timer,
         outages,
-        deaths,
-        courier,
-        house,
+        worker_exits,
+        webhook_sender,
+        retention_task,
         tasks,
         store,
     })
@@ -320,24 +320,24 @@ fn start_tasks(state: &AppState, children: &Children, stop: &CancellationToken) 
 }
 
 /// Requeues the jobs of workers whose lease expired and checks the disk. Cleans up once a minute.
-async fn tick(store: Store, files: DataDir, downloads: Downloads, lease_ms: i64, mut disk: DiskWatch) {
+async fn lease_timer(store: Store, files: DataDir, downloads: Downloads, lease_ms: i64, mut disk: DiskWatch) {
     let begun = Instant::now();
     let steady_ms = move || i64::try_from(begun.elapsed().as_millis()).unwrap_or(i64::MAX);
     let mut watch = LeaseWatch::new(clock_ms(), steady_ms(), lease_ms);
     let mut interval = tokio::time::interval(TICK);
     interval.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     for count in 0_u32.. {
-        interval.tick().await;
+        interval.lease_timer().await;
         let now = clock_ms();
-        match watch.tick(&store, now, steady_ms()).await {
+        match watch.lease_timer(&store, now, steady_ms()).await {
             Ok(jobs) => jobs.iter().for_each(|job| tracing::warn!(%job, "its worker's lease expired; the job is queued again")),
             Err(error) => tracing::error!(error = with_causes(&error), "could not requeue jobs with expired leases"),
         }
-        disk.look(&store, &files, now).await;
+        disk.check(&store, &files, now).await;
         if let Err(error) = store.log_fold().await {
             tracing::warn!(error = with_causes(&error), "could not truncate the database's write-ahead log");
         }
-        if count % TICKS_A_ROUND == 0 {
+        if count % TICKS_PER_CLEANUP == 0 {
             let kept = store.keys_expire(now).await.and(store.sessions_expire(now).await);
             let kept = kept.and(store.workers_prune(now - WORKER_SILENCE_MS).await);
             let kept = kept.and(store.callbacks_prune(now).await);
@@ -408,8 +408,8 @@ fn reachable(addr: SocketAddr) -> SocketAddr {
 }
 
 /// Requeues the job of a crashed child immediately, and writes the child's last log lines to the job's log.
-async fn report_deaths(store: Store, mut deaths: mpsc::UnboundedReceiver<Lost>) {
-    while let Some(Lost { worker, device, status, tail }) = deaths.recv().await {
+async fn requeue_jobs_of_exited_workers(store: Store, mut worker_exits: mpsc::UnboundedReceiver<Lost>) {
+    while let Some(Lost { worker, device, status, tail }) = worker_exits.recv().await {
         let detail = format!("the worker on {device} ended ({status})\n{tail}");
         match store.worker_lost(worker, Some(detail.trim_end()), clock_ms()).await {
             Ok(Some(job)) => tracing::warn!(%job, %worker, "the worker ended unexpectedly; its job is queued again"),

@@ -23,9 +23,9 @@ use crate::config::{COMPUTE_THREADS, Device, GPU_MEMORY, Isa, LogFormat};
 use crate::id::WorkerId;
 
 /// Initial delay before a child is restarted; it doubles after each early exit.
-const FIRST_DELAY: Duration = Duration::from_millis(250);
+const FIRST_RESTART_DELAY: Duration = Duration::from_millis(250);
 /// Maximum delay before a restart.
-const LONGEST_DELAY: Duration = Duration::from_secs(30);
+const MAX_RESTART_DELAY: Duration = Duration::from_secs(30);
 /// A child that ran this long did not fail at startup: the delay of the next restart is reset. Killed children must not delay jobs;
 /// repeated crashes are counted per job.
 const STABLE: Duration = Duration::from_secs(2);
@@ -114,7 +114,7 @@ async fn keep_alive(
     lost: mpsc::UnboundedSender<Lost>,
     stop: CancellationToken,
 ) {
-    let mut delay = FIRST_DELAY;
+    let mut delay = FIRST_RESTART_DELAY;
     while !stop.is_cancelled() {
         let worker = WorkerId::new();
         let born = Instant::now();
@@ -131,13 +131,13 @@ async fn keep_alive(
         // The receiver is dropped only during shutdown.
         let _ = lost.send(Lost { worker, device, status, tail });
         if born.elapsed() >= STABLE {
-            delay = FIRST_DELAY;
+            delay = FIRST_RESTART_DELAY;
         }
         tokio::select! {
             () = tokio::time::sleep(delay) => {}
             () = stop.cancelled() => return,
         }
-        delay = (delay * 2).min(LONGEST_DELAY);
+        delay = (delay * 2).min(MAX_RESTART_DELAY);
     }
 }
 

@@ -28,7 +28,7 @@ const DATABASE: &str = "rlood.db";
 /// Format version of the manifest.
 const FORMAT: u32 = 1;
 /// Maximum number of attempts to copy everything before giving up.
-const TRIES: u32 = 5;
+const MAX_ATTEMPTS: u32 = 5;
 /// Files and directories that a backup consists of.
 const PARTS: [&str; 10] = [
     DATABASE,
@@ -136,7 +136,7 @@ pub async fn backup(args: BackupArgs) -> Result<ExitCode, BackupError> {
         return Err(BackupError::NoDatabase(data_dir));
     }
     if !is_vacant(&to)? {
-        return Err(taken(to));
+        return Err(not_empty(to));
     }
     if lies_inside(&to, &data_dir)? {
         return Err(BackupError::InsideData(to));
@@ -148,7 +148,7 @@ pub async fn backup(args: BackupArgs) -> Result<ExitCode, BackupError> {
     };
     let source = Store::open_as_is(&files.database()).await?;
     let is_new = !to.exists();
-    let made = make(&source, &files, &to).await;
+    let made = write_backup(&source, &files, &to).await;
     source.close().await;
     let manifest = match made {
         Ok(manifest) => manifest,
@@ -177,9 +177,9 @@ fn lies_inside(path: &Path, dir: &Path) -> Result<bool, BackupError> {
     Ok(above.is_some_and(|above| above.starts_with(&dir)))
 }
 
-async fn make(source: &Store, files: &DataDir, to: &Path) -> Result<Manifest, BackupError> {
+async fn write_backup(source: &Store, files: &DataDir, to: &Path) -> Result<Manifest, BackupError> {
     make_private_dir(to)?;
-    for _ in 0..TRIES {
+    for _ in 0..MAX_ATTEMPTS {
         let Some((mut entries, left_out)) = copy(source, files, to).await? else {
             clear(to)?;
             continue;
@@ -214,9 +214,9 @@ async fn copy(source: &Store, files: &DataDir, to: &Path) -> Result<Option<Taken
     source.snapshot_to(&database, &mut keep).await?;
     // The copied database determines the contents from here on. It is upgraded to this version, regardless of the server's.
     let snapshot = Store::open(&database).await?;
-    let taken = take_files(Copying { source, snapshot: &snapshot, files, to }, held).await;
+    let not_empty = copy_files(Copying { source, snapshot: &snapshot, files, to }, held).await;
     snapshot.close().await;
-    taken
+    not_empty
 }
 
 /// Removes the files of a backup.
@@ -228,7 +228,7 @@ fn place(files: &DataDir, row: &CheckpointRow) -> PathBuf {
     files.checkpoint_dir(row.job, row.step, row.attempt)
 }
 
-fn taken(target: PathBuf) -> BackupError {
+fn not_empty(target: PathBuf) -> BackupError {
     if target.is_dir() { BackupError::NotEmpty(target) } else { BackupError::NotADirectory(target) }
 }
 
@@ -245,9 +245,9 @@ struct Copying<'a> {
 }
 
 /// Copies the files that the snapshot refers to, and removes references to missing files from it.
-async fn take_files(copying: Copying<'_>, mut held: Held) -> Result<Option<Taken>, BackupError> {
+async fn copy_files(copying: Copying<'_>, mut held: Held) -> Result<Option<Taken>, BackupError> {
     let Copying { source, snapshot, files, to } = copying;
-    let (mut taken, mut left_out) = (BTreeMap::new(), BTreeMap::new());
+    let (mut not_empty, mut left_out) = (BTreeMap::new(), BTreeMap::new());
     // Files of warm starts, and adapters.
     let mut initial = Vec::new();
     for job in snapshot.warm_start_jobs().await? {
@@ -268,13 +268,13 @@ async fn take_files(copying: Copying<'_>, mut held: Held) -> Result<Option<Taken
         let mut missing = None;
         for file in &checkpoint.files {
             let wanted = Entry { size_bytes: file.size_bytes, sha256: file.sha256.to_string() };
-            if let Err(why) = take(copying, &held, &dir.join(&file.name), Some(&wanted), &mut of_it)? {
+            if let Err(why) = copy_file(copying, &held, &dir.join(&file.name), Some(&wanted), &mut of_it)? {
                 missing = Some(format!("{}: {why}", file.name));
                 break;
             }
         }
         match missing {
-            None => taken.append(&mut of_it),
+            None => not_empty.append(&mut of_it),
             Some(why) => {
                 // If the source still refers to the file, it is lost there too, and another attempt would not find it.
                 let replaced = source.checkpoint_get(checkpoint.id).await;
@@ -295,7 +295,7 @@ async fn take_files(copying: Copying<'_>, mut held: Held) -> Result<Option<Taken
         for dataset in page.data {
             let path = files.dataset(dataset.id);
             let wanted = Entry { size_bytes: dataset.size_bytes, sha256: dataset.sha256 };
-            if let Err(why) = take(copying, &held, &path, Some(&wanted), &mut taken)? {
+            if let Err(why) = copy_file(copying, &held, &path, Some(&wanted), &mut not_empty)? {
                 left_out.insert(relative(files, &path), why);
                 snapshot.dataset_forget(dataset.id).await?;
             }
@@ -306,20 +306,20 @@ async fn take_files(copying: Copying<'_>, mut held: Held) -> Result<Option<Taken
         }
     }
     for path in &initial {
-        if let Err(why) = take(copying, &held, path, None, &mut taken)? {
+        if let Err(why) = copy_file(copying, &held, path, None, &mut not_empty)? {
             left_out.insert(relative(files, path), why);
         }
     }
-    Ok(Some((taken, left_out)))
+    Ok(Some((not_empty, left_out)))
 }
 
 /// Copies a file. The inner error says why the file is missing or damaged.
-fn take(
+fn copy_file(
     copying: Copying<'_>,
     held: &Held,
     path: &Path,
     wanted: Option<&Entry>,
-    taken: &mut BTreeMap<String, Entry>,
+    not_empty: &mut BTreeMap<String, Entry>,
 ) -> Result<Result<(), String>, BackupError> {
     let name = relative(copying.files, path);
     let target = copying.to.join(&name);
@@ -340,7 +340,7 @@ fn take(
         remove(&target)?;
         return Ok(Err("its contents differ from the stored hash".to_owned()));
     }
-    taken.insert(name, copied);
+    not_empty.insert(name, copied);
     Ok(Ok(()))
 }
 

@@ -290,7 +290,7 @@ impl<'a> Setting<'a> {
     ///
     /// # Errors
     /// When the parent no longer reads the output.
-    pub fn tell(&self, figures: &impl Serialize) -> Result<(), BenchError> {
+    pub fn report_figures(&self, figures: &impl Serialize) -> Result<(), BenchError> {
         let mut out = std::io::stdout().lock();
         let line = json(figures)?;
         writeln!(out, "{line}").and_then(|()| out.flush()).map_err(io("print the figures"))

@@ -4,7 +4,7 @@
 mod answers;
 mod callback;
 mod load;
-mod manners;
+mod reject_tests;
 mod ping;
 mod report;
 mod wire;
@@ -201,7 +201,7 @@ impl Check {
 
 /// Interprets a response to a synchronous request as a job does.
 fn read(got: &Got, id: &str, samples: &[RewardSample]) -> Result<Answer, String> {
-    let said = got.said();
+    let said = got.excerpt();
     if let Some(encoding) = got.content_encoding.as_deref().filter(|encoding| *encoding != "identity") {
         return Err(format!("the answer is compressed ({encoding}) although the request does not accept it"));
     }

@@ -13,7 +13,7 @@ use crate::reward::python::{PythonError, PythonServer, Settings, read_targets};
 use crate::reward::signature::Key;
 
 /// Interval between two checks that the process still runs.
-const POLL: Duration = Duration::from_millis(200);
+const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
 /// Why the functions are not served.
 #[derive(Debug, thiserror::Error)]
@@ -93,7 +93,7 @@ pub async fn run(args: RewardServeArgs) -> Result<ExitCode, ServeError> {
         tokio::select! {
             _ = signals.0.recv() => break None,
             _ = signals.1.recv() => break None,
-            () = tokio::time::sleep(POLL) => if let Some(status) = server.ended() { break Some(status) },
+            () = tokio::time::sleep(POLL_INTERVAL) => if let Some(status) = server.ended() { break Some(status) },
         }
     };
     match ended {

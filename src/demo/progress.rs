@@ -10,9 +10,9 @@ use crate::id::JobId;
 use crate::job::State;
 
 /// Interval between plain lines.
-const LINE_EVERY: Duration = Duration::from_secs(5);
+const LINE_INTERVAL: Duration = Duration::from_secs(5);
 /// Interval between two requests for the job.
-const WAIT: Duration = Duration::from_secs(1);
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Follows the progress of one job.
 pub struct Progress {
@@ -45,7 +45,7 @@ impl Progress {
         let mut figures = Figures::default();
         let mut last_line: Option<Instant> = None;
         loop {
-            let job = client.get_job_within(id, WAIT).await?;
+            let job = client.get_job_within(id, POLL_INTERVAL).await?;
             query.min_step = Some(figures.step + 1);
             let before = figures.step;
             client.get_metrics(id, &query).collect().await?.iter().for_each(|row| figures.take(row));
@@ -54,7 +54,7 @@ impl Progress {
             if let Some(bar) = &self.bar {
                 bar.set_position(figures.step);
                 bar.set_message(message);
-            } else if over || (figures.step > before && last_line.is_none_or(|last| last.elapsed() >= LINE_EVERY)) {
+            } else if over || (figures.step > before && last_line.is_none_or(|last| last.elapsed() >= LINE_INTERVAL)) {
                 println!("{message}");
                 last_line = Some(Instant::now());
             }

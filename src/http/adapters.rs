@@ -172,7 +172,7 @@ async fn create_adapter(
 }
 
 async fn answer(state: AppState, new: New) -> Result<Answer, Problem> {
-    let (row, is_new) = keep(&state, new).await?;
+    let (row, is_new) = store(&state, new).await?;
     let location = format!("/adapters/{}", row.id);
     Answer::new(if is_new { StatusCode::CREATED } else { StatusCode::OK }, Some(location), &StoredAdapter::from(row))
 }
@@ -243,7 +243,7 @@ async fn read(state: &AppState, caller: &Caller, sent: Sent) -> Result<New, Prob
 }
 
 /// Stores the files, then the row. The same files are stored once per owner. Returns the row, and whether it is new.
-async fn keep(state: &AppState, new: New) -> Result<(AdapterRow, bool), Problem> {
+async fn store(state: &AppState, new: New) -> Result<(AdapterRow, bool), Problem> {
     let New { row, dir } = new;
     let id = row.id;
     state.files.in_background(move |files| files.adapter_place(id, dir.path())).await?;
@@ -263,11 +263,11 @@ pub(super) fn unusable(error: &ModelCardError) -> Problem {
 /// Downloads the hub adapter that a job names and stores it like an upload.
 pub(super) async fn import(state: &AppState, caller: &Caller, wanted: &AdapterPlan) -> Result<AdapterRow, Problem> {
     let (row, dir) = look(state, caller, wanted).await?;
-    Ok(keep(state, New { row, dir }).await?.0)
+    Ok(store(state, New { row, dir }).await?.0)
 }
 
 /// Downloads the hub adapter that a job names without storing it.
-pub(super) async fn look(
+pub(super) async fn inspect_hub_adapter(
     state: &AppState,
     caller: &Caller,
     wanted: &AdapterPlan,

@@ -39,9 +39,9 @@ pub use workers::{WorkerPass, require_worker};
 /// Marks a response that repeats an earlier one for the same Idempotency-Key: it changed nothing.
 pub(super) const REPLAYED: HeaderName = HeaderName::from_static("idempotency-replayed");
 /// A read request that takes longer than this has its credential checked again before it is answered.
-const LATE: Duration = Duration::from_millis(100);
+const RECHECK_AFTER: Duration = Duration::from_millis(100);
 /// Minimum interval between two updates of a key's last use, in ms.
-const USE_NOTED_MS: i64 = 60_000;
+const LAST_USE_INTERVAL_MS: i64 = 60_000;
 
 /// Header with the hub token to use for this request.
 const HUB_TOKEN: &str = "x-hub-token";
@@ -219,12 +219,12 @@ pub(super) async fn keys_are_on(state: &AppState) -> Result<bool, StoreError> {
 
 /// Looks up the caller that a key belongs to.
 pub(super) async fn of_key_text(state: &AppState, text: &str) -> Result<Option<Caller>, StoreError> {
-    if state.config.api_key.as_deref().is_some_and(|key| same(text, key)) {
+    if state.config.api_key.as_deref().is_some_and(|key| is_equal(text, key)) {
         return Ok(Some(Caller::everything(Actor::Operator)));
     }
     let now = clock_ms();
     let Some(key) = state.store.api_key_find(text, now).await? else { return Ok(None) };
-    if key.used_at.is_none_or(|used_at| now - used_at >= USE_NOTED_MS) {
+    if key.used_at.is_none_or(|used_at| now - used_at >= LAST_USE_INTERVAL_MS) {
         let (store, id) = (state.store.clone(), key.id);
         tokio::spawn(async move {
             if let Err(error) = store.api_key_used(id, now).await {
@@ -236,7 +236,7 @@ pub(super) async fn of_key_text(state: &AppState, text: &str) -> Result<Option<C
 }
 
 /// Compares the digests of two texts, which takes the same time for every input.
-fn same(given: &str, expected: &str) -> bool {
+fn is_equal(given: &str, expected: &str) -> bool {
     !expected.is_empty() && bool::from(Sha256::digest(given).ct_eq(&Sha256::digest(expected)))
 }
 
@@ -299,7 +299,7 @@ pub async fn require_access(State(state): State<AppState>, mut request: Request,
         // The path of the resource that was created, if there is one.
         let made = response.headers().get(header::LOCATION).and_then(|value| value.to_str().ok());
         let target = made.map_or(target, str::to_owned);
-        note_change(&state, &caller, Noted { action, target, address, status: response.status() }).await;
+        record_change(&state, &caller, AuditEntry { action, target, address, status: response.status() }).await;
     }
     streams::bounded(&state, Asker { caller, client, credential, connection }, response)
 }
@@ -330,7 +330,7 @@ async fn admit(
     }
     let caller = credential.caller(state).await?;
     if let Some(shown) = shown {
-        state.failures.note(client, shown, caller.is_some());
+        state.failures.record(client, shown, caller.is_some());
     }
     let Some(caller) = caller else {
         return Err(credential.refused());
@@ -420,15 +420,15 @@ fn percent_decoded(segment: &str) -> Option<String> {
 }
 
 /// A change to record in the audit log, taken from the request and its response.
-struct Noted {
+struct AuditEntry {
     action: String,
     target: String,
     address: Option<String>,
     status: StatusCode,
 }
 
-async fn note_change(state: &AppState, caller: &Caller, noted: Noted) {
-    let Noted { action, target, address, status } = noted;
+async fn record_change(state: &AppState, caller: &Caller, noted: AuditEntry) {
+    let AuditEntry { action, target, address, status } = noted;
     let change = NewAudit {
         actor: caller.word(),
         actor_name: match caller.actor() {
@@ -458,7 +458,7 @@ async fn answer_while_good(
         response = answer => response,
         () = over(state, credential) => return credential.refused().into_response(),
     };
-    if begun.elapsed() >= LATE && is_over(state, credential).await {
+    if begun.elapsed() >= RECHECK_AFTER && is_over(state, credential).await {
         return credential.refused().into_response();
     }
     response
@@ -472,7 +472,7 @@ async fn is_over(state: &AppState, credential: &Credential) -> bool {
 /// Returns `Ok` when the request carries this bearer token.
 pub(super) fn check_bearer(headers: &HeaderMap, expected: &str) -> Result<(), Problem> {
     match Credential::of(headers) {
-        Credential::Bearer(token) if same(&token, expected) => Ok(()),
+        Credential::Bearer(token) if is_equal(&token, expected) => Ok(()),
         Credential::Bearer(_) => Err(challenge("the bearer token is not valid here")),
         Credential::None | Credential::Cookie(_) => Err(challenge("send 'authorization: Bearer TOKEN'")),
     }
@@ -493,6 +493,6 @@ mod tests {
 
     #[test]
     fn an_empty_key_is_not_a_key() {
-        assert!(!same("", "") && same("a", "a") && !same("a", "b"));
+        assert!(!is_equal("", "") && is_equal("a", "a") && !is_equal("a", "b"));
     }
 }

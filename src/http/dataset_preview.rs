@@ -155,7 +155,7 @@ async fn preview_dataset(
         None => None,
         Some(id) => Some(find(&state, &caller, &id).await?),
     };
-    let Sent { name: _, rows } = receive(&state, &caller, create, request, Purpose::Look).await?;
+    let Sent { name: _, rows } = receive(&state, &caller, create, request, Purpose::Preview).await?;
     let SentRows::Files(files, recipe) = rows else {
         return Err(Problem::internal("a preview must not convert files"));
     };

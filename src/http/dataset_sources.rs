@@ -27,7 +27,7 @@ use crate::spec::HubDataset;
 const PIECES: usize = 4;
 
 /// How much of a file a preview reads, in bytes.
-pub(super) const LOOK_BYTES: u64 = 8 << 20;
+pub(super) const PREVIEW_BYTES: u64 = 8 << 20;
 
 /// Source files of a dataset.
 pub(super) struct Files {
@@ -212,7 +212,7 @@ async fn download(state: &AppState, Found { hub, plan, origin }: Found) -> Resul
 pub(super) async fn fetch_start(state: &AppState, caller: &Caller, wanted: &HubDataset) -> Result<Files, Problem> {
     let mut found = find(state, caller, wanted).await?;
     found.plan.files.truncate(1);
-    let large = found.plan.files.first().filter(|file| file.size_bytes > LOOK_BYTES);
+    let large = found.plan.files.first().filter(|file| file.size_bytes > PREVIEW_BYTES);
     let Some(file) = large.cloned() else { return download(state, found).await };
     if file.path.ends_with(".parquet") {
         let whole = Some(Box::new(found.clone()));
@@ -220,7 +220,7 @@ pub(super) async fn fetch_start(state: &AppState, caller: &Caller, wanted: &HubD
         return Ok(Files { sources: vec![ranged(hub, plan, file)], format: None, origin, staged: None, whole });
     }
     let Found { hub, plan, origin } = found;
-    let most_bytes = usize::try_from(LOOK_BYTES).unwrap_or(usize::MAX);
+    let most_bytes = usize::try_from(PREVIEW_BYTES).unwrap_or(usize::MAX);
     let start = hub.read_start(&plan.repo, &plan.commit, &file, most_bytes).await.map_err(|error| problem(&error))?;
     let mut staged = state.files.stage(u64::MAX).await?;
     staged.write(&start).await?;

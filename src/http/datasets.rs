@@ -123,7 +123,7 @@ async fn create_dataset(
     request: Request,
 ) -> Result<Response, Problem> {
     let headers = request.headers().clone();
-    let Sent { name, rows } = receive(&state, &caller, query, request, Purpose::Keep).await?;
+    let Sent { name, rows } = receive(&state, &caller, query, request, Purpose::Store).await?;
     let rows = match rows {
         SentRows::Ready(summary, staged) => (summary, staged, None),
         SentRows::Files(files, recipe) => {
@@ -142,13 +142,13 @@ async fn store_dataset(
     name: Option<String>,
     rows: (Summary, StagedDone, Option<Value>),
 ) -> Result<Answer, Problem> {
-    let (row, is_new) = keep_rows(&state, caller.owner(), name, rows).await?;
+    let (row, is_new) = store_rows(&state, caller.owner(), name, rows).await?;
     let location = format!("/datasets/{}", row.id);
     Answer::new(if is_new { StatusCode::CREATED } else { StatusCode::OK }, Some(location), &Dataset::from(row))
 }
 
 /// Stores the bytes, then the row. The same bytes are stored once per owner. Returns the row, and whether it is new.
-pub(super) async fn keep_rows(
+pub(super) async fn store_rows(
     state: &AppState,
     owner: &str,
     name: Option<String>,

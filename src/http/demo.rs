@@ -14,7 +14,7 @@ use utoipa_axum::routes;
 
 use super::AppState;
 use super::auth::Caller;
-use super::datasets::keep_rows;
+use super::datasets::store_rows;
 use super::error::{Problem, ProblemBody};
 use super::idempotency::{Answer, once};
 use super::jobs::JobView;
@@ -55,14 +55,14 @@ async fn create(state: AppState, caller: Caller) -> Result<Answer, Problem> {
         Ok(_) => {}
         Err(StoreError::NotFound { .. }) => {
             let here = directory(&state);
-            unpacked(move || bundle::unpack_model(&here)).await?;
+            run_blocking(move || bundle::unpack_model(&here)).await?;
             // The model is shared by all owners, whichever key asked first.
             register(&state, String::new(), MODEL.to_owned(), source(&state), None).await?;
         }
         Err(error) => return Err(error.into()),
     }
-    let train = keep(&state, &caller, "sums", bundle::TRAIN).await?;
-    let held_out = keep(&state, &caller, "sums-held-out", bundle::HELD_OUT).await?;
+    let train = store_dataset(&state, &caller, "sums", bundle::TRAIN).await?;
+    let held_out = store_dataset(&state, &caller, "sums-held-out", bundle::HELD_OUT).await?;
     submit(state, caller, job(train, held_out), None).await
 }
 
@@ -76,7 +76,7 @@ pub async fn settle(state: &AppState) -> Result<(), Problem> {
         Err(error) => return Err(error.into()),
     };
     let (here, known) = (directory(state), row.clone());
-    let moved = unpacked(move || {
+    let moved = run_blocking(move || {
         let there = Path::new(&known.source);
         let gone = modelcard::read(there).is_err();
         if there == here {
@@ -106,17 +106,17 @@ fn source(state: &AppState) -> String {
     directory(state).to_string_lossy().into_owned()
 }
 
-async fn unpacked<T: Send + 'static>(work: impl FnOnce() -> io::Result<T> + Send + 'static) -> Result<T, Problem> {
+async fn run_blocking<T: Send + 'static>(work: impl FnOnce() -> io::Result<T> + Send + 'static) -> Result<T, Problem> {
     tokio::task::spawn_blocking(work)
         .await
         .map_err(Problem::internal)?
         .map_err(|error| Problem::internal(format!("write the bundled model: {error}")))
 }
 
-async fn keep(state: &AppState, caller: &Caller, name: &str, rows: &'static [u8]) -> Result<DatasetId, Problem> {
+async fn store_dataset(state: &AppState, caller: &Caller, name: &str, rows: &'static [u8]) -> Result<DatasetId, Problem> {
     let pieces = stream::iter([Ok::<_, Problem>(Bytes::from_static(rows))]);
     let (summary, staged) = read_rows(state, Format::Ndjson, pieces, |problem| problem).await?;
-    Ok(keep_rows(state, caller.owner(), Some(name.to_owned()), (summary, staged, None)).await?.0.id)
+    Ok(store_rows(state, caller.owner(), Some(name.to_owned()), (summary, staged, None)).await?.0.id)
 }
 
 /// The job as a user would write it. `rlood demo` runs the same job with a reward service.

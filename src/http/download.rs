@@ -19,9 +19,9 @@ use crate::digest::Sha256Digest;
 const PIECE_BYTES: usize = 64 * 1024;
 const TAR_BLOCK: u64 = 512;
 /// Maximum size of a tar that is read to compute its digest before it is sent, in bytes: some 50 ms on a CPU with SHA instructions.
-const MOST_DIGESTED: u64 = 64 << 20;
+const MAX_DIGESTED_BYTES: u64 = 64 << 20;
 
-/// Headers with which a client selects bytes and names its cached version.
+/// Headers with which a client selects bytes and lists_tag its cached version.
 #[derive(IntoParams)]
 #[into_params(parameter_in = Header)]
 #[expect(dead_code, reason = "describes the headers in the document")]
@@ -59,7 +59,7 @@ pub async fn send_file(method: &Method, headers: &HeaderMap, file: &Download) ->
     if let Some(response) = answered_by_condition(headers, &etag)? {
         return Ok(response);
     }
-    let span = Span::asked(method, headers, &etag, file.size_bytes)?;
+    let span = Span::from_headers(method, headers, &etag, file.size_bytes)?;
     let body = Body::from_stream(part_of(file, span.first, span.length).await?);
     let mut response = span.response(content_type(&file.name), &file.name, etag, body);
     if let Ok(digest) = digest_field(file.sha256).parse() {
@@ -91,13 +91,13 @@ pub async fn send_tar(
     let mut pieces = Vec::with_capacity(3 * files.len() + 1);
     for file in files {
         let padding = file.size_bytes.next_multiple_of(TAR_BLOCK) - file.size_bytes;
-        pieces.extend([Piece::Held(tar_header(file)?), Piece::Stored(file), Piece::zeros(padding)]);
+        pieces.extend([Piece::Buffered(tar_header(file)?), Piece::Stored(file), Piece::zeros(padding)]);
     }
     pieces.push(Piece::zeros(2 * TAR_BLOCK));
     let size = pieces.iter().map(Piece::length).sum();
-    let span = Span::asked(method, headers, &etag, size)?;
+    let span = Span::from_headers(method, headers, &etag, size)?;
     let mut digest = None;
-    if size <= MOST_DIGESTED {
+    if size <= MAX_DIGESTED_BYTES {
         let mut hasher = Sha256::new();
         let mut whole = stretch_of(&pieces, 0, size).await?;
         while let Some(piece) = whole.next().await {
@@ -125,7 +125,7 @@ async fn stretch_of(pieces: &[Piece<'_>], first: u64, length: u64) -> Result<Pie
         match piece {
             _ if first == last => {}
             // The padding is at most two blocks, so the conversions cannot overflow.
-            Piece::Held(bytes) => {
+            Piece::Buffered(bytes) => {
                 let bytes = bytes.slice(first as usize..last as usize);
                 parts.push(stream::once(async { Ok(bytes) }).boxed());
             }
@@ -138,19 +138,19 @@ async fn stretch_of(pieces: &[Piece<'_>], first: u64, length: u64) -> Result<Pie
 /// One piece of a tar.
 enum Piece<'f> {
     /// A header or padding.
-    Held(Bytes),
+    Buffered(Bytes),
     /// The contents of a file.
     Stored(&'f Download),
 }
 
 impl Piece<'_> {
     fn zeros(length: u64) -> Self {
-        Self::Held(Bytes::from(vec![0; length as usize])) // At most two blocks.
+        Self::Buffered(Bytes::from(vec![0; length as usize])) // At most two blocks.
     }
 
     fn length(&self) -> u64 {
         match self {
-            Piece::Held(bytes) => bytes.len() as u64,
+            Piece::Buffered(bytes) => bytes.len() as u64,
             Piece::Stored(file) => file.size_bytes,
         }
     }
@@ -168,7 +168,7 @@ struct Span {
 
 impl Span {
     /// Reads `Range` and `If-Range`. Returns 416 when the range is outside the file.
-    fn asked(method: &Method, headers: &HeaderMap, etag: &str, size: u64) -> Result<Self, Problem> {
+    fn from_headers(method: &Method, headers: &HeaderMap, etag: &str, size: u64) -> Result<Self, Problem> {
         let range = match text(headers, header::RANGE) {
             Some(range) if *method == Method::GET && range_applies(headers, etag) => parse_range(range, size),
             Some(_) | None => Range::Whole,
@@ -260,12 +260,12 @@ fn tar_header(file: &Download) -> Result<Bytes, Problem> {
 /// Answers 304 by If-None-Match or 412 by If-Match, in the order of RFC 9110, 13.2.2.
 fn answered_by_condition(headers: &HeaderMap, etag: &str) -> Result<Option<Response>, Problem> {
     if let Some(wanted) = text(headers, header::IF_MATCH)
-        && !names(wanted, etag, false)
+        && !lists_tag(wanted, etag, false)
     {
         return Err(Problem::new(Code::PreconditionFailed, format!("the file's ETag is {etag}")));
     }
     if let Some(known) = text(headers, header::IF_NONE_MATCH)
-        && names(known, etag, true)
+        && lists_tag(known, etag, true)
     {
         let headers = [(header::ETAG, etag), (header::CACHE_CONTROL, "private, no-cache")];
         return Ok(Some((StatusCode::NOT_MODIFIED, headers).into_response()));
@@ -274,7 +274,7 @@ fn answered_by_condition(headers: &HeaderMap, etag: &str) -> Result<Option<Respo
 }
 
 /// Whether a list of entity tags contains this one. The server's tags contain no comma.
-fn names(list: &str, etag: &str, weak: bool) -> bool {
+fn lists_tag(list: &str, etag: &str, weak: bool) -> bool {
     list.split(',')
         .map(str::trim)
         .any(|tag| tag == "*" || tag == etag || (weak && tag.strip_prefix("W/").is_some_and(|tag| tag == etag)))

@@ -28,9 +28,9 @@ const REPLAY_PAGE: u32 = 100;
 /// Maximum number of events buffered for a slow client.
 const BACKLOG: usize = 128;
 /// How long a client may read nothing before it is disconnected.
-const SLOW_CLIENT: Duration = Duration::from_secs(30);
+const CLIENT_TIMEOUT: Duration = Duration::from_secs(30);
 /// Interval between two keep-alive comments on a quiet stream.
-const PING: Duration = Duration::from_secs(15);
+const KEEP_ALIVE: Duration = Duration::from_secs(15);
 /// How long a browser waits before it reconnects.
 const RECONNECT: Duration = Duration::from_secs(3);
 const LAST_EVENT_ID: HeaderName = HeaderName::from_static("last-event-id");
@@ -124,7 +124,7 @@ async fn list_events(
     // The client knows events that a restored backup does not contain: the same numbers now belong to other events.
     if after > newest {
         let detail = format!("the job's newest event is {newest}: start again without it");
-        return Err(bad_seq(name, &detail));
+        return Err(invalid_seq(name, &detail));
     }
     if !wants_stream(&headers) {
         let limit = query.limit.map_or(Ok(REPLAY_PAGE), |limit| list::limit(Some(limit)))?;
@@ -139,7 +139,7 @@ async fn list_events(
             tracing::debug!(job = %id, detail = problem.detail(), "an event stream ended early");
         }
     });
-    let stream = Sse::new(ReceiverStream::new(receiver)).keep_alive(KeepAlive::new().interval(PING).text("ping"));
+    let stream = Sse::new(ReceiverStream::new(receiver)).keep_alive(KeepAlive::new().interval(KEEP_ALIVE).text("ping"));
     Ok(([(header::CACHE_CONTROL, "no-store"), (HeaderName::from_static("x-accel-buffering"), "no")], stream)
         .into_response())
 }
@@ -161,10 +161,10 @@ fn parse_seq(text: Option<&str>, name: &str) -> Result<i64, Problem> {
     let Some(text) = text else { return Ok(0) };
     // A sign is not accepted.
     let seq = text.parse().ok().filter(|_| text.bytes().all(|byte| byte.is_ascii_digit()));
-    seq.ok_or_else(|| bad_seq(name, "must be the number (seq) of an event: start again without it"))
+    seq.ok_or_else(|| invalid_seq(name, "must be the number (seq) of an event: start again without it"))
 }
 
-fn bad_seq(name: &str, detail: &str) -> Problem {
+fn invalid_seq(name: &str, detail: &str) -> Problem {
     Problem::new(Code::InvalidCursor, format!("{name}: {detail}")).item(name, "invalid_cursor", detail)
 }
 
@@ -217,7 +217,7 @@ async fn follow(state: &AppState, id: JobId, mut after: i64, sender: &Sender) ->
 
 /// Sends an event. False when the client is gone, or reads too slowly.
 async fn send(sender: &Sender, event: sse::Event) -> bool {
-    sender.send_timeout(Ok(event), SLOW_CLIENT).await.is_ok()
+    sender.send_timeout(Ok(event), CLIENT_TIMEOUT).await.is_ok()
 }
 
 /// A line that a worker logged about a job.

@@ -99,7 +99,7 @@ impl<T: DeserializeOwned, S: Send + Sync> FromRequestParts<S> for Query<T> {
                 let text = text.rsplit_once("query string: ").map_or(text.as_str(), |(_, reason)| reason);
                 let (name, reason) = text.split_once(": ").unwrap_or(("", text));
                 let reason = if name.is_empty() { text } else { reason };
-                let reason = in_words(reason, given(parts.uri.query(), name).as_deref());
+                let reason = describe_parse_error(reason, given(parts.uri.query(), name).as_deref());
                 let detail = if name.is_empty() { reason.clone() } else { format!("{name}: {reason}") };
                 Err(Problem::new(Code::InvalidQuery, shortened(&detail)).item(
                     format!("?{name}"),
@@ -129,7 +129,7 @@ fn pairs_of(query: &str) -> Vec<(String, String)> {
 }
 
 /// Rewrites a parse error of the standard library as a rule and the value.
-fn in_words(reason: &str, given: Option<&str>) -> String {
+fn describe_parse_error(reason: &str, given: Option<&str>) -> String {
     let rule = match reason {
         "invalid digit found in string"
         | "cannot parse integer from empty string"
@@ -225,8 +225,8 @@ pub fn media_type(headers: &HeaderMap) -> String {
 const MIB: usize = 1 << 20;
 /// Maximum number of unfinished sign-in bodies, in total and per address. The limits are high enough that a flood does not displace
 /// a body whose bytes are arriving.
-const SIGN_INS_AT_ONCE: usize = 1024;
-const SIGN_INS_OF_ADDRESS: usize = 512;
+const MAX_SIGN_INS: usize = 1024;
+const MAX_SIGN_INS_PER_ADDRESS: usize = 512;
 
 /// Limits the memory that arriving bodies of one kind of sender hold together. Each kind has its own allowance, so that
 /// unauthenticated clients cannot block users or workers, and users cannot block workers.
@@ -238,8 +238,8 @@ struct Allowance {
 
 /// Allowance of clients without a credential: sign-ins of a few hundred bytes each. It is twice the memory that [`SIGN_INS`] can
 /// hold, so that the number of sign-ins is the effective limit, and a new body is never refused.
-static STRANGERS: Allowance = Allowance::new(2 * SIGN_INS_AT_ONCE * SESSION_LIMIT_BYTES / MIB, 5);
-static SIGN_INS: Unfinished = Unfinished::new(SIGN_INS_AT_ONCE, SIGN_INS_OF_ADDRESS);
+static STRANGERS: Allowance = Allowance::new(2 * MAX_SIGN_INS * SESSION_LIMIT_BYTES / MIB, 5);
+static SIGN_INS: Unfinished = Unfinished::new(MAX_SIGN_INS, MAX_SIGN_INS_PER_ADDRESS);
 static USERS: Allowance = Allowance::new(96, 120);
 static WORKERS: Allowance = Allowance::new(96, 120);
 
@@ -260,7 +260,7 @@ impl Allowance {
         }
     }
 
-    fn take(&self, kib: usize) -> Result<SemaphorePermit<'_>, Problem> {
+    fn acquire(&self, kib: usize) -> Result<SemaphorePermit<'_>, Problem> {
         self.kib.try_acquire_many(u32::try_from(kib).unwrap_or(u32::MAX)).map_err(|_| {
             Problem::new(Code::Overloaded, "too many bodies are arriving at once; try again").retry_after(2)
         })

@@ -19,7 +19,7 @@ use super::extract::{Json, Path};
 use super::idempotency::{Answer, identity, once};
 use super::jobs::{JobView, invalid};
 use super::lookup::{Prepared, UseOfHub, prepare};
-use super::submit::{keep_prompts, read_spec};
+use super::submit::{store_prompts, read_spec};
 use super::warm_start;
 use crate::id::JobId;
 use crate::spec::{
@@ -144,7 +144,7 @@ async fn fork(state: AppState, caller: Caller, id: JobId, request: ForkRequest) 
     if !errors.is_empty() {
         return Err(refused(errors));
     }
-    keep_prompts(&state, &owner, (train, eval, warm_up), &mut spec.redacted, &mut plan).await?;
+    store_prompts(&state, &owner, (train, eval, warm_up), &mut spec.redacted, &mut plan).await?;
     create(&state, (id, &owner), checkpoint, continues, spec, plan).await
 }
 
@@ -160,11 +160,11 @@ async fn create(
     let id = JobId::new();
     let kept = async {
         if continues {
-            warm_start::keep_of_parent(state, parent, id).await?;
+            warm_start::pin_files_of_parent(state, parent, id).await?;
             let (from, files) = ((parent, checkpoint.step, checkpoint.attempt), checkpoint.files.clone());
             warm_start::blocking(state, move |data| data.checkpoint_adopt(from, id, &files)).await
         } else {
-            warm_start::keep(state, id, &plan).await
+            warm_start::pin_files(state, id, &plan).await
         }
     };
     let created = match kept.await {
@@ -186,7 +186,7 @@ async fn create(
     let row = match created {
         Ok(row) => row,
         Err(problem) => {
-            warm_start::forget(state, id).await;
+            warm_start::unpin_files(state, id).await;
             return Err(problem);
         }
     };

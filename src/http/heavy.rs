@@ -26,15 +26,15 @@ const RETRY_AFTER_S: u64 = 5;
 /// Stack size of a worker thread. Only pages that are touched use memory.
 const STACK_BYTES: usize = 16 << 20;
 /// Minimum default number of slots: one per core, but at least this many, so that two keys never wait for each other.
-const LEAST_SLOTS: usize = 2;
+const MIN_SLOTS: usize = 2;
 
 /// The default number of slots.
 pub fn default_slots() -> usize {
-    std::thread::available_parallelism().map_or(LEAST_SLOTS, usize::from).max(LEAST_SLOTS)
+    std::thread::available_parallelism().map_or(MIN_SLOTS, usize::from).max(MIN_SLOTS)
 }
 
 /// Number of reward services that `POST /rewards/test` contacts concurrently; it mostly waits for them.
-pub(super) const ASKED: usize = 8;
+pub(super) const MAX_SERVICE_TESTS: usize = 8;
 
 /// A number of slots, shared fairly between keys. Cheap to clone.
 #[derive(Debug, Clone)]
@@ -109,7 +109,7 @@ impl Slots {
     }
 
     /// Returns a slot if one is free for this key now.
-    pub fn try_take(&self, key: &str) -> Option<Slot> {
+    pub fn try_acquire(&self, key: &str) -> Option<Slot> {
         let mut state = self.state();
         let of_key = state.keys.get(key);
         if state.taken >= self.0.total
@@ -125,7 +125,7 @@ impl Slots {
     ///
     /// # Errors
     /// When too many requests already wait, or no slot becomes free within `wait`.
-    pub async fn take(&self, key: &str, wait: Duration) -> Result<Slot, NoSlot> {
+    pub async fn acquire(&self, key: &str, wait: Duration) -> Result<Slot, NoSlot> {
         let (sender, receiver) = oneshot::channel();
         let ticket = {
             let mut state = self.state();
@@ -236,7 +236,7 @@ impl Drop for Place<'_> {
 pub(super) async fn slot(state: &AppState, slots: &Slots, caller: &Caller) -> Result<Slot, Problem> {
     let key = caller.word();
     let taken = tokio::select! {
-        taken = slots.take(&key, MAX_WAIT) => taken,
+        taken = slots.acquire(&key, MAX_WAIT) => taken,
         () = state.stopping.cancelled() => return Err(stopping()),
     };
     taken.map_err(|none| match none {
@@ -359,21 +359,21 @@ mod tests {
     async fn one_key_never_holds_more_than_half_of_the_slots() {
         for (total, share) in [(1, 1), (2, 1), (3, 1), (4, 2), (9, 4)] {
             let slots = Slots::new(total);
-            let held: Vec<Slot> = (0..share).map(|_| slots.try_take("a").unwrap()).collect();
-            assert!(slots.try_take("a").is_none() && slots.take("a", LONG).now_or_never().is_none(), "{total}");
-            assert_eq!(slots.try_take("b").is_some(), total > 1, "{total}");
+            let held: Vec<Slot> = (0..share).map(|_| slots.try_acquire("a").unwrap()).collect();
+            assert!(slots.try_acquire("a").is_none() && slots.acquire("a", LONG).now_or_never().is_none(), "{total}");
+            assert_eq!(slots.try_acquire("b").is_some(), total > 1, "{total}");
             drop(held);
-            assert!(slots.try_take("a").is_some(), "{total}");
+            assert!(slots.try_acquire("a").is_some(), "{total}");
         }
     }
 
     #[tokio::test]
     async fn a_key_with_a_long_queue_does_not_keep_others_waiting() {
         let slots = Slots::new(2);
-        let (first, second) = (slots.try_take("a").unwrap(), slots.try_take("b").unwrap());
-        let mut greedy: Vec<_> = (0..10).map(|_| Box::pin(slots.take("a", LONG))).collect();
+        let (first, second) = (slots.try_acquire("a").unwrap(), slots.try_acquire("b").unwrap());
+        let mut greedy: Vec<_> = (0..10).map(|_| Box::pin(slots.acquire("a", LONG))).collect();
         assert!(greedy.iter_mut().all(|next| next.now_or_never().is_none()));
-        let mut modest = Box::pin(slots.take("c", LONG));
+        let mut modest = Box::pin(slots.acquire("c", LONG));
         assert!((&mut modest).now_or_never().is_none());
         drop(first);
         let modest = modest.now_or_never().unwrap().unwrap();
@@ -386,17 +386,17 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn who_leaves_the_queue_leaves_no_trace_and_who_waits_too_long_is_told() {
         let slots = Slots::new(1);
-        let held = slots.try_take("a").unwrap();
-        let mut gone = Box::pin(slots.take("b", LONG));
+        let held = slots.try_acquire("a").unwrap();
+        let mut gone = Box::pin(slots.acquire("b", LONG));
         assert!((&mut gone).now_or_never().is_none());
         drop(gone);
-        let mut granted = Box::pin(slots.take("b", LONG));
+        let mut granted = Box::pin(slots.acquire("b", LONG));
         assert!((&mut granted).now_or_never().is_none());
-        assert_eq!(slots.take("c", Duration::from_secs(1)).await.unwrap_err(), NoSlot::TimedOut);
+        assert_eq!(slots.acquire("c", Duration::from_secs(1)).await.unwrap_err(), NoSlot::TimedOut);
         drop(held);
         // The request got the slot but was dropped before it noticed.
         drop(granted);
-        assert!(slots.try_take("d").is_some());
+        assert!(slots.try_acquire("d").is_some());
         let state = slots.state();
         assert!(state.taken == 0 && state.keys.is_empty() && state.waiting.is_empty(), "{state:?}");
     }
@@ -404,10 +404,10 @@ mod tests {
     #[tokio::test]
     async fn the_queue_of_a_key_has_an_end() {
         let slots = Slots::new(1);
-        let _held = slots.try_take("a").unwrap();
-        let mut queue: Vec<_> = (0..MAX_WAITING_OF_KEY).map(|_| Box::pin(slots.take("b", LONG))).collect();
+        let _held = slots.try_acquire("a").unwrap();
+        let mut queue: Vec<_> = (0..MAX_WAITING_OF_KEY).map(|_| Box::pin(slots.acquire("b", LONG))).collect();
         assert!(queue.iter_mut().all(|next| next.now_or_never().is_none()));
-        assert_eq!(slots.take("b", LONG).now_or_never().unwrap().unwrap_err(), NoSlot::Full);
-        assert!(slots.take("c", LONG).now_or_never().is_none());
+        assert_eq!(slots.acquire("b", LONG).now_or_never().unwrap().unwrap_err(), NoSlot::Full);
+        assert!(slots.acquire("c", LONG).now_or_never().is_none());
     }
 }

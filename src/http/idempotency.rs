@@ -16,7 +16,7 @@ use crate::digest::Sha256Digest;
 use crate::store::{KeyBegin, clock_ms};
 
 const IDEMPOTENCY_KEY: HeaderName = HeaderName::from_static("idempotency-key");
-const LONGEST_KEY: usize = 255;
+const MAX_KEY_CHARS: usize = 255;
 
 /// The response to a request that creates something, in a form that can be stored and sent again.
 #[derive(Debug, Clone)]
@@ -122,12 +122,12 @@ pub fn identity(of: impl Display) -> String {
 fn key_of(headers: &HeaderMap) -> Result<Option<String>, Problem> {
     let Some(value) = headers.get(IDEMPOTENCY_KEY) else { return Ok(None) };
     match value.to_str() {
-        Ok(key) if (1..=LONGEST_KEY).contains(&key.len()) && key.bytes().all(|byte| byte.is_ascii_graphic()) => {
+        Ok(key) if (1..=MAX_KEY_CHARS).contains(&key.len()) && key.bytes().all(|byte| byte.is_ascii_graphic()) => {
             Ok(Some(key.to_owned()))
         }
         Ok(_) | Err(_) => {
             let detail =
-                format!("Idempotency-Key must consist of 1 to {LONGEST_KEY} visible ASCII characters without spaces");
+                format!("Idempotency-Key must consist of 1 to {MAX_KEY_CHARS} visible ASCII characters without spaces");
             Err(Problem::new(Code::InvalidRequest, detail))
         }
     }

@@ -20,9 +20,9 @@ use crate::store::webhooks::WebhookRow;
 use crate::store::{KeyRow, NewKey, clock_ms};
 
 /// Maximum length of the name of a key or an owner, in characters.
-const LONGEST_NAME: usize = 100;
+const MAX_NAME_CHARS: usize = 100;
 /// Maximum lifetime of a key that expires: ten years, in seconds.
-const LONGEST_LIFE_S: i64 = 10 * 366 * 24 * 60 * 60;
+const MAX_LIFETIME_S: i64 = 10 * 366 * 24 * 60 * 60;
 
 pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new().routes(routes!(create_key, list_keys)).routes(routes!(get_key, revoke_key))
@@ -160,8 +160,8 @@ struct CreateKey {
 
 /// Checks a name; `what` is its field.
 pub(super) fn check_name(what: &str, name: &str) -> Option<FieldError> {
-    let good = !name.trim().is_empty() && name.chars().count() <= LONGEST_NAME && !name.chars().any(char::is_control);
-    let detail = format!("must have 1 to {LONGEST_NAME} characters, none of them a control character");
+    let good = !name.trim().is_empty() && name.chars().count() <= MAX_NAME_CHARS && !name.chars().any(char::is_control);
+    let detail = format!("must have 1 to {MAX_NAME_CHARS} characters, none of them a control character");
     (!good).then(|| FieldError { pointer: format!("/{what}"), code: "invalid".to_owned(), detail })
 }
 
@@ -196,7 +196,7 @@ async fn make(state: AppState, body: CreateKey) -> Result<Answer, Problem> {
         let detail = "the first key of a server must have the scope admin: otherwise no further key could be created";
         wrong("/scopes", "first_key_not_admin", detail);
     }
-    if expires_in_s.is_some_and(|seconds| !(1..=LONGEST_LIFE_S).contains(&seconds)) {
+    if expires_in_s.is_some_and(|seconds| !(1..=MAX_LIFETIME_S).contains(&seconds)) {
         wrong("/expires_in_s", "out_of_range", "must be between 1 second and ten years (316224000)");
     }
     if !errors.is_empty() {

@@ -186,7 +186,7 @@ async fn find_model(
     if let Some(repo) = repo.filter(|_| state.config.hub.may_be_asked()) {
         let found = match use_of_hub {
             UseOfHub::Register => hub::register(state, caller, None, &repo).await.map(|(row, _)| row),
-            UseOfHub::Look => hub::look(state, caller, id.to_owned(), &repo).await.map(Looked::into_row),
+            UseOfHub::Inspect => hub::look(state, caller, id.to_owned(), &repo).await.map(Looked::into_row),
         };
         return match found {
             Ok(row) => Ok(Some(row)),
@@ -219,7 +219,7 @@ pub(super) enum UseOfHub {
     /// Register and download it.
     Register,
     /// Inspect it and store nothing.
-    Look,
+    Inspect,
 }
 
 /// Reads the model's card and counts the tokens of prompts, until `stop` is set. Blocking.

@@ -25,7 +25,7 @@ use crate::modelcard::text::{Text, TextError};
 use crate::modelcard::{self, Backbone, ClassifierCard, ModelCard, ModelCardError, ModelFile};
 use crate::store::{ModelRow, NewModel, clock_ms};
 
-const LONGEST_ID: usize = 200;
+const MAX_ID_CHARS: usize = 200;
 /// The key under which a model's record stores the stamp of its files.
 const STAMP: &str = "stamp";
 
@@ -350,11 +350,11 @@ fn check_id(id: &str) -> Result<(), Problem> {
             && !part.starts_with('.')
             && part.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte))
     };
-    if id.len() <= LONGEST_ID && id.split('/').all(part) {
+    if id.len() <= MAX_ID_CHARS && id.split('/').all(part) {
         return Ok(());
     }
     let detail = format!(
-        "'{}' is not a valid model id: use up to {LONGEST_ID} letters, digits, '.', '_' and '-', in parts joined by '/', such as org/name",
+        "'{}' is not a valid model id: use up to {MAX_ID_CHARS} letters, digits, '.', '_' and '-', in parts joined by '/', such as org/name",
         shortened(id)
     );
     Err(Problem::new(Code::InvalidBody, detail.clone()).item("/id", "invalid", detail))

@@ -42,13 +42,13 @@ use stored::{newest_groups, with_columns};
 /// Number of samples scored together. Chunks that finish in time are kept.
 const CHUNK: usize = 256;
 /// Maximum number of concurrent re-scores. Further requests are refused.
-pub(super) const PLACES: usize = 4;
+pub(super) const MAX_CONCURRENT: usize = 4;
 /// Time limit for reading the request, and for comparing old and new values.
 const COMPUTE_WITHIN: Duration = Duration::from_secs(20);
 /// Extra time for the last sample of a built-in reward after the limit.
 const LAST_SAMPLE: Duration = Duration::from_secs(2);
 /// Maximum number of different errors in a response.
-const ERRORS: usize = 10;
+const MAX_ERRORS: usize = 10;
 
 pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new().routes(routes!(rescore_job))
@@ -358,9 +358,9 @@ fn compare(wanted: &Wanted, plan: &Plan, own: &[RewardPlan], stored: &[Sample], 
         }
     }
     errors.sort_by_key(|error| std::cmp::Reverse(error.count));
-    errors.truncate(ERRORS);
+    errors.truncate(MAX_ERRORS);
     let values = |of: fn(&RescoredSample) -> Option<f64>| results.iter().filter_map(of).collect::<Vec<f64>>();
-    let (olds, news) = (values(|result| result.old), values(|result| result.new));
+    let (old_values, new_values) = (values(|result| result.old), values(|result| result.new));
     Rescore {
         reward: wanted.plan.name.clone(),
         replaces: wanted.replaces.clone(),
@@ -374,8 +374,8 @@ fn compare(wanted: &Wanted, plan: &Plan, own: &[RewardPlan], stored: &[Sample], 
         errors,
         warnings: Vec::new(),
         latency_ms: 0.0,
-        old: Spread::of(&olds),
-        new: Spread::of(&news),
+        old: Spread::of(&old_values),
+        new: Spread::of(&new_values),
         correlation: Correlation::of(&groups.concat()),
         advantages: AdvantageChange::of(&advantages),
         groups: GroupAgreement::of(&groups),

@@ -81,7 +81,7 @@ async fn retry(state: AppState, caller: Caller, id: JobId, from: Option<RetryFro
     }
     let new = JobId::new();
     let made = async {
-        warm_start::keep_of_parent(&state, id, new).await?;
+        warm_start::pin_files_of_parent(&state, id, new).await?;
         match from.unwrap_or_else(|| RetryFrom::after(old.failure.as_ref())) {
             RetryFrom::Start => state.store.job_retry(id, new, clock_ms()).await.map_err(Problem::from),
             RetryFrom::Latest => {
@@ -93,7 +93,7 @@ async fn retry(state: AppState, caller: Caller, id: JobId, from: Option<RetryFro
     let row = match made.await {
         Ok(row) => row,
         Err(problem) => {
-            warm_start::forget(&state, new).await;
+            warm_start::unpin_files(&state, new).await;
             return Err(problem);
         }
     };

@@ -322,10 +322,10 @@ fn csv_of<'s>(
                 SamplePhase::Train => "train".to_owned(),
                 SamplePhase::Eval => "eval".to_owned(),
             },
-            harmless(group_id),
-            harmless(prompt_id),
-            harmless(prompt),
-            harmless(completion),
+            escape_formula(group_id),
+            escape_formula(prompt_id),
+            escape_formula(prompt),
+            escape_formula(completion),
             number(*reward),
         ];
         let values = names.iter().map(|name| number(rewards.get(name).copied().flatten()));
@@ -340,6 +340,6 @@ fn csv_of<'s>(
 }
 
 /// Escapes a text that a spreadsheet would interpret as a formula (OWASP, CSV injection).
-fn harmless(text: &str) -> String {
+fn escape_formula(text: &str) -> String {
     if text.starts_with(['=', '+', '-', '@', '\t', '\r']) { format!("'{text}") } else { text.to_owned() }
 }

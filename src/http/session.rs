@@ -92,7 +92,7 @@ async fn open_session(
     let now = clock_ms();
     state.failures.admit(client, key.trim())?;
     let caller = auth::of_key_text(&state, key.trim()).await?;
-    state.failures.note(client, key.trim(), caller.is_some());
+    state.failures.record(client, key.trim(), caller.is_some());
     let Some(caller) = caller else {
         return Err(Problem::new(Code::Unauthorized, "the key is not valid"));
     };

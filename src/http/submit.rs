@@ -15,7 +15,7 @@ use utoipa_axum::routes;
 use super::AppState;
 use super::auth::Caller;
 use super::dataset_sources::written;
-use super::datasets::keep_rows;
+use super::datasets::store_rows;
 use super::error::{Code, Problem, ProblemBody, shortened};
 use super::extract::{Json, Query, expect_document, media_type, parse_document, read_body};
 use super::heavy;
@@ -183,14 +183,14 @@ pub(super) async fn submit(
             return Err(invalid(Code::InvalidSpec, errors));
         }
     };
-    keep_prompts(&state, caller.owner(), (train, eval, warm_up), &mut spec.redacted, &mut plan).await?;
+    store_prompts(&state, caller.owner(), (train, eval, warm_up), &mut spec.redacted, &mut plan).await?;
     let id = JobId::new();
-    warm_start::keep(&state, id, &plan).await?;
+    warm_start::pin_files(&state, id, &plan).await?;
     let (secrets, priority) = (&spec.secrets, spec.priority);
     let new = NewJob { id, spec: &spec.redacted, plan: &plan, secrets, parent: None, priority, owner: caller.owner() };
     let created = state.store.job_create(new, clock_ms()).await;
     if created.is_err() {
-        warm_start::forget(&state, id).await;
+        warm_start::unpin_files(&state, id).await;
     }
     let row = match created {
         Err(StoreError::NotFound { kind: "dataset", id }) => {
@@ -221,14 +221,14 @@ fn put_placeholder(document: &mut Value) -> Option<FieldError> {
 }
 
 /// Stores the rows that were sent with a job, and writes the ids of their datasets to its plan and document.
-pub(super) async fn keep_prompts(
+pub(super) async fn store_prompts(
     state: &AppState,
     owner: &str,
     (train, eval, warm_up): (Option<Prompts>, EvalPrompts, Option<Prompts>),
     document: &mut Value,
     plan: &mut Plan,
 ) -> Result<(), Problem> {
-    if let Some(row) = keep(state, owner, train).await? {
+    if let Some(row) = store_uploaded_dataset(state, owner, train).await? {
         store_in(&mut plan.dataset, &row);
         document["dataset"] = submittable_dataset(&plan.dataset);
         if let Some(eval) = plan.eval.as_mut().filter(|eval| eval.fraction.is_some()) {
@@ -236,9 +236,9 @@ pub(super) async fn keep_prompts(
         }
     }
     if let Some(plan) = &mut plan.eval {
-        keep_eval_prompts(state, owner, eval, document, plan).await?;
+        store_eval_prompts(state, owner, eval, document, plan).await?;
     }
-    if let (Some(row), Some(warm_up)) = (keep(state, owner, warm_up).await?, &mut plan.warm_up) {
+    if let (Some(row), Some(warm_up)) = (store_uploaded_dataset(state, owner, warm_up).await?, &mut plan.warm_up) {
         store_in(&mut warm_up.dataset, &row);
         document["warm_up"]["dataset"] = submittable_dataset(&warm_up.dataset);
         // The stored rows are already mapped.
@@ -250,7 +250,7 @@ pub(super) async fn keep_prompts(
 }
 
 /// Stores the rows that an evaluation names in the same way.
-async fn keep_eval_prompts(
+async fn store_eval_prompts(
     state: &AppState,
     owner: &str,
     eval: EvalPrompts,
@@ -258,15 +258,15 @@ async fn keep_eval_prompts(
     plan: &mut EvalPlan,
 ) -> Result<(), Problem> {
     let EvalPrompts { eval, test, guard } = eval;
-    if let Some(row) = keep(state, owner, eval).await? {
+    if let Some(row) = store_uploaded_dataset(state, owner, eval).await? {
         store_in(&mut plan.dataset, &row);
         document["eval"]["dataset"] = submittable_dataset(&plan.dataset);
     }
-    if let (Some(row), Some(dataset)) = (keep(state, owner, test).await?, &mut plan.test_dataset) {
+    if let (Some(row), Some(dataset)) = (store_uploaded_dataset(state, owner, test).await?, &mut plan.test_dataset) {
         store_in(dataset, &row);
         document["eval"]["test_dataset"] = submittable_dataset(dataset);
     }
-    if let (Some(row), Some(guard)) = (keep(state, owner, guard).await?, &mut plan.guard) {
+    if let (Some(row), Some(guard)) = (store_uploaded_dataset(state, owner, guard).await?, &mut plan.guard) {
         store_in(&mut guard.dataset, &row);
         document["eval"]["guard"]["dataset"] = submittable_dataset(&guard.dataset);
     }
@@ -282,7 +282,7 @@ fn store_in(plan: &mut DatasetPlan, row: &DatasetRow) {
 }
 
 /// Creates a dataset from rows that were sent with the job; None if they are a dataset already.
-async fn keep(state: &AppState, owner: &str, prompts: Option<Prompts>) -> Result<Option<DatasetRow>, Problem> {
+async fn store_uploaded_dataset(state: &AppState, owner: &str, prompts: Option<Prompts>) -> Result<Option<DatasetRow>, Problem> {
     let rows = match prompts.map(|prompts| prompts.source) {
         None | Some(Source::Stored(_)) => return Ok(None),
         Some(Source::Uploaded(summary, staged, origin)) => (summary, staged, origin),
@@ -297,7 +297,7 @@ async fn keep(state: &AppState, owner: &str, prompts: Option<Prompts>) -> Result
             (summary, staged, origin)
         }
     };
-    Ok(Some(keep_rows(state, owner, None, rows).await?.0))
+    Ok(Some(store_rows(state, owner, None, rows).await?.0))
 }
 
 /// Options of a validation.
@@ -378,13 +378,13 @@ async fn validate_job(
     if query.from.as_ref().is_some_and(|from| from != "trl") {
         return Err(unsupported("from", "only TRL configurations can be translated: from=trl"));
     }
-    let look = query.probe.then_some(probe::Size::read(query.probe_prompts, query.probe_timeout_s)?);
+    let preflight_limits = query.probe.then_some(preflight::Limits::read(query.probe_prompts, query.probe_timeout_s)?);
     let headers = request.headers().clone();
     let (document, _) = read_document(&headers, request).await?;
     if query.from.is_none() {
-        return validated(&state, &caller, document, Vec::new(), look).await.map(Json);
+        return validated(&state, &caller, document, Vec::new(), preflight_limits).await.map(Json);
     }
-    translated(&state, &caller, &document, look).await.map(Json)
+    translated(&state, &caller, &document, preflight_limits).await.map(Json)
 }
 
 /// Validates a document; `errors` are those found before. Runs a preflight of a valid job if requested.
@@ -393,11 +393,11 @@ async fn validated(
     caller: &Caller,
     document: Value,
     mut errors: Vec<FieldError>,
-    look: Option<probe::Size>,
+    preflight_limits: Option<preflight::Limits>,
 ) -> Result<Validation, Problem> {
     let (mut spec, found) = read_spec(state, caller, document).await?;
     errors.extend(found);
-    let prepared = prepare(state, caller, &mut spec, None, UseOfHub::Look).await?;
+    let prepared = prepare(state, caller, &mut spec, None, UseOfHub::Inspect).await?;
     errors.extend(prepared.errors);
     let resolved = resolve(&spec, &prepared.context);
     let mut report = None;
@@ -419,8 +419,8 @@ async fn validated(
                     dataset.insert("sha256".to_owned(), Value::Null);
                 }
             }
-            if let (Some(size), Some(train)) = (look, prepared.train) {
-                report = Some(probe::probe(state, spec, &resolution, train, size).await?);
+            if let (Some(size), Some(train)) = (preflight_limits, prepared.train) {
+                report = Some(preflight::run(state, spec, &resolution, train, size).await?);
             }
             let warnings = prepared.warnings.into_iter().chain(resolution.warnings).collect();
             (Some(plan), warnings, Some(resolution.estimate))
@@ -441,13 +441,13 @@ async fn translated(
     state: &AppState,
     caller: &Caller,
     document: &Value,
-    look: Option<probe::Size>,
+    preflight_limits: Option<preflight::Limits>,
 ) -> Result<Validation, Problem> {
     let conversion = trl::convert(document, rows_of_named(state, caller, document).await?);
     // Without batch sizes the plan would consist of defaults that the user did not choose.
     let complete = conversion.spec.pointer("/training/prompts_per_step").is_some();
-    let look = look.filter(|_| complete && conversion.unsupported.is_empty());
-    let mut validation = validated(state, caller, conversion.spec.clone(), conversion.errors.clone(), look).await?;
+    let preflight_limits = preflight_limits.filter(|_| complete && conversion.unsupported.is_empty());
+    let mut validation = validated(state, caller, conversion.spec.clone(), conversion.errors.clone(), preflight_limits).await?;
     let told = |error: FieldError| conversion.told_by_key(error);
     let too_small = |error: &FieldError| !complete && error.code == "dataset_too_small";
     validation.errors = validation.errors.into_iter().filter(|error| !too_small(error)).map(told).collect();

@@ -24,15 +24,15 @@ use crate::outgoing::Net;
 /// Size of the bucket: maximum number of invalid keys in quick succession.
 const BURST: f64 = 20.0;
 /// Tokens of the bucket that keys refused before cannot use.
-const KEPT: f64 = 10.0;
+const RESERVED: f64 = 10.0;
 /// Time until one token is added.
-const PAUSE: Duration = Duration::from_secs(6);
+const REFILL_INTERVAL: Duration = Duration::from_secs(6);
 /// Maximum number of addresses to remember. Beyond it the least recently seen one is dropped.
-const ADDRESSES: usize = 4096;
+const MAX_ADDRESSES: usize = 4096;
 /// Maximum number of keys to remember per address.
-const KEYS: usize = 16;
+const MAX_KEYS: usize = 16;
 /// Minimum interval between two log entries about the same address.
-const TOLD_EVERY: Duration = Duration::from_secs(60);
+const LOG_INTERVAL: Duration = Duration::from_secs(60);
 const X_FORWARDED_FOR: &str = "x-forwarded-for";
 
 /// Address of a client; None if the request did not come from a socket.
@@ -96,22 +96,22 @@ impl Failures {
     }
 
     /// Records whether the credential was valid.
-    pub(super) fn note(&self, client: Client, credential: &str, is_valid: bool) {
-        self.note_at(client, credential, is_valid, Instant::now());
+    pub(super) fn record(&self, client: Client, credential: &str, is_valid: bool) {
+        self.record_at(client, credential, is_valid, Instant::now());
     }
 
     fn admit_at(&self, client: Client, credential: &str, now: Instant) -> Result<(), u64> {
         self.of(client, now, |address, bucket| bucket.admit(address, mark(credential), now)).unwrap_or(Ok(()))
     }
 
-    fn note_at(&self, client: Client, credential: &str, is_valid: bool, now: Instant) {
-        self.of(client, now, |_, bucket| bucket.note(mark(credential), is_valid));
+    fn record_at(&self, client: Client, credential: &str, is_valid: bool, now: Instant) {
+        self.of(client, now, |_, bucket| bucket.record(mark(credential), is_valid));
     }
 
     fn of<T>(&self, client: Client, now: Instant, then: impl FnOnce(IpAddr, &mut Bucket) -> T) -> Option<T> {
         let address = client.0.filter(|address| !address.is_loopback()).map(network)?;
         let mut addresses = self.addresses.lock().unwrap_or_else(PoisonError::into_inner);
-        if addresses.len() >= ADDRESSES && !addresses.contains_key(&address) {
+        if addresses.len() >= MAX_ADDRESSES && !addresses.contains_key(&address) {
             let longest_away = addresses.iter().min_by_key(|(_, bucket)| bucket.at).map(|(address, _)| *address);
             longest_away.and_then(|address| addresses.remove(&address));
         }
@@ -158,7 +158,7 @@ impl Bucket {
     }
 
     fn refill(&mut self, now: Instant) {
-        let more = now.saturating_duration_since(self.at).as_secs_f64() / PAUSE.as_secs_f64();
+        let more = now.saturating_duration_since(self.at).as_secs_f64() / REFILL_INTERVAL.as_secs_f64();
         (self.left, self.at) = ((self.left + more).min(BURST), now);
     }
 
@@ -167,20 +167,20 @@ impl Bucket {
         if self.good.has(mark) || self.open.has(mark) {
             return Ok(());
         }
-        let needed = if self.wrong.has(mark) { KEPT + 1.0 } else { 1.0 };
+        let needed = if self.wrong.has(mark) { RESERVED + 1.0 } else { 1.0 };
         if self.left < needed {
-            if self.told.is_none_or(|told| now.saturating_duration_since(told) >= TOLD_EVERY) {
+            if self.told.is_none_or(|told| now.saturating_duration_since(told) >= LOG_INTERVAL) {
                 self.told = Some(now);
                 tracing::warn!(%address, "too many invalid keys from an address: refusing further ones for now");
             }
-            return Err(((needed - self.left) * PAUSE.as_secs_f64()).ceil().max(1.0) as u64);
+            return Err(((needed - self.left) * REFILL_INTERVAL.as_secs_f64()).ceil().max(1.0) as u64);
         }
         self.left -= 1.0;
         self.open.add(mark);
         Ok(())
     }
 
-    fn note(&mut self, mark: u64, is_valid: bool) {
+    fn record(&mut self, mark: u64, is_valid: bool) {
         let paid = self.open.take(mark);
         if is_valid {
             if paid {
@@ -201,7 +201,7 @@ impl Bucket {
 /// The most recent keys.
 #[derive(Debug, Default)]
 struct Marks {
-    kept: [Option<u64>; KEYS],
+    kept: [Option<u64>; MAX_KEYS],
     next: usize,
 }
 
@@ -213,7 +213,7 @@ impl Marks {
     fn add(&mut self, mark: u64) {
         if !self.has(mark) {
             self.kept[self.next] = Some(mark);
-            self.next = (self.next + 1) % KEYS;
+            self.next = (self.next + 1) % MAX_KEYS;
         }
     }
 
@@ -234,7 +234,7 @@ mod tests {
     /// Sends an invalid key.
     fn guess(failures: &Failures, client: Client, key: &str, now: Instant) -> Result<(), u64> {
         failures.admit_at(client, key, now)?;
-        failures.note_at(client, key, false, now);
+        failures.record_at(client, key, false, now);
         Ok(())
     }
 
@@ -266,12 +266,12 @@ mod tests {
             // Many concurrent requests before the first is known to be valid.
             failures.admit_at(client, "good", now).unwrap();
         }
-        failures.note_at(client, "good", true, now);
+        failures.record_at(client, "good", true, now);
         let taken = (0..100).take_while(|n| guess(&failures, client, &format!("k{n}"), now).is_ok()).count();
         assert_eq!(taken, 20);
         assert_eq!(failures.admit_at(client, "good", now), Ok(()));
         // Until the key is refused, for example because it was revoked.
-        failures.note_at(client, "good", false, now);
+        failures.record_at(client, "good", false, now);
         assert!(failures.admit_at(client, "good", now).is_err());
     }
 
@@ -306,7 +306,7 @@ mod tests {
             guess(&failures, client, "k", now + Duration::from_millis(n.into())).unwrap();
         }
         let addresses = failures.addresses.lock().unwrap();
-        assert_eq!(addresses.len(), ADDRESSES);
+        assert_eq!(addresses.len(), MAX_ADDRESSES);
         assert!(!addresses.contains_key(&"10.0.0.0".parse().unwrap()));
     }
 

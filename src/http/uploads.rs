@@ -16,7 +16,7 @@ use utoipa::IntoParams;
 
 use super::AppState;
 use super::auth::Caller;
-use super::dataset_sources::{Files, LOOK_BYTES, fetch, fetch_start, uploaded, written};
+use super::dataset_sources::{Files, PREVIEW_BYTES, fetch, fetch_start, uploaded, written};
 use super::error::{Code, Problem, shortened};
 use super::extract::{announced_bytes, body_fault, body_problem, media_type};
 use super::rows::{UPLOAD_DEADLINE, WRITE_BYTES, check_disk, read_rows, too_large};
@@ -24,7 +24,7 @@ use crate::dataset::{Format, Recipe, Summary};
 use crate::files::StagedDone;
 use crate::spec::HubDataset;
 
-const LONGEST_NAME: usize = 200;
+const MAX_NAME_CHARS: usize = 200;
 /// Maximum size of a JSON request for a hub dataset, or of a mapping, in bytes.
 const MAX_DOCUMENT_BYTES: usize = 256 * 1024;
 
@@ -85,9 +85,9 @@ impl CreateQuery {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Purpose {
     /// The rows become a dataset.
-    Keep,
+    Store,
     /// The rows are previewed: the beginning is enough, and they stay unconverted.
-    Look,
+    Preview,
 }
 
 /// The name and the rows of a request.
@@ -130,8 +130,8 @@ pub(super) async fn receive(
     if let Some(wanted) = hub_document(&kind, &start) {
         let (hub_name, wanted) = wanted?;
         let files = match purpose {
-            Purpose::Keep => fetch(state, caller, &wanted).await?,
-            Purpose::Look => fetch_start(state, caller, &wanted).await?,
+            Purpose::Store => fetch(state, caller, &wanted).await?,
+            Purpose::Preview => fetch_start(state, caller, &wanted).await?,
         };
         let rows = SentRows::Files(Box::new(files), wanted.recipe());
         return Ok(Sent { name: checked_name(hub_name)?.or(name), rows });
@@ -163,17 +163,17 @@ async fn read_upload<E>(
     failed: impl Fn(E) -> Problem,
 ) -> Result<SentRows, Problem> {
     let Upload { name, format, recipe, start, purpose } = upload;
-    let is_streamed = purpose == Purpose::Keep && recipe.is_plain() && !is_packed(&start);
+    let is_streamed = purpose == Purpose::Store && recipe.is_plain() && !is_packed(&start);
     if let Some(format) = format.filter(|_| is_streamed) {
         let (summary, staged) = read_rows(state, format, pieces, failed).await?;
         return Ok(SentRows::Ready(summary, staged));
     }
-    let staged = keep_raw(state, pieces, failed, enough(purpose, &start)).await?;
+    let staged = store_raw(state, pieces, failed, enough(purpose, &start)).await?;
     Ok(SentRows::Files(Box::new(uploaded(name.as_deref(), format, staged)), recipe))
 }
 
 /// Writes an upload to a file as it arrives, limited only by the disk.
-async fn keep_raw<E>(
+async fn store_raw<E>(
     state: &AppState,
     mut pieces: impl Stream<Item = Result<Bytes, E>> + Unpin,
     failed: impl Fn(E) -> Problem,
@@ -205,8 +205,8 @@ async fn keep_raw<E>(
 /// Number of bytes of an upload that are needed. A parquet file's index is at its end.
 fn enough(purpose: Purpose, start: &[u8]) -> u64 {
     match purpose {
-        Purpose::Look if !start.starts_with(b"PAR1") => LOOK_BYTES,
-        Purpose::Look | Purpose::Keep => u64::MAX,
+        Purpose::Preview if !start.starts_with(b"PAR1") => PREVIEW_BYTES,
+        Purpose::Preview | Purpose::Store => u64::MAX,
     }
 }
 
@@ -285,7 +285,7 @@ async fn read_form(
                 let start = peek(&mut part, broken_form, false).await?;
                 let pieces = stream::iter([Ok(Bytes::from(start.clone()))]).chain(part);
                 // The field `mapping` may come after the file.
-                let staged = keep_raw(state, pieces, broken_form, enough(purpose, &start)).await?;
+                let staged = store_raw(state, pieces, broken_form, enough(purpose, &start)).await?;
                 raw = Some((file, format, is_packed(&start), staged));
             }
             Some("file") => {
@@ -304,7 +304,7 @@ async fn read_form(
     let Some((file, format, is_packed, staged)) = raw else {
         return Err(bad_form("the field 'file' is required: it contains the rows".to_owned()));
     };
-    let is_plain = recipe.is_plain() && purpose == Purpose::Keep && !is_packed;
+    let is_plain = recipe.is_plain() && purpose == Purpose::Store && !is_packed;
     let rows = match format {
         Err(problem) if is_plain => return Err(problem),
         Ok(format) if is_plain => {
@@ -350,7 +350,7 @@ pub(super) async fn short_text(mut part: Field<'_>) -> Result<String, Problem> {
     let mut bytes = Vec::new();
     while let Some(chunk) = part.chunk().await.map_err(broken_form)? {
         bytes.extend_from_slice(&chunk);
-        if bytes.len() > 4 * LONGEST_NAME {
+        if bytes.len() > 4 * MAX_NAME_CHARS {
             return Err(bad_name());
         }
     }
@@ -399,7 +399,7 @@ pub(super) fn broken_form(error: MultipartError) -> Problem {
 pub(super) fn checked_name(name: Option<String>) -> Result<Option<String>, Problem> {
     match name {
         Some(name)
-            if name.trim().is_empty() || name.chars().count() > LONGEST_NAME || name.chars().any(char::is_control) =>
+            if name.trim().is_empty() || name.chars().count() > MAX_NAME_CHARS || name.chars().any(char::is_control) =>
         {
             Err(bad_name())
         }
@@ -408,7 +408,7 @@ pub(super) fn checked_name(name: Option<String>) -> Result<Option<String>, Probl
 }
 
 fn bad_name() -> Problem {
-    let detail = format!("a name must have 1 to {LONGEST_NAME} characters, none of them a control character");
+    let detail = format!("a name must have 1 to {MAX_NAME_CHARS} characters, none of them a control character");
     Problem::new(Code::InvalidQuery, detail.clone()).item("?name", "invalid", detail)
 }
 

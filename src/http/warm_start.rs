@@ -195,7 +195,7 @@ pub(super) async fn source(state: &AppState, plan: &Plan) -> Result<Option<(Path
 }
 
 /// Links the files of a plan's warm start for a job that is about to be created.
-pub(super) async fn keep(state: &AppState, job: JobId, plan: &Plan) -> Result<(), Problem> {
+pub(super) async fn pin_files(state: &AppState, job: JobId, plan: &Plan) -> Result<(), Problem> {
     let Some((from, files)) = source(state, plan).await? else { return Ok(()) };
     let wanted: &[&str] = if plan.lora.is_some() { &ADAPTER } else { &MODEL };
     let files: Vec<FileEntry> = files.into_iter().filter(|file| wanted.contains(&file.name.as_str())).collect();
@@ -206,12 +206,12 @@ pub(super) async fn keep(state: &AppState, job: JobId, plan: &Plan) -> Result<()
 }
 
 /// Links the initial files of the job that a new one is created from.
-pub(super) async fn keep_of_parent(state: &AppState, parent: JobId, job: JobId) -> Result<(), Problem> {
+pub(super) async fn pin_files_of_parent(state: &AppState, parent: JobId, job: JobId) -> Result<(), Problem> {
     blocking(state, move |data| data.initial_copy(parent, job)).await
 }
 
 /// Removes the files of a job that was not created after all.
-pub(super) async fn forget(state: &AppState, job: JobId) {
+pub(super) async fn unpin_files(state: &AppState, job: JobId) {
     if let Err(problem) = blocking(state, move |data| data.job_remove(job)).await {
         tracing::warn!(%job, ?problem, "could not remove the files of a job that was not created; the next start removes them");
     }

@@ -26,9 +26,9 @@ use crate::store::clock_ms;
 use crate::store::webhooks::{KeepOld, MOST_OLD_SECRETS, NewWebhook, WebhookPatch, WebhookRow};
 
 /// Maximum number of subscriptions per owner; the same limit applies to subscriptions to all owners' jobs.
-const MOST: u64 = 100;
+const MAX_WEBHOOKS: u64 = 100;
 /// Maximum length of the URL and of the description, in characters.
-const LONGEST: usize = 2000;
+const MAX_CHARS: usize = 2000;
 /// Default time in seconds for which an old secret remains valid after a rotation.
 const OLD_SECRET_S: u32 = 24 * 60 * 60;
 
@@ -178,8 +178,8 @@ fn item(pointer: &str, code: &str, detail: impl Into<String>) -> FieldError {
 /// Checks the URL and returns it in normalized form.
 async fn read_url(state: &AppState, url: &str, errors: &mut Vec<FieldError>) -> Result<String, Problem> {
     let policy = reach::outgoing(state).await?;
-    if url.len() > LONGEST {
-        errors.push(item("/url", "too_long", format!("at most {LONGEST} characters")));
+    if url.len() > MAX_CHARS {
+        errors.push(item("/url", "too_long", format!("at most {MAX_CHARS} characters")));
         return Ok(String::new());
     }
     if url.contains(char::is_control) {
@@ -205,8 +205,8 @@ fn check(events: Option<&[MessageType]>, description: Option<&str>) -> Vec<Field
     if events.is_some_and(<[MessageType]>::is_empty) {
         errors.push(item("/events", "required", "name at least one; omit the field for all"));
     }
-    if description.is_some_and(|text| text.chars().count() > LONGEST) {
-        errors.push(item("/description", "too_long", format!("at most {LONGEST} characters")));
+    if description.is_some_and(|text| text.chars().count() > MAX_CHARS) {
+        errors.push(item("/description", "too_long", format!("at most {MAX_CHARS} characters")));
     }
     errors
 }
@@ -276,8 +276,8 @@ async fn subscribe(state: AppState, caller: Caller, body: CreateWebhook) -> Resu
         return Err(Problem::new(Code::Forbidden, detail));
     }
     let all_jobs = all_jobs.unwrap_or(is_admin);
-    if state.store.webhook_count(caller.owner(), all_jobs).await? >= MOST {
-        return Err(Problem::new(Code::Conflict, format!("there are already {MOST} webhooks; delete one first")));
+    if state.store.webhook_count(caller.owner(), all_jobs).await? >= MAX_WEBHOOKS {
+        return Err(Problem::new(Code::Conflict, format!("there are already {MAX_WEBHOOKS} webhooks; delete one first")));
     }
     let new = NewWebhook {
         owner: caller.owner().to_owned(),

@@ -46,13 +46,13 @@ use crate::store::publish;
 use crate::store::{Beat, Claimed, PublishCheckpoint, StoreError, clock_ms};
 
 /// Maximum time that a claim request is held open, in ms.
-const LONGEST_WAIT_MS: u64 = 60_000;
+const MAX_WAIT_MS: u64 = 60_000;
 /// Maximum time that a request for new callback entries is held open.
-const CALLBACKS_HELD: Duration = Duration::from_secs(20);
+const HOLD_CALLBACKS_FOR: Duration = Duration::from_secs(20);
 /// Maximum size of a checkpoint file, in bytes.
 const FILE_LIMIT_BYTES: u64 = 1 << 38;
 /// Maximum number of refused workers to remember.
-const REFUSED_WORKERS: usize = 1000;
+const MAX_REFUSED_WORKERS: usize = 1000;
 /// Maximum size of one journal call, in bytes: a worker's batch, or a single answer of 8 MiB as a JSON string.
 const JOURNAL_LIMIT_BYTES: usize = 32 << 20;
 
@@ -149,7 +149,7 @@ pub struct RefusedWorkers(Mutex<BTreeSet<WorkerId>>);
 impl RefusedWorkers {
     fn is_new(&self, worker: WorkerId) -> bool {
         let mut seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if seen.len() >= REFUSED_WORKERS {
+        if seen.len() >= MAX_REFUSED_WORKERS {
             seen.clear();
         }
         seen.insert(worker)
@@ -162,7 +162,7 @@ async fn claim(
     Json(body): Json<ClaimRequest>,
 ) -> Result<Response, Problem> {
     same_protocol(body.protocol)?;
-    let deadline = Instant::now() + Duration::from_millis(body.wait_ms.min(LONGEST_WAIT_MS));
+    let deadline = Instant::now() + Duration::from_millis(body.wait_ms.min(MAX_WAIT_MS));
     let mut queue = state.store.queue_changed();
     loop {
         queue.mark_unchanged();
@@ -394,7 +394,7 @@ async fn send_callbacks(
     Path((job, after)): Path<(JobId, i64)>,
     Query(Fence { attempt }): Query<Fence>,
 ) -> Result<Json<CallbackNews>, Problem> {
-    let deadline = Instant::now() + CALLBACKS_HELD;
+    let deadline = Instant::now() + HOLD_CALLBACKS_FOR;
     let mut changes = state.store.callbacks_changed();
     loop {
         changes.mark_unchanged();

@@ -20,19 +20,19 @@ use crate::reward::signature::{self, Key};
 /// Maximum size of a body, in bytes. A client splits a larger request.
 const BODY_LIMIT_BYTES: u64 = 64 << 20;
 /// Memory limit for all bodies together, while they arrive and while they wait for the model, in KiB.
-const HELD_KIB: usize = 256 * 1024;
+const BUFFER_KIB: usize = 256 * 1024;
 /// Maximum number of bodies that are arriving, in total and per address.
-const ARRIVING: usize = 512;
-const ARRIVING_OF_ADDRESS: usize = 256;
+const MAX_ARRIVING: usize = 512;
+const MAX_ARRIVING_PER_ADDRESS: usize = 256;
 /// Maximum pause between two pieces of a body.
-const PAUSE: Duration = Duration::from_secs(10);
+const MAX_PAUSE: Duration = Duration::from_secs(10);
 /// Time limit for a body: this long, plus one second per 16 KiB, up to two minutes.
 const GRACE: Duration = Duration::from_secs(5);
-const SLOWEST_BYTES_PER_S: u64 = 16 * 1024;
-const LONGEST: Duration = Duration::from_secs(120);
+const MIN_BYTES_PER_S: u64 = 16 * 1024;
+const MAX_DURATION: Duration = Duration::from_secs(120);
 /// How long a body waits for the memory of a displaced one, and the maximum number of displaced bodies.
 const MEMORY_WAIT: Duration = Duration::from_millis(100);
-const MOST_DISPLACED: usize = 8;
+const MAX_DISPLACED: usize = 8;
 /// Requests with at most this announced length, in bytes, are read even if all slots for the model are taken, so
 /// that pings are answered.
 const SMALL_BYTES: u64 = 4096;
@@ -47,12 +47,12 @@ pub(super) struct Edge {
     /// Key that requests must be signed with; None = unsigned requests are accepted.
     pub(super) key: Option<Key>,
     arriving: Unfinished,
-    held_kib: Arc<Semaphore>,
+    buffer_kib: Arc<Semaphore>,
 }
 
 /// A complete body. Its memory is counted until it is dropped.
 #[derive(Debug)]
-pub(super) struct Held {
+pub(super) struct ReceivedBody {
     pub(super) bytes: Vec<u8>,
     _kib: OwnedSemaphorePermit,
 }
@@ -63,8 +63,8 @@ impl Edge {
             listen,
             allowed_hosts,
             key,
-            arriving: Unfinished::new(ARRIVING, ARRIVING_OF_ADDRESS),
-            held_kib: Arc::new(Semaphore::new(HELD_KIB)),
+            arriving: Unfinished::new(MAX_ARRIVING, MAX_ARRIVING_PER_ADDRESS),
+            buffer_kib: Arc::new(Semaphore::new(BUFFER_KIB)),
         }
     }
 
@@ -121,7 +121,7 @@ impl Edge {
     }
 
     /// Reads the complete body of a request.
-    pub(super) async fn read(&self, request: Request) -> Result<Held, Refusal> {
+    pub(super) async fn read(&self, request: Request) -> Result<ReceivedBody, Refusal> {
         let peer = request.extensions().get::<ConnectInfo<SocketAddr>>().map(|peer| peer.0.ip().to_canonical());
         let place = self.arriving.enter(peer);
         tokio::select! {
@@ -131,15 +131,15 @@ impl Edge {
         }
     }
 
-    async fn collect(&self, request: Request, place: &Place<'_>) -> Result<Held, Refusal> {
+    async fn collect(&self, request: Request, place: &Place<'_>) -> Result<ReceivedBody, Refusal> {
         let begun = Instant::now();
         let mut pieces = request.into_body();
         let mut bytes = Vec::with_capacity(usize::try_from(pieces.size_hint().lower().min(SMALL_BYTES)).unwrap_or(0));
-        let mut kib = self.held_kib.clone().acquire_many_owned(0).await.map_err(|_| busy("the server is shutting down"))?;
+        let mut kib = self.buffer_kib.clone().acquire_many_owned(0).await.map_err(|_| busy("the server is shutting down"))?;
         let mut pieces = std::mem::take(&mut pieces).into_data_stream();
         loop {
-            let allowed = GRACE + Duration::from_secs(bytes.len() as u64 / SLOWEST_BYTES_PER_S);
-            let until = (begun + allowed.min(LONGEST)).min(Instant::now() + PAUSE);
+            let allowed = GRACE + Duration::from_secs(bytes.len() as u64 / MIN_BYTES_PER_S);
+            let until = (begun + allowed.min(MAX_DURATION)).min(Instant::now() + MAX_PAUSE);
             let piece = tokio::time::timeout_at(until, pieces.next()).await.map_err(|_| {
                 Refusal::new(StatusCode::REQUEST_TIMEOUT, "too_slow", "the body took too long to arrive")
             })?;
@@ -152,19 +152,19 @@ impl Edge {
                 return Err(too_large());
             }
             let more = length.div_ceil(1024).saturating_sub(kib.num_permits());
-            kib.merge(self.take_kib(more, place).await?);
+            kib.merge(self.acquire_kib(more, place).await?);
             bytes.extend_from_slice(&piece);
         }
-        Ok(Held { bytes, _kib: kib })
+        Ok(ReceivedBody { bytes, _kib: kib })
     }
 
-    async fn take_kib(&self, kib: usize, place: &Place<'_>) -> Result<OwnedSemaphorePermit, Refusal> {
+    async fn acquire_kib(&self, kib: usize, place: &Place<'_>) -> Result<OwnedSemaphorePermit, Refusal> {
         let wanted = u32::try_from(kib).unwrap_or(u32::MAX);
-        if let Ok(taken) = self.held_kib.clone().try_acquire_many_owned(wanted) {
+        if let Ok(taken) = self.buffer_kib.clone().try_acquire_many_owned(wanted) {
             return Ok(taken);
         }
-        let mut freed = std::pin::pin!(self.held_kib.clone().acquire_many_owned(wanted));
-        for _ in 0..MOST_DISPLACED {
+        let mut freed = std::pin::pin!(self.buffer_kib.clone().acquire_many_owned(wanted));
+        for _ in 0..MAX_DISPLACED {
             place.make_room();
             if let Ok(taken) = tokio::time::timeout(MEMORY_WAIT, &mut freed).await {
                 return taken.map_err(|_| busy("the server is shutting down"));
@@ -340,13 +340,13 @@ mod tests {
         assert_eq!(begun.elapsed().as_secs(), 29 + 10);
         assert_eq!(status(edge.read(whole("192.0.2.1:1", 1 << 20)).await), 200);
         assert_eq!(status(edge.read(whole("192.0.2.1:1", (64 << 20) + 1)).await), 413);
-        assert_eq!(edge.held_kib.available_permits(), HELD_KIB);
+        assert_eq!(edge.buffer_kib.available_permits(), BUFFER_KIB);
     }
 
     #[tokio::test(start_paused = true)]
     async fn unfinished_bodies_hold_bounded_memory_and_block_nobody() {
         const KIB: usize = 4096;
-        let edge = Arc::new(Edge { held_kib: Arc::new(Semaphore::new(KIB)), ..edge("127.0.0.1", None) });
+        let edge = Arc::new(Edge { buffer_kib: Arc::new(Semaphore::new(KIB)), ..edge("127.0.0.1", None) });
         let piece = Bytes::from(vec![b' '; 1 << 20]);
         let strangers: Vec<_> = (0..200)
             .map(|number| {
@@ -355,7 +355,7 @@ mod tests {
             })
             .collect();
         tokio::time::sleep(Duration::from_millis(10)).await;
-        assert!(edge.held_kib.available_permits() < 1024, "they hold nearly all of it");
+        assert!(edge.buffer_kib.available_permits() < 1024, "they hold nearly all of it");
         for _ in 0..3 {
             let held = edge.read(whole("198.51.100.1:1", 2 << 20)).await.unwrap();
             assert_eq!(held.bytes.len(), 2 << 20);
@@ -363,6 +363,6 @@ mod tests {
         for stranger in strangers {
             assert!([408, 429].contains(&stranger.await.unwrap()));
         }
-        assert_eq!(edge.held_kib.available_permits(), KIB, "everything is given back");
+        assert_eq!(edge.buffer_kib.available_permits(), KIB, "everything is given back");
     }
 }

@@ -31,20 +31,20 @@ pub async fn run(mut config: ServeConfig) -> Result<ExitCode, ServeError> {
     let findings: Vec<Finding> = vec![
         ("rlood", Ok(env!("CARGO_PKG_VERSION").to_owned())),
         ("sqlite", store::sqlite_version().await.map_err(|error| error.to_string())),
-        ("data", look_at_data(&config.data_dir)),
-        ("files", machine::look_at_file_system(&config.data_dir)),
-        ("fsync", machine::look_at_fsync(&config.data_dir)),
-        ("disk", look_at_disk(&config)),
-        ("database", look_at_database(&database).await),
-        ("keys", look_at_keys(&config, &keys)),
+        ("data", check_data(&config.data_dir)),
+        ("files", machine::check_file_system(&config.data_dir)),
+        ("fsync", machine::check_fsync(&config.data_dir)),
+        ("disk", check_disk(&config)),
+        ("database", check_database(&database).await),
+        ("keys", check_keys(&config, &keys)),
         ("devices", Ok(describe_devices(&config))),
-        ("kernels", look_at_kernels(&config)),
-        ("gpus", look_at_gpus(&config)),
+        ("kernels", check_kernels(&config)),
+        ("gpus", check_gpus(&config)),
         ("memory", Ok(describe_memory(&config))),
-        ("sockets", machine::look_at_open_files(config.edge.max_connections)),
-        ("outgoing", look_at_outgoing(config.outgoing_allowed(keys_are_on))),
-        ("tls", machine::look_at_certificates()),
-        ("listen", look_at_address(&config).await),
+        ("sockets", machine::check_open_files(config.edge.max_connections)),
+        ("outgoing", check_outgoing(config.outgoing_allowed(keys_are_on))),
+        ("tls", machine::check_certificates()),
+        ("listen", check_address(&config).await),
     ];
     if let Ok(Some(database)) = database {
         database.close().await;
@@ -66,7 +66,7 @@ pub async fn run(mut config: ServeConfig) -> Result<ExitCode, ServeError> {
 }
 
 /// Checks the data directory. An existing directory is locked briefly; a missing one is not created.
-fn look_at_data(dir: &Path) -> Result<String, String> {
+fn check_data(dir: &Path) -> Result<String, String> {
     if dir.try_exists().map_err(|error| format!("{} cannot be read: {error}", dir.display()))? {
         DataDir::open(dir).map_err(|error| with_cause(&error))?;
         return Ok(format!("{}, and no other server uses it", dir.display()));
@@ -89,7 +89,7 @@ fn readable_by_others(dir: &Path) -> Option<String> {
 }
 
 /// Checks that free space is above the reserve.
-fn look_at_disk(config: &ServeConfig) -> Result<String, String> {
+fn check_disk(config: &ServeConfig) -> Result<String, String> {
     let dir = machine::nearest(&config.data_dir);
     let free = free_bytes(&dir).map_err(|error| with_cause(&error))?;
     let (free_mib, reserve) = (free >> 20, config.edge.disk_reserve_bytes);
@@ -109,7 +109,7 @@ async fn open_database(dir: &Path) -> Result<Option<Store>, String> {
     }
 }
 
-async fn look_at_database(database: &Result<Option<Store>, String>) -> Result<String, String> {
+async fn check_database(database: &Result<Option<Store>, String>) -> Result<String, String> {
     let Some(store) = database.as_ref().map_err(String::clone)? else { return Ok("none yet".to_owned()) };
     let checked = async {
         store.check_integrity().await?;
@@ -138,7 +138,7 @@ async fn count_keys(database: &Result<Option<Store>, String>) -> Result<Option<u
 }
 
 /// A non-loopback address needs a valid key. Once any key was created, requests without a valid key are refused.
-fn look_at_keys(config: &ServeConfig, keys: &Result<Option<u64>, String>) -> Result<String, String> {
+fn check_keys(config: &ServeConfig, keys: &Result<Option<u64>, String>) -> Result<String, String> {
     let keys = keys.clone()?;
     let usable = keys.unwrap_or(0);
     match (config.api_key.is_some(), usable) {
@@ -168,7 +168,7 @@ fn describe_devices(config: &ServeConfig) -> String {
 }
 
 /// The instruction set of the CPU kernels.
-fn look_at_kernels(config: &ServeConfig) -> Result<String, String> {
+fn check_kernels(config: &ServeConfig) -> Result<String, String> {
     let isa = Isa::choose(config.isa.as_str()).map_err(|error| format!("--isa: {error}"))?;
     let available: Vec<&str> = Isa::available().map(Isa::name).collect();
     let refused = Isa::refused().map_or(String::new(), |why| format!("; no amx: {why}"));
@@ -176,7 +176,7 @@ fn look_at_kernels(config: &ServeConfig) -> Result<String, String> {
 }
 
 /// Opens the pool's GPUs, so that their kernels are loaded; lists other GPUs.
-fn look_at_gpus(config: &ServeConfig) -> Result<String, String> {
+fn check_gpus(config: &ServeConfig) -> Result<String, String> {
     let mut asked = config.gpus().peekable();
     if asked.peek().is_some() {
         let gpus = asked.map(gpu::try_open).collect::<Result<Vec<String>, String>>()?.join("; ");
@@ -195,7 +195,7 @@ fn look_at_gpus(config: &ServeConfig) -> Result<String, String> {
     }
 }
 
-fn look_at_outgoing(allowed: &[String]) -> Result<String, String> {
+fn check_outgoing(allowed: &[String]) -> Result<String, String> {
     OutgoingPolicy::parse(allowed).map_err(|error| format!("--allow-outgoing: {error}"))?;
     if allowed.is_empty() {
         return Ok("public addresses only".to_owned());
@@ -203,7 +203,7 @@ fn look_at_outgoing(allowed: &[String]) -> Result<String, String> {
     Ok(format!("public addresses, and {}", allowed.join(", ")))
 }
 
-async fn look_at_address(config: &ServeConfig) -> Result<String, String> {
+async fn check_address(config: &ServeConfig) -> Result<String, String> {
     match tokio::net::TcpListener::bind(config.listen).await {
         Ok(_) => Ok(format!("{} is free", config.listen)),
         Err(error) => Err(format!("{} cannot be used: {error}; choose another --listen address", config.listen)),

@@ -11,9 +11,9 @@ use crate::id::JobId;
 use crate::store::{Store, StoreError};
 
 /// Initial delay before a job that ran out of space again is resumed, in ms; it doubles each time.
-const AGAIN_MS: i64 = 60_000;
+const RESUME_DELAY_MS: i64 = 60_000;
 /// Maximum delay, in ms.
-const AGAIN_MOST_MS: i64 = 60 * 60_000;
+const MAX_RESUME_DELAY_MS: i64 = 60 * 60_000;
 
 /// Checks the disk once per second.
 pub struct DiskWatch {
@@ -35,9 +35,9 @@ impl DiskWatch {
     }
 
     /// Checks the disk, and pauses or resumes jobs.
-    pub(super) async fn look(&mut self, store: &Store, files: &DataDir, now: i64) {
+    pub(super) async fn check(&mut self, store: &Store, files: &DataDir, now: i64) {
         let Ok(free) = files.free_bytes() else { return };
-        if let Err(error) = self.act(store, free, now).await {
+        if let Err(error) = self.apply(store, free, now).await {
             tracing::error!(error = with_causes(&error), "could not check the disk reserve");
         }
     }
@@ -46,7 +46,7 @@ impl DiskWatch {
     ///
     /// # Errors
     /// When the database does not answer.
-    pub async fn act(&mut self, store: &Store, free: u64, now: i64) -> Result<(), StoreError> {
+    pub async fn apply(&mut self, store: &Store, free: u64, now: i64) -> Result<(), StoreError> {
         let enough = self.reserve_bytes.saturating_add(self.reserve_bytes / 2);
         // Hysteresis: once low, the disk counts as low until clearly more is free. Otherwise jobs would
         // pause and resume repeatedly.
@@ -68,10 +68,10 @@ impl DiskWatch {
             store.wake_queue();
         }
         let waiting = store.jobs_waiting_for_disk().await?;
-        self.resumed.retain(|_, (at, _)| now - *at < 6 * AGAIN_MOST_MS);
+        self.resumed.retain(|_, (at, _)| now - *at < 6 * MAX_RESUME_DELAY_MS);
         for job in waiting {
             let (at, times) = self.resumed.get(&job).copied().unwrap_or((i64::MIN, 0));
-            let pause = AGAIN_MS.saturating_mul(1 << times.saturating_sub(1).min(10)).min(AGAIN_MOST_MS);
+            let pause = RESUME_DELAY_MS.saturating_mul(1 << times.saturating_sub(1).min(10)).min(MAX_RESUME_DELAY_MS);
             if times > 0 && now.saturating_sub(at) < pause {
                 continue;
             }

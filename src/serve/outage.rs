@@ -17,14 +17,14 @@ use crate::spec::{Plan, RewardKind, RewardPlan, RewardSecrets};
 use crate::store::{Store, StoreError, clock_ms};
 
 /// Interval between two checks for waiting jobs.
-const LOOK: Duration = Duration::from_secs(1);
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// Delay from the pause (or the server's start) to the first ping. It doubles up to the maximum.
-const FIRST_PING: Duration = Duration::from_secs(5);
-const LONGEST_PING: Duration = Duration::from_secs(30);
+const FIRST_PING_DELAY: Duration = Duration::from_secs(5);
+const MAX_PING_INTERVAL: Duration = Duration::from_secs(30);
 /// Timeout of one ping, in ms.
 const PING_TIMEOUT_MS: u64 = 10_000;
 /// Maximum number of services that are pinged concurrently.
-const AT_ONCE: usize = 8;
+const MAX_CONCURRENT_PINGS: usize = 8;
 
 /// Identity of a service: two rewards with equal values share one ping.
 #[derive(Clone, PartialEq, Eq, Hash)]
@@ -71,19 +71,19 @@ struct Watch {
 /// Watches waiting jobs for as long as the server runs.
 pub(super) async fn watch(store: Store, clients: Clients) {
     let pace = clients.without_keys.pace();
-    let mut interval = tokio::time::interval(pace.of(LOOK));
+    let mut interval = tokio::time::interval(pace.of(POLL_INTERVAL));
     interval.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     let mut watch = Watch { store, clients, pace, jobs: HashMap::new(), services: HashMap::new() };
     loop {
         interval.tick().await;
-        if let Err(error) = watch.look().await {
+        if let Err(error) = watch.check().await {
             tracing::error!(error = with_causes(&error), "could not check the jobs that wait for reward services");
         }
     }
 }
 
 impl Watch {
-    async fn look(&mut self) -> Result<(), StoreError> {
+    async fn check(&mut self) -> Result<(), StoreError> {
         let waiting: HashMap<JobId, i64> = self.store.jobs_in_outage().await?.into_iter().collect();
         self.jobs.retain(|job, known| waiting.get(job) == Some(&known.last_seq));
         let new: Vec<(JobId, i64)> = waiting.into_iter().filter(|(job, _)| !self.jobs.contains_key(job)).collect();
@@ -117,7 +117,7 @@ impl Watch {
 
     /// Registers a waiting job. Its services failed a moment ago, whatever they answered for other jobs before.
     fn wait_for(&mut self, job: JobId, last_seq: i64, services: Vec<(Address, RewardPlan, RewardSecrets)>) {
-        let first = self.pace.of(FIRST_PING);
+        let first = self.pace.of(FIRST_PING_DELAY);
         let at = Instant::now() + first;
         let mut addresses = Vec::with_capacity(services.len());
         for (address, reward, secrets) in services {
@@ -144,7 +144,7 @@ impl Watch {
                 asked.push(service.ask(client, now));
             }
         }
-        futures::stream::iter(asked).buffer_unordered(AT_ONCE).collect::<()>().await;
+        futures::stream::iter(asked).buffer_unordered(MAX_CONCURRENT_PINGS).collect::<()>().await;
         Ok(())
     }
 
@@ -155,7 +155,7 @@ impl Watch {
 
 impl Service {
     async fn ask(&mut self, client: &RewardClient, now: Instant) {
-        self.then = (self.then * 2).min(client.pace().of(LONGEST_PING));
+        self.then = (self.then * 2).min(client.pace().of(MAX_PING_INTERVAL));
         self.at = now + self.then;
         self.is_back = is_back(&self.reward, &self.secrets, client).await;
     }

@@ -11,17 +11,17 @@ use crate::store::storage::StorageError;
 use crate::store::{Store, StoreError, clock_ms};
 
 /// Interval between two rounds.
-const ROUND: Duration = Duration::from_secs(600);
+const ROUND_INTERVAL: Duration = Duration::from_secs(600);
 /// Pause between two steps of a round, so that other transactions can run.
-const STEP: Duration = Duration::from_millis(50);
+const STEP_PAUSE: Duration = Duration::from_millis(50);
 
 /// Runs rounds until it is dropped.
-pub(super) async fn keep_house(store: Store, files: DataDir, retention: Retention) {
+pub(super) async fn run_retention(store: Store, files: DataDir, retention: Retention) {
     loop {
         if let Err(error) = round(&store, &files, retention, clock_ms()).await {
             tracing::error!(error = chain(&error), "could not remove all data past its retention time");
         }
-        tokio::time::sleep(ROUND).await;
+        tokio::time::sleep(ROUND_INTERVAL).await;
     }
 }
 
@@ -53,7 +53,7 @@ pub async fn round(store: &Store, files: &DataDir, retention: Retention, now: i6
     ] {
         let Some(keep_ms) = keep_ms else { continue };
         while store.leftovers_remove(what, now - keep_ms).await? > 0 {
-            tokio::time::sleep(STEP).await;
+            tokio::time::sleep(STEP_PAUSE).await;
         }
     }
     if let Some(keep_ms) = checkpoints_ms {
@@ -80,12 +80,12 @@ pub async fn round(store: &Store, files: &DataDir, retention: Retention, now: i6
     }
     if let Some(keep_ms) = audit_ms {
         while store.audit_remove(now - keep_ms).await? > 0 {
-            tokio::time::sleep(STEP).await;
+            tokio::time::sleep(STEP_PAUSE).await;
         }
     }
     if let Some(keep_ms) = deliveries_ms {
         while store.deliveries_remove(now - keep_ms).await? > 0 {
-            tokio::time::sleep(STEP).await;
+            tokio::time::sleep(STEP_PAUSE).await;
         }
     }
     Ok(())

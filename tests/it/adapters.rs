@@ -149,7 +149,7 @@ async fn what_is_no_adapter_or_another_models_is_refused_by_name() {
         ("application/x-tar", changed("use_dora", json!(true)), 422, "use_dora"),
         ("application/x-tar", changed("peft_type", json!("IA3")), 422, "peft_type"),
         ("application/x-tar", changed("target_modules", json!(["c_attn"])), 422, "target_modules"),
-        ("application/x-tar", tar_of(&folder, &BOTH[..1]), 422, "holds no adapter_model.safetensors"),
+        ("application/x-tar", tar_of(&folder, &BOTH[..1]), 422, "does not contain adapter_model.safetensors"),
         ("application/x-tar", cut, 422, "tar"),
         ("application/gzip", b"\x1f\x8bnothing".to_vec(), 422, "cannot be read"),
         ("application/json", br#"{"hub": 3}"#.to_vec(), 422, "hub"),
@@ -169,7 +169,7 @@ async fn what_is_no_adapter_or_another_models_is_refused_by_name() {
     let mut named = spec("fused", 2);
     named["lora"] = json!({"target_modules": ["q_proj"]});
     for (document, pointer, words) in [
-        (job(json!({"upload": other.id})), "/warm_start/adapter", "does not fit 'tiny'"),
+        (job(json!({"upload": other.id})), "/warm_start/adapter", "does not match 'tiny'"),
         (fused, "/warm_start/adapter", "qkv_proj, o_proj, gate_up_proj, down_proj"),
         (job(json!({"upload": unknown})), "/warm_start/adapter/upload", "GET /adapters"),
         (job(json!({"upload": "ds_1"})), "/warm_start/adapter/upload", "adp_"),

@@ -110,7 +110,7 @@ async fn with_a_root_no_file_of_a_model_may_lead_out_of_it() {
     std::os::unix::fs::symlink(std::path::Path::new(MODEL).join("tokenizer.json"), &tokenizer).unwrap();
     let problem = register(&server, json!({"id": "out", "source": outside})).await.problem(422, "invalid_model");
     assert_eq!(problem["errors"][0]["code"], "outside_model_root", "{problem}");
-    assert!(problem["detail"].as_str().unwrap().starts_with("tokenizer.json is a link that leads out"), "{problem}");
+    assert!(problem["detail"].as_str().unwrap().starts_with("tokenizer.json is a link to a file outside"), "{problem}");
 }
 
 /// A job with one published checkpoint of these files.

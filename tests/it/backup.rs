@@ -160,14 +160,14 @@ async fn a_backup_that_a_running_job_outruns_fails_and_one_that_lacks_lost_files
     // Rows without files: each is gone when it is looked for.
     let (done, publish) = keep_publishing(&setting, claimed);
     let failed = run(&["backup", path(&copy), "--data-dir", path(setting.dir.path())]);
-    assert!(!failed.status.success() && said(&failed).contains("faster than these are copied"), "{}", said(&failed));
+    assert!(!failed.status.success() && said(&failed).contains("faster than they can be copied"), "{}", said(&failed));
     assert!(!copy.exists(), "nothing is left of it");
     done.store(true, Ordering::Relaxed);
     let step = publish.await.unwrap();
     // Now the newest one is lost for good: no other try would find it.
     let made = run(&["backup", path(&copy), "--data-dir", path(setting.dir.path())]);
     assert!(made.status.success(), "{}", said(&made));
-    assert!(said(&made).contains(&format!("/{step}-1: manifest.json: it is not there")), "{}", said(&made));
+    assert!(said(&made).contains(&format!("/{step}-1: manifest.json: the file no longer exists")), "{}", said(&made));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -278,7 +278,7 @@ fn keys_are_listed_and_revoked_only_where_a_server_is() {
     let typo = dir.path().join("typo");
     for action in [&["list"][..], &["revoke", "key_01jd0000000000000000000000"]] {
         let refused = run(&[&["keys"][..], action, &["--data-dir", path(&typo)]].concat());
-        assert!(!refused.status.success() && said(&refused).contains("holds no database"), "{}", said(&refused));
+        assert!(!refused.status.success() && said(&refused).contains("contains no rlood database"), "{}", said(&refused));
         assert!(!typo.exists());
     }
     let made = run(&["keys", "create", "--scopes", "read", "--data-dir", path(&typo)]);
@@ -340,12 +340,12 @@ async fn a_damaged_backup_restores_nothing() {
         (
             &(|d: &mut Value| d["files"]["../../evil"] = json!({"size_bytes": 1, "sha256": "00"}))
                 as &dyn Fn(&mut Value),
-            "leads out",
+            "outside the backup",
         ),
-        (&|d| d["files"]["datasets/ds_x.ndjson"] = json!({"size_bytes": 1, "sha256": "00"}), "not there"),
-        (&|d| d["files"]["rlood.db"]["sha256"] = json!("00"), "bytes are not those"),
+        (&|d| d["files"]["datasets/ds_x.ndjson"] = json!({"size_bytes": 1, "sha256": "00"}), "missing"),
+        (&|d| d["files"]["rlood.db"]["sha256"] = json!("00"), "contents differ"),
         (&|d| d["format"] = json!(2), "format 2"),
-        (&|d| d["files"] = json!({}), "lists no rlood.db"),
+        (&|d| d["files"] = json!({}), "does not list rlood.db"),
     ] {
         written(change);
         let (code, text) = restore();
@@ -353,7 +353,7 @@ async fn a_damaged_backup_restores_nothing() {
         assert!(!restored.exists());
     }
     std::fs::remove_file(&manifest).unwrap();
-    assert!(restore().1.contains("no backup, or one that was interrupted"));
+    assert!(restore().1.contains("not a backup, or it was interrupted"));
     std::fs::write(&manifest, &good).unwrap();
     // Neither into the backup itself, nor over or below a file.
     let file = dir.path().join("file");

@@ -145,7 +145,7 @@ fn a_gpu_is_measured_with_its_own_limits_and_memory() {
     }
     let refused = bench(&["--device", "cuda:0", "--shape", "tiny,layers=2,vocab=64", "--only", "kernels"]);
     let said = String::from_utf8_lossy(&refused.stderr);
-    assert!(!refused.status.success() && said.contains("the processor's kernels"), "{said}");
+    assert!(!refused.status.success() && said.contains("the CPU's kernels"), "{said}");
 }
 
 #[cfg(not(feature = "cuda"))]

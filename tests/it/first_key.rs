@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use rlood::access::Scope;
-use rlood::courier::Courier;
+use rlood::webhook_sender::WebhookSender;
 use rlood::id::WorkerId;
 use rlood::outgoing::OutgoingPolicy;
 use rlood::protocol::PROTOCOL;
@@ -99,9 +99,9 @@ async fn messages_to_private_addresses_end_with_the_first_key() {
     let _ = rustls::crypto::ring::default_provider().install_default();
     let server = Server::start().await;
     let policy = OutgoingPolicy::parse(&["loopback"]).unwrap();
-    let courier = Courier::new(server.state.store.clone(), policy).unwrap();
-    let courier = courier.narrowed_by_keys(OutgoingPolicy::default()).unwrap();
-    let _courier = AbortOnDropHandle::new(tokio::spawn(courier.run()));
+    let sender = WebhookSender::new(server.state.store.clone(), policy).unwrap();
+    let sender = sender.narrowed_by_keys(OutgoingPolicy::default()).unwrap();
+    let _sender = AbortOnDropHandle::new(tokio::spawn(sender.run()));
     let endpoint = Endpoint::start(&[]).await;
     let hook = subscribe(&server, &endpoint.url, Some(&["job.queued"])).await;
     server.create(job()).await;

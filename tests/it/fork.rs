@@ -163,8 +163,8 @@ async fn forks_that_cannot_be_are_refused_with_what_to_do() {
     let server = Server::start().await;
     let id = parent(&server, document()).await;
     for (from_step, overrides, status, words) in [
-        (7, json!({}), 404, &["there are those of 10, 5", "/from_step", "no_such_checkpoint"][..]),
-        (11, json!({}), 404, &["there are those of 10, 5", "no_such_checkpoint"]),
+        (7, json!({}), 404, &["available steps: 10, 5", "/from_step", "no_such_checkpoint"][..]),
+        (11, json!({}), 404, &["available steps: 10, 5", "no_such_checkpoint"]),
         (10, json!({"training": {"max_steps": 10}}), 422, &["/overrides/training/max_steps", "more than 10"]),
         (10, json!({"lora": {"r": 8}}), 422, &["/overrides/lora/r", "16"]),
         (10, json!({"lora": null}), 422, &["/overrides/lora", "adapter"]),

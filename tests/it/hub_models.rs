@@ -215,14 +215,14 @@ async fn each_way_to_ask_wrongly_is_told_with_the_field_and_what_to_do() {
     let dir = tempfile::tempdir().unwrap();
     let server = serve(&dir.path().join("data"), &hub, &[]);
     for (body, status, at, says) in [
-        (json!({}), 422, "/hub", "give hub (org/name) or source"),
+        (json!({}), 422, "/hub", "set hub (org/name) or source"),
         (json!({"hub": "fake/tiny", "source": "/x"}), 422, "/hub", "not both"),
         (json!({"source": "/x"}), 422, "/id", "needs an id"),
         (json!({"id": "a", "source": "/x", "revision": "main"}), 422, "/revision", "no revision"),
         (json!({"hub": "fake//tiny"}), 422, "/hub", "org/name"),
         (json!({"hub": "fake/tiny", "revision": "nope"}), 422, "/hub", "no revision"),
         (json!({"hub": "fake/other"}), 422, "/hub", "or it is private"),
-        (json!({"id": "../x", "hub": "fake/tiny"}), 422, "/id", "no model id"),
+        (json!({"id": "../x", "hub": "fake/tiny"}), 422, "/id", "not a valid model id"),
     ] {
         let (found, answer) = post(&server, "/models", &[], &body).await;
         let error = &answer["errors"][0];

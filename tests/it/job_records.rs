@@ -152,7 +152,7 @@ async fn parameters_that_are_no_numbers_say_so_in_words() {
         ),
         ("samples?min_reward=high", "min_reward: must be a number, not 'high'"),
         ("samples?min_reward=inf", "min_reward: must be a finite number"),
-        ("samples?step=1&max_step=2", "step: give either step, or min_step and max_step"),
+        ("samples?step=1&max_step=2", "step: set either step, or min_step and max_step"),
     ] {
         let answer = server.get(&format!("/jobs/{id}/{query}")).await;
         assert_eq!((answer.status.as_u16(), &answer.body["detail"]), (400, &json!(detail)), "{}", answer.text);

@@ -95,7 +95,7 @@ async fn all_errors_of_a_job_come_at_once_with_pointers() {
         ]
     );
     assert!(
-        answer.text.contains("registered are plain, chat") || answer.text.contains("registered are chat, plain"),
+        answer.text.contains("registered: plain, chat") || answer.text.contains("registered: chat, plain"),
         "{}",
         answer.text
     );

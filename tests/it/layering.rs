@@ -65,11 +65,11 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("downloads", &["store"]),
     ("reward_server", &["engine", "listen", "reward", "reward_model"]),
     // Of the engine only which kernels the machine can run.
-    ("serve", &["courier", "downloads", "engine", "files", "http", "listen", "reward", "store", "supervisor"]),
+    ("serve", &["webhook_sender", "downloads", "engine", "files", "http", "listen", "reward", "store", "supervisor"]),
     // keys and backup: beside a running server, with the same tables.
     ("commands", &["engine", "files", "reward", "store"]),
     // Lifecycle messages are signed and sent as rewards are asked.
-    ("courier", &["reward", "store"]),
+    ("webhook_sender", &["reward", "store"]),
     ("demo", &["bundle", "files", "reward", "serve"]),
 ];
 
@@ -93,7 +93,7 @@ const EXCEPTIONS: &[(&str, &str)] = &[
 /// Crates that belong to some modules only.
 const CRATES: &[(&str, &[&str])] = &[
     ("axum", &["commands", "demo", "http", "listen", "reward_server"]),
-    ("reqwest", &["commands", "config", "courier"]),
+    ("reqwest", &["commands", "config", "webhook_sender"]),
     ("rlood_cli", &["command_line", "commands", "config"]),
     ("rlood_client", &["demo"]),
     ("sqlx", &["serve"]),
@@ -102,7 +102,7 @@ const CRATES: &[(&str, &[&str])] = &[
         &[
             "command_line",
             "commands",
-            "courier",
+            "webhook_sender",
             "demo",
             "downloads",
             "http",

@@ -8,7 +8,7 @@ use axum::body::Bytes;
 use axum::extract::State;
 use axum::http::{HeaderMap, StatusCode};
 use rlood::access::{Scope, Scopes};
-use rlood::courier::Courier;
+use rlood::webhook_sender::WebhookSender;
 use rlood::outgoing::OutgoingPolicy;
 use rlood::protocol::Outcome;
 use rlood::reward::signature::Key;
@@ -67,11 +67,11 @@ impl Endpoint {
     }
 }
 
-pub fn courier(server: &Server) -> AbortOnDropHandle<()> {
+pub fn start_sender(server: &Server) -> AbortOnDropHandle<()> {
     let _ = rustls::crypto::ring::default_provider().install_default();
     let policy = OutgoingPolicy::parse(&["loopback"]).unwrap();
-    let courier = Courier::new(server.state.store.clone(), policy).unwrap();
-    AbortOnDropHandle::new(tokio::spawn(courier.run()))
+    let sender = WebhookSender::new(server.state.store.clone(), policy).unwrap();
+    AbortOnDropHandle::new(tokio::spawn(sender.run()))
 }
 
 pub async fn subscribe(server: &Server, url: &str, events: Option<&[&str]>) -> String {
@@ -109,7 +109,7 @@ async fn a_subscriber_is_told_of_a_jobs_life_in_order() {
     let hook = subscribe(&server, &endpoint.url, None).await;
     let few = Endpoint::start(&[]).await;
     subscribe(&server, &few.url, Some(&["job.failed"])).await;
-    let _courier = courier(&server);
+    let _sender = start_sender(&server);
 
     let id = server.create(job()).await;
     let (claimed, attempt) = server.claim().await;
@@ -159,7 +159,7 @@ async fn a_message_is_in_the_outbox_when_its_event_is_and_survives_a_restart() {
     assert_eq!(server.post("/jobs", broken).await.status, 422);
     assert_eq!(deliveries(&server, &hook).await.len(), 1);
 
-    let first = courier(&server);
+    let first = start_sender(&server);
     endpoint.wait_for(1).await;
     let begun = Instant::now();
     while deliveries(&server, &hook).await[0]["tries"].as_array().unwrap().is_empty() {
@@ -168,7 +168,7 @@ async fn a_message_is_in_the_outbox_when_its_event_is_and_survives_a_restart() {
     }
     drop(first);
     // Its next try comes after 5 s, whoever sends then.
-    let _second = courier(&server);
+    let _second = start_sender(&server);
     endpoint.wait_for(2).await;
     assert!(begun.elapsed() > Duration::from_secs(4));
     let got = endpoint.got.lock().unwrap().clone();
@@ -195,7 +195,7 @@ async fn a_dead_endpoint_holds_up_nobody_else() {
     }
     let endpoint = Endpoint::start(&[]).await;
     subscribe(&server, &endpoint.url, Some(&["job.queued"])).await;
-    let _courier = courier(&server);
+    let _sender = start_sender(&server);
     let begun = Instant::now();
     for _ in 0..5 {
         server.create(job()).await;
@@ -234,7 +234,7 @@ async fn redirects_and_refused_addresses_are_not_followed_at_any_try() {
     let endpoint = Endpoint::start(&[307]).await;
     let hook = subscribe(&server, &endpoint.url, Some(&["job.queued"])).await;
     server.create(job()).await;
-    let refusing = Courier::new(server.state.store.clone(), OutgoingPolicy::default()).unwrap();
+    let refusing = WebhookSender::new(server.state.store.clone(), OutgoingPolicy::default()).unwrap();
     let refusing = AbortOnDropHandle::new(tokio::spawn(refusing.run()));
     let begun = Instant::now();
     let error = loop {
@@ -248,7 +248,7 @@ async fn redirects_and_refused_addresses_are_not_followed_at_any_try() {
     assert!(error.contains("loopback address"), "{error}");
     assert!(endpoint.types().is_empty(), "no connection was made");
     drop(refusing);
-    let _courier = courier(&server);
+    let _sender = start_sender(&server);
     endpoint.wait_for(1).await;
     let begun = Instant::now();
     while deliveries(&server, &hook).await[0]["tries"].as_array().unwrap().len() < 2 {
@@ -263,7 +263,7 @@ async fn tests_redelivery_rotation_and_gone() {
     let server = Server::start().await;
     let endpoint = Endpoint::start(&[204, 204, 204, 410]).await;
     let hook = subscribe(&server, &endpoint.url, Some(&["job.queued", "job.queued"])).await;
-    let _courier = courier(&server);
+    let _sender = start_sender(&server);
     let path = format!("/webhooks/{hook}");
     assert_eq!(server.get(&path).await.body["events"], json!(["job.queued"]));
 
@@ -320,7 +320,7 @@ async fn a_second_rotation_leaves_no_receiver_behind() {
     let server = Server::start().await;
     let endpoint = Endpoint::start(&[]).await;
     let hook = subscribe(&server, &endpoint.url, Some(&["job.queued"])).await;
-    let _courier = courier(&server);
+    let _sender = start_sender(&server);
     let path = format!("/webhooks/{hook}");
     let rotate = async |body: Value| server.post(&format!("{path}/secret"), body).await;
     // The answer was lost, so it is rotated again.

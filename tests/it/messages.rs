@@ -11,7 +11,7 @@ use rlood::protocol::{FileEntry, Outcome};
 use rlood::store::{PublishCheckpoint, clock_ms};
 use serde_json::{Value, json};
 
-use crate::lifecycle::{Endpoint, courier, subscribe};
+use crate::lifecycle::{Endpoint, start_sender, subscribe};
 use crate::server::{Server, job, step, with};
 
 /// The document, with no room in its schemas for what they do not name.
@@ -82,7 +82,7 @@ async fn every_message_that_is_sent_fits_the_document() {
     let store = &server.state.store;
     let endpoint = Endpoint::start(&[]).await;
     let hook = subscribe(&server, &endpoint.url, None).await;
-    let _courier = courier(&server);
+    let _sender = start_sender(&server);
     let now = clock_ms;
 
     // Paused by its user, by a full disk and by an outage, taken back, and at last failed.

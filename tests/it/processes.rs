@@ -451,7 +451,7 @@ fn check_says_what_is_there_and_what_is_in_the_way() {
     assert!(!text.contains("warn  data"), "{text}");
     std::fs::set_permissions(dir.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
     let (code, text) = check("127.0.0.1:0");
-    assert!(code == Some(0) && text.contains("warn  data      other users may look into"), "{text}");
+    assert!(code == Some(0) && text.contains("warn  data      other users can read"), "{text}");
     let server = Server::start(dir.path(), "none");
     let (code, text) = check(server.url.strip_prefix("http://").unwrap());
     assert_eq!(code, Some(1), "{text}");

@@ -8,7 +8,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::profile::{ProfileFigures, profile};
-use super::timing::{Timing, repeat, repeat_telling};
+use super::timing::{Timing, repeat, repeat_reporting};
 use super::{BenchError, Setting, io};
 use crate::engine::backend::BackendKind;
 use crate::engine::backend::Module;
@@ -108,12 +108,12 @@ pub fn measure(setting: &Setting<'_>) -> Result<DecodeFigures, BenchError> {
     }
     let times = setting.args.steps as usize;
     // Reported only for the step's own batch, which is the last one and the one that results are compared by.
-    let tell = |batch| setting.tell(&figures(&[batches.as_slice(), &[batch]].concat()));
+    let tell = |batch| setting.report_figures(&figures(&[batches.as_slice(), &[batch]].concat()));
     let last = bench.batch(own, setting.args.completion as usize, times, tell)?;
     batches.push(last);
     let mut figures = figures(&batches);
     if setting.args.profile {
-        setting.tell(&figures)?;
+        setting.report_figures(&figures)?;
         let completion = PROFILED_COMPLETION.min(setting.args.completion as usize);
         let ids = setting.prompts(own.0);
         figures.profile = profile(&bench.policy, || bench.generate(&ids, own.1, completion))?;
@@ -228,7 +228,7 @@ impl<'a> Generation<'a> {
                 gb_s: bytes as f64 / decode_step_s / 1e9,
             }
         };
-        let all = repeat_telling(
+        let all = repeat_reporting(
             times,
             seconds,
             || self.generate(&ids, generations, completion),

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::decode::{device_peak_mib, peak_mib, policy};
-use super::timing::{Timing, repeat_telling};
+use super::timing::{Timing, repeat_reporting};
 use super::{BenchError, Setting};
 use crate::engine::model::{Adapter, Choice, Pick, Policy};
 use crate::engine::random::{Key, Stream};
@@ -87,7 +87,7 @@ pub fn measure(setting: &Setting<'_>) -> Result<RequestFigures, BenchError> {
         device_peak_mib: device_peak_mib(&policy),
     };
     let decode = || decode_all(&policy, &prompts, &lengths);
-    let timing = repeat_telling(setting.args.steps as usize, 0.0, decode, |timing| setting.tell(&figures(timing)))?;
+    let timing = repeat_reporting(setting.args.steps as usize, 0.0, decode, |timing| setting.report_figures(&figures(timing)))?;
     Ok(figures(timing))
 }
 

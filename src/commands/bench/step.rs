@@ -80,7 +80,7 @@ pub fn measure(setting: &Setting<'_>) -> Result<StepFigures, BenchError> {
         phase_begun: None,
         ends: Vec::new(),
         completion_tokens: Vec::new(),
-        unheard: false,
+        output_closed: false,
     };
     let device = args.device.to_string();
     let ended = engine::train(input(setting, &plan, rows, scratch.path(), &device), &mut clock);
@@ -124,7 +124,7 @@ struct Clock<'a> {
     /// Mean completion tokens, one entry per step.
     completion_tokens: Vec<f64>,
     /// Whether the parent no longer reads the figures.
-    unheard: bool,
+    output_closed: bool,
 }
 
 impl Host for Clock<'_> {
@@ -144,7 +144,7 @@ impl Host for Clock<'_> {
             }
             Event::Step { kind: SamplePhase::Train, metrics, .. } => {
                 self.ends.push((Instant::now(), metrics));
-                self.unheard = self.setting.tell(&self.figures()).is_err();
+                self.output_closed = self.setting.report_figures(&self.figures()).is_err();
             }
             _ => {}
         }
@@ -156,7 +156,7 @@ impl Host for Clock<'_> {
     }
 
     fn stop(&self) -> Option<StopReason> {
-        self.unheard.then_some(StopReason::Cancel)
+        self.output_closed.then_some(StopReason::Cancel)
     }
 }
 

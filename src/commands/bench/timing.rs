@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 const MAX_REPETITIONS: usize = 10_000;
 
 /// Minimum interval between two progress reports.
-const TELL_EVERY: Duration = Duration::from_millis(100);
+const REPORT_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Durations of a repeated piece of work, in seconds.
 #[derive(Debug, Clone, Copy)]
@@ -44,7 +44,7 @@ impl Timing {
 /// # Errors
 /// The first error of `work`.
 pub fn repeat<E>(times: usize, seconds: f64, work: impl FnMut() -> Result<(), E>) -> Result<Timing, E> {
-    repeat_telling(times, seconds, work, |_| Ok(()))
+    repeat_reporting(times, seconds, work, |_| Ok(()))
 }
 
 /// Like [`repeat`], and reports the figures after each repetition including the warm-up, except after short ones, so that an
@@ -52,7 +52,7 @@ pub fn repeat<E>(times: usize, seconds: f64, work: impl FnMut() -> Result<(), E>
 ///
 /// # Errors
 /// The first error of `work` or `tell`.
-pub fn repeat_telling<E>(
+pub fn repeat_reporting<E>(
     times: usize,
     seconds: f64,
     mut work: impl FnMut() -> Result<(), E>,
@@ -68,7 +68,7 @@ pub fn repeat_telling<E>(
         let started = Instant::now();
         work()?;
         measured.push(started.elapsed().as_secs_f64());
-        if told.elapsed() >= TELL_EVERY {
+        if told.elapsed() >= REPORT_INTERVAL {
             tell(Timing::of(measured.clone()))?;
             told = Instant::now();
         }
@@ -103,10 +103,10 @@ mod tests {
         let (mut told, mut count) = (Vec::new(), 0);
         let work = || {
             count += 1;
-            std::thread::sleep(TELL_EVERY);
+            std::thread::sleep(REPORT_INTERVAL);
             if count < 3 { Ok(()) } else { Err("stopped") }
         };
-        let ended = repeat_telling(5, 0.0, work, |timing| {
+        let ended = repeat_reporting(5, 0.0, work, |timing| {
             told.push((timing.warm(), timing.repetitions, timing.min_s > 0.0));
             Ok(())
         });

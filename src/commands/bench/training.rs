@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::decode::{device_peak_mib, peak_mib, policy};
 use super::job::estimate_of_training_mib;
 use super::profile::{ProfileFigures, profile};
-use super::timing::{Timing, repeat, repeat_telling};
+use super::timing::{Timing, repeat, repeat_reporting};
 use super::{BenchError, Setting};
 use crate::config::Device;
 use crate::engine::memory::micro_batches;
@@ -115,12 +115,12 @@ pub fn measure(setting: &Setting<'_>) -> Result<TrainingFigures, BenchError> {
         })?;
         Ok(gradient.settle()?)
     };
-    let trained = repeat_telling(times, seconds, &mut train, |timing| setting.tell(&figures(timing)))?;
+    let trained = repeat_reporting(times, seconds, &mut train, |timing| setting.report_figures(&figures(timing)))?;
     let mut figures = figures(trained);
-    setting.tell(&figures)?;
+    setting.report_figures(&figures)?;
     if args.profile {
         figures.profile = profile(&policy, &mut train)?;
-        setting.tell(&figures)?;
+        setting.report_figures(&figures)?;
     }
     let scored = repeat(times, seconds, || {
         batches.iter().try_for_each(|batch| policy.score(&rows[batch.clone()], 1.0, Adapter::Off).map(drop))

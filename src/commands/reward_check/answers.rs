@@ -11,9 +11,9 @@ use crate::reward::webhook::answer::{Answer, Found};
 use crate::sample::RewardSample;
 
 /// Maximum batch size that is tested, even if the service announces a larger one.
-const LARGEST_BATCH: u32 = 1_024;
+const MAX_TESTED_BATCH: u32 = 1_024;
 /// Length of a very long completion, in characters.
-const LONG: usize = 100_000;
+const LONG_COMPLETION_CHARS: usize = 100_000;
 pub(super) const NO_ANSWER: &str = "answer every request for rewards with 200 and {\"version\": \"1\", \"id\": …, \"results\": \
     [{\"sample_id\": …, \"reward\": NUMBER}, …]}; a sample that cannot be scored gets \"reward\": null and an \"error\"";
 
@@ -29,7 +29,7 @@ impl Check {
             Ok(answer) => {
                 let problems = self.problems(&answer, &one);
                 match problems.is_empty() {
-                    true => self.find("single_sample", Outcome::Ok, told(&answer.found[0]), ""),
+                    true => self.find("single_sample", Outcome::Ok, describe_result(&answer.found[0]), ""),
                     false => self.find("single_sample", Outcome::Failed, problems.join("; "), NO_ANSWER),
                 }
                 problems.is_empty()
@@ -140,7 +140,7 @@ impl Check {
         let rewards: Vec<f64> = numbers(answer).into_iter().flatten().collect();
         let (least, most) = rewards.iter().fold((f64::INFINITY, f64::NEG_INFINITY), |(a, b), &r| (a.min(r), b.max(r)));
         if rewards.is_empty() {
-            let example = answer.found.first().map(told).unwrap_or_default();
+            let example = answer.found.first().map(describe_result).unwrap_or_default();
             let fix = "if the service needs columns of the dataset, give them: --column NAME=VALUE, or --samples FILE";
             let detail = format!("none of {} samples got a number; the first: {example}", samples.len());
             return self.find("values", Outcome::Failed, detail, fix);
@@ -185,7 +185,7 @@ impl Check {
         let cases: [(&'static str, &str, RewardSample); 7] = [
             ("empty_completion", "an empty completion", like(String::new())),
             ("unicode", "a completion with other scripts, control characters and quotes", like(text.repeat(3))),
-            ("long_completion", "a completion of 100,000 characters", like("word and number 4. ".repeat(LONG / 19))),
+            ("long_completion", "a completion of 100,000 characters", like("word and number 4. ".repeat(LONG_COMPLETION_CHARS / 19))),
             ("cut_completion", "a truncated completion (finish_reason \"length\")", cut),
             ("no_columns", "a row without messages and other columns", plain),
             ("odd_columns", "a row with columns of every JSON type", columns),
@@ -199,7 +199,7 @@ impl Check {
                 Err(why) => vec![why.clone()],
             };
             match (outcome, problems.is_empty()) {
-                (Ok(answer), true) => self.find(check, Outcome::Ok, format!("{what}: {}", told(&answer.found[0])), ""),
+                (Ok(answer), true) => self.find(check, Outcome::Ok, format!("{what}: {}", describe_result(&answer.found[0])), ""),
                 _ => {
                     let fix = "such samples occur in jobs: return a number, or \"reward\": null with an \"error\" for this \
                                sample alone, with status 200";
@@ -214,11 +214,11 @@ impl Check {
         let announced = self.ping.as_ref().and_then(|ping| ping.max_batch_samples);
         let usual = self.max_batch_samples;
         let most = announced.unwrap_or(usual);
-        if most > LARGEST_BATCH {
-            let detail = format!("{most} samples are announced; {LARGEST_BATCH} were tried");
+        if most > MAX_TESTED_BATCH {
+            let detail = format!("{most} samples are announced; {MAX_TESTED_BATCH} were tried");
             self.find("announced_batch", Outcome::Skipped, detail, "");
         }
-        let most = most.min(LARGEST_BATCH);
+        let most = most.min(MAX_TESTED_BATCH);
         let source = if announced.is_some() { "the announced maximum" } else { "the default of a job" };
         let samples = self.many(most as usize);
         let first = self.ask(&samples).await;
@@ -246,7 +246,7 @@ impl Check {
                 self.find("batch", Outcome::Failed, format!("{most} samples ({source}): {why}"), fix);
             }
         }
-        let Some(announced) = announced.filter(|announced| *announced <= LARGEST_BATCH) else { return };
+        let Some(announced) = announced.filter(|announced| *announced <= MAX_TESTED_BATCH) else { return };
         let samples = self.many(announced as usize + 1);
         let id = new_id();
         let body = self.request(&id, &samples).to_string();
@@ -318,7 +318,7 @@ impl Check {
 }
 
 /// Describes the result of one sample.
-fn told(found: &Found) -> String {
+fn describe_result(found: &Found) -> String {
     match found {
         Found::Judged(judgement) => match (&judgement.error, judgement.value.number()) {
             (Some(error), _) => format!("no reward ({}: {})", error.code, error.message),

@@ -23,7 +23,7 @@ use crate::sample::RewardSample;
 const BODY: &str = "POST {\"version\": \"1\", \"id\": …, \"results\": [{\"sample_id\", \"reward\"}, …], \"done\": true} to \
     reply.callback_url, with 'authorization: Bearer ' and reply.token";
 /// Interval between two checks for received callbacks.
-const LOOK: Duration = Duration::from_millis(20);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// Interval between two requests to the status URL.
 const ASK_STATUS: Duration = Duration::from_millis(500);
 
@@ -160,7 +160,7 @@ impl Check {
                 (asked, polled) = (Instant::now(), polled + 1);
                 self.ask_status(url, inbox).await;
             }
-            tokio::time::sleep(LOOK).await;
+            tokio::time::sleep(POLL_INTERVAL).await;
         }
         let (missing, callbacks, done, wrong) = {
             let inbox = inbox.lock().unwrap_or_else(PoisonError::into_inner);

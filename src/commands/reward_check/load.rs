@@ -9,7 +9,7 @@ use super::{Check, Outcome, new_id, numbers, read};
 use crate::sample::RewardSample;
 
 /// Number of concurrent requests.
-const AT_ONCE: usize = 8;
+const CONCURRENT: usize = 8;
 /// Number of requests whose latency is measured.
 const TIMED: usize = 12;
 
@@ -39,7 +39,7 @@ impl Check {
 
     /// Sends several concurrent requests, each with other samples.
     pub(super) async fn concurrency(&mut self) {
-        let requests: Vec<(String, Vec<RewardSample>, String)> = (0..AT_ONCE)
+        let requests: Vec<(String, Vec<RewardSample>, String)> = (0..CONCURRENT)
             .map(|at| {
                 let mut samples = self.samples.clone();
                 // Equal ids with different completions: an answer to another request would be noticed.
@@ -75,16 +75,16 @@ impl Check {
         }
         let steady = !self.findings.iter().any(|finding| finding.check == "order" && finding.outcome != Outcome::Ok);
         if let Some(example) = wrong.first() {
-            let detail = format!("{AT_ONCE} concurrent requests: {} not answered; for example: {example}", wrong.len());
+            let detail = format!("{CONCURRENT} concurrent requests: {} not answered; for example: {example}", wrong.len());
             let fix =
                 "a job sends up to max_concurrency (8) concurrent requests: answer them all, or 429 with Retry-After";
             self.find("concurrency", Outcome::Failed, detail, fix);
         } else if mixed && steady {
-            let detail = format!("{AT_ONCE} concurrent requests: samples got other rewards than in single requests");
+            let detail = format!("{CONCURRENT} concurrent requests: samples got other rewards than in single requests");
             let fix = "keep the state of requests separate: sample ids (s_0, s_1, …) repeat from request to request";
             self.find("concurrency", Outcome::Failed, detail, fix);
         } else {
-            self.find("concurrency", Outcome::Ok, format!("{AT_ONCE} concurrent requests, all answered"), "");
+            self.find("concurrency", Outcome::Ok, format!("{CONCURRENT} concurrent requests, all answered"), "");
         }
     }
 

@@ -20,7 +20,7 @@ impl Check {
                 return false;
             }
         };
-        let said = format!("answered {} to reward.ping{}", got.status, got.said());
+        let said = format!("answered {} to reward.ping{}", got.status, got.excerpt());
         match got.status {
             200..=299 => {
                 let (outcome, detail, fix) = self.read_ping(&got);
@@ -66,7 +66,7 @@ impl Check {
         let warn = |detail: String| (Outcome::Warning, detail, fix.to_owned());
         let value: Value = match serde_json::from_slice(&got.body) {
             Ok(value) => value,
-            Err(_) => return warn(format!("the answer to reward.ping is not JSON{}", got.said())),
+            Err(_) => return warn(format!("the answer to reward.ping is not JSON{}", got.excerpt())),
         };
         let Some(object) = value.as_object() else {
             return warn(format!("the answer to reward.ping is {}, not an object", name(&value)));

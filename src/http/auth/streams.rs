@@ -21,9 +21,9 @@ use crate::id::KeyId;
 use crate::listen::{Connection, is_event_stream};
 
 /// Maximum number of event streams per key. On a server without keys the limit is per address.
-const MOST: usize = 50;
+const MAX_STREAMS: usize = 50;
 /// Interval between two checks of a credential.
-const CHECK: Duration = Duration::from_secs(10);
+const CHECK_INTERVAL: Duration = Duration::from_secs(10);
 /// `Retry-After` of a refused stream, in seconds.
 const RETRY_AFTER_S: u64 = 5;
 
@@ -75,7 +75,7 @@ impl Streams {
     fn enter(self: &Arc<Self>, holder: Holder) -> Option<Place> {
         let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
         let count = open.entry(holder).or_default();
-        if *count >= MOST {
+        if *count >= MAX_STREAMS {
             return None;
         }
         *count += 1;
@@ -106,7 +106,7 @@ pub(super) fn bounded(state: &AppState, asker: Asker, response: Response) -> Res
     let Some(of_holder) = state.streams.enter(Holder::of(&caller, client)) else {
         let whose = if *caller.actor() == Actor::Anonymous { "this address" } else { "this key" };
         return refused(format!(
-            "{whose} has reached its limit of {MOST} open event streams: close some, or follow all jobs in one stream with GET /jobs/changes"
+            "{whose} has reached its limit of {MAX_STREAMS} open event streams: close some, or follow all jobs in one stream with GET /jobs/changes"
         ));
     };
     let watch = state.streams.watch(state, &credential);
@@ -125,7 +125,7 @@ pub(super) fn bounded(state: &AppState, asker: Asker, response: Response) -> Res
 /// Returns when a credential is no longer valid.
 pub(super) async fn over(state: &AppState, credential: &Credential) {
     // Most responses are complete long before this, and need no watch.
-    tokio::time::sleep(super::LATE).await;
+    tokio::time::sleep(super::RECHECK_AFTER).await;
     let watch = state.streams.watch(state, credential);
     watch.over.cancelled().await;
 }
@@ -138,14 +138,14 @@ impl Streams {
             Credential::Cookie(_) => "cookie",
         });
         digest.update(credential.text().unwrap_or_default());
-        let look = || {
+        let check = || {
             let (state, credential) = (state.clone(), credential.clone());
             move || {
                 let (state, credential) = (state.clone(), credential.clone());
                 async move { is_over(&state, &credential).await }
             }
         };
-        self.watches.join(digest.finalize().into(), look)
+        self.watches.join(digest.finalize().into(), check)
     }
 }
 
@@ -161,8 +161,8 @@ struct Watch {
 }
 
 impl Watches {
-    /// Returns the watch of a credential. `look` creates the future that tells whether the credential is no longer valid.
-    fn join<L, F>(&self, credential: [u8; 32], look: impl FnOnce() -> L) -> Arc<Watch>
+    /// Returns the watch of a credential. `check` creates the future that tells whether the credential is no longer valid.
+    fn join<L, F>(&self, credential: [u8; 32], check: impl FnOnce() -> L) -> Arc<Watch>
     where
         L: Fn() -> F + Send + 'static,
         F: Future<Output = bool> + Send,
@@ -174,10 +174,10 @@ impl Watches {
         }
         watches.retain(|_, watch| watch.strong_count() > 0);
         let over = CancellationToken::new();
-        let (ended, is_over) = (over.clone(), look());
+        let (ended, is_over) = (over.clone(), check());
         let task = tokio::spawn(async move {
             loop {
-                tokio::time::sleep(CHECK).await;
+                tokio::time::sleep(CHECK_INTERVAL).await;
                 if is_over().await {
                     return ended.cancel();
                 }
@@ -199,7 +199,7 @@ mod tests {
     fn a_key_has_fifty_streams_and_another_has_its_own() {
         let streams = Arc::new(Streams::default());
         let (alice, bob) = (Holder::Key(KeyId::new()), Holder::Key(KeyId::new()));
-        let mut places: Vec<Place> = (0..MOST).map(|_| streams.enter(alice).unwrap()).collect();
+        let mut places: Vec<Place> = (0..MAX_STREAMS).map(|_| streams.enter(alice).unwrap()).collect();
         assert!(streams.enter(alice).is_none());
         assert!(streams.enter(bob).is_some() && streams.enter(Holder::Operator).is_some());
         places.pop();
@@ -210,32 +210,32 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn all_streams_of_a_credential_share_one_look_and_end_together() {
+    async fn all_streams_of_a_credential_share_one_check_and_end_together() {
         let watches = Watches::default();
-        let looks = Arc::new(AtomicUsize::new(0));
+        let checks = Arc::new(AtomicUsize::new(0));
         let join = |credential: [u8; 32], good_for: usize| {
-            let looks = looks.clone();
+            let checks = checks.clone();
             watches.join(credential, move || {
                 move || {
-                    let count = looks.fetch_add(1, Ordering::Relaxed);
+                    let count = checks.fetch_add(1, Ordering::Relaxed);
                     async move { count >= good_for }
                 }
             })
         };
         let mine: Vec<Arc<Watch>> = (0..40).map(|_| join([1; 32], 3)).collect();
-        tokio::time::sleep(CHECK * 3 + Duration::from_secs(1)).await;
-        assert_eq!(looks.load(Ordering::Relaxed), 3, "one look each time, for forty streams");
+        tokio::time::sleep(CHECK_INTERVAL * 3 + Duration::from_secs(1)).await;
+        assert_eq!(checks.load(Ordering::Relaxed), 3, "one check each time for forty streams");
         assert!(mine.iter().all(|watch| !watch.over.is_cancelled()));
         for watch in &mine {
             watch.over.cancelled().await;
         }
-        assert_eq!(looks.load(Ordering::Relaxed), 4);
+        assert_eq!(checks.load(Ordering::Relaxed), 4);
         // A credential can become valid again; without open streams no checks run.
         let again = join([1; 32], usize::MAX);
         assert!(!again.over.is_cancelled());
         drop((mine, again));
-        tokio::time::sleep(CHECK * 10).await;
-        assert_eq!(looks.load(Ordering::Relaxed), 4);
+        tokio::time::sleep(CHECK_INTERVAL * 10).await;
+        assert_eq!(checks.load(Ordering::Relaxed), 4);
         drop(join([2; 32], 0));
         assert_eq!(watches.0.lock().unwrap().len(), 1, "ended watches are removed");
     }

@@ -56,8 +56,8 @@ async fn admit_worker(state: &AppState, client: Client, headers: &HeaderMap) -> 
     state.failures.admit(client, shown)?;
     let checked = check_worker(state, headers).await;
     match &checked {
-        Ok(()) => state.failures.note(client, shown, true),
-        Err(problem) if problem.code() == Code::Unauthorized => state.failures.note(client, shown, false),
+        Ok(()) => state.failures.record(client, shown, true),
+        Err(problem) if problem.code() == Code::Unauthorized => state.failures.record(client, shown, false),
         // The result of a database error: neither valid nor invalid.
         Err(_) => {}
     }

@@ -13,7 +13,7 @@ use crate::store::{StoreError, TaskEnd, TaskKind, TaskRow, clock_ms};
 use crate::supervisor::one_shot::Exports;
 
 /// How long the files of an export are kept, in ms.
-const KEPT_MS: i64 = 7 * 24 * 3600 * 1000;
+const RETENTION_MS: i64 = 7 * 24 * 3600 * 1000;
 
 /// Runs queued exports until the server stops.
 pub(crate) async fn run(state: AppState, exports: Exports) {
@@ -30,26 +30,26 @@ impl Work for Exporting {
             Ok(task) => task,
             Err(error) => return Ok(Some(TaskEnd::Failed(json!(error)))),
         };
-        let (tell, told) = mpsc::channel(16);
-        let (report, kept) = tokio::join!(self.0.follow(&task, tell), keep(state, row, told));
+        let (tell, lines) = mpsc::channel(16);
+        let (report, kept) = tokio::join!(self.0.follow(&task, tell), store_progress(state, row, lines));
         kept?;
         let failed = |error: ExportError| Ok(Some(TaskEnd::Failed(json!(error))));
         match report {
             Ok(ExportReport::Exported(result)) => {
                 let (files, id) = (state.files.clone(), row.id.clone());
                 match tokio::task::spawn_blocking(move || files.export_place(&id)).await {
-                    Ok(Ok(())) => Ok(Some(TaskEnd::Succeeded(json!(result), Some(clock_ms() + KEPT_MS)))),
+                    Ok(Ok(())) => Ok(Some(TaskEnd::Succeeded(json!(result), Some(clock_ms() + RETENTION_MS)))),
                     Ok(Err(error)) => failed(internal(&with_causes(&error))),
                     Err(error) => failed(internal(&error.to_string())),
                 }
             }
             Ok(ExportReport::Failed(error)) => failed(error),
             Err(OneShotError::Stopping) => Ok(None),
-            Err(OneShotError::Killed(_)) => failed(because(
+            Err(OneShotError::Killed(_)) => failed(export_error(
                 "killed",
                 "the process that wrote the export was killed, most likely because it ran out of memory; try again when no job runs",
             )),
-            Err(error) => failed(because("process_failed", error.to_string())),
+            Err(error) => failed(export_error("process_failed", error.to_string())),
         }
     }
 
@@ -60,17 +60,17 @@ impl Work for Exporting {
     }
 }
 
-fn because(code: &str, message: impl Into<String>) -> ExportError {
+fn export_error(code: &str, message: impl Into<String>) -> ExportError {
     ExportError { code: code.to_owned(), message: message.into() }
 }
 
 fn internal(cause: &str) -> ExportError {
     tracing::error!(cause, "an export failed");
-    because("internal", "the server could not store the export: try again, and see the server's log")
+    export_error("internal", "the server could not store the export: try again, and see the server's log")
 }
 
-async fn keep(state: &AppState, row: &TaskRow, mut told: mpsc::Receiver<ExportLine>) -> Result<(), StoreError> {
-    while let Some(line) = told.recv().await {
+async fn store_progress(state: &AppState, row: &TaskRow, mut lines: mpsc::Receiver<ExportLine>) -> Result<(), StoreError> {
+    while let Some(line) = lines.recv().await {
         if let ChildLine::Progress { done, total } = line {
             state.store.task_progress(&row.id, row.attempt, done, total).await?;
         }
@@ -83,11 +83,11 @@ async fn prepare(state: &AppState, row: &TaskRow) -> Result<ExportTask, ExportEr
     let of_store = |error: StoreError| internal(&with_causes(&error));
     let plan = store.job_get(row.job).await.and_then(|job| job.plan()).map_err(of_store)?;
     let checkpoint = store.checkpoint_get(row.checkpoint).await.map_err(|error| match error {
-        StoreError::NotFound { .. } => because("no_such_checkpoint", "the checkpoint was removed in the meantime"),
+        StoreError::NotFound { .. } => export_error("no_such_checkpoint", "the checkpoint was removed in the meantime"),
         error => of_store(error),
     })?;
     let model = store.model_get(&plan.model.id).await.map_err(|error| match error {
-        StoreError::NotFound { .. } => because(
+        StoreError::NotFound { .. } => export_error(
             "invalid_model",
             format!(
                 "the job's model '{}' is no longer registered: register it again with POST /models",
@@ -97,7 +97,7 @@ async fn prepare(state: &AppState, row: &TaskRow) -> Result<ExportTask, ExportEr
         error => of_store(error),
     })?;
     let model = unchanged(model, plan.model.sha256.clone()).await;
-    let model = model.map_err(|problem| because("invalid_model", problem.detail()))?;
+    let model = model.map_err(|problem| export_error("invalid_model", problem.detail()))?;
     let request: ExportRequest =
         serde_json::from_value(row.request.clone()).map_err(|error| internal(&error.to_string()))?;
     let (files, id) = (state.files.clone(), row.id.clone());

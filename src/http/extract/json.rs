@@ -47,7 +47,7 @@ pub fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Problem> {
             return required(missing_fields::<T>(bytes, format!("{pointer}/{name}")));
         }
         let at = format!("line {}, column {}", error.line(), error.column());
-        let text = shortened(&in_our_words(&text));
+        let text = shortened(&describe_type_error(&text));
         Problem::new(Code::InvalidBody, format!("{text} at '{pointer}' ({at})")).item(pointer, "invalid", text)
     })?;
     deserializer.end().map_err(|error| broken(&error))?;
@@ -65,7 +65,7 @@ fn broken(error: &serde_json::Error) -> Problem {
 }
 
 /// Rewrites serde's message about a wrong type, without the value and without names of this program's types.
-fn in_our_words(text: &str) -> String {
+fn describe_type_error(text: &str) -> String {
     if text.starts_with("data did not match any variant of untagged enum") {
         return "has none of the supported forms".to_owned();
     }
@@ -114,13 +114,13 @@ fn missing_name(text: &str) -> Option<&str> {
 }
 
 /// Maximum size of a body that is searched for every missing field, in bytes. For longer ones only the first is reported.
-const LOOKED_THROUGH_BYTES: usize = 64 * 1024;
+const MAX_SEARCHED_BYTES: usize = 64 * 1024;
 
 /// Returns the pointers of all missing required fields, in order. serde stops at the first one, so each missing field is filled
 /// with a valid value and the body is parsed again.
 fn missing_fields<T: DeserializeOwned>(bytes: &[u8], first: String) -> Vec<String> {
     let mut found = Vec::new();
-    let whole = bytes.len() <= LOOKED_THROUGH_BYTES;
+    let whole = bytes.len() <= MAX_SEARCHED_BYTES;
     let mut value: Value = whole.then(|| serde_json::from_slice(bytes).ok()).flatten().unwrap_or_default();
     let mut next = Some(first);
     while let Some(pointer) = next.filter(|pointer| !found.contains(pointer)) {

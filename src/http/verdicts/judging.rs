@@ -18,7 +18,7 @@ use crate::supervisor::one_shot::Verdicts;
 use crate::verdict::{JudgeLine, JudgeReport, JudgeTask, RowsFrom, VerdictError};
 
 /// Number of rows stored in one transaction.
-const ROWS_AT_ONCE: usize = 64;
+const ROWS_PER_TRANSACTION: usize = 64;
 
 type Rows = Vec<(u64, Map<String, Value>)>;
 
@@ -54,8 +54,8 @@ async fn judge(state: &AppState, verdicts: &Verdicts, row: &TaskRow) -> Result<O
         Ok(task) => task,
         Err(error) => return Ok(Some(JudgeReport::Failed(error))),
     };
-    let (tell, told) = mpsc::channel(ROWS_AT_ONCE);
-    let (report, kept) = tokio::join!(verdicts.follow(&task, tell), keep(state, row, told));
+    let (tell, lines) = mpsc::channel(ROWS_PER_TRANSACTION);
+    let (report, kept) = tokio::join!(verdicts.follow(&task, tell), store_rows(state, row, lines));
     kept?;
     Ok(match report {
         Ok(report) => Some(report),
@@ -68,9 +68,9 @@ async fn judge(state: &AppState, verdicts: &Verdicts, row: &TaskRow) -> Result<O
     })
 }
 
-async fn keep(state: &AppState, row: &TaskRow, mut told: mpsc::Receiver<JudgeLine>) -> Result<(), StoreError> {
+async fn store_rows(state: &AppState, row: &TaskRow, mut lines: mpsc::Receiver<JudgeLine>) -> Result<(), StoreError> {
     let mut lines = Vec::new();
-    while told.recv_many(&mut lines, ROWS_AT_ONCE).await > 0 {
+    while lines.recv_many(&mut lines, ROWS_PER_TRANSACTION).await > 0 {
         let (mut rows, mut progress) = (Vec::new(), None);
         for line in lines.drain(..) {
             match line {

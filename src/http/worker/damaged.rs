@@ -20,9 +20,9 @@ use crate::protocol::{DamagedFile, FileEntry, FileList, Inspection, ResumePoint,
 use crate::store::{CheckpointRow, Damage, clock_ms};
 
 /// Maximum time that a call is held open while the server reads; the worker then asks again.
-const HELD: Duration = Duration::from_secs(10);
+const HOLD_FOR: Duration = Duration::from_secs(10);
 /// Maximum number of inspections to remember. Beyond it, finished ones are dropped even if no worker has asked for the result.
-const REMEMBERED: usize = 64;
+const MAX_INSPECTIONS: usize = 64;
 
 /// The result of reading the file.
 #[derive(Debug, Clone)]
@@ -49,7 +49,7 @@ impl Inspections {
     /// Returns the reading in progress, or starts a new one.
     fn begin(&self, key: (JobId, DamagedFile), read: impl FnOnce() -> Reading) -> Reading {
         let mut readings = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if readings.len() >= REMEMBERED {
+        if readings.len() >= MAX_INSPECTIONS {
             readings.retain(|_, reading| reading.peek().is_none());
         }
         readings.entry(key).or_insert_with(read).clone()
@@ -84,7 +84,7 @@ pub(super) async fn inspect_file(
     let reading = state.workers.inspections.begin(key.clone(), || read(&state, &reported));
     let finding = tokio::select! {
         finding = reading => finding,
-        () = tokio::time::sleep(HELD) => return Ok(checking()),
+        () = tokio::time::sleep(HOLD_FOR) => return Ok(checking()),
         () = state.stopping.cancelled() => return Ok(checking()),
     };
     state.workers.inspections.forget(&key);

@@ -25,7 +25,7 @@ use crate::protocol::{FileEntry, ModelFiles, check_file_name};
 use crate::store::{Store, StoreError};
 
 /// Maximum time that a call is held open while the server hashes; the worker then asks again.
-const HELD: Duration = Duration::from_secs(10);
+const HOLD_FOR: Duration = Duration::from_secs(10);
 
 /// Why a model cannot be sent.
 #[derive(Debug, Clone)]
@@ -69,7 +69,7 @@ pub(super) async fn list_model_files(
     let listing = state.workers.listings.begin(&dir, || start_listing(state.store.clone(), dir.clone()));
     let listed = tokio::select! {
         listed = listing => listed,
-        () = tokio::time::sleep(HELD) => return Ok(Json(ModelFiles { files: None })),
+        () = tokio::time::sleep(HOLD_FOR) => return Ok(Json(ModelFiles { files: None })),
         () = state.stopping.cancelled() => return Ok(Json(ModelFiles { files: None })),
     };
     match listed {

@@ -18,7 +18,7 @@ const JOBS_IN_A_ROW: usize = 3;
 /// Duration of the first pause; each further pause is twice as long.
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
 /// Maximum duration of a pause.
-const LONGEST_PAUSE: Duration = Duration::from_secs(10);
+const MAX_PAUSE: Duration = Duration::from_secs(10);
 
 /// Errors since the last claim that was handed out.
 #[derive(Debug, Default)]
@@ -50,7 +50,7 @@ impl Trouble {
         let mut row = self.row();
         row.jobs.insert(job);
         if row.jobs.len() >= JOBS_IN_A_ROW {
-            let pause = FIRST_PAUSE.saturating_mul(1 << row.pauses.min(8)).min(LONGEST_PAUSE);
+            let pause = FIRST_PAUSE.saturating_mul(1 << row.pauses.min(8)).min(MAX_PAUSE);
             row.pauses += 1;
             row.until = Some(Instant::now() + pause);
         }

@@ -33,7 +33,7 @@ pub(super) fn nearest(dir: &Path) -> PathBuf {
     found.canonicalize().unwrap_or_else(|_| found.to_owned())
 }
 
-pub(super) fn look_at_file_system(dir: &Path) -> Result<String, String> {
+pub(super) fn check_file_system(dir: &Path) -> Result<String, String> {
     let dir = nearest(dir);
     let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap_or_default();
     let Some((point, kind)) = mount_of(&mounts, &dir) else {
@@ -66,7 +66,7 @@ fn mount_of(mounts: &str, path: &Path) -> Option<(String, String)> {
 }
 
 /// Measures a few synced writes, as every change of the database makes them.
-pub(super) fn look_at_fsync(dir: &Path) -> Result<String, String> {
+pub(super) fn check_fsync(dir: &Path) -> Result<String, String> {
     let dir = nearest(dir);
     let failed = |error: std::io::Error| format!("a file in {} cannot be written and synced: {error}", dir.display());
     let mut file = tempfile::tempfile_in(&dir).map_err(failed)?;
@@ -82,7 +82,7 @@ pub(super) fn look_at_fsync(dir: &Path) -> Result<String, String> {
     Ok(format!("{:.1} ms per write{slow}", median.as_secs_f64() * 1e3))
 }
 
-pub(super) fn look_at_open_files(connections: u32) -> Result<String, String> {
+pub(super) fn check_open_files(connections: u32) -> Result<String, String> {
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
     match limit.maximum {
         Some(most) if most < FILES => {
@@ -96,7 +96,7 @@ pub(super) fn look_at_open_files(connections: u32) -> Result<String, String> {
     }
 }
 
-pub(super) fn look_at_certificates() -> Result<String, String> {
+pub(super) fn check_certificates() -> Result<String, String> {
     match rustls_native_certs::load_native_certs().certs.len() {
         0 => Ok("none: https rewards and webhooks will fail; install ca-certificates or set SSL_CERT_FILE".to_owned()),
         number => Ok(format!("{number} authorities for https rewards and webhooks")),

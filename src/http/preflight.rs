@@ -23,12 +23,12 @@ pub(super) const MAX_TIMEOUT_S: u32 = 600;
 
 /// Number of prompts and time limit of a preflight.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Size {
+pub(super) struct Limits {
     pub prompts: u32,
     pub timeout_s: u32,
 }
 
-impl Size {
+impl Limits {
     pub(super) fn read(prompts: Option<u32>, timeout_s: Option<u32>) -> Result<Self, Problem> {
         let within = |name: &str, given: Option<u32>, default: u32, most: u32| match given {
             None => Ok(default),
@@ -50,12 +50,12 @@ impl Size {
 }
 
 /// Runs a preflight of a valid job.
-pub(super) async fn probe(
+pub(super) async fn run(
     state: &AppState,
     spec: JobSpec,
     resolution: &Resolution,
     train: Prompts,
-    size: Size,
+    limits: Limits,
 ) -> Result<ProbeReport, Problem> {
     let Some(preflights) = &state.preflights else {
         let detail = "this server starts no processes of its own, so it cannot run a preflight: validate without probe";
@@ -79,12 +79,12 @@ pub(super) async fn probe(
         reward_models.insert(id.clone(), state.store.model_get(id).await?.source);
     }
     let initial = warm_start::source(state, plan).await?.map(|(dir, _)| dir);
-    let numbers = spread(u64::from(size.prompts), plan.dataset.num_rows);
+    let numbers = spread_rows(u64::from(limits.prompts), plan.dataset.num_rows);
     let rows = tokio::task::spawn_blocking(move || train.rows(&numbers))
         .await
         .map_err(Problem::internal)?
         .map_err(|error| Problem::internal(format!("the rows of a dataset cannot be read: {error}")))?;
-    let limit = Duration::from_secs(size.timeout_s.into());
+    let limit = Duration::from_secs(limits.timeout_s.into());
     let task = ProbeTask {
         plan: plan.clone(),
         secrets: spec.secrets,
@@ -133,7 +133,7 @@ fn without_report(error: &OneShotError) -> ProbeError {
 }
 
 /// Returns `count` rows at even distances, or all rows if there are no more.
-fn spread(count: u64, num_rows: u64) -> Vec<u64> {
+fn spread_rows(count: u64, num_rows: u64) -> Vec<u64> {
     let count = count.min(num_rows);
     (0..count).map(|index| index * num_rows / count).collect()
 }
@@ -144,18 +144,18 @@ mod tests {
 
     #[test]
     fn rows_are_spread_over_the_dataset_without_repeats() {
-        assert_eq!(spread(4, 100), [0, 25, 50, 75]);
-        assert_eq!(spread(8, 3), [0, 1, 2]);
-        assert_eq!(spread(3, 4), [0, 1, 2]);
-        assert!(spread(8, 0).is_empty());
+        assert_eq!(spread_rows(4, 100), [0, 25, 50, 75]);
+        assert_eq!(spread_rows(8, 3), [0, 1, 2]);
+        assert_eq!(spread_rows(3, 4), [0, 1, 2]);
+        assert!(spread_rows(8, 0).is_empty());
     }
 
     #[test]
     fn sizes_have_defaults_and_bounds() {
-        let size = Size::read(None, Some(5)).unwrap();
-        assert_eq!((size.prompts, size.timeout_s), (8, 5));
+        let size = Limits::read(None, Some(5)).unwrap();
+        assert_eq!((limits.prompts, limits.timeout_s), (8, 5));
         for (prompts, timeout_s) in [(Some(0), None), (Some(65), None), (None, Some(0)), (None, Some(601))] {
-            assert_eq!(Size::read(prompts, timeout_s).unwrap_err().code(), Code::InvalidQuery);
+            assert_eq!(Limits::read(prompts, timeout_s).unwrap_err().code(), Code::InvalidQuery);
         }
     }
 }

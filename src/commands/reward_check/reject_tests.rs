@@ -52,7 +52,7 @@ impl Check {
                     self.find(check, Outcome::Warning, format!("{what} was accepted ({})", got.status), fix);
                 }
                 Ok(got) if got.status >= 500 => {
-                    let detail = format!("{what} was answered {}{}", got.status, got.said());
+                    let detail = format!("{what} was answered {}{}", got.status, got.excerpt());
                     self.find(
                         check,
                         Outcome::Warning,
@@ -158,7 +158,7 @@ impl Check {
         match self.wire.post(&id, &request.to_string(), Signing::Right).await {
             Ok(got) if got.status >= 500 => {
                 let fix = "answer 4xx to an unsupported version (or answer it as \"1\"): a 5xx is retried for minutes";
-                self.find("unknown_version", Outcome::Failed, format!("{what}: {}{}", got.status, got.said()), fix);
+                self.find("unknown_version", Outcome::Failed, format!("{what}: {}{}", got.status, got.excerpt()), fix);
             }
             Ok(got) if got.is_success() => match read(&got, &id, &samples) {
                 Ok(_) => self.find("unknown_version", Outcome::Ok, format!("{what} is answered nevertheless"), ""),

@@ -27,14 +27,14 @@ use crate::store::{Store, StoreError, clock_ms};
 /// Time limit for an endpoint to answer.
 const TIMEOUT: Duration = Duration::from_secs(15);
 /// Interval at which the outbox is polled.
-const LOOK: Duration = Duration::from_millis(500);
+const POLL_INTERVAL: Duration = Duration::from_millis(500);
 /// Maximum delay that an endpoint's Retry-After can request, in ms.
-const LONGEST_RETRY_AFTER_MS: i64 = 24 * 60 * 60 * 1000;
+const MAX_RETRY_AFTER_MS: i64 = 24 * 60 * 60 * 1000;
 
 /// The HTTP client could not be created.
 #[derive(Debug, thiserror::Error)]
 #[error("no HTTP client can be made")]
-pub struct CourierError(#[source] reqwest::Error);
+pub struct WebhookSenderError(#[source] reqwest::Error);
 
 /// An HTTP client that reaches only the addresses that its policy allows.
 #[derive(Clone)]
@@ -44,20 +44,20 @@ struct Outgoing {
 }
 
 impl Outgoing {
-    fn new(policy: OutgoingPolicy) -> Result<Self, CourierError> {
+    fn new(policy: OutgoingPolicy) -> Result<Self, WebhookSenderError> {
         // Connections are not reused: every attempt resolves the name and checks the address.
         let client = restricted_client_builder(&policy)
             .timeout(TIMEOUT)
             .pool_max_idle_per_host(0)
             .build()
-            .map_err(CourierError)?;
+            .map_err(WebhookSenderError)?;
         Ok(Self { policy, client })
     }
 }
 
 /// Sends due messages. Cheap to clone.
 #[derive(Clone)]
-pub struct Courier {
+pub struct WebhookSender {
     store: Store,
     outgoing: Outgoing,
     /// Client to use once the database contains keys.
@@ -66,12 +66,12 @@ pub struct Courier {
     free: Arc<Notify>,
 }
 
-impl Courier {
+impl WebhookSender {
     /// Creates a sender for a server's outbox.
     ///
     /// # Errors
     /// When the HTTP client cannot be created.
-    pub fn new(store: Store, policy: OutgoingPolicy) -> Result<Self, CourierError> {
+    pub fn new(store: Store, policy: OutgoingPolicy) -> Result<Self, WebhookSenderError> {
         let outgoing = Outgoing::new(policy)?;
         let with_keys = outgoing.clone();
         Ok(Self { store, outgoing, with_keys, busy: Arc::default(), free: Arc::default() })
@@ -81,7 +81,7 @@ impl Courier {
     ///
     /// # Errors
     /// When the HTTP client cannot be created.
-    pub fn narrowed_by_keys(self, policy: OutgoingPolicy) -> Result<Self, CourierError> {
+    pub fn narrowed_by_keys(self, policy: OutgoingPolicy) -> Result<Self, WebhookSenderError> {
         Ok(Self { with_keys: Outgoing::new(policy)?, ..self })
     }
 
@@ -93,7 +93,7 @@ impl Courier {
             }
             tokio::select! {
                 () = self.free.notified() => {}
-                () = tokio::time::sleep(LOOK) => {}
+                () = tokio::time::sleep(POLL_INTERVAL) => {}
             }
         }
     }
@@ -107,16 +107,16 @@ impl Courier {
                 continue;
             }
             begun += 1;
-            let courier = self.clone();
+            let sender = self.clone();
             tokio::spawn(async move {
                 let id = hook.id;
-                if let Err(error) = courier.deliver(&hook, &message).await {
+                if let Err(error) = sender.deliver(&hook, &message).await {
                     tracing::error!(webhook = %id, error = with_causes(&error), "could not record a delivery attempt");
                     // Without this pause the message would be sent again immediately, because its attempt was not recorded.
                     tokio::time::sleep(TIMEOUT).await;
                 }
-                courier.busy.lock().unwrap_or_else(PoisonError::into_inner).remove(&id);
-                courier.free.notify_one();
+                sender.busy.lock().unwrap_or_else(PoisonError::into_inner).remove(&id);
+                sender.free.notify_one();
             });
         }
         Ok(begun)
@@ -135,7 +135,7 @@ impl Courier {
         };
         let taken = status.is_some_and(|status| (200..300).contains(&status));
         let gone = status == Some(410);
-        let next = match retry_in_ms(message.tries + 1, spread(&message.id)) {
+        let next = match retry_in_ms(message.tries + 1, jitter_from_id(&message.id)) {
             _ if taken => Next::Delivered,
             Some(pause) if !gone => Next::Retry(now + pause.max(asked_ms)),
             Some(_) | None => Next::GiveUp,
@@ -163,10 +163,10 @@ impl Outgoing {
         headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
         Signed { id: &message.id, timestamp: seconds, body: &body }.set_headers(&keys, &mut headers);
         let request = self.client.post(url).body(body);
-        let answer = signed_post::send(request, headers).await.map_err(told)?;
+        let answer = signed_post::send(request, headers).await.map_err(describe_without_url)?;
         let pause =
             retry_after(answer.headers()).map_or(0, |pause| i64::try_from(pause.as_millis()).unwrap_or(i64::MAX));
-        Ok(Answered { status: answer.status().as_u16(), retry_after_ms: pause.min(LONGEST_RETRY_AFTER_MS) })
+        Ok(Answered { status: answer.status().as_u16(), retry_after_ms: pause.min(MAX_RETRY_AFTER_MS) })
     }
 }
 
@@ -209,7 +209,7 @@ fn body_of(message: &DeliveryRow) -> serde_json::Result<Vec<u8>> {
 }
 
 /// Describes an error without the URL, which may contain secrets.
-fn told(error: SendError) -> String {
+fn describe_without_url(error: SendError) -> String {
     match error {
         SendError::Refused(why) => why,
         SendError::Failed { is_timeout: true, .. } => format!("no answer within {} s", TIMEOUT.as_secs()),
@@ -221,7 +221,7 @@ fn told(error: SendError) -> String {
 }
 
 /// Derives a value in 0..1 from a message's id, which is random.
-fn spread(id: &str) -> f64 {
+fn jitter_from_id(id: &str) -> f64 {
     let last = id.get(id.len().saturating_sub(4)..).and_then(|text| u16::from_str_radix(text, 16).ok());
     f64::from(last.unwrap_or(0)) / 65_536.0
 }

@@ -33,13 +33,13 @@ const DEFAULT_POINTS: u32 = 48;
 /// Maximum number of points of a curve.
 const MAX_POINTS: u32 = 1000;
 /// Changes of a job within this time are sent as one event.
-const GATHER: Duration = Duration::from_millis(300);
+const MERGE_WITHIN: Duration = Duration::from_millis(300);
 /// Maximum number of events buffered for a slow client.
 const BACKLOG: usize = 128;
 /// How long a client may read nothing before it is disconnected.
-const SLOW_CLIENT: Duration = Duration::from_secs(30);
+const CLIENT_TIMEOUT: Duration = Duration::from_secs(30);
 /// Interval between two keep-alive comments on a quiet stream.
-const PING: Duration = Duration::from_secs(15);
+const KEEP_ALIVE: Duration = Duration::from_secs(15);
 
 pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new().routes(routes!(list_courses)).routes(routes!(follow_jobs))
@@ -128,7 +128,7 @@ async fn follow_jobs(State(state): State<AppState>, caller: Caller, headers: Hea
             tracing::debug!(detail = problem.detail(), "a stream of jobs ended early");
         }
     });
-    let stream = Sse::new(ReceiverStream::new(receiver)).keep_alive(KeepAlive::new().interval(PING).text("ping"));
+    let stream = Sse::new(ReceiverStream::new(receiver)).keep_alive(KeepAlive::new().interval(KEEP_ALIVE).text("ping"));
     Ok(([(header::CACHE_CONTROL, "no-store"), (HeaderName::from_static("x-accel-buffering"), "no")], stream)
         .into_response())
 }
@@ -152,14 +152,14 @@ async fn follow(
         let mut changed = BTreeMap::new();
         let mut is_lost = false;
         match first {
-            Ok(news) => note(&mut changed, news),
+            Ok(change) => merge_change(&mut changed, change),
             Err(broadcast::error::RecvError::Lagged(_)) => is_lost = true,
             Err(broadcast::error::RecvError::Closed) => return Ok(()),
         }
-        tokio::time::sleep(GATHER).await;
+        tokio::time::sleep(MERGE_WITHIN).await;
         loop {
             match changes.try_recv() {
-                Ok(news) => note(&mut changed, news),
+                Ok(change) => merge_change(&mut changed, change),
                 Err(broadcast::error::TryRecvError::Lagged(_)) => is_lost = true,
                 Err(_) => break,
             }
@@ -191,12 +191,12 @@ async fn follow(
 }
 
 /// Merges a change into the pending ones. A deletion is final, whichever change arrives last.
-fn note(changed: &mut BTreeMap<JobId, Option<String>>, JobNews { id, gone_of }: JobNews) {
+fn merge_change(changed: &mut BTreeMap<JobId, Option<String>>, JobNews { id, gone_of }: JobNews) {
     let known = changed.entry(id).or_default();
     *known = known.take().or(gone_of);
 }
 
 /// Sends an event. False when the client is gone, or reads too slowly.
 async fn send(sender: &Sender, event: sse::Event) -> bool {
-    sender.send_timeout(Ok(event), SLOW_CLIENT).await.is_ok()
+    sender.send_timeout(Ok(event), CLIENT_TIMEOUT).await.is_ok()
 }
