@@ -1,4 +1,4 @@
-//! Databases of older and newer versions: who brings them up to date, who refuses them, and what `rlood check` says.
+//! Databases of older and newer versions: which commands upgrade them, which refuse them, and the output of `rlood check`.
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use sqlx::{Connection, Executor};
 
 use crate::backup::{path, run, said};
 
-/// The last migration of an rlood that had keys already.
+/// The last migration of an rlood that already had keys.
 const OLDER: i64 = 9;
 
 async fn connect(database: &Path) -> SqliteConnection {
@@ -37,7 +37,7 @@ fn check(data: &Path) -> (Option<i32>, String) {
     (output.status.code(), said(&output))
 }
 
-/// The line about something.
+/// Returns the output line with this label.
 fn line<'t>(text: &'t str, what: &str) -> &'t str {
     text.lines().find(|line| line.split_whitespace().nth(1) == Some(what)).unwrap_or_else(|| panic!("{what}: {text}"))
 }
