@@ -55,12 +55,12 @@ pub fn run() -> ExitCode {
         Role::Demo(args) => on_runtime(format, None, demo::run(args)),
         Role::Worker(args) => computing(format, args.threads, || on_runtime(format, Some(2), worker::run(args))),
         Role::Probe(args) => computing(format, args.threads, || on_runtime(format, Some(2), prober::run(args))),
-        Role::Generator(args) => {
-            computing(format, args.threads, || generator::run(&args).unwrap_or_else(|error| exit_failure(format, &error)))
-        }
-        Role::ExportCheckpoint(args) => {
-            computing(format, args.threads, || exporter::run(&args).unwrap_or_else(|error| exit_failure(format, &error)))
-        }
+        Role::Generator(args) => computing(format, args.threads, || {
+            generator::run(&args).unwrap_or_else(|error| exit_failure(format, &error))
+        }),
+        Role::ExportCheckpoint(args) => computing(format, args.threads, || {
+            exporter::run(&args).unwrap_or_else(|error| exit_failure(format, &error))
+        }),
         Role::Judge(args) => computing(format, args.threads, || on_runtime(format, Some(2), judge::run(args))),
         Role::RewardServer(args) => {
             computing(format, args.threads, || on_runtime(format, None, reward_server::run(args)))

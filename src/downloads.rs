@@ -260,7 +260,11 @@ impl Download {
             match self.try_once().await {
                 Ok(()) => break,
                 Err(error) if error.may_pass() && begun.elapsed() < GIVE_UP_AFTER => {
-                    tracing::warn!(model = self.id, error = with_causes(&error), "a download failed temporarily; will retry");
+                    tracing::warn!(
+                        model = self.id,
+                        error = with_causes(&error),
+                        "a download failed temporarily; will retry"
+                    );
                     tokio::time::sleep(pause).await;
                     pause = (pause * 2).min(MAX_RETRY_DELAY);
                 }

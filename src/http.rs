@@ -14,7 +14,6 @@ pub mod callbacks;
 mod compare;
 mod contract;
 mod cookie;
-pub mod sparklines;
 mod dataset_preview;
 mod dataset_ranges;
 mod dataset_sources;
@@ -53,6 +52,7 @@ mod rows;
 pub mod samples;
 pub mod schemas;
 pub mod session;
+pub mod sparklines;
 pub mod storage;
 pub mod submit;
 pub mod summary;
@@ -117,7 +117,7 @@ pub struct AppState {
     /// Limits how many memory- or CPU-intensive requests run concurrently.
     pub heavy: heavy::Slots,
     /// Limits how many tests of reward services run concurrently.
-    pub asked: heavy::Slots,
+    pub service_tests: heavy::Slots,
     /// Limits how many searches of samples run concurrently.
     pub searches: heavy::Slots,
     /// Limits how many re-scores run concurrently.
@@ -127,7 +127,7 @@ pub struct AppState {
     /// Counts of connections, exported by `/metrics`.
     pub connections: Arc<listen::Connections>,
     /// Whether the database has ever held a key. Once true, every request needs a key.
-    pub keyed: Arc<AtomicBool>,
+    pub has_keys: Arc<AtomicBool>,
     /// The event streams that are open, counted per key.
     pub streams: Arc<auth::Streams>,
     /// Addresses that recently sent invalid keys.
@@ -160,12 +160,12 @@ impl AppState {
             preflights: None,
             generations: None,
             heavy: heavy::Slots::new(slots),
-            asked: heavy::Slots::new(heavy::MAX_SERVICE_TESTS),
+            service_tests: heavy::Slots::new(heavy::MAX_SERVICE_TESTS),
             searches: heavy::Slots::new(samples::SEARCHES),
             rescores: heavy::Slots::new(rescore::MAX_CONCURRENT),
             disk_low: Arc::default(),
             connections: Arc::default(),
-            keyed: Arc::default(),
+            has_keys: Arc::default(),
             streams: Arc::default(),
             failures: Arc::default(),
             refused_workers: Arc::default(),

@@ -23,7 +23,6 @@ use tokio_util::task::AbortOnDropHandle;
 
 use crate::causes::with_causes;
 use crate::config::{ConfigError, ServeConfig, no_key_for};
-use crate::webhook_sender::{WebhookSender, WebhookSenderError};
 use crate::downloads::Downloads;
 use crate::engine::gpu;
 use crate::engine::kernels::isa::Isa;
@@ -37,6 +36,7 @@ use crate::store::recovery::{RecoveryError, recover};
 use crate::store::{Store, StoreError, clock_ms};
 use crate::supervisor::one_shot::{Exports, Generations, Preflights, Verdicts};
 use crate::supervisor::{Children, Lost, Supervisor};
+use crate::webhook_sender::{WebhookSender, WebhookSenderError};
 use disk::DiskWatch;
 
 /// Time that workers have after their grace period before they are killed.
@@ -114,7 +114,7 @@ pub struct Running {
     addr: SocketAddr,
     /// Grace period for workers to save a checkpoint and requeue their jobs.
     grace: Duration,
-    stop_generations: CancellationToken,
+    stop_children: CancellationToken,
     stop_http: CancellationToken,
     abort_http: CancellationToken,
     http: JoinHandle<()>,
@@ -146,7 +146,7 @@ impl Running {
         let Self {
             addr: _,
             grace,
-            stop_generations,
+            stop_children,
             stop_http,
             abort_http,
             mut http,
@@ -160,7 +160,7 @@ impl Running {
             store,
         } = self;
         let begun = Instant::now();
-        stop_generations.cancel();
+        stop_children.cancel();
         supervisor.stop(grace + WORKERS_MARGIN).await;
         drop((lease_timer, outages, worker_exits, webhook_sender, retention_task, tasks));
         stop_http.cancel();
@@ -273,12 +273,12 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
         tracing::warn!(?problem, "the demo's model could not be restored: jobs of POST /demo may fail");
     }
     state.preflights = Some(Preflights::new(&children));
-    let stop_generations = CancellationToken::new();
-    state.generations = Some(Generations::new(&children, stop_generations.clone()));
+    let stop_children = CancellationToken::new();
+    state.generations = Some(Generations::new(&children, stop_children.clone()));
     if let Err(problem) = http::models::hub::resume(&state).await {
         tracing::warn!(?problem, "unfinished downloads could not be resumed");
     }
-    let tasks = start_tasks(&state, &children, &stop_generations);
+    let tasks = start_tasks(&state, &children, &stop_children);
     let downloads = state.downloads.clone();
     let connections = state.connections.clone();
     let router = http::router(state);
@@ -286,9 +286,15 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
     let http = tokio::spawn(listen::serve(listener, router, config.edge.clone(), connections, stop));
 
     let (lost, worker_exits) = mpsc::unbounded_channel();
-    let worker_exits = AbortOnDropHandle::new(tokio::spawn(requeue_jobs_of_exited_workers(store.clone(), worker_exits)));
-    let lease_timer =
-        AbortOnDropHandle::new(tokio::spawn(lease_timer(store.clone(), files.clone(), downloads, lease_ms(&config), disk)));
+    let worker_exits =
+        AbortOnDropHandle::new(tokio::spawn(requeue_jobs_of_exited_workers(store.clone(), worker_exits)));
+    let lease_timer = AbortOnDropHandle::new(tokio::spawn(run_lease_timer(
+        store.clone(),
+        files.clone(),
+        downloads,
+        lease_ms(&config),
+        disk,
+    )));
     let outages = AbortOnDropHandle::new(tokio::spawn(outage::watch(store.clone(), rewards)));
     let supervisor = Supervisor::start(children, &lost);
     let webhook_sender = AbortOnDropHandle::new(tokio::spawn(webhook_sender.run()));
@@ -297,7 +303,7 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
     Ok(Running {
         addr,
         grace: Duration::from_secs(config.grace_s),
-        stop_generations,
+        stop_children,
         stop_http,
         abort_http,
         http,
@@ -320,17 +326,19 @@ fn start_tasks(state: &AppState, children: &Children, stop: &CancellationToken) 
 }
 
 /// Requeues the jobs of workers whose lease expired and checks the disk. Cleans up once a minute.
-async fn lease_timer(store: Store, files: DataDir, downloads: Downloads, lease_ms: i64, mut disk: DiskWatch) {
+async fn run_lease_timer(store: Store, files: DataDir, downloads: Downloads, lease_ms: i64, mut disk: DiskWatch) {
     let begun = Instant::now();
     let steady_ms = move || i64::try_from(begun.elapsed().as_millis()).unwrap_or(i64::MAX);
     let mut watch = LeaseWatch::new(clock_ms(), steady_ms(), lease_ms);
     let mut interval = tokio::time::interval(TICK);
     interval.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     for count in 0_u32.. {
-        interval.lease_timer().await;
+        interval.tick().await;
         let now = clock_ms();
-        match watch.lease_timer(&store, now, steady_ms()).await {
-            Ok(jobs) => jobs.iter().for_each(|job| tracing::warn!(%job, "its worker's lease expired; the job is queued again")),
+        match watch.tick(&store, now, steady_ms()).await {
+            Ok(jobs) => {
+                jobs.iter().for_each(|job| tracing::warn!(%job, "its worker's lease expired; the job is queued again"))
+            }
             Err(error) => tracing::error!(error = with_causes(&error), "could not requeue jobs with expired leases"),
         }
         disk.check(&store, &files, now).await;

@@ -117,7 +117,10 @@ async fn act(store: &Store, action: KeysAction, json: bool) -> Result<(), KeysEr
             } else {
                 println!("{} '{}' is revoked", row.id, row.name);
                 for WebhookRow { id, url, .. } in &webhooks {
-                    eprintln!("webhook {id} of {} still sends messages to {url}: delete it with DELETE /webhooks/{id} if it is not yours", row.owner);
+                    eprintln!(
+                        "webhook {id} of {} still sends messages to {url}: delete it with DELETE /webhooks/{id} if it is not yours",
+                        row.owner
+                    );
                 }
             }
         }

@@ -4,8 +4,8 @@
 mod answers;
 mod callback;
 mod load;
-mod reject_tests;
 mod ping;
+mod reject_tests;
 mod report;
 mod wire;
 
@@ -201,7 +201,7 @@ impl Check {
 
 /// Interprets a response to a synchronous request as a job does.
 fn read(got: &Got, id: &str, samples: &[RewardSample]) -> Result<Answer, String> {
-    let said = got.excerpt();
+    let excerpt = got.excerpt();
     if let Some(encoding) = got.content_encoding.as_deref().filter(|encoding| *encoding != "identity") {
         return Err(format!("the answer is compressed ({encoding}) although the request does not accept it"));
     }
@@ -216,9 +216,9 @@ fn read(got: &Got, id: &str, samples: &[RewardSample]) -> Result<Answer, String>
             let to = got.location.as_deref().map(|to| format!(" to {to}")).unwrap_or_default();
             Err(format!("the service redirects ({status}){to}; redirects are never followed"))
         }
-        status @ (401 | 403) => Err(format!("the service refuses the credentials ({status}){said}")),
+        status @ (401 | 403) => Err(format!("the service refuses the credentials ({status}){excerpt}")),
         413 => Err("the service answered 413 (too large)".to_owned()),
-        status => Err(format!("the service answered {status}{said}")),
+        status => Err(format!("the service answered {status}{excerpt}")),
     }
 }
 

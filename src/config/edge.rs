@@ -145,9 +145,8 @@ fn host(word: String) -> Result<String, ConfigError> {
 }
 
 fn origin(word: String) -> Result<String, ConfigError> {
-    let bad = |why: &str| {
-        ConfigError::new(format!("--cors-origins: '{word}' {why}; use https://HOST or https://HOST:PORT"))
-    };
+    let bad =
+        |why: &str| ConfigError::new(format!("--cors-origins: '{word}' {why}; use https://HOST or https://HOST:PORT"));
     if word == "*" {
         return Err(bad("would let every web page call this server"));
     }

@@ -262,7 +262,7 @@ pub(super) fn unusable(error: &ModelCardError) -> Problem {
 
 /// Downloads the hub adapter that a job names and stores it like an upload.
 pub(super) async fn import(state: &AppState, caller: &Caller, wanted: &AdapterPlan) -> Result<AdapterRow, Problem> {
-    let (row, dir) = look(state, caller, wanted).await?;
+    let (row, dir) = inspect_hub_adapter(state, caller, wanted).await?;
     Ok(store(state, New { row, dir }).await?.0)
 }
 

@@ -49,13 +49,13 @@ const HUB_TOKEN: &str = "x-hub-token";
 /// The authenticated caller. Handlers take it as an argument.
 #[derive(Debug, Clone)]
 pub struct Caller {
-    who: Arc<Who>,
+    who: Arc<Identity>,
     /// The `x-hub-token` of this request.
     hub_token: Option<Token>,
 }
 
 #[derive(Debug)]
-struct Who {
+struct Identity {
     actor: Actor,
     owner: String,
     scopes: Scopes,
@@ -69,15 +69,12 @@ pub enum Actor {
     /// The key in `RLOOD_API_KEY`.
     Operator,
     /// A key from the database.
-    Key {
-        id: KeyId,
-        name: String,
-    },
+    Key { id: KeyId, name: String },
 }
 
 impl Caller {
     fn new(actor: Actor, owner: String, scopes: Scopes) -> Self {
-        Self { who: Arc::new(Who { actor, owner, scopes }), hub_token: None }
+        Self { who: Arc::new(Identity { actor, owner, scopes }), hub_token: None }
     }
 
     fn everything(actor: Actor) -> Self {
@@ -124,7 +121,7 @@ impl Caller {
     }
 
     /// Returns the actor as the audit log stores it.
-    pub fn word(&self) -> String {
+    pub fn audit_name(&self) -> String {
         match self.actor() {
             Actor::Anonymous => "anonymous".to_owned(),
             Actor::Operator => "operator".to_owned(),
@@ -138,8 +135,8 @@ impl<S: Send + Sync> FromRequestParts<S> for Caller {
 
     async fn from_request_parts(parts: &mut Parts, _state: &S) -> Result<Self, Problem> {
         let caller = parts.extensions.get::<Caller>().cloned();
-        let mut caller =
-            caller.ok_or_else(|| Problem::internal("a route needs the caller but is outside the authentication layer"))?;
+        let mut caller = caller
+            .ok_or_else(|| Problem::internal("a route needs the caller but is outside the authentication layer"))?;
         if let Some(given) = parts.headers.get(HUB_TOKEN) {
             let token = given.to_str().ok().and_then(Token::new);
             let refused = || Problem::new(Code::InvalidRequest, "the header x-hub-token must contain a hub token");
@@ -209,11 +206,11 @@ impl Credential {
 
 /// Whether requests need a key. True from the first key on, even after that key was revoked or expired.
 pub(super) async fn keys_are_on(state: &AppState) -> Result<bool, StoreError> {
-    if state.config.api_key.is_some() || state.keyed.load(Ordering::Relaxed) {
+    if state.config.api_key.is_some() || state.has_keys.load(Ordering::Relaxed) {
         return Ok(true);
     }
     let exist = state.store.api_keys_exist().await?;
-    state.keyed.fetch_or(exist, Ordering::Relaxed);
+    state.has_keys.fetch_or(exist, Ordering::Relaxed);
     Ok(exist)
 }
 
@@ -387,7 +384,10 @@ async fn check_owner(
         },
         "models" => match store.model_owner(&id).await? {
             Some(owner) if owner.is_empty() && !matches!(*method, Method::GET | Method::HEAD) => {
-                return Err(Problem::new(Code::Forbidden, "this model is shared by all owners: only a key with the scope 'admin' may change it"));
+                return Err(Problem::new(
+                    Code::Forbidden,
+                    "this model is shared by all owners: only a key with the scope 'admin' may change it",
+                ));
             }
             Some(owner) if caller.may_use_model(&owner) => return Ok(()),
             other => other,
@@ -430,7 +430,7 @@ struct AuditEntry {
 async fn record_change(state: &AppState, caller: &Caller, noted: AuditEntry) {
     let AuditEntry { action, target, address, status } = noted;
     let change = NewAudit {
-        actor: caller.word(),
+        actor: caller.audit_name(),
         actor_name: match caller.actor() {
             Actor::Key { name, .. } => Some(name.clone()),
             Actor::Anonymous | Actor::Operator => None,

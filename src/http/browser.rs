@@ -96,8 +96,7 @@ async fn check_browser(state: &AppState, method: &Method, headers: &HeaderMap, n
         public || origin.split_once("://").is_some_and(|(_, authority)| Some(authority) == host)
     };
     if foreign_site || text(header::ORIGIN).is_some_and(|origin| !ours(origin)) {
-        let detail =
-            "a page of another origin may not change anything here; the operator can allow an origin with --cors-origins";
+        let detail = "a page of another origin may not change anything here; the operator can allow an origin with --cors-origins";
         return Err(Problem::new(Code::Forbidden, detail));
     }
     Ok(())

@@ -9,7 +9,7 @@ use utoipa_axum::routes;
 
 use super::AppState;
 use super::auth::Caller;
-use super::dataset_sources::look;
+use super::dataset_sources::preview_files;
 use super::error::{Code, FieldError, Problem, ProblemBody, shortened};
 use super::extract::{Json, Query};
 use super::rows::row_errors;
@@ -161,11 +161,11 @@ async fn preview_dataset(
     };
     let origin = files.origin.clone();
     let chat_default = model.as_ref().is_none_or(|row| row.card["has_chat_template"] != Value::Bool(false));
-    let looked = look(&state, *files, recipe, chat_default, wanted as usize).await?;
+    let preview = preview_files(&state, *files, recipe, chat_default, wanted as usize).await?;
     let folder = model.map(|row| state.downloads.readable(&row));
     let shown = tokio::task::spawn_blocking(move || {
         let text = folder.map(|folder| Text::load(&folder)).transpose();
-        text.map(|text| view(looked, text.as_ref(), origin)).map_err(|error| error.to_string())
+        text.map(|text| view(preview, text.as_ref(), origin)).map_err(|error| error.to_string())
     });
     let unusable =
         |detail: String| Problem::new(Code::InvalidModel, detail.clone()).item("?model", "unusable_model", detail);
@@ -186,8 +186,8 @@ async fn find(state: &AppState, caller: &Caller, id: &str) -> Result<ModelRow, P
     }
 }
 
-fn view(looked: Preview, text: Option<&Text>, origin: Value) -> DatasetPreview {
-    let Preview { columns, source_rows, rows, suggested_map, rejected } = looked;
+fn view(preview: Preview, text: Option<&Text>, origin: Value) -> DatasetPreview {
+    let Preview { columns, source_rows, rows, suggested_map, rejected } = preview;
     let columns = columns.into_iter().map(|column| ColumnView { name: column.name, kind: column.kind }).collect();
     let rows = rows.into_iter().map(|record| read_as(text, record)).collect();
     let errors = rejected.map_or_else(Vec::new, |rejected| row_errors(rejected.errors));

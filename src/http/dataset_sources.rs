@@ -123,7 +123,7 @@ pub(super) async fn written(
 }
 
 /// Previews the first rows of files.
-pub(super) async fn look(
+pub(super) async fn preview_files(
     state: &AppState,
     mut files: Files,
     recipe: Recipe,
@@ -131,17 +131,17 @@ pub(super) async fn look(
     rows: usize,
 ) -> Result<Preview, Problem> {
     let whole = files.whole.take();
-    let looked = look_at(files, recipe.clone(), chat_default, rows).await?;
+    let looked = preview_sources(files, recipe.clone(), chat_default, rows).await?;
     match (looked, whole) {
         (Err(refused), Some(whole)) if refused.errors.iter().any(|error| error.code == NOT_FETCHED) => {
             let files = download(state, *whole).await?;
-            look_at(files, recipe, chat_default, rows).await?.map_err(rejected)
+            preview_sources(files, recipe, chat_default, rows).await?.map_err(rejected)
         }
         (looked, _) => looked.map_err(rejected),
     }
 }
 
-async fn look_at(
+async fn preview_sources(
     files: Files,
     recipe: Recipe,
     chat_default: bool,

@@ -113,7 +113,12 @@ async fn run_blocking<T: Send + 'static>(work: impl FnOnce() -> io::Result<T> + 
         .map_err(|error| Problem::internal(format!("write the bundled model: {error}")))
 }
 
-async fn store_dataset(state: &AppState, caller: &Caller, name: &str, rows: &'static [u8]) -> Result<DatasetId, Problem> {
+async fn store_dataset(
+    state: &AppState,
+    caller: &Caller,
+    name: &str,
+    rows: &'static [u8],
+) -> Result<DatasetId, Problem> {
     let pieces = stream::iter([Ok::<_, Problem>(Bytes::from_static(rows))]);
     let (summary, staged) = read_rows(state, Format::Ndjson, pieces, |problem| problem).await?;
     Ok(store_rows(state, caller.owner(), Some(name.to_owned()), (summary, staged, None)).await?.0.id)

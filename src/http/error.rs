@@ -199,7 +199,8 @@ impl Problem {
 
     /// A server error: the client gets only the request id, the log gets the cause.
     pub fn internal(cause: impl fmt::Display) -> Self {
-        Self::new(Code::Internal, "an unexpected error occurred; see the server's log for this request_id").because(cause)
+        Self::new(Code::Internal, "an unexpected error occurred; see the server's log for this request_id")
+            .because(cause)
     }
 
     /// Adds one item to `errors`.
@@ -266,7 +267,10 @@ impl From<StoreError> for Problem {
             StoreError::NotFound { kind, id } => Problem::not_found(kind, id),
             StoreError::Exists { kind, id } => Problem::new(
                 Code::Conflict,
-                format!("a different {kind} '{}' already exists; delete it first, or choose another id", shortened(&id)),
+                format!(
+                    "a different {kind} '{}' already exists; delete it first, or choose another id",
+                    shortened(&id)
+                ),
             ),
             StoreError::InUse { kind, id, jobs } => {
                 let named: Vec<String> = jobs.iter().map(ToString::to_string).collect();

@@ -19,7 +19,7 @@ use super::extract::{Json, Path};
 use super::idempotency::{Answer, identity, once};
 use super::jobs::{JobView, invalid};
 use super::lookup::{Prepared, UseOfHub, prepare};
-use super::submit::{store_prompts, read_spec};
+use super::submit::{read_spec, store_prompts};
 use super::warm_start;
 use crate::id::JobId;
 use crate::spec::{
@@ -263,8 +263,7 @@ fn no_such_step(state: &AppState, job: &JobRow, from_step: u64, checkpoints: &[C
     };
     let steps: Vec<String> = checkpoints.iter().take(SHOWN).map(|checkpoint| checkpoint.step.to_string()).collect();
     let older = if checkpoints.len() > SHOWN { ", and older ones" } else { "" };
-    let detail =
-        format!("the job has no checkpoint of step {from_step}; available steps: {}{older}", steps.join(", "));
+    let detail = format!("the job has no checkpoint of step {from_step}; available steps: {}{older}", steps.join(", "));
     let may_come = from_step > newest && !job.state.is_terminal();
     let code = if may_come { Code::NoCheckpoint } else { Code::NoSuchCheckpoint };
     Problem::new(code, detail.clone()).item("/from_step", code.as_str(), detail)

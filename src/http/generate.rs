@@ -163,8 +163,7 @@ pub(super) async fn find(state: &AppState, job: &JobRow, choice: CheckpointChoic
             let found = rows.into_iter().find(|row| row.step == step);
             if found.is_none() && !steps.is_empty() {
                 let steps: Vec<String> = steps.iter().map(u64::to_string).collect();
-                let detail =
-                    format!("the job has no checkpoint of step {step}; available steps: {}", steps.join(", "));
+                let detail = format!("the job has no checkpoint of step {step}; available steps: {}", steps.join(", "));
                 return Err(invalid(
                     Code::InvalidBody,
                     vec![FieldError::new("/checkpoint", "unknown_checkpoint", detail)],

@@ -234,15 +234,16 @@ impl Drop for Place<'_> {
 
 /// Waits for a slot for this caller.
 pub(super) async fn slot(state: &AppState, slots: &Slots, caller: &Caller) -> Result<Slot, Problem> {
-    let key = caller.word();
+    let key = caller.audit_name();
     let taken = tokio::select! {
         taken = slots.acquire(&key, MAX_WAIT) => taken,
         () = state.stopping.cancelled() => return Err(stopping()),
     };
     taken.map_err(|none| match none {
         NoSlot::Full => {
-            let detail =
-                format!("{MAX_WAITING_OF_KEY} requests of this key already wait for expensive work; send fewer concurrently");
+            let detail = format!(
+                "{MAX_WAITING_OF_KEY} requests of this key already wait for expensive work; send fewer concurrently"
+            );
             Problem::new(Code::TooManyRequests, detail).retry_after(RETRY_AFTER_S)
         }
         NoSlot::TimedOut => {

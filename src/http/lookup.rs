@@ -12,7 +12,7 @@ use super::AppState;
 use super::auth::Caller;
 use super::error::{Code, Problem, chain, shortened};
 use super::heavy;
-use super::models::hub::{self, Looked};
+use super::models::hub::{self, Inspected};
 use super::models::is_as_registered;
 use super::prompts::{Place, Prompts};
 use super::python_rewards;
@@ -186,12 +186,16 @@ async fn find_model(
     if let Some(repo) = repo.filter(|_| state.config.hub.may_be_asked()) {
         let found = match use_of_hub {
             UseOfHub::Register => hub::register(state, caller, None, &repo).await.map(|(row, _)| row),
-            UseOfHub::Inspect => hub::look(state, caller, id.to_owned(), &repo).await.map(Looked::into_row),
+            UseOfHub::Inspect => hub::inspect(state, caller, id.to_owned(), &repo).await.map(Inspected::into_row),
         };
         return match found {
             Ok(row) => Ok(Some(row)),
             Err(problem) if problem.code().status().is_client_error() || problem.code() == Code::HubUnreachable => {
-                let detail = format!("the model '{}' is not registered, and the hub answers: {}", shortened(id), problem.detail());
+                let detail = format!(
+                    "the model '{}' is not registered, and the hub answers: {}",
+                    shortened(id),
+                    problem.detail()
+                );
                 errors.push(FieldError::new("/model", problem.code().as_str(), detail));
                 Ok(None)
             }
@@ -205,7 +209,11 @@ async fn find_model(
 async fn unknown_model(state: &AppState, caller: &Caller, id: &str) -> Result<FieldError, Problem> {
     let some = state.store.model_list(caller.sees(), None, 5).await?;
     let known: Vec<_> = some.data.iter().map(|row| row.id.as_str()).collect();
-    let known = if known.is_empty() { "no model is registered".to_owned() } else { format!("registered: {}", known.join(", ")) };
+    let known = if known.is_empty() {
+        "no model is registered".to_owned()
+    } else {
+        format!("registered: {}", known.join(", "))
+    };
     let detail = format!(
         "the model '{}' is not registered ({known}): register it with POST /models {{\"id\": \"org/name\", \"source\": \"/path/to/directory\"}}",
         shortened(id)

@@ -17,16 +17,16 @@ pub(super) async fn write(state: &AppState, text: &mut String) -> Result<(), Pro
     let waited = store.oldest_queued_at.map_or(0, |at| (clock_ms() - at).max(0));
     one("rlood_queue_oldest_seconds", "gauge", "How long the first job of the queue has waited.", waited as f64 / 1e3);
     one("rlood_jobs_waiting_for_reward", "gauge", "Running jobs whose reward does not answer.", store.waiting as f64);
-    one(
-        "rlood_alerts_active",
-        "gauge",
-        "Active alerts of unfinished jobs.",
-        store.alerts as f64,
-    );
+    one("rlood_alerts_active", "gauge", "Active alerts of unfinished jobs.", store.alerts as f64);
     one("rlood_checkpoints", "gauge", "Published checkpoints.", store.checkpoints as f64);
     one("rlood_datasets", "gauge", "Datasets.", store.datasets as f64);
     one("rlood_sessions", "gauge", "Open browser sessions.", store.sessions as f64);
-    one("rlood_audit_entries_total", "counter", "Entries of the audit log since the first start.", store.changes as f64);
+    one(
+        "rlood_audit_entries_total",
+        "counter",
+        "Entries of the audit log since the first start.",
+        store.changes as f64,
+    );
 
     let counts = &state.connections;
     for (name, kind, help, value) in [

@@ -386,7 +386,10 @@ fn locate(source: &str, roots: Option<&[PathBuf]>) -> Result<PathBuf, Problem> {
     match canonical {
         Ok(path) if path.is_dir() => Ok(path),
         Ok(_) => refuse("not_a_directory", format!("'{}' is not a directory", shortened(source))),
-        Err(_) => refuse("not_found", format!("the directory '{}' does not exist on the server or is not readable", shortened(source))),
+        Err(_) => refuse(
+            "not_found",
+            format!("the directory '{}' does not exist on the server or is not readable", shortened(source)),
+        ),
     }
 }
 

@@ -117,7 +117,9 @@ pub(super) async fn run(
 /// Explains why a preflight ended without a report, for its verdict.
 fn without_report(error: &OneShotError) -> ProbeError {
     let message = match error {
-        OneShotError::TimedOut(limit) => format!("the preflight did not end within {} s and was killed", limit.as_secs()),
+        OneShotError::TimedOut(limit) => {
+            format!("the preflight did not end within {} s and was killed", limit.as_secs())
+        }
         OneShotError::Killed(status) => format!(
             "the preflight was killed ({status}), most likely because it ran out of memory; a smaller model, shorter completions or fewer generations need less"
         ),
@@ -152,7 +154,7 @@ mod tests {
 
     #[test]
     fn sizes_have_defaults_and_bounds() {
-        let size = Limits::read(None, Some(5)).unwrap();
+        let limits = Limits::read(None, Some(5)).unwrap();
         assert_eq!((limits.prompts, limits.timeout_s), (8, 5));
         for (prompts, timeout_s) in [(Some(0), None), (Some(65), None), (None, Some(0)), (None, Some(601))] {
             assert_eq!(Limits::read(prompts, timeout_s).unwrap_err().code(), Code::InvalidQuery);

@@ -65,12 +65,12 @@ impl Row<'_> {
 }
 
 impl Source {
-    /// Calls `look` with each row until it returns false. Returns whether it never did. Blocking.
-    fn each_row(&self, look: &mut dyn FnMut(Row<'_>) -> std::io::Result<bool>) -> std::io::Result<bool> {
+    /// Calls `visit` with each row until it returns false. Returns whether it never did. Blocking.
+    fn each_row(&self, visit: &mut dyn FnMut(Row<'_>) -> std::io::Result<bool>) -> std::io::Result<bool> {
         let path = match self {
             Source::Records(records) => {
                 for record in records {
-                    if !look(Row::Read(record))? {
+                    if !visit(Row::Read(record))? {
                         return Ok(false);
                     }
                 }
@@ -78,7 +78,7 @@ impl Source {
             }
             Source::Several(sources) => {
                 for source in sources {
-                    if !source.each_row(look)? {
+                    if !source.each_row(visit)? {
                         return Ok(false);
                     }
                 }
@@ -88,7 +88,7 @@ impl Source {
             Source::Uploaded(_, staged, _) => staged.path(),
         };
         for line in BufReader::new(std::fs::File::open(path)?).lines() {
-            if !look(Row::Text(&line?))? {
+            if !visit(Row::Text(&line?))? {
                 return Ok(false);
             }
         }
@@ -267,27 +267,27 @@ impl Prompts {
         Ok(rows)
     }
 
-    /// Calls `look` with each row and its number until it returns false. Blocking.
-    pub(super) fn each_row(&self, mut look: impl FnMut(u64, Map<String, Value>) -> bool) -> std::io::Result<()> {
+    /// Calls `visit` with each row and its number until it returns false. Blocking.
+    pub(super) fn each_row(&self, mut visit: impl FnMut(u64, Map<String, Value>) -> bool) -> std::io::Result<()> {
         let mut number = 0;
         let all = self.source.each_row(&mut |row| {
-            let goes_on = look(number, row.read()?);
+            let continues = visit(number, row.read()?);
             number += 1;
-            Ok(goes_on)
+            Ok(continues)
         });
         all.map(drop)
     }
 
-    /// Calls `look` with each prompt and its row number until it returns false. Blocking.
-    pub(super) fn each_prompt(&self, mut look: impl FnMut(u64, &Value) -> bool) -> std::io::Result<()> {
+    /// Calls `visit` with each prompt and its row number until it returns false. Blocking.
+    pub(super) fn each_prompt(&self, mut visit: impl FnMut(u64, &Value) -> bool) -> std::io::Result<()> {
         let mut number = 0;
         let all = self.source.each_row(&mut |row| {
-            let goes_on = match row {
-                Row::Read(value) => look(number, value.get("prompt").unwrap_or(&Value::Null)),
-                Row::Text(_) => look(number, row.read()?.get("prompt").unwrap_or(&Value::Null)),
+            let continues = match row {
+                Row::Read(value) => visit(number, value.get("prompt").unwrap_or(&Value::Null)),
+                Row::Text(_) => visit(number, row.read()?.get("prompt").unwrap_or(&Value::Null)),
             };
             number += 1;
-            Ok(goes_on)
+            Ok(continues)
         });
         all.map(drop)
     }

@@ -136,8 +136,11 @@ fn find(permitted: &PythonRewards, given: &str) -> Result<(String, String), (&'s
     let file = std::fs::File::open(&path).map_err(unreadable)?;
     file.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes).map_err(unreadable)?;
     if bytes.len() as u64 > MAX_FILE_BYTES {
-        let detail =
-            format!("'{}' is larger than {} MiB, the maximum for a Python file", shortened(given), MAX_FILE_BYTES >> 20);
+        let detail = format!(
+            "'{}' is larger than {} MiB, the maximum for a Python file",
+            shortened(given),
+            MAX_FILE_BYTES >> 20
+        );
         return Err(("too_large", detail));
     }
     let Some(text) = path.to_str() else {

@@ -182,7 +182,7 @@ async fn rescore(state: AppState, caller: Caller, id: JobId, body: Value) -> Res
             Some(reward_of(&plan, &wanted.secrets, &outgoing).map_err(unusable)?)
         }
     };
-    let Some(place) = state.rescores.try_take(&caller.word()) else {
+    let Some(place) = state.rescores.try_acquire(&caller.audit_name()) else {
         let detail = "the limit of concurrent re-scores is reached (four, or two per key); try again later";
         return Err(Problem::new(Code::TooManyRequests, detail).retry_after(5));
     };
@@ -295,8 +295,10 @@ async fn judge(
         }
     }
     let complete = judged.len() == samples.len();
-    judged
-        .resize(samples.len(), why.unwrap_or_else(|| Judgement::missing("not_asked", "the reward was not requested for this sample")));
+    judged.resize(
+        samples.len(),
+        why.unwrap_or_else(|| Judgement::missing("not_asked", "the reward was not requested for this sample")),
+    );
     (judged, complete)
 }
 

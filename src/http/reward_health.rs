@@ -261,16 +261,12 @@ type Family = (&'static str, &'static str, &'static str, fn(&RewardHealth) -> Op
 
 const FAMILIES: [Family; 9] = [
     ("requests_total", "counter", "HTTP requests, including retries.", |health| Some(health.requests as f64)),
-    ("retries_total", "counter", "Requests that repeat a failed one.", |health| {
-        Some(health.retries as f64)
-    }),
+    ("retries_total", "counter", "Requests that repeat a failed one.", |health| Some(health.retries as f64)),
     ("samples_total", "counter", "Samples that the reward was requested for.", |health| Some(health.samples as f64)),
     ("missing_total", "counter", "Samples without a value.", |health| Some(health.missing as f64)),
     ("cached_total", "counter", "Samples whose value came from the cache.", |health| Some(health.cached as f64)),
     ("missing_fraction", "gauge", "Fraction of samples without a value.", missing_fraction),
-    ("degraded", "gauge", "1 while too many requests fail.", |health| {
-        Some(f64::from(u8::from(health.degraded)))
-    }),
+    ("degraded", "gauge", "1 while too many requests fail.", |health| Some(f64::from(u8::from(health.degraded)))),
     ("breaker_opened_total", "counter", "Number of times that the circuit breaker opened.", |health| {
         Some(health.breaker.as_ref()?.opened as f64)
     }),
@@ -310,7 +306,12 @@ pub(super) async fn write_metrics(state: &AppState, caller: &Caller, text: &mut 
             line(text, &name, u8::from(breaker.state == state));
         }
     }
-    family(text, "rlood_reward_latency_seconds", "summary", "Time from a request to its answer; quantiles of the last 512.");
+    family(
+        text,
+        "rlood_reward_latency_seconds",
+        "summary",
+        "Time from a request to its answer; quantiles of the last 512.",
+    );
     for (labels, health) in &rows {
         if let Some(RewardLatency { p50, p95, max: _ }) = health.latency_ms {
             for (quantile, ms) in [("0.5", p50), ("0.95", p95)] {

@@ -119,7 +119,7 @@ async fn test_reward(
     }
     let outgoing = reach::outgoing(&state).await?;
     let journal: Arc<dyn Journal> = Arc::new(TestJournal::new(&state).await?);
-    let slot = heavy::slot(&state, &state.asked, &caller).await?;
+    let slot = heavy::slot(&state, &state.service_tests, &caller).await?;
     let trying = async move { try_reward(&plan, &secrets, &outgoing, &samples, Some(journal)).await };
     heavy::drive(&state, slot, trying).await?.map(Json).map_err(unusable)
 }
@@ -294,7 +294,8 @@ fn report_of(samples: &[RewardSample], tried: Tried) -> Report {
         warnings.push(format!("{} results are for unknown sample ids", counts.unknown_ids));
     }
     if counts.duplicate_ids > 0 {
-        warnings.push(format!("{} results are for samples that already have one; the first counts", counts.duplicate_ids));
+        warnings
+            .push(format!("{} results are for samples that already have one; the first counts", counts.duplicate_ids));
     }
     let results: Vec<TestResult> = samples.iter().zip(judged.judgements).map(test_result).collect();
     let ok = results.iter().all(|result| result.error.is_none());

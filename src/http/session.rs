@@ -107,7 +107,7 @@ async fn open_session(
     let expires_at = now + SESSION_S * 1000;
     state.store.session_create(&cookie.sha256(), session_key, expires_at, now).await?;
     let change = NewAudit {
-        actor: caller.word(),
+        actor: caller.audit_name(),
         actor_name: None,
         owner: caller.owner().to_owned(),
         action: "POST /session".to_owned(),

@@ -49,7 +49,7 @@ pub fn routes() -> OpenApiRouter<AppState> {
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
-struct CourseQuery {
+struct SparklineQuery {
     /// Job ids, comma-separated, at most 100.
     #[param(required = true)]
     ids: Option<String>,
@@ -61,7 +61,7 @@ struct CourseQuery {
 /// The mean reward of a job's training steps over time.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = RewardCourse)]
-struct CourseView {
+struct Sparkline {
     /// The job's id, `job_…`.
     id: JobId,
     /// Reward at the first step; null before it.
@@ -72,7 +72,7 @@ struct CourseView {
     points: Vec<(u64, f64)>,
 }
 
-impl From<Course> for CourseView {
+impl From<Course> for Sparkline {
     fn from(Course { job, points }: Course) -> Self {
         let value = |point: Option<&(u64, f64)>| point.map(|(_, reward)| *reward);
         Self { id: job, first: value(points.first()), last: value(points.last()), points }
@@ -80,14 +80,14 @@ impl From<Course> for CourseView {
 }
 
 /// List downsampled reward curves of several jobs. Jobs that do not exist are left out.
-#[utoipa::path(get, path = "/jobs/courses", tag = "Jobs", params(CourseQuery), responses(
-    (status = 200, description = "In the order of ids", body = List<CourseView>),
+#[utoipa::path(get, path = "/jobs/courses", tag = "Jobs", params(SparklineQuery), responses(
+    (status = 200, description = "In the order of ids", body = List<Sparkline>),
     (status = 400, description = "A parameter is not valid", body = ProblemBody)))]
 async fn list_courses(
     State(state): State<AppState>,
     caller: Caller,
-    Query(CourseQuery { ids, points }): Query<CourseQuery>,
-) -> Result<Json<List<CourseView>>, Problem> {
+    Query(SparklineQuery { ids, points }): Query<SparklineQuery>,
+) -> Result<Json<List<Sparkline>>, Problem> {
     let points = points.unwrap_or(DEFAULT_POINTS);
     if !(4..=MAX_POINTS).contains(&points) {
         return Err(bad_query("points", "out_of_range", format!("must be between 4 and {MAX_POINTS}, not {points}")));
@@ -104,7 +104,7 @@ async fn list_courses(
     };
     let ids = words.iter().map(id).collect::<Result<Vec<_>, _>>()?;
     let courses = state.store.reward_courses(&ids, caller.sees(), points / 2).await?;
-    Ok(Json(List { data: courses.into_iter().map(CourseView::from).collect(), next: None }))
+    Ok(Json(List { data: courses.into_iter().map(Sparkline::from).collect(), next: None }))
 }
 
 /// Follow changes of all jobs.

@@ -25,7 +25,7 @@ use super::lookup::{EvalPrompts, Prepared, UseOfHub, prepare};
 use super::prompts::{Prompts, Source, unknown_dataset};
 use super::rows::read_rows;
 use super::uploads::{bad_form, broken_form, format_of_part};
-use super::{probe, warm_start};
+use super::{preflight, warm_start};
 use crate::dataset::{Format, Summary};
 use crate::digest::Sha256Digest;
 use crate::files::StagedDone;
@@ -111,7 +111,9 @@ async fn read_form(state: &AppState, mut form: Multipart) -> Result<(Value, Uplo
                 let format = format_of_part(&part)?;
                 rows = Some(read_rows(state, format, part, broken_form).await?);
             }
-            Some(name @ ("spec" | "dataset")) => return Err(bad_form(format!("the field '{name}' occurs twice: send it once"))),
+            Some(name @ ("spec" | "dataset")) => {
+                return Err(bad_form(format!("the field '{name}' occurs twice: send it once")));
+            }
             other => {
                 let other = shortened(other.unwrap_or(""));
                 return Err(bad_form(format!(
@@ -142,7 +144,10 @@ async fn read_part(mut part: Field<'_>) -> Result<Vec<u8>, Problem> {
     while let Some(chunk) = part.chunk().await.map_err(broken_form)? {
         bytes.extend_from_slice(&chunk);
         if bytes.len() > MAX_SPEC_BYTES {
-            return Err(Problem::new(Code::BodyTooLarge, format!("the field 'spec' must be at most {MAX_SPEC_BYTES} bytes")));
+            return Err(Problem::new(
+                Code::BodyTooLarge,
+                format!("the field 'spec' must be at most {MAX_SPEC_BYTES} bytes"),
+            ));
         }
     }
     Ok(bytes)
@@ -282,7 +287,11 @@ fn store_in(plan: &mut DatasetPlan, row: &DatasetRow) {
 }
 
 /// Creates a dataset from rows that were sent with the job; None if they are a dataset already.
-async fn store_uploaded_dataset(state: &AppState, owner: &str, prompts: Option<Prompts>) -> Result<Option<DatasetRow>, Problem> {
+async fn store_uploaded_dataset(
+    state: &AppState,
+    owner: &str,
+    prompts: Option<Prompts>,
+) -> Result<Option<DatasetRow>, Problem> {
     let rows = match prompts.map(|prompts| prompts.source) {
         None | Some(Source::Stored(_)) => return Ok(None),
         Some(Source::Uploaded(summary, staged, origin)) => (summary, staged, origin),
@@ -447,7 +456,8 @@ async fn translated(
     // Without batch sizes the plan would consist of defaults that the user did not choose.
     let complete = conversion.spec.pointer("/training/prompts_per_step").is_some();
     let preflight_limits = preflight_limits.filter(|_| complete && conversion.unsupported.is_empty());
-    let mut validation = validated(state, caller, conversion.spec.clone(), conversion.errors.clone(), preflight_limits).await?;
+    let mut validation =
+        validated(state, caller, conversion.spec.clone(), conversion.errors.clone(), preflight_limits).await?;
     let told = |error: FieldError| conversion.told_by_key(error);
     let too_small = |error: &FieldError| !complete && error.code == "dataset_too_small";
     validation.errors = validation.errors.into_iter().filter(|error| !too_small(error)).map(told).collect();

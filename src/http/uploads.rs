@@ -381,7 +381,8 @@ fn check_length(state: &AppState, headers: &HeaderMap, more: u64) -> Result<(), 
 }
 
 fn wrong_type(kind: &str) -> Problem {
-    let found = if kind.is_empty() { "none was sent".to_owned() } else { format!("'{}' is not supported", shortened(kind)) };
+    let found =
+        if kind.is_empty() { "none was sent".to_owned() } else { format!("'{}' is not supported", shortened(kind)) };
     let detail =
         format!("send a content type of {}, or multipart/form-data with a field 'file' ({found})", Format::ACCEPTED);
     Problem::new(Code::UnsupportedMediaType, detail).header(header::ACCEPT, Format::ACCEPTED)
@@ -399,7 +400,9 @@ pub(super) fn broken_form(error: MultipartError) -> Problem {
 pub(super) fn checked_name(name: Option<String>) -> Result<Option<String>, Problem> {
     match name {
         Some(name)
-            if name.trim().is_empty() || name.chars().count() > MAX_NAME_CHARS || name.chars().any(char::is_control) =>
+            if name.trim().is_empty()
+                || name.chars().count() > MAX_NAME_CHARS
+                || name.chars().any(char::is_control) =>
         {
             Err(bad_name())
         }

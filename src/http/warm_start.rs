@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use super::AppState;
-use super::adapters::{import, look};
+use super::adapters::{import, inspect_hub_adapter};
 use super::auth::Caller;
 use super::error::{Code, Problem};
 use crate::files::{FilesError, StagedDir};
@@ -79,7 +79,9 @@ async fn find_adapter(
                 let files = AdapterFiles::Kept(state.files.adapter_dir(row.id));
                 (row, files)
             }),
-            false => look(state, caller, wanted).await.map(|(row, dir)| (row, AdapterFiles::Staged(dir))),
+            false => {
+                inspect_hub_adapter(state, caller, wanted).await.map(|(row, dir)| (row, AdapterFiles::Staged(dir)))
+            }
         };
         return match imported {
             Ok((row, files)) => Ok(Some(Start::Adapter { row: Box::new(row), files })),

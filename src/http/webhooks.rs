@@ -277,7 +277,10 @@ async fn subscribe(state: AppState, caller: Caller, body: CreateWebhook) -> Resu
     }
     let all_jobs = all_jobs.unwrap_or(is_admin);
     if state.store.webhook_count(caller.owner(), all_jobs).await? >= MAX_WEBHOOKS {
-        return Err(Problem::new(Code::Conflict, format!("there are already {MAX_WEBHOOKS} webhooks; delete one first")));
+        return Err(Problem::new(
+            Code::Conflict,
+            format!("there are already {MAX_WEBHOOKS} webhooks; delete one first"),
+        ));
     }
     let new = NewWebhook {
         owner: caller.owner().to_owned(),

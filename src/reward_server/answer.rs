@@ -101,7 +101,10 @@ fn parsed<'b, T: Deserialize<'b>>(body: &'b Value) -> Result<T, Refusal> {
 fn read_contract(body: &Value) -> Result<Asked, Refusal> {
     let ContractRequest { version, id, samples } = parsed(body)?;
     if version != "1" {
-        return Err(unprocessable("unknown_version", format!("unknown version '{version}' of the contract: must be 1")));
+        return Err(unprocessable(
+            "unknown_version",
+            format!("unknown version '{version}' of the contract: must be 1"),
+        ));
     }
     if let Some(sample) = samples.iter().find(|sample| sample.prompt.is_none() && sample.messages.is_none()) {
         let detail = format!("sample '{}' has neither prompt nor messages", sample.sample_id);

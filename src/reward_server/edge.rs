@@ -135,7 +135,8 @@ impl Edge {
         let begun = Instant::now();
         let mut pieces = request.into_body();
         let mut bytes = Vec::with_capacity(usize::try_from(pieces.size_hint().lower().min(SMALL_BYTES)).unwrap_or(0));
-        let mut kib = self.buffer_kib.clone().acquire_many_owned(0).await.map_err(|_| busy("the server is shutting down"))?;
+        let mut kib =
+            self.buffer_kib.clone().acquire_many_owned(0).await.map_err(|_| busy("the server is shutting down"))?;
         let mut pieces = std::mem::take(&mut pieces).into_data_stream();
         loop {
             let allowed = GRACE + Duration::from_secs(bytes.len() as u64 / MIN_BYTES_PER_S);

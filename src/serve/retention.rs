@@ -67,7 +67,10 @@ pub async fn round(store: &Store, files: &DataDir, retention: Retention, now: i6
                 removed.iter().try_for_each(|row| files.checkpoint_remove(row.job, row.step, row.attempt))
             });
             if let Ok(Err(error)) = swept.await {
-                tracing::warn!(error = chain(&error), "could not remove a checkpoint's files; the next start removes them");
+                tracing::warn!(
+                    error = chain(&error),
+                    "could not remove a checkpoint's files; the next start removes them"
+                );
             }
         }
     }

@@ -278,7 +278,11 @@ fn keys_are_listed_and_revoked_only_where_a_server_is() {
     let typo = dir.path().join("typo");
     for action in [&["list"][..], &["revoke", "key_01jd0000000000000000000000"]] {
         let refused = run(&[&["keys"][..], action, &["--data-dir", path(&typo)]].concat());
-        assert!(!refused.status.success() && said(&refused).contains("contains no rlood database"), "{}", said(&refused));
+        assert!(
+            !refused.status.success() && said(&refused).contains("contains no rlood database"),
+            "{}",
+            said(&refused)
+        );
         assert!(!typo.exists());
     }
     let made = run(&["keys", "create", "--scopes", "read", "--data-dir", path(&typo)]);

@@ -3,10 +3,10 @@
 use std::time::{Duration, Instant};
 
 use rlood::access::Scope;
-use rlood::webhook_sender::WebhookSender;
 use rlood::id::WorkerId;
 use rlood::outgoing::OutgoingPolicy;
 use rlood::protocol::PROTOCOL;
+use rlood::webhook_sender::WebhookSender;
 use serde_json::{Value, json};
 use tokio_util::task::AbortOnDropHandle;
 

@@ -8,12 +8,12 @@ use axum::body::Bytes;
 use axum::extract::State;
 use axum::http::{HeaderMap, StatusCode};
 use rlood::access::{Scope, Scopes};
-use rlood::webhook_sender::WebhookSender;
 use rlood::outgoing::OutgoingPolicy;
 use rlood::protocol::Outcome;
 use rlood::reward::signature::Key;
 use rlood::store::{DeliveryState, Next, TryRow};
 use rlood::store::{NewKey, StoreError, clock_ms};
+use rlood::webhook_sender::WebhookSender;
 use serde_json::{Value, json};
 use tokio_util::task::AbortOnDropHandle;
 

@@ -246,7 +246,9 @@ async fn nobody_there_a_wrong_secret_and_a_redirect_are_told_apart() {
     let nobody = examine(&args("http://127.0.0.1:9/"), false).await.unwrap();
     assert!(detail(&nobody, "ping").contains("cannot connect"), "{:?}", nobody.findings);
     let service = ExampleService::start(&Key::generate().unwrap()).await.unwrap();
-    for (secret, said) in [(None, "requires authentication"), (Some(SECRET.to_owned()), "is --secret the service's own")] {
+    for (secret, said) in
+        [(None, "requires authentication"), (Some(SECRET.to_owned()), "is --secret the service's own")]
+    {
         let report = examine(&RewardCheckArgs { secret, ..args(&service.url()) }, false).await.unwrap();
         let last = report.findings.last().unwrap();
         assert!(last.check == "ping" && last.fix.as_ref().unwrap().contains(said), "{last:?}");

@@ -3,7 +3,7 @@
 use std::path::{Component, Path, PathBuf};
 use std::process::ExitCode;
 
-use super::{BackupError, DATABASE, Entry, FORMAT, MANIFEST, Manifest, io, lies_inside, taken};
+use super::{BackupError, DATABASE, Entry, FORMAT, MANIFEST, Manifest, io, lies_inside, not_empty};
 use crate::config::backup::RestoreArgs;
 use crate::files::FilesError;
 use crate::files::copy::{Reserved, copy_hashed, is_served, is_vacant, make_private_dir, move_into, sync_tree};
@@ -16,7 +16,7 @@ use crate::store::{Dropped, Store, StoreError};
 pub async fn restore(args: RestoreArgs) -> Result<ExitCode, BackupError> {
     let RestoreArgs { from, data_dir, drop_keys } = args;
     if !is_vacant(&data_dir)? {
-        return Err(if is_served(&data_dir) { BackupError::Live(data_dir) } else { taken(data_dir) });
+        return Err(if is_served(&data_dir) { BackupError::Live(data_dir) } else { not_empty(data_dir) });
     }
     let manifest = read_manifest(&from)?;
     if lies_inside(&data_dir, &from)? {
@@ -136,7 +136,9 @@ fn read_manifest(from: &Path) -> Result<Manifest, BackupError> {
     let path = from.join(MANIFEST);
     let bad = |what: String| BackupError::Manifest { path: path.clone(), what };
     let text = std::fs::read(&path).map_err(|error| match error.kind() {
-        std::io::ErrorKind::NotFound => bad("the manifest is missing: this is not a backup, or it was interrupted".to_owned()),
+        std::io::ErrorKind::NotFound => {
+            bad("the manifest is missing: this is not a backup, or it was interrupted".to_owned())
+        }
         _ => bad(error.to_string()),
     })?;
     let manifest: Manifest = serde_json::from_slice(&text).map_err(|error| bad(format!("cannot be read: {error}")))?;

@@ -87,7 +87,8 @@ pub fn measure(setting: &Setting<'_>) -> Result<RequestFigures, BenchError> {
         device_peak_mib: device_peak_mib(&policy),
     };
     let decode = || decode_all(&policy, &prompts, &lengths);
-    let timing = repeat_reporting(setting.args.steps as usize, 0.0, decode, |timing| setting.report_figures(&figures(timing)))?;
+    let timing =
+        repeat_reporting(setting.args.steps as usize, 0.0, decode, |timing| setting.report_figures(&figures(timing)))?;
     Ok(figures(timing))
 }
 

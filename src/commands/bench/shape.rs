@@ -60,10 +60,13 @@ impl Shape {
             "qwen3-0.6b" | "0.6b" => QWEN3_06B,
             "qwen3-4b" | "4b" => QWEN3_4B,
             "qwen3-8b" | "8b" => QWEN3_8B,
-            other => return Err(refused(format!("'{other}' must be one of tiny, small, qwen3-0.6b, qwen3-4b, qwen3-8b"))),
+            other => {
+                return Err(refused(format!("'{other}' must be one of tiny, small, qwen3-0.6b, qwen3-4b, qwen3-8b")));
+            }
         };
         for part in parts {
-            let (key, value) = part.split_once('=').ok_or_else(|| refused(format!("'{part}' must have the form KEY=N")))?;
+            let (key, value) =
+                part.split_once('=').ok_or_else(|| refused(format!("'{part}' must have the form KEY=N")))?;
             if key == "tie" {
                 shape.tie = value.parse().map_err(|_| refused("tie must be true or false".to_owned()))?;
                 continue;
@@ -203,7 +206,9 @@ mod tests {
     fn a_preset_can_be_changed_and_says_what_is_wrong() {
         let shape = Shape::parse("small,layers=2,tie=false", 4096).unwrap();
         assert_eq!(shape, Shape { layers: 2, tie: false, pos: 4096, ..SMALL });
-        for (given, part) in [("huge", "must be one of"), ("tiny,depth=2", "must be one of"), ("tiny,layers=0", "whole number")] {
+        for (given, part) in
+            [("huge", "must be one of"), ("tiny,depth=2", "must be one of"), ("tiny,layers=0", "whole number")]
+        {
             let error = Shape::parse(given, 0).unwrap_err().to_string();
             assert!(error.contains(part), "{given}: {error}");
         }

@@ -114,7 +114,8 @@ impl Check {
             let detail = "rewards stay with their samples when the order changes";
             self.find("order", Outcome::Ok, detail, "");
         } else if by_position && distinct > 1 {
-            let fix = "score each sample by its contents, and answer under its own sample_id: the order of batches varies";
+            let fix =
+                "score each sample by its contents, and answer under its own sample_id: the order of batches varies";
             let detail =
                 "the rewards kept their positions when the samples were reordered: they do not depend on the sample";
             self.find("order", Outcome::Failed, detail, fix);
@@ -130,9 +131,9 @@ impl Check {
         if unknown + duplicates == 0 {
             return self.find("sample_ids", Outcome::Ok, "every sample_id once, no others", "");
         }
-        let detail =
-            format!("{unknown} results for unknown ids, {duplicates} for ids that already had one");
-        let fix = "answer each sample_id of the request once: unknown ids are ignored, and the first of duplicates counts";
+        let detail = format!("{unknown} results for unknown ids, {duplicates} for ids that already had one");
+        let fix =
+            "answer each sample_id of the request once: unknown ids are ignored, and the first of duplicates counts";
         self.find("sample_ids", Outcome::Warning, detail, fix);
     }
 
@@ -153,8 +154,7 @@ impl Check {
         }
         if least == most {
             let detail = format!("all {} rewards are {least}", rewards.len());
-            let fix =
-                "equal rewards within a group give no training signal; check that the samples (--samples FILE) are of the kind that the service scores";
+            let fix = "equal rewards within a group give no training signal; check that the samples (--samples FILE) are of the kind that the service scores";
             return self.find("values", Outcome::Warning, detail, fix);
         }
         self.find("values", Outcome::Ok, format!("{} numbers from {least} to {most}", rewards.len()), "");
@@ -185,7 +185,11 @@ impl Check {
         let cases: [(&'static str, &str, RewardSample); 7] = [
             ("empty_completion", "an empty completion", like(String::new())),
             ("unicode", "a completion with other scripts, control characters and quotes", like(text.repeat(3))),
-            ("long_completion", "a completion of 100,000 characters", like("word and number 4. ".repeat(LONG_COMPLETION_CHARS / 19))),
+            (
+                "long_completion",
+                "a completion of 100,000 characters",
+                like("word and number 4. ".repeat(LONG_COMPLETION_CHARS / 19)),
+            ),
             ("cut_completion", "a truncated completion (finish_reason \"length\")", cut),
             ("no_columns", "a row without messages and other columns", plain),
             ("odd_columns", "a row with columns of every JSON type", columns),
@@ -199,7 +203,9 @@ impl Check {
                 Err(why) => vec![why.clone()],
             };
             match (outcome, problems.is_empty()) {
-                (Ok(answer), true) => self.find(check, Outcome::Ok, format!("{what}: {}", describe_result(&answer.found[0])), ""),
+                (Ok(answer), true) => {
+                    self.find(check, Outcome::Ok, format!("{what}: {}", describe_result(&answer.found[0])), "")
+                }
                 _ => {
                     let fix = "such samples occur in jobs: return a number, or \"reward\": null with an \"error\" for this \
                                sample alone, with status 200";
@@ -236,13 +242,11 @@ impl Check {
                 }
             }
             (Err(why), None) if why.contains("413") => {
-                let fix =
-                    "announce max_batch_samples in the answer to reward.ping: each larger request costs a 413 and is split";
+                let fix = "announce max_batch_samples in the answer to reward.ping: each larger request costs a 413 and is split";
                 self.find("batch", Outcome::Warning, format!("{most} samples ({source}): {why}"), fix);
             }
             (Err(why), _) => {
-                let fix =
-                    "accept as many as reward.ping announces; answer 413 to larger requests, and they are split";
+                let fix = "accept as many as reward.ping announces; answer 413 to larger requests, and they are split";
                 self.find("batch", Outcome::Failed, format!("{most} samples ({source}): {why}"), fix);
             }
         }
@@ -265,8 +269,7 @@ impl Check {
                     self.find("over_the_limit", Outcome::Failed, format!("{one_more}: {problems}"), fix);
                 }
                 Err(why) => {
-                    let fix =
-                        "answer 413 to a request that is too large: it is split and sent again; other errors lose the samples";
+                    let fix = "answer 413 to a request that is too large: it is split and sent again; other errors lose the samples";
                     self.find("over_the_limit", Outcome::Failed, format!("{one_more}: {why}"), fix);
                 }
             },

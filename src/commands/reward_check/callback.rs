@@ -96,12 +96,12 @@ impl Check {
             Ok(got) if got.status == 202 => self.later(&got, &inbox, &samples).await,
             Ok(got) => match read(&got, &id, &samples) {
                 Ok(_) if offers => {
-                    let detail = "reward.ping announces async, but the answer came immediately although async was offered first";
+                    let detail =
+                        "reward.ping announces async, but the answer came immediately although async was offered first";
                     self.find("async", Outcome::Ok, detail, "");
                 }
                 Ok(_) => {
-                    let detail =
-                        "it does not offer async (modes in reward.ping), and answers requests with both modes immediately";
+                    let detail = "it does not offer async (modes in reward.ping), and answers requests with both modes immediately";
                     self.find("async", Outcome::Ok, detail, "");
                 }
                 Err(why) => {
@@ -185,12 +185,12 @@ impl Check {
             let detail = format!("202, then done without results for {}", missing.join(", "));
             self.find("async", Outcome::Failed, detail, "send \"done\": true with the last results, not before");
         } else if !done && polled == 0 {
-            let fix =
-                "end with \"done\": true: otherwise the job waits for the deadline before it requests missing results again";
+            let fix = "end with \"done\": true: otherwise the job waits for the deadline before it requests missing results again";
             self.find("async", Outcome::Warning, format!("all results after {ms} ms, but no \"done\": true"), fix);
         } else {
-            let detail =
-                format!("202, then all results within {ms} ms in {callbacks} callbacks, {polled} requests to status_url");
+            let detail = format!(
+                "202, then all results within {ms} ms in {callbacks} callbacks, {polled} requests to status_url"
+            );
             self.find("async", Outcome::Ok, detail, "");
         }
     }

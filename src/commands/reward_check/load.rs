@@ -75,7 +75,8 @@ impl Check {
         }
         let steady = !self.findings.iter().any(|finding| finding.check == "order" && finding.outcome != Outcome::Ok);
         if let Some(example) = wrong.first() {
-            let detail = format!("{CONCURRENT} concurrent requests: {} not answered; for example: {example}", wrong.len());
+            let detail =
+                format!("{CONCURRENT} concurrent requests: {} not answered; for example: {example}", wrong.len());
             let fix =
                 "a job sends up to max_concurrency (8) concurrent requests: answer them all, or 429 with Retry-After";
             self.find("concurrency", Outcome::Failed, detail, fix);

@@ -20,7 +20,7 @@ impl Check {
                 return false;
             }
         };
-        let said = format!("answered {} to reward.ping{}", got.status, got.excerpt());
+        let detail = format!("answered {} to reward.ping{}", got.status, got.excerpt());
         match got.status {
             200..=299 => {
                 let (outcome, detail, fix) = self.read_ping(&got);
@@ -29,29 +29,29 @@ impl Check {
             300..=399 => {
                 let to = got.location.as_deref().unwrap_or("another address").to_owned();
                 let fix = format!("redirects are never followed: use {to} as the reward's url");
-                self.find("ping", Outcome::Failed, said, &fix);
+                self.find("ping", Outcome::Failed, detail, &fix);
                 return false;
             }
             401 | 403 if self.wire.key.is_none() => {
                 let fix = "the service requires authentication: give its --secret, or the --header that it expects";
-                self.find("ping", Outcome::Failed, said, fix);
+                self.find("ping", Outcome::Failed, detail, fix);
                 return false;
             }
             401 | 403 => {
                 let fix = "it refuses a valid signature: is --secret the service's own? The signature is 'v1,' and the \
                            base64 HMAC-SHA256 of \"{webhook-id}.{webhook-timestamp}.{body}\", the body's bytes as \
                            received, under the base64-decoded part after whsec_";
-                self.find("ping", Outcome::Failed, said, fix);
+                self.find("ping", Outcome::Failed, detail, fix);
                 return false;
             }
             404 | 405 => {
                 let fix = "requests are POSTs to the URL exactly as given: is its path right?";
-                self.find("ping", Outcome::Failed, said, fix);
+                self.find("ping", Outcome::Failed, detail, fix);
                 return false;
             }
             _ => {
                 let fix = "answer {\"type\": \"reward.ping\"} with any 2xx; validation and the test endpoint send it";
-                self.find("ping", Outcome::Failed, said, fix);
+                self.find("ping", Outcome::Failed, detail, fix);
             }
         }
         true

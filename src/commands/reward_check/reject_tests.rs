@@ -46,7 +46,12 @@ impl Check {
         for (check, what, signing, fix) in cases {
             match self.signed(signing).await {
                 Err(why) => {
-                    self.find(check, Outcome::Failed, format!("{what}: {why}"), "answer 401 instead of closing the connection");
+                    self.find(
+                        check,
+                        Outcome::Failed,
+                        format!("{what}: {why}"),
+                        "answer 401 instead of closing the connection",
+                    );
                 }
                 Ok(got) if got.is_success() => {
                     self.find(check, Outcome::Warning, format!("{what} was accepted ({})", got.status), fix);
@@ -124,12 +129,7 @@ impl Check {
             self.find("malformed", Outcome::Warning, format!("accepted: {}", accepted.join(", ")), fix);
         }
         if crashed.is_empty() && accepted.is_empty() {
-            self.find(
-                "malformed",
-                Outcome::Ok,
-                format!("{refused} malformed requests, all refused with 4xx"),
-                "",
-            );
+            self.find("malformed", Outcome::Ok, format!("{refused} malformed requests, all refused with 4xx"), "");
         }
     }
 

@@ -55,7 +55,7 @@ impl Got {
     }
 
     /// The beginning of the body, for people.
-    pub fn said(&self) -> String {
+    pub fn excerpt(&self) -> String {
         let text: String = String::from_utf8_lossy(&self.body).trim().chars().take(160).collect();
         if text.is_empty() { String::new() } else { format!(": {text}") }
     }

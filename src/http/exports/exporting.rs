@@ -69,7 +69,11 @@ fn internal(cause: &str) -> ExportError {
     export_error("internal", "the server could not store the export: try again, and see the server's log")
 }
 
-async fn store_progress(state: &AppState, row: &TaskRow, mut lines: mpsc::Receiver<ExportLine>) -> Result<(), StoreError> {
+async fn store_progress(
+    state: &AppState,
+    row: &TaskRow,
+    mut lines: mpsc::Receiver<ExportLine>,
+) -> Result<(), StoreError> {
     while let Some(line) = lines.recv().await {
         if let ChildLine::Progress { done, total } = line {
             state.store.task_progress(&row.id, row.attempt, done, total).await?;
@@ -89,10 +93,7 @@ async fn prepare(state: &AppState, row: &TaskRow) -> Result<ExportTask, ExportEr
     let model = store.model_get(&plan.model.id).await.map_err(|error| match error {
         StoreError::NotFound { .. } => export_error(
             "invalid_model",
-            format!(
-                "the job's model '{}' is no longer registered: register it again with POST /models",
-                plan.model.id
-            ),
+            format!("the job's model '{}' is no longer registered: register it again with POST /models", plan.model.id),
         ),
         error => of_store(error),
     })?;

@@ -20,16 +20,16 @@ use crate::storage::StorageKind;
 use crate::store::{HubOrigin, ModelRow, NewHubModel, StoreError, clock_ms};
 
 /// The metadata of a model before its files are downloaded.
-pub(in crate::http) struct Looked {
+pub(in crate::http) struct Inspected {
     new: NewHubModel,
     /// Whether the files are in the operator's cache. Otherwise they must be downloaded.
     is_here: bool,
 }
 
-impl Looked {
+impl Inspected {
     /// Converts the metadata to a row that is not in the database.
     pub(in crate::http) fn into_row(self) -> ModelRow {
-        let Looked { new: NewHubModel { id, source, sha256, card, owner, origin, is_ready }, is_here: _ } = self;
+        let Inspected { new: NewHubModel { id, source, sha256, card, owner, origin, is_ready }, is_here: _ } = self;
         let state = if is_ready { "ready" } else { "downloading" };
         ModelRow {
             id,
@@ -87,12 +87,12 @@ fn has_own_rights(state: &AppState, caller: &Caller) -> bool {
 }
 
 /// Looks up a model on the hub or in the local cache; reads its small files and the headers of its weights.
-pub(in crate::http) async fn look(
+pub(in crate::http) async fn inspect(
     state: &AppState,
     caller: &Caller,
     id: String,
     repo: &Repo,
-) -> Result<Looked, Problem> {
+) -> Result<Inspected, Problem> {
     let environment = &state.config.hub.environment;
     let cache = environment.cache.as_deref().filter(|_| has_own_rights(state, caller));
     if environment.offline {
@@ -121,13 +121,13 @@ fn origin(repo: &Repo, commit: String, bytes_total: u64) -> HubOrigin {
     HubOrigin { repo: repo.id().to_owned(), revision: repo.revision().to_owned(), commit, bytes_total }
 }
 
-async fn cached_model(id: String, folder: PathBuf, origin: HubOrigin, owner: String) -> Result<Looked, Problem> {
+async fn cached_model(id: String, folder: PathBuf, origin: HubOrigin, owner: String) -> Result<Inspected, Problem> {
     let read = folder.clone();
     let described = tokio::task::spawn_blocking(move || describe(&read)).await.map_err(Problem::internal)?;
     let (card, sha256) = described.map_err(|detail| unusable(&id, &detail))?;
     let bytes_total = card["size_bytes"].as_u64().unwrap_or(origin.bytes_total);
     let (source, origin) = (folder.to_string_lossy().into_owned(), HubOrigin { bytes_total, ..origin });
-    Ok(Looked { new: NewHubModel { id, source, sha256, card, owner, origin, is_ready: true }, is_here: true })
+    Ok(Inspected { new: NewHubModel { id, source, sha256, card, owner, origin, is_ready: true }, is_here: true })
 }
 
 async fn outline(
@@ -137,7 +137,7 @@ async fn outline(
     plan: RepoPlan,
     origin: HubOrigin,
     owner: String,
-) -> Result<Looked, Problem> {
+) -> Result<Inspected, Problem> {
     let folder = state.downloads.outline(&plan.commit);
     hub.outline(&plan, &state.downloads.parts(), &folder).await.map_err(|error| problem(&error))?;
     let source = state.downloads.folder(plan.repo.id(), &plan.commit).to_string_lossy().into_owned();
@@ -148,7 +148,7 @@ async fn outline(
         record(&card, "").map(|card| (card, sha256)).map_err(|problem| problem.detail().to_owned())
     });
     let (card, sha256) = described.await.map_err(Problem::internal)?.map_err(|detail| unusable(&id, &detail))?;
-    Ok(Looked { new: NewHubModel { id, source, sha256, card, owner, origin, is_ready: false }, is_here: false })
+    Ok(Inspected { new: NewHubModel { id, source, sha256, card, owner, origin, is_ready: false }, is_here: false })
 }
 
 /// The fingerprint that the complete files will have: weights by the announced hashes, small files, which are
@@ -196,7 +196,7 @@ pub(in crate::http) async fn register(
         }
         return Ok((row, false));
     }
-    let Looked { new, is_here } = look(state, caller, id, repo).await?;
+    let Inspected { new, is_here } = inspect(state, caller, id, repo).await?;
     if !is_here {
         check_limit(state, StorageKind::Models, new.origin.bytes_total).await?;
     }

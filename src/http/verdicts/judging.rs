@@ -36,7 +36,9 @@ impl Work for Judging {
         Ok(match judge(state, &self.0, row).await? {
             Some(JudgeReport::Judged(result)) => Some(match serde_json::to_value(result) {
                 Ok(result) => TaskEnd::Succeeded(result, None),
-                Err(error) => TaskEnd::Failed(json!(failed("internal", format!("the result could not be stored: {error}")))),
+                Err(error) => {
+                    TaskEnd::Failed(json!(failed("internal", format!("the result could not be stored: {error}"))))
+                }
             }),
             Some(JudgeReport::Failed(error)) => Some(TaskEnd::Failed(json!(error))),
             None => None,
@@ -106,10 +108,7 @@ async fn prepare(state: &AppState, row: &TaskRow) -> Result<JudgeTask, VerdictEr
     let model = store.model_get(&plan.model.id).await.map_err(|error| match error {
         StoreError::NotFound { .. } => failed(
             "invalid_model",
-            format!(
-                "the job's model '{}' is no longer registered: register it again with POST /models",
-                plan.model.id
-            ),
+            format!("the job's model '{}' is no longer registered: register it again with POST /models", plan.model.id),
         ),
         error => internal(error),
     })?;
@@ -200,7 +199,7 @@ fn rows_of(files: &DataDir, dataset: &DatasetPlan, numbers: Option<&[u64]>) -> R
 fn each_row(
     files: &DataDir,
     dataset: &DatasetPlan,
-    mut look: impl FnMut(u64, Map<String, Value>),
+    mut visit: impl FnMut(u64, Map<String, Value>),
 ) -> Result<(), VerdictError> {
     let unreadable = |error: &dyn std::fmt::Display| {
         let message = format!("the dataset '{}' cannot be read: {error}", dataset.id);
@@ -215,7 +214,7 @@ fn each_row(
     })?;
     for (number, line) in (0..).zip(BufReader::new(file).lines()) {
         let line = line.map_err(|error| unreadable(&error))?;
-        look(number, serde_json::from_str(&line).map_err(|error| unreadable(&error))?);
+        visit(number, serde_json::from_str(&line).map_err(|error| unreadable(&error))?);
     }
     Ok(())
 }

@@ -101,10 +101,7 @@ pub(super) async fn inspect_file(
     if damage == Damage::Unreadable && !reads_other_files(&state, job, step).await? {
         tracing::error!(%job, attempt, file, cause, "the data directory cannot be read; the claim is released");
         state.store.claim_release(job, attempt, clock_ms()).await?;
-        return Err(Problem::new(
-            Code::LeaseLost,
-            "the server cannot read its disk: it has requeued the job for now",
-        ));
+        return Err(Problem::new(Code::LeaseLost, "the server cannot read its disk: it has requeued the job for now"));
     }
     tracing::error!(%job, attempt, step, file, cause, ?damage, "a file of a checkpoint is damaged");
     let Some(CheckpointRow { id, step, attempt: writer, .. }) = reported.checkpoint else {

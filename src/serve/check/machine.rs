@@ -85,9 +85,9 @@ pub(super) fn check_fsync(dir: &Path) -> Result<String, String> {
 pub(super) fn check_open_files(connections: u32) -> Result<String, String> {
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
     match limit.maximum {
-        Some(most) if most < FILES => {
-            Err(format!("at most {most} (ulimit -Hn): at least {FILES} are required, more for many connections; raise the limit"))
-        }
+        Some(most) if most < FILES => Err(format!(
+            "at most {most} (ulimit -Hn): at least {FILES} are required, more for many connections; raise the limit"
+        )),
         Some(most) if most < u64::from(connections) + 256 => {
             Ok(format!("at most {most} (ulimit -Hn): too few for --max-connections {connections}"))
         }
