@@ -57,8 +57,8 @@ pub struct Cli {
     #[command(subcommand)]
     pub command: Command,
 
-    /// Log filter: a level (error, warn, info, debug, trace), or per module (`info,rlood_store=debug`). Logs go to
-    /// standard error.
+    /// Log filter: a level (error, warn, info, debug, trace), or per module (`info,rlood_store=debug`).
+    /// Logs are written to standard error.
     #[arg(long, env = "RLOOD_LOG", default_value = "info", global = true, value_name = "FILTER")]
     pub log: String,
 

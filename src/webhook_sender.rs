@@ -33,7 +33,7 @@ const MAX_RETRY_AFTER_MS: i64 = 24 * 60 * 60 * 1000;
 
 /// The HTTP client could not be created.
 #[derive(Debug, thiserror::Error)]
-#[error("no HTTP client can be made")]
+#[error("the HTTP client could not be created")]
 pub struct WebhookSenderError(#[source] reqwest::Error);
 
 /// An HTTP client that reaches only the addresses that its policy allows.

@@ -78,7 +78,7 @@ fn remarks(conversion: &Conversion) -> (Vec<String>, bool) {
     for (key, what) in [
         ("model", "the id of a registered model"),
         ("dataset", "{\"id\": \"ds_…\"} of an uploaded dataset, or {\"records\": […]}"),
-        ("rewards", "a list of rewards, [{\"type\": \"length\"}] say"),
+        ("rewards", "a list of rewards, such as [{\"type\": \"length\"}]"),
     ] {
         if spec.get(key).is_none_or(Value::is_null) {
             missing.push(format!("missing: {key}, {what}"));

@@ -87,7 +87,9 @@ impl Check {
         for header in &args.headers {
             let Some((name, value)) = header.split_once(':') else {
                 let name: String = header.chars().take_while(|c| c.is_ascii_alphanumeric() || *c == '-').collect();
-                return Err(CheckError(format!("--header '{name}…' has no colon; it looks like 'name: value'")));
+                return Err(CheckError(format!(
+                    "--header '{name}…' has no colon: it must have the form 'name: value'"
+                )));
             };
             headers.insert(name.trim().to_owned(), value.trim().into());
         }

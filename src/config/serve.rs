@@ -395,7 +395,7 @@ pub(crate) fn random_token() -> Result<String, ConfigError> {
     rustls::crypto::ring::default_provider()
         .secure_random
         .fill(&mut bytes)
-        .map_err(|_| ConfigError::new("the system gave no random bytes for a token; set RLOOD_WORKER_TOKEN"))?;
+        .map_err(|_| ConfigError::new("the system provided no random bytes for a token; set RLOOD_WORKER_TOKEN"))?;
     Ok(hex::encode(bytes))
 }
 
@@ -561,7 +561,7 @@ mod tests {
             ("cuda", "cuda:0"),
             ("cuda:x", "use cpu or cuda:N"),
             ("", "empty"),
-            ("cpu,auto", "stands alone"),
+            ("cpu,auto", "cannot be part of a list"),
         ] {
             let error = resolve(&["--devices", given]).unwrap_err().to_string();
             assert!(error.contains(part), "{given}: {error}");

@@ -147,7 +147,7 @@ async fn unpin_checkpoint(
         (status = 206, description = "The requested range",
             content((Vec<u8> = "application/octet-stream"), (Vec<u8> = "application/json"))),
         (status = 304, description = "Not modified: the client's copy is current"),
-        (status = 416, description = "The range lies outside the file", body = ProblemBody),
+        (status = 416, description = "The range is outside the file", body = ProblemBody),
     ))]
 async fn get_file(
     State(state): State<AppState>,
@@ -170,7 +170,7 @@ async fn get_file(
         )),
         (status = 206, description = "The requested range", body = Vec<u8>, content_type = "application/json"),
         (status = 304, description = "Not modified: the client's copy is current"),
-        (status = 416, description = "The range lies outside the file", body = ProblemBody),
+        (status = 416, description = "The range is outside the file", body = ProblemBody),
     ))]
 async fn get_manifest(
     State(state): State<AppState>,
@@ -196,7 +196,7 @@ async fn get_manifest(
         )),
         (status = 206, description = "The requested range", body = Vec<u8>, content_type = "application/x-tar"),
         (status = 304, description = "Not modified: the client's copy is current"),
-        (status = 416, description = "The range lies outside the archive", body = ProblemBody),
+        (status = 416, description = "The range is outside the archive", body = ProblemBody),
     ))]
 async fn get_archive(
     State(state): State<AppState>,

@@ -87,7 +87,7 @@ async fn take_callback(
         (true, token) => token.map_err(|_| unauthorized(&headers))?,
         // Only this server can have created the token: the request is complete, or its job has ended.
         (false, Ok(())) => {
-            return Err(gone("no job waits for this answer any more: the request is complete, or its job has ended"));
+            return Err(gone("no job is waiting for this answer: the request is complete, or its job has ended"));
         }
         (false, Err(_)) => return Err(unknown()),
     }
@@ -99,7 +99,7 @@ async fn take_callback(
         }
         Ok(Taken::Late) => Err(gone("the request's deadline has passed; the server requests missing results again")),
         Ok(Taken::Over) => Err(gone("the request is complete; the server requests missing results again")),
-        Err(StoreError::NotFound { .. }) => Err(gone("no job waits for this answer any more")),
+        Err(StoreError::NotFound { .. }) => Err(gone("no job is waiting for this answer")),
         Err(error) => Err(error.into()),
     }
 }

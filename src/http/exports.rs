@@ -251,7 +251,7 @@ async fn files_of(state: &AppState, id: ExportId) -> Result<Vec<Download>, Probl
         (status = 206, description = "The requested range",
             content((Vec<u8> = "application/octet-stream"), (Vec<u8> = "application/json"))),
         (status = 304, description = "Not modified: the client's copy is current"),
-        (status = 416, description = "The range lies outside the file", body = ProblemBody),
+        (status = 416, description = "The range is outside the file", body = ProblemBody),
         (status = 503, description = "The export is not complete", body = ProblemBody),
     ))]
 async fn get_export_file(
@@ -281,7 +281,7 @@ async fn get_export_file(
         )),
         (status = 206, description = "The requested range", body = Vec<u8>, content_type = "application/x-tar"),
         (status = 304, description = "Not modified: the client's copy is current"),
-        (status = 416, description = "The range lies outside the archive", body = ProblemBody),
+        (status = 416, description = "The range is outside the archive", body = ProblemBody),
         (status = 503, description = "The export is not complete", body = ProblemBody),
     ))]
 async fn get_export_archive(

@@ -262,7 +262,8 @@ impl Allowance {
 
     fn acquire(&self, kib: usize) -> Result<SemaphorePermit<'_>, Problem> {
         self.kib.try_acquire_many(u32::try_from(kib).unwrap_or(u32::MAX)).map_err(|_| {
-            Problem::new(Code::Overloaded, "too many bodies are arriving at once; try again").retry_after(2)
+            Problem::new(Code::Overloaded, "too many request bodies are arriving concurrently; try again")
+                .retry_after(2)
         })
     }
 }

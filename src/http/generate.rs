@@ -86,7 +86,7 @@ struct GenerationView {
         (status = 422, description = "The request is not valid, or the model's files cannot be used", body = ProblemBody),
         (status = 429, description = "Another request is running; see `Retry-After`", body = ProblemBody),
         (status = 503, description = "The process that ran the models ended unexpectedly", body = ProblemBody),
-        (status = 504, description = "It took too long", body = ProblemBody)))]
+        (status = 504, description = "The time limit of two minutes was exceeded", body = ProblemBody)))]
 async fn generate(
     State(state): State<AppState>,
     caller: Caller,

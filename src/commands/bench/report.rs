@@ -197,7 +197,7 @@ impl<'a> Report<'a> {
     pub fn print_requests(&self) {
         let Some(requests) = &self.requests else { return };
         println!(
-            "\n{} requests at once, {} + {} tokens: {:.1} tok/s, {:.2} s (median {:.2} s)",
+            "\n{} concurrent requests, {} + {} tokens: {:.1} tok/s, {:.2} s (median {:.2} s)",
             requests.requests,
             requests.prompt_tokens,
             requests.completion_tokens,
@@ -219,7 +219,7 @@ impl<'a> Report<'a> {
     pub fn print_busy(&self) {
         let Some(busy) = &self.busy else { return };
         println!(
-            "\ndecode beside a busy process: {:.1} tok/s, {:.1} alone: {:.2}",
+            "\ndecode next to a busy process: {:.1} tok/s, {:.1} alone: {:.2}",
             busy.busy_tok_s, busy.idle_tok_s, busy.ratio
         );
     }

@@ -156,7 +156,8 @@ impl Rows {
 
 impl Columns {
     fn put(&mut self, row: usize, place: usize, key: &str, value: &str) -> Result<(), Broken> {
-        let value = if value == "null" { f64::NAN } else { value.parse().map_err(|_| "a metric that is no number")? };
+        let value =
+            if value == "null" { f64::NAN } else { value.parse().map_err(|_| "a metric that is not a number")? };
         let likely = self.likely.get(place).copied();
         let is = |index: &usize| self.columns.get(*index).is_some_and(|column| column.key == key);
         let index = likely.filter(is).or_else(|| self.columns.iter().position(|column| column.key == key));

@@ -138,7 +138,7 @@ async fn list(store: &Store, dir: PathBuf) -> Result<Arc<Vec<FileEntry>>, Unlist
     })?;
     if let Some(bad) = files.iter().find(|file| check_file_name(&file.name).is_err()) {
         let detail = format!(
-            "{}: workers on other machines fetch files whose names are 1 to 100 letters, digits, '.', '_' or '-': rename \
+            "{}: workers on other machines accept file names of 1 to 100 characters from A-Z, a-z, 0-9, '.', '_' and '-': rename \
              the file, also in model.safetensors.index.json, and register the model again",
             bad.name
         );
