@@ -119,7 +119,7 @@ struct Revoked {
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = RevokedKeyWebhook)]
 struct OwnersWebhook {
-    /// The webhook's id, `wh_…`.
+    /// The webhook's id, `whk_…`.
     id: WebhookId,
     /// Address that messages are sent to.
     url: String,

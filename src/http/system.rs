@@ -179,7 +179,7 @@ impl WorkerState {
 /// A connected worker process.
 #[derive(Debug, Clone, Serialize, ToSchema)]
 pub struct Worker {
-    /// The worker's id, `worker_…`.
+    /// The worker's id, `wrk_…`.
     pub id: WorkerId,
     /// Device of the worker: `cpu`, `cuda:0`.
     #[schema(example = "cpu")]

@@ -41,7 +41,7 @@ pub fn routes() -> OpenApiRouter<AppState> {
 /// A comparison of a checkpoint with its base model.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct Verdict {
-    /// The verdict's id, `verdict_…`.
+    /// The verdict's id, `vrd_…`.
     id: VerdictId,
     /// The job of the checkpoint.
     job_id: JobId,

@@ -44,7 +44,7 @@ pub fn routes() -> OpenApiRouter<AppState> {
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = Webhook)]
 struct WebhookView {
-    /// The webhook's id, `wh_…`.
+    /// The webhook's id, `whk_…`.
     id: WebhookId,
     /// Address that messages are sent to.
     url: String,
