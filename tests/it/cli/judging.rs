@@ -41,7 +41,7 @@ async fn a_verdict_is_begun_followed_and_shown_and_its_exit_code_is_its_word() {
     ] {
         assert!(first.out.contains(&said), "{said}: {first:?}");
     }
-    // Without --new or other settings the same verdict is shown; otherwise a new one is created.
+    // The same request shows the same verdict; other sampling settings create a new one.
     let again = user.run(&["verdict", &id, "--json"]);
     assert_eq!((again.code, serde_json::from_str::<Value>(&again.out).unwrap()), (code, known.clone()));
     let other = user.run(&["verdict", &format!("{id}@last"), "-k", "4", "--temperature", "1", "--json"]);
