@@ -62,7 +62,7 @@ struct Running {
     commit: String,
     total: u64,
     progress: Arc<Progress>,
-    looks: VecDeque<(Instant, u64)>,
+    polls: VecDeque<(Instant, u64)>,
     task: AbortHandle,
 }
 
@@ -70,7 +70,7 @@ impl Running {
     fn advance(&self) -> Advance {
         let bytes_done = self.progress.done_bytes().min(self.total);
         let rate = || {
-            let ((first, from), (last, to)) = (self.looks.front()?, self.looks.back()?);
+            let ((first, from), (last, to)) = (self.polls.front()?, self.polls.back()?);
             let seconds = last.duration_since(*first).as_secs_f64();
             (seconds > 0.0).then(|| to.saturating_sub(*from) as f64 / seconds)
         };
@@ -141,7 +141,7 @@ impl Downloads {
         };
         let task = tokio::spawn(download.run()).abort_handle();
         let (commit, total) = (origin.commit, origin.bytes_total);
-        running.insert(row.id.clone(), Running { commit, total, progress, looks: VecDeque::new(), task });
+        running.insert(row.id.clone(), Running { commit, total, progress, polls: VecDeque::new(), task });
     }
 
     /// Cancels a model's download; partial files are kept for a day.
@@ -295,16 +295,16 @@ impl Download {
             let advance = {
                 let mut running = self.downloads.running();
                 let Some(running) = running.get_mut(&self.id) else { continue };
-                running.looks.push_back((Instant::now(), self.progress.done_bytes()));
-                if running.looks.len() > POLLS_PER_RATE {
-                    running.looks.pop_front();
+                running.polls.push_back((Instant::now(), self.progress.done_bytes()));
+                if running.polls.len() > POLLS_PER_RATE {
+                    running.polls.pop_front();
                 }
                 running.advance()
             };
             if count % POLLS_PER_EVENT == 0 {
-                let told = json!({"model": self.id, "bytes_done": advance.bytes_done, "bytes_total": self.origin.bytes_total,
+                let progress = json!({"model": self.id, "bytes_done": advance.bytes_done, "bytes_total": self.origin.bytes_total,
                                   "bytes_per_second": advance.bytes_per_second, "eta_s": advance.eta_s});
-                if let Err(error) = self.downloads.0.store.hub_model_progress(&self.id, &told, clock_ms()).await {
+                if let Err(error) = self.downloads.0.store.hub_model_progress(&self.id, &progress, clock_ms()).await {
                     tracing::warn!(error = with_causes(&error), "could not report the progress of a download");
                 }
             }

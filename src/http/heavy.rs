@@ -268,11 +268,11 @@ pub(super) async fn run<T: Send + 'static>(
     let slot = slot(state, &state.heavy, caller).await?;
     let stop = StopOnDrop(Arc::default());
     let (sender, receiver) = oneshot::channel();
-    let told = stop.0.clone();
+    let is_stopped = stop.0.clone();
     spawn(move || {
         let _slot = slot;
         // Without a receiver the result is not needed.
-        let _ = sender.send(work(&told));
+        let _ = sender.send(work(&is_stopped));
     })?;
     tokio::select! {
         done = receiver => done.map_err(|_| Problem::internal("heavy work panicked")),

@@ -458,9 +458,9 @@ async fn translated(
     let preflight_limits = preflight_limits.filter(|_| complete && conversion.unsupported.is_empty());
     let mut validation =
         validated(state, caller, conversion.spec.clone(), conversion.errors.clone(), preflight_limits).await?;
-    let told = |error: FieldError| conversion.told_by_key(error);
+    let by_key = |error: FieldError| conversion.told_by_key(error);
     let too_small = |error: &FieldError| !complete && error.code == "dataset_too_small";
-    validation.errors = validation.errors.into_iter().filter(|error| !too_small(error)).map(told).collect();
+    validation.errors = validation.errors.into_iter().filter(|error| !too_small(error)).map(by_key).collect();
     if !complete {
         (validation.plan, validation.estimate) = (None, None);
     }

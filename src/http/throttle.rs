@@ -138,7 +138,7 @@ fn mark(credential: &str) -> u64 {
 struct Bucket {
     left: f64,
     at: Instant,
-    told: Option<Instant>,
+    logged_at: Option<Instant>,
     good: Marks,
     wrong: Marks,
     /// Keys whose verification is in progress and already counted.
@@ -150,7 +150,7 @@ impl Bucket {
         Self {
             left: BURST,
             at: now,
-            told: None,
+            logged_at: None,
             good: Marks::default(),
             wrong: Marks::default(),
             open: Marks::default(),
@@ -169,8 +169,8 @@ impl Bucket {
         }
         let needed = if self.wrong.has(mark) { RESERVED + 1.0 } else { 1.0 };
         if self.left < needed {
-            if self.told.is_none_or(|told| now.saturating_duration_since(told) >= LOG_INTERVAL) {
-                self.told = Some(now);
+            if self.logged_at.is_none_or(|logged_at| now.saturating_duration_since(logged_at) >= LOG_INTERVAL) {
+                self.logged_at = Some(now);
                 tracing::warn!(%address, "too many invalid keys from an address: refusing further ones for now");
             }
             return Err(((needed - self.left) * REFILL_INTERVAL.as_secs_f64()).ceil().max(1.0) as u64);

@@ -121,11 +121,11 @@ where
         tell: mpsc::Sender<ChildLine<Item, Report>>,
     ) -> Result<Report, OneShotError> {
         let line = serde_json::to_vec(task).map_err(|error| OneShotError::Failed(error.to_string()))?;
-        let (lines, mut told) = mpsc::channel::<Vec<u8>>(64);
+        let (lines, mut received) = mpsc::channel::<Vec<u8>>(64);
         let role = self.kind.role;
         let pass_on = async {
             let mut report = None;
-            while let Some(line) = told.recv().await {
+            while let Some(line) = received.recv().await {
                 match serde_json::from_slice(&line) {
                     Ok(ChildLine::Report(last)) => report = Some(last),
                     // The send fails only when the receiver no longer needs the lines.
@@ -237,9 +237,9 @@ async fn attend(mut child: Child, line: &[u8], lines: Option<mpsc::Sender<Vec<u8
         Some(lines) => {
             let mut stdout = BufReader::new(stdout);
             loop {
-                let mut told = Vec::new();
-                let read = (&mut stdout).take(MAX_REPORT_BYTES).read_until(b'\n', &mut told).await.map_err(failed)?;
-                if read == 0 || lines.send(told).await.is_err() {
+                let mut line = Vec::new();
+                let read = (&mut stdout).take(MAX_REPORT_BYTES).read_until(b'\n', &mut line).await.map_err(failed)?;
+                if read == 0 || lines.send(line).await.is_err() {
                     break;
                 }
             }

@@ -51,26 +51,26 @@ pub fn repeat<E>(times: usize, seconds: f64, work: impl FnMut() -> Result<(), E>
 /// interrupted run keeps its results.
 ///
 /// # Errors
-/// The first error of `work` or `tell`.
+/// The first error of `work` or `report`.
 pub fn repeat_reporting<E>(
     times: usize,
     seconds: f64,
     mut work: impl FnMut() -> Result<(), E>,
-    mut tell: impl FnMut(Timing) -> Result<(), E>,
+    mut report: impl FnMut(Timing) -> Result<(), E>,
 ) -> Result<Timing, E> {
     let warming = Instant::now();
     work()?;
-    tell(Timing::of_warm_up(warming.elapsed().as_secs_f64()))?;
+    report(Timing::of_warm_up(warming.elapsed().as_secs_f64()))?;
     let begun = Instant::now();
-    let mut told = begun;
+    let mut last_report = begun;
     let mut measured = Vec::new();
     while measured.len() < times || (begun.elapsed().as_secs_f64() < seconds && measured.len() < MAX_REPETITIONS) {
         let started = Instant::now();
         work()?;
         measured.push(started.elapsed().as_secs_f64());
-        if told.elapsed() >= REPORT_INTERVAL {
-            tell(Timing::of(measured.clone()))?;
-            told = Instant::now();
+        if last_report.elapsed() >= REPORT_INTERVAL {
+            report(Timing::of(measured.clone()))?;
+            last_report = Instant::now();
         }
     }
     Ok(Timing::of(measured))
@@ -100,17 +100,17 @@ mod tests {
 
     #[test]
     fn a_repetition_is_told_when_it_ends_and_the_one_that_warms_up_is_told_apart() {
-        let (mut told, mut count) = (Vec::new(), 0);
+        let (mut reports, mut count) = (Vec::new(), 0);
         let work = || {
             count += 1;
             std::thread::sleep(REPORT_INTERVAL);
             if count < 3 { Ok(()) } else { Err("stopped") }
         };
         let ended = repeat_reporting(5, 0.0, work, |timing| {
-            told.push((timing.warm(), timing.repetitions, timing.min_s > 0.0));
+            reports.push((timing.warm(), timing.repetitions, timing.min_s > 0.0));
             Ok(())
         });
         assert_eq!(ended.unwrap_err(), "stopped");
-        assert_eq!(told, [(false, 0, true), (true, 1, true)]);
+        assert_eq!(reports, [(false, 0, true), (true, 1, true)]);
     }
 }
