@@ -214,9 +214,9 @@ async fn copy(source: &Store, files: &DataDir, to: &Path) -> Result<Option<Taken
     source.snapshot_to(&database, &mut keep).await?;
     // The copied database determines the contents from here on. It is upgraded to this version, regardless of the server's.
     let snapshot = Store::open(&database).await?;
-    let not_empty = copy_files(Copying { source, snapshot: &snapshot, files, to }, held).await;
+    let entries = copy_files(Copying { source, snapshot: &snapshot, files, to }, held).await;
     snapshot.close().await;
-    not_empty
+    entries
 }
 
 /// Removes the files of a backup.
@@ -247,7 +247,7 @@ struct Copying<'a> {
 /// Copies the files that the snapshot refers to, and removes references to missing files from it.
 async fn copy_files(copying: Copying<'_>, mut held: Held) -> Result<Option<Taken>, BackupError> {
     let Copying { source, snapshot, files, to } = copying;
-    let (mut not_empty, mut left_out) = (BTreeMap::new(), BTreeMap::new());
+    let (mut entries, mut left_out) = (BTreeMap::new(), BTreeMap::new());
     // Files of warm starts, and adapters.
     let mut initial = Vec::new();
     for job in snapshot.warm_start_jobs().await? {
@@ -274,7 +274,7 @@ async fn copy_files(copying: Copying<'_>, mut held: Held) -> Result<Option<Taken
             }
         }
         match missing {
-            None => not_empty.append(&mut of_it),
+            None => entries.append(&mut of_it),
             Some(why) => {
                 // If the source still refers to the file, it is lost there too, and another attempt would not find it.
                 let replaced = source.checkpoint_get(checkpoint.id).await;
@@ -295,7 +295,7 @@ async fn copy_files(copying: Copying<'_>, mut held: Held) -> Result<Option<Taken
         for dataset in page.data {
             let path = files.dataset(dataset.id);
             let wanted = Entry { size_bytes: dataset.size_bytes, sha256: dataset.sha256 };
-            if let Err(why) = copy_file(copying, &held, &path, Some(&wanted), &mut not_empty)? {
+            if let Err(why) = copy_file(copying, &held, &path, Some(&wanted), &mut entries)? {
                 left_out.insert(relative(files, &path), why);
                 snapshot.dataset_forget(dataset.id).await?;
             }
@@ -306,11 +306,11 @@ async fn copy_files(copying: Copying<'_>, mut held: Held) -> Result<Option<Taken
         }
     }
     for path in &initial {
-        if let Err(why) = copy_file(copying, &held, path, None, &mut not_empty)? {
+        if let Err(why) = copy_file(copying, &held, path, None, &mut entries)? {
             left_out.insert(relative(files, path), why);
         }
     }
-    Ok(Some((not_empty, left_out)))
+    Ok(Some((entries, left_out)))
 }
 
 /// Copies a file. The inner error says why the file is missing or damaged.
@@ -319,7 +319,7 @@ fn copy_file(
     held: &Held,
     path: &Path,
     wanted: Option<&Entry>,
-    not_empty: &mut BTreeMap<String, Entry>,
+    entries: &mut BTreeMap<String, Entry>,
 ) -> Result<Result<(), String>, BackupError> {
     let name = relative(copying.files, path);
     let target = copying.to.join(&name);
@@ -340,7 +340,7 @@ fn copy_file(
         remove(&target)?;
         return Ok(Err("its contents differ from the stored hash".to_owned()));
     }
-    not_empty.insert(name, copied);
+    entries.insert(name, copied);
     Ok(Ok(()))
 }
 
