@@ -1,12 +1,12 @@
-//! The bundled model and data, inside the binary, so that the demo works wherever the binary does.
-//! `examples/make_tiny_model` makes them.
+//! The bundled model and datasets, embedded in the binary so that the demo needs no other
+//! files. `examples/make_tiny_model` creates them.
 
 use std::io;
 use std::path::Path;
 
-/// Prompts to train on, with the column `answer`.
+/// Training prompts, with the column `answer`.
 pub const TRAIN: &[u8] = include_bytes!("../assets/tiny-data/train.jsonl");
-/// Prompts of other operands.
+/// Evaluation prompts with other operands.
 pub const HELD_OUT: &[u8] = include_bytes!("../assets/tiny-data/heldout.jsonl");
 
 const MODEL: [(&str, &[u8]); 5] = [
@@ -17,7 +17,7 @@ const MODEL: [(&str, &[u8]); 5] = [
     ("tokenizer_config.json", include_bytes!("../assets/tiny/tokenizer_config.json")),
 ];
 
-/// Writes the model's directory. Files that are there already stay: a worker may be reading them.
+/// Writes the model's directory. Existing files are not touched: a worker may be reading them.
 pub fn unpack_model(dir: &Path) -> io::Result<()> {
     std::fs::create_dir_all(dir)?;
     for (name, bytes) in MODEL {
@@ -30,7 +30,7 @@ pub fn unpack_model(dir: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Question and answer of a held-out row.
+/// Returns the question and the answer of a held-out row.
 pub fn held_out_row(row: usize) -> Option<(String, String)> {
     let line = HELD_OUT.split(|byte| *byte == b'\n').nth(row).filter(|line| !line.is_empty())?;
     let record: serde_json::Value = serde_json::from_slice(line).ok()?;
@@ -38,7 +38,7 @@ pub fn held_out_row(row: usize) -> Option<(String, String)> {
     Some((text(&record["prompt"][0]["content"])?, text(&record["answer"])?))
 }
 
-/// How many held-out rows there are.
+/// Returns the number of held-out rows.
 pub fn held_out_rows() -> usize {
     HELD_OUT.split(|byte| *byte == b'\n').filter(|line| !line.is_empty()).count()
 }

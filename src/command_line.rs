@@ -1,5 +1,5 @@
-//! The whole of the `rlood` binary: parse the command line, run a role. It lies in the library, as the futures of the roles are compiled
-//! where they are polled: so the binary has nothing of its own to compile.
+//! The entry point of the `rlood` binary: parses the command line and runs a role. It is part of the library because the futures of
+//! the roles are compiled where they are polled, so the binary itself has almost nothing to compile.
 
 use std::io::IsTerminal;
 use std::os::unix::process::CommandExt;
@@ -15,52 +15,52 @@ use crate::commands::{backup, bench, convert, gc, keys, reward_check, reward_ser
 use crate::config::{COMPUTE_THREADS, Cli, Command as Role, LogFormat, RewardCommand};
 use crate::{config, demo, engine, exporter, generator, http, judge, prober, reward_server, serve, worker};
 
-/// A setting cannot be used, as with clap's own errors.
+/// Exit code for an invalid setting, the same as for clap's own errors.
 const EXIT_USAGE: u8 = 2;
 
-/// Runs the program as its command line says.
+/// Runs the role that the command line selects.
 pub fn run() -> ExitCode {
-    // A shell asks for completions: answered here, and the program ends.
+    // A request of a shell for completions is answered here, and the process exits.
     clap_complete::CompleteEnv::with_factory(Cli::command).complete();
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
-        Err(error) => return unparsed(&error),
+        Err(error) => return exit_with_usage_error(&error),
     };
     let format = cli.log_format;
-    // The demo shows its progress itself: the server's usual log lines would tear it apart.
+    // The demo shows its own progress, which the server's usual log lines would disturb.
     let log = if matches!(cli.command, Role::Demo(_)) && cli.log == "info" { "warn" } else { &cli.log };
     if let Err(message) = start_logging(log, format) {
-        return refuse(format, &message);
+        return exit_usage(format, &message);
     }
-    // Every TLS client of the process takes this provider; a second installation is no error.
+    // Every TLS client of the process uses this provider; installing it a second time is not an error.
     let _ = rustls::crypto::ring::default_provider().install_default();
     match cli.command {
         Role::Serve(args) => match args.resolve(&cli.log, format) {
             Ok(config) => on_runtime(format, None, serve::run(config)),
-            Err(error) => refuse(format, &error),
+            Err(error) => exit_usage(format, &error),
         },
         Role::Check(args) => match args.resolve(&cli.log, format) {
             Ok(config) => on_runtime(format, None, serve::check::run(config)),
-            Err(error) => refuse(format, &error),
+            Err(error) => exit_usage(format, &error),
         },
         Role::Backup(args) => on_runtime(format, None, backup::backup(args)),
         Role::Restore(args) => on_runtime(format, None, backup::restore(args)),
         Role::Gc(args) => on_runtime(format, None, gc::run(args)),
         Role::Keys(args) => on_runtime(format, None, keys::run(args)),
-        Role::Openapi(args) => openapi(args.schemas.as_deref()).unwrap_or_else(|error| fail(format, &*error)),
-        Role::Convert(args) => convert::run(&args).unwrap_or_else(|error| fail(format, &error)),
+        Role::Openapi(args) => openapi(args.schemas.as_deref()).unwrap_or_else(|error| exit_failure(format, &*error)),
+        Role::Convert(args) => convert::run(&args).unwrap_or_else(|error| exit_failure(format, &error)),
         Role::Api(command) => {
             on_runtime(format, None, async move { Ok::<_, std::convert::Infallible>(rlood_cli::run(command).await) })
         }
         Role::Demo(args) => on_runtime(format, None, demo::run(args)),
         Role::Worker(args) => computing(format, args.threads, || on_runtime(format, Some(2), worker::run(args))),
         Role::Probe(args) => computing(format, args.threads, || on_runtime(format, Some(2), prober::run(args))),
-        Role::Generator(args) => {
-            computing(format, args.threads, || generator::run(&args).unwrap_or_else(|error| fail(format, &error)))
-        }
-        Role::ExportCheckpoint(args) => {
-            computing(format, args.threads, || exporter::run(&args).unwrap_or_else(|error| fail(format, &error)))
-        }
+        Role::Generator(args) => computing(format, args.threads, || {
+            generator::run(&args).unwrap_or_else(|error| exit_failure(format, &error))
+        }),
+        Role::ExportCheckpoint(args) => computing(format, args.threads, || {
+            exporter::run(&args).unwrap_or_else(|error| exit_failure(format, &error))
+        }),
         Role::Judge(args) => computing(format, args.threads, || on_runtime(format, Some(2), judge::run(args))),
         Role::RewardServer(args) => {
             computing(format, args.threads, || on_runtime(format, None, reward_server::run(args)))
@@ -68,24 +68,24 @@ pub fn run() -> ExitCode {
         Role::Reward(args) => match args.command {
             RewardCommand::Serve(args) => on_runtime(format, None, async move {
                 match reward_serve::run(args).await {
-                    Err(error) if error.is_usage() => Ok(refuse(format, &error)),
+                    Err(error) if error.is_usage() => Ok(exit_usage(format, &error)),
                     ended => ended,
                 }
             }),
-            // Nothing but a flag that cannot be used is an error here.
+            // The only possible error is an invalid flag.
             RewardCommand::Check(args) => on_runtime(format, None, async move {
                 Ok::<_, reward_check::CheckError>(
-                    reward_check::run(args).await.unwrap_or_else(|error| refuse(format, &error)),
+                    reward_check::run(args).await.unwrap_or_else(|error| exit_usage(format, &error)),
                 )
             }),
         },
         Role::Bench(args) => {
-            computing(format, args.threads, || bench::run(&args).unwrap_or_else(|error| fail(format, &error)))
+            computing(format, args.threads, || bench::run(&args).unwrap_or_else(|error| exit_failure(format, &error)))
         }
     }
 }
 
-/// The document to standard output, or the reward contract's schemas into a directory.
+/// Prints the OpenAPI document to standard output, or writes the reward contract's schemas to a directory.
 fn openapi(schemas: Option<&Path>) -> Result<ExitCode, Box<dyn std::error::Error>> {
     match schemas {
         None => println!("{}", http::openapi().to_pretty_json()?),
@@ -99,7 +99,7 @@ fn openapi(schemas: Option<&Path>) -> Result<ExitCode, Box<dyn std::error::Error
     Ok(ExitCode::SUCCESS)
 }
 
-/// Runs a role to its end; `threads` of the async runtime, None = one a core.
+/// Runs a role to its end on an async runtime with `threads` threads; None = one per core.
 fn on_runtime<E: std::error::Error + 'static>(
     format: LogFormat,
     threads: Option<usize>,
@@ -119,21 +119,21 @@ fn block_on(
     }
     match builder.enable_all().build() {
         Ok(runtime) => {
-            let code = runtime.block_on(role).unwrap_or_else(|error| fail(format, &*error));
-            // Not dropped: that would wait for blocking calls that nobody needs any more.
+            let code = runtime.block_on(role).unwrap_or_else(|error| exit_failure(format, &*error));
+            // The runtime is not dropped, because that would wait for blocking calls that are no longer needed.
             runtime.shutdown_background();
             code
         }
-        Err(error) => fail(format, &error),
+        Err(error) => exit_failure(format, &error),
     }
 }
 
-/// Runs a role that computes, and gives every pool of this process the size asked for. candle and rayon take theirs from a variable, which a program
-/// sets safely for a new program only: this one runs itself once more. The supervisor sets it for its children.
+/// Runs a role that computes, with thread pools of the requested size. candle and rayon read the size from a variable, which can be
+/// set safely only for a new process: this process re-executes itself once. The supervisor sets it for its children.
 fn computing(format: LogFormat, threads: Option<u32>, role: impl FnOnce() -> ExitCode) -> ExitCode {
     match config::gpu_memory_limit() {
         Ok(bytes) => engine::gpu::limit_memory(bytes),
-        Err(error) => return refuse(format, &error),
+        Err(error) => return exit_usage(format, &error),
     }
     let Some(threads) = threads.map(|threads| threads.to_string()) else { return role() };
     if std::env::var(COMPUTE_THREADS).is_ok_and(|set| set == threads) {
@@ -143,7 +143,7 @@ fn computing(format: LogFormat, threads: Option<u32>, role: impl FnOnce() -> Exi
         Ok(program) => Command::new(program).args(std::env::args_os().skip(1)).env(COMPUTE_THREADS, threads).exec(),
         Err(error) => error,
     };
-    refuse(format, &format_args!("--threads: the program cannot be run with {COMPUTE_THREADS} set: {error}"))
+    exit_usage(format, &format_args!("--threads: could not re-execute the program with {COMPUTE_THREADS} set: {error}"))
 }
 
 fn start_logging(filter: &str, format: LogFormat) -> Result<(), String> {
@@ -152,7 +152,7 @@ fn start_logging(filter: &str, format: LogFormat) -> Result<(), String> {
     let builder = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
-        // A closed standard error must not end anything.
+        // A closed standard error must not end the process.
         .log_internal_errors(false)
         .with_ansi(std::io::stderr().is_terminal());
     match format {
@@ -162,7 +162,7 @@ fn start_logging(filter: &str, format: LogFormat) -> Result<(), String> {
     Ok(())
 }
 
-/// A filter whose modules are called as in versions of one crate, by the crates that have them now.
+/// Translates module names in a log filter from the time when rlood was one crate to the current crates.
 fn by_crate(filter: &str) -> String {
     let directive = |directive: &str| {
         let Some(path) = directive.trim().strip_prefix("rlood::") else { return directive.to_owned() };
@@ -181,16 +181,16 @@ fn by_crate(filter: &str) -> String {
     filter.split(',').map(directive).collect::<Vec<_>>().join(",")
 }
 
-/// A command line that is none: in clap's words and with its exit code.
-fn unparsed(error: &clap::Error) -> ExitCode {
+/// Prints clap's usage error and exits with its code.
+fn exit_with_usage_error(error: &clap::Error) -> ExitCode {
     if !error.use_stderr() || error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand || !asks_for_json() {
         error.exit();
     }
     let text = error.to_string();
-    refuse(LogFormat::Json, &text.trim_start_matches("error: ").trim_end())
+    exit_usage(LogFormat::Json, &text.trim_start_matches("error: ").trim_end())
 }
 
-/// Whether the log was to be JSON, as far as a command line that is none can say it.
+/// Whether the log format is JSON, as far as an invalid command line shows it.
 fn asks_for_json() -> bool {
     let mut given = std::env::var("RLOOD_LOG_FORMAT").ok();
     let mut words = std::env::args_os().map(|word| word.to_string_lossy().into_owned());
@@ -204,19 +204,19 @@ fn asks_for_json() -> bool {
     given.as_deref() == Some(LogFormat::Json.as_str())
 }
 
-fn refuse(format: LogFormat, error: &dyn std::fmt::Display) -> ExitCode {
-    say(format, &error.to_string());
+fn exit_usage(format: LogFormat, error: &dyn std::fmt::Display) -> ExitCode {
+    print_error(format, &error.to_string());
     ExitCode::from(EXIT_USAGE)
 }
 
-/// Says the error and its causes.
-fn fail(format: LogFormat, error: &dyn std::error::Error) -> ExitCode {
-    say(format, &with_causes(error));
+/// Prints the error and its causes, and returns the exit code of a failure.
+fn exit_failure(format: LogFormat, error: &dyn std::error::Error) -> ExitCode {
+    print_error(format, &with_causes(error));
     ExitCode::FAILURE
 }
 
-/// The last words of a process that cannot go on, in the form of its log, whatever the log's filter says.
-fn say(format: LogFormat, words: &str) {
+/// Prints a fatal error in the format of the log, regardless of the log filter.
+fn print_error(format: LogFormat, words: &str) {
     match format {
         LogFormat::Text => eprintln!("rlood: {words}"),
         LogFormat::Json => {

@@ -1,4 +1,4 @@
-//! One module a subcommand that is neither a server nor a worker.
+//! The subcommands other than servers and workers, one module each.
 
 pub mod backup;
 pub mod bench;

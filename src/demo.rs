@@ -1,8 +1,8 @@
-//! `rlood demo`: the main job, end to end, on the bundled model.
+//! `rlood demo`: trains the bundled model from start to end, as a user's job would.
 //!
-//! Everything goes the way a user's job would: a server as `rlood serve` runs it, with a worker process of its own; a
-//! reward service on another port ([`reward_service`]); and a client that knows nothing but the public HTTP API
-//! ([`rlood_client`]). Read it as an example of that API.
+//! The demo consists of the same parts as a real setup: a server as `rlood serve` runs it, with its own worker process; a reward
+//! service on another port ([`reward_service`]); and a client that uses only the public HTTP API ([`rlood_client`]). It also serves
+//! as an example of that API.
 
 use std::io::IsTerminal;
 use std::net::SocketAddr;
@@ -29,40 +29,40 @@ pub mod reward_service;
 use outcome::Outcome;
 use progress::Progress;
 
-/// What the bundled model is registered as.
+/// The id under which the bundled model is registered.
 const MODEL: &str = "rlood/tiny";
-/// The address that is taken when none is asked for; if it is in use, a free port is.
+/// Default address; if it is in use, the demo chooses a free port.
 const USUAL_LISTEN: &str = "127.0.0.1:8080";
-/// Optimizer steps that reach the goal with room to spare: held-out accuracy was ≥ 0.98 after 20 and
-/// ≥ 0.99 after 40 on each of six seeds.
+/// Default number of optimizer steps, which reaches the goal with a margin: held-out accuracy was ≥ 0.98 after 20 and ≥ 0.99 after
+/// 40 steps with each of six seeds.
 const STEPS: u64 = 40;
-/// Steps between checkpoints.
+/// Number of steps between checkpoints.
 const CHECKPOINT_EVERY: u64 = 20;
-/// The exit code after Ctrl-C, as shells expect it.
+/// Exit code after Ctrl-C, by the convention of shells.
 const EXIT_INTERRUPTED: u8 = 130;
 
 /// Why the demo could not run.
 #[derive(Debug, thiserror::Error)]
 pub enum DemoError {
-    /// A flag.
+    /// A flag is invalid.
     #[error(transparent)]
     Config(#[from] ConfigError),
-    /// The server.
+    /// The server failed to start.
     #[error(transparent)]
     Serve(#[from] ServeError),
-    /// The API said no.
+    /// The API returned an error.
     #[error(transparent)]
     Api(#[from] rlood_client::Error),
-    /// Files, sockets, signals.
+    /// An operation on files, sockets or signals failed.
     #[error("cannot {doing}")]
     System {
-        /// What was being done.
+        /// The operation that failed.
         doing: String,
-        /// Why.
+        /// Error of the underlying operation.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// The job ended otherwise than it should.
+    /// The job did not end as expected.
     #[error("{0}")]
     Job(String),
 }
@@ -72,10 +72,10 @@ fn system<E: std::error::Error + Send + Sync + 'static>(doing: impl Into<String>
     move |source| DemoError::System { doing, source: Box::new(source) }
 }
 
-/// `rlood demo`.
+/// Runs the subcommand `rlood demo`.
 ///
 /// # Errors
-/// When the server cannot start, the API refuses something, or the job does not succeed.
+/// When the server cannot start, the API refuses a request, or the job does not succeed.
 pub async fn run(args: DemoArgs) -> Result<ExitCode, DemoError> {
     let begun = Instant::now();
     let mut terminate = signal(SignalKind::terminate()).map_err(system("listen for SIGTERM"))?;
@@ -114,7 +114,7 @@ pub async fn run(args: DemoArgs) -> Result<ExitCode, DemoError> {
     }
 }
 
-/// What a user would do, over HTTP.
+/// Performs the steps of a user over HTTP.
 async fn demonstrate(
     args: &DemoArgs,
     data_dir: &Path,
@@ -124,7 +124,7 @@ async fn demonstrate(
     let client = Client::builder(&format!("http://{server}")).no_proxy().build()?;
     let model_dir = data_dir.join("tiny");
     bundle::unpack_model(&model_dir).map_err(system(format!("write the bundled model to {}", model_dir.display())))?;
-    let secret = Key::generate().map_err(system("make a secret"))?;
+    let secret = Key::generate().map_err(system("generate a secret"))?;
     let service = ExampleService::start(&secret).await.map_err(system("start the reward service"))?;
 
     let model = client.create_model(MODEL, &model_dir.to_string_lossy()).await?;
@@ -158,7 +158,7 @@ async fn demonstrate(
     Ok(outcome)
 }
 
-/// The job as a user would write it.
+/// Builds the job as a user would write it.
 fn job(train: DatasetId, held_out: DatasetId, reward: Value, steps: u64, seed: u64) -> Value {
     json!({
         "name": "demo: sums",
@@ -167,7 +167,7 @@ fn job(train: DatasetId, held_out: DatasetId, reward: Value, steps: u64, seed: u
         "eval": {"dataset": {"id": held_out}, "every_steps": steps, "before_start": true, "num_generations": 1, "temperature": 0},
         "rewards": [
             reward,
-            // Weight 0: measured beside the reward, without a say in the training.
+            // Weight 0: the reward is logged but not trained on.
             {"name": "exact_match", "type": "exact_match", "column": "answer", "weight": 0},
         ],
         "rloo": {"num_generations": 8, "beta": 0.01},
@@ -190,7 +190,7 @@ fn listen_address(given: Option<&str>) -> Result<SocketAddr, ConfigError> {
     }
 }
 
-/// A folder that did not exist before, under the user's cache directory.
+/// Creates a new folder in the user's cache directory.
 fn fresh_data_dir() -> Result<PathBuf, DemoError> {
     let absolute = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
     let cache = absolute("XDG_CACHE_HOME")

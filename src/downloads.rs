@@ -1,7 +1,7 @@
-//! Downloads of models from a hub: each a task of its own, two at a time, told to the jobs that wait for it.
+//! Downloads models from a hub: one task per model, two at a time. Progress is reported to the jobs that wait for them.
 //!
-//! Nothing but the model's row survives the process, and that is enough: what has arrived lies in parts on the disk, named by hash,
-//! and a server that starts goes on with every model that is `downloading`.
+//! Only the model's row survives a restart, and that is enough: partial files are on disk, named by hash, and a starting server
+//! resumes every model in the state `downloading`.
 
 use std::collections::{HashMap, VecDeque};
 use std::path::{Path, PathBuf};
@@ -16,32 +16,32 @@ use crate::causes::with_causes;
 use crate::hub::{Hub, HubError, Progress, Repo, RepoKind, RepoPlan, clean_parts};
 use crate::store::{HubOrigin, ModelRow, Store, clock_ms};
 
-/// Models that are downloaded at once; the others wait.
-const AT_ONCE: usize = 2;
-/// Between two looks at the progress.
-const LOOK: Duration = Duration::from_secs(1);
-/// Looks that the rate is taken over.
-const LOOKS_OF_RATE: usize = 10;
-/// Looks between two events.
-const LOOKS_AN_EVENT: u32 = 5;
-/// Of a hub that cannot be reached: the first pause, the longest one, and when it is given up.
-const FIRST_PAUSE: Duration = Duration::from_secs(5);
-const LONGEST_PAUSE: Duration = Duration::from_secs(300);
-const GIVEN_UP_AFTER: Duration = Duration::from_secs(24 * 3600);
-/// Parts that nobody goes on with are kept so long.
-const PARTS_KEPT: Duration = Duration::from_secs(24 * 3600);
+/// Maximum number of concurrent downloads; others wait.
+const MAX_CONCURRENT: usize = 2;
+/// Interval between two progress checks.
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
+/// Number of checks over which the rate is averaged.
+const POLLS_PER_RATE: usize = 10;
+/// Number of checks between two progress events.
+const POLLS_PER_EVENT: u32 = 5;
+/// Retries while the hub is unreachable: initial delay, maximum delay, and the time after which the download fails.
+const FIRST_RETRY_DELAY: Duration = Duration::from_secs(5);
+const MAX_RETRY_DELAY: Duration = Duration::from_secs(300);
+const GIVE_UP_AFTER: Duration = Duration::from_secs(24 * 3600);
+/// How long unused partial files are kept.
+const KEEP_PARTS_FOR: Duration = Duration::from_secs(24 * 3600);
 
-/// Reads a model's folder: what the store keeps as its card, and its fingerprint; or why it cannot be used. Blocking.
+/// Reads a model's folder and returns the card that the store keeps and the fingerprint, or why the model cannot be used. Blocking.
 pub type Describe = fn(&Path) -> Result<(Value, String), String>;
 
-/// How far a download is.
+/// Progress of a download.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Advance {
-    /// Bytes here.
+    /// Number of bytes downloaded.
     pub bytes_done: u64,
-    /// Over the last seconds; None before the second look.
+    /// Transfer rate over the last seconds, in bytes per second; None before the second check.
     pub bytes_per_second: Option<f64>,
-    /// Seconds to go at that rate.
+    /// Estimated seconds remaining at that rate.
     pub eta_s: Option<f64>,
 }
 
@@ -62,7 +62,7 @@ struct Running {
     commit: String,
     total: u64,
     progress: Arc<Progress>,
-    looks: VecDeque<(Instant, u64)>,
+    polls: VecDeque<(Instant, u64)>,
     task: AbortHandle,
 }
 
@@ -70,7 +70,7 @@ impl Running {
     fn advance(&self) -> Advance {
         let bytes_done = self.progress.done_bytes().min(self.total);
         let rate = || {
-            let ((first, from), (last, to)) = (self.looks.front()?, self.looks.back()?);
+            let ((first, from), (last, to)) = (self.polls.front()?, self.polls.back()?);
             let seconds = last.duration_since(*first).as_secs_f64();
             (seconds > 0.0).then(|| to.saturating_sub(*from) as f64 / seconds)
         };
@@ -81,33 +81,34 @@ impl Running {
 }
 
 impl Downloads {
-    /// Into a data directory.
+    /// Creates the downloads of a data directory.
     pub fn new(store: Store, root: &Path) -> Self {
-        let (root, places) = (root.to_owned(), Semaphore::new(AT_ONCE));
+        let (root, places) = (root.to_owned(), Semaphore::new(MAX_CONCURRENT));
         Self(Arc::new(Inner { store, root, places, running: Mutex::default() }))
     }
 
-    /// Where broken downloads leave what has arrived, by hash.
+    /// Directory of partial files, named by hash.
     pub fn parts(&self) -> PathBuf {
         self.0.root.join("hub").join("parts")
     }
 
-    /// Where a model's small files and the headers of its weights lie while the weights are on their way.
+    /// Directory of a model's small files and the headers of its weights during the download.
     pub fn outline(&self, commit: &str) -> PathBuf {
         self.0.root.join("hub").join("outlines").join(commit)
     }
 
-    /// Where a data set's files lie while they are read, and for a day.
+    /// Directory of a dataset's files while they are read, and for a day afterwards.
     pub fn sources(&self, commit: &str) -> PathBuf {
         self.0.root.join("hub").join("sources").join(commit)
     }
 
-    /// Where the files of a repository at a commit lie in the end.
+    /// Final directory of the files of a repository at a commit.
     pub fn folder(&self, repo: &str, commit: &str) -> PathBuf {
         self.0.root.join("models").join(repo.replace('/', "--")).join(commit)
     }
 
-    /// Where a model can be read, its tensors' bytes excepted: its folder, or its outline while it is on its way.
+    /// Directory from which a model can be read, except for the bytes of its tensors: its folder, or its
+    /// outline during the download.
     pub fn readable(&self, row: &ModelRow) -> PathBuf {
         match &row.hub {
             Some(hub) if row.state == "downloading" => self.outline(&hub.commit),
@@ -115,12 +116,12 @@ impl Downloads {
         }
     }
 
-    /// How far a model's download is; None when none is under way.
+    /// Returns the progress of a model's download; None if none is running.
     pub fn advance(&self, model: &str) -> Option<Advance> {
         self.running().get(model).map(Running::advance)
     }
 
-    /// Begins to download a model that is `downloading`; nothing when that is under way.
+    /// Starts the download of a model in the state `downloading`; does nothing if it is already running.
     pub fn start(&self, hub: Hub, row: &ModelRow, describe: Describe) {
         let Some(origin) = row.hub.clone() else { return };
         let mut running = self.running();
@@ -140,25 +141,26 @@ impl Downloads {
         };
         let task = tokio::spawn(download.run()).abort_handle();
         let (commit, total) = (origin.commit, origin.bytes_total);
-        running.insert(row.id.clone(), Running { commit, total, progress, looks: VecDeque::new(), task });
+        running.insert(row.id.clone(), Running { commit, total, progress, polls: VecDeque::new(), task });
     }
 
-    /// Ends a model's download; the parts stay for a day.
+    /// Cancels a model's download; partial files are kept for a day.
     pub fn cancel(&self, model: &str) {
         if let Some(running) = self.running().remove(model) {
             running.task.abort();
         }
     }
 
-    /// Removes a downloaded model's files, unless another model's lie in the same folder. Folders elsewhere stay.
+    /// Removes a downloaded model's files, unless another model uses the same folder. Folders outside the data
+    /// directory are not touched.
     ///
     /// # Errors
-    /// When they cannot be removed.
+    /// When the files cannot be removed.
     pub async fn remove_files(&self, row: &ModelRow) -> std::io::Result<()> {
         let Some(hub) = &row.hub else { return Ok(()) };
         let folder = self.folder(&hub.repo, &hub.commit);
         if folder != Path::new(&row.source) {
-            return Ok(()); // In a cache of somebody else's.
+            return Ok(()); // The folder belongs to another program's cache.
         }
         let used = self.0.store.model_source_is_used(&row.source).await;
         if used.map_err(std::io::Error::other)? {
@@ -168,21 +170,21 @@ impl Downloads {
         removed.await.map_err(std::io::Error::other)?
     }
 
-    /// Removes parts, outlines and sources that nobody went on with for a day.
+    /// Removes partial files, outlines and sources that were unused for a day.
     pub async fn clean(&self) {
         let (parts, outlines, sources) = (self.parts(), self.outline(""), self.sources(""));
         let kept = match self.0.store.hub_models_downloading().await {
             Ok(rows) => rows.into_iter().filter_map(|row| Some(row.hub?.commit)).collect::<Vec<_>>(),
-            Err(error) => return tracing::warn!(error = with_causes(&error), "old downloads stay"),
+            Err(error) => return tracing::warn!(error = with_causes(&error), "could not remove old downloads"),
         };
         let cleaned = tokio::task::spawn_blocking(move || {
-            let Some(before) = SystemTime::now().checked_sub(PARTS_KEPT) else { return Ok(0) };
+            let Some(before) = SystemTime::now().checked_sub(KEEP_PARTS_FOR) else { return Ok(0) };
             clean_folders(&outlines, &kept, before)?;
             clean_folders(&sources, &[], before)?;
             clean_parts(&parts, before)
         });
         if let Ok(Err(error)) = cleaned.await {
-            tracing::warn!(%error, "old downloads stay");
+            tracing::warn!(%error, "could not remove old downloads");
         }
     }
 
@@ -213,7 +215,7 @@ fn clean_folders(outlines: &Path, kept: &[String], before: SystemTime) -> std::i
     Ok(())
 }
 
-/// One model's download.
+/// The download of one model.
 struct Download {
     downloads: Downloads,
     hub: Hub,
@@ -238,29 +240,33 @@ impl Download {
         let noted = match ended {
             Ok(card) => store.hub_model_ready(&self.id, &self.origin.commit, &card, clock_ms()).await.map(|_| ()),
             Err(problem) => {
-                tracing::warn!(model = self.id, problem, "a model cannot be downloaded");
+                tracing::warn!(model = self.id, problem, "the download of a model failed");
                 store.hub_model_failed(&self.id, &self.origin.commit, &problem, clock_ms()).await
             }
         };
         match noted {
-            // Its outline goes in a day: somebody else may be reading it.
+            // The outline is removed after a day, because another request may be reading it.
             Ok(()) => drop(self.downloads.running().remove(&self.id)),
-            // It stays `downloading`: the next start of the server finds all files here.
-            Err(error) => tracing::error!(error = with_causes(&error), "the end of a download is not noted"),
+            // The model stays in `downloading`: the next start of the server finds all files.
+            Err(error) => tracing::error!(error = with_causes(&error), "could not record the end of a download"),
         }
     }
 
-    /// The model's card, once all is here; or why it never will be.
+    /// Returns the model's card once all files are complete, or the reason of a permanent failure.
     async fn fetch(&self) -> Result<Value, String> {
         let begun = Instant::now();
-        let mut pause = FIRST_PAUSE;
+        let mut pause = FIRST_RETRY_DELAY;
         loop {
             match self.try_once().await {
                 Ok(()) => break,
-                Err(error) if error.is_transient() && begun.elapsed() < GIVEN_UP_AFTER => {
-                    tracing::warn!(model = self.id, error = with_causes(&error), "a download goes on in a while");
+                Err(error) if error.is_transient() && begun.elapsed() < GIVE_UP_AFTER => {
+                    tracing::warn!(
+                        model = self.id,
+                        error = with_causes(&error),
+                        "a download failed temporarily; will retry"
+                    );
                     tokio::time::sleep(pause).await;
-                    pause = (pause * 2).min(LONGEST_PAUSE);
+                    pause = (pause * 2).min(MAX_RETRY_DELAY);
                 }
                 Err(error) => return Err(error.to_string()),
             }
@@ -270,7 +276,7 @@ impl Download {
         let (card, sha256) = described.map_err(|error| format!("its files could not be read: {error}"))??;
         match sha256 == self.sha256 {
             true => Ok(card),
-            false => Err("its files are not those that the hub announced".to_owned()),
+            false => Err("the downloaded files differ from those that the hub announced".to_owned()),
         }
     }
 
@@ -282,24 +288,24 @@ impl Download {
         self.hub.download(&plan, &self.downloads.parts(), &self.source, &self.progress).await
     }
 
-    /// Never ends.
+    /// Reports progress in a loop that never ends.
     async fn watch(&self) {
         for count in 1_u32.. {
-            tokio::time::sleep(LOOK).await;
+            tokio::time::sleep(POLL_INTERVAL).await;
             let advance = {
                 let mut running = self.downloads.running();
                 let Some(running) = running.get_mut(&self.id) else { continue };
-                running.looks.push_back((Instant::now(), self.progress.done_bytes()));
-                if running.looks.len() > LOOKS_OF_RATE {
-                    running.looks.pop_front();
+                running.polls.push_back((Instant::now(), self.progress.done_bytes()));
+                if running.polls.len() > POLLS_PER_RATE {
+                    running.polls.pop_front();
                 }
                 running.advance()
             };
-            if count % LOOKS_AN_EVENT == 0 {
-                let told = json!({"model": self.id, "bytes_done": advance.bytes_done, "bytes_total": self.origin.bytes_total,
+            if count % POLLS_PER_EVENT == 0 {
+                let progress = json!({"model": self.id, "bytes_done": advance.bytes_done, "bytes_total": self.origin.bytes_total,
                                   "bytes_per_second": advance.bytes_per_second, "eta_s": advance.eta_s});
-                if let Err(error) = self.downloads.0.store.hub_model_progress(&self.id, &told, clock_ms()).await {
-                    tracing::warn!(error = with_causes(&error), "a download's progress is not told");
+                if let Err(error) = self.downloads.0.store.hub_model_progress(&self.id, &progress, clock_ms()).await {
+                    tracing::warn!(error = with_causes(&error), "could not report the progress of a download");
                 }
             }
         }

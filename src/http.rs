@@ -1,9 +1,8 @@
-//! Router, state, layers.
+//! The router, its shared state and its layers.
 //!
-//! Every module below registers its routes with `pub fn routes() -> OpenApiRouter<AppState>`; [`router`] composes them and
-//! puts the layers around. What a request passes, from the outside in: request id and access log, panic guard, host and
-//! origin check, body time-out, decompression, body limit, key
-//! and owner, the handler. Every failure on the way is a [`error::Problem`].
+//! Every module below registers its routes with `pub fn routes() -> OpenApiRouter<AppState>`; [`router`] composes them and adds the
+//! layers. A request passes, from the outside in: request id and access log, panic guard, host and origin check, body timeout,
+//! decompression, body limit, authentication and ownership, the handler. Every failure on the way is a [`error::Problem`].
 
 pub mod adapters;
 pub mod alerts;
@@ -15,7 +14,6 @@ pub mod callbacks;
 mod compare;
 mod contract;
 mod cookie;
-pub mod courses;
 mod dataset_preview;
 mod dataset_ranges;
 mod dataset_sources;
@@ -39,7 +37,7 @@ mod messages;
 pub mod metrics;
 pub mod models;
 pub mod openapi;
-pub mod probe;
+pub mod preflight;
 mod prometheus;
 mod prompts;
 mod python_rewards;
@@ -54,6 +52,7 @@ mod rows;
 pub mod samples;
 pub mod schemas;
 pub mod session;
+pub mod sparklines;
 pub mod storage;
 pub mod submit;
 pub mod summary;
@@ -95,62 +94,58 @@ use error::{Code, IsProblem, Problem, REQUEST_ID, shortened};
 
 pub use openapi::openapi;
 
-/// The longest JSON body, in bytes; routes that stream set their own limit.
+/// Maximum size of a JSON body, in bytes. Routes that stream set their own limit.
 pub const JSON_LIMIT_BYTES: usize = 16 * 1024 * 1024;
-/// The same where anybody may send one: the longest key, every character of it escaped.
+/// Maximum body of `POST /session`, which needs no key: the longest key with every character escaped, in bytes.
 const SESSION_LIMIT_BYTES: usize = 64 * 1024;
 
-/// What handlers share. Cheap to clone.
+/// State that all handlers share. Cheap to clone.
 #[derive(Clone)]
 pub struct AppState {
-    /// The database.
     pub store: Store,
-    /// The data directory.
     pub files: DataDir,
-    /// The server's settings.
     pub config: Arc<ServeConfig>,
-    /// The largest dataset, in bytes.
+    /// Maximum size of a dataset, in bytes.
     pub dataset_limit_bytes: u64,
-    /// When the server started.
     pub started: Instant,
-    /// Counts of answered requests, for `/metrics`.
+    /// Counts of answered requests, exported by `/metrics`.
     pub requests: Arc<system::RequestCounts>,
-    /// Runs preflights; None = this server starts no processes.
+    /// Runs preflights. None if this server starts no processes.
     pub preflights: Option<Preflights>,
-    /// Runs models beside each other; None = this server starts no processes.
+    /// Runs generation and comparison requests. None if this server starts no processes.
     pub generations: Option<Generations>,
-    /// Heavy work that may be under way at a time.
+    /// Limits how many memory- or CPU-intensive requests run concurrently.
     pub heavy: heavy::Slots,
-    /// Services that may be tried at a time.
-    pub asked: heavy::Slots,
-    /// Searches of samples that may be under way at a time.
+    /// Limits how many tests of reward services run concurrently.
+    pub service_tests: heavy::Slots,
+    /// Limits how many searches of samples run concurrently.
     pub searches: heavy::Slots,
-    /// Re-scores that may be under way at a time.
+    /// Limits how many re-scores run concurrently.
     pub rescores: heavy::Slots,
-    /// The disk is nearly full: no job is handed to a worker.
+    /// Whether free disk space is below the limit. While true, the server hands no job to a worker.
     pub disk_low: Arc<AtomicBool>,
-    /// Counts of connections, for `/metrics`.
+    /// Counts of connections, exported by `/metrics`.
     pub connections: Arc<listen::Connections>,
-    /// A key was seen in the database: from then on every request needs one.
-    pub keyed: Arc<AtomicBool>,
-    /// The event streams that are open.
+    /// Whether the database has ever held a key. Once true, every request needs a key.
+    pub has_keys: Arc<AtomicBool>,
+    /// The event streams that are open, counted per key.
     pub streams: Arc<auth::Streams>,
-    /// Which addresses showed keys that are not valid.
+    /// Addresses that recently sent invalid keys.
     pub failures: Arc<throttle::Failures>,
-    /// Which workers were refused.
+    /// Workers that were refused, for example because of their version.
     pub refused_workers: Arc<worker::RefusedWorkers>,
-    /// What the routes of workers remember.
+    /// State of the worker routes.
     pub workers: Arc<worker::WorkerState>,
-    /// Models on their way from a hub.
+    /// Downloads of models from a hub that are in progress.
     pub downloads: Downloads,
-    /// What was kept when it was last looked.
+    /// The latest report of stored files.
     pub storage: Arc<storage::LastReport>,
-    /// Cancelled when the server takes no more requests: those that wait for something are answered at once.
+    /// Cancelled when the server starts to shut down. Requests that wait for something are then answered immediately.
     pub stopping: CancellationToken,
 }
 
 impl AppState {
-    /// The state of a server that starts now.
+    /// Returns the state of a newly started server.
     pub fn new(store: Store, files: DataDir, config: Arc<ServeConfig>) -> Self {
         let slots = config.edge.heavy_slots.map_or_else(heavy::default_slots, |slots| slots as usize);
         let downloads = Downloads::new(store.clone(), files.root());
@@ -165,12 +160,12 @@ impl AppState {
             preflights: None,
             generations: None,
             heavy: heavy::Slots::new(slots),
-            asked: heavy::Slots::new(heavy::ASKED),
+            service_tests: heavy::Slots::new(heavy::MAX_SERVICE_TESTS),
             searches: heavy::Slots::new(samples::SEARCHES),
-            rescores: heavy::Slots::new(rescore::PLACES),
+            rescores: heavy::Slots::new(rescore::MAX_CONCURRENT),
             disk_low: Arc::default(),
             connections: Arc::default(),
-            keyed: Arc::default(),
+            has_keys: Arc::default(),
             streams: Arc::default(),
             failures: Arc::default(),
             refused_workers: Arc::default(),
@@ -181,7 +176,7 @@ impl AppState {
     }
 }
 
-/// All documented routes, without layers.
+/// Returns all documented routes, without layers.
 pub(crate) fn documented_routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::with_openapi(openapi::head())
         .merge(submit::routes())
@@ -193,7 +188,7 @@ pub(crate) fn documented_routes() -> OpenApiRouter<AppState> {
         .merge(generate::routes())
         .merge(verdicts::routes())
         .merge(exports::routes())
-        .merge(courses::routes())
+        .merge(sparklines::routes())
         .merge(dataset_preview::routes())
         .merge(demo::routes())
         .merge(events::routes())
@@ -213,7 +208,7 @@ pub(crate) fn documented_routes() -> OpenApiRouter<AppState> {
         .merge(webhooks::routes())
 }
 
-/// The whole service: serve it, or call it in a test with `tower::ServiceExt::oneshot`.
+/// Returns the whole service. Serve it, or call it in a test with `tower::ServiceExt::oneshot`.
 pub fn router(state: AppState) -> Router {
     let body = |pause: Duration| {
         ServiceBuilder::new()
@@ -229,7 +224,7 @@ pub fn router(state: AppState) -> Router {
         .method_not_allowed_fallback(wrong_method)
         .layer(DefaultBodyLimit::max(JSON_LIMIT_BYTES))
         .layer(body(state.config.edge.transfer_pause));
-    // The layer is around the fallbacks too: what does not exist is not told to somebody without a key.
+    // The layer covers the fallbacks too: a client without a key does not learn which routes exist.
     let guarded = documented_routes()
         .split_for_parts()
         .0
@@ -244,11 +239,12 @@ pub fn router(state: AppState) -> Router {
         .merge(worker)
         .layer(middleware::from_fn_with_state(state.clone(), browser::guard_browser))
         .layer(CatchPanicLayer::custom(panicked))
-        .layer(middleware::from_fn_with_state(state.clone(), around))
+        .layer(middleware::from_fn_with_state(state.clone(), outermost))
         .with_state(state)
 }
 
-/// Codings have no case, and `x-gzip` is gzip (RFC 9110, 8.4.1); the layer that decompresses knows one spelling.
+/// Normalizes the names of content codings, which are case-insensitive; `x-gzip` means gzip (RFC 9110, 8.4.1). The layer that
+/// decompresses knows one spelling.
 fn with_known_coding(mut request: Request) -> Request {
     if let Some(coding) = request.headers_mut().get_mut(header::CONTENT_ENCODING) {
         let known = [("gzip", "gzip"), ("x-gzip", "gzip"), ("identity", "identity")];
@@ -285,8 +281,8 @@ fn panicked(payload: Box<dyn Any + Send + 'static>) -> Response {
 
 const X_REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
-/// Outermost: names the request, makes every bare error a problem, sets the security headers, counts and logs.
-async fn around(State(state): State<AppState>, request: Request, next: Next) -> Response {
+/// The outermost layer. Assigns the request id, turns bare errors into problems, sets the security headers, counts and logs.
+async fn outermost(State(state): State<AppState>, request: Request, next: Next) -> Response {
     let begun = Instant::now();
     let id = request_id(request.headers());
     let method = request.method().clone();
@@ -294,7 +290,7 @@ async fn around(State(state): State<AppState>, request: Request, next: Next) -> 
     let route = request.extensions().get::<MatchedPath>().cloned();
     let mut response = REQUEST_ID
         .scope(id.clone(), async move {
-            match let_in(&request) {
+            match reserve_for_workers(&request) {
                 Ok(()) => into_problem(next.run(request).await),
                 Err(problem) => problem.into_response(),
             }
@@ -331,8 +327,8 @@ async fn around(State(state): State<AppState>, request: Request, next: Next) -> 
     response
 }
 
-/// A request that is not a worker's leaves workers their part of the connections.
-fn let_in(request: &Request) -> Result<(), Problem> {
+/// Refuses a request that is not a worker's when only the connections reserved for workers are left.
+fn reserve_for_workers(request: &Request) -> Result<(), Problem> {
     let Some(connection) = request.extensions().get::<Connection>() else { return Ok(()) };
     if request.uri().path().starts_with("/worker/") {
         return Ok(());
@@ -340,11 +336,11 @@ fn let_in(request: &Request) -> Result<(), Problem> {
     let asks_for_stream = events::wants_stream(request.headers());
     connection.admit(asks_for_stream).map_err(|_| {
         let code = if asks_for_stream { Code::TooManyRequests } else { Code::Overloaded };
-        Problem::new(code, "all connections that are not kept for workers are at work; try again").retry_after(5)
+        Problem::new(code, "all connections that are not reserved for workers are busy; try again").retry_after(5)
     })
 }
 
-/// The client's `x-request-id` if it is harmless, else a new one.
+/// Returns the client's `x-request-id` if it is harmless, else a new one.
 fn request_id(headers: &HeaderMap) -> String {
     let given = headers.get(X_REQUEST_ID).and_then(|value| value.to_str().ok());
     let harmless = |text: &&str| {
@@ -355,7 +351,7 @@ fn request_id(headers: &HeaderMap) -> String {
         .map_or_else(|| format!("req_{}", ulid::Ulid::generate().to_string().to_lowercase()), str::to_owned)
 }
 
-/// An error answered by a layer or by an extractor of the framework becomes a problem of the same status.
+/// Turns an error from a layer or from an extractor of the framework into a problem with the same status.
 fn into_problem(response: Response) -> Response {
     let status = response.status();
     if !(status.is_client_error() || status.is_server_error()) || response.extensions().get::<IsProblem>().is_some() {

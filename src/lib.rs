@@ -1,24 +1,24 @@
 //! `rlood`: RLOO training of language models as an HTTP service, in one binary.
 //!
-//! # The map: what lies higher knows what lies lower, never the other way round
+//! # The map: modules above may use modules below, never the reverse
 //!
-//! | crate or module | what |
+//! | crate or module | contents |
 //! |---|---|
 //! | [`command_line`] | parses the command line, runs a role |
-//! | [`serve`] [`supervisor`] [`courier`] [`http`] [`demo`] [`commands`] [`reward_server`] | servers and subcommands; `tests/it/layering.rs` holds their edges |
-//! | [`downloads`] | models on their way from a hub |
+//! | [`serve`] [`supervisor`] [`webhook_sender`] [`http`] [`demo`] [`commands`] [`reward_server`] | servers, subcommands; dependencies: `tests/it/layering.rs` |
+//! | [`downloads`] | downloads of models from a hub |
 //! | [`listen`] [`bundle`] [`config`] | the accept loop of a server; the bundled model; the command line |
 //! | `rlood-cli` | the commands that talk to a server, over the public API alone |
-//! | `rlood-client` | a typed client of the public API; knows the words and nothing of the server |
+//! | `rlood-client` | a typed client of the public API; independent of the server |
 //! | `rlood-worker`: [`worker`] [`prober`] [`generator`] [`judge`] [`exporter`] [`reward_model`] | the processes that compute |
-//! | `rlood-store`: [`store`] [`files`] | durable |
-//! | `rlood-rewards`: [`reward`] | async stays here |
-//! | `rlood-data`: [`data`] | files of rows, read and mapped; blocking |
-//! | `rlood-hub`: [`hub`] | a client of the hub's protocol; knows nothing of jobs |
-//! | `rlood-engine`: [`engine`] | synchronous; knows token ids, not jobs or HTTP |
-//! | `rlood-model-files`: [`modelcard`] | what a model's folder holds, without tensors |
-//! | `rlood-kernels` | what computes, for the engine; all unsafe code |
-//! | `rlood-types`: [`access`] [`callback`] [`causes`] [`dataset`] [`digest`] [`doctor`] [`event`] [`export`] [`failpoint`] [`generation`] [`id`] [`job`] [`json`] [`lifecycle`] [`one_shot`] [`outgoing`] [`probe`] [`protocol`] [`sample`] [`spec`] [`storage`] [`verdict`] | words: plain types, no I/O |
+//! | `rlood-store`: [`store`] [`files`] | the database and the data directory |
+//! | `rlood-rewards`: [`reward`] | all rewards; asynchronous |
+//! | `rlood-data`: [`data`] | reads and maps files of rows; blocking |
+//! | `rlood-hub`: [`hub`] | a client of the hub's protocol; independent of jobs |
+//! | `rlood-engine`: [`engine`] | the training loop; synchronous, works on token ids, independent of jobs and HTTP |
+//! | `rlood-model-files`: [`modelcard`] | the contents of a model's folder, without tensors |
+//! | `rlood-kernels` | compute kernels of the engine; all unsafe code |
+//! | `rlood-types`: [`access`] [`callback`] [`causes`] [`dataset`] [`digest`] [`doctor`] [`event`] [`export`] [`failpoint`] [`generation`] [`id`] [`job`] [`json`] [`lifecycle`] [`one_shot`] [`outgoing`] [`probe`] [`protocol`] [`sample`] [`spec`] [`storage`] [`verdict`] | shared plain types, no I/O |
 //! | `rlood-templates`: [`jinja`] | templates in a sandbox |
 //!
 //! # One job through the files
@@ -52,10 +52,10 @@ pub mod listen;
 pub mod bundle;
 pub mod command_line;
 pub mod commands;
-pub mod courier;
 pub mod demo;
 pub mod downloads;
 pub mod http;
 pub mod reward_server;
 pub mod serve;
 pub mod supervisor;
+pub mod webhook_sender;

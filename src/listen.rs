@@ -1,11 +1,11 @@
-//! The accept loop: a bounded number of connections, time limits for slow clients, an end for streams, a bounded drain.
+//! The accept loop: limits the number of connections, disconnects slow clients, ends streams, and shuts down within a time limit.
 //!
-//! A client that is slow in some way meets a limit of its own: no request at all, or a head that does not end
-//! (`header_timeout`); pauses in a body (`body_pause`, a layer of the router); nothing asked for (`idle_timeout`); answers
-//! that are not taken (`write_timeout`). Connections without a request in flight make room for new ones when there are too
-//! many. A part of all connections is kept for workers, so that neither event streams nor slow clients cost a job its lease.
+//! Each kind of slow client has its own time limit: no request at all, or incomplete headers (`header_timeout`); pauses in a body
+//! (`body_pause`, a layer of the router); no further request (`idle_timeout`); responses that the client does not read
+//! (`write_timeout`). When there are too many connections, those without a request in flight are closed first. A part of all
+//! connections is reserved for workers, so that neither event streams nor slow clients cost a job its lease.
 //!
-//! `rlood serve` and `rlood reward-server` listen with it.
+//! `rlood serve` and `rlood reward-server` use this loop.
 
 mod activity;
 pub mod host;
@@ -39,35 +39,35 @@ use stall::Stalling;
 
 pub use activity::{Connection, Connections, Crowded, StreamPlace};
 
-/// A request whose head is still arriving when the server stops has this long for it.
+/// Time limit for headers that are still arriving when the server stops.
 const HEADS: Duration = Duration::from_secs(2);
-/// Of a request's line and headers together, bytes.
+/// Maximum size of a request's line and headers together, in bytes.
 const HEAD_BYTES: u32 = 64 * 1024;
-/// Requests of one HTTP/2 connection at once.
+/// Maximum number of concurrent requests on one HTTP/2 connection.
 const STREAMS: u32 = 128;
-/// Streams that an HTTP/2 client may reset before they are looked at; beyond them the connection ends.
+/// Maximum number of streams that an HTTP/2 client may reset before they are processed; beyond it the connection is closed.
 const RESETS: usize = 32;
-/// Files that are no connections: the database, uploads, workers' pipes.
+/// Number of open files reserved for other purposes: the database, uploads, workers' pipes.
 const OTHER_FILES: u64 = 256;
-/// After this silence a peer is asked whether it is still there.
+/// Idle time after which TCP keep-alive probes are sent.
 const KEEPALIVE: Duration = Duration::from_secs(60);
 
-/// How a server ends.
+/// The two stages of a shutdown.
 pub struct Stop {
-    /// No more connections; streams end.
+    /// Cancelled first: no new connections, streams end.
     pub begin: CancellationToken,
-    /// Requests that are still in flight have no more time.
+    /// Cancelled last: requests that are still in flight are aborted.
     pub cut: CancellationToken,
 }
 
-/// Serves until it shall stop, then ends streams, lets requests in flight finish, and returns. Every request carries its
-/// [`Connection`] and the peer's address as extensions.
+/// Serves until `stop`, then ends streams, lets requests in flight complete, and returns. Every request carries its [`Connection`]
+/// and the peer's address as extensions.
 pub async fn serve(listener: TcpListener, router: Router, edge: Edge, counts: Arc<Connections>, stop: Stop) {
     let router = router.layer(middleware::from_fn_with_state(stop.begin.clone(), end_streams));
     let builder = builder(&edge);
     let registry = Registry::new(most_connections(edge.max_connections), counts);
     let graceful = GracefulShutdown::new();
-    // Cut with this set when the drain takes too long.
+    // Dropping this set aborts the connections when the shutdown takes too long.
     let mut connections = JoinSet::new();
     loop {
         let (stream, peer) = tokio::select! {
@@ -76,7 +76,7 @@ pub async fn serve(listener: TcpListener, router: Router, edge: Edge, counts: Ar
             accepted = listener.accept() => match accepted {
                 Ok(accepted) => accepted,
                 Err(error) => {
-                    // Out of file descriptors, say: connections that end will make room.
+                    // A typical cause is a lack of file descriptors: ending connections free some.
                     tracing::warn!(%error, "a connection could not be accepted");
                     registry.make_room();
                     tokio::time::sleep(Duration::from_millis(100)).await;
@@ -85,14 +85,14 @@ pub async fn serve(listener: TcpListener, router: Router, edge: Edge, counts: Ar
             },
         };
         let Some(place) = registry.admit() else {
-            tracing::debug!(%peer, "too many connections are at work: a new one is closed");
+            tracing::debug!(%peer, "too many busy connections: closing a new one");
             continue;
         };
         tune(&stream);
         let activity = place.connection.activity();
         let (router, connection) = (router.clone(), place.connection.clone());
         let service = service_fn(move |request: hyper::Request<Incoming>| {
-            // Held until the answer's body is sent, or nobody wants it any more.
+            // Held until the response body was sent or the client disconnected.
             let at_work = Activity::begin(&connection.activity());
             let mut request = request.map(Body::new);
             request.extensions_mut().insert(ConnectInfo::<SocketAddr>(peer));
@@ -109,7 +109,7 @@ pub async fn serve(listener: TcpListener, router: Router, edge: Edge, counts: Ar
             tokio::select! {
                 biased;
                 ended = connection => if let Err(error) = ended {
-                    tracing::debug!(%peer, error, "a connection ended badly");
+                    tracing::debug!(%peer, error, "a connection ended with an error");
                 },
                 () = activity.idle(limits.0, limits.1) => tracing::debug!(%peer, "an idle connection is closed"),
             }
@@ -121,7 +121,7 @@ pub async fn serve(listener: TcpListener, router: Router, edge: Edge, counts: Ar
         registry.cut_idle();
         tokio::select! {
             () = &mut drained => {}
-            () = stop.cut.cancelled() => tracing::info!("connections that were still busy are cut"),
+            () = stop.cut.cancelled() => tracing::info!("aborting connections that are still busy"),
         }
     }
     connections.shutdown().await;
@@ -142,7 +142,7 @@ fn builder(edge: &Edge) -> Builder<TokioExecutor> {
     builder
 }
 
-/// Raises the limit of open files as far as it goes; what is left of it bounds the connections too.
+/// Raises the limit of open files as far as possible. The result also limits the number of connections.
 fn most_connections(asked: u32) -> usize {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
@@ -161,21 +161,21 @@ fn most_connections(asked: u32) -> usize {
     usize::try_from(fits.min(u64::from(asked))).unwrap_or(usize::MAX)
 }
 
-/// Settings that matter little: without one of them the connection works as well.
+/// Applies optional socket settings; errors are ignored because the connection works without them.
 fn tune(stream: &TcpStream) {
-    // Small answers must not wait for the client's acknowledgement of the last one.
+    // Small responses must not wait for the client's acknowledgment of the previous one.
     let _ = stream.set_nodelay(true);
     let keepalive = TcpKeepalive::new().with_time(KEEPALIVE).with_interval(Duration::from_secs(15)).with_retries(4);
     let _ = SockRef::from(stream).set_tcp_keepalive(&keepalive);
 }
 
-/// Whether an answer is a stream of server-sent events.
+/// Whether a response is a stream of server-sent events.
 pub fn is_event_stream(response: &Response) -> bool {
     let kind = response.headers().get(hyper::header::CONTENT_TYPE);
     kind.is_some_and(|value| value.as_bytes().starts_with(b"text/event-stream"))
 }
 
-/// Ends event streams in good order when the server stops, so that clients reconnect with the last id they saw.
+/// Ends event streams cleanly when the server stops, so that clients reconnect with the last id they saw.
 async fn end_streams(State(stop): State<CancellationToken>, request: Request, next: Next) -> Response {
     let response = next.run(request).await;
     if !is_event_stream(&response) {

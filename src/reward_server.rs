@@ -1,7 +1,7 @@
-//! `rlood reward-server`: a reward model behind HTTP, for jobs on other machines. Speaks the reward contract v1, and
-//! OpenRLHF's remote reward model on the same address: whoever sends `query` is answered with `rewards`.
+//! `rlood reward-server`: serves a reward model over HTTP for jobs on other machines. Supports the reward contract v1, and
+//! OpenRLHF's remote reward model at the same address: a request with `query` is answered with `rewards`.
 //!
-//! A repeated `webhook-id` is a retry of a client whose answer got lost: it is scored again, with the same result.
+//! A repeated `webhook-id` is a retry after a lost response: the server scores it again, with the same result.
 
 mod answer;
 mod edge;
@@ -31,31 +31,31 @@ use crate::spec::{ComputeDtype, RewardTextFormat};
 use answer::{Asked, Refusal};
 use edge::Edge;
 
-/// Requests that may wait for the model; further ones are told to come back.
-const WAITING: usize = 64;
-/// Most samples of one request, as `reward.ping` says.
+/// Maximum number of requests that wait for the model; further ones get 429.
+const MAX_WAITING: usize = 64;
+/// Maximum number of samples per request, as announced in `reward.ping`.
 const MAX_BATCH_SAMPLES: usize = 1024;
-/// What requests in flight have when the server is asked to stop.
-const DRAIN: Duration = Duration::from_secs(20);
+/// Time limit for requests in flight when the server stops.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Why the server could not run.
 #[derive(Debug, thiserror::Error)]
 pub enum RewardServerError {
-    /// The model or a setting cannot be used.
+    /// The model or a setting is invalid.
     #[error("{0}")]
     Setting(String),
     /// A system call failed.
     #[error("cannot {doing}")]
     System {
-        /// What was being done.
+        /// The operation that failed.
         doing: String,
-        /// Why.
+        /// Error of the underlying operation.
         #[source]
         source: std::io::Error,
     },
 }
 
-/// `rlood reward-server`: serves until SIGTERM or SIGINT; code 0 then. The first line of standard output is the address.
+/// `rlood reward-server`: serves until SIGTERM or SIGINT, then returns code 0. The first line of standard output is the address.
 ///
 /// # Errors
 /// When the model or the address cannot be used.
@@ -104,9 +104,9 @@ pub async fn run(args: RewardServerArgs) -> Result<ExitCode, RewardServerError> 
         move |source| RewardServerError::System { doing, source }
     };
     let listener = tokio::net::TcpListener::bind(&listen).await.map_err(system(&format!("listen on {listen}")))?;
-    let address = listener.local_addr().map_err(system("tell the address"))?;
+    let address = listener.local_addr().map_err(system("read the address"))?;
     if key.is_none() && !address.ip().is_loopback() {
-        tracing::warn!("without --secret everybody who reaches {address} may use the model");
+        tracing::warn!("without --secret every client that reaches {address} may use the model");
     }
     let card = scorer.card();
     tracing::info!(model_type = card.model_type, label = scorer.label(), max_tokens = card.max_tokens, "loaded");
@@ -121,18 +121,18 @@ pub async fn run(args: RewardServerArgs) -> Result<ExitCode, RewardServerError> 
     let drained = tokio::select! {
         ended = &mut serving => ended,
         () = signals.next() => return Ok(ExitCode::FAILURE),
-        () = tokio::time::sleep(DRAIN) => {
+        () = tokio::time::sleep(DRAIN_TIMEOUT) => {
             cut.cancel();
             serving.await
         }
     };
     if let Err(error) = drained {
-        tracing::error!(%error, "the listener ended badly");
+        tracing::error!(%error, "the listener ended with an error");
     }
     Ok(ExitCode::SUCCESS)
 }
 
-/// What asks the server to stop: the first time in good order, the second time at once.
+/// Signals that stop the server: the first one shuts down cleanly, the second one exits immediately.
 struct Signals(Signal, Signal);
 
 impl Signals {
@@ -148,26 +148,26 @@ impl Signals {
     }
 }
 
-/// What requests share.
+/// State that all requests share.
 #[derive(Clone)]
 struct Serving {
     scorer: Arc<Scorer>,
     edge: Arc<Edge>,
-    /// The model computes one request at a time, with all threads.
+    /// Lock of the model: it computes one request at a time, with all threads.
     turn: Arc<Mutex<()>>,
-    /// One body at a time is read as JSON, which may take many times its bytes.
+    /// Lock for parsing: one body at a time, because parsed JSON may take many times its bytes.
     parsing: Arc<Mutex<()>>,
     places: Arc<Semaphore>,
 }
 
-/// Everything the server answers: POST on any path, GET / and /health.
+/// Returns all routes: POST on any path, GET / and /health.
 fn router(scorer: Scorer, edge: Edge) -> Router {
     let serving = Serving {
         scorer: Arc::new(scorer),
         edge: Arc::new(edge),
         turn: Arc::default(),
         parsing: Arc::default(),
-        places: Arc::new(Semaphore::new(WAITING)),
+        places: Arc::new(Semaphore::new(MAX_WAITING)),
     };
     Router::new()
         .route("/", get(describe).post(score))
@@ -184,7 +184,7 @@ async fn check_caller(State(serving): State<Serving>, request: Request, next: Ne
     }
 }
 
-/// What is served.
+/// Describes the served model.
 async fn describe(State(serving): State<Serving>) -> Response {
     let card = serving.scorer.card();
     axum::Json(json!({
@@ -210,13 +210,13 @@ async fn try_score(serving: Serving, request: Request) -> Result<Value, Refusal>
     let Serving { scorer, edge, turn, parsing, places } = serving;
     let headers = request.headers().clone();
     edge.check_head(&headers, now_s())?;
-    let full = || edge::busy(format!("{WAITING} requests wait for the model; try again later"));
+    let full = || edge::busy(format!("{MAX_WAITING} requests wait for the model; try again later"));
     if places.available_permits() == 0 && !edge::is_small(&headers) {
         return Err(full());
     }
     let body = edge.read(request).await?;
     edge.check_signature(&headers, &body.bytes, now_s())?;
-    // While a request waits for the model it is kept as it came: that is the smallest.
+    // A waiting request is kept unparsed, because that needs the least memory.
     let parsing = parsing.lock_owned().await;
     let (body, is_ping) = blocking(move || {
         let _parsing = parsing;
@@ -229,7 +229,7 @@ async fn try_score(serving: Serving, request: Request) -> Result<Value, Refusal>
     let Ok(_place) = places.try_acquire_owned() else { return Err(full()) };
     let turn = turn.lock_owned().await;
     blocking(move || {
-        // Given back when the model is done, also when the client has gone.
+        // Released when the model has finished, even if the client disconnected.
         let _turn = turn;
         match read(&body.bytes)? {
             Some(asked) => answer::answer(&asked, &scorer),
@@ -246,7 +246,7 @@ async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T, Refusal> +
     })
 }
 
-/// What a body asks for; None = whether we are there.
+/// Parses a body; None = a ping.
 fn read(body: &[u8]) -> Result<Option<Asked>, Refusal> {
     let body: Value = serde_json::from_slice(body).map_err(|error| {
         Refusal::new(StatusCode::BAD_REQUEST, "invalid_json", format!("the body is not JSON: {error}"))

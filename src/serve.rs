@@ -1,6 +1,6 @@
-//! Compose store, http, supervisor, the requeue tick and the look after outages; drain on SIGTERM.
+//! Starts store, http, supervisor, lease timer and outage watch, and shuts them down on SIGTERM.
 //!
-//! [`run`] is `rlood serve`; [`start`] brings a server up inside this process, for the demo and for tests.
+//! [`run`] is `rlood serve`; [`start`] starts a server inside this process, for the demo and for tests.
 
 pub mod check;
 pub mod disk;
@@ -23,7 +23,6 @@ use tokio_util::task::AbortOnDropHandle;
 
 use crate::causes::with_causes;
 use crate::config::{ConfigError, ServeConfig, no_key_for};
-use crate::courier::{Courier, CourierError};
 use crate::downloads::Downloads;
 use crate::engine::gpu;
 use crate::engine::kernels::isa::Isa;
@@ -37,64 +36,65 @@ use crate::store::recovery::{RecoveryError, recover};
 use crate::store::{Store, StoreError, clock_ms};
 use crate::supervisor::one_shot::{Exports, Generations, Preflights, Verdicts};
 use crate::supervisor::{Children, Lost, Supervisor};
+use crate::webhook_sender::{WebhookSender, WebhookSenderError};
 use disk::DiskWatch;
 
-/// What is left to workers after their grace before they are killed.
+/// Time that workers have after their grace period before they are killed.
 const WORKERS_MARGIN: Duration = Duration::from_secs(1);
-/// What requests in flight have after that, if the whole leaves as much.
+/// Time limit for requests in flight after that, if the total allows it.
 const REQUESTS_STOP: Duration = Duration::from_secs(20);
-/// The whole drain takes this much more than the workers' grace: by default it stays below 30 s.
+/// Maximum duration of the shutdown beyond the workers' grace period: by default the total stays below 30 s.
 const STOP_MARGIN: Duration = Duration::from_secs(4);
 
-/// Between two looks for lapsed leases.
+/// Interval between two checks for expired leases.
 const TICK: Duration = Duration::from_secs(1);
-/// Ticks between two rounds of housekeeping.
-const TICKS_A_ROUND: u32 = 60;
-/// Idle workers that said nothing for this long are forgotten, ms.
+/// Number of ticks between two cleanup rounds.
+const TICKS_PER_CLEANUP: u32 = 60;
+/// Idle workers without contact for this long are removed from the list, in ms.
 const WORKER_SILENCE_MS: i64 = 120_000;
 
 /// Why a server could not start.
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
-    /// The data directory cannot be used; another server may hold it.
+    /// The data directory cannot be used; another server may be using it.
     #[error(transparent)]
     Files(#[from] FilesError),
     /// The database cannot be used.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// A list of addresses is not understood.
+    /// A list of addresses is invalid.
     #[error("--allow-outgoing cannot be used")]
     Outgoing(#[source] OutgoingError),
-    /// No reward service can be asked from here.
-    #[error("reward services cannot be asked: {0}")]
+    /// The client for reward services cannot be created.
+    #[error("reward services cannot be contacted: {0}")]
     RewardClient(String),
-    /// The instruction set asked for is not this machine's.
+    /// This machine does not support the requested instruction set.
     #[error("--isa: {0}")]
     Isa(String),
     /// A GPU of the pool cannot be used.
     #[error("--devices: {0}")]
     Gpu(String),
-    /// Lifecycle messages cannot be sent.
+    /// The sender of lifecycle messages cannot be created.
     #[error(transparent)]
-    Courier(#[from] CourierError),
-    /// An open address, and no usable key.
+    WebhookSender(#[from] WebhookSenderError),
+    /// A non-loopback address without a usable key.
     #[error(transparent)]
     NoKey(ConfigError),
-    /// The address is taken or not ours.
-    #[error("cannot listen on {address}; choose another --listen address (port 0 takes a free one)")]
+    /// The address is in use or not available on this host.
+    #[error("cannot listen on {address}; choose another --listen address (port 0 selects a free one)")]
     Listen {
-        /// The address asked for.
+        /// The address that was requested.
         address: SocketAddr,
-        /// Why.
+        /// Error of the underlying operation.
         #[source]
         source: std::io::Error,
     },
     /// A system call failed.
     #[error("cannot {doing}")]
     System {
-        /// What was being done.
+        /// The operation that failed.
         doing: &'static str,
-        /// Why.
+        /// Error of the underlying operation.
         #[source]
         source: std::io::Error,
     },
@@ -109,77 +109,77 @@ impl From<RecoveryError> for ServeError {
     }
 }
 
-/// A server in this process. Dropping it without [`Running::stop`] leaves its tasks to the runtime.
+/// A server in this process. Dropping it without [`Running::stop`] leaves its tasks running on the runtime.
 pub struct Running {
     addr: SocketAddr,
-    /// What workers have to checkpoint and requeue.
+    /// Grace period for workers to save a checkpoint and requeue their jobs.
     grace: Duration,
-    stop_generations: CancellationToken,
+    stop_children: CancellationToken,
     stop_http: CancellationToken,
-    cut_http: CancellationToken,
+    abort_http: CancellationToken,
     http: JoinHandle<()>,
     supervisor: Supervisor,
-    tick: AbortOnDropHandle<()>,
+    lease_timer: AbortOnDropHandle<()>,
     outages: AbortOnDropHandle<()>,
-    deaths: AbortOnDropHandle<()>,
-    courier: AbortOnDropHandle<()>,
-    house: AbortOnDropHandle<()>,
+    worker_exits: AbortOnDropHandle<()>,
+    webhook_sender: AbortOnDropHandle<()>,
+    retention_task: AbortOnDropHandle<()>,
     tasks: [AbortOnDropHandle<()>; 2],
     store: Store,
 }
 
 impl Running {
-    /// Where it listens; the port is never 0.
+    /// Returns the address that the server listens on; the port is never 0.
     pub fn addr(&self) -> SocketAddr {
         self.addr
     }
 
-    /// `http://HOST:PORT`.
+    /// Returns the server's URL, `http://HOST:PORT`.
     pub fn url(&self) -> String {
         format!("http://{}", self.addr)
     }
 
-    /// Drains: workers checkpoint and requeue their jobs while the API still answers; then streams end, what waits for
-    /// something is answered, requests in flight come to their end, and connections close. Takes at most 4 s more than the
-    /// workers' grace: by default less than 30 s.
+    /// Shuts the server down. Workers save checkpoints and requeue their jobs while the API still answers. Then streams end,
+    /// waiting requests are answered, requests in flight complete, and connections close. Takes at most 4 s longer than the
+    /// workers' grace period: by default less than 30 s.
     pub async fn stop(self) {
         let Self {
             addr: _,
             grace,
-            stop_generations,
+            stop_children,
             stop_http,
-            cut_http,
+            abort_http,
             mut http,
             supervisor,
-            tick,
+            lease_timer,
             outages,
-            deaths,
-            courier,
-            house,
+            worker_exits,
+            webhook_sender,
+            retention_task,
             tasks,
             store,
         } = self;
         let begun = Instant::now();
-        stop_generations.cancel();
+        stop_children.cancel();
         supervisor.stop(grace + WORKERS_MARGIN).await;
-        drop((tick, outages, deaths, courier, house, tasks));
+        drop((lease_timer, outages, worker_exits, webhook_sender, retention_task, tasks));
         stop_http.cancel();
         let drain = REQUESTS_STOP.min((grace + STOP_MARGIN).saturating_sub(begun.elapsed()));
         let ended = tokio::select! {
             ended = &mut http => ended,
             () = tokio::time::sleep(drain) => {
-                cut_http.cancel();
+                abort_http.cancel();
                 http.await
             }
         };
         if let Err(error) = ended {
-            tracing::error!(%error, "the listener ended badly");
+            tracing::error!(%error, "the listener ended with an error");
         }
         store.close().await;
     }
 }
 
-/// `rlood serve`: start, say where, serve until SIGTERM or SIGINT, drain. A second signal leaves at once.
+/// `rlood serve`: starts, prints the address, serves until SIGTERM or SIGINT, then shuts down. A second signal exits immediately.
 ///
 /// # Errors
 /// When the server cannot start.
@@ -193,7 +193,7 @@ pub async fn run(config: ServeConfig) -> Result<ExitCode, ServeError> {
         _ = terminate.recv() => {}
         _ = interrupt.recv() => {}
     }
-    tracing::info!("stopping: workers checkpoint and requeue their jobs; a second signal leaves at once");
+    tracing::info!("shutting down: workers save checkpoints and requeue their jobs; a second signal exits immediately");
     tokio::select! {
         () = running.stop() => Ok(ExitCode::SUCCESS),
         _ = terminate.recv() => Ok(ExitCode::FAILURE),
@@ -201,7 +201,7 @@ pub async fn run(config: ServeConfig) -> Result<ExitCode, ServeError> {
     }
 }
 
-/// The first line of standard output, for people and for scripts that wait for it.
+/// Prints the first line of standard output, for people and for scripts that wait for it.
 ///
 /// # Errors
 /// When standard output is closed.
@@ -211,27 +211,27 @@ pub fn announce(addr: SocketAddr) -> std::io::Result<()> {
     stdout.flush()
 }
 
-/// Leave those GPUs out that `auto` found and the driver does not list; says so where there are any.
+/// Removes GPUs that `auto` detected but the driver does not list. Returns a message if there are any.
 fn without_gpus(config: &mut ServeConfig) -> Option<String> {
     let found = config.gpus().count();
     if !config.devices_are_found || found == 0 {
         return None;
     }
     let (listed, why) = match gpu::list() {
-        Ok(gpus) => (gpus.len(), format!("{found} were found, the driver lists {}", gpus.len())),
+        Ok(gpus) => (gpus.len(), format!("{found} were detected, but the driver lists {}", gpus.len())),
         Err(why) => (0, why),
     };
     config.keep_found(listed);
-    let instead = if listed == 0 { "; jobs run on the processor" } else { "" };
+    let instead = if listed == 0 { "; jobs run on the CPU" } else { "" };
     (listed < found).then(|| format!("{why}{instead}"))
 }
 
-/// Starts a server in this process and returns when it answers.
+/// Starts a server in this process and returns when it answers requests.
 ///
 /// # Errors
 /// When the data directory, the database or the address cannot be used.
 pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
-    // A second installation is no error; without one no TLS client can be made.
+    // Required by every TLS client; a second installation is not an error.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let policy =
         |keys_are_on| OutgoingPolicy::parse(config.outgoing_allowed(keys_are_on)).map_err(ServeError::Outgoing);
@@ -254,73 +254,79 @@ pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
     if is_open && store.api_keys_usable(clock_ms()).await? == 0 {
         return Err(ServeError::NoKey(no_key_for(config.listen)));
     }
-    let courier = Courier::new(store.clone(), outgoing)?.narrowed_by_keys(keyed_outgoing)?;
+    let webhook_sender = WebhookSender::new(store.clone(), outgoing)?.narrowed_by_keys(keyed_outgoing)?;
     let config = Arc::new(config);
     recover(&store, &files, lease_ms(&config), clock_ms()).await?;
-    // Before any worker can ask for a job.
+    // The disk is checked before any worker can ask for a job.
     let mut disk = DiskWatch::new(config.edge.disk_reserve_bytes);
-    disk.look(&store, &files, clock_ms()).await;
+    disk.check(&store, &files, clock_ms()).await;
 
     let refused = |source| ServeError::Listen { address: config.listen, source };
     let listener = TcpListener::bind(config.listen).await.map_err(refused)?;
     let addr = listener.local_addr().map_err(refused)?;
-    let (stop_http, cut_http) = (CancellationToken::new(), CancellationToken::new());
+    let (stop_http, abort_http) = (CancellationToken::new(), CancellationToken::new());
     let children = children(&config, files.scratch(), addr)?;
     let mut state = AppState::new(store.clone(), files.clone(), config.clone());
     state.disk_low = disk.low();
     state.stopping = stop_http.clone();
     if let Err(problem) = http::demo::settle(&state).await {
-        tracing::warn!(?problem, "the demo's model is not in place: jobs of POST /demo may fail");
+        tracing::warn!(?problem, "the demo's model could not be restored: jobs of POST /demo may fail");
     }
     state.preflights = Some(Preflights::new(&children));
-    let stop_generations = CancellationToken::new();
-    state.generations = Some(Generations::new(&children, stop_generations.clone()));
+    let stop_children = CancellationToken::new();
+    state.generations = Some(Generations::new(&children, stop_children.clone()));
     if let Err(problem) = http::models::hub::resume(&state).await {
-        tracing::warn!(?problem, "downloads of the last start do not go on");
+        tracing::warn!(?problem, "unfinished downloads could not be resumed");
     }
-    let tasks = start_tasks(&state, &children, &stop_generations);
+    let tasks = start_tasks(&state, &children, &stop_children);
     let downloads = state.downloads.clone();
     let connections = state.connections.clone();
     let router = http::router(state);
-    let stop = listen::Stop { begin: stop_http.clone(), cut: cut_http.clone() };
+    let stop = listen::Stop { begin: stop_http.clone(), cut: abort_http.clone() };
     let http = tokio::spawn(listen::serve(listener, router, config.edge.clone(), connections, stop));
 
-    let (lost, deaths) = mpsc::unbounded_channel();
-    let deaths = AbortOnDropHandle::new(tokio::spawn(report_deaths(store.clone(), deaths)));
-    let tick =
-        AbortOnDropHandle::new(tokio::spawn(tick(store.clone(), files.clone(), downloads, lease_ms(&config), disk)));
+    let (lost, worker_exits) = mpsc::unbounded_channel();
+    let worker_exits =
+        AbortOnDropHandle::new(tokio::spawn(requeue_jobs_of_exited_workers(store.clone(), worker_exits)));
+    let lease_timer = AbortOnDropHandle::new(tokio::spawn(run_lease_timer(
+        store.clone(),
+        files.clone(),
+        downloads,
+        lease_ms(&config),
+        disk,
+    )));
     let outages = AbortOnDropHandle::new(tokio::spawn(outage::watch(store.clone(), rewards)));
     let supervisor = Supervisor::start(children, &lost);
-    let courier = AbortOnDropHandle::new(tokio::spawn(courier.run()));
-    let house = retention::keep_house(store.clone(), files, config.retention);
-    let house = AbortOnDropHandle::new(tokio::spawn(house));
+    let webhook_sender = AbortOnDropHandle::new(tokio::spawn(webhook_sender.run()));
+    let retention_task = retention::run_retention(store.clone(), files, config.retention);
+    let retention_task = AbortOnDropHandle::new(tokio::spawn(retention_task));
     Ok(Running {
         addr,
         grace: Duration::from_secs(config.grace_s),
-        stop_generations,
+        stop_children,
         stop_http,
-        cut_http,
+        abort_http,
         http,
         supervisor,
-        tick,
+        lease_timer,
         outages,
-        deaths,
-        courier,
-        house,
+        worker_exits,
+        webhook_sender,
+        retention_task,
         tasks,
         store,
     })
 }
 
-/// Runs the verdicts and the exports that are asked for.
+/// Starts the tasks that run queued verdicts and exports.
 fn start_tasks(state: &AppState, children: &Children, stop: &CancellationToken) -> [AbortOnDropHandle<()>; 2] {
     let verdicts = http::verdicts::run(state.clone(), Verdicts::new(children, stop.clone()));
     let exports = http::exports::run(state.clone(), Exports::new(children, stop.clone()));
     [AbortOnDropHandle::new(tokio::spawn(verdicts)), AbortOnDropHandle::new(tokio::spawn(exports))]
 }
 
-/// Requeues the jobs of workers that fell silent, looks at the disk; once a minute, housekeeping.
-async fn tick(store: Store, files: DataDir, downloads: Downloads, lease_ms: i64, mut disk: DiskWatch) {
+/// Requeues the jobs of workers whose lease expired and checks the disk. Cleans up once a minute.
+async fn run_lease_timer(store: Store, files: DataDir, downloads: Downloads, lease_ms: i64, mut disk: DiskWatch) {
     let begun = Instant::now();
     let steady_ms = move || i64::try_from(begun.elapsed().as_millis()).unwrap_or(i64::MAX);
     let mut watch = LeaseWatch::new(clock_ms(), steady_ms(), lease_ms);
@@ -330,19 +336,21 @@ async fn tick(store: Store, files: DataDir, downloads: Downloads, lease_ms: i64,
         interval.tick().await;
         let now = clock_ms();
         match watch.tick(&store, now, steady_ms()).await {
-            Ok(jobs) => jobs.iter().for_each(|job| tracing::warn!(%job, "its worker fell silent; it is queued again")),
-            Err(error) => tracing::error!(error = with_causes(&error), "lapsed leases stay"),
+            Ok(jobs) => {
+                jobs.iter().for_each(|job| tracing::warn!(%job, "its worker's lease expired; the job is queued again"))
+            }
+            Err(error) => tracing::error!(error = with_causes(&error), "could not requeue jobs with expired leases"),
         }
-        disk.look(&store, &files, now).await;
+        disk.check(&store, &files, now).await;
         if let Err(error) = store.log_checkpoint().await {
-            tracing::warn!(error = with_causes(&error), "the database's log grows");
+            tracing::warn!(error = with_causes(&error), "could not truncate the database's write-ahead log");
         }
-        if count % TICKS_A_ROUND == 0 {
+        if count % TICKS_PER_CLEANUP == 0 {
             let kept = store.keys_expire(now).await.and(store.sessions_expire(now).await);
             let kept = kept.and(store.workers_prune(now - WORKER_SILENCE_MS).await);
             let kept = kept.and(store.callbacks_prune(now).await);
             if let Err(error) = kept {
-                tracing::error!(error = with_causes(&error), "housekeeping failed");
+                tracing::error!(error = with_causes(&error), "could not remove outdated rows");
             }
             downloads.clean().await;
             remove_expired(&store, &files, now).await;
@@ -352,11 +360,11 @@ async fn tick(store: Store, files: DataDir, downloads: Downloads, lease_ms: i64,
     }
 }
 
-/// Removes exports that are older than they are kept.
+/// Removes exports whose retention time is over.
 async fn remove_expired(store: &Store, files: &DataDir, now: i64) {
     let expired = match store.tasks_expired(now).await {
         Ok(expired) => expired,
-        Err(error) => return tracing::warn!(error = with_causes(&error), "old exports stay"),
+        Err(error) => return tracing::warn!(error = with_causes(&error), "could not list expired exports"),
     };
     for row in expired {
         let (of_export, id) = (files.clone(), row.id.clone());
@@ -367,7 +375,7 @@ async fn remove_expired(store: &Store, files: &DataDir, now: i64) {
             Err(error) => Err(error.to_string()),
         };
         if let Err(error) = gone {
-            tracing::warn!(export = row.id, error, "an old export stays");
+            tracing::warn!(export = row.id, error, "could not remove an expired export");
         }
     }
 }
@@ -398,7 +406,7 @@ fn children(config: &ServeConfig, scratch_dir: PathBuf, addr: SocketAddr) -> Res
     })
 }
 
-/// An address children can call: the unspecified one stands for all, loopback among them.
+/// Returns an address that children can connect to: the unspecified address covers loopback.
 fn reachable(addr: SocketAddr) -> SocketAddr {
     match addr {
         SocketAddr::V4(v4) if v4.ip().is_unspecified() => SocketAddr::from(([127, 0, 0, 1], v4.port())),
@@ -407,15 +415,15 @@ fn reachable(addr: SocketAddr) -> SocketAddr {
     }
 }
 
-/// A dead child's job is queued again at once, its last words in the job's log.
-async fn report_deaths(store: Store, mut deaths: mpsc::UnboundedReceiver<Lost>) {
-    while let Some(Lost { worker, device, status, tail }) = deaths.recv().await {
+/// Requeues the job of a crashed child immediately, and writes the child's last log lines to the job's log.
+async fn requeue_jobs_of_exited_workers(store: Store, mut worker_exits: mpsc::UnboundedReceiver<Lost>) {
+    while let Some(Lost { worker, device, status, tail }) = worker_exits.recv().await {
         let detail = format!("the worker on {device} ended ({status})\n{tail}");
         match store.worker_lost(worker, Some(detail.trim_end()), clock_ms()).await {
-            Ok(Some(job)) => tracing::warn!(%job, %worker, "the job of a dead worker is queued again"),
+            Ok(Some(job)) => tracing::warn!(%job, %worker, "the worker ended unexpectedly; its job is queued again"),
             Ok(None) => {}
-            // The lease lapses in a while, with the same effect.
-            Err(error) => tracing::error!(%worker, error = with_causes(&error), "a death is not recorded"),
+            // The lease expires soon, with the same effect.
+            Err(error) => tracing::error!(%worker, error = with_causes(&error), "could not record the end of a worker"),
         }
     }
 }

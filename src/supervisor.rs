@@ -1,8 +1,7 @@
-//! One child per device: spawn self, restart with back-off, pass on shutdown.
+//! Runs one worker process per device: starts it, restarts it with back-off, and forwards the shutdown.
 //!
-//! A child gets its token by the environment and a pipe as standard input: the pipe closes when the server dies, however
-//! it dies, and the child ends with it. What a child writes to standard error is passed on, and its last lines are kept
-//! for the report of its death.
+//! A child process gets its token in the environment and a pipe as standard input. When the server dies for any reason, the pipe
+//! closes and the child exits. The child's standard error is forwarded, and its last lines are kept for the report of a crash.
 
 pub mod one_shot;
 
@@ -23,70 +22,70 @@ use tokio_util::sync::CancellationToken;
 use crate::config::{COMPUTE_THREADS, Device, GPU_MEMORY, Isa, LogFormat};
 use crate::id::WorkerId;
 
-/// The first pause before a child is started again; it doubles with each early death.
-const FIRST_DELAY: Duration = Duration::from_millis(250);
-/// The longest pause.
-const LONGEST_DELAY: Duration = Duration::from_secs(30);
-/// A child that lived this long did not fail as it started: the next one starts after the first pause again. Killed children
-/// must not keep jobs waiting; that a job kills its workers is counted at the job.
+/// Initial delay before a child is restarted; it doubles after each early exit.
+const FIRST_RESTART_DELAY: Duration = Duration::from_millis(250);
+/// Maximum delay before a restart.
+const MAX_RESTART_DELAY: Duration = Duration::from_secs(30);
+/// A child that ran this long did not fail at startup: the delay of the next restart is reset. Killed children must not delay jobs;
+/// repeated crashes are counted per job.
 const STABLE: Duration = Duration::from_secs(2);
-/// Lines kept of a child's standard error.
+/// Number of lines kept of a child's standard error.
 const TAIL_LINES: usize = 30;
-/// Bytes kept of each of these lines.
+/// Number of bytes kept of each of these lines.
 const TAIL_LINE_BYTES: usize = 1000;
-/// The longest line that is passed on whole: one of JSON would be none in pieces.
+/// Maximum length of a line that is forwarded whole, in bytes: a JSON line would be invalid in pieces.
 const LINE_BYTES: u64 = 64 << 10;
 
-/// How children are started.
+/// How child processes are started.
 #[derive(Debug, Clone)]
 pub struct Children {
-    /// The `rlood` binary.
+    /// Path of the `rlood` binary.
     pub program: PathBuf,
-    /// `http://127.0.0.1:PORT`.
+    /// URL of the server, `http://127.0.0.1:PORT`.
     pub server: String,
-    /// What they present.
+    /// Token that children present.
     pub token: String,
-    /// One child each.
+    /// Devices, with one child each.
     pub devices: Vec<Device>,
-    /// Compute threads of each child.
+    /// Number of compute threads of each child.
     pub threads: u32,
-    /// Each child works in a folder of its own below.
+    /// Directory that contains a working folder for each child.
     pub scratch_dir: PathBuf,
-    /// Passed on.
+    /// Grace period in seconds, passed on to the children.
     pub grace_s: u64,
-    /// Passed on.
+    /// Factor for reward delays, passed on to the children.
     pub reward_pace: f64,
-    /// Passed on.
+    /// Instruction set, passed on to the children.
     pub isa: Isa,
-    /// Passed on.
+    /// GPU memory limit in bytes, passed on to the children.
     pub gpu_memory_bytes: Option<u64>,
-    /// Passed on.
+    /// Log filter, passed on to the children.
     pub log: String,
-    /// Passed on.
+    /// Log format, passed on to the children.
     pub log_format: LogFormat,
 }
 
-/// A child that ended without being told to.
+/// A child that exited without being asked to.
 #[derive(Debug)]
 pub struct Lost {
-    /// The id it had registered with, if it came that far.
+    /// The id that the child registered with, if it got that far.
     pub worker: WorkerId,
-    /// What it ran on.
+    /// Device of the child.
     pub device: Device,
-    /// `exit status: 101`, `signal: 9 (SIGKILL)`.
+    /// Exit status: `exit status: 101`, `signal: 9 (SIGKILL)`.
     pub status: String,
-    /// The last lines of its standard error.
+    /// The last lines of the child's standard error.
     pub tail: String,
 }
 
-/// The running children.
+/// The running child processes.
 pub struct Supervisor {
     tasks: JoinSet<()>,
     stop: CancellationToken,
 }
 
 impl Supervisor {
-    /// Starts one child per device; each death is told to `lost` at once.
+    /// Starts one child per device. Each unexpected exit is sent to `lost` immediately.
     pub fn start(children: Children, lost: &mpsc::UnboundedSender<Lost>) -> Self {
         let stop = CancellationToken::new();
         let children = Arc::new(children);
@@ -97,12 +96,12 @@ impl Supervisor {
         Self { tasks, stop }
     }
 
-    /// Sends SIGTERM to every child and waits for their end; kills those that are still there after `limit`.
+    /// Sends SIGTERM to every child and waits for their end; kills those that still run after `limit`.
     pub async fn stop(mut self, limit: Duration) {
         self.stop.cancel();
         if tokio::time::timeout(limit, async { while self.tasks.join_next().await.is_some() {} }).await.is_err() {
             tracing::warn!("some workers did not stop within {} s; killing them", limit.as_secs());
-            // The children are killed as their handles are dropped.
+            // Dropping their handles kills the children.
             self.tasks.shutdown().await;
         }
     }
@@ -115,7 +114,7 @@ async fn keep_alive(
     lost: mpsc::UnboundedSender<Lost>,
     stop: CancellationToken,
 ) {
-    let mut delay = FIRST_DELAY;
+    let mut delay = FIRST_RESTART_DELAY;
     while !stop.is_cancelled() {
         let worker = WorkerId::new();
         let born = Instant::now();
@@ -123,28 +122,28 @@ async fn keep_alive(
         let status = match spawn(&children, slot, device, worker) {
             Ok(child) => {
                 let Some(status) = attend(child, &tail, &stop).await else { return };
-                status.map_or_else(|error| format!("cannot be waited for: {error}"), |status| status.to_string())
+                status.map_or_else(|error| format!("could not be waited for: {error}"), |status| status.to_string())
             }
-            Err(error) => format!("cannot be started: {error}"),
+            Err(error) => format!("could not be started: {error}"),
         };
         let tail = tail.text();
-        tracing::error!(%worker, %device, status, "a worker ended; it will be started again");
-        // Nobody listens any more only while the server ends.
+        tracing::error!(%worker, %device, status, "a worker ended unexpectedly; restarting it");
+        // The receiver is dropped only during shutdown.
         let _ = lost.send(Lost { worker, device, status, tail });
         if born.elapsed() >= STABLE {
-            delay = FIRST_DELAY;
+            delay = FIRST_RESTART_DELAY;
         }
         tokio::select! {
             () = tokio::time::sleep(delay) => {}
             () = stop.cancelled() => return,
         }
-        delay = (delay * 2).min(LONGEST_DELAY);
+        delay = (delay * 2).min(MAX_RESTART_DELAY);
     }
 }
 
 fn spawn(children: &Children, slot: usize, device: Device, worker: WorkerId) -> std::io::Result<Child> {
     let scratch_dir = children.scratch_dir.join(format!("worker-{slot}"));
-    // What a killed predecessor left there is of no use to anybody.
+    // Files that a killed predecessor left there are not needed.
     match std::fs::remove_dir_all(&scratch_dir) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
         Ok(()) | Err(_) => std::fs::create_dir_all(&scratch_dir)?,
@@ -167,22 +166,22 @@ fn spawn(children: &Children, slot: usize, device: Device, worker: WorkerId) -> 
         .stdin(Stdio::piped())
         .stdout(Stdio::null())
         .stderr(Stdio::piped())
-        // A Ctrl-C in the terminal reaches the server alone, which then tells its children in order.
+        // A Ctrl-C in the terminal reaches only the server, which then stops its children in order.
         .process_group(0)
         .kill_on_drop(true);
     command.spawn()
 }
 
-/// Waits for the child's end; None when it ended because it was told to.
+/// Waits for the child's end; None if it ended because it was asked to.
 async fn attend(mut child: Child, tail: &Tail, stop: &CancellationToken) -> Option<std::io::Result<ExitStatus>> {
-    // Held open as long as this server lives: its end is the child's sign to leave.
+    // The pipe stays open as long as this server lives: its end tells the child to exit.
     let stdin = child.stdin.take();
     let reading = child.stderr.take().map(|stderr| tokio::spawn(pass_on(stderr, tail.clone())));
     let status = tokio::select! {
         status = child.wait() => Some(status),
         () = stop.cancelled() => {
             terminate(&child);
-            // The caller's limit ends a wait that lasts too long.
+            // The caller's time limit ends a wait that takes too long.
             if let Err(error) = child.wait().await {
                 tracing::warn!(%error, "a worker could not be waited for");
             }
@@ -191,18 +190,18 @@ async fn attend(mut child: Child, tail: &Tail, stop: &CancellationToken) -> Opti
     };
     drop(stdin);
     if let Some(reading) = reading {
-        // A grandchild might hold the pipe open; do not wait for it.
+        // A grandchild may keep the pipe open, so the wait is limited.
         let _ = tokio::time::timeout(Duration::from_secs(1), reading).await;
     }
     status
 }
 
-/// SIGTERM: finish or drop the step, checkpoint, requeue, leave.
+/// Sends SIGTERM: the child finishes or aborts the step, saves a checkpoint, requeues its job and exits.
 fn terminate(child: &Child) {
-    // The child is not reaped yet, so the id is still its own.
+    // The child is not reaped yet, so the process id still belongs to it.
     let pid = child.id().and_then(|pid| Pid::from_raw(i32::try_from(pid).ok()?));
     if let Some(Err(error)) = pid.map(|pid| kill_process(pid, Signal::TERM)) {
-        tracing::warn!(%error, "a worker could not be told to stop");
+        tracing::warn!(%error, "could not send SIGTERM to a worker");
     }
 }
 
@@ -225,7 +224,7 @@ impl Tail {
     }
 }
 
-/// Passes lines on to our standard error and keeps the last ones. A line without end is cut into pieces.
+/// Forwards lines to the server's standard error and keeps the last ones. A line without end is split.
 async fn pass_on(stderr: impl AsyncRead + Unpin, tail: Tail) {
     let mut reader = BufReader::new(stderr);
     let mut line = Vec::new();
@@ -236,7 +235,7 @@ async fn pass_on(stderr: impl AsyncRead + Unpin, tail: Tail) {
             Ok(_) => {}
         }
         let mut text = String::from_utf8_lossy(&line).trim_end().to_owned();
-        // A server whose standard error is closed goes on.
+        // A closed standard error must not end the server.
         let _ = writeln!(std::io::stderr(), "{text}");
         text.truncate(text.floor_char_boundary(TAIL_LINE_BYTES));
         tail.push(text);

@@ -1,10 +1,10 @@
-//! `rlood backup` and `rlood restore`: the database as it was at one moment, every file that it names, and a manifest with
+//! `rlood backup` and `rlood restore`: a consistent copy of the database, every file that it refers to, and a manifest with
 //! their hashes, written last.
 //!
-//! A backup is made while the server runs. Nothing of the server's is changed, least of all brought up to date: the copy is.
-//! Links keep the files that the copied database names until they are copied. What was gone all the same is left out, in
-//! the copied database too, so that what is restored holds together; but when a job that is not over would have lost the
-//! checkpoint it goes on from, all is copied anew.
+//! A backup can be made while the server runs. It changes nothing of the server's data, and upgrades only the copied database. Hard
+//! links preserve the files that the copied database refers to until they are copied. Files that are missing nevertheless are left
+//! out, and removed from the copied database, so that the backup is consistent. If an unfinished job would lose the checkpoint that
+//! it resumes from, the whole copy is repeated.
 
 mod restore;
 
@@ -25,11 +25,11 @@ pub use restore::restore;
 
 const MANIFEST: &str = "manifest.json";
 const DATABASE: &str = "rlood.db";
-/// The form of the manifest.
+/// Format version of the manifest.
 const FORMAT: u32 = 1;
-/// How often all is copied anew before that is given up.
-const TRIES: u32 = 5;
-/// All that a backup writes.
+/// Maximum number of attempts to copy everything before giving up.
+const MAX_ATTEMPTS: u32 = 5;
+/// Files and directories that a backup consists of.
 const PARTS: [&str; 10] = [
     DATABASE,
     "rlood.db-wal",
@@ -43,79 +43,79 @@ const PARTS: [&str; 10] = [
     MANIFEST,
 ];
 
-/// Why there is no backup, or nothing was restored.
+/// Why a backup or a restore failed.
 #[derive(Debug, thiserror::Error)]
 pub enum BackupError {
-    /// A file or directory.
+    /// An operation on the data directory failed.
     #[error(transparent)]
     Files(#[from] FilesError),
-    /// The database.
+    /// A database operation failed.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// The target is taken.
-    #[error("{} is not empty: name a directory that is new or empty", .0.display())]
+    /// The target directory is not empty.
+    #[error("{} is not empty: use a new or empty directory", .0.display())]
     NotEmpty(PathBuf),
-    /// The target is something else.
-    #[error("{} is not a directory: name a directory that is new or empty", .0.display())]
+    /// The target is not a directory.
+    #[error("{} is not a directory: use a new or empty directory", .0.display())]
     NotADirectory(PathBuf),
-    /// What is restored would become a part of the backup.
-    #[error("{} lies inside the backup: name a directory outside of it", .0.display())]
+    /// The restore target is inside the backup.
+    #[error("{} is inside the backup: use a directory outside it", .0.display())]
     Inside(PathBuf),
-    /// The backup would lie among what it is a copy of.
-    #[error("{} lies inside the data directory, and would be lost with it: name a directory outside of it", .0.display())]
+    /// The backup target is inside the data directory.
+    #[error("{} is inside the data directory, and would be lost together with it: use a directory outside it", .0.display())]
     InsideData(PathBuf),
-    /// A server runs on the target.
+    /// A server is running on the restore target.
     #[error("a server is running on {}: stop it, or restore to another --data-dir", .0.display())]
     Live(PathBuf),
-    /// There is no database to copy.
-    #[error("{} holds no database of rlood: name the server's --data-dir", .0.display())]
+    /// The data directory contains no database.
+    #[error("{} contains no rlood database: use the server's --data-dir", .0.display())]
     NoDatabase(PathBuf),
-    /// What a backup says of itself cannot be used.
+    /// The manifest of the backup is invalid.
     #[error("{}: {what}", .path.display())]
     Manifest {
-        /// The manifest.
+        /// Path of the manifest.
         path: PathBuf,
-        /// What is wrong.
+        /// Description of the problem.
         what: String,
     },
-    /// A file is not what the manifest says.
+    /// A file differs from the manifest.
     #[error("the backup is damaged: {path}: {what}")]
     Damaged {
-        /// The file, in the backup.
+        /// The file, relative to the backup.
         path: String,
-        /// What is wrong.
+        /// Description of the problem.
         what: String,
     },
-    /// Each time the server removed a checkpoint that a job goes on from before it was copied.
+    /// The server removed, in every attempt, a checkpoint that a job resumes from before it was copied.
     #[error(
-        "jobs replace their checkpoints faster than these are copied from {}: pause the jobs that run, or let them keep \
+        "jobs replace their checkpoints faster than they can be copied from {}: pause running jobs, or let them keep \
          more (checkpoints.keep_last), then try again", .0.display()
     )]
     Outrun(PathBuf),
-    /// The manifest cannot be written, or the restored directory not be put in place.
+    /// The manifest could not be written, or the restored directory could not be moved into place.
     #[error("could not {doing} {}", .path.display())]
     Io {
-        /// What was tried.
+        /// The operation that failed.
         doing: &'static str,
-        /// On what.
+        /// The path of the operation.
         path: PathBuf,
-        /// Why.
+        /// Error of the underlying operation.
         #[source]
         source: std::io::Error,
     },
 }
 
-/// What a backup holds.
+/// The manifest of a backup.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Manifest {
     format: u32,
-    /// Of the rlood that wrote it.
+    /// Version of the rlood that wrote the backup.
     version: String,
     created_at: String,
-    /// By path, relative to the backup.
+    /// Size and hash of each file, by path relative to the backup.
     files: BTreeMap<String, Entry>,
-    /// What was named by the database, but gone or damaged: path and reason.
+    /// Files that the database refers to but that are missing or damaged: path and reason.
     left_out: BTreeMap<String, String>,
 }
 
@@ -126,17 +126,17 @@ struct Entry {
     sha256: String,
 }
 
-/// `rlood backup`.
+/// Runs the subcommand `rlood backup`.
 ///
 /// # Errors
-/// When something cannot be read or written, or the target is not empty; then nothing of a backup is left there.
+/// When a file cannot be read or written, or the target is not empty. No part of a backup is left in the target then.
 pub async fn backup(args: BackupArgs) -> Result<ExitCode, BackupError> {
     let BackupArgs { to, data_dir } = args;
     if !data_dir.join(DATABASE).is_file() {
         return Err(BackupError::NoDatabase(data_dir));
     }
     if !is_vacant(&to)? {
-        return Err(taken(to));
+        return Err(not_empty(to));
     }
     if lies_inside(&to, &data_dir)? {
         return Err(BackupError::InsideData(to));
@@ -148,12 +148,12 @@ pub async fn backup(args: BackupArgs) -> Result<ExitCode, BackupError> {
     };
     let source = Store::open_as_is(&files.database()).await?;
     let is_new = !to.exists();
-    let made = make(&source, &files, &to).await;
+    let made = write_backup(&source, &files, &to).await;
     source.close().await;
     let manifest = match made {
         Ok(manifest) => manifest,
         Err(error) => {
-            // The error tells more than what stands in the way of tidying up.
+            // The original error is more useful than an error during cleanup.
             let _ = clear(&to);
             if is_new {
                 let _ = std::fs::remove_dir(&to);
@@ -169,7 +169,7 @@ pub async fn backup(args: BackupArgs) -> Result<ExitCode, BackupError> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Whether a path, which need not exist, lies in a directory or is that directory.
+/// Whether a path, which need not exist, is in a directory or is that directory.
 fn lies_inside(path: &Path, dir: &Path) -> Result<bool, BackupError> {
     let dir = dir.canonicalize().map_err(io("find", dir))?;
     let path = std::path::absolute(path).map_err(io("find", path))?;
@@ -177,9 +177,9 @@ fn lies_inside(path: &Path, dir: &Path) -> Result<bool, BackupError> {
     Ok(above.is_some_and(|above| above.starts_with(&dir)))
 }
 
-async fn make(source: &Store, files: &DataDir, to: &Path) -> Result<Manifest, BackupError> {
+async fn write_backup(source: &Store, files: &DataDir, to: &Path) -> Result<Manifest, BackupError> {
     make_private_dir(to)?;
-    for _ in 0..TRIES {
+    for _ in 0..MAX_ATTEMPTS {
         let Some((mut entries, left_out)) = copy(source, files, to).await? else {
             clear(to)?;
             continue;
@@ -200,7 +200,7 @@ async fn make(source: &Store, files: &DataDir, to: &Path) -> Result<Manifest, Ba
     Err(BackupError::Outrun(files.root().to_owned()))
 }
 
-/// The database and what it names; `None` when a job that is not over would have lost what it goes on from.
+/// Copies the database and its files; `None` when an unfinished job would lose the checkpoint that it resumes from.
 async fn copy(source: &Store, files: &DataDir, to: &Path) -> Result<Option<Taken>, BackupError> {
     let database = to.join(DATABASE);
     let mut held = files.pin_files();
@@ -209,17 +209,17 @@ async fn copy(source: &Store, files: &DataDir, to: &Path) -> Result<Option<Taken
             row.files.iter().for_each(|file| held.pin(&place(files, row).join(&file.name)));
         }
     };
-    // Nearly all of them, before the server has to wait for the rest.
+    // Copies nearly all of them before the server must wait for the rest.
     keep(&source.checkpoint_all().await?);
     source.snapshot_to(&database, &mut keep).await?;
-    // From here on the copy says what there is. It is of this version, whatever the server is.
+    // The copied database determines the contents from here on. It is upgraded to this version, regardless of the server's.
     let snapshot = Store::open(&database).await?;
-    let taken = take_files(Copying { source, snapshot: &snapshot, files, to }, held).await;
+    let entries = copy_files(Copying { source, snapshot: &snapshot, files, to }, held).await;
     snapshot.close().await;
-    taken
+    entries
 }
 
-/// Removes what a backup wrote.
+/// Removes the files of a backup.
 fn clear(to: &Path) -> Result<(), BackupError> {
     PARTS.iter().try_for_each(|name| Ok(remove_tree(&to.join(name))?))
 }
@@ -228,14 +228,14 @@ fn place(files: &DataDir, row: &CheckpointRow) -> PathBuf {
     files.checkpoint_dir(row.job, row.step, row.attempt)
 }
 
-fn taken(target: PathBuf) -> BackupError {
+fn not_empty(target: PathBuf) -> BackupError {
     if target.is_dir() { BackupError::NotEmpty(target) } else { BackupError::NotADirectory(target) }
 }
 
-/// What is in the backup, and what is not.
+/// The files in the backup, and the files that were left out.
 type Taken = (BTreeMap<String, Entry>, BTreeMap<String, String>);
 
-/// Between which two directories, and with which databases.
+/// The source and target directories, and their databases.
 #[derive(Clone, Copy)]
 struct Copying<'a> {
     source: &'a Store,
@@ -244,11 +244,11 @@ struct Copying<'a> {
     to: &'a Path,
 }
 
-/// Copies what the snapshot names; forgets there what is not to be had.
-async fn take_files(copying: Copying<'_>, mut held: PinnedFiles) -> Result<Option<Taken>, BackupError> {
+/// Copies the files that the snapshot refers to, and removes references to missing files from it.
+async fn copy_files(copying: Copying<'_>, mut held: PinnedFiles) -> Result<Option<Taken>, BackupError> {
     let Copying { source, snapshot, files, to } = copying;
-    let (mut taken, mut left_out) = (BTreeMap::new(), BTreeMap::new());
-    // Of warm starts, and adapters.
+    let (mut entries, mut left_out) = (BTreeMap::new(), BTreeMap::new());
+    // Files of warm starts, and adapters.
     let mut initial = Vec::new();
     for job in snapshot.warm_start_jobs().await? {
         initial.extend(files_below(&files.initial_of(job))?);
@@ -268,15 +268,15 @@ async fn take_files(copying: Copying<'_>, mut held: PinnedFiles) -> Result<Optio
         let mut missing = None;
         for file in &checkpoint.files {
             let wanted = Entry { size_bytes: file.size_bytes, sha256: file.sha256.to_string() };
-            if let Err(why) = take(copying, &held, &dir.join(&file.name), Some(&wanted), &mut of_it)? {
+            if let Err(why) = copy_file(copying, &held, &dir.join(&file.name), Some(&wanted), &mut of_it)? {
                 missing = Some(format!("{}: {why}", file.name));
                 break;
             }
         }
         match missing {
-            None => taken.append(&mut of_it),
+            None => entries.append(&mut of_it),
             Some(why) => {
-                // One that the source still names is lost there too: no other try would find it.
+                // If the source still refers to the file, it is lost there too, and another attempt would not find it.
                 let replaced = source.checkpoint_get(checkpoint.id).await;
                 if needed.contains(&checkpoint.id) && matches!(replaced, Err(StoreError::NotFound { .. })) {
                     return Ok(None);
@@ -295,7 +295,7 @@ async fn take_files(copying: Copying<'_>, mut held: PinnedFiles) -> Result<Optio
         for dataset in page.data {
             let path = files.dataset(dataset.id);
             let wanted = Entry { size_bytes: dataset.size_bytes, sha256: dataset.sha256 };
-            if let Err(why) = take(copying, &held, &path, Some(&wanted), &mut taken)? {
+            if let Err(why) = copy_file(copying, &held, &path, Some(&wanted), &mut entries)? {
                 left_out.insert(relative(files, &path), why);
                 snapshot.dataset_forget(dataset.id).await?;
             }
@@ -306,25 +306,25 @@ async fn take_files(copying: Copying<'_>, mut held: PinnedFiles) -> Result<Optio
         }
     }
     for path in &initial {
-        if let Err(why) = take(copying, &held, path, None, &mut taken)? {
+        if let Err(why) = copy_file(copying, &held, path, None, &mut entries)? {
             left_out.insert(relative(files, path), why);
         }
     }
-    Ok(Some((taken, left_out)))
+    Ok(Some((entries, left_out)))
 }
 
-/// Copies a file; the inner error says why it is not to be had as it should be.
-fn take(
+/// Copies a file. The inner error says why the file is missing or damaged.
+fn copy_file(
     copying: Copying<'_>,
     held: &PinnedFiles,
     path: &Path,
     wanted: Option<&Entry>,
-    taken: &mut BTreeMap<String, Entry>,
+    entries: &mut BTreeMap<String, Entry>,
 ) -> Result<Result<(), String>, BackupError> {
     let name = relative(copying.files, path);
     let target = copying.to.join(&name);
     let mut copied = None;
-    // A link goes too when a server starts meanwhile.
+    // A link can disappear too, if a server starts in the meantime.
     for from in [held.link(path), Some(path)].into_iter().flatten() {
         copied = match copy_hashed(from, &target) {
             Err(FilesError::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => continue,
@@ -333,14 +333,14 @@ fn take(
         break;
     }
     let Some((size_bytes, sha256)) = copied else {
-        return Ok(Err("it is not there any more".to_owned()));
+        return Ok(Err("the file no longer exists".to_owned()));
     };
     let copied = Entry { size_bytes, sha256: sha256.to_string() };
     if wanted.is_some_and(|wanted| *wanted != copied) {
         remove(&target)?;
-        return Ok(Err("its bytes are not those that were stored".to_owned()));
+        return Ok(Err("its contents differ from the stored hash".to_owned()));
     }
-    taken.insert(name, copied);
+    entries.insert(name, copied);
     Ok(Ok(()))
 }
 
@@ -362,7 +362,7 @@ fn set_private(path: &Path) -> Result<(), BackupError> {
     std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600)).map_err(io("protect", path))
 }
 
-/// Last of all: a backup without it is none.
+/// Written last: a directory without a manifest is not a backup.
 fn write_manifest(to: &Path, manifest: &Manifest) -> Result<(), BackupError> {
     let (path, temporary) = (to.join(MANIFEST), to.join(".manifest.tmp"));
     let text = serde_json::to_vec_pretty(manifest).map_err(|error| io("write", &path)(error.into()))?;

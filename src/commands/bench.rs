@@ -1,19 +1,19 @@
-//! `rlood bench`: what the engine reaches on this machine, against the machine's own limits.
+//! `rlood bench`: measures the engine's speed on this machine, and compares it with the machine's limits.
 //!
-//! Every part runs in a process of its own, so that its peak of memory is its own, and loads the model as a job would:
+//! Every part runs in its own process, so that its memory peak is measured separately, and loads the model as a job would:
 //!
-//! | part | what |
+//! | part | measures |
 //! |---|---|
 //! | [`limits`] | sequential reads, multiply-adds |
 //! | [`kernels`] | matrix products and attention at the model's sizes |
-//! | [`decode`] | generation by batch, alone or beside a busy process |
-//! | [`training`] | forward and backward, log-probs without gradient |
+//! | [`decode`] | generation by batch size, alone or next to a busy process |
+//! | [`training`] | forward and backward passes, log-probs without gradient |
 //! | [`step`] | whole steps of [`crate::engine::train`], with a cheap reward |
-//! | [`requests`] | generation of given lengths, as inference servers are measured |
-//! | [`mismatch`] | the sampler's log-probs against the training forward's |
+//! | [`requests`] | generation of given lengths, as inference servers are benchmarked |
+//! | [`mismatch`] | differences between the sampler's log-probs and those of the training forward pass |
 //!
-//! On a GPU the limits are the device's, and the processor's kernels are left out.
-//! The weights are random ([`random_model`]); speed does not depend on their values.
+//! On a GPU the limits are the device's, and the CPU kernels are left out. The weights are random ([`random_model`]); speed does
+//! not depend on their values.
 
 pub mod decode;
 mod job;
@@ -44,39 +44,39 @@ use crate::engine::random::{Key, Stream};
 use crate::modelcard::{self, ModelCard, ModelCardError};
 use crate::spec::ComputeDtype;
 
-/// The engine's thread has room for recursion over long sequences; only what is touched is ever backed by memory.
+/// The engine's thread needs a large stack for recursion over long sequences. Only pages that are touched use memory.
 const ENGINE_STACK_BYTES: usize = 512 * 1024 * 1024;
 
-/// Why nothing was measured.
+/// Why a measurement failed.
 #[derive(Debug, thiserror::Error)]
 pub enum BenchError {
-    /// `--shape` cannot be used.
+    /// The value of `--shape` is invalid.
     #[error("{0}")]
     Shape(String),
     /// The model directory cannot be used.
     #[error("the model cannot be used")]
     Model(#[from] ModelCardError),
-    /// The engine refused.
+    /// The engine returned an error.
     #[error("the engine failed")]
     Engine(#[from] EngineError),
-    /// A setting that the job's own reader refuses.
+    /// The resulting job is invalid.
     #[error("the job cannot run: {0}")]
     Job(String),
-    /// Files and processes.
+    /// An operation on files or processes failed.
     #[error("cannot {doing}")]
     Io {
-        /// What was being done.
+        /// The operation that failed.
         doing: String,
-        /// Why.
+        /// Error of the underlying operation.
         #[source]
         source: std::io::Error,
     },
-    /// A part did not say what it measured.
+    /// The process of a part reported no valid figures.
     #[error("the part {part} failed: {detail}")]
     Part {
-        /// Which.
+        /// Name of the part.
         part: &'static str,
-        /// How it ended.
+        /// How the process ended.
         detail: String,
     },
 }
@@ -86,7 +86,7 @@ fn io(doing: impl Into<String>) -> impl FnOnce(std::io::Error) -> BenchError {
     move |source| BenchError::Io { doing, source }
 }
 
-/// `rlood bench`: measures, prints a table, writes JSON if asked to.
+/// `rlood bench`: measures, prints a table, and writes JSON if requested.
 ///
 /// # Errors
 /// When the shape or the model cannot be used, the engine fails, or a file cannot be written.
@@ -94,7 +94,7 @@ pub fn run(args: &BenchArgs) -> Result<ExitCode, BenchError> {
     if args.child {
         return measure_part(args);
     }
-    let temporary = tempfile::tempdir().map_err(io("make a temporary directory"))?;
+    let temporary = tempfile::tempdir().map_err(io("create a temporary directory"))?;
     let model_dir = match (&args.model, &args.save_model) {
         (Some(given), _) => given.clone(),
         (None, Some(kept)) => make_model(args, kept)?,
@@ -140,7 +140,7 @@ pub fn run(args: &BenchArgs) -> Result<ExitCode, BenchError> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Whether a part is measured when none is named.
+/// Whether a part is measured by default.
 fn usual(part: BenchPart, device: Device) -> bool {
     match part {
         BenchPart::Limits | BenchPart::Decode | BenchPart::Training | BenchPart::Step => true,
@@ -149,15 +149,15 @@ fn usual(part: BenchPart, device: Device) -> bool {
     }
 }
 
-/// Writes the random model, and says where.
+/// Writes the random model, and returns its directory.
 fn make_model(args: &BenchArgs, dir: &Path) -> Result<PathBuf, BenchError> {
     let shape = Shape::parse(&args.shape, (args.prompt_len + args.completion) as usize)?;
-    std::fs::create_dir_all(dir).map_err(io(format!("make {}", dir.display())))?;
+    std::fs::create_dir_all(dir).map_err(io(format!("create {}", dir.display())))?;
     random_model::write(dir, &shape, args.dtype)?;
     Ok(dir.to_owned())
 }
 
-/// Measures a part in a process of its own, and writes down what is known whenever that is more.
+/// Measures a part in its own process, and updates the JSON file after each new figure.
 fn measure<T: DeserializeOwned>(
     args: &BenchArgs,
     part: BenchPart,
@@ -167,9 +167,9 @@ fn measure<T: DeserializeOwned>(
 ) -> Result<(), BenchError> {
     let failed = |detail: String| BenchError::Part { part: part.as_str(), detail };
     let mut command = command_of(args, part, model_dir)?;
-    let mut child = command.stdout(Stdio::piped()).spawn().map_err(io("start a process to measure in"))?;
-    // Why the last line cannot be used; at first that there is none.
-    let mut unreadable = Some("it said nothing".to_owned());
+    let mut child = command.stdout(Stdio::piped()).spawn().map_err(io("start a measuring process"))?;
+    // Why the last line cannot be used; initially that there is no line.
+    let mut unreadable = Some("it printed nothing".to_owned());
     for line in child.stdout.take().into_iter().flat_map(|stdout| BufReader::new(stdout).lines()) {
         let line = line.map_err(io("read what was measured"))?;
         unreadable = match serde_json::from_str(&line) {
@@ -181,7 +181,7 @@ fn measure<T: DeserializeOwned>(
             Err(error) => Some(error.to_string()),
         };
     }
-    let status = child.wait().map_err(io("wait for a process to measure in"))?;
+    let status = child.wait().map_err(io("wait for a measuring process"))?;
     match unreadable {
         _ if !status.success() => Err(failed(status.to_string())),
         Some(detail) => Err(failed(detail)),
@@ -189,7 +189,7 @@ fn measure<T: DeserializeOwned>(
     }
 }
 
-/// The process that measures a part.
+/// Builds the command of the process that measures a part.
 fn command_of(args: &BenchArgs, part: BenchPart, model_dir: &Path) -> Result<Command, BenchError> {
     let program = std::env::current_exe().map_err(io("find this program"))?;
     let mut command = Command::new(program);
@@ -226,12 +226,12 @@ fn command_of(args: &BenchArgs, part: BenchPart, model_dir: &Path) -> Result<Com
     Ok(command)
 }
 
-/// Compute threads of every part.
+/// Number of compute threads of every part.
 fn threads(args: &BenchArgs) -> u32 {
     args.threads.unwrap_or_else(machine_threads)
 }
 
-/// In the part's own process: measure, print.
+/// Measures and prints the figures; runs in the part's own process.
 fn measure_part(args: &BenchArgs) -> Result<ExitCode, BenchError> {
     let figures = std::thread::scope(|scope| {
         let worker = std::thread::Builder::new().name("engine".to_owned()).stack_size(ENGINE_STACK_BYTES);
@@ -250,7 +250,7 @@ fn figures_of_part(args: &BenchArgs) -> Result<String, BenchError> {
     let setting = Setting::of(args)?;
     match part {
         BenchPart::Limits | BenchPart::Kernels if args.device != Device::Cpu => {
-            Err(BenchError::Job(format!("the part kernels measures the processor's kernels, not {}", args.device)))
+            Err(BenchError::Job(format!("the part kernels measures the CPU's kernels, not {}", args.device)))
         }
         BenchPart::Limits | BenchPart::Kernels => json(&kernels::measure(&setting)?),
         BenchPart::Decode => json(&decode::measure(&setting)?),
@@ -266,15 +266,15 @@ fn json(figures: &impl Serialize) -> Result<String, BenchError> {
     serde_json::to_string(figures).map_err(|error| BenchError::Part { part: "figures", detail: error.to_string() })
 }
 
-/// What a part measures.
+/// The settings of a measured part.
 pub struct Setting<'a> {
-    /// The flags.
+    /// Flags of the command.
     pub args: &'a BenchArgs,
-    /// Where the model lies.
+    /// Directory of the model.
     pub model_dir: PathBuf,
-    /// What is known of it.
+    /// Properties of the model.
     pub card: ModelCard,
-    /// What its weights amount to.
+    /// Number of weights, by kind.
     pub weights: Weights,
 }
 
@@ -286,17 +286,17 @@ impl<'a> Setting<'a> {
         Ok(Setting { args, model_dir, card, weights })
     }
 
-    /// What is known so far, for the process that asked: a line of its own.
+    /// Prints the current figures as one line for the parent process.
     ///
     /// # Errors
-    /// When nobody reads it any more.
-    pub fn tell(&self, figures: &impl Serialize) -> Result<(), BenchError> {
+    /// When the parent no longer reads the output.
+    pub fn report_figures(&self, figures: &impl Serialize) -> Result<(), BenchError> {
         let mut out = std::io::stdout().lock();
         let line = json(figures)?;
-        writeln!(out, "{line}").and_then(|()| out.flush()).map_err(io("say what was measured"))
+        writeln!(out, "{line}").and_then(|()| out.flush()).map_err(io("print the figures"))
     }
 
-    /// Precision of the matrices, in the engine's word.
+    /// Precision of the matrices, as an engine type.
     pub fn dtype(&self) -> ComputeDtype {
         match self.args.dtype {
             Precision::Bf16 => ComputeDtype::Bf16,
@@ -304,24 +304,24 @@ impl<'a> Setting<'a> {
         }
     }
 
-    /// Bytes of a weight as the matrix products read it.
+    /// Bytes per weight as the matrix products read it.
     pub fn value_bytes(&self) -> u64 {
         value_bytes(self.args.dtype)
     }
 
-    /// Compute threads.
+    /// Number of compute threads.
     pub fn threads(&self) -> usize {
         threads(self.args) as usize
     }
 
-    /// `count` random tokens, none of which ends a sequence; other ones for every `sequence`.
+    /// Returns `count` random tokens without an end-of-sequence token, different for every `sequence`.
     pub fn tokens(&self, sequence: u64, count: usize) -> Vec<u32> {
         let key = Key::new(0, Stream::Probe).with(sequence);
         let last = self.card.config.vocab_size as u64 - 1;
         (0..count as u64).map(|position| key.with(position).below(last) as u32).collect()
     }
 
-    /// The prompts of one step, as tokens.
+    /// Returns the prompts of one step as tokens.
     pub fn prompts(&self, count: usize) -> Vec<Vec<u32>> {
         (0..count as u64).map(|prompt| self.tokens(prompt, self.args.prompt_len as usize)).collect()
     }

@@ -1,7 +1,7 @@
-//! `rlood convert`: a run of TRL as a job, without a server.
+//! `rlood convert`: converts a TRL run to a job, without a server.
 //!
-//! Standard output gets the job and nothing else, so that it can be piped; standard error says what was refused, what makes
-//! no difference and what is still to be added.
+//! Standard output contains only the job, so that it can be piped. Standard error lists refused keys, keys without
+//! effect, and missing fields.
 
 use std::io::{IsTerminal, Read, Write};
 use std::path::{Path, PathBuf};
@@ -14,28 +14,28 @@ use crate::spec::format::{Format, FormatError, write_job};
 use crate::spec::trl::{Conversion, convert};
 use crate::spec::{JobSpec, check_metrics};
 
-/// Why a run could not even be looked at.
+/// Why a run could not be converted at all.
 #[derive(Debug, thiserror::Error)]
 pub enum ConvertError {
     /// The file cannot be read.
     #[error("could not read {}", .path.display())]
     Read {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Why.
+        /// Error of the underlying operation.
         #[source]
         source: std::io::Error,
     },
-    /// The file is neither YAML nor JSON nor TOML.
+    /// The file is not valid YAML, JSON or TOML.
     #[error("could not parse {}", .path.display())]
     Parse {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Where and why.
+        /// Place and reason of the syntax error.
         #[source]
         source: FormatError,
     },
-    /// The job cannot be written in the form asked for.
+    /// The job cannot be represented in the requested format.
     #[error("could not print the job")]
     Print(#[source] FormatError),
     /// Standard output is closed.
@@ -43,7 +43,7 @@ pub enum ConvertError {
     Output(#[source] std::io::Error),
 }
 
-/// Runs the command; exit code 1 when something of the run is refused or not supported.
+/// Runs the command. Exit code 1 when a key of the run is refused or not supported.
 ///
 /// # Errors
 /// When a file cannot be read or parsed, or the job cannot be printed.
@@ -70,7 +70,7 @@ pub fn run(args: &ConvertArgs) -> Result<ExitCode, ConvertError> {
     Ok(if refused { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
-/// What is to be said, a line each, and whether the run is refused.
+/// Returns the remarks, one line each, and whether the run is refused.
 fn remarks(conversion: &Conversion) -> (Vec<String>, bool) {
     let mut spec = conversion.spec.clone();
     let mut missing = Vec::new();
@@ -78,13 +78,13 @@ fn remarks(conversion: &Conversion) -> (Vec<String>, bool) {
     for (key, what) in [
         ("model", "the id of a registered model"),
         ("dataset", "{\"id\": \"ds_…\"} of an uploaded dataset, or {\"records\": […]}"),
-        ("rewards", "a list of rewards, [{\"type\": \"length\"}] say"),
+        ("rewards", "a list of rewards, such as [{\"type\": \"length\"}]"),
     ] {
         if spec.get(key).is_none_or(Value::is_null) {
-            missing.push(format!("to be added: {key}, {what}"));
+            missing.push(format!("missing: {key}, {what}"));
         }
     }
-    // Stand-ins, so that only what was sent is judged.
+    // Placeholders, so that only fields that were sent are validated.
     for (key, value) in [
         ("model", json!("model")),
         ("dataset", json!({"records": [{"prompt": "x"}]})),
@@ -96,12 +96,12 @@ fn remarks(conversion: &Conversion) -> (Vec<String>, bool) {
     }
     let eval_dataset_missing = spec.get("eval").is_some_and(|eval| eval.get("dataset").is_none());
     if eval_dataset_missing {
-        missing.push("to be added: eval.dataset, the evaluation prompts".to_owned());
+        missing.push("missing: eval.dataset, the evaluation prompts".to_owned());
         spec["eval"]["dataset"] = json!({"records": [{"prompt": "x"}]});
     }
     let (spec, found) = JobSpec::read(spec);
     let mut metrics = check_metrics(&spec);
-    // Those of rewards that are still to be added are not known.
+    // Metrics of missing rewards are unknown.
     metrics.retain(|error| has_rewards || !error.detail.contains("rewards/"));
     let wrong: Vec<_> = conversion.errors.iter().cloned().chain(found).chain(metrics).collect();
     let refused = !wrong.is_empty() || !conversion.unsupported.is_empty();
@@ -112,11 +112,11 @@ fn remarks(conversion: &Conversion) -> (Vec<String>, bool) {
     let unsupported = conversion.unsupported.iter().map(|key| format!("not supported: {}: {}", key.key, key.reason));
     let warnings =
         conversion.warnings.iter().map(|warning| format!("warning: {}: {}", warning.pointer, warning.detail));
-    let ignored = conversion.ignored.iter().map(|key| format!("makes no difference: {}: {}", key.key, key.reason));
+    let ignored = conversion.ignored.iter().map(|key| format!("no effect: {}: {}", key.key, key.reason));
     (wrong.chain(unsupported).chain(warnings).chain(ignored).chain(missing).collect(), refused)
 }
 
-/// A file, or standard input for `-`.
+/// Reads a file, or standard input for `-`.
 fn read(path: &Path) -> Result<Value, ConvertError> {
     let unreadable = |source| ConvertError::Read { path: path.to_owned(), source };
     let text = if path == Path::new("-") {

@@ -1,4 +1,4 @@
-//! `rlood gc`: removes what nothing needs, in a data directory, beside its server or without one, and in the cache of workers.
+//! `rlood gc`: removes unneeded data from a data directory, with or without a running server, and from the workers' cache.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -16,24 +16,24 @@ use crate::store::gc::{self, GcItem, GcRules};
 use crate::store::storage::StorageError;
 use crate::store::{Store, StoreError, clock_ms};
 
-/// What removed models of the workers' cache are called in the sums.
+/// Name of the workers' cache in the totals.
 const CACHE: &str = "worker cache";
 
-/// Why nothing more was removed.
+/// Why the cleanup stopped.
 #[derive(Debug, thiserror::Error)]
 pub enum GcError {
-    /// The data directory or its database.
+    /// An operation on the data directory or its database failed.
     #[error(transparent)]
     Storage(#[from] StorageError),
-    /// There is no data directory.
-    #[error("{} holds no database of rlood: name the server's --data-dir, or give --cache-only on a machine that has workers alone", .0.display())]
+    /// The data directory does not exist or contains no database.
+    #[error("{} contains no rlood database: use the server's --data-dir, or --cache-only on a machine that has only workers", .0.display())]
     NoDatabase(PathBuf),
-    /// The cache of workers.
-    #[error("the cache of workers {} cannot be used", .dir.display())]
+    /// The workers' cache cannot be used.
+    #[error("the workers' cache {} cannot be used", .dir.display())]
     Cache {
-        /// Where it is.
+        /// Path of the cache.
         dir: PathBuf,
-        /// Why.
+        /// Error of the underlying operation.
         #[source]
         source: std::io::Error,
     },
@@ -51,7 +51,7 @@ impl From<StoreError> for GcError {
     }
 }
 
-/// What was removed, or would be: things and bytes by kind.
+/// Number and size of removed items by kind; with `--dry-run`, of items to remove.
 #[derive(Debug, Default)]
 struct Sums(BTreeMap<String, (u64, u64)>);
 
@@ -72,10 +72,10 @@ impl Sums {
     }
 }
 
-/// `rlood gc`.
+/// Runs the subcommand `rlood gc`.
 ///
 /// # Errors
-/// When a directory or the database cannot be used; what was removed by then is removed.
+/// When a directory or the database cannot be used. Items that were already removed stay removed.
 pub async fn run(args: GcArgs) -> Result<ExitCode, GcError> {
     let is_dry = args.dry_run;
     let mut sums = Sums::default();
@@ -99,7 +99,7 @@ async fn clean_data_dir(args: &GcArgs, sums: &mut Sums) -> Result<(), GcError> {
         return Err(GcError::NoDatabase(args.data_dir.clone()));
     }
     let files = DataDir::beside(&args.data_dir)?;
-    // Held to the end: no server starts on the directory meanwhile.
+    // The lock is held to the end, so that no server starts on the directory meanwhile.
     let is_served = !files.lock_out_servers();
     let store = Store::open_beside(&files.database()).await?;
     let ms = |life: Option<Life>| life.map(|life| life.seconds * 1000);
@@ -121,7 +121,7 @@ async fn clean(store: &Store, files: &DataDir, rules: GcRules, is_dry: bool, sum
             None => "pinned",
             Some(_) if is_dry => "remove",
             Some(removal) if gc::remove(store, files, &removal).await? => "removed",
-            Some(_) => "in use by now",
+            Some(_) => "now in use",
         };
         print_line(verb, kind.as_str(), size_bytes, &name, &reason);
         if matches!(verb, "remove" | "removed") {
@@ -138,14 +138,14 @@ fn clean_cache(dir: &Path, retain: Duration, is_dry: bool, sums: &mut Sums) -> s
         let name = if entry.name.is_empty() { &entry.key } else { &entry.name };
         let print = |verb, reason| print_line(verb, CACHE, entry.size_bytes, name, reason);
         if entry.in_use {
-            print("pinned", "a worker uses or fetches it");
+            print("pinned", "a worker uses or downloads it");
         } else if before.is_some_and(|before| entry.used_at < before) {
             if is_dry {
                 print("remove", "no worker has used it for longer than --retain-cache");
             } else if cache.remove(&entry.key)? {
                 print("removed", "no worker has used it for longer than --retain-cache");
             } else {
-                print("in use by now", "a worker uses or fetches it");
+                print("now in use", "a worker uses or downloads it");
                 continue;
             }
             sums.add(CACHE.to_owned(), entry.size_bytes);

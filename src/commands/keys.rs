@@ -1,4 +1,4 @@
-//! `rlood keys`: create, list and revoke API keys, over a server's API, or where its data directory lies, while it runs or not.
+//! `rlood keys`: creates, lists and revokes API keys, over a server's API or directly in its data directory.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -12,7 +12,7 @@ use crate::files::{DataDir, FilesError};
 use crate::store::webhooks::WebhookRow;
 use crate::store::{KeyRow, NewAudit, NewKey, Store, StoreError, clock_ms};
 
-/// Who made or revoked a key here.
+/// Actor of these changes in the audit log.
 const ACTOR: &str = "command_line";
 
 /// Why a command on keys failed.
@@ -24,21 +24,21 @@ pub enum KeysError {
     /// The database cannot be used.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// There are no keys to list or to end.
-    #[error("{} holds no database of rlood: name the server's --data-dir", .0.display())]
+    /// The data directory contains no keys to list or revoke.
+    #[error("{} contains no rlood database: use the server's --data-dir", .0.display())]
     NoDatabase(PathBuf),
-    /// A name or owner.
+    /// A name or an owner is invalid.
     #[error("--{0} must have 1 to 100 characters, none of them a control character")]
     Name(&'static str),
-    /// The file of profiles cannot be used.
+    /// The profile file cannot be used.
     #[error(transparent)]
     Profiles(#[from] rlood_cli::CliError),
 }
 
-/// `rlood keys …`.
+/// Runs `rlood keys …`.
 ///
 /// # Errors
-/// When the data directory or the database cannot be used or is not there, or there is no such key.
+/// When the data directory or the database does not exist or cannot be used, or the key does not exist.
 pub async fn run(args: KeysArgs) -> Result<ExitCode, KeysError> {
     let data_dir = match args.place()? {
         KeysPlace::DataDir(dir) => dir,
@@ -46,12 +46,13 @@ pub async fn run(args: KeysArgs) -> Result<ExitCode, KeysError> {
     };
     let KeysArgs { action, data_dir: _, common } = args;
     let json = common.json;
-    // Only a first key may come before the server: elsewhere a misspelt directory would look like one without keys.
+    // Only the first key may be created before the server exists: otherwise a misspelled directory would look
+    // like one without keys.
     if !matches!(action, KeysAction::Create(_)) && !data_dir.join("rlood.db").is_file() {
         return Err(KeysError::NoDatabase(data_dir));
     }
-    // A running server holds the lock; then its database is opened beside it. Dropped last, so that no server starts between.
-    // Nothing but a first key makes a database, or brings one up to date: that cannot be taken back.
+    // A running server holds the lock; the database is then opened concurrently. The lock is dropped last, so that no server starts
+    // in between. Only the first key creates a database or upgrades an old one, because that cannot be undone.
     let (store, _lock) = match DataDir::open(&data_dir) {
         Ok(files) if matches!(action, KeysAction::Create(_)) => (Store::open(&files.database()).await?, Some(files)),
         Ok(files) => (Store::open_beside(&files.database()).await?, Some(files)),
@@ -98,7 +99,7 @@ async fn act(store: &Store, action: KeysAction, json: bool) -> Result<(), KeysEr
             } else {
                 println!("{key}");
                 eprintln!(
-                    "{} '{}' of {}: {}; the text above is not shown again",
+                    "{} '{}' of {}: {}; the key above is not shown again",
                     row.id, row.name, row.owner, row.scopes
                 );
             }
@@ -116,7 +117,10 @@ async fn act(store: &Store, action: KeysAction, json: bool) -> Result<(), KeysEr
             } else {
                 println!("{} '{}' is revoked", row.id, row.name);
                 for WebhookRow { id, url, .. } in &webhooks {
-                    eprintln!("webhook {id} of {} goes on sending to {url}: DELETE /webhooks/{id} ends it", row.owner);
+                    eprintln!(
+                        "webhook {id} of {} still sends messages to {url}: delete it with DELETE /webhooks/{id} if it is not yours",
+                        row.owner
+                    );
                 }
             }
         }

@@ -1,11 +1,11 @@
-//! `rlood reward check URL`: does a service keep the reward contract v1? It is asked as a job would ask, and as a job never
-//! would, and what is wrong is said in words, with what to do about it.
+//! `rlood reward check URL`: checks a service against the reward contract v1. It sends the requests of a job and invalid ones, and
+//! prints each problem with a fix.
 
 mod answers;
 mod callback;
 mod load;
-mod manners;
 mod ping;
+mod reject_tests;
 mod report;
 mod wire;
 
@@ -30,15 +30,15 @@ use crate::spec::{FieldError, RewardSecrets, read_single_reward};
 pub use report::{Finding, Latency, Outcome, Report};
 use wire::{Got, Signing, Wire};
 
-/// A setting that cannot be used: nothing was sent.
+/// An invalid flag. No request was sent.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub struct CheckError(String);
 
-/// `rlood reward check`: 0 when nothing is wrong, 1 when something is.
+/// `rlood reward check`: returns 0 if there are no failures, otherwise 1.
 ///
 /// # Errors
-/// When a flag cannot be used.
+/// When a flag is invalid.
 pub async fn run(args: RewardCheckArgs) -> Result<ExitCode, CheckError> {
     let report = examine(&args, !args.json).await?;
     if args.json {
@@ -51,32 +51,32 @@ pub async fn run(args: RewardCheckArgs) -> Result<ExitCode, CheckError> {
     Ok(if good { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// Asks a service everything; findings are printed as they come if `show`.
+/// Runs all checks against a service. Findings are printed as they occur if `show` is set.
 ///
 /// # Errors
-/// When a flag cannot be used.
+/// When a flag is invalid.
 pub async fn examine(args: &RewardCheckArgs, show: bool) -> Result<Report, CheckError> {
     let mut check = Check::new(args)?;
     check.show = show;
     Ok(check.all().await)
 }
 
-/// A check under way.
+/// The state of a running check.
 struct Check {
     wire: Wire,
-    /// Of the requests' `reward`.
+    /// The `params` in the requests' `reward`.
     params: Map<String, Value>,
     samples: Vec<RewardSample>,
-    /// What a job would send at most in one request.
+    /// Maximum number of samples in one request of a job.
     max_batch_samples: u32,
     callbacks: callback::Listen,
-    /// Never shown.
+    /// Texts that must never be shown.
     secrets: Vec<String>,
-    /// Findings are printed as they come.
+    /// Whether findings are printed as they occur.
     show: bool,
     job: JobContext,
     ping: Option<PingReply>,
-    /// Of answers that could be read, ms.
+    /// Latencies of valid answers, in ms.
     latencies: Vec<f64>,
     findings: Vec<Finding>,
 }
@@ -87,7 +87,9 @@ impl Check {
         for header in &args.headers {
             let Some((name, value)) = header.split_once(':') else {
                 let name: String = header.chars().take_while(|c| c.is_ascii_alphanumeric() || *c == '-').collect();
-                return Err(CheckError(format!("--header '{name}…' has no colon; it looks like 'name: value'")));
+                return Err(CheckError(format!(
+                    "--header '{name}…' has no colon: it must have the form 'name: value'"
+                )));
             };
             headers.insert(name.trim().to_owned(), value.trim().into());
         }
@@ -102,7 +104,7 @@ impl Check {
         }
         let (plan, secrets) = read_single_reward(&json!({ "reward": reward })).map_err(|errors| refused(&errors))?;
         let crate::spec::RewardKind::Webhook(plan) = plan.kind else {
-            return Err(CheckError("contract v1 is checked, nothing else".to_owned()));
+            return Err(CheckError("only contract v1 can be checked".to_owned()));
         };
         let samples = match &args.samples {
             Some(path) => samples_of_file(path)?,
@@ -123,11 +125,11 @@ impl Check {
         })
     }
 
-    /// Everything, in this order; where nothing can be had from the service, the rest is left out.
+    /// Runs all checks in this order. Later checks are skipped if the service gives no answers at all.
     async fn all(mut self) -> Report {
         if self.wire.key.is_none() {
-            let detail = "no secret was given: requests go unsigned, and signatures are not looked at";
-            self.find("secret", Outcome::Skipped, detail, "give --secret whsec_… (the same as the job's reward has)");
+            let detail = "no secret was given: requests are unsigned, and signatures are not checked";
+            self.find("secret", Outcome::Skipped, detail, "give --secret whsec_… (the same as in the job's reward)");
         }
         if self.ping().await {
             let answers = self.single().await;
@@ -150,7 +152,7 @@ impl Check {
         Report::new(self.shown_url(), self.findings, self.ping, &self.latencies)
     }
 
-    /// Notes a finding; secrets are taken out of it.
+    /// Records a finding, with secrets redacted.
     fn find(&mut self, check: &'static str, outcome: Outcome, detail: impl Into<String>, fix: &str) {
         let redact =
             |text: String| self.secrets.iter().fold(text, |text, secret| text.replace(secret.as_str(), "(redacted)"));
@@ -162,7 +164,7 @@ impl Check {
         self.findings.push(finding);
     }
 
-    /// A query may hold a key.
+    /// The URL without its query, which may contain a key.
     fn shown_url(&self) -> String {
         let mut url = self.wire.url.clone();
         if url.query().is_some() {
@@ -171,7 +173,7 @@ impl Check {
         url.to_string()
     }
 
-    /// A `reward.score.request` of contract v1.
+    /// Builds a `reward.score.request` of contract v1.
     fn request(&self, id: &str, samples: &[RewardSample]) -> Value {
         json!({
             "type": "reward.score.request", "version": "1", "id": id,
@@ -184,7 +186,7 @@ impl Check {
         })
     }
 
-    /// Asks once, as a job does; the error says what a job would make of it.
+    /// Sends one request, as a job does. The error describes how a job would treat the response.
     async fn ask(&mut self, samples: &[RewardSample]) -> Result<Answer, String> {
         let id = new_id();
         let body = self.request(&id, samples).to_string();
@@ -199,11 +201,11 @@ impl Check {
     }
 }
 
-/// What a job makes of a response to a synchronous request.
+/// Interprets a response to a synchronous request as a job does.
 fn read(got: &Got, id: &str, samples: &[RewardSample]) -> Result<Answer, String> {
-    let said = got.said();
+    let excerpt = got.excerpt();
     if let Some(encoding) = got.content_encoding.as_deref().filter(|encoding| *encoding != "identity") {
-        return Err(format!("the answer is compressed ({encoding}), which was not asked for and is not read"));
+        return Err(format!("the answer is compressed ({encoding}) although the request does not accept it"));
     }
     match got.status {
         200 | 201 | 203 => {
@@ -216,13 +218,13 @@ fn read(got: &Got, id: &str, samples: &[RewardSample]) -> Result<Answer, String>
             let to = got.location.as_deref().map(|to| format!(" to {to}")).unwrap_or_default();
             Err(format!("the service redirects ({status}){to}; redirects are never followed"))
         }
-        status @ (401 | 403) => Err(format!("the service refuses who asks ({status}){said}")),
+        status @ (401 | 403) => Err(format!("the service refuses the credentials ({status}){excerpt}")),
         413 => Err("the service answered 413 (too large)".to_owned()),
-        status => Err(format!("the service answered {status}{said}")),
+        status => Err(format!("the service answered {status}{excerpt}")),
     }
 }
 
-/// The number of each sample; `None` where there is none.
+/// Returns the reward of each sample; `None` if there is none.
 fn numbers(answer: &Answer) -> Vec<Option<f64>> {
     let number = |found: &Found| match found {
         Found::Judged(judgement) => judgement.value.number(),
@@ -240,7 +242,7 @@ fn refused(errors: &[FieldError]) -> CheckError {
     CheckError(errors.iter().map(line).collect::<Vec<_>>().join("; "))
 }
 
-/// Whoever runs a check owns the machine it runs on: every address may be asked.
+/// The user of a check controls the machine, so every address is allowed.
 fn wire(url: &str, secrets: &RewardSecrets, timeout_ms: u64) -> Result<Wire, CheckError> {
     let failed = |why: &dyn std::fmt::Display| CheckError(why.to_string());
     let policy = OutgoingPolicy::parse(&["0.0.0.0/0", "::/0"]).map_err(|why| failed(&why))?;
@@ -263,7 +265,7 @@ fn wire(url: &str, secrets: &RewardSecrets, timeout_ms: u64) -> Result<Wire, Che
     })
 }
 
-/// What must never be shown: the secret, header values, and the token within `Bearer TOKEN`.
+/// Texts that must never be shown: the secret, header values, and the token within `Bearer TOKEN`.
 fn hidden(secrets: &RewardSecrets) -> Vec<String> {
     let values =
         secrets.headers.values().flat_map(|value| [Some(value.as_str()), value.split_once(' ').map(|(_, t)| t)]);
@@ -278,11 +280,11 @@ fn samples_of_file(path: &std::path::Path) -> Result<Vec<RewardSample>, CheckErr
     let value = match serde_json::from_str::<Value>(&text) {
         Ok(Value::Object(object)) if object.contains_key("samples") => object["samples"].clone(),
         Ok(list @ Value::Array(_)) => list,
-        // One object a line; a single object is one line.
+        // The file contains one object per line; a single object is one line.
         Ok(_) | Err(_) => {
             let lines = text.lines().filter(|line| !line.trim().is_empty()).map(serde_json::from_str);
             let lines: Result<Vec<Value>, _> = lines.collect();
-            let form = "a JSON list of {prompt, completion, columns}, or one such object a line";
+            let form = "a JSON list of {prompt, completion, columns}, or one such object per line";
             Value::Array(lines.map_err(|error| CheckError(format!("--samples {at}: {error}; give {form}")))?)
         }
     };
@@ -292,18 +294,18 @@ fn samples_of_file(path: &std::path::Path) -> Result<Vec<RewardSample>, CheckErr
     })
 }
 
-/// `NAME=VALUE`; a value that is JSON is taken as such.
+/// Parses `NAME=VALUE`; a value that is valid JSON is used as such.
 fn columns(given: &[String]) -> Result<Map<String, Value>, CheckError> {
     let read = |column: &String| match column.split_once('=') {
         Some((name, value)) if !name.is_empty() => {
             Ok((name.to_owned(), serde_json::from_str(value).unwrap_or_else(|_| value.into())))
         }
-        _ => Err(CheckError(format!("--column '{column}' looks like NAME=VALUE"))),
+        _ => Err(CheckError(format!("--column '{column}' must have the form NAME=VALUE"))),
     };
     given.iter().map(read).collect()
 }
 
-/// Sums, with right, wrong, wordy and evasive answers; `columns` are added to each row's `answer` and `reference`.
+/// Returns sums with right, wrong, verbose and evasive answers; `columns` are added to each row's `answer` and `reference`.
 fn default_samples(columns: &Map<String, Value>) -> Vec<RewardSample> {
     let mut samples = Vec::new();
     for (group, (left, right)) in [(2, 2), (3, 4), (10, 5)].into_iter().enumerate() {

@@ -1,4 +1,5 @@
-//! `rlood reward serve rewards.py:accuracy,format`: Python functions as reward services of contract v1, until SIGTERM or Ctrl-C.
+//! `rlood reward serve rewards.py:accuracy,format`: serves Python functions as reward services of contract v1,
+//! until SIGTERM or Ctrl-C.
 
 use std::net::TcpListener;
 use std::process::{ExitCode, ExitStatus};
@@ -11,13 +12,13 @@ use crate::config::RewardServeArgs;
 use crate::reward::python::{PythonError, PythonServer, Settings, read_targets};
 use crate::reward::signature::Key;
 
-/// Between two looks at whether the process still runs.
-const POLL: Duration = Duration::from_millis(200);
+/// Interval between two checks that the process still runs.
+const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
-/// Why functions are not served.
+/// Why the functions are not served.
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
-    /// A flag cannot be used.
+    /// A flag is invalid.
     #[error("{0}")]
     Setting(String),
     /// Python, a file or a function cannot be used.
@@ -26,34 +27,34 @@ pub enum ServeError {
     /// A system call failed.
     #[error("cannot {doing}")]
     System {
-        /// What was being done.
+        /// The operation that failed.
         doing: String,
-        /// Why.
+        /// Error of the underlying operation.
         #[source]
         source: std::io::Error,
     },
-    /// The process ended by itself.
+    /// The process exited by itself.
     #[error("the process that serves the functions ended ({0}); see above")]
     Ended(ExitStatus),
 }
 
 impl ServeError {
-    /// Whether the command line is at fault.
+    /// Whether the command line is invalid.
     pub fn is_usage(&self) -> bool {
         matches!(self, Self::Setting(_) | Self::Python(PythonError::Setting(_)))
     }
 }
 
-/// Serves until it is asked to stop; code 0 then.
+/// Serves until it is asked to stop, then returns code 0.
 ///
 /// # Errors
-/// When something cannot be used, or the process that serves ends by itself.
+/// When a flag or a function is invalid, or the serving process exits by itself.
 pub async fn run(args: RewardServeArgs) -> Result<ExitCode, ServeError> {
     let system = |doing: &str| {
         let doing = doing.to_owned();
         move |source| ServeError::System { doing, source }
     };
-    let directory = std::env::current_dir().map_err(system("tell the working directory"))?;
+    let directory = std::env::current_dir().map_err(system("find the working directory"))?;
     let secrets: Vec<String> =
         args.secret.as_deref().unwrap_or_default().split_whitespace().map(str::to_owned).collect();
     for secret in &secrets {
@@ -84,7 +85,7 @@ pub async fn run(args: RewardServeArgs) -> Result<ExitCode, ServeError> {
     };
     let mut server = started?;
     if !is_signed && !server.address.ip().is_loopback() {
-        tracing::warn!("without --secret everybody who reaches {} may call these functions", server.address);
+        tracing::warn!("without --secret every client that reaches {} may call these functions", server.address);
     }
     println!("listening on http://{}", server.address);
     println!("{}", stanza(&server, is_signed));
@@ -92,13 +93,13 @@ pub async fn run(args: RewardServeArgs) -> Result<ExitCode, ServeError> {
         tokio::select! {
             _ = signals.0.recv() => break None,
             _ = signals.1.recv() => break None,
-            () = tokio::time::sleep(POLL) => if let Some(status) = server.ended() { break Some(status) },
+            () = tokio::time::sleep(POLL_INTERVAL) => if let Some(status) = server.ended() { break Some(status) },
         }
     };
     match ended {
         Some(status) => Err(ServeError::Ended(status)),
         None => {
-            // A second signal need not wait for what is under way.
+            // A second signal does not wait for requests in progress.
             tokio::select! {
                 _ = tokio::task::spawn_blocking(move || server.stop()) => {}
                 _ = signals.0.recv() => {}
@@ -109,7 +110,7 @@ pub async fn run(args: RewardServeArgs) -> Result<ExitCode, ServeError> {
     }
 }
 
-/// The rewards as a job has them.
+/// Returns the rewards to paste into a job.
 fn stanza(server: &PythonServer, is_signed: bool) -> String {
     let host = match server.address.ip() {
         ip if ip.is_unspecified() => "THIS_MACHINE".to_owned(),

@@ -6,35 +6,34 @@ use clap::{Args, ValueEnum};
 
 use super::{Device, Precision};
 
-/// Flags of `rlood bench`.
 #[derive(Debug, Clone, Args)]
 pub struct BenchArgs {
-    /// What to measure on: cpu or cuda:N.
+    /// Device to measure: cpu or cuda:N.
     #[arg(long, default_value = "cpu", value_name = "DEVICE")]
     pub device: Device,
 
-    /// Dimensions of the random model: tiny, small, qwen3-0.6b, qwen3-4b or qwen3-8b, with changes if wanted, as in
+    /// Dimensions of the random model: tiny, small, qwen3-0.6b, qwen3-4b or qwen3-8b, optionally with changes, as in
     /// `small,layers=2,vocab=4096` (hidden, layers, heads, kv, head_dim, inter, vocab, pos, tie).
     #[arg(long, default_value = "tiny", value_name = "NAME[,KEY=N…]")]
     pub shape: String,
 
-    /// A model directory to measure, instead of random weights. Its completions may end early in whole steps.
+    /// A model directory to measure instead of random weights. In whole steps its completions may end early.
     #[arg(long, value_name = "DIR", conflicts_with = "shape")]
     pub model: Option<PathBuf>,
 
-    /// Prompts of a step, each a group of completions.
+    /// Number of prompts per step, each with a group of completions.
     #[arg(long, default_value_t = 4, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub prompts: u32,
 
-    /// Completions of a prompt (G), sampled together; whole steps need two at least.
+    /// Number of completions per prompt (G), sampled together; whole steps need at least two.
     #[arg(long, default_value_t = 4, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub generations: u32,
 
-    /// Tokens of a prompt, the same for all.
+    /// Number of tokens per prompt, the same for all.
     #[arg(long, default_value_t = 32, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub prompt_len: u32,
 
-    /// Tokens of a completion, exactly: no end of sequence is sampled.
+    /// Exact number of tokens per completion: the end-of-sequence token is never sampled.
     #[arg(long, default_value_t = 64, value_name = "N", value_parser = clap::value_parser!(u32).range(2..=1_000_000))]
     pub completion: u32,
 
@@ -42,7 +41,7 @@ pub struct BenchArgs {
     #[arg(long, default_value = "bf16", value_enum)]
     pub dtype: Precision,
 
-    /// Measured steps, after one to warm up; the other parts repeat as often at least.
+    /// Number of measured steps, after one to warm up; other parts are repeated at least as often.
     #[arg(long, default_value_t = 5, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000))]
     pub steps: u32,
 
@@ -50,20 +49,20 @@ pub struct BenchArgs {
     #[arg(long, default_value_t = 0.05, value_name = "BETA")]
     pub beta: f64,
 
-    /// Rank of the adapter, which sits on every linear layer.
+    /// Rank of the LoRA adapter on every linear layer.
     #[arg(long, default_value_t = 16, value_name = "R", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub lora_r: u32,
 
-    /// Compute activations again in the backward instead of keeping them, in training and step.
+    /// Recompute activations in the backward pass instead of storing them, in the parts training and step.
     #[arg(long)]
     pub gradient_checkpointing: bool,
 
-    /// Tokens of a forward and backward, at most, but for one group. Default: as a job would have them.
+    /// Maximum number of tokens per forward and backward pass; a single group may exceed it. Default: as in a job.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=16_777_216))]
     pub micro_batch_tokens: Option<u32>,
 
-    /// Lengths for the part requests: a JSON array of [prompt tokens, completion tokens], one pair a request; all of them
-    /// are decoded together, each until it has its length.
+    /// Lengths for the part requests: a JSON file with an array of [prompt tokens, completion tokens], one pair per request. All
+    /// requests are decoded together, each until it has its length.
     #[arg(long, value_name = "FILE")]
     pub requests: Option<PathBuf>,
 
@@ -71,17 +70,16 @@ pub struct BenchArgs {
     #[arg(long, env = "RLOOD_THREADS", value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub threads: Option<u32>,
 
-    /// On a GPU, in decode and training: carry the work out once more and note how long each kernel takes.
+    /// Profile the parts decode and training on a GPU: run the work once more and record how long each kernel takes.
     #[arg(long)]
     pub profile: bool,
 
-    /// Measure this part only (and the machine's limits, which everything is compared with). Default: kernels (of the
-    /// processor), decode, training and step.
+    /// Measure only this part (and the machine's limits, with which everything is compared). Default: kernels (CPU only),
+    /// decode, training and step.
     #[arg(long, value_enum)]
     pub only: Option<BenchPart>,
 
-    /// Write the figures to this file as JSON, anew whenever more is known: whoever stops a measurement keeps what was
-    /// measured until then.
+    /// Write the figures to this file as JSON, and update it after each measurement, so that an interrupted run keeps its results.
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
 
@@ -89,39 +87,38 @@ pub struct BenchArgs {
     #[arg(long, value_name = "DIR", conflicts_with = "model")]
     pub save_model: Option<PathBuf>,
 
-    /// Set by the command for its own processes: measure one part, print its figures to standard output, a line whenever
-    /// more is known.
+    /// Set by the command for its own processes: measure one part and print its figures to standard output, one line per update.
     #[arg(long, hide = true, requires = "only")]
     pub child: bool,
 
-    /// Set by the command for its own processes: of a GPU's limits, only what the other parts are compared with.
+    /// Set by the command for its own processes: measure only those GPU limits that the other parts are compared with.
     #[arg(long, hide = true)]
     pub brief: bool,
 }
 
-/// What `rlood bench` measures, each in a process of its own.
+/// The parts of `rlood bench`. Each runs in its own process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum BenchPart {
     /// The machine: memory reads and multiply-adds.
     Limits,
     /// Matrix products and attention at the model's sizes.
     Kernels,
-    /// Generation, by batch.
+    /// Generation, by batch size.
     Decode,
-    /// Forward and backward, and log-probs without gradient.
+    /// Forward and backward passes, and log-probs without gradient.
     Training,
     /// Whole RLOO steps of the engine's own loop.
     Step,
     /// Generation of the lengths in --requests.
     Requests,
-    /// How far the log-probs recorded in sampling are from those of the training forward.
+    /// Differences between the log-probs recorded in sampling and those of the training forward pass.
     Mismatch,
-    /// Generation beside one other busy process, against generation alone.
+    /// Generation next to another busy process, compared with generation alone.
     Busy,
 }
 
 impl BenchPart {
-    /// The word of the flag.
+    /// Returns the value as written on the command line.
     pub fn as_str(self) -> &'static str {
         match self {
             BenchPart::Limits => "limits",

@@ -1,13 +1,13 @@
-//! What is computed on and with: devices, instruction sets, precision.
+//! Devices, instruction sets and precision of computations.
 
 use clap::ValueEnum;
 
 use super::{ConfigError, Device};
 
-/// `auto`, `none`, or a list.
+/// Parses `auto`, `none`, or a list of devices.
 ///
 /// # Errors
-/// What is wrong with the list, and what to write.
+/// When the list is invalid; the error names a valid form.
 pub(super) fn parse_devices(list: &str) -> Result<Vec<Device>, ConfigError> {
     match list.trim() {
         "auto" => Ok(detect_devices()),
@@ -17,7 +17,7 @@ pub(super) fn parse_devices(list: &str) -> Result<Vec<Device>, ConfigError> {
             .split(',')
             .map(|name| match name.trim() {
                 word @ ("auto" | "none") => {
-                    Err(ConfigError::new(format!("--devices {given}: '{word}' stands alone, not in a list")))
+                    Err(ConfigError::new(format!("--devices {given}: '{word}' cannot be part of a list")))
                 }
                 name => name.parse().map_err(|error| ConfigError::new(format!("--devices {given}: {error}"))),
             })
@@ -25,8 +25,8 @@ pub(super) fn parse_devices(list: &str) -> Result<Vec<Device>, ConfigError> {
     }
 }
 
-/// Every GPU that the machine shows this process when the build can use one, else the processor. The driver is not asked
-/// yet, which may take seconds: [`super::ServeConfig::keep_found`].
+/// Every GPU visible to this process if the build can use one, otherwise the CPU. The driver, which may take seconds,
+/// is queried later: [`super::ServeConfig::keep_found`].
 fn detect_devices() -> Vec<Device> {
     let count = |folder: &str, is_gpu: fn(&str) -> bool| {
         let entries = std::fs::read_dir(folder).ok()?.flatten();
@@ -38,7 +38,7 @@ fn detect_devices() -> Vec<Device> {
         !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())
     };
     let gpus = match cfg!(feature = "cuda") {
-        // In a container the one or the other may be hidden.
+        // A container may hide one or the other.
         true => count("/proc/driver/nvidia/gpus", |_| true).or_else(|| count("/dev", is_device)).unwrap_or(0),
         false => 0,
     };
@@ -49,7 +49,7 @@ fn detect_devices() -> Vec<Device> {
     if gpus == 0 { vec![Device::Cpu] } else { (0_u32..).take(gpus).map(Device::Cuda).collect() }
 }
 
-/// How many GPUs a `CUDA_VISIBLE_DEVICES` shows: those before the first that is none.
+/// Number of GPUs that a `CUDA_VISIBLE_DEVICES` exposes: the entries before the first invalid one.
 fn visible(list: &str) -> usize {
     list.split(',').map(str::trim).take_while(|name| !name.is_empty() && !name.starts_with('-')).count()
 }
@@ -57,20 +57,20 @@ fn visible(list: &str) -> usize {
 /// Instruction sets of the CPU kernels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Isa {
-    /// The best one the machine has.
+    /// The best one that the machine supports.
     Auto,
-    /// The one every machine has.
+    /// Code that runs on every machine.
     Portable,
     /// 256-bit vectors with fused multiply-add.
     Avx2,
-    /// 512-bit vectors.
+    /// 512-bit vectors of AVX-512.
     Avx512,
-    /// Tiles of bf16.
+    /// Tile products of bf16 matrices (AMX).
     Amx,
 }
 
 impl Isa {
-    /// The word of the flag.
+    /// Returns the value as written on the command line.
     pub fn as_str(self) -> &'static str {
         match self {
             Isa::Auto => "auto",
@@ -85,14 +85,14 @@ impl Isa {
 /// Precision of weights and of the inputs of matrix products.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Precision {
-    /// bfloat16; sums in 32 bits.
+    /// bfloat16 with sums in 32 bits.
     Bf16,
-    /// 32 bits throughout.
+    /// 32-bit floating point throughout.
     F32,
 }
 
 impl Precision {
-    /// The word of the flag.
+    /// Returns the value as written on the command line.
     pub fn as_str(self) -> &'static str {
         match self {
             Precision::Bf16 => "bf16",

@@ -1,5 +1,4 @@
-//! Settings of the server's edge: who may call it by which name, from which pages, how many at once, how slowly; and how
-//! much of the disk it leaves free.
+//! Network limits of a server: host names, origins, number of connections, timeouts; and the reserve of free disk space.
 
 use std::time::Duration;
 
@@ -8,73 +7,72 @@ use clap::Args;
 use super::{ConfigError, parse_size_of};
 use crate::outgoing::Net;
 
-/// Connections at once, unless set otherwise.
+/// Default maximum number of connections.
 const MAX_CONNECTIONS: u32 = 10_000;
-/// Free disk below which jobs pause, bytes.
+/// Default free disk space below which jobs pause, in bytes.
 const DISK_RESERVE_BYTES: u64 = 256 << 20;
 
-/// Flags of the edge.
+/// Flags of the network limits.
 #[derive(Debug, Clone, Args)]
 pub struct EdgeArgs {
-    /// Names, besides its own addresses, by which clients may call this server (the Host header), comma-separated:
-    /// rlood.internal, or *.example.com for all below it. The host of --public-url, localhost, the machine's name and, with
-    /// keys, every literal address are accepted anyway. Others are refused: a page whose name was made to point here
-    /// (DNS rebinding) must not reach it.
+    /// Additional names by which clients may call this server (the Host header), comma-separated: rlood.internal, or *.example.com
+    /// for all subdomains. The host of --public-url, localhost, the machine's name and, with keys, every literal address are always
+    /// accepted. Other names are refused as protection against DNS rebinding.
     #[arg(long, env = "RLOOD_ALLOWED_HOSTS", value_delimiter = ',', value_name = "HOST,…")]
     pub allowed_hosts: Option<Vec<String>>,
 
-    /// Web pages of other origins that may call the API from a browser with a key, comma-separated: `https://app.example`.
-    /// Default: none (no CORS headers are sent).
+    /// Origins whose web pages may call the API from a browser with a key, comma-separated: `https://app.example`. Default: none
+    /// (no CORS headers are sent).
     #[arg(long, env = "RLOOD_CORS_ORIGINS", value_delimiter = ',', value_name = "ORIGIN,…")]
     pub cors_origins: Option<Vec<String>>,
 
-    /// Reverse proxies in front of this server, comma-separated: 127.0.0.1, 10.0.0.0/8. Of them X-Forwarded-For is believed, so
-    /// that failed sign-ins are counted, and changes recorded, for the client and not for the proxy. Default: none.
+    /// Reverse proxies in front of this server, comma-separated: 127.0.0.1, 10.0.0.0/8. Their X-Forwarded-For header is trusted, so
+    /// that failed sign-ins and audit entries refer to the client and not to the proxy. Default: none.
     #[arg(long, env = "RLOOD_TRUSTED_PROXIES", value_delimiter = ',', value_name = "CIDR,…")]
     pub trusted_proxies: Option<Vec<String>>,
 
-    /// Connections at once; beyond them the one that was idle longest makes room, then the oldest event stream, else new ones
-    /// are closed. An eighth of them, at least 16 and at most half, is kept for workers. The limit of open files (ulimit -n)
-    /// is raised as far as it goes, and bounds this too.
+    /// Maximum number of connections. Beyond it the connection that has been idle longest is closed, then the oldest event stream,
+    /// otherwise new connections. An eighth of the connections, at least 16 and at most half, is reserved for workers. The server
+    /// raises its limit of open files (ulimit -n) as far as possible; that limit also applies.
     #[arg(long, env = "RLOOD_MAX_CONNECTIONS", default_value_t = MAX_CONNECTIONS, value_name = "N", value_parser = clap::value_parser!(u32).range(16..=1_000_000))]
     pub max_connections: u32,
 
-    /// Requests whose heavy work runs at once: checking and tokenising jobs, trying rewards, re-scoring. One key gets half of
-    /// them at most; others wait, then get 429 or 503 with Retry-After. Default: one for each core, at least 2.
+    /// Maximum number of concurrent expensive requests: validating and tokenizing jobs, testing rewards, re-scoring. One key gets
+    /// at most half of them; others wait, then get 429 or 503 with Retry-After. Default: one per core, at least 2.
     #[arg(long, env = "RLOOD_HEAVY_SLOTS", value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub heavy_slots: Option<u32>,
 
-    /// Free disk below which jobs pause (status_reason disk_full) and none starts: bytes, or with a unit (256M, 2G; powers of
-    /// 1024); 0 = never. They go on by themselves once half as much again is free. Datasets and checkpoints leave as much
-    /// free, and /readyz says when it is less. Default: 256 MiB.
+    /// Free disk space below which running jobs pause (status_reason disk_full) and no job starts: bytes, or with a unit (256M, 2G;
+    /// powers of 1024); 0 = never. Jobs resume automatically once 1.5 times this much is free. Datasets and checkpoints also leave
+    /// this much free, and /readyz reports when less is left. Default: 256 MiB.
     #[arg(long, env = "RLOOD_DISK_RESERVE", value_name = "SIZE")]
     pub disk_reserve: Option<String>,
 }
 
-/// What the edge runs with.
+/// Validated network limits of a server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Edge {
-    /// In lower case; a first `*.` stands for everything below.
+    /// Host names in lower case; a leading `*.` matches all subdomains.
     pub allowed_hosts: Vec<String>,
-    /// As browsers send them: scheme, host, port.
+    /// Origins as browsers send them: scheme, host, port.
     pub cors_origins: Vec<String>,
-    /// Whose X-Forwarded-For is believed.
+    /// Proxies whose X-Forwarded-For is trusted.
     pub trusted_proxies: Vec<Net>,
-    /// Connections at once.
+    /// Maximum number of connections.
     pub max_connections: u32,
-    /// Requests whose heavy work runs at once; None = by the number of cores.
+    /// Maximum number of concurrent expensive requests; None = derived from the number of cores.
     pub heavy_slots: Option<u32>,
-    /// Free disk below which jobs pause, bytes; 0 = never.
+    /// Free disk space below which jobs pause, in bytes; 0 = never.
     pub disk_reserve_bytes: u64,
-    /// For a request's head, from the first moment it could come.
+    /// Time limit for a request's headers, counted from the moment they could arrive.
     pub header_timeout: Duration,
-    /// Between two pieces of a request's body.
+    /// Time limit between two pieces of a request's body.
     pub body_pause: Duration,
-    /// The same for what a worker sends: as long as the worker itself waits.
+    /// Time limit between two pieces of a worker's upload: the same as the worker's own timeout.
     pub transfer_pause: Duration,
-    /// Without any request in flight.
+    /// Time limit for a connection without a request in flight.
     pub idle_timeout: Duration,
-    /// For a client to take what it was sent.
+    /// Time limit for a client to accept data that was sent to it.
     pub write_timeout: Duration,
 }
 
@@ -115,16 +113,16 @@ impl EdgeArgs {
 }
 
 impl Edge {
-    /// The edge of a reward server.
+    /// The network limits of a reward server.
     ///
     /// # Errors
-    /// When a host is not a host name.
+    /// When a host is not a valid host name.
     pub fn of_reward_server(allowed_hosts: &[String], max_connections: u32) -> Result<Self, ConfigError> {
         Ok(Self { allowed_hosts: hosts(allowed_hosts)?, max_connections, ..Self::default() })
     }
 }
 
-/// Without blanks and empty entries, in lower case.
+/// Returns the entries in lower case, without blanks and empty entries.
 fn words(given: &[String]) -> Vec<String> {
     given.iter().map(|word| word.trim().to_ascii_lowercase()).filter(|word| !word.is_empty()).collect()
 }
@@ -142,16 +140,15 @@ fn host(word: String) -> Result<String, ConfigError> {
         return Ok(word.trim_end_matches('.').to_owned());
     }
     Err(ConfigError::new(format!(
-        "--allowed-hosts: '{word}' is not a host name: write rlood.internal or *.example.com, without scheme and port"
+        "--allowed-hosts: '{word}' is not a host name: use the form rlood.internal or *.example.com, without scheme and port"
     )))
 }
 
 fn origin(word: String) -> Result<String, ConfigError> {
-    let bad = |why: &str| {
-        ConfigError::new(format!("--cors-origins: '{word}' {why}; write https://HOST or https://HOST:PORT"))
-    };
+    let bad =
+        |why: &str| ConfigError::new(format!("--cors-origins: '{word}' {why}; use https://HOST or https://HOST:PORT"));
     if word == "*" {
-        return Err(bad("would let every page in the world call this server"));
+        return Err(bad("would let every web page call this server"));
     }
     let url = reqwest::Url::parse(&word).map_err(|_| bad("is not an origin"))?;
     let plain = url.path() == "/" && url.query().is_none() && url.fragment().is_none() && url.username().is_empty();

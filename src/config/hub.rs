@@ -1,4 +1,4 @@
-//! Settings of the hub that models come from.
+//! Settings of the hub from which models and datasets are downloaded.
 
 use std::fmt;
 
@@ -7,53 +7,53 @@ use clap::{Args, ValueEnum};
 use super::ConfigError;
 use crate::hub::{HubEnvironment, PUBLIC_ENDPOINT};
 
-/// Of the public hub.
+/// The datasets server of the public hub.
 const DATASETS_SERVER: &str = "https://datasets-server.huggingface.co";
 
-/// Flags of the hub. What huggingface_hub reads for the rest is read here too: HF_TOKEN, HF_TOKEN_PATH, HF_HOME, HF_HUB_CACHE,
-/// HF_HUB_OFFLINE, TRANSFORMERS_OFFLINE.
+/// Flags of the hub. Other settings are read from the variables of huggingface_hub: HF_TOKEN, HF_TOKEN_PATH,
+/// HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE, TRANSFORMERS_OFFLINE.
 #[derive(Debug, Clone, Args)]
 pub struct HubArgs {
-    /// The hub that models come from: the public one, or a mirror (http:// or https://). A private address must be permitted by
-    /// --allow-outgoing.
+    /// URL of the hub that models are downloaded from: the public one, or a mirror (http:// or https://). A private address must
+    /// be allowed with --allow-outgoing.
     #[arg(long, env = "HF_ENDPOINT", default_value = PUBLIC_ENDPOINT, value_name = "URL")]
     pub hub_endpoint: String,
 
-    /// The server that lists the hub's own copies of data sets in parquet: for those whose files are in no format that is read here.
-    /// Default: that of the public hub, where --hub-endpoint is the public hub; else none.
+    /// The server that lists the hub's parquet copies of datasets, for datasets whose files have no supported format. Default: that
+    /// of the public hub, if --hub-endpoint is the public hub; otherwise none.
     #[arg(long, env = "RLOOD_HUB_DATASETS_SERVER", value_name = "URL")]
     pub hub_datasets_server: Option<String>,
 
-    /// The proxy that the hub is asked through (http:// or https://, with user and password where it wants them). Names are then resolved
-    /// by the proxy: --allow-outgoing sees the names and addresses in URLs, and no more. HTTPS_PROXY is not read.
+    /// Proxy for requests to the hub (http:// or https://, with user and password if required). The proxy then resolves names, so
+    /// --allow-outgoing checks only the names and addresses in URLs. HTTPS_PROXY is ignored.
     #[arg(long, env = "RLOOD_HUB_PROXY", value_name = "URL", hide_env_values = true)]
     pub hub_proxy: Option<String>,
 
-    /// Whose downloads may use the server's own token (HF_TOKEN) and the local cache of huggingface_hub: admins (without keys
-    /// everybody is one) or everyone. Others send a token of their own in the header x-hub-token.
+    /// Who may use the server's own token (HF_TOKEN) and the local cache of huggingface_hub for downloads: admins (on a server
+    /// without keys: everyone) or everyone. Others send their own token in the header x-hub-token.
     #[arg(long, env = "RLOOD_HUB_TOKEN_FOR", value_enum, default_value_t = HubTokenFor::Admins, value_name = "WHO")]
     pub hub_token_for: HubTokenFor,
 }
 
-/// Whose downloads may use the server's own rights.
+/// Who may use the server's own token and cache for downloads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum HubTokenFor {
-    /// Keys with the scope admin, and everybody on a server without keys.
+    /// Keys with the scope admin; on a server without keys, every request.
     Admins,
-    /// Every key.
+    /// Every valid API key.
     Everyone,
 }
 
-/// What a server knows of the hub.
+/// Validated settings of the hub.
 #[derive(Clone, PartialEq, Eq)]
 pub struct HubConfig {
-    /// As the variables say.
+    /// Settings from the environment variables.
     pub environment: HubEnvironment,
-    /// Whose downloads may use its token and cache.
+    /// Who may use the token and the cache.
     pub token_for: HubTokenFor,
-    /// Lists the hub's own copies of data sets.
+    /// URL of the server that lists the hub's parquet copies of datasets.
     pub datasets_server: Option<reqwest::Url>,
-    /// What the hub is asked through.
+    /// Proxy for requests to the hub.
     pub proxy: Option<reqwest::Url>,
 }
 
@@ -64,7 +64,7 @@ impl fmt::Debug for HubConfig {
 }
 
 impl HubConfig {
-    /// Nothing is asked of any hub.
+    /// Returns settings under which no hub is contacted.
     pub fn offline() -> HubConfig {
         HubConfig {
             environment: HubEnvironment { offline: true, ..HubEnvironment::read(|_| None) },
@@ -74,19 +74,19 @@ impl HubConfig {
         }
     }
 
-    /// Whether the hub, or its local cache in its place, can give a model.
+    /// Whether models can be obtained from the hub or from its local cache.
     pub fn may_be_asked(&self) -> bool {
         !self.environment.offline || self.environment.cache.as_ref().is_some_and(|cache| cache.is_dir())
     }
 
-    /// Lists the hub's own copies of data sets in parquet.
+    /// Returns the URL of the server that lists the hub's parquet copies of datasets.
     pub fn datasets_server(&self) -> Option<reqwest::Url> {
         let public =
             || (self.environment.endpoint == PUBLIC_ENDPOINT).then(|| reqwest::Url::parse(DATASETS_SERVER).ok());
         self.datasets_server.clone().or_else(|| public().flatten())
     }
 
-    /// As this process's variables say.
+    /// Reads the settings from this process's environment variables.
     pub fn of_environment() -> HubConfig {
         let environment = HubEnvironment::read(|name| std::env::var(name).ok());
         HubConfig { environment, token_for: HubTokenFor::Admins, datasets_server: None, proxy: None }
@@ -116,6 +116,6 @@ fn read_url(name: &str, text: Option<&String>) -> Result<Option<reqwest::Url>, C
     let Some(text) = text.map(|text| text.trim()).filter(|text| !text.is_empty()) else { return Ok(None) };
     let url = reqwest::Url::parse(text).ok();
     let url = url.filter(|url| matches!(url.scheme(), "http" | "https") && url.has_host());
-    // Not the text itself: it may hold a password.
+    // The text itself is left out, because it may contain a password.
     url.map(Some).ok_or_else(|| ConfigError::new(format!("{name} must be an http:// or https:// URL")))
 }

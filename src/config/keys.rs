@@ -7,37 +7,38 @@ use clap::{Args, Subcommand};
 use crate::access::Scope;
 use crate::id::KeyId;
 
-/// What to do with keys.
+/// Flags of `rlood keys`.
 #[derive(Debug, Clone, Args)]
 pub struct KeysArgs {
-    /// What to do.
+    /// The action to perform.
     #[command(subcommand)]
     pub action: KeysAction,
 
-    /// Work on this data directory of a server, which may be running, without its API. RLOOD_DATA_DIR says the same unless a flag
-    /// names a server. Default: the API of the server that RLOOD_SERVER or a profile names, else rlood-data here.
+    /// Work directly on this data directory of a server, which may be running, instead of its API. RLOOD_DATA_DIR has the same
+    /// effect unless a flag names a server. Default: the API of the server that RLOOD_SERVER or a
+    /// profile names, otherwise ./rlood-data.
     #[arg(long, global = true, value_name = "DIR", conflicts_with_all = ["server", "key", "profile"])]
     pub data_dir: Option<PathBuf>,
 
-    /// The server and the output.
+    /// Flags for the server and the output.
     #[command(flatten)]
     pub common: rlood_cli::Common,
 }
 
-/// Where keys are.
+/// The place where keys are managed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum KeysPlace {
-    /// In this data directory.
+    /// Directly in this data directory.
     DataDir(PathBuf),
-    /// With a server, which is asked over its API.
+    /// The API of a server.
     Api,
 }
 
 impl KeysArgs {
-    /// Where the keys are: as a flag says, else `RLOOD_DATA_DIR`, else the server that a variable or a profile names.
+    /// Returns the place from the flag, else from `RLOOD_DATA_DIR`, else the server that a variable or a profile names.
     ///
     /// # Errors
-    /// When the file of profiles cannot be read.
+    /// When the profile file cannot be read.
     pub fn place(&self) -> Result<KeysPlace, rlood_cli::CliError> {
         let variable = || std::env::var_os("RLOOD_DATA_DIR").filter(|dir| !dir.is_empty()).map(PathBuf::from);
         match &self.data_dir {
@@ -55,48 +56,44 @@ impl KeysArgs {
 /// The actions of `rlood keys`.
 #[derive(Debug, Clone, Subcommand)]
 pub enum KeysAction {
-    /// Make a key and print its text, which is shown this once, to standard output. From the first key on every request
-    /// needs one.
+    /// Create a key and print it to standard output, where it is shown only once. From the first key on, every request needs a key.
     Create(CreateKeyArgs),
-    /// List the keys, newest first, without their texts.
+    /// List the keys, newest first, without the keys themselves.
     List,
-    /// End a key, and every session opened with it, at once.
+    /// Revoke a key and end every session opened with it, immediately.
     Revoke {
         /// The key's id, key_…, as `rlood keys list` shows it.
         id: KeyId,
     },
 }
 
-/// Flags of `rlood keys create`.
 #[derive(Debug, Clone, Args)]
 pub struct CreateKeyArgs {
-    /// For people.
+    /// Display name of the key.
     #[arg(long, default_value = "unnamed", value_name = "NAME")]
     pub name: String,
 
-    /// What it permits, comma-separated: read (look), submit (and change), admin (everything of everybody), worker (claim
-    /// jobs, nothing else).
+    /// Scopes, comma-separated: read, submit (read and change), admin (everything, for all owners), worker (only claim jobs).
     #[arg(long, alias = "scope", value_delimiter = ',', required = true, value_name = "SCOPE,…")]
     pub scopes: Vec<Scope>,
 
-    /// Whose jobs, datasets and models it sees; keys with one owner share them. Default: the key's own.
+    /// Owner whose jobs, datasets and models the key sees. Keys with one owner share them. Default: an owner of its own.
     #[arg(long, value_name = "OWNER")]
     pub owner: Option<String>,
 
-    /// How long it is good: 12h, 90d. Default: until it is revoked.
+    /// Lifetime of the key: 12h, 90d. Default: no expiry.
     #[arg(long, value_parser = parse_life, value_name = "TIME")]
     pub expires: Option<Life>,
 }
 
-/// A time span of whole seconds.
+/// A duration in whole seconds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Life {
-    /// In all.
     pub seconds: i64,
 }
 
 pub(super) fn parse_life(text: &str) -> Result<Life, String> {
-    let refused = || format!("'{text}' is not a time span: write 3600s, 90m, 12h or 90d, at most ten years");
+    let refused = || format!("'{text}' is not a duration: use the form 3600s, 90m, 12h or 90d, at most ten years");
     let (number, unit) = text.split_at(text.len() - text.chars().last().map_or(0, char::len_utf8));
     let each = match unit {
         "s" => 1,

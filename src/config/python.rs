@@ -1,4 +1,4 @@
-//! Whether jobs may name Python functions of this machine as rewards, which ones, and whose jobs.
+//! Settings of Python rewards: which files jobs may use, and which keys may use them.
 
 use std::path::{Path, PathBuf};
 
@@ -6,35 +6,35 @@ use clap::Args;
 
 use super::ConfigError;
 
-/// Flags of rewards that are Python functions.
+/// Flags of Python rewards.
 #[derive(Debug, Clone, Args)]
 pub struct PythonRewardsArgs {
-    /// Folders of Python files that jobs may name as rewards ({"type": "python"}), comma-separated. Workers run these files as the
-    /// user who runs the worker, without a sandbox: whoever may submit jobs and write into these folders may run anything. Default:
-    /// none, and such rewards are refused. RLOOD_PYTHON names the Python; python3 otherwise.
+    /// Folders with Python files that jobs may use as rewards ({"type": "python"}), comma-separated. Workers run these files
+    /// without a sandbox, as the user who runs the worker: anyone who can submit jobs and write to these folders can run arbitrary
+    /// code. Default: none; such rewards are refused. RLOOD_PYTHON sets the Python interpreter; otherwise python3.
     #[arg(long, env = "RLOOD_PYTHON_REWARDS", value_delimiter = ',', value_name = "DIR,…")]
     pub python_rewards: Option<Vec<PathBuf>>,
 
-    /// With keys: the names or ids of the keys whose jobs may have such rewards, comma-separated; the word operator stands for
-    /// RLOOD_API_KEY. Default: no key. Without keys it says nothing.
+    /// Names or ids of the keys whose jobs may use Python rewards, for a server with keys, comma-separated; operator stands
+    /// for RLOOD_API_KEY. Default: no key. Without keys the flag has no effect.
     #[arg(long, env = "RLOOD_PYTHON_REWARDS_KEYS", value_delimiter = ',', value_name = "NAME,…")]
     pub python_rewards_keys: Option<Vec<String>>,
 }
 
-/// Which Python functions may be rewards.
+/// Validated settings of Python rewards.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PythonRewards {
-    /// Canonical; empty = none may.
+    /// Canonical paths of the folders; empty = Python rewards are refused.
     pub folders: Vec<PathBuf>,
-    /// Names and ids of keys.
+    /// Names and ids of the permitted keys.
     pub keys: Vec<String>,
 }
 
 impl PythonRewardsArgs {
-    /// Checks the folders.
+    /// Checks that the folders exist.
     ///
     /// # Errors
-    /// When one is not a directory, or keys are named and no folder is.
+    /// When one is not a directory, or keys are given without a folder.
     pub fn resolve(&self) -> Result<PythonRewards, ConfigError> {
         let given = self.python_rewards.iter().flatten().filter(|folder| !folder.as_os_str().is_empty());
         let canonical = given.map(|folder| {
@@ -48,7 +48,7 @@ impl PythonRewardsArgs {
         let names = self.python_rewards_keys.iter().flatten().map(|name| name.trim().to_owned());
         let keys: Vec<String> = names.filter(|name| !name.is_empty()).collect();
         if folders.is_empty() && !keys.is_empty() {
-            let detail = "--python-rewards-keys says whose jobs may have Python rewards, and no folder has them: add --python-rewards DIR";
+            let detail = "--python-rewards-keys is set without a folder: add --python-rewards DIR";
             return Err(ConfigError::new(detail));
         }
         Ok(PythonRewards { folders, keys })
@@ -56,7 +56,7 @@ impl PythonRewardsArgs {
 }
 
 impl PythonRewards {
-    /// Whether a canonical path lies in one of the folders.
+    /// Whether a canonical path is in one of the folders.
     pub fn holds(&self, path: &Path) -> bool {
         self.folders.iter().any(|folder| path.starts_with(folder))
     }

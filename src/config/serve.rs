@@ -1,6 +1,6 @@
-//! Settings of the server: flags as given, and what a server then runs with, every value checked.
+//! Settings of the server: the flags, and the validated configuration.
 //!
-//! Longer than other files: one line or two for each flag, and a test beside each check.
+//! Longer than other files: one or two lines per flag, and a test next to each check.
 
 use std::fmt;
 use std::net::{SocketAddr, ToSocketAddrs};
@@ -17,176 +17,175 @@ use super::{
 use crate::spec::footprint::Place;
 use crate::storage::{NoLimit, StorageKind, StorageLimits};
 
-/// Flags of `rlood serve`.
 #[derive(Debug, Clone, Args)]
 pub struct ServeArgs {
-    /// Address to listen on, HOST:PORT; port 0 takes a free one (printed on the first line of standard output). Any
-    /// address that is not loopback needs an API key.
+    /// Address to listen on, HOST:PORT; port 0 chooses a free one (printed on the first line of standard output). Any address that
+    /// is not loopback requires an API key.
     #[arg(long, env = "RLOOD_LISTEN", default_value = "127.0.0.1:8080", value_name = "HOST:PORT")]
     pub listen: String,
 
-    /// Directory for the database, datasets and checkpoints; created if absent. One server at a time may use it.
+    /// Directory for the database, datasets and checkpoints; created if absent. Only one server at a time can use it.
     #[arg(long, env = "RLOOD_DATA_DIR", default_value = "rlood-data", value_name = "DIR")]
     pub data_dir: PathBuf,
 
-    /// Devices to train on, comma-separated: auto, cpu, cuda:N, or none (only workers started by hand). One worker
-    /// process runs per entry, so `cpu,cpu` runs two jobs at once. auto = every GPU this build can use, else one cpu.
+    /// Devices to train on, comma-separated: auto, cpu, cuda:N, or none (only workers started separately). One worker process runs
+    /// per entry, so `cpu,cpu` runs two jobs concurrently. auto = every GPU that this build can use, otherwise one cpu.
     #[arg(long, env = "RLOOD_DEVICES", default_value = "auto", value_name = "LIST")]
     pub devices: String,
 
-    /// Admin key, at least 16 characters. With it, or with a key of `rlood keys create`, every request needs
-    /// `Authorization: Bearer KEY`; without any the server listens on loopback only and asks for none. Prefer the variable:
-    /// flags are visible to other users.
+    /// Admin key, at least 16 characters. With it, or with a key from `rlood keys create`, every request needs `Authorization:
+    /// Bearer KEY`. Without any key the server listens on loopback only and requires none. Prefer the variable: flags are
+    /// visible to other users.
     #[arg(long, env = "RLOOD_API_KEY", hide_env_values = true, value_name = "KEY")]
     pub api_key: Option<String>,
 
-    /// Token that workers present, at least 16 characters. Default: a random one for each start, known only to the
-    /// server's own workers; set it to let `rlood worker` connect from elsewhere.
+    /// Token that workers present, at least 16 characters. Default: a random one per start, known only to the server's own workers.
+    /// Set it to let `rlood worker` connect from other machines.
     #[arg(long, env = "RLOOD_WORKER_TOKEN", hide_env_values = true, value_name = "TOKEN")]
     pub worker_token: Option<String>,
 
-    /// Address at which clients and reward services reach this server (http:// or https://), when it differs from
-    /// --listen: behind a proxy, say. Its host is accepted in the Host header.
+    /// URL at which clients and reward services reach this server (http:// or https://), if it differs from --listen, for example
+    /// behind a proxy. Its host is accepted in the Host header.
     #[arg(long, env = "RLOOD_PUBLIC_URL", value_name = "URL")]
     pub public_url: Option<String>,
 
-    /// Private addresses that outgoing requests (rewards) may reach, comma-separated: CIDR blocks, addresses, host names,
-    /// the word loopback. Default: loopback without an API key, nothing private with one. Public addresses are always
-    /// allowed.
+    /// Private addresses that outgoing requests (rewards) may reach, comma-separated: CIDR blocks, addresses, host names, or the
+    /// word loopback. Default: loopback without an API key, none with a key. Public addresses are always allowed.
     #[arg(long, env = "RLOOD_ALLOW_OUTGOING", value_delimiter = ',', value_name = "CIDR|HOST,…")]
     pub allow_outgoing: Option<Vec<String>>,
 
-    /// Directories that hold models, comma-separated. With an API key a model's path must lie under one of them;
-    /// without one, and without this flag, any readable path is accepted.
+    /// Directories that contain models, comma-separated. With an API key a model's path must be below one of them. Without a key
+    /// and without this flag, any readable path is accepted.
     #[arg(long, env = "RLOOD_MODEL_ROOT", value_delimiter = ',', value_name = "DIR,…")]
     pub model_root: Option<Vec<PathBuf>>,
 
-    /// Instruction set of the CPU kernels: auto (the best one the machine has), portable, avx2, avx512 or amx.
+    /// Instruction set of the CPU kernels: auto (the best one that the machine supports), portable, avx2, avx512 or amx.
     #[arg(long, env = "RLOOD_ISA", default_value = "auto", value_enum)]
     pub isa: Isa,
 
-    /// Bytes that the stored samples of one job may take; beyond them the oldest steps' samples are removed, of training
-    /// first, never the newest (the job's history and `removed` in /jobs/{id}/samples tell). Metrics stay. 0 = no limit.
-    /// Default: 1 GiB, about a million samples of 1,000 characters.
+    /// Limit for the stored samples of one job, in bytes. Beyond it the samples of the oldest steps are removed, training samples
+    /// first, the newest ones never (the job's events and `removed` in /jobs/{id}/samples report it). Metrics are kept. 0 = no
+    /// limit. Default: 1 GiB, about a million samples of 1,000 characters.
     #[arg(long, env = "RLOOD_SAMPLES_MAX_BYTES", default_value_t = SAMPLES_MAX_BYTES, value_name = "BYTES")]
     pub samples_max_bytes: u64,
 
-    /// Seconds that this server's own workers have from its SIGTERM on to save a checkpoint and give their jobs back to the
-    /// queue, 2 to 3600; the whole shutdown takes at most 4 s more. The service manager must wait longer before it kills:
-    /// Kubernetes' terminationGracePeriodSeconds, systemd's TimeoutStopSec.
+    /// Grace period in seconds, 2 to 3600: the time that this server's workers have after SIGTERM to save a checkpoint and return
+    /// their jobs to the queue. The whole shutdown takes at most 4 s longer. Configure the service manager to wait longer before it
+    /// kills the server: Kubernetes' terminationGracePeriodSeconds, systemd's TimeoutStopSec.
     #[arg(long, env = "RLOOD_GRACE_S", default_value_t = GRACE_S, value_name = "SECONDS",
         value_parser = clap::value_parser!(u64).range(2..=3600))]
     pub grace_s: u64,
 
-    /// Factor, above 0 and at most 1, on the waits that rlood chooses itself when a reward service fails: between tries,
-    /// while its breaker is open, between the server's pings. For tests: services need their rest.
+    /// Factor, above 0 and at most 1, for rlood's own delays when a reward service fails: between retries, while the circuit
+    /// breaker is open, between the server's pings. For tests. Shortens retry delays.
     #[arg(long, env = "RLOOD_REWARD_PACE", default_value_t = 1.0, hide = true, value_name = "FACTOR")]
     pub reward_pace: f64,
 
-    /// Whether a job that succeeded is judged by itself, where it has an evaluation: base model and trained model on the same rows
-    /// (GET /jobs/{id}/verdict). A job says `eval.auto_verdict: false` for itself.
+    /// Whether a verdict is created automatically for each successful job with an evaluation: base model and trained model compared
+    /// on the same rows (GET /jobs/{id}/verdict). A job can opt out with `eval.auto_verdict: false`.
     #[arg(long, env = "RLOOD_AUTO_VERDICT", default_value_t = true, action = clap::ArgAction::Set, value_name = "true|false")]
     pub auto_verdict: bool,
 
-    /// Compute threads of all workers together, split evenly between the cpu devices. Default: the machine's cores.
+    /// Number of compute threads of all workers together, split evenly between the cpu devices. Default: the number of cores.
     #[arg(long, env = "RLOOD_THREADS", value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub threads: Option<u32>,
 
-    /// Memory that all cpu workers together may use: bytes, or with a unit (512M, 12G; powers of 1024); 0 = no limit. A job
-    /// whose estimate is larger than a worker's even share is refused at submission. Default: the control group's limit,
-    /// else the machine's memory.
+    /// Memory limit of all cpu workers together: bytes, or with a unit (512M, 12G; powers of 1024); 0 = no limit. A job whose
+    /// estimate exceeds a worker's even share is refused at submission. Default: the control group's limit,
+    /// otherwise the machine's memory.
     #[arg(long, env = "RLOOD_MEMORY_LIMIT", value_name = "SIZE")]
     pub memory_limit: Option<String>,
 
-    /// Memory that each worker may use of its GPU, where something else uses it too, or two workers do (cuda:0,cuda:0):
-    /// bytes, or with a unit (512M, 40G; powers of 1024); 0 = all. Jobs are planned to stay within it, and one whose estimate
-    /// is larger is refused at submission. `rlood worker`, started by hand, reads the variable. Default: all.
+    /// GPU memory limit of each worker, for GPUs that are shared with other programs or by two workers (cuda:0,cuda:0): bytes, or
+    /// with a unit (512M, 40G; powers of 1024); 0 = all. Jobs are planned to stay within it, and a job whose estimate exceeds it is
+    /// refused at submission. A worker started with `rlood worker` reads the variable. Default: all.
     #[arg(long, env = GPU_MEMORY, value_name = "SIZE")]
     pub gpu_memory: Option<String>,
 
-    /// The most that all models, datasets or checkpoints may take, comma-separated: checkpoints=200GB,datasets=10G. Beyond it a
-    /// write is refused (507) until something was removed; a job that cannot save its checkpoint pauses. `GET /system/storage`
-    /// says what is used, `rlood gc` removes what nothing needs. Default: no limit but the disk.
+    /// Storage limits for models, datasets or checkpoints, comma-separated: checkpoints=200GB,datasets=10G. Beyond its limit a
+    /// write is refused (507) until something is removed; a job that cannot save its checkpoint pauses. `GET /system/storage`
+    /// reports usage, `rlood gc` removes unneeded data. Default: limited only by the disk.
     #[arg(long, env = "RLOOD_STORAGE_LIMIT", value_delimiter = ',', value_name = "KIND=SIZE,…")]
     pub storage_limit: Vec<String>,
 
-    /// Of the edge.
+    /// Network limits: hosts, origins, connections, disk reserve.
     #[command(flatten)]
     pub edge: EdgeArgs,
 
-    /// Of the hub.
+    /// Settings of the hub.
     #[command(flatten)]
     pub hub: HubArgs,
 
-    /// Of what is kept.
+    /// Retention times of stored data.
     #[command(flatten)]
     pub retention: RetentionArgs,
 
-    /// Of rewards that are Python functions.
+    /// Settings of Python rewards.
     #[command(flatten)]
     pub python_rewards: PythonRewardsArgs,
 }
 
-/// What a server runs with; every value checked. Made by [`ServeArgs::resolve`] or [`ServeConfig::loopback`].
+/// The validated configuration of a server. Created by [`ServeArgs::resolve`] or [`ServeConfig::loopback`].
 #[derive(Clone)]
 pub struct ServeConfig {
     /// The address to bind; loopback unless there is a key.
     pub listen: SocketAddr,
-    /// Where everything durable lies.
+    /// Directory of all persistent data.
     pub data_dir: PathBuf,
-    /// One worker process each; may be empty.
+    /// Devices with one worker process each; may be empty.
     pub devices: Vec<Device>,
-    /// They were found (`auto`), not asked for: the driver may list fewer GPUs than the machine seems to have.
+    /// Whether the devices were detected (`auto`) instead of requested: the driver may list fewer GPUs than the
+    /// machine seems to have.
     pub devices_are_found: bool,
     /// The admin key; None = no authentication, loopback only.
     pub api_key: Option<String>,
-    /// What workers present.
+    /// Token that workers present.
     pub worker_token: String,
-    /// Without a trailing slash.
+    /// Public URL without a trailing slash.
     pub public_url: Option<String>,
-    /// CIDRs and host names of private addresses that outgoing requests may reach; ask [`ServeConfig::outgoing_allowed`].
+    /// CIDR blocks and host names of private addresses that outgoing requests may reach. Use [`ServeConfig::outgoing_allowed`].
     pub allow_outgoing: Vec<String>,
-    /// Canonical directories models must lie under; None = anywhere. Ask [`ServeConfig::model_roots_allowed`].
+    /// Canonical directories that must contain all models; None = anywhere. Use [`ServeConfig::model_roots_allowed`].
     pub model_roots: Option<Vec<PathBuf>>,
-    /// Passed on to the workers.
+    /// Instruction set, passed on to the workers.
     pub isa: Isa,
-    /// Of all workers together.
+    /// Number of compute threads of all workers together.
     pub threads: u32,
-    /// Memory of all cpu workers together, bytes; None = unknown or not limited.
+    /// Memory limit of all cpu workers together, in bytes; None = unknown or unlimited.
     pub memory_limit_bytes: Option<u64>,
-    /// Memory that each worker may use of its GPU, bytes; None = all of it.
+    /// GPU memory limit of each worker, in bytes; None = all of it.
     pub gpu_memory_limit_bytes: Option<u64>,
-    /// What a worker may use of the pool's smallest GPU, bytes; None = no GPU, or not known before the server starts.
+    /// Usable memory of the pool's smallest GPU, in bytes; None = no GPU, or unknown before the server starts.
     pub gpu_memory_bytes: Option<u64>,
-    /// The `rlood` binary that workers are started from; None = this process's own.
+    /// The `rlood` binary to start workers from; None = this process's own.
     pub worker_program: Option<PathBuf>,
-    /// What the samples of one job may take, bytes; 0 = no limit.
+    /// Limit for the samples of one job, in bytes; 0 = no limit.
     pub samples_max_bytes: u64,
-    /// Factor on the waits for reward services; 1 but in tests. Passed on to the workers.
+    /// Factor for delays after failures of reward services; 1 except in tests. Passed on to the workers.
     pub reward_pace: f64,
-    /// Jobs that succeeded with an evaluation are judged by themselves.
+    /// Whether successful jobs with an evaluation get a verdict automatically.
     pub auto_verdict: bool,
-    /// Seconds that a worker has to save and exit after SIGTERM. The server passes it on to its workers.
+    /// Grace period in seconds for a worker to save and exit after SIGTERM. Passed on to the workers.
     pub grace_s: u64,
-    /// Between a worker's heartbeats, ms: the longest a cancel or pause waits to be seen.
+    /// Interval between a worker's heartbeats in ms: the maximum delay before a cancel or pause takes effect.
     pub heartbeat_ms: u64,
-    /// Of a claim without heartbeat, ms.
+    /// Lease of a claim without heartbeats, in ms.
     pub lease_ms: u64,
-    /// Passed on to the workers.
+    /// Log filter, passed on to the workers.
     pub log: String,
-    /// Passed on to the workers.
+    /// Log format, passed on to the workers.
     pub log_format: LogFormat,
-    /// Names, origins, connections, time limits, disk.
+    /// Validated network limits: names, origins, connections, timeouts, disk.
     pub edge: Edge,
-    /// Where models come from.
+    /// Validated settings of the hub.
     pub hub: HubConfig,
-    /// How much may be kept.
+    /// Limits for stored models, datasets and checkpoints.
     pub storage_limits: StorageLimits,
-    /// How long things are kept.
+    /// Retention times of stored data.
     pub retention: Retention,
-    /// Which Python functions may be rewards.
+    /// Validated settings of Python rewards.
     pub python_rewards: PythonRewards,
-    /// `allow_outgoing` was left to its default, which a key of the database narrows.
+    /// Whether `allow_outgoing` is the default, which a key in the database narrows.
     pub default_outgoing: bool,
 }
 
@@ -203,11 +202,11 @@ impl fmt::Debug for ServeConfig {
 }
 
 impl ServeConfig {
-    /// A server without keys on a free loopback port with one cpu worker: for the demo and for tests, which then change
-    /// what they need.
+    /// Returns the configuration of a server without keys on a free loopback port with one cpu worker. The demo and
+    /// tests start from it.
     ///
     /// # Errors
-    /// When the system gives no random bytes.
+    /// When the system provides no random bytes.
     pub fn loopback(data_dir: &Path) -> Result<Self, ConfigError> {
         Ok(Self {
             listen: SocketAddr::from(([127, 0, 0, 1], 0)),
@@ -242,14 +241,15 @@ impl ServeConfig {
         })
     }
 
-    /// The private addresses that outgoing requests may reach. The default permits loopback only while no request needs a
-    /// key; what the operator named stays.
+    /// Returns the private addresses that outgoing requests may reach. The default allows loopback only while no request needs a
+    /// key; addresses named by the operator always apply.
     pub fn outgoing_allowed(&self, keys_are_on: bool) -> &[String] {
         let is_narrowed = keys_are_on && self.api_key.is_none() && self.default_outgoing;
         if is_narrowed { &[] } else { &self.allow_outgoing }
     }
 
-    /// The directories models must lie under; None = anywhere. The default permits any only while no request needs a key.
+    /// Returns the directories that must contain all models; None = anywhere. The default allows any only while no
+    /// request needs a key.
     pub fn model_roots_allowed(&self, keys_are_on: bool) -> Option<&[PathBuf]> {
         match &self.model_roots {
             None if keys_are_on && self.api_key.is_none() => Some(&[]),
@@ -257,13 +257,13 @@ impl ServeConfig {
         }
     }
 
-    /// Memory a job may use: an even share of the limit.
+    /// Returns the memory that a job may use: an even share of the limit.
     pub fn memory_per_worker(&self) -> Option<u64> {
         let workers = self.devices.iter().filter(|device| **device == Device::Cpu).count() as u64;
         self.memory_limit_bytes.map(|bytes| bytes / workers.max(1))
     }
 
-    /// What jobs may be computed on: the kinds of devices of the pool, the first one first.
+    /// Returns the kinds of devices that jobs may run on, the first one first.
     pub fn places(&self) -> Vec<Place> {
         let mut places: Vec<Place> = Vec::new();
         for device in &self.devices {
@@ -278,7 +278,8 @@ impl ServeConfig {
         places
     }
 
-    /// Of GPUs that were found, keep the first `listed`: as many as the driver lists. Without any, the processor.
+    /// Keeps the first `listed` of the detected GPUs, which is the number that the driver lists. Falls back to the CPU
+    /// if it lists none.
     pub fn keep_found(&mut self, listed: usize) {
         if self.devices_are_found {
             self.devices.retain(|device| !matches!(device, Device::Cuda(index) if *index as usize >= listed));
@@ -288,7 +289,7 @@ impl ServeConfig {
         }
     }
 
-    /// The numbers of the GPUs of the pool.
+    /// Returns the numbers of the pool's GPUs.
     pub fn gpus(&self) -> impl Iterator<Item = u32> {
         self.devices.iter().filter_map(|device| match device {
             Device::Cpu => None,
@@ -296,7 +297,7 @@ impl ServeConfig {
         })
     }
 
-    /// Compute threads of each cpu worker: an even share, at least 1.
+    /// Returns the number of compute threads of each cpu worker: an even share, at least 1.
     pub fn threads_per_worker(&self) -> u32 {
         let workers = u32::try_from(self.devices.len()).unwrap_or(u32::MAX).max(1);
         (self.threads / workers).max(1)
@@ -304,13 +305,13 @@ impl ServeConfig {
 }
 
 impl ServeArgs {
-    /// Checks every setting; `cli` gives the log settings the workers inherit.
+    /// Checks every setting. `cli` provides the log settings that the workers inherit.
     ///
     /// # Errors
-    /// The first setting that cannot be used.
+    /// The first invalid setting.
     pub fn resolve(&self, log: &str, log_format: LogFormat) -> Result<ServeConfig, ConfigError> {
         let api_key = checked_secret(self.api_key.as_deref(), "RLOOD_API_KEY (--api-key)")?;
-        // A database may hold keys; whether it does is known when the server opens it.
+        // An existing database may contain keys. The server knows after it has opened the database.
         let may_have_key = api_key.is_some() || self.data_dir.join("rlood.db").exists();
         let listen = resolve_listen(&self.listen, may_have_key)?;
         let worker_token = match checked_secret(self.worker_token.as_deref(), "RLOOD_WORKER_TOKEN (--worker-token)")? {
@@ -364,7 +365,7 @@ impl ServeArgs {
     }
 }
 
-/// `checkpoints=200GB`; 0 = no limit.
+/// Parses limits such as `checkpoints=200GB`; 0 = no limit.
 fn parse_storage_limits(given: &[String]) -> Result<StorageLimits, ConfigError> {
     let mut limits = StorageLimits::new();
     for entry in given.iter().map(|entry| entry.trim()).filter(|entry| !entry.is_empty()) {
@@ -374,13 +375,13 @@ fn parse_storage_limits(given: &[String]) -> Result<StorageLimits, ConfigError> 
         let kind: StorageKind = kind.trim().parse().map_err(|why: NoLimit| bad(why.to_string()))?;
         let bytes = parse_size_of(&format!("--storage-limit {kind}:"), size)?;
         if let Some(twice) = bytes.and_then(|bytes| limits.insert(kind, bytes)) {
-            return Err(bad(format!("{kind} has a limit of {twice} bytes already: name each kind once")));
+            return Err(bad(format!("{kind} already has a limit of {twice} bytes: name each kind once")));
         }
     }
     Ok(limits)
 }
 
-/// A factor on waits.
+/// Checks the factor for delays.
 fn parse_pace(factor: f64) -> Result<f64, ConfigError> {
     if factor > 0.0 && factor <= 1.0 {
         return Ok(factor);
@@ -388,13 +389,13 @@ fn parse_pace(factor: f64) -> Result<f64, ConfigError> {
     Err(ConfigError::new(format!("--reward-pace {factor}: must be above 0 and at most 1")))
 }
 
-/// 256 random bits in hexadecimal.
+/// Returns 256 random bits in hexadecimal.
 pub(crate) fn random_token() -> Result<String, ConfigError> {
     let mut bytes = [0_u8; 32];
     rustls::crypto::ring::default_provider()
         .secure_random
         .fill(&mut bytes)
-        .map_err(|_| ConfigError::new("the system gave no random bytes for a token; set RLOOD_WORKER_TOKEN"))?;
+        .map_err(|_| ConfigError::new("the system provided no random bytes for a token; set RLOOD_WORKER_TOKEN"))?;
     Ok(hex::encode(bytes))
 }
 
@@ -403,22 +404,22 @@ fn checked_secret(given: Option<&str>, name: &str) -> Result<Option<String>, Con
     let Some(secret) = given.filter(|secret| !secret.is_empty()) else { return Ok(None) };
     if secret.chars().count() < MIN_SECRET_CHARS {
         return Err(ConfigError::new(format!(
-            "{name} has {} characters, at least {MIN_SECRET_CHARS} are needed: make one with `openssl rand -hex 24`",
+            "{name} has {} characters, at least {MIN_SECRET_CHARS} are required: generate one with `openssl rand -hex 24`",
             secret.chars().count()
         )));
     }
     if !secret.bytes().all(|byte| byte.is_ascii_graphic()) {
-        return Err(ConfigError::new(format!("{name} may hold only visible ASCII characters, without spaces")));
+        return Err(ConfigError::new(format!("{name} must contain only visible ASCII characters, without spaces")));
     }
     Ok(Some(secret.to_owned()))
 }
 
-/// A name with several addresses stands for its first IPv4 one.
+/// Resolves the listen address. A name with several addresses resolves to its first IPv4 one.
 ///
 /// # Errors
 /// When it is not an address, or not loopback and there is no key.
 pub fn resolve_listen(listen: &str, has_key: bool) -> Result<SocketAddr, ConfigError> {
-    let advice = "write HOST:PORT, 127.0.0.1:8080";
+    let advice = "use the form HOST:PORT, such as 127.0.0.1:8080";
     let addresses: Vec<SocketAddr> = listen
         .to_socket_addrs()
         .map_err(|error| ConfigError::new(format!("--listen '{listen}' is not an address ({error}): {advice}")))?
@@ -432,11 +433,11 @@ pub fn resolve_listen(listen: &str, has_key: bool) -> Result<SocketAddr, ConfigE
     Err(no_key_for(listen))
 }
 
-/// Why an open address is refused.
+/// The error for a non-loopback address without a key.
 pub fn no_key_for(listen: impl fmt::Display) -> ConfigError {
     ConfigError::new(format!(
-        "--listen {listen} would be reachable by others, and no API key is set: set RLOOD_API_KEY (at least \
-         {MIN_SECRET_CHARS} characters) or make a key with `rlood keys create` to require one, or listen on 127.0.0.1"
+        "--listen {listen} would be reachable from other machines, but no API key is set: set RLOOD_API_KEY (at least \
+         {MIN_SECRET_CHARS} characters) or create a key with `rlood keys create`, or listen on 127.0.0.1"
     ))
 }
 
@@ -455,7 +456,7 @@ fn resolve_model_roots(given: Option<&[PathBuf]>, has_key: bool) -> Result<Optio
 
 fn parse_public_url(url: &str) -> Result<String, ConfigError> {
     let bad =
-        |why: &str| ConfigError::new(format!("--public-url '{url}' {why}; write https://HOST or https://HOST/PREFIX"));
+        |why: &str| ConfigError::new(format!("--public-url '{url}' {why}; use https://HOST or https://HOST/PREFIX"));
     let parsed = reqwest::Url::parse(url).map_err(|error| bad(&format!("is not a URL ({error})")))?;
     if !matches!(parsed.scheme(), "http" | "https") {
         return Err(bad("is neither http nor https"));
@@ -515,7 +516,7 @@ mod tests {
             config.keep_found(listed);
             assert_eq!(config.devices, kept);
         }
-        // What was asked for is not changed: the server says that it is not there.
+        // Requested devices stay unchanged: the server reports later that they are missing.
         config = ServeConfig { devices: all.clone(), devices_are_found: false, ..config };
         config.keep_found(0);
         assert_eq!(config.devices, all);
@@ -560,7 +561,7 @@ mod tests {
             ("cuda", "cuda:0"),
             ("cuda:x", "must be cpu or cuda:N"),
             ("", "empty"),
-            ("cpu,auto", "stands alone"),
+            ("cpu,auto", "cannot be part of a list"),
         ] {
             let error = resolve(&["--devices", given]).unwrap_err().to_string();
             assert!(error.contains(part), "{given}: {error}");
@@ -568,7 +569,7 @@ mod tests {
         if !cfg!(feature = "cuda") {
             let error = resolve(&["--devices", "cuda:0"]).unwrap_err().to_string();
             assert!(error.contains("built without CUDA"), "{error}");
-            // `rlood worker` says the same of its own --device.
+            // `rlood worker` uses the same message for its own --device.
             assert!(error.contains("use cpu") && !error.contains("use --devices"), "{error}");
         }
     }

@@ -1,4 +1,4 @@
-//! What the job achieved, read back over HTTP.
+//! The results of the demo's job, read over HTTP.
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -13,24 +13,24 @@ use crate::event::SamplePhase;
 use crate::files;
 use crate::id::JobId;
 
-/// Held-out accuracy that `--exit` asks for.
+/// Held-out accuracy that `--exit` requires.
 const GOAL_ACCURACY: f64 = 0.9;
-/// And how much it must have risen.
+/// Rise of the held-out accuracy that `--exit` requires.
 const GOAL_RISE: f64 = 0.2;
-/// Prompts that are shown with their answers.
+/// Number of prompts that are shown with their answers.
 const SHOWN: usize = 5;
-/// The file of the adapter that is compared.
+/// The adapter file whose hash is compared.
 const WEIGHTS: &str = "adapter_model.safetensors";
-/// The held-out metric: the built-in reward of weight 0.
+/// Name of the held-out metric: the mean of the built-in reward with weight 0.
 const ACCURACY: &str = "eval_rewards/exact_match/mean";
 
-/// Before and after.
+/// Results before and after training.
 pub struct Outcome {
     job: JobId,
     before: f64,
     after: f64,
     shown: Vec<Shown>,
-    /// `reward`, `kl` … of the first and the last step.
+    /// Metrics such as `reward` and `kl`, at the first and the last step.
     metrics: Vec<(String, Option<f64>, Option<f64>)>,
     adapter_dir: PathBuf,
     adapter_sha256: Sha256Digest,
@@ -45,7 +45,7 @@ struct Shown {
 }
 
 impl Outcome {
-    /// Reads everything back, and unpacks the adapter into `data_dir/adapter`.
+    /// Reads all results over HTTP, and unpacks the adapter to `data_dir/adapter`.
     pub async fn read(client: &Client, job: JobId, steps: u64, data_dir: &Path) -> Result<Self, DemoError> {
         let rows = client.get_metrics(job, &MetricsQuery::default()).collect().await?;
         let value = |step: u64, key: &str| rows.iter().find(|row| row.step == step)?.get(key);
@@ -80,7 +80,7 @@ impl Outcome {
         Ok(outcome)
     }
 
-    /// What was downloaded is what the server says it has.
+    /// Checks that the downloaded adapter has the hash that the server lists.
     async fn check_adapter(&self, client: &Client) -> Result<(), DemoError> {
         let page = client.list_checkpoints(self.job).next_page().await?;
         let newest = page.and_then(|page| page.data.into_iter().next());
@@ -91,7 +91,7 @@ impl Outcome {
         Err(DemoError::Job("the downloaded adapter does not have the sha256 that the checkpoint lists".to_owned()))
     }
 
-    /// Prints it for people.
+    /// Prints the results for people.
     pub fn print(&self, base: &str, took: Duration) {
         let Self { job, before, after, shown, metrics, adapter_dir, adapter_sha256 } = self;
         println!(
@@ -113,7 +113,7 @@ impl Outcome {
         }
         println!("\nadapter   {} (PEFT: PeftModel.from_pretrained loads it)", adapter_dir.display());
         println!("          {WEIGHTS} sha256 {adapter_sha256}");
-        println!("\ngo on     {base} (the dashboard), {base}/docs (the API)");
+        println!("\nnext      {base} (the dashboard), {base}/docs (the API)");
         println!("          rlood samples {job} --server {base} --phase eval --worst 3");
         println!("          rlood metrics {job} --server {base} --keys reward,kl");
         println!("          rlood generate {job} --server {base} --chat -p 'What is 12 + 30?'");
@@ -121,7 +121,7 @@ impl Outcome {
         println!("          curl {base}/jobs/{job}");
     }
 
-    /// The exit code of `--exit`, said aloud.
+    /// Returns the exit code of `--exit`, and prints the reason.
     pub fn judge(&self) -> ExitCode {
         let Self { before, after, .. } = self;
         if *after >= GOAL_ACCURACY && after - before >= GOAL_RISE {
@@ -136,7 +136,7 @@ impl Outcome {
     }
 }
 
-/// The greedy answer to a held-out prompt after `step`.
+/// Returns the greedy answer to a held-out prompt after `step`.
 async fn answer(client: &Client, job: JobId, step: u64, row: usize, question: &str) -> Result<String, DemoError> {
     let (prompt_id, contains) = (format!("row_{row}"), Some(question.to_owned()));
     let phase = Some(SamplePhase::Eval);

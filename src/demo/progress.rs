@@ -1,4 +1,4 @@
-//! The job's progress: a live bar on a terminal, plain lines elsewhere.
+//! Shows the job's progress: a live bar on a terminal, plain lines elsewhere.
 
 use std::time::{Duration, Instant};
 
@@ -9,12 +9,12 @@ use crate::event::Phase;
 use crate::id::JobId;
 use crate::job::State;
 
-/// Between plain lines.
-const LINE_EVERY: Duration = Duration::from_secs(5);
-/// Between two looks at the job.
-const WAIT: Duration = Duration::from_secs(1);
+/// Interval between plain lines.
+const LINE_INTERVAL: Duration = Duration::from_secs(5);
+/// Interval between two requests for the job.
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Follows one job.
+/// Follows the progress of one job.
 pub struct Progress {
     bar: Option<ProgressBar>,
     steps: u64,
@@ -31,21 +31,21 @@ struct Figures {
 }
 
 impl Progress {
-    /// For a job of `steps` optimizer steps; `live` on a terminal.
+    /// Creates the display for a job of `steps` optimizer steps; `live` on a terminal.
     pub fn new(steps: u64, live: bool) -> Self {
         let style = ProgressStyle::with_template("{bar:30} {msg}").unwrap_or_else(|_| ProgressStyle::default_bar());
         let bar = live.then(|| ProgressBar::new(steps).with_style(style));
         Self { bar, steps }
     }
 
-    /// Shows the job's progress until it is terminal or paused; returns it as it is then.
+    /// Shows the job's progress until it has ended or is paused, and returns its final state.
     pub async fn follow(self, client: &Client, id: JobId) -> Result<Job, Error> {
         let keys = ["reward", "kl", "num_tokens", "step_time"].map(str::to_owned).to_vec();
         let mut query = MetricsQuery { keys, ..MetricsQuery::default() };
         let mut figures = Figures::default();
         let mut last_line: Option<Instant> = None;
         loop {
-            let job = client.get_job_within(id, WAIT).await?;
+            let job = client.get_job_within(id, POLL_INTERVAL).await?;
             query.min_step = Some(figures.step + 1);
             let before = figures.step;
             client.get_metrics(id, &query).collect().await?.iter().for_each(|row| figures.take(row));
@@ -54,7 +54,7 @@ impl Progress {
             if let Some(bar) = &self.bar {
                 bar.set_position(figures.step);
                 bar.set_message(message);
-            } else if over || (figures.step > before && last_line.is_none_or(|last| last.elapsed() >= LINE_EVERY)) {
+            } else if over || (figures.step > before && last_line.is_none_or(|last| last.elapsed() >= LINE_INTERVAL)) {
                 println!("{message}");
                 last_line = Some(Instant::now());
             }

@@ -1,8 +1,8 @@
-//! A reward service that speaks contract v1: an example to copy from, and the grader of `rlood demo`.
+//! A reward service for contract v1: an example to copy, and the grader of `rlood demo`.
 //!
-//! It marks answers: 1.0 if the trimmed completion equals the row's column `answer`, else 0.0. Everything a real service
-//! needs is here: the signature is checked before the body is believed, `reward.ping` is answered, each sample gets its
-//! own result, and a sample that cannot be marked gets an error, never a 0.
+//! The reward is 1.0 if the trimmed completion equals the row's column `answer`, else 0.0. The service shows everything that a real
+//! one needs: it verifies the signature before it trusts the body, answers `reward.ping`, returns a result per sample, and returns
+//! an error for a sample that cannot be graded, never a 0.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ use tokio::task::JoinHandle;
 
 use crate::reward::signature::{Key, KeyError};
 
-/// A running service; dropping it stops it.
+/// A running service. Dropping it stops the service.
 #[derive(Debug)]
 pub struct ExampleService {
     address: SocketAddr,
@@ -29,7 +29,7 @@ pub struct ExampleService {
 }
 
 impl ExampleService {
-    /// Starts the service on a free loopback port; it accepts only requests signed with `secret` (`whsec_…`).
+    /// Starts the service on a free loopback port. It accepts only requests signed with `secret` (`whsec_…`).
     pub async fn start(secret: &str) -> std::io::Result<Self> {
         let key = Key::parse(secret).map_err(|why: KeyError| std::io::Error::other(why))?;
         let listener = TcpListener::bind("127.0.0.1:0").await?;
@@ -44,7 +44,7 @@ impl ExampleService {
         Ok(Self { address, task })
     }
 
-    /// Where to send samples.
+    /// Returns the URL to which samples are sent.
     pub fn url(&self) -> String {
         format!("http://{}/score", self.address)
     }
@@ -56,7 +56,7 @@ impl Drop for ExampleService {
     }
 }
 
-/// What this service reads of a request; it ignores the rest.
+/// The fields of a request that this service reads; all others are ignored.
 #[derive(Deserialize)]
 #[serde(tag = "type")]
 enum Request {
@@ -74,7 +74,7 @@ struct Sample {
 }
 
 async fn score(State(key): State<Arc<Key>>, headers: HeaderMap, body: Bytes) -> Response {
-    // The signature covers the bytes as they came: check it before parsing them.
+    // The signature covers the received bytes, so it is verified before parsing.
     let header = |name: &str| headers.get(name).and_then(|value| value.to_str().ok()).unwrap_or("");
     let now_s = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
     let (id, timestamp, signatures) = (header("webhook-id"), header("webhook-timestamp"), header("webhook-signature"));

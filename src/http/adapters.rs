@@ -1,4 +1,4 @@
-//! PEFT adapters from elsewhere: uploaded, or of the hub; jobs begin with them.
+//! PEFT adapters for warm starts: uploaded, or downloaded from a hub.
 
 mod receive;
 
@@ -27,44 +27,43 @@ use crate::modelcard::{ModelCardError, ModelFile, fingerprint_entries, hash_file
 use crate::spec::AdapterPlan;
 use crate::store::{AdapterRow, clock_ms};
 
-/// The two files that make an adapter.
+/// The two files of a PEFT adapter.
 pub(super) const FILES: [&str; 2] = [adapter::CONFIG, adapter::WEIGHTS];
 
-/// The routes of this module.
 pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new()
-        // Streamed to disk and counted there.
+        // The body is streamed to disk, and its size is checked there.
         .routes(routes!(create_adapter, list_adapters).layer(DefaultBodyLimit::disable()))
         .routes(routes!(get_stored_adapter, delete_adapter))
 }
 
-/// A PEFT adapter.
+/// A PEFT adapter that jobs can start from.
 #[derive(Debug, Clone, Serialize, ToSchema)]
 pub struct StoredAdapter {
-    /// Its id.
+    /// The adapter's id, `adp_…`.
     pub id: AdapterId,
-    /// As given at upload.
+    /// The name given at upload; null if none.
     pub name: Option<String>,
-    /// The base model that its config names.
+    /// The base model that adapter_config.json names; null if it names none.
     pub base_model: Option<String>,
-    /// Rank.
+    /// Rank of the LoRA matrices (`r`); null if the config does not say.
     pub r: Option<u64>,
-    /// The numerator of its scaling.
+    /// Numerator of the LoRA scaling factor; null if the config does not say.
     pub lora_alpha: Option<f64>,
-    /// Weights.
+    /// Number of weights in the adapter.
     pub num_parameters: u64,
-    /// Bytes of its files.
+    /// Total size of the adapter's files, in bytes.
     pub size_bytes: u64,
-    /// Over its files, lower-case hex.
+    /// SHA-256 over the adapter's files, in lower-case hex.
     pub sha256: String,
-    /// Its adapter_config.json.
+    /// The contents of adapter_config.json.
     #[schema(value_type = Object)]
     pub config: Value,
-    /// The owner of the key that uploaded it; empty = the operator.
+    /// Owner of the key that uploaded the adapter; empty = the operator.
     pub owner: String,
-    /// When it was uploaded first.
+    /// When the adapter was first uploaded.
     pub created_at: Time,
-    /// The hub's repository, revision and commit that it comes from.
+    /// Hub repository, revision and commit of the adapter; null if it was uploaded.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<Object>)]
     pub origin: Option<Value>,
@@ -91,44 +90,43 @@ impl From<AdapterRow> for StoredAdapter {
     }
 }
 
-/// An adapter of the hub.
+/// An adapter to download from a hub.
 #[derive(Debug, Clone, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 struct HubAdapter {
-    /// A repository: `org/name`, or `org/name@revision`.
+    /// Hub repository: `org/name`, or `org/name@revision`.
     #[schema(example = "org/qwen3-gsm8k-lora")]
     hub: String,
-    /// A branch, tag or commit of it; without, `main`.
+    /// Branch, tag or commit of the repository. Default: `main`.
     revision: Option<String>,
-    /// For people.
+    /// A display name, at most 200 characters.
     name: Option<String>,
 }
 
-/// An adapter as multipart form.
+/// An adapter as a multipart form.
 #[derive(ToSchema)]
 #[expect(dead_code, reason = "describes the multipart body in the document")]
 struct AdapterForm {
-    /// Its adapter_config.json.
+    /// Contents of the file adapter_config.json.
     #[schema(rename = "adapter_config.json", value_type = String, format = Binary)]
     config: Vec<u8>,
-    /// Its adapter_model.safetensors.
+    /// Contents of the file adapter_model.safetensors.
     #[schema(rename = "adapter_model.safetensors", value_type = String, format = Binary)]
     weights: Vec<u8>,
-    /// For people.
+    /// A display name, at most 200 characters.
     name: Option<String>,
 }
 
-/// `?name=`.
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 struct NameQuery {
-    /// For people; at most 200 characters. A multipart part `name` does the same.
+    /// A display name, at most 200 characters. A multipart field `name` has the same effect.
     #[param(min_length = 1, max_length = 200)]
     name: Option<String>,
 }
 
-/// What a request sent.
+/// The staged files of a request, with their name and origin.
 struct Sent {
     name: Option<String>,
     dir: StagedDir,
@@ -137,9 +135,10 @@ struct Sent {
 
 /// Upload a PEFT adapter.
 ///
-/// As a form with the parts `adapter_config.json` and `adapter_model.safetensors`, as a tar with these two files (plain or gzip, as
-/// `GET /jobs/{id}/adapter` gives it), or as JSON one of the hub: `{"hub": "org/name"}`. Config and tensors must agree; a job that
-/// begins with it (`warm_start.adapter`) checks that they fit its model. The same files again give the old adapter (200).
+/// Send a multipart form with the fields `adapter_config.json` and `adapter_model.safetensors`, a tar with these two files (plain
+/// or gzip, as `GET /jobs/{id}/adapter` returns it), or JSON that names an adapter on the hub: `{"hub": "org/name"}`. The config
+/// and the tensors must agree. A job that starts from the adapter (`warm_start.adapter`) checks that it matches the job's model.
+/// Uploading the same files again returns the existing adapter (200).
 #[utoipa::path(
     post, path = "/adapters", tag = "Adapters",
     params(NameQuery, ("Idempotency-Key" = Option<String>, Header, description = "The same key and files give the same answer for 24 hours")),
@@ -154,7 +153,7 @@ struct Sent {
     ),
     responses(
         (status = 201, description = "Created", body = StoredAdapter, headers(("Location" = String, description = "Its path"))),
-        (status = 200, description = "These files are an adapter already", body = StoredAdapter),
+        (status = 200, description = "The adapter already exists", body = StoredAdapter),
     ),
 )]
 async fn create_adapter(
@@ -173,7 +172,7 @@ async fn create_adapter(
 }
 
 async fn answer(state: AppState, new: New) -> Result<Answer, Problem> {
-    let (row, is_new) = keep(&state, new).await?;
+    let (row, is_new) = store(&state, new).await?;
     let location = format!("/adapters/{}", row.id);
     Answer::new(if is_new { StatusCode::CREATED } else { StatusCode::OK }, Some(location), &StoredAdapter::from(row))
 }
@@ -190,7 +189,7 @@ async fn list_adapters(
     Ok(Json(List::of(page, StoredAdapter::from)))
 }
 
-/// One adapter.
+/// Get an adapter by its id.
 #[utoipa::path(get, path = "/adapters/{id}", tag = "Adapters", params(("id" = AdapterId, Path, description = "The adapter")),
     responses((status = 200, description = "The adapter", body = StoredAdapter)))]
 async fn get_stored_adapter(
@@ -200,9 +199,9 @@ async fn get_stored_adapter(
     Ok(Json(state.store.adapter_get(id).await?.into()))
 }
 
-/// Delete an adapter.
+/// Delete an uploaded or downloaded adapter.
 ///
-/// Jobs that begin with it keep its files.
+/// Jobs that started from the adapter keep its files.
 #[utoipa::path(delete, path = "/adapters/{id}", tag = "Adapters", params(("id" = AdapterId, Path, description = "The adapter")),
     responses((status = 204, description = "Deleted")))]
 async fn delete_adapter(State(state): State<AppState>, Path(id): Path<AdapterId>) -> Result<StatusCode, Problem> {
@@ -211,13 +210,13 @@ async fn delete_adapter(State(state): State<AppState>, Path(id): Path<AdapterId>
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// An adapter that was read and checked, and is not kept yet.
+/// An adapter that was read and checked, but is not stored yet.
 struct New {
     row: AdapterRow,
     dir: StagedDir,
 }
 
-/// Reads and hashes the two files of a staged folder.
+/// Reads and hashes the two files of a staged directory.
 async fn read(state: &AppState, caller: &Caller, sent: Sent) -> Result<New, Problem> {
     let Sent { name, dir, origin } = sent;
     let owner = caller.owner().to_owned();
@@ -243,8 +242,8 @@ async fn read(state: &AppState, caller: &Caller, sent: Sent) -> Result<New, Prob
     Ok(New { row, dir })
 }
 
-/// Files first, then the row; the same files are one adapter of an owner: the row, and whether it is new.
-async fn keep(state: &AppState, new: New) -> Result<(AdapterRow, bool), Problem> {
+/// Stores the files, then the row. The same files are stored once per owner. Returns the row, and whether it is new.
+async fn store(state: &AppState, new: New) -> Result<(AdapterRow, bool), Problem> {
     let New { row, dir } = new;
     let id = row.id;
     state.files.in_background(move |files| files.adapter_place(id, dir.path())).await?;
@@ -255,20 +254,20 @@ async fn keep(state: &AppState, new: New) -> Result<(AdapterRow, bool), Problem>
     Ok(created?)
 }
 
-/// What a client reads of files that are no adapter.
+/// Converts an error about invalid adapter files into a problem for the client.
 pub(super) fn unusable(error: &ModelCardError) -> Problem {
     let detail = error.to_string();
     Problem::new(Code::InvalidAdapter, detail.clone()).item(format!("/{}", error.file), "invalid", detail)
 }
 
-/// An adapter of the hub that a job names: fetched, and kept like an upload.
+/// Downloads the hub adapter that a job names and stores it like an upload.
 pub(super) async fn import(state: &AppState, caller: &Caller, wanted: &AdapterPlan) -> Result<AdapterRow, Problem> {
-    let (row, dir) = look(state, caller, wanted).await?;
-    Ok(keep(state, New { row, dir }).await?.0)
+    let (row, dir) = inspect_hub_adapter(state, caller, wanted).await?;
+    Ok(store(state, New { row, dir }).await?.0)
 }
 
-/// The same, not kept.
-pub(super) async fn look(
+/// Downloads the hub adapter that a job names without storing it.
+pub(super) async fn inspect_hub_adapter(
     state: &AppState,
     caller: &Caller,
     wanted: &AdapterPlan,
@@ -279,7 +278,7 @@ pub(super) async fn look(
     Ok((row, dir))
 }
 
-/// Fetches the two files of a repository; those of a commit are kept for a day.
+/// Downloads the two files of a repository. Files of a commit are cached for a day.
 async fn fetch(state: &AppState, caller: &Caller, wanted: HubAdapter) -> Result<Sent, Problem> {
     check_disk(state)?;
     let HubAdapter { hub, revision, name } = wanted;
@@ -289,7 +288,7 @@ async fn fetch(state: &AppState, caller: &Caller, wanted: HubAdapter) -> Result<
     let mut files: Vec<RepoFile> = Vec::new();
     for name in FILES {
         let Some(file) = info.files.iter().find(|file| file.path == name) else {
-            let detail = format!("{repo} has no {name}: it is not a repository of a PEFT adapter");
+            let detail = format!("{repo} has no {name}: the repository does not contain a PEFT adapter");
             return Err(Problem::new(Code::InvalidAdapter, detail.clone()).item("/hub", "invalid", detail));
         };
         files.push(file.clone());

@@ -1,4 +1,4 @@
-//! What the doctor said of a job, and how it ended early.
+//! The alerts of a job, and the reason why a job ended early.
 
 use axum::extract::State;
 use serde::{Deserialize, Serialize};
@@ -15,21 +15,20 @@ use crate::id::{CheckpointId, JobId};
 use crate::job::Ending;
 use crate::store::{AlertRow, CheckpointRow};
 
-/// The routes of this module.
 pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new().routes(routes!(list_alerts))
 }
 
-/// An alert of a job, one episode.
+/// One episode of an alert of a job.
 #[derive(Debug, Clone, Serialize, ToSchema)]
 #[schema(as = JobAlert)]
 pub struct AlertView {
-    /// Rule, evidence, fix.
+    /// The rule, its evidence and the suggested fix.
     #[serde(flatten)]
     alert: Alert,
-    /// When it was stored.
+    /// When the alert was stored.
     time: Time,
-    /// The step it was over at; null while it is on.
+    /// The step at which the condition cleared; null while the alert is active.
     cleared_step: Option<u64>,
 }
 
@@ -42,9 +41,8 @@ impl From<AlertRow> for AlertView {
 /// A checkpoint and its step.
 #[derive(Debug, Clone, Copy, Serialize, ToSchema)]
 pub struct Marked {
-    /// Its id.
     id: CheckpointId,
-    /// Optimizer steps done.
+    /// Number of optimizer steps completed.
     step: u64,
 }
 
@@ -58,35 +56,35 @@ impl From<CheckpointRow> for Marked {
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = JobEnding)]
 pub struct EndingView {
-    /// The reason.
+    /// The reason, with its figures.
     #[serde(flatten)]
     ending: Ending,
-    /// The checkpoint that is the job's result: the best one after early stopping, the newest from before its evidence after
-    /// an alert; null when none is kept.
+    /// The checkpoint that is the job's result: the best one after early stopping, the newest one from before the evidence after an
+    /// alert; null if no such checkpoint is kept.
     checkpoint: Option<Marked>,
 }
 
 impl EndingView {
-    /// An ending as clients see it, with the id and the step of the job's result.
+    /// Combines an ending with the id and the step of the job's result.
     pub(super) fn new(ending: Ending, result: Option<(CheckpointId, u64)>) -> Self {
         Self { ending, checkpoint: result.map(|(id, step)| Marked { id, step }) }
     }
 }
 
-/// Which alerts.
+/// Filter of the alerts of a job.
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 struct AlertQuery {
-    /// Only those that are on.
+    /// Whether to return only alerts that are active.
     #[serde(default)]
     active: bool,
 }
 
-/// What the doctor said of a job: every alert with its evidence and what to change, latest first.
+/// List a job's alerts, latest first, each with its evidence and a suggested fix.
 #[utoipa::path(get, path = "/jobs/{id}/alerts", tag = "Jobs",
     params(("id" = JobId, Path, description = "The job"), AlertQuery),
-    responses((status = 200, description = "All of them", body = List<AlertView>),
+    responses((status = 200, description = "All alerts of the job", body = List<AlertView>),
         (status = 404, description = "No such job", body = ProblemBody)))]
 async fn list_alerts(
     State(state): State<AppState>,

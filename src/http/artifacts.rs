@@ -1,4 +1,4 @@
-//! Checkpoints and adapters: what a job made, to list and to download.
+//! Checkpoints and adapters of a job, to list and to download.
 
 use axum::extract::State;
 use axum::http::{HeaderMap, Method, StatusCode};
@@ -20,11 +20,10 @@ use crate::id::{CheckpointId, JobId};
 use crate::protocol::FileEntry;
 use crate::store::{CheckpointRow, JobRow, StoreError, clock_ms};
 
-/// What PEFT and vLLM load: the order in the archive.
+/// The files that PEFT and vLLM load, in the order of the archive.
 const ADAPTER_FILES: [&str; 2] = ["adapter_config.json", "adapter_model.safetensors"];
 const MANIFEST: &str = "manifest.json";
 
-/// The routes of this module.
 pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new()
         .routes(routes!(list_checkpoints))
@@ -36,25 +35,25 @@ pub fn routes() -> OpenApiRouter<AppState> {
         .routes(routes!(pin_checkpoint, unpin_checkpoint))
 }
 
-/// A published checkpoint.
+/// A checkpoint that a job has published.
 #[derive(Debug, Clone, Serialize, ToSchema)]
 pub struct Checkpoint {
-    /// Its id.
+    /// The checkpoint's id, `ckpt_…`.
     pub id: CheckpointId,
-    /// Whose it is.
+    /// The job that saved the checkpoint.
     pub job_id: JobId,
-    /// Optimizer steps done.
+    /// Number of optimizer steps completed.
     pub step: u64,
-    /// Its files.
+    /// The files of the checkpoint, with sizes and hashes.
     pub files: Vec<FileEntry>,
-    /// Of its step, and of the evaluation of its weights, if there was one (prefixed `eval_`); null = undefined.
+    /// Metrics of the checkpoint's step, and of the evaluation of its weights if there was one (prefix `eval_`); null = undefined.
     #[schema(value_type = std::collections::BTreeMap<String, Option<f64>>)]
     pub metrics: Metrics,
-    /// The best one so far.
+    /// Whether this is the job's best checkpoint so far.
     pub best: bool,
-    /// Kept whatever the rotation says.
+    /// Whether the checkpoint is kept when older checkpoints are deleted.
     pub pinned: bool,
-    /// When it was published.
+    /// When the checkpoint was published.
     pub created_at: Time,
 }
 
@@ -79,7 +78,7 @@ async fn list_checkpoints(
     let mut rows = state.store.checkpoint_list(id).await?;
     rows.sort_by_key(|row| std::cmp::Reverse(row.step));
     if let Some(after) = &query.after {
-        // The cursor is the step before the page, so that it outlives the rotation of the checkpoint it names.
+        // The cursor is the step before the page, so it stays valid after the checkpoint it names is deleted.
         let step: u64 = after.strip_prefix('s').and_then(|step| step.parse().ok()).ok_or(StoreError::BadCursor)?;
         rows.retain(|row| row.step < step);
     }
@@ -89,7 +88,7 @@ async fn list_checkpoints(
     Ok(Json(List { data: rows.into_iter().map(Checkpoint::from).collect(), next }))
 }
 
-/// One checkpoint.
+/// Get a checkpoint by its id.
 #[utoipa::path(get, path = "/checkpoints/{id}", tag = "Artifacts",
     params(("id" = CheckpointId, Path, description = "The checkpoint")),
     responses((status = 200, description = "The checkpoint", body = Checkpoint)))]
@@ -100,7 +99,7 @@ async fn get_checkpoint(
     Ok(Json(state.store.checkpoint_get(id).await?.into()))
 }
 
-/// Keep a checkpoint: rotation passes it over, whatever `keep_last` and `keep_best` say. Idempotent.
+/// Pin a checkpoint: it is kept when older checkpoints are deleted, regardless of `keep_last` and `keep_best`. Idempotent.
 #[utoipa::path(post, path = "/checkpoints/{id}/pin", tag = "Artifacts",
     params(("id" = CheckpointId, Path, description = "The checkpoint"), ("Idempotency-Key" = Option<String>, Header, description = "The same key gives the same answer for 24 hours")),
     responses((status = 200, description = "The checkpoint", body = Checkpoint)))]
@@ -118,7 +117,7 @@ async fn pin_checkpoint(
     once(&state, &caller, &headers, "POST /checkpoints/{id}/pin", &identity(id), work).await
 }
 
-/// Give a checkpoint back to rotation, which looks at it when the next one is published. Idempotent.
+/// Unpin a checkpoint: it may be deleted again when the job saves its next checkpoint. Idempotent.
 #[utoipa::path(delete, path = "/checkpoints/{id}/pin", tag = "Artifacts",
     params(("id" = CheckpointId, Path, description = "The checkpoint")),
     responses((status = 200, description = "The checkpoint", body = Checkpoint)))]
@@ -131,7 +130,7 @@ async fn unpin_checkpoint(
 
 /// Download a file of a checkpoint.
 ///
-/// The ETag is the file's SHA-256. `Range` (one range), `If-Range`, `If-Match` and `If-None-Match` are honoured.
+/// The ETag is the file's SHA-256. `Range` (one range), `If-Range`, `If-Match` and `If-None-Match` are honored.
 #[utoipa::path(method(get, head), path = "/checkpoints/{id}/files/{name}", tag = "Artifacts",
     params(
         ("id" = CheckpointId, Path, description = "The checkpoint"),
@@ -143,12 +142,12 @@ async fn unpin_checkpoint(
             content((Vec<u8> = "application/octet-stream"), (serde_json::Value = "application/json")), headers(
             ("ETag" = String, description = "The file's SHA-256, quoted"),
             ("Accept-Ranges" = String, description = "bytes"),
-            ("Repr-Digest" = String, description = "RFC 9530, of the whole file"),
+            ("Repr-Digest" = String, description = "Digest of the whole file (RFC 9530)"),
         )),
-        (status = 206, description = "A part of it",
+        (status = 206, description = "The requested range",
             content((Vec<u8> = "application/octet-stream"), (Vec<u8> = "application/json"))),
-        (status = 304, description = "The client has it"),
-        (status = 416, description = "The range lies outside the file", body = ProblemBody),
+        (status = 304, description = "Not modified: the client's copy is current"),
+        (status = 416, description = "The range is outside the file", body = ProblemBody),
     ))]
 async fn get_file(
     State(state): State<AppState>,
@@ -160,18 +159,18 @@ async fn get_file(
     send_file(&method, &headers, &file_of(&state, &row, &name)?).await
 }
 
-/// The list of a checkpoint's files with their hashes, as the worker wrote it.
+/// Get the manifest of a checkpoint: its files with their hashes, as the worker wrote them.
 #[utoipa::path(method(get, head), path = "/checkpoints/{id}/manifest.json", tag = "Artifacts",
     params(("id" = CheckpointId, Path, description = "The checkpoint"), RangeHeaders),
     responses(
         (status = 200, description = "The manifest", body = serde_json::Value, headers(
             ("ETag" = String, description = "The file's SHA-256, quoted"),
             ("Accept-Ranges" = String, description = "bytes"),
-            ("Repr-Digest" = String, description = "RFC 9530, of the whole file"),
+            ("Repr-Digest" = String, description = "Digest of the whole file (RFC 9530)"),
         )),
-        (status = 206, description = "A part of it", body = Vec<u8>, content_type = "application/json"),
-        (status = 304, description = "The client has it"),
-        (status = 416, description = "The range lies outside the file", body = ProblemBody),
+        (status = 206, description = "The requested range", body = Vec<u8>, content_type = "application/json"),
+        (status = 304, description = "Not modified: the client's copy is current"),
+        (status = 416, description = "The range is outside the file", body = ProblemBody),
     ))]
 async fn get_manifest(
     State(state): State<AppState>,
@@ -185,19 +184,19 @@ async fn get_manifest(
 
 /// Download all files of a checkpoint as one tar.
 ///
-/// It is made on the way, the same bytes every time; so ranges and conditions are honoured as of a file. `manifest.json` has the
-/// digest of each file.
+/// The server builds the archive while it sends it. The bytes are the same every time, so ranges and conditional requests work as
+/// for a file. `manifest.json` contains the digest of each file.
 #[utoipa::path(method(get, head), path = "/checkpoints/{id}/archive.tar", tag = "Artifacts",
     params(("id" = CheckpointId, Path, description = "The checkpoint"), RangeHeaders),
     responses(
         (status = 200, description = "The archive", body = Vec<u8>, content_type = "application/x-tar", headers(
-            ("ETag" = String, description = "Of the names and SHA-256 of its files, quoted"),
-            ("Repr-Digest" = String, description = "RFC 9530, of the whole archive, up to 64 MiB"),
+            ("ETag" = String, description = "Derived from the names and SHA-256 of its files, quoted"),
+            ("Repr-Digest" = String, description = "Digest of the whole archive (RFC 9530); for archives up to 64 MiB"),
             ("Accept-Ranges" = String, description = "bytes"),
         )),
-        (status = 206, description = "A part of it", body = Vec<u8>, content_type = "application/x-tar"),
-        (status = 304, description = "The client has it"),
-        (status = 416, description = "The range lies outside the archive", body = ProblemBody),
+        (status = 206, description = "The requested range", body = Vec<u8>, content_type = "application/x-tar"),
+        (status = 304, description = "Not modified: the client's copy is current"),
+        (status = 416, description = "The range is outside the archive", body = ProblemBody),
     ))]
 async fn get_archive(
     State(state): State<AppState>,
@@ -211,43 +210,42 @@ async fn get_archive(
     send_tar(&method, &headers, &format!("{}.tar", row.id), &files?).await
 }
 
-/// `?which=`.
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 struct AdapterQuery {
-    /// The newest checkpoint, or the best one. Default: the job's result, which is the newest one unless the job ended early
-    /// (see the job's `ending`).
+    /// Which checkpoint to use: the newest or the best one. Default: the job's result, which is the newest one unless the job ended
+    /// early (see the job's `ending`).
     #[param(inline)]
     which: Option<Which>,
 }
 
-/// Which checkpoint.
+/// Selects a checkpoint of a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 enum Which {
-    /// The newest.
+    /// The newest checkpoint of the job.
     Last,
-    /// The best by the job's measure.
+    /// The best checkpoint by the job's metric.
     Best,
 }
 
-/// Download a job's LoRA adapter as PEFT lays it out, in a tar.
+/// Download a job's LoRA adapter as a tar in PEFT's layout.
 ///
-/// `adapter_config.json` and `adapter_model.safetensors` lie at the archive's root: unpacked, the folder is what
-/// `PeftModel.from_pretrained` and vLLM's `--lora-modules` take. A job of full fine-tuning has no adapter (409): its
-/// checkpoints' archives hold the whole model.
+/// `adapter_config.json` and `adapter_model.safetensors` are at the root of the archive. `PeftModel.from_pretrained` and vLLM's
+/// `--lora-modules` accept the unpacked folder. A full fine-tuning job has no adapter (409): the archives of its checkpoints
+/// contain the whole model.
 #[utoipa::path(method(get, head), path = "/jobs/{id}/adapter", tag = "Artifacts",
     params(("id" = JobId, Path, description = "The job"), AdapterQuery, RangeHeaders),
     responses(
         (status = 200, description = "The adapter", body = Vec<u8>, content_type = "application/x-tar", headers(
-            ("ETag" = String, description = "Of the names and SHA-256 of its files, quoted"),
-            ("Repr-Digest" = String, description = "RFC 9530, of the whole archive, up to 64 MiB"),
+            ("ETag" = String, description = "Derived from the names and SHA-256 of its files, quoted"),
+            ("Repr-Digest" = String, description = "Digest of the whole archive (RFC 9530); for archives up to 64 MiB"),
             ("Accept-Ranges" = String, description = "bytes"),
         )),
-        (status = 206, description = "A part of it", body = Vec<u8>, content_type = "application/x-tar"),
-        (status = 304, description = "The client has it"),
-        (status = 404, description = "No such job, or it has no checkpoint: `no_checkpoint` = not yet, `no_such_checkpoint` = not any more", body = ProblemBody),
+        (status = 206, description = "The requested range", body = Vec<u8>, content_type = "application/x-tar"),
+        (status = 304, description = "Not modified: the client's copy is current"),
+        (status = 404, description = "No such job, or the job has no checkpoint: `no_checkpoint` = not yet, `no_such_checkpoint` = no longer", body = ProblemBody),
         (status = 409, description = "The job trains all weights: its checkpoints hold a model, not an adapter", body = ProblemBody)))]
 async fn get_adapter(
     State(state): State<AppState>,
@@ -263,7 +261,7 @@ async fn get_adapter(
         Some(Which::Best) => state.store.checkpoint_best(id).await?,
     };
     let Some(row) = row else {
-        // Where there is any, one is the newest and one the best: only the result may have gone alone.
+        // If the job has any checkpoint, it has a newest and a best one. Only the result can be missing.
         if state.store.checkpoint_latest(id).await?.is_some() {
             let detail =
                 "no checkpoint from before the alert that ended the job is kept; ask for which=last or which=best";
@@ -273,7 +271,7 @@ async fn get_adapter(
     };
     if row.files.iter().any(|file| file.name == "model.safetensors") {
         let detail = format!(
-            "the job trains all weights, so it has no adapter: GET /checkpoints/{}/archive.tar is the model, in the form transformers loads",
+            "the job trains all weights, so it has no adapter; GET /checkpoints/{}/archive.tar returns the model in the format that transformers loads",
             row.id
         );
         return Err(Problem::new(Code::NoAdapter, detail));
@@ -282,29 +280,29 @@ async fn get_adapter(
     send_tar(&method, &headers, &format!("{id}-step{}-adapter.tar", row.step), &files?).await
 }
 
-/// A job has no checkpoint at all: one that goes on will have, one that is over never will.
+/// The problem for a job without any checkpoint: an unfinished job will have one, a finished job never will.
 pub(super) fn no_checkpoint(state: &AppState, job: &JobRow) -> Problem {
     if !job.state.is_terminal() {
-        let detail = "the job has not saved a checkpoint yet; its 'checkpoint.saved' events tell when it does";
+        let detail = "the job has not saved a checkpoint yet; a 'checkpoint.saved' event reports each new checkpoint";
         return Problem::new(Code::NoCheckpoint, detail);
     }
     let kept_ms = state.config.retention.checkpoints_ms;
     let removed = kept_ms.zip(job.finished_at).filter(|(kept, finished)| finished.saturating_add(*kept) < clock_ms());
     let why = match removed {
         Some((kept_ms, _)) => {
-            format!("checkpoints are removed {} after a job's end, but for pinned ones", life(kept_ms))
+            format!("checkpoints that are not pinned are removed {} after a job's end", life(kept_ms))
         }
-        None => "it ended before it saved one, or they were removed".to_owned(),
+        None => "it ended before it saved one, or its checkpoints were removed".to_owned(),
     };
     let detail = format!(
-        "the job is {} and has no checkpoint: {why}; POST /jobs/{}/retry trains it anew",
+        "the job is {} and has no checkpoint: {why}; POST /jobs/{}/retry trains it again from the start",
         job.state.as_str(),
         job.id
     );
     Problem::new(Code::NoSuchCheckpoint, detail)
 }
 
-/// A time of the operator's settings as they are written: `90d`, `12h`.
+/// Formats a duration as in the operator's settings: `90d`, `12h`.
 fn life(ms: i64) -> String {
     match ms / 1000 {
         seconds if seconds % 86_400 == 0 => format!("{}d", seconds / 86_400),
@@ -313,7 +311,7 @@ fn life(ms: i64) -> String {
     }
 }
 
-/// A file by its name in the checkpoint's list: the client's text never becomes a path.
+/// Finds a file by its name in the checkpoint's list. The client's text never becomes a path.
 fn file_of(state: &AppState, row: &CheckpointRow, name: &str) -> Result<Download, Problem> {
     let file = row.files.iter().find(|file| file.name == name);
     let FileEntry { name, size_bytes, sha256 } =

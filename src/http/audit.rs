@@ -1,4 +1,4 @@
-//! The record of changes, for admins.
+//! The audit log, for admins.
 
 use axum::extract::State;
 use serde::{Deserialize, Serialize};
@@ -12,52 +12,51 @@ use super::extract::{Json, Query};
 use super::list::{self, List, Time};
 use crate::store::{AuditRow, NewAudit};
 
-/// The routes of this module.
 pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new().routes(routes!(list_changes))
 }
 
-/// Which changes.
+/// Filter of the audit log.
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 struct AuditQuery {
-    /// By this key's id, or: operator, anonymous, command_line, server.
+    /// Only changes by this actor: the id of a key, or `operator`, `anonymous`, `command_line` or `server`.
     actor: Option<String>,
-    /// Of this thing and what lies below it: `/jobs/job_…`.
+    /// Only changes of this resource and the resources below it, as a path: `/jobs/job_…`.
     target: Option<String>,
-    /// The cursor `next` of the page before.
+    /// The cursor `next` of the previous page.
     after: Option<String>,
-    /// Items on a page, 1 to 100.
+    /// Items per page, 1 to 100.
     #[param(minimum = 1, maximum = 100, default = 20)]
     limit: Option<u32>,
 }
 
-/// A change that somebody made.
+/// One entry of the audit log.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = AuditEvent)]
 struct Change {
-    /// Counts up.
+    /// Ascending number of the entry.
     id: i64,
-    /// When.
+    /// When the change was made.
     time: Time,
-    /// Who: the id of a key, or `operator` (RLOOD_API_KEY), `anonymous` (no keys), `command_line`, `server`.
+    /// Who made the change: the id of a key, or `operator` (RLOOD_API_KEY), `anonymous` (no keys), `command_line`, `server`.
     actor: String,
-    /// The key's name.
+    /// Name of the key; null if the actor is not a key.
     actor_name: Option<String>,
-    /// The key's owner; empty = the operator.
+    /// Owner of the key; empty = the operator.
     owner: String,
-    /// What: method and route, or the command.
+    /// The change: method and route of the request, or the command.
     #[schema(example = "POST /jobs/{id}/cancel")]
     action: String,
-    /// Of what: the path, or that of what was made.
+    /// Path of the resource that was changed or created.
     #[schema(example = "/jobs/job_01jd0000000000000000000000")]
     target: String,
-    /// The answer's status; null for commands.
+    /// HTTP status of the response; null for commands.
     status: Option<u16>,
-    /// As in the answer and in the log.
+    /// The request id, as in the response and in the server's log; null for commands.
     request_id: Option<String>,
-    /// Where it came from.
+    /// Client address; null if unknown.
     address: Option<String>,
 }
 
@@ -68,10 +67,10 @@ impl From<AuditRow> for Change {
     }
 }
 
-/// Who changed what, newest first.
+/// List changes with the actor of each, newest first.
 ///
-/// Every request that was not a question, was not refused and did not fail, and every `rlood keys`. A repetition with the same
-/// `Idempotency-Key` is no second change.
+/// Contains every successful request that changed something, and every `rlood keys` command that did. A repeated request with the
+/// same `Idempotency-Key` is recorded once.
 #[utoipa::path(get, path = "/audit", tag = "Keys", params(AuditQuery),
     responses((status = 200, description = "A page", body = List<Change>)))]
 async fn list_changes(

@@ -1,10 +1,10 @@
-//! Who asks, and whether they may.
+//! Authenticates requests and checks what each caller may do.
 //!
-//! A request carries a key (`Authorization: Bearer KEY`), or the cookie of a session that was opened with one
-//! (`cookie.rs`). `RLOOD_API_KEY` is one key with every scope; others are in the database. Without any key the server
-//! listens on loopback only, and everybody may do everything; as soon as a key was made, nobody comes in without one. What a
-//! route asks for stands in [`crate::access`]; whose things a key sees is checked here for every path with an id, and by the
-//! handlers for lists and for what a body names. Worker routes need the worker token, or a key with the scope `worker`.
+//! A request carries a key (`Authorization: Bearer KEY`), or the cookie of a session that was opened with a key (`cookie.rs`).
+//! `RLOOD_API_KEY` is one key with every scope; other keys are in the database. While no key exists, the server listens on loopback
+//! only and every request is allowed; once a key was created, every request needs one. The scope that a route requires is listed in
+//! [`crate::access`]. Ownership is checked here for every path with an id, and by the handlers for lists and for ids in a body.
+//! Worker routes need the worker token, or a key with the scope `worker`.
 
 mod streams;
 mod workers;
@@ -36,50 +36,45 @@ use streams::{Asker, over};
 pub use streams::Streams;
 pub use workers::{WorkerPass, require_worker};
 
-/// Marks an answer that was given before: it changed nothing.
+/// Marks a response that repeats an earlier one for the same Idempotency-Key: it changed nothing.
 pub(super) const REPLAYED: HeaderName = HeaderName::from_static("idempotency-replayed");
-/// A question that was answered later than this is asked again who asks.
-const LATE: Duration = Duration::from_millis(100);
-/// A key's last use is noted this often at most, ms.
-const USE_NOTED_MS: i64 = 60_000;
+/// A read request that takes longer than this has its credential checked again before it is answered.
+const RECHECK_AFTER: Duration = Duration::from_millis(100);
+/// Minimum interval between two updates of a key's last use, in ms.
+const LAST_USE_INTERVAL_MS: i64 = 60_000;
 
-/// The header of a request that holds the hub's token for it.
+/// Header with the hub token to use for this request.
 const HUB_TOKEN: &str = "x-hub-token";
 
-/// Who asks. Handlers take it as an argument.
+/// The authenticated caller. Handlers take it as an argument.
 #[derive(Debug, Clone)]
 pub struct Caller {
-    who: Arc<Who>,
-    /// `x-hub-token` of this request.
+    who: Arc<Identity>,
+    /// The `x-hub-token` of this request.
     hub_token: Option<Token>,
 }
 
 #[derive(Debug)]
-struct Who {
+struct Identity {
     actor: Actor,
     owner: String,
     scopes: Scopes,
 }
 
-/// What kind of credential came.
+/// The kind of credential that a request carried.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Actor {
-    /// None, on a server without keys.
+    /// No credential, on a server without keys.
     Anonymous,
-    /// `RLOOD_API_KEY`.
+    /// The key in `RLOOD_API_KEY`.
     Operator,
-    /// A key of the database.
-    Key {
-        /// Its id.
-        id: KeyId,
-        /// Its name.
-        name: String,
-    },
+    /// A key from the database.
+    Key { id: KeyId, name: String },
 }
 
 impl Caller {
     fn new(actor: Actor, owner: String, scopes: Scopes) -> Self {
-        Self { who: Arc::new(Who { actor, owner, scopes }), hub_token: None }
+        Self { who: Arc::new(Identity { actor, owner, scopes }), hub_token: None }
     }
 
     fn everything(actor: Actor) -> Self {
@@ -90,43 +85,43 @@ impl Caller {
         Self::new(Actor::Key { id: key.id, name: key.name.clone() }, key.owner.clone(), key.scopes)
     }
 
-    /// The credential.
+    /// Returns the kind of credential.
     pub fn actor(&self) -> &Actor {
         &self.who.actor
     }
 
-    /// What it permits.
+    /// Returns the permitted scopes.
     pub fn scopes(&self) -> Scopes {
         self.who.scopes
     }
 
-    /// Whose things it makes; empty = the operator's.
+    /// Owner of the resources that this caller creates; empty = the operator.
     pub fn owner(&self) -> &str {
         &self.who.owner
     }
 
-    /// Whose things it sees; None = everybody's.
+    /// Owner whose resources this caller sees. None = all owners.
     pub fn sees(&self) -> Option<&str> {
         (!self.who.scopes.has(Scope::Admin)).then_some(self.who.owner.as_str())
     }
 
-    /// The hub's token that came with the request. It is not kept.
+    /// The hub token that came with the request. It is never stored.
     pub fn hub_token(&self) -> Option<&Token> {
         self.hub_token.as_ref()
     }
 
-    /// Whether it sees a thing of this owner.
+    /// Whether the caller sees resources of this owner.
     pub fn may_see(&self, owner: &str) -> bool {
         self.sees().is_none_or(|own| own == owner)
     }
 
-    /// Whether it sees a model of this owner: those of nobody in particular are for everybody.
+    /// Whether the caller may use a model of this owner. Models without an owner are available to every caller.
     pub fn may_use_model(&self, owner: &str) -> bool {
         owner.is_empty() || self.may_see(owner)
     }
 
-    /// The credential's word for the record of changes.
-    pub fn word(&self) -> String {
+    /// Returns the actor as the audit log stores it.
+    pub fn audit_name(&self) -> String {
         match self.actor() {
             Actor::Anonymous => "anonymous".to_owned(),
             Actor::Operator => "operator".to_owned(),
@@ -140,18 +135,18 @@ impl<S: Send + Sync> FromRequestParts<S> for Caller {
 
     async fn from_request_parts(parts: &mut Parts, _state: &S) -> Result<Self, Problem> {
         let caller = parts.extensions.get::<Caller>().cloned();
-        let mut caller =
-            caller.ok_or_else(|| Problem::internal("a route that asks who calls lies outside the layer that knows"))?;
+        let mut caller = caller
+            .ok_or_else(|| Problem::internal("a route needs the caller but is outside the authentication layer"))?;
         if let Some(given) = parts.headers.get(HUB_TOKEN) {
             let token = given.to_str().ok().and_then(Token::new);
-            let refused = || Problem::new(Code::InvalidRequest, "the header x-hub-token holds no token of a hub");
+            let refused = || Problem::new(Code::InvalidRequest, "the header x-hub-token must contain a hub token");
             caller.hub_token = Some(token.ok_or_else(refused)?);
         }
         Ok(caller)
     }
 }
 
-/// How a caller showed who they are; enough to look again later.
+/// The credential of a caller, kept to check it again later.
 #[derive(Debug, Clone)]
 pub(super) enum Credential {
     None,
@@ -171,7 +166,7 @@ impl Credential {
         Cookie::of(headers).map_or(Credential::None, Credential::Cookie)
     }
 
-    /// What was shown, if anything.
+    /// The text of the credential, if there is one.
     fn text(&self) -> Option<&str> {
         match self {
             Credential::None => None,
@@ -180,16 +175,16 @@ impl Credential {
         }
     }
 
-    /// 401 for one that is nobody's (any more).
+    /// The 401 response for a credential that is invalid or no longer valid.
     fn refused(&self) -> Problem {
         challenge(match self {
             Credential::None => "send 'authorization: Bearer KEY', or sign in with POST /session",
             Credential::Bearer(_) => "the bearer token is not a valid key",
-            Credential::Cookie(_) => "the session is over; sign in again with POST /session",
+            Credential::Cookie(_) => "the session has ended; sign in again with POST /session",
         })
     }
 
-    /// Whose it is; None = nobody's (any more).
+    /// Looks up the caller. None = the credential is invalid or no longer valid.
     async fn caller(&self, state: &AppState) -> Result<Option<Caller>, StoreError> {
         let caller = match self {
             Credential::None => None,
@@ -201,7 +196,7 @@ impl Credential {
                 })
             }
         };
-        // On a server without keys no credential is needed, and one that is left from elsewhere does no harm.
+        // A server without keys needs no credential, and ignores one that a client sends anyway.
         Ok(match caller {
             None if !keys_are_on(state).await? => Some(Caller::everything(Actor::Anonymous)),
             caller => caller,
@@ -209,36 +204,36 @@ impl Credential {
     }
 }
 
-/// Whether a request needs a key. From the first key on it always does, whether that key is still good or not.
+/// Whether requests need a key. True from the first key on, even after that key was revoked or expired.
 pub(super) async fn keys_are_on(state: &AppState) -> Result<bool, StoreError> {
-    if state.config.api_key.is_some() || state.keyed.load(Ordering::Relaxed) {
+    if state.config.api_key.is_some() || state.has_keys.load(Ordering::Relaxed) {
         return Ok(true);
     }
     let exist = state.store.api_keys_exist().await?;
-    state.keyed.fetch_or(exist, Ordering::Relaxed);
+    state.has_keys.fetch_or(exist, Ordering::Relaxed);
     Ok(exist)
 }
 
-/// Whose key this is.
+/// Looks up the caller that a key belongs to.
 pub(super) async fn of_key_text(state: &AppState, text: &str) -> Result<Option<Caller>, StoreError> {
-    if state.config.api_key.as_deref().is_some_and(|key| same(text, key)) {
+    if state.config.api_key.as_deref().is_some_and(|key| is_equal(text, key)) {
         return Ok(Some(Caller::everything(Actor::Operator)));
     }
     let now = clock_ms();
     let Some(key) = state.store.api_key_find(text, now).await? else { return Ok(None) };
-    if key.used_at.is_none_or(|used_at| now - used_at >= USE_NOTED_MS) {
+    if key.used_at.is_none_or(|used_at| now - used_at >= LAST_USE_INTERVAL_MS) {
         let (store, id) = (state.store.clone(), key.id);
         tokio::spawn(async move {
             if let Err(error) = store.api_key_used(id, now).await {
-                tracing::warn!(error = super::error::chain(&error), "a key's use is not noted");
+                tracing::warn!(error = super::error::chain(&error), "could not record the last use of a key");
             }
         });
     }
     Ok(Some(Caller::of_key(&key)))
 }
 
-/// Digests have one length, so that the comparison takes the same time for every input.
-fn same(given: &str, expected: &str) -> bool {
+/// Compares the digests of two texts, which takes the same time for every input.
+fn is_equal(given: &str, expected: &str) -> bool {
     !expected.is_empty() && bool::from(Sha256::digest(given).ct_eq(&Sha256::digest(expected)))
 }
 
@@ -246,8 +241,8 @@ fn challenge(detail: &str) -> Problem {
     Problem::new(Code::Unauthorized, detail).header(header::WWW_AUTHENTICATE, "Bearer realm=\"rlood\"")
 }
 
-/// Layer of all routes but pages and the worker's: 401 without a good credential, 403 without the scope, 404 for what is
-/// somebody else's; notes what was changed.
+/// Layer of all routes but pages and the worker's. Answers 401 without a valid credential, 403 without the required scope, 404 for
+/// resources of other owners. Records changes in the audit log.
 pub async fn require_access(State(state): State<AppState>, mut request: Request, next: Next) -> Response {
     let route = request.extensions().get::<MatchedPath>().map(|path| path.as_str().to_owned());
     let method = request.method().clone();
@@ -255,17 +250,17 @@ pub async fn require_access(State(state): State<AppState>, mut request: Request,
     let others =
         route.as_ref().filter(|_| declared.is_none()).map(|route| access::methods_of(route)).unwrap_or_default();
     let access = match &route {
-        // Refused below, to whoever may know of the route: its document is open, its handlers are not reached.
+        // The route is public (its document is open), so a wrong method is answered with 405 to every client.
         Some(_) if others.iter().any(|(_, access)| *access == Access::Open) => return not_taken(&method, &others),
         Some(_) if !others.is_empty() => Access::Needs(Scope::Read),
         Some(_) => declared.unwrap_or(Access::Needs(Scope::Admin)),
-        // What does not exist: nobody without a key learns which routes there are.
+        // An unknown route: a client without a key must not learn which routes exist.
         None => Access::Needs(Scope::Read),
     };
     let headers = request.headers().clone();
     let client = Client::of(&state, &headers, request.extensions());
     let Access::Needs(scope) = access else {
-        // Limits on what strangers send are by address.
+        // Rate limits for unauthenticated clients are per address.
         request.extensions_mut().insert(client);
         return next.run(request).await;
     };
@@ -290,23 +285,23 @@ pub async fn require_access(State(state): State<AppState>, mut request: Request,
     let connection = request.extensions().get::<Connection>().cloned();
     let response = match &note {
         None => answer_while_good(&state, &credential, next.run(request)).await,
-        // What changes something is under way: cutting its answer off would only hide what became of it.
+        // A request that changes something runs to its end: cutting off its response would only hide the result.
         Some(_) => next.run(request).await,
     };
-    // Nothing came of what failed, and nothing more of what was done before.
+    // Failed requests and repeated responses changed nothing.
     let changed = !response.status().is_client_error()
         && !response.status().is_server_error()
         && !response.headers().contains_key(REPLAYED);
     if let Some((action, target, address)) = note.filter(|_| changed) {
-        // What was made, where something was.
+        // The path of the resource that was created, if there is one.
         let made = response.headers().get(header::LOCATION).and_then(|value| value.to_str().ok());
         let target = made.map_or(target, str::to_owned);
-        note_change(&state, &caller, Noted { action, target, address, status: response.status() }).await;
+        record_change(&state, &caller, AuditEntry { action, target, address, status: response.status() }).await;
     }
     streams::bounded(&state, Asker { caller, client, credential, connection }, response)
 }
 
-/// 405 for a method that the document does not have for this route.
+/// Answers 405 for a method that this route does not support.
 fn not_taken(method: &Method, others: &[(&'static str, Access)]) -> Response {
     let allowed: Vec<&str> = others
         .iter()
@@ -317,7 +312,7 @@ fn not_taken(method: &Method, others: &[(&'static str, Access)]) -> Response {
     Problem::new(Code::MethodNotAllowed, detail).header(header::ALLOW, allowed).into_response()
 }
 
-/// `scope` is None for what does not exist: any key will do to be told so.
+/// Checks the credential and the scope. `scope` is None for an unknown route: any valid key may learn that it does not exist.
 async fn admit(
     state: &AppState,
     client: Client,
@@ -332,7 +327,7 @@ async fn admit(
     }
     let caller = credential.caller(state).await?;
     if let Some(shown) = shown {
-        state.failures.note(client, shown, caller.is_some());
+        state.failures.record(client, shown, caller.is_some());
     }
     let Some(caller) = caller else {
         return Err(credential.refused());
@@ -343,13 +338,13 @@ async fn admit(
     if let Some(scope) = scope
         && !caller.scopes().has(scope)
     {
-        let detail = format!("this needs a key with the scope '{scope}'; yours has: {}", caller.scopes());
+        let detail = format!("a key with the scope '{scope}' is required; this key has: {}", caller.scopes());
         return Err(Problem::new(Code::Forbidden, detail));
     }
     Ok((caller, credential))
 }
 
-/// 404 when the path names something of another owner, in the words for what does not exist.
+/// Answers 404 when the path names a resource of another owner, with the same text as for one that does not exist.
 async fn check_owner(
     state: &AppState,
     caller: &Caller,
@@ -364,7 +359,7 @@ async fn check_owner(
     let (kind, Some("{id}")) = (pattern.next().unwrap_or(""), pattern.next()) else { return Ok(()) };
     let Some(id) = path.trim_start_matches('/').split('/').nth(1).and_then(percent_decoded) else { return Ok(()) };
     let store = &state.store;
-    // An id of another form does not exist: the handler says so.
+    // The handler answers an id of another form with 404.
     let owner = match kind {
         "jobs" => match id.parse() {
             Ok(id) => store.job_owner(id).await?,
@@ -389,13 +384,16 @@ async fn check_owner(
         },
         "models" => match store.model_owner(&id).await? {
             Some(owner) if owner.is_empty() && !matches!(*method, Method::GET | Method::HEAD) => {
-                return Err(Problem::new(Code::Forbidden, "this model is everybody's: only an admin may change it"));
+                return Err(Problem::new(
+                    Code::Forbidden,
+                    "this model is shared by all owners: only a key with the scope 'admin' may change it",
+                ));
             }
             Some(owner) if caller.may_use_model(&owner) => return Ok(()),
             other => other,
         },
         _ => {
-            let detail = format!("{route} has an id of which nobody said whose it is");
+            let detail = format!("{route} has an id without a rule for its owner");
             return Err(Problem::internal(detail));
         }
     };
@@ -421,18 +419,18 @@ fn percent_decoded(segment: &str) -> Option<String> {
     String::from_utf8(decoded).ok()
 }
 
-/// A change, as the request and its answer tell of it.
-struct Noted {
+/// A change to record in the audit log, taken from the request and its response.
+struct AuditEntry {
     action: String,
     target: String,
     address: Option<String>,
     status: StatusCode,
 }
 
-async fn note_change(state: &AppState, caller: &Caller, noted: Noted) {
-    let Noted { action, target, address, status } = noted;
+async fn record_change(state: &AppState, caller: &Caller, noted: AuditEntry) {
+    let AuditEntry { action, target, address, status } = noted;
     let change = NewAudit {
-        actor: caller.word(),
+        actor: caller.audit_name(),
         actor_name: match caller.actor() {
             Actor::Key { name, .. } => Some(name.clone()),
             Actor::Anonymous | Actor::Operator => None,
@@ -445,11 +443,11 @@ async fn note_change(state: &AppState, caller: &Caller, noted: Noted) {
         address,
     };
     if let Err(error) = state.store.audit_add(change, clock_ms()).await {
-        tracing::error!(error = super::error::chain(&error), "a change is not in the record of changes");
+        tracing::error!(error = super::error::chain(&error), "could not write a change to the audit log");
     }
 }
 
-/// The answer to a question, or 401 as soon as whoever asked may not (any more): one that waits for a job may take an hour.
+/// Waits for the response, and returns 401 as soon as the caller's credential is no longer valid: a long poll can take an hour.
 async fn answer_while_good(
     state: &AppState,
     credential: &Credential,
@@ -460,21 +458,21 @@ async fn answer_while_good(
         response = answer => response,
         () = over(state, credential) => return credential.refused().into_response(),
     };
-    if begun.elapsed() >= LATE && is_over(state, credential).await {
+    if begun.elapsed() >= RECHECK_AFTER && is_over(state, credential).await {
         return credential.refused().into_response();
     }
     response
 }
 
-/// A database that does not answer is no reason to cut anything.
+/// Whether a credential is no longer valid. A database error does not end the request.
 async fn is_over(state: &AppState, credential: &Credential) -> bool {
     matches!(credential.caller(state).await, Ok(None))
 }
 
-/// `Ok` when the request carries this bearer token.
+/// Returns `Ok` when the request carries this bearer token.
 pub(super) fn check_bearer(headers: &HeaderMap, expected: &str) -> Result<(), Problem> {
     match Credential::of(headers) {
-        Credential::Bearer(token) if same(&token, expected) => Ok(()),
+        Credential::Bearer(token) if is_equal(&token, expected) => Ok(()),
         Credential::Bearer(_) => Err(challenge("the bearer token is not valid here")),
         Credential::None | Credential::Cookie(_) => Err(challenge("send 'authorization: Bearer TOKEN'")),
     }
@@ -494,7 +492,7 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_key_is_no_key() {
-        assert!(!same("", "") && same("a", "a") && !same("a", "b"));
+    fn an_empty_key_is_not_a_key() {
+        assert!(!is_equal("", "") && is_equal("a", "a") && !is_equal("a", "b"));
     }
 }

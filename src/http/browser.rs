@@ -1,5 +1,5 @@
-//! What only a hostile web page would send is refused: a name that is not ours (DNS rebinding), a change asked for by
-//! another site's page. Pages of the origins that the operator named may call the API with a key (CORS).
+//! Refuses requests that only a hostile web page would send: an unknown host name (DNS rebinding), or a change requested by a page
+//! of another site. Pages from origins that the operator allowed may call the API with a key (CORS).
 
 use std::net::IpAddr;
 
@@ -18,19 +18,19 @@ use super::error::{Code, Problem, shortened};
 use crate::config::ServeConfig;
 use crate::listen::host::{self, Name, names_of};
 
-/// What pages of permitted origins may send.
+/// Methods that pages from allowed origins may use.
 const CORS_METHODS: HeaderValue = HeaderValue::from_static("GET, HEAD, POST, PATCH, PUT, DELETE");
 const CORS_HEADERS: HeaderValue = HeaderValue::from_static(
     "authorization, content-type, content-encoding, idempotency-key, if-match, if-none-match, if-range, last-event-id, \
      range, x-request-id",
 );
-/// What they may read of an answer's head.
+/// Response headers that pages from allowed origins may read.
 const CORS_EXPOSED: HeaderValue = HeaderValue::from_static(
     "accept-ranges, content-disposition, content-range, etag, idempotency-replayed, location, repr-digest, retry-after, \
      x-request-id",
 );
 
-/// Layer: host and origin.
+/// Layer that checks the `Host` and `Origin` headers.
 pub async fn guard_browser(State(state): State<AppState>, request: Request, next: Next) -> Response {
     let origin = permitted_origin(&state.config, request.headers());
     let (method, uri, headers) = (request.method().clone(), request.uri().clone(), request.headers().clone());
@@ -38,7 +38,7 @@ pub async fn guard_browser(State(state): State<AppState>, request: Request, next
         Ok(names) => names,
         Err(detail) => return Problem::new(Code::InvalidRequest, detail).into_response(),
     };
-    // Workers are no browsers; they call by whatever name leads here, with a token.
+    // Workers are not browsers. They may use any host name that reaches the server, with a token.
     if !uri.path().starts_with("/worker/")
         && let Err(problem) = check_browser(&state, &method, &headers, &names).await
     {
@@ -60,7 +60,7 @@ pub async fn guard_browser(State(state): State<AppState>, request: Request, next
     response
 }
 
-/// The request's origin, when the operator permits it.
+/// Returns the request's origin if the operator allowed it.
 fn permitted_origin(config: &ServeConfig, headers: &HeaderMap) -> Option<HeaderValue> {
     let origin = headers.get(header::ORIGIN)?;
     let text = origin.to_str().ok()?;
@@ -71,7 +71,7 @@ async fn check_browser(state: &AppState, method: &Method, headers: &HeaderMap, n
     let config = &state.config;
     let text = |name| headers.get(name).and_then(|value: &HeaderValue| value.to_str().ok());
     for Name { whole, host } in names {
-        // A literal address cannot be rebound. Without keys only our own will do.
+        // A literal address cannot be rebound. Without keys, only this server's own addresses are accepted.
         if is_ours(config, host) || (host.parse::<IpAddr>().is_ok() && auth::keys_are_on(state).await?) {
             continue;
         }
@@ -96,14 +96,13 @@ async fn check_browser(state: &AppState, method: &Method, headers: &HeaderMap, n
         public || origin.split_once("://").is_some_and(|(_, authority)| Some(authority) == host)
     };
     if foreign_site || text(header::ORIGIN).is_some_and(|origin| !ours(origin)) {
-        let detail =
-            "a page of another origin may not change anything here; the operator can permit one with --cors-origins";
+        let detail = "a page of another origin may not change anything here; the operator can allow an origin with --cors-origins";
         return Err(Problem::new(Code::Forbidden, detail));
     }
     Ok(())
 }
 
-/// Scheme, host and port of a URL that was checked before.
+/// Scheme, host and port of a URL that was validated before.
 fn reqwest_origin(url: &str) -> Option<String> {
     let uri: Uri = url.parse().ok()?;
     Some(format!("{}://{}", uri.scheme_str()?, uri.authority()?))

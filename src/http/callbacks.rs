@@ -1,5 +1,5 @@
-//! Where reward services send answers later: `POST /reward-callbacks/{id}`. The token is the request's own; whoever has it
-//! needs no key. An answer is durable before it is acknowledged.
+//! Callbacks of reward services: `POST /reward-callbacks/{id}`. The request's own token authorizes the call, no key is needed. The
+//! results are on disk before the server acknowledges them.
 
 use axum::extract::{Request, State};
 use axum::http::{HeaderMap, header};
@@ -18,50 +18,49 @@ use crate::config::random_token;
 use crate::id::RewardRequestId;
 use crate::store::{Counted, Received, StoreError, clock_ms};
 
-/// The routes of this module.
 pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new().routes(routes!(take_callback))
 }
 
-/// Where services may answer, and how their tokens are derived.
+/// Returns the callback address, and the key from which callback tokens are derived.
 pub(super) async fn terms(state: &AppState) -> Result<CallbackTerms, Problem> {
     let fresh = random_token().map_err(Problem::internal)?;
     let key = state.store.server_secret("reward_callbacks", &fresh).await?;
     Ok(CallbackTerms { public_url: state.config.public_url.clone(), key })
 }
 
-/// A part of an answer, or all of it.
+/// Some or all results of a request.
 #[derive(Deserialize, ToSchema)]
 #[schema(as = RewardCallback)]
 #[expect(dead_code, reason = "the document's schema; the body is read entry by entry")]
 struct CallbackBody {
-    /// The request's, if given.
+    /// The id of the reward request; optional.
     id: Option<RewardRequestId>,
-    /// In any order; several calls may bring parts. May be left out with `done`.
+    /// Results in any order. Several calls may deliver them in parts. Optional with `done`.
     results: Option<Vec<RewardResult>>,
-    /// Nothing else will come: samples without a result are asked for again.
+    /// No more results will come. The server requests samples without a result again.
     #[serde(default)]
     done: bool,
 }
 
-/// What became of the results of one call.
+/// How many results of one call were accepted.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = RewardCallbackTaken)]
 struct TakenView {
-    /// Kept.
+    /// Number of results that were stored.
     accepted: u64,
-    /// For samples that have a result already: the first one stays.
+    /// Number of results for samples that already have one; the first result counts.
     duplicate: u64,
-    /// For samples that were not asked for.
+    /// Number of results for samples that are not part of the request.
     unknown: u64,
 }
 
 /// Answer a request to a reward service later
 ///
-/// For services that answered 202. The address and the token stand in the request's `reply`; the token is valid for this
-/// request, until its deadline. Call as often as results become known; `done: true` ends it, and so does a result for every
-/// sample. A 200 means that the results are kept, whatever happens to this server or to the job's worker. A body with anything
-/// wrong in it is refused as a whole: correct it and send it again.
+/// For services that answered 202. The address and the token are in the request's `reply`. The token is valid for this request,
+/// until its deadline. Call as often as results become available. The request ends with `done: true`, or when every sample has a
+/// result. A 200 means that the results are stored, whatever happens to this server or to the job's worker. A body with any error
+/// is rejected as a whole: correct it and send it again.
 #[utoipa::path(
     post, path = "/reward-callbacks/{id}", tag = "Reward contract", operation_id = "take_reward_callback", security(()),
     params(("id" = RewardRequestId, Path, description = "The request's id"),
@@ -71,7 +70,7 @@ struct TakenView {
         (status = 200, description = "Kept", body = TakenView),
         (status = 401, description = "The token is not this request's", body = ProblemBody),
         (status = 404, description = "No such request", body = ProblemBody),
-        (status = 410, description = "Too late: the deadline is over, the request is answered, or the job is", body = ProblemBody),
+        (status = 410, description = "Too late: the deadline has passed, the request is complete, or the job has ended", body = ProblemBody),
         (status = 413, description = "More than 16 MiB: send it in parts", body = ProblemBody),
         (status = 422, description = "The body is not valid; `errors` says where", body = ProblemBody),
     )
@@ -86,9 +85,9 @@ async fn take_callback(
     let unknown = || Problem::not_found("reward request", &id);
     match (state.store.callback_is_known(&id).await?, token) {
         (true, token) => token.map_err(|_| unauthorized(&headers))?,
-        // Only this server can have made the token: the request was answered, or its job is over.
+        // Only this server can have created the token: the request is complete, or its job has ended.
         (false, Ok(())) => {
-            return Err(gone("nobody waits for this answer any more: the request is answered, or its job is over"));
+            return Err(gone("no job is waiting for this answer: the request is complete, or its job has ended"));
         }
         (false, Err(_)) => return Err(unknown()),
     }
@@ -98,9 +97,9 @@ async fn take_callback(
             tracing::debug!(request = id, accepted, duplicate, unknown, done = chunk.done, "a reward service answered");
             Ok(Json(TakenView { accepted, duplicate, unknown }))
         }
-        Ok(Received::Late) => Err(gone("the request's deadline is over: what was missing is asked for again")),
-        Ok(Received::Over) => Err(gone("the request is answered: what was missing is asked for again")),
-        Err(StoreError::NotFound { .. }) => Err(gone("nobody waits for this answer any more")),
+        Ok(Received::Late) => Err(gone("the request's deadline has passed; the server requests missing results again")),
+        Ok(Received::Over) => Err(gone("the request is complete; the server requests missing results again")),
+        Err(StoreError::NotFound { .. }) => Err(gone("no job is waiting for this answer")),
         Err(error) => Err(error.into()),
     }
 }
@@ -111,7 +110,7 @@ fn gone(detail: &str) -> Problem {
 
 fn unauthorized(headers: &HeaderMap) -> Problem {
     let detail = match headers.contains_key(header::AUTHORIZATION) {
-        true => "the token is not this request's: send the 'token' of its 'reply'",
+        true => "the token belongs to another request: send the 'token' of this request's 'reply'",
         false => "send 'authorization: Bearer TOKEN' with the 'token' of the request's 'reply'",
     };
     Problem::new(Code::Unauthorized, detail).header(header::WWW_AUTHENTICATE, "Bearer realm=\"rlood\"")
@@ -119,6 +118,6 @@ fn unauthorized(headers: &HeaderMap) -> Problem {
 
 fn refused(flaws: Vec<Flaw>) -> Problem {
     let item = |Flaw { pointer, code, detail }: Flaw| FieldError { pointer, code: code.to_owned(), detail };
-    let detail = "nothing of this body is kept; see 'errors', correct it and send it again";
+    let detail = "no result of this body was stored; see 'errors', correct the body and send it again";
     Problem::new(Code::InvalidBody, detail).items(flaws.into_iter().map(item).collect())
 }

@@ -1,4 +1,4 @@
-//! Several jobs side by side: where they stand, how their configurations differ, their metrics by step.
+//! Compares several jobs: state, differences between their configurations, metrics by step.
 
 use std::collections::BTreeMap;
 
@@ -20,103 +20,101 @@ use crate::id::{CheckpointId, JobId};
 use crate::job::State as JobState;
 use crate::store::{CheckpointRow, JobRow, StepRow, StoreError};
 
-/// The most jobs of one comparison.
+/// Maximum number of jobs in one comparison.
 const MAX_JOBS: usize = 8;
-/// Rows of metrics when the client does not say.
+/// Default number of rows of metrics.
 const DEFAULT_POINTS: usize = 500;
-/// The most rows of metrics.
+/// Maximum number of rows of metrics.
 const MAX_POINTS: usize = 10_000;
-/// What is compared when the client does not say.
+/// Metrics that are compared by default.
 const DEFAULT_KEYS: [&str; 8] =
     ["reward", "eval_reward", "reward_std", "kl", "entropy", "loss", "grad_norm", "completions/mean_length"];
 
-/// The routes of this module.
 pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new().routes(routes!(compare_jobs))
 }
 
-/// Which jobs, and which of their metrics.
+/// Selects the jobs and the metrics to compare.
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 struct CompareQuery {
-    /// Ids, comma-separated, at most 8.
+    /// Job ids, comma-separated, at most 8.
     #[param(required = true)]
     ids: Option<String>,
-    /// Names of metrics, comma-separated. Default: reward, eval_reward, reward_std, kl, entropy, loss, grad_norm and
-    /// completions/mean_length.
+    /// Names of metrics, comma-separated. Default: reward, eval_reward, reward_std, kl, entropy,
+    /// loss, grad_norm and completions/mean_length.
     keys: Option<String>,
-    /// First step.
+    /// First step to return, inclusive.
     #[serde(default, deserialize_with = "count")]
     min_step: Option<u64>,
-    /// Last step.
+    /// Last step to return, inclusive.
     #[serde(default, deserialize_with = "count")]
     max_step: Option<u64>,
-    /// Thin out to at most so many steps, keeping the lowest and highest value of every job and key in every stretch.
+    /// Downsample to at most this number of steps. The lowest and highest value of every job and metric in each interval are kept.
     #[param(minimum = 2, maximum = 10000, default = 500)]
     max_points: Option<usize>,
 }
 
-/// Jobs side by side; every list has the order of `ids`.
+/// A comparison of jobs. Every list is in the order of `ids`.
 #[derive(Debug, Serialize, ToSchema)]
 struct Comparison {
-    /// Where each stands.
+    /// State and progress of each job.
     jobs: Vec<Compared>,
     /// Settings that differ, by JSON pointer into /jobs/{id}/config.
     config: Vec<Difference>,
-    /// Metrics by step; a step stands here when any of the jobs has one of the keys at it.
+    /// Metrics by step. A step is listed if any of the jobs has one of the metrics at it.
     metrics: Vec<ComparedStep>,
-    /// Keys that were asked for and that no step of any job has.
+    /// Requested metrics that no step of any job has.
     unknown_keys: Vec<String>,
 }
 
 /// One job of a comparison.
 #[derive(Debug, Serialize, ToSchema)]
 struct Compared {
-    /// The job.
+    /// The job's id, `job_…`.
     id: JobId,
-    /// For people.
+    /// The job's display name; null if none.
     name: Option<String>,
-    /// The base model.
+    /// Id of the base model.
     model: String,
-    /// Where it stands.
+    /// Current state of the job.
     state: JobState,
-    /// Optimizer steps done.
+    /// Number of optimizer steps completed.
     step: u64,
-    /// Optimizer steps in all.
+    /// Total number of optimizer steps.
     total_steps: u64,
-    /// Its evaluations, by step.
+    /// The job's evaluations, by step.
     evals: Vec<Evaluation>,
-    /// The checkpoint marked as best; null before the first.
+    /// The checkpoint marked as best; null before the first one.
     best_checkpoint: Option<BestCheckpoint>,
 }
 
-/// One evaluation.
+/// One evaluation of a job.
 #[derive(Debug, Serialize, ToSchema)]
 struct Evaluation {
-    /// The optimizer step it follows; 0 = before the start.
+    /// The optimizer step that the evaluation follows; 0 = before training.
     step: u64,
-    /// By TRL's names, with the prefix `eval_`.
+    /// Metrics by TRL's names, with the prefix `eval_`.
     metrics: Metrics,
 }
 
 /// The best checkpoint of a job.
 #[derive(Debug, Serialize, ToSchema)]
 struct BestCheckpoint {
-    /// Its id.
     id: CheckpointId,
-    /// Optimizer steps done.
+    /// Number of optimizer steps completed.
     step: u64,
-    /// Of its step.
+    /// Metrics of the checkpoint's step.
     metrics: Metrics,
 }
 
-/// One setting that differs.
+/// One setting that differs between the jobs.
 #[derive(Debug, PartialEq, Serialize, ToSchema)]
 struct Difference {
     /// JSON pointer into a job's configuration.
     pointer: String,
-    /// A value a job; null where a job does not have the setting.
+    /// One value per job; null if a job does not have the setting.
     #[schema(value_type = Vec<Option<Value>>)]
     values: Vec<Value>,
 }
@@ -124,14 +122,14 @@ struct Difference {
 /// The metrics of one step.
 #[derive(Debug, PartialEq, Serialize, ToSchema)]
 struct ComparedStep {
-    /// Optimizer step.
+    /// Optimizer step, counted from 1.
     step: u64,
-    /// By name, a value a job; null where a job has none at this step.
+    /// One value per job for each metric; null if a job has no value at this step.
     #[serde(flatten)]
     metrics: BTreeMap<String, Vec<Option<f64>>>,
 }
 
-/// Several jobs side by side: states, settings that differ, metrics by step, evaluations, best checkpoints.
+/// Compare jobs: states, settings that differ, metrics by step, evaluations, best checkpoints.
 #[utoipa::path(get, path = "/jobs/compare", tag = "Jobs", params(CompareQuery), responses(
     (status = 200, description = "The comparison", body = Comparison),
     (status = 400, description = "ids are missing, too many, or repeated", body = ProblemBody),
@@ -192,7 +190,7 @@ fn ids(text: &str) -> Result<Vec<JobId>, Problem> {
         0 => return Err(bad_query("ids", "required", "name the jobs to compare, comma-separated: ids=job_a,job_b")),
         1..=MAX_JOBS => {}
         many => {
-            let detail = format!("at most {MAX_JOBS} jobs can be compared at once, not {many}");
+            let detail = format!("at most {MAX_JOBS} jobs can be compared in one request, not {many}");
             return Err(bad_query("ids", "out_of_range", detail));
         }
     }
@@ -202,7 +200,7 @@ fn ids(text: &str) -> Result<Vec<JobId>, Problem> {
             Problem::not_found("job", word).item(
                 "?ids",
                 "unknown_job",
-                format!("'{}' is not the id of a job", shortened(word)),
+                format!("'{}' is not a job id", shortened(word)),
             )
         })?;
         if ids.contains(&id) {
@@ -213,7 +211,7 @@ fn ids(text: &str) -> Result<Vec<JobId>, Problem> {
     Ok(ids)
 }
 
-/// The jobs, or a 404 that names every one there is not.
+/// Returns the jobs, or a 404 that names every job that does not exist.
 async fn find(state: &AppState, caller: &Caller, ids: &[JobId]) -> Result<Vec<JobRow>, Problem> {
     let (mut rows, mut missing) = (Vec::new(), Vec::new());
     for id in ids {
@@ -233,7 +231,7 @@ async fn find(state: &AppState, caller: &Caller, ids: &[JobId]) -> Result<Vec<Jo
     }))
 }
 
-/// Leaves of the configurations that are not the same in all of them. Lists are compared as a whole unless they hold objects.
+/// Finds leaves of the configurations that are not equal in all of them. Lists are compared as a whole unless they contain objects.
 fn differences(configs: &[Value]) -> Vec<Difference> {
     let mut found = Vec::new();
     let values: Vec<Option<&Value>> = configs.iter().map(Some).collect();
@@ -248,7 +246,7 @@ fn compare_at(pointer: String, values: &[Option<&Value>], found: &mut Vec<Differ
     let present = || values.iter().flatten();
     let opened = present().count() > 1;
     if opened && present().all(|value| value.is_object()) {
-        // In the order in which they appear, first those of the first job.
+        // Keys in order of first appearance, beginning with the first job.
         let mut names: Vec<&String> = Vec::new();
         for name in present().filter_map(|value| value.as_object()).flat_map(|object| object.keys()) {
             if !names.contains(&name) {
@@ -277,7 +275,7 @@ fn compare_at(pointer: String, values: &[Option<&Value>], found: &mut Vec<Differ
     });
 }
 
-/// One row a step with the wanted keys; a value a job.
+/// Returns one row per step with the requested metrics, one value per job.
 fn aligned(courses: &[Vec<StepRow>], keys: &[String]) -> Vec<ComparedStep> {
     let mut rows: BTreeMap<u64, BTreeMap<String, Vec<Option<f64>>>> = BTreeMap::new();
     for (index, steps) in courses.iter().enumerate() {
@@ -292,7 +290,7 @@ fn aligned(courses: &[Vec<StepRow>], keys: &[String]) -> Vec<ComparedStep> {
     rows.into_iter().map(|(step, metrics)| ComparedStep { step, metrics }).collect()
 }
 
-/// As `GET /jobs/{id}/metrics` does: every job's every key keeps its lowest and highest values.
+/// Downsamples as `GET /jobs/{id}/metrics` does: every metric of every job keeps its lowest and highest values.
 fn thinned(rows: Vec<ComparedStep>, keys: &[String], jobs: usize, max_points: usize) -> Vec<ComparedStep> {
     if rows.len() <= max_points {
         return rows;

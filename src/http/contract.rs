@@ -1,4 +1,5 @@
-//! The reward contract v1 as types: what the document says under `webhooks`. The code that speaks it is in `reward`.
+//! Types of the reward contract v1, for the `webhooks` section of the OpenAPI document. The code that implements the
+//! contract is in `reward`.
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -10,184 +11,188 @@ use super::list::Time;
 use crate::event::FinishReason;
 use crate::id::{JobId, RewardRequestId};
 
-/// Score these completions.
+/// A request to score completions.
 #[derive(Serialize, ToSchema)]
 struct RewardRequest {
-    /// `reward.score.request`.
+    /// Type of the request: always `reward.score.request`.
     #[serde(rename = "type")]
     #[schema(pattern = "^reward\\.score\\.request$", example = "reward.score.request")]
     kind: String,
-    /// Of the contract: `1`.
+    /// Version of the contract: `1`.
     #[schema(pattern = "^1$", example = "1")]
     version: String,
-    /// Also in `webhook-id` and `idempotency-key`: the same over all tries of this request.
+    /// Unique id of the request, also in `webhook-id` and `idempotency-key`. All attempts of a request use the same id.
     id: RewardRequestId,
-    /// When the request was made; tries repeat the same bytes.
+    /// When the request was created. Retries repeat the same bytes.
     #[schema(value_type = Time)]
     timestamp: Time,
-    /// Who asks.
+    /// The job that sends the request.
     job: RewardRequestJob,
-    /// Which reward of the job.
+    /// The job's reward that is requested.
     reward: RewardRequestReward,
-    /// From the first try, ms: later answers are of no use.
+    /// Time limit for results in ms, counted from the first attempt. Later results are ignored.
     #[schema(example = 300_000)]
     deadline_ms: u64,
-    /// How to answer.
+    /// How the service may respond.
     reply: RewardRequestReply,
-    /// Whole groups: all completions of a prompt together, unless a group is larger than `max_batch_samples`.
+    /// Completions to score, in whole groups: all completions of a prompt together, unless a group
+    /// is larger than `max_batch_samples`.
     #[schema(min_items = 1)]
     samples: Vec<RewardRequestSample>,
 }
 
-/// Who asks.
+/// The job that sends a request.
 #[derive(Serialize, ToSchema)]
 struct RewardRequestJob {
-    /// The job.
+    /// The job's id, `job_…`.
     id: JobId,
-    /// Optimizer steps done when the completions were sampled.
+    /// Number of optimizer steps completed when the completions were sampled.
     step: u64,
-    /// What the values are for.
+    /// The purpose of the scores.
     phase: RewardPhase,
 }
 
-/// What the values of a request are for.
+/// The purpose of the scores of a request.
 #[derive(Serialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 #[expect(dead_code, reason = "describes the contract in the document")]
 enum RewardPhase {
-    /// Training.
+    /// Training of the job's model.
     Train,
-    /// An evaluation.
+    /// An evaluation on held-out prompts.
     Eval,
-    /// A look before the job exists: `POST /jobs/validate?probe=true` or `POST /rewards/test`. The job's id is made up.
+    /// A test before the job exists: `POST /jobs/validate?probe=true` or `POST /rewards/test`. The job id is a placeholder.
     Probe,
 }
 
-/// Which reward of the job.
+/// The job's reward that is requested.
 #[derive(Serialize, ToSchema)]
 struct RewardRequestReward {
-    /// Its name.
+    /// The name of the reward.
     #[schema(example = "helpful")]
     name: String,
-    /// `params` of the job's reward, as given.
+    /// The reward's `params` from the job, unchanged.
     params: Value,
 }
 
-/// How to answer.
+/// How the service may respond.
 #[derive(Serialize, ToSchema)]
 struct RewardRequestReply {
-    /// `sync`: in the answer to this request. `async`: with a 202, and later at `callback_url`. Whatever stands here, a 202 with a
-    /// `status_url` is good too.
+    /// Response modes that the server accepts. `sync`: scores in the response to this request. `async`: a 202 response now, scores
+    /// later at `callback_url`. A 202 with a `status_url` is always accepted.
     #[schema(example = json!(["sync", "async"]))]
     modes: Vec<String>,
-    /// Where results may be sent later (`POST /reward-callbacks/{id}`); absent where the server has no public address.
+    /// Address for results that are sent later (`POST /reward-callbacks/{id}`). Absent if the server has no public address.
     #[schema(example = "https://rlood.example/reward-callbacks/rwr_01jd0000000000000000000000")]
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
     callback_url: Option<String>,
-    /// Goes with them as `Authorization: Bearer TOKEN`; for this request only, until its deadline. Absent without `callback_url`.
+    /// Token for `callback_url`, to send as `Authorization: Bearer TOKEN`. Valid for this request only, until its
+    /// deadline. Absent without `callback_url`.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(nullable = false)]
     token: Option<String>,
 }
 
-/// A completion to score.
+/// One completion to score.
 #[derive(Serialize, ToSchema)]
 struct RewardRequestSample {
-    /// Unique in the request; the answer names it.
+    /// Id of the sample, unique in the request. The answer repeats it.
     #[schema(example = "s_0")]
     sample_id: String,
-    /// Completions of one prompt share it.
+    /// Id of the group. Completions of one prompt share it.
     #[schema(example = "g_0")]
     group_id: String,
-    /// The dataset's row.
+    /// Id of the dataset row.
     #[schema(example = "row_17")]
     prompt_id: String,
-    /// The prompt as chat messages, if it came as such.
+    /// The prompt as chat messages; null if the dataset has plain text.
     #[schema(value_type = Option<Vec<Value>>)]
     messages: Option<Value>,
-    /// The prompt as text, chat template applied.
+    /// The prompt as text, with the chat template applied.
     prompt: String,
-    /// The completion, without special tokens.
+    /// The text of the completion, without special tokens.
     completion: String,
-    /// Why it ended.
+    /// Why the completion ended.
     finish_reason: FinishReason,
-    /// Completion tokens.
+    /// Number of tokens in the completion.
     num_tokens: u32,
-    /// Their ids, where the reward has `completion_ids: true`.
+    /// Token ids of the completion. Present if the reward has `completion_ids: true`.
     completion_ids: Option<Vec<u32>>,
-    /// The other columns of the row.
+    /// All other columns of the dataset row.
     #[schema(value_type = std::collections::BTreeMap<String, Value>)]
     columns: Value,
 }
 
-/// The scores; any of these forms.
+/// The scores, in any of these forms.
 #[derive(Deserialize, ToSchema)]
 #[serde(untagged)]
 #[expect(dead_code, reason = "describes the contract in the document")]
 enum RewardAnswer {
-    /// By sample id.
+    /// Scores by sample id (recommended).
     Results(RewardResults),
-    /// One a sample, in the request's order.
+    /// One score per sample, in the order of the request.
     Rewards {
-        /// Null = the reward does not apply to this sample.
+        /// One value per sample; null = the reward does not apply to the sample.
         rewards: Vec<Option<f64>>,
     },
-    /// One a sample, in the request's order.
+    /// One score per sample, in the order of the request.
     Scores {
-        /// Null = the reward does not apply to this sample.
+        /// One value per sample; null = the reward does not apply to the sample.
         scores: Vec<Option<f64>>,
     },
-    /// One a sample, in the request's order.
+    /// One score per sample, in the order of the request.
     Array(Vec<Option<f64>>),
-    /// For a request of one sample.
+    /// A single score, for a request with one sample.
     One {
-        /// Null = the reward does not apply to this sample.
+        /// The score; null = the reward does not apply to the sample.
         #[schema(required)]
         reward: Option<f64>,
     },
 }
 
-/// I took it, and answer later.
+/// The request is accepted and will be answered later.
 #[derive(Deserialize, ToSchema)]
 #[expect(dead_code, reason = "describes the contract in the document")]
 struct RewardAccepted {
-    /// The request's, or the service's own.
+    /// Id of the request, or an id of the service.
     id: Option<String>,
-    /// When it expects to be done, ms from now; also `Retry-After`.
+    /// Estimated time until the results are ready, in ms. `Retry-After` has the same meaning.
     eta_ms: Option<u64>,
-    /// Looked at (GET) from time to time: 200 with `results` (and `done`), as a callback; 202 or 204 = not yet; 404 or 410 = the
-    /// request is not known any more, and is sent again. May be relative. The reward's `headers` go there only if it has the
-    /// scheme, host and port of its `url`.
+    /// Address that the server polls with GET. 200 with `results` (and `done`) has the meaning of a callback; 202 or 204 = not yet;
+    /// 404 or 410 = the service no longer knows the request, so the server sends it again. May be relative. The reward's `headers`
+    /// are sent only if it has the scheme, host and port of the reward's `url`.
     status_url: Option<String>,
 }
 
-/// Scores by sample id. Unknown ids are ignored and counted, of duplicates the first wins, missing samples are asked for again.
+/// Scores by sample id. Unknown ids are ignored and counted, the first of duplicate results counts, and missing
+/// samples are requested again.
 #[derive(Deserialize, ToSchema)]
 #[expect(dead_code, reason = "describes the contract in the document")]
 struct RewardResults {
-    /// `1`.
+    /// Version of the contract: `1`.
     version: Option<String>,
-    /// The request's.
+    /// The id of the request.
     id: Option<String>,
-    /// In any order.
+    /// Results in any order.
     results: Vec<RewardResult>,
 }
 
-/// The score of one sample, or why there is none.
+/// The score of one sample, or the reason why it is missing.
 #[derive(Deserialize, ToSchema)]
 #[expect(dead_code, reason = "describes the contract in the document")]
 pub(super) struct RewardResult {
-    /// As in the request.
+    /// The id of the sample in the request.
     sample_id: String,
-    /// A finite number. Null without `error`: the reward does not apply to this sample. Null with `error`: it is missing, which is never 0.
+    /// A finite number. Null without `error`: the reward does not apply to this sample. Null with `error`: the reward is missing,
+    /// which is never treated as 0.
     reward: Option<f64>,
     /// Why the reward is missing.
     error: Option<RewardError>,
-    /// The service's own figures.
+    /// Additional figures from the service.
     #[schema(value_type = Option<std::collections::BTreeMap<String, Value>>)]
     metrics: Option<Value>,
-    /// The service's own words.
+    /// An explanation from the service.
     reason: Option<String>,
 }
 
@@ -195,82 +200,83 @@ pub(super) struct RewardResult {
 #[derive(Deserialize, ToSchema)]
 #[expect(dead_code, reason = "describes the contract in the document")]
 struct RewardError {
-    /// The service's own word.
+    /// An error code of the service.
     #[schema(example = "judge_timeout")]
     code: String,
-    /// Whether to ask for this sample again.
+    /// Whether the server should request this sample again.
     #[serde(default)]
     retryable: bool,
 }
 
-/// A part of the scores, or all of them.
+/// Some or all scores of a request.
 #[derive(Deserialize, ToSchema)]
 #[expect(dead_code, reason = "describes the contract in the document")]
 struct RewardCallback {
-    /// The request's, if given.
+    /// The id of the request; optional.
     id: Option<RewardRequestId>,
-    /// In any order; several calls may bring parts. May be left out with `done`.
+    /// Results in any order. Several calls may deliver them in parts. Optional with `done`.
     results: Option<Vec<RewardResult>>,
-    /// Nothing else will come: samples without a result are asked for again.
+    /// No more results will come. The server requests samples without a result again.
     #[serde(default)]
     done: bool,
 }
 
-/// What became of the results of one call.
+/// How many results of one call were accepted.
 #[derive(Serialize, ToSchema)]
 struct RewardCallbackTaken {
-    /// Kept.
+    /// Number of results that were stored.
     accepted: u64,
-    /// For samples that have a result already: the first one stays.
+    /// Number of results for samples that already have one; the first result counts.
     duplicate: u64,
-    /// For samples that were not asked for.
+    /// Number of results for samples that are not part of the request.
     unknown: u64,
 }
 
-/// Are you there?
+/// A check that the service is reachable.
 #[derive(Serialize, ToSchema)]
 struct RewardPing {
-    /// `reward.ping`.
+    /// Type of the request: always `reward.ping`.
     #[serde(rename = "type")]
     #[schema(pattern = "^reward\\.ping$", example = "reward.ping")]
     kind: String,
-    /// Of the contract: `1`.
+    /// Version of the contract: `1`.
     #[schema(pattern = "^1$", example = "1")]
     version: String,
-    /// Of this request.
+    /// Unique id of this request.
     id: RewardRequestId,
 }
 
-/// What a service may say of itself.
+/// Optional capabilities of a service.
 #[derive(Deserialize, ToSchema)]
 #[expect(dead_code, reason = "describes the contract in the document")]
 struct RewardPong {
-    /// Most samples of a request.
+    /// Maximum number of samples in one request.
     max_batch_samples: Option<u32>,
-    /// `sync`, `async`.
+    /// Supported response modes: `sync`, `async`.
     modes: Option<Vec<String>>,
-    /// Lowest and highest reward.
+    /// Lowest and highest reward that the service returns.
     range: Option<Vec<f64>>,
 }
 
-/// Score completions
+/// Score a batch of completions
 ///
-/// Sent to each `webhook` reward's `url`, once for a batch of whole groups.
+/// The server sends this request to the `url` of each `webhook` reward, once per batch of whole groups.
 ///
-/// With a `secret` (`whsec_…`) requests are signed by Standard Webhooks: `webhook-signature` is `v1,` and the base64 HMAC-SHA256 of
-/// `id.timestamp.body` under the decoded secret. Connect errors, time-outs, 408, 425, 429 and 5xx are tried again with the same id and
-/// bytes (fresh timestamp and signature), `Retry-After` is honoured; 413 splits the request; a redirect is never followed; 410 pauses the
-/// job. A missing reward is never 0.
+/// With a `secret` (`whsec_…`) the server signs requests by Standard Webhooks: `webhook-signature` is `v1,` and the base64
+/// HMAC-SHA256 of `id.timestamp.body` under the decoded secret. Connection errors, timeouts, 408, 425, 429 and 5xx are retried with
+/// the same id and bytes (fresh timestamp and signature), and `Retry-After` is honored. 413 splits the request, 410 pauses the job,
+/// and redirects are never followed. A missing reward is never treated as 0.
 ///
-/// A service that needs longer answers 202 and sends the results to `reply.callback_url`, in parts if it likes, or shows them at its
-/// `status_url`, until `deadline_ms` after the request's first try (days, if the job says so). The request is not sent again while
-/// it is waited for, also when this server or the worker restarts. What is missing at the deadline is asked for again.
+/// A service that needs longer answers 202. It then sends the results to `reply.callback_url`, in parts if necessary, or offers
+/// them at its `status_url`, until `deadline_ms` after the first attempt (days, if the job allows it). The server does not repeat
+/// the request while it waits, even after a restart of the server or of the worker. Results that are missing at the
+/// deadline are requested again.
 #[utoipa::path(
     post, path = "/reward.score.request", tag = "Reward contract", operation_id = "reward_score_request",
     params(
         ("webhook-id" = String, Header, description = "The request's id"),
-        ("webhook-timestamp" = String, Header, description = "Unix seconds of this try"),
-        ("webhook-signature" = Option<String>, Header, description = "`v1,BASE64`; two, separated by a space, while a secret is rotated (`previous_secret`): accept the request if one fits"),
+        ("webhook-timestamp" = String, Header, description = "Unix time of this attempt, in seconds"),
+        ("webhook-signature" = Option<String>, Header, description = "`v1,BASE64`; two, separated by a space, while a secret is rotated (`previous_secret`): accept the request if one of them is valid"),
         ("idempotency-key" = String, Header, description = "The request's id"),
     ),
     request_body = RewardRequest,
@@ -282,21 +288,21 @@ struct RewardPong {
         (status = 202, description = "The scores come later", body = Option<RewardAccepted>,
             example = json!({"id": "rwr_01jd0000000000000000000000", "eta_ms": 60000, "status_url": "https://rm.example/status/rwr_01jd0000000000000000000000"})),
         (status = 410, description = "This service is gone: the job pauses"),
-        (status = 413, description = "Too much at once: the request is split in halves"),
-        (status = 429, description = "Too fast: tried again after `Retry-After`"),
-        (status = "5XX", description = "Tried again"),
+        (status = 413, description = "Too large: the request is split into halves"),
+        (status = 429, description = "Too many requests: retried after `Retry-After`"),
+        (status = "5XX", description = "Retried with back-off"),
     ),
 )]
 #[expect(dead_code, reason = "describes the contract in the document")]
 fn reward_score_request() {}
 
-/// Handshake
+/// Check that a service is reachable
 ///
-/// Sent by the test endpoint and by validation. Any 2xx is a yes; the body is optional.
+/// Sent by the reward test endpoint and by job validation. Any 2xx status means success; the body is optional.
 #[utoipa::path(
     post, path = "/reward.ping", tag = "Reward contract", operation_id = "reward_ping",
     request_body = RewardPing,
-    responses((status = "2XX", description = "I am", body = Option<RewardPong>)),
+    responses((status = "2XX", description = "The service is reachable", body = Option<RewardPong>)),
 )]
 #[expect(dead_code, reason = "describes the contract in the document")]
 fn reward_ping() {}
@@ -305,7 +311,7 @@ fn reward_ping() {}
 #[openapi(paths(reward_score_request, reward_ping), components(schemas(RewardCallback, RewardCallbackTaken)))]
 struct Contract;
 
-/// The contract's webhooks by name, and the schemas they name.
+/// Returns the contract's webhooks by name, and the schemas that they refer to.
 pub(super) fn webhooks() -> (Paths, Option<Components>) {
     let OpenApi { mut paths, components, .. } = Contract::openapi();
     paths.paths = paths.paths.into_iter().map(|(path, item)| (path.trim_start_matches('/').to_owned(), item)).collect();

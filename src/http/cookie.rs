@@ -1,7 +1,7 @@
-//! The cookie of a session, and whose session it is.
+//! The session cookie, and the session that it belongs to.
 //!
-//! The cookie is a random text, `HttpOnly`, `SameSite=Strict`, and `Secure` where the server is reached by https. A request
-//! that changes something must repeat, in a header, a token that only a page of this server can have read.
+//! The cookie is a random text with `HttpOnly`, `SameSite=Strict`, and `Secure` where the server is reached by https. A request
+//! that changes something must send a token in a header, which only a page of this server can have read.
 
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, header};
 use hmac::{Hmac, KeyInit, Mac};
@@ -12,12 +12,11 @@ use super::AppState;
 use super::error::{Code, Problem};
 use crate::store::{SessionRow, StoreError, clock_ms};
 
-/// The cookie's name.
 const COOKIE: &str = "rlood_session";
-/// What a request with the cookie repeats the token in.
+/// The header in which a request with the cookie repeats the CSRF token.
 pub(super) const CSRF_HEADER: HeaderName = HeaderName::from_static("x-csrf-token");
 
-/// The value of a session's cookie.
+/// The value of a session cookie.
 #[derive(Clone)]
 pub(super) struct Cookie(String);
 
@@ -42,14 +41,14 @@ impl Cookie {
         Sha256::digest(&self.0).to_vec()
     }
 
-    /// Follows from the cookie, which pages cannot read; so it need not be kept.
+    /// Derives the CSRF token from the cookie, which pages cannot read. So the token need not be stored.
     pub(super) fn csrf_token(&self) -> String {
         let mut mac = Hmac::<Sha256>::new_from_slice(self.0.as_bytes()).expect("HMAC takes keys of any length");
         mac.update(b"rlood csrf token");
         hex::encode(mac.finalize().into_bytes())
     }
 
-    /// 403 when the request changes something and does not repeat the token.
+    /// Answers 403 when the request changes something and does not repeat the token.
     pub(super) fn check_csrf(&self, method: &Method, given: Option<&HeaderValue>) -> Result<(), Problem> {
         if matches!(*method, Method::GET | Method::HEAD | Method::OPTIONS) {
             return Ok(());
@@ -62,12 +61,12 @@ impl Cookie {
         Err(Problem::new(Code::InvalidCsrfToken, detail))
     }
 
-    /// What the browser sent.
+    /// The cookie as the browser sent it.
     pub(super) fn text(&self) -> &str {
         &self.0
     }
 
-    /// For `Set-Cookie`.
+    /// Returns the value of the `Set-Cookie` header.
     pub(super) fn header(&self, state: &AppState, seconds: i64) -> String {
         let https = state.config.public_url.as_deref().is_some_and(|url| url.starts_with("https:"));
         let secure = if https { "; Secure" } else { "" };
@@ -75,7 +74,7 @@ impl Cookie {
     }
 }
 
-/// The session behind a cookie, while it and its key are good.
+/// Finds the session of a cookie, if both the session and its key are still valid.
 pub(super) async fn find_session(state: &AppState, cookie: &Cookie) -> Result<Option<SessionRow>, StoreError> {
     let found = state.store.session_find(&cookie.sha256(), clock_ms()).await?;
     Ok(found.filter(|session| match &session.operator_sha256 {

@@ -1,4 +1,4 @@
-//! POST /datasets/preview: what rows would become, and how a model would read them. Nothing is stored.
+//! `POST /datasets/preview`: shows what rows would become, and how a model would read them. Nothing is stored.
 
 use axum::extract::{DefaultBodyLimit, Request, State};
 use serde::{Deserialize, Serialize};
@@ -9,7 +9,7 @@ use utoipa_axum::routes;
 
 use super::AppState;
 use super::auth::Caller;
-use super::dataset_sources::look;
+use super::dataset_sources::preview_files;
 use super::error::{Code, FieldError, Problem, ProblemBody, shortened};
 use super::extract::{Json, Query};
 use super::rows::row_errors;
@@ -18,66 +18,65 @@ use crate::data::Preview;
 use crate::modelcard::text::{Prompt, Text};
 use crate::store::{ModelRow, StoreError};
 
-/// Rows that are shown unless asked otherwise, and at most.
+/// Default and maximum number of rows to show.
 const ROWS: u32 = 5;
 const MAX_ROWS: u32 = 50;
-/// Of a prompt as the model reads it, characters that are shown.
+/// Maximum number of characters of a rendered prompt to show.
 const SHOWN_CHARS: usize = 20_000;
 
-/// The routes of this module.
 pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new().routes(routes!(preview_dataset).layer(DefaultBodyLimit::disable()))
 }
 
-/// What to show.
+/// Options of a preview.
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 struct PreviewQuery {
-    /// Rows, 1 to 50.
+    /// Number of rows to show, 1 to 50. Default: 5.
     #[param(minimum = 1, maximum = 50, example = 5)]
     rows: Option<u32>,
-    /// A registered model: prompts are shown as it reads them, with their tokens.
+    /// Id of a registered model. Prompts are then shown with its chat template applied, and with their token counts.
     #[param(example = "rlood/tiny")]
     model: Option<String>,
-    /// As of POST /datasets, with the keys below.
+    /// Column or template of the prompt, as in POST /datasets. The keys below have the same meaning as there.
     prompt: Option<String>,
-    /// The system message.
+    /// Text of the system message.
     system: Option<String>,
-    /// Whether a text becomes a user's message.
+    /// Whether a text prompt becomes a user message.
     chat: Option<String>,
-    /// Only rows for which this is true.
+    /// Keep only rows for which this expression is true.
     r#where: Option<String>,
-    /// One row of those that agree in these columns.
+    /// Keep one of the rows that are equal in these columns.
     unique: Option<String>,
-    /// Only these columns.
+    /// Keep only these columns.
     keep: Option<String>,
-    /// Without these columns.
+    /// Remove these columns from the rows.
     drop: Option<String>,
-    /// Without assistant messages at the prompt's end.
+    /// Whether to remove assistant messages at the end of the prompt.
     cut_answer: Option<String>,
-    /// So many rows.
+    /// Maximum number of rows.
     limit: Option<String>,
-    /// A sample of all.
+    /// Seed of a random sample of all rows.
     seed: Option<String>,
 }
 
-/// A look at rows.
+/// A preview of a dataset.
 #[derive(Debug, Serialize, ToSchema)]
 struct DatasetPreview {
     /// The columns of the first rows.
     columns: Vec<ColumnView>,
-    /// The first rows as they are.
+    /// The first rows, unchanged.
     #[schema(value_type = Vec<Object>)]
     source_rows: Vec<Value>,
-    /// What the first rows that stay become.
+    /// The first rows that pass the filters, as they would be stored.
     rows: Vec<MappedRow>,
-    /// Where there is no prompt: a `map` that would fit. It is not applied.
+    /// A `map` that would work, if the rows have no prompt; null otherwise. The preview does not apply it.
     #[schema(value_type = Option<Object>)]
     suggested_map: Option<Value>,
-    /// What is wrong with the first rows.
+    /// Errors in the first rows.
     errors: Vec<FieldError>,
-    /// Of the hub: repository, commit, config, split and files.
+    /// Hub repository, commit, config, split and files; null for an upload.
     #[schema(value_type = Object)]
     origin: Value,
 }
@@ -86,37 +85,38 @@ struct DatasetPreview {
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = PreviewColumn)]
 struct ColumnView {
-    /// Its name.
+    /// Name of the column.
     name: String,
-    /// `text`, `number`, `boolean`, `list`, `object` or `null`.
+    /// Type of the values: `text`, `number`, `boolean`, `list`, `object` or `null`.
     kind: &'static str,
 }
 
 /// A row as it would be stored.
 #[derive(Debug, Serialize, ToSchema)]
 struct MappedRow {
-    /// The row.
+    /// The row as JSON.
     #[schema(value_type = Object)]
     record: Value,
-    /// The prompt as the model reads it: by its chat template where it is a chat.
+    /// The prompt as the model reads it, with the chat template applied to a chat.
     #[serde(skip_serializing_if = "Option::is_none")]
     text: Option<String>,
-    /// Tokens of the prompt.
+    /// Number of tokens in the prompt.
     #[serde(skip_serializing_if = "Option::is_none")]
     num_tokens: Option<usize>,
-    /// Why the model cannot read it.
+    /// Why the model cannot read the prompt; null if it can.
     #[serde(skip_serializing_if = "Option::is_none")]
     problem: Option<String>,
 }
 
-/// Look at what rows would become.
+/// Preview the rows of a dataset.
 ///
-/// The same bodies as POST /datasets: a file (its beginning is enough, but of parquet), a form with `mapping` and `file`, or a data set of the hub as
-/// JSON. Nothing is stored. What is wrong with the first rows is in `errors`, and the rest is shown all the same.
+/// Accepts the same bodies as POST /datasets: a file (the beginning is enough, except for parquet), a form with `mapping` and
+/// `file`, or JSON that names a dataset on the hub. Nothing is stored. Errors in the first rows are listed in `errors`, and the
+/// other rows are still shown.
 #[utoipa::path(
     post, path = "/datasets/preview", tag = "Datasets",
     params(PreviewQuery),
-    request_body(description = "The rows, or where they are", content(
+    request_body(description = "The rows, or their location", content(
         (String = "application/x-ndjson"), (String = "text/csv"), (crate::spec::HubDataset = "application/json"),
         (String = "application/vnd.apache.parquet"), (Vec<u8> = "multipart/form-data"),
     )),
@@ -148,24 +148,24 @@ async fn preview_dataset(
     let create = CreateQuery { name: None, prompt, system, chat, r#where, unique, keep, drop, cut_answer, limit, seed };
     let wanted = wanted.unwrap_or(ROWS);
     if !(1..=MAX_ROWS).contains(&wanted) {
-        let detail = format!("rows must be 1 to {MAX_ROWS}, not {wanted}");
+        let detail = format!("rows must be between 1 and {MAX_ROWS}, not {wanted}");
         return Err(Problem::new(Code::InvalidQuery, detail.clone()).item("?rows", "out_of_range", detail));
     }
     let model = match model {
         None => None,
         Some(id) => Some(find(&state, &caller, &id).await?),
     };
-    let Sent { name: _, rows } = receive(&state, &caller, create, request, Purpose::Look).await?;
+    let Sent { name: _, rows } = receive(&state, &caller, create, request, Purpose::Preview).await?;
     let SentRows::Files(files, recipe) = rows else {
-        return Err(Problem::internal("a look keeps files as they are"));
+        return Err(Problem::internal("a preview must not convert files"));
     };
     let origin = files.origin.clone();
     let chat_default = model.as_ref().is_none_or(|row| row.card["has_chat_template"] != Value::Bool(false));
-    let looked = look(&state, *files, recipe, chat_default, wanted as usize).await?;
+    let preview = preview_files(&state, *files, recipe, chat_default, wanted as usize).await?;
     let folder = model.map(|row| state.downloads.readable(&row));
     let shown = tokio::task::spawn_blocking(move || {
         let text = folder.map(|folder| Text::load(&folder)).transpose();
-        text.map(|text| view(looked, text.as_ref(), origin)).map_err(|error| error.to_string())
+        text.map(|text| view(preview, text.as_ref(), origin)).map_err(|error| error.to_string())
     });
     let unusable =
         |detail: String| Problem::new(Code::InvalidModel, detail.clone()).item("?model", "unusable_model", detail);
@@ -177,7 +177,7 @@ async fn find(state: &AppState, caller: &Caller, id: &str) -> Result<ModelRow, P
         Ok(row) if caller.may_use_model(&row.owner) => Ok(row),
         Ok(_) | Err(StoreError::NotFound { .. }) => {
             let detail = format!(
-                "no model '{}' is registered: register it with POST /models, or leave model out",
+                "the model '{}' is not registered: register it with POST /models, or omit 'model'",
                 shortened(id)
             );
             Err(Problem::new(Code::InvalidQuery, detail.clone()).item("?model", "unknown_model", detail))
@@ -186,15 +186,15 @@ async fn find(state: &AppState, caller: &Caller, id: &str) -> Result<ModelRow, P
     }
 }
 
-fn view(looked: Preview, text: Option<&Text>, origin: Value) -> DatasetPreview {
-    let Preview { columns, source_rows, rows, suggested_map, rejected } = looked;
+fn view(preview: Preview, text: Option<&Text>, origin: Value) -> DatasetPreview {
+    let Preview { columns, source_rows, rows, suggested_map, rejected } = preview;
     let columns = columns.into_iter().map(|column| ColumnView { name: column.name, kind: column.kind }).collect();
     let rows = rows.into_iter().map(|record| read_as(text, record)).collect();
     let errors = rejected.map_or_else(Vec::new, |rejected| row_errors(rejected.errors));
     DatasetPreview { columns, source_rows, rows, suggested_map, errors, origin }
 }
 
-/// A row, with its prompt as the model reads it.
+/// Converts a row, and renders its prompt as the model reads it.
 fn read_as(text: Option<&Text>, record: Value) -> MappedRow {
     let Some(text) = text else { return MappedRow { record, text: None, num_tokens: None, problem: None } };
     let kwargs = Map::new();

@@ -1,4 +1,4 @@
-//! Parquet on the hub for a look: only the ranges that the first rows need are fetched.
+//! Previews of parquet files on the hub: fetches only the byte ranges that the first rows need.
 
 use std::io;
 use std::ops::Range;
@@ -9,7 +9,7 @@ use crate::causes::with_causes;
 use crate::data::{Ranges, Source};
 use crate::hub::{Hub, RepoFile, RepoPlan};
 
-/// A file of the hub, read by a thread that may block.
+/// A file on the hub, read by a thread that may block.
 struct HubRanges {
     hub: Hub,
     plan: RepoPlan,
@@ -26,13 +26,13 @@ impl Ranges for HubRanges {
         let reading = self.hub.read_ranges(&self.plan.repo, &self.plan.commit, &self.file, ranges);
         match self.runtime.block_on(reading) {
             Ok(Some(parts)) => Ok(parts),
-            Ok(None) => Err(io::Error::other("the hub does not send parts of files")),
+            Ok(None) => Err(io::Error::other("the hub does not support range requests")),
             Err(error) => Err(io::Error::other(with_causes(&error))),
         }
     }
 }
 
-/// A file of a plan, to be looked at without being downloaded.
+/// Opens a file of a hub repository for range requests, without downloading it.
 pub(super) fn ranged(hub: Hub, plan: RepoPlan, file: RepoFile) -> Source {
     let name = file.path.clone();
     Source::elsewhere(name, HubRanges { hub, plan, file, runtime: Handle::current() })

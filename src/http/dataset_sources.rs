@@ -1,4 +1,4 @@
-//! Rows from files: of an upload that is packed or mapped, or of the hub; converted on a thread of their own.
+//! Rows from files: uploads that are compressed or mapped, and hub datasets. Each conversion runs on its own thread.
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -23,27 +23,27 @@ use crate::files::StagedDone;
 use crate::hub::{Hub, Repo, RepoFile, RepoInfo, RepoKind, RepoPlan};
 use crate::spec::HubDataset;
 
-/// Pieces on their way from the thread that converts to the file.
+/// Capacity of the channel from the conversion thread to the file, in pieces.
 const PIECES: usize = 4;
 
-/// What is kept of a file that is only looked at, bytes.
-pub(super) const LOOK_BYTES: u64 = 8 << 20;
+/// How much of a file a preview reads, in bytes.
+pub(super) const PREVIEW_BYTES: u64 = 8 << 20;
 
-/// Files of rows.
+/// Source files of a dataset.
 pub(super) struct Files {
-    /// In order.
+    /// The sources, in order.
     pub(super) sources: Vec<Source>,
-    /// Of the media type, where that says one.
+    /// Format by media type, if the media type is specific.
     pub(super) format: Option<Format>,
-    /// Where they come from: what is kept beside the dataset.
+    /// Origin of the files, stored with the dataset.
     pub(super) origin: Value,
-    /// Kept until they were read.
+    /// The uploaded file, kept until it was read.
     pub(super) staged: Option<StagedDone>,
-    /// What to download when the parts that a look needs cannot be fetched.
+    /// The dataset to download if the byte ranges for a preview cannot be fetched.
     whole: Option<Box<Found>>,
 }
 
-/// Cancels a conversion that nobody waits for any more.
+/// Cancels a conversion when its request is dropped.
 struct CancelOnDrop(Arc<AtomicBool>);
 
 impl Drop for CancelOnDrop {
@@ -52,7 +52,7 @@ impl Drop for CancelOnDrop {
     }
 }
 
-/// What a conversion writes, piece by piece.
+/// The writer that a conversion writes to, piece by piece.
 struct Pipe(mpsc::Sender<Vec<u8>>);
 
 impl std::io::Write for Pipe {
@@ -88,7 +88,7 @@ pub(super) async fn convert_files(
         drop(raw);
         converted
     });
-    // The conversion itself keeps to the limit, and says what to do.
+    // The conversion itself enforces the size limit, with a helpful message.
     let mut out = state.files.stage(u64::MAX).await?;
     while let Some(piece) = pieces.recv().await {
         check_disk(state)?;
@@ -98,7 +98,7 @@ pub(super) async fn convert_files(
     Ok((converted.summary, out.finish().await?, origin))
 }
 
-/// Rows that a thread writes.
+/// Stores rows that a thread writes.
 pub(super) async fn written(
     state: &AppState,
     format: Format,
@@ -115,15 +115,15 @@ pub(super) async fn written(
         Some((Ok::<_, Problem>(Bytes::from(piece)), pieces))
     });
     let read = read_rows(state, format, Box::pin(pieces), |problem| problem).await;
-    // The writer of a reader that has refused ends with a broken pipe.
+    // If the receiver has failed, the writer ends with a broken pipe, which is not the cause.
     let written = work.await.map_err(Problem::internal)?;
     let rows = read?;
     written.map_err(Problem::internal)?;
     Ok(rows)
 }
 
-/// Looks at the first rows of files.
-pub(super) async fn look(
+/// Previews the first rows of files.
+pub(super) async fn preview_files(
     state: &AppState,
     mut files: Files,
     recipe: Recipe,
@@ -131,17 +131,17 @@ pub(super) async fn look(
     rows: usize,
 ) -> Result<Preview, Problem> {
     let whole = files.whole.take();
-    let looked = look_at(files, recipe.clone(), chat_default, rows).await?;
+    let looked = preview_sources(files, recipe.clone(), chat_default, rows).await?;
     match (looked, whole) {
         (Err(refused), Some(whole)) if refused.errors.iter().any(|error| error.code == NOT_FETCHED) => {
             let files = download(state, *whole).await?;
-            look_at(files, recipe, chat_default, rows).await?.map_err(rejected)
+            preview_sources(files, recipe, chat_default, rows).await?.map_err(rejected)
         }
         (looked, _) => looked.map_err(rejected),
     }
 }
 
-async fn look_at(
+async fn preview_sources(
     files: Files,
     recipe: Recipe,
     chat_default: bool,
@@ -158,7 +158,7 @@ async fn look_at(
     looked.await.map_err(Problem::internal)
 }
 
-/// A data set of the hub, found and not downloaded.
+/// A dataset on the hub that was found but not downloaded.
 #[derive(Clone)]
 struct Found {
     hub: Hub,
@@ -195,7 +195,7 @@ async fn find(state: &AppState, caller: &Caller, wanted: &HubDataset) -> Result<
     Ok(Found { hub, plan: RepoPlan { repo, commit, is_restricted, files, config: Value::Null }, origin })
 }
 
-/// The files of a data set of the hub, downloaded; those of a commit are kept for a day.
+/// Downloads the files of a hub dataset. Files of a commit are cached for a day.
 pub(super) async fn fetch(state: &AppState, caller: &Caller, wanted: &HubDataset) -> Result<Files, Problem> {
     download(state, find(state, caller, wanted).await?).await
 }
@@ -207,11 +207,12 @@ async fn download(state: &AppState, Found { hub, plan, origin }: Found) -> Resul
     Ok(Files { sources: plan.files.iter().map(source).collect(), format: None, origin, staged: None, whole: None })
 }
 
-/// Enough of a data set of the hub for a look: the beginning of its first file; of parquet, what the look asks for.
+/// Fetches enough of a hub dataset for a preview: the beginning of its first file, or the byte ranges of a parquet file
+/// that the preview reads.
 pub(super) async fn fetch_start(state: &AppState, caller: &Caller, wanted: &HubDataset) -> Result<Files, Problem> {
     let mut found = find(state, caller, wanted).await?;
     found.plan.files.truncate(1);
-    let large = found.plan.files.first().filter(|file| file.size_bytes > LOOK_BYTES);
+    let large = found.plan.files.first().filter(|file| file.size_bytes > PREVIEW_BYTES);
     let Some(file) = large.cloned() else { return download(state, found).await };
     if file.path.ends_with(".parquet") {
         let whole = Some(Box::new(found.clone()));
@@ -219,7 +220,7 @@ pub(super) async fn fetch_start(state: &AppState, caller: &Caller, wanted: &HubD
         return Ok(Files { sources: vec![ranged(hub, plan, file)], format: None, origin, staged: None, whole });
     }
     let Found { hub, plan, origin } = found;
-    let most_bytes = usize::try_from(LOOK_BYTES).unwrap_or(usize::MAX);
+    let most_bytes = usize::try_from(PREVIEW_BYTES).unwrap_or(usize::MAX);
     let start = hub.read_start(&plan.repo, &plan.commit, &file, most_bytes).await.map_err(|error| problem(&error))?;
     let mut staged = state.files.stage(u64::MAX).await?;
     staged.write(&start).await?;
@@ -249,7 +250,7 @@ fn cannot_choose(repo: &Repo, error: &CannotChoose) -> Problem {
     Problem::new(Code::InvalidDataset, detail.clone()).item(format!("/{}", error.field), "invalid_value", detail)
 }
 
-/// What a client reads of a hub's refusal: of a data set, not of a model.
+/// Converts a hub error into a problem whose text refers to a dataset, not to a model.
 fn problem(error: &crate::hub::HubError) -> Problem {
     let problem = hub::problem(error);
     match problem.code() {
@@ -258,7 +259,7 @@ fn problem(error: &crate::hub::HubError) -> Problem {
     }
 }
 
-/// The copy in parquet that the hub makes of public data sets, where the repository itself holds nothing that is read here.
+/// Finds the parquet copy that the hub makes of public datasets, for repositories without files in a supported format.
 async fn converted_branch(
     state: &AppState,
     hub: &Hub,
@@ -276,7 +277,7 @@ async fn converted_branch(
             return Err(cannot_choose(repo, &unreadable));
         }
     };
-    // Laid out as a README would say it.
+    // The layout that a README would describe.
     let mut configs: Vec<(String, Vec<(String, String)>)> = Vec::new();
     for file in &listed {
         let entry = (file.split.clone(), file.path.clone());
@@ -299,13 +300,13 @@ async fn converted_branch(
     Ok((branch, info, chosen))
 }
 
-/// Rows that lie in a file here.
+/// Wraps rows that are in a local file.
 pub(super) fn stored(name: &str, path: PathBuf, origin: Value, staged: Option<StagedDone>) -> Files {
     let sources = vec![Source::file(name.to_owned(), path)];
     Files { sources, format: Some(Format::Ndjson), origin, staged, whole: None }
 }
 
-/// A file that was uploaded as it came.
+/// Wraps an uploaded file.
 pub(super) fn uploaded(name: Option<&str>, format: Option<Format>, staged: StagedDone) -> Files {
     let name = name.map_or_else(|| "the upload".to_owned(), |name| shortened(name).to_string());
     let path: PathBuf = staged.path().to_owned();

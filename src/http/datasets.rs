@@ -28,39 +28,39 @@ use crate::files::StagedDone;
 use crate::id::DatasetId;
 use crate::store::{DatasetRow, NewDataset, StoreError, clock_ms};
 
-/// A page of rows ends here, however few they are.
+/// Maximum size of a page of rows, in bytes, whatever the number of rows.
 const PAGE_BYTES: usize = 4 * 1024 * 1024;
 
-/// The routes of this module.
 pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new()
-        // Streamed to disk and counted there.
+        // The body is streamed to disk, and its size is checked there.
         .routes(routes!(create_dataset, list_datasets).layer(DefaultBodyLimit::disable()))
         .routes(routes!(get_dataset, delete_dataset))
         .routes(routes!(list_rows))
         .routes(routes!(get_content))
 }
 
-/// A dataset.
+/// A dataset of prompts.
 #[derive(Debug, Clone, Serialize, ToSchema)]
 pub struct Dataset {
-    /// Its id.
+    /// The dataset's id, `ds_…`.
     pub id: DatasetId,
-    /// As given at upload.
+    /// The name given at upload; null if none.
     pub name: Option<String>,
-    /// Rows.
+    /// Number of rows in the dataset.
     pub num_rows: u64,
-    /// Bytes of the canonical rows.
+    /// Size of the canonical rows, in bytes.
     pub size_bytes: u64,
-    /// Of the canonical rows, lower-case hex.
+    /// SHA-256 of the canonical rows, in lower-case hex.
     pub sha256: String,
     /// Column names, in order of first appearance.
     pub columns: Vec<String>,
-    /// The owner of the key that uploaded it; empty = the operator.
+    /// Owner of the key that uploaded the dataset; empty = the operator.
     pub owner: String,
-    /// When it was uploaded first.
+    /// When the dataset was first uploaded.
     pub created_at: Time,
-    /// Where it comes from: the hub's repository, commit, files with hashes; and what was made of the rows (`recipe`).
+    /// Origin of the rows: hub repository, commit, files with hashes, and the conversion that was applied (`recipe`); null if
+    /// they were uploaded unchanged.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<Object>)]
     pub origin: Option<Value>,
@@ -73,29 +73,31 @@ impl From<DatasetRow> for Dataset {
     }
 }
 
-/// A dataset as multipart form.
+/// A dataset as a multipart form.
 #[derive(ToSchema)]
 #[expect(dead_code, reason = "describes the multipart body in the document")]
 struct DatasetForm {
-    /// The rows; the part's content type or file name (.ndjson, .jsonl, .csv, .json) says in which form.
+    /// The rows. The content type of the field or its file name (.ndjson, .jsonl, .csv, .json) determines the format.
     #[schema(value_type = String, format = Binary)]
     file: Vec<u8>,
-    /// For people.
+    /// A display name, at most 200 characters.
     name: Option<String>,
-    /// What each row becomes, as JSON: `{map, limit, seed}`.
+    /// How to convert each row, as JSON: `{map, limit, seed}`.
     mapping: Option<Recipe>,
 }
 
-/// Upload a dataset.
+/// Upload or import a dataset.
 ///
-/// Rows are JSON objects with a `prompt` (a non-empty string or a list of chat messages); every other column travels to the rewards.
-/// A key that stands twice in one object, and an integer beyond 64 bits (write it as a string), are refused.
-/// As ndjson, one a line: `{"prompt": "What is 2+2?", "answer": "4"}`. The body is read as it arrives and checked row by row: all bad rows are reported, the first 100 with their line. The same rows again
-/// give the old dataset (200).
+/// Rows are JSON objects with a `prompt` (a non-empty string or a list of chat messages). All other columns are passed to the
+/// rewards. An object with a duplicate key, or with an integer beyond 64 bits (write it as a string), is rejected. The default
+/// format is ndjson, one object per line: `{"prompt": "What is 2+2?", "answer": "4"}`. The server reads the body as it arrives and
+/// checks every row. It reports all invalid rows, the first 100 with their line. Uploading the same rows again returns
+/// the existing dataset (200).
 ///
-/// Also CSV, TSV, JSON and parquet, each of the texts also inside gzip or zstd, told by their content; or, as JSON, a data set of the hub:
-/// `{"hub": "openai/gsm8k", "config": "main", "map": {"prompt": "question"}}`. With a mapping (the part `mapping`, or the keys of the
-/// query) other columns than `prompt` can be the prompt, and rows can be left out.
+/// CSV, TSV, JSON and parquet are accepted too, and the text formats also compressed with gzip or zstd; the server detects the
+/// format from the content. Send JSON to use a dataset on the hub: `{"hub": "openai/gsm8k", "config": "main", "map": {"prompt":
+/// "question"}}`. A mapping (the form field `mapping`, or the keys of the query) uses another column as the
+/// prompt, and filters rows.
 #[utoipa::path(
     post, path = "/datasets", tag = "Datasets",
     params(CreateQuery, ("Idempotency-Key" = Option<String>, Header, description = "The same key and rows give the same answer for 24 hours")),
@@ -111,7 +113,7 @@ struct DatasetForm {
     ),
     responses(
         (status = 201, description = "Created", body = Dataset, headers(("Location" = String, description = "Its path"))),
-        (status = 200, description = "These rows exist already", body = Dataset),
+        (status = 200, description = "The dataset already exists", body = Dataset),
     ),
 )]
 async fn create_dataset(
@@ -121,7 +123,7 @@ async fn create_dataset(
     request: Request,
 ) -> Result<Response, Problem> {
     let headers = request.headers().clone();
-    let Sent { name, rows } = receive(&state, &caller, query, request, Purpose::Keep).await?;
+    let Sent { name, rows } = receive(&state, &caller, query, request, Purpose::Store).await?;
     let rows = match rows {
         SentRows::Ready(summary, staged) => (summary, staged, None),
         SentRows::Files(files, recipe) => {
@@ -140,13 +142,13 @@ async fn store_dataset(
     name: Option<String>,
     rows: (Summary, StagedDone, Option<Value>),
 ) -> Result<Answer, Problem> {
-    let (row, is_new) = keep_rows(&state, caller.owner(), name, rows).await?;
+    let (row, is_new) = store_rows(&state, caller.owner(), name, rows).await?;
     let location = format!("/datasets/{}", row.id);
     Answer::new(if is_new { StatusCode::CREATED } else { StatusCode::OK }, Some(location), &Dataset::from(row))
 }
 
-/// Bytes first, then the row; the same bytes are one dataset of an owner: the row, and whether it is new.
-pub(super) async fn keep_rows(
+/// Stores the bytes, then the row. The same bytes are stored once per owner. Returns the row, and whether it is new.
+pub(super) async fn store_rows(
     state: &AppState,
     owner: &str,
     name: Option<String>,
@@ -161,7 +163,7 @@ pub(super) async fn keep_rows(
     staged.publish(&state.files.dataset(id)).await?;
     let created = state.store.dataset_create(new, clock_ms()).await;
     if !matches!(created, Ok((_, true))) {
-        remove_file(state, id).await?; // Another upload of the same rows was first, or there is no row.
+        remove_file(state, id).await?; // A concurrent upload of the same rows was first, or the insert failed.
     }
     let (mut row, is_new) = created?;
     if let Some(origin) = origin.filter(|_| is_new) {
@@ -191,16 +193,16 @@ async fn list_datasets(
     Ok(Json(List::of(page, Dataset::from)))
 }
 
-/// One dataset.
+/// Get a dataset by its id.
 #[utoipa::path(get, path = "/datasets/{id}", tag = "Datasets", params(("id" = DatasetId, Path, description = "The dataset")),
     responses((status = 200, description = "The dataset", body = Dataset)))]
 async fn get_dataset(State(state): State<AppState>, Path(id): Path<DatasetId>) -> Result<Json<Dataset>, Problem> {
     Ok(Json(state.store.dataset_get(id).await?.into()))
 }
 
-/// Delete a dataset.
+/// Delete a dataset and its rows.
 ///
-/// Refused (409) while a job that is not over needs it.
+/// Refused (409) while an unfinished job needs the dataset.
 #[utoipa::path(delete, path = "/datasets/{id}", tag = "Datasets", params(("id" = DatasetId, Path, description = "The dataset")),
     responses((status = 204, description = "Deleted")))]
 async fn delete_dataset(State(state): State<AppState>, Path(id): Path<DatasetId>) -> Result<StatusCode, Problem> {
@@ -212,23 +214,23 @@ async fn delete_dataset(State(state): State<AppState>, Path(id): Path<DatasetId>
 /// Rows of a dataset, in order.
 #[derive(Debug, Serialize, ToSchema)]
 struct RowPage {
-    /// The rows.
+    /// The rows of this page.
     data: Vec<Row>,
-    /// What to send as `after` for the next page; null on the last one.
+    /// The cursor to send as `after` for the next page; null on the last page.
     next: Option<String>,
 }
 
 /// A row of a dataset.
 #[derive(Debug, Serialize, ToSchema)]
 struct Row {
-    /// Counted from 0; `prompt_id` of a sample is `row_` and this number.
+    /// Row number, counted from 0. The `prompt_id` of a sample is `row_` followed by this number.
     row: u64,
-    /// As uploaded.
+    /// The row as it is stored.
     #[schema(value_type = std::collections::BTreeMap<String, Value>)]
     record: Value,
 }
 
-/// Rows of a dataset, in order.
+/// List the rows of a dataset, in order.
 #[utoipa::path(get, path = "/datasets/{id}/rows", tag = "Datasets",
     params(("id" = DatasetId, Path, description = "The dataset"), PageQuery),
     responses((status = 200, description = "A page", body = RowPage)))]
@@ -252,7 +254,7 @@ async fn list_rows(
     }
 }
 
-/// Where a page begins: the row's number and its offset in the file.
+/// Start of a page: the row number and its offset in the file.
 struct Cursor {
     row: u64,
     offset: u64,
@@ -265,7 +267,7 @@ fn parse_cursor(text: &str, dataset: &DatasetRow) -> Option<Cursor> {
         .then_some(cursor)
 }
 
-/// `None` when no row begins there: a cursor of somebody's own making.
+/// Reads a page. `None` when no row begins at the offset, so the cursor was not issued by this server.
 fn read_page(path: &std::path::Path, begin: Cursor, limit: u32, num_rows: u64) -> std::io::Result<Option<RowPage>> {
     let Cursor { mut row, mut offset } = begin;
     let mut reader = BufReader::new(std::fs::File::open(path)?);
@@ -293,18 +295,18 @@ fn read_page(path: &std::path::Path, begin: Cursor, limit: u32, num_rows: u64) -
     Ok(Some(RowPage { data, next }))
 }
 
-/// All rows as ndjson, as they are stored: the bytes whose hash is `sha256`, which is their ETag.
+/// Download all rows as ndjson, as they are stored. Their SHA-256 is `sha256`, which is also their ETag.
 #[utoipa::path(method(get, head), path = "/datasets/{id}/content", tag = "Datasets",
     params(("id" = DatasetId, Path, description = "The dataset"), RangeHeaders),
     responses(
         (status = 200, description = "The rows", body = String, content_type = "application/x-ndjson", headers(
             ("ETag" = String, description = "The SHA-256, quoted"),
             ("Accept-Ranges" = String, description = "bytes"),
-            ("Repr-Digest" = String, description = "RFC 9530, of all rows"),
+            ("Repr-Digest" = String, description = "Digest of all rows (RFC 9530)"),
         )),
-        (status = 206, description = "A part of them", body = String, content_type = "application/x-ndjson"),
-        (status = 304, description = "The client has them"),
-        (status = 416, description = "The range lies outside", body = ProblemBody),
+        (status = 206, description = "The requested range", body = String, content_type = "application/x-ndjson"),
+        (status = 304, description = "Not modified: the client's copy is current"),
+        (status = 416, description = "The range is outside the content", body = ProblemBody),
     ))]
 async fn get_content(
     State(state): State<AppState>,

@@ -1,4 +1,4 @@
-//! POST /demo: the demonstration job, for whoever looks at an empty server.
+//! `POST /demo`: submits the demonstration job.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ use utoipa_axum::routes;
 
 use super::AppState;
 use super::auth::Caller;
-use super::datasets::keep_rows;
+use super::datasets::store_rows;
 use super::error::{Problem, ProblemBody};
 use super::idempotency::{Answer, once};
 use super::jobs::JobView;
@@ -27,20 +27,19 @@ use crate::id::DatasetId;
 use crate::modelcard;
 use crate::store::StoreError;
 
-/// What the bundled model is registered as.
+/// The id under which the bundled model is registered.
 const MODEL: &str = "rlood/tiny";
-/// Its directory below the data directory.
+/// The bundled model's directory below the data directory.
 const FOLDER: &str = "demo-model";
 
-/// The routes of this module.
 pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new().routes(routes!(create_demo))
 }
 
 /// Submit the demonstration job.
 ///
-/// A tiny model that comes with the server learns to add and subtract: 40 steps, less than a minute on a CPU. Registers the model
-/// and its two datasets first, if they are not there.
+/// A tiny model that comes with the server learns to add and subtract: 40 steps, less than a minute on a CPU. The request first
+/// registers the model and its two datasets, if they do not exist.
 #[utoipa::path(post, path = "/demo", tag = "Jobs",
     params(("Idempotency-Key" = Option<String>, Header, description = "The same key gives the same job for 24 hours")),
     responses(
@@ -56,28 +55,28 @@ async fn create(state: AppState, caller: Caller) -> Result<Answer, Problem> {
         Ok(_) => {}
         Err(StoreError::NotFound { .. }) => {
             let here = directory(&state);
-            unpacked(move || bundle::unpack_model(&here)).await?;
-            // For everybody, whoever asked first.
+            run_blocking(move || bundle::unpack_model(&here)).await?;
+            // The model is shared by all owners, whichever key asked first.
             register(&state, String::new(), MODEL.to_owned(), source(&state), None).await?;
         }
         Err(error) => return Err(error.into()),
     }
-    let train = keep(&state, &caller, "sums", bundle::TRAIN).await?;
-    let held_out = keep(&state, &caller, "sums-held-out", bundle::HELD_OUT).await?;
+    let train = store_dataset(&state, &caller, "sums", bundle::TRAIN).await?;
+    let held_out = store_dataset(&state, &caller, "sums-held-out", bundle::HELD_OUT).await?;
     submit(state, caller, job(train, held_out), None).await
 }
 
-/// Makes the model's record, if there is one, name the present data directory, and unpacks the model there when it is gone: a
-/// backup does not hold it, and a directory may have been moved. Call before jobs can be claimed.
+/// Updates the path of the bundled model in its record, if there is one, and unpacks the model if its files are missing: a backup
+/// does not contain them, and the data directory may have been moved. Call this before jobs can be claimed.
 pub async fn settle(state: &AppState) -> Result<(), Problem> {
     let row = match state.store.model_get(MODEL).await {
         Ok(row) if row.owner.is_empty() => row,
-        // Somebody's own model of this name.
+        // A user's own model with this id.
         Ok(_) | Err(StoreError::NotFound { .. }) => return Ok(()),
         Err(error) => return Err(error.into()),
     };
     let (here, known) = (directory(state), row.clone());
-    let moved = unpacked(move || {
+    let moved = run_blocking(move || {
         let there = Path::new(&known.source);
         let gone = modelcard::read(there).is_err();
         if there == here {
@@ -107,20 +106,25 @@ fn source(state: &AppState) -> String {
     directory(state).to_string_lossy().into_owned()
 }
 
-async fn unpacked<T: Send + 'static>(work: impl FnOnce() -> io::Result<T> + Send + 'static) -> Result<T, Problem> {
+async fn run_blocking<T: Send + 'static>(work: impl FnOnce() -> io::Result<T> + Send + 'static) -> Result<T, Problem> {
     tokio::task::spawn_blocking(work)
         .await
         .map_err(Problem::internal)?
         .map_err(|error| Problem::internal(format!("write the bundled model: {error}")))
 }
 
-async fn keep(state: &AppState, caller: &Caller, name: &str, rows: &'static [u8]) -> Result<DatasetId, Problem> {
+async fn store_dataset(
+    state: &AppState,
+    caller: &Caller,
+    name: &str,
+    rows: &'static [u8],
+) -> Result<DatasetId, Problem> {
     let pieces = stream::iter([Ok::<_, Problem>(Bytes::from_static(rows))]);
     let (summary, staged) = read_rows(state, Format::Ndjson, pieces, |problem| problem).await?;
-    Ok(keep_rows(state, caller.owner(), Some(name.to_owned()), (summary, staged, None)).await?.0.id)
+    Ok(store_rows(state, caller.owner(), Some(name.to_owned()), (summary, staged, None)).await?.0.id)
 }
 
-/// As a user would write it; `rlood demo` does the same with a reward service.
+/// The job as a user would write it. `rlood demo` runs the same job with a reward service.
 fn job(train: DatasetId, held_out: DatasetId) -> Value {
     json!({
         "name": "demo: sums",
@@ -129,7 +133,7 @@ fn job(train: DatasetId, held_out: DatasetId) -> Value {
         "eval": {"dataset": {"id": held_out}, "every_steps": 10, "before_start": true, "num_generations": 1, "temperature": 0},
         "rewards": [
             {"name": "correct", "type": "exact_match", "column": "answer"},
-            // Weight 0: measured beside the reward, without a say in the training.
+            // Weight 0: the reward is logged but not trained on.
             {"name": "digits", "type": "regex", "pattern": "^-?[0-9]+$", "weight": 0},
         ],
         "rloo": {"num_generations": 8, "beta": 0.01},

@@ -1,4 +1,4 @@
-//! Files to clients: conditional requests, ranges, digests (RFC 9110, RFC 9530), and tar archives made on the way.
+//! Sends files to clients: conditional requests, ranges, digests (RFC 9110, RFC 9530), and tar archives built while they are sent.
 
 use std::path::PathBuf;
 
@@ -18,21 +18,21 @@ use crate::digest::Sha256Digest;
 
 const PIECE_BYTES: usize = 64 * 1024;
 const TAR_BLOCK: u64 = 512;
-/// A tar up to this is read for its digest before it is sent: some 50 ms where the processor has SHA instructions.
-const MOST_DIGESTED: u64 = 64 << 20;
+/// Maximum size of a tar that is read to compute its digest before it is sent, in bytes: some 50 ms on a CPU with SHA instructions.
+const MAX_DIGESTED_BYTES: u64 = 64 << 20;
 
-/// What a client may say about the bytes it wants and has.
+/// Headers with which a client selects bytes and lists_tag its cached version.
 #[derive(IntoParams)]
 #[into_params(parameter_in = Header)]
 #[expect(dead_code, reason = "describes the headers in the document")]
 pub struct RangeHeaders {
-    /// `bytes=0-99`, `bytes=100-`, `bytes=-100`; one range.
+    /// The byte range to return: `bytes=0-99`, `bytes=100-` or `bytes=-100`. Only one range is supported.
     #[param(rename = "Range")]
     range: Option<String>,
-    /// An ETag: the range counts only if it is still this one.
+    /// An ETag. `Range` is applied only if the file still has this ETag.
     #[param(rename = "If-Range")]
     if_range: Option<String>,
-    /// ETags the client has: 304 if it is one of them.
+    /// ETags that the client has cached. If the file has one of them, the answer is 304.
     #[param(rename = "If-None-Match")]
     if_none_match: Option<String>,
 }
@@ -40,13 +40,13 @@ pub struct RangeHeaders {
 /// A file to send.
 #[derive(Debug, Clone)]
 pub struct Download {
-    /// Where it lies; never shown.
+    /// Path on the server. Never shown to clients.
     pub path: PathBuf,
-    /// Its name for the client.
+    /// File name that the client sees.
     pub name: String,
-    /// Bytes.
+    /// Size of the file in bytes.
     pub size_bytes: u64,
-    /// Of its bytes; its ETag.
+    /// SHA-256 of the bytes, used as the ETag.
     pub sha256: Sha256Digest,
 }
 
@@ -59,7 +59,7 @@ pub async fn send_file(method: &Method, headers: &HeaderMap, file: &Download) ->
     if let Some(response) = answered_by_condition(headers, &etag)? {
         return Ok(response);
     }
-    let span = Span::asked(method, headers, &etag, file.size_bytes)?;
+    let span = Span::from_headers(method, headers, &etag, file.size_bytes)?;
     let body = Body::from_stream(part_of(file, span.first, span.length).await?);
     let mut response = span.response(content_type(&file.name), &file.name, etag, body);
     if let Ok(digest) = digest_field(file.sha256).parse() {
@@ -68,8 +68,8 @@ pub async fn send_file(method: &Method, headers: &HeaderMap, file: &Download) ->
     Ok(response)
 }
 
-/// Sends files as one tar, made on the way: the same files give the same bytes. Answers as [`send_file`]; only up to 64 MiB
-/// with a digest, which takes reading all of them first.
+/// Sends files as one tar, built while it is sent: the same files give the same bytes. Answers as [`send_file`]. Only archives up
+/// to 64 MiB have a digest, because it requires reading all files first.
 ///
 /// # Errors
 /// 412, 416, or 500 when a file cannot be opened.
@@ -91,13 +91,13 @@ pub async fn send_tar(
     let mut pieces = Vec::with_capacity(3 * files.len() + 1);
     for file in files {
         let padding = file.size_bytes.next_multiple_of(TAR_BLOCK) - file.size_bytes;
-        pieces.extend([Piece::Held(tar_header(file)?), Piece::Stored(file), Piece::zeros(padding)]);
+        pieces.extend([Piece::Buffered(tar_header(file)?), Piece::Stored(file), Piece::zeros(padding)]);
     }
     pieces.push(Piece::zeros(2 * TAR_BLOCK));
     let size = pieces.iter().map(Piece::length).sum();
-    let span = Span::asked(method, headers, &etag, size)?;
+    let span = Span::from_headers(method, headers, &etag, size)?;
     let mut digest = None;
-    if size <= MOST_DIGESTED {
+    if size <= MAX_DIGESTED_BYTES {
         let mut hasher = Sha256::new();
         let mut whole = stretch_of(&pieces, 0, size).await?;
         while let Some(piece) = whole.next().await {
@@ -113,7 +113,7 @@ pub async fn send_tar(
     Ok(response)
 }
 
-/// All files are opened before the first byte goes out: one that is missing is an error, not half an archive.
+/// Opens all files before the first byte is sent: a missing file causes an error, not half an archive.
 async fn stretch_of(pieces: &[Piece<'_>], first: u64, length: u64) -> Result<Pieces, Problem> {
     let mut parts: Vec<Pieces> = Vec::with_capacity(pieces.len());
     let mut begin = 0;
@@ -124,8 +124,8 @@ async fn stretch_of(pieces: &[Piece<'_>], first: u64, length: u64) -> Result<Pie
         begin = end;
         match piece {
             _ if first == last => {}
-            // At most two blocks, so that the numbers fit.
-            Piece::Held(bytes) => {
+            // The padding is at most two blocks, so the conversions cannot overflow.
+            Piece::Buffered(bytes) => {
                 let bytes = bytes.slice(first as usize..last as usize);
                 parts.push(stream::once(async { Ok(bytes) }).boxed());
             }
@@ -135,40 +135,40 @@ async fn stretch_of(pieces: &[Piece<'_>], first: u64, length: u64) -> Result<Pie
     Ok(stream::iter(parts).flatten().boxed())
 }
 
-/// A stretch of a tar.
+/// One piece of a tar.
 enum Piece<'f> {
     /// A header or padding.
-    Held(Bytes),
-    /// A file.
+    Buffered(Bytes),
+    /// The contents of a file.
     Stored(&'f Download),
 }
 
 impl Piece<'_> {
     fn zeros(length: u64) -> Self {
-        Self::Held(Bytes::from(vec![0; length as usize])) // At most two blocks.
+        Self::Buffered(Bytes::from(vec![0; length as usize])) // At most two blocks.
     }
 
     fn length(&self) -> u64 {
         match self {
-            Piece::Held(bytes) => bytes.len() as u64,
+            Piece::Buffered(bytes) => bytes.len() as u64,
             Piece::Stored(file) => file.size_bytes,
         }
     }
 }
 
-/// The bytes that are sent of what there is.
+/// The range of bytes to send.
 #[derive(Debug, Clone, Copy)]
 struct Span {
     status: StatusCode,
     first: u64,
     length: u64,
-    /// Of the whole.
+    /// Size of the whole file, in bytes.
     size: u64,
 }
 
 impl Span {
-    /// As `Range` and `If-Range` say; 416 when nothing lies there.
-    fn asked(method: &Method, headers: &HeaderMap, etag: &str, size: u64) -> Result<Self, Problem> {
+    /// Reads `Range` and `If-Range`. Returns 416 when the range is outside the file.
+    fn from_headers(method: &Method, headers: &HeaderMap, etag: &str, size: u64) -> Result<Self, Problem> {
         let range = match text(headers, header::RANGE) {
             Some(range) if *method == Method::GET && range_applies(headers, etag) => parse_range(range, size),
             Some(_) | None => Range::Whole,
@@ -179,7 +179,7 @@ impl Span {
                 Ok(Self { status: StatusCode::PARTIAL_CONTENT, first, length: last - first + 1, size })
             }
             Range::Unsatisfiable => {
-                let detail = format!("the file has {size} bytes; ask for a range inside them");
+                let detail = format!("the file has {size} bytes; request a range within it");
                 Err(Problem::new(Code::RangeNotSatisfiable, detail)
                     .header(header::CONTENT_RANGE, format!("bytes */{size}"))
                     .header(header::ACCEPT_RANGES, "bytes"))
@@ -225,7 +225,8 @@ async fn open(file: &Download) -> Result<tokio::fs::File, Problem> {
     }
 }
 
-/// The next `length` bytes, or an error that cuts the connection: a client must never take a short file for a whole one.
+/// Returns the next `length` bytes, or an error that cuts the connection: a client must never mistake a truncated file
+/// for a whole one.
 fn exactly(file: tokio::fs::File, length: u64) -> impl Stream<Item = std::io::Result<Bytes>> {
     let mut seen = 0;
     let pieces = ReaderStream::with_capacity(file.take(length), PIECE_BYTES).map(Some);
@@ -256,15 +257,15 @@ fn tar_header(file: &Download) -> Result<Bytes, Problem> {
     Ok(Bytes::copy_from_slice(header.as_bytes()))
 }
 
-/// 304 by If-None-Match, 412 by If-Match, in the order of RFC 9110, 13.2.2.
+/// Answers 304 by If-None-Match or 412 by If-Match, in the order of RFC 9110, 13.2.2.
 fn answered_by_condition(headers: &HeaderMap, etag: &str) -> Result<Option<Response>, Problem> {
     if let Some(wanted) = text(headers, header::IF_MATCH)
-        && !names(wanted, etag, false)
+        && !lists_tag(wanted, etag, false)
     {
         return Err(Problem::new(Code::PreconditionFailed, format!("the file's ETag is {etag}")));
     }
     if let Some(known) = text(headers, header::IF_NONE_MATCH)
-        && names(known, etag, true)
+        && lists_tag(known, etag, true)
     {
         let headers = [(header::ETAG, etag), (header::CACHE_CONTROL, "private, no-cache")];
         return Ok(Some((StatusCode::NOT_MODIFIED, headers).into_response()));
@@ -272,14 +273,14 @@ fn answered_by_condition(headers: &HeaderMap, etag: &str) -> Result<Option<Respo
     Ok(None)
 }
 
-/// Whether a list of entity tags holds ours. Our tags hold no comma.
-fn names(list: &str, etag: &str, weak: bool) -> bool {
+/// Whether a list of entity tags contains this one. The server's tags contain no comma.
+fn lists_tag(list: &str, etag: &str, weak: bool) -> bool {
     list.split(',')
         .map(str::trim)
         .any(|tag| tag == "*" || tag == etag || (weak && tag.strip_prefix("W/").is_some_and(|tag| tag == etag)))
 }
 
-/// A range counts only if what the client has of the file is of this version.
+/// Whether a range applies: only if the client's copy has the same version.
 fn range_applies(headers: &HeaderMap, etag: &str) -> bool {
     text(headers, header::IF_RANGE).is_none_or(|known| known.trim() == etag)
 }
@@ -295,7 +296,7 @@ enum Range {
     Unsatisfiable,
 }
 
-/// One range of bytes. What is not one is ignored, as the standard permits: several ranges, other units, broken syntax.
+/// Parses one range of bytes. Anything else is ignored, as the standard permits: several ranges, other units, invalid syntax.
 fn parse_range(text: &str, size: u64) -> Range {
     let Some((unit, range)) = text.split_once('=') else { return Range::Whole };
     let Some((first, last)) = range.trim().split_once('-') else { return Range::Whole };
@@ -303,7 +304,7 @@ fn parse_range(text: &str, size: u64) -> Range {
     if !unit.trim().eq_ignore_ascii_case("bytes") || !digits(first) || !digits(last) {
         return Range::Whole;
     }
-    // Digits that do not fit a u64 lie beyond every file.
+    // A number that overflows u64 is beyond the end of every file.
     let number = |text: &str| text.parse::<u64>().unwrap_or(u64::MAX);
     match (first.is_empty(), last.is_empty()) {
         (true, true) => Range::Whole,
@@ -324,7 +325,7 @@ fn content_type(name: &str) -> &'static str {
     }
 }
 
-/// `sha-256=:BASE64:`.
+/// Formats a digest as `sha-256=:BASE64:`.
 fn digest_field(sha256: Sha256Digest) -> String {
     format!("sha-256=:{}:", base64::engine::general_purpose::STANDARD.encode(sha256.bytes()))
 }

@@ -1,6 +1,6 @@
-//! RFC 9457 problems: the table of codes, and the one type every handler fails with.
+//! Problem responses (RFC 9457): the table of codes, and the one error type of all handlers.
 //!
-//! A client sees `title`, `detail` and `errors`; the log sees `cause`. Neither SQL, nor a path, a key or `Debug` output reaches a client.
+//! A client sees `title`, `detail` and `errors`; the log contains `cause`. No SQL, path, key or `Debug` output reaches a client.
 
 use std::fmt;
 
@@ -16,23 +16,22 @@ use crate::store::StoreError;
 use crate::store::publish::PublishError;
 
 tokio::task_local! {
-    /// The id of the request that this task answers; set by the outermost layer, read when a problem is written.
+    /// The id of the request that this task answers. The outermost layer sets it; it is read when a problem is written.
     pub(super) static REQUEST_ID: String;
 }
 
 macro_rules! codes {
     ($($(#[$doc:meta])* $variant:ident = $code:literal, $status:literal, $retryable:literal, $title:literal;)+) => {
-        /// What went wrong, as a stable word. One line of the table each.
+        /// A stable error code. Each is one line of the table.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
         pub enum Code {
             $($(#[$doc])* #[doc = concat!("`", $code, "`: ", $title, ".")] $variant,)+
         }
 
         impl Code {
-            /// Every code.
             pub const ALL: &'static [Code] = &[$(Code::$variant),+];
 
-            /// The stable word: snake_case.
+            /// The stable code in snake_case.
             pub fn as_str(self) -> &'static str {
                 match self { $(Code::$variant => $code,)+ }
             }
@@ -53,30 +52,30 @@ codes! {
     InvalidCursor = "invalid_cursor", 400, false, "The cursor is not valid";
     InvalidEncoding = "invalid_encoding", 400, false, "The body cannot be decompressed";
     BodyInterrupted = "body_interrupted", 400, true, "The body ended early";
-    Unauthorized = "unauthorized", 401, false, "A valid API key is needed";
+    Unauthorized = "unauthorized", 401, false, "A valid API key is required";
     Forbidden = "forbidden", 403, false, "This is not permitted";
-    InvalidCsrfToken = "invalid_csrf_token", 403, false, "The session's token is missing or not the right one";
+    InvalidCsrfToken = "invalid_csrf_token", 403, false, "The session's CSRF token is missing or wrong";
     NotFound = "not_found", 404, false, "Not found";
     NoCheckpoint = "no_checkpoint", 404, true, "There is no checkpoint yet";
     NoSuchCheckpoint = "no_such_checkpoint", 404, false, "There is no such checkpoint";
     NoVerdict = "no_verdict", 404, true, "There is no verdict yet";
     MethodNotAllowed = "method_not_allowed", 405, false, "The method is not allowed here";
-    NotAcceptable = "not_acceptable", 406, false, "The asked representation does not exist";
+    NotAcceptable = "not_acceptable", 406, false, "The requested format is not available";
     RequestTimeout = "request_timeout", 408, true, "The request took too long to arrive";
     Conflict = "conflict", 409, false, "This conflicts with what exists";
     NoAdapter = "no_adapter", 409, false, "The job trains no adapter";
     NoEvaluation = "no_evaluation", 409, false, "The job has no evaluation";
     IllegalMove = "illegal_move", 409, false, "The job's state does not permit this";
-    InUse = "in_use", 409, false, "It is in use";
+    InUse = "in_use", 409, false, "The resource is in use";
     IdempotencyInFlight = "idempotency_in_flight", 409, true, "A request with this Idempotency-Key is being answered";
     LeaseLost = "lease_lost", 409, false, "Another attempt owns the job";
-    ProtocolMismatch = "protocol_mismatch", 409, false, "Worker and server are not of one version";
-    Gone = "gone", 410, false, "It is over";
+    ProtocolMismatch = "protocol_mismatch", 409, false, "Worker and server versions do not match";
+    Gone = "gone", 410, false, "No longer available";
     PreconditionFailed = "precondition_failed", 412, false, "A precondition does not hold";
     BodyTooLarge = "body_too_large", 413, false, "The body is too large";
     UnsupportedMediaType = "unsupported_media_type", 415, false, "The content type is not supported";
     UnsupportedEncoding = "unsupported_encoding", 415, false, "The content encoding is not supported";
-    RangeNotSatisfiable = "range_not_satisfiable", 416, false, "The range lies outside the file";
+    RangeNotSatisfiable = "range_not_satisfiable", 416, false, "The range is outside the file";
     WrongHost = "wrong_host", 421, false, "This server does not answer for that host";
     InvalidBody = "invalid_body", 422, false, "The body is not valid";
     InvalidSpec = "invalid_spec", 422, false, "The job is not valid";
@@ -98,7 +97,7 @@ codes! {
 }
 
 impl Code {
-    /// The HTTP status.
+    /// The HTTP status of the code.
     pub fn status(self) -> StatusCode {
         StatusCode::from_u16(self.row().0).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR)
     }
@@ -108,12 +107,12 @@ impl Code {
         self.row().1
     }
 
-    /// For people; the same for every occurrence.
+    /// A short text for people, the same for every occurrence.
     pub fn title(self) -> &'static str {
         self.row().2
     }
 
-    /// The code that stands for a bare status.
+    /// The code for a status that came without one.
     pub fn of_status(status: StatusCode) -> Code {
         match status.as_u16() {
             401 => Code::Unauthorized,
@@ -138,33 +137,33 @@ impl Code {
     }
 }
 
-/// The body of every error: `application/problem+json` (RFC 9457).
+/// The body of every error response: `application/problem+json` (RFC 9457).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[schema(as = Problem)]
 pub struct ProblemBody {
-    /// `urn:rlood:problem:` and the code.
+    /// `urn:rlood:problem:` followed by the code.
     #[serde(rename = "type")]
     #[schema(example = "urn:rlood:problem:not_found")]
     pub kind: String,
-    /// For people; the same for every occurrence of the code.
+    /// A short text for people, the same for every occurrence of the code.
     pub title: String,
-    /// The HTTP status.
+    /// The HTTP status of the response.
     #[schema(example = 404, minimum = 400, maximum = 599)]
     pub status: u16,
-    /// What happened this time, and what to do.
+    /// The error that occurred this time, and the next action to take.
     pub detail: String,
-    /// Stable, snake_case: what a program should look at.
+    /// Stable error code in snake_case, for programs to check.
     #[schema(example = "not_found")]
     pub code: String,
-    /// Also in the `x-request-id` header and in the server's log.
+    /// Id of the request, also in the `x-request-id` header and in the server's log.
     pub request_id: String,
     /// Whether the same request may succeed later without a change.
     pub retryable: bool,
-    /// Everything that is wrong, if there is more to say than `detail`.
+    /// All errors, if there are details beyond `detail`.
     pub errors: Vec<FieldError>,
 }
 
-/// Why a request was not done: what handlers return as `Err`.
+/// The reason why a request failed: the `Err` type of all handlers.
 #[derive(Debug)]
 pub struct Problem {
     inner: Box<Inner>,
@@ -180,7 +179,7 @@ struct Inner {
 }
 
 impl Problem {
-    /// A problem with what happened, for the client.
+    /// Creates a problem with a detail text for the client.
     pub fn new(code: Code, detail: impl Into<String>) -> Self {
         Self {
             inner: Box::new(Inner {
@@ -193,31 +192,32 @@ impl Problem {
         }
     }
 
-    /// Something that does not exist: `Problem::not_found("dataset", id)`.
+    /// A problem for a resource that does not exist: `Problem::not_found("dataset", id)`.
     pub fn not_found(kind: &str, id: impl fmt::Display) -> Self {
         Self::new(Code::NotFound, format!("there is no {kind} '{}'", shortened(&id.to_string())))
     }
 
-    /// The server's own fault: the client learns only the request id, the log learns the cause.
+    /// A server error: the client gets only the request id, the log gets the cause.
     pub fn internal(cause: impl fmt::Display) -> Self {
-        Self::new(Code::Internal, "an unexpected error; the server's log has it under this request_id").because(cause)
+        Self::new(Code::Internal, "an unexpected error occurred; see the server's log for this request_id")
+            .because(cause)
     }
 
-    /// Adds one thing that is wrong.
+    /// Adds one item to `errors`.
     #[must_use]
     pub fn item(mut self, pointer: impl Into<String>, code: impl Into<String>, detail: impl Into<String>) -> Self {
         self.inner.errors.push(FieldError { pointer: pointer.into(), code: code.into(), detail: detail.into() });
         self
     }
 
-    /// The same under another code.
+    /// Replaces the code and keeps everything else.
     #[must_use]
     pub fn with_code(mut self, code: Code) -> Self {
         self.inner.code = code;
         self
     }
 
-    /// Sets everything that is wrong.
+    /// Sets the list of `errors`.
     #[must_use]
     pub fn items(mut self, errors: Vec<FieldError>) -> Self {
         self.inner.errors = errors;
@@ -239,24 +239,23 @@ impl Problem {
         self.header(header::RETRY_AFTER, seconds.to_string())
     }
 
-    /// What the log says about it; never shown to a client.
+    /// Sets the cause for the log, which is never shown to a client.
     #[must_use]
     pub fn because(mut self, cause: impl fmt::Display) -> Self {
         self.inner.cause = Some(cause.to_string());
         self
     }
 
-    /// Its code.
     pub fn code(&self) -> Code {
         self.inner.code
     }
 
-    /// What happened, for the client.
+    /// The detail text for the client.
     pub fn detail(&self) -> &str {
         &self.inner.detail
     }
 
-    /// What happened, for the log.
+    /// The cause for the log.
     pub fn cause(&self) -> &str {
         self.inner.cause.as_deref().unwrap_or(&self.inner.detail)
     }
@@ -268,12 +267,15 @@ impl From<StoreError> for Problem {
             StoreError::NotFound { kind, id } => Problem::not_found(kind, id),
             StoreError::Exists { kind, id } => Problem::new(
                 Code::Conflict,
-                format!("there is another {kind} '{}' already; delete it first, or choose another id", shortened(&id)),
+                format!(
+                    "a different {kind} '{}' already exists; delete it first, or choose another id",
+                    shortened(&id)
+                ),
             ),
             StoreError::InUse { kind, id, jobs } => {
                 let named: Vec<String> = jobs.iter().map(ToString::to_string).collect();
                 let detail = format!(
-                    "the {kind} '{}' is needed by jobs that are not over ({}); cancel them or wait",
+                    "the {kind} '{}' is in use by unfinished jobs ({}); cancel them, or wait until they end",
                     shortened(&id),
                     named.join(", ")
                 );
@@ -286,9 +288,9 @@ impl From<StoreError> for Problem {
                     format!("cannot {} a job that is {}; its state allows: {allowed}", action.as_str(), state.as_str());
                 Problem::new(Code::IllegalMove, detail)
             }
-            StoreError::LeaseLost => Problem::new(Code::LeaseLost, "this attempt does not own the job any more"),
+            StoreError::LeaseLost => Problem::new(Code::LeaseLost, "this attempt no longer owns the job"),
             StoreError::BadCursor => {
-                let detail = "the cursor in 'after' is not one of this list: start again without it";
+                let detail = "the cursor in 'after' does not belong to this list: start again without it";
                 Problem::new(Code::InvalidCursor, detail).item("?after", "invalid_cursor", detail)
             }
             error if error.is_disk_full() => {
@@ -320,7 +322,7 @@ impl From<FilesError> for Problem {
     fn from(error: FilesError) -> Self {
         match error {
             FilesError::TooLarge { limit_bytes } => {
-                Problem::new(Code::BodyTooLarge, format!("more than the {limit_bytes} bytes that are accepted"))
+                Problem::new(Code::BodyTooLarge, format!("the body is larger than {limit_bytes} bytes, the maximum"))
             }
             error @ (FilesError::BadName(_) | FilesError::Mismatch { .. }) => {
                 Problem::new(Code::InvalidBody, error.to_string())
@@ -339,7 +341,7 @@ impl IntoResponse for Problem {
         let Inner { code, detail, errors, headers, cause } = *self.inner;
         let request_id = REQUEST_ID.try_with(String::clone).unwrap_or_default();
         let status = code.status();
-        // Logged here and nowhere else: this is where every error ends.
+        // Logged here and nowhere else: every error ends here.
         let cause = cause.as_deref().unwrap_or("");
         if matches!(code, Code::Overloaded | Code::NotReady | Code::StorageFull) {
             tracing::warn!(%request_id, code = code.as_str(), cause, "{detail}");
@@ -368,11 +370,11 @@ impl IntoResponse for Problem {
     }
 }
 
-/// Marks a response that is a problem already, so that the outer layer leaves it alone.
+/// Marks a response that is already a problem, so that the outer layer leaves it unchanged.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct IsProblem;
 
-/// Text from a client, cut to a length that is safe to repeat to it.
+/// Shortens a text from a client to a length that is safe to repeat in a response.
 pub fn shortened(text: &str) -> String {
     const LONGEST: usize = 120;
     match text.char_indices().nth(LONGEST) {

@@ -1,4 +1,4 @@
-//! A job's events, as pages or as a stream that replays and follows; and what its workers logged.
+//! The events of a job, as pages or as a stream that replays and follows, and the log lines of its workers.
 
 use std::convert::Infallible;
 use std::time::Duration;
@@ -23,15 +23,15 @@ use super::{metrics, samples, summary};
 use crate::id::JobId;
 use crate::store::{EventRow, LogRow};
 
-/// Events a page of the stream's replay.
+/// Events per page while a stream replays.
 const REPLAY_PAGE: u32 = 100;
-/// Events that may wait for a slow client.
+/// Maximum number of events buffered for a slow client.
 const BACKLOG: usize = 128;
-/// How long a client may read nothing before it is dropped.
-const SLOW_CLIENT: Duration = Duration::from_secs(30);
-/// Between signs of life on a quiet stream.
-const PING: Duration = Duration::from_secs(15);
-/// What a browser waits before it connects again.
+/// How long a client may read nothing before it is disconnected.
+const CLIENT_TIMEOUT: Duration = Duration::from_secs(30);
+/// Interval between two keep-alive comments on a quiet stream.
+const KEEP_ALIVE: Duration = Duration::from_secs(15);
+/// How long a browser waits before it reconnects.
 const RECONNECT: Duration = Duration::from_secs(3);
 const LAST_EVENT_ID: HeaderName = HeaderName::from_static("last-event-id");
 
@@ -48,16 +48,16 @@ pub fn routes() -> OpenApiRouter<AppState> {
 /// An event of a job.
 #[derive(Debug, Clone, PartialEq, Serialize, ToSchema)]
 pub struct Event {
-    /// Counts from 1 per job, without gap; the id of the server-sent event.
+    /// Sequence number: counts from 1 per job without gaps. Also the id of the server-sent event.
     seq: i64,
-    /// What happened; the name of the server-sent event.
+    /// Type of the event; also the name of the server-sent event.
     #[serde(rename = "type")]
     kind: String,
-    /// When.
+    /// When the event happened.
     time: Time,
-    /// The attempt it belongs to; 0 before the first claim.
+    /// The attempt that the event belongs to; 0 before the first claim.
     attempt: u64,
-    /// By type.
+    /// Details; the fields depend on the type.
     data: Value,
 }
 
@@ -70,24 +70,24 @@ impl From<EventRow> for Event {
 /// A page of events.
 #[derive(Debug, Serialize, ToSchema)]
 struct EventPage {
-    /// In order.
+    /// The events, in order.
     data: Vec<Event>,
-    /// For `after`; null = no more.
+    /// The `after` for the next page; null = no more events.
     next: Option<String>,
-    /// What the server's retention removed of those asked for; left out while all are there.
+    /// The range of requested events that retention has removed; absent if all exist.
     #[serde(skip_serializing_if = "Option::is_none")]
     removed: Option<RemovedEvents>,
 }
 
-/// Events that are there no more.
+/// Events that retention has removed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ToSchema)]
 struct RemovedEvents {
-    /// Up to this one.
+    /// Sequence number of the last removed event.
     to_seq: i64,
 }
 
 impl RemovedEvents {
-    /// Those between the last one known and the first one of what was found; they count without gap up to `newest`.
+    /// Returns the gap between the last known event and the first one found. Events count without gaps up to `newest`.
     fn between(after: i64, found: &[EventRow], newest: i64) -> Option<Self> {
         let to_seq = found.first().map_or(newest, |row| row.seq - 1);
         (to_seq > after).then_some(Self { to_seq })
@@ -96,11 +96,11 @@ impl RemovedEvents {
 
 /// List or follow a job's events.
 ///
-/// JSON pages in order; `after` is the last `seq` known. With `Accept: text/event-stream` a stream: everything after `after` or
-/// `Last-Event-ID`, then what happens, without gap or duplicate; a comment every 15 s; an event `end` when the job is over. What
-/// the server's retention removed of a job that is over is told: `removed` on the page, an event `removed` in the stream. A
-/// number that the job has not reached (the server went back to a backup since) is refused: `invalid_cursor`; start again
-/// without it.
+/// Returns JSON pages in order; `after` is the last known `seq`. With `Accept: text/event-stream` the response is a stream: all
+/// events after `after` or `Last-Event-ID`, then new events as they happen, without gaps or duplicates; a comment every 15 s; an
+/// event `end` when the job has ended. If retention has removed events of a finished job, the page has a `removed` field and the
+/// stream an event `removed`. A number that the job has not reached (for example because the server was restored from a backup) is
+/// rejected with `invalid_cursor`: start again without it.
 #[utoipa::path(get, path = "/jobs/{id}/events", tag = "Jobs",
     params(("id" = JobId, Path, description = "The job"), PageQuery,
         ("Last-Event-ID" = Option<u64>, Header, description = "The last `seq` known; wins over `after`")),
@@ -121,10 +121,10 @@ async fn list_events(
     };
     let after = parse_seq(after, name)?;
     let newest = state.store.job_get(id).await?.last_seq;
-    // Whoever knows more than there is follows what a backup does not hold: the numbers mean other events from here on.
+    // The client knows events that a restored backup does not contain: the same numbers now belong to other events.
     if after > newest {
         let detail = format!("the job's newest event is {newest}: start again without it");
-        return Err(bad_seq(name, &detail));
+        return Err(invalid_seq(name, &detail));
     }
     if !wants_stream(&headers) {
         let limit = query.limit.map_or(Ok(REPLAY_PAGE), |limit| list::limit(Some(limit)))?;
@@ -139,18 +139,18 @@ async fn list_events(
             tracing::debug!(job = %id, detail = problem.detail(), "an event stream ended early");
         }
     });
-    let stream = Sse::new(ReceiverStream::new(receiver)).keep_alive(KeepAlive::new().interval(PING).text("ping"));
+    let stream = Sse::new(ReceiverStream::new(receiver)).keep_alive(KeepAlive::new().interval(KEEP_ALIVE).text("ping"));
     Ok(([(header::CACHE_CONTROL, "no-store"), (HeaderName::from_static("x-accel-buffering"), "no")], stream)
         .into_response())
 }
 
-/// Whether a client asks for server-sent events by name: whoever takes anything gets an answer that ends.
+/// Whether a client names server-sent events in `Accept`. A client that accepts anything gets a response that ends.
 pub(super) fn wants_stream(headers: &HeaderMap) -> bool {
     let accepted = headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok());
     accepted.flat_map(|value| value.split(',')).any(|range| {
         let mut parts = range.split(';').map(str::trim);
         let is_named = parts.next().is_some_and(|kind| kind.eq_ignore_ascii_case("text/event-stream"));
-        // A weight of 0 says that it is not taken.
+        // A weight of 0 means that the type is not acceptable.
         let weight =
             parts.filter_map(|part| part.split_once('=')).find(|(name, _)| name.trim().eq_ignore_ascii_case("q"));
         is_named && weight.and_then(|(_, weight)| weight.trim().parse::<f32>().ok()) != Some(0.0)
@@ -159,18 +159,18 @@ pub(super) fn wants_stream(headers: &HeaderMap) -> bool {
 
 fn parse_seq(text: Option<&str>, name: &str) -> Result<i64, Problem> {
     let Some(text) = text else { return Ok(0) };
-    // A sign is no digit.
+    // A sign is not accepted.
     let seq = text.parse().ok().filter(|_| text.bytes().all(|byte| byte.is_ascii_digit()));
-    seq.ok_or_else(|| bad_seq(name, "must be the number (seq) of an event: start again without it"))
+    seq.ok_or_else(|| invalid_seq(name, "must be the number (seq) of an event: start again without it"))
 }
 
-fn bad_seq(name: &str, detail: &str) -> Problem {
+fn invalid_seq(name: &str, detail: &str) -> Problem {
     Problem::new(Code::InvalidCursor, format!("{name}: {detail}")).item(name, "invalid_cursor", detail)
 }
 
 type Sender = mpsc::Sender<Result<sse::Event, Infallible>>;
 
-/// Sends everything after `after`, then follows, until the job is over or the client is gone or too slow.
+/// Sends everything after `after`, then follows, until the job has ended or the client is gone or too slow.
 async fn follow(state: &AppState, id: JobId, mut after: i64, sender: &Sender) -> Result<(), Problem> {
     let mut changes = state.store.changed(id);
     if !send(sender, sse::Event::default().retry(RECONNECT).comment("events of the job follow")).await {
@@ -178,7 +178,7 @@ async fn follow(state: &AppState, id: JobId, mut after: i64, sender: &Sender) ->
     }
     loop {
         changes.borrow_and_update();
-        // The row first: when it says that the job is over, its last event is among those read next.
+        // The row is read first: if it says that the job has ended, the last event is among those read next.
         let row = state.store.job_get(id).await?;
         loop {
             let page = state.store.event_page(id, after, REPLAY_PAGE).await?;
@@ -215,23 +215,23 @@ async fn follow(state: &AppState, id: JobId, mut after: i64, sender: &Sender) ->
     }
 }
 
-/// False when the client is gone, or reads too slowly.
+/// Sends an event. False when the client is gone, or reads too slowly.
 async fn send(sender: &Sender, event: sse::Event) -> bool {
-    sender.send_timeout(Ok(event), SLOW_CLIENT).await.is_ok()
+    sender.send_timeout(Ok(event), CLIENT_TIMEOUT).await.is_ok()
 }
 
-/// A line a worker logged about a job.
+/// A line that a worker logged about a job.
 #[derive(Debug, Serialize, ToSchema)]
 struct LogLine {
-    /// The attempt.
+    /// The attempt during which the line was logged.
     attempt: u64,
-    /// When.
+    /// When the line was logged.
     time: Time,
-    /// The text.
+    /// The text of the line.
     line: String,
 }
 
-/// What the workers logged about a job, oldest first.
+/// List the log lines that workers wrote about a job, oldest first.
 #[utoipa::path(get, path = "/jobs/{id}/logs", tag = "Jobs", params(("id" = JobId, Path, description = "The job"), PageQuery), responses(
     (status = 200, description = "A page", body = List<LogLine>), (status = 404, description = "No such job", body = ProblemBody)))]
 async fn list_logs(

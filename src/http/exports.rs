@@ -1,5 +1,5 @@
-//! Exports: a checkpoint in the form that other programs load. An export is a task: it waits, runs in a process of its own, and its
-//! files are kept for a week.
+//! Exports: a checkpoint converted to a format that other programs load. An export is a task: it is queued, runs in its own
+//! process, and its files are kept for a week.
 
 mod exporting;
 
@@ -28,7 +28,6 @@ use crate::task::{TaskProgress, TaskState};
 
 pub(crate) use exporting::run;
 
-/// The routes of this module.
 pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new()
         .routes(routes!(create_export, list_exports))
@@ -38,42 +37,42 @@ pub fn routes() -> OpenApiRouter<AppState> {
         .routes(routes!(get_export_archive))
 }
 
-/// A checkpoint in another form.
+/// A checkpoint converted to another format.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct Export {
-    /// Its id.
+    /// The export's id, `exp_…`.
     id: ExportId,
-    /// The job.
+    /// The job that saved the checkpoint.
     job_id: JobId,
-    /// The checkpoint.
+    /// The checkpoint that is exported.
     checkpoint_id: CheckpointId,
-    /// The checkpoint's step.
+    /// Optimizer step of the checkpoint.
     step: u64,
-    /// What it is.
+    /// The format of the export.
     format: ExportFormat,
-    /// How the weights are stored; null until that is known, where it was not asked for.
+    /// Data type of the stored weights; null until it is known, if the request did not set it.
     dtype: Option<ExportDtype>,
-    /// Current state.
+    /// Current state of the export.
     state: TaskState,
-    /// How far it is, in weights.
+    /// Progress, counted in weights.
     progress: TaskProgress,
-    /// Bytes of all files; null before the end.
+    /// Total size of the files in bytes; null until the export is complete.
     size_bytes: Option<u64>,
-    /// Its files, by name; empty before the end.
+    /// The files, by name; empty until the export is complete.
     files: Vec<FileEntry>,
-    /// What of the adapter's update survives the rounding to the dtype; null without an adapter, and before the end.
+    /// How much of the adapter's update survives rounding to the dtype; null without an adapter, and until the export is complete.
     survived: Option<Survived>,
-    /// What to do where too little of it survives.
+    /// A recommendation if too little of the update survives; null otherwise.
     advice: Option<String>,
-    /// When it was asked for.
+    /// When the export was requested.
     created_at: Time,
-    /// When it began.
+    /// When the export started; null while it is queued.
     started_at: Option<Time>,
-    /// When it ended.
+    /// When the export ended; null before that.
     finished_at: Option<Time>,
-    /// When its files are removed.
+    /// When the files will be deleted; null until the export is complete.
     expires_at: Option<Time>,
-    /// Why it failed; null otherwise.
+    /// Why the export failed; null otherwise.
     error: Option<ExportError>,
 }
 
@@ -110,19 +109,19 @@ impl Export {
     }
 }
 
-/// Export a checkpoint: write it in the form that other programs load.
+/// Export a checkpoint to a format that other programs load.
 ///
-/// `merged` is a model directory: base weights plus the adapter's update, added in f32 and rounded once; config, tokenizer and the
-/// base's sharding with it. Of full fine-tuning it is the checkpoint in the dtype. `survived` says what of the update the dtype
-/// keeps, and `advice` what to do where that is too little. The answer comes at once; `GET /exports/{id}` tells how far it is. An
-/// export of the same checkpoint and form that is under way or done is returned instead of a second one (200). Its files are
-/// kept for 7 days.
+/// `merged` is a model directory: base weights plus the adapter's update, added in f32 and rounded once, with config, tokenizer and
+/// the base model's sharding. For full fine-tuning it is the checkpoint in the requested dtype. `survived` reports how much of the
+/// update the dtype keeps, and `advice` recommends an alternative if that is too little. The response comes immediately; `GET
+/// /exports/{id}` reports progress. If an export of the same checkpoint and format is queued, running or complete, it is returned
+/// instead of a second one (200). The files are kept for 7 days.
 #[utoipa::path(post, path = "/checkpoints/{id}/exports", tag = "Artifacts",
     params(("id" = CheckpointId, Path), ("Idempotency-Key" = Option<String>, Header, description = "The same key and body give the same answer for 24 hours")),
     request_body = ExportRequest,
     responses(
-        (status = 202, description = "It waits for its turn", body = Export),
-        (status = 200, description = "It is there, or under way already", body = Export),
+        (status = 202, description = "Queued", body = Export),
+        (status = 200, description = "The same export is complete, queued or running", body = Export),
         (status = 404, description = "No such checkpoint", body = ProblemBody),
         (status = 422, description = "The request is not valid", body = ProblemBody),
         (status = 507, description = "The disk is nearly full", body = ProblemBody)))]
@@ -161,7 +160,7 @@ async fn begin(state: AppState, id: CheckpointId, request: ExportRequest) -> Res
 
 /// List the exports of a checkpoint, newest first.
 #[utoipa::path(get, path = "/checkpoints/{id}/exports", tag = "Artifacts", params(("id" = CheckpointId, Path)), responses(
-    (status = 200, description = "All of them", body = List<Export>),
+    (status = 200, description = "All exports of the checkpoint", body = List<Export>),
     (status = 404, description = "No such checkpoint", body = ProblemBody)))]
 async fn list_exports(
     State(state): State<AppState>,
@@ -173,7 +172,7 @@ async fn list_exports(
     Ok(Json(List { data, next: None }))
 }
 
-/// One export.
+/// Get an export by its id.
 #[utoipa::path(get, path = "/exports/{id}", tag = "Artifacts", params(("id" = ExportId, Path)), responses(
     (status = 200, description = "The export", body = Export),
     (status = 404, description = "No such export, or it has expired", body = ProblemBody)))]
@@ -185,7 +184,7 @@ async fn find(state: &AppState, id: ExportId) -> Result<TaskRow, Problem> {
     Ok(state.store.task_get(TaskKind::Export, &id.to_string()).await?)
 }
 
-/// Cancel an export. One that has ended stays as it is.
+/// Cancel an export. An export that has ended stays as it is.
 #[utoipa::path(post, path = "/exports/{id}/cancel", tag = "Artifacts",
     params(("id" = ExportId, Path), ("Idempotency-Key" = Option<String>, Header, description = "The same key gives the same answer for 24 hours")),
     responses(
@@ -205,9 +204,9 @@ async fn cancel_export(
     once(&state, &caller, &headers, "POST /exports/{id}/cancel", &identity(id), work).await
 }
 
-/// Remove an export and its files; one that is under way is cancelled first.
+/// Delete an export and its files. A running export is cancelled first.
 #[utoipa::path(delete, path = "/exports/{id}", tag = "Artifacts", params(("id" = ExportId, Path)), responses(
-    (status = 204, description = "It is gone"),
+    (status = 204, description = "Deleted"),
     (status = 404, description = "No such export", body = ProblemBody)))]
 async fn delete_export(State(state): State<AppState>, Path(id): Path<ExportId>) -> Result<StatusCode, Problem> {
     let row = state.store.task_cancel(TaskKind::Export, &id.to_string(), clock_ms()).await?;
@@ -217,13 +216,13 @@ async fn delete_export(State(state): State<AppState>, Path(id): Path<ExportId>) 
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// The files of an export that has succeeded.
+/// Returns the files of an export that has succeeded.
 async fn files_of(state: &AppState, id: ExportId) -> Result<Vec<Download>, Problem> {
     let row = find(state, id).await?;
     let result: Option<ExportResult> =
         row.result.map(serde_json::from_value::<ExportResult>).transpose().map_err(Problem::internal)?;
     let Some(result) = result else {
-        let detail = "the export has no files: it is not done, or it failed; GET /exports/{id} says which";
+        let detail = "the export has no files: it is not complete, or it failed; GET /exports/{id} returns its state";
         return Err(Problem::new(Code::NotReady, detail).retry_after(2));
     };
     let download = |file: FileEntry| {
@@ -235,7 +234,7 @@ async fn files_of(state: &AppState, id: ExportId) -> Result<Vec<Download>, Probl
 
 /// Download a file of an export.
 ///
-/// The ETag is the file's SHA-256. `Range` (one range), `If-Range`, `If-Match` and `If-None-Match` are honoured.
+/// The ETag is the file's SHA-256. `Range` (one range), `If-Range`, `If-Match` and `If-None-Match` are honored.
 #[utoipa::path(method(get, head), path = "/exports/{id}/files/{name}", tag = "Artifacts",
     params(
         ("id" = ExportId, Path, description = "The export"),
@@ -247,13 +246,13 @@ async fn files_of(state: &AppState, id: ExportId) -> Result<Vec<Download>, Probl
             content((Vec<u8> = "application/octet-stream"), (serde_json::Value = "application/json")), headers(
             ("ETag" = String, description = "The file's SHA-256, quoted"),
             ("Accept-Ranges" = String, description = "bytes"),
-            ("Repr-Digest" = String, description = "RFC 9530, of the whole file"),
+            ("Repr-Digest" = String, description = "Digest of the whole file (RFC 9530)"),
         )),
-        (status = 206, description = "A part of it",
+        (status = 206, description = "The requested range",
             content((Vec<u8> = "application/octet-stream"), (Vec<u8> = "application/json"))),
-        (status = 304, description = "The client has it"),
-        (status = 416, description = "The range lies outside the file", body = ProblemBody),
-        (status = 503, description = "It is not done", body = ProblemBody),
+        (status = 304, description = "Not modified: the client's copy is current"),
+        (status = 416, description = "The range is outside the file", body = ProblemBody),
+        (status = 503, description = "The export is not complete", body = ProblemBody),
     ))]
 async fn get_export_file(
     State(state): State<AppState>,
@@ -270,19 +269,20 @@ async fn get_export_file(
 
 /// Download all files of an export as one tar.
 ///
-/// It is made on the way, the same bytes every time; so ranges and conditions are honoured as of a file.
+/// The server builds the archive while it sends it. The bytes are the same every time, so ranges and conditional requests work
+/// as for a file.
 #[utoipa::path(method(get, head), path = "/exports/{id}/archive.tar", tag = "Artifacts",
     params(("id" = ExportId, Path, description = "The export"), RangeHeaders),
     responses(
         (status = 200, description = "The archive", body = Vec<u8>, content_type = "application/x-tar", headers(
-            ("ETag" = String, description = "Of the names and SHA-256 of its files, quoted"),
-            ("Repr-Digest" = String, description = "RFC 9530, of the whole archive, up to 64 MiB"),
+            ("ETag" = String, description = "Derived from the names and SHA-256 of its files, quoted"),
+            ("Repr-Digest" = String, description = "Digest of the whole archive (RFC 9530); for archives up to 64 MiB"),
             ("Accept-Ranges" = String, description = "bytes"),
         )),
-        (status = 206, description = "A part of it", body = Vec<u8>, content_type = "application/x-tar"),
-        (status = 304, description = "The client has it"),
-        (status = 416, description = "The range lies outside the archive", body = ProblemBody),
-        (status = 503, description = "It is not done", body = ProblemBody),
+        (status = 206, description = "The requested range", body = Vec<u8>, content_type = "application/x-tar"),
+        (status = 304, description = "Not modified: the client's copy is current"),
+        (status = 416, description = "The range is outside the archive", body = ProblemBody),
+        (status = 503, description = "The export is not complete", body = ProblemBody),
     ))]
 async fn get_export_archive(
     State(state): State<AppState>,

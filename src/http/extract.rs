@@ -32,8 +32,8 @@ use json::parse_object;
 
 pub use json::parse_json;
 
-/// A JSON body, in and out. In: 415 without a JSON content type, 413 over the route's limit, 400 for broken JSON (with line
-/// and column), 422 with a pointer for JSON of another shape.
+/// A JSON body, in requests and responses. In requests: 415 without a JSON content type, 413 over the route's limit, 400 for
+/// invalid JSON (with line and column), 422 with a pointer for JSON of another shape.
 #[derive(Debug, Clone)]
 pub struct Json<T>(pub T);
 
@@ -45,7 +45,7 @@ impl<T: DeserializeOwned, S: Send + Sync> FromRequest<S> for Json<T> {
     }
 }
 
-/// As [`Json`], with the SHA-256 of the body's bytes, for [`super::idempotency::once`].
+/// Like [`Json`], with the SHA-256 of the body's bytes, for [`super::idempotency::once`].
 #[derive(Debug, Clone)]
 pub struct HashedJson<T>(pub T, pub String);
 
@@ -57,7 +57,7 @@ impl<T: DeserializeOwned, S: Send + Sync> FromRequest<S> for HashedJson<T> {
     }
 }
 
-/// A JSON object as [`Json`] reads it, or nothing: no body, an empty one or `null`.
+/// A JSON object as [`Json`] reads it, or None: no body, an empty body or `null`.
 #[derive(Debug, Clone)]
 pub struct OptionalJson<T>(pub Option<T>);
 
@@ -85,7 +85,7 @@ impl<T: Serialize> IntoResponse for Json<T> {
     }
 }
 
-/// Query parameters; 400 with the parameter's name.
+/// Query parameters. Answers 400 with the parameter's name.
 #[derive(Debug, Clone)]
 pub struct Query<T>(pub T);
 
@@ -99,7 +99,7 @@ impl<T: DeserializeOwned, S: Send + Sync> FromRequestParts<S> for Query<T> {
                 let text = text.rsplit_once("query string: ").map_or(text.as_str(), |(_, reason)| reason);
                 let (name, reason) = text.split_once(": ").unwrap_or(("", text));
                 let reason = if name.is_empty() { text } else { reason };
-                let reason = in_words(reason, given(parts.uri.query(), name).as_deref());
+                let reason = describe_parse_error(reason, given(parts.uri.query(), name).as_deref());
                 let detail = if name.is_empty() { reason.clone() } else { format!("{name}: {reason}") };
                 Err(Problem::new(Code::InvalidQuery, shortened(&detail)).item(
                     format!("?{name}"),
@@ -111,13 +111,13 @@ impl<T: DeserializeOwned, S: Send + Sync> FromRequestParts<S> for Query<T> {
     }
 }
 
-/// A count in a query, as large as the document's int64; for `deserialize_with`.
+/// Deserializes a count from a query parameter, limited to the OpenAPI document's int64; for `deserialize_with`.
 pub(super) fn count<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u64>, D::Error> {
     let given = Option::<i64>::deserialize(deserializer)?;
     given.map(|number| u64::try_from(number).map_err(|_| D::Error::custom("must not be negative"))).transpose()
 }
 
-/// The value a query gives to a parameter.
+/// Returns the value of a query parameter.
 fn given(query: Option<&str>, name: &str) -> Option<String> {
     pairs_of(query?).into_iter().find(|(key, _)| key == name).map(|(_, value)| value)
 }
@@ -128,8 +128,8 @@ fn pairs_of(query: &str) -> Vec<(String, String)> {
     pairs.map(|pairs| pairs.0).unwrap_or_default()
 }
 
-/// What a parser of the standard library says of a value, as a rule and the value.
-fn in_words(reason: &str, given: Option<&str>) -> String {
+/// Rewrites a parse error of the standard library as a rule and the value.
+fn describe_parse_error(reason: &str, given: Option<&str>) -> String {
     let rule = match reason {
         "invalid digit found in string"
         | "cannot parse integer from empty string"
@@ -148,7 +148,7 @@ fn in_words(reason: &str, given: Option<&str>) -> String {
     }
 }
 
-/// Path parameters; an id of another form is an id that does not exist: 404.
+/// Path parameters. An id of another form cannot exist, so the answer is 404.
 #[derive(Debug, Clone)]
 pub struct Path<T>(pub T);
 
@@ -175,7 +175,7 @@ impl<T: DeserializeOwned + Send, S: Send + Sync> FromRequestParts<S> for Path<T>
     }
 }
 
-/// 415 unless the content type is JSON (`application/json` or `application/…+json`).
+/// Answers 415 unless the content type is JSON (`application/json` or `application/…+json`).
 pub fn expect_json(headers: &HeaderMap) -> Result<(), Problem> {
     let given = media_type(headers);
     if given == "application/json" || (given.starts_with("application/") && given.ends_with("+json")) {
@@ -186,7 +186,7 @@ pub fn expect_json(headers: &HeaderMap) -> Result<(), Problem> {
         .header(header::ACCEPT, "application/json"))
 }
 
-/// The form of a document by its content type: JSON, YAML or TOML; 415 for any other.
+/// The format of a document by its content type: JSON, YAML or TOML. Answers 415 for any other.
 pub fn expect_document(headers: &HeaderMap) -> Result<Format, Problem> {
     let given = media_type(headers);
     Format::of_media_type(&given).ok_or_else(|| {
@@ -198,7 +198,8 @@ pub fn expect_document(headers: &HeaderMap) -> Result<Format, Problem> {
     })
 }
 
-/// Parses a document; 400 with line and column where it is broken, 422 where JSON holds a key twice or an integer beyond 64 bits.
+/// Parses a document. Answers 400 with line and column for a syntax error, 422 where JSON contains a duplicate key or an
+/// integer beyond 64 bits.
 pub fn parse_document(bytes: &[u8], format: Format) -> Result<Value, Problem> {
     if format == Format::Json {
         let bytes = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(bytes);
@@ -208,37 +209,37 @@ pub fn parse_document(bytes: &[u8], format: Format) -> Result<Value, Problem> {
         });
     }
     let broken = |pointer: String, detail: String| {
-        Problem::new(Code::InvalidDocument, format!("broken {}: {detail}", format.as_str().to_uppercase()))
+        Problem::new(Code::InvalidDocument, format!("invalid {}: {detail}", format.as_str().to_uppercase()))
             .item(pointer, "syntax", detail)
     };
     let text = std::str::from_utf8(bytes).map_err(|error| broken(String::new(), format!("not UTF-8: {error}")))?;
     format.read(text).map_err(|error| broken(error.pointer, error.message))
 }
 
-/// The media type of the body in lower case without its parameters; empty when there is none.
+/// Returns the media type of the body in lower case without its parameters; empty if there is none.
 pub fn media_type(headers: &HeaderMap) -> String {
     let text = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or("");
     text.split(';').next().unwrap_or("").trim().to_ascii_lowercase()
 }
 
 const MIB: usize = 1 << 20;
-/// Bodies of sign-ins that may be unfinished at a time, and of them those of one address: so many that a body whose bytes
-/// are on their way is not displaced by a flood.
-const SIGN_INS_AT_ONCE: usize = 1024;
-const SIGN_INS_OF_ADDRESS: usize = 512;
+/// Maximum number of unfinished sign-in bodies, in total and per address. The limits are high enough that a flood does not displace
+/// a body whose bytes are arriving.
+const MAX_SIGN_INS: usize = 1024;
+const MAX_SIGN_INS_PER_ADDRESS: usize = 512;
 
-/// What the bodies of some senders may hold together while they arrive: many at once must not exhaust the memory. Each kind of
-/// sender has its own, so that strangers keep out neither users nor workers, and users no workers.
+/// Limits the memory that arriving bodies of one kind of sender hold together. Each kind has its own allowance, so that
+/// unauthenticated clients cannot block users or workers, and users cannot block workers.
 struct Allowance {
     kib: Semaphore,
-    /// For a whole body to arrive.
+    /// Time limit for a whole body to arrive.
     deadline: Duration,
 }
 
-/// Without a credential: sign-ins, a few hundred bytes each. Twice what the places of [`SIGN_INS`] can hold, so that the
-/// places are the bound, where a new body is never refused.
-static STRANGERS: Allowance = Allowance::new(2 * SIGN_INS_AT_ONCE * SESSION_LIMIT_BYTES / MIB, 5);
-static SIGN_INS: Unfinished = Unfinished::new(SIGN_INS_AT_ONCE, SIGN_INS_OF_ADDRESS);
+/// Allowance of clients without a credential: sign-ins of a few hundred bytes each. It is twice the memory that [`SIGN_INS`] can
+/// hold, so that the number of sign-ins is the effective limit, and a new body is never refused.
+static STRANGERS: Allowance = Allowance::new(2 * MAX_SIGN_INS * SESSION_LIMIT_BYTES / MIB, 5);
+static SIGN_INS: Unfinished = Unfinished::new(MAX_SIGN_INS, MAX_SIGN_INS_PER_ADDRESS);
 static USERS: Allowance = Allowance::new(96, 120);
 static WORKERS: Allowance = Allowance::new(96, 120);
 
@@ -247,7 +248,7 @@ impl Allowance {
         Self { kib: Semaphore::const_new(mib * 1024), deadline: Duration::from_secs(deadline_s) }
     }
 
-    /// By what the layers in front of the handler found.
+    /// Selects the allowance by the credential that earlier layers found.
     fn of(request: &Request) -> &'static Self {
         let known = request.extensions();
         if known.get::<WorkerPass>().is_some() {
@@ -259,15 +260,16 @@ impl Allowance {
         }
     }
 
-    fn take(&self, kib: usize) -> Result<SemaphorePermit<'_>, Problem> {
+    fn acquire(&self, kib: usize) -> Result<SemaphorePermit<'_>, Problem> {
         self.kib.try_acquire_many(u32::try_from(kib).unwrap_or(u32::MAX)).map_err(|_| {
-            Problem::new(Code::Overloaded, "too many bodies are arriving at once; try again").retry_after(2)
+            Problem::new(Code::Overloaded, "too many request bodies are arriving concurrently; try again")
+                .retry_after(2)
         })
     }
 }
 
-/// The whole (decompressed) body, or 413 over the route's limit: the limit of the innermost `DefaultBodyLimit` layer. 408 when it
-/// takes too long to arrive, 503 when too many bodies arrive at once.
+/// Reads the whole (decompressed) body. Answers 413 over the route's limit (that of the innermost `DefaultBodyLimit` layer), 408
+/// when the body takes too long to arrive, 503 when too many bodies arrive concurrently.
 pub async fn read_body(request: Request) -> Result<Bytes, Problem> {
     let allowance = Allowance::of(&request);
     if !std::ptr::eq(allowance, &STRANGERS) {
@@ -278,13 +280,14 @@ pub async fn read_body(request: Request) -> Result<Bytes, Problem> {
         biased;
         body = read_within(allowance, request) => body,
         () = place.lost() => {
-            let detail = "too many requests from your address are unfinished: send the body together with the head";
+            let detail = "too many requests from your address are incomplete: send each body together with its headers";
             Err(Problem::new(Code::TooManyRequests, detail).retry_after(2))
         }
     }
 }
 
-/// The same on an open route whose handler has checked a credential of its own: what strangers send is not in its way.
+/// Reads the body on a public route whose handler has checked a credential of its own, such as a callback token. Bodies of
+/// unauthenticated clients do not affect it.
 pub async fn read_admitted_body(request: Request) -> Result<Bytes, Problem> {
     read_within(&USERS, request).await
 }
@@ -299,7 +302,7 @@ async fn read_within(allowance: &Allowance, request: Request) -> Result<Bytes, P
 async fn collect(allowance: &Allowance, request: Request) -> Result<Bytes, Problem> {
     let announced = announced_bytes(request.headers());
     let body = request.into_limited_body();
-    // Before the first byte is asked for: a client that waits for `100 Continue` sends nothing in vain.
+    // Checked before the first byte is read: a client that waits for `100 Continue` does not send a body in vain.
     let most = body.size_hint().upper();
     if announced.zip(most).is_some_and(|(announced, most)| announced > most) {
         return Err(longer_than(most));
@@ -310,7 +313,7 @@ async fn collect(allowance: &Allowance, request: Request) -> Result<Bytes, Probl
     while let Some(piece) = pieces.next().await {
         let piece =
             piece.map_err(|error| if is_too_long(&error) { longer_than(most) } else { body_problem(&error) })?;
-        // By the whole, not by the piece: a body may come byte by byte.
+        // Rounded on the total, not per piece: a body may arrive byte by byte.
         let kib = (bytes.len() + piece.len()).div_ceil(1024);
         held.merge(allowance.take(kib.saturating_sub(held.num_permits()))?);
         bytes.extend_from_slice(&piece);
@@ -318,20 +321,20 @@ async fn collect(allowance: &Allowance, request: Request) -> Result<Bytes, Probl
     Ok(bytes.into())
 }
 
-/// How long the body will be, if the client says so.
+/// The length of the body, if the client announces it.
 pub(super) fn announced_bytes(headers: &HeaderMap) -> Option<u64> {
     headers.get(header::CONTENT_LENGTH)?.to_str().ok()?.parse().ok()
 }
 
-/// The limit of most routes that hold their body in memory; routes that stream name their own.
+/// The 413 response of most routes that hold their body in memory. Routes that stream have their own.
 pub fn too_large() -> Problem {
     longer_than(None)
 }
 
-/// 413 over the route's limit, or over [`JSON_LIMIT_BYTES`].
+/// The 413 response for a body over the route's limit, or over [`JSON_LIMIT_BYTES`].
 fn longer_than(limit: Option<u64>) -> Problem {
     let limit = limit.unwrap_or(JSON_LIMIT_BYTES as u64);
-    Problem::new(Code::BodyTooLarge, format!("the body may have {limit} bytes (after decompression), not more"))
+    Problem::new(Code::BodyTooLarge, format!("the body must be at most {limit} bytes (after decompression)"))
 }
 
 fn is_too_long(error: &(dyn std::error::Error + 'static)) -> bool {
@@ -343,17 +346,17 @@ fn too_slow() -> Problem {
     Problem::new(Code::RequestTimeout, "the body took too long to arrive")
 }
 
-/// What a failing body means: too large, too slow, broken compression, broken framing, or the client went away.
+/// Classifies a failed body: too large, too slow, corrupt compression, invalid framing, or the client disconnected.
 pub fn body_problem(error: &(dyn std::error::Error + 'static)) -> Problem {
     body_fault(error).unwrap_or_else(|| {
         Problem::new(Code::BodyInterrupted, "the body could not be read to its end").because(chain(error))
     })
 }
 
-/// As [`body_problem`]; `None` when the error says nothing of the kind.
+/// Like [`body_problem`]; `None` if the error has none of these causes.
 pub fn body_fault(error: &(dyn std::error::Error + 'static)) -> Option<Problem> {
     let mut next = Some(error);
-    // Below the connection's own error, what is wrong is HTTP's; else it is the decoder's.
+    // Below an error of the connection the HTTP framing is at fault, otherwise the decoder.
     let mut of_connection = false;
     while let Some(error) = next {
         of_connection |= error.is::<hyper::Error>();
@@ -367,18 +370,18 @@ pub fn body_fault(error: &(dyn std::error::Error + 'static)) -> Option<Problem> 
             && matches!(io.kind(), std::io::ErrorKind::InvalidData | std::io::ErrorKind::InvalidInput)
         {
             if of_connection {
-                let detail = "the body is not framed as HTTP says: a chunk, or what follows it, is broken";
+                let detail = "the body's HTTP framing is invalid: a chunk, or the data after it, is malformed";
                 return Some(Problem::new(Code::InvalidRequest, detail).because(error));
             }
-            let detail = "the body does not decompress as its content-encoding says";
+            let detail = "the body cannot be decompressed with its content-encoding";
             return Some(Problem::new(Code::InvalidEncoding, detail).because(error));
         }
-        // The decoder's own, without a message; one of a connection that broke has a message.
+        // An error of the decoder has no message; an error of a broken connection has one.
         if let Some(io) = error.downcast_ref::<std::io::Error>()
             && io.kind() == std::io::ErrorKind::UnexpectedEof
             && io.get_ref().is_none()
         {
-            let detail = "the compressed body ends too early: the file is cut off; compress it again";
+            let detail = "the compressed body is truncated: compress the file again";
             return Some(Problem::new(Code::InvalidEncoding, detail).because(error));
         }
         next = error.source();

@@ -1,4 +1,4 @@
-//! POST /jobs/{id}/fork: a new job from any step of another one that has a checkpoint.
+//! `POST /jobs/{id}/fork`: creates a job from any step of another job that has a checkpoint.
 
 use std::collections::BTreeMap;
 
@@ -19,7 +19,7 @@ use super::extract::{Json, Path};
 use super::idempotency::{Answer, identity, once};
 use super::jobs::{JobView, invalid};
 use super::lookup::{Prepared, UseOfHub, prepare};
-use super::submit::{keep_prompts, read_spec};
+use super::submit::{read_spec, store_prompts};
 use super::warm_start;
 use crate::id::JobId;
 use crate::spec::{
@@ -28,33 +28,34 @@ use crate::spec::{
 };
 use crate::store::{CheckpointRow, Fork, JobRow, NewJob, clock_ms};
 
-/// The routes of this module.
 pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new().routes(routes!(fork_job))
 }
 
-/// Where to branch off, and what to change.
+/// The step to branch off at, and the settings to change.
 #[derive(Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ForkRequest {
-    /// Optimizer steps done; the job must have a checkpoint of it.
+    /// Number of completed optimizer steps to start from. The job must have a checkpoint of this step.
     from_step: u64,
-    /// A partial job, merged over the old one's configuration: objects key by key, lists and values replace, null = back to
-    /// the default (`lora: null` = full fine-tuning). `warm_start: {"reference": …}` asks for a fresh start with the weights.
+    /// A partial job that is merged over the configuration of the original: objects key by key, lists and values replace, null =
+    /// reset to the default (`lora: null` = full fine-tuning). `warm_start: {"reference": …}` forces a fresh start
+    /// with the checkpoint's weights.
     #[serde(default)]
     #[schema(value_type = Option<Object>)]
     overrides: Option<Value>,
 }
 
-/// Makes a new job that goes on from a step of this one.
+/// Fork a job: create a new job that continues from a step of this one.
 ///
-/// Where model, dataset, adapter, optimizer, batches and seed stay the same, the new job continues with the checkpoint's full
-/// state: its first step is `from_step` + 1. Otherwise it starts warm: step 0, a fresh optimizer, the checkpoint's weights;
-/// its plan then has a `warm_start`, and no `warm_up` unless `overrides` give one. Secrets of rewards that stay are copied inside the server.
+/// If model, dataset, adapter, optimizer, batch sizes and seed stay the same, the new job continues with the checkpoint's full
+/// state, and its first step is `from_step` + 1. Otherwise it is a warm start: step 0, a fresh optimizer, the checkpoint's weights.
+/// Its plan then has a `warm_start`, and no `warm_up` unless `overrides` set one. Secrets of unchanged rewards are
+/// copied inside the server.
 #[utoipa::path(post, path = "/jobs/{id}/fork", tag = "Jobs", request_body = ForkRequest,
     params(("id" = JobId, Path), ("idempotency-key" = Option<String>, Header)), responses(
     (status = 201, description = "The new job; its `parent` is the old one", body = JobView, headers(("location" = String))),
-    (status = 404, description = "No such job, or no checkpoint of that step: `no_checkpoint` = not yet, `no_such_checkpoint` = not any more, or never", body = ProblemBody),
+    (status = 404, description = "No such job, or no checkpoint of that step: `no_checkpoint` = not yet, `no_such_checkpoint` = no longer, or never", body = ProblemBody),
     (status = 422, description = "The new job is not valid", body = ProblemBody)))]
 async fn fork_job(
     State(state): State<AppState>,
@@ -76,7 +77,7 @@ async fn fork(state: AppState, caller: Caller, id: JobId, request: ForkRequest) 
         return Err(invalid(Code::InvalidBody, vec![error]));
     }
     let row = state.store.job_get(id).await?;
-    // Its secrets are copied, so it stays with who has them.
+    // The secrets are copied, so the new job keeps the owner of the original.
     let owner = row.owner.clone();
     let mut parent = row.plan()?;
     parent.name = row.name.clone();
@@ -90,7 +91,7 @@ async fn fork(state: AppState, caller: Caller, id: JobId, request: ForkRequest) 
 
     let document = forked_document(&parent, &overrides);
     let (mut spec, mut errors) = read_spec(&state, &caller, document).await?;
-    // What goes on from a checkpoint keeps the rules of the job that wrote it.
+    // A job that continues from a checkpoint keeps the arithmetic of the job that wrote it.
     spec.arithmetic = parent.arithmetic;
     copy_secrets(&mut spec, &parent, state.store.job_secrets(id).await?);
     let prepared = prepare(&state, &caller, &mut spec, None, UseOfHub::Register).await?;
@@ -112,7 +113,7 @@ async fn fork(state: AppState, caller: Caller, id: JobId, request: ForkRequest) 
                     spec.arithmetic = Arithmetic::LATEST;
                     context.warm_start = Some(warm_start::facts(&parent));
                     if !asks_warm_up {
-                        // The checkpoint's weights are warm: the warm-up is not repeated.
+                        // The checkpoint's weights include the warm-up, so it is not repeated.
                         without_warm_up(&mut spec);
                     }
                     resolve(&spec, &context).map(|resolution| resolution.plan)
@@ -135,7 +136,7 @@ async fn fork(state: AppState, caller: Caller, id: JobId, request: ForkRequest) 
     let continues = stands_against.is_none();
     if continues && plan.total_steps() <= from_step {
         let detail = format!(
-            "the new job goes on after step {from_step} and would end at step {}: give more than {from_step}",
+            "the new job continues after step {from_step} and would end at step {}: use a value above {from_step}",
             plan.total_steps()
         );
         errors.push(FieldError::new("/training/max_steps", "out_of_range", detail));
@@ -143,11 +144,11 @@ async fn fork(state: AppState, caller: Caller, id: JobId, request: ForkRequest) 
     if !errors.is_empty() {
         return Err(refused(errors));
     }
-    keep_prompts(&state, &owner, (train, eval, warm_up), &mut spec.redacted, &mut plan).await?;
+    store_prompts(&state, &owner, (train, eval, warm_up), &mut spec.redacted, &mut plan).await?;
     create(&state, (id, &owner), checkpoint, continues, spec, plan).await
 }
 
-/// Keeps the files first, then makes the row: what is left of a failure is removed, at the latest at the next start.
+/// Links the files first, then inserts the row. Files left behind by a failure are removed, at the latest at the next start.
 async fn create(
     state: &AppState,
     (parent, owner): (JobId, &str),
@@ -159,11 +160,11 @@ async fn create(
     let id = JobId::new();
     let kept = async {
         if continues {
-            warm_start::keep_of_parent(state, parent, id).await?;
+            warm_start::pin_files_of_parent(state, parent, id).await?;
             let (from, files) = ((parent, checkpoint.step, checkpoint.attempt), checkpoint.files.clone());
             warm_start::blocking(state, move |data| data.checkpoint_adopt(from, id, &files)).await
         } else {
-            warm_start::keep(state, id, &plan).await
+            warm_start::pin_files(state, id, &plan).await
         }
     };
     let created = match kept.await {
@@ -185,14 +186,14 @@ async fn create(
     let row = match created {
         Ok(row) => row,
         Err(problem) => {
-            warm_start::forget(state, id).await;
+            warm_start::unpin_files(state, id).await;
             return Err(problem);
         }
     };
     Answer::new(StatusCode::CREATED, Some(format!("/jobs/{}", row.id)), &JobView::of(state, row).await?)
 }
 
-/// The job begins with RLOO's first step.
+/// Removes the warm-up, so that the job begins with RLOO's first step.
 fn without_warm_up(spec: &mut JobSpec) {
     spec.warm_up = None;
     if let Some(document) = spec.redacted.as_object_mut() {
@@ -200,7 +201,8 @@ fn without_warm_up(spec: &mut JobSpec) {
     }
 }
 
-/// `overrides.warm_start` may only say what the reference is: the checkpoint is the fork's.
+/// Takes `warm_start.reference` out of the overrides. It is the only key allowed there: a fork's checkpoint
+/// is given by `from_step`.
 fn take_reference(overrides: &mut Value) -> Result<Option<Reference>, Problem> {
     let Some(asked) = overrides.as_object_mut().and_then(|overrides| overrides.shift_remove("warm_start")) else {
         return Ok(None);
@@ -221,14 +223,14 @@ fn take_reference(overrides: &mut Value) -> Result<Option<Reference>, Problem> {
 
 fn ambiguous_reference(differ: &Option<String>) -> FieldError {
     let detail = format!(
-        "the new job differs from the old one in {}, so it starts warm from the checkpoint; the old one has a warm start or a warm-up of its own, so say what the KL penalty is measured against now: {{\"reference\": \"base\"}} or {{\"reference\": \"initial\"}} (this checkpoint)",
+        "the new job differs from the old one in {}, so it starts warm from the checkpoint; the old one has a warm start or a warm-up of its own, so set the reference of the KL penalty: {{\"reference\": \"base\"}} or {{\"reference\": \"initial\"}} (this checkpoint)",
         differ.as_deref().unwrap_or("its start")
     );
     FieldError::new("/warm_start", "required", detail)
 }
 
-/// Secrets and headers of rewards that are the same as before, the evaluation's own included; a reward that now points
-/// elsewhere gets none.
+/// Copies secrets and headers to rewards that are unchanged, including those of the evaluation. A reward with a
+/// new address gets none.
 fn copy_secrets(spec: &mut JobSpec, parent: &Plan, mut secrets: BTreeMap<String, RewardSecrets>) {
     let url = |reward: &RewardPlan| reward.kind.service().map(|service| service.url.clone());
     let before: BTreeMap<String, Option<String>> =
@@ -250,10 +252,10 @@ fn refused(errors: Vec<FieldError>) -> Problem {
     invalid(Code::InvalidSpec, errors.into_iter().map(at_overrides).collect())
 }
 
-/// Names the steps that have one.
+/// The 404 for a step without a checkpoint, which lists the steps that have one.
 fn no_such_step(state: &AppState, job: &JobRow, from_step: u64, checkpoints: &[CheckpointRow]) -> Problem {
     const SHOWN: usize = 20;
-    // Newest first.
+    // The checkpoints are ordered newest first.
     let Some(newest) = checkpoints.first().map(|checkpoint| checkpoint.step) else {
         let problem = no_checkpoint(state, job);
         let (code, detail) = (problem.code(), problem.detail().to_owned());
@@ -261,8 +263,7 @@ fn no_such_step(state: &AppState, job: &JobRow, from_step: u64, checkpoints: &[C
     };
     let steps: Vec<String> = checkpoints.iter().take(SHOWN).map(|checkpoint| checkpoint.step.to_string()).collect();
     let older = if checkpoints.len() > SHOWN { ", and older ones" } else { "" };
-    let detail =
-        format!("the job has no checkpoint of step {from_step}; there are those of {}{older}", steps.join(", "));
+    let detail = format!("the job has no checkpoint of step {from_step}; available steps: {}{older}", steps.join(", "));
     let may_come = from_step > newest && !job.state.is_terminal();
     let code = if may_come { Code::NoCheckpoint } else { Code::NoSuchCheckpoint };
     Problem::new(code, detail.clone()).item("/from_step", code.as_str(), detail)

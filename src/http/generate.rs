@@ -1,5 +1,5 @@
-//! POST /jobs/{id}/generate: what the base model says to a prompt, beside what a checkpoint of the job says. The models run in
-//! a process of its own.
+//! `POST /jobs/{id}/generate`: completes a prompt with the base model and with a checkpoint of the job. The models run
+//! in a separate process.
 
 use std::num::NonZeroU32;
 use std::time::{Duration, Instant};
@@ -25,69 +25,68 @@ use crate::one_shot::OneShotError;
 use crate::spec::{CheckpointChoice, FieldError, GenerationDocument, GenerationSpec, Plan, SamplingPlan};
 use crate::store::{CheckpointRow, JobRow, ModelRow, StoreError};
 
-/// What both models may take together, loading included.
+/// Time limit for both models together, including loading.
 const LIMIT: Duration = Duration::from_secs(120);
-/// After a refusal because another one is under way, s.
+/// `Retry-After` if another request is running, in seconds.
 const RETRY_S: u64 = 5;
 
-/// The routes of this module.
 pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new().routes(routes!(generate))
 }
 
-/// Which weights a checkpoint holds.
+/// Kind of the weights in a checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 enum Weights {
-    /// A LoRA adapter over the base model.
+    /// A LoRA adapter on top of the base model.
     Adapter,
-    /// All of them: full fine-tuning.
+    /// All weights of the model, from full fine-tuning.
     Model,
 }
 
-/// Completions of the base model and of a checkpoint, to the same prompt, with the same random numbers.
+/// Completions of the base model and of a checkpoint for the same prompt, sampled with the same seed.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = GenerationResult)]
 struct GenerationView {
-    /// The job.
+    /// The job's id, `job_…`.
     job_id: JobId,
-    /// The base model.
+    /// Id of the base model.
     model: String,
-    /// The checkpoint that was asked.
+    /// The checkpoint that was used.
     checkpoint_id: CheckpointId,
-    /// Its step.
+    /// Optimizer step of the checkpoint.
     step: u64,
-    /// What it holds.
+    /// Kind of the checkpoint's weights.
     weights: Weights,
-    /// As used: the job's, with what was asked for.
+    /// The sampling parameters that were used: the job's, with the overrides of the request.
     sampling: SamplingPlan,
-    /// As used.
+    /// The random seed that was used.
     seed: u64,
-    /// The prompt as both saw it.
+    /// The prompt as both models saw it.
     prompt: RenderedPrompt,
-    /// Of the base model.
+    /// Completions of the base model.
     base: Vec<GeneratedText>,
-    /// Of the checkpoint.
+    /// Completions of the checkpoint.
     trained: Vec<GeneratedText>,
-    /// Of the whole, loading included, s.
+    /// Total time in seconds, including loading.
     seconds: f64,
 }
 
-/// Try a prompt on the base model and on a checkpoint.
+/// Generate completions of a prompt with the base model and with a checkpoint.
 ///
-/// Nothing is stored. Sampling is the job's own but for what is asked for; the seed is the job's too, so that the same question
-/// gives the same answer, and both models draw the same random numbers. Runs on the server's processor beside the jobs, one
-/// question at a time, for two minutes at most; it ends when the client goes away.
+/// Nothing is stored. Sampling parameters default to the job's. The seed defaults to the job's too, so the same request gives the
+/// same response, and both models use the same random numbers. Runs on the server's CPU alongside training, one request at a time,
+/// for at most two minutes. The request stops when the client disconnects.
 #[utoipa::path(post, path = "/jobs/{id}/generate", tag = "Jobs", params(("id" = JobId, Path)),
     request_body = GenerationDocument,
     responses(
-        (status = 200, description = "What both said", body = GenerationView),
-        (status = 404, description = "No such job, or it has no checkpoint: `no_checkpoint` = not yet, `no_such_checkpoint` = not any more", body = ProblemBody),
+        (status = 200, description = "The completions of both models", body = GenerationView),
+        (status = 404, description = "No such job, or it has no checkpoint: `no_checkpoint` = not yet, `no_such_checkpoint` = no longer", body = ProblemBody),
         (status = 410, description = "The checkpoint was removed in the meantime", body = ProblemBody),
-        (status = 422, description = "The question is not valid, or the model's files cannot be used", body = ProblemBody),
-        (status = 429, description = "Another question is being answered; see `Retry-After`", body = ProblemBody),
-        (status = 503, description = "The process that ran the models was lost", body = ProblemBody),
-        (status = 504, description = "It took too long", body = ProblemBody)))]
+        (status = 422, description = "The request is not valid, or the model's files cannot be used", body = ProblemBody),
+        (status = 429, description = "Another request is running; see `Retry-After`", body = ProblemBody),
+        (status = 503, description = "The process that ran the models ended unexpectedly", body = ProblemBody),
+        (status = 504, description = "The time limit of two minutes was exceeded", body = ProblemBody)))]
 async fn generate(
     State(state): State<AppState>,
     caller: Caller,
@@ -139,14 +138,14 @@ async fn generate(
     }))
 }
 
-/// The checkpoint of a job that a request chose.
+/// Finds the checkpoint that a request selects.
 pub(super) async fn find(state: &AppState, job: &JobRow, choice: CheckpointChoice) -> Result<CheckpointRow, Problem> {
     let found = match choice {
         CheckpointChoice::Id(id) => match state.store.checkpoint_get(id).await {
             Ok(row) if row.job == job.id => Some(row),
             Ok(_) | Err(StoreError::NotFound { .. }) => {
                 let detail =
-                    format!("the job has no checkpoint '{id}': GET /jobs/{}/checkpoints lists those it has", job.id);
+                    format!("the job has no checkpoint '{id}': GET /jobs/{}/checkpoints lists its checkpoints", job.id);
                 return Err(invalid(
                     Code::InvalidBody,
                     vec![FieldError::new("/checkpoint", "unknown_checkpoint", detail)],
@@ -164,8 +163,7 @@ pub(super) async fn find(state: &AppState, job: &JobRow, choice: CheckpointChoic
             let found = rows.into_iter().find(|row| row.step == step);
             if found.is_none() && !steps.is_empty() {
                 let steps: Vec<String> = steps.iter().map(u64::to_string).collect();
-                let detail =
-                    format!("the job has no checkpoint of step {step}; there are those of {}", steps.join(", "));
+                let detail = format!("the job has no checkpoint of step {step}; available steps: {}", steps.join(", "));
                 return Err(invalid(
                     Code::InvalidBody,
                     vec![FieldError::new("/checkpoint", "unknown_checkpoint", detail)],
@@ -177,7 +175,7 @@ pub(super) async fn find(state: &AppState, job: &JobRow, choice: CheckpointChoic
     found.ok_or_else(|| no_checkpoint(state, job))
 }
 
-/// The job's model as it was when the job was accepted.
+/// Returns the job's model as it was when the job was accepted.
 async fn find_model(state: &AppState, caller: &Caller, plan: &Plan) -> Result<ModelRow, Problem> {
     let id = plan.model.id.clone();
     let refused = |detail: String| Problem::new(Code::InvalidModel, detail);
@@ -185,7 +183,7 @@ async fn find_model(state: &AppState, caller: &Caller, plan: &Plan) -> Result<Mo
         Ok(row) if caller.may_use_model(&row.owner) => row,
         Ok(_) | Err(StoreError::NotFound { .. }) => {
             return Err(refused(format!(
-                "the job's model '{id}' is not registered any more: register it again with POST /models"
+                "the job's model '{id}' is no longer registered: register it again with POST /models"
             )));
         }
         Err(error) => return Err(error.into()),
@@ -193,11 +191,11 @@ async fn find_model(state: &AppState, caller: &Caller, plan: &Plan) -> Result<Mo
     unchanged(row, plan.model.sha256.clone()).await
 }
 
-/// The row of a model whose files are still those of the hash.
+/// Returns the row of a model if the hash of its files is unchanged.
 pub(super) async fn unchanged(row: ModelRow, sha256: String) -> Result<ModelRow, Problem> {
     let refused = |detail: String| Problem::new(Code::InvalidModel, detail);
     let check = move || {
-        // Where it lies on the server is not for everybody who may ask.
+        // The path on the server must not be shown to every caller.
         let unusable = |error: &dyn std::fmt::Display| {
             format!("the model '{}' cannot be used: {}", row.id, error.to_string().replace(&row.source, "its folder"))
         };
@@ -205,7 +203,7 @@ pub(super) async fn unchanged(row: ModelRow, sha256: String) -> Result<ModelRow,
         match is_as_registered(&row, &card.files) {
             Ok(true) if row.sha256 == sha256 => Ok(row),
             Ok(_) => Err(format!(
-                "the files of model '{}' are not those that the job was trained with: restore them, and register the model again",
+                "the files of model '{}' have changed since the job was trained: restore them, and register the model again",
                 row.id
             )),
             Err(error) => Err(unusable(&error)),
@@ -217,16 +215,16 @@ pub(super) async fn unchanged(row: ModelRow, sha256: String) -> Result<ModelRow,
 fn without_report(error: &OneShotError) -> Problem {
     match error {
         OneShotError::Busy => {
-            let detail = "another prompt is being answered; try again when it is done";
+            let detail = "another generate request is running; try again when it has finished";
             Problem::new(Code::TooManyRequests, detail).retry_after(RETRY_S)
         }
         OneShotError::Stopping => {
-            let detail = "the server is stopping; ask again when it is back";
+            let detail = "the server is shutting down; try again after the restart";
             Problem::new(Code::NotReady, detail).retry_after(RETRY_S)
         }
         OneShotError::TimedOut(_) => too_slow(),
         OneShotError::Killed(_) => {
-            let detail = "the process that ran the models was killed: most likely memory ran out; lower sampling.max_completion_length or num_generations, or try again when no job runs";
+            let detail = "the process that ran the models was killed, most likely because it ran out of memory; lower sampling.max_completion_length or num_generations, or try again when no job runs";
             Problem::new(Code::GenerationFailed, detail).retry_after(RETRY_S)
         }
         OneShotError::Ended(cause) | OneShotError::Failed(cause) => {
@@ -244,7 +242,7 @@ fn too_slow() -> Problem {
     Problem::new(Code::GenerationTimeout, detail)
 }
 
-/// Files that the process could not use: the checkpoint's may have been rotated away under its hands.
+/// The problem for files that the process could not read: the checkpoint may have been deleted meanwhile.
 async fn unusable(state: &AppState, row: &CheckpointRow, plan: &Plan, why: &str) -> Problem {
     match state.store.checkpoint_get(row.id).await {
         Err(StoreError::NotFound { .. }) => {

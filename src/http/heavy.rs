@@ -1,8 +1,8 @@
-//! Work that a request asks for and that costs more than a moment: grading, tokenising, rendering, compiling schemas, searching.
+//! Limits expensive work of requests: grading, tokenizing, rendering, compiling schemas, searching.
 //!
-//! It never runs on the threads that answer requests. It takes one of a fixed number of [`Slots`] and a thread of its own, has a
-//! deadline, and is told to stop when the client leaves, the time is up or the server stops. One key holds at most half of the
-//! slots; of those that wait the key with the fewest slots is next, then the one that waited longest since its last turn.
+//! Such work never runs on the threads that answer requests. It takes one of a fixed number of [`Slots`] and its own thread, has a
+//! deadline, and is asked to stop when the client leaves, the time is up or the server stops. One key holds at most half of the
+//! slots. A free slot goes to the waiting key with the fewest slots, then to the one that has waited longest since its last turn.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,25 +16,25 @@ use super::AppState;
 use super::auth::Caller;
 use super::error::{Code, Problem};
 
-/// The most requests of one key that wait for a slot, and of all keys.
+/// Maximum number of waiting requests per key, and in total.
 const MAX_WAITING_OF_KEY: usize = 32;
 const MAX_WAITING: usize = 256;
-/// The longest wait for a slot.
+/// Maximum time that a request waits for a slot.
 const MAX_WAIT: Duration = Duration::from_secs(30);
-/// What a request that was refused is told to wait, s.
+/// `Retry-After` of a refused request, in seconds.
 const RETRY_AFTER_S: u64 = 5;
-/// The stack of a thread that works. Only what is touched is backed by memory.
+/// Stack size of a worker thread. Only pages that are touched use memory.
 const STACK_BYTES: usize = 16 << 20;
-/// Slots unless the operator says otherwise: one for each core, at least this many, so that two keys never wait for each other.
-const LEAST_SLOTS: usize = 2;
+/// Minimum default number of slots: one per core, but at least this many, so that two keys never wait for each other.
+const MIN_SLOTS: usize = 2;
 
-/// The slots of a server whose operator did not say how many.
+/// The default number of slots.
 pub fn default_slots() -> usize {
-    std::thread::available_parallelism().map_or(LEAST_SLOTS, usize::from).max(LEAST_SLOTS)
+    std::thread::available_parallelism().map_or(MIN_SLOTS, usize::from).max(MIN_SLOTS)
 }
 
-/// Services that `POST /rewards/test` asks at once: it mostly waits for them.
-pub(super) const ASKED: usize = 8;
+/// Number of reward services that `POST /rewards/test` contacts concurrently; it mostly waits for them.
+pub(super) const MAX_SERVICE_TESTS: usize = 8;
 
 /// A number of slots, shared fairly between keys. Cheap to clone.
 #[derive(Debug, Clone)]
@@ -49,10 +49,10 @@ struct Shared {
 #[derive(Debug, Default)]
 struct State {
     taken: usize,
-    /// Those that hold or wait for a slot.
+    /// Keys that hold or wait for a slot.
     keys: HashMap<String, Key>,
     waiting: Vec<Waiting>,
-    /// Counts tickets and turns.
+    /// Counter for tickets and turns.
     count: u64,
 }
 
@@ -60,7 +60,7 @@ struct State {
 struct Key {
     taken: usize,
     waiting: usize,
-    /// When it last got a slot; 0 = never.
+    /// Turn at which the key last got a slot; 0 = never.
     turn: u64,
 }
 
@@ -71,16 +71,16 @@ struct Waiting {
     sender: oneshot::Sender<()>,
 }
 
-/// Why there is no slot.
+/// Why a request got no slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NoSlot {
-    /// Too many requests wait already.
+    /// Too many requests are already waiting.
     Full,
-    /// None became free in time.
+    /// No slot became free in time.
     TimedOut,
 }
 
-/// The right to work. Dropping it gives the slot to the next one.
+/// The right to run. Dropping it passes the slot to the next request.
 #[derive(Debug)]
 pub struct Slot {
     slots: Slots,
@@ -94,12 +94,12 @@ impl Drop for Slot {
 }
 
 impl Slots {
-    /// A number of slots, at least 1.
+    /// Creates a number of slots, at least 1.
     pub fn new(total: usize) -> Self {
         Self(Arc::new(Shared { total: total.max(1), state: Mutex::default() }))
     }
 
-    /// The most slots of one key.
+    /// Maximum number of slots per key.
     fn share(&self) -> usize {
         (self.0.total / 2).max(1)
     }
@@ -108,8 +108,8 @@ impl Slots {
         self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A slot, if one is free for this key now.
-    pub fn try_take(&self, key: &str) -> Option<Slot> {
+    /// Returns a slot if one is free for this key now.
+    pub fn try_acquire(&self, key: &str) -> Option<Slot> {
         let mut state = self.state();
         let of_key = state.keys.get(key);
         if state.taken >= self.0.total
@@ -121,11 +121,11 @@ impl Slots {
         Some(Slot { slots: self.clone(), key: key.to_owned() })
     }
 
-    /// A slot, as soon as one is free for this key.
+    /// Waits for a slot for this key.
     ///
     /// # Errors
-    /// When too many wait already, or none becomes free within `wait`.
-    pub async fn take(&self, key: &str, wait: Duration) -> Result<Slot, NoSlot> {
+    /// When too many requests already wait, or no slot becomes free within `wait`.
+    pub async fn acquire(&self, key: &str, wait: Duration) -> Result<Slot, NoSlot> {
         let (sender, receiver) = oneshot::channel();
         let ticket = {
             let mut state = self.state();
@@ -162,7 +162,7 @@ impl Slots {
         self.hand_out();
     }
 
-    /// Gives free slots to those whose turn it is.
+    /// Gives free slots to the waiting keys in turn.
     fn hand_out(&self) {
         let mut state = self.state();
         while state.taken < self.0.total {
@@ -176,7 +176,7 @@ impl Slots {
             if let Some(of_key) = state.keys.get_mut(&key) {
                 of_key.waiting -= 1;
             }
-            // A receiver that is gone gives the slot back by itself: see Place.
+            // A waiting request that is gone releases the slot itself: see Place.
             state.grant(&key);
             let _ = sender.send(());
         }
@@ -200,7 +200,8 @@ impl State {
     }
 }
 
-/// A place among those that wait. Dropped while it is `left`, it is given up, with the slot that it may have got meanwhile.
+/// A place in the queue. If it is dropped while `left` is set, it is given up, together with the slot that it
+/// may have received meanwhile.
 struct Place<'s> {
     slots: &'s Slots,
     key: &'s str,
@@ -231,17 +232,18 @@ impl Drop for Place<'_> {
     }
 }
 
-/// A slot for what this caller asks for, as soon as it is their turn.
+/// Waits for a slot for this caller.
 pub(super) async fn slot(state: &AppState, slots: &Slots, caller: &Caller) -> Result<Slot, Problem> {
-    let key = caller.word();
+    let key = caller.audit_name();
     let taken = tokio::select! {
-        taken = slots.take(&key, MAX_WAIT) => taken,
+        taken = slots.acquire(&key, MAX_WAIT) => taken,
         () = state.stopping.cancelled() => return Err(stopping()),
     };
     taken.map_err(|none| match none {
         NoSlot::Full => {
-            let detail =
-                format!("{MAX_WAITING_OF_KEY} requests of this key wait for heavy work already; send fewer at once");
+            let detail = format!(
+                "{MAX_WAITING_OF_KEY} requests of this key already wait for expensive work; send fewer concurrently"
+            );
             Problem::new(Code::TooManyRequests, detail).retry_after(RETRY_AFTER_S)
         }
         NoSlot::TimedOut => {
@@ -251,9 +253,9 @@ pub(super) async fn slot(state: &AppState, slots: &Slots, caller: &Caller) -> Re
     })
 }
 
-/// Runs `work` on a thread of its own once there is a slot for the caller, for `limit` at most. The work should look at its
-/// argument between steps and end when that is true: the time is up, the client is gone, or the server stops. Until it ends it
-/// keeps its slot.
+/// Runs `work` on its own thread once there is a slot for the caller, for `limit` at most. The work should check its argument
+/// between steps and stop when it is true: the time is up, the client is gone, or the server is stopping. The work keeps its
+/// slot until it ends.
 ///
 /// # Errors
 /// When there is no slot, the time is up or the server stops.
@@ -266,24 +268,24 @@ pub(super) async fn run<T: Send + 'static>(
     let slot = slot(state, &state.heavy, caller).await?;
     let stop = StopOnDrop(Arc::default());
     let (sender, receiver) = oneshot::channel();
-    let told = stop.0.clone();
+    let is_stopped = stop.0.clone();
     spawn(move || {
         let _slot = slot;
-        // Without a receiver nobody waits for the result.
-        let _ = sender.send(work(&told));
+        // Without a receiver the result is not needed.
+        let _ = sender.send(work(&is_stopped));
     })?;
     tokio::select! {
         done = receiver => done.map_err(|_| Problem::internal("heavy work panicked")),
         () = tokio::time::sleep(limit) => {
-            let detail = format!("the work took more than {} s: send less at once", limit.as_secs());
+            let detail = format!("the request took more than {} s: send less in one request", limit.as_secs());
             Err(Problem::new(Code::WorkTimeout, detail))
         }
         () = state.stopping.cancelled() => Err(stopping()),
     }
 }
 
-/// Runs a future on a thread of its own, to its end or until the client leaves or the server stops: one that waits for a service,
-/// but may render templates for long in between.
+/// Runs a future on its own thread until it ends, the client leaves or the server stops. For requests that wait for a service, but
+/// may spend a long time rendering templates in between.
 ///
 /// # Errors
 /// When the server stops.
@@ -304,7 +306,7 @@ pub(super) async fn drive<T: Send + 'static>(
                 () = left.cancelled() => None,
             }
         });
-        // Without a receiver nobody waits for the result.
+        // Without a receiver the result is not needed.
         let _ = done.map(|done| sender.send(done));
     };
     spawn(drive)?;
@@ -314,7 +316,7 @@ pub(super) async fn drive<T: Send + 'static>(
     }
 }
 
-/// The answer, or 503 as soon as the server stops.
+/// Returns the result, or 503 as soon as the server stops.
 pub(super) async fn unless_stopping<T>(
     state: &AppState,
     answer: impl Future<Output = Result<T, Problem>>,
@@ -335,7 +337,7 @@ fn spawn(work: impl FnOnce() + Send + 'static) -> Result<(), Problem> {
 }
 
 fn stopping() -> Problem {
-    Problem::new(Code::NotReady, "the server is stopping; try again when it is back").retry_after(RETRY_AFTER_S)
+    Problem::new(Code::NotReady, "the server is shutting down; try again after the restart").retry_after(RETRY_AFTER_S)
 }
 
 struct StopOnDrop(Arc<AtomicBool>);
@@ -358,21 +360,21 @@ mod tests {
     async fn one_key_never_holds_more_than_half_of_the_slots() {
         for (total, share) in [(1, 1), (2, 1), (3, 1), (4, 2), (9, 4)] {
             let slots = Slots::new(total);
-            let held: Vec<Slot> = (0..share).map(|_| slots.try_take("a").unwrap()).collect();
-            assert!(slots.try_take("a").is_none() && slots.take("a", LONG).now_or_never().is_none(), "{total}");
-            assert_eq!(slots.try_take("b").is_some(), total > 1, "{total}");
+            let held: Vec<Slot> = (0..share).map(|_| slots.try_acquire("a").unwrap()).collect();
+            assert!(slots.try_acquire("a").is_none() && slots.acquire("a", LONG).now_or_never().is_none(), "{total}");
+            assert_eq!(slots.try_acquire("b").is_some(), total > 1, "{total}");
             drop(held);
-            assert!(slots.try_take("a").is_some(), "{total}");
+            assert!(slots.try_acquire("a").is_some(), "{total}");
         }
     }
 
     #[tokio::test]
     async fn a_key_with_a_long_queue_does_not_keep_others_waiting() {
         let slots = Slots::new(2);
-        let (first, second) = (slots.try_take("a").unwrap(), slots.try_take("b").unwrap());
-        let mut greedy: Vec<_> = (0..10).map(|_| Box::pin(slots.take("a", LONG))).collect();
+        let (first, second) = (slots.try_acquire("a").unwrap(), slots.try_acquire("b").unwrap());
+        let mut greedy: Vec<_> = (0..10).map(|_| Box::pin(slots.acquire("a", LONG))).collect();
         assert!(greedy.iter_mut().all(|next| next.now_or_never().is_none()));
-        let mut modest = Box::pin(slots.take("c", LONG));
+        let mut modest = Box::pin(slots.acquire("c", LONG));
         assert!((&mut modest).now_or_never().is_none());
         drop(first);
         let modest = modest.now_or_never().unwrap().unwrap();
@@ -385,17 +387,17 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn who_leaves_the_queue_leaves_no_trace_and_who_waits_too_long_is_told() {
         let slots = Slots::new(1);
-        let held = slots.try_take("a").unwrap();
-        let mut gone = Box::pin(slots.take("b", LONG));
+        let held = slots.try_acquire("a").unwrap();
+        let mut gone = Box::pin(slots.acquire("b", LONG));
         assert!((&mut gone).now_or_never().is_none());
         drop(gone);
-        let mut granted = Box::pin(slots.take("b", LONG));
+        let mut granted = Box::pin(slots.acquire("b", LONG));
         assert!((&mut granted).now_or_never().is_none());
-        assert_eq!(slots.take("c", Duration::from_secs(1)).await.unwrap_err(), NoSlot::TimedOut);
+        assert_eq!(slots.acquire("c", Duration::from_secs(1)).await.unwrap_err(), NoSlot::TimedOut);
         drop(held);
-        // It got the slot and never looked.
+        // The request got the slot but was dropped before it noticed.
         drop(granted);
-        assert!(slots.try_take("d").is_some());
+        assert!(slots.try_acquire("d").is_some());
         let state = slots.state();
         assert!(state.taken == 0 && state.keys.is_empty() && state.waiting.is_empty(), "{state:?}");
     }
@@ -403,10 +405,10 @@ mod tests {
     #[tokio::test]
     async fn the_queue_of_a_key_has_an_end() {
         let slots = Slots::new(1);
-        let _held = slots.try_take("a").unwrap();
-        let mut queue: Vec<_> = (0..MAX_WAITING_OF_KEY).map(|_| Box::pin(slots.take("b", LONG))).collect();
+        let _held = slots.try_acquire("a").unwrap();
+        let mut queue: Vec<_> = (0..MAX_WAITING_OF_KEY).map(|_| Box::pin(slots.acquire("b", LONG))).collect();
         assert!(queue.iter_mut().all(|next| next.now_or_never().is_none()));
-        assert_eq!(slots.take("b", LONG).now_or_never().unwrap().unwrap_err(), NoSlot::Full);
-        assert!(slots.take("c", LONG).now_or_never().is_none());
+        assert_eq!(slots.acquire("b", LONG).now_or_never().unwrap().unwrap_err(), NoSlot::Full);
+        assert!(slots.acquire("c", LONG).now_or_never().is_none());
     }
 }

@@ -1,5 +1,5 @@
-//! `Idempotency-Key`: a repeated POST gets the first answer, byte for byte, for 24 hours; only a secret that the server made is
-//! not in it any more, because the database must not hold it.
+//! `Idempotency-Key`: a repeated POST gets the first response, byte for byte, for 24 hours. Only a secret that the server created
+//! is missing from it, because the database must not contain it.
 
 use std::fmt::Display;
 use std::future::Future;
@@ -16,9 +16,9 @@ use crate::digest::Sha256Digest;
 use crate::store::{KeyBegin, clock_ms};
 
 const IDEMPOTENCY_KEY: HeaderName = HeaderName::from_static("idempotency-key");
-const LONGEST_KEY: usize = 255;
+const MAX_KEY_CHARS: usize = 255;
 
-/// What a creating request answers, in the form that can be stored and sent again.
+/// The response to a request that creates something, in a form that can be stored and sent again.
 #[derive(Debug, Clone)]
 pub struct Answer {
     status: StatusCode,
@@ -28,13 +28,13 @@ pub struct Answer {
 }
 
 impl Answer {
-    /// An answer of a JSON body; `location` is the new resource's path.
+    /// Creates a response with a JSON body; `location` is the new resource's path.
     pub fn new(status: StatusCode, location: Option<String>, body: &impl Serialize) -> Result<Self, Problem> {
         let body = serde_json::to_string(body).map_err(Problem::internal)?;
         Ok(Self { status, location, body, kept: None })
     }
 
-    /// What repetitions are answered instead: the body without the secret that only the first answer shows.
+    /// Sets the body for repetitions: without the secret that only the first response shows.
     pub fn repeated_as(mut self, body: &impl Serialize) -> Result<Self, Problem> {
         self.kept = Some(serde_json::to_string(body).map_err(Problem::internal)?);
         Ok(self)
@@ -52,12 +52,12 @@ impl IntoResponse for Answer {
     }
 }
 
-/// Does `work` at most once for an `Idempotency-Key`. Without the header it just does it. `route` is method and path
-/// (`POST /jobs`); keys of two owners are never the same one; `body_sha256` covers everything that makes the request what it is. Once begun, the work goes on even when the
-/// client leaves, so that a repetition finds its end. A failed request frees the key.
+/// Runs `work` at most once per `Idempotency-Key`. Without the header it runs every time. `route` is method and path (`POST
+/// /jobs`). Each owner has its own keys. `body_sha256` covers everything that identifies the request. Once started, the work
+/// continues even when the client leaves, so that a repetition gets its result. A failed request frees the key.
 ///
 /// # Errors
-/// 409 while the first request is at work, 422 when the key came with another body, and whatever `work` fails with.
+/// 409 while the first request is running, 422 when the key came with another body, and the errors of `work`.
 pub async fn once<F>(
     state: &AppState,
     caller: &Caller,
@@ -70,7 +70,7 @@ where
     F: Future<Output = Result<Answer, Problem>> + Send + 'static,
 {
     let Some(key) = key_of(headers)? else { return work.await.map(IntoResponse::into_response) };
-    // The operator's are as they were before there were owners.
+    // The operator's keys have the form from before owners existed.
     let route = match caller.owner() {
         "" => route.to_owned(),
         owner => format!("{route} {owner}"),
@@ -84,11 +84,11 @@ where
             return Ok(response);
         }
         KeyBegin::OtherBody => {
-            let detail = "this Idempotency-Key came with another body before; use a new key for a new request";
+            let detail = "this Idempotency-Key was already used with another body; use a new key for a new request";
             return Err(Problem::new(Code::IdempotencyMismatch, detail));
         }
         KeyBegin::InFlight => {
-            let detail = "the first request with this Idempotency-Key is still being answered; ask again";
+            let detail = "the first request with this Idempotency-Key is still running; try again";
             return Err(Problem::new(Code::IdempotencyInFlight, detail).retry_after(1));
         }
     }
@@ -96,7 +96,7 @@ where
     let store = state.store.clone();
     let id = REQUEST_ID.try_with(String::clone).unwrap_or_default();
     let done = tokio::spawn(REQUEST_ID.scope(id, async move {
-        // On its own task as well: a panic in the work must not leave the key in flight.
+        // A separate task too: a panic in the work must not leave the key in flight.
         let id = REQUEST_ID.try_with(String::clone).unwrap_or_default();
         let result = match tokio::spawn(REQUEST_ID.scope(id, work)).await {
             Ok(result) => result,
@@ -114,7 +114,7 @@ where
     done.await.map_err(Problem::internal)?.map(IntoResponse::into_response)
 }
 
-/// What makes a request the same one, for [`once`]: the ids of its path, and the hash of its body where it has one.
+/// The identity of a request, for [`once`]: the ids of its path, and the hash of its body if it has one.
 pub fn identity(of: impl Display) -> String {
     Sha256Digest::of(of.to_string()).to_string()
 }
@@ -122,12 +122,12 @@ pub fn identity(of: impl Display) -> String {
 fn key_of(headers: &HeaderMap) -> Result<Option<String>, Problem> {
     let Some(value) = headers.get(IDEMPOTENCY_KEY) else { return Ok(None) };
     match value.to_str() {
-        Ok(key) if (1..=LONGEST_KEY).contains(&key.len()) && key.bytes().all(|byte| byte.is_ascii_graphic()) => {
+        Ok(key) if (1..=MAX_KEY_CHARS).contains(&key.len()) && key.bytes().all(|byte| byte.is_ascii_graphic()) => {
             Ok(Some(key.to_owned()))
         }
         Ok(_) | Err(_) => {
             let detail =
-                format!("Idempotency-Key must have 1 to {LONGEST_KEY} visible ASCII characters without spaces");
+                format!("Idempotency-Key must consist of 1 to {MAX_KEY_CHARS} visible ASCII characters without spaces");
             Err(Problem::new(Code::InvalidRequest, detail))
         }
     }

@@ -1,4 +1,4 @@
-//! Jobs: list, read, patch, delete, and the moves a user may ask for. Submission lies in `submit`.
+//! Jobs: list, read, patch, delete, and change state. Submission is in `submit`.
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
@@ -30,7 +30,6 @@ use crate::spec::format::{Format, write_job};
 use crate::spec::{FieldError, Labels, Plan, RewardKind, RewardSecrets, read_labels, submittable};
 use crate::store::{JobBeside, JobFilter, JobPatch, JobRow, clock_ms};
 
-/// The routes of this module.
 pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new()
         .routes(routes!(list_jobs))
@@ -41,72 +40,72 @@ pub fn routes() -> OpenApiRouter<AppState> {
         .routes(routes!(get_config))
 }
 
-/// A job.
+/// A training job and its progress.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = Job)]
 pub struct JobView {
-    /// Its id.
+    /// The job's id, `job_…`.
     id: JobId,
-    /// For people.
+    /// The job's display name; null if none.
     name: Option<String>,
-    /// Where it stands.
+    /// Current state of the job.
     state: JobState,
-    /// A mark its worker has still to honour; only while running.
+    /// A state change that the worker has not carried out yet; set only while the job is running.
     requested: Option<Requested>,
-    /// Where the loop is, or was when it stopped.
+    /// Phase of the training loop, now or when the job stopped.
     phase: Option<Phase>,
-    /// Why it waits or paused: `waiting_for_reward`, `reward_outage`, `server_error`, ….
+    /// Why the job waits or was paused: `waiting_for_reward`, `reward_outage`, `server_error`, ….
     status_reason: Option<String>,
-    /// Claims so far.
+    /// Number of times that a worker has claimed the job.
     attempt: u64,
-    /// Times in a row that the server could not hand the job to a worker because of an error of its own. They cost the job
-    /// nothing; meanwhile it is queued with the `status_reason` `server_error`.
+    /// Number of consecutive times that the server failed to hand the job to a worker because of its own error. They do not count
+    /// as attempts; meanwhile the job is queued with the `status_reason` `server_error`.
     server_errors: u32,
-    /// Where it runs: `cpu`, `cuda:0`; null unless it does.
+    /// Device that the job runs on: `cpu`, `cuda:0`; null while it is not running.
     device: Option<String>,
-    /// The `seq` of its latest event: `/jobs/{id}/events` after it tells what this does not say yet.
+    /// The `seq` of the latest event. `/jobs/{id}/events` after this number returns events newer than this response.
     last_seq: i64,
-    /// Optimizer steps done.
+    /// Number of optimizer steps completed.
     step: u64,
-    /// Optimizer steps in all.
+    /// Total number of optimizer steps.
     total_steps: u64,
-    /// Seconds to go, if known.
+    /// Estimated seconds remaining; null if unknown.
     eta_s: Option<f64>,
-    /// 1 = next; null when not queued.
+    /// Position in the queue, 1 = next; null when the job is not queued.
     queue_position: Option<u64>,
-    /// Why it failed.
+    /// Why the job failed; null otherwise.
     failure: Option<Failure>,
-    /// Why it ended before its last step, and which checkpoint is then its result; null otherwise.
+    /// Why the job ended before its last step, and which checkpoint is its result; null otherwise.
     ending: Option<EndingView>,
-    /// The doctor's alerts that are on, latest first; `/jobs/{id}/alerts` lists all.
+    /// Active alerts, latest first; `/jobs/{id}/alerts` lists all.
     alerts: Vec<AlertView>,
-    /// Exploration, exploitation or convergence, and by which numbers; null before the first rollouts.
+    /// Exploration, exploitation or convergence, with the metrics that determine it; null before the first rollouts.
     training_phase: Option<PhaseChange>,
-    /// What it does, with every default applied.
+    /// The settings of the job, with every default applied.
     #[schema(value_type = Plan)]
     plan: Box<RawValue>,
-    /// The job it was made from.
+    /// The job that this one was created from; null if none.
     parent: Option<JobId>,
-    /// When it was submitted.
+    /// When the job was submitted.
     created_at: Time,
-    /// First claim.
+    /// When a worker first claimed the job; null before that.
     started_at: Option<Time>,
-    /// Terminal state reached.
+    /// When the job reached a final state; null before that.
     finished_at: Option<Time>,
-    /// The client's own labels.
+    /// Labels set by the client.
     metadata: BTreeMap<String, String>,
-    /// The owner of the key that made it; empty = the operator.
+    /// Owner of the key that created the job; empty = the operator.
     owner: String,
 }
 
 impl JobView {
-    /// A row as clients see it.
+    /// Converts a row to the form that clients see.
     pub(super) async fn of(state: &AppState, row: JobRow) -> Result<Self, Problem> {
         let beside = state.store.jobs_beside(&[row.id]).await?.remove(&row.id);
         Ok(Self::with(row, beside.unwrap_or_default()))
     }
 
-    /// A page of rows as clients see them.
+    /// Converts a page of rows to the form that clients see.
     async fn all(state: &AppState, rows: Vec<JobRow>) -> Result<Vec<Self>, Problem> {
         let ids: Vec<JobId> = rows.iter().map(|row| row.id).collect();
         let mut beside = state.store.jobs_beside(&ids).await?;
@@ -151,13 +150,13 @@ impl JobView {
     }
 }
 
-/// 400 for one query parameter.
+/// A 400 response for one query parameter.
 pub(super) fn bad_query(name: &str, code: &str, detail: impl Into<String>) -> Problem {
     let detail = detail.into();
     Problem::new(Code::InvalidQuery, format!("{name}: {detail}")).item(format!("?{name}"), code, detail)
 }
 
-/// What is wrong with a document, as a problem.
+/// A problem for the errors in a document.
 pub(super) fn invalid(code: Code, errors: Vec<FieldError>) -> Problem {
     let detail = match errors.as_slice() {
         [] => "the document is not valid".to_owned(),
@@ -168,7 +167,7 @@ pub(super) fn invalid(code: Code, errors: Vec<FieldError>) -> Problem {
     Problem::new(code, detail).items(errors)
 }
 
-/// Jobs, newest first. Labels filter as `metadata.KEY=VALUE`.
+/// List jobs, newest first. Filter by label with `metadata.KEY=VALUE`.
 #[utoipa::path(get, path = "/jobs", tag = "Jobs", params(
     ("state" = Option<JobState>, Query, description = "In this state"),
     ("model" = Option<String>, Query, description = "Of this model"),
@@ -216,7 +215,7 @@ async fn list_jobs(
     page_of_jobs(&state, &filter, after.as_deref(), list::limit(limit)?).await.map(Json)
 }
 
-/// The first page of what a caller sees.
+/// Returns the first page of the caller's jobs.
 pub(super) async fn newest_jobs(state: &AppState, caller: &Caller) -> Result<List<JobView>, Problem> {
     let filter = JobFilter { owner: caller.sees().map(str::to_owned), ..JobFilter::default() };
     page_of_jobs(state, &filter, None, list::limit(None)?).await
@@ -237,12 +236,13 @@ async fn page_of_jobs(
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 struct Wait {
-    /// Answer when the job is over or paused, when the server stops, or after this many seconds (at most 3600). Default: at once.
+    /// Wait for up to this many seconds (at most 3600). The response comes when the job has ended or is paused, the server stops,
+    /// or the time is up. Default: no waiting.
     #[param(maximum = 3600)]
     wait: Option<u64>,
 }
 
-/// One job, perhaps after a wait.
+/// Get a job, optionally after waiting for its end.
 #[utoipa::path(get, path = "/jobs/{id}", tag = "Jobs", params(("id" = JobId, Path), Wait), responses(
     (status = 200, description = "The job", body = JobView), (status = 404, description = "No such job", body = ProblemBody)))]
 async fn get_job(
@@ -276,34 +276,34 @@ async fn get_job(
     }
 }
 
-/// What of a job may be changed; everything is optional.
+/// The fields of a job that can be changed; all are optional.
 #[derive(Debug, ToSchema)]
 #[schema(as = JobPatch)]
 #[expect(dead_code, reason = "the document's schema; the body is read field by field")]
 struct PatchBody {
-    /// 1 to 200 characters, none of them a control character; null takes the name away.
+    /// 1 to 200 characters, none of them a control character; null removes the name.
     name: Option<String>,
-    /// Replaces all labels; {} takes them away.
+    /// Replaces all labels; {} removes them.
     #[schema(value_type = BTreeMap<String, String>, required = false)]
     metadata: Option<BTreeMap<String, String>>,
-    /// Higher runs first; matters while the job is queued.
+    /// Jobs with a higher priority run first. Matters only while the job is queued.
     #[schema(value_type = i64, required = false)]
     priority: Option<i64>,
-    /// New secrets of rewards over HTTP, by name; used from the next claim on: pause and resume a job that runs. A reward of
-    /// the evaluation alone is `eval:NAME`, or `NAME` where the job has no reward of that name.
+    /// New secrets of HTTP rewards, by reward name. They take effect at the next claim: pause and resume a running job. A reward of
+    /// the evaluation alone is `eval:NAME`, or `NAME` if the job has no reward of that name.
     #[schema(value_type = BTreeMap<String, SecretsBody>, required = false)]
     reward_secrets: Option<BTreeMap<String, SecretsBody>>,
 }
 
-/// What is renewed; never shown again.
+/// The secrets to replace. They are never shown again.
 #[derive(Debug, ToSchema)]
 #[schema(as = RewardSecretsPatch)]
 #[expect(dead_code, reason = "the document's schema; the body is read field by field")]
 struct SecretsBody {
-    /// `whsec_…`: from now on.
+    /// New signing secret, `whsec_…`.
     #[schema(write_only)]
     secret: Option<String>,
-    /// The one before, while the service still checks with it; left out, requests are signed with `secret` alone.
+    /// The previous secret, while the service still verifies with it. If absent, requests are signed with `secret` alone.
     #[schema(write_only)]
     previous_secret: Option<String>,
     /// Replaces all headers of the reward.
@@ -311,7 +311,7 @@ struct SecretsBody {
     headers: Option<BTreeMap<String, String>>,
 }
 
-/// Changes a job's name, labels, priority, or secrets of its rewards.
+/// Change a job's name, labels, priority, or the secrets of its rewards.
 #[utoipa::path(patch, path = "/jobs/{id}", tag = "Jobs", params(("id" = JobId, Path)), request_body = PatchBody, responses(
     (status = 200, description = "The job", body = JobView), (status = 404, description = "No such job", body = ProblemBody),
     (status = 422, description = "A field is not valid", body = ProblemBody)))]
@@ -328,7 +328,7 @@ async fn patch_job(
     Ok(Json(JobView::of(&state, row).await?))
 }
 
-/// New secrets by the names they are kept under. Only rewards over HTTP have headers, and only webhooks sign.
+/// Reads new secrets by the names under which they are stored. Only HTTP rewards have headers, and only webhooks sign.
 async fn read_renewed(
     state: &AppState,
     id: JobId,
@@ -365,7 +365,7 @@ async fn read_renewed(
     if errors.is_empty() { Ok(secrets) } else { Err(invalid(Code::InvalidBody, errors)) }
 }
 
-/// Removes a job that is over, with its events, metrics, samples and checkpoints.
+/// Delete a finished job, with its events, metrics, samples and checkpoints.
 #[utoipa::path(delete, path = "/jobs/{id}", tag = "Jobs", params(("id" = JobId, Path)), responses(
     (status = 204, description = "It is gone"), (status = 404, description = "No such job", body = ProblemBody),
     (status = 409, description = "It is not over", body = ProblemBody)))]
@@ -379,7 +379,7 @@ async fn delete_job(State(state): State<AppState>, Path(id): Path<JobId>) -> Res
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// Ends a job: at once while it waits, within seconds while it runs. Checkpoints stay. Repeating it is harmless.
+/// Cancel a job: immediately while it waits, within seconds while it runs. Checkpoints are kept. Idempotent.
 #[utoipa::path(post, path = "/jobs/{id}/cancel", tag = "Jobs", params(("id" = JobId, Path), ("idempotency-key" = Option<String>, Header)), responses(
     (status = 200, description = "The job", body = JobView), (status = 404, description = "No such job", body = ProblemBody),
     (status = 409, description = "Its state does not allow it", body = ProblemBody)))]
@@ -392,7 +392,7 @@ async fn cancel_job(
     move_job(state, caller, headers, id, Action::Cancel, "POST /jobs/{id}/cancel").await
 }
 
-/// Stops a job at a checkpoint; `resume` goes on from there.
+/// Pause a job at a checkpoint; `resume` continues from there.
 #[utoipa::path(post, path = "/jobs/{id}/pause", tag = "Jobs", params(("id" = JobId, Path), ("idempotency-key" = Option<String>, Header)), responses(
     (status = 200, description = "The job; while it runs `requested` is `pause` until its worker has stopped", body = JobView),
     (status = 404, description = "No such job", body = ProblemBody), (status = 409, description = "Its state does not allow it", body = ProblemBody)))]
@@ -405,7 +405,7 @@ async fn pause_job(
     move_job(state, caller, headers, id, Action::Pause, "POST /jobs/{id}/pause").await
 }
 
-/// Queues a paused job again.
+/// Resume a paused job: it is queued again.
 #[utoipa::path(post, path = "/jobs/{id}/resume", tag = "Jobs", params(("id" = JobId, Path), ("idempotency-key" = Option<String>, Header)), responses(
     (status = 200, description = "The job", body = JobView), (status = 404, description = "No such job", body = ProblemBody),
     (status = 409, description = "Its state does not allow it", body = ProblemBody)))]
@@ -440,18 +440,18 @@ async fn move_job(
     once(&of, &caller, &headers, route, &identity(id), work).await
 }
 
-/// The form of a job's configuration.
+/// The format of a job's configuration.
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 struct ConfigQuery {
-    /// `json` (default), `yaml` or `toml`.
+    /// Format of the response: `json` (default), `yaml` or `toml`.
     #[param(pattern = "^(json|yaml|toml)$")]
     format: Option<String>,
 }
 
-/// The resolved configuration, in the form in which it can be submitted again. Secrets and header values are left out;
-/// `retry` copies them inside the server.
+/// Get a job's resolved configuration, in a form that can be submitted again. Secrets and header values are left out; `retry`
+/// copies them inside the server.
 #[utoipa::path(get, path = "/jobs/{id}/config", tag = "Jobs", params(("id" = JobId, Path), ConfigQuery), responses(
     (status = 200, description = "A body for POST /jobs",
         content((crate::spec::JobDocument = "application/json"), (crate::spec::JobDocument = "application/yaml"), (String = "application/toml"))),
@@ -475,7 +475,7 @@ async fn get_config(
     Ok(([(header::CONTENT_TYPE, format.media_type())], text).into_response())
 }
 
-/// A job's configuration as it is now, ready to be submitted again.
+/// Returns a job's current configuration, ready to be submitted again.
 pub(super) fn resolved_config(row: &JobRow) -> Result<Value, Problem> {
     let mut plan = row.plan()?;
     plan.name = row.name.clone();

@@ -19,12 +19,11 @@ use crate::id::{KeyId, WebhookId};
 use crate::store::webhooks::WebhookRow;
 use crate::store::{KeyRow, NewKey, clock_ms};
 
-/// The longest name of a key or an owner.
-const LONGEST_NAME: usize = 100;
-/// The longest life of a key that has an end: ten years, s.
-const LONGEST_LIFE_S: i64 = 10 * 366 * 24 * 60 * 60;
+/// Maximum length of the name of a key or an owner, in characters.
+const MAX_NAME_CHARS: usize = 100;
+/// Maximum lifetime of a key that expires: ten years, in seconds.
+const MAX_LIFETIME_S: i64 = 10 * 366 * 24 * 60 * 60;
 
-/// The routes of this module.
 pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new().routes(routes!(create_key, list_keys)).routes(routes!(get_key, revoke_key))
 }
@@ -33,39 +32,39 @@ pub fn routes() -> OpenApiRouter<AppState> {
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = ApiKey)]
 struct KeyView {
-    /// Its id.
+    /// The key's id, `key_…`.
     id: KeyId,
-    /// For people.
+    /// Display name of the key.
     name: String,
-    /// Whose jobs, datasets and models it sees (all with the scope admin). Keys may share an owner.
+    /// Owner whose jobs, datasets and models the key sees (all owners with the scope admin). Keys may share an owner.
     owner: String,
-    /// What it permits: each scope with those it holds.
+    /// Permitted scopes, including implied ones.
     #[schema(value_type = Vec<Scope>)]
     scopes: Scopes,
-    /// What its text begins with.
+    /// The first characters of the key.
     #[schema(example = "rld_0a1b2c3d")]
     prefix: String,
-    /// `active`, `expired` or `revoked`.
+    /// Current state: `active`, `expired` or `revoked`.
     state: KeyState,
-    /// When it was made.
+    /// When the key was created.
     created_at: Time,
-    /// When it ends by itself.
+    /// When the key expires; null = never.
     expires_at: Option<Time>,
-    /// When it was revoked.
+    /// When the key was revoked; null if it was not.
     revoked_at: Option<Time>,
-    /// When it was used last, to the minute.
+    /// When the key was last used, to the minute; null = never.
     used_at: Option<Time>,
 }
 
-/// Whether a key is good.
+/// Whether a key is valid.
 #[derive(Debug, Clone, Copy, Serialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 enum KeyState {
-    /// It is.
+    /// The key is valid.
     Active,
-    /// Its time is over.
+    /// The key has expired.
     Expired,
-    /// It was revoked.
+    /// The key was revoked.
     Revoked,
 }
 
@@ -92,15 +91,15 @@ impl From<KeyRow> for KeyView {
     }
 }
 
-/// A key that was just made.
+/// A newly created key.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = NewApiKey)]
 struct Made {
-    /// The key's text: shown now and never again. Null in the answer to a repetition with the same `Idempotency-Key`: if the
-    /// first answer was lost, revoke the key and make another.
+    /// The key itself, shown only in this response. Null if the request is repeated with the same `Idempotency-Key`: if the first
+    /// response was lost, revoke the key and create another.
     #[schema(example = "rld_…")]
     key: Option<String>,
-    /// The rest.
+    /// The properties of the key.
     #[serde(flatten)]
     view: KeyView,
 }
@@ -109,11 +108,10 @@ struct Made {
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = RevokedApiKey)]
 struct Revoked {
-    /// The key.
     #[serde(flatten)]
     view: KeyView,
-    /// The webhooks of the key's owner. They outlive the key and go on sending: where the key was stolen, remove those that
-    /// nobody knows (`DELETE /webhooks/{id}`).
+    /// Webhooks of the key's owner. They outlive the key and keep sending: if the key was stolen, delete webhooks that you do
+    /// not recognize (`DELETE /webhooks/{id}`).
     webhooks: Vec<OwnersWebhook>,
 }
 
@@ -121,15 +119,15 @@ struct Revoked {
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = RevokedKeyWebhook)]
 struct OwnersWebhook {
-    /// Its id.
+    /// The webhook's id, `whk_…`.
     id: WebhookId,
-    /// Where messages go.
+    /// Address that messages are sent to.
     url: String,
-    /// For people.
+    /// Description of the webhook; null if none.
     description: Option<String>,
-    /// Whether anything is sent.
+    /// Whether messages are sent.
     enabled: bool,
-    /// When it was made.
+    /// When the webhook was created.
     created_at: Time,
 }
 
@@ -140,39 +138,40 @@ impl From<WebhookRow> for OwnersWebhook {
     }
 }
 
-/// A key to make.
+/// A key to create.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 struct CreateKey {
-    /// For people; 1 to 100 characters.
+    /// Display name of the key, 1 to 100 characters.
     #[schema(example = "ci", min_length = 1, max_length = 100)]
     name: String,
-    /// What it permits.
+    /// Scopes that the key permits.
     #[schema(min_items = 1)]
     scopes: Vec<Scope>,
-    /// Whose jobs, datasets and models it sees; keys with one owner share them. Default: the key's own.
+    /// Owner whose jobs, datasets and models the key sees. Keys with one owner share them. Default: an owner of its own.
     #[serde(default)]
     #[schema(min_length = 1, max_length = 100)]
     owner: Option<String>,
-    /// Seconds until it ends by itself; null = never.
+    /// Lifetime in seconds; null = does not expire.
     #[serde(default)]
     #[schema(minimum = 1, maximum = 316224000)]
     expires_in_s: Option<i64>,
 }
 
-/// What is wrong with a name; `what` is its field.
+/// Checks a name; `what` is its field.
 pub(super) fn check_name(what: &str, name: &str) -> Option<FieldError> {
-    let good = !name.trim().is_empty() && name.chars().count() <= LONGEST_NAME && !name.chars().any(char::is_control);
-    let detail = format!("must have 1 to {LONGEST_NAME} characters, none of them a control character");
+    let good = !name.trim().is_empty() && name.chars().count() <= MAX_NAME_CHARS && !name.chars().any(char::is_control);
+    let detail = format!("must have 1 to {MAX_NAME_CHARS} characters, none of them a control character");
     (!good).then(|| FieldError { pointer: format!("/{what}"), code: "invalid".to_owned(), detail })
 }
 
-/// Make an API key. The answer shows its text, once.
+/// Create an API key. The response shows the key once.
 ///
-/// From the first key on every request needs one; so the first must have the scope `admin`, where RLOOD_API_KEY is not set.
+/// From the first key on, every request needs a key. The first key must therefore have the scope `admin`,
+/// unless RLOOD_API_KEY is set.
 #[utoipa::path(post, path = "/keys", tag = "Keys", request_body = CreateKey,
-    params(("Idempotency-Key" = Option<String>, Header, description = "The same key and body give the same answer for 24 hours, but for the text: only the first answer shows it")), responses(
-    (status = 201, description = "Made", body = Made, headers(("Location" = String, description = "Its path"))),
+    params(("Idempotency-Key" = Option<String>, Header, description = "The same key and body give the same answer for 24 hours, except for the key itself: only the first answer shows it")), responses(
+    (status = 201, description = "Created", body = Made, headers(("Location" = String, description = "Its path"))),
     (status = 422, description = "A field is not valid", body = ProblemBody)))]
 async fn create_key(
     State(state): State<AppState>,
@@ -194,14 +193,14 @@ async fn make(state: AppState, body: CreateKey) -> Result<Answer, Problem> {
     if scopes.is_empty() {
         wrong("/scopes", "required", "name at least one of read, submit, admin, worker");
     } else if !scopes.contains(&Scope::Admin) && !auth::keys_are_on(&state).await? {
-        let detail = "the first key of a server needs the scope admin: from now on nobody could make another one";
+        let detail = "the first key of a server must have the scope admin: otherwise no further key could be created";
         wrong("/scopes", "first_key_not_admin", detail);
     }
-    if expires_in_s.is_some_and(|seconds| !(1..=LONGEST_LIFE_S).contains(&seconds)) {
+    if expires_in_s.is_some_and(|seconds| !(1..=MAX_LIFETIME_S).contains(&seconds)) {
         wrong("/expires_in_s", "out_of_range", "must be between 1 second and ten years (316224000)");
     }
     if !errors.is_empty() {
-        return Err(Problem::new(Code::InvalidBody, "the key cannot be made; see 'errors'").items(errors));
+        return Err(Problem::new(Code::InvalidBody, "the key cannot be created; see 'errors'").items(errors));
     }
     let now = clock_ms();
     let expires_at = expires_in_s.map(|seconds| now + seconds * 1000);
@@ -214,7 +213,7 @@ async fn make(state: AppState, body: CreateKey) -> Result<Answer, Problem> {
     answer.repeated_as(&made)
 }
 
-/// List all keys, newest first, revoked ones too.
+/// List all keys, newest first, including revoked ones.
 #[utoipa::path(get, path = "/keys", tag = "Keys", params(PageQuery),
     responses((status = 200, description = "A page", body = List<KeyView>)))]
 async fn list_keys(
@@ -225,16 +224,16 @@ async fn list_keys(
     Ok(Json(List::of(page, KeyView::from)))
 }
 
-/// One key.
+/// Get an API key by its id.
 #[utoipa::path(get, path = "/keys/{id}", tag = "Keys", params(("id" = KeyId, Path, description = "The key")),
     responses((status = 200, description = "The key", body = KeyView)))]
 async fn get_key(State(state): State<AppState>, Path(id): Path<KeyId>) -> Result<Json<KeyView>, Problem> {
     Ok(Json(state.store.api_key_get(id).await?.into()))
 }
 
-/// Revoke a key: it and every session opened with it are over at once. Its row stays. Idempotent.
+/// Revoke a key. The key and every session opened with it end immediately. Its row stays. Idempotent.
 ///
-/// Webhooks outlive the key that made them: the answer lists those of the key's owner.
+/// Webhooks outlive the key that created them: the response lists those of the key's owner.
 #[utoipa::path(delete, path = "/keys/{id}", tag = "Keys", params(("id" = KeyId, Path, description = "The key")),
     responses((status = 200, description = "The key, revoked, and its owner's webhooks", body = Revoked)))]
 async fn revoke_key(State(state): State<AppState>, Path(id): Path<KeyId>) -> Result<Json<Revoked>, Problem> {

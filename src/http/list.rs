@@ -1,4 +1,4 @@
-//! What every list and every resource share: pages and times.
+//! Pages and times, shared by all lists and resources.
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize, Serializer};
@@ -9,25 +9,24 @@ use utoipa::{IntoParams, PartialSchema, ToSchema};
 use super::error::{Code, Problem};
 use crate::store::Page;
 
-/// How many items a page has when the client does not say.
+/// Default number of items per page.
 const DEFAULT_LIMIT: u32 = 20;
-/// The largest page.
+/// Maximum number of items per page.
 pub const MAX_LIMIT: u32 = 100;
 
-/// `?after=&limit=`.
 #[derive(Debug, Clone, Default, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub struct PageQuery {
-    /// The cursor `next` of the page before.
+    /// The cursor `next` of the previous page.
     pub after: Option<String>,
-    /// Items on a page, 1 to 100.
+    /// Items per page, 1 to 100.
     #[param(minimum = 1, maximum = 100, default = 20)]
     pub limit: Option<u32>,
 }
 
 impl PageQuery {
-    /// The page's size, checked.
+    /// Returns the checked page size.
     ///
     /// # Errors
     /// 400 outside 1 to 100.
@@ -36,7 +35,7 @@ impl PageQuery {
     }
 }
 
-/// A page's size, checked; `None` = the default.
+/// Checks a page size; `None` = the default.
 ///
 /// # Errors
 /// 400 outside 1 to 100.
@@ -45,7 +44,7 @@ pub fn limit(given: Option<u32>) -> Result<u32, Problem> {
         None => Ok(DEFAULT_LIMIT),
         Some(limit) if (1..=MAX_LIMIT).contains(&limit) => Ok(limit),
         Some(limit) => {
-            let detail = format!("limit must be 1 to {MAX_LIMIT}, not {limit}");
+            let detail = format!("limit must be between 1 and {MAX_LIMIT}, not {limit}");
             Err(Problem::new(Code::InvalidQuery, detail.clone()).item("?limit", "out_of_range", detail))
         }
     }
@@ -54,20 +53,20 @@ pub fn limit(given: Option<u32>) -> Result<u32, Problem> {
 /// One page, newest first.
 #[derive(Debug, Clone, Serialize, ToSchema)]
 pub struct List<T> {
-    /// The items.
+    /// The items of this page.
     pub data: Vec<T>,
-    /// What to send as `after` for the next page; null on the last one.
+    /// The cursor to send as `after` for the next page; null on the last page.
     pub next: Option<String>,
 }
 
 impl<T> List<T> {
-    /// A page of the store in the API's words.
+    /// Converts a page of the store to the API's types.
     pub fn of<R>(page: Page<R>, word: impl FnMut(R) -> T) -> Self {
         Self { data: page.data.into_iter().map(word).collect(), next: page.next }
     }
 }
 
-/// Unix milliseconds inside, RFC 3339 in UTC outside.
+/// A time: Unix milliseconds inside, RFC 3339 in UTC in JSON.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Time(pub i64);
 

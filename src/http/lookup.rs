@@ -1,4 +1,4 @@
-//! What the server knows of the model and the data that a job names: looked up, read, counted.
+//! Loads the model and the datasets that a job refers to, and counts their tokens.
 
 mod answers;
 
@@ -12,7 +12,7 @@ use super::AppState;
 use super::auth::Caller;
 use super::error::{Code, Problem, chain, shortened};
 use super::heavy;
-use super::models::hub::{self, Looked};
+use super::models::hub::{self, Inspected};
 use super::models::is_as_registered;
 use super::prompts::{Place, Prompts};
 use super::python_rewards;
@@ -26,21 +26,21 @@ use crate::outgoing::OutgoingError;
 use crate::spec::{Context, FieldError, JobSpec, ModelFacts, PromptLengths, Warning, prompt_key};
 use crate::store::{ModelRow, StoreError};
 
-/// Above this many rows, or bytes of prompts, the worker counts the tokens of prompts, in its loading phase.
+/// Above this number of rows, or bytes of prompts, the worker counts the tokens of prompts in its loading phase.
 const MAX_COUNTED_ROWS: u64 = 10_000;
 const MAX_COUNTED_BYTES: usize = 16 << 20;
-/// For reading the model's card and tokenizer, and for counting.
+/// Time limit for reading the model's card and tokenizer, and for counting.
 const INSPECT_WITHIN: Duration = Duration::from_secs(60);
 
-/// What the server knows of a job's model and data.
+/// The model and data of a job, as far as the server knows them.
 pub(super) struct Prepared {
-    /// What a plan depends on.
+    /// The facts that a plan depends on.
     pub(super) context: Context,
-    /// What cannot be found or used.
+    /// References that cannot be found or used.
     pub(super) errors: Vec<FieldError>,
-    /// What was not looked at.
+    /// Checks that were skipped.
     pub(super) warnings: Vec<Warning>,
-    /// The training prompts.
+    /// The prompts to train on.
     pub(super) train: Option<Prompts>,
     /// The prompts of the evaluation and of the verdict.
     pub(super) eval: EvalPrompts,
@@ -48,14 +48,14 @@ pub(super) struct Prepared {
     pub(super) warm_up: Option<Prompts>,
 }
 
-/// The prompts that an evaluation names, beside the training dataset.
+/// The prompts that an evaluation names in addition to the training dataset.
 #[derive(Default)]
 pub(super) struct EvalPrompts {
-    /// Evaluated during training.
+    /// Prompts that are evaluated during training.
     pub(super) eval: Option<Prompts>,
-    /// Read by the verdict alone.
+    /// Prompts that only the verdict reads.
     pub(super) test: Option<Prompts>,
-    /// The guard's.
+    /// Prompts of the guard.
     pub(super) guard: Option<Prompts>,
 }
 
@@ -66,7 +66,7 @@ impl EvalPrompts {
     }
 }
 
-/// Looks up what a job names. Inline records are taken out of it.
+/// Loads everything that a job refers to. Inline records are taken out of the job.
 pub(super) async fn prepare(
     state: &AppState,
     caller: &Caller,
@@ -76,7 +76,7 @@ pub(super) async fn prepare(
 ) -> Result<Prepared, Problem> {
     let mut errors = unreachable_rewards(state, spec).await?;
     let model = find_model(state, caller, &spec.model, use_of_hub, &mut errors).await?;
-    // Where the model is not known, as for most.
+    // The default while the model is unknown: most models have a chat template.
     let chat_default = model.as_ref().is_none_or(|row| row.card["has_chat_template"] != Value::Bool(false));
     let train = match uploaded {
         Some(prompts) => Some(prompts),
@@ -136,20 +136,20 @@ pub(super) async fn prepare(
     heavy::run(state, caller, INSPECT_WITHIN, inspection).await?
 }
 
-/// What an inspection has to say.
+/// The errors and warnings of an inspection.
 struct Found<'f> {
     errors: &'f mut Vec<FieldError>,
     warnings: &'f mut Vec<Warning>,
 }
 
-/// Reward URLs whose address is refused, as far as that can be told without DNS; names are checked when they resolve.
+/// Finds reward URLs whose address is refused, as far as that is known without DNS. Names are checked when they are resolved.
 async fn unreachable_rewards(state: &AppState, spec: &JobSpec) -> Result<Vec<FieldError>, Problem> {
     let policy = reach::outgoing(state).await?;
     let refused = |at: &str, index: usize, reward: &Value| match policy.check_url(reward.get("url")?.as_str()?) {
         Err(error @ OutgoingError::Refused { .. }) => {
             Some(FieldError::new(format!("{at}/{index}/url"), "address_refused", error.to_string()))
         }
-        // Other faults of a URL are the reader's.
+        // Other errors in a URL are reported by the parser of the job.
         Ok(_) | Err(_) => None,
     };
     let lists = ["/rewards", "/eval/rewards", "/eval/guard/rewards"].into_iter().flat_map(|at| {
@@ -159,7 +159,7 @@ async fn unreachable_rewards(state: &AppState, spec: &JobSpec) -> Result<Vec<Fie
     Ok(lists.filter_map(|(at, index, reward)| refused(at, index, reward)).collect())
 }
 
-/// A registered model; or one of the hub, which is registered and begins to be downloaded, or only looked at.
+/// Finds a registered model, or one on the hub, which is either registered and downloaded, or only inspected.
 async fn find_model(
     state: &AppState,
     caller: &Caller,
@@ -168,12 +168,12 @@ async fn find_model(
     errors: &mut Vec<FieldError>,
 ) -> Result<Option<ModelRow>, Problem> {
     if id.is_empty() {
-        return Ok(None); // Reported by the reader.
+        return Ok(None); // The parser of the job reports it.
     }
     match state.store.model_get(id).await {
         Ok(row) if !caller.may_use_model(&row.owner) => {}
         Ok(row) if row.state == "failed" => {
-            let problem = row.problem.as_deref().unwrap_or("it is not known why");
+            let problem = row.problem.as_deref().unwrap_or("the reason is unknown");
             let detail = format!("the model '{id}' could not be downloaded: {problem}; then send POST /models again");
             errors.push(FieldError::new("/model", "model_download_failed", detail));
             return Ok(None);
@@ -186,12 +186,16 @@ async fn find_model(
     if let Some(repo) = repo.filter(|_| state.config.hub.may_be_asked()) {
         let found = match use_of_hub {
             UseOfHub::Register => hub::register(state, caller, None, &repo).await.map(|(row, _)| row),
-            UseOfHub::Look => hub::look(state, caller, id.to_owned(), &repo).await.map(Looked::into_row),
+            UseOfHub::Inspect => hub::inspect(state, caller, id.to_owned(), &repo).await.map(Inspected::into_row),
         };
         return match found {
             Ok(row) => Ok(Some(row)),
             Err(problem) if problem.code().status().is_client_error() || problem.code() == Code::HubUnreachable => {
-                let detail = format!("no model '{}' is registered, and the hub: {}", shortened(id), problem.detail());
+                let detail = format!(
+                    "the model '{}' is not registered, and the hub answers: {}",
+                    shortened(id),
+                    problem.detail()
+                );
                 errors.push(FieldError::new("/model", problem.code().as_str(), detail));
                 Ok(None)
             }
@@ -205,21 +209,25 @@ async fn find_model(
 async fn unknown_model(state: &AppState, caller: &Caller, id: &str) -> Result<FieldError, Problem> {
     let some = state.store.model_list(caller.sees(), None, 5).await?;
     let known: Vec<_> = some.data.iter().map(|row| row.id.as_str()).collect();
-    let known = if known.is_empty() { "none is".to_owned() } else { format!("registered are {}", known.join(", ")) };
+    let known = if known.is_empty() {
+        "no model is registered".to_owned()
+    } else {
+        format!("registered: {}", known.join(", "))
+    };
     let detail = format!(
-        "no model '{}' is registered ({known}): register it with POST /models {{\"id\": \"org/name\", \"source\": \"/path/to/directory\"}}",
+        "the model '{}' is not registered ({known}): register it with POST /models {{\"id\": \"org/name\", \"source\": \"/path/to/directory\"}}",
         shortened(id)
     );
     Ok(FieldError::new("/model", "unknown_model", detail))
 }
 
-/// What becomes of a model that only the hub knows.
+/// How to handle a model that exists only on the hub.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum UseOfHub {
-    /// It is registered and downloaded.
+    /// Register and download it.
     Register,
-    /// Nothing is stored.
-    Look,
+    /// Inspect it and store nothing.
+    Inspect,
 }
 
 /// Reads the model's card and counts the tokens of prompts, until `stop` is set. Blocking.
@@ -240,7 +248,7 @@ fn inspect<'p>(
             return Ok(None);
         }
     };
-    // What is on its way is compared when it is here.
+    // A model that is still downloading is compared once it is complete.
     let is_same = if model.state == "downloading" { Ok(true) } else { is_as_registered(model, &card.files) };
     match is_same {
         Ok(true) => {}
@@ -280,7 +288,7 @@ fn inspect<'p>(
     Ok(Some((facts, card.config)))
 }
 
-/// What prompts are counted with.
+/// The tokenizer and limits with which prompts are counted.
 struct Model<'m> {
     text: &'m Text,
     facts: &'m ModelFacts,
@@ -299,10 +307,10 @@ fn measure(prompts: &mut Prompts, model: &Model<'_>, stop: &AtomicBool, found: &
         seen_bytes += text_bytes(prompt);
         count &= seen_bytes <= MAX_COUNTED_BYTES;
         if !count || stop.load(Ordering::Relaxed) {
-            return false; // The first rows stand for all; the worker looks at every one.
+            return false; // Only the first rows are checked here; the worker checks every row.
         }
         keys.push(prompt_key(prompt));
-        // What is no prompt has been reported; what needs a template that is not there will be.
+        // Invalid prompts were already reported; a missing template is reported later.
         let usable = !prompt.is_array() || model.has_chat_template;
         let Some(prompt) = usable.then(|| Prompt::from_value(prompt).ok()).flatten() else { return true };
         match text.prompt_ids(&prompt, kwargs) {
@@ -322,7 +330,7 @@ fn measure(prompts: &mut Prompts, model: &Model<'_>, stop: &AtomicBool, found: &
     prompts.facts.prompt_keys = Some(keys).filter(|_| count && failures.is_empty());
     if !count {
         let detail = format!(
-            "only the first {seen_rows} of {} prompts were looked at, and their tokens are not counted (that ends at \
+            "only the first {seen_rows} of {} prompts were checked, and the tokens of the others are not counted (the limit is \
              {MAX_COUNTED_ROWS} rows or {} MiB of prompts): the worker counts all of them when the job starts, and the job \
              fails then if one is too long",
             prompts.facts.num_rows,
@@ -336,7 +344,7 @@ fn measure(prompts: &mut Prompts, model: &Model<'_>, stop: &AtomicBool, found: &
     Ok(())
 }
 
-/// The texts inside a prompt, bytes.
+/// Total size of the texts in a prompt, in bytes.
 fn text_bytes(prompt: &Value) -> usize {
     match prompt {
         Value::String(text) => text.len(),

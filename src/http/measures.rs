@@ -1,4 +1,4 @@
-//! Measurements beyond requests and states: the queue, connections, messages, the database's files, this process.
+//! Metrics beyond requests and states: the queue, connections, messages, the database's files, this process.
 
 use std::sync::atomic::Ordering;
 
@@ -7,7 +7,7 @@ use super::error::Problem;
 use super::prometheus::{family, line};
 use crate::store::clock_ms;
 
-/// Appends them in Prometheus's text format.
+/// Appends the metrics in Prometheus's text format.
 pub(super) async fn write(state: &AppState, text: &mut String) -> Result<(), Problem> {
     let store = state.store.measures().await?;
     let mut one = |name: &str, kind: &str, help: &str, value: f64| {
@@ -17,16 +17,16 @@ pub(super) async fn write(state: &AppState, text: &mut String) -> Result<(), Pro
     let waited = store.oldest_queued_at.map_or(0, |at| (clock_ms() - at).max(0));
     one("rlood_queue_oldest_seconds", "gauge", "How long the first job of the queue has waited.", waited as f64 / 1e3);
     one("rlood_jobs_waiting_for_reward", "gauge", "Running jobs whose reward does not answer.", store.waiting as f64);
-    one(
-        "rlood_alerts_active",
-        "gauge",
-        "Alerts of the doctor that are on, of jobs that are not over.",
-        store.alerts as f64,
-    );
+    one("rlood_alerts_active", "gauge", "Active alerts of unfinished jobs.", store.alerts as f64);
     one("rlood_checkpoints", "gauge", "Published checkpoints.", store.checkpoints as f64);
     one("rlood_datasets", "gauge", "Datasets.", store.datasets as f64);
-    one("rlood_sessions", "gauge", "Browsers that are signed in.", store.sessions as f64);
-    one("rlood_audit_entries_total", "counter", "Changes on record since the beginning.", store.changes as f64);
+    one("rlood_sessions", "gauge", "Open browser sessions.", store.sessions as f64);
+    one(
+        "rlood_audit_entries_total",
+        "counter",
+        "Entries of the audit log since the first start.",
+        store.changes as f64,
+    );
 
     let counts = &state.connections;
     for (name, kind, help, value) in [
@@ -41,7 +41,7 @@ pub(super) async fn write(state: &AppState, text: &mut String) -> Result<(), Pro
         (
             "rlood_connections_refused_total",
             "counter",
-            "Connections that were closed for want of room.",
+            "New connections that were refused because the limit was reached.",
             &counts.refused,
         ),
     ] {
@@ -50,7 +50,7 @@ pub(super) async fn write(state: &AppState, text: &mut String) -> Result<(), Pro
     one(
         "rlood_disk_reserve_bytes",
         "gauge",
-        "Free disk below which jobs pause.",
+        "Free disk space below which jobs pause.",
         state.config.edge.disk_reserve_bytes as f64,
     );
     let database = state.files.database();
@@ -62,7 +62,7 @@ pub(super) async fn write(state: &AppState, text: &mut String) -> Result<(), Pro
     }
     process(&mut one);
 
-    family(text, "rlood_jobs_paused", "gauge", "Paused jobs by reason; user = somebody asked for it.");
+    family(text, "rlood_jobs_paused", "gauge", "Paused jobs by reason; user = paused by request.");
     for (reason, number) in &store.paused {
         line(text, &format!("rlood_jobs_paused{{reason=\"{}\"}}", label(reason.as_deref().unwrap_or("user"))), number);
     }
@@ -73,15 +73,15 @@ pub(super) async fn write(state: &AppState, text: &mut String) -> Result<(), Pro
     Ok(())
 }
 
-/// A reason comes from a worker: nothing in it may end the label.
+/// Escapes a reason from a worker, so that it cannot end the label.
 fn label(text: &str) -> String {
     text.chars().filter(|c| c.is_ascii_alphanumeric() || *c == '_').take(60).collect()
 }
 
-/// As the Prometheus clients name them; what the system does not tell is left out.
+/// Names the metrics as the Prometheus clients do. Values that the system does not report are left out.
 fn process(one: &mut impl FnMut(&str, &str, &str, f64)) {
     let Ok(stat) = std::fs::read_to_string("/proc/self/stat") else { return };
-    // After the name, which may hold anything: state is field 3.
+    // The fields after the process name, which may contain any character: state is field 3.
     let fields: Vec<&str> = stat.rsplit_once(')').map_or("", |(_, rest)| rest).split_whitespace().collect();
     let field = |number: usize| fields.get(number - 3).and_then(|text| text.parse::<f64>().ok());
     let ticks = rustix::param::clock_ticks_per_second() as f64;
@@ -89,7 +89,7 @@ fn process(one: &mut impl FnMut(&str, &str, &str, f64)) {
         one(
             "process_cpu_seconds_total",
             "counter",
-            "Processor time of the server (not of its workers).",
+            "CPU time of the server (not of its workers).",
             (user + system) / ticks,
         );
     }

@@ -1,4 +1,4 @@
-//! A job's metrics by step: JSON, CSV or NDJSON, thinned out so that no peak is lost.
+//! A job's metrics by step, as JSON, CSV or NDJSON, downsampled so that no peak is lost.
 
 mod table;
 mod thin;
@@ -24,53 +24,52 @@ use table::{Broken, Columns, Rows, entries, from_json, in_json};
 
 pub(super) use thin::kept_rows;
 
-/// Rows of one answer.
+/// Maximum number of rows in one response.
 const MAX_ROWS: usize = 10_000;
-/// Lines read at once: a little more than a page.
+/// Number of lines read together: slightly more than a page.
 const LINES: u32 = MAX_ROWS as u32 + 2;
-/// Rows whose text is kept while they are thinned out; of longer runs the chosen ones are read again.
+/// Maximum number of rows whose text is kept while downsampling. For longer runs the chosen rows are read again.
 const MAX_KEPT: usize = 2 * MAX_ROWS;
-/// Whose peaks are kept first when not all fit and the client did not say.
+/// Metrics whose peaks have precedence if the limit is too low for all, and the client did not name any.
 const LEADING_KEYS: [&str; 6] = ["reward", "eval_reward", "kl", "grad_norm", "loss", "completions/mean_length"];
 
-/// The routes of this module.
 pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new().routes(routes!(get_metrics))
 }
 
-/// The form of the answer.
+/// The format of the response.
 #[derive(Debug, Clone, Copy, Default, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 enum Form {
-    /// `{data, next}`.
+    /// A JSON object `{data, next}`.
     #[default]
     Json,
-    /// A header line, then a line a step; undefined values are empty.
+    /// A header line, then one line per step; undefined values are empty.
     Csv,
-    /// One object a line.
+    /// One JSON object per line.
     Ndjson,
 }
 
-/// Which metrics, of which steps, how many.
+/// Selects metrics and steps.
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 struct MetricsQuery {
-    /// Comma-separated names; default: all.
+    /// Metric names, comma-separated. Default: all.
     keys: Option<String>,
-    /// First step.
+    /// First step to return, inclusive.
     #[serde(default, deserialize_with = "count")]
     min_step: Option<u64>,
-    /// Last step.
+    /// Last step to return, inclusive.
     #[serde(default, deserialize_with = "count")]
     max_step: Option<u64>,
-    /// Thin out to at most so many steps, keeping the lowest and highest value of every key in every stretch (of as many keys
-    /// as fit, in the order given). Default: every step, in pages of 10,000.
+    /// Downsample to at most this number of steps. The lowest and highest value of every metric in each interval are kept, in the
+    /// order of `keys` as far as the limit allows. Default: every step, in pages of 10,000.
     #[param(minimum = 2, maximum = 10000)]
     max_points: Option<usize>,
-    /// The cursor `next` of the page before.
+    /// The cursor `next` of the previous page.
     after: Option<String>,
-    /// The form of the answer.
+    /// The format of the response.
     #[serde(default)]
     #[param(inline)]
     format: Form,
@@ -79,9 +78,10 @@ struct MetricsQuery {
 /// The metrics of one step.
 #[derive(Debug, Serialize, ToSchema)]
 struct MetricsRow {
-    /// Optimizer step; an evaluation stands at the step it follows (0 = before the start).
+    /// Optimizer step. An evaluation belongs to the step it follows (0 = before training).
     step: u64,
-    /// By TRL's names, evaluation with the prefix `eval_`; null = undefined. A key that a step does not have is left out.
+    /// Values by TRL's metric names, evaluation with the prefix `eval_`; null = undefined. Metrics without a value at
+    /// this step are absent.
     #[serde(flatten)]
     metrics: Metrics,
 }
@@ -89,17 +89,17 @@ struct MetricsRow {
 /// A page of metrics.
 #[derive(Debug, Serialize, ToSchema)]
 struct MetricsPage {
-    /// Steps in order; training and evaluation of a step in one row.
+    /// Steps in order; training and evaluation of a step share one row.
     data: Vec<MetricsRow>,
-    /// What to send as `after` for the next page; null on the last one.
+    /// The cursor to send as `after` for the next page; null on the last page.
     next: Option<String>,
-    /// What was asked for and does not exist, and what does; left out when there is nothing to say.
+    /// Requested metrics that do not exist, with the available ones; absent if all exist.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     warnings: Vec<String>,
 }
 
-/// A job's metrics by step. A key that no step has is no error, since it may come with a later step: `warnings` says so and lists
-/// the keys there are.
+/// Get a job's metrics by step. A metric that no step has is not an error, since a later step may have it: `warnings` names it and
+/// lists the available metrics.
 #[utoipa::path(get, path = "/jobs/{id}/metrics", tag = "Jobs", params(("id" = JobId, Path, description = "The job"), MetricsQuery), responses(
     (status = 200, description = "Steps in order; training and evaluation of a step in one row",
         content((MetricsPage = "application/json"), (String = "text/csv"), (String = "application/x-ndjson"))),
@@ -142,7 +142,7 @@ async fn get_metrics(
 /// First and last step, both inclusive.
 type Range = (u64, u64);
 
-/// Rows and columns in the making, handed back and forth between the database and a thread that reads text.
+/// Rows and columns that are being collected. They move back and forth between the database and a thread that parses text.
 #[derive(Default)]
 struct Gathered {
     rows: Rows,
@@ -166,7 +166,7 @@ fn unreadable(what: Broken) -> Problem {
     Problem::internal(format!("a stored step cannot be read: {what}"))
 }
 
-/// The first [`MAX_ROWS`] steps, and the cursor of the next page.
+/// Returns the first [`MAX_ROWS`] steps, and the cursor of the next page.
 async fn page(
     state: &AppState,
     id: JobId,
@@ -189,7 +189,7 @@ async fn page(
     }
 }
 
-/// At most `max_points` of all steps, with the lowest and highest value of every key in every stretch.
+/// Returns at most `max_points` steps, keeping the lowest and highest value of every metric in each interval.
 async fn thinned(
     state: &AppState,
     id: JobId,
@@ -228,7 +228,7 @@ async fn thinned(
     }
 }
 
-/// What to say of keys that no step has; nothing while there are no steps.
+/// Returns a warning for each metric that no step has; none while there are no steps.
 async fn unknown_keys(
     state: &AppState,
     id: JobId,
@@ -236,7 +236,7 @@ async fn unknown_keys(
     keys: &[String],
     shown: &Rows,
 ) -> Result<Vec<String>, Problem> {
-    // Most often all are there, and a few rows say so.
+    // Usually all metrics exist, and the first rows show that.
     let seen: BTreeSet<&str> =
         shown.iter().take(8).flat_map(|row| entries(row).flatten()).map(|(key, _)| key).collect();
     if keys.iter().all(|key| seen.contains(key.as_str())) {
@@ -297,7 +297,7 @@ fn written(rows: &Rows, next: Option<String>, warnings: Vec<String>, form: Form)
     }
 }
 
-/// Forms that have no place for `next` carry it in a header.
+/// Adds a `Link` header: formats without a field for `next` need it.
 fn with_link(text: String, kind: &'static str, next: Option<String>) -> Response {
     let mut response = ([(header::CONTENT_TYPE, kind)], text).into_response();
     if let Some(Ok(next)) = next.map(|next| format!("<?after={next}>; rel=\"next\"").parse()) {
@@ -306,7 +306,7 @@ fn with_link(text: String, kind: &'static str, next: Option<String>) -> Response
     response
 }
 
-/// Numbers as they are stored: the shortest digits that read back as the same number.
+/// Writes numbers as they are stored: the shortest digits that read back as the same number.
 fn csv_of(rows: &Rows) -> Result<String, Box<dyn std::error::Error + Send + Sync>> {
     let mut keys = BTreeSet::new();
     for row in rows.iter() {

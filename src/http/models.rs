@@ -1,4 +1,4 @@
-//! Models: a name for a directory on the server, read and checked when it is registered.
+//! Models: an id for a directory on the server. The directory is read and checked when it is registered.
 
 pub mod hub;
 
@@ -25,11 +25,10 @@ use crate::modelcard::text::{Text, TextError};
 use crate::modelcard::{self, Backbone, ClassifierCard, ModelCard, ModelCardError, ModelFile};
 use crate::store::{ModelRow, NewModel, clock_ms};
 
-const LONGEST_ID: usize = 200;
-/// Where a model's record holds the stamp of its files.
+const MAX_ID_CHARS: usize = 200;
+/// The key under which a model's record stores the stamp of its files.
 const STAMP: &str = "stamp";
 
-/// The routes of this module.
 pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new().routes(routes!(create_model, list_models)).routes(routes!(get_model, delete_model))
 }
@@ -38,62 +37,62 @@ pub fn routes() -> OpenApiRouter<AppState> {
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 struct CreateModel {
-    /// What jobs call it: parts of letters, digits, `.`, `_`, `-`, joined by `/`.
+    /// The id that jobs use: parts of letters, digits, `.`, `_`, `-`, joined by `/`.
     #[schema(
         example = "Qwen/Qwen3-0.6B",
         min_length = 1,
         max_length = 200,
         pattern = "^[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*$"
     )]
-    /// Needed with `source`; with `hub` it is the repository and its revision unless given.
+    /// Required with `source`. With `hub` the default is the repository and its revision.
     id: Option<String>,
-    /// The absolute path of its directory on the server: config.json, *.safetensors, tokenizer.json. This or `hub`.
+    /// Absolute path of the model directory on the server: config.json, *.safetensors, tokenizer.json. Set either this or `hub`.
     #[schema(example = "/models/Qwen3-0.6B", min_length = 1)]
     source: Option<String>,
-    /// A repository of the hub: `org/name`, or `org/name@revision`. Its files are downloaded.
+    /// Hub repository: `org/name`, or `org/name@revision`. Its files are downloaded.
     #[schema(example = "Qwen/Qwen3-0.6B")]
     hub: Option<String>,
-    /// A branch, tag or commit of it; without, `main`. It is pinned to the commit that it is now.
+    /// Branch, tag or commit of the repository. Default: `main`. The model is pinned to the current commit.
     #[schema(example = "main")]
     revision: Option<String>,
 }
 
-/// A registered model.
+/// A model that jobs can use.
 #[derive(Debug, Clone, Serialize, ToSchema)]
 pub struct Model {
-    /// What jobs call it.
+    /// The id that jobs use.
     pub id: String,
-    /// `ready`; of a hub's model also `downloading` and `failed`.
+    /// Current state: `ready`; for hub models also `downloading` and `failed`.
     pub state: String,
-    /// Its directory.
+    /// Path of the model directory on the server.
     pub source: String,
-    /// Over config, weights, tokenizer and chat template, lower-case hex.
+    /// SHA-256 over config, weights, tokenizer and chat template, in lower-case hex.
     pub sha256: String,
-    /// What is known of it; null when the server's record cannot be read.
+    /// Properties of the model; null if the server's record cannot be read.
     pub card: Option<Card>,
-    /// The owner of the key that registered it; empty = it is for everybody.
+    /// Owner of the key that registered the model; empty = shared by all owners.
     pub owner: String,
-    /// When it was registered first.
+    /// When the model was first registered.
     pub created_at: Time,
-    /// The repository of the hub that it comes from.
+    /// Hub repository of the model; absent for a local directory.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub hub: Option<String>,
-    /// The branch, tag or commit that was asked for.
+    /// The requested branch, tag or commit.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub revision: Option<String>,
-    /// The commit that it was, and that the model stays at.
+    /// The commit that the model is pinned to.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub commit: Option<String>,
-    /// Of a hub's model: the bytes that are here.
+    /// Hub models: number of bytes downloaded.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bytes_done: Option<u64>,
-    /// Of a hub's model: those of all files.
+    /// Hub models: total number of bytes of all files.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bytes_total: Option<u64>,
-    /// Of a download that is under way: over the last seconds.
+    /// Running downloads: transfer rate over the last seconds, in bytes per second.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bytes_per_second: Option<f64>,
-    /// Of a download that is under way: seconds to go at that rate.
+    /// Running downloads: estimated seconds remaining.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub eta_s: Option<f64>,
     /// Why the download failed, and what to do.
@@ -101,44 +100,45 @@ pub struct Model {
     pub problem: Option<String>,
 }
 
-/// What is known of a model.
+/// Properties of a model.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[schema(as = ModelCard)]
 pub struct Card {
-    /// The `model_type` of its text: `qwen3`, `llama`, `gemma3_text`, `phi3`, …; of reward models also `deberta-v2`, `xlm-roberta`, `roberta`, `modernbert`.
+    /// The `model_type` of the text model: `qwen3`, `llama`, `gemma3_text`, `phi3`, …; for reward models also
+    /// `deberta-v2`, `xlm-roberta`, `roberta`, `modernbert`.
     pub architecture: String,
-    /// What it can be used for.
+    /// The task that the model can be used for.
     #[serde(default)]
     pub task: ModelTask,
-    /// The names of a reward model's scores; else empty.
+    /// Names of a reward model's scores; empty for other models.
     #[serde(default)]
     pub labels: Vec<String>,
-    /// Weights, each counted once.
+    /// Number of weights; shared ones are counted once.
     pub num_parameters: u64,
-    /// Layers.
+    /// Number of hidden layers.
     pub num_hidden_layers: u64,
     /// Width of the residual stream.
     pub hidden_size: u64,
-    /// Rows of the embedding.
+    /// Number of rows of the embedding.
     pub vocab_size: u64,
-    /// The longest sequence, in tokens.
+    /// Maximum sequence length in tokens.
     pub max_position_embeddings: u64,
-    /// Every id that ends a completion.
+    /// Token ids that end a completion.
     pub eos_token_ids: Vec<u32>,
     /// Whether prompts may be chat messages.
     pub has_chat_template: bool,
-    /// Bytes of all files.
+    /// Total size of the files, in bytes.
     pub size_bytes: u64,
 }
 
-/// What a model can be used for.
+/// The task that a model can be used for.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum ModelTask {
-    /// It writes: a job's `model`.
+    /// Text generation: the `model` of a job.
     #[default]
     CausalLm,
-    /// It scores: the `model` of a reward of type `reward_model`.
+    /// Scoring: the `model` of a reward of type `reward_model`.
     SequenceClassification,
 }
 
@@ -181,7 +181,7 @@ impl Card {
 }
 
 impl Model {
-    /// As clients see a row: with how far its download is.
+    /// Converts a row to the form that clients see, with the progress of its download.
     fn of(state: &AppState, row: ModelRow) -> Self {
         let ModelRow { id, source, state: row_state, sha256, card, owner, created_at, hub, problem } = row;
         let card = serde_json::from_value(card).ok();
@@ -215,26 +215,28 @@ impl Model {
     }
 }
 
-/// Register a model.
+/// Register or download a model.
 ///
-/// A causal language model, to be trained, or a sequence-classification checkpoint, to score as a `reward_model`.
-/// A directory (`source`) is read and checked at once: config, the headers of the weights, tokenizer, chat template; every byte is hashed.
-/// The same id and source again read it anew (200). What an admin registers is for everybody, else it is the key's owner's.
+/// Accepts a causal language model, to be trained, or a sequence-classification checkpoint, to score as a `reward_model`. A
+/// directory (`source`) is read and checked during the request: config, the headers of the weights, tokenizer, chat template; every
+/// byte is hashed. The same id and source again read it once more (200). A model that an admin registers is shared by all owners;
+/// any other belongs to the key's owner.
 ///
-/// A repository of the hub (`hub`) is looked up and checked at once, and downloaded after the answer (202, state `downloading`): only
-/// safetensors, tokenizer and templates; every byte is verified. Jobs may name it meanwhile: they begin by themselves. The hub's token
-/// for this request goes into the header `x-hub-token`; what can be read only with it is its owner's alone.
+/// A hub repository (`hub`) is looked up and checked during the request, and downloaded afterwards (202, state `downloading`): only
+/// safetensors, tokenizer and templates; every byte is verified. Jobs may refer to the model meanwhile and start when it is
+/// complete. Send a hub token for this request in the header `x-hub-token`. A model that can be read only with this token is
+/// visible only to its owner.
 #[utoipa::path(post, path = "/models", tag = "Models", request_body = CreateModel,
     params(("Idempotency-Key" = Option<String>, Header, description = "The same key and body give the same answer for 24 hours"),
-        ("x-hub-token" = Option<String>, Header, description = "The hub's token for this download; it is not kept")),
+        ("x-hub-token" = Option<String>, Header, description = "A hub token for this download; it is not stored")),
     responses(
         (status = 201, description = "Registered", body = Model, headers(("Location" = String, description = "Its path"))),
         (status = 202, description = "Being downloaded from the hub", body = Model, headers(("Location" = String, description = "Its path"))),
-        (status = 200, description = "Known already; read again", body = Model),
-        (status = 409, description = "The id stands for another model", body = ProblemBody),
+        (status = 200, description = "Already registered; read again", body = Model),
+        (status = 409, description = "The id belongs to another model", body = ProblemBody),
         (status = 422, description = "The model cannot be used", body = ProblemBody),
         (status = 502, description = "The hub cannot be reached", body = ProblemBody),
-        (status = 507, description = "The disk has no room for it", body = ProblemBody),
+        (status = 507, description = "There is not enough disk space", body = ProblemBody),
     ))]
 async fn create_model(
     State(state): State<AppState>,
@@ -254,19 +256,19 @@ async fn create(state: AppState, caller: Caller, body: CreateModel) -> Result<An
     }
     let (row, is_new) = match (source, hub) {
         (Some(_), Some(_)) => {
-            return Err(wrong("/hub", "conflict", "give source (a directory) or hub (a repository), not both"));
+            return Err(wrong("/hub", "conflict", "set source (a directory) or hub (a repository), not both"));
         }
         (None, None) => {
-            let detail = "give hub (org/name) or source (a directory on the server)";
+            let detail = "set hub (org/name) or source (a directory on the server)";
             return Err(wrong("/hub", "required", detail).item("/source", "required", detail));
         }
         (Some(_), None) if revision.is_some() => {
-            return Err(wrong("/revision", "conflict", "a directory has no revision: leave it out, or give hub"));
+            return Err(wrong("/revision", "conflict", "a directory has no revision: omit it, or set hub"));
         }
         (Some(source), None) => {
             let id = id.ok_or_else(|| wrong("/id", "required", "a directory needs an id, such as org/name"))?;
             let roots = reach::model_roots(&state).await?;
-            // What an admin registers is for everybody.
+            // A model that an admin registers is shared by all owners.
             let owner = caller.sees().unwrap_or_default().to_owned();
             match register(&state, owner, id.clone(), source, roots).await {
                 Err(problem) if problem.code() == Code::Conflict => {
@@ -289,7 +291,7 @@ async fn create(state: AppState, caller: Caller, body: CreateModel) -> Result<An
     Answer::new(status, Some(location), &Model::of(&state, row))
 }
 
-/// To somebody who cannot see the other model, only that its id is taken.
+/// A caller who cannot see the other model only learns that the id is taken.
 async fn taken(state: &AppState, caller: &Caller, id: &str, problem: Problem) -> Problem {
     if state.store.model_get(id).await.is_ok_and(|row| caller.may_see(&row.owner)) {
         return problem;
@@ -298,7 +300,8 @@ async fn taken(state: &AppState, caller: &Caller, id: &str, problem: Problem) ->
     Problem::new(Code::Conflict, detail.clone()).item("/id", "taken", detail)
 }
 
-/// Reads and checks a directory, below `roots` if there are any, and makes or renews its record: the row, and whether it is new.
+/// Reads and checks a directory, below `roots` if there are any, and creates or updates its record. Returns the row, and
+/// whether it is new.
 pub(super) async fn register(
     state: &AppState,
     owner: String,
@@ -313,7 +316,7 @@ pub(super) async fn register(
             check_links(&path, roots)?;
         }
         let (card, files) = read_card(&path)?;
-        // Before the bytes are read: whoever changes a file meanwhile is noticed later.
+        // Taken before the bytes are read, so that a change of a file in the meantime is noticed later.
         let stamp = modelcard::stamp(&path, &files);
         let sha256 = modelcard::fingerprint_files(&path, &files).map_err(unusable)?;
         Ok((record(&card, &stamp)?, sha256))
@@ -322,7 +325,7 @@ pub(super) async fn register(
     Ok(state.store.model_create(NewModel { id, source, sha256, card, owner }, clock_ms()).await?)
 }
 
-/// Reads and checks a model's folder, but for the bytes of its tensors. Blocking.
+/// Reads and checks a model's folder, except for the bytes of its tensors. Blocking.
 fn read_card(path: &FsPath) -> Result<(Card, Vec<ModelFile>), Problem> {
     let is_classifier = is_classifier(path);
     let read = match is_classifier {
@@ -340,24 +343,24 @@ fn read_card(path: &FsPath) -> Result<(Card, Vec<ModelFile>), Problem> {
     Ok(read)
 }
 
-/// `org/name`: nothing that a path, a URL or a log could misread.
+/// Checks an id: `org/name`, without characters that a path, a URL or a log could misread.
 fn check_id(id: &str) -> Result<(), Problem> {
     let part = |part: &str| {
         !part.is_empty()
             && !part.starts_with('.')
             && part.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte))
     };
-    if id.len() <= LONGEST_ID && id.split('/').all(part) {
+    if id.len() <= MAX_ID_CHARS && id.split('/').all(part) {
         return Ok(());
     }
     let detail = format!(
-        "'{}' is no model id: up to {LONGEST_ID} letters, digits, '.', '_' and '-', in parts joined by '/', such as org/name",
+        "'{}' is not a valid model id: use up to {MAX_ID_CHARS} letters, digits, '.', '_' and '-', in parts joined by '/', such as org/name",
         shortened(id)
     );
     Err(Problem::new(Code::InvalidBody, detail.clone()).item("/id", "invalid", detail))
 }
 
-/// The directory, if it exists and may be used.
+/// Returns the directory, if it exists and may be used.
 fn locate(source: &str, roots: Option<&[PathBuf]>) -> Result<PathBuf, Problem> {
     let refuse = |code: &str, detail: String| {
         Err(Problem::new(Code::InvalidModel, detail.clone()).item("/source", code, detail))
@@ -371,33 +374,36 @@ fn locate(source: &str, roots: Option<&[PathBuf]>) -> Result<PathBuf, Problem> {
     if !path.is_absolute() || source.contains('\0') {
         return refuse("not_absolute", format!("'{}' is not an absolute path", shortened(source)));
     }
-    // Links are followed before the comparison. Outside the roots nothing is said of what exists.
+    // Links are resolved before the comparison. Outside the roots the error does not reveal what exists.
     let canonical = path.canonicalize();
     if let Some(roots) = roots
         && !canonical.as_ref().is_ok_and(|path| roots.iter().any(|root| path.starts_with(root)))
     {
         let detail = "the path does not exist under a --model-root of the server (RLOOD_MODEL_ROOT); \
-                      with an API key, models must lie there";
+                      with an API key, models must be below it";
         return refuse("outside_model_root", detail.to_owned());
     }
     match canonical {
         Ok(path) if path.is_dir() => Ok(path),
         Ok(_) => refuse("not_a_directory", format!("'{}' is not a directory", shortened(source))),
-        Err(_) => refuse("not_found", format!("there is no readable directory '{}' on the server", shortened(source))),
+        Err(_) => refuse(
+            "not_found",
+            format!("the directory '{}' does not exist on the server or is not readable", shortened(source)),
+        ),
     }
 }
 
-/// No file of a model may be a link that leads out of them. One that stays is fine: the caches of Hugging Face
-/// are made of links to `../../blobs`.
+/// Refuses a model file that is a link out of the roots. A link that stays inside is allowed: the caches of Hugging Face consist
+/// of links to `../../blobs`.
 fn check_links(dir: &FsPath, roots: &[PathBuf]) -> Result<(), Problem> {
     let unreadable = |error: std::io::Error| refused(format!("the directory cannot be read: {error}"));
     for entry in std::fs::read_dir(dir).map_err(unreadable)? {
         let entry = entry.map_err(unreadable)?;
-        // A link to nowhere is a file that is missing; nothing is opened in a directory below.
+        // A dangling link counts as a missing file. Subdirectories are not opened.
         let Ok(target) = entry.path().canonicalize() else { continue };
         if !target.is_dir() && !roots.iter().any(|root| target.starts_with(root)) {
             let detail = format!(
-                "{} is a link that leads out of every --model-root of the server (RLOOD_MODEL_ROOT): \
+                "{} is a link to a file outside every --model-root of the server (RLOOD_MODEL_ROOT): \
                  put the file itself into the directory",
                 shortened(&entry.file_name().to_string_lossy())
             );
@@ -413,7 +419,7 @@ fn unusable(error: ModelCardError) -> Problem {
     refused(format!("{file}: {detail}"))
 }
 
-/// A tokenizer or chat template that cannot be loaded.
+/// The problem for a tokenizer or chat template that cannot be loaded.
 fn unusable_text(error: TextError) -> Problem {
     match error {
         TextError::Files(error) => unusable(error),
@@ -425,18 +431,18 @@ fn refused(detail: String) -> Problem {
     Problem::new(Code::InvalidModel, detail.clone()).item("/source", "unusable_model", detail)
 }
 
-/// What the store keeps of a model: the card that clients see, and the stamp of its files, which they do not.
+/// The record that the store keeps of a model: the card that clients see, and the stamp of its files, which they do not see.
 fn record(card: &Card, stamp: &str) -> Result<Value, Problem> {
     let mut record = serde_json::to_value(card).map_err(Problem::internal)?;
     record[STAMP] = stamp.into();
     Ok(record)
 }
 
-/// Whether a model's files are still those that were registered. Looks at sizes and times; only where these differ is
-/// every byte read again. Blocking.
+/// Whether a model's files are unchanged since registration. Compares sizes and times, and reads every byte again only
+/// if these differ. Blocking.
 ///
 /// # Errors
-/// When they cannot be read.
+/// When the files cannot be read.
 pub(super) fn is_as_registered(row: &ModelRow, files: &[ModelFile]) -> Result<bool, ModelCardError> {
     let dir = FsPath::new(&row.source);
     let known = row.card.get(STAMP).and_then(Value::as_str);
@@ -455,7 +461,7 @@ async fn list_models(
     Ok(Json(List::of(page, |row| Model::of(&state, row))))
 }
 
-/// One model.
+/// Get a model by its id.
 #[utoipa::path(get, path = "/models/{id}", tag = "Models",
     params(("id" = String, Path, description = "The model; a slash in it is written %2F")),
     responses((status = 200, description = "The model", body = Model)))]
@@ -463,10 +469,10 @@ async fn get_model(State(state): State<AppState>, Path(id): Path<String>) -> Res
     Ok(Json(Model::of(&state, state.store.model_get(&id).await?)))
 }
 
-/// Forget a model.
+/// Delete a model from the server.
 ///
-/// A registered directory stays. Of a hub's model the download ends, and its files are removed; parts are kept for a day. Refused (409)
-/// while a job that is not over needs it.
+/// A registered directory is not touched. For a hub model the download stops and its files are removed; partial files are kept for
+/// a day. Refused (409) while an unfinished job needs the model.
 #[utoipa::path(delete, path = "/models/{id}", tag = "Models",
     params(("id" = String, Path, description = "The model; a slash in it is written %2F")),
     responses((status = 204, description = "Forgotten")))]

@@ -1,4 +1,4 @@
-//! The OpenAPI document: made from the handlers, finished here with what is the same for all of them.
+//! The OpenAPI document: generated from the handlers, completed here with the parts that all operations share.
 
 use utoipa::openapi::path::{Operation, PathItem, Paths};
 use utoipa::openapi::schema::{ObjectBuilder, Schema, Type};
@@ -17,26 +17,26 @@ const BEARER: &str = "bearer";
 const SESSION: &str = "session";
 const PROBLEM: &str = "Problem";
 const DESCRIPTION: &str = "RLOO (REINFORCE Leave-One-Out) training of language models as an HTTP service.\n\n\
-    A job needs a model, a dataset and a reward. Errors are `application/problem+json` (RFC 9457): look at `code`. \
+    A job needs a model, a dataset and a reward. Errors are `application/problem+json` (RFC 9457): check `code`. \
     Lists are `{data, next}`: send `next` as `after`. Times are RFC 3339 in UTC. \
-    Bodies may be sent with `content-encoding: gzip`. `x-request-id` is taken from the request or made, and returned.\n\n\
-    Workers (`rlood worker`) speak a protocol of their own, which is not in this document; a worker whose version of it is not \
+    Bodies may be sent with `content-encoding: gzip`. `x-request-id` is taken from the request or generated, and returned.\n\n\
+    Workers (`rlood worker`) use a separate protocol, which is not in this document; a worker whose protocol version differs from \
     the server's is refused with 409 `protocol_mismatch` and gets no job until it is updated.";
 const TAGS: [(&str, &str); 11] = [
-    ("Jobs", "Training jobs: submit, watch, steer."),
-    ("Datasets", "Prompts with whatever the rewards need; immutable."),
+    ("Jobs", "Training jobs: submit, monitor, control."),
+    ("Datasets", "Prompts and the columns that rewards need; immutable."),
     ("Models", "Directories in Hugging Face's layout that jobs train on."),
     ("Verdicts", "Base model and trained model compared on the same rows."),
-    ("Adapters", "PEFT adapters from elsewhere that jobs begin with."),
-    ("Artifacts", "Checkpoints and adapters."),
-    ("Rewards", "Try a reward before a job depends on it; see how those of a job do."),
-    ("System", "Health, measurements, workers, signing in."),
-    ("Keys", "Who may do what; who changed what."),
-    ("Webhooks", "Be told of what happens to jobs."),
-    ("Reward contract", "What a reward service is asked, and how it answers."),
+    ("Adapters", "Uploaded or downloaded PEFT adapters that jobs start from."),
+    ("Artifacts", "Checkpoints and adapters of jobs."),
+    ("Rewards", "Test a reward before a job depends on it; monitor the rewards of a job."),
+    ("System", "Health, metrics, workers, sessions."),
+    ("Keys", "API keys and the audit log."),
+    ("Webhooks", "Notifications about jobs."),
+    ("Reward contract", "Requests to reward services, and their responses."),
 ];
 
-/// The document before the paths are added.
+/// Creates the document before the paths are added.
 pub(super) fn head() -> OpenApi {
     let info =
         InfoBuilder::new().title("rlood").version(env!("CARGO_PKG_VERSION")).description(Some(DESCRIPTION)).license(
@@ -44,13 +44,13 @@ pub(super) fn head() -> OpenApi {
         );
     let tags = TAGS.map(|(name, description)| TagBuilder::new().name(name).description(Some(description)).build());
     let problem = ResponseBuilder::new()
-        .description("What went wrong, as a problem (RFC 9457).")
+        .description("The error as a problem (RFC 9457).")
         .content("application/problem+json", ContentBuilder::new().schema(Some(Ref::from_schema_name(PROBLEM))).build())
         .build();
     let bearer = Http::builder()
         .scheme(HttpAuthScheme::Bearer)
         .description(Some(
-            "A key: the server's RLOOD_API_KEY, or one of `rlood keys create` or POST /keys; the scope it needs stands \
+            "An API key: the server's RLOOD_API_KEY, or one created with `rlood keys create` or POST /keys; the required scope is listed \
              with each operation. A server without any key listens on loopback only and needs no header.",
         ))
         .build();
@@ -66,7 +66,7 @@ pub(super) fn head() -> OpenApi {
     OpenApiBuilder::new().info(info).tags(Some(tags)).components(Some(components.build())).build()
 }
 
-/// A key or a session with the scope that the route asks for; or none, on a server without keys.
+/// The security requirement of a route: a key or a session with the required scope, or nothing on a server without keys.
 fn security(access: Option<Access>) -> Vec<SecurityRequirement> {
     match access {
         Some(Access::Open) => vec![SecurityRequirement::default()],
@@ -79,11 +79,11 @@ fn security(access: Option<Access>) -> Vec<SecurityRequirement> {
     }
 }
 
-/// The document served at `/openapi.json`, printed by `rlood openapi` and committed as `openapi/openapi.json`.
+/// Returns the document served at `/openapi.json`, printed by `rlood openapi` and committed as `openapi/openapi.json`.
 pub fn openapi() -> OpenApi {
     let mut document = super::documented_routes().split_for_parts().1;
     for (path, item) in &mut document.paths.paths {
-        // One handler answers both; ids are unique.
+        // One handler answers GET and HEAD, but operation ids must be unique.
         if let Some(id) = item.head.as_mut().and_then(|operation| operation.operation_id.as_mut()) {
             id.push_str("_head");
         }
@@ -96,7 +96,7 @@ pub fn openapi() -> OpenApi {
                     parameter.schema = Some(idempotency_key());
                 }
             }
-            // Every error, of every operation, is a problem; those with a meaning of their own are listed by the handler.
+            // Every error response of every operation is a problem. Handlers list those with a specific meaning.
             let problem = RefOr::Ref(Ref::from_response_name(PROBLEM));
             operation.responses.responses.entry("default".to_owned()).or_insert(problem);
             for (status, response) in &mut operation.responses.responses {
@@ -117,7 +117,7 @@ pub fn openapi() -> OpenApi {
     document
 }
 
-/// As [`super::idempotency`] takes it.
+/// The schema of the `Idempotency-Key` header, as [`super::idempotency`] accepts it.
 fn idempotency_key() -> RefOr<Schema> {
     ObjectBuilder::new()
         .schema_type(Type::String)

@@ -1,4 +1,4 @@
-//! The prompts that a job names: found, or read, wherever their rows are.
+//! The prompts of a job: loads the datasets that the job refers to.
 
 use std::io::{BufRead, BufReader};
 use std::path::PathBuf;
@@ -15,31 +15,31 @@ use crate::id::DatasetId;
 use crate::spec::{DatasetFacts, DatasetSource, FieldError, HubDataset, MixedSource, SourceFacts, SourcePlan};
 use crate::store::{DatasetRow, StoreError};
 
-/// A dataset of the job, wherever its rows are.
+/// A dataset of the job, wherever its rows are stored.
 pub(super) struct Prompts {
-    /// Where the job names it.
+    /// JSON pointer to the dataset in the job.
     pub(super) at: String,
-    /// Its rows.
+    /// Source of the rows.
     pub(super) source: Source,
     pub(super) facts: DatasetFacts,
 }
 
 pub(super) enum Source {
-    /// A dataset; where its rows lie.
+    /// A stored dataset, with the path of its rows.
     Stored(PathBuf),
-    /// Sent inside the job.
+    /// Records inside the job.
     Records(Vec<Value>),
-    /// Sent beside the job, or made of files; and where these come from.
+    /// Rows that were uploaded with the job or converted from files, and the origin of these files.
     Uploaded(Summary, StagedDone, Option<Value>),
-    /// Several, one after another.
+    /// Several sources, one after another.
     Several(Vec<Source>),
 }
 
-/// Where a job names a dataset, and what strings become that no mapping speaks of.
+/// The place in the job that names a dataset, and how plain strings are treated without a mapping.
 pub(super) struct Place {
     pub(super) at: String,
     pub(super) chat_default: bool,
-    /// The rows are to have answers.
+    /// Whether the rows must have answers.
     pub(super) answers: bool,
 }
 
@@ -49,7 +49,7 @@ impl Place {
     }
 }
 
-/// A row, before or after its text was read.
+/// A row, before or after its text was parsed.
 enum Row<'r> {
     Text(&'r str),
     Read(&'r Value),
@@ -65,12 +65,12 @@ impl Row<'_> {
 }
 
 impl Source {
-    /// Calls `look` with each row, until it says no; whether it never did. Blocking.
-    fn each_row(&self, look: &mut dyn FnMut(Row<'_>) -> std::io::Result<bool>) -> std::io::Result<bool> {
+    /// Calls `visit` with each row until it returns false. Returns whether it never did. Blocking.
+    fn each_row(&self, visit: &mut dyn FnMut(Row<'_>) -> std::io::Result<bool>) -> std::io::Result<bool> {
         let path = match self {
             Source::Records(records) => {
                 for record in records {
-                    if !look(Row::Read(record))? {
+                    if !visit(Row::Read(record))? {
                         return Ok(false);
                     }
                 }
@@ -78,7 +78,7 @@ impl Source {
             }
             Source::Several(sources) => {
                 for source in sources {
-                    if !source.each_row(look)? {
+                    if !source.each_row(visit)? {
                         return Ok(false);
                     }
                 }
@@ -88,7 +88,7 @@ impl Source {
             Source::Uploaded(_, staged, _) => staged.path(),
         };
         for line in BufReader::new(std::fs::File::open(path)?).lines() {
-            if !look(Row::Text(&line?))? {
+            if !visit(Row::Text(&line?))? {
                 return Ok(false);
             }
         }
@@ -107,7 +107,7 @@ impl Source {
         all.map(drop)
     }
 
-    /// What is kept of where the rows come from.
+    /// Returns the origin of the rows, as stored with the dataset.
     pub(super) fn origin(&self) -> Option<Value> {
         match self {
             Source::Uploaded(_, _, origin) => origin.clone(),
@@ -121,7 +121,7 @@ impl Source {
 }
 
 impl Prompts {
-    /// Of rows that came as a file with the job.
+    /// Wraps rows that were uploaded with the job.
     pub(super) fn of_upload(summary: Summary, staged: StagedDone) -> Self {
         Self::of_file("/dataset", summary, staged, None)
     }
@@ -132,7 +132,8 @@ impl Prompts {
         Self { at: at.to_owned(), source: Source::Uploaded(summary, staged, origin), facts }
     }
 
-    /// Looks one up, or makes it. Inline records are taken out of the job. What cannot be found or used is an error of the job.
+    /// Looks up a dataset, or creates it. Inline records are taken out of the job. A missing or invalid dataset is an
+    /// error of the job.
     pub(super) async fn find(
         state: &AppState,
         caller: &Caller,
@@ -158,7 +159,7 @@ impl Prompts {
             DatasetSource::Hub(hub) => Self::of_hub(state, caller, hub, place, errors).await,
             DatasetSource::Records(records) => {
                 let facts = DatasetFacts::of_records(records);
-                // The list itself stays, emptied: it still says where the rows came from.
+                // The emptied list stays in the job: it still says where the rows came from.
                 Ok(Some(Self { at: place.at.clone(), source: Source::Records(std::mem::take(records)), facts }))
             }
             DatasetSource::Id(id) => Self::stored(state, caller, *id, place, errors).await,
@@ -175,12 +176,12 @@ impl Prompts {
                 let sources = sources.iter().map(source).collect();
                 Ok(Some(Self { facts: DatasetFacts { sources, ..prompts.facts }, ..prompts }))
             }
-            // No list holds another one.
+            // A mix cannot contain another mix.
             DatasetSource::Mixed(_) => Ok(None),
         }
     }
 
-    /// Of a data set of the hub: downloaded and mapped.
+    /// Downloads and maps a dataset from the hub.
     async fn of_hub(
         state: &AppState,
         caller: &Caller,
@@ -222,7 +223,7 @@ impl Prompts {
         }
     }
 
-    /// Of several sources: their rows, one source after another.
+    /// Concatenates the rows of several sources.
     async fn of_sources(
         state: &AppState,
         caller: &Caller,
@@ -234,7 +235,7 @@ impl Prompts {
         for (index, mixed) in sources.iter_mut().enumerate() {
             let Some(source) = &mut mixed.source else { continue };
             let place = Place { at: format!("{}/{index}", place.at), ..*place };
-            // The errors of all are told at once.
+            // Continue after an error, so that the errors of all sources are reported together.
             let Some(prompts) = Self::of_one(state, caller, source, &place, errors).await? else { continue };
             let num_rows = prompts.facts.num_rows;
             let weight = mixed.weight.unwrap_or(num_rows as f64);
@@ -252,7 +253,7 @@ impl Prompts {
         }))
     }
 
-    /// The rows of these numbers (ascending), with their numbers. Blocking.
+    /// Returns the rows with these numbers (ascending), together with their numbers. Blocking.
     pub(super) fn rows(&self, numbers: &[u64]) -> std::io::Result<Vec<(u64, Map<String, Value>)>> {
         let mut wanted = numbers.iter().copied().peekable();
         let (mut rows, mut number) = (Vec::with_capacity(numbers.len()), 0);
@@ -266,33 +267,33 @@ impl Prompts {
         Ok(rows)
     }
 
-    /// Calls `look` with each row and its number, until it says no. Blocking.
-    pub(super) fn each_row(&self, mut look: impl FnMut(u64, Map<String, Value>) -> bool) -> std::io::Result<()> {
+    /// Calls `visit` with each row and its number until it returns false. Blocking.
+    pub(super) fn each_row(&self, mut visit: impl FnMut(u64, Map<String, Value>) -> bool) -> std::io::Result<()> {
         let mut number = 0;
         let all = self.source.each_row(&mut |row| {
-            let goes_on = look(number, row.read()?);
+            let continues = visit(number, row.read()?);
             number += 1;
-            Ok(goes_on)
+            Ok(continues)
         });
         all.map(drop)
     }
 
-    /// Calls `look` with each prompt and its row number, until it says no. Blocking.
-    pub(super) fn each_prompt(&self, mut look: impl FnMut(u64, &Value) -> bool) -> std::io::Result<()> {
+    /// Calls `visit` with each prompt and its row number until it returns false. Blocking.
+    pub(super) fn each_prompt(&self, mut visit: impl FnMut(u64, &Value) -> bool) -> std::io::Result<()> {
         let mut number = 0;
         let all = self.source.each_row(&mut |row| {
-            let goes_on = match row {
-                Row::Read(value) => look(number, value.get("prompt").unwrap_or(&Value::Null)),
-                Row::Text(_) => look(number, row.read()?.get("prompt").unwrap_or(&Value::Null)),
+            let continues = match row {
+                Row::Read(value) => visit(number, value.get("prompt").unwrap_or(&Value::Null)),
+                Row::Text(_) => visit(number, row.read()?.get("prompt").unwrap_or(&Value::Null)),
             };
             number += 1;
-            Ok(goes_on)
+            Ok(continues)
         });
         all.map(drop)
     }
 }
 
-/// What to say of a dataset that is not there.
+/// The error for a dataset that does not exist.
 pub(super) fn unknown_dataset(at: &str, id: &str) -> FieldError {
     let detail = format!("there is no dataset '{}': upload it with POST /datasets", shortened(id));
     FieldError::new(at, "unknown_dataset", detail)

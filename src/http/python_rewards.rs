@@ -1,4 +1,4 @@
-//! Rewards of type `python`: whether this server permits them to whoever asks, and which file of its folders they name.
+//! Rewards of type `python`: checks that the server allows them to the caller, and finds the file in the allowed folders.
 
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -10,13 +10,13 @@ use crate::config::PythonRewards;
 use crate::digest::Sha256Digest;
 use crate::spec::{FieldError, JobSpec, Plan, PythonPlan, RewardKind, RewardPlan};
 
-/// The largest file; what is larger is no program of a person's.
+/// Maximum size of a Python file, in bytes.
 const MAX_FILE_BYTES: u64 = 4 << 20;
 
-/// Stands for `RLOOD_API_KEY` where keys are named.
+/// Stands for `RLOOD_API_KEY` in the list of allowed keys.
 const OPERATOR: &str = "operator";
 
-/// Resolves the files that a job's rewards name: their plans then have the absolute path and its SHA-256.
+/// Resolves the files of a job's Python rewards: their plans then contain the absolute path and its SHA-256.
 pub(super) async fn resolve(
     state: &AppState,
     caller: &Caller,
@@ -38,7 +38,7 @@ pub(super) async fn resolve(
     Ok(())
 }
 
-/// Resolves the file of one reward; any other kind stays as it is. `at` points to the reward in the request.
+/// Resolves the file of one reward; other types stay unchanged. `at` is the JSON pointer to the reward in the request.
 pub(super) async fn resolve_one(
     state: &AppState,
     caller: &Caller,
@@ -50,7 +50,7 @@ pub(super) async fn resolve_one(
         return Ok(Some(FieldError::new(format!("{at}/type"), "python_rewards_off", detail)));
     }
     if plan.file.is_empty() {
-        return Ok(None); // Reported by the reader.
+        return Ok(None); // The parser of the job reports it.
     }
     let (permitted, given) = (state.config.python_rewards.clone(), plan.file.clone());
     let found = tokio::task::spawn_blocking(move || find(&permitted, &given)).await.map_err(Problem::internal)?;
@@ -63,20 +63,20 @@ pub(super) async fn resolve_one(
     }
 }
 
-/// Why whoever asks may not have such rewards; `None`: may.
+/// Returns why the caller may not use Python rewards; `None` if the caller may.
 async fn refusal(state: &AppState, caller: &Caller) -> Result<Option<String>, Problem> {
     let PythonRewards { folders, keys } = &state.config.python_rewards;
     if folders.is_empty() {
-        let detail = "this server runs no Python functions: its operator permits the files of a folder with --python-rewards DIR \
+        let detail = "this server does not run Python functions: its operator can allow the files of a folder with --python-rewards DIR \
                       (RLOOD_PYTHON_REWARDS); or serve the function with `rlood reward serve` and name that address in a webhook";
         return Ok(Some(detail.to_owned()));
     }
     let (name, id) = match caller.actor() {
         Actor::Anonymous if !keys_are_on(state).await? => return Ok(None),
-        // A session whose key is gone, at most.
+        // Reachable only by a session whose key was removed.
         Actor::Anonymous => (String::new(), "NAME".to_owned()),
         Actor::Operator => (OPERATOR.to_owned(), OPERATOR.to_owned()),
-        // A key of this name is not the operator's.
+        // A database key with this name is not the operator's key.
         Actor::Key { id, name } if name == OPERATOR => (String::new(), id.to_string()),
         Actor::Key { id, name } => (name.clone(), id.to_string()),
     };
@@ -84,15 +84,15 @@ async fn refusal(state: &AppState, caller: &Caller) -> Result<Option<String>, Pr
         return Ok(None);
     }
     Ok(Some(format!(
-        "the key '{}' may not run Python functions: the operator permits it with --python-rewards-keys {id}",
+        "the key '{}' may not run Python functions: the operator can allow it with --python-rewards-keys {id}",
         shortened(if name.is_empty() { &id } else { &name })
     )))
 }
 
-/// Whether whoever asks may start a job again that has such rewards.
+/// Whether the caller may restart a job with such rewards.
 ///
 /// # Errors
-/// When they may not.
+/// When the caller may not.
 pub(super) async fn check_plan(state: &AppState, caller: &Caller, plan: &Plan) -> Result<(), Problem> {
     if python_plans(plan).next().is_none() {
         return Ok(());
@@ -103,11 +103,11 @@ pub(super) async fn check_plan(state: &AppState, caller: &Caller, plan: &Plan) -
     }
 }
 
-/// Why a job that was accepted must not run any more: the operator permits less than then.
+/// Returns why an accepted job must no longer run: the operator has since restricted the Python rewards.
 pub(super) fn withdrawn(permitted: &PythonRewards, plan: &Plan) -> Option<String> {
     let refused = python_plans(plan).find(|plan| !permitted.holds(Path::new(&plan.file)))?;
     let file = Path::new(&refused.file).file_name().unwrap_or_default().to_string_lossy();
-    Some(format!("the reward '{}' of {file} lies in no folder of --python-rewards any more", refused.function))
+    Some(format!("the reward '{}' of {file} is no longer in a folder of --python-rewards", refused.function))
 }
 
 fn python_plans(plan: &Plan) -> impl Iterator<Item = &PythonPlan> {
@@ -117,11 +117,11 @@ fn python_plans(plan: &Plan) -> impl Iterator<Item = &PythonPlan> {
     })
 }
 
-/// The absolute path of a file, and the SHA-256 of its bytes. Blocks.
+/// Returns the absolute path of a file and the SHA-256 of its bytes. Blocking.
 fn find(permitted: &PythonRewards, given: &str) -> Result<(String, String), (&'static str, String)> {
-    // The same words whether or not something lies elsewhere: they tell nothing of the machine.
+    // The same text whether or not the file exists elsewhere, so that it reveals nothing about the machine.
     let nowhere = || {
-        let detail = format!("no file '{}' lies in the folders of --python-rewards", shortened(given));
+        let detail = format!("the file '{}' was not found in the folders of --python-rewards", shortened(given));
         ("unknown_file", detail)
     };
     let candidates: Vec<PathBuf> = match Path::new(given) {
@@ -136,8 +136,11 @@ fn find(permitted: &PythonRewards, given: &str) -> Result<(String, String), (&'s
     let file = std::fs::File::open(&path).map_err(unreadable)?;
     file.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes).map_err(unreadable)?;
     if bytes.len() as u64 > MAX_FILE_BYTES {
-        let detail =
-            format!("'{}' is larger than {} MiB: it is no Python file", shortened(given), MAX_FILE_BYTES >> 20);
+        let detail = format!(
+            "'{}' is larger than {} MiB, the maximum for a Python file",
+            shortened(given),
+            MAX_FILE_BYTES >> 20
+        );
         return Err(("too_large", detail));
     }
     let Some(text) = path.to_str() else {

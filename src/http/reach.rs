@@ -1,5 +1,5 @@
-//! What keys close: private addresses for outgoing requests, and models outside `--model-root`. Asked at each use, so that
-//! the first key that is created closes them at once.
+//! Access that is closed once keys exist: private addresses for outgoing requests, and models outside `--model-root`. Checked at
+//! each use, so that the first key takes effect immediately.
 
 use std::path::PathBuf;
 
@@ -8,18 +8,18 @@ use super::auth::keys_are_on;
 use super::error::Problem;
 use crate::outgoing::OutgoingPolicy;
 
-/// The private addresses that outgoing requests may reach now, as `--allow-outgoing` lists them.
+/// Returns the private addresses that outgoing requests may reach now, as in `--allow-outgoing`.
 pub(super) async fn allow_outgoing(state: &AppState) -> Result<Vec<String>, Problem> {
     Ok(state.config.outgoing_allowed(keys_are_on(state).await?).to_vec())
 }
 
-/// The rules for addresses of rewards and webhooks, as they are now.
+/// Returns the current rules for addresses of rewards and webhooks.
 pub(super) async fn outgoing(state: &AppState) -> Result<OutgoingPolicy, Problem> {
     let allowed = state.config.outgoing_allowed(keys_are_on(state).await?);
     OutgoingPolicy::parse(allowed).map_err(Problem::internal)
 }
 
-/// The directories that a model must lie under now; None = anywhere.
+/// Returns the directories that models must be in now. None = anywhere.
 pub(super) async fn model_roots(state: &AppState) -> Result<Option<Vec<PathBuf>>, Problem> {
     Ok(state.config.model_roots_allowed(keys_are_on(state).await?).map(<[PathBuf]>::to_vec))
 }

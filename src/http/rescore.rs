@@ -1,6 +1,6 @@
-//! POST /jobs/{id}/rescore: another reward over a job's stored samples, compared with what the job had. Nothing is trained, and
-//! nothing is kept: the answer is the result (for a day under its `Idempotency-Key`, if it has one). Bounded in samples and in
-//! time, and over when the client leaves, unless a key may bring it back.
+//! `POST /jobs/{id}/rescore`: scores a job's stored samples with another reward and compares it with the job's own. Nothing is
+//! trained or stored: the response is the result (cached for a day under its `Idempotency-Key`, if there is one). Samples and time
+//! are limited. The request ends when the client disconnects, unless it has an `Idempotency-Key`.
 
 mod figures;
 mod request;
@@ -39,106 +39,106 @@ use figures::{AdvantageChange, Correlation, GroupAgreement, Spread, leave_one_ou
 use request::{Wanted, invalid, read, rewards_of};
 use stored::{newest_groups, with_columns};
 
-/// Asked at once: what is answered in time is kept.
+/// Number of samples scored together. Chunks that finish in time are kept.
 const CHUNK: usize = 256;
-/// Re-scores at a time; further ones are told to come back.
-pub(super) const PLACES: usize = 4;
-/// For reading the request, and for comparing old and new.
+/// Maximum number of concurrent re-scores. Further requests are refused.
+pub(super) const MAX_CONCURRENT: usize = 4;
+/// Time limit for reading the request, and for comparing old and new values.
 const COMPUTE_WITHIN: Duration = Duration::from_secs(20);
-/// What the last sample of a built-in reward may take once the time is up.
+/// Extra time for the last sample of a built-in reward after the limit.
 const LAST_SAMPLE: Duration = Duration::from_secs(2);
-/// Different errors in one answer.
-const ERRORS: usize = 10;
+/// Maximum number of different errors in a response.
+const MAX_ERRORS: usize = 10;
 
-/// The routes of this module.
 pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new().routes(routes!(rescore_job))
 }
 
-/// Another reward beside the job's own.
+/// A comparison of another reward with the job's own.
 #[derive(Debug, Serialize, ToSchema)]
 struct Rescore {
-    /// The new reward's name.
+    /// The name of the new reward.
     reward: String,
-    /// The job's reward that it stands for; null: it stands for all of them together.
+    /// The job's reward that the new one replaces; null = all of them together.
     replaces: Option<String>,
-    /// Of which samples.
+    /// Phase of the samples.
     phase: SamplePhase,
-    /// The first step among them.
+    /// The first step among the samples.
     from_step: u64,
-    /// The last.
+    /// The last step among the samples.
     to_step: u64,
-    /// How many were looked at: the newest that fit, whole groups.
+    /// Number of samples: the newest ones that match, in whole groups.
     samples: usize,
-    /// All of them were asked about and answered in time.
+    /// Whether the reward scored all samples in time.
     complete: bool,
-    /// Samples without a value: errors, invalid answers, no answer in time.
+    /// Number of samples without a value: errors, invalid answers, no answer in time.
     missing: usize,
-    /// Samples that the new reward does not apply to.
+    /// Number of samples that the new reward does not apply to.
     not_applicable: usize,
-    /// Why values are missing, the commonest first.
+    /// Why values are missing, most frequent first.
     errors: Vec<RescoreError>,
-    /// What limits the comparison.
+    /// Limitations of the comparison.
     warnings: Vec<String>,
-    /// Of asking, ms.
+    /// Time that scoring took, in ms.
     latency_ms: f64,
-    /// The old values of these samples.
+    /// Distribution of the old values.
     old: Spread,
-    /// The new ones.
+    /// Distribution of the new values.
     new: Spread,
-    /// Over all samples that have both.
+    /// Correlation over all samples that have both values.
     correlation: Correlation,
-    /// Leave-one-out within groups, of the weighted sum (clipped as in the job) less beta · kl, before any normalisation.
+    /// Leave-one-out advantages within groups, from the weighted sum (clipped as in the job) minus beta ·
+    /// kl, before any normalization.
     advantages: AdvantageChange,
-    /// Within groups.
+    /// Agreement of both rewards within groups.
     groups: GroupAgreement,
-    /// One a sample, oldest first.
+    /// One result per sample, oldest first.
     results: Vec<RescoredSample>,
 }
 
-/// Why values are missing.
+/// One reason for missing values.
 #[derive(Debug, Serialize, ToSchema)]
 struct RescoreError {
-    /// Stable, snake_case; a service's own code is passed on.
+    /// Stable error code in snake_case. A service's own code is passed on.
     code: String,
-    /// The first one's words.
+    /// Message of the first such error.
     message: String,
-    /// Samples.
+    /// Number of samples with this error.
     count: usize,
 }
 
-/// One sample, old and new.
+/// Old and new values of one sample.
 #[derive(Debug, Serialize, ToSchema)]
 struct RescoredSample {
-    /// Of the sample.
+    /// Optimizer step of the sample.
     step: u64,
-    /// Of the sample.
+    /// Group of the sample.
     group_id: String,
-    /// Of the sample.
+    /// Dataset row of the sample.
     prompt_id: String,
-    /// Which completion of its group among these samples, from 0.
+    /// Index of the completion in its group among these samples, from 0.
     index: usize,
-    /// As stored; null = missing or not applicable.
+    /// The stored value; null = missing or not applicable.
     old: Option<f64>,
-    /// What the new reward says; null = missing or not applicable.
+    /// The new reward's value; null = missing or not applicable.
     new: Option<f64>,
-    /// With the old value.
+    /// Advantage with the old value.
     old_advantage: Option<f64>,
-    /// With the new one.
+    /// Advantage with the new value.
     new_advantage: Option<f64>,
-    /// Why there is no new value.
+    /// Why there is no new value; null otherwise.
     error: Option<SampleError>,
-    /// The service's own words.
+    /// An explanation from the service; null if none.
     reason: Option<String>,
 }
 
-/// Score stored samples with another reward
+/// Re-score stored samples with another reward.
 ///
-/// `reward` is as in a job, and is not stored. Optional: `replaces` (which of the job's rewards it stands for; by default the one of
-/// its name, or the only one, else all of them together), `phase` (`train` or `eval`), `step` or `min_step` and `max_step`,
-/// `limit` (the newest so many samples, whole groups; 1000), `max_wait_s` (60: what is not answered by then is missing, and
-/// `complete` is false). A reward of the job at the same url, the evaluation's own included, lends its secret and headers if
-/// none are given. Services see the phase `probe`; the columns come from the job's dataset.
+/// `reward` has the same form as in a job, and is not stored. Optional: `replaces` (the job's reward that it replaces; default: the
+/// one with the same name, or the only one, else all of them together), `phase` (`train` or `eval`), `step` or `min_step` and
+/// `max_step`, `limit` (maximum number of samples, newest first, in whole groups; 1000), `max_wait_s` (60: samples without an
+/// answer by then are missing, and `complete` is false). If the request has no secret or headers, those of a job's reward with the
+/// same url are used, including the evaluation's rewards. Services see the phase `probe`; the columns come from the job's dataset.
 #[utoipa::path(
     post, path = "/jobs/{id}/rescore", tag = "Jobs", operation_id = "rescore_job", 
     params(("id" = JobId, Path), ("Idempotency-Key" = Option<String>, Header, description = "The same key and body give the same answer for 24 hours")),
@@ -148,9 +148,9 @@ struct RescoredSample {
     })),
     responses(
         (status = 200, description = "The comparison", body = Rescore),
-        (status = 404, description = "No such job, or no stored samples that fit", body = ProblemBody),
+        (status = 404, description = "No such job, or no stored samples that match", body = ProblemBody),
         (status = 422, description = "The reward or the choice of samples is not valid", body = ProblemBody),
-        (status = 429, description = "Four re-scores are under way, or two of this key", body = ProblemBody),
+        (status = 429, description = "The limit of concurrent re-scores is reached: four, or two per key", body = ProblemBody),
         (status = 503, description = "The server is busy or stopping", body = ProblemBody),
     )
 )]
@@ -182,13 +182,13 @@ async fn rescore(state: AppState, caller: Caller, id: JobId, body: Value) -> Res
             Some(build_reward(&plan, &wanted.secrets, &outgoing).map_err(unusable)?)
         }
     };
-    let Some(place) = state.rescores.try_take(&caller.word()) else {
-        let detail = "four re-scores are under way, or two of this key; ask again";
+    let Some(place) = state.rescores.try_acquire(&caller.audit_name()) else {
+        let detail = "the limit of concurrent re-scores is reached (four, or two per key); try again later";
         return Err(Problem::new(Code::TooManyRequests, detail).retry_after(5));
     };
     let stored = newest_groups(&state, &caller, id, &wanted).await?;
     if stored.is_empty() {
-        let detail = "no stored samples of this job fit: see GET /jobs/{id}/samples for what there is";
+        let detail = "no stored samples of this job match: GET /jobs/{id}/samples lists the stored samples";
         return Err(Problem::new(Code::NotFound, detail));
     }
     let mut warnings = Vec::new();
@@ -218,7 +218,7 @@ fn unusable(error: BuildError) -> Problem {
     invalid(vec![FieldError { pointer: "/reward".to_owned(), code: "unusable".to_owned(), detail: error.detail }])
 }
 
-/// A built-in reward's judgements, one a sample, and whether all were graded in time.
+/// Returns a built-in reward's judgments, one per sample, and whether all were graded in time.
 async fn grade(
     state: &AppState,
     caller: &Caller,
@@ -232,7 +232,7 @@ async fn grade(
     };
     let mut judged = match heavy::run(state, caller, wait + LAST_SAMPLE, grading).await {
         Ok(graded) => graded.map_err(unusable)?,
-        // One sample takes longer than all of them may.
+        // A single sample took longer than the limit for all.
         Err(problem) if problem.code() == Code::WorkTimeout => Vec::new(),
         Err(problem) => return Err(problem),
     };
@@ -241,8 +241,8 @@ async fn grade(
     Ok((judged, complete))
 }
 
-/// A reward of the job at the same address has a secret that nobody can read back. Where several are there: the one of the
-/// same name, and of those the one that scored the samples of this phase.
+/// Lends the secret of a job's reward with the same address, which cannot be read back. If there are several: the one with the same
+/// name, then the one that scored the samples of this phase.
 fn lend_secrets(wanted: &mut Wanted, plan: &Plan, mut secrets: BTreeMap<String, RewardSecrets>) {
     let url = |kind: &RewardKind| kind.service().map(|service| service.url.clone());
     let Some(asked) = url(&wanted.plan.kind).filter(|_| wanted.secrets == RewardSecrets::default()) else { return };
@@ -254,20 +254,20 @@ fn lend_secrets(wanted: &mut Wanted, plan: &Plan, mut secrets: BTreeMap<String, 
     let there = plan
         .rewards_by_secret_name()
         .filter(|(name, reward)| url(&reward.kind).as_ref() == Some(&asked) && secrets.contains_key(name));
-    // Of equals the first.
+    // The first of equals wins.
     let lender = there.reduce(|best, next| if preference(next.1) > preference(best.1) { next } else { best });
     if let Some(secret) = lender.and_then(|(name, _)| secrets.remove(&name)) {
         wanted.secrets = secret;
     }
 }
 
-/// As in a job, but nobody waits out an outage here.
+/// The settings of a job, but without waiting for an outage to end.
 fn patient(service: &mut ServicePlan) {
     service.max_tries = service.max_tries.min(3);
     service.max_outage_s = service.max_outage_s.min(10);
 }
 
-/// One judgement a sample, and whether all were asked for in time. Groups stay in one chunk.
+/// Returns one judgment per sample, and whether all were requested in time. Groups are never split between chunks.
 async fn judge(
     reward: &dyn Reward,
     job: &JobContext,
@@ -295,8 +295,10 @@ async fn judge(
         }
     }
     let complete = judged.len() == samples.len();
-    judged
-        .resize(samples.len(), why.unwrap_or_else(|| Judgement::missing("not_asked", "this sample was not asked for")));
+    judged.resize(
+        samples.len(),
+        why.unwrap_or_else(|| Judgement::missing("not_asked", "the reward was not requested for this sample")),
+    );
     (judged, complete)
 }
 
@@ -358,9 +360,9 @@ fn compare(wanted: &Wanted, plan: &Plan, own: &[RewardPlan], stored: &[Sample], 
         }
     }
     errors.sort_by_key(|error| std::cmp::Reverse(error.count));
-    errors.truncate(ERRORS);
+    errors.truncate(MAX_ERRORS);
     let values = |of: fn(&RescoredSample) -> Option<f64>| results.iter().filter_map(of).collect::<Vec<f64>>();
-    let (olds, news) = (values(|result| result.old), values(|result| result.new));
+    let (old_values, new_values) = (values(|result| result.old), values(|result| result.new));
     Rescore {
         reward: wanted.plan.name.clone(),
         replaces: wanted.replaces.clone(),
@@ -374,8 +376,8 @@ fn compare(wanted: &Wanted, plan: &Plan, own: &[RewardPlan], stored: &[Sample], 
         errors,
         warnings: Vec::new(),
         latency_ms: 0.0,
-        old: Spread::of(&olds),
-        new: Spread::of(&news),
+        old: Spread::of(&old_values),
+        new: Spread::of(&new_values),
         correlation: Correlation::of(&groups.concat()),
         advantages: AdvantageChange::of(&advantages),
         groups: GroupAgreement::of(&groups),
@@ -383,7 +385,7 @@ fn compare(wanted: &Wanted, plan: &Plan, own: &[RewardPlan], stored: &[Sample], 
     }
 }
 
-/// The weighted sum with the new value in it; `None` = unscorable (rloo.md).
+/// Returns the weighted sum with the new value; `None` = unscorable (rloo.md).
 fn new_weighted(
     wanted: &Wanted,
     combine: Combine,
@@ -395,7 +397,7 @@ fn new_weighted(
         return new.number().map(|value| value * wanted.plan.weight);
     };
     let stored = |name: &str| sample.rewards.get(name).copied().flatten();
-    // Unscorable though this one had a value: another one was missing, and still is.
+    // The sample was unscorable although this value existed: another value was missing, and still is.
     if combine == Combine::Renormalize && sample.reward.is_none() && stored(replaced).is_some() {
         return None;
     }

@@ -1,4 +1,5 @@
-//! POST /jobs/{id}/retry: a new job of the same plan from one that is over, resuming from its newest checkpoint or anew.
+//! `POST /jobs/{id}/retry`: creates a job with the same plan from a finished one. It resumes from the newest
+//! checkpoint or starts over.
 
 use axum::extract::State;
 use axum::http::{HeaderMap, StatusCode};
@@ -22,37 +23,36 @@ use crate::id::JobId;
 use crate::job::{Action, RetryFrom};
 use crate::store::{CheckpointRow, Continuation, StoreError, clock_ms};
 
-/// The routes of this module.
 pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new().routes(routes!(retry_job))
 }
 
-/// Where the new job begins.
+/// Where the new job starts.
 #[derive(Debug, Default, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct RetryRequest {
-    /// `latest`: at the newest checkpoint of the old job that verifies, with optimizer, schedule and cursor, and with the reward
-    /// answers that the old job had since then. `start`: at step 0. Default: `latest` after a failure of class `infra` or
-    /// `reward`, else `start`.
+    /// `latest`: the newest valid checkpoint of the old job, with optimizer, schedule and cursor, and with the reward answers that
+    /// the old job received after it. `start`: step 0. Default: `latest` after a failure of class `infra`
+    /// or `reward`, else `start`.
     #[serde(default, deserialize_with = "read_from")]
     from: Option<RetryFrom>,
 }
 
-/// By way of a value: JSON of any kind but a string is then a wrong value, and not broken JSON.
+/// Deserializes via a JSON value: a value of the wrong type is then reported as invalid, not as a syntax error.
 fn read_from<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<RetryFrom>, D::Error> {
     let given = Value::deserialize(deserializer)?;
     serde_json::from_value(given).map_err(|_| D::Error::custom("must be \"latest\" or \"start\""))
 }
 
-/// Makes a new job of the same plan and secrets from one that is over.
+/// Retry a finished job: create a new job with the same plan and secrets.
 ///
-/// After a failure of class `infra` or `reward` it resumes: it begins at the newest checkpoint that verifies, takes over the reward
-/// answers since then, and asks for the unanswered samples under its own ids, so that its adapter has the bytes of an undisturbed
-/// run. Without a checkpoint it begins at step 0 and takes over the answers all the same. After other ends it begins anew.
+/// After a failure of class `infra` or `reward` the new job resumes: it starts from the newest valid checkpoint, reuses the reward
+/// answers since then, and requests the missing ones under its own ids. Its adapter is then identical, byte for byte, to that of an
+/// uninterrupted run. Without a checkpoint it starts at step 0 and still reuses the answers. After other ends it starts over.
 #[utoipa::path(post, path = "/jobs/{id}/retry", tag = "Jobs", request_body = Option<RetryRequest>,
     params(("id" = JobId, Path), ("idempotency-key" = Option<String>, Header)), responses(
-    (status = 201, description = "The new job; its `parent` is the old one, its `step` says where it begins", body = JobView, headers(("location" = String))),
-    (status = 404, description = "No such job", body = ProblemBody), (status = 409, description = "It is not over", body = ProblemBody),
+    (status = 201, description = "The new job; its `parent` is the old one, its `step` is where it starts", body = JobView, headers(("location" = String))),
+    (status = 404, description = "No such job", body = ProblemBody), (status = 409, description = "The job has not ended", body = ProblemBody),
     (status = 422, description = "A field is not valid", body = ProblemBody)))]
 async fn retry_job(
     State(state): State<AppState>,
@@ -62,7 +62,7 @@ async fn retry_job(
     OptionalJson(request): OptionalJson<RetryRequest>,
 ) -> Result<Response, Problem> {
     let RetryRequest { from } = request.unwrap_or_default();
-    // Without a wish it is the request that it was before there was one: keys from then stay good.
+    // Without `from` the identity is the same as before the field existed, so that older keys stay valid.
     let identity = match from {
         None => identity(id),
         Some(RetryFrom::Latest) => identity(format_args!("{id} latest")),
@@ -72,7 +72,7 @@ async fn retry_job(
     once(&state, &caller, &headers, "POST /jobs/{id}/retry", &identity, work).await
 }
 
-/// Keeps the files first, then makes the row: what is left of a failure is removed, at the latest at the next start.
+/// Links the files first, then inserts the row. Files left behind by a failure are removed, at the latest at the next start.
 async fn retry(state: AppState, caller: Caller, id: JobId, from: Option<RetryFrom>) -> Result<Answer, Problem> {
     let old = state.store.job_get(id).await?;
     python_rewards::check_plan(&state, &caller, &old.plan()?).await?;
@@ -81,7 +81,7 @@ async fn retry(state: AppState, caller: Caller, id: JobId, from: Option<RetryFro
     }
     let new = JobId::new();
     let made = async {
-        warm_start::keep_of_parent(&state, id, new).await?;
+        warm_start::pin_files_of_parent(&state, id, new).await?;
         match from.unwrap_or_else(|| RetryFrom::after(old.failure.as_ref())) {
             RetryFrom::Start => state.store.job_retry(id, new, clock_ms()).await.map_err(Problem::from),
             RetryFrom::Latest => {
@@ -93,15 +93,15 @@ async fn retry(state: AppState, caller: Caller, id: JobId, from: Option<RetryFro
     let row = match made.await {
         Ok(row) => row,
         Err(problem) => {
-            warm_start::forget(&state, new).await;
+            warm_start::unpin_files(&state, new).await;
             return Err(problem);
         }
     };
     Answer::new(StatusCode::CREATED, Some(format!("/jobs/{}", row.id)), &JobView::of(&state, row).await?)
 }
 
-/// Links the files of the old job's checkpoints into the new one's directory: of the newest one that verifies, which the new
-/// job begins with, and of the older ones, among which may be the best of the run.
+/// Links the files of the old job's checkpoints into the new one's directory: those of the newest valid one, which the new job
+/// starts with, and of the older ones, which may include the best of the run.
 async fn adopt_checkpoints(state: &AppState, parent: JobId, job: JobId) -> Result<Continuation, Problem> {
     let mut continuation = Continuation::default();
     for checkpoint in state.store.checkpoint_list(parent).await? {
@@ -112,7 +112,7 @@ async fn adopt_checkpoints(state: &AppState, parent: JobId, job: JobId) -> Resul
             let verified =
                 blocking(state, move |data| Ok(data.checkpoint_verify(parent, step, attempt, &listed))).await?;
             if let Err(error) = verified {
-                tracing::error!(job = %parent, step, error = chain(&error), "a checkpoint is damaged: a retry begins with an older one");
+                tracing::error!(job = %parent, step, error = chain(&error), "a checkpoint is damaged: the retry starts with an older one");
                 continuation.damaged.push(checkpoint);
                 continue;
             }
@@ -121,7 +121,7 @@ async fn adopt_checkpoints(state: &AppState, parent: JobId, job: JobId) -> Resul
             Ok(()) => continuation.checkpoints.push(checkpoint),
             Err(error) if is_newest => return Err(error.into()),
             Err(error) => {
-                tracing::warn!(job = %parent, step, error = chain(&error), "a retry does without an older checkpoint");
+                tracing::warn!(job = %parent, step, error = chain(&error), "a retry continues without an older checkpoint");
             }
         }
     }

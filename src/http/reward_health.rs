@@ -1,4 +1,4 @@
-//! How the rewards of a job do: for people, and for Prometheus.
+//! Health of a job's rewards, as JSON and as Prometheus metrics.
 
 use axum::extract::State;
 use serde::Serialize;
@@ -17,76 +17,75 @@ use crate::protocol::{BreakerState, FailedTry, RawMessage, RewardHealth, RewardL
 use crate::spec::RewardPlan;
 use crate::store::RewardHealthRow;
 
-/// Rewards that `/metrics` speaks of: those told of last.
+/// Maximum number of rewards in `/metrics`: the most recently updated ones.
 const IN_METRICS: u32 = 200;
 
-/// The routes of this module.
 pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new().routes(routes!(list_rewards))
 }
 
-/// How one reward of a job does.
+/// Health of one reward of a job.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = JobReward)]
 struct View {
-    /// Its name.
+    /// The name of the reward.
     name: String,
-    /// Its type.
+    /// The type of the reward.
     #[serde(rename = "type")]
     kind: String,
-    /// 0 = metric only.
+    /// Weight of the reward; 0 = logged but not trained on.
     weight: f64,
-    /// A missing value makes the sample unscorable, and an outage pauses the job.
+    /// Whether a missing value makes the sample unscorable, and an outage pauses the job.
     required: bool,
-    /// It is one of the evaluation's own rewards.
+    /// Whether this is one of the evaluation's own rewards.
     evaluation: bool,
-    /// When the worker told last; null before the first time.
+    /// When the worker last reported; null before the first report.
     updated_at: Option<Time>,
-    /// The attempt that told last; 0 before the first time.
+    /// Attempt of the last report; 0 before the first report.
     attempt: u64,
-    /// Of the samples, how many got no value; null before the first.
+    /// Fraction of samples without a value; null before the first sample.
     missing_fraction: Option<f64>,
-    /// Tries that brought nothing usable, in all.
+    /// Total number of failed requests.
     failed: u64,
-    /// Counts since the job's first attempt.
+    /// Counters since the job's first attempt.
     #[serde(flatten)]
     health: HealthView,
 }
 
-/// As in the worker's report, with times for people.
+/// The worker's report, with times as RFC 3339.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = RewardCounts)]
 struct HealthView {
-    /// Samples it was asked about, cached ones included.
+    /// Samples that the reward was requested for, including cached ones.
     samples: u64,
-    /// Samples that got no value.
+    /// Samples without a value.
     missing: u64,
-    /// Samples that it does not apply to.
+    /// Samples that the reward does not apply to.
     not_applicable: u64,
-    /// Samples whose value was known (`cache: true`): nobody was asked.
+    /// Samples whose value came from the cache (`cache: true`), without a request.
     cached: u64,
-    /// Tries over HTTP.
+    /// HTTP requests, including retries.
     requests: u64,
-    /// Tries that repeat one that brought nothing usable.
+    /// Requests that repeat a failed one.
     retries: u64,
-    /// Requests whose answer stood in the journal of a former attempt.
+    /// Requests that were answered from the journal of an earlier attempt.
     replayed: u64,
-    /// Tries that brought an answer; for rewards computed by the worker, rollouts scored.
+    /// Requests with an answer; for rewards computed by the worker, scored rollouts.
     answers: u64,
-    /// Of the last 512 answers; null before the first.
+    /// Latency of the last 512 answers; null before the first one.
     latency_ms: Option<RewardLatency>,
-    /// Tries and samples that went wrong, by class: `timeout`, `connect`, `connection`, `rate_limited`, `busy`,
-    /// `server_error`, `rejected`, `redirect`, `too_large`, `gone`, `address_refused`, `invalid_answer`, `sample`.
+    /// Failed requests and samples by class: `timeout`, `connect`, `connection`, `rate_limited`, `busy`, `server_error`,
+    /// `rejected`, `redirect`, `too_large`, `gone`, `address_refused`, `invalid_answer`, `sample`.
     errors: std::collections::BTreeMap<String, u64>,
-    /// At least 3 of the last 20 tries brought nothing usable, and no 5 in a row were well since.
+    /// True from 3 failures in the last 20 requests until 5 consecutive requests succeed.
     degraded: bool,
-    /// Null for rewards computed by the worker.
+    /// The circuit breaker; null for rewards computed by the worker.
     breaker: Option<BreakerView>,
-    /// Requests at once; null for rewards computed by the worker.
+    /// Concurrent requests; null for rewards computed by the worker.
     concurrency: Option<crate::protocol::ConcurrencyReport>,
-    /// The last tries that went wrong, latest first, at most 5.
+    /// The last failed requests, latest first, at most 5.
     failures: Vec<FailureView>,
-    /// The answer that took longest.
+    /// The slowest answer; null before the first one.
     slowest: Option<SlowestView>,
 }
 
@@ -94,53 +93,53 @@ struct HealthView {
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = RewardBreaker)]
 struct BreakerView {
-    /// Whether requests are let through.
+    /// Whether requests are allowed.
     state: BreakerState,
-    /// How often it opened.
+    /// Number of times that the breaker opened.
     opened: u64,
-    /// Failures since the last answer.
+    /// Consecutive failures since the last answer.
     failures_in_a_row: u32,
-    /// When the next request may go; null while it is closed.
+    /// When the next request may be sent; null while the breaker is closed.
     retry_at: Option<Time>,
 }
 
-/// A try that went wrong. Secrets are redacted, long texts are cut.
+/// A failed request. Secrets are redacted, long texts are truncated.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = RewardTryFailed)]
 struct FailureView {
-    /// When.
+    /// When the request failed.
     time: Time,
-    /// As in `errors`.
+    /// Failure class, as in `errors`.
     class: String,
-    /// What happened, in words.
+    /// Description of the failure.
     message: String,
-    /// From the first byte sent to the end, ms.
+    /// Time from the first byte sent to the failure, in ms.
     latency_ms: f64,
-    /// The optimizer step the samples are for.
+    /// Optimizer step of the samples.
     step: u64,
-    /// Which samples, as `prompt_id/sample_id`, at most 64 of them.
+    /// The samples as `prompt_id/sample_id`, at most 64 of them.
     samples: Vec<String>,
-    /// As sent.
+    /// The request as sent.
     request: RawMessage,
-    /// As received; null when nothing came.
+    /// The response as received; null if there was none.
     response: Option<RawMessage>,
 }
 
-/// The answer that took longest.
+/// The slowest answer of a reward.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = RewardTrySlowest)]
 struct SlowestView {
-    /// When.
+    /// When the answer arrived.
     time: Time,
-    /// From the first byte sent to the last received, ms.
+    /// Time from the first byte sent to the last byte received, in ms.
     latency_ms: f64,
-    /// The optimizer step the samples are for.
+    /// Optimizer step of the samples.
     step: u64,
-    /// Which samples, as `prompt_id/sample_id`, at most 64 of them.
+    /// The samples as `prompt_id/sample_id`, at most 64 of them.
     samples: Vec<String>,
-    /// As sent.
+    /// The request as sent.
     request: RawMessage,
-    /// As received.
+    /// The response as received.
     response: Option<RawMessage>,
 }
 
@@ -226,21 +225,21 @@ fn missing_fraction(health: &RewardHealth) -> Option<f64> {
     (health.samples > 0).then(|| health.missing as f64 / health.samples as f64)
 }
 
-/// Samples have errors of their own.
+/// Counts failed requests: all errors except those of single samples.
 fn failed(health: &RewardHealth) -> u64 {
     health.errors.iter().filter(|(class, _)| *class != "sample").map(|(_, number)| number).sum()
 }
 
-/// How the rewards of a job do
+/// Get the health of a job's rewards.
 ///
 /// Latency, errors, retries, missing values, the circuit breaker; the last failed requests with their answers (credentials are
-/// redacted), and the slowest. Updated every other second while the job runs, and kept when it is over. The job's own rewards
-/// come first, then the evaluation's.
+/// redacted), and the slowest. Updated every other second while the job runs, and kept after its end. The job's own rewards come
+/// first, then the evaluation's.
 #[utoipa::path(
     get, path = "/jobs/{id}/rewards", tag = "Rewards", operation_id = "list_job_rewards",
     params(("id" = JobId, Path, description = "The job")),
     responses(
-        (status = 200, description = "All its rewards", body = List<View>),
+        (status = 200, description = "All rewards of the job", body = List<View>),
         (status = 404, description = "There is no such job", body = ProblemBody, content_type = "application/problem+json"),
     )
 )]
@@ -257,33 +256,29 @@ async fn list_rewards(State(state): State<AppState>, Path(id): Path<JobId>) -> R
     Ok(Json(List { data, next: None }))
 }
 
-/// One family of measurements: name, kind, help, and its value of a reward.
+/// A metric family: name, type, help, and its value for a reward.
 type Family = (&'static str, &'static str, &'static str, fn(&RewardHealth) -> Option<f64>);
 
 const FAMILIES: [Family; 9] = [
-    ("requests_total", "counter", "Tries over HTTP.", |health| Some(health.requests as f64)),
-    ("retries_total", "counter", "Tries that repeat one that brought nothing usable.", |health| {
-        Some(health.retries as f64)
-    }),
-    ("samples_total", "counter", "Samples it was asked about.", |health| Some(health.samples as f64)),
-    ("missing_total", "counter", "Samples that got no value.", |health| Some(health.missing as f64)),
-    ("cached_total", "counter", "Samples whose value was known.", |health| Some(health.cached as f64)),
-    ("missing_fraction", "gauge", "Of the samples, how many got no value.", missing_fraction),
-    ("degraded", "gauge", "1 while too many tries bring nothing usable.", |health| {
-        Some(f64::from(u8::from(health.degraded)))
-    }),
-    ("breaker_opened_total", "counter", "How often its circuit breaker opened.", |health| {
+    ("requests_total", "counter", "HTTP requests, including retries.", |health| Some(health.requests as f64)),
+    ("retries_total", "counter", "Requests that repeat a failed one.", |health| Some(health.retries as f64)),
+    ("samples_total", "counter", "Samples that the reward was requested for.", |health| Some(health.samples as f64)),
+    ("missing_total", "counter", "Samples without a value.", |health| Some(health.missing as f64)),
+    ("cached_total", "counter", "Samples whose value came from the cache.", |health| Some(health.cached as f64)),
+    ("missing_fraction", "gauge", "Fraction of samples without a value.", missing_fraction),
+    ("degraded", "gauge", "1 while too many requests fail.", |health| Some(f64::from(u8::from(health.degraded)))),
+    ("breaker_opened_total", "counter", "Number of times that the circuit breaker opened.", |health| {
         Some(health.breaker.as_ref()?.opened as f64)
     }),
-    ("concurrency_limit", "gauge", "Requests at once, at present.", |health| {
+    ("concurrency_limit", "gauge", "Current limit of concurrent requests.", |health| {
         Some(f64::from(health.concurrency.as_ref()?.limit))
     }),
 ];
 
-/// For `/metrics`: the rewards told of last, of the jobs that the caller sees.
+/// Writes the metrics of the most recently updated rewards, for the jobs that the caller sees.
 pub(super) async fn write_metrics(state: &AppState, caller: &Caller, text: &mut String) -> Result<(), Problem> {
     let rows = state.store.reward_health_latest(caller.sees(), IN_METRICS).await?;
-    // Ids and names of rewards have no character that a label would have to escape.
+    // Ids and reward names contain no character that a label would have to escape.
     let labels = |row: &RewardHealthRow| {
         let of = if row.report.evaluation { "eval" } else { "train" };
         format!("job=\"{}\",reward=\"{}\",rewards_of=\"{of}\"", row.job, row.report.name)
@@ -297,13 +292,13 @@ pub(super) async fn write_metrics(state: &AppState, caller: &Caller, text: &mut 
             }
         }
     }
-    family(text, "rlood_reward_errors_total", "counter", "Tries and samples that went wrong, by class.");
+    family(text, "rlood_reward_errors_total", "counter", "Failed requests and samples, by class.");
     for (labels, health) in &rows {
         for (class, number) in &health.errors {
             line(text, &format!("rlood_reward_errors_total{{{labels},class=\"{class}\"}}"), number);
         }
     }
-    family(text, "rlood_reward_breaker_state", "gauge", "1 for the state its circuit breaker is in.");
+    family(text, "rlood_reward_breaker_state", "gauge", "1 for the current state of the circuit breaker.");
     for (labels, health) in &rows {
         let Some(breaker) = &health.breaker else { continue };
         for state in BreakerState::ALL {
@@ -311,7 +306,12 @@ pub(super) async fn write_metrics(state: &AppState, caller: &Caller, text: &mut 
             line(text, &name, u8::from(breaker.state == state));
         }
     }
-    family(text, "rlood_reward_latency_seconds", "summary", "From a request to its answer; quantiles of the last 512.");
+    family(
+        text,
+        "rlood_reward_latency_seconds",
+        "summary",
+        "Time from a request to its answer; quantiles of the last 512.",
+    );
     for (labels, health) in &rows {
         if let Some(RewardLatency { p50, p95, max: _ }) = health.latency_ms {
             for (quantile, ms) in [("0.5", p50), ("0.95", p95)] {

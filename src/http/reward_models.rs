@@ -1,4 +1,4 @@
-//! The registered models that a job's rewards of type `reward_model` name: looked up, read, checked against the rewards.
+//! The models of a job's `reward_model` rewards: looked up, read, checked against the rewards.
 
 use std::collections::BTreeMap;
 use std::path::Path as FilePath;
@@ -11,14 +11,14 @@ use crate::modelcard::{Backbone, ClassifierCard};
 use crate::spec::{FieldError, JobSpec, RewardKind, RewardModelFacts, RewardModelPlan, RewardTextFormat};
 use crate::store::{ModelRow, StoreError};
 
-/// A reward, where it stands in the job, and the model it names.
+/// A reward, its place in the job, and its model.
 pub(super) struct Named {
     at: String,
     plan: RewardModelPlan,
     row: ModelRow,
 }
 
-/// The rows of all models that rewards name.
+/// Returns the rows of all models that rewards name.
 pub(super) async fn find(
     state: &AppState,
     caller: &Caller,
@@ -41,7 +41,7 @@ pub(super) async fn find(
     let mut found = Vec::with_capacity(wanted.len());
     for (at, plan) in wanted {
         if plan.model.is_empty() {
-            continue; // Reported by the reader.
+            continue; // The parser of the job reports it.
         }
         match state.store.model_get(&plan.model).await {
             Ok(row) if caller.may_use_model(&row.owner) && row.state != "ready" => {
@@ -57,7 +57,7 @@ pub(super) async fn find(
             Ok(row) if caller.may_use_model(&row.owner) => found.push(Named { at, plan, row }),
             Ok(_) | Err(StoreError::NotFound { .. }) => {
                 let detail = format!(
-                    "no model '{}' is registered: register the reward model with POST /models \
+                    "the model '{}' is not registered: register the reward model with POST /models \
                      {{\"id\": \"org/name\", \"source\": \"/path/to/directory\"}}",
                     shortened(&plan.model)
                 );
@@ -69,7 +69,7 @@ pub(super) async fn find(
     Ok(found)
 }
 
-/// Reads their cards. Blocking.
+/// Reads the models' cards. Blocking.
 pub(super) fn inspect(named: Vec<Named>, errors: &mut Vec<FieldError>) -> BTreeMap<String, RewardModelFacts> {
     let mut facts = BTreeMap::new();
     for Named { at, plan, row } in named {
@@ -81,7 +81,7 @@ pub(super) fn inspect(named: Vec<Named>, errors: &mut Vec<FieldError>) -> BTreeM
     facts
 }
 
-/// What a plan depends on; or the field at fault, a code, and what to do.
+/// Returns the facts that a plan depends on, or the invalid field, an error code, and what to do.
 fn inspect_one(
     plan: &RewardModelPlan,
     row: &ModelRow,
@@ -99,7 +99,7 @@ fn inspect_one(
     }
     card.label_index(plan.label.as_deref()).map_err(|detail| ("label", "invalid_value", detail))?;
     if let Some(max) = plan.max_length.filter(|max| *max as usize > card.max_tokens) {
-        let detail = format!("model '{id}' reads at most {} tokens, not {max}", card.max_tokens);
+        let detail = format!("model '{id}' supports at most {} tokens, not {max}", card.max_tokens);
         return Err(("max_length", "out_of_range", detail));
     }
     if plan.format == RewardTextFormat::Chat && card.chat_template.is_none() {

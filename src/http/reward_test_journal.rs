@@ -1,4 +1,4 @@
-//! The journal of `POST /rewards/test`: it remembers nothing, but lets a service answer later.
+//! The journal of `POST /rewards/test`. It stores nothing, but allows a service to answer later.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -12,7 +12,7 @@ use crate::protocol::JournalEntry;
 use crate::reward::journal::{Journal, JournalClosed, JournaledRequest};
 use crate::store::{Store, StoreError, clock_ms};
 
-/// Of one test; the requests it made known are forgotten with it.
+/// The journal of one test. Dropping it removes the requests that it registered.
 pub(super) struct TestJournal {
     store: Store,
     terms: CallbackTerms,
@@ -59,7 +59,7 @@ impl Journal for TestJournal {
 }
 
 fn unrecorded(error: StoreError) -> JournalClosed {
-    tracing::error!(error = chain(&error), "a test of a reward cannot be noted");
+    tracing::error!(error = chain(&error), "could not register a request of a reward test");
     JournalClosed
 }
 
@@ -70,7 +70,7 @@ impl Drop for TestJournal {
         let store = self.store.clone();
         runtime.spawn(async move {
             for id in opened {
-                // Housekeeping forgets what cannot be forgotten now.
+                // Retention removes entries that cannot be removed now.
                 let _ = store.callback_forget(&id).await;
             }
         });

@@ -1,4 +1,4 @@
-//! The reward test endpoint: try a reward before a job depends on it.
+//! The reward test endpoint: tests a reward before a job depends on it.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -32,64 +32,63 @@ use crate::reward::{BuildError, JobContext, Judged, Judgement, Reward, RewardFai
 use crate::sample::{RewardSample, RewardValue, RolloutId};
 use crate::spec::{FieldError, OnInvalid, RewardKind, RewardPlan, RewardSecrets, ServicePlan, read_single_reward};
 
-/// Longest wait for a service in a test, ms: for each try, and for an answer that comes later.
+/// Maximum timeout of a test in ms, both per attempt and for an answer that comes later.
 const MAX_TIMEOUT_MS: u64 = 30_000;
 
-/// For reading a reward and its samples.
+/// Time limit for reading a reward and its samples.
 const READ_WITHIN: Duration = Duration::from_secs(20);
-/// For built-in rewards: samples that are not graded by then have no value.
+/// Time limit for built-in rewards. Samples that are not graded by then have no value.
 const GRADE_WITHIN: Duration = Duration::from_secs(20);
-/// What the last sample may take after that.
+/// Extra time for the last sample after the limit.
 const LAST_SAMPLE: Duration = Duration::from_secs(5);
 
-/// The routes of this module.
 pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new().routes(routes!(test_reward))
 }
 
-/// What a reward made of the samples.
+/// The result of a reward test.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = RewardTest)]
 struct Report {
-    /// Every sample got a number, or the reward does not apply to it.
+    /// Whether every sample has a value or is not applicable.
     ok: bool,
-    /// One a sample, in order.
+    /// One result per sample, in order.
     results: Vec<TestResult>,
-    /// Of all scoring, ms.
+    /// Total time of scoring, in ms.
     latency_ms: f64,
     /// The answer to `reward.ping`; null for built-in rewards.
     ping: Option<Ping>,
-    /// What went over the wire, the ping first; values of the reward's headers are redacted. Empty for built-in rewards.
+    /// The HTTP requests and responses, the ping first. Values of the reward's headers are redacted. Empty for built-in rewards.
     exchanges: Vec<Exchange>,
-    /// What works, but should not stay as it is.
+    /// Problems that do not prevent use but should be fixed.
     warnings: Vec<String>,
 }
 
-/// One sample's result.
+/// The result of one sample.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = RewardTestResult)]
 struct TestResult {
-    /// As sent to the service.
+    /// Id of the sample, as sent to the service.
     sample_id: String,
-    /// The value; null when there is none.
+    /// The value; null if there is none.
     reward: Option<f64>,
-    /// The reward does not apply to this sample (null without an error).
+    /// Whether the reward does not apply to this sample (null without an error).
     not_applicable: bool,
-    /// Why there is no value.
+    /// Why there is no value; null otherwise.
     error: Option<SampleError>,
-    /// The service's own words.
+    /// An explanation from the service; null if none.
     reason: Option<String>,
-    /// The service's own figures.
+    /// Additional figures from the service.
     #[schema(value_type = Object)]
     metrics: Map<String, Value>,
 }
 
-/// Try a reward
+/// Test a reward on samples.
 ///
-/// Asks once, without retries: what the service answers is what you see. `reward` is as in a job. A sample is
-/// `{prompt, completion, columns}`; other fields of a sample count as columns too. A service that answers later (202) is waited
-/// for, up to 30 s; a job waits as long as `deadline_ms`. Built-in rewards compute for up to 20 s: a sample that is not reached by
-/// then has the error `not_in_time`.
+/// Sends one request without retries, so the response shows exactly what the service answers. `reward` has the same form as in a
+/// job. A sample is `{prompt, completion, columns}`; other fields of a sample count as columns too. If a service answers later
+/// (202), the test waits up to 30 s; a job waits until `deadline_ms`. Built-in rewards compute for up to 20 s: a sample that is not
+/// reached by then has the error `not_in_time`.
 #[utoipa::path(
     post, path = "/rewards/test", tag = "Rewards", operation_id = "test_reward",
     request_body(content = Object, example = json!({
@@ -97,9 +96,9 @@ struct TestResult {
         "samples": [{"prompt": "What is 2 + 2?", "completion": "4", "columns": {"answer": "4"}}]
     })),
     responses(
-        (status = 200, description = "What the reward said, also when it said nothing usable", body = Report),
+        (status = 200, description = "The result, also if the reward returned no valid value", body = Report),
         (status = 422, description = "The reward or the samples are not valid", body = ProblemBody, content_type = "application/problem+json"),
-        (status = 429, description = "Too many requests of this key wait for heavy work", body = ProblemBody, content_type = "application/problem+json"),
+        (status = 429, description = "Too many requests of this key wait for expensive work", body = ProblemBody, content_type = "application/problem+json"),
         (status = 503, description = "The server is busy or stopping", body = ProblemBody, content_type = "application/problem+json"),
         (status = 504, description = "A single sample takes too much work", body = ProblemBody, content_type = "application/problem+json"),
     )
@@ -120,7 +119,7 @@ async fn test_reward(
     }
     let outgoing = reach::outgoing(&state).await?;
     let journal: Arc<dyn Journal> = Arc::new(TestJournal::new(&state).await?);
-    let slot = heavy::slot(&state, &state.asked, &caller).await?;
+    let slot = heavy::slot(&state, &state.service_tests, &caller).await?;
     let trying = async move { try_reward(&plan, &secrets, &outgoing, &samples, Some(journal)).await };
     heavy::drive(&state, slot, trying).await?.map(Json).map_err(unusable)
 }
@@ -129,12 +128,12 @@ fn unusable(error: BuildError) -> Problem {
     Problem::new(Code::InvalidBody, error.to_string()).item("/reward", "unusable", error.detail)
 }
 
-/// Computed in this process.
+/// Whether a reward is computed in this process.
 pub(super) fn is_built_in(kind: &RewardKind) -> bool {
     kind.service().is_none() && !matches!(kind, RewardKind::RewardModel(_))
 }
 
-/// Tries a built-in reward on this thread.
+/// Tests a built-in reward on this thread.
 fn grade(plan: &RewardPlan, samples: &[RewardSample], stop: &AtomicBool) -> Result<Report, BuildError> {
     let builtin = Builtin::of_plan(plan)?;
     let start = Instant::now();
@@ -148,7 +147,7 @@ fn grade(plan: &RewardPlan, samples: &[RewardSample], stop: &AtomicBool) -> Resu
 
 type Test = (RewardPlan, RewardSecrets, Vec<RewardSample>);
 
-/// Reads the request; all errors at once.
+/// Parses the request and reports all errors together.
 fn read_test(body: &Value) -> Result<Test, Problem> {
     let mut errors = Vec::new();
     let mut refuse = |found: Vec<FieldError>| {
@@ -158,7 +157,7 @@ fn read_test(body: &Value) -> Result<Test, Problem> {
     let samples = read_samples(body.get("samples")).map_err(&mut refuse);
     if let Some(object) = body.as_object() {
         for name in object.keys().filter(|name| !matches!(name.as_str(), "reward" | "samples")) {
-            errors.push(item(format!("/{name}"), "unknown_field", "known here: reward, samples"));
+            errors.push(item(format!("/{name}"), "unknown_field", "unknown field; known fields: reward, samples"));
         }
     }
     let (Ok((plan, secrets)), Ok(samples), true) = (reward, samples, errors.is_empty()) else {
@@ -167,7 +166,7 @@ fn read_test(body: &Value) -> Result<Test, Problem> {
     Ok((plan, secrets, samples))
 }
 
-/// Tries a reward that is a service, or a model that runs elsewhere.
+/// Tests a reward that is a service, or a model that runs elsewhere.
 async fn try_reward(
     plan: &RewardPlan,
     secrets: &RewardSecrets,
@@ -182,7 +181,7 @@ async fn try_reward(
     if plan.kind.service().is_some() {
         if matches!(plan.kind, RewardKind::Webhook(_)) && secrets.secret.is_none() {
             warnings
-                .push("without 'secret' requests are not signed: the service cannot know who sends them".to_owned());
+                .push("without 'secret' requests are not signed: the service cannot verify who sends them".to_owned());
         }
         let patient = RewardPlan { kind: plan.kind.with_service(once), ..plan.clone() };
         let asked = Asked::of(&patient, secrets, outgoing, journal)?;
@@ -209,7 +208,7 @@ async fn try_reward(
             let detail = "it is computed in this process".to_owned();
             return Err(BuildError { reward: plan.name.clone(), detail });
         };
-        // Says where to try it instead.
+        // The error says where to test the reward instead.
         let local = Local::new(&plan.name, model, None)?;
         start = Instant::now();
         judged = local.judge(&job, samples).await;
@@ -219,7 +218,7 @@ async fn try_reward(
         && most < service.max_batch_samples
     {
         warnings.push(format!(
-            "the service takes {most} samples in one request, less than max_batch_samples ({}): set it to {most}",
+            "the service accepts {most} samples in one request, less than max_batch_samples ({}): set it to {most}",
             service.max_batch_samples
         ));
     }
@@ -233,7 +232,7 @@ async fn try_reward(
     Ok(report_of(samples, Tried { judged, start, ping, exchanges, warnings }))
 }
 
-/// A service, or the process of a Python function that lasts for one test.
+/// A service, or the process of a Python function that runs for one test.
 enum Asked {
     Service(Box<Webhook>),
     Python(Box<PythonFunction>),
@@ -273,12 +272,12 @@ impl Asked {
     }
 }
 
-/// A failure's words without the name of the reward, which is told beside them.
+/// Removes the name of the reward from a failure's message, because it is shown next to it.
 fn without_name(detail: &str, name: &str) -> String {
     detail.strip_prefix(&format!("reward '{name}': ")).unwrap_or(detail).to_owned()
 }
 
-/// What a try brought.
+/// The outcome of a reward test.
 struct Tried {
     judged: Judged,
     start: Instant,
@@ -292,18 +291,19 @@ fn report_of(samples: &[RewardSample], tried: Tried) -> Report {
     let latency_ms = (start.elapsed().as_secs_f64() * 1e6).round() / 1e3;
     let counts = judged.counts;
     if counts.unknown_ids > 0 {
-        warnings.push(format!("{} results are for sample ids that were not asked for", counts.unknown_ids));
+        warnings.push(format!("{} results are for unknown sample ids", counts.unknown_ids));
     }
     if counts.duplicate_ids > 0 {
-        warnings.push(format!("{} results are for samples that had one already; the first wins", counts.duplicate_ids));
+        warnings
+            .push(format!("{} results are for samples that already have one; the first counts", counts.duplicate_ids));
     }
     let results: Vec<TestResult> = samples.iter().zip(judged.judgements).map(test_result).collect();
     let ok = results.iter().all(|result| result.error.is_none());
     Report { ok, results, latency_ms, ping, exchanges, warnings }
 }
 
-/// What a job checks of its dataset: the columns that a built-in reward names. A row without one does not fail, it is only
-/// not applicable, so a mistyped name would go unseen.
+/// Checks the samples for the columns that a built-in reward names, as a job checks its dataset. A row without the column is only
+/// not applicable, so a mistyped name would go unnoticed.
 fn columns_missing(plan: &RewardPlan, samples: &[RewardSample]) -> Vec<String> {
     let missing = |(field, column): (String, &str)| {
         let sample = samples.iter().find(|sample| !sample.columns.contains_key(column))?;
@@ -317,7 +317,7 @@ fn columns_missing(plan: &RewardPlan, samples: &[RewardSample]) -> Vec<String> {
     plan.kind.columns().into_iter().filter_map(missing).collect()
 }
 
-/// The plan of a test: one try, whatever comes of it.
+/// Limits the plan of a test to one attempt, whatever the result.
 fn once(service: &mut ServicePlan) {
     service.max_tries = 1;
     service.max_invalid_tries = 0;

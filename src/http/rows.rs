@@ -1,4 +1,4 @@
-//! Rows as they arrive: checked, made canonical, written to a staged file.
+//! Receives rows: checks them, converts them to canonical form, and writes them to a staged file.
 
 use std::time::{Duration, Instant};
 
@@ -12,15 +12,15 @@ use crate::dataset::{Format, Reader, Rejected, RowError, Summary};
 use crate::files::StagedDone;
 use crate::storage::StorageKind;
 
-/// The largest dataset a server accepts when nothing else is set, in bytes, before and after it is made canonical.
+/// Default maximum size of a dataset, in bytes, both as received and in canonical form.
 pub const DEFAULT_LIMIT_BYTES: u64 = 1 << 30;
-/// Canonical bytes held before they are written to the file.
+/// Size of the write buffer for canonical rows, in bytes.
 pub(super) const WRITE_BYTES: usize = 256 * 1024;
-/// For a whole dataset to arrive. Pauses end an upload much earlier.
+/// Time limit for a whole dataset to arrive. A stalled upload ends much earlier.
 pub(super) const UPLOAD_DEADLINE: Duration = Duration::from_secs(3600);
 
-/// Reads rows as they arrive, checks them, and writes the canonical ones to a staged file. Memory: one row and one piece.
-/// Nothing is read while the disk is nearly full.
+/// Reads rows as they arrive, checks them, and writes them in canonical form to a staged file. Holds one row and one piece in
+/// memory. Reading stops while the disk is nearly full.
 pub(super) async fn read_rows<E>(
     state: &AppState,
     format: Format,
@@ -58,10 +58,10 @@ pub(super) async fn read_rows<E>(
 }
 
 pub(super) fn too_large(limit: u64) -> Problem {
-    Problem::new(Code::BodyTooLarge, format!("a dataset may have at most {limit} bytes; split it"))
+    Problem::new(Code::BodyTooLarge, format!("a dataset must be at most {limit} bytes; split it"))
 }
 
-/// Endless uploads must not take the space that jobs and the database need.
+/// Refuses uploads while the disk is nearly full, to protect the space that jobs and the database need.
 pub(super) fn check_disk(state: &AppState) -> Result<(), Problem> {
     if state.files.free_bytes()? < state.config.edge.disk_reserve_bytes {
         return Err(Problem::new(
@@ -80,9 +80,9 @@ pub(super) fn rejected(Rejected { errors, num_errors }: Rejected) -> Problem {
     let detail = match num_errors {
         0 | 1 => first,
         _ if num_errors > errors.len() as u64 => {
-            format!("{num_errors} bad rows, of which the first {} are listed; {first}", errors.len())
+            format!("{num_errors} invalid rows, the first {} are listed; {first}", errors.len())
         }
-        _ => format!("{num_errors} bad rows; {first}"),
+        _ => format!("{num_errors} invalid rows; {first}"),
     };
     Problem::new(Code::InvalidDataset, detail).items(row_errors(errors))
 }

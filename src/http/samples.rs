@@ -23,15 +23,14 @@ use crate::event::{FinishReason, Sample, SamplePhase};
 use crate::id::JobId;
 use crate::store::{self, SampleQuery, SamplesRemoved};
 
-/// Rows that a download reads at once: what it holds in memory.
+/// Number of rows that a download reads at a time and holds in memory.
 const DOWNLOAD_ROWS: u32 = 500;
 
-/// Searches at a time: as many as the store has connections for them.
+/// Maximum number of concurrent searches: the number of database connections reserved for them.
 pub(super) const SEARCHES: usize = 2;
-/// What one page of a search takes at most. It then has what was found so far.
+/// Time limit for one page of a search. The page then contains the results found so far.
 const SEARCH_WITHIN: Duration = Duration::from_secs(5);
 
-/// The routes of this module.
 pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new().routes(routes!(list_samples))
 }
@@ -40,70 +39,70 @@ pub fn routes() -> OpenApiRouter<AppState> {
 #[derive(Debug, Clone, Copy, Default, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 enum SampleSort {
-    /// Latest first.
+    /// The latest sample comes first.
     #[default]
     Recent,
-    /// Highest reward first; unscorable ones last.
+    /// Highest reward first; unscorable samples last.
     Best,
-    /// Lowest reward first; unscorable ones last.
+    /// Lowest reward first; unscorable samples last.
     Worst,
 }
 
-/// The form of the answer.
+/// The format of the response.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 enum Form {
-    /// A page: `{data, next}`.
+    /// A page as a JSON object `{data, next}`.
     #[default]
     Json,
-    /// Every sample that fits the query, one object a line, exactly as stored.
+    /// Every matching sample, one JSON object per line, exactly as stored.
     Ndjson,
-    /// Every sample that fits the query, a line each, for spreadsheets: a text that a spreadsheet would take for a formula (it
-    /// begins with `=`, `+`, `-`, `@`, a tab or a carriage return) gets an apostrophe before it.
+    /// Every matching sample as a CSV line, for spreadsheets: a text that a spreadsheet would interpret as a formula (it begins
+    /// with `=`, `+`, `-`, `@`, a tab or a carriage return) gets an apostrophe in front.
     Csv,
 }
 
-/// Which samples, in which order, in which form.
+/// Selects samples, their order and the format.
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 struct SamplesQuery {
-    /// Of this optimizer step; 0 = before the start.
+    /// Only samples of this optimizer step; 0 = before training.
     #[serde(default, deserialize_with = "count")]
     step: Option<u64>,
-    /// From this step.
+    /// Only samples from this step on, inclusive.
     #[serde(default, deserialize_with = "count")]
     min_step: Option<u64>,
-    /// To this step.
+    /// Only samples up to this step, inclusive.
     #[serde(default, deserialize_with = "count")]
     max_step: Option<u64>,
-    /// Training or evaluation.
+    /// Only training or only evaluation samples.
     #[param(inline)]
     phase: Option<SamplePhase>,
-    /// Of this dataset row: `row_N`, N counted from 0.
+    /// Only samples of this dataset row: `row_N`, N counted from 0.
     prompt_id: Option<String>,
-    /// Of this group.
+    /// Only samples of this group.
     group_id: Option<String>,
-    /// Why the completion ended.
+    /// Only completions that ended for this reason.
     #[param(inline)]
     finish_reason: Option<FinishReason>,
-    /// At least this reward; unscorable samples are left out.
+    /// Minimum reward; unscorable samples are left out.
     min_reward: Option<f64>,
-    /// At most this reward; unscorable samples are left out.
+    /// Maximum reward; unscorable samples are left out.
     max_reward: Option<f64>,
-    /// The order.
+    /// The order of the samples.
     #[serde(default)]
     #[param(inline)]
     sort: SampleSort,
-    /// Prompt or completion contains this text, whatever the case.
+    /// Only samples whose prompt or completion contains this text, ignoring case.
     q: Option<String>,
-    /// The form of the answer; ndjson and csv are whole downloads.
+    /// The format of the response; ndjson and csv are complete downloads.
     #[serde(default)]
     #[param(inline)]
     format: Form,
-    /// The cursor `next` of the page before.
+    /// The cursor `next` of the previous page.
     after: Option<String>,
-    /// Items on a page, 1 to 100. Of a download: its most rows; without it all.
+    /// Items per page, 1 to 100. For a download: maximum number of rows; default: all.
     #[serde(default, deserialize_with = "count")]
     #[param(minimum = 1, default = 20)]
     limit: Option<u64>,
@@ -112,28 +111,28 @@ struct SamplesQuery {
 /// A page of samples.
 #[derive(Debug, Serialize, ToSchema)]
 struct SamplePage {
-    /// The samples.
+    /// The samples of this page.
     data: Vec<Sample>,
-    /// What to send as `after` for the next page; null on the last one. A page of a search ends after 5 s with what was found by
-    /// then, be it nothing: with a `next` there is more to look through.
+    /// The cursor to send as `after` for the next page; null on the last page. A page of a search ends after 5 s with the results
+    /// found by then, possibly none: continue while there is a `next`.
     next: Option<String>,
-    /// What was removed to keep a job's samples within the server's limit; left out while all are there.
+    /// Samples that were removed to stay within the server's limit per job; absent if none were.
     #[serde(skip_serializing_if = "Option::is_none")]
     removed: Option<RemovedSamples>,
 }
 
-/// Samples that had to make room for newer ones.
+/// Samples that were removed in favor of newer ones.
 #[derive(Debug, Serialize, ToSchema)]
 struct RemovedSamples {
-    /// How many.
+    /// Number of removed samples.
     samples: u64,
-    /// What they took, bytes.
+    /// Their size, in bytes.
     size_bytes: u64,
-    /// Up to this training step (inclusive) they are gone.
+    /// Samples up to this training step (inclusive) were removed.
     to_step: Option<u64>,
 }
 
-/// Every completion of a job, with its rewards and its advantage.
+/// List a job's completions, with rewards and advantages.
 #[utoipa::path(get, path = "/jobs/{id}/samples", tag = "Jobs", params(("id" = JobId, Path, description = "The job"), SamplesQuery), responses(
     (status = 200, description = "A page, or a download",
         content((SamplePage = "application/json"), (String = "application/x-ndjson"), (String = "text/csv"))),
@@ -166,7 +165,7 @@ async fn list_samples(
     Ok(Json(SamplePage { data, next: page.next, removed }).into_response())
 }
 
-/// A search waits for its turn; a page that reads what it shows does not.
+/// Waits for a slot if the page is a search. Other pages need no slot.
 pub(super) async fn search_slot(
     state: &AppState,
     caller: &Caller,
@@ -178,13 +177,13 @@ pub(super) async fn search_slot(
     heavy::slot(state, &state.searches, caller).await.map(Some)
 }
 
-/// The query in the store's words.
+/// Converts the query to that of the store.
 fn wanted(query: SamplesQuery) -> Result<SampleQuery, Problem> {
     if query.q.as_ref().is_some_and(|text| text.chars().count() > 1000) {
         return Err(bad_query("q", "out_of_range", "must be at most 1000 characters long"));
     }
     if let (Some(_), Some(_)) = (query.step, query.min_step.or(query.max_step)) {
-        return Err(bad_query("step", "conflict", "give either step, or min_step and max_step"));
+        return Err(bad_query("step", "conflict", "set either step, or min_step and max_step"));
     }
     for (name, reward) in [("min_reward", query.min_reward), ("max_reward", query.max_reward)] {
         if reward.is_some_and(|reward| !reward.is_finite()) {
@@ -219,17 +218,17 @@ struct Download {
     wanted: SampleQuery,
     form: Form,
     left: u64,
-    /// Of the rewards, in the plan's order.
+    /// Names of the rewards, in the plan's order.
     names: Vec<String>,
 }
 
-/// Streams page after page; a page is read when the client has taken the one before.
+/// Streams page after page. A page is read when the client has received the previous one.
 async fn download(state: AppState, caller: Caller, id: JobId, download: Download) -> Result<Response, Problem> {
     let (kind, extension) = match download.form {
         Form::Csv => ("text/csv; charset=utf-8", "csv"),
         Form::Ndjson | Form::Json => ("application/x-ndjson", "ndjson"),
     };
-    // The first page before the status is sent: a wrong cursor is still a problem.
+    // The first page is read before the status is sent, so that an invalid cursor still causes an error response.
     let first = piece(&state, &caller, id, download).await?;
     let pieces = stream::try_unfold(Some(first), move |pieces: Option<(Bytes, Option<Download>)>| {
         let (state, caller) = (state.clone(), caller.clone());
@@ -250,7 +249,7 @@ async fn download(state: AppState, caller: Caller, id: JobId, download: Download
     Ok((headers, Body::from_stream(pieces)).into_response())
 }
 
-/// The next rows as bytes, and what is left; the first piece of a CSV begins with its header line.
+/// Returns the next rows as bytes, and the rest of the download. The first piece of a CSV begins with its header line.
 async fn piece(
     state: &AppState,
     caller: &Caller,
@@ -264,7 +263,7 @@ async fn piece(
         download.wanted.until = Some(Instant::now() + SEARCH_WITHIN);
         let reading = async { Ok(state.store.sample_page(id, &download.wanted).await?) };
         let page = heavy::unless_stopping(state, reading).await?;
-        // A search that has found nothing yet goes on behind others that wait.
+        // A search without a result so far continues behind other waiting searches.
         if !page.data.is_empty() || page.next.is_none() {
             break page;
         }
@@ -300,7 +299,7 @@ fn csv_of<'s>(
         let tail = ["kl", "advantage", "finish_reason", "num_tokens"].map(str::to_owned);
         writer.write_record(head.into_iter().chain(rewards).chain(tail))?;
     }
-    // serde_json writes the shortest digits that read back as the same number; a value that is not there is empty.
+    // serde_json writes the shortest digits that read back as the same number; a missing value is empty.
     let number = |value: Option<f64>| value.map(|value| serde_json::Value::from(value).to_string()).unwrap_or_default();
     for sample in samples {
         let Sample {
@@ -323,10 +322,10 @@ fn csv_of<'s>(
                 SamplePhase::Train => "train".to_owned(),
                 SamplePhase::Eval => "eval".to_owned(),
             },
-            harmless(group_id),
-            harmless(prompt_id),
-            harmless(prompt),
-            harmless(completion),
+            escape_formula(group_id),
+            escape_formula(prompt_id),
+            escape_formula(prompt),
+            escape_formula(completion),
             number(*reward),
         ];
         let values = names.iter().map(|name| number(rewards.get(name).copied().flatten()));
@@ -340,7 +339,7 @@ fn csv_of<'s>(
     Ok(writer.into_inner()?)
 }
 
-/// A text that a spreadsheet does not take for a formula (OWASP, CSV injection).
-fn harmless(text: &str) -> String {
+/// Escapes a text that a spreadsheet would interpret as a formula (OWASP, CSV injection).
+fn escape_formula(text: &str) -> String {
     if text.starts_with(['=', '+', '-', '@', '\t', '\r']) { format!("'{text}") } else { text.to_owned() }
 }

@@ -1,10 +1,10 @@
-//! The reward contract as JSON Schema files: cut out of the OpenAPI document, which is the one place where it is written.
+//! JSON Schema files of the reward contract, extracted from the OpenAPI document, which is their only source.
 
 use std::collections::BTreeSet;
 
 use serde_json::{Map, Value, json};
 
-/// File and schema of the document.
+/// File name and schema name.
 const FILES: [(&str, &str); 7] = [
     ("request.schema.json", "RewardRequest"),
     ("answer.schema.json", "RewardAnswer"),
@@ -16,7 +16,7 @@ const FILES: [(&str, &str); 7] = [
 ];
 const REF: &str = "#/components/schemas/";
 
-/// Each file's name and text, as `rlood openapi --schemas DIR` writes them and `openapi/reward-contract` holds them.
+/// Returns each file's name and text, as `rlood openapi --schemas DIR` writes them and as `openapi/reward-contract` contains them.
 pub fn contract_schemas() -> Vec<(&'static str, String)> {
     let document = serde_json::to_value(super::openapi()).unwrap_or_default();
     let schemas = &document["components"]["schemas"];
@@ -24,7 +24,7 @@ pub fn contract_schemas() -> Vec<(&'static str, String)> {
     FILES.map(file).into()
 }
 
-/// One schema with everything it refers to.
+/// Returns one schema with everything it refers to.
 fn schema(schemas: &Value, file: &str, name: &str) -> Value {
     let mut whole = Map::from_iter([
         ("$schema".to_owned(), json!("https://json-schema.org/draft/2020-12/schema")),
@@ -48,7 +48,7 @@ fn schema(schemas: &Value, file: &str, name: &str) -> Value {
     Value::Object(whole)
 }
 
-/// The same with references into the file itself.
+/// Rewrites references so that they point into the file itself.
 fn within(schema: &Value) -> Value {
     match schema {
         Value::Object(fields) => fields
@@ -63,7 +63,7 @@ fn within(schema: &Value) -> Value {
     }
 }
 
-/// What a schema refers to.
+/// Returns the names that a schema refers to.
 fn names(schema: &Value) -> BTreeSet<String> {
     match schema {
         Value::Object(fields) => {

@@ -1,4 +1,4 @@
-//! A browser signs in with a key and gets a cookie for it: the key itself is in no URL and in no storage of the page.
+//! Browser sessions: a browser signs in with a key and gets a cookie. The key itself is in no URL and in no storage of the page.
 
 use axum::extract::State;
 use axum::http::{HeaderMap, StatusCode, header};
@@ -20,41 +20,40 @@ use crate::access::Scope;
 use crate::id::KeyId;
 use crate::store::{self, NewAudit, SessionKey, clock_ms};
 
-/// How long a session lasts: a week, so that a page may stay open during a run.
+/// Lifetime of a session in seconds: a week, so that a page can stay open during a run.
 const SESSION_S: i64 = 7 * 24 * 60 * 60;
 
-/// The routes of this module.
 pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new().routes(routes!(open_session, get_session, end_session))
 }
 
-/// A key, to sign in with.
+/// A key to sign in with.
 #[derive(Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 struct SignIn {
-    /// As `rlood keys create` or `POST /keys` showed it, or the server's RLOOD_API_KEY.
+    /// A key from `rlood keys create` or `POST /keys`, or the server's RLOOD_API_KEY.
     #[schema(example = "rld_…", min_length = 1, max_length = 4096, format = Password)]
     key: String,
 }
 
-/// Who is signed in, and what they may do.
+/// The current session and its permissions.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = Session)]
 struct SessionView {
-    /// False on a server without keys: everybody may do everything, and nobody signs in.
+    /// Whether requests need a key. False on a server without keys, where every request is allowed.
     keys_required: bool,
-    /// The key; null for RLOOD_API_KEY and without keys.
+    /// Id of the key; null for RLOOD_API_KEY and without keys.
     key_id: Option<KeyId>,
-    /// The key's name.
+    /// Name of the key; null for RLOOD_API_KEY and without keys.
     key_name: Option<String>,
-    /// Whose jobs, datasets and models are shown; null = everybody's.
+    /// Owner whose jobs, datasets and models are shown; null = all owners.
     owner: Option<String>,
-    /// `read`, `submit`, `admin`, `worker`; each with those it holds.
+    /// Permitted scopes, including implied ones: `read`, `submit`, `admin`, `worker`.
     #[schema(value_type = Vec<Scope>)]
     scopes: crate::access::Scopes,
-    /// To be sent as `x-csrf-token` with every POST, PATCH, PUT and DELETE; null without a cookie.
+    /// Token to send as `x-csrf-token` with every POST, PATCH, PUT and DELETE; null without a cookie.
     csrf_token: Option<String>,
-    /// When the session ends by itself; null without a cookie.
+    /// When the session expires; null without a cookie.
     expires_at: Option<Time>,
 }
 
@@ -76,14 +75,14 @@ impl SessionView {
     }
 }
 
-/// Sign in: a key becomes a cookie.
+/// Sign in with a key and get a session cookie.
 ///
-/// The cookie is `HttpOnly` and `SameSite=Strict`. Send the answer's `csrf_token` as `x-csrf-token` with everything that is
+/// The cookie is `HttpOnly` and `SameSite=Strict`. Send the response's `csrf_token` as `x-csrf-token` with every request that is
 /// not GET. A session lasts a week, and ends with its key.
 #[utoipa::path(post, path = "/session", tag = "System", request_body = SignIn, responses(
     (status = 201, description = "Signed in", body = SessionView, headers(("Set-Cookie" = String, description = "The session's cookie"))),
     (status = 401, description = "Not a valid key", body = ProblemBody),
-    (status = 403, description = "A key for workers only", body = ProblemBody),
+    (status = 403, description = "The key has only the scope worker", body = ProblemBody),
     (status = 429, description = "Too many keys from this address were not valid, or too many sign-ins are unfinished; see `Retry-After`", body = ProblemBody)))]
 async fn open_session(
     State(state): State<AppState>,
@@ -93,12 +92,12 @@ async fn open_session(
     let now = clock_ms();
     state.failures.admit(client, key.trim())?;
     let caller = auth::of_key_text(&state, key.trim()).await?;
-    state.failures.note(client, key.trim(), caller.is_some());
+    state.failures.record(client, key.trim(), caller.is_some());
     let Some(caller) = caller else {
-        return Err(Problem::new(Code::Unauthorized, "this is not a valid key"));
+        return Err(Problem::new(Code::Unauthorized, "the key is not valid"));
     };
     if !caller.scopes().has(Scope::Read) {
-        return Err(Problem::new(Code::Forbidden, "this key is for workers: it opens no session"));
+        return Err(Problem::new(Code::Forbidden, "this key has only the scope worker: it cannot open a session"));
     }
     let cookie = Cookie::new(store::api_keys::random_text().map_err(Problem::internal)?);
     let session_key = match caller.actor() {
@@ -108,7 +107,7 @@ async fn open_session(
     let expires_at = now + SESSION_S * 1000;
     state.store.session_create(&cookie.sha256(), session_key, expires_at, now).await?;
     let change = NewAudit {
-        actor: caller.word(),
+        actor: caller.audit_name(),
         actor_name: None,
         owner: caller.owner().to_owned(),
         action: "POST /session".to_owned(),
@@ -122,10 +121,10 @@ async fn open_session(
     Ok((StatusCode::CREATED, [(header::SET_COOKIE, cookie.header(&state, SESSION_S))], Json(view)).into_response())
 }
 
-/// Who is signed in: by cookie, or by the key in the header.
+/// Get the current session, by cookie or by the key in the header.
 #[utoipa::path(get, path = "/session", tag = "System", responses(
-    (status = 200, description = "Who asks; on a server without keys everybody", body = SessionView),
-    (status = 401, description = "Nobody is signed in", body = ProblemBody)))]
+    (status = 200, description = "The current session", body = SessionView),
+    (status = 401, description = "Not signed in", body = ProblemBody)))]
 async fn get_session(
     State(state): State<AppState>,
     caller: Caller,
@@ -139,10 +138,10 @@ async fn get_session(
     Ok(Json(SessionView::of(&caller, auth::keys_are_on(&state).await?, session)))
 }
 
-/// Sign out: the session ends, the cookie goes. Idempotent.
+/// Sign out: end the session and remove the cookie. Idempotent.
 #[utoipa::path(delete, path = "/session", tag = "System", responses(
     (status = 204, description = "Signed out", headers(("Set-Cookie" = String, description = "Removes the cookie"))),
-    (status = 401, description = "Nobody is signed in", body = ProblemBody)))]
+    (status = 401, description = "Not signed in", body = ProblemBody)))]
 async fn end_session(State(state): State<AppState>, headers: HeaderMap) -> Result<Response, Problem> {
     if let Some(cookie) = Cookie::of(&headers) {
         state.store.session_delete(&cookie.sha256()).await?;

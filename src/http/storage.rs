@@ -1,4 +1,4 @@
-//! What the server keeps, by kind and owner, and the limits on it.
+//! Stored data by kind and owner, and the limits on it.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -18,83 +18,84 @@ use super::extract::Json;
 use crate::storage::{StorageKind, StorageUse};
 use crate::store::storage::{self, StorageReport};
 
-/// How old a report may be by which a write is accepted or refused.
+/// Maximum age of the report that decides whether a write is accepted.
 const REPORT_AGE: Duration = Duration::from_secs(5);
 
-/// The routes of this module.
 pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new().routes(routes!(get_storage))
 }
 
-/// The last report, and the right to make the next one: looking at every file is work for one at a time.
+/// The last report, and the lock for creating the next one: only one request at a time examines every file.
 #[derive(Debug, Default)]
 pub struct LastReport(Mutex<Option<(Instant, Arc<StorageReport>)>>);
 
-/// What the server keeps, as far as the key sees it.
+/// Stored data, as far as the key may see it.
 #[derive(Debug, Clone, Serialize, ToSchema)]
 pub struct Storage {
     /// The disk of the data directory.
     pub disk: Disk,
-    /// Bytes in the data directory: the sum over `kinds`, and over `owners`.
+    /// Size of the data directory in bytes: the sum over `kinds`, and over `owners`.
     pub size_bytes: u64,
-    /// By kind, all of them.
+    /// Usage by kind; all kinds are listed.
     pub kinds: Vec<KindStorage>,
-    /// By owner, those who have something.
+    /// Usage by owner; owners without data are not listed.
     pub owners: Vec<OwnerStorage>,
-    /// Registered models in folders of the operator. They are not in `size_bytes`, and the server never removes their files.
+    /// Registered models in folders of the operator. They are not included in `size_bytes`, and the server
+    /// never removes their files.
     pub external_models: Amount,
 }
 
-/// A disk.
+/// The disk of the data directory.
 #[derive(Debug, Clone, Serialize, ToSchema)]
 pub struct Disk {
-    /// Bytes in all.
+    /// Total size in bytes.
     pub total_bytes: u64,
-    /// Bytes that can be written.
+    /// Free space in bytes.
     pub free_bytes: u64,
-    /// Bytes that stay free: below this jobs pause (`--disk-reserve`).
+    /// Reserve in bytes: jobs pause when free space falls below it (`--disk-reserve`).
     pub reserve_bytes: u64,
 }
 
-/// How much there is of something.
+/// Size and number of stored items.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, ToSchema)]
 pub struct Amount {
-    /// Bytes. A file that is linked in several places counts once.
+    /// Size in bytes. A file with several links counts once.
     pub size_bytes: u64,
-    /// Models, datasets, checkpoints; of samples and journals the jobs that have some; else files and folders.
+    /// Number of models, datasets or checkpoints; for samples and journals the number of jobs that have any;
+    /// otherwise files and folders.
     pub count: u64,
 }
 
-/// What is kept of one kind.
+/// Usage of one kind.
 #[derive(Debug, Clone, Serialize, ToSchema)]
 pub struct KindStorage {
-    /// The kind.
+    /// The kind of data.
     pub kind: StorageKind,
-    /// What the key sees of it.
+    /// Usage, as far as the key may see it.
     #[serde(flatten)]
     pub amount: Amount,
-    /// The most that all owners together may have (`--storage-limit`); null = no limit but the disk.
+    /// Limit for all owners together in bytes (`--storage-limit`); null = limited only by the disk.
     pub limit_bytes: Option<u64>,
 }
 
-/// What is kept for one owner.
+/// Usage of one owner.
 #[derive(Debug, Clone, Serialize, ToSchema)]
 pub struct OwnerStorage {
-    /// The owner; empty = the operator, whose are also models for everybody and what belongs to no job.
+    /// The owner; empty = the operator, who also owns shared models and data without a job.
     pub owner: String,
-    /// In all.
+    /// Total usage of the owner.
     #[serde(flatten)]
     pub amount: Amount,
-    /// By kind, those of which there is something.
+    /// Usage by kind; kinds without data are not listed.
     pub kinds: Vec<KindAmount>,
 }
 
-/// What one owner has of one kind.
+/// Usage of one kind by one owner.
 #[derive(Debug, Clone, Serialize, ToSchema)]
 pub struct KindAmount {
-    /// The kind.
+    /// The kind of data.
     pub kind: StorageKind,
-    /// How much.
+    /// Size and number of items.
     #[serde(flatten)]
     pub amount: Amount,
 }
@@ -106,10 +107,10 @@ impl std::ops::AddAssign<StorageUse> for Amount {
     }
 }
 
-/// What is kept.
+/// Get storage usage and limits.
 ///
-/// A key with the scope admin sees every owner's, others their own; the disk and the limits are the same for all.
-/// `rlood gc --dry-run` on the server lists what can be removed.
+/// A key with the scope admin sees all owners, other keys only their own. The disk and the limits are the same for all. `rlood gc
+/// --dry-run` on the server lists what can be removed.
 #[utoipa::path(get, path = "/system/storage", tag = "System",
     responses((status = 200, description = "By kind and by owner", body = Storage)))]
 async fn get_storage(State(state): State<AppState>, caller: Caller) -> Result<Json<Storage>, Problem> {
@@ -152,11 +153,11 @@ fn amount_of(StorageUse { size_bytes, count }: StorageUse) -> Amount {
     Amount { size_bytes, count }
 }
 
-/// The report of now, or one that is at most so old. Requests that come while one is made wait for it.
+/// Returns a new report, or one that is not older than `age`. Requests that arrive while a report is being created wait for it.
 async fn report(state: &AppState, age: Duration) -> Result<Arc<StorageReport>, Problem> {
     let asked = Instant::now();
     let mut last = state.storage.0.lock().await;
-    // One that was begun after the request is as good as its own.
+    // A report that was started after the request is as good as a new one.
     let is_good = |at: &Instant| *at >= asked || at.elapsed() < age;
     if let Some((_, report)) = last.as_ref().filter(|(at, _)| is_good(at)) {
         return Ok(report.clone());
@@ -167,7 +168,7 @@ async fn report(state: &AppState, age: Duration) -> Result<Arc<StorageReport>, P
     Ok(report)
 }
 
-/// Refuses bytes of a kind that has a limit and has reached it.
+/// Refuses data of a kind that has reached its limit.
 pub(super) async fn check_limit(state: &AppState, kind: StorageKind, more_bytes: u64) -> Result<(), Problem> {
     let Some(limit) = state.config.storage_limits.get(&kind).copied() else { return Ok(()) };
     let report = report(state, REPORT_AGE).await?;

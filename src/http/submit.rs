@@ -1,4 +1,4 @@
-//! POST /jobs and POST /jobs/validate: from a document to a queued job.
+//! `POST /jobs` and `POST /jobs/validate`: from a document to a queued job.
 
 use axum::body::Bytes;
 use axum::extract::multipart::{Field, Multipart};
@@ -15,7 +15,7 @@ use utoipa_axum::routes;
 use super::AppState;
 use super::auth::Caller;
 use super::dataset_sources::written;
-use super::datasets::keep_rows;
+use super::datasets::store_rows;
 use super::error::{Code, Problem, ProblemBody, shortened};
 use super::extract::{Json, Query, expect_document, media_type, parse_document, read_body};
 use super::heavy;
@@ -25,7 +25,7 @@ use super::lookup::{EvalPrompts, Prepared, UseOfHub, prepare};
 use super::prompts::{Prompts, Source, unknown_dataset};
 use super::rows::read_rows;
 use super::uploads::{bad_form, broken_form, format_of_part};
-use super::{probe, warm_start};
+use super::{preflight, warm_start};
 use crate::dataset::{Format, Summary};
 use crate::digest::Sha256Digest;
 use crate::files::StagedDone;
@@ -39,36 +39,35 @@ use crate::spec::{
 };
 use crate::store::{DatasetRow, NewJob, StoreError, clock_ms};
 
-/// The longest `spec` part of a form.
+/// Maximum size of the multipart field `spec`, in bytes.
 const MAX_SPEC_BYTES: usize = 1024 * 1024;
 
-/// For reading a job.
+/// Time limit for parsing a job.
 const READ_WITHIN: std::time::Duration = std::time::Duration::from_secs(30);
 
-/// The routes of this module.
 pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new().routes(routes!(create_job)).routes(routes!(validate_job))
 }
 
-/// A job as multipart form.
+/// A job as a multipart form.
 #[derive(ToSchema)]
 #[expect(dead_code, reason = "describes the multipart body in the document")]
 struct JobForm {
-    /// The job without its dataset: JSON, or what the part's content type (application/yaml, application/toml) or file name
-    /// (.yaml, .yml, .toml) says.
+    /// The job without its dataset: JSON, or the format given by the field's content type (application/yaml, application/toml) or
+    /// file name (.yaml, .yml, .toml).
     spec: FormDocument,
-    /// The rows; the part's content type or file name (.ndjson, .jsonl, .csv, .json) says in which form.
+    /// The rows. The content type of the field or its file name (.ndjson, .jsonl, .csv, .json) determines the format.
     #[schema(value_type = String, format = Binary)]
     dataset: Vec<u8>,
 }
 
-/// Submit a job.
+/// Submit a training job.
 ///
-/// As JSON (or YAML or TOML) with inline records or the id of a dataset, or as a form with the parts `spec` and `dataset`. Everything that is wrong is
-/// reported at once, each error with a JSON pointer.
+/// Send JSON (or YAML or TOML) with inline records or the id of a dataset, or a multipart form with the fields `spec` and
+/// `dataset`. All errors are reported together, each with a JSON pointer.
 #[utoipa::path(post, path = "/jobs", tag = "Jobs",
     params(("Idempotency-Key" = Option<String>, Header, description = "The same key and body give the same answer for 24 hours"),
-        ("x-hub-token" = Option<String>, Header, description = "The hub's token for what this job downloads; it is not kept")),
+        ("x-hub-token" = Option<String>, Header, description = "A hub token for downloads of this job; it is not stored")),
     request_body(description = "The job", content((JobDocument = "application/json"), (JobDocument = "application/yaml"), (String = "application/toml"), (JobForm = "multipart/form-data"))),
     responses(
         (status = 201, description = "Queued", body = JobView, headers(("Location" = String, description = "Its path"))),
@@ -78,7 +77,7 @@ struct JobForm {
 async fn create_job(State(state): State<AppState>, caller: Caller, mut request: Request) -> Result<Response, Problem> {
     let headers = request.headers().clone();
     if media_type(&headers) == "multipart/form-data" {
-        // The rows are streamed to disk and counted there; the other part is bounded below.
+        // The rows are streamed to disk, and their size is checked there; the other field is limited below.
         DefaultBodyLimit::disable().apply(&mut request);
         let form = Multipart::from_request(request, &()).await.map_err(|error| bad_form(error.body_text()))?;
         let (document, rows) = read_form(&state, form).await?;
@@ -97,7 +96,7 @@ async fn read_document(headers: &HeaderMap, request: Request) -> Result<(Value, 
     Ok((parse_document(&bytes, format)?, Sha256Digest::of(&bytes).to_string()))
 }
 
-/// Rows that came as a file with the job: checked, canonical, not yet a dataset.
+/// Rows that were uploaded with the job: checked, in canonical form, not yet a dataset.
 type UploadedRows = (Summary, StagedDone);
 
 async fn read_form(state: &AppState, mut form: Multipart) -> Result<(Value, UploadedRows), Problem> {
@@ -112,21 +111,23 @@ async fn read_form(state: &AppState, mut form: Multipart) -> Result<(Value, Uplo
                 let format = format_of_part(&part)?;
                 rows = Some(read_rows(state, format, part, broken_form).await?);
             }
-            Some(name @ ("spec" | "dataset")) => return Err(bad_form(format!("there are two parts '{name}'"))),
+            Some(name @ ("spec" | "dataset")) => {
+                return Err(bad_form(format!("the field '{name}' occurs twice: send it once")));
+            }
             other => {
                 let other = shortened(other.unwrap_or(""));
                 return Err(bad_form(format!(
-                    "unknown part '{other}': send 'spec' (the job) and 'dataset' (the rows)"
+                    "unknown field '{other}': send 'spec' (the job) and 'dataset' (the rows)"
                 )));
             }
         }
     }
-    let document = document.ok_or_else(|| bad_form("there is no part 'spec': put the job there".to_owned()))?;
-    let missing = "there is no part 'dataset'; with a dataset id or records inside the spec send the spec alone, as application/json";
+    let document = document.ok_or_else(|| bad_form("the field 'spec' is required: it contains the job".to_owned()))?;
+    let missing = "the field 'dataset' is required; if the spec contains a dataset id or records, send only the spec, as application/json";
     Ok((document, rows.ok_or_else(|| bad_form(missing.to_owned()))?))
 }
 
-/// By the part's content type, else by the end of its file's name, else JSON.
+/// The format of a field: from its content type, else from its file name, else JSON.
 fn form_of_spec(part: &Field<'_>) -> DocumentFormat {
     let kind = part.content_type().and_then(|kind| kind.split(';').next()).unwrap_or("").trim().to_ascii_lowercase();
     DocumentFormat::of_media_type(&kind).unwrap_or_else(|| {
@@ -143,13 +144,16 @@ async fn read_part(mut part: Field<'_>) -> Result<Vec<u8>, Problem> {
     while let Some(chunk) = part.chunk().await.map_err(broken_form)? {
         bytes.extend_from_slice(&chunk);
         if bytes.len() > MAX_SPEC_BYTES {
-            return Err(Problem::new(Code::BodyTooLarge, format!("the part 'spec' may have {MAX_SPEC_BYTES} bytes")));
+            return Err(Problem::new(
+                Code::BodyTooLarge,
+                format!("the field 'spec' must be at most {MAX_SPEC_BYTES} bytes"),
+            ));
         }
     }
     Ok(bytes)
 }
 
-/// Reads a job: it may have schemas, patterns and templates to compile.
+/// Parses a job, which may include compiling schemas, patterns and templates.
 pub(super) async fn read_spec(
     state: &AppState,
     caller: &Caller,
@@ -158,7 +162,7 @@ pub(super) async fn read_spec(
     heavy::run(state, caller, READ_WITHIN, move |_| JobSpec::read(document)).await
 }
 
-/// From the document to the queued job.
+/// Turns the document into a queued job.
 pub(super) async fn submit(
     state: AppState,
     caller: Caller,
@@ -184,14 +188,14 @@ pub(super) async fn submit(
             return Err(invalid(Code::InvalidSpec, errors));
         }
     };
-    keep_prompts(&state, caller.owner(), (train, eval, warm_up), &mut spec.redacted, &mut plan).await?;
+    store_prompts(&state, caller.owner(), (train, eval, warm_up), &mut spec.redacted, &mut plan).await?;
     let id = JobId::new();
-    warm_start::keep(&state, id, &plan).await?;
+    warm_start::pin_files(&state, id, &plan).await?;
     let (secrets, priority) = (&spec.secrets, spec.priority);
     let new = NewJob { id, spec: &spec.redacted, plan: &plan, secrets, parent: None, priority, owner: caller.owner() };
     let created = state.store.job_create(new, clock_ms()).await;
     if created.is_err() {
-        warm_start::forget(&state, id).await;
+        warm_start::unpin_files(&state, id).await;
     }
     let row = match created {
         Err(StoreError::NotFound { kind: "dataset", id }) => {
@@ -210,26 +214,26 @@ pub(super) async fn submit(
     Answer::new(StatusCode::CREATED, Some(format!("/jobs/{}", row.id)), &JobView::of(&state, row).await?)
 }
 
-/// In a form the dataset is a part of its own, so the document must not name one.
+/// The dataset of a form is a separate field, so the document must not name one.
 fn put_placeholder(document: &mut Value) -> Option<FieldError> {
     let object = document.as_object_mut()?;
     if object.get("dataset").is_some_and(|dataset| !dataset.is_null()) {
-        let detail = "the form has a part 'dataset' as well: give the rows in one place";
+        let detail = "the form also has a field 'dataset': send the rows in one place only";
         return Some(FieldError::new("/dataset", "conflict", detail));
     }
     object.insert("dataset".to_owned(), json!({"id": DatasetId::new()}));
     None
 }
 
-/// Stores the rows that came with a job, and names their datasets in its plan and document.
-pub(super) async fn keep_prompts(
+/// Stores the rows that were sent with a job, and writes the ids of their datasets to its plan and document.
+pub(super) async fn store_prompts(
     state: &AppState,
     owner: &str,
     (train, eval, warm_up): (Option<Prompts>, EvalPrompts, Option<Prompts>),
     document: &mut Value,
     plan: &mut Plan,
 ) -> Result<(), Problem> {
-    if let Some(row) = keep(state, owner, train).await? {
+    if let Some(row) = store_uploaded_dataset(state, owner, train).await? {
         store_in(&mut plan.dataset, &row);
         document["dataset"] = submittable_dataset(&plan.dataset);
         if let Some(eval) = plan.eval.as_mut().filter(|eval| eval.fraction.is_some()) {
@@ -237,12 +241,12 @@ pub(super) async fn keep_prompts(
         }
     }
     if let Some(plan) = &mut plan.eval {
-        keep_eval_prompts(state, owner, eval, document, plan).await?;
+        store_eval_prompts(state, owner, eval, document, plan).await?;
     }
-    if let (Some(row), Some(warm_up)) = (keep(state, owner, warm_up).await?, &mut plan.warm_up) {
+    if let (Some(row), Some(warm_up)) = (store_uploaded_dataset(state, owner, warm_up).await?, &mut plan.warm_up) {
         store_in(&mut warm_up.dataset, &row);
         document["warm_up"]["dataset"] = submittable_dataset(&warm_up.dataset);
-        // The rows that are stored are mapped.
+        // The stored rows are already mapped.
         if let Some(document) = document["warm_up"].as_object_mut() {
             document.shift_remove("map");
         }
@@ -250,8 +254,8 @@ pub(super) async fn keep_prompts(
     Ok(())
 }
 
-/// The same of the datasets that an evaluation names.
-async fn keep_eval_prompts(
+/// Stores the rows that an evaluation names in the same way.
+async fn store_eval_prompts(
     state: &AppState,
     owner: &str,
     eval: EvalPrompts,
@@ -259,22 +263,22 @@ async fn keep_eval_prompts(
     plan: &mut EvalPlan,
 ) -> Result<(), Problem> {
     let EvalPrompts { eval, test, guard } = eval;
-    if let Some(row) = keep(state, owner, eval).await? {
+    if let Some(row) = store_uploaded_dataset(state, owner, eval).await? {
         store_in(&mut plan.dataset, &row);
         document["eval"]["dataset"] = submittable_dataset(&plan.dataset);
     }
-    if let (Some(row), Some(dataset)) = (keep(state, owner, test).await?, &mut plan.test_dataset) {
+    if let (Some(row), Some(dataset)) = (store_uploaded_dataset(state, owner, test).await?, &mut plan.test_dataset) {
         store_in(dataset, &row);
         document["eval"]["test_dataset"] = submittable_dataset(dataset);
     }
-    if let (Some(row), Some(guard)) = (keep(state, owner, guard).await?, &mut plan.guard) {
+    if let (Some(row), Some(guard)) = (store_uploaded_dataset(state, owner, guard).await?, &mut plan.guard) {
         store_in(&mut guard.dataset, &row);
         document["eval"]["guard"]["dataset"] = submittable_dataset(&guard.dataset);
     }
     Ok(())
 }
 
-/// The dataset that was planned is stored as this one.
+/// Sets the id and hash of a planned dataset to those of the stored one.
 fn store_in(plan: &mut DatasetPlan, row: &DatasetRow) {
     *plan = DatasetPlan {
         sources: std::mem::take(&mut plan.sources),
@@ -282,8 +286,12 @@ fn store_in(plan: &mut DatasetPlan, row: &DatasetRow) {
     };
 }
 
-/// Makes a dataset of rows that came with the job; None when they were one already.
-async fn keep(state: &AppState, owner: &str, prompts: Option<Prompts>) -> Result<Option<DatasetRow>, Problem> {
+/// Creates a dataset from rows that were sent with the job; None if they are a dataset already.
+async fn store_uploaded_dataset(
+    state: &AppState,
+    owner: &str,
+    prompts: Option<Prompts>,
+) -> Result<Option<DatasetRow>, Problem> {
     let rows = match prompts.map(|prompts| prompts.source) {
         None | Some(Source::Stored(_)) => return Ok(None),
         Some(Source::Uploaded(summary, staged, origin)) => (summary, staged, origin),
@@ -298,75 +306,76 @@ async fn keep(state: &AppState, owner: &str, prompts: Option<Prompts>) -> Result
             (summary, staged, origin)
         }
     };
-    Ok(Some(keep_rows(state, owner, None, rows).await?.0))
+    Ok(Some(store_rows(state, owner, None, rows).await?.0))
 }
 
-/// What to check beside the job.
+/// Options of a validation.
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 struct ValidateQuery {
-    /// `trl`: the body is an RLOOConfig of TRL, to be translated.
+    /// `trl`: the body is a TRL RLOOConfig to translate.
     from: Option<String>,
-    /// Sample the base model on some prompts, call the rewards, time a step: up to a minute. Only of a job that is valid.
+    /// Run a preflight of a valid job: sample the base model on some prompts, call the rewards, and time a step. Takes
+    /// up to a minute.
     #[serde(default)]
     probe: bool,
-    /// Prompts to sample, spread over the dataset, 1 to 64.
+    /// Number of prompts to sample, spread over the dataset, 1 to 64. Default: 8.
     #[param(minimum = 1, maximum = 64, example = 8)]
     probe_prompts: Option<u32>,
-    /// Time limit, s, 1 to 600; what was measured by then is reported.
+    /// Time limit in seconds, 1 to 600. Default: 60. The report contains everything measured until then.
     #[param(minimum = 1, maximum = 600, example = 60)]
     probe_timeout_s: Option<u32>,
 }
 
-/// What would become of a job.
+/// The result of a validation.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct Validation {
-    /// It would be accepted.
+    /// Whether the job would be accepted.
     valid: bool,
-    /// The resolved plan; null when not valid. Id and hash of a dataset that is not stored yet are null.
+    /// The resolved plan; null if the job is not valid. Id and hash of a dataset that is not stored yet are null.
     #[schema(value_type = Option<DraftPlan>)]
     plan: Option<Value>,
-    /// Everything that is wrong.
+    /// All errors in the job.
     errors: Vec<FieldError>,
-    /// Legal, but probably not meant.
+    /// Settings that are allowed but probably a mistake.
     warnings: Vec<Warning>,
-    /// Memory and tokens; null when not valid.
+    /// Estimated memory and tokens; null if the job is not valid.
     estimate: Option<Estimate>,
-    /// What a look at the model, the prompts and the rewards found; null unless asked for, and when not valid.
+    /// Report of the preflight; null if it was not requested or the job is not valid.
     probe: Option<ProbeReport>,
-    /// `from=trl`: the job, to be submitted as it is once nothing is wrong with it; a JobSpec, but for what is missing.
+    /// `from=trl`: the translated job. Submit it unchanged once there are no errors. A JobSpec, except for missing fields.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<Object>)]
     spec: Option<Value>,
-    /// `from=trl`: keys that ask for something that is not done; with any, the job is not valid.
+    /// `from=trl`: keys whose effect is not supported. With any of them the job is not valid.
     #[serde(skip_serializing_if = "Option::is_none")]
     unsupported: Option<Vec<Remark>>,
-    /// `from=trl`: keys that make no difference here.
+    /// `from=trl`: keys that have no effect here.
     #[serde(skip_serializing_if = "Option::is_none")]
     ignored: Option<Vec<Remark>>,
 }
 
-/// Check a job without submitting it.
+/// Validate a job without submitting it.
 ///
-/// All errors at once, the resolved plan, warnings, and an estimate. Nothing is stored.
+/// Returns all errors together, the resolved plan, warnings, and an estimate. Nothing is stored.
 ///
-/// With `probe=true` the base model is sampled on some prompts and the rewards are called (their requests carry the phase
-/// `probe`): `probe` then says whether the job is worth its time, and how long it will take.
+/// With `probe=true` the server also runs a preflight: it samples the base model on some prompts and calls the rewards (their
+/// requests have the phase `probe`). `probe` then reports whether the job is worth running, and how long it will take.
 ///
-/// With `from=trl` the body is a run of TRL: an RLOOConfig (its keys as TRL writes them, or as YAML), bare or as
-/// `{config, peft_config, model, dataset, eval_dataset, rewards, name, metadata}`; `model`, `dataset`, `rewards` and the others may
-/// also stand beside the keys of a bare one. `peft_config` is a PEFT LoraConfig; it may lie inside the config, and TRL's flat
-/// `lora_*` keys do as well. The answer has the job as `spec` (what is missing, a model say, is among `errors` with the code
-/// `required`), the keys that are not supported with what to use instead, and those that make no difference. Pointers lead to
-/// the key that was sent, where a setting came from one, else into `spec`.
+/// With `from=trl` the body is a TRL run: an RLOOConfig (its keys as TRL writes them, or as YAML), bare or as `{config,
+/// peft_config, model, dataset, eval_dataset, rewards, name, metadata}`; `model`, `dataset`, `rewards` and the others may also be
+/// next to the keys of a bare one. `peft_config` is a PEFT LoraConfig; it may be inside the config, and TRL's flat `lora_*` keys
+/// work as well. The response contains the job as `spec` (missing fields, such as the model, are in `errors` with the code
+/// `required`), unsupported keys with a replacement for each, and keys without effect. Pointers refer to the key that was sent if a
+/// setting came from one, otherwise into `spec`.
 #[utoipa::path(post, path = "/jobs/validate", tag = "Jobs", params(ValidateQuery),
     request_body(description = "The job, or with from=trl TRL's configuration", content((DraftDocument = "application/json"), (DraftDocument = "application/yaml"), (String = "application/toml"))),
     responses(
-    (status = 200, description = "What would become of it, also when it is not valid", body = Validation),
+    (status = 200, description = "The result, also if the job is not valid", body = Validation),
     (status = 422, description = "The kind of check is not supported yet", body = ProblemBody),
-    (status = 429, description = "Another job is being probed", body = ProblemBody),
-    (status = 501, description = "This server cannot probe", body = ProblemBody)))]
+    (status = 429, description = "Another preflight is running", body = ProblemBody),
+    (status = 501, description = "This server cannot run preflights", body = ProblemBody)))]
 async fn validate_job(
     State(state): State<AppState>,
     caller: Caller,
@@ -376,28 +385,28 @@ async fn validate_job(
     let unsupported =
         |name: &str, text: &str| Problem::new(Code::Unsupported, text).item(format!("?{name}"), "unsupported", text);
     if query.from.as_ref().is_some_and(|from| from != "trl") {
-        return Err(unsupported("from", "only configurations of trl can be translated: from=trl"));
+        return Err(unsupported("from", "only TRL configurations can be translated: from=trl"));
     }
-    let look = query.probe.then_some(probe::Size::read(query.probe_prompts, query.probe_timeout_s)?);
+    let preflight_limits = query.probe.then_some(preflight::Limits::read(query.probe_prompts, query.probe_timeout_s)?);
     let headers = request.headers().clone();
     let (document, _) = read_document(&headers, request).await?;
     if query.from.is_none() {
-        return validated(&state, &caller, document, Vec::new(), look).await.map(Json);
+        return validated(&state, &caller, document, Vec::new(), preflight_limits).await.map(Json);
     }
-    translated(&state, &caller, &document, look).await.map(Json)
+    translated(&state, &caller, &document, preflight_limits).await.map(Json)
 }
 
-/// What would become of a document; `errors` are those found before. A valid one is looked at, if so wished.
+/// Validates a document; `errors` are those found before. Runs a preflight of a valid job if requested.
 async fn validated(
     state: &AppState,
     caller: &Caller,
     document: Value,
     mut errors: Vec<FieldError>,
-    look: Option<probe::Size>,
+    preflight_limits: Option<preflight::Limits>,
 ) -> Result<Validation, Problem> {
     let (mut spec, found) = read_spec(state, caller, document).await?;
     errors.extend(found);
-    let prepared = prepare(state, caller, &mut spec, None, UseOfHub::Look).await?;
+    let prepared = prepare(state, caller, &mut spec, None, UseOfHub::Inspect).await?;
     errors.extend(prepared.errors);
     let resolved = resolve(&spec, &prepared.context);
     let mut report = None;
@@ -419,8 +428,8 @@ async fn validated(
                     dataset.insert("sha256".to_owned(), Value::Null);
                 }
             }
-            if let (Some(size), Some(train)) = (look, prepared.train) {
-                report = Some(probe::probe(state, spec, &resolution, train, size).await?);
+            if let (Some(size), Some(train)) = (preflight_limits, prepared.train) {
+                report = Some(preflight::run(state, spec, &resolution, train, size).await?);
             }
             let warnings = prepared.warnings.into_iter().chain(resolution.warnings).collect();
             (Some(plan), warnings, Some(resolution.estimate))
@@ -436,21 +445,22 @@ async fn validated(
     Ok(Validation { valid, plan, errors, warnings, estimate, probe: report, spec, unsupported, ignored })
 }
 
-/// As [`validated`], of a run of TRL.
+/// Like [`validated`], for a TRL run.
 async fn translated(
     state: &AppState,
     caller: &Caller,
     document: &Value,
-    look: Option<probe::Size>,
+    preflight_limits: Option<preflight::Limits>,
 ) -> Result<Validation, Problem> {
     let conversion = trl::convert(document, rows_of_named(state, caller, document).await?);
-    // Without batches a plan would be one of defaults that nobody asked for.
+    // Without batch sizes the plan would consist of defaults that the user did not choose.
     let complete = conversion.spec.pointer("/training/prompts_per_step").is_some();
-    let look = look.filter(|_| complete && conversion.unsupported.is_empty());
-    let mut validation = validated(state, caller, conversion.spec.clone(), conversion.errors.clone(), look).await?;
-    let told = |error: FieldError| conversion.at_submitted_key(error);
+    let preflight_limits = preflight_limits.filter(|_| complete && conversion.unsupported.is_empty());
+    let mut validation =
+        validated(state, caller, conversion.spec.clone(), conversion.errors.clone(), preflight_limits).await?;
+    let by_key = |error: FieldError| conversion.at_submitted_key(error);
     let too_small = |error: &FieldError| !complete && error.code == "dataset_too_small";
-    validation.errors = validation.errors.into_iter().filter(|error| !too_small(error)).map(told).collect();
+    validation.errors = validation.errors.into_iter().filter(|error| !too_small(error)).map(by_key).collect();
     if !complete {
         (validation.plan, validation.estimate) = (None, None);
     }
@@ -462,7 +472,7 @@ async fn translated(
     Ok(validation)
 }
 
-/// Rows of the uploaded dataset that a run names; None when it names none, or an unknown one (reported later).
+/// Number of rows of the uploaded dataset that a run names; None if it names none, or an unknown one (reported later).
 async fn rows_of_named(state: &AppState, caller: &Caller, document: &Value) -> Result<Option<u64>, Problem> {
     let Some(id) = trl::named_dataset(document).and_then(|id| id.parse().ok()) else { return Ok(None) };
     match state.store.dataset_get(id).await {

@@ -1,4 +1,4 @@
-//! A job in a few numbers.
+//! A job's key figures.
 
 use axum::extract::State;
 use serde::{Deserialize, Serialize};
@@ -18,93 +18,92 @@ use crate::job::State as JobState;
 use crate::spec::Totals;
 use crate::store::{JobRow, StepRow, clock_ms};
 
-/// The routes of this module.
 pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new().routes(routes!(get_summary))
 }
 
-/// A job in a few numbers.
+/// A job's key figures.
 #[derive(Debug, Serialize, ToSchema)]
 struct Summary {
-    /// The job.
+    /// The job's id, `job_…`.
     id: JobId,
-    /// Where it stands.
+    /// Current state of the job.
     state: JobState,
-    /// Optimizer steps done.
+    /// Number of optimizer steps completed.
     step: u64,
-    /// Optimizer steps in all.
+    /// Total number of optimizer steps.
     total_steps: u64,
-    /// The mean reward of training steps; null before the first.
+    /// Mean reward of training steps; null before the first step.
     reward: Option<Course>,
-    /// The mean reward of evaluations; null without one.
+    /// Mean reward of evaluations; null without an evaluation.
     eval_reward: Option<Course>,
-    /// The latest token mean of the KL divergence.
+    /// Latest KL divergence, averaged over tokens; null before the first value.
     kl: Option<f64>,
-    /// Prompt and completion tokens so far.
+    /// Number of prompt and completion tokens so far.
     num_tokens: Option<f64>,
-    /// The plan's arithmetic.
+    /// Totals that follow from the plan.
     totals: Totals,
-    /// How long it took.
+    /// Durations of the job.
     durations: Durations,
-    /// What can be downloaded.
+    /// Checkpoints that can be downloaded.
     checkpoints: Checkpoints,
-    /// The latest training reward less the evaluation's; null without evaluation or with rewards of its own.
+    /// Latest training reward minus the evaluation's; null without an evaluation, or if it has its own rewards.
     eval_gap: Option<f64>,
-    /// Why it ended before its last step.
+    /// Why the job ended before its last step; null otherwise.
     ending: Option<EndingView>,
-    /// Every alert of the doctor, latest first.
+    /// All alerts of the job, latest first.
     alerts: Vec<AlertView>,
-    /// Exploration, exploitation or convergence.
+    /// Exploration, exploitation or convergence; null before the first rollouts.
     training_phase: Option<PhaseChange>,
     /// The newest comparison of a checkpoint with the base model; null without one.
     verdict: Option<VerdictSummary>,
 }
 
-/// How a metric went.
+/// Development of a metric over the job.
 #[derive(Debug, Serialize, ToSchema)]
 struct Course {
-    /// The first value.
+    /// Value at the first step.
     first: f64,
-    /// The latest value.
+    /// Value at the latest step.
     last: f64,
-    /// The highest value.
+    /// Highest value of all steps.
     best: f64,
-    /// Where the highest value stands (the first of equal ones).
+    /// Step of the highest value (the first of equal ones).
     best_step: u64,
-    /// Latest less first.
+    /// The latest value minus the first.
     change: f64,
 }
 
-/// How long it took, in seconds.
+/// Durations of the job, in seconds.
 #[derive(Debug, Serialize, ToSchema)]
 struct Durations {
-    /// From submission to the first claim (to now, or to the end, when there was none).
+    /// Time from submission to the first claim (to now, or to the end, if there was none).
     queued_s: f64,
-    /// From the first claim to the end (or to now), pauses included; null before.
+    /// Time from the first claim to the end (or to now), including pauses; null before the first claim.
     running_s: Option<f64>,
-    /// The mean of the steps.
+    /// Mean duration of a step; null before the first step.
     mean_step_s: Option<f64>,
 }
 
-/// What can be downloaded.
+/// Checkpoints that can be downloaded.
 #[derive(Debug, Serialize, ToSchema)]
 struct Checkpoints {
-    /// How many are kept.
+    /// Number of stored checkpoints.
     count: usize,
-    /// The newest.
+    /// The newest checkpoint; null without any.
     last: Option<Marked>,
-    /// The best by the plan's `metric_for_best`.
+    /// The best checkpoint by the plan's `metric_for_best`; null without any.
     best: Option<Marked>,
 }
 
-/// Nothing: what is asked for must not be ignored.
+/// Accepts no parameters, so that unknown ones cause an error.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct NoQuery {}
 
-/// A job in a few numbers: rewards, change in evaluation, totals, durations, checkpoints.
+/// Get a job's key figures: rewards, change in evaluation, totals, durations, checkpoints.
 #[utoipa::path(get, path = "/jobs/{id}/summary", tag = "Jobs", params(("id" = JobId, Path, description = "The job")), responses(
-    (status = 200, description = "The summary", body = Summary), (status = 400, description = "It takes no parameters", body = ProblemBody),
+    (status = 200, description = "The summary", body = Summary), (status = 400, description = "The route accepts no parameters", body = ProblemBody),
     (status = 404, description = "No such job", body = ProblemBody)))]
 async fn get_summary(
     State(state): State<AppState>,

@@ -1,4 +1,4 @@
-//! Health, metrics, workers, the document.
+//! Health, metrics, workers and the OpenAPI document.
 
 use std::collections::BTreeMap;
 use std::sync::{LazyLock, Mutex, PoisonError};
@@ -22,7 +22,6 @@ use crate::id::{JobId, WorkerId};
 use crate::job::State as JobState;
 use crate::store::{WorkerRow, clock_ms};
 
-/// The routes of this module.
 pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new()
         .routes(routes!(livez))
@@ -32,27 +31,27 @@ pub fn routes() -> OpenApiRouter<AppState> {
         .routes(routes!(get_openapi))
 }
 
-/// Answered requests by method, route and status: how many, and how long in all.
+/// Number and total duration of answered requests, by method, route and status.
 #[derive(Debug, Default)]
 pub struct RequestCounts(Mutex<BTreeMap<Answered, Times>>);
 
-/// Upper bounds of the histogram, s.
+/// Upper bounds of the histogram's buckets, in seconds.
 const BUCKETS_S: [f64; 11] = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 30.0];
 
-/// How long requests took.
+/// Durations of answered requests.
 #[derive(Debug, Clone, Default)]
 struct Times {
     number: u64,
     time: Duration,
-    /// Those within each bound and not the one before.
+    /// Number of requests within each bound but not the one before.
     buckets: [u64; BUCKETS_S.len()],
 }
 
-/// Method, route, status.
+/// Method, route and status of an answered request.
 type Answered = (String, String, u16);
 
 impl RequestCounts {
-    /// Counts one answered request; `route` is a pattern (`/jobs/{id}`), never a path, so that the table stays small.
+    /// Counts one answered request. `route` is a pattern (`/jobs/{id}`), never a path, so that the table stays small.
     pub fn count(&self, method: &Method, route: &str, status: StatusCode, took: Duration) {
         let method = match method.as_str() {
             known @ ("GET" | "HEAD" | "POST" | "PUT" | "PATCH" | "DELETE" | "OPTIONS") => known,
@@ -70,7 +69,7 @@ impl RequestCounts {
 
     fn write(&self, text: &mut String) {
         let counts = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        family(text, "rlood_http_request_duration_seconds", "histogram", "Time to the head of the answer.");
+        family(text, "rlood_http_request_duration_seconds", "histogram", "Time until the response headers were sent.");
         for ((method, route, status), Times { number, time, buckets }) in counts {
             let labels = format!("method=\"{method}\",route=\"{route}\",status=\"{status}\"");
             let mut within = 0;
@@ -86,14 +85,14 @@ impl RequestCounts {
     }
 }
 
-/// The process answers.
+/// Check that the process is alive.
 #[utoipa::path(get, path = "/livez", tag = "System", security(()),
     responses((status = 200, description = "Alive", body = String, content_type = "text/plain", example = json!("ok\n"))))]
 async fn livez() -> &'static str {
     "ok\n"
 }
 
-/// The server can do its work: the database answers, the disk has room.
+/// Check that the server is ready: the database answers, the disk has free space.
 #[utoipa::path(get, path = "/readyz", tag = "System", security(()),
     responses((status = 200, description = "Ready", body = String, content_type = "text/plain", example = json!("ok\n"))))]
 async fn readyz(State(state): State<AppState>) -> Result<&'static str, Problem> {
@@ -105,16 +104,16 @@ async fn readyz(State(state): State<AppState>) -> Result<&'static str, Problem> 
         .map_err(|error| not_ready("the data directory cannot be read".to_owned(), chain(&error)))?;
     let reserve = state.config.edge.disk_reserve_bytes;
     if free < reserve {
-        let detail = format!("the disk is nearly full: {free} bytes are free, {reserve} are needed; free some space");
+        let detail = format!("the disk is nearly full: {free} bytes are free, {reserve} are required; free some space");
         return Err(not_ready(detail, String::new()));
     }
     Ok("ok\n")
 }
 
-/// Measurements for Prometheus.
+/// Get metrics in Prometheus's text format.
 ///
-/// Those of rewards (`rlood_reward_*`) name the jobs that the key sees: all with the scope admin. The others are the server's,
-/// and name none.
+/// Metrics of rewards (`rlood_reward_*`) name the jobs that the key may see: all of them with the scope admin. The other metrics
+/// are the server's, and name no job.
 #[utoipa::path(get, path = "/metrics", tag = "System",
     responses((status = 200, description = "Prometheus text format", body = String, content_type = "text/plain")))]
 async fn metrics(State(state): State<AppState>, caller: Caller) -> Result<impl IntoResponse, Problem> {
@@ -122,9 +121,9 @@ async fn metrics(State(state): State<AppState>, caller: Caller) -> Result<impl I
     let workers = state.store.worker_list().await?;
     let mut text = String::new();
 
-    family(&mut text, "rlood_build_info", "gauge", "The version, as a label.");
+    family(&mut text, "rlood_build_info", "gauge", "The server's version, as a label.");
     line(&mut text, &format!("rlood_build_info{{version=\"{}\"}}", env!("CARGO_PKG_VERSION")), 1);
-    family(&mut text, "rlood_uptime_seconds", "gauge", "Since the server started.");
+    family(&mut text, "rlood_uptime_seconds", "gauge", "Time since the server started.");
     line(&mut text, "rlood_uptime_seconds", state.started.elapsed().as_secs());
     family(&mut text, "rlood_jobs", "gauge", "Jobs by state.");
     for job_state in JobState::ALL {
@@ -138,7 +137,7 @@ async fn metrics(State(state): State<AppState>, caller: Caller) -> Result<impl I
         line(&mut text, &format!("rlood_workers{{state=\"{}\"}}", worker_state.as_str()), number);
     }
     if let Ok(free) = state.files.free_bytes() {
-        family(&mut text, "rlood_disk_free_bytes", "gauge", "On the file system of the data directory.");
+        family(&mut text, "rlood_disk_free_bytes", "gauge", "Free space on the file system of the data directory.");
         line(&mut text, "rlood_disk_free_bytes", free);
     }
     super::reward_health::write_metrics(&state, &caller, &mut text).await?;
@@ -147,15 +146,15 @@ async fn metrics(State(state): State<AppState>, caller: Caller) -> Result<impl I
     Ok(([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text))
 }
 
-/// What a worker does.
+/// Current state of a worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum WorkerState {
-    /// Waits for a job.
+    /// Waiting for a job.
     Idle,
-    /// Runs one.
+    /// Running a claimed job.
     Running,
-    /// Its lease lapsed (its job is in the queue again), or it was not heard of for twice as long.
+    /// The worker's lease expired (its job is queued again), or the server has not heard from it for twice as long.
     Lost,
 }
 
@@ -177,25 +176,25 @@ impl WorkerState {
     }
 }
 
-/// A worker process.
+/// A connected worker process.
 #[derive(Debug, Clone, Serialize, ToSchema)]
 pub struct Worker {
-    /// Its id.
+    /// The worker's id, `wrk_…`.
     pub id: WorkerId,
-    /// `cpu`, `cuda:0`.
+    /// Device of the worker: `cpu`, `cuda:0`.
     #[schema(example = "cpu")]
     pub device: String,
-    /// On its machine.
+    /// Process id on the worker's machine.
     pub pid: u32,
-    /// What it does.
+    /// Current state of the worker.
     pub state: WorkerState,
-    /// What it runs; null also when the job is another owner's.
+    /// The job that it runs; null if it runs none, or the job belongs to another owner.
     pub job_id: Option<JobId>,
-    /// Compute threads.
+    /// Number of compute threads.
     pub threads: u32,
-    /// Its rlood version.
+    /// The worker's rlood version.
     pub version: String,
-    /// Last heard of.
+    /// When the server last heard from the worker.
     pub seen_at: Time,
 }
 
@@ -220,12 +219,12 @@ async fn list_workers(State(state): State<AppState>, caller: Caller) -> Result<J
     Ok(Json(List { data, next: None }))
 }
 
-/// Idle workers are heard of at each claim, which the server may hold for a while: twice the lease is silence.
+/// An idle worker contacts the server at each claim, which the server may hold for a while: twice the lease counts as silence.
 fn lease_ms(state: &AppState) -> i64 {
     i64::try_from(state.config.lease_ms.saturating_mul(2)).unwrap_or(i64::MAX / 2)
 }
 
-/// This document.
+/// Get this OpenAPI document.
 #[utoipa::path(get, path = "/openapi.json", tag = "System", security(()),
     responses((status = 200, description = "OpenAPI 3.1", body = serde_json::Value)))]
 async fn get_openapi() -> impl IntoResponse {

@@ -1,4 +1,4 @@
-//! Long work on checkpoints, run one task of a kind after another: what verdicts and exports have in common.
+//! Runs long tasks on checkpoints, one of each kind at a time. Shared by verdicts and exports.
 
 use std::future::Future;
 use std::time::Duration;
@@ -8,26 +8,25 @@ use crate::causes::with_causes;
 use crate::store::{StoreError, TaskEnd, TaskKind, TaskRow, clock_ms};
 use crate::task::TaskState;
 
-/// How long to wait after the database failed.
+/// Delay before the next attempt after a database error.
 const PAUSE: Duration = Duration::from_secs(5);
-/// How often a task under way is looked at, though nothing said that it changed.
+/// Interval at which a running task is checked even without a notification.
 const LOOK: Duration = Duration::from_secs(10);
 
-/// How the tasks of a kind are done.
+/// Runs the tasks of one kind.
 pub(super) trait Work: Send + Sync {
-    /// The kind.
     const KIND: TaskKind;
 
-    /// Does one to its end; `None` when the server stops. It is dropped when the task is cancelled.
+    /// Runs a task to its end; `None` when the server stops. The future is dropped when the task is cancelled.
     fn run(&self, state: &AppState, row: &TaskRow) -> impl Future<Output = Result<Option<TaskEnd>, StoreError>> + Send;
 
-    /// Removes what a task left that did not succeed.
+    /// Removes the files of a task that did not succeed.
     fn clean(&self, _state: &AppState, _row: &TaskRow) -> impl Future<Output = ()> + Send {
         std::future::ready(())
     }
 }
 
-/// Does the tasks of a kind that are asked for, until the server stops.
+/// Runs the queued tasks of a kind until the server stops.
 pub(super) async fn run(state: AppState, work: impl Work) {
     let kind = work_kind(&work);
     let mut changed = state.store.tasks_changed();
@@ -36,7 +35,7 @@ pub(super) async fn run(state: AppState, work: impl Work) {
         match state.store.task_claim(kind, clock_ms()).await {
             Ok(Some(row)) => {
                 if let Err(error) = run_one(&state, &work, &row).await {
-                    // It stays `running`: the next start of the server begins it again.
+                    // The task stays `running`: the next start of the server runs it again.
                     tracing::error!(task = row.id, error = with_causes(&error), "the end of a task is not noted");
                 }
             }
@@ -72,7 +71,7 @@ async fn run_one(state: &AppState, work: &impl Work, row: &TaskRow) -> Result<()
     state.store.task_finish(row, end, clock_ms()).await
 }
 
-/// Comes back when the task is not this attempt's any more.
+/// Returns when the task no longer belongs to this attempt.
 async fn taken_away(state: &AppState, row: &TaskRow) {
     let mut changed = state.store.tasks_changed();
     loop {

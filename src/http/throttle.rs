@@ -1,11 +1,11 @@
-//! How often an address may show a key that is not valid.
+//! Limits how often an address may send an invalid key.
 //!
-//! Guesses are taken from a bucket: 20, and one more every 6 s. With an empty bucket an address gets 429 for keys it has not
-//! shown to be good before; other addresses, and its own good keys, notice nothing. A key that was refused once spends the
-//! upper half only: a script with an old key does not keep its neighbours behind one address from signing in.
+//! Invalid keys use up tokens of a bucket: 20, and one more every 6 s. While its bucket is empty, an address gets 429 for keys that
+//! it has not used successfully before. Other addresses, and its own valid keys, are not affected. A key that was refused before
+//! can use only the upper half: a script with an old key does not prevent others behind the same address from signing in.
 //!
-//! This machine itself is not limited: whoever is on it has other ways, and a proxy on it that is not named with
-//! `--trusted-proxies` would make everybody one address.
+//! The local machine is not limited: its users have other ways to attack, and a local proxy that is not listed in
+//! `--trusted-proxies` would make all clients share one address.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
@@ -21,32 +21,32 @@ use super::AppState;
 use super::error::{Code, Problem};
 use crate::outgoing::Net;
 
-/// Wrong keys at once.
+/// Size of the bucket: maximum number of invalid keys in quick succession.
 const BURST: f64 = 20.0;
-/// Of them, not for keys that were refused before.
-const KEPT: f64 = 10.0;
-/// Until there is one more.
-const PAUSE: Duration = Duration::from_secs(6);
-/// Addresses that are remembered; beyond them the one that was away longest is forgotten.
-const ADDRESSES: usize = 4096;
-/// Keys of an address that are remembered.
-const KEYS: usize = 16;
-/// An address that goes on is told of in the log this often.
-const TOLD_EVERY: Duration = Duration::from_secs(60);
+/// Tokens of the bucket that keys refused before cannot use.
+const RESERVED: f64 = 10.0;
+/// Time until one token is added.
+const REFILL_INTERVAL: Duration = Duration::from_secs(6);
+/// Maximum number of addresses to remember. Beyond it the least recently seen one is dropped.
+const MAX_ADDRESSES: usize = 4096;
+/// Maximum number of keys to remember per address.
+const MAX_KEYS: usize = 16;
+/// Minimum interval between two log entries about the same address.
+const LOG_INTERVAL: Duration = Duration::from_secs(60);
 const X_FORWARDED_FOR: &str = "x-forwarded-for";
 
-/// Where a request comes from; None = from no socket.
+/// Address of a client; None if the request did not come from a socket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Client(pub Option<IpAddr>);
 
 impl Client {
-    /// The peer; where that is a trusted proxy, whom it names.
+    /// Returns the peer's address, or the client that a trusted proxy names.
     pub(super) fn of(state: &AppState, headers: &HeaderMap, extensions: &Extensions) -> Self {
         let peer = extensions.get::<ConnectInfo<SocketAddr>>().map(|info| info.0.ip().to_canonical());
         Self(peer.map(|peer| named_by(&state.config.edge.trusted_proxies, peer, headers)))
     }
 
-    /// What limits count as one client: the address, or an IPv6 client's network.
+    /// Returns the unit that limits apply to: the address, or an IPv6 client's network.
     pub(super) fn network(self) -> Option<IpAddr> {
         self.0.map(network)
     }
@@ -60,7 +60,7 @@ impl FromRequestParts<AppState> for Client {
     }
 }
 
-/// The last address in X-Forwarded-For that is no proxy of ours: what stands before it anybody may have written.
+/// Returns the last address in X-Forwarded-For that is not a trusted proxy: a client can forge everything before it.
 fn named_by(proxies: &[Net], peer: IpAddr, headers: &HeaderMap) -> IpAddr {
     let is_proxy = |address: IpAddr| proxies.iter().any(|net| net.contains(address));
     let mut client = peer;
@@ -79,38 +79,39 @@ fn address_of(word: &str) -> Option<IpAddr> {
     address.ok().map(|address: IpAddr| address.to_canonical())
 }
 
-/// What is remembered of addresses.
+/// Recent failures of addresses.
 #[derive(Debug, Default)]
 pub struct Failures {
     addresses: Mutex<HashMap<IpAddr, Bucket>>,
 }
 
 impl Failures {
-    /// Before a key, token or cookie is looked at: 429 when too many were wrong. Say how it went afterwards.
+    /// Checks the limit before a key, token or cookie is verified: 429 after too many invalid ones. Call `note`
+    /// with the result afterwards.
     pub(super) fn admit(&self, client: Client, credential: &str) -> Result<(), Problem> {
         self.admit_at(client, credential, Instant::now()).map_err(|seconds| {
-            let detail = format!("too many keys from your address were not valid: try again in {seconds} s");
+            let detail = format!("too many invalid keys from your address: try again in {seconds} s");
             Problem::new(Code::TooManyRequests, detail).retry_after(seconds)
         })
     }
 
-    /// It was valid, or it was not.
-    pub(super) fn note(&self, client: Client, credential: &str, is_valid: bool) {
-        self.note_at(client, credential, is_valid, Instant::now());
+    /// Records whether the credential was valid.
+    pub(super) fn record(&self, client: Client, credential: &str, is_valid: bool) {
+        self.record_at(client, credential, is_valid, Instant::now());
     }
 
     fn admit_at(&self, client: Client, credential: &str, now: Instant) -> Result<(), u64> {
         self.of(client, now, |address, bucket| bucket.admit(address, mark(credential), now)).unwrap_or(Ok(()))
     }
 
-    fn note_at(&self, client: Client, credential: &str, is_valid: bool, now: Instant) {
-        self.of(client, now, |_, bucket| bucket.note(mark(credential), is_valid));
+    fn record_at(&self, client: Client, credential: &str, is_valid: bool, now: Instant) {
+        self.of(client, now, |_, bucket| bucket.record(mark(credential), is_valid));
     }
 
     fn of<T>(&self, client: Client, now: Instant, then: impl FnOnce(IpAddr, &mut Bucket) -> T) -> Option<T> {
         let address = client.0.filter(|address| !address.is_loopback()).map(network)?;
         let mut addresses = self.addresses.lock().unwrap_or_else(PoisonError::into_inner);
-        if addresses.len() >= ADDRESSES && !addresses.contains_key(&address) {
+        if addresses.len() >= MAX_ADDRESSES && !addresses.contains_key(&address) {
             let longest_away = addresses.iter().min_by_key(|(_, bucket)| bucket.at).map(|(address, _)| *address);
             longest_away.and_then(|address| addresses.remove(&address));
         }
@@ -120,7 +121,7 @@ impl Failures {
     }
 }
 
-/// An IPv6 client has a network of 64 bits to itself.
+/// Groups IPv6 clients by networks of 64 bits, which usually belong to one client.
 fn network(address: IpAddr) -> IpAddr {
     match address {
         IpAddr::V4(_) => address,
@@ -128,7 +129,7 @@ fn network(address: IpAddr) -> IpAddr {
     }
 }
 
-/// Eight bytes of its digest: enough to know it again.
+/// Returns the first eight bytes of the credential's digest, enough to recognize it.
 fn mark(credential: &str) -> u64 {
     Sha256::digest(credential).iter().take(8).fold(0, |mark, byte| (mark << 8) | u64::from(*byte))
 }
@@ -137,10 +138,10 @@ fn mark(credential: &str) -> u64 {
 struct Bucket {
     left: f64,
     at: Instant,
-    told: Option<Instant>,
+    logged_at: Option<Instant>,
     good: Marks,
     wrong: Marks,
-    /// Being looked at, and paid for.
+    /// Keys whose verification is in progress and already counted.
     open: Marks,
 }
 
@@ -149,7 +150,7 @@ impl Bucket {
         Self {
             left: BURST,
             at: now,
-            told: None,
+            logged_at: None,
             good: Marks::default(),
             wrong: Marks::default(),
             open: Marks::default(),
@@ -157,29 +158,29 @@ impl Bucket {
     }
 
     fn refill(&mut self, now: Instant) {
-        let more = now.saturating_duration_since(self.at).as_secs_f64() / PAUSE.as_secs_f64();
+        let more = now.saturating_duration_since(self.at).as_secs_f64() / REFILL_INTERVAL.as_secs_f64();
         (self.left, self.at) = ((self.left + more).min(BURST), now);
     }
 
-    /// Seconds to wait, or nothing. Many requests at once with one new key pay once.
+    /// Returns the seconds to wait if the limit is reached. Concurrent requests with the same new key count once.
     fn admit(&mut self, address: IpAddr, mark: u64, now: Instant) -> Result<(), u64> {
         if self.good.has(mark) || self.open.has(mark) {
             return Ok(());
         }
-        let needed = if self.wrong.has(mark) { KEPT + 1.0 } else { 1.0 };
+        let needed = if self.wrong.has(mark) { RESERVED + 1.0 } else { 1.0 };
         if self.left < needed {
-            if self.told.is_none_or(|told| now.saturating_duration_since(told) >= TOLD_EVERY) {
-                self.told = Some(now);
-                tracing::warn!(%address, "too many wrong keys from an address: it has to wait");
+            if self.logged_at.is_none_or(|logged_at| now.saturating_duration_since(logged_at) >= LOG_INTERVAL) {
+                self.logged_at = Some(now);
+                tracing::warn!(%address, "too many invalid keys from an address: refusing further ones for now");
             }
-            return Err(((needed - self.left) * PAUSE.as_secs_f64()).ceil().max(1.0) as u64);
+            return Err(((needed - self.left) * REFILL_INTERVAL.as_secs_f64()).ceil().max(1.0) as u64);
         }
         self.left -= 1.0;
         self.open.add(mark);
         Ok(())
     }
 
-    fn note(&mut self, mark: u64, is_valid: bool) {
+    fn record(&mut self, mark: u64, is_valid: bool) {
         let paid = self.open.take(mark);
         if is_valid {
             if paid {
@@ -197,10 +198,10 @@ impl Bucket {
     }
 }
 
-/// The latest few.
+/// The most recent keys.
 #[derive(Debug, Default)]
 struct Marks {
-    kept: [Option<u64>; KEYS],
+    kept: [Option<u64>; MAX_KEYS],
     next: usize,
 }
 
@@ -212,7 +213,7 @@ impl Marks {
     fn add(&mut self, mark: u64) {
         if !self.has(mark) {
             self.kept[self.next] = Some(mark);
-            self.next = (self.next + 1) % KEYS;
+            self.next = (self.next + 1) % MAX_KEYS;
         }
     }
 
@@ -230,10 +231,10 @@ mod tests {
         Client(Some(text.parse().unwrap()))
     }
 
-    /// Shows a key that is not valid.
+    /// Sends an invalid key.
     fn guess(failures: &Failures, client: Client, key: &str, now: Instant) -> Result<(), u64> {
         failures.admit_at(client, key, now)?;
-        failures.note_at(client, key, false, now);
+        failures.record_at(client, key, false, now);
         Ok(())
     }
 
@@ -243,7 +244,7 @@ mod tests {
         let taken = (0..100).take_while(|n| guess(&failures, at("192.0.2.1"), &format!("k{n}"), now).is_ok()).count();
         assert_eq!(taken, 20);
         assert_eq!(guess(&failures, at("192.0.2.1"), "another", now), Err(6));
-        // The right key waits as well: otherwise it could be found by guessing on.
+        // The right key waits as well: otherwise further guesses could find it.
         assert_eq!(failures.admit_at(at("192.0.2.1"), "right", now), Err(6));
         assert_eq!(failures.admit_at(at("::ffff:192.0.2.1").map(IpAddr::to_canonical), "right", now), Err(6));
         assert_eq!(failures.admit_at(at("192.0.2.2"), "right", now), Ok(()));
@@ -262,15 +263,15 @@ mod tests {
     fn a_good_key_goes_on_where_it_was_seen_and_costs_nothing() {
         let (failures, now, client) = (Failures::default(), Instant::now(), at("192.0.2.1"));
         for _ in 0..100 {
-            // Many at once, before the first is known to be good.
+            // Many concurrent requests before the first is known to be valid.
             failures.admit_at(client, "good", now).unwrap();
         }
-        failures.note_at(client, "good", true, now);
+        failures.record_at(client, "good", true, now);
         let taken = (0..100).take_while(|n| guess(&failures, client, &format!("k{n}"), now).is_ok()).count();
         assert_eq!(taken, 20);
         assert_eq!(failures.admit_at(client, "good", now), Ok(()));
-        // Until it is refused: revoked, say.
-        failures.note_at(client, "good", false, now);
+        // Until the key is refused, for example because it was revoked.
+        failures.record_at(client, "good", false, now);
         assert!(failures.admit_at(client, "good", now).is_err());
     }
 
@@ -305,7 +306,7 @@ mod tests {
             guess(&failures, client, "k", now + Duration::from_millis(n.into())).unwrap();
         }
         let addresses = failures.addresses.lock().unwrap();
-        assert_eq!(addresses.len(), ADDRESSES);
+        assert_eq!(addresses.len(), MAX_ADDRESSES);
         assert!(!addresses.contains_key(&"10.0.0.0".parse().unwrap()));
     }
 

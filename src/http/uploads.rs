@@ -1,4 +1,4 @@
-//! Rows that a request sends, in whatever form: a body, a form, or the name of a data set of the hub.
+//! Receives the rows of a request: a body, a form, or the name of a hub dataset.
 
 use std::fs::File;
 use std::io::Write;
@@ -16,7 +16,7 @@ use utoipa::IntoParams;
 
 use super::AppState;
 use super::auth::Caller;
-use super::dataset_sources::{Files, LOOK_BYTES, fetch, fetch_start, uploaded, written};
+use super::dataset_sources::{Files, PREVIEW_BYTES, fetch, fetch_start, uploaded, written};
 use super::error::{Code, Problem, shortened};
 use super::extract::{announced_bytes, body_fault, body_problem, media_type};
 use super::rows::{UPLOAD_DEADLINE, WRITE_BYTES, check_disk, read_rows, too_large};
@@ -24,38 +24,37 @@ use crate::dataset::{Format, Recipe, Summary};
 use crate::files::StagedDone;
 use crate::spec::HubDataset;
 
-const LONGEST_NAME: usize = 200;
-/// A request for a data set of the hub, or a mapping, bytes.
+const MAX_NAME_CHARS: usize = 200;
+/// Maximum size of a JSON request for a hub dataset, or of a mapping, in bytes.
 const MAX_DOCUMENT_BYTES: usize = 256 * 1024;
 
-/// `?name=`.
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub(super) struct CreateQuery {
-    /// For people; at most 200 characters. A multipart part `name` does the same.
+    /// A display name, at most 200 characters. A multipart field `name` has the same effect.
     #[param(min_length = 1, max_length = 200)]
     pub(super) name: Option<String>,
-    /// The column, path or template that is the prompt. These keys are the simple ones of a mapping; the part `mapping` has all.
+    /// Column, path or template of the prompt. These keys are the simple ones of a mapping; the field `mapping` supports all.
     #[param(example = "question")]
     pub(super) prompt: Option<String>,
-    /// The system message.
+    /// Text of the system message.
     pub(super) system: Option<String>,
-    /// Whether a text becomes a user's message.
+    /// Whether a text prompt becomes a user message.
     pub(super) chat: Option<String>,
-    /// Only rows for which this expression over the source's columns is true.
+    /// Keep only rows for which this expression over the source's columns is true.
     pub(super) r#where: Option<String>,
-    /// Of rows that agree in these columns (names by commas) the first one stays.
+    /// Keep only the first of the rows that are equal in these columns (comma-separated names).
     pub(super) unique: Option<String>,
-    /// Only these columns stay (names by commas).
+    /// Keep only these columns (comma-separated names).
     pub(super) keep: Option<String>,
-    /// These columns go (names by commas).
+    /// Remove these columns (comma-separated names).
     pub(super) drop: Option<String>,
-    /// A prompt that ends with assistant messages loses them.
+    /// Whether to remove assistant messages at the end of a prompt.
     pub(super) cut_answer: Option<String>,
-    /// So many rows at most.
+    /// Maximum number of rows.
     pub(super) limit: Option<String>,
-    /// A sample of all rows in place of the first ones.
+    /// Seed of a random sample of all rows, instead of the first ones.
     pub(super) seed: Option<String>,
 }
 
@@ -82,29 +81,29 @@ impl CreateQuery {
     }
 }
 
-/// What rows are received for.
+/// The purpose for which rows are received.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Purpose {
-    /// To become a dataset.
-    Keep,
-    /// To be looked at: their beginning is enough, and they stay as they came.
-    Look,
+    /// The rows become a dataset.
+    Store,
+    /// The rows are previewed: the beginning is enough, and they stay unconverted.
+    Preview,
 }
 
-/// What a request sent: a name, and rows.
+/// The name and the rows of a request.
 pub(super) struct Sent {
     pub(super) name: Option<String>,
     pub(super) rows: SentRows,
 }
 
 pub(super) enum SentRows {
-    /// Checked and written as they came.
+    /// Checked and written as they arrived.
     Ready(Summary, StagedDone),
-    /// To be converted.
+    /// Files that must be converted first.
     Files(Box<Files>, Recipe),
 }
 
-/// Receives the rows of a request, in whatever form.
+/// Receives the rows of a request in any of the accepted forms.
 pub(super) async fn receive(
     state: &AppState,
     caller: &Caller,
@@ -131,8 +130,8 @@ pub(super) async fn receive(
     if let Some(wanted) = hub_document(&kind, &start) {
         let (hub_name, wanted) = wanted?;
         let files = match purpose {
-            Purpose::Keep => fetch(state, caller, &wanted).await?,
-            Purpose::Look => fetch_start(state, caller, &wanted).await?,
+            Purpose::Store => fetch(state, caller, &wanted).await?,
+            Purpose::Preview => fetch_start(state, caller, &wanted).await?,
         };
         let rows = SentRows::Files(Box::new(files), wanted.recipe());
         return Ok(Sent { name: checked_name(hub_name)?.or(name), rows });
@@ -146,17 +145,17 @@ pub(super) async fn receive(
     Ok(Sent { name, rows })
 }
 
-/// A file on its way.
+/// A file that is arriving.
 struct Upload {
     name: Option<String>,
     format: Option<Format>,
     recipe: Recipe,
-    /// Its first bytes; the stream has them too.
+    /// The first bytes, which are also part of the stream.
     start: Vec<u8>,
     purpose: Purpose,
 }
 
-/// Streams plain rows through the checks; what is packed or mapped is kept as it is first.
+/// Streams plain rows through the checks. Compressed or mapped uploads are first stored unchanged.
 async fn read_upload<E>(
     state: &AppState,
     upload: Upload,
@@ -164,17 +163,17 @@ async fn read_upload<E>(
     failed: impl Fn(E) -> Problem,
 ) -> Result<SentRows, Problem> {
     let Upload { name, format, recipe, start, purpose } = upload;
-    let is_streamed = purpose == Purpose::Keep && recipe.is_plain() && !is_packed(&start);
+    let is_streamed = purpose == Purpose::Store && recipe.is_plain() && !is_packed(&start);
     if let Some(format) = format.filter(|_| is_streamed) {
         let (summary, staged) = read_rows(state, format, pieces, failed).await?;
         return Ok(SentRows::Ready(summary, staged));
     }
-    let staged = keep_raw(state, pieces, failed, enough(purpose, &start)).await?;
+    let staged = store_raw(state, pieces, failed, enough(purpose, &start)).await?;
     Ok(SentRows::Files(Box::new(uploaded(name.as_deref(), format, staged)), recipe))
 }
 
-/// Writes an upload to a file as it comes; as large as the disk permits.
-async fn keep_raw<E>(
+/// Writes an upload to a file as it arrives, limited only by the disk.
+async fn store_raw<E>(
     state: &AppState,
     mut pieces: impl Stream<Item = Result<Bytes, E>> + Unpin,
     failed: impl Fn(E) -> Problem,
@@ -194,7 +193,7 @@ async fn keep_raw<E>(
             check_disk(state)?;
             unchecked = 0;
         }
-        // What follows is received and left: the parts of a form stand behind each other.
+        // The rest is received and discarded, because other fields of the form may follow.
         if received < enough_bytes {
             staged.write(&piece).await?;
         }
@@ -203,15 +202,15 @@ async fn keep_raw<E>(
     Ok(staged.finish().await?)
 }
 
-/// Bytes of an upload that are kept. A parquet file's index is at its end.
+/// Number of bytes of an upload that are needed. A parquet file's index is at its end.
 fn enough(purpose: Purpose, start: &[u8]) -> u64 {
     match purpose {
-        Purpose::Look if !start.starts_with(b"PAR1") => LOOK_BYTES,
-        Purpose::Look | Purpose::Keep => u64::MAX,
+        Purpose::Preview if !start.starts_with(b"PAR1") => PREVIEW_BYTES,
+        Purpose::Preview | Purpose::Store => u64::MAX,
     }
 }
 
-/// The first bytes of a body: a few, or of a document all it may have.
+/// Reads the first bytes of a body: a few, or the whole of a JSON document.
 async fn peek<E>(
     pieces: &mut (impl Stream<Item = Result<Bytes, E>> + Unpin),
     failed: impl Fn(E) -> Problem,
@@ -232,20 +231,20 @@ async fn peek<E>(
     Ok(start)
 }
 
-/// Parquet, gzip or zstd, by their first bytes.
+/// Whether the first bytes are those of parquet, gzip or zstd.
 fn is_packed(start: &[u8]) -> bool {
     [&b"PAR1"[..], b"\x1f\x8b", b"\x28\xb5\x2f\xfd"].iter().any(|magic| start.starts_with(magic))
 }
 
-/// What a request for a data set of the hub may say.
+/// Keys of a request for a hub dataset.
 const OF_HUB_DATASET: [&str; 8] = ["hub", "revision", "config", "split", "map", "limit", "seed", "name"];
 
-/// `{"hub": …}`: a request for a data set of the hub, in place of rows; with its name.
+/// Parses `{"hub": …}`: a request for a hub dataset instead of rows. Returns it with its name.
 fn hub_document(kind: &str, start: &[u8]) -> Option<Result<(Option<String>, HubDataset), Problem>> {
     let is_document = kind == "application/json" && start.trim_ascii_start().starts_with(b"{");
     let mut document: Value = is_document.then(|| serde_json::from_slice(start).ok()).flatten()?;
     let keys = document.as_object()?;
-    // Without `hub` it is one row, unless all that it says is of such a request: then the error says what is missing.
+    // Without `hub` the object is a row, unless all of its keys belong to such a request: then the error names the missing key.
     let is_request = !keys.is_empty() && keys.keys().all(|key| OF_HUB_DATASET.contains(&key.as_str()));
     if !keys.contains_key("hub") && !is_request {
         return None;
@@ -255,7 +254,7 @@ fn hub_document(kind: &str, start: &[u8]) -> Option<Result<(Option<String>, HubD
     let name = match name {
         None | Some(Value::Null) => None,
         Some(Value::String(name)) => Some(name),
-        Some(_) => return Some(Err(refuse("name must be a text".to_owned()))),
+        Some(_) => return Some(Err(refuse("name must be a string".to_owned()))),
     };
     let wanted = serde_json::from_value::<HubDataset>(document).map_err(|error| refuse(error.to_string()));
     let checked = wanted.and_then(|wanted| match wanted.recipe().check() {
@@ -285,27 +284,27 @@ async fn read_form(
                 let (file, format) = (part.file_name().map(str::to_owned), format_of_part(&part));
                 let start = peek(&mut part, broken_form, false).await?;
                 let pieces = stream::iter([Ok(Bytes::from(start.clone()))]).chain(part);
-                // The mapping may come behind it.
-                let staged = keep_raw(state, pieces, broken_form, enough(purpose, &start)).await?;
+                // The field `mapping` may come after the file.
+                let staged = store_raw(state, pieces, broken_form, enough(purpose, &start)).await?;
                 raw = Some((file, format, is_packed(&start), staged));
             }
             Some("file") => {
-                return Err(bad_form("there are two parts 'file': upload one dataset a request".to_owned()));
+                return Err(bad_form("the field 'file' occurs twice: upload one dataset per request".to_owned()));
             }
-            Some("mapping") => return Err(bad_form("there are two parts 'mapping'".to_owned())),
+            Some("mapping") => return Err(bad_form("the field 'mapping' occurs twice: send it once".to_owned())),
             other => {
                 let other = shortened(other.unwrap_or(""));
                 return Err(bad_form(format!(
-                    "unknown part '{other}': send 'file', and 'name' and 'mapping' if you like"
+                    "unknown field '{other}': send 'file', and optionally 'name' and 'mapping'"
                 )));
             }
         }
     }
     let recipe = mapping.unwrap_or(of_query);
     let Some((file, format, is_packed, staged)) = raw else {
-        return Err(bad_form("there is no part 'file': put the rows there".to_owned()));
+        return Err(bad_form("the field 'file' is required: it contains the rows".to_owned()));
     };
-    let is_plain = recipe.is_plain() && purpose == Purpose::Keep && !is_packed;
+    let is_plain = recipe.is_plain() && purpose == Purpose::Store && !is_packed;
     let rows = match format {
         Err(problem) if is_plain => return Err(problem),
         Ok(format) if is_plain => {
@@ -318,13 +317,13 @@ async fn read_form(
     Ok(Sent { name, rows })
 }
 
-/// The part `mapping`.
+/// Reads the field `mapping`.
 async fn read_mapping(mut part: Field<'_>) -> Result<Recipe, Problem> {
     let mut bytes = Vec::new();
     while let Some(chunk) = part.chunk().await.map_err(broken_form)? {
         bytes.extend_from_slice(&chunk);
         if bytes.len() > MAX_DOCUMENT_BYTES {
-            return Err(bad_form(format!("the part 'mapping' may have {MAX_DOCUMENT_BYTES} bytes")));
+            return Err(bad_form(format!("the field 'mapping' must be at most {MAX_DOCUMENT_BYTES} bytes")));
         }
     }
     let refuse = |at: String, detail: String| {
@@ -342,7 +341,7 @@ pub(super) fn format_of_part(part: &Field<'_>) -> Result<Format, Problem> {
     let by_name = || part.file_name().and_then(Format::of_file_name);
     Format::of_media_type(&kind).or_else(by_name).ok_or_else(|| {
         let detail =
-            "the part 'file' needs a content type, or a file name that ends with .ndjson, .jsonl, .csv or .json";
+            "the field 'file' needs a content type, or a file name that ends with .ndjson, .jsonl, .csv or .json";
         Problem::new(Code::UnsupportedMediaType, detail).header(header::ACCEPT, Format::ACCEPTED)
     })
 }
@@ -351,26 +350,27 @@ pub(super) async fn short_text(mut part: Field<'_>) -> Result<String, Problem> {
     let mut bytes = Vec::new();
     while let Some(chunk) = part.chunk().await.map_err(broken_form)? {
         bytes.extend_from_slice(&chunk);
-        if bytes.len() > 4 * LONGEST_NAME {
+        if bytes.len() > 4 * MAX_NAME_CHARS {
             return Err(bad_name());
         }
     }
     String::from_utf8(bytes).map_err(|_| bad_name())
 }
 
-/// What is to be mapped may be larger than a dataset, but not than the disk: 413 before the first byte.
+/// Answers 413 before the first byte if the upload is larger than the free disk space. An upload that is mapped may be
+/// larger than a dataset.
 fn check_room(state: &AppState, headers: &HeaderMap) -> Result<(), Problem> {
     let room = state.files.free_bytes()?.saturating_sub(state.config.edge.disk_reserve_bytes);
     match announced_bytes(headers) {
         Some(length) if length > room => {
-            let detail = format!("the upload has {length} bytes, and the server's disk has room for {room}");
+            let detail = format!("the upload has {length} bytes, but the server's disk has only {room} bytes free");
             Err(Problem::new(Code::BodyTooLarge, detail))
         }
         Some(_) | None => Ok(()),
     }
 }
 
-/// 413 before the first byte when the client says that there will be too many; `more` = what may come beside the rows.
+/// Answers 413 before the first byte if the announced length is too large; `more` = allowance for data besides the rows.
 fn check_length(state: &AppState, headers: &HeaderMap, more: u64) -> Result<(), Problem> {
     match announced_bytes(headers) {
         Some(length) if length > state.dataset_limit_bytes.saturating_add(more) => {
@@ -381,9 +381,10 @@ fn check_length(state: &AppState, headers: &HeaderMap, more: u64) -> Result<(), 
 }
 
 fn wrong_type(kind: &str) -> Problem {
-    let found = if kind.is_empty() { "there is none".to_owned() } else { format!("'{}' is not one", shortened(kind)) };
+    let found =
+        if kind.is_empty() { "none was sent".to_owned() } else { format!("'{}' is not supported", shortened(kind)) };
     let detail =
-        format!("send a content type of {}, or multipart/form-data with a part 'file' ({found})", Format::ACCEPTED);
+        format!("send a content type of {}, or multipart/form-data with a field 'file' ({found})", Format::ACCEPTED);
     Problem::new(Code::UnsupportedMediaType, detail).header(header::ACCEPT, Format::ACCEPTED)
 }
 
@@ -392,14 +393,16 @@ pub(super) fn bad_form(detail: String) -> Problem {
 }
 
 pub(super) fn broken_form(error: MultipartError) -> Problem {
-    let broken = || bad_form("the multipart form is broken or ended early".to_owned()).because(error.body_text());
+    let broken = || bad_form("the multipart form is malformed or ended early".to_owned()).because(error.body_text());
     body_fault(&error).unwrap_or_else(broken)
 }
 
 pub(super) fn checked_name(name: Option<String>) -> Result<Option<String>, Problem> {
     match name {
         Some(name)
-            if name.trim().is_empty() || name.chars().count() > LONGEST_NAME || name.chars().any(char::is_control) =>
+            if name.trim().is_empty()
+                || name.chars().count() > MAX_NAME_CHARS
+                || name.chars().any(char::is_control) =>
         {
             Err(bad_name())
         }
@@ -408,7 +411,7 @@ pub(super) fn checked_name(name: Option<String>) -> Result<Option<String>, Probl
 }
 
 fn bad_name() -> Problem {
-    let detail = format!("a name has 1 to {LONGEST_NAME} characters, none of them a control character");
+    let detail = format!("a name must have 1 to {MAX_NAME_CHARS} characters, none of them a control character");
     Problem::new(Code::InvalidQuery, detail.clone()).item("?name", "invalid", detail)
 }
 

@@ -1,5 +1,5 @@
-//! Verdicts: base model and checkpoint on the same rows. A verdict is a task: it waits, runs in a process of its own, and keeps
-//! its result.
+//! Verdicts: compares the base model and a checkpoint on the same rows. A verdict is a task: it is queued, runs in its own process,
+//! and its result is stored.
 
 mod judging;
 
@@ -30,7 +30,6 @@ use crate::verdict::{
 
 pub(crate) use judging::run;
 
-/// The routes of this module.
 pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new()
         .routes(routes!(create_verdict, get_job_verdict))
@@ -42,29 +41,29 @@ pub fn routes() -> OpenApiRouter<AppState> {
 /// A comparison of a checkpoint with its base model.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct Verdict {
-    /// Its id.
+    /// The verdict's id, `vrd_…`.
     id: VerdictId,
-    /// The job.
+    /// The job of the checkpoint.
     job_id: JobId,
-    /// The checkpoint that was judged.
+    /// The checkpoint that is compared.
     checkpoint_id: CheckpointId,
-    /// The checkpoint's step.
+    /// Optimizer step of the checkpoint.
     step: u64,
-    /// Current state.
+    /// Current state of the verdict.
     state: TaskState,
-    /// How far it is.
+    /// Progress, in completed units.
     progress: TaskProgress,
-    /// How both models are sampled.
+    /// Sampling parameters of both models.
     sampling: VerdictSampling,
-    /// When it was asked for.
+    /// When the verdict was requested.
     created_at: Time,
-    /// When it began.
+    /// When it started; null while it is queued.
     started_at: Option<Time>,
-    /// When it ended.
+    /// When it ended; null before that.
     finished_at: Option<Time>,
     /// Why it failed; null otherwise.
     error: Option<VerdictError>,
-    /// What came of it; null before.
+    /// The result; null until the verdict is complete.
     result: Option<VerdictResult>,
 }
 
@@ -88,33 +87,33 @@ impl Verdict {
     }
 }
 
-/// A verdict in a few words, in the summary of its job.
+/// A short form of a verdict, for the summary of its job.
 #[derive(Debug, Serialize, ToSchema)]
 pub(super) struct VerdictSummary {
     id: VerdictId,
-    /// The checkpoint that was judged.
+    /// The checkpoint that is compared.
     checkpoint_id: CheckpointId,
-    /// The checkpoint's step.
+    /// Optimizer step of the checkpoint.
     step: u64,
-    /// Current state.
+    /// Current state of the verdict.
     state: TaskState,
-    /// What it says; null before.
+    /// The outcome; null until the verdict is complete.
     verdict: Option<VerdictWord>,
-    /// One sentence for people.
+    /// The outcome in one sentence.
     summary: Option<String>,
-    /// What limits it.
+    /// Limitations of the comparison; null if none.
     note: Option<String>,
-    /// Rows with a reward of both models.
+    /// Number of rows with a reward for both models.
     rows: Option<u64>,
-    /// The mean difference, trained less base.
+    /// Mean difference, trained minus base.
     difference: Option<f64>,
-    /// The 95 % interval of the difference.
+    /// 95 % confidence interval of the difference.
     interval: Option<[f64; 2]>,
-    /// Why it failed.
+    /// Why the verdict failed; null otherwise.
     error: Option<VerdictError>,
 }
 
-/// The newest verdict of a job.
+/// Returns the newest verdict of a job.
 pub(super) async fn summary_of(state: &AppState, job: JobId) -> Result<Option<VerdictSummary>, Problem> {
     let Some(row) = state.store.task_newest(TaskKind::Verdict, job).await? else { return Ok(None) };
     let Verdict { id, checkpoint_id, step, state, error, result, .. } = Verdict::of(row)?;
@@ -146,18 +145,18 @@ pub(super) async fn summary_of(state: &AppState, job: JobId) -> Result<Option<Ve
 
 /// Compare a checkpoint with its base model.
 ///
-/// Both models answer the same rows: those that only the verdict reads (`eval.test_fraction` or `eval.test_dataset`), else the
-/// evaluation's, which also chose the checkpoint. Default: the best checkpoint (else the newest), sampled as the evaluation samples.
-/// The answer comes at once; `GET /verdicts/{id}` tells how far it is and what came of it. A verdict on the same checkpoint with
-/// the same sampling that has not ended is returned instead of a second one (200).
+/// Both models answer the same rows: those that only the verdict reads (`eval.test_fraction` or `eval.test_dataset`), otherwise the
+/// evaluation's, which also chose the checkpoint. Default: the best checkpoint (otherwise the newest), sampled as in the
+/// evaluation. The response comes immediately; `GET /verdicts/{id}` reports progress and the result. If an unfinished verdict on
+/// the same checkpoint with the same sampling exists, it is returned instead of a second one (200).
 #[utoipa::path(post, path = "/jobs/{id}/verdict", tag = "Verdicts",
     params(("id" = JobId, Path), ("Idempotency-Key" = Option<String>, Header, description = "The same key and body give the same answer for 24 hours")),
     request_body = VerdictDocument,
     responses(
-        (status = 202, description = "It waits for its turn", body = Verdict),
-        (status = 200, description = "It is under way already", body = Verdict),
+        (status = 202, description = "Queued", body = Verdict),
+        (status = 200, description = "The same verdict is already queued or running", body = Verdict),
         (status = 404, description = "No such job, or it has no checkpoint", body = ProblemBody),
-        (status = 409, description = "The job has no evaluation: there are no rows to judge", body = ProblemBody),
+        (status = 409, description = "The job has no evaluation, so there are no rows to compare on", body = ProblemBody),
         (status = 422, description = "The request is not valid", body = ProblemBody)))]
 async fn create_verdict(
     State(state): State<AppState>,
@@ -175,7 +174,7 @@ async fn begin(state: AppState, id: JobId, body: Value) -> Result<Answer, Proble
     let job = state.store.job_get(id).await?;
     let plan = job.plan()?;
     if plan.eval.is_none() {
-        let detail = "the job has no evaluation, so there are no rows to judge: submit it with eval {fraction} or eval {dataset}";
+        let detail = "the job has no evaluation, so there are no rows to compare on: submit it with eval {fraction} or eval {dataset}";
         return Err(Problem::new(Code::NoEvaluation, detail));
     }
     let VerdictSpec { checkpoint, sampling } =
@@ -198,9 +197,9 @@ async fn begin(state: AppState, id: JobId, body: Value) -> Result<Answer, Proble
     Answer::new(StatusCode::ACCEPTED, Some(format!("/verdicts/{}", row.id)), &Verdict::of(row)?)
 }
 
-/// The newest verdict of a job.
+/// Get the newest verdict of a job.
 #[utoipa::path(get, path = "/jobs/{id}/verdict", tag = "Verdicts", params(("id" = JobId, Path)), responses(
-    (status = 200, description = "The verdict, which may still be under way", body = Verdict),
+    (status = 200, description = "The verdict, which may still be running", body = Verdict),
     (status = 404, description = "No such job, or it has no verdict (`no_verdict`)", body = ProblemBody)))]
 async fn get_job_verdict(State(state): State<AppState>, Path(id): Path<JobId>) -> Result<Json<Verdict>, Problem> {
     state.store.job_get(id).await?;
@@ -208,14 +207,14 @@ async fn get_job_verdict(State(state): State<AppState>, Path(id): Path<JobId>) -
         Some(row) => Ok(Json(Verdict::of(row)?)),
         None => {
             let detail = format!(
-                "the job has no verdict yet: a job with an evaluation gets one when it succeeds, and POST /jobs/{id}/verdict asks for one"
+                "the job has no verdict yet: a job with an evaluation gets one when it succeeds, and POST /jobs/{id}/verdict requests one"
             );
             Err(Problem::new(Code::NoVerdict, detail))
         }
     }
 }
 
-/// One verdict.
+/// Get a verdict by its id.
 #[utoipa::path(get, path = "/verdicts/{id}", tag = "Verdicts", params(("id" = VerdictId, Path)), responses(
     (status = 200, description = "The verdict", body = Verdict),
     (status = 404, description = "No such verdict", body = ProblemBody)))]
@@ -223,21 +222,20 @@ async fn get_verdict(State(state): State<AppState>, Path(id): Path<VerdictId>) -
     Ok(Json(Verdict::of(state.store.task_get(TaskKind::Verdict, &id.to_string()).await?)?))
 }
 
-/// `?outcome=&after=&limit=`.
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 struct RowQuery {
-    /// Only rows that the trained model won, lost or tied, or that miss a reward.
+    /// Only rows that the trained model won, lost or tied, or that lack a reward.
     outcome: Option<RowOutcome>,
-    /// The cursor `next` of the page before.
+    /// The cursor `next` of the previous page.
     after: Option<String>,
-    /// Rows on a page, 1 to 100.
+    /// Rows per page, 1 to 100.
     #[param(minimum = 1, maximum = 100, default = 20)]
     limit: Option<u32>,
 }
 
-/// The rows that a verdict judged, with the texts of both models.
+/// List the rows of a verdict, with the texts of both models.
 #[utoipa::path(get, path = "/verdicts/{id}/rows", tag = "Verdicts", params(("id" = VerdictId, Path), RowQuery), responses(
     (status = 200, description = "A page, in the order of the rows", body = List<VerdictRow>),
     (status = 404, description = "No such verdict", body = ProblemBody)))]
@@ -253,7 +251,7 @@ async fn list_verdict_rows(
     Ok(Json(List::of(page, |row| row)))
 }
 
-/// Cancel a verdict. One that has ended stays as it is.
+/// Cancel a verdict. A verdict that has ended stays as it is.
 #[utoipa::path(post, path = "/verdicts/{id}/cancel", tag = "Verdicts",
     params(("id" = VerdictId, Path), ("Idempotency-Key" = Option<String>, Header, description = "The same key gives the same answer for 24 hours")),
     responses(

@@ -1,9 +1,9 @@
-//! Warm starts: the checkpoint or the adapter that a job begins with, looked up, and its files kept for the job.
+//! Warm starts: finds the checkpoint or the adapter that a job starts from, and keeps its files for the job.
 
 use std::path::{Path, PathBuf};
 
 use super::AppState;
-use super::adapters::{import, look};
+use super::adapters::{import, inspect_hub_adapter};
 use super::auth::Caller;
 use super::error::{Code, Problem};
 use crate::files::{FilesError, StagedDir};
@@ -15,27 +15,28 @@ use crate::store::{AdapterRow, CheckpointRow, StoreError};
 
 const AT: &str = "/warm_start/checkpoint";
 const AT_ADAPTER: &str = "/warm_start/adapter";
-/// What of a checkpoint makes the weights: an adapter, or a whole model.
+/// The files of a checkpoint that contain the weights: an adapter, or a whole model.
 const ADAPTER: [&str; 2] = super::adapters::FILES;
 const MODEL: [&str; 1] = ["model.safetensors"];
 
-/// What a job begins with.
+/// The starting point of a job.
 pub(super) enum Start {
-    /// A checkpoint of a job here.
+    /// A checkpoint of a job on this server.
     Checkpoint(WarmStartFacts),
-    /// An adapter from elsewhere; it is not known yet whether it fits the model.
+    /// An adapter. Whether it matches the model is not known yet.
     Adapter { row: Box<AdapterRow>, files: AdapterFiles },
 }
 
-/// Where an adapter's files lie.
+/// Location of an adapter's files.
 pub(super) enum AdapterFiles {
-    /// It is kept.
+    /// Stored on the server.
     Kept(PathBuf),
-    /// It is only looked at.
+    /// Staged for this request only.
     Staged(StagedDir),
 }
 
-/// What a job says that it begins with; an error when there is none. An adapter of the hub is fetched, and kept if it `keeps` it.
+/// Finds the starting point of a job, with an error if it does not exist. A hub adapter is downloaded, and stored
+/// if `keeps` is set.
 pub(super) async fn find(
     state: &AppState,
     caller: &Caller,
@@ -56,7 +57,7 @@ pub(super) async fn find(
         Ok(job) if caller.may_see(&job.owner) => Ok(Some(Start::Checkpoint(facts(&job.plan()?)))),
         Ok(_) | Err(StoreError::NotFound { .. }) => {
             let detail = format!(
-                "there is no checkpoint '{checkpoint}' (any more): GET /jobs/{{id}}/checkpoints lists those of a job; rotated ones are gone"
+                "the checkpoint '{checkpoint}' does not exist or was deleted: GET /jobs/{{id}}/checkpoints lists the checkpoints of a job"
             );
             errors.push(FieldError::new(AT, "unknown_checkpoint", detail));
             Ok(None)
@@ -78,7 +79,9 @@ async fn find_adapter(
                 let files = AdapterFiles::Kept(state.files.adapter_dir(row.id));
                 (row, files)
             }),
-            false => look(state, caller, wanted).await.map(|(row, dir)| (row, AdapterFiles::Staged(dir))),
+            false => {
+                inspect_hub_adapter(state, caller, wanted).await.map(|(row, dir)| (row, AdapterFiles::Staged(dir)))
+            }
         };
         return match imported {
             Ok((row, files)) => Ok(Some(Start::Adapter { row: Box::new(row), files })),
@@ -95,7 +98,7 @@ async fn find_adapter(
             Ok(Some(Start::Adapter { row: Box::new(row), files }))
         }
         Ok(_) | Err(StoreError::NotFound { .. }) => {
-            let detail = format!("there is no adapter '{id}' (any more): GET /adapters lists them");
+            let detail = format!("the adapter '{id}' does not exist or was deleted: GET /adapters lists all adapters");
             errors.push(FieldError::new(format!("{AT_ADAPTER}/upload"), "unknown_adapter", detail));
             Ok(None)
         }
@@ -104,7 +107,7 @@ async fn find_adapter(
 }
 
 impl Start {
-    /// What a plan needs to know of it; an error where it does not fit the model. Reads files.
+    /// Returns the facts that a plan needs; an error if the adapter does not match the model. Reads files.
     pub(super) fn inspect(
         self,
         model: Option<(&str, &ModelDescription)>,
@@ -123,7 +126,7 @@ impl Start {
         let lora = match adapter::read_for(dir, description) {
             Ok(lora) => Some(lora),
             Err(error) => {
-                let detail = format!("the adapter does not fit '{model_id}': {error}");
+                let detail = format!("the adapter does not match '{model_id}': {error}");
                 errors.push(FieldError::new(AT_ADAPTER, "adapter_differs", detail));
                 return None;
             }
@@ -134,8 +137,8 @@ impl Start {
                 pointer: AT_ADAPTER.to_owned(),
                 code: "adapter_base_differs".to_owned(),
                 detail: format!(
-                    "the adapter's config says that it was trained on '{base}', and this job's model is '{model_id}': its shapes fit; \
-                     see that it is the same model"
+                    "the adapter's config says that it was trained on '{base}', and this job's model is '{model_id}': the shapes match; \
+                     check that it is the same model"
                 ),
             });
         }
@@ -145,7 +148,8 @@ impl Start {
     }
 }
 
-/// Whether two names are likely those of one model: without the organisation, and without what says how it is stored.
+/// Whether two names probably refer to the same model: compares without the organization and without suffixes
+/// for the storage format.
 fn is_same_base(base: &str, model: &str) -> bool {
     let plain = |name: &str| {
         let last = name
@@ -169,18 +173,18 @@ fn is_same_base(base: &str, model: &str) -> bool {
     base.is_empty() || plain(base) == plain(model)
 }
 
-/// What a plan needs to know of a checkpoint of this job.
+/// Returns the facts that a plan needs about a checkpoint of this job.
 pub(super) fn facts(plan: &Plan) -> WarmStartFacts {
     let model = (plan.model.sha256.clone(), plan.model.id.clone());
     WarmStartFacts { model: Some(model), lora: plan.lora.clone(), adapter: None }
 }
 
-/// Where the files lie that a plan begins with, and which they are.
+/// Returns the directory and the list of the files that a plan starts from.
 pub(super) async fn source(state: &AppState, plan: &Plan) -> Result<Option<(PathBuf, Vec<FileEntry>)>, Problem> {
     let Some(warm_start) = &plan.warm_start else { return Ok(None) };
     if let Some(adapter) = &warm_start.adapter {
         let Some(id) = adapter.upload else {
-            let detail = "the job begins with an adapter of the hub, which is not here yet: send POST /adapters {\"hub\": …} first, \
+            let detail = "the job starts from a hub adapter that is not downloaded yet: send POST /adapters {\"hub\": …} first, \
                           or validate without probe";
             return Err(Problem::new(Code::NotReady, detail));
         };
@@ -192,8 +196,8 @@ pub(super) async fn source(state: &AppState, plan: &Plan) -> Result<Option<(Path
     Ok(Some((state.files.checkpoint_dir(job, step, attempt), files)))
 }
 
-/// Keeps the files of a plan's warm start for a job that is about to be created.
-pub(super) async fn keep(state: &AppState, job: JobId, plan: &Plan) -> Result<(), Problem> {
+/// Links the files of a plan's warm start for a job that is about to be created.
+pub(super) async fn pin_files(state: &AppState, job: JobId, plan: &Plan) -> Result<(), Problem> {
     let Some((from, files)) = source(state, plan).await? else { return Ok(()) };
     let wanted: &[&str] = if plan.lora.is_some() { &ADAPTER } else { &MODEL };
     let files: Vec<FileEntry> = files.into_iter().filter(|file| wanted.contains(&file.name.as_str())).collect();
@@ -203,15 +207,15 @@ pub(super) async fn keep(state: &AppState, job: JobId, plan: &Plan) -> Result<()
     blocking(state, move |data| data.initial_keep(job, Path::new(&from), &files)).await
 }
 
-/// Takes over the initial files of the job that a new one is made from.
-pub(super) async fn keep_of_parent(state: &AppState, parent: JobId, job: JobId) -> Result<(), Problem> {
+/// Links the initial files of the job that a new one is created from.
+pub(super) async fn pin_files_of_parent(state: &AppState, parent: JobId, job: JobId) -> Result<(), Problem> {
     blocking(state, move |data| data.initial_copy(parent, job)).await
 }
 
-/// Removes what was kept for a job that was not created after all.
-pub(super) async fn forget(state: &AppState, job: JobId) {
+/// Removes the files of a job that was not created after all.
+pub(super) async fn unpin_files(state: &AppState, job: JobId) {
     if let Err(problem) = blocking(state, move |data| data.job_remove(job)).await {
-        tracing::warn!(%job, ?problem, "files of a job that was not created are left; the next start removes them");
+        tracing::warn!(%job, ?problem, "could not remove the files of a job that was not created; the next start removes them");
     }
 }
 

@@ -1,7 +1,7 @@
-//! The browser's pages: the dashboard from the files of `web/`, and /docs, which works offline.
+//! The browser's pages: the dashboard from the files in `web/`, and /docs, which works offline.
 //!
-//! `/` is the page; its files lie under `/web/VERSION/`, where VERSION is a hash of all of them: a browser keeps them for good,
-//! and a new binary is a new address. They are sent as they lie there; the page names every module, so that a browser asks for all
+//! `/` is the page. Its files are under `/web/VERSION/`, where VERSION is a hash of all of them: browsers cache them permanently,
+//! and a new binary has new addresses. The files are sent unchanged. The page lists every module, so that a browser requests all
 //! of them at once.
 
 use std::collections::BTreeMap;
@@ -23,18 +23,18 @@ use utoipa_swagger_ui::{Config, SwaggerUi};
 use super::AppState;
 use super::error::Problem;
 
-/// Everything from here, nothing inline, and no text ever becomes markup or script.
+/// All resources come from this server, nothing is inline, and text never becomes markup or script.
 const DASHBOARD_POLICY: HeaderValue = HeaderValue::from_static(
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; \
      frame-ancestors 'none'; base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
 );
-/// The page asks for its own files and for /openapi.json, nothing else; its library writes styles into the page.
+/// The page requests only its own files and /openapi.json; its library writes styles into the page.
 const DOCS_POLICY: HeaderValue = HeaderValue::from_static(
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; connect-src 'self'; \
      frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
 );
 
-/// A hash of all files, and each of them: its name, its bytes.
+/// A hash of all files, and the name and bytes of each file.
 static SENT: (&str, &[(&str, &[u8])]) = include!(concat!(env!("OUT_DIR"), "/web_files.rs"));
 static FILES: LazyLock<BTreeMap<&str, WebFile>> = LazyLock::new(|| {
     let (version, files) = SENT;
@@ -54,9 +54,8 @@ fn page(version: &str, files: &[(&str, &[u8])], text: &str) -> String {
     text.replacen("<script ", &format!("{links}<script "), 1).replace("\"/web/", &format!("\"/web/{version}/"))
 }
 
-/// The routes of this module.
 pub fn routes() -> Router<AppState> {
-    // The badge of a validator on the internet stays off.
+    // Disables the badge of an external validation service.
     let config = Config::from("/openapi.json").validator_url("none").try_it_out_enabled(true);
     let docs = Router::from(SwaggerUi::new("/docs").config(config))
         .layer(SetResponseHeaderLayer::overriding(header::CONTENT_SECURITY_POLICY, DOCS_POLICY));
@@ -72,7 +71,7 @@ struct WebFile {
     kind: &'static str,
     etag: String,
     plain: Bytes,
-    /// Made when somebody first asks for it.
+    /// Compressed on the first request.
     gzipped: OnceLock<Bytes>,
 }
 
@@ -119,7 +118,7 @@ impl WebFile {
     }
 }
 
-/// `gzip` or `*`, not with the weight 0.
+/// Whether `gzip` or `*` is accepted with a weight other than 0.
 fn takes_gzip(accepted: &str) -> bool {
     accepted.split(',').any(|coding| {
         let (name, weight) = coding.split_once(';').unwrap_or((coding, ""));
@@ -135,7 +134,8 @@ async fn get_page(headers: HeaderMap) -> Response {
     }
 }
 
-/// A file of another version is a page that was loaded before the server was replaced: it gets this version's, unkept.
+/// An address of another version comes from a page that was loaded before the server was replaced: it gets this
+/// version's file, without caching.
 async fn get_web_file(Path((version, name)): Path<(String, String)>, headers: HeaderMap) -> Response {
     match FILES.get(name.as_str()) {
         Some(file) if version == SENT.0 => file.answer(&headers, "public, max-age=31536000, immutable"),

@@ -1,4 +1,4 @@
-//! Subscriptions to lifecycle messages: make, change, end. What was sent lies in `deliveries`.
+//! Subscriptions to lifecycle messages: create, change, delete. The sent messages are in `deliveries`.
 
 mod deliveries;
 
@@ -25,14 +25,13 @@ use crate::reward::signature::Key;
 use crate::store::clock_ms;
 use crate::store::webhooks::{KeepOld, MAX_OLD_SECRETS, NewWebhook, WebhookPatch, WebhookRow};
 
-/// Most subscriptions of an owner, and as many of its admins to every owner's jobs.
-const MOST: u64 = 100;
-/// The longest URL and description.
-const LONGEST: usize = 2000;
-/// How long an old secret goes on signing, unless asked otherwise, s.
+/// Maximum number of subscriptions per owner; the same limit applies to subscriptions to all owners' jobs.
+const MAX_WEBHOOKS: u64 = 100;
+/// Maximum length of the URL and of the description, in characters.
+const MAX_CHARS: usize = 2000;
+/// Default time in seconds for which an old secret remains valid after a rotation.
 const OLD_SECRET_S: u32 = 24 * 60 * 60;
 
-/// The routes of this module.
 pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new()
         .routes(routes!(create_webhook, list_webhooks))
@@ -45,27 +44,27 @@ pub fn routes() -> OpenApiRouter<AppState> {
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = Webhook)]
 struct WebhookView {
-    /// Its id.
+    /// The webhook's id, `whk_…`.
     id: WebhookId,
-    /// Where messages go.
+    /// Address that messages are sent to.
     url: String,
-    /// For people.
+    /// Description of the webhook; null if none.
     description: Option<String>,
-    /// Which messages.
+    /// Types of messages to send.
     events: Vec<MessageType>,
-    /// Whether anything is sent; what happens while it is not is not told later.
+    /// Whether messages are sent. Events that happen while it is false are not sent later.
     enabled: bool,
-    /// Why the server stopped sending: the endpoint answered 410.
+    /// Why the server disabled the webhook: the endpoint answered 410. Null otherwise.
     disabled_reason: Option<String>,
-    /// Of every owner's jobs; only keys with the scope admin make such, see and change them.
+    /// Whether the webhook covers all owners' jobs. Only keys with the scope admin can create, see and change such webhooks.
     all_jobs: bool,
-    /// The owner of the key that made it; empty = the operator.
+    /// Owner of the key that created the webhook; empty = the operator.
     owner: String,
-    /// Until when secrets before this one sign too; null when none does.
+    /// Until when messages are also signed with older secrets; null if there are none.
     old_secret_until: Option<Time>,
-    /// When it was made.
+    /// When the webhook was created.
     created_at: Time,
-    /// When it was changed last.
+    /// When the webhook was last changed.
     updated_at: Time,
 }
 
@@ -103,66 +102,67 @@ impl From<WebhookRow> for WebhookView {
     }
 }
 
-/// A subscription with a secret that the server made.
+/// A subscription with a secret that the server generated.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = WebhookWithSecret)]
 struct WithSecret {
-    /// Verify messages with it; shown now and never again. Null when you sent one, and in the answer to a repetition with the
-    /// same `Idempotency-Key`: if the first answer was lost, rotate the secret.
+    /// Secret to verify messages with, shown only in this response. Null if you sent one, and if the request is repeated with the
+    /// same `Idempotency-Key`: if the first response was lost, rotate the secret.
     secret: Option<String>,
-    /// The rest.
+    /// The properties of the webhook.
     #[serde(flatten)]
     webhook: WebhookView,
 }
 
-/// A subscription to make.
+/// A subscription to create.
 #[derive(Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 struct CreateWebhook {
-    /// http or https; private addresses only as the operator permits.
+    /// Address for messages, http or https. The operator must allow private addresses.
     #[schema(example = "https://example.com/rlood", max_length = 2000)]
     url: String,
-    /// Which messages. Default: all.
+    /// Types of messages to send. Default: all.
     #[serde(default)]
     events: Option<Vec<MessageType>>,
-    /// For people.
+    /// Description of the webhook.
     #[serde(default)]
     #[schema(max_length = 2000)]
     description: Option<String>,
-    /// `whsec_` and base64 of 24 to 64 bytes. Default: the server makes one and shows it in the answer.
+    /// Signing secret: `whsec_` and base64 of 24 to 64 bytes. Default: the server generates one and shows it in the response.
     #[serde(default)]
     #[schema(example = "whsec_…", write_only)]
     secret: Option<String>,
-    /// Default: true.
+    /// Whether messages are sent. Default: true.
     #[serde(default)]
     enabled: Option<bool>,
-    /// Of every owner's jobs. Default: with the scope admin true, else false, and nothing else is permitted.
+    /// Whether the webhook covers all owners' jobs. Default: true with the scope admin, otherwise false; true
+    /// requires the scope admin.
     #[serde(default)]
     all_jobs: Option<bool>,
 }
 
-/// What to change; everything is optional.
+/// The fields to change; all are optional.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 #[schema(as = WebhookPatch)]
 struct PatchWebhook {
-    /// Where messages go.
+    /// Address that messages are sent to.
     #[serde(default)]
     #[schema(max_length = 2000)]
     url: Option<String>,
-    /// Which messages.
+    /// Types of messages to send.
     #[serde(default)]
     events: Option<Vec<MessageType>>,
-    /// For people; null takes it away.
+    /// Description of the webhook; null removes it.
     #[serde(default, with = "nullable")]
     #[schema(value_type = Option<String>, max_length = 2000)]
     description: Option<Option<String>>,
-    /// Whether anything is sent.
+    /// Whether messages are sent.
     #[serde(default)]
     enabled: Option<bool>,
 }
 
-/// A field that may be absent, null, or a value.
+/// Deserializes a field that may be absent, null, or a value.
 mod nullable {
     use serde::{Deserialize, Deserializer};
 
@@ -175,22 +175,22 @@ fn item(pointer: &str, code: &str, detail: impl Into<String>) -> FieldError {
     FieldError { pointer: pointer.to_owned(), code: code.to_owned(), detail: detail.into() }
 }
 
-/// The URL in the form in which it is asked, once it is checked.
+/// Checks the URL and returns it in normalized form.
 async fn read_url(state: &AppState, url: &str, errors: &mut Vec<FieldError>) -> Result<String, Problem> {
     let policy = reach::outgoing(state).await?;
-    if url.len() > LONGEST {
-        errors.push(item("/url", "too_long", format!("at most {LONGEST} characters")));
+    if url.len() > MAX_CHARS {
+        errors.push(item("/url", "too_long", format!("at most {MAX_CHARS} characters")));
         return Ok(String::new());
     }
     if url.contains(char::is_control) {
-        errors.push(item("/url", "invalid", "must not hold control characters (line breaks, tabs)"));
+        errors.push(item("/url", "invalid", "must not contain control characters (line breaks, tabs)"));
     }
     match policy.check_url(url) {
         Ok(parsed) => Ok(parsed.into()),
         Err(error) => {
             let detail = match error {
                 OutgoingError::Credentials => {
-                    "must not hold a user name or password: the signature says who sends".into()
+                    "must not contain a user name or password: messages are authenticated by their signature".into()
                 }
                 error => error.to_string(),
             };
@@ -203,10 +203,10 @@ async fn read_url(state: &AppState, url: &str, errors: &mut Vec<FieldError>) -> 
 fn check(events: Option<&[MessageType]>, description: Option<&str>) -> Vec<FieldError> {
     let mut errors = Vec::new();
     if events.is_some_and(<[MessageType]>::is_empty) {
-        errors.push(item("/events", "required", "name at least one; leave the field out for all"));
+        errors.push(item("/events", "required", "name at least one; omit the field for all"));
     }
-    if description.is_some_and(|text| text.chars().count() > LONGEST) {
-        errors.push(item("/description", "too_long", format!("at most {LONGEST} characters")));
+    if description.is_some_and(|text| text.chars().count() > MAX_CHARS) {
+        errors.push(item("/description", "too_long", format!("at most {MAX_CHARS} characters")));
     }
     errors
 }
@@ -221,7 +221,7 @@ fn refuse(errors: Vec<FieldError>) -> Result<(), Problem> {
     }
 }
 
-/// A given secret, checked, or one of our own to be shown.
+/// Checks a given secret, or generates one to be shown.
 fn secret_of(given: Option<String>, errors: &mut Vec<FieldError>) -> Result<(String, Option<String>), Problem> {
     match given {
         Some(secret) => {
@@ -245,14 +245,14 @@ fn sorted(mut types: Vec<MessageType>) -> Vec<MessageType> {
 
 /// Subscribe to lifecycle messages.
 ///
-/// Messages are POSTed as Standard Webhooks says: `webhook-id`, `webhook-timestamp`, `webhook-signature` (HMAC-SHA256 of
-/// `id.timestamp.body`), and a body `{type, timestamp, data}`. Anything but 2xx is tried again after 5 s, 5 min, 30 min,
-/// 2 h, 5 h, 10 h, 14 h, 20 h and 24 h, with the same `webhook-id`; 410 ends the subscription.
+/// Messages are sent by POST according to Standard Webhooks: `webhook-id`, `webhook-timestamp`, `webhook-signature` (HMAC-SHA256 of
+/// `id.timestamp.body`), and a body `{type, timestamp, data}`. Any response but 2xx is retried after 5 s, 5 min, 30 min, 2 h, 5 h,
+/// 10 h, 14 h, 20 h and 24 h, with the same `webhook-id`; 410 disables the subscription.
 #[utoipa::path(post, path = "/webhooks", tag = "Webhooks", request_body = CreateWebhook,
-    params(("Idempotency-Key" = Option<String>, Header, description = "The same key and body give the same answer for 24 hours, but for the secret: only the first answer shows it")), responses(
-    (status = 201, description = "Made", body = WithSecret, headers(("Location" = String, description = "Its path"))),
-    (status = 403, description = "Only an admin may watch every owner's jobs", body = ProblemBody),
-    (status = 409, description = "The owner has 100 already", body = ProblemBody),
+    params(("Idempotency-Key" = Option<String>, Header, description = "The same key and body give the same answer for 24 hours, except for the secret: only the first answer shows it")), responses(
+    (status = 201, description = "Created", body = WithSecret, headers(("Location" = String, description = "Its path"))),
+    (status = 403, description = "Only an admin may subscribe to all owners' jobs", body = ProblemBody),
+    (status = 409, description = "The owner already has 100 webhooks", body = ProblemBody),
     (status = 422, description = "A field is not valid", body = ProblemBody)))]
 async fn create_webhook(
     State(state): State<AppState>,
@@ -272,12 +272,15 @@ async fn subscribe(state: AppState, caller: Caller, body: CreateWebhook) -> Resu
     refuse(errors)?;
     let is_admin = caller.scopes().has(Scope::Admin);
     if all_jobs == Some(true) && !is_admin {
-        let detail = "all_jobs needs a key with the scope 'admin'; without it your own jobs are watched";
+        let detail = "all_jobs requires a key with the scope 'admin'; omit it to subscribe to your own jobs";
         return Err(Problem::new(Code::Forbidden, detail));
     }
     let all_jobs = all_jobs.unwrap_or(is_admin);
-    if state.store.webhook_count(caller.owner(), all_jobs).await? >= MOST {
-        return Err(Problem::new(Code::Conflict, format!("there are {MOST} webhooks already; delete one first")));
+    if state.store.webhook_count(caller.owner(), all_jobs).await? >= MAX_WEBHOOKS {
+        return Err(Problem::new(
+            Code::Conflict,
+            format!("there are already {MAX_WEBHOOKS} webhooks; delete one first"),
+        ));
     }
     let new = NewWebhook {
         owner: caller.owner().to_owned(),
@@ -293,7 +296,7 @@ async fn subscribe(state: AppState, caller: Caller, body: CreateWebhook) -> Resu
     with_secret(StatusCode::CREATED, Some(location), shown, row)
 }
 
-/// Shows a secret that the server made, once.
+/// Shows a generated secret once.
 fn with_secret(
     status: StatusCode,
     location: Option<String>,
@@ -318,14 +321,14 @@ async fn list_webhooks(
     Ok(Json(List::of(page, WebhookView::from)))
 }
 
-/// One subscription.
+/// Get a subscription by its id.
 #[utoipa::path(get, path = "/webhooks/{id}", tag = "Webhooks", params(("id" = WebhookId, Path, description = "The webhook")),
     responses((status = 200, description = "The subscription", body = WebhookView)))]
 async fn get_webhook(State(state): State<AppState>, Path(id): Path<WebhookId>) -> Result<Json<WebhookView>, Problem> {
     Ok(Json(state.store.webhook_get(id).await?.into()))
 }
 
-/// Change a subscription. One that is enabled again goes on with what waits for it.
+/// Change a subscription. When it is enabled again, pending messages are sent.
 #[utoipa::path(patch, path = "/webhooks/{id}", tag = "Webhooks", request_body = PatchWebhook,
     params(("id" = WebhookId, Path, description = "The webhook")), responses(
     (status = 200, description = "The subscription", body = WebhookView),
@@ -346,37 +349,37 @@ async fn patch_webhook(
     Ok(Json(state.store.webhook_patch(id, patch, clock_ms()).await?.into()))
 }
 
-/// End a subscription; messages that wait are not sent.
+/// Delete a subscription. Pending messages are not sent.
 #[utoipa::path(delete, path = "/webhooks/{id}", tag = "Webhooks", params(("id" = WebhookId, Path, description = "The webhook")),
-    responses((status = 204, description = "Ended")))]
+    responses((status = 204, description = "Deleted")))]
 async fn delete_webhook(State(state): State<AppState>, Path(id): Path<WebhookId>) -> Result<StatusCode, Problem> {
     state.store.webhook_delete(id).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// Another secret.
+/// A request to rotate the secret.
 #[derive(Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 struct Rotate {
-    /// `whsec_` and base64 of 24 to 64 bytes. Default: the server makes one and shows it in the answer.
+    /// Signing secret: `whsec_` and base64 of 24 to 64 bytes. Default: the server generates one and shows it in the response.
     #[serde(default)]
     #[schema(example = "whsec_…", write_only)]
     secret: Option<String>,
-    /// How long the old one signs too, in seconds, and older ones at most; 0 = from now on the new one alone. Default: a day,
-    /// and older ones as long as they were to.
+    /// Seconds for which the old secret keeps signing too; older secrets end no later than that. 0 = only the new secret signs from
+    /// now on. Default: one day, and older secrets keep their end.
     #[serde(default)]
     #[schema(maximum = 604800, example = 86400)]
     keep_old_s: Option<u32>,
 }
 
-/// Sign with another secret from now on.
+/// Rotate the signing secret.
 ///
-/// For a while messages carry a signature by each secret before it too, so that receivers can follow, also when it is rotated
-/// again meanwhile.
+/// For a while messages also carry a signature with each older secret, so that receivers have time to switch, even if the secret
+/// is rotated again meanwhile.
 #[utoipa::path(post, path = "/webhooks/{id}/secret", tag = "Webhooks", request_body = Rotate,
-    params(("id" = WebhookId, Path, description = "The webhook"), ("Idempotency-Key" = Option<String>, Header, description = "The same key and body give the same answer for 24 hours, but for the secret: only the first answer shows it")), responses(
+    params(("id" = WebhookId, Path, description = "The webhook"), ("Idempotency-Key" = Option<String>, Header, description = "The same key and body give the same answer for 24 hours, except for the secret: only the first answer shows it")), responses(
     (status = 200, description = "The subscription", body = WithSecret),
-    (status = 409, description = "10 older secrets sign already", body = ProblemBody),
+    (status = 409, description = "10 older secrets are still valid", body = ProblemBody),
     (status = 422, description = "A field is not valid", body = ProblemBody)))]
 async fn rotate_secret(
     State(state): State<AppState>,
@@ -402,7 +405,7 @@ async fn rotate(state: AppState, id: WebhookId, Rotate { secret, keep_old_s }: R
     let keep = keep_old_s.map_or(KeepOld::Until(until(OLD_SECRET_S)), |seconds| KeepOld::AtMost(until(seconds)));
     let Some(row) = state.store.webhook_rotate(id, &secret, keep, now).await? else {
         let detail = format!(
-            "{MAX_OLD_SECRETS} older secrets sign already: wait until they are over, or end them with {{\"keep_old_s\": 0}}"
+            "{MAX_OLD_SECRETS} older secrets are still valid: wait until they expire, or end them with {{\"keep_old_s\": 0}}"
         );
         return Err(Problem::new(Code::Conflict, detail));
     };

@@ -1,9 +1,9 @@
-//! The worker protocol, the server's side. The messages and the list of routes stand in [`crate::protocol`].
+//! The server side of the worker protocol. The messages and the list of routes are in [`crate::protocol`].
 //!
-//! Every call on a job names its attempt; the store refuses what comes from an attempt that no longer owns the job. Files
-//! are uploaded before they are published, and published before anybody can see them.
+//! Every call on a job names its attempt. The store rejects calls from an attempt that no longer owns the job. Files are uploaded
+//! before they are published, and become visible only when they are published.
 //!
-//! Longer than other files: all of the protocol's routes, one short handler each.
+//! Longer than other files: all routes of the protocol, one short handler each.
 
 mod damaged;
 mod models;
@@ -45,18 +45,18 @@ use crate::storage::StorageKind;
 use crate::store::publish;
 use crate::store::{Claimed, HeartbeatUpdate, PublishCheckpoint, StoreError, clock_ms};
 
-/// The longest a claim is held open.
-const LONGEST_WAIT_MS: u64 = 60_000;
-/// How long a call for what reward services sent is held.
-const CALLBACKS_HELD: Duration = Duration::from_secs(20);
-/// No file of a checkpoint is larger.
+/// Maximum time that a claim request is held open, in ms.
+const MAX_WAIT_MS: u64 = 60_000;
+/// Maximum time that a request for new callback entries is held open.
+const HOLD_CALLBACKS_FOR: Duration = Duration::from_secs(20);
+/// Maximum size of a checkpoint file, in bytes.
 const FILE_LIMIT_BYTES: u64 = 1 << 38;
-/// So many refused workers are remembered.
-const REFUSED_WORKERS: usize = 1000;
-/// One call for the journal: a worker's batch, or a single answer of 8 MiB as a JSON string.
+/// Maximum number of refused workers to remember.
+const MAX_REFUSED_WORKERS: usize = 1000;
+/// Maximum size of one journal call, in bytes: a worker's batch, or a single answer of 8 MiB as a JSON string.
 const JOURNAL_LIMIT_BYTES: usize = 32 << 20;
 
-/// The routes of this module; the caller puts the worker token in front of them.
+/// The routes of this module. The caller adds the layer that checks the worker token.
 pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new()
         .route("/worker/register", post(register))
@@ -86,7 +86,7 @@ struct Fence {
 async fn register(State(state): State<AppState>, Json(body): Json<Register>) -> Result<Json<Registered>, Problem> {
     let Register { worker, ref device, pid, ref version, protocol, .. } = body;
     if let Err(problem) = same_protocol(protocol) {
-        // It may ask again and again.
+        // A refused worker may try again many times; it is logged once.
         if state.refused_workers.is_new(worker) {
             tracing::warn!(%worker, device, pid, version, "a worker is refused: {}", problem.detail());
         }
@@ -98,7 +98,7 @@ async fn register(State(state): State<AppState>, Json(body): Json<Register>) -> 
     Ok(Json(Registered { heartbeat_ms, lease_ms, protocol: PROTOCOL }))
 }
 
-/// A worker that does not know all of a plan would leave out what it does not know.
+/// Refuses a worker with another protocol version: it would ignore unknown parts of a plan.
 fn same_protocol(theirs: u32) -> Result<(), Problem> {
     let ours = env!("CARGO_PKG_VERSION");
     let (age, advice) = match theirs.cmp(&PROTOCOL) {
@@ -113,7 +113,7 @@ fn same_protocol(theirs: u32) -> Result<(), Problem> {
     Err(Problem::new(Code::ProtocolMismatch, detail))
 }
 
-/// What the routes remember from call to call; nothing of it needs to outlive the server.
+/// State of the worker routes between calls. None of it needs to survive a restart.
 #[derive(Debug, Default)]
 pub struct WorkerState {
     trouble: trouble::Trouble,
@@ -122,7 +122,7 @@ pub struct WorkerState {
     received: ReceivedBytes,
 }
 
-/// Bytes of uploads received so far, by job and attempt.
+/// Number of upload bytes received so far, by job and attempt.
 #[derive(Debug, Default)]
 struct ReceivedBytes(Mutex<HashMap<(JobId, u64), u64>>);
 
@@ -142,14 +142,14 @@ impl ReceivedBytes {
     }
 }
 
-/// Workers that were refused, so that each is logged once.
+/// Refused workers, so that each is logged once.
 #[derive(Debug, Default)]
 pub struct RefusedWorkers(Mutex<BTreeSet<WorkerId>>);
 
 impl RefusedWorkers {
     fn is_new(&self, worker: WorkerId) -> bool {
         let mut seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if seen.len() >= REFUSED_WORKERS {
+        if seen.len() >= MAX_REFUSED_WORKERS {
             seen.clear();
         }
         seen.insert(worker)
@@ -162,7 +162,7 @@ async fn claim(
     Json(body): Json<ClaimRequest>,
 ) -> Result<Response, Problem> {
     same_protocol(body.protocol)?;
-    let deadline = Instant::now() + Duration::from_millis(body.wait_ms.min(LONGEST_WAIT_MS));
+    let deadline = Instant::now() + Duration::from_millis(body.wait_ms.min(MAX_WAIT_MS));
     let mut queue = state.store.queue_changed();
     loop {
         queue.mark_unchanged();
@@ -181,8 +181,8 @@ async fn claim(
     }
 }
 
-/// The next job that the server can hand out. What fails on the server's side while it prepares a claim is not the job's fault:
-/// the claim is released, the job waits a little, and the next job is tried.
+/// Returns the next job that the server can hand out. An error of the server while it prepares a claim is not the job's fault: the
+/// claim is released, the job waits briefly, and the next job is tried.
 async fn next_claim(state: &AppState, asked: &ClaimRequest) -> Result<Option<Claim>, Problem> {
     while trouble::is_over(state).await
         && let Some(claimed) = next_job(state, asked.worker).await?
@@ -193,7 +193,7 @@ async fn next_claim(state: &AppState, asked: &ClaimRequest) -> Result<Option<Cla
                 trouble::completed(state, job, attempt, errors).await;
                 return Ok(Some(claim));
             }
-            // It failed or was lost on the way.
+            // The job failed or was lost in the meantime.
             Ok(None) => {}
             Err(problem) => trouble::failed(state, job, attempt, &problem).await,
         }
@@ -201,7 +201,7 @@ async fn next_claim(state: &AppState, asked: &ClaimRequest) -> Result<Option<Cla
     Ok(None)
 }
 
-/// The next job for this worker; none while the disk is nearly full: it could not keep what it learns.
+/// Returns the next job for this worker. None while the disk is nearly full, because results could not be stored.
 async fn next_job(state: &AppState, worker: WorkerId) -> Result<Option<Claimed>, Problem> {
     if state.disk_low.load(Ordering::Relaxed) {
         state.store.worker_seen(worker, clock_ms()).await?;
@@ -210,7 +210,7 @@ async fn next_job(state: &AppState, worker: WorkerId) -> Result<Option<Claimed>,
     Ok(state.store.job_claim(worker, clock_ms(), lease_ms(state)).await?)
 }
 
-/// A claim with all a worker needs; `None` when the job cannot run or is not ours any more.
+/// Completes a claim with everything that a worker needs; `None` if the job cannot run or no longer belongs to this claim.
 async fn prepare(state: &AppState, asked: &ClaimRequest, claimed: Claimed) -> Result<Option<Claim>, Problem> {
     let Claimed { job, attempt, plan, secrets, resume, checkpoint_soon, server_errors: _ } = claimed;
     let model = match state.store.model_get(&plan.model.id).await {
@@ -253,14 +253,15 @@ async fn prepare(state: &AppState, asked: &ClaimRequest, claimed: Claimed) -> Re
     for id in plan.reward_models.keys() {
         match state.store.model_get(id).await {
             Ok(model) => drop(reward_models.insert(id.clone(), model.source)),
-            // The worker says which reward it was for.
+            // The worker's error message names the reward.
             Err(StoreError::NotFound { .. }) => {}
             Err(error) => return Err(error.into()),
         }
     }
     blocking(state, move |files| files.staged_remove(job, attempt)).await?;
     state.workers.received.forget(job, attempt);
-    // Its bytes are not read here, however few they are: the worker compares what it fetches, and reports what is damaged.
+    // The server does not read the file's bytes here, even if it is small: the worker compares what it fetches,
+    // and reports damaged files.
     let resume = resume.map(|checkpoint| ResumePoint { step: checkpoint.step, files: checkpoint.files });
     let initial = blocking(state, move |files| files.initial_files(job)).await?.unwrap_or_default();
     let reward_reports = state.store.reward_health(job).await?.into_iter().map(|row| row.report).collect();
@@ -285,7 +286,7 @@ async fn prepare(state: &AppState, asked: &ClaimRequest, claimed: Claimed) -> Re
     }))
 }
 
-/// Stands for the job's owner, whom a worker need not know.
+/// Returns an opaque value for the job's owner, whom a worker need not know.
 async fn cache_scope(state: &AppState, job: JobId) -> Result<String, Problem> {
     let fresh = random_token().map_err(Problem::internal)?;
     let key = state.store.server_secret("cache_scope", &fresh).await?;
@@ -309,7 +310,7 @@ async fn send_dataset(
             Some(_) | None => return Err(Problem::not_found("dataset of this job", dataset)),
         },
     };
-    // Without a hash that can be read it has a tag of its own; the worker compares the bytes.
+    // A dataset without a readable hash gets its own tag; the worker compares the bytes.
     let sha256 = sha256.parse().unwrap_or_else(|_| Sha256Digest::of(&sha256));
     send(state.files.dataset(dataset), "dataset.ndjson".to_owned(), sha256, &headers).await
 }
@@ -341,12 +342,12 @@ async fn send_initial_file(
     state.store.claim_check(job, attempt).await?;
     let files = blocking(&state, move |files| files.initial_files(job)).await?.unwrap_or_default();
     let Some(sha256) = files.iter().find(|file| file.name == name).map(|file| file.sha256) else {
-        return Err(Problem::not_found("file that the job begins with", name));
+        return Err(Problem::not_found("file that the job starts with", name));
     };
     send(state.files.initial_file(job, &name)?, name, sha256, &headers).await
 }
 
-/// Sends a file as it lies on the disk, whole or from a byte on: the worker compares its size and hash with the list.
+/// Sends a file from the disk, whole or from an offset: the worker compares its size and hash with the list.
 async fn send(path: PathBuf, name: String, sha256: Sha256Digest, headers: &HeaderMap) -> Result<Response, Problem> {
     let unreadable = |error| Problem::internal(format!("cannot read {}: {error}", path.display()));
     let size_bytes = tokio::fs::metadata(&path).await.map_err(unreadable)?.len();
@@ -386,14 +387,14 @@ async fn send_journal(
     Ok(Json(state.store.journal_page(job, attempt, after, clock_ms()).await?))
 }
 
-/// Held while there is nothing new.
+/// The request is held open while there are no new entries.
 async fn send_callbacks(
     State(state): State<AppState>,
     pass: WorkerPass,
     Path((job, after)): Path<(JobId, i64)>,
     Query(Fence { attempt }): Query<Fence>,
 ) -> Result<Json<CallbackUpdates>, Problem> {
-    let deadline = Instant::now() + CALLBACKS_HELD;
+    let deadline = Instant::now() + HOLD_CALLBACKS_FOR;
     let mut changes = state.store.callbacks_changed();
     loop {
         changes.mark_unchanged();
@@ -434,7 +435,7 @@ async fn upload_file(
     if !has_room(&state, job, announced).await? {
         return Err(Problem::new(Code::StorageFull, "the server's disk has no room for this file"));
     }
-    // What a job saves because it was asked to stop must not be lost for a limit.
+    // A checkpoint that was saved because the job was asked to stop must not be lost to a limit.
     if state.store.job_get(job).await?.requested.is_none() {
         check_limit(&state, StorageKind::Checkpoints, announced).await?;
     }
@@ -449,8 +450,8 @@ async fn upload_file(
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// Whether a file of a checkpoint fits. It leaves the reserve free; but what a job saves because it was asked to stop may take
-/// three quarters of that: jobs pause when the disk is low, and what they did must not be lost for it.
+/// Whether there is space for a checkpoint file. The reserve stays free. A checkpoint saved because the job was asked to stop may
+/// use three quarters of the reserve: jobs pause when the disk is low, and their progress must not be lost.
 async fn has_room(state: &AppState, job: JobId, size_bytes: u64) -> Result<bool, Problem> {
     let (free, reserve) = (state.files.free_bytes()?, state.config.edge.disk_reserve_bytes);
     let fits = |reserve: u64| size_bytes.saturating_add(reserve) <= free;
@@ -499,7 +500,7 @@ fn lease_ms(state: &AppState) -> i64 {
     i64::try_from(state.config.lease_ms).unwrap_or(i64::MAX)
 }
 
-/// Runs blocking work on the data directory beside the async threads.
+/// Runs blocking work on the data directory outside the async threads.
 async fn blocking<T: Send + 'static>(
     state: &AppState,
     work: impl FnOnce(&DataDir) -> Result<T, FilesError> + Send + 'static,

@@ -1,4 +1,4 @@
-//! What each connection does: so that idle ones end, and make room when there are too many.
+//! Tracks the activity of each connection: idle ones time out, and are closed first when there are too many.
 
 use std::collections::HashMap;
 use std::pin::Pin;
@@ -12,48 +12,49 @@ use http_body::{Frame, SizeHint};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-/// Event streams that one connection may carry; HTTP/1.1 carries one.
+/// Maximum number of event streams per connection; an HTTP/1.1 connection carries one.
 const STREAMS_OF_CONNECTION: usize = 16;
-/// Of all connections this part, but at least so many, and at most half, is for workers and for what has not asked yet.
+/// Fraction (one eighth) and minimum number of connections reserved for workers and for connections without a request
+/// yet; at most half.
 const KEPT_PART: usize = 8;
 const KEPT_AT_LEAST: usize = 16;
 
-/// The connections of a listener, for `/metrics`; the accept loop counts.
+/// Counters of a listener's connections, for `/metrics`. The accept loop updates them.
 #[derive(Debug, Default)]
 pub struct Connections {
-    /// Open now.
+    /// Number of open connections.
     pub open: AtomicU64,
-    /// Accepted in all.
+    /// Total number of accepted connections.
     pub accepted: AtomicU64,
-    /// Those that were closed to make room.
+    /// Number of connections that were closed to make room.
     pub evicted: AtomicU64,
-    /// New ones that were closed for want of room.
+    /// Number of new connections that were closed because the limit was reached.
     pub refused: AtomicU64,
 }
 
-/// One connection's requests.
+/// The requests of one connection.
 #[derive(Debug)]
 pub(super) struct Activity {
     state: Mutex<State>,
-    /// Connections with a request in flight whose latest request was not a worker's.
+    /// Number of connections with a request in flight whose latest request was not a worker's.
     busy_others: Arc<AtomicUsize>,
-    /// Set to make room.
+    /// Cancelled to close the connection.
     cut: CancellationToken,
 }
 
 #[derive(Debug)]
 struct State {
-    /// Requests whose answers are not sent yet.
+    /// Number of requests whose responses are not fully sent.
     in_flight: usize,
-    /// Of them, event streams.
+    /// Number of event streams among them.
     streams: usize,
-    /// Whether it ever asked for something.
+    /// Whether the connection ever sent a request.
     asked: bool,
     /// Whether its latest request was a worker's.
     is_worker: bool,
-    /// When it began to be idle.
+    /// When the connection became idle.
     idle_since: Instant,
-    /// When its first request in flight began.
+    /// When the oldest request in flight started.
     busy_since: Instant,
 }
 
@@ -63,7 +64,7 @@ impl State {
     }
 }
 
-/// A request in flight; dropped when its answer is sent.
+/// A request in flight. Dropped when its response was sent.
 #[derive(Debug)]
 pub(super) struct AtWork(Arc<Activity>);
 
@@ -100,7 +101,7 @@ impl Activity {
         result
     }
 
-    /// A request arrived.
+    /// Records the arrival of a request.
     pub(super) fn begin(activity: &Arc<Self>) -> AtWork {
         activity.change(|state| {
             if state.in_flight == 0 {
@@ -112,7 +113,7 @@ impl Activity {
         AtWork(activity.clone())
     }
 
-    /// Which connections make room first; None = this one does not.
+    /// Returns the order in which connections are closed; None = this one must not be closed.
     fn rank(&self) -> Option<(Rank, Instant)> {
         let state = self.lock();
         match (state.in_flight, state.is_worker) {
@@ -123,8 +124,8 @@ impl Activity {
         }
     }
 
-    /// Returns when the connection has asked for nothing for too long (`first`: since it began; `later`: since its last
-    /// answer), or has to make room.
+    /// Returns when the connection was idle for too long (`first`: since it was opened; `later`: since its last response), or must
+    /// be closed to make room.
     pub(super) async fn idle(&self, first: Duration, later: Duration) {
         loop {
             let now = Instant::now();
@@ -144,22 +145,22 @@ impl Activity {
     }
 }
 
-/// What a connection is cut for; the first goes first.
+/// The state in which a connection may be closed, in the order of preference.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Rank {
-    /// It asks for nothing now.
+    /// Without a request in flight.
     Idle,
-    /// It carries nothing but event streams: clients open them again where they ended.
+    /// Only event streams in flight: clients reconnect and resume them.
     Streams,
-    /// A worker's that asks for nothing now.
+    /// A worker's connection without a request in flight.
     IdleWorker,
 }
 
-/// All connections.
+/// The registry of all connections.
 #[derive(Debug)]
 pub(super) struct Registry {
     most: usize,
-    /// Of them, those that may be busy with requests that are not a worker's.
+    /// Maximum number of connections that may be busy with requests that are not a worker's.
     most_busy_others: usize,
     busy_others: Arc<AtomicUsize>,
     counts: Arc<Connections>,
@@ -167,7 +168,7 @@ pub(super) struct Registry {
     next: AtomicU64,
 }
 
-/// A connection's place, given back when dropped.
+/// A connection's slot, released when dropped.
 pub(super) struct Place {
     pub(super) connection: Connection,
     number: u64,
@@ -198,7 +199,7 @@ impl Registry {
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A place for a new connection; None when all are taken by connections at work.
+    /// Returns a slot for a new connection; None when all are used by busy connections.
     pub(super) fn admit(self: &Arc<Self>) -> Option<Place> {
         if self.lock().len() >= self.most && !self.make_room() {
             self.counts.refused.fetch_add(1, Ordering::Relaxed);
@@ -212,19 +213,19 @@ impl Registry {
         Some(Place { connection: Connection { activity, registry: self.clone() }, number })
     }
 
-    /// Cuts all connections without a request in flight.
+    /// Closes all connections without a request in flight.
     pub(super) fn cut_idle(&self) {
         let open = self.lock();
         let is_idle = |activity: &&Arc<Activity>| activity.lock().in_flight == 0;
         open.values().filter(is_idle).for_each(|activity| activity.cut.cancel());
     }
 
-    /// Cuts the connection that can best be missed; false when all are at work.
+    /// Closes the connection that is first in order; false when all are busy.
     pub(super) fn make_room(&self) -> bool {
         self.cut_first(|_| true)
     }
 
-    /// Of the connections with such a rank the first is cut; false when there is none.
+    /// Closes the first connection with an accepted rank; false when there is none.
     fn cut_first(&self, may_go: impl Fn(Rank) -> bool) -> bool {
         let open = self.lock();
         let uncut = open.values().filter(|activity| !activity.cut.is_cancelled());
@@ -244,16 +245,16 @@ pub struct Connection {
     registry: Arc<Registry>,
 }
 
-/// Why a request is not answered now.
+/// Why a request is refused for now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Crowded {
-    /// All connections that are not kept for workers are at work.
+    /// All connections that are not reserved for workers are busy.
     Connections,
-    /// The connection carries as many event streams as one may.
+    /// The connection has reached its limit of event streams.
     Streams,
 }
 
-/// An event stream of a connection; dropped when it ends.
+/// An event stream of a connection. Dropped when the stream ends.
 #[derive(Debug)]
 pub struct StreamPlace(Arc<Activity>);
 
@@ -268,21 +269,21 @@ impl Connection {
         self.activity.clone()
     }
 
-    /// A worker showed that it is one: its connection is the last to make room.
+    /// Marks the connection as a worker's: it is the last to be closed.
     pub fn mark_worker(&self) {
         self.activity.change(|state| state.is_worker = true);
     }
 
-    /// Lets a request in that is not a worker's. Where such requests hold all connections that they may, the oldest event
-    /// stream makes room, but not for another stream.
+    /// Admits a request that is not a worker's. When such requests use all connections that they may, the oldest event stream is
+    /// closed, but not for another stream.
     ///
     /// # Errors
-    /// When nothing can make room.
+    /// When no connection can be closed.
     pub fn admit(&self, asks_for_stream: bool) -> Result<(), Crowded> {
         let Self { activity, registry } = self;
-        // A request of its own is no stream yet, so it is not cut for itself.
+        // The request itself is not a stream yet, so its connection is not closed for it.
         activity.change(|state| state.is_worker = false);
-        // This one is counted.
+        // This request is already counted.
         if registry.busy_others.load(Ordering::Acquire) <= registry.most_busy_others {
             return Ok(());
         }
@@ -292,10 +293,10 @@ impl Connection {
         Err(Crowded::Connections)
     }
 
-    /// Counts an event stream that begins.
+    /// Counts a new event stream.
     ///
     /// # Errors
-    /// When the connection carries too many.
+    /// When the connection has too many.
     pub fn open_stream(&self) -> Result<StreamPlace, Crowded> {
         self.activity.change(|state| {
             if state.streams >= STREAMS_OF_CONNECTION {
@@ -307,7 +308,7 @@ impl Connection {
     }
 }
 
-/// An answer's body that keeps its request in flight until it is sent.
+/// A response body that keeps its request in flight until it was sent.
 pub(super) struct Tracked {
     body: Body,
     _at_work: AtWork,
@@ -349,7 +350,7 @@ mod tests {
         place.connection.activity.cut.is_cancelled()
     }
 
-    /// A connection that carries an event stream.
+    /// Opens a connection with an event stream.
     fn stream(registry: &Arc<Registry>) -> (Place, AtWork, StreamPlace) {
         let place = registry.admit().unwrap();
         let at_work = Activity::begin(&place.connection.activity());
@@ -423,7 +424,7 @@ mod tests {
         assert_eq!(place.connection.admit(true), Err(Crowded::Connections), "no stream makes room for a stream");
         assert_eq!(place.connection.admit(false), Ok(()), "one makes room for a request");
         assert_eq!(streams.iter().filter(|(place, ..)| is_cut(place)).count(), 1);
-        // Workers' requests are beside the others.
+        // Requests of workers are not counted with the others.
         place.connection.mark_worker();
         let next = registry.admit().unwrap();
         let _of_next = Activity::begin(&next.connection.activity());

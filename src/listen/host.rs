@@ -1,4 +1,4 @@
-//! By which names a server is called. A page whose name was made to point here (DNS rebinding) must not reach it.
+//! Checks the host names by which clients call a server, as protection against DNS rebinding.
 
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::sync::LazyLock;
@@ -6,20 +6,20 @@ use std::sync::LazyLock;
 use axum::extract::{ConnectInfo, Request};
 use axum::http::{HeaderValue, Version, header};
 
-/// What a request calls the server: in its target, in `Host`, or in both.
+/// The name of the server in a request: from its target, from `Host`, or both.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Name {
-    /// With the port, as it was sent.
+    /// The name with the port, as sent.
     pub whole: String,
-    /// Without brackets.
+    /// The host without brackets around an IPv6 address.
     pub host: String,
 }
 
-/// The names of a request. What others along the way may read otherwise is not guessed at. Only a request from no socket may
-/// have none.
+/// Returns the names in a request. Ambiguous headers, which intermediaries may interpret differently, are an error. Only a request
+/// without a socket may have no name.
 ///
 /// # Errors
-/// In words, where HTTP asks for another `Host` (RFC 9112, 3.2): answer 400.
+/// When HTTP requires another `Host` (RFC 9112, 3.2); the text says why. Answer 400.
 pub fn names_of(request: &Request) -> Result<Vec<Name>, &'static str> {
     let mut hosts = request.headers().get_all(header::HOST).iter();
     let (host, target) = (hosts.next(), request.uri().authority());
@@ -39,8 +39,8 @@ pub fn names_of(request: &Request) -> Result<Vec<Name>, &'static str> {
     names.ok_or("the 'host' header is not valid: send HOST, HOST:PORT or [IPV6]:PORT")
 }
 
-/// Whether a server that listens there has this name: a loopback one, its own address, the machine's name, or one of
-/// `--allowed-hosts`.
+/// Whether a server with this listen address may be called by this name: a loopback name, its own address, the machine's name,
+/// or one of `--allowed-hosts`.
 pub fn is_own(host: &str, listen: IpAddr, allowed_hosts: &[String]) -> bool {
     let host = host.trim_end_matches('.').to_ascii_lowercase();
     let permitted = |allowed: &String| match allowed.strip_prefix('*') {
@@ -54,13 +54,13 @@ pub fn is_own(host: &str, listen: IpAddr, allowed_hosts: &[String]) -> bool {
         || allowed_hosts.iter().any(permitted)
 }
 
-/// The machine's own name, which nobody else's DNS can give out.
+/// The machine's own name, which an attacker's DNS cannot serve.
 static MACHINE: LazyLock<Option<String>> = LazyLock::new(|| {
     let name = std::fs::read_to_string("/proc/sys/kernel/hostname").ok()?;
     Some(name.trim().to_ascii_lowercase()).filter(|name| !name.is_empty() && !name.contains('.'))
 });
 
-/// The host of `host`, `host:port`, `[v6]` or `[v6]:port`, without brackets; None for anything else.
+/// Returns the host of `host`, `host:port`, `[v6]` or `[v6]:port`, without brackets; None for anything else.
 fn host_of(authority: &str) -> Option<&str> {
     let (host, port) = match authority.strip_prefix('[') {
         Some(rest) => {

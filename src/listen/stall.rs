@@ -1,4 +1,4 @@
-//! A stream that fails when the peer takes nothing of what it is sent for too long.
+//! A stream that fails when the peer does not read for too long.
 
 use std::future::Future;
 use std::io;
@@ -9,11 +9,11 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::{Instant, Sleep};
 
-/// A stream with a limit on how long a write may wait.
+/// A stream with a time limit for each write.
 pub(super) struct Stalling<T> {
     stream: T,
     limit: Duration,
-    /// While a write waits.
+    /// Timer of a pending write; None while no write is pending.
     patience: Option<Pin<Box<Sleep>>>,
 }
 
@@ -22,7 +22,7 @@ impl<T> Stalling<T> {
         Self { stream, limit, patience: None }
     }
 
-    /// What became of a write; a wait that took too long is an error.
+    /// Returns the result of a write; a wait beyond the limit is an error.
     fn watched<R>(&mut self, context: &mut Context<'_>, written: Poll<io::Result<R>>) -> Poll<io::Result<R>> {
         if written.is_ready() {
             self.patience = None;
@@ -67,7 +67,7 @@ impl<T: AsyncWrite + Unpin> AsyncWrite for Stalling<T> {
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        // A socket has nothing to flush: this says nothing of a write that waits.
+        // A socket has nothing to flush, so this is not affected by a pending write.
         Pin::new(&mut self.stream).poll_flush(context)
     }
 

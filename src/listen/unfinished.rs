@@ -1,6 +1,6 @@
-//! Bodies that are arriving, of clients that nobody knows yet: a bounded number, and a new one is never refused. Where there
-//! are too many, the oldest of the address that has the most makes room, so that a client which begins many and finishes none
-//! is in the way of its own only.
+//! Limits the number of bodies that are arriving from unauthenticated clients, without ever refusing a new one. When there are too
+//! many, the oldest body of the address with the most bodies is dropped, so that a client that starts many and finishes
+//! none affects only itself.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -13,18 +13,18 @@ use tokio_util::sync::CancellationToken;
 pub struct Unfinished {
     most: usize,
     most_of_address: usize,
-    /// Oldest first.
+    /// The entries, oldest first.
     bodies: Mutex<Vec<Entry>>,
 }
 
 #[derive(Debug)]
 struct Entry {
-    /// None = from no socket.
+    /// The client's address; None if the request did not come from a socket.
     address: Option<IpAddr>,
     displaced: CancellationToken,
 }
 
-/// The place of one body; given back when dropped.
+/// The slot of one body; released when dropped.
 #[derive(Debug)]
 pub struct Place<'a> {
     all: &'a Unfinished,
@@ -32,7 +32,7 @@ pub struct Place<'a> {
 }
 
 impl Unfinished {
-    /// At most `most` bodies, and `most_of_address` of one address.
+    /// Allows at most `most` bodies, and `most_of_address` per address.
     pub const fn new(most: usize, most_of_address: usize) -> Self {
         Self { most, most_of_address, bodies: Mutex::new(Vec::new()) }
     }
@@ -41,7 +41,7 @@ impl Unfinished {
         self.bodies.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A place for a new body; another one may lose its own. `address` stands for a client: None = from no socket.
+    /// Returns a slot for a new body, which may displace another body. `address` identifies a client: None = not from a socket.
     pub fn enter(&self, address: Option<IpAddr>) -> Place<'_> {
         let mut all = self.lock();
         if all.iter().filter(|entry| entry.address == address).count() >= self.most_of_address {
@@ -61,7 +61,7 @@ fn displace_oldest(all: &mut Vec<Entry>, address: Option<IpAddr>) {
     }
 }
 
-/// The oldest of the address that has the most; of several such addresses, the one whose oldest is oldest.
+/// Displaces the oldest body of the address with the most; of several such addresses, the one whose oldest is oldest.
 fn displace_greediest(all: &mut Vec<Entry>) {
     let mut counts: HashMap<Option<IpAddr>, usize> = HashMap::new();
     all.iter().for_each(|entry| *counts.entry(entry.address).or_default() += 1);
@@ -72,12 +72,12 @@ fn displace_greediest(all: &mut Vec<Entry>) {
 }
 
 impl Place<'_> {
-    /// Returns when a newer body took the place.
+    /// Returns when a newer body displaced this one.
     pub async fn lost(&self) {
         self.displaced.cancelled().await;
     }
 
-    /// Lets the greediest address lose a place, so that what that body held is free.
+    /// Displaces a body of the address with the most, so that its memory is freed.
     pub fn make_room(&self) {
         displace_greediest(&mut self.all.lock());
     }
@@ -86,7 +86,7 @@ impl Place<'_> {
 impl Drop for Place<'_> {
     fn drop(&mut self) {
         if !self.displaced.is_cancelled() {
-            // So that its own entry is known among the others.
+            // Marks the slot's own entry, so that it can be found.
             self.displaced.cancel();
             self.all.lock().retain(|entry| !entry.displaced.is_cancelled());
         }
@@ -117,7 +117,7 @@ mod tests {
         places.push(all.enter(address(1)));
         assert_eq!(places.iter().map(is_lost).filter(|lost| *lost).count(), 1);
         assert!(is_lost(&places[0]) && !is_lost(&other));
-        // What ended makes room without harm to others.
+        // A finished body frees its slot without displacing others.
         places.remove(1);
         places.push(all.enter(address(1)));
         assert_eq!(places.iter().filter(|place| is_lost(place)).count(), 1);

@@ -1,4 +1,4 @@
-//! Requests in either of the two forms, and their answers.
+//! Parses requests in both formats and computes their answers.
 
 use axum::http::StatusCode;
 use serde::Deserialize;
@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use crate::causes::with_causes;
 use crate::reward_model::{Conversation, Scorer};
 
-/// Why a request is not answered.
+/// Why a request is refused.
 #[derive(Debug)]
 pub(super) struct Refusal {
     pub(super) status: StatusCode,
@@ -21,16 +21,16 @@ impl Refusal {
     }
 }
 
-/// What is to be scored.
+/// A parsed request with samples to score.
 #[derive(Debug)]
 pub(super) enum Asked {
-    /// The reward contract v1.
+    /// A request of the reward contract v1.
     Contract { id: Option<String>, samples: Vec<Sample> },
-    /// OpenRLHF's remote reward model; the answer has one number a query.
+    /// A request in OpenRLHF's format; the answer has one number per query.
     OpenRlhf(Vec<Sample>),
 }
 
-/// A sample of the contract; what else it has is not looked at.
+/// A sample of the contract; its other fields are ignored.
 #[derive(Debug, Deserialize)]
 pub(super) struct Sample {
     sample_id: String,
@@ -46,7 +46,7 @@ struct ContractRequest {
     samples: Vec<Sample>,
 }
 
-/// `{query: [prompt + completion], prompts, labels}`
+/// A request in OpenRLHF's format: `{query: [prompt + completion], prompts, labels}`.
 #[derive(Deserialize)]
 struct OpenRlhfRequest {
     query: Texts,
@@ -61,13 +61,13 @@ enum Texts {
     Several(Vec<String>),
 }
 
-/// What a request asks for; None = nothing but whether we are there.
+/// Parses a request; None = a ping without samples.
 pub(super) fn read(body: &Value, max_samples: usize) -> Result<Option<Asked>, Refusal> {
     let asked = match body.get("type").map(|kind| (kind, kind.as_str())) {
         Some((_, Some("reward.ping"))) => return Ok(None),
         Some((_, Some("reward.score.request"))) => read_contract(body)?,
         Some((kind, _)) => {
-            let detail = format!("the type {kind} is not known here: reward.score.request or reward.ping");
+            let detail = format!("unknown type {kind}: must be reward.score.request or reward.ping");
             return Err(unprocessable("unknown_type", detail));
         }
         None if body.get("query").is_some() => read_openrlhf(body)?,
@@ -81,7 +81,7 @@ pub(super) fn read(body: &Value, max_samples: usize) -> Result<Option<Asked>, Re
         Asked::Contract { samples, .. } | Asked::OpenRlhf(samples) => samples.len(),
     };
     if count > max_samples {
-        let detail = format!("{count} samples; at most {max_samples} in one request");
+        let detail = format!("{count} samples, but at most {max_samples} are allowed in one request");
         return Err(Refusal::new(StatusCode::PAYLOAD_TOO_LARGE, "too_many_samples", detail));
     }
     Ok(Some(asked))
@@ -101,7 +101,10 @@ fn parsed<'b, T: Deserialize<'b>>(body: &'b Value) -> Result<T, Refusal> {
 fn read_contract(body: &Value) -> Result<Asked, Refusal> {
     let ContractRequest { version, id, samples } = parsed(body)?;
     if version != "1" {
-        return Err(unprocessable("unknown_version", format!("version '{version}' of the contract; 1 is spoken here")));
+        return Err(unprocessable(
+            "unknown_version",
+            format!("unknown version '{version}' of the contract: must be 1"),
+        ));
     }
     if let Some(sample) = samples.iter().find(|sample| sample.prompt.is_none() && sample.messages.is_none()) {
         let detail = format!("sample '{}' has neither prompt nor messages", sample.sample_id);
@@ -122,7 +125,7 @@ fn read_openrlhf(body: &Value) -> Result<Asked, Refusal> {
     }
     let mut prompts = prompts.into_iter();
     let samples = queries.into_iter().enumerate().map(|(index, query)| {
-        // A query begins with its prompt; where it does not, it is scored as it is.
+        // A query begins with its prompt; otherwise it is scored as one text.
         let prompt = prompts.next().flatten().filter(|prompt| query.starts_with(prompt)).unwrap_or_default();
         let completion = query[prompt.len()..].to_owned();
         Sample { sample_id: format!("query {index}"), messages: None, prompt: Some(prompt), completion }
@@ -135,7 +138,7 @@ pub(super) fn pong(max_samples: usize) -> Value {
     json!({"max_batch_samples": max_samples, "modes": ["sync"]})
 }
 
-/// Scores what was asked for. Blocks.
+/// Scores the samples of a request. Blocking.
 pub(super) fn answer(asked: &Asked, scorer: &Scorer) -> Result<Value, Refusal> {
     let samples = match asked {
         Asked::Contract { samples, .. } | Asked::OpenRlhf(samples) => samples,

@@ -1,5 +1,5 @@
-//! What is checked before a request's body is read, and how the body is read: so that clients which may not use the model,
-//! or send slowly, cost next to nothing.
+//! Checks requests before their body is read, and limits how bodies are read, so that unauthorized or slow
+//! clients cost almost nothing.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -17,41 +17,42 @@ use crate::listen::host::{self, Name};
 use crate::listen::unfinished::{Place, Unfinished};
 use crate::reward::signature::{self, Key};
 
-/// A larger body is refused, and the client splits it.
+/// Maximum size of a body, in bytes. A client splits a larger request.
 const BODY_LIMIT_BYTES: u64 = 64 << 20;
-/// All bodies together, while they arrive and while they wait for the model.
-const HELD_KIB: usize = 256 * 1024;
-/// Bodies that arrive at a time, and of them those of one address.
-const ARRIVING: usize = 512;
-const ARRIVING_OF_ADDRESS: usize = 256;
-/// The longest pause between two pieces of a body.
-const PAUSE: Duration = Duration::from_secs(10);
-/// A body may take this long, and a second more for each 16 KiB of it, up to two minutes.
+/// Memory limit for all bodies together, while they arrive and while they wait for the model, in KiB.
+const BUFFER_KIB: usize = 256 * 1024;
+/// Maximum number of bodies that are arriving, in total and per address.
+const MAX_ARRIVING: usize = 512;
+const MAX_ARRIVING_PER_ADDRESS: usize = 256;
+/// Maximum pause between two pieces of a body.
+const MAX_PAUSE: Duration = Duration::from_secs(10);
+/// Time limit for a body: this long, plus one second per 16 KiB, up to two minutes.
 const GRACE: Duration = Duration::from_secs(5);
-const SLOWEST_BYTES_PER_S: u64 = 16 * 1024;
-const LONGEST: Duration = Duration::from_secs(120);
-/// How long a body waits for the memory of another one that made room for it, and how many make room.
+const MIN_BYTES_PER_S: u64 = 16 * 1024;
+const MAX_DURATION: Duration = Duration::from_secs(120);
+/// How long a body waits for the memory of a displaced one, and the maximum number of displaced bodies.
 const MEMORY_WAIT: Duration = Duration::from_millis(100);
-const MOST_DISPLACED: usize = 8;
-/// A request that says it is no longer is read when all places for the model are taken: a ping is answered all the same.
+const MAX_DISPLACED: usize = 8;
+/// Requests with at most this announced length, in bytes, are read even if all slots for the model are taken, so
+/// that pings are answered.
 const SMALL_BYTES: u64 = 4096;
 
 /// The rules for requests.
 #[derive(Debug)]
 pub(super) struct Edge {
-    /// Where the server listens.
+    /// Address that the server listens on.
     pub(super) listen: IpAddr,
-    /// Names besides its own by which it may be called.
+    /// Additional names by which the server may be called.
     pub(super) allowed_hosts: Vec<String>,
-    /// Requests are signed with it.
+    /// Key that requests must be signed with; None = unsigned requests are accepted.
     pub(super) key: Option<Key>,
     arriving: Unfinished,
-    held_kib: Arc<Semaphore>,
+    buffer_kib: Arc<Semaphore>,
 }
 
-/// A whole body; its memory is counted until it is dropped.
+/// A complete body. Its memory is counted until it is dropped.
 #[derive(Debug)]
-pub(super) struct Held {
+pub(super) struct ReceivedBody {
     pub(super) bytes: Vec<u8>,
     _kib: OwnedSemaphorePermit,
 }
@@ -62,12 +63,12 @@ impl Edge {
             listen,
             allowed_hosts,
             key,
-            arriving: Unfinished::new(ARRIVING, ARRIVING_OF_ADDRESS),
-            held_kib: Arc::new(Semaphore::new(HELD_KIB)),
+            arriving: Unfinished::new(MAX_ARRIVING, MAX_ARRIVING_PER_ADDRESS),
+            buffer_kib: Arc::new(Semaphore::new(BUFFER_KIB)),
         }
     }
 
-    /// Whether the request calls this server by its name, and is no other page's.
+    /// Checks that the request uses a name of this server, and does not come from a page of another origin.
     pub(super) fn check_caller(&self, request: &Request) -> Result<(), Refusal> {
         let names = host::names_of(request)
             .map_err(|detail| Refusal::new(StatusCode::BAD_REQUEST, "invalid_request", detail))?;
@@ -88,13 +89,14 @@ impl Edge {
         Ok(())
     }
 
-    /// A literal address cannot be made to point elsewhere; on loopback only loopback leads here.
+    /// Whether the name belongs to this server. A literal address cannot be rebound; on loopback, only
+    /// loopback addresses lead here.
     fn is_own(&self, name: &str) -> bool {
         host::is_own(name, self.listen, &self.allowed_hosts)
             || (!self.listen.is_loopback() && name.parse::<IpAddr>().is_ok())
     }
 
-    /// What the head of a request to score tells: its form, its length, that it is signed now.
+    /// Checks the headers of a score request: format, length, and a recent signature.
     pub(super) fn check_head(&self, headers: &HeaderMap, now_s: u64) -> Result<(), Refusal> {
         if let Some(key) = &self.key {
             let [id, timestamp, signatures] = signature_of(headers);
@@ -105,7 +107,7 @@ impl Edge {
         let is_json = match kind.as_deref() {
             Some("application/json") => true,
             Some(kind) => kind.starts_with("application/") && kind.ends_with("+json"),
-            // A page that leaves it out cannot sign.
+            // A web page that omits the content type cannot sign.
             None => self.key.is_some(),
         };
         if !is_json {
@@ -118,8 +120,8 @@ impl Edge {
         }
     }
 
-    /// The whole body of a request.
-    pub(super) async fn read(&self, request: Request) -> Result<Held, Refusal> {
+    /// Reads the complete body of a request.
+    pub(super) async fn read(&self, request: Request) -> Result<ReceivedBody, Refusal> {
         let peer = request.extensions().get::<ConnectInfo<SocketAddr>>().map(|peer| peer.0.ip().to_canonical());
         let place = self.arriving.enter(peer);
         tokio::select! {
@@ -129,15 +131,16 @@ impl Edge {
         }
     }
 
-    async fn collect(&self, request: Request, place: &Place<'_>) -> Result<Held, Refusal> {
+    async fn collect(&self, request: Request, place: &Place<'_>) -> Result<ReceivedBody, Refusal> {
         let begun = Instant::now();
         let mut pieces = request.into_body();
         let mut bytes = Vec::with_capacity(usize::try_from(pieces.size_hint().lower().min(SMALL_BYTES)).unwrap_or(0));
-        let mut kib = self.held_kib.clone().acquire_many_owned(0).await.map_err(|_| busy("the server stops"))?;
+        let mut kib =
+            self.buffer_kib.clone().acquire_many_owned(0).await.map_err(|_| busy("the server is shutting down"))?;
         let mut pieces = std::mem::take(&mut pieces).into_data_stream();
         loop {
-            let allowed = GRACE + Duration::from_secs(bytes.len() as u64 / SLOWEST_BYTES_PER_S);
-            let until = (begun + allowed.min(LONGEST)).min(Instant::now() + PAUSE);
+            let allowed = GRACE + Duration::from_secs(bytes.len() as u64 / MIN_BYTES_PER_S);
+            let until = (begun + allowed.min(MAX_DURATION)).min(Instant::now() + MAX_PAUSE);
             let piece = tokio::time::timeout_at(until, pieces.next()).await.map_err(|_| {
                 Refusal::new(StatusCode::REQUEST_TIMEOUT, "too_slow", "the body took too long to arrive")
             })?;
@@ -150,28 +153,28 @@ impl Edge {
                 return Err(too_large());
             }
             let more = length.div_ceil(1024).saturating_sub(kib.num_permits());
-            kib.merge(self.take_kib(more, place).await?);
+            kib.merge(self.acquire_kib(more, place).await?);
             bytes.extend_from_slice(&piece);
         }
-        Ok(Held { bytes, _kib: kib })
+        Ok(ReceivedBody { bytes, _kib: kib })
     }
 
-    async fn take_kib(&self, kib: usize, place: &Place<'_>) -> Result<OwnedSemaphorePermit, Refusal> {
+    async fn acquire_kib(&self, kib: usize, place: &Place<'_>) -> Result<OwnedSemaphorePermit, Refusal> {
         let wanted = u32::try_from(kib).unwrap_or(u32::MAX);
-        if let Ok(taken) = self.held_kib.clone().try_acquire_many_owned(wanted) {
+        if let Ok(taken) = self.buffer_kib.clone().try_acquire_many_owned(wanted) {
             return Ok(taken);
         }
-        let mut freed = std::pin::pin!(self.held_kib.clone().acquire_many_owned(wanted));
-        for _ in 0..MOST_DISPLACED {
+        let mut freed = std::pin::pin!(self.buffer_kib.clone().acquire_many_owned(wanted));
+        for _ in 0..MAX_DISPLACED {
             place.make_room();
             if let Ok(taken) = tokio::time::timeout(MEMORY_WAIT, &mut freed).await {
-                return taken.map_err(|_| busy("the server stops"));
+                return taken.map_err(|_| busy("the server is shutting down"));
             }
         }
-        Err(busy("the requests that wait hold all the memory they may"))
+        Err(busy("waiting requests use all the memory reserved for them; try again later"))
     }
 
-    /// Standard Webhooks: whether the sender knows the secret.
+    /// Verifies a Standard Webhooks signature.
     pub(super) fn check_signature(&self, headers: &HeaderMap, body: &[u8], now_s: u64) -> Result<(), Refusal> {
         let Some(key) = &self.key else { return Ok(()) };
         let [id, timestamp, signatures] = signature_of(headers);
@@ -179,7 +182,7 @@ impl Edge {
     }
 }
 
-/// Whether a request is worth reading while all places for the model are taken.
+/// Whether a request is small enough to be read while all slots for the model are taken.
 pub(super) fn is_small(headers: &HeaderMap) -> bool {
     announced_bytes(headers).is_some_and(|bytes| bytes <= SMALL_BYTES)
 }
@@ -199,11 +202,11 @@ fn not_signed(error: signature::Rejected) -> Refusal {
 }
 
 fn too_large() -> Refusal {
-    let detail = format!("the body may have {BODY_LIMIT_BYTES} bytes: send fewer samples in one request");
+    let detail = format!("the body must be at most {BODY_LIMIT_BYTES} bytes: send fewer samples in one request");
     Refusal::new(StatusCode::PAYLOAD_TOO_LARGE, "too_large", detail)
 }
 
-/// 429: the client comes again.
+/// A 429 refusal: the client retries later.
 pub(super) fn busy(detail: impl Into<String>) -> Refusal {
     Refusal::new(StatusCode::TOO_MANY_REQUESTS, "busy", detail)
 }
@@ -299,7 +302,7 @@ mod tests {
         }
     }
 
-    /// A body that sends so many pieces, one a second, and then nothing more.
+    /// Returns a body that sends this many pieces, one per second, and then stalls.
     fn slow(peer: &str, piece: &Bytes, pieces: usize) -> Request {
         let piece = piece.clone();
         let pieces = futures::stream::unfold(0, move |sent| {
@@ -338,13 +341,13 @@ mod tests {
         assert_eq!(begun.elapsed().as_secs(), 29 + 10);
         assert_eq!(status(edge.read(whole("192.0.2.1:1", 1 << 20)).await), 200);
         assert_eq!(status(edge.read(whole("192.0.2.1:1", (64 << 20) + 1)).await), 413);
-        assert_eq!(edge.held_kib.available_permits(), HELD_KIB);
+        assert_eq!(edge.buffer_kib.available_permits(), BUFFER_KIB);
     }
 
     #[tokio::test(start_paused = true)]
     async fn unfinished_bodies_hold_bounded_memory_and_block_nobody() {
         const KIB: usize = 4096;
-        let edge = Arc::new(Edge { held_kib: Arc::new(Semaphore::new(KIB)), ..edge("127.0.0.1", None) });
+        let edge = Arc::new(Edge { buffer_kib: Arc::new(Semaphore::new(KIB)), ..edge("127.0.0.1", None) });
         let piece = Bytes::from(vec![b' '; 1 << 20]);
         let strangers: Vec<_> = (0..200)
             .map(|number| {
@@ -353,7 +356,7 @@ mod tests {
             })
             .collect();
         tokio::time::sleep(Duration::from_millis(10)).await;
-        assert!(edge.held_kib.available_permits() < 1024, "they hold nearly all of it");
+        assert!(edge.buffer_kib.available_permits() < 1024, "they hold nearly all of it");
         for _ in 0..3 {
             let held = edge.read(whole("198.51.100.1:1", 2 << 20)).await.unwrap();
             assert_eq!(held.bytes.len(), 2 << 20);
@@ -361,6 +364,6 @@ mod tests {
         for stranger in strangers {
             assert!([408, 429].contains(&stranger.await.unwrap()));
         }
-        assert_eq!(edge.held_kib.available_permits(), KIB, "everything is given back");
+        assert_eq!(edge.buffer_kib.available_permits(), KIB, "everything is given back");
     }
 }

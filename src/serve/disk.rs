@@ -1,5 +1,5 @@
-//! The disk's watermark: below it jobs pause and none is handed out, well above it those that paused for want of space go on
-//! by themselves.
+//! Watches free disk space. Below the reserve jobs pause and none is handed out. When enough space is free again, jobs that paused
+//! for this reason resume automatically.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -10,50 +10,51 @@ use crate::files::DataDir;
 use crate::id::JobId;
 use crate::store::{Store, StoreError};
 
-/// Between two tries of a job that ran out of space again, at first, ms; it doubles.
-const AGAIN_MS: i64 = 60_000;
-/// The longest of them, ms.
-const AGAIN_MOST_MS: i64 = 60 * 60_000;
+/// Initial delay before a job that ran out of space again is resumed, in ms; it doubles each time.
+const RESUME_DELAY_MS: i64 = 60_000;
+/// Maximum delay, in ms.
+const MAX_RESUME_DELAY_MS: i64 = 60 * 60_000;
 
-/// Looks at the disk once a second.
+/// Checks the disk once per second.
 pub struct DiskWatch {
     reserve_bytes: u64,
     low: Arc<AtomicBool>,
-    /// When a job went on, and how often: one that needs more than there is must not begin anew every second.
+    /// When and how often each job was resumed: a job that needs more space than is free must not restart every second.
     resumed: HashMap<JobId, (i64, u32)>,
 }
 
 impl DiskWatch {
-    /// Keeps so much free; 0 = only jobs that met a full disk are resumed.
+    /// Creates a watch that keeps this many bytes free. 0 = only resume jobs that met a full disk.
     pub fn new(reserve_bytes: u64) -> Self {
         Self { reserve_bytes, low: Arc::default(), resumed: HashMap::new() }
     }
 
-    /// Whether the disk is low, as of the latest look: no job is handed to a worker then.
+    /// Whether the disk was low at the latest check. No job is handed to a worker then.
     pub fn low(&self) -> Arc<AtomicBool> {
         self.low.clone()
     }
 
-    /// Pauses or resumes what has to be.
-    pub(super) async fn look(&mut self, store: &Store, files: &DataDir, now: i64) {
+    /// Checks the disk, and pauses or resumes jobs.
+    pub(super) async fn check(&mut self, store: &Store, files: &DataDir, now: i64) {
         let Ok(free) = files.free_bytes() else { return };
-        if let Err(error) = self.act(store, free, now).await {
-            tracing::error!(error = with_causes(&error), "the disk's watermark is not honoured");
+        if let Err(error) = self.apply(store, free, now).await {
+            tracing::error!(error = with_causes(&error), "could not check the disk reserve");
         }
     }
 
-    /// With so many bytes free.
+    /// Pauses or resumes jobs for a given number of free bytes.
     ///
     /// # Errors
     /// When the database does not answer.
-    pub async fn act(&mut self, store: &Store, free: u64, now: i64) -> Result<(), StoreError> {
+    pub async fn apply(&mut self, store: &Store, free: u64, now: i64) -> Result<(), StoreError> {
         let enough = self.reserve_bytes.saturating_add(self.reserve_bytes / 2);
-        // Once it is low it stays so until there is well enough, or jobs would go back and forth.
+        // Hysteresis: once low, the disk counts as low until clearly more is free. Otherwise jobs would
+        // pause and resume repeatedly.
         if free < self.reserve_bytes || (free < enough && self.low.load(Ordering::Relaxed)) {
-            // Before the pauses: what is queued meanwhile is not handed out.
+            // Set before the pauses, so that no queued job is handed out in the meantime.
             if !self.low.swap(true, Ordering::Relaxed) {
                 let reserve = self.reserve_bytes;
-                tracing::warn!(free, reserve, "the disk is nearly full: jobs pause until there is room");
+                tracing::warn!(free, reserve, "the disk is nearly full: jobs pause until space is free");
             }
             for job in store.jobs_pause_disk_full(now).await? {
                 tracing::warn!(%job, "paused: the disk is nearly full");
@@ -67,16 +68,16 @@ impl DiskWatch {
             store.wake_queue();
         }
         let waiting = store.jobs_waiting_for_disk().await?;
-        self.resumed.retain(|_, (at, _)| now - *at < 6 * AGAIN_MOST_MS);
+        self.resumed.retain(|_, (at, _)| now - *at < 6 * MAX_RESUME_DELAY_MS);
         for job in waiting {
             let (at, times) = self.resumed.get(&job).copied().unwrap_or((i64::MIN, 0));
-            let pause = AGAIN_MS.saturating_mul(1 << times.saturating_sub(1).min(10)).min(AGAIN_MOST_MS);
+            let pause = RESUME_DELAY_MS.saturating_mul(1 << times.saturating_sub(1).min(10)).min(MAX_RESUME_DELAY_MS);
             if times > 0 && now.saturating_sub(at) < pause {
                 continue;
             }
             if store.job_resume_from_disk(job, now).await? {
                 self.resumed.insert(job, (now, times + 1));
-                tracing::info!(%job, free, "there is room again: the job goes on");
+                tracing::info!(%job, free, "the disk has free space again: the job resumes");
             }
         }
         Ok(())

@@ -1,7 +1,7 @@
-//! Jobs that paused because a reward service was away go on when it is back: it is asked now and then, in its own way.
+//! Resumes jobs that paused because a reward service was unavailable. The server pings each such service until it answers.
 //!
-//! A service (the same address, asked in the same way with the same credentials) is asked once for all jobs that wait for it.
-//! Only `reward_outage` ends by itself. Which jobs wait stands in the database, so that a restart forgets none.
+//! A service (the same address, contacted in the same way with the same credentials) is pinged once for all jobs that wait for it.
+//! Only the reason `reward_outage` ends automatically. The waiting jobs are in the database, so they survive a restart.
 
 use std::collections::{HashMap, HashSet};
 use std::mem::Discriminant;
@@ -16,47 +16,47 @@ use crate::reward::webhook::Webhook;
 use crate::spec::{Plan, RewardKind, RewardPlan, RewardSecrets};
 use crate::store::{Store, StoreError, clock_ms};
 
-/// Between two looks for such jobs.
-const LOOK: Duration = Duration::from_secs(1);
-/// From the pause (or the server's start) to the first ping; it doubles to the longest.
-const FIRST_PING: Duration = Duration::from_secs(5);
-const LONGEST_PING: Duration = Duration::from_secs(30);
-/// Of one ping, ms.
+/// Interval between two checks for waiting jobs.
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
+/// Delay from the pause (or the server's start) to the first ping. It doubles up to the maximum.
+const FIRST_PING_DELAY: Duration = Duration::from_secs(5);
+const MAX_PING_INTERVAL: Duration = Duration::from_secs(30);
+/// Timeout of one ping, in ms.
 const PING_TIMEOUT_MS: u64 = 10_000;
-/// Services that are asked at once.
-const AT_ONCE: usize = 8;
+/// Maximum number of services that are pinged concurrently.
+const MAX_CONCURRENT_PINGS: usize = 8;
 
-/// What makes two services one.
+/// Identity of a service: two rewards with equal values share one ping.
 #[derive(Clone, PartialEq, Eq, Hash)]
 struct Address {
-    /// How it is asked.
+    /// Type of the reward, which determines how the service is contacted.
     kind: Discriminant<RewardKind>,
     url: String,
     secrets: Vec<String>,
 }
 
-/// A service that some job waits for.
+/// A service that at least one job waits for.
 struct Service {
     reward: RewardPlan,
     secrets: RewardSecrets,
-    /// When it is asked next, and how long after that again.
+    /// Time of the next ping, and the interval after it.
     at: Instant,
     then: Duration,
-    /// It answered the last time.
+    /// Whether the service answered the last ping.
     is_back: bool,
 }
 
-/// A job that waits.
+/// A job that waits for its services.
 struct Waiting {
-    /// Of its latest event: it may have got other secrets since.
+    /// Sequence number of the job's latest event: the secrets may have changed since.
     last_seq: i64,
     services: Vec<Address>,
 }
 
-/// The clients that ask services.
+/// HTTP clients for contacting services.
 pub(super) struct Clients {
     pub(super) without_keys: RewardClient,
-    /// Used as soon as there are keys in the database.
+    /// Client to use once the database contains keys.
     pub(super) with_keys: RewardClient,
 }
 
@@ -68,34 +68,34 @@ struct Watch {
     services: HashMap<Address, Service>,
 }
 
-/// Looks after such jobs for as long as the server runs.
+/// Watches waiting jobs for as long as the server runs.
 pub(super) async fn watch(store: Store, clients: Clients) {
     let pace = clients.without_keys.pace();
-    let mut interval = tokio::time::interval(pace.of(LOOK));
+    let mut interval = tokio::time::interval(pace.of(POLL_INTERVAL));
     interval.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     let mut watch = Watch { store, clients, pace, jobs: HashMap::new(), services: HashMap::new() };
     loop {
         interval.tick().await;
-        if let Err(error) = watch.look().await {
-            tracing::error!(error = with_causes(&error), "nobody looks after jobs in an outage");
+        if let Err(error) = watch.check().await {
+            tracing::error!(error = with_causes(&error), "could not check the jobs that wait for reward services");
         }
     }
 }
 
 impl Watch {
-    async fn look(&mut self) -> Result<(), StoreError> {
+    async fn check(&mut self) -> Result<(), StoreError> {
         let waiting: HashMap<JobId, i64> = self.store.jobs_in_outage().await?.into_iter().collect();
         self.jobs.retain(|job, known| waiting.get(job) == Some(&known.last_seq));
         let new: Vec<(JobId, i64)> = waiting.into_iter().filter(|(job, _)| !self.jobs.contains_key(job)).collect();
         for (job, last_seq) in new {
             match services(&self.store, job).await {
                 Ok(services) => self.wait_for(job, last_seq, services),
-                // Whoever claims it says why, and the job fails.
+                // The next claim of the job reports the error, and the job fails.
                 Err(error @ StoreError::Corrupt { .. }) => {
                     unasked(job, &error);
                     self.wait_for(job, last_seq, Vec::new());
                 }
-                // Deleted meanwhile, or the database is in trouble: the next look tells.
+                // The job was deleted meanwhile, or the database failed: the next check decides.
                 Err(error) => unasked(job, &error),
             }
         }
@@ -115,9 +115,9 @@ impl Watch {
         Ok(())
     }
 
-    /// Its services were away a moment ago, whatever they answered for others before.
+    /// Registers a waiting job. Its services failed a moment ago, whatever they answered for other jobs before.
     fn wait_for(&mut self, job: JobId, last_seq: i64, services: Vec<(Address, RewardPlan, RewardSecrets)>) {
-        let first = self.pace.of(FIRST_PING);
+        let first = self.pace.of(FIRST_PING_DELAY);
         let at = Instant::now() + first;
         let mut addresses = Vec::with_capacity(services.len());
         for (address, reward, secrets) in services {
@@ -130,7 +130,7 @@ impl Watch {
         self.jobs.insert(job, Waiting { last_seq, services: addresses });
     }
 
-    /// Asks those whose time has come.
+    /// Pings the services that are due.
     async fn ask(&mut self) -> Result<(), StoreError> {
         let now = Instant::now();
         if self.services.values().all(|service| service.at > now) {
@@ -144,7 +144,7 @@ impl Watch {
                 asked.push(service.ask(client, now));
             }
         }
-        futures::stream::iter(asked).buffer_unordered(AT_ONCE).collect::<()>().await;
+        futures::stream::iter(asked).buffer_unordered(MAX_CONCURRENT_PINGS).collect::<()>().await;
         Ok(())
     }
 
@@ -155,17 +155,17 @@ impl Watch {
 
 impl Service {
     async fn ask(&mut self, client: &RewardClient, now: Instant) {
-        self.then = (self.then * 2).min(client.pace().of(LONGEST_PING));
+        self.then = (self.then * 2).min(client.pace().of(MAX_PING_INTERVAL));
         self.at = now + self.then;
         self.is_back = is_back(&self.reward, &self.secrets, client).await;
     }
 }
 
 fn unasked(job: JobId, error: &StoreError) {
-    tracing::warn!(%job, error = with_causes(error), "its reward service is not asked");
+    tracing::warn!(%job, error = with_causes(error), "could not ping the reward services of a job");
 }
 
-/// The services that can pause the job.
+/// Returns the services whose outage can pause the job.
 async fn services(store: &Store, job: JobId) -> Result<Vec<(Address, RewardPlan, RewardSecrets)>, StoreError> {
     let plan = store.job_get(job).await?.plan()?;
     let mut secrets = store.job_secrets(job).await?;
@@ -183,10 +183,10 @@ async fn services(store: &Store, job: JobId) -> Result<Vec<(Address, RewardPlan,
     Ok(found.collect())
 }
 
-/// The rewards that can pause the job, their URLs, and the names of their secrets.
+/// Returns the rewards whose outage can pause the job, their URLs, and the names of their secrets.
 fn required(plan: &Plan) -> impl Iterator<Item = (&RewardPlan, &str, String)> {
     let all = plan.rewards_by_secret_name().filter(|(_, reward)| reward.required);
-    // The process of a Python function is the worker's: the next attempt starts another one.
+    // The process of a Python function belongs to the worker: the next attempt starts another one.
     let all = all.filter(|(_, reward)| !matches!(reward.kind, RewardKind::Python(_)));
     all.filter_map(|(name, reward)| Some((reward, reward.kind.service()?.url.as_str(), name)))
 }
@@ -197,13 +197,13 @@ async fn is_back(reward: &RewardPlan, secrets: &RewardSecrets, client: &RewardCl
         Ok(webhook) => match webhook.is_reachable().await {
             Ok(()) => true,
             Err(why) => {
-                tracing::debug!(reward = reward.name, why, "a reward service is still away");
+                tracing::debug!(reward = reward.name, why, "a reward service is still unavailable");
                 false
             }
         },
-        // The worker says why, and the job fails.
+        // The worker reports the error, and the job fails.
         Err(error) => {
-            tracing::warn!(error = with_causes(&error), "a reward service cannot be asked");
+            tracing::warn!(error = with_causes(&error), "a reward service cannot be contacted");
             true
         }
     }

@@ -1,4 +1,4 @@
-//! Removes what was kept long enough, in small steps.
+//! Removes data whose retention time is over, in small steps.
 
 use std::time::Duration;
 
@@ -10,22 +10,22 @@ use crate::store::retention::Leftover;
 use crate::store::storage::StorageError;
 use crate::store::{Store, StoreError, clock_ms};
 
-/// Between two rounds.
-const ROUND: Duration = Duration::from_secs(600);
-/// Between two steps of a round, so that others come in.
-const STEP: Duration = Duration::from_millis(50);
+/// Interval between two rounds.
+const ROUND_INTERVAL: Duration = Duration::from_secs(600);
+/// Pause between two steps of a round, so that other transactions can run.
+const STEP_PAUSE: Duration = Duration::from_millis(50);
 
-/// Rounds, until it is dropped.
-pub(super) async fn keep_house(store: Store, files: DataDir, retention: Retention) {
+/// Runs rounds until it is dropped.
+pub(super) async fn run_retention(store: Store, files: DataDir, retention: Retention) {
     loop {
         if let Err(error) = round(&store, &files, retention, clock_ms()).await {
-            tracing::error!(error = chain(&error), "what was kept long enough is not all removed");
+            tracing::error!(error = chain(&error), "could not remove all data past its retention time");
         }
-        tokio::time::sleep(ROUND).await;
+        tokio::time::sleep(ROUND_INTERVAL).await;
     }
 }
 
-/// Removes everything that is older than it may be at `now` (Unix ms).
+/// Removes everything whose retention time is over at `now` (Unix ms).
 ///
 /// # Errors
 /// When the database does not answer.
@@ -42,7 +42,7 @@ pub async fn round(store: &Store, files: &DataDir, retention: Retention, now: i6
         audit_ms,
         deliveries_ms,
     } = retention;
-    // What came after a checkpoint is of no use without it.
+    // A journal is useless without the checkpoint that precedes it.
     let journals_ms = [journals_ms, checkpoints_ms].into_iter().flatten().min();
     for (what, keep_ms) in [
         (Leftover::Events, events_ms),
@@ -53,7 +53,7 @@ pub async fn round(store: &Store, files: &DataDir, retention: Retention, now: i6
     ] {
         let Some(keep_ms) = keep_ms else { continue };
         while store.leftovers_remove(what, now - keep_ms).await? > 0 {
-            tokio::time::sleep(STEP).await;
+            tokio::time::sleep(STEP_PAUSE).await;
         }
     }
     if let Some(keep_ms) = checkpoints_ms {
@@ -67,25 +67,28 @@ pub async fn round(store: &Store, files: &DataDir, retention: Retention, now: i6
                 removed.iter().try_for_each(|row| files.checkpoint_remove(row.job, row.step, row.attempt))
             });
             if let Ok(Err(error)) = swept.await {
-                tracing::warn!(error = chain(&error), "a checkpoint's files are left; the next start removes them");
+                tracing::warn!(
+                    error = chain(&error),
+                    "could not remove a checkpoint's files; the next start removes them"
+                );
             }
         }
     }
     if datasets_ms.is_some() || models_ms.is_some() {
-        // Files without rows are left to `rlood gc`.
+        // Files without rows are removed by `rlood gc`.
         let rules = GcRules { now, is_served: true, datasets_ms, models_ms, checkpoints_ms: None };
         if let Err(error) = remove_unused(store, files, rules).await {
-            tracing::error!(error = chain(&error), "datasets or models that no job uses are not all removed");
+            tracing::error!(error = chain(&error), "could not remove all unused datasets or models");
         }
     }
     if let Some(keep_ms) = audit_ms {
         while store.audit_remove(now - keep_ms).await? > 0 {
-            tokio::time::sleep(STEP).await;
+            tokio::time::sleep(STEP_PAUSE).await;
         }
     }
     if let Some(keep_ms) = deliveries_ms {
         while store.deliveries_remove(now - keep_ms).await? > 0 {
-            tokio::time::sleep(STEP).await;
+            tokio::time::sleep(STEP_PAUSE).await;
         }
     }
     Ok(())
@@ -95,7 +98,7 @@ async fn remove_unused(store: &Store, files: &DataDir, rules: GcRules) -> Result
     for GcItem { kind, name, removal, .. } in gc::unused(store, files, rules).await? {
         let Some(removal) = removal else { continue };
         if gc::remove(store, files, &removal).await? {
-            tracing::info!(%kind, name, "removed: no job has used it for long enough");
+            tracing::info!(%kind, name, "removed: unused for longer than its retention time");
         }
     }
     Ok(())

@@ -1,5 +1,5 @@
-//! Children that answer one request each: a task on their standard input, one report on their standard output. A child dies with
-//! the wish for its answer. Its side is `rlood_worker::one_shot`.
+//! Child processes that answer one request each: a task on their standard input, one report on their standard output. A child is
+//! killed when its request is cancelled. The child's side is `rlood_worker::one_shot`.
 
 use std::marker::PhantomData;
 use std::os::unix::process::ExitStatusExt;
@@ -22,17 +22,17 @@ use crate::one_shot::{ChildLine, OneShotError};
 use crate::probe::{ProbeReport, ProbeTask};
 use crate::verdict::{JudgeReport, JudgeTask, VerdictRow};
 
-/// The longest report.
+/// Maximum size of a report, in bytes.
 const MAX_REPORT_BYTES: u64 = 16 * 1024 * 1024;
-/// Children of one kind at once: each holds a model of its own in memory, beside those of the workers.
+/// Maximum number of concurrent children of one kind: each holds its own model in memory, in addition to those of the workers.
 const MAX_CHILDREN: usize = 1;
-/// What a child may take beyond its limit, to write its report.
+/// Extra time after the limit for a child to write its report.
 const PREFLIGHT_GRACE: Duration = Duration::from_secs(15);
 const GENERATE_GRACE: Duration = Duration::from_secs(5);
-/// The longest that a child may take which tells how far it is: somebody can cancel it.
+/// Time limit for children that report progress: a user can cancel them.
 const LONG_WORK: Duration = Duration::from_secs(7 * 24 * 3600);
 
-/// Runs children of one kind; cheap to clone.
+/// Runs child processes of one kind. Cheap to clone.
 pub struct OneShot<Task: ?Sized, Report> {
     kind: Arc<Kind>,
     types: PhantomData<fn(&Task) -> Report>,
@@ -40,13 +40,13 @@ pub struct OneShot<Task: ?Sized, Report> {
 
 /// Runs preflights: `rlood probe`.
 pub type Preflights = OneShot<ProbeTask, ProbeReport>;
-/// Runs models beside each other: `rlood generator`.
+/// Generates completions with the base model and a checkpoint: `rlood generator`.
 pub type Generations = OneShot<GenerationTask, GenerationReport>;
 
 /// Compares checkpoints with their base models: `rlood judge`.
 pub type Verdicts = OneShot<JudgeTask, ChildLine<VerdictRow, JudgeReport>>;
 
-/// Writes checkpoints in other forms: `rlood export-checkpoint`.
+/// Converts checkpoints to other formats: `rlood export-checkpoint`.
 pub type Exports = OneShot<ExportTask, ExportLine>;
 
 impl<Task: ?Sized, Report> Clone for OneShot<Task, Report> {
@@ -56,24 +56,24 @@ impl<Task: ?Sized, Report> Clone for OneShot<Task, Report> {
 }
 
 impl Preflights {
-    /// On the first of the workers' devices, with the threads of one worker.
+    /// Runs on the first of the workers' devices, with the threads of one worker.
     pub fn new(children: &Children) -> Self {
         let device = children.devices.first().copied().unwrap_or(Device::Cpu);
-        // A stopping server lets a preflight come to its end as it does a request.
+        // A preflight that is running when the server stops may complete, like a request.
         let stop = CancellationToken::new();
         Self::of(Arc::new(Kind::new(children, "probe", device, PREFLIGHT_GRACE, stop)))
     }
 }
 
 impl Generations {
-    /// On the processor, with the threads of one worker; children die with `stop`.
+    /// Runs on the CPU, with the threads of one worker; `stop` kills the children.
     pub fn new(children: &Children, stop: CancellationToken) -> Self {
         Self::of(Arc::new(Kind::new(children, "generator", Device::Cpu, GENERATE_GRACE, stop)))
     }
 }
 
 impl Verdicts {
-    /// On the first of the workers' devices, with the threads of one worker; children die with `stop`.
+    /// Runs on the first of the workers' devices, with the threads of one worker; `stop` kills the children.
     pub fn new(children: &Children, stop: CancellationToken) -> Self {
         let device = children.devices.first().copied().unwrap_or(Device::Cpu);
         Self::of(Arc::new(Kind::new(children, "judge", device, Duration::ZERO, stop)))
@@ -81,7 +81,7 @@ impl Verdicts {
 }
 
 impl Exports {
-    /// On the processor, with the threads of one worker; children die with `stop`.
+    /// Runs on the CPU, with the threads of one worker; `stop` kills the children.
     pub fn new(children: &Children, stop: CancellationToken) -> Self {
         Self::of(Arc::new(Kind::new(children, "export-checkpoint", Device::Cpu, Duration::ZERO, stop)))
     }
@@ -94,10 +94,10 @@ impl<Task: ?Sized, Report> OneShot<Task, Report> {
 }
 
 impl<Task: Serialize + ?Sized, Report: DeserializeOwned> OneShot<Task, Report> {
-    /// Runs one child to its end, which is to come within `limit`; dropping the future kills the child.
+    /// Runs one child to its end within `limit`. Dropping the future kills the child.
     ///
     /// # Errors
-    /// When there is no report.
+    /// When the child writes no report.
     pub async fn run(&self, task: &Task, limit: Duration) -> Result<Report, OneShotError> {
         let line = serde_json::to_vec(task).map_err(|error| OneShotError::Failed(error.to_string()))?;
         let ended = self.kind.run(line, limit).await?;
@@ -111,40 +111,40 @@ where
     Item: DeserializeOwned,
     Report: DeserializeOwned,
 {
-    /// Runs one child to its end and passes on what it tells on its way; dropping the future kills the child.
+    /// Runs one child to its end and forwards its progress lines. Dropping the future kills the child.
     ///
     /// # Errors
-    /// When there is no report.
+    /// When the child writes no report.
     pub async fn follow(
         &self,
         task: &Task,
         tell: mpsc::Sender<ChildLine<Item, Report>>,
     ) -> Result<Report, OneShotError> {
         let line = serde_json::to_vec(task).map_err(|error| OneShotError::Failed(error.to_string()))?;
-        let (lines, mut told) = mpsc::channel::<Vec<u8>>(64);
+        let (lines, mut received) = mpsc::channel::<Vec<u8>>(64);
         let role = self.kind.role;
         let pass_on = async {
             let mut report = None;
-            while let Some(line) = told.recv().await {
+            while let Some(line) = received.recv().await {
                 match serde_json::from_slice(&line) {
                     Ok(ChildLine::Report(last)) => report = Some(last),
-                    // An error says that nobody wants to know.
+                    // The send fails only when the receiver no longer needs the lines.
                     Ok(line) => drop(tell.send(line).await),
-                    Err(error) => tracing::warn!(role, %error, "a child wrote a line that is not understood"),
+                    Err(error) => tracing::warn!(role, %error, "a child process wrote an invalid line"),
                 }
             }
             report
         };
         let (ended, report) = tokio::join!(self.kind.run_lines(line, LONG_WORK, lines), pass_on);
         let ended = ended?;
-        report.ok_or_else(|| ended.without_report(role, &"it wrote none"))
+        report.ok_or_else(|| ended.without_report(role, &"there is no report"))
     }
 }
 
-/// What children of one kind have in common.
+/// Settings that children of one kind share.
 struct Kind {
     children: Children,
-    /// The subcommand.
+    /// The subcommand of the child.
     role: &'static str,
     device: Device,
     grace: Duration,
@@ -152,7 +152,7 @@ struct Kind {
     stop: CancellationToken,
 }
 
-/// A child that ended by itself.
+/// A child that exited by itself.
 struct Ended {
     report: Vec<u8>,
     status: ExitStatus,
@@ -169,7 +169,7 @@ impl Kind {
         self.run_with(line, limit, None).await
     }
 
-    /// As [`Kind::run`], but each line of the child is passed on as it comes, and none is kept.
+    /// Like [`Kind::run`], but each line of the child is forwarded immediately, and none is kept.
     async fn run_lines(
         &self,
         line: Vec<u8>,
@@ -225,11 +225,11 @@ fn failed(error: std::io::Error) -> OneShotError {
 
 async fn attend(mut child: Child, line: &[u8], lines: Option<mpsc::Sender<Vec<u8>>>) -> Result<Ended, OneShotError> {
     let (Some(mut stdin), Some(stdout)) = (child.stdin.take(), child.stdout.take()) else {
-        return Err(OneShotError::Failed("it has no pipes".to_owned()));
+        return Err(OneShotError::Failed("the child process has no pipes".to_owned()));
     };
     let tail = Tail::default();
     let reading = child.stderr.take().map(|stderr| tokio::spawn(pass_on(stderr, tail.clone())));
-    // A child that died already is explained by how it ended, not by the broken pipe.
+    // If the child died early, its exit status explains more than the broken pipe.
     let written = stdin.write_all(line).await;
     let mut report = Vec::new();
     match lines {
@@ -237,9 +237,9 @@ async fn attend(mut child: Child, line: &[u8], lines: Option<mpsc::Sender<Vec<u8
         Some(lines) => {
             let mut stdout = BufReader::new(stdout);
             loop {
-                let mut told = Vec::new();
-                let read = (&mut stdout).take(MAX_REPORT_BYTES).read_until(b'\n', &mut told).await.map_err(failed)?;
-                if read == 0 || lines.send(told).await.is_err() {
+                let mut line = Vec::new();
+                let read = (&mut stdout).take(MAX_REPORT_BYTES).read_until(b'\n', &mut line).await.map_err(failed)?;
+                if read == 0 || lines.send(line).await.is_err() {
                     break;
                 }
             }
@@ -254,10 +254,10 @@ async fn attend(mut child: Child, line: &[u8], lines: Option<mpsc::Sender<Vec<u8
 }
 
 impl Ended {
-    /// What it wrote is no report.
+    /// The error for output that is not a report.
     fn without_report(&self, role: &str, error: &dyn std::fmt::Display) -> OneShotError {
         let Self { report: _, status, written, tail } = self;
-        tracing::warn!(role, %status, %error, ?written, tail = tail.text(), "a child ended without a report");
+        tracing::warn!(role, %status, %error, ?written, tail = tail.text(), "a child process ended without a report");
         match status.signal() {
             Some(libc::SIGKILL | libc::SIGABRT) => OneShotError::Killed(status.to_string()),
             _ => OneShotError::Ended(status.to_string()),
@@ -272,7 +272,7 @@ mod tests {
     use super::*;
     use crate::config::{Isa, LogFormat};
 
-    /// Children whose program is a script; its task is a text and its report a number.
+    /// Creates children that run a script; the task is a text and the report a number.
     fn children(dir: &std::path::Path, script: &str, grace: Duration, stop: &CancellationToken) -> OneShot<str, u64> {
         let program = dir.join("child.sh");
         std::fs::write(&program, format!("#!/bin/sh\n{script}\n")).unwrap();

@@ -1,4 +1,4 @@
-//! Who may do what: every route of the document with every kind of credential; owners; sessions; the record of changes.
+//! Access control: every route of the OpenAPI document with every kind of credential; ownership; sessions; the audit log.
 
 use axum::body::Body;
 use axum::http::{HeaderMap, Request, header};
@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use crate::server::{Answer, Server, job, records, with};
 
-/// `RLOOD_API_KEY`.
+/// The operator's key, set as `RLOOD_API_KEY`.
 pub const OPERATOR: &str = "operator-key-0123456789";
 
 pub struct Key {
@@ -42,7 +42,7 @@ pub async fn call(server: &Server, method: &str, path: &str, key: &str, body: Op
 }
 
 pub async fn with_operator() -> Server {
-    // Models are registered before there is a key, so they are everybody's.
+    // Models are registered before the first key exists, so they are shared by all owners.
     let mut server = Server::start().await;
     let mut config = (*server.state.config).clone();
     config.api_key = Some(OPERATOR.to_owned());
@@ -51,7 +51,7 @@ pub async fn with_operator() -> Server {
     server
 }
 
-/// Every operation of the document: method, route as there, and a path of it that names nothing.
+/// Returns every operation of the document: method, route template, and a path with ids that do not exist.
 fn operations() -> Vec<(String, String, String)> {
     let document = serde_json::to_value(rlood::http::openapi()).unwrap();
     let mut operations = Vec::new();
@@ -128,7 +128,7 @@ async fn every_route_answers_each_credential_as_it_says() {
         assert!(![401, 403].contains(&answer.status.as_u16()), "{method} {route}: {}", answer.text);
     }
     println!("{pairs} pairs of route and credential");
-    // Also what does not exist: nobody learns which routes there are.
+    // Unknown routes need a key too, so that clients without one cannot learn which routes exist.
     assert_eq!(server.send(request("GET", "/nowhere", None, None)).await.status, 401);
     assert_eq!(server.send(request("PUT", "/jobs", None, None)).await.status, 401);
     for (method, route) in
@@ -180,7 +180,7 @@ async fn a_key_sees_its_owners_things_and_no_others() {
         let hidden = call(&server, "GET", path, &bob, None).await;
         assert_eq!((hidden.status.as_u16(), &hidden.body["code"]), (404, &json!("not_found")), "{path}");
     }
-    // The words are those for what does not exist.
+    // The text is the same as for a job that does not exist.
     let other = "job_01jd0000000000000000000000";
     let absent = call(&server, "GET", &format!("/jobs/{other}"), &bob, None).await.body["detail"].clone();
     let hidden = call(&server, "GET", &mine[0], &bob, None).await.body["detail"].clone();
@@ -197,16 +197,16 @@ async fn a_key_sees_its_owners_things_and_no_others() {
         assert_eq!((seen(&alice).await, seen(&bob).await, seen(&admin).await), (1, 0, 1), "{list}");
     }
 
-    // What a body names is looked up with the same eyes.
+    // Ids in a body are checked with the same permissions.
     let mut named = job();
     named["dataset"] = json!({"id": dataset});
     let refused = call(&server, "POST", "/jobs", &bob, Some(&named)).await;
     assert_eq!((refused.status.as_u16(), &refused.body["errors"][0]["code"]), (422, &json!("unknown_dataset")));
     assert_eq!(call(&server, "POST", "/jobs", &alice, Some(&named)).await.status, 201);
-    // The same rows are a dataset of his own; what becomes of one does not touch the other.
+    // The same rows become a separate dataset of his own; deleting one does not affect the other.
     let copied = call(&server, "POST", "/jobs", &bob, Some(&job())).await;
     assert_ne!(copied.body["plan"]["dataset"]["id"], dataset);
-    // A job that an admin makes of hers stays hers.
+    // A job that an admin derives from hers keeps her as the owner.
     assert_eq!(call(&server, "POST", &format!("/jobs/{id}/cancel"), &admin, None).await.status, 200);
     let retried = call(&server, "POST", &format!("/jobs/{id}/retry"), &admin, None).await;
     assert_eq!((retried.status.as_u16(), &retried.body["owner"]), (201, &json!("alice")));
@@ -292,7 +292,7 @@ async fn from_the_first_key_on_nobody_comes_in_without_one() {
     for bytes in [raw, wal] {
         assert!(!bytes.windows(text.len()).any(|window| window == text.as_bytes()), "the text is in the database");
     }
-    // Revoked, it opens nothing, and does not open the door to everybody; what it left behind that sends on is listed.
+    // A revoked key is refused, and does not turn authentication off. The response lists webhooks of its owner that keep sending.
     let webhook = json!({"url": "https://hooks.example/hook", "events": ["job.failed"]});
     let webhook = call(&server, "POST", "/webhooks", &text, Some(&webhook)).await;
     assert_eq!(webhook.status, 201, "{}", webhook.text);
@@ -306,7 +306,7 @@ async fn from_the_first_key_on_nobody_comes_in_without_one() {
     assert_eq!(server.get("/jobs").await.status, 401);
 }
 
-/// The cookie of an answer, and whether it may be sent over http.
+/// Returns the session cookie of a response, and whether it may be sent over http.
 fn cookie(headers: &HeaderMap) -> String {
     let text = headers[header::SET_COOKIE].to_str().unwrap();
     for attribute in ["Path=/", "HttpOnly", "SameSite=Strict"] {

@@ -1,4 +1,4 @@
-//! PEFT adapters from elsewhere, through real processes: uploaded in each form, of a hub, begun with, refused by name.
+//! Uploaded and downloaded PEFT adapters with real processes: upload in each form, import from a hub, warm starts, refusals.
 
 use std::collections::BTreeMap;
 use std::io::Read;
@@ -14,7 +14,7 @@ fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/parity").join(name)
 }
 
-/// A job on the model `tiny` that begins with an adapter.
+/// A job on the model `tiny` that starts from an adapter.
 fn job(adapter: Value) -> Value {
     let mut document = spec("tiny", 2);
     document.as_object_mut().unwrap().shift_remove("lora");
@@ -60,7 +60,7 @@ async fn a_job_begins_with_an_uploaded_adapter_whatever_its_ranks_and_keeps_its_
     let model = fixture("llama_patterns");
     register(&server, "tiny", &model).await;
 
-    // As a form, by the client; the same bytes in a tar are the same adapter.
+    // Uploaded by the client as a form; a tar with the same bytes is the same adapter.
     let folder = model.join("lora");
     let source = AdapterSource::Folder(folder.clone());
     let adapter = server.client.create_adapter(Some("mine"), &source).await.unwrap();
@@ -80,7 +80,7 @@ async fn a_job_begins_with_an_uploaded_adapter_whatever_its_ranks_and_keeps_its_
     assert_eq!(config["alpha_pattern"]["layers.0.self_attn.q_proj"], 4, "{config}");
     assert_ne!(trained[BOTH[1]], std::fs::read(folder.join(BOTH[1])).unwrap());
 
-    // The job keeps its files; its result is an adapter again, and one can go on from its checkpoint by either name.
+    // The job keeps the adapter's files. Its result is an adapter too, and its checkpoint can be used by either name.
     server.client.delete_adapter(adapter.id).await.unwrap();
     assert!(server.client.get_stored_adapter(adapter.id).await.is_err());
     let (status, next) = upload(&server, "application/octet-stream", server.adapter(&begun, None).await).await;
@@ -149,7 +149,7 @@ async fn what_is_no_adapter_or_another_models_is_refused_by_name() {
         ("application/x-tar", changed("use_dora", json!(true)), 422, "use_dora"),
         ("application/x-tar", changed("peft_type", json!("IA3")), 422, "peft_type"),
         ("application/x-tar", changed("target_modules", json!(["c_attn"])), 422, "target_modules"),
-        ("application/x-tar", tar_of(&folder, &BOTH[..1]), 422, "holds no adapter_model.safetensors"),
+        ("application/x-tar", tar_of(&folder, &BOTH[..1]), 422, "does not contain adapter_model.safetensors"),
         ("application/x-tar", cut, 422, "tar"),
         ("application/gzip", b"\x1f\x8bnothing".to_vec(), 422, "cannot be read"),
         ("application/json", br#"{"hub": 3}"#.to_vec(), 422, "hub"),
@@ -169,7 +169,7 @@ async fn what_is_no_adapter_or_another_models_is_refused_by_name() {
     let mut named = spec("fused", 2);
     named["lora"] = json!({"target_modules": ["q_proj"]});
     for (document, pointer, words) in [
-        (job(json!({"upload": other.id})), "/warm_start/adapter", "does not fit 'tiny'"),
+        (job(json!({"upload": other.id})), "/warm_start/adapter", "does not match 'tiny'"),
         (fused, "/warm_start/adapter", "qkv_proj, o_proj, gate_up_proj, down_proj"),
         (job(json!({"upload": unknown})), "/warm_start/adapter/upload", "GET /adapters"),
         (job(json!({"upload": "ds_1"})), "/warm_start/adapter/upload", "adp_"),
@@ -187,7 +187,7 @@ async fn what_is_no_adapter_or_another_models_is_refused_by_name() {
             "{pointer}: {answer}"
         );
     }
-    // A model with fused projections gets its own ones.
+    // For a model with fused projections, all linear layers means its fused modules.
     let fused = server.post("/jobs/validate", &spec_of_all("fused")).await;
     assert_eq!(fused["plan"]["lora"]["target_modules"], json!(["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]));
 }

@@ -1,4 +1,4 @@
-//! Models, and what a job leaves: checkpoints, files, archives.
+//! Models, and the results of a job: checkpoints, files, archives.
 
 use std::io::Read;
 
@@ -93,7 +93,7 @@ async fn with_a_root_no_file_of_a_model_may_lead_out_of_it() {
     let root = root.path().canonicalize().unwrap();
     let configured = root.clone();
     let server = server_with(|config| config.model_roots = Some(vec![configured]), |_| {}).await;
-    // As a cache has it: every file a link to a blob beside.
+    // The layout of the Hugging Face cache: every file is a link to a blob.
     let (blobs, inside, outside) = (root.join("blobs"), root.join("snapshots"), root.join("outside"));
     crate::server::copy(std::path::Path::new(MODEL), &blobs);
     for dir in [&inside, &outside] {
@@ -110,7 +110,7 @@ async fn with_a_root_no_file_of_a_model_may_lead_out_of_it() {
     std::os::unix::fs::symlink(std::path::Path::new(MODEL).join("tokenizer.json"), &tokenizer).unwrap();
     let problem = register(&server, json!({"id": "out", "source": outside})).await.problem(422, "invalid_model");
     assert_eq!(problem["errors"][0]["code"], "outside_model_root", "{problem}");
-    assert!(problem["detail"].as_str().unwrap().starts_with("tokenizer.json is a link that leads out"), "{problem}");
+    assert!(problem["detail"].as_str().unwrap().starts_with("tokenizer.json is a link to a file outside"), "{problem}");
 }
 
 /// A job with one published checkpoint of these files.
@@ -302,7 +302,7 @@ async fn a_job_that_is_over_and_has_no_checkpoint_says_that_none_will_come() {
         let detail = problem["detail"].as_str().unwrap();
         assert!(problem["retryable"] == false && detail.contains("removed 36h after a job's end"), "{problem}");
     }
-    // One that never had one.
+    // A job that never had a checkpoint.
     let spec = server.get(&format!("/jobs/{job}/config")).await.text();
     let second = server.post("/jobs", "application/json", spec).await.json()["id"].as_str().unwrap().to_owned();
     let path = format!("/jobs/{second}/adapter");
@@ -340,7 +340,7 @@ async fn a_job_without_a_checkpoint_says_so() {
     server.get(&format!("/jobs/{job}/adapter")).await.problem(404, "no_checkpoint");
     server.get(&format!("/jobs/{job}/adapter?which=best")).await.problem(404, "no_checkpoint");
     assert_eq!(server.get(&format!("/jobs/{job}/checkpoints")).await.json(), json!({"data": [], "next": null}));
-    // A queued job needs its dataset and its model.
+    // A queued job prevents the deletion of its dataset and its model.
     let dataset = server.get("/datasets").await.json()["data"][0]["id"].as_str().unwrap().to_owned();
     let problem = server.delete(&format!("/datasets/{dataset}")).await.problem(409, "in_use");
     assert!(problem["detail"].as_str().unwrap().contains(&job), "{problem}");

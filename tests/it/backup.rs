@@ -1,4 +1,4 @@
-//! Backups: made while the server works, verified byte for byte, restored to a server that goes on.
+//! Backups: created while the server runs, verified byte for byte, restored to a server that resumes its jobs.
 
 use std::collections::HashSet;
 use std::os::unix::fs::MetadataExt;
@@ -46,7 +46,7 @@ async fn a_backup_made_while_a_job_runs_restores_to_a_server_that_finishes_it() 
     assert_eq!(server.get(&format!("/jobs/{running}")).await["state"], "running", "nobody waited");
     let adapter = server.adapter(&done, None).await;
     let events = server.get(&format!("/jobs/{done}/events?limit=100")).await;
-    // Not over something that is there.
+    // A target that is in use or not empty is refused.
     for (target, why) in [(&data, "a server is running"), (&copy, "not empty")] {
         let refused = run(&["restore", path(&copy), "--data-dir", path(target)]);
         assert!(!refused.status.success() && said(&refused).contains(why), "{}", said(&refused));
@@ -72,7 +72,7 @@ async fn what_a_running_job_goes_on_from_is_in_every_backup() {
     let mut hasty = spec("tiny", 100_000);
     hasty["checkpoints"] = json!({"every_steps": 1, "keep_last": 1, "keep_best": 0});
     let running: JobId = server.submit(&hasty).await.parse().unwrap();
-    // Bytes to copy, while the job goes on.
+    // Provides data to copy while the job runs.
     let mut waiting = spec("tiny", 2);
     let filler = "x".repeat(500_000);
     let records: Vec<Value> = (0..12).map(|n| json!({"prompt": format!("Say {n}."), "filler": filler})).collect();
@@ -94,7 +94,7 @@ async fn what_a_running_job_goes_on_from_is_in_every_backup() {
     assert!(!left.iter().any(|name| name.to_string_lossy().starts_with("backup-")), "{left:?}");
 }
 
-/// Publishes one checkpoint after the other, from step 2, until it is told to stop; then the last step.
+/// Publishes checkpoints one after the other, from step 2, until it is stopped; then the last step.
 fn keep_publishing(setting: &Arc<Setting>, claimed: Claimed) -> (Arc<AtomicBool>, JoinHandle<u64>) {
     let (setting, done) = (setting.clone(), Arc::new(AtomicBool::new(false)));
     let told = done.clone();
@@ -119,7 +119,7 @@ async fn every_checkpoint_that_a_copy_names_was_seen_before_it_could_go() {
     setting.publish(&claimed, 1, &Metrics::new()).await.unwrap();
     let (done, publish) = keep_publishing(&setting, claimed);
     let source = Store::open_as_is(&setting.files.database()).await.unwrap();
-    // Until others wrote between ten of the copies, however slow the disk is.
+    // Waits until other writes happened between ten of the copies, however slow the disk is.
     let (mut newest, end) = (HashSet::new(), Instant::now() + Duration::from_secs(120));
     while newest.len() < 10 {
         assert!(Instant::now() < end, "others write between the copies: {newest:?}");
@@ -127,7 +127,7 @@ async fn every_checkpoint_that_a_copy_names_was_seen_before_it_could_go() {
         let mut seen = HashSet::new();
         let mut keep = |rows: &[CheckpointRow]| {
             seen.extend(rows.iter().map(|row| row.id));
-            // Time enough for others.
+            // Leaves time for other writers.
             std::thread::sleep(Duration::from_millis(30));
         };
         source.snapshot_to(&copy, &mut keep).await.unwrap();
@@ -153,21 +153,21 @@ async fn a_backup_that_a_running_job_outruns_fails_and_one_that_lacks_lost_files
     let worker = setting.worker().await;
     let claimed = setting.claim(worker, T0).await.unwrap();
     setting.publish(&claimed, 1, &Metrics::new()).await.unwrap();
-    // Something to copy, so that the job is ahead.
+    // Filler data, so that the job advances during the copy.
     setting.sql("INSERT INTO server_secrets VALUES ('filler', hex(zeroblob(40000000)))").await.unwrap();
     let other = tempfile::tempdir().unwrap();
     let copy = other.path().join("copy");
-    // Rows without files: each is gone when it is looked for.
+    // Rows without files: every file is missing when the backup copies it.
     let (done, publish) = keep_publishing(&setting, claimed);
     let failed = run(&["backup", path(&copy), "--data-dir", path(setting.dir.path())]);
-    assert!(!failed.status.success() && said(&failed).contains("faster than these are copied"), "{}", said(&failed));
+    assert!(!failed.status.success() && said(&failed).contains("faster than they can be copied"), "{}", said(&failed));
     assert!(!copy.exists(), "nothing is left of it");
     done.store(true, Ordering::Relaxed);
     let step = publish.await.unwrap();
-    // Now the newest one is lost for good: no other try would find it.
+    // The newest file is lost in the source too, so another attempt would not find it.
     let made = run(&["backup", path(&copy), "--data-dir", path(setting.dir.path())]);
     assert!(made.status.success(), "{}", said(&made));
-    assert!(said(&made).contains(&format!("/{step}-1: manifest.json: it is not there")), "{}", said(&made));
+    assert!(said(&made).contains(&format!("/{step}-1: manifest.json: the file no longer exists")), "{}", said(&made));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -217,7 +217,7 @@ fn a_backup_lies_outside_of_what_it_is_a_copy_of() {
         assert!(said(&refused).contains("inside the data directory"), "{}", said(&refused));
     }
     assert_eq!(names_in(&data), before);
-    // Beside it, also by a way through it.
+    // A target next to the backup, also addressed by a path through it.
     let beside = data.join("../beside");
     assert!(run(&["backup", path(&beside), "--data-dir", path(&data)]).status.success());
 }
@@ -227,7 +227,7 @@ fn a_restore_fills_a_directory_that_is_there_and_does_not_replace_it() {
     let dir = tempfile::tempdir().unwrap();
     let copy = make_backup(dir.path());
     let restore = |target: &Path| run(&["restore", path(&copy), "--data-dir", path(target)]);
-    // The root of a new volume, which cannot be renamed.
+    // An existing directory that cannot be renamed, like the root of a volume.
     let volume = dir.path().join("volume");
     std::fs::create_dir_all(volume.join("lost+found")).unwrap();
     let inode = std::fs::metadata(&volume).unwrap().ino();
@@ -238,7 +238,7 @@ fn a_restore_fills_a_directory_that_is_there_and_does_not_replace_it() {
     assert!(names.contains(&"rlood.db".to_owned()) && names.contains(&"lost+found".to_owned()), "{names:?}");
     assert!(!names.iter().any(|name| name.starts_with('.')), "{names:?}");
     assert!(said(&run(&["keys", "list", "--data-dir", path(&volume)])).contains("active"));
-    // A link to a directory, and one to nowhere.
+    // A link to a directory, and a dangling one.
     let (behind, link, broken) = (dir.path().join("behind"), dir.path().join("link"), dir.path().join("broken"));
     std::fs::create_dir(&behind).unwrap();
     std::os::unix::fs::symlink(&behind, &link).unwrap();
@@ -261,7 +261,7 @@ fn a_refused_restore_leaves_its_target_as_it_was() {
     let refused = restore(&stopped);
     assert!(!refused.status.success() && said(&refused).contains("not empty"), "{}", said(&refused));
     assert_eq!(names_in(&stopped), ["rlood.db"]);
-    // A damaged backup leaves nothing in an empty one.
+    // A damaged backup leaves an empty target empty.
     let empty = dir.path().join("empty");
     std::fs::create_dir(&empty).unwrap();
     let mut bytes = std::fs::read(copy.join("rlood.db")).unwrap();
@@ -278,7 +278,11 @@ fn keys_are_listed_and_revoked_only_where_a_server_is() {
     let typo = dir.path().join("typo");
     for action in [&["list"][..], &["revoke", "key_01jd0000000000000000000000"]] {
         let refused = run(&[&["keys"][..], action, &["--data-dir", path(&typo)]].concat());
-        assert!(!refused.status.success() && said(&refused).contains("holds no database"), "{}", said(&refused));
+        assert!(
+            !refused.status.success() && said(&refused).contains("contains no rlood database"),
+            "{}",
+            said(&refused)
+        );
         assert!(!typo.exists());
     }
     let made = run(&["keys", "create", "--scopes", "read", "--data-dir", path(&typo)]);
@@ -307,7 +311,7 @@ async fn a_restore_that_drops_keys_leaves_no_way_in_but_a_new_key() {
     assert_eq!(status(&key).await, 401, "requests need a key, and this one is gone");
     let created = run(&["keys", "create", "--scopes", "admin", "--data-dir", path(&restored)]);
     assert_eq!(status(String::from_utf8(created.stdout).unwrap().trim()).await, 200);
-    // Nothing was dropped from a server that had no key.
+    // A server without keys has nothing to drop.
     let (data, copy, restored) = (dir.path().join("data2"), dir.path().join("copy2"), dir.path().join("restored2"));
     drop(Server::start(&data, "none"));
     assert!(run(&["backup", path(&copy), "--data-dir", path(&data)]).status.success());
@@ -340,12 +344,12 @@ async fn a_damaged_backup_restores_nothing() {
         (
             &(|d: &mut Value| d["files"]["../../evil"] = json!({"size_bytes": 1, "sha256": "00"}))
                 as &dyn Fn(&mut Value),
-            "leads out",
+            "outside the backup",
         ),
-        (&|d| d["files"]["datasets/ds_x.ndjson"] = json!({"size_bytes": 1, "sha256": "00"}), "not there"),
-        (&|d| d["files"]["rlood.db"]["sha256"] = json!("00"), "bytes are not those"),
+        (&|d| d["files"]["datasets/ds_x.ndjson"] = json!({"size_bytes": 1, "sha256": "00"}), "missing"),
+        (&|d| d["files"]["rlood.db"]["sha256"] = json!("00"), "contents differ"),
         (&|d| d["format"] = json!(2), "format 2"),
-        (&|d| d["files"] = json!({}), "lists no rlood.db"),
+        (&|d| d["files"] = json!({}), "does not list rlood.db"),
     ] {
         written(change);
         let (code, text) = restore();
@@ -353,9 +357,9 @@ async fn a_damaged_backup_restores_nothing() {
         assert!(!restored.exists());
     }
     std::fs::remove_file(&manifest).unwrap();
-    assert!(restore().1.contains("no backup, or one that was interrupted"));
+    assert!(restore().1.contains("not a backup, or it was interrupted"));
     std::fs::write(&manifest, &good).unwrap();
-    // Neither into the backup itself, nor over or below a file.
+    // The target may not be the backup itself, a file, or below a file.
     let file = dir.path().join("file");
     std::fs::write(&file, "x").unwrap();
     for (target, why) in [(copy.join("data"), "inside the backup"), (file.clone(), "not a directory")] {
@@ -365,7 +369,7 @@ async fn a_damaged_backup_restores_nothing() {
     let refused = run(&["backup", path(&file), "--data-dir", path(&data)]);
     assert!(!refused.status.success() && said(&refused).contains("not a directory"), "{}", said(&refused));
     assert_eq!(restore().0, Some(0));
-    // The key came along.
+    // The backup contains the key.
     let listed = run(&["keys", "list", "--data-dir", path(&restored)]);
     assert!(said(&listed).contains("key_") && said(&listed).contains("active"), "{}", said(&listed));
 }

@@ -1,4 +1,4 @@
-//! `rlood bench`: the figures it writes, on a model so small that it takes seconds.
+//! `rlood bench`: the figures that it writes, on a model small enough to run in seconds.
 
 use std::process::{Command, Output};
 
@@ -23,7 +23,7 @@ fn it_writes_its_figures_as_finite_positive_numbers() {
         let value = figures[key].as_f64().unwrap_or_else(|| panic!("{key} is missing: {figures:#}"));
         assert!(value.is_finite() && value > 0.0, "{key} is {value}");
     }
-    // No completion ended early: 2 prompts × 3 completions of 7 tokens, behind 5.
+    // No completion ended early: 2 prompts × 3 completions of 7 tokens, after 5 prompt tokens.
     assert_eq!(figures["step"]["completion_tokens"], 42.0);
     assert_eq!(figures["step"]["tokens"], 72.0);
     assert_eq!(figures["training"]["tokens"], 72);
@@ -56,7 +56,7 @@ fn it_measures_one_part_of_a_model_it_kept() {
     assert!(figures.get("step_s").is_none() && figures.get("training").is_none(), "{figures:#}");
 }
 
-/// A part that the clock stops leaves what it had measured: of whole steps, those that had ended.
+/// A part that is interrupted by its time limit keeps the figures measured so far, such as those of completed steps.
 #[test]
 fn a_part_that_is_stopped_leaves_its_figures() {
     let dir = tempfile::tempdir().unwrap();
@@ -113,7 +113,7 @@ fn requests_get_the_tokens_they_asked_for_and_sampling_agrees_with_training() {
     assert_eq!((mismatch["samples_exactly"].as_bool(), mismatch["max"].as_f64()), (Some(true), Some(0.0)));
 }
 
-/// Every part of a GPU's, so small that the emulator is done in seconds.
+/// Every part on a GPU, with sizes that the emulator can run in seconds.
 #[cfg(feature = "cuda-emulator")]
 #[test]
 fn a_gpu_is_measured_with_its_own_limits_and_memory() {
@@ -145,7 +145,7 @@ fn a_gpu_is_measured_with_its_own_limits_and_memory() {
     }
     let refused = bench(&["--device", "cuda:0", "--shape", "tiny,layers=2,vocab=64", "--only", "kernels"]);
     let said = String::from_utf8_lossy(&refused.stderr);
-    assert!(!refused.status.success() && said.contains("the processor's kernels"), "{said}");
+    assert!(!refused.status.success() && said.contains("the CPU's kernels"), "{said}");
 }
 
 #[cfg(not(feature = "cuda"))]

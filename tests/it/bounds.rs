@@ -1,4 +1,4 @@
-//! Work that a request asks for has bounds: however much of it comes, workers keep their jobs and others get their answers.
+//! Expensive requests are limited: however many arrive, workers keep their jobs and other clients get their responses.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -11,10 +11,10 @@ use serde_json::{Map, Value, json};
 use crate::processes::{Server as Process, command};
 use crate::server::{Server, job, pointers, sample, with};
 
-/// What an answer may take that takes years if the work is not bounded.
+/// Time limit for a response that would take years if the work were not limited.
 const SOON: Duration = Duration::from_secs(20);
 
-/// `a0` … `an`, each of which applies the one before twice: 2ⁿ steps on any value.
+/// Definitions `a0` … `an`, each of which applies the previous one twice: 2ⁿ steps on any value.
 fn doubling(count: usize) -> Value {
     let step = |number: usize| {
         let below = json!({"$ref": format!("#/$defs/a{}", number - 1)});
@@ -24,7 +24,7 @@ fn doubling(count: usize) -> Value {
     json!({"$defs": definitions, "$ref": format!("#/$defs/a{count}")})
 }
 
-/// Doubles on each level of a value.
+/// A schema whose work doubles on each level of a value.
 fn recursive() -> Value {
     json!({"allOf": [{"items": {"$ref": "#"}}, {"items": {"$ref": "#"}}]})
 }
@@ -118,7 +118,7 @@ async fn a_rescore_ends_with_its_time_whatever_the_samples_cost() {
     assert!(begun.elapsed() < SOON, "{:?}", begun.elapsed());
 }
 
-/// A running job with so many samples of so many bytes.
+/// Creates a running job with this many samples of this size.
 async fn trained(server: &Server, count: u64, bytes: usize) -> rlood::id::JobId {
     let id = server.create(job()).await;
     let (_, attempt) = server.claim().await;
@@ -188,7 +188,7 @@ async fn prompts_of_more_than_16_mib_are_left_to_the_worker() {
     assert!(warning["detail"].as_str().unwrap().contains("first 19 of 20 prompts"), "{warning}");
 }
 
-/// Answered calls of one kind.
+/// Counts of answered calls of one kind.
 #[derive(Default)]
 struct Calls {
     times: Vec<Duration>,
@@ -204,7 +204,7 @@ impl Calls {
 const KEY: &str = "operator-key-of-the-bounds-test";
 const TOKEN: &str = "worker-token-of-the-bounds-test";
 
-/// Everything that is heavy, with the status codes that it may have.
+/// Every kind of expensive request, with its possible status codes.
 fn attacks(job: &str) -> Vec<(reqwest::Method, String, Option<Value>)> {
     let test = |reward: Value, samples: Vec<Value>| json!({"reward": reward, "samples": samples});
     let schema = |schema: Value| json!({"type": "json_schema", "schema": schema});
@@ -234,8 +234,8 @@ fn attacks(job: &str) -> Vec<(reqwest::Method, String, Option<Value>)> {
     ]
 }
 
-/// Sends every attack again and again, three times by one key and once by another, until the server has gone; counts those answered and
-/// those refused.
+/// Sends every attack repeatedly, three times with one key and once with another, until the server stops. Counts
+/// accepted and refused ones.
 fn attack(
     http: &reqwest::Client,
     url: &str,
@@ -333,7 +333,7 @@ async fn all_heavy_work_at_once_costs_no_lease_no_quick_answer_and_no_quick_end(
     let (beat, poll, _) = *figures.last().unwrap();
     assert!(beat <= Duration::from_secs(1) && poll <= Duration::from_millis(250), "{figures:?}");
     assert!(answered.load(Ordering::Relaxed) > 0);
-    // In the midst of it all.
+    // Shut down while the attacks continue.
     let (status, took) = process.terminate();
     assert!(status.success() && took < Duration::from_secs(5), "{status} after {took:?}");
     attackers.iter().for_each(|attacker| attacker.abort());

@@ -1,8 +1,8 @@
-//! A whole job against a service that does everything wrong: no reward is invented, and since every one arrives in the end,
-//! the adapter is that of a calm run, bit for bit.
+//! A whole job against a service with every kind of fault. No reward is invented, and because every reward arrives in the end, the
+//! adapter is identical, bit for bit, to that of a run without faults.
 //!
-//! The waits that rlood chooses itself are a hundredth of what they are (`--reward-pace`), so that all of this takes
-//! seconds; their course is the same. `RLOOD_TEST_CHAOS=STEPS` asks for a longer run, with an outage every 250 requests.
+//! rlood's own delays are shortened to a hundredth (`--reward-pace`), so that the test takes seconds; their pattern stays the same.
+//! `RLOOD_TEST_CHAOS=STEPS` runs longer, with an outage every 250 requests.
 
 use std::collections::BTreeSet;
 use std::io::Read;
@@ -60,7 +60,7 @@ async fn all(server: &Server, path: &str) -> Vec<Value> {
     }
 }
 
-/// Runs a job to its end; returns what it said of itself on the way, as `state/status_reason`.
+/// Runs a job to its end; returns the observed states as `state/status_reason`.
 async fn run(server: &Server, job: &str, limit: Duration) -> BTreeSet<String> {
     let begun = Instant::now();
     let mut seen = BTreeSet::new();
@@ -104,7 +104,7 @@ async fn no_reward_is_invented_whatever_the_service_does_and_the_adapter_is_that
         assert!(found.is_some_and(|(_, found)| found == *bytes), "{name} is another one");
     }
 
-    // What was recorded was said.
+    // Recorded rewards were really sent by the service.
     let samples = all(&server, &format!("/jobs/{wild}/samples")).await;
     assert_eq!(samples.len() as u64, steps * 8);
     let faults = service.books().faults.clone();
@@ -116,7 +116,7 @@ async fn no_reward_is_invented_whatever_the_service_does_and_the_adapter_is_that
         assert!(values.contains(&value.to_bits()), "never said: {sample}");
     }
 
-    // Everything went wrong that can.
+    // Every kind of fault occurred.
     for fault in [
         Fault::None,
         Fault::Error,
@@ -145,7 +145,7 @@ async fn no_reward_is_invented_whatever_the_service_does_and_the_adapter_is_that
     check_health(&server, &wild).await;
 }
 
-/// What is told of the reward when the job is over.
+/// Checks the health report of the reward after the job's end.
 async fn check_health(server: &Server, job: &str) {
     let health = server.get(&format!("/jobs/{job}/rewards")).await;
     let reward = &health["data"][0];

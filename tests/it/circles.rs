@@ -1,12 +1,12 @@
-//! No circles between the modules of a crate: of two neighbours (modules with one parent) at most one knows the other, directly
-//! or over others. What a module imports, it imports for its parents too. A parent and its children are one thing: it composes
-//! them, and they use what it declares. Test modules may import what they like.
+//! No dependency cycles between the modules of a crate: of two siblings at most one may depend on the other, directly or
+//! indirectly. An import of a module also counts for its parents. A parent and its children count as one unit. Test
+//! modules may import anything.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-/// Circles that are still there: the crate, and the modules of one. The list only shrinks: a circle that lost a member must be
-/// shortened here, and one that is cut must go.
+/// Remaining cycles: the crate, and the modules of one. The list may only shrink: shorten an entry when a cycle loses a member, and
+/// remove it when the cycle is resolved.
 const PERMITTED: &[(&str, &[&str])] = &[
     ("crates/client", &["api", "follow"]),
     (
@@ -107,7 +107,7 @@ fn walk(dir: &Path, files: &mut Vec<PathBuf>) {
     }
 }
 
-/// Which neighbours know which.
+/// Returns the dependencies between siblings.
 fn edges(modules: &BTreeMap<Module, String>) -> Edges {
     let mut edges = Edges::new();
     for (module, code) in modules {
@@ -132,7 +132,8 @@ fn without_tests(code: &str) -> String {
     code[..end].to_owned()
 }
 
-/// The paths of a module's code that begin with `crate::`, `self::` or `super::`, from the crate's root on, groups taken apart.
+/// Returns the paths in a module's code that begin with `crate::`, `self::` or `super::`, from the crate's
+/// root, with groups expanded.
 fn paths(module: &Module, code: &str) -> Vec<Module> {
     let mut found = Vec::new();
     let mut rest = code;
@@ -152,7 +153,7 @@ fn paths(module: &Module, code: &str) -> Vec<Module> {
     found
 }
 
-/// Adds the paths that `rest` begins with to `found`; `base` stands before them.
+/// Adds the paths that `rest` starts with to `found`, each prefixed with `base`.
 fn take_apart(base: &Module, rest: &str, found: &mut Vec<Module>) {
     if let Some(group) = rest.strip_prefix('{') {
         for member in members(group) {
@@ -171,7 +172,7 @@ fn take_apart(base: &Module, rest: &str, found: &mut Vec<Module>) {
     }
 }
 
-/// The members of a group whose opening brace is just behind us; groups inside it stay whole.
+/// Returns the members of a group whose opening brace was just consumed; nested groups stay whole.
 fn members(group: &str) -> Vec<&str> {
     let (mut members, mut depth, mut begin) = (Vec::new(), 0_i32, 0);
     for (at, letter) in group.char_indices() {
@@ -191,7 +192,7 @@ fn members(group: &str) -> Vec<&str> {
     members
 }
 
-/// The sets of modules that know each other, directly or over others.
+/// Returns the sets of modules that depend on each other, directly or indirectly.
 fn circles(edges: &Edges) -> Vec<BTreeSet<Module>> {
     let reached = |from: &Module| {
         let (mut reached, mut open) = (BTreeSet::new(), vec![from.clone()]);

@@ -1,4 +1,4 @@
-//! The commands that talk to a server, as the real binary runs them: in a pipe, and in a pseudo-terminal.
+//! The client commands of the real binary, in a pipe and in a pseudo-terminal.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -20,13 +20,13 @@ mod signing_in;
 mod submitting;
 mod terminal;
 
-/// A user: a home without anything in it, and perhaps a server to talk to.
+/// A user with an empty home directory, and optionally a server.
 pub struct User {
     pub dir: TempDir,
     pub variables: Vec<(String, String)>,
 }
 
-/// What a command did.
+/// The result of a command.
 #[derive(Debug)]
 pub struct Done {
     pub code: i32,
@@ -46,7 +46,7 @@ impl Done {
         serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error}: {text}"))
     }
 
-    /// The command ended with this code and said this on standard error.
+    /// Asserts the exit code, and that standard error contains this text.
     #[track_caller]
     pub fn failed(&self, code: i32, said: &str) {
         assert!(self.code == code && self.err.contains(said), "not {code} with '{said}': {self:?}");
@@ -58,7 +58,7 @@ impl User {
         Self { dir: tempfile::tempdir().unwrap(), variables: Vec::new() }
     }
 
-    /// Whose variable names this server.
+    /// A user whose environment variable names this server.
     pub fn of(url: &str) -> Self {
         let user = Self::new();
         Self { variables: vec![("RLOOD_SERVER".to_owned(), url.to_owned())], ..user }
@@ -74,7 +74,7 @@ impl User {
         path
     }
 
-    /// The binary in the user's folder, with no variables of rlood but the user's own.
+    /// The binary in the user's folder, with only the user's rlood variables.
     pub fn command(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(binary());
         self.prepare(&mut command);
@@ -97,7 +97,7 @@ impl User {
         self.run_with(arguments, "")
     }
 
-    /// With this on standard input.
+    /// Runs a command with this standard input.
     pub fn run_with(&self, arguments: &[&str], input: &str) -> Done {
         let mut command = self.command(arguments);
         if !input.is_empty() {
@@ -129,7 +129,7 @@ pub fn start(devices: &str) -> (Server, User) {
     (server, user)
 }
 
-/// A job of these many steps, called `name`.
+/// A job with this name and number of steps.
 pub fn named(name: &str, max_steps: u64) -> Value {
     let mut job = spec("tiny", max_steps);
     job["name"] = json!(name);

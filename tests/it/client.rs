@@ -108,7 +108,7 @@ async fn a_job_from_its_rows_to_its_adapter() {
     assert_eq!((courses[0].id, courses[0].points.len()), (id, 2));
 }
 
-/// Metrics, samples, logs, rewards, the summary and the settings of a job of two steps.
+/// Reads metrics, samples, logs, rewards, the summary and the settings of a job of two steps.
 async fn look_at_records(client: &Client, id: JobId, dir: &Path) {
     let query = MetricsQuery { keys: vec!["reward".to_owned(), "kl".to_owned()], ..MetricsQuery::default() };
     let steps = client.get_metrics(id, &query).collect().await.unwrap();

@@ -1,4 +1,4 @@
-//! What the dashboard asks of the server: its files, the courses and changes of many jobs, the demo job.
+//! The dashboard's requests to the server: its files, reward curves and changes of many jobs, the demo job.
 
 use axum::body::{Body, HttpBody};
 use axum::http::{Request, StatusCode, header};
@@ -31,7 +31,7 @@ async fn the_page_names_files_that_a_browser_keeps_and_asks_again_for_nothing_it
     let response = server.router.clone().oneshot(ask(script, header::ACCEPT_ENCODING, "gzip, br")).await.unwrap();
     assert_eq!(response.headers()[header::CONTENT_ENCODING], "gzip");
     assert!(response.body().size_hint().exact().unwrap() < app.text.len() as u64 / 2);
-    // A page that was loaded before the server was replaced still finds its files, and a wrong name nothing.
+    // A page that was loaded before the server was replaced still gets its files; a wrong name gets 404.
     assert_eq!(server.get("/web/0123456789abcdef/app.js").await.status, 200);
     for wrong in ["/web/x/nothing.js", "/web/x/..%2f..%2fCargo.toml", "/web/x/README.md"] {
         assert_eq!(server.get(wrong).await.status, 404, "{wrong}");
@@ -63,7 +63,7 @@ async fn a_course_keeps_both_ends_and_every_outlier_in_few_points() {
     assert!(points.contains(&(137, -9.0)) && points.contains(&(377, 9.0)));
     assert!(points.windows(2).all(|pair| pair[0].0 < pair[1].0));
 
-    // What comes again after a step counts once, as it came last.
+    // A step that is reported again counts once, with its last value.
     server.report(id, attempt, 1, vec![step(400, SamplePhase::Train, &[("reward", Some(0.5))])]).await;
     let answer = server.get(&format!("/jobs/courses?ids={id}")).await;
     assert_eq!(answer.body["data"][0]["last"], 0.5);
@@ -99,7 +99,7 @@ async fn whoever_follows_all_jobs_hears_of_new_changed_and_deleted_ones() {
     assert_eq!(response.headers()[header::CONTENT_TYPE], "text/event-stream");
     let mut body = response.into_body();
     let mut text = String::new();
-    // The stream listens once its first line is there.
+    // The stream is subscribed once its first line has arrived.
     let mut until = async |end: &str| {
         while !text.contains(end) {
             let frame = tokio::time::timeout(std::time::Duration::from_secs(20), body.frame()).await;

@@ -1,4 +1,4 @@
-//! The routes of datasets. The streaming reader has its tests in `crates/types`.
+//! The dataset routes. The streaming reader is tested in `crates/types`.
 
 use axum::body::Body;
 use axum::http::{Request, header};
@@ -54,7 +54,7 @@ async fn bad_rows_come_back_as_items() {
     assert!(items[0]["detail"].as_str().unwrap().contains("'promt'"), "{problem}");
     upload(&server, "").await.problem(422, "invalid_dataset");
     assert_eq!(server.get("/datasets").await.json()["data"], json!([]));
-    // Nothing is left of what was refused.
+    // A refused upload leaves no files.
     assert_eq!(std::fs::read_dir(server.dir.path().join("data/staging")).unwrap().count(), 0);
 }
 
@@ -101,7 +101,7 @@ async fn a_dataset_over_the_limit_is_refused() {
     server.send(request).await.problem(413, "body_too_large");
     let pieces = futures::stream::iter([Ok::<_, std::convert::Infallible>(big)]);
     server.post("/datasets", NDJSON, Body::from_stream(pieces)).await.problem(413, "body_too_large");
-    // Canonical rows may be longer than what came: each CSV row repeats the header.
+    // Canonical rows can be longer than the upload: each CSV row repeats the header.
     let csv = format!("prompt,{}\n{}", "c".repeat(100), "a,b\n".repeat(20));
     server.post("/datasets", "text/csv", csv).await.problem(413, "body_too_large");
 }
@@ -195,7 +195,7 @@ async fn an_idempotency_key_gives_the_first_answer_again() {
     assert_eq!(again.header("idempotency-replayed"), "true");
     server.send(send("{\"prompt\":\"b\"}", "k1")).await.problem(422, "idempotency_mismatch");
     assert_eq!(server.send(send("{\"prompt\":\"b\"}", "k2")).await.status, 201);
-    // A refused request does not use its key up.
+    // A refused request does not use up its Idempotency-Key.
     server.send(send("nope", "k3")).await.problem(422, "invalid_dataset");
     assert_eq!(server.send(send("{\"prompt\":\"c\"}", "k3")).await.status, 201);
     server.send(send("{\"prompt\":\"c\"}", &"k".repeat(256))).await.problem(400, "invalid_request");

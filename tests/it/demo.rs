@@ -1,5 +1,5 @@
-//! `rlood demo` as a newcomer runs it, with few steps: what it prints, what it leaves, how it ends. Its goal takes two
-//! minutes and has a run of its own (`rlood demo --exit`).
+//! `rlood demo` as a new user runs it, with few steps: its output, its files, its exit. Reaching its goal takes two minutes and is
+//! tested separately (`rlood demo --exit`).
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Lines};
@@ -22,7 +22,7 @@ use sha2::{Digest, Sha256};
 
 use crate::service::{plan, samples};
 
-/// A demo that is killed when the test is over, however it ends.
+/// A demo process that is killed when the test ends.
 struct Demo {
     child: Child,
     lines: Lines<BufReader<ChildStdout>>,
@@ -41,7 +41,7 @@ impl Demo {
         Self { child, lines }
     }
 
-    /// Everything up to the first line that contains `text`.
+    /// Returns all output up to the first line that contains `text`.
     fn read_until(&mut self, text: &str) -> String {
         let mut read = String::new();
         for line in self.lines.by_ref() {

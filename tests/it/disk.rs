@@ -1,4 +1,4 @@
-//! The disk's watermark: jobs pause below it and go on by themselves well above it.
+//! The disk reserve: jobs pause below it, and resume automatically well above it.
 
 use std::sync::atomic::Ordering;
 
@@ -27,27 +27,27 @@ async fn a_nearly_full_disk_pauses_jobs_and_room_resumes_them() {
     let users = setting.job_in(State::Paused).await;
     let mut watch = DiskWatch::new(RESERVE);
 
-    watch.act(store, RESERVE, T0).await.unwrap();
+    watch.apply(store, RESERVE, T0).await.unwrap();
     assert_eq!((setting.state(running).await, setting.state(queued).await), (State::Running, State::Queued));
 
-    watch.act(store, RESERVE - 1, T0 + 1).await.unwrap();
+    watch.apply(store, RESERVE - 1, T0 + 1).await.unwrap();
     assert_eq!(setting.state(queued).await, State::Paused);
     assert_eq!(reason(&setting, queued).await.as_deref(), Some("disk_full"));
     assert_eq!(store.job_get(running).await.unwrap().requested, Some(Requested::Pause));
-    // Its worker stops at a checkpoint, as for a user's pause.
+    // The worker stops at a checkpoint, as for a user's pause.
     store.job_finish(running, claimed.attempt, Outcome::Paused { reason: None }, T0 + 2).await.unwrap();
     assert_eq!(setting.state(running).await, State::Paused);
     assert_eq!(reason(&setting, running).await.as_deref(), Some("disk_full"));
 
-    // A little room is not enough, or it would go back and forth.
-    watch.act(store, RESERVE + 400, T0 + 3).await.unwrap();
+    // A little free space is not enough: otherwise jobs would pause and resume repeatedly.
+    watch.apply(store, RESERVE + 400, T0 + 3).await.unwrap();
     assert_eq!(setting.state(running).await, State::Paused);
-    watch.act(store, RESERVE + 500, T0 + 4).await.unwrap();
+    watch.apply(store, RESERVE + 500, T0 + 4).await.unwrap();
     assert_eq!((setting.state(running).await, setting.state(queued).await), (State::Queued, State::Queued));
     assert_eq!(setting.state(users).await, State::Paused, "a user's pause stays");
     let history = setting.history(running).await;
     assert_eq!(&history[history.len() - 3..], ["job.pause_requested", "job.paused", "job.resumed"]);
-    // The same place in the queue: it is first again.
+    // The job keeps its place in the queue: it is first again.
     assert_eq!(setting.claim(worker, T0 + 5).await.unwrap().job, running);
 }
 
@@ -57,11 +57,11 @@ async fn a_pause_that_a_user_confirms_is_the_users() {
     let store = &setting.store;
     let job = setting.job().await;
     let mut watch = DiskWatch::new(RESERVE);
-    watch.act(store, 0, T0).await.unwrap();
+    watch.apply(store, 0, T0).await.unwrap();
     assert_eq!(reason(&setting, job).await.as_deref(), Some("disk_full"));
     store.job_pause(job, T0 + 1).await.unwrap();
     assert_eq!(reason(&setting, job).await, None);
-    watch.act(store, u64::MAX, T0 + 2).await.unwrap();
+    watch.apply(store, u64::MAX, T0 + 2).await.unwrap();
     assert_eq!(setting.state(job).await, State::Paused);
 }
 
@@ -76,12 +76,12 @@ async fn a_job_that_needs_more_than_there_is_does_not_begin_anew_every_second() 
     let mut claimed = setting.claim(worker, T0).await;
     for second in 0..600 {
         let now = T0 + second * 1000;
-        // The server has room, but this job's checkpoint does not fit.
+        // The server has free space, but not enough for this job's checkpoint.
         if let Some(claim) = claimed.take() {
             let full = Outcome::Paused { reason: Some("disk_full".to_owned()) };
             store.job_finish(job, claim.attempt, full, now).await.unwrap();
         }
-        watch.act(store, 10 * RESERVE, now).await.unwrap();
+        watch.apply(store, 10 * RESERVE, now).await.unwrap();
         claimed = setting.claim(worker, now).await;
         if claimed.is_some() {
             resumed.push(second * 1000);
@@ -98,19 +98,19 @@ async fn the_disk_is_low_until_there_is_well_enough_and_what_is_queued_meanwhile
     let store = &setting.store;
     let mut watch = DiskWatch::new(RESERVE);
     let low = watch.low();
-    watch.act(store, RESERVE + 400, T0).await.unwrap();
+    watch.apply(store, RESERVE + 400, T0).await.unwrap();
     assert!(!low.load(Ordering::Relaxed));
-    watch.act(store, RESERVE - 1, T0 + 1).await.unwrap();
+    watch.apply(store, RESERVE - 1, T0 + 1).await.unwrap();
     assert!(low.load(Ordering::Relaxed));
     let late = setting.job().await;
-    watch.act(store, RESERVE + 400, T0 + 2).await.unwrap();
+    watch.apply(store, RESERVE + 400, T0 + 2).await.unwrap();
     assert!(low.load(Ordering::Relaxed));
     assert_eq!(reason(&setting, late).await.as_deref(), Some("disk_full"));
-    // A user who resumes it does not start it: it waits again at the next look.
+    // A user's resume does not start the job: it pauses again at the next check.
     store.job_resume(late, T0 + 3).await.unwrap();
-    watch.act(store, RESERVE + 400, T0 + 4).await.unwrap();
+    watch.apply(store, RESERVE + 400, T0 + 4).await.unwrap();
     assert_eq!(reason(&setting, late).await.as_deref(), Some("disk_full"));
-    watch.act(store, RESERVE + 500, T0 + 5).await.unwrap();
+    watch.apply(store, RESERVE + 500, T0 + 5).await.unwrap();
     assert!(!low.load(Ordering::Relaxed));
     assert_eq!(setting.state(late).await, State::Queued);
 }

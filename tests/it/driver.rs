@@ -1,6 +1,6 @@
-//! Real processes on GPUs that the emulator plays behind the functions of NVIDIA's driver (tests/cuda/driver.sh), which
-//! carries work out as late as it may, checks how it is called, and fails where it is told to. Run where
-//! `RLOOD_CUDA_DRIVER` names the folder of that library.
+//! Real processes on GPUs emulated behind the functions of NVIDIA's driver (tests/cuda/driver.sh). The emulator delays work as long
+//! as possible, checks how it is called, and fails where it is asked to. Runs only if `RLOOD_CUDA_DRIVER` names the
+//! folder of that library.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use crate::kill::adapter;
 use crate::processes::{Server, binary, command, model_copy, register, spec};
 
-/// The folder, if there is one.
+/// Returns the folder, if there is one.
 fn driver() -> Option<PathBuf> {
     let folder = std::env::var_os("RLOOD_CUDA_DRIVER").map(PathBuf::from);
     if folder.is_none() {
@@ -28,7 +28,7 @@ struct Run {
     adapter: Vec<(String, Vec<u8>)>,
 }
 
-/// A job to its end on `cuda:0`, with these variables and these changes of its spec.
+/// Runs a job to its end on `cuda:0`, with these variables and these changes of its spec.
 async fn run(driver: &Path, variables: &[(&str, &str)], change: impl Fn(&mut Value)) -> Run {
     let dir = tempfile::tempdir().unwrap();
     let server = Server::start_by(with_driver(&mut command(&dir.path().join("data"), "cuda:0"), driver, variables));
@@ -66,7 +66,7 @@ async fn a_gpu_that_fails_ends_its_worker_and_the_next_one_goes_on_to_the_same_a
     let Some(driver) = driver() else { return };
     let change = |spec: &mut Value| spec["checkpoints"]["every_steps"] = json!(1);
     let undisturbed = run(&driver, &[], change).await;
-    // In a process's second or third step, so that each gets a checkpoint further.
+    // The failures occur in a process's second or third step, so that each process gets one checkpoint further.
     for failure in ["cuLaunchKernel:900:719", "cuGraphLaunch:15:700", "cuEventSynchronize:50:700"] {
         let disturbed = run(&driver, &[("RLOOD_FAKE_CUDA_FAIL", failure)], change).await;
         assert!(disturbed.view["attempt"].as_u64() > Some(1), "{failure}: {}", disturbed.view);
@@ -106,7 +106,7 @@ async fn a_worker_keeps_to_its_share_of_a_gpu() {
         Server::start_by(with_driver(&mut command, &driver, &[]))
     };
     let model = model_copy(&dir.path().join("model"));
-    // 2 GiB but for what is kept free.
+    // 2 GiB minus the part that stays free.
     let usable = (2_u64 << 30) - (512 << 20) - (2 << 30) / 64;
     let server = start("2G", "two");
     register(&server, "tiny", &model).await;
@@ -118,11 +118,11 @@ async fn a_worker_keeps_to_its_share_of_a_gpu() {
         let own = format!("RLOOD_GPU_MEMORY={}", 2_u64 << 30);
         assert!(environment.split(|byte| *byte == 0).any(|variable| variable == own.as_bytes()));
     }
-    // Both at once on the one GPU.
+    // Both jobs share the one GPU.
     let (first, second) = (server.submit(&spec("tiny", 4)).await, server.submit(&spec("tiny", 4)).await);
     server.job_in_state(&first, "succeeded").await;
     server.job_in_state(&second, "succeeded").await;
-    // What there is of it is too little even for the driver's own share.
+    // The available memory is too little even for the driver itself.
     let server = start("600M", "little");
     register(&server, "tiny", &model).await;
     let answer = server.post("/jobs/validate", &spec("tiny", 4)).await;

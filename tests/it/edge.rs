@@ -1,4 +1,4 @@
-//! The edge: names, origins, headers.
+//! Network limits: host names, origins, headers.
 
 use std::net::SocketAddr;
 
@@ -29,7 +29,7 @@ async fn only_our_own_names_are_answered_with_keys_too() {
         |_| {},
     )
     .await;
-    // A literal address cannot be rebound; without keys only our own will do.
+    // A literal address cannot be rebound; without keys only the server's own names are accepted.
     for ours in
         ["localhost:1", "rlood.example", "RLOOD.internal:80", "a.b.lan.example", "192.168.7.7:8080", "[fd00::1]:1"]
     {

@@ -1,4 +1,4 @@
-//! Workers on machines where the server's paths do not exist: they fetch the models.
+//! Workers on other machines, where the server's paths do not exist: they download the models.
 
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -21,13 +21,13 @@ use super::server::{Answer, Server, job};
 
 const TOKEN: &str = "the-token-of-a-worker-elsewhere";
 
-/// Between worker and server: claims name paths that do not exist, and the first transfer of the weights is cut.
+/// A proxy between worker and server: claims contain paths that do not exist, and the first transfer of the weights is interrupted.
 #[derive(Clone)]
 struct OtherMachine {
     http: reqwest::Client,
     server: String,
     cuts: Arc<Mutex<u32>>,
-    /// Paths and ranges of the calls for files of models.
+    /// Paths and ranges of the requests for model files.
     asked: Arc<Mutex<Vec<String>>>,
 }
 
@@ -128,7 +128,7 @@ async fn a_worker_whose_paths_differ_trains_the_same_adapter_from_a_fetched_copy
     let fetched = {
         let _worker = Worker::start(&proxy, &elsewhere);
         let fetched = run().await;
-        // The second job finds what the first one fetched.
+        // The second job uses the files that the first one downloaded.
         let before = asked.lock().unwrap().len();
         run().await;
         assert_eq!(asked.lock().unwrap().len(), before);
@@ -197,7 +197,7 @@ async fn each_file_of_a_model_is_hashed_once_until_it_changes() {
     let path = format!("/worker/jobs/{id}/models/plain?attempt={attempt}");
     let first = get(&server, &path, None).await;
     assert_eq!(first.status, 200, "{}", first.text);
-    // The same size and time: nobody reads the bytes again.
+    // Size and time are unchanged, so the bytes are not read again.
     let file = dir.join("generation_config.json");
     let (text, modified) = (std::fs::read(&file).unwrap(), std::fs::metadata(&file).unwrap().modified().unwrap());
     let mut changed = text.clone();

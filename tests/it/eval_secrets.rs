@@ -1,5 +1,5 @@
-//! Secrets of an evaluation's own rewards: they follow fork and retry, are renewed by PATCH and lent to a rescore, beside
-//! those of a job's reward of the same name.
+//! Secrets of an evaluation's own rewards, next to those of a job's reward with the same name: copied by fork and retry, renewed by
+//! PATCH, and lent to a re-score.
 
 use rlood::event::{Event, SamplePhase};
 use rlood::id::JobId;
@@ -18,7 +18,7 @@ fn webhook(name: &str, url: &str, secret: &str) -> Value {
     json!({"type": "webhook", "name": name, "url": url, "secret": secret, "headers": {"x-key": format!("of-{name}")}})
 }
 
-/// A job whose evaluation has the rewards `judge`, as the job has, and `only_eval`.
+/// A job whose evaluation has the rewards `judge`, like the job, and `only_eval`.
 fn document(eval_secret: &str) -> Value {
     let mut document = with(job(), "rewards", json!([webhook("judge", JOB_URL, SECRET), {"type": "length"}]));
     document["dataset"] = json!({ "records": records(20) });
@@ -56,7 +56,7 @@ async fn a_fork_and_a_retry_keep_the_secrets_of_the_evaluations_own_rewards() {
 async fn a_secret_does_not_follow_an_evaluations_reward_to_another_address_or_list() {
     let (server, own) = (Server::start().await, Key::generate().unwrap());
     let id = parent(&server, document(&own)).await;
-    // The job's reward now lies where the evaluation's did, and the evaluation's lies elsewhere.
+    // The job's reward now has the former address of the evaluation's, and the evaluation's has a new one.
     let moved = json!({
         "rewards": [{"type": "webhook", "name": "judge", "url": EVAL_URL}],
         "eval": {"rewards": [{"type": "webhook", "name": "judge", "url": JOB_URL},
@@ -80,17 +80,17 @@ async fn patch_renews_the_secrets_of_either_list_by_name() {
     let secret = async |name: &str| secret_of(&server, id, name).await.unwrap().secret.unwrap();
     let new: Vec<String> = (0..4).map(|_| Key::generate().unwrap()).collect();
 
-    // A name of both is the job's; the evaluation's is called `eval:`.
+    // A name that both have means the job's reward; the evaluation's is `eval:NAME`.
     assert_eq!(patch(json!({"judge": {"secret": new[0]}})).await.status, 200);
     assert_eq!((secret("judge").await, secret("eval:judge").await), (new[0].clone(), old.clone()));
     assert_eq!(patch(json!({"eval:judge": {"secret": new[1], "previous_secret": old}})).await.status, 200);
     assert_eq!((secret("judge").await, secret("eval:judge").await), (new[0].clone(), new[1].clone()));
-    // A name of the evaluation's alone needs no prefix, and may have it.
+    // A reward of the evaluation alone needs no prefix, but may have it.
     for (name, new) in [("only_eval", &new[2]), ("eval:only_eval", &new[3])] {
         assert_eq!(patch(json!({name: {"secret": new}})).await.status, 200);
         assert_eq!(&secret("eval:only_eval").await, new);
     }
-    // Headers stay where only the secret is renewed.
+    // Headers stay unchanged if only the secret is renewed.
     let kept = secret_of(&server, id, "eval:only_eval").await.unwrap();
     assert_eq!(kept.headers["x-key"], "of-only_eval");
 
@@ -112,7 +112,7 @@ async fn patch_renews_the_secrets_of_either_list_by_name() {
         assert!(answer.text.contains(words) && !answer.text.contains(&old), "{}", answer.text);
     }
     assert_eq!(secret("eval:only_eval").await, new[3], "nothing of a refused patch is kept");
-    // The next claim has them.
+    // The next claim contains the new secrets.
     assert_eq!(server.claimed().await.secrets["eval:judge"].secret.as_ref(), Some(&new[1]));
 }
 
@@ -140,7 +140,7 @@ async fn a_rescore_of_evaluated_samples_uses_the_secret_of_the_evaluations_rewar
         ("judge", "eval", "of-the-evaluation"),
         ("new", "train", "of-the-job"),
         ("new", "eval", "of-the-evaluation"),
-        // Only the evaluation has it.
+        // Only the evaluation has this reward.
         ("only_eval", "train", "of-only_eval"),
     ] {
         let reward = json!({"type": "webhook", "name": name, "url": at});

@@ -1,5 +1,5 @@
-//! Real processes and a reward service that keeps a ledger: whatever is killed, paused or shut down, and whenever, the run
-//! ends as the undisturbed one does, and nothing that was answered is asked again.
+//! Real processes and a reward service that records all requests: whatever is killed, paused or shut down, at whatever time, the
+//! run ends exactly like an uninterrupted one, and answered samples are never requested again.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -16,18 +16,18 @@ use tokio::sync::mpsc;
 
 use crate::processes::{Server, is_alive, model_copy, register, signal};
 
-/// Steps of every run; every rollout is trained twice, a checkpoint comes every fourth step.
+/// Steps of every run. Every rollout is trained on twice, and every fourth step has a checkpoint.
 const STEPS: u64 = 8;
 
-/// A reward service that writes down whatever it is asked, and says when a certain request has come.
+/// A reward service that records all requests, and signals when a certain request has arrived.
 #[derive(Clone)]
 struct Desk(Arc<Mutex<Books>>);
 
 #[derive(Default)]
 struct Books {
-    /// Body of every request, as it came.
+    /// The body of every request, as received.
     asked: Vec<Vec<u8>>,
-    /// At this request (from 0): whom to tell, and whether it stays without an answer.
+    /// The request (from 0) to signal: the receiver, and whether the request stays unanswered.
     watched: Option<(usize, mpsc::UnboundedSender<()>, bool)>,
 }
 
@@ -45,7 +45,7 @@ impl Desk {
         self.0.lock().unwrap()
     }
 
-    /// Turns the page; tells when the request of this number has come.
+    /// Clears the record, and signals when the request with this number has arrived.
     fn watch(&self, number: usize, silent: bool) -> mpsc::UnboundedReceiver<()> {
         let (sender, receiver) = mpsc::unbounded_channel();
         *self.books() = Books { asked: Vec::new(), watched: Some((number, sender, silent)) };
@@ -108,7 +108,7 @@ fn spec(url: &str) -> Value {
     })
 }
 
-/// What must not depend on what happened on the way.
+/// The results that must not depend on interruptions.
 #[derive(Debug, PartialEq)]
 struct Outcome {
     adapter: Vec<u8>,
@@ -143,7 +143,7 @@ async fn outcome(server: &Server, job: &str, desk: &Desk) -> Outcome {
     }
 }
 
-/// One body an id; nothing is asked under two ids.
+/// Checks that each id has one body, and that no sample is requested under two ids.
 fn check_ledger(what: &str, desk: &Desk) {
     let (mut bodies, mut ids) = (BTreeMap::new(), BTreeMap::new());
     for body in &desk.books().asked {
@@ -155,7 +155,7 @@ fn check_ledger(what: &str, desk: &Desk) {
     }
 }
 
-/// Rewinds in the history take back what watchers saw: what is left is every step, once.
+/// Checks the events: rewinds revoke steps, and the remaining ones contain every step once.
 async fn check_history(what: &str, server: &Server, job: &str) {
     let mut events = Vec::new();
     let mut next = Some("0".to_owned());
@@ -176,7 +176,7 @@ async fn check_history(what: &str, server: &Server, job: &str) {
     assert_eq!(steps, (1..=STEPS).collect::<Vec<_>>(), "{what}: {events:?}");
 }
 
-/// Ids of the requests whose answer stands in the journal.
+/// Returns the ids of the requests whose answers are in the journal.
 async fn answered(data: &Path) -> BTreeSet<String> {
     let options = sqlx::sqlite::SqliteConnectOptions::new().filename(data.join("rlood.db"));
     let mut database = sqlx::SqliteConnection::connect_with(&options).await.unwrap();
@@ -194,15 +194,15 @@ async fn gone(pid: u32) {
 
 #[derive(Debug, Clone, Copy)]
 enum Disturbance {
-    /// kill -9 of the worker, while the request waits for its answer.
+    /// Kills the worker (SIGKILL) while the request waits for its answer.
     WorkerBeforeAnswer,
-    /// kill -9 of the worker so many ms after the answer.
+    /// Kills the worker (SIGKILL) this many ms after the answer.
     WorkerAfterAnswer(u64),
-    /// kill -9 of the server, and with it its worker, while the request waits.
+    /// Kills the server (SIGKILL), and with it its worker, while the request waits.
     Server,
-    /// SIGTERM to the server while the request waits.
+    /// Sends SIGTERM to the server while the request waits.
     Shutdown,
-    /// The user pauses while the request waits, and resumes.
+    /// Pauses and resumes the job while the request waits.
     Pause,
 }
 
@@ -262,7 +262,7 @@ async fn whatever_is_killed_whenever_the_run_is_the_undisturbed_one_and_asks_no_
         if !matches!(disturbance, Pause) {
             gone(worker).await;
         }
-        // From here on nobody may ask for what stands in the journal.
+        // From here on, samples whose answers are in the journal must not be requested.
         let (settled, before) = (answered(&data).await, desk.asked().len());
         match disturbance {
             WorkerBeforeAnswer | WorkerAfterAnswer(_) => {}
@@ -279,7 +279,7 @@ async fn whatever_is_killed_whenever_the_run_is_the_undisturbed_one_and_asks_no_
         for request in &desk.asked()[before..] {
             assert!(!settled.contains(request["id"].as_str().unwrap()), "{what}: answered and asked again: {request}");
         }
-        // One request was under way, at most.
+        // At most one request was in progress.
         let repeated = desk.asked().len() - expected.asked.len();
         assert!(repeated <= 1, "{what}: {repeated} requests are repeated");
         assert_eq!(answered(&data).await, BTreeSet::new(), "{what}: a job that is over leaves no journal");

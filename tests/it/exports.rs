@@ -1,4 +1,4 @@
-//! Exports over HTTP and through real processes: merged checkpoints, their files, cancels, restarts, refusals.
+//! Exports over HTTP and with real processes: merged checkpoints, their files, cancellation, restarts, refusals.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -29,7 +29,7 @@ async fn ended(server: &Server, id: &str) -> Value {
     }
 }
 
-/// What a model says to a prompt, greedily: its log-probs.
+/// Log-probs of a model's greedy completion.
 fn logps(policy: &Policy, text: &Text) -> Vec<f32> {
     let ids = text.encode("Say the number 7 in a few words.", true).unwrap();
     let (prompt, completion) = ids.split_at(4);
@@ -63,7 +63,7 @@ async fn a_merged_checkpoint_is_a_model_that_says_what_base_and_adapter_say() {
     let (wanted, found) = (logps(&policy, &Text::load(&small).unwrap()), logps(&merged, &Text::load(&out).unwrap()));
     assert!(wanted.iter().zip(&found).all(|(wanted, found)| (wanted - found).abs() < 1e-4), "{wanted:?} {found:?}");
 
-    // The same again is the same one; another dtype is another one.
+    // The same request returns the same export; another dtype creates another one.
     assert_eq!(server.client.create_export(checkpoint.id, &MERGED).await.unwrap().id, export.id);
     let half = ExportRequest { dtype: Some(ExportDtype::Bfloat16), ..MERGED };
     let half = server.client.create_export(checkpoint.id, &half).await.unwrap();
@@ -72,7 +72,7 @@ async fn a_merged_checkpoint_is_a_model_that_says_what_base_and_adapter_say() {
     assert!(half["survived"]["fraction"].as_f64().unwrap() < 1.01, "{half}");
     let listed = server.client.list_exports(checkpoint.id).collect().await.unwrap();
     assert_eq!(listed.len(), 2);
-    // Removed, its files are gone, and the other one stays.
+    // Deleting an export removes its files, and leaves the other one unchanged.
     server.client.delete_export(export.id).await.unwrap();
     assert_eq!(server.client.get_export(export.id).await.unwrap_err().code(), "not_found");
     assert!(!dir.path().join("data/exports").join(export.id.to_string()).exists());

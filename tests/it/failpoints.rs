@@ -1,5 +1,5 @@
-//! Every named point of a run, with every action: an error, a panic, the end of the process, a full disk. Whatever happens
-//! where, the job ends as an undisturbed one does. Only with the feature `failpoints`:
+//! Every named failpoint of a run with every action: an error, a panic, a process exit, a full disk. Whatever fails, the job ends
+//! exactly like an uninterrupted one. Only with the feature `failpoints`:
 //!
 //! ```text
 //! cargo test --release --features failpoints --test it -- failpoints::
@@ -17,10 +17,10 @@ use super::kills::{STEPS, adapter, check_history, check_requests, judge, judged}
 use super::processes::{Server, model_copy, register, spec};
 
 const ACTIONS: [&str; 4] = ["error", "panic", "exit", "no_space"];
-/// At the same time: most of a run is waiting.
+/// Number of concurrent runs, which mostly wait.
 const AT_ONCE: usize = 4;
 const PATIENCE: Duration = Duration::from_secs(180);
-/// What a run must pass, of every part: a renamed or lost point is noticed.
+/// Failpoints that a run must pass, so that a renamed or lost one is noticed.
 const EXPECTED: [&str; 24] = [
     "checkpoint.file:adapter_model.safetensors",
     "checkpoint.file:manifest.json",
@@ -61,7 +61,7 @@ fn copy_tree(from: &Path, to: &Path) {
     }
 }
 
-/// Runs the prepared job with these points set, restarting the server and resuming the job as an operator would.
+/// Runs the prepared job with these failpoints, restarting the server and resuming the job as an operator would.
 async fn run(data: &Path, notes: &Path, points: &str, job: &str) -> Server {
     std::fs::create_dir_all(notes).unwrap();
     let variables = [("RLOOD_FAILPOINTS", points), ("RLOOD_FAILPOINTS_DIR", notes.to_str().unwrap())];
@@ -91,7 +91,7 @@ async fn run(data: &Path, notes: &Path, points: &str, job: &str) -> Server {
 async fn whatever_fails_wherever_the_job_ends_as_it_should() {
     let dir = tempfile::tempdir().unwrap();
     let prepared = dir.path().join("prepared");
-    // The queued job holds the address of its service, and every run below its own service: one for each is made first.
+    // The queued job contains the address of its service, so one service per run is created first.
     let model = model_copy(&dir.path().join("model"));
     let prepare = async |data: &Path, url: &str| {
         let server = Server::start(data, "none");
@@ -144,7 +144,7 @@ async fn whatever_fails_wherever_the_job_ends_as_it_should() {
     );
 }
 
-/// A worker of the test's own.
+/// A worker implemented by the test.
 struct Hands {
     http: reqwest::Client,
     url: String,
@@ -171,7 +171,7 @@ impl Hands {
         serde_json::from_str(&text).unwrap_or(Value::Null)
     }
 
-    /// The claim, and how long it took.
+    /// Claims a job; returns the claim and how long it took.
     async fn claim(&self) -> (Value, Duration) {
         let begun = Instant::now();
         let ask = json!({"worker": self.worker, "wait_ms": 0, "protocol": rlood::protocol::PROTOCOL});
@@ -215,7 +215,7 @@ async fn no_claim_waits_while_a_checkpoint_of_300_mb_is_hashed_at_10_mb_a_second
     let (claim, took) = first.claim().await;
     assert_eq!((&claim["job"], &claim["resume"]["step"]), (&json!(large), &json!(2)));
     assert!(took < Duration::from_secs(1), "{took:?}");
-    // The server reads the file for half a minute because its worker asks; the other worker does not notice.
+    // The server reads the file for half a minute because its worker asks; the other worker is not affected.
     let report = json!({"attempt": 2, "list": "resume", "step": 2, "file": "w"});
     let begun = Instant::now();
     let inspect = async {

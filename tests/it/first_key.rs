@@ -1,12 +1,12 @@
-//! A server without keys lets rewards reach loopback and models lie anywhere; its first key closes both at once.
+//! A server without keys allows rewards on loopback and models in any directory; its first key closes both immediately.
 
 use std::time::{Duration, Instant};
 
 use rlood::access::Scope;
-use rlood::courier::Courier;
 use rlood::id::WorkerId;
 use rlood::outgoing::OutgoingPolicy;
 use rlood::protocol::PROTOCOL;
+use rlood::webhook_sender::WebhookSender;
 use serde_json::{Value, json};
 use tokio_util::task::AbortOnDropHandle;
 
@@ -14,7 +14,7 @@ use crate::access::{call, key, request};
 use crate::lifecycle::{Endpoint, subscribe};
 use crate::server::{Answer, Server, job, pointers, with};
 
-/// A port of this machine on which no test listens.
+/// A port of this machine on which no server listens.
 const LOOPBACK: &str = "http://127.0.0.1:9/score";
 
 async fn create_first_key(server: &Server) {
@@ -31,7 +31,7 @@ fn test_of_a_reward() -> Value {
            "samples": [{"prompt": "p", "completion": "c"}]})
 }
 
-/// What the worker's next claim lets its rewards reach.
+/// Returns the addresses that the worker's next claim allows for rewards.
 async fn claimed_outgoing(server: &Server) -> Value {
     let worker = WorkerId::new();
     let token = server.state.config.worker_token.clone();
@@ -69,7 +69,7 @@ async fn the_first_key_closes_private_addresses_and_foreign_directories_at_once(
     let refused = post("/models", elsewhere).await;
     assert!(refused.status == 422 && refused.text.contains("--model-root"), "{}", refused.text);
     assert_eq!(claimed_outgoing(&server).await, json!([]));
-    // What was registered before stays everybody's.
+    // Models registered before stay shared by all owners.
     assert_eq!(post("/jobs/validate", job()).await.body["valid"], true);
 }
 
@@ -99,9 +99,9 @@ async fn messages_to_private_addresses_end_with_the_first_key() {
     let _ = rustls::crypto::ring::default_provider().install_default();
     let server = Server::start().await;
     let policy = OutgoingPolicy::parse(&["loopback"]).unwrap();
-    let courier = Courier::new(server.state.store.clone(), policy).unwrap();
-    let courier = courier.narrowed_by_keys(OutgoingPolicy::default()).unwrap();
-    let _courier = AbortOnDropHandle::new(tokio::spawn(courier.run()));
+    let sender = WebhookSender::new(server.state.store.clone(), policy).unwrap();
+    let sender = sender.narrowed_by_keys(OutgoingPolicy::default()).unwrap();
+    let _sender = AbortOnDropHandle::new(tokio::spawn(sender.run()));
     let endpoint = Endpoint::start(&[]).await;
     let hook = subscribe(&server, &endpoint.url, Some(&["job.queued"])).await;
     server.create(job()).await;

@@ -1,4 +1,4 @@
-//! Forks and warm starts over HTTP: what the new job is, what it keeps, what is refused; and jobs that memory cannot hold.
+//! Forks and warm starts over HTTP: the resulting job, the files that it keeps, refusals; and jobs that exceed the memory.
 
 use rlood::files::hash_file;
 use rlood::id::JobId;
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use crate::server::{SECRET, Server, job, with};
 
-/// A checkpoint of that step, its files on disk.
+/// Publishes a checkpoint of this step with files on disk.
 pub async fn publish(server: &Server, job: JobId, attempt: u64, step: u64, names: &[&str]) -> String {
     let dir = server.state.files.checkpoint_dir(job, step, attempt);
     std::fs::create_dir_all(&dir).unwrap();
@@ -28,7 +28,7 @@ pub async fn publish(server: &Server, job: JobId, attempt: u64, step: u64, names
 
 pub const ADAPTER: [&str; 2] = ["adapter_config.json", "adapter_model.safetensors"];
 
-/// A job that is over, with checkpoints of steps 5 and 10.
+/// A finished job with checkpoints of steps 5 and 10.
 pub async fn parent(server: &Server, document: Value) -> JobId {
     let id = server.create(document).await;
     let (claimed, attempt) = server.claim().await;
@@ -62,11 +62,11 @@ async fn a_fork_of_a_compatible_plan_goes_on_from_the_checkpoint() {
     assert_eq!(body["plan"]["optimizer"]["learning_rate"], 3e-5);
     assert!(body["plan"]["warm_start"].is_null());
     let child: JobId = body["id"].as_str().unwrap().parse().unwrap();
-    // The secret went along inside the server, and is not shown.
+    // The secret was copied inside the server, and is not shown.
     let secrets = server.state.store.job_secrets(child).await.unwrap();
     assert_eq!(secrets["judge"].secret.as_deref(), Some(SECRET));
     assert!(!body.to_string().contains("whsec_"));
-    // Its worker resumes from the parent's bytes, also when the parent is gone.
+    // Its worker resumes from the parent's files, even after the parent was deleted.
     let answer = server.call("DELETE", &format!("/jobs/{id}"), None, None).await.status;
     assert_eq!(answer, 204);
     let claimed = server.claimed().await;
@@ -106,7 +106,7 @@ async fn a_fork_whose_checkpoints_are_all_damaged_fails_and_never_starts_at_step
         assert_eq!(job["failure"]["class"], "infra");
         assert!(job["failure"]["suggestion"].as_str().unwrap().contains("fork again"), "{job}");
     }
-    // A job that began at step 0 begins there again.
+    // A job that started at step 0 starts there again.
     let own = server.create(document()).await;
     let (_, attempt) = server.claim().await;
     let only = publish(&server, own, attempt, 5, &ADAPTER).await.parse().unwrap();
@@ -126,7 +126,7 @@ async fn a_fork_of_another_batch_starts_warm() {
     assert_eq!(files.iter().map(|file| file.name.as_str()).collect::<Vec<_>>(), ADAPTER);
     let claimed = server.claimed().await;
     assert!(claimed.job == child && claimed.resume.is_none());
-    // Asked for by name, it starts warm also where it could go on.
+    // If requested, the job starts warm even where it could resume.
     let (status, body) = fork(&server, id, 10, json!({"warm_start": {"reference": "initial"}})).await;
     assert_eq!((status, body["plan"]["warm_start"]["reference"].as_str()), (201, Some("initial")), "{body}");
     let grandchild: JobId = body["id"].as_str().unwrap().parse().unwrap();
@@ -137,7 +137,7 @@ async fn a_fork_of_another_batch_starts_warm() {
     assert!(server.state.files.initial_files(retried).unwrap().is_some());
     assert_eq!(server.call("DELETE", &format!("/jobs/{grandchild}"), None, None).await.status, 204);
     assert!(server.state.files.initial_files(grandchild).unwrap().is_none());
-    // The sweep at the next start keeps what jobs name.
+    // The cleanup at the next start keeps files that jobs refer to.
     let jobs = server.state.store.warm_start_jobs().await.unwrap();
     assert!(jobs.contains(&child) && jobs.contains(&retried));
     server.state.files.initial_sweep(&jobs).unwrap();
@@ -163,8 +163,8 @@ async fn forks_that_cannot_be_are_refused_with_what_to_do() {
     let server = Server::start().await;
     let id = parent(&server, document()).await;
     for (from_step, overrides, status, words) in [
-        (7, json!({}), 404, &["there are those of 10, 5", "/from_step", "no_such_checkpoint"][..]),
-        (11, json!({}), 404, &["there are those of 10, 5", "no_such_checkpoint"]),
+        (7, json!({}), 404, &["available steps: 10, 5", "/from_step", "no_such_checkpoint"][..]),
+        (11, json!({}), 404, &["available steps: 10, 5", "no_such_checkpoint"]),
         (10, json!({"training": {"max_steps": 10}}), 422, &["/overrides/training/max_steps", "more than 10"]),
         (10, json!({"lora": {"r": 8}}), 422, &["/overrides/lora/r", "16"]),
         (10, json!({"lora": null}), 422, &["/overrides/lora", "adapter"]),
@@ -183,7 +183,7 @@ async fn forks_that_cannot_be_are_refused_with_what_to_do() {
     let (status, body) = fork(&server, none, 0, json!({})).await;
     assert_eq!((status, &body["code"], &body["retryable"]), (404, &json!("no_checkpoint"), &json!(true)));
     assert!(body["detail"].as_str().unwrap().contains("checkpoint.saved"), "{body}");
-    // Of a job that is over none will come.
+    // A finished job will have no further checkpoints.
     assert_eq!(server.post(&format!("/jobs/{none}/cancel"), json!({})).await.status, 200);
     let (status, body) = fork(&server, none, 0, json!({})).await;
     assert_eq!((status, &body["code"]), (404, &json!("no_such_checkpoint")));
@@ -246,10 +246,10 @@ async fn a_job_of_full_fine_tuning_has_a_model_instead_of_an_adapter() {
     let path = format!("/checkpoints/{checkpoint}/archive.tar");
     assert!(answer.body["detail"].as_str().unwrap().contains(&path), "{}", answer.text);
     assert_eq!(server.get(&path).await.status, 200);
-    // What is submitted again is full fine-tuning again.
+    // The configuration, submitted again, is full fine-tuning too.
     let config = server.get(&format!("/jobs/{id}/config")).await.body;
     assert!(config.as_object().unwrap().contains_key("lora") && config["lora"].is_null());
-    // A fork goes on with it; an adapter on top is refused.
+    // A fork continues full fine-tuning; an adapter on top is refused.
     let (status, body) = fork(&server, id, 5, json!({})).await;
     assert!(status == 201 && body["plan"]["lora"].is_null() && body["step"] == 5, "{body}");
     let (status, body) = fork(&server, id, 5, json!({"lora": {"r": 4}})).await;
@@ -281,7 +281,7 @@ async fn a_job_that_cannot_fit_is_refused_with_the_numbers_and_the_knobs() {
         assert!(error["detail"].as_str().unwrap().contains(word), "{word}: {error}");
     }
     assert_eq!(server.post("/jobs", document).await.status, 422);
-    // Less memory, smaller micro-batches; they are part of the plan.
+    // With less memory the plan has smaller micro-batches.
     let short = with(job(), "sampling", json!({"max_completion_length": 16}));
     let roomy = server.post("/jobs/validate", short.clone()).await.body;
     let total = roomy["estimate"]["total_bytes"].as_u64().unwrap();

@@ -1,4 +1,4 @@
-//! The targets of `fuzz/` under a mutator of our own: corpora are replayed and changed; see `fuzz/README.md`.
+//! The targets of `fuzz/` with the tests' own mutator: corpora are replayed and mutated; see `fuzz/README.md`.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use targets::{TARGETS, Target};
 
-/// Where the fixtures lie, from this crate.
+/// Directory of the fixtures, relative to this crate.
 const FIXTURES: &str = "tests/fixtures";
 
 mod targets {
@@ -15,11 +15,11 @@ mod targets {
     include!("../../fuzz/targets.rs");
 }
 
-/// Changed inputs of each target in the short form.
+/// Number of mutated inputs per target in the short form.
 const CHANGES: u64 = 2000;
-/// The short form's time for each target, whatever it managed by then.
+/// Time limit per target in the short form.
 const SHORT: Duration = Duration::from_secs(10);
-/// Pieces that parsers look for.
+/// Fragments that parsers look for.
 const WORDS: [&str; 36] = [
     "{",
     "}",
@@ -70,7 +70,7 @@ impl Random {
     }
 }
 
-/// One to eight changes of an input, perhaps with a piece of another.
+/// Applies one to eight mutations to an input, possibly with a fragment of another.
 fn changed(random: &mut Random, inputs: &[Vec<u8>]) -> Vec<u8> {
     let mut bytes = inputs[random.below(inputs.len())].clone();
     for _ in 0..=random.below(8) {
@@ -101,7 +101,7 @@ fn changed(random: &mut Random, inputs: &[Vec<u8>]) -> Vec<u8> {
                 bytes.splice(at..at, other[from..to].iter().copied());
             }
             7 => bytes.truncate(at),
-            // A number, where lengths and counts stand.
+            // Overwrites bytes with a number, as in length and count fields.
             _ if at + 8 <= bytes.len() => {
                 let numbers = [0, 1, u64::MAX, u64::from(u32::MAX), 1 << 31, 1 << 40, i64::MAX as u64, 8];
                 bytes[at..at + 8].copy_from_slice(&numbers[random.below(numbers.len())].to_le_bytes());
@@ -121,19 +121,19 @@ fn corpus(name: &str) -> Vec<Vec<u8>> {
     files.iter().map(|file| std::fs::read(file).unwrap()).collect()
 }
 
-/// Runs a target on its corpus and on changes of it; returns how many inputs it took.
+/// Runs a target on its corpus and on mutations of it; returns the number of inputs.
 fn fuzz(name: &str, target: Target, time: Option<Duration>) -> u64 {
     let artifacts = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/artifacts");
     let mut inputs = corpus(name);
     let seed = match time {
-        // The short form is the same each time.
+        // The short form uses the same seed every time.
         None => 0x9e37_79b9_7f4a_7c15,
         Some(_) => u64::from(std::time::SystemTime::UNIX_EPOCH.elapsed().unwrap().subsec_nanos()) << 20 | 1,
     };
     let mut random = Random(seed);
     let begun = Instant::now();
     let (mut count, kept) = (0, inputs.len());
-    // An abort (a stack that overflows) leaves no other trace.
+    // Stored for diagnosis: an abort (such as a stack overflow) leaves no other trace.
     let last = std::env::temp_dir().join(format!("rlood-fuzz-{}-{name}", std::process::id()));
     loop {
         let place = usize::try_from(count).unwrap();
@@ -150,7 +150,7 @@ fn fuzz(name: &str, target: Target, time: Option<Duration>) -> u64 {
         }
         assert!(one.elapsed() < Duration::from_secs(20), "{name} takes {:?} for {input:?}", one.elapsed());
         count += 1;
-        // Without coverage to go by, a few changed ones are changed further.
+        // Without coverage feedback, a few mutated inputs are mutated further.
         if time.is_some() && random.below(50) == 0 {
             let keep = changed(&mut random, &inputs);
             let place = random.below(200);

@@ -1,4 +1,4 @@
-//! What every route shares: problems, keys, limits, request ids; and a small server for the other tests.
+//! Behavior that all routes share: problems, keys, limits, request ids; and a small server for the other tests.
 
 use std::io::Write;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use rlood::store::Store;
 use serde_json::{Value, json};
 use tower::ServiceExt;
 
-/// A router over a store of its own, without a socket.
+/// A router over its own store, without a socket.
 pub struct Server {
     pub state: AppState,
     pub router: Router,
@@ -36,7 +36,7 @@ pub async fn server_with(configure: impl FnOnce(&mut ServeConfig), adjust: impl 
     Server { router: router(state.clone()), state, dir }
 }
 
-/// An answer, read to its end.
+/// A complete response.
 pub struct Answer {
     pub status: StatusCode,
     pub headers: axum::http::HeaderMap,
@@ -56,7 +56,7 @@ impl Answer {
         self.headers.get(name).unwrap_or_else(|| panic!("no {name}: {:?}", self.headers)).to_str().unwrap()
     }
 
-    /// Asserts that it is a whole problem with this code, and returns it.
+    /// Asserts that the response is a complete problem with this code, and returns it.
     pub fn problem(&self, status: u16, code: &str) -> Value {
         assert_eq!(self.status, status, "{}", self.text());
         assert_eq!(self.header("content-type"), "application/problem+json");
@@ -202,13 +202,13 @@ async fn a_body_that_is_announced_too_long_is_refused_before_its_first_byte() {
         server.send(announced(path, "application/json", too_long)).await.problem(413, "body_too_large");
     }
     let rows = server.state.dataset_limit_bytes + 1024 * 1024;
-    // What comes in a form may be mapped to less: it needs room on the disk.
+    // A form may be mapped to fewer rows, so it is limited only by the disk.
     for (kind, rows) in [("application/x-ndjson", rows), ("multipart/form-data; boundary=B", 1 << 60)] {
         server.send(announced("/datasets", kind, rows)).await.problem(413, "body_too_large");
     }
 }
 
-/// A body that would never end, and counts what was taken of it.
+/// A body without end, which counts the bytes read from it.
 fn endless() -> (Body, Arc<std::sync::atomic::AtomicU64>) {
     let taken = Arc::new(std::sync::atomic::AtomicU64::new(0));
     let counter = taken.clone();
@@ -271,7 +271,7 @@ async fn codings_have_no_case_and_x_gzip_is_gzip() {
 #[tokio::test]
 async fn a_body_that_comes_byte_by_byte_counts_by_its_length() {
     let server = server().await;
-    // More pieces than all bodies together may have KiB.
+    // More pieces than the memory limit of all bodies has KiB.
     let pieces =
         std::iter::repeat_n(axum::body::Bytes::from_static(b" "), 200_000).map(Ok::<_, std::convert::Infallible>);
     let body = Body::from_stream(futures::stream::iter(pieces));
@@ -302,7 +302,7 @@ async fn a_compressed_body_that_is_cut_off_is_no_matter_of_the_connection() {
         request.headers_mut().insert(header::CONTENT_ENCODING, "gzip".parse().unwrap());
         let problem = server.send(request).await.problem(400, "invalid_encoding");
         assert_eq!(problem["retryable"], false, "{problem}");
-        assert!(problem["detail"].as_str().unwrap().contains("cut off"), "{problem}");
+        assert!(problem["detail"].as_str().unwrap().contains("truncated"), "{problem}");
     }
 }
 
@@ -448,7 +448,7 @@ async fn broken_chunks_are_not_blamed_on_compression() {
             let mut answer = String::new();
             stream.read_to_string(&mut answer).await.unwrap();
             assert!(answer.starts_with("HTTP/1.1 400"), "{path} {coding}: {answer}");
-            assert!(answer.contains("\"invalid_request\"") && answer.contains("framed"), "{path} {coding}: {answer}");
+            assert!(answer.contains("\"invalid_request\"") && answer.contains("framing"), "{path} {coding}: {answer}");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Data sets from the hub and from files of any format, through a real server: stored, looked at, used by a job.
+//! Datasets from the hub and from files of any format, with a real server: stored, previewed, used by a job.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -45,7 +45,7 @@ async fn upload(server: &Server, path: &str, kind: &str, bytes: Vec<u8>) -> (u16
     (answer.status().as_u16(), answer.json().await.unwrap())
 }
 
-/// A part: its name, a file's name, its bytes.
+/// A form field: its name, a file name, its bytes.
 type Part<'p> = (&'p str, Option<&'p str>, Vec<u8>);
 
 async fn form(server: &Server, path: &str, parts: &[Part<'_>]) -> (u16, Value) {
@@ -129,7 +129,7 @@ async fn where_nothing_can_be_read_the_hub_s_converted_copy_is_taken() {
     assert_eq!(made["origin"]["files"][0]["path"], "converted/default/train/0000.parquet", "{made}");
 }
 
-/// The same rows in a file of 20 MB: its footer, whose length stands before PAR1, moves to the end.
+/// The same rows in a file of 20 MB: its footer, whose length precedes PAR1, moves to the end.
 fn padded(parquet: &[u8]) -> Vec<u8> {
     let (rest, length) = parquet[..parquet.len() - 4].split_last_chunk::<4>().unwrap();
     let footer = rest.len() - u32::from_le_bytes(*length) as usize;
@@ -144,7 +144,7 @@ async fn a_look_at_large_parquet_fetches_its_first_rows_alone() {
     let mut looks = Vec::new();
     for (at, (faults, least, most)) in [
         (Faults::default(), 1, 1 << 20),
-        // Parts are not sent: the whole file comes.
+        // Without range requests the whole file is downloaded.
         (Faults { ignores_ranges: true, ..Faults::default() }, size, 3 * size),
         (Faults { forbids_ranges: true, ..Faults::default() }, size, 2 * size),
     ]
@@ -176,13 +176,13 @@ async fn uploads_of_every_format_are_mapped_by_a_part_or_by_the_query() {
     let wanted = || mapping(json!({"map": map(), "limit": 7}));
     let (status, made) = form(&server, "/datasets", &[wanted(), file()]).await;
     assert_eq!((status, &made["num_rows"]), (201, &json!(7)), "{made}");
-    // Parquet is told by its content, so the mapping may come behind it.
+    // Parquet is detected by its content, so the mapping may come after it.
     assert_eq!(form(&server, "/datasets", &[file(), wanted()]).await.1["id"], made["id"]);
     let (status, answer) = form(&server, "/datasets", &[file(), mapping(json!({"limit": 0}))]).await;
     assert_eq!((status, &answer["errors"][0]["pointer"]), (422, &json!("mapping/limit")), "{answer}");
 
     let csv = b"question,answer\n\"What is 1+1?\",2\nWhat is 2+2?,4\n".to_vec();
-    // A text too: curl sends parts in the order of its flags.
+    // The same for text: curl sends fields in the order of its flags.
     let text = || ("file", Some("train.csv"), csv.clone());
     let by_question = || mapping(json!({"map": {"prompt": "question"}, "limit": 1}));
     let (status, made) = form(&server, "/datasets", &[text(), by_question()]).await;
@@ -297,7 +297,7 @@ async fn a_job_trains_on_several_sources_each_judged_by_its_own_rewards() {
     assert_eq!((&joined["num_rows"], &joined["origin"]["sources"][0]["hub"]), (&json!(12), &json!("fake/rows")));
     assert_eq!(joined["origin"]["sources"][2]["dataset"], stored["id"], "{joined}");
 
-    // An epoch is 8 prompts of the largest, 16/3 and 8/3 of the others; 32 prompts are two of them.
+    // An epoch is 8 prompts of the largest source, and 16/3 and 8/3 of the others; 32 prompts are two epochs.
     let samples = server.get(&format!("/jobs/{job}/samples?limit=100")).await;
     let mut rows: BTreeMap<&str, u64> = BTreeMap::new();
     for sample in samples["data"].as_array().unwrap() {
@@ -319,7 +319,7 @@ async fn a_job_trains_on_several_sources_each_judged_by_its_own_rewards() {
             && of("rewards/length/missing_fraction").iter().all(|part| *part == 0.0)
     );
 
-    // What a job shows of itself can be submitted again, and is the same data in the same shares.
+    // The configuration can be submitted again, with the same data in the same shares.
     let config = server.get(&format!("/jobs/{job}/config")).await;
     assert_eq!(config["dataset"]["sources"], dataset["sources"], "{config}");
     let again = server.submit(&config).await;

@@ -1,4 +1,4 @@
-//! Models of a hub, through real processes: registered, downloaded, waited for, gone on with; each refusal in a sentence.
+//! Models on a hub with real processes: registered, downloaded, waited for, resumed; each refusal with its text.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -26,7 +26,7 @@ fn repository() -> BTreeMap<String, Vec<u8>> {
     files
 }
 
-/// So much of a file that its header is there and its tensors are not.
+/// A fault that delivers a file's header but holds back its tensors.
 fn held() -> Faults {
     Faults { held_after: Some(60_000), ..Faults::default() }
 }
@@ -69,7 +69,7 @@ async fn a_job_names_a_repository_waits_for_its_download_and_trains_as_from_a_fo
     let dir = tempfile::tempdir().unwrap();
     let server = serve(&dir.path().join("data"), &hub, &[]);
 
-    // Nothing is stored by a check.
+    // A validation stores nothing.
     let answer = server.post("/jobs/validate", &spec("fake/tiny", 2)).await;
     assert_eq!((&answer["valid"], &answer["errors"]), (&json!(true), &json!([])), "{answer}");
     assert!(answer["estimate"]["total_bytes"].as_u64() > Some(0));
@@ -85,7 +85,7 @@ async fn a_job_names_a_repository_waits_for_its_download_and_trains_as_from_a_fo
     );
     let total = model["bytes_total"].as_u64().unwrap();
     assert!(model["bytes_done"].as_u64().unwrap() < total && model["card"]["architecture"] == "qwen3", "{model}");
-    // Told to whoever watches the job.
+    // Clients that watch the job are notified.
     server.job_when(&job, "an event", |_| true).await;
     tokio::time::sleep(Duration::from_secs(6)).await;
     let events = server.get(&format!("/jobs/{job}/events?limit=100")).await;
@@ -101,7 +101,7 @@ async fn a_job_names_a_repository_waits_for_its_download_and_trains_as_from_a_fo
     assert!(source.join("model.safetensors").is_file() && !source.join("modeling_evil.py").exists());
     assert!(!source.join("pytorch_model.bin").exists());
 
-    // The same from a folder: the same bytes.
+    // The same model from a folder has the same bytes.
     register(&server, "folder", &model_copy(&dir.path().join("model"))).await;
     let other = server.submit(&spec("folder", 2)).await;
     server.job_in_state(&other, "succeeded").await;
@@ -112,7 +112,7 @@ async fn a_job_names_a_repository_waits_for_its_download_and_trains_as_from_a_fo
     assert!(weights(&job).await == weights(&other).await, "{view}");
     assert_eq!(model["sha256"], server.get("/models/folder").await["sha256"]);
 
-    // Known: no more requests.
+    // The model is already registered: no more requests are sent.
     let asked = hub.seen().len();
     let (status, again) = post(&server, "/models", &[], &json!({"hub": "fake/tiny"})).await;
     assert_eq!((status, &again["commit"], hub.seen().len()), (200, &json!(COMMIT), asked));
@@ -215,14 +215,14 @@ async fn each_way_to_ask_wrongly_is_told_with_the_field_and_what_to_do() {
     let dir = tempfile::tempdir().unwrap();
     let server = serve(&dir.path().join("data"), &hub, &[]);
     for (body, status, at, says) in [
-        (json!({}), 422, "/hub", "give hub (org/name) or source"),
+        (json!({}), 422, "/hub", "set hub (org/name) or source"),
         (json!({"hub": "fake/tiny", "source": "/x"}), 422, "/hub", "not both"),
         (json!({"source": "/x"}), 422, "/id", "needs an id"),
         (json!({"id": "a", "source": "/x", "revision": "main"}), 422, "/revision", "no revision"),
         (json!({"hub": "fake//tiny"}), 422, "/hub", "org/name"),
         (json!({"hub": "fake/tiny", "revision": "nope"}), 422, "/hub", "no revision"),
         (json!({"hub": "fake/other"}), 422, "/hub", "or it is private"),
-        (json!({"id": "../x", "hub": "fake/tiny"}), 422, "/id", "no model id"),
+        (json!({"id": "../x", "hub": "fake/tiny"}), 422, "/id", "not a valid model id"),
     ] {
         let (found, answer) = post(&server, "/models", &[], &body).await;
         let error = &answer["errors"][0];
@@ -247,7 +247,7 @@ async fn each_way_to_ask_wrongly_is_told_with_the_field_and_what_to_do() {
 async fn a_download_that_cannot_succeed_fails_the_jobs_that_wait_and_says_why() {
     let mut files = repository();
     files.insert("unused".to_owned(), vec![0]);
-    // The outline reads the header; the bytes behind it are never those that the hub announced.
+    // The metadata contains only the header; the later bytes differ from those that the hub announced.
     let hub = start(files, Faults { damaged_at_end: true, ..held() }).await;
     let dir = tempfile::tempdir().unwrap();
     let server = serve(&dir.path().join("data"), &hub, &[]);
@@ -283,7 +283,7 @@ async fn offline_a_snapshot_of_the_local_cache_is_read_in_place() {
     assert!(cached.join("snapshots").join(COMMIT).join("config.json").exists());
 }
 
-/// Passes every request on to where its URL says; `hub.example` is the fake.
+/// Forwards every request to the host of its URL; `hub.example` is the fake hub.
 async fn proxy(hub: String) -> (String, std::sync::Arc<std::sync::Mutex<Vec<String>>>) {
     let asked = std::sync::Arc::<std::sync::Mutex<Vec<String>>>::default();
     let (seen, http) = (

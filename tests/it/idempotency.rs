@@ -1,4 +1,4 @@
-//! `Idempotency-Key` on every request that makes or moves something: done once, answered twice, and no secret is kept.
+//! `Idempotency-Key` on every request that creates or changes something: executed once, answered twice, without storing a secret.
 
 use rlood::access::{Scope, Scopes};
 use rlood::http::openapi;
@@ -8,7 +8,7 @@ use sqlx::Connection;
 
 use crate::server::{Answer, Server, job};
 
-/// Questions, and what has a way of its own to be repeated: a session is a cookie, a callback counts what it has.
+/// Read requests, and requests with their own way to be repeated: sessions and callbacks.
 const WITHOUT: [&str; 6] = [
     "/datasets/preview",
     "/jobs/validate",
@@ -55,7 +55,7 @@ async fn kept_answers(server: &Server) -> Vec<String> {
     sqlx::query_scalar("SELECT response FROM idempotency_keys").fetch_all(&mut connection).await.unwrap()
 }
 
-/// All that the database holds.
+/// All bytes of the database.
 fn database(server: &Server) -> Vec<u8> {
     let path = server.state.files.database();
     let mut bytes = std::fs::read(&path).unwrap();
@@ -88,7 +88,7 @@ async fn a_repeated_webhook_is_one_and_shows_its_secret_once() {
     let again = send(&server, &format!("/webhooks/{id}/secret"), json!({}), "k").await;
     assert_replayed(&again, 200);
     assert_eq!(again.body["secret"], Value::Null);
-    // The server signs with them, so it has them; the kept answers have not.
+    // The server signs with the secrets, so it stores them; the stored responses do not contain them.
     let answers = kept_answers(&server).await;
     assert!(answers.len() == 2 && answers.iter().all(|answer| !answer.contains("whsec_")), "{answers:?}");
 }
@@ -126,7 +126,7 @@ async fn a_model_a_pin_a_test_and_a_rescore_are_done_once() {
     assert_mismatch(&send(&server, "/models", json!({"id": "twice", "source": source}), "k").await);
     assert_eq!(server.get("/models/twice").await.status, 404);
 
-    // Nobody sends here, so that the test is answered as one that waits.
+    // No sender runs here, so the test message stays pending.
     let hook = server.post("/webhooks", json!({"url": "https://example.com/a"})).await.body["id"].clone();
     let hook = hook.as_str().unwrap();
     let message = server.state.store.delivery_test(hook.parse().unwrap(), clock_ms()).await.unwrap().id;
@@ -137,7 +137,7 @@ async fn a_model_a_pin_a_test_and_a_rescore_are_done_once() {
     assert_replayed(&again, 202);
     assert_eq!(again.text, first.text);
 
-    // What failed frees its key: there are no samples yet.
+    // A failed request frees its key: there are no samples yet.
     let id = server.create(job()).await;
     let rescore = json!({"reward": {"type": "length"}});
     for _ in 0..2 {

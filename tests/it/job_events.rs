@@ -1,4 +1,4 @@
-//! A job's events over HTTP: pages, and the stream that a cut connection goes on with.
+//! A job's events over HTTP: pages, and a stream that resumes after a disconnect.
 
 use std::time::Duration;
 
@@ -18,7 +18,7 @@ async fn next(updates: &mut JobUpdates) -> Option<JobUpdate> {
     tokio::time::timeout(Duration::from_secs(10), updates.next()).await.expect("an event within 10 s").unwrap()
 }
 
-/// Of an event.
+/// Returns the sequence number of an event.
 fn seq(update: Option<JobUpdate>) -> i64 {
     match update {
         Some(JobUpdate::Event(event)) => event.seq,
@@ -61,7 +61,7 @@ async fn a_cut_stream_goes_on_without_gap_or_duplicate_and_ends_with_end() {
     let latest = server.state.store.event_latest_seq(id).await.unwrap();
     assert_eq!(seen, (1..=latest).collect::<Vec<_>>());
     assert!(latest >= 290);
-    // After the end a stream replays what was missed and ends again; ?after= does the same. The bytes of it:
+    // After the end a stream replays missed events and ends again; ?after= has the same effect. The exact bytes:
     let after = format!("{path}?after={}", latest - 1);
     let request = Request::get(after).header(header::ACCEPT, "Text/Event-Stream").body(Body::empty()).unwrap();
     let raw = server.send(request).await;
@@ -84,7 +84,7 @@ async fn a_cut_stream_goes_on_without_gap_or_duplicate_and_ends_with_end() {
     assert_eq!(keys, ["seq", "type", "time", "attempt", "data"]);
     assert_eq!(server.get(&format!("{path}?after={}", latest)).await.body, json!({"data": [], "next": null}));
     assert_eq!(server.get(&format!("{path}?after=x")).await.body["code"], "invalid_cursor");
-    // A number that the job has not reached is of events that a backup did not hold: nothing is skipped in silence.
+    // A number that the job has not reached belongs to events missing from a backup: it must not be ignored.
     let beyond = latest + 1;
     for accept in ["application/json", "text/event-stream"] {
         let request = || Request::get(&path).header(header::ACCEPT, accept);
@@ -96,12 +96,12 @@ async fn a_cut_stream_goes_on_without_gap_or_duplicate_and_ends_with_end() {
             assert!(refused.body["detail"].as_str().unwrap().contains(&latest.to_string()), "{}", refused.text);
         }
     }
-    // The newest itself is known, and stays so when retention took the events away.
+    // The newest event stays a valid cursor after retention removed the events.
     let retained = server.state.store.leftovers_remove(Leftover::Events, clock_ms() + 1).await.unwrap();
     assert!(retained > 0);
     let over = Some(JobUpdate::End { state: State::Succeeded });
     assert_eq!(next(&mut client.follow_job(id, latest)).await, over);
-    // Whoever missed some of those is told.
+    // A client that missed removed events is notified.
     let mut updates = client.follow_job(id, 5);
     assert_eq!(next(&mut updates).await, Some(JobUpdate::Removed { to_seq: latest }));
     assert_eq!(next(&mut updates).await, over);

@@ -1,4 +1,4 @@
-//! Jobs over HTTP, through the router: lists, moves, labels, waits.
+//! Jobs over HTTP, through the router: lists, state changes, labels, waits.
 
 use std::time::Duration;
 
@@ -123,7 +123,7 @@ async fn a_wait_ends_when_the_job_does_and_not_before() {
     let (job, attempt) = server.claim().await;
     assert_eq!(job, id);
     assert!(!waiting.is_finished());
-    // A heartbeat is no event, but a wait that ends without one tells its news.
+    // A heartbeat is not an event, but a wait that times out returns its progress.
     let beat = HeartbeatUpdate {
         phase: Phase::Reward,
         status_reason: Some("waiting_for_reward".to_owned()),

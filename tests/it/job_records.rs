@@ -1,4 +1,4 @@
-//! What a job leaves behind, over HTTP: metrics, samples, comparisons.
+//! Records of a job over HTTP: metrics, samples, comparisons.
 
 use axum::http::header;
 use rlood::event::{Event, FinishReason, Sample, SamplePhase};
@@ -130,7 +130,7 @@ async fn keys_that_no_step_has_are_named_with_those_there_are() {
     let id = server.create(job()).await;
     let (_, attempt) = server.claim().await;
     let path = format!("/jobs/{id}/metrics?keys=reward,nope");
-    // Before the first step nothing can be said.
+    // Before the first step there are no warnings.
     assert_eq!(server.get(&path).await.body, json!({"data": [], "next": null}));
     server.report(id, attempt, 0, vec![step(1, SamplePhase::Train, &[("reward", Some(0.5)), ("kl", None)])]).await;
     let answer = server.get(&path).await;
@@ -152,14 +152,14 @@ async fn parameters_that_are_no_numbers_say_so_in_words() {
         ),
         ("samples?min_reward=high", "min_reward: must be a number, not 'high'"),
         ("samples?min_reward=inf", "min_reward: must be a finite number"),
-        ("samples?step=1&max_step=2", "step: give either step, or min_step and max_step"),
+        ("samples?step=1&max_step=2", "step: set either step, or min_step and max_step"),
     ] {
         let answer = server.get(&format!("/jobs/{id}/{query}")).await;
         assert_eq!((answer.status.as_u16(), &answer.body["detail"]), (400, &json!(detail)), "{}", answer.text);
     }
 }
 
-/// Six samples over three steps; reward ties, one unscorable.
+/// Six samples over three steps, with reward ties and one unscorable sample.
 fn several() -> Vec<Sample> {
     let texts = ["=1+1", "Grüße", "line\nbreak, \"quoted\"", "-0.5", "plain", "100% sure_thing"];
     let rewards = [Some(1.0), Some(0.5), Some(0.5), None, Some(0.5), Some(-2.5)];
@@ -241,7 +241,7 @@ async fn samples_are_downloaded_whole_and_a_spreadsheet_finds_no_formula() {
     let server = Server::start().await;
     let id = server.create(job()).await;
     let (_, attempt) = server.claim().await;
-    // More than one piece of a download.
+    // More rows than one piece of a download.
     let many = (0..1203).map(|index| sample(index / 4 + 4, "filler", Some(0.25)));
     let samples: Vec<Sample> = several().into_iter().chain(many).collect();
     server.report(id, attempt, 0, vec![Event::Samples { samples }]).await;
@@ -265,7 +265,7 @@ async fn samples_are_downloaded_whole_and_a_spreadsheet_finds_no_formula() {
     let answer = server.get(&format!("{path}?format=csv&limit=700&sort=worst")).await;
     let mut reader = csv::Reader::from_reader(answer.text.as_bytes());
     assert_eq!(reader.records().map(Result::unwrap).count(), 700);
-    // A number stays one, a text keeps its line breaks.
+    // Numbers are not escaped, and texts keep their line breaks.
     assert!(answer.text.contains("-2.5"), "a negative number is no formula");
     let answer = server.get(&format!("{path}?format=csv&q=quoted")).await;
     let mut reader = csv::Reader::from_reader(answer.text.as_bytes());
@@ -299,7 +299,7 @@ async fn old_samples_make_room_and_the_newest_stay() {
     assert_eq!(store.samples_retain(id, 1 << 20, 1).await.unwrap(), None);
     assert_eq!(store.samples_removed(id).await.unwrap(), None);
     let whole = server.get(&format!("/jobs/{id}/samples?format=ndjson")).await.text.len() as u64 - 48;
-    // Room for half of them: the oldest training steps go.
+    // A limit of half the size removes the oldest training steps.
     let removed = store.samples_retain(id, whole / 2, 1).await.unwrap().unwrap();
     assert_eq!((removed.samples, removed.to_step), (28, Some(7)));
     assert_eq!((steps("train").await, steps("eval").await), (vec![8, 9, 10], vec![0, 5]));
@@ -307,7 +307,7 @@ async fn old_samples_make_room_and_the_newest_stay() {
     assert_eq!(answer.body["removed"], json!({"samples": 28, "size_bytes": removed.size_bytes, "to_step": 7}));
     let left = server.get(&format!("/jobs/{id}/samples?format=ndjson")).await.text.len() as u64 - 20;
     assert_eq!(removed.size_bytes, whole - left);
-    // Room for nothing: the newest of either kind stay.
+    // The newest samples of each phase are kept, whatever the limit.
     store.samples_retain(id, 1, 1).await.unwrap().unwrap();
     assert_eq!((steps("train").await, steps("eval").await), (vec![10], vec![5]));
     assert_eq!(store.samples_retain(id, 1, 1).await.unwrap(), None);

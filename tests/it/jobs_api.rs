@@ -1,6 +1,6 @@
 //! Jobs over HTTP, through the router: submission, dry runs, configurations.
 //!
-//! Longer than other files: a refusal a test, with its pointer and words.
+//! Longer than other files: one test per refusal, with its pointer and text.
 
 use std::path::PathBuf;
 
@@ -56,7 +56,7 @@ async fn a_job_with_inline_records_is_queued_and_shown() {
     assert_eq!((&shown.body["state"], &shown.body["queue_position"]), (&json!("queued"), &json!(1)));
     assert_eq!((&shown.body["name"], &shown.body["total_steps"]), (&json!("sums"), &json!(20)));
     assert!(shown.body["created_at"].as_str().unwrap().ends_with('Z'));
-    // The records are a dataset now; the same records are the same one.
+    // The records are stored as a dataset; the same records are the same dataset.
     let dataset = shown.body["plan"]["dataset"].clone();
     let stored = server.get(&format!("/datasets/{}", dataset["id"].as_str().unwrap())).await;
     assert_eq!((stored.status, &stored.body["num_rows"]), (StatusCode::OK, &json!(8)));
@@ -95,12 +95,12 @@ async fn all_errors_of_a_job_come_at_once_with_pointers() {
         ]
     );
     assert!(
-        answer.text.contains("registered are plain, chat") || answer.text.contains("registered are chat, plain"),
+        answer.text.contains("registered: plain, chat") || answer.text.contains("registered: chat, plain"),
         "{}",
         answer.text
     );
     assert!(!answer.text.contains("hunter2"), "{}", answer.text);
-    // The dry run says the same, with 200.
+    // Validation returns the same errors, with 200.
     let dry = server.post("/jobs/validate", document).await;
     assert_eq!((dry.status.as_u16(), &dry.body["valid"], &dry.body["plan"]), (200, &json!(false), &Value::Null));
     assert_eq!(dry.body["errors"].as_array().unwrap().len(), 10);
@@ -173,7 +173,7 @@ async fn chat_messages_need_a_template_and_prompts_must_fit_the_context() {
         "{detail}"
     );
 
-    // The default completion length gives way to the context (256); an explicit one does not.
+    // The default completion length is reduced to the context (256); an explicit one is not.
     let fitted = server.post("/jobs/validate", job()).await;
     let longest = fitted.body["estimate"]["longest_prompt_tokens"].as_u64().unwrap();
     assert!((5..40).contains(&longest), "{longest}");
@@ -199,7 +199,7 @@ async fn a_model_whose_files_changed_since_it_was_registered_must_be_registered_
     let plain: PathBuf = server.dir.path().join("plain");
     let job = || with(job(), "model", json!("plain"));
     let weights = plain.join("model.safetensors");
-    // The same bytes at another time are the same model.
+    // The same bytes with another modification time are the same model.
     let bytes = std::fs::read(&weights).unwrap();
     std::fs::write(&weights, &bytes).unwrap();
     server.create(job()).await;
@@ -255,7 +255,7 @@ async fn a_reward_url_that_this_server_must_not_reach_is_refused_at_submission()
         ("http://0x0a000001/", true),
         ("http://127.0.0.1:9/score", false),
         ("https://1.1.1.1/score", false),
-        // Names are checked when they resolve.
+        // Names are checked when they are resolved.
         ("https://rm.example/score", false),
     ] {
         let rewards = json!([{"type": "length"}, {"type": "webhook", "url": url}]);
@@ -330,7 +330,7 @@ async fn a_form_brings_the_dataset_along() {
     );
     let config = server.get(&format!("/jobs/{}/config", answer.body["id"].as_str().unwrap())).await;
     assert_eq!(config.body["dataset"], json!({"id": dataset["id"]}));
-    // Errors of the spec and of the rows.
+    // Errors of the spec and of the rows are reported together.
     let answer = server.send(form(&job(), "prompt\na\n")).await;
     assert_eq!(answer.status, 422);
     assert!(pointers(&answer).contains(&"/dataset conflict".to_owned()), "{}", answer.text);
@@ -533,7 +533,7 @@ async fn a_run_of_trl_is_checked_as_a_job() {
         assert_eq!(answer.status, 200, "{}", answer.text);
         answer.body
     };
-    // Bare: the job, and what is to be added.
+    // A bare configuration: the job, and the missing fields.
     let answer = send("application/yaml", yaml.to_owned()).await;
     assert_eq!((&answer["valid"], &answer["plan"]), (&json!(false), &Value::Null));
     let missing: Vec<_> = answer["errors"].as_array().unwrap().iter().map(|e| (&e["pointer"], &e["code"])).collect();
@@ -544,7 +544,7 @@ async fn a_run_of_trl_is_checked_as_a_job() {
     );
     assert_eq!(answer["spec"]["rloo"]["beta"], 0.1);
     assert_eq!(answer["ignored"][0]["key"], "output_dir");
-    // With the rest beside it, it is a job, and the job is what `spec` says.
+    // With the missing fields next to it the job is valid, and equals `spec`.
     let whole = format!(
         "{yaml}model: plain\ndataset: [{{prompt: a, answer: '1'}}, {{prompt: b, answer: '2'}}]\nrewards: [{{type: length}}]\n"
     );
@@ -556,7 +556,7 @@ async fn a_run_of_trl_is_checked_as_a_job() {
     );
     assert_eq!(answer["plan"]["training"]["prompts_per_step"], 2);
     assert_eq!(server.post("/jobs", answer["spec"].clone()).await.status, 201);
-    // What is refused, and where; a key that is not supported keeps the job from being valid.
+    // Refused keys with their place; an unsupported key makes the job invalid.
     let config = json!({"config": {"num_generations": 3, "use_vllm": true, "temperature": -1}, "model": "plain"});
     let answer = send("application/json", config.to_string()).await;
     assert_eq!((&answer["valid"], &answer["unsupported"][0]["key"]), (&json!(false), &json!("use_vllm")));
@@ -612,7 +612,7 @@ fn the_document_describes_a_submitted_job() {
         (&webhook["properties"]["secret"]["writeOnly"], &webhook["properties"]["timeout_ms"]["default"]),
         (&json!(true), &json!(30_000))
     );
-    // Every reference leads somewhere.
+    // Every reference in the document resolves.
     let text = document.to_string();
     for reference in text.split("\"#/components/schemas/").skip(1).filter_map(|rest| rest.split('"').next()) {
         assert!(document["components"]["schemas"].get(reference).is_some(), "{reference}");

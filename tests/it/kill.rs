@@ -1,4 +1,4 @@
-//! Kill what you like: the job goes on from its last checkpoint, and ends with the very bytes of an undisturbed run.
+//! Killed processes: the job resumes from its last checkpoint, and ends with the same bytes as an uninterrupted run.
 
 use std::io::Read;
 use std::time::Duration;
@@ -7,7 +7,7 @@ use rlood_client::Which;
 
 use super::processes::{Server, model_copy, register, signal, spec};
 
-/// Steps of every run; a checkpoint comes every second one.
+/// Steps of every run; every second one has a checkpoint.
 const STEPS: u64 = 10;
 
 #[tokio::test]
@@ -23,14 +23,14 @@ async fn an_interrupted_job_ends_with_the_bytes_of_an_undisturbed_one() {
     let expected = adapter(&server, &job).await;
     assert!(expected.iter().any(|(name, bytes)| name == "adapter_model.safetensors" && !bytes.is_empty()));
 
-    // kill -9 of the worker: its server starts another one.
+    // SIGKILL to the worker: its server starts another one.
     let job = begun(&server).await;
     signal("KILL", server.worker_pids(1).await[0]);
     assert_eq!(finished(&server, &job).await, 2, "attempts after the worker was killed");
     assert!(adapter(&server, &job).await == expected, "after the worker was killed");
     check_history(&server, &job).await;
 
-    // kill -9 of the server: the next one goes on.
+    // SIGKILL to the server: the next one resumes the job.
     let job = begun(&server).await;
     server.child.kill().unwrap();
     server.child.wait().unwrap();
@@ -39,7 +39,7 @@ async fn an_interrupted_job_ends_with_the_bytes_of_an_undisturbed_one() {
     assert!(adapter(&server, &job).await == expected, "after the server was killed");
     check_history(&server, &job).await;
 
-    // SIGTERM: the step is finished or dropped, saved, and the job requeued.
+    // SIGTERM: the step is completed or aborted, a checkpoint is saved, and the job is requeued.
     let job = begun(&server).await;
     let (status, took) = server.terminate();
     assert!(status.success(), "{status}");
@@ -54,21 +54,21 @@ async fn an_interrupted_job_ends_with_the_bytes_of_an_undisturbed_one() {
     check_history(&server, &job).await;
 }
 
-/// A job that runs and has a checkpoint, but is far from its end.
+/// A running job that has a checkpoint but is far from its end.
 async fn begun(server: &Server) -> String {
     let job = server.submit(&spec("tiny", STEPS)).await;
     server.wait_for_checkpoint(&job).await;
     job
 }
 
-/// Waits for success; returns the attempts it took.
+/// Waits for success; returns the number of attempts.
 async fn finished(server: &Server, job: &str) -> u64 {
     let view = server.job_in_state(job, "succeeded").await;
     assert_eq!(view["step"], STEPS, "{view}");
     view["attempt"].as_u64().unwrap()
 }
 
-/// Name and bytes of every file of the adapter.
+/// Returns name and bytes of every file of the adapter.
 pub async fn adapter(server: &Server, job: &str) -> Vec<(String, Vec<u8>)> {
     let tar = server.adapter(job, Some(Which::Last)).await;
     let mut files = Vec::new();
@@ -82,7 +82,7 @@ pub async fn adapter(server: &Server, job: &str) -> Vec<(String, Vec<u8>)> {
     files
 }
 
-/// Every step is there once, whatever was interrupted.
+/// Checks that every step occurs once, whatever was interrupted.
 async fn check_history(server: &Server, job: &str) {
     let metrics = server.get(&format!("/jobs/{job}/metrics")).await;
     let mut steps: Vec<u64> =

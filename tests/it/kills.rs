@@ -1,5 +1,5 @@
-//! kill -9 of workers and of servers at random moments of many runs: each ends as an undisturbed one does, with the same bytes,
-//! a history without gap or double, and no sample asked for under two ids.
+//! SIGKILL to workers and servers at random times of many runs: each ends with the same bytes as an uninterrupted run, with events
+//! without gaps or duplicates, and no sample is requested under two ids.
 //!
 //! ```text
 //! cargo test --release --test it -- kills::                                         20 kills of each
@@ -18,17 +18,17 @@ use serde_json::{Value, json};
 use super::processes::{Server, binary, model_copy, register, signal, spec};
 use super::service::{Service, ok};
 
-/// Steps of a run; a checkpoint comes every second one.
+/// Steps of a run; every second one has a checkpoint.
 pub const STEPS: u64 = 6;
-/// Kills of each kind in the short form.
+/// Number of kills of each kind in the short form.
 const KILLS: u32 = 20;
 
-/// A reward service that judges by the text alone.
+/// A reward service whose rewards depend only on the text.
 pub async fn judge() -> Service {
     slow_judge(Duration::ZERO).await
 }
 
-/// The same, which takes this long to answer.
+/// The same service with this response time.
 pub async fn slow_judge(takes: Duration) -> Service {
     Service::start(move |_, request| {
         std::thread::sleep(takes);
@@ -43,14 +43,14 @@ pub async fn slow_judge(takes: Duration) -> Service {
     .await
 }
 
-/// A small job that asks this service.
+/// A small job that uses this service.
 pub fn judged(url: &str) -> Value {
     let mut spec = spec("tiny", STEPS);
     spec["rewards"] = json!([{"name": "judge", "type": "webhook", "url": url}]);
     spec
 }
 
-/// Name and bytes of every file of the adapter.
+/// Returns name and bytes of every file of the adapter.
 pub async fn adapter(server: &Server, job: &str) -> BTreeMap<String, Vec<u8>> {
     let tar = server.adapter(job, Some(Which::Last)).await;
     let mut files = BTreeMap::new();
@@ -65,7 +65,8 @@ pub async fn adapter(server: &Server, job: &str) -> BTreeMap<String, Vec<u8>> {
     files
 }
 
-/// The events have no gap, each step is told once (or once more after a rewind), and the end comes once and last.
+/// Checks that the events have no gap, that each step is reported once (or once more after a rewind), and that the end
+/// comes once and last.
 pub async fn check_history(what: &str, server: &Server, job: &str, steps: u64) {
     let (mut events, mut after) = (Vec::new(), String::new());
     loop {
@@ -105,7 +106,7 @@ pub async fn check_history(what: &str, server: &Server, job: &str, steps: u64) {
     assert_eq!(rows, (1..=steps).collect::<Vec<_>>(), "{what}");
 }
 
-/// One id for each sample of each job, and one body for each id.
+/// Checks that each sample of each job has one id, and each id one body.
 pub fn check_requests(what: &str, service: &Service) {
     let (mut ids, mut bodies) = (BTreeMap::new(), BTreeMap::new());
     for (_, body) in service.seen.lock().unwrap().iter() {
@@ -175,7 +176,7 @@ async fn killed_workers_and_servers_at_any_moment_change_nothing() {
     );
 }
 
-/// Moments spread evenly over 0 to 1: whatever their number, all parts of a run are hit.
+/// Times spread evenly over 0 to 1: all parts of a run are hit, whatever their number.
 struct Moments(f64);
 
 impl Moments {
@@ -185,13 +186,13 @@ impl Moments {
     }
 
     fn next(&mut self) -> f64 {
-        // The golden ratio's multiples never cluster.
+        // Multiples of the golden ratio never cluster.
         self.0 = (self.0 + 0.618_033_988_749_894_8).fract();
         self.0
     }
 }
 
-/// A worker started by hand; killed when dropped.
+/// A separately started worker; killed when dropped.
 struct ByHand(Child);
 
 impl ByHand {
@@ -212,7 +213,7 @@ impl Drop for ByHand {
 
 const TOKEN: &str = "the-token-of-workers-started-by-hand";
 
-/// `RLOOD_OUTAGE_SECONDS=60` for the long form.
+/// `RLOOD_OUTAGE_SECONDS=60` selects the long form.
 #[tokio::test]
 async fn a_worker_started_by_hand_goes_on_while_its_server_is_away() {
     let away = std::env::var("RLOOD_OUTAGE_SECONDS").map_or(3, |text| text.parse().expect("seconds"));

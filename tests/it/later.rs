@@ -1,6 +1,6 @@
-//! Answers that come later: callbacks with a token of the request's own, status addresses, deadlines, restarts of everything.
+//! Asynchronous reward answers: callbacks with a token per request, status URLs, deadlines, restarts of all processes.
 //!
-//! Longer than other files: one service that answers later, seen by the router, by the client and by real processes.
+//! Longer than other files: one asynchronous service, tested through the router, the client and real processes.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -27,11 +27,11 @@ use crate::processes::{Server, model_copy, register, signal, spec};
 use crate::server::{self, job, with};
 use crate::service::{ok, plan, samples, text, truth};
 
-/// What a cancel or a pause may take.
+/// Maximum time for a cancel or a pause to take effect.
 const HONOURED: Duration = Duration::from_secs(12);
 const PUBLIC: &str = "https://rlood.example/base";
 
-/// One call of a service: `POST` to score, `GET` of a status.
+/// One call to a service: `POST` to score, `GET` for a status.
 struct Call {
     method: Method,
     path: String,
@@ -49,7 +49,7 @@ struct Shared {
     reply: Arc<Reply>,
 }
 
-/// A service that keeps every call and answers as the test says.
+/// A service that records every call and answers as the test specifies.
 struct Service {
     url: String,
     calls: Arc<Mutex<Vec<Arc<Call>>>>,
@@ -77,7 +77,7 @@ impl Service {
         self.calls.lock().unwrap().iter().filter(|call| call.method == method).cloned().collect()
     }
 
-    /// The nth request to score something (from 1), as soon as it is there.
+    /// Returns the nth score request (from 1) as soon as it has arrived.
     async fn request(&self, number: usize) -> Arc<Call> {
         let begun = Instant::now();
         loop {
@@ -101,7 +101,7 @@ fn accepted(more: Value) -> Answer {
     text(202, more.to_string())
 }
 
-/// Sample ids of a request.
+/// Returns the sample ids of a request.
 fn ids(request: &Value) -> Vec<String> {
     let samples = request["samples"].as_array().unwrap().iter();
     samples.map(|sample| sample["sample_id"].as_str().unwrap().to_owned()).collect()
@@ -113,7 +113,7 @@ fn result(id: &str, reward: f64) -> Value {
 
 // ---- the address, called through the router
 
-/// A server with a public address, a job that runs, and a request of its whose answer may come later.
+/// A server with a public address, a running job, and a request that may be answered later.
 struct Waiting {
     server: server::Server,
     job: JobId,
@@ -137,7 +137,7 @@ impl Waiting {
         CallbackTerms { public_url: None, key }
     }
 
-    /// The worker writes a request down.
+    /// The worker writes a request to the journal.
     async fn send(&self, key: &str, left_ms: u64) -> String {
         let id = RewardRequestId::new().to_string();
         let sample_ids = ["s_0", "s_1", "s_2"].map(str::to_owned).to_vec();
@@ -188,7 +188,7 @@ async fn parts_accumulate_the_first_result_of_a_sample_stays_and_done_ends_it() 
     let answer = waiting.post(json!({"results": [result("s_0", 9.0), result("s_1", -1.5)]})).await;
     assert_eq!(answer.body, counted(1, 1, 0));
     assert_eq!(waiting.arrived().await, json!([result("s_0", 0.5), result("s_1", -1.5)]));
-    // The end, and the same call once more: its answer was lost.
+    // The final call, and the same call again after its response was lost.
     let end = json!({"results": [result("s_1", -1.5)], "done": true});
     for _ in 0..2 {
         let answer = waiting.post(end.clone()).await;
@@ -219,13 +219,13 @@ async fn who_may_answer_and_until_when() {
         let answer = waiting.post_raw(&unknown, Some(&waiting.token), &body).await;
         assert_eq!(answer.status, StatusCode::NOT_FOUND, "{}", answer.text);
     }
-    // Past its deadline.
+    // A call after the deadline.
     let late = waiting.send("k3", 0).await;
     tokio::time::sleep(Duration::from_millis(5)).await;
     let token = waiting.terms().await.token(&late);
     let answer = waiting.post_raw(&late, Some(&token), &body).await;
     assert_eq!((answer.status, &answer.body["code"]), (StatusCode::GONE, &json!("gone")), "{}", answer.text);
-    // Answered: what was kept may be repeated, anything else is too late.
+    // After completion: a call with stored results may be repeated, any other is too late.
     assert_eq!(waiting.post_raw(&waiting.id, Some(&waiting.token), &body).await.status, StatusCode::OK);
     let answered = JournalEntry::Answer {
         rollout: RolloutId::train(1),
@@ -237,7 +237,7 @@ async fn who_may_answer_and_until_when() {
     assert_eq!(waiting.post_raw(&waiting.id, Some(&waiting.token), &body).await.body, counted(0, 1, 0));
     let answer = waiting.post(json!({"results": [result("s_1", 0.5)]})).await;
     assert_eq!(answer.status, StatusCode::GONE, "{}", answer.text);
-    // The job is over.
+    // After the job has ended.
     waiting.server.state.store.job_finish(waiting.job, 1, Outcome::Succeeded, clock_ms()).await.unwrap();
     for (id, token) in [(&waiting.id, &waiting.token), (&other, &others_token)] {
         let answer = waiting.post_raw(id, Some(token), &body).await;
@@ -429,7 +429,7 @@ async fn a_request_that_the_service_lost_is_sent_again_with_the_same_id_and_byte
     assert_eq!(values(&score(&service, json!({})).await.unwrap()), numbers(&[0.0, 1.0, 2.0, 3.0]));
     let posts = service.calls(Method::POST);
     assert_eq!((posts.len(), &posts[0].bytes), (2, &posts[1].bytes));
-    // For ever: the samples are missing, with the reason.
+    // A service that never finishes: the samples are missing, with the reason.
     let service = Service::start(|call| match call.method {
         Method::POST => accepted(json!({"status_url": "/status", "eta_ms": 0})),
         _ => text(410, ""),
@@ -489,7 +489,7 @@ async fn a_status_address_is_held_to_the_rules_on_addresses() {
         assert!(failure.to_string().contains(why), "{status_url}: {failure}");
         assert!(service.calls(Method::GET).is_empty());
     }
-    // Elsewhere the service's own headers are not sent, and a redirect is not followed.
+    // For another origin, the service's own headers are not sent and redirects are not followed.
     let elsewhere =
         Service::start(|_| Response::builder().status(307).header("location", "/other").body("".into()).unwrap()).await;
     let service = promise(format!("{}/status", elsewhere.url)).await;
@@ -557,7 +557,7 @@ async fn both_secrets_are_checked_and_never_shown() {
     let secrets = server.state.store.job_secrets(id).await.unwrap();
     assert_eq!(secrets["webhook"].previous_secret.as_ref(), Some(&old));
 
-    // A job that exists gets new ones; its next claim uses them.
+    // An existing job gets new secrets; its next claim uses them.
     let patch = async |secrets: Value| {
         server.call("PATCH", &format!("/jobs/{id}"), Some(json!({"reward_secrets": secrets})), None).await
     };
@@ -588,7 +588,7 @@ async fn both_secrets_are_checked_and_never_shown() {
 
 // ---- real processes
 
-/// What a service does with its requests: sends results to the server's address.
+/// A service's callback client: sends results to the server's address.
 struct Caller {
     http: reqwest::Client,
     server: String,
@@ -599,7 +599,7 @@ impl Caller {
         Self { http: reqwest::Client::builder().no_proxy().build().unwrap(), server: server.url.clone() }
     }
 
-    /// As the request's reply says, but for the public address, which no proxy of ours has.
+    /// Sends to the path of the request's reply, without the public host, for which no proxy exists here.
     async fn send(&self, request: &Value, body: Value) -> (u16, Value) {
         self.send_as(request, request["reply"]["token"].as_str().unwrap(), body).await
     }
@@ -623,7 +623,7 @@ fn waits(view: &Value) -> bool {
     view["state"] == "running" && view["status_reason"] == "waiting_for_reward"
 }
 
-/// Every result of a request, with the rewards 0, 1, 2 …
+/// Returns all results of a request, with the rewards 0, 1, 2 …
 fn everything(request: &Value) -> Vec<Value> {
     ids(request).iter().enumerate().map(|(at, id)| result(id, at as f64)).collect()
 }
@@ -647,7 +647,7 @@ async fn hours_long_answers_survive_every_restart_and_nothing_is_sent_twice() {
     let (status, body) = caller.send(&request, json!({"results": all[..1]})).await;
     assert_eq!((status, &body["accepted"]), (200, &json!(1)), "{body}");
 
-    // A pause is honoured while it waits, and the wait goes on afterwards.
+    // A pause takes effect while the request waits, and the wait continues afterwards.
     let begun = Instant::now();
     server.post(&format!("/jobs/{job}/pause"), &json!({})).await;
     server.job_in_state(&job, "paused").await;
@@ -656,11 +656,11 @@ async fn hours_long_answers_survive_every_restart_and_nothing_is_sent_twice() {
     server.post(&format!("/jobs/{job}/resume"), &json!({})).await;
     server.job_when(&job, "waiting_for_reward", waits).await;
 
-    // kill -9 of the worker.
+    // SIGKILL to the worker.
     signal("KILL", server.worker_pids(1).await[0]);
     server.job_when(&job, "another attempt that waits", |view| waits(view) && view["attempt"] == 3).await;
 
-    // kill -9 of the server; the rest comes while nobody works.
+    // SIGKILL to the server; the other results arrive while it is down.
     server.child.kill().unwrap();
     server.child.wait().unwrap();
     let server = Server::start_with(&data, "none", &flags);
@@ -685,7 +685,7 @@ async fn hours_long_answers_survive_every_restart_and_nothing_is_sent_twice() {
     let (status, body) = caller.send(&request, json!({"results": all})).await;
     assert_eq!((status, &body["code"]), (410, &json!("gone")));
 
-    // What was trained is what was sent first.
+    // The first results that were sent are the ones that were trained on.
     let page = server.get(&format!("/jobs/{job}/samples?step=1")).await;
     let mut rewards: Vec<f64> =
         page["data"].as_array().unwrap().iter().map(|sample| sample["rewards"]["people"].as_f64().unwrap()).collect();
@@ -704,7 +704,7 @@ async fn a_service_may_answer_before_its_202_and_may_be_cancelled_at_any_time() 
         if request["type"] == "reward.ping" || step > 2 {
             return accepted(json!({}));
         }
-        // In step 1 in parts, from before the 202 to after it; in step 2 wholly before, while the request hangs.
+        // Step 1: in parts, before and after the 202. Step 2: completely before the response, while the request hangs.
         let server = server_url.lock().unwrap().clone();
         let send = move |body: Value| {
             let path = request["reply"]["callback_url"].as_str().unwrap().strip_prefix(PUBLIC).unwrap().to_owned();

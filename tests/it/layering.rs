@@ -1,12 +1,12 @@
-//! Who may import whom: data flows down the list in `src/lib.rs`, and nothing imports upward.
+//! Import rules: modules may import only what is below them in the list in `src/lib.rs`, never upward.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-/// Plain types, imported by everyone.
+/// Plain types, which every module may import.
 const WORDS: &[&str] = &["config"];
 
-/// Names at the top that are modules of other crates: plain types, imported by everyone.
+/// Top-level names that are modules of other crates: plain types, which every module may import.
 const OF_OTHER_CRATES: &[&str] = &[
     "access",
     "callback",
@@ -36,7 +36,7 @@ const OF_OTHER_CRATES: &[&str] = &[
     "verdict",
 ];
 
-/// Module, and what it may import besides the words and itself.
+/// Each module, and what it may import besides plain types and itself.
 const ALLOWED: &[(&str, &[&str])] = &[
     (
         "command_line",
@@ -57,43 +57,43 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("supervisor", &[]),
     // The bundled model and data.
     ("bundle", &[]),
-    // A router and a socket; for any server.
+    // A router and a socket; usable by any server.
     ("listen", &[]),
-    // Preflights and prompts are answered by children of their own.
+    // Child processes run preflights and generation.
     ("http", &["bundle", "downloads", "files", "listen", "store", "supervisor"]),
-    // A client of the hub is given to it.
+    // The caller provides the hub client.
     ("downloads", &["store"]),
     ("reward_server", &["engine", "listen", "reward", "reward_model"]),
-    // Of the engine only which kernels the machine can run.
-    ("serve", &["courier", "downloads", "engine", "files", "http", "listen", "reward", "store", "supervisor"]),
-    // keys and backup: beside a running server, with the same tables.
+    // Uses the engine only to find out which kernels the machine can run.
+    ("serve", &["webhook_sender", "downloads", "engine", "files", "http", "listen", "reward", "store", "supervisor"]),
+    // keys and backup work next to a running server, on the same tables.
     ("commands", &["engine", "files", "reward", "store"]),
-    // Lifecycle messages are signed and sent as rewards are asked.
-    ("courier", &["reward", "store"]),
+    // Lifecycle messages use the same signatures and HTTP client as rewards.
+    ("webhook_sender", &["reward", "store"]),
     ("demo", &["bundle", "files", "reward", "serve"]),
 ];
 
-/// Single files that may import a module or use a crate that their module may not, and why.
+/// Single files that may use a module or a crate that is not allowed for their module, with the reason.
 const EXCEPTIONS: &[(&str, &str)] = &[
-    // The test endpoint calls a reward as a worker would.
+    // The test endpoint calls a reward as a worker does.
     ("http/rewards.rs", "reward"),
     ("http/reward_test_journal.rs", "reward"),
-    // The client of the hub is built as that of rewards.
+    // The hub client is built like that of rewards.
     ("http/models/hub.rs", "reward"),
-    // A test of it asks the example service.
+    // One of its tests calls the example service.
     ("http/rewards.rs", "demo"),
-    // So does a re-score, on stored samples.
+    // A re-score calls a reward on stored samples.
     ("http/rescore.rs", "reward"),
-    // The secrets of webhooks are those of rewards.
+    // The secrets of webhooks have the same form as those of rewards.
     ("http/webhooks.rs", "reward"),
-    // Whether the disk is full stands in the database's own error.
+    // The database's own error tells whether the disk is full.
     ("http/error.rs", "sqlx"),
 ];
 
-/// Crates that belong to some modules only.
+/// Crates that only some modules may use.
 const CRATES: &[(&str, &[&str])] = &[
     ("axum", &["commands", "demo", "http", "listen", "reward_server"]),
-    ("reqwest", &["commands", "config", "courier"]),
+    ("reqwest", &["commands", "config", "webhook_sender"]),
     ("rlood_cli", &["command_line", "commands", "config"]),
     ("rlood_client", &["demo"]),
     ("sqlx", &["serve"]),
@@ -102,7 +102,7 @@ const CRATES: &[(&str, &[&str])] = &[
         &[
             "command_line",
             "commands",
-            "courier",
+            "webhook_sender",
             "demo",
             "downloads",
             "http",
@@ -154,7 +154,7 @@ fn paths_are_found_in_groups_and_inline_and_not_in_comments() {
     assert!(!uses_crate("use my_tokio::sync; tokio_util::x", "tokio"));
 }
 
-/// File relative to `src`, its top module, its code without comment lines; the roots `lib.rs` and `main.rs` apart.
+/// File relative to `src`, its top module, and its code without comment lines; without the roots `lib.rs` and `main.rs`.
 fn sources() -> Vec<(String, String, String)> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
     let mut files = Vec::new();
@@ -186,7 +186,7 @@ fn without_comments(code: &str) -> String {
     code.lines().filter(|line| !line.trim_start().starts_with("//")).collect::<Vec<_>>().join("\n")
 }
 
-/// The first name of every path that begins with `crate::`, groups included.
+/// Returns the first name of every path that begins with `crate::`, including groups.
 fn crate_paths(code: &str) -> BTreeSet<String> {
     let mut found = BTreeSet::new();
     for rest in code.split("crate::").skip(1) {
@@ -199,7 +199,7 @@ fn crate_paths(code: &str) -> BTreeSet<String> {
     found
 }
 
-/// The members of a group whose opening brace is just behind us; groups inside it stay whole.
+/// Returns the members of a group whose opening brace was just consumed; nested groups stay whole.
 fn members(group: &str) -> Vec<&str> {
     let (mut members, mut depth, mut begin) = (Vec::new(), 0_i32, 0);
     for (at, letter) in group.char_indices() {

@@ -1,4 +1,4 @@
-//! Lifecycle messages: the outbox, what is sent, how often, and to whom.
+//! Lifecycle messages: the outbox, their contents, retries and receivers.
 
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -8,12 +8,12 @@ use axum::body::Bytes;
 use axum::extract::State;
 use axum::http::{HeaderMap, StatusCode};
 use rlood::access::{Scope, Scopes};
-use rlood::courier::Courier;
 use rlood::outgoing::OutgoingPolicy;
 use rlood::protocol::Outcome;
 use rlood::reward::signature::Key;
 use rlood::store::{DeliveryState, Next, TryRow};
 use rlood::store::{NewKey, StoreError, clock_ms};
+use rlood::webhook_sender::WebhookSender;
 use serde_json::{Value, json};
 use tokio_util::task::AbortOnDropHandle;
 
@@ -21,7 +21,7 @@ use crate::server::{Answer, SECRET, Server, job, step};
 
 pub type Received = (HeaderMap, Value);
 
-/// An endpoint that answers as it is told, and keeps what it got.
+/// An endpoint that answers as specified, and records the messages.
 #[derive(Clone)]
 pub struct Endpoint {
     pub url: String,
@@ -30,7 +30,7 @@ pub struct Endpoint {
 }
 
 impl Endpoint {
-    /// Answers these statuses in turn, then 204.
+    /// Answers with these statuses in turn, then with 204.
     pub async fn start(answers: &[u16]) -> Self {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let endpoint = Self {
@@ -67,11 +67,11 @@ impl Endpoint {
     }
 }
 
-pub fn courier(server: &Server) -> AbortOnDropHandle<()> {
+pub fn start_sender(server: &Server) -> AbortOnDropHandle<()> {
     let _ = rustls::crypto::ring::default_provider().install_default();
     let policy = OutgoingPolicy::parse(&["loopback"]).unwrap();
-    let courier = Courier::new(server.state.store.clone(), policy).unwrap();
-    AbortOnDropHandle::new(tokio::spawn(courier.run()))
+    let sender = WebhookSender::new(server.state.store.clone(), policy).unwrap();
+    AbortOnDropHandle::new(tokio::spawn(sender.run()))
 }
 
 pub async fn subscribe(server: &Server, url: &str, events: Option<&[&str]>) -> String {
@@ -89,7 +89,7 @@ async fn deliveries(server: &Server, hook: &str) -> Vec<Value> {
     server.get(&format!("/webhooks/{hook}/deliveries?limit=100")).await.body["data"].as_array().unwrap().clone()
 }
 
-/// The message, once it stands so.
+/// Returns the message as soon as it is in this state.
 async fn delivery_in(server: &Server, hook: &str, state: &str) -> Value {
     let begun = Instant::now();
     loop {
@@ -109,7 +109,7 @@ async fn a_subscriber_is_told_of_a_jobs_life_in_order() {
     let hook = subscribe(&server, &endpoint.url, None).await;
     let few = Endpoint::start(&[]).await;
     subscribe(&server, &few.url, Some(&["job.failed"])).await;
-    let _courier = courier(&server);
+    let _sender = start_sender(&server);
 
     let id = server.create(job()).await;
     let (claimed, attempt) = server.claim().await;
@@ -148,7 +148,7 @@ async fn a_message_is_in_the_outbox_when_its_event_is_and_survives_a_restart() {
     let endpoint = Endpoint::start(&[500]).await;
     let hook = subscribe(&server, &endpoint.url, Some(&["job.queued", "job.cancelled"])).await;
     let id = server.create(job()).await;
-    // Nobody sends yet, but it is there; the transaction that failed left none.
+    // No sender runs yet, but the message exists; the failed transaction left none.
     let waiting = deliveries(&server, &hook).await;
     assert_eq!(
         (waiting.len(), &waiting[0]["type"], &waiting[0]["state"]),
@@ -159,7 +159,7 @@ async fn a_message_is_in_the_outbox_when_its_event_is_and_survives_a_restart() {
     assert_eq!(server.post("/jobs", broken).await.status, 422);
     assert_eq!(deliveries(&server, &hook).await.len(), 1);
 
-    let first = courier(&server);
+    let first = start_sender(&server);
     endpoint.wait_for(1).await;
     let begun = Instant::now();
     while deliveries(&server, &hook).await[0]["tries"].as_array().unwrap().is_empty() {
@@ -167,8 +167,8 @@ async fn a_message_is_in_the_outbox_when_its_event_is_and_survives_a_restart() {
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     drop(first);
-    // Its next try comes after 5 s, whoever sends then.
-    let _second = courier(&server);
+    // The next attempt is due after 5 s, whichever sender makes it.
+    let _second = start_sender(&server);
     endpoint.wait_for(2).await;
     assert!(begun.elapsed() > Duration::from_secs(4));
     let got = endpoint.got.lock().unwrap().clone();
@@ -178,7 +178,7 @@ async fn a_message_is_in_the_outbox_when_its_event_is_and_survives_a_restart() {
     assert_eq!(log["tries"].as_array().unwrap().iter().map(|t| t["status"].clone()).collect::<Vec<_>>(), [500, 204]);
     assert_eq!(log["tries"][0]["error"], "answered 500");
 
-    // The job's end does not take messages away that wait.
+    // The end of the job does not remove pending messages.
     drop(_second);
     server.call("POST", &format!("/jobs/{id}/cancel"), None, None).await;
     assert_eq!(server.call("DELETE", &format!("/jobs/{id}"), None, None).await.status, 204);
@@ -188,14 +188,14 @@ async fn a_message_is_in_the_outbox_when_its_event_is_and_survives_a_restart() {
 #[tokio::test]
 async fn a_dead_endpoint_holds_up_nobody_else() {
     let server = Server::start().await;
-    // Takes connections and never answers.
+    // An endpoint that accepts connections and never answers.
     let dead = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     for _ in 0..20 {
         subscribe(&server, &format!("http://{}/", dead.local_addr().unwrap()), None).await;
     }
     let endpoint = Endpoint::start(&[]).await;
     subscribe(&server, &endpoint.url, Some(&["job.queued"])).await;
-    let _courier = courier(&server);
+    let _sender = start_sender(&server);
     let begun = Instant::now();
     for _ in 0..5 {
         server.create(job()).await;
@@ -213,7 +213,7 @@ async fn redirects_and_refused_addresses_are_not_followed_at_any_try() {
         let refused = server.post("/webhooks", json!({"url": url})).await;
         assert_eq!((refused.status.as_u16(), &refused.body["errors"][0]["pointer"]), (422, &json!("/url")), "{url}");
     }
-    // It is kept as it is asked, so that what is shown is what happens.
+    // The URL is stored in normalized form, so that the shown URL is the one that is used.
     for (given, kept) in
         [("HTTP://Example.com", "http://example.com/"), ("http:///x.example/a b", "http://x.example/a%20b")]
     {
@@ -230,11 +230,11 @@ async fn redirects_and_refused_addresses_are_not_followed_at_any_try() {
         let refused = server.post("/webhooks", json!({"url": url})).await;
         assert!(refused.status == 422 && refused.text.contains(words), "{}", refused.text);
     }
-    // What was permitted when it was made, and is not any more.
+    // An address that was allowed when the webhook was created, but no longer is.
     let endpoint = Endpoint::start(&[307]).await;
     let hook = subscribe(&server, &endpoint.url, Some(&["job.queued"])).await;
     server.create(job()).await;
-    let refusing = Courier::new(server.state.store.clone(), OutgoingPolicy::default()).unwrap();
+    let refusing = WebhookSender::new(server.state.store.clone(), OutgoingPolicy::default()).unwrap();
     let refusing = AbortOnDropHandle::new(tokio::spawn(refusing.run()));
     let begun = Instant::now();
     let error = loop {
@@ -248,7 +248,7 @@ async fn redirects_and_refused_addresses_are_not_followed_at_any_try() {
     assert!(error.contains("loopback address"), "{error}");
     assert!(endpoint.types().is_empty(), "no connection was made");
     drop(refusing);
-    let _courier = courier(&server);
+    let _sender = start_sender(&server);
     endpoint.wait_for(1).await;
     let begun = Instant::now();
     while deliveries(&server, &hook).await[0]["tries"].as_array().unwrap().len() < 2 {
@@ -263,7 +263,7 @@ async fn tests_redelivery_rotation_and_gone() {
     let server = Server::start().await;
     let endpoint = Endpoint::start(&[204, 204, 204, 410]).await;
     let hook = subscribe(&server, &endpoint.url, Some(&["job.queued", "job.queued"])).await;
-    let _courier = courier(&server);
+    let _sender = start_sender(&server);
     let path = format!("/webhooks/{hook}");
     assert_eq!(server.get(&path).await.body["events"], json!(["job.queued"]));
 
@@ -299,7 +299,7 @@ async fn tests_redelivery_rotation_and_gone() {
         (&json!(false), &json!("the endpoint answered 410 Gone"))
     );
     assert_eq!(server.call("POST", &format!("{path}/test"), None, None).await.status, 409);
-    // Nor is anything queued that would not be sent.
+    // A message that could not be sent is not queued either.
     let refused = server.call("POST", &again, None, None).await;
     assert_eq!((refused.status.as_u16(), &refused.body["code"]), (409, &json!("conflict")), "{}", refused.text);
     let delivered = tested.body["id"].as_str().unwrap();
@@ -310,7 +310,7 @@ async fn tests_redelivery_rotation_and_gone() {
     assert_eq!(server.call("PATCH", &path, Some(json!({"events": []})), None).await.status, 422);
     assert_eq!(server.call("DELETE", &path, None, None).await.status, 204);
     assert_eq!(server.get(&path).await.status, 404);
-    // A test of it that was on its way finds nothing, and breaks nothing.
+    // A test message in delivery finds no webhook, which causes no error.
     let late = server.state.store.delivery_test(hook.parse().unwrap(), clock_ms()).await;
     assert!(matches!(late, Err(StoreError::NotFound { .. })), "{late:?}");
 }
@@ -320,13 +320,13 @@ async fn a_second_rotation_leaves_no_receiver_behind() {
     let server = Server::start().await;
     let endpoint = Endpoint::start(&[]).await;
     let hook = subscribe(&server, &endpoint.url, Some(&["job.queued"])).await;
-    let _courier = courier(&server);
+    let _sender = start_sender(&server);
     let path = format!("/webhooks/{hook}");
     let rotate = async |body: Value| server.post(&format!("{path}/secret"), body).await;
-    // The answer was lost, so it is rotated again.
+    // The response was lost, so the secret is rotated again.
     let lost = rotate(json!({})).await.body["secret"].as_str().unwrap().to_owned();
     let fresh = rotate(json!({})).await.body["secret"].as_str().unwrap().to_owned();
-    // The endpoint still verifies with the first one; whoever got either of the others does too.
+    // The endpoint still verifies with the first secret; receivers with either of the others succeed too.
     let tested = server.call("POST", &format!("{path}/test"), None, None).await;
     assert_eq!(tested.body["state"], "delivered", "{}", tested.text);
     let (headers, body) = endpoint.got.lock().unwrap().last().unwrap().clone();
@@ -339,7 +339,7 @@ async fn a_second_rotation_leaves_no_receiver_behind() {
             .unwrap();
     }
 
-    // The same again is no rotation: nothing is lost, and nothing signs twice.
+    // Rotating to the same secret changes nothing: no secret is lost, and none signs twice.
     let store = &server.state.store;
     let old = async || {
         let row = store.webhook_get(hook.parse().unwrap()).await.unwrap();
@@ -347,10 +347,10 @@ async fn a_second_rotation_leaves_no_receiver_behind() {
     };
     assert_eq!(rotate(json!({"secret": fresh})).await.status, 200);
     assert_eq!(old().await, (fresh.clone(), vec![lost.clone(), SECRET.to_owned()]));
-    // Back to one before.
+    // Rotating back to an older secret.
     assert_eq!(rotate(json!({"secret": SECRET})).await.status, 200);
     assert_eq!(old().await, (SECRET.to_owned(), vec![fresh.clone(), lost.clone()]));
-    // A message has room for so many signatures; and who says that the old ones end means all of them.
+    // The number of signatures in a message is limited; ending the old secrets ends all of them.
     for _ in 0..8 {
         assert_eq!(rotate(json!({})).await.status, 200);
     }
@@ -359,7 +359,7 @@ async fn a_second_rotation_leaves_no_receiver_behind() {
     let alone = rotate(json!({"secret": SECRET, "keep_old_s": 0})).await;
     assert!(alone.body["old_secret_until"].is_null(), "{}", alone.text);
     assert_eq!(old().await, (SECRET.to_owned(), vec![]));
-    // None of those before lives longer than is said.
+    // No older secret stays valid longer than requested.
     rotate(json!({"secret": lost})).await;
     rotate(json!({"secret": fresh, "keep_old_s": 60})).await;
     let row = store.webhook_get(hook.parse().unwrap()).await.unwrap();

@@ -1,4 +1,4 @@
-//! A server under clients that are slow, greedy or hostile. Figures are printed; `RLOOD_LONG=1` takes longer.
+//! A server with slow, greedy or hostile clients. Figures are printed; `RLOOD_LONG=1` runs longer.
 
 use std::time::{Duration, Instant};
 
@@ -10,13 +10,13 @@ use tokio::net::TcpStream;
 
 use crate::processes::Server;
 
-/// Slow sockets at once.
+/// Number of concurrent slow sockets.
 const SLOW_SOCKETS: usize = 2000;
-/// Endless uploads at once.
+/// Number of concurrent endless uploads.
 const UPLOADS: usize = 100;
-/// What a server under them may take, MiB.
+/// Memory limit of the server under this load, in MiB.
 const MOST_MIB: u64 = 512;
-/// Below it a quantile is the machine's noise: several test processes share the cores.
+/// Quantiles below this are noise: several test processes share the cores.
 const NOISE: Duration = Duration::from_millis(10);
 
 fn long() -> bool {
@@ -33,7 +33,7 @@ fn address(server: &Server) -> String {
     server.url.strip_prefix("http://").unwrap().to_owned()
 }
 
-/// The 99th percentile of `GET /jobs`, a new connection every tenth time.
+/// Measures the 99th percentile of `GET /jobs`, with a new connection every tenth time.
 async fn p99(server: &Server) -> Duration {
     let mut times = Vec::new();
     let mut client = reqwest::Client::builder().no_proxy().build().unwrap();
@@ -51,14 +51,14 @@ async fn p99(server: &Server) -> Duration {
     times[times.len() * 99 / 100]
 }
 
-/// A line of /proc/PID/status, MiB.
+/// Returns a value of /proc/PID/status in MiB.
 fn memory_mib(server: &Server, name: &str) -> u64 {
     let text = std::fs::read_to_string(format!("/proc/{}/status", server.child.id())).unwrap();
     let line = text.lines().find_map(|line| line.strip_prefix(name)).unwrap();
     line.trim_matches(|c: char| !c.is_ascii_digit()).parse::<u64>().unwrap() / 1024
 }
 
-/// A client that sends `head`, then a byte a second, for ever; when it is cut it comes again.
+/// A client that sends `head`, then one byte per second, forever; it reconnects when it is disconnected.
 async fn drip(address: String, head: &'static str) {
     loop {
         let Ok(mut stream) = TcpStream::connect(&address).await else { continue };
@@ -96,7 +96,7 @@ async fn slow_sockets_leave_healthy_clients_as_fast_as_they_were() {
         let slow: Vec<_> =
             (0..SLOW_SOCKETS).map(|count| tokio::spawn(drip(address(&server), heads[count % heads.len()]))).collect();
         let begun = Instant::now();
-        // Those that are cut come again a little later: most are there at any time.
+        // Disconnected clients reconnect a little later, so most are connected at any time.
         while open_connections(&server).await < SLOW_SOCKETS * 6 / 10 {
             assert!(begun.elapsed() < Duration::from_secs(60), "{} are open", open_connections(&server).await);
             tokio::time::sleep(Duration::from_millis(200)).await;
@@ -133,7 +133,7 @@ async fn a_connection_that_asks_for_nothing_is_closed() {
     assert!(begun.elapsed() > Duration::from_secs(15), "{:?}: a slow network is no attack", begun.elapsed());
 }
 
-/// Uploads rows, or a body of JSON, until it is refused or cut; then again.
+/// Uploads rows, or a JSON body, until it is refused or disconnected; then starts again.
 async fn upload(address: String, path: &'static str, kind: &'static str, piece: &'static [u8]) {
     loop {
         let Ok(mut stream) = TcpStream::connect(&address).await else { return };
@@ -156,7 +156,7 @@ async fn endless_uploads_stay_within_memory() {
     raise_open_files();
     let dir = tempfile::tempdir().unwrap();
     let server = Server::start(dir.path(), "none");
-    // A row that never ends, rows that never end, a document that never ends.
+    // A row without end, rows without end, a document without end.
     let spaces: &'static [u8] = Box::leak(vec![b' '; 64 * 1024].into_boxed_slice());
     let letters: &'static [u8] = Box::leak(vec![b'x'; 64 * 1024].into_boxed_slice());
     let rows: &'static [u8] = Box::leak(
@@ -233,10 +233,10 @@ async fn a_flood_of_resets_ends_its_own_connection_only() {
     assert!(during < Duration::from_secs(5), "{during:?}");
 }
 
-/// Sockets that hold all that strangers' bodies may: 16 MiB, in almost 64 KiB each.
+/// Number of sockets that use up the memory of unauthenticated bodies: 16 MiB, almost 64 KiB each.
 const STRANGERS: usize = 300;
 
-/// Sends nearly all of a sign-in, and never its end; when it is cut it comes again.
+/// Sends nearly all of a sign-in, but never its end; reconnects when disconnected.
 async fn sign_in_for_ever(address: String) {
     let head = "POST /session HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n";
     let request = format!("{head}transfer-encoding: chunked\r\n\r\nfff0\r\n{}\r\n", " ".repeat(0xfff0));
@@ -262,7 +262,7 @@ async fn strangers_keep_out_neither_users_nor_workers() {
     assert_eq!(sign_in().await, 201);
 
     let strangers: Vec<_> = (0..STRANGERS).map(|_| tokio::spawn(sign_in_for_ever(address(&server)))).collect();
-    // They hold what sign-ins may hold, and make room for one another: a user's own still gets in.
+    // They use up the memory of sign-ins and displace each other: a user's sign-in still succeeds.
     tokio::time::sleep(Duration::from_secs(1)).await;
     for _ in 0..20 {
         assert_eq!(sign_in().await, 201, "a sign-in that is finished at once gets in");

@@ -1,4 +1,4 @@
-//! What is written to standard error: lines of JSON where they are asked for, with the causes of every error.
+//! Standard error: JSON lines if requested, with the causes of every error.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader};
@@ -11,7 +11,7 @@ use sqlx::Connection;
 
 use crate::processes::{Server, command};
 
-/// Lines of a log, each of them one of JSON.
+/// Returns the lines of a log, each parsed as JSON.
 fn lines(text: &str) -> Vec<Value> {
     text.lines().map(|line| serde_json::from_str(line).unwrap_or_else(|error| panic!("{error}: {line}"))).collect()
 }
@@ -22,13 +22,13 @@ async fn errors_in_a_log_of_json_have_their_causes() {
     let (data, log) = (dir.path().join("data"), dir.path().join("log"));
     let mut serve = command(&data, "none");
     let server = Server::start_by(serve.args(["--log-format", "json"]).stderr(File::create(&log).unwrap()));
-    // The outbox is looked at all the time.
+    // Polling of the outbox produces errors continuously.
     let options = sqlx::sqlite::SqliteConnectOptions::new().filename(data.join("rlood.db"));
     let mut database = sqlx::SqliteConnection::connect_with(&options).await.unwrap();
     sqlx::query("ALTER TABLE deliveries RENAME TO elsewhere").execute(&mut database).await.unwrap();
     let begun = Instant::now();
     let error = loop {
-        // The last line may be half written.
+        // The last line may be incomplete.
         let text = std::fs::read_to_string(&log).unwrap();
         let whole = text.rsplit_once('\n').map_or("", |(whole, _)| whole);
         let found = lines(whole).into_iter().find(|line| line["fields"]["message"] == "the outbox cannot be read");
@@ -64,7 +64,7 @@ fn a_worker_without_a_server_says_in_json_why_it_cannot_reach_it() {
     assert!(error.contains("the server cannot be reached") && error.contains("refused"), "{error}");
 }
 
-/// Exit code and standard error of a process that does not start.
+/// Returns exit code and standard error of a process that fails to start.
 fn refused(command: &mut Command) -> (Option<i32>, String) {
     for (name, _) in std::env::vars().filter(|(name, _)| name.starts_with("RLOOD_")) {
         command.env_remove(name);
@@ -89,7 +89,7 @@ fn what_ends_a_process_is_a_line_of_json_where_the_log_is() {
     let (file, data) = (at(&file), at(&data));
     let listen = ["--listen", "127.0.0.1:0", "--devices", "none"];
     let cases: [(&[&str], i32, &str); 6] = [
-        // Where a file is, no directory can be: the cause is the system's.
+        // A directory cannot replace a file: the cause comes from the system.
         (&["serve", "--data-dir", &file], 1, "(os error "),
         (&["backup", "/nowhere/at/all", "--data-dir", &file], 1, ""),
         (&["serve", "--data-dir", &data, "--allow-outgoing", "10.0.0.0/99"], 1, "10.0.0.0/99"),
@@ -109,7 +109,7 @@ fn what_ends_a_process_is_a_line_of_json_where_the_log_is() {
         let message = last["fields"]["message"].as_str().unwrap();
         assert!(message.contains(part) && !message.starts_with("error:"), "{words:?}: {message}");
         assert!(last["timestamp"].as_str().unwrap().parse::<jiff::Timestamp>().is_ok(), "{last}");
-        // Nothing changes for people, and both say the same.
+        // The text format contains the same information.
         let (found, text) = refused(&mut rlood(&all));
         assert_eq!(found, Some(code), "{words:?}: {text}");
         assert!(text.contains(message.lines().next().unwrap()), "{words:?}: {text} {message}");

@@ -1,4 +1,4 @@
-//! The lifecycle messages of the document's `webhooks` are those that are sent: every one fits its schema, field by field.
+//! The lifecycle messages in the document's `webhooks` match the sent ones: every message is valid by its schema, field by field.
 
 use std::collections::BTreeSet;
 
@@ -11,10 +11,10 @@ use rlood::protocol::{FileEntry, Outcome};
 use rlood::store::{PublishCheckpoint, clock_ms};
 use serde_json::{Value, json};
 
-use crate::lifecycle::{Endpoint, courier, subscribe};
+use crate::lifecycle::{Endpoint, start_sender, subscribe};
 use crate::server::{Server, job, step, with};
 
-/// The document, with no room in its schemas for what they do not name.
+/// The document, with schemas that allow no additional fields.
 fn closed_document() -> Value {
     let mut document = serde_json::to_value(rlood::http::openapi()).unwrap();
     for schema in document["components"]["schemas"].as_object_mut().unwrap().values_mut() {
@@ -25,7 +25,7 @@ fn closed_document() -> Value {
     document
 }
 
-/// Why a message does not fit what the document says of its type; `None` when it does.
+/// Returns why a message does not match the document's schema of its type; `None` if it matches.
 fn complaint(document: &Value, message: &Value) -> Option<String> {
     let kind = message["type"].as_str().unwrap();
     let (mut schemas, mut compiler) = (Schemas::new(), Compiler::new());
@@ -82,10 +82,10 @@ async fn every_message_that_is_sent_fits_the_document() {
     let store = &server.state.store;
     let endpoint = Endpoint::start(&[]).await;
     let hook = subscribe(&server, &endpoint.url, None).await;
-    let _courier = courier(&server);
+    let _sender = start_sender(&server);
     let now = clock_ms;
 
-    // Paused by its user, by a full disk and by an outage, taken back, and at last failed.
+    // A job that is paused by its user, by a full disk and by an outage, requeued, and finally failed.
     let labelled = with(with(job(), "name", json!("named")), "metadata", json!({"team": "x"}));
     let id = server.create(labelled).await;
     let (_, attempt) = server.claim().await;

@@ -1,6 +1,6 @@
-//! A data directory of revision 51ddf53 (rlood 0.1.0) opens: everything in it is listed and downloaded, its pending messages
-//! are delivered, and its jobs end with the bytes that 51ddf53 itself ended with. `tests/fixtures/data_51ddf53/record.py`
-//! says how it was recorded.
+//! A data directory of revision 51ddf53 (rlood 0.1.0) can be opened: everything in it can be listed and downloaded, its pending
+//! messages are delivered, and its jobs end with the same bytes as with 51ddf53. `tests/fixtures/data_51ddf53/record.py` describes
+//! how it was recorded.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -14,9 +14,9 @@ use super::kills::adapter;
 use super::processes::{Server, command};
 use super::service::{Service, ok, text};
 
-/// Where the recorded jobs find their reward service.
+/// Address of the reward service in the recorded jobs.
 const REWARDS: SocketAddr = address(8651);
-/// Where the pending messages go.
+/// Address to which the pending messages are sent.
 const RECEIVER: SocketAddr = address(8652);
 
 const fn address(port: u16) -> SocketAddr {
@@ -27,7 +27,7 @@ fn fixtures() -> std::path::PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/data_51ddf53")
 }
 
-/// Unpacks the data directory and tells its database where the model lies on this machine.
+/// Unpacks the data directory and sets the model's path on this machine in its database.
 async fn unpack(to: &Path) -> std::path::PathBuf {
     let packed = std::fs::File::open(fixtures().join("data.tar.gz")).unwrap();
     tar::Archive::new(flate2::read::GzDecoder::new(packed)).unpack(to).unwrap();
@@ -87,7 +87,7 @@ async fn read_job(server: &Server, job: &str) {
     }
 }
 
-/// Lists and downloads everything, as it was left.
+/// Lists and downloads everything in the recorded state.
 async fn reads_all(server: &Server, expected: &Value) {
     let id = |name: &str| expected[name]["id"].as_str().unwrap().to_owned();
     let jobs = all(server, "/jobs").await;
@@ -98,7 +98,7 @@ async fn reads_all(server: &Server, expected: &Value) {
             assert_eq!(&job[key], value, "{job_id} {key}");
         }
         let view = server.get(&format!("/jobs/{job_id}")).await;
-        // The default of 51ddf53, and its rules.
+        // The default of 51ddf53, and its arithmetic.
         assert_eq!(view["plan"]["optimizer"]["learning_rate"], 1e-5);
         assert!(view["plan"].get("arithmetic").is_none(), "{view}");
         read_job(server, job_id).await;
@@ -131,7 +131,7 @@ async fn a_data_directory_of_51ddf53_opens_and_its_jobs_end_with_its_bytes() {
     let data = unpack(dir.path()).await;
     let receiver = Service::start_at(RECEIVER, |_, _| text(204, "")).await;
     let judge = Service::start_at(REWARDS, |_, request| {
-        // As record.py judges.
+        // The same reward as in record.py.
         let result = |sample: &Value| {
             let reward = sample["completion"].as_str().unwrap().bytes().map(f64::from).sum::<f64>() % 17.0;
             json!({"sample_id": sample["sample_id"], "reward": reward})
@@ -141,7 +141,7 @@ async fn a_data_directory_of_51ddf53_opens_and_its_jobs_end_with_its_bytes() {
     })
     .await;
 
-    // Without a worker: as it was left.
+    // Without a worker the state is unchanged.
     let server = start(&data, "none");
     reads_all(&server, &expected).await;
     // The messages that could not be delivered then are delivered now, signed with the recorded secret.
@@ -172,7 +172,7 @@ async fn a_data_directory_of_51ddf53_opens_and_its_jobs_end_with_its_bytes() {
     let rewards: Vec<&Value> = metrics.iter().map(|row| &row["reward"]).filter(|reward| !reward.is_null()).collect();
     assert_eq!(json!(rewards), expected["calm_rewards"]);
 
-    // What the journal holds is not asked again; what had no answer is asked under its old id.
+    // Journaled answers are not requested again; requests without an answer keep their old ids.
     let asked: Vec<Value> =
         judge.seen.lock().unwrap().iter().map(|(_, body)| serde_json::from_slice(body).unwrap()).collect();
     let again: Vec<&Value> =
@@ -192,7 +192,7 @@ async fn a_data_directory_of_51ddf53_opens_and_its_jobs_end_with_its_bytes() {
     assert_eq!(changed["data"]["data"]["arithmetic"], json!({"split": "row_number", "ties": "std", "sums": "v1"}));
     let started = events.iter().rfind(|event| event["type"] == "job.started").unwrap();
     assert_eq!((&started["data"]["version"], &started["data"]["previous_version"]), (&json!(version), &json!("0.1.0")));
-    // A job that begins with this version says nothing of another one.
+    // A job that starts with this version has no event about another version.
     let events = all(&server, &format!("/jobs/{}/events", id("queued"))).await;
     assert!(events.iter().all(|event| event["data"]["code"] != "version_changed"));
 }

@@ -1,4 +1,4 @@
-//! The document is what is committed, says everything, and refers only to what it holds.
+//! The OpenAPI document equals the committed one, is complete, and has no dangling references.
 
 use serde_json::Value;
 

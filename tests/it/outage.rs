@@ -1,5 +1,5 @@
-//! A reward service goes away and comes back, with real processes: the job pauses, the server asks, the job goes on; but
-//! what a user paused stays paused.
+//! A reward service fails and recovers, with real processes: the job pauses, the server pings the service, and the job resumes. A
+//! job that a user paused stays paused.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 
 use crate::processes::{Server, model_copy, register, spec};
 
-/// The waits that rlood chooses itself, a fiftieth: the first ping comes after 0.1 s, then every 0.6 s at most.
+/// rlood's own delays, reduced to a fiftieth: the first ping comes after 0.1 s, then at most every 0.6 s.
 const PACE: [&str; 2] = ["--reward-pace", "0.02"];
 
 #[derive(Clone)]
@@ -22,7 +22,7 @@ struct Service {
     away: Arc<AtomicBool>,
     pings: Arc<AtomicUsize>,
     key: Arc<Key>,
-    /// What the service was asked for while it was away, pings apart.
+    /// Requests during the outage, without pings.
     asked_away: Arc<Mutex<Vec<Value>>>,
 }
 
@@ -45,7 +45,7 @@ async fn answer(State(service): State<Service>, headers: HeaderMap, body: Bytes)
     if is_ping {
         return StatusCode::NO_CONTENT.into_response();
     }
-    // So that a fast machine is not done before the service goes away.
+    // Slows the run down, so that a fast machine does not finish before the outage.
     tokio::time::sleep(Duration::from_millis(200)).await;
     let samples = request["samples"].as_array().unwrap();
     let rewards: Vec<usize> = samples.iter().map(|sample| sample["completion"].as_str().unwrap().len() % 3).collect();
@@ -71,7 +71,7 @@ impl Service {
         self.away.store(away, Ordering::SeqCst);
     }
 
-    /// Returns when it has been asked for so many more signs of life.
+    /// Returns after this many more pings.
     async fn pinged(&self, more: usize) {
         let enough = self.pings.load(Ordering::SeqCst) + more;
         for _ in 0..2000 {
@@ -107,12 +107,12 @@ async fn a_job_waits_for_its_service_through_a_restart_and_goes_on_by_itself() {
     server.job_when(&job, "waiting_for_reward", waiting).await;
     let paused = server.job_in_state(&job, "paused").await;
     assert_eq!(paused["status_reason"], "reward_outage", "{paused}");
-    // It lost nothing: the steps it had done are saved.
+    // The paused job lost nothing: its completed steps are saved.
     assert_eq!(server.checkpoint_steps(&job).await, [paused["step"].as_u64().unwrap()]);
     let health = server.get(&format!("/jobs/{job}/rewards")).await;
     assert_ne!(health["data"][0]["breaker"]["state"], "closed", "{health}");
     assert!(health["data"][0]["errors"]["server_error"].as_u64() >= Some(5), "{health}");
-    // The same request, for as long as it took.
+    // The same request was repeated during the whole outage.
     let asked = std::mem::take(&mut *service.asked_away.lock().unwrap());
     assert!(asked.len() >= 5 && asked.iter().all(|request| *request == asked[0]), "{asked:?}");
 
@@ -147,14 +147,14 @@ async fn what_a_user_paused_stays_paused_and_what_a_user_resumes_goes_on() {
     }
     let view = server.post(&format!("/jobs/{users}/pause"), &json!({})).await;
     assert_eq!((&view["state"], &view["status_reason"]), (&json!("paused"), &Value::Null));
-    // One may try oneself: it pauses again, and the server goes on asking.
+    // A user may resume the job early: it pauses again, and the server continues to ping.
     server.post(&format!("/jobs/{own}/resume"), &json!({})).await;
     server.job_when(&own, "the next attempt", |view| view["attempt"] == 2).await;
     server.job_when(&own, "the outage", |view| view["status_reason"] == "reward_outage").await;
 
     service.be(false);
     server.job_in_state(&own, "succeeded").await;
-    // The other one had the same chances.
+    // The other job had the same opportunities.
     let view = server.get(&format!("/jobs/{users}")).await;
     assert_eq!((&view["state"], &view["status_reason"], &view["attempt"]), (&json!("paused"), &Value::Null, &json!(1)));
     let pauses: Vec<Value> =
@@ -179,7 +179,7 @@ async fn a_service_is_asked_once_for_all_jobs_that_wait_for_it() {
     for number in 0..JOBS {
         let mut spec = spec("tiny", 2);
         spec["rewards"] = json!([{"name": format!("r{number}"), "type": "webhook", "url": url, "secret": secret}]);
-        // With other credentials it may be another service.
+        // With other credentials it may be a different service.
         if number == 0 {
             spec["rewards"][0]["headers"] = json!({"x-tenant": "b"});
         }
@@ -197,11 +197,11 @@ async fn a_service_is_asked_once_for_all_jobs_that_wait_for_it() {
     let begun = std::time::Instant::now();
     let server = Server::start_with(&data, "none", &PACE);
     service.pinged(6).await;
-    // The first after 0.1 s, the next 0.2 s later, then more slowly: two credentials, two pings a round.
+    // The first ping after 0.1 s, the next 0.2 s later, then more slowly: two credentials cause two pings per round.
     let rounds = 1 + begun.elapsed().as_millis() / 200;
     let pings = service.pings.load(Ordering::SeqCst);
     assert!(pings as u128 <= 2 * rounds, "{pings} pings in {rounds} rounds");
-    // A job with new secrets is asked for with those.
+    // A job with new secrets is checked with these.
     let other = Key::generate().unwrap();
     let renewed = json!({"reward_secrets": {"r1": {"secret": other}}});
     let patched = reqwest::Client::new().patch(format!("{}/jobs/{}", server.url, jobs[1])).json(&renewed).send().await;

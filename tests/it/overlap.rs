@@ -1,4 +1,5 @@
-//! Overlap, through a server: its jobs, its workers, its reward services. The engine's half is its own `overlap`.
+//! Overlap of sampling and rewards through a server: jobs, workers, reward services. The engine's part is tested
+//! in its own `overlap`.
 
 use std::time::Duration;
 
@@ -24,7 +25,7 @@ async fn overlap_is_refused_where_it_makes_no_sense() {
     assert_eq!(answer.body["plan"]["rloo"]["overlap"], true);
 }
 
-/// A service that marks by the completion's length, `delay` after it was asked.
+/// A service that scores by the completion's length, `delay` after the request.
 async fn service(delay: impl Fn(u64) -> Duration + Clone + Send + Sync + 'static) -> String {
     let count = std::sync::Arc::new(std::sync::atomic::AtomicU64::new(0));
     let answer = move |body: axum::body::Bytes| {
@@ -55,7 +56,7 @@ fn six_blocks(url: &str, overlap: bool) -> Value {
     job
 }
 
-/// Runs it; its adapter, and how long it took.
+/// Runs the job; returns its adapter and the duration.
 async fn job(server: &Server, url: &str, overlap: bool) -> (Vec<u8>, Duration) {
     let job = server.submit(&six_blocks(url, overlap)).await;
     let view = server.job_in_state(&job, "succeeded").await;
@@ -77,7 +78,7 @@ async fn a_slow_reward_costs_less_and_what_is_learnt_does_not_depend_on_its_timi
     assert!(overlapped_took < plain_took.mul_f64(0.75), "{overlapped_took:?} of {plain_took:?}");
     assert!(plain != overlapped, "off-policy by a block is not the same run");
 
-    // Answers come late and early, in another order than they were asked for.
+    // Answers arrive with varying delays, in another order than the requests.
     let jumpy = service(|count| Duration::from_millis([900, 10, 10, 700, 30, 500][count as usize % 6])).await;
     let at_once = service(|_| Duration::ZERO).await;
     for url in [jumpy, at_once] {
@@ -92,7 +93,7 @@ async fn a_worker_killed_while_rewards_of_two_blocks_are_outstanding_changes_not
     register(&server, "tiny", &model_copy(&dir.path().join("model"))).await;
     let url = service(|_| Duration::from_millis(300)).await;
     let (expected, _) = job(&server, &url, true).await;
-    // Inside a block, at its end, and before anything is saved.
+    // Inside a block, at its end, and before anything was saved.
     for step in [0, 3, 6] {
         let pid = server.worker_pids(1).await[0];
         let job = server.submit(&six_blocks(&url, true)).await;

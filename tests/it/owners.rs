@@ -1,4 +1,4 @@
-//! Whose things a key sees where many owners' lie together: webhooks, measurements, the stream of all jobs.
+//! Visibility by owner in shared resources: webhooks, metrics, the stream of all jobs.
 
 use std::time::Duration;
 
@@ -41,7 +41,7 @@ async fn a_webhook_of_every_owners_jobs_is_nobodys_but_the_admins() {
     let same = call(&server, "GET", &path, &lead, None).await;
     assert_eq!((&same.body["url"], &same.body["updated_at"]), (&all.body["url"], &all.body["updated_at"]));
 
-    // One that an admin made for the owner's jobs alone is the owner's, as before.
+    // A webhook that an admin limits to its owner's jobs belongs to that owner.
     let own = with(body("https://example.com/own"), "all_jobs", json!(false));
     let own = call(&server, "POST", "/webhooks", &lead, Some(&own)).await.body["id"].clone();
     let own_path = format!("/webhooks/{}", own.as_str().unwrap());
@@ -91,7 +91,7 @@ async fn an_owner_hears_that_its_jobs_are_gone_and_of_no_others() {
         assert_eq!(call(&server, "POST", &format!("/jobs/{id}/cancel"), key, None).await.status, 200);
         ids.push(id);
     }
-    // Neither of them changes before it is deleted.
+    // Neither job changes before it is deleted.
     let mut request = request("GET", "/jobs/changes", Some(&alice), None);
     request.headers_mut().insert(header::ACCEPT, "text/event-stream".parse().unwrap());
     let mut body = server.router.clone().oneshot(request).await.unwrap().into_body();

@@ -1,4 +1,4 @@
-//! The base model beside a checkpoint, over HTTP and through real processes: what they say, what is refused, how it ends.
+//! The base model compared with a checkpoint, over HTTP and with real processes: completions, refusals, interruptions.
 
 use std::num::NonZeroUsize;
 
@@ -19,7 +19,7 @@ use crate::processes::{Server, is_alive, model_copy, register, signal, spec, tra
 
 const PROMPT: &str = "Say the number 7 in a few words.";
 
-/// A status and the body.
+/// Returns the status and the body.
 async fn ask(server: &Server, job: &str, question: &Value) -> (u16, Value) {
     let http = reqwest::Client::builder().no_proxy().build().unwrap();
     let answer = http.post(format!("{}/jobs/{job}/generate", server.url)).json(question).send().await.unwrap();
@@ -36,7 +36,7 @@ fn texts(answer: &Value, of: &str) -> Vec<String> {
     answer[of].as_array().unwrap().iter().map(|one| one["completion"].as_str().unwrap().to_owned()).collect()
 }
 
-/// What the engine itself makes of the prompt.
+/// Returns the completions that the engine itself produces for the prompt.
 fn engine_says(policy: &Policy, text: &Text, sampler: Sampler, key: Key, length: usize) -> Vec<(String, usize)> {
     let ids = text.encode(PROMPT, true).unwrap();
     let request = GenerateRequest {
@@ -62,7 +62,7 @@ fn said(answer: &Value, of: &str) -> Vec<(String, usize)> {
     answer[of].as_array().unwrap().iter().map(one).collect()
 }
 
-/// The folder of a checkpoint, downloaded from the server.
+/// Downloads a checkpoint from the server to a folder.
 async fn checkpoint_of(server: &Server, job: &str, step: u64, to: &Path) {
     let list = server.client.list_checkpoints(job.parse().unwrap()).collect().await.unwrap();
     let found = list.iter().find(|one| one.step == step).unwrap();
@@ -94,7 +94,7 @@ async fn both_models_say_what_the_engine_says_and_training_shows() {
     assert_eq!(said(&sampled, "trained"), engine_says(&policy, &text, warm, other_key, 6));
     assert_ne!(texts(&answer, "trained"), texts(&answer, "base"), "{answer}");
 
-    // Greedy: both completions of a model are the same. What was not asked for is the job's.
+    // Greedy: both completions of a model are equal. Settings that the request omits are the job's.
     assert_eq!(texts(&answer, "base")[0], texts(&answer, "base")[1]);
     assert_eq!((&answer["weights"], &answer["step"], &answer["seed"]), (&json!("adapter"), &json!(4), &json!(7)));
     assert_eq!((&answer["model"], &answer["job_id"]), (&json!("small"), &json!(job)));
@@ -108,12 +108,12 @@ async fn both_models_say_what_the_engine_says_and_training_shows() {
         let whole = one["num_tokens"] == 12;
         assert!(one["finish_reason"] == "stop" || (whole && one["finish_reason"] == "length"), "{one}");
     }
-    // The same question, the same answer; another seed, another one.
+    // The same request gives the same answer; another seed gives another one.
     assert_eq!(texts(&asked(&server, &job, drawn).await, "trained"), texts(&sampled, "trained"));
     let other = asked(&server, &job, json!({"prompt": PROMPT, "num_generations": 2, "seed": 12})).await;
     assert_ne!(texts(&other, "base"), texts(&sampled, "base"));
 
-    // An earlier step, and the words for steps.
+    // An earlier step, and the keywords for steps.
     let step = |choice: Value| {
         let mut question = greedy.clone();
         question["checkpoint"] = choice;
@@ -125,7 +125,7 @@ async fn both_models_say_what_the_engine_says_and_training_shows() {
     let list = server.get(&format!("/jobs/{job}/checkpoints")).await;
     let marked = list["data"].as_array().unwrap().iter().find(|one| one["best"] == true).unwrap();
     assert_eq!(best["checkpoint_id"], marked["id"]);
-    // Nothing of it is recorded.
+    // Nothing is recorded.
     assert_eq!(server.get(&format!("/jobs/{job}/samples?phase=eval")).await["data"], json!([]));
 }
 
@@ -202,14 +202,14 @@ async fn what_cannot_be_asked_is_refused_at_its_field() {
     assert_eq!(answer["errors"].as_array().unwrap().len(), 2, "{answer}");
     assert_eq!(ask(&server, "job_00000000000000000000000000", &json!({"prompt": "x"})).await.0, 404);
 
-    // Files that are not those of the training, and files that are gone.
+    // Files that differ from those of the training, and missing files.
     let weights = dir.path().join("small/model.safetensors");
     let mut bytes = std::fs::read(&weights).unwrap();
     *bytes.last_mut().unwrap() ^= 1;
     std::fs::write(&weights, bytes).unwrap();
     let (status, answer) = ask(&server, &job, &json!({"prompt": "x"})).await;
     assert_eq!((status, &answer["code"]), (422, &json!("invalid_model")), "{answer}");
-    assert!(answer["detail"].as_str().unwrap().contains("are not those that the job was trained with"), "{answer}");
+    assert!(answer["detail"].as_str().unwrap().contains("have changed since the job was trained"), "{answer}");
     std::fs::rename(dir.path().join("small"), dir.path().join("away")).unwrap();
     let (status, answer) = ask(&server, &job, &json!({"prompt": "x"})).await;
     assert_eq!((status, &answer["code"]), (422, &json!("invalid_model")), "{answer}");
@@ -229,7 +229,7 @@ async fn a_job_without_a_checkpoint_and_a_question_beyond_the_memory_are_refused
     drop(server);
     let server = Server::start_with(&dir.path().join("data"), "cpu", &["--memory-limit", "200MiB"]);
     server.job_in_state(&job, "succeeded").await;
-    // 2 KiB of keys and values a token.
+    // 2 KiB of keys and values per token.
     let wide = json!({"prompt": PROMPT, "num_generations": 8, "sampling": {"max_completion_length": 100_000}});
     let (status, answer) = ask(&server, &job, &wide).await;
     let first = &answer["errors"][0];
@@ -239,7 +239,7 @@ async fn a_job_without_a_checkpoint_and_a_question_beyond_the_memory_are_refused
     asked(&server, &job, json!({"prompt": PROMPT})).await;
 }
 
-/// Gives the model of a directory room for very long completions, so that a question takes its time.
+/// Extends the context of the model in a directory, so that a request takes long.
 fn make_spacious(dir: &Path) {
     let path = dir.join("config.json");
     let mut config: Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
@@ -247,7 +247,7 @@ fn make_spacious(dir: &Path) {
     std::fs::write(&path, config.to_string()).unwrap();
 }
 
-/// The processes that generate for a server.
+/// Returns the generator processes of a server.
 fn generators(server: &Server) -> Vec<u32> {
     let out = Command::new("sh").args(["-c", "cat /proc/[0-9]*/stat 2>/dev/null; true"]).output().unwrap();
     let parent = server.child.id().to_string();
@@ -298,12 +298,12 @@ async fn one_question_at_a_time_which_dies_with_its_client_its_process_or_its_se
     assert_eq!(second.status(), 429);
     assert!(second.headers()["retry-after"].to_str().unwrap().parse::<u64>().unwrap() > 0);
     assert_eq!(second.json::<Value>().await.unwrap()["code"], "too_many_requests");
-    // The client goes away: so does the process, and the place is free.
+    // The client disconnects: the process ends, and the slot is free.
     first.abort();
     generator_when(&server, false).await;
     asked(&server, &job, json!({"prompt": PROMPT})).await;
 
-    // The process is killed: a clear error, and the next question is answered.
+    // The process is killed: the error is clear, and the next request succeeds.
     let third = begin();
     let pid = generator_when(&server, true).await.unwrap();
     signal("KILL", pid);
@@ -315,7 +315,7 @@ async fn one_question_at_a_time_which_dies_with_its_client_its_process_or_its_se
     assert!(answer["detail"].as_str().unwrap().contains("was killed"), "{answer}");
     asked(&server, &job, json!({"prompt": PROMPT})).await;
 
-    // The server stops: the question is refused at once, and nothing is left behind.
+    // The server stops: the request is refused immediately, and no process remains.
     let fourth = begin();
     let pid = generator_when(&server, true).await.unwrap();
     let (status, took) = server.terminate();

@@ -1,5 +1,5 @@
-//! Workers that are taken away again and again: a job that advances ends with the bytes of a calm run, one that cannot begin is
-//! given up after three attempts, and a worker that is told to leave saves first.
+//! Workers that are preempted repeatedly: a job that makes progress ends with the bytes of an uninterrupted run, a job that cannot
+//! start fails after three attempts, and a worker that gets SIGTERM saves a checkpoint first.
 //!
 //! ```text
 //! cargo test --release --test it -- preempt::                                        shortened intervals
@@ -18,12 +18,12 @@ use super::processes::{Server, binary, is_alive, model_copy, register, signal, s
 const STEPS: u64 = 200;
 const TOKEN: &str = "the-token-of-workers-started-by-hand";
 
-/// The same numbers on every run: an interval from `low` to `high` seconds.
+/// Deterministic intervals from `low` to `high` seconds.
 struct Intervals(u64);
 
 impl Intervals {
     fn next(&mut self, low: f64, high: f64) -> Duration {
-        // Knuth's constants; the upper bits are the good ones.
+        // Knuth's constants; the upper bits are the most random ones.
         self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         let part = (self.0 >> 11) as f64 / (1_u64 << 53) as f64;
         Duration::from_secs_f64(low + (high - low) * part)
@@ -47,11 +47,11 @@ async fn events(server: &Server, job: &str, kind: &str) -> Vec<Value> {
 async fn a_job_of_200_steps_whose_worker_is_killed_again_and_again_ends_with_the_bytes_of_a_calm_run() {
     let long = std::env::var_os("RLOOD_PREEMPT_LONG").is_some();
     let dir = tempfile::tempdir().unwrap();
-    // A step takes time on the fastest machine too.
+    // A minimum duration per step, also on the fastest machine.
     let service = slow_judge(Duration::from_millis(if long { 150 } else { 20 })).await;
     let mut spec = spec("tiny", STEPS);
     spec["rewards"] = json!([{"name": "judge", "type": "webhook", "url": service.url()}]);
-    // No checkpoint that the plan asks for before the end: progress is what the journal holds.
+    // The plan requests no checkpoint before the end: all progress is in the journal.
     spec["checkpoints"] = json!({"every_steps": 1000, "keep_last": 2});
     let server = Server::start(&dir.path().join("data"), "cpu");
     register(&server, "tiny", &model_copy(&dir.path().join("model"))).await;
@@ -71,7 +71,7 @@ async fn a_job_of_200_steps_whose_worker_is_killed_again_and_again_ends_with_the
         if long {
             tokio::time::sleep(interval).await;
         }
-        // In the short form the time to load a model would be most of a worker's life.
+        // In the short form, loading the model would take most of a worker's lifetime.
         let begun =
             |view: &Value| view["attempt"] == kills + 1 && view["phase"] != "loading" && view["state"] == "running";
         let over = |view: &Value| view["state"] == "succeeded" || view["state"] == "failed";
@@ -98,7 +98,7 @@ async fn a_job_of_200_steps_whose_worker_is_killed_again_and_again_ends_with_the
     assert!(adapter(&server, &job).await == expected, "seed {seed}: another adapter than that of the calm run");
     check_history("killed again and again", &server, &job, STEPS).await;
     check_requests("killed again and again", &service);
-    // What was saved to shorten the replays is gone; what the plan asked for is there.
+    // Intermediate checkpoints are removed; the planned ones exist.
     assert_eq!(server.checkpoint_steps(&job).await, server.checkpoint_steps(&calm).await);
     for end in events(&server, &job, "job.requeued").await {
         let data = &end["data"];
@@ -113,7 +113,7 @@ async fn a_worker_that_dies_before_it_has_done_anything_is_given_three_attempts(
     let server = Server::start(&dir.path().join("data"), "cpu");
     register(&server, "tiny", &model_copy(&dir.path().join("model"))).await;
     let mut spec = spec("tiny", 2);
-    // A step that takes long to sample: nothing is in the journal when the worker dies.
+    // A step that takes long to sample: the journal is empty when the worker dies.
     spec["sampling"]["max_completion_length"] = json!(200);
     spec["rloo"]["num_generations"] = json!(256);
     spec["training"]["prompts_per_step"] = json!(6);
@@ -122,7 +122,8 @@ async fn a_worker_that_dies_before_it_has_done_anything_is_given_three_attempts(
         let view =
             server.job_when(&job, "an attempt", |view| view["state"] == "running" && view["attempt"] == attempt).await;
         assert_eq!(view["step"], 0, "{view}");
-        // As a broken library does it. The first one only ends Rust's own handler, which waits for the fault to come again.
+        // Simulates a crash in a native library. The first signal only removes Rust's own handler, which waits for
+        // the fault to recur.
         let pid = server.worker_pids(1).await[0];
         signal("SEGV", pid);
         tokio::time::sleep(Duration::from_millis(20)).await;
@@ -143,7 +144,7 @@ async fn a_worker_that_dies_before_it_has_done_anything_is_given_three_attempts(
     assert!(message.matches("SIGSEGV").count() >= 3, "{message}");
 }
 
-/// A worker started by hand; killed when dropped.
+/// A separately started worker; killed when dropped.
 struct ByHand(Child);
 
 impl ByHand {
@@ -167,7 +168,7 @@ async fn a_preempted_worker_saves_and_leaves_within_its_grace_and_the_job_is_not
     let dir = tempfile::tempdir().unwrap();
     let server = Server::start_in(&dir.path().join("data"), "none", &[("RLOOD_WORKER_TOKEN", TOKEN)]);
     register(&server, "tiny", &model_copy(&dir.path().join("model"))).await;
-    // A step takes time on the fastest machine too.
+    // A minimum duration per step, also on the fastest machine.
     let service = slow_judge(Duration::from_millis(20)).await;
     let mut spec = spec("tiny", 100);
     spec["rewards"] = json!([{"name": "judge", "type": "webhook", "url": service.url()}]);
@@ -206,7 +207,7 @@ async fn checkpoints_come_by_the_clock_too_and_change_no_byte() {
     let dir = tempfile::tempdir().unwrap();
     let server = Server::start(&dir.path().join("data"), "cpu");
     register(&server, "tiny", &model_copy(&dir.path().join("model"))).await;
-    // A step takes time on the fastest machine too.
+    // A minimum duration per step, also on the fastest machine.
     let service = slow_judge(Duration::from_millis(40)).await;
     let mut spec = spec("tiny", 60);
     spec["rewards"] = json!([{"name": "judge", "type": "webhook", "url": service.url()}]);

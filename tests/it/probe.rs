@@ -1,4 +1,4 @@
-//! Preflight over HTTP, through real processes: the bundled model, a reward service on this machine, and what goes wrong.
+//! Preflight over HTTP with real processes: the bundled model, a local reward service, and failures.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use crate::processes::{Server, register};
 
-/// A service that scores an exact answer 1 and everything else 0, says its range, and keeps what it is asked.
+/// A service that scores exact answers 1 and all others 0, announces its range, and records requests.
 struct Grader {
     url: String,
     seen: Arc<Mutex<Vec<Value>>>,
@@ -128,7 +128,7 @@ async fn a_probe_measures_the_job_and_says_that_it_is_ready() {
         sample["prompt"].is_string() && sample["completion"].is_string() && sample["rewards"]["grader"].is_number()
     );
 
-    // The service can tell a probe from a job, and rows have their numbers in the dataset.
+    // The service can distinguish a preflight from a job, and rows have their numbers in the dataset.
     let asked = grader.asked();
     assert!(asked.iter().all(|request| request["job"]["phase"] == "probe"), "{asked:?}");
     let mut rows: Vec<&str> = asked
@@ -169,7 +169,7 @@ async fn the_verdict_names_what_stands_against_a_job() {
     assert_eq!(found["truncated_fraction"], 1.0, "{found}");
     assert!(codes(&found).contains(&"raise_max_completion_length"), "{found}");
 
-    // Far longer than the rest of a step on a busy machine.
+    // Much slower than the rest of a step on a busy machine.
     let slow = Grader::start(Duration::from_secs(6)).await;
     let mut slowly = job(webhook(&slow.url));
     slowly["training"]["prompts_per_step"] = json!(2);
@@ -216,7 +216,7 @@ async fn one_probe_runs_at_a_time_and_ends_with_its_client() {
     assert_eq!(second.status(), 429);
     assert!(second.headers()["retry-after"].to_str().unwrap().parse::<u64>().unwrap() > 0);
     assert_eq!(second.json::<Value>().await.unwrap()["code"], "too_many_requests");
-    // The client hangs up: its place is free again at once, long before the probe would have ended.
+    // The client disconnects: its slot is free immediately, long before the preflight would have ended.
     first.abort();
     let begun = Instant::now();
     let quick = job(json!([{"type": "exact_match", "column": "answer"}]));
@@ -247,7 +247,7 @@ async fn a_model_that_cannot_be_trained_is_the_verdict_too() {
     let found = probe(&server, "", &spec).await;
     assert_eq!((codes(&found), &found["error"]["code"]), (vec!["not_measured"], &json!("model_not_finite")), "{found}");
     assert!(found["verdict"][0]["detail"].as_str().unwrap().contains("NaN"), "{found}");
-    // What is not valid is not probed.
+    // An invalid job gets no preflight.
     let answer = server.post("/jobs/validate?probe=true", &json!({"model": "tiny"})).await;
     assert_eq!((&answer["valid"], &answer["probe"]), (&json!(false), &Value::Null));
 }

@@ -9,12 +9,12 @@ use std::time::{Duration, Instant};
 use rlood_client::{Client, Which};
 use serde_json::{Value, json};
 
-/// What a cancel or a pause may take, in every phase.
+/// Maximum time for a cancel or a pause to take effect, in every phase.
 const HONOURED: Duration = Duration::from_secs(12);
-/// What everything else may take on a busy machine.
+/// Maximum time for everything else on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(180);
 
-/// A server process; killed, and its workers with it, when dropped.
+/// A server process; it and its workers are killed when dropped.
 pub struct Server {
     pub child: Child,
     pub url: String,
@@ -23,22 +23,22 @@ pub struct Server {
 }
 
 impl Server {
-    /// On a free port; returns when it says where it listens.
+    /// Starts on a free port; returns when the server prints its address.
     pub fn start(data_dir: &Path, devices: &str) -> Self {
         Self::start_with(data_dir, devices, &[])
     }
 
-    /// The same, with further flags.
+    /// Starts a server with additional flags.
     pub fn start_with(data_dir: &Path, devices: &str, flags: &[&str]) -> Self {
         Self::start_by(command(data_dir, devices).args(flags))
     }
 
-    /// The same, with these variables.
+    /// Starts a server with these environment variables.
     pub fn start_in(data_dir: &Path, devices: &str, variables: &[(&str, &str)]) -> Self {
         Self::start_by(command(data_dir, devices).envs(variables.iter().copied()))
     }
 
-    /// The same, as this command starts it.
+    /// Starts a server with this command.
     pub fn start_by(command: &mut Command) -> Self {
         let _ = rustls::crypto::ring::default_provider().install_default();
         let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
@@ -51,7 +51,7 @@ impl Server {
     }
 
     #[cfg(feature = "failpoints")]
-    /// The job, if the server is there to tell.
+    /// Returns the job if the server answers.
     pub async fn try_job(&self, job: &str) -> Option<Value> {
         let answer = self.http.get(format!("{}/jobs/{job}", self.url)).send().await.ok()?;
         if answer.status().is_success() { answer.json().await.ok() } else { None }
@@ -69,7 +69,7 @@ impl Server {
         answer.bytes().await.unwrap().to_vec()
     }
 
-    /// A job's adapter in a tar, as it is downloaded and verified.
+    /// Downloads and verifies a job's adapter as a tar.
     pub async fn adapter(&self, job: &str, which: Option<Which>) -> Vec<u8> {
         let dir = tempfile::tempdir().unwrap();
         let to = dir.path().join("adapter.tar");
@@ -90,7 +90,7 @@ impl Server {
         self.post("/jobs", spec).await["id"].as_str().unwrap().to_owned()
     }
 
-    /// The job as soon as it satisfies the condition.
+    /// Returns the job as soon as it satisfies the condition.
     pub async fn job_when(&self, job: &str, what: &str, condition: impl Fn(&Value) -> bool) -> Value {
         let begun = Instant::now();
         loop {
@@ -110,7 +110,7 @@ impl Server {
         view
     }
 
-    /// The steps of its checkpoints, ascending.
+    /// Returns the steps of the job's checkpoints, ascending.
     pub async fn checkpoint_steps(&self, job: &str) -> Vec<u64> {
         let list = self.get(&format!("/jobs/{job}/checkpoints")).await;
         let mut steps: Vec<u64> =
@@ -127,7 +127,7 @@ impl Server {
         }
     }
 
-    /// Process ids of the workers, as soon as there are so many.
+    /// Returns the process ids of the workers, as soon as there are this many.
     pub async fn worker_pids(&self, count: usize) -> Vec<u32> {
         let begun = Instant::now();
         loop {
@@ -141,7 +141,7 @@ impl Server {
         }
     }
 
-    /// SIGTERM, and how it ended.
+    /// Sends SIGTERM; returns the exit status and how long the shutdown took.
     pub fn terminate(mut self) -> (ExitStatus, Duration) {
         let begun = Instant::now();
         signal("TERM", self.child.id());
@@ -156,28 +156,28 @@ impl Drop for Server {
     }
 }
 
-/// The binary of these tests, or the one of `RLOOD_BINARY`: figures want one that is built as releases are.
+/// The binary under test, or that of `RLOOD_BINARY`: performance figures need a release build.
 pub fn binary() -> PathBuf {
     std::env::var_os("RLOOD_BINARY").map_or_else(|| env!("CARGO_BIN_EXE_rlood").into(), PathBuf::from)
 }
 
-/// `rlood serve` on a free port, with no settings but these.
+/// `rlood serve` on a free port, with no other settings.
 pub fn command(data_dir: &Path, devices: &str) -> Command {
     let mut command = Command::new(binary());
     for (name, _) in std::env::vars().filter(|(name, _)| name.starts_with("RLOOD_")) {
         command.env_remove(name);
     }
-    // No test asks a hub, but those that say which.
+    // Tests do not contact a hub unless they configure one.
     command.env_remove("HF_TOKEN").env("HF_HUB_OFFLINE", "1").env("HF_HOME", data_dir.join("no-cache"));
     command.args(["serve", "--log", "error", "--devices", devices, "--data-dir"]);
     command.arg(data_dir).env("RLOOD_LISTEN", "127.0.0.1:0").stdin(Stdio::null());
-    // Tests count processes and requests; those of verdicts say so.
+    // Tests count processes and requests; tests of verdicts enable them explicitly.
     command.env("RLOOD_AUTO_VERDICT", "false");
     command
 }
 
 pub fn signal(name: &str, pid: u32) {
-    // The shell's own `kill`: the program of that name is not everywhere.
+    // Uses the shell's built-in `kill`, because the program is not installed everywhere.
     assert!(Command::new("sh").args(["-c", &format!("kill -{name} {pid}")]).status().unwrap().success());
 }
 
@@ -187,7 +187,7 @@ pub fn is_alive(pid: u32) -> bool {
     stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with('Z'))
 }
 
-/// A copy of a small model with random weights, so that a test may change it.
+/// Copies a small model with random weights, so that a test can modify it.
 pub fn model_copy(to: &Path) -> PathBuf {
     let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/parity/qwen3");
     std::fs::create_dir_all(to).unwrap();
@@ -199,7 +199,7 @@ pub fn model_copy(to: &Path) -> PathBuf {
     to.to_owned()
 }
 
-/// A job of this many steps that saves every second one.
+/// A job with this many steps that saves every second one.
 pub fn spec(model: &str, max_steps: u64) -> Value {
     let records: Vec<Value> =
         (0..6).map(|n| json!({"prompt": format!("Say the number {n} in a few words.")})).collect();
@@ -229,7 +229,7 @@ async fn two_cpu_workers_run_two_jobs_at_once_and_a_cancel_is_honoured_in_time()
     let pids = server.worker_pids(2).await;
     assert_ne!(pids[0], pids[1]);
     let (first, second) = (server.submit(&spec("tiny", 100_000)).await, server.submit(&spec("tiny", 100_000)).await);
-    // Each has done a step while the other was running.
+    // Each job completed a step while the other was running.
     for job in [&first, &second] {
         server.job_when(job, "a step", |view| view["state"] == "running" && view["step"].as_u64() > Some(0)).await;
     }
@@ -252,7 +252,7 @@ async fn two_cpu_workers_run_two_jobs_at_once_and_a_cancel_is_honoured_in_time()
 #[tokio::test]
 async fn pause_and_cancel_are_honoured_while_a_reward_service_hangs() {
     let dir = tempfile::tempdir().unwrap();
-    // Connections are accepted by the system and never answered.
+    // The system accepts connections, but no server answers them.
     let hanging = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let server = Server::start(&dir.path().join("data"), "cpu");
     register(&server, "tiny", &model_copy(&dir.path().join("model"))).await;
@@ -303,7 +303,7 @@ async fn a_changed_model_fails_its_job_and_the_worker_lives_on() {
     register(&server, "good", &model_copy(&dir.path().join("good"))).await;
     let changing = model_copy(&dir.path().join("changing"));
     register(&server, "changing", &changing).await;
-    // It waits behind another job while its model is replaced.
+    // The second job waits in the queue while its model is replaced.
     let first = server.submit(&spec("good", 100_000)).await;
     server.job_when(&first, "running", |view| view["state"] == "running").await;
     let second = server.submit(&spec("changing", 2)).await;
@@ -366,7 +366,7 @@ async fn a_server_that_stops_answers_what_waits_and_what_still_arrives() {
     let view = waiting.await.unwrap();
     assert_eq!(view["state"], "queued", "{view}");
     assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
-    // A byte now and then: seven seconds in all.
+    // Sends single bytes with pauses: seven seconds in total.
     for byte in row.as_bytes() {
         tokio::time::sleep(Duration::from_millis(7000 / row.len() as u64)).await;
         upload.write_all(&[*byte]).await.unwrap();
@@ -447,11 +447,11 @@ fn check_says_what_is_there_and_what_is_in_the_way() {
     ] {
         assert!(text.contains(part), "{part}: {text}");
     }
-    // Others may look into a directory of the test's own only when it says so.
+    // A warning appears only if other users can read the test's directory.
     assert!(!text.contains("warn  data"), "{text}");
     std::fs::set_permissions(dir.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
     let (code, text) = check("127.0.0.1:0");
-    assert!(code == Some(0) && text.contains("warn  data      other users may look into"), "{text}");
+    assert!(code == Some(0) && text.contains("warn  data      other users can read"), "{text}");
     let server = Server::start(dir.path(), "none");
     let (code, text) = check(server.url.strip_prefix("http://").unwrap());
     assert_eq!(code, Some(1), "{text}");

@@ -1,4 +1,4 @@
-//! The number of the worker protocol: who is of another one works for nobody, and says what to update.
+//! Worker protocol versions: a worker of another version gets no jobs, and the message says which side to update.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -25,7 +25,7 @@ async fn call(server: &Server, path: &str, body: Value) -> Answer {
     server.send(request.unwrap()).await
 }
 
-/// As a worker of before the number says it.
+/// The registration of a worker from before the version number existed.
 fn hello(worker: WorkerId) -> Value {
     json!({"worker": worker, "device": "cpu", "pid": 1, "threads": 1, "version": "0.0.9"})
 }
@@ -35,7 +35,7 @@ fn with_protocol(mut body: Value, number: u32) -> Value {
     body
 }
 
-/// The claim of the next job, as a worker gets it.
+/// Returns the claim of the next job, as a worker receives it.
 pub async fn claim(server: &Server) -> Value {
     let worker = WorkerId::new();
     assert_eq!(call(server, "/worker/register", with_protocol(hello(worker), PROTOCOL)).await.status, 200);
@@ -68,7 +68,7 @@ async fn a_worker_of_another_protocol_gets_no_job_and_learns_what_to_update() {
     );
     assert_eq!(server.get("/workers").await.body["data"], json!([]));
 
-    // One that the server knows from before its update, and that asks for its next job.
+    // A worker that the server knows from before its update, and that asks for its next job.
     let known = WorkerId::new();
     let welcome = call(&server, "/worker/register", with_protocol(hello(known), PROTOCOL)).await;
     assert_eq!(welcome.body["protocol"], PROTOCOL, "{}", welcome.text);
@@ -82,7 +82,7 @@ async fn a_worker_of_another_protocol_gets_no_job_and_learns_what_to_update() {
     assert_eq!(call(&server, "/worker/claim", with_protocol(ask, PROTOCOL)).await.body["job"], json!(job));
 }
 
-/// A job with something in every part of its plan.
+/// A job that uses every part of a plan.
 fn rich() -> Value {
     let mut job = job();
     job["dataset"] = json!({ "records": records(40) });
@@ -117,19 +117,19 @@ async fn what_a_worker_does_not_know_in_a_claim_is_an_error_wherever_it_stands()
         "/secrets/service",
     ] {
         let mut newer = claim.clone();
-        // Also what is off: whether that is how it was before nobody here can know.
+        // Fields with default values too: an old worker cannot know whether they match its behavior.
         newer.pointer_mut(place).unwrap_or_else(|| panic!("{place}: {claim:#}"))["sideways"] = json!(false);
         let path = format!("{place}/sideways").trim_start_matches('/').replace('/', ".");
         assert_eq!(read_claim(&newer).unwrap_err().to_string(), format!("'{path}' is not known here"));
     }
 }
 
-/// The names and values that a worker has to know, one a line, after the number.
+/// The recorded names and values of the protocol, one per line, after the version number.
 fn on_record() -> PathBuf {
     concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/protocol/plan.txt").into()
 }
 
-/// With RLOOD_PROTOCOL_RECORD set the record is written, unless it would be another one under the same number.
+/// With RLOOD_PROTOCOL_RECORD set, the record is written, unless it would change under the same version number.
 #[tokio::test]
 async fn a_plan_that_changes_comes_with_another_number() {
     let document = serde_json::to_value(rlood::http::openapi()).unwrap();
@@ -157,7 +157,7 @@ async fn a_plan_that_changes_comes_with_another_number() {
     assert!(!raised, "PROTOCOL is new: run this test with RLOOD_PROTOCOL_RECORD=1 once, and commit what it writes");
 }
 
-/// Fields and values of schemas and of all that they refer to.
+/// Fields and values of schemas and of everything that they refer to.
 struct Words<'a> {
     schemas: &'a Value,
     seen: BTreeSet<String>,
@@ -198,7 +198,7 @@ impl<'a> Words<'a> {
     }
 }
 
-/// A server that says the same whatever it is asked, but for what it hands out as a claim.
+/// A fake server with fixed responses, except for the claim.
 #[derive(Clone)]
 struct Puppet {
     registered: (StatusCode, Value),
@@ -222,7 +222,7 @@ async fn answer(State(puppet): State<Puppet>, request: Request) -> Response {
     }
 }
 
-/// How a worker process ends that works for it: its exit code and its last words.
+/// Runs a worker process against the fake server; returns its exit code and its last log lines.
 async fn worker_of(puppet: &Puppet) -> (Option<i32>, String) {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let server = format!("http://{}", listener.local_addr().unwrap());

@@ -1,4 +1,4 @@
-//! Rewards that are Python functions: the command that serves them, jobs that run them, and who may.
+//! Rewards that are Python functions: the serving command, jobs that use them, and permissions.
 
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
@@ -38,7 +38,7 @@ def answer(completions, ground_truth, **kwargs):
     return [1.0 if str(truth) in content else 0.0 for content, truth in zip(contents, ground_truth)]
 "#;
 
-/// A folder with `rewards.py`; `None`, with a word about it, where there is no Python.
+/// Returns a folder with `rewards.py`; `None`, with a message, if Python is not installed.
 fn folder(dir: &Path) -> Option<String> {
     match Command::new("python3").arg("--version").stdout(Stdio::null()).status() {
         Ok(_) => {}
@@ -229,7 +229,7 @@ async fn a_job_trains_with_functions_of_the_operator_s_folder() {
     let probed = server.post("/jobs/validate?probe=true", &job).await;
     assert!(probed["probe"]["error"].is_null() && probed["probe"]["rewards"].get("tokens").is_some(), "{probed:#}");
 
-    // A job runs the file that it was submitted with, or none.
+    // A job runs exactly the file version that it was submitted with.
     let pausing =
         server.submit(&with(job.clone(), "training", json!({"prompts_per_step": 2, "max_steps": 100_000}))).await;
     server.job_in_state(&pausing, "running").await;
@@ -291,7 +291,7 @@ async fn only_whom_the_operator_names_may_run_functions() {
     let tested = post("/rewards/test", &mallory, test).await;
     assert!(tested.status == 422 && tested.text.contains("--python-rewards-keys"), "{}", tested.text);
 
-    // Starting a job again is running it.
+    // Restarting a job requires the same permission as submitting it.
     let bob = key(&open, "bob", &[Scope::Admin]).await.text;
     let nothing = json!({});
     assert!(post(&format!("/jobs/{accepted}/cancel"), &bob, nothing.clone()).await.status.is_success());

@@ -1,4 +1,4 @@
-//! POST /jobs/{id}/rescore: another reward over stored samples.
+//! `POST /jobs/{id}/rescore`: another reward over stored samples.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use crate::server::{SECRET, Server, job, pointers, with};
 use crate::service::{Service, ok, text};
 
-/// A sample of row `row`, answered with this number.
+/// A sample of row `row` with this number as its answer.
 fn sample(step: u64, group: &str, row: u64, said: u64, right: bool, kl: f64) -> Sample {
     let reward = f64::from(u8::from(right));
     Sample {
@@ -28,7 +28,7 @@ fn sample(step: u64, group: &str, row: u64, said: u64, right: bool, kl: f64) -> 
     }
 }
 
-/// A job with two steps of two groups: each has one right answer and two wrong ones.
+/// A job with two steps of two groups; each group has one right and two wrong answers.
 async fn trained(server: &Server, spec: Value) -> JobId {
     let id = server.create(spec).await;
     let (claimed, attempt) = server.claim().await;
@@ -80,7 +80,7 @@ async fn the_same_reward_again_changes_nothing() {
 async fn a_reward_of_the_other_mind_turns_every_advantage_round() {
     let server = Server::start().await;
     let id = trained(&server, job()).await;
-    // Longer is better: the right answers are the short ones.
+    // Longer answers score higher; the right answers are the short ones.
     let reward = json!({"name": "long", "type": "length", "unit": "tokens", "min_tokens": 1, "max_tokens": 2});
     let tied = rescore(&server, id, json!({"reward": reward})).await;
     assert_eq!((&tied["groups"]["tied_new"], &tied["correlation"]["pearson"]), (&json!(4), &Value::Null));
@@ -96,11 +96,11 @@ async fn a_reward_of_the_other_mind_turns_every_advantage_round() {
     assert_eq!((&found["correlation"]["pearson"], &found["correlation"]["spearman"]), (&json!(-1.0), &json!(-1.0)));
     assert_eq!((&found["advantages"]["sign_changes"], &found["advantages"]["cosine"]), (&json!(12), &json!(-1.0)));
     assert_eq!(found["advantages"]["sign_change_fraction"], 1.0);
-    // Of three pairs in each group the one of two wrong answers stays a tie.
+    // Of three pairs in each group, the pair of two wrong answers stays a tie.
     assert!((found["groups"]["rank_agreement"].as_f64().unwrap() - 1.0 / 3.0).abs() < 1e-12, "{}", found["groups"]);
     assert_eq!(found["groups"]["same_best"], 0);
 
-    // The service sees what a job would send: the row's columns, its phase, whole groups.
+    // The service receives what a job would send: the row's columns, the phase, whole groups.
     let (_, body) = service.seen.lock().unwrap()[0].clone();
     let request: Value = serde_json::from_slice(&body).unwrap();
     assert_eq!(request["job"]["phase"], "probe");
@@ -126,7 +126,7 @@ async fn kl_and_the_other_rewards_stay_in_the_advantages() {
     server.report(id, attempt, 1, vec![Event::Samples { samples: samples.to_vec() }]).await;
     let body = json!({"reward": {"type": "regex", "pattern": "5", "weight": 2.0}, "replaces": "number_match"});
     let found = rescore(&server, id, body).await;
-    // 2·1 + 0.5·2 − 0.1·1 = 2.9; the other one's `other` does not apply: 2·1·(2.5/2) = 2.5.
+    // 2·1 + 0.5·2 − 0.1·1 = 2.9; for the other sample the reward `other` does not apply: 2·1·(2.5/2) = 2.5.
     let advantage = |at: usize| found["results"][at]["new_advantage"].as_f64().unwrap();
     assert!((advantage(0) - 0.4).abs() < 1e-12 && (advantage(1) + 0.4).abs() < 1e-12, "{found}");
     assert!((found["results"][0]["old_advantage"].as_f64().unwrap() - 1.9).abs() < 1e-12);

@@ -1,4 +1,4 @@
-//! What finished jobs leave behind goes when its time is over, and not before.
+//! Data of finished jobs is removed when its retention time is over, and not before.
 
 use rlood::config::retention::Retention;
 use rlood::event::{Event, Metrics, SamplePhase};
@@ -38,7 +38,7 @@ async fn only_what_finished_long_enough_ago_is_removed() {
         job
     };
     let (old, new, running) = (run(Some(T0)).await, run(Some(T0 + 2 * DAY)).await, run(None).await);
-    // Events, steps, samples, log lines, checkpoints.
+    // Counts of events, steps, samples, log lines, checkpoints.
     let left = async |job| {
         let events = store.event_page(job, 0, 100).await.unwrap().len();
         let steps = store.step_page(job, None, 0, 100).await.unwrap().len();

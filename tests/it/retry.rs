@@ -1,5 +1,5 @@
-//! `POST /jobs/{id}/retry`: where the new job begins, what it takes over, and that a resumed one ends with the bytes of an
-//! undisturbed run without asking for an answered sample again.
+//! `POST /jobs/{id}/retry`: the step where the new job starts, the data that it reuses, and that a resumed job ends with the bytes
+//! of an uninterrupted run without requesting an answered sample again.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -52,7 +52,7 @@ fn answer(step: u64, key: &str) -> JournalEntry {
     JournalEntry::Answer { rollout: RolloutId::train(step), key: key.into(), id: format!("rwr_{key}"), answer }
 }
 
-/// A job with these checkpoints that then sampled a rollout, asked twice, got one answer, and ended.
+/// A job with these checkpoints that then sampled a rollout, sent two requests, got one answer, and ended.
 async fn parent(server: &Server, steps: &[u64], outcome: Outcome) -> JobId {
     let id = server.create(job()).await;
     let (claimed, attempt) = server.claim().await;
@@ -72,7 +72,7 @@ async fn retry(server: &Server, id: JobId, body: Value) -> Answer {
     server.post(&format!("/jobs/{id}/retry"), body).await
 }
 
-/// The new job's id.
+/// Returns the new job's id.
 #[track_caller]
 fn made(answer: &Answer) -> JobId {
     assert_eq!(answer.status, 201, "{}", answer.text);
@@ -84,7 +84,7 @@ async fn events(server: &Server, job: JobId) -> Vec<(String, Value)> {
     page.into_iter().map(|event| (event.kind.clone(), serde_json::to_value(&event.data).unwrap())).collect()
 }
 
-/// The journal that the new job's first worker finds.
+/// Returns the journal that the new job's first worker receives.
 async fn journal(server: &Server, job: JobId) -> Vec<JournalEntry> {
     server.state.store.journal_page(job, 1, 0, clock_ms()).await.unwrap().entries
 }
@@ -132,11 +132,11 @@ async fn a_resumed_job_has_the_checkpoints_and_the_answers_of_its_parent_and_non
     let server = Server::start().await;
     let id = parent(&server, &[5, 10], failed(FailureClass::Infra)).await;
     let child = made(&retry(&server, id, json!({})).await);
-    // The plan is the same one, to the byte: a checkpoint holds its hash.
+    // The plan is identical, byte for byte, because a checkpoint contains its hash.
     let store = &server.state.store;
     let plan = async |job| store.job_get(job).await.unwrap().plan_json.get().to_owned();
     assert_eq!(plan(child).await, plan(id).await);
-    // Also when the parent is gone.
+    // The copy also survives the deletion of the parent.
     assert_eq!(server.call("DELETE", &format!("/jobs/{id}"), None, None).await.status, 204);
     let claimed = server.claimed().await;
     assert_eq!(claimed.job, child);
@@ -146,7 +146,7 @@ async fn a_resumed_job_has_the_checkpoints_and_the_answers_of_its_parent_and_non
         server.state.files.checkpoint_verify(child, row.step, 0, &row.files).unwrap();
     }
     assert_eq!(journal(&server, child).await, [completions(11), answer(11, "answered")]);
-    // It fails before its first own checkpoint, and is retried in turn.
+    // The retry fails before its first own checkpoint, and is retried again.
     store.job_finish(child, 1, failed(FailureClass::Infra), clock_ms()).await.unwrap();
     let grandchild = made(&retry(&server, child, json!({"from": "latest"})).await);
     assert_eq!(server.claimed().await.resume.unwrap().step, 10);
@@ -164,7 +164,7 @@ async fn without_a_checkpoint_a_retry_begins_at_the_start_with_the_answers() {
     assert!(server.claimed().await.resume.is_none());
     assert_eq!(journal(&server, child).await, [completions(1), answer(1, "answered")]);
     store_cancel(&server, child).await;
-    // Asked to begin anew, it knows nothing of the first.
+    // Started from the beginning, the job knows nothing of the first one.
     let child = made(&retry(&server, id, json!({"from": "start"})).await);
     assert_eq!(server.claimed().await.job, child);
     assert_eq!(journal(&server, child).await, []);
@@ -196,7 +196,7 @@ async fn a_damaged_checkpoint_is_passed_over_and_its_completions_with_it() {
         assert_eq!((&told[0].1["from_step"], told[1].0.as_str()), (&json!(5), "warning"));
         assert_eq!((&told[1].1["code"], &told[1].1["data"]["step"]), (&json!("checkpoint_damaged"), &json!(10)));
         assert_eq!(server.claimed().await.resume.unwrap().step, 5);
-        // Answers are found by what was asked, so they may stay; the completions are sampled anew.
+        // Answers are found by their request, so they may stay; the completions are sampled again.
         assert_eq!(journal(&server, child).await, [answer(11, "answered")]);
         store_cancel(&server, child).await;
 
@@ -231,7 +231,7 @@ async fn what_a_retry_cannot_mean_is_refused_with_the_field() {
     let answer = retry(&server, running, json!({"from": "latest"})).await;
     assert_eq!((answer.status.as_u16(), &answer.body["code"]), (409, &json!("illegal_move")));
     assert_eq!(retry(&server, JobId::new(), json!({"from": "latest"})).await.status, 404);
-    // Nothing was left behind.
+    // A failed retry leaves nothing behind.
     let jobs = server.get("/jobs").await.body["data"].as_array().unwrap().len();
     assert_eq!(jobs, 2);
 }
@@ -275,15 +275,15 @@ async fn the_end_of_a_job_closes_its_open_requests() {
     assert_eq!(journal(&server, child).await, [answer(1, "answered")]);
 }
 
-/// A token for the test, which plays a worker that reports a failure of its machine.
+/// Token of the test, which acts as a worker that reports a machine failure.
 const TOKEN: &str = "the-token-of-a-machine-that-breaks";
-/// Steps of a run.
+/// Number of steps of a run.
 const STEPS: u64 = 6;
 
 /// A sample as the service sees it: phase, step, name and text.
 type Asked = BTreeSet<(String, u64, String, String)>;
 
-/// What a job asked for in its requests, and their ids.
+/// Returns the samples that a job requested, and the request ids.
 fn asked(service: &Service, job: &str) -> (Asked, BTreeSet<String>) {
     let (mut samples, mut ids) = (Asked::new(), BTreeSet::new());
     for (_, body) in service.seen.lock().unwrap().iter() {
@@ -301,12 +301,12 @@ fn asked(service: &Service, job: &str) -> (Asked, BTreeSet<String>) {
     (samples, ids)
 }
 
-/// The second request of this step's training samples.
+/// Whether this is the second request of this step's training samples.
 fn is_second(request: &Value, step: u64) -> bool {
     request["job"]["step"] == step && request["job"]["phase"] == "train" && request["samples"][0]["sample_id"] == "s_2"
 }
 
-/// A service that judges by the text, and never answers the second request of one step; and that step.
+/// A service that scores by the text, and never answers the second request of one step; returned with that step.
 async fn judge() -> (Service, Arc<AtomicU64>) {
     let silent = Arc::new(AtomicU64::new(u64::MAX));
     let at = silent.clone();
@@ -326,19 +326,19 @@ async fn judge() -> (Service, Arc<AtomicU64>) {
     (service, silent)
 }
 
-/// Two requests a rollout. With checkpoints every second step, an evaluation comes as often.
+/// Two requests per rollout. With checkpoints every second step, evaluations have the same interval.
 fn spec(url: &str, every_steps: u64) -> Value {
     let mut spec = processes::spec("tiny", STEPS);
     spec["rewards"] = json!([{"name": "judge", "type": "webhook", "url": url, "max_batch_samples": 2}]);
     spec["checkpoints"] = json!({"every_steps": every_steps, "keep_last": 3});
     if every_steps == 2 {
-        // A new best one would be saved at once.
+        // A new best checkpoint would be saved immediately.
         spec["eval"] = json!({"dataset": spec["dataset"], "every_steps": 2});
     }
     spec
 }
 
-/// Answers in a running job's journal of this step's training samples.
+/// Counts the answers for this step's training samples in a running job's journal.
 async fn answers(data: &Path, job: &str, step: u64) -> i64 {
     use sqlx::Connection;
     let options = sqlx::sqlite::SqliteConnectOptions::new().filename(data.join("rlood.db")).read_only(true);
@@ -353,7 +353,7 @@ async fn answers(data: &Path, job: &str, step: u64) -> i64 {
     .unwrap()
 }
 
-/// A job whose machine breaks while the second request of the rollout after `step` steps is not answered.
+/// A job whose machine fails while the second request of the rollout after `step` steps is unanswered.
 async fn broken(server: &processes::Server, data: &Path, service: &Service, spec: &Value, step: u64) -> String {
     let job = server.submit(spec).await;
     let begun = Instant::now();
@@ -391,7 +391,7 @@ async fn a_retried_job_ends_with_the_bytes_of_an_undisturbed_one_and_asks_for_no
     let (all, _) = asked(&service, &calm);
     let first = all.iter().filter(|(phase, ..)| phase == "train").map(|(_, step, ..)| *step).min().unwrap();
 
-    // Steps between checkpoints, rollouts before the silent one, a damaged checkpoint, and where the retry begins.
+    // Steps between checkpoints, rollouts before the unanswered one, a damaged checkpoint, and the step where the retry starts.
     for (every, done, damaged, from_step) in [(2, 3, None, 2), (100, 3, None, 0), (2, 5, Some(4), 2)] {
         let what = format!("a checkpoint every {every} steps, {done} steps done, {damaged:?} damaged");
         let at = first + done;
@@ -417,7 +417,7 @@ async fn a_retried_job_ends_with_the_bytes_of_an_undisturbed_one_and_asks_for_no
         let (of_parent, parent_ids) = asked(&service, &parent);
         let (of_child, child_ids) = asked(&service, &child);
         assert!(parent_ids.is_disjoint(&child_ids), "{what}");
-        // The older checkpoint's steps are trained again: the journal went when the newer one was published.
+        // The older checkpoint's steps are trained again: the journal was removed when the newer one was published.
         let again = |phase: &str, step: u64| match (damaged, phase) {
             (Some(newest), "train") => (first + from_step..first + newest).contains(&step),
             (Some(newest), _) => (from_step + 1..newest).contains(&step),

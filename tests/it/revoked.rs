@@ -1,4 +1,4 @@
-//! A key that is revoked while somebody waits for an answer to it.
+//! A key that is revoked while one of its requests waits.
 
 use std::time::{Duration, Instant};
 
@@ -12,7 +12,7 @@ use serde_json::json;
 use crate::access::{OPERATOR, call, key, with_operator};
 use crate::server::job;
 
-/// Waits until it is so.
+/// Waits until the condition is true.
 async fn until(mut is_so: impl AsyncFnMut() -> bool) {
     let begun = Instant::now();
     while !is_so().await {
@@ -32,7 +32,7 @@ async fn a_key_that_is_revoked_while_its_question_waits_gets_no_answer() {
     for (key, status) in [(&patient, 200), (&doomed, 401)] {
         let waiting = async { call(&server, "GET", &format!("{path}?wait=30"), &key.text, None).await };
         let meanwhile = async {
-            // It was let in, and waits for longer than any other answer takes.
+            // The request was admitted, and waits for longer than any other response takes.
             until(async || server.state.store.api_key_get(key.id).await.unwrap().used_at.is_some()).await;
             tokio::time::sleep(Duration::from_millis(200)).await;
             if status == 401 {
@@ -63,7 +63,7 @@ async fn a_worker_whose_key_is_revoked_while_it_waits_gets_no_job() {
     let body = json!({"worker": worker, "wait_ms": 30_000, "protocol": rlood::protocol::PROTOCOL});
     let waiting = async { call(&server, "POST", "/worker/claim", &worker_key.text, Some(&body)).await };
     let meanwhile = async {
-        // It has looked into the queue, which is empty.
+        // The request has checked the queue, which is empty.
         until(async || store.worker_list().await.unwrap()[0].seen_at > 1).await;
         store.api_key_revoke(worker_key.id, clock_ms()).await.unwrap();
         call(&server, "POST", "/jobs", OPERATOR, Some(&job())).await.body["id"].as_str().unwrap().parse().unwrap()

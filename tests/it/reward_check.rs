@@ -1,4 +1,4 @@
-//! `rlood reward check` against services that keep the contract, and against one for each way to break it.
+//! `rlood reward check` against services that follow the contract, and against one service for each way to violate it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -18,7 +18,7 @@ use crate::service::{ok, text};
 
 type Behave = dyn Fn(&HeaderMap, &Value) -> Response<Body> + Send + Sync;
 
-/// A service that refuses what is no request, says `ping` of itself, and else behaves as told. Returns its URL.
+/// A service that refuses invalid requests, answers `ping` to a ping, and otherwise behaves as specified. Returns its URL.
 async fn service(ping: Value, behave: impl Fn(&HeaderMap, &Value) -> Response<Body> + Send + Sync + 'static) -> String {
     let behave: Arc<Behave> = Arc::new(behave);
     let answer = move |headers: HeaderMap, body: Bytes| {
@@ -38,7 +38,7 @@ async fn service(ping: Value, behave: impl Fn(&HeaderMap, &Value) -> Response<Bo
     url
 }
 
-/// What a good service answers: the length of each completion.
+/// A valid answer: the length of each completion.
 fn good(request: &Value) -> Value {
     let result = |sample: &Value| {
         let length = sample["completion"].as_str().unwrap().chars().count();
@@ -65,7 +65,7 @@ fn args(url: &str) -> RewardCheckArgs {
     }
 }
 
-/// Checks that came out so, in order.
+/// Names of the checks with this outcome, in order.
 fn named(report: &Report, outcome: Outcome) -> Vec<&'static str> {
     let of = report.findings.iter().filter(|finding| finding.outcome == outcome);
     of.map(|finding| finding.check).collect()
@@ -86,7 +86,7 @@ async fn a_service_that_keeps_the_contract_passes_everything() {
     let report =
         examine(&RewardCheckArgs { secret: Some(secret.clone()), ..args(&service.url()) }, false).await.unwrap();
     assert!(report.ok, "{:#?}", report.findings);
-    // Its serde ignores the version of a request it does not know; nothing else is to be said.
+    // Its serde ignores an unknown version of a request; there is no other finding.
     assert_eq!(named(&report, Outcome::Warning), Vec::<&str>::new(), "{:#?}", report.findings);
     assert_eq!(named(&report, Outcome::Skipped), Vec::<&str>::new());
     for check in ["unsigned", "wrong_signature", "tampered_body", "stale_timestamp", "future_timestamp", "rotation"] {
@@ -115,7 +115,7 @@ async fn every_broken_rule_is_named() {
         (&["single_sample"], json!({}), whole(|_| text(500, "boom"))),
         (&["single_sample"], json!({}), whole(|_| text(202, "{}"))),
         (&["single_sample"], json!({}), whole(|_| text(200, "<html>"))),
-        // Not a finite number, as Python's json writes it.
+        // Not a finite number, as Python's json module writes it.
         (
             &["groups", "batch", "concurrency"],
             json!({}),
@@ -129,7 +129,7 @@ async fn every_broken_rule_is_named() {
                 json_answer(&Value::Null).map(|_| Body::from(text))
             }),
         ),
-        // The last sample of several is forgotten.
+        // The last of several samples gets no result.
         (
             &["groups", "batch", "concurrency"],
             json!({}),
@@ -142,7 +142,7 @@ async fn every_broken_rule_is_named() {
                 json_answer(&answer)
             }),
         ),
-        // By position, whatever the sample holds.
+        // Rewards depend on the position, not on the sample.
         (&["order"], json!({}), each(|at, result| result["reward"] = json!(at))),
         (&["values"], json!({"range": [0, 1]}), each(|_, _| ())),
         (&["values"], json!({}), each(|_, result| *result = json!({"sample_id": result["sample_id"], "reward": null}))),
@@ -162,7 +162,7 @@ async fn every_broken_rule_is_named() {
                 false => json_answer(&good(request)),
             }),
         ),
-        // It announces more than it takes.
+        // The service announces more samples than it accepts.
         (
             &["batch", "over_the_limit"],
             json!({"max_batch_samples": 20}),
@@ -209,7 +209,8 @@ async fn every_broken_rule_is_named() {
 
 #[tokio::test]
 async fn what_works_but_should_not_stay_is_a_warning() {
-    // No signature is looked at; a bare list; a plain content type; constant; odd ids; 200 to what is no request.
+    // A service that ignores signatures, returns a bare list with a plain content type and a constant, with odd ids, and answers
+    // 200 to invalid requests.
     let url = service(json!({"max_batch_samples": 8, "modes": ["sync"]}), |_, request| {
         let count = request["samples"].as_array().unwrap().len();
         if count > 8 { text(413, "") } else { text(200, json!(vec![0.5; count]).to_string()) }
@@ -245,7 +246,9 @@ async fn nobody_there_a_wrong_secret_and_a_redirect_are_told_apart() {
     let nobody = examine(&args("http://127.0.0.1:9/"), false).await.unwrap();
     assert!(detail(&nobody, "ping").contains("cannot connect"), "{:?}", nobody.findings);
     let service = ExampleService::start(&Key::generate().unwrap()).await.unwrap();
-    for (secret, said) in [(None, "who asks"), (Some(SECRET.to_owned()), "is --secret the service's own")] {
+    for (secret, said) in
+        [(None, "requires authentication"), (Some(SECRET.to_owned()), "is --secret the service's own")]
+    {
         let report = examine(&RewardCheckArgs { secret, ..args(&service.url()) }, false).await.unwrap();
         let last = report.findings.last().unwrap();
         assert!(last.check == "ping" && last.fix.as_ref().unwrap().contains(said), "{last:?}");
@@ -264,7 +267,7 @@ async fn nobody_there_a_wrong_secret_and_a_redirect_are_told_apart() {
 #[tokio::test]
 async fn crashes_on_malformed_bodies_and_requests_mixed_up_are_found() {
     let app = Router::new().fallback(|body: Bytes| async move {
-        // Nothing is looked at before it is used, as in many a first version.
+        // A service without any validation, like many first versions.
         match serde_json::from_slice::<Value>(&body) {
             Ok(request) if request["type"] == "reward.ping" => ok(&json!({})),
             Ok(request) if request["samples"].is_array() => json_answer(&good(&request)),
@@ -280,7 +283,7 @@ async fn crashes_on_malformed_bodies_and_requests_mixed_up_are_found() {
     assert_eq!(named(&report, Outcome::Warning), ["malformed"], "an unknown type was answered");
 }
 
-/// A service that answers 202 and does `then` with the request.
+/// A service that answers 202 and runs `then` with the request.
 async fn later<F: Future<Output = ()> + Send + 'static>(
     then: impl Fn(Value) -> F + Clone + Send + Sync + 'static,
 ) -> String {
@@ -345,7 +348,7 @@ async fn a_flag_that_cannot_be_used_says_which_and_no_secret_is_repeated() {
     assert!(refused(|args| args.columns = vec!["answer".to_owned()]).await.contains("NAME=VALUE"));
 }
 
-/// Signatures are those of a job: what the check sends is what the contract's own key accepts.
+/// The check signs like a job: the contract's own key accepts its signatures.
 #[tokio::test]
 async fn requests_of_a_check_are_signed_as_a_jobs() {
     let key = Key::parse(SECRET).unwrap();

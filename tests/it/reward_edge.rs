@@ -1,4 +1,4 @@
-//! `rlood reward-server` among web pages, strangers and slow clients.
+//! `rlood reward-server` with web pages, unauthenticated clients and slow clients.
 
 use std::time::{Duration, Instant};
 
@@ -13,16 +13,16 @@ use crate::reward_server::RewardServer;
 const SECRET: &str = "whsec_AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8=";
 const LARGE: &str = "content-length: 60000000\r\n";
 
-/// Sends a head and what there is of a body.
+/// Sends headers and the available part of a body.
 async fn send(server: &RewardServer, head: &str, body: &[u8]) -> TcpStream {
     let mut stream = TcpStream::connect(server.url.strip_prefix("http://").unwrap()).await.unwrap();
     stream.write_all(format!("POST /score HTTP/1.1\r\n{head}\r\n").as_bytes()).await.unwrap();
-    // One that was refused already takes no more.
+    // A refused connection may already be closed.
     let _ = stream.write_all(body).await;
     stream
 }
 
-/// The status of the answer to a head alone, which comes without waiting for the body.
+/// Returns the status of the response to headers alone, which does not wait for the body.
 async fn status_of_head(server: &RewardServer, head: &str) -> u16 {
     let mut stream = send(server, head, b"").await;
     let mut answer = [0; 12];
@@ -38,7 +38,7 @@ async fn what_may_not_use_the_model_is_told_before_its_body_is_read() {
     for (head, status) in [
         (format!("host: evil.example\r\n{json}"), 421),
         (format!("host: localhost\r\norigin: https://evil.example\r\n{json}"), 403),
-        // What a page may send without asking first.
+        // A request that a web page may send without a CORS preflight.
         (format!("host: localhost\r\ncontent-type: text/plain\r\n{LARGE}"), 415),
         (format!("host: localhost\r\n{LARGE}"), 415),
         ("host: localhost\r\ncontent-type: application/json\r\ncontent-length: 70000000\r\n".to_owned(), 413),
@@ -63,7 +63,7 @@ async fn what_may_not_use_the_model_is_told_before_its_body_is_read() {
         |time: u64| format!("{head}webhook-id: x\r\nwebhook-timestamp: {time}\r\nwebhook-signature: {signature}\r\n");
     assert_eq!(status_of_head(&signed, &head).await, 401, "without a signature");
     assert_eq!(status_of_head(&signed, &signed_at(now - 400)).await, 401, "signed long ago");
-    // The same request again is a retry, and is answered again.
+    // A repeated request is a retry, and is answered again.
     let signature = Key::parse(SECRET).unwrap().sign("x", now, ping.as_bytes());
     for _ in 0..2 {
         let request = signed.http.post(&signed.url).header("webhook-id", "x").header("webhook-timestamp", now);
@@ -72,7 +72,7 @@ async fn what_may_not_use_the_model_is_told_before_its_body_is_read() {
     }
 }
 
-/// Resident memory, MiB.
+/// Resident memory in MiB.
 fn memory_mib(server: &RewardServer) -> u64 {
     let text = std::fs::read_to_string(format!("/proc/{}/status", server.child.id())).unwrap();
     let line = text.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
@@ -97,7 +97,7 @@ async fn two_hundred_slow_strangers_hold_neither_the_memory_nor_the_model() {
     }
     let grown = memory_mib(&server).saturating_sub(before);
     assert!(grown < 512, "{grown} MiB");
-    // 4 MiB at 16 KiB/s would be four minutes: the pause ends them.
+    // 4 MiB at 16 KiB/s would take four minutes: the pause limit ends the bodies earlier.
     let begun = Instant::now();
     for mut stranger in strangers {
         let mut answer = Vec::new();

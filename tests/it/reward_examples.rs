@@ -1,5 +1,5 @@
-//! The services of `examples/reward_service`, as they lie there: each passes `rlood reward check`, and a job of a real server
-//! trains with it.
+//! The services of `examples/reward_service`, unchanged: each passes `rlood reward check`, and a job of a real
+//! server trains with it.
 
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
@@ -21,7 +21,7 @@ struct Service {
 }
 
 impl Service {
-    /// `None`, with a word about it, where the program is not on this machine.
+    /// Returns `None`, with a message, if the program is not installed.
     fn start(program: &str, arguments: &[&str]) -> Option<Self> {
         let mut child = spawn(Command::new(program).args(arguments).env("REWARD_SECRET", SECRET))?;
         let mut line = String::new();
@@ -31,7 +31,7 @@ impl Service {
     }
 }
 
-/// `None`, with a word about it, where the program is not on this machine.
+/// Returns `None`, with a message, if the program is not installed.
 fn spawn(command: &mut Command) -> Option<Child> {
     let program = command.get_program().to_string_lossy().into_owned();
     match command.stdout(Stdio::piped()).stdin(Stdio::null()).spawn() {
@@ -56,7 +56,7 @@ fn example(name: &str) -> String {
     path.to_str().unwrap().to_owned()
 }
 
-/// The check as a user runs it.
+/// Runs the check like a user.
 fn check(url: &str) -> (Option<i32>, Value) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_rlood"));
     command.args(["reward", "check", url, "--json", "--strict"]).env("RLOOD_REWARD_SECRET", SECRET);
@@ -67,7 +67,7 @@ fn check(url: &str) -> (Option<i32>, Value) {
     (output.status.code(), report)
 }
 
-/// It passes without a warning, and a job trains with it.
+/// The service passes without a warning, and a job trains with it.
 async fn passes_and_trains(url: &str, asynchronous: bool) {
     let (code, report) = tokio::task::spawn_blocking({
         let url = url.to_owned();
@@ -106,7 +106,7 @@ async fn passes_and_trains(url: &str, asynchronous: bool) {
     }
 }
 
-/// README.md has one block of Python, with the tests' own secret in it.
+/// README.md has one Python block, which uses the tests' own secret.
 #[tokio::test]
 async fn the_service_in_the_readme_passes_without_a_warning() {
     let readme = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("README.md")).unwrap();

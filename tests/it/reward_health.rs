@@ -1,4 +1,4 @@
-//! How rewards do, through the router: what a worker tells is shown, also when the job is over, and only by its owner.
+//! Reward health through the router: worker reports are shown, also after the job's end, and only to the job's owner.
 
 use rlood::event::{Event, RewardChange};
 use rlood::protocol::{

@@ -1,4 +1,4 @@
-//! The reward contract as JSON Schema: the committed files are the document's, and what really goes over the wire fits them.
+//! The reward contract as JSON Schema: the committed files match the document, and real requests and responses are valid.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -22,7 +22,7 @@ fn committed() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("openapi/reward-contract")
 }
 
-/// Why a value does not fit a committed schema; `None` when it does.
+/// Returns why a value does not match a committed schema; `None` if it matches.
 fn complaint(file: &str, value: &Value) -> Option<String> {
     let (mut schemas, mut compiler) = (Schemas::new(), Compiler::new());
     let schema: Value = serde_json::from_slice(&std::fs::read(committed().join(file)).unwrap()).unwrap();

@@ -121,7 +121,7 @@ fn context() -> JobContext {
     JobContext { job: JobId::new(), rollout: RolloutId::train(1), probe: false }
 }
 
-/// What the scorer itself says of samples.
+/// Returns the scorer's own scores of samples.
 fn direct(name: &str, samples: &[RewardSample]) -> Vec<f64> {
     let scorer = Scorer::load(&options(name)).unwrap();
     let of = |sample: &RewardSample| {
@@ -237,7 +237,7 @@ async fn the_reward_server_speaks_the_contract_and_openrlhfs_form() {
     let (status, pong) = server.post(&json!({"type": "reward.ping", "version": "1", "id": "x"})).await;
     assert_eq!((status, &pong["modes"]), (200, &json!(["sync"])));
 
-    // As a job's webhook.
+    // Requests of a job's webhook reward.
     let samples = samples(6, 3);
     let webhook = plan("r", &format!("{}/score", server.url), json!({}));
     let rewards = Rewards::build(&[webhook], &BTreeMap::new(), &OutgoingPolicy::parse(&["loopback"]).unwrap()).unwrap();
@@ -247,7 +247,7 @@ async fn the_reward_server_speaks_the_contract_and_openrlhfs_form() {
         assert!((value - expected).abs() < 1e-5, "{value} {expected}");
     }
 
-    // As OpenRLHF asks.
+    // Requests of OpenRLHF.
     let (status, answer) =
         server.post(&json!({"query": ["What? A", "B"], "prompts": ["What? ", "other"], "labels": ["", ""]})).await;
     assert_eq!(status, 200, "{answer}");
@@ -267,7 +267,7 @@ async fn the_reward_server_speaks_the_contract_and_openrlhfs_form() {
         let (found, answer) = server.post(&body).await;
         assert_eq!((found, answer["error"]["code"].as_str()), (status, Some(code)), "{answer}");
     }
-    // One sample that says nothing does not spoil the others.
+    // A sample without text does not affect the others.
     let two = json!([{"sample_id": "a", "prompt": "", "completion": ""}, {"sample_id": "b", "prompt": "x", "completion": "y"}]);
     let (_, answer) =
         server.post(&json!({"type": "reward.score.request", "version": "1", "id": "i", "samples": two})).await;

@@ -1,4 +1,4 @@
-//! The limit of a reward's values and the scope of its cache, as jobs and `POST /rewards/test` have them.
+//! The limit of a reward's values and the scope of its cache, in jobs and in `POST /rewards/test`.
 
 use serde_json::{Value, json};
 
@@ -29,7 +29,7 @@ async fn a_new_job_has_a_limit_and_bounded_weights() {
     assert_eq!(answer.status, 201, "{}", answer.text);
     let stored = &answer.body["plan"]["rewards"][0];
     assert_eq!((&stored["max_abs_reward"], &stored["blank_reference"]), (&json!(1e6), &json!("not_applicable")));
-    // The configuration has both, and can be submitted again.
+    // The configuration contains both, and can be submitted again.
     let config = server.get(&format!("/jobs/{}/config", answer.body["id"].as_str().unwrap())).await.body;
     assert_eq!(server.post("/jobs", config).await.body["plan"]["rewards"][0], *stored);
     let asked = server.post("/jobs", reward(json!({"max_abs_reward": 5, "blank_reference": "compare"}))).await;

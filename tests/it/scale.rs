@@ -1,13 +1,13 @@
-//! How the server does with a large database: how soon it serves after a start, what a claim, a page of jobs and a run's metrics
-//! cost, how many metric points it takes in; each while other requests go on.
+//! Performance with a large database: time to serve after a start, cost of a claim, of a page of jobs and of a run's metrics, and
+//! the ingest rate of metrics; each during other requests.
 //!
 //! ```text
 //! cargo test --release --test it -- scale:: --nocapture                      a tenth of the size, bars with room for a busy machine
 //! RLOOD_SCALE=full cargo test --release --test it -- scale:: --nocapture     10k jobs, 10M points, 100k queued jobs
 //! ```
 //!
-//! The full form wants an idle machine and holds the real bars. `RLOOD_SCALE_RESULTS=benches/results/scale` writes them (.md and
-//! .json); `RLOOD_SCALE_DIR=DIR` keeps the databases there and finds them again, so that only the first run fills them;
+//! The full form needs an idle machine and checks the real limits. `RLOOD_SCALE_RESULTS=benches/results/scale` writes the figures
+//! (.md and .json); `RLOOD_SCALE_DIR=DIR` keeps the databases there and reuses them, so that only the first run creates them;
 //! `RLOOD_BINARY=FILE` measures another binary than the tests' own.
 
 mod report;
@@ -28,12 +28,12 @@ const TOKEN: &str = "the-token-of-the-workers-at-scale";
 
 struct Size {
     jobs: usize,
-    /// Steps of each job but the first.
+    /// Steps of each job except the first.
     steps: usize,
-    /// Of the first.
+    /// Steps of the first job.
     long_run: usize,
     queued: usize,
-    /// Of the bars: 1 on an idle machine.
+    /// Factor on the limits: 1 on an idle machine.
     slack: f64,
 }
 
@@ -92,17 +92,17 @@ fn start(data: &Path) -> Server {
     Server::start_in(data, "none", &[("RLOOD_WORKER_TOKEN", TOKEN)])
 }
 
-/// What is asked, and its path by the request's number.
+/// A measured request: its name, and its path by the request's number.
 type Page<'a> = (&'static str, Box<dyn Fn(usize) -> String + 'a>);
 
-/// What else goes on: a worker that reports and beats, somebody who looks at jobs. Ends when dropped.
+/// Background load: a worker that reports and sends heartbeats, and a client that reads jobs. Stops when dropped.
 struct Bustle {
     task: tokio::task::JoinHandle<()>,
     answered: Arc<AtomicUsize>,
 }
 
 impl Bustle {
-    /// About the copies of this prefix.
+    /// Starts the load on the copies with this prefix.
     async fn begin(http: &Http, prefix: char, jobs: usize) -> Self {
         let run = Run::claim(http).await;
         let answered = Arc::new(AtomicUsize::new(0));
@@ -144,7 +144,7 @@ async fn a_large_database_is_served_as_quickly_as_a_small_one() {
 }
 
 async fn history(report: &mut Report, size: &Size, data: &Path) {
-    // Killed, so that it finds what a crash leaves.
+    // Killed, so that the next start finds the state after a crash.
     let mut server = start(data);
     let http = Http::of(&server);
     http.get("/jobs").await;
@@ -229,11 +229,11 @@ async fn queue(report: &mut Report, size: &Size, data: &Path) {
     bustle.end();
 }
 
-/// A job and who runs it.
+/// A job and its worker.
 struct Run {
     job: String,
     attempt: u64,
-    /// As workers count: each is taken once.
+    /// Number of the first batch; each batch is accepted once.
     first_batch: u64,
 }
 
@@ -248,7 +248,7 @@ impl Run {
         Self { job: text("job"), attempt: claim["attempt"].as_u64().unwrap(), first_batch: 0 }
     }
 
-    /// Some steps, and a sign of life.
+    /// Reports some steps and sends a heartbeat.
     async fn report(&self, http: &Http, batch: u64, steps: u64) {
         let metrics: Value = metric_names()
             .iter()
@@ -289,7 +289,7 @@ async fn claims(http: &Http, count: usize) -> Vec<Duration> {
     times
 }
 
-/// Points a second, from four workers at once, in batches of 20 steps as a worker sends them.
+/// Measures points per second from four concurrent workers, in batches of 20 steps as a worker sends them.
 async fn ingest(http: &Http) -> f64 {
     const BATCHES: u64 = 60;
     const STEPS: u64 = 20;

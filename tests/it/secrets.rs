@@ -1,5 +1,5 @@
-//! Canaries in every secret field of a real server, and services that say everything back: afterwards no canary stands in
-//! any answer of the API, any page, the logs, a process's command line, or a file of a checkpoint.
+//! Canary values in every secret field of a real server, and services that echo everything: afterwards no canary occurs in any API
+//! response, any page, the logs, a process's command line, or a file of a checkpoint.
 
 use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader};
@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 
 use super::processes::{model_copy, spec};
 
-/// What must never be seen: the words, and their other forms.
+/// The canary values and their encoded forms.
 fn canaries() -> Vec<(&'static str, String)> {
     let whsec = base64::engine::general_purpose::STANDARD.encode(b"canary-signing-secret-0123456789");
     vec![
@@ -33,13 +33,13 @@ fn canaries() -> Vec<(&'static str, String)> {
     ]
 }
 
-/// Answers with all it was sent: its headers in errors, in reasons, in headers of its own.
+/// Echoes everything that was sent: headers in errors, in reasons, and in response headers.
 async fn repeat(request: Request) -> Response<Body> {
     let (parts, body) = request.into_parts();
     let bytes = axum::body::to_bytes(body, 1 << 20).await.unwrap();
     let said = format!("{:?}", parts.headers).replace("Sensitive", "");
     let said = parts.headers.values().fold(said, |said, value| said + " " + &String::from_utf8_lossy(value.as_bytes()));
-    // As PHP, Go, a URL, a form, HTML and JSON in JSON write it.
+    // The encodings of PHP, Go, URLs, forms, HTML, and JSON inside JSON.
     let escaped = parts.headers.get("x-escaped").and_then(|value| value.to_str().ok()).unwrap_or_default();
     let said = [("/", "\\/"), ("&", "\\u0026"), ("/", "%2F"), ("&", "%26"), ("&", "&amp;"), ("/", "\\\\\\/")]
         .iter()
@@ -73,7 +73,7 @@ struct Watched {
     key: String,
     log: PathBuf,
     http: reqwest::Client,
-    /// Everything that was answered, with where.
+    /// All responses, with their source.
     answers: Vec<(String, Vec<u8>)>,
 }
 
@@ -100,7 +100,7 @@ impl Watched {
         Self { child, url, key: key.to_owned(), log, http, answers: Vec::new() }
     }
 
-    /// Asks, and keeps the whole answer.
+    /// Sends a request and stores the whole response.
     async fn ask(&mut self, method: &str, path: &str, body: Option<&Value>) -> (u16, Value) {
         let method: reqwest::Method = method.parse().unwrap();
         let mut request = self.http.request(method.clone(), format!("{}{path}", self.url)).bearer_auth(&self.key);
@@ -136,7 +136,7 @@ impl Drop for Watched {
     }
 }
 
-/// Every GET route of the document, for these ids.
+/// Returns every GET route of the document with these ids.
 fn routes(document: &Value, ids: &[(&str, Vec<String>)]) -> BTreeSet<String> {
     let mut found = BTreeSet::new();
     for (path, methods) in document["paths"].as_object().unwrap() {
@@ -145,7 +145,7 @@ fn routes(document: &Value, ids: &[(&str, Vec<String>)]) -> BTreeSet<String> {
         }
         let mut open = vec![path.clone()];
         for (prefix, values) in ids {
-            // `/jobs/{id}` takes jobs, `/datasets/{id}` datasets.
+            // `/jobs/{id}` takes job ids, `/datasets/{id}` dataset ids.
             if let Some(rest) = path.strip_prefix(prefix).filter(|rest| rest.starts_with("/{id}")) {
                 open = values.iter().map(|id| format!("{prefix}/{id}{}", &rest["/{id}".len()..])).collect();
             }
@@ -196,7 +196,7 @@ async fn no_secret_is_seen_anywhere() {
         spec["rewards"] = rewards;
         spec
     };
-    // A run that succeeds, one whose service is angry, one whose service is busy.
+    // A run that succeeds, one whose service rejects requests, one whose service is busy.
     let good = job(json!([webhook("good", "/good"), {"type": "length"}]));
     let angry = job(json!([webhook("angry", "/angry"), judge]));
     let busy = job(json!([webhook("busy", "/busy")]));
@@ -223,7 +223,7 @@ async fn no_secret_is_seen_anywhere() {
         let body = json!({"reward": webhook("tested", path), "samples": sample});
         assert_eq!(server.ask("POST", "/rewards/test", Some(&body)).await.0, 200);
     }
-    // What is refused is not repeated either.
+    // Refused values are not repeated in errors either.
     for (pointer, value) in [
         ("secret", json!(of("a refused secret"))),
         ("secret", json!([of("a refused secret")])),
@@ -264,7 +264,7 @@ async fn no_secret_is_seen_anywhere() {
     paths.extend(["/", "/docs", "/metrics", "/workers"].map(str::to_owned));
     paths.insert(format!("/jobs/compare?ids={},{}", jobs[0], jobs[1]));
     for path in &paths {
-        // Nothing follows a stream that never ends: only jobs that are over have one here.
+        // Only finished jobs are listed here, so every event stream ends.
         server.ask("GET", path, None).await;
     }
     assert!(paths.len() > 40, "{paths:?}");
@@ -285,7 +285,7 @@ async fn no_secret_is_seen_anywhere() {
     }
     look("the log", &std::fs::read(&server.log).unwrap());
     for process in std::fs::read_dir("/proc").unwrap().flatten() {
-        // Processes come and go.
+        // A process may exit before its command line is read.
         if let Ok(line) = std::fs::read(process.path().join("cmdline"))
             && String::from_utf8_lossy(&line).contains("rlood")
         {

@@ -1,4 +1,4 @@
-//! A server for the tests of its API, called through the router, and what tests send to it.
+//! A server for API tests, called through the router, and the requests that tests send.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -39,7 +39,7 @@ impl Server {
         Self::start_with(|_| {}).await
     }
 
-    /// The same, with other settings.
+    /// Starts a server with other settings.
     pub async fn start_with(change: impl FnOnce(&mut ServeConfig)) -> Server {
         let dir = tempfile::tempdir().unwrap();
         let data = dir.path().join("data");
@@ -63,7 +63,7 @@ impl Server {
         server
     }
 
-    /// A client of the server, which is behind a socket then.
+    /// Returns a client; the server then listens on a socket.
     pub async fn client(&self) -> Client {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());
@@ -106,13 +106,13 @@ impl Server {
         answer.body["id"].as_str().unwrap().parse().unwrap()
     }
 
-    /// A worker that claims the next job.
+    /// Registers a worker that claims the next job.
     pub async fn claim(&self) -> (JobId, u64) {
         let claimed = self.claimed().await;
         (claimed.job, claimed.attempt)
     }
 
-    /// The same, with all that the worker gets.
+    /// Claims the next job, and returns everything that the worker gets.
     pub async fn claimed(&self) -> Claimed {
         let worker = WorkerId::new();
         let register = Register {

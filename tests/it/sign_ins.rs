@@ -1,4 +1,4 @@
-//! Sign-ins that are begun and never finished: they end soon, and are in nobody's way.
+//! Sign-ins that are started and never finished: they end soon, and do not affect other clients.
 
 use std::time::{Duration, Instant};
 
@@ -9,16 +9,16 @@ use tokio::net::TcpStream;
 use crate::processes::Server;
 
 const KEY: &str = "operator-key-0123456789";
-/// More than one address may have, and several times what filled the memory that sign-ins had together.
+/// More than the limit per address, and several times the number that used to fill the memory of sign-ins.
 const UNFINISHED: usize = 600;
 
-/// A sign-in whose body is missing its last bytes.
+/// A sign-in whose body lacks its last bytes.
 async fn begin(server: &Server) -> TcpStream {
     let mut stream = TcpStream::connect(server.url.strip_prefix("http://").unwrap()).await.unwrap();
     let head =
         "POST /session HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 65000\r\n\r\n";
     stream.write_all(head.as_bytes()).await.unwrap();
-    // One that was refused already takes no more.
+    // A refused connection may already be closed.
     let _ = stream.write_all(&vec![b' '; 64_000]).await;
     stream
 }
@@ -45,7 +45,7 @@ async fn unfinished_sign_ins_block_nobody_and_end_within_seconds() {
         let mut answer = Vec::new();
         let end = tokio::time::timeout(Duration::from_secs(20), stream.read_to_end(&mut answer)).await;
         end.expect("each connection is closed").ok();
-        // A connection that is closed while the client still sends may lose its answer.
+        // When a connection is closed while the client still sends, the response may be lost.
         displaced += usize::from(answer.starts_with(b"HTTP/1.1 429"));
         too_slow += usize::from(answer.starts_with(b"HTTP/1.1 408"));
     }

@@ -1,4 +1,4 @@
-//! What the sources may hold: `unsafe` only in the kernels, where their README says why.
+//! Rules for the sources: `unsafe` only in the kernels, where their README explains each use.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -16,7 +16,7 @@ fn sources(dir: &Path, found: &mut Vec<PathBuf>) {
     }
 }
 
-/// Whether code (not a comment, not a word in a text) says unsafe.
+/// Whether code (not a comment, not a string) contains `unsafe`.
 fn is_unsafe(code: &str) -> bool {
     code.lines().filter(|line| !line.trim_start().starts_with("//")).any(|line| {
         line.match_indices("unsafe").any(|(at, word)| {
@@ -40,7 +40,7 @@ fn unsafe_code_is_where_the_list_says_why_and_nowhere_else() {
         .into_iter()
         .filter(|path| is_unsafe(&std::fs::read_to_string(path).unwrap()))
         .map(|path| path.strip_prefix(root).unwrap().to_string_lossy().into_owned())
-        // Its tests hold examples of such code.
+        // This file's tests contain examples of such code.
         .filter(|path| path != "tests/it/sources.rs")
         .collect();
     let list = std::fs::read_to_string(root.join(KERNELS).join("README.md")).unwrap();

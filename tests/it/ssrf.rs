@@ -1,17 +1,17 @@
-//! What a job's author can write as an address, the server must not reach: every URL of the corpus of `crates/rewards`, through
-//! the API, and not one connection.
+//! Addresses that a job's author writes must not make the server connect to forbidden targets: every URL of the corpus of
+//! `crates/rewards`, through the API, without a single connection.
 
 use serde_json::{Value, json};
 
 use crate::corpus::Home;
 use crate::processes::Server;
 
-/// The whole way, as a stranger with a key goes it: the real server, its own loopback forbidden.
+/// The complete path of a client with a key: the real server, with its own loopback forbidden.
 #[tokio::test]
 async fn no_url_of_the_corpus_passes_the_api() {
     let home = Home::start().await;
     let dir = tempfile::tempdir().unwrap();
-    // Who trusts the environment sends everything to the proxy.
+    // A client that used the proxy variables would send everything to the proxy.
     let proxy = Home::start().await;
     let address = format!("http://127.0.0.1:{}", proxy.port);
     let variables = ["HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"];

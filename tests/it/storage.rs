@@ -1,4 +1,4 @@
-//! What is kept, by kind and owner, the limits on it, and `rlood gc`.
+//! Stored data by kind and owner, its limits, and `rlood gc`.
 
 use std::path::Path;
 use std::process::Command;
@@ -94,7 +94,7 @@ async fn a_kind_that_has_reached_its_limit_takes_no_more_and_says_what_to_do() {
     };
     assert_eq!(put(100).await.status, 204);
     refused(&put(2001).await, "checkpoints");
-    // What a job saves because it was asked to stop is taken.
+    // A checkpoint that a job saves because it was asked to stop is accepted.
     server.post(&format!("/jobs/{id}/pause"), json!({})).await;
     assert_eq!(put(2001).await.status, 204);
     let storage = server.get("/system/storage").await.body;
@@ -126,7 +126,7 @@ async fn gc_lists_first_and_then_removes_the_orphan_and_spares_what_is_in_use() 
     let dataset = server.get(&format!("/jobs/{job}")).await["plan"]["dataset"]["id"].as_str().unwrap().to_owned();
     let orphan = data.join("datasets/ds_00000000000000000000000000.ndjson");
     std::fs::write(&orphan, vec![0; 1234]).unwrap();
-    // Beside a server it may be about to get its row.
+    // Next to a running server, a file without a row may be about to get one.
     let (code, text) = gc(&data, &cache, &[]);
     assert!(code == Some(0) && orphan.is_file() && text.contains("0 bytes"), "{text}");
     assert!(text.contains(&dataset) && text.contains("pinned"), "{text}");

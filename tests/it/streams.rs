@@ -1,4 +1,4 @@
-//! Event streams: how many there may be, and that workers never pay for them.
+//! Event streams: their limits, and that workers are not affected by them.
 
 use std::time::{Duration, Instant};
 
@@ -43,11 +43,11 @@ async fn a_key_has_fifty_streams_and_another_key_its_own() {
     let problem: serde_json::Value = refused.json().await.unwrap();
     assert_eq!((&problem["code"], &problem["retryable"]), (&json!("too_many_requests"), &json!(true)));
     assert!(problem["detail"].as_str().unwrap().contains("50 event streams"), "{problem}");
-    // Ordinary requests of the key, and another key's streams, go on.
+    // Other requests of the key, and streams of other keys, still work.
     let list = client().get(format!("{}/jobs", server.url)).bearer_auth(KEY).send().await.unwrap();
     assert_eq!(list.status(), 200);
     assert_eq!(stream(&server, &other).await.status(), 200);
-    // One that ends makes room.
+    // A stream that ends frees its slot.
     open.pop();
     let begun = Instant::now();
     while stream(&server, KEY).await.status() != 200 {
@@ -102,14 +102,14 @@ async fn streams_and_slow_bodies_on_all_connections_leave_workers_theirs() {
         let _ = socket.write_all(if number % 2 == 0 { streams } else { slow }.as_bytes()).await;
         sockets.push(socket);
     }
-    // Until the first answers are there, so that all of them were looked at.
+    // Wait for the first responses, so that all requests were processed.
     let mut head = [0; 12];
     let answered = async { sockets[0].read_exact(&mut head).await.is_ok() };
     let _ = tokio::time::timeout(Duration::from_secs(5), answered).await;
     for _ in 0..20 {
         assert_eq!(register_worker(&server).await, 200, "a worker's new connection is let in and answered");
     }
-    // Read with the worker's eyes: the API's own part may be full.
+    // Read directly from the database, because the API's share of connections may be used up.
     let log = dir.path().join("data").join("rlood.db");
     let store = rlood::store::Store::open_as_is(&log).await.unwrap();
     let id = job.parse().unwrap();

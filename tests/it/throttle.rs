@@ -1,4 +1,4 @@
-//! Wrong keys from one address: 429 after a while, for that address only, and not for keys that it has shown to be good.
+//! Invalid keys from one address: 429 after a while, for that address only, and not for keys that it has used successfully before.
 
 use std::net::SocketAddr;
 
@@ -16,7 +16,7 @@ const OPERATOR: &str = "operator-key-0123456789";
 const OFFICE: &str = "198.51.100.7:4000";
 const ELSEWHERE: &str = "203.0.113.9:4000";
 
-/// A request as it comes over a socket from there.
+/// A request that arrives over a socket from this peer.
 fn from(peer: &str, request: axum::http::request::Builder, body: Option<Value>) -> Request<Body> {
     let body = body.map_or_else(Body::empty, |body| Body::from(body.to_string()));
     let request = request.header(header::HOST, "localhost").header(header::CONTENT_TYPE, "application/json");
@@ -61,7 +61,7 @@ async fn an_address_that_guesses_waits_and_nobody_else_does() {
     assert_eq!(list(&server, OFFICE, &colleague).await.status, 200);
 
     for n in 0..20 {
-        // Headers, sign-ins and cookies are one account.
+        // Headers, sign-ins and cookies share one limit.
         let answer = match n % 3 {
             0 => list(&server, OFFICE, &format!("rld_guess{n}")).await,
             1 => sign_in(&server, OFFICE, &format!("rld_guess{n}")).await,
@@ -76,7 +76,7 @@ async fn an_address_that_guesses_waits_and_nobody_else_does() {
     must_wait(&sign_in(&server, OFFICE, "rld_guess21").await);
     let worker = Request::post("/worker/claim").header(header::AUTHORIZATION, "Bearer guess22");
     must_wait(&server.send(from(OFFICE, worker, Some(json!({})))).await);
-    // The right one as well: else guessing on would find it.
+    // The right key is refused too: otherwise further guesses would find it.
     must_wait(&sign_in(&server, OFFICE, OPERATOR).await);
 
     assert_eq!(list(&server, OFFICE, &colleague).await.status, 200, "a key that this address has shown before");
@@ -96,7 +96,7 @@ async fn this_machine_is_not_limited_and_behind_a_proxy_the_client_counts() {
     let server = keyed(vec![Net::parse("127.0.0.1").unwrap()]).await;
     let through = async |client: &str, key: &str| {
         let request = Request::get("/jobs").header(header::AUTHORIZATION, format!("Bearer {key}"));
-        // What the client itself wrote stands first.
+        // The part that the client itself wrote comes first.
         server.send(from("127.0.0.1:4000", request.header("x-forwarded-for", format!("9.9.9.9, {client}")), None)).await
     };
     for n in 0..20 {
@@ -104,7 +104,7 @@ async fn this_machine_is_not_limited_and_behind_a_proxy_the_client_counts() {
     }
     must_wait(&through("198.51.100.7", OPERATOR).await);
     assert_eq!(through("198.51.100.8", OPERATOR).await.status, 200);
-    // Nobody else is believed.
+    // Only trusted proxies are believed.
     let request = Request::get("/jobs").header(header::AUTHORIZATION, format!("Bearer {OPERATOR}"));
     let answer = server.send(from(ELSEWHERE, request.header("x-forwarded-for", "198.51.100.7"), None)).await;
     assert_eq!(answer.status, 200);

@@ -1,5 +1,5 @@
-//! A worker elsewhere, behind a proxy that lets uploads trickle and answers late. `RLOOD_LONG=1`: at 2 kB a second, with answers
-//! to publications that take 90 s.
+//! A worker on another machine, behind a proxy that slows uploads down and delays responses. `RLOOD_LONG=1`: at 2 kB per second,
+//! with responses to publications that take 90 s.
 
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -16,14 +16,14 @@ use super::processes::{Server, binary, model_copy, register, spec};
 
 const TOKEN: &str = "the-token-of-a-worker-elsewhere";
 
-/// What the proxy does to the worker's calls.
+/// The proxy's effect on the worker's calls.
 #[derive(Clone)]
 struct Slow {
     http: reqwest::Client,
     server: String,
-    /// Of the bodies of uploads.
+    /// Transfer rate of upload bodies.
     bytes_per_s: f64,
-    /// Before the answer to a publication.
+    /// Delay before the response to a publication.
     delay: Duration,
 }
 

@@ -1,4 +1,4 @@
-//! Verdicts over HTTP and through real processes: which rows are judged, what follows, restarts, cancels, refusals.
+//! Verdicts over HTTP and with real processes: the compared rows, results, restarts, cancellation, refusals.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -15,7 +15,7 @@ fn records(count: u64) -> Vec<Value> {
     (0..count).map(|n| json!({"prompt": format!("Say the number {n} in a few words."), "n": n})).collect()
 }
 
-/// A job that learns to say something else; random weights have a letter of the first half in about half of their completions.
+/// A job that changes its completions; about half of the random completions contain a letter of the first half of the alphabet.
 fn job(eval: Value, rows: u64) -> Value {
     let mut job = spec("small", 4);
     job["dataset"] = json!({"records": records(rows)});
@@ -33,7 +33,7 @@ async fn server(dir: &Path, auto: bool) -> Server {
     server
 }
 
-/// The verdict as soon as it has ended.
+/// Returns the verdict as soon as it has ended.
 async fn ended(server: &Server, path: &str) -> Value {
     let begun = Instant::now();
     loop {
@@ -79,12 +79,12 @@ async fn a_job_is_judged_by_itself_on_rows_that_nothing_else_reads() {
         (&json!("test_fraction"), &json!(52), &json!(false))
     );
     assert_eq!(verdict["progress"]["done"], verdict["progress"]["total"]);
-    // The best checkpoint was judged.
+    // The best checkpoint was compared.
     let checkpoints = server.get(&format!("/jobs/{job}/checkpoints")).await;
     let best = checkpoints["data"].as_array().unwrap().iter().find(|one| one["best"] == true).unwrap().clone();
     assert_eq!(verdict["checkpoint_id"], best["id"]);
 
-    // What the rows say is what the result says.
+    // The result agrees with the rows.
     let rows = rows_of(&server, &verdict).await;
     let (test, guarded): (Vec<_>, Vec<_>) = rows.iter().partition(|row| row["set"] == "test");
     assert_eq!((test.len(), guarded.len()), (52, 24));
@@ -107,7 +107,7 @@ async fn a_job_is_judged_by_itself_on_rows_that_nothing_else_reads() {
         (&json!(24), &json!(1.5), &json!(false))
     );
 
-    // No test row was trained or evaluated; the texts of both models are those of the playground.
+    // No test row was used in training or evaluation; the texts of both models are those of the playground.
     let numbers: BTreeSet<String> = test.iter().map(|row| format!("row_{}", row["row"])).collect();
     let samples = server.get(&format!("/jobs/{job}/samples?limit=100")).await;
     let samples = samples["data"].as_array().unwrap();
@@ -120,7 +120,7 @@ async fn a_job_is_judged_by_itself_on_rows_that_nothing_else_reads() {
     assert_eq!(said["base"][0]["completion"], test[0]["base"]["completions"][0]["completion"]);
     assert_eq!(said["trained"][0]["completion"], test[0]["trained"]["completions"][0]["completion"]);
 
-    // It stands in the summary and in the history of the job.
+    // The verdict is in the summary and in the events of the job.
     let summary = server.get(&format!("/jobs/{job}/summary")).await;
     assert_eq!((&summary["verdict"]["id"], &summary["verdict"]["verdict"]), (&verdict["id"], &result["verdict"]));
     let events = server.get(&format!("/jobs/{job}/events?limit=100")).await;
@@ -153,7 +153,7 @@ async fn a_verdict_that_is_asked_for_samples_as_asked_and_says_that_the_evaluati
     assert_eq!(pass_at.iter().map(|one| one["k"].as_u64().unwrap()).collect::<Vec<_>>(), [1, 2, 4]);
     let rows = rows_of(&server, &verdict).await;
     assert!(rows.iter().all(|row| row["base"]["completions"].as_array().unwrap().len() == 4));
-    // The same again is the same.
+    // The same request returns the same verdict.
     let again = server.client.create_verdict(id, &request).await.unwrap();
     let again = ended(&server, &format!("/verdicts/{}", again.id)).await;
     assert_ne!(again["id"], verdict["id"]);
@@ -170,7 +170,7 @@ async fn a_verdict_survives_the_death_of_its_server_and_ends_when_it_is_cancelle
     first.job_in_state(&id, "succeeded").await;
     let request = json!({"num_generations": 64, "temperature": 1.0});
     let verdict = first.post(&format!("/jobs/{id}/verdict"), &request).await;
-    // While it is under way, the same request is the same verdict.
+    // While the verdict is running, the same request returns it.
     assert_eq!(first.post(&format!("/jobs/{id}/verdict"), &request).await["id"], verdict["id"]);
     let path = format!("/verdicts/{}", verdict["id"].as_str().unwrap());
     let begun = Instant::now();
@@ -186,7 +186,7 @@ async fn a_verdict_survives_the_death_of_its_server_and_ends_when_it_is_cancelle
     let cancelled = second.post(&format!("{path}/cancel"), &json!({})).await;
     assert!(matches!(cancelled["state"].as_str(), Some("cancelled" | "succeeded")), "{cancelled}");
     assert_eq!(second.post(&format!("{path}/cancel"), &json!({})).await["state"], cancelled["state"]);
-    // The next one is not held up by it.
+    // The next verdict is not delayed by it.
     let next = second.post(&format!("/jobs/{id}/verdict"), &json!({})).await;
     let next = ended(&second, &format!("/verdicts/{}", next["id"].as_str().unwrap())).await;
     assert_eq!(next["state"], "succeeded", "{next}");
@@ -217,7 +217,7 @@ async fn what_cannot_be_judged_is_refused_or_fails_with_the_reason() {
         let body: Value = answer.json().await.unwrap();
         assert_eq!(body["errors"][0]["pointer"], pointer, "{body}");
     }
-    // Its rows are gone.
+    // The rows were deleted.
     let plan = server.get(&format!("/jobs/{id}")).await["plan"]["eval"]["dataset"]["id"].as_str().unwrap().to_owned();
     server.client.delete_dataset(plan.parse().unwrap()).await.unwrap();
     let verdict = server.client.create_verdict(job, &VerdictRequest::default()).await.unwrap();

@@ -1,4 +1,4 @@
-//! Databases of older and newer versions: who brings them up to date, who refuses them, and what `rlood check` says.
+//! Databases of older and newer versions: which commands upgrade them, which refuse them, and the output of `rlood check`.
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use sqlx::{Connection, Executor};
 
 use crate::backup::{path, run, said};
 
-/// The last migration of an rlood that had keys already.
+/// The last migration of an rlood that already had keys.
 const OLDER: i64 = 9;
 
 async fn connect(database: &Path) -> SqliteConnection {
@@ -37,7 +37,7 @@ fn check(data: &Path) -> (Option<i32>, String) {
     (output.status.code(), said(&output))
 }
 
-/// The line about something.
+/// Returns the output line with this label.
 fn line<'t>(text: &'t str, what: &str) -> &'t str {
     text.lines().find(|line| line.split_whitespace().nth(1) == Some(what)).unwrap_or_else(|| panic!("{what}: {text}"))
 }
@@ -60,8 +60,8 @@ async fn an_older_database_is_brought_up_to_date_by_a_server_or_a_first_key_and_
         assert!(!refused.status.success() && said(&refused).contains("of an older rlood"), "{}", said(&refused));
     }
     let (_, text) = check(&data);
-    assert!(line(&text, "database").contains("ok") && text.contains("the next start brings it up to date"), "{text}");
-    assert!(line(&text, "keys").contains("everybody there may do everything"), "{text}");
+    assert!(line(&text, "database").contains("ok") && text.contains("the next start upgrades it"), "{text}");
+    assert!(line(&text, "keys").contains("every local request is allowed"), "{text}");
     let made = run(&["backup", path(&copy), "--data-dir", path(&data)]);
     assert!(made.status.success(), "{}", said(&made));
     assert_eq!(migrations(&database).await, before, "the source is as it was");
@@ -122,12 +122,12 @@ fn check_says_when_no_key_can_be_used_and_when_that_cannot_be_known() {
     let id = listed.split_whitespace().find(|word| word.starts_with("key_")).unwrap();
     assert!(run(&[&["keys", "revoke", id][..], &data_dir].concat()).status.success());
     let (code, text) = check(&data);
-    assert!(code == Some(0) && line(&text, "keys").contains("nobody gets in"), "{text}");
+    assert!(code == Some(0) && line(&text, "keys").contains("every request would be refused"), "{text}");
 
     let file = dir.path().join("file");
     std::fs::write(&file, "x").unwrap();
     let (code, text) = check(&file.join("data"));
     assert_eq!(code, Some(1), "{text}");
     assert!(line(&text, "database").starts_with("FAIL") && line(&text, "keys").contains("not known"), "{text}");
-    assert!(!text.contains("everybody there may do everything") && !text.contains("none yet"), "{text}");
+    assert!(!text.contains("every local request is allowed") && !text.contains("none yet"), "{text}");
 }

@@ -1,4 +1,4 @@
-//! Warm-ups over HTTP and in real processes: rows of every form, what is refused, kills, forks, what is kept.
+//! Warm-ups over HTTP and in real processes: rows of every form, refusals, kills, forks, and stored rows.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use crate::processes;
 use crate::server::{Server, pointers};
 
-/// A model with a chat template, whose answers end with a token of their own.
+/// A model with a chat template and a separate end-of-turn token.
 const CHAT: &str = "qwen3";
 
 fn chat(question: &str, answer: &str) -> Value {
@@ -37,7 +37,7 @@ fn document(model: &str, records: Value) -> Value {
     })
 }
 
-/// A server that knows the chat model.
+/// A server with the chat model.
 async fn server() -> Server {
     let server = Server::start().await;
     let source = rlood_test_support::fixture("parity").join(CHAT);
@@ -61,7 +61,7 @@ async fn rows_of_every_form_are_stored_and_named_in_the_plan() {
     let again = server.post("/jobs", config).await;
     assert_eq!(again.status, 201, "{}", again.text);
     assert_eq!(again.body["plan"]["warm_up"], *warm_up, "a clone is the same");
-    // The worker gets the rows; while the job needs them they stay.
+    // The worker gets the rows; they are kept while the job needs them.
     let (job, attempt) = server.claim().await;
     let token = format!("Bearer {}", server.state.config.worker_token);
     let request = axum::http::Request::get(format!("/worker/jobs/{job}/datasets/{dataset}?attempt={attempt}"));
@@ -69,7 +69,7 @@ async fn rows_of_every_form_are_stored_and_named_in_the_plan() {
     assert_eq!((rows.status.as_u16(), rows.text.lines().count()), (200, 4), "{}", rows.text);
     assert_eq!(server.call("DELETE", &format!("/datasets/{dataset}"), None, None).await.status, 409);
 
-    // The same rows by a map: of an upload, and of records.
+    // The same rows with a mapping: from an upload, and from records.
     let pairs = json!([{"q": "What is up?", "a": "The sky."}, {"q": "Say yes", "a": "yes"}]);
     let uploaded = json!([{"prompt": "What is up?", "a": "The sky."}, {"prompt": "Say yes", "a": "yes"}]);
     let upload = server.post("/datasets", json!({"records": uploaded})).await;
@@ -130,7 +130,7 @@ async fn a_killed_warm_up_ends_with_the_bytes_of_a_calm_one_and_a_fork_does_not_
     let dir = tempfile::tempdir().unwrap();
     let model = rlood_test_support::fixture("parity").join(CHAT);
     let mut document = document("chat", answers());
-    // Long enough to be hit in it.
+    // Long enough to be interrupted.
     document["warm_up"]["steps"] = json!(60);
     document["eval"] = json!({"dataset": {"records": prompts(2)}, "every_steps": 4});
     let server = processes::Server::start(dir.path(), "cpu");
@@ -162,7 +162,7 @@ async fn a_killed_warm_up_ends_with_the_bytes_of_a_calm_one_and_a_fork_does_not_
     server.job_in_state(&struck, "succeeded").await;
     assert!(server.adapter(&struck, None).await == expected, "the killed run ends with the calm run's bytes");
 
-    // A fork behind the warm-up goes on from there; one that starts warm has no warm-up.
+    // A fork after the warm-up continues from there; a fork that starts warm has no warm-up.
     let fork = |from_step: u64, overrides: Value| json!({"from_step": from_step, "overrides": overrides});
     let path = format!("/jobs/{calm}/fork");
     let same = server.post(&path, &fork(62, json!({}))).await;

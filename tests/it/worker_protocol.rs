@@ -35,7 +35,7 @@ impl Server {
         Self::with(|_| {}).await
     }
 
-    /// With other settings.
+    /// Starts with other settings.
     async fn with(change: impl FnOnce(&mut ServeConfig)) -> Self {
         let setting = Setting::new().await;
         let mut config = ServeConfig::loopback(setting.dir.path()).unwrap();
@@ -131,7 +131,7 @@ async fn a_job_travels_through_the_protocol() {
     let files: [(&str, &[u8]); 2] = [("adapter_model.safetensors", &weights), ("manifest.json", b"{}")];
     let (status, published) = server.publish(job, 1, 1, &files).await;
     assert_eq!(status, StatusCode::OK, "{published}");
-    // A repeated call gets the same answer.
+    // A repeated call gets the same response.
     let again = json!({"attempt": 1, "files": files.map(|(name, bytes)| entry(name, bytes)), "metrics": {}});
     let path = format!("/worker/jobs/{job}/checkpoints/1");
     assert_eq!(server.post(&path, again).await, (StatusCode::OK, published.clone()));
@@ -174,7 +174,7 @@ async fn every_call_of_a_lost_claim_is_refused() {
         assert_eq!((status, &problem["code"]), (StatusCode::CONFLICT, &json!("lease_lost")), "{method} {path}");
     }
     assert_eq!(server.setting.state(job).await, State::Queued);
-    // The forgotten worker has to introduce itself again.
+    // A removed worker must register again.
     assert_eq!(server.claim(0).await.0, StatusCode::NOT_FOUND);
 }
 
@@ -195,7 +195,7 @@ async fn no_job_is_handed_out_while_the_disk_is_nearly_full() {
     let job = server.setting.job().await;
     server.disk_low.store(true, Ordering::Relaxed);
     assert_eq!(server.claim(0).await.0, StatusCode::NO_CONTENT);
-    // Nor one that is resumed.
+    // A resumed job is not handed out either.
     server.setting.store.job_pause(job, T0).await.unwrap();
     server.setting.store.job_resume(job, T0 + 1).await.unwrap();
     assert_eq!(server.claim(0).await.0, StatusCode::NO_CONTENT);
@@ -221,7 +221,7 @@ async fn checkpoints_leave_the_reserve_free_but_for_what_a_job_saves_because_it_
     let refused = (507, json!("storage_full"));
     assert_eq!(upload(u64::MAX, false).await, refused);
     assert_eq!(upload(u64::MAX, true).await, refused);
-    // Of twice as much as is free, a quarter is free.
+    // A reserve of twice the free space: a quarter of it is available.
     let free = Setting::new().await.files.free_bytes().unwrap();
     assert_eq!(upload(2 * free, false).await, refused);
     assert_eq!(upload(2 * free, true).await, (204, Value::Null));

@@ -1,5 +1,5 @@
-//! What Cargo would not say if it were wrong: a member whose tests nobody runs, a version of a member's own, a test file that no
-//! binary holds.
+//! Checks that Cargo does not make: that each member's tests are run, that versions are shared, and that each test file
+//! belongs to a binary.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -8,10 +8,10 @@ use std::process::Command;
 use serde_json::Value;
 use toml::Table;
 
-/// Crates that belong to some packages only.
+/// Crates that only some packages may use.
 const ONLY_IN: &[(&str, &[&str])] = &[
     ("axum", &["rlood"]),
-    // The examples of the root make a model.
+    // The examples of the root create a model.
     ("candle-core", &["rlood", "rlood-engine"]),
     ("cudarc", &["rlood-kernels"]),
     ("reqwest", &["rlood", "rlood-client", "rlood-hub", "rlood-rewards", "rlood-worker"]),
@@ -19,7 +19,8 @@ const ONLY_IN: &[(&str, &[&str])] = &[
     ("tokio", &["rlood", "rlood-cli", "rlood-client", "rlood-hub", "rlood-rewards", "rlood-store", "rlood-worker"]),
 ];
 
-/// Where `env!("CARGO_MANIFEST_DIR")` is right below `crates`; elsewhere it breaks when a file moves to another crate.
+/// Files that may use `env!("CARGO_MANIFEST_DIR")`, because they are directly below `crates`; elsewhere it breaks when a file
+/// moves to another crate.
 const KNOWS_ITS_FOLDER: &[&str] = &["crates/test-support/src/lib.rs"];
 
 fn root() -> &'static Path {
@@ -34,7 +35,7 @@ fn manifest(folder: &Path) -> Table {
     read(&folder.join("Cargo.toml")).parse().unwrap_or_else(|error| panic!("{}: {error}", folder.display()))
 }
 
-/// The folders of the packages: the root's, and all that lie in `crates`.
+/// The folders of all packages: the root's, and all in `crates`.
 fn packages() -> Vec<PathBuf> {
     let crates = std::fs::read_dir(root().join("crates")).unwrap().map(|entry| entry.unwrap().path());
     let mut folders: Vec<PathBuf> = crates.filter(|path| path.is_dir()).collect();
@@ -56,7 +57,7 @@ fn sources(folder: &Path) -> Vec<PathBuf> {
     found
 }
 
-/// As Cargo sees the workspace.
+/// The workspace metadata from Cargo.
 fn metadata() -> Value {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let output = Command::new(cargo)
@@ -94,7 +95,7 @@ fn every_package_takes_version_and_lints_of_the_workspace() {
             assert!(of_workspace(package, key), "{}: package.{key}", folder.display());
         }
         if folder.ends_with("crates/kernels") {
-            // Its own table: all of the workspace's lints but the one against unsafe code.
+            // It has its own lint table: all of the workspace's lints except the one against unsafe code.
             let workspace = self::manifest(root());
             let mut expected = workspace["workspace"]["lints"].clone();
             expected["rust"].as_table_mut().unwrap().remove("unsafe_code");
@@ -106,7 +107,7 @@ fn every_package_takes_version_and_lints_of_the_workspace() {
     }
 }
 
-/// Kind of dependency, name, what stands for it in the manifest.
+/// Returns dependency kind, name and specification of each entry in a manifest.
 fn dependencies(manifest: &Table) -> Vec<(&str, &str, &toml::Value)> {
     let mut found = Vec::new();
     for kind in ["dependencies", "dev-dependencies", "build-dependencies"] {
@@ -132,7 +133,7 @@ fn every_version_stands_at_the_top() {
                 "{}: {kind}.{name}",
                 folder.display()
             );
-            // Other features would make a second build of it.
+            // Other features would require a second build of the crate.
             let known = table.keys().all(|key| ["workspace", "optional"].contains(&key.as_str()));
             assert!(known, "{}: {kind}.{name} = {value}", folder.display());
             used.insert(name.to_owned());
@@ -166,7 +167,7 @@ fn one_integration_binary_a_package_holds_all_its_files() {
             .filter(|target| target["kind"][0] == "test")
             .map(|target| target["name"].as_str().unwrap())
             .collect();
-        // It counts what the whole process allocates.
+        // This test counts allocations of the whole process.
         tests.retain(|test| (name, *test) != ("rlood-engine", "allocations"));
         let folder = Path::new(package["manifest_path"].as_str().unwrap()).parent().unwrap().join("tests/it");
         let expected: &[&str] = if folder.exists() { &["it"] } else { &[] };
@@ -208,7 +209,7 @@ fn what_holds_a_point_of_failure_has_the_feature_and_the_top_forwards_it() {
             .find(|path| ["fail_point!(", "without!(", "pace!("].iter().any(|call| read(path).contains(call)));
         let manifest = manifest(&folder);
         let name = manifest["package"]["name"].as_str().unwrap().to_owned();
-        // Where the macros stand.
+        // The crate that defines the macros.
         if let Some(file) = held.filter(|_| name != "rlood-types") {
             let has = manifest.get("features").is_some_and(|features| features.get("failpoints").is_some());
             assert!(has, "{} has a point, {name} no feature `failpoints`: nothing fails there", file.display());

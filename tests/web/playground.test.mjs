@@ -89,10 +89,10 @@ test("an answer is waited for, can be stopped, and is asked for once at a time",
     await page.route("**/generate", async (route) => {
       if (!refused) return new Promise(() => {});
       refused = false;
-      await route.fulfill({ status: 429, contentType: "application/problem+json", headers: { "retry-after": "5" }, body: JSON.stringify({ title: "Too many requests", detail: "another prompt is being answered; try again when it is done", code: "too_many_requests", status: 429, errors: [] }) });
+      await route.fulfill({ status: 429, contentType: "application/problem+json", headers: { "retry-after": "5" }, body: JSON.stringify({ title: "Too many requests", detail: "another generate request is running; try again when it has finished", code: "too_many_requests", status: 429, errors: [] }) });
     });
     await page.getByRole("button", { name: "Ask both" }).click();
-    await page.getByText("another prompt is being answered").waitFor();
+    await page.getByText("another generate request is running").waitFor();
     await page.getByRole("button", { name: "Ask both" }).click();
     await page.getByRole("button", { name: "Asking both…" }).waitFor();
     await page.getByRole("button", { name: "Stop" }).click();

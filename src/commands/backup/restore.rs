@@ -1,22 +1,22 @@
-//! `rlood restore`: every byte verified, put together where nobody looks, and moved to its place at once.
+//! `rlood restore`: verifies every byte, assembles the data in a staging directory, and moves it into place in one step.
 
 use std::path::{Component, Path, PathBuf};
 use std::process::ExitCode;
 
-use super::{BackupError, DATABASE, Entry, FORMAT, MANIFEST, Manifest, io, lies_inside, taken};
+use super::{BackupError, DATABASE, Entry, FORMAT, MANIFEST, Manifest, io, lies_inside, not_empty};
 use crate::config::backup::RestoreArgs;
 use crate::files::FilesError;
 use crate::files::copy::{Reserved, copy_hashed, is_served, is_vacant, make_private_dir, move_into, sync_tree};
 use crate::store::{Dropped, Store, StoreError};
 
-/// `rlood restore`.
+/// Runs the subcommand `rlood restore`.
 ///
 /// # Errors
-/// When the backup is incomplete or damaged, or the target is in use or not empty; then the target is as it was.
+/// When the backup is incomplete or damaged, or the target is in use or not empty. The target is unchanged then.
 pub async fn restore(args: RestoreArgs) -> Result<ExitCode, BackupError> {
     let RestoreArgs { from, data_dir, drop_keys } = args;
     if !is_vacant(&data_dir)? {
-        return Err(if is_served(&data_dir) { BackupError::Live(data_dir) } else { taken(data_dir) });
+        return Err(if is_served(&data_dir) { BackupError::Live(data_dir) } else { not_empty(data_dir) });
     }
     let manifest = read_manifest(&from)?;
     if lies_inside(&data_dir, &from)? {
@@ -45,10 +45,9 @@ async fn drop_credentials(database: &Path) -> Result<Dropped, BackupError> {
     Ok(dropped?)
 }
 
-/// Where the data is put together: on the target's file system, so that it appears at once and whole. Removed when anything
-/// fails.
+/// The staging directory, on the target's file system, so that the data can be moved into place in one step. Removed on failure.
 struct Stage {
-    /// Beside a target that does not exist; inside of one that does: it may be a volume of its own.
+    /// Located next to a target that does not exist, or inside an existing one, which may be a separate volume.
     around: tempfile::TempDir,
     root: PathBuf,
     target: PathBuf,
@@ -72,7 +71,7 @@ impl Stage {
         let around = tempfile::Builder::new()
             .prefix(".rlood-restore-")
             .tempdir_in(parent)
-            .map_err(io("make a directory in", parent))?;
+            .map_err(io("create a directory in", parent))?;
         let root = around.path().join("data");
         make_private_dir(&root)?;
         Ok(Stage { around, root, target, reserved })
@@ -82,13 +81,13 @@ impl Stage {
         let Stage { around, root, target, reserved } = self;
         sync_tree(&root)?;
         match reserved {
-            // The database last: without it there is nothing to serve.
+            // The database is moved last: without it there is nothing to serve.
             Some(reserved) => {
                 move_into(&root, &target, DATABASE)?;
                 reserved.keep();
             }
             None => {
-                std::fs::rename(&root, &target).map_err(io("put the restored data at", &target))?;
+                std::fs::rename(&root, &target).map_err(io("move the restored data to", &target))?;
                 crate::files::sync_dir(target.parent().unwrap_or(Path::new("/")))?;
             }
         }
@@ -97,15 +96,15 @@ impl Stage {
     }
 }
 
-/// Copies and verifies all that a backup holds; returns how many bytes.
+/// Copies and verifies all files of a backup; returns the number of bytes.
 async fn fill(from: &Path, manifest: &Manifest, root: &Path) -> Result<u64, BackupError> {
     let damaged = |name: &str, what: &str| BackupError::Damaged { path: name.to_owned(), what: what.to_owned() };
     if let Some(name) = manifest.files.keys().find(|name| !is_plain(name)) {
-        return Err(damaged(name, "the path leads out of the backup"));
+        return Err(damaged(name, "the path is outside the backup"));
     }
     let mut bytes = 0;
     let mut named = Vec::new();
-    // The database first: one that cannot be used here is known before all the rest is copied.
+    // The database comes first: if it cannot be used here, the error is known before everything else is copied.
     for (name, entry) in manifest
         .files
         .get_key_value(DATABASE)
@@ -115,12 +114,12 @@ async fn fill(from: &Path, manifest: &Manifest, root: &Path) -> Result<u64, Back
         let (size_bytes, sha256) = match copy_hashed(&from.join(name), &root.join(name)) {
             Ok(copied) => copied,
             Err(FilesError::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => {
-                return Err(damaged(name, "it is not there"));
+                return Err(damaged(name, "the file is missing"));
             }
             Err(error) => return Err(error.into()),
         };
         if (Entry { size_bytes, sha256: sha256.to_string() }) != *entry {
-            return Err(damaged(name, "its bytes are not those of the manifest"));
+            return Err(damaged(name, "its contents differ from the manifest"));
         }
         if name == DATABASE {
             named = named_files(&root.join(DATABASE)).await?;
@@ -128,7 +127,7 @@ async fn fill(from: &Path, manifest: &Manifest, root: &Path) -> Result<u64, Back
         bytes += size_bytes;
     }
     match named.into_iter().find(|name| !manifest.files.contains_key(name)) {
-        Some(name) => Err(damaged(&name, "the database names it, the manifest does not")),
+        Some(name) => Err(damaged(&name, "the database refers to it, but the manifest does not list it")),
         None => Ok(bytes),
     }
 }
@@ -137,25 +136,27 @@ fn read_manifest(from: &Path) -> Result<Manifest, BackupError> {
     let path = from.join(MANIFEST);
     let bad = |what: String| BackupError::Manifest { path: path.clone(), what };
     let text = std::fs::read(&path).map_err(|error| match error.kind() {
-        std::io::ErrorKind::NotFound => bad("there is none: this is no backup, or one that was interrupted".to_owned()),
+        std::io::ErrorKind::NotFound => {
+            bad("the manifest is missing: this is not a backup, or it was interrupted".to_owned())
+        }
         _ => bad(error.to_string()),
     })?;
     let manifest: Manifest = serde_json::from_slice(&text).map_err(|error| bad(format!("cannot be read: {error}")))?;
     if manifest.format != FORMAT {
-        return Err(bad(format!("format {} is not known here: use the rlood that wrote it", manifest.format)));
+        return Err(bad(format!("unknown format {}: use the rlood that wrote it", manifest.format)));
     }
     if !manifest.files.contains_key(DATABASE) {
-        return Err(bad(format!("it lists no {DATABASE}")));
+        return Err(bad(format!("it does not list {DATABASE}")));
     }
     Ok(manifest)
 }
 
-/// Downward only.
+/// Whether a path stays below its base directory.
 fn is_plain(name: &str) -> bool {
     !name.is_empty() && Path::new(name).components().all(|part| matches!(part, Component::Normal(_)))
 }
 
-/// What a database names; an error when it is not whole.
+/// Returns the files that a database refers to; an error if the database is damaged.
 async fn named_files(database: &Path) -> Result<Vec<String>, BackupError> {
     let store = Store::open(database).await?;
     let named = async {

@@ -1,4 +1,4 @@
-//! Generation: prompts are prefilled, then every completion gets a token at a time until all have their length.
+//! Generation: prefills the prompts, then decodes one token at a time until every completion has its length.
 
 use std::num::NonZeroUsize;
 
@@ -8,7 +8,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::profile::{ProfileFigures, profile};
-use super::timing::{Timing, repeat, repeat_telling};
+use super::timing::{Timing, repeat, repeat_reporting};
 use super::{BenchError, Setting, io};
 use crate::engine::backend::BackendKind;
 use crate::engine::backend::Module;
@@ -20,75 +20,75 @@ use crate::engine::sampling::Sampler;
 use crate::engine::text::Text;
 use crate::spec::LoraPlan;
 
-/// Batches that are measured beside the step's own, as (prompts, completions a prompt).
+/// Batches to measure in addition to the step's own, as (prompts, completions per prompt).
 const BATCHES: [(usize, usize); 3] = [(1, 1), (1, 4), (4, 4)];
 
-/// Tokens of a completion in those.
+/// Number of tokens per completion in those batches.
 const SHORT_COMPLETION: usize = 32;
 
-/// Most tokens of a completion under a profile: each launch leaves two moments.
+/// Maximum number of tokens per completion under a profile: each launch records two events.
 const PROFILED_COMPLETION: usize = 128;
 
-/// Shortest measurement of a batch, seconds for each of `--steps`.
+/// Minimum duration of a batch's measurement, in seconds per `--steps`.
 const MIN_SECONDS: f64 = 0.1;
 
-/// How long a busy process runs before anything is measured beside it.
+/// How long a busy process runs before the measurement next to it starts.
 const SETTLE: Duration = Duration::from_millis(300);
 
-/// What generation reached.
+/// Results of the generation part.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct DecodeFigures {
-    /// The step's own batch last.
+    /// All measured batches, the step's own last.
     pub batches: Vec<Batch>,
-    /// The process's peak, MiB.
+    /// Peak memory of the process, in MiB.
     pub peak_mib: f64,
-    /// The device's peak, MiB, where it is not the processor.
+    /// Peak memory of the GPU in MiB; None on the CPU.
     pub device_peak_mib: Option<f64>,
-    /// With `--profile` on a GPU: the kernels of the step's own batch, of completions of 128 tokens at most.
+    /// Present with `--profile` on a GPU: the kernels of the step's own batch, with completions of at most 128 tokens.
     pub profile: Option<ProfileFigures>,
 }
 
-/// One batch.
+/// Results of one batch.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Batch {
-    /// Prompts.
+    /// Number of prompts per step.
     pub prompts: usize,
-    /// Completions a prompt.
+    /// Number of completions per prompt.
     pub generations: usize,
-    /// Tokens of a completion.
+    /// Number of tokens per completion.
     pub completion: usize,
-    /// Whether a repetition was measured; false: the seconds of the whole are those of the one that warms up.
+    /// Whether a repetition was measured; false: the seconds are those of the warm-up.
     pub warm: bool,
-    /// Measured repetitions.
+    /// Number of measured repetitions.
     pub repetitions: usize,
-    /// Seconds of the whole, prefill included: the fastest.
+    /// Duration of the fastest repetition in seconds, including prefill.
     pub seconds: f64,
-    /// The median.
+    /// Median duration in seconds.
     pub median_seconds: f64,
-    /// Completion tokens over the fastest seconds.
+    /// Completion tokens per second of the fastest repetition.
     pub tok_s: f64,
-    /// Seconds of prefill and one token.
+    /// Duration of prefill and one token, in seconds.
     pub prefill_s: f64,
-    /// Seconds of one decode step without prefill.
+    /// Duration of one decode step without prefill, in seconds.
     pub decode_step_s: f64,
-    /// Tokens a second without prefill.
+    /// Tokens per second without prefill.
     pub pure_tok_s: f64,
-    /// Weights read a second, without prefill, 1e9 bytes: every matrix once a step, KV not counted.
+    /// Weights read per second without prefill, in 1e9 bytes: every matrix once per step, KV cache not counted.
     pub gb_s: f64,
 }
 
-/// Generation beside a process that takes all of a core it can get.
+/// Results of generation next to a process that keeps a core busy.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct BusyFigures {
-    /// Tokens a second, alone.
+    /// Tokens per second without the busy process.
     pub idle_tok_s: f64,
-    /// Beside the busy process.
+    /// Tokens per second next to the busy process.
     pub busy_tok_s: f64,
-    /// Busy over idle.
+    /// Ratio of busy to idle speed.
     pub ratio: f64,
 }
 
-/// All batches.
+/// Measures generation with all batches.
 ///
 /// # Errors
 /// When the engine fails.
@@ -107,13 +107,13 @@ pub fn measure(setting: &Setting<'_>) -> Result<DecodeFigures, BenchError> {
         batches.push(bench.batch((prompts, generations), completion, 2, |_| Ok(()))?);
     }
     let times = setting.args.steps as usize;
-    // Told only with the step's own batch: it is the last one, and what is judged.
-    let tell = |batch| setting.tell(&figures(&[batches.as_slice(), &[batch]].concat()));
+    // Reported only for the step's own batch, which is the last one and the one that results are compared by.
+    let tell = |batch| setting.report_figures(&figures(&[batches.as_slice(), &[batch]].concat()));
     let last = bench.batch(own, setting.args.completion as usize, times, tell)?;
     batches.push(last);
     let mut figures = figures(&batches);
     if setting.args.profile {
-        setting.tell(&figures)?;
+        setting.report_figures(&figures)?;
         let completion = PROFILED_COMPLETION.min(setting.args.completion as usize);
         let ids = setting.prompts(own.0);
         figures.profile = profile(&bench.policy, || bench.generate(&ids, own.1, completion))?;
@@ -121,7 +121,7 @@ pub fn measure(setting: &Setting<'_>) -> Result<DecodeFigures, BenchError> {
     Ok(figures)
 }
 
-/// The step's own batch, alone and beside a busy process.
+/// Measures the step's own batch, alone and next to a busy process.
 ///
 /// # Errors
 /// When the engine fails, or no process can be started.
@@ -129,7 +129,7 @@ pub fn beside_a_busy_process(setting: &Setting<'_>) -> Result<BusyFigures, Bench
     let bench = Generation::load(setting)?;
     let (prompts, generations) = (setting.args.prompts as usize, setting.args.generations as usize);
     let (completion, times) = (setting.args.completion as usize, setting.args.steps as usize);
-    // Medians: the fastest beside a busy process is the one that met it least.
+    // Medians, because the fastest repetition is the one least affected by the busy process.
     let tokens = (prompts * generations * completion) as f64;
     let idle_tok_s = tokens / bench.batch((prompts, generations), completion, times, |_| Ok(()))?.median_seconds;
     let busy = BusyProcess::start()?;
@@ -139,17 +139,17 @@ pub fn beside_a_busy_process(setting: &Setting<'_>) -> Result<BusyFigures, Bench
     Ok(BusyFigures { idle_tok_s, busy_tok_s, ratio: busy_tok_s / idle_tok_s })
 }
 
-/// The process's peak of resident memory so far, MiB; 0 where the system does not tell.
+/// Peak of the process's resident memory so far, in MiB; 0 if the system does not report it.
 pub(super) fn peak_mib() -> f64 {
     peak_resident_bytes().unwrap_or(0) as f64 / (1 << 20) as f64
 }
 
-/// The device's peak of memory so far, MiB; None where the policy computes on the processor.
+/// Peak of the device's memory so far, in MiB; None if the policy computes on the CPU.
 pub(super) fn device_peak_mib(policy: &Policy) -> Option<f64> {
     policy.device_peak_bytes().map(|bytes| bytes as f64 / (1 << 20) as f64)
 }
 
-/// A loop in a shell, ended when dropped.
+/// A busy loop in a shell, killed when dropped.
 struct BusyProcess(Child);
 
 impl BusyProcess {
@@ -161,7 +161,7 @@ impl BusyProcess {
 
 impl Drop for BusyProcess {
     fn drop(&mut self) {
-        // It is gone already when this fails.
+        // This fails only if the process has already exited.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
@@ -179,7 +179,7 @@ impl<'a> Generation<'a> {
         Ok(Generation { setting, policy: policy(setting)?, text })
     }
 
-    /// So many tokens for each of a prompt's completions.
+    /// Generates this many tokens for each of a prompt's completions.
     fn generate(&self, prompts: &[Vec<u32>], generations: usize, tokens: usize) -> Result<(), BenchError> {
         let prompts: Vec<GeneratePrompt<'_>> =
             prompts.iter().zip(0..).map(|(ids, row)| GeneratePrompt { row, ids }).collect();
@@ -197,7 +197,7 @@ impl<'a> Generation<'a> {
         Ok(generate(&self.policy, &self.text, &request, &|| false).map(drop)?)
     }
 
-    /// Of (prompts, completions a prompt); tells what is known after each repetition.
+    /// Measures a batch of (prompts, completions per prompt), and reports the figures after each repetition.
     fn batch(
         &self,
         (prompts, generations): (usize, usize),
@@ -211,7 +211,7 @@ impl<'a> Generation<'a> {
         let tokens = (prompts * generations * completion) as f64;
         let bytes = self.setting.weights.bytes_per_step(self.setting.value_bytes());
         let batch = |all: Timing| {
-            // At least a nanosecond: noise on a tiny model must not divide by zero.
+            // Use at least a nanosecond: noise on a tiny model must not cause a division by zero.
             let decode_step_s = ((all.min_s - first.min_s) / completion.saturating_sub(1).max(1) as f64).max(1e-9);
             Batch {
                 prompts,
@@ -228,7 +228,7 @@ impl<'a> Generation<'a> {
                 gb_s: bytes as f64 / decode_step_s / 1e9,
             }
         };
-        let all = repeat_telling(
+        let all = repeat_reporting(
             times,
             seconds,
             || self.generate(&ids, generations, completion),
@@ -238,7 +238,7 @@ impl<'a> Generation<'a> {
     }
 }
 
-/// The model with a fresh adapter on every linear layer.
+/// Loads the model with a new adapter on every linear layer.
 pub(super) fn policy(setting: &Setting<'_>) -> Result<Policy, BenchError> {
     let kind = BackendKind::of_device(&setting.args.device.to_string())?;
     let mut policy = Policy::load_dtype(&setting.model_dir, kind, setting.dtype())?;

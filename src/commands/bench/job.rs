@@ -1,4 +1,4 @@
-//! The job that whole steps run, and what the server says that it takes of memory.
+//! The job of the measured steps, and the server's estimate of its memory.
 
 use std::num::NonZeroU32;
 
@@ -13,7 +13,7 @@ use crate::engine::text::Text;
 use crate::spec::footprint::{Footprint, Place};
 use crate::spec::{Context, DatasetFacts, FieldError, JobSpec, ModelFacts, Plan, resolve};
 
-/// Prompts of exactly the asked number of tokens: words of the random model, or decoded tokens of a given one.
+/// Returns prompts with the requested number of tokens: words of the random model, or decoded tokens of a given one.
 pub(super) fn rows(setting: &Setting<'_>, count: usize) -> Result<Vec<PromptRow>, BenchError> {
     let random = setting.tokens(0, 1).first().map(|token| word(*token as usize)).unwrap_or_default();
     let text = Text::load(&setting.model_dir).map_err(engine::error::EngineError::from)?;
@@ -28,7 +28,7 @@ pub(super) fn rows(setting: &Setting<'_>, count: usize) -> Result<Vec<PromptRow>
     setting.prompts(count).into_iter().map(row).collect()
 }
 
-/// The plan that the server would make of this job.
+/// Returns the plan that the server would make for this job.
 pub(super) fn plan(
     setting: &Setting<'_>,
     generations: u32,
@@ -78,7 +78,7 @@ pub(super) fn plan(
     Ok(resolve(&spec, &context).map_err(refused)?.plan)
 }
 
-/// What the job must fit.
+/// Returns the device kind that the job must be able to run on.
 fn place(device: Device) -> Place {
     match device {
         Device::Cpu => Place::Cpu,
@@ -86,20 +86,20 @@ fn place(device: Device) -> Place {
     }
 }
 
-/// What the server says that this job takes of the place that it runs on.
+/// Returns the server's memory estimate for this job on its device.
 fn footprint(setting: &Setting<'_>, plan: &Plan, micro_batch_tokens: u64) -> Footprint {
     let (card, prompt) = (&setting.card, Some(u64::from(setting.args.prompt_len)));
     let place = place(setting.args.device);
     Footprint::on(place, plan, card.num_parameters, &card.config.shape(), prompt, micro_batch_tokens)
 }
 
-/// Of whole steps, MiB.
+/// Estimated memory of whole steps, in MiB.
 pub(super) fn estimate_mib(setting: &Setting<'_>, plan: &Plan) -> f64 {
     mib(footprint(setting, plan, u64::from(plan.training.micro_batch_tokens)).total)
 }
 
-/// Of forward and backward alone: no moments, no reference, and groups may be of one completion, which no job's are. None
-/// where the job would be refused.
+/// Estimated memory of forward and backward passes alone: without optimizer moments and reference, and with groups of one
+/// completion allowed, which no job has. None if the job would be refused.
 pub(super) fn estimate_of_training_mib(setting: &Setting<'_>, micro_batch_tokens: u64) -> Option<f64> {
     let args = setting.args;
     let rows = rows(setting, args.prompts as usize).ok()?;

@@ -1,5 +1,5 @@
-//! Matrix products at the model's sizes: as decode uses them (few rows: bound by reading the weights) and as training does
-//! (many rows, forward and dX).
+//! Matrix products at the model's sizes: with few rows as in decode (limited by reading the weights), and with many rows as in
+//! training (forward and dX).
 
 mod attention;
 mod head;
@@ -17,58 +17,58 @@ use crate::engine::kernels::pack::{PackDtype, PackedMatrix};
 use crate::engine::kernels::threads::Threads;
 use crate::engine::random::{Key, Stream};
 
-/// Rows of a decode step.
+/// Numbers of rows of a decode step.
 pub const DECODE_ROWS: [usize; 3] = [1, 4, 16];
 
-/// Rows of a training product.
+/// Number of rows of a training product.
 pub const TRAINING_ROWS: usize = 1024;
 
-/// Bytes of copies of one matrix that a measurement goes round: a layer's weights are not in the cache when their turn
-/// comes again, unless the model is small.
+/// Total size of the copies of one matrix that a measurement cycles through, in bytes. A layer's weights are then not in the cache
+/// when they are used again, unless the model is small.
 const COPIES_BYTES: usize = 256 << 20;
 
-/// Most inputs or outputs of a product at once: the engine never holds the logits of a whole batch either.
+/// Maximum number of inputs or outputs of one product: the engine also never holds the logits of a whole batch.
 const MAX_ACTIVATIONS: usize = 1 << 25;
 
-/// Shortest measurement of a product, seconds for each of `--steps`.
+/// Minimum duration of a product's measurement, in seconds per `--steps`.
 const MIN_SECONDS: f64 = 0.04;
 
-/// All products.
+/// Results of all products.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct KernelFigures {
-    /// One a matrix of a layer, the head last.
+    /// One entry per matrix of a layer, the head last.
     pub products: Vec<Product>,
-    /// Forward and dX of the layers' matrices with [`TRAINING_ROWS`] rows, by FLOPs, 1e12 a second.
+    /// Speed of forward and dX of the layers' matrices with [`TRAINING_ROWS`] rows, in 1e12 FLOPs per second.
     pub gemm_tflop_s: f64,
-    /// Of a decode step of 1, 4 and 16 rows: all matrices, 1e9 bytes a second.
+    /// Weights read per second by a decode step with 1, 4 and 16 rows over all matrices, in 1e9 bytes.
     pub decode_gb_s: Vec<f64>,
-    /// One layer's.
+    /// Attention of one layer.
     pub attention: attention::AttentionFigures,
-    /// Streamed over the vocabulary.
+    /// The head, streamed over the vocabulary.
     pub head: head::HeadFigures,
 }
 
-/// One matrix.
+/// Results of one matrix.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Product {
-    /// As in the checkpoint.
+    /// Name of the tensor in the checkpoint.
     pub name: String,
-    /// Outputs.
+    /// Number of outputs (rows of the weight).
     pub n: usize,
-    /// Inputs.
+    /// Number of inputs (columns of the weight).
     pub k: usize,
-    /// Packed weights read by 1, 4 and 16 rows, 1e9 bytes a second.
+    /// Packed weights read per second with 1, 4 and 16 rows, in 1e9 bytes.
     pub gb_s: Vec<f64>,
-    /// Forward over [`TRAINING_ROWS`] rows (the head over fewer), 1e9 FLOPs a second.
+    /// Forward product with [`TRAINING_ROWS`] rows (fewer for the head), in 1e9 FLOPs per second.
     pub forward_gflop_s: f64,
-    /// dX over as many.
+    /// The dX product with the same number of rows.
     pub backward_gflop_s: f64,
 }
 
 /// Measures the seven matrices of a layer and the head.
 ///
 /// # Errors
-/// When `RLOOD_ISA` names no rung of this machine.
+/// When `RLOOD_ISA` names no instruction set of this machine.
 pub fn measure(setting: &Setting<'_>) -> Result<KernelFigures, BenchError> {
     let config = &setting.card.config;
     let dtype = match setting.args.dtype {
@@ -94,7 +94,7 @@ pub fn measure(setting: &Setting<'_>) -> Result<KernelFigures, BenchError> {
     Ok(KernelFigures { products, gemm_tflop_s, decode_gb_s, attention, head })
 }
 
-/// Over all layers.
+/// Sums over all layers.
 #[derive(Default)]
 struct Totals {
     flops: f64,
@@ -103,7 +103,7 @@ struct Totals {
     decode_s: [f64; DECODE_ROWS.len()],
 }
 
-/// Who computes a product, in what precision, for how long at least.
+/// Threads, precision and minimum duration of a product's measurement.
 struct Team {
     isa: Isa,
     threads: Threads,
@@ -163,7 +163,7 @@ fn product(
     })
 }
 
-/// Uniform values of mean 0 within half of `width`; other ones for every seed.
+/// Returns uniform values with mean 0 within half of `width`, different for every seed.
 fn random_values(seed: usize, count: usize, width: f64) -> Vec<f32> {
     let key = Key::new(0, Stream::Init).with(seed as u64);
     (0..count as u64).map(|at| ((key.with(at).uniform() - 0.5) * width) as f32).collect()

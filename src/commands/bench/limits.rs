@@ -1,5 +1,4 @@
-//! What the machine can do at most: sequential reads of memory and multiply-adds in registers, or on a GPU copies and
-//! matrix products.
+//! The machine's limits: sequential memory reads and multiply-adds in registers, or on a GPU copies and matrix products.
 
 #[cfg(feature = "cuda")]
 mod gpu;
@@ -13,76 +12,76 @@ use crate::engine::kernels::isa::Isa;
 use crate::engine::kernels::limits::{peak_gflops, read_gb_s};
 use crate::engine::kernels::threads::Threads;
 
-/// Bytes that are read in one go.
+/// Number of bytes read per measurement.
 const READ_BYTES: usize = 1 << 30;
 
-/// The limits of what is measured on.
+/// The limits of the measured device.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum Limits {
-    /// `cpu`.
+    /// Limits of the CPU.
     Processor(ProcessorLimits),
-    /// `cuda:N`.
+    /// Limits of a GPU.
     Gpu(GpuLimits),
 }
 
-/// The processor's, all threads together.
+/// Limits of the CPU, all threads together.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct ProcessorLimits {
-    /// The rung of kernels that this machine runs.
+    /// Name of the instruction set that the kernels use.
     pub isa: String,
-    /// Compute threads.
+    /// Number of compute threads.
     pub threads: usize,
-    /// Sequential read of 1 GiB, 1e9 bytes a second.
+    /// Sequential read of 1 GiB, in 1e9 bytes per second.
     pub read_gb_s: f64,
-    /// Multiply-adds of 32 bits, 1e9 operations a second.
+    /// Multiply-adds in f32, in 1e9 operations per second.
     pub fma_gflop_s: f64,
-    /// Products of bf16 tiles, where the machine has them.
+    /// Products of bf16 tiles, in 1e9 operations per second; None without AMX.
     pub amx_gflop_s: Option<f64>,
 }
 
-/// A GPU's, as its driver and cuBLAS reach them.
+/// Limits of a GPU, as its driver and cuBLAS reach them.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct GpuLimits {
-    /// `cuda:N`.
+    /// Name of the device, `cuda:N`.
     pub device: String,
-    /// As the driver names it.
+    /// Name of the GPU as its driver reports it.
     pub name: String,
-    /// As in 9.0.
+    /// Compute capability, such as 9.0.
     pub compute_capability: String,
-    /// Streaming multiprocessors.
+    /// Number of streaming multiprocessors.
     pub multiprocessors: u32,
-    /// Of CUDA that the driver supports, as 1000 major + 10 minor.
+    /// CUDA version that the driver supports, as 1000 major + 10 minor.
     pub driver_version: u32,
-    /// These are not a GPU's figures: the CPU emulates one, for tests.
+    /// Whether the GPU is emulated on the CPU for tests, so that the figures are meaningless.
     pub emulated: bool,
-    /// Seconds until it was ready: long where the driver had to compile the kernels.
+    /// Seconds until the device was ready: long if the driver had to compile the kernels.
     pub open_s: f64,
-    /// Its memory, bytes.
+    /// Memory of the device, in bytes.
     pub memory_bytes: u64,
-    /// Bytes that were copied in one go.
+    /// Number of bytes per copy.
     pub copy_bytes: u64,
-    /// Copies within its memory, bytes read and written together, 1e9 a second.
+    /// Copies within the device's memory, bytes read plus bytes written, in 1e9 per second.
     pub copy_gb_s: f64,
-    /// Products of bf16 matrices with sums of 32 bits; None where another part has no use for them.
+    /// Products of bf16 matrices with f32 sums; None if another part does not need them.
     pub bf16: Option<GemmPeak>,
-    /// Products of f32 matrices; the same.
+    /// Products of f32 matrices; None if another part does not need them.
     pub f32: Option<GemmPeak>,
 }
 
 /// The fastest product of square matrices.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 pub struct GemmPeak {
-    /// Their side.
+    /// Number of rows and columns.
     pub n: usize,
-    /// 1e9 operations a second.
+    /// Speed in 1e9 operations per second.
     pub gflop_s: f64,
 }
 
-/// Measures all of them; of a GPU with `only` the products of this precision, of one size.
+/// Measures all limits; for a GPU with `only` just the products of this precision, of one size.
 ///
 /// # Errors
-/// When `RLOOD_ISA` names no rung of this machine, or the device cannot be used.
+/// When `RLOOD_ISA` names no instruction set of this machine, or the device cannot be used.
 pub fn measure(device: Device, threads: usize, only: Option<Precision>) -> Result<Limits, BenchError> {
     match device {
         Device::Cpu => Ok(Limits::Processor(processor(threads)?)),
@@ -114,7 +113,7 @@ fn gpu(ordinal: u32, _only: Option<Precision>) -> Result<Limits, BenchError> {
 }
 
 impl Limits {
-    /// Memory that a pass over the weights is bound by, 1e9 bytes a second.
+    /// Memory bandwidth that limits a pass over the weights, in 1e9 bytes per second.
     pub fn memory_gb_s(&self) -> f64 {
         match self {
             Limits::Processor(limits) => limits.read_gb_s,
@@ -122,7 +121,7 @@ impl Limits {
         }
     }
 
-    /// Operations that matrix products of this precision are bound by, 1e9 a second; None where that was not measured.
+    /// Speed that limits matrix products of this precision, in 1e9 operations per second; None if not measured.
     pub fn peak_gflop_s(&self, dtype: Precision) -> Option<f64> {
         match (self, dtype) {
             (Limits::Processor(limits), Precision::Bf16) => Some(limits.amx_gflop_s.unwrap_or(limits.fma_gflop_s)),
@@ -132,7 +131,7 @@ impl Limits {
         }
     }
 
-    /// The processor's, where that was measured.
+    /// The CPU's limits, if they were measured.
     pub fn processor(&self) -> Option<&ProcessorLimits> {
         match self {
             Limits::Processor(limits) => Some(limits),
@@ -140,7 +139,7 @@ impl Limits {
         }
     }
 
-    /// The GPU's, where one was measured.
+    /// The GPU's limits, if they were measured.
     pub fn gpu(&self) -> Option<&GpuLimits> {
         match self {
             Limits::Processor(_) => None,

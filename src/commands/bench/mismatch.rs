@@ -1,4 +1,4 @@
-//! The sampler's log-probs against those of the training forward, over the same tokens: 0 where both compute alike.
+//! Compares the sampler's log-probs with those of the training forward pass over the same tokens; 0 if both compute identically.
 
 use std::num::NonZeroUsize;
 
@@ -13,18 +13,18 @@ use crate::engine::random::{Key, Stream};
 use crate::engine::sampling::Sampler;
 use crate::engine::text::Text;
 
-/// Over all completion tokens of one step.
+/// Differences over all completion tokens of one step.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct MismatchFigures {
-    /// Whether the backend promises that there is none.
+    /// Whether the backend guarantees that there is no difference.
     pub samples_exactly: bool,
-    /// Compared tokens.
+    /// Number of compared tokens.
     pub tokens: usize,
-    /// Of them, those whose log-probs differ in any bit.
+    /// Number of tokens whose log-probs differ in any bit.
     pub unequal_tokens: usize,
-    /// Mean of |sampled − trained|, nats.
+    /// Mean of |sampled − trained|, in nats.
     pub mean: f64,
-    /// The largest, nats.
+    /// Largest |sampled − trained|, in nats.
     pub max: f64,
     /// Mean of exp(d) − 1 − d with d = sampled − trained: the k3 estimate of KL(trained ‖ sampled), nats a token
     /// (Schulman 2020, "Approximating KL Divergence").
@@ -82,7 +82,7 @@ impl Differences {
         self.tokens += 1;
         self.unequal += usize::from(sampled.to_bits() != trained.to_bits());
         self.sum += difference.abs();
-        // A NaN is the largest, and stays it.
+        // A NaN counts as the largest difference, and remains it.
         self.max = if self.max.is_nan() || difference.abs() <= self.max { self.max } else { difference.abs() };
         self.k3 += difference.exp_m1() - difference;
     }

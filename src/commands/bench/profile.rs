@@ -1,43 +1,43 @@
-//! What each kernel of a GPU takes in one piece of work.
+//! Times of a GPU's kernels during one piece of work.
 
 use serde::{Deserialize, Serialize};
 
 use super::BenchError;
 use crate::engine::model::Policy;
 
-/// Kernels that are named, the longest first.
+/// Maximum number of kernels to list, the slowest first.
 #[cfg(feature = "cuda")]
 const NAMED: usize = 25;
 
-/// One piece of work, kernel by kernel. No graphs are used meanwhile, so that the wall clock says more than usual.
+/// The profile of one piece of work, by kernel. It runs without CUDA graphs, so that it takes longer than usual.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct ProfileFigures {
-    /// Seconds by the wall, moments between the kernels included.
+    /// Wall-clock time in seconds, including gaps between kernels.
     pub wall_s: f64,
-    /// Seconds of all kernels.
+    /// Total time of all kernels, in seconds.
     pub kernels_s: f64,
-    /// Launches of all kernels.
+    /// Total number of kernel launches.
     pub launches: u64,
-    /// Different kernels.
+    /// Number of different kernels.
     pub different: usize,
-    /// The longest.
+    /// The slowest kernels, by total time.
     pub kernels: Vec<KernelTime>,
 }
 
 /// All launches of one kernel.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct KernelTime {
-    /// Its name, or `cublas`, `upload`, `copy`, `zero`.
+    /// Name of the kernel, or `cublas`, `upload`, `copy`, `zero`.
     pub name: String,
-    /// Launches.
+    /// Number of times that the kernel was launched.
     pub count: u64,
-    /// Seconds of them all.
+    /// Total time in seconds.
     pub seconds: f64,
-    /// Of the seconds of all kernels.
+    /// Fraction of the time of all kernels.
     pub share: f64,
 }
 
-/// Carries out some work under a profile; without one, and not at all, on the processor.
+/// Runs some work under a profile. Does not run it without `--profile`, or on the CPU.
 #[cfg(feature = "cuda")]
 pub(super) fn profile(
     policy: &Policy,
@@ -69,7 +69,7 @@ pub(super) fn profile(
     }))
 }
 
-/// There is no GPU in this build.
+/// Returns None: this build has no GPU support.
 #[cfg(not(feature = "cuda"))]
 pub(super) fn profile(
     _policy: &Policy,

@@ -1,8 +1,8 @@
-//! A model directory of random weights, written in one pass, to be loaded by the ordinary loader.
+//! Writes a model directory with random weights in one pass, to be loaded by the ordinary loader.
 //!
-//! Its end-of-sequence token is never sampled, so that every completion has as many tokens as it may: channel 0 of the
-//! residual stream is 1 from the embedding to the last norm (no layer reads it, none writes to it), every token has weight
-//! 1 there in the head, and the end of sequence −1000. All other logits are raised alike, which changes no probability.
+//! The end-of-sequence token is never sampled, so that every completion has the maximum length. For this purpose channel 0 of the
+//! residual stream is 1 from the embedding to the last norm (no layer reads or writes it). In the head every token has weight 1 for
+//! this channel, and the end of sequence −1000. All other logits are shifted by the same amount, which changes no probability.
 
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
@@ -15,13 +15,13 @@ use super::BenchError;
 use super::shape::Shape;
 use crate::config::Precision;
 
-/// Standard deviation of the matrices, as transformers initialises them.
+/// Standard deviation of the matrices, as transformers initializes them.
 const STD: f64 = 0.02;
 
-/// The end of sequence's weight for the channel that is always 1.
+/// The end-of-sequence token's weight for the channel that is always 1.
 const NEVER: f32 = -1000.0;
 
-/// Write config.json, model.safetensors and tokenizer.json into a directory that exists.
+/// Writes config.json, model.safetensors and tokenizer.json to an existing directory.
 ///
 /// # Errors
 /// When a file cannot be written.
@@ -40,7 +40,7 @@ pub fn word(token: usize) -> String {
     format!("w{token}")
 }
 
-/// One word a token, separated by spaces.
+/// Builds a tokenizer with one word per token, separated by spaces.
 fn tokenizer(vocab: usize) -> Value {
     let words: Map<String, Value> = (0..vocab).map(|token| (word(token), json!(token))).collect();
     json!({
@@ -56,7 +56,7 @@ fn tokenizer(vocab: usize) -> Value {
     })
 }
 
-/// Tensor by tensor, row by row; the outer error is the shape's.
+/// Writes the tensors row by row; the outer error is the shape's.
 fn weights(path: &Path, shape: &Shape, dtype: Precision) -> Result<io::Result<()>, BenchError> {
     let tensors = shape.model_config()?.tensors();
     let size = match dtype {
@@ -72,7 +72,7 @@ fn weights(path: &Path, shape: &Shape, dtype: Precision) -> Result<io::Result<()
         begin = end;
     }
     let mut header = Value::Object(header).to_string();
-    // So that the data begins at a multiple of 8.
+    // Padding, so that the data starts at a multiple of 8.
     header.push_str(&" ".repeat(header.len().next_multiple_of(8) - header.len()));
     let mut random = Random::new();
     let mut write = || -> io::Result<()> {
@@ -98,7 +98,7 @@ fn weights(path: &Path, shape: &Shape, dtype: Precision) -> Result<io::Result<()
     Ok(write())
 }
 
-/// One row of a tensor, or a vector.
+/// Appends one row of a tensor, or a vector.
 fn fill(values: &mut Vec<f32>, name: &str, row: usize, columns: usize, eos: usize, random: &mut Random) {
     if name.ends_with("norm.weight") {
         values.resize(columns, 1.0);
@@ -115,8 +115,8 @@ fn fill(values: &mut Vec<f32>, name: &str, row: usize, columns: usize, eos: usiz
     }
 }
 
-/// Values of mean 0 and standard deviation [`STD`], uniform, always the same: a table indexed by 16 bits of xorshift64*
-/// (Vigna 2016, "An experimental exploration of Marsaglia's xorshift generators, scrambled").
+/// A deterministic generator of uniform values with mean 0 and standard deviation [`STD`]: a table indexed by 16 bits of
+/// xorshift64* (Vigna 2016, "An experimental exploration of Marsaglia's xorshift generators, scrambled").
 struct Random {
     state: u64,
     table: Vec<f32>,

@@ -1,4 +1,4 @@
-//! The figures of all parts: a table for people, JSON for programs.
+//! Reports the figures of all parts: a table for people, JSON for programs.
 
 use serde_json::{Map, Value, json};
 
@@ -15,7 +15,7 @@ use super::{BenchError, io, value_bytes};
 use crate::config::BenchArgs;
 use crate::modelcard::ModelCard;
 
-/// What was measured so far.
+/// The figures measured so far.
 pub(super) struct Report<'a> {
     args: &'a BenchArgs,
     card: &'a ModelCard,
@@ -45,7 +45,7 @@ impl<'a> Report<'a> {
         }
     }
 
-    /// What is measured.
+    /// Prints the settings of the measurement.
     pub fn print_head(&self) {
         let (args, config) = (self.args, &self.card.config);
         let name = if args.model.is_some() { "model" } else { &args.shape };
@@ -197,7 +197,7 @@ impl<'a> Report<'a> {
     pub fn print_requests(&self) {
         let Some(requests) = &self.requests else { return };
         println!(
-            "\n{} requests at once, {} + {} tokens: {:.1} tok/s, {:.2} s (median {:.2} s)",
+            "\n{} concurrent requests, {} + {} tokens: {:.1} tok/s, {:.2} s (median {:.2} s)",
             requests.requests,
             requests.prompt_tokens,
             requests.completion_tokens,
@@ -219,7 +219,7 @@ impl<'a> Report<'a> {
     pub fn print_busy(&self) {
         let Some(busy) = &self.busy else { return };
         println!(
-            "\ndecode beside a busy process: {:.1} tok/s, {:.1} alone: {:.2}",
+            "\ndecode next to a busy process: {:.1} tok/s, {:.1} alone: {:.2}",
             busy.busy_tok_s, busy.idle_tok_s, busy.ratio
         );
     }
@@ -228,12 +228,12 @@ impl<'a> Report<'a> {
         self.limits.as_ref().map(Limits::memory_gb_s)
     }
 
-    /// What the matrix products of this precision are bound by.
+    /// The limit of matrix products of this precision.
     fn peak_gflop_s(&self) -> Option<f64> {
         self.limits.as_ref().and_then(|limits| limits.peak_gflop_s(self.args.dtype))
     }
 
-    /// Writes what is known so far to the file that was asked for, in place of what was known before.
+    /// Writes the current figures to the requested file, replacing earlier ones.
     pub fn write(&self) -> Result<(), BenchError> {
         let Some(path) = &self.args.json else { return Ok(()) };
         let failed = |doing: &str| io(format!("{doing} {}", path.display()));
@@ -243,7 +243,7 @@ impl<'a> Report<'a> {
         std::fs::rename(&new, path).map_err(failed("replace"))
     }
 
-    /// The main figures at the top, everything below.
+    /// Returns the main figures at the top level, and all details below.
     pub fn json(&self) -> Value {
         let (args, config) = (self.args, &self.card.config);
         let mut all = Map::new();
@@ -327,19 +327,19 @@ impl<'a> Report<'a> {
         self.step.as_ref().map(|step| of(&step.fastest))
     }
 
-    /// Of whole steps where they were measured, else of generation alone, else of the requests.
+    /// Speed of whole steps if measured, otherwise of generation alone, otherwise of the requests.
     fn decode_tok_s(&self) -> Option<f64> {
         let alone = || self.decode.as_ref().and_then(|decode| decode.batches.last()).map(|batch| batch.tok_s);
         let requests = || self.requests.as_ref().map(|requests| requests.tok_s);
         self.step_times(|times| times.decode_tok_s).or_else(alone).or_else(requests)
     }
 
-    /// Of whole steps where they were measured, else of training alone.
+    /// Speed of whole steps if measured, otherwise of training alone.
     fn train_tok_s(&self) -> Option<f64> {
         self.step_times(|times| times.train_tok_s).or_else(|| self.training.as_ref().map(|training| training.tok_s))
     }
 
-    /// Of whole steps where they were measured, else the largest of the parts.
+    /// Peak memory of whole steps if measured, otherwise the largest of the parts.
     fn peak_mib(&self) -> Option<f64> {
         let decode = self.decode.as_ref().map(|decode| decode.peak_mib);
         let training = self.training.as_ref().map(|training| training.peak_mib);
@@ -348,7 +348,7 @@ impl<'a> Report<'a> {
         self.step.as_ref().map(|step| step.peak_mib).or_else(parts)
     }
 
-    /// The same of the device's memory.
+    /// Peak device memory of whole steps if measured, otherwise the largest of the parts.
     fn device_peak_mib(&self) -> Option<f64> {
         let decode = self.decode.as_ref().and_then(|decode| decode.device_peak_mib);
         let training = self.training.as_ref().and_then(|training| training.device_peak_mib);

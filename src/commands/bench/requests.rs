@@ -1,54 +1,54 @@
-//! Generation of many requests of different lengths at once: what an inference server is measured by.
+//! Generation of many concurrent requests of different lengths, as inference servers are benchmarked.
 
 use serde::{Deserialize, Serialize};
 
 use super::decode::{device_peak_mib, peak_mib, policy};
-use super::timing::{Timing, repeat_telling};
+use super::timing::{Timing, repeat_reporting};
 use super::{BenchError, Setting};
 use crate::engine::model::{Adapter, Choice, Pick, Policy};
 use crate::engine::random::{Key, Stream};
 use crate::engine::sampling::Filters;
 
-/// What the requests took.
+/// Results of the requests.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct RequestFigures {
-    /// How many.
+    /// Number of concurrent requests.
     pub requests: usize,
-    /// Prompt tokens, all together.
+    /// Total number of prompt tokens.
     pub prompt_tokens: u64,
-    /// Completion tokens, all together.
+    /// Total number of completion tokens.
     pub completion_tokens: u64,
-    /// Decode steps: the longest completion.
+    /// Number of decode steps: the longest completion.
     pub decode_steps: u64,
-    /// Cached tokens that the decode steps attend to, all together: their keys and values are read once each.
+    /// Total number of cached tokens that the decode steps attend to: their keys and values are read once each.
     pub attended_tokens: u64,
-    /// Whether a repetition was measured; false: what is here is of the one that warms up.
+    /// Whether a repetition was measured; false: the figures are those of the warm-up.
     pub warm: bool,
-    /// Measured repetitions.
+    /// Number of measured repetitions.
     pub repetitions: usize,
-    /// Seconds from the first prefill to the last token: the fastest.
+    /// Seconds from the first prefill to the last token, in the fastest repetition.
     pub seconds: f64,
-    /// The median.
+    /// Median duration in seconds.
     pub median_seconds: f64,
-    /// Completion tokens over the fastest seconds.
+    /// Completion tokens per second of the fastest repetition.
     pub tok_s: f64,
-    /// The process's peak, MiB.
+    /// Peak memory of the process, in MiB.
     pub peak_mib: f64,
-    /// The device's peak, MiB, where it is not the processor.
+    /// Peak memory of the GPU in MiB; None on the CPU.
     pub device_peak_mib: Option<f64>,
 }
 
-/// One request: how many tokens it brings and how many it wants.
+/// One request: its number of prompt tokens and of completion tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 pub struct Lengths(usize, usize);
 
-/// The lengths of a file: a JSON array of [prompt, completion].
+/// Reads the lengths from a file: a JSON array of [prompt, completion].
 ///
 /// # Errors
-/// When there is no such file, it holds something else, or a length is 0.
+/// When the file does not exist, contains something else, or a length is 0.
 pub fn read(setting: &Setting<'_>) -> Result<Vec<Lengths>, BenchError> {
     let path = setting.args.requests.as_ref();
-    let path = path.ok_or_else(|| BenchError::Job("the part requests needs --requests FILE".to_owned()))?;
+    let path = path.ok_or_else(|| BenchError::Job("the part requests requires --requests FILE".to_owned()))?;
     let text = std::fs::read_to_string(path).map_err(super::io(format!("read {}", path.display())))?;
     parse(&text).map_err(|detail| BenchError::Job(format!("--requests {}: {detail}", path.display())))
 }
@@ -56,13 +56,13 @@ pub fn read(setting: &Setting<'_>) -> Result<Vec<Lengths>, BenchError> {
 fn parse(text: &str) -> Result<Vec<Lengths>, String> {
     let lengths: Vec<Lengths> = serde_json::from_str(text).map_err(|error| error.to_string())?;
     match lengths.iter().position(|Lengths(prompt, completion)| *prompt == 0 || *completion == 0) {
-        Some(index) => Err(format!("request {index} has a length of 0")),
-        None if lengths.is_empty() => Err("there is no request".to_owned()),
+        Some(index) => Err(format!("request {index} has the length 0, which must be at least 1")),
+        None if lengths.is_empty() => Err("the list contains no request".to_owned()),
         None => Ok(lengths),
     }
 }
 
-/// All requests, `--steps` times.
+/// Runs all requests, `--steps` times.
 ///
 /// # Errors
 /// When there are no lengths, or the engine fails.
@@ -87,24 +87,26 @@ pub fn measure(setting: &Setting<'_>) -> Result<RequestFigures, BenchError> {
         device_peak_mib: device_peak_mib(&policy),
     };
     let decode = || decode_all(&policy, &prompts, &lengths);
-    let timing = repeat_telling(setting.args.steps as usize, 0.0, decode, |timing| setting.tell(&figures(timing)))?;
+    let timing =
+        repeat_reporting(setting.args.steps as usize, 0.0, decode, |timing| setting.report_figures(&figures(timing)))?;
     Ok(figures(timing))
 }
 
-/// Tokens that a request's steps attend to: its prompt gives the first token, every later one a step over all before it.
+/// Number of tokens that a request's steps attend to: the prompt gives the first token, and every later token needs a step over
+/// all tokens before it.
 fn attended(Lengths(prompt, completion): Lengths) -> u64 {
     let steps = completion as u64 - 1;
     steps * prompt as u64 + steps * (steps + 1) / 2
 }
 
-/// Prefill, then a token a step for every request that has not got its length yet.
+/// Prefills, then decodes one token per step for every request that has not reached its length.
 fn decode_all(policy: &Policy, prompts: &[Vec<u32>], lengths: &[Lengths]) -> Result<(), BenchError> {
     let mut state = policy.begin(Adapter::On);
     let prompts: Vec<&[u32]> = prompts.iter().map(Vec::as_slice).collect();
     let longest = lengths.iter().map(|Lengths(_, completion)| *completion).max().unwrap_or(1);
     policy.join(&mut state, &prompts, 1, longest)?;
     let key = Key::new(0, Stream::Train);
-    // Of the live rows: request, tokens still to come.
+    // The active rows: request, and number of remaining tokens.
     let mut live: Vec<(u64, usize)> =
         lengths.iter().zip(0..).map(|(Lengths(_, completion), request)| (request, *completion)).collect();
     let pick = |&(request, left): &(u64, usize)| Pick {
@@ -133,7 +135,7 @@ fn decode_all(policy: &Policy, prompts: &[Vec<u32>], lengths: &[Lengths]) -> Res
     Ok(())
 }
 
-/// From all tokens.
+/// Chooses from all tokens without filtering.
 fn plain(picks: &[Pick]) -> Choice<'_> {
     Choice { picks, filters: Filters::OFF }
 }
@@ -144,7 +146,7 @@ mod tests {
 
     #[test]
     fn a_request_attends_to_what_came_before_each_of_its_later_tokens() {
-        // Three tokens behind five: the second sees 5 + 1, the third 5 + 2.
+        // Three tokens after five: the second sees 5 + 1, the third 5 + 2.
         assert_eq!(attended(Lengths(5, 3)), 13);
         assert_eq!(attended(Lengths(9, 1)), 0);
     }

@@ -1,4 +1,4 @@
-//! Dimensions of the models that are measured.
+//! Dimensions of the measured models.
 
 use serde_json::{Value, json};
 
@@ -10,21 +10,21 @@ use crate::modelcard::ModelDescription;
 pub struct Shape {
     /// Width of the residual stream.
     pub hidden: usize,
-    /// Decoder layers.
+    /// Number of decoder layers.
     pub layers: usize,
-    /// Query heads.
+    /// Number of query heads.
     pub heads: usize,
-    /// Key and value heads.
+    /// Number of key and value heads.
     pub kv: usize,
     /// Width of a head.
     pub head_dim: usize,
     /// Width inside the MLP.
     pub inter: usize,
-    /// Tokens.
+    /// Number of tokens in the vocabulary.
     pub vocab: usize,
-    /// Longest sequence.
+    /// Maximum sequence length, in tokens.
     pub pos: usize,
-    /// The head is the embedding.
+    /// Whether the head shares its weights with the embedding.
     pub tie: bool,
 }
 
@@ -47,10 +47,10 @@ const QWEN3_4B: Shape = Shape { hidden: 2560, layers: 36, heads: 32, inter: 9728
 const QWEN3_8B: Shape = Shape { hidden: 4096, inter: 12288, tie: false, ..QWEN3_4B };
 
 impl Shape {
-    /// `small`, or `small,layers=2,vocab=4096`; the context grows to `tokens` where it is shorter.
+    /// Parses `small`, or `small,layers=2,vocab=4096`. The context is extended to `tokens` if it is shorter.
     ///
     /// # Errors
-    /// When the name or a key is unknown, or a dimension cannot be used.
+    /// When the name or a key is unknown, or a dimension is invalid.
     pub fn parse(text: &str, tokens: usize) -> Result<Shape, BenchError> {
         let refused = |detail: String| BenchError::Shape(format!("--shape {text}: {detail}"));
         let mut parts = text.split(',').map(str::trim);
@@ -60,12 +60,15 @@ impl Shape {
             "qwen3-0.6b" | "0.6b" => QWEN3_06B,
             "qwen3-4b" | "4b" => QWEN3_4B,
             "qwen3-8b" | "8b" => QWEN3_8B,
-            other => return Err(refused(format!("'{other}' is none of tiny, small, qwen3-0.6b, qwen3-4b, qwen3-8b"))),
+            other => {
+                return Err(refused(format!("'{other}' must be one of tiny, small, qwen3-0.6b, qwen3-4b, qwen3-8b")));
+            }
         };
         for part in parts {
-            let (key, value) = part.split_once('=').ok_or_else(|| refused(format!("'{part}' is not KEY=N")))?;
+            let (key, value) =
+                part.split_once('=').ok_or_else(|| refused(format!("'{part}' must have the form KEY=N")))?;
             if key == "tie" {
-                shape.tie = value.parse().map_err(|_| refused("tie is true or false".to_owned()))?;
+                shape.tie = value.parse().map_err(|_| refused("tie must be true or false".to_owned()))?;
                 continue;
             }
             let number = value.parse().ok().filter(|number| (1..=1 << 24).contains(number));
@@ -81,7 +84,7 @@ impl Shape {
                 "pos" => &mut shape.pos,
                 _ => {
                     let known = "hidden, layers, heads, kv, head_dim, inter, vocab, pos, tie";
-                    return Err(refused(format!("'{key}' is none of {known}")));
+                    return Err(refused(format!("'{key}' must be one of {known}")));
                 }
             };
             *slot = number;
@@ -94,7 +97,7 @@ impl Shape {
         Ok(shape)
     }
 
-    /// config.json, as transformers writes it.
+    /// Returns config.json as transformers writes it.
     pub fn config_json(&self) -> Value {
         json!({
             "architectures": ["Qwen3ForCausalLM"],
@@ -115,7 +118,7 @@ impl Shape {
         })
     }
 
-    /// What the loader makes of it.
+    /// Returns the model description that the loader derives from it.
     ///
     /// # Errors
     /// When the loader would refuse it.
@@ -130,19 +133,19 @@ impl Shape {
     }
 }
 
-/// Weights that a token meets, by the dimensions of a model: what FLOPs and bytes are counted by.
+/// Numbers of weights by kind, from which FLOPs and bytes are computed.
 #[derive(Debug, Clone, Copy)]
 pub struct Weights {
-    /// Of the linear layers.
+    /// Weights of the linear layers.
     pub linear: u64,
-    /// Of the head.
+    /// Weights of the head.
     pub head: u64,
-    /// Of the adapter on every linear layer.
+    /// Weights of the adapter on every linear layer.
     pub lora: u64,
 }
 
 impl Weights {
-    /// Of a model, with an adapter of this rank.
+    /// Counts the weights of a model with an adapter of this rank.
     pub fn of(config: &ModelDescription, lora_r: u32) -> Weights {
         let matrices = linear_shapes(config).map(|(_, outputs, inputs)| (outputs * inputs, outputs + inputs));
         let (linear, sides) = matrices.into_iter().fold((0, 0), |sum, one| (sum.0 + one.0, sum.1 + one.1));
@@ -153,15 +156,15 @@ impl Weights {
         }
     }
 
-    /// Bytes that one decode step reads of them at least: matrices of so many bytes a value, an adapter of 32 bits.
+    /// Minimum number of bytes that one decode step reads: matrices with this many bytes per value, and the adapter in f32.
     pub fn bytes_per_step(&self, value_bytes: u64) -> u64 {
         (self.linear + self.head) * value_bytes + self.lora * 4
     }
 
-    /// Floating-point operations of forward and dX (the weights are frozen) over so many tokens, of which the head sees
+    /// Floating-point operations of forward and dX (the weights are frozen) over this many tokens, of which the head processes
     /// `scored`; recomputation is not counted.
     pub fn training_flops(&self, tokens: u64, scored: u64) -> f64 {
-        // The adapter's own gradient is a third product.
+        // The gradient of the adapter's own weights is a third product.
         let body = 4 * self.linear + 6 * self.lora;
         body as f64 * tokens as f64 + (4 * self.head) as f64 * scored as f64
     }
@@ -203,7 +206,9 @@ mod tests {
     fn a_preset_can_be_changed_and_says_what_is_wrong() {
         let shape = Shape::parse("small,layers=2,tie=false", 4096).unwrap();
         assert_eq!(shape, Shape { layers: 2, tie: false, pos: 4096, ..SMALL });
-        for (given, part) in [("huge", "none of"), ("tiny,depth=2", "none of"), ("tiny,layers=0", "whole number")] {
+        for (given, part) in
+            [("huge", "must be one of"), ("tiny,depth=2", "must be one of"), ("tiny,layers=0", "whole number")]
+        {
             let error = Shape::parse(given, 0).unwrap_err().to_string();
             assert!(error.contains(part), "{given}: {error}");
         }

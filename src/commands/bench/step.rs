@@ -1,4 +1,4 @@
-//! Whole RLOO steps: the engine's own loop with a reward that costs nothing, an adapter on every linear layer and AdamW.
+//! Whole RLOO steps: the engine's own loop with a reward that costs nothing, an adapter on every linear layer, and AdamW.
 
 use std::path::Path;
 use std::time::Instant;
@@ -16,63 +16,63 @@ use crate::engine::host::{
 use crate::event::{Event, Metrics, SamplePhase};
 use crate::spec::Plan;
 
-/// What whole steps took.
+/// Results of whole steps.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct StepFigures {
-    /// Completion tokens of a step (the mean, where completions end by themselves).
+    /// Completion tokens per step (the mean if completions end early).
     pub completion_tokens: f64,
-    /// Prompt and completion tokens of a step, as TRL counts them.
+    /// Prompt and completion tokens per step, as TRL counts them.
     pub tokens: f64,
-    /// The step of the fastest of each part.
+    /// The minimum of each duration.
     pub fastest: StepTimes,
-    /// The medians.
+    /// The median of each duration.
     pub median: StepTimes,
-    /// Whether a step was measured; false: what is here is of the one that warms up.
+    /// Whether a step was measured; false: the figures are those of the warm-up.
     pub warm: bool,
-    /// Measured steps.
+    /// Number of measured steps.
     pub steps: usize,
-    /// Until the first step began: weights and tokenizer.
+    /// Seconds until the first step started: loading weights and tokenizer.
     pub load_s: f64,
-    /// The process's peak, MiB.
+    /// Peak memory of the process, in MiB.
     pub peak_mib: f64,
-    /// The device's peak, MiB, where it is not the processor.
+    /// Peak memory of the GPU in MiB; None on the CPU.
     pub device_peak_mib: Option<f64>,
-    /// What the server says that the job takes, MiB, of the memory whose peak is measured.
+    /// The server's estimate in MiB for the memory whose peak is measured.
     pub estimate_mib: f64,
-    /// Of the measured steps, the largest difference between the sampler's log-prob of a token and training's, nats;
-    /// None where both are the same by construction.
+    /// The largest difference in the measured steps between the sampler's log-prob of a token and training's, in nats; None if both
+    /// are equal by construction.
     pub logp_difference_max: Option<f64>,
 }
 
-/// Seconds of a step.
+/// Durations of a step, in seconds.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 pub struct StepTimes {
-    /// By the wall, from the end of one step to the end of the next: metrics and samples included.
+    /// Wall-clock time from the end of one step to the end of the next, including metrics and samples.
     pub step_s: f64,
-    /// Sampling, prefill included.
+    /// Time of sampling, including prefill.
     pub generate_s: f64,
-    /// Rewards.
+    /// Time of computing the rewards.
     pub reward_s: f64,
-    /// Log-probs without gradient.
+    /// Time of log-probs without gradient.
     pub reference_s: f64,
-    /// Forward, backward, optimizer.
+    /// Time of forward pass, backward pass and optimizer.
     pub train_s: f64,
-    /// Completion tokens over sampling.
+    /// Completion tokens per second of sampling.
     pub decode_tok_s: f64,
-    /// Prompt and completion tokens over forward, backward, optimizer.
+    /// Prompt and completion tokens per second of forward pass, backward pass and optimizer.
     pub train_tok_s: f64,
 }
 
-/// Runs one step to warm up and the measured ones.
+/// Runs one step to warm up, and then the measured ones.
 ///
 /// # Errors
-/// When the settings are no job, or the engine fails.
+/// When the settings are not a valid job, or the engine fails.
 pub fn measure(setting: &Setting<'_>) -> Result<StepFigures, BenchError> {
     let args = setting.args;
     let steps = u64::from(args.steps) + 1;
     let rows = rows(setting, (steps * u64::from(args.prompts)) as usize)?;
     let plan = plan(setting, args.generations, &rows, steps)?;
-    let scratch = tempfile::tempdir().map_err(io("make a temporary directory"))?;
+    let scratch = tempfile::tempdir().map_err(io("create a temporary directory"))?;
     let mut clock = Clock {
         setting,
         estimate_mib: estimate_mib(setting, &plan),
@@ -80,7 +80,7 @@ pub fn measure(setting: &Setting<'_>) -> Result<StepFigures, BenchError> {
         phase_begun: None,
         ends: Vec::new(),
         completion_tokens: Vec::new(),
-        unheard: false,
+        output_closed: false,
     };
     let device = args.device.to_string();
     let ended = engine::train(input(setting, &plan, rows, scratch.path(), &device), &mut clock);
@@ -113,24 +113,24 @@ fn input<'a>(
     }
 }
 
-/// The host: rewards by a formula, and the time of every step's end.
+/// The engine's host: computes rewards by a formula, and records the time of every step's end.
 struct Clock<'a> {
     setting: &'a Setting<'a>,
     estimate_mib: f64,
     begun: Instant,
-    /// Of the first phase after loading.
+    /// Start of the first phase after loading.
     phase_begun: Option<Instant>,
     ends: Vec<(Instant, Metrics)>,
-    /// Of each step.
+    /// Mean completion tokens, one entry per step.
     completion_tokens: Vec<f64>,
-    /// Nobody reads the figures any more.
-    unheard: bool,
+    /// Whether the parent no longer reads the figures.
+    output_closed: bool,
 }
 
 impl Host for Clock<'_> {
     fn score(&mut self, request: &ScoreRequest<'_>) -> Result<Vec<Score>, RunEnd> {
         self.completion_tokens.push(request.samples.iter().map(|sample| f64::from(sample.num_tokens)).sum());
-        // Different for different texts, the same for the same.
+        // The reward depends only on the text: equal texts get equal rewards.
         let reward =
             |text: &str| f64::from(text.bytes().fold(0_u32, |sum, byte| (sum * 31 + u32::from(byte)) % 97)) / 97.0;
         let score = |text: &str| Score { values: vec![RewardValue::Number(reward(text))] };
@@ -144,7 +144,7 @@ impl Host for Clock<'_> {
             }
             Event::Step { kind: SamplePhase::Train, metrics, .. } => {
                 self.ends.push((Instant::now(), metrics));
-                self.unheard = self.setting.tell(&self.figures()).is_err();
+                self.output_closed = self.setting.report_figures(&self.figures()).is_err();
             }
             _ => {}
         }
@@ -156,12 +156,12 @@ impl Host for Clock<'_> {
     }
 
     fn stop(&self) -> Option<StopReason> {
-        self.unheard.then_some(StopReason::Cancel)
+        self.output_closed.then_some(StopReason::Cancel)
     }
 }
 
 impl Clock<'_> {
-    /// Of every step but the first; of that one where there is no other.
+    /// Figures of every step but the first; of the first if there is no other.
     fn figures(&self) -> StepFigures {
         let warm = self.ends.len() > 1;
         let measured = &self.ends[usize::from(warm)..];

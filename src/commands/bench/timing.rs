@@ -2,25 +2,25 @@
 
 use std::time::{Duration, Instant};
 
-/// Repetitions stop here, however short they are.
+/// Maximum number of repetitions, however short they are.
 const MAX_REPETITIONS: usize = 10_000;
 
-/// Short repetitions are not told one by one.
-const TELL_EVERY: Duration = Duration::from_millis(100);
+/// Minimum interval between two progress reports.
+const REPORT_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Seconds of a piece of work that was repeated.
+/// Durations of a repeated piece of work, in seconds.
 #[derive(Debug, Clone, Copy)]
 pub struct Timing {
-    /// Of the fastest repetition: what others on the machine do only adds to it.
+    /// Duration of the fastest repetition: other programs on the machine only add to it.
     pub min_s: f64,
-    /// Of the middle one.
+    /// Duration of the median repetition.
     pub median_s: f64,
-    /// How many there are; 0 = the seconds are those of the one that warms up.
+    /// Number of repetitions; 0 = the durations are those of the warm-up.
     pub repetitions: usize,
 }
 
 impl Timing {
-    /// Of measured seconds; zeros where there are none.
+    /// Computes the figures from measured seconds; zeros without any.
     pub fn of(mut seconds: Vec<f64>) -> Timing {
         seconds.sort_by(f64::total_cmp);
         let at = |index: usize| seconds.get(index).copied().unwrap_or_default();
@@ -28,49 +28,49 @@ impl Timing {
         Timing { min_s: at(0), median_s, repetitions: seconds.len() }
     }
 
-    /// Of the repetition that warms up: what is known while nothing is measured.
+    /// Uses the duration of the warm-up, while nothing else is measured.
     pub fn of_warm_up(seconds: f64) -> Timing {
         Timing { repetitions: 0, ..Timing::of(vec![seconds]) }
     }
 
-    /// Whether anything was measured.
+    /// Whether any repetition was measured.
     pub fn warm(&self) -> bool {
         self.repetitions > 0
     }
 }
 
-/// Runs `work` once to warm up, then at least so often and for so long.
+/// Runs `work` once to warm up, then at least this many times and for at least this long.
 ///
 /// # Errors
 /// The first error of `work`.
 pub fn repeat<E>(times: usize, seconds: f64, work: impl FnMut() -> Result<(), E>) -> Result<Timing, E> {
-    repeat_telling(times, seconds, work, |_| Ok(()))
+    repeat_reporting(times, seconds, work, |_| Ok(()))
 }
 
-/// The same, and tells what is known after each repetition, the one that warms up included, but for short ones: whoever is
-/// stopped midway leaves that.
+/// Like [`repeat`], and reports the figures after each repetition including the warm-up, except after short ones, so that an
+/// interrupted run keeps its results.
 ///
 /// # Errors
-/// The first error of `work` or `tell`.
-pub fn repeat_telling<E>(
+/// The first error of `work` or `report`.
+pub fn repeat_reporting<E>(
     times: usize,
     seconds: f64,
     mut work: impl FnMut() -> Result<(), E>,
-    mut tell: impl FnMut(Timing) -> Result<(), E>,
+    mut report: impl FnMut(Timing) -> Result<(), E>,
 ) -> Result<Timing, E> {
     let warming = Instant::now();
     work()?;
-    tell(Timing::of_warm_up(warming.elapsed().as_secs_f64()))?;
+    report(Timing::of_warm_up(warming.elapsed().as_secs_f64()))?;
     let begun = Instant::now();
-    let mut told = begun;
+    let mut last_report = begun;
     let mut measured = Vec::new();
     while measured.len() < times || (begun.elapsed().as_secs_f64() < seconds && measured.len() < MAX_REPETITIONS) {
         let started = Instant::now();
         work()?;
         measured.push(started.elapsed().as_secs_f64());
-        if told.elapsed() >= TELL_EVERY {
-            tell(Timing::of(measured.clone()))?;
-            told = Instant::now();
+        if last_report.elapsed() >= REPORT_INTERVAL {
+            report(Timing::of(measured.clone()))?;
+            last_report = Instant::now();
         }
     }
     Ok(Timing::of(measured))
@@ -100,17 +100,17 @@ mod tests {
 
     #[test]
     fn a_repetition_is_told_when_it_ends_and_the_one_that_warms_up_is_told_apart() {
-        let (mut told, mut count) = (Vec::new(), 0);
+        let (mut reports, mut count) = (Vec::new(), 0);
         let work = || {
             count += 1;
-            std::thread::sleep(TELL_EVERY);
+            std::thread::sleep(REPORT_INTERVAL);
             if count < 3 { Ok(()) } else { Err("stopped") }
         };
-        let ended = repeat_telling(5, 0.0, work, |timing| {
-            told.push((timing.warm(), timing.repetitions, timing.min_s > 0.0));
+        let ended = repeat_reporting(5, 0.0, work, |timing| {
+            reports.push((timing.warm(), timing.repetitions, timing.min_s > 0.0));
             Ok(())
         });
         assert_eq!(ended.unwrap_err(), "stopped");
-        assert_eq!(told, [(false, 0, true), (true, 1, true)]);
+        assert_eq!(reports, [(false, 0, true), (true, 1, true)]);
     }
 }

@@ -1,4 +1,5 @@
-//! Forward and backward over the completions of a step, and log-probs without gradient, cut as a job cuts them.
+//! Forward and backward passes over the completions of a step, and log-probs without gradient, split into micro-batches
+//! as in a job.
 
 use std::num::NonZeroUsize;
 
@@ -7,53 +8,54 @@ use serde::{Deserialize, Serialize};
 use super::decode::{device_peak_mib, peak_mib, policy};
 use super::job::estimate_of_training_mib;
 use super::profile::{ProfileFigures, profile};
-use super::timing::{Timing, repeat, repeat_telling};
+use super::timing::{Timing, repeat, repeat_reporting};
 use super::{BenchError, Setting};
 use crate::config::Device;
 use crate::engine::memory::micro_batches;
 use crate::engine::model::{Adapter, RowScore, Trajectory};
 use crate::spec::{MICRO_BATCH_TOKENS, MICRO_BATCH_TOKENS_ON_CPU};
 
-/// Shortest measurement, seconds for each of `--steps`.
+/// Minimum duration of a measurement, in seconds per `--steps`.
 const MIN_SECONDS: f64 = 0.1;
 
-/// What training reached.
+/// Results of the training part.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct TrainingFigures {
-    /// Tokens as TRL counts them: completions · (prompt + completion).
+    /// Number of tokens as TRL counts them: completions · (prompt + completion).
     pub tokens: u64,
-    /// Tokens without repetition: prompts · prompt + completions · completion.
+    /// Number of tokens without repeated prompts: prompts · prompt + completions · completion.
     pub shared_tokens: u64,
-    /// Whether a repetition was measured; false: what is here is of the one that warms up.
+    /// Whether a repetition was measured; false: the figures are those of the warm-up.
     pub warm: bool,
-    /// Measured repetitions.
+    /// Number of measured repetitions.
     pub repetitions: usize,
-    /// Tokens of a forward and backward, at most, but for one group.
+    /// Maximum number of tokens per forward and backward pass; a single group may exceed it.
     pub micro_batch_tokens: usize,
-    /// Forward and backward: the fastest.
+    /// Duration of forward and backward in the fastest repetition, in seconds.
     pub seconds: f64,
-    /// The median.
+    /// Median duration in seconds.
     pub median_seconds: f64,
-    /// `tokens` over the fastest seconds.
+    /// `tokens` per second of the fastest repetition.
     pub tok_s: f64,
-    /// Forward and dX of the unrepeated tokens, the head at completions only, nothing recomputed, over the fastest seconds.
+    /// Speed of forward and dX of the unrepeated tokens in 1e9 FLOPs per second, the head only at completions, nothing recomputed,
+    /// in the fastest repetition.
     pub gflop_s: f64,
-    /// Log-probs without gradient, adapter off: the fastest; None while that was not measured.
+    /// Duration of log-probs without gradient and without adapter in the fastest repetition, in seconds; None until measured.
     pub score_seconds: Option<f64>,
-    /// `tokens` over that.
+    /// `tokens` per second of log-probs without gradient.
     pub score_tok_s: Option<f64>,
-    /// The process's peak, MiB.
+    /// Peak memory of the process, in MiB.
     pub peak_mib: f64,
-    /// The device's peak, MiB, where it is not the processor.
+    /// Peak memory of the GPU in MiB; None on the CPU.
     pub device_peak_mib: Option<f64>,
-    /// What the server says that a job with these settings takes, MiB, of the memory whose peak is measured; without the
-    /// moments, which this part has none of. None where it would refuse the job.
+    /// The server's estimate in MiB for a job with these settings, for the memory whose peak is measured, without optimizer
+    /// moments, which this part does not have. None if the server would refuse the job.
     pub estimate_mib: Option<f64>,
-    /// With `--profile` on a GPU: the kernels of one forward and backward.
+    /// Present with `--profile` on a GPU: the kernels of one forward and backward pass.
     pub profile: Option<ProfileFigures>,
 }
 
-/// Forward and backward, then log-probs.
+/// Measures forward and backward passes, then log-probs.
 ///
 /// # Errors
 /// When the engine fails.
@@ -78,7 +80,7 @@ pub fn measure(setting: &Setting<'_>) -> Result<TrainingFigures, BenchError> {
     let most = args.micro_batch_tokens.unwrap_or(by_default) as usize;
     let batches = micro_batches(&lengths, NonZeroUsize::new(generations).unwrap_or(NonZeroUsize::MIN), most);
     let mut gradient = policy.zero_gradient()?;
-    // Both signs, as advantages have: a backward pass of nothing could be skipped.
+    // Both signs, as in real advantages: a backward pass with zero gradients could be skipped.
     let mut loss = |scores: &[RowScore]| {
         let of_row = |(row, score): (usize, &RowScore)| {
             vec![if row.is_multiple_of(2) { 1e-3 } else { -1e-3 }; score.logps.len()]
@@ -113,12 +115,12 @@ pub fn measure(setting: &Setting<'_>) -> Result<TrainingFigures, BenchError> {
         })?;
         Ok(gradient.settle()?)
     };
-    let trained = repeat_telling(times, seconds, &mut train, |timing| setting.tell(&figures(timing)))?;
+    let trained = repeat_reporting(times, seconds, &mut train, |timing| setting.report_figures(&figures(timing)))?;
     let mut figures = figures(trained);
-    setting.tell(&figures)?;
+    setting.report_figures(&figures)?;
     if args.profile {
         figures.profile = profile(&policy, &mut train)?;
-        setting.tell(&figures)?;
+        setting.report_figures(&figures)?;
     }
     let scored = repeat(times, seconds, || {
         batches.iter().try_for_each(|batch| policy.score(&rows[batch.clone()], 1.0, Adapter::Off).map(drop))

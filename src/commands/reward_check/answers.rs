@@ -1,4 +1,4 @@
-//! What a job asks: one sample, groups, odd completions, large batches.
+//! Checks with valid requests: one sample, groups, unusual completions, large batches.
 
 use std::collections::BTreeSet;
 
@@ -10,15 +10,15 @@ use crate::event::FinishReason;
 use crate::reward::webhook::answer::{Answer, Found};
 use crate::sample::RewardSample;
 
-/// A larger batch is not tried, whatever the service announces.
-const LARGEST_BATCH: u32 = 1_024;
-/// Of a completion that is very long, characters.
-const LONG: usize = 100_000;
+/// Maximum batch size that is tested, even if the service announces a larger one.
+const MAX_TESTED_BATCH: u32 = 1_024;
+/// Length of a very long completion, in characters.
+const LONG_COMPLETION_CHARS: usize = 100_000;
 pub(super) const NO_ANSWER: &str = "answer every request for rewards with 200 and {\"version\": \"1\", \"id\": …, \"results\": \
     [{\"sample_id\": …, \"reward\": NUMBER}, …]}; a sample that cannot be scored gets \"reward\": null and an \"error\"";
 
 impl Check {
-    /// One sample: whether there are answers at all.
+    /// Sends one sample. Returns whether the service answers at all.
     pub(super) async fn single(&mut self) -> bool {
         let one = vec![self.samples[0].clone()];
         match self.ask(&one).await {
@@ -29,7 +29,7 @@ impl Check {
             Ok(answer) => {
                 let problems = self.problems(&answer, &one);
                 match problems.is_empty() {
-                    true => self.find("single_sample", Outcome::Ok, told(&answer.found[0]), ""),
+                    true => self.find("single_sample", Outcome::Ok, describe_result(&answer.found[0]), ""),
                     false => self.find("single_sample", Outcome::Failed, problems.join("; "), NO_ANSWER),
                 }
                 problems.is_empty()
@@ -37,7 +37,7 @@ impl Check {
         }
     }
 
-    /// What is around the rewards.
+    /// Checks the fields around the rewards.
     pub(super) async fn envelope(&mut self) {
         let id = new_id();
         let body = self.request(&id, &self.samples[..1]).to_string();
@@ -47,7 +47,7 @@ impl Check {
             self.find("content_type", Outcome::Ok, media_type, "");
         } else {
             let shown = if media_type.is_empty() { "none".to_owned() } else { format!("'{media_type}'") };
-            let fix = "send content-type: application/json; proxies and tools go by it";
+            let fix = "send content-type: application/json; proxies and tools depend on it";
             self.find("content_type", Outcome::Warning, format!("the answer's content-type is {shown}"), fix);
         }
         let value: Value = serde_json::from_slice(&got.body).unwrap_or_default();
@@ -58,7 +58,7 @@ impl Check {
         };
         let (version, answered) = (object.get("version"), object.get("id"));
         let detail = if !object.contains_key("results") {
-            Some("the answer has no 'results': rewards are taken by position, without reasons and errors".to_owned())
+            Some("the answer has no 'results': rewards are assigned by position, without reasons and errors".to_owned())
         } else if version.is_some_and(|version| version != "1") {
             Some(format!("the answer's 'version' is {}, not \"1\"", version.unwrap_or(&Value::Null)))
         } else if answered.is_none() {
@@ -70,15 +70,15 @@ impl Check {
         };
         match detail {
             Some(detail) => {
-                let fix = "answer {\"version\": \"1\", \"id\": the request's, \"results\": […]}: answers that were mixed \
-                           up are found by the id";
+                let fix = "answer {\"version\": \"1\", \"id\": the request's, \"results\": […]}: mixed-up answers can \
+                           then be detected";
                 self.find("envelope", Outcome::Warning, detail, fix);
             }
-            None => self.find("envelope", Outcome::Ok, "version, id and results are there", ""),
+            None => self.find("envelope", Outcome::Ok, "version, id and results are present", ""),
         }
     }
 
-    /// Several groups, and the same in another order: a reward belongs to its sample_id.
+    /// Sends several groups, then the same in another order: a reward must depend on the sample, not on its position.
     pub(super) async fn groups(&mut self) {
         let samples = self.samples.clone();
         let answer = match self.ask(&samples).await {
@@ -95,7 +95,7 @@ impl Check {
         };
         let problems = self.problems(&answer, &samples);
         if problems.is_empty() {
-            self.find("groups", Outcome::Ok, format!("{} samples, a result each", samples.len()), "");
+            self.find("groups", Outcome::Ok, format!("{} samples, one result each", samples.len()), "");
         } else {
             self.find("groups", Outcome::Failed, problems.join("; "), NO_ANSWER);
         }
@@ -104,7 +104,7 @@ impl Check {
         let reversed: Vec<RewardSample> = samples.iter().rev().cloned().collect();
         let Ok(backwards) = self.ask(&reversed).await else {
             let fix = "samples may come in any order";
-            return self.find("order", Outcome::Failed, "the same samples in another order are not answered", fix);
+            return self.find("order", Outcome::Failed, "no answer to the same samples in another order", fix);
         };
         let (first, mut second) = (numbers(&answer), numbers(&backwards));
         let by_position = first == second;
@@ -114,13 +114,14 @@ impl Check {
             let detail = "rewards stay with their samples when the order changes";
             self.find("order", Outcome::Ok, detail, "");
         } else if by_position && distinct > 1 {
-            let fix = "score each sample by what it holds, and answer under its own sample_id: batches differ in order";
+            let fix =
+                "score each sample by its contents, and answer under its own sample_id: the order of batches varies";
             let detail =
-                "the rewards stayed in place when the samples changed theirs: they do not depend on the sample";
+                "the rewards kept their positions when the samples were reordered: they do not depend on the sample";
             self.find("order", Outcome::Failed, detail, fix);
         } else {
-            let fix = "if this is meant (a sampled judge, say), average over several votes: noise in rewards is noise in training";
-            let detail = "the same samples got other rewards when asked again in another order";
+            let fix = "if this is intended (for example a sampled judge), average over several votes: noise in rewards is noise in training";
+            let detail = "the same samples got different rewards when sent again in another order";
             self.find("order", Outcome::Warning, detail, fix);
         }
     }
@@ -130,9 +131,9 @@ impl Check {
         if unknown + duplicates == 0 {
             return self.find("sample_ids", Outcome::Ok, "every sample_id once, no others", "");
         }
-        let detail =
-            format!("{unknown} results for ids that were not asked for, {duplicates} for ids that had one already");
-        let fix = "answer each sample_id of the request once: unknown ones are dropped, of duplicates the first counts";
+        let detail = format!("{unknown} results for unknown ids, {duplicates} for ids that already had one");
+        let fix =
+            "answer each sample_id of the request once: unknown ids are ignored, and the first of duplicates counts";
         self.find("sample_ids", Outcome::Warning, detail, fix);
     }
 
@@ -140,7 +141,7 @@ impl Check {
         let rewards: Vec<f64> = numbers(answer).into_iter().flatten().collect();
         let (least, most) = rewards.iter().fold((f64::INFINITY, f64::NEG_INFINITY), |(a, b), &r| (a.min(r), b.max(r)));
         if rewards.is_empty() {
-            let example = answer.found.first().map(told).unwrap_or_default();
+            let example = answer.found.first().map(describe_result).unwrap_or_default();
             let fix = "if the service needs columns of the dataset, give them: --column NAME=VALUE, or --samples FILE";
             let detail = format!("none of {} samples got a number; the first: {example}", samples.len());
             return self.find("values", Outcome::Failed, detail, fix);
@@ -148,19 +149,18 @@ impl Check {
         if let Some([low, high]) = self.ping.as_ref().and_then(|ping| ping.range.as_deref())
             && (least < *low || most > *high)
         {
-            let detail = format!("rewards from {least} to {most}, but reward.ping says {low} to {high}");
+            let detail = format!("rewards from {least} to {most}, but reward.ping announces {low} to {high}");
             return self.find("values", Outcome::Failed, detail, "correct 'range' in the answer to reward.ping");
         }
         if least == most {
             let detail = format!("all {} rewards are {least}", rewards.len());
-            let fix =
-                "equal rewards within a group teach nothing; are these samples (--samples FILE) of the kind it scores?";
+            let fix = "equal rewards within a group give no training signal; check that the samples (--samples FILE) are of the kind that the service scores";
             return self.find("values", Outcome::Warning, detail, fix);
         }
         self.find("values", Outcome::Ok, format!("{} numbers from {least} to {most}", rewards.len()), "");
     }
 
-    /// Completions that jobs do bring.
+    /// Sends unusual completions that occur in real jobs.
     pub(super) async fn edges(&mut self) {
         let like = |completion: String| {
             let mut sample = self.samples[0].clone();
@@ -185,8 +185,12 @@ impl Check {
         let cases: [(&'static str, &str, RewardSample); 7] = [
             ("empty_completion", "an empty completion", like(String::new())),
             ("unicode", "a completion with other scripts, control characters and quotes", like(text.repeat(3))),
-            ("long_completion", "a completion of 100,000 characters", like("word and number 4. ".repeat(LONG / 19))),
-            ("cut_completion", "a completion that was cut (finish_reason \"length\")", cut),
+            (
+                "long_completion",
+                "a completion of 100,000 characters",
+                like("word and number 4. ".repeat(LONG_COMPLETION_CHARS / 19)),
+            ),
+            ("cut_completion", "a truncated completion (finish_reason \"length\")", cut),
             ("no_columns", "a row without messages and other columns", plain),
             ("odd_columns", "a row with columns of every JSON type", columns),
             ("other_ids", "a sample that is neither s_0 nor in g_0", lone),
@@ -199,9 +203,11 @@ impl Check {
                 Err(why) => vec![why.clone()],
             };
             match (outcome, problems.is_empty()) {
-                (Ok(answer), true) => self.find(check, Outcome::Ok, format!("{what}: {}", told(&answer.found[0])), ""),
+                (Ok(answer), true) => {
+                    self.find(check, Outcome::Ok, format!("{what}: {}", describe_result(&answer.found[0])), "")
+                }
                 _ => {
-                    let fix = "jobs bring such samples: give a number, or \"reward\": null with an \"error\" for this \
+                    let fix = "such samples occur in jobs: return a number, or \"reward\": null with an \"error\" for this \
                                sample alone, with status 200";
                     self.find(check, Outcome::Failed, format!("{what}: {}", problems.join("; ")), fix);
                 }
@@ -209,17 +215,17 @@ impl Check {
         }
     }
 
-    /// As many samples as announced (or as a job sends by default), and one more.
+    /// Sends as many samples as announced (or as a job sends by default), and one more.
     pub(super) async fn batch(&mut self) {
         let announced = self.ping.as_ref().and_then(|ping| ping.max_batch_samples);
         let usual = self.max_batch_samples;
         let most = announced.unwrap_or(usual);
-        if most > LARGEST_BATCH {
-            let detail = format!("{most} samples are announced; {LARGEST_BATCH} were tried");
+        if most > MAX_TESTED_BATCH {
+            let detail = format!("{most} samples are announced; {MAX_TESTED_BATCH} were tried");
             self.find("announced_batch", Outcome::Skipped, detail, "");
         }
-        let most = most.min(LARGEST_BATCH);
-        let source = if announced.is_some() { "as it announces" } else { "what a job sends by default" };
+        let most = most.min(MAX_TESTED_BATCH);
+        let source = if announced.is_some() { "the announced maximum" } else { "the default of a job" };
         let samples = self.many(most as usize);
         let first = self.ask(&samples).await;
         match (&first, announced) {
@@ -236,17 +242,15 @@ impl Check {
                 }
             }
             (Err(why), None) if why.contains("413") => {
-                let fix =
-                    "say max_batch_samples in the answer to reward.ping: each larger request costs a 413 and is split";
+                let fix = "announce max_batch_samples in the answer to reward.ping: each larger request costs a 413 and is split";
                 self.find("batch", Outcome::Warning, format!("{most} samples ({source}): {why}"), fix);
             }
             (Err(why), _) => {
-                let fix =
-                    "take as many as reward.ping announces; answer 413 to more than can be taken, and it is split";
+                let fix = "accept as many as reward.ping announces; answer 413 to larger requests, and they are split";
                 self.find("batch", Outcome::Failed, format!("{most} samples ({source}): {why}"), fix);
             }
         }
-        let Some(announced) = announced.filter(|announced| *announced <= LARGEST_BATCH) else { return };
+        let Some(announced) = announced.filter(|announced| *announced <= MAX_TESTED_BATCH) else { return };
         let samples = self.many(announced as usize + 1);
         let id = new_id();
         let body = self.request(&id, &samples).to_string();
@@ -257,34 +261,33 @@ impl Check {
             }
             Ok(got) => match read(&got, &id, &samples) {
                 Ok(answer) if self.problems(&answer, &samples).is_empty() => {
-                    self.find("over_the_limit", Outcome::Ok, format!("{one_more}: answered all the same"), "");
+                    self.find("over_the_limit", Outcome::Ok, format!("{one_more}: answered nevertheless"), "");
                 }
                 Ok(answer) => {
                     let problems = self.problems(&answer, &samples).join("; ");
-                    let fix = "answer all samples, or none and 413";
+                    let fix = "answer all samples, or return 413";
                     self.find("over_the_limit", Outcome::Failed, format!("{one_more}: {problems}"), fix);
                 }
                 Err(why) => {
-                    let fix =
-                        "answer 413 to what is too large: it is split and comes again; other errors lose the samples";
+                    let fix = "answer 413 to a request that is too large: it is split and sent again; other errors lose the samples";
                     self.find("over_the_limit", Outcome::Failed, format!("{one_more}: {why}"), fix);
                 }
             },
             Err(why) => {
-                let fix = "answer 413 to what is too large: it is split and comes again";
+                let fix = "answer 413 to a request that is too large: it is split and sent again";
                 self.find("over_the_limit", Outcome::Failed, format!("{one_more}: {why}"), fix);
             }
         }
         if announced < usual {
-            let detail = format!("it takes {announced} samples in one request; a job sends up to {usual} by default");
+            let detail = format!("it accepts {announced} samples in one request; a job sends up to {usual} by default");
             let fix = format!(
-                "set \"max_batch_samples\": {announced} in the job's reward: else larger requests cost a 413 each"
+                "set \"max_batch_samples\": {announced} in the job's reward: otherwise each larger request costs a 413"
             );
             self.find("announced_batch", Outcome::Warning, detail, &fix);
         }
     }
 
-    /// The given samples over and over, under ids and groups of their own.
+    /// Repeats the given samples under new ids and groups.
     fn many(&self, count: usize) -> Vec<RewardSample> {
         let rounds = self.samples.len().max(1);
         let sample = |(index, sample): (usize, &RewardSample)| RewardSample {
@@ -295,7 +298,7 @@ impl Check {
         self.samples.iter().cycle().take(count).enumerate().map(sample).collect()
     }
 
-    /// What is wrong with an answer, sample by sample.
+    /// Returns the problems of an answer, sample by sample.
     pub(super) fn problems(&self, answer: &Answer, samples: &[RewardSample]) -> Vec<String> {
         let mut problems = Vec::new();
         let absent: Vec<&str> = samples
@@ -317,8 +320,8 @@ impl Check {
     }
 }
 
-/// What was said of one sample.
-fn told(found: &Found) -> String {
+/// Describes the result of one sample.
+fn describe_result(found: &Found) -> String {
     match found {
         Found::Judged(judgement) => match (&judgement.error, judgement.value.number()) {
             (Some(error), _) => format!("no reward ({}: {})", error.code, error.message),

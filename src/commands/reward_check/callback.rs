@@ -1,4 +1,4 @@
-//! Asynchronous answers: 202 now, the rewards later by callback or at a status address.
+//! Asynchronous answers: 202 first, the rewards later by callback or at a status URL.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -22,26 +22,26 @@ use crate::sample::RewardSample;
 
 const BODY: &str = "POST {\"version\": \"1\", \"id\": …, \"results\": [{\"sample_id\", \"reward\"}, …], \"done\": true} to \
     reply.callback_url, with 'authorization: Bearer ' and reply.token";
-/// Between two looks at what came.
-const LOOK: Duration = Duration::from_millis(20);
-/// Between two questions at a status address.
+/// Interval between two checks for received callbacks.
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
+/// Interval between two requests to the status URL.
 const ASK_STATUS: Duration = Duration::from_millis(500);
 
-/// Where callbacks are taken.
+/// Address that receives callbacks.
 pub(super) struct Listen {
-    /// HOST:PORT; port 0 = a free one.
+    /// Listen address HOST:PORT; port 0 = a free one.
     pub on: String,
-    /// As the service reaches it; None = the address itself.
+    /// URL at which the service reaches the address; None = the address itself.
     pub url: Option<String>,
 }
 
-/// What came by callback.
+/// Results received by callback.
 #[derive(Default)]
 struct Inbox {
     id: String,
     token: String,
     ids: Vec<String>,
-    /// The first result of each sample wins.
+    /// Results by sample id; the first result of each sample counts.
     results: BTreeMap<String, Value>,
     done: bool,
     problems: Vec<String>,
@@ -51,7 +51,7 @@ struct Inbox {
 type Shared = Arc<Mutex<Inbox>>;
 
 impl Check {
-    /// Offers both ways, as a server with a public address does; takes the answer whichever way it comes.
+    /// Offers both response modes, as a server with a public address does, and accepts either.
     pub(super) async fn asynchronous(&mut self) {
         let modes = self.ping.as_ref().and_then(|ping| ping.modes.clone()).unwrap_or_default();
         let offers = modes.iter().any(|mode| mode == "async");
@@ -60,8 +60,8 @@ impl Check {
             host == "localhost" || address.is_some_and(|address| address.is_loopback())
         });
         if !here && self.callbacks.url.is_none() {
-            let detail = "the service is on another machine, which does not reach this one's loopback";
-            let fix = "give --callback-listen HOST:PORT, and --callback-url as the service reaches it";
+            let detail = "the service is on another machine, which cannot reach this machine's loopback address";
+            let fix = "give --callback-listen HOST:PORT, and the --callback-url at which the service reaches it";
             return self.find("async", Outcome::Skipped, detail, fix);
         }
         let Ok(listener) = TcpListener::bind(&self.callbacks.on).await else {
@@ -86,7 +86,7 @@ impl Check {
         let app = Router::new().route("/reward-callbacks/{id}", post(take)).with_state(inbox.clone());
         let server = tokio::spawn(async move { axum::serve(listener, app).await });
         let mut request = self.request(&id, &samples);
-        // A service that only knows the other way answers at once; one that can do both may choose.
+        // A service without asynchronous mode answers immediately; one with both modes may choose.
         request["reply"] = json!({
             "modes": if offers { json!(["async", "sync"]) } else { json!(["sync", "async"]) },
             "callback_url": format!("{base}/reward-callbacks/{id}"), "token": token,
@@ -96,12 +96,12 @@ impl Check {
             Ok(got) if got.status == 202 => self.later(&got, &inbox, &samples).await,
             Ok(got) => match read(&got, &id, &samples) {
                 Ok(_) if offers => {
-                    let detail = "reward.ping says async, but the answer came at once although async was offered first";
+                    let detail =
+                        "reward.ping announces async, but the answer came immediately although async was offered first";
                     self.find("async", Outcome::Ok, detail, "");
                 }
                 Ok(_) => {
-                    let detail =
-                        "it does not offer async (modes in reward.ping), and answers at once where it may call back";
+                    let detail = "it does not offer async (modes in reward.ping), and answers requests with both modes immediately";
                     self.find("async", Outcome::Ok, detail, "");
                 }
                 Err(why) => {
@@ -117,7 +117,7 @@ impl Check {
         server.abort();
     }
 
-    /// After a 202: until every sample has a result, or the time is over.
+    /// Waits after a 202 until every sample has a result, or the time is up.
     async fn later(&mut self, got: &Got, inbox: &Shared, samples: &[RewardSample]) {
         let accepted: Value = serde_json::from_slice(&got.body).unwrap_or_default();
         let status_url = accepted.get("status_url").and_then(Value::as_str).map(str::to_owned);
@@ -127,7 +127,7 @@ impl Check {
                     "async_status",
                     Outcome::Warning,
                     "status_url is not a URL",
-                    "leave it out, or give an absolute one",
+                    "omit it, or use an absolute URL",
                 );
                 None
             }
@@ -160,7 +160,7 @@ impl Check {
                 (asked, polled) = (Instant::now(), polled + 1);
                 self.ask_status(url, inbox).await;
             }
-            tokio::time::sleep(LOOK).await;
+            tokio::time::sleep(POLL_INTERVAL).await;
         }
         let (missing, callbacks, done, wrong) = {
             let inbox = inbox.lock().unwrap_or_else(PoisonError::into_inner);
@@ -185,12 +185,12 @@ impl Check {
             let detail = format!("202, then done without results for {}", missing.join(", "));
             self.find("async", Outcome::Failed, detail, "send \"done\": true with the last results, not before");
         } else if !done && polled == 0 {
-            let fix =
-                "end with \"done\": true: else the job waits for the deadline before it asks again for what is missing";
+            let fix = "end with \"done\": true: otherwise the job waits for the deadline before it requests missing results again";
             self.find("async", Outcome::Warning, format!("all results after {ms} ms, but no \"done\": true"), fix);
         } else {
-            let detail =
-                format!("202, then all results within {ms} ms in {callbacks} callbacks, {polled} looks at status_url");
+            let detail = format!(
+                "202, then all results within {ms} ms in {callbacks} callbacks, {polled} requests to status_url"
+            );
             self.find("async", Outcome::Ok, detail, "");
         }
     }
@@ -209,7 +209,7 @@ impl Check {
 }
 
 impl Inbox {
-    /// First write wins. Counts accepted, duplicate, unknown.
+    /// Stores the first result per sample. Returns the numbers of accepted, duplicate and unknown results.
     fn accept(&mut self, body: &Value) -> (u64, u64, u64) {
         let (mut accepted, mut duplicate, mut unknown) = (0, 0, 0);
         for result in body.get("results").and_then(Value::as_array).into_iter().flatten() {
@@ -231,7 +231,7 @@ impl Inbox {
     }
 }
 
-/// A callback, answered as the server does.
+/// Receives a callback and answers it as the server does.
 async fn take(State(inbox): State<Shared>, Path(id): Path<String>, headers: HeaderMap, body: Bytes) -> Response {
     let mut inbox = inbox.lock().unwrap_or_else(PoisonError::into_inner);
     let given = headers.get("authorization").and_then(|value| value.to_str().ok()).unwrap_or_default();

@@ -1,4 +1,4 @@
-//! The same again, several at once, and how long it takes.
+//! Checks of repeated and concurrent requests, and of latency.
 
 use futures::future::join_all;
 
@@ -8,13 +8,13 @@ use super::wire::Signing;
 use super::{Check, Outcome, new_id, numbers, read};
 use crate::sample::RewardSample;
 
-/// Requests at once.
-const AT_ONCE: usize = 8;
-/// Requests whose latency is taken.
+/// Number of concurrent requests.
+const CONCURRENT: usize = 8;
+/// Number of requests whose latency is measured.
 const TIMED: usize = 12;
 
 impl Check {
-    /// The same request twice, as after an answer that was lost; and the same samples under another id.
+    /// Sends the same request twice, as after a lost response, and the same samples under another id.
     pub(super) async fn repeat(&mut self) {
         let samples = self.samples.clone();
         let id = new_id();
@@ -22,27 +22,27 @@ impl Check {
         let [first, second] = [self.ask_with(&id, &body, &samples).await, self.ask_with(&id, &body, &samples).await];
         match (first, second) {
             (Ok(first), Ok(second)) if numbers(&first) == numbers(&second) => {
-                self.find("idempotency", Outcome::Ok, "the same request (same id) again got the same rewards", "");
+                self.find("idempotency", Outcome::Ok, "repeating a request (same id) returned the same rewards", "");
             }
             (Ok(_), Ok(_)) => {
-                let fix = "a request is repeated with the same id and bytes when its answer was lost: keep the answer by \
-                           id until its deadline_ms is over, and give it again";
-                let detail = "the same request (same id, same bytes) again got other rewards";
+                let fix = "a request is repeated with the same id and bytes when its answer was lost: store the answer by \
+                           id until its deadline_ms has passed, and return it again";
+                let detail = "repeating a request (same id, same bytes) returned different rewards";
                 self.find("idempotency", Outcome::Failed, detail, fix);
             }
             (_, Err(why)) | (Err(why), _) => {
-                let fix = "a request is repeated with the same id when its answer was lost: answer it again";
+                let fix = "a request is repeated with the same id when its answer was lost: answer each repetition";
                 self.find("idempotency", Outcome::Failed, format!("the same request again: {why}"), fix);
             }
         }
     }
 
-    /// Several requests under way at once, each about other samples.
+    /// Sends several concurrent requests, each with other samples.
     pub(super) async fn concurrency(&mut self) {
-        let requests: Vec<(String, Vec<RewardSample>, String)> = (0..AT_ONCE)
+        let requests: Vec<(String, Vec<RewardSample>, String)> = (0..CONCURRENT)
             .map(|at| {
                 let mut samples = self.samples.clone();
-                // Equal ids and other completions: an answer to another request would show.
+                // Equal ids with different completions: an answer to another request would be noticed.
                 samples.rotate_left(at % self.samples.len().max(1));
                 for (index, sample) in samples.iter_mut().enumerate() {
                     sample.sample_id = format!("s_{index}");
@@ -75,20 +75,21 @@ impl Check {
         }
         let steady = !self.findings.iter().any(|finding| finding.check == "order" && finding.outcome != Outcome::Ok);
         if let Some(example) = wrong.first() {
-            let detail = format!("{AT_ONCE} requests at once: {} not answered; for example: {example}", wrong.len());
+            let detail =
+                format!("{CONCURRENT} concurrent requests: {} not answered; for example: {example}", wrong.len());
             let fix =
-                "a job has up to max_concurrency (8) requests under way: answer them all, or 429 with Retry-After";
+                "a job sends up to max_concurrency (8) concurrent requests: answer them all, or 429 with Retry-After";
             self.find("concurrency", Outcome::Failed, detail, fix);
         } else if mixed && steady {
-            let detail = format!("{AT_ONCE} requests at once: samples got other rewards than alone");
-            let fix = "keep what belongs to a request apart: sample ids (s_0, s_1, …) repeat from request to request";
+            let detail = format!("{CONCURRENT} concurrent requests: samples got other rewards than in single requests");
+            let fix = "keep the state of requests separate: sample ids (s_0, s_1, …) repeat from request to request";
             self.find("concurrency", Outcome::Failed, detail, fix);
         } else {
-            self.find("concurrency", Outcome::Ok, format!("{AT_ONCE} requests at once, all answered"), "");
+            self.find("concurrency", Outcome::Ok, format!("{CONCURRENT} concurrent requests, all answered"), "");
         }
     }
 
-    /// How long one group takes.
+    /// Measures how long one group takes.
     pub(super) async fn latency(&mut self) {
         let first = self.samples[0].group_id.clone();
         let group: Vec<RewardSample> = self.samples.iter().filter(|sample| sample.group_id == first).cloned().collect();
@@ -113,7 +114,7 @@ impl Check {
             self.find("latency", Outcome::Failed, detail, NO_ANSWER);
         } else if p95 > limit_ms / 2.0 {
             let fix = "raise timeout_ms in the job's reward, send smaller batches (max_batch_samples), or answer 202 and call back";
-            self.find("latency", Outcome::Warning, format!("{detail}; a try ends after {limit_ms} ms"), fix);
+            self.find("latency", Outcome::Warning, format!("{detail}; an attempt times out after {limit_ms} ms"), fix);
         } else {
             self.find("latency", Outcome::Ok, detail, "");
         }

@@ -1,4 +1,4 @@
-//! Whether a service is there, and what it says of itself.
+//! Checks that a service is reachable, and reads its capabilities.
 
 use serde_json::{Value, json};
 
@@ -8,7 +8,7 @@ use crate::reward::webhook::PingReply;
 use crate::reward::webhook::answer::name;
 
 impl Check {
-    /// Whether the service is there.
+    /// Checks that the service is reachable.
     pub(super) async fn ping(&mut self) -> bool {
         let id = new_id();
         let body = json!({"type": "reward.ping", "version": "1", "id": id}).to_string();
@@ -20,7 +20,7 @@ impl Check {
                 return false;
             }
         };
-        let said = format!("answered {} to reward.ping{}", got.status, got.said());
+        let detail = format!("answered {} to reward.ping{}", got.status, got.excerpt());
         match got.status {
             200..=299 => {
                 let (outcome, detail, fix) = self.read_ping(&got);
@@ -29,44 +29,44 @@ impl Check {
             300..=399 => {
                 let to = got.location.as_deref().unwrap_or("another address").to_owned();
                 let fix = format!("redirects are never followed: use {to} as the reward's url");
-                self.find("ping", Outcome::Failed, said, &fix);
+                self.find("ping", Outcome::Failed, detail, &fix);
                 return false;
             }
             401 | 403 if self.wire.key.is_none() => {
-                let fix = "the service wants to know who asks: give its --secret, or the --header it wants";
-                self.find("ping", Outcome::Failed, said, fix);
+                let fix = "the service requires authentication: give its --secret, or the --header that it expects";
+                self.find("ping", Outcome::Failed, detail, fix);
                 return false;
             }
             401 | 403 => {
-                let fix = "it refuses a good signature: is --secret the service's own? The signature is 'v1,' and the \
-                           base64 HMAC-SHA256 of \"{webhook-id}.{webhook-timestamp}.{body}\", the body's bytes as they \
-                           came, under the base64-decoded part behind whsec_";
-                self.find("ping", Outcome::Failed, said, fix);
+                let fix = "it refuses a valid signature: is --secret the service's own? The signature is 'v1,' and the \
+                           base64 HMAC-SHA256 of \"{webhook-id}.{webhook-timestamp}.{body}\", the body's bytes as \
+                           received, under the base64-decoded part after whsec_";
+                self.find("ping", Outcome::Failed, detail, fix);
                 return false;
             }
             404 | 405 => {
                 let fix = "requests are POSTs to the URL exactly as given: is its path right?";
-                self.find("ping", Outcome::Failed, said, fix);
+                self.find("ping", Outcome::Failed, detail, fix);
                 return false;
             }
             _ => {
                 let fix = "answer {\"type\": \"reward.ping\"} with any 2xx; validation and the test endpoint send it";
-                self.find("ping", Outcome::Failed, said, fix);
+                self.find("ping", Outcome::Failed, detail, fix);
             }
         }
         true
     }
 
-    /// What a service says of itself; wrong fields are what it may correct.
+    /// Reads the capabilities of a service. Invalid fields become warnings with a fix.
     fn read_ping(&mut self, got: &Got) -> (Outcome, String, String) {
         if got.body.iter().all(u8::is_ascii_whitespace) {
-            return (Outcome::Ok, format!("answered {} without saying anything of itself", got.status), String::new());
+            return (Outcome::Ok, format!("answered {} without announcing capabilities", got.status), String::new());
         }
-        let fix = "say {\"max_batch_samples\": 64, \"modes\": [\"sync\"], \"range\": [0, 1]}, or send no body";
+        let fix = "answer {\"max_batch_samples\": 64, \"modes\": [\"sync\"], \"range\": [0, 1]}, or send no body";
         let warn = |detail: String| (Outcome::Warning, detail, fix.to_owned());
         let value: Value = match serde_json::from_slice(&got.body) {
             Ok(value) => value,
-            Err(_) => return warn(format!("the answer to reward.ping is not JSON{}", got.said())),
+            Err(_) => return warn(format!("the answer to reward.ping is not JSON{}", got.excerpt())),
         };
         let Some(object) = value.as_object() else {
             return warn(format!("the answer to reward.ping is {}, not an object", name(&value)));
@@ -79,7 +79,7 @@ impl Check {
         if let Some(given) = object.get("modes").filter(|given| !given.is_null()) {
             let known = |mode: &Value| matches!(mode.as_str(), Some("sync" | "async"));
             if !given.as_array().is_some_and(|modes| !modes.is_empty() && modes.iter().all(known)) {
-                return warn(format!("modes is {given}; known are [\"sync\"], [\"async\"] and both"));
+                return warn(format!("modes is {given}; must be [\"sync\"], [\"async\"] or both"));
             }
         }
         if let Some(given) = object.get("range").filter(|given| !given.is_null()) {
@@ -89,6 +89,6 @@ impl Check {
             }
         }
         self.ping = serde_json::from_value::<PingReply>(value.clone()).ok();
-        (Outcome::Ok, format!("answered {} and says {value}", got.status), String::new())
+        (Outcome::Ok, format!("answered {} and announces {value}", got.status), String::new())
     }
 }

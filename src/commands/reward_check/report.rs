@@ -1,4 +1,4 @@
-//! What a check found.
+//! The findings of a check.
 
 use std::fmt;
 
@@ -6,30 +6,30 @@ use serde::Serialize;
 
 use crate::reward::webhook::PingReply;
 
-/// How one check came out.
+/// The outcome of one check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Outcome {
-    /// As the contract says.
+    /// The service follows the contract.
     Ok,
-    /// It works, but should not stay so.
+    /// The service works, but should be improved.
     Warning,
-    /// Jobs will suffer from it.
+    /// The service violates the contract, and jobs will fail or lose samples.
     Failed,
-    /// Not looked at; the detail says why.
+    /// The check did not run; the detail says why.
     Skipped,
 }
 
-/// One thing that was looked at.
+/// The result of one check.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Finding {
-    /// Stable, snake_case.
+    /// Stable name of the check in snake_case.
     pub check: &'static str,
-    /// How it came out.
+    /// Outcome of the check.
     pub outcome: Outcome,
-    /// What was seen.
+    /// Description of the observation.
     pub detail: String,
-    /// What to do; null where nothing is to be done.
+    /// Suggested fix; null if there is nothing to fix.
     pub fix: Option<String>,
 }
 
@@ -49,21 +49,21 @@ impl fmt::Display for Finding {
     }
 }
 
-/// Of one-group requests, ms.
+/// Latency of requests with one group, in ms.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Latency {
-    /// Requests that were answered.
+    /// Number of answered requests.
     pub requests: usize,
-    /// Median.
+    /// Median latency of all answered requests.
     pub p50: f64,
-    /// Nearest rank.
+    /// The 95th percentile, by nearest rank.
     pub p95: f64,
-    /// Slowest.
+    /// Latency of the slowest request.
     pub max: f64,
 }
 
 impl Latency {
-    /// `None` of nothing.
+    /// Computes the percentiles; `None` without latencies.
     pub(super) fn of(latencies: &[f64]) -> Option<Self> {
         let mut sorted = latencies.to_vec();
         sorted.sort_by(f64::total_cmp);
@@ -78,18 +78,18 @@ impl Latency {
     }
 }
 
-/// Everything that was found.
+/// All results of a check.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Report {
-    /// Who was asked; a query is left out.
+    /// URL of the service without its query.
     pub url: String,
-    /// Nothing failed.
+    /// Whether no check has failed.
     pub ok: bool,
-    /// In the order they were looked at.
+    /// Results in the order of the checks.
     pub findings: Vec<Finding>,
-    /// What the service says of itself.
+    /// The service's announced capabilities; null if none.
     pub ping: Option<PingReply>,
-    /// Of all answers that could be read, ms.
+    /// Latency of all valid answers; null without any.
     pub latency_ms: Option<Latency>,
 }
 
@@ -99,16 +99,16 @@ impl Report {
         Self { url, ok, findings, ping, latency_ms: Latency::of(latencies) }
     }
 
-    /// How many came out so.
+    /// Number of checks with this outcome.
     pub fn count(&self, outcome: Outcome) -> usize {
         self.findings.iter().filter(|finding| finding.outcome == outcome).count()
     }
 
-    /// The last line.
+    /// The last line of the report.
     pub fn summary(&self) -> String {
         let [ok, warnings, failed, skipped] =
             [Outcome::Ok, Outcome::Warning, Outcome::Failed, Outcome::Skipped].map(|outcome| self.count(outcome));
-        let verdict = if self.ok { "keeps the contract" } else { "does not keep the contract" };
+        let verdict = if self.ok { "follows the contract" } else { "does not follow the contract" };
         format!("{} {verdict}: {ok} ok, {warnings} warnings, {failed} failed, {skipped} skipped", self.url)
     }
 }

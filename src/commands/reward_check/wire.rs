@@ -1,4 +1,4 @@
-//! Requests as a check sends them: right ones, and some that a job would never send.
+//! Sends the requests of a check: valid ones, and some that a job would never send.
 
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -8,37 +8,37 @@ use reqwest::{Client, Url};
 use crate::reward::signature::Key;
 use crate::reward::signed_post::SendError;
 
-/// As in a job: the rest of a larger answer is never received.
+/// Maximum size of a response in bytes, as in a job; the rest of a larger one is not received.
 const MAX_RESPONSE_BYTES: usize = 8 << 20;
 
-/// How to reach the service.
+/// Connection settings of the service.
 pub(super) struct Wire {
     pub client: Client,
     pub url: Url,
-    /// The user's own.
+    /// Headers given by the user.
     pub headers: HeaderMap,
     pub key: Option<Key>,
     pub timeout: Duration,
 }
 
-/// How a request is signed; nothing but `Right` says anything where there is no key.
+/// How a request is signed. Without a key only `Right` is used, and the request is unsigned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Signing {
-    /// As in a job.
+    /// A valid signature, as in a job.
     Right,
-    /// No signature at all.
+    /// No signature headers at all.
     Missing,
-    /// By a key that nobody else knows.
+    /// A signature by an unknown key.
     Stranger,
-    /// Right for another body.
+    /// A valid signature of another body.
     Tampered,
-    /// Right, but so many seconds old (negative: ahead of the clock).
+    /// A valid signature, but this many seconds old (negative: in the future).
     Aged(i64),
-    /// A stranger's first, then the right one.
+    /// A signature by an unknown key first, then a valid one.
     Rotating,
 }
 
-/// What came back.
+/// A response of the service.
 #[derive(Debug)]
 pub(super) struct Got {
     pub status: u16,
@@ -55,14 +55,14 @@ impl Got {
     }
 
     /// The beginning of the body, for people.
-    pub fn said(&self) -> String {
+    pub fn excerpt(&self) -> String {
         let text: String = String::from_utf8_lossy(&self.body).trim().chars().take(160).collect();
         if text.is_empty() { String::new() } else { format!(": {text}") }
     }
 }
 
 impl Wire {
-    /// One POST. The error says why nothing came.
+    /// Sends one POST. The error says why there was no response.
     pub async fn post(&self, id: &str, body: &str, signing: Signing) -> Result<Got, String> {
         self.send(
             self.client.post(self.url.clone()).headers(self.request_headers(id, body, signing)).body(body.to_owned()),
@@ -70,7 +70,7 @@ impl Wire {
         .await
     }
 
-    /// One GET of another address of the service's, with the user's headers only.
+    /// Sends one GET to another address of the service, with only the user's headers.
     pub async fn get(&self, url: Url) -> Result<Got, String> {
         self.send(self.client.get(url).headers(self.headers.clone())).await
     }
@@ -87,14 +87,14 @@ impl Wire {
             let mut body = Vec::new();
             while let Some(chunk) = response.chunk().await.map_err(|error| SendError::new(&error).text())? {
                 if body.len() + chunk.len() > MAX_RESPONSE_BYTES {
-                    return Err("the answer is larger than 8 MiB, the most that is read".to_owned());
+                    return Err("the answer is larger than 8 MiB, the maximum".to_owned());
                 }
                 body.extend_from_slice(&chunk);
             }
             let status = response.status().as_u16();
             Ok(Got { status, content_type, content_encoding, location, body, latency: start.elapsed() })
         };
-        let late = || Err(format!("no whole answer within {} ms", self.timeout.as_millis()));
+        let late = || Err(format!("no complete answer within {} ms", self.timeout.as_millis()));
         tokio::time::timeout(self.timeout, exchange).await.unwrap_or_else(|_| late())
     }
 

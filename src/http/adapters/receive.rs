@@ -1,4 +1,4 @@
-//! The files of an adapter as they arrive: a form, a tar, or the name of a repository of the hub.
+//! Receives the files of an adapter: a form, a tar, or the name of a hub repository.
 
 use std::fs::File;
 use std::io::{BufReader, Read};
@@ -22,12 +22,12 @@ use super::super::uploads::{bad_form, broken_form, checked_name, short_text};
 use super::{FILES, HubAdapter, Sent, fetch};
 use crate::files::{FilesError, StagedDir};
 
-/// A request for an adapter of the hub, bytes.
+/// Maximum size of a JSON request for a hub adapter, in bytes.
 const MAX_DOCUMENT_BYTES: usize = 64 * 1024;
-/// The largest file of an adapter.
+/// Maximum size of one adapter file, in bytes.
 const MAX_FILE_BYTES: u64 = 64 << 30;
 
-/// Receives the files of a request, in whatever form.
+/// Receives the files of a request in any of the accepted forms.
 pub(super) async fn receive(
     state: &AppState,
     caller: &Caller,
@@ -48,7 +48,7 @@ pub(super) async fn receive(
                 document.extend_from_slice(&piece.map_err(|error| body_problem(&error))?);
                 if document.len() > MAX_DOCUMENT_BYTES {
                     return Err(bad_form(format!(
-                        "a request for an adapter of the hub may have {MAX_DOCUMENT_BYTES} bytes"
+                        "a request for an adapter of the hub must be at most {MAX_DOCUMENT_BYTES} bytes"
                     )));
                 }
             }
@@ -69,7 +69,7 @@ pub(super) async fn receive(
         other => {
             let found = if other.is_empty() { "none".to_owned() } else { format!("'{}'", shortened(other)) };
             let detail = format!(
-                "the content type is {found}: send multipart/form-data with the parts {} and {}, application/x-tar, \
+                "the content type is {found}: send multipart/form-data with the fields {} and {}, application/x-tar, \
                  application/gzip, or application/json",
                 FILES[0], FILES[1]
             );
@@ -90,30 +90,30 @@ async fn read_form(state: &AppState, mut form: Multipart, mut name: Option<Strin
             name = checked_name(Some(short_text(part).await?))?;
             continue;
         }
-        // By the part's name, or by the file's where the part is called otherwise.
+        // The field's name decides, or else the file name of the field.
         let Some(file) = FILES.into_iter().find(|file| called.iter().any(|name| name == file)) else {
             let other = shortened(&called[0]);
             return Err(bad_form(format!(
-                "unknown part '{other}': send {}, {}, and 'name' if you like",
+                "unknown field '{other}': send {}, {}, and optionally 'name'",
                 FILES[0], FILES[1]
             )));
         };
         let path = dir.path().join(file);
         if path.exists() {
-            return Err(bad_form(format!("there are two parts {file}")));
+            return Err(bad_form(format!("the field {file} occurs twice: send it once")));
         }
         write(state, &path, part, broken_form).await?;
     }
     if let Some(missing) = FILES.into_iter().find(|file| !dir.path().join(file).exists()) {
         return Err(bad_form(format!(
-            "there is no part {missing}: an adapter is made of {} and {}",
+            "the field {missing} is required: an adapter consists of {} and {}",
             FILES[0], FILES[1]
         )));
     }
     Ok(Sent { name, dir, origin: None })
 }
 
-/// Writes a stream to a file as it comes; when this returns, its bytes are on the disk.
+/// Writes a stream to a file as it arrives. The bytes are on disk (synced) when this function returns.
 async fn write<E>(
     state: &AppState,
     path: &Path,
@@ -133,7 +133,7 @@ async fn write<E>(
         if received > MAX_FILE_BYTES {
             return Err(Problem::new(
                 Code::BodyTooLarge,
-                format!("a file of an adapter may have {MAX_FILE_BYTES} bytes"),
+                format!("a file of an adapter must be at most {MAX_FILE_BYTES} bytes"),
             ));
         }
         if unchecked >= WRITE_BYTES {
@@ -145,7 +145,7 @@ async fn write<E>(
     file.sync_all().await.map_err(Problem::internal)
 }
 
-/// Takes the two files out of the tar in a staged folder.
+/// Extracts the two files from the tar in a staged directory.
 async fn unpack(state: &AppState, dir: StagedDir) -> Result<StagedDir, Problem> {
     let room = state.files.free_bytes()?.saturating_sub(state.config.edge.disk_reserve_bytes);
     let unpacked = state.files.in_background(move |_| {
@@ -176,24 +176,24 @@ fn take(tar: &Path, to: &Path, mut room: u64) -> Result<(), String> {
             return Err(format!("{name} in the tar is not a plain file"));
         }
         if target.exists() {
-            return Err(format!("the tar holds {name} twice: send one adapter"));
+            return Err(format!("the tar contains {name} twice: send one adapter"));
         }
         let size = entry.header().size().map_err(failed)?;
         room = room
             .checked_sub(size)
-            .ok_or_else(|| format!("{name} has {size} bytes, and the server's disk has no room"))?;
+            .ok_or_else(|| format!("{name} has {size} bytes, more than the server's disk has free"))?;
         let mut file = File::create(&target).map_err(failed)?;
         std::io::copy(&mut entry, &mut file).and_then(|_| file.sync_all()).map_err(failed)?;
     }
     match FILES.into_iter().find(|name| !to.join(name).exists()) {
         None => Ok(()),
         Some(missing) => {
-            Err(format!("the tar holds no {missing}: an adapter is made of {} and {}", FILES[0], FILES[1]))
+            Err(format!("the tar does not contain {missing}: an adapter consists of {} and {}", FILES[0], FILES[1]))
         }
     }
 }
 
-/// Copies a file; when this returns, its bytes are on the disk.
+/// Copies a file. Its bytes are on disk (synced) when this function returns.
 pub(super) fn copy(from: &Path, to: &Path) -> Result<(), FilesError> {
     let copied = std::fs::copy(from, to).and_then(|_| File::open(to)?.sync_all());
     copied.map_err(|source| FilesError::Io { doing: "copy a file to", path: to.to_owned(), source })

@@ -1,5 +1,5 @@
-//! Event streams: a bounded number for each key, and for all streams of a credential one look now and then whether it is
-//! still good.
+//! Limits the event streams per key, and ends them when their credential becomes invalid. One periodic check serves all
+//! streams of a credential.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -20,21 +20,21 @@ use crate::http::throttle::Client;
 use crate::id::KeyId;
 use crate::listen::{Connection, is_event_stream};
 
-/// Event streams of one key. Without keys everybody is the operator, so there the limit is for each address.
-const MOST: usize = 50;
-/// Between two looks whether a credential is still good.
-const CHECK: Duration = Duration::from_secs(10);
-/// A client that was refused a stream may ask again after this, s.
+/// Maximum number of event streams per key. On a server without keys the limit is per address.
+const MAX_STREAMS: usize = 50;
+/// Interval between two checks of a credential.
+const CHECK_INTERVAL: Duration = Duration::from_secs(10);
+/// `Retry-After` of a refused stream, in seconds.
 const RETRY_AFTER_S: u64 = 5;
 
-/// The event streams that are open.
+/// The open event streams, counted per holder.
 #[derive(Debug, Default)]
 pub struct Streams {
     open: Mutex<HashMap<Holder, usize>>,
     watches: Watches,
 }
 
-/// Whose streams are counted together.
+/// The key or address whose streams are counted together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Holder {
     Key(KeyId),
@@ -52,7 +52,7 @@ impl Holder {
     }
 }
 
-/// A stream of a holder; given back when dropped.
+/// One counted stream of a holder. Dropping it releases the slot.
 #[derive(Debug)]
 struct Place {
     streams: Arc<Streams>,
@@ -75,7 +75,7 @@ impl Streams {
     fn enter(self: &Arc<Self>, holder: Holder) -> Option<Place> {
         let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
         let count = open.entry(holder).or_default();
-        if *count >= MOST {
+        if *count >= MAX_STREAMS {
             return None;
         }
         *count += 1;
@@ -83,7 +83,7 @@ impl Streams {
     }
 }
 
-/// Who asked for an answer, and over what.
+/// The caller and the connection of a request.
 pub(super) struct Asker {
     pub(super) caller: Caller,
     pub(super) client: Client,
@@ -91,8 +91,8 @@ pub(super) struct Asker {
     pub(super) connection: Option<Connection>,
 }
 
-/// Lets an answer pass; one that is an event stream within the limits of its key and its connection, and for as long as its
-/// credential is good.
+/// Passes a response through. An event stream counts against the limits of its key and its connection, and ends when
+/// its credential becomes invalid.
 pub(super) fn bounded(state: &AppState, asker: Asker, response: Response) -> Response {
     if !is_event_stream(&response) {
         return response;
@@ -101,12 +101,12 @@ pub(super) fn bounded(state: &AppState, asker: Asker, response: Response) -> Res
     let refused =
         |detail: String| Problem::new(Code::TooManyRequests, detail).retry_after(RETRY_AFTER_S).into_response();
     let Ok(of_connection) = connection.map(|connection| connection.open_stream()).transpose() else {
-        return refused("this connection carries as many event streams as one may: open another connection".to_owned());
+        return refused("this connection has reached its limit of event streams: open another connection".to_owned());
     };
     let Some(of_holder) = state.streams.enter(Holder::of(&caller, client)) else {
         let whose = if *caller.actor() == Actor::Anonymous { "this address" } else { "this key" };
         return refused(format!(
-            "{whose} has {MOST} event streams open, which is the limit: close some; GET /jobs/changes follows all jobs in one"
+            "{whose} has reached its limit of {MAX_STREAMS} open event streams: close some, or follow all jobs in one stream with GET /jobs/changes"
         ));
     };
     let watch = state.streams.watch(state, &credential);
@@ -114,7 +114,7 @@ pub(super) fn bounded(state: &AppState, asker: Asker, response: Response) -> Res
         let over = Box::pin(async move { watch.over.cancelled().await });
         let held = (of_connection, of_holder);
         let pieces = body.into_data_stream().take_until(over).map(move |piece| {
-            // Given back when the stream is dropped.
+            // The slot is released when the stream is dropped.
             let _held = &held;
             piece
         });
@@ -122,10 +122,10 @@ pub(super) fn bounded(state: &AppState, asker: Asker, response: Response) -> Res
     })
 }
 
-/// Returns when a credential is good no more.
+/// Returns when a credential is no longer valid.
 pub(super) async fn over(state: &AppState, credential: &Credential) {
-    // Most answers are there long before, and are not worth a watch.
-    tokio::time::sleep(super::LATE).await;
+    // Most responses are complete long before this, and need no watch.
+    tokio::time::sleep(super::RECHECK_AFTER).await;
     let watch = state.streams.watch(state, credential);
     watch.over.cancelled().await;
 }
@@ -138,22 +138,22 @@ impl Streams {
             Credential::Cookie(_) => "cookie",
         });
         digest.update(credential.text().unwrap_or_default());
-        let look = || {
+        let check = || {
             let (state, credential) = (state.clone(), credential.clone());
             move || {
                 let (state, credential) = (state.clone(), credential.clone());
                 async move { is_over(&state, &credential).await }
             }
         };
-        self.watches.join(digest.finalize().into(), look)
+        self.watches.join(digest.finalize().into(), check)
     }
 }
 
-/// The credentials that are watched, by their digest.
+/// The watched credentials, by digest.
 #[derive(Debug, Default)]
 struct Watches(Mutex<HashMap<[u8; 32], Weak<Watch>>>);
 
-/// Looks at a credential for all who share this; ends when the last one has gone.
+/// The shared check of one credential. It ends when its last user is dropped.
 #[derive(Debug)]
 struct Watch {
     over: CancellationToken,
@@ -161,8 +161,8 @@ struct Watch {
 }
 
 impl Watches {
-    /// The watch of a credential; `look` makes what tells whether it is good no more.
-    fn join<L, F>(&self, credential: [u8; 32], look: impl FnOnce() -> L) -> Arc<Watch>
+    /// Returns the watch of a credential. `check` creates the future that tells whether the credential is no longer valid.
+    fn join<L, F>(&self, credential: [u8; 32], check: impl FnOnce() -> L) -> Arc<Watch>
     where
         L: Fn() -> F + Send + 'static,
         F: Future<Output = bool> + Send,
@@ -174,10 +174,10 @@ impl Watches {
         }
         watches.retain(|_, watch| watch.strong_count() > 0);
         let over = CancellationToken::new();
-        let (ended, is_over) = (over.clone(), look());
+        let (ended, is_over) = (over.clone(), check());
         let task = tokio::spawn(async move {
             loop {
-                tokio::time::sleep(CHECK).await;
+                tokio::time::sleep(CHECK_INTERVAL).await;
                 if is_over().await {
                     return ended.cancel();
                 }
@@ -199,44 +199,44 @@ mod tests {
     fn a_key_has_fifty_streams_and_another_has_its_own() {
         let streams = Arc::new(Streams::default());
         let (alice, bob) = (Holder::Key(KeyId::new()), Holder::Key(KeyId::new()));
-        let mut places: Vec<Place> = (0..MOST).map(|_| streams.enter(alice).unwrap()).collect();
+        let mut places: Vec<Place> = (0..MAX_STREAMS).map(|_| streams.enter(alice).unwrap()).collect();
         assert!(streams.enter(alice).is_none());
         assert!(streams.enter(bob).is_some() && streams.enter(Holder::Operator).is_some());
         places.pop();
         places.push(streams.enter(alice).unwrap());
         assert!(streams.enter(alice).is_none());
         drop(places);
-        assert!(streams.open.lock().unwrap().is_empty(), "nothing is kept of keys without streams");
+        assert!(streams.open.lock().unwrap().is_empty(), "holders without streams are removed");
     }
 
     #[tokio::test(start_paused = true)]
-    async fn all_streams_of_a_credential_share_one_look_and_end_together() {
+    async fn all_streams_of_a_credential_share_one_check_and_end_together() {
         let watches = Watches::default();
-        let looks = Arc::new(AtomicUsize::new(0));
+        let checks = Arc::new(AtomicUsize::new(0));
         let join = |credential: [u8; 32], good_for: usize| {
-            let looks = looks.clone();
+            let checks = checks.clone();
             watches.join(credential, move || {
                 move || {
-                    let count = looks.fetch_add(1, Ordering::Relaxed);
+                    let count = checks.fetch_add(1, Ordering::Relaxed);
                     async move { count >= good_for }
                 }
             })
         };
         let mine: Vec<Arc<Watch>> = (0..40).map(|_| join([1; 32], 3)).collect();
-        tokio::time::sleep(CHECK * 3 + Duration::from_secs(1)).await;
-        assert_eq!(looks.load(Ordering::Relaxed), 3, "one look each time, for forty streams");
+        tokio::time::sleep(CHECK_INTERVAL * 3 + Duration::from_secs(1)).await;
+        assert_eq!(checks.load(Ordering::Relaxed), 3, "one check each time for forty streams");
         assert!(mine.iter().all(|watch| !watch.over.is_cancelled()));
         for watch in &mine {
             watch.over.cancelled().await;
         }
-        assert_eq!(looks.load(Ordering::Relaxed), 4);
-        // The same credential may be good again; and nobody looks where nothing is open.
+        assert_eq!(checks.load(Ordering::Relaxed), 4);
+        // A credential can become valid again; without open streams no checks run.
         let again = join([1; 32], usize::MAX);
         assert!(!again.over.is_cancelled());
         drop((mine, again));
-        tokio::time::sleep(CHECK * 10).await;
-        assert_eq!(looks.load(Ordering::Relaxed), 4);
+        tokio::time::sleep(CHECK_INTERVAL * 10).await;
+        assert_eq!(checks.load(Ordering::Relaxed), 4);
         drop(join([2; 32], 0));
-        assert_eq!(watches.0.lock().unwrap().len(), 1, "what ended is forgotten");
+        assert_eq!(watches.0.lock().unwrap().len(), 1, "ended watches are removed");
     }
 }

@@ -1,4 +1,4 @@
-//! Workers: the token of the server, or a key of theirs; looked at again where they wait.
+//! Authenticates workers by the worker token or by a key, and checks again while they wait.
 
 use axum::extract::{FromRequestParts, Request, State};
 use axum::http::HeaderMap;
@@ -14,7 +14,7 @@ use crate::http::throttle::Client;
 use crate::listen::Connection;
 use crate::store::clock_ms;
 
-/// Layer of the worker routes: 401 unless the request carries the worker token or a key with the scope `worker`.
+/// Layer of the worker routes. Answers 401 unless the request carries the worker token or a key with the scope `worker`.
 pub async fn require_worker(State(state): State<AppState>, mut request: Request, next: Next) -> Response {
     let headers = request.headers().clone();
     let client = Client::of(&state, &headers, request.extensions());
@@ -30,12 +30,12 @@ pub async fn require_worker(State(state): State<AppState>, mut request: Request,
     }
 }
 
-/// What a worker showed, for handlers that wait: to be looked at again before they hand anything out.
+/// The credential of a worker, for handlers that wait: they check it again before they hand out a job.
 #[derive(Clone)]
 pub struct WorkerPass(HeaderMap);
 
 impl WorkerPass {
-    /// 401 when its key was revoked meanwhile.
+    /// Answers 401 if the key was revoked in the meantime.
     pub async fn check(&self, state: &AppState) -> Result<(), Problem> {
         check_worker(state, &self.0).await
     }
@@ -46,7 +46,7 @@ impl<S: Send + Sync> FromRequestParts<S> for WorkerPass {
 
     async fn from_request_parts(parts: &mut Parts, _state: &S) -> Result<Self, Problem> {
         let pass = parts.extensions.get::<WorkerPass>().cloned();
-        pass.ok_or_else(|| Problem::internal("a worker's route lies outside the layer that asks for its token"))
+        pass.ok_or_else(|| Problem::internal("a worker route is outside the worker authentication layer"))
     }
 }
 
@@ -56,9 +56,9 @@ async fn admit_worker(state: &AppState, client: Client, headers: &HeaderMap) -> 
     state.failures.admit(client, shown)?;
     let checked = check_worker(state, headers).await;
     match &checked {
-        Ok(()) => state.failures.note(client, shown, true),
-        Err(problem) if problem.code() == Code::Unauthorized => state.failures.note(client, shown, false),
-        // Nobody knows.
+        Ok(()) => state.failures.record(client, shown, true),
+        Err(problem) if problem.code() == Code::Unauthorized => state.failures.record(client, shown, false),
+        // The result of a database error: neither valid nor invalid.
         Err(_) => {}
     }
     checked

@@ -12,10 +12,10 @@ use crate::one_shot::{ChildLine, OneShotError};
 use crate::store::{StoreError, TaskEnd, TaskKind, TaskRow, clock_ms};
 use crate::supervisor::one_shot::Exports;
 
-/// How long the files of an export are kept, ms.
-const KEPT_MS: i64 = 7 * 24 * 3600 * 1000;
+/// How long the files of an export are kept, in ms.
+const RETENTION_MS: i64 = 7 * 24 * 3600 * 1000;
 
-/// Runs the exports that are asked for, until the server stops.
+/// Runs queued exports until the server stops.
 pub(crate) async fn run(state: AppState, exports: Exports) {
     tasks::run(state, Exporting(exports)).await;
 }
@@ -30,47 +30,51 @@ impl Work for Exporting {
             Ok(task) => task,
             Err(error) => return Ok(Some(TaskEnd::Failed(json!(error)))),
         };
-        let (tell, told) = mpsc::channel(16);
-        let (report, kept) = tokio::join!(self.0.follow(&task, tell), keep(state, row, told));
+        let (tell, lines) = mpsc::channel(16);
+        let (report, kept) = tokio::join!(self.0.follow(&task, tell), store_progress(state, row, lines));
         kept?;
         let failed = |error: ExportError| Ok(Some(TaskEnd::Failed(json!(error))));
         match report {
             Ok(ExportReport::Exported(result)) => {
                 let (files, id) = (state.files.clone(), row.id.clone());
                 match tokio::task::spawn_blocking(move || files.export_place(&id)).await {
-                    Ok(Ok(())) => Ok(Some(TaskEnd::Succeeded(json!(result), Some(clock_ms() + KEPT_MS)))),
+                    Ok(Ok(())) => Ok(Some(TaskEnd::Succeeded(json!(result), Some(clock_ms() + RETENTION_MS)))),
                     Ok(Err(error)) => failed(internal(&with_causes(&error))),
                     Err(error) => failed(internal(&error.to_string())),
                 }
             }
             Ok(ExportReport::Failed(error)) => failed(error),
             Err(OneShotError::Stopping) => Ok(None),
-            Err(OneShotError::Killed(_)) => failed(because(
+            Err(OneShotError::Killed(_)) => failed(export_error(
                 "killed",
-                "the process that wrote the export was killed: most likely memory ran out; ask again when no job runs",
+                "the process that wrote the export was killed, most likely because it ran out of memory; try again when no job runs",
             )),
-            Err(error) => failed(because("process_failed", error.to_string())),
+            Err(error) => failed(export_error("process_failed", error.to_string())),
         }
     }
 
     async fn clean(&self, state: &AppState, row: &TaskRow) {
         let (files, id) = (state.files.clone(), row.id.clone());
-        // What cannot be removed now is removed at the next start.
+        // Files that cannot be removed now are removed at the next start.
         let _ = tokio::task::spawn_blocking(move || files.export_remove(&id)).await;
     }
 }
 
-fn because(code: &str, message: impl Into<String>) -> ExportError {
+fn export_error(code: &str, message: impl Into<String>) -> ExportError {
     ExportError { code: code.to_owned(), message: message.into() }
 }
 
 fn internal(cause: &str) -> ExportError {
     tracing::error!(cause, "an export failed");
-    because("internal", "the server could not keep the export: ask again, and see the server's log")
+    export_error("internal", "the server could not store the export: try again, and see the server's log")
 }
 
-async fn keep(state: &AppState, row: &TaskRow, mut told: mpsc::Receiver<ExportLine>) -> Result<(), StoreError> {
-    while let Some(line) = told.recv().await {
+async fn store_progress(
+    state: &AppState,
+    row: &TaskRow,
+    mut lines: mpsc::Receiver<ExportLine>,
+) -> Result<(), StoreError> {
+    while let Some(line) = lines.recv().await {
         if let ChildLine::Progress { done, total } = line {
             state.store.task_progress(&row.id, row.attempt, done, total).await?;
         }
@@ -83,21 +87,18 @@ async fn prepare(state: &AppState, row: &TaskRow) -> Result<ExportTask, ExportEr
     let of_store = |error: StoreError| internal(&with_causes(&error));
     let plan = store.job_get(row.job).await.and_then(|job| job.plan()).map_err(of_store)?;
     let checkpoint = store.checkpoint_get(row.checkpoint).await.map_err(|error| match error {
-        StoreError::NotFound { .. } => because("no_such_checkpoint", "the checkpoint was removed in the meantime"),
+        StoreError::NotFound { .. } => export_error("no_such_checkpoint", "the checkpoint was removed in the meantime"),
         error => of_store(error),
     })?;
     let model = store.model_get(&plan.model.id).await.map_err(|error| match error {
-        StoreError::NotFound { .. } => because(
+        StoreError::NotFound { .. } => export_error(
             "invalid_model",
-            format!(
-                "the job's model '{}' is not registered any more: register it again with POST /models",
-                plan.model.id
-            ),
+            format!("the job's model '{}' is no longer registered: register it again with POST /models", plan.model.id),
         ),
         error => of_store(error),
     })?;
     let model = unchanged(model, plan.model.sha256.clone()).await;
-    let model = model.map_err(|problem| because("invalid_model", problem.detail()))?;
+    let model = model.map_err(|problem| export_error("invalid_model", problem.detail()))?;
     let request: ExportRequest =
         serde_json::from_value(row.request.clone()).map_err(|error| internal(&error.to_string()))?;
     let (files, id) = (state.files.clone(), row.id.clone());

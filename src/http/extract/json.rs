@@ -1,4 +1,4 @@
-//! Bodies of JSON: what is wrong with one, and where, without repeating a value of it.
+//! Parses JSON bodies. Errors name the place and the rule, and never repeat a value of the body.
 
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use crate::http::error::{Code, FieldError, Problem, shortened};
 use crate::json::error_text;
 
-/// As [`parse_json`], of a body that must be an object. serde would take a list for a struct's fields in order.
+/// Like [`parse_json`], for a body that must be an object. serde would accept a list as a struct's fields in order.
 pub(super) fn parse_object<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Problem> {
     let kind = match bytes.strip_prefix(BYTE_ORDER_MARK).unwrap_or(bytes).trim_ascii_start().first() {
         None | Some(b'{' | 0x1f) => return parse_json(bytes),
@@ -16,7 +16,7 @@ pub(super) fn parse_object<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Probl
         Some(b'n') => "null",
         Some(_) => "a number",
     };
-    // What is no JSON at all is told so first.
+    // A syntax error is reported first.
     parse_json::<serde::de::IgnoredAny>(bytes)?;
     let detail = format!("the body must be a JSON object, not {kind}");
     Err(Problem::new(Code::InvalidBody, detail.clone()).item("", "invalid", detail))
@@ -24,15 +24,15 @@ pub(super) fn parse_object<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Probl
 
 const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
-/// Parses JSON: 400 for broken JSON (with line and column), 422 with a pointer for JSON of another shape. No value of the body is
-/// repeated: it may be a secret in the wrong place.
+/// Parses JSON. Answers 400 for a syntax error (with line and column), 422 with a pointer for JSON of another shape. No value of
+/// the body is repeated: it may be a secret in the wrong place.
 pub fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Problem> {
     let bytes = bytes.strip_prefix(BYTE_ORDER_MARK).unwrap_or(bytes);
     if bytes.iter().all(u8::is_ascii_whitespace) {
-        return Err(Problem::new(Code::InvalidJson, "the body is empty: JSON is needed"));
+        return Err(Problem::new(Code::InvalidJson, "the body is empty: a JSON body is required"));
     }
     if bytes.starts_with(b"\x1f\x8b") {
-        let detail = "the body is compressed with gzip, but no 'content-encoding: gzip' says so";
+        let detail = "the body is compressed with gzip but lacks the header 'content-encoding: gzip'";
         return Err(Problem::new(Code::InvalidJson, detail));
     }
     let mut deserializer = serde_json::Deserializer::from_slice(bytes);
@@ -47,7 +47,7 @@ pub fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Problem> {
             return required(missing_fields::<T>(bytes, format!("{pointer}/{name}")));
         }
         let at = format!("line {}, column {}", error.line(), error.column());
-        let text = shortened(&in_our_words(&text));
+        let text = shortened(&describe_type_error(&text));
         Problem::new(Code::InvalidBody, format!("{text} at '{pointer}' ({at})")).item(pointer, "invalid", text)
     })?;
     deserializer.end().map_err(|error| broken(&error))?;
@@ -57,21 +57,21 @@ pub fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Problem> {
 fn broken(error: &serde_json::Error) -> Problem {
     let at = format!("line {}, column {}", error.line(), error.column());
     let text = shortened(&error_text(error));
-    Problem::new(Code::InvalidJson, format!("broken JSON at {at}: {text}")).items(vec![FieldError {
+    Problem::new(Code::InvalidJson, format!("invalid JSON at {at}: {text}")).items(vec![FieldError {
         pointer: String::new(),
         code: "syntax".to_owned(),
         detail: format!("{at}: {text}"),
     }])
 }
 
-/// What serde says of a value of another kind, without the value and without names of this program's types.
-fn in_our_words(text: &str) -> String {
+/// Rewrites serde's message about a wrong type, without the value and without names of this program's types.
+fn describe_type_error(text: &str) -> String {
     if text.starts_with("data did not match any variant of untagged enum") {
-        return "has none of the forms that are known here".to_owned();
+        return "has none of the supported forms".to_owned();
     }
     let Some((said, expected)) = text.rsplit_once(", expected ") else { return text.to_owned() };
     if said.starts_with("unknown variant ") {
-        return format!("not one of the words that are known here: must be {expected}");
+        return format!("unknown value: must be {expected}");
     }
     let expected = match expected {
         "u8" => "a whole number from 0 to 255",
@@ -83,9 +83,9 @@ fn in_our_words(text: &str) -> String {
         "a sequence" => "a list",
         "a map" => "an object",
         "unit" => "null",
-        "variant identifier" | "string or map" => "one of the words that are known here",
+        "variant identifier" | "string or map" => "one of the known values",
         other if other.starts_with("struct ") || other.contains(" enum ") => "an object",
-        other if other.starts_with("enum ") => "one of the words that are known here",
+        other if other.starts_with("enum ") => "one of the known values",
         other => other,
     };
     if said.starts_with("invalid value: ") {
@@ -113,14 +113,14 @@ fn missing_name(text: &str) -> Option<&str> {
     text.strip_prefix("missing field `")?.strip_suffix('`')
 }
 
-/// Bodies up to here are looked through for every field that is missing, longer ones for the first, in bytes.
-const LOOKED_THROUGH_BYTES: usize = 64 * 1024;
+/// Maximum size of a body that is searched for every missing field, in bytes. For longer ones only the first is reported.
+const MAX_SEARCHED_BYTES: usize = 64 * 1024;
 
-/// Pointers of the required fields that are not there, in order. serde stops at the first one: it gets a value that fits, and is
-/// asked again.
+/// Returns the pointers of all missing required fields, in order. serde stops at the first one, so each missing field is filled
+/// with a valid value and the body is parsed again.
 fn missing_fields<T: DeserializeOwned>(bytes: &[u8], first: String) -> Vec<String> {
     let mut found = Vec::new();
-    let whole = bytes.len() <= LOOKED_THROUGH_BYTES;
+    let whole = bytes.len() <= MAX_SEARCHED_BYTES;
     let mut value: Value = whole.then(|| serde_json::from_slice(bytes).ok()).flatten().unwrap_or_default();
     let mut next = Some(first);
     while let Some(pointer) = next.filter(|pointer| !found.contains(pointer)) {
@@ -130,7 +130,7 @@ fn missing_fields<T: DeserializeOwned>(bytes: &[u8], first: String) -> Vec<Strin
     found
 }
 
-/// Puts a value that fits at `pointer`; the pointer of the next field that is missing then.
+/// Inserts a valid value at `pointer`, and returns the pointer of the next missing field.
 fn next_missing<T: DeserializeOwned>(value: &mut Value, pointer: &str) -> Option<String> {
     let (parent, name) = pointer.rsplit_once('/')?;
     for stand_in in [json!(""), json!(0), json!([]), json!({}), json!(false)] {
@@ -146,8 +146,8 @@ fn next_missing<T: DeserializeOwned>(value: &mut Value, pointer: &str) -> Option
 }
 
 fn required(pointers: Vec<String>) -> Problem {
-    let detail = format!("{} must be given", pointers.join(", "));
-    let item = |pointer| FieldError { pointer, code: "required".to_owned(), detail: "must be given".to_owned() };
+    let detail = format!("{} must be set", pointers.join(", "));
+    let item = |pointer| FieldError { pointer, code: "required".to_owned(), detail: "must be set".to_owned() };
     Problem::new(Code::InvalidBody, detail).items(pointers.into_iter().map(item).collect())
 }
 
@@ -212,11 +212,11 @@ mod tests {
     #[test]
     fn every_missing_field_is_named_where_it_should_be() {
         let said = |body: &str| parse_json::<Order>(body.as_bytes()).unwrap_err().detail().to_owned();
-        // No value stands in for a word of a list: what follows such a field is told when it is there.
-        assert_eq!(said("{}"), "/name, /count, /kind must be given");
-        assert_eq!(said("{\"kind\": \"small\", \"count\": 1}"), "/name, /parts must be given");
+        // No placeholder exists for a value of an enum, so fields after a missing enum are reported once it is set.
+        assert_eq!(said("{}"), "/name, /count, /kind must be set");
+        assert_eq!(said("{\"kind\": \"small\", \"count\": 1}"), "/name, /parts must be set");
         let parts = "{\"name\": \"a\", \"count\": 1, \"kind\": \"large\", \"parts\": [{}, {\"id\": \"b\"}]}";
-        assert_eq!(said(parts), "/parts/0/id, /parts/0/size, /parts/1/size must be given");
+        assert_eq!(said(parts), "/parts/0/id, /parts/0/size, /parts/1/size must be set");
     }
 
     #[test]

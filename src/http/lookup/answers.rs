@@ -1,4 +1,4 @@
-//! The rows of a warm-up: found like prompts, mapped where the job says how, and looked at for their answers.
+//! The rows of a warm-up: found like prompts, mapped if the job has a mapping, and checked for answers.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -12,10 +12,10 @@ use crate::http::prompts::{Place, Prompts, Source};
 use crate::spec::{DatasetSource, FieldError, JobSpec, PromptLengths, Warning};
 
 const AT: &str = "/warm_up/dataset";
-/// How many rows are complained about.
+/// Maximum number of rows that are reported.
 const MAX_FAILURES: usize = 5;
 
-/// The rows of the job's warm-up; inline records are taken out of it. What cannot be found or mapped is an error of the job.
+/// Loads the rows of the job's warm-up. Inline records are taken out of the job. Missing or invalid rows are errors of the job.
 pub(super) async fn find(
     state: &AppState,
     caller: &Caller,
@@ -25,7 +25,7 @@ pub(super) async fn find(
 ) -> Result<Option<Prompts>, Problem> {
     let Some(warm_up) = &mut spec.warm_up else { return Ok(None) };
     let map = warm_up.map.clone();
-    // A data set of the hub is mapped while it is read.
+    // A hub dataset is mapped while it is read.
     let is_mapped_later = map.is_some() && !matches!(warm_up.dataset, Some(DatasetSource::Hub(_)));
     let place = Place { answers: true, ..Place::new(AT, chat_default) };
     let found = Prompts::find(state, caller, warm_up.dataset.as_mut(), &place, errors).await?;
@@ -44,7 +44,7 @@ pub(super) async fn find(
     }
 }
 
-/// The rows as a file to convert.
+/// Returns the rows as a file to convert.
 async fn files_of(state: &AppState, rows: Prompts) -> Result<Files, Problem> {
     let origin = rows.source.origin().unwrap_or_else(|| json!({}));
     match rows.source {
@@ -63,7 +63,7 @@ async fn files_of(state: &AppState, rows: Prompts) -> Result<Files, Problem> {
     }
 }
 
-/// Looks at each row's answer and counts its tokens, until `stop` is set. Blocking.
+/// Checks each row's answer and counts its tokens, until `stop` is set. Blocking.
 pub(super) fn measure(
     rows: &mut Prompts,
     model: &Model<'_>,
@@ -81,10 +81,10 @@ pub(super) fn measure(
         seen_bytes += text_bytes(&prompt) + row.get(COMPLETION).map_or(0, text_bytes);
         count &= seen_bytes <= MAX_COUNTED_BYTES;
         if !count || stop.load(Ordering::Relaxed) {
-            return false; // The first rows stand for all; the worker looks at every one.
+            return false; // Only the first rows are checked here; the worker checks every row.
         }
         if !prompt.is_string() && !prompt.is_array() {
-            return true; // Reported for the row.
+            return true; // Reported per row.
         }
         let row = match answered(&prompt, &row) {
             Ok(row) => row,
@@ -94,7 +94,7 @@ pub(super) fn measure(
             }
         };
         if matches!(row, Answered::Chat(_)) && !model.has_chat_template {
-            return true; // Reported for the whole.
+            return true; // Reported once for all rows.
         }
         match text.answered_ids(&row, kwargs) {
             Ok((prompt, answer)) => {
@@ -112,8 +112,8 @@ pub(super) fn measure(
     rows.facts.prompt_lengths = (count && failures.is_empty()).then_some(lengths);
     if !count {
         let detail = format!(
-            "only the first {seen_rows} of {} rows were looked at (that ends at {MAX_COUNTED_ROWS} rows or {} MiB): the worker \
-             looks at all of them when the job starts, and the job fails then if one has no answer or is too long",
+            "only the first {seen_rows} of {} rows were checked (the limit is {MAX_COUNTED_ROWS} rows or {} MiB): the worker \
+             checks all of them when the job starts, and the job fails then if one has no answer or is too long",
             rows.facts.num_rows,
             MAX_COUNTED_BYTES >> 20
         );

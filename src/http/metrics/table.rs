@@ -1,6 +1,6 @@
-//! Steps gathered from their text: a JSON object a row, and columns of numbers where rows are to be chosen by them.
+//! Collects steps from their stored text: one JSON object per row, and columns of numbers where rows are selected by value.
 //!
-//! Nothing is parsed that is only passed on: a page of ten thousand steps with thirty numbers each is copied, not read.
+//! Text that is only passed on is not parsed: a page of ten thousand steps with thirty numbers each is copied.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -9,31 +9,31 @@ use std::fmt::Write;
 use crate::event::SamplePhase;
 use crate::store::{StepLine, StepLines};
 
-/// What is wrong with a stored object.
+/// The error in a stored object.
 pub(super) type Broken = &'static str;
 
-/// Steps as they came, training and evaluation of a step in one row.
+/// Steps in stored order; training and evaluation of a step share one row.
 #[derive(Debug, Default)]
 pub(super) struct Rows {
-    /// `{"step":N,…}` of each, one after the other.
+    /// The objects `{"step":N,…}`, one after the other.
     text: String,
-    /// Step, and where its text ends.
+    /// The step of each row, and the end of its text.
     ends: Vec<(u64, usize)>,
-    /// There were too many: only their steps are known.
+    /// Whether the text was dropped because there were too many rows. Only the steps are known then.
     has_no_text: bool,
 }
 
-/// Values by column, a row a step; NaN = no value.
+/// Values by column, one row per step; NaN = no value.
 #[derive(Debug, Default)]
 pub(super) struct Columns {
     columns: Vec<Column>,
-    /// The column of each key of the row before, in its order: the next row is most likely alike.
+    /// The column of each key of the previous row, in its order. The next row most likely has the same keys.
     likely: Vec<usize>,
 }
 
 #[derive(Debug)]
 struct Column {
-    /// As in JSON, escapes and all.
+    /// The key as in JSON, with its escapes.
     key: String,
     values: Vec<f64>,
 }
@@ -47,7 +47,7 @@ impl Rows {
         self.text.len()
     }
 
-    /// Of this place.
+    /// Returns the step at this row.
     pub(super) fn step(&self, row: usize) -> Option<u64> {
         self.ends.get(row).map(|(step, _)| *step)
     }
@@ -57,7 +57,7 @@ impl Rows {
         self.text.truncate(self.ends.last().map_or(0, |(_, end)| *end));
     }
 
-    /// Keeps the steps alone, of those to come too.
+    /// Keeps only the step numbers, also of later rows.
     pub(super) fn drop_text(&mut self) {
         (self.text, self.has_no_text) = (String::new(), true);
     }
@@ -66,13 +66,13 @@ impl Rows {
         !self.has_no_text
     }
 
-    /// The objects.
+    /// Iterates over the objects.
     pub(super) fn iter(&self) -> impl Iterator<Item = &str> {
         let starts = std::iter::once(0).chain(self.ends.iter().map(|(_, end)| *end));
         starts.zip(&self.ends).filter_map(|(start, (_, end))| self.text.get(start..*end))
     }
 
-    /// Some of them, by ascending place.
+    /// Returns some of the rows, by ascending index.
     pub(super) fn chosen(&self, places: &[usize]) -> Rows {
         let mut chosen = Rows::default();
         for place in places {
@@ -84,7 +84,7 @@ impl Rows {
         chosen
     }
 
-    /// Adds the steps of these lines that have any of `keys` (as [`in_json`]; None = all), and the numbers of those to `columns`.
+    /// Adds the steps of these lines that have any of `keys` (as [`in_json`]; None = all), and their numbers to `columns`.
     pub(super) fn take(
         &mut self,
         lines: &StepLines,
@@ -117,7 +117,7 @@ impl Rows {
         match keys {
             None => {
                 let inner = metrics.trim().strip_prefix('{').and_then(|rest| rest.strip_suffix('}'));
-                let inner = inner.ok_or("no JSON object")?.trim();
+                let inner = inner.ok_or("not a JSON object")?.trim();
                 if !inner.is_empty() {
                     self.text.push(',');
                     self.text.push_str(inner);
@@ -140,7 +140,7 @@ impl Rows {
         let row = self.ends.len();
         self.ends.push((step, self.text.len()));
         if let Some(columns) = columns {
-            // The step itself is no metric.
+            // The step itself is not a metric.
             let inner = self.text.get(empty + 1..).unwrap_or_default();
             for (place, entry) in entries_after_brace(inner).enumerate() {
                 let (key, value) = entry?;
@@ -156,7 +156,8 @@ impl Rows {
 
 impl Columns {
     fn put(&mut self, row: usize, place: usize, key: &str, value: &str) -> Result<(), Broken> {
-        let value = if value == "null" { f64::NAN } else { value.parse().map_err(|_| "a metric that is no number")? };
+        let value =
+            if value == "null" { f64::NAN } else { value.parse().map_err(|_| "a metric that is not a number")? };
         let likely = self.likely.get(place).copied();
         let is = |index: &usize| self.columns.get(*index).is_some_and(|column| column.key == key);
         let index = likely.filter(is).or_else(|| self.columns.iter().position(|column| column.key == key));
@@ -175,7 +176,7 @@ impl Columns {
         Ok(())
     }
 
-    /// Each as long as there are rows; those of `first` first, in its order, then the others by name.
+    /// Returns the columns, each padded to the number of rows: those of `first` in its order, then the others by name.
     pub(super) fn ordered(&mut self, first: &[&str], rows: usize) -> Vec<&[f64]> {
         self.columns.iter_mut().for_each(|column| column.values.resize(rows, f64::NAN));
         let rank = |column: &Column| first.iter().position(|key| *key == column.key).unwrap_or(first.len());
@@ -185,7 +186,7 @@ impl Columns {
     }
 }
 
-/// One object of two lines of a step; the evaluation's value stands where both have a key.
+/// Merges the two lines of a step into one object; the evaluation's value wins if both have a key.
 fn together(first: StepLine<'_>, second: StepLine<'_>) -> Result<String, Broken> {
     let (train, eval) = if first.kind == SamplePhase::Train { (first, second) } else { (second, first) };
     let mut all = BTreeMap::new();
@@ -197,22 +198,22 @@ fn together(first: StepLine<'_>, second: StepLine<'_>) -> Result<String, Broken>
     Ok(format!("{{{}}}", pairs.join(",")))
 }
 
-/// A key as it stands in JSON, without its quotes.
+/// Encodes a key as in JSON, without its quotes.
 pub(super) fn in_json(key: &str) -> String {
     let text = serde_json::to_string(key).unwrap_or_default();
     text.get(1..text.len().saturating_sub(1)).unwrap_or_default().to_owned()
 }
 
-/// A key as people write it.
+/// Decodes a key from JSON.
 pub(super) fn from_json(key: &str) -> String {
     serde_json::from_str(&format!("\"{key}\"")).unwrap_or_else(|_| key.to_owned())
 }
 
-/// Keys (escapes and all) and the texts of their values, of a JSON object of numbers and nulls.
+/// Iterates over keys (with escapes) and the texts of their values in a JSON object of numbers and nulls.
 pub(super) fn entries(object: &str) -> Entries<'_> {
     match object.trim_start().strip_prefix('{') {
         Some(rest) => entries_after_brace(rest),
-        None => Entries { rest: Err("no JSON object") },
+        None => Entries { rest: Err("not a JSON object") },
     }
 }
 
@@ -222,7 +223,7 @@ fn entries_after_brace(rest: &str) -> Entries<'_> {
 
 #[derive(Debug)]
 pub(super) struct Entries<'a> {
-    /// What is left of the object; the first error ends it.
+    /// The rest of the object; the first error ends it.
     rest: Result<&'a str, Broken>,
 }
 
@@ -254,7 +255,7 @@ impl<'a> Iterator for Entries<'a> {
     }
 }
 
-/// The first key and value, and what follows them.
+/// Returns the first key and value, and the rest of the text.
 fn entry(text: &str) -> Option<(&str, &str, &str)> {
     let text = text.strip_prefix('"')?;
     let bytes = text.as_bytes();

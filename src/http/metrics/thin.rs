@@ -1,14 +1,14 @@
-//! Which of many rows show a course as it was: thinning that loses no peak.
+//! Downsampling that loses no peak.
 
-/// Which of `len` rows to keep, at most `max_points`, in order: first and last, and the lowest and highest value of every column
-/// in each of as many equal stretches as fit. NaN = no value.
+/// Selects at most `max_points` of `len` rows, in order: the first and the last, and the lowest and highest value of every column
+/// in as many equal intervals as the limit allows. NaN = no value.
 pub(in crate::http) fn kept_rows(columns: &[&[f64]], len: usize, max_points: usize) -> Vec<usize> {
     let mut stretches = (max_points / 2).min(len);
     while stretches > 0 {
         let mut kept = Kept::new(len, max_points);
         kept.insert(0);
         kept.insert(len - 1);
-        // A number of stretches that does not fit shows early on.
+        // The loop stops early when the number of intervals exceeds the limit.
         for stretch in 0..stretches {
             let range = stretch * len / stretches..(stretch + 1) * len / stretches;
             columns.iter().flat_map(|column| extremes(column, range.clone())).for_each(|row| kept.insert(row));
@@ -21,7 +21,7 @@ pub(in crate::http) fn kept_rows(columns: &[&[f64]], len: usize, max_points: usi
         }
         stretches = (stretches * 3 / 4).min(stretches - 1);
     }
-    // Not even the extremes of the whole fit: those of the first columns do.
+    // Not even the extremes over all rows are within the limit: keep those of the first columns.
     let mut kept = Kept::new(len, max_points);
     for row in columns.iter().flat_map(|column| extremes(column, 0..len)) {
         if kept.count < max_points {
@@ -59,13 +59,13 @@ impl Kept {
     }
 }
 
-/// Where the lowest and the highest value stand (the first of equal ones); nothing where there is no value.
+/// Rows of the lowest and the highest value (the first of equal ones); empty without values.
 fn extremes(column: &[f64], range: std::ops::Range<usize>) -> impl Iterator<Item = usize> {
     let (mut lowest, mut highest) = (None, None);
     let (mut low, mut high) = (f64::INFINITY, f64::NEG_INFINITY);
     let start = range.start;
     for (row, value) in (start..).zip(column.get(range).unwrap_or_default()) {
-        // False for NaN.
+        // Always false for NaN.
         if *value < low {
             (low, lowest) = (*value, Some(row));
         }

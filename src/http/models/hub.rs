@@ -1,4 +1,4 @@
-//! Models of a hub: looked up, outlined, registered; their files follow.
+//! Models on a hub: looks them up, reads their metadata, registers them; the files are downloaded afterwards.
 
 use std::path::{Path as FsPath, PathBuf};
 
@@ -19,17 +19,17 @@ use crate::reward::http_client::restricted_client;
 use crate::storage::StorageKind;
 use crate::store::{HubOrigin, ModelRow, NewHubModel, StoreError, clock_ms};
 
-/// What a model is before its files are here.
-pub(in crate::http) struct Looked {
+/// The metadata of a model before its files are downloaded.
+pub(in crate::http) struct Inspected {
     new: NewHubModel,
-    /// In the operator's cache; else it is to be downloaded.
+    /// Whether the files are in the operator's cache. Otherwise they must be downloaded.
     is_here: bool,
 }
 
-impl Looked {
-    /// As a row that no database holds.
+impl Inspected {
+    /// Converts the metadata to a row that is not in the database.
     pub(in crate::http) fn into_row(self) -> ModelRow {
-        let Looked { new: NewHubModel { id, source, sha256, card, owner, origin, is_ready }, is_here: _ } = self;
+        let Inspected { new: NewHubModel { id, source, sha256, card, owner, origin, is_ready }, is_here: _ } = self;
         let state = if is_ready { "ready" } else { "downloading" };
         ModelRow {
             id,
@@ -45,7 +45,7 @@ impl Looked {
     }
 }
 
-/// Reads a repository's name and revision; `at` is the field that holds the name.
+/// Reads a repository's name and revision; `at` is the field that contains the name.
 pub(in crate::http) fn parse_repo(at: &str, repo: &str, revision: Option<&str>) -> Result<Repo, Problem> {
     let parsed = match revision {
         None => Repo::parse(RepoKind::Model, repo),
@@ -57,7 +57,7 @@ pub(in crate::http) fn parse_repo(at: &str, repo: &str, revision: Option<&str>) 
     })
 }
 
-/// A client of the hub with the rights of a caller: the token of the request, else the server's own where that is permitted.
+/// A hub client with the caller's rights: the token of the request, else the server's own if the caller may use it.
 pub(in crate::http) async fn client(state: &AppState, caller: &Caller) -> Result<Hub, Problem> {
     let environment = &state.config.hub.environment;
     let own = environment.token.clone().filter(|_| has_own_rights(state, caller));
@@ -70,7 +70,7 @@ async fn build(state: &AppState, token: Option<crate::hub::Token>) -> Result<Hub
     let client = restricted_client(&policy, state.config.hub.proxy.as_ref()).map_err(Problem::internal)?;
     let settings = HubSettings::new(&environment.endpoint, policy).map_err(|error| {
         let detail = format!(
-            "the hub at {} (HF_ENDPOINT) may not be asked: {error}; the operator permits it with --allow-outgoing",
+            "the server may not connect to the hub at {} (HF_ENDPOINT): {error}; the operator can allow it with --allow-outgoing",
             environment.endpoint
         );
         Problem::new(Code::HubUnreachable, detail)
@@ -78,7 +78,7 @@ async fn build(state: &AppState, token: Option<crate::hub::Token>) -> Result<Hub
     Ok(Hub::new(client, HubSettings { token, offline: environment.offline, ..settings }))
 }
 
-/// Whether the server's own token and the cache of its account serve this caller.
+/// Whether this caller may use the server's own token and the cache of its account.
 fn has_own_rights(state: &AppState, caller: &Caller) -> bool {
     match state.config.hub.token_for {
         HubTokenFor::Everyone => true,
@@ -86,13 +86,13 @@ fn has_own_rights(state: &AppState, caller: &Caller) -> bool {
     }
 }
 
-/// What the hub, or the local cache, knows of a model; reads its small files and the headers of its weights.
-pub(in crate::http) async fn look(
+/// Looks up a model on the hub or in the local cache; reads its small files and the headers of its weights.
+pub(in crate::http) async fn inspect(
     state: &AppState,
     caller: &Caller,
     id: String,
     repo: &Repo,
-) -> Result<Looked, Problem> {
+) -> Result<Inspected, Problem> {
     let environment = &state.config.hub.environment;
     let cache = environment.cache.as_deref().filter(|_| has_own_rights(state, caller));
     if environment.offline {
@@ -104,7 +104,7 @@ pub(in crate::http) async fn look(
     }
     let hub = client(state, caller).await?;
     let plan = hub.plan_model(repo).await.map_err(|error| problem(&error))?;
-    // Who may read it was decided by a token: it is the caller's alone.
+    // A token decided that the model may be read, so only the caller may see it.
     let is_private = plan.is_restricted && caller.hub_token().is_some();
     let owner = if is_private { caller.owner().to_owned() } else { String::new() };
     let origin = origin(repo, plan.commit.clone(), plan.total_bytes());
@@ -121,13 +121,13 @@ fn origin(repo: &Repo, commit: String, bytes_total: u64) -> HubOrigin {
     HubOrigin { repo: repo.id().to_owned(), revision: repo.revision().to_owned(), commit, bytes_total }
 }
 
-async fn cached_model(id: String, folder: PathBuf, origin: HubOrigin, owner: String) -> Result<Looked, Problem> {
+async fn cached_model(id: String, folder: PathBuf, origin: HubOrigin, owner: String) -> Result<Inspected, Problem> {
     let read = folder.clone();
     let described = tokio::task::spawn_blocking(move || describe(&read)).await.map_err(Problem::internal)?;
     let (card, sha256) = described.map_err(|detail| unusable(&id, &detail))?;
     let bytes_total = card["size_bytes"].as_u64().unwrap_or(origin.bytes_total);
     let (source, origin) = (folder.to_string_lossy().into_owned(), HubOrigin { bytes_total, ..origin });
-    Ok(Looked { new: NewHubModel { id, source, sha256, card, owner, origin, is_ready: true }, is_here: true })
+    Ok(Inspected { new: NewHubModel { id, source, sha256, card, owner, origin, is_ready: true }, is_here: true })
 }
 
 async fn outline(
@@ -137,21 +137,22 @@ async fn outline(
     plan: RepoPlan,
     origin: HubOrigin,
     owner: String,
-) -> Result<Looked, Problem> {
+) -> Result<Inspected, Problem> {
     let folder = state.downloads.outline(&plan.commit);
     hub.outline(&plan, &state.downloads.parts(), &folder).await.map_err(|error| problem(&error))?;
     let source = state.downloads.folder(plan.repo.id(), &plan.commit).to_string_lossy().into_owned();
     let described = tokio::task::spawn_blocking(move || {
         let (card, files) = read_card(&folder).map_err(|problem| problem.detail().to_owned())?;
         let sha256 = announced_fingerprint(&folder, &files, &plan)?;
-        // The stamp is of the files, which are not here.
+        // The stamp covers the files, which are not downloaded yet.
         record(&card, "").map(|card| (card, sha256)).map_err(|problem| problem.detail().to_owned())
     });
     let (card, sha256) = described.await.map_err(Problem::internal)?.map_err(|detail| unusable(&id, &detail))?;
-    Ok(Looked { new: NewHubModel { id, source, sha256, card, owner, origin, is_ready: false }, is_here: false })
+    Ok(Inspected { new: NewHubModel { id, source, sha256, card, owner, origin, is_ready: false }, is_here: false })
 }
 
-/// The fingerprint that the files will have: of the weights by the announced hashes, of the small ones, which are here, by their bytes.
+/// The fingerprint that the complete files will have: weights by the announced hashes, small files, which are
+/// present, by their bytes.
 fn announced_fingerprint(outline: &FsPath, files: &[ModelFile], plan: &RepoPlan) -> Result<String, String> {
     let mut hashes = Vec::with_capacity(files.len());
     for file in files {
@@ -159,7 +160,7 @@ fn announced_fingerprint(outline: &FsPath, files: &[ModelFile], plan: &RepoPlan)
         let digest = match announced {
             Some(FileHash::Sha256(digest)) => digest,
             _ if file.name.ends_with(".safetensors") => {
-                return Err(format!("{}: the hub announces no sha256 of it", file.name));
+                return Err(format!("{}: the hub does not provide a sha256 for it", file.name));
             }
             _ => {
                 let read =
@@ -172,7 +173,7 @@ fn announced_fingerprint(outline: &FsPath, files: &[ModelFile], plan: &RepoPlan)
     Ok(modelcard::fingerprint_entries(&hashes))
 }
 
-/// The card that the store keeps of a folder's model, and its fingerprint. Blocking.
+/// Reads the card that the store keeps of a folder's model, and its fingerprint. Blocking.
 pub(in crate::http) fn describe(folder: &FsPath) -> Result<(Value, String), String> {
     let text = |problem: Problem| problem.detail().to_owned();
     let (card, files) = read_card(folder).map_err(text)?;
@@ -181,7 +182,7 @@ pub(in crate::http) fn describe(folder: &FsPath) -> Result<(Value, String), Stri
     Ok((record(&card, &stamp).map_err(text)?, sha256))
 }
 
-/// Registers a model of the hub, and begins to download it unless its files are here: the row, and whether it is new.
+/// Registers a hub model, and starts its download unless its files are present. Returns the row, and whether it is new.
 pub(in crate::http) async fn register(
     state: &AppState,
     caller: &Caller,
@@ -195,7 +196,7 @@ pub(in crate::http) async fn register(
         }
         return Ok((row, false));
     }
-    let Looked { new, is_here } = look(state, caller, id, repo).await?;
+    let Inspected { new, is_here } = inspect(state, caller, id, repo).await?;
     if !is_here {
         check_limit(state, StorageKind::Models, new.origin.bytes_total).await?;
     }
@@ -206,7 +207,7 @@ pub(in crate::http) async fn register(
     Ok((row, is_new))
 }
 
-/// The model of this id, if it stands for the same repository at the same revision and did not fail: it stays at its commit.
+/// Returns the model of this id if it has the same repository and revision and did not fail: it stays at its commit.
 async fn known(state: &AppState, caller: &Caller, id: &str, repo: &Repo) -> Result<Option<ModelRow>, Problem> {
     let row = match state.store.model_get(id).await {
         Ok(row) => row,
@@ -222,13 +223,13 @@ async fn known(state: &AppState, caller: &Caller, id: &str, repo: &Repo) -> Resu
             Ok(Some(row).filter(|row| row.state != "failed"))
         }
         Some(_) | None => Err(conflict(format!(
-            "the id '{}' stands for another model already: choose another id, or delete that one first",
+            "the id '{}' already belongs to another model: choose another id, or delete that model first",
             shortened(id)
         ))),
     }
 }
 
-/// Goes on with the downloads that the last process left. The token of a request was not kept.
+/// Resumes the downloads that the last process left. Tokens of requests were not stored.
 pub async fn resume(state: &AppState) -> Result<(), Problem> {
     for row in state.store.hub_models_downloading().await? {
         let Some(hub) = &row.hub else { continue };
@@ -237,8 +238,8 @@ pub async fn resume(state: &AppState) -> Result<(), Problem> {
             state.downloads.start(client, &row, describe);
             continue;
         }
-        let problem = "the server was started again and does not keep the token of a request: send POST /models with \
-                       x-hub-token again; what was downloaded is kept for a day";
+        let problem = "the server was restarted and does not store the token of a request: send POST /models with \
+                       x-hub-token again; downloaded data is kept for a day";
         state.store.hub_model_failed(&row.id, &hub.commit, problem, clock_ms()).await?;
     }
     Ok(())
@@ -249,7 +250,7 @@ fn unusable(id: &str, detail: &str) -> Problem {
     Problem::new(Code::InvalidModel, detail.clone()).item("/hub", "unusable_model", detail)
 }
 
-/// What a client reads of a hub's refusal.
+/// Converts a hub error into a problem for the client.
 pub(in crate::http) fn problem(error: &HubError) -> Problem {
     let detail = error.to_string();
     let (code, item) = match error {

@@ -1,21 +1,21 @@
-//! Two rewards of the same samples, compared: how alike they are, and what another one would have taught. Pure functions.
+//! Statistics that compare two rewards on the same samples: their similarity, and the effect on the advantages. Pure functions.
 
 use serde::Serialize;
 use utoipa::ToSchema;
 
-/// Of one list of values.
+/// The distribution of one list of values.
 #[derive(Debug, Clone, PartialEq, Serialize, ToSchema)]
 #[schema(as = RescoreSpread)]
 pub(super) struct Spread {
-    /// Values.
+    /// Number of values in the list.
     pub count: usize,
-    /// Null of nothing.
+    /// Mean; null without values.
     pub mean: Option<f64>,
-    /// Sample std; null below two.
+    /// Sample standard deviation; null below two values.
     pub std: Option<f64>,
-    /// Lowest.
+    /// Lowest value; null without values.
     pub min: Option<f64>,
-    /// Highest.
+    /// Highest value; null without values.
     pub max: Option<f64>,
 }
 
@@ -29,15 +29,15 @@ impl Spread {
     }
 }
 
-/// How far two rewards rank the same samples alike, over all samples that have both.
+/// How similarly two rewards rank the same samples, over all samples that have both.
 #[derive(Debug, Clone, PartialEq, Serialize, ToSchema)]
 #[schema(as = RescoreCorrelation)]
 pub(super) struct Correlation {
-    /// Samples that have both values.
+    /// Number of samples with both values.
     pub pairs: usize,
-    /// Of the values; null below two pairs, or where one side is constant.
+    /// Pearson correlation of the values; null below two pairs, or if one side is constant.
     pub pearson: Option<f64>,
-    /// Of the ranks (ties share theirs); null likewise.
+    /// Spearman correlation of the ranks (ties share theirs); null under the same conditions.
     pub spearman: Option<f64>,
 }
 
@@ -65,7 +65,7 @@ fn pearson(pairs: &[(f64, f64)]) -> Option<f64> {
     value.is_finite().then(|| value.clamp(-1.0, 1.0))
 }
 
-/// From 1; equal values share the mean of their ranks.
+/// Ranks from 1; equal values share the mean of their ranks.
 fn ranks(values: &[f64]) -> Vec<f64> {
     let mut order: Vec<usize> = (0..values.len()).collect();
     order.sort_by(|&a, &b| values[a].total_cmp(&values[b]));
@@ -79,27 +79,28 @@ fn ranks(values: &[f64]) -> Vec<f64> {
     ranks
 }
 
-/// What each completion would have been pushed by: old and new leave-one-out advantages, computed alike.
+/// Differences between old and new leave-one-out advantages, computed the same way.
 #[derive(Debug, Clone, PartialEq, Serialize, ToSchema)]
 #[schema(as = RescoreAdvantages)]
 pub(super) struct AdvantageChange {
-    /// Completions that have both.
+    /// Number of completions with both advantages.
     pub pairs: usize,
-    /// Pushed up before and down now, or the other way.
+    /// Number of completions whose advantage changed its sign.
     pub sign_changes: usize,
-    /// Of the pairs; null without any.
+    /// Fraction of pairs with a sign change; null without pairs.
     pub sign_change_fraction: Option<f64>,
-    /// Pushed before, not now.
+    /// Number of completions with an advantage before, but 0 now.
     pub vanished: usize,
-    /// Pushed now, not before.
+    /// Number of completions with an advantage now, but 0 before.
     pub appeared: usize,
     /// Mean |new − old|, in units of the rewards.
     pub mean_abs_delta: Option<f64>,
-    /// Mean |old|.
+    /// Mean |old|, in units of the rewards.
     pub mean_abs_old: Option<f64>,
-    /// Mean |new|.
+    /// Mean |new|, in units of the rewards.
     pub mean_abs_new: Option<f64>,
-    /// Of the two lists as vectors, whatever their scale: 1 = the same update, 0 = unrelated, −1 = opposite; null where one is all 0.
+    /// Cosine of the two lists as vectors, independent of scale: 1 = the same update, 0 = unrelated, −1 = opposite; null if
+    /// one is all 0.
     pub cosine: Option<f64>,
 }
 
@@ -124,24 +125,24 @@ impl AdvantageChange {
     }
 }
 
-/// Whether completions of one prompt are put in the same order.
+/// Whether both rewards rank the completions of a prompt in the same order.
 #[derive(Debug, Clone, PartialEq, Serialize, ToSchema)]
 #[schema(as = RescoreGroups)]
 pub(super) struct GroupAgreement {
     /// Groups with at least two completions that have both values.
     pub groups: usize,
-    /// Pairs of completions that both rewards put in the same order (or both tie), of all pairs; the mean over groups.
+    /// Fraction of pairs of completions that both rewards put in the same order (or both tie); the mean over groups.
     pub rank_agreement: Option<f64>,
     /// Groups whose best completion stays among the best.
     pub same_best: usize,
-    /// Groups of equal old values: they taught nothing.
+    /// Groups with equal old values, which give no training signal.
     pub tied_old: usize,
-    /// Groups of equal new values.
+    /// Groups with equal new values.
     pub tied_new: usize,
 }
 
 impl GroupAgreement {
-    /// Each group's pairs of (old, new).
+    /// Computes the agreement from each group's pairs of (old, new).
     pub fn of(groups: &[Vec<(f64, f64)>]) -> Self {
         let groups: Vec<&Vec<(f64, f64)>> = groups.iter().filter(|group| group.len() > 1).collect();
         let agreement: Vec<f64> = groups.iter().map(|group| agreement(group)).collect();
@@ -172,7 +173,7 @@ fn agreement(group: &[(f64, f64)]) -> f64 {
     f64::from(u32::try_from(same).unwrap_or(u32::MAX)) / f64::from(u32::try_from(all).unwrap_or(u32::MAX))
 }
 
-/// Leave-one-out over the completions of one group that have a reward; one alone has 0 (rloo.md).
+/// Leave-one-out advantages over the completions of one group that have a reward; a single completion has 0 (rloo.md).
 pub(super) fn leave_one_out(rewards: &[Option<f64>]) -> Vec<Option<f64>> {
     let count = rewards.iter().flatten().count() as f64;
     let sum: f64 = rewards.iter().flatten().sum();

@@ -1,4 +1,4 @@
-//! What is asked for: which reward, of which samples.
+//! Parses a re-score request: the reward, and the samples to score.
 
 use std::time::Duration;
 
@@ -9,13 +9,13 @@ use crate::http::error::{Code, Problem};
 use crate::spec::{FieldError, Plan, RewardPlan, RewardSecrets, read_single_reward};
 use crate::store::SampleQuery;
 
-/// Samples unless the request says otherwise, and the most.
+/// Default and maximum number of samples.
 const SAMPLES: u64 = 1_000;
 const MAX_SAMPLES: u64 = 10_000;
-/// Seconds unless the request says otherwise, and the most.
+/// Default and maximum time limit, in seconds.
 const WAIT_S: u64 = 60;
 const MAX_WAIT_S: u64 = 600;
-/// What is asked for, read.
+/// A parsed re-score request.
 pub(super) struct Wanted {
     pub plan: RewardPlan,
     pub secrets: RewardSecrets,
@@ -27,7 +27,7 @@ pub(super) struct Wanted {
     pub wait: Duration,
 }
 
-/// Reads the request; all errors at once.
+/// Parses the request and reports all errors together.
 pub(super) fn read(body: &Value, plan: &Plan) -> Result<Wanted, Problem> {
     const KNOWN: [&str; 8] = ["reward", "replaces", "phase", "step", "min_step", "max_step", "limit", "max_wait_s"];
     let mut errors = Vec::new();
@@ -38,7 +38,7 @@ pub(super) fn read(body: &Value, plan: &Plan) -> Result<Wanted, Problem> {
         errors.push(FieldError { pointer: format!("/{name}"), code: code.to_owned(), detail });
     };
     for name in body.as_object().into_iter().flat_map(Map::keys).filter(|name| !KNOWN.contains(&name.as_str())) {
-        wrong(name, "unknown_field", format!("known here: {}", KNOWN.join(", ")));
+        wrong(name, "unknown_field", format!("unknown field; known fields: {}", KNOWN.join(", ")));
     }
     let given = |name: &str| body.get(name).filter(|value| !value.is_null());
     let phase = match given("phase").map(|phase| (phase, phase.as_str())) {
@@ -62,7 +62,7 @@ pub(super) fn read(body: &Value, plan: &Plan) -> Result<Wanted, Problem> {
     let limit = whole("limit", 1, MAX_SAMPLES).unwrap_or(SAMPLES);
     let wait_s = whole("max_wait_s", 1, MAX_WAIT_S).unwrap_or(WAIT_S);
     if step.is_some() && min_step.or(max_step).is_some() {
-        wrong("step", "conflict", "give either step, or min_step and max_step".to_owned());
+        wrong("step", "conflict", "set either step, or min_step and max_step".to_owned());
     }
     let own = rewards_of(plan, phase);
     let names: Vec<&str> = own.iter().map(|reward| reward.name.as_str()).collect();

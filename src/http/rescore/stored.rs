@@ -1,4 +1,4 @@
-//! A job's stored samples as a reward sees them.
+//! Loads a job's stored samples in the form that a reward receives.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
@@ -17,8 +17,8 @@ use crate::sample::RewardSample;
 use crate::spec::Plan;
 use crate::store::SampleQuery;
 
-/// The newest samples that fit, as far as they are found in time, oldest first, whole groups: at least one group, else no more
-/// than the limit.
+/// Returns the newest matching samples that are found in time, oldest first, in whole groups: at least one group, otherwise
+/// at most the limit.
 pub(super) async fn newest_groups(
     state: &AppState,
     caller: &Caller,
@@ -43,7 +43,7 @@ pub(super) async fn newest_groups(
     if found.len() > wanted.limit {
         let first = found.first().map(key);
         let cut = wanted.limit;
-        // The group that does not fit as a whole goes, unless it is the only one.
+        // The group that exceeds the limit is removed, unless it is the only one.
         let broken = key(&found[cut]);
         if first.as_ref() == Some(&broken) {
             found.retain(|sample| Some(key(sample)) == first);
@@ -58,7 +58,7 @@ pub(super) async fn newest_groups(
     Ok(found)
 }
 
-/// What the reward sees: the stored texts, and the columns and messages of the dataset's rows.
+/// Adds columns and messages of the dataset's rows to the stored texts.
 pub(super) async fn with_columns(
     state: &AppState,
     plan: &Plan,
@@ -103,7 +103,7 @@ fn row_number(sample: &Sample) -> Option<u64> {
     sample.prompt_id.strip_prefix("row_")?.parse().ok()
 }
 
-/// The rows that samples came from; `None` where the dataset is gone.
+/// Returns the rows that samples came from; `None` if the dataset was deleted.
 async fn rows_of(
     state: &AppState,
     dataset: DatasetId,

@@ -1,4 +1,4 @@
-//! Runs verdicts, one after another: finds what is to be judged, hands it to a process of its own, keeps what that tells.
+//! Runs verdicts, one after another: selects the rows, passes them to a separate process, and stores its results.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader};
@@ -17,12 +17,12 @@ use crate::store::{StoreError, TaskEnd, TaskKind, TaskRow};
 use crate::supervisor::one_shot::Verdicts;
 use crate::verdict::{JudgeLine, JudgeReport, JudgeTask, RowsFrom, VerdictError};
 
-/// Judged rows that are kept in one transaction.
-const ROWS_AT_ONCE: usize = 64;
+/// Number of rows stored in one transaction.
+const ROWS_PER_TRANSACTION: usize = 64;
 
 type Rows = Vec<(u64, Map<String, Value>)>;
 
-/// Runs the verdicts that are asked for, until the server stops.
+/// Runs queued verdicts until the server stops.
 pub(crate) async fn run(state: AppState, verdicts: Verdicts) {
     tasks::run(state, Judging(verdicts)).await;
 }
@@ -36,7 +36,9 @@ impl Work for Judging {
         Ok(match judge(state, &self.0, row).await? {
             Some(JudgeReport::Judged(result)) => Some(match serde_json::to_value(result) {
                 Ok(result) => TaskEnd::Succeeded(result, None),
-                Err(error) => TaskEnd::Failed(json!(failed("internal", format!("the result cannot be kept: {error}")))),
+                Err(error) => {
+                    TaskEnd::Failed(json!(failed("internal", format!("the result could not be stored: {error}"))))
+                }
             }),
             Some(JudgeReport::Failed(error)) => Some(TaskEnd::Failed(json!(error))),
             None => None,
@@ -48,29 +50,29 @@ fn failed(code: &str, message: impl Into<String>) -> VerdictError {
     VerdictError { code: code.to_owned(), message: message.into() }
 }
 
-/// The report of the process; `None` when the server stops.
+/// Returns the report of the process; `None` when the server stops.
 async fn judge(state: &AppState, verdicts: &Verdicts, row: &TaskRow) -> Result<Option<JudgeReport>, StoreError> {
     let task = match prepare(state, row).await {
         Ok(task) => task,
         Err(error) => return Ok(Some(JudgeReport::Failed(error))),
     };
-    let (tell, told) = mpsc::channel(ROWS_AT_ONCE);
-    let (report, kept) = tokio::join!(verdicts.follow(&task, tell), keep(state, row, told));
+    let (tell, lines) = mpsc::channel(ROWS_PER_TRANSACTION);
+    let (report, kept) = tokio::join!(verdicts.follow(&task, tell), store_rows(state, row, lines));
     kept?;
     Ok(match report {
         Ok(report) => Some(report),
         Err(OneShotError::Stopping) => None,
         Err(OneShotError::Killed(_)) => Some(JudgeReport::Failed(failed(
             "killed",
-            "the process that compared the models was killed: most likely memory ran out; ask again when no job runs, or with fewer num_generations",
+            "the process that compared the models was killed, most likely because it ran out of memory; try again when no job runs, or with fewer num_generations",
         ))),
         Err(error) => Some(JudgeReport::Failed(failed("process_failed", error.to_string()))),
     })
 }
 
-async fn keep(state: &AppState, row: &TaskRow, mut told: mpsc::Receiver<JudgeLine>) -> Result<(), StoreError> {
+async fn store_rows(state: &AppState, row: &TaskRow, mut lines: mpsc::Receiver<JudgeLine>) -> Result<(), StoreError> {
     let mut lines = Vec::new();
-    while told.recv_many(&mut lines, ROWS_AT_ONCE).await > 0 {
+    while lines.recv_many(&mut lines, ROWS_PER_TRANSACTION).await > 0 {
         let (mut rows, mut progress) = (Vec::new(), None);
         for line in lines.drain(..) {
             match line {
@@ -93,7 +95,7 @@ async fn prepare(state: &AppState, row: &TaskRow) -> Result<JudgeTask, VerdictEr
     let store = &state.store;
     let internal = |error: StoreError| {
         tracing::error!(error = with_causes(&error), "a verdict cannot be prepared");
-        failed("internal", "the server's database failed: ask again")
+        failed("internal", "the server's database failed: try again")
     };
     let plan = store.job_get(row.job).await.and_then(|job| job.plan()).map_err(internal)?;
     if let Some(detail) = python_rewards::withdrawn(&state.config.python_rewards, &plan) {
@@ -106,10 +108,7 @@ async fn prepare(state: &AppState, row: &TaskRow) -> Result<JudgeTask, VerdictEr
     let model = store.model_get(&plan.model.id).await.map_err(|error| match error {
         StoreError::NotFound { .. } => failed(
             "invalid_model",
-            format!(
-                "the job's model '{}' is not registered any more: register it again with POST /models",
-                plan.model.id
-            ),
+            format!("the job's model '{}' is no longer registered: register it again with POST /models", plan.model.id),
         ),
         error => internal(error),
     })?;
@@ -150,7 +149,7 @@ struct Read {
     guard_rows: Rows,
 }
 
-/// The rows to judge. Blocking.
+/// Reads the rows to compare on. Blocking.
 fn read_rows(files: &DataDir, plan: &Plan) -> Result<Read, VerdictError> {
     let Some(eval) = &plan.eval else { return Err(failed("no_evaluation", "the job has no evaluation")) };
     let guard_rows = match &eval.guard {
@@ -164,7 +163,7 @@ fn read_rows(files: &DataDir, plan: &Plan) -> Result<Read, VerdictError> {
     Ok(Read { rows_from, rows, guard_rows })
 }
 
-/// The rows of the training dataset that only the verdict reads; where there are none, those of the evaluation.
+/// Returns the rows of the training dataset that only the verdict reads, or those of the evaluation if there are none.
 fn set_aside(files: &DataDir, plan: &Plan, eval: &EvalPlan) -> Result<(RowsFrom, Rows), VerdictError> {
     if eval.fraction.is_none() && eval.test_fraction.is_none() {
         return Ok((RowsFrom::Eval, rows_of(files, &eval.dataset, None)?));
@@ -186,7 +185,7 @@ fn set_aside(files: &DataDir, plan: &Plan, eval: &EvalPlan) -> Result<(RowsFrom,
     Ok((RowsFrom::Eval, rows))
 }
 
-/// The rows of these numbers (ascending), or all.
+/// Returns the rows with these numbers (ascending), or all.
 fn rows_of(files: &DataDir, dataset: &DatasetPlan, numbers: Option<&[u64]>) -> Result<Rows, VerdictError> {
     let mut rows = Vec::new();
     each_row(files, dataset, |number, row| {
@@ -200,7 +199,7 @@ fn rows_of(files: &DataDir, dataset: &DatasetPlan, numbers: Option<&[u64]>) -> R
 fn each_row(
     files: &DataDir,
     dataset: &DatasetPlan,
-    mut look: impl FnMut(u64, Map<String, Value>),
+    mut visit: impl FnMut(u64, Map<String, Value>),
 ) -> Result<(), VerdictError> {
     let unreadable = |error: &dyn std::fmt::Display| {
         let message = format!("the dataset '{}' cannot be read: {error}", dataset.id);
@@ -208,14 +207,14 @@ fn each_row(
     };
     let file = std::fs::File::open(files.dataset(dataset.id)).map_err(|error| match error.kind() {
         std::io::ErrorKind::NotFound => {
-            let message = format!("the dataset '{}' was deleted: its rows cannot be judged any more", dataset.id);
+            let message = format!("the dataset '{}' was deleted: its rows are no longer available", dataset.id);
             failed("dataset_missing", message)
         }
         _ => unreadable(&error),
     })?;
     for (number, line) in (0..).zip(BufReader::new(file).lines()) {
         let line = line.map_err(|error| unreadable(&error))?;
-        look(number, serde_json::from_str(&line).map_err(|error| unreadable(&error))?);
+        visit(number, serde_json::from_str(&line).map_err(|error| unreadable(&error))?);
     }
     Ok(())
 }

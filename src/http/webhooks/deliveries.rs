@@ -1,4 +1,4 @@
-//! Messages of a subscription: test it, see what was sent, send again.
+//! The messages of a subscription: test, list deliveries, send again.
 
 use std::time::Duration;
 
@@ -19,49 +19,48 @@ use crate::http::list::{self, List, Time};
 use crate::id::{JobId, WebhookId};
 use crate::store::{DeliveryRow, DeliveryState, TryRow, clock_ms};
 
-/// How long a test waits for the endpoint's answer.
+/// How long a test waits for the endpoint's response.
 const TEST_WAIT: Duration = Duration::from_secs(8);
 
-/// The routes of this module.
 pub(super) fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new().routes(routes!(test_webhook)).routes(routes!(list_deliveries)).routes(routes!(redeliver))
 }
 
-/// A message: what it tells, and how its sending went.
+/// A message and its delivery.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = WebhookDelivery)]
 struct Delivery {
-    /// The `webhook-id` of every try.
+    /// The `webhook-id` of every attempt.
     #[schema(example = "msg_0123456789abcdef0123456789abcdef")]
     id: String,
-    /// What it tells: one of the subscription's events, or `webhook.test`.
+    /// Type of the message: one of the subscription's events, or `webhook.test`.
     #[serde(rename = "type")]
     #[schema(example = "job.succeeded")]
     kind: String,
-    /// When that happened.
+    /// When the event happened.
     time: Time,
-    /// Of which job; null for a test.
+    /// The job of the message; null for a test.
     #[schema(value_type = Option<JobId>)]
     job_id: Option<String>,
-    /// Where it stands.
+    /// Current state of the delivery.
     state: DeliveryState,
-    /// When it is tried next; null when it is not.
+    /// When the next attempt is due; null if there is none.
     next_try_at: Option<Time>,
-    /// Every try so far, oldest first.
+    /// All attempts so far, oldest first.
     tries: Vec<Try>,
 }
 
-/// One try to send a message.
+/// One attempt to send a message.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = WebhookTry)]
 struct Try {
-    /// When it began.
+    /// When the attempt started.
     time: Time,
-    /// How long it took.
+    /// Duration of the attempt, in milliseconds.
     duration_ms: u64,
-    /// The endpoint's answer; null when there was none.
+    /// HTTP status of the endpoint's response; null if there was none.
     status: Option<u16>,
-    /// What was wrong; null when it was taken.
+    /// Why the attempt failed; null if the endpoint accepted the message.
     error: Option<String>,
 }
 
@@ -79,11 +78,11 @@ async fn view(state: &AppState, row: DeliveryRow) -> Result<Delivery, Problem> {
     })
 }
 
-/// Send a test message, `webhook.test`, and say how it went (for 8 s at most; what takes longer shows among the
-/// deliveries, and it is tried again like any other).
+/// Send a test message, `webhook.test`, and return the result. Waits at most 8 s; after that the result appears among the
+/// deliveries, and the message is retried like any other.
 #[utoipa::path(post, path = "/webhooks/{id}/test", tag = "Webhooks",
     params(("id" = WebhookId, Path, description = "The webhook"), ("Idempotency-Key" = Option<String>, Header, description = "The same key gives the same answer for 24 hours")),
-    responses((status = 200, description = "The message and its tries", body = Delivery),
+    responses((status = 200, description = "The message and its attempts", body = Delivery),
         (status = 409, description = "The subscription is not enabled", body = ProblemBody)))]
 async fn test_webhook(
     State(state): State<AppState>,
@@ -106,7 +105,7 @@ async fn send_test(state: AppState, id: WebhookId) -> Result<Answer, Problem> {
     Answer::new(StatusCode::OK, None, &view(&state, row).await?)
 }
 
-/// 409 when nothing would be sent.
+/// Answers 409 if nothing would be sent.
 async fn check_enabled(state: &AppState, id: WebhookId) -> Result<(), Problem> {
     if state.store.webhook_get(id).await?.enabled {
         return Ok(());
@@ -114,22 +113,22 @@ async fn check_enabled(state: &AppState, id: WebhookId) -> Result<(), Problem> {
     Err(Problem::new(Code::Conflict, "the webhook is not enabled: PATCH it with {\"enabled\": true} first"))
 }
 
-/// Which messages.
+/// Filter of the deliveries.
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 struct DeliveryQuery {
-    /// Only those that stand so.
+    /// Only deliveries in this state.
     #[param(inline)]
     state: Option<DeliveryState>,
-    /// The cursor `next` of the page before.
+    /// The cursor `next` of the previous page.
     after: Option<String>,
-    /// Items on a page, 1 to 100.
+    /// Items per page, 1 to 100.
     #[param(minimum = 1, maximum = 100, default = 20)]
     limit: Option<u32>,
 }
 
-/// A subscription's messages with their tries, newest first.
+/// List a subscription's messages with their attempts, newest first.
 #[utoipa::path(get, path = "/webhooks/{id}/deliveries", tag = "Webhooks",
     params(("id" = WebhookId, Path, description = "The webhook"), DeliveryQuery),
     responses((status = 200, description = "A page", body = List<Delivery>)))]
@@ -149,11 +148,11 @@ async fn list_deliveries(
     Ok(Json(List { data, next: page.next }))
 }
 
-/// Send a message again, whatever became of it: the same `webhook-id`, with all its tries before it.
+/// Send a message again, in any state: the same `webhook-id`, and earlier attempts are kept.
 #[utoipa::path(post, path = "/webhooks/{id}/deliveries/{delivery}/redeliver", tag = "Webhooks",
     params(("id" = WebhookId, Path, description = "The webhook"), ("delivery" = String, Path, description = "The message"),
         ("Idempotency-Key" = Option<String>, Header, description = "The same key gives the same answer for 24 hours")),
-    responses((status = 202, description = "It is queued", body = Delivery),
+    responses((status = 202, description = "Queued", body = Delivery),
         (status = 409, description = "The subscription is not enabled", body = ProblemBody)))]
 async fn redeliver(
     State(state): State<AppState>,

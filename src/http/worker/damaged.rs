@@ -1,5 +1,5 @@
-//! A worker reports a file of a checkpoint that it cannot fetch whole. The server reads the file itself, beside its other work,
-//! before it gives the checkpoint up: the fault may be the network's, or that worker's.
+//! Reports of damaged checkpoint files. When a worker cannot fetch a file intact, the server reads the file itself in the
+//! background before it discards the checkpoint: the cause may be the network, or that worker.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -19,17 +19,17 @@ use crate::id::JobId;
 use crate::protocol::{DamagedFile, FileEntry, FileList, Inspection, ResumePoint, Verdict};
 use crate::store::{CheckpointRow, Damage, clock_ms};
 
-/// How long one call is held while the server reads; the worker asks again.
-const HELD: Duration = Duration::from_secs(10);
-/// Inspections that are remembered; beyond them those that are over are forgotten, although nobody asked for the result.
-const REMEMBERED: usize = 64;
+/// Maximum time that a call is held open while the server reads; the worker then asks again.
+const HOLD_FOR: Duration = Duration::from_secs(10);
+/// Maximum number of inspections to remember. Beyond it, finished ones are dropped even if no worker has asked for the result.
+const MAX_INSPECTIONS: usize = 64;
 
-/// What reading the file came to.
+/// The result of reading the file.
 #[derive(Debug, Clone)]
 enum Finding {
     Whole,
     Damaged(Damage, String),
-    /// The server has too much open to say.
+    /// The server has too many open files to read it now.
     Busy(String),
 }
 
@@ -46,10 +46,10 @@ impl fmt::Debug for Inspections {
 }
 
 impl Inspections {
-    /// The reading that is under way, or a new one.
+    /// Returns the reading in progress, or starts a new one.
     fn begin(&self, key: (JobId, DamagedFile), read: impl FnOnce() -> Reading) -> Reading {
         let mut readings = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if readings.len() >= REMEMBERED {
+        if readings.len() >= MAX_INSPECTIONS {
             readings.retain(|_, reading| reading.peek().is_none());
         }
         readings.entry(key).or_insert_with(read).clone()
@@ -60,15 +60,15 @@ impl Inspections {
     }
 }
 
-/// Where a reported file lies, and what it should be.
+/// Path of a reported file, and its expected size and hash.
 struct Reported {
     path: PathBuf,
     entry: FileEntry,
-    /// Of the list `resume`.
+    /// The checkpoint, for a file of the list `resume`.
     checkpoint: Option<CheckpointRow>,
 }
 
-/// `POST /worker/jobs/{id}/damaged`.
+/// Handles a report to `POST /worker/jobs/{id}/damaged`.
 pub(super) async fn inspect_file(
     State(state): State<AppState>,
     Path(job): Path<JobId>,
@@ -77,14 +77,14 @@ pub(super) async fn inspect_file(
     state.store.claim_check(job, body.attempt).await?;
     let reported = match find(&state, job, &body).await? {
         Ok(reported) => reported,
-        // An answer that was lost: the checkpoint is discarded already.
+        // The response to an earlier report was lost: the checkpoint was already discarded.
         Err(latest) => return Ok(Json(Inspection { verdict: Verdict::Damaged, resume: latest.map(resume_point) })),
     };
     let key = (job, body);
     let reading = state.workers.inspections.begin(key.clone(), || read(&state, &reported));
     let finding = tokio::select! {
         finding = reading => finding,
-        () = tokio::time::sleep(HELD) => return Ok(checking()),
+        () = tokio::time::sleep(HOLD_FOR) => return Ok(checking()),
         () = state.stopping.cancelled() => return Ok(checking()),
     };
     state.workers.inspections.forget(&key);
@@ -92,7 +92,7 @@ pub(super) async fn inspect_file(
     let (damage, cause) = match finding {
         Finding::Whole => return Ok(Json(Inspection { verdict: Verdict::Whole, resume: None })),
         Finding::Busy(cause) => {
-            let detail = "the server has too many files open to read this one; ask again";
+            let detail = "the server has too many open files to read this one; try again";
             return Err(Problem::new(Code::Overloaded, detail).retry_after(1).because(cause));
         }
         Finding::Damaged(damage, cause) => (damage, cause),
@@ -101,10 +101,7 @@ pub(super) async fn inspect_file(
     if damage == Damage::Unreadable && !reads_other_files(&state, job, step).await? {
         tracing::error!(%job, attempt, file, cause, "the data directory cannot be read; the claim is released");
         state.store.claim_release(job, attempt, clock_ms()).await?;
-        return Err(Problem::new(
-            Code::LeaseLost,
-            "the server cannot read its disk: it has taken the job back for now",
-        ));
+        return Err(Problem::new(Code::LeaseLost, "the server cannot read its disk: it has requeued the job for now"));
     }
     tracing::error!(%job, attempt, step, file, cause, ?damage, "a file of a checkpoint is damaged");
     let Some(CheckpointRow { id, step, attempt: writer, .. }) = reported.checkpoint else {
@@ -113,7 +110,7 @@ pub(super) async fn inspect_file(
     let older = state.store.claim_discard_checkpoint(job, attempt, id, damage, clock_ms()).await?;
     let removed = state.files.in_background(move |files| files.checkpoint_remove(job, step, writer)).await;
     if let Err(error) = removed {
-        // It has no row any more: the next start sweeps it.
+        // The checkpoint has no row any more, so the next start removes the files.
         tracing::warn!(%job, step, error = chain(&error), "a damaged checkpoint could not be removed");
     }
     Ok(Json(Inspection { verdict: Verdict::Damaged, resume: older.map(resume_point) }))
@@ -127,7 +124,7 @@ fn resume_point(checkpoint: CheckpointRow) -> ResumePoint {
     ResumePoint { step: checkpoint.step, files: checkpoint.files }
 }
 
-/// The file that is meant; `Err` with the newest checkpoint when the reported one is not there any more.
+/// Returns the reported file, or `Err` with the newest checkpoint if the reported one no longer exists.
 async fn find(
     state: &AppState,
     job: JobId,
@@ -154,7 +151,7 @@ async fn find(
     }
 }
 
-/// Reads the file in the background, whether or not anybody waits for the result.
+/// Reads the file in the background, even if the caller disconnects.
 fn read(state: &AppState, reported: &Reported) -> Reading {
     let (path, entry) = (reported.path.clone(), reported.entry.clone());
     let data = state.files.clone();
@@ -170,8 +167,8 @@ fn read(state: &AppState, reported: &Reported) -> Reading {
     reading.map(|read| read.unwrap_or_else(|error| Finding::Busy(chain(&error)))).boxed().shared()
 }
 
-/// Whether the disk gives other files that it should: those of the next older checkpoint, else the database. If not, nothing is
-/// known of the one that cannot be read, and no checkpoint is thrown away for it.
+/// Whether the disk returns other files correctly: those of the next older checkpoint, or the database. If not, the state of the
+/// reported file is unknown, and no checkpoint is discarded.
 async fn reads_other_files(state: &AppState, job: JobId, step: Option<u64>) -> Result<bool, Problem> {
     let rows = state.store.checkpoint_list(job).await?;
     let older = rows.into_iter().find(|row| step.is_none_or(|step| row.step < step));

@@ -1,6 +1,6 @@
-//! A job's models, for a worker that does not have them: which files make one, with their hashes, and the files themselves.
+//! Sends a job's models to workers that do not have them: the list of files with hashes, and the files themselves.
 //!
-//! Each file is hashed once: the list is kept in the database with a stamp of names, sizes and times of modification.
+//! Each file is hashed once: the list is stored in the database with a stamp of names, sizes and modification times.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -24,21 +24,21 @@ use crate::modelcard;
 use crate::protocol::{FileEntry, ModelFiles, check_file_name};
 use crate::store::{Store, StoreError};
 
-/// How long one call is held while the server hashes; the worker asks again.
-const HELD: Duration = Duration::from_secs(10);
+/// Maximum time that a call is held open while the server hashes; the worker then asks again.
+const HOLD_FOR: Duration = Duration::from_secs(10);
 
 /// Why a model cannot be sent.
 #[derive(Debug, Clone)]
 enum Unlisted {
-    /// Its files cannot be used: in words without paths.
+    /// The model's files cannot be used. The text contains no paths.
     Unusable(String),
-    /// The server failed: for the log.
+    /// The server failed. The text is for the log.
     Failed(String),
 }
 
 type Listing = Shared<BoxFuture<'static, Result<Arc<Vec<FileEntry>>, Unlisted>>>;
 
-/// The models that are being hashed, by their directories: workers that want the same one wait for the same reading.
+/// Models that are being hashed, by directory. Workers that want the same one wait for the same hashing.
 #[derive(Default)]
 pub(super) struct Listings(Mutex<HashMap<PathBuf, Listing>>);
 
@@ -49,16 +49,16 @@ impl fmt::Debug for Listings {
 }
 
 impl Listings {
-    /// The listing of this directory that is under way, or a new one.
+    /// Returns the listing of this directory that is in progress, or starts a new one.
     fn begin(&self, dir: &FilePath, start: impl FnOnce() -> Listing) -> Listing {
         let mut listings = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        // One that is over may be of files that have changed since.
+        // A finished listing may describe files that have changed since.
         listings.retain(|_, listing| listing.peek().is_none());
         listings.entry(dir.to_owned()).or_insert_with(start).clone()
     }
 }
 
-/// `GET /worker/jobs/{id}/models/{model}`.
+/// Lists the files: `GET /worker/jobs/{id}/models/{model}`.
 pub(super) async fn list_model_files(
     State(state): State<AppState>,
     Path((job, model)): Path<(JobId, String)>,
@@ -69,7 +69,7 @@ pub(super) async fn list_model_files(
     let listing = state.workers.listings.begin(&dir, || start_listing(state.store.clone(), dir.clone()));
     let listed = tokio::select! {
         listed = listing => listed,
-        () = tokio::time::sleep(HELD) => return Ok(Json(ModelFiles { files: None })),
+        () = tokio::time::sleep(HOLD_FOR) => return Ok(Json(ModelFiles { files: None })),
         () = state.stopping.cancelled() => return Ok(Json(ModelFiles { files: None })),
     };
     match listed {
@@ -79,7 +79,7 @@ pub(super) async fn list_model_files(
     }
 }
 
-/// `GET /worker/jobs/{id}/models/{model}/{name}`; from a byte on with `Range`.
+/// Sends a file: `GET /worker/jobs/{id}/models/{model}/{name}`, also from an offset with `Range`.
 pub(super) async fn send_model_file(
     State(state): State<AppState>,
     Path((job, model, name)): Path<(JobId, String, String)>,
@@ -89,7 +89,7 @@ pub(super) async fn send_model_file(
 ) -> Result<Response, Problem> {
     state.store.claim_check(job, attempt).await?;
     let dir = directory_of(&state, job, &model).await?;
-    // The worker has asked for the list before; the file's bytes are compared with their hash when they have arrived.
+    // The worker has requested the list before; it compares the file's bytes with their hash after the download.
     let row = state.store.model_files_get(&dir.to_string_lossy()).await?;
     let listed = row.and_then(|row| row.files.into_iter().find(|file| file.name == name));
     let Some(FileEntry { name, size_bytes, sha256 }) = listed else {
@@ -98,7 +98,7 @@ pub(super) async fn send_model_file(
     send_file(&method, &headers, &Download { path: dir.join(&name), name, size_bytes, sha256 }).await
 }
 
-/// Where a model of this job lies on the server.
+/// Returns the directory of a model of this job.
 async fn directory_of(state: &AppState, job: JobId, model: &str) -> Result<PathBuf, Problem> {
     let plan = state.store.job_get(job).await?.plan()?;
     if plan.model.id != model && !plan.reward_models.contains_key(model) {
@@ -112,7 +112,7 @@ async fn directory_of(state: &AppState, job: JobId, model: &str) -> Result<PathB
     }
 }
 
-/// Lists a model's files in the background, whether or not a call still waits for the result.
+/// Lists a model's files in the background, even if the caller disconnects.
 fn start_listing(store: Store, dir: PathBuf) -> Listing {
     let listing = tokio::spawn(async move { list(&store, dir).await });
     listing.map(|listed| listed.unwrap_or_else(|error| Err(Unlisted::Failed(chain(&error))))).boxed().shared()
@@ -124,7 +124,7 @@ async fn list(store: &Store, dir: PathBuf) -> Result<Arc<Vec<FileEntry>>, Unlist
     let known = store.model_files_get(&source).await.map_err(failed)?;
     let read = tokio::task::spawn_blocking(move || {
         let files = modelcard::files_of(&dir)?;
-        // Before the bytes are read: a file that is changed meanwhile has another stamp the next time.
+        // Taken before the bytes are read: a file that changes meanwhile has another stamp next time.
         let stamp = modelcard::stamp(&dir, &files);
         match known.filter(|known| known.stamp == stamp) {
             Some(known) => Ok((known.files, None)),
@@ -138,7 +138,7 @@ async fn list(store: &Store, dir: PathBuf) -> Result<Arc<Vec<FileEntry>>, Unlist
     })?;
     if let Some(bad) = files.iter().find(|file| check_file_name(&file.name).is_err()) {
         let detail = format!(
-            "{}: workers on other machines fetch files whose names are 1 to 100 letters, digits, '.', '_' or '-': rename \
+            "{}: workers on other machines accept file names of 1 to 100 characters from A-Z, a-z, 0-9, '.', '_' and '-': rename \
              the file, also in model.safetensors.index.json, and register the model again",
             bad.name
         );

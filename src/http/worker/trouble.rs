@@ -1,5 +1,5 @@
-//! Errors of the server while it prepares a claim. They are never charged to a job: the claim is released, the job waits with a
-//! count of its own, and when several jobs fail one after another it is the server that needs the pause.
+//! Errors of the server while it prepares a claim. They never count against a job: the claim is released, and the job waits with
+//! its own error count. When several jobs fail one after another, the server stops handing out jobs for a while.
 
 use std::collections::BTreeSet;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -12,27 +12,27 @@ use super::super::error::{Problem, chain};
 use crate::id::JobId;
 use crate::store::{StoreError, clock_ms};
 
-/// Jobs in a row that could not be handed out, after which none is for a while: otherwise a broken disk would go through the
-/// whole queue.
+/// Number of consecutive jobs that could not be handed out before the server pauses handing out jobs. Otherwise a broken disk would
+/// affect the whole queue.
 const JOBS_IN_A_ROW: usize = 3;
-/// The first such pause; it doubles.
+/// Duration of the first pause; each further pause is twice as long.
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
-/// The longest such pause.
-const LONGEST_PAUSE: Duration = Duration::from_secs(10);
+/// Maximum duration of a pause.
+const MAX_PAUSE: Duration = Duration::from_secs(10);
 
-/// What went wrong since the last claim that was handed out.
+/// Errors since the last claim that was handed out.
 #[derive(Debug, Default)]
 pub(super) struct Trouble(Mutex<Row>);
 
 #[derive(Debug, Default)]
 struct Row {
-    /// Whose claims failed.
+    /// Jobs whose claims failed.
     jobs: BTreeSet<JobId>,
-    /// Pauses so far.
+    /// Number of pauses so far.
     pauses: u32,
-    /// No job is handed out before.
+    /// No job is handed out before this time.
     until: Option<Instant>,
-    /// Claims that could not even be released.
+    /// Claims that could not be released yet.
     left_over: Vec<(JobId, u64)>,
 }
 
@@ -41,7 +41,7 @@ impl Trouble {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether no job is handed out now.
+    /// Whether the server is pausing.
     fn is_pausing(&self) -> bool {
         self.row().until.is_some_and(|until| until > Instant::now())
     }
@@ -50,7 +50,7 @@ impl Trouble {
         let mut row = self.row();
         row.jobs.insert(job);
         if row.jobs.len() >= JOBS_IN_A_ROW {
-            let pause = FIRST_PAUSE.saturating_mul(1 << row.pauses.min(8)).min(LONGEST_PAUSE);
+            let pause = FIRST_PAUSE.saturating_mul(1 << row.pauses.min(8)).min(MAX_PAUSE);
             row.pauses += 1;
             row.until = Some(Instant::now() + pause);
         }
@@ -63,27 +63,27 @@ impl Trouble {
     }
 }
 
-/// A claim was prepared: the server is well, and so is the job.
+/// Resets the error counts after a claim was prepared successfully.
 pub(super) async fn completed(state: &AppState, job: JobId, attempt: u64, errors: u32) {
     state.workers.trouble.clear();
     if errors > 0
         && let Err(error) = state.store.claim_completed(job, attempt).await
     {
-        // Only the next pause of the job would be longer than it need be.
+        // The only effect: the job's next pause is longer than necessary.
         tracing::warn!(%job, error = chain(&error), "the count of server errors could not be reset");
     }
 }
 
-/// A claim could not be prepared: releases it.
+/// Releases a claim that could not be prepared.
 pub(super) async fn failed(state: &AppState, job: JobId, attempt: u64, problem: &Problem) {
     let cause = problem.cause();
-    tracing::error!(%job, attempt, cause, "a job could not be handed out; its claim is released, and it waits");
+    tracing::error!(%job, attempt, cause, "a job could not be handed out; its claim is released and the job waits");
     state.workers.trouble.note(job);
     release(state, job, attempt).await;
 }
 
-/// Whether jobs are handed out now. Releases first what could not be released before: the next call of its worker would take it
-/// for abandoned.
+/// Whether jobs are handed out again. First releases claims that could not be released before: otherwise the next call of their
+/// worker would treat them as abandoned.
 pub(super) async fn is_over(state: &AppState) -> bool {
     let left_over = std::mem::take(&mut state.workers.trouble.row().left_over);
     for (job, attempt) in left_over {
@@ -96,13 +96,13 @@ async fn release(state: &AppState, job: JobId, attempt: u64) {
     match state.store.claim_release(job, attempt, clock_ms()).await {
         Ok(()) | Err(StoreError::LeaseLost) => {}
         Err(error) => {
-            tracing::error!(%job, attempt, error = chain(&error), "a claim could not be released; it is tried again");
+            tracing::error!(%job, attempt, error = chain(&error), "a claim could not be released; will retry");
             state.workers.trouble.row().left_over.push((job, attempt));
         }
     }
 }
 
-/// When a claim that waits should look again although nothing was queued; `None` when there is no such time.
+/// Returns when a waiting claim should check the queue again although nothing was queued; `None` if there is no such time.
 pub(super) async fn next_try(state: &AppState) -> Result<Option<Instant>, Problem> {
     let now_ms = clock_ms();
     let due = state.store.claim_due(now_ms).await?.map(|due| {

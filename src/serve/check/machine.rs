@@ -1,10 +1,10 @@
-//! What the machine offers: file system, fsync, open files, certificates.
+//! Checks of the machine: file system, fsync, open files, certificates.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// SQLite's write-ahead log needs memory that processes share through the file, and locks that hold.
+/// Network file systems. SQLite's write-ahead log needs shared memory through the file, and reliable locks.
 const NETWORK: &[&str] = &[
     "nfs",
     "nfs4",
@@ -19,25 +19,25 @@ const NETWORK: &[&str] = &[
     "ceph",
     "lustre",
 ];
-/// What is gone when the machine restarts.
+/// File systems that lose their contents when the machine restarts.
 const VOLATILE: &[&str] = &["tmpfs", "ramfs"];
-/// A write that takes longer makes every change slow.
+/// Duration of a synced write above which every database change is noticeably slow.
 const SLOW: Duration = Duration::from_millis(100);
-/// Files that a server needs at least.
+/// Minimum number of open files that a server needs.
 const FILES: u64 = 1024;
 
-/// The nearest directory above a path that exists.
+/// Returns the nearest existing directory above a path.
 pub(super) fn nearest(dir: &Path) -> PathBuf {
     let absolute = std::path::absolute(dir).unwrap_or_else(|_| dir.to_owned());
     let found = absolute.ancestors().find(|ancestor| ancestor.is_dir()).unwrap_or(Path::new("/"));
     found.canonicalize().unwrap_or_else(|_| found.to_owned())
 }
 
-pub(super) fn look_at_file_system(dir: &Path) -> Result<String, String> {
+pub(super) fn check_file_system(dir: &Path) -> Result<String, String> {
     let dir = nearest(dir);
     let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap_or_default();
     let Some((point, kind)) = mount_of(&mounts, &dir) else {
-        return Ok("the system does not say; it must be a local one".to_owned());
+        return Ok("unknown; it must be a local file system".to_owned());
     };
     if NETWORK.contains(&kind.as_str()) {
         return Err(format!(
@@ -45,18 +45,18 @@ pub(super) fn look_at_file_system(dir: &Path) -> Result<String, String> {
         ));
     }
     if VOLATILE.contains(&kind.as_str()) {
-        return Ok(format!("{kind} at {point}: everything is gone when the machine restarts"));
+        return Ok(format!("{kind} at {point}: all data is lost when the machine restarts"));
     }
     Ok(format!("{kind} at {point}"))
 }
 
-/// The mount that holds a path: the longest point above it, the last one of equals.
+/// Finds the mount that contains a path: the longest mount point above it, and the last of equals.
 fn mount_of(mounts: &str, path: &Path) -> Option<(String, String)> {
     let mut best: Option<(String, String)> = None;
     for line in mounts.lines() {
         let mut words = line.split(' ').skip(1);
         let (Some(point), Some(kind)) = (words.next(), words.next()) else { continue };
-        // Spaces in it are written as \040.
+        // Spaces in a mount point are encoded as \040.
         let point = point.replace("\\040", " ");
         if path.starts_with(&point) && best.as_ref().is_none_or(|(known, _)| point.len() >= known.len()) {
             best = Some((point, kind.to_owned()));
@@ -65,8 +65,8 @@ fn mount_of(mounts: &str, path: &Path) -> Option<(String, String)> {
     best
 }
 
-/// Writes and syncs a file some times, as every change of the database does.
-pub(super) fn look_at_fsync(dir: &Path) -> Result<String, String> {
+/// Measures a few synced writes, as every change of the database makes them.
+pub(super) fn check_fsync(dir: &Path) -> Result<String, String> {
     let dir = nearest(dir);
     let failed = |error: std::io::Error| format!("a file in {} cannot be written and synced: {error}", dir.display());
     let mut file = tempfile::tempfile_in(&dir).map_err(failed)?;
@@ -79,24 +79,24 @@ pub(super) fn look_at_fsync(dir: &Path) -> Result<String, String> {
     times.sort_unstable();
     let median = times[times.len() / 2];
     let slow = if median > SLOW { "; slow: every change waits for it" } else { "" };
-    Ok(format!("{:.1} ms a write{slow}", median.as_secs_f64() * 1e3))
+    Ok(format!("{:.1} ms per write{slow}", median.as_secs_f64() * 1e3))
 }
 
-pub(super) fn look_at_open_files(connections: u32) -> Result<String, String> {
+pub(super) fn check_open_files(connections: u32) -> Result<String, String> {
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
     match limit.maximum {
-        Some(most) if most < FILES => {
-            Err(format!("at most {most} (ulimit -Hn): {FILES} are needed, more for many connections; raise the limit"))
-        }
+        Some(most) if most < FILES => Err(format!(
+            "at most {most} (ulimit -Hn): at least {FILES} are required, more for many connections; raise the limit"
+        )),
         Some(most) if most < u64::from(connections) + 256 => {
-            Ok(format!("at most {most} (ulimit -Hn): fewer connections at once than --max-connections {connections}"))
+            Ok(format!("at most {most} (ulimit -Hn): too few for --max-connections {connections}"))
         }
         Some(most) => Ok(format!("up to {most}, {connections} connections")),
         None => Ok(format!("no limit, {connections} connections")),
     }
 }
 
-pub(super) fn look_at_certificates() -> Result<String, String> {
+pub(super) fn check_certificates() -> Result<String, String> {
     match rustls_native_certs::load_native_certs().certs.len() {
         0 => Ok("none: https rewards and webhooks will fail; install ca-certificates or set SSL_CERT_FILE".to_owned()),
         number => Ok(format!("{number} authorities for https rewards and webhooks")),

@@ -1,4 +1,4 @@
-//! A reward service that does everything wrong that a service can do, and keeps a ledger of what it really said.
+//! A reward service with every kind of fault, which records the rewards that it really sent.
 //!
 //! It speaks HTTP over bare sockets: a framework would not let it cut a connection or drip an answer.
 
@@ -11,9 +11,9 @@ use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 
-/// What stands in answers that must not be believed.
+/// The value in faulty answers; it must never be used.
 const LIE: f64 = 777.0;
-/// Of a hundred requests, so many meet each fault; the rest are answered.
+/// Number of requests per hundred with each fault; the others are answered normally.
 const DECK: [(Fault, usize); 7] = [
     (Fault::Error, 30),
     (Fault::Timeout, 10),
@@ -23,7 +23,7 @@ const DECK: [(Fault, usize); 7] = [
     (Fault::Cut, 6),
     (Fault::Partly, 6),
 ];
-/// Of every so many requests, the first few of the last are a storm of 429.
+/// After this many requests, the first few of the next ones get 429.
 const STORM_EVERY: usize = 90;
 const STORM: usize = 6;
 
@@ -41,10 +41,10 @@ pub enum Fault {
     Outage,
 }
 
-/// When it is away, and for how long.
+/// When the service is unavailable, and for how long.
 #[derive(Debug, Clone, Copy)]
 pub struct Weather {
-    /// Before the first request after so many.
+    /// An outage starts before the first request after this many.
     pub outage_every: usize,
     pub outage_lasts: Duration,
 }
@@ -58,13 +58,13 @@ pub struct Service {
 
 #[derive(Default)]
 pub struct Books {
-    /// None: nothing goes wrong.
+    /// The fault pattern; None = no faults.
     pub weather: Option<Weather>,
-    /// Requests for rewards.
+    /// Number of reward requests received.
     pub requests: usize,
-    /// The body of each request id: it never changes.
+    /// The body by request id; it must never change.
     bodies: BTreeMap<String, Vec<u8>>,
-    /// Completion, and every value that was said of it.
+    /// All values sent for each completion.
     pub said: BTreeMap<String, BTreeSet<u64>>,
     pub faults: BTreeMap<Fault, usize>,
     pub pings: usize,
@@ -72,15 +72,15 @@ pub struct Books {
     away_until: Option<Instant>,
 }
 
-/// What goes over the wire.
+/// The form of a response on the wire.
 enum Reply {
-    /// A whole answer; the connection stays.
+    /// A complete response; the connection stays open.
     Whole(Vec<u8>),
     /// These bytes, then the connection is closed.
     Cut(Vec<u8>),
-    /// In pieces, with a pause after each.
+    /// Sent in pieces, with a pause after each.
     Drip(Vec<u8>, Duration),
-    /// Nothing, ever.
+    /// No response at all.
     Silence,
 }
 
@@ -234,7 +234,7 @@ impl Books {
             Fault::Partly => {
                 let mut answer: Value = serde_json::from_str(&lies(request)).unwrap();
                 let results = answer["results"].as_array_mut().unwrap();
-                // The first one is true, the others say nothing that could be used.
+                // Only the first result is valid.
                 results[0]["reward"] = json!(self.say(&samples[0]));
                 for result in results.iter_mut().skip(1) {
                     let error = json!({"code": "judge_timeout", "retryable": true});
@@ -249,7 +249,7 @@ impl Books {
         }
     }
 
-    /// Of the completion alone, and in the ledger.
+    /// Computes the value from the completion alone, and records it.
     fn say(&mut self, sample: &Value) -> f64 {
         let completion = sample["completion"].as_str().unwrap();
         let bytes: u64 = completion.bytes().map(u64::from).sum();
@@ -268,14 +268,14 @@ impl Books {
     }
 }
 
-/// Looks like an answer, and is not to be used.
+/// Returns something that resembles an answer but must not be used.
 fn lies(request: &Value) -> String {
     let samples = request["samples"].as_array().unwrap();
     let lie = |sample: &Value| json!({"sample_id": sample["sample_id"], "reward": LIE});
     json!({"id": request["id"], "results": samples.iter().map(lie).collect::<Vec<_>>()}).to_string()
 }
 
-/// The nth card of the deck, which is shuffled anew for every hundred.
+/// Returns the fault of the nth request, from a deck that is reshuffled every hundred requests.
 fn card(number: usize) -> Fault {
     let mut deck: Vec<Fault> = DECK.iter().flat_map(|(fault, count)| vec![*fault; *count]).collect();
     deck.resize(100, Fault::None);

@@ -68,7 +68,7 @@ async fn every_end_has_its_exit_code_and_moves_may_be_repeated() {
     );
     user.run(&["resume", "first"]).ok();
 
-    // It waits behind the first while its model is replaced.
+    // The second job waits in the queue while its model is replaced.
     let mut second = named("second", 4);
     second["model"] = json!("changing");
     let second = user.submit(&second);
@@ -108,7 +108,7 @@ async fn a_server_that_is_not_there_or_not_open_has_its_own_exit_code() {
 async fn without_a_profile_a_local_server_is_tried() {
     let user = super::User::new();
     let done = user.run(&["list"]);
-    // Something may listen at the usual address of this machine.
+    // Another server may be listening at the default address of this machine.
     assert!(done.code == 0 || done.err.contains("http://127.0.0.1:8080") || done.code == 4, "{done:?}");
     let help: Value = json!(user.run(&["submit", "--help"]).ok());
     assert!(help.as_str().unwrap().contains("http://127.0.0.1:8080"));

@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 use super::{User, named, start};
 use crate::processes::Server;
 
-/// A job with an evaluation of so many rows, which the model's random texts win and lose by chance.
+/// A job with an evaluation of this many rows, which the model's random completions win or lose by chance.
 async fn judged(server: &Server, user: &User, rows: u64, rate: f64) -> String {
     let mut job = named("judged", 4);
     let records: Vec<Value> =
@@ -41,7 +41,7 @@ async fn a_verdict_is_begun_followed_and_shown_and_its_exit_code_is_its_word() {
     ] {
         assert!(first.out.contains(&said), "{said}: {first:?}");
     }
-    // Shown again it is the same one; asked for anew, or otherwise, it is another.
+    // The same request shows the same verdict; other sampling settings create a new one.
     let again = user.run(&["verdict", &id, "--json"]);
     assert_eq!((again.code, serde_json::from_str::<Value>(&again.out).unwrap()), (code, known.clone()));
     let other = user.run(&["verdict", &format!("{id}@last"), "-k", "4", "--temperature", "1", "--json"]);
@@ -79,11 +79,11 @@ async fn a_merged_checkpoint_is_exported_once_and_downloaded_whole() {
         let path = user.path("merged").join(file["name"].as_str().unwrap());
         assert_eq!(std::fs::metadata(path).unwrap().len(), file["size_bytes"].as_u64().unwrap(), "{file}");
     }
-    // The same as `pull --format merged`, and nothing is made or downloaded twice.
+    // The same as `pull --format merged`; nothing is exported or downloaded twice.
     let pulled = user.run(&["pull", "judged@last", "--format", "merged", "--dtype", "bfloat16", "-o", "merged"]);
     assert!(pulled.err.contains("already downloaded"), "{pulled:?}");
     assert_eq!(server.get(&format!("/checkpoints/{checkpoint}/exports")).await["data"].as_array().unwrap().len(), 1);
-    // Without --merged it is the adapter.
+    // Without --merged the adapter is downloaded.
     user.run(&["export", "judged@last", "-o", "adapter"]).ok();
     assert!(user.path("adapter/adapter_model.safetensors").is_file());
 }

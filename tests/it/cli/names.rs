@@ -1,4 +1,4 @@
-//! What a job may be called.
+//! How commands refer to jobs: ids, id prefixes, names.
 
 use serde_json::json;
 
@@ -20,7 +20,7 @@ async fn a_job_is_named_by_its_id_its_beginning_its_name_or_last() {
     let ambiguous = user.run(&["show", "twin"]);
     ambiguous.failed(2, "2 jobs");
     assert!(ambiguous.err.contains(&first) && ambiguous.err.contains(&second) && !ambiguous.err.contains(&third));
-    // The first characters are the time, which the three have in common.
+    // The first characters encode the time, which all three ids share.
     let ambiguous = user.run(&["cancel", &first[..10]]);
     ambiguous.failed(2, "3 jobs");
     assert_eq!(server.get(&format!("/jobs/{first}")).await["state"], json!("queued"), "nothing was cancelled");

@@ -1,4 +1,4 @@
-//! `docs/reference/cli.md` is what `--help` says.
+//! `docs/reference/cli.md` matches the `--help` texts.
 
 use std::fmt::Write;
 
@@ -25,7 +25,7 @@ fn escaped(text: &str) -> String {
     text.replace('|', "\\|").replace('\n', " ").replace('<', "&lt;")
 }
 
-/// A command with its positional arguments and flags; those of every command are told once.
+/// Describes a command with its positional arguments and flags; flags common to all commands are described once.
 fn describe(page: &mut String, name: &str, command: &Command) {
     let about = command.get_about().map(ToString::to_string).unwrap_or_default();
     let mut usage = format!("rlood {name}");

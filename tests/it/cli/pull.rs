@@ -1,4 +1,4 @@
-//! Downloads: verified, whole, and not begun again after a cut.
+//! Downloads: verified, complete, and resumed after an interruption.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,7 +12,7 @@ use tokio::net::{TcpListener, TcpStream};
 use super::{User, named, start};
 use crate::processes::Server;
 
-/// A job whose adapter is large enough to be cut.
+/// A job whose adapter is large enough for its download to be interrupted.
 async fn trained(server: &Server, user: &User) -> String {
     let mut job = named("large", 4);
     job["lora"] = json!({"r": 64, "alpha": 64, "target_modules": "all-linear"});
@@ -58,7 +58,7 @@ async fn a_checkpoint_is_pulled_by_its_name_and_verified() {
     user.run(&["pull", "ckpt_01jd0000000000000000000000"]).failed(3, "");
 }
 
-/// Passes connections on, and holds back what the server sends once `allowance` bytes are through.
+/// A proxy that stops forwarding the server's data after `allowance` bytes.
 struct Proxy {
     url: String,
     allowance: Arc<AtomicU64>,
@@ -106,7 +106,7 @@ async fn a_download_that_was_cut_goes_on_where_it_was() {
     let size = |name: &str| files.iter().find(|file| file["name"] == name).unwrap()["size_bytes"].as_u64().unwrap();
     let whole = size("adapter_model.safetensors");
     assert!(whole > 100_000, "{whole}");
-    // The answers before the weights are some thousand bytes.
+    // The responses before the weights have some thousand bytes.
     let proxy = Proxy::start(&server.url, whole / 2 + 40_000).await;
     let name = checkpoint["id"].as_str().unwrap();
     let pull = ["pull", name, "-o", "cut", "--server", &proxy.url];

@@ -1,4 +1,4 @@
-//! What a job leaves behind; and `--json`, which is the API's own.
+//! The records of a job; and `--json`, which prints the API's own JSON.
 
 use serde_json::{Value, json};
 
@@ -83,7 +83,7 @@ async fn json_is_the_apis_own() {
     }
     assert_eq!(all, json!({"data": expected, "next": null}));
 
-    // What is followed is one object a line.
+    // With --follow the output has one object per line.
     let events = server.get(&format!("{job}/events?limit=100")).await["data"].as_array().unwrap().clone();
     let followed = user.run(&["events", "-f", &id, "--json"]).ok();
     let lines: Vec<Value> = followed.lines().map(|line| serde_json::from_str(line).unwrap()).collect();

@@ -77,7 +77,7 @@ async fn a_shell_gets_a_script_and_asks_the_program_for_ids() {
 
 #[tokio::test]
 async fn a_server_that_does_not_answer_keeps_no_shell_waiting() {
-    // Connections are accepted by the system and never answered.
+    // The system accepts connections, but no server answers them.
     let hanging = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let user = super::User::of(&format!("http://{}", hanging.local_addr().unwrap()));
     let begun = std::time::Instant::now();

@@ -23,7 +23,7 @@ async fn a_profile_holds_a_server_and_a_key_for_its_owner_alone() {
     let file = user.path(".config/rlood/config.toml");
     assert_eq!((mode_of(&file), mode_of(file.parent().unwrap())), (0o600, 0o700));
     user.run(&["list"]).ok();
-    // The key of a profile is its server's alone.
+    // The key of a profile is sent only to the profile's server.
     let mut other = user.command(&["list", "--server", &server.url.replace("127.0.0.1", "localhost")]);
     assert_eq!(other.output().unwrap().status.code(), Some(4));
     user.run(&["list", "--server", &server.url]).ok();
@@ -65,7 +65,7 @@ async fn keys_are_made_over_the_api_and_in_a_data_directory() {
     let id = document["data"][0]["id"].as_str().unwrap().to_owned();
     assert!(document["data"][0]["expires_at"].is_string() && document.get("next").is_some(), "{document}");
     assert!(with(&["keys", "list"]).ok().contains(&id));
-    // The same in the data directory, beside the running server.
+    // The same directly in the data directory, next to the running server.
     assert!(user.run(&["keys", "list", "--data-dir", "data"]).ok().contains(&id));
     user.run(&["keys", "list", "--data-dir", "data", "--server", &server.url]).failed(2, "--data-dir");
     let mut reader = user.command(&["keys", "list", "--key", &key]);

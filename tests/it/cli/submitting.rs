@@ -1,4 +1,4 @@
-//! Job files: their forms, `--set`, and the local files that they name.
+//! Job files: their formats, `--set`, and the local files that they refer to.
 
 use serde_json::{Value, json};
 
@@ -6,7 +6,7 @@ use super::{named, start};
 
 const ROWS: &str = "{\"prompt\":\"Say one.\"}\n{\"prompt\":\"Say two.\"}\n{\"prompt\":\"Say three.\"}\n";
 
-/// A job that names this dataset.
+/// A job with this dataset.
 fn with_dataset(dataset: Value) -> Value {
     let mut job = named("files", 2);
     job["dataset"] = dataset;
@@ -30,7 +30,7 @@ async fn local_files_become_datasets_each_content_once() {
 
     let again = user.run(&["submit", "jobs/job.json"]);
     assert!(!again.err.contains("uploading") && again.err.contains("uploaded before"), "{again:?}");
-    // Another user, and other bytes of the same rows: the server's list has their hash.
+    // Another user with different bytes of the same rows: the server's list contains their hash.
     std::fs::remove_dir_all(user.path(".local")).unwrap();
     user.write("same.json", "[{\"prompt\": \"Say one.\"}, {\"prompt\": \"Say two.\"},\n {\"prompt\": \"Say three.\"}]");
     let found = user.run(&["datasets", "upload", "same.json"]);
@@ -38,7 +38,7 @@ async fn local_files_become_datasets_each_content_once() {
     assert_eq!(json!(found.ok().trim()), plan["dataset"]["id"]);
     assert_eq!(server.get("/datasets").await["data"].as_array().unwrap().len(), 2);
 
-    // One that was deleted is uploaded again.
+    // A deleted dataset is uploaded again.
     for job in server.get("/jobs").await["data"].as_array().unwrap() {
         user.run(&["cancel", job["id"].as_str().unwrap()]).ok();
         user.run(&["delete", "--yes", job["id"].as_str().unwrap()]).ok();

@@ -1,4 +1,4 @@
-//! In a pseudo-terminal: what is drawn, what is asked, and Ctrl-C.
+//! Commands in a pseudo-terminal: output, prompts, and Ctrl-C.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -14,10 +14,10 @@ use serde_json::json;
 use super::{User, endless, named, start};
 use crate::processes::{Server, binary, command};
 
-/// What a command may take to show something.
+/// Time limit for a command to show something.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A command with a terminal of its own.
+/// A command with its own terminal.
 struct Terminal {
     child: Child,
     keyboard: File,
@@ -32,7 +32,7 @@ impl Terminal {
         tcsetwinsize(&main, Winsize { ws_row: 40, ws_col: 100, ws_xpixel: 0, ws_ypixel: 0 }).unwrap();
         let name = ptsname(&main, Vec::new()).unwrap().into_string().unwrap();
         let end = || Stdio::from(OwnedFd::from(File::options().read(true).write(true).open(&name).unwrap()));
-        // A session of its own, whose terminal this is: Ctrl-C is then a signal to the command.
+        // Its own session with this terminal, so that Ctrl-C sends a signal to the command.
         let mut command = Command::new("setsid");
         user.prepare(&mut command);
         command.args(["--ctty", "--wait"]).arg(binary()).args(arguments).env("TERM", "xterm-256color");
@@ -68,7 +68,7 @@ impl Terminal {
         self.keyboard.write_all(text.as_bytes()).unwrap();
     }
 
-    /// The exit code, and all that was shown.
+    /// Returns the exit code and all output.
     fn ends(mut self) -> (i32, String) {
         let begun = Instant::now();
         let code = loop {
@@ -81,7 +81,7 @@ impl Terminal {
             }
             std::thread::sleep(Duration::from_millis(20));
         };
-        // What was written last may be on its way to the reader.
+        // The last output may not have reached the reader yet.
         std::thread::sleep(Duration::from_millis(100));
         (code, self.screen())
     }

@@ -1,4 +1,4 @@
-//! Figures beside their bars.
+//! Reports figures next to their limits.
 
 use std::path::Path;
 
@@ -37,7 +37,7 @@ impl Report {
         self.figures.push(json!({"what": what, "found": found, "bar": bar, "sign": sign, "unit": unit, "held": held}));
     }
 
-    /// Where `RLOOD_SCALE_RESULTS` says.
+    /// Writes the report to the directory in `RLOOD_SCALE_RESULTS`.
     pub fn write(&self, size: &Size) {
         let Ok(path) = std::env::var("RLOOD_SCALE_RESULTS") else { return };
         let points = ((size.jobs - 1) * size.steps + size.long_run) * metric_names().len();

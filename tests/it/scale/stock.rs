@@ -1,4 +1,4 @@
-//! Databases with many jobs, made by the real schema, its first job by the store itself, the others as copies with SQL.
+//! Databases with many jobs: the real schema, the first job created by the store itself, the others copied with SQL.
 
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -10,9 +10,9 @@ use serde_json::{Value, json};
 use super::Size;
 use crate::setting::{Setting, T0};
 
-/// Numbers a step.
+/// Number of metrics per step.
 const KEYS: usize = 25;
-/// In a written-down database.
+/// File that marks a completely created database.
 const COMPLETE: &str = "complete";
 
 /// A data directory; removed when dropped, unless `RLOOD_SCALE_DIR` keeps it.
@@ -61,7 +61,7 @@ impl Stock {
     }
 }
 
-/// The id of a copy.
+/// Returns the id of a copy.
 pub fn job_id(prefix: char, number: usize) -> String {
     format!("job_0{prefix}{number:024}")
 }
@@ -72,7 +72,7 @@ pub fn metric_names() -> Vec<String> {
     names
 }
 
-/// `KEY=VALUE` of a label that all jobs have, that one in ten has, that one has, that none has.
+/// Labels as `KEY=VALUE`: of all jobs, of one in ten, of a single one, and of none.
 pub fn label(number: usize) -> String {
     match number % 4 {
         0 => "sweep=all".to_owned(),
@@ -82,7 +82,7 @@ pub fn label(number: usize) -> String {
     }
 }
 
-/// One real job, and copies of it with SQL alone: `prefix` tells their ids apart.
+/// Creates one real job, and copies of it with SQL; `prefix` distinguishes their ids.
 async fn copies(setting: &Setting, prefix: char, count: usize) {
     let done = setting
         .sql(&format!(
@@ -110,7 +110,7 @@ async fn fill_history(setting: &Setting, size: &Size) {
     {
         let count = format!("WITH RECURSIVE n (v) AS (SELECT 1 UNION ALL SELECT v + 1 FROM n WHERE v < {steps})");
         for insert in [
-            // The reward differs from step to step, as rewards do.
+            // The reward varies from step to step, as in real runs.
             format!(
                 "{count} INSERT INTO steps SELECT id, v, 'train', 1, {T0} + v, \
                  replace('{{{metrics}}}', '\"reward\":0.123456789012', '\"reward\":' || ((v * 7919 % 1000) / 1000.0)), \
@@ -128,7 +128,7 @@ async fn fill_history(setting: &Setting, size: &Size) {
     let failure = json!({"class": "infra", "code": "worker_lost", "message": "lost", "phase": null, "step": null, "suggestion": null});
     for statement in [
         "UPDATE jobs SET next_seq = 1 + COALESCE((SELECT MAX(seq) FROM events WHERE job_id = jobs.id), 0)".to_owned(),
-        // One in ten still waits; most are over.
+        // One in ten is still queued; most have ended.
         format!(
             "UPDATE jobs SET state = 'running', lease_until = {T0}, worker = '{worker}', started_at = {T0}, attempt = 1 \
              WHERE queue_order % 10 IN (1, 2, 3, 4, 5, 6)"
@@ -148,7 +148,7 @@ async fn fill_history(setting: &Setting, size: &Size) {
     checkpoints(setting).await;
 }
 
-/// Alerts of one job in three, two training phases of each.
+/// Adds alerts to one job in three, each in two training phases.
 async fn beside(setting: &Setting) {
     let alert = |rule| {
         let alert = Alert {
@@ -182,7 +182,7 @@ async fn beside(setting: &Setting) {
     }
 }
 
-/// Two of each job that succeeded, rows and directories.
+/// Adds two checkpoints to each successful job, rows and directories.
 async fn checkpoints(setting: &Setting) {
     let mut after = None;
     let filter = rlood::store::JobFilter { state: Some(rlood::job::State::Succeeded), ..Default::default() };
@@ -212,7 +212,7 @@ async fn checkpoints(setting: &Setting) {
     }
 }
 
-/// Leaves the data directory to a server.
+/// Hands the data directory over to a server.
 async fn handed_over(setting: Setting) -> tempfile::TempDir {
     let model = NewModel {
         id: "org/tiny".to_owned(),

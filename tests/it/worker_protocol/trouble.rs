@@ -1,4 +1,4 @@
-//! What goes wrong on the server during a claim, and checkpoints that its disk has damaged: neither is charged to a job.
+//! Server errors during a claim, and checkpoints damaged on disk: neither counts against a job.
 
 use std::time::Instant;
 
@@ -31,7 +31,7 @@ impl Server {
         events.into_iter().filter(|event| event.kind == kind).collect()
     }
 
-    /// A job with checkpoints of these steps, claimed again; its attempt is 2.
+    /// A job with checkpoints of these steps, claimed again as attempt 2.
     async fn job_with_checkpoints(&self, steps: &[u64]) -> (JobId, Value) {
         let job = self.setting.job().await;
         assert_eq!(self.claim(0).await.1["job"], json!(job));
@@ -70,7 +70,7 @@ async fn a_claim_reads_no_byte_of_a_checkpoint_and_what_a_worker_reports_damaged
     assert!(warning["message"].as_str().unwrap().contains("does not match its hashes"), "{warning}");
     let (status, bytes) = server.send("GET", &format!("/worker/jobs/{job}/resume/w?attempt=3"), "").await;
     assert_eq!((status, bytes.as_slice()), (StatusCode::OK, b"weights of 1".as_slice()));
-    // The answer was lost: the same again.
+    // The response was lost: the same report gets the same answer.
     assert_eq!(server.report(job, 3, "resume", 2, "w").await, (status, found));
     assert_eq!(server.events(job, "warning").await.len(), 1);
     assert_eq!(server.row(job).await.failed_attempts, 0);
@@ -104,7 +104,7 @@ async fn a_checkpoint_that_the_disk_does_not_give_falls_back_like_one_that_diffe
     let warning = &server.events(job, "warning").await[0].data;
     assert!(warning["message"].as_str().unwrap().contains("cannot be read"), "{warning}");
 
-    // The last one: from the beginning.
+    // The last checkpoint is damaged too: the job starts from the beginning.
     std::fs::remove_file(files.checkpoint_file(job, 1, 1, "w").unwrap()).unwrap();
     let (_, found) = server.report(job, 2, "resume", 1, "w").await;
     assert_eq!((&found["verdict"], &found["resume"]), (&json!("damaged"), &Value::Null));
@@ -168,7 +168,7 @@ async fn an_error_of_the_server_during_a_claim_releases_it_costs_the_job_nothing
         (&json!("server_error"), &json!(0))
     );
 
-    // Whatever happens how often, it costs no attempt; from the fifth time on its owner is told.
+    // Repeated server errors cost no attempts; from the fifth on the owner is notified.
     for errors in 2..=12 {
         server.setting.sql("UPDATE jobs SET claim_not_before = 0").await.unwrap();
         assert_eq!(server.claim_of(server.another_worker().await).await.0, StatusCode::NO_CONTENT);
@@ -181,7 +181,7 @@ async fn an_error_of_the_server_during_a_claim_releases_it_costs_the_job_nothing
     let text = warning["message"].as_str().unwrap();
     assert!(!text.contains('/') && !text.contains("files.json"), "no path: {text}");
 
-    // The server is mended: the job runs, and the count starts anew.
+    // The server is repaired: the job runs, and the error count is reset.
     std::fs::write(&list, "[]").unwrap();
     server.setting.sql("UPDATE jobs SET claim_not_before = 0").await.unwrap();
     let (status, claim) = server.claim_of(server.another_worker().await).await;
@@ -237,7 +237,7 @@ async fn what_the_user_asked_for_is_honoured_when_a_claim_is_released() {
     store.claim_release(job, 1, T0).await.unwrap();
     let row = server.row(job).await;
     assert_eq!((row.state, row.status_reason), (State::Paused, None));
-    // Resumed, it is offered at once.
+    // A resumed job is offered immediately.
     store.job_resume(job, T0).await.unwrap();
     assert_eq!(server.claim(0).await.1["job"], json!(job));
 }

@@ -10,18 +10,18 @@ use crate::engine::kernels::attention::{
     attend_groups_backward,
 };
 
-/// One layer's attention, seconds.
+/// Durations of one layer's attention, in seconds.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct AttentionFigures {
-    /// Over a packed step.
+    /// Forward pass over a packed step.
     pub forward_s: f64,
-    /// Its backward pass.
+    /// Backward pass over a packed step.
     pub backward_s: f64,
-    /// In a decode step of all completions, half grown.
+    /// One decode step of all completions at half their length.
     pub decode_s: f64,
 }
 
-/// Measures it with the step's own prompts and completions.
+/// Measures attention with the step's own prompts and completions.
 pub(super) fn measure(setting: &Setting<'_>, team: &Team) -> Result<AttentionFigures, BenchError> {
     let (forward_s, backward_s) = packed(setting, team)?;
     Ok(AttentionFigures { forward_s, backward_s, decode_s: decode(setting, team)? })

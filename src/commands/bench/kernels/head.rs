@@ -1,4 +1,4 @@
-//! The streamed head: log-probs, their gradient, choosing tokens.
+//! The streamed head: log-probs, their gradient, and choosing tokens.
 
 use serde::{Deserialize, Serialize};
 
@@ -8,29 +8,29 @@ use super::{Team, random_values};
 use crate::engine::kernels::head::{Gradient, Head, Pick, choose, score, score_vjp};
 use crate::engine::kernels::pack::PackedMatrix;
 
-/// Most positions that are scored: the rest would take as long.
+/// Maximum number of scored positions; more would have the same speed.
 const MAX_ROWS: usize = 1024;
 
-/// What the head reached.
+/// Results of the head.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct HeadFigures {
-    /// Scored positions.
+    /// Number of scored positions.
     pub rows: usize,
-    /// Log-probs and entropies, seconds.
+    /// Duration of log-probs and entropies, in seconds.
     pub score_s: f64,
-    /// The same by the FLOPs of the product alone, 1e9 a second.
+    /// Speed of log-probs, counting the FLOPs of the product alone, in 1e9 per second.
     pub score_gflop_s: f64,
-    /// dX, the logits computed again, seconds.
+    /// Duration of dX with recomputed logits, in seconds.
     pub backward_s: f64,
-    /// The same by the FLOPs of both products, 1e9 a second.
+    /// Speed of dX, counting the FLOPs of both products, in 1e9 per second.
     pub backward_gflop_s: f64,
-    /// Choosing a token for every completion of a step, seconds.
+    /// Duration of choosing a token for every completion of a step, in seconds.
     pub choose_s: f64,
-    /// The same by the packed weights that it reads, 1e9 bytes a second.
+    /// Packed weights read per second while choosing, in 1e9 bytes.
     pub choose_gb_s: f64,
 }
 
-/// Measures it with as many positions as a step scores.
+/// Measures the head with the number of positions that a step scores.
 pub(super) fn measure(setting: &Setting<'_>, team: &Team) -> Result<HeadFigures, BenchError> {
     let (args, config) = (setting.args, &setting.card.config);
     let (vocab, hidden) = (config.vocab_size, config.hidden_size);

@@ -1,5 +1,5 @@
-//! A GPU's limits, through its driver and cuBLAS: copies within its memory, and products of matrices of random values
-//! (of zeros they would be faster, because they take less power).
+//! Limits of a GPU through its driver and cuBLAS: copies within its memory, and products of random matrices (products of zeros
+//! would be faster, because they need less power).
 
 use std::time::Instant;
 
@@ -13,29 +13,29 @@ use crate::engine::error::EngineError;
 use crate::engine::kernels::cuda::driver::{Buffer, CudaError, DType, Device, Gemm, Matrix, Plain};
 use crate::engine::random::{Key, Stream};
 
-/// Bytes of a copy: far more than any cache holds.
+/// Number of bytes per copy: far more than any cache holds.
 const COPY_BYTES: u64 = 1 << 30;
 
-/// Sides of the matrices: the larger, the nearer to the limit.
+/// Sizes of the square matrices: larger ones come closer to the limit.
 const SIDES: [usize; 4] = [1024, 2048, 4096, 8192];
 
-/// Random values that fill a matrix, over and over.
+/// Number of random values that are repeated to fill a matrix.
 const PATTERN: u64 = 1 << 16;
 
-/// Times that a copy or a product is asked for before it is waited for.
+/// Number of copies or products that are queued before the measurement waits for them.
 const BATCH: usize = 10;
 
-/// Shortest measurement, seconds: clocks have risen by then.
+/// Minimum duration of a measurement in seconds: clocks have risen by then.
 const MIN_SECONDS: f64 = 0.3;
 
-/// The emulator is a test of this code, not of speed.
+/// Small sizes for the emulator, which tests this code and not its speed.
 const EMULATED_BYTES: u64 = 1 << 20;
 const EMULATED_SIDES: [usize; 1] = [64];
 
-/// Measures copies and products: with `only` those of this precision, of the largest matrices.
+/// Measures copies and products; with `only` just those of this precision, of the largest matrices.
 ///
 /// # Errors
-/// When there is no such device, or it fails.
+/// When the device does not exist, or fails.
 pub fn measure(ordinal: u32, only: Option<Precision>) -> Result<GpuLimits, BenchError> {
     limits(ordinal, only).map_err(|error| EngineError::from(error).into())
 }
@@ -48,7 +48,7 @@ fn limits(ordinal: u32, only: Option<Precision>) -> Result<GpuLimits, CudaError>
     let (major, minor) = properties.compute_capability;
     let (bytes, sides) = match properties.emulated {
         true => (EMULATED_BYTES, EMULATED_SIDES.as_slice()),
-        // A small card has room for both buffers and more.
+        // Both buffers fit into a small card's memory with space to spare.
         false => (COPY_BYTES.min(properties.memory_bytes / 8), SIDES.as_slice()),
     };
     let sides = if only.is_some() { &sides[sides.len() - 1..] } else { sides };
@@ -69,7 +69,7 @@ fn limits(ordinal: u32, only: Option<Precision>) -> Result<GpuLimits, CudaError>
     })
 }
 
-/// Bytes read and written.
+/// Bytes read plus bytes written per second, in 1e9.
 fn copy_gb_s(device: &Device, bytes: usize) -> Result<f64, CudaError> {
     let (from, to) = (device.zeros(bytes)?, device.alloc(bytes)?);
     let timing = repeat(3, MIN_SECONDS, || {
@@ -79,7 +79,7 @@ fn copy_gb_s(device: &Device, bytes: usize) -> Result<f64, CudaError> {
     Ok((2 * bytes * BATCH) as f64 / timing.min_s / 1e9)
 }
 
-/// The fastest of products `x wᵀ` with f32 sums and results of the operands' type, as a linear layer has them.
+/// Returns the fastest product `x wᵀ` with f32 sums and results of the operands' type, as in a linear layer.
 fn peak<T: Plain + From<bf16>>(device: &Device, sides: &[usize], dtype: DType) -> Result<GemmPeak, CudaError> {
     let mut best = GemmPeak { n: 0, gflop_s: 0.0 };
     for &n in sides {
@@ -106,7 +106,7 @@ fn peak<T: Plain + From<bf16>>(device: &Device, sides: &[usize], dtype: DType) -
     Ok(best)
 }
 
-/// Values between -1 and 1, each [`PATTERN`] of them the same.
+/// Returns values between -1 and 1, with a period of [`PATTERN`].
 fn random<T: Plain + From<bf16>>(device: &Device, count: usize, seed: u64) -> Result<Buffer, CudaError> {
     let key = Key::new(seed, Stream::Probe);
     let value = |at| T::from(bf16::from_f64(2.0 * key.with(at).uniform() - 1.0));

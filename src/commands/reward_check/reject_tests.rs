@@ -1,4 +1,4 @@
-//! What a job never sends: requests that nobody signed, bodies that are none; and what later versions may send.
+//! Checks with requests that a service must reject: unsigned or malformed ones. Also checks requests of later versions.
 
 use serde_json::json;
 
@@ -6,7 +6,7 @@ use super::wire::{Got, Signing};
 use super::{Check, Outcome, new_id, read};
 
 impl Check {
-    /// Who does not know the secret must not be answered; during a rotation two signatures come.
+    /// Checks that unsigned requests are refused, and that two signatures, as during a rotation, are accepted.
     pub(super) async fn signatures(&mut self, answers: bool) {
         if self.wire.key.is_none() {
             return;
@@ -16,25 +16,25 @@ impl Check {
                 "unsigned",
                 "a request without a signature",
                 Signing::Missing,
-                "refuse (401) what has no webhook-signature",
+                "refuse (401) requests without webhook-signature",
             ),
             (
                 "wrong_signature",
                 "a request signed with another secret",
                 Signing::Stranger,
-                "compare webhook-signature with your own (in constant time) and refuse (401) what differs",
+                "compare webhook-signature with your own (in constant time) and refuse (401) a mismatch",
             ),
             (
                 "tampered_body",
                 "a request whose signature is of another body",
                 Signing::Tampered,
-                "compute the signature over the bytes of the body as they came, before parsing them",
+                "compute the signature over the received bytes of the body, before parsing them",
             ),
             (
                 "stale_timestamp",
                 "a well-signed request that is ten minutes old",
                 Signing::Aged(600),
-                "refuse (401) a webhook-timestamp more than five minutes from your clock: else a recorded request can be replayed",
+                "refuse (401) a webhook-timestamp more than five minutes from your clock: otherwise a recorded request can be replayed",
             ),
             (
                 "future_timestamp",
@@ -46,18 +46,23 @@ impl Check {
         for (check, what, signing, fix) in cases {
             match self.signed(signing).await {
                 Err(why) => {
-                    self.find(check, Outcome::Failed, format!("{what}: {why}"), "answer 401, rather than hanging up");
+                    self.find(
+                        check,
+                        Outcome::Failed,
+                        format!("{what}: {why}"),
+                        "answer 401 instead of closing the connection",
+                    );
                 }
                 Ok(got) if got.is_success() => {
                     self.find(check, Outcome::Warning, format!("{what} was accepted ({})", got.status), fix);
                 }
                 Ok(got) if got.status >= 500 => {
-                    let detail = format!("{what} was answered {}{}", got.status, got.said());
+                    let detail = format!("{what} was answered {}{}", got.status, got.excerpt());
                     self.find(
                         check,
                         Outcome::Warning,
                         detail,
-                        "answer 401: a 5xx means that the same may go better later",
+                        "answer 401: a 5xx means that the same request may succeed later",
                     );
                 }
                 Ok(got) => self.find(check, Outcome::Ok, format!("{what} was refused ({})", got.status), ""),
@@ -70,7 +75,7 @@ impl Check {
         match self.signed(Signing::Rotating).await {
             Ok(got) if got.is_success() => self.find("rotation", Outcome::Ok, format!("{what}: accepted"), ""),
             Ok(got) => {
-                let fix = "webhook-signature may hold several, separated by spaces: one that fits is enough";
+                let fix = "webhook-signature may contain several signatures, separated by spaces: one valid signature is enough";
                 self.find("rotation", Outcome::Failed, format!("{what}: refused ({})", got.status), fix);
             }
             Err(why) => self.find("rotation", Outcome::Failed, format!("{what}: {why}"), ""),
@@ -83,7 +88,7 @@ impl Check {
         self.wire.post(&id, &body, signing).await
     }
 
-    /// Bodies that are no requests are refused, not crashed on.
+    /// Checks that malformed requests are refused and do not crash the service.
     pub(super) async fn malformed(&mut self) {
         let id = new_id();
         let request = self.request(&id, &self.samples[..1]);
@@ -114,26 +119,21 @@ impl Check {
             }
         }
         if !crashed.is_empty() {
-            let fix = "answer 400 or 422 with the reason: a 5xx or a broken connection means 'later', and the same \
-                       request would come again and again";
-            let detail = format!("answered with a failure of its own: {}", crashed.join(", "));
+            let fix = "answer 400 or 422 with the reason: a 5xx or a broken connection means 'retry', and the same \
+                       request would be repeated";
+            let detail = format!("answered with a server error: {}", crashed.join(", "));
             self.find("malformed", Outcome::Failed, detail, fix);
         }
         if !accepted.is_empty() {
-            let fix = "answer 400 or 422 with the reason: whoever sends such a thing should learn of it";
+            let fix = "answer 400 or 422 with the reason: the sender should see the error";
             self.find("malformed", Outcome::Warning, format!("accepted: {}", accepted.join(", ")), fix);
         }
         if crashed.is_empty() && accepted.is_empty() {
-            self.find(
-                "malformed",
-                Outcome::Ok,
-                format!("{refused} bodies that are no requests, all refused with 4xx"),
-                "",
-            );
+            self.find("malformed", Outcome::Ok, format!("{refused} malformed requests, all refused with 4xx"), "");
         }
     }
 
-    /// Fields of a later minor version, and a version that does not exist yet.
+    /// Sends fields of a later minor version, and an unknown version.
     pub(super) async fn tolerance(&mut self) {
         let id = new_id();
         let samples = self.samples[..1].to_vec();
@@ -143,7 +143,7 @@ impl Check {
         request["reward"]["revision"] = json!(7);
         request["samples"][0]["logprob"] = json!(-1.25);
         let what = "fields that the contract does not have yet";
-        let fix = "ignore unknown fields: the contract grows by fields, without another version";
+        let fix = "ignore unknown fields: the contract adds fields without a new version";
         match self.ask_with(&id, &request.to_string(), &samples).await {
             Ok(answer) => match self.problems(&answer, &samples).first() {
                 None => self.find("unknown_fields", Outcome::Ok, format!("{what} are ignored"), ""),
@@ -157,19 +157,19 @@ impl Check {
         let what = "a request of version \"2\"";
         match self.wire.post(&id, &request.to_string(), Signing::Right).await {
             Ok(got) if got.status >= 500 => {
-                let fix = "answer 4xx to a version that is not spoken (or answer it as \"1\"): a 5xx is tried again for minutes";
-                self.find("unknown_version", Outcome::Failed, format!("{what}: {}{}", got.status, got.said()), fix);
+                let fix = "answer 4xx to an unsupported version (or answer it as \"1\"): a 5xx is retried for minutes";
+                self.find("unknown_version", Outcome::Failed, format!("{what}: {}{}", got.status, got.excerpt()), fix);
             }
             Ok(got) if got.is_success() => match read(&got, &id, &samples) {
-                Ok(_) => self.find("unknown_version", Outcome::Ok, format!("{what} is answered all the same"), ""),
+                Ok(_) => self.find("unknown_version", Outcome::Ok, format!("{what} is answered nevertheless"), ""),
                 Err(why) => {
-                    let fix = "answer it as \"1\", or with 4xx";
+                    let fix = "answer it as \"1\", or return 4xx";
                     self.find("unknown_version", Outcome::Warning, format!("{what}: {why}"), fix);
                 }
             },
             Ok(got) => self.find("unknown_version", Outcome::Ok, format!("{what} is refused ({})", got.status), ""),
             Err(why) => {
-                let fix = "answer 4xx to a version that is not spoken";
+                let fix = "answer 4xx to an unsupported version";
                 self.find("unknown_version", Outcome::Failed, format!("{what}: {why}"), fix);
             }
         }

@@ -1,4 +1,4 @@
-//! Preflight: what is handed to a probe, and what becomes of its answer. The probe itself is a process of its own.
+//! Preflight requests: prepares the task and evaluates the report. The preflight runs in its own process.
 
 use std::time::Duration;
 
@@ -12,23 +12,23 @@ use crate::probe::{ProbeError, ProbeReport, ProbeTask};
 use crate::spec::{JobSpec, Resolution};
 use crate::store::StoreError;
 
-/// Prompts of a probe unless it says otherwise.
+/// Default number of prompts of a preflight.
 pub(super) const DEFAULT_PROMPTS: u32 = 8;
-/// Most prompts of a probe.
+/// Maximum number of prompts of a preflight.
 pub(super) const MAX_PROMPTS: u32 = 64;
-/// Seconds of a probe unless it says otherwise.
+/// Default time limit of a preflight, in seconds.
 pub(super) const DEFAULT_TIMEOUT_S: u32 = 60;
-/// Most seconds of a probe.
+/// Maximum time limit of a preflight, in seconds.
 pub(super) const MAX_TIMEOUT_S: u32 = 600;
 
-/// How much to look at.
+/// Number of prompts and time limit of a preflight.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Size {
+pub(super) struct Limits {
     pub prompts: u32,
     pub timeout_s: u32,
 }
 
-impl Size {
+impl Limits {
     pub(super) fn read(prompts: Option<u32>, timeout_s: Option<u32>) -> Result<Self, Problem> {
         let within = |name: &str, given: Option<u32>, default: u32, most: u32| match given {
             None => Ok(default),
@@ -49,16 +49,16 @@ impl Size {
     }
 }
 
-/// Looks at a job that is valid.
-pub(super) async fn probe(
+/// Runs a preflight of a valid job.
+pub(super) async fn run(
     state: &AppState,
     spec: JobSpec,
     resolution: &Resolution,
     train: Prompts,
-    size: Size,
+    limits: Limits,
 ) -> Result<ProbeReport, Problem> {
     let Some(preflights) = &state.preflights else {
-        let detail = "this server starts no processes of its own, so it cannot probe: validate without probe";
+        let detail = "this server starts no processes of its own, so it cannot run a preflight: validate without probe";
         return Err(Problem::new(Code::NotImplemented, detail));
     };
     let plan = &resolution.plan;
@@ -66,7 +66,7 @@ pub(super) async fn probe(
         Ok(row) if row.state == "ready" => row,
         Ok(_) | Err(StoreError::NotFound { .. }) => {
             let detail = format!(
-                "a probe samples the model, and the files of '{}' are not here yet: send POST /models {{\"hub\": …}}, wait until \
+                "a preflight (probe=true) samples the model, and the files of '{}' are not downloaded yet: send POST /models {{\"hub\": …}}, wait until \
                  it is ready, or validate without probe",
                 plan.model.id
             );
@@ -79,12 +79,12 @@ pub(super) async fn probe(
         reward_models.insert(id.clone(), state.store.model_get(id).await?.source);
     }
     let initial = warm_start::source(state, plan).await?.map(|(dir, _)| dir);
-    let numbers = spread(u64::from(size.prompts), plan.dataset.num_rows);
+    let numbers = spread_rows(u64::from(limits.prompts), plan.dataset.num_rows);
     let rows = tokio::task::spawn_blocking(move || train.rows(&numbers))
         .await
         .map_err(Problem::internal)?
         .map_err(|error| Problem::internal(format!("the rows of a dataset cannot be read: {error}")))?;
-    let limit = Duration::from_secs(size.timeout_s.into());
+    let limit = Duration::from_secs(limits.timeout_s.into());
     let task = ProbeTask {
         plan: plan.clone(),
         secrets: spec.secrets,
@@ -98,7 +98,7 @@ pub(super) async fn probe(
     let mut report = match preflights.run(&task, limit).await {
         Ok(report) => report,
         Err(OneShotError::Busy) => {
-            let detail = "another job is being probed; try again when it is done, or validate without probe";
+            let detail = "another preflight is running; try again when it has finished, or validate without probe";
             return Err(Problem::new(Code::TooManyRequests, detail).retry_after(limit.as_secs()));
         }
         Err(error) => {
@@ -114,26 +114,28 @@ pub(super) async fn probe(
     Ok(report)
 }
 
-/// Why a probe ended without a report, for its verdict.
+/// Explains why a preflight ended without a report, for its verdict.
 fn without_report(error: &OneShotError) -> ProbeError {
     let message = match error {
-        OneShotError::TimedOut(limit) => format!("the probe did not end within {} s and was killed", limit.as_secs()),
+        OneShotError::TimedOut(limit) => {
+            format!("the preflight did not end within {} s and was killed", limit.as_secs())
+        }
         OneShotError::Killed(status) => format!(
-            "the probe was killed ({status}): most likely memory ran out; a smaller model, shorter completions or fewer generations need less"
+            "the preflight was killed ({status}), most likely because it ran out of memory; a smaller model, shorter completions or fewer generations need less"
         ),
         OneShotError::Ended(status) => {
-            format!("the probe ended without a report ({status}); the server's log has its last words")
+            format!("the preflight ended without a report ({status}); see the server's log")
         }
         OneShotError::Busy | OneShotError::Stopping | OneShotError::Failed(_) => {
-            format!("the probe cannot be run: {error}")
+            format!("the preflight could not be started: {error}")
         }
     };
     let code = if matches!(error, OneShotError::TimedOut(_)) { "probe_timeout" } else { "probe_failed" };
     ProbeError { code: code.to_owned(), message }
 }
 
-/// `count` rows at even distances, all of them where there are not more.
-fn spread(count: u64, num_rows: u64) -> Vec<u64> {
+/// Returns `count` rows at even distances, or all rows if there are no more.
+fn spread_rows(count: u64, num_rows: u64) -> Vec<u64> {
     let count = count.min(num_rows);
     (0..count).map(|index| index * num_rows / count).collect()
 }
@@ -144,18 +146,18 @@ mod tests {
 
     #[test]
     fn rows_are_spread_over_the_dataset_without_repeats() {
-        assert_eq!(spread(4, 100), [0, 25, 50, 75]);
-        assert_eq!(spread(8, 3), [0, 1, 2]);
-        assert_eq!(spread(3, 4), [0, 1, 2]);
-        assert!(spread(8, 0).is_empty());
+        assert_eq!(spread_rows(4, 100), [0, 25, 50, 75]);
+        assert_eq!(spread_rows(8, 3), [0, 1, 2]);
+        assert_eq!(spread_rows(3, 4), [0, 1, 2]);
+        assert!(spread_rows(8, 0).is_empty());
     }
 
     #[test]
     fn sizes_have_defaults_and_bounds() {
-        let size = Size::read(None, Some(5)).unwrap();
-        assert_eq!((size.prompts, size.timeout_s), (8, 5));
+        let limits = Limits::read(None, Some(5)).unwrap();
+        assert_eq!((limits.prompts, limits.timeout_s), (8, 5));
         for (prompts, timeout_s) in [(Some(0), None), (Some(65), None), (None, Some(0)), (None, Some(601))] {
-            assert_eq!(Size::read(prompts, timeout_s).unwrap_err().code(), Code::InvalidQuery);
+            assert_eq!(Limits::read(prompts, timeout_s).unwrap_err().code(), Code::InvalidQuery);
         }
     }
 }

@@ -1,7 +1,8 @@
-//! Sends lifecycle messages: signed as Standard Webhooks says, to addresses that the operator permits, each try noted.
+//! Delivers lifecycle messages to webhooks: signed by Standard Webhooks, to addresses that the operator allows.
+//! Every attempt is recorded.
 //!
-//! The outbox is in the database, so nothing is lost with the process: a message that was on its way is sent again, with the
-//! same `webhook-id`. Each subscription has one message on its way at a time, and none waits for another subscription's.
+//! The outbox is in the database, so no message is lost in a crash: a message in delivery is sent again with the same `webhook-id`.
+//! Each subscription delivers one message at a time, independent of other subscriptions.
 
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -23,19 +24,19 @@ use crate::store::webhooks::WebhookRow;
 use crate::store::{DeliveryRow, MessageEvent, Next, TryRow};
 use crate::store::{Store, StoreError, clock_ms};
 
-/// For an endpoint to answer.
+/// Time limit for an endpoint to answer.
 const TIMEOUT: Duration = Duration::from_secs(15);
-/// Between two looks into the outbox.
-const LOOK: Duration = Duration::from_millis(500);
-/// The longest that an endpoint's own Retry-After puts a try off, ms.
-const LONGEST_RETRY_AFTER_MS: i64 = 24 * 60 * 60 * 1000;
+/// Interval at which the outbox is polled.
+const POLL_INTERVAL: Duration = Duration::from_millis(500);
+/// Maximum delay that an endpoint's Retry-After can request, in ms.
+const MAX_RETRY_AFTER_MS: i64 = 24 * 60 * 60 * 1000;
 
-/// Why no message can be sent.
+/// The HTTP client could not be created.
 #[derive(Debug, thiserror::Error)]
-#[error("no HTTP client can be made")]
-pub struct CourierError(#[source] reqwest::Error);
+#[error("the HTTP client could not be created")]
+pub struct WebhookSenderError(#[source] reqwest::Error);
 
-/// A client that reaches what its policy permits.
+/// An HTTP client that reaches only the addresses that its policy allows.
 #[derive(Clone)]
 struct Outgoing {
     policy: OutgoingPolicy,
@@ -43,48 +44,48 @@ struct Outgoing {
 }
 
 impl Outgoing {
-    fn new(policy: OutgoingPolicy) -> Result<Self, CourierError> {
-        // No connection is kept: every try resolves the name, and its address is checked.
+    fn new(policy: OutgoingPolicy) -> Result<Self, WebhookSenderError> {
+        // Connections are not reused: every attempt resolves the name and checks the address.
         let client = restricted_client_builder(&policy)
             .timeout(TIMEOUT)
             .pool_max_idle_per_host(0)
             .build()
-            .map_err(CourierError)?;
+            .map_err(WebhookSenderError)?;
         Ok(Self { policy, client })
     }
 }
 
-/// Sends what is due. Cheap to clone.
+/// Sends due messages. Cheap to clone.
 #[derive(Clone)]
-pub struct Courier {
+pub struct WebhookSender {
     store: Store,
     outgoing: Outgoing,
-    /// In place of it as soon as there are keys in the database.
+    /// Client to use once the database contains keys.
     with_keys: Outgoing,
     busy: Arc<Mutex<HashSet<WebhookId>>>,
     free: Arc<Notify>,
 }
 
-impl Courier {
-    /// Over a server's outbox.
+impl WebhookSender {
+    /// Creates a sender for a server's outbox.
     ///
     /// # Errors
-    /// When no HTTP client can be made.
-    pub fn new(store: Store, policy: OutgoingPolicy) -> Result<Self, CourierError> {
+    /// When the HTTP client cannot be created.
+    pub fn new(store: Store, policy: OutgoingPolicy) -> Result<Self, WebhookSenderError> {
         let outgoing = Outgoing::new(policy)?;
         let with_keys = outgoing.clone();
         Ok(Self { store, outgoing, with_keys, busy: Arc::default(), free: Arc::default() })
     }
 
-    /// With another policy from the moment on at which the database holds a key.
+    /// Sets the stricter policy that applies once the database contains a key.
     ///
     /// # Errors
-    /// When no HTTP client can be made.
-    pub fn narrowed_by_keys(self, policy: OutgoingPolicy) -> Result<Self, CourierError> {
+    /// When the HTTP client cannot be created.
+    pub fn narrowed_by_keys(self, policy: OutgoingPolicy) -> Result<Self, WebhookSenderError> {
         Ok(Self { with_keys: Outgoing::new(policy)?, ..self })
     }
 
-    /// Sends until it is dropped.
+    /// Sends messages until the future is dropped.
     pub async fn run(self) {
         loop {
             if let Err(error) = self.send_due(clock_ms()).await {
@@ -92,12 +93,13 @@ impl Courier {
             }
             tokio::select! {
                 () = self.free.notified() => {}
-                () = tokio::time::sleep(LOOK) => {}
+                () = tokio::time::sleep(POLL_INTERVAL) => {}
             }
         }
     }
 
-    /// Begins to send one message of each subscription that has one due and none on its way; returns how many.
+    /// Starts delivery for each subscription with a due message and no delivery in progress. Returns the
+    /// number of started deliveries.
     async fn send_due(&self, now: i64) -> Result<usize, StoreError> {
         let mut begun = 0;
         for (hook, message) in self.store.deliveries_due(now).await? {
@@ -105,22 +107,22 @@ impl Courier {
                 continue;
             }
             begun += 1;
-            let courier = self.clone();
+            let sender = self.clone();
             tokio::spawn(async move {
                 let id = hook.id;
-                if let Err(error) = courier.deliver(&hook, &message).await {
-                    tracing::error!(webhook = %id, error = with_causes(&error), "a try is not noted");
-                    // Without a note it would be sent again at once.
+                if let Err(error) = sender.deliver(&hook, &message).await {
+                    tracing::error!(webhook = %id, error = with_causes(&error), "could not record a delivery attempt");
+                    // Without this pause the message would be sent again immediately, because its attempt was not recorded.
                     tokio::time::sleep(TIMEOUT).await;
                 }
-                courier.busy.lock().unwrap_or_else(PoisonError::into_inner).remove(&id);
-                courier.free.notify_one();
+                sender.busy.lock().unwrap_or_else(PoisonError::into_inner).remove(&id);
+                sender.free.notify_one();
             });
         }
         Ok(begun)
     }
 
-    /// One try, and its note.
+    /// Makes one delivery attempt and records it.
     async fn deliver(&self, hook: &WebhookRow, message: &DeliveryRow) -> Result<(), StoreError> {
         let (time, begun) = (clock_ms(), Instant::now());
         let outgoing = if self.store.api_keys_exist().await? { &self.with_keys } else { &self.outgoing };
@@ -133,7 +135,7 @@ impl Courier {
         };
         let taken = status.is_some_and(|status| (200..300).contains(&status));
         let gone = status == Some(410);
-        let next = match retry_in_ms(message.tries + 1, spread(&message.id)) {
+        let next = match retry_in_ms(message.tries + 1, jitter_from_id(&message.id)) {
             _ if taken => Next::Delivered,
             Some(pause) if !gone => Next::Retry(now + pause.max(asked_ms)),
             Some(_) | None => Next::GiveUp,
@@ -154,33 +156,34 @@ impl Courier {
 impl Outgoing {
     async fn post(&self, hook: &WebhookRow, message: &DeliveryRow, now: i64) -> Result<Answered, String> {
         let url = self.policy.check_url(&hook.url).map_err(|error| error.to_string())?;
-        let body = body_of(message).map_err(|_| "the message cannot be written".to_owned())?;
+        let body = body_of(message).map_err(|_| "the message could not be serialized".to_owned())?;
         let seconds = now.div_euclid(1000).unsigned_abs();
         let keys = keys(hook, now)?;
         let mut headers = HeaderMap::new();
         headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
         Signed { id: &message.id, timestamp: seconds, body: &body }.set_headers(&keys, &mut headers);
         let request = self.client.post(url).body(body);
-        let answer = signed_post::send(request, headers).await.map_err(told)?;
+        let answer = signed_post::send(request, headers).await.map_err(describe_without_url)?;
         let pause =
             retry_after(answer.headers()).map_or(0, |pause| i64::try_from(pause.as_millis()).unwrap_or(i64::MAX));
-        Ok(Answered { status: answer.status().as_u16(), retry_after_ms: pause.min(LONGEST_RETRY_AFTER_MS) })
+        Ok(Answered { status: answer.status().as_u16(), retry_after_ms: pause.min(MAX_RETRY_AFTER_MS) })
     }
 }
 
+/// The outcome of an attempt that got a response.
 struct Answered {
     status: u16,
     retry_after_ms: i64,
 }
 
-/// Of each secret that is good: several during a rotation.
+/// Returns the signing keys of all valid secrets; several during a rotation.
 fn keys(hook: &WebhookRow, now: i64) -> Result<Vec<Key>, String> {
     let old = hook.old_secrets.iter().filter(|(_, until)| now < *until).map(|(secret, _)| secret);
     let keys: Result<Vec<Key>, _> = std::iter::once(&hook.secret).chain(old).map(|secret| Key::parse(secret)).collect();
     keys.map_err(|_| "the stored secret cannot be read".to_owned())
 }
 
-/// The same bytes at every try.
+/// Serializes the message. The bytes are the same for every attempt.
 fn body_of(message: &DeliveryRow) -> serde_json::Result<Vec<u8>> {
     let timestamp = Timestamp::from_millisecond(message.time).map(|time| format!("{time:.3}")).unwrap_or_default();
     let kind = message.kind.as_str();
@@ -205,8 +208,8 @@ fn body_of(message: &DeliveryRow) -> serde_json::Result<Vec<u8>> {
     serde_json::to_vec(&Message { kind, timestamp, data })
 }
 
-/// Why there was no answer.
-fn told(error: SendError) -> String {
+/// Describes an error without the URL, which may contain secrets.
+fn describe_without_url(error: SendError) -> String {
     match error {
         SendError::Refused(why) => why,
         SendError::Failed { is_timeout: true, .. } => format!("no answer within {} s", TIMEOUT.as_secs()),
@@ -217,8 +220,8 @@ fn told(error: SendError) -> String {
     }
 }
 
-/// 0..1 of a message's id, which is random.
-fn spread(id: &str) -> f64 {
+/// Derives a value in 0..1 from a message's id, which is random.
+fn jitter_from_id(id: &str) -> f64 {
     let last = id.get(id.len().saturating_sub(4)..).and_then(|text| u16::from_str_radix(text, 16).ok());
     f64::from(last.unwrap_or(0)) / 65_536.0
 }

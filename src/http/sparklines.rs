@@ -1,4 +1,4 @@
-//! What a list of many jobs shows beside their state: how each one's reward went, and what changes, as it changes.
+//! Data for a list of many jobs: a downsampled reward curve per job, and a stream of changes.
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -24,71 +24,70 @@ use super::extract::{Json, Query};
 use super::jobs::{JobView, bad_query, newest_jobs};
 use super::list::List;
 use crate::id::JobId;
-use crate::store::{JobChange, Sparkline, StoreError};
+use crate::store::{self, JobChange, StoreError};
 
-/// The most jobs of one request.
+/// Maximum number of jobs in one request.
 const MAX_JOBS: usize = 100;
-/// Points of a course when the client does not say.
+/// Default number of points of a curve.
 const DEFAULT_POINTS: u32 = 48;
-/// The most points of a course.
+/// Maximum number of points of a curve.
 const MAX_POINTS: u32 = 1000;
-/// Changes of a job within this time are told once.
-const GATHER: Duration = Duration::from_millis(300);
-/// Messages that may wait for a slow client.
+/// Changes of a job within this time are sent as one event.
+const MERGE_WITHIN: Duration = Duration::from_millis(300);
+/// Maximum number of events buffered for a slow client.
 const BACKLOG: usize = 128;
-/// How long a client may read nothing before it is dropped.
-const SLOW_CLIENT: Duration = Duration::from_secs(30);
-/// Between signs of life on a quiet stream.
-const PING: Duration = Duration::from_secs(15);
+/// How long a client may read nothing before it is disconnected.
+const CLIENT_TIMEOUT: Duration = Duration::from_secs(30);
+/// Interval between two keep-alive comments on a quiet stream.
+const KEEP_ALIVE: Duration = Duration::from_secs(15);
 
-/// The routes of this module.
 pub fn routes() -> OpenApiRouter<AppState> {
     OpenApiRouter::new().routes(routes!(list_courses)).routes(routes!(follow_jobs))
 }
 
-/// Which jobs, how closely.
+/// Selects the jobs and the number of points.
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
-struct CourseQuery {
-    /// Ids, comma-separated, at most 100.
+struct SparklineQuery {
+    /// Job ids, comma-separated, at most 100.
     #[param(required = true)]
     ids: Option<String>,
-    /// Points of each course, about.
+    /// Approximate number of points per curve.
     #[param(minimum = 4, maximum = 1000, default = 48)]
     points: Option<u32>,
 }
 
-/// How the mean reward of a job's training steps went.
+/// The mean reward of a job's training steps over time.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = RewardCourse)]
-struct CourseView {
-    /// The job.
+struct Sparkline {
+    /// The job's id, `job_…`.
     id: JobId,
-    /// At its first step; null before it.
+    /// Reward at the first step; null before it.
     first: Option<f64>,
-    /// At its latest step.
+    /// Reward at the latest step; null before the first one.
     last: Option<f64>,
-    /// `[step, reward]` by step: of every stretch the lowest and the highest, and both ends.
+    /// Pairs `[step, reward]` in order of steps: the lowest and the highest value of each interval, and both ends.
     points: Vec<(u64, f64)>,
 }
 
-impl From<Sparkline> for CourseView {
-    fn from(Sparkline { job, points }: Sparkline) -> Self {
+impl From<Course> for Sparkline {
+    fn from(Course { job, points }: Course) -> Self {
         let value = |point: Option<&(u64, f64)>| point.map(|(_, reward)| *reward);
         Self { id: job, first: value(points.first()), last: value(points.last()), points }
     }
 }
 
-/// How the rewards of several jobs went, each in a few points. A job that there is not is left out.
-#[utoipa::path(get, path = "/jobs/courses", tag = "Jobs", params(CourseQuery), responses(
-    (status = 200, description = "In the order of ids", body = List<CourseView>),
+/// List downsampled reward curves of several jobs. Jobs that do not exist are left out.
+#[utoipa::path(get, path = "/jobs/courses", tag = "Jobs", params(SparklineQuery), responses(
+    (status = 200, description = "In the order of ids", body = List<Sparkline>),
     (status = 400, description = "A parameter is not valid", body = ProblemBody)))]
 async fn list_courses(
     State(state): State<AppState>,
     caller: Caller,
-    Query(CourseQuery { ids, points }): Query<CourseQuery>,
-) -> Result<Json<List<CourseView>>, Problem> {
+    Query(SparklineQuery { ids, points }): Query<SparklineQuery>,
+) -> Result<Json<List<Sparkline>>, Problem> {
     let points = points.unwrap_or(DEFAULT_POINTS);
     if !(4..=MAX_POINTS).contains(&points) {
         return Err(bad_query("points", "out_of_range", format!("must be between 4 and {MAX_POINTS}, not {points}")));
@@ -105,15 +104,15 @@ async fn list_courses(
     };
     let ids = words.iter().map(id).collect::<Result<Vec<_>, _>>()?;
     let courses = state.store.reward_sparklines(&ids, caller.sees(), points / 2).await?;
-    Ok(Json(List { data: courses.into_iter().map(CourseView::from).collect(), next: None }))
+    Ok(Json(List { data: courses.into_iter().map(Sparkline::from).collect(), next: None }))
 }
 
-/// Follow all jobs.
+/// Follow changes of all jobs.
 ///
-/// With `Accept: text/event-stream` server-sent events from now on: `job` with a job that is new or changed (several changes
-/// within moments are told once), `gone` with `{id}` of one that was deleted, `reload` when there was more news than could be
-/// told. It tells states, not history: ask for the list once the stream is open, and again whenever it was cut. Without that
-/// header the answer is the first page of `GET /jobs`, at once.
+/// With `Accept: text/event-stream` the response is a stream of server-sent events from now on: `job` with a job that is new or
+/// changed (several changes in quick succession are sent as one event), `gone` with the `{id}` of a deleted job, `reload` when the
+/// server had to drop events. The stream reports states, not history: request the list once the stream is open, and again after
+/// every reconnect. Without that header the response is the first page of `GET /jobs`.
 #[utoipa::path(get, path = "/jobs/changes", tag = "Jobs", responses(
     (status = 200, description = "The stream, which has no end; or the newest jobs",
         content((List<JobView> = "application/json"), (String = "text/event-stream"))),
@@ -129,7 +128,7 @@ async fn follow_jobs(State(state): State<AppState>, caller: Caller, headers: Hea
             tracing::debug!(detail = problem.detail(), "a stream of jobs ended early");
         }
     });
-    let stream = Sse::new(ReceiverStream::new(receiver)).keep_alive(KeepAlive::new().interval(PING).text("ping"));
+    let stream = Sse::new(ReceiverStream::new(receiver)).keep_alive(KeepAlive::new().interval(KEEP_ALIVE).text("ping"));
     Ok(([(header::CACHE_CONTROL, "no-store"), (HeaderName::from_static("x-accel-buffering"), "no")], stream)
         .into_response())
 }
@@ -153,14 +152,14 @@ async fn follow(
         let mut changed = BTreeMap::new();
         let mut is_lost = false;
         match first {
-            Ok(news) => note(&mut changed, news),
+            Ok(change) => merge_change(&mut changed, change),
             Err(broadcast::error::RecvError::Lagged(_)) => is_lost = true,
             Err(broadcast::error::RecvError::Closed) => return Ok(()),
         }
-        tokio::time::sleep(GATHER).await;
+        tokio::time::sleep(MERGE_WITHIN).await;
         loop {
             match changes.try_recv() {
-                Ok(news) => note(&mut changed, news),
+                Ok(change) => merge_change(&mut changed, change),
                 Err(broadcast::error::TryRecvError::Lagged(_)) => is_lost = true,
                 Err(_) => break,
             }
@@ -168,9 +167,9 @@ async fn follow(
         if is_lost && !send(sender, sse::Event::default().event("reload").data("{}")).await {
             return Ok(());
         }
-        for (id, deleted_owner) in changed {
-            // Jobs of others are not told of, nor that they are gone.
-            let event = match deleted_owner {
+        for (id, gone_of) in changed {
+            // Jobs of other owners are not reported, nor their deletion.
+            let event = match gone_of {
                 Some(owner) if caller.may_see(&owner) => {
                     sse::Event::default().event("gone").json_data(json!({"id": id}))
                 }
@@ -179,7 +178,7 @@ async fn follow(
                     Ok(row) if caller.may_see(&row.owner) => {
                         sse::Event::default().event("job").json_data(JobView::of(state, row).await?)
                     }
-                    // One that was deleted just now: that news is on its way.
+                    // The job was deleted in the meantime; its deletion follows as a separate change.
                     Ok(_) | Err(StoreError::NotFound { .. }) => continue,
                     Err(error) => return Err(error.into()),
                 },
@@ -191,13 +190,13 @@ async fn follow(
     }
 }
 
-/// What is gone stays gone, whichever news of it comes last.
-fn note(changed: &mut BTreeMap<JobId, Option<String>>, JobChange { id, deleted_owner }: JobChange) {
+/// Merges a change into the pending ones. A deletion is final, whichever change arrives last.
+fn merge_change(changed: &mut BTreeMap<JobId, Option<String>>, JobChange { id, deleted_owner }: JobChange) {
     let known = changed.entry(id).or_default();
     *known = known.take().or(deleted_owner);
 }
 
-/// False when the client is gone, or reads too slowly.
+/// Sends an event. False when the client is gone, or reads too slowly.
 async fn send(sender: &Sender, event: sse::Event) -> bool {
-    sender.send_timeout(Ok(event), SLOW_CLIENT).await.is_ok()
+    sender.send_timeout(Ok(event), CLIENT_TIMEOUT).await.is_ok()
 }
