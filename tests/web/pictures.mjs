@@ -1,5 +1,5 @@
-// The pictures under docs/images/pages: models and data, and the system, when there is nothing, when something is under way, when something
-// failed, and full; at 390 and 1440 pixels, dark and light. usage: tests/web/pictures.sh BINARY
+// Takes the pictures under docs/images/pages: the pages of models and data and of the system in the states empty, full, busy and failed, at
+// 390 and 1440 pixels, in dark and light. Usage: tests/web/pictures.sh BINARY
 import { startBrowser, visit, SHOTS } from "./browser.mjs";
 import { startHub } from "./hub.mjs";
 import { finished, prompts, submit } from "./job.mjs";
@@ -25,7 +25,7 @@ async function shoot(server, name, hash, prepare = async () => {}) {
   }
 }
 
-const until = async (test) => {
+const waitUntil = async (test) => {
   while (!(await test())) await new Promise((done) => setTimeout(done, 200));
 };
 
@@ -43,11 +43,11 @@ try {
   await server.api("POST", "/datasets", { records: prompts(24) });
   const job = await submit(server, { name: "Sums, careful", steps: 6, rows: prompts(24) });
   await finished(server, job);
-  await until(async () => (await server.api("GET", "/models")).data.every(({ state }) => state === "ready"));
+  await waitUntil(async () => (await server.api("GET", "/models")).data.every(({ state }) => state === "ready"));
   const map = async (page) => {
     await page.locator("input[type=file]").setInputFiles({ name: "mine.csv", mimeType: "text/csv", buffer: Buffer.from(CSV) });
-    await page.getByLabel("Column with the prompt").selectOption("question");
-    await page.locator(".row-look").first().waitFor();
+    await page.getByLabel("Prompt column").selectOption("question");
+    await page.locator(".row-preview").first().waitFor();
   };
   await shoot(server, "data-full", "#/library", map);
   await shoot(server, "system-full", "#/system");
@@ -56,16 +56,16 @@ try {
   const busy = await submit(server, { name: "Sums, for long", steps: 3000, rows: prompts(24) });
   await submit(server, { name: "Sums, next", steps: 20, rows: prompts(24) });
   await server.api("POST", "/jobs", { name: "Sums, on a model on its way", model: "org/slow-model", dataset: { records: prompts(6) }, rewards: [{ type: "length", min_words: 1, max_words: 2 }], training: { prompts_per_step: 3, max_steps: 4 } });
-  await until(async () => (await server.api("GET", `/jobs/${busy.id}`)).step > 3);
+  await waitUntil(async () => (await server.api("GET", `/jobs/${busy.id}`)).step > 3);
   await shoot(server, "data-busy", "#/library");
   await shoot(server, "system-busy", "#/system");
 
   await server.api("POST", "/models", { hub: "org/broken-model" });
-  await until(async () => (await server.api("GET", "/models/org%2Fbroken-model")).state === "failed");
+  await waitUntil(async () => (await server.api("GET", "/models/org%2Fbroken-model")).state === "failed");
   await shoot(server, "data-failed", "#/library", async (page) => {
-    await page.getByLabel("Data set of the hub").fill("nobody/rows");
-    await page.getByRole("button", { name: "Look at it" }).click();
-    await page.getByText(/or it is private/).waitFor();
+    await page.getByLabel("Hugging Face dataset").fill("unknown/rows");
+    await page.getByRole("button", { name: "Preview" }).click();
+    await page.getByText(/unknown\/rows.*private/).waitFor();
   });
   await server.stop();
 } finally {

@@ -52,7 +52,7 @@ function NewKey({ isFirst, onCreated, onClose }) {
     const { name, owner, scopes, lifetime } = form;
     setCreated(await post("/keys", { name, scopes, ...(owner && { owner }), ...(lifetime && { expires_in_s: Number(lifetime) }) }));
   };
-  // From the first key on, the server requires one: this page then has to show the sign-in form.
+  // After the first key is created, the server requires one: loading the session shows the sign-in form.
   const close = () => {
     onClose();
     if (isFirst) loadSession();
