@@ -4,7 +4,7 @@ import { currentRoute, hrefOf, matchPath } from "./core/router.js";
 import { hasScope, loadSession, session, signOut } from "./core/session.js";
 import { useSignal } from "./core/signal.js";
 import { chooseTheme, theme, themeChoice } from "./core/theme.js";
-import { html, render, useEffect, useRef, useState } from "./core/ui.js";
+import { centerInRow, html, render, useEffect, useRef, useState } from "./core/ui.js";
 import { routes, topLinks } from "./routes.js";
 import SignIn from "./views/sign-in.js";
 
@@ -30,7 +30,7 @@ function Header() {
   return html`<header class="top">
     <a class="brand" href="#/"><svg viewBox="0 0 32 32" aria-hidden="true"><path d="M4 24l8-9 5 5 11-14" /></svg>rlood</a>
     <nav aria-label="Main">
-      ${topLinks.map(([to, name]) => html`<a key=${to} href=${hrefOf(to)} aria-current=${isCurrent(to) ? "page" : undefined}>${name}</a>`)}
+      ${topLinks.map(([to, name]) => html`<a key=${to} href=${hrefOf(to)} aria-current=${isCurrent(to) ? "page" : undefined} ref=${isCurrent(to) ? centerInRow : undefined}>${name}</a>`)}
     </nav>
     <div class="tools">
       ${hasScope("submit") && html`<a class="button primary" href="#/new">New job</a>`}

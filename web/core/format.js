@@ -62,9 +62,11 @@ export const formatDateTime = (time) => (time ? new Date(time).toLocaleString(un
 /** Shortens an id to job_…x7k2p9: its first 4 and last 6 characters, since ids differ mostly at their end. */
 export const shortId = (id) => (id && id.length > 14 ? `${id.slice(0, 4)}…${id.slice(-6)}` : (id ?? NONE));
 
-/** Converts a snake_case name to text: "waiting_for_reward" becomes "Waiting for reward". */
+const ACRONYMS = /\b(api|gpu|http|id|json|kl|llm|sft|url)\b/gi;
+
+/** Converts a snake_case name to text: "waiting_for_reward" becomes "Waiting for reward", "kl_explosion" becomes "KL explosion". */
 export function sentenceCase(text) {
-  const plain = String(text ?? "").replaceAll("_", " ");
+  const plain = String(text ?? "").replaceAll("_", " ").replace(ACRONYMS, (acronym) => acronym.toUpperCase());
   return plain.charAt(0).toUpperCase() + plain.slice(1);
 }
 

@@ -5,7 +5,7 @@ import { cls, html, useEffect, useRef, useState } from "../core/ui.js";
 import { useAction } from "../core/action.js";
 import { Input } from "../parts/field.js";
 import { ProblemBox } from "../parts/problem.js";
-import { Setting } from "./setting.js";
+import { firstParagraph, Setting } from "./setting.js";
 
 const COMMON = ["name", "weight"];
 /** Settings that are always visible, in addition to the required ones. The others are under "More settings". */
@@ -46,7 +46,7 @@ function Reward({ form, index, reward, types, remove }) {
     label=${`${sentenceCase(name)}${required.includes(name) ? " *" : ""}`} placeholder=${name === "name" ? reward.function || reward.type : undefined} />`;
   return html`<div class="reward" role="group" aria-label=${`Reward ${index + 1}`} data-pointer=${at}>
     <div class="fields">
-      <${Input} label="Type" hint=${(schema?.description ?? "").split("\n")[0]} errors=${form.errorsAt(`${at}/type`)} pointer=${`${at}/type`}
+      <${Input} label="Type" hint=${firstParagraph(schema?.description)} errors=${form.errorsAt(`${at}/type`)} pointer=${`${at}/type`}
         options=${types.map((type) => [type, type])} value=${reward.type} set=${(type) => form.set(at, { type, name: reward.name, weight: reward.weight })} />
       ${schema && COMMON.map(setting)}
       ${schema && order(names.filter(isShown)).map(setting)}

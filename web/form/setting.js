@@ -11,14 +11,15 @@ const isType = (schema, type) => [schema.type].flat().includes(type);
 const MAX_SHOWN_LIMIT = 1e6;
 
 /** Describes the limits of a number: "at least 1", "1 to 64", "greater than 0, less than 1". */
-export function describeLimits({ minimum, maximum, exclusiveMinimum, exclusiveMaximum }) {
+function describeLimits({ minimum, maximum, exclusiveMinimum, exclusiveMaximum }) {
   const high = maximum < MAX_SHOWN_LIMIT ? `at most ${maximum}` : exclusiveMaximum !== undefined ? `less than ${exclusiveMaximum}` : "";
   if (minimum !== undefined && maximum < MAX_SHOWN_LIMIT) return `${minimum} to ${maximum}`;
   const low = exclusiveMinimum !== undefined ? `greater than ${exclusiveMinimum}` : minimum > 0 || (minimum === 0 && high) ? `at least ${minimum}` : "";
   return [low, high].filter(Boolean).join(", ");
 }
 
-const firstLine = (text) => (text ?? "").split("\n\n")[0].replaceAll("\n", " ").replaceAll("`", "");
+/** Returns the first paragraph of a description, without the backticks of Markdown. */
+export const firstParagraph = (text) => (text ?? "").split("\n\n")[0].replaceAll("\n", " ").replaceAll("`", "");
 
 /** The field of the setting at `pointer`. `form` is `{schema, spec, set, errorsAt}`. */
 export function Setting({ form, pointer, schema = schemaAt(form.schema, pointer), label, placeholder }) {
@@ -36,7 +37,8 @@ export function Setting({ form, pointer, schema = schemaAt(form.schema, pointer)
   });
   const resolved = form.schema.resolve(schema);
   const { default: defaultValue } = schema;
-  const hint = [firstLine(schema.description), describeLimits(resolved)].filter(Boolean).join(" · ");
+  const limits = describeLimits(resolved);
+  const hint = [firstParagraph(schema.description), limits && `Range: ${limits}.`].filter(Boolean).join(" ");
   const [, section, key] = pointer.split("/");
   const title = label ?? form.schema.sections.find(({ name }) => name === section)?.labels[key] ?? sentenceCase(name);
   const choices = resolved.oneOf?.find(({ items }) => items?.enum)?.items.enum;

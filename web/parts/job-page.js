@@ -3,7 +3,7 @@ import { duration } from "../core/format.js";
 import { hrefOf } from "../core/router.js";
 import { useJob, useRun } from "../core/run.js";
 import { useSignal } from "../core/signal.js";
-import { html } from "../core/ui.js";
+import { centerInRow, html } from "../core/ui.js";
 import { Actions } from "./actions.js";
 import { Loading } from "./problem.js";
 import { describeActivity, Progress, State } from "./state.js";
@@ -22,11 +22,6 @@ const TABS = [
 
 const CONNECTION_TEXTS = { lost: "Connection lost. Reconnecting…", connecting: "Connecting…", refused: "No live updates: the server refused the connection.", paused: "Live updates are paused." };
 
-/** Scrolls to a tab if the row of tabs is wider than the page. */
-function centerTab(tab) {
-  const row = tab?.parentElement;
-  if (row) row.scrollLeft = tab.offsetLeft - row.offsetLeft - (row.clientWidth - tab.offsetWidth) / 2;
-}
 
 /** Makes a view of a job page. `Content` is the component below the tabs and receives `run` and `job`; `tab` is the end of its path. */
 export const jobView = (tab, Content) => ({ params }) => html`<${JobPage} id=${params.id} tab=${tab} Content=${Content} />`;
@@ -53,7 +48,7 @@ function JobPage({ id, tab, Content }) {
         ${CONNECTION_TEXTS[connection] && html`<span class="warn" data-connection=${connection}>${CONNECTION_TEXTS[connection]}</span>`}
       </p>
       <nav class="tabs" aria-label="Job pages">
-        ${TABS.map(([end, name]) => html`<a key=${end} href=${hrefOf(`/jobs/${id}${end}`)} aria-current=${end === tab ? "page" : undefined} ref=${end === tab ? centerTab : undefined}>${name}</a>`)}
+        ${TABS.map(([end, name]) => html`<a key=${end} href=${hrefOf(`/jobs/${id}${end}`)} aria-current=${end === tab ? "page" : undefined} ref=${end === tab ? centerInRow : undefined}>${name}</a>`)}
       </nav>
     </div>
     <${Content} run=${run} job=${job} />`;

@@ -17,7 +17,7 @@ import { Table } from "../parts/table.js";
 
 const MAX_RUNS = 8;
 const MAX_LISTED = 60;
-const CHARTS = [["reward", "Reward"], ["eval_reward", "Evaluation"], ["kl", "KL"], ["entropy", "Entropy"], ["completions/mean_length", "Completion length"], ["loss", "Loss"], ["grad_norm", "Gradient norm"], ["reward_std", "Reward std"]];
+const CHARTS = [["reward", "Reward"], ["eval_reward", "Evaluation"], ["kl", "KL"], ["entropy", "Entropy"], ["completions/mean_length", "Length"], ["loss", "Loss"], ["grad_norm", "Gradient norm"], ["reward_std", "Reward std"]];
 
 export default function Compare() {
   const [query, set] = useFilters();
@@ -109,7 +109,7 @@ function Curves({ data, charts, align, extra, set }) {
       <form class="row" onSubmit=${add}><label class="inline">Metric <input value=${key} placeholder="rewards/NAME/mean" class="key" maxlength="200" onInput=${(event) => setKey(event.target.value)} /></label><button class="mini">Add chart</button></form>
     <//>
     ${data.unknown_keys.filter((key) => extra.includes(key)).map((key) => html`<p key=${key} class="warn small">None of these runs has the metric ${key}.</p>`)}
-    <div class="charts">${present.map(([key, title]) => html`<${Chart} key=${key} title=${title} note=${align === "share" && "by progress, %"} group=${group} x=${drawn.x} version=${data}
+    <div class="charts">${present.map(([key, title]) => html`<${Chart} key=${key} title=${title} note=${align === "share" && "by progress"} group=${group} x=${drawn.x} version=${data}
       series=${drawn.columns.get(key).map((values, index) => ({ label: names[index], key, values, tint: index, points: key.startsWith("eval_") }))} />`)}</div>`;
 }
 

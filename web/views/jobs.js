@@ -137,7 +137,7 @@ export default function Jobs() {
       </div></div>
     ${connection === "lost" && html`<p class="warn" data-connection="lost">Connection lost. Reconnecting… This list may be out of date.</p>`}
     <${ProblemBox} error=${error} />
-    ${shown.length ? html`<${JobTable} list=${list} jobs=${shown} chosen=${chosen} setChosen=${setChosen} setModel=${(model) => set({ model })} />` : html`<p class="dim">No matching jobs.</p>`}
+    ${shown.length ? html`<${JobTable} list=${list} jobs=${shown} chosen=${chosen} setChosen=${setChosen} setModel=${(model) => set({ model })} />` : html`<p class="empty">No matching jobs.</p>`}
     ${next && html`<p class="more"><button onClick=${() => list.loadMore()}>Show more jobs</button></p>`}`;
 }
 
@@ -181,7 +181,7 @@ function Welcome() {
       <section class="panel"><h2>Run the demo</h2><p>A tiny model that ships with the server learns to add and subtract. This takes less than a minute on a CPU and needs no setup.</p>
         ${hasScope("submit") ? html`<button class="primary" disabled=${busy} onClick=${startDemo}>${busy ? "Starting…" : "Run the demo job"}</button>` : html`<p class="dim">Your API key is read-only. To run jobs, sign in with a key that has the <code>submit</code> scope.</p>`}</section>
       <section class="panel"><h2>Train your model</h2><p>Choose a model, a dataset of prompts, and one or more rewards: built-in rewards or your own web service.</p>
-        <p class="row"><a class="button" href="#/new">New job</a> <a href="/docs/">API reference</a></p></section>
+        <p class="row">${hasScope("submit") && html`<a class="button" href="#/new">New job</a> `}<a href="/docs/">API reference</a></p></section>
     </div>
     <${ProblemBox} error=${error} />
   </div>`;

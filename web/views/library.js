@@ -54,9 +54,9 @@ function ModelRow({ model, jobs, reload }) {
   </tr>`;
 }
 
-export function ModelState({ model: { state, bytes_done, bytes_total, bytes_per_second, eta_s, problem } }) {
-  if (state === "ready") return html`<span class="good">✓ ready</span>`;
-  if (state === "failed") return html`<span class="bad">✕ failed</span><div class="small">${problem}</div>`;
+function ModelState({ model: { state, bytes_done, bytes_total, bytes_per_second, eta_s, problem } }) {
+  if (state === "ready") return html`<span class="state succeeded">✓ ready</span>`;
+  if (state === "failed") return html`<span class="state failed">✕ failed</span><div class="small">${problem}</div>`;
   return html`<span class="state running">↓ downloading</span> <progress max=${bytes_total} value=${bytes_done} aria-label="Downloaded"></progress>
     <div class="dim small">${percent(bytes_total ? bytes_done / bytes_total : 0)} of ${bytes(bytes_total)}${bytes_per_second ? `, ${bytes(bytes_per_second)}/s` : ""}${eta_s ? `, ${duration(eta_s)} left` : ""}</div>`;
 }

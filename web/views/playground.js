@@ -27,7 +27,7 @@ const SETTINGS = [
   ["/sampling/top_p", "Top p", "1 = off"],
   ["/sampling/top_k", "Top k", "0 = off"],
   ["/num_generations", "Completions", "Per model, 1 to 8"],
-  ["/seed", "Seed", "The same seed gives the same completions"],
+  ["/seed", "Seed", "Same seed, same completions"],
 ];
 
 const Playground = jobView("/playground", PlaygroundOf);

@@ -1,5 +1,5 @@
 // The health of a job's rewards: values, latency, errors, retries, the circuit breaker, and the recent failures with their requests.
-import { count, duration, formatTime, number, percent, plural, sentenceCase, timeAgo } from "../core/format.js";
+import { count, duration, formatTime, NONE, number, percent, plural, sentenceCase, timeAgo } from "../core/format.js";
 import { useGet } from "../core/load.js";
 import { useSignal } from "../core/signal.js";
 import { cls, html } from "../core/ui.js";
@@ -39,7 +39,7 @@ function RewardPanel({ reward, table }) {
   const isHttp = breaker !== null && breaker !== undefined;
   const value = (statistic) => number(table.last(`${key}/${statistic}`));
   const facts = [
-    ["Mean", value("mean"), `± ${value("std")}, latest step`],
+    ["Mean", value("mean"), value("std") === NONE ? "" : `± ${value("std")}, latest step`],
     updated_at !== undefined && ["Samples", count(reward.samples), `${count(reward.missing)} missing, ${count(reward.not_applicable)} not applicable`],
     latency_ms && ["Median latency", latency(latency_ms.p50), `95th percentile ${latency(latency_ms.p95)}, maximum ${latency(latency_ms.max)}`],
     isHttp && ["Requests", count(reward.requests), `${plural(reward.retries, "retry", "retries")}, ${count(reward.failed)} failed, ${count(reward.replayed)} from the journal`],

@@ -71,8 +71,8 @@ function Server({ data: { serverMetrics, readyProblem, workers, queued, running 
     ["Uptime", duration(readMetric(serverMetrics, "rlood_uptime_seconds")), ""],
     ["Free disk space", bytes(readMetric(serverMetrics, "rlood_disk_free_bytes")), "in the data directory"],
     ["Workers", count(workers.filter(({ state }) => state !== "lost").length), `${workers.filter(({ state }) => state === "idle").length} idle`],
-    ["Running", count(running.length), "jobs"],
-    ["Queued", queued.length >= MAX_QUEUED ? `${MAX_QUEUED}+` : count(queued.length), "jobs"],
+    ["Running jobs", count(running.length), ""],
+    ["Queued jobs", queued.length >= MAX_QUEUED ? `${MAX_QUEUED}+` : count(queued.length), ""],
   ];
   return html`<${Facts} panel facts=${facts} />
     ${readyProblem && html`<${ProblemBox} error=${readyProblem} />`}`;
