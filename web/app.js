@@ -45,8 +45,8 @@ function Header() {
 
 function Page({ isHidden }) {
   const { path } = useSignal(currentRoute);
-  const found = findRoute(path);
-  const title = found?.title ?? "Page not found";
+  const route = findRoute(path);
+  const title = route?.title ?? "Page not found";
   const main = useRef(null);
   const isFirst = useRef(true);
   useEffect(() => {
@@ -62,7 +62,7 @@ function Page({ isHidden }) {
     announce(title);
   }, [path, isHidden]);
   return html`<main ref=${main} tabindex="-1" id="main" hidden=${isHidden}>
-    ${found ? html`<${found.View} key=${found.pattern + JSON.stringify(found.params)} params=${found.params} />` : html`<h1>${title}</h1><p><a href="#/">Go to all jobs</a></p>`}
+    ${route ? html`<${route.View} key=${route.pattern + JSON.stringify(route.params)} params=${route.params} />` : html`<h1>${title}</h1><p><a href="#/">Go to all jobs</a></p>`}
   </main>`;
 }
 

@@ -37,17 +37,17 @@ export function useFilters() {
 
 /** Matches a path against a pattern: `matchPath("/jobs/:id", "/jobs/j1")` is `{id: "j1"}`. Returns null if they do not match. */
 export function matchPath(pattern, path) {
-  const [wanted, given] = [pattern.split("/"), path.split("/")];
-  if (wanted.length !== given.length) return null;
+  const [patternParts, pathParts] = [pattern.split("/"), path.split("/")];
+  if (patternParts.length !== pathParts.length) return null;
   const params = {};
-  for (const [index, part] of wanted.entries()) {
+  for (const [index, part] of patternParts.entries()) {
     if (part.startsWith(":")) {
       try {
-        params[part.slice(1)] = decodeURIComponent(given[index]);
+        params[part.slice(1)] = decodeURIComponent(pathParts[index]);
       } catch {
         return null;
       }
-    } else if (part !== given[index]) return null;
+    } else if (part !== pathParts[index]) return null;
   }
   return params;
 }

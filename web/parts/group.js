@@ -89,13 +89,13 @@ function Completion({ sample, index, count, job, largest, isPicked, onPick }) {
 }
 
 function Difference({ picked, samples, onClose }) {
-  const [one, other] = picked;
-  const pieces = diff(one.completion, other.completion);
+  const [first, second] = picked;
+  const pieces = diff(first.completion, second.completion);
   const [removed, added] = countChangedWords(pieces);
   const name = (sample) => `Completion ${samples.indexOf(sample) + 1}`;
   return html`<section class="difference" aria-label="Difference between two completions">
     <div class="row between wrap">
-      <h3>${name(one)} → ${name(other)} <span class="dim small">${one.completion === other.completion ? "identical" : `${plural(removed, "word")} removed, ${plural(added, "word")} added`} · reward ${signed(other.reward === null || one.reward === null ? null : other.reward - one.reward)}</span></h3>
+      <h3>${name(first)} → ${name(second)} <span class="dim small">${first.completion === second.completion ? "identical" : `${plural(removed, "word")} removed, ${plural(added, "word")} added`} · reward ${signed(second.reward === null || first.reward === null ? null : second.reward - first.reward)}</span></h3>
       <button class="mini" onClick=${onClose}>Close</button>
     </div>
     <${MarkedText} pieces=${pieces} />

@@ -6,11 +6,11 @@ import { cls, html, useState } from "../core/ui.js";
 const TRUNCATED_LENGTH = 1200;
 
 export function LongText({ text, label, class: name, shown = TRUNCATED_LENGTH }) {
-  const [isOpen, open] = useState(false);
+  const [isOpen, setOpen] = useState(false);
   const isLong = text.length > shown * 1.25;
   return html`<div class=${cls("long", name)}>
     <div class="text" aria-label=${label} role=${label && "group"}>${text === "" ? html`<span class="dim">(empty)</span>` : isLong && !isOpen ? truncate(text, shown) : text}</div>
-    ${isLong && html`<button class="mini" aria-expanded=${isOpen} onClick=${() => open(!isOpen)}>${isOpen ? "Show less" : `Show all ${count(text.length)} characters`}</button>`}
+    ${isLong && html`<button class="mini" aria-expanded=${isOpen} onClick=${() => setOpen(!isOpen)}>${isOpen ? "Show less" : `Show all ${count(text.length)} characters`}</button>`}
   </div>`;
 }
 
