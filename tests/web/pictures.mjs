@@ -37,7 +37,9 @@ const waitUntil = async (test) => {
 try {
   const demo = await start("cpu");
   const { id } = await finished(demo, await demo.api("POST", "/demo"));
-  await takePicture(demo, "run", `#/jobs/${id}?smooth=0.5`, { width: 1280, height: 860 });
+  await demo.api("POST", `/jobs/${id}/verdict`, {});
+  await waitUntil(async () => (await demo.api("GET", `/jobs/${id}/verdict`)).result);
+  await takePicture(demo, "run", `#/jobs/${id}?smooth=0.5`, { width: 1280, height: 1000 });
   await takePicture(demo, "samples", `#/jobs/${id}/samples?step=4`, { scheme: "dark", width: 1280, height: 760 });
   await demo.stop();
 
@@ -64,9 +66,9 @@ try {
   await takePagePictures(server, "system-full", "#/system");
 
   await server.api("POST", "/models", { hub: "org/slow-model" });
-  const busy = await submit(server, { name: "Sums, for long", steps: 3000, rows: prompts(24) });
+  const busy = await submit(server, { name: "Sums, long", steps: 3000, rows: prompts(24) });
   await submit(server, { name: "Sums, next", steps: 20, rows: prompts(24) });
-  await server.api("POST", "/jobs", { name: "Sums, on a model on its way", model: "org/slow-model", dataset: { records: prompts(6) }, rewards: [{ type: "length", min_words: 1, max_words: 2 }], training: { prompts_per_step: 3, max_steps: 4 } });
+  await server.api("POST", "/jobs", { name: "Sums, on a new model", model: "org/slow-model", dataset: { records: prompts(6) }, rewards: [{ type: "length", min_words: 1, max_words: 2 }], training: { prompts_per_step: 3, max_steps: 4 } });
   await waitUntil(async () => (await server.api("GET", `/jobs/${busy.id}`)).step > 3);
   await takePagePictures(server, "data-busy", "#/library");
   await takePagePictures(server, "system-busy", "#/system");

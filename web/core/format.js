@@ -17,7 +17,7 @@ export function number(value, digits = 4) {
 export const signed = (value, digits = 3) =>
   isNumber(value) ? `${value > 0 ? "+" : value < 0 ? "−" : "±"}${number(Math.abs(value), digits)}` : NONE;
 
-export const percent = (value, digits = 0) => (isNumber(value) ? `${(value * 100).toFixed(digits)} %` : NONE);
+export const percent = (value, digits = 0) => (isNumber(value) ? `${(value * 100).toFixed(digits)}%` : NONE);
 
 export const count = (value) => (isNumber(value) ? value.toLocaleString("en-US") : NONE);
 

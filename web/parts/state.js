@@ -26,5 +26,5 @@ export function describeActivity(job) {
 export function Progress({ job }) {
   const done = job.total_steps ? job.step / job.total_steps : 0;
   return html`<span class="progress"><progress value=${job.step} max=${job.total_steps || 1} aria-label="Steps done"></progress>
-    <span class="num">${job.step} / ${job.total_steps}</span>${job.state === "running" && html`<span class="dim num"> ${Math.floor(done * 100)} %</span>`}</span>`;
+    <span class="num">${job.step} / ${job.total_steps}</span>${job.state === "running" && html`<span class="dim num"> ${Math.floor(done * 100)}%</span>`}</span>`;
 }

@@ -130,7 +130,7 @@ function chartLayout(table, job) {
     { title: "KL", note: "nats per token", series: [one("kl", "KL"), ...present([one("kl_k3", "k3")])] },
     { title: "Entropy", note: "nats", series: [one("entropy", "entropy")] },
     { title: "Length", note: "tokens", series: [one("completions/mean_length", "mean"), one("completions/max_length", "max"), one("completions/clipped_ratio", "truncated (right)", { right: true, tint: 3 })] },
-    { title: "Ties, missing", note: "0 to 1", series: [one("frac_reward_zero_std", "tied groups"),
+    { title: "Ties, missing", note: "rate", series: [one("frac_reward_zero_std", "tied groups"),
       ...names.map((name, index) => one(`rewards/${name}/missing_fraction`, names.length > 1 ? `${name} missing` : "missing", { tint: 1 + index }))] },
     { title: "Gradient norm", series: [one("grad_norm", "norm")] },
     { title: "Step time", note: "s", series: [one("step_time", "total", { tint: 6 }), ...present([one("step_time/generate", "sampling", { tint: 0 }), one("step_time/reward", "rewards", { tint: 1 }),
