@@ -1,14 +1,15 @@
-// The page: who is signed in, which view is shown, what stands around it.
+// The page around the views: the header, the sign-in form, and the view that matches the address.
 import { announce, LiveRegion } from "./core/announce.js";
-import { hrefOf, matchPath, place } from "./core/router.js";
-import { may, session, signOut, whoAmI } from "./core/session.js";
+import { currentRoute, hrefOf, matchPath } from "./core/router.js";
+import { hasScope, loadSession, session, signOut } from "./core/session.js";
 import { useSignal } from "./core/signal.js";
-import { choice, choose, theme } from "./core/theme.js";
-import { html, render, useEffect, useRef, useState } from "./core/ui.js";
+import { chooseTheme, theme, themeChoice } from "./core/theme.js";
+import { centerInRow, html, render, useEffect, useRef, useState } from "./core/ui.js";
 import { routes, topLinks } from "./routes.js";
 import SignIn from "./views/sign-in.js";
 
-function match(path) {
+/** Returns the first route whose pattern matches `path`, or null. */
+function findRoute(path) {
   for (const [pattern, title, View] of routes) {
     const params = matchPath(pattern, path);
     if (params) return { pattern, title, View, params };
@@ -17,35 +18,35 @@ function match(path) {
 }
 
 function Header() {
-  const { path } = useSignal(place);
+  const { path } = useSignal(currentRoute);
   const { state } = useSignal(session);
-  const { value: mode } = choice;
+  const { value: mode } = themeChoice;
   const [problem, setProblem] = useState(null);
-  const leave = () => signOut().catch((error) => setProblem(`You are still signed in: ${error.message}`));
+  const onSignOut = () => signOut().catch((error) => setProblem(`Sign-out failed: ${error.message}`));
   useSignal(theme);
-  useSignal(choice);
-  const here = (to) => (to === "/" ? path === "/" || path.startsWith("/jobs/") : path.startsWith(to));
+  useSignal(themeChoice);
+  const isCurrent = (to) => (to === "/" ? path === "/" || path.startsWith("/jobs/") : path.startsWith(to));
   const next = { auto: "dark", dark: "light", light: "auto" }[mode];
   return html`<header class="top">
     <a class="brand" href="#/"><svg viewBox="0 0 32 32" aria-hidden="true"><path d="M4 24l8-9 5 5 11-14" /></svg>rlood</a>
     <nav aria-label="Main">
-      ${topLinks.map(([to, name]) => html`<a key=${to} href=${hrefOf(to)} aria-current=${here(to) ? "page" : undefined}>${name}</a>`)}
+      ${topLinks.map(([to, name]) => html`<a key=${to} href=${hrefOf(to)} aria-current=${isCurrent(to) ? "page" : undefined} ref=${isCurrent(to) ? centerInRow : undefined}>${name}</a>`)}
     </nav>
     <div class="tools">
-      ${may("submit") && html`<a class="button primary" href="#/new">New job</a>`}
-      <button class="quiet" title=${`Colours: ${mode}`} aria-label=${`Colours: ${mode}; switch to ${next}`} onClick=${() => choose(next)}>
+      ${hasScope("submit") && html`<a class="button primary" href="#/new">New job</a>`}
+      <button class="quiet" title=${`Theme: ${mode}`} aria-label=${`Theme: ${mode}. Switch to ${next}`} onClick=${() => chooseTheme(next)}>
         ${{ auto: "◐", dark: "●", light: "○" }[mode]}
       </button>
       ${problem && html`<span class="bad small" role="alert">${problem}</span>`}
-      ${state === "in" && html`<button class="quiet" onClick=${leave}>Sign out</button>`}
+      ${state === "in" && html`<button class="quiet" onClick=${onSignOut}>Sign out</button>`}
     </div>
   </header>`;
 }
 
 function Page({ isHidden }) {
-  const { path } = useSignal(place);
-  const found = match(path);
-  const title = found?.title ?? "There is no such page";
+  const { path } = useSignal(currentRoute);
+  const route = findRoute(path);
+  const title = route?.title ?? "Page not found";
   const main = useRef(null);
   const isFirst = useRef(true);
   useEffect(() => {
@@ -55,28 +56,29 @@ function Page({ isHidden }) {
       isFirst.current = false;
       return;
     }
-    // A new page for whoever listens or goes by keyboard.
+    // A change of view loads no document, so screen-reader and keyboard users are moved to the new view here.
     main.current.focus({ preventScroll: true });
     scrollTo(0, 0);
     announce(title);
   }, [path, isHidden]);
   return html`<main ref=${main} tabindex="-1" id="main" hidden=${isHidden}>
-    ${found ? html`<${found.View} key=${found.pattern + JSON.stringify(found.params)} params=${found.params} />` : html`<h1>${title}</h1><p><a href="#/">All jobs</a></p>`}
+    ${route ? html`<${route.View} key=${route.pattern + JSON.stringify(route.params)} params=${route.params} />` : html`<h1>${title}</h1><p><a href="#/">Go to all jobs</a></p>`}
   </main>`;
 }
 
 function App() {
   const { state, expired, owner, name } = useSignal(session);
-  const { path } = useSignal(place);
-  const who = useRef("");
+  const { path } = useSignal(currentRoute);
+  const user = useRef("");
   if (state === "unknown") return html`<main aria-busy="true"></main>`;
   const isOut = state === "out";
-  if (!isOut) who.current = JSON.stringify([owner, name]);
-  // A form that is filled in waits below for the same key; other pages would go on asking the server.
+  if (!isOut) user.current = JSON.stringify([owner, name]);
+  // When a session expires, the new-job form stays mounted (hidden), so that its input is still there after the same user signs in
+  // again. Every other view is unmounted: its polling would only get 401.
   return html`
-    ${isOut ? html`<main><${SignIn} /></main>` : html`<a class="skip" href="#main" onClick=${(event) => (event.preventDefault(), document.getElementById("main").focus())}>To the content</a><${Header} />`}
-    ${(!isOut || (expired && path === "/new")) && html`<${Page} key=${who.current} isHidden=${isOut} />`}<${LiveRegion} />`;
+    ${isOut ? html`<main><${SignIn} /></main>` : html`<a class="skip" href="#main" onClick=${(event) => (event.preventDefault(), document.getElementById("main").focus())}>Skip to content</a><${Header} />`}
+    ${(!isOut || (expired && path === "/new")) && html`<${Page} key=${user.current} isHidden=${isOut} />`}<${LiveRegion} />`;
 }
 
-whoAmI();
+loadSession();
 render(html`<${App} />`, document.getElementById("app"));

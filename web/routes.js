@@ -1,4 +1,4 @@
-// Every view: its address, its title, its module. A view is `export default function View({ params })`.
+// The routes: `[pattern, title, view]`. A view is `export default function View({ params })`.
 import Access from "./views/access.js";
 import Checkpoints from "./views/checkpoints.js";
 import Compare from "./views/compare.js";
@@ -20,7 +20,7 @@ export const routes = [
   ["/jobs/:id/samples", "Samples", Samples],
   ["/jobs/:id/checkpoints", "Checkpoints", Checkpoints],
   ["/jobs/:id/playground", "Playground", Playground],
-  ["/jobs/:id/rewards", "Reward health", RewardHealth],
+  ["/jobs/:id/rewards", "Rewards", RewardHealth],
   ["/jobs/:id/logs", "Events and logs", Logs],
   ["/jobs/:id/config", "Configuration", Config],
   ["/compare", "Compare runs", Compare],
@@ -29,7 +29,7 @@ export const routes = [
   ["/access", "Keys and webhooks", Access],
 ];
 
-/** The links at the top. */
+/** Links in the header: `[path, text]`. */
 export const topLinks = [
   ["/", "Jobs"],
   ["/compare", "Compare"],

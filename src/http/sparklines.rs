@@ -72,8 +72,8 @@ struct Sparkline {
     points: Vec<(u64, f64)>,
 }
 
-impl From<Course> for Sparkline {
-    fn from(Course { job, points }: Course) -> Self {
+impl From<store::Sparkline> for Sparkline {
+    fn from(store::Sparkline { job, points }: store::Sparkline) -> Self {
         let value = |point: Option<&(u64, f64)>| point.map(|(_, reward)| *reward);
         Self { id: job, first: value(points.first()), last: value(points.last()), points }
     }
@@ -167,9 +167,9 @@ async fn follow(
         if is_lost && !send(sender, sse::Event::default().event("reload").data("{}")).await {
             return Ok(());
         }
-        for (id, gone_of) in changed {
+        for (id, deleted_owner) in changed {
             // Jobs of other owners are not reported, nor their deletion.
-            let event = match gone_of {
+            let event = match deleted_owner {
                 Some(owner) if caller.may_see(&owner) => {
                     sse::Event::default().event("gone").json_data(json!({"id": id}))
                 }

@@ -1,4 +1,4 @@
-// A browser for a test: it notes every complaint of the console and every request that leaves the server.
+// The browser of a test. It records console errors and requests to other servers.
 import assert from "node:assert/strict";
 import { mkdirSync } from "node:fs";
 import { chromium } from "playwright-core";
@@ -12,30 +12,30 @@ export const startBrowser = () =>
     args: ["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking", "--disable-sync"],
   });
 
-/** Runs `look(page)` on a fresh page; then nothing may have been asked of another place, nor may the console have complained. */
-export async function visit(browser, base, hash, look, { scheme = "light", width = 1280, height = 800, allow = /\/session$/, ...options } = {}) {
+/** Runs `check(page)` on a new page, and fails if the page sent a request to another server or logged an error that `allow` does not match. */
+export async function visit(browser, base, hash, check, { scheme = "light", width = 1280, height = 800, allow = /\/session$/, ...options } = {}) {
   const context = await browser.newContext({ viewport: { width, height }, colorScheme: scheme, reducedMotion: "reduce", ...options });
   const page = await context.newPage();
-  const complaints = [];
-  const foreign = [];
-  page.on("console", (message) => message.type() === "error" && complaints.push(`${message.text()} ${message.location().url}`));
-  page.on("pageerror", (error) => complaints.push(error.stack ?? String(error)));
+  const errors = [];
+  const foreignRequests = [];
+  page.on("console", (message) => message.type() === "error" && errors.push(`${message.text()} ${message.location().url}`));
+  page.on("pageerror", (error) => errors.push(error.stack ?? String(error)));
   page.on("request", (request) => {
     const url = request.url();
-    if (!url.startsWith(base) && !url.startsWith("data:") && !url.startsWith("blob:")) foreign.push(url);
+    if (!url.startsWith(base) && !url.startsWith("data:") && !url.startsWith("blob:")) foreignRequests.push(url);
   });
   try {
     await page.goto(`${base}/${hash}`);
-    const result = await look(page);
-    assert.deepEqual(foreign, [], "requests to other places");
-    assert.deepEqual(complaints.filter((text) => !allow.test(text)), [], "complaints in the console");
+    const result = await check(page);
+    assert.deepEqual(foreignRequests, [], "requests to other servers");
+    assert.deepEqual(errors.filter((text) => !allow.test(text)), [], "errors in the console");
     return result;
   } finally {
     await context.close();
   }
 }
 
-/** The bundled model, a few prompts, and a job of `total` steps that nobody works on yet. */
+/** Submits a job of `total` steps on the bundled model and two prompts. It stays queued on a server without workers. */
 export async function makeJob(server, { name = "a job", total = 100, more = {}, headers } = {}) {
   const models = await server.api("GET", "/models", undefined, headers);
   if (!models.data.length) await server.api("POST", "/models", { id: "rlood/tiny", source: `${process.env.RLOOD_ASSETS}/tiny` }, headers);

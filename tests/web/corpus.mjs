@@ -1,5 +1,5 @@
-// Texts that would run a script, load something or break out, if a page took them for markup, an address or code.
-// Each that runs calls `pwned(…)` or asks for /pwned.
+// Texts that run a script, load a resource or break out of their element if a page treats them as markup, an address or code. An attack
+// that succeeds calls `pwned(…)` or requests /pwned.
 
 const call = "window.pwned?.(1)";
 

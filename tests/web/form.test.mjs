@@ -1,4 +1,4 @@
-// The form for a new job, by keyboard and by what the server says.
+// The form for a new job: keyboard use, the server's schema, and the server's errors.
 import assert from "node:assert/strict";
 import { after, before, test } from "node:test";
 import { makeJob, startBrowser, visit } from "./browser.mjs";
@@ -12,15 +12,15 @@ before(async () => {
 });
 after(() => Promise.all([server?.stop(), browser?.close()]));
 
-const open = (look, hash = "#/new") => visit(browser, server.url, hash, async (page) => {
+const openForm = (check, hash = "#/new") => visit(browser, server.url, hash, async (page) => {
   await page.getByRole("heading", { name: /^New job/ }).waitFor();
-  await look(page);
+  await check(page);
 }, { allow: /\/session$|422|400/ });
 
-/** The control of a setting. */
+/** Locates the control of a setting. */
 const field = (page, pointer) => page.locator(`[data-pointer="${pointer}"]:is(input, select, textarea)`);
 
-/** What a field says is wrong, tied to it for screen readers. */
+/** Returns the error of a field, which must be linked to the control for screen readers. */
 async function errorAt(page, pointer) {
   const control = field(page, pointer);
   assert.equal(await control.getAttribute("aria-invalid"), "true", `${pointer} is not marked`);
@@ -28,36 +28,36 @@ async function errorAt(page, pointer) {
   return page.locator(`[id="${ids.at(-1)}"]`).innerText();
 }
 
-test("what the server refuses stands at its field, and the first one has the focus", { timeout: 60_000 }, () => open(async (page) => {
+test("errors of the server appear at their fields, and the first one gets the focus", { timeout: 60_000 }, () => openForm(async (page) => {
   await page.getByLabel("Model *").selectOption("rlood/tiny");
-  await page.getByText("Or paste rows").first().click();
-  await page.getByLabel("Rows to paste").first().fill('{"prompt": "What is 2 + 2?", "answer": "4"}\n{"prompt": "What is 3 + 4?", "answer": "7"}');
-  await page.getByRole("button", { name: "Add these rows" }).first().click();
-  await page.getByText("2 rows; columns prompt, answer").waitFor();
+  await page.getByText("Paste rows instead").first().click();
+  await page.getByLabel("Rows", { exact: true }).first().fill('{"prompt": "What is 2 + 2?", "answer": "4"}\n{"prompt": "What is 3 + 4?", "answer": "7"}');
+  await page.getByRole("button", { name: "Add rows" }).first().click();
+  await page.getByText("2 rows. Columns: prompt, answer").waitFor();
   await field(page, "/rloo/num_generations").fill("1");
   await field(page, "/optimizer/learning_rate").fill("fast");
   await page.getByRole("button", { name: "Submit" }).click();
-  await page.getByText(/things are not right yet/).waitFor();
+  await page.getByRole("alert").getByText(/errors to fix/).waitFor();
   assert.match(await errorAt(page, "/rloo/num_generations"), /2/);
   assert.ok((await errorAt(page, "/optimizer/learning_rate")).length > 3);
   const focused = await page.waitForFunction(() => document.activeElement?.dataset.pointer);
   assert.ok(["/rloo/num_generations", "/optimizer/learning_rate"].includes(await focused.jsonValue()));
   assert.equal((await server.api("GET", "/jobs")).data.length, 0, "nothing was submitted");
-  // Right again: the marks go, the command beside it says the same.
+  // After the settings are corrected, the marks disappear and the curl command contains the new values.
   await field(page, "/rloo/num_generations").fill("4");
   await field(page, "/training/prompts_per_step").fill("2");
   await field(page, "/optimizer/learning_rate").fill("1e-3");
   await page.getByRole("button", { name: "Check" }).click();
   await page.getByText("The job is valid").first().waitFor();
   assert.equal(await page.locator("[aria-invalid]").count(), 0);
-  assert.match(await page.getByLabel("The curl command").innerText(), /"learning_rate": 0.001/);
+  assert.match(await page.getByLabel("curl command").innerText(), /"learning_rate": 0.001/);
 }));
 
-test("order, labels, limits and defaults are those of the server's document", { timeout: 60_000 }, () => open(async (page) => {
+test("order, labels, limits and defaults are those of the server's document", { timeout: 60_000 }, () => openForm(async (page) => {
   const { JobSpec } = (await server.api("GET", "/openapi.json")).components.schemas;
   const { first, sections } = JobSpec["x-form"];
-  const shown = (root) => root.locator("[data-pointer]").evaluateAll((places) => [...new Set(places.map(({ dataset }) => dataset.pointer))]);
-  assert.deepEqual((await shown(page.locator("fieldset", { hasText: "What is trained" }))).filter((pointer) => pointer !== "/lora"), first);
+  const shown = (root) => root.locator("[data-pointer]").evaluateAll((elements) => [...new Set(elements.map(({ dataset }) => dataset.pointer))]);
+  assert.deepEqual((await shown(page.locator("fieldset", { hasText: "Trained weights" }))).filter((pointer) => pointer !== "/lora"), first);
   await page.getByText("All settings").click();
   const section = (title) => page.locator(".more section").filter({ has: page.getByRole("heading", { name: title, exact: true }) });
   for (const name of sections) {
@@ -66,25 +66,25 @@ test("order, labels, limits and defaults are those of the server's document", { 
     const pointers = order.map((key) => `/${name}/${key}`).filter((pointer) => !first.includes(pointer) && pointer !== "/eval/dataset");
     assert.deepEqual((await shown(section(title))).filter((pointer) => pointer !== "/eval/dataset"), pointers, name);
   }
-  assert.match(await section("RLOO").innerText(), /more than 0, less than 1/);
+  assert.match(await section("RLOO").innerText(), /greater than 0, less than 1/);
   await page.getByLabel("Checkpoint every", { exact: true }).waitFor();
   assert.equal(await field(page, "/rloo/epsilon").getAttribute("placeholder"), "0.2");
 }));
 
-test("a reward is tried before anything depends on it", { timeout: 60_000 }, () => open(async (page) => {
+test("a reward can be tested before the job is submitted", { timeout: 60_000 }, () => openForm(async (page) => {
   await page.getByRole("button", { name: "Test" }).click();
   await page.getByLabel("Completion", { exact: true }).fill("4\n---\n<img src=x onerror=alert(1)>");
   await page.getByLabel("Columns", { exact: true }).fill('{"answer": "4"}');
-  await page.getByRole("button", { name: "Score it" }).click();
-  await page.getByText("Every completion has a value").waitFor();
+  await page.getByRole("button", { name: "Score", exact: true }).click();
+  await page.getByText("Every completion was scored").waitFor();
   const values = await page.locator(".trial td.num").allInnerTexts();
   assert.deepEqual(values, ["1", "0"]);
   assert.equal(await page.locator(".trial img").count(), 0, "a completion became markup");
 }));
 
-test("keyboard alone fills the form, probes and submits a job that runs", { timeout: 180_000 }, () => open(async (page) => {
+test("the keyboard alone fills the form, runs a preflight and submits a job that runs", { timeout: 180_000 }, () => openForm(async (page) => {
   await page.waitForFunction(() => document.querySelectorAll("select option").length > 5);
-  /** Tab until the control has the focus. */
+  /** Presses Tab until the control has the focus. */
   const tabTo = async (control) => {
     const handle = await control.elementHandle();
     for (let presses = 0; presses < 90; presses++) {
@@ -99,115 +99,115 @@ test("keyboard alone fills the form, probes and submits a job that runs", { time
   await page.keyboard.type("rlood");
   await tabTo(page.getByLabel("Prompts *"));
   await page.keyboard.press("ArrowDown");
-  await page.getByText("2 rows; columns prompt, answer").waitFor();
+  await page.getByText("2 rows. Columns: prompt, answer").waitFor();
   await tabTo(field(page, "/training/max_steps"));
   await page.keyboard.type("2");
   await page.keyboard.press("Tab");
   await page.keyboard.type("2");
   await tabTo(field(page, "/sampling/max_completion_length"));
   await page.keyboard.type("6");
-  await tabTo(page.getByRole("button", { name: "Probe" }));
+  await tabTo(page.getByRole("button", { name: "Run preflight" }));
   await page.keyboard.press("Enter");
-  await page.getByRole("heading", { name: "Probe" }).waitFor({ timeout: 90_000 });
+  await page.getByRole("heading", { name: "Preflight" }).waitFor({ timeout: 90_000 });
   await tabTo(page.getByRole("button", { name: "Submit" }));
   await page.keyboard.press("Enter");
   await page.getByRole("heading", { name: "by keyboard" }).waitFor();
   await page.locator(".state.succeeded").waitFor({ timeout: 90_000 });
 }));
 
-test("a job can be cloned: its settings are in the form", { timeout: 60_000 }, async () => {
-  const job = await makeJob(server, { name: "the old one", total: 1, more: { rloo: { num_generations: 3 } } });
-  await open(async (page) => {
-    assert.equal(await field(page, "/name").inputValue(), "the old one");
+test("cloning a job fills the form with its settings", { timeout: 60_000 }, async () => {
+  const job = await makeJob(server, { name: "the original", total: 1, more: { rloo: { num_generations: 3 } } });
+  await openForm(async (page) => {
+    assert.equal(await field(page, "/name").inputValue(), "the original");
     assert.equal(await field(page, "/rloo/num_generations").inputValue(), "3");
     assert.equal(await page.getByLabel("Model *").inputValue(), "rlood/tiny");
   }, `#/new?from=${job.id}`);
 });
 
-/** The job as the command beside the form sends it. */
-const sent = async (page) => JSON.parse((await page.getByLabel("The curl command").innerText()).match(/-d '([^]*)'\s*$/)[1].replaceAll("'\\''", "'"));
+/** Parses the job in the curl command next to the form. */
+const jobInCommand = async (page) => JSON.parse((await page.getByLabel("curl command").innerText()).match(/-d '([^]*)'\s*$/)[1].replaceAll("'\\''", "'"));
 
-test("what is typed stays, whatever is drawn meanwhile", { timeout: 60_000 }, () => open(async (page) => {
+test("typed text survives rendering during the input", { timeout: 60_000 }, () => openForm(async (page) => {
   await page.getByRole("button", { name: "Check" }).click();
-  await page.getByText(/not right yet/).first().waitFor();
+  await page.getByText(/errors? to fix/).first().waitFor();
   await field(page, "/training/max_steps").fill("7");
-  // Slower than the check that follows each change.
+  // The check that follows each change arrives while the number is being typed.
   const checked = page.waitForResponse(/validate/);
   await field(page, "/training/prompts_per_step").pressSequentially("12");
   await checked;
   await field(page, "/training/prompts_per_step").pressSequentially("345");
   await field(page, "/optimizer/learning_rate").pressSequentially("1e-3");
   assert.equal(await field(page, "/training/prompts_per_step").inputValue(), "12345");
-  const { training, optimizer } = await sent(page);
+  const { training, optimizer } = await jobInCommand(page);
   assert.deepEqual([training, optimizer], [{ max_steps: 7, prompts_per_step: 12345 }, { learning_rate: 0.001 }]);
 }));
 
-test("only what is secret is left out of the command", { timeout: 60_000 }, () => open(async (page) => {
+test("only secrets are left out of the command", { timeout: 60_000 }, () => openForm(async (page) => {
   await page.getByText("All settings").click();
   await field(page, "/metadata").fill('{"headers": "abc", "secret": "m"}');
   await field(page, "/eval/rewards").fill('[{"type": "webhook", "url": "http://a.example/", "secret": "whsec_x", "previous_secret": "whsec_y", "headers": {"authorization": "z"}}]');
   await field(page, "/rewards/0/type").selectOption("webhook");
   await field(page, "/rewards/0/secret").fill("whsec_w");
-  const { metadata, rewards, eval: { rewards: [own] } } = await sent(page);
+  const { metadata, rewards, eval: { rewards: [evalReward] } } = await jobInCommand(page);
   assert.deepEqual(metadata, { headers: "abc", secret: "m" });
   assert.equal(rewards[0].secret, "whsec_…");
-  assert.deepEqual(own, { type: "webhook", url: "http://a.example/", secret: "whsec_…", previous_secret: "whsec_…", headers: { authorization: "…" } });
+  assert.deepEqual(evalReward, { type: "webhook", url: "http://a.example/", secret: "whsec_…", previous_secret: "whsec_…", headers: { authorization: "…" } });
 }));
 
-test("a new job after a cloned one begins empty, and back is the clone again", { timeout: 60_000 }, async () => {
+test("a new job after a clone starts empty, and going back restores the clone", { timeout: 60_000 }, async () => {
   const job = await makeJob(server, { name: "cloned", total: 1 });
-  await open(async (page) => {
+  await openForm(async (page) => {
     const isNamed = (name) => page.waitForFunction((name) => document.querySelector('[data-pointer="/name"]')?.value === name, name);
     await isNamed("cloned");
     await page.getByRole("link", { name: "New job" }).click();
     await isNamed("");
-    assert.deepEqual(Object.keys(await sent(page)), ["rewards"]);
+    assert.deepEqual(Object.keys(await jobInCommand(page)), ["rewards"]);
     await page.goBack();
     await isNamed("cloned");
-    assert.equal((await sent(page)).model, "rlood/tiny");
+    assert.equal((await jobInCommand(page)).model, "rlood/tiny");
   }, `#/new?from=${job.id}`);
 });
 
-test("some projections, every weight, rules and rewards of the evaluation are shown and made", { timeout: 60_000 }, async () => {
+test("target modules, all weights, alert rules and evaluation rewards can be read and changed", { timeout: 60_000 }, async () => {
   const job = await makeJob(server, { total: 1, more: { lora: { target_modules: ["q_proj", "v_proj"] }, doctor: { rules: { cold_start: false } } } });
-  await open(async (page) => {
+  await openForm(async (page) => {
     await page.getByText("All settings").click();
-    const ticked = () => page.locator('[data-pointer="/lora/target_modules"] :checked').evaluateAll((boxes) => boxes.map((box) => box.closest("label").innerText.trim()));
-    assert.deepEqual(await ticked(), ["q_proj", "v_proj"]);
+    const checkedModules = () => page.locator('[data-pointer="/lora/target_modules"] :checked').evaluateAll((boxes) => boxes.map((box) => box.closest("label").innerText.trim()));
+    assert.deepEqual(await checkedModules(), ["q_proj", "v_proj"]);
     await page.getByLabel("o_proj").check();
     assert.equal(await field(page, "/optimizer/kind").locator(":checked").innerText(), "adamw (default)");
     assert.match(await field(page, "/doctor/rules").inputValue(), /"cold_start"/);
     await field(page, "/eval/rewards").fill('[{"type": "length"');
     await field(page, "/name").focus();
-    assert.match(await errorAt(page, "/eval/rewards"), /no JSON/);
+    assert.match(await errorAt(page, "/eval/rewards"), /Invalid JSON/);
     await field(page, "/eval/rewards").fill('[{"type": "length"}]');
-    const { lora, eval: { rewards } } = await sent(page);
+    const { lora, eval: { rewards } } = await jobInCommand(page);
     assert.deepEqual([lora.target_modules, rewards], [["q_proj", "v_proj", "o_proj"], [{ type: "length" }]]);
-    await page.getByLabel("What is trained").selectOption("every weight");
-    assert.equal(await page.locator('[data-pointer^="/lora/"]').count(), 0, "an adapter that there is not has settings");
-    assert.equal((await sent(page)).lora, null);
+    await page.getByLabel("Trained weights").selectOption("all weights");
+    assert.equal(await page.locator('[data-pointer^="/lora/"]').count(), 0, "a job without an adapter shows adapter settings");
+    assert.equal((await jobInCommand(page)).lora, null);
   }, `#/new?from=${job.id}`);
 });
 
-test("a reward is tried on chat messages, and its answer is of its own settings", { timeout: 60_000 }, async () => {
+test("a reward is tested on chat messages, and a change of its settings removes the result", { timeout: 60_000 }, async () => {
   await server.api("POST", "/datasets?name=chat", { records: [{ prompt: [{ role: "user", content: "2 + 2?" }], answer: "4" }] });
-  await open(async (page) => {
+  await openForm(async (page) => {
     await page.getByLabel("Prompts *").selectOption("chat · 1 row");
-    await page.getByText(/^1 row; columns/).waitFor();
+    await page.getByText(/^1 row\. Columns/).waitFor();
     await page.getByRole("button", { name: "Add a reward" }).click();
     const second = page.getByRole("group", { name: "Reward 2" });
     await second.getByLabel("Type").selectOption("exact_match");
     await second.getByLabel("Column *").fill("answer");
     await second.getByRole("button", { name: "Test" }).click();
-    const asked = page.waitForRequest(/rewards\/test/);
-    await second.getByRole("button", { name: "Score it" }).click();
-    assert.deepEqual((await asked).postDataJSON().samples[0].prompt, [{ role: "user", content: "2 + 2?" }]);
-    await page.getByText("Every completion has a value").waitFor();
-    // Another reward goes: the answer stays with its own row. Its own settings change: it goes.
+    const request = page.waitForRequest(/rewards\/test/);
+    await second.getByRole("button", { name: "Score", exact: true }).click();
+    assert.deepEqual((await request).postDataJSON().samples[0].prompt, [{ role: "user", content: "2 + 2?" }]);
+    await page.getByText("Every completion was scored").waitFor();
+    // The result stays with its reward when another reward is removed, and disappears when the settings of its own reward change.
     await page.getByRole("button", { name: "Remove reward 1" }).click();
     const first = page.getByRole("group", { name: "Reward 1" });
-    assert.equal(await first.getByText("Every completion has a value").count(), 1);
+    assert.equal(await first.getByText("Every completion was scored").count(), 1);
     await first.getByLabel("Weight").fill("2");
-    assert.equal(await page.getByText("Every completion has a value").count(), 0);
+    assert.equal(await page.getByText("Every completion was scored").count(), 0);
   });
 });

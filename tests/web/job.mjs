@@ -1,30 +1,33 @@
-// Small real jobs on the bundled model, and a reward service that a test can make misbehave.
+// Small real jobs on the bundled model, and a reward service whose responses a test controls.
 import { createServer } from "node:http";
 import { readFileSync } from "node:fs";
 
-/** Prompts of the bundled data that the bundled model answers. */
+/** Reads rows of the bundled dataset, which the bundled model can answer. */
 export const prompts = (count) =>
   readFileSync(`${process.env.RLOOD_ASSETS}/tiny-data/train.jsonl`, "utf8").split("\n", count).map((line) => JSON.parse(line));
 
-/** A reward service by contract v1: `answer({request, count})` gives `{status, body, headers}` or nothing for the usual, one point for each right answer. */
-export async function startRewards(answer = () => undefined) {
+/**
+ * Starts a reward service (contract v1). `respond({request, count})` returns `{status, body, headers}`, or undefined for the default: reward
+ * 1 for a completion equal to the answer, otherwise 0.
+ */
+export async function startRewards(respond = () => undefined) {
   let count = 0;
-  const server = createServer(async (asked, reply) => {
+  const server = createServer(async (httpRequest, httpResponse) => {
     let body = "";
-    for await (const part of asked) body += part;
+    for await (const chunk of httpRequest) body += chunk;
     const request = JSON.parse(body || "{}");
     const isPing = request.type === "reward.ping";
-    const given = isPing ? undefined : answer({ request, count: count++ });
-    const results = () => request.samples.map(({ sample_id, completion, columns }) => ({ sample_id, reward: completion === columns.answer ? 1 : 0, reason: "by the letter" }));
-    const { status = 200, headers = {}, ...rest } = given ?? {};
-    reply.writeHead(status, { "content-type": "application/json", ...headers });
-    reply.end(rest.body ?? JSON.stringify(isPing ? {} : { version: "1", id: request.id, results: results() }));
+    const response = isPing ? undefined : respond({ request, count: count++ });
+    const results = () => request.samples.map(({ sample_id, completion, columns }) => ({ sample_id, reward: completion === columns.answer ? 1 : 0, reason: "exact match" }));
+    const { status = 200, headers = {}, ...rest } = response ?? {};
+    httpResponse.writeHead(status, { "content-type": "application/json", ...headers });
+    httpResponse.end(rest.body ?? JSON.stringify(isPing ? {} : { version: "1", id: request.id, results: results() }));
   });
   await new Promise((done) => server.listen(0, "127.0.0.1", done));
   return { url: `http://127.0.0.1:${server.address().port}/score`, stop: () => (server.closeAllConnections(), new Promise((done) => server.close(done))) };
 }
 
-/** Submits a job of a few steps. */
+/** Submits a job of `steps` steps with a learning rate of `rate`. `more` overrides other settings. */
 export async function submit(server, { name, steps = 4, rate = 2e-3, rewards, rows = prompts(6), more = {} }) {
   const models = await server.api("GET", "/models");
   if (!models.data.length) await server.api("POST", "/models", { id: "rlood/tiny", source: `${process.env.RLOOD_ASSETS}/tiny` });
@@ -37,7 +40,7 @@ export async function submit(server, { name, steps = 4, rate = 2e-3, rewards, ro
   });
 }
 
-/** Waits until the job is over, and wants it to have succeeded. */
+/** Waits until the job has succeeded, and throws if it ends in any other way. */
 export async function finished(server, { id }) {
   for (;;) {
     const job = await server.api("GET", `/jobs/${id}?wait=30`);

@@ -1,25 +1,25 @@
-// A run that is followed: what comes is drawn once and in order, whatever happens to the connection.
+// Live updates: every event is shown once and in order, even when the connection breaks.
 import assert from "node:assert/strict";
 import { after, before, test } from "node:test";
 import { makeJob, startBrowser, visit } from "./browser.mjs";
-import { startLine, startServer } from "./server.mjs";
+import { startProxy, startServer } from "./server.mjs";
 import { step, Worker } from "./worker.mjs";
 
-let server, line, browser, worker;
+let server, proxy, browser, worker;
 before(async () => {
   [server, browser] = await Promise.all([startServer(), startBrowser()]);
-  line = await startLine(server.url);
+  proxy = await startProxy(server.url);
   worker = new Worker(server);
   await worker.register();
 });
 after(async () => {
   await browser?.close();
-  await line?.stop();
+  await proxy?.stop();
   await server?.stop();
 });
 
-/** What the page holds of the reward: steps and values, as its table shows them. */
-async function shown(page) {
+/** Reads the steps and values of the reward from the chart's table. */
+async function readRewardTable(page) {
   const chart = page.locator("figure", { has: page.getByRole("heading", { name: /^Reward\b/ }) });
   if (!(await chart.locator("table").count())) await chart.getByRole("button", { name: "Table" }).click();
   const rows = await chart.locator("tbody tr").evaluateAll((rows) => rows.map((row) => [...row.children].map((cell) => cell.textContent)));
@@ -29,63 +29,63 @@ async function shown(page) {
 const pause = (ms) => new Promise((done) => setTimeout(done, ms));
 const value = (number) => Number((number / 1000).toPrecision(6));
 const rows = (from, to) => Array.from({ length: to - from + 1 }, (_, index) => [from + index, value(from + index)]);
-const say = (attempt, from, to) => attempt.events(rows(from, to).map(([number, reward]) => step(number, 200, "train", { reward, kl: 0 })));
+const reportSteps = (attempt, from, to) => attempt.events(rows(from, to).map(([number, reward]) => step(number, 200, "train", { reward, kl: 0 })));
 
-test("a connection that is cut again and again leaves no gap and no double point", { timeout: 120_000 }, async () => {
+test("a connection that is cut repeatedly leaves no gap and no duplicate point", { timeout: 120_000 }, async () => {
   await makeJob(server, { name: "cut", total: 200 });
   const attempt = await worker.claim();
-  await say(attempt, 1, 20);
-  await visit(browser, line.url, `#/jobs/${attempt.job}`, async (page) => {
+  await reportSteps(attempt, 1, 20);
+  await visit(browser, proxy.url, `#/jobs/${attempt.job}`, async (page) => {
     await page.getByRole("heading", { name: "cut", exact: true }).waitFor();
     await page.waitForFunction(() => document.querySelector("[aria-label^='Reward.']")?.ariaLabel.includes("20 values"));
     let next = 21;
     for (let round = 0; round < 12; round++) {
       const to = next + 4 + (round % 3);
-      await say(attempt, next, to);
+      await reportSteps(attempt, next, to);
       next = to + 1;
       if (round % 2) await pause(40 * round);
-      line.cut();
+      proxy.disconnect();
     }
-    await say(attempt, next, 150);
+    await reportSteps(attempt, next, 150);
     await page.waitForFunction(() => document.querySelector("[aria-label^='Reward.']")?.ariaLabel.includes("to 150,"), null, { timeout: 60_000 });
     await page.waitForFunction(() => !document.querySelector("[data-connection]"), null, { timeout: 60_000 });
-    assert.deepEqual(await shown(page), rows(1, 150));
-    // The attempt ends without a checkpoint: the next one begins anew, and the old points go.
+    assert.deepEqual(await readRewardTable(page), rows(1, 150));
+    // The attempt ends without a checkpoint, so the next one starts at step 0 and the old points disappear.
     await attempt.finish({ outcome: "requeued" });
     const second = await worker.claim();
-    line.cut();
-    await say(second, 1, 30);
+    proxy.disconnect();
+    await reportSteps(second, 1, 30);
     await page.waitForFunction(() => document.querySelectorAll(".values tbody tr").length === 30, null, { timeout: 60_000 });
-    assert.deepEqual(await shown(page), rows(1, 30));
+    assert.deepEqual(await readRewardTable(page), rows(1, 30));
     await second.finish({ outcome: "cancelled" });
   }, { allow: /\/session$|ERR_CONNECTION_RESET|ERR_EMPTY_RESPONSE|ERR_INCOMPLETE_CHUNKED|ERR_SOCKET/ });
 });
 
-test("the list of jobs changes by itself, also over a cut", { timeout: 60_000 }, () =>
-  visit(browser, line.url, "", async (page) => {
+test("the list of jobs is updated live, and after a broken connection", { timeout: 60_000 }, () =>
+  visit(browser, proxy.url, "", async (page) => {
     await page.getByRole("row", { name: /cut/ }).waitFor();
     const job = await makeJob(server, { name: "another", total: 10 });
     await page.getByRole("row", { name: /another.*queued/ }).waitFor();
-    line.cut();
+    proxy.disconnect();
     const attempt = await worker.claim();
     assert.equal(attempt.job, job.id);
-    await say(attempt, 1, 3);
+    await reportSteps(attempt, 1, 3);
     await page.getByRole("row", { name: /another.*running.*3 \/ 10/ }).waitFor();
     await attempt.finish({ outcome: "failed", failure: { class: "user", code: "bad_prompt", message: "a prompt is <b>too long</b>", phase: null, step: 3, suggestion: null } });
     await page.getByRole("row", { name: /another.*failed/ }).waitFor();
     assert.equal(await page.locator("main b").filter({ hasText: "too long" }).count(), 0, "text became markup");
   }, { allow: /\/session$|ERR_CONNECTION_RESET|ERR_EMPTY_RESPONSE|ERR_INCOMPLETE_CHUNKED|ERR_SOCKET/ }));
 
-const BROKEN = { allow: /\/session$|404|ERR_CONNECTION_RESET|ERR_EMPTY_RESPONSE|ERR_INCOMPLETE_CHUNKED|ERR_SOCKET/ };
+const ALLOW_BROKEN = { allow: /\/session$|404|ERR_CONNECTION_RESET|ERR_EMPTY_RESPONSE|ERR_INCOMPLETE_CHUNKED|ERR_SOCKET/ };
 
-test("what is typed is kept while steps come, and so is a zoom that an address asks for", { timeout: 120_000 }, async () => {
+test("typed filters and a zoom from the address survive the arrival of new steps", { timeout: 120_000 }, async () => {
   await makeJob(server, { name: "typed", total: 200 });
   const attempt = await worker.claim();
-  await say(attempt, 1, 20);
+  await reportSteps(attempt, 1, 20);
   let done = false;
   const steps = (async () => {
     for (let next = 21; !done; next++) {
-      await say(attempt, next, next);
+      await reportSteps(attempt, next, next);
       await pause(60);
     }
   })();
@@ -96,7 +96,7 @@ test("what is typed is kept while steps come, and so is a zoom that an address a
       await page.waitForFunction(() => /q=what\+is\+two/.test(location.hash) && /step=123/.test(location.hash));
       assert.equal(await page.getByLabel("Search").inputValue(), "what is two");
       assert.equal(await page.getByLabel("Step", { exact: true }).inputValue(), "123");
-    }, BROKEN);
+    }, ALLOW_BROKEN);
     await visit(browser, server.url, `#/jobs/${attempt.job}`, async (page) => {
       const controls = page.getByRole("group", { name: "Charts" });
       await controls.waitFor();
@@ -107,7 +107,7 @@ test("what is typed is kept while steps come, and so is a zoom that an address a
       }
       await pause(600);
       assert.match(await page.evaluate(() => location.hash), /from=5&to=17&smooth=0.5/);
-    }, BROKEN);
+    }, ALLOW_BROKEN);
   } finally {
     done = true;
     await steps;
@@ -115,23 +115,23 @@ test("what is typed is kept while steps come, and so is a zoom that an address a
   }
 });
 
-test("a job that somebody deletes is said to be gone", { timeout: 60_000 }, async () => {
+test("the page reports that its job was deleted", { timeout: 60_000 }, async () => {
   await makeJob(server, { name: "to be deleted", total: 3 });
   const attempt = await worker.claim();
-  await say(attempt, 1, 2);
+  await reportSteps(attempt, 1, 2);
   await attempt.finish({ outcome: "cancelled" });
   await visit(browser, server.url, `#/jobs/${attempt.job}`, async (page) => {
     await page.getByRole("button", { name: "Retry" }).waitFor();
     await server.api("DELETE", `/jobs/${attempt.job}`);
     await page.getByText("This job was deleted.").waitFor();
     assert.equal(await page.getByRole("button", { name: "Retry" }).count(), 0);
-  }, BROKEN);
+  }, ALLOW_BROKEN);
 });
 
-test("a job that is deleted before its events are followed is said to be gone too", { timeout: 60_000 }, async () => {
+test("the page reports that its job was deleted before the event stream was opened", { timeout: 60_000 }, async () => {
   await makeJob(server, { name: "to be deleted early", total: 3 });
   const attempt = await worker.claim();
-  await say(attempt, 1, 2);
+  await reportSteps(attempt, 1, 2);
   await attempt.finish({ outcome: "cancelled" });
   await visit(browser, server.url, "#/", async (page) => {
     let deleted;
@@ -147,21 +147,21 @@ test("a job that is deleted before its events are followed is said to be gone to
     await server.api("DELETE", `/jobs/${attempt.job}`);
     deleted();
     await page.getByText("This job was deleted.").waitFor();
-  }, BROKEN);
+  }, ALLOW_BROKEN);
 });
 
-test("names of 200 letters without a break fit a phone", { timeout: 120_000 }, async () => {
+test("names of 200 letters without spaces fit on a phone", { timeout: 120_000 }, async () => {
   const long = "x".repeat(200);
   const job = await makeJob(server, { name: long, total: 3, more: { metadata: { team: "y".repeat(400) } } });
   const attempt = await worker.claim();
-  await say(attempt, 1, 1);
+  await reportSteps(attempt, 1, 1);
   for (const hash of [`#/jobs/${job.id}`, `#/jobs/${job.id}/samples`, `#/jobs/${job.id}/config`, `#/compare?ids=${job.id}`, "#/", `#/new?from=${job.id}`]) {
     await visit(browser, server.url, hash, async (page) => {
       await page.getByText(long.slice(0, 20)).first().waitFor({ state: "attached" });
       await pause(300);
-      const wide = await page.evaluate(() => document.documentElement.scrollWidth - innerWidth);
-      assert.ok(wide <= 0, `${hash} is ${wide} px wider than the screen`);
-    }, { ...BROKEN, width: 360 });
+      const overflow = await page.evaluate(() => document.documentElement.scrollWidth - innerWidth);
+      assert.ok(overflow <= 0, `${hash} is ${overflow} px wider than the screen`);
+    }, { ...ALLOW_BROKEN, width: 360 });
   }
   await attempt.finish({ outcome: "cancelled" });
 });

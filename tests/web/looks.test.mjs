@@ -1,5 +1,5 @@
-// Every view in light and dark and at phone width: axe finds nothing serious, nothing leaves the page's width, every chart has
-// words, the page has one first heading. Screenshots of each lie under target/browser.
+// Checks every view in light and dark, at desktop and phone width: axe finds no serious violation, nothing is wider than the page, every
+// chart has a text summary, and the page has exactly one h1. Screenshots are saved to target/browser.
 import assert from "node:assert/strict";
 import { readFileSync } from "node:fs";
 import { createRequire } from "node:module";
@@ -19,9 +19,9 @@ before(async () => {
   [one, other] = await Promise.all([submit(server, { name: "Sums, careful", rate: 5e-4, steps: 12, rows: prompts(24) }), submit(server, { name: "Sums, with a judge", rewards: judged, steps: 12, rows: prompts(24) })]);
   await finished(server, one);
   await finished(server, other);
-  // One that waits, for the queue: it is paused at once.
-  const waiting = await submit(server, { name: "Sums, later", steps: 900 });
-  await server.api("POST", `/jobs/${waiting.id}/pause`);
+  // A paused job, so that the queue is not empty.
+  const paused = await submit(server, { name: "Sums, later", steps: 900 });
+  await server.api("POST", `/jobs/${paused.id}/pause`);
 }, { timeout: 300_000 });
 after(() => Promise.all([server?.stop(), browser?.close(), rewards?.stop()]));
 
@@ -42,16 +42,16 @@ const views = {
   library: () => "#/library",
   system: () => "#/system",
   access: () => "#/access",
-  nowhere: () => "#/nowhere",
+  "not-found": () => "#/not-found",
 };
 
-/** What a view shows beyond its first look. */
-const opened = {
+/** Actions that open more of a view before it is checked. */
+const openMore = {
   async library(page) {
     const buffer = Buffer.from('question,answer\nWhat is 2 + 2?,4\nWhat is 3 + 4?,7\n');
     await page.locator("input[type=file]").setInputFiles({ name: "mine.csv", mimeType: "text/csv", buffer });
-    await page.getByRole("button", { name: "Use its mapping" }).click();
-    await page.locator(".row-look").first().waitFor();
+    await page.getByRole("button", { name: "Use suggested mapping" }).click();
+    await page.locator(".row-preview").first().waitFor();
   },
   async groups(page) {
     const group = page.locator(".group").first();
@@ -60,21 +60,21 @@ const opened = {
     await page.locator(".difference").waitFor();
   },
   async playground(page) {
-    await page.getByRole("button", { name: "Ask both" }).click();
-    await page.getByRole("heading", { name: "Answers" }).waitFor({ timeout: 60_000 });
+    await page.getByRole("button", { name: "Generate with both" }).click();
+    await page.getByRole("heading", { name: "Completions", exact: true }).waitFor({ timeout: 60_000 });
   },
   async rewards(page) {
-    const first = page.locator(".try summary").first();
+    const first = page.locator(".exchange summary").first();
     if (await first.count()) await first.click();
   },
 };
 
 for (const [name, hash] of Object.entries(views)) {
-  test(`${name}: nothing serious for axe, nothing too wide, words for every chart`, { timeout: 180_000 }, async () => {
+  test(`${name}: no serious axe violation, nothing too wide, a summary for every chart`, { timeout: 180_000 }, async () => {
     for (const [scheme, width] of WIDTHS) {
       await visit(browser, server.url, hash(), async (page) => {
         await page.waitForFunction(() => !document.querySelector("[aria-busy=true]") && document.querySelector("main h1"), null, { timeout: 30_000 });
-        await opened[name]?.(page);
+        await openMore[name]?.(page);
         await page.waitForTimeout(400);
         const tag = `${name}-${scheme}${width < 500 ? "-phone" : ""}`;
         await page.screenshot({ path: `${SHOTS}/${tag}.png`, fullPage: !["samples", "log", "new-job"].includes(name) });
@@ -82,16 +82,16 @@ for (const [name, hash] of Object.entries(views)) {
         const { violations } = await page.evaluate(() => axe.run(document, { resultTypes: ["violations"] }));
         const serious = violations.filter(({ impact }) => ["serious", "critical"].includes(impact));
         assert.deepEqual(serious.map(({ id, nodes }) => `${id}: ${nodes.slice(0, 3).map(({ target, any }) => `${target.join(" ")} (${any[0]?.message ?? ""})`).join("; ")}`), [], tag);
-        const seen = await page.evaluate(() => ({
-          wide: document.documentElement.scrollWidth - innerWidth,
-          firsts: document.querySelectorAll("h1").length,
-          mute: [...document.querySelectorAll(".plot")].filter((plot) => !(plot.getAttribute("aria-label")?.length > 10)).length,
-          hidden: [...document.querySelectorAll(".tabs [aria-current]")].filter((tab) => tab.getBoundingClientRect().right > innerWidth || tab.getBoundingClientRect().left < 0).length,
+        const found = await page.evaluate(() => ({
+          overflow: document.documentElement.scrollWidth - innerWidth,
+          headings: document.querySelectorAll("h1").length,
+          withoutSummary: [...document.querySelectorAll(".plot")].filter((plot) => !(plot.getAttribute("aria-label")?.length > 10)).length,
+          hiddenTabs: [...document.querySelectorAll(".tabs [aria-current]")].filter((tab) => tab.getBoundingClientRect().right > innerWidth || tab.getBoundingClientRect().left < 0).length,
           title: document.title,
         }));
-        assert.ok(seen.wide <= 0, `${tag} is ${seen.wide} px too wide`);
-        assert.deepEqual([seen.firsts, seen.mute, seen.hidden], [1, 0, 0], tag);
-        assert.match(seen.title, / · rlood$/);
+        assert.ok(found.overflow <= 0, `${tag} is ${found.overflow} px too wide`);
+        assert.deepEqual([found.headings, found.withoutSummary, found.hiddenTabs], [1, 0, 0], tag);
+        assert.match(found.title, / · rlood$/);
       }, { scheme, width, height: width < 500 ? 844 : 900, allow: /404/ });
     }
   });

@@ -1,5 +1,6 @@
-// The pictures under docs/images/pages: models and data, and the system, when there is nothing, when something is under way, when something
-// failed, and full; at 390 and 1440 pixels, dark and light. usage: tests/web/pictures.sh BINARY
+// Takes the pictures under docs/images: a run and its samples, from the demo job; and under docs/images/pages the pages of models and data
+// and of the system in the states empty, full, busy and failed, at 390 and 1440 pixels, in dark and light.
+// Usage: tests/web/pictures.sh BINARY
 import { startBrowser, visit, SHOTS } from "./browser.mjs";
 import { startHub } from "./hub.mjs";
 import { finished, prompts, submit } from "./job.mjs";
@@ -12,27 +13,39 @@ const browser = await startBrowser();
 const env = { HF_ENDPOINT: hub.url, HF_HUB_OFFLINE: "0" };
 const start = (devices) => startServer({ devices, env });
 
-async function shoot(server, name, hash, prepare = async () => {}) {
+async function takePicture(server, name, hash, { prepare = async () => {}, fullPage = false, ...options }) {
+  await visit(browser, server.url, hash, async (page) => {
+    await page.waitForFunction(() => !document.querySelector("[aria-busy=true]") && document.querySelector("main h1"));
+    await prepare(page);
+    await page.waitForTimeout(400);
+    await page.screenshot({ path: `${SHOTS}/picture-${name}.png`, fullPage });
+  }, { allow: /422|401|404|\/session/, ...options });
+}
+
+async function takePagePictures(server, name, hash, prepare) {
   for (const width of [390, 1440]) {
     for (const scheme of ["light", "dark"]) {
-      await visit(browser, server.url, hash, async (page) => {
-        await page.waitForFunction(() => !document.querySelector("[aria-busy=true]") && document.querySelector("main h1"));
-        await prepare(page);
-        await page.waitForTimeout(400);
-        await page.screenshot({ path: `${SHOTS}/pages-${name}-${width}-${scheme}.png`, fullPage: true });
-      }, { scheme, width, height: 900, allow: /422|401|404|\/session/ });
+      await takePicture(server, `pages-${name}-${width}-${scheme}`, hash, { prepare, fullPage: true, scheme, width, height: 900 });
     }
   }
 }
 
-const until = async (test) => {
+const waitUntil = async (test) => {
   while (!(await test())) await new Promise((done) => setTimeout(done, 200));
 };
 
 try {
+  const demo = await start("cpu");
+  const { id } = await finished(demo, await demo.api("POST", "/demo"));
+  await demo.api("POST", `/jobs/${id}/verdict`, {});
+  await waitUntil(async () => (await demo.api("GET", `/jobs/${id}/verdict`)).result);
+  await takePicture(demo, "run", `#/jobs/${id}?smooth=0.5`, { width: 1280, height: 1000 });
+  await takePicture(demo, "samples", `#/jobs/${id}/samples?step=4`, { scheme: "dark", width: 1280, height: 760 });
+  await demo.stop();
+
   const empty = await start("none");
-  await shoot(empty, "data-empty", "#/library");
-  await shoot(empty, "system-empty", "#/system");
+  await takePagePictures(empty, "data-empty", "#/library");
+  await takePagePictures(empty, "system-empty", "#/system");
   await empty.stop();
 
   const server = await start("cpu");
@@ -43,29 +56,29 @@ try {
   await server.api("POST", "/datasets", { records: prompts(24) });
   const job = await submit(server, { name: "Sums, careful", steps: 6, rows: prompts(24) });
   await finished(server, job);
-  await until(async () => (await server.api("GET", "/models")).data.every(({ state }) => state === "ready"));
+  await waitUntil(async () => (await server.api("GET", "/models")).data.every(({ state }) => state === "ready"));
   const map = async (page) => {
     await page.locator("input[type=file]").setInputFiles({ name: "mine.csv", mimeType: "text/csv", buffer: Buffer.from(CSV) });
-    await page.getByLabel("Column with the prompt").selectOption("question");
-    await page.locator(".row-look").first().waitFor();
+    await page.getByLabel("Prompt column").selectOption("question");
+    await page.locator(".row-preview").first().waitFor();
   };
-  await shoot(server, "data-full", "#/library", map);
-  await shoot(server, "system-full", "#/system");
+  await takePagePictures(server, "data-full", "#/library", map);
+  await takePagePictures(server, "system-full", "#/system");
 
   await server.api("POST", "/models", { hub: "org/slow-model" });
-  const busy = await submit(server, { name: "Sums, for long", steps: 3000, rows: prompts(24) });
+  const busy = await submit(server, { name: "Sums, long", steps: 3000, rows: prompts(24) });
   await submit(server, { name: "Sums, next", steps: 20, rows: prompts(24) });
-  await server.api("POST", "/jobs", { name: "Sums, on a model on its way", model: "org/slow-model", dataset: { records: prompts(6) }, rewards: [{ type: "length", min_words: 1, max_words: 2 }], training: { prompts_per_step: 3, max_steps: 4 } });
-  await until(async () => (await server.api("GET", `/jobs/${busy.id}`)).step > 3);
-  await shoot(server, "data-busy", "#/library");
-  await shoot(server, "system-busy", "#/system");
+  await server.api("POST", "/jobs", { name: "Sums, on a new model", model: "org/slow-model", dataset: { records: prompts(6) }, rewards: [{ type: "length", min_words: 1, max_words: 2 }], training: { prompts_per_step: 3, max_steps: 4 } });
+  await waitUntil(async () => (await server.api("GET", `/jobs/${busy.id}`)).step > 3);
+  await takePagePictures(server, "data-busy", "#/library");
+  await takePagePictures(server, "system-busy", "#/system");
 
   await server.api("POST", "/models", { hub: "org/broken-model" });
-  await until(async () => (await server.api("GET", "/models/org%2Fbroken-model")).state === "failed");
-  await shoot(server, "data-failed", "#/library", async (page) => {
-    await page.getByLabel("Data set of the hub").fill("nobody/rows");
-    await page.getByRole("button", { name: "Look at it" }).click();
-    await page.getByText(/or it is private/).waitFor();
+  await waitUntil(async () => (await server.api("GET", "/models/org%2Fbroken-model")).state === "failed");
+  await takePagePictures(server, "data-failed", "#/library", async (page) => {
+    await page.getByLabel("Hugging Face dataset").fill("unknown/rows");
+    await page.getByRole("button", { name: "Preview" }).click();
+    await page.getByText(/unknown\/rows.*private/).waitFor();
   });
   await server.stop();
 } finally {

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Takes the pictures under docs/images/pages. Needs what run.sh needs, and Python with Pillow, which makes each smaller than 150 KB.
-# usage: tests/web/pictures.sh [BINARY]
+# Takes the pictures under docs/images and docs/images/pages. Requires the programs that run.sh requires, and Python with Pillow, which
+# reduces each picture to 150 KB or less.
+# Usage: tests/web/pictures.sh [BINARY]
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../.." && pwd)
@@ -16,13 +17,13 @@ cd "$work"
 npm install --no-audit --no-fund --no-package-lock --silent
 node pictures.mjs
 mkdir -p "$root/docs/images/pages"
-python3 - "$SCREENSHOTS" "$root/docs/images/pages" <<'PYTHON'
+python3 - "$SCREENSHOTS" "$root/docs/images" <<'PYTHON'
 import pathlib, sys
 from PIL import Image
-for path in sorted(pathlib.Path(sys.argv[1]).glob("pages-*.png")):
-    to = pathlib.Path(sys.argv[2]) / path.name.removeprefix("pages-")
-    for colours in (256, 64, 32, 16):
-        Image.open(path).convert("RGB").quantize(colours, dither=Image.Dither.NONE).save(to, optimize=True)
+for path in sorted(pathlib.Path(sys.argv[1]).glob("picture-*.png")):
+    to = pathlib.Path(sys.argv[2]) / path.name.removeprefix("picture-").replace("pages-", "pages/")
+    for colors in (256, 64, 32, 16):
+        Image.open(path).convert("RGB").quantize(colors, dither=Image.Dither.NONE).save(to, optimize=True)
         if to.stat().st_size <= 150_000:
             break
     print(to.name, to.stat().st_size)

@@ -1,4 +1,4 @@
-// What a run leaves behind: groups and samples, checkpoints, comparisons, rewards, events and logs, the system.
+// The records of a run: samples, checkpoints, comparisons, reward health, events and logs, the configuration; and the system page.
 import assert from "node:assert/strict";
 import { createHash } from "node:crypto";
 import { readFileSync } from "node:fs";
@@ -9,7 +9,7 @@ import { startServer } from "./server.mjs";
 
 let server, browser, rewards, careful, bold;
 before(async () => {
-  // Every third request fails once, so that there is something to tell.
+  // One request fails, so that the page of rewards has a failure to show.
   rewards = await startRewards(({ count }) => (count === 1 ? { status: 503, body: '{"oops": "busy"}' } : undefined));
   [server, browser] = await Promise.all([startServer({ devices: "cpu" }), startBrowser()]);
   careful = await submit(server, { name: "careful", rate: 1e-4 });
@@ -19,12 +19,12 @@ before(async () => {
 }, { timeout: 300_000 });
 after(() => Promise.all([server?.stop(), browser?.close(), rewards?.stop()]));
 
-/** Consoles speak of what a server does not have yet, too. */
-const open = (hash, look, options) => visit(browser, server.url, hash, look, { allow: /404/, ...options });
+/** Opens a page. A browser logs every 404 response as an error, so these are allowed. */
+const openPage = (hash, check, options) => visit(browser, server.url, hash, check, { allow: /404/, ...options });
 const texts = (locator) => locator.allInnerTexts();
 
-test("a group shows the prompt with all its completions, and the numbers are the API's", { timeout: 60_000 }, () =>
-  open(`#/jobs/${careful.id}/samples?step=2`, async (page) => {
+test("a group shows the prompt with all its completions and the numbers of the API", { timeout: 60_000 }, () =>
+  openPage(`#/jobs/${careful.id}/samples?step=2`, async (page) => {
     await page.locator(".group").first().waitFor();
     const { data } = await server.api("GET", `/jobs/${careful.id}/samples?step=2&phase=train&limit=100`);
     const groups = new Set(data.map(({ group_id }) => group_id));
@@ -35,20 +35,20 @@ test("a group shows the prompt with all its completions, and the numbers are the
     const wanted = data.filter(({ prompt_id }) => prompt_id === prompt);
     assert.equal((await group.locator(".prompt .text").innerText()).trim(), wanted[0].prompt);
     assert.deepEqual((await texts(group.locator(".completion .long .text"))).sort(), wanted.map(({ completion }) => completion || "(empty)").sort());
-    // Signs and numbers of advantages; the sign is a shape too.
-    const said = await group.locator(".advantage").evaluateAll((all) => all.map((one) => [one.className, one.textContent]));
-    for (const [name, text] of said) {
+    // Each advantage has a number, and a symbol that shows its sign.
+    const advantages = await group.locator(".advantage").evaluateAll((all) => all.map((one) => [one.className, one.textContent]));
+    for (const [name, text] of advantages) {
       const value = Number(text.replace(/^.*advantage /, "").replace("−", "-").replace("±", ""));
-      assert.ok(wanted.some(({ advantage }) => Math.abs(advantage - value) < 0.006), `${text} is nobody's advantage`);
+      assert.ok(wanted.some(({ advantage }) => Math.abs(advantage - value) < 0.006), `no sample has the advantage ${text}`);
       assert.equal(name.includes("plus"), text.startsWith("▲"));
       assert.equal(name.includes("minus"), text.startsWith("▼"));
     }
     const first = group.locator(".completion").first();
-    assert.match(await first.locator(".parts").innerText(), /correct\s+[01]\s+length\s+\S+ × 0.1\s+KL\s+\S+\s+tokens\s+\d+\s+end\s+(stop|cut)/);
+    assert.match(await first.locator(".parts").innerText(), /correct\s+[01]\s+length\s+\S+ × 0.1\s+KL\s+\S+\s+tokens\s+\d+\s+finish\s+(stop|truncated)/);
   }));
 
 test("two completions of a group can be compared word by word", { timeout: 60_000 }, () =>
-  open(`#/jobs/${careful.id}/samples?step=1`, async (page) => {
+  openPage(`#/jobs/${careful.id}/samples?step=1`, async (page) => {
     await page.locator(".group").first().waitFor();
     const groups = page.locator(".group");
     for (let at = 0; at < (await groups.count()); at++) {
@@ -61,13 +61,13 @@ test("two completions of a group can be compared word by word", { timeout: 60_00
       const difference = group.locator(".difference");
       await difference.waitFor();
       const read = (kind) => difference.locator(".text").evaluate((text, kind) => [...text.childNodes].filter((node) => node.nodeName !== kind).map((node) => node.textContent).join(""), kind);
-      assert.equal(await read("INS"), answers[0], "without what is new it is the first");
-      assert.equal(await read("DEL"), answers[other], "without what is gone it is the second");
+      assert.equal(await read("INS"), answers[0], "without the insertions, the text is the first completion");
+      assert.equal(await read("DEL"), answers[other], "without the deletions, the text is the second completion");
       assert.match(await difference.innerText(), new RegExp(`Completion 1 → Completion ${other + 1}`));
-      // A filter takes the compared ones away, and nothing else with them.
+      // A filter that hides the compared completions closes the comparison, and leaves the filters in place.
       await page.getByLabel("Reward from").fill("100");
-      await page.getByText("No sample fits these filters.").waitFor();
-      await page.getByRole("button", { name: "Clear" }).click();
+      await page.getByText("No samples match these filters.").waitFor();
+      await page.getByRole("button", { name: "Clear filters" }).click();
       await groups.first().waitFor();
       assert.deepEqual([await difference.count(), await page.getByRole("search", { name: "Samples" }).count()], [0, 1]);
       return;
@@ -75,8 +75,8 @@ test("two completions of a group can be compared word by word", { timeout: 60_00
     assert.fail("no group has two different completions");
   }));
 
-test("one prompt is followed over the steps, with its rewards as a chart that has words", { timeout: 60_000 }, () =>
-  open(`#/jobs/${careful.id}/samples`, async (page) => {
+test("one prompt is followed over the steps, with a chart of its rewards", { timeout: 60_000 }, () =>
+  openPage(`#/jobs/${careful.id}/samples`, async (page) => {
     await page.getByRole("link", { name: "Follow this prompt" }).first().click();
     const chart = page.getByRole("img", { name: /^Reward of row_\d+\./ });
     await chart.waitFor();
@@ -88,8 +88,8 @@ test("one prompt is followed over the steps, with its rewards as a chart that ha
     assert.deepEqual((await texts(page.locator(".group h2"))).map((text) => Number(text.match(/Step (\d+)/)[1])), steps.sort((a, b) => b - a));
   }));
 
-test("search and filters stand in the address and survive a reload", { timeout: 60_000 }, () =>
-  open(`#/jobs/${careful.id}/samples?as=table`, async (page) => {
+test("the address keeps search and filters, which survive a reload", { timeout: 60_000 }, () =>
+  openPage(`#/jobs/${careful.id}/samples?as=table`, async (page) => {
     await page.getByLabel("Search").fill("SUM of");
     await page.locator("[name=phase]").selectOption("train");
     await page.getByLabel("Order").selectOption("best");
@@ -105,14 +105,14 @@ test("search and filters stand in the address and survive a reload", { timeout: 
     await page.getByLabel("Step", { exact: true }).fill("2");
     await page.waitForFunction(() => /step=2/.test(location.hash));
     await page.waitForFunction(() => [...document.querySelectorAll(".samples tbody td:first-child")].every((cell) => cell.textContent.startsWith("2")));
-    await page.getByRole("button", { name: "Samples of the step before" }).click();
+    await page.getByRole("button", { name: "Previous step with samples" }).click();
     await page.waitForFunction(() => /step=1\b/.test(location.hash));
     await page.getByLabel("Search").fill("no prompt has this");
-    await page.getByText("No sample fits these filters.").waitFor();
+    await page.getByText("No samples match these filters.").waitFor();
   }));
 
-test("a checkpoint shows hash and size of what is downloaded, and lines that use it", { timeout: 60_000 }, () =>
-  open(`#/jobs/${careful.id}/checkpoints`, async (page) => {
+test("a checkpoint shows the hash of each downloaded file, and examples that use it", { timeout: 60_000 }, () =>
+  openPage(`#/jobs/${careful.id}/checkpoints`, async (page) => {
     const { data } = await server.api("GET", `/jobs/${careful.id}/checkpoints`);
     await page.getByRole("heading", { name: `Step ${data[0].step}` }).waitFor();
     assert.equal(await page.locator("tbody tr").count(), data.length);
@@ -125,7 +125,7 @@ test("a checkpoint shows hash and size of what is downloaded, and lines that use
     assert.match(await lines("Download"), new RegExp(`curl -fsS ${server.url}/checkpoints/${data[0].id}/archive.tar`));
     assert.match(await lines("PEFT"), /AutoModelForCausalLM.from_pretrained\("rlood\/tiny"[^]*PeftModel.from_pretrained\(model, "careful-step4"\)/);
     await page.getByRole("button", { name: "vLLM" }).click();
-    // 12 is no rank that vLLM takes; 16 is the next.
+    // vLLM does not accept the job's rank, 12; the next accepted value is 16.
     assert.match(await lines("vLLM"), /vllm serve rlood\/tiny --enable-lora --max-lora-rank 16 --lora-modules careful-step4=.\/careful-step4/);
     const pin = page.getByRole("button", { name: `Pin the checkpoint of step ${data[0].step}` });
     await pin.click();
@@ -133,58 +133,60 @@ test("a checkpoint shows hash and size of what is downloaded, and lines that use
     assert.equal((await server.api("GET", `/checkpoints/${data[0].id}`)).pinned, true);
   }));
 
-test("runs are compared: curves over the same steps, and the settings that differ", { timeout: 60_000 }, () =>
-  open(`#/compare`, async (page) => {
+test("runs are compared: charts over the same steps, and the settings that differ", { timeout: 60_000 }, () =>
+  openPage(`#/compare`, async (page) => {
     await page.getByRole("checkbox", { name: /careful/ }).check();
     await page.getByRole("checkbox", { name: /bold/ }).check();
     await page.waitForFunction(() => /ids=job_/.test(location.hash));
     const chart = page.getByRole("img", { name: /^Reward\./ });
     await chart.waitFor();
-    const words = await chart.getAttribute("aria-label");
+    const summary = await chart.getAttribute("aria-label");
     for (const { id, name } of [careful, bold]) {
       const { data } = await server.api("GET", `/jobs/${id}/metrics?keys=reward&min_step=1`);
-      assert.ok(words.includes(`${name}: ${data.length} values from step 1 to 4, first ${Number(data[0].reward.toPrecision(4))}`), `${name} in: ${words}`);
+      assert.ok(summary.includes(`${name}: ${data.length} values from step 1 to 4, first ${Number(data[0].reward.toPrecision(4))}`), `${name} in: ${summary}`);
     }
     const rows = page.getByRole("region", { name: "Settings that differ" }).locator("tbody tr");
     const settings = Object.fromEntries(await rows.evaluateAll((rows) => rows.map((row) => [row.cells[0].textContent, [...row.cells].slice(1).map((cell) => cell.textContent)])));
     assert.deepEqual(settings["optimizer.learning_rate"], ["0.0001", "0.002"]);
-    assert.ok(!("training.seed" in settings), "what is the same is not listed");
+    assert.ok(!("training.seed" in settings), "a setting that is the same is listed");
     await page.getByLabel("Metric").fill("rewards/length/mean");
     await page.keyboard.press("Enter");
     await page.getByRole("img", { name: /^rewards\/length\/mean\./ }).waitFor();
   }));
 
-test("reward health tells of latency, errors and the last failure as it went over the wire", { timeout: 60_000 }, async (t) => {
-  const known = await server.api("GET", `/jobs/${bold.id}/rewards`).catch(() => null);
-  if (!known) return t.skip("this server does not tell of rewards");
-  await open(`#/jobs/${bold.id}/rewards`, async (page) => {
+test("the page of rewards shows latency, errors and the failed request with its response", { timeout: 60_000 }, async (t) => {
+  const health = await server.api("GET", `/jobs/${bold.id}/rewards`).catch(() => null);
+  if (!health) return t.skip("this server does not report the health of rewards");
+  await openPage(`#/jobs/${bold.id}/rewards`, async (page) => {
     const judge = page.getByRole("region", { name: "Reward judge" });
-    await judge.getByText("What went wrong").waitFor();
-    const said = known.data.find(({ name }) => name === "judge");
-    assert.ok(said.requests > said.answers, "one was answered 503");
-    assert.match(await judge.locator(".stats").innerText(), new RegExp(`Requests\\s+${said.requests}\\s+1 retry`));
-    await judge.locator(".try summary").first().click();
-    assert.match(await judge.locator(".try").first().innerText(), /Response 503[^]*"oops": "busy"/);
+    await judge.getByRole("heading", { name: "Errors" }).waitFor();
+    const reported = health.data.find(({ name }) => name === "judge");
+    assert.ok(reported.requests > reported.answers, "no request failed with 503");
+    assert.match(await judge.locator(".stats").innerText(), new RegExp(`Requests\\s+${reported.requests}\\s+1 retry`));
+    await judge.locator(".exchange summary").first().click();
+    assert.match(await judge.locator(".exchange").first().innerText(), /Response 503[^]*"oops": "busy"/);
     assert.ok(await page.getByRole("region", { name: "Reward length" }).isVisible());
   });
 });
 
-test("events and the worker's log are all there, and the search narrows them", { timeout: 60_000 }, () =>
-  open(`#/jobs/${careful.id}/logs`, async (page) => {
+test("all events and log lines are shown once, and the search filters them", { timeout: 60_000 }, () =>
+  openPage(`#/jobs/${careful.id}/logs`, async (page) => {
     const { data } = await server.api("GET", `/jobs/${careful.id}/events?limit=100`);
     await page.waitForFunction((count) => document.querySelectorAll(".lines .line").length >= count, data.length);
-    assert.equal(await page.locator(".lines .line").count(), data.length, "none twice");
+    assert.equal(await page.locator(".lines .line").count(), data.length, "an event is shown twice");
     await page.locator("select[name=type]").selectOption("checkpoint.saved");
     assert.equal(await page.locator(".lines .line").count(), data.filter(({ type }) => type === "checkpoint.saved").length);
-    await page.getByRole("button", { name: "Worker's log" }).click();
-    await page.locator(".lines .line").filter({ hasText: "attempt 1 begins on cpu" }).waitFor();
-    await page.getByLabel("Search").fill("starts from the beginning");
-    await page.waitForFunction(() => document.querySelectorAll(".lines .line").length === 1);
+    await page.getByRole("button", { name: "Worker log" }).click();
+    const logs = await server.api("GET", `/jobs/${careful.id}/logs?limit=100`);
+    await page.waitForFunction((count) => document.querySelectorAll(".lines .line").length === count, logs.data.length);
+    const [{ line }] = logs.data;
+    await page.getByLabel("Search").fill(line);
+    await page.waitForFunction((count) => document.querySelectorAll(".lines .line").length === count, logs.data.filter((other) => other.line.includes(line)).length);
   }));
 
-test("a log grows while its job runs", { timeout: 120_000 }, async () => {
+test("the log grows while the job runs", { timeout: 120_000 }, async () => {
   const job = await submit(server, { name: "long enough", steps: 20 });
-  await open(`#/jobs/${job.id}/logs?of=log`, async (page) => {
+  await openPage(`#/jobs/${job.id}/logs?of=log`, async (page) => {
     await page.locator(".state.succeeded").waitFor({ timeout: 90_000 });
     const logs = await server.api("GET", `/jobs/${job.id}/logs?limit=100`);
     await page.waitForFunction((count) => document.querySelectorAll(".lines .line").length === count, logs.data.length, { timeout: 10_000 });
@@ -192,15 +194,15 @@ test("a log grows while its job runs", { timeout: 120_000 }, async () => {
   });
 });
 
-test("the configuration can be read in three forms and submitted again", { timeout: 60_000 }, () =>
-  open(`#/jobs/${careful.id}/config?format=json`, async (page) => {
+test("the configuration is shown in three formats and can be submitted again", { timeout: 60_000 }, () =>
+  openPage(`#/jobs/${careful.id}/config?format=json`, async (page) => {
     const config = JSON.parse(await page.getByLabel("Configuration").innerText());
     assert.equal((await server.api("POST", "/jobs/validate", config)).valid, true);
     await page.getByRole("button", { name: "TOML" }).click();
     await page.waitForFunction(() => document.querySelector("pre")?.textContent.includes("[rloo]"));
   }));
 
-test("the system page shows devices, workers and who waits in which order", { timeout: 120_000 }, async () => {
+test("the system page shows workers, the order of the queue, and the storage", { timeout: 120_000 }, async () => {
   const idle = await startServer();
   try {
     for (const [name, priority] of [["second", 0], ["first", 5]]) await submit(idle, { name, more: { priority } });
@@ -209,31 +211,31 @@ test("the system page shows devices, workers and who waits in which order", { ti
       await rows.first().waitFor();
       assert.match((await texts(rows))[0], /^1\s+first/);
       assert.match((await texts(rows))[1], /^2\s+second/);
-      await page.getByText("No worker is connected").waitFor();
+      await page.getByText("No workers connected").waitFor();
     }, { allow: /404/ });
   } finally {
     await idle.stop();
   }
-  await open("#/system", async (page) => {
+  await openPage("#/system", async (page) => {
     const row = page.getByRole("region", { name: "Workers" }).locator("tbody tr").first();
     await row.waitFor();
     const { data } = await server.api("GET", "/workers");
     assert.match(await row.innerText(), new RegExp(`^cpu\\s[^]*process ${data[0].pid}, ${data[0].threads} thread`));
     await page.getByText("✓ ready").waitFor();
-    const kept = await texts(page.getByRole("region", { name: "Storage by kind" }).locator("tbody tr"));
-    assert.ok(kept.some((text) => /^Checkpoints\s+[\d.]+ [KM]iB\s+\d+\s+–/.test(text)), kept.join("\n"));
+    const kinds = await texts(page.getByRole("region", { name: "Storage by kind" }).locator("tbody tr"));
+    assert.ok(kinds.some((text) => /^Checkpoints\s+[\d.]+ [KM]iB\s+\d+\s+–/.test(text)), kinds.join("\n"));
   });
 });
 
-test("keyboard alone finds a group, compares two completions and takes a checkpoint's lines", { timeout: 90_000 }, () =>
-  open(`#/jobs/${careful.id}/samples?step=1`, async (page) => {
+test("the keyboard alone compares two completions and opens the examples of a checkpoint", { timeout: 90_000 }, () =>
+  openPage(`#/jobs/${careful.id}/samples?step=1`, async (page) => {
     const press = async (locator, key = "Enter") => {
       const wanted = await locator.elementHandle();
       for (let presses = 0; presses < 120; presses++) {
         if (await wanted.evaluate((element) => element === document.activeElement)) return page.keyboard.press(key);
         await page.keyboard.press("Tab");
       }
-      assert.fail("it cannot be reached with Tab");
+      assert.fail("the element cannot be reached with Tab");
     };
     await page.locator(".group").first().waitFor();
     await press(page.getByRole("button", { name: "Compare completion 1" }).first(), "Space");

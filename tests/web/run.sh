@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Browser tests of a built binary. Needs node (20 or later), npm and Chromium; says so and skips where they are missing.
-# usage: tests/web/run.sh [BINARY] [FILE.test.mjs …]      screenshots go to target/browser
+# Runs the browser tests against a built binary. Requires node 20 or later, npm and Chromium; without them, the tests are skipped.
+# Usage: tests/web/run.sh [BINARY] [FILE.test.mjs …]. Screenshots are saved to target/browser.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../.." && pwd)
@@ -9,10 +9,10 @@ shift || true
 export RLOOD SCREENSHOTS="$root/target/browser" RLOOD_ASSETS="$root/assets" WEB="$root/web"
 export CHROMIUM=${CHROMIUM:-$(command -v chromium || command -v chromium-browser || true)}
 if [ -z "$CHROMIUM" ] || ! command -v npm >/dev/null; then
-    echo "skipped: the browser tests need node, npm and chromium"
+    echo "skipped: the browser tests require node, npm and chromium"
     exit 0
 fi
-# Outside the repository, so that nothing of it stays behind.
+# The tests run in a temporary folder, so that node_modules does not end up in the repository.
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 cp "$here"/*.mjs "$here/package.json" "$work"
@@ -20,7 +20,7 @@ cd "$work"
 npm install --no-audit --no-fund --no-package-lock --silent
 mkdir -p "$SCREENSHOTS"
 if [ $# -eq 0 ]; then set -- *.test.mjs; fi
-# Two at a time; then, alone, what measures.
+# Run two files at a time; then the performance test, which measures times, alone.
 together=() alone=()
 for file in "$@"; do
     file=$(basename "$file")

@@ -1,4 +1,4 @@
-// The binary under test: started on a free port with a data directory of its own.
+// Starts the binary under test on a free port, with its own data directory.
 import { spawn } from "node:child_process";
 import { mkdtempSync, rmSync } from "node:fs";
 import { createConnection, createServer } from "node:net";
@@ -7,24 +7,24 @@ import { join } from "node:path";
 
 export const WORKER_TOKEN = "a-token-for-the-tests-of-the-pages";
 
-/** Starts `rlood serve`; `stop` ends it and removes its data. `devices` "none" = no worker of its own. */
+/** Starts `rlood serve`. `stop` ends the server and removes its data. With `devices` "none", the server starts no worker. */
 export async function startServer({ devices = "none", env = {}, args = [] } = {}) {
   const data = mkdtempSync(join(tmpdir(), "rlood-web-"));
   const child = spawn(process.env.RLOOD, ["serve", "--listen", "127.0.0.1:0", "--data-dir", data, "--devices", devices, ...args], {
-    // Verdicts begin when a test asks for them.
+    // Verdicts start only when a test requests them.
     env: { ...process.env, RLOOD_WORKER_TOKEN: WORKER_TOKEN, RLOOD_AUTO_VERDICT: "false", ...env },
     stdio: ["ignore", "pipe", "pipe"],
   });
-  let said = "";
-  child.stderr.on("data", (text) => (said += text));
-  const url = await new Promise((found, failed) => {
-    let out = "";
+  let stderr = "";
+  child.stderr.on("data", (text) => (stderr += text));
+  const url = await new Promise((resolve, reject) => {
+    let stdout = "";
     child.stdout.on("data", (text) => {
-      out += text;
-      const line = out.match(/^listening on (\S+)/m);
-      if (line) found(line[1]);
+      stdout += text;
+      const line = stdout.match(/^listening on (\S+)/m);
+      if (line) resolve(line[1]);
     });
-    child.on("exit", (code) => failed(new Error(`rlood ended with ${code}: ${said}`)));
+    child.on("exit", (code) => reject(new Error(`rlood ended with ${code}: ${stderr}`)));
   });
   const ended = new Promise((done) => child.on("exit", done));
   const stop = async () => {
@@ -46,23 +46,23 @@ async function call(url, method, path, body, headers = {}) {
   return text ? JSON.parse(text) : null;
 }
 
-/** A line between browser and server that can be cut: `cut()` drops every connection through it. */
-export async function startLine(url) {
+/** Starts a TCP proxy between browser and server. `disconnect()` resets every connection through it. */
+export async function startProxy(url) {
   const { hostname, port } = new URL(url);
-  const open = new Set();
-  const line = createServer((near) => {
-    const far = createConnection(Number(port), hostname);
-    open.add(near);
-    near.pipe(far);
-    far.pipe(near);
-    const end = () => {
-      open.delete(near);
-      near.destroy();
-      far.destroy();
+  const clients = new Set();
+  const proxy = createServer((client) => {
+    const upstream = createConnection(Number(port), hostname);
+    clients.add(client);
+    client.pipe(upstream);
+    upstream.pipe(client);
+    const close = () => {
+      clients.delete(client);
+      client.destroy();
+      upstream.destroy();
     };
-    for (const socket of [near, far]) socket.on("close", end).on("error", end);
+    for (const socket of [client, upstream]) socket.on("close", close).on("error", close);
   });
-  await new Promise((done) => line.listen(0, "127.0.0.1", done));
-  const cut = () => [...open].forEach((socket) => socket.resetAndDestroy());
-  return { url: `http://127.0.0.1:${line.address().port}`, cut, stop: () => (cut(), new Promise((done) => line.close(done))) };
+  await new Promise((done) => proxy.listen(0, "127.0.0.1", done));
+  const disconnect = () => [...clients].forEach((socket) => socket.resetAndDestroy());
+  return { url: `http://127.0.0.1:${proxy.address().port}`, disconnect, stop: () => (disconnect(), new Promise((done) => proxy.close(done))) };
 }

@@ -1,8 +1,8 @@
-// A worker without an engine: it speaks the worker protocol, and a test says what "happens". Real jobs, rows and events at will.
+// A worker without an engine: it implements the worker protocol, and a test decides what it reports. Jobs, rows and events are real.
 import { randomBytes } from "node:crypto";
 import { WORKER_TOKEN } from "./server.mjs";
 
-/** The number of src/protocol.rs. */
+/** The version of the worker protocol, as in the server. */
 const PROTOCOL = 5;
 const CROCKFORD = "0123456789abcdefghjkmnpqrstvwxyz";
 const ulid = () => `01${[...randomBytes(24)].map((byte) => CROCKFORD[byte & 31]).join("")}`;
@@ -18,7 +18,7 @@ export class Worker {
 
   register = () => this.#call("register", { worker: this.id, device: this.device, pid: process.pid, threads: 1, version: "0.2.0", child: false, protocol: PROTOCOL });
 
-  /** The next job; what it returns is said for this attempt. */
+  /** Claims the next job and returns its attempt, through which a test reports events. */
   async claim() {
     const { job, attempt } = await this.#call("claim", { worker: this.id, wait_ms: 5000, protocol: PROTOCOL });
     return new Attempt(this.#call, job, attempt);
@@ -33,11 +33,11 @@ class Attempt {
   }
 
   events = (events, log = []) => this.call(`jobs/${this.job}/events`, { attempt: this.attempt, batch: this.#batch++, events, log });
-  beat = (step, phase = "train", eta_s = 60) => this.call(`jobs/${this.job}/heartbeat`, { attempt: this.attempt, phase, status_reason: null, step, eta_s });
+  heartbeat = (step, phase = "train", eta_s = 60) => this.call(`jobs/${this.job}/heartbeat`, { attempt: this.attempt, phase, status_reason: null, step, eta_s });
   finish = (outcome) => this.call(`jobs/${this.job}/finish`, { attempt: this.attempt, outcome });
 }
 
-/** The metrics of a step that learns. */
+/** Plausible metrics of a step in a job whose reward rises. */
 export function metricsOf(step, total) {
   const wave = Math.sin(step * 0.7) * 0.05 + Math.sin(step * 0.013) * 0.03;
   const done = step / total;

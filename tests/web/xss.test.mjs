@@ -1,5 +1,5 @@
-// Whatever a model, a user or a reward service wrote is text: a corpus of texts that would run is carried everywhere, every
-// view is opened in both colours, everything that opens is opened, and nothing runs, loads or breaks out.
+// Text from models, users and reward services is never treated as markup. These tests put a corpus of attack texts everywhere such text can
+// appear, open every view in both themes with everything expanded, and check that nothing runs, loads or breaks out.
 import assert from "node:assert/strict";
 import { createHash } from "node:crypto";
 import { after, before, test } from "node:test";
@@ -9,45 +9,46 @@ import { finished, startRewards, submit } from "./job.mjs";
 import { startServer, WORKER_TOKEN } from "./server.mjs";
 import { step, Worker } from "./worker.mjs";
 
-/** The bundled model reads 128 tokens; prompts of the dataset leave room for an answer. Samples carry everything. */
-const SHORT = 80;
+/** Maximum length of a prompt, in characters: the bundled model has a context of 128 tokens. Samples contain the whole texts. */
+const MAX_PROMPT_LENGTH = 80;
 
-let server, browser, rewards, carried;
+let server, browser, rewards, infected;
 const at = (index) => CORPUS[index % CORPUS.length];
-/** A job's name has no control characters. */
-const named = (index) => at(index).replaceAll(/\p{Cc}/gu, " ");
-const keyed = (value) => Object.fromEntries(CORPUS.map((text, index) => [text, value(index)]));
+/** A text of the corpus as a job name, which must not contain control characters. */
+const jobName = (index) => at(index).replaceAll(/\p{Cc}/gu, " ");
+/** An object whose keys are the corpus. */
+const withCorpusKeys = (value) => Object.fromEntries(CORPUS.map((text, index) => [text, value(index)]));
 
 before(async () => {
   rewards = await startRewards(({ request, count }) => {
-    // Every other answer is an error whose words are the corpus'; results carry reasons and metrics of it.
+    // Every other response is an error with texts of the corpus; the results have reasons and metrics from it.
     if (count % 2 === 0) return { status: 500 + (count % 4), headers: { "x-note": encodeURI(at(count)) }, body: `${at(count)}\n${CORPUS.join("\n")}`.slice(0, 4000) };
     const results = request.samples.map(({ sample_id }, index) => ({ sample_id, reward: (index % 5) / 5, reason: at(count + index), metrics: { [at(index)]: 1 } }));
     return { body: JSON.stringify({ version: "1", id: request.id, results }) };
   });
   [server, browser] = await Promise.all([startServer(), startBrowser()]);
   const plain = { rewards: [{ name: "judge", type: "webhook", url: rewards.url }] };
-  // Names and labels: of one job each.
-  const rows = CORPUS.map((prompt, index) => ({ prompt: prompt.slice(0, SHORT), answer: at(index + 1), note: at(index + 2) }));
-  carried = await submit(server, { name: named(0), rows, steps: CORPUS.length, ...plain, more: { metadata: { [at(3).slice(0, 60)]: at(4) } } });
-  for (let index = 1; index < CORPUS.length; index++) await submit(server, { name: named(index), rows: rows.slice(0, 3), ...plain });
-  await carry(carried.id);
+  // Each text of the corpus is the name of one job.
+  const rows = CORPUS.map((prompt, index) => ({ prompt: prompt.slice(0, MAX_PROMPT_LENGTH), answer: at(index + 1), note: at(index + 2) }));
+  infected = await submit(server, { name: jobName(0), rows, steps: CORPUS.length, ...plain, more: { metadata: { [at(3).slice(0, 60)]: at(4) } } });
+  for (let index = 1; index < CORPUS.length; index++) await submit(server, { name: jobName(index), rows: rows.slice(0, 3), ...plain });
+  await reportCorpus(infected.id);
 }, { timeout: 600_000 });
 after(() => Promise.all([server?.stop(), browser?.close(), rewards?.stop()]));
 
-/** A worker that says the corpus wherever it may say something: completions, metrics, warnings, alerts, the log, a failure. */
-async function carry(id) {
+/** Reports the corpus through a worker in every place that takes text: completions, metrics, warnings, alerts, the log, a failure. */
+async function reportCorpus(id) {
   const worker = new Worker(server, { device: "cpu" });
   await worker.register();
   const attempt = await worker.claim();
   assert.equal(attempt.job, id, "the first job is the first in the queue");
   const samples = (number) => CORPUS.map((prompt, index) => ({
-    step: number, phase: "train", group_id: `g_${number}_${index >> 2}`, prompt_id: `row_${index >> 2}`, prompt, completion: at(index + number), rewards: { judge: index % 2, ...(index < 4 ? keyed(() => 0.5) : {}) },
+    step: number, phase: "train", group_id: `g_${number}_${index >> 2}`, prompt_id: `row_${index >> 2}`, prompt, completion: at(index + number), rewards: { judge: index % 2, ...(index < 4 ? withCorpusKeys(() => 0.5) : {}) },
     reward: index % 3, kl: 0.01, advantage: (index % 3) - 1, finish_reason: index % 2 ? "stop" : "length", num_tokens: 9,
   }));
   for (let number = 1; number <= 3; number++) {
     await attempt.events([
-      step(number, CORPUS.length, "train", { reward: number, kl: 0.1, ...keyed((index) => index * number) }),
+      step(number, CORPUS.length, "train", { reward: number, kl: 0.1, ...withCorpusKeys((index) => index * number) }),
       step(number, CORPUS.length, "eval", { eval_reward: number, ...Object.fromEntries(CORPUS.map((text) => [`eval_rewards/${text}/mean`, 1])) }),
       { type: "samples", samples: samples(number) },
       { type: "warning", code: "from_the_corpus", message: at(number), data: { text: at(number + 1) } },
@@ -68,33 +69,34 @@ async function checkpoint(attempt, number) {
     assert.ok(response.ok, await response.text());
     files.push({ name, size_bytes: bytes.length, sha256: createHash("sha256").update(bytes).digest("hex") });
   }
-  await attempt.call(`jobs/${attempt.job}/checkpoints/${number}`, { attempt: attempt.attempt, files, metrics: keyed((index) => index) });
+  await attempt.call(`jobs/${attempt.job}/checkpoints/${number}`, { attempt: attempt.attempt, files, metrics: withCorpusKeys((index) => index) });
 }
 
-/** Elements that text never becomes, and attributes that nobody of ours writes. */
-const STRANGE = "iframe, object, embed, base, meta[http-equiv], marquee, math, video, audio, template, form[action], [formaction], [srcdoc], [onerror], [onload], [onclick], [onfocus], [onmouseover], [onbegin], main script, main style, main link, main img, main image";
+/** Selects elements and attributes that the dashboard never creates. */
+const FORBIDDEN = "iframe, object, embed, base, meta[http-equiv], marquee, math, video, audio, template, form[action], [formaction], [srcdoc], [onerror], [onload], [onclick], [onfocus], [onmouseover], [onbegin], main script, main style, main link, main img, main image";
 
-async function watch(look, options = {}) {
+/** Runs `check` on a new page, and fails if anything of the corpus ran, was requested or opened a dialog or a frame. */
+async function visitSafely(check, options = {}) {
   const context = await browser.newContext({ viewport: { width: 1280, height: 900 }, reducedMotion: "reduce", ...options });
   const page = await context.newPage();
-  const wrong = [];
-  await page.exposeFunction("pwned", (what) => wrong.push(`ran: ${what}`));
+  const violations = [];
+  await page.exposeFunction("pwned", (cause) => violations.push(`ran: ${cause}`));
   await page.addInitScript(() => {
     addEventListener("securitypolicyviolation", (event) => window.pwned(`the policy stopped ${event.violatedDirective} ${event.blockedURI}`));
   });
-  page.on("dialog", (dialog) => (wrong.push(`dialog: ${dialog.message()}`), dialog.dismiss()));
-  page.on("pageerror", (error) => wrong.push(error.stack ?? String(error)));
-  page.on("request", (request) => /^\/+pwned/.test(new URL(request.url()).pathname) && wrong.push(`asked for ${request.url()}`));
-  page.on("framenavigated", (frame) => frame === page.mainFrame() || wrong.push("a frame"));
+  page.on("dialog", (dialog) => (violations.push(`dialog: ${dialog.message()}`), dialog.dismiss()));
+  page.on("pageerror", (error) => violations.push(error.stack ?? String(error)));
+  page.on("request", (request) => /^\/+pwned/.test(new URL(request.url()).pathname) && violations.push(`requested ${request.url()}`));
+  page.on("framenavigated", (frame) => frame === page.mainFrame() || violations.push("a frame"));
   try {
-    await look(page);
-    assert.deepEqual(wrong, []);
+    await check(page);
+    assert.deepEqual(violations, []);
   } finally {
     await context.close();
   }
 }
 
-/** Opens all that opens, moves over what reacts, and looks at what the page has become. */
+/** Expands everything on the page, moves the mouse, and checks the elements and links that the page contains. */
 async function inspect(page, path) {
   await page.waitForFunction(() => !document.querySelector("[aria-busy=true]") && document.querySelector("main h1"), null, { timeout: 30_000 });
   await page.evaluate(() => document.querySelectorAll("details").forEach((details) => (details.open = true)));
@@ -102,13 +104,13 @@ async function inspect(page, path) {
   await page.mouse.move(400, 400);
   await page.mouse.move(500, 600, { steps: 5 });
   await page.waitForTimeout(300);
-  const found = await page.evaluate((strange) => ({
-    strange: [...document.querySelectorAll(strange)].map((element) => element.outerHTML.slice(0, 200)),
-    // Where links and pictures lead: places of this page, of this server, nothing that runs.
+  const found = await page.evaluate((forbidden) => ({
+    forbidden: [...document.querySelectorAll(forbidden)].map((element) => element.outerHTML.slice(0, 200)),
+    // Links and images must point to this page or to a known path of this server.
     links: [...document.querySelectorAll("[href], [src], [action]")].flatMap((element) => ["href", "src", "action"].map((name) => element.getAttribute(name))).filter((value) => value !== null && !/^(#|\/(web|jobs|checkpoints|docs)\/|blob:)/.test(value)),
     app: !!document.getElementById("app")?.querySelector("header"),
-  }), STRANGE);
-  assert.deepEqual(found, { strange: [], links: [], app: true }, path);
+  }), FORBIDDEN);
+  assert.deepEqual(found, { forbidden: [], links: [], app: true }, path);
 }
 
 const views = (id) => {
@@ -126,25 +128,25 @@ async function inspectAll(page, { url }, id) {
 
 for (const colorScheme of ["light", "dark"]) {
   test(`no text of the corpus runs on any view, ${colorScheme}`, { timeout: 300_000 }, () =>
-    watch(async (page) => {
-      await inspectAll(page, server, carried.id);
+    visitSafely(async (page) => {
+      await inspectAll(page, server, infected.id);
     }, { colorScheme }));
 }
 
-test("a real run on prompts of the corpus, scored by a service that answers with it, runs nothing", { timeout: 300_000 }, async () => {
+test("a real run on prompts of the corpus, with a reward service that responds with the corpus, runs nothing", { timeout: 300_000 }, async () => {
   const trained = await startServer({ devices: "cpu" });
   try {
-    const rows = CORPUS.map((text, index) => ({ prompt: text.slice(0, SHORT), answer: at(index + 1) }));
-    const job = await finished(trained, await submit(trained, { name: named(7), rows, steps: 3, rewards: [{ name: "judge", type: "webhook", url: rewards.url }] }));
-    await watch((page) => inspectAll(page, trained, job.id));
+    const rows = CORPUS.map((text, index) => ({ prompt: text.slice(0, MAX_PROMPT_LENGTH), answer: at(index + 1) }));
+    const job = await finished(trained, await submit(trained, { name: jobName(7), rows, steps: 3, rewards: [{ name: "judge", type: "webhook", url: rewards.url }] }));
+    await visitSafely((page) => inspectAll(page, trained, job.id));
   } finally {
     await trained.stop();
   }
 });
 
-test("the whole corpus stands in the samples as it was written", { timeout: 120_000 }, () =>
-  watch(async (page) => {
-    await page.goto(`${server.url}/#/jobs/${carried.id}/samples?as=table&step=2`);
+test("the samples show every text of the corpus unchanged", { timeout: 120_000 }, () =>
+  visitSafely(async (page) => {
+    await page.goto(`${server.url}/#/jobs/${infected.id}/samples?as=table&step=2`);
     await page.locator(".samples tbody tr").first().waitFor();
     while (await page.getByRole("button", { name: "More" }).count()) {
       const rows = await page.locator(".samples tbody tr").count();
@@ -155,32 +157,32 @@ test("the whole corpus stands in the samples as it was written", { timeout: 120_
     assert.deepEqual(CORPUS.filter((text) => text.length <= 240 && !shown.has(text)), []);
   }));
 
-test("names, filters and addresses of the corpus run nowhere", { timeout: 300_000 }, () =>
-  watch(async (page) => {
+test("texts of the corpus in names, filters and addresses run nothing", { timeout: 300_000 }, () =>
+  visitSafely(async (page) => {
     const { data } = await server.api("GET", "/jobs?limit=100");
     await page.goto(`${server.url}/#/compare?ids=${data.slice(0, 8).map(({ id }) => id).join(",")}`);
     await inspect(page, "compare");
     for (const [index, text] of CORPUS.entries()) {
       const hostile = encodeURIComponent(text);
-      const paths = [`/jobs/${carried.id}/samples?q=${hostile}`, `/jobs/${hostile}`, `/compare?ids=${carried.id}&keys=${hostile}`, `/jobs/${carried.id}/logs?q=${hostile}&type=${hostile}`, `/new?from=${hostile}`, `/${hostile}`, `/jobs/${carried.id}/checkpoints?checkpoint=${hostile}`, `/?q=${hostile}&model=${hostile}`, `/jobs/${carried.id}/playground?step=${hostile}`, `/access?actor=${hostile}&target=${hostile}`];
+      const paths = [`/jobs/${infected.id}/samples?q=${hostile}`, `/jobs/${hostile}`, `/compare?ids=${infected.id}&keys=${hostile}`, `/jobs/${infected.id}/logs?q=${hostile}&type=${hostile}`, `/new?from=${hostile}`, `/${hostile}`, `/jobs/${infected.id}/checkpoints?checkpoint=${hostile}`, `/?q=${hostile}&model=${hostile}`, `/jobs/${infected.id}/playground?step=${hostile}`, `/access?actor=${hostile}&target=${hostile}`];
       await page.evaluate((hash) => (location.hash = hash), paths[index % paths.length]);
       await page.waitForTimeout(120);
       if (index % 8 === 7) await inspect(page, text);
     }
   }));
 
-test("the words of a reward service are text where a reward is tried", { timeout: 120_000 }, () =>
-  watch(async (page) => {
+test("the reward tester shows the texts of a reward service as text", { timeout: 120_000 }, () =>
+  visitSafely(async (page) => {
     const answer = await server.api("POST", "/rewards/test", { reward: { name: "judge", type: "webhook", url: rewards.url }, samples: CORPUS.slice(0, 8).map((completion) => ({ prompt: completion, completion })) });
-    assert.ok(JSON.stringify(answer).includes("pwned"), "the service's words came back");
-    await page.goto(`${server.url}/#/new?from=${carried.id}`);
+    assert.ok(JSON.stringify(answer).includes("pwned"), "the response does not contain the corpus");
+    await page.goto(`${server.url}/#/new?from=${infected.id}`);
     await page.getByRole("heading", { name: /^New job/ }).waitFor();
-    for (let tries = 0; tries < 2; tries++) {
+    for (let attempt = 0; attempt < 2; attempt++) {
       await page.getByRole("button", { name: /^Test/ }).first().click();
       await page.getByLabel("Completion", { exact: true }).first().fill(CORPUS.slice(0, 20).join("\n---\n"));
-      await page.getByRole("button", { name: "Score it" }).click();
+      await page.getByRole("button", { name: "Score", exact: true }).click();
       await page.locator(".trial, .problem").first().waitFor({ timeout: 60_000 });
-      await inspect(page, "a reward's test");
+      await inspect(page, "the reward tester");
       await page.getByRole("button", { name: /^Test/ }).first().click();
     }
   }));

@@ -1,4 +1,4 @@
-// What holds for all charts of a group: smoothing and the steps that are shown.
+// Controls shared by all charts of a group: smoothing and the range of steps.
 import { count } from "../core/format.js";
 import { useSignal } from "../core/signal.js";
 import { html } from "../core/ui.js";
@@ -14,10 +14,10 @@ export function ChartControls({ group, children }) {
       <button class="mini" aria-label="Zoom in" onClick=${() => group.zoom(0.5)}>+</button>
       <button class="mini" aria-label="Zoom out" disabled=${!range} onClick=${() => group.zoom(2)}>−</button>
       <button class="mini" aria-label="Later" disabled=${!range} onClick=${() => group.pan(0.5)}>→</button>
-      <button class="mini" disabled=${!range} onClick=${() => group.all()}>All steps</button>
+      <button class="mini" disabled=${!range} onClick=${() => group.showAll()}>All steps</button>
     </span>
     <span class="dim small num">${range ? `steps ${count(Math.round(min))} to ${count(Math.round(max))}` : ""}</span>
     ${children}
-    <span class="dim small hint-keys">drag to zoom, shift-drag to move, double click for all; arrows and + − on a chart</span>
+    <span class="dim small hint-keys">Drag to zoom, Shift+drag to pan, double-click to reset. Keys on a chart: ← → + −</span>
   </div>`;
 }

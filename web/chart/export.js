@@ -1,7 +1,7 @@
-// A chart as a file: its numbers or its picture.
-import { colour, dash, frame } from "./palette.js";
+// Exports a chart as a CSV file or a PNG image.
+import { color, dash, themeColors } from "./palette.js";
 
-/** Hands `content` to the browser's downloads. */
+/** Saves `content` as a file with the browser's download dialog. */
 export function download(name, content, type) {
   const blob = content instanceof Blob ? content : new Blob([content], { type });
   const link = document.createElement("a");
@@ -11,14 +11,14 @@ export function download(name, content, type) {
   setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
 }
 
-/** A field of a CSV line; a name that a spreadsheet would take for a formula gets an apostrophe. */
+/** Quotes a field of a CSV line. Text that a spreadsheet would run as a formula gets an apostrophe in front. */
 export function csvField(text) {
-  const plain = /^[=+\-@\t\r]/.test(text) ? `'${text}` : text;
-  return /[",\n\r]/.test(plain) ? `"${plain.replaceAll('"', '""')}"` : plain;
+  const safe = /^[=+\-@\t\r]/.test(text) ? `'${text}` : text;
+  return /[",\n\r]/.test(safe) ? `"${safe.replaceAll('"', '""')}"` : safe;
 }
 
-/** A line a step; a value that is not there is empty. */
-export function csvOf(x, series) {
+/** Formats the series as CSV: one line per step; a missing value is an empty field. */
+export function toCsv(x, series) {
   const lines = [["step", ...series.map(({ key, label }) => csvField(key ?? label))].join(",")];
   for (let index = 0; index < x.length; index++) {
     const values = series.map(({ values }) => values[index]);
@@ -27,15 +27,15 @@ export function csvOf(x, series) {
   return `${lines.join("\n")}\n`;
 }
 
-/** The canvas of a chart with its title and its legend, as a PNG. */
-export function pngOf(canvas, title, series, theme) {
+/** Renders the canvas of a chart, with its title and legend, as a PNG blob. */
+export function toPng(canvas, title, series, theme) {
   const scale = devicePixelRatio || 1;
   const [head, foot] = [34 * scale, 26 * scale];
   const page = document.createElement("canvas");
   page.width = canvas.width + 16 * scale;
   page.height = canvas.height + head + foot;
   const draw = page.getContext("2d");
-  const { ground, ink } = frame(theme);
+  const { ground, ink } = themeColors(theme);
   draw.fillStyle = ground;
   draw.fillRect(0, 0, page.width, page.height);
   draw.drawImage(canvas, 8 * scale, head);
@@ -47,7 +47,7 @@ export function pngOf(canvas, title, series, theme) {
   let left = 12;
   const line = (page.height - foot) / scale + 12;
   for (const [index, { label, tint = index }] of series.entries()) {
-    draw.strokeStyle = colour(tint, theme);
+    draw.strokeStyle = color(tint, theme);
     draw.lineWidth = 2;
     draw.setLineDash(dash(tint));
     draw.beginPath();

@@ -1,16 +1,16 @@
-// What the charts of a page share: the steps that are shown, the smoothing, the cursor.
+// The state shared by the charts of a page: the range of steps, the smoothing, the cursor.
 import { Signal } from "../core/signal.js";
 
 let groups = 0;
 
 export class ChartGroup {
-  /** Steps shown, `[min, max]`; null = all. */
+  /** The range of steps shown, `[min, max]`; null shows all steps. */
   range = new Signal(null);
-  /** 0 = none, below 1. */
+  /** Smoothing strength, from 0 (none) to less than 1. */
   smoothing = new Signal(0);
-  /** The name under which cursors move together. */
+  /** The key by which uPlot synchronizes the cursors of the group. */
   key = `charts-${++groups}`;
-  /** First and last step there is. */
+  /** The first and last step of the data. */
   extent = [0, 1];
 
   constructor({ range = null, smoothing = 0 } = {}) {
@@ -22,7 +22,7 @@ export class ChartGroup {
     return this.range.value ?? this.extent;
   }
 
-  /** Shows `min` to `max`, at least two steps, within what there is. */
+  /** Shows the steps from `min` to `max`: at least two steps, limited to the extent of the data. */
   show(min, max) {
     const [first, last] = this.extent;
     const width = Math.min(Math.max(max - min, Math.min(2, last - first)), last - first);
@@ -31,26 +31,26 @@ export class ChartGroup {
     this.range.set([left, left + width]);
   }
 
-  all() {
+  showAll() {
     this.range.set(null);
   }
 
-  /** Moves by a share of what is shown. */
-  pan(share) {
+  /** Moves the range by a fraction of its width. */
+  pan(fraction) {
     const [min, max] = this.shown;
-    this.moveTo(min + (max - min) * share);
+    this.moveTo(min + (max - min) * fraction);
   }
 
-  /** Moves the left edge to a step, the width stays. */
+  /** Moves the left edge of the range to a step, without changing its width. */
   moveTo(left) {
     const [min, max] = this.shown;
     this.show(left, left + max - min);
   }
 
-  /** Shows `factor` times as many steps; `at` stays where it is. */
-  zoom(factor, at) {
+  /** Shows `factor` times as many steps. The step `fixed` keeps its position; by default, the center does. */
+  zoom(factor, fixed) {
     const [min, max] = this.shown;
-    const centre = at ?? (min + max) / 2;
-    this.show(centre - (centre - min) * factor, centre + (max - centre) * factor);
+    const center = fixed ?? (min + max) / 2;
+    this.show(center - (center - min) * factor, center + (max - center) * factor);
   }
 }

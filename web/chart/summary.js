@@ -1,13 +1,13 @@
-// A chart in words, for whoever does not see it.
+// A text summary of a chart, for screen readers.
 import { number } from "../core/format.js";
 
 /** "Reward: 40 values from step 1 to 40, first 0.66, last 1, lowest 0.55 at step 3, highest 1 at step 38. …" */
-export function summary(title, x, series) {
-  const sentences = series.map(({ label, values }) => sentence(label, x, values)).filter(Boolean);
+export function summarize(title, x, series) {
+  const sentences = series.map(({ label, values }) => summarizeSeries(label, x, values)).filter(Boolean);
   return sentences.length ? `${title}. ${sentences.join(" ")}` : `${title}. No values yet.`;
 }
 
-function sentence(label, x, values) {
+function summarizeSeries(label, x, values) {
   let [count, first, last, lowest, highest] = [0, -1, -1, -1, -1];
   for (let index = 0; index < values.length; index++) {
     if (values[index] !== values[index]) continue;

@@ -1,11 +1,10 @@
-// What of a long course is drawn: of every stretch the lowest and the highest value of each series, so that no outlier is lost.
+// Downsampling of long series: each interval keeps the lowest and the highest value of every series, so that no outlier is lost.
 
 /**
- * Indices to draw of `x`, ascending: the ends, and of each stretch of `width` steps and of each column where its lowest and its
- * highest value stand. The stretches lie on a fixed grid: a window that moves over it finds the same points again, so they are
- * looked for once a width.
+ * Returns the indices of `x` to draw, in ascending order: both ends, and for each interval of `width` steps the minimum and maximum of
+ * each column. Intervals start at multiples of `width`, so that moving the range does not change the result, which can be cached.
  */
-export function extremes(x, columns, width) {
+export function extremeIndices(x, columns, width) {
   const marks = new Uint8Array(x.length);
   marks[0] = marks[x.length - 1] = 1;
   for (const column of columns) {
@@ -25,9 +24,9 @@ export function extremes(x, columns, width) {
   return Int32Array.from(marks.keys()).filter((index) => marks[index]);
 }
 
-/** Of ascending `indices` into `x` those from `min` to `max`, with a neighbour beyond each end. */
-export function within(indices, x, min, max) {
-  const below = (value) => {
+/** Selects from the ascending `indices` those whose `x` is between `min` and `max`, and one more at each end. */
+export function indicesWithin(indices, x, min, max) {
+  const countBelow = (value) => {
     let [low, high] = [0, indices.length];
     while (low < high) {
       const middle = (low + high) >> 1;
@@ -36,5 +35,5 @@ export function within(indices, x, min, max) {
     }
     return low;
   };
-  return indices.subarray(Math.max(0, below(min) - 1), below(max) + 2);
+  return indices.subarray(Math.max(0, countBelow(min) - 1), countBelow(max) + 2);
 }

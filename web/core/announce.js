@@ -1,10 +1,10 @@
-// What a screen reader should say without the focus moving: one live region, written by whoever has news.
+// Screen-reader announcements: one live region that any module writes to, so that the focus stays where it is.
 import { Signal, useSignal } from "./signal.js";
 import { html } from "./ui.js";
 
 const polite = new Signal("");
 
-/** Says `text`; the same text twice is said twice. */
+/** Announces `text`. The region is emptied first: screen readers ignore a text that does not change. */
 export function announce(text) {
   polite.set("");
   setTimeout(() => polite.set(text), 50);

@@ -1,5 +1,5 @@
-// The REST API: JSON in and out, problems (RFC 9457) as exceptions, the session's token on every change.
-import { session, signedOut, whoAmI } from "./session.js";
+// Client of the REST API: sends and receives JSON, throws problems (RFC 9457), adds the session's CSRF token to every write.
+import { loadSession, markSignedOut, session } from "./session.js";
 
 /** An error of the API: `{status, code, title, detail, errors: [{pointer, code, detail}], request_id, retryable}`. */
 export class Problem extends Error {
@@ -8,51 +8,51 @@ export class Problem extends Error {
     Object.assign(this, { errors: [], retryable: false }, body);
   }
 
-  /** What belongs to one field: items whose pointer is `pointer` or lies below it. */
-  at(pointer) {
+  /** Returns the errors of one field: those whose pointer is `pointer` or is nested in it. */
+  errorsAt(pointer) {
     return this.errors.filter((item) => item.pointer === pointer || item.pointer.startsWith(`${pointer}/`));
   }
 }
 
 const unreachable = () =>
-  new Problem({ status: 0, code: "unreachable", title: "No answer", detail: "The server does not answer.", retryable: true });
+  new Problem({ status: 0, code: "unreachable", title: "Server unreachable", detail: "The server did not respond.", retryable: true });
 
-/** `path?query` without the parameters that are undefined, null or empty. */
+/** Builds `path?query`, leaving out parameters that are undefined, null or empty. */
 export function urlOf(path, query = {}) {
-  const set = Object.entries(query).filter(([, value]) => value !== undefined && value !== null && value !== "");
-  return set.length ? `${path}?${new URLSearchParams(set)}` : path;
+  const present = Object.entries(query).filter(([, value]) => value !== undefined && value !== null && value !== "");
+  return present.length ? `${path}?${new URLSearchParams(present)}` : path;
 }
 
-/** Sends a request and returns the Response, or throws a Problem. Bodies that are not strings, forms or files go as JSON. */
+/** Sends a request and returns the Response, or throws a Problem. A body that is not a string, Blob or FormData is sent as JSON. */
 export async function send(method, path, options = {}) {
-  const { query, body, headers = {}, signal, isAgain } = options;
-  const all = new Headers(headers);
+  const { query, body, headers = {}, signal, isRetry } = options;
+  const allHeaders = new Headers(headers);
   let payload = body;
   if (body !== undefined && !(typeof body === "string" || body instanceof Blob || body instanceof FormData)) {
     payload = JSON.stringify(body);
-    all.set("content-type", "application/json");
+    allHeaders.set("content-type", "application/json");
   }
-  if (method !== "GET" && session.value.csrf) all.set("x-csrf-token", session.value.csrf);
+  if (method !== "GET" && session.value.csrf) allHeaders.set("x-csrf-token", session.value.csrf);
   let response;
   try {
-    response = await fetch(urlOf(path, query), { method, headers: all, body: payload, signal, credentials: "same-origin", cache: "no-store" });
+    response = await fetch(urlOf(path, query), { method, headers: allHeaders, body: payload, signal, credentials: "same-origin", cache: "no-store" });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw unreachable();
   }
   if (response.ok) return response;
-  const problem = await problemOf(response);
-  if (problem.status === 401 && path !== "/session") signedOut();
-  // Another tab signed in anew.
-  if (problem.code === "invalid_csrf_token" && !isAgain) {
-    await whoAmI();
-    return send(method, path, { ...options, isAgain: true });
+  const problem = await readProblem(response);
+  if (problem.status === 401 && path !== "/session") markSignedOut();
+  // Another tab has started a new session: load its token and retry once.
+  if (problem.code === "invalid_csrf_token" && !isRetry) {
+    await loadSession();
+    return send(method, path, { ...options, isRetry: true });
   }
   throw problem;
 }
 
-async function problemOf(response) {
-  const fallback = { status: response.status, code: "http", title: response.statusText, detail: `The server answered ${response.status}.` };
+async function readProblem(response) {
+  const fallback = { status: response.status, code: "http", title: response.statusText, detail: `The server responded with HTTP ${response.status}.` };
   try {
     return new Problem({ ...fallback, ...(await response.json()) });
   } catch {
@@ -60,38 +60,38 @@ async function problemOf(response) {
   }
 }
 
-async function json(method, path, options) {
+async function requestJson(method, path, options) {
   const response = await send(method, path, options);
   const text = await response.text();
   return text ? JSON.parse(text) : null;
 }
 
-/** One key per press of a button: a repeat after a lost answer does the thing once. */
+/** A new Idempotency-Key: the server runs a request once, even if it is repeated after a lost response. */
 const idempotencyKey = () => [...crypto.getRandomValues(new Uint8Array(16))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
 
-export const get = (path, query, signal) => json("GET", path, { query, signal });
-export const patch = (path, body) => json("PATCH", path, { body });
-export const del = (path) => json("DELETE", path);
+export const get = (path, query, signal) => requestJson("GET", path, { query, signal });
+export const patch = (path, body) => requestJson("PATCH", path, { body });
+export const del = (path) => requestJson("DELETE", path);
 
-/** POST, tried once more with the same Idempotency-Key when no answer came. */
+/** Sends a POST request, and retries it once with the same Idempotency-Key if the server does not respond. */
 export async function post(path, body, options = {}) {
   const headers = { "idempotency-key": idempotencyKey(), ...options.headers };
   try {
-    return await json("POST", path, { ...options, body, headers });
+    return await requestJson("POST", path, { ...options, body, headers });
   } catch (error) {
     if (error.code !== "unreachable") throw error;
-    return json("POST", path, { ...options, body, headers });
+    return requestJson("POST", path, { ...options, body, headers });
   }
 }
 
-/** Every item of a list, page by page, at most `most`. */
-export async function all(path, query = {}, most = 1000, signal) {
+/** Reads a paged list until its end, or until it holds `limit` items or more. */
+export async function getAll(path, query = {}, limit = 1000, signal) {
   const items = [];
   let after;
   do {
     const page = await get(path, { limit: 100, ...query, after }, signal);
     items.push(...page.data);
     after = page.next;
-  } while (after && items.length < most);
+  } while (after && items.length < limit);
   return items;
 }

@@ -1,27 +1,27 @@
-// What differs between two texts, word by word.
+// A word-by-word diff of two texts.
 
-/** Cells of the table at most; longer texts are taken as a whole. */
-const MOST_CELLS = 4_000_000;
+/** Maximum size of the subsequence table, in cells. Longer texts are shown as one deletion and one insertion. */
+const MAX_CELLS = 4_000_000;
 
-const wordsOf = (text) => text.match(/\s+|[\p{L}\p{N}_]+|[^\s\p{L}\p{N}_]/gu) ?? [];
+const splitWords = (text) => text.match(/\s+|[\p{L}\p{N}_]+|[^\s\p{L}\p{N}_]/gu) ?? [];
 
-/** Pieces `[how, text]` in order: `how` is 0 (in both), −1 (only in `a`) or 1 (only in `b`). */
+/** Returns pieces `[change, text]` in order: `change` is 0 (in both texts), −1 (only in `a`) or 1 (only in `b`). */
 export function diff(a, b) {
-  const [one, other] = [wordsOf(a), wordsOf(b)];
-  let begin = 0;
-  while (begin < one.length && one[begin] === other[begin]) begin++;
-  let end = 0;
-  while (end < Math.min(one.length, other.length) - begin && one.at(-1 - end) === other.at(-1 - end)) end++;
-  const [left, right] = [one.slice(begin, one.length - end), other.slice(begin, other.length - end)];
-  const same = (pieces) => pieces.map((piece) => [0, piece]);
-  const middle = left.length * right.length > MOST_CELLS ? [[-1, left.join("")], [1, right.join("")]] : aligned(left, right);
-  return joined([...same(one.slice(0, begin)), ...middle, ...same(one.slice(one.length - end))]);
+  const [wordsA, wordsB] = [splitWords(a), splitWords(b)];
+  let prefix = 0;
+  while (prefix < wordsA.length && wordsA[prefix] === wordsB[prefix]) prefix++;
+  let suffix = 0;
+  while (suffix < Math.min(wordsA.length, wordsB.length) - prefix && wordsA.at(-1 - suffix) === wordsB.at(-1 - suffix)) suffix++;
+  const [middleA, middleB] = [wordsA.slice(prefix, wordsA.length - suffix), wordsB.slice(prefix, wordsB.length - suffix)];
+  const unchanged = (words) => words.map((word) => [0, word]);
+  const middle = middleA.length * middleB.length > MAX_CELLS ? [[-1, middleA.join("")], [1, middleB.join("")]] : align(middleA, middleB);
+  return mergePieces([...unchanged(wordsA.slice(0, prefix)), ...middle, ...unchanged(wordsA.slice(wordsA.length - suffix))]);
 }
 
-/** Along a longest common subsequence. */
-function aligned(a, b) {
+/** Aligns two lists of words along a longest common subsequence. */
+function align(a, b) {
   const width = b.length + 1;
-  // (|a| + 1, |b| + 1): the length of the longest one of what is left of both.
+  // longest[i, j], shape (|a| + 1, |b| + 1): the length of the longest common subsequence of a[i..] and b[j..].
   const longest = new Uint16Array((a.length + 1) * width);
   for (let i = a.length - 1; i >= 0; i--) {
     for (let j = b.length - 1; j >= 0; j--) {
@@ -38,18 +38,18 @@ function aligned(a, b) {
   return pieces;
 }
 
-/** Neighbours of one kind in one piece; within a change, what is gone stands before what came. */
-function joined(pieces) {
+/** Merges neighbors of one kind into one piece. Within a change, the deleted text comes before the inserted text. */
+function mergePieces(pieces) {
   const out = [];
-  let [gone, came] = ["", ""];
+  let [deleted, inserted] = ["", ""];
   const flush = () => {
-    if (gone) out.push([-1, gone]);
-    if (came) out.push([1, came]);
-    gone = came = "";
+    if (deleted) out.push([-1, deleted]);
+    if (inserted) out.push([1, inserted]);
+    deleted = inserted = "";
   };
-  for (const [how, text] of pieces) {
-    if (how < 0) gone += text;
-    else if (how > 0) came += text;
+  for (const [change, text] of pieces) {
+    if (change < 0) deleted += text;
+    else if (change > 0) inserted += text;
     else {
       flush();
       if (out.length && out.at(-1)[0] === 0) out.at(-1)[1] += text;
@@ -60,8 +60,8 @@ function joined(pieces) {
   return out;
 }
 
-/** How many words only `a` has, and how many only `b`. */
-export function changed(pieces) {
-  const counted = (wanted) => pieces.reduce((sum, [how, text]) => sum + (how === wanted ? (text.match(/[\p{L}\p{N}_]+/gu) ?? []).length : 0), 0);
-  return [counted(-1), counted(1)];
+/** Returns the number of deleted words and the number of inserted words. */
+export function countChangedWords(pieces) {
+  const countWords = (wanted) => pieces.reduce((sum, [change, text]) => sum + (change === wanted ? (text.match(/[\p{L}\p{N}_]+/gu) ?? []).length : 0), 0);
+  return [countWords(-1), countWords(1)];
 }

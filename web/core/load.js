@@ -1,8 +1,8 @@
-// Data for a view: loads, reloads, keeps the old rows while new ones come, and never draws an answer that came too late.
+// Hooks that load data for a view. While new data is loading, the old data stays; a response to an outdated request is dropped.
 import { get } from "./api.js";
 import { useCallback, useEffect, useRef, useState } from "./ui.js";
 
-/** `{data, error, loading, reload}` of `load(signal)`, run again when one of `deps` changes and every `every` ms while the page is seen. */
+/** Calls `load(signal)`, again when one of `deps` changes, and every `every` ms while the page is visible. Returns `{data, error, loading, reload}`. */
 export function useLoad(load, deps, { every = 0 } = {}) {
   const [state, setState] = useState({ data: null, error: null, loading: true });
   const run = useRef(null);
@@ -21,17 +21,17 @@ export function useLoad(load, deps, { every = 0 } = {}) {
     reload();
     if (!every) return () => run.current?.abort();
     const timer = setInterval(() => document.hidden || reload(), every);
-    const seen = () => document.hidden || reload();
-    document.addEventListener("visibilitychange", seen);
+    const onVisibilityChange = () => document.hidden || reload();
+    document.addEventListener("visibilitychange", onVisibilityChange);
     return () => {
       clearInterval(timer);
-      document.removeEventListener("visibilitychange", seen);
+      document.removeEventListener("visibilitychange", onVisibilityChange);
       run.current?.abort();
     };
   }, [reload, every]);
   return { ...state, reload };
 }
 
-/** `useLoad` of one GET. */
+/** Loads one GET request with `useLoad`. */
 export const useGet = (path, query, options) =>
   useLoad((signal) => get(path, query, signal), [path, JSON.stringify(query)], options);

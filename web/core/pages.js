@@ -1,8 +1,11 @@
-// A list of the API, page after page: the first at once, the next when somebody asks for it.
+// A hook that reads a paged list of the API: the first page at once, each further page on demand.
 import { get } from "./api.js";
 import { useEffect, useRef, useState } from "./ui.js";
 
-/** `{rows, next, page, error, loading, more, reload}`: `rows` of all pages read so far, `page` the last answer; another `path` or `query` begins anew. */
+/**
+ * Returns `{rows, next, page, error, loading, isOutdated, loadMore, reload}`: `rows` holds all pages read so far, `page` the last response.
+ * A new `path` or `query` starts from the first page; until it arrives, `isOutdated` is true.
+ */
 export function usePages(path, query) {
   const key = JSON.stringify([path, query]);
   const [state, setState] = useState({ key, rows: [], next: null, page: null, error: null, loading: true });
@@ -23,5 +26,5 @@ export function usePages(path, query) {
     return () => running.current?.abort();
   }, [key]);
   const { key: _, ...rest } = state;
-  return { ...rest, isOld: state.key !== key, more: () => state.next && load(state.next, state.rows), reload: () => load(undefined, []) };
+  return { ...rest, isOutdated: state.key !== key, loadMore: () => state.next && load(state.next, state.rows), reload: () => load(undefined, []) };
 }

@@ -1,23 +1,23 @@
-// Where we are: `#/jobs/job_1/samples?step=3`. Filters live in the query, so that a view can be linked and reloaded.
-// The API has the paths of the server's root for itself; the part behind # never leaves the browser.
+// Routing by the fragment of the address: `#/jobs/job_1/samples?step=3`. Filters are part of its query, so that a view can be linked
+// and reloaded. The paths of the server belong to the API; browsers never send the fragment to the server.
 import { urlOf } from "./api.js";
 import { Signal, useSignal } from "./signal.js";
 
-/** `{path, query}`; query is an object of strings. */
-export const place = new Signal(read());
+/** The current route: `{path, query}`, where `query` is an object of strings. */
+export const currentRoute = new Signal(parseAddress());
 
-function read() {
+function parseAddress() {
   const [path, query = ""] = location.hash.replace(/^#/, "").split(/\?(.*)/s);
   return { path: path || "/", query: Object.fromEntries(new URLSearchParams(query)) };
 }
 
-addEventListener("hashchange", () => place.set(read()));
+addEventListener("hashchange", () => currentRoute.set(parseAddress()));
 
-/** The address of a view, for `href`. */
+/** Returns the address of a view, for `href`. */
 export const hrefOf = (path, query) => `#${urlOf(path, query)}`;
 
-/** Goes to a view; `replace` leaves no step in the history. */
-export function go(path, query, { replace = false } = {}) {
+/** Opens a view. `replace` adds no entry to the browser's history. */
+export function navigate(path, query, { replace = false } = {}) {
   const href = hrefOf(path, query);
   if (href === location.hash) return;
   if (!replace) {
@@ -25,29 +25,29 @@ export function go(path, query, { replace = false } = {}) {
     return;
   }
   history.replaceState(null, "", href);
-  place.set(read());
+  currentRoute.set(parseAddress());
 }
 
-/** The query and a function that changes some of it: `set({q: "x", step: null})`. Typing replaces, it makes no history. */
+/** Returns the query and a function that changes parts of it: `set({q: "x", step: null})`. By default, a change adds no history entry. */
 export function useFilters() {
-  const { path, query } = useSignal(place);
-  const set = (changes, { replace = true } = {}) => go(path, { ...read().query, ...changes }, { replace });
+  const { path, query } = useSignal(currentRoute);
+  const set = (changes, { replace = true } = {}) => navigate(path, { ...parseAddress().query, ...changes }, { replace });
   return [query, set];
 }
 
-/** `matchPath("/jobs/:id", "/jobs/j1")` is `{id: "j1"}`, or null. */
+/** Matches a path against a pattern: `matchPath("/jobs/:id", "/jobs/j1")` is `{id: "j1"}`. Returns null if they do not match. */
 export function matchPath(pattern, path) {
-  const [wanted, given] = [pattern.split("/"), path.split("/")];
-  if (wanted.length !== given.length) return null;
+  const [patternParts, pathParts] = [pattern.split("/"), path.split("/")];
+  if (patternParts.length !== pathParts.length) return null;
   const params = {};
-  for (const [index, part] of wanted.entries()) {
+  for (const [index, part] of patternParts.entries()) {
     if (part.startsWith(":")) {
       try {
-        params[part.slice(1)] = decodeURIComponent(given[index]);
+        params[part.slice(1)] = decodeURIComponent(pathParts[index]);
       } catch {
         return null;
       }
-    } else if (part !== given[index]) return null;
+    } else if (part !== pathParts[index]) return null;
   }
   return params;
 }

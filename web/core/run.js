@@ -1,5 +1,5 @@
-// One job that is followed: the job itself, its metrics, its events. Several components may look at the same run.
-import { all, get } from "./api.js";
+// The live state of one job: the job, its metrics, its events and its alerts. Components that show the same job share one `Run`.
+import { get, getAll } from "./api.js";
 import { EventStream } from "./events.js";
 import { useLoad } from "./load.js";
 import { lowerBound } from "./search.js";
@@ -7,120 +7,116 @@ import { Signal, useSignal } from "./signal.js";
 import { MetricTable } from "./table.js";
 import { useEffect, useState } from "./ui.js";
 
-/** Steps of the overview; more are thinned out by the server, which keeps every stretch's lowest and highest values. */
+/** Number of steps to read for the overview. The server downsamples longer runs and keeps the minimum and maximum of each interval. */
 const OVERVIEW_POINTS = 4000;
-/** Between the first news and the request that asks for all of it, ms. */
-const GATHER_MS = 150;
-/** A run that nobody looks at any more is followed for this long, ms: tabs of one job share it. */
-const LINGER_MS = 5000;
-/** A job that is over is looked at this often, ms: it may be deleted. */
-const LOOK_MS = 10_000;
-/** Events that are kept for the logs. */
-const KEPT_EVENTS = 500;
+/** Time for which events are collected before one request reads everything they changed, in ms. */
+const REFRESH_DELAY_MS = 150;
+/** Time after which an unused run stops being followed, in ms. The tabs of a job share its run, so changing tabs must not end it. */
+const UNUSED_TIMEOUT_MS = 5000;
+/** Polling interval for a job that has ended, in ms: it can still be deleted. */
+const POLL_INTERVAL_MS = 10_000;
+/** Number of events kept for the logs. */
+const MAX_EVENTS = 500;
 
 const runs = new Map();
 
 class Run {
+  /** Number of mounted components that use this run. */
   users = 0;
-  /** The job as the API shows it; null before the first answer. */
+  /** The job as returned by the API; null before the first response. */
   job = new Signal(null);
-  /** All metrics by step. */
+  /** Metrics by step. */
   table = new MetricTable();
-  /** Changes with the table. */
+  /** A counter that increases with every change of `table`. */
   metrics = new Signal(0);
   /** The latest events, oldest first. */
   events = new Signal([]);
   alerts = new Signal([]);
   error = new Signal(null);
-  /** It was deleted while it was looked at. */
-  isGone = new Signal(false);
+  /** Whether the job was deleted after it was first read. */
+  isDeleted = new Signal(false);
   connection = new Signal("connecting");
   #stream = null;
-  #look = 0;
+  #pollTimer = 0;
   #pending = { job: false, alerts: false, fromStep: Infinity, timer: 0 };
   #stopped = false;
-  /** How often the run went back: what was asked before and is answered after may hold steps that are no more. */
+  /** Number of rewinds. A response to a request that was sent before a rewind is dropped: it may contain removed steps. */
   #rewinds = 0;
 
   constructor(id) {
     this.id = id;
     this.path = `/jobs/${encodeURIComponent(id)}`;
-    this.#look = setInterval(() => this.connection.value === "ended" && !document.hidden && this.refresh(), LOOK_MS);
-    this.#begin();
+    this.#pollTimer = setInterval(() => this.connection.value === "ended" && !document.hidden && this.refresh(), POLL_INTERVAL_MS);
+    this.#load();
   }
 
-  async #begin() {
+  async #load() {
     try {
       const job = await get(this.path);
       this.job.set(job);
-      // What is read now holds everything up to this event, and perhaps more; the stream goes on after it, and a step that
-      // comes again replaces itself.
+      // The metrics and alerts read below contain everything up to this event, and maybe more. The stream resumes after it; a step
+      // that arrives twice replaces itself in the table.
       const after = job.last_seq ?? 0;
       const [metrics, alerts] = await Promise.all([
         get(`${this.path}/metrics`, { max_points: OVERVIEW_POINTS }),
-        all(`${this.path}/alerts`, { limit: undefined }),
+        getAll(`${this.path}/alerts`, { limit: undefined }),
       ]);
       if (this.#stopped) return;
       this.table.merge(metrics.data);
       this.alerts.set(alerts);
       this.metrics.set(this.metrics.value + 1);
       this.error.set(null);
-      const stream = new EventStream(`${this.path}/events`, { after, onEvent: (event) => this.#take(event), onBehind: () => this.#again() });
+      const stream = new EventStream(`${this.path}/events`, { after, onEvent: (event) => this.#handleEvent(event), onInvalidCursor: () => this.#restart() });
       this.#stream = stream;
       stream.state.watch((state) => {
         if (stream !== this.#stream) return;
         this.connection.set(state);
-        // The job may be gone.
+        // The server may refuse because the job was deleted: read it again to find out.
         if (state === "refused") this.refresh();
       });
     } catch (error) {
       this.error.set(error);
-      if (error.status === 404 && this.job.value) this.#end();
-      if (!this.#stopped && error.retryable) setTimeout(() => this.#stopped || this.#begin(), 2000);
+      if (error.status === 404 && this.job.value) this.#markDeleted();
+      if (!this.#stopped && error.retryable) setTimeout(() => this.#stopped || this.#load(), 2000);
     }
   }
 
   stop() {
     this.#stopped = true;
     clearTimeout(this.#pending.timer);
-    clearInterval(this.#look);
+    clearInterval(this.#pollTimer);
     this.#stream?.stop();
   }
 
-  #end() {
+  #markDeleted() {
     this.stop();
-    this.isGone.set(true);
+    this.isDeleted.set(true);
   }
 
-  /** Begins anew: what is shown did not happen in the backup that the server went back to. */
-  #again() {
+  /** Discards all data and loads it again: the server was restored from a backup that does not contain the latest events shown. */
+  #restart() {
     this.#stream.stop();
     this.#stream = null;
     this.#rewinds++;
     this.table.rewind(-1);
     this.events.set([]);
-    this.#begin();
+    this.#load();
   }
 
-  /** Cuts the connection, for tests: it must come back without gap. */
-  cut() {
-    this.#stream?.cut();
-  }
-
-  /** Asks for the job again, after something was done to it. */
+  /** Reads the job again, for example after an action changed it. */
   refresh() {
     this.#pending.job = true;
-    this.#gather();
+    this.#scheduleRefresh();
   }
 
-  #take({ type, data: event }) {
+  #handleEvent({ type, data: event }) {
     if (type === "removed") return;
-    if (type !== "end") this.events.set([...this.events.value.slice(1 - KEPT_EVENTS), event]);
+    if (type !== "end") this.events.set([...this.events.value.slice(1 - MAX_EVENTS), event]);
     const pending = this.#pending;
     if (type === "step") {
       const { step, metrics, kind } = event.data;
-      // The headlines at once, the rest with the next request.
-      if (kind === "train") this.#merge([{ step, ...metrics }]);
+      // The event has only the main metrics; the next request reads the others.
+      if (kind === "train") this.#mergeRows([{ step, ...metrics }]);
       pending.fromStep = Math.min(pending.fromStep, step);
     } else if (type === "rewind") {
       this.#rewinds++;
@@ -131,63 +127,63 @@ class Run {
     }
     if (type.startsWith("alert")) pending.alerts = true;
     if (type !== "phase") pending.job = true;
-    this.#gather();
+    this.#scheduleRefresh();
   }
 
-  /** Reads the steps from `min` to `max` closer, if the overview left some out. */
-  async detail(min, max) {
+  /** Reads the steps from `min` to `max` in more detail, if the overview left some of them out. */
+  async loadDetail(min, max) {
     const { steps } = this.table;
     const [begin, end] = [lowerBound(steps, min), lowerBound(steps, max + 1)];
     const [first, last] = [Math.max(0, Math.floor(min)), Math.ceil(max)];
-    const held = end - begin;
-    if (!steps.length || held >= Math.min(last, steps[steps.length - 1]) - Math.max(first, steps[0]) || held >= OVERVIEW_POINTS) return;
+    const loaded = end - begin;
+    if (!steps.length || loaded >= Math.min(last, steps[steps.length - 1]) - Math.max(first, steps[0]) || loaded >= OVERVIEW_POINTS) return;
     try {
-      await this.#read({ min_step: first, max_step: last });
+      await this.#readMetrics({ min_step: first, max_step: last });
     } catch {
-      // The overview stays.
+      // The chart keeps showing the downsampled overview.
     }
   }
 
-  /** Reads steps into the table; false, and nothing is read, where the run went back meanwhile. */
-  async #read(range) {
+  /** Reads steps into the table. Returns false, and changes nothing, if the run was rewound in the meantime. */
+  async #readMetrics(range) {
     const rewinds = this.#rewinds;
     const { data } = await get(`${this.path}/metrics`, { ...range, max_points: OVERVIEW_POINTS });
     if (rewinds !== this.#rewinds) return false;
-    this.#merge(data);
+    this.#mergeRows(data);
     return true;
   }
 
-  #merge(rows) {
+  #mergeRows(rows) {
     this.table.merge(rows);
     this.metrics.set(this.metrics.value + 1);
   }
 
-  #gather() {
+  #scheduleRefresh() {
     const pending = this.#pending;
     if (pending.timer || this.#stopped) return;
     pending.timer = setTimeout(async () => {
       const { job, alerts, fromStep } = pending;
       Object.assign(pending, { job: false, alerts: false, fromStep: Infinity });
-      const wanted = [];
-      if (job) wanted.push(get(this.path).then((job) => this.job.set(job)));
-      if (alerts) wanted.push(all(`${this.path}/alerts`, { limit: undefined }).then((alerts) => this.alerts.set(alerts)));
+      const requests = [];
+      if (job) requests.push(get(this.path).then((job) => this.job.set(job)));
+      if (alerts) requests.push(getAll(`${this.path}/alerts`, { limit: undefined }).then((alerts) => this.alerts.set(alerts)));
       if (fromStep < Infinity) {
-        const again = (read) => read || (pending.fromStep = Math.min(pending.fromStep, fromStep));
-        wanted.push(this.#read({ min_step: fromStep }).then(again));
+        const retryUnlessRead = (isRead) => isRead || (pending.fromStep = Math.min(pending.fromStep, fromStep));
+        requests.push(this.#readMetrics({ min_step: fromStep }).then(retryUnlessRead));
       }
-      const done = await Promise.allSettled(wanted);
+      const results = await Promise.allSettled(requests);
       pending.timer = 0;
-      if (done.some(({ reason }) => reason?.status === 404)) {
-        this.#end();
-      } else if (done.some(({ status }) => status === "rejected")) {
+      if (results.some(({ reason }) => reason?.status === 404)) {
+        this.#markDeleted();
+      } else if (results.some(({ status }) => status === "rejected")) {
         Object.assign(pending, { job: true, alerts: true, fromStep: Math.min(pending.fromStep, fromStep) });
-        setTimeout(() => this.#gather(), 1000);
-      } else if (pending.job || pending.alerts || pending.fromStep < Infinity) this.#gather();
-    }, GATHER_MS);
+        setTimeout(() => this.#scheduleRefresh(), 1000);
+      } else if (pending.job || pending.alerts || pending.fromStep < Infinity) this.#scheduleRefresh();
+    }, REFRESH_DELAY_MS);
   }
 }
 
-/** The run of a job, followed while a component shows it. */
+/** Returns the run of a job, which is followed while a component uses it. */
 export function useRun(id) {
   const [run] = useState(() => {
     if (!runs.has(id)) runs.set(id, new Run(id));
@@ -201,17 +197,17 @@ export function useRun(id) {
         if (run.users > 0 || runs.get(id) !== run) return;
         run.stop();
         runs.delete(id);
-      }, LINGER_MS);
+      }, UNUSED_TIMEOUT_MS);
     };
   }, [run]);
   return run;
 }
 
-/** The checkpoints of a run, newest first, as `useLoad` gives them; read again when one is published. */
+/** Loads the checkpoints of a run, newest first, with `useLoad`; reads them again when one is published. */
 export function useCheckpoints(run) {
   const published = run.events.value.findLast(({ type }) => type === "checkpoint.saved")?.seq;
-  return useLoad((signal) => all(`${run.path}/checkpoints`, {}, 1000, signal), [run, run.job.value.state, published]);
+  return useLoad((signal) => getAll(`${run.path}/checkpoints`, {}, 1000, signal), [run, run.job.value.state, published]);
 }
 
-/** The job of a run; null before the first answer. */
+/** Returns the job of a run; null before the first response. */
 export const useJob = (run) => useSignal(run.job);

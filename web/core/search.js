@@ -1,6 +1,6 @@
-// Binary search in ascending numbers.
+// Binary search in an ascending list of numbers.
 
-/** First index whose number is not below `value`. */
+/** Returns the first index whose number is `value` or greater, or the length of the list. */
 export function lowerBound(numbers, value) {
   let [low, high] = [0, numbers.length];
   while (low < high) {

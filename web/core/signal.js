@@ -1,4 +1,4 @@
-// A value that many components look at: the session, the theme, a run that is followed.
+// A value that several components observe, such as the session, the theme or the state of a run.
 import { useEffect, useState } from "./ui.js";
 
 export class Signal {
@@ -11,26 +11,21 @@ export class Signal {
   set(value) {
     if (Object.is(value, this.value)) return;
     this.value = value;
-    this.touch();
+    for (const watcher of [...this.#watchers]) watcher(value);
   }
 
-  /** Tells the watchers that something inside the value changed. */
-  touch() {
-    for (const watcher of [...this.#watchers]) watcher(this.value);
-  }
-
-  /** Calls `watcher` with each new value; returns what ends that. */
+  /** Calls `watcher` with each new value. Returns a function that stops the calls. */
   watch(watcher) {
     this.#watchers.add(watcher);
     return () => this.#watchers.delete(watcher);
   }
 }
 
-/** The signal's value; the component is drawn again when it changes. */
+/** Returns the signal's value, and renders the component again when the value changes. */
 export function useSignal(signal) {
   const [, redraw] = useState(0);
   useEffect(() => {
-    redraw((count) => count + 1); // It may have changed before the effect ran.
+    redraw((count) => count + 1); // The value may have changed between rendering and this effect.
     return signal.watch(() => redraw((count) => count + 1));
   }, [signal]);
   return signal.value;

@@ -1,22 +1,22 @@
-// Metrics by step as columns of numbers. A step stands in it once, whatever came how often: the last word counts, key by key.
+// A table of metrics: one row per step, one column of numbers per key. A value that arrives again replaces the old one.
 
 export class MetricTable {
-  /** Steps in it. */
+  /** Number of steps in the table. */
   size = 0;
   #steps = new Float64Array(256);
-  /** By key; NaN where there is no value. */
+  /** Columns by key; NaN marks a missing value. */
   #columns = new Map();
 
   get keys() {
     return [...this.#columns.keys()];
   }
 
-  /** Ascending. */
+  /** The steps in ascending order. */
   get steps() {
     return this.#steps.subarray(0, this.size);
   }
 
-  /** The values of a key, one a step; NaN = none. */
+  /** Returns the values of a key, one per step; NaN marks a missing value. */
   column(key) {
     return this.#columns.get(key)?.subarray(0, this.size) ?? new Float64Array(this.size).fill(NaN);
   }
@@ -25,29 +25,29 @@ export class MetricTable {
     return this.#columns.has(key);
   }
 
-  /** The latest value of a key, or null. */
+  /** Returns the latest value of a key, or null if there is none. */
   last(key) {
     const value = this.column(key).findLast((value) => value === value);
     return value === undefined ? null : value;
   }
 
-  /** Rows `{step, KEY: number | null}`, ascending by step. */
+  /** Adds rows `{step, KEY: number | null}`, which must be in ascending order of their steps. */
   merge(rows) {
     if (!rows.length) return;
-    const places = this.#places(rows.map((row) => row.step));
+    const rowIndices = this.#indicesOf(rows.map((row) => row.step));
     for (const [index, row] of rows.entries()) {
       for (const key in row) {
         if (key === "step") continue;
         let column = this.#columns.get(key);
         if (!column) this.#columns.set(key, (column = new Float64Array(this.#steps.length).fill(NaN)));
         const value = row[key];
-        column[places[index]] = typeof value === "number" ? value : NaN;
+        column[rowIndices[index]] = typeof value === "number" ? value : NaN;
       }
     }
   }
 
-  /** Where each of the steps stands; those that are new get a place. */
-  #places(added) {
+  /** Returns the index of each step. Adds the steps that are not in the table yet. */
+  #indicesOf(added) {
     const last = this.size ? this.#steps[this.size - 1] : -Infinity;
     if (added.every((step, index) => step > (index ? added[index - 1] : last))) {
       const begin = this.size;
@@ -56,25 +56,25 @@ export class MetricTable {
       this.size += added.length;
       return added.map((_, index) => begin + index);
     }
-    const at = new Map();
-    this.steps.forEach((step, index) => at.set(step, index));
-    if (added.some((step) => !at.has(step))) {
+    const indexOf = new Map();
+    this.steps.forEach((step, index) => indexOf.set(step, index));
+    if (added.some((step) => !indexOf.has(step))) {
       const merged = Float64Array.from(new Set([...this.steps, ...added])).sort();
       const capacity = merged.length + 256;
       const moved = new Map();
       for (const [key, column] of this.#columns) {
         const wider = new Float64Array(capacity).fill(NaN);
-        merged.forEach((step, index) => at.has(step) && (wider[index] = column[at.get(step)]));
+        merged.forEach((step, index) => indexOf.has(step) && (wider[index] = column[indexOf.get(step)]));
         moved.set(key, wider);
       }
       this.#columns = moved;
       this.#steps = new Float64Array(capacity);
       this.#steps.set(merged);
       this.size = merged.length;
-      at.clear();
-      merged.forEach((step, index) => at.set(step, index));
+      indexOf.clear();
+      merged.forEach((step, index) => indexOf.set(step, index));
     }
-    return added.map((step) => at.get(step));
+    return added.map((step) => indexOf.get(step));
   }
 
   #grow(size) {
@@ -89,11 +89,11 @@ export class MetricTable {
     for (const [key, column] of this.#columns) this.#columns.set(key, wider(column));
   }
 
-  /** Forgets what comes after `step`: the run went back to it. */
+  /** Removes every step after `step`: the run resumed from a checkpoint at that step. */
   rewind(step) {
-    let keep = this.size;
-    while (keep > 0 && this.#steps[keep - 1] > step) keep--;
-    for (const column of this.#columns.values()) column.fill(NaN, keep, this.size);
-    this.size = keep;
+    let newSize = this.size;
+    while (newSize > 0 && this.#steps[newSize - 1] > step) newSize--;
+    for (const column of this.#columns.values()) column.fill(NaN, newSize, this.size);
+    this.size = newSize;
   }
 }

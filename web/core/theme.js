@@ -1,42 +1,42 @@
-// Light or dark: the system's choice until someone presses the button. Only this word is kept in localStorage.
+// The light or dark theme: the system's until the user chooses one. The choice is the only thing stored in localStorage.
 import { Signal } from "./signal.js";
 
 const KEY = "rlood-theme";
-const system = matchMedia("(prefers-color-scheme: dark)");
+const systemDark = matchMedia("(prefers-color-scheme: dark)");
 
-function stored() {
+function storedChoice() {
   try {
-    const word = localStorage.getItem(KEY);
-    return ["light", "dark"].includes(word) ? word : "auto";
+    const name = localStorage.getItem(KEY);
+    return ["light", "dark"].includes(name) ? name : "auto";
   } catch {
-    return "auto"; // Storage is switched off.
+    return "auto"; // The browser blocks localStorage.
   }
 }
 
-/** `auto`, `light` or `dark`. */
-export const choice = new Signal(stored());
-/** What is drawn: `light` or `dark`. */
-export const theme = new Signal(shown());
+/** The user's choice: `auto`, `light` or `dark`. */
+export const themeChoice = new Signal(storedChoice());
+/** The theme in use: `light` or `dark`. */
+export const theme = new Signal(activeTheme());
 
-function shown() {
-  return choice.value === "auto" ? (system.matches ? "dark" : "light") : choice.value;
+function activeTheme() {
+  return themeChoice.value === "auto" ? (systemDark.matches ? "dark" : "light") : themeChoice.value;
 }
 
-function apply() {
-  document.documentElement.dataset.theme = shown();
-  theme.set(shown());
+function applyTheme() {
+  document.documentElement.dataset.theme = activeTheme();
+  theme.set(activeTheme());
 }
 
-export function choose(word) {
+export function chooseTheme(name) {
   try {
-    if (word === "auto") localStorage.removeItem(KEY);
-    else localStorage.setItem(KEY, word);
+    if (name === "auto") localStorage.removeItem(KEY);
+    else localStorage.setItem(KEY, name);
   } catch {
-    // Then it lasts as long as the page.
+    // The browser blocks localStorage: the choice is lost when the page is closed.
   }
-  choice.set(word);
+  themeChoice.set(name);
 }
 
-choice.watch(apply);
-system.addEventListener("change", apply);
-apply();
+themeChoice.watch(applyTheme);
+systemDark.addEventListener("change", applyTheme);
+applyTheme();

@@ -1,45 +1,46 @@
-// What can be done to a job in its state.
+// The buttons for the actions that a job's state allows.
 import { announce } from "../core/announce.js";
 import { del, post } from "../core/api.js";
-import { go, hrefOf } from "../core/router.js";
-import { may } from "../core/session.js";
+import { hrefOf, navigate } from "../core/router.js";
+import { hasScope } from "../core/session.js";
 import { html, useState } from "../core/ui.js";
-import { useWork } from "../core/work.js";
+import { useAction } from "../core/action.js";
 import { Confirm } from "./dialog.js";
 import { ForkDialog } from "./fork.js";
 import { ProblemBox } from "./problem.js";
 
-const MOVES = { queued: ["pause", "cancel"], running: ["pause", "cancel"], paused: ["resume", "cancel"], succeeded: ["retry", "delete"], failed: ["retry", "delete"], cancelled: ["retry", "delete"] };
-const ASKED = {
-  cancel: ["Cancel this job?", "It ends now. What was checkpointed stays.", "Cancel the job"],
-  delete: ["Delete this job?", "Its metrics, samples and checkpoints are removed with it. There is no way back.", "Delete it"],
+const ACTIONS_BY_STATE = { queued: ["pause", "cancel"], running: ["pause", "cancel"], paused: ["resume", "cancel"], succeeded: ["retry", "delete"], failed: ["retry", "delete"], cancelled: ["retry", "delete"] };
+const LABELS = { pause: "Pause", resume: "Resume", cancel: "Cancel…", retry: "Retry", delete: "Delete…" };
+/** Confirmation dialogs, by action: title, text, button. */
+const CONFIRMATIONS = {
+  cancel: ["Cancel this job?", "The job stops immediately. Saved checkpoints are kept.", "Cancel job"],
+  delete: ["Delete this job?", "This also deletes its metrics, samples and checkpoints. It cannot be undone.", "Delete job"],
 };
 
 export function Actions({ run, job }) {
-  const [asked, ask] = useState(null);
-  const { busy, error, run: work } = useWork();
-  if (!may("submit")) return null;
-  const act = async (action, body) => {
+  const [dialog, setDialog] = useState(null);
+  const { busy, error, run: runAction } = useAction();
+  if (!hasScope("submit")) return null;
+  const request = async (action, body) => {
     if (action === "delete") {
       await del(run.path);
-      return go("/");
+      return navigate("/");
     }
-    const moved = await post(`${run.path}/${action}`, body);
-    announce(`Done: ${action}`);
-    if (action === "retry") return go(`/jobs/${moved.id}`);
+    const changedJob = await post(`${run.path}/${action}`, body);
+    announce(`Requested: ${action}`);
+    if (action === "retry") return navigate(`/jobs/${changedJob.id}`);
     run.refresh();
   };
-  const press = (action) => (ASKED[action] || action === "fork" ? ask(action) : work(() => act(action)));
-  // What the server does by default after such a failure.
+  const onPress = (action) => (CONFIRMATIONS[action] || action === "fork" ? setDialog(action) : runAction(() => request(action)));
+  // The server resumes from the latest checkpoint by default, unless the failure was the user's.
   const resumes = job.state === "failed" && job.failure?.class !== "user";
-  const names = { pause: "Pause", resume: "Resume", cancel: "Cancel…", retry: "Retry", delete: "Delete…" };
   return html`<div class="actions">
-    ${MOVES[job.state].map((action) => html`<button key=${action} disabled=${busy || job.requested === action} title=${action === "retry" && resumes ? "Resumes from the latest checkpoint" : null} onClick=${() => press(action)}>${names[action]}</button>`)}
-    ${resumes && html`<button disabled=${busy} title="Retries from step 0, without the checkpoint" onClick=${() => work(() => act("retry", { from: "start" }))}>Start over</button>`}
-    <button onClick=${() => press("fork")}>Fork…</button>
+    ${ACTIONS_BY_STATE[job.state].map((action) => html`<button key=${action} disabled=${busy || job.requested === action} title=${action === "retry" && resumes ? "Resumes from the latest checkpoint" : null} onClick=${() => onPress(action)}>${LABELS[action]}</button>`)}
+    ${resumes && html`<button disabled=${busy} title="Retries from step 0, without the checkpoint" onClick=${() => runAction(() => request("retry", { from: "start" }))}>Start over</button>`}
+    <button onClick=${() => onPress("fork")}>Fork…</button>
     <a class="button" href=${hrefOf("/new", { from: job.id })}>Clone</a>
     ${error && html`<${ProblemBox} error=${error} />`}
-    ${ASKED[asked] && html`<${Confirm} title=${ASKED[asked][0]} action=${ASKED[asked][2]} onDone=${() => act(asked)} onClose=${() => ask(null)}><p>${ASKED[asked][1]}</p><//>`}
-    ${asked === "fork" && html`<${ForkDialog} run=${run} job=${job} onClose=${() => ask(null)} />`}
+    ${CONFIRMATIONS[dialog] && html`<${Confirm} title=${CONFIRMATIONS[dialog][0]} action=${CONFIRMATIONS[dialog][2]} onConfirm=${() => request(dialog)} onClose=${() => setDialog(null)}><p>${CONFIRMATIONS[dialog][1]}</p><//>`}
+    ${dialog === "fork" && html`<${ForkDialog} run=${run} job=${job} onClose=${() => setDialog(null)} />`}
   </div>`;
 }

@@ -1,9 +1,9 @@
-// A new job from one of this one's checkpoints, with something changed.
+// The dialog that forks a job: a new job that continues from a checkpoint with changed settings.
 import { post, Problem } from "../core/api.js";
-import { go } from "../core/router.js";
+import { navigate } from "../core/router.js";
 import { useCheckpoints } from "../core/run.js";
 import { html, useState } from "../core/ui.js";
-import { useWork } from "../core/work.js";
+import { useAction } from "../core/action.js";
 import { Dialog, FormDialog } from "./dialog.js";
 import { Input } from "./field.js";
 import { ProblemBox } from "./problem.js";
@@ -12,25 +12,25 @@ export function ForkDialog({ run, job, onClose }) {
   const { data, error } = useCheckpoints(run);
   const [step, setStep] = useState(null);
   const [text, setText] = useState("{}");
-  const work = useWork();
+  const request = useAction();
   const checkpoints = data ?? [];
   const fork = async () => {
-    const made = await post(`${run.path}/fork`, { from_step: Number(step ?? checkpoints[0].step), overrides: overridesOf(text) });
+    const newJob = await post(`${run.path}/fork`, { from_step: Number(step ?? checkpoints[0].step), overrides: parseOverrides(text) });
     onClose();
-    go(`/jobs/${made.id}`);
+    navigate(`/jobs/${newJob.id}`);
   };
   if (!checkpoints.length) return html`<${Dialog} title="Fork this job" onClose=${onClose}><${ProblemBox} error=${error} />
-    ${data && html`<p>It has no checkpoint yet. Retry starts from the beginning; Clone opens the form with its settings.</p>`}<//>`;
-  return html`<${FormDialog} title="Fork this job" action="Fork" work=${work} onSubmit=${fork} onClose=${onClose}>
-    <p>A new job that goes on from a checkpoint of <strong>${job.name ?? job.id}</strong>.</p>
-    <${Input} label="From step" errors=${work.at("/from_step")} options=${checkpoints.map(({ step, best }) => [step, `step ${step}${best ? " (best)" : ""}`])} value=${step ?? checkpoints[0].step} set=${setStep} />
-    <${Input} label="Changes" errors=${work.at("/overrides")} hint=${'A partial job, merged over the old one: {"optimizer": {"learning_rate": 5e-5}}'} class="mono" rows="6" spellcheck=${false} value=${text} set=${setText} /><//>`;
+    ${data && html`<p>This job has no checkpoint yet. Retry it from the start, or clone it to change its settings.</p>`}<//>`;
+  return html`<${FormDialog} title="Fork this job" action="Fork" request=${request} onSubmit=${fork} onClose=${onClose}>
+    <p>Creates a job that continues from a checkpoint of <strong>${job.name ?? job.id}</strong>.</p>
+    <${Input} label="From step" errors=${request.errorsAt("/from_step")} options=${checkpoints.map(({ step, best }) => [step, `step ${step}${best ? " (best)" : ""}`])} value=${step ?? checkpoints[0].step} set=${setStep} />
+    <${Input} label="Changed settings" errors=${request.errorsAt("/overrides")} hint=${'JSON that is merged into the settings of this job. Example: {"optimizer": {"learning_rate": 5e-5}}'} class="mono" rows="6" spellcheck=${false} value=${text} set=${setText} /><//>`;
 }
 
-function overridesOf(text) {
+function parseOverrides(text) {
   try {
     return JSON.parse(text || "{}");
   } catch ({ message }) {
-    throw new Problem({ title: "Not JSON", detail: message, errors: [{ pointer: "/overrides", code: "syntax", detail: `This is no JSON: ${message}` }] });
+    throw new Problem({ title: "Invalid JSON", detail: message, errors: [{ pointer: "/overrides", code: "syntax", detail: `Invalid JSON: ${message}` }] });
   }
 }

@@ -1,10 +1,10 @@
-// A course in the size of a word. The numbers beside it say the same to whoever does not see it.
+// A sparkline. The numbers next to it carry the same information as text.
 import { html } from "../core/ui.js";
 
 const SPARK_WIDTH = 96;
 const SPARK_HEIGHT = 22;
 
-/** `points`: [[step, value | null]]. */
+/** A sparkline of `points`, `[[step, value | null]]`. */
 export function Spark({ points, label }) {
   const known = points.filter(([, value]) => typeof value === "number");
   if (known.length < 2) return html`<span class="dim">–</span>`;

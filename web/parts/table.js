@@ -1,4 +1,4 @@
-// A table that scrolls by itself. Columns of numbers have a name that begins with #, columns without a visible name one that begins with !.
+// A table that scrolls independently of the page. A heading that starts with # marks a column of numbers; one that starts with ! is hidden.
 import { html } from "../core/ui.js";
 
 const heading = (name, at) => {

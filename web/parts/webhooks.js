@@ -1,129 +1,130 @@
-// Webhooks: who is told what happens to jobs, with which result; making, testing, another secret, switching off, deleting.
-import { all, del, get, patch, post } from "../core/api.js";
+// Webhooks: the list, their deliveries, and the forms that create, test, disable and delete them or rotate their secrets.
+import { del, get, getAll, patch, post } from "../core/api.js";
 import { announce } from "../core/announce.js";
-import { duration, moment, plural, words } from "../core/format.js";
+import { duration, formatDateTime, plural, sentenceCase } from "../core/format.js";
 import { useLoad } from "../core/load.js";
 import { hrefOf } from "../core/router.js";
-import { may } from "../core/session.js";
+import { hasScope } from "../core/session.js";
 import { cls, html, useState } from "../core/ui.js";
-import { useWork } from "../core/work.js";
-import { Confirm, FormDialog, Shown } from "./dialog.js";
-import { Input, Picks } from "./field.js";
+import { useAction } from "../core/action.js";
+import { Confirm, FormDialog, SecretDialog } from "./dialog.js";
+import { CheckboxGroup, Input } from "./field.js";
 import { ProblemBox } from "./problem.js";
 import { Ago } from "./text.js";
 
 const EVENTS = ["job.queued", "job.started", "job.paused", "job.succeeded", "job.failed", "job.cancelled", "checkpoint.created", "reward.degraded", "reward.recovered"];
-const EVENT_PICKS = EVENTS.map((type) => [type, type]);
-/** How long the old secret signs beside the new one, s. */
-const KEPT_S = [[0, "not at all"], [3600, "for an hour"], [86_400, "for a day"], [7 * 86_400, "for a week"]];
+const EVENT_OPTIONS = EVENTS.map((type) => [type, type]);
+/** Times for which the old secret stays valid after a rotation, in s. */
+const OVERLAP_OPTIONS = [[0, "0 hours (revoke it now)"], [3600, "1 hour"], [86_400, "1 day"], [7 * 86_400, "7 days"]];
 
 export function Webhooks() {
-  const { data, error, reload } = useLoad((signal) => all("/webhooks", {}, 1000, signal), []);
-  const [[dialog, webhook], show] = useState([]);
-  const close = () => show([]);
+  const { data, error, reload } = useLoad((signal) => getAll("/webhooks", {}, 1000, signal), []);
+  const [[dialog, webhook], setDialog] = useState([]);
+  const close = () => setDialog([]);
   const remove = async () => {
     await del(`/webhooks/${webhook.id}`);
     announce("Webhook deleted");
     reload();
   };
   return html`<section>
-    <div class="row between wrap"><h2>Webhooks</h2>${may("submit") && html`<button onClick=${() => show(["new"])}>New webhook…</button>`}</div>
+    <div class="row between wrap"><h2>Webhooks</h2>${hasScope("submit") && html`<button onClick=${() => setDialog(["new"])}>New webhook…</button>`}</div>
     <${ProblemBox} error=${error} retry=${reload} />
-    ${data && !data.length && html`<p class="dim">None yet. A webhook tells another program when a job begins, ends, fails, saves a checkpoint.</p>`}
-    ${data?.map((webhook) => html`<${Webhook} key=${webhook.id} webhook=${webhook} reload=${reload} show=${(dialog) => show([dialog, webhook])} />`)}
-    ${dialog === "new" && html`<${NewWebhook} onMade=${reload} onClose=${close} />`}
-    ${dialog === "secret" && html`<${NewSecret} webhook=${webhook} onMade=${reload} onClose=${close} />`}
-    ${dialog === "delete" && html`<${Confirm} title="Delete this webhook?" action="Delete it" onDone=${remove} onClose=${close}>
-      <p>${webhook.url}</p><p>Messages that wait are not sent.</p><//>`}
+    ${data && !data.length && html`<p class="dim">No webhooks yet. A webhook notifies another program when a job starts, ends or saves a checkpoint.</p>`}
+    ${data?.map((webhook) => html`<${Webhook} key=${webhook.id} webhook=${webhook} reload=${reload} openDialog=${(dialog) => setDialog([dialog, webhook])} />`)}
+    ${dialog === "new" && html`<${NewWebhook} onCreated=${reload} onClose=${close} />`}
+    ${dialog === "secret" && html`<${RotateSecret} webhook=${webhook} onRotated=${reload} onClose=${close} />`}
+    ${dialog === "delete" && html`<${Confirm} title="Delete this webhook?" action="Delete webhook" onConfirm=${remove} onClose=${close}>
+      <p>${webhook.url}</p><p>Pending messages will not be delivered.</p><//>`}
   </section>`;
 }
 
-function Webhook({ webhook, reload, show }) {
+function Webhook({ webhook, reload, openDialog }) {
   const { id, url, description, events, enabled, disabled_reason, created_at, old_secret_until } = webhook;
-  const [tested, setTested] = useState(null);
-  const { busy, error, run } = useWork();
-  const test = async () => {
+  const [testDelivery, setTestDelivery] = useState(null);
+  const { busy, error, run } = useAction();
+  const sendTest = async () => {
     const delivery = await post(`/webhooks/${id}/test`);
-    setTested(delivery);
+    setTestDelivery(delivery);
     announce(`Test: ${delivery.state}`);
   };
-  const turn = async () => {
+  const toggleEnabled = async () => {
     await patch(`/webhooks/${id}`, { enabled: !enabled });
     reload();
   };
   return html`<article class="panel webhook">
     <div class="row between wrap">
       <h3>${description || url}</h3>
-      <span class=${cls("tag", enabled ? "good" : "warn")}>${enabled ? "✓ on" : "Ⅱ off"}</span>
+      <span class=${cls("tag", enabled ? "good" : "warn")}>${enabled ? "✓ enabled" : "Ⅱ disabled"}</span>
     </div>
     ${description && html`<p class="mono">${url}</p>`}
-    <p class="dim small">${events.length >= EVENTS.length ? "All events" : events.join(", ")} · made <${Ago} time=${created_at} />${old_secret_until && ` · the old secret signs too until ${moment(old_secret_until)}`}${disabled_reason && ` · ${disabled_reason}`}</p>
-    ${may("submit") && html`<p class="row wrap">
-      <button class="mini" onClick=${() => run(test)} disabled=${busy || !enabled}>Send a test</button>
-      <button class="mini" onClick=${() => show("secret")}>New secret…</button>
-      <button class="mini" onClick=${() => run(turn)}>${enabled ? "Switch off" : "Switch on"}</button>
-      <button class="mini danger" onClick=${() => show("delete")}>Delete…</button></p>`}
+    <p class="dim small">${events.length >= EVENTS.length ? "All events" : events.join(", ")} · created <${Ago} time=${created_at} />${old_secret_until && ` · old secret valid until ${formatDateTime(old_secret_until)}`}${disabled_reason && ` · ${disabled_reason}`}</p>
+    ${hasScope("submit") && html`<p class="row wrap">
+      <button class="mini" onClick=${() => run(sendTest)} disabled=${busy || !enabled}>Send test</button>
+      <button class="mini" onClick=${() => openDialog("secret")}>Rotate secret…</button>
+      <button class="mini" onClick=${() => run(toggleEnabled)}>${enabled ? "Disable" : "Enable"}</button>
+      <button class="mini danger" onClick=${() => openDialog("delete")}>Delete…</button></p>`}
     <${ProblemBox} error=${error} />
-    ${tested && html`<ul class="plain"><${Delivery} delivery=${tested} /></ul>`}
-    <details onToggle=${(event) => event.target.open && setTested(null)}><summary>Messages</summary><${Deliveries} id=${id} /></details>
+    ${testDelivery && html`<ul class="plain"><${Delivery} delivery=${testDelivery} /></ul>`}
+    <details onToggle=${(event) => event.target.open && setTestDelivery(null)}><summary>Deliveries</summary><${Deliveries} id=${id} /></details>
   </article>`;
 }
 
 function Deliveries({ id }) {
   const { data, error, reload } = useLoad((signal) => get(`/webhooks/${id}/deliveries`, { limit: 20 }, signal), [id]);
-  const again = async (delivery) => {
-    await post(`/webhooks/${id}/deliveries/${delivery.id}/redeliver`).then(() => announce("Sent again"), (problem) => announce(problem.message));
+  const resend = async (delivery) => {
+    await post(`/webhooks/${id}/deliveries/${delivery.id}/redeliver`).then(() => announce("Message resent"), (problem) => announce(problem.message));
     reload();
   };
   return html`<${ProblemBox} error=${error} retry=${reload} />
-    <p><button class="mini" onClick=${reload}>Look again</button></p>
-    ${data && !data.data.length && html`<p class="dim">Nothing was sent yet.</p>`}
-    <ul class="plain">${data?.data.map((delivery) => html`<${Delivery} key=${delivery.id} delivery=${delivery} onAgain=${may("submit") && (() => again(delivery))} />`)}</ul>`;
+    <p><button class="mini" onClick=${reload}>Refresh</button></p>
+    ${data && !data.data.length && html`<p class="dim">No deliveries yet.</p>`}
+    <ul class="plain">${data?.data.map((delivery) => html`<${Delivery} key=${delivery.id} delivery=${delivery} onResend=${hasScope("submit") && (() => resend(delivery))} />`)}</ul>`;
 }
 
-const ENDS = { delivered: ["good", "✓"], failed: ["bad", "✕"] };
+/** CSS class and symbol of a final delivery state. */
+const FINAL_STATES = { delivered: ["good", "✓"], failed: ["bad", "✕"] };
 
-function Delivery({ delivery, onAgain }) {
+function Delivery({ delivery, onResend }) {
   const { type, time, job_id, state, next_try_at, tries } = delivery;
   const last = tries.at(-1);
-  const [level, sign] = ENDS[state] ?? ["warn", "◌"];
-  return html`<li class="delivery"><span class="num dim">${moment(time)}</span> <b>${type}</b> ${job_id && html`<a href=${hrefOf(`/jobs/${job_id}`)}>job</a> `}
-    <span class=${level}>${sign} ${words(state)}</span>
-    <span class="dim small"> ${last && `${plural(tries.length, "try", "tries")}, ${last.status ?? "no answer"}${last.error ? `: ${last.error}` : ""}, ${duration(last.duration_ms / 1000)}`}${next_try_at && `, next try ${moment(next_try_at)}`}</span>
-    ${onAgain && html` <button class="mini" onClick=${onAgain}>Send again</button>`}</li>`;
+  const [level, sign] = FINAL_STATES[state] ?? ["warn", "◌"];
+  return html`<li class="delivery"><span class="num dim">${formatDateTime(time)}</span> <b>${type}</b> ${job_id && html`<a href=${hrefOf(`/jobs/${job_id}`)}>job</a> `}
+    <span class=${level}>${sign} ${sentenceCase(state)}</span>
+    <span class="dim small"> ${last && `${plural(tries.length, "attempt")}, ${last.status ?? "no response"}${last.error ? `: ${last.error}` : ""}, ${duration(last.duration_ms / 1000)}`}${next_try_at && `, next attempt ${formatDateTime(next_try_at)}`}</span>
+    ${onResend && html` <button class="mini" onClick=${onResend}>Resend</button>`}</li>`;
 }
 
-function NewWebhook({ onMade, onClose }) {
+function NewWebhook({ onCreated, onClose }) {
   const [form, setForm] = useState({ url: "", description: "", events: EVENTS });
-  const [made, setMade] = useState(null);
-  const work = useWork();
-  const { at } = work;
+  const [created, setCreated] = useState(null);
+  const request = useAction();
+  const { errorsAt } = request;
   const set = (name) => (value) => setForm({ ...form, [name]: value });
-  const make = async () => {
+  const create = async () => {
     const { url, description, events } = form;
-    setMade(await post("/webhooks", { url, ...(description && { description }), ...(events.length < EVENTS.length && { events }) }));
-    onMade();
+    setCreated(await post("/webhooks", { url, ...(description && { description }), ...(events.length < EVENTS.length && { events }) }));
+    onCreated();
   };
-  if (made) return html`<${Secret} secret=${made.secret} onClose=${onClose} />`;
-  return html`<${FormDialog} title="New webhook" action="Make the webhook" work=${work} onSubmit=${make} onClose=${onClose}>
-    <${Input} label="URL" errors=${at("/url")} type="url" required maxlength="2000" placeholder="https://example.com/rlood" value=${form.url} set=${set("url")} />
-    <${Input} label="Description" optional errors=${at("/description")} maxlength="2000" value=${form.description} set=${set("description")} />
-    <${Picks} label="Tells of" options=${EVENT_PICKS} chosen=${form.events} errors=${at("/events")} set=${set("events")} /><//>`;
+  if (created) return html`<${WebhookSecret} secret=${created.secret} onClose=${onClose} />`;
+  return html`<${FormDialog} title="New webhook" action="Create webhook" request=${request} onSubmit=${create} onClose=${onClose}>
+    <${Input} label="URL" errors=${errorsAt("/url")} type="url" required maxlength="2000" placeholder="https://example.com/rlood" value=${form.url} set=${set("url")} />
+    <${Input} label="Description" optional errors=${errorsAt("/description")} maxlength="2000" value=${form.description} set=${set("description")} />
+    <${CheckboxGroup} label="Events" options=${EVENT_OPTIONS} chosen=${form.events} errors=${errorsAt("/events")} set=${set("events")} /><//>`;
 }
 
-/** Another secret, and how long messages are signed with both. */
-function NewSecret({ webhook, onMade, onClose }) {
-  const [kept, keep] = useState(86_400);
-  const [made, setMade] = useState(null);
-  const work = useWork();
-  const make = async () => {
-    setMade(await post(`/webhooks/${webhook.id}/secret`, { keep_old_s: Number(kept) }));
-    onMade();
+/** The form that replaces a secret. For a chosen time, messages are signed with both the old and the new one. */
+function RotateSecret({ webhook, onRotated, onClose }) {
+  const [overlap, setOverlap] = useState(86_400);
+  const [created, setCreated] = useState(null);
+  const request = useAction();
+  const rotate = async () => {
+    setCreated(await post(`/webhooks/${webhook.id}/secret`, { keep_old_s: Number(overlap) }));
+    onRotated();
   };
-  if (made) return html`<${Secret} secret=${made.secret} onClose=${onClose} />`;
-  return html`<${FormDialog} title="New secret" action="Make a new secret" work=${work} onSubmit=${make} onClose=${onClose}>
-    <p>For <strong>${webhook.description || webhook.url}</strong>. Until the receiver knows the new one, messages can be signed with both.</p>
-    <${Input} label="The old one signs too" errors=${work.at("/keep_old_s")} options=${KEPT_S} value=${kept} set=${keep} /><//>`;
+  if (created) return html`<${WebhookSecret} secret=${created.secret} onClose=${onClose} />`;
+  return html`<${FormDialog} title="Rotate secret" action="Create new secret" request=${request} onSubmit=${rotate} onClose=${onClose}>
+    <p>Webhook <strong>${webhook.description || webhook.url}</strong>. While the old secret is valid, messages are signed with both secrets.</p>
+    <${Input} label="Keep the old secret valid for" errors=${request.errorsAt("/keep_old_s")} options=${OVERLAP_OPTIONS} value=${overlap} set=${setOverlap} /><//>`;
 }
 
-const Secret = ({ secret, onClose }) => html`<${Shown} title="Its secret" about="Messages are signed with it, as Standard Webhooks says. It is shown once." text=${secret} label="Secret" onClose=${onClose} />`;
+const WebhookSecret = ({ secret, onClose }) => html`<${SecretDialog} title="Webhook secret" about="Copy the secret now. It is shown only once. Messages are signed with it as specified by Standard Webhooks." text=${secret} label="Secret" onClose=${onClose} />`;

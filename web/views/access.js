@@ -1,4 +1,4 @@
-// Keys, webhooks and the record of changes, as far as the session's scopes go.
+// The page of API keys, webhooks and the audit log. Keys and the audit log need the scope `admin`.
 import { session } from "../core/session.js";
 import { useSignal } from "../core/signal.js";
 import { html } from "../core/ui.js";
@@ -11,9 +11,9 @@ export default function Access() {
   const isAdmin = scopes.includes("admin");
   return html`<h1>Keys and webhooks</h1>
     <p class="dim">${state === "open"
-      ? "This server has no keys: everybody who reaches it may do everything. With the first key, every request needs one."
-      : `Signed in${name ? ` with the key ${name}` : ""}${owner ? ` as ${owner}` : ""}: ${scopes.join(", ")}.`}</p>
-    ${isAdmin ? html`<${Keys} isOpen=${state === "open"} />` : html`<p class="notice">Keys are kept by admins: this needs a key with the scope admin.</p>`}
+      ? "This server has no API keys, so anyone who can reach it has full access. After you create the first key, every request requires one."
+      : `Signed in${name ? ` with the key ${name}` : ""}${owner ? ` as ${owner}` : ""}. Scopes: ${scopes.join(", ")}.`}</p>
+    ${isAdmin ? html`<${Keys} isOpen=${state === "open"} />` : html`<p class="notice">To manage keys, sign in with a key that has the <code>admin</code> scope.</p>`}
     <${Webhooks} />
     ${isAdmin && html`<${Audit} />`}`;
 }

@@ -1,21 +1,21 @@
-// Checkpoints: metrics at the step, hashes, sizes, downloads, and the lines that use one.
+// The checkpoints of a job: metrics, files with sizes and hashes, downloads, and examples that use a checkpoint.
 import { del, post } from "../core/api.js";
-import { bytes, number, plural, savesEvery } from "../core/format.js";
+import { bytes, checkpointInterval, number, plural } from "../core/format.js";
 import { hrefOf, useFilters } from "../core/router.js";
 import { useCheckpoints } from "../core/run.js";
-import { may, session } from "../core/session.js";
+import { hasScope, session } from "../core/session.js";
 import { cls, html, useState } from "../core/ui.js";
-import { useWork } from "../core/work.js";
+import { useAction } from "../core/action.js";
 import { Empty } from "../parts/empty.js";
 import { jobView } from "../parts/job-page.js";
 import { Loading, ProblemBox } from "../parts/problem.js";
 import { Switch } from "../parts/switch.js";
 import { Table } from "../parts/table.js";
 import { Ago, Code, Copy } from "../parts/text.js";
-import { usage } from "../parts/usage.js";
+import { usageExamples } from "../parts/usage.js";
 
-/** The metrics of the list; the rest stands with the checkpoint. */
-const HEADLINES = ["reward", "eval_reward", "kl", "entropy"];
+/** Metrics in the list. The details of a checkpoint show all of them. */
+const MAIN_METRICS = ["reward", "eval_reward", "kl", "entropy"];
 
 const Checkpoints = jobView("/checkpoints", CheckpointsOf);
 export default Checkpoints;
@@ -24,59 +24,59 @@ function CheckpointsOf({ run, job }) {
   const [query, set] = useFilters();
   const { data, error, reload } = useCheckpoints(run);
   if (!data) return html`<${Loading} error=${error} retry=${reload} />`;
-  if (!data.length) return html`<${Empty} title="No checkpoint yet"><p>This job saves one every ${savesEvery(job.plan.checkpoints)}, and its last.</p><//>`;
-  const chosen = data.find(({ id }) => id === query.checkpoint) ?? resultOf(job, data);
+  if (!data.length) return html`<${Empty} title="No checkpoint yet"><p>This job saves a checkpoint every ${checkpointInterval(job.plan.checkpoints)} and after its last step.</p><//>`;
+  const chosen = data.find(({ id }) => id === query.checkpoint) ?? findResult(job, data);
   return html`
     <${ProblemBox} error=${error} retry=${reload} />
     <${List} checkpoints=${data} chosen=${chosen} onChoose=${(id) => set({ checkpoint: id })} reload=${reload} />
-    <${One} key=${chosen.id} job=${job} checkpoint=${chosen} isResult=${chosen === resultOf(job, data)} />`;
+    <${Details} key=${chosen.id} job=${job} checkpoint=${chosen} isResult=${chosen === findResult(job, data)} />`;
 }
 
-/** What GET /jobs/{id}/adapter gives: the newest, unless the job ended early and names another. */
-function resultOf(job, checkpoints) {
+/** Finds the checkpoint that GET /jobs/{id}/adapter returns: the newest, unless the job ended early and names another one. */
+function findResult(job, checkpoints) {
   const named = job.ending?.checkpoint?.step;
   return checkpoints.find(({ step }) => step === named) ?? checkpoints[0];
 }
 
 function List({ checkpoints, chosen, onChoose, reload }) {
-  const keys = HEADLINES.filter((key) => checkpoints.some(({ metrics }) => key in metrics));
-  return html`<${Table} label="Checkpoints" head=${["Step", ...keys.map((key) => `#${key}`), "#Size", "Published", "!Actions"]}>${checkpoints.map((one) => html`<tr key=${one.id} class=${cls(one === chosen && "chosen")}>
+  const keys = MAIN_METRICS.filter((key) => checkpoints.some(({ metrics }) => key in metrics));
+  return html`<${Table} label="Checkpoints" head=${["Step", ...keys.map((key) => `#${key}`), "#Size", "Created", "!Actions"]}>${checkpoints.map((one) => html`<tr key=${one.id} class=${cls(one === chosen && "chosen")}>
       <th scope="row"><button class="link" aria-pressed=${one === chosen} onClick=${() => onChoose(one.id)}>step ${one.step}</button>
         ${one.best && html` <span class="tag good">★ best</span>`}${one.pinned && html` <span class="tag">pinned</span>`}</th>
       ${keys.map((key) => html`<td key=${key} class="num">${number(one.metrics[key])}</td>`)}
-      <td class="num">${bytes(sizeOf(one))}</td><td><${Ago} time=${one.created_at} /></td>
+      <td class="num">${bytes(totalSize(one))}</td><td><${Ago} time=${one.created_at} /></td>
       <td><div class="row end"><a class="button mini" href=${`/checkpoints/${one.id}/archive.tar`} download aria-label=${`Download the checkpoint of step ${one.step}`}>Download</a><${Pin} checkpoint=${one} reload=${reload} /></div></td>
     </tr>`)}<//>`;
 }
 
-const sizeOf = ({ files }) => files.reduce((sum, { size_bytes }) => sum + size_bytes, 0);
+const totalSize = ({ files }) => files.reduce((sum, { size_bytes }) => sum + size_bytes, 0);
 
 function Pin({ checkpoint, reload }) {
-  const { error, run } = useWork();
-  if (!may("submit")) return null;
+  const { error, run } = useAction();
+  if (!hasScope("submit")) return null;
   const { id, step, pinned } = checkpoint;
-  const press = () => run(async () => {
+  const togglePin = () => run(async () => {
     await (pinned ? del : post)(`/checkpoints/${id}/pin`);
     reload();
   });
-  return html`<button class="mini" aria-pressed=${pinned} aria-label=${`Pin the checkpoint of step ${step}`} title="Kept whatever the rotation says" onClick=${press}>Pin</button>
+  return html`<button class="mini" aria-pressed=${pinned} aria-label=${`Pin the checkpoint of step ${step}`} title="Keep when older checkpoints are deleted" onClick=${togglePin}>Pin</button>
     <${ProblemBox} error=${error} />`;
 }
 
-function One({ job, checkpoint, isResult }) {
+function Details({ job, checkpoint, isResult }) {
   const { id, step, files, metrics } = checkpoint;
-  const [chosen, choose] = useState(null);
-  const [download, ...ways] = usage({ job, checkpoint, origin: location.origin, needsKey: session.value.state === "in" });
-  const way = ways.find(([title]) => title === chosen) ?? ways[0];
+  const [chosen, setChosen] = useState(null);
+  const [download, ...examples] = usageExamples({ job, checkpoint, origin: location.origin, needsKey: session.value.state === "in" });
+  const example = examples.find(([title]) => title === chosen) ?? examples[0];
   return html`<section class="panel checkpoint" aria-label=${`Checkpoint of step ${step}`}>
-    <h2>Step ${step} ${isResult && html`<span class="tag">the job's result</span>`} <code class="id">${id}</code></h2>
-    <p><a class="button" href=${hrefOf(`/jobs/${job.id}/playground`, { step })}>Try it beside the base model</a></p>
+    <h2>Step ${step} ${isResult && html`<span class="tag">result of the job</span>`} <code class="id">${id}</code></h2>
+    <p><a class="button" href=${hrefOf(`/jobs/${job.id}/playground`, { step })}>Compare with the base model</a></p>
     <div class="columns">
       <div class="stack">
-        <h3>Use it</h3>
-        <${Way} part=${download} />
-        <${Switch} label="With" options=${ways.map(([title]) => [title, title])} value=${way[0]} set=${choose} />
-        <${Way} part=${way} />
+        <h3>Use this checkpoint</h3>
+        <${Example} example=${download} />
+        <${Switch} label="Program" options=${examples.map(([title]) => [title, title])} value=${example[0]} set=${setChosen} />
+        <${Example} example=${example} />
       </div>
       <div class="stack">
         <h3>Files</h3>
@@ -90,4 +90,4 @@ function One({ job, checkpoint, isResult }) {
   </section>`;
 }
 
-const Way = ({ part: [title, about, lines] }) => html`<div class="usage"><h4>${title} <span class="dim small">${about}</span></h4><${Code} text=${lines} label=${title} /></div>`;
+const Example = ({ example: [title, about, lines] }) => html`<div class="usage"><h4>${title} <span class="dim small">${about}</span></h4><${Code} text=${lines} label=${title} /></div>`;
