@@ -1,4 +1,4 @@
-//! The table of `docs/models.md`: what the suite `parity` has checked of each case, and the largest differences that it found.
+//! The table of `docs/reference/models.md`: what the suite `parity` has checked of each case, and the largest differences that it found.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -141,7 +141,7 @@ fn written_rows(table: &str) -> BTreeMap<&str, Vec<&str>> {
 
 /// Compares the page's table with what was found, or writes it where `RLOOD_BLESS` asks for that.
 pub fn check(rows: &[Row]) {
-    let path = rlood_test_support::in_repository("docs/models.md");
+    let path = rlood_test_support::in_repository("docs/reference/models.md");
     let page = std::fs::read_to_string(&path).unwrap();
     let (before, rest) = page.split_once(BEGIN).unwrap();
     let (written, after) = rest.split_once(END).unwrap();

@@ -1,5 +1,5 @@
 //! Tiny random models with the numbers of transformers and PEFT, on every backend in f32, with the same tolerances:
-//! `tests/fixtures/README.md` explains the fields. bf16 is in `precision.rs`; `models_page.rs` writes the results to `docs/models.md`.
+//! `tests/fixtures/README.md` explains the fields. bf16 is in `precision.rs`; `models_page.rs` writes the results to `docs/reference/models.md`.
 //!
 //! Longer than other files: one check a section of `expected.json`.
 

@@ -142,7 +142,7 @@ pub fn read_single_reward(document: &Value) -> Result<(RewardPlan, RewardSecrets
 fn read_reward(reader: &Reader<'_>) -> Option<(RewardPlan, RewardSecrets)> {
     let kind_field = reader.required(
         "type",
-        "name the reward's type: webhook, openai_judge, length, math_equal, python, … (docs/rewards.md)",
+        "name the reward's type: webhook, openai_judge, length, math_equal, python, … (docs/concepts/rewards.md)",
     );
     let type_name = kind_field.value().and_then(|value| value.as_str()).unwrap_or_default();
     if LATER.contains(&type_name) {
