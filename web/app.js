@@ -32,6 +32,7 @@ function Header() {
       ${topLinks.map(([to, name]) => html`<a key=${to} href=${hrefOf(to)} aria-current=${here(to) ? "page" : undefined}>${name}</a>`)}
     </nav>
     <div class="tools">
+      <a class="button quiet" href="/guide/">Guide</a>
       ${may("submit") && html`<a class="button primary" href="#/new">New job</a>`}
       <button class="quiet" title=${`Colours: ${mode}`} aria-label=${`Colours: ${mode}; switch to ${next}`} onClick=${() => choose(next)}>
         ${{ auto: "◐", dark: "●", light: "○" }[mode]}
