@@ -29,7 +29,7 @@ const INDEX: &str = "README.md";
 const ONE_LINE: &str = "RLOO (REINFORCE Leave-One-Out) training of language models as an HTTP service: one binary with a job queue, \
     workers, a dashboard, a command line and a REST API.";
 
-/// What is sent, by the part of the address after `/guide/`. Pages are rendered on the first request.
+/// The files that the guide sends, by the part of the address after `/guide/`. Pages are rendered on the first request.
 static FILES: LazyLock<BTreeMap<String, WebFile>> = LazyLock::new(|| {
     let mut files = BTreeMap::new();
     let mut add = |name: &str, plain: Bytes| files.insert(name.to_owned(), WebFile::new(name, plain));
@@ -96,7 +96,8 @@ fn sections() -> Vec<Section> {
     for line in source(SUMMARY).unwrap_or_default().lines().filter(|line| *line != "# Summary") {
         if let Some(heading) = line.strip_prefix("# ") {
             sections.push(Section { heading: Some(heading), pages: Vec::new() });
-        } else if let Some((title, rest)) = line.trim_start_matches("- ").strip_prefix('[').and_then(|rest| rest.split_once("]("))
+        } else if let Some((title, rest)) =
+            line.trim_start_matches("- ").strip_prefix('[').and_then(|rest| rest.split_once("]("))
             && let (Some(file), Some(section)) = (rest.strip_suffix(')'), sections.last_mut())
         {
             section.pages.push((title, file));
@@ -195,7 +196,9 @@ fn render(file: &str, text: &str) -> String {
                     Ok(address) => Event::Start(Tag::Link { link_type, dest_url: address.into(), title, id }),
                     Err(path) => {
                         let path = escaped(&path);
-                        Event::InlineHtml(format!("<span class=\"elsewhere\" title=\"{path} in the repository\">").into())
+                        Event::InlineHtml(
+                            format!("<span class=\"elsewhere\" title=\"{path} in the repository\">").into(),
+                        )
                     }
                 }
             }
@@ -226,8 +229,9 @@ fn target(file: &str, link: &str) -> Result<String, String> {
     if link.starts_with('#') || link.contains("://") || link.starts_with('/') {
         return Ok(link.to_owned());
     }
-    let (path, anchor) = link.split_once('#').map_or((link, String::new()), |(path, anchor)| (path, format!("#{anchor}")));
-    // From the top of the repository, since a link may leave `docs/`.
+    let (path, anchor) =
+        link.split_once('#').map_or((link, String::new()), |(path, anchor)| (path, format!("#{anchor}")));
+    // The path begins at the top of the repository, since a link may leave `docs/`.
     let mut parts: Vec<&str> = std::iter::once("docs").chain(file.split('/')).collect();
     parts.pop();
     for part in path.split('/') {
@@ -251,7 +255,9 @@ fn llms_txt() -> String {
         let row = index.lines().find(|line| line.starts_with("| [") && line.contains(&format!("]({file})")))?;
         row.split(" | ").nth(1).map(|cell| cell.trim_end_matches([' ', '|']))
     };
-    let mut text = format!("# rlood\n\n> {ONE_LINE}\n\nThe pages of a running server, as Markdown. `/openapi.json` describes the API.\n");
+    let mut text = format!(
+        "# rlood\n\n> {ONE_LINE}\n\nThe pages of a running server, as Markdown. `/openapi.json` describes the API.\n"
+    );
     for Section { heading, pages } in sections() {
         let _ = write!(text, "\n## {}\n\n", heading.unwrap_or("Start"));
         for (title, file) in pages {
@@ -274,11 +280,16 @@ mod tests {
 
     #[test]
     fn every_page_is_in_the_summary_or_has_moved() {
-        let listed: Vec<&str> = sections().iter().flat_map(|section| section.pages.iter().map(|(_, file)| *file)).collect();
+        let listed: Vec<&str> =
+            sections().iter().flat_map(|section| section.pages.iter().map(|(_, file)| *file)).collect();
         assert!(listed.len() > 30, "{listed:?}");
         for (name, bytes) in SOURCES.iter().filter(|(name, _)| name.ends_with(".md") && *name != SUMMARY) {
             let has_moved = String::from_utf8_lossy(bytes).contains("This page has moved: ");
-            assert_eq!(listed.iter().filter(|file| *file == name).count(), usize::from(!has_moved), "{name} in docs/SUMMARY.md");
+            assert_eq!(
+                listed.iter().filter(|file| *file == name).count(),
+                usize::from(!has_moved),
+                "{name} in docs/SUMMARY.md"
+            );
         }
         for file in listed {
             assert!(source(file).is_some(), "docs/SUMMARY.md lists {file}, which does not exist");

@@ -36,7 +36,10 @@ fn run(page: &Path, script: &str) {
     let folder = tempfile::tempdir().unwrap();
     let home = tempfile::tempdir().unwrap();
     let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-    let script = format!("trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT\n{}", script.replace("localhost:8080", &format!("localhost:{port}")));
+    let script = format!(
+        "trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT\n{}",
+        script.replace("localhost:8080", &format!("localhost:{port}"))
+    );
     let binaries = Path::new(env!("CARGO_BIN_EXE_rlood")).parent().unwrap();
     let mut path = binaries.as_os_str().to_owned();
     path.push(":");

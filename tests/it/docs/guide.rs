@@ -11,7 +11,9 @@ async fn the_guide_is_public_as_pages_and_as_markdown() {
     assert_eq!(server.get("/jobs").await.status, 401);
     let moved = server.get("/guide").await;
     assert_eq!((moved.status.as_u16(), &moved.headers[header::LOCATION]), (308, &"/guide/".parse().unwrap()));
-    for (path, heading) in [("/guide/", "rlood documentation"), ("/guide/guides/data", "Data"), ("/guide/reference/errors", "Error codes")] {
+    for (path, heading) in
+        [("/guide/", "rlood documentation"), ("/guide/guides/data", "Data"), ("/guide/reference/errors", "Error codes")]
+    {
         let page = server.get(path).await;
         assert_eq!(page.status, 200, "{path}");
         assert_eq!(page.headers[header::CONTENT_TYPE], "text/html; charset=utf-8");
@@ -62,6 +64,7 @@ async fn llms_txt_lists_every_page_with_its_description() {
         let address = line.split("](").nth(1).unwrap().split(')').next().unwrap();
         assert_eq!(server.get(address).await.status, 200, "{line}");
     }
-    let expected = "- [Data](/guide/guides/data.md): File formats, the mapping from your columns to prompts, several sources";
+    let expected =
+        "- [Data](/guide/guides/data.md): File formats, the mapping from your columns to prompts, several sources";
     assert!(lines.contains(&expected), "{}", list.text);
 }

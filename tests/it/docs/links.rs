@@ -10,7 +10,9 @@ use super::{pages, read, root};
 fn wrong_links(page: &Path, text: &str) -> Vec<String> {
     let mut wrong = Vec::new();
     for event in Parser::new_ext(text, Options::ENABLE_TABLES) {
-        let (Event::Start(Tag::Link { dest_url, .. }) | Event::Start(Tag::Image { dest_url, .. })) = event else { continue };
+        let (Event::Start(Tag::Link { dest_url, .. }) | Event::Start(Tag::Image { dest_url, .. })) = event else {
+            continue;
+        };
         if dest_url.contains("://") || dest_url.starts_with("mailto:") {
             continue;
         }
@@ -44,6 +46,9 @@ fn every_link_leads_to_a_file_and_a_heading() {
 #[test]
 fn a_link_to_a_missing_file_or_heading_is_found() {
     let page = root().join("README.md");
-    let found = wrong_links(&page, "[a](CONTRIBUTING.md) [b](CONTRIBUTING.md#set-up) [c](nothing.md) [d](CONTRIBUTING.md#nothing) [e](#x)");
+    let found = wrong_links(
+        &page,
+        "[a](CONTRIBUTING.md) [b](CONTRIBUTING.md#set-up) [c](nothing.md) [d](CONTRIBUTING.md#nothing) [e](#x)",
+    );
     assert_eq!(found.len(), 3, "{found:?}");
 }

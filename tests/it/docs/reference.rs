@@ -14,7 +14,8 @@ use crate::server::Server;
 /// Compares the block of a page between its two markers with what is expected, or writes it where `RLOOD_BLESS` is set.
 fn check(page: &str, source: &str, expected: &str) {
     let path = root().join("docs").join(page);
-    let (begin, end) = (format!("<!-- generated from {source}: begin -->\n"), format!("<!-- generated from {source}: end -->\n"));
+    let (begin, end) =
+        (format!("<!-- generated from {source}: begin -->\n"), format!("<!-- generated from {source}: end -->\n"));
     let text = read(&path);
     let (before, rest) = text.split_once(&begin).unwrap_or_else(|| panic!("docs/{page} has no line {begin}"));
     let (written, after) = rest.split_once(&end).unwrap_or_else(|| panic!("docs/{page} has no line {end}"));
@@ -22,7 +23,10 @@ fn check(page: &str, source: &str, expected: &str) {
     if std::env::var_os("RLOOD_BLESS").is_some() {
         std::fs::write(&path, [before, &begin, &expected, &end, after].concat()).unwrap();
     } else {
-        assert!(written == expected, "docs/{page} is old: RLOOD_BLESS=1 cargo test --release --test it -- docs:: writes it");
+        assert!(
+            written == expected,
+            "docs/{page} is old: RLOOD_BLESS=1 cargo test --release --test it -- docs:: writes it"
+        );
     }
 }
 
@@ -71,7 +75,9 @@ fn reference(schema: &Value) -> Option<&str> {
 fn values(document: &Value, schema: &Value) -> String {
     if let Some(name) = reference(schema) {
         let target = &document["components"]["schemas"][name];
-        let is_short = target.get("enum").is_some() || target.get("oneOf").is_some_and(is_list_of_words) || target["type"] == "string";
+        let is_short = target.get("enum").is_some()
+            || target.get("oneOf").is_some_and(is_list_of_words)
+            || target["type"] == "string";
         return if is_short { values(document, target) } else { name.to_owned() };
     }
     if let Some(words) = schema["enum"].as_array() {
@@ -83,7 +89,9 @@ fn values(document: &Value, schema: &Value) -> String {
     }
     let kind = match &schema["type"] {
         Value::String(kind) => kind.clone(),
-        Value::Array(kinds) => kinds.iter().filter_map(Value::as_str).filter(|kind| *kind != "null").collect::<Vec<_>>().join(" or "),
+        Value::Array(kinds) => {
+            kinds.iter().filter_map(Value::as_str).filter(|kind| *kind != "null").collect::<Vec<_>>().join(" or ")
+        }
         _ => "any JSON".to_owned(),
     };
     if kind == "array" {
@@ -218,7 +226,12 @@ mod rewards {
             Kind {
                 name: fields["type"]["enum"][0].as_str().unwrap().to_owned(),
                 description: schema["description"].as_str().unwrap_or_default().to_owned(),
-                required: schema["required"].as_array().into_iter().flatten().map(|name| name.as_str().unwrap().to_owned()).collect(),
+                required: schema["required"]
+                    .as_array()
+                    .into_iter()
+                    .flatten()
+                    .map(|name| name.as_str().unwrap().to_owned())
+                    .collect(),
                 fields,
             }
         };
@@ -297,7 +310,8 @@ async fn the_page_of_metrics_has_every_metric_of_a_server_and_of_a_job() {
             row[1] = kind.to_owned();
         } else if let Some((name, rest)) = line.split_once('{') {
             let names = rest.split_once('}').unwrap().0.split(',').filter_map(|label| Some(label.split_once('=')?.0));
-            let family = ["_bucket", "_sum", "_count"].iter().find_map(|suffix| name.strip_suffix(suffix)).unwrap_or(name);
+            let family =
+                ["_bucket", "_sum", "_count"].iter().find_map(|suffix| name.strip_suffix(suffix)).unwrap_or(name);
             labels.entry(family).or_default().extend(names);
         }
     }
@@ -320,7 +334,13 @@ async fn the_page_of_metrics_has_every_metric_of_a_server_and_of_a_job() {
 
     // The part by hand names every metric that checkpoints can be compared by, and what the engine reports besides.
     let written = read(&root().join("docs/reference/metrics.md"));
-    let others = ["step_time", "eval_step_time", "tokens_per_second/train", "tokens_per_second/rollout", "memory/peak_resident_bytes"];
+    let others = [
+        "step_time",
+        "eval_step_time",
+        "tokens_per_second/train",
+        "tokens_per_second/rollout",
+        "memory/peak_resident_bytes",
+    ];
     let missing: Vec<String> = rlood::spec::metric_names(&[], Some(&[]), true)
         .into_iter()
         .chain(others.map(str::to_owned))
@@ -335,7 +355,8 @@ async fn the_page_of_metrics_has_every_metric_of_a_server_and_of_a_job() {
 #[test]
 fn the_page_of_the_loop_has_its_numbered_details() {
     let source = read(&root().join("crates/engine/src/lib.rs"));
-    let rows: Vec<&str> = source.lines().filter_map(|line| line.strip_prefix("//! ")).filter(|line| line.starts_with('|')).collect();
+    let rows: Vec<&str> =
+        source.lines().filter_map(|line| line.strip_prefix("//! ")).filter(|line| line.starts_with('|')).collect();
     assert!(rows.len() > 40, "{rows:?}");
     // Links to items have no target outside of rustdoc.
     let text = rows.join("\n").replace("[`", "`").replace("`]", "`");
