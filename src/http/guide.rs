@@ -185,39 +185,35 @@ fn render(file: &str, text: &str) -> String {
     let mut are_links: Vec<bool> = Vec::new();
     let mut out = Vec::new();
     for event in events(text) {
-        out.push(match event {
+        match event {
             Event::Start(Tag::Heading { level, classes, attrs, .. }) => {
-                Event::Start(Tag::Heading { level, id: ids.next().map(CowStr::from), classes, attrs })
+                out.push(Event::Start(Tag::Heading { level, id: ids.next().map(CowStr::from), classes, attrs }));
             }
-            Event::Start(Tag::Link { link_type, dest_url, title, id }) => {
-                let target = target(file, &dest_url);
-                are_links.push(target.is_ok());
-                match target {
-                    Ok(address) => Event::Start(Tag::Link { link_type, dest_url: address.into(), title, id }),
-                    Err(path) => {
-                        let path = escaped(&path);
-                        Event::InlineHtml(
-                            format!("<span class=\"elsewhere\" title=\"{path} in the repository\">").into(),
-                        )
-                    }
+            Event::Start(Tag::Link { link_type, dest_url, title, id }) => match target(file, &dest_url) {
+                Ok(address) => {
+                    are_links.push(true);
+                    out.push(Event::Start(Tag::Link { link_type, dest_url: address.into(), title, id }));
                 }
-            }
-            Event::End(TagEnd::Link) if are_links.pop() == Some(false) => Event::InlineHtml("</span>".into()),
+                Err(path) => {
+                    are_links.push(false);
+                    let start = format!("<span class=\"elsewhere\" title=\"{} in the repository\">", escaped(&path));
+                    out.push(Event::InlineHtml(start.into()));
+                }
+            },
+            Event::End(TagEnd::Link) if are_links.pop() == Some(false) => out.push(Event::InlineHtml("</span>".into())),
             Event::Start(Tag::Image { link_type, dest_url, title, id }) => {
                 let dest_url = target(file, &dest_url).unwrap_or_else(|path| path).into();
-                Event::Start(Tag::Image { link_type, dest_url, title, id })
+                out.push(Event::Start(Tag::Image { link_type, dest_url, title, id }));
             }
             Event::Start(Tag::Table(columns)) => {
-                out.push(Event::Html("<div class=\"scroll\">".into()));
-                Event::Start(Tag::Table(columns))
+                out.extend([Event::Html("<div class=\"scroll\">".into()), Event::Start(Tag::Table(columns))]);
             }
             Event::End(TagEnd::Table) => {
-                out.push(Event::End(TagEnd::Table));
-                Event::Html("</div>\n".into())
+                out.extend([Event::End(TagEnd::Table), Event::Html("</div>\n".into())]);
             }
-            Event::Html(_) | Event::InlineHtml(_) => continue,
-            other => other,
-        });
+            Event::Html(_) | Event::InlineHtml(_) => {}
+            other => out.push(other),
+        }
     }
     let mut rendered = String::with_capacity(text.len() * 2);
     html::push_html(&mut rendered, out.into_iter());
