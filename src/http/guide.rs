@@ -130,8 +130,8 @@ fn page_html(file: &str) -> String {
          <script type=\"module\" src=\"{theme}\"></script>\n</head>\n<body>\n<a class=\"skip\" href=\"#main\">Skip to content</a>\n\
          <header class=\"top\"><a class=\"brand\" href=\"/\"><svg viewBox=\"0 0 32 32\" aria-hidden=\"true\"><path d=\"M4 24l8-9 5 5 11-14\" />\
          </svg>rlood</a><nav aria-label=\"Main\"><a href=\"/\">Dashboard</a><a href=\"/guide/\" aria-current=\"page\">Guide</a>\
-         <a href=\"/docs/\">API</a></nav></header>\n<div class=\"guide\">\n\
-         <nav aria-label=\"Guide\"><details open><summary>All pages</summary>{sidebar}</details></nav>\n\
+         <a href=\"/docs/\">API</a><a class=\"to-pages\" href=\"#pages\">All pages</a></nav></header>\n<div class=\"guide\">\n\
+         <nav aria-label=\"Guide\" id=\"pages\">{sidebar}</nav>\n\
          <main id=\"main\" tabindex=\"-1\">\n{}<p class=\"source\">rlood {} · <a href=\"/guide/{file}\">This page as Markdown</a></p>\n</main>\n\
          </div>\n</body>\n</html>\n",
         render(file, text),
