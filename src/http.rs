@@ -26,6 +26,7 @@ pub mod exports;
 pub mod extract;
 pub mod fork;
 pub mod generate;
+pub mod guide;
 pub mod heavy;
 pub mod idempotency;
 pub mod jobs;
@@ -233,6 +234,7 @@ pub fn router(state: AppState) -> Router {
         .layer(middleware::from_fn_with_state(state.clone(), auth::require_access));
     guarded
         .merge(web::routes())
+        .merge(guide::routes())
         .method_not_allowed_fallback(wrong_method)
         .layer(DefaultBodyLimit::max(JSON_LIMIT_BYTES))
         .layer(body(state.config.edge.body_pause))

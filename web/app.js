@@ -33,6 +33,7 @@ function Header() {
       ${topLinks.map(([to, name]) => html`<a key=${to} href=${hrefOf(to)} aria-current=${isCurrent(to) ? "page" : undefined} ref=${isCurrent(to) ? centerInRow : undefined}>${name}</a>`)}
     </nav>
     <div class="tools">
+      <a class="button quiet" href="/guide/">Guide</a>
       ${hasScope("submit") && html`<a class="button primary" href="#/new">New job</a>`}
       <button class="quiet" title=${`Theme: ${mode}`} aria-label=${`Theme: ${mode}. Switch to ${next}`} onClick=${() => chooseTheme(next)}>
         ${{ auto: "◐", dark: "●", light: "○" }[mode]}

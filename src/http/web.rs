@@ -24,7 +24,7 @@ use super::AppState;
 use super::error::Problem;
 
 /// All resources come from this server, nothing is inline, and text never becomes markup or script.
-const DASHBOARD_POLICY: HeaderValue = HeaderValue::from_static(
+pub(super) const DASHBOARD_POLICY: HeaderValue = HeaderValue::from_static(
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; \
      frame-ancestors 'none'; base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
 );
@@ -47,6 +47,11 @@ static FILES: LazyLock<BTreeMap<&str, WebFile>> = LazyLock::new(|| {
 
 const PAGE: &str = "index.html";
 
+/// The address of a file of the dashboard, for pages of other modules.
+pub(super) fn address(name: &str) -> String {
+    format!("/web/{}/{name}", SENT.0)
+}
+
 /// The page with this version's addresses, and with the names of all modules.
 fn page(version: &str, files: &[(&str, &[u8])], text: &str) -> String {
     let modules = files.iter().map(|(name, _)| name).filter(|name| name.ends_with(".js"));
@@ -67,7 +72,7 @@ pub fn routes() -> Router<AppState> {
 }
 
 /// A file as it is sent.
-struct WebFile {
+pub(super) struct WebFile {
     kind: &'static str,
     etag: String,
     plain: Bytes,
@@ -76,9 +81,12 @@ struct WebFile {
 }
 
 impl WebFile {
-    fn new(name: &str, plain: Bytes) -> Self {
+    pub(super) fn new(name: &str, plain: Bytes) -> Self {
         let kind = match name.rsplit('.').next() {
             Some("html") => "text/html; charset=utf-8",
+            Some("md") => "text/markdown; charset=utf-8",
+            Some("txt") => "text/plain; charset=utf-8",
+            Some("png") => "image/png",
             Some("js") => "text/javascript; charset=utf-8",
             Some("css") => "text/css; charset=utf-8",
             _ => "image/svg+xml",
@@ -97,7 +105,7 @@ impl WebFile {
         self.gzipped.get_or_init(gzip).clone()
     }
 
-    fn answer(&self, asked: &HeaderMap, cache: &'static str) -> Response {
+    pub(super) fn answer(&self, asked: &HeaderMap, cache: &'static str) -> Response {
         let text = |name| asked.get(name).and_then(|value: &HeaderValue| value.to_str().ok()).unwrap_or("");
         let etag = text(header::IF_NONE_MATCH);
         let known =

@@ -18,6 +18,7 @@ mod dashboard;
 mod datasets;
 mod demo;
 mod disk;
+mod docs;
 #[cfg(feature = "cuda")]
 mod driver;
 mod edge;

@@ -106,11 +106,12 @@ async fn passes_and_trains(url: &str, asynchronous: bool) {
     }
 }
 
-/// README.md has one Python block, which uses the tests' own secret.
+/// The guide has one Python block, which uses the tests' own secret.
 #[tokio::test]
-async fn the_service_in_the_readme_passes_without_a_warning() {
-    let readme = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("README.md")).unwrap();
-    let (_, rest) = readme.split_once("```python\n").unwrap();
+async fn the_service_in_the_guide_passes_without_a_warning() {
+    let guide = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/guides/write-a-reward-service.md");
+    let guide = std::fs::read_to_string(guide).unwrap();
+    let (_, rest) = guide.split_once("```python\n").unwrap();
     let (code, _) = rest.split_once("```\n").unwrap();
     assert!(code.contains(SECRET.strip_prefix("whsec_").unwrap()), "{code}");
     let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();

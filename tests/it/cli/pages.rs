@@ -69,7 +69,7 @@ fn describe(page: &mut String, name: &str, command: &Command) {
 
 fn page() -> String {
     let mut page = String::from(
-        "# Commands\n\nWritten from the commands' own `--help`. [The guide](../guides/command-line.md) shows each in use.\n\n\
+        "# Commands\n\nThis page is generated from `--help`. [The guide](../guides/command-line.md) shows each command in use.\n\n\
          ## Flags of every command\n\n| | |\n|---|---|\n",
     );
     let commands = commands();
@@ -79,7 +79,7 @@ fn page() -> String {
         writeln!(page, "| `--{id}` | {} |", escaped(&argument.get_help().unwrap().to_string())).unwrap();
     }
     page.push_str(
-        "\n## Exit codes\n\n| | |\n|---|---|\n| 0 | done |\n| 1 | the job failed, or an error of the server |\n\
+        "\n## Exit codes\n\n| | |\n|---|---|\n| 0 | success |\n| 1 | the job failed, or the server returned an error |\n\
          | 2 | the command line, a file or the request is not valid |\n| 3 | not found |\n| 4 | not allowed |\n\
          | 5 | the server cannot be reached |\n| 6 | the job was cancelled |\n\
          | 7 | the job is paused (`--until-paused`) |\n\

@@ -1,4 +1,4 @@
-//! The table of `docs/models.md`: which sections the test `parity` checked for each case, and the largest differences.
+//! The table of `docs/reference/models.md`: which sections the test `parity` checked for each case, and the largest differences.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -141,7 +141,7 @@ fn written_rows(table: &str) -> BTreeMap<&str, Vec<&str>> {
 
 /// Compares the page's table with the results, or writes it if `RLOOD_BLESS` is set.
 pub fn check(rows: &[Row]) {
-    let path = rlood_test_support::in_repository("docs/models.md");
+    let path = rlood_test_support::in_repository("docs/reference/models.md");
     let page = std::fs::read_to_string(&path).unwrap();
     let (before, rest) = page.split_once(BEGIN).unwrap();
     let (written, after) = rest.split_once(END).unwrap();

@@ -1,6 +1,6 @@
 //! Compares tiny random models with transformers and PEFT, on every backend in f32, with the same
 //! tolerances. `tests/fixtures/README.md` explains the fields. `precision.rs` covers bf16; `models_page.rs`
-//! writes the results to `docs/models.md`.
+//! writes the results to `docs/reference/models.md`.
 //!
 //! Longer than other files: one check for each section of `expected.json`.
 

@@ -1,6 +1,7 @@
 //! Reads the list of rewards. Secrets and header values are returned separately.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::LazyLock;
 
 use serde_json::Value;
 
@@ -17,6 +18,7 @@ mod reward_model;
 mod service;
 mod template;
 
+pub(super) use builtins::BUILTINS;
 pub use formula::Formula;
 pub use json_schema::JsonSchema;
 pub use template::SampleTemplate;
@@ -30,8 +32,12 @@ const MAX_LIMIT: f64 = 1e12;
 /// The function that reads a reward type.
 type ReadKind = fn(&Reader<'_>) -> RewardKind;
 
-/// All reward types, services first.
-const KINDS: &[(&str, ReadKind)] = &[
+/// All types: services, then the built-in ones, then those that a worker runs.
+static KINDS: LazyLock<Vec<(&'static str, ReadKind)>> = LazyLock::new(|| {
+    let builtins = BUILTINS.iter().map(|builtin| (builtin.name, builtin.read));
+    SERVICES.iter().copied().chain(builtins).chain(RUN_BY_WORKERS.iter().copied()).collect()
+});
+const SERVICES: &[(&str, ReadKind)] = &[
     ("webhook", |reader| RewardKind::Webhook(service::read_webhook(reader))),
     ("openrlhf", adapters::read_openrlhf),
     ("slime", adapters::read_slime),
@@ -45,19 +51,8 @@ const KINDS: &[(&str, ReadKind)] = &[
     ("hf_text_classification", adapters::read_hf_text_classification),
     ("openai_judge", adapters::read_openai_judge),
     ("http_template", adapters::read_http_template),
-    ("length", builtins::read_length),
-    ("exact_match", builtins::read_exact_match),
-    ("contains", builtins::read_contains),
-    ("number_match", builtins::read_number_match),
-    ("regex", builtins::read_regex),
-    ("string_check", builtins::read_string_check),
-    ("text_similarity", builtins::read_text_similarity),
-    ("math_equal", builtins::read_math_equal),
-    ("json_schema", builtins::read_json_schema),
-    ("repetition", builtins::read_repetition),
-    ("soft_overlong", builtins::read_soft_overlong),
-    ("format", builtins::read_format),
-    ("multi", builtins::read_multi),
+];
+const RUN_BY_WORKERS: &[(&str, ReadKind)] = &[
     ("reward_model", |reader| RewardKind::RewardModel(reward_model::read_reward_model(reader))),
     ("python", |reader| RewardKind::Python(python::read_python(reader))),
 ];
@@ -142,14 +137,14 @@ pub fn read_single_reward(document: &Value) -> Result<(RewardPlan, RewardSecrets
 fn read_reward(reader: &Reader<'_>) -> Option<(RewardPlan, RewardSecrets)> {
     let kind_field = reader.required(
         "type",
-        "name the reward's type: webhook, openai_judge, length, math_equal, python, … (docs/rewards.md)",
+        "name the reward's type: webhook, openai_judge, length, math_equal, python, … (docs/concepts/rewards.md)",
     );
     let type_name = kind_field.value().and_then(|value| value.as_str()).unwrap_or_default();
     if UNIMPLEMENTED.contains(&type_name) {
         kind_field.fail("unsupported", format!("'{type_name}' is not built yet; a webhook can compute any reward"));
         return None;
     }
-    let read = kind_field.choice(KINDS)?;
+    let read = kind_field.choice(&KINDS)?;
     let weight = reader.field("weight").number("between -1000000 and 1000000", |weight| weight.abs() <= MAX_WEIGHT);
     let weight = weight.unwrap_or(1.0);
     let required = reader.field("required");

@@ -8,13 +8,12 @@ use utoipa::openapi::schema::{
 use utoipa::openapi::{Object, Ref, RefOr};
 use utoipa::{PartialSchema, ToSchema};
 
+use super::rewards::BUILTINS;
 use super::settings::{SECTIONS, form_layout};
 use super::{
-    AnswerPlace, ContainsPlan, DatasetPlan, EvalPlan, FormatPlan, HttpTemplatePlan, JobSpec, JsonSchemaPlan, LabelPlan,
-    LengthPlan, LengthUnit, MAX_ABS_REWARD, MatchPlan, MathEqualPlan, MultiPlan, NumberMatchPlan, OpenaiJudgePlan,
-    OpenrlhfPlan, OptimizerPlan, PairPlan, Plan, PythonPlan, RegexPlan, RepetitionPlan, RewardModelPlan, RlooPlan,
-    ServicePlan, SimilarityMetric, SlimePlan, SoftOverlongPlan, StringCheckPlan, StringOperation, TextPlan,
-    TextSimilarityPlan, VllmPoolingPlan, WarmUpPlan, WebhookPlan,
+    AnswerPlace, DatasetPlan, EvalPlan, HttpTemplatePlan, JobSpec, LabelPlan, LengthUnit, MAX_ABS_REWARD,
+    OpenaiJudgePlan, OpenrlhfPlan, OptimizerPlan, PairPlan, Plan, PythonPlan, RewardModelPlan, RlooPlan, ServicePlan,
+    SimilarityMetric, SlimePlan, StringOperation, TextPlan, VllmPoolingPlan, WarmUpPlan, WebhookPlan,
 };
 
 /// Name of a reward's schema in the OpenAPI document.
@@ -324,7 +323,7 @@ fn reward_types() -> Vec<RewardType> {
         minimal,
     };
     let at = |name, schema| kind(name, schema, &["url"], json!({"url": AT}));
-    vec![
+    let services = [
         at("webhook", WebhookPlan::schema()),
         at("openrlhf", OpenrlhfPlan::schema()),
         at("slime", SlimePlan::schema()),
@@ -348,11 +347,10 @@ fn reward_types() -> Vec<RewardType> {
             &["url", "body", "pointer"],
             json!({"url": AT, "body": {}, "pointer": "/score"}),
         ),
-        kind("length", LengthPlan::schema(), &[], json!({})),
-        kind("exact_match", MatchPlan::schema(), &["column"], json!({"column": "answer"})),
-        kind("contains", ContainsPlan::schema(), &[], json!({"text": "…"})),
-        kind("number_match", NumberMatchPlan::schema(), &["column"], json!({"column": "answer"})),
-        kind("regex", RegexPlan::schema(), &["pattern"], json!({"pattern": "."})),
+    ];
+    let builtins =
+        BUILTINS.iter().map(|builtin| kind(builtin.name, (builtin.schema)(), builtin.required, (builtin.minimal)()));
+    let run_by_workers = [
         kind("reward_model", RewardModelPlan::schema(), &["model"], json!({"model": "org/reward-model"})),
         kind(
             "python",
@@ -360,35 +358,8 @@ fn reward_types() -> Vec<RewardType> {
             &["file", "function"],
             json!({"file": "rewards.py", "function": "accuracy"}),
         ),
-        kind(
-            "string_check",
-            StringCheckPlan::schema(),
-            &["reference", "operation"],
-            json!({"reference": "x", "operation": "eq"}),
-        ),
-        kind(
-            "text_similarity",
-            TextSimilarityPlan::schema(),
-            &["reference", "evaluation_metric"],
-            json!({"reference": "x", "evaluation_metric": "bleu"}),
-        ),
-        kind("math_equal", MathEqualPlan::schema(), &["column"], json!({"column": "answer"})),
-        kind("json_schema", JsonSchemaPlan::schema(), &[], json!({})),
-        kind("repetition", RepetitionPlan::schema(), &[], json!({})),
-        kind(
-            "soft_overlong",
-            SoftOverlongPlan::schema(),
-            &["max_tokens", "cache_tokens"],
-            json!({"max_tokens": 2, "cache_tokens": 1}),
-        ),
-        kind("format", FormatPlan::schema(), &[], json!({})),
-        kind(
-            "multi",
-            MultiPlan::schema(),
-            &["graders", "calculate_output"],
-            json!({"graders": {"a": {"type": "length"}}, "calculate_output": "a"}),
-        ),
-    ]
+    ];
+    services.into_iter().chain(builtins).chain(run_by_workers).collect()
 }
 
 /// Returns the plan's schema with every field except `required` optional, defaults filled in, and unknown fields forbidden.

@@ -2,7 +2,10 @@
 
 use std::collections::BTreeMap;
 
-use serde_json::Value;
+use serde_json::{Value, json};
+use utoipa::PartialSchema;
+use utoipa::openapi::RefOr;
+use utoipa::openapi::schema::Schema;
 
 use super::super::foreign::advice;
 use super::super::reader::{Field, Reader};
@@ -11,14 +14,110 @@ use super::super::{
     MultiPlan, NumberMatchPlan, RegexPlan, RepetitionPlan, RewardKind, SimilarityMetric, SoftOverlongPlan,
     StringCheckPlan, StringOperation, TextSimilarityPlan,
 };
-use super::KINDS;
 use super::adapters::read_template;
 use super::json_schema::JsonSchema;
+use super::{KINDS, ReadKind};
+
+/// A built-in type of reward.
+pub(in super::super) struct Builtin {
+    /// The value of `type` in a job.
+    pub(in super::super) name: &'static str,
+    pub(super) read: ReadKind,
+    /// The JSON schema of its settings.
+    pub(in super::super) schema: fn() -> RefOr<Schema>,
+    /// The settings that a job must give.
+    pub(in super::super) required: &'static [&'static str],
+    /// The shortest valid settings, without `type`; the schema takes its defaults from them.
+    pub(in super::super) minimal: fn() -> Value,
+}
+
+/// Every built-in type, in the order of the API's document.
+pub(in super::super) const BUILTINS: &[Builtin] = &[
+    Builtin { name: "length", read: read_length, schema: LengthPlan::schema, required: &[], minimal: || json!({}) },
+    Builtin {
+        name: "exact_match",
+        read: read_exact_match,
+        schema: MatchPlan::schema,
+        required: &["column"],
+        minimal: || json!({"column": "answer"}),
+    },
+    Builtin {
+        name: "contains",
+        read: read_contains,
+        schema: ContainsPlan::schema,
+        required: &[],
+        minimal: || json!({"text": "…"}),
+    },
+    Builtin {
+        name: "number_match",
+        read: read_number_match,
+        schema: NumberMatchPlan::schema,
+        required: &["column"],
+        minimal: || json!({"column": "answer"}),
+    },
+    Builtin {
+        name: "regex",
+        read: read_regex,
+        schema: RegexPlan::schema,
+        required: &["pattern"],
+        minimal: || json!({"pattern": "."}),
+    },
+    Builtin {
+        name: "string_check",
+        read: read_string_check,
+        schema: StringCheckPlan::schema,
+        required: &["reference", "operation"],
+        minimal: || json!({"reference": "x", "operation": "eq"}),
+    },
+    Builtin {
+        name: "text_similarity",
+        read: read_text_similarity,
+        schema: TextSimilarityPlan::schema,
+        required: &["reference", "evaluation_metric"],
+        minimal: || json!({"reference": "x", "evaluation_metric": "bleu"}),
+    },
+    Builtin {
+        name: "math_equal",
+        read: read_math_equal,
+        schema: MathEqualPlan::schema,
+        required: &["column"],
+        minimal: || json!({"column": "answer"}),
+    },
+    Builtin {
+        name: "json_schema",
+        read: read_json_schema,
+        schema: JsonSchemaPlan::schema,
+        required: &[],
+        minimal: || json!({}),
+    },
+    Builtin {
+        name: "repetition",
+        read: read_repetition,
+        schema: RepetitionPlan::schema,
+        required: &[],
+        minimal: || json!({}),
+    },
+    Builtin {
+        name: "soft_overlong",
+        read: read_soft_overlong,
+        schema: SoftOverlongPlan::schema,
+        required: &["max_tokens", "cache_tokens"],
+        minimal: || json!({"max_tokens": 2, "cache_tokens": 1}),
+    },
+    Builtin { name: "format", read: read_format, schema: FormatPlan::schema, required: &[], minimal: || json!({}) },
+    Builtin {
+        name: "multi",
+        read: read_multi,
+        schema: MultiPlan::schema,
+        required: &["graders", "calculate_output"],
+        minimal: || json!({"graders": {"a": {"type": "length"}}, "calculate_output": "a"}),
+    },
+];
 
 /// Maximum number of graders in one `multi` reward.
 const MAX_GRADERS: usize = 32;
 
-pub(super) fn read_length(reader: &Reader<'_>) -> RewardKind {
+fn read_length(reader: &Reader<'_>) -> RewardKind {
     let unit = reader.field("unit").variant::<LengthUnit>();
     let unit = unit.unwrap_or_default();
     let (min, max) = match unit {
@@ -47,21 +146,21 @@ pub(super) fn read_length(reader: &Reader<'_>) -> RewardKind {
     RewardKind::Length(length)
 }
 
-pub(super) fn read_exact_match(reader: &Reader<'_>) -> RewardKind {
+fn read_exact_match(reader: &Reader<'_>) -> RewardKind {
     RewardKind::ExactMatch(MatchPlan {
         column: read_column(&reader.required("column", "name the dataset column that holds the reference answer")),
         ignore_case: reader.field("ignore_case").bool().unwrap_or(false),
     })
 }
 
-pub(super) fn read_number_match(reader: &Reader<'_>) -> RewardKind {
+fn read_number_match(reader: &Reader<'_>) -> RewardKind {
     RewardKind::NumberMatch(NumberMatchPlan {
         column: read_column(&reader.required("column", "name the dataset column that holds the right number")),
         tolerance: reader.field("tolerance").number("at least 0", |value| value >= 0.0).unwrap_or(1e-9),
     })
 }
 
-pub(super) fn read_contains(reader: &Reader<'_>) -> RewardKind {
+fn read_contains(reader: &Reader<'_>) -> RewardKind {
     let (column, text) = (reader.field("column"), reader.field("text"));
     match (column.value(), text.value()) {
         (Some(_), Some(_)) => text.fail("conflict", "give either column or text, not both"),
@@ -75,7 +174,7 @@ pub(super) fn read_contains(reader: &Reader<'_>) -> RewardKind {
     })
 }
 
-pub(super) fn read_regex(reader: &Reader<'_>) -> RewardKind {
+fn read_regex(reader: &Reader<'_>) -> RewardKind {
     let field = reader.required("pattern", "give the pattern to look for");
     let pattern = field.nonempty(10_000).unwrap_or_default();
     if let Err(error) = regex::RegexBuilder::new(pattern).size_limit(1 << 20).build() {
@@ -89,7 +188,7 @@ pub(super) fn read_regex(reader: &Reader<'_>) -> RewardKind {
     RewardKind::Regex(RegexPlan { pattern: pattern.to_owned() })
 }
 
-pub(super) fn read_string_check(reader: &Reader<'_>) -> RewardKind {
+fn read_string_check(reader: &Reader<'_>) -> RewardKind {
     RewardKind::StringCheck(StringCheckPlan {
         input: read_input(reader),
         reference: read_reference(reader),
@@ -100,7 +199,7 @@ pub(super) fn read_string_check(reader: &Reader<'_>) -> RewardKind {
     })
 }
 
-pub(super) fn read_text_similarity(reader: &Reader<'_>) -> RewardKind {
+fn read_text_similarity(reader: &Reader<'_>) -> RewardKind {
     let metric =
         reader.required("evaluation_metric", "name the measure: fuzzy_match, bleu, gleu, rouge_1 … rouge_5 or rouge_l");
     let chosen = match metric.value().and_then(Value::as_str) {
@@ -129,7 +228,7 @@ fn read_reference(reader: &Reader<'_>) -> String {
     read_template(&field).unwrap_or_default()
 }
 
-pub(super) fn read_math_equal(reader: &Reader<'_>) -> RewardKind {
+fn read_math_equal(reader: &Reader<'_>) -> RewardKind {
     RewardKind::MathEqual(MathEqualPlan {
         column: read_column(&reader.required("column", "name the dataset column that holds the right answer")),
         tolerance: reader.field("tolerance").number("between 0 and 1", |v| (0.0..=1.0).contains(&v)).unwrap_or(1e-6),
@@ -137,7 +236,7 @@ pub(super) fn read_math_equal(reader: &Reader<'_>) -> RewardKind {
     })
 }
 
-pub(super) fn read_json_schema(reader: &Reader<'_>) -> RewardKind {
+fn read_json_schema(reader: &Reader<'_>) -> RewardKind {
     let (schema, column) = (reader.field("schema"), reader.field("column"));
     if let (Some(_), Some(_)) = (schema.value(), column.value()) {
         column.fail("conflict", "give either schema or column, not both");
@@ -156,14 +255,14 @@ pub(super) fn read_json_schema(reader: &Reader<'_>) -> RewardKind {
     })
 }
 
-pub(super) fn read_repetition(reader: &Reader<'_>) -> RewardKind {
+fn read_repetition(reader: &Reader<'_>) -> RewardKind {
     RewardKind::Repetition(RepetitionPlan {
         ngram_size: reader.field("ngram_size").whole(1..=100).unwrap_or(3),
         max_penalty: reader.field("max_penalty").number("0 or negative", |value| value <= 0.0).unwrap_or(-1.0),
     })
 }
 
-pub(super) fn read_soft_overlong(reader: &Reader<'_>) -> RewardKind {
+fn read_soft_overlong(reader: &Reader<'_>) -> RewardKind {
     let max = reader.required("max_tokens", "give the number of tokens from which a completion is punished in full");
     let cache =
         reader.required("cache_tokens", "give the number of tokens before max_tokens over which the punishment grows");
@@ -177,7 +276,7 @@ pub(super) fn read_soft_overlong(reader: &Reader<'_>) -> RewardKind {
     RewardKind::SoftOverlong(plan)
 }
 
-pub(super) fn read_format(reader: &Reader<'_>) -> RewardKind {
+fn read_format(reader: &Reader<'_>) -> RewardKind {
     let field = reader.field("tags");
     let mut tags = Vec::new();
     for item in field.items().unwrap_or_default() {
@@ -208,7 +307,7 @@ pub(super) fn read_format(reader: &Reader<'_>) -> RewardKind {
     })
 }
 
-pub(super) fn read_multi(reader: &Reader<'_>) -> RewardKind {
+fn read_multi(reader: &Reader<'_>) -> RewardKind {
     let field =
         reader.required("graders", "give the graders by name, such as {\"right\": {\"type\": \"string_check\", …}}");
     let mut graders = BTreeMap::new();
@@ -247,7 +346,7 @@ pub(super) fn read_multi(reader: &Reader<'_>) -> RewardKind {
 
 fn read_grader(reader: &Reader<'_>) -> Option<RewardKind> {
     let field = reader.required("type", "name the grader's type");
-    let kind = field.choice(KINDS)?(reader);
+    let kind = field.choice(&KINDS)?(reader);
     // OpenAI's graders have a `name` field of their own, which is ignored.
     let _ = reader.field("name").string(64);
     if kind.service().is_some() || matches!(kind, RewardKind::Multi(_)) {

@@ -13,9 +13,9 @@ there, run `RLOOD_BLESS=1 cargo test --release -p rlood-types the_reference_page
 
 Each section is an object in the job: `{\"rloo\": {\"beta\": 0.1}}`. A setting that is missing or null has its default. A
 section marked *optional* applies only if it is given; the others always apply, and `\"lora\": null` turns the adapter off.
-In addition to its sections, a job has `model`, `dataset`, `rewards` ([rewards](../rewards.md)), `name`, `metadata` and `priority`.
+In addition to its sections, a job has `model`, `dataset`, `rewards` ([rewards](../concepts/rewards.md)), `name`, `metadata` and `priority`.
 A Python function with TRL's signature is the reward `{\"type\": \"python\", \"file\": \"rewards.py\", \"function\": \"accuracy\"}`
-([Python functions](../rewards.md#python-functions)).
+([Python functions](../guides/python-rewards.md)).
 
 - **TRL**: the key of `RLOOConfig`, or of the arguments around it, from which `rlood convert --trl` and
   `POST /jobs/validate?from=trl` take the setting, and TRL's default where it is written out.
