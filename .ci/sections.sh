@@ -93,3 +93,21 @@ python-package() {
     binary
     python/tests/run.sh target/docker-out/rlood
 }
+
+# A dry run for the next patch version: the binary for an old glibc, the wheel and all other files of a release, checked as a user would.
+section release "python3 with venv, PyPI, unreleased entries in the changelog" \
+    Cargo.toml Cargo.lock docker python scripts/release.sh scripts/release_files.py
+release() {
+    local current status=0
+    if ! scripts/release_files.py notes >"${work:?}/notes" 2>&1; then
+        echo "NOT RUN: $(<"$work/notes")"
+        return
+    fi
+    current=$(sed -n '/^\[workspace.package\]/,/^\[package\]/s/^version = "\(.*\)"$/\1/p' Cargo.toml)
+    scripts/release.sh "${current%.*}.$((${current##*.} + 1))" --dry-run || status=$?
+    if ((status == 3)); then
+        echo "NOT RUN: the tools of scripts/release.sh cannot be installed here"
+        return
+    fi
+    return "$status"
+}
