@@ -35,7 +35,6 @@ fail() {
 }
 print_heading() { printf '\n-- %s\n' "$*"; }
 
-
 # Runs a program with an empty home and no network, in namespaces of its own. With a CPU emulator as the first argument (else ''), files
 # whose name ends in .emulated are run by it, also those that the program starts; nothing is registered outside of the namespace.
 run_isolated() {
@@ -189,30 +188,35 @@ binary=$work/user/rlood-$version-$native/rlood
 
 print_heading "check: the demo, in an empty folder and without a network"
 cd "$work/empty"
-# Runs the demo as `run_isolated` does, and reports its time. Fails if the demo's goal is missed or a file is left in the folder.
-run_demo() {
-    local name=$1 began=$SECONDS
-    shift
-    "$@" demo --exit --listen 127.0.0.1:0 2>&1 | tee "$work/demo"
-    [[ -z $(ls -A) ]] || fail "the demo left files in the folder it was called in: $(ls -A)"
-    echo "figure: the demo $name: $((SECONDS - began)) s"
-}
+began=$SECONDS
 if run_isolated '' true 2>/dev/null; then
-    run_demo "in an empty folder" run_isolated '' "$binary"
+    run_isolated '' "$binary" demo --exit --listen 127.0.0.1:0
 else
     echo "Namespaces are not permitted here: the demo runs with the network"
-    run_demo "in an empty folder" env -i HOME="$work/home" PATH=/usr/bin:/bin "$binary"
+    env -i HOME="$work/home" PATH=/usr/bin:/bin "$binary" demo --exit --listen 127.0.0.1:0
 fi
+echo "figure: the demo in an empty folder: $((SECONDS - began)) s"
+[[ -z $(ls -A) ]] || fail "the demo left files in the folder it was called in: $(ls -A)"
+
+# The demo takes an hour in an emulator; the checks of `rlood check` and one step of training, the smallest there is, take a minute.
+run_emulated() {
+    local emulator=$1 name=$2
+    cp "$3" "$work/rlood.emulated"
+    run_isolated "$emulator" "$work/rlood.emulated" check
+    run_isolated "$emulator" "$work/rlood.emulated" bench --shape tiny --only step --prompts 1 --generations 2 --prompt-len 8 --completion 4 --steps 1
+    echo "figure: one step of training on an emulated CPU, $name: passed"
+}
+print_heading "check: an x86-64 CPU without AVX"
+if emulator=$(command -v qemu-x86_64) && cp "$binary" "$work/rlood.emulated" && run_isolated "$emulator" "$work/rlood.emulated" --version; then
+    run_emulated "$emulator" "x86-64 without AVX" "$binary"
+else
+    echo "figure: NOT CHECKED on an x86-64 CPU without AVX: qemu-x86_64 (Debian's package qemu-user) cannot be used here"
+fi
+print_heading "check: $foreign"
 if [[ $obstacle ]]; then
     echo "figure: NOT BUILT: $foreign: $obstacle"
 else
-    cp "$work/user/rlood-$version-$foreign/rlood" "$work/rlood.emulated"
-    run_demo "for ${foreign%%-*}, emulated" run_isolated "$(command -v qemu-aarch64)" "$work/rlood.emulated"
-fi
-if emulator=$(command -v qemu-x86_64) && cp "$binary" "$work/rlood.emulated" && run_isolated "$emulator" "$work/rlood.emulated" --version; then
-    run_demo "on an emulated x86-64 CPU without AVX" run_isolated "$emulator" "$work/rlood.emulated"
-else
-    echo "NOT CHECKED on a CPU without AVX: qemu-x86_64 (Debian's package qemu-user) cannot be used here"
+    run_emulated "$(command -v qemu-aarch64)" "${foreign%%-*}" "$work/user/rlood-$version-$foreign/rlood"
 fi
 
 print_heading "check: the wheel, in a fresh environment"
