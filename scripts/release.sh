@@ -35,11 +35,17 @@ fail() {
 }
 print_heading() { printf '\n-- %s\n' "$*"; }
 
-# Runs a program with an empty home and no network, in namespaces of its own. With a CPU emulator as the first argument (else ''), files
-# whose name ends in .emulated are run by it, also those that the program starts; nothing is registered outside of the namespace.
+# Runs a program with an empty home, without CA certificates and without a network, in namespaces of its own. The first argument is a CPU
+# emulator or ''. The emulator runs the files whose name ends in .emulated, also those that the program starts. It is registered in the
+# namespace only.
 run_isolated() {
+    local environment=(HOME="$work/home" PATH=/usr/sbin:/usr/bin:/sbin:/bin SSL_CERT_FILE="$work/none" SSL_CERT_DIR="$work/none")
+    case $1 in
+        *x86_64) environment+=(QEMU_CPU=qemu64) ;;
+        *aarch64) environment+=(QEMU_LD_PREFIX=/usr/aarch64-linux-gnu) ;;
+    esac
     # shellcheck disable=SC2016
-    env -i HOME="$work/home" PATH=/usr/sbin:/usr/bin:/sbin:/bin QEMU_LD_PREFIX=/usr/aarch64-linux-gnu QEMU_CPU="$([[ $1 != *x86_64 ]] || echo qemu64)" \
+    env -i "${environment[@]}" \
         unshare --net --mount --map-root-user sh -euc '
             ip link set lo up
             if [ "$1" ]; then

@@ -48,9 +48,9 @@ pub fn client_builder() -> reqwest::ClientBuilder {
         .tls_backend_preconfigured(tls_config())
 }
 
-/// On a machine without certificates plain http works and https fails with a clear reason (reqwest's own verifier would
-/// refuse to build any client there).
-fn tls_config() -> rustls::ClientConfig {
+/// Returns the TLS settings. On a machine without certificates, http works and https fails with a clear reason; reqwest's own
+/// verifier would refuse to build any client there.
+pub fn tls_config() -> rustls::ClientConfig {
     static CONFIG: OnceLock<rustls::ClientConfig> = OnceLock::new();
     CONFIG
         .get_or_init(|| {
