@@ -95,7 +95,7 @@ python-package() {
 }
 
 # A dry run for the next patch version: the binary for an old glibc, the wheel and all other files of a release, checked as a user would.
-section release "python3 with venv, PyPI, unreleased entries in the changelog" \
+section release "python3 with venv, PyPI, unreleased changelog entries; qemu-user and libc6-arm64-cross for aarch64" \
     Cargo.toml Cargo.lock docker python scripts/release.sh scripts/release_files.py
 release() {
     local current status=0
