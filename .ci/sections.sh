@@ -112,3 +112,21 @@ book() {
     if grep -qE 'WARN|ERROR' "$work/mdbook"; then return 1; fi
     echo "figure: pages: $(find target/book -name '*.html' | wc -l)"
 }
+
+# A dry run for the next patch version: the binary for an old glibc, the wheel and all other files of a release, checked as a user would.
+section release "python3 with venv, PyPI, unreleased changelog entries; qemu-user and libc6-arm64-cross for aarch64" \
+    Cargo.toml Cargo.lock docker python scripts/release.sh scripts/release_files.py
+release() {
+    local current status=0
+    if ! scripts/release_files.py notes >"${work:?}/notes" 2>&1; then
+        echo "NOT RUN: $(<"$work/notes")"
+        return
+    fi
+    current=$(sed -n '/^\[workspace.package\]/,/^\[package\]/s/^version = "\(.*\)"$/\1/p' Cargo.toml)
+    scripts/release.sh "${current%.*}.$((${current##*.} + 1))" --dry-run || status=$?
+    if ((status == 3)); then
+        echo "NOT RUN: the tools of scripts/release.sh cannot be installed here"
+        return
+    fi
+    return "$status"
+}

@@ -34,6 +34,9 @@ impl Demo {
             .args(["demo", "--listen", "127.0.0.1:0", "--steps", "2", "--seed", "1", "--data-dir"])
             .arg(data_dir)
             .args(extra)
+            // As on a machine without CA certificates, which the demo does not need.
+            .env("SSL_CERT_FILE", "/nonexistent")
+            .env("SSL_CERT_DIR", "/nonexistent")
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();

@@ -50,7 +50,7 @@ pub fn client_builder() -> reqwest::ClientBuilder {
 
 /// Returns the TLS settings. On a machine without certificates, http works and https fails with a clear reason; reqwest's own
 /// verifier would refuse to build any client there.
-fn tls_config() -> rustls::ClientConfig {
+pub fn tls_config() -> rustls::ClientConfig {
     static CONFIG: OnceLock<rustls::ClientConfig> = OnceLock::new();
     CONFIG
         .get_or_init(|| {

@@ -69,7 +69,7 @@ pub(super) fn http_client() -> ClientBuilder {
     let builder = reqwest::Client::builder().connect_timeout(CONNECT_TIMEOUT);
     #[cfg(target_os = "linux")]
     let builder = builder.tcp_user_timeout(None);
-    builder
+    builder.tls_backend_preconfigured(crate::reward::http_client::tls_config())
 }
 
 /// Progress of an upload.
