@@ -133,8 +133,9 @@ impl ClientBuilder {
             return Err(Error::Settings(format!("'{server}' is neither http:// nor https://")));
         }
         let authorization = api_key.map(|key| {
-            let mut value = HeaderValue::try_from(format!("Bearer {key}"))
-                .map_err(|_| Error::Settings("the API key has characters that are not allowed in a header".to_owned()))?;
+            let mut value = HeaderValue::try_from(format!("Bearer {key}")).map_err(|_| {
+                Error::Settings("the API key has characters that are not allowed in a header".to_owned())
+            })?;
             value.set_sensitive(true);
             Ok(value)
         });
@@ -153,7 +154,8 @@ impl ClientBuilder {
         if !with_proxy {
             builder = builder.no_proxy();
         }
-        let http = builder.build().map_err(|error| Error::Settings(format!("the HTTP client cannot be created: {error}")))?;
+        let http =
+            builder.build().map_err(|error| Error::Settings(format!("the HTTP client cannot be created: {error}")))?;
         let inner = Inner { http, base, authorization: authorization.transpose()?, retry, timeout, stall_timeout };
         Ok(Client { inner: Arc::new(inner), idempotency_key: None })
     }

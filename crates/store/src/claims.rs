@@ -469,7 +469,9 @@ fn nothing_to_continue(step: i64) -> Failure {
         ),
         phase: None,
         step: None,
-        suggestion: Some("fork again, from another checkpoint of the parent job; check the health of the disk".to_owned()),
+        suggestion: Some(
+            "fork again, from another checkpoint of the parent job; check the health of the disk".to_owned(),
+        ),
     }
 }
 

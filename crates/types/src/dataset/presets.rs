@@ -56,7 +56,9 @@ pub fn advice(row: &Row) -> String {
     match known_layout_map(row) {
         Some(map) => format!("there is no 'prompt' column (found {found}): give a mapping, here \"map\": {map}"),
         None => {
-            format!("there is no 'prompt' column (found {found}): name the column that holds the prompts, \"map\": {{\"prompt\": \"…\"}}")
+            format!(
+                "there is no 'prompt' column (found {found}): name the column that holds the prompts, \"map\": {{\"prompt\": \"…\"}}"
+            )
         }
     }
 }

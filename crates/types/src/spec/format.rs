@@ -175,9 +175,7 @@ fn broken_yaml(error: &serde_saphyr::Error) -> FormatError {
         Error::NonFiniteFloat { .. } => {
             "a number is not finite, which JSON does not have: give a finite one".to_owned()
         }
-        Error::RecursiveReferencesRequireWeakTypes { .. } => {
-            "an alias refers to a value that contains it".to_owned()
-        }
+        Error::RecursiveReferencesRequireWeakTypes { .. } => "an alias refers to a value that contains it".to_owned(),
         Error::UnknownAnchor { .. } => "an alias (*name) has no anchor (&name) before it".to_owned(),
         Error::UnsupportedTag { .. } => "a tag (!name) is not supported: write the value without it".to_owned(),
         Error::Eof { .. } => "the document ends too early: a bracket or a quote is open".to_owned(),

@@ -199,7 +199,10 @@ fn source(text: String, more: &[(&str, RefOr<Schema>)]) -> RefOr<Schema> {
         .property("records", RefOr::T(Schema::Array(rows)))
         .property("hub", string("Dataset on the Hugging Face Hub: `org/name`, or `org/name@revision`."))
         .property("revision", string("Branch, tag or commit; default: `main`."))
-        .property("config", string("Configuration (subset); default: the default configuration, or the only one. Otherwise required."))
+        .property(
+            "config",
+            string("Configuration (subset); default: the default configuration, or the only one. Otherwise required."),
+        )
         .property("split", string("Split; default: `train`, or the only split."))
         .property("map", Ref::from_schema_name("DatasetMap"))
         .property(

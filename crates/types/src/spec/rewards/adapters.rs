@@ -138,8 +138,10 @@ pub(super) fn read_http_template(reader: &Reader<'_>) -> RewardKind {
     if let Some(value) = body.value() {
         check_templates(&body, "", value);
     }
-    let pointer = reader
-        .required("pointer", "give the JSON pointer to the reward in the response, such as \"/score\"; \"\" = the whole response");
+    let pointer = reader.required(
+        "pointer",
+        "give the JSON pointer to the reward in the response, such as \"/score\"; \"\" = the whole response",
+    );
     let text = pointer.string(1_000).unwrap_or_default();
     let stars = text.split('/').filter(|part| *part == "*").count();
     if !text.is_empty() && !text.starts_with('/') {

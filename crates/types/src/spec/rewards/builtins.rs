@@ -326,8 +326,10 @@ fn read_multi(reader: &Reader<'_>) -> RewardKind {
             graders.insert(name.clone(), kind);
         }
     }
-    let formula = reader
-        .required("calculate_output", "give the formula over the graders' names, such as \"0.8 * right + 0.2 * short\"");
+    let formula = reader.required(
+        "calculate_output",
+        "give the formula over the graders' names, such as \"0.8 * right + 0.2 * short\"",
+    );
     let text = formula.nonempty(2_000).unwrap_or_default();
     match Formula::parse(text) {
         Err(error) if !text.is_empty() => formula.fail("invalid_value", error),

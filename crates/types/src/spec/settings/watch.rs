@@ -46,7 +46,10 @@ fn rules() -> RefOr<Schema> {
     let rules = Rule::ALL.into_iter().fold(closed(&[]), |rules, rule| {
         let own = closed(&[])
             .property("enabled", flag("Whether the rule is on.", true))
-            .property("on_alert", enumeration("What happens on an alert of this rule; default: doctor.on_alert.", &names))
+            .property(
+                "on_alert",
+                enumeration("What happens on an alert of this rule; default: doctor.on_alert.", &names),
+            )
             .build();
         let off = ObjectBuilder::new().schema_type(Type::Boolean).build();
         rules.property(rule.as_str(), OneOfBuilder::new().item(own).item(off))

@@ -244,7 +244,10 @@ pub(super) fn checkpoints(keys: &Keys<'_>, length: &Length, eval_every: Option<&
         "epoch" => epoch(keys, "save_strategy", length).map(|steps| json!(steps)),
         "best" => eval_every.cloned(),
         "no" => {
-            keys.ignore("save_strategy", "interrupted and paused jobs resume from checkpoints, so they are always saved; keep_last 1 keeps one");
+            keys.ignore(
+                "save_strategy",
+                "interrupted and paused jobs resume from checkpoints, so they are always saved; keep_last 1 keeps one",
+            );
             None
         }
         other => {
