@@ -7,7 +7,6 @@ use std::ops::RangeInclusive;
 use std::sync::LazyLock;
 
 use serde::de::DeserializeOwned;
-use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use utoipa::{PartialSchema, ToSchema};
