@@ -124,7 +124,7 @@ impl Store {
 
     /// Returns the additional data of these jobs; deleted jobs are left out.
     pub async fn jobs_beside(&self, ids: &[JobId]) -> Result<HashMap<JobId, JobBeside>, StoreError> {
-        let doing = "read what is beside jobs";
+        let doing = "read the additional data of jobs";
         let mut reader = self.readers.begin().await.doing(doing)?;
         let rows = sqlx::query(BESIDE_JOBS).bind(to_json("ids", &ids)?).fetch_all(&mut *reader).await.doing(doing)?;
         let mut places = Vec::new();

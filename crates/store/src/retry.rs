@@ -97,7 +97,7 @@ async fn continue_from(
         let step = checkpoint.step;
         let data = json!({
             "code": "checkpoint_damaged",
-            "message": format!("the checkpoint of step {step} of the job {parent} is damaged: this one begins with an older one"),
+            "message": format!("the checkpoint of step {step} of the job {parent} is damaged: this job starts from an older one"),
             "data": { "checkpoint": checkpoint.id, "step": step },
         });
         event_insert(tx, job, "warning", now, data).await?;

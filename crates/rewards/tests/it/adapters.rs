@@ -442,7 +442,7 @@ fn what_an_adapter_cannot_be_is_refused_with_the_reason() {
         (
             json!({"type": "http_template", "url": "http://x/", "body": {}, "pointer": "score"}),
             "/reward/pointer",
-            "begins with '/'",
+            "must begin with '/'",
         ),
         (
             json!({"type": "http_template", "url": "http://x/", "body": {}, "pointer": "/a", "batch": true}),

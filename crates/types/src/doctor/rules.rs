@@ -201,7 +201,7 @@ fn length_explosion(case: &Case<'_>) -> Option<Verdict> {
         return Some(Verdict::Hold);
     }
     let message = format!(
-        "{:.0} % of the completions are cut at {} tokens ({:.0} % at first); their mean length grew from {:.1} to {:.1} tokens",
+        "{:.0} % of the completions are truncated at {} tokens ({:.0} % at first); their mean length grew from {:.1} to {:.1} tokens",
         100.0 * cut_now.mean(),
         case.input.plan.sampling.max_completion_length,
         100.0 * cut_then.mean(),
@@ -342,7 +342,7 @@ fn cold_start(case: &Case<'_>) -> Option<Verdict> {
         case.history.count("reward"),
         rewards.mean()
     );
-    let fix = "fine-tune the model on examples first (SFT), so that some completions earn a reward; or begin with easier prompts, or a reward that also gives part of the credit".to_owned();
+    let fix = "fine-tune the model on examples first (SFT), so that some completions earn a reward; or start with easier prompts, or use a reward that also gives partial credit".to_owned();
     let evidence = vec![rewards.observe_mean(case.range().map(|(low, high)| low + 0.05 * (high - low)))];
     raise(message, evidence, fix)
 }
@@ -355,7 +355,7 @@ fn nothing_to_learn(case: &Case<'_>) -> Option<Verdict> {
             "the model earns {:.3} of at most {high:.3} from the start: there is little left to learn",
             first.mean()
         );
-        let fix = "use harder prompts or a reward that asks for more; or be content with the model as it is".to_owned();
+        let fix = "use harder prompts or a stricter reward; otherwise the job is not needed".to_owned();
         let limit = case.range().map(|(low, high)| low + 0.95 * (high - low));
         return raise(message, vec![first.observe_mean(limit)], fix);
     }

@@ -52,7 +52,7 @@ pub fn verdict(report: &ProbeReport, plan: &Plan) -> Vec<Finding> {
     if findings.is_empty() {
         let detail = match (report.reward, report.tied_groups_fraction) {
             (Some(reward), Some(tied)) => format!("mean reward {reward:.3}, {} of the groups tied", percent(tied)),
-            _ => "no figure speaks against it".to_owned(),
+            _ => "no problem was found".to_owned(),
         };
         let fix = if report.complete {
             "submit the job"
@@ -133,7 +133,7 @@ fn level(report: &ProbeReport, plan: &Plan) -> Option<Finding> {
             format!("the base model never scores: its mean reward is {reward:.3}, {of_what}"),
             match plan.warm_up {
                 None => {
-                    "let the job learn from good answers first (warm_up: {dataset, steps}), begin with easier prompts, or give partial reward for partial success"
+                    "let the job learn from good answers first (warm_up: {dataset, steps}), start with easier prompts, or give a partial reward for partial success"
                 }
                 Some(_) => {
                     "the job's warm_up comes before its first rollout and is not part of this look: see what the evaluation says behind it, and whether its answers score with these rewards"
@@ -152,7 +152,7 @@ fn level(report: &ProbeReport, plan: &Plan) -> Option<Finding> {
     Some(finding(
         FindingCode::NothingToLearn,
         format!(
-            "the mean reward {reward:.3} lies outside rloo.reward_clip_range [{low}, {high}], where all rewards become equal"
+            "the mean reward {reward:.3} is outside rloo.reward_clip_range [{low}, {high}], where all rewards become equal"
         ),
         "widen rloo.reward_clip_range, or leave it out",
     ))
@@ -194,7 +194,7 @@ fn truncation(report: &ProbeReport, plan: &Plan) -> Option<Finding> {
     let limit = plan.sampling.max_completion_length;
     Some(finding(
         FindingCode::RaiseMaxCompletionLength,
-        format!("{} of the completions are cut off at {limit} tokens", percent(truncated)),
+        format!("{} of the completions are truncated at {limit} tokens", percent(truncated)),
         format!(
             "raise sampling.max_completion_length (for example to {}, if the model's context allows it), or ask for shorter answers",
             limit.saturating_mul(2)

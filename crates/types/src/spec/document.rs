@@ -293,7 +293,7 @@ pub fn read_labels(document: &Value) -> Result<Labels, Vec<FieldError>> {
             errors.add(
                 reader.pointer_to(name),
                 "invalid_type",
-                "must not be null: leave it out, and it stays as it is",
+                "must not be null: leave it out to keep the current value",
             );
         }
     }

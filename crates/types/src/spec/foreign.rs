@@ -70,7 +70,7 @@ const KEYS: &[Entry] = &[
     (
         &["num_mini_batches", "mini_batch_size", "ppo_mini_batch_size"],
         FOREIGN,
-        "use rloo.steps_per_generation: optimizer steps one rollout is cut into",
+        "use rloo.steps_per_generation: optimizer steps per rollout",
     ),
     (
         &["rloo_k", "num_samples_per_prompt", "n_samples_per_prompt", "group_size", "k"],
@@ -89,7 +89,7 @@ const KEYS: &[Entry] = &[
     ),
     (&["missing_eos_penalty"], FOREIGN, "use rloo.mask_truncated_completions, or a reward on the length"),
     (&["response_length", "max_new_tokens", "max_tokens", "max_length"], FOREIGN, "use sampling.max_completion_length"),
-    (&["max_prompt_length"], FOREIGN, "prompts are never cut; shorten the ones the validation reports. Remove it"),
+    (&["max_prompt_length"], FOREIGN, "prompts are never truncated; shorten the ones that the validation reports, and remove it"),
     (
         &["total_episodes", "num_episodes"],
         FOREIGN,
@@ -113,7 +113,7 @@ const KEYS: &[Entry] = &[
     (
         &["per_device_eval_batch_size", "eval_batch_size"],
         FOREIGN,
-        "the worker cuts evaluation into batches by itself; remove it",
+        "the worker chooses the batches of an evaluation; remove it",
     ),
     (&["num_generations_eval"], FOREIGN, "use eval.num_generations"),
     (&["eval_strategy", "evaluation_strategy", "eval_steps", "eval_dataset", "eval_on_start"], FOREIGN, EVALUATING),
@@ -192,7 +192,7 @@ const KEYS: &[Entry] = &[
     (
         &["ref_model", "reference_model", "ref_policy"],
         FOREIGN,
-        "the reference is the base model, or the weights a run begins with: see warm_start.reference; remove it",
+        "the reference is the base model, or the weights that a run starts from: see warm_start.reference; remove it",
     ),
     (
         &["sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"],

@@ -326,7 +326,7 @@ fn fit_completions(spec: &JobSpec, context: &Context, errors: &mut Vec<FieldErro
         let Some(lengths) = facts.prompt_lengths else { continue };
         if lengths.longest >= limit {
             let detail = format!(
-                "{} prompts leave no room for a completion: the model reads at most {limit} tokens, the longest prompt (row {}) has {}; shorten or remove them (prompts are never cut)",
+                "{} prompts leave no room for a completion: the model reads at most {limit} tokens, the longest prompt (row {}) has {}; shorten or remove them (prompts are never truncated)",
                 lengths.too_long, lengths.longest_row, lengths.longest
             );
             errors.push(FieldError::new(at, "prompt_too_long", detail));
@@ -497,7 +497,7 @@ fn warnings(spec: &JobSpec, context: &Context, plan: &Plan, prompts: u64) -> Vec
         && let Some(without) = sources.iter().find(|source| source.weight.is_none())
     {
         let detail = format!(
-            "the source '{}' has no weight, so its rows are its weight beside the weights of the others",
+            "the source '{}' has no weight, so its number of rows is used as its weight",
             without.name
         );
         warn("/dataset".to_owned(), "weights_and_rows", detail);

@@ -105,7 +105,7 @@ pub(super) fn read_reward_secrets(field: &Field<'_>) -> BTreeMap<String, RewardS
     for (name, value) in field.map().into_iter().flatten() {
         let of_reward = rewards.entry(name);
         if value.is_null() {
-            of_reward.fail("invalid_type", "must not be null: leave it out, and it stays as it is");
+            of_reward.fail("invalid_type", "must not be null: leave it out to keep the current value");
         }
         let Some(reader) = of_reward.object() else { continue };
         secrets.insert(name.clone(), service::read_secrets(&reader));
@@ -141,7 +141,7 @@ fn read_reward(reader: &Reader<'_>) -> Option<(RewardPlan, RewardSecrets)> {
     );
     let type_name = kind_field.value().and_then(|value| value.as_str()).unwrap_or_default();
     if UNIMPLEMENTED.contains(&type_name) {
-        kind_field.fail("unsupported", format!("'{type_name}' is not built yet; a webhook can compute any reward"));
+        kind_field.fail("unsupported", format!("'{type_name}' is not supported yet; a webhook can compute any reward"));
         return None;
     }
     let read = kind_field.choice(&KINDS)?;

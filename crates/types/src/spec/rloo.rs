@@ -71,13 +71,13 @@ pub(super) fn warnings(plan: &Plan) -> Vec<Warning> {
     let estimator = variant_name(rloo.estimator);
     if rloo.epsilon_high < rloo.epsilon {
         let detail = format!(
-            "{} is below epsilon {}: likely completions are held back sooner than unlikely ones, which lowers entropy; DAPO uses 0.28 with 0.2",
+            "{} is below epsilon {}: increases of the probability are clipped earlier than decreases, which lowers entropy; DAPO uses 0.28 with 0.2",
             rloo.epsilon_high, rloo.epsilon
         );
         warn("epsilon_high", "narrow_upper_clip", detail);
     }
     if rloo.kl_in == KlIn::Loss && !rloo.needs_reference() {
-        warn("kl_in", "no_kl", "beta is 0, so there is no KL penalty to put anywhere".to_owned());
+        warn("kl_in", "no_kl", "beta is 0, so there is no KL penalty and this setting has no effect".to_owned());
     }
     if rloo.estimator == Estimator::Reinforce {
         let detail = "without a baseline rewards of one sign push all completions the same way, and the gradient's variance is high: rloo costs nothing more";

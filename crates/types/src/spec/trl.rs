@@ -110,7 +110,7 @@ fn sent<'v>(document: &'v Value, findings: &Findings) -> Sent<'v> {
     if let Some(key) = wrapped {
         for stray in config.keys() {
             let detail = format!(
-                "beside '{key}' there may stand {} only: put this key into {key}",
+                "only {} are allowed next to '{key}': move this key into {key}",
                 SIBLING_KEYS[1..10].join(", ")
             );
             findings.errors.borrow_mut().push(FieldError::new(format!("/{stray}"), "unknown_field", detail));
@@ -218,7 +218,7 @@ fn read_adapter<'v>(
     }
     if let Some((pointer, value)) = given.first() {
         if flat {
-            let reason = format!("{pointer} describes the adapter: lora_* keys beside it are not read");
+            let reason = format!("{pointer} describes the adapter: other lora_* keys are ignored");
             findings.ignored.borrow_mut().push(Remark { key: "lora_*".to_owned(), reason });
         }
         mark_flat_keys_read(keys);
@@ -236,7 +236,7 @@ fn read_adapter<'v>(
     match (use_peft, flat) {
         (Some(true), _) | (None, true) => {
             if use_peft.is_none() {
-                let detail = "lora_* keys are taken to ask for an adapter; in TRL they do so only with use_peft true";
+                let detail = "lora_* keys are read as a request for an adapter; in TRL they have this effect only with use_peft true";
                 keys.warn("use_peft", "peft_assumed", detail);
             }
             without_dropout(keys, peft::of_flat_keys(keys))

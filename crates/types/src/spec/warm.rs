@@ -44,7 +44,7 @@ pub(super) fn adapter(
             return Some(asked.clone());
         }
         (None, Some(_)) => {
-            let detail = "the job begins with a LoRA adapter, but \"lora\": null asks for full fine-tuning: leave lora out to continue with the adapter";
+            let detail = "the job starts from a LoRA adapter, but \"lora\": null asks for full fine-tuning: leave lora out to continue with the adapter";
             errors.push(FieldError::new("/lora", "kind_differs", detail));
             return None;
         }

@@ -94,7 +94,7 @@ fn read_rows(
         Some(DatasetSource::Hub(hub)) if given => hub.map = map.clone(),
         Some(DatasetSource::Mixed(_) | DatasetSource::Joined(..)) if given => {
             map_field
-                .fail("conflict", "several datasets are mapped each by itself: give each {\"hub\": …} its own map");
+                .fail("conflict", "each of several datasets needs its own map: give each {\"hub\": …} a map");
         }
         Some(_) | None => {}
     }
@@ -140,7 +140,7 @@ pub(super) fn check(spec: &JobSpec, context: &Context, errors: &mut Vec<FieldErr
     let limit = model.max_position_embeddings;
     if let Some(lengths) = facts.prompt_lengths.filter(|lengths| lengths.longest > limit) {
         let detail = format!(
-            "{} rows are longer than the {limit} tokens that the model reads; the longest (row {}) has {}, answer included: shorten or remove them (rows are never cut)",
+            "{} rows are longer than the {limit} tokens that the model reads; the longest (row {}) has {}, including the answer: shorten or remove them (rows are never truncated)",
             lengths.too_long, lengths.longest_row, lengths.longest
         );
         errors.push(FieldError::new(AT, "row_too_long", detail));

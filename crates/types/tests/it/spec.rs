@@ -281,7 +281,7 @@ fn keys_of_other_trainers_are_refused_by_name() {
 
 #[test]
 fn unimplemented_rewards_are_rejected_as_unsupported() {
-    refused_at("/rewards/0", json!({"type": "judge"}), "/rewards/0/type", "unsupported", &["not built yet"]);
+    refused_at("/rewards/0", json!({"type": "judge"}), "/rewards/0/type", "unsupported", &["not supported yet"]);
 }
 
 #[test]

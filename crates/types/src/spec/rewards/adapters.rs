@@ -145,7 +145,7 @@ pub(super) fn read_http_template(reader: &Reader<'_>) -> RewardKind {
     let text = pointer.string(1_000).unwrap_or_default();
     let stars = text.split('/').filter(|part| *part == "*").count();
     if !text.is_empty() && !text.starts_with('/') {
-        pointer.fail("invalid_value", "a JSON pointer begins with '/'");
+        pointer.fail("invalid_value", "a JSON pointer must begin with '/'");
     } else if stars != usize::from(batch) {
         pointer.fail(
             "invalid_value",

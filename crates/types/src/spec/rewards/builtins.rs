@@ -318,7 +318,7 @@ fn read_multi(reader: &Reader<'_>) -> RewardKind {
     }
     for name in names.into_iter().take(MAX_GRADERS) {
         if !Formula::is_name(name) {
-            field.fail_at(name, "invalid_value", "a grader's name begins with a letter and has letters, digits and '_' only, and is not that of a function");
+            field.fail_at(name, "invalid_value", "a grader's name must begin with a letter, have only letters, digits and '_', and not be the name of a function");
             continue;
         }
         let Some(item) = given.as_ref().and_then(|given| given.entry(name).object()) else { continue };

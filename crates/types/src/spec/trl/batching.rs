@@ -18,7 +18,7 @@ pub(super) struct Batches {
 /// Reads and checks the batch settings. `None` if TRL would reject them or they cannot be expressed; the reason has been reported.
 pub(super) fn read_batches(keys: &Keys<'_>, evaluates: bool) -> Option<Batches> {
     if keys.flag("auto_find_batch_size") == Some(true) {
-        let detail = "generation and training batches must fit each other, so it is refused by TRL too: remove it; the worker finds micro-batches that fit its memory by itself";
+        let detail = "generation and training batches must fit each other, so it is refused by TRL too: remove it; the worker chooses micro-batches that fit into its memory";
         keys.fail("auto_find_batch_size", "invalid_value", detail);
     }
     let before = keys.findings.errors.borrow().len();

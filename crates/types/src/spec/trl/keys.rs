@@ -100,7 +100,7 @@ pub(super) const IGNORED: &[Entry] = &[
             "eval_accumulation_steps",
             "prediction_loss_only",
         ],
-        reason: "the worker cuts evaluation into batches by itself",
+        reason: "the worker chooses the batches of an evaluation",
     },
     Entry {
         keys: &[
@@ -276,7 +276,7 @@ pub(super) const REFUSED: &[Refused] = &[
     Refused {
         keys: &["max_prompt_length"],
         off: &[],
-        reason: "prompts are never cut, in TRL since 1.0 neither: shorten the ones that the validation reports, and remove it",
+        reason: "prompts are never truncated, as in TRL since 1.0: shorten the ones that the validation reports, and remove it",
     },
     Refused {
         keys: &["lora_target_parameters", "lora_modules_to_save", "use_dora"],

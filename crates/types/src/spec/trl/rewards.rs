@@ -78,7 +78,7 @@ fn reward_of(keys: &Keys<'_>, key: &'static str, name: &str, of_trl: &mut Vec<St
         python(keys, key, &file_of_module(module), function)
     } else {
         let detail = format!(
-            "the file of '{name}' is not named: {PLACEHOLDER_FILE} stands for it, put the one that defines the function; it must lie in a folder of the server's --python-rewards, or be served with `rlood reward serve {PLACEHOLDER_FILE}:{name}`"
+            "the file of '{name}' is not named: replace {PLACEHOLDER_FILE} with the file that defines the function; it must be in a folder of the server's --python-rewards, or be served with `rlood reward serve {PLACEHOLDER_FILE}:{name}`"
         );
         keys.warn(key, "reward_file_assumed", detail);
         json!({"type": "python", "file": PLACEHOLDER_FILE, "function": name})
@@ -91,7 +91,7 @@ fn reward_of(keys: &Keys<'_>, key: &'static str, name: &str, of_trl: &mut Vec<St
 
 fn python(keys: &Keys<'_>, key: &'static str, file: &str, function: &str) -> Value {
     let detail = format!(
-        "{file} must lie in a folder of the server's --python-rewards; on a server without that, serve it with `rlood reward serve {file}:{function}` and name the address in a webhook"
+        "{file} must be in a folder of the server's --python-rewards; on a server without this option, serve it with `rlood reward serve {file}:{function}` and name the address in a webhook"
     );
     keys.warn(key, "reward_runs_python", detail);
     json!({"type": "python", "file": file, "function": function})

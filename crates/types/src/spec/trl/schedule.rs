@@ -60,7 +60,7 @@ pub(super) fn optimizer(keys: &Keys<'_>, length: &Length) -> Map<String, Value> 
         "constant" => ("constant", false),
         other => {
             let reason = format!(
-                "'{}' is not built: use linear, cosine, constant or constant_with_warmup",
+                "'{}' is not supported: use linear, cosine, constant or constant_with_warmup",
                 crate::spec::reader::shown(other)
             );
             keys.refuse("lr_scheduler_type", reason);
@@ -92,7 +92,7 @@ pub(super) fn warn_of_low_rate(keys: &Keys<'_>, optimizer: &Map<String, Value>) 
     };
     let whose = if keys.has("learning_rate") { "the run's" } else { "TRL's default" };
     let detail = format!(
-        "{whose} learning rate of {rate:e} is kept, at which a LoRA adapter learns next to nothing: rlood's default with LoRA is {LORA_LEARNING_RATE:e}, published recipes lie between 4e-5 and 1e-4"
+        "{whose} learning rate of {rate:e} is kept, at which a LoRA adapter learns next to nothing: rlood's default with LoRA is {LORA_LEARNING_RATE:e}, published recipes use 4e-5 to 1e-4"
     );
     keys.warn("learning_rate", "learning_rate_low_for_lora", detail);
 }
@@ -113,7 +113,7 @@ fn optimizer_kind(keys: &Keys<'_>) -> &'static str {
         "adamw_8bit" | "adamw_bnb_8bit" | "paged_adamw_8bit" | "adamw_torch_8bit" => "adamw_8bit",
         other => {
             let reason = format!(
-                "'{}' is not built: use adamw_torch (AdamW with moments in 32 bits) or adamw_8bit",
+                "'{}' is not supported: use adamw_torch (AdamW with moments in 32 bits) or adamw_8bit",
                 crate::spec::reader::shown(other)
             );
             keys.refuse("optim", reason);
@@ -272,7 +272,7 @@ pub(super) fn checkpoints(keys: &Keys<'_>, length: &Length, eval_every: Option<&
     if load_best {
         keys.ignore(
             "load_best_model_at_end",
-            "the best checkpoint is kept beside the last ones: /jobs/{id}/adapter?which=best",
+            "the best checkpoint is kept in addition to the last ones: /jobs/{id}/adapter?which=best",
         );
     }
     if let Some(metric) = metric.and_then(Value::as_str) {
