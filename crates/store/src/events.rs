@@ -191,7 +191,7 @@ async fn event_store(
                 .execute(&mut *tx)
                 .await
                 .doing("store a phase")?;
-            if phase.map(chapter) != Some(history_group(*new)) {
+            if phase.map(history_group) != Some(history_group(*new)) {
                 event_insert(tx, job, "phase", now, json!({ "phase": new, "step": step })).await?;
             }
             *phase = Some(*new);

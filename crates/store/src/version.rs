@@ -43,7 +43,7 @@ impl Store {
             writer: both.clone(),
             readers: both.clone(),
             searchers: both.clone(),
-            folder: both,
+            checkpointer: both,
             changes: Arc::default(),
             judges: false,
         };

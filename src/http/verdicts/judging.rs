@@ -71,10 +71,10 @@ async fn judge(state: &AppState, verdicts: &Verdicts, row: &TaskRow) -> Result<O
 }
 
 async fn store_rows(state: &AppState, row: &TaskRow, mut lines: mpsc::Receiver<JudgeLine>) -> Result<(), StoreError> {
-    let mut lines = Vec::new();
-    while lines.recv_many(&mut lines, ROWS_PER_TRANSACTION).await > 0 {
+    let mut batch = Vec::new();
+    while lines.recv_many(&mut batch, ROWS_PER_TRANSACTION).await > 0 {
         let (mut rows, mut progress) = (Vec::new(), None);
-        for line in lines.drain(..) {
+        for line in batch.drain(..) {
             match line {
                 ChildLine::Item(judged) => rows.push(judged),
                 ChildLine::Progress { done, total } => progress = Some((done, total)),

@@ -38,7 +38,7 @@ fn updates_on_the_device_have_the_bits_of_the_hosts_and_do_not_wait() {
         let plan = optimizer_plan(kind);
         let mut values = policy.parameter_values().unwrap();
         let mut adam = AdamW::of_kind(kind, values.len());
-        let mut optimizer = Optimizer::beside(policy.flat(), adam.clone()).unwrap();
+        let mut optimizer = Optimizer::from_state(policy.flat(), adam.clone()).unwrap();
         let owned = rows_of(2);
         let rows = as_rows(&owned);
         let g = weights(&rows, 0);

@@ -522,7 +522,7 @@ fn check_adamw(policy: &mut Policy, expected: &Value) -> Checked<f64> {
     let slopes = gradient.values().map_err(chain)?.into_owned();
     gradient.clip(plan.max_grad_norm).map_err(chain)?;
     let adam = AdamW::new(policy.flat().len());
-    let mut optimizer = Optimizer::beside(policy.flat(), adam).map_err(chain)?;
+    let mut optimizer = Optimizer::from_state(policy.flat(), adam).map_err(chain)?;
     let update = |flat: &mut Flat| optimizer.update(flat, &gradient, plan.learning_rate, &plan);
     policy.update_parameters(update).map_err(chain)?;
     let values = policy.parameter_values().map_err(chain)?;

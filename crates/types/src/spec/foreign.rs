@@ -89,7 +89,11 @@ const KEYS: &[Entry] = &[
     ),
     (&["missing_eos_penalty"], FOREIGN, "use rloo.mask_truncated_completions, or a reward on the length"),
     (&["response_length", "max_new_tokens", "max_tokens", "max_length"], FOREIGN, "use sampling.max_completion_length"),
-    (&["max_prompt_length"], FOREIGN, "prompts are never truncated; shorten the ones that the validation reports, and remove it"),
+    (
+        &["max_prompt_length"],
+        FOREIGN,
+        "prompts are never truncated; shorten the ones that the validation reports, and remove it",
+    ),
     (
         &["total_episodes", "num_episodes"],
         FOREIGN,

@@ -496,10 +496,8 @@ fn warnings(spec: &JobSpec, context: &Context, plan: &Plan, prompts: u64) -> Vec
         && sources.iter().any(|source| source.weight.is_some())
         && let Some(without) = sources.iter().find(|source| source.weight.is_none())
     {
-        let detail = format!(
-            "the source '{}' has no weight, so its number of rows is used as its weight",
-            without.name
-        );
+        let detail =
+            format!("the source '{}' has no weight, so its number of rows is used as its weight", without.name);
         warn("/dataset".to_owned(), "weights_and_rows", detail);
     }
     warn_of_evaluation(spec, plan, context, &mut warn);

@@ -93,8 +93,7 @@ fn read_rows(
         }
         Some(DatasetSource::Hub(hub)) if given => hub.map = map.clone(),
         Some(DatasetSource::Mixed(_) | DatasetSource::Joined(..)) if given => {
-            map_field
-                .fail("conflict", "each of several datasets needs its own map: give each {\"hub\": …} a map");
+            map_field.fail("conflict", "each of several datasets needs its own map: give each {\"hub\": …} a map");
         }
         Some(_) | None => {}
     }
