@@ -34,15 +34,15 @@ first_lines() {
 }
 mapfile -t scripts < <(printf '%s\n' "${files[@]}" | grep -E '\.(js|mjs|cu|cuh|h)$')
 
-{ grep -nE '^\s*(//[/!]?|\*|/\*\*|<!--) ?What ' "${files[@]}" || true; } | rule 'comments that begin with "What"' 10
-first_lines '^[ \t]*///? (Of|By|For|From|In|To|With|At|On|As) ' | rule "comments whose first line begins with a preposition" 10
+rule 'comments that begin with "What"' 10 < <(grep -nE '^\s*(//[/!]?|\*|/\*\*|<!--) ?What ' "${files[@]}" || true)
+rule "comments whose first line begins with a preposition" 10 < <(first_lines '^[ \t]*///? (Of|By|For|From|In|To|With|At|On|As) ')
 # A heading such as "# Errors" is no comment of its own.
-{ grep -nE '^\s*///( [^ ]+){1,3}$' "${rust[@]}" | grep -vE '/// #+ ' || true; } | rule "lines of doc comments with three words or fewer" 100
-{ grep -niwE 'nobody|somebody|whoever' "${files[@]}" || true; } | rule "nobody, somebody, whoever" 10
+rule "lines of doc comments with three words or fewer" 100 < <(grep -nE '^\s*///( [^ ]+){1,3}$' "${rust[@]}" | grep -vE '/// #+ ' || true)
+rule "nobody, somebody, whoever" 10 < <(grep -niwE 'nobody|somebody|whoever' "${files[@]}" || true)
 
 # Names that were retired. A string, such as a metric's name or a route, and a comment are no names.
 retired='Cut|Held|Beat|beat|news|letters|Mailbox|errand|courier|keep_house|LOOK|TRIES|Surroundings|Ungenerated|Unprobed'
-{
+rule "retired names in Rust" 0 < <(
     awk -v pattern="$retired" '
         {
             line = $0
@@ -50,6 +50,6 @@ retired='Cut|Held|Beat|beat|news|letters|Mailbox|errand|courier|keep_house|LOOK|
             sub(/\/\/.*/, "", line)
         }
         line ~ "(^|[^A-Za-z0-9_])(" pattern ")([^A-Za-z0-9_]|$)" { print FILENAME ":" FNR ":" $0 }' "${rust[@]}"
-} | rule "retired names in Rust" 0
-{ grep -nFf <(grep -vE '^(#|$)' scripts/english-phrases.txt) "${files[@]}" README.md || true; } | rule "phrases of scripts/english-phrases.txt" 0
+)
+rule "phrases of scripts/english-phrases.txt" 0 < <(grep -nFf <(grep -vE '^(#|$)' scripts/english-phrases.txt) "${files[@]}" README.md || true)
 exit $failed

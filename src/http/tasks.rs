@@ -11,7 +11,7 @@ use crate::task::TaskState;
 /// Delay before the next attempt after a database error.
 const PAUSE: Duration = Duration::from_secs(5);
 /// Interval at which a running task is checked even without a notification.
-const LOOK: Duration = Duration::from_secs(10);
+const POLL_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Runs the tasks of one kind.
 pub(super) trait Work: Send + Sync {
@@ -80,6 +80,6 @@ async fn taken_away(state: &AppState, row: &TaskRow) {
             Ok(_) | Err(StoreError::NotFound { .. }) => return,
             Err(error) => tracing::warn!(error = with_causes(&error), "a cancelled task would not be noticed"),
         }
-        let _ = tokio::time::timeout(LOOK, changed.changed()).await;
+        let _ = tokio::time::timeout(POLL_INTERVAL, changed.changed()).await;
     }
 }

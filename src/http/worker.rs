@@ -360,8 +360,8 @@ async fn take_heartbeat(
     Json(body): Json<Heartbeat>,
 ) -> Result<Json<HeartbeatReply>, Problem> {
     let Heartbeat { attempt, phase, status_reason, step, eta_s, memory_bytes } = body;
-    let beat = HeartbeatUpdate { phase, status_reason, step, eta_s, memory_bytes };
-    let requested = state.store.job_heartbeat(job, attempt, beat, clock_ms(), lease_ms(&state)).await?;
+    let update = HeartbeatUpdate { phase, status_reason, step, eta_s, memory_bytes };
+    let requested = state.store.job_heartbeat(job, attempt, update, clock_ms(), lease_ms(&state)).await?;
     let received_bytes = state.workers.received.of(job, attempt);
     Ok(Json(HeartbeatReply { requested, lease_ms: state.config.lease_ms, received_bytes }))
 }
