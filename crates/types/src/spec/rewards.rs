@@ -18,7 +18,6 @@ mod reward_model;
 mod service;
 mod template;
 
-pub(super) use builtins::BUILTINS;
 pub use formula::Formula;
 pub use json_schema::JsonSchema;
 pub use template::SampleTemplate;
@@ -33,10 +32,8 @@ const MAX_LIMIT: f64 = 1e12;
 type ReadKind = fn(&Reader<'_>) -> RewardKind;
 
 /// All types: services, then the built-in ones, then those that a worker runs.
-static KINDS: LazyLock<Vec<(&'static str, ReadKind)>> = LazyLock::new(|| {
-    let builtins = BUILTINS.iter().map(|builtin| (builtin.name, builtin.read));
-    SERVICES.iter().copied().chain(builtins).chain(RUN_BY_WORKERS.iter().copied()).collect()
-});
+static KINDS: LazyLock<Vec<(&'static str, ReadKind)>> =
+    LazyLock::new(|| [SERVICES, builtins::READERS, RUN_BY_WORKERS].concat());
 const SERVICES: &[(&str, ReadKind)] = &[
     ("webhook", |reader| RewardKind::Webhook(service::read_webhook(reader))),
     ("openrlhf", adapters::read_openrlhf),

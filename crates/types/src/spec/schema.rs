@@ -8,7 +8,7 @@ use utoipa::openapi::schema::{
 use utoipa::openapi::{Object, Ref, RefOr};
 use utoipa::{PartialSchema, ToSchema};
 
-use super::rewards::BUILTINS;
+use super::plan::BUILTINS;
 use super::settings::{SECTIONS, form_layout};
 use super::{
     AnswerPlace, DatasetPlan, EvalPlan, HttpTemplatePlan, JobSpec, LabelPlan, LengthUnit, MAX_ABS_REWARD,

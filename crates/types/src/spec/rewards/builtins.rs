@@ -2,10 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use serde_json::{Value, json};
-use utoipa::PartialSchema;
-use utoipa::openapi::RefOr;
-use utoipa::openapi::schema::Schema;
+use serde_json::Value;
 
 use super::super::foreign::advice;
 use super::super::reader::{Field, Reader};
@@ -18,100 +15,21 @@ use super::adapters::read_template;
 use super::json_schema::JsonSchema;
 use super::{KINDS, ReadKind};
 
-/// A built-in type of reward.
-pub(in super::super) struct Builtin {
-    /// The value of `type` in a job.
-    pub(in super::super) name: &'static str,
-    pub(super) read: ReadKind,
-    /// The JSON schema of its settings.
-    pub(in super::super) schema: fn() -> RefOr<Schema>,
-    /// The settings that a job must give.
-    pub(in super::super) required: &'static [&'static str],
-    /// The shortest valid settings, without `type`; the schema takes its defaults from them.
-    pub(in super::super) minimal: fn() -> Value,
-}
-
-/// Every built-in type, in the order of the API's document.
-pub(in super::super) const BUILTINS: &[Builtin] = &[
-    Builtin { name: "length", read: read_length, schema: LengthPlan::schema, required: &[], minimal: || json!({}) },
-    Builtin {
-        name: "exact_match",
-        read: read_exact_match,
-        schema: MatchPlan::schema,
-        required: &["column"],
-        minimal: || json!({"column": "answer"}),
-    },
-    Builtin {
-        name: "contains",
-        read: read_contains,
-        schema: ContainsPlan::schema,
-        required: &[],
-        minimal: || json!({"text": "…"}),
-    },
-    Builtin {
-        name: "number_match",
-        read: read_number_match,
-        schema: NumberMatchPlan::schema,
-        required: &["column"],
-        minimal: || json!({"column": "answer"}),
-    },
-    Builtin {
-        name: "regex",
-        read: read_regex,
-        schema: RegexPlan::schema,
-        required: &["pattern"],
-        minimal: || json!({"pattern": "."}),
-    },
-    Builtin {
-        name: "string_check",
-        read: read_string_check,
-        schema: StringCheckPlan::schema,
-        required: &["reference", "operation"],
-        minimal: || json!({"reference": "x", "operation": "eq"}),
-    },
-    Builtin {
-        name: "text_similarity",
-        read: read_text_similarity,
-        schema: TextSimilarityPlan::schema,
-        required: &["reference", "evaluation_metric"],
-        minimal: || json!({"reference": "x", "evaluation_metric": "bleu"}),
-    },
-    Builtin {
-        name: "math_equal",
-        read: read_math_equal,
-        schema: MathEqualPlan::schema,
-        required: &["column"],
-        minimal: || json!({"column": "answer"}),
-    },
-    Builtin {
-        name: "json_schema",
-        read: read_json_schema,
-        schema: JsonSchemaPlan::schema,
-        required: &[],
-        minimal: || json!({}),
-    },
-    Builtin {
-        name: "repetition",
-        read: read_repetition,
-        schema: RepetitionPlan::schema,
-        required: &[],
-        minimal: || json!({}),
-    },
-    Builtin {
-        name: "soft_overlong",
-        read: read_soft_overlong,
-        schema: SoftOverlongPlan::schema,
-        required: &["max_tokens", "cache_tokens"],
-        minimal: || json!({"max_tokens": 2, "cache_tokens": 1}),
-    },
-    Builtin { name: "format", read: read_format, schema: FormatPlan::schema, required: &[], minimal: || json!({}) },
-    Builtin {
-        name: "multi",
-        read: read_multi,
-        schema: MultiPlan::schema,
-        required: &["graders", "calculate_output"],
-        minimal: || json!({"graders": {"a": {"type": "length"}}, "calculate_output": "a"}),
-    },
+/// The types, each with its reader.
+pub(super) const READERS: &[(&str, ReadKind)] = &[
+    ("length", read_length),
+    ("exact_match", read_exact_match),
+    ("contains", read_contains),
+    ("number_match", read_number_match),
+    ("regex", read_regex),
+    ("string_check", read_string_check),
+    ("text_similarity", read_text_similarity),
+    ("math_equal", read_math_equal),
+    ("json_schema", read_json_schema),
+    ("repetition", read_repetition),
+    ("soft_overlong", read_soft_overlong),
+    ("format", read_format),
+    ("multi", read_multi),
 ];
 
 /// Maximum number of graders in one `multi` reward.

@@ -3,10 +3,76 @@
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
-use utoipa::ToSchema;
+use serde_json::{Value, json};
+use utoipa::openapi::RefOr;
+use utoipa::openapi::schema::Schema;
+use utoipa::{PartialSchema, ToSchema};
 
 use super::RewardKind;
+
+/// A built-in type of reward, for the JSON schema.
+pub(in crate::spec) struct Builtin {
+    /// The value of `type` in a job.
+    pub(in crate::spec) name: &'static str,
+    /// The JSON schema of its settings.
+    pub(in crate::spec) schema: fn() -> RefOr<Schema>,
+    /// The settings that a job must give.
+    pub(in crate::spec) required: &'static [&'static str],
+    /// The shortest valid settings, without `type`; the schema takes its defaults from them.
+    pub(in crate::spec) minimal: fn() -> Value,
+}
+
+/// Every built-in type, in the order of the API's document. `spec/rewards/builtins.rs` has their readers.
+pub(in crate::spec) const BUILTINS: &[Builtin] = &[
+    Builtin { name: "length", schema: LengthPlan::schema, required: &[], minimal: || json!({}) },
+    Builtin {
+        name: "exact_match",
+        schema: MatchPlan::schema,
+        required: &["column"],
+        minimal: || json!({"column": "answer"}),
+    },
+    Builtin { name: "contains", schema: ContainsPlan::schema, required: &[], minimal: || json!({"text": "…"}) },
+    Builtin {
+        name: "number_match",
+        schema: NumberMatchPlan::schema,
+        required: &["column"],
+        minimal: || json!({"column": "answer"}),
+    },
+    Builtin { name: "regex", schema: RegexPlan::schema, required: &["pattern"], minimal: || json!({"pattern": "."}) },
+    Builtin {
+        name: "string_check",
+        schema: StringCheckPlan::schema,
+        required: &["reference", "operation"],
+        minimal: || json!({"reference": "x", "operation": "eq"}),
+    },
+    Builtin {
+        name: "text_similarity",
+        schema: TextSimilarityPlan::schema,
+        required: &["reference", "evaluation_metric"],
+        minimal: || json!({"reference": "x", "evaluation_metric": "bleu"}),
+    },
+    Builtin {
+        name: "math_equal",
+        schema: MathEqualPlan::schema,
+        required: &["column"],
+        minimal: || json!({"column": "answer"}),
+    },
+    Builtin { name: "json_schema", schema: JsonSchemaPlan::schema, required: &[], minimal: || json!({}) },
+    Builtin { name: "repetition", schema: RepetitionPlan::schema, required: &[], minimal: || json!({}) },
+    Builtin {
+        name: "soft_overlong",
+        schema: SoftOverlongPlan::schema,
+        required: &["max_tokens", "cache_tokens"],
+        minimal: || json!({"max_tokens": 2, "cache_tokens": 1}),
+    },
+    Builtin { name: "format", schema: FormatPlan::schema, required: &[], minimal: || json!({}) },
+    Builtin {
+        name: "multi",
+        schema: MultiPlan::schema,
+        required: &["graders", "calculate_output"],
+        minimal: || json!({"graders": {"a": {"type": "length"}}, "calculate_output": "a"}),
+    },
+];
 
 /// Length reward: 1 within the limits, `below` and `above` outside, with a linear transition over `soft_margin`, plus a
 /// bonus for ending a sentence.
