@@ -308,14 +308,14 @@ async fn collect(allowance: &Allowance, request: Request) -> Result<Bytes, Probl
         return Err(longer_than(most));
     }
     let mut pieces = body.into_data_stream();
-    let mut held = allowance.take(0)?;
+    let mut held = allowance.acquire(0)?;
     let mut bytes = Vec::new();
     while let Some(piece) = pieces.next().await {
         let piece =
             piece.map_err(|error| if is_too_long(&error) { longer_than(most) } else { body_problem(&error) })?;
         // Rounded on the total, not per piece: a body may arrive byte by byte.
         let kib = (bytes.len() + piece.len()).div_ceil(1024);
-        held.merge(allowance.take(kib.saturating_sub(held.num_permits()))?);
+        held.merge(allowance.acquire(kib.saturating_sub(held.num_permits()))?);
         bytes.extend_from_slice(&piece);
     }
     Ok(bytes.into())

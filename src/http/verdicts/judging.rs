@@ -56,8 +56,8 @@ async fn judge(state: &AppState, verdicts: &Verdicts, row: &TaskRow) -> Result<O
         Ok(task) => task,
         Err(error) => return Ok(Some(JudgeReport::Failed(error))),
     };
-    let (tell, lines) = mpsc::channel(ROWS_PER_TRANSACTION);
-    let (report, kept) = tokio::join!(verdicts.follow(&task, tell), store_rows(state, row, lines));
+    let (sender, receiver) = mpsc::channel(ROWS_PER_TRANSACTION);
+    let (report, kept) = tokio::join!(verdicts.follow(&task, sender), store_rows(state, row, receiver));
     kept?;
     Ok(match report {
         Ok(report) => Some(report),
@@ -70,9 +70,13 @@ async fn judge(state: &AppState, verdicts: &Verdicts, row: &TaskRow) -> Result<O
     })
 }
 
-async fn store_rows(state: &AppState, row: &TaskRow, mut lines: mpsc::Receiver<JudgeLine>) -> Result<(), StoreError> {
+async fn store_rows(
+    state: &AppState,
+    row: &TaskRow,
+    mut receiver: mpsc::Receiver<JudgeLine>,
+) -> Result<(), StoreError> {
     let mut lines = Vec::new();
-    while lines.recv_many(&mut lines, ROWS_PER_TRANSACTION).await > 0 {
+    while receiver.recv_many(&mut lines, ROWS_PER_TRANSACTION).await > 0 {
         let (mut rows, mut progress) = (Vec::new(), None);
         for line in lines.drain(..) {
             match line {
