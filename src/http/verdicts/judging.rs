@@ -56,8 +56,8 @@ async fn judge(state: &AppState, verdicts: &Verdicts, row: &TaskRow) -> Result<O
         Ok(task) => task,
         Err(error) => return Ok(Some(JudgeReport::Failed(error))),
     };
-    let (tell, lines) = mpsc::channel(ROWS_PER_TRANSACTION);
-    let (report, kept) = tokio::join!(verdicts.follow(&task, tell), store_rows(state, row, lines));
+    let (sender, receiver) = mpsc::channel(ROWS_PER_TRANSACTION);
+    let (report, kept) = tokio::join!(verdicts.follow(&task, sender), store_rows(state, row, receiver));
     kept?;
     Ok(match report {
         Ok(report) => Some(report),
