@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use minijinja::{Environment, Error, ErrorKind, UndefinedBehavior, Value};
 
-use crate::jinja::{Template, guard};
+use crate::jinja::{Template, limit_operators};
 
 /// Steps one evaluation may take.
 const FUEL: u64 = 10_000;
@@ -31,7 +31,7 @@ impl Formula {
         let mut environment = Environment::empty();
         environment.set_fuel(Some(FUEL));
         environment.set_undefined_behavior(UndefinedBehavior::Strict);
-        guard(&mut environment);
+        limit_operators(&mut environment);
         let one: [(&'static str, OfOne); 6] = [
             ("abs", f64::abs),
             ("floor", f64::floor),
