@@ -433,7 +433,7 @@ fn what_an_adapter_cannot_be_is_refused_with_the_reason() {
         (json!({"type": "tei_predict", "url": "http://x/", "template": "{{ a"}), "/reward/template", "not valid"),
         (json!({"type": "tei_predict", "url": "http://x/", "secret": "whsec_x"}), "/reward/secret", "unknown field"),
         (json!({"type": "openai_judge", "url": "http://x/", "rubric": "r"}), "/reward/model", "name the model"),
-        (json!({"type": "openai_judge", "url": "http://x/", "model": "m"}), "/reward/rubric", "look at"),
+        (json!({"type": "openai_judge", "url": "http://x/", "model": "m"}), "/reward/rubric", "should consider"),
         (
             json!({"type": "openai_judge", "url": "http://x/", "model": "m", "rubric": "r", "min_score": 5, "max_score": 5}),
             "/reward/max_score",
