@@ -96,7 +96,7 @@ impl Pool {
         }
     }
 
-    /// Returns the smallest buffer that is large enough, unless it is far too large.
+    /// Returns the smallest free buffer of the pool that is large enough, unless it is far too large.
     fn take_buffer(&self, len: usize) -> Option<Vec<f32>> {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         let fits = |buffer: &Vec<f32>| (len..=4 * len.max(256)).contains(&buffer.capacity());
