@@ -460,7 +460,7 @@ mod tests {
             (TrainerState { evaluations: best(f64::NAN), ..good.clone() }, "evaluations.best.value"),
         ] {
             let error = state_json(&state).unwrap_err();
-            let expected = format!("{field} of trainer_state.json");
+            let expected = format!("the field {field} of trainer_state.json");
             assert!(matches!(&error, EngineError::StateNotFinite { what } if *what == expected), "{field}: {error}");
         }
     }

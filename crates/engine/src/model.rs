@@ -155,7 +155,7 @@ impl Policy {
             }
             #[cfg(not(feature = "cuda"))]
             BackendKind::Cuda { ordinal } => {
-                return Err(EngineError::Input(format!("cuda:{ordinal} needs a build with CUDA, which this is not")));
+                return Err(EngineError::Input(format!("cuda:{ordinal} needs a build with CUDA; this build has none")));
             }
         };
         Ok(Policy { card, dtype, network, lora: None, full: None })

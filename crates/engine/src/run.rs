@@ -309,7 +309,7 @@ impl Data {
         }
         if self.answered.is_empty() {
             let why = if num_rows == 0 {
-                "the dataset has no rows"
+                "its dataset has no rows"
             } else {
                 "the prompts of all its rows are also evaluated"
             };
