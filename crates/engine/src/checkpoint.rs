@@ -204,7 +204,7 @@ pub fn verify(dir: &Path) -> Result<()> {
     let weights: &[&str] = if names(full::WEIGHTS) { &["config.json"] } else { &[lora::CONFIG, lora::WEIGHTS] };
     for needed in [STATE, OPTIMIZER].iter().chain(weights) {
         if !names(needed) {
-            return Err(EngineError::Checkpoint(format!("its manifest does not name {needed}")));
+            return Err(EngineError::Checkpoint(format!("the manifest does not name {needed}")));
         }
     }
     for file in &manifest.files {
@@ -224,7 +224,7 @@ pub fn read(dir: &Path, plan: &Plan) -> Result<Restored> {
     let state: TrainerState = from_json(dir, STATE)?;
     if state.plan_sha256 != plan_sha256(plan) {
         return Err(EngineError::Checkpoint(
-            "it was written with another model, dataset, lora, warm start, warm-up, optimizer, dtype, batch or seed; start a new job instead".into(),
+            "it was written by a run with another model, dataset, lora, warm start, warm-up, optimizer, dtype, batch or seed; start a new job instead".into(),
         ));
     }
     let moments = read_moments(&dir.join(OPTIMIZER), plan.optimizer.kind)?;

@@ -41,7 +41,7 @@ use pass::{Pass, RowDropout};
 pub struct RowScore {
     /// Log-probabilities in nats, of logits / temperature.
     pub logps: Vec<f32>,
-    /// Entropies of the same distributions, in nats.
+    /// Entropies of the next-token distributions, in nats.
     pub entropies: Vec<f32>,
 }
 

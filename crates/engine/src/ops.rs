@@ -127,7 +127,7 @@ pub struct RopeTable {
 }
 
 impl RopeTable {
-    /// Number of positions covered.
+    /// Number of positions that the tables cover.
     pub fn len(&self) -> usize {
         self.cos.len().checked_div(self.half).unwrap_or(0)
     }
@@ -153,7 +153,7 @@ pub struct Rotation<'a> {
     pub qk_norm: Option<(&'a [f32], &'a [f32], f32)>,
     /// The rotary angles of all positions.
     pub table: &'a RopeTable,
-    /// The position of each row.
+    /// The position of each row in its sequence.
     pub positions: &'a [usize],
 }
 

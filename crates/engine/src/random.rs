@@ -24,7 +24,7 @@ pub enum Stream {
     Refill,
     /// Sampling of completions requested by users.
     Generate,
-    /// The source of a dataset's next prompt.
+    /// Choice of the source of a dataset's next prompt.
     Mixture,
     /// Sampling of a verdict's completions, by both models.
     Verdict,

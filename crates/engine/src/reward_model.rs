@@ -44,7 +44,7 @@ impl RewardModel {
     /// Loads a model directory like [`RewardModel::load`], with a card that was already read.
     ///
     /// # Errors
-    /// The same as for [`RewardModel::load`].
+    /// Fails in the same cases as [`RewardModel::load`].
     pub fn load_card(dir: &Path, card: ClassifierCard, kind: BackendKind, dtype: ComputeDtype) -> Result<RewardModel> {
         let mut weights = Weights::of(dir, &card.tensors);
         let network = match &card.backbone {

@@ -38,7 +38,7 @@ pub fn gated(threads: &Threads, isa: Isa, rows: GateUp<'_>, out: &mut [f32]) {
     over_rows(threads, rows, 4 * width, |range| {
         for row in range {
             let (gate, up) = gate_up[2 * row * width..2 * (row + 1) * width].split_at(width);
-            // Safety: rows are disjoint and inside the buffer.
+            // Safety: each thread writes other rows, and all rows are inside the buffer.
             unsafe {
                 let out = out.part(row * width..(row + 1) * width);
                 match activation {
@@ -61,7 +61,7 @@ pub fn gated_vjp(threads: &Threads, isa: Isa, rows: GateUp<'_>, dy: &[f32], d_ga
         for row in range {
             let span = 2 * row * width..2 * (row + 1) * width;
             let (gate, up) = gate_up[span.clone()].split_at(width);
-            // Safety: rows are disjoint and inside the buffer.
+            // Safety: each thread writes other rows, and all rows are inside the buffer.
             unsafe {
                 let (d_gate, d_up) = d_gate_up.part(span).split_at_mut(width);
                 let dy = &dy[row * width..(row + 1) * width];
@@ -81,7 +81,7 @@ pub fn add(threads: &Threads, isa: Isa, x: &[f32], y: &mut [f32]) {
     let (length, y) = (y.len(), Shared::new(y));
     over_rows(threads, length.div_ceil(AT_ONCE), AT_ONCE, |range| {
         let span = range.start * AT_ONCE..(range.end * AT_ONCE).min(length);
-        // Safety: the spans are disjoint and inside the buffer.
+        // Safety: each thread writes another span of y, inside the buffer.
         unsafe { add_span(isa, &x[span.clone()], y.part(span)) };
     });
 }
@@ -90,11 +90,11 @@ pub fn add(threads: &Threads, isa: Isa, x: &[f32], y: &mut [f32]) {
 pub fn column_sums(threads: &Threads, isa: Isa, x: &[f32], sums: &mut [f32]) {
     let width = sums.len();
     let rows = x.len().checked_div(width).unwrap_or(0);
-    assert_eq!(x.len(), rows * width, "x is not whole rows as wide as the sums");
+    assert_eq!(x.len(), rows * width, "the length of x is not a multiple of the sums'");
     let sums = Shared::new(sums);
     over_rows(threads, width.div_ceil(16), 16 * rows, |range| {
         let columns = range.start * 16..(range.end * 16).min(width);
-        // Safety: columns are disjoint and inside every row.
+        // Safety: each thread writes other columns, and all columns are inside every row.
         unsafe { sum_columns(isa, x, width, columns.start, sums.part(columns)) };
     });
 }
@@ -127,7 +127,7 @@ unsafe fn silu<S: Simd>(gate: S::V) -> Curve<S::V> {
         // Bound the gate below: silu(−87) is already −10⁻³⁶.
         let gate = S::max(S::splat(LOWEST), gate);
         let s = logistic::<S>(gate);
-        // silu' = s·(1 + x·(1 − s))
+        // The derivative of SiLU, with s = σ(x): s·(1 + x·(1 − s)).
         let one = S::splat(1.0);
         (S::mul(gate, s), S::mul(s, S::fma(gate, S::sub(one, s), one)))
     }
@@ -146,7 +146,7 @@ unsafe fn gelu<S: Simd>(gate: S::V) -> Curve<S::V> {
         let two_u = S::mul(S::mul(S::splat(FACTOR), bounded), S::fma(S::splat(CUBIC), square, one));
         let s = logistic::<S>(two_u);
         let slope = S::mul(S::splat(FACTOR), S::fma(S::splat(3.0 * CUBIC), square, one));
-        // (x·σ(2u))' = σ + x·σ·(1 − σ)·2u'
+        // The derivative of GELU: (x·σ(2u))' = σ + x·σ·(1 − σ)·2u'.
         let derivative = S::mul(s, S::fma(S::mul(bounded, slope), S::sub(one, s), one));
         (S::mul(x, s), derivative)
     }

@@ -13,7 +13,7 @@ pub fn rms_norm(threads: &Threads, isa: Isa, x: &[f32], weight: &[f32], eps: f32
     over_rows(threads, rows, weight.len(), |range| {
         for row in range {
             let span = row * weight.len()..(row + 1) * weight.len();
-            // Safety: rows are disjoint and inside both buffers.
+            // Safety: each thread writes other rows, and all rows are inside both buffers.
             unsafe { norm_row(isa, &x[span.clone()], weight, eps, out.part(span)) };
         }
     });
@@ -39,7 +39,7 @@ pub fn rms_norm_vjp(
         for row in range {
             let span = row * weight.len()..(row + 1) * weight.len();
             let residual = residual.map(|residual| &residual[span.clone()]);
-            // Safety: rows are disjoint and inside every buffer.
+            // Safety: each thread writes other rows, and all rows are inside every buffer.
             unsafe { vjp_row(isa, &x[span.clone()], weight, eps, &dy[span.clone()], residual, dx.part(span)) };
         }
     });
@@ -63,7 +63,7 @@ pub fn rms_norm_weight_vjp(threads: &Threads, isa: Isa, x: &[f32], eps: f32, dy:
     // Divide columns at multiples of 16, so that a column is always in the same lane of a vector.
     over_rows(threads, width.div_ceil(16), 16 * rows, |range| {
         let columns = range.start * 16..(range.end * 16).min(width);
-        // Safety: columns are disjoint and inside every row.
+        // Safety: each thread writes other columns, and all columns are inside every row.
         unsafe { weight_columns(isa, x, dy, &scales, width, columns.start, dw.part(columns)) };
     });
 }

@@ -84,7 +84,7 @@ impl PackedMatrix {
         threads.split(n.div_ceil(PANEL), |panels| {
             for panel in panels {
                 let weight = &weight[panel * PANEL * k..n.min((panel + 1) * PANEL) * k];
-                // Safety: panels are disjoint, and `lines` long each.
+                // Safety: each thread writes other panels, which are `lines` long each.
                 pack_panel(unsafe { all.part(panel * lines..(panel + 1) * lines) }, weight, k, dtype);
             }
         });

@@ -52,7 +52,7 @@ impl<'a> Rope<'a> {
     fn check(&self, positions: &[usize], values: &[f32]) {
         let head_dim = self.heads.head_dim;
         assert!(2 * self.half <= head_dim, "the rotary angles are wider than a head");
-        assert_eq!(values.len(), positions.len() * self.heads.width(), "rows do not match their positions");
+        assert_eq!(values.len(), positions.len() * self.heads.width(), "the rows of qkv do not match the positions");
         let end = positions.iter().max().map_or(0, |position| position + 1) * self.half;
         assert!(self.cos.len() >= end && self.sin.len() >= end, "a position is beyond the table");
         assert!(self.qk_norm.is_none_or(|norm| norm.q.len() == head_dim && norm.k.len() == head_dim));
@@ -67,7 +67,8 @@ pub fn rotate(threads: &Threads, isa: Isa, rope: &Rope<'_>, positions: &[usize],
     over_rows(threads, positions.len(), width, |range| {
         for row in range {
             let span = row * width..(row + 1) * width;
-            // Safety: rows are disjoint and inside the buffer; positions are inside the table.
+            // Safety: each thread writes other rows, inside the buffer; positions are inside the
+            // table of rotary angles.
             unsafe {
                 let out = out.part(span.clone());
                 out.copy_from_slice(&qkv[span]);
@@ -96,7 +97,8 @@ pub fn rotate_vjp(
         for row in range {
             let span = row * width..(row + 1) * width;
             let before = if rope.qk_norm.is_some() { &before[span.clone()] } else { &[] };
-            // Safety: rows are disjoint and inside the buffer; positions are inside the table.
+            // Safety: each thread writes other rows, inside the buffer; positions are inside the
+            // table of rotary angles.
             unsafe {
                 let out = out.part(span.clone());
                 out.copy_from_slice(&dy[span]);

@@ -23,7 +23,7 @@ pub fn each_row(threads: &Threads, values: &mut [f32], width: usize, f: impl Fn(
     let values = Shared::new(values);
     over_rows(threads, rows, width, |range| {
         for row in range {
-            // Safety: rows are disjoint and inside the buffer.
+            // Safety: each thread writes other rows, and all rows are inside the buffer.
             f(row, unsafe { values.part(row * width..(row + 1) * width) });
         }
     });

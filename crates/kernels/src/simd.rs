@@ -66,7 +66,7 @@ pub unsafe fn load_some<S: Simd>(from: *const f32, count: usize) -> S::V {
 /// Stores the first `count` elements, at most a vector.
 ///
 /// # Safety
-/// The same as for [`load_some`].
+/// The same requirements as for [`load_some`].
 #[inline(always)]
 pub unsafe fn store_some<S: Simd>(to: *mut f32, value: S::V, count: usize) {
     unsafe {
@@ -86,7 +86,7 @@ const MAX_LANES: usize = 16;
 /// reduction and Taylor's polynomial.
 ///
 /// # Safety
-/// The same as for the methods of [`Simd`].
+/// The same requirements as for the methods of [`Simd`].
 #[inline(always)]
 pub unsafe fn exp<S: Simd>(x: S::V) -> S::V {
     const LOWEST: f32 = -87.0;
@@ -114,7 +114,7 @@ pub const LOWEST: f32 = -87.0;
 /// Computes σ(x), with x raised to at least [`LOWEST`]. NaN stays NaN.
 ///
 /// # Safety
-/// The same as for the methods of [`Simd`].
+/// The same requirements as for the methods of [`Simd`].
 #[inline(always)]
 pub unsafe fn logistic<S: Simd>(x: S::V) -> S::V {
     unsafe {
@@ -127,7 +127,7 @@ pub unsafe fn logistic<S: Simd>(x: S::V) -> S::V {
 /// Computes tanh(x) = 2·σ(2x) − 1, to about 10⁻⁷ of 1. NaN stays NaN.
 ///
 /// # Safety
-/// The same as for the methods of [`Simd`].
+/// The same requirements as for the methods of [`Simd`].
 #[inline(always)]
 pub unsafe fn tanh<S: Simd>(x: S::V) -> S::V {
     unsafe { S::fma(S::splat(2.0), logistic::<S>(S::mul(S::splat(2.0), x)), S::splat(-1.0)) }

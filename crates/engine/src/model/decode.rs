@@ -29,7 +29,7 @@ pub struct Rows<B: Decode> {
     pub cache: B::Cache,
     /// The residual stream `[rows, hidden]` after the last layer; None without sequences.
     pub hidden: Option<B::Tensor>,
-    /// The choice of the next tokens, if the last step started it; sequences that joined later come after it.
+    /// The choice of the next tokens, if the last step started it; sequences that joined later are not included.
     pub picked: Option<Picks<B>>,
     /// The choice of the current tokens, if the step that appends them was queued before the host read them.
     pub due: Option<Picks<B>>,

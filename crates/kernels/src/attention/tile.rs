@@ -13,8 +13,8 @@ pub(super) struct Blocks {
     pub stride: usize,
 }
 
-/// Number of queries below which keys and values are read from memory faster than they are used: then those of the next
-/// head, which follow in memory, are prefetched.
+/// Number of queries below which reading keys and values from memory takes the time, not using them: then those of the
+/// next head, which follow in memory, are prefetched.
 const MANY: usize = 8;
 /// Number of blocks of positions from which on the CPU prefetches well by itself.
 const LONG: usize = 8;

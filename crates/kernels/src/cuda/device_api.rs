@@ -66,14 +66,14 @@ pub struct Properties {
     pub emulated: bool,
 }
 
-/// The threads of a launch.
+/// The number of blocks and threads of a kernel launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Launch {
     /// Number of blocks in x, y and z. A launch without blocks does nothing.
     pub grid: [u32; 3],
     /// Number of threads in a block: a multiple of 32, at most 1024.
     pub block: u32,
-    /// Dynamic shared memory in bytes.
+    /// Dynamic shared memory of a block in bytes.
     pub shared: u32,
 }
 
@@ -142,14 +142,14 @@ unsafe impl Send for Staging {}
 impl Staging {
     /// Reads the first `to.len()` bytes. No copy into this memory may be in progress.
     pub fn read(&self, to: &mut [u8]) {
-        assert!(to.len() <= self.bytes, "a download lies within its staging memory");
+        assert!(to.len() <= self.bytes, "a download must lie within its staging memory");
         // SAFETY: the range is within the memory that this value owns, as just checked.
         unsafe { std::ptr::copy_nonoverlapping(self.start, to.as_mut_ptr(), to.len()) }
     }
 
     /// Overwrites a part of the memory. No copy from this memory may be in progress.
     pub fn fill(&mut self, at: usize, bytes: &[u8]) {
-        assert!(at + bytes.len() <= self.bytes, "an upload lies within its staging memory");
+        assert!(at + bytes.len() <= self.bytes, "an upload must lie within its staging memory");
         // SAFETY: the range is within the memory that this value owns, as just checked.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.start.add(at), bytes.len()) }
     }

@@ -186,7 +186,7 @@ pub struct LinearBackward<'a> {
     pub slots: &'a [(usize, usize)],
     /// The trained modules in full fine-tuning; empty otherwise.
     pub full: &'a [Trained],
-    /// The flat f32 gradient, to which gradients are added.
+    /// The flat f32 gradient buffer, to which the layer's gradients are added.
     pub gradient: &'a Buffer,
 }
 

@@ -238,7 +238,7 @@ impl Driver for Gpu {
     }
 
     fn upload_staged(&mut self, to: u64, staging: &Staging, at: usize, bytes: usize) -> Result<(), CudaError> {
-        assert!(at + bytes <= staging.bytes, "an upload lies within its staging memory");
+        assert!(at + bytes <= staging.bytes, "an upload must lie within its staging memory");
         // SAFETY: copies from pinned memory, which is overwritten only after its event, to a range of a live buffer.
         driver_result("cuMemcpyHtoDAsync", unsafe {
             sys::cuMemcpyHtoDAsync_v2(to, staging.start.add(at).cast(), bytes, self.stream).result()
@@ -290,7 +290,7 @@ impl Driver for Gpu {
 
     /// Starts to copy from the device to pinned memory; `settle` must be called before it is read.
     fn fetch(&mut self, from: u64, staging: &mut Staging, bytes: usize) -> Result<(), CudaError> {
-        assert!(bytes <= staging.bytes, "a download lies within its staging memory");
+        assert!(bytes <= staging.bytes, "a download must lie within its staging memory");
         // SAFETY: copies from a range of a live buffer to pinned memory that is read only after its event.
         driver_result("cuMemcpyDtoHAsync", unsafe {
             sys::cuMemcpyDtoHAsync_v2(staging.start.cast(), from, bytes, self.stream).result()

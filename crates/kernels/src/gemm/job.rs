@@ -58,13 +58,13 @@ impl Target {
     pub(super) fn new(out: Output<'_>, columns: Range<usize>) -> Target {
         let Output { y, stride, rows, add } = out;
         assert!(stride >= columns.len() || rows <= 1, "rows overlap");
-        assert!(rows == 0 || y.len() >= (rows - 1) * stride + columns.len(), "too few outputs");
+        assert!(rows == 0 || y.len() >= (rows - 1) * stride + columns.len(), "the output slice is too short");
         Target { y: Shared::new(y), stride, first_row: 0, columns, add }
     }
 
     pub(super) fn start<'a>(&self, bias: Option<&'a [f32]>) -> Start<'a> {
         let Some(bias) = bias else { return if self.add { Start::Add } else { Start::Zero } };
-        assert!(bias.len() >= self.columns.end && !self.add, "a bias of another shape, or added twice");
+        assert!(bias.len() >= self.columns.end && !self.add, "the bias has another shape, or is added twice");
         Start::Bias(bias)
     }
 }
@@ -86,7 +86,7 @@ impl<'a> Inputs<'a> {
     }
 
     pub(super) fn check(&self, rows: usize, width: usize) {
-        assert!(rows == 0 || self.values.len() >= (rows - 1) * self.stride + width, "too few inputs");
+        assert!(rows == 0 || self.values.len() >= (rows - 1) * self.stride + width, "the input slice is too short");
     }
 
     /// The inputs of a row, for a range of steps of the summed dimension.

@@ -159,7 +159,8 @@ impl Plan {
         for Task { row, tokens, own, first, end, part } in &self.tasks {
             words.extend([*row, *tokens, usize::from(*own), *first, *end, *part, 0, 0]);
         }
-        let word = |word| i32::try_from(word).map_err(|_| CudaError::Input("the cache is too large".to_owned()));
+        let word =
+            |word| i32::try_from(word).map_err(|_| CudaError::Input("the key-value cache is too large".to_owned()));
         words.into_iter().map(word).collect()
     }
 }

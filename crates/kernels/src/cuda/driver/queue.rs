@@ -46,7 +46,7 @@ enum Mode {
     Comparing { body: Box<Body>, next: usize, settled: bool },
 }
 
-/// The single stream of a device.
+/// The queue of a device's single stream.
 #[derive(Debug)]
 pub(super) struct Queue {
     driver: Box<dyn Driver>,
