@@ -267,7 +267,7 @@ pub struct AdapterBackward<'a, B: Compute> {
     pub slots: &'a [(usize, usize)],
 }
 
-/// A module of a weight that is fully trained.
+/// A module of a fused weight that is trained in full fine-tuning.
 #[derive(Clone, Debug)]
 pub struct FullSlot {
     /// The module's range of outputs in the fused weight.

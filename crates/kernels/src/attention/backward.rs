@@ -38,7 +38,7 @@ pub struct Backward<'a> {
     pub out: &'a [f32],
     /// Largest score and sum of each softmax in the forward pass, `[tokens][num_heads][2]`.
     pub softmax: &'a [f32],
-    /// The gradient dL/dout of the output, `[tokens][q_width]`.
+    /// The gradient dL/dout of attention's output, `[tokens][q_width]`.
     pub d_out: &'a [f32],
 }
 

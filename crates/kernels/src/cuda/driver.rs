@@ -254,7 +254,7 @@ impl Device {
     /// Overwrites elements from `at` on. The values are copied before this returns.
     ///
     /// # Errors
-    /// [`CudaError::Input`] if they do not fit.
+    /// [`CudaError::Input`] if the values do not fit into the buffer.
     pub fn write<T: Plain>(&self, buffer: &Buffer, at: usize, values: &[T]) -> Result<(), CudaError> {
         self.own(buffer)?;
         let to = buffer.at::<T>(at, values.len())?;
@@ -267,7 +267,7 @@ impl Device {
     /// Waits for all work and reads `count` elements from `at` on.
     ///
     /// # Errors
-    /// [`CudaError::Input`] if the buffer has fewer. [`CudaError::Failed`] if earlier work failed.
+    /// [`CudaError::Input`] if the buffer has fewer elements. [`CudaError::Failed`] if earlier work failed.
     pub fn download<T: Plain>(&self, buffer: &Buffer, at: usize, count: usize) -> Result<Vec<T>, CudaError> {
         self.own(buffer)?;
         let from = buffer.at::<T>(at, count)?;
@@ -282,7 +282,7 @@ impl Device {
     /// affect them. The host may do something else before it waits.
     ///
     /// # Errors
-    /// [`CudaError::Input`] if the buffer has fewer.
+    /// [`CudaError::Input`] if the buffer has fewer elements.
     pub fn fetch<T: Plain>(&self, buffer: &Buffer, at: usize, count: usize) -> Result<Fetch<T>, CudaError> {
         self.own(buffer)?;
         let from = buffer.at::<T>(at, count)?;

@@ -162,7 +162,8 @@ pub fn linear(
     product(device, gemm, &Product { more: Some((hidden, adapter.b())), ..plain }, out)
 }
 
-/// A module of a weight that is fully trained: its outputs, and the offsets of the gradients of W and b.
+/// A module of a fused weight that is trained in full fine-tuning: its outputs, and the offsets of the gradients
+/// of W and b.
 #[derive(Clone, Debug)]
 pub struct Trained {
     /// The module's range of outputs in the fused weight.

@@ -72,7 +72,7 @@ impl Codes {
     /// Waits for the codes of `count` values and their scales, and returns both.
     ///
     /// # Errors
-    /// [`CudaError::Input`](super::driver::CudaError::Input) if the buffer has fewer.
+    /// [`CudaError::Input`](super::driver::CudaError::Input) if the buffer has fewer than `count` values.
     pub fn values(&self, count: usize) -> Result<(Vec<u8>, Vec<f32>)> {
         let device = self.codes.device();
         Ok((device.download(&self.codes, 0, count)?, device.download(&self.scales, 0, count.div_ceil(BLOCK))?))

@@ -188,8 +188,8 @@ impl<B: Decode> Decoder<B> {
     /// Keeps the sequences marked true; the others leave the batch.
     pub fn retain(&self, rows: &mut Rows<B>, keep: &[bool]) -> Result<()> {
         let kept: Vec<u32> = (0..keep.len()).filter(|row| keep[*row]).map(|row| row as u32).collect();
-        // With a step queued ahead, drop the sequences that left from its pending choice. Without one, forget the
-        // choice: it has been read, and its rows no longer match.
+        // The pending choice is for the step after a queued one, so drop only the sequences that left. Without a queued
+        // step the choice was read already, and its rows would no longer match.
         match &mut rows.picked {
             Some(picked) if rows.due.is_some() => picked.retain(&kept),
             _ => rows.picked = None,
