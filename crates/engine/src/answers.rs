@@ -51,7 +51,8 @@ pub fn tokenize(
         }
         if tokens > max_position_embeddings {
             return Err(wrong(format!(
-                "prompt and answer have {tokens} tokens, and the model reads at most {max_position_embeddings}; shorten or drop the row"
+                "prompt and answer have {tokens} tokens, and the model reads at most {max_position_embeddings}; \
+                 shorten or drop the row"
             )));
         }
         Ok(AnsweredRow { prompt, answer: Segments::of_completion(answer, None) })
