@@ -17,7 +17,7 @@ use crate::spec::{Combine, Estimator, Plan, RewardPlan, TieRule};
 /// The weight of one reward in the sum, and whether it is required.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RewardWeight {
-    /// The factor of the reward in the sum; 0 = metric only.
+    /// The reward's factor in the weighted sum; 0 = metric only.
     pub weight: f64,
     /// If true, a missing value makes the sample unscorable; otherwise the reward counts as not applicable.
     pub required: bool,
@@ -85,7 +85,7 @@ pub struct AdvantageConfig {
 }
 
 impl AdvantageConfig {
-    /// The settings that a plan asks for.
+    /// The advantage settings of a job's plan.
     pub fn of_plan(plan: &Plan) -> Self {
         Self {
             estimator: plan.rloo.estimator,
@@ -102,7 +102,8 @@ impl AdvantageConfig {
 pub struct AdvantageRows<'a> {
     /// Shaped rewards before KL; `None` = unscorable.
     pub rewards: &'a [Option<f64>],
-    /// Rewards before the length terms, too: a group in which these are equal is tied.
+    /// Rewards after normalization and clip, before length terms and KL penalty; a group in which all of these
+    /// are equal is tied.
     pub task_rewards: &'a [Option<f64>],
     /// k1 of each trained token (B, T): zeros without a reference, empty for masked rows.
     pub token_kl: &'a [Vec<f64>],
@@ -186,7 +187,7 @@ pub fn advantages(rows: &AdvantageRows<'_>, config: &AdvantageConfig) -> Advanta
             Estimator::DrGrpo => estimator::dr_grpo(penalized, config.ties),
             Estimator::Remax => estimator::remax(penalized, greedy.get(index).copied().flatten()),
             Estimator::Reinforce => estimator::reinforce(penalized),
-            // The KL is applied token by token, below.
+            // Both REINFORCE++ estimators subtract the KL penalty token by token, below.
             Estimator::ReinforcePp => estimator::reinforce(before_kl),
             Estimator::ReinforcePpBaseline => estimator::dr_grpo(before_kl, config.ties),
         });
@@ -230,7 +231,8 @@ fn penalize(reward: f64, token_kl: &[f64], beta: f64) -> f64 {
     if beta == 0.0 { reward } else { reward - beta * token_kl.iter().sum::<f64>() }
 }
 
-/// Normalizes over the rows that have an advantage; the other rows stay 0. A single row has no std: its advantage is 0.
+/// Normalizes the advantages of the rows that have one; the other rows stay 0. A single row has no std:
+/// its advantage is 0.
 fn normalize(unnormalized: &[f64], takes_part: &[bool]) -> Vec<f64> {
     let rows = || unnormalized.iter().zip(takes_part);
     let values: Vec<f64> = rows().filter(|(_, part)| **part).map(|(advantage, _)| *advantage).collect();

@@ -13,16 +13,16 @@ use super::run::Run;
 use super::scoring::BlockLogps;
 use crate::trajectory::Trajectory;
 
-/// A block that is sampled but not scored yet.
+/// A generation block whose completions are sampled but not scored yet.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Ahead {
-    /// Index of the block, from 0, over all epochs.
+    /// Index of the generation block, from 0, over all epochs.
     pub index: u64,
-    /// The optimizer step that begins the block.
+    /// The first optimizer step that trains on the block.
     pub step: u64,
     /// Position in the shuffled prompts after this block's prompts.
     pub next_prompt: u64,
-    /// The sampled groups, in block order.
+    /// The prompts with their sampled completions, in block order.
     pub groups: Vec<SampledGroup>,
     /// One greedy completion per prompt; empty unless the estimator is remax.
     pub greedy: Vec<SampledGroup>,
@@ -53,7 +53,8 @@ impl Ahead {
 /// Returns the scored block that begins with this step, with its log-probs; samples the following block meanwhile.
 pub(super) fn next_block(run: &mut Run<'_>, step: u64, index: u64) -> Result<(Rollout, BlockLogps), RunEnd> {
     if run.progress.ahead.front().is_none_or(|ahead| ahead.index != index) {
-        // This is the first block of a run, or of a resumed run whose checkpoint holds no block sampled ahead.
+        // No block was sampled ahead: this is the first block of a run, or of a resumed run
+        // whose checkpoint holds none.
         run.progress.ahead.clear();
         let position = run.schedule.position_of_block(index, &run.progress.state);
         sample(run, step, index, position)?;
@@ -65,10 +66,12 @@ pub(super) fn next_block(run: &mut Run<'_>, step: u64, index: u64) -> Result<(Ro
         let position = ahead.next_prompt;
         sample(run, next_step, index + 1, position)?;
     }
-    // The block stays in the queue until its first step is done, because a checkpoint written before that needs it.
+    // The block stays in the queue of sampled blocks until its first step is done: a checkpoint written before
+    // that must include it.
     let Some(ahead) = run.progress.ahead.front().cloned() else { return Err(run.host.stopped()) };
     let rollout = wait_for_scores(&mut run.rollouts(), &ahead)?;
-    // These log-probs belong to the policy that sampled; the policy has changed since.
+    // Use the log-probs from sampling time: the policy has been trained since, and computing them now
+    // would give other values.
     Ok((rollout, BlockLogps { old: ahead.old_logps, reference: ahead.ref_logps }))
 }
 
@@ -84,7 +87,7 @@ fn sample(run: &mut Run<'_>, step: u64, index: u64, position: u64) -> Result<(),
     let greedy = rollouts.sample_greedy(id, &rows, key)?;
     let mut ahead = Ahead { index, step, next_prompt, groups, greedy, old_logps: Vec::new(), ref_logps: Vec::new() };
     begin_scoring(&mut rollouts, &ahead)?;
-    // Compute the log-probs now, while the policy is the one that sampled.
+    // Compute the old log-probs now, while the policy is still the one that sampled.
     let prompts: Vec<Vec<u32>> = rows.iter().map(|&row| run.data.prompts[row as usize].ids.clone()).collect();
     let trajectories = ahead.groups.iter().zip(&prompts).flat_map(|(group, prompt)| {
         group.completions.iter().map(move |completion| Trajectory::new(prompt, &completion.segments))
@@ -97,7 +100,7 @@ fn sample(run: &mut Run<'_>, step: u64, index: u64, position: u64) -> Result<(),
     Ok(())
 }
 
-/// Sends a block to the rewards without waiting for the scores.
+/// Sends the completions of a block to the rewards without waiting for the scores.
 pub(super) fn begin_scoring(rollouts: &mut Rollouts<'_>, ahead: &Ahead) -> Result<(), RunEnd> {
     for (id, groups) in ahead.parts() {
         if !groups.is_empty() {

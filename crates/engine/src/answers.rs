@@ -33,7 +33,7 @@ pub fn prompt_key_of(row: &PromptRow) -> PromptKey {
 /// number; rows are never truncated.
 ///
 /// # Errors
-/// Fails on the first such row.
+/// Fails on the first row without an answer or with too many tokens.
 pub fn tokenize(
     text: &Text,
     rows: Vec<PromptRow>,
@@ -47,11 +47,12 @@ pub fn tokenize(
         let (prompt, answer) = ids.map_err(|error| wrong(error.to_string()))?;
         let tokens = prompt.len() + answer.len();
         if prompt.is_empty() || answer.is_empty() {
-            return Err(wrong("its prompt or its answer is empty after tokenization; drop it".to_owned()));
+            return Err(wrong("the prompt or the answer is empty after tokenization; drop the row".to_owned()));
         }
         if tokens > max_position_embeddings {
             return Err(wrong(format!(
-                "it has {tokens} tokens, and the model reads at most {max_position_embeddings}; shorten or drop it"
+                "prompt and answer have {tokens} tokens, and the model reads at most {max_position_embeddings}; \
+                 shorten or drop the row"
             )));
         }
         Ok(AnsweredRow { prompt, answer: Segments::of_completion(answer, None) })

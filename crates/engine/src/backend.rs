@@ -77,7 +77,8 @@ pub trait Buffers: Clone + Debug + Send + Sync + 'static {
     /// The values of a [`Flat`] in this backend's memory.
     type FlatBuffer: Debug + Send + Sync;
 
-    /// Frees buffers that are cached for reuse. Call it when a phase begins that uses buffers of other sizes.
+    /// Frees buffers that are cached for reuse. Call it when training or generation begins, which use
+    /// buffers of other sizes.
     fn release_cached(&self);
 
     /// Uploads the weight of a norm.
@@ -90,13 +91,13 @@ pub trait Buffers: Clone + Debug + Send + Sync + 'static {
     /// order of their outputs.
     fn weight_from(&self, parameters: &Self::FlatBuffer, modules: &[FullSlot], inputs: usize) -> Result<Self::Weight>;
 
-    /// Allocates `len` zeros in the memory where updates are computed.
+    /// Allocates `len` zeros in the memory where optimizer updates are computed.
     fn alloc_zeroed(&self, len: usize) -> Result<Flat>;
-    /// Moves values to the memory where updates are computed.
+    /// Moves flat values to the memory where optimizer updates are computed.
     fn upload(&self, values: Flat) -> Result<Flat>;
-    /// Returns this backend's own buffer of flat values. Fails if they are in another backend's memory.
+    /// Returns the flat values as this backend's own buffer type. Fails if they are in another backend's memory.
     fn device_buffer<'f>(&self, flat: &'f Flat) -> Result<&'f Self::FlatBuffer>;
-    /// Returns the same buffer, for writing.
+    /// Returns the flat values as this backend's own buffer type, for writing.
     fn device_buffer_mut<'f>(&self, flat: &'f mut Flat) -> Result<&'f mut Self::FlatBuffer>;
 
     /// Waits for a tensor's values and returns them, row-major.
@@ -112,7 +113,7 @@ pub trait Compute: Buffers {
     type Adapter: Clone + Debug + Send + Sync;
     /// Cosines and sines of the rotary embedding, one row per token.
     type Angles: Debug + Send + Sync;
-    /// Values of the forward pass's softmax that the backward pass of attention needs.
+    /// Softmax values of the forward pass that the backward pass of attention needs.
     type Softmax: Debug + Send + Sync;
     /// Values of each row's softmax that the backward pass of the head needs.
     type Normalizers: Debug + Send + Sync;
@@ -120,12 +121,12 @@ pub trait Compute: Buffers {
     /// Creates LoRA factors from parameters, in the layout that products read.
     fn adapter_from(&self, parameters: &Self::FlatBuffer, shape: &AdapterShape) -> Result<Self::Adapter>;
 
-    /// Looks up rows of the table, one per id.
+    /// Looks up rows of the embedding table, one per token id.
     fn embed(&self, table: &Self::Weight, ids: &[u32]) -> Result<Self::Tensor>;
-    /// Adds dL/dtable to the gradient, starting at index `at`.
+    /// Adds dL/dtable of the embedding table to the flat gradient, starting at index `at`.
     fn embed_vjp(&self, ids: &[u32], dy: &Self::Tensor, gradient: &mut Self::FlatBuffer, at: usize) -> Result<()>;
 
-    /// Selects rows, in the given order.
+    /// Selects rows of a tensor, in the given order.
     fn select_rows(&self, x: &Self::Tensor, rows: &[u32]) -> Result<Self::Tensor>;
     /// The transpose of [`Compute::select_rows`]: adds each row of x, in order, to its row in a tensor
     /// of `count` zero rows.
@@ -174,7 +175,8 @@ pub trait Compute: Buffers {
         adapter: Option<AdapterPass<'_, Self>>,
         residual: Option<&Self::Tensor>,
     ) -> Result<Self::Tensor>;
-    /// Returns dL/dx of [`Compute::linear`] (without the residual's), and adds the gradients of the trained parameters.
+    /// Returns dL/dx of [`Compute::linear`] without the residual's part, and adds the gradients
+    /// of the trained parameters.
     fn linear_vjp(&self, linear: &LinearBackward<'_, Self>, gradient: &mut Self::FlatBuffer) -> Result<Self::Tensor>;
 
     /// Computes the rotary angles of tokens at these positions.
@@ -224,42 +226,44 @@ pub trait Compute: Buffers {
     ) -> Result<(Vec<TokenScore>, Self::Normalizers)>;
     /// Returns dL/dx from dL/dlogp (`g`) of [`Compute::score`]; if `at` is set, also adds dL/dhead.
     fn score_vjp(&self, head: &HeadBackward<'_, Self>, gradient: &mut Self::FlatBuffer) -> Result<Self::Tensor>;
-    /// Computes all logits `[rows, vocab]`.
+    /// Computes the logits of all tokens of the vocabulary, `[rows, vocab]`.
     fn logits(&self, x: &Self::Tensor, head: &Head<Self>) -> Result<Self::Tensor>;
 }
 
 /// The additional operations of generation: a key-value cache, steps of one token per row, and the choice
 /// of the next tokens.
 pub trait Decode: Compute {
-    /// Keys and values of growing sequences in all layers.
+    /// The key-value cache: keys and values of growing sequences in all layers.
     type Cache: Debug + Send + Sync;
-    /// A choice of tokens that has started but not finished.
+    /// A choice of next tokens that the device has started but not finished.
     type PendingChoice: Debug + Send + Sync;
 
     /// Whether sampling gives a token the same log-prob, bit for bit, as a training forward.
     fn samples_exactly(&self) -> bool;
-    /// Looks up the embedding rows of a step's tokens.
+    /// Looks up the embedding rows of a generation step's tokens.
     fn embed_step(&self, table: &Self::Weight, _cache: &mut Self::Cache, tokens: Tokens<'_>) -> Result<Self::Tensor> {
         match tokens {
             Tokens::Known(ids) => self.embed(table, ids),
-            Tokens::Chosen(_) => Err(EngineError::Input("this backend does not keep chosen tokens".to_owned())),
+            Tokens::Chosen(_) => {
+                Err(EngineError::Input("this backend cannot append tokens that the host has not read".to_owned()))
+            }
         }
     }
 
-    /// Creates an empty cache for layers with these windows. The cache may drop positions that no
+    /// Creates an empty key-value cache for layers with these attention windows. The cache may drop positions that no
     /// later token attends to.
     fn new_cache(&self, heads: &Heads, windows: &[Option<usize>]) -> Self::Cache;
-    /// Announces prompts of these lengths; returns the index of the first one.
+    /// Announces prompts of these lengths to the key-value cache; returns the index of the first one.
     fn add_prompts(&self, cache: &mut Self::Cache, lengths: &[usize]) -> Result<usize>;
-    /// Stores a layer's keys and values for the prompts from index `first` on: `qkv` holds their tokens,
-    /// one prompt after another.
+    /// Stores the keys and values of a layer in the cache for the prompts from index `first` on: `qkv` holds their
+    /// tokens, one prompt after another.
     fn fill_prompts(&self, cache: &mut Self::Cache, first: usize, layer: usize, qkv: &Self::Tensor) -> Result<()>;
-    /// Adds rows that continue a prompt, each by at most `max_new_tokens` tokens.
+    /// Adds sequences to the cache that continue a prompt, each by at most `max_new_tokens` tokens.
     fn add_rows(&self, cache: &mut Self::Cache, prompt: usize, copies: usize, max_new_tokens: usize) -> Result<()>;
-    /// Marks all prompts announced so far as complete: no more rows will continue them, so each is freed
-    /// with its last row.
+    /// Marks all prompts announced to the cache so far as complete: no more sequences will continue them, so each
+    /// prompt is freed with the last sequence that continues it.
     fn close_prompts(&self, cache: &mut Self::Cache);
-    /// Appends one token per row in a layer and computes attention: `[rows, q_width]`.
+    /// Appends one token per sequence to a layer's keys and values, and computes attention: `[rows, q_width]`.
     fn attend_cached(
         &self,
         heads: &Heads,
@@ -279,12 +283,13 @@ pub trait Decode: Compute {
     ) -> Result<Stepped<Self>> {
         body(cache, step)
     }
-    /// Keeps only the rows marked true.
+    /// Keeps only the sequences of the cache that are marked true.
     fn retain_rows(&self, cache: &mut Self::Cache, keep: &[bool]);
 
-    /// Chooses one token per row, with its log-prob.
+    /// Chooses the next token of each row, with its log-prob.
     fn choose(&self, x: &Self::Tensor, head: &Head<Self>, choice: Choice<'_>, chosen: &mut Vec<Chosen>) -> Result<()>;
-    /// Starts [`Decode::choose`] for the rows of `x`, within a step; returns None if starting early brings no gain.
+    /// Starts [`Decode::choose`] for the rows of `x`, within a generation step; returns None if starting
+    /// early brings no gain.
     fn begin_choose(
         &self,
         _cache: &mut Self::Cache,
@@ -294,7 +299,7 @@ pub trait Decode: Compute {
     ) -> Result<Option<Self::PendingChoice>> {
         Ok(None)
     }
-    /// Waits for a choice that was started.
+    /// Waits for the tokens of a choice that [`Decode::begin_choose`] started.
     fn finish_choose(&self, choice: &Self::PendingChoice) -> Result<Vec<Chosen>>;
 }
 
@@ -309,7 +314,7 @@ mod tests {
         let code = std::fs::read_to_string(path).unwrap();
         for line in code.lines().filter(|line| line.trim_start().starts_with("use ")) {
             let upward = ["::model::", "::model;", "::lora::", "::lora;"].iter().any(|module| line.contains(module));
-            // This does not count the kernels' own module of LoRA products.
+            // The module `lora` of the kernels crate has the same name as the engine's and is allowed.
             assert!(!upward || line.contains("kernels::"), "{}: {line}", path.display());
         }
     }

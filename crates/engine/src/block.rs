@@ -34,9 +34,9 @@ pub struct Block {
 /// Values of a block, one entry per completion, in block order.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct BlockValues {
-    /// The weighted reward; `None` = unscorable.
+    /// The weighted reward of each completion; `None` = unscorable.
     pub weighted: Vec<Option<f64>>,
-    /// The reward after normalization and clip, and with its length terms.
+    /// Each completion's reward after normalization and clip, and the same with its length terms.
     pub rewards: ShapedRewards,
     /// The statistics that normalized the rewards.
     pub reward_stats: RewardStats,
@@ -52,12 +52,13 @@ pub struct BlockValues {
     pub old_logps: Vec<Vec<f32>>,
     /// Per-token log-probs of the reference; empty when beta = 0.
     pub ref_logps: Vec<Vec<f32>>,
-    /// The advantages, for the whole groups computed so far.
+    /// The advantages of the groups computed so far.
     pub results: Advantages,
 }
 
 impl Block {
-    /// Creates a block without log-probs, shaped rewards and advantages. The rollout must hold whole groups.
+    /// Creates a block of a rollout, without log-probs, shaped rewards and advantages. The rollout
+    /// must hold whole groups.
     pub fn new(index: u64, rollout: Rollout, plan: &Plan) -> Result<Self> {
         let num_generations = num_generations(plan).get();
         let prompts = plan.training.prompts_per_step as usize * plan.rloo.steps_per_generation as usize;
@@ -70,11 +71,15 @@ impl Block {
         }
         let completions = || rollout.groups.iter().flat_map(|group| &group.completions);
         for completion in completions() {
-            // Fails now for a completion whose sample row would have no text.
+            // Fails here, not when samples are reported, for a completion that has other segments than
+            // one of the model.
             completion.segments.completion()?;
         }
         if completions().any(|completion| completion.score.values.len() != plan.rewards.len()) {
-            return Err(EngineError::Input(format!("a score must hold {} values, one a reward", plan.rewards.len())));
+            return Err(EngineError::Input(format!(
+                "each completion must have {} scores, one for every reward",
+                plan.rewards.len()
+            )));
         }
         let weights = RewardWeight::of_plan(&plan.rewards);
         let values = BlockValues {
@@ -98,7 +103,7 @@ impl Block {
         let not_finite = |what: String| Err(EngineError::StateNotFinite { what });
         if !stats.is_finite() {
             return not_finite(format!(
-                "the {} of the rewards (rloo.reward_normalization)",
+                "the {} that rloo.reward_normalization computes of the rewards",
                 if stats.mean.is_finite() { "variance" } else { "mean" }
             ));
         }
@@ -120,7 +125,7 @@ impl Block {
         }
     }
 
-    /// Shapes the rewards of a block with statistics that already include them.
+    /// Shapes the rewards of a block with reward statistics that already include them.
     pub fn shape_rewards_by(&mut self, stats: RewardStats, plan: &Plan) {
         let shape = RewardShape::of_plan(plan);
         let (values, num_generations) = (&mut self.values, num_generations(plan).get());
@@ -185,7 +190,7 @@ impl BlockValues {
         self.results.append(advantages);
     }
 
-    /// old − reference of each trained token of a completion; zeros while one of the two is unknown.
+    /// Computes old − reference log-prob of each trained token of a completion; zeros while one of the two is unknown.
     fn token_kl(&self, row: usize) -> Vec<f64> {
         match (self.old_logps.get(row), self.ref_logps.get(row)) {
             (Some(old), Some(reference)) => token_kl(old, reference, self.included[row]),
@@ -212,7 +217,8 @@ impl BlockValues {
         }
     }
 
-    /// Σ (old − reference) of a completion; `None` without a reference or before the log-probs are known.
+    /// The KL estimate Σ (old − reference log-prob) of a completion; `None` without a reference or before
+    /// the log-probs are known.
     pub fn sequence_kl(&self, row: usize) -> Option<f64> {
         let (old, reference) = (self.old_logps.get(row)?, self.ref_logps.get(row)?);
         Some(sequence_kl(old, reference, self.included[row]))
@@ -220,7 +226,7 @@ impl BlockValues {
 }
 
 impl Rollout {
-    /// The sequence of every completion, in block order.
+    /// The token sequence (prompt and completion) of every completion, in block order.
     pub fn trajectories(&self) -> impl Iterator<Item = Trajectory<'_>> {
         self.completions().map(|(group, completion)| Trajectory::new(&group.prompt_ids, &completion.segments))
     }
@@ -236,7 +242,7 @@ impl Rollout {
         self.completions().map(|(_, completion)| completion.segments.logps().map(Cow::into_owned)).collect()
     }
 
-    /// The scores, in block order.
+    /// The scores that the rewards gave each completion, in block order.
     pub fn scores(&self) -> Vec<Score> {
         self.completions().map(|(_, completion)| completion.score.clone()).collect()
     }

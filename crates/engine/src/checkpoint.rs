@@ -48,7 +48,8 @@ const AHEAD: &str = "ahead.json";
 const AHEAD_LOGPS: &str = "ahead.safetensors";
 const FORMAT: &str = "rlood-checkpoint/1";
 
-/// The state of a run after an optimizer step. Random numbers need no state: they are computed from counters.
+/// The state of a run after an optimizer step. Random numbers need no state: they are computed from counters
+/// such as the step.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct TrainerState {
     /// Number of optimizer steps done, including skipped ones.
@@ -59,9 +60,9 @@ pub struct TrainerState {
     pub num_tokens: u64,
     /// Number of AdamW updates; steps skipped because of a non-finite loss or gradient do not count.
     pub updates: u64,
-    /// Total number of skipped updates.
+    /// Total number of skipped AdamW updates.
     pub skipped_updates: u64,
-    /// Number of skipped updates since the last applied one.
+    /// Number of consecutive skipped AdamW updates up to now.
     pub skipped_in_a_row: u32,
     /// The step after which the last evaluation ran.
     pub evaluated_step: Option<u64>,
@@ -77,8 +78,8 @@ pub struct TrainerState {
     pub evaluations: Evaluations,
     /// SHA-256 over the parts of the plan that a resumed run must share.
     pub plan_sha256: String,
-    /// Position in the shuffled prompts after the last block, counted over all epochs; None means that it
-    /// follows from the step.
+    /// Position in the shuffled prompts after the last block, counted over all epochs; None means that it follows from
+    /// the number of steps.
     #[serde(default)]
     pub next_prompt: Option<u64>,
     /// Mean and spread of all rewards up to the last block; empty unless running statistics normalize the rewards.
@@ -86,12 +87,12 @@ pub struct TrainerState {
     pub reward_stats: RewardStats,
 }
 
-/// A run's state in memory, ready to be written.
+/// A run's state in memory, ready to be written to a checkpoint.
 #[derive(Debug)]
 pub struct Snapshot<'a> {
-    /// The adapter, or all weights.
+    /// The weights to save: the adapter, or all weights.
     pub policy: &'a Policy,
-    /// The directory with the model's tokenizer and config.
+    /// The directory of the base model, with tokenizer and config.
     pub model_dir: &'a Path,
     /// The value of `base_model_name_or_path` in the adapter's config.
     pub model_name: &'a str,
@@ -115,7 +116,7 @@ pub struct Restored {
     pub adam: AdamW,
     /// Counters and metrics of the run.
     pub state: TrainerState,
-    /// The current block, without advantages.
+    /// The current block, without advantages, which are recomputed.
     pub block: Option<Block>,
     /// The block sampled ahead, with overlap only.
     pub ahead: Option<Ahead>,
@@ -194,13 +195,16 @@ pub fn write(scratch_dir: &Path, snapshot: &Snapshot<'_>) -> Result<(PathBuf, Ve
 pub fn verify(dir: &Path) -> Result<()> {
     let manifest: Manifest = from_json(dir, MANIFEST)?;
     if manifest.format != FORMAT {
-        return Err(EngineError::Checkpoint(format!("its format is {}, not {FORMAT}", manifest.format)));
+        return Err(EngineError::Checkpoint(format!(
+            "the format of its manifest is {}, not {FORMAT}",
+            manifest.format
+        )));
     }
     let names = |name: &str| manifest.files.iter().any(|file| file.name == name);
     let weights: &[&str] = if names(full::WEIGHTS) { &["config.json"] } else { &[lora::CONFIG, lora::WEIGHTS] };
     for needed in [STATE, OPTIMIZER].iter().chain(weights) {
         if !names(needed) {
-            return Err(EngineError::Checkpoint(format!("its manifest does not name {needed}")));
+            return Err(EngineError::Checkpoint(format!("the manifest does not name {needed}")));
         }
     }
     for file in &manifest.files {
@@ -220,7 +224,7 @@ pub fn read(dir: &Path, plan: &Plan) -> Result<Restored> {
     let state: TrainerState = from_json(dir, STATE)?;
     if state.plan_sha256 != plan_sha256(plan) {
         return Err(EngineError::Checkpoint(
-            "it was written with another model, dataset, lora, warm start, warm-up, optimizer, dtype, batch or seed; start a new job instead".into(),
+            "it was written by a run with another model, dataset, lora, warm start, warm-up, optimizer, dtype, batch or seed; start a new job instead".into(),
         ));
     }
     let moments = read_moments(&dir.join(OPTIMIZER), plan.optimizer.kind)?;
@@ -293,7 +297,7 @@ fn entry(dir: &Path, name: &str) -> Result<FileEntry> {
     let path = dir.join(name);
     let mut file = File::open(&path).map_err(io(&path))?;
     fail_point!("checkpoint.file", name).map_err(io(&path))?;
-    // The file must be durable before the manifest lists it.
+    // Write the file to disk before the manifest lists it.
     file.sync_all().map_err(io(&path))?;
     let (size_bytes, sha256) = Sha256Digest::of_reader(&mut file).map_err(io(&path))?;
     Ok(FileEntry { name: name.into(), size_bytes, sha256 })
@@ -319,7 +323,7 @@ fn state_json(state: &TrainerState) -> Result<Vec<u8>> {
     let mut json = serde_json::Deserializer::from_slice(&bytes);
     match serde_path_to_error::deserialize::<_, TrainerState>(&mut json) {
         Ok(_) => Ok(bytes),
-        Err(error) => Err(EngineError::StateNotFinite { what: format!("{} of {STATE}", error.path()) }),
+        Err(error) => Err(EngineError::StateNotFinite { what: format!("the field {} of {STATE}", error.path()) }),
     }
 }
 
@@ -456,7 +460,7 @@ mod tests {
             (TrainerState { evaluations: best(f64::NAN), ..good.clone() }, "evaluations.best.value"),
         ] {
             let error = state_json(&state).unwrap_err();
-            let expected = format!("{field} of trainer_state.json");
+            let expected = format!("the field {field} of trainer_state.json");
             assert!(matches!(&error, EngineError::StateNotFinite { what } if *what == expected), "{field}: {error}");
         }
     }

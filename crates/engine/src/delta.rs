@@ -13,7 +13,7 @@ use crate::spec::LoraPlan;
 /// The data of the base model that [`DeltaNorm::of`] needs; computed once per run.
 #[derive(Debug)]
 pub struct DeltaNorm {
-    /// A, B and s of each adapted layer.
+    /// The factors A and B and the scaling s of each adapted layer.
     pairs: Vec<(ParameterInfo, ParameterInfo, f64)>,
     /// Frobenius norm of the base weights of all adapted layers.
     base_norm: f64,
@@ -56,14 +56,14 @@ impl DeltaNorm {
     }
 }
 
-/// The scaling `s` of the layer whose A has this name.
+/// The scaling `s` of the layer whose factor A has this name.
 fn scaling_of(config: &LoraPlan, name: &str) -> f64 {
     let inside = name.trim_start_matches("base_model.model.model.layers.").trim_end_matches(".lora_A.weight");
     let rank = inside.split_once('.').and_then(|(layer, path)| config.of(layer.parse().ok()?, path));
     rank.map_or(0.0, |rank| config.scaling(rank))
 }
 
-/// ‖BA‖² of one layer; A is `[r, in]`, B is `[out, r]`.
+/// Computes ‖BA‖² of one layer's factors: A is `[r, in]`, B is `[out, r]`.
 fn product_square(parameters: &[f32], a: &ParameterInfo, b: &ParameterInfo) -> f64 {
     let values = |info: &ParameterInfo| {
         let length = info.shape.iter().product::<usize>();
@@ -82,7 +82,7 @@ fn product_square(parameters: &[f32], a: &ParameterInfo, b: &ParameterInfo) -> f
             }
         }
     }
-    // Both Gram matrices are symmetric.
+    // Both Gram matrices, AAᵀ and BᵀB, are symmetric.
     let mut trace = 0.0;
     for (k, left) in rows.iter().enumerate() {
         trace += b_gram[k * rank + k] * dot(left, left);

@@ -7,7 +7,7 @@ use crate::modelcard::ModelCardError;
 use crate::modelcard::text::TextError;
 use crate::trajectory::NotOneCompletion;
 
-/// Who has to act on a failure.
+/// Who has to act on a failure: the user or the operator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FailureClass {
     /// The user: the model, the adapter, the prompts or the settings are wrong, and a retry changes nothing.
@@ -31,26 +31,25 @@ pub enum EngineError {
     /// A trajectory has context segments or several model segments where a single completion is required.
     #[error(transparent)]
     Trajectory(#[from] NotOneCompletion),
-    /// A row cannot be computed as requested.
+    /// An input cannot be computed as requested, such as an empty prompt.
     #[error("{0}")]
     Input(String),
     /// A log-prob, loss or gradient is NaN or infinite.
     #[error("{what} is not finite; lower the learning rate, or check the model's weights")]
     NonFinite {
-        /// The value that was computed.
+        /// Names the value that is NaN or infinite.
         what: String,
     },
-    /// The state of the rewards, the weights or the moments is NaN or infinite: a checkpoint of it could
-    /// not be read back.
+    /// Rewards, weights or optimizer moments are NaN or infinite: a checkpoint of them could not be read back.
     #[error("{what} is not finite, so the run can neither continue nor be saved")]
     StateNotFinite {
-        /// The number that is not finite.
+        /// Names the value that is NaN or infinite.
         what: String,
     },
     /// The base model itself holds or computes NaN or infinite values: training cannot work.
     #[error("the base model is not finite: {what}")]
     ModelNotFinite {
-        /// The value in which the problem appeared.
+        /// Names the value in which the problem appeared.
         what: String,
     },
     /// A tensor operation failed.
@@ -72,19 +71,19 @@ pub enum EngineError {
     Diverged {
         /// Number of consecutive skipped updates.
         updates: u32,
-        /// The last step that was skipped.
+        /// The last optimizer step that was skipped.
         step: u64,
     },
-    /// An alert rule ended the run.
+    /// An alert rule of the job ended the run.
     #[error("{message}")]
     Alert {
-        /// The rule that raised the alert.
+        /// The alert rule that ended the run.
         rule: crate::doctor::Rule,
-        /// The step at which it was raised.
+        /// The optimizer step at which the alert was raised.
         step: u64,
-        /// The problem, in one sentence.
+        /// The problem that the alert reports, in one sentence.
         message: String,
-        /// The setting to change.
+        /// The job setting that the user should change.
         fix: String,
     },
     /// A checkpoint is damaged, or belongs to another run.

@@ -15,7 +15,7 @@ use crate::trajectory::Trajectory;
 pub(super) fn is_due(run: &Run<'_>) -> bool {
     let Some(eval) = &run.plan.eval else { return false };
     let step = run.progress.state.step;
-    // An evaluation before the start runs twice if there is a warm-up: before it and after it.
+    // An evaluation before the first training step runs twice if there is a warm-up: before the warm-up and after it.
     let due = match (step, run.plan.rloo_step(step)) {
         (0, _) | (_, Some(0)) => eval.before_start,
         (_, Some(done)) => done.is_multiple_of(eval.every_steps.max(1)) || done == run.plan.training.max_steps,

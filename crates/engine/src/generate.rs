@@ -25,7 +25,8 @@ pub struct GenerateRequest<'a> {
     pub max_completion_length: usize,
     /// Stop strings: a completion also ends with the token that completes one of these.
     pub stop: &'a [String],
-    /// The random key (seed, stream and rollout index); extended here by row, generation and token.
+    /// The random key of the request (seed, stream and rollout index); generation extends it by
+    /// row, completion and token.
     pub key: Key,
     /// All tokens that end a completion.
     pub eos_token_ids: &'a [u32],
@@ -66,7 +67,7 @@ pub fn generate(
         chosen: Vec::new(),
     };
     let mut done: Vec<Option<Generated>> = vec![None; request.prompts.len() * num_generations];
-    // Buffers reused at each step: the live rows' tokens, and whether each row continues.
+    // Buffers reused at each step: the tokens of the sequences being decoded, and whether each sequence continues.
     let (mut tokens, mut keep) = (Vec::new(), Vec::new());
     loop {
         if stop() {
@@ -98,46 +99,46 @@ pub fn generate(
         batch.append(policy, &tokens)?;
         batch.append_ahead(policy)?;
     }
-    // Dropping the batch frees the cache before the next phase.
+    // Dropping the batch frees its key-value cache before training begins.
     drop(batch);
     policy.release();
     let mut done = done.into_iter().flatten();
     Ok(Some(request.prompts.iter().map(|_| done.by_ref().take(num_generations).collect()).collect()))
 }
 
-/// A sequence that is still growing.
+/// A completion that is still being generated.
 struct LiveRow {
-    /// Index in the output, prompt by prompt.
+    /// Index of the completion in the output, prompt by prompt.
     index: usize,
     key: Key,
     ids: Vec<u32>,
-    /// Log-probs of `ids`; `None` if the sampler filters.
+    /// Log-probs of the sampled `ids`; `None` if the sampler filters tokens.
     logps: Option<Vec<f32>>,
     /// Tokens of prompt and completion; tracked only for the repetition penalty.
     seen: HashSet<u32>,
 }
 
-/// The live rows, and the prompts that wait for room with their indices.
+/// The sequences being decoded, and the prompts that wait for room, with their indices.
 struct Batch<'a> {
     request: &'a GenerateRequest<'a>,
     state: DecodeState,
-    /// The live rows, one per row of the cache.
+    /// The sequences being decoded, one per row of the key-value cache.
     live: Vec<LiveRow>,
     waiting: VecDeque<(usize, &'a GeneratePrompt<'a>)>,
-    /// Random picks for the live rows' next tokens, or for the tokens after those; reused.
+    /// Random picks for the next tokens of the sequences, or for the tokens after those; reused.
     picks: Vec<Pick>,
     chosen: Vec<Chosen>,
 }
 
 impl Batch<'_> {
-    /// Number of waiting prompts that have room with all their rows; one if no row is live.
+    /// Number of waiting prompts whose completions all have room in the batch; one if no sequence is being decoded.
     fn joining(&self) -> usize {
         let room = self.request.max_rows.saturating_sub(self.live.len()) / self.request.num_generations;
         let room = if self.live.is_empty() { room.max(1) } else { room };
         room.min(self.waiting.len())
     }
 
-    /// Adds the waiting prompts that have room to the batch.
+    /// Adds the waiting prompts whose completions have room to the batch.
     fn join(&mut self, policy: &Policy) -> Result<()> {
         let GenerateRequest { num_generations, sampler, max_completion_length, key, .. } = *self.request;
         let num_generations = num_generations.get();
@@ -159,7 +160,7 @@ impl Batch<'_> {
         policy.join(&mut self.state, &prompts, num_generations, max_completion_length)
     }
 
-    /// Computes the picks of the live rows' next tokens, or of the tokens `later` steps after them.
+    /// Computes the random picks of the sequences' next tokens, or of the tokens `later` steps after them.
     fn find_picks(&mut self, later: usize) {
         let temperature = self.request.sampler.temperature;
         let pick = |row: &LiveRow| {
@@ -170,7 +171,8 @@ impl Batch<'_> {
         self.picks.extend(self.live.iter().map(pick));
     }
 
-    /// Appends the last tokens of the live rows. Everything about the next step but its tokens is already known.
+    /// Appends the last chosen tokens to the sequences. The next tokens' random picks are passed along, since they do
+    /// not depend on these tokens.
     fn append(&mut self, policy: &Policy, tokens: &[u32]) -> Result<()> {
         if self.request.sampler.is_memoryless() {
             self.find_picks(0);
@@ -181,9 +183,9 @@ impl Batch<'_> {
         policy.append_and_pick(&mut self.state, tokens, choice)
     }
 
-    /// Queues the step after the current one, so that a device need not wait until the host has read its tokens. A row
-    /// that ends with its current token computes that step in vain. The step is not queued ahead if a row certainly
-    /// ends or if others join first.
+    /// Queues the decode step after the current one, so that a device need not wait until the host has read the current
+    /// tokens. A sequence that ends with its current token computes that step in vain. The step is not queued ahead if
+    /// a sequence certainly ends or if others join first.
     fn append_ahead(&mut self, policy: &Policy) -> Result<()> {
         let ends = |row: &LiveRow| row.ids.len() + 1 >= self.request.max_completion_length;
         let is_plain = policy.decodes_ahead() && self.request.sampler.is_memoryless();
@@ -195,7 +197,7 @@ impl Batch<'_> {
         policy.append_ahead(&mut self.state, choice)
     }
 
-    /// Chooses the next token of every live row.
+    /// Chooses the next token of every sequence being decoded.
     fn choose(&mut self, policy: &Policy) -> Result<()> {
         let sampler = self.request.sampler;
         if sampler.is_memoryless() {

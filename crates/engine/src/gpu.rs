@@ -53,7 +53,7 @@ pub fn list() -> Result<Vec<Gpu>, String> {
 /// Lists no GPUs, because this build has no CUDA.
 ///
 /// # Errors
-/// This build always fails.
+/// Always fails, because this build has no CUDA.
 #[cfg(not(feature = "cuda"))]
 pub fn list() -> Result<Vec<Gpu>, String> {
     Err("this build has no CUDA".to_owned())
@@ -62,7 +62,7 @@ pub fn list() -> Result<Vec<Gpu>, String> {
 /// Memory in bytes of the smallest of these GPUs.
 ///
 /// # Errors
-/// Fails if one of them does not exist.
+/// Fails if one of the GPUs does not exist.
 pub fn smallest(ordinals: &[u32]) -> Result<u64, String> {
     let all = list()?;
     let memory = ordinals.iter().map(|ordinal| {
@@ -95,8 +95,8 @@ pub fn try_open(ordinal: u32) -> Result<String, String> {
 /// Opens no GPU, because this build has no CUDA.
 ///
 /// # Errors
-/// This build always fails.
+/// Always fails, because this build has no CUDA.
 #[cfg(not(feature = "cuda"))]
 pub fn try_open(ordinal: u32) -> Result<String, String> {
-    Err(format!("cuda:{ordinal} needs a build with CUDA, which this is not"))
+    Err(format!("cuda:{ordinal} needs a build with CUDA; this build has none"))
 }

@@ -63,7 +63,7 @@ pub trait Host {
 /// Samples to score: whole groups in block order.
 #[derive(Debug)]
 pub struct ScoreRequest<'a> {
-    /// The rollout that the samples belong to.
+    /// The rollout (training step or evaluation) that the samples belong to.
     pub id: RolloutId,
     /// The samples, in block order.
     pub samples: &'a [RewardSample],
@@ -76,7 +76,7 @@ pub struct SavedCheckpoint<'a> {
     pub dir: &'a Path,
     /// Number of optimizer steps done.
     pub step: u64,
-    /// All files, `manifest.json` last.
+    /// All files of the checkpoint, `manifest.json` last.
     pub files: &'a [FileEntry],
     /// Metrics of the step and of the last evaluation.
     pub metrics: &'a Metrics,
@@ -84,19 +84,19 @@ pub struct SavedCheckpoint<'a> {
     pub last: bool,
 }
 
-/// The reason to stop the engine at the next safe point.
+/// The reason why the host asks the engine to stop at the next safe point.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum StopReason {
-    /// Discard the work since the last checkpoint.
+    /// Cancel: discard the work since the last checkpoint.
     Cancel,
-    /// Finish or drop the step, write a checkpoint, return.
+    /// Pause: finish or drop the current step, write a checkpoint, return.
     Pause {
-        /// The cause, such as `reward_outage`; None = requested by the user.
+        /// The cause of the pause, such as `reward_outage`; None = requested by the user.
         reason: Option<String>,
     },
-    /// The process exits: like a pause, but within 30 s.
+    /// Shutdown of the worker process: like a pause, but within 30 s.
     Shutdown,
-    /// The claim is lost: return immediately and write nothing.
+    /// The worker lost its claim on the job: return immediately and write nothing.
     LeaseLost,
 }
 
@@ -139,9 +139,9 @@ impl dyn Host + '_ {
 /// A recorded rollout of one generation block.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Rollout {
-    /// Whole groups, in block order.
+    /// Whole groups (prompts with all their completions), in block order.
     pub groups: Vec<RolloutGroup>,
-    /// The position after the prompts, and counts of what was sampled in addition.
+    /// The position in the prompts after this block, and counts of completions sampled outside of the block.
     #[serde(default)]
     pub drawn: BlockSampling,
 }
@@ -152,9 +152,9 @@ pub struct BlockSampling {
     /// Position in the shuffled prompts after this block, counted over all epochs; None means the position
     /// that applies without refills.
     pub next_prompt: Option<u64>,
-    /// Number of rounds in which tied groups were replaced.
+    /// Number of refill rounds in which tied groups were replaced.
     pub refills: u32,
-    /// Number of groups sampled in all rounds.
+    /// Number of groups sampled in all refill rounds.
     pub sampled_groups: u64,
     /// Number of sampled groups whose rewards differ.
     pub informative_groups: u64,
@@ -185,7 +185,7 @@ pub struct StepTrace<'a> {
     pub step: u64,
     /// Dataset rows of the step's completions.
     pub rows: &'a [u64],
-    /// Token ids after the prompts.
+    /// Token ids of each completion, without its prompt.
     pub completion_ids: &'a [Vec<u32>],
     /// Log-probs of the model tokens under the sampling policy.
     pub old_logps: &'a [Vec<f32>],
@@ -195,11 +195,11 @@ pub struct StepTrace<'a> {
     pub new_logps: &'a [Vec<f32>],
     /// Final advantages, one per completion.
     pub advantages: &'a [f64],
-    /// The gradient after clipping.
+    /// The flat gradient of the step after clipping.
     pub gradient: &'a super::backend::Flat,
-    /// The parameters after the update.
+    /// The flat parameters after the update.
     pub parameters: &'a super::backend::Flat,
-    /// PEFT names, shapes and offsets of the flat buffers.
+    /// PEFT names, shapes and offsets of the tensors in the flat buffers.
     pub parameter_info: &'a [super::lora::ParameterInfo],
 }
 
@@ -208,15 +208,15 @@ pub struct StepTrace<'a> {
 pub struct TrainInput<'a> {
     /// The plan of the job.
     pub plan: &'a crate::spec::Plan,
-    /// Directory with the model's files.
+    /// Directory with the base model's files.
     pub model_dir: &'a Path,
     /// The value of `base_model_name_or_path` in the adapter's config.
     pub model_name: &'a str,
-    /// The rows to train on.
+    /// The dataset rows to train on.
     pub rows: Vec<PromptRow>,
     /// The evaluation rows; empty without evaluation.
     pub eval_rows: Vec<PromptRow>,
-    /// The rows of the warm-up; empty if there is none, or it is over.
+    /// The rows of the warm-up; empty if the job has no warm-up, or it is over.
     pub warm_up_rows: Vec<PromptRow>,
     /// A verified checkpoint to resume from.
     pub resume: Option<PathBuf>,
@@ -234,8 +234,8 @@ pub struct TrainInput<'a> {
 /// One row of a dataset.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PromptRow {
-    /// A string, or a list of chat messages.
+    /// The prompt: a string, or a list of chat messages.
     pub prompt: Value,
-    /// All other columns, which rewards can read.
+    /// All other columns of the row, which rewards can read.
     pub columns: Map<String, Value>,
 }

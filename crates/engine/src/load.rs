@@ -11,7 +11,7 @@ use rayon::prelude::*;
 use super::error::{EngineError, Result};
 use crate::modelcard::{self, ModelCard, TensorDtype, TensorLocation};
 
-/// Reads tensors by name.
+/// Reads tensors of a model directory by name.
 #[derive(Debug)]
 pub struct Weights {
     dir: PathBuf,
@@ -25,20 +25,21 @@ impl Weights {
         Weights::of(dir, &card.tensors)
     }
 
-    /// Opens these tensors of a model directory.
+    /// Opens only these tensors of a model directory.
     pub fn of(dir: &Path, tensors: &[TensorLocation]) -> Weights {
         let locations = tensors.iter().map(|t| (t.name.clone(), t.clone())).collect();
         Weights { dir: dir.to_owned(), locations, files: HashMap::new() }
     }
 
-    /// The names of all tensors.
+    /// The names of all tensors that were opened.
     pub fn names(&self) -> Vec<String> {
         self.locations.keys().cloned().collect()
     }
 
-    /// Reads one tensor's values, row-major; fails if one is not finite.
+    /// Reads the values of one tensor, row-major; fails if one is not finite.
     pub fn values(&mut self, name: &str) -> Result<(Vec<f32>, Vec<usize>)> {
-        let location = self.locations.get(name).ok_or_else(|| EngineError::Input(format!("no tensor {name}")))?;
+        let location =
+            self.locations.get(name).ok_or_else(|| EngineError::Input(format!("the model has no tensor {name}")))?;
         let path = self.dir.join(&location.file);
         let failed = |source| EngineError::Io { path: path.clone(), source };
         let file = match self.files.entry(location.file.clone()) {
@@ -64,10 +65,10 @@ impl Weights {
     }
 }
 
-/// Number of values that a thread reads in one piece.
+/// Number of values that one thread reads at a time.
 const CHUNK: usize = 1 << 20;
 
-/// Multiplies 8-bit values by the scales of their blocks and rounds to bf16, as transformers does for such a
+/// Multiplies 8-bit weights by the scales of their blocks and rounds to bf16, as transformers does for such a
 /// checkpoint with dtype bfloat16.
 fn expand(values: &mut [f32], shape: &[usize], scales: &[f32], block: [usize; 2]) {
     let width = shape.last().copied().unwrap_or(1).max(1);
@@ -81,7 +82,8 @@ fn expand(values: &mut [f32], shape: &[usize], scales: &[f32], block: [usize; 2]
     });
 }
 
-/// Decodes E4M3: 1 bit of sign, 4 of exponent (bias 7), 3 of fraction; all ones but the sign is NaN (arXiv 2209.05433).
+/// Decodes an E4M3 value: 1 bit of sign, 4 of exponent (bias 7), 3 of fraction; all ones but the sign
+/// is NaN (arXiv 2209.05433).
 fn of_e4m3(byte: u8) -> f32 {
     let (exponent, fraction) = ((byte >> 3) & 0xf, f32::from(byte & 7));
     let magnitude = match (exponent, byte & 7) {

@@ -16,12 +16,12 @@ use crate::modelcard::{self, ModelDescription};
 use crate::spec::LoraPlan;
 
 impl Module {
-    /// Number of outputs and inputs of the module.
+    /// Number of outputs and inputs of a linear layer.
     pub fn shape(self, model: &ModelDescription) -> (usize, usize) {
         model.projection_shape(self.path())
     }
 
-    /// The modules that a model has, in the order of [`Module::ALL`].
+    /// The linear layers that LoRA can adapt in a model, in the order of [`Module::ALL`].
     pub fn of_model(model: &ModelDescription) -> Vec<Module> {
         let mut modules: Vec<Module> = model.projections.paths().filter_map(Module::from_path).collect();
         modules.sort();
@@ -34,9 +34,9 @@ impl Module {
 pub struct ParameterInfo {
     /// PEFT's name, as in adapter_model.safetensors.
     pub name: String,
-    /// `[r, in]` for A, `[out, r]` for B.
+    /// The tensor's shape: `[r, in]` for A, `[out, r]` for B.
     pub shape: Vec<usize>,
-    /// Index of the first value in the flat buffer.
+    /// Index of the tensor's first value in the flat buffer.
     pub offset: usize,
 }
 
@@ -47,13 +47,13 @@ pub struct Slot {
     pub a: usize,
     /// Index of the first value of B `[out, r]`.
     pub b: usize,
-    /// Rank of the factors.
+    /// Rank of the LoRA factors.
     pub r: usize,
     /// The scaling `s` in y = W x + b + s·B(A x).
     pub scaling: f64,
 }
 
-/// An adapter: its config and all its values in one flat buffer.
+/// A LoRA adapter: its config and all its values in one flat buffer.
 #[derive(Debug)]
 pub(super) struct Lora {
     pub config: LoraPlan,
@@ -61,7 +61,7 @@ pub(super) struct Lora {
     pub values: Flat,
 }
 
-/// One tensor of the flat buffer.
+/// One LoRA tensor of the flat buffer.
 #[derive(Debug)]
 pub(super) struct Parameter {
     pub info: ParameterInfo,
@@ -96,7 +96,7 @@ impl Lora {
         Ok(lora)
     }
 
-    /// Reads the tensors of a PEFT file.
+    /// Reads the LoRA tensors of a PEFT file.
     pub fn read(config: &LoraPlan, model: &ModelDescription, file: &Path) -> Result<Lora> {
         let (mut lora, mut all) = Lora::zeros(config, model)?;
         let (Some(dir), Some(name)) = (file.parent(), file.file_name().and_then(|n| n.to_str())) else {
@@ -130,12 +130,14 @@ impl Lora {
         Ok(lora)
     }
 
-    /// Creates the layout of an adapter, and as many zeros as it has values.
+    /// Creates the layout of an adapter, and a flat buffer of zeros for its values.
     fn zeros(config: &LoraPlan, model: &ModelDescription) -> Result<(Lora, Vec<f32>)> {
         let LoraPlan { r, alpha, target_modules, .. } = config;
         if *r == 0 || target_modules.is_empty() || !alpha.is_finite() {
-            let detail =
-                format!("r = {r}, alpha = {alpha}, {} target modules; each must be there", target_modules.len());
+            let detail = format!(
+                "r = {r}, alpha = {alpha}, {} target modules: r must be at least 1, alpha finite, target_modules not empty",
+                target_modules.len()
+            );
             return Err(EngineError::Adapter(detail));
         }
         let of_model = Module::of_model(model);
@@ -145,7 +147,8 @@ impl Lora {
         let is_there = |name: &&String| keys.iter().any(|key| key == *name || key.ends_with(&format!(".{name}")));
         if let Some(other) = target_modules.iter().find(|name| !is_there(name)) {
             let names: Vec<&str> = of_model.iter().map(|module| module.name()).collect();
-            let detail = format!("target_modules holds {other}; this model has {}", names.join(", "));
+            let detail =
+                format!("target_modules contains {other}, which is not in this model; it has {}", names.join(", "));
             return Err(EngineError::Adapter(detail));
         }
         let paths: Vec<&'static str> = of_model.iter().map(|module| module.path()).collect();
@@ -160,7 +163,7 @@ impl Lora {
         Ok((Lora { config: config.clone(), parameters, values: Flat::Host(Vec::new()) }, vec![0.0; offset]))
     }
 
-    /// The positions of one linear layer's adapter, if it has one.
+    /// The positions of one linear layer's factors, if the layer is adapted.
     pub fn slot(&self, layer: usize, module: Module) -> Option<Slot> {
         let rank = self.config.of(layer, module.path())?;
         let is_here = |parameter: &&Parameter| parameter.layer == layer && parameter.module == module;
@@ -169,7 +172,7 @@ impl Lora {
         Some(Slot { a, b, r: rank.r as usize, scaling: self.config.scaling(rank) })
     }
 
-    /// Writes PEFT's two files.
+    /// Writes the two files of a PEFT adapter.
     pub fn write(&self, dir: &Path, base_model_name_or_path: &str) -> Result<()> {
         let values = self.values.values()?;
         let tensors: Vec<tensors::Tensor<'_>> = self

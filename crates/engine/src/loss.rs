@@ -10,7 +10,7 @@ pub mod surrogate;
 use self::kl::KlPenalty;
 use crate::spec::{KlIn, Loss, Plan};
 
-/// One trajectory in the training forward. Only model tokens have entries: context tokens are
+/// One trajectory (prompt and completion) in the training forward. Only model tokens have entries: context tokens are
 /// neither scored nor trained.
 #[derive(Debug, Clone, Copy)]
 pub struct LossRow<'a> {
@@ -27,12 +27,12 @@ pub struct LossRow<'a> {
     pub advantage: RowAdvantage<'a>,
 }
 
-/// The advantage of a completion.
+/// One advantage for all tokens of the completion.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum RowAdvantage<'a> {
     /// The same advantage for every token.
     Sequence(f64),
-    /// One advantage per token; at submission, losses of whole sequences are rejected in combination with this.
+    /// One advantage for each token; at submission, losses of whole sequences are rejected in combination with this.
     Tokens(&'a [f64]),
 }
 
@@ -66,7 +66,7 @@ pub struct LossConfig {
 }
 
 impl LossConfig {
-    /// The loss that a plan asks for.
+    /// The loss settings of a job's plan.
     pub fn of_plan(plan: &Plan) -> Self {
         let rloo = &plan.rloo;
         let kl = KlPenalty { beta: rloo.beta, estimator: rloo.kl_estimator };
@@ -119,17 +119,17 @@ pub struct RowLoss {
     pub new_logp: f64,
     /// Ratio ρ of the whole sequence (normalized by its length for `gspo`).
     pub ratio: f64,
-    /// Sum of the completion's terms, before the division.
+    /// Sum of the completion's loss terms, before it is divided by the denominator.
     pub loss: f64,
-    /// The denominator of this completion.
+    /// The denominator of this completion's loss.
     pub denominator: f64,
-    /// Number of ratios that may be clipped: one per completion, or one per token.
+    /// Number of ratios that can be clipped: one per completion, or one per token.
     pub num_ratios: usize,
     /// Number of ratios ρ < 1 − ε with A < 0; these no longer train.
     pub clipped_low: usize,
     /// Number of ratios ρ > 1 + ε_high with A > 0; these no longer train.
     pub clipped_high: usize,
-    /// Gradient dL/dnew_logp of each token, after the division.
+    /// Gradient dL/dnew_logp of each token, after the division by the denominator.
     pub gradient: Vec<f64>,
 }
 
@@ -148,7 +148,7 @@ pub fn row_loss(row: &LossRow<'_>, config: &LossConfig, denominators: &Denominat
         Loss::TokenMean | Loss::SeqMeanTokenMean | Loss::DrGrpo => surrogate::tokens(row, config),
     };
     if let Some(penalty) = config.kl.filter(|_| row.included) {
-        // A ratio normalized by length needs a penalty normalized by length.
+        // GSPO divides the log-ratio by the completion's length, so the KL penalty is divided by it too.
         let scale = if config.loss == Loss::Gspo { 1.0 / row.new_logps.len().max(1) as f64 } else { 1.0 };
         for (token, (&new, &reference)) in row.new_logps.iter().zip(row.ref_logps).enumerate() {
             let (value, slope) = penalty.of_token(f64::from(new), f64::from(reference));

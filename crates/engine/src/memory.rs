@@ -37,7 +37,7 @@ pub fn generation_rows(policy: &Policy, optimizer: OptimizerKind, tokens_per_row
     footprint::generation_rows(policy.place(), dtype, &card.config.shape(), held, tokens_per_row as u64) as usize
 }
 
-/// Peak resident size of this process in bytes, if the system reports it (Linux).
+/// Peak resident set size of this process in bytes, if the system reports it (Linux).
 pub fn peak_resident_bytes() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;

@@ -41,7 +41,7 @@ pub enum MergedDtype {
 }
 
 impl MergedDtype {
-    /// The name in config.json.
+    /// The format's name in a model's config.json.
     pub fn as_str(self) -> &'static str {
         match self {
             MergedDtype::Float32 => "float32",
@@ -73,7 +73,7 @@ impl MergedDtype {
         }
     }
 
-    /// Rounds a value as storing and reading it does.
+    /// Rounds a value to this format, as storing and reading it does.
     fn rounded(self, value: f32) -> f32 {
         match self {
             MergedDtype::Float32 => value,
@@ -91,7 +91,7 @@ impl MergedDtype {
     }
 }
 
-/// The result of a merge.
+/// The result of merging an adapter into its base model.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Merged {
     /// Storage format of the weights.
@@ -102,7 +102,7 @@ pub struct Merged {
     pub largest: f32,
 }
 
-/// The arguments of a merge.
+/// The arguments of [`merge`].
 #[derive(Debug, Clone, Copy)]
 pub struct MergeInput<'a> {
     /// Directory of the base model; for full fine-tuning it provides config and tokenizer.
@@ -111,20 +111,20 @@ pub struct MergeInput<'a> {
     pub checkpoint_dir: &'a Path,
     /// Whether the checkpoint is an adapter.
     pub is_adapter: bool,
-    /// Storage format; None selects that of most of the base weights.
+    /// Storage format of the merged weights; None selects the format of most base weights.
     pub dtype: Option<MergedDtype>,
-    /// The output directory, which must be empty.
+    /// The directory of the merged model, which must be empty.
     pub out_dir: &'a Path,
 }
 
 const INDEX: &str = "model.safetensors.index.json";
-/// Number of values processed in one piece.
+/// Number of values of a tensor that are merged and written at a time.
 const PART: usize = 1 << 22;
-/// Writes a model directory. `progress` receives the number of weights done and the total, and
+/// Writes the merged model directory. `progress` receives the number of weights done and the total, and
 /// returns whether to continue.
 ///
 /// # Errors
-/// Fails if a file cannot be read or written, if the adapter belongs to another model, or if a weight is not
+/// Fails if a file cannot be read or written, if the adapter belongs to another model, or if a merged weight is not
 /// finite in the dtype.
 pub fn merge(input: MergeInput<'_>, progress: &mut dyn FnMut(u64, u64) -> bool) -> Result<Option<Merged>> {
     let card = modelcard::read(input.model_dir)?;
@@ -172,7 +172,7 @@ fn full_card(input: MergeInput<'_>) -> Result<ModelCard> {
     Ok(modelcard::read(input.checkpoint_dir)?)
 }
 
-/// The storage format of most weights.
+/// The storage format of most weights of the base model.
 fn most_common(card: &ModelCard) -> MergedDtype {
     let count = |dtype| {
         let of_dtype = card.tensors.iter().filter(|tensor| MergedDtype::of(tensor.dtype) == dtype);
@@ -190,7 +190,7 @@ struct Merging {
     dir: PathBuf,
     dtype: MergedDtype,
     updates: HashMap<String, Update>,
-    /// Reads the tensors that have scales.
+    /// Reads the base weights that are stored in 8 bits with scales.
     weights: Weights,
     sums: Sums,
     largest: f32,
@@ -199,7 +199,7 @@ struct Merging {
 }
 
 impl Merging {
-    /// Writes one file; returns false if `progress` requests a stop.
+    /// Writes one safetensors file; returns false if `progress` requests a stop.
     fn write(&mut self, plan: &FilePlan, out: &Path, progress: &mut dyn FnMut(u64, u64) -> bool) -> Result<bool> {
         let mut header = Map::new();
         header.insert("__metadata__".into(), json!({"format": "pt"}));
@@ -245,7 +245,7 @@ impl Merging {
         Ok(true)
     }
 
-    /// Writes one tensor, piece by piece.
+    /// Writes one tensor of the merged model, piece by piece.
     fn floats(
         &mut self,
         tensor: &TensorPlan,
@@ -255,7 +255,7 @@ impl Merging {
         wrote: &mut dyn FnMut(&[u8]) -> Result<()>,
         progress: &mut dyn FnMut(u64, u64) -> bool,
     ) -> Result<bool> {
-        // A tensor with scales is expanded as a whole.
+        // A tensor stored in 8 bits with scales is widened as a whole.
         let expanded = match (canonical, &location.scale) {
             (Some(name), Some(_)) => Some(self.weights.values(name)?.0),
             (Some(_) | None, _) => None,
@@ -306,7 +306,7 @@ impl Merging {
     }
 }
 
-/// Maximum of two floats, in which NaN takes precedence.
+/// The maximum of two floats, or NaN if either is NaN.
 trait MaxOrNan {
     fn max_or_nan(self, other: Self) -> Self;
 }

@@ -47,7 +47,7 @@ pub fn rollout_metrics(rows: &RolloutRows<'_>) -> Metrics {
     metrics
 }
 
-/// Inserts mean, min and max; all 0 without lengths, as in TRL.
+/// Inserts mean, min and max of completion lengths; all 0 if there are no completions, as in TRL.
 fn length_metrics(metrics: &mut Metrics, name: &str, lengths: impl Iterator<Item = usize>) {
     let lengths: Vec<f64> = lengths.map(|length| length as f64).collect();
     let (smallest, largest) = lengths.iter().fold((f64::INFINITY, 0.0f64), |(a, b), &x| (a.min(x), b.max(x)));
@@ -117,8 +117,9 @@ pub fn loss_metrics(rows: &[RowLoss]) -> Metrics {
     ])
 }
 
-/// Computes sampling/sampling_logp_difference/mean and /max: the difference between the sampler's log-probs (first) and
-/// the training forward's, over the tokens of unmasked completions; 0 if all are masked.
+/// Computes sampling/sampling_logp_difference/mean and /max: the absolute difference between the log-probs recorded by
+/// the sampler (first argument) and those of the training forward, over the tokens of unmasked completions; 0
+/// if all are masked.
 pub fn sampling_metrics<'a>(rows: impl Iterator<Item = (&'a [f32], &'a [f32])>) -> Metrics {
     let (mut sum, mut largest, mut tokens) = (0.0, 0.0f64, 0u64);
     for (sampled, trained) in rows {

@@ -41,7 +41,7 @@ use pass::{Pass, RowDropout};
 pub struct RowScore {
     /// Log-probabilities in nats, of logits / temperature.
     pub logps: Vec<f32>,
-    /// Entropies of the same distributions, in nats.
+    /// Entropies of the next-token distributions, in nats.
     pub entropies: Vec<f32>,
 }
 
@@ -59,33 +59,33 @@ pub enum Adapter {
 pub struct Logits {
     /// The logits, row-major, `[rows][vocab_size]`.
     pub values: Vec<f32>,
-    /// Length of a row.
+    /// Number of logits in a row: the size of the vocabulary.
     pub vocab_size: usize,
 }
 
 impl Logits {
-    /// Number of rows, one per sequence.
+    /// Number of rows of logits, one per sequence.
     pub fn len(&self) -> usize {
         self.values.len().checked_div(self.vocab_size).unwrap_or(0)
     }
 
-    /// Whether there are no rows.
+    /// Whether there are no rows of logits.
     pub fn is_empty(&self) -> bool {
         self.values.is_empty()
     }
 
-    /// The logits of one row.
+    /// The logits of one sequence.
     pub fn row(&self, row: usize) -> &[f32] {
         &self.values[row * self.vocab_size..(row + 1) * self.vocab_size]
     }
 
-    /// The logits of one row, for changes in place.
+    /// The logits of one sequence, for changes in place.
     pub fn row_mut(&mut self, row: usize) -> &mut [f32] {
         &mut self.values[row * self.vocab_size..(row + 1) * self.vocab_size]
     }
 }
 
-/// Maps the new scores to dL/dlogp, `[row][token]`.
+/// A loss function of the engine: maps the new log-probs to dL/dlogp, `[row][token]`.
 pub type LossGradient<'l> = dyn FnMut(&[RowScore]) -> Result<Vec<Vec<f32>>> + 'l;
 
 /// A language model. The trained parameters are a LoRA adapter over frozen weights ([`Policy::add_lora`]), all
@@ -155,7 +155,7 @@ impl Policy {
             }
             #[cfg(not(feature = "cuda"))]
             BackendKind::Cuda { ordinal } => {
-                return Err(EngineError::Input(format!("cuda:{ordinal} needs a build with CUDA, which this is not")));
+                return Err(EngineError::Input(format!("cuda:{ordinal} needs a build with CUDA; this build has none")));
             }
         };
         Ok(Policy { card, dtype, network, lora: None, full: None })
@@ -181,7 +181,7 @@ impl Policy {
         Ok(Policy { card, dtype, network, lora: None, full: None })
     }
 
-    /// Facts about the model that do not need its tensors.
+    /// The model card: facts about the model that do not need its tensors.
     pub fn card(&self) -> &ModelCard {
         &self.card
     }
@@ -200,7 +200,7 @@ impl Policy {
         }
     }
 
-    /// Frees buffers that are cached for reuse.
+    /// Frees memory that the backend caches for reuse.
     pub fn release(&self) {
         with_decoder!(&self.network, |decoder| decoder.release());
     }
@@ -276,7 +276,11 @@ impl Policy {
             return Err(no_adapter());
         }
         if gradient.len() != self.flat().len() {
-            let detail = format!("a gradient of {} for {} trainable parameters", gradient.len(), self.flat().len());
+            let detail = format!(
+                "the gradient has {} values, but the model has {} trainable parameters",
+                gradient.len(),
+                self.flat().len()
+            );
             return Err(EngineError::Input(detail));
         }
         let packing = self.pack(rows)?;
@@ -306,7 +310,10 @@ impl Policy {
     /// Computes the full logits at some positions of one sequence.
     pub fn logits(&self, ids: &[u32], positions: &[usize], adapter: Adapter) -> Result<Vec<Vec<f32>>> {
         if ids.is_empty() || positions.iter().any(|p| *p >= ids.len()) {
-            return Err(EngineError::Input(format!("positions {positions:?} of a sequence of {} tokens", ids.len())));
+            return Err(EngineError::Input(format!(
+                "positions {positions:?} are not in a sequence of {} tokens",
+                ids.len()
+            )));
         }
         let values = with_decoder!(&self.network, |decoder| decoder.logits(ids, positions, adapter))?;
         Ok(values.chunks_exact(self.card.config.vocab_size).map(<[f32]>::to_vec).collect())

@@ -14,10 +14,11 @@ use rayon::prelude::*;
 use super::kernels::mlp::Activation;
 use slices::{Group, Heads, Visible};
 
-/// Minimum number of rows of a product: with fewer rows the matrix library uses other code that sums in another order.
+/// Minimum number of rows of a matrix product: with fewer rows the matrix library uses other code that
+/// sums in another order.
 const MIN_MATMUL_ROWS: usize = 8;
 
-/// Runs `f` on x `[T, in]`, padded with zero rows to the minimum; removes the padding from the result.
+/// Runs `f` on x `[T, in]`, padded with zero rows to the minimum number of rows; removes the padding from the result.
 pub fn padded<E: From<candle_core::Error>>(
     x: &Tensor,
     f: impl FnOnce(&Tensor) -> std::result::Result<Tensor, E>,
@@ -117,16 +118,16 @@ pub fn softcap_vjp(y: &Tensor, softcap: f32, dy: &Tensor) -> Result<Tensor> {
 /// Rotary tables `[position][half]`, including the attention factor of YaRN.
 #[derive(Debug, Default)]
 pub struct RopeTable {
-    /// Cosines, one row per position.
+    /// Cosines of the rotary angles, one row per position.
     pub cos: Vec<f32>,
-    /// Sines, one row per position.
+    /// Sines of the rotary angles, one row per position.
     pub sin: Vec<f32>,
     /// Half the number of columns of a head that rotate.
     pub half: usize,
 }
 
 impl RopeTable {
-    /// Number of positions covered.
+    /// Number of positions that the tables cover.
     pub fn len(&self) -> usize {
         self.cos.len().checked_div(self.half).unwrap_or(0)
     }
@@ -136,7 +137,7 @@ impl RopeTable {
         self.cos.is_empty()
     }
 
-    /// Cosines and sines of a position.
+    /// The cosines and sines of a position.
     pub fn at(&self, position: usize) -> (&[f32], &[f32]) {
         let range = position * self.half..(position + 1) * self.half;
         (&self.cos[range.clone()], &self.sin[range])
@@ -152,7 +153,7 @@ pub struct Rotation<'a> {
     pub qk_norm: Option<(&'a [f32], &'a [f32], f32)>,
     /// The rotary angles of all positions.
     pub table: &'a RopeTable,
-    /// The position of each row.
+    /// The position of each row in its sequence.
     pub positions: &'a [usize],
 }
 
@@ -194,7 +195,7 @@ impl Rotation<'_> {
         }
     }
 
-    /// Returns dL/dweight of the norms on query and key heads, summed over the rows in order; None without qk-norm.
+    /// Returns dL/dweight of qk-norm (for query and key heads), summed over the rows in order; None without qk-norm.
     pub fn weight_vjp(&self, qkv: &[f32], dy: &[f32]) -> Option<(Vec<f32>, Vec<f32>)> {
         let (_, _, eps) = self.qk_norm?;
         let (width, dim) = (self.heads.width(), self.heads.head_dim);
@@ -331,7 +332,7 @@ fn slice<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [f32]> {
     }
 }
 
-/// Rows with fewer elements than this are not worth a thread.
+/// Minimum number of elements for which a further thread is worthwhile.
 const MIN_ELEMENTS: usize = 1 << 14;
 
 fn min_rows(width: usize) -> usize {

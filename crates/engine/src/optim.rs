@@ -75,7 +75,7 @@ impl Moments {
     }
 }
 
-/// The constants of the t-th update, counted from 1.
+/// The constants of the t-th AdamW update, counted from 1.
 pub fn update_number(t: u64, learning_rate: f64, plan: &OptimizerPlan) -> Update {
     let t = i32::try_from(t).unwrap_or(i32::MAX);
     let first_correction = 1.0 - plan.adam_beta1.powi(t);
@@ -90,16 +90,16 @@ pub fn update_number(t: u64, learning_rate: f64, plan: &OptimizerPlan) -> Update
     }
 }
 
-/// Number of parameters that a thread updates in one piece.
+/// Number of parameters that one thread updates at a time.
 const CHUNK: usize = 64 * BLOCK;
 
 impl AdamW {
-    /// Creates a state without updates, with moments in 32 bits.
+    /// Creates AdamW without updates, with moments in 32 bits.
     pub fn new(num_parameters: usize) -> Self {
         Self::of_kind(OptimizerKind::Adamw, num_parameters)
     }
 
-    /// Creates a state without updates.
+    /// Creates AdamW without updates, with moments of this precision.
     pub fn of_kind(kind: OptimizerKind, num_parameters: usize) -> Self {
         Self { moments: Moments::zeros(kind, num_parameters), updates: 0, decayed: num_parameters }
     }
@@ -167,7 +167,7 @@ pub fn check_lengths(moments: usize, parameters: usize, gradient: usize) -> Resu
     )))
 }
 
-/// The factor that clips the gradient, if it must be clipped; see [`clip_gradient_norm`].
+/// The factor that clips the gradient, if its norm exceeds the limit; see [`clip_gradient_norm`].
 pub fn clip_coefficient(norm: f64, max_norm: f64) -> Option<f32> {
     let coefficient = max_norm / (norm + 1e-6);
     (max_norm > 0.0 && norm.is_finite() && coefficient < 1.0).then_some(coefficient as f32)
@@ -236,7 +236,7 @@ mod tests {
 
     #[test]
     fn the_first_update_moves_each_parameter_by_the_learning_rate() {
-        // m̂/√v̂ = sign(g) at the first update.
+        // AdamW's first update is lr · m̂/√v̂ = lr · sign(g).
         let mut parameters = [1.0f32, -2.0, 3.0];
         let mut adam = AdamW::new(3);
         let plan = OptimizerPlan { weight_decay: 0.5, ..plan() };
@@ -250,7 +250,7 @@ mod tests {
     #[test]
     fn parameters_after_the_decayed_ones_have_no_weight_decay() {
         let plan = OptimizerPlan { weight_decay: 0.5, ..plan() };
-        // The lengths cross the borders of 8-bit blocks and of the threads' pieces.
+        // These lengths cross the borders of 8-bit blocks and of the pieces that threads update.
         let (len, decayed) = (2 * CHUNK + 300, CHUNK + 2 * BLOCK + 7);
         for kind in [OptimizerKind::Adamw, OptimizerKind::Adamw8bit] {
             let mut parameters = vec![1.0f32; len];
@@ -265,7 +265,7 @@ mod tests {
 
     #[test]
     fn moments_in_8_bits_take_a_quarter_and_follow_those_in_32() {
-        // A noisy quadratic bowl with many scales: L = Σ cᵢ·xᵢ²/2, gradient cᵢ·xᵢ + noise.
+        // The loss is a noisy quadratic bowl with many scales: L = Σ cᵢ·xᵢ²/2, gradient cᵢ·xᵢ + noise.
         let n = 10_000;
         let key = Key::new(3, Stream::Probe);
         let noise = |step: u64, i: usize| (key.with(step).with(i as u64).uniform() - 0.5) as f32 * 0.1;

@@ -24,7 +24,7 @@ pub enum Stream {
     Refill,
     /// Sampling of completions requested by users.
     Generate,
-    /// The source of a dataset's next prompt.
+    /// Choice of the source of a dataset's next prompt.
     Mixture,
     /// Sampling of a verdict's completions, by both models.
     Verdict,
@@ -68,7 +68,7 @@ impl Key {
         Self(mix(self.0.wrapping_mul(3).wrapping_add(mix(word.wrapping_add(GOLDEN_GAMMA)))))
     }
 
-    /// The key as a word, for other code that computes the same numbers.
+    /// The key as one 64-bit word, for a GPU that computes the same numbers.
     pub fn word(self) -> u64 {
         self.0
     }

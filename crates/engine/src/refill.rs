@@ -60,7 +60,7 @@ pub(super) fn refill(
     Ok(())
 }
 
-/// Counts a completion outside of the block, and its prompt.
+/// Adds the tokens of a completion outside of the block, and of its prompt, to the counts of extra tokens.
 fn count_extra_tokens(group: &RolloutGroup, completion: &RolloutCompletion, drawn: &mut BlockSampling) {
     drawn.extra_tokens += Trajectory::new(&group.prompt_ids, &completion.segments).num_tokens() as u64;
     drawn.extra_completion_tokens += completion.segments.num_model_tokens() as u64;

@@ -12,14 +12,14 @@ use crate::event::Event;
 use crate::spec::Plan;
 use crate::spec::footprint::Footprint;
 
-/// Number of sequences that generation may decode concurrently, if each grows to
+/// Number of sequences that generation may decode concurrently on this GPU, if each grows to
 /// `tokens_per_row` tokens (prompt included).
 pub(super) fn generation_rows(model: &Model, plan: &Plan, tokens_per_row: usize) -> usize {
     let rows = memory::generation_rows(&model.policy, plan.optimizer.kind, tokens_per_row);
     if model.halved_after_oom { (rows / 2).max(1) } else { rows }
 }
 
-/// Halves the batch sizes if `error` reports that memory is full and this is the first time; else returns the error
+/// Halves the batch sizes if `error` reports that GPU memory is full and this is the first time; else returns the error
 /// with advice on what to change.
 pub(super) fn halve_batches(
     model: &mut Model,

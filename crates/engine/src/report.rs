@@ -19,12 +19,12 @@ use super::step::Update;
 use crate::event::{Event, FinishReason, Metrics, Sample, SamplePhase};
 use crate::spec::{DatasetPlan, Estimator, Plan, RewardNormalization, RewardPlan, SHARED_PROMPTS};
 
-/// Wall-clock seconds of the phases of a step.
+/// Wall-clock seconds that the phases of a step took.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct StepSeconds {
-    /// Duration from rollout to update.
+    /// Duration of the whole step, from rollout to update.
     pub total: f64,
-    /// Duration of the sampling.
+    /// Duration of sampling the completions.
     pub generate: f64,
     /// Time spent waiting for rewards.
     pub reward: f64,
@@ -70,7 +70,7 @@ pub(super) fn step_metrics(report: &StepReport<'_>) -> Metrics {
         if first_use {
             let log_ratio_max = step.losses.iter().map(|row| (row.new_logp - row.old_logp).abs()).fold(0.0, f64::max);
             metrics.insert("sampling/log_ratio_max".into(), Some(log_ratio_max));
-            // If blocks overlap, the policy has been updated since it sampled, so the difference would
+            // The policy has been updated since it sampled if blocks overlap, so the difference would
             // not measure the sampler.
             if let Some(recorded) = block.rollout.recorded_logps().filter(|_| !plan.rloo.overlap) {
                 let rows = recorded[update.slice.clone()].iter().zip(&step.scores).zip(included);
@@ -109,7 +109,7 @@ pub(super) fn step_metrics(report: &StepReport<'_>) -> Metrics {
     metrics
 }
 
-/// Metrics of each source that has prompts in a rollout: `sources/{name}/…`, with the names of the overall
+/// Metrics of each dataset source that has prompts in a rollout: `sources/{name}/…`, with the names of the overall
 /// metrics. `tied` says whether each group is tied after and before the KL penalty; empty for an evaluation, which
 /// does not compare groups.
 fn source_metrics(dataset: &DatasetPlan, rollout: &Rollout, weighted: &[Option<f64>], tied: [&[bool]; 2]) -> Metrics {
@@ -148,7 +148,7 @@ fn source_metrics(dataset: &DatasetPlan, rollout: &Rollout, weighted: &[Option<f
 fn variant_metrics(metrics: &mut Metrics, block: &Block, plan: &Plan) {
     let (values, drawn, rloo) = (&block.values, &block.rollout.drawn, &plan.rloo);
     if rloo.num_generations.get() == 1 {
-        // A group of one completion has nothing to compare.
+        // A group of one completion has no other reward to compare with.
         metrics.insert("frac_reward_zero_std".into(), None);
         metrics.insert("frac_reward_zero_std_pre_kl".into(), None);
     }
@@ -190,14 +190,14 @@ fn time_metrics(metrics: &mut Metrics, report: &StepReport<'_>, seconds: &StepSe
         .map(|trajectory| trajectory.num_tokens())
         .sum();
     metrics.insert("tokens_per_second/train".into(), Some(trained as f64 / train));
-    // If blocks overlap, this step's sampling belongs to the next block.
+    // If blocks overlap, the time that this step spent sampling belongs to the next block.
     if generate > 0.0 && !report.plan.rloo.overlap {
         let sampled = report.block.num_completion_tokens() as f64;
         metrics.insert("tokens_per_second/rollout".into(), Some(sampled / generate));
     }
 }
 
-/// Inserts the peaks of the process's memory and of its GPU's.
+/// Inserts the peak memory of this process, and of its GPU.
 pub(super) fn memory_metrics(metrics: &mut Metrics, policy: &Policy) {
     if let Some(bytes) = peak_resident_bytes() {
         metrics.insert("memory/peak_resident_bytes".into(), Some(bytes as f64));
@@ -218,7 +218,7 @@ fn reward_names(rewards: &[RewardPlan]) -> Vec<String> {
     rewards.iter().map(|reward| reward.name.clone()).collect()
 }
 
-/// The samples of a block, reported when it is first used.
+/// The sample events of a block, reported when the block is first used.
 pub(super) fn train_samples(step: u64, block: &Block, data: &Data, plan: &Plan) -> Result<Vec<Sample>> {
     let values = &block.values;
     let reward_names = reward_names(&plan.rewards);
@@ -252,7 +252,7 @@ pub(super) fn left_out_warning(left_out: usize, num_rows: usize) -> Event {
     Event::Warning { code: "warm_up_rows_left_out".into(), message, data }
 }
 
-/// The warning that the rows do not fill a block.
+/// The warning that the last dataset rows of an epoch do not fill a block.
 fn dropped_rows_warning(batching: &Batching) -> Event {
     let dropped = batching.dropped_rows_per_epoch();
     let message = format!(
@@ -375,7 +375,8 @@ pub(super) fn evaluation(
     Ok((metrics, samples.collect::<Result<_>>()?))
 }
 
-/// The fields that all samples share; the caller sets group, reward, KL and advantage.
+/// Creates a sample event with the fields that training and evaluation share; the caller sets group,
+/// reward, KL and advantage.
 fn sample(
     step: u64,
     phase: SamplePhase,
@@ -393,7 +394,7 @@ fn sample(
         prompt_id: format!("row_{}", group.row),
         prompt: match prompts.get(group.row as usize) {
             Some(prompt) if prompt.ids == group.prompt_ids => prompt.text.clone(),
-            // A recorded rollout may hold another prompt.
+            // A recorded rollout may hold another prompt than the dataset has now: decode its tokens.
             Some(_) | None => text.decode(&group.prompt_ids, false).map_err(EngineError::from)?,
         },
         completion: text.decode(completion.segments.completion()?, true).map_err(EngineError::from)?,

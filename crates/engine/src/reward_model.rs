@@ -44,7 +44,7 @@ impl RewardModel {
     /// Loads a model directory like [`RewardModel::load`], with a card that was already read.
     ///
     /// # Errors
-    /// The same as for [`RewardModel::load`].
+    /// Fails in the same cases as [`RewardModel::load`].
     pub fn load_card(dir: &Path, card: ClassifierCard, kind: BackendKind, dtype: ComputeDtype) -> Result<RewardModel> {
         let mut weights = Weights::of(dir, &card.tensors);
         let network = match &card.backbone {
@@ -60,12 +60,12 @@ impl RewardModel {
         Ok(RewardModel { card, network })
     }
 
-    /// Facts about the model that do not need its tensors.
+    /// Facts about the reward model that do not need its tensors.
     pub fn card(&self) -> &ClassifierCard {
         &self.card
     }
 
-    /// Computes the scores of each sequence, one per label, in the order of [`ClassifierCard::labels`].
+    /// Computes the scores of each token sequence, one per label, in the order of [`ClassifierCard::labels`].
     /// All scores are finite.
     ///
     /// # Errors
@@ -86,7 +86,7 @@ impl RewardModel {
             Network::Encoder(encoder) => encoder.scores(sequences)?,
         };
         if !scores.iter().flatten().all(|score| score.is_finite()) {
-            return Err(EngineError::ModelNotFinite { what: "a score of the reward model".to_owned() });
+            return Err(EngineError::ModelNotFinite { what: "a score that the reward model computed".to_owned() });
         }
         Ok(scores)
     }

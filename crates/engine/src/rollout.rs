@@ -27,7 +27,7 @@ pub struct Batching {
     pub gradient_accumulation_steps: u64,
     /// Seed of the order.
     pub seed: u64,
-    /// Whether to shuffle; false = the dataset's order in every epoch.
+    /// Whether to shuffle the prompts; false = the dataset's order in every epoch.
     pub shuffle: bool,
 }
 
@@ -57,25 +57,25 @@ impl TrlBatching {
     }
 }
 
-/// The position of an optimizer step in the order.
+/// The position of an optimizer step in the order of blocks and slices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Cursor {
-    /// Generation block, from 0, over all epochs.
+    /// Index of the generation block, from 0, over all epochs.
     pub block: u64,
-    /// Index of the block's slice, below S.
+    /// Index of the slice that the step trains within its block, below S.
     pub slice: u64,
-    /// Index of the use of the block, from 0 to μ·S − 1; 0 = the rollout is new.
+    /// Number of times the block was used before this step, from 0 to μ·S − 1; 0 = the rollout is new.
     pub use_index: u64,
 }
 
-/// Number of completions per prompt (G) in a plan.
+/// Number of completions per prompt (G) of a job's plan.
 pub fn num_generations(plan: &Plan) -> NonZeroUsize {
     // A usize holds every u32 on the supported machines.
     NonZeroUsize::try_from(plan.rloo.num_generations).unwrap_or(NonZeroUsize::MAX)
 }
 
 impl Batching {
-    /// The order for a plan.
+    /// The order of training prompts for a job's plan.
     pub fn of_plan(plan: &Plan, mixture: Mixture) -> Self {
         let steps_per_generation = u64::from(plan.rloo.steps_per_generation);
         Self {
@@ -224,11 +224,11 @@ impl Batching {
         order
     }
 
-    /// The rows of an epoch's prompts.
+    /// The dataset rows of an epoch's prompts, in order.
     fn epoch_order(&self, epoch: u64) -> Vec<u64> {
         let (before, after) = (self.mixture.given_before(epoch), self.mixture.given_before(epoch + 1));
         let mut first_row = 0;
-        // The rows that each source contributes in this epoch.
+        // The dataset rows that each source contributes in this epoch.
         let given: Vec<Vec<u64>> = (0..)
             .zip(self.mixture.rows())
             .zip(before.into_iter().zip(after))
@@ -318,11 +318,11 @@ mod tests {
         for block in 0..6 {
             let (rows, next) = seven().block_at(position);
             assert_eq!(rows, seven().block_rows(block));
-            // Seven rows give two blocks of three; the seventh row is dropped.
+            // An epoch of seven rows has two blocks of three; the seventh row is dropped.
             assert_eq!(next, (block / 2) * 7 + (block % 2) * 3 + 3);
             position = next;
         }
-        // A refill of two prompts uses the next rows, including the rest of the epoch, and the next
+        // A refill of two prompts takes the next rows, including the rest of the epoch, and the next
         // block begins after them.
         let epoch = [permutation(42, 0, 7), permutation(42, 1, 7)].concat();
         assert_eq!(seven().prompts_at(6, 3), (epoch[6..9].to_vec(), 9));
@@ -342,7 +342,7 @@ mod tests {
 
     #[test]
     fn several_sources_take_turns_by_the_seed_alone_and_each_begins_again_when_it_is_exhausted() {
-        // The sources have rows 0 to 4, 5 to 104, and 105 to 112.
+        // The three sources have the dataset rows 0 to 4, 5 to 104, and 105 to 112.
         let mixed = |prompts_per_block| Batching {
             prompts_per_block,
             ..batching(Mixture::new([(5, 3.0), (100, 5.0), (8, 2.0)]))
@@ -358,7 +358,7 @@ mod tests {
             assert_eq!(largest, (5..105).collect::<Vec<_>>(), "an epoch sees the largest source once");
             assert_eq!(epoch.iter().filter(|row| **row < 5).count(), 60);
         }
-        // A small source: every five of its prompts are all of its rows, each time in another order.
+        // Every five prompts of the source with five rows are all of its rows, each time in another order.
         let small: Vec<u64> = rows.iter().copied().filter(|row| *row < 5).collect();
         let mut orders: Vec<&[u64]> = small.chunks(5).collect();
         for order in &orders {
@@ -370,7 +370,7 @@ mod tests {
         orders.dedup();
         assert!(orders.len() > 20, "36 times of 120 orders: {}", orders.len());
         assert_eq!(small[..5], permutation(42, 0, 5), "the first source is shuffled as if it were alone");
-        // Blocks are taken from the same order.
+        // Blocks take their rows from the same order of prompts.
         let mut position = 0;
         for block in 0..200 {
             let (found, next) = three.block_at(position);

@@ -35,7 +35,8 @@ pub(super) struct Rollouts<'r> {
 }
 
 impl Rollouts<'_> {
-    /// Creates the block with this index, whose prompts begin at `position`, for the steps from `step` on.
+    /// Samples and scores the generation block with this index, whose prompts begin at `position`, for the optimizer
+    /// steps from `step` on.
     pub fn block(&mut self, step: u64, index: u64, position: u64, batching: &Batching) -> Result<Rollout, RunEnd> {
         let (rows, next_prompt) = batching.block_at(position);
         let rows = self.data.dataset_rows(rows);
@@ -61,7 +62,7 @@ impl Rollouts<'_> {
         Ok(groups)
     }
 
-    /// Returns groups for these rows without scores.
+    /// Samples completions for these dataset rows, without scores.
     pub fn sample(&mut self, id: RolloutId, rows: &[u64], key: Key) -> Result<Vec<SampledGroup>, RunEnd> {
         let sampling = &self.plan.sampling;
         self.sample_with(id, rows, key, Sampler::new(sampling, sampling.temperature))
@@ -90,7 +91,7 @@ impl Rollouts<'_> {
         Ok(groups)
     }
 
-    /// Scores the groups with all rewards.
+    /// Scores the completions of these groups with all rewards.
     pub fn score(&mut self, id: RolloutId, groups: &[SampledGroup]) -> Result<Vec<RolloutGroup>, RunEnd> {
         self.enter(Phase::Reward)?;
         let started = Instant::now();
@@ -145,7 +146,8 @@ impl Rollouts<'_> {
         Ok(groups)
     }
 
-    /// Number of prompts per batch: large enough that few rows wait for the last ones of a batch.
+    /// Number of evaluation prompts per batch: large enough that little time is lost while the last completions
+    /// of a batch end.
     fn evaluation_batch(&self, rows: &[u64]) -> usize {
         let prompts = self.data.prompts_of(SamplePhase::Eval);
         let longest = rows.iter().map(|&row| prompts[row as usize].ids.len()).max().unwrap_or(0);
@@ -153,14 +155,14 @@ impl Rollouts<'_> {
         let at_once = relief::generation_rows(self.model, self.plan, tokens_per_row);
         let num_generations = self.num_generations(RolloutId::eval(0));
         match self.model.policy.device_peak_bytes() {
-            // A GPU samples many rows concurrently, and is underused while the last ones end.
+            // A GPU samples many completions concurrently, and is underused while the last ones of a batch end.
             Some(_) => (2 * at_once / num_generations).max(EVALUATION_BATCH),
             None => EVALUATION_BATCH,
         }
     }
 
-    /// Returns whole groups for these rows: the recorded ones if they match, else newly sampled ones, which are passed
-    /// to the host. `id` must differ between all samplings of a run, and be the same in every attempt.
+    /// Returns whole groups for these dataset rows: those of the host's journal if they match, else newly sampled ones,
+    /// which are passed to the host. `id` must differ between all samplings of a run, and be the same in every attempt.
     fn generate_unless(
         &mut self,
         recorded: Option<Vec<SampledGroup>>,
@@ -181,7 +183,7 @@ impl Rollouts<'_> {
             }
         };
         if !id.is_trained() {
-            // The log-probs of these completions are not needed.
+            // Only completions that are trained need their log-probs.
             completions.iter_mut().flatten().for_each(|completion| completion.segments.forget_logps());
         }
         let groups = rows.iter().zip(completions).map(|(&row, completions)| SampledGroup { row, completions });
@@ -190,7 +192,7 @@ impl Rollouts<'_> {
         Ok(groups)
     }
 
-    /// Whether recorded groups are whole groups of exactly these rows.
+    /// Whether groups from the host's journal are whole groups of exactly these dataset rows.
     fn matches_rows(&self, id: RolloutId, groups: &[SampledGroup], rows: &[u64]) -> bool {
         let num_generations = self.num_generations(id);
         let whole =

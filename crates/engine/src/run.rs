@@ -37,7 +37,7 @@ pub(super) struct Run<'a> {
     pub files: Files<'a>,
 }
 
-/// The weights, their optimizer, and the batch sizes of computations.
+/// The model with its optimizer, and the batch sizes it computes with.
 pub(super) struct Model {
     pub policy: Policy,
     pub reference: ReferenceModel,
@@ -46,7 +46,7 @@ pub(super) struct Model {
     pub delta_norm: Option<DeltaNorm>,
     /// Whether the policy started with the weights of a warm start instead of the base model's.
     pub is_warm_started: bool,
-    /// Whether the log-probs recorded at sampling are used as the old ones.
+    /// Whether the log-probs recorded at sampling are used as the old log-probs.
     pub samples_exactly: bool,
     pub micro_batching: MicroBatching,
     /// Whether the GPU once ran out of memory, so that batch sizes were halved.
@@ -68,17 +68,17 @@ pub(super) struct Data {
     pub evaluated_rows: Vec<u64>,
     /// Keys that identify the evaluated prompts.
     evaluated_keys: HashSet<PromptKey>,
-    /// The number of evaluated rows whose prompt is trained too.
+    /// The number of evaluated prompts that are also trained.
     pub shared_prompts: u64,
 }
 
-/// The prompts that each step trains on, and how often: determined by the plan and the size of the dataset.
+/// Decides which prompts each step trains on, and how often: determined by the plan and the size of the dataset.
 pub(super) struct Schedule {
     pub batching: Batching,
     pub completions_per_step: usize,
 }
 
-/// The progress of a run.
+/// The progress of a run: everything that training changes except the model.
 pub(super) struct Progress {
     pub state: TrainerState,
     /// The block of the last step; the next step continues with it unless a new block begins.
@@ -163,7 +163,7 @@ impl<'a> Run<'a> {
         Ok(run)
     }
 
-    /// Returns the sampler, with the current policy.
+    /// Returns the object that samples and scores completions of the current policy.
     pub fn rollouts(&mut self) -> Rollouts<'_> {
         Rollouts {
             host: &mut *self.host,
@@ -175,7 +175,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Returns the scorer, which computes log-probs without gradient with the current models.
+    /// Returns the object that computes log-probs without gradient.
     pub fn scorer(&mut self) -> Scorer<'_> {
         Scorer {
             host: &mut *self.host,
@@ -308,7 +308,11 @@ impl Data {
             host.event(report::left_out_warning(left_out, num_rows))?;
         }
         if self.answered.is_empty() {
-            let why = if num_rows == 0 { "it has no rows" } else { "the prompts of all its rows are evaluated" };
+            let why = if num_rows == 0 {
+                "its dataset has no rows"
+            } else {
+                "the prompts of all its rows are also evaluated"
+            };
             let detail = format!("the warm-up has no rows to train on: {why}; add rows");
             return Err(RunEnd::Failed(EngineError::Prompts(detail)));
         }
@@ -324,11 +328,11 @@ impl Data {
         }
     }
 
-    /// The prompts that the rows of a rollout refer to.
+    /// The tokenized prompts that the row numbers of a rollout refer to.
     pub fn prompts_of(&self, phase: SamplePhase) -> &[TokenizedPrompt] {
         match phase {
             SamplePhase::Train => &self.prompts,
-            // Held-out rows are rows of the training dataset.
+            // Evaluation rows that are held out are rows of the training dataset.
             SamplePhase::Eval if self.eval_is_held_out => &self.prompts,
             SamplePhase::Eval => &self.eval_prompts,
         }
@@ -357,7 +361,7 @@ impl Schedule {
         Ok(Self { batching, completions_per_step })
     }
 
-    /// The completions of the block that an optimizer step trains.
+    /// The range of the block's completions that an optimizer step trains.
     pub fn slice(&self, cursor: Cursor) -> Range<usize> {
         let start = cursor.slice as usize * self.completions_per_step;
         start..start + self.completions_per_step

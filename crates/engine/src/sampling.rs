@@ -19,15 +19,16 @@ pub struct Sampler {
     pub top_k: u32,
     /// Drop tokens below min_p times the probability of the most probable one; 0 = off.
     pub min_p: f64,
-    /// Divides positive and multiplies negative logits of tokens seen in prompt or completion; 1 = off.
+    /// Repetition penalty: divides positive and multiplies negative logits of tokens seen in prompt or
+    /// completion; 1 = off.
     pub repetition_penalty: f64,
 }
 
 impl Sampler {
-    /// The unmodified distribution of the model.
+    /// A sampler that uses the unmodified distribution of the model.
     pub const PLAIN: Self = Self { temperature: 1.0, top_p: 1.0, top_k: 0, min_p: 0.0, repetition_penalty: 1.0 };
 
-    /// The plan's sampler with another temperature.
+    /// The sampler of a job's plan, with another temperature.
     pub fn new(plan: &SamplingPlan, temperature: f64) -> Self {
         Self {
             temperature,
@@ -49,7 +50,7 @@ impl Sampler {
         }
     }
 
-    /// The filters that restrict the sampled tokens; none for greedy sampling, which takes the largest logit anyway.
+    /// The filters top-k, top-p and min-p; off for greedy sampling, which takes the largest logit anyway.
     pub fn filters(&self) -> Filters {
         let Self { temperature, top_p, top_k, min_p, .. } = *self;
         if temperature == 0.0 { Filters::OFF } else { Filters { top_k, top_p, min_p } }
@@ -60,8 +61,8 @@ impl Sampler {
         self.repetition_penalty == 1.0
     }
 
-    /// Whether it samples from the whole distribution, or greedily from the unchanged one. Then the token's log-prob
-    /// is its true probability.
+    /// Whether tokens are sampled from the whole distribution, or greedily from unchanged logits. Then a token's
+    /// log-prob is its true probability.
     pub fn is_unfiltered(&self) -> bool {
         self.is_memoryless() && self.filters().are_off()
     }
@@ -81,7 +82,7 @@ impl Sampler {
     }
 }
 
-/// Samples like [`sample_token`], among the tokens that pass the filters.
+/// Samples a token like [`sample_token`], among those that pass the filters.
 pub fn sample_filtered(filters: &Filters, logits: &[f32], temperature: f64, uniform: f64) -> u32 {
     if temperature == 0.0 || filters.are_off() {
         return sample_token(logits, temperature, uniform);
@@ -100,7 +101,7 @@ fn kept_tokens(filters: &Filters, weights: &[f64]) -> Vec<u32> {
     let by_weight = |a: &u32, b: &u32| weight(*b).total_cmp(&weight(*a)).then(a.cmp(b));
     let mut kept: Vec<u32> = (0..weights.len() as u32).collect();
     if filters.top_k > 0 && (filters.top_k as usize) < kept.len() {
-        // Tokens as probable as the last kept one stay too, as in transformers.
+        // Keep all tokens that are as probable as the K-th one, as transformers does.
         let (_, last, _) = kept.select_nth_unstable_by(filters.top_k as usize - 1, by_weight);
         let last = weight(*last);
         kept.retain(|&token| weight(token).total_cmp(&last).is_ge());
@@ -133,13 +134,13 @@ pub fn sample_token(logits: &[f32], temperature: f64, uniform: f64) -> u32 {
     invert(logits.iter().map(|&logit| weight(logit)), uniform)
 }
 
-/// Returns a function from a logit to its unnormalized probability.
+/// Returns a function that maps a logit to its unnormalized softmax probability.
 fn weight(logits: &[f32], temperature: f64) -> impl Fn(f32) -> f64 + Copy + use<> {
     let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     move |logit| (f64::from(logit - max) / temperature).exp()
 }
 
-/// Index of the first of the largest values; NaN never wins.
+/// Index of the first of the largest logits; NaN never wins.
 fn argmax(logits: &[f32]) -> u32 {
     let mut best = (0, f32::NEG_INFINITY);
     for (token, &logit) in logits.iter().enumerate() {

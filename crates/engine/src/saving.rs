@@ -14,14 +14,14 @@ pub(super) fn is_due(run: &Run<'_>) -> bool {
     let progress = &run.progress;
     let step = progress.state.step;
     if is_last(run) {
-        // If the run has made no step since its last checkpoint, only an evaluation or alert is worth saving.
+        // After the last step, write a checkpoint if there is a new step, evaluation or alert since the last one.
         return step > progress.saved_step || progress.unsaved_verdict;
     }
     if watch::best_is_unsaved(progress, run.plan) {
         return true;
     }
     let wanted = || run.host.wants_checkpoint();
-    // Weights whose loss is not finite are not worth a checkpoint.
+    // Weights after a skipped update are not worth a checkpoint.
     let good = progress.state.skipped_in_a_row == 0;
     let is_warmed = run.plan.warm_up.is_some() && run.plan.rloo_step(step) == Some(0);
     let planned = is_warmed || step.is_multiple_of(run.plan.checkpoints.every_steps.max(1));
@@ -53,7 +53,7 @@ pub(super) fn save(run: &mut Run<'_>) -> Result<(), RunEnd> {
     };
     let (dir, files) = checkpoint::write(run.files.scratch_dir, &snapshot)?;
     let mut metrics: Metrics = state.step_metrics.clone();
-    // An earlier evaluation belongs to other weights.
+    // Leave out the metrics of an earlier evaluation, which belong to other weights.
     if state.evaluated_step == Some(step) {
         metrics.extend(state.eval_metrics.clone());
     }
@@ -67,7 +67,7 @@ pub(super) fn save(run: &mut Run<'_>) -> Result<(), RunEnd> {
     Ok(())
 }
 
-/// Stops the run: saves unsaved steps unless the reason discards them. Returns how the run ends.
+/// Stops the run: saves steps that no checkpoint holds yet, unless the reason discards them. Returns how the run ends.
 pub(super) fn stop(run: &mut Run<'_>, reason: StopReason) -> RunEnd {
     let progress = &run.progress;
     let wanted = match reason {
@@ -79,7 +79,7 @@ pub(super) fn stop(run: &mut Run<'_>, reason: StopReason) -> RunEnd {
     let saved = if wanted { save(run) } else { Ok(()) };
     match saved {
         Ok(()) => RunEnd::Stopped(reason),
-        // An error, or a stronger stop that arrived meanwhile (such as a lost lease).
+        // Saving failed, or a stronger stop arrived meanwhile (such as a lost lease).
         Err(end) => end,
     }
 }

@@ -22,7 +22,7 @@ pub(super) struct Scorer<'r> {
     pub plan: &'r Plan,
     pub model: &'r mut Model,
     pub data: &'r Data,
-    /// Number of completions in a slice.
+    /// Number of completions in a slice, which is one optimizer step.
     pub completions_per_step: usize,
     pub seconds: &'r mut StepSeconds,
     pub steps_done: u64,
@@ -67,7 +67,7 @@ impl Scorer<'_> {
         self.scores(trajectories, policy)
     }
 
-    /// Log-probs of the reference; empty when beta = 0, and during the warm-up that creates the reference.
+    /// Log-probs of the reference model; empty when beta = 0, and during the warm-up that creates the reference.
     pub fn reference_logps(&mut self, trajectories: &[Trajectory<'_>]) -> Result<Logps, RunEnd> {
         let is_there = !matches!(self.model.reference, ReferenceModel::None);
         if !self.plan.rloo.needs_reference() || !is_there {

@@ -11,7 +11,7 @@ use crate::modelcard::{Skipped, TensorDtype};
 use crate::spec::{ComputeDtype, Reference};
 use serde_json::json;
 
-/// The reference of the KL penalty (rloo.md, "Log-probabilities").
+/// The reference model of the KL penalty (rloo.md, "Log-probabilities").
 #[derive(Debug)]
 pub(super) enum ReferenceModel {
     /// No reference: beta = 0, or the warm-up that creates the reference is not over.
@@ -23,7 +23,7 @@ pub(super) enum ReferenceModel {
 }
 
 impl ReferenceModel {
-    /// Returns the model to score, and whether to apply its adapter.
+    /// Returns the model that computes the reference's log-probs, and whether to apply its adapter.
     pub fn of<'p>(&'p self, policy: &'p Policy) -> (&'p Policy, Adapter) {
         match self {
             ReferenceModel::None | ReferenceModel::AdapterOff => (policy, Adapter::Off),
@@ -42,7 +42,7 @@ pub(super) fn begin(policy: &mut Policy, input: &TrainInput<'_>, step: u64) -> R
     if plan.warm_start.is_some() && initial.is_none() && (input.resume.is_none() || wants_initial) {
         return Err(EngineError::Input("the checkpoint that the job starts from was not found".to_owned()));
     }
-    // After a warm-up the reference is created when the warm-up ends.
+    // After a warm-up, its last weights become the reference.
     let with_reference = plan.rloo.needs_reference() && !plan.has_warmed_reference();
     let mut reference = ReferenceModel::None;
     match &plan.lora {
@@ -51,9 +51,9 @@ pub(super) fn begin(policy: &mut Policy, input: &TrainInput<'_>, step: u64) -> R
                 policy.load_lora(dir)?;
                 match policy.lora_config() {
                     Some(found) if found.is_compatible_with(lora) => Ok(()),
-                    found => {
-                        Err(EngineError::Adapter(format!("it was created with {found:?}, but the plan says {lora:?}")))
-                    }
+                    found => Err(EngineError::Adapter(format!(
+                        "its adapter was created with {found:?}, but the plan says {lora:?}"
+                    ))),
                 }
             };
             match (initial, &input.resume) {
@@ -92,7 +92,7 @@ pub(super) fn begin(policy: &mut Policy, input: &TrainInput<'_>, step: u64) -> R
     if plan.has_warmed_reference() && step >= plan.warm_up_steps() {
         reference = match &input.resume {
             Some(dir) if step > plan.warm_up_steps() => read_reference(policy, dir, plan.lora.is_some())?,
-            // Here the policy has the weights of the end of the warm-up.
+            // This run resumes at the very end of the warm-up: the policy's current weights become the reference.
             Some(_) | None => warmed_reference(policy),
         };
     }

@@ -24,15 +24,15 @@ use crate::trajectory::Trajectory;
 
 /// The outcome of an optimizer step.
 pub(super) struct Update {
-    /// The range of its completions in the block.
+    /// The range of the step's completions in the block.
     pub slice: Range<usize>,
     /// The learning rate of this step.
     pub learning_rate: f64,
     /// Norm of the gradient before clipping.
     pub grad_norm: f64,
-    /// The loss; NaN if the forward pass was not finite.
+    /// The loss of the step; NaN if the forward pass was not finite.
     pub loss: f64,
-    /// The clipped gradient; `None` if the forward pass was not finite.
+    /// The step's gradient after clipping; `None` if the forward pass was not finite.
     pub step_gradient: Option<StepGradient>,
 }
 
@@ -68,7 +68,7 @@ pub(super) fn train_step(run: &mut Run<'_>) -> Result<(), RunEnd> {
     let slice = run.schedule.slice(cursor);
     let update = loss_gradient(run, &mut block, step, slice.clone())
         .and_then(|gradient| update_weights(run, step, slice, gradient));
-    // Put the block back before a stop is handled, because a checkpoint inside the block needs it.
+    // Put the block back before a stop ends this step, because a checkpoint inside the block needs it.
     run.progress.block = Some(block);
     let update = update?;
     run.progress.seconds.total = started.elapsed().as_secs_f64();
@@ -153,7 +153,8 @@ fn slice_gradient(run: &Run<'_>, block: &mut Block, step: u64, slice: Range<usiz
     let mut losses = |batch: Range<usize>, scores: &[RowScore]| -> Vec<RowLoss> {
         let batch = slice.start + batch.start..slice.start + batch.end;
         if values.old_logps.len() < batch.end {
-            // The log-probs were not recorded and are used only here: the trained policy is the one that sampled.
+            // The old log-probs were not recorded: this is the first use of the block, so the policy being trained is
+            // the one that sampled.
             values.old_logps.extend(scores.iter().map(|score| score.logps.clone()));
         }
         if values.results.advantages.len() < batch.end {
@@ -180,7 +181,7 @@ fn check_first_scores(run: &Run<'_>, scores: &[RowScore]) -> Result<()> {
     if !fresh || scores.iter().flat_map(|score| &score.logps).all(|logp| logp.is_finite()) {
         return Ok(());
     }
-    let what = "its log-probs of its own completions are NaN or infinite".to_owned();
+    let what = "the log-probs of its own completions are NaN or infinite".to_owned();
     Err(EngineError::ModelNotFinite { what })
 }
 
@@ -208,7 +209,7 @@ fn update_weights(
     Ok(update)
 }
 
-/// Counts and reports the step; fails if too many consecutive updates were skipped.
+/// Counts and reports the optimizer step; fails if too many consecutive updates were skipped.
 fn finish_step(run: &mut Run<'_>, step: u64, cursor: Cursor, update: &Update) -> Result<(), RunEnd> {
     count_step(run, step, cursor, update);
     let Some(block) = &run.progress.block else { return Ok(()) };
@@ -278,7 +279,7 @@ fn metrics(run: &Run<'_>, block: &Block, cursor: Cursor, update: &Update) -> Res
     Ok(metrics)
 }
 
-/// Passes the internals of the step to the host.
+/// Passes the internals of the optimizer step to the host.
 fn report_trace(run: &mut Run<'_>, step: u64, update: &Update) {
     let (Some(block), Some(step_gradient)) = (&run.progress.block, &update.step_gradient) else { return };
     let slice = &update.slice;

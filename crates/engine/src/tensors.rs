@@ -16,7 +16,7 @@ use crate::modelcard::{TensorDtype, TensorLocation};
 
 /// Maximum length of a header, in bytes.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
-/// Minimum number of values that a thread checks.
+/// Minimum number of values that one thread checks for NaN and infinity.
 const CHUNK: usize = 1 << 16;
 
 /// The data of one tensor.
@@ -55,12 +55,12 @@ pub struct Tensor<'a> {
     pub data: Data<'a>,
 }
 
-/// Writes and syncs a file.
+/// Writes a safetensors file and syncs it to disk.
 pub fn write(path: &Path, tensors: &[Tensor<'_>]) -> Result<()> {
     write_to(path, tensors).map_err(|source| EngineError::Io { path: path.to_path_buf(), source })
 }
 
-/// Writes and syncs a state file that a run resumes from: every value must be finite.
+/// Writes and syncs a safetensors file with state that a run resumes from: every value must be finite.
 pub fn write_finite(path: &Path, tensors: &[Tensor<'_>]) -> Result<()> {
     let is_finite = |tensor: &&Tensor<'_>| match tensor.data {
         Data::F32(values) => values.par_iter().with_min_len(CHUNK).all(|value| value.is_finite()),
@@ -106,7 +106,7 @@ fn write_to(path: &Path, tensors: &[Tensor<'_>]) -> std::io::Result<()> {
     file.into_inner().map_err(std::io::IntoInnerError::into_error)?.sync_all()
 }
 
-/// A file whose tensors are read one by one.
+/// A safetensors file whose tensors are read one by one.
 #[derive(Debug)]
 pub struct Reader {
     path: PathBuf,
@@ -117,7 +117,7 @@ pub struct Reader {
 }
 
 impl Reader {
-    /// Opens a file and reads its header.
+    /// Opens a safetensors file and reads its header.
     pub fn open(path: &Path) -> Result<Self> {
         let io = |source| EngineError::Io { path: path.to_path_buf(), source };
         let damaged = |why: String| EngineError::Checkpoint(format!("{}: {why}", name(path)));
@@ -127,7 +127,7 @@ impl Reader {
         file.read_exact_at(&mut size, 0).map_err(io)?;
         let size = u64::from_le_bytes(size);
         if size > MAX_HEADER_BYTES || size + 8 > length {
-            return Err(damaged(format!("its header says that it has {size} bytes")));
+            return Err(damaged(format!("the file's header claims a length of {size} bytes")));
         }
         let mut header = vec![0; size as usize];
         file.read_exact_at(&mut header, 8).map_err(io)?;
@@ -135,7 +135,7 @@ impl Reader {
         let begin = 8 + size;
         if begin + header.data_len() as u64 != length {
             return Err(damaged(format!(
-                "it has {length} bytes, its header says {}",
+                "the file has {length} bytes, but its header says {}",
                 begin + header.data_len() as u64
             )));
         }
@@ -164,7 +164,7 @@ impl Reader {
         Ok(Some(bytes))
     }
 
-    /// Offset of a tensor in the file, and its number of values of `size` bytes.
+    /// Offset of a tensor in the file, and its number of values of `size` bytes each.
     fn place(&self, tensor: &str, dtype: Dtype, size: usize) -> Result<Option<(u64, usize)>> {
         let Some(info) = self.header.info(tensor).filter(|info| info.dtype == dtype) else { return Ok(None) };
         let (begin, end) = info.data_offsets;

@@ -11,14 +11,15 @@ use super::model::{Adapter, Flat, Policy, RowScore};
 use super::random::Key;
 use crate::trajectory::Trajectory;
 
-/// How a step's completions are split. Scoring and update split alike, so that equal weights give equal bits.
+/// How a step's completions are split into micro-batches. Old log-probs and the update use the same split, so that
+/// equal weights give equal bits.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct MicroBatching {
     /// Number of rows of a group; they are contiguous and never split.
     pub num_generations: NonZeroUsize,
     /// Maximum number of tokens of a micro-batch, which holds at least one group.
     pub max_tokens: usize,
-    /// Divisor of the logits.
+    /// The temperature that the logits are divided by.
     pub temperature: f64,
     /// Random key of the step's LoRA dropout; only the training forward uses it.
     pub dropout: Option<Key>,
@@ -53,7 +54,7 @@ pub fn score_trajectories(
 /// The gradient of one optimizer step, with its losses and scores.
 #[derive(Debug)]
 pub struct StepGradient {
-    /// Gradient dL/dparameter, before clipping.
+    /// Gradient dL/dparameter of the step, before clipping.
     pub gradient: Flat,
     /// The loss of each completion.
     pub losses: Vec<RowLoss>,
@@ -61,7 +62,7 @@ pub struct StepGradient {
     pub scores: Vec<RowScore>,
 }
 
-/// Computes the losses of a range of rows from their current scores.
+/// A function that computes the losses of a range of rows from their current scores.
 pub type RowLosses<'a> = dyn FnMut(Range<usize>, &[RowScore]) -> Vec<RowLoss> + 'a;
 
 /// Computes the gradient of the whole step. `losses` already include the step's single denominator, so the split

@@ -152,7 +152,7 @@ fn hand_over(run: &mut Run<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Reports the step; fails if too many consecutive updates were skipped.
+/// Reports the warm-up step; fails if too many consecutive updates were skipped.
 fn report_step(run: &mut Run<'_>, step: u64, update: &Update) -> Result<(), RunEnd> {
     let metrics = metrics(run, update);
     run.progress.seconds = Default::default();

@@ -9,12 +9,12 @@ use crate::doctor::{self, Alert, Finding, OnAlert};
 use crate::event::{Event, Metrics};
 use crate::spec::Plan;
 
-/// The best value of a metric, and its step.
+/// The best value of an evaluation metric, and its step.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Best {
-    /// The step that reached the value.
+    /// The optimizer step that reached the value.
     pub step: u64,
-    /// The value of the metric.
+    /// The best value of the metric.
     pub value: f64,
 }
 
@@ -28,12 +28,12 @@ pub struct Evaluations {
     pub stopping_best: Option<Best>,
     /// Number of consecutive evaluations without a new best value of that metric.
     pub without_progress: u32,
-    /// Whether the run stops here.
+    /// Whether early stopping ends the run at this evaluation.
     pub stopped: bool,
 }
 
 impl Evaluations {
-    /// Records an evaluation, with the metrics of its step.
+    /// Records an evaluation, with the metrics of the same step.
     fn record(&mut self, step: u64, metrics: &Metrics, plan: &Plan) {
         let value = |name: &str| metrics.get(name).copied().flatten().filter(|value| value.is_finite());
         let checkpoints = &plan.checkpoints;
@@ -54,10 +54,10 @@ impl Evaluations {
                 self.stopping_best = Some(Best { step, value });
                 self.without_progress = 0;
             }
-            // An evaluation without a value counts as one without progress.
+            // An evaluation without a value for the metric counts as one without progress.
             None => self.without_progress += 1,
         }
-        // The run ends at the last step anyway.
+        // No early stop at the last step, where the run ends anyway.
         self.stopped = self.without_progress >= stopping.patience && step < plan.total_steps();
     }
 }
@@ -79,7 +79,8 @@ pub(super) fn check_alert_rules(
     for finding in progress.state.doctor.observe(step, metrics, &doctor::RuleInput::of_plan(plan)) {
         let event = match finding {
             Finding::Raised(alert) => {
-                // A stop outweighs a pause; of two equal actions the first one counts.
+                // An alert that stops the run outweighs one that pauses it; of two equal actions
+                // the first alert counts.
                 if strength(alert.on_alert) > ends.as_ref().map_or(0, |alert| strength(alert.on_alert)) {
                     ends = Some(alert.clone());
                 }
@@ -123,7 +124,7 @@ pub(super) fn best_is_unsaved(progress: &Progress, plan: &Plan) -> bool {
         && (step > progress.saved_step || progress.unsaved_verdict)
 }
 
-/// Reports why the run ends before its last step.
+/// Reports an early stop: why the run ends before its last step.
 pub(super) fn report_early_stop(progress: &Progress, host: &mut dyn Host, plan: &Plan) -> Result<(), RunEnd> {
     let Some(stopping) = &plan.early_stopping else { return Ok(()) };
     let best = progress.state.evaluations.stopping_best;

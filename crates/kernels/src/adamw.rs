@@ -1,10 +1,10 @@
-//! The arithmetic of AdamW on flat f32 buffers (Loshchilov & Hutter 2019, arXiv 1711.05101), for the host
+//! The arithmetic of an AdamW update on flat f32 buffers (Loshchilov & Hutter 2019, arXiv 1711.05101), for the host
 //! and for a GPU.
 
-/// Number of values of 8-bit moments that share a scale.
+/// Number of 8-bit AdamW moments that share a scale.
 pub const BLOCK: usize = 256;
 
-/// The constants of one update, in the precision of the computation.
+/// The constants of one AdamW update, in the precision of the computation.
 #[derive(Debug, Clone, Copy)]
 pub struct Update {
     /// Step size lr / (1 − β₁ᵗ).
@@ -13,18 +13,18 @@ pub struct Update {
     pub keep: f32,
     /// Decay rate β₂ of the second moment.
     pub beta2: f32,
-    /// The constant 1 − β₁.
+    /// The weight 1 − β₁ of the gradient in the first moment.
     pub one_minus_beta1: f32,
-    /// The constant 1 − β₂.
+    /// The weight 1 − β₂ of the squared gradient in the second moment.
     pub one_minus_beta2: f32,
     /// Bias correction √(1 − β₂ᵗ) of the second moment.
     pub correction: f32,
-    /// The constant ε in the denominator.
+    /// The constant ε that is added to the denominator.
     pub epsilon: f32,
 }
 
 impl Update {
-    /// Updates parameters and moments; weight decay applies to the first `decayed` parameters.
+    /// Updates parameters and moments with AdamW; weight decay applies to the first `decayed` parameters.
     pub fn apply(
         &self,
         decayed: usize,

@@ -21,18 +21,19 @@ use super::threads::{Shared, Threads};
 use permission::configure;
 pub(super) use permission::refused;
 
-/// Number of rows of a tile.
+/// Number of rows of inputs in an AMX tile.
 pub(super) const ROWS: usize = 16;
-/// Number of steps of a sum that a tile holds.
+/// Number of steps of a dot product (values of the summed dimension) that an AMX tile holds.
 const STEPS: usize = 32;
-/// Number of rows of a cell. Each block of weights is multiplied with all of them; with [`DEEPER`] steps the inputs
-/// stay in the second-level cache.
+/// Number of rows of inputs in a cell, the unit of work of a thread. Each block of weights is multiplied with all of
+/// them; with [`DEEPER`] steps the inputs stay in the second-level cache.
 pub(super) const ROWS_AT_ONCE: usize = 288;
-/// Number of steps of packed inputs, for many rows.
+/// Number of steps of the summed dimension that inputs are packed for at a time, if there are many rows.
 const DEEPER: usize = 2048;
-/// Number of elements of packed inputs, for fewer rows.
+/// Number of elements of packed inputs, if there are fewer rows.
 const INPUTS: usize = ROWS_AT_ONCE * DEEPER;
-/// Number of steps of a block of weights that stays in the first-level cache while all rows are processed.
+/// Number of steps of the summed dimension in a block of weights that stays in the first-level cache while
+/// all rows are processed.
 const DEEP: usize = 256;
 
 /// Inputs of a range of rows, packed for tiles: `[tile of 16 rows][block of 32 steps][16][32]` bf16, with zeros beyond
@@ -40,14 +41,14 @@ const DEEP: usize = 256;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Tiled {
     data: *const u8,
-    /// Number of rows and steps that the inputs cover.
+    /// Rows and steps of the summed dimension that the packed inputs cover.
     rows: (usize, usize),
     sum: (usize, usize),
-    /// Number of blocks from one tile of rows to the next.
+    /// Number of blocks of 32 steps from one tile of rows to the next.
     blocks: usize,
 }
 
-// Safety: the user of this value keeps the memory alive, and no thread writes to it meanwhile.
+// Safety: the caller of `share` keeps the packed inputs alive, and no thread writes to them meanwhile.
 unsafe impl Send for Tiled {}
 unsafe impl Sync for Tiled {}
 
@@ -56,27 +57,28 @@ impl Tiled {
         Tiled { data, rows: (rows.start, rows.end), sum: (sum.start, sum.end), blocks: sum.len().div_ceil(STEPS) }
     }
 
-    /// Address of a tile of rows, from a step on.
+    /// Address of the packed inputs of a tile of rows, from a step of the summed dimension on.
     fn at(&self, row: usize, step: usize) -> *const u8 {
         let (tile, block) = ((row - self.rows.0) / ROWS, (step - self.sum.0) / STEPS);
         self.data.wrapping_add((tile * self.blocks + block) * tiles::BYTES)
     }
 
-    /// Returns the inputs from a row on, which must be a whole number of tiles after the first; rows
+    /// Returns the packed inputs from a row on, which must be a whole number of tiles after the first; rows
     /// then count from it.
     pub fn starting_at(&self, row: usize) -> Tiled {
         Tiled { data: self.at(self.rows.0 + row, self.sum.0), rows: (0, self.rows.1 - self.rows.0 - row), ..*self }
     }
 
-    /// Returns a range of the steps, which must begin with a block; steps then count from 0.
+    /// Returns the packed inputs of a range of steps of the summed dimension, which must begin with a block; steps
+    /// then count from 0.
     pub fn steps(&self, steps: &Range<usize>) -> Tiled {
         Tiled { data: self.at(self.rows.0, steps.start), sum: (0, steps.len()), ..*self }
     }
 }
 
-/// Number of rows below which every thread packs the inputs itself.
+/// Number of rows up to which every thread packs the inputs of a product itself.
 const FEW: usize = 64;
-/// Number of elements of shared inputs.
+/// Maximum number of elements of inputs that are packed once for all threads.
 const SHARED: usize = 4 << 20;
 
 /// Whether the inputs of these products are packed once for all threads.
@@ -84,66 +86,66 @@ pub(super) fn shares(jobs: &[Job<'_>], rows: usize) -> bool {
     shares_rows(rows) && jobs.iter().all(|job| job.weight.dtype() == PackDtype::Bf16 && !job.sum.is_empty())
 }
 
-/// Whether this number of rows is enough to share packed inputs.
+/// Whether there are enough rows to pack their inputs once for all threads.
 pub(super) fn shares_rows(rows: usize) -> bool {
     rows > FEW
 }
 
-/// Number of rows whose inputs are packed together.
+/// Number of rows whose inputs are packed together for all threads.
 pub(super) fn rows_shared(jobs: &[Job<'_>]) -> usize {
     let steps: usize = jobs.iter().map(|job| job.sum.len()).sum();
     (SHARED / steps.max(1)).max(ROWS_AT_ONCE) / (2 * ROWS) * (2 * ROWS)
 }
 
-/// Packs the inputs of a job for a range of rows, with all threads.
+/// Packs the inputs of a product for a range of rows, with all threads.
 pub(super) fn share(threads: &Threads, job: &Job<'_>, rows: &Range<usize>, lines: &mut Vec<Line>) -> Tiled {
     let (tiles, blocks) = (rows.len().div_ceil(ROWS), job.sum.len().div_ceil(STEPS));
     let words = blocks * tiles::BYTES / 4;
-    // Safety: `room` returns memory for this many elements.
+    // Safety: `room` returns memory for `tiles * words` words.
     let out = Shared::new(unsafe { std::slice::from_raw_parts_mut(room(lines, tiles * words), tiles * words) });
     threads.split(tiles, |some| {
         let rows = rows.start + some.start * ROWS..(rows.start + some.end * ROWS).min(rows.end);
-        // Safety: the machine has AVX-512, and tiles are disjoint.
+        // Safety: the machine has AVX-512, and each thread writes other tiles of the packed inputs.
         unsafe { pack(job, &rows, &job.sum, out.at(some.start * words).cast()) };
     });
-    // Safety: this is the first element.
+    // Safety: index 0 is inside the buffer.
     let data = unsafe { out.at(0).cast_const().cast() };
     Tiled::new(data, rows, &job.sum)
 }
 
-/// A weight transposed for dX, `[panel of inputs][block of 32 outputs][16][32][2]` bf16.
+/// A weight transposed for dX = dY·W, `[panel of inputs][block of 32 outputs][16][32][2]` bf16.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Transposed(*const u32);
 
-// Safety: the user of this value keeps the memory alive, and no thread writes to it meanwhile.
+// Safety: the caller of `transpose_all` keeps the transposed weight alive, and no thread writes to it meanwhile.
 unsafe impl Send for Transposed {}
 unsafe impl Sync for Transposed {}
 
 impl Transposed {
-    /// Address of a panel of inputs, from an output on.
+    /// Address of a panel of inputs in the transposed weight, from an output on.
     fn at(&self, weight: &PackedMatrix, panel: usize, output: usize) -> *const u32 {
         let blocks = panel * weight.panels() + output / PANEL;
         self.0.wrapping_add(blocks * transposed_words(PackDtype::Bf16))
     }
 }
 
-/// Transposes a weight with all threads, for products whose rows are more than one cell.
+/// Transposes a weight with all threads, for backward products of more rows than one cell has.
 pub(super) fn transpose_all(threads: &Threads, weight: &PackedMatrix, lines: &mut Vec<Line>) -> Transposed {
     let words = weight.panels() * transposed_words(PackDtype::Bf16);
     let panels = weight.k().div_ceil(PANEL);
-    // Safety: `room` returns memory for this many elements.
+    // Safety: `room` returns memory for `panels * words` words.
     let out = Shared::new(unsafe { std::slice::from_raw_parts_mut(room(lines, panels * words), panels * words) });
     threads.split(panels, |some| {
         for panel in some {
-            // Safety: the machine has AVX-512, and panels are disjoint.
+            // Safety: the machine has AVX-512, and each thread writes other panels of the transposed weight.
             unsafe { transpose(tile_kernels(Isa::Avx512), weight, panel, &(0..weight.n()), out.at(panel * words)) };
         }
     });
-    // Safety: this is the first element.
+    // Safety: index 0 is inside the buffer.
     Transposed(unsafe { out.at(0).cast_const().cast() })
 }
 
-/// Computes the part of a sum of products in these rows and panels. Every job but the first adds
+/// Computes the sum of the jobs' products for these rows and panels of outputs. Every job but the first adds
 /// to the existing values.
 ///
 /// # Safety
@@ -156,7 +158,7 @@ pub(super) unsafe fn product(jobs: &[Job<'_>], scratch: &mut Scratch, rows: Rang
         let tiles = rows.len().div_ceil(ROWS);
         let sums = room(edge, tiles.max(2) * ROWS * PANEL);
         let deeper = (INPUTS / (tiles * ROWS)).max(DEEPER) / DEEP * DEEP;
-        // The second sum is added to a panel's outputs while they are still in the cache.
+        // Process two products panel by panel, so that the second one is added to outputs that are still in the cache.
         let together = jobs.len() == 2 && jobs[0].slot != jobs[1].slot && jobs[1].sum.len() <= deeper;
         for jobs in jobs.chunks(if together { 2 } else { 1 }) {
             let whole = &jobs[0].sum;
@@ -168,7 +170,7 @@ pub(super) unsafe fn product(jobs: &[Job<'_>], scratch: &mut Scratch, rows: Rang
                         let inputs = &mut inputs[job.slot];
                         if !inputs.holds(job, &rows, &sum, 0) {
                             let words = tiles * sum.len().div_ceil(STEPS) * tiles::BYTES / 4;
-                            // Safety: the machine has AVX-512, and there is room.
+                            // Safety: the machine has AVX-512, and `room` returned memory for the packed inputs.
                             unsafe { pack(job, &rows, &sum, room(&mut inputs.lines, words).cast()) };
                         }
                         let data = inputs.lines.as_ptr().cast();
@@ -177,12 +179,12 @@ pub(super) unsafe fn product(jobs: &[Job<'_>], scratch: &mut Scratch, rows: Rang
                     *part = Some((job, tiled, sum));
                 }
                 if tiles == 1 && few::takes(jobs) {
-                    // Safety: guaranteed by the caller; there is room for the sums.
+                    // Safety: the caller guarantees the bounds; `sums` has room for two panels of one tile.
                     unsafe { few::product(&parts, &rows, panels.clone(), sums) };
                     continue;
                 }
                 for panel in panels.clone() {
-                    // Safety: guaranteed by the caller; there is room for the sums.
+                    // Safety: the caller guarantees the bounds; `sums` has room for all rows of one panel.
                     unsafe { one_panel(parts.iter().flatten(), &rows, panel, transposed, sums) };
                 }
             }
@@ -190,9 +192,9 @@ pub(super) unsafe fn product(jobs: &[Job<'_>], scratch: &mut Scratch, rows: Rang
     }
 }
 
-/// Computes a panel's outputs for a range of rows: blocks of weights one after another, each for all rows. Between
-/// two blocks the partial sums are stored in `sums`. The first block starts from the sum's initial value; the last
-/// one writes the outputs.
+/// Computes a panel's outputs for a range of rows: blocks of weights one after another, each for all rows. Between two
+/// blocks the partial sums are stored in `sums`. The first block starts from the initial value (zero, bias, residual or
+/// existing output); the last one writes the outputs.
 unsafe fn one_panel<'a, 'j: 'a>(
     parts: impl Iterator<Item = &'a (&'a Job<'j>, Tiled, Range<usize>)> + Clone,
     rows: &Range<usize>,
@@ -201,7 +203,7 @@ unsafe fn one_panel<'a, 'j: 'a>(
     sums: *mut f32,
 ) {
     let tiles = rows.len().div_ceil(ROWS);
-    // Few rows: the weights are read only once.
+    // One tile of rows: a single block, since the weights are read only once anyway.
     let at_once = if tiles == 1 { usize::MAX / 2 } else { DEEP };
     let blocks = parts.flat_map(|(job, tiled, sum)| {
         let depth = job.depth(panel);
@@ -213,13 +215,13 @@ unsafe fn one_panel<'a, 'j: 'a>(
     let mut blocks = blocks.peekable();
     let Some((first, ..)) = blocks.peek() else { return };
     let (valid, column) = (valid(first, panel), panel * PANEL);
-    // Number of row tiles whose outputs are whole tiles.
+    // Number of row tiles whose outputs are whole tiles of 16 rows and 32 columns.
     let whole = if valid == PANEL { rows.len() / ROWS } else { 0 };
     let edge = rows.start + whole * ROWS..rows.end;
     let mut fresh = true;
     let mut out = Output { at: sums, stride: PANEL };
     while let Some((job, tiled, begins, block)) = blocks.next() {
-        // Safety: guaranteed by the caller.
+        // Safety: the caller guarantees what this `unsafe fn` requires.
         unsafe {
             let begin = Begin::of(job, begins, rows.start, column);
             let y = Output { at: job.y(rows.start, column), stride: job.stride };
@@ -257,29 +259,29 @@ unsafe fn one_panel<'a, 'j: 'a>(
         fresh = false;
     }
     for row in edge {
-        // Safety: guaranteed by the caller.
+        // Safety: the caller guarantees what this `unsafe fn` requires.
         unsafe { copy(sums.add((row - rows.start) * PANEL), out.at.add((row - rows.start) * out.stride), valid) };
     }
 }
 
-/// The initial value of a tile's sums.
+/// The initial value of the sums in a tile of outputs.
 #[derive(Clone, Copy, Debug)]
 enum Begin {
     Zero,
     /// The same bias for every row.
     Bias(*const f32),
-    /// Rows of values, from the first row of the piece on, and their stride.
+    /// Address of other values that the sums start from, at the first row, and the stride of these rows.
     Rows(*const f32, usize),
 }
 
 impl Begin {
-    /// The initial value of a job's outputs from a row and column on.
+    /// The initial value of a job's outputs, from a row and column on.
     unsafe fn of(job: &Job<'_>, begins: bool, row: usize, column: usize) -> Begin {
         match job.start {
             Start::Zero if begins => Begin::Zero,
             Start::Bias(bias) if begins => Begin::Bias(bias[column..].as_ptr()),
             Start::Rows(rows) if begins => Begin::Rows(rows.at(row, column), rows.stride),
-            // Safety: guaranteed by the caller.
+            // Safety: the caller guarantees what this `unsafe fn` requires.
             Start::Zero | Start::Bias(_) | Start::Rows(_) | Start::Add => unsafe {
                 Begin::Rows(job.y(row, column).cast_const(), job.stride)
             },
@@ -289,7 +291,7 @@ impl Begin {
     /// Copies the initial value into the sums of a range of rows, for `valid` columns.
     unsafe fn copy(self, rows: Range<usize>, first: usize, valid: usize, sums: *mut f32) {
         for row in rows {
-            // Safety: guaranteed by the caller.
+            // Safety: the caller guarantees what this `unsafe fn` requires.
             unsafe {
                 let to = sums.add((row - first) * PANEL);
                 match self {
@@ -302,23 +304,23 @@ impl Begin {
     }
 }
 
-/// The destination of tiles.
+/// The memory that tiles of outputs are stored to.
 #[derive(Clone, Copy, Debug)]
 struct Output {
     at: *mut f32,
     stride: usize,
 }
 
-/// Number of operations per step of [`peak`].
+/// Number of floating-point operations in a step of [`peak`].
 pub(super) const PEAK_FLOPS: usize = 4 * 2 * ROWS * ROWS * STEPS;
 
-/// Computes four products of tiles per step, to measure the peak throughput.
+/// Computes four tile products per step, to measure the peak throughput of AMX.
 ///
 /// # Safety
 /// The machine has AMX.
 pub(super) unsafe fn peak(steps: usize) -> f32 {
     configure();
-    // Safety: guaranteed by the caller; only registers are used.
+    // Safety: the caller guarantees that the machine has AMX; only registers are used.
     unsafe {
         std::arch::asm!(
             "tilezero tmm4",
@@ -341,12 +343,12 @@ pub(super) unsafe fn peak(steps: usize) -> f32 {
     0.0
 }
 
-/// Packs inputs as `[tile][block][16][32]` bf16, with zeros beyond the rows and the sum.
+/// Packs input rows of a product as `[tile][block][16][32]` bf16, with zeros beyond the rows and the summed dimension.
 ///
 /// # Safety
-/// The machine has AVX-512, and there is room.
+/// The machine has AVX-512, and `out` has room for the packed inputs.
 unsafe fn pack(job: &Job<'_>, rows: &Range<usize>, sum: &Range<usize>, out: *mut u8) {
-    // Safety: guaranteed by the caller.
+    // Safety: the caller guarantees what this `unsafe fn` requires.
     unsafe {
         match std::arch::is_x86_feature_detected!("avx512bf16") {
             true => pack_converting(job, rows, sum, out),
@@ -367,17 +369,17 @@ unsafe fn pack_rounding(job: &Job<'_>, rows: &Range<usize>, sum: &Range<usize>, 
         let bits = _mm512_castps_si512(value);
         let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
         let nearest = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-        // A NaN stays a NaN.
+        // Keep a NaN a NaN: rounding its bits could give infinity.
         let none = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(value, value);
         let rounded = _mm512_mask_or_epi32(nearest, none, bits, _mm512_set1_epi32(0x0040_0000));
         _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(rounded))
     };
     let both = |low, high| _mm512_inserti64x4::<1>(_mm512_castsi256_si512(narrow(low)), narrow(high));
-    // Safety: guaranteed by the caller.
+    // Safety: the caller guarantees what this `unsafe fn` requires.
     unsafe { pack_with(job, rows, sum, out, both) }
 }
 
-/// Packs inputs; `narrow` converts 2 × 16 values to 32 bf16.
+/// Packs input rows of a product; `narrow` converts 2 × 16 values to 32 bf16.
 #[inline(always)]
 unsafe fn pack_with(
     job: &Job<'_>,
@@ -390,7 +392,7 @@ unsafe fn pack_with(
     let tail = sum.len() % STEPS;
     let (first, second) = ((1u32 << tail.min(16)) - 1, (1u32 << tail.saturating_sub(16)) - 1);
     for row in 0..tiles * ROWS {
-        // Safety: there is room for the tiles, and the loads of the last block are masked.
+        // Safety: `out` has room for the tiles, and the loads of the last block are masked.
         unsafe {
             let out = out.add(row / ROWS * blocks * tiles::BYTES + row % ROWS * 2 * STEPS);
             let at = |block: usize| out.add(block * tiles::BYTES).cast::<__m512i>();
@@ -412,7 +414,7 @@ unsafe fn pack_with(
     }
 }
 
-/// Number of outputs in a panel.
+/// Number of outputs in a panel that exist in the product.
 fn valid(job: &Job<'_>, panel: usize) -> usize {
     job.columns.end.saturating_sub(panel * PANEL).min(PANEL)
 }

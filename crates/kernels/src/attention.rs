@@ -23,12 +23,12 @@ pub use groups::{Forward, Group, Segments, attend_groups};
 use super::floats::Floats;
 use tile::Blocks;
 
-/// Number of positions in a block.
+/// Number of positions in a block of keys and values.
 pub const BLOCK: usize = 16;
-/// Minimum number of positions that a segment drops together, because the remaining ones are moved each time.
+/// Minimum number of positions that a segment drops at a time, because the remaining ones are moved each time.
 pub const DROPPED_AT_ONCE: usize = 256;
 
-/// Sizes of attention. A row of `qkv` is `[q heads | k heads | v heads]`, each head `head_dim` wide.
+/// The sizes of an attention layer. A row of `qkv` is `[q heads | k heads | v heads]`, each head `head_dim` wide.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Heads {
     /// Number of query heads.
@@ -37,7 +37,7 @@ pub struct Heads {
     pub num_kv_heads: usize,
     /// Width of a head.
     pub head_dim: usize,
-    /// Factor on the dot products.
+    /// Factor on the dot products of queries and keys.
     pub scale: f32,
     /// Scores become c·tanh(scaled dot product / c) if c is set.
     pub softcap: Option<f32>,
@@ -64,7 +64,7 @@ impl Heads {
         self.q_width() + 2 * self.kv_width()
     }
 
-    /// Number of query heads per key head.
+    /// Number of query heads that share a key head.
     pub fn group_size(&self) -> usize {
         self.num_heads / self.num_kv_heads
     }
@@ -78,9 +78,9 @@ impl Heads {
 /// The positions that a token attends to.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Visible {
-    /// Positions of the prompt's segment.
+    /// Range of the prompt's positions.
     pub prompt: Range<usize>,
-    /// Positions of its own segment; empty for a token of the prompt.
+    /// Range of the positions in the token's own completion; empty for a token of the prompt.
     pub own: Range<usize>,
 }
 
@@ -123,16 +123,17 @@ fn intersection(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
     start..end.max(start)
 }
 
-/// Keys and values of a range of positions in one layer. The first positions may have been dropped. The others keep
-/// their numbers, so that a query processes them in the same chunks and gets the same bits.
+/// Keys and values of a range of positions in one layer, such as those of a prompt or of a completion. The first
+/// positions may have been dropped. The others keep their numbers, so that a query processes them in the same chunks
+/// and gets the same bits.
 #[derive(Clone, Debug, Default)]
 pub struct Segment {
     /// The first position that is kept, at the start of a block.
     first: usize,
     len: usize,
-    /// Keys in blocks, `[block][k head][head_dim][16]`.
+    /// Keys in blocks of 16 positions, `[block][k head][head_dim][16]`.
     keys: Floats,
-    /// Values, `[block][v head][16][padded head_dim]`.
+    /// Values in blocks of 16 positions, `[block][v head][16][padded head_dim]`.
     values: Floats,
 }
 
@@ -144,17 +145,17 @@ impl Segment {
         Segment { first, len: first, ..Segment::default() }
     }
 
-    /// Number of positions, including dropped ones.
+    /// Number of positions in the segment, including dropped ones.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// The positions that are kept.
+    /// The positions that the segment still holds.
     pub fn kept(&self) -> Range<usize> {
         self.first..self.len
     }
 
-    /// Whether these positions are kept.
+    /// Whether the segment still holds these positions.
     fn has(&self, positions: &Range<usize>) -> bool {
         positions.is_empty() || (self.first <= positions.start && positions.end <= self.len)
     }
@@ -204,7 +205,7 @@ impl Segment {
         }
     }
 
-    /// Sets the number of positions; new ones hold zeros.
+    /// Sets the number of positions; the keys and values of new ones are zeros.
     fn grow(&mut self, heads: &Heads, len: usize) {
         let blocks = (len - self.first).div_ceil(BLOCK);
         self.keys.resize(blocks * Self::key_stride(heads));
@@ -212,7 +213,7 @@ impl Segment {
         self.len = len;
     }
 
-    /// Writes the key and value heads of one position.
+    /// Writes the key and value heads of one position into the segment.
     fn put(&mut self, heads: &Heads, position: usize, qkv: &[f32]) {
         let (keys, values) = qkv[heads.q_width()..heads.width()].split_at(heads.kv_width());
         let (block, lane) = (self.place_of(position / BLOCK), position % BLOCK);
@@ -227,7 +228,7 @@ impl Segment {
         }
     }
 
-    /// Index of a block in memory.
+    /// Index of a block of positions in the segment's memory.
     fn place_of(&self, block: usize) -> usize {
         block - self.first / BLOCK
     }
@@ -240,13 +241,13 @@ impl Segment {
         heads.num_kv_heads * heads.padded() * BLOCK
     }
 
-    /// The keys of a head from a block on.
+    /// The keys of a head from a block of positions on.
     fn keys(&self, heads: &Heads, head: usize, block: usize) -> Blocks {
         let stride = Self::key_stride(heads);
         Blocks { first: self.keys[self.place_of(block) * stride + head * heads.head_dim * BLOCK..].as_ptr(), stride }
     }
 
-    /// The values of a head from a block on.
+    /// The values of a head from a block of positions on.
     fn values(&self, heads: &Heads, head: usize, block: usize) -> Blocks {
         let stride = Self::value_stride(heads);
         Blocks { first: self.values[self.place_of(block) * stride + head * heads.padded() * BLOCK..].as_ptr(), stride }

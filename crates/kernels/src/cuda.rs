@@ -19,5 +19,5 @@ pub mod optim;
 pub mod rope;
 pub mod rows;
 
-/// Memory left free on a device, in bytes, for the driver's own use at run time.
+/// GPU memory left free in bytes, for the driver's own use at run time.
 pub const KEPT_FREE_BYTES: u64 = 512 << 20;

@@ -9,25 +9,25 @@ const LINE: usize = 16;
 #[repr(C, align(64))]
 struct Line([f32; LINE]);
 
-/// Whole cache lines of f32.
+/// The cache lines of the buffer, each of 16 f32.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Floats {
     lines: Vec<Line>,
 }
 
 impl Floats {
-    /// Resizes to at least this many values; new ones are 0.
+    /// Resizes the buffer to at least this many values; new ones are 0.
     pub fn resize(&mut self, len: usize) {
         self.lines.resize(len.div_ceil(LINE), Line::default());
     }
 
-    /// Resizes to at least this many values, all 0.
+    /// Resizes the buffer to at least this many values, all 0.
     pub fn zeros(&mut self, len: usize) {
         self.lines.clear();
         self.resize(len);
     }
 
-    /// Removes all values; keeps the memory.
+    /// Removes all values from the buffer; keeps its memory.
     pub fn clear(&mut self) {
         self.lines.clear();
     }
@@ -37,7 +37,7 @@ impl Floats {
         self.lines.drain(..len / LINE);
     }
 
-    /// Reserves memory for this many values in total.
+    /// Reserves memory in the buffer for this many values in total.
     pub fn reserve(&mut self, len: usize) {
         self.lines.reserve_exact(len.div_ceil(LINE).saturating_sub(self.lines.len()));
     }

@@ -27,10 +27,10 @@ pub(super) use job::{Job, Side, Start};
 pub use outer::{Factors, WIDEST_FACTOR, outer, outer_factors, outer_here};
 use product::Scratch;
 
-/// One term of a product: rows of inputs and the weight they are multiplied with.
+/// One term of a matrix product: rows of inputs and the weight they are multiplied with.
 #[derive(Clone, Copy, Debug)]
 pub struct Term<'a> {
-    /// Input rows, `stride` apart.
+    /// Rows of inputs, `stride` elements apart.
     pub x: &'a [f32],
     /// Number of elements from one row to the next.
     pub stride: usize,
@@ -41,20 +41,20 @@ pub struct Term<'a> {
 /// The destination of a product.
 #[derive(Debug)]
 pub struct Output<'a> {
-    /// Output rows, `stride` apart.
+    /// Rows of outputs, `stride` elements apart.
     pub y: &'a mut [f32],
     /// Number of elements from one row to the next.
     pub stride: usize,
-    /// Number of rows to write.
+    /// Number of rows of outputs.
     pub rows: usize,
-    /// Whether to add to the existing values.
+    /// Whether the product is added to the existing values.
     pub add: bool,
 }
 
 /// Rows of a matrix inside a wider one.
 #[derive(Clone, Copy, Debug)]
 pub struct Rows<'a> {
-    /// The values from the first element of the first row on.
+    /// The values of the wider matrix, from the first element of the first row on.
     pub values: &'a [f32],
     /// Number of elements used in each row.
     pub width: usize,
@@ -65,7 +65,7 @@ pub struct Rows<'a> {
 /// A linear layer, with or without an adapter of low rank.
 #[derive(Debug)]
 pub struct Linear<'a> {
-    /// Inputs, `stride` apart, as many rows as the output has.
+    /// Rows of inputs, `stride` elements apart, as many as the output has.
     pub x: &'a [f32],
     /// Number of elements from one row to the next.
     pub stride: usize,
@@ -73,21 +73,21 @@ pub struct Linear<'a> {
     pub weight: &'a PackedMatrix,
     /// The bias `[n]`; none if the product adds to existing values.
     pub bias: Option<&'a [f32]>,
-    /// Rows, as wide as the output, that the product is added to; none with a bias.
+    /// Rows, as wide as the output, that the product is added to (the residual); none with a bias.
     pub residual: Option<&'a [f32]>,
-    /// The adapter of the layer.
+    /// The LoRA adapter of the layer.
     pub lora: Option<Lora<'a>>,
 }
 
-/// A range of outputs, and the ranks that they read.
+/// A range of outputs of a fused layer, and the LoRA ranks that they read.
 pub type Part = (Range<usize>, Range<usize>);
 
-/// An adapter: y += (x·Aᵀ)·Bᵀ.
+/// A LoRA adapter: y += (x·Aᵀ)·Bᵀ.
 #[derive(Debug)]
 pub struct Lora<'a> {
     /// The stacked factors A of all fused layers, `[rank, k]`.
     pub a: &'a PackedMatrix,
-    /// The factor B `[n, rank]`, scaled. Zero outside of `parts`.
+    /// The factor B `[n, rank]`, scaled by s. Zero outside of `parts`.
     pub b: &'a PackedMatrix,
     /// The blocks of the block-diagonal B: which outputs read which ranks. Outputs in no part read none; without any
     /// parts, every output reads every rank.
@@ -96,8 +96,8 @@ pub struct Lora<'a> {
     pub hidden: Option<&'a mut [f32]>,
 }
 
-/// Computes y `[rows, n]` = bias `[n]` + Σ over terms x `[rows, k]` · weightᵀ, or y += the sum. All weights have the
-/// same n; an output with `add` has no bias.
+/// Computes the product y `[rows, n]` = bias `[n]` + Σ over terms x `[rows, k]` · weightᵀ, or y += the sum. All weights
+/// have the same n; an output with `add` has no bias.
 pub fn forward(threads: &Threads, isa: Isa, terms: &[Term<'_>], bias: Option<&[f32]>, out: Output<'_>) {
     let Some(first) = terms.first() else { return };
     let n = first.weight.n();
@@ -105,7 +105,7 @@ pub fn forward(threads: &Threads, isa: Isa, terms: &[Term<'_>], bias: Option<&[f
     run(threads, isa, Side::Forward, terms, bias, n, out);
 }
 
-/// Computes dx `[rows, k]` (+)= Σ over terms dy `[rows, n]` · weight. All weights have the same k.
+/// Computes the backward product dx `[rows, k]` (+)= Σ over terms dy `[rows, n]` · weight. All weights have the same k.
 pub fn backward(threads: &Threads, isa: Isa, terms: &[Term<'_>], out: Output<'_>) {
     let Some(first) = terms.first() else { return };
     let k = first.weight.k();
@@ -172,7 +172,7 @@ impl SharedInputs {
     }
 }
 
-/// Packs x `[rows, k]` for calls with this weight inside `f`, if that is worthwhile.
+/// Packs inputs x `[rows, k]` once for all calls with this weight inside `f`, if that is worthwhile.
 pub fn with_shared_inputs<T>(
     threads: &Threads,
     isa: Isa,
@@ -190,8 +190,8 @@ pub fn with_shared_inputs<T>(
     f(SharedInputs::default())
 }
 
-/// Computes [`forward`] with one weight for the outputs of some panels, on the calling thread, for the
-/// streamed head. Column 0 of y is output `panels.start * PANEL`; `bias` covers all outputs. The bits are the
+/// Computes [`forward`] with one weight for the outputs of some panels, on the calling thread, for the head, which is
+/// computed part by part. Column 0 of y is output `panels.start * PANEL`; `bias` covers all outputs. The bits are the
 /// same as in the whole product.
 pub fn forward_panels(
     isa: Isa,
@@ -229,14 +229,14 @@ pub fn backward_panels(isa: Isa, weight: &PackedMatrix, panels: Range<usize>, dy
     SCRATCH.with_borrow_mut(|scratch| run_jobs(isa, &[job], scratch, 0..rows, 0..weight.k().div_ceil(PANEL)));
 }
 
-/// The outputs of a range of panels.
+/// The range of outputs in these panels.
 fn outputs_of(panels: &Range<usize>, n: usize) -> Range<usize> {
     assert!(panels.start <= panels.end && panels.end <= n.div_ceil(PANEL), "no such panels");
     (panels.start * PANEL).min(n)..(panels.end * PANEL).min(n)
 }
 
-/// Computes y `[rows, n]` = bias + x·Wᵀ + (x·Aᵀ)·Bᵀ, or y += the products, as one unit of work. If several threads
-/// share rows, each of them computes x·Aᵀ itself.
+/// Computes a linear layer with its adapter, y `[rows, n]` = bias + x·Wᵀ + (x·Aᵀ)·Bᵀ, or y += the products, as one unit
+/// of work. If several threads share rows, each of them computes x·Aᵀ itself.
 pub fn linear(threads: &Threads, isa: Isa, linear: Linear<'_>, out: Output<'_>) {
     let Linear { x, stride, weight, bias, residual, lora } = linear;
     let (n, k, rows) = (weight.n(), weight.k(), out.rows);
@@ -281,7 +281,7 @@ pub fn linear(threads: &Threads, isa: Isa, linear: Linear<'_>, out: Output<'_>) 
     }
     divide_work(threads, isa, Side::Forward, rows, n, size, |rows, panels| {
         SCRATCH.with_borrow_mut(|scratch| {
-            // The inputs of this many rows are packed once for both products.
+            // Pack the inputs of this many rows once for both the weight and the adapter.
             let at_once = if isa == Isa::Amx { rows.len() } else { product::ROWS };
             for rows in product::balanced(rows, at_once) {
                 let of = Some((call, rows.clone()));
@@ -300,7 +300,7 @@ pub fn linear(threads: &Threads, isa: Isa, linear: Linear<'_>, out: Output<'_>) 
                 if let Some(out) = hidden_out
                     && panels.start == 0
                 {
-                    // Safety: only one cell has these rows and panel 0, and the length was checked.
+                    // Safety: only the cell with these rows and panel 0 writes here, and the length was checked.
                     let out = unsafe { out.part(rows.start * rank..rows.end * rank) };
                     out.copy_from_slice(&hidden[..rows.len() * rank]);
                 }
@@ -313,32 +313,32 @@ pub fn linear(threads: &Threads, isa: Isa, linear: Linear<'_>, out: Output<'_>) 
 /// The arguments of a linear layer's backward pass.
 #[derive(Debug)]
 pub struct LinearBackward<'a> {
-    /// The gradient dL/dy, `stride` apart, as many rows as dx has.
+    /// The gradient dL/dy of the layer's output, `stride` elements apart, as many rows as dx has.
     pub dy: &'a [f32],
     /// Number of elements from one row to the next.
     pub stride: usize,
     /// The weight `[n, k]`.
     pub weight: &'a PackedMatrix,
-    /// The adapter of the layer.
+    /// The LoRA adapter of the layer.
     pub lora: Option<LoraBackward<'a>>,
 }
 
-/// The arguments of an adapter's backward pass.
+/// The arguments of a LoRA adapter's backward pass.
 #[derive(Debug)]
 pub struct LoraBackward<'a> {
     /// The stacked factors A, `[rank, k]`.
     pub a: &'a PackedMatrix,
-    /// Bᵀ of each part `[its ranks, its outputs]`, scaled.
+    /// The transposed factor B of each module `[its ranks, its outputs]`, scaled by s.
     pub b_transposed: &'a [PackedMatrix],
-    /// The outputs of each part, and the ranks that they read.
+    /// The outputs of each module, and the LoRA ranks that they read.
     pub parts: &'a [Part],
-    /// Receives dy·B `[rows, rank]`.
+    /// Receives dh = dy·B `[rows, rank]`.
     pub dh: &'a mut [f32],
-    /// Whether dh·A is added to dx; false if dropout comes in between.
+    /// Whether dh·A is added to dx; false if LoRA dropout comes in between.
     pub adds: bool,
 }
 
-/// Computes dx `[rows, k]` (+)= dy·W + (dy·B)·A, and dh = dy·B.
+/// Computes a linear layer's gradients dx `[rows, k]` (+)= dy·W + (dy·B)·A, and dh = dy·B.
 pub fn linear_backward(threads: &Threads, isa: Isa, linear: LinearBackward<'_>, out: Output<'_>) {
     let LinearBackward { dy, stride, weight, lora } = linear;
     let of_weight = Term { x: dy, stride, weight };
@@ -361,10 +361,10 @@ pub fn linear_backward(threads: &Threads, isa: Isa, linear: LinearBackward<'_>, 
 
 /// Number of multiply-adds below which one thread is faster than two: a few microseconds of work.
 const ALONE: usize = 1 << 18;
-/// The same limit for AMX tiles, which always multiply 16 rows.
+/// Number of multiply-adds below which one thread is faster than two, for AMX tiles, which always multiply 16 rows.
 const ALONE_WITH_TILES: usize = 3 << 20;
 
-/// Number of rows up to which rows are not divided, so that the weights are read once.
+/// Number of rows up to which threads share only the outputs and not the rows, so that the weights are read once.
 const ONE_CELL: usize = 96;
 
 /// Divides a product of `rows` rows and a range of outputs among the threads; each row takes `size` multiply-adds.
@@ -386,7 +386,7 @@ fn divide_work(
     if rows.max(least_rows).saturating_mul(size) <= alone {
         return f(0..rows, 0..panels);
     }
-    // If there are many rows, the weights are transposed only once.
+    // Keep many rows together, so that each block of weights is transposed only once for them.
     let row_multiple = match (isa, side) {
         (Isa::Amx, Side::Forward) => 256,
         (Isa::Amx, Side::Backward) => 512,
@@ -396,7 +396,7 @@ fn divide_work(
     threads.grid(rows, row_multiple, panels, 1, f);
 }
 
-/// Computes products on the calling thread, and adds them up in their outputs. The machine must
+/// Computes products on the calling thread, and adds them to their outputs. The machine must
 /// support the instruction set.
 fn run_jobs(isa: Isa, jobs: &[Job<'_>], scratch: &mut Scratch, rows: Range<usize>, panels: Range<usize>) {
     if rows.is_empty() || panels.is_empty() {
@@ -425,7 +425,7 @@ fn run_jobs(isa: Isa, jobs: &[Job<'_>], scratch: &mut Scratch, rows: Range<usize
 #[cfg(target_arch = "x86_64")]
 pub(super) fn apart(one: Isa, other: Isa, (rows, n, k): (usize, usize, usize)) -> f32 {
     let values = |len: usize, step: usize| -> Vec<f32> {
-        // All values are exact in bf16.
+        // Small multiples of 1/128 are exact in bf16.
         (0..len).map(|index| (index * step % 255) as f32 / 128.0 - 1.0).collect()
     };
     let weight = PackedMatrix::new(&values(n * k, 37), k, PackDtype::Bf16);
@@ -447,7 +447,7 @@ pub(super) fn apart(one: Isa, other: Isa, (rows, n, k): (usize, usize, usize)) -
     apart
 }
 
-/// A new id for each public call.
+/// Returns a new id for each public call, which identifies inputs that are already packed.
 fn next_call() -> u64 {
     static CALLS: AtomicU64 = AtomicU64::new(1);
     CALLS.fetch_add(1, Ordering::Relaxed)

@@ -23,13 +23,13 @@ use super::rows::{each_row, on_every_isa, take_turns};
 use super::simd::{Simd, exp, tanh};
 use super::threads::{Shared, Threads};
 
-/// Number of outputs in a chunk.
+/// Number of tokens in a chunk of the vocabulary.
 const CHUNK: usize = 512;
-/// Number of panels in a chunk.
+/// Number of panels in a chunk of the vocabulary.
 const CHUNK_PANELS: usize = CHUNK / PANEL;
 /// Number of rows whose logits of a chunk are computed together.
 const ROWS_AT_ONCE: usize = 128;
-/// Number of logits in a thread's buffer.
+/// Number of logits in the buffer of a thread.
 const LOGITS_AT_ONCE: usize = ROWS_AT_ONCE * CHUNK;
 
 /// The score of a token in the distribution of a row.
@@ -41,7 +41,7 @@ pub struct TokenScore {
     pub entropy: f32,
 }
 
-/// The normalization of a row's probabilities: p = e^(logit / temperature − largest) / sum.
+/// The normalization of a row's softmax: p = e^(logit / temperature − largest) / sum.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Normalizer {
     /// The largest logit / temperature.
@@ -71,31 +71,31 @@ impl Filters {
     }
 }
 
-/// The scores of rows, one element per row.
+/// The scores of a batch of rows, one element per row.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Scores {
     /// The scores of the target tokens.
     pub tokens: Vec<TokenScore>,
-    /// The normalizers for [`score_vjp`].
+    /// The softmax normalizers of the rows, for [`score_vjp`].
     pub normalizers: Vec<Normalizer>,
 }
 
-/// The head, which computes logits from rows.
+/// The language-model head, which computes logits from normed rows.
 #[derive(Clone, Copy, Debug)]
 pub struct Head<'a> {
-    /// The matrix `[vocab, hidden]`.
+    /// The head's matrix `[vocab, hidden]`.
     pub weight: &'a PackedMatrix,
     /// Logits become c·tanh(x · weightᵀ / c) if c is set.
     pub softcap: Option<f32>,
 }
 
 impl<'a> Head<'a> {
-    /// A head without soft cap.
+    /// A head without a soft cap.
     pub fn of(weight: &'a PackedMatrix) -> Self {
         Self { weight, softcap: None }
     }
 
-    /// Converts products to logits, in whole vectors.
+    /// Applies the soft cap to products of head and rows, in whole vectors.
     fn cap(&self, isa: Isa, products: &mut [f32]) {
         if let Some(softcap) = self.softcap {
             // Safety: the slice consists of whole vectors.
@@ -104,8 +104,8 @@ impl<'a> Head<'a> {
     }
 }
 
-/// Computes log-softmax(logits / temperature) at each row's target, and the entropy. x `[rows, hidden]` is already
-/// normed; targets are below `weight.n()`, the temperature is above 0.
+/// Computes the log-prob of each row's target, log-softmax(logits / temperature), and the entropy. x `[rows, hidden]`
+/// is already normed; targets are below `weight.n()`, the temperature is above 0.
 pub fn score(threads: &Threads, isa: Isa, x: &[f32], head: Head<'_>, targets: &[u32], temperature: f64) -> Scores {
     let (rows, weight) = (targets.len(), head.weight);
     check(x, weight, rows);
@@ -118,7 +118,7 @@ pub fn score(threads: &Threads, isa: Isa, x: &[f32], head: Head<'_>, targets: &[
     stream(threads, isa, x, head, rows, &|part| {
         for (row, values) in part.rows.clone().zip(part.logits.chunks(part.stride)) {
             let target = targets[row] as usize;
-            // Safety: each cell and each row's target belong to one part.
+            // Safety: each part writes only the cells and targets of its own rows and chunk.
             unsafe {
                 *cells.at(row * chunks + part.chunk) = summary(isa, part.padded(values), t, &mut []);
                 if target / CHUNK == part.chunk {
@@ -146,7 +146,7 @@ pub fn logits(threads: &Threads, isa: Isa, x: &[f32], head: Head<'_>, out: &mut 
     forward(threads, isa, &terms, None, Output { y: out, stride: weight.n(), rows, add: false });
     if head.softcap.is_some() {
         each_row(threads, out, weight.n(), |_, row| {
-            // Single lanes give the same bits as whole vectors.
+            // Process the end of a row in a padded copy: a lane's bits do not depend on the others.
             let mut padded = [0f32; PAD];
             for values in row.chunks_mut(PAD) {
                 padded[..values.len()].copy_from_slice(values);
@@ -166,11 +166,11 @@ pub fn factor(temperature: f64) -> f32 {
     if temperature == 0.0 { 1.0 } else { (1.0 / temperature).min(1e30) as f32 }
 }
 
-/// The logits of some rows and one chunk.
+/// The logits of some rows and one chunk of the vocabulary.
 struct Part<'a> {
     rows: Range<usize>,
     chunk: usize,
-    /// Number of outputs in the chunk.
+    /// Number of tokens in the chunk.
     width: usize,
     /// The logits `[rows][stride]`, with the chunk's first logit at the beginning; −∞ from `width` to the end of a
     /// vector. The last row ends with the chunk.
@@ -185,14 +185,15 @@ impl Part<'_> {
     }
 }
 
-/// Logits are padded to a multiple of this.
+/// Number of logits that each row is padded to a multiple of.
 const PAD: usize = 16;
 
 thread_local! {
     static LOGITS: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Calls `f` for every pair of row block and chunk, in any order on any threads.
+/// Computes all logits, and calls `f` for every pair of row block and chunk of the vocabulary, in any
+/// order on any threads.
 fn stream(threads: &Threads, isa: Isa, x: &[f32], head: Head<'_>, rows: usize, f: &(dyn Fn(Part<'_>) + Sync)) {
     let weight = head.weight;
     let chunks = weight.n().div_ceil(CHUNK);
@@ -200,8 +201,8 @@ fn stream(threads: &Threads, isa: Isa, x: &[f32], head: Head<'_>, rows: usize, f
     if blocks == 0 || chunks == 0 {
         return;
     }
-    // Few rows are processed with several chunks, so that the rows are packed less often; there must be enough
-    // parts for all threads.
+    // Few rows are processed with several chunks of the vocabulary together, so that the rows are packed less often;
+    // there must be enough parts for all threads.
     let by_size = LOGITS_AT_ONCE / (rows.min(ROWS_AT_ONCE) * CHUNK);
     let by_threads = chunks * blocks / (threads.count() * if threads.count() == 1 { 1 } else { 6 });
     let chunks_at_once = by_size.min(by_threads).clamp(1, 16);
@@ -209,7 +210,7 @@ fn stream(threads: &Threads, isa: Isa, x: &[f32], head: Head<'_>, rows: usize, f
     let work = rows * weight.n() * weight.k() / 16;
     with_shared_inputs(threads, isa, x, rows, weight, |shared_inputs| {
         take_turns(threads, spans * blocks, work, |index| {
-            // The weights of a span are multiplied with all rows while they are in the cache.
+            // Multiply the weights of these chunks with all rows while they are in the cache.
             let (span, block) = (index / blocks, index % blocks);
             let rows = block * ROWS_AT_ONCE..((block + 1) * ROWS_AT_ONCE).min(rows);
             let span = span * chunks_at_once..((span + 1) * chunks_at_once).min(chunks);
@@ -228,7 +229,8 @@ fn stream(threads: &Threads, isa: Isa, x: &[f32], head: Head<'_>, rows: usize, f
     });
 }
 
-/// Computes the logits of some rows of x and some chunks into `buffer`, `[rows][chunks][512]`, padded.
+/// Computes the logits of some rows of x and some chunks of the vocabulary
+/// into `buffer`, `[rows][chunks][512]`, padded.
 fn compute(
     isa: Isa,
     (x, shared_inputs, rows): (&[f32], SharedInputs, usize),
@@ -252,7 +254,7 @@ fn compute(
 }
 
 on_every_isa! {
-    /// Applies the soft cap c·tanh(x / c) in place.
+    /// Applies the soft cap c·tanh(x / c) to logits in place.
     unsafe fn cap(values: &mut [f32], softcap: f32) = cap_with
 }
 
@@ -267,10 +269,10 @@ unsafe fn cap_with<S: Simd>(values: &mut [f32], softcap: f32) {
     }
 }
 
-/// The summary of a row and a chunk.
+/// The softmax sums of a row over one chunk of the vocabulary.
 #[derive(Clone, Copy, Debug, Default)]
 struct Cell {
-    /// The largest logit; NaN is ignored.
+    /// The largest logit of the chunk; NaN is ignored.
     largest: f32,
     /// Sum Σ eᶻ with z = logit·t − largest·t.
     sum: f32,
@@ -279,14 +281,14 @@ struct Cell {
 }
 
 impl Cell {
-    /// The largest logit times `t`, finite.
+    /// The chunk's largest logit times `t`, finite.
     fn scaled(&self, t: f32) -> f32 {
         (self.largest * t).max(f32::MIN)
     }
 }
 
 on_every_isa! {
-    /// Summarizes logits in whole vectors; writes Σ eᶻ of each panel to `panels`.
+    /// Computes the softmax sums of a chunk's logits, in whole vectors; writes Σ eᶻ of each panel to `panels`.
     unsafe fn summary(logits: &[f32], t: f32, panels: &mut [f32]) -> Cell = summary_with
 }
 
@@ -295,7 +297,7 @@ unsafe fn summary_with<S: Simd>(logits: &[f32], t: f32, panels: &mut [f32]) -> C
     unsafe {
         let mut largest = S::splat(f32::NEG_INFINITY);
         for at in (0..logits.len()).step_by(S::LANES) {
-            // If one operand is NaN, max returns the second one.
+            // The CPU's max returns the second operand if one is NaN.
             largest = S::max(S::load(logits.as_ptr().add(at)), largest);
         }
         let mut cell = Cell { largest: S::largest(largest), sum: 0.0, weighted: 0.0 };
@@ -319,7 +321,7 @@ unsafe fn summary_with<S: Simd>(logits: &[f32], t: f32, panels: &mut [f32]) -> C
     }
 }
 
-/// Computes eᶻ and z = logit·t − shift, at least −87; NaN stays NaN.
+/// Computes eᶻ and z = logit·t − shift of a vector of logits, with z at least −87; NaN stays NaN.
 #[inline(always)]
 unsafe fn exponential<S: Simd>(logits: *const f32, t: S::V, shift: S::V) -> (S::V, S::V) {
     unsafe {
@@ -328,9 +330,9 @@ unsafe fn exponential<S: Simd>(logits: *const f32, t: S::V, shift: S::V) -> (S::
     }
 }
 
-/// The combination of all chunks of a row.
+/// The softmax sums of a row over the whole vocabulary, merged from those of its chunks.
 struct Total {
-    /// The largest logit, scaled.
+    /// The largest logit of the row, times 1 / temperature `t`.
     largest: f32,
     /// Sum Σ e^(logit·t − largest).
     sum: f64,
@@ -351,7 +353,7 @@ impl Total {
         total
     }
 
-    /// The factor of a chunk's sums in the total, and its logarithm.
+    /// The factor that a chunk's sums are multiplied with in the total, and its logarithm.
     fn share(&self, cell: &Cell) -> (f64, f64) {
         let shift = f64::from(cell.scaled(self.t)) - f64::from(self.largest);
         (shift.exp(), shift)

@@ -4,7 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 use std::sync::OnceLock;
 
-/// An instruction set. Each one needs those before it, except [`Isa::Portable`].
+/// An instruction set of the CPU. Each one needs those before it, except [`Isa::Portable`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Isa {
     /// Plain Rust for any machine; NEON if the compiler vectorizes to it.
@@ -21,7 +21,7 @@ impl Isa {
     /// All instruction sets, the slowest first.
     pub const ALL: [Isa; 4] = [Isa::Portable, Isa::Avx2, Isa::Avx512, Isa::Amx];
 
-    /// The name in `--isa`.
+    /// The instruction set's name, as in `--isa`.
     pub fn name(self) -> &'static str {
         match self {
             Isa::Portable => "portable",
@@ -31,7 +31,7 @@ impl Isa {
         }
     }
 
-    /// Whether this machine supports it.
+    /// Whether this machine supports the instruction set.
     pub fn is_available(self) -> bool {
         match self {
             Isa::Portable => true,
@@ -46,7 +46,7 @@ impl Isa {
         }
     }
 
-    /// Whether this machine supports it, or a test emulates it.
+    /// Whether this machine supports the instruction set, or a test emulates it.
     pub(super) fn runs(self) -> bool {
         #[cfg(all(test, target_arch = "x86_64", target_os = "linux"))]
         if self == Isa::Amx && crate::amx::tests::emulator::is_installed() {
@@ -92,7 +92,7 @@ impl Isa {
     /// Returns the instruction set of `RLOOD_ISA`, or the fastest if it is not set. The variable is read once.
     ///
     /// # Errors
-    /// The same as for [`Isa::choose`].
+    /// Fails if the name is unknown or this machine does not support the instruction set, like [`Isa::choose`].
     pub fn chosen() -> Result<Isa, String> {
         static CHOSEN: OnceLock<Result<Isa, String>> = OnceLock::new();
         let choose = || Isa::choose(&std::env::var("RLOOD_ISA").unwrap_or_else(|_| "auto".to_owned()));

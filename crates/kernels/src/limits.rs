@@ -1,4 +1,4 @@
-//! Measures the limits of the machine, with which the benchmark compares the kernels.
+//! Measures the peak speed and memory bandwidth of the machine, with which the benchmark compares the kernels.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -7,13 +7,13 @@ use super::isa::Isa;
 use super::simd::{Portable, Simd};
 use super::threads::Threads;
 
-/// Number of measurements, of which the best one counts.
+/// Number of times each limit is measured; the best result counts.
 const MEASUREMENTS: usize = 5;
 
-/// Peak of all threads in 10⁹ operations per second, with registers only; a multiply-add counts as two. In f32, or for
-/// AMX in bf16 tiles.
+/// Peak speed of all threads in 10⁹ operations per second, with registers only; a multiply-add counts as two
+/// operations. In f32, or for AMX in bf16 tiles.
 pub fn peak_gflops(isa: Isa, threads: &Threads) -> f64 {
-    assert!(isa.is_available(), "{isa} does not run on this machine");
+    assert!(isa.is_available(), "the instruction set {isa} does not run on this machine");
     const STEPS: usize = 2_000_000;
     let best = fastest_seconds(|| {
         threads.run(&|_| {
@@ -56,7 +56,7 @@ unsafe fn peak_avx2(steps: usize) -> f32 {
     unsafe { peak::<super::simd::Avx2, 12>(steps) }
 }
 
-/// Runs `CHAINS` independent chains of multiply-adds.
+/// Runs `CHAINS` independent chains of multiply-adds, to measure the peak speed.
 #[inline(always)]
 unsafe fn peak<S: Simd, const CHAINS: usize>(steps: usize) -> f32 {
     unsafe {
@@ -78,7 +78,7 @@ unsafe fn peak<S: Simd, const CHAINS: usize>(steps: usize) -> f32 {
 /// Bandwidth of a sequential read of `bytes` bytes by all threads, in GB/s. At least 1 GiB measures the memory;
 /// less measures the caches.
 pub fn read_gb_s(threads: &Threads, bytes: usize) -> f64 {
-    // Ones, because the system maps untouched pages of zeros to a single page.
+    // Fill with ones, because the system maps untouched pages of zeros to a single page.
     let values = vec![1u64; bytes.div_ceil(8)];
     let best = fastest_seconds(|| {
         threads.split(values.len(), |part| {
@@ -88,7 +88,7 @@ pub fn read_gb_s(threads: &Threads, bytes: usize) -> f64 {
     (values.len() * 8) as f64 / best / 1e9
 }
 
-/// Adds with many partial sums, so that the loads are the bottleneck and not the additions.
+/// Adds all values with many partial sums, so that the loads are the bottleneck and not the additions.
 fn total(values: &[u64]) -> u64 {
     let mut sums = [0u64; 32];
     let (chunks, rest) = values.as_chunks::<32>();
@@ -100,7 +100,7 @@ fn total(values: &[u64]) -> u64 {
     sums.iter().chain(rest).fold(0, |sum, value| sum.wrapping_add(*value))
 }
 
-/// Seconds of the fastest run.
+/// Returns the seconds of the fastest run of `f`.
 fn fastest_seconds(mut f: impl FnMut()) -> f64 {
     let mut best = f64::MAX;
     for _ in 0..MEASUREMENTS {

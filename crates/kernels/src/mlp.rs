@@ -15,14 +15,14 @@ pub enum Activation {
     GeluTanh,
 }
 
-/// Rows `[gate | up]`, each half `width` wide.
+/// Rows `[gate | up]` of an MLP, each half `width` wide.
 #[derive(Clone, Copy, Debug)]
 pub struct GateUp<'a> {
-    /// Activation of the gate.
+    /// The activation function of the gate.
     pub activation: Activation,
     /// The rows, `[rows][2 · width]`.
     pub values: &'a [f32],
-    /// Width of each half.
+    /// Width of each half of a row.
     pub width: usize,
 }
 
@@ -30,12 +30,15 @@ pub struct GateUp<'a> {
 pub fn gated(threads: &Threads, isa: Isa, rows: GateUp<'_>, out: &mut [f32]) {
     let GateUp { activation, values: gate_up, width } = rows;
     let rows = out.len().checked_div(width).unwrap_or(0);
-    assert!(out.len() == rows * width && gate_up.len() == 2 * out.len(), "rows do not match");
+    assert!(
+        out.len() == rows * width && gate_up.len() == 2 * out.len(),
+        "the rows of [gate | up] and out do not match"
+    );
     let out = Shared::new(out);
     over_rows(threads, rows, 4 * width, |range| {
         for row in range {
             let (gate, up) = gate_up[2 * row * width..2 * (row + 1) * width].split_at(width);
-            // Safety: rows are disjoint and inside the buffer.
+            // Safety: each thread writes other rows, and all rows are inside the buffer.
             unsafe {
                 let out = out.part(row * width..(row + 1) * width);
                 match activation {
@@ -51,14 +54,14 @@ pub fn gated(threads: &Threads, isa: Isa, rows: GateUp<'_>, out: &mut [f32]) {
 pub fn gated_vjp(threads: &Threads, isa: Isa, rows: GateUp<'_>, dy: &[f32], d_gate_up: &mut [f32]) {
     let GateUp { activation, values: gate_up, width } = rows;
     let rows = dy.len().checked_div(width).unwrap_or(0);
-    assert!(dy.len() == rows * width && gate_up.len() == 2 * dy.len(), "rows do not match");
-    assert_eq!(gate_up.len(), d_gate_up.len(), "rows do not match");
+    assert!(dy.len() == rows * width && gate_up.len() == 2 * dy.len(), "the rows of [gate | up] and dy do not match");
+    assert_eq!(gate_up.len(), d_gate_up.len(), "[gate | up] and its gradient differ in length");
     let d_gate_up = Shared::new(d_gate_up);
     over_rows(threads, rows, 4 * width, |range| {
         for row in range {
             let span = 2 * row * width..2 * (row + 1) * width;
             let (gate, up) = gate_up[span.clone()].split_at(width);
-            // Safety: rows are disjoint and inside the buffer.
+            // Safety: each thread writes other rows, and all rows are inside the buffer.
             unsafe {
                 let (d_gate, d_up) = d_gate_up.part(span).split_at_mut(width);
                 let dy = &dy[row * width..(row + 1) * width];
@@ -78,7 +81,7 @@ pub fn add(threads: &Threads, isa: Isa, x: &[f32], y: &mut [f32]) {
     let (length, y) = (y.len(), Shared::new(y));
     over_rows(threads, length.div_ceil(AT_ONCE), AT_ONCE, |range| {
         let span = range.start * AT_ONCE..(range.end * AT_ONCE).min(length);
-        // Safety: the spans are disjoint and inside the buffer.
+        // Safety: each thread writes another span of y, inside the buffer.
         unsafe { add_span(isa, &x[span.clone()], y.part(span)) };
     });
 }
@@ -87,11 +90,11 @@ pub fn add(threads: &Threads, isa: Isa, x: &[f32], y: &mut [f32]) {
 pub fn column_sums(threads: &Threads, isa: Isa, x: &[f32], sums: &mut [f32]) {
     let width = sums.len();
     let rows = x.len().checked_div(width).unwrap_or(0);
-    assert_eq!(x.len(), rows * width, "x is not whole rows as wide as the sums");
+    assert_eq!(x.len(), rows * width, "the length of x is not a multiple of the sums'");
     let sums = Shared::new(sums);
     over_rows(threads, width.div_ceil(16), 16 * rows, |range| {
         let columns = range.start * 16..(range.end * 16).min(width);
-        // Safety: columns are disjoint and inside every row.
+        // Safety: each thread writes other columns, and all columns are inside every row.
         unsafe { sum_columns(isa, x, width, columns.start, sums.part(columns)) };
     });
 }
@@ -115,16 +118,16 @@ on_every_isa! {
     unsafe fn sum_columns(x: &[f32], width: usize, first: usize, sums: &mut [f32]) = sum_with
 }
 
-/// An activation's value and its derivative.
+/// The value of an activation function and its derivative.
 type Curve<V> = (V, V);
 
 #[inline(always)]
 unsafe fn silu<S: Simd>(gate: S::V) -> Curve<S::V> {
     unsafe {
-        // silu(−87) is already −10⁻³⁶.
+        // Bound the gate below: silu(−87) is already −10⁻³⁶.
         let gate = S::max(S::splat(LOWEST), gate);
         let s = logistic::<S>(gate);
-        // silu' = s·(1 + x·(1 − s))
+        // The derivative of SiLU, with s = σ(x): s·(1 + x·(1 − s)).
         let one = S::splat(1.0);
         (S::mul(gate, s), S::mul(s, S::fma(gate, S::sub(one, s), one)))
     }
@@ -132,18 +135,18 @@ unsafe fn silu<S: Simd>(gate: S::V) -> Curve<S::V> {
 
 #[inline(always)]
 unsafe fn gelu<S: Simd>(gate: S::V) -> Curve<S::V> {
-    /// The constant factor 2·√(2/π).
+    /// The constant factor 2·√(2/π) of GELU.
     const FACTOR: f32 = 1.595_769;
     const CUBIC: f32 = 0.044_715;
     unsafe {
-        // Beyond ±20 the logistic is 0 or 1 in f32, and the cube stays finite.
+        // Bound the input: beyond ±20 the logistic is 0 or 1 in f32, and the cube stays finite.
         let x = S::max(S::splat(-20.0), gate);
         let bounded = S::sub(S::zero(), S::max(S::splat(-20.0), S::sub(S::zero(), x)));
         let (one, square) = (S::splat(1.0), S::mul(bounded, bounded));
         let two_u = S::mul(S::mul(S::splat(FACTOR), bounded), S::fma(S::splat(CUBIC), square, one));
         let s = logistic::<S>(two_u);
         let slope = S::mul(S::splat(FACTOR), S::fma(S::splat(3.0 * CUBIC), square, one));
-        // (x·σ(2u))' = σ + x·σ·(1 − σ)·2u'
+        // The derivative of GELU: (x·σ(2u))' = σ + x·σ·(1 − σ)·2u'.
         let derivative = S::mul(s, S::fma(S::mul(bounded, slope), S::sub(one, s), one));
         (S::mul(x, s), derivative)
     }
@@ -259,7 +262,7 @@ mod tests {
                     let (mut y, mut dx) = (vec![9f32; rows * width], vec![9f32; rows * width * 2]);
                     gated(&threads, isa, given, &mut y);
                     gated_vjp(&threads, isa, given, &dy, &mut dx);
-                    // The exponent of GELU is a cubic of the gate.
+                    // GELU has a larger tolerance, since its exponent is a cubic of the gate.
                     let tolerance = if activation == Activation::Silu { 1e-6 } else { 4e-6 };
                     assert_close(&y, &out, tolerance, &what);
                     assert_close(&dx, &d, tolerance, &what);

@@ -5,7 +5,7 @@ use super::rows::{on_every_isa, over_rows};
 use super::simd::{Simd, load_some, store_some};
 use super::threads::{Shared, Threads};
 
-/// Computes out = x / √(mean(x²) + eps) ∘ weight, for rows as wide as `weight`.
+/// Computes RMSNorm, out = x / √(mean(x²) + eps) ∘ weight, for rows as wide as `weight`.
 pub fn rms_norm(threads: &Threads, isa: Isa, x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
     let rows = rows_of(x, weight);
     assert_eq!(x.len(), out.len(), "x and out differ in length");
@@ -13,14 +13,14 @@ pub fn rms_norm(threads: &Threads, isa: Isa, x: &[f32], weight: &[f32], eps: f32
     over_rows(threads, rows, weight.len(), |range| {
         for row in range {
             let span = row * weight.len()..(row + 1) * weight.len();
-            // Safety: rows are disjoint and inside both buffers.
+            // Safety: each thread writes other rows, and all rows are inside both buffers.
             unsafe { norm_row(isa, &x[span.clone()], weight, eps, out.part(span)) };
         }
     });
 }
 
-/// Computes dx = residual + dL/dx of [`rms_norm`], from dL/dout = `dy`.
-#[expect(clippy::too_many_arguments, reason = "the operands of one formula")]
+/// Computes RMSNorm's gradient dx = residual + dL/dx of [`rms_norm`], from dL/dout = `dy`.
+#[expect(clippy::too_many_arguments, reason = "operands of one sum differ in length")]
 pub fn rms_norm_vjp(
     threads: &Threads,
     isa: Isa,
@@ -39,13 +39,14 @@ pub fn rms_norm_vjp(
         for row in range {
             let span = row * weight.len()..(row + 1) * weight.len();
             let residual = residual.map(|residual| &residual[span.clone()]);
-            // Safety: rows are disjoint and inside every buffer.
+            // Safety: each thread writes other rows, and all rows are inside every buffer.
             unsafe { vjp_row(isa, &x[span.clone()], weight, eps, &dy[span.clone()], residual, dx.part(span)) };
         }
     });
 }
 
-/// Computes dw += Σ over rows, in order, dL/dweight of [`rms_norm`] from dL/dout = `dy`: dy ∘ x / √(mean(x²) + eps).
+/// Computes the gradient of RMSNorm's weight, dw += Σ over rows, in order, of dy ∘ x / √(mean(x²) + eps),
+/// from dL/dout = `dy`.
 pub fn rms_norm_weight_vjp(threads: &Threads, isa: Isa, x: &[f32], eps: f32, dy: &[f32], dw: &mut [f32]) {
     let width = dw.len();
     let rows = rows_of(x, dw);
@@ -54,22 +55,22 @@ pub fn rms_norm_weight_vjp(threads: &Threads, isa: Isa, x: &[f32], eps: f32, dy:
     let shared = Shared::new(&mut scales);
     over_rows(threads, rows, width, |range| {
         for row in range {
-            // Safety: one element per row.
+            // Safety: each row has one element, and one thread.
             unsafe { *shared.at(row) = scale_row(isa, &x[row * width..(row + 1) * width], eps) };
         }
     });
     let dw = Shared::new(dw);
-    // Columns are divided at multiples of 16, so that a column is always in the same lane of a vector.
+    // Divide columns at multiples of 16, so that a column is always in the same lane of a vector.
     over_rows(threads, width.div_ceil(16), 16 * rows, |range| {
         let columns = range.start * 16..(range.end * 16).min(width);
-        // Safety: columns are disjoint and inside every row.
+        // Safety: each thread writes other columns, and all columns are inside every row.
         unsafe { weight_columns(isa, x, dy, &scales, width, columns.start, dw.part(columns)) };
     });
 }
 
 fn rows_of(x: &[f32], weight: &[f32]) -> usize {
     let rows = x.len().checked_div(weight.len()).unwrap_or(0);
-    assert_eq!(x.len(), rows * weight.len(), "x is not whole rows as wide as the weight");
+    assert_eq!(x.len(), rows * weight.len(), "the length of x is not a multiple of the weight's");
     rows
 }
 
@@ -134,10 +135,10 @@ pub(super) unsafe fn dot3<S: Simd>(x: *const f32, w: *const f32, dy: *const f32,
     }
 }
 
-/// The factor 1 / √(mean(x²) + eps).
+/// The factor r = 1 / √(mean(x²) + eps) of a row in RMSNorm.
 #[inline(always)]
 pub(super) unsafe fn scale_of<S: Simd>(x: &[f32], eps: f32) -> f32 {
-    // Safety: guaranteed by the caller.
+    // Safety: the caller guarantees what this `unsafe fn` requires.
     unsafe { 1.0 / (dot::<S>(x.as_ptr(), x.as_ptr(), x.len()) / x.len() as f32 + eps).sqrt() }
 }
 
@@ -159,7 +160,7 @@ unsafe fn vjp_with<S: Simd>(x: &[f32], weight: &[f32], eps: f32, dy: &[f32], res
     unsafe {
         let r = scale_of::<S>(x, eps);
         let inner = dot3::<S>(x.as_ptr(), weight.as_ptr(), dy.as_ptr(), x.len());
-        // dx = r·w·dy − (inner·r³/n)·x
+        // The gradient of RMSNorm: dx = r·w·dy − (inner·r³/n)·x, with r = 1 / √(mean(x²) + eps) and inner = Σ x·w·dy.
         let c = S::splat(-(inner * r * r / x.len() as f32) * r);
         let r = S::splat(r);
         for at in (0..x.len()).step_by(S::LANES) {

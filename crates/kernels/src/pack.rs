@@ -1,17 +1,18 @@
-//! Weight matrices in the order in which the kernels read them. The same pack is used for decode, forward and dX.
+//! Weight matrices in the order in which the kernels read them. The same packed matrix is used for decode,
+//! forward and backward products.
 
 use super::threads::{Shared, Threads};
 
-/// Number of outputs in a panel.
+/// Number of outputs in a panel of a packed weight.
 pub const PANEL: usize = 32;
 
 /// Inputs of a bf16 pack are padded with zeros to a multiple of this, the depth of an AMX tile.
 const DEPTH: usize = 32;
 
-/// Lines have 16 words, half a panel.
+/// Number of words in a line: half a panel.
 const LANES: usize = 16;
 
-/// The storage format of a pack's values.
+/// The storage format of a packed weight's values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PackDtype {
     /// Values unchanged, as f32.
@@ -20,7 +21,7 @@ pub enum PackDtype {
     Bf16,
 }
 
-/// One cache line of words.
+/// One cache line of 32-bit words.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C, align(64))]
 pub(super) struct Line(pub(super) [u32; LANES]);
@@ -60,7 +61,7 @@ impl PackedMatrix {
         packed
     }
 
-    /// Replaces the values; the shape must be the same.
+    /// Replaces the values of the packed weight; the shape must be the same.
     pub fn set(&mut self, weight: &[f32]) {
         assert_eq!(weight.len(), self.n * self.k, "another shape");
         if weight.is_empty() {
@@ -83,38 +84,38 @@ impl PackedMatrix {
         threads.split(n.div_ceil(PANEL), |panels| {
             for panel in panels {
                 let weight = &weight[panel * PANEL * k..n.min((panel + 1) * PANEL) * k];
-                // Safety: panels are disjoint, and `lines` long each.
+                // Safety: each thread writes other panels, which are `lines` long each.
                 pack_panel(unsafe { all.part(panel * lines..(panel + 1) * lines) }, weight, k, dtype);
             }
         });
     }
 
-    /// Number of outputs n.
+    /// Number of outputs n of the weight.
     pub fn n(&self) -> usize {
         self.n
     }
 
-    /// Number of inputs k.
+    /// Number of inputs k of the weight.
     pub fn k(&self) -> usize {
         self.k
     }
 
-    /// The storage format of the values.
+    /// The storage format of the packed values.
     pub fn dtype(&self) -> PackDtype {
         self.dtype
     }
 
-    /// Number of panels of outputs.
+    /// Number of panels of [`PANEL`] outputs.
     pub fn panels(&self) -> usize {
         self.n.div_ceil(PANEL)
     }
 
-    /// Memory of the pack in bytes.
+    /// Memory of the packed weight in bytes.
     pub fn size_bytes(&self) -> usize {
         self.lines.len() * size_of::<Line>()
     }
 
-    /// Unpacks one row (the weights of one output), as the kernels use it.
+    /// Unpacks one row (the weights of one output), with the values that the kernels use.
     pub fn row(&self, output: usize, out: &mut [f32]) {
         let (half, lane) = (output % PANEL / LANES, output % LANES);
         let lines = self.panel_words() / LANES;
@@ -149,7 +150,7 @@ impl PackedMatrix {
     }
 }
 
-/// Packs a panel from up to 32 rows of `k` values, several inputs at a time so that their lines stay
+/// Packs a panel from up to 32 rows of `k` values, several inputs at a time so that their cache lines stay
 /// in the first-level cache.
 fn pack_panel(lines: &mut [Line], weight: &[f32], k: usize, dtype: PackDtype) {
     let values = match dtype {
@@ -159,7 +160,7 @@ fn pack_panel(lines: &mut [Line], weight: &[f32], k: usize, dtype: PackDtype) {
     for (block, lines) in lines.chunks_mut(2 * LANES).enumerate() {
         let inputs = (block * values).min(k)..((block + 1) * values).min(k);
         for half in 0..2 {
-            // Words `[column][word]`, then transposed.
+            // Collect words as `[column][word]`, then transpose them.
             let mut words = [[0u32; LANES]; LANES];
             for (words, row) in words.iter_mut().zip(weight.chunks_exact(k).skip(half * LANES)) {
                 let row = &row[inputs.clone()];
@@ -177,7 +178,7 @@ fn pack_panel(lines: &mut [Line], weight: &[f32], k: usize, dtype: PackDtype) {
     }
 }
 
-/// Writes pairs of bf16, as many as the row has.
+/// Writes values of a row as words of two bf16, as many as the row has.
 fn pairs(words: &mut [u32; LANES], row: &[f32]) {
     let mut padded = [0.0; 2 * LANES];
     let whole = row.first_chunk().unwrap_or_else(|| {
@@ -190,11 +191,11 @@ fn pairs(words: &mut [u32; LANES], row: &[f32]) {
     }
 }
 
-/// Converts to the nearest bf16, ties to even. Has no branch, so that it can be vectorized.
+/// Converts a value to the nearest bf16, ties to even. Has no branch, so that it can be vectorized.
 fn bf16_bits(value: f32) -> u32 {
     let bits = value.to_bits();
     let nearest = bits.wrapping_add(0x7fff + (bits >> 16 & 1));
-    // A NaN stays a NaN.
+    // Keep a NaN a NaN: rounding its bits could give infinity.
     (if value.is_nan() { bits | 0x0040_0000 } else { nearest }) >> 16
 }
 
@@ -206,7 +207,7 @@ mod tests {
     fn a_pack_gives_back_its_rows() {
         for dtype in [PackDtype::F32, PackDtype::Bf16] {
             for (n, k) in [(1, 1), (31, 33), (33, 31), (70, 64), (5, 129)] {
-                // bf16 represents these values exactly.
+                // Multiples of this kind are exact in bf16.
                 let weight: Vec<f32> = (0..n * k).map(|index| (index * 37 % 255) as f32 - 127.0).collect();
                 let packed = PackedMatrix::new(&weight, k, dtype);
                 let shared = PackedMatrix::new_on(&Threads::new(2), &weight, k, dtype);
@@ -226,7 +227,7 @@ mod tests {
         let packed = PackedMatrix::new(&[1.0 + 1.0 / 256.0, 1.0 + 3.0 / 256.0, f32::INFINITY], 3, PackDtype::Bf16);
         let mut row = [0.0; 3];
         packed.row(0, &mut row);
-        // Ties are rounded to even.
+        // The expected values show that ties are rounded to even.
         assert_eq!(row, [1.0, 1.015_625, f32::INFINITY]);
         for index in 0..1 << 16 {
             let value = f32::from_bits(index * 0x1_0003);

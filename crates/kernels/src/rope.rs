@@ -15,20 +15,20 @@ pub struct Rope<'a> {
     pub heads: &'a Heads,
     /// Half the number of columns of a head that rotate: its first `2 · half`. The others are unchanged.
     pub half: usize,
-    /// RMSNorm of each query and key head before it is rotated.
+    /// Weights of qk-norm, the RMSNorm of each query and key head before it is rotated.
     pub qk_norm: Option<QkNorm<'a>>,
-    /// Cosines by position, `[position][half]`.
+    /// Cosines of the rotary angles, `[position][half]`.
     pub cos: &'a [f32],
-    /// Sines by position, `[position][half]`.
+    /// Sines of the rotary angles, `[position][half]`.
     pub sin: &'a [f32],
 }
 
 /// Weights of the norms of query and key heads.
 #[derive(Clone, Copy, Debug)]
 pub struct QkNorm<'a> {
-    /// Weight for query heads, `[head_dim]`.
+    /// The norm's weight for query heads, `[head_dim]`.
     pub q: &'a [f32],
-    /// Weight for key heads, `[head_dim]`.
+    /// The norm's weight for key heads, `[head_dim]`.
     pub k: &'a [f32],
     /// The epsilon added to the mean of the squares.
     pub eps: f32,
@@ -39,7 +39,7 @@ impl<'a> Rope<'a> {
         self.qk_norm.map(|norm| (if head < self.heads.num_heads { norm.q } else { norm.k }, norm.eps))
     }
 
-    /// Number of heads that are normed and rotated.
+    /// Number of heads in a row that are normed and rotated: those of queries and keys.
     fn rotated(&self) -> usize {
         self.heads.num_heads + self.heads.num_kv_heads
     }
@@ -51,8 +51,8 @@ impl<'a> Rope<'a> {
 
     fn check(&self, positions: &[usize], values: &[f32]) {
         let head_dim = self.heads.head_dim;
-        assert!(2 * self.half <= head_dim, "more rotates than a head has");
-        assert_eq!(values.len(), positions.len() * self.heads.width(), "rows do not match their positions");
+        assert!(2 * self.half <= head_dim, "the rotary angles are wider than a head");
+        assert_eq!(values.len(), positions.len() * self.heads.width(), "the rows of qkv do not match the positions");
         let end = positions.iter().max().map_or(0, |position| position + 1) * self.half;
         assert!(self.cos.len() >= end && self.sin.len() >= end, "a position is beyond the table");
         assert!(self.qk_norm.is_none_or(|norm| norm.q.len() == head_dim && norm.k.len() == head_dim));
@@ -67,7 +67,8 @@ pub fn rotate(threads: &Threads, isa: Isa, rope: &Rope<'_>, positions: &[usize],
     over_rows(threads, positions.len(), width, |range| {
         for row in range {
             let span = row * width..(row + 1) * width;
-            // Safety: rows are disjoint and inside the buffer; positions are inside the table.
+            // Safety: each thread writes other rows, inside the buffer; positions are inside the
+            // table of rotary angles.
             unsafe {
                 let out = out.part(span.clone());
                 out.copy_from_slice(&qkv[span]);
@@ -96,7 +97,8 @@ pub fn rotate_vjp(
         for row in range {
             let span = row * width..(row + 1) * width;
             let before = if rope.qk_norm.is_some() { &before[span.clone()] } else { &[] };
-            // Safety: rows are disjoint and inside the buffer; positions are inside the table.
+            // Safety: each thread writes other rows, inside the buffer; positions are inside the
+            // table of rotary angles.
             unsafe {
                 let out = out.part(span.clone());
                 out.copy_from_slice(&dy[span]);
@@ -106,12 +108,12 @@ pub fn rotate_vjp(
     });
 }
 
-/// Number of rows in one partial sum, for any number of threads.
+/// Number of rows that one partial sum of the weights' gradients covers, for any number of threads.
 const ROWS_AT_ONCE: usize = 64;
 
-/// Computes dq `[head_dim]` += and dk `[head_dim]` += dL/dweight of the qk-norms in [`rotate`]. `before` is its input,
-/// `dy` the gradient of its output. Does nothing without qk-norm.
-#[expect(clippy::too_many_arguments, reason = "the operands of one formula")]
+/// Computes the gradients of the qk-norm weights in [`rotate`], added to dq `[head_dim]` and dk `[head_dim]`. `before`
+/// is the input of [`rotate`], `dy` the gradient of its output. Does nothing without qk-norm.
+#[expect(clippy::too_many_arguments, reason = "operands of one sum differ in length")]
 pub fn rotate_weight_vjp(
     threads: &Threads,
     isa: Isa,
@@ -133,12 +135,12 @@ pub fn rotate_weight_vjp(
     let shared = Shared::new(&mut sums);
     over_rows(threads, chunks, ROWS_AT_ONCE * width, |range| {
         for chunk in range {
-            // Safety: one part per chunk.
+            // Safety: each chunk of rows has its own partial sums.
             let sums = unsafe { shared.part(chunk * 2 * dim..(chunk + 1) * 2 * dim) };
             let of_chunk = positions.iter().enumerate().skip(chunk * ROWS_AT_ONCE).take(ROWS_AT_ONCE);
             for (row, position) in of_chunk {
                 let span = row * width..(row + 1) * width;
-                // Safety: the sizes were checked above.
+                // Safety: the sizes of all slices were checked above.
                 unsafe { weight_row(isa, rope, *position, &before[span.clone()], &dy[span], sums) };
             }
         }
@@ -204,7 +206,7 @@ unsafe fn rotate_with<S: Simd>(rope: &Rope<'_>, position: usize, row: &mut [f32]
     }
 }
 
-/// Rotates back: (a, b) → (a·cos + b·sin, b·cos − a·sin).
+/// Rotates the gradient of a head back: (a, b) → (a·cos + b·sin, b·cos − a·sin).
 #[inline(always)]
 unsafe fn turn_back<S: Simd>(d: *const f32, cos: &[f32], sin: &[f32], half: usize, at: usize) -> (S::V, S::V) {
     unsafe {
@@ -230,7 +232,8 @@ unsafe fn vjp_with<S: Simd>(rope: &Rope<'_>, position: usize, before: &[f32], d:
             let x = &before[index * dim..(index + 1) * dim];
             let r = scale_of::<S>(x, eps);
             let inner = dot3::<S>(x.as_ptr(), weight.as_ptr(), d, dim);
-            // dx = r·w·dy − (inner·r³/n)·x
+            // The gradient of RMSNorm: dx = r·w·dy − (inner·r³/n)·x, with r = 1 / √(mean(x²) + eps) and
+            // inner = Σ x·w·dy.
             let c = S::splat(-(inner * r * r / dim as f32) * r);
             for at in (0..dim).step_by(S::LANES) {
                 let rest = dim - at;

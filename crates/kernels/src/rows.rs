@@ -17,13 +17,13 @@ pub(super) fn over_rows(threads: &Threads, rows: usize, elements: usize, f: impl
     if rows * elements < WORTH_A_DISPATCH { f(0..rows) } else { threads.split(rows, f) }
 }
 
-/// Writes the rows of a matrix; `f` receives each row's index.
+/// Calls `f` for each row of a matrix, to write it; `f` receives the row's index.
 pub fn each_row(threads: &Threads, values: &mut [f32], width: usize, f: impl Fn(usize, &mut [f32]) + Sync) {
     let rows = values.len().checked_div(width).unwrap_or(0);
     let values = Shared::new(values);
     over_rows(threads, rows, width, |range| {
         for row in range {
-            // Safety: rows are disjoint and inside the buffer.
+            // Safety: each thread writes other rows, and all rows are inside the buffer.
             f(row, unsafe { values.part(row * width..(row + 1) * width) });
         }
     });
@@ -64,7 +64,7 @@ macro_rules! on_every_isa {
                 unsafe { $kernel::<$crate::simd::Avx2>($($arg),*) }
             }
 
-            assert!(isa.is_available(), "{isa} does not run on this machine");
+            assert!(isa.is_available(), "the instruction set {isa} does not run on this machine");
             // Safety: the machine supports the instruction set; the rest is guaranteed by the caller.
             unsafe {
                 #[cfg(target_arch = "x86_64")]

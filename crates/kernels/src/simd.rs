@@ -6,7 +6,7 @@
 /// # Safety
 /// The methods may only run on a machine that supports the instruction set; pointers must be
 /// valid for [`Simd::LANES`] elements.
-#[expect(clippy::missing_safety_doc, reason = "said once, for all methods, above")]
+#[expect(clippy::missing_safety_doc, reason = "the trait documents the safety of all its methods together")]
 pub unsafe trait Simd: Copy {
     /// Number of f32 values in a vector.
     const LANES: usize;
@@ -47,7 +47,7 @@ pub unsafe trait Simd: Copy {
     unsafe fn first(value: Self::V) -> f32;
 }
 
-/// Loads the first `count` elements, followed by zeros; whole vectors are loaded unchanged.
+/// Loads the first `count` elements of a vector, followed by zeros; whole vectors are loaded unchanged.
 ///
 /// # Safety
 /// The same as for the methods of [`Simd`], but `from` needs only `count` valid elements if that is less than a vector.
@@ -66,7 +66,7 @@ pub unsafe fn load_some<S: Simd>(from: *const f32, count: usize) -> S::V {
 /// Stores the first `count` elements, at most a vector.
 ///
 /// # Safety
-/// The same as for [`load_some`].
+/// The same requirements as for [`load_some`].
 #[inline(always)]
 pub unsafe fn store_some<S: Simd>(to: *mut f32, value: S::V, count: usize) {
     unsafe {
@@ -86,16 +86,16 @@ const MAX_LANES: usize = 16;
 /// reduction and Taylor's polynomial.
 ///
 /// # Safety
-/// The same as for the methods of [`Simd`].
+/// The same requirements as for the methods of [`Simd`].
 #[inline(always)]
 pub unsafe fn exp<S: Simd>(x: S::V) -> S::V {
     const LOWEST: f32 = -87.0;
-    // ln 2 in two parts, the first with trailing zeros, so that n·LN_2_HIGH is exact.
+    // The constant ln 2 in two parts, the first with trailing zeros, so that n·LN_2_HIGH is exact.
     const LN_2_HIGH: f32 = 0.693_359_4;
     const LN_2_LOW: f32 = -2.121_944_4e-4;
     const TERMS: [f32; 6] = [1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0];
     unsafe {
-        // NaN stays NaN.
+        // This operand order keeps NaN a NaN.
         let x = S::max(S::splat(LOWEST), x);
         let n = S::round(S::mul(x, S::splat(std::f32::consts::LOG2_E)));
         let r = S::fma(n, S::splat(-LN_2_HIGH), x);
@@ -114,7 +114,7 @@ pub const LOWEST: f32 = -87.0;
 /// Computes σ(x), with x raised to at least [`LOWEST`]. NaN stays NaN.
 ///
 /// # Safety
-/// The same as for the methods of [`Simd`].
+/// The same requirements as for the methods of [`Simd`].
 #[inline(always)]
 pub unsafe fn logistic<S: Simd>(x: S::V) -> S::V {
     unsafe {
@@ -127,7 +127,7 @@ pub unsafe fn logistic<S: Simd>(x: S::V) -> S::V {
 /// Computes tanh(x) = 2·σ(2x) − 1, to about 10⁻⁷ of 1. NaN stays NaN.
 ///
 /// # Safety
-/// The same as for the methods of [`Simd`].
+/// The same requirements as for the methods of [`Simd`].
 #[inline(always)]
 pub unsafe fn tanh<S: Simd>(x: S::V) -> S::V {
     unsafe { S::fma(S::splat(2.0), logistic::<S>(S::mul(S::splat(2.0), x)), S::splat(-1.0)) }
@@ -174,7 +174,7 @@ unsafe impl Simd for Portable {
 
     #[inline(always)]
     unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
-        // Without the instruction, a fused product is a slow library call.
+        // Without an instruction for fused multiply-add, `mul_add` would be a slow library call.
         if cfg!(any(target_arch = "aarch64", target_feature = "fma")) {
             lanes(|i| a[i].mul_add(b[i], c[i]))
         } else {
@@ -209,7 +209,7 @@ unsafe impl Simd for Portable {
 
     #[inline(always)]
     unsafe fn round(a: Self::V) -> Self::V {
-        // Adding and subtracting 1.5·2²³ removes the fraction; a library call would be slow without SSE 4.1.
+        // Adding and subtracting 1.5·2²³ rounds to an integer; a library call would be slow without SSE 4.1.
         const MAGIC: f32 = 12_582_912.0;
         lanes(|i| (a[i] + MAGIC) - MAGIC)
     }
@@ -251,7 +251,7 @@ mod x86 {
 
     use super::Simd;
 
-    /// Vectors of 8 lanes.
+    /// AVX2: vectors of 8 f32.
     #[derive(Clone, Copy)]
     pub struct Avx2;
 
@@ -355,7 +355,7 @@ mod x86 {
         }
     }
 
-    /// Vectors of 16 lanes.
+    /// AVX-512: vectors of 16 f32.
     #[derive(Clone, Copy)]
     pub struct Avx512;
 

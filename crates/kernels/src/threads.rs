@@ -17,13 +17,13 @@ use std::thread::{JoinHandle, Thread};
 const SPINS: u32 = 4000;
 /// Number of yields before a thread parks.
 const YIELDS: u32 = 16;
-/// Number of cells per thread, so that a fast thread can take cells from a slow one.
+/// Number of cells per thread: more than one, so that a fast thread can take cells from a slow one.
 const CELLS: usize = 4;
 
 type Work<'a> = dyn Fn(usize) + Sync + 'a;
 
 thread_local! {
-    /// Whether this thread is working on a cell.
+    /// Whether this thread is working on a cell, so that nested calls run on it alone.
     static WORKING: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -32,20 +32,20 @@ thread_local! {
 pub struct Threads {
     team: Arc<Team>,
     workers: Vec<JoinHandle<()>>,
-    /// Held while the team works; only one round runs at a time.
+    /// Locked while the team works; only one round of work runs at a time.
     running: Mutex<()>,
 }
 
 struct Team {
-    /// The state of the round: `round << 32 | OPEN? | workers inside`.
+    /// The state of the current round: `round << 32 | OPEN? | workers inside`.
     state: AtomicU64,
     leaving: AtomicBool,
     panicked: AtomicBool,
-    /// Written while no worker is inside and the round is closed, published by `state`.
+    /// The work of the current round: written while no worker is inside and the round is closed, published by `state`.
     piece: UnsafeCell<Option<Piece>>,
-    /// The next cell of each thread's region.
+    /// The next cell to claim in each thread's region.
     next: Vec<Next>,
-    /// Whether the caller is parked until the last worker leaves.
+    /// Whether the calling thread is parked until the last worker leaves the round.
     waiting: AtomicBool,
     caller: Mutex<Option<Thread>>,
 }
@@ -60,9 +60,9 @@ struct Piece {
 #[repr(align(128))]
 struct Next(AtomicUsize);
 
-/// Flag: workers may enter the round.
+/// Flag in the state: workers may enter the round.
 const OPEN: u64 = 1 << 31;
-/// Mask of the number of workers inside.
+/// Mask of the state: the number of workers inside the round.
 const INSIDE: u64 = OPEN - 1;
 
 // Safety: `piece` is written only by the one thread that holds `Threads::running`, while the round is closed and no
@@ -102,20 +102,20 @@ impl Threads {
         Threads::new(std::thread::available_parallelism().map_or(1, NonZero::get))
     }
 
-    /// Number of threads, the caller included.
+    /// Number of threads in the team, the caller included.
     pub fn count(&self) -> usize {
         self.workers.len() + 1
     }
 
-    /// Runs `f(number)` once for every number below [`Threads::count`]; returns when all are done. Usually
-    /// each number runs on its own thread, but another thread takes the number of a late one. A panic in any
-    /// of them is raised here.
+    /// Runs `f(number)` once for every number below [`Threads::count`]; returns when all are done. Usually each number
+    /// runs on its own thread, but another thread takes the number of a late one. A panic in any call of
+    /// `f` is raised here.
     pub fn run(&self, f: &Work<'_>) {
         self.cells(self.count(), f);
     }
 
     /// Runs `f(cell)` once for every cell below `cells`, in no particular order; returns when all are done. A panic in
-    /// any of them is raised here. A nested call runs everything on the calling thread.
+    /// any call of `f` is raised here. A nested call runs everything on the calling thread.
     pub fn cells(&self, cells: usize, f: &Work<'_>) {
         if self.workers.is_empty() || cells < 2 || WORKING.get() {
             return (0..cells).for_each(f);
@@ -147,8 +147,9 @@ impl Threads {
         assert!(!panicked, "a kernel panicked on another thread");
     }
 
-    /// Divides a grid of rows and columns into cells: along the rows if there are enough for all threads, otherwise
-    /// along the columns too. Cells begin at multiples. Every element belongs to exactly one call.
+    /// Divides a grid of rows and columns into cells and runs `f` on them: along the rows if there are enough for all
+    /// threads, otherwise along the columns too. Cells begin at multiples of the given sizes. Every element belongs to
+    /// exactly one call of `f`.
     pub fn grid(
         &self,
         rows: usize,
@@ -162,7 +163,7 @@ impl Threads {
         }
         let wanted = if self.count() == 1 { 1 } else { self.count() * CELLS };
         let row_cells = rows.div_ceil(row_multiple).min(wanted);
-        // The same number of cells for every thread.
+        // Choose a number of cells that gives every thread the same number.
         let even = (wanted.div_ceil(row_cells)..).find(|cells| (row_cells * cells).is_multiple_of(self.count()));
         let column_cells = columns.div_ceil(column_multiple).min(even.unwrap_or(wanted));
         self.cells(row_cells * column_cells, &|cell| {
@@ -184,11 +185,11 @@ impl Threads {
         let ordered = parts.windows(2).all(|pair| pair[0].end <= pair[1].start);
         assert!(ordered && parts.iter().all(|part| part.start <= part.end), "parts overlap");
         let end = parts.last().map_or(0, |part| part.end);
-        assert!(end <= items.len() && end * width <= values.len(), "parts of more than there is");
+        assert!(end <= items.len() && end * width <= values.len(), "the parts exceed the buffers");
         let (items, values) = (Shared::new(items), Shared::new(values));
         let one = |cell: usize| {
             let part = parts[cell].clone();
-            // Safety: parts are inside the buffers and disjoint.
+            // Safety: each part's ranges are inside the buffers and do not overlap those of other parts.
             let (items, values) =
                 unsafe { (items.part(part.clone()), values.part(part.start * width..part.end * width)) };
             f(part, items, values);
@@ -199,13 +200,13 @@ impl Threads {
         }
     }
 
-    /// Divides `0..items` into parts, a few for each thread.
+    /// Divides `0..items` into parts, a few for each thread, and runs `f` on each part.
     pub fn split(&self, items: usize, f: impl Fn(Range<usize>) + Sync) {
         self.grid(items, 1, 1, 1, |items, _| f(items));
     }
 }
 
-/// The cells of a thread's own region.
+/// The cells of a thread's own region, which it claims first.
 fn region(cells: usize, number: usize, count: usize) -> Range<usize> {
     cells * number / count..cells * (number + 1) / count
 }
@@ -222,14 +223,14 @@ impl Drop for Threads {
         self.team.leaving.store(true, Ordering::SeqCst);
         for worker in self.workers.drain(..) {
             worker.thread().unpark();
-            // The worker catches its own panics.
+            // Ignore the result: the worker catches its own panics.
             let _ = worker.join();
         }
     }
 }
 
 impl Team {
-    /// Claims and runs cells until none are left: first those of the own region, then those of other regions.
+    /// Claims and runs cells until none are left: first those of the thread's own region, then those of other regions.
     fn work_through(&self, number: usize, cells: usize, work: &Work<'_>) {
         let count = self.next.len();
         let _inside = Inside::enter();
@@ -277,7 +278,7 @@ impl Team {
                 match waits {
                     ..SPINS => std::hint::spin_loop(),
                     w if w < SPINS + YIELDS => std::thread::yield_now(),
-                    // An unpark that came earlier is not lost.
+                    // If the last worker unparked this thread before it parks, `park` returns immediately.
                     _ => std::thread::park(),
                 }
                 continue;
@@ -303,7 +304,7 @@ impl Team {
     }
 }
 
-/// Marks this thread as working while the value exists.
+/// Marks this thread as working on a cell while the value exists.
 struct Inside;
 
 impl Inside {
@@ -323,7 +324,7 @@ impl Drop for Inside {
 #[derive(Clone, Copy, Debug)]
 pub struct Shared<T>(*mut T);
 
-// Safety: all writers guarantee that their parts are disjoint.
+// Safety: all threads guarantee that the parts they write are disjoint.
 unsafe impl<T: Send> Send for Shared<T> {}
 unsafe impl<T: Send> Sync for Shared<T> {}
 
@@ -333,7 +334,7 @@ impl<T> Shared<T> {
         Shared(values.as_mut_ptr())
     }
 
-    /// Address of one element.
+    /// Address of one element of the buffer.
     ///
     /// # Safety
     /// `index` is inside the buffer.
@@ -341,11 +342,11 @@ impl<T> Shared<T> {
         unsafe { self.0.add(index) }
     }
 
-    /// A range of elements.
+    /// A range of the buffer's elements, for writing.
     ///
     /// # Safety
     /// The range is inside the buffer, which is still borrowed, and no other thread accesses it meanwhile.
-    #[expect(clippy::mut_from_ref, reason = "the parts are disjoint, as the caller holds")]
+    #[expect(clippy::mut_from_ref, reason = "the caller guarantees that the parts are disjoint")]
     pub unsafe fn part(&self, range: Range<usize>) -> &mut [T] {
         unsafe { std::slice::from_raw_parts_mut(self.0.add(range.start), range.len()) }
     }

@@ -12,7 +12,7 @@ use half::bf16;
 
 use super::device_api::{CudaError, DType, Driver, Found, Launch, Product, Properties, Source, Staging, Timer};
 
-/// Bytes kept free on both sides of a buffer.
+/// Number of guard bytes on both sides of a buffer, to detect writes out of bounds.
 const GUARD: u64 = 256;
 /// The byte that fills free memory, new buffers and the space around them.
 const UNWRITTEN: u8 = 0xff;
@@ -32,16 +32,16 @@ unsafe extern "C" {
     ) -> *const c_char;
 }
 
-/// A parameter with the alignment that kernels expect.
+/// A kernel's parameter with the alignment that kernels expect.
 #[repr(C, align(16))]
 struct Aligned([u8; 4096]);
 
 /// The state of the emulated device.
 #[derive(Debug)]
 pub(super) struct Emulator {
-    /// Names of the kernels that were found, by index.
+    /// Names of the kernels that `find` returned, by index.
     names: BTreeMap<u32, String>,
-    /// Live buffers: the address of each block, with the sizes of the block and of the buffer.
+    /// Buffers in use: the address of each block, with the sizes of the block and of the buffer.
     live: BTreeMap<u64, (u64, u64)>,
     /// Maximum shared memory of a block, in bytes.
     shared_bytes: u32,
@@ -66,7 +66,7 @@ impl Emulator {
         Ok((emulator, properties))
     }
 
-    /// Opens a smaller device with this maximum of shared memory per block.
+    /// Opens an emulator with this maximum of shared memory per block, which may be less than a GPU's.
     #[cfg(test)]
     pub(super) fn open_small(shared_bytes: u32) -> Result<(Emulator, Properties), CudaError> {
         let (emulator, properties) = Emulator::open(0)?;
@@ -100,7 +100,7 @@ impl Driver for Emulator {
         };
         let name = self.names.get(&kernel).map_or("?", String::as_str);
         if !message.is_null() {
-            // SAFETY: a terminated string that stays valid until this thread's next launch.
+            // SAFETY: the message is a zero-terminated string that stays valid until this thread's next launch.
             let message = unsafe { CStr::from_ptr(message) }.to_string_lossy();
             return Err(CudaError::Failed(format!("{name}: {message}")));
         }
@@ -124,32 +124,32 @@ impl Driver for Emulator {
     }
 
     fn zero(&mut self, to: u64, bytes: usize) -> Result<(), CudaError> {
-        // SAFETY: a range of a live buffer, checked by Device.
+        // SAFETY: `to` is a range of a live buffer, checked by Device.
         unsafe { std::ptr::write_bytes(to as *mut u8, 0, bytes) };
         Ok(())
     }
 
     fn copy(&mut self, from: u64, to: u64, bytes: usize) -> Result<(), CudaError> {
-        // SAFETY: ranges of live buffers that do not overlap, checked by Device.
+        // SAFETY: both are ranges of live buffers that do not overlap, checked by Device.
         unsafe { std::ptr::copy_nonoverlapping(from as *const u8, to as *mut u8, bytes) };
         Ok(())
     }
 
     fn upload(&mut self, to: u64, bytes: &[u8]) -> Result<(), CudaError> {
-        // SAFETY: a range of a live buffer, checked by Device.
+        // SAFETY: `to` is a range of a live buffer, checked by Device.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to as *mut u8, bytes.len()) };
         Ok(())
     }
 
     fn upload_staged(&mut self, to: u64, staging: &Staging, at: usize, bytes: usize) -> Result<(), CudaError> {
         assert!(at + bytes <= staging.bytes, "an upload lies within its staging memory");
-        // SAFETY: from the staging memory to a range of a live buffer.
+        // SAFETY: copies from the staging memory to a range of a live buffer.
         unsafe { std::ptr::copy_nonoverlapping(staging.start.add(at), to as *mut u8, bytes) };
         Ok(())
     }
 
     fn download(&mut self, from: u64, to: &mut [u8]) -> Result<(), CudaError> {
-        // SAFETY: a range of a live buffer, checked by Device.
+        // SAFETY: `from` is a range of a live buffer, checked by Device.
         unsafe { std::ptr::copy_nonoverlapping(from as *const u8, to.as_mut_ptr(), to.len()) };
         Ok(())
     }
@@ -168,7 +168,7 @@ impl Driver for Emulator {
 
     fn fetch(&mut self, from: u64, staging: &mut Staging, bytes: usize) -> Result<(), CudaError> {
         assert!(bytes <= staging.bytes, "a download lies within its staging memory");
-        // SAFETY: from a range of a live buffer to the staging memory.
+        // SAFETY: copies from a range of a live buffer to the staging memory.
         unsafe { std::ptr::copy_nonoverlapping(from as *const u8, staging.start, bytes) };
         Ok(())
     }
@@ -177,7 +177,8 @@ impl Driver for Emulator {
         Ok(Box::new(Stopwatch { from: Instant::now(), took: None }))
     }
 
-    /// Computes the product in a plain loop. The order of the sums differs from cuBLAS's, which is not fixed anyway.
+    /// Computes the matrix product in a plain loop. The order of the sums differs from cuBLAS's, which
+    /// is not fixed anyway.
     fn product(&mut self, product: &Product) -> Result<(), CudaError> {
         let Product { rows, columns, inner, transpose_a, transpose_b, alpha, beta, .. } = *product;
         for row in 0..rows {
@@ -207,7 +208,7 @@ impl Source for Emulator {
     }
 }
 
-/// A timer for work that runs immediately.
+/// A timer of the emulator, whose work runs immediately.
 #[derive(Debug)]
 struct Stopwatch {
     from: Instant,
@@ -239,19 +240,19 @@ fn reserve(bytes: usize) -> u64 {
 
 fn release(start: u64, bytes: usize) {
     if let Some(layout) = layout(bytes) {
-        // SAFETY: allocated by `reserve` with the same layout.
+        // SAFETY: `reserve` allocated the memory with the same layout.
         unsafe { dealloc(start as *mut u8, layout) }
     }
 }
 
 fn fill(at: u64, bytes: u64) {
-    // SAFETY: a block that the pool has just allocated or is about to free.
+    // SAFETY: the pool has just allocated this block or is about to free it.
     unsafe { std::ptr::write_bytes(at as *mut u8, UNWRITTEN, bytes as usize) }
 }
 
 /// Checks that nothing was written around a buffer; the error says where.
 fn check(at: u64, block: u64, bytes: u64) -> Result<(), String> {
-    // SAFETY: a live block; the buffer begins GUARD bytes after the start of the block.
+    // SAFETY: the block is in use; the buffer begins GUARD bytes after the start of the block.
     let block = unsafe { std::slice::from_raw_parts(at as *const u8, block as usize) };
     let (front, rest) = block.split_at(GUARD as usize);
     let back = &rest[bytes as usize..];

@@ -14,12 +14,12 @@ pub const GROUP_EPSILON: f64 = 1e-4;
 /// Epsilon added to the variance of a block's tokens.
 const WHITEN_EPSILON: f64 = 1e-8;
 
-/// The advantage of one completion and its baseline.
+/// The advantage of one completion, and the baseline it was computed with.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Estimate {
-    /// The value that was subtracted from the reward.
+    /// The baseline that was subtracted from the reward.
     pub baseline: f64,
-    /// The remaining value, scaled by some estimators.
+    /// The advantage: the reward minus the baseline, scaled by some estimators.
     pub advantage: f64,
 }
 

@@ -11,14 +11,14 @@ use crate::spec::{Plan, RewardNormalization};
 pub struct RewardStats {
     /// Number of scorable rewards.
     pub count: u64,
-    /// Mean of these rewards.
+    /// Mean of the scorable rewards so far.
     pub mean: f64,
-    /// Sum of squared deviations, Σ (r − mean)².
+    /// Sum of the rewards' squared deviations from the mean, Σ (r − mean)².
     pub squares: f64,
 }
 
 impl RewardStats {
-    /// Adds rewards to the statistics, in order.
+    /// Adds the scorable rewards of a block to the statistics, in order.
     pub fn with(mut self, rewards: impl IntoIterator<Item = f64>) -> Self {
         for reward in rewards {
             self.count += 1;
@@ -29,25 +29,25 @@ impl RewardStats {
         self
     }
 
-    /// Whether all values are finite, so that JSON can represent them.
+    /// Whether mean and squared deviations are finite, so that JSON can represent them.
     pub fn is_finite(&self) -> bool {
         self.mean.is_finite() && self.squares.is_finite()
     }
 
-    /// Sample std; 0 below two rewards.
+    /// Sample standard deviation of the rewards; 0 below two rewards.
     pub fn std(&self) -> f64 {
         if self.count < 2 { 0.0 } else { (self.squares / (self.count - 1) as f64).sqrt() }
     }
 }
 
-/// The shaping steps, in the order in which they apply.
+/// The reward-shaping steps, in the order in which they apply.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RewardShape {
-    /// The normalization, which is applied first.
+    /// The reward normalization, which is applied first.
     pub normalization: RewardNormalization,
     /// The range that rewards are clipped to, after the normalization.
     pub clip_range: Option<(f64, f64)>,
-    /// Number of tokens before the limit over which DAPO's length penalty grows; applied after the clip.
+    /// The last tokens before the completion limit, over which DAPO's length penalty grows; applied after the clip.
     pub soft_overlong: Option<u32>,
     /// Factor λ of the linear length penalty.
     pub length_penalty: f64,
@@ -65,7 +65,7 @@ pub struct ShapedRewards {
 }
 
 impl RewardShape {
-    /// The shaping that a plan asks for.
+    /// The reward-shaping settings of a job's plan.
     pub fn of_plan(plan: &Plan) -> Self {
         let rloo = &plan.rloo;
         Self {
@@ -134,7 +134,7 @@ pub fn soft_overlong(num_tokens: usize, limit: u32, cache: u32) -> f64 {
 
 /// Linear length penalty: −λ·num_tokens/max_completion_length (rloo.md, length regularization).
 pub fn length_penalty(num_tokens: usize, limit: u32, lambda: f64) -> f64 {
-    // Avoids −0 if the penalty is off.
+    // Avoids a penalty of −0 if λ is 0.
     if lambda == 0.0 { 0.0 } else { -lambda * num_tokens as f64 / f64::from(limit.max(1)) }
 }
 

@@ -30,7 +30,7 @@ pub use linear::Adapter;
 pub use matrix::Matrix;
 use matrix::Pool;
 
-/// The CPU of this process. All policies share its threads; each has its own buffers.
+/// The CPU of this process. All models share its threads; each model has its own buffers.
 #[derive(Clone, Debug)]
 pub struct Cpu {
     dtype: PackDtype,
@@ -89,7 +89,7 @@ impl Cpu {
     }
 }
 
-/// Converts the head to the kernels' type.
+/// Converts the language-model head to the kernels' type.
 fn kernel_head(head: &Head<Cpu>) -> head::Head<'_> {
     head::Head { weight: &head.weight.matrix, softcap: head.softcap }
 }

@@ -34,10 +34,10 @@ pub use tensor::{Angles, Tensor, Vector, Weight};
 
 const _: () = assert!(
     crate::kernels::cuda::KEPT_FREE_BYTES == crate::spec::footprint::CUDA_KEPT_FREE_BYTES,
-    "the estimate of memory keeps another amount free"
+    "spec::footprint and the kernels must agree on the GPU memory that stays free"
 );
 
-/// Number of cached layouts of packed batches: one for each window of a batch.
+/// Maximum number of cached batch layouts: one for each attention window that a packed batch is used with.
 const MAX_LAYOUTS: usize = 4;
 
 /// Peak memory of all GPU backends that were dropped, in bytes.
@@ -71,7 +71,7 @@ impl Drop for Shared {
     }
 }
 
-/// Cached data that several layers read.
+/// Data on the device that several layers read, cached.
 #[derive(Debug, Default)]
 struct Kept {
     /// The table of rotary angles, on the host and on the device.
@@ -85,7 +85,8 @@ impl From<CudaError> for EngineError {
             CudaError::Input(why) => EngineError::Input(why),
             CudaError::OutOfMemory { requested, used, total } => {
                 let mib = |bytes: u64| bytes.div_ceil(1 << 20);
-                // Fragmentation accounts for less than a quarter of the memory; a larger gap belongs to other processes.
+                // Fragmentation accounts for less than a quarter of the GPU's memory; a larger gap
+                // belongs to other processes.
                 let by_others = total.saturating_sub(used.saturating_add(requested)) > total / 4;
                 let what = format!(
                     "{} MiB requested, {} of {} MiB in use{}",
@@ -152,7 +153,7 @@ impl Cuda {
         self.shared.memory_bytes
     }
 
-    /// The type of weights and of the inputs of matrix products.
+    /// The type of weights and of the inputs of matrix products: f32 or bf16.
     fn compute(&self) -> Dtype {
         match self.dtype {
             ComputeDtype::F32 => Dtype::F32,
@@ -164,7 +165,7 @@ impl Cuda {
         self.shared.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the table of angles on the device; uploads it if necessary.
+    /// Returns the table of rotary angles on the device; uploads it if necessary.
     fn table(&self, table: &Arc<RopeTable>) -> Result<Arc<Table>> {
         let mut kept = self.kept();
         if let Some((host, device)) = &kept.table
@@ -178,7 +179,7 @@ impl Cuda {
         Ok(device)
     }
 
-    /// Returns the positions of a packed batch's groups on the device; uploads them if necessary.
+    /// Returns the layout of a packed batch (positions of its groups) on the device; uploads it if necessary.
     fn layout(&self, attention: &Attention<'_>) -> Result<Arc<Layout>> {
         let Attention { heads, groups, visible: _, window } = *attention;
         let mut kept = self.kept();

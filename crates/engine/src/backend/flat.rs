@@ -57,7 +57,9 @@ impl Flat {
         match self {
             Flat::Host(all) => match all.get_mut(at..).and_then(|rest| rest.get_mut(..values.len())) {
                 Some(place) => place.copy_from_slice(values),
-                None => return Err(EngineError::Input(format!("{} values from {at} on", values.len()))),
+                None => {
+                    return Err(EngineError::Input(format!("cannot write {} values from index {at} on", values.len())));
+                }
             },
             #[cfg(feature = "cuda")]
             Flat::Cuda(flat) => flat.write(at, values)?,
@@ -121,20 +123,20 @@ impl Flat {
 /// The error for values in the memory of another backend.
 #[cfg(feature = "cuda")]
 pub(super) fn elsewhere() -> EngineError {
-    EngineError::Input("flat values of another device".to_owned())
+    EngineError::Input("flat values are in the memory of another device".to_owned())
 }
 
 /// AdamW, in the same memory as the parameters that it updates.
 #[derive(Debug)]
 pub enum Optimizer {
-    /// Moments in host memory.
+    /// AdamW's moments in host memory.
     Host(AdamW),
-    /// Moments in a GPU's memory.
+    /// AdamW's moments in a GPU's memory.
     #[cfg(feature = "cuda")]
     Cuda {
-        /// The moments, in the precision of the plan.
+        /// The moments of AdamW, in 32 or in 8 bits as the plan asks.
         moments: cuda::Moments,
-        /// Number of updates made so far.
+        /// Number of AdamW updates made so far.
         updates: u64,
         /// Number of parameters with weight decay; they come first.
         decayed: usize,
@@ -142,7 +144,7 @@ pub enum Optimizer {
 }
 
 impl Optimizer {
-    /// Continues from this state, in the memory of the parameters.
+    /// Creates the optimizer from the state of a checkpoint, in the memory of the parameters.
     pub fn from_state(parameters: &Flat, adam: AdamW) -> Result<Optimizer> {
         match parameters {
             Flat::Host(_) => Ok(Optimizer::Host(adam)),
@@ -154,7 +156,7 @@ impl Optimizer {
         }
     }
 
-    /// Number of updates made; skipped steps do not count.
+    /// Number of AdamW updates made; skipped steps do not count.
     pub fn updates(&self) -> u64 {
         match self {
             Optimizer::Host(adam) => adam.updates,
@@ -163,7 +165,7 @@ impl Optimizer {
         }
     }
 
-    /// The state for a checkpoint; copied if it is not in host memory.
+    /// The optimizer's state for a checkpoint; copied if it is not in host memory.
     pub fn state(&self) -> Result<Cow<'_, AdamW>> {
         match self {
             Optimizer::Host(adam) => Ok(Cow::Borrowed(adam)),

@@ -35,14 +35,14 @@ pub struct Weight {
     bias: Option<Tensor>,
 }
 
-/// LoRA factors: A stacked, B block-diagonal.
+/// LoRA factors of a fused weight: A stacked, B block-diagonal.
 #[derive(Clone, Debug)]
 pub struct Adapter {
-    /// The stacked A, `[blocks · r, in]`.
+    /// The factors A of all modules, stacked: `[blocks · r, in]`.
     a: Tensor,
-    /// The block-diagonal B, `[out, blocks · r]`, scaled by s.
+    /// The factors B of all modules on a block diagonal, scaled by s: `[out, blocks · r]`.
     b: Tensor,
-    /// The outputs, ranks and scaling of each module.
+    /// The outputs of each adapted module, its ranks among those of all modules, and its scaling.
     parts: Vec<(Range<usize>, Range<usize>, f64)>,
 }
 
@@ -82,7 +82,7 @@ impl Reference {
         Ok(Tensor::cat(&blocks.collect::<Result<Vec<Tensor>>>()?, 1)?)
     }
 
-    /// Returns dL/dx and dL/dA through the masks of the blocks.
+    /// Returns dL/dx and dL/dA of the adapter's A, through each module's dropout mask.
     fn dropped_vjp(
         &self,
         pass: &AdapterPass<'_, Self>,
@@ -116,17 +116,17 @@ impl Reference {
     }
 }
 
-/// Applies a dropout mask to x.
+/// Applies a LoRA dropout mask to x.
 fn dropped(x: &Tensor, mask: &Mask<'_>) -> Result<Tensor> {
     Ok(ops::change_rows(x, |token, values| mask.apply(token, values))?)
 }
 
-/// Adds values to a range of the gradient: gradient[at..] += values.
+/// Adds values to a range of the flat gradient: gradient[at..] += values.
 fn add(gradient: &mut [f32], at: usize, values: &[f32]) {
     add_scaled(&mut gradient[at..at + values.len()], 1.0, values);
 }
 
-/// Adds all values of a tensor to a range of the gradient.
+/// Adds all values of a tensor to a range of the flat gradient.
 fn add_tensor(gradient: &mut [f32], at: usize, values: &Tensor) -> Result<()> {
     Ok(ops::with_values(values, |values| add(gradient, at, values))?)
 }
@@ -325,7 +325,7 @@ impl Compute for Reference {
         };
         for ((outputs, ranks, scaling), (a_at, b_at)) in parts.iter().zip(*slots) {
             add_tensor(gradient, *a_at, &da.narrow(0, ranks.start, ranks.len())?)?;
-            // L depends on B through s·B, which the adapter's `b` holds.
+            // The loss L depends on B through s·B, and the field `b` of the adapter holds s·B.
             let dy = dy.narrow(1, outputs.start, outputs.len())?;
             let db = dy.t()?.contiguous()?.matmul(&h.narrow(1, ranks.start, ranks.len())?.contiguous()?)?;
             add_tensor(gradient, *b_at, &(db * *scaling)?)?;
@@ -342,7 +342,7 @@ impl Compute for Reference {
     }
 
     fn rotate_vjp(&self, rotation: &Rotation<'_, Self>, qkv: Option<&Tensor>, dy: &Tensor) -> Result<Tensor> {
-        // Without qk-norm the operation does not read its input.
+        // Without qk-norm the gradient does not depend on `qkv`, so any tensor will do.
         Ok(ops::rotate_vjp(&Self::rotation(rotation), qkv.unwrap_or(dy), dy)?)
     }
 

@@ -102,13 +102,13 @@ pub struct TokenDropout {
 }
 
 impl TokenDropout {
-    /// Creates dropout with probability `p`; `keys` are those of the batch's tokens.
+    /// Creates LoRA dropout with probability `p`; `keys` are the random keys of the batch's tokens.
     pub fn new(p: f64, keys: Vec<Key>) -> Self {
         let threshold = (p * 2f64.powi(32)).round();
         Self { keys, threshold: threshold as u64, scale: (1.0 / (1.0 - threshold / 2f64.powi(32))) as f32 }
     }
 
-    /// The mask of a module's input in a layer.
+    /// The dropout mask of a module's input in a layer.
     pub fn mask(&self, layer: usize, module: Module) -> Mask<'_> {
         Mask { dropout: self, layer: layer as u64, module: module as u64 }
     }
@@ -156,21 +156,21 @@ pub struct Step<'a> {
     pub tokens: Tokens<'a>,
     /// The position of each row's token in its own sequence.
     pub positions: &'a [usize],
-    /// The settings for choosing the next tokens; without picks if they are not known yet.
+    /// The settings for choosing the next tokens, without random picks if those are not known yet.
     pub choice: Choice<'a>,
 }
 
-/// The tokens of a step.
+/// The tokens of a generation step.
 #[derive(Clone, Copy, Debug)]
 pub enum Tokens<'a> {
     /// Token ids known to the host.
     Known(&'a [u32]),
-    /// The tokens that the last step chose for this number of rows; the host may not know them yet.
+    /// The tokens that the last step chose on the device, for this number of rows; the host may not know them yet.
     Chosen(usize),
 }
 
 impl Tokens<'_> {
-    /// Number of tokens, one per row.
+    /// Number of tokens in the step, one per row.
     pub fn count(&self) -> usize {
         match self {
             Tokens::Known(ids) => ids.len(),
@@ -179,17 +179,17 @@ impl Tokens<'_> {
     }
 }
 
-/// The settings for choosing the next tokens.
+/// The settings for choosing the next token of each row.
 #[derive(Clone, Copy, Debug)]
 pub struct Choice<'a> {
-    /// The random pick of each row.
+    /// Temperature and random number of each row.
     pub picks: &'a [Pick],
     /// The filters, the same for all rows. A chosen token keeps the log-prob that it has without filters.
     pub filters: Filters,
 }
 
 impl Choice<'_> {
-    /// Applies the pick of a row to its logits (V).
+    /// Chooses a row's token from its logits (V), with the row's temperature and random number.
     pub(super) fn among(&self, row: usize, logits: &[f32]) -> Chosen {
         let Pick { temperature, uniform } = self.picks[row];
         let token = sample_filtered(&self.filters, logits, temperature, uniform);
@@ -215,7 +215,7 @@ pub struct AdapterShape {
 /// The LoRA factors of one module.
 #[derive(Debug)]
 pub struct AdapterBlock {
-    /// The module's outputs in the fused weight.
+    /// The module's range of outputs in the fused weight.
     pub outputs: Range<usize>,
     /// Offset of the module's A `[r, in]` in the flat parameters.
     pub a: usize,
@@ -223,22 +223,22 @@ pub struct AdapterBlock {
     pub b: usize,
     /// Rank of the factors.
     pub r: usize,
-    /// The scaling `s` in s·B·A.
+    /// The scaling `s` in the product s·B·A.
     pub scaling: f64,
 }
 
 impl AdapterShape {
-    /// A module's A among the flat parameters.
+    /// The factor A of a module, among the flat parameters.
     pub fn a<'v>(&self, parameters: &'v [f32], block: &AdapterBlock) -> &'v [f32] {
         &parameters[block.a..][..block.r * self.inputs]
     }
 
-    /// A module's B among the flat parameters.
+    /// The factor B of a module, among the flat parameters.
     pub fn b<'v>(&self, parameters: &'v [f32], block: &AdapterBlock) -> &'v [f32] {
         &parameters[block.b..][..block.outputs.len() * block.r]
     }
 
-    /// The range of each module in the concatenation of all ranks.
+    /// The range of each module's ranks in the concatenation of the ranks of all modules.
     pub fn ranks(&self) -> Vec<Range<usize>> {
         let mut end = 0;
         let ranks = self.blocks.iter().map(|block| {
@@ -249,36 +249,36 @@ impl AdapterShape {
     }
 }
 
-/// The adapter's contribution to a product.
+/// The adapter's contribution to the forward pass of a linear layer.
 #[derive(Debug)]
 pub struct AdapterPass<'a, B: Compute> {
     /// The factors of the fused weight.
     pub adapter: &'a B::Adapter,
-    /// The dropout masks of each module's input; empty without dropout.
+    /// The dropout masks of each module's input to A; empty without dropout.
     pub masks: &'a [Mask<'a>],
 }
 
-/// The adapter's contribution to the backward pass of a product.
+/// The adapter's contribution to the backward pass of a linear layer.
 #[derive(Debug)]
 pub struct AdapterBackward<'a, B: Compute> {
-    /// The values of the forward pass.
+    /// The factors and dropout masks of the forward pass.
     pub pass: AdapterPass<'a, B>,
-    /// Offsets of the gradients of each module's A and B.
+    /// Offsets of the gradients of each module's A and B in the flat gradient.
     pub slots: &'a [(usize, usize)],
 }
 
-/// A module of a weight that is fully trained.
+/// A module of a fused weight that is trained in full fine-tuning.
 #[derive(Clone, Debug)]
 pub struct FullSlot {
-    /// The module's outputs in the fused weight.
+    /// The module's range of outputs in the fused weight.
     pub outputs: Range<usize>,
-    /// Offset of W in the flat parameters, and in their gradient.
+    /// Offset of the weight W in the flat parameters, and in their gradient.
     pub weight: usize,
-    /// Offset of b in the flat parameters, if the module has a bias.
+    /// Offset of the bias b in the flat parameters, if the module has a bias.
     pub bias: Option<usize>,
 }
 
-/// Concatenates W and b of several modules.
+/// Concatenates the weights W and biases b of several modules.
 pub(super) fn gathered(parameters: &[f32], modules: &[FullSlot], inputs: usize) -> (Vec<f32>, Option<Vec<f32>>) {
     let outputs = modules.last().map_or(0, |module| module.outputs.end);
     let (mut weight, mut bias) = (Vec::with_capacity(outputs * inputs), Vec::new());
@@ -292,16 +292,16 @@ pub(super) fn gathered(parameters: &[f32], modules: &[FullSlot], inputs: usize) 
     (weight, has_bias.then_some(bias))
 }
 
-/// The inputs of a product's backward pass.
+/// The inputs of a linear layer's backward pass.
 #[derive(Debug)]
 pub struct LinearBackward<'a, B: Compute> {
-    /// The input of the forward product.
+    /// The input x of the forward pass.
     pub x: &'a B::Tensor,
-    /// The gradient dL/dy of the output.
+    /// The gradient dL/dy of the layer's output.
     pub dy: &'a B::Tensor,
-    /// The weight of the product.
+    /// The weight of the linear layer.
     pub weight: &'a B::Weight,
-    /// The adapter, if one is trained.
+    /// The LoRA adapter of the layer, if one is trained.
     pub adapter: Option<AdapterBackward<'a, B>>,
     /// The trained modules in full fine-tuning; empty otherwise.
     pub full: &'a [FullSlot],
@@ -312,7 +312,7 @@ pub struct LinearBackward<'a, B: Compute> {
 pub struct Attention<'a> {
     /// Sizes of the attention heads.
     pub heads: &'a Heads,
-    /// The groups of the batch: each prompt with its completions.
+    /// The groups of the batch: each one a prompt with its completions.
     pub groups: &'a [Group],
     /// The positions that each token of a group attends to.
     pub visible: &'a [Vec<Visible>],
@@ -331,7 +331,7 @@ pub struct AttentionBackward<'a, B: Compute> {
     pub out: &'a B::Tensor,
     /// The softmax values from [`Compute::attend`].
     pub softmax: &'a B::Softmax,
-    /// The gradient dL/dout of the output.
+    /// The gradient dL/dout of attention's output.
     pub dy: &'a B::Tensor,
 }
 
@@ -340,7 +340,7 @@ pub struct AttentionBackward<'a, B: Compute> {
 pub struct Head<B: Buffers> {
     /// The head's matrix `[vocab, hidden]`.
     pub weight: B::Weight,
-    /// Logits become c·tanh(x·Wᵀ / c) if c is set.
+    /// Soft cap c: logits become c·tanh(x·Wᵀ / c) if it is set.
     pub softcap: Option<f32>,
 }
 
@@ -349,17 +349,17 @@ pub struct Head<B: Buffers> {
 pub struct HeadBackward<'a, B: Compute> {
     /// The normed rows, which are the head's input.
     pub x: &'a B::Tensor,
-    /// The head of the forward pass.
+    /// The language-model head of the forward pass.
     pub head: &'a Head<B>,
     /// The target token of each row.
     pub targets: &'a [u32],
-    /// The divisor of the logits.
+    /// The temperature that the logits are divided by.
     pub temperature: f64,
-    /// The normalizers from [`Compute::score`].
+    /// The softmax normalizers from [`Compute::score`].
     pub normalizers: &'a B::Normalizers,
-    /// The gradient dL/dlogp of each row.
+    /// The gradient dL/dlogp of each row's target.
     pub g: &'a [f32],
-    /// Offset of the head's own gradient, if the head is trained.
+    /// Offset of the head's weight in the flat gradient, if the head is trained.
     pub at: Option<usize>,
 }
 

@@ -2,17 +2,18 @@
 
 use crate::spec::KlEstimator;
 
-/// The penalty beta · KL(policy ‖ reference), estimated from the sampled tokens.
+/// The KL penalty beta · KL(policy ‖ reference), estimated from the sampled tokens.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct KlPenalty {
-    /// Weight of the penalty.
+    /// Weight beta of the KL penalty.
     pub beta: f64,
-    /// The estimator: k3 or k2. (k1 is rejected at submission: its expected gradient is zero on-policy.)
+    /// The estimator of the KL penalty: k3 or k2. (k1 is rejected at submission: its expected
+    /// gradient is zero on-policy.)
     pub estimator: KlEstimator,
 }
 
 impl KlPenalty {
-    /// The penalty of one token and its derivative with respect to the new log-prob.
+    /// The KL penalty of one token and its derivative with respect to the new log-prob.
     pub fn of_token(&self, new: f64, reference: f64) -> (f64, f64) {
         let (value, slope) = match self.estimator {
             KlEstimator::K1 => k1(new, reference),

@@ -74,7 +74,7 @@ fn empty(row: &LossRow<'_>) -> RowLoss {
     }
 }
 
-/// The term of one ratio after clipping.
+/// The clipped loss term of one ratio.
 struct Term {
     loss: f64,
     /// The derivative dloss/dlog ρ.
@@ -94,7 +94,7 @@ fn clipped(ratio: f64, advantage: f64, config: &LossConfig) -> Term {
     Term { loss, slope, clipped_low, clipped_high }
 }
 
-/// The minimum, or NaN if either is NaN (like torch.min; `f64::min` drops NaN).
+/// The smaller of two numbers, or NaN if either is NaN (like torch.min; `f64::min` drops NaN).
 fn smaller(a: f64, b: f64) -> f64 {
     if a.is_nan() || b.is_nan() { f64::NAN } else { a.min(b) }
 }

@@ -11,12 +11,12 @@ use super::{INDEX, MergedDtype, io};
 use crate::error::Result;
 use crate::modelcard;
 
-/// Files of a model directory that the merge writes itself.
+/// Names of the files that the merge writes itself instead of copying them.
 const OWN: [&str; 2] = ["config.json", INDEX];
-/// Extensions of the files that are copied.
+/// Extensions of the files that are copied from the base model.
 const COPIED: [&str; 5] = [".json", ".txt", ".jinja", ".model", ".tiktoken"];
 
-/// Writes the index of which tensor is in which file.
+/// Writes `model.safetensors.index.json`, which names the file of each tensor.
 pub(super) fn write_index(plans: &[FilePlan], dtype: MergedDtype, out: &Path) -> Result<()> {
     let mut map = Map::new();
     for plan in plans {
@@ -26,7 +26,7 @@ pub(super) fn write_index(plans: &[FilePlan], dtype: MergedDtype, out: &Path) ->
     write_json(&out.join(INDEX), &json!({"metadata": {"total_size": total}, "weight_map": map}))
 }
 
-/// Writes the base's config with the new dtype, and without the quantization that no longer applies.
+/// Writes the base model's config with the new dtype, and without the quantization that no longer applies.
 pub(super) fn write_config(model_dir: &Path, dtype: MergedDtype, out: &Path) -> Result<()> {
     let mut config = modelcard::read_json(model_dir, "config.json", 1 << 24)?;
     let set = |config: &mut Map<String, Value>, always: bool| {
@@ -52,7 +52,7 @@ fn write_json(path: &Path, value: &Value) -> Result<()> {
     file.write_all(format!("{value:#}\n").as_bytes()).and_then(|()| file.sync_all()).map_err(io(path))
 }
 
-/// Copies all other files unchanged: tokenizer, chat template, generation config.
+/// Copies all other files of the base model unchanged: tokenizer, chat template, generation config.
 pub(super) fn copy_others(model_dir: &Path, out: &Path) -> Result<()> {
     for entry in std::fs::read_dir(model_dir).map_err(io(model_dir))? {
         let entry = entry.map_err(io(model_dir))?;

@@ -1,4 +1,4 @@
-//! The tensors of a merged directory: those of the base's files, in the same order.
+//! The tensors of a merged model directory: those of the base model's files, in the same order.
 
 use std::collections::HashMap;
 use std::os::unix::fs::FileExt;
@@ -12,7 +12,7 @@ use crate::modelcard::{self, ModelCard, TensorDtype, TensorLocation};
 
 const SINGLE: &str = "model.safetensors";
 
-/// Lists the weight files, sorted by name.
+/// Lists the base model's weight files, sorted by name.
 pub(super) fn weight_files(dir: &Path) -> Result<Vec<String>> {
     if dir.join(SINGLE).exists() {
         return Ok(vec![SINGLE.to_owned()]);
@@ -34,13 +34,14 @@ pub(super) struct TensorPlan {
 }
 
 pub(super) enum TensorKind {
-    /// Floats that are converted; `canonical` is set for tensors that an adapter may change or that have scales.
+    /// A tensor of floats, which are converted to the output format; `canonical` is set for tensors that an adapter may
+    /// change or that have scales.
     Floats { location: TensorLocation, canonical: Option<String> },
-    /// Bytes that are copied: type, offset and length.
+    /// A tensor whose bytes are copied unchanged: type, offset and length.
     Bytes { dtype: String, offset: u64, length: u64 },
 }
 
-/// A file to write, with its tensors in order.
+/// A safetensors file to write, with its tensors in order.
 pub(super) struct FilePlan {
     pub(super) file: String,
     pub(super) tensors: Vec<TensorPlan>,
@@ -56,13 +57,13 @@ impl FilePlan {
         let size = u64::from_le_bytes(size);
         let length = opened.metadata().map_err(io(&path))?.len();
         if size > length.saturating_sub(8) || size > 100_000_000 {
-            return Err(damaged(format!("its header says that it has {size} bytes")));
+            return Err(damaged(format!("the file's header claims a length of {size} bytes")));
         }
         let mut header = vec![0; size as usize];
         opened.read_exact_at(&mut header, 8).map_err(io(&path))?;
         let header: safetensors::tensor::Metadata =
             serde_json::from_slice(&header).map_err(|why| damaged(why.to_string()))?;
-        // Tensors are identified by position, because the same tensor may have several names.
+        // Tensors are identified by their position in the file, because the same tensor may have several names.
         let known: HashMap<u64, &TensorLocation> = card
             .tensors
             .iter()
@@ -81,7 +82,7 @@ impl FilePlan {
         for (name, info) in entries {
             let (begin, end) = info.data_offsets;
             let offset = 8 + size + begin as u64;
-            // Expanded tensors need their scales no more, and a head tied to the embedding is not written twice.
+            // Leave out the scales of widened tensors, and a head that is the same as the embedding.
             let is_scale =
                 scales.contains(&(file, offset)) || (!scales.is_empty() && name.ends_with(".activation_scale"));
             if is_scale || (card.config.tie_word_embeddings && name.ends_with("lm_head.weight")) {
@@ -111,7 +112,7 @@ impl FilePlan {
                 }
                 (None, None) if matches!(info.dtype, Dtype::F8_E4M3 | Dtype::F8_E5M2) => {
                     return Err(damaged(format!(
-                        "tensor {name} is stored in 8 bits outside the text model: it cannot be stored as {}",
+                        "tensor {name} is stored in 8 bits outside the text model, so it cannot be converted to {}",
                         dtype.as_str()
                     )));
                 }

@@ -19,18 +19,18 @@ pub struct Survived {
     pub cosine: f64,
 }
 
-/// The update of one matrix.
+/// The adapter's update of one weight matrix.
 pub(super) struct Update {
-    /// The factor A `[r, in]`.
+    /// The adapter's factor A `[r, in]`.
     a: Vec<f32>,
-    /// The factor B `[out, r]`.
+    /// The adapter's factor B `[out, r]`.
     b: Vec<f32>,
     r: usize,
     scaling: f32,
 }
 
 impl Update {
-    /// Computes `s·B·A` for these rows, `[rows, in]`.
+    /// Computes these rows of the update `s·B·A`, `[rows, in]`.
     pub(super) fn rows(&self, rows: std::ops::Range<usize>, width: usize) -> Vec<f32> {
         let mut update = vec![0.0; rows.len() * width];
         update.par_chunks_mut(width).zip(rows.into_par_iter()).for_each(|(update, row)| {
@@ -43,7 +43,7 @@ impl Update {
     }
 }
 
-/// The adapter's updates, by the canonical names of the weights.
+/// The adapter's updates, by the transformers names of the weights.
 pub(super) fn updates_of(lora: &Lora, card: &ModelCard) -> Result<HashMap<String, Update>> {
     let values = lora.values.values()?;
     let mut updates = HashMap::new();
@@ -63,14 +63,14 @@ pub(super) fn updates_of(lora: &Lora, card: &ModelCard) -> Result<HashMap<String
     Ok(updates)
 }
 
-/// Sums over all adapted weights.
+/// Dot products of the update `u` and the stored difference `d`, summed over all adapted weights.
 #[derive(Debug, Default, Clone, Copy)]
 pub(super) struct Sums {
-    /// The sum of `d·u`.
+    /// The dot product `d·u`.
     both: f64,
-    /// The sum of `u·u`.
+    /// The dot product `u·u`.
     update: f64,
-    /// The sum of `d·d`.
+    /// The dot product `d·d`.
     difference: f64,
 }
 
@@ -105,7 +105,7 @@ pub(super) fn add(values: &mut [f32], change: &[f32], dtype: MergedDtype) -> Sum
         }
         sums
     });
-    // Adding in the order of the parts gives the same figures on every machine.
+    // Adding the threads' sums in a fixed order gives the same figures on every machine.
     sums.collect::<Vec<Sums>>().into_iter().fold(Sums::default(), Sums::add)
 }
 

@@ -8,7 +8,7 @@ use crate::backend::{Choice, Chosen, Decode, Pick, cpu::Cpu, reference::Referenc
 use crate::error::{EngineError, Result};
 use crate::sampling::Filters;
 
-/// The sequences of a running generation.
+/// The sequences of a running generation: the state of one batch.
 #[derive(Debug)]
 pub struct DecodeState(OnBackend);
 
@@ -20,41 +20,40 @@ enum OnBackend {
     Cuda(Box<Rows<Cuda>>),
 }
 
-/// Live rows: their KV cache, and the residual stream from which each row's next token is chosen.
+/// The sequences being decoded: their KV cache, and the residual stream from which each one's next token is chosen.
 #[derive(Debug)]
 pub struct Rows<B: Decode> {
-    /// Whether the adapter is applied.
+    /// Whether the LoRA adapter is applied.
     pub adapter: Adapter,
-    /// The key-value cache of all rows.
+    /// The key-value cache of all sequences.
     pub cache: B::Cache,
-    /// The residual stream `[rows, hidden]` after the last layer; None without rows.
+    /// The residual stream `[rows, hidden]` after the last layer; None without sequences.
     pub hidden: Option<B::Tensor>,
-    /// The next tokens of the first rows, if the last step started to choose them.
+    /// The choice of the next tokens, if the last step started it; sequences that joined later are not included.
     pub picked: Option<Picks<B>>,
-    /// The choice of the step before, if the last step, which appends these tokens, was queued before
-    /// the host read them.
+    /// The choice of the current tokens, if the step that appends them was queued before the host read them.
     pub due: Option<Picks<B>>,
-    /// Number of tokens of each row, prompt included.
+    /// Number of tokens of each sequence, prompt included.
     pub lengths: Vec<usize>,
-    /// Maximum number of tokens that each row will have.
+    /// Maximum number of tokens of each sequence, prompt included.
     pub most: Vec<usize>,
 }
 
-/// A choice of tokens that has started.
+/// A choice of next tokens that has started.
 #[derive(Debug)]
 pub struct Picks<B: Decode> {
-    /// The random pick of each row.
+    /// Temperature and random number of each sequence.
     pub picks: Vec<Pick>,
-    /// The filters of the choice.
+    /// The token filters (top-k, top-p, min-p) of the choice.
     pub filters: Filters,
-    /// The pending choice for the rows that existed when it started.
+    /// The pending choice, for the sequences that existed when it started.
     pub picked: B::PendingChoice,
-    /// Indices of the rows that remain, if some have left.
+    /// Indices of the sequences that remain, if some have left since the choice started.
     pub kept: Option<Vec<u32>>,
 }
 
 impl<B: Decode> Picks<B> {
-    /// Waits for the tokens of the remaining rows.
+    /// Waits for the chosen tokens of the remaining sequences.
     pub fn wait(&self, backend: &B) -> Result<Vec<Chosen>> {
         let chosen = backend.finish_choose(&self.picked)?;
         Ok(match &self.kept {
@@ -63,7 +62,7 @@ impl<B: Decode> Picks<B> {
         })
     }
 
-    /// Keeps these rows, in this order.
+    /// Keeps the choices of these sequences, in this order.
     pub fn retain(&mut self, rows: &[u32]) {
         self.picks = rows.iter().map(|row| self.picks[*row as usize]).collect();
         self.kept = Some(match &self.kept {
@@ -73,7 +72,7 @@ impl<B: Decode> Picks<B> {
     }
 }
 
-/// Runs `$body` with the decoder and its rows.
+/// Runs `$body` with the decoder and its batch of sequences.
 macro_rules! with_rows {
     ($policy:expr, $state:expr, |$decoder:ident, $rows:ident| $body:expr) => {
         match (&$policy.network, $state) {
@@ -89,7 +88,7 @@ macro_rules! with_rows {
 }
 
 impl Policy {
-    /// Creates a batch without rows.
+    /// Creates a batch without sequences.
     pub fn begin(&self, adapter: Adapter) -> DecodeState {
         DecodeState(match &self.network {
             Network::Cpu(decoder) => OnBackend::Cpu(decoder.begin(adapter)),
@@ -99,8 +98,8 @@ impl Policy {
         })
     }
 
-    /// Computes each distinct prompt once, and appends `num_copies` rows per prompt, prompt by prompt; they wait for
-    /// their first token. A row grows by at most `max_new_tokens`.
+    /// Computes each distinct prompt once, and appends `num_copies` sequences per prompt, prompt by prompt; they wait
+    /// for their first token. A sequence grows by at most `max_new_tokens`.
     pub fn join(
         &self,
         state: &mut DecodeState,
@@ -114,33 +113,33 @@ impl Policy {
         with_rows!(self, &mut state.0, |decoder, rows| decoder.join(rows, prompts, num_copies, max_new_tokens))
     }
 
-    /// Returns the next-token logits, one row per live row.
+    /// Returns the next-token logits of every sequence being decoded.
     pub fn next_logits(&self, state: &DecodeState) -> Result<Logits> {
         let values = with_rows!(self, &state.0, |decoder, rows| decoder.next_logits(rows))?;
         Ok(Logits { values, vocab_size: self.card.config.vocab_size })
     }
 
-    /// Chooses the next token of every live row within the head: the logits never leave the backend.
+    /// Chooses the next token of every sequence within the head: the logits never leave the backend.
     pub fn choose(&self, state: &DecodeState, picks: &[Pick]) -> Result<Vec<Chosen>> {
         let mut chosen = Vec::new();
         self.choose_into(state, Choice { picks, filters: Filters::OFF }, &mut chosen)?;
         Ok(chosen)
     }
 
-    /// Chooses like [`Policy::choose`], with filters; the tokens replace the content of `chosen`.
+    /// Chooses tokens like [`Policy::choose`], with filters; the result replaces the content of `chosen`.
     pub fn choose_into(&self, state: &DecodeState, choice: Choice<'_>, chosen: &mut Vec<Chosen>) -> Result<()> {
         state.check(choice.picks.len(), "picks")?;
         with_rows!(self, &state.0, |decoder, rows| decoder.choose(rows, choice, chosen))
     }
 
-    /// Appends one token to every live row.
+    /// Appends one token to every sequence being decoded.
     pub fn append(&self, state: &mut DecodeState, tokens: &[u32]) -> Result<()> {
         self.append_and_pick(state, tokens, Choice { picks: &[], filters: Filters::OFF })
     }
 
-    /// Appends like [`Policy::append`]. If the backend benefits, also starts choosing each row's next token with this
-    /// choice. [`Policy::choose_into`] then waits for the result; call it with the same picks, followed by those of
-    /// rows that joined later.
+    /// Appends tokens like [`Policy::append`]. If the backend benefits, also starts choosing each sequence's next token
+    /// with this choice. [`Policy::choose_into`] then waits for the result; call it with the same picks, followed by
+    /// those of sequences that joined later.
     pub fn append_and_pick(&self, state: &mut DecodeState, tokens: &[u32], choice: Choice<'_>) -> Result<()> {
         state.check(tokens.len(), "tokens")?;
         if !choice.picks.is_empty() {
@@ -168,7 +167,7 @@ impl Policy {
         with_rows!(self, &mut state.0, |decoder, rows| decoder.append_ahead(rows, choice))
     }
 
-    /// Keeps the rows marked true; the others leave the batch.
+    /// Keeps the sequences marked true; the others leave the batch.
     pub fn retain(&self, state: &mut DecodeState, keep: &[bool]) -> Result<()> {
         state.check(keep.len(), "marks")?;
         with_rows!(self, &mut state.0, |decoder, rows| decoder.retain(rows, keep))
@@ -176,21 +175,21 @@ impl Policy {
 }
 
 fn other_policy() -> EngineError {
-    EngineError::Input("the rows belong to another policy".to_owned())
+    EngineError::Input("the batch belongs to another policy".to_owned())
 }
 
 impl DecodeState {
-    /// Number of live rows.
+    /// Number of sequences being decoded.
     pub fn len(&self) -> usize {
         self.lengths().len()
     }
 
-    /// Whether no row is live.
+    /// Whether the batch has no sequences.
     pub fn is_empty(&self) -> bool {
         self.lengths().is_empty()
     }
 
-    /// Length of each live row in tokens, prompt included.
+    /// Length of each sequence in tokens, prompt included.
     pub fn lengths(&self) -> &[usize] {
         match &self.0 {
             OnBackend::Cpu(rows) => &rows.lengths,
@@ -203,7 +202,7 @@ impl DecodeState {
     fn check(&self, given: usize, what: &str) -> Result<()> {
         match self.len() {
             live if live == given => Ok(()),
-            live => Err(EngineError::Input(format!("{given} {what} for {live} live rows"))),
+            live => Err(EngineError::Input(format!("{given} {what} were given for {live} sequences"))),
         }
     }
 }

@@ -26,15 +26,15 @@ pub struct Decoder<B: Compute> {
     embedding: B::Weight,
     layers: Vec<Layer<B>>,
     norm: Norm<B>,
-    /// The head; its weight is the embedding itself if the two are tied.
+    /// The language-model head; its weight is the embedding itself if the two are tied.
     head: Head<B>,
-    /// Offsets of the gradients of embedding and head, if they are trained.
+    /// Offsets of embedding and head in the flat gradient, if they are trained.
     slots: Option<(usize, usize)>,
     ropes: Arc<Ropes>,
     gradient_checkpointing: bool,
 }
 
-/// Maps the new scores to dL/dlogp, one value per target.
+/// A loss over the scored tokens of a batch: maps their new log-probs to dL/dlogp, one value per target.
 pub type TargetLoss<'l> = dyn FnMut(&[TokenScore]) -> Result<Vec<f32>> + 'l;
 
 impl<B: Compute> Decoder<B> {
@@ -64,12 +64,12 @@ impl<B: Compute> Decoder<B> {
         })
     }
 
-    /// The backend that computes.
+    /// The backend that the decoder runs on.
     pub fn backend(&self) -> &B {
         &self.backend
     }
 
-    /// Frees cached buffers. Call it between phases, or if memory is short.
+    /// Frees buffers that the backend caches. Call it between sampling and training, or if memory is short.
     pub fn release(&self) {
         self.backend.release_cached();
     }
@@ -80,7 +80,7 @@ impl<B: Compute> Decoder<B> {
         self.gradient_checkpointing = gradient_checkpointing;
     }
 
-    /// Starts training an adapter with these values.
+    /// Starts training a LoRA adapter with these values.
     pub fn set_lora(&mut self, lora: &Lora) -> Result<()> {
         let parameters = self.backend.device_buffer(&lora.values)?;
         for (index, layer) in self.layers.iter_mut().enumerate() {
@@ -97,7 +97,7 @@ impl<B: Compute> Decoder<B> {
         let parameters = backend.device_buffer(&full.values)?;
         // Old and new weights exist at the same time: free the buffers of the last training pass first.
         backend.release_cached();
-        // One matrix at a time, so that there is never a second copy of the model.
+        // Replace one matrix at a time, so that there is never a second copy of the model.
         let (vocab, hidden) = (self.config.vocab_size, self.config.hidden_size);
         let matrix = |name: &str| -> Result<B::Weight> {
             let slot = FullSlot { outputs: 0..vocab, weight: full.place(name)?.start, bias: None };
@@ -122,7 +122,7 @@ impl<B: Compute> Decoder<B> {
         Ok(())
     }
 
-    /// Number of rows of the vocabulary.
+    /// Number of tokens in the vocabulary.
     fn vocab_size(&self) -> usize {
         self.config.vocab_size
     }
@@ -131,7 +131,7 @@ impl<B: Compute> Decoder<B> {
         &self.config.windows
     }
 
-    /// Packs rows to be scored.
+    /// Packs rows to be scored into one batch without padding.
     pub fn pack(&self, rows: &[Trajectory<'_>]) -> Result<Packing> {
         for row in rows {
             row.segments.0.iter().try_for_each(|segment| self.check_ids(segment.ids()))?;
@@ -151,7 +151,8 @@ impl<B: Compute> Decoder<B> {
         self.scaled_embeddings(self.backend.embed(&self.embedding, ids)?)
     }
 
-    /// Multiplies embeddings by the model's multiplier. The backward pass applies it to their gradients.
+    /// Multiplies embeddings by the embedding multiplier of models that have one. The backward pass applies it to the
+    /// gradients of the embeddings.
     fn scaled_embeddings(&self, x: B::Tensor) -> Result<B::Tensor> {
         match self.config.embedding_multiplier as f32 {
             1.0 => Ok(x),
@@ -163,7 +164,7 @@ impl<B: Compute> Decoder<B> {
         Ok(Batch { packing, angles: Angles::new(&self.backend, &packing.token_tables, &packing.positions)? })
     }
 
-    /// Computes the residual stream after the last layer.
+    /// Computes the residual stream of a batch after the last layer.
     fn hidden(&self, packing: &Packing, adapter: Adapter) -> Result<B::Tensor> {
         let batch = self.batch(packing)?;
         let mut x = self.embed(&packing.ids)?;
@@ -222,7 +223,7 @@ impl<B: Compute> Decoder<B> {
             } else {
                 match layer.forward_saving(backend, &x, &batch, pass, true)? {
                     (Some(y), saved) => (y, Some(saved)),
-                    (None, _) => return Err(EngineError::Input("a layer gave no output".to_owned())),
+                    (None, _) => return Err(EngineError::Input("a decoder layer returned no output".to_owned())),
                 }
             };
             inputs.push((std::mem::replace(&mut x, y), saved));

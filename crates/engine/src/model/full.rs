@@ -16,7 +16,7 @@ use crate::tensors::{self, Data};
 /// File name of the weights in a checkpoint of full fine-tuning.
 pub const WEIGHTS: &str = "model.safetensors";
 
-/// All weights and their positions in the flat buffer.
+/// All weights of a model and their positions in the flat buffer.
 #[derive(Debug)]
 pub struct Full {
     /// The parameters under their names in transformers, in the order of the buffer.
@@ -47,7 +47,7 @@ impl Full {
             let location =
                 header.tensors.get(name).ok_or_else(|| damaged(format!("{WEIGHTS}: tensor {name} is missing")))?;
             if Some(&location.shape) != shapes.get(name) {
-                return Err(damaged(format!("{WEIGHTS}: tensor {name} has shape {:?}", location.shape)));
+                return Err(damaged(format!("{WEIGHTS}: tensor {name} has the wrong shape {:?}", location.shape)));
             }
             load::read_values(&file, location).map_err(failed)
         })
@@ -70,14 +70,14 @@ impl Full {
         Ok(Full { parameters, decayed, values, ranges })
     }
 
-    /// Number of values in the buffer of a model.
+    /// Number of values in the flat buffer of a model.
     pub fn len_of(card: &ModelCard) -> usize {
         card.config.tensors().iter().map(|(_, shape)| shape.iter().product::<usize>()).sum()
     }
 
     /// The range of a tensor's values in the buffer, and in any other buffer with the same layout.
     pub fn place(&self, name: &str) -> Result<Range<usize>> {
-        self.ranges.get(name).cloned().ok_or_else(|| EngineError::Input(format!("no weight {name}")))
+        self.ranges.get(name).cloned().ok_or_else(|| EngineError::Input(format!("the model has no weight {name}")))
     }
 
     /// Writes `model.safetensors` in f32.

@@ -13,26 +13,26 @@ use crate::load::Weights;
 use crate::modelcard::{self, LayerNorms, ModelDescription, QkNorm, QueryGrowth};
 use crate::ops::slices::Heads;
 
-/// The weights of one layer.
+/// The weights of one decoder layer.
 #[derive(Clone, Debug)]
 pub struct Layer<B: Compute> {
     /// Sizes of the attention heads.
     pub heads: Heads,
-    /// Number of positions that a token attends to; None means all earlier ones.
+    /// Attention window: the number of positions that a token attends to; None means all earlier ones.
     pub window: Option<usize>,
     /// Whether rotary embedding is applied to queries and keys.
     rotates: bool,
-    /// Whether to use the rotary angles of layers with a window.
+    /// Whether to use the rotary angles of layers with an attention window, which some models define separately.
     is_local: bool,
     activation: Activation,
     /// Factor on the outputs of attention and MLP before they are added to the residual stream.
     residual_multiplier: f32,
     eps: f32,
-    /// Value added to the weights of the norms.
+    /// Value added to the stored weights of the norms, such as 1 in Gemma.
     norm_offset: f32,
     before_attention: Option<Norm<B>>,
     qk_norm: Option<(Norm<B>, Norm<B>)>,
-    /// Whether the norms of queries and keys span all heads.
+    /// Whether qk-norm spans all heads together instead of each head.
     has_wide_qk_norm: bool,
     qkv: Linear<B>,
     o: Linear<B>,
@@ -41,24 +41,24 @@ pub struct Layer<B: Compute> {
     gate_up: Linear<B>,
     down: Linear<B>,
     after_mlp: Option<Norm<B>>,
-    /// The names of the norms.
+    /// The names of the layer's norms in the checkpoint.
     names: LayerNorms,
     query_growth: Option<QueryGrowth>,
 }
 
-/// The weight of a norm, and the offset of its gradient if it is trained.
+/// The weight of a norm, and the offset of its gradient if the norm is trained.
 #[derive(Clone, Debug)]
 pub struct Norm<B: Buffers> {
     /// The norm's weight, `[width]`.
     pub weight: B::Vector,
-    /// Offset in the flat gradient.
+    /// Offset of the norm's weight in the flat gradient.
     pub slot: Option<usize>,
 }
 
-/// The values that a layer's backward pass reads besides its input.
+/// The values of the forward pass that a layer's backward pass reads, besides the layer's input.
 #[derive(Debug)]
 pub struct Saved<B: Compute> {
-    /// The input of qk-norm and rotary embedding; only with qk-norm.
+    /// Queries, keys and values before qk-norm and rotary embedding; kept only with qk-norm.
     qkv: Option<B::Tensor>,
     rotated: B::Tensor,
     attended: B::Tensor,
@@ -72,13 +72,13 @@ pub struct Saved<B: Compute> {
 }
 
 impl<B: Buffers> Norm<B> {
-    /// Creates a frozen norm; `offset` is added to its weights.
+    /// Creates a norm that is not trained; `offset` is added to its weights.
     pub fn new(backend: &B, mut values: Vec<f32>, offset: f32) -> Result<Self> {
         values.iter_mut().for_each(|value| *value += offset);
         Ok(Norm { weight: backend.upload_vector(values)?, slot: None })
     }
 
-    /// Creates a norm from the flat parameters.
+    /// Creates a trained norm from the flat parameters.
     pub fn trained(backend: &B, parameters: &B::FlatBuffer, place: Range<usize>, offset: f32) -> Result<Self> {
         Ok(Norm { slot: Some(place.start), weight: backend.vector_from(parameters, place, offset)? })
     }
@@ -98,7 +98,7 @@ impl<B: Compute> Norm<B> {
 }
 
 impl<B: Compute> Layer<B> {
-    /// Loads the weights of layer `index`.
+    /// Loads the weights of the decoder layer `index`.
     pub fn load(backend: &B, weights: &mut Weights, config: &ModelDescription, index: usize) -> Result<Self> {
         let prefix = format!("model.layers.{index}");
         let norm_offset = config.norm_offset as f32;
@@ -151,12 +151,12 @@ impl<B: Compute> Layer<B> {
         })
     }
 
-    /// The fused linear layers: qkv, o, gate-up, down.
+    /// The fused linear layers of the decoder layer: qkv, o, gate-up, down.
     pub fn linears_mut(&mut self) -> [&mut Linear<B>; 4] {
         [&mut self.qkv, &mut self.o, &mut self.gate_up, &mut self.down]
     }
 
-    /// Replaces the norms' weights. `place` returns the range of each in the flat parameters, given its
+    /// Replaces the weights of the layer's norms. `place` returns the range of each in the flat parameters, given its
     /// name inside the layer.
     pub fn set_norms(
         &mut self,
@@ -183,7 +183,7 @@ impl<B: Compute> Layer<B> {
         Rotation { heads: &self.heads, qk_norm, angles }
     }
 
-    /// The columns of queries, keys and values.
+    /// The columns of queries, keys and values in a row of `qkv`.
     fn parts(&self) -> [Range<usize>; 3] {
         let (q, kv) = (self.heads.q_width(), self.heads.kv_width());
         [0..q, q..q + kv, q + kv..q + 2 * kv]
@@ -252,7 +252,7 @@ impl<B: Compute> Layer<B> {
         backend.concat_columns(&[&dq, &dk, &backend.columns(&d_qkv, v)?])
     }
 
-    /// Computes the normed input of a block; None if the block reads the residual stream itself.
+    /// Computes the normed input of attention or MLP; None if the model has no norm there.
     fn before(&self, backend: &B, norm: Option<&Norm<B>>, x: &B::Tensor) -> Result<Option<B::Tensor>> {
         norm.map(|norm| backend.rms_norm(x, &norm.weight, self.eps)).transpose()
     }
@@ -273,7 +273,7 @@ impl<B: Compute> Layer<B> {
         Ok(dx)
     }
 
-    /// Adds a block's output to the residual stream, after a norm if the layer has one; also returns the
+    /// Adds the output of attention or MLP to the residual stream, after a norm if the layer has one; also returns the
     /// input of that norm.
     fn add(
         &self,
@@ -289,7 +289,7 @@ impl<B: Compute> Layer<B> {
         Ok((backend.sum(x, &normed)?, Some(out)))
     }
 
-    /// Returns dL/dinput of [`Layer::add`]; dL/dx is `dy` itself.
+    /// Returns dL/d(attention or MLP output) of [`Layer::add`]; dL/dx is `dy` itself.
     fn add_vjp(
         &self,
         backend: &B,
@@ -331,17 +331,19 @@ impl<B: Compute> Layer<B> {
         Ok(self.rotate(backend, &qkv, places)?.unwrap_or(qkv))
     }
 
-    /// Scales the input of a product whose output is added to the residual stream. This equals scaling the output.
+    /// Scales the input of a product whose output is added to the residual stream by the residual multiplier. This
+    /// equals scaling the output.
     fn added(&self, backend: &B, x: B::Tensor) -> Result<B::Tensor> {
         Ok(self.scaled(backend, &x)?.unwrap_or(x))
     }
 
-    /// Scales like [`Layer::added`], but keeps the unscaled input; None if the multiplier is 1.
+    /// Scales by the residual multiplier like [`Layer::added`], but keeps the unscaled input; None if
+    /// the multiplier is 1.
     fn scaled(&self, backend: &B, x: &B::Tensor) -> Result<Option<B::Tensor>> {
         (self.residual_multiplier != 1.0).then(|| backend.scaled(x, self.residual_multiplier)).transpose()
     }
 
-    /// Computes `[gate | up]` from the residual stream after attention.
+    /// Computes the MLP's `[gate | up]` from the residual stream after attention.
     fn widen(&self, backend: &B, middle: &B::Tensor, pass: Pass<'_>) -> Result<B::Tensor> {
         let normed = self.before(backend, self.before_mlp.as_ref(), middle)?;
         self.gate_up.forward(backend, normed.as_ref().unwrap_or(middle), None, pass)
@@ -351,7 +353,7 @@ impl<B: Compute> Layer<B> {
         self.added(backend, backend.gated(self.activation, gate_up)?)
     }
 
-    /// Computes the part after attention: output projection, residual, MLP, residual.
+    /// Computes the rest of the layer after attention: output projection, residual, MLP, residual.
     pub fn finish(&self, backend: &B, x: &B::Tensor, attended: B::Tensor, pass: Pass<'_>) -> Result<B::Tensor> {
         let middle = self.add(backend, self.of_attention(), &self.added(backend, attended)?, x, pass)?.0;
         let activated = self.activated(backend, &self.widen(backend, &middle, pass)?)?;
@@ -404,7 +406,7 @@ impl<B: Compute> Layer<B> {
         Ok((y, Saved { qkv, rotated, attended, softmax, attention_out, middle, gate_up, mlp_out }))
     }
 
-    /// Returns dL/dx from dL/dy, and adds the gradients of trained parameters, given the layer's input
+    /// Returns dL/dx of the layer from dL/dy, and adds the gradients of trained parameters, given the layer's input
     /// and its saved values.
     pub fn vjp(
         &self,
@@ -465,12 +467,12 @@ impl<B: Compute> Batch<'_, B> {
     }
 }
 
-/// The positions of tokens in their sequences.
+/// The positions of tokens in their sequences, with their rotary angles.
 #[derive(Debug)]
 pub struct Places<'a, B: Compute> {
-    /// The positions, counted from 0.
+    /// The position of each token, from 0.
     pub positions: &'a [usize],
-    /// The rotary angles of these positions.
+    /// The rotary angles of the tokens.
     pub angles: &'a Angles<B>,
 }
 

@@ -14,11 +14,11 @@ use crate::lora::Slot;
 /// The rows of a fused layer that belong to one PEFT module.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Part {
-    /// The module that owns the rows.
+    /// The PEFT module that owns the rows.
     pub module: Module,
-    /// Index of its first output.
+    /// Index of the module's first output in the fused layer.
     pub begin: usize,
-    /// Number of its outputs.
+    /// Number of the module's outputs.
     pub out: usize,
 }
 
@@ -28,10 +28,10 @@ impl Part {
     }
 }
 
-/// Modules with the same input, fused into one matrix.
+/// Linear layers with the same input, fused into one matrix.
 #[derive(Clone, Debug)]
 pub struct Linear<B: Compute> {
-    /// The modules, in order of their outputs.
+    /// The fused modules, in order of their outputs.
     pub parts: Vec<Part>,
     inputs: usize,
     has_bias: bool,
@@ -41,18 +41,19 @@ pub struct Linear<B: Compute> {
     full: Vec<FullSlot>,
 }
 
-/// The adapters of a fused layer.
+/// The LoRA adapters of a fused layer.
 #[derive(Clone, Debug)]
 struct Lora<B: Compute> {
     adapter: B::Adapter,
     /// The adapted modules, in order of their outputs.
     modules: Vec<Module>,
-    /// Offsets of the gradients of each module's A and B.
+    /// Offsets of each module's A and B in the flat gradient.
     slots: Vec<(usize, usize)>,
 }
 
 impl<B: Compute> Linear<B> {
-    /// Fuses the weights (and biases) of the modules at these paths under `prefix` (such as `model.layers.0`).
+    /// Fuses the weights (and biases) of the modules at these paths under `prefix` (such as
+    /// `model.layers.0`) into one layer.
     pub fn load(backend: &B, weights: &mut Weights, prefix: &str, paths: &[&str], bias: bool) -> Result<Self> {
         let (mut parts, mut values, mut bias_values) = (Vec::new(), Vec::new(), Vec::new());
         let mut begin = 0;
@@ -81,8 +82,8 @@ impl<B: Compute> Linear<B> {
         self.parts.last().map_or(0, |part| part.outputs().end)
     }
 
-    /// Starts training the weights (and biases) themselves, and computes with these values. `slots(module)` returns the
-    /// offsets of W and b in the flat parameters.
+    /// Starts training the weights (and biases) of the layer, and computes with these values. `slots(module)` returns
+    /// the offsets of W and b in the flat parameters.
     pub fn set_weights(
         &mut self,
         backend: &B,
@@ -99,7 +100,8 @@ impl<B: Compute> Linear<B> {
         Ok(())
     }
 
-    /// Sets the adapters. `slot(module)` returns the positions of an adapted module's factors in the flat parameters.
+    /// Sets the layer's LoRA adapters. `slot(module)` returns the positions of an adapted module's factors
+    /// in the flat parameters.
     pub fn set_lora(
         &mut self,
         backend: &B,
@@ -126,7 +128,7 @@ impl<B: Compute> Linear<B> {
         Ok(())
     }
 
-    /// Maps x `[T, in]` to y `[T, out]`, added to `residual`.
+    /// Computes y `[T, out]` of the layer from x `[T, in]`, and adds it to `residual`.
     pub fn forward(
         &self,
         backend: &B,
@@ -140,7 +142,7 @@ impl<B: Compute> Linear<B> {
         backend.linear(x, &self.weight, adapter, residual)
     }
 
-    /// Returns dL/dx, and adds the gradients of trained parameters to the flat gradient.
+    /// Returns dL/dx of the layer, and adds the gradients of trained parameters to the flat gradient.
     pub fn vjp(
         &self,
         backend: &B,

@@ -6,33 +6,34 @@ use super::rope::{Ropes, TokenTables};
 use crate::error::{EngineError, Result};
 use crate::ops::slices::{self, Group, Visible};
 
-/// One batch of token ids, with the positions of everything in it.
+/// One batch of token ids, with the positions of all its tokens.
 #[derive(Debug)]
 pub struct Packing {
     /// Ids of all tokens, `[T]`.
     pub ids: Vec<u32>,
     /// Position of each token in its own sequence, `[T]`.
     pub positions: Vec<usize>,
-    /// The groups, one after another.
+    /// The groups (prompts with their completions), one after another.
     pub groups: Vec<Group>,
     /// The rotary angles of the tokens.
     pub token_tables: TokenTables,
     visible: Vec<(Option<usize>, Vec<Vec<Visible>>)>,
-    /// The scored tokens, row after row.
+    /// The tokens whose log-probs are computed, row after row.
     pub targets: Vec<Target>,
 }
 
 /// A model token, and the packed token whose logits predict it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Target {
-    /// Index of the token before it.
+    /// Index of the packed token whose logits predict this one.
     pub from: usize,
-    /// Id of the model token.
+    /// Token id of the model token.
     pub id: u32,
 }
 
 impl Packing {
-    /// Packs rows. The last model token and the context after it predict nothing that is scored, so they are omitted.
+    /// Packs rows. The last model token of a row and the context after it predict nothing that is scored,
+    /// so they are omitted.
     pub fn rows(rows: &[Trajectory<'_>], windows: &[Option<usize>], ropes: &Ropes) -> Result<Packing> {
         let (mut ids, mut groups, mut targets): (Vec<u32>, Vec<Group>, Vec<Target>) = Default::default();
         let mut lengths = Vec::new();
@@ -104,7 +105,7 @@ impl Packing {
         Packing { ids, positions, groups, token_tables, visible, targets }
     }
 
-    /// The positions that each token attends to in a layer with this window, group by group.
+    /// The positions that each token attends to in a layer with this attention window, group by group.
     pub fn visible(&self, window: Option<usize>) -> &[Vec<Visible>] {
         self.visible.iter().find(|(known, _)| *known == window).map_or(&[], |(_, visible)| visible)
     }

@@ -5,10 +5,10 @@ use super::{Adapter, Trajectory};
 use crate::backend::{Mask, Module, TokenDropout};
 use crate::random::Key;
 
-/// A pass through the decoder.
+/// The options of one pass through the decoder.
 #[derive(Debug, Clone, Copy)]
 pub struct Pass<'a> {
-    /// Whether the adapter is applied.
+    /// Whether the LoRA adapter is applied.
     pub adapter: bool,
     /// Dropout of the adapter's inputs.
     pub dropout: Option<&'a TokenDropout>,
@@ -22,12 +22,12 @@ impl<'a> Pass<'a> {
         Self { adapter: adapter == Adapter::On, dropout: None, layer: 0 }
     }
 
-    /// The same pass in a given layer.
+    /// The same options for another layer.
     pub fn in_layer(self, layer: usize) -> Self {
         Self { layer, ..self }
     }
 
-    /// The mask of a module's input in this layer.
+    /// The dropout mask of a module's input in this layer.
     pub fn mask(&self, module: Module) -> Option<Mask<'a>> {
         self.dropout.map(|dropout| dropout.mask(self.layer, module))
     }
@@ -36,18 +36,18 @@ impl<'a> Pass<'a> {
 /// The random key of a training step's dropout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RowDropout {
-    /// The key of the optimizer step.
+    /// The random key of the optimizer step.
     pub key: Key,
-    /// Index of the first row among the step's rows.
+    /// Index of the batch's first row among all rows of the step.
     pub first_row: usize,
 }
 
 impl TokenDropout {
-    /// Creates the dropout for the packing of these rows.
+    /// Creates the dropout of a packed batch of these rows.
     pub fn of_rows(p: f64, dropout: RowDropout, rows: &[Trajectory<'_>], packing: &Packing) -> Self {
         let RowDropout { key, first_row } = dropout;
         let mut keys = Vec::with_capacity(packing.ids.len());
-        // The order of the packing: a prompt, then the inputs of each trajectory that has a model token.
+        // Same order as in the packing: a prompt, then the inputs of each trajectory that has a model token.
         let mut rows = rows.iter().enumerate().filter(|(_, row)| row.num_model_tokens() > 0);
         for group in &packing.groups {
             let mut prompt_done = false;

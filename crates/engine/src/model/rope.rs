@@ -19,25 +19,25 @@ pub struct Ropes {
     local: Option<Tables>,
 }
 
-/// The rotary tables of a batch's tokens.
+/// The rotary tables of a batch's tokens, for layers with and without an attention window.
 #[derive(Debug)]
 pub struct TokenTables {
-    /// The table of all layers.
+    /// The rotary table of all layers.
     pub full: TokenTable,
-    /// The table of layers with a window, if different.
+    /// The rotary table of layers with an attention window, if different.
     pub local: Option<TokenTable>,
 }
 
-/// The table of some tokens.
+/// The rotary table of a batch's tokens, and the row of each token.
 #[derive(Debug)]
 pub struct TokenTable {
-    /// Cosines and sines by position.
+    /// Cosines and sines of the rotary embedding, by position.
     pub table: Arc<RopeTable>,
-    /// The row of the table for each token; None means its position.
+    /// The table row of each token; None means that the row is the token's position.
     pub rows: Option<Vec<usize>>,
 }
 
-/// The rotary angles of a batch's tokens on a backend.
+/// The rotary angles of a batch's tokens on a backend, for layers with and without an attention window.
 #[derive(Debug)]
 pub struct Angles<B: Compute> {
     full: B::Angles,
@@ -45,20 +45,20 @@ pub struct Angles<B: Compute> {
 }
 
 impl<B: Compute> Angles<B> {
-    /// Computes the angles of tokens at these positions.
+    /// Computes the rotary angles of tokens at these positions.
     pub fn new(backend: &B, token_tables: &TokenTables, positions: &[usize]) -> Result<Self> {
         let of = |table: &TokenTable| backend.angles(&table.table, table.rows.as_deref().unwrap_or(positions));
         Ok(Self { full: of(&token_tables.full)?, local: token_tables.local.as_ref().map(of).transpose()? })
     }
 
-    /// The angles for a layer with a window, or without one.
+    /// The rotary angles for a layer with an attention window, or without one.
     pub fn of(&self, is_local: bool) -> &B::Angles {
         self.local.as_ref().filter(|_| is_local).unwrap_or(&self.full)
     }
 }
 
 impl Ropes {
-    /// Creates the tables of a model.
+    /// Creates the rotary tables of a model.
     pub fn new(config: &ModelDescription) -> Ropes {
         Ropes { full: Tables::new(&config.rope), local: config.local_rope.as_ref().map(Tables::new) }
     }
@@ -94,11 +94,11 @@ impl Ropes {
     }
 }
 
-/// Tables that grow to the longest position requested.
+/// Rotary tables that grow to the longest position requested.
 #[derive(Debug)]
 struct Tables {
     rope: Rope,
-    /// Frequencies for sequences of usual length.
+    /// Frequencies for sequences no longer than the model's original context.
     usual: Frequencies,
     table: Mutex<Arc<RopeTable>>,
 }
@@ -108,7 +108,7 @@ impl Tables {
         Tables { rope: rope.clone(), usual: Frequencies::new(rope, 0), table: Mutex::default() }
     }
 
-    /// The set of frequencies for a length; 0 for a usual length.
+    /// Index of the set of frequencies for a sequence length; 0 for usual lengths.
     fn regime(&self, length: usize) -> usize {
         match self.rope.kind {
             RopeKind::Dynamic { original_max_position_embeddings: original, .. } if length as f64 > original => length,
@@ -153,7 +153,7 @@ impl Tables {
     }
 }
 
-/// Inverse frequencies `[rotary_dim / 2]`, and the factor on cosine and sine.
+/// Inverse frequencies of the rotary embedding `[rotary_dim / 2]`, and the factor on cosine and sine.
 #[derive(Debug)]
 struct Frequencies {
     inverse: Vec<f32>,
@@ -161,7 +161,7 @@ struct Frequencies {
 }
 
 impl Frequencies {
-    /// Computes the frequencies for sequences of a length.
+    /// Computes the rotary frequencies for sequences of this length.
     fn new(rope: &Rope, length: usize) -> Frequencies {
         let (inverse, attention_factor) = frequencies(rope, length);
         Frequencies { inverse, attention_factor }

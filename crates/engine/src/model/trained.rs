@@ -67,7 +67,10 @@ impl Policy {
 
     /// Writes `model.safetensors` into a directory: all weights in f32, under transformers' names.
     pub fn save_full(&self, dir: &Path) -> Result<()> {
-        let full = self.full.as_ref().ok_or_else(|| EngineError::Input("not every weight is trained".to_owned()))?;
+        let full = self
+            .full
+            .as_ref()
+            .ok_or_else(|| EngineError::Input("not all weights of the model are trained".to_owned()))?;
         full.write(dir)
     }
 
@@ -115,18 +118,18 @@ impl Policy {
         Ok(self.flat().values()?.into_owned())
     }
 
-    /// Replaces the flat buffer.
+    /// Replaces the flat buffer of trained parameters.
     pub fn set_parameter_values(&mut self, values: &[f32]) -> Result<()> {
         self.update_parameters(|flat| {
             if values.len() != flat.len() {
-                let detail = format!("{} values for {} trainable parameters", values.len(), flat.len());
+                let detail = format!("there are {} values for {} trainable parameters", values.len(), flat.len());
                 return Err(EngineError::Input(detail));
             }
             flat.write(0, values)
         })
     }
 
-    /// Changes the flat buffer in place, and updates the matrices used for computing.
+    /// Changes the flat buffer of trained parameters in place, and updates the matrices used for computing.
     pub fn update_parameters(&mut self, change: impl FnOnce(&mut Flat) -> Result<()>) -> Result<()> {
         match (self.lora.take(), self.full.take()) {
             (_, Some(mut full)) => {
@@ -141,12 +144,12 @@ impl Policy {
         }
     }
 
-    /// Allocates `len` zeros in the memory where updates are computed.
+    /// Allocates `len` zeros in the memory where optimizer updates are computed.
     fn zeros(&self, len: usize) -> Result<Flat> {
         with_decoder!(&self.network, |decoder| decoder.backend().alloc_zeroed(len))
     }
 
-    /// Computes with these weights from now on.
+    /// Installs these weights in the decoder and trains them from now on.
     fn set_full(&mut self, full: Full) -> Result<()> {
         with_decoder!(&mut self.network, |decoder| decoder.set_full(&full))?;
         self.lora = None;

@@ -1,4 +1,4 @@
-//! The same operations built from differentiable tensor operations: slow, for any device, and the oracle
+//! The decoder's operations built from differentiable tensor operations: slow, for any device, and the oracle
 //! for [`super::slices`] in tests.
 
 use candle_core::{D, DType, Result, Tensor};

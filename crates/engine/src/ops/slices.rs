@@ -91,7 +91,8 @@ pub fn round_bf16(values: &mut [f32]) {
     }
 }
 
-/// Rotates one head by its position's angles: (a, b) → (a·cos − b·sin, b·cos + a·sin) for the two halves.
+/// Applies rotary embedding to one head, with the angles of its position: (a, b) → (a·cos − b·sin, b·cos + a·sin)
+/// for the two halves.
 #[inline]
 pub fn rotate(head: &mut [f32], cos: &[f32], sin: &[f32]) {
     let (a, b) = head.split_at_mut(cos.len());
@@ -172,7 +173,7 @@ pub fn softmax(scores: &mut [f32]) {
     }
 }
 
-/// The rows that a query attends to: some of the shared prompt, then some of its own.
+/// The rows that a query attends to: some rows of the shared prompt, then some rows of its own completion.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Visible {
     /// Range of rows of the prompt.

@@ -8,13 +8,15 @@
 
 use std::sync::LazyLock;
 
-/// Number of values that share a scale.
+/// Number of values of a moment that share a scale.
 pub use crate::kernels::adamw::BLOCK;
 
-const _: () =
-    assert!(BLOCK as u64 == crate::spec::footprint::OPTIMIZER_BLOCK, "the estimate of memory counts other blocks");
+const _: () = assert!(
+    BLOCK as u64 == crate::spec::footprint::OPTIMIZER_BLOCK,
+    "spec::footprint and the 8-bit optimizer must agree on the block size"
+);
 
-/// A map from codes to levels, ascending.
+/// A quantization map from 8-bit codes to levels, ascending.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Map {
     /// Levels from −1 to 1, for first moments.
@@ -27,7 +29,7 @@ static SIGNED: LazyLock<[f32; 256]> = LazyLock::new(|| levels(true));
 static UNSIGNED: LazyLock<[f32; 256]> = LazyLock::new(|| levels(false));
 
 impl Map {
-    /// The 256 levels of the map.
+    /// The 256 levels of the quantization map.
     pub fn levels(self) -> &'static [f32; 256] {
         match self {
             Map::Signed => &SIGNED,
@@ -36,8 +38,8 @@ impl Map {
     }
 }
 
-/// Computes the levels: seven decades from 10⁻⁶ to 1, decade i split into 2ⁱ parts (2ⁱ⁺¹ without sign) with levels in
-/// the middles; and 0 and 1.
+/// Computes the levels of a quantization map: seven decades from 10⁻⁶ to 1, decade i split into 2ⁱ parts (2ⁱ⁺¹ without
+/// sign) with levels in the middles; and 0 and 1.
 fn levels(signed: bool) -> [f32; 256] {
     let mut all = vec![0.0, 1.0];
     for decade in 0..7 {
@@ -57,14 +59,14 @@ fn levels(signed: bool) -> [f32; 256] {
     levels
 }
 
-/// A flat buffer with 8 bits per value and one scale per block; the last block may be short.
+/// A flat buffer of optimizer moments with 8 bits per value and one scale per block; the last block may be short.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Quantized {
-    /// The map from codes to levels.
+    /// The quantization map from codes to levels.
     pub map: Map,
-    /// Index of each value's level.
+    /// Code of each value: the index of its level.
     pub codes: Vec<u8>,
-    /// The largest magnitude of each block.
+    /// The largest magnitude of each block, which is its scale.
     pub absmax: Vec<f32>,
 }
 
@@ -90,7 +92,7 @@ impl Quantized {
     }
 }
 
-/// Decodes the values of one block.
+/// Decodes the 8-bit codes of one block.
 pub fn dequantize(map: Map, codes: &[u8], absmax: f32, out: &mut [f32]) {
     let levels = map.levels();
     for (out, code) in out.iter_mut().zip(codes) {
@@ -98,7 +100,7 @@ pub fn dequantize(map: Map, codes: &[u8], absmax: f32, out: &mut [f32]) {
     }
 }
 
-/// Encodes the values of one block; returns the scale.
+/// Encodes the values of one block as 8-bit codes; returns the block's scale.
 pub fn quantize(map: Map, values: &[f32], codes: &mut [u8]) -> f32 {
     let absmax = values.iter().fold(0f32, |max, value| max.max(value.abs()));
     let levels = map.levels();

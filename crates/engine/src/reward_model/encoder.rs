@@ -14,7 +14,7 @@ use crate::modelcard::classifier::{Activation, DebertaV2, EncoderConfig, Encoder
 
 /// Maximum number of tokens in one forward pass, padding included.
 const BATCH_TOKENS: usize = 8192;
-/// Maximum number of attention scores in memory for one layer, in elements: 256 MiB.
+/// Maximum number of attention scores in memory for one layer: 64 Mi f32, which are 256 MiB.
 const ATTENTION_SCORES: usize = 1 << 26;
 
 /// An encoder with its classification head; f32 on the CPU.
@@ -46,7 +46,7 @@ enum Network {
 }
 
 impl Encoder {
-    /// Loads encoder and head.
+    /// Loads the encoder and its classification head.
     ///
     /// # Errors
     /// Fails if a tensor is missing or not finite.
@@ -106,7 +106,7 @@ impl Encoder {
         let mut scores = vec![Vec::new(); sequences.len()];
         let mut rest = order.as_slice();
         while !rest.is_empty() {
-            // The order is ascending, so the last sequence of a batch is its longest.
+            // Sequences are sorted by length, so the last one of a batch is its longest.
             let fits = |rows: usize| {
                 let width = sequences[rest[rows - 1]].len();
                 let attention = rows * self.config.num_attention_heads * width * width;
@@ -173,7 +173,7 @@ impl Encoder {
     }
 }
 
-/// The hidden state of the first token: `[rows, hidden_size]`.
+/// The hidden state of each row's first token, `[rows, hidden_size]`.
 fn first(hidden: &Tensor) -> Result<Tensor> {
     Ok(hidden.narrow(1, 0, 1)?.squeeze(1)?.contiguous()?)
 }

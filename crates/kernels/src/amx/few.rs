@@ -1,5 +1,6 @@
-//! Products with a single tile of rows, as in a decode step. Two panels of weights are processed together, so that a
-//! tile product need not wait for the previous one, and the sums stay in tiles from the weight to the adapter.
+//! Matrix products with a single tile of rows, as in a decode step. Two panels of weights are processed together, so
+//! that a tile product need not wait for the previous one, and the sums stay in tile registers from the weight's
+//! product to the adapter's.
 
 use std::arch::asm;
 use std::ops::Range;
@@ -10,15 +11,15 @@ use super::super::pack::PANEL;
 use super::tiles::Place;
 use super::{Begin, Output, ROWS, STEPS, Tiled, valid};
 
-/// A part of the sums of two panels.
+/// One product's contribution to the sums of two panels: inputs, weights, number of blocks.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 struct Link {
-    /// Blocks of 32 steps of `[16][32]` bf16.
+    /// Inputs of each panel: blocks of 32 steps, `[16][32]` bf16.
     inputs: [*const u8; 2],
-    /// Weights of both panels, `[steps][16][32][2]` bf16.
+    /// Weights of each panel, `[steps][16][32][2]` bf16.
     weights: [*const u8; 2],
-    /// Number of blocks of 32 steps; may be 0.
+    /// Number of blocks of 32 steps of the summed dimension; may be 0.
     steps: usize,
 }
 
@@ -26,35 +27,35 @@ impl Link {
     const EMPTY: Link = Link { inputs: [std::ptr::null(); 2], weights: [std::ptr::null(); 2], steps: 0 };
 }
 
-/// The sums of two panels.
+/// The work for two panels: where their sums start from and end, and the products to add.
 #[repr(C)]
 struct Chain {
     places: [Place; 2],
     links: [Link; 2],
 }
 
-/// Number of steps from which on two panels together are faster than one.
+/// Length of the summed dimension from which on two panels together are faster than one.
 const LONG: usize = 512;
 
-/// Whether [`product`] supports these products of one tile of rows.
+/// Whether [`product`] supports these jobs, for one tile of rows.
 pub(super) fn takes(jobs: &[Job<'_>]) -> bool {
     jobs[0].sum.len() >= LONG && jobs.iter().all(|job| job.side == Side::Forward)
 }
 
-/// One or two parts of a sum: the job, its packed inputs, and the range of steps.
+/// One or two products to add: each a job, its packed inputs, and its range of the summed dimension.
 pub(super) type Parts<'p, 'j> = [Option<(&'p Job<'j>, Tiled, Range<usize>)>; 2];
 
 /// Computes the outputs of panels for rows that fit into one tile, with untransposed weights.
 ///
 /// # Safety
-/// The same as for [`super::product`]; `sums` has room for two panels of a tile.
+/// The same as for [`super::product`]; `sums` has room for two panels of one tile.
 pub(super) unsafe fn product(parts: &Parts<'_, '_>, rows: &Range<usize>, panels: Range<usize>, sums: *mut f32) {
-    // Each half of the panels is a stream that is read in order.
+    // Pair panels of the two halves: the CPU then reads each half in order, as a stream.
     let half = panels.len().div_ceil(2);
     for first in panels.start..panels.start + half {
         let pair = [first, first + half];
         let pair = &pair[..if pair[1] < panels.end { 2 } else { 1 }];
-        // Safety: guaranteed by the caller.
+        // Safety: the caller guarantees what this `unsafe fn` requires.
         unsafe {
             match pair {
                 [a, b] if !steps(parts, *a).eq(steps(parts, *b)) => {
@@ -66,19 +67,19 @@ pub(super) unsafe fn product(parts: &Parts<'_, '_>, rows: &Range<usize>, panels:
     }
 }
 
-/// Number of blocks of 32 steps that a panel has in each part.
+/// Number of blocks of 32 steps that a panel has in each product.
 fn steps(parts: &Parts<'_, '_>, panel: usize) -> impl Iterator<Item = usize> {
     parts.iter().flatten().map(move |(job, _, sum)| depth(job, sum, panel).len().div_ceil(STEPS))
 }
 
-/// The range of a part's steps that a panel needs.
+/// The range of the summed dimension that a panel needs in one product.
 fn depth(job: &Job<'_>, sum: &Range<usize>, panel: usize) -> Range<usize> {
     let depth = job.depth(panel);
     let start = sum.start.max(depth.start);
     start..sum.end.min(depth.end).max(start)
 }
 
-/// Computes one panel, or two with the same steps.
+/// Computes one panel of outputs, or two with the same number of steps.
 unsafe fn chain(parts: &Parts<'_, '_>, rows: &Range<usize>, panels: &[usize], sums: *mut f32) {
     let Some((first, _, sum)) = &parts[0] else { return };
     let mut links = [Link::EMPTY; 2];
@@ -86,14 +87,14 @@ unsafe fn chain(parts: &Parts<'_, '_>, rows: &Range<usize>, panels: &[usize], su
         for (side, &panel) in panels.iter().enumerate() {
             let depth = depth(job, sum, panel);
             link.inputs[side] = tiled.at(rows.start, depth.start);
-            // Safety: guaranteed by the caller.
+            // Safety: the caller guarantees what this `unsafe fn` requires.
             link.weights[side] = unsafe { job.weight.panel(panel).add(depth.start / 2 * PANEL) }.cast();
             link.steps = depth.len().div_ceil(STEPS);
         }
     }
     let mut places = [Place::NONE; 2];
     let mut edges = [None; 2];
-    // Safety: guaranteed by the caller.
+    // Safety: the caller guarantees what this `unsafe fn` requires.
     unsafe {
         for (side, &panel) in panels.iter().enumerate() {
             let (valid, column) = (valid(first, panel), panel * PANEL);
@@ -117,8 +118,8 @@ unsafe fn chain(parts: &Parts<'_, '_>, rows: &Range<usize>, panels: &[usize], su
     }
 }
 
-/// Runs a chain; the arguments are the additional instructions for a second panel at the beginning, in each step,
-/// and at the end.
+/// Inline assembly that runs a [`Chain`]; the arguments are the additional instructions for a second panel at the
+/// beginning, in each step, and at the end.
 macro_rules! run {
     ($chain:expr, [$($begin:literal,)*], [$($step:literal,)*], [$($end:literal,)*]) => {
         asm!(
@@ -192,7 +193,7 @@ macro_rules! run {
 /// # Safety
 /// The machine has AMX, this thread's tiles are configured, and all pointers are valid for the accessed ranges.
 unsafe fn multiply(chain: &Chain, is_pair: bool) {
-    // Safety: guaranteed by the caller. Prefetching has no effect on memory.
+    // Safety: the caller guarantees what this `unsafe fn` requires. Prefetching has no effect on memory.
     unsafe {
         if !is_pair {
             return run!(chain, [], [], []);

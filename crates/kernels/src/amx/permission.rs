@@ -58,21 +58,21 @@ fn is_permitted() -> bool {
     false
 }
 
-/// Compares a few odd shapes with the next lower instruction set.
+/// Compares the products of AMX with those of AVX-512, for a few odd shapes.
 fn check() -> Option<&'static str> {
     const SHAPES: [(usize, usize, usize); 4] = [(1, 1, 1), (17, 65, 33), (33, 31, 70), (5, 100, 300)];
-    // Inputs and weights are exact; only the order of the sums differs.
+    // Inputs and weights are exact in bf16; only the order of the sums differs.
     const TOLERANCE: f32 = 1e-3;
     let wrong = SHAPES.iter().any(|shape| gemm::apart(Isa::Amx, Isa::Avx512, *shape) > TOLERANCE);
     wrong.then_some("AMX gives wrong products on this machine")
 }
 
 thread_local! {
-    /// Whether this thread has configured its tiles. No other code in the process configures tiles.
+    /// Whether this thread has configured its AMX tiles. No other code in the process configures tiles.
     static CONFIGURED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Shapes of the tiles: each has 16 rows of 64 bytes.
+/// The shapes of the AMX tiles, as `ldtilecfg` reads them: each has 16 rows of 64 bytes.
 #[repr(C, align(64))]
 struct Configuration {
     palette: u8,
@@ -82,7 +82,7 @@ struct Configuration {
     rows: [u8; 16],
 }
 
-/// Configures the shapes of this thread's tiles, once.
+/// Configures the shapes of this thread's AMX tiles, once.
 pub(super) fn configure() {
     const TILES: usize = 8;
     if CONFIGURED.replace(true) {
@@ -92,6 +92,6 @@ pub(super) fn configure() {
         Configuration { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] };
     configuration.row_bytes[..TILES].fill(64);
     configuration.rows[..TILES].fill(ROWS as u8);
-    // Safety: the machine has tiles.
+    // Safety: the machine has AMX tiles.
     unsafe { std::arch::asm!("ldtilecfg [{}]", in(reg) &raw const configuration, options(nostack, readonly)) };
 }

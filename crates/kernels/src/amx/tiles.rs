@@ -1,37 +1,37 @@
-//! Blocks of two tiles of rows by two tiles of outputs.
+//! Multiplies with AMX: blocks of two tiles of input rows by two tiles of outputs.
 
 use std::arch::asm;
 
 use super::{Begin, Output, ROWS};
 
-/// Size of a tile in bytes.
+/// Size of an AMX tile in bytes.
 pub(super) const BYTES: usize = 1024;
 
-/// Rows of inputs and a block of weights of one panel.
+/// The operands of tile products: rows of inputs and a block of weights of one panel.
 pub(super) struct Block {
-    /// Tiles of 16 rows, `inputs_stride` bytes apart; each consists of blocks of 32 steps.
+    /// Packed inputs in tiles of 16 rows, `inputs_stride` bytes apart; each consists of blocks of 32 steps.
     pub inputs: *const u8,
     pub inputs_stride: usize,
     /// The weights, `[steps][16][32][2]` bf16.
     pub weights: *const u8,
-    /// Number of blocks of 32 steps.
+    /// Number of blocks of 32 steps of the summed dimension.
     pub steps: usize,
-    /// The weights to prefetch; equal to `weights` if the next ones are unknown.
+    /// The weights of the next block, to prefetch; equal to `weights` if they are unknown.
     pub next: *const u8,
-    /// The initial value of whole tiles' sums, and their destination.
+    /// The initial value of the sums in whole tiles, and where the sums are stored.
     pub from: Begin,
     pub to: Output,
-    /// Number of whole tiles of rows; the rest starts from and ends in `edge`.
+    /// Number of whole tiles of rows; the sums of the others start from and end in `edge`.
     pub whole: usize,
-    /// Sums of incomplete tiles, `[tiles of rows][16][32]`.
+    /// Memory for the sums of incomplete tiles, `[tiles of rows][16][32]`.
     pub edge: Output,
 }
 
-/// The source of the initial sums and the destination of a tile of 16 rows and 32 outputs. Strides are in bytes.
+/// Where the sums of a tile of 16 rows and 32 outputs start from, and where they are stored. Strides are in bytes.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Place {
-    /// Initial sums; null means zero.
+    /// Initial values of the sums; null means zero.
     from: *const f32,
     from_stride: usize,
     to: *mut f32,
@@ -42,7 +42,7 @@ impl Place {
     pub(super) const NONE: Place =
         Place { from: std::ptr::null(), from_stride: 0, to: std::ptr::null_mut(), to_stride: 0 };
 
-    /// The place of a tile of rows; `from` and `to` refer to the first row.
+    /// Memory of the sums for one tile of rows; `from` and `to` refer to the first row.
     pub(super) fn new(from: Begin, to: Output, tile: usize) -> Place {
         let (from, from_stride) = match from {
             Begin::Zero => (std::ptr::null(), 0),
@@ -54,7 +54,7 @@ impl Place {
     }
 }
 
-/// Multiplies two tiles of rows by two of outputs, with prefetch instructions among the products.
+/// Inline assembly that multiplies two tiles of rows by two of outputs, with prefetch instructions among the products.
 macro_rules! two {
     ($block:expr, $tile:expr, [$($first:literal,)*], [$($second:literal,)*]) => {{
         let places = [$block.place($tile), $block.place($tile + 1)];
@@ -117,17 +117,18 @@ macro_rules! two {
     }};
 }
 
-/// Number of row tiles that are multiplied while the weights come from memory.
+/// Number of row tiles up to which the weights are read from memory while they are multiplied; with more tiles, they
+/// were prefetched into the cache.
 const FEW: usize = 4;
 
 impl Block {
-    /// Adds up the products of `tiles` tiles of rows.
+    /// Multiplies `tiles` tiles of input rows by the block of weights, and adds the products to the sums.
     ///
     /// # Safety
     /// The machine has AMX, this thread's tiles are configured, and all pointers are valid for the accessed ranges.
     pub unsafe fn multiply(&self, tiles: usize) {
         for tile in (0..tiles).step_by(2) {
-            // Safety: guaranteed by the caller.
+            // Safety: the caller guarantees what this `unsafe fn` requires.
             unsafe {
                 match tile {
                     _ if tile + 1 == tiles => self.one(tile),
@@ -138,7 +139,8 @@ impl Block {
         }
     }
 
-    /// Address of the next weights that two tiles of rows prefetch: each pair prefetches a part, until all are done.
+    /// Address of the next block's weights that this pair of row tiles prefetches: each pair prefetches one part, until
+    /// all parts are done.
     fn fetched(&self, tile: usize) -> *const u8 {
         const PAIRS: usize = 8;
         if tile / 2 < PAIRS { self.next.wrapping_add(tile / 2 * self.steps * 256) } else { self.weights }
@@ -151,9 +153,10 @@ impl Block {
         }
     }
 
-    /// Multiplies two tiles of rows. If there are many rows, prefetches the next weights into the second-level cache.
+    /// Multiplies two tiles of rows. If there are many rows, also prefetches the next block's weights
+    /// into the second-level cache.
     unsafe fn two(&self, tile: usize) {
-        // Safety: guaranteed by the caller.
+        // Safety: the caller guarantees what this `unsafe fn` requires.
         unsafe {
             two!(
                 self,
@@ -164,9 +167,9 @@ impl Block {
         }
     }
 
-    /// Multiplies two tiles of rows while streaming the weights, with prefetching.
+    /// Multiplies two tiles of rows while the weights are read from memory, with prefetching.
     unsafe fn two_streaming(&self, tile: usize) {
-        // Safety: guaranteed by the caller. Prefetching has no effect on memory.
+        // Safety: the caller guarantees what this `unsafe fn` requires. Prefetching has no effect on memory.
         unsafe {
             two!(
                 self,
@@ -185,9 +188,9 @@ impl Block {
         }
     }
 
-    /// Multiplies one tile of rows while streaming the weights, with prefetching.
+    /// Multiplies one tile of rows while the weights are read from memory, with prefetching.
     unsafe fn one(&self, tile: usize) {
-        // Safety: guaranteed by the caller. Prefetching has no effect on memory.
+        // Safety: the caller guarantees what this `unsafe fn` requires. Prefetching has no effect on memory.
         unsafe {
             let Place { from, from_stride, to, to_stride } = self.place(tile);
             asm!(

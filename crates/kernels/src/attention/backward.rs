@@ -18,39 +18,42 @@ use super::groups::{Part, parts};
 use super::tile::{Blocks, Lines, by_queries, cap, clear, scores, spread, transpose, weigh};
 use super::{BLOCK, Group, Heads, blocks, intersection, union};
 
-/// Number of positions in a chunk.
+/// Number of positions in a chunk of keys and values.
 const CHUNK: usize = 128;
-/// Number of query heads in a block, unless a key head serves more.
+/// Number of query heads in a block, unless one key head serves more than that.
 const QUERIES_AT_ONCE: usize = 32;
 
 /// The input of [`attend_groups_backward`]: arguments and results of [`attend_groups`](super::attend_groups).
 #[derive(Clone, Copy, Debug)]
 pub struct Backward<'a> {
-    /// Sizes of the attention heads.
+    /// The groups (prompts with their completions) of the batch, one after another.
     pub heads: &'a Heads,
     /// The groups of the batch, one after another.
     pub groups: &'a [Group],
-    /// Number of positions a token attends to, its own included.
+    /// Attention window: the number of positions a token attends to, its own included.
     pub window: Option<usize>,
     /// Input of the forward pass `[tokens][width]`, after qk-norm and rotary embedding.
     pub qkv: &'a [f32],
     /// Output of the forward pass `[tokens][q_width]`.
     pub out: &'a [f32],
-    /// Largest score and sum of each softmax, `[tokens][num_heads][2]`.
+    /// Largest score and sum of each softmax in the forward pass, `[tokens][num_heads][2]`.
     pub softmax: &'a [f32],
-    /// The gradient dL/dout of the output, `[tokens][q_width]`.
+    /// The gradient dL/dout of attention's output, `[tokens][q_width]`.
     pub d_out: &'a [f32],
 }
 
 /// Computes dL/dqkv into d_qkv `[tokens][width]`.
 pub fn attend_groups_backward(threads: &Threads, isa: Isa, backward: &Backward<'_>, d_qkv: &mut [f32]) {
     let Backward { heads, groups, window, qkv, out, softmax, d_out } = *backward;
-    assert!(isa.is_available(), "{isa} does not run on this machine");
+    assert!(isa.is_available(), "the instruction set {isa} does not run on this machine");
     let parts = parts(groups);
     let tokens: usize = parts.iter().map(|part| part.len).sum();
-    assert!(qkv.len() == tokens * heads.width() && d_qkv.len() == qkv.len(), "rows do not match the groups");
-    assert!(out.len() == tokens * heads.q_width() && d_out.len() == out.len(), "rows do not match the groups");
-    assert_eq!(softmax.len(), tokens * heads.num_heads * 2, "rows do not match the groups");
+    assert!(qkv.len() == tokens * heads.width() && d_qkv.len() == qkv.len(), "the rows of qkv do not match the groups");
+    assert!(
+        out.len() == tokens * heads.q_width() && d_out.len() == out.len(),
+        "the rows of the outputs do not match the groups"
+    );
+    assert_eq!(softmax.len(), tokens * heads.num_heads * 2, "the softmax values do not match the groups");
     let at_once = (QUERIES_AT_ONCE / heads.group_size()).max(1);
     let (mut chunks, mut blocks, mut work) = (Vec::new(), 0, 0);
     let first_block: Vec<usize> = parts
@@ -83,7 +86,8 @@ pub fn attend_groups_backward(threads: &Threads, isa: Isa, backward: &Backward<'
         let task = Task { job: &job, part, chunk, kv_head: index % heads.num_kv_heads };
         let _watch = Watch(&job.has_panicked);
         SCRATCH.with_borrow_mut(|scratch| {
-            // Safety: the machine supports the instruction set, and the lengths were checked.
+            // Safety: the machine supports the instruction set, and `attend_groups_backward` has checked the
+            // lengths of all slices.
             unsafe {
                 #[cfg(target_arch = "x86_64")]
                 if isa >= Isa::Avx512 {
@@ -99,7 +103,7 @@ pub fn attend_groups_backward(threads: &Threads, isa: Isa, backward: &Backward<'
     });
 }
 
-/// Sets a flag when a task panics, so that threads waiting for it do not wait forever.
+/// Sets a flag if its thread panics, so that other threads do not wait forever for that thread's task.
 struct Watch<'a>(&'a AtomicBool);
 
 impl Drop for Watch<'_> {
@@ -113,18 +117,18 @@ impl Drop for Watch<'_> {
 struct Job<'a> {
     backward: &'a Backward<'a>,
     parts: &'a [Part],
-    /// Index of each part's first block of queries.
+    /// Index of the first block of queries of each prompt or completion.
     first_block: &'a [usize],
     /// Number of tokens in a block of queries.
     at_once: usize,
-    /// Number of chunks that have added to the queries' gradient, `[block][kv head]`.
+    /// Number of chunks that have added to the gradient of each block of queries, `[block][kv head]`.
     turns: &'a [AtomicU32],
     has_panicked: AtomicBool,
     scale: f32,
     d_qkv: Shared<f32>,
 }
 
-/// One chunk and one key head.
+/// A unit of work of the backward pass: one chunk of positions and one key head.
 struct Task<'a> {
     job: &'a Job<'a>,
     part: usize,
@@ -136,13 +140,13 @@ thread_local! {
     static SCRATCH: RefCell<Scratch> = RefCell::new(Scratch::default());
 }
 
-/// Buffers for a chunk, then for a block of queries.
+/// A thread's buffers for a chunk of keys and values, and for a block of queries.
 #[derive(Default)]
 struct Scratch {
-    /// Keys in blocks, `[block][head_dim][16]`.
+    /// Keys of the chunk in blocks, `[block][head_dim][16]`.
     keys_in_blocks: Floats,
     values_in_blocks: Floats,
-    /// Keys by position, `[position][padded]`.
+    /// Keys of the chunk by position, `[position][padded]`.
     keys: Floats,
     d_keys: Floats,
     d_values: Floats,
@@ -156,7 +160,7 @@ struct Scratch {
 }
 
 impl Scratch {
-    /// Fills all buffers with zeros.
+    /// Fills all buffers with zeros and resizes them.
     fn reset(&mut self, heads: &Heads, positions: usize, queries: usize) {
         let (dim, padded) = (heads.head_dim, heads.padded());
         let Scratch { keys_in_blocks, values_in_blocks, keys, d_keys, d_values, q, d_out, d_q, p, ds } = self;
@@ -211,7 +215,8 @@ unsafe fn chunk_with<S: Simd, const TILE: usize, const ACC: usize, const NP: usi
             transpose((first..positions.end).map(row), &mut to[block * BLOCK * dim..][..BLOCK * dim]);
         }
     }
-    // A prompt's positions are visible to its own tokens and to its completions.
+    // Queries of the prompt and of its completions attend to a prompt's positions; only a completion's own queries
+    // attend to a completion's.
     let parts = if own.is_prompt {
         *part..job.parts.iter().rposition(|other| other.group == own.group).map_or(*part, |last| last) + 1
     } else {
@@ -221,7 +226,7 @@ unsafe fn chunk_with<S: Simd, const TILE: usize, const ACC: usize, const NP: usi
         let of_queries = &job.parts[index];
         let is_own = index == *part;
         let from = if is_own { positions.start } else { 0 };
-        // Counted in positions of the sequence, the last one of the chunk is visible up to here.
+        // The last token whose window still reaches the end of the chunk, counted in positions of the sequence.
         let end = match (window, is_own) {
             (None, _) => of_queries.len,
             (Some(window), true) => (positions.end - 1).saturating_add(*window).min(of_queries.len),
@@ -232,30 +237,30 @@ unsafe fn chunk_with<S: Simd, const TILE: usize, const ACC: usize, const NP: usi
         for block in from / job.at_once..end.div_ceil(job.at_once) {
             let tokens = block * job.at_once..((block + 1) * job.at_once).min(of_queries.len);
             let queries = Queries { task, index, block, tokens, is_own, positions: &positions };
-            // Safety: guaranteed by the caller.
+            // Safety: the caller guarantees what this `unsafe fn` requires.
             unsafe { queries_with::<S, TILE, ACC, NP>(&queries, scratch) };
         }
     }
     for (index, position) in positions.clone().enumerate() {
         let at = (own.row + position) * width + key_column;
         for (at, values) in [(at, &scratch.d_keys), (at + heads.kv_width(), &scratch.d_values)] {
-            // Safety: only this task writes these columns of these rows.
+            // Safety: only this task writes the key and value columns of this head in these rows.
             unsafe { job.d_qkv.part(at..at + dim) }.copy_from_slice(&values[index * padded..][..dim]);
         }
     }
 }
 
-/// A block of queries that attends to a chunk.
+/// A block of queries that attend to a chunk.
 struct Queries<'a> {
     task: &'a Task<'a>,
-    /// Index of the queries' part.
+    /// Index of the prompt or completion that the queries belong to.
     index: usize,
-    /// Index of the block in its part.
+    /// Index of the block among those of its prompt or completion.
     block: usize,
     tokens: Range<usize>,
-    /// Whether the chunk is in the queries' own part.
+    /// Whether the queries belong to the same prompt or completion as the chunk.
     is_own: bool,
-    /// Positions of the chunk.
+    /// The positions of the chunk of keys.
     positions: &'a Range<usize>,
 }
 
@@ -264,11 +269,11 @@ impl Queries<'_> {
         &self.task.job.parts[self.index]
     }
 
-    /// Number of earlier chunks that these queries attend to.
+    /// Number of earlier chunks that these queries attend to, whose tasks must add to the gradient first.
     fn turn(&self) -> usize {
         let job = self.task.job;
         let window = job.backward.window;
-        // The first query reaches furthest back.
+        // The window of the block's first query reaches furthest back.
         let first = self.part().visible(self.tokens.start, window);
         let prompt_len = self.part().prompt_len;
         if self.part().is_prompt {
@@ -283,7 +288,7 @@ impl Queries<'_> {
     }
 }
 
-/// Copies the queries, and dL/d of their outputs, to contiguous memory.
+/// Copies the queries, and the gradients of their outputs, to contiguous memory.
 #[inline(always)]
 fn gather(queries: &Queries<'_>, scratch: &mut Scratch) {
     let Backward { heads, qkv, d_out, .. } = queries.task.job.backward;
@@ -311,7 +316,7 @@ unsafe fn queries_with<S: Simd, const TILE: usize, const ACC: usize, const NP: u
     let (dim, padded, per_token) = (heads.head_dim, heads.padded(), heads.group_size());
     let (count, first_head, scale) = (tokens.len() * per_token, kv_head * per_token, job.scale);
     gather(queries, scratch);
-    // The positions of the chunk that each token attends to, and the blocks that any of them attends to.
+    // The positions of the chunk that each query attends to, and the blocks of positions that any query attends to.
     let here = |token: usize| {
         let visible = part.visible(token, *window);
         let seen = if *is_own && !part.is_prompt { &visible.own } else { &visible.prompt };
@@ -320,7 +325,7 @@ unsafe fn queries_with<S: Simd, const TILE: usize, const ACC: usize, const NP: u
     };
     let seen = blocks(&union(tokens.clone().map(here)));
     let (first, whole) = (seen.start, seen.len());
-    // Safety: guaranteed by the caller, here and below.
+    // Safety: the caller guarantees the bounds, here and below.
     unsafe {
         let in_blocks = |values: &Floats| {
             let stride = dim * BLOCK;
@@ -389,7 +394,7 @@ unsafe fn queries_with<S: Simd, const TILE: usize, const ACC: usize, const NP: u
     }
 }
 
-/// Waits until the earlier chunks have added their gradients.
+/// Waits until the tasks of earlier chunks have added their gradients.
 fn wait(turns: &AtomicU32, turn: u32, has_panicked: &AtomicBool) {
     let mut spins = 0;
     while turns.load(Ordering::Acquire) != turn {
@@ -399,12 +404,12 @@ fn wait(turns: &AtomicU32, turn: u32, has_panicked: &AtomicBool) {
     }
 }
 
-/// Constants of one query head.
+/// Constants of one query head in the backward pass of its softmax.
 struct OfRow {
-    /// Shift in p = rest·exp(scale·score + shift).
+    /// Shift in the probability p = rest·exp(scale·score + shift).
     shift: f32,
     rest: f32,
-    /// Weighted mean Σ p·dp = out · d_out.
+    /// Mean Σ p·dp, which equals the dot product out · d_out.
     mean: f32,
     scale: f32,
     /// Soft cap of the scores, as a bound on the unscaled scores.
@@ -417,8 +422,8 @@ impl OfRow {
     }
 }
 
-/// Converts scores to p, and dp to ds = scale·p·(dp − mean), with 0 for positions outside of the window; multiplied by
-/// the slope of the soft cap.
+/// Converts scores to probabilities p, and their gradients dp to ds = scale·p·(dp − mean), with 0 for positions outside
+/// of the window; multiplied by the slope of the soft cap.
 #[inline(always)]
 unsafe fn slopes<S: Simd>(row: &OfRow, seen: &Range<usize>, whole: usize, p: *mut f32, ds: *mut f32) {
     unsafe {
@@ -432,7 +437,8 @@ unsafe fn slopes<S: Simd>(row: &OfRow, seen: &Range<usize>, whole: usize, p: *mu
         for block in range {
             let (p, ds) = (p.add(block * BLOCK), ds.add(block * BLOCK));
             for at in (0..BLOCK).step_by(S::LANES) {
-                // The exponential is at most e⁰ for visible positions. Others may be larger and are cleared.
+                // The exponential is at most e⁰ for positions in the window. Others may be larger and are
+                // set to 0 below.
                 let score = S::load(p.add(at));
                 let x = S::fma(score, scale, shift);
                 let x = S::sub(S::zero(), S::max(S::splat(-1.0), S::sub(S::zero(), x)));

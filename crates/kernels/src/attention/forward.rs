@@ -1,4 +1,4 @@
-//! Attention of queries that share a prompt.
+//! The forward pass of attention, for queries that share a prompt.
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -13,23 +13,23 @@ use super::{BLOCK, Heads, Segment, Visible, blocks, intersection, union};
 
 /// Number of blocks in a chunk, chosen such that one head's keys and values of a chunk stay in the second-level cache.
 const CHUNK: usize = 16;
-/// Number of query heads that process the keys together.
+/// Number of query heads that read the keys together.
 const QUERIES_AT_ONCE: usize = 64;
 
-/// The query of one token.
+/// The query heads of one token, with what they attend to.
 #[derive(Debug)]
 pub struct Query<'a> {
-    /// The token's row, `[q heads | …]`.
+    /// The row `[q heads | k heads | v heads]` of the token; only the query heads are read.
     pub qkv: &'a [f32],
-    /// The segment of its completion; empty for a token of the prompt.
+    /// Keys and values of the token's own completion; empty for a token of the prompt.
     pub own: &'a Segment,
     /// The positions that the token attends to.
     pub visible: Visible,
-    /// The output, `[q heads]`.
+    /// The attention output of the token, one slice per query head.
     pub out: &'a mut [f32],
 }
 
-/// Queries that share a prompt.
+/// Queries of several tokens that share a prompt.
 #[derive(Debug)]
 pub struct Batch<'a, 'b> {
     /// The prompt's keys and values.
@@ -38,16 +38,16 @@ pub struct Batch<'a, 'b> {
     pub queries: &'b mut [Query<'a>],
 }
 
-/// Buffers of a thread.
+/// A thread's buffers for a tile of queries.
 #[derive(Debug, Default)]
 struct Scratch {
-    /// Probabilities of a tile and a chunk, `[query][position]`.
+    /// Softmax probabilities of a tile of queries and a chunk of positions, `[query][position]`.
     probabilities: Floats,
-    /// Outputs before the normalization, `[query][padded]`.
+    /// Attention outputs before the normalization, `[query][padded]`.
     outputs: Floats,
-    /// Sums of the softmax per lane, `[query][16]`.
+    /// Sums of the softmax, one per vector lane: `[query][16]`.
     sums: Floats,
-    /// Largest score so far of each `[query]`.
+    /// Largest attention score of each query so far.
     largest: Vec<f32>,
     /// Queries in contiguous memory, `[query][padded]`.
     inputs: Floats,
@@ -59,7 +59,7 @@ thread_local! {
     static SCRATCH: RefCell<Scratch> = RefCell::new(Scratch::default());
 }
 
-/// One token with checked bounds.
+/// The addresses of one token's query, keys and output, with checked bounds.
 #[derive(Clone, Debug)]
 pub(super) struct Token {
     pub q: *const f32,
@@ -70,14 +70,14 @@ pub(super) struct Token {
     pub softmax: *mut f32,
 }
 
-// Safety: each token is passed to a thread together with the head that this thread may write.
+// Safety: each token's pointers are passed to a thread together with the one head that this thread may write.
 unsafe impl Send for Token {}
 unsafe impl Sync for Token {}
 
 fn token(heads: &Heads, prompt: &Segment, query: &mut Query<'_>) -> Token {
     let Query { qkv, own, visible, out } = query;
     assert!(prompt.has(&visible.prompt) && own.has(&visible.own), "a query attends to missing positions");
-    assert!(!visible.prompt.is_empty() || !visible.own.is_empty(), "a query sees nothing");
+    assert!(!visible.prompt.is_empty() || !visible.own.is_empty(), "a query attends to no position");
     assert!(qkv.len() >= heads.q_width() && out.len() >= heads.q_width());
     let (q, out) = (qkv.as_ptr(), out.as_mut_ptr());
     Token { q, own: *own, visible: visible.clone(), out, softmax: std::ptr::null_mut() }
@@ -89,7 +89,8 @@ pub fn attend<'a>(isa: Isa, heads: &Heads, prompt: &Segment, queries: impl Itera
         let mut tokens = std::mem::take(&mut scratch.tokens);
         tokens.extend(queries.map(|mut query| token(heads, prompt, &mut query)));
         for kv_head in 0..heads.num_kv_heads {
-            // Safety: the bounds were checked when the tokens were created, and their queries live for 'a.
+            // Safety: the bounds were checked when the tokens were created, and the memory of their
+            // queries lives for 'a.
             unsafe { attend_head(isa, heads, prompt, &tokens, kv_head, scratch) };
         }
         tokens.clear();
@@ -97,13 +98,13 @@ pub fn attend<'a>(isa: Isa, heads: &Heads, prompt: &Segment, queries: impl Itera
     });
 }
 
-/// Attention of several batches, with all threads: a decode step.
+/// Attention of several batches with all threads, as in a decode step.
 pub fn attend_batches(threads: &Threads, isa: Isa, heads: &Heads, batches: &mut [Batch<'_, '_>]) {
     let mut tokens = Vec::new();
     let mut parts = Vec::new();
     let mut work = 0;
     let queries: usize = batches.iter().map(|batch| batch.queries.len()).sum();
-    // Enough parts for all threads, but none smaller than a tile.
+    // Split into enough parts for all threads, but none smaller than a tile of queries.
     let wanted = (queries * heads.num_kv_heads).div_ceil(4 * threads.count());
     let at_once = wanted.max(8usize.div_ceil(heads.group_size()));
     for (index, batch) in batches.iter_mut().enumerate() {
@@ -129,7 +130,7 @@ pub fn attend_batches(threads: &Threads, isa: Isa, heads: &Heads, batches: &mut 
 
 /// Runs [`attend_head`] with the thread's own buffers.
 pub(super) unsafe fn attend_head_here(isa: Isa, heads: &Heads, prompt: &Segment, tokens: &[Token], head: usize) {
-    // Safety: guaranteed by the caller.
+    // Safety: the caller guarantees what this `unsafe fn` requires.
     SCRATCH.with_borrow_mut(|scratch| unsafe { attend_head(isa, heads, prompt, tokens, head, scratch) });
 }
 
@@ -146,7 +147,7 @@ unsafe fn attend_head(
     kv_head: usize,
     scratch: &mut Scratch,
 ) {
-    assert!(isa.is_available(), "{isa} does not run on this machine");
+    assert!(isa.is_available(), "the instruction set {isa} does not run on this machine");
     let job = Job { heads, scale: heads.scale, prompt, kv_head };
     for tokens in tokens.chunks((QUERIES_AT_ONCE / heads.group_size()).max(1)) {
         // Safety: the machine supports the instruction set; the rest is guaranteed by the caller.
@@ -185,7 +186,7 @@ struct Job<'a> {
     kv_head: usize,
 }
 
-/// Processes the prompt's chunks for all queries, then each run of queries with its own segment.
+/// Processes the prompt's chunks of positions for all queries, then each run of queries with its own completion.
 #[inline(always)]
 unsafe fn attend_with<S: Simd, const TILE: usize, const ACC: usize>(
     job: &Job<'_>,
@@ -202,7 +203,7 @@ unsafe fn attend_with<S: Simd, const TILE: usize, const ACC: usize>(
     scratch.largest.clear();
     scratch.largest.resize(count, f32::NEG_INFINITY);
     let first_head = job.kv_head * per_token;
-    // Safety: guaranteed by the caller.
+    // Safety: the caller guarantees what this `unsafe fn` requires.
     unsafe {
         for (token, to) in tokens.iter().zip(scratch.inputs.chunks_exact_mut(per_token * padded)) {
             for (head, to) in to.chunks_exact_mut(padded).enumerate() {
@@ -238,7 +239,7 @@ unsafe fn attend_with<S: Simd, const TILE: usize, const ACC: usize>(
     }
 }
 
-/// Processes one segment, chunk by chunk, for queries from index `first` on.
+/// Processes one segment of keys and values, chunk by chunk, for the queries from index `first` on.
 #[inline(always)]
 unsafe fn segment_with<S: Simd, const TILE: usize, const ACC: usize>(
     job: &Job<'_>,
@@ -252,7 +253,7 @@ unsafe fn segment_with<S: Simd, const TILE: usize, const ACC: usize>(
     let all = blocks(&union(tokens.iter().map(|token| seen(&token.visible).clone())));
     for chunk in all.start / CHUNK..all.end.div_ceil(CHUNK) {
         let chunk = intersection(&(chunk * CHUNK..(chunk + 1) * CHUNK), &all);
-        // Safety: guaranteed by the caller.
+        // Safety: the caller guarantees what this `unsafe fn` requires.
         unsafe {
             by_queries!(tokens.len() * per_token, TILE, |at, NQ| {
                 let of_tile = &tokens[at / per_token..(at + NQ).div_ceil(per_token)];
@@ -267,7 +268,7 @@ unsafe fn segment_with<S: Simd, const TILE: usize, const ACC: usize>(
     }
 }
 
-/// Processes blocks of a chunk for a tile of queries from index `first` on.
+/// Processes the blocks of a chunk of positions for a tile of queries from index `first` on.
 #[inline(always)]
 unsafe fn chunk_with<'a, S: Simd, const NQ: usize, const ACC: usize>(
     job: &Job<'_>,
@@ -279,7 +280,7 @@ unsafe fn chunk_with<'a, S: Simd, const NQ: usize, const ACC: usize>(
 ) {
     let heads = job.heads;
     let padded = heads.padded();
-    // Safety: guaranteed by the caller.
+    // Safety: the caller guarantees what this `unsafe fn` requires.
     unsafe {
         let p = Lines { first: scratch.probabilities.as_mut_ptr(), stride: CHUNK * BLOCK };
         let q = Lines { first: scratch.inputs.as_ptr(), stride: padded }.from(first);
@@ -311,7 +312,7 @@ unsafe fn chunk_with<'a, S: Simd, const NQ: usize, const ACC: usize>(
 }
 
 /// Converts scores to exp(scale·(score − largest)), with 0 for positions outside of the window, and adds them to
-/// `sums`, lane by lane. Returns the factor for earlier sums that accounts for a new largest score.
+/// `sums`, lane by lane. Returns the factor to multiply earlier sums with if the largest score has changed.
 #[inline(always)]
 unsafe fn soften<S: Simd>(row: &mut [f32], seen: &Range<usize>, scale: f32, largest: &mut f32, sums: *mut f32) -> f32 {
     let blocks = blocks(seen);
@@ -321,7 +322,7 @@ unsafe fn soften<S: Simd>(row: &mut [f32], seen: &Range<usize>, scale: f32, larg
         let first = block * BLOCK;
         (seen.start.saturating_sub(first), (seen.end - first).min(BLOCK))
     };
-    // Safety: guaranteed by the caller.
+    // Safety: the caller guarantees what this `unsafe fn` requires.
     unsafe {
         let p = row.as_mut_ptr();
         for block in [blocks.start, blocks.end - 1] {
@@ -344,7 +345,7 @@ unsafe fn soften<S: Simd>(row: &mut [f32], seen: &Range<usize>, scale: f32, larg
             }
         }
         let (shift, scale) = (S::splat(-*largest * scale), S::splat(scale));
-        // A block has at most two vectors.
+        // A block has 16 positions, so at most two vectors.
         let mut sum = [S::zero(); 2];
         for (v, sum) in sum.iter_mut().enumerate().take(BLOCK / S::LANES) {
             *sum = S::load(sums.add(v * S::LANES));

@@ -28,25 +28,25 @@ impl Group {
     }
 }
 
-/// A prompt or a completion in a packed batch.
+/// One sequence of tokens in a packed batch: a prompt or a completion.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Part {
-    /// Index of the group.
+    /// Index of the group that this prompt or completion belongs to.
     pub group: usize,
-    /// Index of the prompt's part; its own index if the part is a prompt.
+    /// Index of the prompt among all parts; the part's own index if it is a prompt.
     pub prompt: usize,
-    /// Row of its first token.
+    /// Row of the part's first token in the batch.
     pub row: usize,
-    /// Number of its tokens.
+    /// Number of tokens of this prompt or completion.
     pub len: usize,
-    /// Number of tokens of the prompt.
+    /// Number of tokens of the group's prompt.
     pub prompt_len: usize,
     /// Whether the part is a prompt.
     pub is_prompt: bool,
 }
 
 impl Part {
-    /// The positions that one of its tokens attends to.
+    /// The positions that one of the part's tokens attends to.
     pub fn visible(&self, index: usize, window: Option<usize>) -> Visible {
         match self.is_prompt {
             true => Visible::of_prompt(index, window),
@@ -55,7 +55,7 @@ impl Part {
     }
 }
 
-/// Lists prompts and completions in the order of their rows.
+/// Lists prompts and completions of the groups, in the order of their rows.
 pub(super) fn parts(groups: &[Group]) -> Vec<Part> {
     let (mut parts, mut row) = (Vec::new(), 0);
     for (group, Group { prompt_len, completion_lens }) in groups.iter().enumerate() {
@@ -75,7 +75,7 @@ pub(super) fn parts(groups: &[Group]) -> Vec<Part> {
 pub struct Segments {
     segments: Vec<Segment>,
     empty: Segment,
-    /// The sizes that the segments were allocated for.
+    /// The attention sizes that the memory was allocated for.
     heads: Option<Heads>,
 }
 
@@ -86,19 +86,19 @@ pub struct Forward<'a> {
     pub heads: &'a Heads,
     /// The groups of the batch, one after another.
     pub groups: &'a [Group],
-    /// Number of positions a token attends to, its own included.
+    /// Attention window: the number of positions a token attends to, its own included.
     pub window: Option<usize>,
-    /// Input `[tokens][width]`, after qk-norm and rotary embedding.
+    /// Rows `[q heads | k heads | v heads]` of the batch, `[tokens][width]`, after qk-norm and rotary embedding.
     pub qkv: &'a [f32],
 }
 
-/// Number of tokens in a task.
+/// Number of tokens in a task, a thread's unit of work.
 const TOKENS_AT_ONCE: usize = 32;
-/// Number of rows that one task copies to segments.
+/// Number of rows whose keys and values one task copies to segments.
 const ROWS_AT_ONCE: usize = 8 * BLOCK;
 
-/// Computes out `[tokens][q_width]`, and if `softmax` is given the values that
-/// [`attend_groups_backward`](super::attend_groups_backward) needs, `[tokens][num_heads][2]`.
+/// Computes attention out `[tokens][q_width]`, and if `softmax` is given the values
+/// that [`attend_groups_backward`](super::attend_groups_backward) needs, `[tokens][num_heads][2]`.
 pub fn attend_groups(
     threads: &Threads,
     isa: Isa,
@@ -112,7 +112,7 @@ pub fn attend_groups(
     let tokens: usize = parts.iter().map(|part| part.len).sum();
     assert!(
         qkv.len() == tokens * heads.width() && out.len() == tokens * heads.q_width(),
-        "rows do not match the groups"
+        "the rows of qkv do not match the groups"
     );
     assert!(softmax.as_ref().is_none_or(|softmax| softmax.len() == tokens * heads.num_heads * 2));
     segments.fill(threads, heads, &parts, qkv);
@@ -134,7 +134,7 @@ pub fn attend_groups(
         let tokens: Vec<Token> = (first..(first + TOKENS_AT_ONCE).min(part.len))
             .map(|index| {
                 let row = part.row + index;
-                // Safety: the lengths were checked above.
+                // Safety: the lengths of all slices were checked above.
                 let (out, softmax) = unsafe {
                     let softmax = softmax.as_ref().map(|softmax| softmax.at(row * heads.num_heads * 2));
                     (out.at(row * heads.q_width()), softmax.unwrap_or(std::ptr::null_mut()))
@@ -158,7 +158,7 @@ pub fn attend_groups(
 }
 
 impl Segments {
-    /// Fills one segment per part.
+    /// Copies keys and values to one segment per prompt and completion.
     fn fill(&mut self, threads: &Threads, heads: &Heads, parts: &[Part], qkv: &[f32]) {
         if self.heads.replace(*heads) != Some(*heads) {
             self.segments.clear();
@@ -167,7 +167,8 @@ impl Segments {
         self.segments.resize_with(parts.len(), Segment::default);
         let mut tasks = Vec::new();
         for (index, (segment, part)) in self.segments.iter_mut().zip(parts).enumerate() {
-            // The rest of the last block must hold zeros.
+            // The unused positions of the last block must hold zeros, since a segment may still hold those
+            // of an earlier batch.
             let stale = (part.len / BLOCK).min(segment.len().div_ceil(BLOCK));
             segment.grow(heads, stale * BLOCK);
             segment.grow(heads, part.len);
@@ -192,7 +193,8 @@ impl Segments {
                 let end = (first + ROWS_AT_ONCE).min(parts[part].len);
                 for positions in (first..end).step_by(BLOCK).map(|first| first..(first + BLOCK).min(end)) {
                     let block = positions.start / BLOCK;
-                    // Safety: the segment was grown to the part's length, and each block belongs to one task.
+                    // Safety: the segment was grown to the part's length, and each block of positions
+                    // belongs to one task.
                     unsafe {
                         let stride = Segment::key_stride(heads);
                         let to = keys.part(block * stride..(block + 1) * stride);

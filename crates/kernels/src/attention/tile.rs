@@ -7,19 +7,19 @@ use super::BLOCK;
 /// Keys of one head, `[16 lanes]` for each column, or values of one head, 16 rows; block by block.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Blocks {
-    /// Address of the first block.
+    /// Address of the first block of positions.
     pub first: *const f32,
-    /// Number of elements from one block to the next.
+    /// Number of elements from one block of positions to the next.
     pub stride: usize,
 }
 
-/// Number of queries below which keys and values are read from memory faster than they are used: the next head's, which
-/// follow in memory, are prefetched.
+/// Number of queries below which reading keys and values from memory takes the time, not using them: then those of the
+/// next head, which follow in memory, are prefetched.
 const MANY: usize = 8;
-/// Number of blocks from which on the CPU prefetches well by itself.
+/// Number of blocks of positions from which on the CPU prefetches well by itself.
 const LONG: usize = 8;
 
-/// Transposes the rows of a block's first positions to `[column][16]`; lanes without a row are not changed.
+/// Transposes the first rows of a block of positions to `[column][16]`; lanes without a row are not changed.
 pub(super) fn transpose<'a>(rows: impl Iterator<Item = &'a [f32]>, to: &mut [f32]) {
     let mut all: [&[f32]; BLOCK] = [&[]; BLOCK];
     let mut count = 0;
@@ -34,7 +34,7 @@ pub(super) fn transpose<'a>(rows: impl Iterator<Item = &'a [f32]>, to: &mut [f32
     }
 }
 
-/// Runs `$f` for `$total` vectors, as many per call as `$acc` registers hold for `$nq` queries.
+/// Runs `$f` on `$total` vectors, in groups of as many as `$acc` registers hold for `$nq` queries.
 macro_rules! by_vectors {
     ($total:expr, $nq:expr, $acc:expr, |$at:ident, $nv:ident| $f:expr) => {{
         let total = $total;
@@ -62,7 +62,7 @@ macro_rules! by_vectors {
     }};
 }
 
-/// Runs `$f` for `$total` queries, at most `$tile` per call.
+/// Runs `$f` on `$total` queries, in groups of at most `$tile`.
 macro_rules! by_queries {
     ($total:expr, $tile:expr, |$at:ident, $nq:ident| $f:expr) => {{
         let total = $total;
@@ -91,7 +91,7 @@ macro_rules! by_queries {
 }
 pub(super) use by_queries;
 
-/// Rows `stride` elements apart, one per query.
+/// Address of rows that are `stride` elements apart, one per query.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Lines<T> {
     /// Address of the first row.
@@ -119,7 +119,7 @@ impl Lines<*mut f32> {
     }
 }
 
-/// Computes to `[query][position]` = Σ over columns query·key: unscaled scores of whole blocks.
+/// Computes unscaled attention scores of whole blocks, `[query][position]` = Σ over columns query·key.
 #[inline(always)]
 pub(super) unsafe fn scores<S: Simd, const NQ: usize, const ACC: usize>(
     head_dim: usize,
@@ -172,7 +172,7 @@ unsafe fn score<S: Simd, const NQ: usize, const NV: usize>(
     }
 }
 
-/// Computes acc `[query][padded]` = acc·alpha + Σ over the positions of whole blocks p·value.
+/// Adds weighted values to outputs, acc `[query][padded]` = acc·alpha + Σ over the positions of whole blocks p·value.
 #[inline(always)]
 pub(super) unsafe fn weigh<S: Simd, const NQ: usize, const ACC: usize>(
     padded: usize,
@@ -237,8 +237,9 @@ unsafe fn weigh_columns<S: Simd, const NQ: usize, const NV: usize>(
     }
 }
 
-/// Computes to `[position][padded]` += Σ over queries weight `[query][position]` · row `[query][padded]`, in the order
-/// of the queries, for `positions` positions, a multiple of 16.
+/// Adds weighted queries to the gradients of keys or values, `[position][padded]` += Σ over queries weight
+/// `[query][position]` · row `[query][padded]`, in the order of the queries, for `positions` positions,
+/// a multiple of 16.
 #[inline(always)]
 pub(super) unsafe fn spread<S: Simd, const NP: usize>(
     padded: usize,
@@ -303,7 +304,8 @@ unsafe fn spread_tile<S: Simd, const NP: usize, const NV: usize>(
     }
 }
 
-/// Constants to add (−∞ or 0) and to multiply with (0 or 1): windows into these arrays are masks of a block.
+/// Constants to add to scores (−∞ or 0) and to multiply weights with (0 or 1): slices of these arrays mask
+/// positions of a block.
 const HIDDEN: [f32; 3 * BLOCK] = mask(f32::NEG_INFINITY, 0.0);
 const SEEN: [f32; 3 * BLOCK] = mask(0.0, 1.0);
 
@@ -317,13 +319,13 @@ const fn mask(outside: f32, inside: f32) -> [f32; 3 * BLOCK] {
     values
 }
 
-/// Two windows into a mask: lanes from `begin` on, and lanes before `end`.
+/// Two slices of a mask array: the first masks lanes before `begin`, the second lanes from `end` on.
 #[inline(always)]
 pub(super) fn windows(values: &'static [f32; 3 * BLOCK], begin: usize, end: usize) -> [&'static [f32]; 2] {
     [&values[BLOCK - begin..2 * BLOCK - begin], &values[2 * BLOCK - end..3 * BLOCK - end]]
 }
 
-/// Applies the soft cap c·tanh(x / c) in place to `len` scores in whole vectors.
+/// Applies the soft cap c·tanh(x / c) in place to `len` attention scores in whole vectors.
 #[inline(always)]
 pub(super) unsafe fn cap<S: Simd>(scores: *mut f32, len: usize, softcap: f32) {
     for at in (0..len).step_by(S::LANES) {
@@ -334,7 +336,7 @@ pub(super) unsafe fn cap<S: Simd>(scores: *mut f32, len: usize, softcap: f32) {
     }
 }
 
-/// Sets the lanes of a block outside of `begin..end` to −∞.
+/// Sets the scores of a block's positions outside of `begin..end` to −∞.
 #[inline(always)]
 pub(super) unsafe fn hide<S: Simd>(scores: *mut f32, begin: usize, end: usize) {
     let windows = windows(&HIDDEN, begin, end);
@@ -346,7 +348,7 @@ pub(super) unsafe fn hide<S: Simd>(scores: *mut f32, begin: usize, end: usize) {
     }
 }
 
-/// Sets the lanes of a block outside of `begin..end` to 0.
+/// Sets the weights of a block's positions outside of `begin..end` to 0.
 #[inline(always)]
 pub(super) unsafe fn clear<S: Simd>(weights: *mut f32, begin: usize, end: usize) {
     let windows = windows(&SEEN, begin, end);

@@ -16,22 +16,22 @@ use super::rows::{Dtype, Result, Rows};
 
 /// Number of positions in a block of keys.
 pub const BLOCK: usize = 64;
-/// Maximum width of a head.
+/// Maximum width of an attention head.
 pub const MAX_HEAD_DIM: usize = 256;
-/// Number of queries per warp.
+/// Number of queries that a warp processes.
 pub(super) const QUERIES: usize = 16;
-/// Number of queries per thread block.
+/// Number of queries that a thread block processes.
 const TILE: usize = 64;
 const THREADS: u32 = 128;
 
-/// The division of the heads among the kernels' blocks.
+/// How the query heads of a key head are divided among thread blocks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Geometry {
-    /// Number of query heads processed together.
+    /// Number of query heads that a thread block processes together.
     pub heads_at_once: usize,
-    /// Number of such parts for the query heads of one key head.
+    /// Number of thread blocks that share the query heads of one key head.
     pub head_tiles: usize,
-    /// The padded width for which a kernel was compiled.
+    /// The padded head width for which a kernel was compiled.
     pub padded: usize,
 }
 
@@ -53,7 +53,7 @@ impl Geometry {
         Ok(Geometry { heads_at_once, head_tiles: heads.group_size().div_ceil(heads_at_once), padded })
     }
 
-    /// Bytes of shared memory for a number of rows of bf16.
+    /// Bytes of shared memory for this many rows of bf16, one head wide.
     pub fn tile_bytes(&self, rows: usize) -> u32 {
         (rows * (self.padded + 8) * 2) as u32
     }
@@ -63,17 +63,17 @@ impl Geometry {
     }
 }
 
-/// Number of positions a token attends to, in the kernels' representation.
+/// Attention window (number of positions a token attends to) as the kernels expect it: the largest i32 means all.
 pub(super) fn window_or_all(window: Option<usize>) -> u32 {
     window.map_or(i32::MAX as u32, |window| window.clamp(1, i32::MAX as usize) as u32)
 }
 
-/// Scale of the scores in units of log 2.
+/// Scale of the attention scores in units of log 2, because kernels compute powers of 2.
 pub(super) fn scale(heads: &Heads) -> f32 {
     heads.scale * std::f32::consts::LOG2_E
 }
 
-/// Returns the address of rows after checking their shape.
+/// Returns the device address of rows after checking their shape.
 pub(super) fn address(rows: &Rows<'_>, count: usize, width: usize, what: &str) -> Result<u64> {
     if rows.rows != count || rows.width != width || (count > 1 && rows.stride < width) {
         let Rows { rows, width: columns, stride, .. } = *rows;
@@ -100,7 +100,8 @@ fn same_dtype(rows: &[&Rows<'_>]) -> Result<Dtype> {
     }
 }
 
-/// Positions of the prompts and completions of a packed batch on the device; shared by all layers with the same window.
+/// The prompts and completions of a packed batch, as tables on the device; shared by all layers with
+/// the same attention window.
 #[derive(Debug)]
 pub struct Layout {
     heads: Heads,
@@ -114,12 +115,12 @@ pub struct Layout {
     /// Tiles of keys `[key tiles][6]`, see `KeyTile`.
     key_tiles: Buffer,
     num_key_tiles: usize,
-    /// Position of each token in its sequence.
+    /// Position of each token in its own sequence.
     positions: Buffer,
 }
 
 impl Layout {
-    /// Creates the layout of groups one after another; `window` is the number of positions a token attends
+    /// Creates the tables of groups that follow one another; `window` is the number of positions a token attends
     /// to, its own included.
     ///
     /// # Errors
@@ -135,7 +136,7 @@ impl Layout {
         let mut row = 0;
         for group in groups {
             let (prompt_row, group_end) = (row, row + group.len());
-            // A prompt is a sequence of its own that all rows of its group may attend to.
+            // A prompt is a sequence of its own, whose keys all rows of its group may attend to.
             let prompt = std::iter::once((group.prompt_len, 0, group_end));
             let completions = group.completion_lens.iter().map(|len| (*len, group.prompt_len, 0));
             for (len, prompt_len, seen_until) in prompt.chain(completions) {
@@ -169,12 +170,12 @@ impl Layout {
         })
     }
 
-    /// Whether the layout was created for these arguments.
+    /// Whether the tables were created for these arguments.
     pub fn is_for(&self, heads: &Heads, groups: &[Group], window: Option<usize>) -> bool {
         self.heads == *heads && self.window == window && self.groups == groups
     }
 
-    /// Number of rows of the batch.
+    /// Number of rows (tokens) of the batch.
     pub fn tokens(&self) -> usize {
         self.tokens
     }
@@ -256,7 +257,8 @@ fn too_wide(needed: u32, most: u32) -> CudaError {
     ))
 }
 
-/// The backward kernel that iterates over queries, and the shared memory of both kernels in bytes.
+/// The backward kernel that iterates over the queries of each key, and the shared memory of both
+/// backward kernels in bytes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct BackwardShared {
     kernel: &'static str,
@@ -270,7 +272,7 @@ impl BackwardShared {
             return Ok(BackwardShared { kernel: "attend_queries", queries: 0, keys: 0 });
         }
         let most = device.properties().shared_bytes;
-        // The same value as in the device code.
+        // The same number of tiles in shared memory as in the device code.
         let stages = if geometry.padded <= 128 { 2 } else { 1 };
         let queries = |stages| geometry.tile_bytes(2 * TILE + stages * 2 * BLOCK);
         let keys = geometry.tile_bytes(2 * BLOCK + stages * TILE);
@@ -292,18 +294,18 @@ pub fn check_trainable(device: &Device, heads: &Heads, dtype: Dtype) -> Result<(
     BackwardShared::new(device, &Geometry::new(heads)?, dtype).map(|_| ())
 }
 
-/// The inputs of [`attend_vjp`].
+/// The inputs of attention's backward pass, [`attend_vjp`].
 #[derive(Clone, Copy, Debug)]
 pub struct Backward<'a> {
-    /// The layout of the forward pass.
+    /// The batch tables of the forward pass.
     pub layout: &'a Layout,
-    /// The input of the forward pass.
+    /// The input `qkv` of the forward pass.
     pub qkv: Rows<'a>,
     /// The output of the forward pass.
     pub out: Rows<'a>,
     /// The softmax values from [`attend`].
     pub softmax: Rows<'a>,
-    /// The gradient dL/dout, with the same type as qkv.
+    /// The gradient dL/dout of attention's output, with the same type as qkv.
     pub dy: Rows<'a>,
 }
 

@@ -31,9 +31,9 @@ pub struct Cache {
     rows: Vec<Row>,
     filling: Option<Filling>,
     tables: Tables,
-    /// The distribution of a step's work.
+    /// How a step's work is distributed over the device.
     spread: Spread,
-    /// Whether a step is between its first and last layer.
+    /// Whether a decode step is between its first and last layer.
     in_step: bool,
 }
 
@@ -50,38 +50,38 @@ struct Row {
     pages: Vec<Page>,
 }
 
-/// Destinations of the tokens of the prompts from `first` on.
+/// Where the tokens of the prompts from `first` on are stored in the cache.
 #[derive(Debug)]
 struct Filling {
     first: usize,
     rows: usize,
-    /// Addresses of the pages.
+    /// Addresses of the pages of these prompts.
     pages: Buffer,
-    /// Slot of each token: index of its page · 64 + its position in the page.
+    /// Slot of each prompt token: index of its page · 64 + its position in the page.
     slots: Buffer,
 }
 
-/// The tables that the kernels of a step read.
+/// The tables on the device that the kernels of a decode step read.
 #[derive(Debug, Default)]
 struct Tables {
-    /// Addresses of the pages of prompts and rows.
+    /// Addresses of the pages of all prompts and rows.
     pages: Option<Buffer>,
-    /// Whether rows or pages changed since the upload.
+    /// Whether rows or pages changed since the tables were uploaded.
     is_stale: bool,
-    /// Start of each row's prompt pages and own pages in the list.
+    /// Where each row's prompt pages and own pages start in the list of page addresses.
     starts: Vec<(usize, usize)>,
-    /// One plan per window.
+    /// One plan of the work per attention window.
     plans: Vec<(Option<usize>, Buffer)>,
-    /// Number of rows that the plans have room for.
+    /// Number of rows that the uploaded plans have room for.
     row_capacity: usize,
-    /// Partial results: m and l in one buffer, o in the other.
+    /// Partial results of attention: m and l (largest score and sum) in one buffer, o (weighted values) in the other.
     parts: Option<(Buffer, Buffer)>,
 }
 
-/// Number of blocks of keys that one warp always folds alone.
+/// Number of blocks of keys that one warp always processes alone.
 const LONG: usize = 8;
 
-/// Number of one-warp blocks per multiprocessor for the tasks of a step.
+/// Number of one-warp thread blocks per multiprocessor, for the tasks of a decode step.
 const TASKS_AT_ONCE: u32 = 4;
 
 params! {
@@ -100,7 +100,7 @@ params! {
 }
 
 impl Cache {
-    /// Creates an empty cache for `qkv` of this type.
+    /// Creates an empty key-value cache for `qkv` of this type.
     ///
     /// # Errors
     /// [`CudaError::Input`] if heads are wider than [`super::attention::MAX_HEAD_DIM`], or the numbers of
@@ -123,17 +123,17 @@ impl Cache {
         })
     }
 
-    /// Number of live rows.
+    /// Number of rows (sequences) in the cache.
     pub fn rows(&self) -> usize {
         self.rows.len()
     }
 
-    /// Total bytes of its pages, used or free.
+    /// Total bytes of the cache's pages, used or free.
     pub fn bytes(&self) -> usize {
         self.pages.bytes()
     }
 
-    /// Announces prompts of these lengths; returns the index of the first one.
+    /// Announces prompts of these lengths to the cache; returns the index of the first one.
     ///
     /// # Errors
     /// [`CudaError::OutOfMemory`] if there is no room.
@@ -147,7 +147,7 @@ impl Cache {
         Ok(first)
     }
 
-    /// Stores a layer's keys and values of the prompts from index `first` on: qkv holds their tokens,
+    /// Stores the keys and values of a layer for the prompts from index `first` on: qkv holds their tokens,
     /// one prompt after another.
     ///
     /// # Errors
@@ -193,7 +193,7 @@ impl Cache {
         Ok(Filling { first, rows, pages: self.device.upload(&pages)?, slots: self.device.upload(&slots)? })
     }
 
-    /// Appends rows that continue a prompt. Pages are allocated as the rows grow.
+    /// Adds rows (sequences) to the cache that continue a prompt. Pages are allocated as the rows grow.
     ///
     /// # Errors
     /// [`CudaError::Input`] if the prompt does not exist, or a step is in progress.
@@ -206,14 +206,14 @@ impl Cache {
         Ok(())
     }
 
-    /// Marks the prompts announced so far as complete: no more rows will continue them, and each is freed
-    /// with its last row.
+    /// Marks the prompts announced so far as complete: no more rows will continue them, and each prompt is freed with
+    /// the last row that continues it.
     pub fn close(&mut self) {
         self.prompts.clear();
         self.filling = None;
     }
 
-    /// Keeps only the rows marked true.
+    /// Keeps only the rows of the cache that are marked true.
     pub fn retain(&mut self, keep: &[bool]) {
         let mut keep = keep.iter();
         self.rows.retain(|_| keep.next().copied().unwrap_or(false));
@@ -272,7 +272,8 @@ impl Cache {
         Ok(())
     }
 
-    /// Plans the step for a window. Lengths are those before the new token.
+    /// Plans the attention of a decode step for layers with this window, and uploads the plan. Lengths are those
+    /// before the new token.
     fn upload_plan(&mut self, window: Option<usize>) -> Result<()> {
         let appended = usize::from(!self.in_step);
         let rows: Vec<PlannedRow> = (self.rows.iter().zip(&self.tables.starts))
@@ -312,7 +313,8 @@ impl Cache {
     /// lengths and tables are in device memory.
     ///
     /// # Errors
-    /// [`CudaError::Input`] if a shape does not match, or layers are out of order. [`CudaError::OutOfMemory`].
+    /// [`CudaError::Input`] if a shape does not match, or layers are out of order. [`CudaError::OutOfMemory`] if
+    /// no page is free.
     pub fn attend(&mut self, layer: usize, window: Option<usize>, qkv: Rows<'_>, out: Rows<'_>) -> Result<()> {
         self.check(layer, &qkv)?;
         if !self.in_step && layer == 0 {
@@ -371,7 +373,7 @@ impl Cache {
         Ok(())
     }
 
-    /// Offset of a layer in a page, in bytes.
+    /// Offset of a layer's keys and values in a page, in bytes.
     fn layer_at(&self, layer: usize) -> u64 {
         (layer * BLOCK * 2 * self.heads.kv_width() * self.dtype.bytes()) as u64
     }

@@ -66,14 +66,14 @@ pub struct Properties {
     pub emulated: bool,
 }
 
-/// The threads of a launch.
+/// The number of blocks and threads of a kernel launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Launch {
     /// Number of blocks in x, y and z. A launch without blocks does nothing.
     pub grid: [u32; 3],
     /// Number of threads in a block: a multiple of 32, at most 1024.
     pub block: u32,
-    /// Dynamic shared memory in bytes.
+    /// Dynamic shared memory of a block in bytes.
     pub shared: u32,
 }
 
@@ -116,23 +116,23 @@ pub(super) struct Product {
     pub beta: f32,
 }
 
-/// A kernel that was found by its name.
+/// A kernel of the module, found by its name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Found {
-    /// Index of the kernel.
+    /// Index that the driver launches the kernel by.
     pub kernel: u32,
-    /// Size of its parameter in bytes, if known.
+    /// Size of the kernel's parameter in bytes, if known.
     pub param_bytes: Option<usize>,
 }
 
-/// Host memory that the device copies from.
+/// Staging memory: host memory that the device copies from and to.
 #[derive(Debug)]
 pub(super) struct Staging {
-    /// Its first byte; the driver allocated it and frees it.
+    /// Address of the first byte; the driver allocated the memory and frees it.
     pub start: *mut u8,
     /// Size of the memory in bytes.
     pub bytes: usize,
-    /// The driver's event after its last use, or null.
+    /// The driver's event after the last use of the memory, or null.
     pub event: *mut std::ffi::c_void,
 }
 
@@ -142,47 +142,48 @@ unsafe impl Send for Staging {}
 impl Staging {
     /// Reads the first `to.len()` bytes. No copy into this memory may be in progress.
     pub fn read(&self, to: &mut [u8]) {
-        assert!(to.len() <= self.bytes, "a download lies within its staging memory");
+        assert!(to.len() <= self.bytes, "a download must lie within its staging memory");
         // SAFETY: the range is within the memory that this value owns, as just checked.
         unsafe { std::ptr::copy_nonoverlapping(self.start, to.as_mut_ptr(), to.len()) }
     }
 
     /// Overwrites a part of the memory. No copy from this memory may be in progress.
     pub fn fill(&mut self, at: usize, bytes: &[u8]) {
-        assert!(at + bytes.len() <= self.bytes, "an upload lies within its staging memory");
+        assert!(at + bytes.len() <= self.bytes, "an upload must lie within its staging memory");
         // SAFETY: the range is within the memory that this value owns, as just checked.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.start.add(at), bytes.len()) }
     }
 }
 
-/// The provider of the device's memory, in segments.
+/// Provides the memory pool with device memory, in segments.
 pub(super) trait Source {
-    /// Reserves `bytes` of device memory; None if there is no room.
+    /// Reserves a segment of `bytes` of device memory; None if there is no room.
     fn reserve(&mut self, bytes: u64) -> Result<Option<u64>, CudaError>;
-    /// Returns a segment. Work that uses it may still be in progress.
+    /// Gives a segment back to the driver. Kernels already submitted may still use its memory.
     fn release(&mut self, start: u64, bytes: u64);
-    /// Makes returned segments available to other users.
+    /// Makes the memory of all segments given back so far available to other users of the device.
     fn released(&mut self) {}
 }
 
-/// Executes work in the order in which it is submitted.
+/// A device's driver, which executes submitted work in order.
 pub(super) trait Driver: Source + fmt::Debug + Send {
     /// Makes this device the target of the calling thread's calls.
     fn enter(&self) -> Result<(), CudaError> {
         Ok(())
     }
 
-    /// Bytes to keep free on both sides of a buffer. If not 0, the driver is informed of each dropped buffer.
+    /// Number of guard bytes to keep free on both sides of each buffer, to detect writes out of bounds. If not 0, the
+    /// driver is informed of each new and dropped buffer.
     fn guard(&self) -> u64 {
         0
     }
 
-    /// Notes that a buffer was created in this block.
+    /// Tells a driver with guard bytes that a buffer was created in this block of memory.
     fn buffer_made(&mut self, _at: u64, _block: u64, _bytes: u64) -> Result<(), CudaError> {
         Ok(())
     }
 
-    /// Notes that a buffer was dropped.
+    /// Tells a driver with guard bytes that a buffer was dropped.
     fn buffer_dropped(&mut self, _at: u64, _block: u64, _bytes: u64) -> Result<(), CudaError> {
         Ok(())
     }
@@ -190,28 +191,28 @@ pub(super) trait Driver: Source + fmt::Debug + Send {
     /// Finds a kernel by its name.
     fn find(&mut self, kernel: &str) -> Result<Found, CudaError>;
 
-    /// Starts a kernel, with the bytes of its parameter.
+    /// Starts a kernel; `params` holds the bytes of its parameter.
     fn launch(&mut self, kernel: u32, launch: Launch, params: &[u8]) -> Result<(), CudaError>;
 
-    /// Computes a matrix product.
+    /// Computes a matrix product with cuBLAS, or the emulator's replacement.
     fn product(&mut self, product: &Product) -> Result<(), CudaError>;
 
-    /// Fills memory with zeros.
+    /// Fills device memory with zeros.
     fn zero(&mut self, to: u64, bytes: usize) -> Result<(), CudaError>;
 
-    /// Copies within the device; the ranges do not overlap.
+    /// Copies device memory to device memory; the ranges do not overlap.
     fn copy(&mut self, from: u64, to: u64, bytes: usize) -> Result<(), CudaError>;
 
-    /// Copies to the device; the bytes may be overwritten as soon as this returns.
+    /// Copies bytes to the device; they may be overwritten as soon as this returns.
     fn upload(&mut self, to: u64, bytes: &[u8]) -> Result<(), CudaError>;
 
     /// Copies a part of staging memory to the device.
     fn upload_staged(&mut self, to: u64, staging: &Staging, at: usize, bytes: usize) -> Result<(), CudaError>;
 
-    /// Waits for all submitted work, then copies from the device.
+    /// Waits for all submitted work, then copies bytes from the device.
     fn download(&mut self, from: u64, to: &mut [u8]) -> Result<(), CudaError>;
 
-    /// Copies from the device to staging memory; call `settle` before reading it.
+    /// Copies from the device to staging memory; call `settle` before reading the staging memory.
     fn fetch(&mut self, from: u64, staging: &mut Staging, bytes: usize) -> Result<(), CudaError>;
 
     /// Waits for all submitted work.
@@ -223,20 +224,20 @@ pub(super) trait Driver: Source + fmt::Debug + Send {
     /// Frees staging memory. No copy from or to it may be in progress.
     fn unstage(&mut self, staging: Staging);
 
-    /// Notes that all work submitted so far may copy from this memory.
+    /// Notes that the work submitted so far may copy from this staging memory, so that `settle` waits for it.
     fn used(&mut self, _staging: &mut Staging) -> Result<(), CudaError> {
         Ok(())
     }
 
-    /// Waits until no copy from or to this memory is in progress.
+    /// Waits until no copy from or to this staging memory is in progress.
     fn settle(&mut self, _staging: &Staging) -> Result<(), CudaError> {
         Ok(())
     }
 
-    /// Starts to measure the time of the work submitted from now on.
+    /// Starts a timer for the work submitted from now on.
     fn start_timer(&mut self) -> Result<Box<dyn Timer>, CudaError>;
 
-    /// Creates a graph of the work that `work` submits, without executing it; None if this driver has no graphs.
+    /// Creates a CUDA graph of the work that `work` submits, without executing it; None if this driver has no graphs.
     fn capture(&mut self, _work: &mut Work<'_>) -> Result<Option<Box<dyn Graph>>, CudaError> {
         Ok(None)
     }
@@ -245,16 +246,16 @@ pub(super) trait Driver: Source + fmt::Debug + Send {
 /// A function that submits work to a driver.
 pub(super) type Work<'w> = dyn FnMut(&mut dyn Driver) -> Result<(), CudaError> + 'w;
 
-/// Recorded work that is started as a whole.
+/// A CUDA graph: recorded work that is started as a whole.
 pub(super) trait Graph: fmt::Debug + Send {
-    /// Starts the recorded work.
+    /// Starts the work recorded in the graph.
     fn start(&self) -> Result<(), CudaError>;
 }
 
-/// Two points in a device's work.
+/// A timer between two points in a device's work.
 pub(super) trait Timer: fmt::Debug + Send {
-    /// Sets the second point: the end of the work submitted so far.
+    /// Stops the timer at the end of the work submitted so far.
     fn stop(&mut self) -> Result<(), CudaError>;
-    /// Waits for the second point; returns the seconds between both.
+    /// Waits until the device has reached the second point; returns the seconds between both.
     fn seconds(&self) -> Result<f64, CudaError>;
 }

@@ -31,7 +31,7 @@ use super::device_api::{Driver, Staging};
 use list::Op;
 use queue::Queue;
 
-/// A GPU. Clones refer to the same device.
+/// A GPU or the emulator. Clones refer to the same device.
 #[derive(Clone)]
 pub struct Device(Arc<Shared>);
 
@@ -58,12 +58,12 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// The device address of its first byte, a multiple of 256.
+    /// The device address of the buffer's first byte, a multiple of 256.
     pub fn pointer(&self) -> u64 {
         self.pointer
     }
 
-    /// Its size in bytes, as requested.
+    /// The buffer's size in bytes, as requested.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
@@ -73,7 +73,7 @@ impl Buffer {
         self.bytes as usize / size_of::<T>()
     }
 
-    /// The device that owns the memory.
+    /// The device that owns the buffer's memory.
     pub fn device(&self) -> &Device {
         &self.device
     }
@@ -81,7 +81,7 @@ impl Buffer {
     /// The device address of an element, after checking that the buffer holds `count` elements from there.
     ///
     /// # Errors
-    /// [`CudaError::Input`] if it does not.
+    /// [`CudaError::Input`] if the buffer holds fewer elements.
     pub fn at<T: Plain>(&self, element: usize, count: usize) -> Result<u64, CudaError> {
         let bytes = |elements: usize| (elements as u64).saturating_mul(size_of::<T>() as u64);
         self.range(bytes(element), bytes(count))
@@ -104,7 +104,7 @@ impl Drop for Buffer {
     }
 }
 
-/// Elements that are being copied from the device.
+/// Elements of a buffer that are being copied to the host.
 #[derive(Debug)]
 pub struct Fetch<T: Plain> {
     device: Device,
@@ -114,7 +114,7 @@ pub struct Fetch<T: Plain> {
 }
 
 impl<T: Plain> Fetch<T> {
-    /// Waits until the elements are on the host; later work may still run.
+    /// Waits until the copied elements are on the host; work submitted later may still run.
     ///
     /// # Errors
     /// [`CudaError::Failed`] if earlier work failed.
@@ -254,7 +254,7 @@ impl Device {
     /// Overwrites elements from `at` on. The values are copied before this returns.
     ///
     /// # Errors
-    /// [`CudaError::Input`] if they do not fit.
+    /// [`CudaError::Input`] if the values do not fit into the buffer.
     pub fn write<T: Plain>(&self, buffer: &Buffer, at: usize, values: &[T]) -> Result<(), CudaError> {
         self.own(buffer)?;
         let to = buffer.at::<T>(at, values.len())?;
@@ -267,7 +267,7 @@ impl Device {
     /// Waits for all work and reads `count` elements from `at` on.
     ///
     /// # Errors
-    /// [`CudaError::Input`] if the buffer has fewer. [`CudaError::Failed`] if earlier work failed.
+    /// [`CudaError::Input`] if the buffer has fewer elements. [`CudaError::Failed`] if earlier work failed.
     pub fn download<T: Plain>(&self, buffer: &Buffer, at: usize, count: usize) -> Result<Vec<T>, CudaError> {
         self.own(buffer)?;
         let from = buffer.at::<T>(at, count)?;
@@ -282,7 +282,7 @@ impl Device {
     /// affect them. The host may do something else before it waits.
     ///
     /// # Errors
-    /// [`CudaError::Input`] if the buffer has fewer.
+    /// [`CudaError::Input`] if the buffer has fewer elements.
     pub fn fetch<T: Plain>(&self, buffer: &Buffer, at: usize, count: usize) -> Result<Fetch<T>, CudaError> {
         self.own(buffer)?;
         let from = buffer.at::<T>(at, count)?;
@@ -430,7 +430,7 @@ impl Device {
     }
 }
 
-/// Ends a body that failed or panicked, or whose end failed.
+/// Cleans up after a body that failed or panicked, or whose end failed.
 struct Abandon<'a>(&'a Device);
 
 impl Drop for Abandon<'_> {

@@ -8,15 +8,15 @@ use super::rows::{Dtype, Parts, Result, Rows, bits, check, check_rows, copy, fin
 /// The implementation of matrix products.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Gemm {
-    /// Our own kernels: each element is one chain over k (bf16: in steps of 16; eight chains if there are few columns),
-    /// whatever the tile. A row's bits do not depend on the other rows.
+    /// Our own kernels: each element is one chain of additions over k (bf16: in steps of 16; eight chains if there are
+    /// few columns), whatever the tile. A row's bits do not depend on the other rows.
     Exact,
     /// cuBLAS, which is fast and chooses its own order of sums. Our own kernels replace it where it is slow: x·Wᵀ for
     /// few rows, and gradients with few columns.
     Fast,
 }
 
-/// Which operand is transposed.
+/// The form of a product: which operand is transposed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Form {
     /// a `[m, k]` · b `[n, k]`ᵀ, as in x·Wᵀ.
@@ -28,7 +28,7 @@ pub enum Form {
 }
 
 impl Form {
-    /// Returns m, n and k if the operands match.
+    /// Returns the sizes m, n and k of the product if the operands match.
     fn sizes(self, a: &Rows<'_>, b: &Rows<'_>) -> Option<(usize, usize, usize)> {
         let (m, k) = if self == Form::Tn { (a.width, a.rows) } else { (a.rows, a.width) };
         let (n, b_k) = if self == Form::Nt { (b.rows, b.width) } else { (b.width, b.rows) };
@@ -36,7 +36,7 @@ impl Form {
     }
 }
 
-/// A product and the terms added to it. a and b have the same type, and so have the operands of `more`.
+/// A matrix product and the terms added to it. a and b have the same type, and so have the operands of `more`.
 #[derive(Clone, Copy, Debug)]
 pub struct Product<'a> {
     /// The form of both products.
@@ -47,11 +47,11 @@ pub struct Product<'a> {
     pub b: Rows<'a>,
     /// A second product with the same form, type, rows and columns, whose sums continue those of the first.
     pub more: Option<(Rows<'a>, Rows<'a>)>,
-    /// Factor of the products.
+    /// Factor alpha of the products.
     pub alpha: f32,
-    /// One row of f32, added to every row.
+    /// The bias: one row of f32, added to every row of the result.
     pub bias: Option<Rows<'a>>,
-    /// Added to the result; f32, may be the same memory as `out`.
+    /// Values added to the result, such as a residual; f32, may be the same memory as `out`.
     pub add: Option<Rows<'a>>,
 }
 
@@ -110,7 +110,7 @@ pub fn outer(device: &Device, gemm: Gemm, a: Rows<'_>, b: Rows<'_>, alpha: f32, 
     outer_parts(device, gemm, a, b, alpha, &[gradient])
 }
 
-/// Computes [`outer`] for a gradient whose rows are stored in several places.
+/// Computes [`outer`] for a gradient whose blocks of rows are stored in several places.
 ///
 /// # Errors
 /// [`CudaError::Input`](driver::CudaError::Input) if the shapes or types do not match.
@@ -129,7 +129,8 @@ pub fn outer_parts(
         return Ok(());
     }
     let plain = Product::new(Form::Tn, a, b);
-    // cuBLAS splits long sums of few columns badly; but if lines are not aligned our own kernels are slow.
+    // Use our own kernels for long sums of few columns, which cuBLAS splits badly, unless rows are not aligned, for
+    // which our kernels are slow.
     const FEW_COLUMNS: usize = 64;
     let is_few = a.dtype == Dtype::Bf16 && m.min(n) <= FEW_COLUMNS && by_16(a) && by_16(b);
     let is_own = gemm == Gemm::Exact || is_few;
@@ -156,7 +157,7 @@ pub fn outer_parts(
     Ok(())
 }
 
-/// The division of a sum over k into parts, each computed by separate blocks.
+/// How the sum over k of a product is split into parts, each computed by separate thread blocks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct SplitK {
     parts: usize,
@@ -164,7 +165,7 @@ struct SplitK {
 }
 
 impl SplitK {
-    /// A sum in one part.
+    /// The split of a sum over k into a single part.
     fn whole(k: usize) -> SplitK {
         SplitK { parts: 1, k_of_part: k }
     }
@@ -186,23 +187,24 @@ impl SplitK {
     }
 }
 
-/// The tile of a block. It does not change any bit of a product, only the number of blocks that share the work.
+/// The tile of outputs that a thread block computes. It does not change any bit of a product, only the number of thread
+/// blocks that share the work.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Tile {
     Small,
     Middle,
     Large,
-    /// Few columns, with eight chains over k.
+    /// A tile for few columns, with eight chains of additions over k.
     Thin,
-    /// Few columns and many rows, with eight chains over k.
+    /// A tile for few columns and many rows, with eight chains of additions over k.
     ThinTall,
 }
 
 impl Tile {
-    /// Number of blocks that keep the multiprocessors busy.
+    /// Number of thread blocks that keep the multiprocessors busy.
     const BUSY: usize = 120;
 
-    /// Chooses a tile with one chain by rows and columns.
+    /// Chooses a tile with one chain of additions, by rows and columns of the product.
     fn of(m: usize, n: usize) -> Tile {
         match () {
             () if m > 64 && n > 64 && Tile::Large.count(m, n) >= Tile::BUSY => Tile::Large,
@@ -211,8 +213,8 @@ impl Tile {
         }
     }
 
-    /// Chooses the tile of a product. Products with few columns (LoRA's A) have a separate kernel with eight chains.
-    /// That choice depends on form, type and columns, never on the rows.
+    /// Chooses the tile of a product. Products with few columns (LoRA's A) have a separate kernel with eight chains of
+    /// additions. That choice depends on form, type and columns, never on the rows.
     fn of_product(product: &Product<'_>, m: usize, n: usize) -> Tile {
         const MOST_COLUMNS: usize = 256;
         let has_kernel = product.form == Form::Nt && product.a.dtype == Dtype::Bf16 && product.more.is_none();
@@ -237,10 +239,10 @@ impl Tile {
         }
     }
 
-    /// Number of threads, and dynamic shared memory in bytes.
+    /// Number of threads of a thread block, and its dynamic shared memory in bytes.
     fn block(self, dtype: Dtype) -> (u32, u32) {
         match (dtype, self) {
-            // The product of: steps in shared memory, values per step, 2 bytes.
+            // Each size is the product of: steps in shared memory, values per step, 2 bytes.
             (Dtype::Bf16, Tile::Small) => (128, 6 * (16 + 32) * 64 * 2),
             (Dtype::Bf16, Tile::Middle) => (128, 4 * (64 + 64) * 32 * 2),
             (Dtype::Bf16, Tile::Large) => (128, 3 * (128 + 128) * 32 * 2),
@@ -252,7 +254,7 @@ impl Tile {
     }
 }
 
-/// The kernel's name. Combinations without a kernel are rejected earlier.
+/// The name of the kernel for a product. Combinations without a kernel are rejected earlier.
 fn kernel(form: Form, operands: Dtype, out: Dtype, tile: Tile) -> &'static str {
     macro_rules! of_tile {
         ($name:literal) => {
@@ -316,19 +318,21 @@ fn exact(
         parts.at::<f32>(0, split.parts * m * n)?;
     }
     let tiles = tile.count(m, n);
-    check(tiles < 1 << 31 && split.parts < 1 << 16, || format!("a product of {m} x {n} has too many tiles"))?;
+    check(tiles < 1 << 31 && split.parts < 1 << 16, || {
+        format!("a product of {m} x {n} needs more tiles than a grid can have")
+    })?;
     let (block, shared) = tile.block(product.a.dtype);
     let launch = Launch { grid: [tiles as u32, 1, split.parts as u32], block, shared };
     device.launch(kernel(product.form, product.a.dtype, out.dtype, tile), launch, &params(product, split, out)?)
 }
 
-/// Whether lines can be read 16 bytes at a time. A single line's stride counts too: copies skip the lines of a tile
-/// beyond it, but their addresses must be aligned all the same.
+/// Whether the lines of an operand can be read 16 bytes at a time. A single line's stride counts too: copies skip the
+/// lines of a tile beyond it, but their addresses must be aligned all the same.
 fn by_16(rows: Rows<'_>) -> bool {
     rows.is_aligned(16) && (rows.stride * rows.dtype.bytes()).is_multiple_of(16)
 }
 
-/// The parameters that describe a product to the kernels.
+/// The parameter of the product kernels that describes a product.
 fn params(product: &Product<'_>, split: SplitK, out: Rows<'_>) -> Result<Params> {
     let Product { form: _, a, b, more, alpha, bias, add } = *product;
     let (m, n, k, k2) = product.sizes(&out)?;
@@ -361,7 +365,7 @@ fn params(product: &Product<'_>, split: SplitK, out: Rows<'_>) -> Result<Params>
             a2.is_some_and(by_16),
             b2.is_some_and(by_16),
             add.is_some_and(|add| add.by_fours()),
-            // Parts follow each other without a gap.
+            // The parts of a split sum follow each other in memory without a gap.
             out.by_fours() && (parts == 1 || (m * n).is_multiple_of(4)),
         ]),
         alpha,

@@ -13,21 +13,21 @@ use super::driver::{Buffer, CudaError, Device, Launch, params};
 use super::gemm::{Form, Gemm, Product, outer, product};
 use super::rows::{Dtype, Result, Rows, size};
 
-/// Number of tokens in a cell.
+/// Number of tokens in a cell, a part of the vocabulary.
 const CELL: usize = 512;
 /// Minimum number of rows whose logits are in memory together.
 const MIN_ROWS: usize = 16;
-/// Maximum number of blocks in y.
+/// Maximum size of a grid in y, in blocks.
 const GRID_Y: usize = 1 << 14;
 
-/// The head, and the implementation of its products.
+/// The language-model head, and the implementation of its matrix products.
 #[derive(Clone, Copy, Debug)]
 pub struct Head<'a> {
-    /// The matrix `[vocab, hidden]`, with the same type as the input rows.
+    /// The matrix `[vocab, hidden]` of the head, with the same type as the input rows.
     pub weight: Rows<'a>,
     /// The implementation of the products.
     pub gemm: Gemm,
-    /// Maximum number of f32 logits in memory; at least those of 16 rows are.
+    /// Maximum number of f32 logits in memory; those of 16 rows are, even if they exceed it.
     pub max_logits: usize,
 }
 
@@ -66,14 +66,14 @@ params! {
     }
 }
 
-/// The logits of some rows, and one cell per 512 tokens.
+/// The logits of some rows, and their cells: the sums over each 512 tokens.
 struct Logits {
     buffer: Buffer,
     cells: Buffer,
     vocab: usize,
     stride: usize,
     cells_of_row: usize,
-    /// Number of rows that fit.
+    /// Number of rows whose logits fit into memory together.
     at_once: usize,
 }
 
@@ -83,7 +83,7 @@ impl Logits {
         if vocab == 0 || head.weight.width == 0 {
             return Err(CudaError::Input("the head has no tokens".to_owned()));
         }
-        // Kernels read and write up to eight values together.
+        // Kernels read and write up to eight logits together, so pad each row.
         let stride = vocab.next_multiple_of(64);
         let at_once = (head.max_logits / stride).max(MIN_ROWS).min(rows.max(1));
         let cells_of_row = vocab.div_ceil(CELL);
@@ -101,7 +101,8 @@ impl Logits {
         product(device, head.gemm, &Product::new(Form::Nt, x, head.weight), self.rows(x.rows))
     }
 
-    /// Computes the cells of `rows` rows, at 1 / temperature `t`, or at the temperature of each row's pick.
+    /// Computes the cells (sums over 512 tokens) of `rows` rows, at 1 / temperature `t`, or at the temperature
+    /// of each row's pick.
     fn summarize(&self, device: &Device, rows: usize, t: f32, picks: u64) -> Result<()> {
         let params = HeadCells {
             logits: self.buffer.pointer(),
@@ -141,7 +142,7 @@ fn check_targets(head: &Head<'_>, targets: &[u32]) -> Result<()> {
     }
 }
 
-/// Computes log-softmax(x · weightᵀ / temperature) at each row's target, and the entropy. x `[rows,
+/// Computes the log-prob of each row's target, log-softmax(x · weightᵀ / temperature), and the entropy. x `[rows,
 /// hidden]` is already normed.
 ///
 /// # Errors

@@ -10,38 +10,38 @@ use super::rows::{Dropout, Dtype, Result, Rows, check, check_rows, column_sums, 
 /// LoRA factors of a fused weight on the device: A stacked, B block-diagonal and scaled by s.
 #[derive(Debug)]
 pub struct Adapter {
-    /// The stacked A, `[blocks · r, in]`.
+    /// The factors A of all modules, stacked: `[blocks · r, in]`.
     a: Buffer,
-    /// The block-diagonal B, `[out, blocks · r]`.
+    /// The factors B of all modules on a block diagonal, `[out, blocks · r]`.
     b: Buffer,
     dtype: Dtype,
     inputs: usize,
     outputs: usize,
     r: usize,
     scaling: f32,
-    /// The outputs of each module.
+    /// The range of outputs of each adapted module.
     parts: Vec<Range<usize>>,
 }
 
-/// The positions of the factors in the flat parameters; see `engine::backend::AdapterShape`.
+/// The LoRA factors of a fused weight, as positions in the flat parameters; see `engine::backend::AdapterShape`.
 #[derive(Clone, Debug)]
 pub struct Factors<'a> {
-    /// The flat parameters, f32.
+    /// The flat parameters in f32, which hold the factors.
     pub values: &'a Buffer,
     /// Number of inputs of A.
     pub inputs: usize,
     /// Number of outputs of the fused weight.
     pub outputs: usize,
-    /// Rank of the factors.
+    /// Rank of the LoRA factors.
     pub r: usize,
-    /// The scaling `s` in s·B·A.
+    /// The scaling `s` in the product s·B·A.
     pub scaling: f64,
     /// Each module: its outputs, and the offsets of A `[r, in]` and B `[out, r]`.
     pub blocks: Vec<(Range<usize>, usize, usize)>,
 }
 
 impl Adapter {
-    /// Creates the factors in the layout and type that products read.
+    /// Creates the factors of an adapter, in the layout and type that products read.
     ///
     /// # Errors
     /// [`CudaError::Input`](super::driver::CudaError::Input) if a factor is outside of the buffer.
@@ -54,7 +54,7 @@ impl Adapter {
             format!("an adapter of rank {r} does not match a weight of {outputs} x {inputs}")
         })?;
         let a = device.alloc(rank * inputs * dtype.bytes())?;
-        // B is zero in the rows of other modules.
+        // Each module's rows of B are zero in the columns of other modules' ranks.
         let b = device.zeros(outputs * rank * dtype.bytes())?;
         let (all_a, all_b) = (Rows::new(&a, rank, *inputs, dtype), Rows::new(&b, *outputs, rank, dtype));
         for (index, (range, at_a, at_b)) in blocks.iter().enumerate() {
@@ -88,7 +88,7 @@ impl Adapter {
         Rows::new(&self.b, self.outputs, self.rank(), self.dtype)
     }
 
-    /// The range of a module's ranks.
+    /// The range of a module's ranks among those of all modules.
     fn ranks(&self, block: usize) -> Range<usize> {
         block * self.r..(block + 1) * self.r
     }
@@ -110,21 +110,21 @@ impl Adapter {
     }
 }
 
-/// Applies dropout to x, in its type.
+/// Applies LoRA dropout to x, in its type.
 fn dropped(device: &Device, x: Rows<'_>, dropout: Dropout<'_>) -> Result<Buffer> {
     let left = device.alloc(x.rows * x.width * x.dtype.bytes())?;
     drop_out(device, x, dropout, false, Rows::new(&left, x.rows, x.width, x.dtype))?;
     Ok(left)
 }
 
-/// A product and its operands.
+/// A linear layer: its weight and the terms added to it.
 #[derive(Clone, Copy, Debug)]
 pub struct Linear<'a> {
     /// The weight `[out, in]`, in the compute type.
     pub weight: Rows<'a>,
-    /// One row of f32.
+    /// The bias: one row of f32.
     pub bias: Option<Rows<'a>>,
-    /// The adapter of the weight.
+    /// The LoRA adapter of the weight.
     pub adapter: Option<&'a Adapter>,
     /// The dropout of each module's input; empty without dropout.
     pub dropout: &'a [Dropout<'a>],
@@ -136,12 +136,12 @@ impl Linear<'_> {
         let Some(adapter) = adapter else { return Ok(()) };
         let fits = (adapter.outputs, adapter.inputs, adapter.dtype) == (weight.rows, weight.width, weight.dtype);
         let masked = dropout.is_empty() || dropout.len() == adapter.parts.len();
-        check_rows(fits && masked, "a weight and its adapter", &[*weight, adapter.a(), adapter.b()])
+        check_rows(fits && masked, "the shapes of a weight and its adapter", &[*weight, adapter.a(), adapter.b()])
     }
 }
 
-/// Computes out = residual + x·Wᵀ + b + s·(x·Aᵀ)·Bᵀ. x has the compute type; the residual is f32; out is f32 or
-/// has the compute type.
+/// Computes the output of a linear layer, out = residual + x·Wᵀ + b + s·(x·Aᵀ)·Bᵀ. x has the compute type; the residual
+/// is f32; out is f32 or has the compute type.
 ///
 /// # Errors
 /// [`CudaError::Input`](super::driver::CudaError::Input) if the shapes or types do not match.
@@ -162,31 +162,32 @@ pub fn linear(
     product(device, gemm, &Product { more: Some((hidden, adapter.b())), ..plain }, out)
 }
 
-/// A module of a weight that is fully trained: its outputs, and the offsets of the gradients of W and b.
+/// A module of a fused weight that is trained in full fine-tuning: its outputs, and the offsets of the gradients
+/// of W and b.
 #[derive(Clone, Debug)]
 pub struct Trained {
-    /// Its outputs in the fused weight.
+    /// The module's range of outputs in the fused weight.
     pub outputs: Range<usize>,
-    /// Offset of the gradient of W, row-major.
+    /// Offset of the gradient of W in the flat gradient, row-major.
     pub weight: usize,
-    /// Offset of the gradient of b.
+    /// Offset of the gradient of b in the flat gradient.
     pub bias: Option<usize>,
 }
 
 /// The inputs of the backward pass of [`linear`], and the destination of its gradients.
 #[derive(Clone, Copy, Debug)]
 pub struct LinearBackward<'a> {
-    /// The arguments of the forward pass.
+    /// The weight and adapter of the forward pass.
     pub linear: Linear<'a>,
-    /// The input, in the compute type.
+    /// The input x of the layer, in the compute type.
     pub x: Rows<'a>,
-    /// The gradient dL/dout, f32 or in the compute type.
+    /// The gradient dL/dout of the layer's output, f32 or in the compute type.
     pub dy: Rows<'a>,
     /// Offsets of the gradients of each module's A and B; empty if no adapter is trained.
     pub slots: &'a [(usize, usize)],
     /// The trained modules in full fine-tuning; empty otherwise.
     pub full: &'a [Trained],
-    /// The flat f32 gradient, to which gradients are added.
+    /// The flat f32 gradient buffer, to which the layer's gradients are added.
     pub gradient: &'a Buffer,
 }
 
@@ -198,7 +199,7 @@ pub fn linear_vjp(device: &Device, gemm: Gemm, backward: &LinearBackward<'_>, dx
     let LinearBackward { linear, x, dy, slots, full, gradient } = *backward;
     linear.check()?;
     let Linear { weight, bias: _, adapter, dropout } = linear;
-    // Products round their inputs, as in the forward pass.
+    // Products round their inputs to the compute type, as in the forward pass.
     let rounded = if dy.dtype == weight.dtype {
         None
     } else {
@@ -240,7 +241,7 @@ pub fn linear_vjp(device: &Device, gemm: Gemm, backward: &LinearBackward<'_>, dx
     let hidden = adapter.hidden(device, gemm, x, dropout)?;
     let hidden = Rows::new(&hidden, x.rows, rank, adapter.dtype);
     for (block, (outputs, (_, at))) in adapter.parts.iter().zip(slots).enumerate() {
-        // L depends on B through s·B, so dB = s·dyᵀ·h.
+        // The loss L depends on B through s·B, so dB = s·dyᵀ·h with h = x·Aᵀ.
         let slot = Rows::within(gradient, *at, outputs.len(), adapter.r);
         let (dy, hidden) = (dy_read.columns(outputs.clone()), hidden.columns(adapter.ranks(block)));
         outer(device, gemm, dy, hidden, adapter.scaling, slot)?;

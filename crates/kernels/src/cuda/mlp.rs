@@ -17,12 +17,12 @@ params! {
     }
 }
 
-/// One thread for each eight values of each row.
+/// Launches one thread for each eight values of each row.
 fn launch(rows: usize, width: usize) -> Result<Launch> {
     threads(rows.saturating_mul(width.div_ceil(8)))
 }
 
-/// Whether eight values at a time can be read from all rows.
+/// Whether all rows can be read eight values at a time.
 fn by_eights(rows: &[Rows<'_>]) -> bool {
     rows.iter().all(|x| x.width.is_multiple_of(8) && x.is_aligned(16))
 }

@@ -67,15 +67,15 @@ pub fn rms_norm(device: &Device, x: Rows<'_>, weight: Rows<'_>, eps: f32, out: R
 /// The operands of [`rms_norm_vjp`].
 #[derive(Clone, Copy, Debug)]
 pub struct NormBackward<'a> {
-    /// The input rows, f32.
+    /// The input rows of the norm, f32.
     pub x: Rows<'a>,
-    /// One row of f32.
+    /// The norm's weight: one row of f32.
     pub weight: Rows<'a>,
     /// The epsilon added to the mean of the squares.
     pub eps: f32,
-    /// The gradient dL/dout, f32 or bf16.
+    /// The gradient dL/dout of the norm's output, f32 or bf16.
     pub dy: Rows<'a>,
-    /// Added to the result; f32.
+    /// Values added to the result, such as the gradient of the residual stream; f32.
     pub residual: Option<Rows<'a>>,
 }
 

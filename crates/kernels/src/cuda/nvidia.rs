@@ -19,16 +19,16 @@ use super::device_api::{CudaError, DType, Driver, Found, Graph, Launch, Product,
 use handles::{EventPair, GraphExec};
 pub(super) use open::{count, describe};
 
-/// Size of each piece of pinned memory for uploads, in bytes.
+/// Size in bytes of each piece of pinned memory for uploads.
 const PIECE_BYTES: usize = 8 << 20;
 const PIECES: usize = 4;
-/// Size of each piece of pinned memory for downloads, in bytes.
+/// Size in bytes of each piece of pinned memory for downloads.
 const LANDING_BYTES: usize = 4 << 20;
 /// Dynamic shared memory that a kernel may use without setting an attribute, in bytes.
 const SHARED_WITHOUT_ASKING: u32 = 48 << 10;
 
 thread_local! {
-    /// The context that is current for this thread.
+    /// The CUDA context that is current for this thread.
     static CURRENT: Cell<sys::CUcontext> = const { Cell::new(ptr::null_mut()) };
 }
 
@@ -37,7 +37,7 @@ thread_local! {
 struct Function {
     handle: sys::CUfunction,
     name: String,
-    /// Dynamic shared memory that its attribute permits so far, in bytes.
+    /// Dynamic shared memory in bytes that the kernel's attribute permits so far.
     shared: u32,
 }
 
@@ -52,7 +52,7 @@ struct Ring {
 /// A GPU that was opened.
 #[derive(Debug)]
 pub(super) struct Gpu {
-    /// Retained until the process ends, because it stays the current context of threads.
+    /// The CUDA context: retained until the process ends, because it stays the current context of threads.
     context: sys::CUcontext,
     stream: sys::CUstream,
     pool: sys::CUmemoryPool,
@@ -84,14 +84,14 @@ fn of_driver(what: &str, error: result::DriverError) -> CudaError {
     }
 }
 
-/// The error for missing memory that is not a buffer's.
+/// The error if the driver has no memory for something other than a buffer.
 fn out_of_memory() -> CudaError {
     let (free, total) = result::mem_get_info().unwrap_or((0, 0));
     CudaError::OutOfMemory { requested: 0, used: (total - free) as u64, total: total as u64 }
 }
 
 impl Gpu {
-    /// Finds room in the ring that no copy reads from: the piece and the offset in it.
+    /// Finds room in the ring of upload memory that no copy reads from: the piece and the offset in it.
     fn room(&mut self, bytes: usize) -> Result<(usize, usize), CudaError> {
         if self.ring.pieces.is_empty() {
             let piece = self.stage(PIECE_BYTES)?;
@@ -170,7 +170,7 @@ impl Driver for Gpu {
     }
 
     fn find(&mut self, name: &str) -> Result<Found, CudaError> {
-        // The call may also return errors of earlier work, and a kernel's code is loaded only now.
+        // Finding a kernel may report errors of earlier work, and loads its code if this was not done yet.
         let not_found = |error: result::DriverError| match error.0 {
             CUresult::CUDA_ERROR_NOT_FOUND => CudaError::Input(format!("there is no kernel named {name}")),
             _ => of_driver(&format!("cuModuleGetFunction {name}"), error),
@@ -213,21 +213,21 @@ impl Driver for Gpu {
     }
 
     fn zero(&mut self, to: u64, bytes: usize) -> Result<(), CudaError> {
-        // SAFETY: a range of a live buffer, checked by Device.
+        // SAFETY: `to` is a range of a live buffer, checked by Device.
         driver_result("cuMemsetD8Async", unsafe { result::memset_d8_async(to, 0, bytes, self.stream) })
     }
 
     fn copy(&mut self, from: u64, to: u64, bytes: usize) -> Result<(), CudaError> {
-        // SAFETY: ranges of live buffers, checked by Device.
+        // SAFETY: both addresses are ranges of live buffers, checked by Device.
         driver_result("cuMemcpyDtoDAsync", unsafe { result::memcpy_dtod_async(to, from, bytes, self.stream) })
     }
 
-    /// Copies through the ring, piece by piece.
+    /// Copies bytes through the ring of pinned memory, piece by piece.
     fn upload(&mut self, mut to: u64, bytes: &[u8]) -> Result<(), CudaError> {
         for piece in bytes.chunks(PIECE_BYTES) {
             let (index, at) = self.room(piece.len())?;
             self.ring.pieces[index].fill(at, piece);
-            // SAFETY: from pinned memory that is not reused before its event, to a range of a live buffer.
+            // SAFETY: copies from pinned memory, which is not reused before its event, to a range of a live buffer.
             driver_result("cuMemcpyHtoDAsync", unsafe {
                 let from = self.ring.pieces[index].start.add(at);
                 sys::cuMemcpyHtoDAsync_v2(to, from.cast(), piece.len(), self.stream).result()
@@ -238,14 +238,14 @@ impl Driver for Gpu {
     }
 
     fn upload_staged(&mut self, to: u64, staging: &Staging, at: usize, bytes: usize) -> Result<(), CudaError> {
-        assert!(at + bytes <= staging.bytes, "an upload lies within its staging memory");
-        // SAFETY: within pinned memory that is overwritten only after its event, to a range of a live buffer.
+        assert!(at + bytes <= staging.bytes, "an upload must lie within its staging memory");
+        // SAFETY: copies from pinned memory, which is overwritten only after its event, to a range of a live buffer.
         driver_result("cuMemcpyHtoDAsync", unsafe {
             sys::cuMemcpyHtoDAsync_v2(to, staging.start.add(at).cast(), bytes, self.stream).result()
         })
     }
 
-    /// Copies through pinned memory: while one piece is read, the next one is copied.
+    /// Copies from the device through pinned memory: while one piece is read, the next one is copied.
     fn download(&mut self, from: u64, to: &mut [u8]) -> Result<(), CudaError> {
         while self.landings.len() < to.len().div_ceil(LANDING_BYTES).min(2) {
             let landing = self.stage(LANDING_BYTES)?;
@@ -264,15 +264,15 @@ impl Driver for Gpu {
 
     /// Allocates pinned memory with its event.
     fn stage(&mut self, bytes: usize) -> Result<Staging, CudaError> {
-        // SAFETY: both belong to the value until `unstage`.
+        // SAFETY: memory and event belong to the returned value until `unstage`.
         let start = driver_result("cuMemHostAlloc", unsafe { result::malloc_host(bytes.max(1), 0) })?;
         let event = driver_result("cuEventCreate", result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING))?;
         Ok(Staging { start: start.cast(), bytes, event: event.cast() })
     }
 
     fn unstage(&mut self, staging: Staging) {
-        // SAFETY: allocated by `stage`; no copy from it is in progress. Both are lost with the context
-        // if that has failed.
+        // SAFETY: `stage` allocated the memory and the event; no copy from it is in progress. Both are lost with the
+        // CUDA context if that has failed.
         unsafe {
             let _ = result::free_host(staging.start.cast());
             let _ = result::event::destroy(staging.event.cast());
@@ -288,10 +288,10 @@ impl Driver for Gpu {
         settle(staging)
     }
 
-    /// Starts to copy to pinned memory, which must be settled before it is read.
+    /// Starts to copy from the device to pinned memory; `settle` must be called before it is read.
     fn fetch(&mut self, from: u64, staging: &mut Staging, bytes: usize) -> Result<(), CudaError> {
-        assert!(bytes <= staging.bytes, "a download lies within its staging memory");
-        // SAFETY: from a range of a live buffer to pinned memory that is read after its event.
+        assert!(bytes <= staging.bytes, "a download must lie within its staging memory");
+        // SAFETY: copies from a range of a live buffer to pinned memory that is read only after its event.
         driver_result("cuMemcpyDtoHAsync", unsafe {
             sys::cuMemcpyDtoHAsync_v2(staging.start.cast(), from, bytes, self.stream).result()
         })?;
@@ -309,7 +309,7 @@ impl Driver for Gpu {
         issued.and(graph).map(|graph| Some(Box::new(graph) as Box<dyn Graph>))
     }
 
-    /// Computes a product. cuBLAS uses column-major order: row-major `c = a b` is its `c' = b' a'`.
+    /// Computes a matrix product with cuBLAS, which uses column-major order: row-major `c = a b` is its `c' = b' a'`.
     fn product(&mut self, product: &Product) -> Result<(), CudaError> {
         let Product { a, b, c, rows, columns, inner, stride_a, stride_b, stride_c, .. } = *product;
         let operation = |transposed: bool| match transposed {
@@ -358,7 +358,7 @@ impl Source for Gpu {
         if (free as u64) < bytes.saturating_add(KEPT_FREE_BYTES) {
             return Ok(None);
         }
-        // SAFETY: the memory is used on this stream only.
+        // SAFETY: the allocated memory is used on this stream only.
         match unsafe { result::malloc_async(self.stream, bytes as usize) } {
             Ok(start) => Ok(Some(start)),
             Err(result::DriverError(CUresult::CUDA_ERROR_OUT_OF_MEMORY)) => Ok(None),
@@ -367,12 +367,12 @@ impl Source for Gpu {
     }
 
     fn release(&mut self, start: u64, _bytes: u64) {
-        // SAFETY: allocated by `reserve`, and no live buffer is in it. An error is reported by the next call.
+        // SAFETY: `reserve` allocated the memory, and no live buffer is in it. An error is reported by the next call.
         let _ = unsafe { result::free_async(start, self.stream) };
     }
 
     fn released(&mut self) {
-        // SAFETY: this device's stream and pool. An error is reported by the next call.
+        // SAFETY: stream and memory pool belong to this device. An error is reported by the next call.
         unsafe {
             let _ = result::stream::synchronize(self.stream);
             let _ = result::mem_pool::trim_to(self.pool, 0);

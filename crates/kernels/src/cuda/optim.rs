@@ -5,7 +5,7 @@ use super::driver::{Buffer, Device, Launch, params};
 use super::rows::{Dtype, Result, Rows, THREADS, check, check_rows, size};
 use crate::adamw::{BLOCK, Update};
 
-/// Flat buffers of equal length, each one row of f32.
+/// The flat buffers of an AdamW update, of equal length, each one row of f32.
 #[derive(Clone, Copy, Debug)]
 pub struct State<'a> {
     /// The parameters, changed in place.
@@ -62,17 +62,17 @@ params! {
 /// A flat buffer with 8 bits per value and one scale per block of 256 values; see the engine's `optim::blockwise`.
 #[derive(Debug)]
 pub struct Codes {
-    /// One u8 per value.
+    /// The 8-bit codes, one u8 per value.
     pub codes: Buffer,
-    /// One f32 per block.
+    /// The scales, one f32 per block of values.
     pub scales: Buffer,
 }
 
 impl Codes {
-    /// Waits for the codes of `count` values and their scales.
+    /// Waits for the codes of `count` values and their scales, and returns both.
     ///
     /// # Errors
-    /// [`CudaError::Input`](super::driver::CudaError::Input) if the buffer has fewer.
+    /// [`CudaError::Input`](super::driver::CudaError::Input) if the buffer has fewer than `count` values.
     pub fn values(&self, count: usize) -> Result<(Vec<u8>, Vec<f32>)> {
         let device = self.codes.device();
         Ok((device.download(&self.codes, 0, count)?, device.download(&self.scales, 0, count.div_ceil(BLOCK))?))
@@ -87,7 +87,7 @@ fn one_each(count: usize) -> Result<Launch> {
     Ok(Launch { grid: [size(count.div_ceil(THREADS as usize))?, 1, 1], block: THREADS, shared: 0 })
 }
 
-/// Computes one update; weight decay applies to the first `decayed` parameters.
+/// Computes one AdamW update with moments in f32; weight decay applies to the first `decayed` parameters.
 ///
 /// # Errors
 /// [`CudaError::Input`](super::driver::CudaError::Input) if the buffers differ in length.
@@ -119,7 +119,8 @@ pub fn adamw(device: &Device, update: &Update, decayed: usize, state: State<'_>)
     device.launch("adamw", one_each(count)?, &params)
 }
 
-/// Computes [`adamw`] with first and second moments in 8 bits; `levels` holds both maps, f32 `[2][256]`.
+/// Computes an AdamW update like [`adamw`] with first and second moments in 8 bits; `levels` holds the quantization
+/// levels of both, f32 `[2][256]`.
 ///
 /// # Errors
 /// [`CudaError::Input`](super::driver::CudaError::Input) if the buffers differ in length.
@@ -133,7 +134,9 @@ pub fn adamw_8bit(
 ) -> Result<()> {
     let count = parameters.width;
     check_rows(is_flat(&parameters, count) && is_flat(&gradient, count), "adamw_8bit", &[parameters, gradient])?;
-    check(levels.count::<f32>() == 2 * BLOCK, || format!("{} levels of two maps", levels.count::<f32>()))?;
+    check(levels.count::<f32>() == 2 * BLOCK, || {
+        format!("there are {} quantization levels for two maps of 256", levels.count::<f32>())
+    })?;
     if count == 0 {
         return Ok(());
     }
@@ -192,7 +195,7 @@ params! {
     struct ScaleFlat { x: u64, count: u64, factor: f32, pad: u32 }
 }
 
-/// Multiplies the gradient by a factor.
+/// Multiplies the flat gradient by a factor.
 ///
 /// # Errors
 /// [`CudaError::Input`](super::driver::CudaError::Input) if the gradient is not one row of f32.

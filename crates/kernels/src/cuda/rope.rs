@@ -11,22 +11,22 @@ use super::rows::{Dtype, Parts, Result, Rows, THREADS, check, check_rows, parts_
 pub struct Rope<'a> {
     /// Sizes of the heads; `head_dim` is even, and at most [`MAX_HEAD_DIM`].
     pub heads: &'a Heads,
-    /// RMSNorm of each query and key head before it is rotated.
+    /// Weights of qk-norm, the RMSNorm of each query and key head before it is rotated.
     pub qk_norm: Option<QkNorm<'a>>,
-    /// Cosines, f32 `[positions, head_dim / 2]`.
+    /// Cosines of the rotary angles, f32 `[positions, head_dim / 2]`.
     pub cos: Rows<'a>,
-    /// Sines, f32 `[positions, head_dim / 2]`.
+    /// Sines of the rotary angles, f32 `[positions, head_dim / 2]`.
     pub sin: Rows<'a>,
-    /// One u32 per row; a position beyond the table gives NaN.
+    /// The position of each row, u32; a position beyond the table gives NaN.
     pub positions: &'a Buffer,
 }
 
 /// Weights of the norms of query and key heads, f32, one row of `head_dim` each.
 #[derive(Clone, Copy, Debug)]
 pub struct QkNorm<'a> {
-    /// Weight for query heads.
+    /// The norm's weight for query heads.
     pub q: Rows<'a>,
-    /// Weight for key heads.
+    /// The norm's weight for key heads.
     pub k: Rows<'a>,
     /// The epsilon added to the mean of the squares.
     pub eps: f32,
@@ -60,7 +60,8 @@ params! {
 }
 
 impl Rope<'_> {
-    /// Checks the rows and returns the kernel's parameters: the input of [`rotate`], dL/dout, and the output.
+    /// Checks the rows and returns the kernel's parameter with their addresses: the input of [`rotate`],
+    /// dL/dout, and the output.
     fn rotation(&self, what: &str, qkv: Rows<'_>, dy: Rows<'_>, out: Rows<'_>) -> Result<Rotation> {
         let Rope { heads, qk_norm, cos, sin, positions } = *self;
         let (dim, count) = (heads.head_dim, qkv.rows);
@@ -101,8 +102,8 @@ impl Rope<'_> {
         })
     }
 
-    /// Launches with several lanes per head: for all heads, or only for the rotated ones if the others
-    /// are already in place.
+    /// Launches a rotation kernel with several lanes per head: for all heads, or only for query and key heads if the
+    /// value heads are already in place.
     fn launch(&self, device: &Device, names: [&'static str; 2], from: Rows<'_>, rotation: Rotation) -> Result<()> {
         let in_place = rotation.out == from.address()? && rotation.out_stride == size(from.stride)?;
         let rotation = Rotation { heads: if in_place { rotation.rotated } else { rotation.heads }, ..rotation };
@@ -286,7 +287,7 @@ mod tests {
                     assert_near(&d.now(&device), &sums, Dtype::F32, 5e-6, &what);
                 }
 
-                // The result in place has the same bits.
+                // Rotating in place gives the same bits as rotating a copy.
                 let rotated = out.now(&device);
                 rotate_vjp(&device, &rope, before, dy.rows(), dy.rows()).expect("a gradient");
                 assert_same(&dy.now(&device), &apart, &what);

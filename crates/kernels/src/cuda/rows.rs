@@ -1,4 +1,4 @@
-//! Rows on the device: views of buffers, lookups, sums and conversions.
+//! Operations on rows in device memory: views of buffers, lookups, sums and conversions.
 
 use std::ops::Range;
 
@@ -10,12 +10,12 @@ pub use super::driver::DType as Dtype;
 pub type Result<T> = std::result::Result<T, CudaError>;
 
 impl Dtype {
-    /// The type's name within the names of kernels.
+    /// The type's name as part of kernel names.
     pub fn name(self) -> &'static str {
         self.of(["f32", "bf16"])
     }
 
-    /// Selects the variant for this type from those for f32 and bf16.
+    /// Selects the kernel name for this type from those for f32 and bf16.
     pub(super) fn of<T>(self, [f32s, bf16s]: [T; 2]) -> T {
         match self {
             Dtype::F32 => f32s,
@@ -53,20 +53,24 @@ impl<'a> Rows<'a> {
         Rows { buffer, at, rows: 1, width, stride: width, dtype }
     }
 
-    /// Rows of `width` f32 from `at` on in a flat buffer: a matrix's gradient.
+    /// Rows of `width` f32 from `at` on in a flat buffer, such as the gradient of a matrix.
     pub fn within(buffer: &'a Buffer, at: usize, rows: usize, width: usize) -> Rows<'a> {
         Rows { buffer, at, rows, width, stride: width, dtype: Dtype::F32 }
     }
 
     /// Selects a range of columns, which must exist.
     pub fn columns(self, columns: Range<usize>) -> Rows<'a> {
-        assert!(columns.start <= columns.end && columns.end <= self.width, "columns {columns:?} of {}", self.width);
+        assert!(
+            columns.start <= columns.end && columns.end <= self.width,
+            "columns {columns:?} are not in rows of {}",
+            self.width
+        );
         Rows { at: self.at + columns.start, width: columns.len(), ..self }
     }
 
     /// Selects a range of rows, which must exist.
     pub fn part(self, rows: Range<usize>) -> Rows<'a> {
-        assert!(rows.start <= rows.end && rows.end <= self.rows, "rows {rows:?} of {}", self.rows);
+        assert!(rows.start <= rows.end && rows.end <= self.rows, "rows {rows:?} are not in a view of {}", self.rows);
         Rows { at: self.at + rows.start * self.stride, rows: rows.len(), ..self }
     }
 
@@ -76,7 +80,10 @@ impl<'a> Rows<'a> {
         let end = rows.saturating_sub(1).checked_mul(stride).and_then(|last| last.checked_add(width)?.checked_add(at));
         let bytes = end.and_then(|end| end.checked_mul(dtype.bytes()));
         check(bytes.is_some_and(|bytes| bytes as u64 <= buffer.bytes()) && (rows <= 1 || stride >= width), || {
-            format!("{rows} rows of {width} values {stride} apart from {at} on in a buffer of {} bytes", buffer.bytes())
+            format!(
+                "{rows} rows of {width} values, {stride} apart, from index {at} on do not fit into a buffer of {} bytes",
+                buffer.bytes()
+            )
         })?;
         Ok(buffer.pointer() + (at * dtype.bytes()) as u64)
     }
@@ -87,7 +94,7 @@ impl<'a> Rows<'a> {
         begin.is_multiple_of(bytes) && (self.rows <= 1 || (self.stride * self.dtype.bytes()).is_multiple_of(bytes))
     }
 
-    /// Whether four values at a time can be read from the start of each row.
+    /// Whether each row can be read four values at a time.
     pub(super) fn by_fours(&self) -> bool {
         self.is_aligned(4 * self.dtype.bytes())
     }
@@ -116,22 +123,22 @@ pub(super) fn size(n: usize) -> Result<u32> {
     u32::try_from(n).map_err(|_| CudaError::Input(format!("a size of {n} does not fit into 32 bits")))
 }
 
-/// Packs flags into the bits of a number.
+/// Packs flags into the bits of a kernel argument.
 pub(super) fn bits(flags: &[bool]) -> u32 {
     flags.iter().enumerate().map(|(bit, set)| u32::from(*set) << bit).sum()
 }
 
-/// Number of threads in a block, for kernels with little work per thread.
+/// Number of threads in a thread block, for kernels with little work per thread.
 pub(super) const THREADS: u32 = 256;
 
-/// A launch with `count` threads, in blocks of [`THREADS`].
+/// Describes a kernel launch with `count` threads, in blocks of [`THREADS`].
 pub(super) fn threads(count: usize) -> Result<Launch> {
-    // A kernel counts its threads in 32 bits, including those of the last block.
+    // Kernels count threads in 32 bits, including the unused ones of the last block.
     check(count < (1 << 32) - THREADS as usize, || format!("{count} values do not fit into 32 bits"))?;
     Ok(Launch { grid: [(count as u32).div_ceil(THREADS), 1, 1], block: THREADS, shared: 0 })
 }
 
-/// A launch with one thread for each four values of each row.
+/// Describes a kernel launch with one thread for each four values of each row.
 pub(super) fn by_fours(rows: usize, width: usize) -> Result<Launch> {
     threads(rows.saturating_mul(width.div_ceil(4)))
 }
@@ -150,7 +157,8 @@ params! {
     }
 }
 
-/// Computes out\[i\] = x\[rows\[i\]\], converted to the type of `out`: `select`, and `embed` with the table as x.
+/// Looks up rows, out\[i\] = x\[rows\[i\]\], converted to the type of `out`; `embed` uses it with the
+/// embedding table as x.
 ///
 /// # Errors
 /// [`CudaError::Input`] if a row does not exist, or the shapes do not match.
@@ -161,7 +169,8 @@ pub fn select(device: &Device, x: Rows<'_>, rows: &[u32], out: Rows<'_>) -> Resu
     select_by(device, x, &device.upload(rows)?, out)
 }
 
-/// Computes [`select`] with row indices on the device (u32, one per row of `out`); indices beyond x give rows of NaN.
+/// Looks up rows like [`select`], with row indices on the device (u32, one per row of `out`); indices beyond x
+/// give rows of NaN.
 ///
 /// # Errors
 /// [`CudaError::Input`] if the shapes do not match.
@@ -202,8 +211,8 @@ params! {
     }
 }
 
-/// Computes out\[rows\[i\]\] += x\[i\] in order of i, in f32: `spread` (into zeros) and `embed_vjp` (into the table's
-/// range of the gradient). Deterministic, even if rows occur twice.
+/// Adds rows to others, out\[rows\[i\]\] += x\[i\] in order of i, in f32: `spread` (into zeros) and `embed_vjp` (into
+/// the embedding table's gradient). Deterministic, even if rows occur twice.
 ///
 /// # Errors
 /// [`CudaError::Input`] if a row does not exist, or the shapes do not match.
@@ -225,7 +234,7 @@ pub fn scatter_add(device: &Device, x: Rows<'_>, rows: &[u32], out: Rows<'_>) ->
     }
     begins.push(sources.len() as u32);
     let (count, firsts) = (targets.len(), begins.len());
-    // One upload for all three arrays.
+    // Upload all three index arrays together.
     begins.extend(targets);
     begins.extend(sources);
     let lists = device.upload(&begins)?;
@@ -260,7 +269,8 @@ params! {
     }
 }
 
-/// Computes out = x, rounded or widened: casts, copies of views, and `stack` one part at a time.
+/// Copies rows, out = x, rounded or widened to the type of `out`: casts, copies of views, and `stack` one
+/// part at a time.
 ///
 /// # Errors
 /// [`CudaError::Input`] if the shapes do not match.
@@ -268,7 +278,7 @@ pub fn copy(device: &Device, x: Rows<'_>, out: Rows<'_>) -> Result<()> {
     copy_or_add(device, x, 1.0, out, false)
 }
 
-/// Computes out = scale · x in f32, then rounds.
+/// Scales rows: computes out = scale · x in f32, then rounds to the type of `out`.
 ///
 /// # Errors
 /// [`CudaError::Input`] if the shapes do not match.
@@ -276,7 +286,7 @@ pub fn copy_scaled(device: &Device, x: Rows<'_>, scale: f32, out: Rows<'_>) -> R
     copy_or_add(device, x, scale, out, false)
 }
 
-/// Computes y += x; both are f32 or bf16.
+/// Adds rows elementwise, y += x; both are f32 or bf16.
 ///
 /// # Errors
 /// [`CudaError::Input`] if the shapes do not match.
@@ -357,13 +367,14 @@ params! {
     }
 }
 
-/// Number of rows whose sums make one part, on every device.
+/// Number of rows that one partial sum over rows covers, the same on every device.
 const ROWS_OF_PART: usize = 64;
 
-/// Launch with one block for each part of [`ROWS_OF_PART`] rows and each [`THREADS`] columns; and the number of parts.
+/// Describes the launch of partial sums over rows, with one block for each [`ROWS_OF_PART`] rows and [`THREADS`]
+/// columns; also returns the number of partial sums.
 pub(super) fn parts_of(rows: usize, width: usize) -> Result<(Launch, usize)> {
     let parts = rows.div_ceil(ROWS_OF_PART);
-    check(parts < 1 << 16, || format!("{rows} rows are more than a sum over rows can take"))?;
+    check(parts < 1 << 16, || format!("a sum over rows has too many rows: {rows}"))?;
     Ok((Launch { grid: [size(width)?.div_ceil(THREADS), parts as u32, 1], block: THREADS, shared: 0 }, parts))
 }
 
@@ -405,7 +416,7 @@ params! {
     }
 }
 
-/// Sums that were computed in parts: f32 `[count, rows, width]`.
+/// Partial sums of a matrix product, whose sum over k was split: f32 `[count, rows, width]`.
 pub(super) struct Parts<'a> {
     pub parts: &'a Buffer,
     pub count: usize,
@@ -413,10 +424,10 @@ pub(super) struct Parts<'a> {
 }
 
 impl Parts<'_> {
-    /// Computes out (f32) += alpha · Σ over the parts, in order, of their rows from `first` on.
+    /// Adds partial sums, out (f32) += alpha · Σ over the parts, in order, of their rows from `first` on.
     pub(super) fn add(&self, device: &Device, first: usize, alpha: f32, out: Rows<'_>) -> Result<()> {
         let Parts { parts, count, rows } = *self;
-        check_rows(out.dtype == Dtype::F32 && first + out.rows <= rows, "a sum of parts", &[out])?;
+        check_rows(out.dtype == Dtype::F32 && first + out.rows <= rows, "the sum of the parts of a product", &[out])?;
         let params = AddParts {
             parts: parts.at::<f32>(0, count * rows * out.width)?,
             out: out.address()?,
@@ -452,16 +463,16 @@ params! {
 /// from the row's key and the column, is below the threshold; else it is scaled.
 #[derive(Clone, Copy, Debug)]
 pub struct Dropout<'a> {
-    /// One u64 key per row, extended by layer and module.
+    /// The random key of each row (u64), extended by layer and module.
     pub keys: &'a Buffer,
-    /// Random numbers below this value drop their input; at most 2³².
+    /// Random numbers below this value drop their value; at most 2³².
     pub threshold: u64,
-    /// Factor of the remaining values.
+    /// Factor of the values that are not dropped.
     pub scale: f32,
 }
 
-/// Computes out = x after dropout, or with `add` out += x after dropout. Both have the same type, or x is bf16
-/// and out is f32.
+/// Applies LoRA dropout: out = x after dropout, or with `add` out += x after dropout. Both have the same type, or x is
+/// bf16 and out is f32.
 ///
 /// # Errors
 /// [`CudaError::Input`] if the shapes do not match, or there are fewer keys than rows.

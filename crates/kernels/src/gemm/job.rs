@@ -1,5 +1,5 @@
-//! One product, as the kernels of all instruction sets expect it: the direction of the weight, checked inputs and
-//! outputs, and the initial values of the sums.
+//! One matrix product, as the kernels of all instruction sets expect it: the direction of the weight, checked inputs
+//! and outputs, and the initial values of the sums.
 
 use std::ops::Range;
 
@@ -12,23 +12,24 @@ use super::{Output, Part, Term};
 /// The direction in which a weight is used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in super::super) enum Side {
-    /// Sums over the weight's inputs.
+    /// Forward: y = x·Wᵀ, sums over the weight's inputs.
     Forward,
-    /// Sums over the weight's outputs: blocks of 32 inputs are transposed on demand, once for many rows.
+    /// Backward: dx = dy·W, sums over the weight's outputs. Blocks of 32 inputs are transposed on demand,
+    /// once for many rows.
     Backward,
 }
 
-/// The initial values of sums.
+/// The initial values of a product's sums.
 #[derive(Clone, Copy, Debug)]
 pub(in super::super) enum Start<'a> {
     Zero,
     Bias(&'a [f32]),
     Rows(StartRows<'a>),
-    /// The existing values of the output.
+    /// The sums start from the existing values of the output.
     Add,
 }
 
-/// Rows of other values; row 0 and output 0 come first.
+/// Rows of other values, such as a residual, that sums start from; row 0 and output 0 come first.
 #[derive(Clone, Copy, Debug)]
 pub(in super::super) struct StartRows<'a> {
     pub(super) values: &'a [f32],
@@ -36,19 +37,19 @@ pub(in super::super) struct StartRows<'a> {
 }
 
 impl StartRows<'_> {
-    /// Address of the values of a row from one output on.
+    /// Address of a row's initial values, from one output on.
     pub fn at(&self, row: usize, output: usize) -> *const f32 {
         self.values[row * self.stride + output..(row + 1) * self.stride].as_ptr()
     }
 }
 
-/// Checked outputs of a product.
+/// The checked outputs of a product.
 pub(super) struct Target {
     pub y: Shared<f32>,
     pub stride: usize,
-    /// The row that comes first in y.
+    /// Index of the row that comes first in y.
     pub first_row: usize,
-    /// The range of outputs; the first one is column 0 of y.
+    /// The range of outputs to compute; the first one is column 0 of y.
     pub columns: Range<usize>,
     pub add: bool,
 }
@@ -57,25 +58,25 @@ impl Target {
     pub(super) fn new(out: Output<'_>, columns: Range<usize>) -> Target {
         let Output { y, stride, rows, add } = out;
         assert!(stride >= columns.len() || rows <= 1, "rows overlap");
-        assert!(rows == 0 || y.len() >= (rows - 1) * stride + columns.len(), "too few outputs");
+        assert!(rows == 0 || y.len() >= (rows - 1) * stride + columns.len(), "the output slice is too short");
         Target { y: Shared::new(y), stride, first_row: 0, columns, add }
     }
 
     pub(super) fn start<'a>(&self, bias: Option<&'a [f32]>) -> Start<'a> {
         let Some(bias) = bias else { return if self.add { Start::Add } else { Start::Zero } };
-        assert!(bias.len() >= self.columns.end && !self.add, "a bias of another shape, or added twice");
+        assert!(bias.len() >= self.columns.end && !self.add, "the bias has another shape, or is added twice");
         Start::Bias(bias)
     }
 }
 
-/// Input rows of a product.
+/// Rows of inputs of a product.
 #[derive(Clone, Copy, Debug, Default)]
 pub(in super::super) struct Inputs<'a> {
     pub values: &'a [f32],
     pub stride: usize,
-    /// The row that comes first in the values.
+    /// Index of the row that comes first in the values.
     pub first_row: usize,
-    /// The step of the sum at column 0.
+    /// The step of the summed dimension at column 0.
     pub first: usize,
 }
 
@@ -85,10 +86,10 @@ impl<'a> Inputs<'a> {
     }
 
     pub(super) fn check(&self, rows: usize, width: usize) {
-        assert!(rows == 0 || self.values.len() >= (rows - 1) * self.stride + width, "too few inputs");
+        assert!(rows == 0 || self.values.len() >= (rows - 1) * self.stride + width, "the input slice is too short");
     }
 
-    /// A range of steps of a row.
+    /// The inputs of a row, for a range of steps of the summed dimension.
     pub(in super::super) fn row(&self, row: usize, steps: &Range<usize>) -> &'a [f32] {
         &self.values[(row - self.first_row) * self.stride..][steps.start - self.first..steps.end - self.first]
     }
@@ -100,24 +101,24 @@ pub(in super::super) struct Job<'a> {
     pub side: Side,
     pub weight: &'a PackedMatrix,
     pub inputs: Inputs<'a>,
-    /// The range of the sum.
+    /// The range of the weight's summed dimension.
     pub sum: Range<usize>,
-    /// The part of the sum that each range of outputs needs; empty if all need the whole sum.
+    /// The part of the summed dimension that each range of outputs needs; empty if all outputs need all of it.
     pub(super) parts: &'a [Part],
     pub start: Start<'a>,
     pub(super) y: Shared<f32>,
     pub stride: usize,
     pub(super) first_row: usize,
-    /// The range of outputs; the first one is column 0 of y.
+    /// The range of outputs to compute; the first one is column 0 of y.
     pub columns: Range<usize>,
-    /// Id of the public call: inputs packed for a call are shared by all its cells.
+    /// Id of the public call: inputs that were packed for a call serve all cells of that call.
     pub call: u64,
-    /// Index of the packed inputs that this job may replace.
+    /// Index of the thread's buffer for packed inputs that this job uses.
     pub slot: usize,
-    /// The packed inputs of all rows, if all threads share them.
+    /// The packed inputs of all rows, if they were packed once for all threads.
     #[cfg(target_arch = "x86_64")]
     pub tiled: Option<amx::Tiled>,
-    /// The whole transposed weight, if all threads share it.
+    /// The whole transposed weight, if it was transposed once for all threads.
     #[cfg(target_arch = "x86_64")]
     pub transposed: Option<amx::Transposed>,
 }
@@ -153,7 +154,7 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// The part of the sum that a panel needs. Begins at a multiple of the block size of AMX.
+    /// The part of the summed dimension that a panel of outputs needs. Begins at a multiple of the block size of AMX.
     pub(in super::super) fn depth(&self, panel: usize) -> Range<usize> {
         if self.parts.is_empty() {
             return self.sum.clone();
@@ -165,15 +166,15 @@ impl<'a> Job<'a> {
         all.start / PANEL * PANEL..all.end.next_multiple_of(PANEL).min(self.sum.end)
     }
 
-    /// Address of one output.
+    /// Address of one output of the product.
     ///
     /// # Safety
-    /// The output belongs to this job.
+    /// The row and output are among those of this job.
     pub(in super::super) unsafe fn y(&self, row: usize, output: usize) -> *mut f32 {
         unsafe { self.y.at((row - self.first_row) * self.stride + output - self.columns.start) }
     }
 
-    /// Writes the results of empty sums.
+    /// Writes the outputs of a product without anything to sum: their initial values.
     pub(super) fn empty(&self, rows: Range<usize>, panels: Range<usize>) {
         for row in rows {
             for output in panels.start * PANEL..(panels.end * PANEL).min(self.columns.end) {

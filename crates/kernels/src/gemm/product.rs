@@ -1,4 +1,4 @@
-//! Blocks of a product: packs inputs, divides them to fit the caches, and orders the tiles.
+//! Divides a matrix product into blocks: packs inputs, divides them to fit the caches, and orders the tiles.
 
 use std::ops::Range;
 
@@ -14,22 +14,22 @@ const DEEP: usize = 1024;
 /// Number of elements of packed inputs that stay in the second-level cache.
 const INPUTS: usize = 96 << 10;
 
-/// Temporary buffers of a thread. They grow and are never shrunk.
+/// Temporary buffers of a thread for matrix products. They grow and are never shrunk.
 #[derive(Default)]
 pub(in super::super) struct Scratch {
-    /// Packed inputs: of the weight and of the adapter.
+    /// Packed inputs of the weight's product, and of the adapter's.
     pub inputs: [Packed; 2],
-    /// A transposed block of the weights.
+    /// A transposed block of the weight.
     pub transposed: Vec<Line>,
-    /// A tile at the edge, or the sums of AMX.
+    /// The outputs of a tile at the edge of the matrix, or the sums of AMX.
     pub edge: Vec<Line>,
-    /// x·Aᵀ of some rows.
+    /// The values x·Aᵀ of some rows.
     pub hidden: Vec<f32>,
-    /// The call and the rows that `hidden` belongs to.
+    /// Id of the call and range of rows that `hidden` was computed for.
     pub hidden_of: Option<(u64, Range<usize>)>,
 }
 
-/// Packed inputs and their identity.
+/// Packed inputs, and what they were packed from.
 #[derive(Default)]
 pub(in super::super) struct Packed {
     pub lines: Vec<Line>,
@@ -46,7 +46,7 @@ struct PackedOf {
 }
 
 impl Packed {
-    /// Whether the buffer already holds these inputs of this call in this layout; marks it as holding them.
+    /// Whether the buffer already holds these inputs of this call in this layout; marks the buffer as holding them.
     pub fn holds(&mut self, job: &Job<'_>, rows: &Range<usize>, sum: &Range<usize>, layout: usize) -> bool {
         let x = job.inputs.values.as_ptr();
         let of = PackedOf { call: job.call, x, rows: rows.clone(), sum: sum.clone(), layout };
@@ -54,7 +54,7 @@ impl Packed {
     }
 }
 
-/// Makes room for this many words.
+/// Makes room for this many words in the buffer; returns its address.
 pub(in super::super) fn room(lines: &mut Vec<Line>, words: usize) -> *mut f32 {
     let count = words.div_ceil(16);
     if lines.len() < count {
@@ -75,7 +75,7 @@ pub(super) fn balanced(range: Range<usize>, most: usize) -> impl Iterator<Item =
     (0..count).map(move |piece| at(piece)..at(piece + 1))
 }
 
-/// Computes the part of a sum of products in these rows and panels.
+/// Computes the sum of one or two products for these rows and panels of outputs.
 ///
 /// # Safety
 /// The machine supports the instruction set; rows and panels are within the jobs' bounds.
@@ -90,8 +90,8 @@ pub(super) unsafe fn product(
     let edge = room(edge, MOST_ROWS * PANEL);
     for rows in balanced(rows, ROWS) {
         let deeper = (INPUTS / rows.len() / DEEP).max(1) * DEEP;
-        // If all inputs are packed, process the jobs one after another for each panel, whose outputs are then
-        // still in the cache.
+        // If the inputs of all products are packed at the same time, process one panel after the other: its outputs are
+        // then still in the cache for the second product.
         let together =
             jobs.len() == 2 && jobs[0].slot != jobs[1].slot && jobs.iter().all(|job| job.sum.len() <= deeper);
         let at_once = if together { 2 } else { 1 };
@@ -111,7 +111,7 @@ pub(super) unsafe fn product(
                 for panel in panels.clone() {
                     for (job, sum) in jobs.iter().zip(&sums) {
                         let packed = inputs[job.slot].lines.as_ptr().cast::<f32>();
-                        // Safety: guaranteed by the caller.
+                        // Safety: the caller guarantees what this `unsafe fn` requires.
                         unsafe { one_panel(kernels_of_isa, job, (packed, sum), panel, &rows, (transposed, edge)) };
                     }
                 }
@@ -120,7 +120,7 @@ pub(super) unsafe fn product(
     }
 }
 
-/// Computes a panel's outputs for some rows, with the packed inputs of a part of the sum.
+/// Computes a panel's outputs for some rows, with packed inputs of a part of the summed dimension.
 unsafe fn one_panel(
     kernels_of_isa: &TileKernels,
     job: &Job<'_>,
@@ -139,7 +139,7 @@ unsafe fn one_panel(
             continue;
         }
         let x = packed.wrapping_add(index * rows.len() * INPUT_STRIDE + block.start - first);
-        // Safety: the block is inside the weight.
+        // Safety: the address is inside the weight.
         let w = unsafe {
             match job.side {
                 Side::Backward => {
@@ -155,24 +155,24 @@ unsafe fn one_panel(
         let fresh = block.start == depth.start;
         let next = match job.side {
             Side::Backward => w,
-            // The panels are stored one after another.
+            // The panels of a weight are stored one after another.
             Side::Forward if block.end < sum.end => w.wrapping_add(block.len() / 2 * PANEL),
             Side::Forward => w.wrapping_add((job.weight.k().div_ceil(2) + block.len() / 2 - sum.len() / 2) * PANEL),
         };
         let at = Block { panel, x, w, next, depth: block.len(), fresh };
-        // Safety: guaranteed by the caller.
+        // Safety: the caller guarantees what this `unsafe fn` requires.
         unsafe { tiles(kernels_of_isa, kernels, job, &at, rows, edge) };
     }
 }
 
-/// Packs inputs as `[block][row][INPUT_STRIDE]`, with a zero after each row for pairs.
+/// Packs input rows as `[block][row][INPUT_STRIDE]`, with a zero after each row for kernels that read pairs.
 fn pack_inputs(job: &Job<'_>, rows: &Range<usize>, sum: &Range<usize>, lines: &mut Vec<Line>) {
     let size = rows.len() * INPUT_STRIDE;
     let out = room(lines, sum.len().div_ceil(DEEP) * size);
     for (index, block) in pieces(sum.clone(), DEEP).enumerate() {
         for (number, row) in rows.clone().enumerate() {
             let x = job.inputs.row(row, &block);
-            // Safety: there is room, and the depth of a block is less than the stride.
+            // Safety: the buffer has room for all blocks, and a block is shorter than the stride.
             unsafe {
                 let out = out.add(index * size + number * INPUT_STRIDE);
                 std::ptr::copy_nonoverlapping(x.as_ptr(), out, x.len());
@@ -182,11 +182,11 @@ fn pack_inputs(job: &Job<'_>, rows: &Range<usize>, sum: &Range<usize>, lines: &m
     }
 }
 
-/// Transposes 32 inputs of a range of outputs to `[outputs][32]`, or in pairs to `[outputs / 2][32][2]`. The outputs
-/// begin at a panel.
+/// Transposes 32 inputs of a range of a weight's outputs to `[outputs][32]`, or in pairs to `[outputs / 2][32][2]`. The
+/// outputs begin at a panel.
 ///
 /// # Safety
-/// The machine supports the instruction set.
+/// The machine supports the instruction set, and `out` has room.
 pub(in super::super) unsafe fn transpose(
     kernels_of_isa: &TileKernels,
     weight: &PackedMatrix,
@@ -198,13 +198,13 @@ pub(in super::super) unsafe fn transpose(
     let words = transposed_words(weight.dtype());
     let inputs = (weight.k() - block * PANEL).min(PANEL);
     for (number, panel) in panels.clone().enumerate() {
-        // The blocks are far apart in memory: prefetch one of them two iterations ahead.
+        // The 32 × 32 blocks are far apart in memory: prefetch each one two iterations ahead.
         let (next, block_of_next) = if panel + 2 < panels.end { (panel + 2, block) } else { (panels.start, block + 1) };
         let next = weight.panel(next).wrapping_add(block_of_next * words);
         for line in (0..words).step_by(16) {
             prefetch(next.wrapping_add(line));
         }
-        // Safety: the block is inside the panel, whose pairs are padded, and there is room.
+        // Safety: the block is inside the panel, whose pairs are padded, and `out` has room for it.
         unsafe {
             let (from, out) = (weight.panel(panel).add(block * words), out.add(number * words));
             match weight.dtype() {
@@ -215,7 +215,7 @@ pub(in super::super) unsafe fn transpose(
     }
 }
 
-/// Number of words for 32 inputs of 32 outputs.
+/// Number of 32-bit words that 32 inputs of 32 outputs take.
 pub(in super::super) fn transposed_words(dtype: PackDtype) -> usize {
     match dtype {
         PackDtype::F32 => PANEL * PANEL,
@@ -223,19 +223,19 @@ pub(in super::super) fn transposed_words(dtype: PackDtype) -> usize {
     }
 }
 
-/// One block of weights.
+/// One block of a panel of weights.
 struct Block {
     panel: usize,
     x: *const f32,
     w: *const u32,
-    /// The next weights, in pairs.
+    /// Address of the block's weights that are multiplied next, in pairs.
     next: *const u32,
     depth: usize,
-    /// Whether this is the first block of the sum.
+    /// Whether this is the first block of the summed dimension, which starts from the initial values.
     fresh: bool,
 }
 
-/// Computes a panel's outputs for some rows.
+/// Computes a panel's outputs for some rows, tile by tile.
 unsafe fn tiles(
     kernels_of_isa: &TileKernels,
     kernels: Kernels,
@@ -267,14 +267,14 @@ unsafe fn tiles(
         let tiles = rows.len().div_ceil(kernels_of_isa.rows);
         for (number, tile) in balanced(rows.clone(), kernels_of_isa.rows).enumerate() {
             let count = tile.len();
-            // A single tile prefetches its own weights, a little ahead. If there are several tiles, the first two
-            // prefetch one half each of the following weights.
+            // A single tile of rows prefetches its own weights, a little ahead. If there are several tiles, the first
+            // two prefetch one half each of the following weights.
             let (fetch, fetch_step) = match (tiles, number) {
                 (1, _) => (block.w.wrapping_add(AHEAD), 2 * LINE),
                 (_, 0 | 1) => (block.next.wrapping_add(number * block.depth / 2 * LINE), LINE),
                 _ => (block.w, LINE),
             };
-            // Safety: guaranteed by the caller; the edge has room for a tile.
+            // Safety: the caller guarantees the bounds; the buffer `edge` has room for a tile.
             unsafe {
                 let y = job.y(tile.start, first);
                 let at_edge = valid < width;
@@ -315,7 +315,7 @@ unsafe fn tiles(
     }
 }
 
-/// Transposes up to 16 rows to `[width][INPUT_STRIDE]`.
+/// Transposes up to 16 rows of equal width to `[width][INPUT_STRIDE]`.
 fn transpose_rows<'a>(rows: impl Iterator<Item = &'a [f32]>, out: *mut f32) {
     let mut all: [&[f32]; 16] = [&[]; 16];
     let mut count = 0;
@@ -332,11 +332,12 @@ fn transpose_rows<'a>(rows: impl Iterator<Item = &'a [f32]>, out: *mut f32) {
     }
 }
 
-/// Computes c `[i, j]` += Σ over rows a `[rows, i]`ᵀ · b `[rows, j]` in a range of panels of the wider side, whose
-/// blocks are used like weights. If the wider side is a, c is transposed.
+/// Computes the gradient of a weight, c `[i, j]` += Σ over rows a `[rows, i]`ᵀ · b `[rows, j]`, for a range of panels
+/// of the wider operand, whose blocks are used like weights. If the wider operand is a, c is transposed.
 ///
 /// # Safety
-/// The machine supports the instruction set; the panels are inside the wider side, and both sides have this many rows.
+/// The machine supports the instruction set; the panels are inside the wider operand, and both operands
+/// have this many rows.
 pub(super) unsafe fn outer(
     kernels_of_isa: &TileKernels,
     job: &Job<'_>,
@@ -366,11 +367,11 @@ pub(super) unsafe fn outer(
                 let w = room(transposed, block.len() * PANEL);
                 for (step, row) in block.clone().enumerate() {
                     let from = &wide.values[row * wide.stride..][columns.clone()];
-                    // Safety: there is room.
+                    // Safety: the buffer has room for a panel of the block.
                     unsafe { copy(from.as_ptr(), w.add(step * PANEL), from.len()) };
                 }
                 let at = Block { panel, x, w: w.cast(), next: w.cast(), depth: block.len(), fresh: false };
-                // Safety: guaranteed by the caller; the edge has room for all of i.
+                // Safety: the caller guarantees the bounds; the buffer `edge` has room for all of i.
                 unsafe {
                     if !flipped {
                         tiles(kernels_of_isa, kernels_of_isa.f32, job, &at, &i, edge);
@@ -409,12 +410,12 @@ pub(super) unsafe fn outer(
     }
 }
 
-/// Copies values; takes few instructions for a whole panel.
+/// Copies values; has a short path for a whole panel.
 ///
 /// # Safety
 /// Both pointers are valid for `count` values.
 pub(in super::super) unsafe fn copy(from: *const f32, to: *mut f32, count: usize) {
-    // Safety: guaranteed by the caller.
+    // Safety: the caller guarantees what this `unsafe fn` requires.
     unsafe {
         match count {
             PANEL => to.cast::<[u32; PANEL]>().write_unaligned(from.cast::<[u32; PANEL]>().read_unaligned()),

@@ -1,4 +1,5 @@
-//! Products of many rows with AMX tiles: data that several cells or products read is packed once for all threads.
+//! Products of many rows with AMX tiles: inputs or weights that several threads or products read are packed once
+//! for all of them.
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -11,11 +12,11 @@ use super::job::{Inputs, Job, Side, Start, Target};
 use super::{Output, Part, SCRATCH, Term, next_call, product, run_jobs};
 
 thread_local! {
-    /// Buffers for the calls of this thread.
+    /// Buffers of the calling thread for packed inputs and weights.
     static BUFFERS: RefCell<Buffers> = RefCell::default();
 }
 
-/// Packed inputs and transposed weights of two products, and the values between a layer and its adapter.
+/// Packed inputs and transposed weights of two products, and the values x·Aᵀ or dy·B between a layer and its adapter.
 #[derive(Default)]
 struct Buffers {
     inputs: [Vec<Line>; 2],
@@ -23,7 +24,7 @@ struct Buffers {
     hidden: Vec<Line>,
 }
 
-/// Computes the sum of one or two products.
+/// Computes the sum of one or two products with all threads.
 pub(super) fn spread(threads: &Threads, jobs: &[Job<'_>], rows: usize, width: usize) {
     BUFFERS.with_borrow_mut(|buffers| {
         let mut pair = [jobs[0].clone(), jobs[jobs.len() - 1].clone()];
@@ -38,7 +39,7 @@ pub(super) fn spread(threads: &Threads, jobs: &[Job<'_>], rows: usize, width: us
     });
 }
 
-/// Transposes the weights used backward, if there are more rows than one cell has.
+/// Transposes the weights of backward products once for all threads, if there are more rows than one cell has.
 fn transpose(threads: &Threads, jobs: &mut [Job<'_>], rows: usize, buffers: &mut [Vec<Line>; 2]) {
     for (job, buffer) in jobs.iter_mut().zip(buffers) {
         if job.side == Side::Backward && rows > ROWS_AT_ONCE {
@@ -47,7 +48,7 @@ fn transpose(threads: &Threads, jobs: &mut [Job<'_>], rows: usize, buffers: &mut
     }
 }
 
-/// Packs the inputs for a weight while `f` runs, if there are enough rows.
+/// Packs the inputs for a weight once for all calls inside `f`, if there are enough rows.
 pub(super) fn with_shared_inputs<T>(
     threads: &Threads,
     inputs: Inputs<'_>,
@@ -66,7 +67,8 @@ pub(super) fn with_shared_inputs<T>(
     LAID.with_borrow_mut(|lines| f(Some(amx::share(threads, &job, &(0..rows), lines))))
 }
 
-/// Computes cells of whole tiles, with few enough rows that their inputs stay in the second-level cache.
+/// Divides a product into cells of whole tiles, with few enough rows that their inputs stay in the second-level
+/// cache, and computes them.
 fn grid(threads: &Threads, jobs: &[Job<'_>], rows: Range<usize>, width: usize) {
     let cells = rows.len().div_ceil(ROWS_AT_ONCE);
     let multiple = rows.len().div_ceil(cells).next_multiple_of(2 * ROWS);
@@ -89,7 +91,7 @@ pub(super) fn linear(
         let Buffers { inputs: [inputs, low_rank_inputs], hidden, .. } = buffers;
         for rows in product::balanced(0..rows, amx::rows_shared(std::slice::from_ref(base))) {
             let tiled = Some(amx::share(threads, base, &rows, inputs));
-            // Safety: there is room for this many elements.
+            // Safety: `room` returns memory for this many elements.
             let hidden = unsafe {
                 let values = product::room(hidden, rows.len() * rank);
                 std::slice::from_raw_parts_mut(values, rows.len() * rank)
@@ -110,8 +112,8 @@ pub(super) fn linear(
     });
 }
 
-/// Whether [`linear_backward`] supports these arguments: everything is in tiles, and every part begins and ends with
-/// a block of dy.
+/// Whether [`linear_backward`] supports these arguments: all weights are in bf16, and every module's outputs begin and
+/// end with a block of dy.
 pub(super) fn supports_backward(
     of_weight: &Term<'_>,
     (a, b_transposed, parts): (&PackedMatrix, &[PackedMatrix], &[Part]),

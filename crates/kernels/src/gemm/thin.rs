@@ -1,4 +1,4 @@
-//! The gradient of a thin weight, such as an adapter's factor: both sides are read in place, and the sums
+//! The gradient of a thin weight, such as a LoRA factor: both operands are read in place, and the sums
 //! stay in the cache.
 
 use std::ops::Range;
@@ -8,15 +8,15 @@ use super::super::simd::{Simd, load_some, store_some};
 use super::Rows;
 use super::tile::{LINE, prefetch};
 
-/// Maximum number of columns of the thin side; beyond that, packing both sides is faster.
+/// Maximum number of columns of the thin operand; beyond that, packing both operands is faster.
 pub(super) const WIDEST: usize = 64;
-/// Number of columns of the wide side whose sums stay in the first-level cache.
+/// Number of columns of the wide operand whose sums stay in the first-level cache.
 const COLUMNS: usize = 256;
-/// Number of rows that a tile adds in one iteration.
+/// Number of rows of the operands that a tile adds in one iteration.
 const ROWS: usize = 32;
 
-/// Sums `[thin, stride]` += thinᵀ · wide for a range of wide's columns, the rows in order: column 0 of the sums is the
-/// first of the range.
+/// The operands and sums `[thin, stride]` += thinᵀ · wide for a range of wide's columns, the rows in order: column 0 of
+/// the sums is the first of the range.
 pub(super) struct Sums<'a> {
     pub rows: usize,
     pub thin: &'a Rows<'a>,
@@ -26,21 +26,21 @@ pub(super) struct Sums<'a> {
     pub stride: usize,
 }
 
-/// Splits wide columns into pieces of at most `most`, whose sums fit into [`scratch_len`] elements.
+/// Splits columns of the wide operand into pieces of at most `most`, whose sums fit into [`scratch_len`] elements.
 pub(super) fn pieces(columns: Range<usize>, most: usize) -> impl Iterator<Item = Range<usize>> {
     super::product::pieces(columns, most.min(COLUMNS))
 }
 
-/// Number of elements of the sums of a piece.
+/// Number of sums of a piece, for `thin` columns of the thin operand.
 pub(super) fn scratch_len(thin: usize) -> usize {
     thin * COLUMNS
 }
 
 on_every_isa! {
-    /// Adds the products to the sums.
+    /// Adds the products of the operands' rows to the sums.
     ///
     /// # Safety
-    /// Both sides have this many rows with the stated widths, and the sums are `[thin, stride]`.
+    /// Both operands have this many rows with the stated widths, and the sums are `[thin, stride]`.
     pub(super) unsafe fn add(sums: &mut Sums<'_>) = add_all
 }
 
@@ -54,7 +54,7 @@ unsafe fn add_all<S: Simd>(sums: &mut Sums<'_>) {
             let valid = (sums.columns.len() - column).min(at_once);
             let mut m = 0;
             while m < thin {
-                // Safety: guaranteed by the caller.
+                // Safety: the caller guarantees what this `unsafe fn` requires.
                 unsafe {
                     m += match thin - m {
                         8.. if S::LANES == 16 => tile::<S, 8>(sums, &rows, m, column, valid),
@@ -68,7 +68,8 @@ unsafe fn add_all<S: Simd>(sums: &mut Sums<'_>) {
     }
 }
 
-/// Adds MR of the thin side's columns times two vectors of the wide side's; returns the number of columns done.
+/// Adds the products of MR columns of the thin operand and two vectors of the wide one; returns the
+/// number of columns done.
 #[inline(always)]
 unsafe fn tile<S: Simd, const MR: usize>(
     sums: &mut Sums<'_>,
@@ -90,7 +91,7 @@ unsafe fn tile<S: Simd, const MR: usize>(
         let mut w = sums.wide.values.as_ptr().add(rows.start * sums.wide.stride + sums.columns.start + column);
         for row in rows.clone() {
             if m == 0 {
-                // Prefetch the next rows, which are far apart in memory.
+                // Prefetch the next rows of the wide operand, which are far apart in memory.
                 let next = w.wrapping_add(ROWS * sums.wide.stride);
                 prefetch(next);
                 prefetch(next.wrapping_add(LINE));
@@ -120,7 +121,7 @@ unsafe fn tile<S: Simd, const MR: usize>(
 
 #[inline(always)]
 unsafe fn two<S: Simd>(from: *const f32, whole: bool, counts: [usize; 2]) -> [S::V; 2] {
-    // Safety: guaranteed by the caller.
+    // Safety: the caller guarantees what this `unsafe fn` requires.
     unsafe {
         match whole {
             true => [S::load(from), S::load(from.add(S::LANES))],

@@ -1,4 +1,4 @@
-//! The innermost loops: a few rows times half a panel or a whole one, with the sums in registers.
+//! The innermost loops of matrix products: a few rows times half a panel or a whole one, with the sums in registers.
 
 use super::super::isa::Isa;
 use super::super::pack::PANEL;
@@ -11,37 +11,37 @@ pub(in super::super) const INPUT_STRIDE: usize = 1040;
 /// Maximum number of rows of any tile.
 pub(in super::super) const MOST_ROWS: usize = 12;
 
-/// The arguments of one tile.
+/// The operands and sums of one tile.
 pub(in super::super) struct Tile {
     /// The packed inputs, `[rows][INPUT_STRIDE]`.
     pub x: *const f32,
     /// Weights `[depth][32]` f32 or `[depth / 2][32][2]` bf16, from the tile's first column on.
     pub w: *const u32,
-    /// Number of steps; for bf16 rounded up to pairs.
+    /// Number of steps of the summed dimension; for bf16 rounded up to pairs.
     pub depth: usize,
-    /// Initial values of the sums, `from_stride` apart.
+    /// Initial values of the sums, rows `from_stride` apart.
     pub from: *const f32,
     pub from_stride: usize,
-    /// Destination of the sums.
+    /// Memory that the sums are stored to.
     pub y: *mut f32,
     pub y_stride: usize,
-    /// The rows of the next tile's outputs.
+    /// Outputs of the next tile, to prefetch.
     pub next: *const f32,
     /// Weights in pairs to prefetch: `fetch_step` words per pair of steps, one or two cache lines.
     pub fetch: *const u32,
     pub fetch_step: usize,
 }
 
-/// Number of words in a cache line.
+/// Number of 32-bit words in a cache line.
 pub(in super::super) const LINE: usize = 16;
 
-/// The kernels of one instruction set.
+/// The tile kernels of one instruction set.
 pub(in super::super) struct TileKernels {
     /// Maximum number of rows of a tile.
     pub rows: usize,
     /// Number of columns of a tile.
     pub columns: usize,
-    /// Kernels for packs of f32 and of bf16.
+    /// Kernels for weights packed as f32 and as bf16.
     pub f32: Kernels,
     pub bf16: Kernels,
     /// Transposes a block of 32 × 32 weights: `[inputs][32]` for the given number of inputs
@@ -51,17 +51,17 @@ pub(in super::super) struct TileKernels {
     pub transpose_bf16: unsafe fn(*const u32, *mut u32),
 }
 
-/// The kernels of tiles, indexed by their number of rows − 1.
+/// Tile kernels with all columns, indexed by their number of rows − 1.
 #[derive(Clone, Copy)]
 pub(in super::super) struct Kernels {
     pub whole: &'static [Kernel],
-    /// Kernels with half the columns, for narrow edges.
+    /// Tile kernels with half the columns, for narrow edges.
     pub half: &'static [Kernel],
 }
 
 pub(in super::super) type Kernel = unsafe fn(&Tile);
 
-/// The kernels for packs of f32, and of bf16 without AMX.
+/// The tile kernels of an instruction set, for packs of f32, and of bf16 without AMX.
 pub(in super::super) fn tile_kernels(isa: Isa) -> &'static TileKernels {
     match isa {
         #[cfg(target_arch = "x86_64")]
@@ -72,7 +72,7 @@ pub(in super::super) fn tile_kernels(isa: Isa) -> &'static TileKernels {
     }
 }
 
-/// Creates the kernels of 1, 2, … rows, with two vectors and with one.
+/// Defines tile kernels of 1, 2, … rows, with two vectors and with one.
 macro_rules! kernels {
     ($tile:ident, $bf16:literal, $($rows:literal)*) => {
         Kernels { whole: &[$($tile::<$rows, 2, $bf16>,)*], half: &[$($tile::<$rows, 1, $bf16>,)*] }
@@ -154,7 +154,8 @@ mod x86 {
                     *row = _mm512_loadu_si512(words.add(pair * PANEL + half * 16).cast());
                 }
                 for (pair, [a, b]) in transpose(rows).as_chunks().0.iter().enumerate() {
-                    // The inputs of one output are in pairs: combine the even ones of two outputs, and the odd ones.
+                    // The two bf16 inputs of one output are a pair: combine the even ones of two outputs,
+                    // and the odd ones.
                     let even = _mm512_or_si512(_mm512_andnot_si512(upper, *a), _mm512_slli_epi32::<16>(*b));
                     let odd = _mm512_or_si512(_mm512_srli_epi32::<16>(*a), _mm512_and_si512(upper, *b));
                     let out = out.add((half * 8 + pair) * PANEL);
@@ -165,7 +166,7 @@ mod x86 {
         }
     }
 
-    /// Transposes 16 × 16 words.
+    /// Transposes 16 × 16 words in registers.
     #[inline(always)]
     unsafe fn transpose(r: [__m512i; 16]) -> [__m512i; 16] {
         unsafe {
@@ -202,7 +203,7 @@ mod x86 {
 unsafe fn transpose_f32(words: *const u32, inputs: usize, out: *mut f32) {
     for input in 0..PANEL {
         for output in 0..PANEL {
-            // Safety: guaranteed by the caller.
+            // Safety: the caller guarantees what this `unsafe fn` requires.
             unsafe {
                 let word = if input < inputs { *words.add(input * PANEL + output) } else { 0 };
                 *out.add(output * PANEL + input) = f32::from_bits(word);
@@ -214,7 +215,7 @@ unsafe fn transpose_f32(words: *const u32, inputs: usize, out: *mut f32) {
 unsafe fn transpose_bf16(words: *const u32, out: *mut u32) {
     for pair in 0..PANEL / 2 {
         for half in 0..PANEL / 2 {
-            // Safety: guaranteed by the caller.
+            // Safety: the caller guarantees what this `unsafe fn` requires.
             unsafe {
                 let (a, b) = (*words.add(pair * PANEL + 2 * half), *words.add(pair * PANEL + 2 * half + 1));
                 let out = out.add(half * PANEL + 2 * pair);
@@ -237,7 +238,7 @@ pub(in super::super) fn prefetch<T>(at: *const T) {
     let _ = at;
 }
 
-/// Number of words by which the stream of weights is prefetched.
+/// Number of words ahead of the current ones at which weights are prefetched.
 pub(in super::super) const AHEAD: usize = 768;
 
 #[inline(always)]
@@ -262,7 +263,7 @@ unsafe fn multiply<S: Simd, const MR: usize, const NV: usize, const BF16: bool>(
                 prefetch(fetch);
                 prefetch(fetch.wrapping_add(second));
                 fetch = fetch.wrapping_add(tile.fetch_step);
-                // The odd halves are loaded again, which saves a register.
+                // The odd values of a pair are loaded again instead of being kept, which saves a register.
                 let mut weights = [S::zero(); NV];
                 for (v, weight) in weights.iter_mut().enumerate() {
                     *weight = S::load_pairs(w.add(v * S::LANES)).0;

@@ -1,4 +1,4 @@
-//! Chooses the next token of each row, by argmax or by sampling.
+//! Chooses the next token of each row from the head's logits, by argmax or by sampling.
 
 use std::cell::RefCell;
 
@@ -10,19 +10,19 @@ use super::super::simd::Simd;
 use super::super::threads::{Shared, Threads};
 use super::{CHUNK, CHUNK_PANELS, Cell, Head, PAD, Total, check, exponential, factor, stream, summary};
 
-/// The random pick for a row's token.
+/// The settings with which a row's token is chosen: temperature and random number.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Pick {
     /// Divisor of the logits; 0 takes the largest logit.
     pub temperature: f64,
-    /// The random number in [0, 1).
+    /// The random number in [0, 1) that selects the token.
     pub uniform: f64,
 }
 
 /// The chosen token of a row.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Chosen {
-    /// Id of the token.
+    /// Id of the chosen token.
     pub token: u32,
     /// Log-probability of the token at the temperature of the choice, in nats; at temperature 1 if
     /// the choice was greedy.
@@ -41,12 +41,12 @@ thread_local! {
     static TABLE: RefCell<Table> = RefCell::default();
 }
 
-/// The summaries of every row while its token is chosen; the memory is reused.
+/// The softmax sums of every row while its token is chosen; the memory is reused.
 #[derive(Default)]
 struct Table {
-    /// Cells of all rows, `[rows][chunks]`.
+    /// The sums of each chunk of the vocabulary, `[rows][chunks]`.
     cells: Vec<Cell>,
-    /// Sum Σ eᶻ of each panel, `[rows][panels]`.
+    /// Sum Σ eᶻ of each panel of the vocabulary, `[rows][panels]`.
     sums: Vec<f32>,
 }
 
@@ -61,7 +61,7 @@ fn choose_with(
     let weight = head.weight;
     let (rows, chunks, panels) = (picks.len(), weight.n().div_ceil(CHUNK), weight.panels());
     check(x, weight, rows);
-    assert!(weight.n() > 0, "there is no token to choose");
+    assert!(weight.n() > 0, "the vocabulary has no token to choose");
     let Table { cells: table, sums } = table;
     table.resize(rows * chunks, Cell::default());
     sums.resize(rows * panels, 0.0);
@@ -70,7 +70,7 @@ fn choose_with(
         let of_chunk = part.chunk * CHUNK_PANELS..((part.chunk + 1) * CHUNK_PANELS).min(panels);
         for (row, values) in part.rows.clone().zip(part.logits.chunks(part.stride)) {
             let t = factor(picks[row].temperature);
-            // Safety: each row's chunk belongs to one part.
+            // Safety: each part writes only the sums of its own rows and chunk.
             unsafe {
                 let sums = panel_sums.part(row * panels + of_chunk.start..row * panels + of_chunk.end);
                 *cells.at(row * chunks + part.chunk) = summary(isa, part.padded(values), t, sums);
@@ -89,13 +89,13 @@ fn choose_with(
                 cells: &table[row * chunks..(row + 1) * chunks],
                 panels: &sums[row * panels..(row + 1) * panels],
             };
-            // Safety: one element per row.
+            // Safety: each row has one element, and one thread.
             unsafe { *shared.at(row) = of_row.choose(picks[row]) };
         }
     });
 }
 
-/// The summary of one row.
+/// A row with its softmax sums, from which a token is chosen.
 struct Row<'a> {
     isa: Isa,
     x: &'a [f32],
@@ -111,7 +111,7 @@ impl Row<'_> {
         Chosen { token: token as u32, logp: total.logp(logit) }
     }
 
-    /// The logits of a panel, −∞ after the last one; the same bits as before.
+    /// Recomputes the logits of a panel of the vocabulary, −∞ after the last token; with the same bits as before.
     fn logits(&self, panel: usize) -> [f32; PANEL] {
         let mut logits = [f32::NEG_INFINITY; PANEL];
         let weight = self.head.weight;
@@ -124,7 +124,7 @@ impl Row<'_> {
         logits
     }
 
-    /// The first of the largest logits, with its index.
+    /// Returns the first of the row's largest logits, with its token.
     fn largest(&self) -> (usize, f32) {
         let mut best = 0;
         for (chunk, cell) in self.cells.iter().enumerate() {
@@ -140,11 +140,11 @@ impl Row<'_> {
                 return (panel * PANEL + index, largest);
             }
         }
-        // Every logit is NaN.
+        // All logits of the row are NaN.
         (0, f32::NAN)
     }
 
-    /// Samples a token: searches the chunks, then the panels of the chunk, then the tokens of the panel.
+    /// Samples a token: finds the chunk of the vocabulary, then the panel of the chunk, then the token of the panel.
     fn draw(&self, total: &Total, uniform: f64) -> (usize, f32) {
         let shares = self.cells.iter().map(|cell| total.share(cell).0 * f64::from(cell.sum));
         let (chunk, before) = invert(shares, uniform * total.sum);
@@ -165,7 +165,7 @@ impl Row<'_> {
 }
 
 on_every_isa! {
-    /// Computes e^(logit·t − shift) for a panel, as in the sums.
+    /// Computes e^(logit·t − shift) for a panel of logits, with the same bits as in the softmax sums.
     unsafe fn exponentials(logits: &[f32; PANEL], t: f32, shift: f32, out: &mut [f32; PANEL]) = exponentials_with
 }
 

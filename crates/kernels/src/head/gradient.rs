@@ -1,4 +1,5 @@
-//! The vector-Jacobian product of the scores: d logits = g·(onehot − softmax) / temperature, chunk by chunk.
+//! The vector-Jacobian product of the scores: d logits = g·(onehot − softmax) / temperature, one chunk of
+//! the vocabulary after another.
 
 use std::cell::RefCell;
 
@@ -34,8 +35,8 @@ pub fn score_vjp(threads: &Threads, isa: Isa, gradient: &Gradient<'_>, d_x: &mut
     let (rows, k) = (targets.len(), weight.k());
     check(x, weight, rows);
     check(d_x, weight, rows);
-    assert!(normalizers.len() == rows && g.len() == rows, "one normalizer and one gradient a row");
-    assert!(targets.iter().all(|target| (*target as usize) < weight.n()), "a target is no token");
+    assert!(normalizers.len() == rows && g.len() == rows, "there must be one normalizer and one gradient for each row");
+    assert!(targets.iter().all(|target| (*target as usize) < weight.n()), "a target is not a token of the vocabulary");
     d_x.fill(0.0);
     let live: Vec<usize> = (0..rows).filter(|row| g[*row] != 0.0).collect();
     if live.is_empty() || k == 0 {
@@ -72,20 +73,20 @@ pub fn score_vjp(threads: &Threads, isa: Isa, gradient: &Gradient<'_>, d_x: &mut
 /// Number of rows for which the weights are read once to compute d_x.
 const MOST_ROWS: usize = 256;
 
-/// A row whose gradient is not 0.
+/// A row whose gradient dL/dlogp is not 0.
 struct Line {
     row: usize,
     target: usize,
     largest: f32,
     /// The factor −g / temperature, divided by the sum of exponentials.
     c: f32,
-    /// The value g / temperature at the target.
+    /// The value g / temperature, which is added at the target token.
     at_target: f32,
 }
 
 struct Job<'a> {
     isa: Isa,
-    /// Input rows, `[lines, hidden]`.
+    /// The input rows with a gradient, `[lines, hidden]`.
     x: &'a [f32],
     shared_inputs: SharedInputs,
     head: Head<'a>,
@@ -94,7 +95,7 @@ struct Job<'a> {
 }
 
 thread_local! {
-    /// Logits, and dL/dx of some rows.
+    /// A thread's buffers: logits of a chunk, and dL/dx of some rows.
     static SCRATCH: RefCell<(Vec<f32>, Vec<f32>)> = const { RefCell::new((Vec::new(), Vec::new())) };
 }
 
@@ -110,7 +111,7 @@ impl Job<'_> {
 
     fn inputs(&self, threads: &Threads, d_x: &mut [f32]) {
         let (k, lines) = (self.head.weight.k(), self.lines);
-        // The division into blocks does not affect the sums.
+        // The number of blocks may depend on the threads: the division does not affect the sums.
         let blocks = lines.len().div_ceil(MOST_ROWS).next_multiple_of(threads.count());
         let at_once = lines.len().div_ceil(blocks).next_multiple_of(16);
         let d_x = Shared::new(d_x);
@@ -127,7 +128,7 @@ impl Job<'_> {
                     backward_panels(self.isa, self.head.weight, panels, dy, out);
                 }
                 for (line, sums) in block.iter().zip(sums.chunks_exact(k)) {
-                    // Safety: each row belongs to one block.
+                    // Safety: each row of d_x belongs to one block of rows.
                     unsafe { d_x.part(line.row * k..(line.row + 1) * k) }.copy_from_slice(sums);
                 }
             });
@@ -143,7 +144,7 @@ impl Job<'_> {
                     let first = index * ROWS_AT_ONCE;
                     let dy = self.d_logits(first, block, chunk, logits);
                     let begin = chunk * CHUNK * k;
-                    // Safety: each chunk belongs to one call.
+                    // Safety: each chunk of d_weight is written by a single call.
                     let to = unsafe { d_weight.part(begin..begin + dy.width * k) };
                     let x = Rows { values: &self.x[first * k..], width: k, stride: k };
                     outer_here(self.isa, block.len(), dy, x, to);
@@ -152,7 +153,7 @@ impl Job<'_> {
         });
     }
 
-    /// Computes dL/dlogits of some rows and a chunk.
+    /// Computes the gradient dL/dlogits of some rows and one chunk of the vocabulary.
     fn d_logits<'a>(&self, first: usize, block: &[Line], chunk: usize, logits: &'a mut Vec<f32>) -> Rows<'a> {
         let k = self.head.weight.k();
         let width = (self.head.weight.n() - chunk * CHUNK).min(CHUNK);
@@ -182,7 +183,7 @@ impl Job<'_> {
 }
 
 on_every_isa! {
-    /// Replaces each logit by c·e^(logit·t − largest).
+    /// Replaces each logit by its softmax part of the gradient, c·e^(logit·t − largest).
     unsafe fn soften(logits: &mut [f32], t: f32, largest: f32, c: f32) = soften_with
 }
 

@@ -135,7 +135,7 @@ struct StaticArray {
     size_t bytes;
 };
 
-// The emulated multiprocessor of a thread of the process.
+// The emulated multiprocessor that a thread of the process runs.
 struct Machine {
     std::vector<Fiber> fibers;
     std::vector<StaticArray> arrays;
@@ -202,7 +202,7 @@ Machine& enter() {
     return own;
 }
 
-// Ends the running thread, and with it the launch. Does not return.
+// Ends the running GPU thread, and with it the launch. Does not return.
 [[noreturn]] void abandon() {
     Machine& m = machine();
     for (;;) m.leave();
@@ -259,7 +259,7 @@ void multiply(Fiber* lanes) {
         }
     }
 #ifdef RLOOD_EMULATOR_ROUNDS_LIKE_A_GPU
-    // Adds half of the products, then truncates.
+    // Adds half of the products of a matrix instruction, then truncates.
     for (uint32_t row = 0; row < 16; row++) {
         for (uint32_t column = 0; column < 8; column++) {
             float& d = lanes[(row % 8) * 4 + column / 2].slot.d[row / 8 * 2 + column % 2];
@@ -474,7 +474,7 @@ void copy_later(void* shared, const void* global, uint32_t bytes, bool valid) {
         abandon();
     }
     RACES(copy_begins(to, valid ? global : nullptr, bytes, __builtin_return_address(0)));
-    // The destination holds neither the old nor the new values until the wait.
+    // Until the wait, the destination holds neither the old nor the new values.
     std::memset(to, UNWRITTEN, bytes);
     m.running->copies.push_back({to, valid ? global : nullptr, bytes, m.running->group});
 }

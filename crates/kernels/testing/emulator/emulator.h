@@ -55,7 +55,7 @@ struct Slot {
 
 enum class Collective : uint8_t { None, Block, Sync, Shuffle, Ballot, Matrices2, Matrices4, Product };
 
-// The slot of the running thread.
+// The slot of the running GPU thread.
 Slot& slot();
 // Waits until every lane of the warp, or every thread of the block, has reached the same place.
 void meet(Collective kind, uint32_t mask, int line);

@@ -6,16 +6,16 @@ use std::sync::{Arc, PoisonError};
 use super::{Attention, AttentionBackward, Cpu, Matrix};
 use crate::kernels::attention::{self, Backward, Forward, Heads, Query, Segment, Visible, first_seen};
 
-/// Keys and values of rows, each after a prompt that several rows may share. A layer with a window drops positions that
-/// no later token attends to.
+/// Keys and values of sequences, each after a prompt that several sequences may share. A layer with a window drops
+/// positions that no later token attends to.
 #[derive(Debug)]
 pub struct Cache {
     heads: Heads,
-    /// The window of each layer.
+    /// The attention window of each layer, in positions.
     windows: Vec<Option<usize>>,
     prompts: Vec<Arc<Prompt>>,
     rows: Vec<Row>,
-    /// Ranges of rows whose attention is computed together.
+    /// Ranges of sequences whose attention is computed together.
     pieces: Vec<Range<usize>>,
 }
 
@@ -29,12 +29,12 @@ struct Prompt {
 struct Row {
     prompt: Arc<Prompt>,
     max_new_tokens: usize,
-    /// Number of tokens for which the segments have memory.
+    /// Number of new tokens for which this sequence's cache has memory.
     room: usize,
     layers: Vec<Segment>,
 }
 
-/// Number of tokens for which a row's cache has memory initially.
+/// Number of new tokens for which a sequence's cache has memory initially.
 const FIRST_TOKENS: usize = 32;
 
 impl Cache {
@@ -53,7 +53,7 @@ impl Cache {
         let Cache { heads, windows, prompts, .. } = self;
         let mut row = 0;
         for prompt in prompts[first..].iter_mut().filter_map(Arc::get_mut) {
-            // The first token after the prompt attends to the most of it.
+            // The first token after the prompt attends to more of the prompt's positions than any later one.
             let mut segment = Segment::beginning_at(first_seen(prompt.len, windows[layer]));
             let rows = row + segment.len()..row + prompt.len;
             segment.reserve(heads, rows.len());
@@ -81,13 +81,13 @@ impl Cache {
 }
 
 impl Row {
-    /// Reserves memory before a token is appended in all layers.
+    /// Reserves memory in all layers before a token is appended to the sequence.
     fn make_room(&mut self, heads: &Heads, windows: &[Option<usize>]) {
         let len = self.layers.first().map_or(0, Segment::len);
         if len < self.room {
             return;
         }
-        // Doubles the capacity, up to the maximum length.
+        // Doubles the capacity, up to the sequence's maximum length.
         let more = len.max(FIRST_TOKENS).min(self.max_new_tokens.saturating_sub(len).max(attention::BLOCK));
         self.room = len + more;
         for (segment, window) in self.layers.iter_mut().zip(windows) {
@@ -96,8 +96,8 @@ impl Row {
         }
     }
 
-    /// Appends a token in a layer. Positions outside of the token's window are dropped, since no later
-    /// token attends to them.
+    /// Appends a token's keys and values in a layer. Positions outside of the token's window are dropped, since no
+    /// later token attends to them.
     fn push(&mut self, heads: &Heads, layer: usize, window: Option<usize>, qkv: &[f32]) {
         let own = &mut self.layers[layer];
         let seen = Visible::of_completion(self.prompt.len, own.len(), window).own;
@@ -106,11 +106,11 @@ impl Row {
     }
 }
 
-/// Amount of work below which one thread is faster than several.
+/// Number of multiply-adds below which one thread is faster than several.
 const MIN_PARALLEL: usize = 1 << 14;
 
-/// Collects adjacent rows of the batch that continue the same prompt; splits long runs into several ranges, so that
-/// all threads have work.
+/// Collects adjacent sequences of the batch that continue the same prompt; splits long runs into several ranges, so
+/// that all threads have work.
 fn cut(rows: &[Row], threads: usize, pieces: &mut Vec<Range<usize>>) {
     let longest = rows.len().div_ceil(2 * threads).max(2);
     pieces.clear();
@@ -125,7 +125,7 @@ fn cut(rows: &[Row], threads: usize, pieces: &mut Vec<Range<usize>>) {
 }
 
 impl Cpu {
-    /// Appends a token to each row and computes attention.
+    /// Appends a token to each sequence and computes its attention.
     pub(super) fn attend_rows(&self, cache: &mut Cache, layer: usize, qkv: &Matrix) -> Matrix {
         let Cache { heads, windows, rows, pieces, .. } = cache;
         let window = windows[layer];

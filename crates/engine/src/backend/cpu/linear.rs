@@ -1,4 +1,4 @@
-//! Products with packed weights and their adapters.
+//! Linear layers: products with packed weights and their LoRA adapters.
 
 use std::ops::Range;
 
@@ -11,15 +11,15 @@ use crate::kernels::pack::{PackDtype, PackedMatrix};
 /// LoRA factors of a fused weight: A stacked, B block-diagonal.
 #[derive(Debug)]
 pub struct Adapter {
-    /// The stacked A, `[blocks · r, in]`.
+    /// The factors A of all modules, stacked: `[blocks · r, in]`.
     a: PackedMatrix,
-    /// The block-diagonal B, `[out, blocks · r]`, scaled by s.
+    /// The factors B of all modules on a block diagonal, scaled by s: `[out, blocks · r]`.
     b: PackedMatrix,
-    /// Bᵀ of each block, `[r, out]`, scaled by s.
+    /// The transposed factor B of each module, `[r, out]`, scaled by s.
     b_transposed: Vec<PackedMatrix>,
-    /// The scaling s of each block.
+    /// The scaling s of each module's product B·A.
     scalings: Vec<f32>,
-    /// The outputs and ranks of each module.
+    /// The outputs of each adapted module, and its ranks among those of all modules.
     parts: Vec<(Range<usize>, Range<usize>)>,
 }
 
@@ -130,7 +130,7 @@ impl Cpu {
         hidden
     }
 
-    /// Applies a dropout mask to x.
+    /// Applies a LoRA dropout mask to x.
     fn dropped(&self, x: &Matrix, mask: &Mask<'_>) -> Matrix {
         let mut out = self.pool.matrix(x.rows(), x.width());
         out.values_mut().copy_from_slice(x.values());
@@ -168,7 +168,7 @@ impl Cpu {
         let back = gemm::LinearBackward { dy: dy_values, stride, weight: matrix, lora };
         let out = Output { y: dx.values_mut(), stride: inputs, rows, add: false };
         gemm::linear_backward(&self.threads, self.isa, back, out);
-        // L depends on B through s·B, so dB = s·dyᵀ·h.
+        // The loss L depends on B through s·B, so dB = s·dyᵀ·h with h = x·Aᵀ.
         let mut h = self.hidden(pass, x);
         for (scaling, (_, ranks)) in adapter.scalings.iter().zip(&adapter.parts) {
             self.scale_columns(&mut h, ranks.clone(), *scaling);
@@ -191,7 +191,7 @@ impl Cpu {
         dx
     }
 
-    /// Adds dA += dhᵀ·x and dB += dyᵀ·h for each module; `masked` holds x after each module's dropout.
+    /// Adds the gradients dA += dhᵀ·x and dB += dyᵀ·h for each module; `masked` holds x after each module's dropout.
     fn factor_gradients(
         &self,
         linear: &LinearBackward<'_, Self>,

@@ -12,17 +12,17 @@ pub struct Matrix {
 }
 
 impl Matrix {
-    /// All values, row by row.
+    /// All values of the matrix, row by row.
     pub fn values(&self) -> &[f32] {
         &self.values
     }
 
-    /// All values, row by row, for writing.
+    /// All values of the matrix, row by row, for writing.
     pub fn values_mut(&mut self) -> &mut [f32] {
         &mut self.values
     }
 
-    /// Number of values in a row.
+    /// Number of values in a row of the matrix.
     pub fn width(&self) -> usize {
         self.width
     }
@@ -32,12 +32,12 @@ impl Matrix {
         self.values.len().checked_div(self.width).unwrap_or(0)
     }
 
-    /// The values of one row.
+    /// The values of one row of the matrix.
     pub fn row(&self, row: usize) -> &[f32] {
         &self.values[row * self.width..(row + 1) * self.width]
     }
 
-    /// The values of a range of rows, for writing.
+    /// The values of a range of rows of the matrix, for writing.
     pub fn rows_mut(&mut self, rows: Range<usize>) -> &mut [f32] {
         &mut self.values[rows.start * self.width..rows.end * self.width]
     }
@@ -96,7 +96,7 @@ impl Pool {
         }
     }
 
-    /// Returns the smallest buffer that is large enough, unless it is far too large.
+    /// Returns the smallest free buffer of the pool that is large enough, unless it is far too large.
     fn take_buffer(&self, len: usize) -> Option<Vec<f32>> {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         let fits = |buffer: &Vec<f32>| (len..=4 * len.max(256)).contains(&buffer.capacity());

@@ -41,14 +41,14 @@ impl Cpu {
         self.each_row(x, |_, row| row[columns.clone()].iter_mut().for_each(|value| *value *= factor));
     }
 
-    /// Multiplies x by a factor.
+    /// Multiplies all values of x by a factor.
     pub(super) fn times(&self, x: &Matrix, factor: f32) -> Matrix {
         let mut out = self.pool.matrix(x.rows(), x.width());
         self.each_row(&mut out, |at, row| row.iter_mut().zip(x.row(at)).for_each(|(out, x)| *out = x * factor));
         out
     }
 
-    /// Multiplies some columns of x by each row's factor.
+    /// Multiplies some columns of each row of x by that row's factor.
     pub(super) fn columns_times(&self, x: &Matrix, columns: Range<usize>, factors: &[f32]) -> Matrix {
         let mut out = self.pool.matrix(x.rows(), x.width());
         self.each_row(&mut out, |at, row| {
@@ -87,7 +87,7 @@ impl Cpu {
         out
     }
 
-    /// Writes all rows in parallel; `f` receives each row's index.
+    /// Writes all rows of a matrix in parallel; `f` receives each row's index.
     fn each_row(&self, out: &mut Matrix, f: impl Fn(usize, &mut [f32]) + Sync) {
         let width = out.width();
         kernels::rows::each_row(&self.threads, out.values_mut(), width, f);

@@ -20,7 +20,7 @@ use crate::ops::RopeTable;
 use crate::ops::slices::{Heads, TokenScore};
 
 impl Cuda {
-    /// Uploads the dropout keys of each module's input.
+    /// Uploads the random keys of each module's LoRA dropout.
     fn masks(&self, masks: &[Mask<'_>]) -> Result<Vec<(Buffer, u64, f32)>> {
         let upload = |mask: &Mask<'_>| {
             let (threshold, scale) = mask.threshold_and_scale();
@@ -105,7 +105,7 @@ impl Compute for Cuda {
         Ok(out)
     }
 
-    // The loader rejects models that need these operations.
+    // These operations have no kernel; the loader rejects models that need them.
     fn scaled(&self, _: &Tensor, _: f32) -> Result<Tensor> {
         Err(no_kernel("a tensor times a number"))
     }

@@ -15,15 +15,16 @@ use crate::kernels::cuda::head;
 use crate::kernels::cuda::rows::{self, Dtype};
 use crate::ops::slices::Heads;
 
-/// Keys and values of rows, allocated with the first prompt. All positions are kept, even in layers with a window.
+/// Keys and values of sequences, in pages that are allocated with the first prompt. All positions are kept, even in
+/// layers with a window.
 #[derive(Debug)]
 pub struct Cache {
     heads: Heads,
-    /// The window of each layer.
+    /// The attention window of each layer, in positions.
     windows: Vec<Option<usize>>,
     dtype: Dtype,
     pages: Option<cache::Cache>,
-    /// The tokens of the current step, then those that it chose, in the layout of `head::begin_choose`.
+    /// The token ids of the current step, then the ids it chose, in the layout of `head::begin_choose`.
     tokens: Option<Buffer>,
     /// Number of rows that the last step chose tokens for.
     chosen: usize,
@@ -32,7 +33,7 @@ pub struct Cache {
     turn: bool,
 }
 
-/// Initial capacity of the token buffer, in rows.
+/// Initial capacity of the buffer for token ids, in rows.
 const ROWS: usize = 512;
 
 impl Cache {
@@ -41,7 +42,7 @@ impl Cache {
         Cache { heads: *heads, windows, dtype, pages: None, tokens: None, chosen: 0, turn: false }
     }
 
-    /// The cache's pages, allocated on first use.
+    /// Returns the pages of the key-value cache; allocates them on first use.
     pub(super) fn pages_on(&mut self, device: &Device) -> Result<&mut cache::Cache> {
         let pages = match self.pages.take() {
             Some(pages) => pages,
@@ -50,7 +51,7 @@ impl Cache {
         Ok(self.pages.insert(pages))
     }
 
-    /// The buffer for a step's tokens. It is reallocated only if it has too little room for `rows` rows.
+    /// Returns the buffer for a step's token ids. It is reallocated only if it has too little room for `rows` rows.
     fn room(&mut self, device: &Device, rows: usize) -> Result<&Buffer> {
         let tokens = match self.tokens.take() {
             Some(tokens) if tokens.bytes() as usize >= head::chosen_bytes(rows) => tokens,
@@ -59,9 +60,9 @@ impl Cache {
         Ok(self.tokens.insert(tokens))
     }
 
-    /// The buffer with the current step's tokens.
+    /// Returns the buffer with the current step's token ids.
     pub(super) fn tokens(&self) -> Result<&Buffer> {
-        self.tokens.as_ref().ok_or_else(|| EngineError::Input("no step is in progress".to_owned()))
+        self.tokens.as_ref().ok_or_else(|| EngineError::Input("no generation step is in progress".to_owned()))
     }
 
     pub(super) fn close(&mut self) {
@@ -77,13 +78,13 @@ impl Cache {
     }
 }
 
-/// Tokens that are chosen on the device.
+/// Token ids that the device is choosing, or that were copied to the host.
 #[derive(Debug)]
 pub struct PendingChoice(Mutex<Landing>);
 
 #[derive(Debug)]
 enum Landing {
-    /// The result has not been requested yet.
+    /// The copy of the token ids to the host has not been requested yet.
     Begun,
     Coming {
         words: Fetch<u32>,
@@ -93,17 +94,17 @@ enum Landing {
 }
 
 impl PendingChoice {
-    /// Creates a choice that is in progress.
+    /// Creates a choice of tokens that is in progress.
     pub(super) fn begun() -> PendingChoice {
         PendingChoice(Mutex::new(Landing::Begun))
     }
 
-    /// Waits for the chosen tokens.
+    /// Waits for the chosen token ids and their log-probs.
     pub(super) fn wait(&self) -> Result<Vec<Chosen>> {
         let mut landing = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let chosen = match std::mem::replace(&mut *landing, Landing::Begun) {
             Landing::Begun => {
-                return Err(EngineError::Input("the choice of tokens has not finished".to_owned()));
+                return Err(EngineError::Input("the choice of next tokens has not finished".to_owned()));
             }
             Landing::Coming { words, rows } => head::chosen_of(&words.wait()?, rows),
             Landing::There(chosen) => chosen,
@@ -113,8 +114,8 @@ impl PendingChoice {
     }
 }
 
-/// Number of rows of the graph that serves `rows` rows. The sizes are few, so that each graph is recorded early, and
-/// none is much larger than needed.
+/// Number of rows of the CUDA graph that serves a batch of `rows` rows. There are few sizes, so that each graph is
+/// recorded early, and none is much larger than needed.
 fn bucket(rows: usize) -> usize {
     match rows {
         0..=8 => rows.next_power_of_two(),
@@ -125,7 +126,7 @@ fn bucket(rows: usize) -> usize {
 }
 
 impl Cuda {
-    /// Runs [`Decode::step`] as a graph.
+    /// Runs [`Decode::step`] as a CUDA graph.
     pub(super) fn recorded_step(
         &self,
         cache: &mut Cache,
@@ -147,10 +148,12 @@ impl Cuda {
         }
         let positions: Vec<usize> =
             step.positions.iter().copied().chain(std::iter::repeat_n(0, bucket - rows)).collect();
-        // Neither the table nor the cache's own tables may move while a graph that reads them is recorded.
+        // Upload the rotary table and the cache's page tables first: they must not move while a graph that
+        // reads them is recorded.
         self.table(step.table)?;
         cache.pages_on(&self.device)?.begin_step()?;
-        // The tokens of padding rows are dropped; without picks there is nothing to choose.
+        // Rows that only pad the batch get any pick, since their tokens are dropped; without picks no
+        // row chooses a token.
         let Choice { picks, filters } = step.choice;
         let mut picks = picks.to_vec();
         cache.chosen = picks.len();
@@ -167,7 +170,7 @@ impl Cuda {
         cache.turn = !cache.turn;
         let key = 2 * (3 * bucket as u64 + kind) + u64::from(cache.turn);
         let (out, picked) = self.device.graph(key, || body(cache, &filled))?;
-        // Starts the copy to the host, which continues with other work meanwhile.
+        // Start to copy the chosen tokens to the host, which continues with other work meanwhile.
         let picked = match picked {
             Some(_) => {
                 let words = self.device.fetch(cache.tokens()?, 0, 2 * bucket)?;

@@ -103,7 +103,7 @@ pub enum Moments {
         first: Codes,
         /// Second moment v of each parameter.
         second: Codes,
-        /// The quantization levels of both maps, `[2][256]`.
+        /// The quantization levels of 8-bit moments, `[2][256]`: those of the first moments, then those of the second.
         levels: Buffer,
         /// Number of parameters that have moments.
         len: usize,
@@ -182,7 +182,7 @@ mod tests {
     use crate::random::{Key, Stream};
     use crate::spec::{LrSchedulerType, OptimizerKind, OptimizerPlan};
 
-    /// Opens the emulator or a GPU; None if neither exists and the test is not required to use one.
+    /// Opens the emulator or a GPU for a test; None if neither exists and the test is not required to use one.
     fn device() -> Option<Device> {
         let asked =
             cfg!(feature = "cuda-emulator") || std::env::var("RLOOD_TEST_BACKEND").is_ok_and(|kind| kind == "cuda");
@@ -226,7 +226,7 @@ mod tests {
             let mut moments = Moments::from_host(&parameters, &adam.moments).unwrap();
             for step in 1..6 {
                 let mut gradient = noise(count, 1 + step);
-                // Includes whole blocks without a gradient, values of many magnitudes, and values from which no
+                // The gradient includes whole blocks of zeros, values of many magnitudes, and values from which no
                 // scale can be computed.
                 gradient.iter_mut().enumerate().for_each(|(i, g)| *g *= 10f32.powi(-((i % 9) as i32)));
                 if step < 3 {

@@ -22,17 +22,17 @@ pub struct Tensor {
 }
 
 impl Tensor {
-    /// Allocates a tensor with uninitialized values.
+    /// Allocates a row-major tensor with uninitialized values.
     pub(super) fn new(device: &Device, count: usize, width: usize, dtype: Dtype) -> Result<Tensor> {
         Ok(Tensor { buffer: device.alloc(count * width * dtype.bytes())?, count, width, dtype })
     }
 
-    /// Allocates a tensor of zeros.
+    /// Allocates a row-major tensor of zeros.
     pub(super) fn zeros(device: &Device, count: usize, width: usize, dtype: Dtype) -> Result<Tensor> {
         Ok(Tensor { buffer: device.zeros(count * width * dtype.bytes())?, count, width, dtype })
     }
 
-    /// A view of all rows.
+    /// A view of all rows of the tensor.
     pub(super) fn rows(&self) -> Rows<'_> {
         Rows::new(&self.buffer, self.count, self.width, self.dtype)
     }
@@ -42,12 +42,12 @@ impl Tensor {
         self.count
     }
 
-    /// Number of values in a row.
+    /// Number of values in a row of the tensor.
     pub fn width(&self) -> usize {
         self.width
     }
 
-    /// The type of the values.
+    /// The type of the tensor's values.
     pub fn dtype(&self) -> Dtype {
         self.dtype
     }
@@ -80,14 +80,14 @@ impl Vector {
         Ok(Vector { buffer: Arc::new(device.upload(values)?), width: values.len() })
     }
 
-    /// Copies these values into a new vector.
+    /// Copies these values into a new vector on the device.
     pub(super) fn of(device: &Device, values: Rows<'_>) -> Result<Vector> {
         let buffer = device.alloc(values.width * size_of::<f32>())?;
         rows::copy(device, values, Rows::new(&buffer, 1, values.width, Dtype::F32))?;
         Ok(Vector { buffer: Arc::new(buffer), width: values.width })
     }
 
-    /// A view of the vector as one row.
+    /// A view of the vector as a tensor of one row.
     pub(super) fn rows(&self) -> Rows<'_> {
         Rows::new(&self.buffer, 1, self.width, Dtype::F32)
     }
@@ -103,7 +103,7 @@ pub struct Weight {
     bias: Option<Vector>,
 }
 
-/// Number of values converted and sent in one piece.
+/// Number of values of a weight that are converted and uploaded at a time.
 const CHUNK: usize = 1 << 20;
 
 impl Weight {
@@ -130,7 +130,7 @@ impl Weight {
         Ok(Weight { matrix: Arc::new(matrix), outputs, inputs, dtype, bias })
     }
 
-    /// Copies the weight from the flat parameters, module by module.
+    /// Copies the weight of each module from the flat parameters.
     pub(super) fn of(
         device: &Device,
         dtype: Dtype,
@@ -168,7 +168,7 @@ impl Weight {
     }
 }
 
-/// Cosines and sines by position.
+/// Table of cosines and sines of the rotary embedding, by position.
 #[derive(Debug)]
 pub(super) struct Table {
     cos: Buffer,
@@ -192,7 +192,7 @@ impl Table {
     }
 }
 
-/// Rotary angles of a batch's tokens.
+/// The rotary angles of a batch's tokens: a table, and the position of each token.
 #[derive(Debug)]
 pub struct Angles {
     pub(super) table: Arc<Table>,

@@ -1,4 +1,4 @@
-//! Generation on the oracle: keys and values are appended as computed, one vector per row and layer.
+//! Generation on the oracle: the keys and values of each token are appended, one vector per sequence and layer.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -13,12 +13,12 @@ use crate::kernels::attention::{DROPPED_AT_ONCE, first_seen};
 use crate::ops;
 use crate::ops::slices::{self, Cache as Seen, Heads};
 
-/// Keys and values of rows, each after a prompt that several rows may share. A layer with a window drops positions that
-/// no later token attends to.
+/// Keys and values of sequences, each after a prompt that several sequences may share. A layer with a window drops
+/// positions that no later token attends to.
 #[derive(Debug)]
 pub struct Cache {
     heads: Heads,
-    /// The window of each layer.
+    /// The attention window of each layer, in positions.
     windows: Vec<Option<usize>>,
     prompts: Vec<Arc<Prompt>>,
     rows: Vec<CacheRow>,
@@ -37,7 +37,7 @@ struct CacheRow {
     layers: Vec<Vec<f32>>,
 }
 
-/// Drops the first rows once there are many of them, and keeps those within the window.
+/// Drops the oldest positions of a sequence once there are many of them, and keeps those within the window.
 fn drop_unseen(own: &mut Vec<f32>, width: usize, window: usize) {
     if own.len() >= (window + DROPPED_AT_ONCE) * width {
         own.drain(..own.len() - window * width);
@@ -48,7 +48,7 @@ impl Decode for Reference {
     type Cache = Cache;
     type PendingChoice = Infallible;
 
-    /// candle's matrix products differ in the last bits with the number of rows.
+    /// The results of candle's matrix products differ in the last bits with the number of rows.
     fn samples_exactly(&self) -> bool {
         false
     }
@@ -69,7 +69,7 @@ impl Decode for Reference {
         Ok(ops::with_values(qkv, |values| {
             let mut rows = values.chunks_exact(heads.width());
             for prompt in prompts[first..].iter_mut().filter_map(Arc::get_mut) {
-                // The first token after the prompt attends to the most of it.
+                // The first token after the prompt attends to more of the prompt's positions than any later one.
                 let first = first_seen(prompt.len, windows[layer]);
                 for row in rows.by_ref().take(prompt.len).skip(first) {
                     prompt.layers[layer].extend_from_slice(&row[heads.q_width()..]);

@@ -41,7 +41,7 @@ impl<B: Decode> Decoder<B> {
                 distinct.len() - 1
             });
         }
-        // (index in the cache, last hidden row) of each distinct prompt.
+        // The index in the cache, and the hidden state of the last token, of each distinct prompt.
         let mut known: Vec<usize> = Vec::with_capacity(distinct.len());
         let mut lasts: Vec<B::Tensor> = Vec::new();
         let mut rest = distinct.as_slice();
@@ -97,19 +97,19 @@ impl<B: Decode> Decoder<B> {
         Ok((first, self.backend.select_rows(&x, &last.collect::<Vec<u32>>())?))
     }
 
-    /// Computes the next-token logits of every row.
+    /// Computes the next-token logits of every sequence.
     pub fn next_logits(&self, rows: &Rows<B>) -> Result<Vec<f32>> {
         let Some(hidden) = &rows.hidden else { return Ok(Vec::new()) };
         self.backend.download(&self.backend.logits(&self.normed(hidden)?, &self.head)?)
     }
 
-    /// Chooses the next token of every row, with one pick per row.
+    /// Chooses the next token of every sequence, with one pick (temperature and random number) per sequence.
     pub fn choose(&self, rows: &Rows<B>, choice: Choice<'_>, chosen: &mut Vec<Chosen>) -> Result<()> {
         chosen.clear();
         let Choice { picks, filters } = choice;
         if let Some(due) = &rows.due {
             if due.filters != filters || due.picks != picks {
-                return Err(EngineError::Input("the tokens were chosen already, by another choice".to_owned()));
+                return Err(EngineError::Input("the next tokens were chosen already, with other settings".to_owned()));
             }
             *chosen = due.wait(&self.backend)?;
             return Ok(());
@@ -133,19 +133,19 @@ impl<B: Decode> Decoder<B> {
         }
     }
 
-    /// Appends one token to every row; starts choosing the next token if there are picks.
+    /// Appends one token to every sequence; starts choosing the next token if there are picks.
     pub fn append(&self, rows: &mut Rows<B>, tokens: &[u32], choice: Choice<'_>) -> Result<()> {
         self.check_ids(tokens)?;
-        // append_ahead has already queued this step, for all rows of that time.
+        // The method append_ahead has already queued this step, for all sequences of that time.
         if rows.due.take().is_some() || tokens.is_empty() {
             return Ok(());
         }
-        // Dropping the old choice frees its memory for reuse.
+        // Drop the previous choice now, so that its memory can be reused in this step.
         rows.picked = None;
         self.step(rows, Tokens::Known(tokens), choice)
     }
 
-    /// Appends the tokens that the last step chooses, before the host has read them.
+    /// Queues the step that appends the tokens which the last step chooses, before the host has read them.
     pub fn append_ahead(&self, rows: &mut Rows<B>, choice: Choice<'_>) -> Result<()> {
         let is_whole = |picks: &Picks<B>| picks.kept.is_none() && picks.picks.len() == rows.lengths.len();
         if rows.due.is_some() || !rows.picked.as_ref().is_some_and(is_whole) {
@@ -160,7 +160,7 @@ impl<B: Decode> Decoder<B> {
         let length_of = |row: usize| self.ropes.length_when_sampling(rows.lengths[row] + 1, rows.most[row]);
         let token_tables = self.ropes.token_tables(&rows.lengths, length_of);
         let pass = Pass::inference(rows.adapter);
-        // Dropping the old values frees their memory for reuse.
+        // Drop the previous residual stream now, so that its memory can be reused in this step.
         rows.hidden = None;
         let step = Step { table: &token_tables.full.table, tokens, positions: &rows.lengths, choice };
         let (x, picked) = backend.step(&mut rows.cache, &step, |cache, step| {
@@ -185,11 +185,11 @@ impl<B: Decode> Decoder<B> {
         Ok(())
     }
 
-    /// Keeps the rows marked true; the others leave.
+    /// Keeps the sequences marked true; the others leave the batch.
     pub fn retain(&self, rows: &mut Rows<B>, keep: &[bool]) -> Result<()> {
         let kept: Vec<u32> = (0..keep.len()).filter(|row| keep[*row]).map(|row| row as u32).collect();
-        // The pending choice was either read already and refers to rows in another order, or belongs to
-        // the step after that.
+        // The pending choice is for the step after a queued one, so drop only the sequences that left. Without a queued
+        // step the choice was read already, and its rows would no longer match.
         match &mut rows.picked {
             Some(picked) if rows.due.is_some() => picked.retain(&kept),
             _ => rows.picked = None,

@@ -1,11 +1,11 @@
-//! Pages of device memory, allocated from larger buffers and returned when dropped.
+//! Pages of the key-value cache in device memory, allocated from larger buffers and returned to the pool when dropped.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::super::driver::{Buffer, CudaError, Device};
 use super::super::rows::Result;
 
-/// A pool of pages of one size.
+/// A pool of equally large pages.
 #[derive(Debug)]
 pub(super) struct Pages {
     device: Device,
@@ -15,13 +15,13 @@ pub(super) struct Pages {
 
 #[derive(Debug, Default)]
 struct Stock {
-    /// Addresses of the free pages.
+    /// Device addresses of the free pages.
     free: Vec<u64>,
     slabs: Vec<Buffer>,
     count: usize,
 }
 
-/// Maximum size of a slab in bytes, unless a page is larger.
+/// Maximum size in bytes of a slab, a buffer that is divided into pages; larger only if a single page is.
 const SLAB_BYTES: usize = 256 << 20;
 
 impl Pages {
@@ -37,7 +37,7 @@ impl Pages {
         self.stock.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Allocates this many pages. If there is too little memory for all, allocates none.
+    /// Takes this many pages from the pool. If there is too little memory for all, takes none.
     pub fn take(self: &Arc<Self>, count: usize) -> Result<Vec<Page>> {
         let mut stock = self.stock();
         while stock.free.len() < count {
@@ -47,7 +47,7 @@ impl Pages {
         Ok(stock.free.split_off(left).into_iter().map(|address| Page { address, pages: self.clone() }).collect())
     }
 
-    /// Adds half as many pages as there are, but at least the number needed now and at most a slab; fewer
+    /// Enlarges the pool by half, but at least by the pages needed now and at most by a slab; by fewer pages
     /// if memory is scarce.
     fn grow(&self, stock: &mut Stock, needed: usize) -> Result<()> {
         let most = (SLAB_BYTES / self.page_bytes).max(1);
@@ -59,7 +59,7 @@ impl Pages {
                 slab => break slab?,
             }
         };
-        // The lowest addresses are used first.
+        // Push the addresses in descending order, so that the lowest ones are taken first.
         stock.free.extend((0..count).rev().map(|page| slab.pointer() + (page * self.page_bytes) as u64));
         stock.count += count;
         stock.slabs.push(slab);
@@ -67,7 +67,7 @@ impl Pages {
     }
 }
 
-/// The memory of one page.
+/// The memory of one page; dropping the page returns it to the pool.
 #[derive(Debug)]
 pub(super) struct Page {
     address: u64,

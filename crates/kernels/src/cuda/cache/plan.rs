@@ -1,5 +1,5 @@
-//! Distributes the attention of a step over the device. The result does not depend on the distribution, bit for bit: a
-//! task covers one block of keys, or begins with the first block that its queries attend to.
+//! Distributes the attention of a decode step over the device. The result does not depend on the distribution, bit for
+//! bit: a task covers one block of keys, or begins with the first block that its queries attend to.
 
 use std::ops::Range;
 
@@ -8,53 +8,53 @@ use super::super::attention::{BLOCK, QUERIES};
 use super::super::driver::CudaError;
 use super::super::rows::Result;
 
-/// Words of the header, of a row and of a task: see the device code.
+/// Number of 32-bit words of a plan's header, of a row and of a task, as in the device code.
 pub(super) const HEADER: usize = 4;
 pub(super) const PLAN_ROW: usize = 16;
 const PLAN_TASK: usize = 8;
 
-/// A row during a step.
+/// A sequence of the cache during a decode step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct PlannedRow {
-    /// Whether it continues the same prompt as the previous row.
+    /// Whether the sequence continues the same prompt as the previous one.
     pub shares: bool,
-    /// Index of its prompt's first page in the list.
+    /// Index of the prompt's first page in the list of page addresses.
     pub prompt_pages: usize,
-    /// Index of its own first page in the list.
+    /// Index of the sequence's own first page in the list of page addresses.
     pub own_pages: usize,
-    /// Number of tokens of its prompt.
+    /// Number of tokens of the prompt.
     pub prompt_len: usize,
-    /// Number of its own tokens, including the new one.
+    /// Number of tokens after the prompt, including the new one.
     pub own_len: usize,
 }
 
 impl PlannedRow {
-    /// The first block that it attends to in its prompt and in its own segment; the prompt's end if it does
-    /// not reach the prompt.
+    /// The first block of keys that the new token attends to in its prompt, and in its own segment; the prompt's end if
+    /// the window does not reach the prompt.
     fn first_blocks(&self, window: Option<usize>) -> (usize, usize) {
         let first = first_seen(self.prompt_len + self.own_len - 1, window);
         let of_prompt = if first >= self.prompt_len { self.prompt_len.div_ceil(BLOCK) } else { first / BLOCK };
         (of_prompt, first.saturating_sub(self.prompt_len) / BLOCK)
     }
 
-    /// The blocks of its own segment that it attends to, without the last.
+    /// The blocks of the sequence's own segment that the new token attends to, without the last block.
     fn own_blocks(&self, window: Option<usize>) -> Range<usize> {
         self.first_blocks(window).1..(self.own_len - 1) / BLOCK
     }
 }
 
-/// Partial results of a row.
+/// Where the tasks of a row store their partial attention results.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Parts {
     count: usize,
     first: usize,
     step: usize,
-    /// Number of rows of a head tile, and this row's index among them.
+    /// Number of rows of one head tile in a partial result, and this row's index among them.
     rows: usize,
     place: usize,
 }
 
-/// A range of blocks to be folded beforehand.
+/// A task of the first launch: a range of blocks of keys whose partial result is computed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Task {
     row: usize,
@@ -65,29 +65,30 @@ struct Task {
     part: usize,
 }
 
-/// The thresholds for dividing work.
+/// The thresholds that decide how the work is divided.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Spread {
-    /// Number of warps that keep the device busy.
+    /// Number of warps that keep the whole device busy.
     pub warps: usize,
-    /// Number of blocks that one warp folds alone if there are enough rows.
+    /// Number of blocks that one warp processes alone if there are enough rows.
     pub long: usize,
 }
 
 impl Spread {
-    /// Whether a fold of `blocks` blocks, out of `all` in the step for each head tile, is divided into one task per
-    /// block. That is the case if other warps would wait for it: it is long, and at least twice a warp's share.
+    /// Whether `blocks` blocks of keys, out of `all` in the step for each head tile, are divided into one task per
+    /// block. That is the case if other warps would wait for a single task: it is long, and at least
+    /// twice a warp's share.
     fn divides(self, blocks: usize, all: usize, head_tiles: usize) -> bool {
         blocks > self.long && blocks.saturating_mul(self.warps) >= 2 * all * head_tiles
     }
 }
 
-/// The plan: which task folds which blocks.
+/// The plan of a decode step: which task processes which blocks of keys.
 #[derive(Debug)]
 pub(super) struct Plan {
     rows: Vec<(PlannedRow, Parts, usize, Parts, usize)>,
     tasks: Vec<Task>,
-    /// Number of rows of partial results.
+    /// Number of rows of partial results that all tasks store.
     pub parts: usize,
     heads_at_once: usize,
     head_tiles: usize,
@@ -105,7 +106,7 @@ impl Plan {
         let chunks = chunks(rows, QUERIES / heads_at_once);
         let of_prompts: usize = chunks.iter().map(|chunk| prompt_blocks(&rows[chunk.clone()], window).len()).sum();
         let of_own: usize = rows.iter().map(|row| row.own_blocks(window).len()).sum();
-        // If there are few rows, every block but the last is a task.
+        // If there are few rows, every block but a row's last one becomes a task.
         let few = rows.len() * head_tiles < spread.warps;
         for chunk in chunks {
             let prompt = prompt_blocks(&rows[chunk.clone()], window);
@@ -127,12 +128,12 @@ impl Plan {
                 plan.rows.push((row, of_prompt, prompt_block, own_parts, own_block));
             }
         }
-        // Warps take tasks in turn, so the long ones come first.
+        // Warps take tasks in turn, so put the long ones first.
         plan.tasks.sort_by_key(|task| std::cmp::Reverse(task.end - task.first));
         plan
     }
 
-    /// Creates consecutive tasks of `at_once` blocks each.
+    /// Creates tasks for consecutive ranges of `at_once` blocks.
     fn tasks(&mut self, row: usize, tokens: usize, own: bool, blocks: Range<usize>, at_once: usize) -> Parts {
         let rows = tokens * self.heads_at_once;
         let mut parts = Parts { count: 0, first: self.parts, step: rows * self.head_tiles, rows, place: 0 };
@@ -145,7 +146,7 @@ impl Plan {
         parts
     }
 
-    /// Encodes the plan for the kernels.
+    /// Encodes the plan as 32-bit words for the kernels.
     pub fn words(&self, row_capacity: usize) -> Result<Vec<i32>> {
         let mut words = Vec::with_capacity(HEADER + row_capacity * PLAN_ROW + self.tasks.len() * PLAN_TASK);
         words.extend([self.rows.len(), self.tasks.len(), 0, 0]);
@@ -158,12 +159,13 @@ impl Plan {
         for Task { row, tokens, own, first, end, part } in &self.tasks {
             words.extend([*row, *tokens, usize::from(*own), *first, *end, *part, 0, 0]);
         }
-        let word = |word| i32::try_from(word).map_err(|_| CudaError::Input("the cache is too large".to_owned()));
+        let word =
+            |word| i32::try_from(word).map_err(|_| CudaError::Input("the key-value cache is too large".to_owned()));
         words.into_iter().map(word).collect()
     }
 }
 
-/// Ranges of rows that share a prompt and fit into a tile.
+/// Ranges of rows that share a prompt and fit into one tile of queries.
 fn chunks(rows: &[PlannedRow], at_once: usize) -> Vec<Range<usize>> {
     let mut chunks: Vec<Range<usize>> = Vec::new();
     for (index, row) in rows.iter().enumerate() {
@@ -175,7 +177,7 @@ fn chunks(rows: &[PlannedRow], at_once: usize) -> Vec<Range<usize>> {
     chunks
 }
 
-/// The blocks of their prompt that at least one of these rows attends to.
+/// The blocks of the shared prompt that at least one of these rows attends to.
 fn prompt_blocks(rows: &[PlannedRow], window: Option<usize>) -> Range<usize> {
     let end = rows[0].prompt_len.div_ceil(BLOCK);
     rows.iter().map(|row| row.first_blocks(window).0).min().unwrap_or(end)..end
@@ -185,7 +187,7 @@ fn prompt_blocks(rows: &[PlannedRow], window: Option<usize>) -> Range<usize> {
 mod tests {
     use super::*;
 
-    /// Blocks of a row's prompt and of its own segment in the order in which they are folded.
+    /// Returns the blocks of a row's prompt and of its own segment in the order in which the plan processes them.
     fn folded(plan: &Plan, row: usize) -> (Vec<usize>, Vec<usize>) {
         let (planned, prompt, prompt_block, own, own_block) = &plan.rows[row];
         let blocks = |parts: &Parts, then: Range<usize>| -> Vec<usize> {
@@ -229,7 +231,7 @@ mod tests {
                     let (of_prompt, own) = folded(&plan, index);
                     let (first_prompt, first_own) = row.first_blocks(window);
                     let seen: Vec<usize> = (first_prompt..row.prompt_len.div_ceil(BLOCK)).collect();
-                    // A row may process blocks that only other rows attend to; these leave its result unchanged.
+                    // A row may process blocks that only other rows attend to; such blocks leave its result unchanged.
                     assert!(of_prompt.ends_with(&seen), "{of_prompt:?} for {seen:?}");
                     assert!(of_prompt.is_sorted() && of_prompt.windows(2).all(|pair| pair[0] + 1 == pair[1]));
                     assert_eq!(own, (first_own..row.own_len.div_ceil(BLOCK)).collect::<Vec<_>>());

@@ -14,7 +14,7 @@ struct AttendDelta {
     uint32_t tokens, num_heads, dim, pad;
 };
 
-// One warp per token and head.
+// One warp per token and head computes delta.
 template <typename T> DEVICE void attend_delta(const AttendDelta& p) {
     uint32_t index = blockIdx.x * (blockDim.x / WARP) + warp_id();
     uint32_t token = index / p.num_heads, head = index % p.num_heads;
@@ -44,11 +44,11 @@ struct AttendQueries {
     float natural; // scale of scores
 };
 
-// Number of tiles that are loaded or in use concurrently: the next tile is loaded while this one is used,
-// if there is room.
+// Number of tiles in shared memory that are loaded or in use concurrently: the next tile is loaded while this one is
+// used, if there is room.
 #define STAGES_OF(DIM) ((DIM) <= 128 ? 2 : 1)
 
-// dq of a warp's 16 queries over a range of a segment's blocks.
+// Computes dq of a warp's 16 queries over a range of blocks of keys.
 template <int DIM, int STAGES> struct QueryGradient {
     float dq[DIM / 8][4];
     float lse[2], delta[2];
@@ -94,7 +94,7 @@ template <int DIM, int STAGES> struct QueryGradient {
         cp_async_wait<0>();
     }
 
-    // Processes 32 keys.
+    // Adds the gradients of 32 keys to the queries' dq.
     DEVICE_SPECIAL void part(const bf16* q, const bf16* d_out, const bf16* keys, const bf16* values, int32_t base,
                              const Seen seen[2], float scale) {
         float s[4][4], dp[4][4];
@@ -204,7 +204,7 @@ template <int DIM, int STAGES> DEVICE void attend_queries_bf16(const AttendQueri
     }
 }
 
-// f32: a warp processes its queries one by one.
+// The f32 variant: a warp processes its queries one by one.
 template <int DIM>
 DEVICE void query_gradient_f32(const float* q, const float* d_out, const Segment<float>& segment, uint32_t first,
                                uint32_t end, Seen seen, float scale, float lse, float delta, float dq[DIM / 32]) {
@@ -268,7 +268,7 @@ template <int DIM> DEVICE void attend_queries_f32(const AttendQueries& p) {
     }
 }
 
-// A range of keys of a prompt or completion, and the rows that may attend to them.
+// A tile of keys: a range of keys of a prompt or completion, and the rows that may attend to them.
 struct KeyTile {
     int32_t row;
     int32_t count;
@@ -297,7 +297,7 @@ DEVICE bool sees_key(int32_t position, int32_t key, uint32_t window) {
     return key <= position && int64_t(key) + window > int64_t(position);
 }
 
-// A range of query rows with one head.
+// A tile of queries: a range of rows with one head.
 struct KeyStep {
     int32_t begin;
     uint32_t head; // the first of those that share the key head
@@ -320,7 +320,7 @@ template <int DIM> DEVICE void attend_keys_bf16(const AttendKeys& p) {
     load_tile<DIM, KEYS, 128>(keys, first_key, p.stride, tile.count, p.dim, p.vector);
     load_tile<DIM, KEYS, 128>(values, first_key + p.num_kv_heads * p.dim, p.stride, tile.count, p.dim, p.vector);
     cp_async_commit();
-    // Gradients of a warp's 16 keys: rows g and g + 8.
+    // The gradients dk and dv of a warp's 16 keys; a lane has rows g and g + 8.
     float dk[DIM / 8][4], dv[DIM / 8][4];
 #pragma unroll
     for (int c = 0; c < DIM / 8; c++)
@@ -328,7 +328,7 @@ template <int DIM> DEVICE void attend_keys_bf16(const AttendKeys& p) {
     const bf16* own_keys = keys + warp_id() * QUERIES * TILE_STRIDE(DIM);
     const bf16* own_values = values + warp_id() * QUERIES * TILE_STRIDE(DIM);
     int32_t key = tile.position + int32_t(warp_id() * QUERIES + lane_id() / 4);
-    // The first rows from `begin` on of which any attends to any of the keys: the same in all warps.
+    // The first tile of query rows from `begin` on of which any attends to any of the keys: the same in all warps.
     int32_t last = tile.position + tile.count - 1;
     auto find = [&](int32_t begin) -> int32_t {
         if (p.window == 0x7fffffffu) return begin;
@@ -410,7 +410,8 @@ template <int DIM> DEVICE void attend_keys_bf16(const AttendKeys& p) {
             for (int e = 0; e < 4; e++) {
                 uint32_t column = n * 8 + lane_id() % 4 * 2 + e % 2;
                 float of_lse = lse[column];
-                // The distance must be nonnegative and within the window; for a missing query (-1) it is negative.
+                // The distance from key to query must be nonnegative and within the window; for a missing query
+                // (-1) it is negative.
                 bool visible = uint32_t(positions[column] - (key + e / 2 * 8)) < p.window;
                 float weight = exp2_of(fmaf(s[n][e], p.scale, -of_lse));
                 weight = visible ? weight : 0.0f;
@@ -460,7 +461,7 @@ template <int DIM> DEVICE void attend_keys_bf16(const AttendKeys& p) {
     }
 }
 
-// f32: a warp processes its keys one by one; each lane has one query.
+// The f32 variant: a warp processes its keys one by one; each lane has one query.
 template <int DIM> DEVICE void attend_keys_f32(const AttendKeys& p) {
     BlockTile place = block_tile(blockIdx.x, p.num_kv_heads);
     KeyTile tile = p.tiles[place.tile];
@@ -528,5 +529,5 @@ ATTEND_BACKWARD(32, 4)
 ATTEND_BACKWARD(64, 3)
 ATTEND_BACKWARD(128, 1)
 ATTEND_BACKWARD(256, 1)
-// Variants for devices whose shared memory has no room for two stages.
+// Variants of the kernel for devices whose shared memory has no room for two stages.
 KERNEL_BOUNDS(attend_queries_one_stage_bf16_128, AttendQueries, 128, 1) { attend_queries_bf16<128, 1>(p); }

@@ -51,19 +51,19 @@ template <typename T> DEVICE uint32_t positions_of(const Segment<T>& s, uint32_t
     return left < KEYS ? left : KEYS;
 }
 
-// The positions of a segment that a query attends to: from lo, before hi.
+// The positions of a segment (prompt or completion) that a query attends to: from lo, before hi.
 struct Seen {
     int32_t lo, hi;
 };
 
-// The range of a row without a query: empty.
+// The empty range of a row without a query.
 DEVICE Seen seen_by_none() {
     Seen none = {0x7fffffff, 0};
     return none;
 }
 
-// Whether the query attends to any of the keys from `base` on; and whether there is a query and it does not attend
-// to all of them.
+// Whether the query attends to any of the keys from `base` on; and whether there is a query and it does not attend to
+// all of these keys.
 DEVICE bool sees_some(Seen seen, int32_t base) {
     return seen.lo < seen.hi && seen.hi > base && seen.lo < base + int32_t(KEYS);
 }
@@ -84,7 +84,7 @@ DEVICE Seen seen_of_own(uint32_t index, uint32_t window) {
     return seen;
 }
 
-// The weights of the previous fold and of the next block in the new fold.
+// The weights of the previous fold and of the next block of keys in the new fold.
 struct Shares {
     float before, now;
 };
@@ -150,7 +150,7 @@ DEVICE void gather_tile(bf16* tile, const bf16* base, const Row& row_at, uint32_
     }
 }
 
-// Two adjacent values of a row from an even column on, read as one word if the row allows it.
+// Two adjacent values of a row from an even column on, read as one word if the row is aligned.
 DEVICE bool has_words(const bf16* row, uint32_t dim) {
     return dim % 2 == 0 && reinterpret_cast<uintptr_t>(row) % 4 == 0;
 }
@@ -246,7 +246,7 @@ template <int DIM> struct Fold<bf16, DIM> {
 #pragma unroll
         for (int n = 0; n < int(KEYS / 8); n++)
             for (int e = 0; e < 4; e++) s[n][e] = 0.0f;
-// Wide heads use few steps per iteration; otherwise their loads would take the registers that hold the sums.
+// Wide heads use few steps per iteration; otherwise the loads would take the registers that hold the sums.
 #pragma unroll (DIM > 128 ? 2 : DIM / 16)
         for (int k = 0; k < DIM; k += 16) {
             uint32_t a[4];
@@ -348,7 +348,7 @@ template <int DIM> struct Fold<bf16, DIM> {
             }
         }
     }
-    // Stores the fold of `rows` queries.
+    // Stores the fold of `rows` queries to memory.
     DEVICE_SPECIAL void put(float* ml, float* to, uint32_t rows) const {
         uint32_t g = lane_id() / 4, column = lane_id() % 4 * 2;
 #pragma unroll

@@ -3,7 +3,7 @@
 #pragma once
 #include "attention_fold.cuh"
 
-// A range of tokens of a prompt or a completion.
+// A tile of queries: a range of tokens of a prompt or a completion.
 struct QueryTile {
     int32_t row;         // row of its first token in the batch
     int32_t tokens;
@@ -27,7 +27,7 @@ struct Attend {
     float scale; // scale of scores, in units of log 2
 };
 
-// Blocks are ordered [tile][head tile]: those of the longest tile start first, for all heads.
+// Thread blocks are ordered [tile][head tile]: those of the longest tile start first, for all heads.
 struct BlockTile {
     uint32_t tile, head;
 };
@@ -36,7 +36,7 @@ DEVICE BlockTile block_tile(uint32_t block, uint32_t heads) {
     return place;
 }
 
-// The query heads of a thread block.
+// The query heads that a thread block processes.
 struct HeadTile {
     uint32_t kv, first, count;
 };
@@ -49,7 +49,7 @@ DEVICE HeadTile head_tile(uint32_t index, uint32_t num_heads, uint32_t num_kv_he
     return heads;
 }
 
-// A row of a tile of queries, token-major.
+// A row of a tile of queries, which is ordered by token, then by head.
 struct QueryRow {
     uint32_t token, head;
     bool valid;
@@ -83,7 +83,7 @@ DEVICE Seen seen_or_none(bool valid, bool own, const QueryTile& tile, uint32_t t
                : seen_of_prompt(tile.prompt_len, tile.index + token, window);
 }
 
-// The blocks of keys that a tile processes.
+// The blocks of keys that a tile of queries processes.
 struct Blocks {
     uint32_t first, end;
 };
@@ -100,7 +100,7 @@ DEVICE Blocks blocks_of_own(const QueryTile& tile, uint32_t window) {
     return blocks;
 }
 
-// The segment of a tile: the preceding prompt, or its own.
+// The segment of keys that a tile of queries reads: the preceding prompt, or its own.
 template <typename T>
 DEVICE Segment<T> tile_segment(const void* qkv, bool own, const QueryTile& tile, uint32_t kv, uint32_t num_heads,
                                uint32_t num_kv_heads, uint32_t dim, uint32_t stride, uint32_t vector) {

@@ -36,7 +36,7 @@ DEVICE void keep_position(T* to, uint32_t to_value, const T* from, uint32_t from
     }
 }
 
-// One thread block per row.
+// One thread block per row of the batch.
 template <typename T> DEVICE void fill_pages(const FillPages& p) {
     uint32_t row = blockIdx.x;
     if (row >= p.rows) return;
@@ -59,7 +59,7 @@ struct PlanHeader {
 struct PlanRow {
     int32_t prompt_pages, own_pages; // start in the list of pages
     int32_t prompt_len, own_len;     // the new token included
-    // Partial results of the prompt: their number, the index of the first, the distance from one to the next, the rows
+    // Partial results for the prompt: their number, the index of the first, the distance from one to the next, the rows
     // of one head tile, and this row's index there.
     int32_t prompt_parts, prompt_part, prompt_step, prompt_rows, prompt_place;
     int32_t prompt_block; // the first block that is not in them
@@ -114,7 +114,7 @@ DEVICE Seen cached_seen(const PlanRow& row, bool own, uint32_t window) {
                : seen_of_prompt(row.prompt_len, row.own_len - 1, window);
 }
 
-// The queries of a warp: those of several rows, token-major.
+// The queries of a warp: those of several rows, ordered by token, then by head.
 template <typename T> struct CachedQueries {
     const AttendCached& p;
     uint32_t row, tokens;
@@ -152,7 +152,7 @@ template <int DIM> struct CachedFold<bf16, DIM> {
         bf16* tiles = shared + QUERIES * TILE_STRIDE(DIM);
         fold.template run<32>(shared, tiles, segment, first, end, seen, queries.p.scale);
     }
-    // Processes as many partial results together as fit into the memory otherwise used for keys and values.
+    // Folds as many partial results together as fit into the memory otherwise used for keys and values.
     DEVICE_SPECIAL void take(const float* ml, const float* from, uint32_t rows, uint32_t count, uint64_t step) {
         constexpr uint32_t ROOM = 2 * KEYS * TILE_STRIDE(DIM) * sizeof(bf16) / sizeof(float);
         float* parts = reinterpret_cast<float*>(shared + QUERIES * TILE_STRIDE(DIM));
@@ -199,7 +199,7 @@ template <int DIM> struct CachedFold<float, DIM> {
     }
 };
 
-// One-warp blocks, in any number; each processes every n-th pair of task and head tile.
+// Thread blocks of one warp, in any number; each processes every n-th pair of task and head tile.
 template <typename T, int DIM> DEVICE void attend_cached_tasks(const AttendCached& p) {
     SHARED(shared);
     const PlanHeader& header = *reinterpret_cast<const PlanHeader*>(p.plan);
@@ -213,14 +213,14 @@ template <typename T, int DIM> DEVICE void attend_cached_tasks(const AttendCache
         CachedFold<T, DIM> cached;
         cached.begin(queries, shared);
         cached.run(queries, cached_segment<T>(p, row, task.own, heads.kv), task.first, task.end, task.own);
-        // Rows of partial results are [head tile][token][head of the tile].
+        // Rows of partial results are ordered [head tile][token][head of the tile].
         uint32_t rows = task.tokens * p.heads_at_once;
         uint64_t part = uint64_t(task.part) + uint64_t(index % head_tiles) * rows;
         cached.fold.put(p.ml + 2 * part, p.parts + part * DIM, rows);
     }
 }
 
-// A block of one warp per row and head tile.
+// A thread block of one warp per row and head tile.
 template <typename T, int DIM> DEVICE void attend_cached_rows(const AttendCached& p) {
     SHARED(shared);
     const PlanHeader& header = *reinterpret_cast<const PlanHeader*>(p.plan);
@@ -235,7 +235,7 @@ template <typename T, int DIM> DEVICE void attend_cached_rows(const AttendCached
     }
     const PlanRow& row = plan_rows(p)[row_index];
     Segment<T> own = cached_segment<T>(p, row, true, heads.kv);
-    // Appends the token. Several head tiles of a key head write the same values.
+    // Append the token. Several head tiles of a key head write the same values.
     uint32_t position = uint32_t(row.own_len) - 1;
     const T* new_key = static_cast<const T*>(p.qkv) + uint64_t(row_index) * p.stride + (p.num_heads + heads.kv) * p.dim;
     T* key = reinterpret_cast<T*>(own.pages[position / KEYS] + own.at) + position % KEYS * p.dim;

@@ -8,14 +8,15 @@ enum Form { NT, NN, TN };
 
 struct Gemm {
     const void *a, *b;
-    // A second product whose sums continue those of the first; null without.
+    // A second product whose sums continue those of the first; null if there is none.
     const void *a2, *b2;
-    // f32 [n] and f32 [m, n]; null without.
+    // The bias, f32 [n], and the values to add, f32 [m, n]; null if there are none.
     const float *bias, *add;
     void *out;
     uint32_t m, n, k, k2;
     uint32_t a_stride, b_stride, a2_stride, b2_stride, add_stride, out_stride;
-    // Number of k values that one block sums: the part of blockIdx.z is stored at out + z·m·n, where out_stride is n.
+    // Number of k values that one thread block sums: the part of blockIdx.z is stored at out + z·m·n,
+    // where out_stride is n.
     uint32_t k_of_part;
     // Bits 0 to 3: lines of a, b, a2, b2 can be read 16 bytes at a time; bits 4 and 5: lines of add and out, four
     // values at a time.
@@ -24,7 +25,7 @@ struct Gemm {
     uint32_t unused;
 };
 
-// The tile that a block computes: columns of 8 tiles of rows, so that concurrent blocks share lines.
+// The tile of outputs that a thread block computes: columns of 8 tiles of rows, so that concurrent blocks share lines.
 struct TilePlace {
     uint32_t m0, n0;
 };
@@ -38,7 +39,8 @@ DEVICE TilePlace tile_place(uint32_t m, uint32_t n, uint32_t tile_m, uint32_t ti
     return TilePlace{(first + inside % height) * tile_m, inside / height * tile_n};
 }
 
-// Four adjacent elements: alpha·sum + bias + add, rounded after each step, so that all kernels agree.
+// Computes four adjacent elements of the result: alpha·sum + bias + add, rounded after each step, so
+// that all kernels agree.
 template <class Out> DEVICE void store_sums(const Gemm &p, uint32_t row, uint32_t column, const float sums[4]) {
     if (row >= p.m || column >= p.n) return;
     float values[4], more[4];
@@ -57,7 +59,7 @@ template <class Out> DEVICE void store_sums(const Gemm &p, uint32_t row, uint32_
 
 // ---------------------------------------------------------------------------------------------------------- bf16
 
-// A block's tile, a warp's part of it, and the number of steps of BK values held in shared memory.
+// A thread block's tile, a warp's part of it, and the number of steps of BK values of k held in shared memory.
 template <int M, int N, int K, int WARP_M, int WARP_N, int STEPS>
 struct Tile {
     static constexpr int BM = M, BN = N, BK = K, WM = WARP_M, WN = WARP_N, STAGES = STEPS;
@@ -65,7 +67,8 @@ struct Tile {
     static constexpr int STAGE = (M + N) * K;
 };
 
-// Position of the 16-byte chunk of a line of CHUNKS chunks: the same chunk of eight lines is in different banks.
+// Position in shared memory of a 16-byte chunk of a line of CHUNKS chunks: the same chunk of eight lines
+// is in different banks.
 template <int CHUNKS>
 DEVICE int chunk_place(int line, int chunk) {
     int turn = CHUNKS >= 8 ? line & 7 : CHUNKS == 4 ? (line >> 1) & 3 : (line >> 2) & 1;
@@ -93,7 +96,7 @@ DEVICE void fetch_lines(bf16 *tile, const bf16 *from, uint32_t stride, uint32_t 
     }
 }
 
-// An operand of a product, and a thread's chunks of the step that is fetched next. The values of k run along the lines,
+// An operand of a product, and a thread's chunks of the step that is copied next. The values of k run along the lines,
 // or (ACROSS) from line to line.
 template <int WIDTH, int BK, bool ACROSS, int THREADS> struct Operand {
     static constexpr int LINES = ACROSS ? BK : WIDTH, CHUNKS = (ACROSS ? WIDTH : BK) / 8;
@@ -116,7 +119,7 @@ template <int WIDTH, int BK, bool ACROSS, int THREADS> struct Operand {
         there = 0;
         if (ACROSS) {
             at = from + (size_t)(k0 + line) * stride + first + 8 * chunk;
-            // Values beyond the line in its last chunk end up in columns that are not stored.
+            // Values beyond the end of a line are read into columns that are not stored.
             there = first + 8 * chunk < count ? ~0u : 0u;
         } else {
             at = from + (size_t)(first + line) * stride + k0 + 8 * chunk;
@@ -124,7 +127,7 @@ template <int WIDTH, int BK, bool ACROSS, int THREADS> struct Operand {
         }
     }
 
-    // Fetches the step from k0 on; steps must be consecutive.
+    // Copies the step from k0 on to shared memory; steps must be consecutive.
     DEVICE_SPECIAL void fetch(bf16 *tile, uint32_t k0, uint32_t k) {
         if (aligned && k - k0 >= BK) {
             bf16 *to = tile + place;
@@ -179,7 +182,7 @@ DEVICE void right_fragment(uint32_t b[2], const bf16 *tile, int n0, int k) {
     }
 }
 
-// Multiplies a warp's 16 values of k.
+// Multiplies the operands of a warp for 16 values of k.
 template <Form FORM, class T>
 DEVICE void multiply(float (&sums)[T::WM / 16][T::WN / 8][4], const bf16 *a_tile, const bf16 *b_tile, int m0, int n0,
                      int k) {
@@ -244,7 +247,7 @@ DEVICE void gemm_bf16(const Gemm &p) {
         cp_async_commit();
         const bf16 *a_tile = tiles + step % T::STAGES * T::STAGE, *b_tile = a_tile + T::BM * T::BK;
         uint32_t left = step < steps ? k_end - k_begin - step * T::BK : p.k2 - (step - steps) * T::BK;
-        // There are no steps beyond the last value, so that their number does not depend on the tile.
+        // Stop at the last value of k, so that the number of steps does not depend on the tile.
         if (left >= T::BK) {
             _Pragma("unroll")
             for (int k = 0; k < T::BK; k += 16) multiply<FORM, T>(sums, a_tile, b_tile, warp_m, warp_n, k);
@@ -253,7 +256,7 @@ DEVICE void gemm_bf16(const Gemm &p) {
             for (int k = 0; k < (int)left; k += 16) multiply<FORM, T>(sums, a_tile, b_tile, warp_m, warp_n, k);
         }
     }
-    // Goes through shared memory, sixteen rows at a time, so that a warp writes whole lines.
+    // Write the result through shared memory, sixteen rows at a time, so that a warp writes whole lines.
     constexpr int LINE = T::WN + 8;
     cp_async_wait<0>();
     __syncthreads();
@@ -351,7 +354,7 @@ template <int BM, int STAGES, class Out> DEVICE void gemm_thin(const Gemm &p) {
         }
     }
     cp_async_wait<0>();
-    // Sixteen rows at a time: [chain][row][column].
+    // Add the chains of sixteen rows at a time: [chain][row][column].
     float *slabs = (float *)shared, *slab = slabs + chain * 16 * LINE;
     _Pragma("unroll")
     for (int i = 0; i < MI; i++) {
@@ -384,7 +387,7 @@ KERNEL_BOUNDS(gemm_nt_bf16_bf16_thin_tall, Gemm, 256, 2) { gemm_thin<64, 2, bf16
 
 // ----------------------------------------------------------------------------------------------------------- f32
 
-// A block's tile, and a thread's part of it.
+// A thread block's tile, and a thread's part of it.
 template <int M, int N, int THREAD_M, int THREAD_N>
 struct FloatTile {
     static constexpr int BM = M, BN = N, BK = 16, TM = THREAD_M, TN_ = THREAD_N;
@@ -435,7 +438,7 @@ DEVICE void gemm_f32(const Gemm &p) {
     }
     float a_share[T::A_EACH], b_share[T::B_EACH];
     for (uint32_t step = 0; step <= all; step++) {
-        // Reads a step's values while the previous step is summed.
+        // Read a step's values while the previous step is summed.
         if (step < all) {
             bool second = step >= steps;
             uint32_t k0 = second ? (step - steps) * T::BK : k_begin + step * T::BK, k = second ? p.k2 : k_end;

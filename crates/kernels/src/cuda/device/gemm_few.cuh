@@ -6,7 +6,7 @@
 #pragma once
 #include "gemm.cuh"
 
-// Eight values of a line from `at` on, with zeros from `k` on.
+// Reads eight values of a line from `at` on, with zeros from `k` on.
 DEVICE Words4 few_values(const bf16 *line, uint32_t at, uint32_t k, bool aligned) {
     if (aligned && at + 8 <= k) return load_words4(line + at);
     Words4 words;
@@ -42,7 +42,7 @@ template <int DEPTH, bool TALL, class Out> DEVICE void gemm_few(const Gemm &p) {
     const Words4 zeros = {{0, 0, 0, 0}};
     float sums[2][4] = {{0.0f, 0.0f, 0.0f, 0.0f}, {0.0f, 0.0f, 0.0f, 0.0f}};
 
-    // The first step of the second product is loaded together with the first product's.
+    // Load the first step of the second product together with the first product's steps.
     bool aligned2 = (p.aligned & 12) == 12;
     const bf16 *a2 = (const bf16 *)p.a2 + (size_t)line * p.a2_stride, *high2 = a2 + (size_t)8 * p.a2_stride;
     const bf16 *b2 = (const bf16 *)p.b2 + (size_t)column * p.b2_stride;
@@ -59,7 +59,7 @@ template <int DEPTH, bool TALL, class Out> DEVICE void gemm_few(const Gemm &p) {
     const bf16 *a = (const bf16 *)p.a + (size_t)line * p.a_stride + at;
     const bf16 *b = (const bf16 *)p.b + (size_t)column * p.b_stride + at;
     size_t to_high = (size_t)8 * p.a_stride;
-    // End of the lane's values in each line.
+    // End of the lane's values in each line of the operands.
     uint32_t b_end = in_b ? p.k : 0, low_end = in_low ? p.k : 0, high_end = in_high ? p.k : 0;
     _Pragma("unroll 1")
     for (uint32_t begin = warp * 32; begin < p.k; begin += DEPTH * apart) {
@@ -84,7 +84,7 @@ template <int DEPTH, bool TALL, class Out> DEVICE void gemm_few(const Gemm &p) {
         multiply_few(sums, low, high, few_values(b2, at2, in_b ? p.k2 : 0, aligned2));
     }
 
-    // [warp][row][column]
+    // The warps' sums, [warp][row][column].
     float *slab = slabs + warp * ROWS * 8 + line * 8 + lane % 4 * 2;
     _Pragma("unroll")
     for (int e = 0; e < (TALL ? 4 : 2); e++) slab[e / 2 * 64 + e % 2] = sums[0][e] + sums[1][e];

@@ -18,7 +18,7 @@ struct HeadPick {
     double uniform;
 };
 
-// The same as on the host, bounded so that its product with a logit is finite.
+// The same bound as on the host, so that the product with a logit is finite.
 DEVICE float head_factor(double temperature) {
     return temperature == 0.0 ? 1.0f : float(fmin(1.0 / temperature, 1e30));
 }
@@ -32,7 +32,7 @@ DEVICE float rounded_product(float a, float b) {
 #endif
 }
 
-// The largest logit of a cell, scaled and finite.
+// The largest logit of a cell, times t and finite.
 DEVICE float head_scaled(const HeadCell& cell, float t) {
     return fmaxf(rounded_product(cell.largest, t), -3.402823466e38f);
 }
@@ -93,7 +93,7 @@ template <bool WHOLE> DEVICE HeadCell head_cell(const float values[16], uint32_t
     return cell;
 }
 
-// One warp per cell; rows along y and z.
+// One warp per cell; rows of logits along y and z.
 KERNEL(head_cells, HeadCells) {
     uint32_t cell = blockIdx.x * (blockDim.x / WARP) + warp_id(), row = blockIdx.z * gridDim.y + blockIdx.y;
     if (cell >= p.cells_of_row || row >= p.rows) return;
@@ -106,7 +106,7 @@ KERNEL(head_cells, HeadCells) {
     if (lane_id() == 0) p.cells[uint64_t(row) * p.cells_of_row + cell] = kept;
 }
 
-// The combination of all cells of a row.
+// Merges the softmax sums of a row's cells into those of the whole vocabulary.
 struct HeadTotal {
     float largest, t;
     double sum, weighted;
@@ -126,7 +126,8 @@ DEVICE uint32_t warp_min(uint32_t x) {
     return x;
 }
 
-// Computed by a warp, result in every lane; `masses` receives the contribution of each cell to the sum.
+// Computes the total by a warp, with the result in every lane; `masses` receives the contribution of each
+// cell to the sum.
 DEVICE HeadTotal head_total(const HeadCell* cells, uint32_t count, float t, double* masses = nullptr) {
     HeadTotal total = {-3.402823466e38f, t, 0.0, 0.0};
     for (uint32_t i = lane_id(); i < count; i += WARP) total.largest = fmaxf(total.largest, head_scaled(cells[i], t));
@@ -159,7 +160,7 @@ struct HeadScores {
     uint32_t pad;
 };
 
-// One warp per row.
+// One warp per row of logits.
 KERNEL(head_scores, HeadScores) {
     uint32_t row = blockIdx.x * (blockDim.x / WARP) + warp_id();
     if (row >= p.rows) return;
@@ -262,7 +263,7 @@ struct HeadChoose {
     uint32_t cells_of_row, pad;
 };
 
-// One warp per row; shared memory for one f64 per cell.
+// One warp per row of logits; shared memory for one f64 per cell.
 KERNEL(head_choose, HeadChoose) {
     SHARED(shared);
     uint32_t row = blockIdx.x;
@@ -278,7 +279,7 @@ KERNEL(head_choose, HeadChoose) {
         float largest = -INFINITY;
         for (uint32_t i = lane_id(); i < p.cells_of_row; i += WARP) largest = fmaxf(largest, cells[i].largest);
         largest = warp_max(largest);
-        // Finds the first cell that reaches the target, then the first token.
+        // Find the first cell that reaches the target, then the first token.
         uint32_t cell = p.cells_of_row;
         for (uint32_t i = lane_id(); i < p.cells_of_row; i += WARP) {
             if (cells[i].largest == largest && i < cell) cell = i;

@@ -14,16 +14,16 @@
 // Maximum number of tokens in a warp's list.
 #define FILTER_LIST 512
 
-// A key with the same order as the logits; NaN comes last.
+// Maps a logit to an integer key with the same order; NaN comes last.
 DEVICE uint32_t filter_key(float logit) {
     uint32_t bits = __float_as_uint(logit);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return 0;
-    // Both zeros are equal.
+    // Map both zeros to the same key.
     if (bits == 0x80000000u) bits = 0;
     return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-// The logit of a key above 0.
+// The logit that a key above 0 stands for.
 DEVICE float filter_logit(uint32_t key) { return __uint_as_float(key >> 31 ? key & 0x7fffffffu : ~key); }
 
 // The state of a row in one warp of its block: the warp has every n-th cell.
@@ -75,10 +75,10 @@ struct FilterRow {
                     listed += uint32_t(__popc(counting));
                 }
             });
-            // Sum 0 counts the lists that were too short.
+            // Sum 0 counts the lists of tokens that were too short.
             own[0] = lane_id() == 0 && listed > FILTER_LIST ? 1.0 : 0.0;
         }
-        // Two lanes exchange the sums that both have, until each lane has one.
+        // Lanes exchange the sums that both have, until each lane has one.
 #pragma unroll
         for (uint32_t half = 4, step = 16; half > 0; half >>= 1, step >>= 1) {
             bool upper = (lane_id() & step) != 0;
@@ -119,7 +119,7 @@ struct FilterRow {
         return key;
     }
 
-    // A key that the `count` largest tokens reach: that many cells contain such a token.
+    // A key that the `count` largest tokens reach: that many cells have a token of at least this key.
     DEVICE_SPECIAL uint32_t floor_of_cells(double count) {
         if (cells_of_row > FILTER_WARPS * FILTER_LIST) return 0;
         listed = warp_id() < cells_of_row ? (cells_of_row - warp_id() - 1) / FILTER_WARPS + 1 : 0;
@@ -134,7 +134,7 @@ struct FilterRow {
     DEVICE_SPECIAL uint32_t floor_of_mass(double mass) const {
         double each = 0.5 * mass / double(vocab);
         float logit = float((double(shift) + log(each)) / double(t));
-        // No such key if rounding went too far, or for the smallest weight.
+        // There is no such key if rounding went too far, or for the smallest weight.
         return weight(logit) <= 1.5 * each ? filter_key(logit) : 0;
     }
 
@@ -151,7 +151,7 @@ struct FilterRow {
     }
 };
 
-// The sum over the preceding lanes.
+// The sum over the preceding lanes of the warp.
 DEVICE uint32_t filter_before(uint32_t x) {
     uint32_t scan = x;
     for (uint32_t step = 1; step < WARP; step <<= 1) {
@@ -161,7 +161,7 @@ DEVICE uint32_t filter_before(uint32_t x) {
     return scan - x;
 }
 
-// One block per row. Shared memory: 8 FILTER_WARPS f64, FILTER_WARPS FILTER_LIST f32, then one f64 and
+// One thread block per row. Shared memory: 8 FILTER_WARPS f64, FILTER_WARPS FILTER_LIST f32, then one f64 and
 // one u32 per cell.
 KERNEL_BOUNDS(head_choose_filtered, HeadChoose, FILTER_THREADS, 2) {
     SHARED(shared);
@@ -219,7 +219,7 @@ KERNEL_BOUNDS(head_choose_filtered, HeadChoose, FILTER_THREADS, 2) {
     });
     __syncthreads();
     if (warp_id() > 0) return;
-    // Finds the cell: each lane has several consecutive ones.
+    // Find the cell of the chosen token: each lane has several consecutive cells.
     uint32_t each = (p.cells_of_row + WARP - 1) / WARP, begin = min(lane_id() * each, p.cells_of_row);
     uint32_t count = min(each, p.cells_of_row - begin), have = 0, left = ties;
     for (uint32_t i = begin; i < begin + count; i++) have += equals[i];
@@ -235,7 +235,7 @@ KERNEL_BOUNDS(head_choose_filtered, HeadChoose, FILTER_THREADS, 2) {
     __syncwarp();
     double target = p.picks[row_index].uniform * warp_sum_f64(own);
     Found cell = head_invert([&](uint32_t i) -> double { return masses[begin + i]; }, begin, count, target);
-    // Finds the token.
+    // Find the chosen token in its cell.
     head_values(row.logits, cell.index, p.vocab, 16 * lane_id(), 4, NAN, values);
     left = equals[cell.index], have = 0;
 #pragma unroll

@@ -4,14 +4,14 @@
 
 struct Silu {
     const void *gate_up, *dy;
-    // The output, or dL/d[gate | up].
+    // The output rows of the activation, or dL/d[gate | up].
     void *out;
     uint32_t rows, width, gate_up_stride, dy_stride, out_stride;
     // Whether all rows can be read and written eight values at a time.
     uint32_t wide;
 };
 
-// Eight values of a row from `at` on; zeros beyond its width.
+// Reads eight values of a row from `at` on; zeros beyond its width.
 template <bool WIDE, typename T> DEVICE void read8(const T *row, uint32_t at, uint32_t width, float values[8]) {
     if (WIDE) return load8(row + at, values);
     for (uint32_t e = 0; e < 8; e++) values[e] = at + e < width ? to_f32(row[at + e]) : 0.0f;

@@ -7,7 +7,7 @@ struct Norm {
     const float *x, *weight;
     void *out;
     uint32_t rows, width, x_stride, out_stride;
-    // Alignment bits: x, weight, out.
+    // Bits that say which operands are aligned: x, weight, out.
     uint32_t aligned;
     float eps;
 };
@@ -24,7 +24,7 @@ template <int N> struct NormValues {
         for (uint32_t i = 0; i < N; i++) read4_of<WIDE>(x, 4 * (lane_id() + i * WARP), width, aligned, at[i]);
     }
 
-    // Writes come after all reads, because the compiler must assume that a write changes what is read next.
+    // Writes the row after all reads, because the compiler must assume that a write changes what is read next.
     template <bool WIDE, typename Out> DEVICE_SPECIAL void write(Out *out, uint32_t width, bool aligned) const {
 #pragma unroll
         for (uint32_t i = 0; i < N; i++) write4_of<WIDE>(out, 4 * (lane_id() + i * WARP), width, aligned, at[i]);
@@ -40,7 +40,7 @@ template <int N> struct NormValues {
     }
 };
 
-// The row of a warp.
+// The row that a warp processes.
 DEVICE uint32_t norm_row_of_warp() { return blockIdx.x * (blockDim.x / WARP) + warp_id(); }
 
 template <int N, bool WIDE, typename Out> DEVICE void norm_row(const Norm &p) {
@@ -90,16 +90,16 @@ KERNEL(rms_norm_long_bf16, Norm) { norm_long_row<bf16>(p); }
 struct NormBackward {
     const float *x, *weight;
     const void *dy;
-    // Null without a residual.
+    // The residual; null if there is none.
     const float *residual;
     float *dx;
     uint32_t rows, width, x_stride, dy_stride, residual_stride, dx_stride;
-    // Alignment bits: x, weight, dy, residual, dx.
+    // Bits that say which operands are aligned: x, weight, dy, residual, dx.
     uint32_t aligned;
     float eps;
 };
 
-// Four columns of w·dy.
+// Computes four columns of w·dy.
 template <bool WIDE, typename Y>
 DEVICE void norm_gradients(const NormBackward &p, const Y *dy, uint32_t at, float gradients[4]) {
     float weights[4];
@@ -108,7 +108,7 @@ DEVICE void norm_gradients(const NormBackward &p, const Y *dy, uint32_t at, floa
     for (int e = 0; e < 4; e++) gradients[e] *= weights[e];
 }
 
-// Four columns of x become dx = residual + r·w·dy + c·x with c = − Σ x·w·dy · r³ / n.
+// Replaces four columns of x by dx = residual + r·w·dy + c·x with c = − Σ x·w·dy · r³ / n.
 template <bool WIDE>
 DEVICE void norm_turn(const NormBackward &p, uint32_t row, uint32_t at, float r, float c, const float gradients[4],
                       float x[4]) {
@@ -180,7 +180,7 @@ KERNEL(rms_norm_vjp_long_bf16, NormBackward) { norm_long_row_vjp<bf16>(p); }
 
 struct NormScales {
     const float *x;
-    // f32 [rows]
+    // The scale of each row, f32 [rows].
     float *scales;
     uint32_t rows, width, stride, aligned;
     float eps;
@@ -215,7 +215,7 @@ struct NormWeightParts {
     const float *x;
     const void *dy;
     const float *scales;
-    // f32 [ceil(rows / 64), width]
+    // Partial sums over 64 rows each, f32 [ceil(rows / 64), width].
     float *parts;
     uint32_t rows, width, x_stride, dy_stride;
 };

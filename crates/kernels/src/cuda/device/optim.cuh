@@ -2,13 +2,13 @@
 #pragma once
 #include "rows.cuh"
 
-// The constants of one update.
+// The constants of one AdamW update.
 struct AdamWUpdate {
     float step_size, keep, beta2, one_minus_beta1, one_minus_beta2, correction, epsilon;
     uint32_t unused;
 };
 
-// Updates one parameter and its moments in place, with weight decay only if `decays`.
+// Updates one parameter and its AdamW moments in place, with weight decay only if `decays`.
 DEVICE void adamw_value(const AdamWUpdate &u, bool decays, float gradient, float &parameter, float &first, float &second) {
     first = add_rn(first, mul_rn(add_rn(gradient, -first), u.one_minus_beta1));
     second = add_rn(mul_rn(second, u.beta2), mul_rn(mul_rn(gradient, gradient), u.one_minus_beta2));
@@ -29,7 +29,7 @@ KERNEL(adamw, AdamW) {
     if (i < p.count) adamw_value(p.update, i < p.decayed, p.gradient[i], p.parameters[i], p.first[i], p.second[i]);
 }
 
-// Number of values that share a scale, and of levels in a map.
+// Number of 8-bit moments that share a scale, and of levels in a quantization map.
 #define CODES 256u
 
 struct AdamW8bit {
@@ -42,7 +42,7 @@ struct AdamW8bit {
     AdamWUpdate update;
 };
 
-// Number of levels below x.
+// Number of quantization levels below x.
 DEVICE uint32_t levels_below(const float *levels, float x) {
     uint32_t first = 0, end = CODES;
     while (first < end) {
@@ -53,7 +53,7 @@ DEVICE uint32_t levels_below(const float *levels, float x) {
     return first;
 }
 
-// Index of the level nearest to value / scale; the lower one if two are equally near.
+// Index of the quantization level nearest to value / scale; the lower one if two are equally near.
 DEVICE uint32_t nearest_level(const float *levels, float value, float scale) {
     if (!(scale > 0.0f)) return levels_below(levels, 0.0f);
     float x = value / scale;
@@ -61,7 +61,7 @@ DEVICE uint32_t nearest_level(const float *levels, float value, float scale) {
     return above > 0 && add_rn(x, -levels[above - 1]) <= add_rn(levels[above], -x) ? above - 1 : above;
 }
 
-// One thread block per block of values: the moments are widened, updated, and rounded with their new largest magnitude.
+// One thread block per block of moments: they are widened, updated, and rounded with their new largest magnitude.
 KERNEL(adamw_8bit, AdamW8bit) {
     SHARED_ARRAY(float, levels, 512);
     SHARED_ARRAY(float, largest, 512);

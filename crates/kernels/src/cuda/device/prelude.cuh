@@ -194,14 +194,14 @@ DEVICE void cp_async16(void* shared, const void* global, bool valid = true) {
     int bytes = valid ? 16 : 0;
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(bytes) : "memory");
 }
-// Copies 4 bytes; both addresses must be aligned to 4.
+// Copies 4 bytes from global to shared memory; both addresses must be aligned to 4.
 DEVICE void cp_async4(void* shared, const void* global) {
     uint32_t to = uint32_t(__cvta_generic_to_shared(shared));
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(global) : "memory");
 }
-// Commits a group of copies.
+// Commits the copies since the last commit as a group.
 DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until at most N of the latest groups are in progress.
+// Waits until at most N of the latest groups of copies are in progress.
 template <int N> DEVICE void cp_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 
 // Loads matrices of 8 x 8 bf16 from shared memory, one row of 16 bytes per address: lane 8 i + r gives row r of

@@ -9,7 +9,7 @@ struct Rope {
     // The output: dL/dqkv, the rotated rows, or the partial gradients of the norms.
     void *out;
     const float *cos, *sin;
-    // Null without qk-norm.
+    // Weights of qk-norm; null without qk-norm.
     const float *q_weight, *k_weight;
     const uint32_t *positions;
     // The first `rotated` of the `heads` of each row are rotated; the others are copied.
@@ -22,19 +22,19 @@ struct Rope {
     uint32_t lane_bits, unused;
 };
 
-// A lane's four pairs: the first element of each, and the second.
+// Four pairs of a lane: the first element of each, and the second.
 struct Pairs {
     float a[4], b[4];
 };
 
-// A head, and its row's angles.
+// A head, and the rotary angles of its row.
 struct RotatedHead {
     uint32_t row, head;
-    // This lane's pairs begin here; may be beyond the head.
+    // Index in the head at which this lane's pairs begin; may be beyond the head.
     uint32_t at, half;
     // Whether the head exists, and whether it is rotated.
     bool inside, turns;
-    // Whether there are no angles for this position.
+    // Whether the table has no angles for this position.
     bool unknown;
     const float *weight;
     float c[4], s[4];
@@ -81,7 +81,7 @@ DEVICE float head_scale(const Rope &p, const Pairs &x) {
     return 1.0f / sqrtf(sum_of_lanes(p, squares) / (float)p.head_dim + p.eps);
 }
 
-// Index at which this lane's pairs begin.
+// Index in the head at which this lane's pairs begin.
 DEVICE uint32_t lane_at(const Rope &p) { return 4 * (threadIdx.x & ((1u << p.lane_bits) - 1)); }
 
 // The head of these lanes in a launch for all heads of all rows.
@@ -121,7 +121,7 @@ template <bool WIDE, typename T> DEVICE void rotate_heads(const Rope &p) {
 KERNEL(rotate_f32, Rope) { p.wide ? rotate_heads<true, float>(p) : rotate_heads<false, float>(p); }
 KERNEL(rotate_bf16, Rope) { p.wide ? rotate_heads<true, bf16>(p) : rotate_heads<false, bf16>(p); }
 
-// Rotates dL/dout back.
+// Rotates the gradient dL/dout of a head back.
 DEVICE void turn_back(const RotatedHead &head, Pairs &dy) {
     for (int e = 0; e < 4; e++) {
         float a = dy.a[e], b = dy.b[e], c = head.unknown ? NAN : head.c[e], s = head.s[e];
@@ -143,7 +143,7 @@ template <bool WIDE, typename T> DEVICE void rotate_heads_vjp(const Rope &p) {
         for (int e = 0; head.turns && e < 4; e++) dy.a[e] *= weight.a[e], dy.b[e] *= weight.b[e];
         float r = head_scale(p, x), inner = 0.0f;
         for (int e = 0; e < 4; e++) inner = fmaf(x.b[e], dy.b[e], fmaf(x.a[e], dy.a[e], inner));
-        // dx = r·w·dy − (inner·r³/n)·x
+        // The gradient of RMSNorm: dx = r·w·dy − (inner·r³/n)·x, with inner = Σ x·w·dy.
         float c = -(sum_of_lanes(p, inner) * r * r / (float)p.head_dim) * r;
         for (int e = 0; head.turns && e < 4; e++) {
             dy.a[e] = fmaf(c, x.a[e], dy.a[e] * r);

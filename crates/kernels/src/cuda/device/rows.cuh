@@ -3,7 +3,7 @@
 #pragma once
 #include "prelude.cuh"
 
-// Sums and products that are never fused into one rounding.
+// Sums and products in two roundings: the compiler never fuses them into one.
 #ifdef RLOOD_EMULATOR
 DEVICE float add_rn(float x, float y) { return x + y; }
 DEVICE float mul_rn(float x, float y) { return x * y; }
@@ -12,7 +12,7 @@ DEVICE float add_rn(float x, float y) { return __fadd_rn(x, y); }
 DEVICE float mul_rn(float x, float y) { return __fmul_rn(x, y); }
 #endif
 
-// Four values of a row from `at` on; zeros beyond its width.
+// Reads four values of a row from `at` on; zeros beyond its width.
 template <typename T> DEVICE void read4(const T *row, uint32_t at, uint32_t width, bool aligned, float values[4]) {
     if (aligned && at + 4 <= width) {
         load4(row + at, values);
@@ -21,8 +21,8 @@ template <typename T> DEVICE void read4(const T *row, uint32_t at, uint32_t widt
     }
 }
 
-// Reads in the same way without a branch between the reads, so that several are in progress concurrently, if all rows
-// are aligned and a multiple of four wide (`WIDE`).
+// Reads four values without a branch between the reads, so that several are in progress concurrently, if all rows are
+// aligned and a multiple of four wide (`WIDE`).
 template <bool WIDE, typename T>
 DEVICE void read4_of(const T *row, uint32_t at, uint32_t width, bool aligned, float values[4]) {
     if (!WIDE) return read4(row, at, width, aligned, values);
@@ -59,7 +59,7 @@ DEVICE Place place_of(uint32_t rows, uint32_t width, uint32_t each = 4) {
 
 struct Select {
     const void *x;
-    // One index per row of `out`.
+    // The row of x for each row of `out`.
     const uint32_t *rows;
     void *out;
     uint32_t x_rows, count, width, x_stride, out_stride, aligned;
@@ -86,7 +86,7 @@ struct Copy {
     const void *x;
     void *out;
     uint32_t rows, width, x_stride, out_stride, aligned;
-    // 1: out += scale x
+    // If 1, out += scale x; if 0, out = scale x.
     uint32_t add;
     float scale;
     uint32_t unused;
@@ -167,12 +167,12 @@ KERNEL(scatter_bf16, Scatter) { scatter_rows<bf16>(p); }
 
 struct ColumnParts {
     const void *x;
-    // f32 [ceil(rows / 64), width]
+    // Partial sums over 64 rows each, f32 [ceil(rows / 64), width].
     float *parts;
     uint32_t rows, width, stride, unused;
 };
 
-// Number of rows whose sums make one part, that of blockIdx.y.
+// Number of rows that one partial sum covers, that of blockIdx.y.
 #define ROWS_OF_PART 64
 
 template <typename X> DEVICE void column_parts(const ColumnParts &p) {
@@ -188,11 +188,11 @@ KERNEL(column_parts_f32, ColumnParts) { column_parts<float>(p); }
 KERNEL(column_parts_bf16, ColumnParts) { column_parts<bf16>(p); }
 
 struct AddParts {
-    // f32 [count, rows_of_part, width]
+    // Partial sums, f32 [count, rows_of_part, width].
     const float *parts;
     float *out;
     uint32_t count, rows, width, out_stride;
-    // Number of rows of a part, and the first of them to add.
+    // Number of rows of a partial sum, and the first of them to add.
     uint32_t rows_of_part, first;
     float alpha;
     uint32_t unused;
@@ -217,7 +217,7 @@ struct Drop {
     uint64_t threshold;
     uint32_t rows, width, x_stride, out_stride;
     float scale;
-    // 1: out += the remaining values
+    // If 1, out += the values after dropout; if 0, out = these values.
     uint32_t add;
 };
 

@@ -21,7 +21,7 @@ pub struct Matrix<'a> {
 }
 
 impl<'a> Matrix<'a> {
-    /// The matrix at the beginning of a buffer, without gaps between its rows.
+    /// Number of columns (values per row) as stored.
     pub fn whole(buffer: &'a Buffer, dtype: DType, rows: usize, columns: usize) -> Matrix<'a> {
         Matrix { buffer, dtype, at: 0, rows, columns, stride: columns }
     }
@@ -74,7 +74,10 @@ impl Gemm<'_> {
             )));
         }
         if a.dtype != b.dtype || (a.dtype == DType::F32 && c.dtype != DType::F32) {
-            return Err(CudaError::Input(format!("a product of {:?} and {:?} into {:?}", a.dtype, b.dtype, c.dtype)));
+            return Err(CudaError::Input(format!(
+                "cuBLAS has no product of {:?} and {:?} into {:?}",
+                a.dtype, b.dtype, c.dtype
+            )));
         }
         let product = Product {
             a: a.check("a product's first matrix")?,
@@ -97,7 +100,7 @@ impl Gemm<'_> {
             return Ok(None);
         }
         if inner == 0 {
-            return Err(CudaError::Input("a product over no elements".to_owned()));
+            return Err(CudaError::Input("a product whose operands have no elements".to_owned()));
         }
         Ok(Some(product))
     }

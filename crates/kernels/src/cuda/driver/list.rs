@@ -1,23 +1,24 @@
-//! The work submitted to a device, in order: recorded once, compared with the next run, and executed as one graph.
+//! The list of work submitted to a device, in order: recorded once, compared with the next run of the same body, and
+//! executed as one graph.
 
 use crate::cuda::device_api::{CudaError, Driver, Graph, Launch, Product, Staging};
 
-/// One operation of the device, by addresses. The list stores parameters and uploads separately.
+/// One operation of the device, with its addresses. The list stores parameters and uploaded bytes separately.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Op {
-    /// Runs a kernel with the parameter at offset `at` of [`List::params`].
+    /// Runs a kernel; its parameter is at offset `at` of [`List::params`].
     Launch { kernel: u32, launch: Launch, at: u32, bytes: u32 },
-    /// Copies from the staging memory.
+    /// Copies from the list's staging memory to the device.
     Upload { to: u64, bytes: u64, at: u64 },
-    /// Fills memory with zeros.
+    /// Fills device memory with zeros.
     Zero { to: u64, bytes: u64 },
-    /// Copies within the device; the ranges do not overlap.
+    /// Copies device memory to device memory; the ranges do not overlap.
     Copy { from: u64, to: u64, bytes: u64 },
     /// A matrix product by cuBLAS.
     Product(Product),
     /// A buffer was created. An operation only for a driver that guards the memory around buffers.
     Born { at: u64, block: u64, bytes: u64 },
-    /// A buffer was dropped; recorded only if the driver guards the memory around buffers.
+    /// A buffer was dropped; recorded only for a driver that guards the memory around buffers.
     Dropped { at: u64, block: u64, bytes: u64 },
 }
 
@@ -25,7 +26,7 @@ pub(super) enum Op {
 #[derive(Clone, Debug, Default)]
 pub(super) struct List {
     pub ops: Vec<Op>,
-    /// Parameters of launches, each aligned to 8 bytes.
+    /// Parameters of all kernel launches, each aligned to 8 bytes.
     pub params: Vec<u8>,
     /// Size of all uploads in bytes, each aligned to 16.
     pub staged: u64,
@@ -36,7 +37,7 @@ pub(super) struct List {
 const STAGED: u64 = 16;
 
 impl Op {
-    /// Executes an operation that has no additional data.
+    /// Executes an operation that needs no parameter and no uploaded bytes.
     pub(super) fn execute(&self, driver: &mut dyn Driver) -> Result<(), CudaError> {
         match *self {
             Op::Zero { to, bytes } => driver.zero(to, bytes as usize),
@@ -44,7 +45,9 @@ impl Op {
             Op::Product(ref product) => driver.product(product),
             Op::Born { at, block, bytes } => driver.buffer_made(at, block, bytes),
             Op::Dropped { at, block, bytes } => driver.buffer_dropped(at, block, bytes),
-            Op::Launch { .. } | Op::Upload { .. } => Err(CudaError::Failed("an op without its bytes".to_owned())),
+            Op::Launch { .. } | Op::Upload { .. } => {
+                Err(CudaError::Failed("an operation was executed without its parameter or bytes".to_owned()))
+            }
         }
     }
 }
@@ -62,7 +65,7 @@ impl List {
         self.staged += bytes.next_multiple_of(STAGED);
     }
 
-    /// Keeps the first `count` operations.
+    /// Keeps the first `count` operations of the list.
     pub(super) fn truncate(&mut self, count: usize) {
         for op in self.ops.drain(count..).rev() {
             match op {
@@ -73,7 +76,7 @@ impl List {
         }
     }
 
-    /// Whether the operation with this index is this launch.
+    /// Whether operation `number` of the list is this kernel launch.
     pub(super) fn is_launch(&self, number: usize, kernel: u32, launch: Launch, params: &[u8]) -> bool {
         match self.ops.get(number) {
             Some(&Op::Launch { kernel: k, launch: l, at, bytes }) => {
@@ -83,7 +86,7 @@ impl List {
         }
     }
 
-    /// The offset of this upload in the staging memory, if the operation with this index is this upload.
+    /// The offset of an upload in the staging memory, if operation `number` of the list is this upload.
     pub(super) fn is_upload(&self, number: usize, to: u64, bytes: u64) -> Option<u64> {
         match self.ops.get(number) {
             Some(&Op::Upload { to: t, bytes: b, at }) if (t, b) == (to, bytes) => Some(at),
@@ -91,7 +94,7 @@ impl List {
         }
     }
 
-    /// Executes all operations, one by one.
+    /// Executes all operations of the list, one by one.
     pub(super) fn issue(&self, driver: &mut dyn Driver, staging: Option<&Staging>) -> Result<(), CudaError> {
         self.ops.iter().try_for_each(|op| match *op {
             Op::Launch { kernel, launch, at, bytes } => {
@@ -99,13 +102,13 @@ impl List {
             }
             Op::Upload { to, bytes, at } => match staging {
                 Some(staging) => driver.upload_staged(to, staging, at as usize, bytes as usize),
-                None => Err(CudaError::Failed("an upload without staging memory".to_owned())),
+                None => Err(CudaError::Failed("an upload has no staging memory".to_owned())),
             },
             ref simple => simple.execute(driver),
         })
     }
 
-    /// Creates a graph of the operations; None if they must be executed one by one.
+    /// Creates a CUDA graph of the operations; None if they must be executed one by one.
     pub(super) fn capture(
         &self,
         driver: &mut dyn Driver,
@@ -114,7 +117,7 @@ impl List {
         driver.capture(&mut |driver| self.issue(driver, staging))
     }
 
-    /// Runs the graph of the operations, or executes them one by one.
+    /// Starts the CUDA graph of the operations, or executes them one by one if there is none.
     pub(super) fn replay(
         &self,
         graph: Option<&dyn Graph>,

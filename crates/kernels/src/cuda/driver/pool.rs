@@ -1,25 +1,26 @@
-//! Manages the free addresses of the device. The driver provides memory in segments, from which blocks are allocated; a
-//! freed block is merged with free neighbors. All work is on one stream, so the memory of a block can be reused as soon
-//! as the block is dropped.
+//! Manages device memory. The driver provides it in segments, from which blocks are allocated; a freed block is merged
+//! with free neighbors. All work is on one stream, so the memory of a block can be reused as soon as
+//! the block is dropped.
 //!
-//! The state depends only on the sequence of calls: equal steps get equal addresses, as graphs require.
+//! The state depends only on the sequence of calls: equal training steps get equal addresses, as CUDA graphs require.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::cuda::device_api::{CudaError, Source};
 
-/// Granularity and alignment of blocks, in bytes.
+/// Granularity and alignment of memory blocks, in bytes.
 const GRAIN: u64 = 512;
-/// Blocks up to this size in bytes have their own segments, so that a small long-lived block does not
+/// Blocks up to this size in bytes come from their own segments, so that a small long-lived block does not
 /// split a large segment.
 const SMALL: u64 = 1 << 20;
 const SMALL_SEGMENT: u64 = 8 << 20;
-/// Minimum and maximum size of a segment for large blocks, in bytes; its size is 1/16 of the memory already reserved.
+/// Minimum and maximum size in bytes of a segment for large blocks; between them, its size is 1/16 of
+/// the memory already reserved.
 const LARGE_SEGMENT: [u64; 2] = [32 << 20, 1 << 30];
-/// Granularity of segments in bytes: the page size of a GPU.
+/// Granularity of memory segments in bytes: the page size of a GPU.
 const PAGE: u64 = 2 << 20;
 
-/// The free parts of segments.
+/// Memory segments of the driver, and their free parts.
 #[derive(Debug, Default)]
 struct Arena {
     segments: BTreeMap<u64, u64>,
@@ -38,7 +39,8 @@ impl Arena {
         self.by_size.remove(&(bytes, start));
     }
 
-    /// Takes the smallest free part that holds `bytes`; the first of several.
+    /// Takes a block of `bytes` from the smallest free part that holds it; from the first one if
+    /// several are equally small.
     fn take(&mut self, bytes: u64) -> Option<u64> {
         let (size, start) = *self.by_size.range((bytes, 0)..).next()?;
         self.remove(start, size);
@@ -48,7 +50,7 @@ impl Arena {
         Some(start)
     }
 
-    /// Takes the block at exactly this address, if it is free.
+    /// Takes the block of memory at exactly this address, if it is free.
     fn take_at(&mut self, start: u64, bytes: u64) -> bool {
         let Some((&from, &size)) = self.free.range(..=start).next_back() else { return false };
         if start + bytes > from + size {
@@ -87,7 +89,7 @@ impl Arena {
         self.insert(start, bytes);
     }
 
-    /// Removes and returns the segments without live blocks.
+    /// Removes and returns the segments in which no block is in use.
     fn whole(&mut self) -> Vec<(u64, u64)> {
         let whole: Vec<(u64, u64)> = self
             .segments
@@ -106,19 +108,19 @@ impl Arena {
 /// The use of a device's memory, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Memory {
-    /// Size of all live buffers.
+    /// Size of all buffers in use.
     pub used: u64,
     /// Peak of `used` since [`reset_peak`](super::Device::reset_peak).
     pub peak: u64,
-    /// Memory reserved from the driver: live buffers, and memory kept for later ones.
+    /// Memory reserved from the driver: buffers in use, and memory kept for later ones.
     pub reserved: u64,
     /// Peak of `reserved` since [`reset_peak`](super::Device::reset_peak).
     pub reserved_peak: u64,
-    /// Total memory of the device.
+    /// Total memory of the device in bytes.
     pub total: u64,
 }
 
-/// The pool of a device's memory.
+/// The memory pool of a device.
 #[derive(Debug)]
 pub(super) struct Pool {
     small: Arena,
@@ -133,7 +135,7 @@ impl Pool {
         Pool { small: Arena::default(), large: Arena::default(), memory, limit: None }
     }
 
-    /// The size of the block for a buffer of `bytes`.
+    /// The size of the memory block for a buffer of `bytes`; None if it overflows.
     pub(super) fn block(bytes: u64) -> Option<u64> {
         bytes.max(1).checked_next_multiple_of(GRAIN)
     }
@@ -168,7 +170,7 @@ impl Pool {
         self.limit.is_some_and(|limit| self.memory.used.saturating_add(block) > limit)
     }
 
-    /// Takes a block, from free memory or else from the source.
+    /// Takes a memory block, from the free parts or from a new segment.
     pub(super) fn take(&mut self, block: u64, source: &mut dyn Source) -> Result<u64, CudaError> {
         if self.over_limit(block) {
             return Err(self.full(block));
@@ -177,14 +179,14 @@ impl Pool {
             Some(start) => start,
             None => {
                 self.grow(block, source)?;
-                self.arena(block).take(block).expect("a segment for the block was added")
+                self.arena(block).take(block).expect("a segment that holds the block was just added")
             }
         };
         self.count(block);
         Ok(start)
     }
 
-    /// Takes the block at this address, if it is free.
+    /// Takes the memory block at this address, if it is free.
     pub(super) fn take_at(&mut self, start: u64, block: u64) -> bool {
         let taken = !self.over_limit(block) && self.arena(block).take_at(start, block);
         if taken {
@@ -198,8 +200,8 @@ impl Pool {
         self.arena(block).give(start, block);
     }
 
-    /// Adds a segment that holds the block: of the usual size, else of the block's own size
-    /// after returning unused memory.
+    /// Adds a segment that holds the block: of the usual size, or of the block's own size after unused
+    /// segments were given back.
     fn grow(&mut self, block: u64, source: &mut dyn Source) -> Result<(), CudaError> {
         let exact = block.next_multiple_of(PAGE);
         let usual = match block <= SMALL {
@@ -227,13 +229,13 @@ impl Pool {
         CudaError::OutOfMemory { requested: block, used: self.memory.used, total: self.total() }
     }
 
-    /// Returns the large blocks' segments without live blocks.
+    /// Gives segments of large blocks back to the driver if none of their blocks is in use.
     pub(super) fn trim(&mut self, source: &mut dyn Source) {
         let whole = self.large.whole();
         self.give_back(whole, source);
     }
 
-    /// Returns all segments without live blocks, including those of small blocks.
+    /// Gives all segments back to the driver in which no block is in use, including those of small blocks.
     pub(super) fn trim_all(&mut self, source: &mut dyn Source) {
         let whole = self.small.whole().into_iter().chain(self.large.whole()).collect();
         self.give_back(whole, source);
@@ -255,7 +257,7 @@ impl Pool {
 mod tests {
     use super::*;
 
-    /// A source that hands out consecutive addresses, up to a number of bytes.
+    /// A fake driver that hands out consecutive addresses, up to a number of bytes.
     struct Fake {
         next: u64,
         left: u64,

@@ -4,18 +4,18 @@ use std::collections::HashMap;
 
 use crate::cuda::device_api::{CudaError, Driver, Timer};
 
-/// The time that one kernel took during a profile.
+/// The time that one kernel took during a profile, summed over its runs.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Timing {
-    /// The kernel's name, or `cublas`, `upload`, `copy`, `zero`.
+    /// The kernel's name, or `cublas`, `upload`, `copy`, `zero` for other operations.
     pub name: String,
-    /// Number of times it ran.
+    /// Number of times the kernel ran.
     pub count: u64,
-    /// Total seconds of all runs.
+    /// Total seconds of all runs of the kernel.
     pub seconds: f64,
 }
 
-/// Timers of all work since the profile began.
+/// Timers of all kernels and copies since the profile began.
 #[derive(Debug, Default)]
 pub(super) struct Profile {
     names: HashMap<String, usize>,
@@ -23,7 +23,7 @@ pub(super) struct Profile {
 }
 
 impl Profile {
-    /// Executes an operation, with a timer if a profile is running.
+    /// Executes an operation of the device, with a timer if a profile is running.
     pub(super) fn timed(
         profile: &mut Option<Profile>,
         driver: &mut dyn Driver,
@@ -46,7 +46,7 @@ impl Profile {
         Ok(())
     }
 
-    /// The total times, the longest first. Waits for the last operation.
+    /// The total time of each kernel, the longest first. Waits for the last operation.
     pub(super) fn timings(self) -> Result<Vec<Timing>, CudaError> {
         let mut sums = vec![(0_u64, 0.0_f64); self.names.len()];
         for (index, timer) in &self.timers {

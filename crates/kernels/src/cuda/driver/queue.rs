@@ -1,4 +1,5 @@
-//! The queue of a device: operations are executed immediately, recorded, or compared with recorded ones.
+//! The queue of a device: operations are executed immediately, recorded, or compared with the recorded ones of a body
+//! that may run as a graph.
 
 mod bodies;
 
@@ -14,21 +15,21 @@ use bodies::Body;
 /// Counts of the work submitted to a device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
-    /// Number of kernels started individually.
+    /// Number of kernels started individually, not in a graph.
     pub launches: u64,
-    /// Products by cuBLAS started individually.
+    /// Number of cuBLAS products started individually, not in a graph.
     pub products: u64,
-    /// Copies from the host started individually.
+    /// Number of uploads started individually, not in a graph.
     pub uploads: u64,
     /// Number of times the host waited for the device.
     pub waits: u64,
-    /// Number of graphs created.
+    /// Number of CUDA graphs created.
     pub captures: u64,
-    /// Number of bodies run as a graph.
+    /// Number of runs of a body as a CUDA graph.
     pub replays: u64,
-    /// Number of bodies that differed from their last run.
+    /// Number of runs of a body whose operations differed from its last run.
     pub mismatches: u64,
-    /// Number of graphs that could not be created; their work is then started individually.
+    /// Number of CUDA graphs that could not be created; their work is then started individually.
     pub capture_failures: u64,
     /// Number of buffers created.
     pub allocations: u64,
@@ -38,13 +39,14 @@ pub struct Counters {
 enum Mode {
     #[default]
     Direct,
-    /// Executes operations and records them.
+    /// Executes operations and records them for a later graph.
     Recording { list: List, staging: Option<Staging> },
-    /// Compares operations with a recorded body; the first `next` operations matched. `settled` says whether the staging memory may be overwritten.
+    /// Compares operations with those of a recorded body; the first `next` operations matched. `settled` says whether
+    /// the staging memory may be overwritten.
     Comparing { body: Box<Body>, next: usize, settled: bool },
 }
 
-/// The single stream of a device.
+/// The queue of a device's single stream.
 #[derive(Debug)]
 pub(super) struct Queue {
     driver: Box<dyn Driver>,
@@ -56,17 +58,17 @@ pub(super) struct Queue {
     runs: u64,
     /// Number of allocations until one is refused, for tests.
     refuse_after: Option<u64>,
-    /// An error that occurred where it could not be returned; the next call returns it.
+    /// An error that occurred where no call could return it, such as in a drop; the next call returns it.
     failure: Option<CudaError>,
-    /// Whether an allocation failed since memory was last returned.
+    /// Whether an allocation failed since unused memory was last given back to the driver.
     is_short: bool,
     counters: Counters,
     profile: Option<Profile>,
-    /// Host memory for downloads that are waited for later.
+    /// Host memory for downloads that the caller waits for later.
     landings: Vec<Staging>,
 }
 
-/// Maximum size of downloads that reuse the same memory, in bytes.
+/// Maximum size in bytes of downloads whose host memory is reused.
 const LANDING_BYTES: usize = 1 << 20;
 
 impl Queue {
@@ -88,25 +90,25 @@ impl Queue {
         }
     }
 
-    /// Starts each call: makes the device current for the thread, and returns an error that occurred
+    /// Starts each call to the device: makes it current for the thread, and returns an error that occurred
     /// since the last call.
     pub(super) fn enter(&mut self) -> Result<(), CudaError> {
         self.bind()?;
         self.failure.take().map_or(Ok(()), Err)
     }
 
-    /// Makes the device current for the thread, in places that cannot return an error.
+    /// Makes the device current for the thread, in places such as a drop that cannot return an earlier error.
     pub(super) fn bind(&mut self) -> Result<(), CudaError> {
         self.driver.enter()
     }
 
-    /// Notes whether a result is an out-of-memory error.
+    /// Notes whether the result of an operation is an out-of-memory error.
     fn note_out_of_memory<T>(&mut self, outcome: Result<T, CudaError>) -> Result<T, CudaError> {
         self.is_short |= matches!(outcome, Err(CudaError::OutOfMemory { .. }));
         outcome
     }
 
-    /// Whether the operation is the next one of a compared body. If it differs, the comparison ends.
+    /// Whether the operation is the next one of the recorded body. If it differs, the comparison ends.
     fn matches_recorded(&mut self, same: impl FnOnce(&List, usize) -> bool) -> Result<bool, CudaError> {
         let Mode::Comparing { body, next, .. } = &mut self.mode else { return Ok(false) };
         if same(&body.list, *next) {
@@ -117,7 +119,7 @@ impl Queue {
         Ok(false)
     }
 
-    /// Executes the operations held back, and records the rest.
+    /// Executes the operations that matched the recorded body so far, and switches to recording.
     fn execute_held_back(&mut self) -> Result<(), CudaError> {
         let (body, next) = match mem::take(&mut self.mode) {
             Mode::Comparing { body, next, .. } => (body, next),
@@ -141,7 +143,7 @@ impl Queue {
         }
     }
 
-    /// Submits an operation without additional data.
+    /// Submits an operation that needs no parameter and no uploaded bytes.
     pub(super) fn submit(&mut self, op: Op) -> Result<(), CudaError> {
         if self.matches_recorded(|list, next| list.ops.get(next) == Some(&op))? {
             return Ok(());
@@ -172,11 +174,13 @@ impl Queue {
             && bytes != params.len()
         {
             let given = params.len();
-            return Err(CudaError::Input(format!("{kernel}: a parameter of {given} bytes, the kernel takes {bytes}")));
+            return Err(CudaError::Input(format!(
+                "{kernel}: the parameter has {given} bytes, but the kernel takes {bytes}"
+            )));
         }
         if launch.block == 0 || !launch.block.is_multiple_of(32) || launch.block > 1024 {
             return Err(CudaError::Input(format!(
-                "{kernel}: {} threads are not a multiple of 32 up to 1024",
+                "{kernel}: a block must have a multiple of 32 threads, at most 1024, not {}",
                 launch.block
             )));
         }
@@ -184,7 +188,7 @@ impl Queue {
             return Ok(());
         }
         if launch.grid[1] > 65535 || launch.grid[2] > 65535 || launch.grid[0] > i32::MAX as u32 {
-            return Err(CudaError::Input(format!("{kernel}: a grid of {:?} blocks", launch.grid)));
+            return Err(CudaError::Input(format!("{kernel}: the grid of {:?} blocks is too large", launch.grid)));
         }
         if self.matches_recorded(|list, next| list.is_launch(next, found.kernel, launch, params))? {
             return Ok(());
@@ -219,7 +223,7 @@ impl Queue {
         Ok(())
     }
 
-    /// Allocates a buffer; returns its address and the size of its block.
+    /// Allocates memory for a buffer; returns its address and the size of its block.
     pub(super) fn alloc(&mut self, bytes: u64) -> Result<(u64, u64), CudaError> {
         let guard = self.driver.guard();
         let block = bytes.checked_add(2 * guard).and_then(Pool::block).ok_or_else(|| {
@@ -245,7 +249,7 @@ impl Queue {
         }
         self.execute_held_back()?;
         let at = match self.pool.take(block, &mut *self.driver) {
-            // Graphs use the driver's memory, so drop them and try again.
+            // CUDA graphs use driver memory, so drop them and try again.
             Err(CudaError::OutOfMemory { .. }) if !self.bodies.is_empty() => {
                 self.forget_bodies();
                 self.pool.take(block, &mut *self.driver)
@@ -278,7 +282,7 @@ impl Queue {
         self.driver.download(from, to)
     }
 
-    /// Starts a download. Pass the returned memory to `finish_download`.
+    /// Starts a download from the device. Pass the returned memory to `finish_download`.
     pub(super) fn fetch(&mut self, from: u64, bytes: usize) -> Result<Staging, CudaError> {
         self.wait()?;
         let mut staging = match bytes > LANDING_BYTES {
@@ -328,8 +332,8 @@ impl Queue {
         Ok(())
     }
 
-    /// Returns unused memory. Graphs of bodies stay valid if the bodies' buffers get the same addresses again; but if
-    /// an allocation failed, the graphs are dropped too.
+    /// Gives unused memory back to the driver. Graphs of bodies stay valid if the bodies' buffers get the same
+    /// addresses again; but if an allocation failed, the graphs are dropped too.
     pub(super) fn trim(&mut self) {
         match self.is_short {
             true => self.trim_all(),
@@ -370,7 +374,7 @@ impl Queue {
 
 impl Drop for Queue {
     fn drop(&mut self) {
-        // Errors cannot be reported any more; the driver ends with its process, or is already lost.
+        // Errors cannot be reported any more: the process is ending, or the device has already failed.
         if self.driver.enter().is_ok() {
             let _ = self.driver.synchronize();
             self.profile = None;

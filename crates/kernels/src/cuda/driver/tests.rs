@@ -163,7 +163,7 @@ fn an_unknown_kernel_and_a_parameter_of_another_size_are_refused() {
     let Some(device) = device() else { return };
     let longer = Longer { x: 0, y: 0, z: 0, factor: 0.0, count: 0 };
     let refused = device.launch("probe_scale", one_block(32), &longer);
-    assert!(matches!(refused, Err(CudaError::Input(why)) if why.contains("32 bytes, the kernel takes 24")));
+    assert!(matches!(refused, Err(CudaError::Input(why)) if why.contains("32 bytes, but the kernel takes 24")));
     let refused = device.launch("probe_nothing", one_block(32), &longer);
     assert!(matches!(refused, Err(CudaError::Input(why)) if why.contains("probe_nothing")));
 }

@@ -1,32 +1,32 @@
-//! Products of few rows in fast mode, as in decoding: a single launch computes product and added terms at
-//! the speed of memory.
+//! Products of few rows with [`Gemm::Fast`](super::Gemm::Fast), as in decoding: a single launch computes product and
+//! added terms at the speed of memory.
 
 use super::super::driver::{Device, Launch};
 use super::super::rows::{Dtype, Result, Rows, check};
 use super::{Form, Product, SplitK, by_16, params};
 
-/// Number of rows of a tensor core's tile.
+/// Maximum number of rows: those of a tensor core's tile.
 const MOST_ROWS: usize = 16;
-/// Number of columns of a block.
+/// Number of columns that a thread block computes.
 const COLUMNS: usize = 8;
-/// Number of k values in a step, and number of steps that a warp has in progress.
+/// Number of values of k in a step, and number of steps that a warp has in progress.
 const STEP: usize = 32;
 const STEPS: usize = 8;
 const MOST_WARPS: usize = 16;
 
-/// Whether there is a kernel for this product.
+/// Whether there is a kernel of few rows for this product.
 pub(super) fn is_few(product: &Product<'_>, out: Rows<'_>) -> bool {
     let Product { form, a, b, .. } = *product;
     let whole = a.width.is_multiple_of(8) && by_16(a) && by_16(b);
     form == Form::Nt && a.dtype == Dtype::Bf16 && out.rows <= MOST_ROWS && whole
 }
 
-/// Computes the product. The number of warps that share k depends only on k, so that a row's bits do not depend
-/// on the other rows.
+/// Computes a product of few rows. The number of warps that share k depends only on k, so that a row's bits do not
+/// depend on the other rows.
 pub(super) fn few(device: &Device, product: &Product<'_>, out: Rows<'_>) -> Result<()> {
     let k = product.a.width;
     let (blocks, warps) = (out.width.div_ceil(COLUMNS), k.div_ceil(STEP * STEPS).clamp(1, MOST_WARPS));
-    check(blocks < 1 << 31, || format!("a product of {} columns has too many blocks", out.width))?;
+    check(blocks < 1 << 31, || format!("a product of {} columns needs more blocks than a grid can have", out.width))?;
     let kernel = match out.rows {
         ..=8 => out.dtype.of(["gemm_few_f32", "gemm_few_bf16"]),
         _ => out.dtype.of(["gemm_few_tall_f32", "gemm_few_tall_bf16"]),

@@ -17,7 +17,7 @@ unsafe impl Send for GraphExec {}
 
 impl Graph for GraphExec {
     fn start(&self) -> Result<(), CudaError> {
-        // SAFETY: a graph and the stream of one device, which is open.
+        // SAFETY: graph and stream belong to the same device, which is open.
         unsafe { result::graph::launch(self.graph, self.stream) }.map_err(|error| of_driver("cuGraphLaunch", error))
     }
 }
@@ -29,7 +29,7 @@ impl Drop for GraphExec {
     }
 }
 
-/// A point in the stream.
+/// A point in a stream's work: a CUDA event.
 #[derive(Debug)]
 struct Stamp(sys::CUevent);
 
@@ -41,7 +41,7 @@ impl Stamp {
     fn now(stream: sys::CUstream) -> Result<Stamp, CudaError> {
         let event = driver_result("cuEventCreate", result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT))?;
         let stamp = Stamp(event);
-        // SAFETY: an event and the stream of the device.
+        // SAFETY: event and stream belong to the same device.
         driver_result("cuEventRecord", unsafe { result::event::record(event, stream) })?;
         Ok(stamp)
     }
@@ -49,12 +49,12 @@ impl Stamp {
 
 impl Drop for Stamp {
     fn drop(&mut self) {
-        // SAFETY: created by `now` and destroyed once.
+        // SAFETY: `now` created the event, which is destroyed once.
         let _ = unsafe { result::event::destroy(self.0) };
     }
 }
 
-/// Two points in the stream.
+/// A timer between two points in a stream's work.
 #[derive(Debug)]
 pub(super) struct EventPair {
     stream: sys::CUstream,
@@ -66,7 +66,7 @@ pub(super) struct EventPair {
 unsafe impl Send for EventPair {}
 
 impl EventPair {
-    /// Records the first point.
+    /// Starts the timer: records its first point.
     pub(super) fn begin(stream: sys::CUstream) -> Result<EventPair, CudaError> {
         Ok(EventPair { stream, from: Stamp::now(stream)?, to: None })
     }
@@ -79,8 +79,8 @@ impl Timer for EventPair {
     }
 
     fn seconds(&self) -> Result<f64, CudaError> {
-        let Some(to) = &self.to else { return Err(CudaError::Failed("a timer that was not stopped".to_owned())) };
-        // SAFETY: events of one device.
+        let Some(to) = &self.to else { return Err(CudaError::Failed("the timer was not stopped".to_owned())) };
+        // SAFETY: both events belong to the same device.
         let milliseconds = driver_result("cuEventElapsedTime", unsafe {
             result::event::synchronize(to.0).and_then(|()| result::event::elapsed(self.from.0, to.0))
         })?;

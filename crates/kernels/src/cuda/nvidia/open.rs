@@ -10,7 +10,7 @@ use cudarc::driver::{result, sys};
 use super::{Gpu, Ring, bind, driver_result, failed};
 use crate::cuda::device_api::{CudaError, Properties};
 
-/// Bytes with the alignment that the driver expects of a module.
+/// The bytes of the compiled kernels, with the alignment that the driver expects of a module.
 #[repr(C, align(64))]
 struct Image<T: ?Sized>(T);
 
@@ -19,7 +19,7 @@ struct Image<T: ?Sized>(T);
 static KERNELS: &Image<[u8]> = &Image(*include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatbin")));
 /// Size of cuBLAS's workspace in bytes, as NVIDIA recommends for Hopper. It has a fixed address, as graphs require.
 const WORKSPACE_BYTES: usize = 32 << 20;
-/// Upper bound of the memory that opening a GPU takes, in bytes; if more is in use, other processes use it.
+/// Upper bound of the memory in bytes that opening a GPU takes; if more is in use, other processes use it.
 const MOST_TAKEN_BYTES: u64 = 2 << 30;
 /// The oldest supported driver. It has all functions called here (cuEventElapsedTime_v2 is from CUDA 12.8) and at least
 /// the compiler's major version, because an older driver does not load its machine code.
@@ -131,7 +131,7 @@ impl Gpu {
             let module = load(&format!("CUDA {}", spoken(version)))?;
             let handle = blas::create_handle().map_err(|error| failed("cublasCreate", error))?;
             blas::set_stream(handle, stream.cast()).map_err(|error| failed("cublasSetStream", error))?;
-            // Partial sums of a product stay in 32 bits even if the result is bf16.
+            // Keep partial sums of a product in 32 bits even if the result is bf16.
             let math = blas_sys::cublasMath_t::CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION;
             blas_sys::cublasSetMathMode(handle, math).result().map_err(|error| failed("cublasSetMathMode", error))?;
             let workspace = driver_result("cuMemAllocAsync", result::malloc_async(stream, WORKSPACE_BYTES))?;
@@ -182,7 +182,8 @@ fn properties(device: sys::CUdevice) -> Result<Properties, CudaError> {
     })
 }
 
-/// Loads the kernels. For a GPU unknown to the build the driver compiles them; it caches the result on disk.
+/// Loads the kernels into the device. If the build has no machine code for this GPU, the driver compiles them; it
+/// caches the result on disk.
 fn load(driver: &str) -> Result<sys::CUmodule, CudaError> {
     const LOG_BYTES: usize = 4096;
     let mut log = vec![0_u8; LOG_BYTES];

@@ -1,4 +1,4 @@
-//! Bodies: repeated work, recorded in its first run and started as one graph in later runs.
+//! Bodies: repeated work such as a decode step, recorded in its first run and started as one CUDA graph in later runs.
 
 use std::mem;
 
@@ -11,12 +11,12 @@ use crate::cuda::device_api::{CudaError, Graph, Staging};
 /// graphs fit into the memory that buffers leave free.
 const MOST_BODIES: usize = 128;
 
-/// A body that was recorded.
+/// The recorded work of a body.
 #[derive(Debug)]
 pub(super) struct Body {
     pub(super) list: List,
     pub(super) staging: Option<Staging>,
-    /// None before the second run; then the graph (`Some(None)`: execute the operations individually).
+    /// The CUDA graph: None before the second run, `Some(None)` if the operations must be executed individually.
     graph: Option<Option<Box<dyn Graph>>>,
     last_run: u64,
 }
@@ -24,7 +24,7 @@ pub(super) struct Body {
 impl Queue {
     pub(in super::super) fn begin(&mut self, key: u64) -> Result<(), CudaError> {
         if !matches!(self.mode, Mode::Direct) {
-            return Err(CudaError::Input("a body is run within another".to_owned()));
+            return Err(CudaError::Input("a body must not run within another body".to_owned()));
         }
         if !self.graphs || self.profile.is_some() {
             return Ok(());
@@ -78,7 +78,7 @@ impl Queue {
         Ok(Some(Body { list, staging, graph: None, last_run: self.runs }))
     }
 
-    /// Runs a body whose operations all matched.
+    /// Runs a body whose operations all matched the recorded ones.
     fn start(&mut self, mut body: Body) -> Result<Body, CudaError> {
         let graph = match body.graph.take() {
             Some(graph) => Some(graph),
@@ -87,7 +87,7 @@ impl Queue {
                     self.counters.captures += 1;
                     Some(graph)
                 }
-                // Other graphs occupy the memory that this one needs: drop them; the next run tries again.
+                // Other CUDA graphs occupy the memory that this one needs: drop them; the next run tries again.
                 Err(CudaError::OutOfMemory { .. }) if !self.bodies.is_empty() => {
                     self.counters.capture_failures += 1;
                     self.forget_bodies();
@@ -105,7 +105,8 @@ impl Queue {
             outcome = self.driver.used(staging);
         }
         if let Err(error) = self.note_out_of_memory(outcome) {
-            // Started operations may still read the staging memory; a second error would add no information.
+            // Operations that were started may still read the staging memory, so wait; an error here would add no
+            // information to the first one.
             let _ = self.driver.synchronize();
             let _ = self.forget(body.staging);
             return Err(error);
@@ -116,7 +117,7 @@ impl Queue {
         Ok(body)
     }
 
-    /// Executes the operations of a body that will not end normally.
+    /// Executes the operations held back of a body that failed or panicked.
     pub(in super::super) fn abandon(&mut self) {
         if let Err(error) = self.driver.enter() {
             self.failure.get_or_insert(error);
