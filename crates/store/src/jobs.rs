@@ -252,14 +252,14 @@ impl Store {
         .bind(id.to_string())
         .fetch_optional(&mut *tx)
         .await
-        .doing("look for a job's datasets")?;
+        .doing("look up a job's datasets")?;
         if let Some(id) = missing {
             return Err(StoreError::NotFound { kind: "dataset", id });
         }
         let row = job_row(tx, id).await?;
         let data = QueuedDetail { model: Some(row.model.clone()), parent, from_step, ..QueuedDetail::default() };
         event_insert(tx, id, "job.created", now, data).await?;
-        // Read again, because the event changed the row.
+        // The insertion of the event changed the row, so the job is read again.
         job_row(tx, id).await
     }
 

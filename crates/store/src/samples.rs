@@ -171,8 +171,8 @@ impl Store {
         Ok(Page { data: found.into_iter().map(|(_, row)| row).collect(), next })
     }
 
-    /// Appends rows in order until `found` has `enough`; `scored` selects rows with a reward, rows without, or both. Returns the
-    /// reward and the id of the row at which it ended early.
+    /// Appends matching samples in order until `found` has `enough` of them; `scored` selects samples with a reward, samples
+    /// without one, or both. Returns the reward and the id of the row at which a search ended early.
     async fn sample_scan(
         &self,
         job: JobId,
@@ -230,7 +230,7 @@ impl Store {
         .bind(job.to_string())
         .fetch_optional(&self.readers)
         .await
-        .doing("read what was removed of samples")?
+        .doing("read the number of removed samples")?
         .as_ref()
         .map(SamplesRemoved::read)
         .transpose()
@@ -308,8 +308,8 @@ impl Store {
     }
 }
 
-/// Iterates over every row that the order's index leads to. A search also reads the rows that do not match, without their samples,
-/// so that it knows its position. Its connection ends the query when the rows are no longer consumed.
+/// Iterates over the rows of samples in the order of an index. A search also reads the rows that do not match, without their
+/// samples, so that it knows its position. The query on its connection ends when the caller stops reading rows.
 fn scan(
     job: JobId,
     query: &SampleQuery,

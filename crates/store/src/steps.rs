@@ -77,7 +77,7 @@ impl Store {
         if text.is_empty() || lines < limit as usize {
             return Ok((StepLines(text), None));
         }
-        // The last step may have another line, so it is returned with the next ones.
+        // The last step may have another line that the limit cuts off, so this page leaves the whole step to the next one.
         let step_of = |line: &str| line.split(FIELD_END).next().and_then(|step| step.parse::<u64>().ok());
         let last = text.rsplit(LINE_END).next().and_then(step_of).ok_or_else(|| corrupt("step")("not a number"))?;
         while let Some(start) = text.rfind(LINE_END)

@@ -1,4 +1,4 @@
-//! Rows of tasks, without the events that report them.
+//! Database rows of tasks (verdicts and exports), without the events that report them.
 
 use rlood_types::task::TaskState;
 use serde::{Deserialize, Serialize};
