@@ -37,7 +37,7 @@ pub struct Checkpoint {
     pub created_at: Timestamp,
 }
 
-/// A choice of a job's checkpoint.
+/// Selects one of a job's checkpoints.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Which {
     /// The newest checkpoint of the job.
@@ -71,7 +71,7 @@ impl Client {
     /// Downloads a job's LoRA adapter in PEFT's layout, as a tar; by default of the job's result.
     ///
     /// # Errors
-    /// `no_checkpoint` if there is none yet, `no_adapter` after full fine-tuning, or any other [`Error`].
+    /// Fails with `no_checkpoint` if there is none yet, `no_adapter` after full fine-tuning, or with any other [`Error`].
     pub async fn download_adapter(&self, id: JobId, which: Option<Which>, to: &Path) -> Result<Downloaded, Error> {
         let which = which.map(|which| match which {
             Which::Last => "last",
@@ -120,7 +120,7 @@ impl Client {
         for file in files {
             let path = folder.join(&file.name);
             if Path::new(&file.name).file_name() != Some(file.name.as_ref()) {
-                return Err(Error::Settings(format!("'{}' is not a name for a file", file.name)));
+                return Err(Error::Settings(format!("'{}' is not a valid file name", file.name)));
             }
             let FileEntry { name: _, size_bytes, sha256 } = file;
             downloaded.push(if hash_of(&path, *size_bytes).await.as_ref() == Some(sha256) {

@@ -219,7 +219,7 @@ impl Client {
     /// Submits a job whose rows are in its document, or in a dataset that it names.
     ///
     /// # Errors
-    /// `invalid_spec` with every invalid field, or any other [`Error`].
+    /// Fails with `invalid_spec`, which lists every invalid field, or with any other [`Error`].
     pub async fn create_job(&self, document: &Document) -> Result<Job, Error> {
         let body = Body::bytes(document.media_type, document.bytes.clone());
         self.json(self.post_once(&["jobs"]).body(body)).await
@@ -298,7 +298,7 @@ impl Client {
         self.json(self.get(&["jobs", &id.to_string()]).query_if("wait", seconds).work(wait)).await
     }
 
-    /// Returns a job when it has ended or paused, without a time limit.
+    /// Waits, without a time limit, until a job has ended or paused, and returns it.
     ///
     /// # Errors
     /// Returns an [`Error`] if the call fails.
@@ -309,7 +309,7 @@ impl Client {
             if job.is_settled() {
                 return Ok(job);
             }
-            // A server that is shutting down answers immediately.
+            // A server that is shutting down answers a long poll immediately, so pause before the next request.
             if begun.elapsed() < Duration::from_secs(1) {
                 tokio::time::sleep(Duration::from_secs(1)).await;
             }
@@ -335,7 +335,7 @@ impl Client {
     /// Cancels a job. Its checkpoints are kept.
     ///
     /// # Errors
-    /// `illegal_move` if it has ended, or any other [`Error`].
+    /// Fails with `illegal_move` if it has ended, or with any other [`Error`].
     pub async fn cancel_job(&self, id: JobId) -> Result<Job, Error> {
         self.json(self.post_once(&["jobs", &id.to_string(), "cancel"])).await
     }
@@ -343,7 +343,7 @@ impl Client {
     /// Stops a job at a checkpoint. A running job pauses a little later.
     ///
     /// # Errors
-    /// `illegal_move` if it has ended, or any other [`Error`].
+    /// Fails with `illegal_move` if it has ended, or with any other [`Error`].
     pub async fn pause_job(&self, id: JobId) -> Result<Job, Error> {
         self.json(self.post_once(&["jobs", &id.to_string(), "pause"])).await
     }
@@ -351,7 +351,7 @@ impl Client {
     /// Queues a paused job again.
     ///
     /// # Errors
-    /// `illegal_move` if it is not paused, or any other [`Error`].
+    /// Fails with `illegal_move` if it is not paused, or with any other [`Error`].
     pub async fn resume_job(&self, id: JobId) -> Result<Job, Error> {
         self.json(self.post_once(&["jobs", &id.to_string(), "resume"])).await
     }
@@ -360,7 +360,7 @@ impl Client {
     /// how the old job ended.
     ///
     /// # Errors
-    /// `illegal_move` if it has not ended, or any other [`Error`].
+    /// Fails with `illegal_move` if it has not ended, or with any other [`Error`].
     pub async fn retry_job(&self, id: JobId, from: Option<RetryFrom>) -> Result<Job, Error> {
         let call = self.post_once(&["jobs", &id.to_string(), "retry"]);
         self.json(match from {
@@ -373,7 +373,7 @@ impl Client {
     /// Creates a new job that continues from a step of this one.
     ///
     /// # Errors
-    /// `no_checkpoint` or `no_such_checkpoint`, `invalid_spec`, or any other [`Error`].
+    /// Fails with `no_checkpoint`, `no_such_checkpoint`, `invalid_spec`, or with any other [`Error`].
     pub async fn fork_job(&self, id: JobId, fork: &Fork) -> Result<Job, Error> {
         let Fork { from_step, overrides } = fork;
         let mut body = json!({"from_step": from_step});
@@ -386,7 +386,7 @@ impl Client {
     /// Returns a job's resolved settings in a form that can be submitted again. Secrets are left out.
     ///
     /// # Errors
-    /// See [`Error`]; also fails if TOML cannot represent the settings.
+    /// Fails with an [`Error`] of the call; also if TOML cannot represent the settings.
     pub async fn get_config(&self, id: JobId, format: Format) -> Result<Document, Error> {
         let call = self.get(&["jobs", &id.to_string(), "config"]).query("format", format.as_str()).accept("*/*");
         Ok(Document::text(format, self.text(call).await?))

@@ -33,7 +33,7 @@ pub struct LogLine {
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(from = "Metrics")]
 pub struct MetricsRow {
-    /// Optimizer step. For an evaluation, the step that it follows.
+    /// Optimizer step of the metrics. For an evaluation, the step after which it ran.
     pub step: u64,
     /// Metrics with TRL's names, those of an evaluation with the prefix `eval_`; a value of `None` = undefined.
     pub metrics: Metrics,

@@ -20,9 +20,9 @@ const SERVER_TIME_LIMIT: std::time::Duration = std::time::Duration::from_secs(12
 /// The result of a reward test.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct RewardTest {
-    /// Whether the reward gave a number for every sample, or does not apply to it.
+    /// Whether the reward returned a number for every sample to which it applies.
     pub ok: bool,
-    /// One result per sample, in order.
+    /// The test's results, one per sample, in order.
     pub results: Vec<RewardTestResult>,
     /// Total scoring time, in milliseconds.
     pub latency_ms: f64,
@@ -79,18 +79,18 @@ pub struct Rescore {
     pub to_step: u64,
     /// Number of samples that were scored.
     pub samples: usize,
-    /// Whether all samples were sent and answered in time.
+    /// Whether all samples were sent to the reward and answered in time.
     pub complete: bool,
     /// Number of samples without a value.
     pub missing: usize,
     /// Number of samples to which the new reward does not apply.
     pub not_applicable: usize,
-    /// Limitations of the comparison.
+    /// Limitations of the comparison, for the user to read.
     #[serde(default)]
     pub warnings: Vec<String>,
     /// Total scoring time, in milliseconds.
     pub latency_ms: f64,
-    /// One result per sample, oldest first.
+    /// The rewards of each sample, oldest sample first.
     pub results: Vec<RescoredSample>,
     /// Figures of the comparison: `errors`, `old`, `new`, `correlation`, `advantages`, `groups`.
     #[serde(flatten)]
@@ -162,12 +162,12 @@ pub struct JobReward {
     pub figures: Map<String, Value>,
 }
 
-/// How the results of a late answer were processed.
+/// How many results of a late answer the server stored or ignored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 pub struct CallbackCounts {
-    /// Number of new results.
+    /// Number of results that were stored.
     pub accepted: u64,
-    /// Number of results that were received before.
+    /// Number of results for samples that already had one; these are ignored.
     pub duplicate: u64,
     /// Number of results for samples that are not in the request.
     pub unknown: u64,
@@ -177,7 +177,8 @@ impl Client {
     /// Tests a reward (as in a job) on samples of `{prompt, completion, columns}`. The service is called once.
     ///
     /// # Errors
-    /// `invalid_body` if the reward or the samples are not valid, or any other [`Error`]. A failure of the service is not an error.
+    /// Fails with `invalid_body` if the reward or the samples are not valid, or with any other [`Error`]. A failure of the service
+    /// is not an error.
     pub async fn test_reward(&self, reward: &Value, samples: &Value) -> Result<RewardTest, Error> {
         let call = self.call(Method::POST, &["rewards", "test"]).json(&json!({"reward": reward, "samples": samples}));
         self.json(call.repeat(Repeat::Again).work(SERVER_TIME_LIMIT)).await
@@ -204,7 +205,7 @@ impl Client {
     /// document. A result that is sent twice counts once.
     ///
     /// # Errors
-    /// `gone` if the request no longer waits for an answer, or any other [`Error`].
+    /// Fails with `gone` if the request no longer waits for an answer, or with any other [`Error`].
     pub async fn take_reward_callback(
         &self,
         id: RewardRequestId,

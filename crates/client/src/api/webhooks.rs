@@ -185,7 +185,7 @@ impl Client {
     /// Sends a test message and returns its delivery.
     ///
     /// # Errors
-    /// `conflict` if the webhook is disabled, or any other [`Error`].
+    /// Fails with `conflict` if the webhook is disabled, or with any other [`Error`].
     pub async fn test_webhook(&self, id: WebhookId) -> Result<WebhookDelivery, Error> {
         self.json(self.post_once(&["webhooks", &id.to_string(), "test"]).work(SERVER_TIME_LIMIT)).await
     }
@@ -199,7 +199,7 @@ impl Client {
     /// Sends a message again.
     ///
     /// # Errors
-    /// `conflict` if the webhook is disabled, or any other [`Error`].
+    /// Fails with `conflict` if the webhook is disabled, or with any other [`Error`].
     pub async fn redeliver(&self, id: WebhookId, delivery: &str) -> Result<WebhookDelivery, Error> {
         self.json(self.post_once(&["webhooks", &id.to_string(), "deliveries", delivery, "redeliver"])).await
     }
