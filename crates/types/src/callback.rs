@@ -12,7 +12,7 @@ use sha2::Sha256;
 /// Maximum number of errors that are reported for one body.
 const MAX_FLAWS: usize = 100;
 
-/// Where reward services may send late answers, and the key from which their tokens are derived.
+/// Base URL to which reward services may send late answers, and the key from which their tokens are derived.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CallbackTerms {
     /// The server's public address, without a trailing slash; null = callbacks are not offered to services.
@@ -155,13 +155,17 @@ fn read_entry(value: &Value, pointer: &str, flaws: &mut Flaws) -> Option<Entry> 
             None
         }
         None => {
-            flaws.push(&format!("{pointer}/sample_id"), "required", "give the id of the sample".to_owned());
+            flaws.push(
+                &format!("{pointer}/sample_id"),
+                "required",
+                "give the sample's id as in the request".to_owned(),
+            );
             None
         }
     }
 }
 
-/// Checks that the value is a finite number, null or an error.
+/// Checks that a result has an error, or a `reward` that is a finite number or null.
 fn check_value(entry: &Map<String, Value>, pointer: &str, flaws: &mut Flaws) {
     match entry.get("error") {
         None | Some(Value::Null) => {}
@@ -182,7 +186,11 @@ fn check_value(entry: &Map<String, Value>, pointer: &str, flaws: &mut Flaws) {
         Some(other) => {
             flaws.push(&at, "invalid_value", format!("must be a finite number or null, not {}", name(other)))
         }
-        None => flaws.push(&at, "required", "give a finite number, null (does not apply), or an error".to_owned()),
+        None => flaws.push(
+            &at,
+            "required",
+            "the reward must be a finite number, null (does not apply), or an error".to_owned(),
+        ),
     }
 }
 
@@ -201,7 +209,7 @@ fn flaw(pointer: &str, code: &'static str, detail: String) -> Flaw {
     Flaw { pointer: pointer.to_owned(), code, detail }
 }
 
-/// Describes the type of a value in words.
+/// Names the JSON type of a value for an error message.
 pub fn name(value: &Value) -> &'static str {
     match value {
         Value::Null => "null",
@@ -217,7 +225,7 @@ pub fn name(value: &Value) -> &'static str {
 /// become strings, so that the error can name their index and the other samples keep their values.
 ///
 /// # Errors
-/// Returns why the text is not JSON, and how it begins.
+/// Returns why a service's answer is not JSON, and its first characters.
 pub fn parse(body: &[u8]) -> Result<Value, String> {
     let text = std::str::from_utf8(body).map_err(|_| "the answer is not UTF-8".to_owned())?;
     let text = text.trim_start_matches('\u{feff}');

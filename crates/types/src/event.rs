@@ -144,7 +144,7 @@ pub enum Event {
     },
     /// Completions with their rewards and advantages.
     Samples {
-        /// The samples, in block order.
+        /// Samples, in the order of the generation block.
         samples: Vec<Sample>,
     },
     /// A warning for the user; the run continues.
@@ -203,7 +203,7 @@ pub enum Event {
         best: Option<f64>,
         /// The step of the best value; null = none.
         best_step: Option<u64>,
-        /// Number of evaluations in a row without a new best value.
+        /// Number of evaluations in a row without a new best value of the metric.
         evaluations: u32,
     },
 }

@@ -155,7 +155,7 @@ pub struct Failure {
 }
 
 impl Failure {
-    /// Returns the failure code for the history, if the machine was at fault and another attempt may succeed.
+    /// Returns the failure's code for the job's history, if the machine was at fault and another attempt may succeed.
     pub fn may_pass(&self) -> Option<&'static str> {
         let passing = ["file_error", "scratch_error", "transfer_damaged", "transfer_failed"];
         passing.into_iter().find(|code| self.class == FailureClass::Infra && *code == self.code)
@@ -173,7 +173,7 @@ pub enum RetryFrom {
 }
 
 impl RetryFrom {
-    /// Returns the default after a job that ended with this failure, or without one.
+    /// Returns where a retry begins by default, for a job that ended with this failure or without one.
     ///
     /// After an infra or reward failure the run itself was sound, so the retry resumes it. After a user failure (including
     /// a diverged run) the same checkpoint would lead to the same failure, so the retry starts over. Cancelled and

@@ -50,7 +50,7 @@ pub struct ProbeReport {
     pub error: Option<ProbeError>,
     /// Number of prompts that were sampled and scored, spread over the dataset.
     pub prompts: u64,
-    /// Number of completions that were sampled and scored.
+    /// The failure that ended the preflight early; null = none, or the time limit was reached.
     pub completions: u64,
     /// Mean of the weighted reward, before clipping and KL penalty.
     pub reward: Option<f64>,
@@ -149,7 +149,7 @@ pub struct ProbedSample {
     pub num_tokens: u32,
 }
 
-/// One conclusion from the figures.
+/// One conclusion from the preflight's figures.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Finding {
     /// Type of the finding.
@@ -186,7 +186,7 @@ pub enum FindingCode {
     Ready,
 }
 
-/// One scored completion, as input of the figures.
+/// One scored completion, from which the preflight's figures are computed.
 #[derive(Debug, Clone)]
 pub struct Observed {
     /// Value of each reward, in the plan's order.
@@ -196,7 +196,7 @@ pub struct Observed {
 }
 
 impl ProbeReport {
-    /// Computes the figures from the completions, in groups of `num_generations`.
+    /// Computes the preflight's figures from the completions, in groups of `num_generations`.
     pub fn observe(&mut self, reward_names: &[String], num_generations: NonZeroUsize, observed: &[Observed]) {
         let groups: Vec<&[Observed]> = observed.chunks(num_generations.get()).collect();
         let rewards: Vec<f64> = observed.iter().filter_map(|one| one.sample.reward).collect();

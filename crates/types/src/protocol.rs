@@ -180,15 +180,15 @@ pub struct ResumePoint {
 pub struct DamagedFile {
     /// Number of the attempt.
     pub attempt: u64,
-    /// The claim's list that contains the file.
+    /// The list in the claim that names the file.
     pub list: FileList,
-    /// Completed optimizer steps of the checkpoint to resume from; 0 for `initial`.
+    /// Step of the checkpoint to resume from, as completed optimizer steps; 0 for `initial`.
     pub step: u64,
     /// Name of the file in the list.
     pub file: String,
 }
 
-/// A list of files in a claim.
+/// A list of files in a claim: `resume` or `initial`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FileList {
@@ -214,7 +214,7 @@ pub struct Inspection {
 pub enum Verdict {
     /// The server is still reading the file; ask again.
     Checking,
-    /// The file is as listed; fetch it again.
+    /// The file on the server matches the list; the worker fetches it again.
     Whole,
     /// The file is damaged. A checkpoint to resume from has been discarded.
     Damaged,
@@ -265,7 +265,7 @@ pub struct Heartbeat {
     pub status_reason: Option<String>,
     /// Number of completed optimizer steps.
     pub step: u64,
-    /// Estimated seconds remaining; null = unknown.
+    /// Estimated seconds until the job ends; null = unknown.
     pub eta_s: Option<f64>,
     /// Resident memory of the worker process, in bytes; null = unknown.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -355,7 +355,7 @@ pub enum JournalEntry {
     Accepted {
         /// Id of the rollout.
         rollout: RolloutId,
-        /// Digest of the request's samples.
+        /// Digest of the samples in the request.
         key: String,
         /// Id of the request.
         id: String,
@@ -366,7 +366,7 @@ pub enum JournalEntry {
     Answer {
         /// Id of the rollout.
         rollout: RolloutId,
-        /// Digest of the request's samples.
+        /// Digest of the samples in the request.
         key: String,
         /// Id of the request.
         id: String,

@@ -21,11 +21,11 @@ pub struct RolloutId {
     pub step: u64,
     /// Number of the rollout within the step, from 0.
     pub round: u32,
-    /// Which completions of the round.
+    /// Which of the round's completions the rollout has.
     pub part: RolloutPart,
 }
 
-/// Which completions of a round.
+/// Which of a round's completions a rollout has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RolloutPart {
@@ -206,7 +206,7 @@ pub enum RewardValue {
 }
 
 impl RewardValue {
-    /// Returns the number; `None` for the other variants.
+    /// Returns the number; `None` if the reward does not apply or is missing.
     pub fn number(self) -> Option<f64> {
         match self {
             RewardValue::Number(value) => Some(value),
@@ -225,8 +225,8 @@ mod tests {
 
     #[test]
     fn log_probs_survive_json_bit_for_bit_and_may_be_absent() {
-        // Includes a value whose shortest decimal form changes when it is converted through f64, and values that
-        // JSON numbers cannot represent.
+        // The values include one whose shortest decimal form changes when it is converted through f64, and values that JSON numbers
+        // cannot represent.
         let logps = [-0.0, -1.1754944e-38, -7.038531e-26, 1e-45, -0.1, f32::NAN, f32::NEG_INFINITY, -16_777_217.0];
         let generated = completion(&[1; 8], Some(logps.to_vec()));
         let text = serde_json::to_string(&generated).unwrap();

@@ -152,7 +152,7 @@ pub struct Observation {
     pub to_step: u64,
 }
 
-/// An alert: what is wrong, since when, the evidence, and how to fix it.
+/// An alert: the problem, its first step, the evidence, and how to fix it.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Alert {
     /// The rule that raised the alert.

@@ -43,7 +43,7 @@ pub struct RewardHealth {
     pub retries: u64,
     /// Number of requests whose answer was in the journal of a former attempt.
     pub replayed: u64,
-    /// Number of requests with a usable response; for rewards that the worker computes, the number of scored rollouts.
+    /// Number of requests with a usable response; for rewards that the worker computes itself, the number of scored rollouts.
     pub answers: u64,
     /// Total duration of these requests, in milliseconds.
     pub answers_ms: f64,
@@ -85,12 +85,12 @@ pub enum BreakerState {
     Closed,
     /// No requests are sent until `retry_at`.
     Open,
-    /// One test request is in flight; its result decides.
+    /// One test request is in flight; its result closes or reopens the circuit breaker.
     HalfOpen,
 }
 
 impl BreakerState {
-    /// All states, in order of severity.
+    /// All states of a circuit breaker, in order of severity.
     pub const ALL: [BreakerState; 3] = [BreakerState::Closed, BreakerState::HalfOpen, BreakerState::Open];
 
     /// Returns the name used in the API.

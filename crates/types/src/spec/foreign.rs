@@ -35,7 +35,7 @@ const PRECISION: &str = "use training.dtype: \"f32\" or \"bf16\"";
 const QUANTIZED: &str = "quantized base models are not supported; register the unquantized model and remove it";
 const ONE_DEVICE: &str = "one worker drives one device, so there is nothing to distribute; remove it";
 const TEXT_ONLY: &str = "prompts are text only: images cannot be used";
-const BATCH: &str = "batches are counted in prompts: use training.prompts_per_step (completions = prompts_per_step · rloo.num_generations); micro-batches are the worker's own business";
+const BATCH: &str = "batches are counted in prompts: use training.prompts_per_step (completions = prompts_per_step · rloo.num_generations); the worker chooses micro-batches itself";
 const SAVING: &str = "use checkpoints {every_steps, every_seconds, keep_last, keep_best, metric_for_best}";
 const EARLY: &str = "use early_stopping {metric, patience, min_delta}";
 const EVALUATING: &str = "use eval {dataset or fraction, every_steps, before_start, num_generations, temperature}";
@@ -75,7 +75,7 @@ const KEYS: &[Entry] = &[
     (
         &["rloo_k", "num_samples_per_prompt", "n_samples_per_prompt", "group_size", "k"],
         FOREIGN,
-        "use rloo.num_generations: completions a prompt",
+        "use rloo.num_generations: completions per prompt",
     ),
     (
         &["token_level_kl"],
@@ -172,7 +172,7 @@ const KEYS: &[Entry] = &[
     (
         &["gradient_checkpointing_kwargs", "use_gradient_checkpointing"],
         FOREIGN,
-        "use training.gradient_checkpointing, or leave it out: it follows from the memory there is",
+        "use training.gradient_checkpointing, or leave it out: by default it depends on the available memory",
     ),
     (
         &[
@@ -283,7 +283,8 @@ const PREFIXES: &[(&str, &str)] = &[
     ("vf_", VALUE_MODEL),
 ];
 
-/// The place of each setting, for sections that every job has. The error for a known key in the wrong section names its place.
+/// The section of each setting, for sections that every job has. The error for a known key in the wrong section names the right
+/// one.
 static HOMES: LazyLock<BTreeMap<&'static str, String>> = LazyLock::new(|| {
     let sections = SECTIONS.iter().filter(|section| !section.is_optional);
     let settings = sections.flat_map(|section| section.settings.iter().map(move |setting| (section, setting)));

@@ -35,7 +35,7 @@ pub fn suggested_lora_rate(lora: &LoraPlan, hidden_size: u64) -> f64 {
 /// rate is not that low.
 pub fn low_lora_rate(lora: &LoraPlan, hidden_size: u64, learning_rate: f64) -> Option<(String, String)> {
     let suggested = suggested_lora_rate(lora, hidden_size);
-    // Tolerates the rounding of decimal fractions.
+    // The factor allows for the rounding of decimal fractions.
     if learning_rate > suggested * LOW_RATE_FRACTION * (1.0 + 1e-9) {
         return None;
     }

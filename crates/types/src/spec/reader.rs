@@ -1,5 +1,5 @@
-//! Reads a JSON object field by field and collects every error with its JSON pointer, instead of stopping at the first. A section
-//! requests the fields that it knows; [`Reader::finish`] reports the fields that are left.
+//! Reads a JSON object field by field and collects every error with its JSON pointer, instead of stopping at the first. The reader
+//! of a section requests the fields that it knows; [`Reader::finish`] reports the fields that are left.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -166,7 +166,7 @@ impl<'v> Field<'v> {
         self
     }
 
-    /// Returns the value itself.
+    /// Returns the JSON value as it was sent.
     pub(super) fn value(&self) -> Option<&'v Value> {
         self.value
     }
@@ -262,7 +262,7 @@ impl<'v> Field<'v> {
         None
     }
 
-    /// Reads one of several words and returns the value that it stands for.
+    /// Reads one of several words and returns the value that the word stands for.
     pub(super) fn choice<T: Copy>(&self, choices: &[(&'static str, T)]) -> Option<T> {
         let words: Vec<_> = choices.iter().map(|(word, _)| *word).collect();
         let given = self.one_of(&words)?;
@@ -331,7 +331,7 @@ impl<'v> Field<'v> {
     }
 }
 
-/// Describes the type of a value in words.
+/// Names the JSON type of a value for an error message.
 pub(super) fn kind_of(value: &Value) -> &'static str {
     match value {
         Value::Null => "null",

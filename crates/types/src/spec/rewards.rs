@@ -29,10 +29,10 @@ const MAX_REWARDS: usize = 32;
 const MAX_WEIGHT: f64 = 1e6;
 const MAX_LIMIT: f64 = 1e12;
 
-/// The function that reads a reward type.
+/// The function that reads the settings of a reward type.
 type ReadKind = fn(&Reader<'_>) -> RewardKind;
 
-/// All types: services, then the built-in ones, then those that a worker runs.
+/// All reward types: services, then the built-in ones, then those that a worker runs.
 static KINDS: LazyLock<Vec<(&'static str, ReadKind)>> = LazyLock::new(|| {
     let builtins = BUILTINS.iter().map(|builtin| (builtin.name, builtin.read));
     SERVICES.iter().copied().chain(builtins).chain(RUN_BY_WORKERS.iter().copied()).collect()
@@ -57,7 +57,7 @@ const RUN_BY_WORKERS: &[(&str, ReadKind)] = &[
     ("python", |reader| RewardKind::Python(python::read_python(reader))),
 ];
 
-/// Types of the reward contract that are not implemented yet.
+/// Reward types that are planned but not implemented yet.
 const UNIMPLEMENTED: [&str; 1] = ["judge"];
 
 /// Reads all rewards, and the secrets of the rewards that have some.
@@ -79,7 +79,7 @@ pub(super) fn read_rewards(field: &Field<'_>) -> (Vec<RewardPlan>, BTreeMap<Stri
         };
         if !names.insert(reward.name.clone()) {
             let detail = format!(
-                "two rewards are named '{0}': give each a name of its own (metrics are rewards/{0}/…)",
+                "two rewards are named '{0}': give each a different name (metrics are rewards/{0}/…)",
                 reward.name
             );
             item.fail_at("name", "duplicate", detail);
@@ -183,7 +183,7 @@ fn read_reward(reader: &Reader<'_>) -> Option<(RewardPlan, RewardSecrets)> {
     Some((RewardPlan { name, weight, required, max_abs_reward, blank_reference, applies_to, kind }, secrets))
 }
 
-/// Reads one source name or a list of them.
+/// Reads `applies_to`: one source name or a list of them.
 fn read_applies_to(field: &Field<'_>) -> Option<Vec<String>> {
     if let Some(name) = field.value()?.as_str() {
         return Some(vec![name.to_owned()]);

@@ -94,7 +94,7 @@ pub(super) struct Setting {
     pub lowest: Option<fn(&Values) -> u64>,
     /// Returns why the value conflicts with settings read before it.
     pub conflict: Option<fn(&Values, &Value) -> Option<String>>,
-    /// Whether the setting is read before the others, because their limits or defaults depend on it.
+    /// Whether the setting is read before the others of its section, because their limits or defaults depend on it.
     pub is_first: bool,
     /// The corresponding setting of TRL.
     pub trl: Trl,
@@ -128,7 +128,7 @@ pub(super) enum Kind {
         /// Accepted values, in words.
         says: &'static str,
     },
-    /// A part of the document that a separate reader reads after the table.
+    /// A part of the document that another reader handles after the table's settings.
     Part {
         /// Schema of the part, with its description.
         schema: fn() -> RefOr<Schema>,
@@ -165,7 +165,8 @@ pub(super) enum Trl {
     Absent,
     /// TRL always behaves as with this value.
     Always(DefaultValue),
-    /// The first of these keys that is present, its form, and TRL's default.
+    /// TRL has the setting under one of these keys, of which the first that is present counts; with the value's form and TRL's
+    /// default.
     Key(&'static [&'static str], Form, DefaultValue),
     /// An adapter's setting: the key and default of `trl.ModelConfig`, then those of `peft.LoraConfig`.
     Adapter(Form, (&'static str, DefaultValue), (&'static str, DefaultValue)),
@@ -173,7 +174,7 @@ pub(super) enum Trl {
     Own(&'static [&'static str]),
 }
 
-/// How a TRL key is read and written.
+/// How the value of a TRL key is read and written.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Form {
     /// A number that is written as a float.
@@ -211,7 +212,7 @@ pub(super) enum Resume {
 }
 
 impl Section {
-    /// Creates a section that every job has.
+    /// Creates a section of settings that every job has.
     const fn new(name: &'static str, title: &'static str, doc: &'static str, settings: &'static [Setting]) -> Self {
         Self { name, title, doc, is_optional: false, plan: None, settings }
     }
@@ -325,7 +326,7 @@ impl Setting {
 }
 
 impl DefaultValue {
-    /// Returns the value as JSON; `read` holds the values that `Follows` depends on.
+    /// Returns a default value as JSON; `read` has the values of the settings that `Follows` depends on.
     pub(super) fn value(self, read: &Values) -> Value {
         match self {
             Self::Nothing => Value::Null,

@@ -18,7 +18,7 @@ use crate::id::DatasetId;
 const MAX_SOURCES: usize = 64;
 /// Maximum weight of a source; the minimum weight is one divided by it.
 const MAX_WEIGHT: f64 = 1e9;
-/// Fields that only a source in a list may have.
+/// Fields that only a source in a list of sources may have.
 const LIST_ONLY_FIELDS: [&str; 2] = ["name", "weight"];
 
 /// The source of a job's prompts.
@@ -95,7 +95,7 @@ pub(super) fn read_dataset(field: &Field<'_>) -> Option<DatasetSource> {
         field.fail_at(
             name,
             "unknown_field",
-            format!("'{name}' belongs to one of several sources: dataset is then a list"),
+            format!("'{name}' is only for one of several sources: give the dataset as a list"),
         );
     }
     Some(source)
@@ -150,7 +150,7 @@ fn read_source(field: &Field<'_>, known: &[&'static str]) -> Option<DatasetSourc
     let id = reader.field("id");
     let joined = reader.field("sources");
     if id.value().is_none() && joined.value().is_some() {
-        joined.fail("conflict", "the sources of a dataset that is stored already need its id");
+        joined.fail("conflict", "sources belong to a stored dataset: give its id too");
     }
     let records = reader.field("records");
     let source = match (id.value(), records.value()) {
@@ -181,7 +181,7 @@ fn read_source(field: &Field<'_>, known: &[&'static str]) -> Option<DatasetSourc
             None
         }
     };
-    let mapped = "an uploaded dataset was mapped when it was uploaded (POST /datasets with the part mapping), and records are rows already: this belongs to {\"hub\": …}";
+    let mapped = "map and the other row settings belong to {\"hub\": …}: an uploaded dataset is mapped when it is uploaded (POST /datasets with the part mapping), and records are rows already";
     reader.finish(|name, pointer| match name {
         "map" | "limit" | "seed" | "config" | "split" | "revision" => {
             Some(("unknown_field", format!("{name}: {mapped}")))
@@ -218,7 +218,7 @@ fn read_joined(field: &Field<'_>) -> Option<Vec<SourcePlan>> {
 fn read_hub_dataset(field: &Field<'_>) -> Option<DatasetSource> {
     let mut value = field.value()?.clone();
     if let Some(object) = value.as_object_mut() {
-        // These fields are read or rejected together with the list.
+        // The fields of a source list are read or rejected together with the list.
         LIST_ONLY_FIELDS.iter().for_each(|name| drop(object.shift_remove(*name)));
     }
     match serde_json::from_value::<HubDataset>(value) {
@@ -263,8 +263,8 @@ pub(super) fn with_prompts(mut detached: Detached) -> Detached {
     detached
 }
 
-/// Returns records to their source as [`attach_records`] does, for records that a map turns into rows. Only checks
-/// that there are some.
+/// Puts inline records back into their source, like [`attach_records`], for records that a map turns into rows. Checks only that
+/// there are some.
 pub(super) fn attach_unmapped(source: &mut DatasetSource, at: &str, detached: Detached) -> Vec<FieldError> {
     let mut errors = Vec::new();
     for (_, records) in detached {
@@ -282,7 +282,7 @@ pub(super) fn attach_unmapped(source: &mut DatasetSource, at: &str, detached: De
     errors
 }
 
-/// Returns records to their sources at the pointer `at`, and returns the records' errors.
+/// Puts inline records back into their sources at the pointer `at`, and returns the records' errors.
 pub(super) fn attach_records(source: &mut DatasetSource, at: &str, detached: Detached) -> Vec<FieldError> {
     let mut errors = Vec::new();
     for (index, records) in detached {

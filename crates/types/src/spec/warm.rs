@@ -23,7 +23,7 @@ pub(super) fn adapter(
     errors: &mut Vec<FieldError>,
 ) -> Option<LoraPlan> {
     const AT: &str = "/warm_start/checkpoint";
-    // Description of the starting weights for error messages.
+    // Names the starting weights in error messages: checkpoint or adapter.
     let what = if facts.adapter.is_some() { "adapter" } else { "checkpoint's adapter" };
     if let Some((theirs, id)) = facts.model.as_ref().filter(|(sha256, _)| *sha256 != model.sha256) {
         let detail = format!(

@@ -22,7 +22,7 @@ static ENVIRONMENT: LazyLock<Environment<'static>> = LazyLock::new(|| {
     environment.set_undefined_behavior(UndefinedBehavior::Strict);
     environment.set_formatter(write);
     let syntax = SyntaxConfig::builder().keep_trailing_newline(true).build();
-    environment.set_syntax(syntax.expect("the delimiters are Jinja's own"));
+    environment.set_syntax(syntax.expect("Jinja's standard delimiters are valid"));
     environment
 });
 
@@ -112,7 +112,7 @@ impl SampleTemplate {
         Value::from_object(Ordered(row.iter().map(|(name, value)| (name.clone(), to_value(value))).collect()))
     }
 
-    /// Returns the variables of a template for a batch: `samples`.
+    /// Returns the variables of a template for a request with several samples: `samples`.
     pub fn batch_variables(samples: impl Iterator<Item = Value>) -> Value {
         Value::from_object(Ordered(vec![("samples".to_owned(), samples.collect())]))
     }

@@ -91,7 +91,7 @@ impl Node {
         self.same.iter().copied().chain(self.dependent.iter().map(|(_, node)| *node))
     }
 
-    /// Returns every subschema that may be applied.
+    /// Returns every subschema that this one may apply.
     fn all(&self) -> impl Iterator<Item = usize> {
         let single = [
             self.additional,
@@ -191,7 +191,8 @@ impl Graph {
     }
 }
 
-/// Returns the strongly connected components, targets before sources, and each node's component number (Tarjan 1972).
+/// Returns the strongly connected components of the subschema graph, targets before sources, and each node's component number
+/// (Tarjan 1972).
 fn components(count: usize, edges: impl Fn(usize) -> Vec<usize>) -> (Vec<Vec<usize>>, Vec<usize>) {
     const NEW: usize = usize::MAX;
     let (mut index, mut low, mut component_of) = (vec![NEW; count], vec![0; count], vec![NEW; count]);
@@ -446,7 +447,7 @@ impl<'s> Builder<'s> {
                 group.extend(self.numbers.get(&target));
             }
             node.push_choice(group);
-            // The validator searches all the way back for the anchor.
+            // To resolve `$dynamicRef`, the validator searches the whole path that led here for the anchor.
             node.weight += 32;
         }
         if let Some(reference) = object.get("$recursiveRef").and_then(Value::as_str).filter(|_| self.draft == 2019) {
@@ -495,10 +496,10 @@ impl<'s> Builder<'s> {
                     ALL_PATTERNS_BYTES >> 20
                 ));
             }
-            // Each byte is compared with each state of the automaton in the worst case.
+            // In the worst case, the pattern matcher compares each byte of the text with each state of its automaton.
             node.per_kib += size_bytes as u64 / 256;
         }
-        // Up to draft 7, `format` is enforced. This format compiles every text.
+        // Up to draft 7, `format` is enforced. The format `regex` compiles every text.
         if object.get("format").and_then(Value::as_str) == Some("regex") && self.draft < 2019 {
             node.weight += 1_000;
             node.per_kib += 100_000;
