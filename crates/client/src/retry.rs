@@ -92,8 +92,8 @@ fn may_pass(error: &Error, repeat: &Repeat) -> bool {
     }
 }
 
-/// Whether the cause of the server's error is likely to end within seconds. A full disk or a missing checkpoint is not, although it
-/// may end too.
+/// Whether the cause of the server's error is likely to end within seconds. A full disk or a missing checkpoint is not, although
+/// it may end too.
 fn is_passing(problem: &Problem) -> bool {
     match problem.status {
         408 | 425 | 429 | 500 | 502 | 503 | 504 => problem.retryable,

@@ -100,8 +100,8 @@ impl Store {
             .collect()
     }
 
-    /// Removes an adapter's row; the caller then removes its files. Jobs that start from the adapter have their own hard links to
-    /// the files.
+    /// Removes an adapter's row; the caller then removes its files. Jobs that start from the adapter have their own hard
+    /// links to the files.
     pub async fn adapter_delete(&self, id: AdapterId) -> Result<(), StoreError> {
         let deleted = sqlx::query("DELETE FROM adapters WHERE id = ?")
             .bind(id.to_string())

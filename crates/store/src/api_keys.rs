@@ -194,8 +194,8 @@ impl Store {
         Ok(Dropped { keys, sessions })
     }
 
-    /// Whether an API key was ever created on this server, even if it was revoked or removed. From the first key on, every request
-    /// needs one.
+    /// Whether an API key was ever created on this server, even if it was revoked or removed. From the first key on,
+    /// every request needs one.
     pub async fn api_keys_exist(&self) -> Result<bool, StoreError> {
         sqlx::query_scalar(
             "SELECT EXISTS (SELECT 1 FROM api_keys) OR EXISTS (SELECT 1 FROM server_secrets WHERE name = ?)",

@@ -32,8 +32,8 @@ pub struct CheckpointRow {
     pub best: bool,
     /// Whether a user pinned the checkpoint, so that rotation keeps it when it removes older ones.
     pub pinned: bool,
-    /// Whether the checkpoint is temporary: it was saved only so that the next attempt repeats fewer steps if this one is
-    /// interrupted.
+    /// Whether the checkpoint is temporary: it was saved only so that the next attempt repeats fewer steps if
+    /// this one is interrupted.
     pub temporary: bool,
     /// Time of publication, Unix time in milliseconds.
     pub created_at: i64,

@@ -157,8 +157,8 @@ pub(super) async fn end_store(
     Ok(())
 }
 
-/// Returns whether the attempt that runs this job has passed the highest progress of earlier attempts, and the highest progress
-/// now.
+/// Returns whether the attempt that runs this job has passed the highest progress of earlier attempts, and
+/// the highest progress now.
 pub(super) async fn was_interrupted(tx: &mut SqliteConnection, job: JobId) -> Result<bool, StoreError> {
     Ok(ends_count(tx, job, "1").await? > 0)
 }

@@ -23,8 +23,8 @@ pub enum Received {
     Counted(Counted),
     /// The request's deadline has passed.
     Late,
-    /// The request is already answered, or the service has announced that nothing else comes, and this part differs from what is
-    /// stored.
+    /// The request is already answered, or the service has announced that nothing else comes, and this part differs
+    /// from what is stored.
     Over,
 }
 

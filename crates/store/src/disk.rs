@@ -61,8 +61,8 @@ impl Store {
             .collect()
     }
 
-    /// Queues a job that was paused for lack of disk space again, in its old place; false if it is no longer paused for this
-    /// reason.
+    /// Queues a job that was paused for lack of disk space again, in its old place; false if it is no longer
+    /// paused for this reason.
     pub async fn job_resume_from_disk(&self, id: JobId, now: i64) -> Result<bool, StoreError> {
         let doing = "resume a job that waited for disk space";
         let mut tx = self.begin(doing).await?;

@@ -140,8 +140,8 @@ struct Found {
 }
 
 impl Found {
-    /// Decides whether garbage collection removes an object or lists it as pinned; `None` = neither, because the object is not old
-    /// enough.
+    /// Decides whether garbage collection removes an object or lists it as pinned; `None` = neither, because the object
+    /// is not old enough.
     fn judge(self, now: i64, keep_ms: Option<i64>, removal: Option<Removal>) -> Option<GcItem> {
         let Found { kind, name, size_bytes, live, adapters, used_at } = self;
         let jobs = |number: u64| if number == 1 { "1 job".to_owned() } else { format!("{number} jobs") };

@@ -353,8 +353,8 @@ impl Store {
         self.changes.queue.subscribe()
     }
 
-    /// Returns the same store. With `judges`, a job that succeeds and has an evaluation gets a verdict unless its settings turn
-    /// that off.
+    /// Returns the same store. With `judges`, a job that succeeds and has an evaluation gets a verdict unless its
+    /// settings turn that off.
     #[must_use]
     pub fn with_verdicts(mut self, judges: bool) -> Self {
         self.judges = judges;

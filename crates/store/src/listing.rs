@@ -52,8 +52,8 @@ pub const BETWEEN_IN_QUEUE: &str = "SELECT \
        AND priority = stretch.value ->> 4 AND queue_order > stretch.value ->> 5 AND queue_order <= stretch.value ->> 6) \
      FROM json_each(?) AS stretch ORDER BY stretch.key";
 
-/// Returns the SQL statement for one page of jobs. If a filter has several conditions, an index that covers all their columns
-/// evaluates them.
+/// Returns the SQL statement for one page of jobs. If a filter has several conditions, an index that covers all
+/// their columns evaluates them.
 pub fn list_query(filter: &JobFilter, after: Option<&(i64, String)>, limit: u32) -> QueryBuilder<Sqlite> {
     let JobFilter { state, model, metadata, owner } = filter;
     let conditions = [state.map(|state| ("state", state.as_str())), pair("model", model), pair("owner", owner)];

@@ -80,8 +80,8 @@ pub fn files_below(root: &Path) -> Result<Vec<PathBuf>, FilesError> {
     Ok(found)
 }
 
-/// Whether a path does not exist, or is a directory without content; a link to an empty directory and the root of a new volume
-/// count too. Blocking.
+/// Whether a path does not exist, or is a directory without content; a link to an empty directory and the root of a new
+/// volume count too. Blocking.
 pub fn is_vacant(path: &Path) -> Result<bool, FilesError> {
     match fs::metadata(path) {
         // A link whose target is missing is no free path.

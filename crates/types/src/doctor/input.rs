@@ -53,8 +53,8 @@ impl<'a> RuleInput<'a> {
     }
 }
 
-/// Returns the bounds of the weighted reward: the sums of the weighted bounds of all rewards. `None` if a reward with a weight has
-/// no bounds.
+/// Returns the bounds of the weighted reward: the sums of the weighted bounds of all rewards. `None` if a reward with a
+/// weight has no bounds.
 fn range_of(rewards: &[RewardPlan]) -> Option<(f64, f64)> {
     let mut range = (0.0, 0.0);
     for reward in rewards.iter().filter(|reward| reward.weight != 0.0) {

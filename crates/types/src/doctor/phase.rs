@@ -15,8 +15,8 @@ use crate::event::{Observation, PhaseChange, TrainingPhase};
 #[serde(default)]
 pub(super) struct Current {
     phase: Option<TrainingPhase>,
-    /// A different phase that the latest rollout indicated, and the number of rollouts judged by then. A single rollout does not
-    /// change the phase.
+    /// A different phase that the latest rollout indicated, and the number of rollouts judged by then. A single rollout does
+    /// not change the phase.
     candidate: Option<(TrainingPhase, u64)>,
     /// Number of rollouts from which the phase was judged.
     judged: u64,

@@ -163,7 +163,7 @@ pub fn submittable(plan: &Plan) -> Value {
         "early_stopping": early_stopping, "doctor": doctor, "metadata": metadata,
     });
     if let Some(eval) = eval {
-        // With a fraction, the evaluation rows come from the training dataset, and their number follows from the fraction.
+        // The evaluation rows of a fraction come from the training dataset, and their number follows from the fraction.
         document["eval"]["dataset"] = eval.fraction.map_or_else(|| submittable_dataset(&eval.dataset), |_| Value::Null);
         document["eval"]["held_out_rows"] = Value::Null;
         document["eval"]["test_rows"] = Value::Null;

@@ -238,7 +238,7 @@ pub fn test_rows(prompts: &[PromptKey], held_out: &[u64], fraction: f64, seed: u
     let of_seed = |key: &PromptKey| -> PromptKey {
         Sha256::new().chain_update(format!("verdict {seed} ")).chain_update(key).finalize().into()
     };
-    // With [`SplitRule::RowNumber`], rows with the same prompt may be used both for evaluation and for training.
+    // Under [`SplitRule::RowNumber`], rows with the same prompt may be used both for evaluation and for training.
     let evaluated: HashSet<&PromptKey> = held_out.iter().filter_map(|row| prompts.get(*row as usize)).collect();
     let mut keyed: Vec<(PromptKey, u64)> = prompts
         .iter()

@@ -283,8 +283,8 @@ const PREFIXES: &[(&str, &str)] = &[
     ("vf_", VALUE_MODEL),
 ];
 
-/// The section of each setting, for sections that every job has. The error for a known key in the wrong section names the right
-/// one.
+/// The section of each setting, for sections that every job has. The error for a known key in the wrong section
+/// names the right one.
 static HOMES: LazyLock<BTreeMap<&'static str, String>> = LazyLock::new(|| {
     let sections = SECTIONS.iter().filter(|section| !section.is_optional);
     let settings = sections.flat_map(|section| section.settings.iter().map(move |setting| (section, setting)));

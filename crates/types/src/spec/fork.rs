@@ -28,7 +28,7 @@ pub fn resume_identity(plan: &Plan) -> Value {
     let mut shared = Value::Object(shared);
     let rloo = &plan.rloo;
     if rloo.overlap {
-        // With overlap, a checkpoint contains the next generation block, already sampled.
+        // A checkpoint of a run with overlap contains the next generation block, already sampled.
         shared["overlap"] = json!({"temperature": plan.sampling.temperature, "beta": rloo.beta, "remax": rloo.estimator == Estimator::Remax});
     }
     if let Some(fraction) = plan.eval.as_ref().and_then(|eval| eval.fraction) {
@@ -76,7 +76,7 @@ fn fixed_later(section: &Section, plan: &impl Serialize) -> Map<String, Value> {
 pub fn continues(plan: &Plan, parent: &Plan, step: u64) -> Result<(), String> {
     let (new, old) = (resume_identity(plan), resume_identity(parent));
     let mut differ = differing(&new, &old);
-    // In the middle of a generation block, the checkpoint contains the block's rewards and log-probabilities.
+    // Within a generation block, the checkpoint contains the block's rewards and log-probabilities.
     let uses = u64::from(parent.rloo.num_iterations) * u64::from(parent.rloo.steps_per_generation);
     if !parent.rloo_step(step).unwrap_or(0).is_multiple_of(uses.max(1)) {
         let inside = |plan: &Plan, rewards: &[RewardPlan]| json!({"rewards": rewards, "rloo": plan.rloo, "temperature": plan.sampling.temperature});

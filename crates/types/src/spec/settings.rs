@@ -165,8 +165,8 @@ pub(super) enum Trl {
     Absent,
     /// TRL always behaves as with this value.
     Always(DefaultValue),
-    /// TRL has the setting under one of these keys, of which the first that is present counts; with the value's form and TRL's
-    /// default.
+    /// TRL has the setting under one of these keys, of which the first that is present counts; with the value's
+    /// form and TRL's default.
     Key(&'static [&'static str], Form, DefaultValue),
     /// An adapter's setting: the key and default of `trl.ModelConfig`, then those of `peft.LoraConfig`.
     Adapter(Form, (&'static str, DefaultValue), (&'static str, DefaultValue)),

@@ -263,8 +263,8 @@ pub(super) fn with_prompts(mut detached: Detached) -> Detached {
     detached
 }
 
-/// Puts inline records back into their source, like [`attach_records`], for records that a map turns into rows. Checks only that
-/// there are some.
+/// Puts inline records back into their source, like [`attach_records`], for records that a map turns into rows. Checks only
+/// that there are some.
 pub(super) fn attach_unmapped(source: &mut DatasetSource, at: &str, detached: Detached) -> Vec<FieldError> {
     let mut errors = Vec::new();
     for (_, records) in detached {

@@ -92,7 +92,7 @@ impl Widths {
         let Widths { value, stream, normed, attended, qkv, heads, inner, hidden, drops } = *self;
         let [of_qkv, of_o, of_gate_up, of_down] = hidden;
         let rounded = if value < F32 { normed } else { 0 };
-        // With dropout: f32 sums of the masked gradients, and the masked input.
+        // Only with dropout: f32 sums of the masked gradients, and the masked input.
         let masked = |width: u64| if drops { 2 * F32 * (width / value) + width } else { 0 };
         // Saved activations that the backward pass has freed before a later stage.
         let (mlp, middle) = (2 * inner, 2 * inner + stream);

@@ -45,8 +45,8 @@ pub enum SplitRule {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum TieRule {
-    /// A group is tied if the sample standard deviation of its rewards is at most 1e-8; the rounding residue of the advantages is
-    /// trained on.
+    /// A group is tied if the sample standard deviation of its rewards is at most 1e-8; the rounding residue of the
+    /// advantages is trained on.
     #[default]
     Std,
     /// A group is tied if all its scorable rewards are equal; their advantages are exactly 0.

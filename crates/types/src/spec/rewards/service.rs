@@ -34,8 +34,8 @@ pub(super) fn read_webhook(reader: &Reader<'_>) -> WebhookPlan {
     }
 }
 
-/// Reads a service's address and limits. `batch` is the default number of samples per request; with 1, the endpoint accepts only
-/// one.
+/// Reads a service's address and limits. `batch` is the default number of samples per request; with 1, the
+/// endpoint accepts only one.
 pub(super) fn read_service(reader: &Reader<'_>, batch: u32) -> ServicePlan {
     let url = read_url(&reader.required("url", "give the http or https address of the reward service"));
     ServicePlan { url, ..read_limits(reader, batch) }

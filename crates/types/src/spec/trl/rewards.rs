@@ -17,8 +17,8 @@ const SERVED_AT: &str = "http://127.0.0.1:8090";
 /// Placeholder for an unknown file of reward functions.
 const PLACEHOLDER_FILE: &str = "rewards.py";
 
-/// Returns the rewards that the TRL configuration names; `None` if it names none. With `given`, rewards next to the config replace
-/// them.
+/// Returns the rewards that the TRL configuration names; `None` if it names none. With `given`, rewards next to
+/// the config replace them.
 pub(super) fn named_rewards(keys: &Keys<'_>, given: bool) -> Option<Value> {
     let mut rewards = Vec::new();
     let (mut of_trl, mut named) = (Vec::new(), None);

@@ -204,8 +204,8 @@ impl Sum {
     }
 }
 
-/// Whether the validator examines a value further after `type`, `const` and `enum`. Numbers can be equal even if they are written
-/// differently.
+/// Whether the validator examines a value further after `type`, `const` and `enum`. Numbers can be equal even if
+/// they are written differently.
 fn examines_further(types: &Option<Vec<String>>, fixed: &Option<Vec<Value>>, value: &Value) -> bool {
     let name = match value {
         Value::Null => "null",

@@ -191,8 +191,8 @@ impl Graph {
     }
 }
 
-/// Returns the strongly connected components of the subschema graph, targets before sources, and each node's component number
-/// (Tarjan 1972).
+/// Returns the strongly connected components of the subschema graph, targets before sources, and each node's
+/// component number (Tarjan 1972).
 fn components(count: usize, edges: impl Fn(usize) -> Vec<usize>) -> (Vec<Vec<usize>>, Vec<usize>) {
     const NEW: usize = usize::MAX;
     let (mut index, mut low, mut component_of) = (vec![NEW; count], vec![0; count], vec![NEW; count]);
@@ -447,7 +447,7 @@ impl<'s> Builder<'s> {
                 group.extend(self.numbers.get(&target));
             }
             node.push_choice(group);
-            // To resolve `$dynamicRef`, the validator searches the whole path that led here for the anchor.
+            // Resolving `$dynamicRef`, the validator searches the whole path that led here for the anchor.
             node.weight += 32;
         }
         if let Some(reference) = object.get("$recursiveRef").and_then(Value::as_str).filter(|_| self.draft == 2019) {
@@ -496,7 +496,7 @@ impl<'s> Builder<'s> {
                     ALL_PATTERNS_BYTES >> 20
                 ));
             }
-            // In the worst case, the pattern matcher compares each byte of the text with each state of its automaton.
+            // The pattern matcher compares, in the worst case, each byte of the text with each state of its automaton.
             node.per_kib += size_bytes as u64 / 256;
         }
         // Up to draft 7, `format` is enforced. The format `regex` compiles every text.
