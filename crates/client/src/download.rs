@@ -169,7 +169,7 @@ impl Part {
     /// Finds the partial file of an earlier download to this target, if any.
     async fn find(target: &Path) -> Result<Self, Error> {
         let Some(name) = target.file_name().and_then(|name| name.to_str()) else {
-            return Err(Error::Settings(format!("'{}' has no file name of UTF-8", target.display())));
+            return Err(Error::Settings(format!("the path '{}' has no file name in UTF-8", target.display())));
         };
         let folder = target.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
         let (folder, name) = (folder.to_owned(), name.to_owned());

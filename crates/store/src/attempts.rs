@@ -44,7 +44,7 @@ pub(super) struct End<'a> {
 impl Store {
     /// Lists the latest ends of a job's attempts, newest first.
     pub async fn attempt_ends(&self, job: JobId, limit: u32) -> Result<Vec<AttemptEnd>, StoreError> {
-        let mut reader = self.readers.acquire().await.doing("list the ends of attempts")?;
+        let mut reader = self.readers.acquire().await.doing("list how attempts ended")?;
         latest_ends(&mut reader, job, "1", limit).await
     }
 }
@@ -235,7 +235,7 @@ async fn latest_ends(
         "SELECT * FROM attempt_ends WHERE job_id = ? AND {which} ORDER BY attempt DESC LIMIT ?"
     ));
     let rows = sqlx::query(query).bind(job.to_string()).bind(limit).fetch_all(connection).await;
-    rows.doing("list the ends of attempts")?.iter().map(read).collect()
+    rows.doing("list how attempts ended")?.iter().map(read).collect()
 }
 
 fn read(row: &SqliteRow) -> Result<AttemptEnd, StoreError> {

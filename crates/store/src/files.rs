@@ -468,7 +468,7 @@ fn verify(
     for path in entries(dir)? {
         if !expected.contains(&path) {
             let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-            return Err(mismatch(&name, "uploaded but not listed"));
+            return Err(mismatch(&name, "the file was uploaded but is not listed"));
         }
     }
     Ok(())
@@ -482,10 +482,10 @@ pub fn compare_bytes(path: &Path, file: &FileEntry) -> Result<(), FilesError> {
 
 fn compare_sums(file: &FileEntry, size_bytes: u64, sha256: Sha256Digest) -> Result<(), FilesError> {
     if size_bytes != file.size_bytes {
-        return Err(mismatch(&file.name, &format!("{size_bytes} bytes instead of {}", file.size_bytes)));
+        return Err(mismatch(&file.name, &format!("the file has {size_bytes} bytes instead of {}", file.size_bytes)));
     }
     if sha256 != file.sha256 {
-        return Err(mismatch(&file.name, "its SHA-256 is not the listed one"));
+        return Err(mismatch(&file.name, "the SHA-256 of the file is not the listed one"));
     }
     Ok(())
 }

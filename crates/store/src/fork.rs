@@ -60,7 +60,7 @@ pub(super) async fn checkpoint_adopt(
     best: bool,
     now: i64,
 ) -> Result<(), StoreError> {
-    let doing = "adopt a checkpoint";
+    let doing = "copy a checkpoint to another job";
     let CheckpointRow {
         step,
         files,

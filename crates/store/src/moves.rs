@@ -31,7 +31,7 @@ impl Store {
     }
 
     async fn job_act(&self, id: JobId, action: Action, now: i64) -> Result<JobRow, StoreError> {
-        let doing = "move a job";
+        let doing = "change the state of a job";
         let mut tx = self.begin(doing).await?;
         let row = job_row(&mut tx, id).await?;
         match (action, row.state, row.requested) {
@@ -155,7 +155,7 @@ pub(super) async fn job_transition(
     .bind(int(row.attempt))
     .fetch_optional(&mut *tx)
     .await
-    .doing("move a job")?;
+    .doing("change the state of a job")?;
     if moved.is_none() {
         return Err(StoreError::LeaseLost);
     }

@@ -109,7 +109,11 @@ impl Chunk {
         match body.get("id") {
             None | Some(Value::Null) => {}
             Some(Value::String(given)) if given == id => {}
-            Some(_) => flaws.push("/id", "invalid_value", format!("this is the callback address of {id}")),
+            Some(_) => flaws.push(
+                "/id",
+                "invalid_value",
+                format!("the body is for another request: this is the callback address of {id}"),
+            ),
         }
         let done = match body.get("done") {
             None | Some(Value::Null) => false,

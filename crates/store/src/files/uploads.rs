@@ -136,6 +136,6 @@ fn compare_size(path: &Path, file: &FileEntry) -> Result<(), FilesError> {
     if size_bytes == file.size_bytes {
         Ok(())
     } else {
-        Err(mismatch(&file.name, &format!("{size_bytes} bytes instead of {}", file.size_bytes)))
+        Err(mismatch(&file.name, &format!("the file has {size_bytes} bytes instead of {}", file.size_bytes)))
     }
 }

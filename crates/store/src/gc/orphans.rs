@@ -101,8 +101,8 @@ pub(super) async fn without_rows(
         }
         let reason = match kind {
             StorageKind::Staging => "left by an upload or a backup that was interrupted",
-            StorageKind::Scratch => "left by a worker of the server",
-            StorageKind::Models => "downloaded, and no model is registered there",
+            StorageKind::Scratch => "unpublished files of a worker that has ended",
+            StorageKind::Models => "downloaded files without a registered model",
             _ => "no row of the database refers to it",
         };
         items.push(GcItem { kind, name, size_bytes, reason: reason.to_owned(), removal: Some(Removal::Orphan(path)) });

@@ -181,7 +181,7 @@ impl Recipe {
             if dropped.contains(name.as_str()) {
                 return wrong(
                     "map.drop",
-                    format!("the column '{name}' is created by map.columns: remove it there instead"),
+                    format!("the column '{name}' is created by map.columns: remove the column there instead"),
                 );
             }
         }

@@ -116,7 +116,7 @@ impl LoraPlan {
             let names: Vec<&str> = paths.iter().map(|path| name_of(path)).collect();
             return refuse(
                 "target_modules",
-                &format!("it selects no linear layer of this model, which has {}", names.join(", ")),
+                &format!("the name matches no linear layer of this model, which has {}", names.join(", ")),
             );
         }
         let plan = LoraPlan { use_rslora, dropout, ..LoraPlan::all_linear(r, alpha) };
@@ -142,7 +142,7 @@ fn check_kind(config: &Value) -> Result<(), String> {
             Some(_) => false,
         };
         if !is_neutral {
-            return refused(config, key, "this is not supported");
+            return refused(config, key, "this option is not supported");
         }
     }
     if !matches!(config.get("bias").map(Value::as_str), None | Some(Some("none"))) {
@@ -150,7 +150,7 @@ fn check_kind(config: &Value) -> Result<(), String> {
     }
     match config.get("init_lora_weights").and_then(Value::as_str) {
         Some(name) if ["pissa", "olora", "corda", "loftq"].iter().any(|n| name.starts_with(n)) => {
-            refused(config, "init_lora_weights", "it changes the base weights, which is not supported")
+            refused(config, "init_lora_weights", "this option changes the base weights, which is not supported")
         }
         Some(_) | None => Ok(()),
     }

@@ -163,7 +163,7 @@ fn read_reward(reader: &Reader<'_>) -> Option<(RewardPlan, RewardSecrets)> {
     let max_abs_reward = limit.number(range, |limit| limit > 0.0 && limit <= MAX_LIMIT).unwrap_or(MAX_ABS_REWARD);
     if let Some((low, high)) = kind.bounds().filter(|(low, high)| low.abs().max(high.abs()) > max_abs_reward) {
         let detail = format!(
-            "the values of this reward reach from {low:?} to {high:?}, beyond \u{b1}{max_abs_reward}, where they are invalid: raise max_abs_reward, or lower them"
+            "the values of this reward reach from {low:?} to {high:?}, beyond \u{b1}{max_abs_reward}, where they are invalid: raise max_abs_reward, or lower the values"
         );
         limit.fail("conflict", detail);
     }

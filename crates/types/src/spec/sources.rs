@@ -176,7 +176,7 @@ fn read_source(field: &Field<'_>, known: &[&'static str]) -> Option<DatasetSourc
         (None, None) => {
             field.fail(
                 "required",
-                "give the id of an uploaded dataset, records: a list of {\"prompt\": …}, or hub: a data set of the hub",
+                "give the id of an uploaded dataset, records: a list of {\"prompt\": …}, or hub: a dataset of the Hugging Face Hub",
             );
             None
         }
@@ -223,7 +223,7 @@ fn read_hub_dataset(field: &Field<'_>) -> Option<DatasetSource> {
     }
     match serde_json::from_value::<HubDataset>(value) {
         Err(error) => {
-            field.fail("invalid_value", format!("{error}: a data set of the hub is {{\"hub\": \"org/name\", \"config\", \"split\", \"map\", \"limit\", \"seed\"}}"));
+            field.fail("invalid_value", format!("{error}: a dataset of the hub is {{\"hub\": \"org/name\", \"config\", \"split\", \"map\", \"limit\", \"seed\"}}"));
             None
         }
         Ok(hub) => match hub.recipe().check() {

@@ -413,7 +413,7 @@ fn sampling(keys: &Keys<'_>) -> Map<String, Value> {
             // Here a single temperature applies to sampling and log-probabilities; in TRL this one applies to sampling only.
             "temperature" if value.as_f64() != sampling["temperature"].as_f64() => keys.refuse(
                 &named,
-                "it would change how completions are sampled, but not their log-probabilities, which use 'temperature': give 'temperature' alone",
+                "this key would change how completions are sampled, but not their log-probabilities, which use 'temperature': give 'temperature' alone",
             ),
             "temperature" | "top_p" | "top_k" | "min_p" | "repetition_penalty" => {
                 sampling.insert(key, value);
@@ -425,12 +425,12 @@ fn sampling(keys: &Keys<'_>) -> Map<String, Value> {
                 sampling.insert("stop".to_owned(), value);
             }
             "do_sample" if value == json!(true) => {}
-            "do_sample" => keys.refuse(&named, "greedy completions of a prompt are all equal, and every advantage is 0: remove it"),
+            "do_sample" => keys.refuse(&named, "greedy completions of a prompt are all equal, and every advantage is 0: remove this key"),
             "num_beams" | "num_return_sequences" if value == json!(1) => {}
             "use_cache" | "cache_implementation" => keys.ignore(&named, "the worker manages its own cache"),
             _ => keys.refuse(
                 &named,
-                "sampling has temperature, top_p, top_k, min_p, repetition_penalty, max_new_tokens and stop_strings: remove it",
+                "sampling has temperature, top_p, top_k, min_p, repetition_penalty, max_new_tokens and stop_strings: remove this key",
             ),
         }
     }
@@ -461,7 +461,7 @@ fn read_precision(keys: &Keys<'_>, training: &mut Map<String, Value>) {
             }
             _ => keys.refuse(
                 &format!("model_init_kwargs.{key}"),
-                "models are described by their config.json alone: remove it",
+                "models are described by their config.json alone: remove this key",
             ),
         }
     }
@@ -538,7 +538,7 @@ fn report_remaining_keys(keys: &Keys<'_>) {
                 true => keys.ignore(key, "without use_vllm it has no effect"),
                 false => keys.refuse(
                     key,
-                    "vLLM is not used: the worker samples with its own kernels, the same as in training; remove it",
+                    "vLLM is not used: the worker samples with its own kernels, the same as in training; remove this key",
                 ),
             }
         } else if matches!(name, "ref_model_mixup_alpha" | "ref_model_sync_steps") {
@@ -568,6 +568,6 @@ fn unknown(key: &str) -> String {
         of_settings.chain(READ.iter().chain(&self::rewards::REWARD_FUNCS).chain(ignored).chain(refused).copied());
     match nearest(key, known) {
         Some(meant) => format!("not a key of RLOOConfig (TRL 1.16): did you mean '{meant}'?"),
-        None => "not a key of RLOOConfig (TRL 1.16), nor of the arguments around it: remove it".to_owned(),
+        None => "not a key of RLOOConfig (TRL 1.16), nor of the arguments around it: remove this key".to_owned(),
     }
 }

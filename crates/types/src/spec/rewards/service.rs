@@ -49,7 +49,7 @@ pub(super) fn read_limits(reader: &Reader<'_>, batch: u32) -> ServicePlan {
         max_concurrency: reader.field("max_concurrency").whole(1..=256).unwrap_or(8),
         max_batch_samples: reader
             .field("max_batch_samples")
-            .hint(if batch == 1 { "this endpoint takes one sample a request" } else { "" })
+            .hint(if batch == 1 { "this endpoint accepts one sample per request" } else { "" })
             .whole(1..=if batch == 1 { 1 } else { 10_000 })
             .unwrap_or(batch),
         max_batch_bytes: reader.field("max_batch_bytes").whole(1_024..=64_000_000).unwrap_or(1_000_000),
@@ -100,7 +100,9 @@ fn read_url(field: &Field<'_>) -> String {
         Ok(url) if !url.username().is_empty() || url.password().is_some() => {
             Some("credentials do not belong in a URL: give them in headers, which are never shown".to_owned())
         }
-        Ok(url) if url.fragment().is_some() => Some("a fragment (#…) is never sent to a server: remove it".to_owned()),
+        Ok(url) if url.fragment().is_some() => {
+            Some("a fragment (#…) is never sent to a server: remove the fragment".to_owned())
+        }
         Ok(_) => None,
     };
     if let Some(detail) = complaint {

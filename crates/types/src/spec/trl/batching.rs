@@ -18,8 +18,7 @@ pub(super) struct Batches {
 /// Reads and checks the batch settings. `None` if TRL would reject them or they cannot be expressed; the reason has been reported.
 pub(super) fn read_batches(keys: &Keys<'_>, evaluates: bool) -> Option<Batches> {
     if keys.flag("auto_find_batch_size") == Some(true) {
-        let detail =
-            "rlood fits micro-batches to the available memory itself, and TRL rejects this key for RLOO too: remove it";
+        let detail = "rlood fits micro-batches to the available memory itself, and TRL rejects this key for RLOO too: remove this key";
         keys.fail("auto_find_batch_size", "invalid_value", detail);
     }
     let before = keys.findings.errors.borrow().len();

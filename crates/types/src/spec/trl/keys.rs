@@ -219,7 +219,7 @@ pub(super) const IGNORED: &[Entry] = &[
 
 const NO_QUANTIZATION: &str =
     "quantized base models are not supported: register the unquantized model and train a LoRA adapter on it";
-const ONE_DEVICE: &str = "one worker drives one device, so there is nothing to distribute: remove it; several jobs run side by side, one per device";
+const ONE_DEVICE: &str = "one worker drives one device, so there is nothing to distribute: remove this key; several jobs run side by side, one per device";
 
 /// Keys that request something unsupported.
 pub(super) const REFUSED: &[Refused] = &[
@@ -248,9 +248,13 @@ pub(super) const REFUSED: &[Refused] = &[
     Refused {
         keys: &["router_aux_loss_coef"],
         off: &["0"],
-        reason: "mixture-of-experts models are not supported, so there is no router to balance: remove it",
+        reason: "mixture-of-experts models are not supported, so there is no router to balance: remove this key",
     },
-    Refused { keys: &["neftune_noise_alpha"], off: &["0"], reason: "noise on embeddings is not supported: remove it" },
+    Refused {
+        keys: &["neftune_noise_alpha"],
+        off: &["0"],
+        reason: "noise on embeddings is not supported: remove this key",
+    },
     Refused {
         keys: &["push_to_hub"],
         off: &[],
@@ -264,7 +268,7 @@ pub(super) const REFUSED: &[Refused] = &[
     Refused {
         keys: &["eval_delay"],
         off: &["0"],
-        reason: "evaluation begins at eval.every_steps, or before the start: remove it",
+        reason: "evaluation begins at eval.every_steps, or before the start: remove this key",
     },
     Refused {
         keys: &["optim_args"],
@@ -276,18 +280,18 @@ pub(super) const REFUSED: &[Refused] = &[
         off: &[],
         reason: "lora.target_modules selects the layers that are trained",
     },
-    Refused { keys: &["adafactor"], off: &[], reason: "the optimizer is AdamW: remove it" },
+    Refused { keys: &["adafactor"], off: &[], reason: "the optimizer is AdamW: remove this key" },
     Refused {
         keys: &["max_prompt_length"],
         off: &[],
-        reason: "prompts are never truncated, as in TRL since 1.0: shorten the ones that the validation reports, and remove it",
+        reason: "prompts are never truncated, as in TRL since 1.0: shorten the ones that the validation reports, and remove this key",
     },
     Refused {
         keys: &["lora_target_parameters", "lora_modules_to_save", "use_dora"],
         off: &[],
-        reason: "plain LoRA on the linear layers only: remove it",
+        reason: "plain LoRA on the linear layers only: remove this key",
     },
-    Refused { keys: &["lora_task_type"], off: &["\"CAUSAL_LM\""], reason: "the task is CAUSAL_LM: remove it" },
+    Refused { keys: &["lora_task_type"], off: &["\"CAUSAL_LM\""], reason: "the task is CAUSAL_LM: remove this key" },
     Refused {
         keys: &["model_revision"],
         off: &["\"main\""],
