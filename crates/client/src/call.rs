@@ -77,7 +77,7 @@ impl Client {
         Call { repeat: Repeat::Keyed(key), ..self.call(Method::POST, path) }
     }
 
-    /// Deletes an object. A repetition may find that it is gone.
+    /// Deletes an object. A repeated request may find that the object is gone.
     pub(crate) async fn delete(&self, path: &[&str]) -> Result<(), Error> {
         let call = Call { gone_is_done: true, ..self.call(Method::DELETE, path) };
         self.answer(&call).await.map(drop)

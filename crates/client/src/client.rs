@@ -122,7 +122,7 @@ impl ClientBuilder {
         Self { root_certificates: pem.into(), ..self }
     }
 
-    /// Builds the client from these settings.
+    /// Builds the client from the builder's settings.
     ///
     /// # Errors
     /// Fails if the address is not an http or https URL, a certificate cannot be read, or the key is not valid in a header.

@@ -34,7 +34,7 @@ const MAX_TAG_BYTES: usize = 100;
 /// How a download was verified.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Checked {
-    /// Verified by its SHA-256.
+    /// Verified by the file's SHA-256.
     Sha256,
     /// Verified by its size only, because the server does not send the hash of an archive above 64 MiB.
     Size,
@@ -190,7 +190,7 @@ impl Part {
         Ok(part)
     }
 
-    /// Opens the partial file for this entity tag, either emptied or as it is.
+    /// Opens the partial file for this entity tag, either emptied or with its content.
     async fn open(&mut self, empty: bool) -> Result<(), Error> {
         let tag = self.tag.as_deref().unwrap_or("_");
         let path = self.folder.join(format!(".{}.{tag}.part", self.name));

@@ -59,7 +59,7 @@ pub enum Error {
         /// How the response differs.
         detail: String,
     },
-    /// The data differed from its announced size or hash, several times.
+    /// The data that arrived differed from its announced size or hash in every try.
     #[error("{request}: the transfer arrived damaged: {detail}")]
     Damaged {
         /// Method and path of the request.

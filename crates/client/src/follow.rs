@@ -44,7 +44,7 @@ pub struct JobEvent {
 pub enum JobUpdate {
     /// An event of the job.
     Event(JobEvent),
-    /// The server's retention deleted events that had not been sent, up to this one.
+    /// The server's retention deleted events before this client received them, up to this one.
     Removed {
         /// Sequence number (`seq`) of the last deleted event.
         to_seq: i64,

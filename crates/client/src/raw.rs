@@ -25,9 +25,9 @@ pub struct RawCall {
 /// A response whose body is JSON.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RawAnswer {
-    /// The text as the server sent it.
+    /// The response's text as the server sent it.
     pub text: String,
-    /// The parsed text. Keys keep their order, and numbers their value.
+    /// The parsed JSON of the response. Keys keep their order, and numbers their value.
     pub value: Value,
 }
 

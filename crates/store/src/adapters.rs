@@ -20,7 +20,7 @@ pub struct AdapterRow {
     pub size_bytes: u64,
     /// Number of weights in the adapter.
     pub num_parameters: u64,
-    /// Content of its adapter_config.json.
+    /// Content of the adapter's adapter_config.json.
     pub config: Value,
     /// Files of the adapter.
     pub files: Vec<FileEntry>,

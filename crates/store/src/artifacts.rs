@@ -22,13 +22,13 @@ pub struct CheckpointRow {
     pub job: JobId,
     /// Number of completed optimizer steps.
     pub step: u64,
-    /// Number of the attempt that wrote it.
+    /// Number of the attempt that wrote the checkpoint.
     pub attempt: u64,
     /// All files of the checkpoint, including `manifest.json`.
     pub files: Vec<FileEntry>,
-    /// Metrics of its step and of the last evaluation.
+    /// Metrics of the checkpoint's step and of the last evaluation.
     pub metrics: Metrics,
-    /// Whether it is the best checkpoint of the job.
+    /// Whether the checkpoint is the best one of the job.
     pub best: bool,
     /// Whether a user pinned the checkpoint, so that rotation keeps it when it removes older ones.
     pub pinned: bool,
@@ -44,13 +44,13 @@ pub struct CheckpointRow {
 pub struct PublishCheckpoint<'a> {
     /// Id of the job.
     pub job: JobId,
-    /// Number of the attempt that wrote it.
+    /// Number of the attempt that wrote the checkpoint.
     pub attempt: u64,
     /// Number of completed optimizer steps.
     pub step: u64,
     /// All files of the checkpoint.
     pub files: &'a [FileEntry],
-    /// Metrics of its step and of the last evaluation.
+    /// Metrics of the checkpoint's step and of the last evaluation.
     pub metrics: &'a Metrics,
     /// Whether the checkpoint is temporary: saved only so that the next attempt repeats fewer steps if this one is interrupted. The
     /// next checkpoint replaces it, and it is never the best one.

@@ -35,7 +35,7 @@ pub struct Cursor(
 #[derive(Debug, Clone, Copy)]
 pub(super) struct End<'a> {
     pub reason: &'static str,
-    /// How the process ended, if it is known.
+    /// How the worker's process ended, if it is known.
     pub detail: Option<&'a str>,
     pub failed: bool,
     pub progressed: bool,

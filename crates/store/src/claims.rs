@@ -65,9 +65,9 @@ pub struct HeartbeatUpdate {
 /// How a checkpoint is damaged.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Damage {
-    /// Its bytes differ from the published ones.
+    /// The bytes of a file differ from the published ones.
     Mismatch,
-    /// Its bytes cannot be read from the disk.
+    /// The bytes of a file cannot be read from the disk.
     Unreadable,
 }
 

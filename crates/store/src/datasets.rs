@@ -13,7 +13,7 @@ pub struct DatasetRow {
     pub id: DatasetId,
     /// Display name of the dataset.
     pub name: Option<String>,
-    /// SHA-256 of its canonical bytes.
+    /// SHA-256 of the dataset's canonical rows.
     pub sha256: String,
     /// Number of rows in the dataset.
     pub num_rows: u64,
@@ -36,7 +36,7 @@ pub struct NewDataset {
     pub id: DatasetId,
     /// Display name of the dataset.
     pub name: Option<String>,
-    /// SHA-256 of its canonical bytes.
+    /// SHA-256 of the dataset's canonical rows.
     pub sha256: String,
     /// Number of rows in the dataset.
     pub num_rows: u64,

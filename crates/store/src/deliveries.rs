@@ -55,11 +55,11 @@ pub struct DeliveryRow {
     pub event: Option<MessageEvent>,
     /// Current state of the message.
     pub state: DeliveryState,
-    /// Number of delivery attempts since it was queued (again).
+    /// Number of delivery attempts since the message was queued (again).
     pub tries: u64,
     /// Time of the next attempt, Unix time in milliseconds; only used while the message is pending.
     pub next_at: i64,
-    /// Time at which it was delivered or abandoned, Unix time in milliseconds.
+    /// Time at which the message was delivered or abandoned, Unix time in milliseconds.
     pub finished_at: Option<i64>,
 }
 
@@ -93,13 +93,13 @@ pub struct MessageEvent {
 /// One attempt to deliver a message.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TryRow {
-    /// Time at which it started, Unix time in milliseconds.
+    /// Time at which the delivery attempt started, Unix time in milliseconds.
     pub time: i64,
-    /// Duration of the attempt, in milliseconds.
+    /// Duration of the delivery attempt, in milliseconds.
     pub duration_ms: u64,
     /// HTTP status of the response; `None` = no response.
     pub status: Option<u16>,
-    /// Why the attempt failed; `None` = it succeeded.
+    /// Why the delivery attempt failed; `None` = it succeeded.
     pub error: Option<String>,
 }
 

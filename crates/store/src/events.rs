@@ -37,7 +37,7 @@ pub struct EventRow {
 pub struct StepRow {
     /// Number of the optimizer step.
     pub step: u64,
-    /// Whether it belongs to training or to evaluation.
+    /// Whether the metrics belong to training or to evaluation.
     pub kind: SamplePhase,
     /// Time of the report, Unix time in milliseconds.
     pub time: i64,

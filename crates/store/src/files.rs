@@ -117,7 +117,7 @@ pub struct StagedDone {
     path: Unfinished,
     /// Size of the data, in bytes.
     pub size_bytes: u64,
-    /// SHA-256 of its bytes.
+    /// SHA-256 of the file's bytes.
     pub sha256: Sha256Digest,
 }
 
@@ -247,7 +247,7 @@ impl DataDir {
     /// Runs blocking work on the directory outside the async threads.
     ///
     /// # Errors
-    /// Returns the error of the work, or that it panicked.
+    /// Returns the error of the work, or an error that the work panicked.
     pub async fn in_background<T: Send + 'static>(
         &self,
         work: impl FnOnce(&DataDir) -> Result<T, FilesError> + Send + 'static,

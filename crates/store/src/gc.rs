@@ -61,7 +61,7 @@ pub struct GcItem {
 pub enum Removal {
     /// A file or directory without a database row.
     Orphan(PathBuf),
-    /// A dataset with its row.
+    /// A dataset and its row.
     Dataset(DatasetId),
     /// A registered model, and its directory.
     Model(String, PathBuf),
@@ -69,7 +69,7 @@ pub enum Removal {
     Checkpoint(JobId, u64, u64),
 }
 
-/// A dataset or model, and what uses it.
+/// A dataset or model, and the jobs that use it.
 struct InUse {
     id: String,
     name: String,
@@ -77,7 +77,7 @@ struct InUse {
     size_bytes: u64,
     /// Number of jobs that are queued, running or paused.
     live: u64,
-    /// Number of ended jobs whose adapters need it.
+    /// Number of ended jobs whose adapters need the model.
     adapters: u64,
     /// Time of creation, or of the end of the last job that used it, Unix time in milliseconds.
     used_at: i64,
@@ -129,7 +129,7 @@ pub async fn unused(store: &Store, files: &DataDir, rules: GcRules) -> Result<Ve
     Ok(items)
 }
 
-/// An object with a row, and what uses it.
+/// An object with a database row, and the jobs that use it.
 struct Found {
     kind: StorageKind,
     name: String,
@@ -218,7 +218,7 @@ impl InUse {
 }
 
 impl Store {
-    /// Returns every dataset with what uses it.
+    /// Returns every dataset with the jobs that use it.
     async fn datasets_in_use(&self) -> Result<Vec<InUse>, StoreError> {
         let sql = "SELECT datasets.id, COALESCE(datasets.name, '') AS name, '' AS source, datasets.size_bytes, 0 AS adapters, \
              COUNT(CASE WHEN jobs.state IN ('queued', 'running', 'paused') THEN 1 END) AS live, \

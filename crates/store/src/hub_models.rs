@@ -20,7 +20,7 @@ pub const READY: &str = "ready";
 pub struct NewHubModel {
     /// Name by which jobs refer to the model.
     pub id: String,
-    /// Directory of its files, also before they are downloaded.
+    /// Directory of the model's files, also before they are downloaded.
     pub source: String,
     /// SHA-256 over the model's files, known before they are downloaded.
     pub sha256: String,
@@ -30,7 +30,7 @@ pub struct NewHubModel {
     pub owner: String,
     /// Repository and commit of the model.
     pub origin: HubOrigin,
-    /// Whether its files are already downloaded.
+    /// Whether the model's files are already downloaded.
     pub is_ready: bool,
 }
 

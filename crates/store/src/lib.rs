@@ -197,7 +197,7 @@ pub enum StoreError {
         kind: &'static str,
         /// Requested id of the object.
         id: String,
-        /// Jobs that use it, oldest first (at most 20).
+        /// Jobs that use the object, oldest first (at most 20).
         jobs: Vec<JobId>,
     },
     /// The job's state does not allow the action; [`State::actions`] lists those that it allows.

@@ -15,7 +15,7 @@ pub enum Leftover {
     Samples,
     /// Metrics of every optimizer step.
     Metrics,
-    /// Log lines of its workers.
+    /// Log lines of the job's workers.
     Logs,
     /// Completions and reward answers since the last checkpoint, which a retry uses.
     Journal,

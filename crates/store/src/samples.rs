@@ -25,7 +25,7 @@ use crate::id::JobId;
 pub struct SampleRow {
     /// Number of the row, ascending in the order of arrival.
     pub id: i64,
-    /// The sample as it was stored.
+    /// The sample as the worker reported it.
     pub sample: Sample,
 }
 

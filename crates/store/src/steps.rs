@@ -28,7 +28,7 @@ pub struct StepLines(String);
 pub struct StepLine<'a> {
     /// Number of the optimizer step.
     pub step: u64,
-    /// Whether it belongs to training or to evaluation.
+    /// Whether the line belongs to training or to evaluation.
     pub kind: SamplePhase,
     /// Metrics as a JSON object of numbers and nulls.
     pub metrics: &'a str,

@@ -36,7 +36,7 @@ pub struct TaskRow {
     pub id: String,
     /// Kind of the task.
     pub kind: TaskKind,
-    /// Id of the job whose checkpoint it works on.
+    /// Id of the job that wrote the checkpoint.
     pub job: JobId,
     /// Id of the checkpoint.
     pub checkpoint: CheckpointId,
@@ -44,7 +44,7 @@ pub struct TaskRow {
     pub step: u64,
     /// Current state of the task.
     pub state: TaskState,
-    /// Number of times that it was started.
+    /// Number of times that the task was started.
     pub attempt: u64,
     /// The request, as JSON.
     pub request: Value,
@@ -52,17 +52,17 @@ pub struct TaskRow {
     pub done: u64,
     /// Total number of units of work; 0 = not known yet.
     pub total: u64,
-    /// The result, once it has succeeded.
+    /// The result, once the task has succeeded.
     pub result: Option<Value>,
-    /// Why it failed: `{code, message}`.
+    /// Why the task failed: `{code, message}`.
     pub error: Option<Value>,
     /// Time of creation, Unix time in milliseconds.
     pub created_at: i64,
-    /// Start of the latest attempt, Unix time in milliseconds.
+    /// Start of the task's latest attempt, Unix time in milliseconds.
     pub started_at: Option<i64>,
-    /// Time at which it ended, Unix time in milliseconds.
+    /// Time at which the task ended, Unix time in milliseconds.
     pub finished_at: Option<i64>,
-    /// Time at which its files are removed, Unix time in milliseconds.
+    /// Time at which the task's files are removed, Unix time in milliseconds.
     pub expires_at: Option<i64>,
 }
 
@@ -73,7 +73,7 @@ pub struct NewTask {
     pub id: String,
     /// Kind of the task.
     pub kind: TaskKind,
-    /// Id of the job whose checkpoint it works on.
+    /// Id of the job that wrote the checkpoint.
     pub job: JobId,
     /// Id of the checkpoint.
     pub checkpoint: CheckpointId,
@@ -133,7 +133,7 @@ pub(super) async fn verdict_begin(
 }
 
 impl TaskRow {
-    /// Returns the type of the event that reports its state: `verdict.queued`, `verdict.succeeded`, ….
+    /// Returns the type of the event that reports the task's state: `verdict.queued`, `verdict.succeeded`, ….
     pub(super) fn event(&self) -> String {
         format!("{}.{}", self.kind.as_str(), self.state.as_str())
     }

@@ -23,9 +23,9 @@ use crate::verdict::{RowOutcome, VerdictRow};
 /// How a task ended.
 #[derive(Debug, Clone)]
 pub enum TaskEnd {
-    /// It succeeded with this result; its files are removed at the given time, Unix time in milliseconds.
+    /// The task succeeded with this result; its files are removed at the given time, Unix time in milliseconds.
     Succeeded(Value, Option<i64>),
-    /// It failed with this error, `{code, message}`.
+    /// The task failed with this error, `{code, message}`.
     Failed(Value),
 }
 

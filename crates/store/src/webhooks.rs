@@ -13,7 +13,7 @@ pub struct WebhookRow {
     pub id: WebhookId,
     /// Owner; empty = the operator.
     pub owner: String,
-    /// Whether it reports on the jobs of all owners.
+    /// Whether the webhook reports on the jobs of all owners.
     pub all_jobs: bool,
     /// URL that messages are sent to.
     pub url: String,
@@ -40,7 +40,7 @@ pub struct WebhookRow {
 pub struct NewWebhook {
     /// Owner; empty = the operator.
     pub owner: String,
-    /// Whether it reports on the jobs of all owners.
+    /// Whether the webhook reports on the jobs of all owners.
     pub all_jobs: bool,
     /// URL that messages are sent to.
     pub url: String,

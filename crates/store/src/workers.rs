@@ -23,13 +23,13 @@ pub struct WorkerRow {
     pub version: String,
     /// Whether it is a child process of this server, which ends when the server does.
     pub child: bool,
-    /// Time of its last message, Unix time in milliseconds.
+    /// Time of the worker's last message, Unix time in milliseconds.
     pub seen_at: i64,
     /// Time of registration, Unix time in milliseconds.
     pub created_at: i64,
-    /// Whether one of its leases expired and it has not sent a message since.
+    /// Whether one of the worker's leases expired and the worker has not sent a message since.
     pub lost: bool,
-    /// Id of the job that it runs; `None` = idle.
+    /// Id of the job that the worker runs; `None` = idle.
     pub job: Option<JobId>,
 }
 

@@ -71,7 +71,7 @@ pub struct Sample {
     /// Optimizer step (from 1) that first used the completion. For an evaluation, the step that it follows (0 =
     /// before the first step).
     pub step: u64,
-    /// Whether it belongs to training or to evaluation.
+    /// Whether the completion belongs to training or to evaluation.
     pub phase: SamplePhase,
     /// Id of the completion's group: all completions of one prompt in one rollout.
     pub group_id: String,
@@ -137,7 +137,7 @@ pub enum Event {
     Step {
         /// Optimizer step, from 1. For an evaluation, the step that it follows (0 = before the first step).
         step: u64,
-        /// Whether it belongs to training or to evaluation.
+        /// Whether the metrics belong to training or to evaluation.
         kind: SamplePhase,
         /// The metrics, with TRL's names.
         metrics: Metrics,

@@ -228,7 +228,7 @@ pub struct BadFileName(String);
 /// Checks that a name is a plain file name: `[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}`.
 ///
 /// # Errors
-/// Fails for any other name.
+/// Fails for a name that is not a plain file name.
 pub fn check_file_name(name: &str) -> Result<(), BadFileName> {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'_' | b'-');
     if (1..=100).contains(&name.len()) && !name.starts_with('.') && name.bytes().all(plain) {
@@ -328,7 +328,7 @@ pub struct Published {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "entry", rename_all = "snake_case")]
 pub enum JournalEntry {
-    /// These completions were sampled.
+    /// Completions that were sampled, and need not be sampled again.
     Rollout {
         /// Id of the rollout.
         rollout: RolloutId,
@@ -394,7 +394,7 @@ pub enum RewardAnswer {
     },
     /// The results received by the request's deadline. Missing samples are requested again.
     Expired {
-        /// JSON body, in the same form as `Body`.
+        /// JSON body with the results received so far, in the same form as `Body`.
         body: String,
     },
     /// Status 413: the request is split in half and sent again.
@@ -420,7 +420,7 @@ pub struct JournalBatch {
 /// Journal entries that former attempts wrote since the newest checkpoint. An answered request is represented only by its answer.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct JournalPage {
-    /// Journal entries, in the order in which they arrived.
+    /// Journal entries, oldest first.
     pub entries: Vec<JournalEntry>,
     /// `after` of the next page; null = this is the last page.
     pub next: Option<i64>,
@@ -429,7 +429,7 @@ pub struct JournalPage {
 /// Late results of reward services for requests of a job that are not answered yet.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct CallbackUpdates {
-    /// Updates in the order in which they arrived.
+    /// Late results, oldest first.
     #[serde(rename = "news")]
     pub updates: Vec<CallbackUpdate>,
     /// `after` of the next call.

@@ -15,7 +15,7 @@ pub use crate::trajectory::{Segment, Segments, exact_f32s};
 /// `round`, and completions that are sampled in addition to the trained ones have another `part`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct RolloutId {
-    /// Whether it belongs to training or to evaluation.
+    /// Whether the rollout belongs to training or to evaluation.
     pub phase: SamplePhase,
     /// Optimizer step of the rollout, from 1 (the first step that uses the block). For an evaluation, the step that it follows.
     pub step: u64,
@@ -168,7 +168,7 @@ pub struct RewardSample {
     pub group_id: String,
     /// Dataset row of the prompt, `row_N`.
     pub prompt_id: String,
-    /// Name of the dataset source that the row comes from, if there are several.
+    /// Name of the dataset source that the row comes from, if the dataset has several.
     pub source: Option<String>,
     /// The prompt as text.
     pub prompt: String,
@@ -182,7 +182,7 @@ pub struct RewardSample {
     pub num_tokens: u32,
     /// Token ids of the completion, if they are known.
     pub completion_ids: Option<Vec<u32>>,
-    /// The other columns of the row.
+    /// The columns of the dataset row other than the prompt.
     pub columns: Map<String, Value>,
 }
 

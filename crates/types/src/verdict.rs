@@ -212,7 +212,7 @@ pub enum VerdictWord {
     NoDifference,
     /// The trained model is worse: the 95 % interval is below 0.
     Worse,
-    /// The reward on the guard set may have fallen by more than its margin.
+    /// The reward on the guard set may have fallen by more than the allowed margin.
     GuardFell,
     /// There are too few rows for a conclusion.
     TooFewRows,
@@ -236,7 +236,7 @@ pub struct VerdictResult {
     /// Results on the test rows.
     #[serde(flatten)]
     pub test: PairedRows,
-    /// Results on the guard set; null = there is none.
+    /// Results on the guard set; null = the job has no guard set.
     pub guard: Option<GuardResult>,
     /// Some rows on which the trained model had a higher reward.
     pub won_examples: Vec<VerdictRow>,

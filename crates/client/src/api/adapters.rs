@@ -28,7 +28,7 @@ pub struct StoredAdapter {
     pub size_bytes: u64,
     /// SHA-256 over the adapter's files, in lower-case hex.
     pub sha256: String,
-    /// Content of its adapter_config.json.
+    /// Content of the adapter's adapter_config.json.
     pub config: Value,
     /// Hub repository and commit of an adapter from the hub; `None` for an uploaded one.
     #[serde(default)]

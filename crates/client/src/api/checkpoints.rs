@@ -29,11 +29,11 @@ pub struct Checkpoint {
     pub files: Vec<FileEntry>,
     /// Metrics of the checkpoint's step; a value of `None` = undefined.
     pub metrics: Metrics,
-    /// Whether it is the best checkpoint so far.
+    /// Whether the checkpoint is the best one so far.
     pub best: bool,
     /// Whether the checkpoint is kept when older ones are deleted.
     pub pinned: bool,
-    /// Time at which it was published.
+    /// Time at which the checkpoint was published.
     pub created_at: Timestamp,
 }
 

@@ -32,10 +32,10 @@ pub struct Dataset {
     pub sha256: Sha256Digest,
     /// Column names, in order of first appearance.
     pub columns: Vec<String>,
-    /// Owner of the key that uploaded it; empty = the operator.
+    /// Owner of the key that uploaded the dataset; empty = the operator.
     #[serde(default)]
     pub owner: String,
-    /// Time of the first upload.
+    /// Time at which the dataset was first uploaded.
     pub created_at: Timestamp,
 }
 
@@ -102,7 +102,7 @@ pub struct PreviewColumn {
     pub kind: String,
 }
 
-/// A row as it would be stored.
+/// A row as the server would store it.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct PreviewRow {
     /// Columns of the row.
@@ -145,7 +145,7 @@ impl Client {
     /// Creates a dataset from one on the Hugging Face Hub.
     ///
     /// # Errors
-    /// Fails with `invalid_dataset` if it cannot be found or mapped, `hub_unreachable`, or with any other [`Error`].
+    /// Fails with `invalid_dataset` if the dataset cannot be found or mapped, `hub_unreachable`, or with any other [`Error`].
     pub async fn create_hub_dataset(&self, name: Option<&str>, dataset: &HubDataset) -> Result<Dataset, Error> {
         self.json(self.post_once(&["datasets"]).query_if("name", name).json(&json!(dataset))).await
     }
@@ -170,7 +170,7 @@ impl Client {
     /// Deletes a dataset and its rows.
     ///
     /// # Errors
-    /// Fails with `in_use` if jobs need it, or with any other [`Error`].
+    /// Fails with `in_use` if jobs need the dataset, or with any other [`Error`].
     pub async fn delete_dataset(&self, id: DatasetId) -> Result<(), Error> {
         self.delete(&["datasets", &id.to_string()]).await
     }

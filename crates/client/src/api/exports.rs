@@ -48,7 +48,7 @@ pub struct Export {
     pub started_at: Option<Timestamp>,
     /// Time at which the export ended.
     pub finished_at: Option<Timestamp>,
-    /// Time at which its files are deleted.
+    /// Time at which the export's files are deleted.
     pub expires_at: Option<Timestamp>,
     /// Why the export failed.
     pub error: Option<ExportError>,

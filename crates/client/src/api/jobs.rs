@@ -42,14 +42,14 @@ pub struct Job {
     pub phase: Option<Phase>,
     /// Why the job waits or has paused.
     pub status_reason: Option<String>,
-    /// Number of claims so far.
+    /// Number of times that a worker claimed the job.
     pub attempt: u64,
     /// Number of consecutive times that the server could not hand the job to a worker because of an internal error.
     #[serde(default)]
     pub server_errors: u32,
     /// Device that runs the job: `cpu`, `cuda:0`.
     pub device: Option<String>,
-    /// Sequence number (`seq`) of its latest event.
+    /// Sequence number (`seq`) of the job's latest event.
     pub last_seq: i64,
     /// Number of completed optimizer steps.
     pub step: u64,
@@ -70,18 +70,18 @@ pub struct Job {
     pub training_phase: Option<PhaseChange>,
     /// The resolved settings; deserialize as [`rlood_types::spec::Plan`].
     pub plan: Value,
-    /// Id of the job that it was created from.
+    /// Id of the job that this job was created from.
     pub parent: Option<JobId>,
-    /// Time at which it was submitted.
+    /// Time at which the job was submitted.
     pub created_at: Timestamp,
-    /// Time of the first claim.
+    /// Time at which a worker first claimed the job.
     pub started_at: Option<Timestamp>,
     /// Time at which the job ended.
     pub finished_at: Option<Timestamp>,
     /// The client's own labels, as key-value pairs.
     #[serde(default)]
     pub metadata: BTreeMap<String, String>,
-    /// Owner of the key that created it; empty = the operator.
+    /// Owner of the key that created the job; empty = the operator.
     #[serde(default)]
     pub owner: String,
 }
@@ -335,7 +335,7 @@ impl Client {
     /// Cancels a job. Its checkpoints are kept.
     ///
     /// # Errors
-    /// Fails with `illegal_move` if it has ended, or with any other [`Error`].
+    /// Fails with `illegal_move` if the job has ended, or with any other [`Error`].
     pub async fn cancel_job(&self, id: JobId) -> Result<Job, Error> {
         self.json(self.post_once(&["jobs", &id.to_string(), "cancel"])).await
     }
@@ -343,7 +343,7 @@ impl Client {
     /// Stops a job at a checkpoint. A running job pauses a little later.
     ///
     /// # Errors
-    /// Fails with `illegal_move` if it has ended, or with any other [`Error`].
+    /// Fails with `illegal_move` if the job has ended, or with any other [`Error`].
     pub async fn pause_job(&self, id: JobId) -> Result<Job, Error> {
         self.json(self.post_once(&["jobs", &id.to_string(), "pause"])).await
     }
@@ -351,7 +351,7 @@ impl Client {
     /// Queues a paused job again.
     ///
     /// # Errors
-    /// Fails with `illegal_move` if it is not paused, or with any other [`Error`].
+    /// Fails with `illegal_move` if the job is not paused, or with any other [`Error`].
     pub async fn resume_job(&self, id: JobId) -> Result<Job, Error> {
         self.json(self.post_once(&["jobs", &id.to_string(), "resume"])).await
     }
@@ -360,7 +360,7 @@ impl Client {
     /// how the old job ended.
     ///
     /// # Errors
-    /// Fails with `illegal_move` if it has not ended, or with any other [`Error`].
+    /// Fails with `illegal_move` if the old job has not ended, or with any other [`Error`].
     pub async fn retry_job(&self, id: JobId, from: Option<RetryFrom>) -> Result<Job, Error> {
         let call = self.post_once(&["jobs", &id.to_string(), "retry"]);
         self.json(match from {
@@ -370,7 +370,7 @@ impl Client {
         .await
     }
 
-    /// Creates a new job that continues from a step of this one.
+    /// Creates a new job that continues from a step of the given job.
     ///
     /// # Errors
     /// Fails with `no_checkpoint`, `no_such_checkpoint`, `invalid_spec`, or with any other [`Error`].

@@ -133,7 +133,7 @@ pub struct Summary {
     pub eval_reward: Option<MetricTrend>,
     /// Latest mean KL divergence per token.
     pub kl: Option<f64>,
-    /// Prompt and completion tokens so far.
+    /// Number of prompt and completion tokens that the job has processed so far.
     pub num_tokens: Option<f64>,
     /// Amounts that follow from the settings; deserialize as [`rlood_types::spec::Totals`].
     pub totals: Value,

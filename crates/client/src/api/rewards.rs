@@ -46,7 +46,7 @@ pub struct RewardTestResult {
     /// Whether the reward does not apply to this sample.
     #[serde(default)]
     pub not_applicable: bool,
-    /// Why there is no value.
+    /// Why the reward has no value for the sample.
     pub error: Option<SampleProblem>,
     /// Explanation from the service.
     pub reason: Option<String>,
@@ -69,7 +69,7 @@ pub struct SampleProblem {
 pub struct Rescore {
     /// Name of the new reward.
     pub reward: String,
-    /// Name of the job's reward that it replaces; `None` = all of them together.
+    /// Name of the job's reward that the new one replaces; `None` = all of them together.
     pub replaces: Option<String>,
     /// Phase of the samples.
     pub phase: SamplePhase,
@@ -108,7 +108,7 @@ pub struct RescoredSample {
     pub prompt_id: String,
     /// Index of the completion in its group, from 0.
     pub index: usize,
-    /// The reward as it was stored.
+    /// The reward that is stored with the sample.
     pub old: Option<f64>,
     /// The value of the new reward.
     pub new: Option<f64>,
@@ -116,7 +116,7 @@ pub struct RescoredSample {
     pub old_advantage: Option<f64>,
     /// Advantage with the new reward.
     pub new_advantage: Option<f64>,
-    /// Why there is no new value.
+    /// Why the new reward has no value for the sample.
     pub error: Option<SampleProblem>,
     /// Explanation from the service.
     pub reason: Option<String>,
@@ -134,7 +134,7 @@ pub struct JobReward {
     pub weight: f64,
     /// Whether a sample without this reward is unscorable.
     pub required: bool,
-    /// Whether it is a separate reward of the evaluation.
+    /// Whether the reward is a separate one of the evaluation.
     pub evaluation: bool,
     /// Time of the last report.
     pub updated_at: Option<Timestamp>,
@@ -144,13 +144,13 @@ pub struct JobReward {
     pub missing_fraction: Option<f64>,
     /// Number of failed requests.
     pub failed: u64,
-    /// Number of samples so far.
+    /// Number of samples that the reward has scored so far.
     pub samples: u64,
     /// Number of samples without a value.
     pub missing: u64,
-    /// Number of requests so far.
+    /// Number of requests that were sent so far, with retries.
     pub requests: u64,
-    /// Number of retries so far.
+    /// Number of requests that repeated a failed one.
     pub retries: u64,
     /// Number of failed requests, by reason.
     #[serde(default)]

@@ -81,7 +81,7 @@ pub struct Disk {
     pub total_bytes: u64,
     /// Space that can be written, in bytes.
     pub free_bytes: u64,
-    /// Free space that is reserved, in bytes: jobs pause below it.
+    /// Free space that is reserved, in bytes: if less is free, jobs pause.
     pub reserve_bytes: u64,
 }
 

@@ -106,7 +106,7 @@ impl Recipe {
     /// drop (names separated by commas). Other keys are ignored.
     ///
     /// # Errors
-    /// Fails for a value that its key does not accept.
+    /// Fails for a value that is not valid for its key.
     pub fn from_query<'q>(pairs: impl IntoIterator<Item = (&'q str, &'q str)>) -> Result<Recipe, InvalidRecipe> {
         let wrong = |at: &str, detail: &str| InvalidRecipe { at: at.to_owned(), detail: detail.to_owned() };
         let number = |at: &str, text: &str| text.parse().map_err(|_| wrong(at, "it must be a whole number"));

@@ -13,7 +13,7 @@ use super::{FieldError, MICRO_BATCH_TOKENS, MICRO_BATCH_TOKENS_ON_CPU, ModelFact
 pub struct Estimate {
     /// Number of weights in the base model.
     pub num_parameters: u64,
-    /// Number of weights that are trained: those of the adapter, or all.
+    /// Number of weights that are trained: those of the adapter, or all weights of the model.
     pub trainable_parameters: Option<u64>,
     /// Size of the base model's files, in bytes.
     pub model_bytes: u64,

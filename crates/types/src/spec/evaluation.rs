@@ -296,7 +296,7 @@ mod tests {
             let more = held_out_rows(rule, &prompts, 0.2, 42);
             assert!(more.len() == 20 && rows.iter().all(|row| more.contains(row)));
         }
-        // Recorded with rlood 0.1. Jobs of that version resume with these rows.
+        // The expected rows were recorded with rlood 0.1. Jobs of that version resume with these rows.
         assert_eq!(held_out_rows(SplitRule::RowNumber, &prompts, 0.05, 42), RECORDED);
     }
 

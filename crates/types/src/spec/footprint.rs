@@ -77,7 +77,7 @@ pub const OPTIMIZER_BLOCK: u64 = 256;
 /// Memory of the program itself, in bytes: code, threads, tokenizer, HTTP client.
 const PROCESS_BYTES: u64 = 24 << 20;
 
-/// Assumed number of prompt tokens if they were not counted.
+/// Assumed number of tokens of a prompt, if prompts were not counted.
 const UNCOUNTED_PROMPT_TOKENS: u64 = 512;
 
 /// Share of a rollout's or a training pass's buffers that the C library's allocator keeps after they were freed. The engine itself

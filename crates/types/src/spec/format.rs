@@ -24,7 +24,7 @@ pub enum Format {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct FormatError {
-    /// Human-readable message, with line and column if they are known.
+    /// Human-readable message, with the line and column of the error if they are known.
     pub message: String,
     /// JSON pointer to the invalid field if it is known; otherwise empty.
     pub pointer: String,

@@ -45,7 +45,7 @@ const MAX_MISSPELT_BYTES: usize = 64;
 pub(super) struct Errors(RefCell<Vec<FieldError>>);
 
 impl Errors {
-    /// Adds an error. Beyond [`MAX_ERRORS`], it only records that there are more.
+    /// Adds an error. Beyond [`MAX_ERRORS`], only records that there are more errors.
     pub(super) fn add(&self, pointer: impl Into<String>, code: &str, detail: impl Into<String>) {
         let mut errors = self.0.borrow_mut();
         match errors.len() {
@@ -116,14 +116,14 @@ impl<'v> Reader<'v> {
         field
     }
 
-    /// Returns an object inside this one; a missing object reads as empty.
+    /// Returns an object that is a field of this object; a missing object reads as empty.
     pub(super) fn section(&self, name: &'static str) -> Reader<'v> {
         let field = self.field(name);
         let pointer = field.pointer.clone();
         field.object().unwrap_or_else(|| Self::over(&EMPTY, pointer, self.errors))
     }
 
-    /// Whether the document has the field, even if it is null.
+    /// Whether the document has the field, even if the field is null.
     pub(super) fn has(&self, name: &str) -> bool {
         self.object.contains_key(name)
     }
@@ -176,7 +176,7 @@ impl<'v> Field<'v> {
         self.errors.add(self.pointer.clone(), code, detail);
     }
 
-    /// Reports an error of a field inside this one.
+    /// Reports an error of a field inside this value.
     pub(super) fn fail_at(&self, name: &str, code: &str, detail: impl Into<String>) {
         self.errors.add(format!("{}/{}", self.pointer, escaped(name)), code, detail);
     }

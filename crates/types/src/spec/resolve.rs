@@ -530,7 +530,7 @@ fn warn_of_rewards(spec: &JobSpec, plan: &Plan, warn: &mut impl FnMut(String, &s
     }
 }
 
-/// Warns about an evaluation that cannot show what it is for.
+/// Warns about an evaluation that cannot show whether training helped.
 fn warn_of_evaluation(spec: &JobSpec, plan: &Plan, context: &Context, warn: &mut impl FnMut(String, &str, String)) {
     if plan
         .eval

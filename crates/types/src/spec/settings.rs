@@ -78,7 +78,7 @@ pub(super) struct Section {
 pub(super) struct Setting {
     /// Key of the setting in the section.
     pub name: &'static str,
-    /// Other accepted spellings of the name.
+    /// Other accepted spellings of the setting's key.
     pub aliases: &'static [&'static str],
     /// Type and limits of the value.
     pub kind: Kind,
@@ -90,9 +90,9 @@ pub(super) struct Setting {
     pub doc: &'static str,
     /// Text appended to an error about the value: the reason, or what to use instead.
     pub hint: &'static str,
-    /// Minimum whole number, if it depends on other settings.
+    /// Minimum of a whole number, if the minimum depends on other settings.
     pub lowest: Option<fn(&Values) -> u64>,
-    /// Returns why the value conflicts with settings read before it.
+    /// Returns why the value conflicts with the settings that were read before.
     pub conflict: Option<fn(&Values, &Value) -> Option<String>>,
     /// Whether the setting is read before the others of its section, because their limits or defaults depend on it.
     pub is_first: bool,
@@ -111,7 +111,7 @@ pub(super) struct Setting {
 pub(super) enum Kind {
     /// A boolean, true or false.
     Flag,
-    /// A whole number, limits included.
+    /// A whole number between two limits, both included.
     Whole(u64, u64),
     /// A finite number within a range.
     Number(Range),
@@ -119,9 +119,9 @@ pub(super) enum Kind {
     Variant(fn() -> Vec<String>),
     /// Text that is not blank, with at most this many characters.
     Text(usize),
-    /// A value with its own reader and schema.
+    /// A value with a separate reader and schema.
     Own {
-        /// Checks the value and returns it in the plan's form.
+        /// Checks the value and converts it to the form that the plan has.
         read: fn(&Field<'_>) -> Option<Value>,
         /// Schema of the value, without a description.
         schema: fn() -> RefOr<Schema>,
@@ -130,7 +130,7 @@ pub(super) enum Kind {
     },
     /// A part of the document that another reader handles after the table's settings.
     Part {
-        /// Schema of the part, with its description.
+        /// Schema of this part of the document, with a description.
         schema: fn() -> RefOr<Schema>,
         /// Accepted values, in words.
         says: &'static str,

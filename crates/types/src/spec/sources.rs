@@ -16,7 +16,7 @@ use crate::id::DatasetId;
 
 /// Maximum number of sources per job.
 const MAX_SOURCES: usize = 64;
-/// Maximum weight of a source; the minimum weight is one divided by it.
+/// Maximum weight of a source; the minimum weight is one divided by the maximum.
 const MAX_WEIGHT: f64 = 1e9;
 /// Fields that only a source in a list of sources may have.
 const LIST_ONLY_FIELDS: [&str; 2] = ["name", "weight"];
@@ -54,7 +54,7 @@ pub struct HubDataset {
     /// Repository on the Hugging Face Hub: `org/name`, or `org/name@revision`.
     #[schema(example = "openai/gsm8k")]
     pub hub: String,
-    /// Branch, tag or commit; default: `main`. It is resolved to a commit.
+    /// Branch, tag or commit; default: `main`. The server resolves it to a commit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub revision: Option<String>,
     /// Configuration (subset); default: the default configuration, or the only one. Otherwise required.
@@ -236,7 +236,7 @@ fn read_hub_dataset(field: &Field<'_>) -> Option<DatasetSource> {
     }
 }
 
-/// Inline records, with the index of their source if there are several.
+/// Inline records, with the index of their source if the dataset has several sources.
 pub(super) type Detached = Vec<(Option<usize>, Vec<Value>)>;
 
 /// Moves inline records out of the document to avoid a copy; an empty list replaces them.

@@ -8,7 +8,7 @@ pub struct WarmStartFacts {
     /// The base model that it was trained from, as SHA-256 and id. `None` for an imported adapter, whose
     /// shapes were compared instead.
     pub model: Option<(String, String)>,
-    /// The checkpoint's adapter; `None` = it has all weights.
+    /// The adapter in the checkpoint; `None` = the checkpoint has all weights of the model.
     pub lora: Option<LoraPlan>,
     /// Stored location of an imported adapter; `None` for a checkpoint of a job.
     pub adapter: Option<AdapterPlan>,

@@ -25,7 +25,7 @@ pub const FEWEST_FOR_BOOTSTRAP: usize = 50;
 pub const FEWEST_UNEQUAL: usize = 25;
 /// Number of bootstrap resamples.
 const RESAMPLES: usize = 10_000;
-/// Probability that the interval misses the true mean, half of it on each side.
+/// Probability that the interval misses the true mean, half of it below and half above.
 const ALPHA: f64 = 0.05;
 /// Maximum number of steps into which the largest difference is divided before signs are flipped. Rewards usually have few
 /// distinct values, and fewer steps represent them exactly. Otherwise the differences are rounded, and the test is exact

@@ -72,7 +72,7 @@ impl Widths {
         }
     }
 
-    /// Returns the maximum that exists at the same time in a forward pass without gradient.
+    /// Returns the largest total width of the rows that exist at the same time in a forward pass without gradient.
     fn forward(&self) -> u64 {
         let Widths { stream, normed, attended, qkv, heads, inner, hidden, .. } = *self;
         let [of_qkv, _, of_gate_up, of_down] = hidden;
@@ -82,12 +82,13 @@ impl Widths {
         stream + project.max(attend).max(qkv + attended + stream + mlp)
     }
 
-    /// Returns what a layer keeps for its backward pass, without its input.
+    /// Returns the width of the rows that a layer keeps for its backward pass, without the layer's input.
     fn saved(&self) -> u64 {
         2 * self.qkv + self.attended + self.heads + self.stream + 2 * self.inner
     }
 
-    /// Returns the maximum that exists at the same time in a layer's backward pass in addition to what was saved, including dL/dy.
+    /// Returns the largest total width of the rows that exist at the same time in a layer's backward pass, in addition to the saved
+    /// rows and including dL/dy.
     fn backward(&self) -> u64 {
         let Widths { value, stream, normed, attended, qkv, heads, inner, hidden, drops } = *self;
         let [of_qkv, of_o, of_gate_up, of_down] = hidden;

@@ -24,7 +24,7 @@ impl Arithmetic {
     /// The arithmetic rules of new jobs.
     pub const LATEST: Self = Self { split: SplitRule::PromptHash, ties: TieRule::Equal, sums: SumOrder::V1 };
 
-    /// Whether these are the rules of rlood 0.1, which a plan without rules follows.
+    /// Whether these are the arithmetic rules of rlood 0.1, which a plan without rules follows.
     pub fn is_first(&self) -> bool {
         *self == Self::FIRST
     }

@@ -173,7 +173,7 @@ impl RewardKind {
         }
     }
 
-    /// Returns the same reward with changed service settings.
+    /// Returns the same reward type with changed service settings.
     #[must_use]
     pub fn with_service(&self, change: impl FnOnce(&mut ServicePlan)) -> Self {
         let mut kind = self.clone();

@@ -10,7 +10,7 @@ use super::{DatasetPlan, Plan};
 pub struct WarmUpPlan {
     /// The rows to learn from.
     pub dataset: DatasetPlan,
-    /// Number of optimizer steps. They are the first steps of the job.
+    /// Number of optimizer steps of the warm-up. They are the first steps of the job.
     pub steps: u64,
     /// Number of rows per step.
     pub batch_size: u32,

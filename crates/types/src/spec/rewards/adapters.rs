@@ -70,7 +70,7 @@ pub(super) fn read_hf_text_classification(reader: &Reader<'_>) -> RewardKind {
     RewardKind::HfTextClassification(read_label_plan(reader, "/"))
 }
 
-/// Reads labels by number only, because these servers name only the most likely label.
+/// Reads labels by number only, because text-embeddings-inference and similar servers name only the most likely label.
 fn read_numbered(reader: &Reader<'_>) -> LabelPlan {
     let plan = read_label_plan(reader, "/classify");
     if plan.label.as_ref().is_some_and(|label| label.parse::<usize>().is_err()) {

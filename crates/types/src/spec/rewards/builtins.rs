@@ -20,14 +20,14 @@ use super::{KINDS, ReadKind};
 
 /// A built-in type of reward.
 pub(in super::super) struct Builtin {
-    /// The value of `type` in a job.
+    /// The value of `type` by which a job selects the reward type.
     pub(in super::super) name: &'static str,
     pub(super) read: ReadKind,
-    /// The JSON schema of its settings.
+    /// The JSON schema of the reward type's settings.
     pub(in super::super) schema: fn() -> RefOr<Schema>,
-    /// The settings that a job must give.
+    /// The settings that a job must give for this reward type.
     pub(in super::super) required: &'static [&'static str],
-    /// The shortest valid settings, without `type`; the schema takes its defaults from them.
+    /// The shortest valid settings of the reward type, without `type`; the JSON schema takes its defaults from them.
     pub(in super::super) minimal: fn() -> Value,
 }
 

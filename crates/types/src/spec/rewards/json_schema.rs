@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 pub use cost::TooCostly;
 use graph::Graph;
 
-/// Address of the schema inside the compiler. References are relative to it.
+/// Address of the schema inside the compiler, to which the schema's references are relative.
 const SCHEMA_ADDRESS: &str = "schema:///reward";
 /// Address of `{"not": {"not": the schema}}`, which accepts the same values. Below `not` the validator stops at the first error and
 /// does not describe it.

@@ -61,7 +61,7 @@ impl Section {
         values
     }
 
-    /// Reads the rows that others depend on.
+    /// Reads the settings that others of the section depend on.
     pub(in crate::spec) fn read_first(&self, reader: &Reader<'_>) -> Values {
         let mut values = Values::default();
         for setting in self.settings.iter().filter(|setting| setting.is_first) {

@@ -14,7 +14,7 @@ use crate::spec::settings::Form;
 /// A key of the submitted configuration, and a remark about it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Remark {
-    /// The key, as it was sent.
+    /// The key as it was sent.
     pub key: String,
     /// The reason, and what to use instead.
     pub reason: String,

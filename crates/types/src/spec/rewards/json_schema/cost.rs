@@ -59,10 +59,10 @@ pub(super) fn count(graph: &Graph, value: &Value) -> Result<usize, TooCostly> {
 
 struct Counter<'g> {
     graph: &'g Graph,
-    /// Steps and height by subschema and part; `None` while they are being counted.
+    /// Steps and height by subschema and part of the value; `None` while they are being counted.
     known: HashMap<(usize, usize), Option<(u64, usize)>>,
     deepest: usize,
-    /// Remaining steps of the count itself, which limit its work too.
+    /// Remaining steps of the count itself, whose work is limited too.
     left: u64,
 }
 

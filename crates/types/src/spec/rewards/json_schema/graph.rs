@@ -46,13 +46,13 @@ const MAPS: [&str; 6] = ["properties", "patternProperties", "dependentSchemas", 
 /// One subschema, with edges to other subschemas (by index).
 #[derive(Debug, Default)]
 pub(super) struct Node {
-    /// Subschemas that are always applied to the same value.
+    /// Subschemas that this one always applies to the same value.
     pub same: Vec<usize>,
-    /// Groups of which one subschema is applied to the same value.
+    /// Groups of subschemas, one of which is applied to the same value.
     pub choices: Vec<Vec<usize>>,
     /// Number of references to a metaschema of JSON Schema itself.
     pub metaschemas: u64,
-    /// Subschemas applied to the same object if it has the property.
+    /// Subschemas that are applied to the same object if the object has the property.
     pub dependent: Vec<(String, usize)>,
     pub properties: HashMap<String, usize>,
     pub patterns: Vec<usize>,
@@ -91,7 +91,7 @@ impl Node {
         self.same.iter().copied().chain(self.dependent.iter().map(|(_, node)| *node))
     }
 
-    /// Returns every subschema that this one may apply.
+    /// Returns every subschema that this subschema may apply.
     fn all(&self) -> impl Iterator<Item = usize> {
         let single = [
             self.additional,
@@ -246,7 +246,7 @@ struct Builder<'s> {
     numbers: HashMap<String, usize>,
     /// JSON pointers by the address that `$id` gives.
     resources: HashMap<String, String>,
-    /// JSON pointers by resource (its pointer) and anchor.
+    /// JSON pointers by schema resource (the resource's own pointer) and anchor.
     anchors: HashMap<(String, String), String>,
     /// JSON pointers by dynamic anchor.
     dynamic: HashMap<String, Vec<String>>,
