@@ -10,7 +10,7 @@ use super::{Doing, Page, Store, StoreError, column, cursor, cursor_key, page, pa
 pub struct NewAudit {
     /// Who made the change: the id of a key, or `operator`, `anonymous`, `command_line`, `server`.
     pub actor: String,
-    /// Name of the key.
+    /// Name of the key that made the change.
     pub actor_name: Option<String>,
     /// Owner of the key; empty = the operator.
     pub owner: String,
@@ -33,7 +33,7 @@ pub struct AuditRow {
     pub id: i64,
     /// Time of the change, Unix time in milliseconds.
     pub time: i64,
-    /// Details of the change.
+    /// The recorded change.
     pub change: NewAudit,
 }
 

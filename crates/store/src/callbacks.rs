@@ -251,8 +251,8 @@ pub(super) async fn callback_change(
 
 /// A change to the row of a reward request.
 pub(super) enum CallbackChange<'a> {
-    /// The service accepted the request.
+    /// The service accepted the reward request.
     Accepted(&'a crate::callback::Accepted),
-    /// The request is answered.
+    /// The reward request is answered.
     Closed,
 }

@@ -39,7 +39,7 @@ pub struct Claimed {
     pub plan: Plan,
     /// Secrets of the rewards, by reward name.
     pub secrets: BTreeMap<String, RewardSecrets>,
-    /// Newest published checkpoint; `None` = none.
+    /// Newest published checkpoint of the job, to resume from; `None` = none.
     pub resume: Option<CheckpointRow>,
     /// Whether this attempt should save more often, because an earlier one was interrupted and the next one should repeat less.
     pub checkpoint_soon: bool,
@@ -47,7 +47,7 @@ pub struct Claimed {
     pub server_errors: u32,
 }
 
-/// The progress that a heartbeat reports.
+/// The progress of an attempt that a heartbeat reports.
 #[derive(Debug, Clone)]
 pub struct HeartbeatUpdate {
     /// Current phase of the training loop.

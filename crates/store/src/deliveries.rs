@@ -19,7 +19,7 @@ pub enum DeliveryState {
     Pending,
     /// The endpoint accepted the message.
     Delivered,
-    /// The last delivery attempt failed.
+    /// The last of the message's delivery attempts failed.
     Failed,
 }
 

@@ -68,7 +68,7 @@ pub enum FilesError {
     /// The file has more bytes than allowed.
     #[error("more than {limit_bytes} bytes")]
     TooLarge {
-        /// Maximum size in bytes.
+        /// Maximum size of the file, in bytes.
         limit_bytes: u64,
     },
     /// The name is not a plain file name.
@@ -79,7 +79,7 @@ pub enum FilesError {
     Mismatch {
         /// Name of the file.
         name: String,
-        /// How the bytes differ.
+        /// How the file differs from the list.
         what: String,
     },
 }

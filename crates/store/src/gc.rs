@@ -61,7 +61,7 @@ pub struct GcItem {
 pub enum Removal {
     /// A file or directory without a database row.
     Orphan(PathBuf),
-    /// A dataset and its row.
+    /// The file and the database row of a dataset.
     Dataset(DatasetId),
     /// A registered model, and its directory.
     Model(String, PathBuf),

@@ -113,7 +113,7 @@ pub struct Store {
     judges: bool,
 }
 
-/// Errors of the store.
+/// Errors of the database layer.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
     /// The database file cannot be opened or created.

@@ -44,13 +44,13 @@ pub enum SampleSort {
 /// Filter and order of samples; `None` = any.
 #[derive(Debug, Clone, Default)]
 pub struct SampleQuery {
-    /// First step to return.
+    /// First step whose samples are returned.
     pub min_step: Option<u64>,
-    /// Last step to return.
+    /// Last step whose samples are returned.
     pub max_step: Option<u64>,
-    /// Only training, or only evaluation.
+    /// Only samples of training, or only those of evaluations.
     pub phase: Option<SamplePhase>,
-    /// Only this dataset row: `row_N`.
+    /// Only samples of this dataset row: `row_N`.
     pub prompt_id: Option<String>,
     /// Only samples of this group.
     pub group_id: Option<String>,
@@ -111,7 +111,7 @@ impl SampleQuery {
 pub struct SamplesRemoved {
     /// Number of removed samples.
     pub samples: u64,
-    /// Their former size, in bytes.
+    /// Former size of the removed samples, in bytes.
     pub size_bytes: u64,
     /// Last training step (inclusive) with removed samples.
     pub to_step: Option<u64>,

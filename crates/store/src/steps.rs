@@ -14,7 +14,7 @@ const FIELD_END: char = '\u{1f}';
 pub const STEP_LINES: &str = "SELECT group_concat(line, char(30)) FROM (\
      SELECT step || char(31) || kind || char(31) || metrics AS line FROM steps \
      WHERE job_id = ? AND step >= ? AND step <= ? ORDER BY step, kind LIMIT ?)";
-/// Selects some steps, in order.
+/// Selects the given steps, in order.
 pub const SOME_STEP_LINES: &str = "SELECT group_concat(line, char(30)) FROM (\
      SELECT steps.step || char(31) || kind || char(31) || metrics AS line FROM json_each(?2) AS wanted \
      CROSS JOIN steps ON steps.job_id = ?1 AND steps.step = wanted.value ORDER BY wanted.key, kind LIMIT -1)";
@@ -88,7 +88,7 @@ impl Store {
         Ok((StepLines(text), Some(last)))
     }
 
-    /// Returns the lines of these steps.
+    /// Returns the lines of the given steps.
     pub async fn some_step_lines(&self, job: JobId, steps: &[u64]) -> Result<StepLines, StoreError> {
         let text: Option<String> = sqlx::query_scalar(SOME_STEP_LINES)
             .bind(job.to_string())

@@ -29,7 +29,7 @@ impl TaskKind {
     }
 }
 
-/// A verdict or an export.
+/// A task: a verdict or an export.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TaskRow {
     /// Id of the task: `vrd_…` or `exp_…`.
@@ -46,7 +46,7 @@ pub struct TaskRow {
     pub state: TaskState,
     /// Number of times that the task was started.
     pub attempt: u64,
-    /// The request, as JSON.
+    /// The request for the verdict or export, as JSON.
     pub request: Value,
     /// Number of completed units of work.
     pub done: u64,
@@ -79,7 +79,7 @@ pub struct NewTask {
     pub checkpoint: CheckpointId,
     /// Step of the checkpoint.
     pub step: u64,
-    /// The request, as JSON.
+    /// The request for the verdict or export, as JSON.
     pub request: Value,
 }
 

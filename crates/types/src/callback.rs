@@ -65,12 +65,12 @@ pub struct Accepted {
     pub eta_ms: Option<u64>,
 }
 
-/// A part of a service's answer.
+/// A part of a service's late answer.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Chunk {
     /// Entries in the order in which they were given. A sample id can occur twice.
     pub entries: Vec<Entry>,
-    /// Whether this is the last part.
+    /// Whether this is the last part of the answer.
     pub done: bool,
 }
 
@@ -83,7 +83,7 @@ pub struct Entry {
     pub result: String,
 }
 
-/// An error in a part of an answer.
+/// An error in a part of a service's late answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Flaw {
     /// JSON pointer to the error.

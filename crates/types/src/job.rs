@@ -203,7 +203,7 @@ pub enum EndingCode {
 /// Why a run ended before its last step, and which checkpoint is its result.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Ending {
-    /// The reason for the end.
+    /// Why the run ended.
     pub code: EndingCode,
     /// Human-readable message in English.
     pub message: String,
@@ -213,9 +213,9 @@ pub struct Ending {
     pub rule: Option<Rule>,
     /// The metric of early stopping; null = not early stopping.
     pub metric: Option<String>,
-    /// The metric's best value; null = none.
+    /// Best value of the metric of early stopping; null = none.
     pub best: Option<f64>,
-    /// The step of the best value; null = none.
+    /// Step of the best value of the metric of early stopping; null = none.
     pub best_step: Option<u64>,
     /// First step of the alert's evidence. Checkpoints of earlier steps are not affected; null = not an alert.
     pub good_before_step: Option<u64>,

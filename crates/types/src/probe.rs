@@ -59,7 +59,7 @@ pub struct ProbeReport {
     /// Lowest and highest possible weighted reward, as [lowest, highest]; null = unknown. Built-in rewards declare their range;
     /// services declare it in the `range` of their answer to `reward.ping`.
     pub reward_range: Option<(f64, f64)>,
-    /// Results by reward name.
+    /// Results of each reward, by the reward's name.
     pub rewards: BTreeMap<String, ProbedReward>,
     /// Fraction of completions without a reward to train on.
     pub missing_fraction: Option<f64>,
@@ -84,7 +84,7 @@ pub struct ProbeReport {
     pub checkpoints_bytes: Option<u64>,
     /// Free space on the server's disk, in bytes.
     pub free_disk_bytes: Option<u64>,
-    /// Some of the completions.
+    /// Some of the sampled completions, as examples.
     pub samples: Vec<ProbedSample>,
     /// Warnings from the rewards.
     pub warnings: Vec<String>,
@@ -119,9 +119,9 @@ pub struct ProbedReward {
 /// Time of an optimizer step by stage, in seconds.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct StepSeconds {
-    /// Time spent sampling, in seconds.
+    /// Time that the step spends on sampling, in seconds.
     pub generate: f64,
-    /// Time spent waiting for rewards, in seconds.
+    /// Time that the step waits for rewards, in seconds.
     pub reward: f64,
     /// Time spent on log-probabilities, forward and backward passes and the optimizer, in seconds; null = the time
     /// limit was reached first.
@@ -139,7 +139,7 @@ pub struct ProbedSample {
     pub prompt: String,
     /// The completion as text, without special tokens.
     pub completion: String,
-    /// The weighted reward; null = none.
+    /// Weighted reward of the completion; null = none.
     pub reward: Option<f64>,
     /// Value of each reward, by name; null = missing or not applicable.
     pub rewards: BTreeMap<String, Option<f64>>,

@@ -90,7 +90,7 @@ pub struct Register {
     /// Whether the server started the worker as a child process; such a worker ends when the server does.
     #[serde(default)]
     pub child: bool,
-    /// [`PROTOCOL`] of the worker.
+    /// Version of this protocol ([`PROTOCOL`]) in the worker.
     #[serde(default = "first_protocol")]
     pub protocol: u32,
 }
@@ -102,7 +102,7 @@ pub struct Registered {
     pub heartbeat_ms: u64,
     /// Lease of a claim without a heartbeat, in milliseconds.
     pub lease_ms: u64,
-    /// [`PROTOCOL`] of the server.
+    /// Version of this protocol ([`PROTOCOL`]) in the server.
     #[serde(default = "first_protocol")]
     pub protocol: u32,
 }
@@ -140,7 +140,7 @@ pub struct Claim {
     /// Paths of the reward models on the server, by model id; used like `model_path`.
     #[serde(default)]
     pub reward_models: BTreeMap<String, String>,
-    /// Newest published checkpoint; null = none.
+    /// Newest published checkpoint of the job, to resume from; null = none.
     pub resume: Option<ResumePoint>,
     /// Files that the job starts from, if its plan has a warm start.
     #[serde(default)]
@@ -296,9 +296,9 @@ pub struct EventBatch {
     pub attempt: u64,
     /// Number of the batch within the attempt, from 0. A repeated batch is accepted and ignored.
     pub batch: u64,
-    /// Events since the last batch.
+    /// Events of the attempt since the last batch.
     pub events: Vec<Event>,
-    /// Log lines since the last batch.
+    /// Log lines of the attempt since the last batch.
     pub log: Vec<String>,
 }
 
@@ -370,7 +370,7 @@ pub enum JournalEntry {
         key: String,
         /// Id of the request.
         id: String,
-        /// Result of the request.
+        /// Result of the reward request.
         answer: RewardAnswer,
     },
     /// The rollout's answers of this reward must not be used: they are invalid, and the job pauses until its user has fixed
@@ -432,7 +432,7 @@ pub struct CallbackUpdates {
     /// Late results, oldest first.
     #[serde(rename = "news")]
     pub updates: Vec<CallbackUpdate>,
-    /// `after` of the next call.
+    /// Value of `after` for the next call.
     pub next: i64,
 }
 

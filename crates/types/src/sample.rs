@@ -189,7 +189,7 @@ pub struct RewardSample {
 /// Value of each reward for one sample.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Score {
-    /// Values in the plan's order.
+    /// Values of the rewards, in the plan's order.
     pub values: Vec<RewardValue>,
 }
 

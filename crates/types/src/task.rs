@@ -43,7 +43,7 @@ impl TaskState {
 /// Progress of a verdict or an export.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct TaskProgress {
-    /// Number of completed units of work: weights of an export, completions of a verdict.
+    /// Number of completed units of work: weights of an export, or rows of a verdict that were sampled or scored.
     pub done: u64,
     /// Total number of units of work; 0 = not known yet.
     pub total: u64,

@@ -48,7 +48,7 @@ pub struct JudgeTask {
     pub rows_from: RowsFrom,
     /// The test rows, with their numbers in the dataset.
     pub rows: Vec<(u64, Map<String, Value>)>,
-    /// Rows of the guard set.
+    /// Rows of the guard set, on which training must not make the model worse.
     pub guard_rows: Vec<(u64, Map<String, Value>)>,
     /// How both models are sampled, and which reward passes.
     pub sampling: VerdictSampling,
@@ -292,7 +292,7 @@ pub struct PassAt {
 /// Results on the guard set.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct GuardResult {
-    /// How far the mean reward may fall.
+    /// How far the mean reward on the guard set may fall.
     pub margin: f64,
     /// Whether the reward may have fallen further, that is, whether the interval's lower end is below −margin; null = too few rows.
     pub fell: Option<bool>,

@@ -65,7 +65,7 @@ impl DatasetUpload {
         Self { name: None, media_type: "application/x-ndjson".to_owned(), rows: rows.into(), mapping: None }
     }
 
-    /// Sets the mapping of rows.
+    /// Sets how each row is mapped before it is stored.
     #[must_use]
     pub fn mapped(self, mapping: Recipe) -> Self {
         Self { mapping: Some(mapping), ..self }
@@ -105,7 +105,7 @@ pub struct PreviewColumn {
 /// A row as the server would store it.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct PreviewRow {
-    /// Columns of the row.
+    /// Values of the row, by column name.
     pub record: Value,
     /// The prompt as the model would see it.
     #[serde(default)]
@@ -123,7 +123,7 @@ pub struct PreviewRow {
 pub struct Row {
     /// Number of the row, from 0.
     pub row: u64,
-    /// Columns of the row.
+    /// Values of the row, by column name.
     pub record: Map<String, Value>,
 }
 

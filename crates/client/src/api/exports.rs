@@ -42,7 +42,7 @@ pub struct Export {
     pub survived: Option<Survived>,
     /// Advice if too little of the update survives.
     pub advice: Option<String>,
-    /// Time of the request.
+    /// Time at which the export was requested.
     pub created_at: Timestamp,
     /// Time at which the export started.
     pub started_at: Option<Timestamp>,

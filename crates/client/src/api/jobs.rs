@@ -121,7 +121,7 @@ pub struct JobAlert {
 /// Why a job ended before its last step.
 #[derive(Debug, Clone, Deserialize)]
 pub struct JobEnding {
-    /// The reason for the end.
+    /// Why the job ended.
     pub code: EndingCode,
     /// Human-readable message in English.
     pub message: String,
@@ -129,11 +129,11 @@ pub struct JobEnding {
     pub step: u64,
     /// The alert rule that ended the job.
     pub rule: Option<Rule>,
-    /// The metric of early stopping.
+    /// The metric that early stopping checked.
     pub metric: Option<String>,
-    /// Best value of the metric.
+    /// Best value of the metric of early stopping.
     pub best: Option<f64>,
-    /// Step of the best value.
+    /// Step of the best value of the metric of early stopping.
     pub best_step: Option<u64>,
     /// First step of the alert's evidence. Checkpoints of earlier steps are not affected.
     pub good_before_step: Option<u64>,
@@ -183,7 +183,7 @@ pub struct Validation {
     pub errors: Vec<FieldError>,
     /// Warnings about settings that are legal but probably not intended.
     pub warnings: Vec<Warning>,
-    /// Estimated memory and tokens.
+    /// Estimated memory and tokens of the run.
     pub estimate: Option<Estimate>,
     /// The result of the preflight.
     pub probe: Option<ProbeReport>,

@@ -87,9 +87,9 @@ pub struct SampleQuery {
     pub min_step: Option<u64>,
     /// Last step to return.
     pub max_step: Option<u64>,
-    /// Only training, or only evaluation.
+    /// Only samples of training, or only those of evaluations.
     pub phase: Option<SamplePhase>,
-    /// Only this dataset row, `row_N`.
+    /// Only samples of this dataset row, `row_N`.
     pub prompt_id: Option<String>,
     /// Only samples of this group.
     pub group_id: Option<String>,

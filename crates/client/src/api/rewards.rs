@@ -28,7 +28,7 @@ pub struct RewardTest {
     pub latency_ms: f64,
     /// Answer to `reward.ping`; `None` for built-in rewards.
     pub ping: Option<Value>,
-    /// The HTTP requests and responses.
+    /// The HTTP requests and responses of the test.
     #[serde(default)]
     pub exchanges: Vec<Value>,
     /// Warnings about things that work but should be changed.
@@ -41,16 +41,16 @@ pub struct RewardTest {
 pub struct RewardTestResult {
     /// Id of the sample, as sent to the service.
     pub sample_id: String,
-    /// The reward; `None` = no value.
+    /// Value of the reward; `None` = no value.
     pub reward: Option<f64>,
     /// Whether the reward does not apply to this sample.
     #[serde(default)]
     pub not_applicable: bool,
     /// Why the reward has no value for the sample.
     pub error: Option<SampleProblem>,
-    /// Explanation from the service.
+    /// Explanation that the service returned with the reward.
     pub reason: Option<String>,
-    /// Metrics from the service.
+    /// Metrics that the service returned with the reward.
     #[serde(default)]
     pub metrics: Map<String, Value>,
 }
@@ -71,7 +71,7 @@ pub struct Rescore {
     pub reward: String,
     /// Name of the job's reward that the new one replaces; `None` = all of them together.
     pub replaces: Option<String>,
-    /// Phase of the samples.
+    /// Whether the samples are from training or from evaluations.
     pub phase: SamplePhase,
     /// First step of the samples.
     pub from_step: u64,
@@ -118,7 +118,7 @@ pub struct RescoredSample {
     pub new_advantage: Option<f64>,
     /// Why the new reward has no value for the sample.
     pub error: Option<SampleProblem>,
-    /// Explanation from the service.
+    /// Explanation that the service returned with the reward.
     pub reason: Option<String>,
 }
 
@@ -136,13 +136,13 @@ pub struct JobReward {
     pub required: bool,
     /// Whether the reward is a separate one of the evaluation.
     pub evaluation: bool,
-    /// Time of the last report.
+    /// Time of the last report on the reward.
     pub updated_at: Option<Timestamp>,
     /// Number of the attempt that reported last.
     pub attempt: u64,
     /// Fraction of samples without a value.
     pub missing_fraction: Option<f64>,
-    /// Number of failed requests.
+    /// Number of requests to the reward's service that failed.
     pub failed: u64,
     /// Number of samples that the reward has scored so far.
     pub samples: u64,

@@ -112,7 +112,7 @@ pub struct KindStorage {
 pub struct OwnerStorage {
     /// Name of the owner; empty = the operator.
     pub owner: String,
-    /// Size and number in total.
+    /// Size and number of all objects of the owner.
     #[serde(flatten)]
     pub amount: Amount,
     /// Storage use by kind, for kinds that the owner uses.

@@ -41,7 +41,7 @@ pub struct Verdict {
     pub progress: TaskProgress,
     /// How both models are sampled.
     pub sampling: VerdictSampling,
-    /// Time of the request.
+    /// Time at which the verdict was requested.
     pub created_at: Timestamp,
     /// Time at which the verdict started.
     pub started_at: Option<Timestamp>,

@@ -114,7 +114,7 @@ impl Rule {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Severity {
-    /// Information for the user.
+    /// The alert only informs the user.
     Info,
     /// The run will probably not improve without a change.
     Warning,

@@ -46,7 +46,7 @@ pub struct EvalSpec {
     /// Prompts that only the verdict uses, instead of a share of the training dataset.
     #[serde(skip)]
     pub test_dataset: Option<DatasetSource>,
-    /// The guard set; `None` = none.
+    /// The guard set (prompts on which training must not make the model worse); `None` = none.
     #[serde(skip)]
     pub guard: Option<GuardSpec>,
     /// Whether the server creates a verdict automatically when the job succeeds.
@@ -61,14 +61,14 @@ impl EvalSpec {
     }
 }
 
-/// A guard set, as requested.
+/// A requested guard set: prompts on which training must not make the model worse.
 #[derive(Debug, Clone)]
 pub struct GuardSpec {
     /// The prompts of the guard set; `None` = missing or rejected.
     pub dataset: Option<DatasetSource>,
     /// Rewards used on the guard set; `None` = those of the evaluation.
     pub rewards: Option<Vec<RewardPlan>>,
-    /// How far the mean reward may fall.
+    /// How far the mean reward on the guard set may fall.
     pub margin: f64,
 }
 

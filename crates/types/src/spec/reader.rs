@@ -40,7 +40,7 @@ const MAX_ERRORS: usize = 1000;
 /// Maximum length of an unknown word for which a similar known word is suggested.
 const MAX_MISSPELT_BYTES: usize = 64;
 
-/// The errors found so far.
+/// The errors that were found in the document so far.
 #[derive(Debug, Default)]
 pub(super) struct Errors(RefCell<Vec<FieldError>>);
 

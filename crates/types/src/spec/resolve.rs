@@ -38,14 +38,14 @@ const LOW_LORA_RATE: &str = "learning_rate_low_for_lora";
 /// Code of the warning, in a validation and in a run, that evaluation and training share prompts.
 pub const SHARED_PROMPTS: &str = "eval_prompts_in_training";
 
-/// A job that can run.
+/// A job that can run, because its settings are complete and valid.
 #[derive(Debug, Clone)]
 pub struct Resolution {
     /// The resolved plan of the job.
     pub plan: Plan,
     /// Warnings for the user.
     pub warnings: Vec<Warning>,
-    /// Estimated memory and tokens.
+    /// Estimated memory and tokens of the run.
     pub estimate: Estimate,
 }
 

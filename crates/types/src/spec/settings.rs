@@ -194,7 +194,7 @@ pub(super) enum Form {
 /// Whether a run that resumes from another job's checkpoint must have the same value of a setting.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Resume {
-    /// The value may differ.
+    /// A run that resumes from another job's checkpoint may have another value.
     Free,
     /// The values must be equal. These rows and their order are part of a checkpoint's identity: a different order would
     /// invalidate every existing checkpoint.
@@ -202,9 +202,9 @@ pub(super) enum Resume {
     /// The values must be equal. A checkpoint's identity contains the setting under `key`, unless it has `value`, which every job
     /// had before the setting existed.
     FixedUnless {
-        /// Key of the setting in the identity.
+        /// Key of the setting in a checkpoint's identity.
         key: &'static str,
-        /// Value that the identity leaves out.
+        /// Value of the setting at which a checkpoint's identity leaves the setting out.
         value: &'static str,
     },
     /// The values must be equal; `super::fork` compares them in a form of its own.

@@ -53,7 +53,7 @@ pub enum Direction {
     Down,
     /// No difference between the models was shown.
     Unclear,
-    /// There are fewer rows than [`FEWEST_ROWS`].
+    /// There are fewer rows than [`FEWEST_ROWS`], so there is no conclusion.
     TooFewRows,
 }
 

@@ -342,11 +342,11 @@ fn max_invalid_fraction() -> f64 {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum OnInvalid {
-    /// The value is missing.
+    /// A sample with an invalid response has no value.
     Mask,
-    /// The value is 0. The client must choose this explicitly.
+    /// A sample with an invalid response has the value 0. The client must choose this explicitly.
     Zero,
-    /// The job fails with an error.
+    /// An invalid response fails the job.
     Fail,
 }
 

@@ -220,7 +220,7 @@ fn examines_further(types: &Option<Vec<String>>, fixed: &Option<Vec<Value>>, val
         && !(scalar && fixed.as_ref().is_some_and(|fixed| !fixed.contains(value)))
 }
 
-/// Counts the values inside a value.
+/// Counts a JSON value and all values nested inside it.
 fn parts(value: &Value) -> u64 {
     1 + match value {
         Value::Array(list) => list.iter().map(parts).sum(),
