@@ -147,7 +147,12 @@ async fn a_verdict_that_is_asked_for_samples_as_asked_and_says_that_the_evaluati
         (&result["rows"], &result["rows_from"], &result["optimistic"]),
         (&json!(30), &json!("eval"), &json!(true))
     );
-    assert!(result["note"].as_str().unwrap().contains("these rows also chose this checkpoint: optimistic"));
+    assert!(
+        result["note"]
+            .as_str()
+            .unwrap()
+            .contains("the checkpoint was chosen with these rows too, so the result is optimistic")
+    );
     assert_eq!((&result["method"], &result["sampling"]["num_generations"]), (&json!("exact"), &json!(4)));
     let pass_at = result["trained"]["pass_at"].as_array().unwrap_or_else(|| panic!("{verdict}"));
     assert_eq!(pass_at.iter().map(|one| one["k"].as_u64().unwrap()).collect::<Vec<_>>(), [1, 2, 4]);

@@ -31,9 +31,9 @@ pub(crate) struct Call {
     accept: &'static str,
     authorization: Option<HeaderValue>,
     pub(crate) repeat: Repeat,
-    /// Added to the client's time limit: the time that the server may work before it answers.
+    /// Time that the server may work before it answers, which is added to the client's time limit.
     work: Duration,
-    /// Whether "not found" counts as success, because an earlier try may have deleted the object.
+    /// Whether "not found" counts as success for a DELETE request, because an earlier try may have deleted the object.
     gone_is_done: bool,
 }
 
@@ -47,7 +47,7 @@ impl Client {
     /// Creates a request to `/a/b/c` for `["a", "b", "c"]`. By default it is safe to repeat.
     pub(crate) fn call(&self, method: Method, path: &[&str]) -> Call {
         let mut url = self.inner.base.clone();
-        // The builder rejects URLs that cannot be a base, the only case without segments.
+        // The builder rejects URLs without path segments (those that cannot be a base).
         if let Ok(mut segments) = url.path_segments_mut() {
             segments.pop_if_empty().extend(path);
         }
@@ -77,7 +77,7 @@ impl Client {
         Call { repeat: Repeat::Keyed(key), ..self.call(Method::POST, path) }
     }
 
-    /// Deletes an object. A repetition may find that it is gone.
+    /// Deletes an object. A repeated request may find that the object is gone.
     pub(crate) async fn delete(&self, path: &[&str]) -> Result<(), Error> {
         let call = Call { gone_is_done: true, ..self.call(Method::DELETE, path) };
         self.answer(&call).await.map(drop)
@@ -92,7 +92,7 @@ impl Client {
     /// Returns the response's text.
     pub(crate) async fn text(&self, call: Call) -> Result<String, Error> {
         let answer = self.answer(&call).await?;
-        String::from_utf8(answer.body.into()).map_err(|_| call.not_understood("it is not UTF-8"))
+        String::from_utf8(answer.body.into()).map_err(|_| call.not_understood("the response is not UTF-8"))
     }
 
     /// Sends a request until it succeeds or fails permanently, and reads the whole response.
@@ -163,7 +163,7 @@ impl Client {
                 body.extend_from_slice(&piece);
             }
         };
-        // If the body does not arrive, the error consists of the status alone.
+        // If the body of an error response does not arrive, the error is built from the status alone.
         let _ = timeout(self.inner.timeout, read).await;
         let problem = Box::new(Problem::read(status.as_u16(), &headers, &body));
         Error::Refused { request: call.label.clone(), problem }
@@ -206,7 +206,7 @@ impl Call {
         Self { work, ..self }
     }
 
-    /// Sends this token instead of the client's key.
+    /// Sends this token as the credential instead of the client's key.
     pub(crate) fn bearer(self, token: &str) -> Result<Self, Error> {
         let mut value = HeaderValue::try_from(format!("Bearer {token}"))
             .map_err(|_| Error::Settings("the token has characters that are not allowed in a header".to_owned()))?;

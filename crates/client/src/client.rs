@@ -122,7 +122,7 @@ impl ClientBuilder {
         Self { root_certificates: pem.into(), ..self }
     }
 
-    /// Builds the client from these settings.
+    /// Builds the client from the builder's settings.
     ///
     /// # Errors
     /// Fails if the address is not an http or https URL, a certificate cannot be read, or the key is not valid in a header.
@@ -145,7 +145,7 @@ impl ClientBuilder {
             .redirect(reqwest::redirect::Policy::none())
             .referer(false)
             .tls_backend_preconfigured(tls_config(&root_certificates)?);
-        // TCP_USER_TIMEOUT would end a connection whose peer reads slowly, such as a busy server. The time limits above
+        // TCP_USER_TIMEOUT would end a connection whose peer reads slowly, such as a busy server. The client's own time limits
         // detect a real stall better.
         #[cfg(target_os = "linux")]
         {

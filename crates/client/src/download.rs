@@ -34,7 +34,7 @@ const MAX_TAG_BYTES: usize = 100;
 /// How a download was verified.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Checked {
-    /// Verified by its SHA-256.
+    /// Verified by the file's SHA-256.
     Sha256,
     /// Verified by its size only, because the server does not send the hash of an archive above 64 MiB.
     Size,
@@ -116,7 +116,7 @@ impl Client {
             headers.insert(IF_RANGE, header(format!("\"{tag}\"")));
         }
         let mut response = match self.open(call, &headers, self.inner.timeout).await {
-            // The partial file is not the beginning of the server's version.
+            // The partial file is not the beginning of the file that the server has now.
             Err(error) if error.status() == Some(416) && part.size_bytes > 0 => {
                 part.discard().await?;
                 return Err(call.interrupted(None));
@@ -158,7 +158,7 @@ impl Client {
 struct Part {
     folder: PathBuf,
     name: String,
-    /// Entity tag of the version; `None` = the download cannot be resumed.
+    /// Entity tag of the file's version on the server; `None` = the download cannot be resumed.
     tag: Option<String>,
     opened: Option<(File, PathBuf)>,
     size_bytes: u64,
@@ -169,7 +169,7 @@ impl Part {
     /// Finds the partial file of an earlier download to this target, if any.
     async fn find(target: &Path) -> Result<Self, Error> {
         let Some(name) = target.file_name().and_then(|name| name.to_str()) else {
-            return Err(Error::Settings(format!("'{}' has no file name of UTF-8", target.display())));
+            return Err(Error::Settings(format!("the path '{}' has no file name in UTF-8", target.display())));
         };
         let folder = target.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
         let (folder, name) = (folder.to_owned(), name.to_owned());
@@ -190,7 +190,7 @@ impl Part {
         Ok(part)
     }
 
-    /// Opens the partial file of this tag, either emptied or as it is.
+    /// Opens the partial file for this entity tag, either emptied or with its content.
     async fn open(&mut self, empty: bool) -> Result<(), Error> {
         let tag = self.tag.as_deref().unwrap_or("_");
         let path = self.folder.join(format!(".{}.{tag}.part", self.name));
@@ -203,7 +203,7 @@ impl Part {
             TryLockError::WouldBlock => another(error.into()),
         })?;
         let mut file = File::from_std(file);
-        // The previous holder of the lock may have renamed the file to its final name.
+        // The previous holder of the lock may have completed the download and renamed the file.
         let here = tokio::fs::metadata(&path).await.map(|here| here.ino());
         if here.ok() != Some(file.metadata().await.map_err(failed())?.ino()) {
             return Err(another(std::io::ErrorKind::WouldBlock.into()));
@@ -226,7 +226,7 @@ impl Part {
         Ok(())
     }
 
-    /// Starts over with the partial file of this tag.
+    /// Starts over with an empty partial file for this entity tag.
     async fn begin(&mut self, tag: Option<String>) -> Result<(), Error> {
         self.discard().await?;
         self.tag = tag;
@@ -245,13 +245,15 @@ impl Part {
         self.hash.clone().into()
     }
 
-    /// Verifies the complete file. Returns how it was verified, or how it differs.
+    /// Verifies the complete file. Returns how it was verified, or how it differs from what the server announced.
     fn check(&self, expected: &Expected) -> Result<Checked, String> {
         if let Some(size_bytes) = expected.size_bytes.filter(|size_bytes| *size_bytes != self.size_bytes) {
-            return Err(format!("it has {} bytes, not {size_bytes}", self.size_bytes));
+            return Err(format!("the file has {} bytes, not {size_bytes}", self.size_bytes));
         }
         match &expected.sha256 {
-            Some(sha256) if *sha256 != self.sha256() => Err(format!("its sha256 is {}, not {sha256}", self.sha256())),
+            Some(sha256) if *sha256 != self.sha256() => {
+                Err(format!("the file's sha256 is {}, not {sha256}", self.sha256()))
+            }
             Some(_) => Ok(Checked::Sha256),
             None if expected.size_bytes.is_some() => Ok(Checked::Size),
             None => Ok(Checked::End),
@@ -307,11 +309,11 @@ pub(crate) async fn hash_of(path: &Path, size_bytes: u64) -> Option<Sha256Digest
 }
 
 fn header(text: String) -> HeaderValue {
-    // The text consists of digits and plain tags only.
+    // The header's text contains only digits and checked entity tags, so it is always valid.
     HeaderValue::try_from(text).unwrap_or(HeaderValue::from_static(""))
 }
 
-/// Whether a tag may be part of a file name.
+/// Whether an entity tag may be part of a file name.
 fn is_plain(tag: &str) -> bool {
     (1..=MAX_TAG_BYTES).contains(&tag.len()) && tag.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-')
 }

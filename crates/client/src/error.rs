@@ -26,7 +26,7 @@ pub enum Error {
         problem: Box<Problem>,
     },
     /// The request was not answered.
-    #[error("{request}: no answer")]
+    #[error("{request}: no response")]
     Unreachable {
         /// Method and path of the request.
         request: String,
@@ -35,7 +35,7 @@ pub enum Error {
         source: reqwest::Error,
     },
     /// The response broke off before its end.
-    #[error("{request}: the answer broke off")]
+    #[error("{request}: the response broke off")]
     Interrupted {
         /// Method and path of the request.
         request: String,
@@ -52,14 +52,14 @@ pub enum Error {
         limit: Duration,
     },
     /// The response does not match the API: another version, or a different server.
-    #[error("{request}: the answer is not understood: {detail}")]
+    #[error("{request}: the response is not understood: {detail}")]
     NotUnderstood {
         /// Method and path of the request.
         request: String,
         /// How the response differs.
         detail: String,
     },
-    /// The data differed from its announced size or hash, several times.
+    /// The data that arrived differed from its announced size or hash in every try.
     #[error("{request}: the transfer arrived damaged: {detail}")]
     Damaged {
         /// Method and path of the request.

@@ -39,12 +39,12 @@ pub struct JobEvent {
     pub data: Value,
 }
 
-/// An item of [`JobUpdates`].
+/// An item of [`JobUpdates`], the stream of a job's events.
 #[derive(Debug, Clone, PartialEq)]
 pub enum JobUpdate {
     /// An event of the job.
     Event(JobEvent),
-    /// The server's retention deleted events that had not been sent, up to this one.
+    /// The server's retention deleted events before this client received them, up to this one.
     Removed {
         /// Sequence number (`seq`) of the last deleted event.
         to_seq: i64,
@@ -56,7 +56,7 @@ pub enum JobUpdate {
     },
 }
 
-/// An item of [`JobChanges`].
+/// An item of [`JobChanges`], the stream of changes of all jobs.
 #[derive(Debug, Clone)]
 pub enum JobChange {
     /// The stream was opened or reopened, or missed something: request the list of jobs now.
@@ -131,7 +131,7 @@ impl JobUpdates {
                 _ => {
                     let event: JobEvent = self.source.call.read_json(message.data.as_bytes())?;
                     if event.seq > self.last_seq + 1 {
-                        // An event was lost on the way. Another connection resumes after the last returned event.
+                        // An event of the job was lost on the way. Another connection resumes after the last returned event.
                         self.source.reconnect(self.source.call.interrupted(None)).await?;
                     } else if self.advance(event.seq) {
                         return Ok(Some(JobUpdate::Event(event)));
@@ -142,7 +142,7 @@ impl JobUpdates {
         Ok(None)
     }
 
-    /// Advances to `seq`; returns false if it was returned before.
+    /// Records the event `seq` as returned; returns false if it was returned before.
     fn advance(&mut self, seq: i64) -> bool {
         let is_new = seq > self.last_seq;
         if is_new {
@@ -195,7 +195,7 @@ impl JobChanges {
     }
 }
 
-/// An item of a [`Source`].
+/// An item of a [`Source`]: a new connection or an event.
 enum Signal {
     /// A connection was opened.
     Opened,
@@ -225,7 +225,7 @@ impl Source {
         Self { client: client.clone(), call: call.accept("text/event-stream"), connection: None, tries }
     }
 
-    /// Returns the next event; for a new connection, first that it is open. `last` is the id of the last known event.
+    /// Returns the next event; for a new connection, first that it is open. `last` is the id of the last event that was received.
     async fn next(&mut self, last: Option<HeaderValue>) -> Result<Signal, Error> {
         loop {
             let Some(connection) = &mut self.connection else {
@@ -255,7 +255,7 @@ impl Source {
         }
     }
 
-    /// Closes the connection and waits for the next try, or gives up.
+    /// Closes the broken connection and waits for the next try, or gives up after too many.
     async fn reconnect(&mut self, error: Error) -> Result<(), Error> {
         if self.connection.take().is_some_and(|connection| connection.since.elapsed() >= MIN_GOOD_CONNECTION) {
             self.tries.progressed();

@@ -25,9 +25,9 @@ pub struct RawCall {
 /// A response whose body is JSON.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RawAnswer {
-    /// The text as the server sent it.
+    /// The response's text as the server sent it.
     pub text: String,
-    /// The parsed text. Keys keep their order, and numbers their value.
+    /// The parsed JSON of the response. Keys keep their order, and numbers their value.
     pub value: Value,
 }
 
@@ -76,7 +76,7 @@ impl RawCall {
         Self { call: self.call.json(body), ..self }
     }
 
-    /// Sets a document as the body, in its own format.
+    /// Sets a document (such as a job in YAML) as the body, in its own format.
     #[must_use]
     pub fn document(self, document: &Document) -> Self {
         Self { call: self.call.body(Body::bytes(document.media_type, document.bytes.clone())), ..self }
@@ -100,7 +100,7 @@ impl RawCall {
     /// Sends the request and returns the response.
     ///
     /// # Errors
-    /// See [`Error`]; also fails if the response is not JSON.
+    /// Fails with an [`Error`] of the call; also if the response is not JSON.
     pub async fn send(self) -> Result<RawAnswer, Error> {
         let text = self.client.text(self.call.clone()).await?;
         // The response to a DELETE has no body.
@@ -111,7 +111,7 @@ impl RawCall {
     /// Sends the request and returns the response's text, whatever its format.
     ///
     /// # Errors
-    /// See [`Error`]; also fails if the response is not UTF-8.
+    /// Fails with an [`Error`] of the call; also if the response is not UTF-8.
     pub async fn text(self) -> Result<String, Error> {
         self.client.text(self.call.accept("*/*")).await
     }

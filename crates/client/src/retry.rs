@@ -39,15 +39,15 @@ impl Retry {
 /// The effect of repeating a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Repeat {
-    /// None: the request only reads, or has the same effect again.
+    /// Repeating has no effect: the request only reads, or has the same result again.
     Harmless,
-    /// None, because the request carries this `Idempotency-Key` and the server performs it once.
+    /// Repeating has no effect, because the request carries this `Idempotency-Key` and the server performs it once.
     Keyed(String),
-    /// The effect occurs twice. The request is repeated only if the server certainly did not begin to process it.
+    /// Repeating would perform the request twice. It is repeated only if the server certainly did not begin to process it.
     Again,
 }
 
-/// The tries of one call.
+/// Counts the tries of one call and decides about the next one.
 #[derive(Debug)]
 pub(crate) struct Tries {
     retry: Retry,
@@ -76,13 +76,13 @@ impl Tries {
         let doubled = self.retry.first_delay.saturating_mul(1 << self.failed.min(20));
         self.failed += 1;
         let delay = doubled.min(self.retry.longest_delay);
-        // Between half and all of the delay, so that clients that failed together do not retry together.
+        // A random delay, so that clients whose calls failed together do not retry together.
         let varied = delay.mul_f64(0.5 + 0.5 * (ulid::Ulid::generate().random() % 1024) as f64 / 1024.0);
         Some(varied.max(asked))
     }
 }
 
-/// Whether the request may be repeated and may succeed soon.
+/// Whether a failed request may be repeated and may succeed soon.
 fn may_pass(error: &Error, repeat: &Repeat) -> bool {
     match error {
         Error::Refused { problem, .. } => is_passing(problem) && (*repeat != Repeat::Again || was_not_begun(problem)),
@@ -92,7 +92,8 @@ fn may_pass(error: &Error, repeat: &Repeat) -> bool {
     }
 }
 
-/// Whether the problem is likely to end within seconds. A full disk or a missing checkpoint is not, although it may end too.
+/// Whether the cause of the server's error is likely to end within seconds. A full disk or a missing checkpoint is not, although
+/// it may end too.
 fn is_passing(problem: &Problem) -> bool {
     match problem.status {
         408 | 425 | 429 | 500 | 502 | 503 | 504 => problem.retryable,

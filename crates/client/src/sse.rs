@@ -45,7 +45,7 @@ impl Parser {
             let end = self.searched;
             let ending = match self.buffer[end..] {
                 [b'\r', b'\n', ..] => 2,
-                // A line feed may follow in the next chunk.
+                // After a carriage return, a line feed that belongs to the same line end may follow in the next chunk.
                 [b'\r'] => return None,
                 _ => 1,
             };
@@ -75,7 +75,7 @@ impl Parser {
                 self.message.data.push_str(value);
             }
             "id" if !value.contains('\0') => self.message.id = Some(value.to_owned()),
-            // Comments, `retry` (the client has its own delays), and unknown fields are ignored.
+            // Comments, the field `retry` (the client has its own delays), and unknown fields are ignored.
             _ => {}
         }
     }

@@ -74,7 +74,7 @@ impl From<&Value> for Document {
 #[derive(Debug, Clone)]
 pub(crate) struct Body {
     pub(crate) content_type: String,
-    /// Parts that are sent one after the other, each with its size in bytes.
+    /// Contents that are sent one after the other, each with its size in bytes.
     parts: Vec<(Content, u64)>,
 }
 
@@ -96,7 +96,7 @@ impl Body {
 
     /// Creates a multipart form (RFC 7578) from fields of name, media type and content.
     pub(crate) async fn form(fields: Vec<(&str, &str, Content)>) -> Result<Self, Error> {
-        // The probability that a content contains the boundary is 2⁻¹²⁸.
+        // A random boundary occurs in a content with a probability of 2⁻¹²⁸.
         let boundary = format!("rlood-{}-{}", ulid::Ulid::generate(), ulid::Ulid::generate());
         let text = |text: String| {
             let size_bytes = text.len() as u64;

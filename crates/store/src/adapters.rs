@@ -20,7 +20,7 @@ pub struct AdapterRow {
     pub size_bytes: u64,
     /// Number of weights in the adapter.
     pub num_parameters: u64,
-    /// Content of its adapter_config.json.
+    /// Content of the adapter's adapter_config.json.
     pub config: Value,
     /// Files of the adapter.
     pub files: Vec<FileEntry>,
@@ -89,7 +89,7 @@ impl Store {
         self.newest(Newest { list: "adapters", sql, owner, after, limit }, AdapterRow::read).await
     }
 
-    /// Returns the ids of all adapters, which the sweep of the data directory must keep.
+    /// Returns the ids of all adapters, whose files the cleanup at server start must keep.
     pub async fn adapter_ids(&self) -> Result<Vec<AdapterId>, StoreError> {
         sqlx::query("SELECT id FROM adapters")
             .fetch_all(&self.readers)
@@ -100,7 +100,8 @@ impl Store {
             .collect()
     }
 
-    /// Removes the row; the caller then removes the files. Jobs that start from the adapter have links of their own.
+    /// Removes an adapter's row; the caller then removes its files. Jobs that start from the adapter have their own hard
+    /// links to the files.
     pub async fn adapter_delete(&self, id: AdapterId) -> Result<(), StoreError> {
         let deleted = sqlx::query("DELETE FROM adapters WHERE id = ?")
             .bind(id.to_string())

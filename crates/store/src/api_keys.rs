@@ -10,7 +10,7 @@ use crate::id::KeyId;
 
 /// Prefix of every key.
 const KEY_PREFIX: &str = "rld_";
-/// The entry of `server_secrets` that records that a restore removed the keys.
+/// Name of the row in `server_secrets` which records that restoring a backup removed all API keys.
 const KEYS_DROPPED: &str = "keys_dropped";
 /// Number of characters of a key's text that are stored readably: the prefix and 32 of its 256 bits.
 const SHOWN_CHARS: usize = KEY_PREFIX.len() + 8;
@@ -45,7 +45,7 @@ impl KeyRow {
     }
 }
 
-/// The number of credentials that were removed.
+/// How many credentials were removed by [`Store::api_keys_drop`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Dropped {
     /// Number of API keys, valid or not.
@@ -76,14 +76,14 @@ pub fn random_text() -> std::io::Result<String> {
     rustls::crypto::ring::default_provider()
         .secure_random
         .fill(&mut bytes)
-        .map_err(|_| std::io::Error::other("the system gives no random numbers"))?;
+        .map_err(|_| std::io::Error::other("the operating system provided no random numbers"))?;
     Ok(hex::encode(bytes))
 }
 
 impl Store {
     /// Creates a key. Returns its row and its text, which cannot be read again.
     pub async fn api_key_create(&self, new: NewKey, now: i64) -> Result<(KeyRow, String), StoreError> {
-        let doing = "make a key";
+        let doing = "create an API key";
         let NewKey { name, owner, scopes, expires_at } = new;
         let random = random_text().map_err(|error| StoreError::Database { doing, source: sqlx::Error::Io(error) })?;
         let text = format!("{KEY_PREFIX}{random}");
@@ -117,7 +117,7 @@ impl Store {
             .bind(prefix)
             .fetch_all(&self.readers)
             .await
-            .doing("look for a key")?;
+            .doing("look up an API key")?;
         for row in &rows {
             let kept: &[u8] = column(row, "sha256")?;
             if bool::from(kept.ct_eq(given.as_slice())) {
@@ -166,18 +166,18 @@ impl Store {
         Ok(row)
     }
 
-    /// Records that a key was used.
+    /// Records the time at which an API key was used.
     pub async fn api_key_used(&self, id: KeyId, now: i64) -> Result<(), StoreError> {
         sqlx::query("UPDATE api_keys SET used_at = ? WHERE id = ?")
             .bind(now)
             .bind(id.to_string())
             .execute(&self.writer)
             .await
-            .doing("note the use of a key")?;
+            .doing("record the use of an API key")?;
         Ok(())
     }
 
-    /// Removes every key and session. If there was a key, requests still need one.
+    /// Removes every API key and session. If there was a key, the server still requires one for every request.
     pub async fn api_keys_drop(&self) -> Result<Dropped, StoreError> {
         let doing = "remove all keys";
         let mut tx = self.begin(doing).await?;
@@ -194,7 +194,8 @@ impl Store {
         Ok(Dropped { keys, sessions })
     }
 
-    /// Whether a key was ever created here, valid or not, removed or not. From then on every request needs one.
+    /// Whether an API key was ever created on this server, even if it was revoked or removed. From the first key on,
+    /// every request needs one.
     pub async fn api_keys_exist(&self) -> Result<bool, StoreError> {
         sqlx::query_scalar(
             "SELECT EXISTS (SELECT 1 FROM api_keys) OR EXISTS (SELECT 1 FROM server_secrets WHERE name = ?)",
@@ -202,7 +203,7 @@ impl Store {
         .bind(KEYS_DROPPED)
         .fetch_one(&self.readers)
         .await
-        .doing("look for keys")
+        .doing("count API keys")
     }
 
     /// Returns the number of keys that are valid now.

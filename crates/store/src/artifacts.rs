@@ -22,17 +22,18 @@ pub struct CheckpointRow {
     pub job: JobId,
     /// Number of completed optimizer steps.
     pub step: u64,
-    /// Number of the attempt that wrote it.
+    /// Number of the attempt that wrote the checkpoint.
     pub attempt: u64,
     /// All files of the checkpoint, including `manifest.json`.
     pub files: Vec<FileEntry>,
-    /// Metrics of its step and of the last evaluation.
+    /// Metrics of the checkpoint's step and of the last evaluation.
     pub metrics: Metrics,
-    /// Whether it is the best checkpoint of the job.
+    /// Whether the checkpoint is the best one of the job.
     pub best: bool,
-    /// Whether rotation must keep it.
+    /// Whether a user pinned the checkpoint, so that rotation keeps it when it removes older ones.
     pub pinned: bool,
-    /// Whether it was saved only so that an interrupted attempt repeats less.
+    /// Whether the checkpoint is temporary: it was saved only so that the next attempt repeats fewer steps if
+    /// this one is interrupted.
     pub temporary: bool,
     /// Time of publication, Unix time in milliseconds.
     pub created_at: i64,
@@ -43,25 +44,25 @@ pub struct CheckpointRow {
 pub struct PublishCheckpoint<'a> {
     /// Id of the job.
     pub job: JobId,
-    /// Number of the attempt.
+    /// Number of the attempt that wrote the checkpoint.
     pub attempt: u64,
     /// Number of completed optimizer steps.
     pub step: u64,
     /// All files of the checkpoint.
     pub files: &'a [FileEntry],
-    /// Metrics of its step and of the last evaluation.
+    /// Metrics of the checkpoint's step and of the last evaluation.
     pub metrics: &'a Metrics,
-    /// Whether it was saved only so that an interrupted attempt repeats less. The next checkpoint replaces it, and it is
-    /// never the best one.
+    /// Whether the checkpoint is temporary: saved only so that the next attempt repeats fewer steps if this one is interrupted. The
+    /// next checkpoint replaces it, and it is never the best one.
     pub temporary: bool,
 }
 
 /// The result of publishing a checkpoint.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Publication {
-    /// Id of the new row (of the existing one if the same attempt published it before).
+    /// Id of the checkpoint's new row, or of its existing row if the same attempt published it before.
     pub id: CheckpointId,
-    /// Rows that rotation removed, whose directories can now be removed.
+    /// Checkpoints whose rows rotation removed. The caller can now remove their directories.
     pub removed: Vec<CheckpointRow>,
 }
 
@@ -81,7 +82,7 @@ impl Store {
         let known = checkpoints(&mut tx, job).await?.into_iter().find(|known| known.step == step);
         let mut removed = Vec::new();
         match known {
-            // The response to the first call was lost.
+            // The worker repeats this call if the response to the first one was lost.
             Some(known) if known.attempt == attempt => return Ok(Publication { id: known.id, removed }),
             Some(known) => removed.push(known),
             None => {}
@@ -109,13 +110,13 @@ impl Store {
         let ranked = ranked(&rows, &keep);
         let best = ranked.first().map(|row| row.id);
         let keep_best = keep.keep_best as usize;
-        // Temporary checkpoints do not count toward those that the plan keeps. All but the newest are removed.
+        // Temporary checkpoints do not count toward `keep_last` and `keep_best`. All but the newest temporary one are removed.
         let newest = rows.iter().filter(|row| !row.temporary).take(keep.keep_last as usize).map(|row| row.id);
         let newest: Vec<CheckpointId> = newest.collect();
         let surplus: Vec<CheckpointRow> = rows
             .iter()
             .filter(|row| {
-                // The checkpoint that was just published is kept, whatever the plan says.
+                // Rotation keeps the checkpoint that was just published, whatever the plan says.
                 let recent = newest.contains(&row.id) || row.id == id;
                 !(recent || row.pinned || ranked.iter().take(keep_best).any(|best| best.id == row.id))
             })
@@ -205,7 +206,7 @@ impl Store {
         Ok(row)
     }
 
-    /// Returns `(job, step, attempt)` of every published checkpoint, which the sweep of the data directory must keep.
+    /// Returns `(job, step, attempt)` of every published checkpoint, whose files the cleanup at server start must keep.
     pub async fn checkpoint_keys(&self) -> Result<Vec<(JobId, u64, u64)>, StoreError> {
         sqlx::query("SELECT job_id, step, attempt FROM checkpoints")
             .fetch_all(&self.readers)
@@ -254,8 +255,8 @@ async fn delete_rows(tx: &mut SqliteConnection, rows: &[CheckpointRow]) -> Resul
     Ok(())
 }
 
-/// Ranks checkpoints by the plan's metric, best first. Of equal ones the earlier is first; those without a value are left out.
-/// Plans older than `metric_for_best` use `eval_reward` as soon as a checkpoint has it, otherwise `reward`.
+/// Ranks checkpoints by the plan's metric, best first. Of equal ones the earlier is first; those without a value are left out. A
+/// plan without `metric_for_best`, from an older rlood, uses `eval_reward` as soon as a checkpoint has it, otherwise `reward`.
 fn ranked<'r>(rows: &'r [CheckpointRow], plan: &CheckpointPlan) -> Vec<&'r CheckpointRow> {
     let score =
         |row: &CheckpointRow, key: &str| row.metrics.get(key).copied().flatten().filter(|score| !score.is_nan());

@@ -1,8 +1,8 @@
-//! Progress of jobs and ends of their attempts, which decide whether an end counts as a strike.
+//! Progress of jobs and ends of their attempts, which decide whether an end counts as a strike (a failure without progress).
 //!
 //! An attempt's cursor is (optimizer steps, journal entries of the next step, rows and answers of the current evaluation), compared
 //! in this order. A job stores the highest cursor that any attempt reached. An attempt that passes it made progress; one that only
-//! repeats earlier work did not. A rollout in the journal counts like an answer, because it is never sampled again.
+//! repeats earlier work did not. A rollout in the journal counts as much as a reward answer, because later attempts reuse it.
 
 use serde::{Deserialize, Serialize};
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
@@ -35,7 +35,7 @@ pub struct Cursor(
 #[derive(Debug, Clone, Copy)]
 pub(super) struct End<'a> {
     pub reason: &'static str,
-    /// How the process ended, if it is known.
+    /// How the worker's process ended, if it is known.
     pub detail: Option<&'a str>,
     pub failed: bool,
     pub progressed: bool,
@@ -44,7 +44,7 @@ pub(super) struct End<'a> {
 impl Store {
     /// Lists the latest ends of a job's attempts, newest first.
     pub async fn attempt_ends(&self, job: JobId, limit: u32) -> Result<Vec<AttemptEnd>, StoreError> {
-        let mut reader = self.readers.acquire().await.doing("list the ends of attempts")?;
+        let mut reader = self.readers.acquire().await.doing("list how attempts ended")?;
         latest_ends(&mut reader, job, "1", limit).await
     }
 }
@@ -52,7 +52,7 @@ impl Store {
 /// Returns the job's current progress. The journal may contain a later step than the events that have arrived: a step's rollout is
 /// recorded as soon as the step before it is done (with overlap, a block earlier).
 pub(super) async fn cursor(tx: &mut SqliteConnection, row: &JobRow) -> Result<Cursor, StoreError> {
-    let doing = "find out how far a job is";
+    let doing = "read a job's progress";
     let (train, eval) = (variant_name(&SamplePhase::Train)?, variant_name(&SamplePhase::Eval)?);
     let newest = sqlx::query(
         "SELECT COALESCE(MAX(CASE WHEN phase = ?2 THEN step END), 0) AS train, \
@@ -106,7 +106,8 @@ pub(super) async fn baseline_store(
     before: &JobRow,
     resume_step: u64,
 ) -> Result<(), StoreError> {
-    // A job of an older version has no recorded progress. A job that continues another one begins beyond 0.
+    // Returns the job's current progress. The journal may contain a later step than the events that have arrived: a step's rollout
+    // is recorded as soon as the step before it is done (with `rloo.overlap`, one generation block earlier).
     let now = cursor(tx, &JobRow { step: resume_step, ..before.clone() }).await?;
     let reached = before.reached.unwrap_or(Cursor(before.step, 0, 0)).max(now);
     sqlx::query("UPDATE jobs SET reached = ? WHERE id = ?")
@@ -114,7 +115,7 @@ pub(super) async fn baseline_store(
         .bind(before.id.to_string())
         .execute(tx)
         .await
-        .doing("note how far a job is")?;
+        .doing("store a job's progress")?;
     Ok(())
 }
 
@@ -156,12 +157,14 @@ pub(super) async fn end_store(
     Ok(())
 }
 
-/// Whether the job was ever taken from a worker. Its attempts then save more often, so that the next one repeats less.
+/// Returns whether the attempt that runs this job has passed the highest progress of earlier attempts, and
+/// the highest progress now.
 pub(super) async fn was_interrupted(tx: &mut SqliteConnection, job: JobId) -> Result<bool, StoreError> {
     Ok(ends_count(tx, job, "1").await? > 0)
 }
 
-/// Returns why the job fails after a failed attempt with this number of strikes; `None` = another attempt follows.
+/// Stores a job's progress at the beginning of an attempt, after the rewind to its checkpoint, so that only progress beyond it
+/// counts as the attempt's own. `before` is the job's row as it was in the queue.
 pub(super) async fn failure_after(
     tx: &mut SqliteConnection,
     row: &JobRow,
@@ -214,14 +217,14 @@ pub(super) async fn failure_after(
     }))
 }
 
-/// Counts the ends of the job's attempts that satisfy `which`, a condition from this module.
+/// A job created by an older rlood has no recorded progress. A job that continues another job's checkpoint begins at that step.
 async fn ends_count(tx: &mut SqliteConnection, job: JobId, which: &'static str) -> Result<u64, StoreError> {
     let query = sqlx::AssertSqlSafe(format!("SELECT COUNT(*) AS ends FROM attempt_ends WHERE job_id = ? AND {which}"));
     let row = sqlx::query(query).bind(job.to_string()).fetch_one(tx).await.doing("count the ends of attempts")?;
     count_column(&row, "ends")
 }
 
-/// Returns the latest of these ends, newest first.
+/// Returns the latest ends of the job's attempts that satisfy `which`, newest first.
 async fn latest_ends(
     connection: &mut SqliteConnection,
     job: JobId,
@@ -232,7 +235,7 @@ async fn latest_ends(
         "SELECT * FROM attempt_ends WHERE job_id = ? AND {which} ORDER BY attempt DESC LIMIT ?"
     ));
     let rows = sqlx::query(query).bind(job.to_string()).bind(limit).fetch_all(connection).await;
-    rows.doing("list the ends of attempts")?.iter().map(read).collect()
+    rows.doing("list how attempts ended")?.iter().map(read).collect()
 }
 
 fn read(row: &SqliteRow) -> Result<AttemptEnd, StoreError> {
@@ -247,7 +250,8 @@ fn read(row: &SqliteRow) -> Result<AttemptEnd, StoreError> {
     })
 }
 
-/// Reads the highest point from a job's row.
+/// Whether a job was ever taken from a worker before it ended. Attempts of such a job save checkpoints more often, so that the next
+/// attempt repeats fewer steps.
 pub(super) fn reached_column(row: &SqliteRow) -> Result<Option<Cursor>, StoreError> {
     match column::<Option<&str>>(row, "reached")? {
         Some(_) => json_column(row, "reached").map(Some),

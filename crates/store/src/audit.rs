@@ -5,12 +5,12 @@ use sqlx::{QueryBuilder, Sqlite};
 
 use super::{Doing, Page, Store, StoreError, column, cursor, cursor_key, page, parse_cursor};
 
-/// A change to record.
+/// A change to record in the audit log.
 #[derive(Debug, Clone)]
 pub struct NewAudit {
     /// Who made the change: the id of a key, or `operator`, `anonymous`, `command_line`, `server`.
     pub actor: String,
-    /// Name of the key.
+    /// Name of the key that made the change.
     pub actor_name: Option<String>,
     /// Owner of the key; empty = the operator.
     pub owner: String,
@@ -29,11 +29,11 @@ pub struct NewAudit {
 /// A change in the audit log.
 #[derive(Debug, Clone)]
 pub struct AuditRow {
-    /// Number of the entry, in ascending order.
+    /// Number of the entry, which grows from entry to entry.
     pub id: i64,
     /// Time of the change, Unix time in milliseconds.
     pub time: i64,
-    /// Details of the change.
+    /// The recorded change.
     pub change: NewAudit,
 }
 
@@ -56,7 +56,7 @@ impl Store {
         .bind(address)
         .execute(&self.writer)
         .await
-        .doing("note a change")?;
+        .doing("add an entry to the audit log")?;
         Ok(())
     }
 
@@ -83,7 +83,7 @@ impl Store {
             query.push(" AND id < ").push_bind(cursor_key::<i64>(&id)?);
         }
         query.push(" ORDER BY id DESC LIMIT ").push_bind(i64::from(limit) + 1);
-        let rows = query.build().fetch_all(&self.readers).await.doing("list changes")?;
+        let rows = query.build().fetch_all(&self.readers).await.doing("list the audit log")?;
         let data = rows.iter().map(AuditRow::read).collect::<Result<Vec<_>, _>>()?;
         Ok(page(data, limit, |row| cursor("audit", [&row.id.to_string()])))
     }

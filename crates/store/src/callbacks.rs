@@ -16,18 +16,19 @@ use crate::protocol::{CallbackUpdate, CallbackUpdates};
 /// Approximate maximum size of a page, in bytes; a single entry may be larger.
 const PAGE_BYTES: usize = 4 << 20;
 
-/// Result of receiving a part of an answer.
+/// Result of storing a part of a reward service's late answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Received {
-    /// The part was stored.
+    /// This part of the answer was stored.
     Counted(Counted),
     /// The request's deadline has passed.
     Late,
-    /// The request is already answered, or the service has announced that nothing else comes, and this part differs.
+    /// The request is already answered, or the service has announced that nothing else comes, and this part differs
+    /// from what is stored.
     Over,
 }
 
-/// Counts of the results in one call.
+/// How many results of one late answer were stored, by outcome.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Counted {
     /// Number of results that were stored.
@@ -41,7 +42,7 @@ pub struct Counted {
 impl Store {
     /// Returns a secret of this server by its name. The first call stores `fresh`.
     pub async fn server_secret(&self, name: &str, fresh: &str) -> Result<String, StoreError> {
-        let doing = "read a secret of the server's";
+        let doing = "read a secret of the server";
         let read = "SELECT value FROM server_secrets WHERE name = ?";
         if let Some(value) = sqlx::query_scalar(read).bind(name).fetch_optional(&self.readers).await.doing(doing)? {
             return Ok(value);
@@ -60,9 +61,9 @@ impl Store {
         self.changes.callbacks.subscribe()
     }
 
-    /// Registers a request that is not in a job's journal: a test of a reward.
+    /// Registers a request that belongs to no job's journal, because it tests a reward.
     pub async fn callback_open(&self, id: &str, later: &Later, now: i64) -> Result<(), StoreError> {
-        let mut writer = self.writer.acquire().await.doing("reach the writer")?;
+        let mut writer = self.writer.acquire().await.doing("reach the database's writer connection")?;
         callback_insert(&mut writer, None, id, later, now).await
     }
 
@@ -72,7 +73,7 @@ impl Store {
             .bind(id)
             .execute(&self.writer)
             .await
-            .doing("forget a request")?;
+            .doing("remove a reward request")?;
         Ok(())
     }
 
@@ -82,22 +83,22 @@ impl Store {
             .bind(now)
             .execute(&self.writer)
             .await
-            .doing("forget old requests")?;
+            .doing("remove expired reward requests")?;
         Ok(())
     }
 
-    /// Whether this request is known: it waits for answers, or did until the next checkpoint.
+    /// Whether the store knows a reward request: it waits for late answers, or was answered since the job's newest checkpoint.
     pub async fn callback_is_known(&self, id: &str) -> Result<bool, StoreError> {
         sqlx::query_scalar("SELECT EXISTS (SELECT 1 FROM reward_callbacks WHERE id = ?)")
             .bind(id)
             .fetch_one(&self.readers)
             .await
-            .doing("look for a request")
+            .doing("look up a reward request")
     }
 
     /// Stores a part of an answer, durably. `NotFound` if the request is unknown.
     pub async fn callback_receive(&self, id: &str, chunk: &Chunk, now: i64) -> Result<Received, StoreError> {
-        let doing = "keep a part of an answer";
+        let doing = "store a part of a late answer";
         let mut tx = self.begin(doing).await?;
         let row = sqlx::query("SELECT * FROM reward_callbacks WHERE id = ?")
             .bind(id)
@@ -138,7 +139,7 @@ impl Store {
 
     /// Returns the results of one request so far.
     pub async fn callback_arrived(&self, id: &str) -> Result<Chunk, StoreError> {
-        let doing = "read what came for a request";
+        let doing = "read the late answers to a reward request";
         let rows =
             sqlx::query("SELECT sample_id, result FROM reward_callback_results WHERE request_id = ? ORDER BY seq")
                 .bind(id)
@@ -158,7 +159,7 @@ impl Store {
     /// Returns the results that arrived after `after` (0 = all) for the job's requests that are not answered yet. `LeaseLost` if
     /// the attempt does not own the job.
     pub async fn callback_updates(&self, job: JobId, attempt: u64, after: i64) -> Result<CallbackUpdates, StoreError> {
-        let doing = "read what came for a job";
+        let doing = "read the late answers to a job's reward requests";
         let mut reader = self.readers.acquire().await.doing(doing)?;
         owned_row(&mut reader, job, attempt).await?;
         let mut page = CallbackUpdates { updates: Vec::new(), next: after };
@@ -198,7 +199,7 @@ async fn insert_result(
     .bind(entry.map(|(_, result)| result))
     .execute(tx)
     .await
-    .doing("keep a result")?;
+    .doing("store a late result of a reward")?;
     Ok(done.rows_affected() > 0)
 }
 
@@ -208,7 +209,7 @@ fn entry(row: &sqlx::sqlite::SqliteRow) -> Result<Option<Entry>, StoreError> {
     Ok(sample_id.zip(result).map(|(sample_id, result)| Entry { sample_id, result }))
 }
 
-/// Registers a request that is about to be sent and may be answered later.
+/// Registers a reward request that is about to be sent and whose answer may come later.
 pub(super) async fn callback_insert(
     tx: &mut SqliteConnection,
     journal_id: Option<i64>,
@@ -228,11 +229,11 @@ pub(super) async fn callback_insert(
     .bind(accepted.as_ref().map(|accepted| to_json("accepted", accepted)).transpose()?)
     .execute(tx)
     .await
-    .doing("note a request")?;
+    .doing("register a reward request")?;
     Ok(())
 }
 
-/// Updates a request's row, if it has one.
+/// Updates the row of a reward request whose answer may come later, if there is such a row.
 pub(super) async fn callback_change(
     tx: &mut SqliteConnection,
     id: &str,
@@ -244,14 +245,14 @@ pub(super) async fn callback_change(
         }
         CallbackChange::Closed => sqlx::query("UPDATE reward_callbacks SET closed = 1 WHERE id = ?"),
     };
-    query.bind(id).execute(tx).await.doing("note what became of a request")?;
+    query.bind(id).execute(tx).await.doing("update the row of a reward request")?;
     Ok(())
 }
 
-/// A change of a request's row.
+/// A change to the row of a reward request.
 pub(super) enum CallbackChange<'a> {
-    /// The service accepted the request.
+    /// The service accepted the reward request.
     Accepted(&'a crate::callback::Accepted),
-    /// The request is answered.
+    /// The reward request is answered.
     Closed,
 }

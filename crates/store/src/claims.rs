@@ -39,7 +39,7 @@ pub struct Claimed {
     pub plan: Plan,
     /// Secrets of the rewards, by reward name.
     pub secrets: BTreeMap<String, RewardSecrets>,
-    /// Newest published checkpoint; `None` = none.
+    /// Newest published checkpoint of the job, to resume from; `None` = none.
     pub resume: Option<CheckpointRow>,
     /// Whether this attempt should save more often, because an earlier one was interrupted and the next one should repeat less.
     pub checkpoint_soon: bool,
@@ -47,7 +47,7 @@ pub struct Claimed {
     pub server_errors: u32,
 }
 
-/// The progress that a heartbeat reports.
+/// The progress of an attempt that a heartbeat reports.
 #[derive(Debug, Clone)]
 pub struct HeartbeatUpdate {
     /// Current phase of the training loop.
@@ -65,9 +65,9 @@ pub struct HeartbeatUpdate {
 /// How a checkpoint is damaged.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Damage {
-    /// Its bytes differ from the published ones.
+    /// The bytes of a file differ from the published ones.
     Mismatch,
-    /// Its bytes cannot be read from the disk.
+    /// The bytes of a file cannot be read from the disk.
     Unreadable,
 }
 
@@ -80,9 +80,9 @@ impl Damage {
     }
 }
 
-/// Selects the next job. `?1` is the current time, and `?2` the longest pause after a server error (a later time was written before
-/// the clock was set back). A job whose model is being downloaded waits. The index is named because the planner would otherwise
-/// sort all queued rows.
+/// Selects the next job of the queue. `?1` is the current time, and `?2` the longest pause after a server error: a pause that would
+/// last longer was stored before the clock was set back, and is ignored. A job whose model is being downloaded is not selected. The
+/// index is named because the planner would otherwise sort all queued rows.
 pub const NEXT_JOB: &str = "SELECT * FROM jobs INDEXED BY jobs_queue \
      WHERE state = 'queued' AND (claim_not_before <= ?1 OR claim_not_before > ?1 + ?2) \
      AND NOT EXISTS (SELECT 1 FROM models WHERE models.id = jobs.model AND models.state = 'downloading') \
@@ -118,7 +118,7 @@ impl Store {
                 (Ok(plan), Ok(secrets)) => {
                     break Some(claim_row(&mut tx, &row, plan, secrets, worker, now, lease_ms).await?);
                 }
-                // One unreadable row must not block the queue.
+                // A job whose plan cannot be parsed fails, so that it does not block the queue.
                 (Err(_), _) | (_, Err(_)) => {
                     let failure = Failure {
                         class: FailureClass::Infra,
@@ -137,9 +137,9 @@ impl Store {
         Ok(claimed)
     }
 
-    /// Discards a checkpoint to resume from that is damaged or unreadable: removes its row, rewinds further, and returns the next
-    /// older one. A fork that continued another job's checkpoint and has no older one fails, because from step 0 it would be a
-    /// different run. The claim then ends with `LeaseLost`.
+    /// Discards the damaged or unreadable checkpoint from which an attempt should resume: removes its row, rewinds further, and
+    /// returns the next older one. A fork that continued another job's checkpoint and has no older one fails, because from step 0
+    /// it would be a different run. The claim then ends with `LeaseLost`.
     pub async fn claim_discard_checkpoint(
         &self,
         job: JobId,
@@ -181,7 +181,8 @@ impl Store {
         Ok(resume)
     }
 
-    /// Extends the lease and returns the user's pending request. `LeaseLost` if the attempt does not own the job.
+    /// Extends the lease of a claim and returns the user's pending request to cancel or pause the job. `LeaseLost` if the attempt
+    /// does not own the job.
     pub async fn job_heartbeat(
         &self,
         job: JobId,
@@ -250,7 +251,8 @@ impl Store {
                 }
             }
             Outcome::Failed { failure } => match failure.may_pass() {
-                // Counts like a lost worker; the failure of the last attempt has the cause.
+                // A failure of the machine counts like a lost worker and the job is queued again; after the last attempt, the job
+                // fails with this failure.
                 Some(code) if row.failed_attempts + 1 < MAX_FAILED_ATTEMPTS || progress(&mut tx, &row).await?.0 => {
                     job_release(&mut tx, &row, Charge::Failed(code), now).await?;
                 }
@@ -305,7 +307,7 @@ impl Store {
     /// Takes every job whose lease has expired from its worker; returns these jobs.
     pub async fn leases_reap(&self, now: i64) -> Result<Vec<JobId>, StoreError> {
         let doing = "take back lapsed claims";
-        // Usually there are none, so check first without the writer connection.
+        // Usually no lease has expired, so a reader connection checks first and the writer stays free.
         if sqlx::query(LAPSED_JOBS).bind(now).fetch_optional(&self.readers).await.doing(doing)?.is_none() {
             return Ok(Vec::new());
         }
@@ -390,7 +392,7 @@ async fn change_version(
     job: JobId,
     worker: WorkerId,
 ) -> Result<(String, Option<String>), StoreError> {
-    let doing = "note the version of a worker";
+    let doing = "record the version of a worker";
     let version: String = sqlx::query_scalar("SELECT version FROM workers WHERE id = ?")
         .bind(worker.to_string())
         .fetch_one(&mut *tx)
@@ -413,8 +415,8 @@ async fn change_version(
     Ok((version, previous))
 }
 
-/// Returns the data of the event that another version resumes a job: both versions, and the arithmetic
-/// rules that continue to apply.
+/// Returns the data of the event which reports that another rlood version resumes a job: both versions, and the arithmetic rules
+/// that continue to apply.
 fn version_changed(previous: &str, version: &str, arithmetic: Arithmetic) -> Value {
     json!({
         "code": "version_changed",
@@ -457,7 +459,7 @@ async fn rewind(tx: &mut SqliteConnection, job: JobId, to: Option<&CheckpointRow
 async fn continues_another(tx: &mut SqliteConnection, job: JobId) -> Result<bool, StoreError> {
     let forked =
         "SELECT EXISTS (SELECT 1 FROM events WHERE job_id = ? AND type = 'job.forked' AND data ->> '$.continues')";
-    sqlx::query_scalar(forked).bind(job.to_string()).fetch_one(tx).await.doing("see whether a job is a fork")
+    sqlx::query_scalar(forked).bind(job.to_string()).fetch_one(tx).await.doing("check whether a job is a fork")
 }
 
 fn nothing_to_continue(step: i64) -> Failure {
@@ -545,7 +547,7 @@ pub(super) async fn job_release_seen(
         Charge::Free(reason) => (reason, false),
     };
     let failed_attempts = if progressed { 0 } else { row.failed_attempts + u32::from(failed) };
-    // The end of a pause is not the end of an attempt.
+    // If the worker stopped for a pause that the user withdrew, this does not count as the end of an attempt.
     if reason != "pause_taken_back" {
         end_store(tx, row, End { reason, detail, failed, progressed }, now).await?;
     }

@@ -13,7 +13,7 @@ pub struct DatasetRow {
     pub id: DatasetId,
     /// Display name of the dataset.
     pub name: Option<String>,
-    /// SHA-256 of its canonical bytes.
+    /// SHA-256 of the dataset's canonical rows.
     pub sha256: String,
     /// Number of rows in the dataset.
     pub num_rows: u64,
@@ -36,7 +36,7 @@ pub struct NewDataset {
     pub id: DatasetId,
     /// Display name of the dataset.
     pub name: Option<String>,
-    /// SHA-256 of its canonical bytes.
+    /// SHA-256 of the dataset's canonical rows.
     pub sha256: String,
     /// Number of rows in the dataset.
     pub num_rows: u64,
@@ -80,14 +80,14 @@ impl Store {
         Ok((DatasetRow::read(&row)?, created.rows_affected() == 1))
     }
 
-    /// Records the origin of a dataset, unless it is known.
+    /// Records the origin of a dataset, unless one is recorded already.
     pub async fn dataset_note_origin(&self, id: DatasetId, origin: &Value) -> Result<(), StoreError> {
         sqlx::query("UPDATE datasets SET origin = ? WHERE id = ? AND origin IS NULL")
             .bind(origin.to_string())
             .bind(id.to_string())
             .execute(&self.writer)
             .await
-            .doing("note where a dataset comes from")?;
+            .doing("store the origin of a dataset")?;
         Ok(())
     }
 
@@ -109,7 +109,7 @@ impl Store {
             .bind(owner)
             .fetch_optional(&self.readers)
             .await
-            .doing("look for a dataset")?
+            .doing("look up a dataset")?
             .as_ref()
             .map(DatasetRow::read)
             .transpose()
@@ -127,7 +127,7 @@ impl Store {
         self.newest(Newest { list: "datasets", sql, owner, after, limit }, DatasetRow::read).await
     }
 
-    /// Returns the ids of all datasets, which the sweep of the data directory must keep.
+    /// Returns the ids of all datasets, whose files the cleanup at server start must keep.
     pub async fn dataset_ids(&self) -> Result<Vec<DatasetId>, StoreError> {
         sqlx::query("SELECT id FROM datasets")
             .fetch_all(&self.readers)

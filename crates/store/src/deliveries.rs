@@ -1,5 +1,5 @@
-//! Deliveries of lifecycle messages: an outbox that a trigger fills in the transaction of each event, and
-//! the log of delivery attempts.
+//! Deliveries of lifecycle messages to webhooks: an outbox that a trigger fills in the transaction of each event, and the log of
+//! delivery attempts.
 
 use sqlx::sqlite::SqliteRow;
 
@@ -11,7 +11,7 @@ use super::{
 use crate::id::WebhookId;
 use crate::lifecycle::TEST_TYPE;
 
-/// State of a message.
+/// State of a message to a webhook.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize, utoipa::ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum DeliveryState {
@@ -19,7 +19,7 @@ pub enum DeliveryState {
     Pending,
     /// The endpoint accepted the message.
     Delivered,
-    /// The last delivery attempt failed.
+    /// The last of the message's delivery attempts failed.
     Failed,
 }
 
@@ -36,7 +36,7 @@ impl DeliveryState {
     fn parse(text: &str) -> Result<Self, StoreError> {
         let all = [DeliveryState::Pending, DeliveryState::Delivered, DeliveryState::Failed];
         let known = all.into_iter().find(|state| state.as_str() == text);
-        known.ok_or_else(|| corrupt("state")(format!("'{text}' is no state of a delivery")))
+        known.ok_or_else(|| corrupt("state")(format!("'{text}' is not a state of a delivery")))
     }
 }
 
@@ -55,11 +55,11 @@ pub struct DeliveryRow {
     pub event: Option<MessageEvent>,
     /// Current state of the message.
     pub state: DeliveryState,
-    /// Number of delivery attempts since it was queued (again).
+    /// Number of delivery attempts since the message was queued (again).
     pub tries: u64,
     /// Time of the next attempt, Unix time in milliseconds; only used while the message is pending.
     pub next_at: i64,
-    /// Time at which it was delivered or abandoned, Unix time in milliseconds.
+    /// Time at which the message was delivered or abandoned, Unix time in milliseconds.
     pub finished_at: Option<i64>,
 }
 
@@ -93,13 +93,13 @@ pub struct MessageEvent {
 /// One attempt to deliver a message.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TryRow {
-    /// Time at which it started, Unix time in milliseconds.
+    /// Time at which the delivery attempt started, Unix time in milliseconds.
     pub time: i64,
-    /// Duration of the attempt, in milliseconds.
+    /// Duration of the delivery attempt, in milliseconds.
     pub duration_ms: u64,
     /// HTTP status of the response; `None` = no response.
     pub status: Option<u16>,
-    /// Why the attempt failed; `None` = it succeeded.
+    /// Why the delivery attempt failed; `None` = it succeeded.
     pub error: Option<String>,
 }
 
@@ -127,12 +127,12 @@ impl Store {
         .fetch_optional(&self.writer)
         .await
         .doing("queue a test message")?
-        // The webhook may have just been deleted.
+        // The webhook may have been deleted since the request was checked.
         .ok_or_else(|| StoreError::NotFound { kind: "webhook", id: webhook.to_string() })?;
         DeliveryRow::read(&row)
     }
 
-    /// Queues a message again with a full number of delivery attempts.
+    /// Queues a message for delivery again, with as many attempts as a new message.
     pub async fn delivery_again(&self, webhook: WebhookId, id: &str, now: i64) -> Result<DeliveryRow, StoreError> {
         let row = sqlx::query(
             "UPDATE deliveries SET state = 'pending', tries = 0, next_at = ?, finished_at = NULL \
@@ -192,7 +192,7 @@ impl Store {
             .bind(id)
             .fetch_all(&self.readers)
             .await
-            .doing("read a message's tries")?
+            .doing("read a message's delivery attempts")?
             .iter()
             .map(|row| {
                 Ok(TryRow {
@@ -207,7 +207,7 @@ impl Store {
 
     /// Returns the webhooks with messages to deliver now; for each, the message that has been due for longest.
     pub async fn deliveries_due(&self, now: i64) -> Result<Vec<(WebhookRow, DeliveryRow)>, StoreError> {
-        let doing = "look for messages to send";
+        let doing = "find messages to deliver";
         let hooks = sqlx::query(
             "SELECT * FROM webhooks WHERE enabled = 1 AND EXISTS (SELECT 1 FROM deliveries INDEXED BY deliveries_due \
              WHERE webhook_id = webhooks.id AND state = 'pending' AND next_at <= ?)",
@@ -237,7 +237,7 @@ impl Store {
 
     /// Records a delivery attempt and the new state of the message, in one transaction.
     pub async fn delivery_tried(&self, id: &str, attempt: TryRow, next: Next, now: i64) -> Result<(), StoreError> {
-        let doing = "note a try";
+        let doing = "record a delivery attempt";
         let TryRow { time, duration_ms, status, error } = attempt;
         let mut tx = self.begin(doing).await?;
         let (state, next_at) = match next {

@@ -8,16 +8,16 @@ use crate::id::JobId;
 use crate::job::State;
 use crate::lifecycle::message::{PausedDetail, QueuedDetail};
 
-/// Status reason of such a paused job.
+/// `status_reason` of a job that is paused because the disk is nearly full.
 pub const DISK_FULL: &str = "disk_full";
 /// Maximum number of jobs that one call changes, because the writer connection must not be held for long.
 const BATCH_SIZE: u32 = 500;
 
 impl Store {
-    /// Pauses queued jobs and requests a pause of running ones. Pending requests of users are not changed. Returns the
-    /// jobs; call again for more.
+    /// Pauses queued jobs and requests a pause of running ones. Pending requests of users are not changed. Returns the changed
+    /// jobs; the caller repeats the call until it returns none.
     pub async fn jobs_pause_disk_full(&self, now: i64) -> Result<Vec<JobId>, StoreError> {
-        let doing = "pause jobs for want of disk space";
+        let doing = "pause jobs for lack of disk space";
         let wanted = "SELECT * FROM jobs WHERE state = 'queued' OR (state = 'running' AND requested IS NULL) LIMIT ?";
         if sqlx::query(wanted).bind(1).fetch_optional(&self.readers).await.doing(doing)?.is_none() {
             return Ok(Vec::new());
@@ -55,13 +55,14 @@ impl Store {
             .bind(BATCH_SIZE)
             .fetch_all(&self.readers)
             .await
-            .doing("look for jobs that wait for disk space")?
+            .doing("look up jobs that wait for disk space")?
             .iter()
             .map(|row| id_column(row, "id"))
             .collect()
     }
 
-    /// Queues such a job again in its old place; false if it is no longer paused for this reason.
+    /// Queues a job that was paused for lack of disk space again, in its old place; false if it is no longer
+    /// paused for this reason.
     pub async fn job_resume_from_disk(&self, id: JobId, now: i64) -> Result<bool, StoreError> {
         let doing = "resume a job that waited for disk space";
         let mut tx = self.begin(doing).await?;

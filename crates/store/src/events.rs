@@ -37,7 +37,7 @@ pub struct EventRow {
 pub struct StepRow {
     /// Number of the optimizer step.
     pub step: u64,
-    /// Whether it belongs to training or to evaluation.
+    /// Whether the metrics belong to training or to evaluation.
     pub kind: SamplePhase,
     /// Time of the report, Unix time in milliseconds.
     pub time: i64,
@@ -262,8 +262,8 @@ async fn event_store(
     Ok(())
 }
 
-/// Groups phases that are recorded in the history as one. Rollout, reward and train alternate every step; their changes are
-/// only in the job's row.
+/// Returns the group of a phase in the history; a change within a group is no event. Rollout, reward and train alternate every
+/// step, so their changes are only in the job's row.
 fn history_group(phase: Phase) -> u8 {
     match phase {
         Phase::Loading => 0,
@@ -289,7 +289,8 @@ async fn samples_store(
         let phase = variant_name(&sample.phase)?;
         if of != Some((sample.step, sample.phase)) {
             of = Some((sample.step, sample.phase));
-            // An evaluation that a former attempt reported just before it ended is reported again.
+            // An evaluation that a former attempt reported just before it ended is reported again by this one, and replaces the
+            // stored one.
             sqlx::query("DELETE FROM samples WHERE job_id = ? AND phase = ? AND step = ? AND attempt < ?")
                 .bind(job.to_string())
                 .bind(&phase)

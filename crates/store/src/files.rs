@@ -9,7 +9,7 @@
 //! initial/JOB/…                           starting files of a job with a warm start
 //! models/…                                models that the server downloaded
 //! staging/…                               incomplete files, links of a backup; emptied at start
-//! scratch/…                               of the server's own workers; each empties its part as it starts
+//! scratch/…                               unpublished files of the server's own workers; each empties its directory at start
 //! ```
 //!
 //! This file is longer than others because no path of the directory is built anywhere else.
@@ -65,21 +65,21 @@ pub enum FilesError {
         #[source]
         source: io::Error,
     },
-    /// There were more bytes than allowed.
+    /// The file has more bytes than allowed.
     #[error("more than {limit_bytes} bytes")]
     TooLarge {
-        /// Maximum size in bytes.
+        /// Maximum size of the file, in bytes.
         limit_bytes: u64,
     },
     /// The name is not a plain file name.
     #[error(transparent)]
     BadName(#[from] BadFileName),
-    /// The uploaded bytes do not match the list of files.
+    /// An uploaded file does not match the checkpoint's list of files.
     #[error("{name}: {what}")]
     Mismatch {
         /// Name of the file.
         name: String,
-        /// How the bytes differ.
+        /// How the file differs from the list.
         what: String,
     },
 }
@@ -117,11 +117,11 @@ pub struct StagedDone {
     path: Unfinished,
     /// Size of the data, in bytes.
     pub size_bytes: u64,
-    /// SHA-256 of its bytes.
+    /// SHA-256 of the file's bytes.
     pub sha256: Sha256Digest,
 }
 
-/// A path that is removed when dropped.
+/// A file or directory that is removed when this value is dropped.
 #[derive(Debug)]
 struct Unfinished(Option<PathBuf>);
 
@@ -138,7 +138,7 @@ impl Unfinished {
 impl Drop for Unfinished {
     fn drop(&mut self) {
         if let Some(path) = &self.0 {
-            // A file that cannot be removed now is removed at the next start.
+            // If the file cannot be removed now, the next server start removes it.
             let _ = fs::remove_file(path);
         }
     }
@@ -247,7 +247,7 @@ impl DataDir {
     /// Runs blocking work on the directory outside the async threads.
     ///
     /// # Errors
-    /// Returns the error of the work, or that it panicked.
+    /// Returns the error of the work, or an error that the work panicked.
     pub async fn in_background<T: Send + 'static>(
         &self,
         work: impl FnOnce(&DataDir) -> Result<T, FilesError> + Send + 'static,
@@ -368,7 +368,7 @@ pub fn hash_file(path: &Path) -> Result<(u64, Sha256Digest), FilesError> {
     Ok((size_bytes, hasher.into()))
 }
 
-/// Returns how long this number of bytes takes at a given rate.
+/// Returns how long it takes to read this number of bytes at a given rate.
 fn time_for(bytes: usize, bytes_per_s: u64) -> Option<Duration> {
     Duration::try_from_secs_f64(bytes as f64 / bytes_per_s as f64).ok()
 }
@@ -386,13 +386,13 @@ pub fn sync_dir(path: &Path) -> Result<(), FilesError> {
 
 /// Returns how many bytes can still be written to the file system of an existing path.
 pub fn free_bytes(path: &Path) -> Result<u64, FilesError> {
-    let found = rustix::fs::statvfs(path).map_err(|error| cannot("ask for the free space of", path)(error.into()))?;
+    let found = rustix::fs::statvfs(path).map_err(|error| cannot("read the free space of", path)(error.into()))?;
     Ok(found.f_bavail.saturating_mul(found.f_frsize))
 }
 
 /// Returns the size in bytes of the file system of an existing path.
 pub fn disk_bytes(path: &Path) -> Result<u64, FilesError> {
-    let found = rustix::fs::statvfs(path).map_err(|error| cannot("ask for the size of", path)(error.into()))?;
+    let found = rustix::fs::statvfs(path).map_err(|error| cannot("read the size of", path)(error.into()))?;
     Ok(found.f_blocks.saturating_mul(found.f_frsize))
 }
 
@@ -444,7 +444,7 @@ fn remove_tree(path: &Path) -> Result<(), FilesError> {
     }
 }
 
-/// Checks that exactly the files of the list exist; `compare` checks the bytes of one file.
+/// Checks that a directory contains exactly the files of the list; `compare` checks the bytes of one file.
 fn verify(
     dir: &Path,
     files: &[FileEntry],
@@ -468,7 +468,7 @@ fn verify(
     for path in entries(dir)? {
         if !expected.contains(&path) {
             let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-            return Err(mismatch(&name, "uploaded but not listed"));
+            return Err(mismatch(&name, "the file was uploaded but is not listed"));
         }
     }
     Ok(())
@@ -482,10 +482,10 @@ pub fn compare_bytes(path: &Path, file: &FileEntry) -> Result<(), FilesError> {
 
 fn compare_sums(file: &FileEntry, size_bytes: u64, sha256: Sha256Digest) -> Result<(), FilesError> {
     if size_bytes != file.size_bytes {
-        return Err(mismatch(&file.name, &format!("{size_bytes} bytes instead of {}", file.size_bytes)));
+        return Err(mismatch(&file.name, &format!("the file has {size_bytes} bytes instead of {}", file.size_bytes)));
     }
     if sha256 != file.sha256 {
-        return Err(mismatch(&file.name, "its SHA-256 is not the listed one"));
+        return Err(mismatch(&file.name, "the SHA-256 of the file is not the listed one"));
     }
     Ok(())
 }

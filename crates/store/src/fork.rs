@@ -40,7 +40,7 @@ impl Store {
         Ok(row)
     }
 
-    /// Returns jobs with a warm start, whose starting files the sweep must keep.
+    /// Returns the jobs with a warm start, whose starting files the cleanup at server start must keep.
     pub async fn warm_start_jobs(&self) -> Result<Vec<JobId>, StoreError> {
         sqlx::query("SELECT id FROM jobs WHERE json_extract(plan, '$.warm_start') IS NOT NULL")
             .fetch_all(&self.readers)
@@ -60,7 +60,7 @@ pub(super) async fn checkpoint_adopt(
     best: bool,
     now: i64,
 ) -> Result<(), StoreError> {
-    let doing = "adopt a checkpoint";
+    let doing = "copy a checkpoint to another job";
     let CheckpointRow {
         step,
         files,

@@ -2,7 +2,7 @@
 //!
 //! Files are examined before rows are read, so a file that gets a row in the meantime is not missed. While a server is running, a
 //! file without a row must also be old, because files are written before rows. An object with a row is removed as an API call would
-//! remove it: the row first, unless something needs it by then.
+//! remove it: the row first, unless something needs the object by then.
 
 mod orphans;
 
@@ -50,9 +50,9 @@ pub struct GcItem {
     pub name: String,
     /// Size of the data, in bytes.
     pub size_bytes: u64,
-    /// Why it is removed, or why it is kept.
+    /// Why garbage collection removes the object, or why it is kept.
     pub reason: String,
-    /// How it is removed; `None` = it is pinned.
+    /// How to remove the object; `None` = it is pinned and stays.
     pub removal: Option<Removal>,
 }
 
@@ -61,7 +61,7 @@ pub struct GcItem {
 pub enum Removal {
     /// A file or directory without a database row.
     Orphan(PathBuf),
-    /// A dataset with its row.
+    /// The file and the database row of a dataset.
     Dataset(DatasetId),
     /// A registered model, and its directory.
     Model(String, PathBuf),
@@ -69,7 +69,7 @@ pub enum Removal {
     Checkpoint(JobId, u64, u64),
 }
 
-/// A dataset or model, and what uses it.
+/// A dataset or model, and the jobs that use it.
 struct InUse {
     id: String,
     name: String,
@@ -77,7 +77,7 @@ struct InUse {
     size_bytes: u64,
     /// Number of jobs that are queued, running or paused.
     live: u64,
-    /// Number of ended jobs whose adapters need it.
+    /// Number of ended jobs whose adapters need the model.
     adapters: u64,
     /// Time of creation, or of the end of the last job that used it, Unix time in milliseconds.
     used_at: i64,
@@ -97,7 +97,7 @@ pub async fn plan(store: &Store, files: &DataDir, rules: GcRules) -> Result<Vec<
                 kind: StorageKind::Checkpoints,
                 name: format!("{job} step {step}"),
                 size_bytes,
-                reason: "its job is over for longer than --retain-checkpoints".to_owned(),
+                reason: "its job ended longer ago than --retain-checkpoints".to_owned(),
                 removal: Some(Removal::Checkpoint(job, step, attempt)),
             });
         }
@@ -129,7 +129,7 @@ pub async fn unused(store: &Store, files: &DataDir, rules: GcRules) -> Result<Ve
     Ok(items)
 }
 
-/// An object with a row, and what uses it.
+/// An object with a database row, and the jobs that use it.
 struct Found {
     kind: StorageKind,
     name: String,
@@ -140,12 +140,13 @@ struct Found {
 }
 
 impl Found {
-    /// Decides whether an object is removed or pinned; `None` = it is merely kept.
+    /// Decides whether garbage collection removes an object or lists it as pinned; `None` = neither, because the object
+    /// is not old enough.
     fn judge(self, now: i64, keep_ms: Option<i64>, removal: Option<Removal>) -> Option<GcItem> {
         let Found { kind, name, size_bytes, live, adapters, used_at } = self;
         let jobs = |number: u64| if number == 1 { "1 job".to_owned() } else { format!("{number} jobs") };
         let (reason, removal) = match keep_ms {
-            _ if live > 0 => (format!("used by {}, queued, running or paused", jobs(live)), None),
+            _ if live > 0 => (format!("in use by {} (queued, running or paused)", jobs(live)), None),
             _ if adapters > 0 => (format!("adapters of {} need it", jobs(adapters)), None),
             Some(keep_ms) if used_at < now - keep_ms => {
                 (format!("no job has used it for longer than --retain-{kind}"), removal)
@@ -217,14 +218,14 @@ impl InUse {
 }
 
 impl Store {
-    /// Returns every dataset with what uses it.
+    /// Returns every dataset with the jobs that use it.
     async fn datasets_in_use(&self) -> Result<Vec<InUse>, StoreError> {
         let sql = "SELECT datasets.id, COALESCE(datasets.name, '') AS name, '' AS source, datasets.size_bytes, 0 AS adapters, \
              COUNT(CASE WHEN jobs.state IN ('queued', 'running', 'paused') THEN 1 END) AS live, \
              MAX(datasets.created_at, COALESCE(MAX(jobs.finished_at), 0)) AS used_at \
              FROM datasets LEFT JOIN job_datasets ON job_datasets.dataset_id = datasets.id \
              LEFT JOIN jobs ON jobs.id = job_datasets.job_id GROUP BY datasets.id ORDER BY datasets.created_at";
-        let rows = sqlx::query(sql).fetch_all(&self.readers).await.doing("look for datasets that jobs use")?;
+        let rows = sqlx::query(sql).fetch_all(&self.readers).await.doing("find datasets that jobs use")?;
         rows.iter().map(InUse::read).collect()
     }
 
@@ -239,7 +240,7 @@ impl Store {
              WHERE substr(models.source, 1, length(?1)) = ?1 GROUP BY models.id ORDER BY models.created_at";
         let folder = format!("{}/", folder.display());
         let rows = sqlx::query(sql).bind(folder).fetch_all(&self.readers).await;
-        rows.doing("look for models that jobs use")?.iter().map(InUse::read).collect()
+        rows.doing("find models that jobs use")?.iter().map(InUse::read).collect()
     }
 
     /// Returns job, step, attempt and size in bytes of each unpinned checkpoint of jobs that finished before this time.

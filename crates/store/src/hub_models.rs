@@ -20,7 +20,7 @@ pub const READY: &str = "ready";
 pub struct NewHubModel {
     /// Name by which jobs refer to the model.
     pub id: String,
-    /// Directory of its files, also before they are downloaded.
+    /// Directory of the model's files, also before they are downloaded.
     pub source: String,
     /// SHA-256 over the model's files, known before they are downloaded.
     pub sha256: String,
@@ -30,7 +30,7 @@ pub struct NewHubModel {
     pub owner: String,
     /// Repository and commit of the model.
     pub origin: HubOrigin,
-    /// Whether its files are already downloaded.
+    /// Whether the model's files are already downloaded.
     pub is_ready: bool,
 }
 
@@ -84,7 +84,7 @@ impl Store {
         sqlx::query("SELECT * FROM models WHERE state = 'downloading' ORDER BY created_at, id")
             .fetch_all(&self.readers)
             .await
-            .doing("look for downloads")?
+            .doing("find downloads of models")?
             .iter()
             .map(ModelRow::read)
             .collect()
@@ -96,13 +96,13 @@ impl Store {
             .bind(source)
             .fetch_optional(&self.readers)
             .await
-            .doing("look for models")?;
+            .doing("find models")?;
         Ok(found.is_some())
     }
 
     /// Reports a download's progress to the jobs that wait for the model, by an event `model.downloading`.
     pub async fn hub_model_progress(&self, id: &str, progress: &Value, now: i64) -> Result<(), StoreError> {
-        let doing = "note a download's progress";
+        let doing = "report a download's progress";
         let mut tx = self.begin(doing).await?;
         let waiting = waiting_jobs(&mut tx, id).await?;
         for job in &waiting {
@@ -116,7 +116,7 @@ impl Store {
     /// Marks a model as ready, after all files were verified; waiting jobs can start. False if the model was deleted in the
     /// meantime, or is a different one now.
     pub async fn hub_model_ready(&self, id: &str, commit: &str, card: &Value, now: i64) -> Result<bool, StoreError> {
-        let doing = "note that a model is ready";
+        let doing = "mark a model as ready";
         let mut tx = self.begin(doing).await?;
         let done = sqlx::query(
             "UPDATE models SET state = 'ready', problem = NULL, card = ? WHERE id = ? AND commit_sha = ? AND state = 'downloading'",
@@ -148,7 +148,7 @@ impl Store {
 
     /// Marks a download as failed; jobs that wait for the model fail with this problem.
     pub async fn hub_model_failed(&self, id: &str, commit: &str, problem: &str, now: i64) -> Result<(), StoreError> {
-        let doing = "note that a download failed";
+        let doing = "mark a download as failed";
         let mut tx = self.begin(doing).await?;
         let done = sqlx::query(
             "UPDATE models SET state = 'failed', problem = ? WHERE id = ? AND commit_sha = ? AND state = 'downloading'",
@@ -187,7 +187,7 @@ async fn waiting_jobs(tx: &mut SqliteConnection, id: &str) -> Result<Vec<JobRow>
         .bind(id)
         .fetch_all(tx)
         .await
-        .doing("look for jobs that wait for a model")?
+        .doing("find jobs that wait for a model")?
         .iter()
         .map(JobRow::read)
         .collect()

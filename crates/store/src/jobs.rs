@@ -32,7 +32,7 @@ pub struct NewJob<'a> {
     pub plan: &'a Plan,
     /// Secrets by reward name; never returned by the API.
     pub secrets: &'a BTreeMap<String, RewardSecrets>,
-    /// Id of the job that it was created from.
+    /// Id of the job that this job was created from.
     pub parent: Option<JobId>,
     /// Priority in the queue; higher first, 0 by default.
     pub priority: i64,
@@ -59,9 +59,9 @@ pub struct JobRow {
     pub status_reason: Option<String>,
     /// Priority in the queue; higher first.
     pub priority: i64,
-    /// Sequence number (`seq`) of its latest event.
+    /// Sequence number (`seq`) of the job's latest event.
     pub last_seq: i64,
-    /// Number of claims so far.
+    /// Number of times that a worker claimed the job.
     pub attempt: u64,
     /// Number of consecutive failed attempts without progress.
     pub failed_attempts: u32,
@@ -71,7 +71,7 @@ pub struct JobRow {
     pub memory_bytes: Option<u64>,
     /// Number of consecutive claims that ended with a server error.
     pub server_errors: u32,
-    /// Id of the worker that runs it.
+    /// Id of the worker that runs the job.
     pub worker: Option<WorkerId>,
     /// Time at which the claim expires, Unix time in milliseconds.
     pub lease_until: Option<i64>,
@@ -91,7 +91,7 @@ pub struct JobRow {
     pub failure: Option<Failure>,
     /// Why the job ended before its last step.
     pub ending: Option<Ending>,
-    /// Id of the job that it was created from.
+    /// Id of the job that this job was created from.
     pub parent: Option<JobId>,
     /// Owner; empty = the operator.
     pub owner: String,
@@ -252,14 +252,14 @@ impl Store {
         .bind(id.to_string())
         .fetch_optional(&mut *tx)
         .await
-        .doing("look for a job's datasets")?;
+        .doing("look up a job's datasets")?;
         if let Some(id) = missing {
             return Err(StoreError::NotFound { kind: "dataset", id });
         }
         let row = job_row(tx, id).await?;
         let data = QueuedDetail { model: Some(row.model.clone()), parent, from_step, ..QueuedDetail::default() };
         event_insert(tx, id, "job.created", now, data).await?;
-        // Read again, because the event changed the row.
+        // The insertion of the event changed the row, so the job is read again.
         job_row(tx, id).await
     }
 

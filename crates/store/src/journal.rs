@@ -109,7 +109,7 @@ async fn append(
             callback_change(tx, id, CallbackChange::Accepted(accepted)).await?;
         }
         JournalEntry::Answer { key, id, answer, .. } => {
-            // The first answer is kept, because it was acted on.
+            // The first recorded answer is kept, because the run has already used it.
             let done = sqlx::query(
                 "UPDATE journal SET answer = COALESCE(answer, ?), body = NULL \
                  WHERE job_id = ? AND key = ? AND request_id = ?",

@@ -22,11 +22,11 @@ pub enum KeyBegin {
     InFlight,
 }
 
-/// How long a response is stored, in milliseconds.
+/// How long the response to a request with an idempotency key is stored, in milliseconds.
 const RETENTION_MS: i64 = 24 * 60 * 60 * 1000;
 
 impl Store {
-    /// Looks up a key and reserves it if it is new. `route` is method and path.
+    /// Looks up an idempotency key and reserves it if it is new. `route` is method and path.
     pub async fn key_begin(&self, route: &str, key: &str, body_sha256: &str, now: i64) -> Result<KeyBegin, StoreError> {
         let doing = "look up an idempotency key";
         let mut tx = self.begin(doing).await?;
@@ -70,7 +70,7 @@ impl Store {
         Ok(KeyBegin::New)
     }
 
-    /// Stores the response to a request.
+    /// Stores the response to a request with an idempotency key.
     pub async fn key_complete(
         &self,
         route: &str,
@@ -87,11 +87,11 @@ impl Store {
             .bind(key)
             .execute(&self.writer)
             .await
-            .doing("store the answer of an idempotency key")?;
+            .doing("store the response of an idempotency key")?;
         Ok(())
     }
 
-    /// Frees a key whose request failed.
+    /// Frees the idempotency key of a request that failed, so that it can be used again.
     pub async fn key_abandon(&self, route: &str, key: &str) -> Result<(), StoreError> {
         sqlx::query("DELETE FROM idempotency_keys WHERE route = ? AND key = ? AND status IS NULL")
             .bind(route)
@@ -102,7 +102,7 @@ impl Store {
         Ok(())
     }
 
-    /// Frees the keys of requests that were in flight when the former server ended. Called at start.
+    /// Frees the idempotency keys of requests that were in flight when the former server ended. Called at start.
     pub async fn keys_free_in_flight(&self) -> Result<(), StoreError> {
         sqlx::query("DELETE FROM idempotency_keys WHERE status IS NULL")
             .execute(&self.writer)
@@ -111,7 +111,7 @@ impl Store {
         Ok(())
     }
 
-    /// Removes keys older than 24 hours.
+    /// Removes idempotency keys older than 24 hours.
     pub async fn keys_expire(&self, now: i64) -> Result<(), StoreError> {
         sqlx::query("DELETE FROM idempotency_keys WHERE created_at < ?")
             .bind(now.saturating_sub(RETENTION_MS))

@@ -33,7 +33,10 @@ impl LeaseWatch {
         let went = steady_ms - self.steady_ms;
         let set_by = wall_ms - self.wall_ms - went;
         if went > MIN_UNAVAILABLE_MS || set_by.abs() > MIN_CLOCK_JUMP_MS {
-            tracing::warn!(target: "rlood::serve::leases", away_ms = went, clock_set_by_ms = set_by, "every claim gets a whole lease");
+            tracing::warn!(
+                target: "rlood::serve::leases", away_ms = went, clock_set_by_ms = set_by,
+                "every lease is renewed, because the server was unavailable or the clock was set"
+            );
             store.leases_renew(wall_ms, self.lease_ms).await?;
         }
         (self.wall_ms, self.steady_ms) = (wall_ms, steady_ms);

@@ -113,7 +113,7 @@ pub struct Store {
     judges: bool,
 }
 
-/// Errors of the store.
+/// Errors of the database layer.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
     /// The database file cannot be opened or created.
@@ -150,7 +150,7 @@ pub enum StoreError {
     },
     /// The database lacks migrations that this rlood requires.
     #[error(
-        "the database is of an older rlood (without migration {missing}): use that rlood, or let `rlood serve` of this one bring it up to date"
+        "the database was written by an older rlood (it lacks migration {missing}): use that one, or migrate it with `rlood serve`"
     )]
     Older {
         /// Number of the first missing migration.
@@ -191,13 +191,13 @@ pub enum StoreError {
         id: String,
     },
     /// The object cannot be deleted while jobs use it.
-    #[error("the {kind} '{id}' is used by {} that are not over", count_of_jobs(.jobs))]
+    #[error("the {kind} '{id}' is used by {} that have not ended", count_of_jobs(.jobs))]
     InUse {
         /// Kind of object: `dataset` or `model`.
         kind: &'static str,
         /// Requested id of the object.
         id: String,
-        /// Jobs that use it, oldest first (at most 20).
+        /// Jobs that use the object, oldest first (at most 20).
         jobs: Vec<JobId>,
     },
     /// The job's state does not allow the action; [`State::actions`] lists those that it allows.
@@ -209,10 +209,10 @@ pub enum StoreError {
         action: Action,
     },
     /// The attempt no longer owns the job.
-    #[error("the claim is lost: this attempt does not own the job any more")]
+    #[error("the claim is lost: this attempt no longer owns the job")]
     LeaseLost,
     /// The page cursor was not created by this server.
-    #[error("the cursor is not one of this list: start again without 'after'")]
+    #[error("the cursor does not belong to this list: start again without 'after'")]
     BadCursor,
 }
 
@@ -274,9 +274,9 @@ pub fn clock_ms() -> i64 {
 /// Number of connections for expensive searches, so that no other query waits for them.
 const SEARCH_CONNECTIONS: u32 = 2;
 
-/// Number of pages in the log from which it is checkpointed: 4 MiB.
+/// Number of pages in the write-ahead log from which the background task checkpoints it: 4 MiB.
 const CHECKPOINT_PAGES: i64 = 1000;
-/// Number of pages in the log at which the writer itself checkpoints it, if the background task has not.
+/// Number of pages in the write-ahead log at which the writer itself checkpoints it, if the background task has not.
 const MAX_LOG_PAGES: &str = "16384";
 
 /// Before this version a WAL database can be corrupted when a checkpoint coincides with a reset of the log.
@@ -299,7 +299,7 @@ impl Store {
         let writer = pool
             .clone()
             .max_connections(1)
-            // Resets the setting of the previous user of the connection.
+            // The previous user of the connection may have lowered `synchronous`, so it is set again.
             .before_acquire(|writer, _| {
                 Box::pin(async move { sqlx::query("PRAGMA synchronous = FULL").execute(writer).await.map(|_| true) })
             })
@@ -331,10 +331,13 @@ impl Store {
         self.writer.close().await;
     }
 
-    /// Checks that both pools work, for `/readyz`.
+    /// Checks that both connection pools (writer and readers) work, for `/readyz`.
     pub async fn ping(&self) -> Result<(), StoreError> {
         sqlx::query("SELECT 1 FROM jobs LIMIT 1").execute(&self.readers).await.doing("read the database")?;
-        sqlx::query("SELECT 1 FROM jobs LIMIT 1").execute(&self.writer).await.doing("reach the writer")?;
+        sqlx::query("SELECT 1 FROM jobs LIMIT 1")
+            .execute(&self.writer)
+            .await
+            .doing("reach the database's writer connection")?;
         Ok(())
     }
 
@@ -350,7 +353,7 @@ impl Store {
         self.changes.queue.subscribe()
     }
 
-    /// Returns the same store; with `judges`, a job that succeeds and has an evaluation gets a verdict unless its
+    /// Returns the same store. With `judges`, a job that succeeds and has an evaluation gets a verdict unless its
     /// settings turn that off.
     #[must_use]
     pub fn with_verdicts(mut self, judges: bool) -> Self {
@@ -382,8 +385,8 @@ impl Store {
         self.writer.begin_with("PRAGMA synchronous = NORMAL; BEGIN IMMEDIATE").await.doing(doing)
     }
 
-    /// Checkpoints the write-ahead log when it has grown, in parallel with the writer. Otherwise one request in a
-    /// hundred would have to.
+    /// Checkpoints the write-ahead log when it has grown, in parallel with the writer. Otherwise about one write in a hundred would
+    /// have to checkpoint it and take longer.
     pub async fn log_checkpoint(&self) -> Result<(), StoreError> {
         let doing = "checkpoint the database's log";
         let (_, pages, folded): (i64, i64, i64) =
@@ -412,7 +415,7 @@ impl Store {
 
     fn notify(&self, change: JobChange) {
         let job = change.id;
-        // An error means that there are no subscribers.
+        // Sending fails only if there are no subscribers, and then there is nothing to do.
         let _ = self.changes.all.send(change);
         let mut jobs = self.changes.jobs.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(sender) = jobs.get(&job) else { return };
@@ -455,7 +458,7 @@ pub async fn sqlite_version() -> Result<String, StoreError> {
     if let Some(found) = FOUND.get() {
         return Ok(found.clone());
     }
-    let doing = "ask SQLite for its version";
+    let doing = "read SQLite's version";
     let mut memory = SqliteConnection::connect_with(&SqliteConnectOptions::new().in_memory(true)).await.doing(doing)?;
     let found: String = sqlx::query_scalar("SELECT sqlite_version()").fetch_one(&mut memory).await.doing(doing)?;
     if is_new_enough(&found) {

@@ -41,8 +41,8 @@ pub const BESIDE_JOBS: &str = "SELECT jobs.id, state = 'queued' AS queued, prior
      CASE WHEN ending IS NOT NULL THEN (SELECT json_group_array(json_array(id, step, best)) FROM \
        (SELECT id, step, best FROM checkpoints WHERE job_id = jobs.id ORDER BY step DESC)) END AS checkpoints \
      FROM json_each(?) AS wanted CROSS JOIN jobs ON jobs.id = wanted.value";
-/// Counts queued jobs between two positions, computed by `stretch`. One index covers the query; it is named so that the planner
-/// does not read rows.
+/// Counts the queued jobs between two positions of the queue, whose bounds `stretch` computes. One index covers the query; it is
+/// named so that the planner does not read rows.
 pub const BETWEEN_IN_QUEUE: &str = "SELECT \
      (SELECT COUNT(*) FROM jobs INDEXED BY jobs_queue WHERE state = 'queued' \
        AND priority = stretch.value ->> 0 AND queue_order > stretch.value ->> 1) + \
@@ -52,7 +52,8 @@ pub const BETWEEN_IN_QUEUE: &str = "SELECT \
        AND priority = stretch.value ->> 4 AND queue_order > stretch.value ->> 5 AND queue_order <= stretch.value ->> 6) \
      FROM json_each(?) AS stretch ORDER BY stretch.key";
 
-/// Returns the statement of one page. Several conditions are evaluated in an index that has all the columns.
+/// Returns the SQL statement for one page of jobs. If a filter has several conditions, an index that covers all
+/// their columns evaluates them.
 pub fn list_query(filter: &JobFilter, after: Option<&(i64, String)>, limit: u32) -> QueryBuilder<Sqlite> {
     let JobFilter { state, model, metadata, owner } = filter;
     let conditions = [state.map(|state| ("state", state.as_str())), pair("model", model), pair("owner", owner)];
@@ -122,7 +123,7 @@ impl Store {
         Ok(page(data, limit, |job| cursor("jobs", [&job.created_at.to_string(), &job.id.to_string()])))
     }
 
-    /// Returns the additional data of these jobs; deleted jobs are left out.
+    /// Returns the additional data of these jobs, which is not in their rows; deleted jobs are left out.
     pub async fn jobs_beside(&self, ids: &[JobId]) -> Result<HashMap<JobId, JobBeside>, StoreError> {
         let doing = "read the additional data of jobs";
         let mut reader = self.readers.begin().await.doing(doing)?;
@@ -200,9 +201,9 @@ async fn positions(
     Ok(counted.collect())
 }
 
-/// Returns the bounds between one position (exclusive; `None` = the front) and another (inclusive): the rest of the first
-/// one's priority `[priority, after order]`, the priorities between `[lowest, highest]`, and the second one's `[priority,
-/// after order, up to order]`.
+/// Returns the three ranges of the queue between one position (exclusive; `None` = the front) and a later one (inclusive): the rest
+/// of the first position's priority `[priority, after order]`, all priorities between `[lowest, highest]`, and the beginning of the
+/// later position's priority `[priority, after order, up to order]`.
 fn stretch(from: Option<(i64, i64)>, (priority, order): (i64, i64)) -> [i64; 7] {
     match from {
         Some((same, after)) if same == priority => [priority, i64::MAX, 1, 0, priority, after, order],

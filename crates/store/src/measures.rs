@@ -26,7 +26,7 @@ pub struct Measures {
 }
 
 impl Store {
-    /// Reads all of these numbers.
+    /// Reads all numbers of the database for the server's metrics.
     pub async fn measures(&self) -> Result<Measures, StoreError> {
         let doing = "take measurements";
         let row = sqlx::query(

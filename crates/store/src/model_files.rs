@@ -6,14 +6,14 @@ use crate::protocol::FileEntry;
 /// The files of a model's directory, as they were when they were hashed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ModelFilesRow {
-    /// Digest of names, sizes and modification times at that time.
+    /// Digest of the files' names, sizes and modification times when they were hashed.
     pub stamp: String,
-    /// The files with their hashes.
+    /// The files of the model with their hashes.
     pub files: Vec<FileEntry>,
 }
 
 impl Store {
-    /// Returns the stored list of a model's directory, if there is one.
+    /// Returns the stored file list of a model's directory, if there is one.
     pub async fn model_files_get(&self, source: &str) -> Result<Option<ModelFilesRow>, StoreError> {
         let row = sqlx::query("SELECT stamp, files FROM model_files WHERE source = ?")
             .bind(source)
@@ -24,9 +24,9 @@ impl Store {
             .transpose()
     }
 
-    /// Stores the list of a model's directory, and removes lists of directories without a registered model.
+    /// Stores the file list of a model's directory, and removes the lists of directories without a registered model.
     pub async fn model_files_put(&self, source: &str, stamp: &str, files: &[FileEntry]) -> Result<(), StoreError> {
-        let doing = "keep the files of a model";
+        let doing = "store the files of a model";
         let mut tx = self.begin(doing).await?;
         sqlx::query("DELETE FROM model_files WHERE source NOT IN (SELECT source FROM models)")
             .execute(&mut *tx)

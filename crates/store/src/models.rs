@@ -10,7 +10,7 @@ use super::{Doing, Newest, Page, Store, StoreError, column, count_column, id_col
 pub struct ModelRow {
     /// Id of the model, such as `org/name`.
     pub id: String,
-    /// Absolute path of its directory.
+    /// Absolute path of the model's directory.
     pub source: String,
     /// State: `ready`; for a hub model also `downloading` and `failed`.
     pub state: String,
@@ -22,9 +22,9 @@ pub struct ModelRow {
     pub owner: String,
     /// Time of registration, Unix time in milliseconds.
     pub created_at: i64,
-    /// Repository that it was downloaded from; `None` = a local directory was registered.
+    /// Repository that the model was downloaded from; `None` = a local directory was registered.
     pub hub: Option<HubOrigin>,
-    /// Why its download failed.
+    /// Why the download of the model failed.
     pub problem: Option<String>,
 }
 
@@ -54,7 +54,7 @@ impl HubOrigin {
 pub struct NewModel {
     /// Id of the model, such as `org/name`.
     pub id: String,
-    /// Absolute path of its directory.
+    /// Absolute path of the model's directory.
     pub source: String,
     /// SHA-256 over config, weights and tokenizer.
     pub sha256: String,

@@ -1,4 +1,4 @@
-//! State changes: a user's actions on a job (cancel, pause, resume), and the single statement that leaves a state.
+//! State changes: a user's actions on a job (cancel, pause, resume), and the single SQL statement that moves a job out of a state.
 
 use serde::Serialize;
 use serde_json::json;
@@ -31,11 +31,12 @@ impl Store {
     }
 
     async fn job_act(&self, id: JobId, action: Action, now: i64) -> Result<JobRow, StoreError> {
-        let doing = "move a job";
+        let doing = "change the state of a job";
         let mut tx = self.begin(doing).await?;
         let row = job_row(&mut tx, id).await?;
         match (action, row.state, row.requested) {
-            // A job that paused automatically would resume automatically. Now the pause is the user's, and stays.
+            // The server resumes a job that paused automatically. After this request the pause is the user's, so only the user ends
+            // it.
             (Action::Pause, State::Paused, _) if row.status_reason.is_some() => {
                 sqlx::query("UPDATE jobs SET status_reason = NULL WHERE id = ?")
                     .bind(id.to_string())
@@ -47,7 +48,7 @@ impl Store {
             (Action::Pause, State::Running, Some(Requested::Pause)) if row.requested_reason.is_some() => {
                 job_mark(&mut tx, id, Some("pause"), "job.pause_requested", now).await?;
             }
-            // Nothing to do: the job is in this state, or the request is pending.
+            // Nothing to do: the job is already in the requested state, or the request is pending.
             (Action::Cancel, State::Cancelled, _)
             | (Action::Cancel, State::Running, Some(Requested::Cancel))
             | (Action::Pause, State::Paused, _)
@@ -130,7 +131,7 @@ pub(super) async fn job_transition(
     now: i64,
 ) -> Result<(), StoreError> {
     let Transition { to, status_reason, failure, failed_attempts } = transition;
-    // The progress of this attempt is kept after its end.
+    // The progress of the attempt that ends here stays in the job's row.
     let (reached, failed_attempts) = if row.state == State::Running {
         let (progressed, reached) = progress(tx, row).await?;
         (Some(to_json("reached", &reached)?), failed_attempts.or(progressed.then_some(0)))
@@ -154,7 +155,7 @@ pub(super) async fn job_transition(
     .bind(int(row.attempt))
     .fetch_optional(&mut *tx)
     .await
-    .doing("move a job")?;
+    .doing("change the state of a job")?;
     if moved.is_none() {
         return Err(StoreError::LeaseLost);
     }
@@ -175,7 +176,7 @@ async fn job_mark(
         .bind(id.to_string())
         .execute(&mut *tx)
         .await
-        .doing("mark a job")?;
+        .doing("request a job's cancel or pause")?;
     event_insert(tx, id, event, now, json!({})).await?;
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! Publication of a checkpoint: its files first, then the row that names them.
+//! Publication of a checkpoint: its files first, then the database row that names them.
 
 use rlood_types::causes::with_causes;
 
@@ -21,8 +21,8 @@ pub enum PublishError {
     Stopped(std::io::Error),
 }
 
-/// Moves the uploaded files to their final path first, then inserts the row that names them, and finally removes what that
-/// replaces. A call whose response was lost can be repeated.
+/// Publishes a checkpoint: moves the uploaded files to their final path, then inserts the row that names them, and finally removes
+/// the directories of rotated checkpoints. A call whose response was lost can be repeated.
 ///
 /// # Errors
 /// Fails if the attempt does not own the job, the files do not match the list, or the database or the data
@@ -35,7 +35,7 @@ pub async fn publish_checkpoint(
 ) -> Result<CheckpointId, PublishError> {
     let PublishCheckpoint { job, attempt, step, files, .. } = checkpoint;
     store.claim_check(job, attempt).await?;
-    // The response to the first call was lost.
+    // The worker repeats this call if the response to the first one was lost.
     let rows = store.checkpoint_list(job).await?;
     if let Some(row) = rows.iter().find(|row| (row.step, row.attempt) == (step, attempt) && row.files == files) {
         return Ok(row.id);
@@ -54,7 +54,7 @@ pub async fn publish_checkpoint(
     data.checkpoint_published(job, step, attempt);
     fail_point!("publish.published").map_err(PublishError::Stopped)?;
     let removed = publication.removed;
-    // The new checkpoint is published. A directory that cannot be removed now is removed at the next start.
+    // The new checkpoint is published by now. A rotated directory that cannot be removed is removed at the next start.
     let swept = data.in_background(move |data| {
         removed.iter().try_for_each(|old| data.checkpoint_remove(old.job, old.step, old.attempt))
     });

@@ -5,7 +5,7 @@ use rlood_types::task::TaskState;
 use crate::files::{DataDir, FilesError};
 use crate::{Store, StoreError, TaskKind};
 
-/// Why the next server cannot start.
+/// Why a server cannot recover the data directory and therefore cannot start.
 #[derive(Debug, thiserror::Error)]
 pub enum RecoveryError {
     /// The data directory cannot be used.
@@ -24,7 +24,7 @@ pub enum RecoveryError {
 pub async fn recover(store: &Store, files: &DataDir, lease_ms: i64, now: i64) -> Result<(), RecoveryError> {
     store.keys_free_in_flight().await?;
     for job in store.workers_forget_children(now).await? {
-        tracing::warn!(target: "rlood::serve", %job, "the job's worker died with the former server; it is queued again");
+        tracing::warn!(target: "rlood::serve", %job, "the job's worker ended with the former server; the job is queued again");
     }
     store.tasks_requeue().await?;
     // Manually started workers may still be running, so they get time to reconnect.
@@ -46,14 +46,14 @@ pub async fn recover(store: &Store, files: &DataDir, lease_ms: i64, now: i64) ->
     Ok(())
 }
 
-/// Removes files of exports that no row names, and exports whose files are gone: a backup does not hold them.
+/// Removes files of exports that no row names, and rows of exports whose files are gone: a backup does not contain these files.
 async fn recover_exports(store: &Store, files: &DataDir) -> Result<(), RecoveryError> {
     let exports = store.task_list_all(TaskKind::Export).await?;
     let ids: Vec<String> = exports.iter().map(|export| export.id.clone()).collect();
     files.export_sweep(&ids)?;
     for export in exports {
         if export.state == TaskState::Succeeded && !files.export_dir(&export.id).is_dir() {
-            tracing::warn!(target: "rlood::serve", export = export.id, "the files of the export are gone; it is removed");
+            tracing::warn!(target: "rlood::serve", export = export.id, "the files of the export are gone; its row is removed");
             store.task_delete(TaskKind::Export, &export.id).await?;
         }
     }

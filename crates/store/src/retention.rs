@@ -15,7 +15,7 @@ pub enum Leftover {
     Samples,
     /// Metrics of every optimizer step.
     Metrics,
-    /// Log lines of its workers.
+    /// Log lines of the job's workers.
     Logs,
     /// Completions and reward answers since the last checkpoint, which a retry uses.
     Journal,
@@ -53,7 +53,7 @@ impl Store {
     /// Removes some data of jobs that ended before this time (Unix time in milliseconds); returns the number of
     /// rows. 0 = nothing is left.
     pub async fn leftovers_remove(&self, what: Leftover, finished_before: i64) -> Result<u64, StoreError> {
-        let doing = "remove what finished jobs left";
+        let doing = "remove data of ended jobs";
         let (find, remove) = what.statements();
         let job: Option<String> =
             sqlx::query_scalar(find).bind(finished_before).fetch_optional(&self.readers).await.doing(doing)?;
@@ -65,7 +65,7 @@ impl Store {
     /// Deletes the rows of the unpinned checkpoints of one job that ended before this time; the caller then removes their
     /// directories. Empty = there is no such job any more.
     pub async fn leftover_checkpoints_remove(&self, finished_before: i64) -> Result<Vec<CheckpointRow>, StoreError> {
-        let doing = "remove checkpoints of finished jobs";
+        let doing = "remove checkpoints of ended jobs";
         let job: Option<String> = sqlx::query_scalar(
             "SELECT id FROM jobs WHERE finished_at < ? \
              AND EXISTS (SELECT 1 FROM checkpoints WHERE job_id = jobs.id AND pinned = 0) LIMIT 1",
@@ -92,7 +92,7 @@ impl Store {
             .bind(BATCH_SIZE)
             .execute(&self.writer)
             .await
-            .doing("remove old entries of the record of changes")?;
+            .doing("remove old entries of the audit log")?;
         Ok(removed.rows_affected())
     }
 

@@ -11,7 +11,7 @@ use super::{CheckpointRow, Doing, Store, StoreError};
 use crate::id::JobId;
 use crate::job::Action;
 
-/// The state that a retry takes over from the old job.
+/// The part of the old job's state with which a retry begins.
 #[derive(Debug, Clone, Default)]
 pub struct Continuation {
     /// The old job's checkpoints, newest first; their files are in the new job's directory as attempt 0. The new job starts from

@@ -28,7 +28,7 @@ pub struct RewardHealthRow {
     pub attempt: u64,
     /// Time of the report, Unix time in milliseconds.
     pub time: i64,
-    /// The reward and its counts.
+    /// Name and statistics of the reward.
     pub report: RewardReport,
 }
 
@@ -69,7 +69,7 @@ impl Store {
             .bind(job.to_string())
             .fetch_all(&self.readers)
             .await
-            .doing("read how rewards do")?
+            .doing("read statistics of rewards")?
             .iter()
             .map(RewardHealthRow::read)
             .collect()
@@ -93,7 +93,7 @@ impl Store {
             .bind(limit)
             .fetch_all(&self.readers)
             .await
-            .doing("read how rewards do")?
+            .doing("read statistics of rewards")?
             .iter()
             .map(RewardHealthRow::read)
             .collect()

@@ -11,7 +11,7 @@ use sqlx::{Row, Sqlite};
 use super::StoreError;
 use crate::id::IdError;
 
-/// Adds the purpose of a statement to its error.
+/// Adds the purpose of an SQL statement to its error.
 pub(super) trait Doing<T> {
     fn doing(self, doing: &'static str) -> Result<T, StoreError>;
 }
@@ -66,7 +66,7 @@ pub(super) fn variant_column<T: DeserializeOwned>(
 pub(super) fn variant_name<T: Serialize>(value: &T) -> Result<String, StoreError> {
     match serde_json::to_value(value).map_err(corrupt("word"))? {
         Value::String(word) => Ok(word),
-        other => Err(corrupt("word")(format!("{other} is not a word"))),
+        other => Err(corrupt("word")(format!("{other} is not a text"))),
     }
 }
 

@@ -25,7 +25,7 @@ use crate::id::JobId;
 pub struct SampleRow {
     /// Number of the row, ascending in the order of arrival.
     pub id: i64,
-    /// The sample as it was stored.
+    /// The sample as the worker reported it.
     pub sample: Sample,
 }
 
@@ -44,13 +44,13 @@ pub enum SampleSort {
 /// Filter and order of samples; `None` = any.
 #[derive(Debug, Clone, Default)]
 pub struct SampleQuery {
-    /// First step to return.
+    /// First step whose samples are returned.
     pub min_step: Option<u64>,
-    /// Last step to return.
+    /// Last step whose samples are returned.
     pub max_step: Option<u64>,
-    /// Only training, or only evaluation.
+    /// Only samples of training, or only those of evaluations.
     pub phase: Option<SamplePhase>,
-    /// Only this dataset row: `row_N`.
+    /// Only samples of this dataset row: `row_N`.
     pub prompt_id: Option<String>,
     /// Only samples of this group.
     pub group_id: Option<String>,
@@ -111,7 +111,7 @@ impl SampleQuery {
 pub struct SamplesRemoved {
     /// Number of removed samples.
     pub samples: u64,
-    /// Their former size, in bytes.
+    /// Former size of the removed samples, in bytes.
     pub size_bytes: u64,
     /// Last training step (inclusive) with removed samples.
     pub to_step: Option<u64>,
@@ -171,8 +171,8 @@ impl Store {
         Ok(Page { data: found.into_iter().map(|(_, row)| row).collect(), next })
     }
 
-    /// Appends rows in order until `found` has `enough`; `scored` selects rows with a reward, rows without, or both. Returns the
-    /// reward and the id of the row at which it ended early.
+    /// Appends matching samples in order until `found` has `enough` of them; `scored` selects samples with a reward, samples
+    /// without one, or both. Returns the reward and the id of the row at which a search ended early.
     async fn sample_scan(
         &self,
         job: JobId,
@@ -230,7 +230,7 @@ impl Store {
         .bind(job.to_string())
         .fetch_optional(&self.readers)
         .await
-        .doing("read what was removed of samples")?
+        .doing("read the number of removed samples")?
         .as_ref()
         .map(SamplesRemoved::read)
         .transpose()
@@ -308,8 +308,8 @@ impl Store {
     }
 }
 
-/// Iterates over every row that the order's index leads to. A search also reads the rows that do not match, without their samples,
-/// so that it knows its position. Its connection ends the query when the rows are no longer consumed.
+/// Iterates over the rows of samples in the order of an index. A search also reads the rows that do not match, without their
+/// samples, so that it knows its position. The query on its connection ends when the caller stops reading rows.
 fn scan(
     job: JobId,
     query: &SampleQuery,

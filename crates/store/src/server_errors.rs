@@ -58,7 +58,7 @@ impl Store {
         Ok(())
     }
 
-    /// Resets the count of consecutive errors, after a complete claim.
+    /// Resets a job's count of consecutive server errors, after the job was handed out without one.
     pub async fn claim_completed(&self, job: JobId, attempt: u64) -> Result<(), StoreError> {
         sqlx::query("UPDATE jobs SET server_errors = 0 WHERE id = ? AND attempt = ? AND server_errors > 0")
             .bind(job.to_string())
@@ -71,11 +71,11 @@ impl Store {
 
     /// Returns when the next job that waits after a server error is due, Unix time in milliseconds; `None` = no job waits.
     pub async fn claim_due(&self, now: i64) -> Result<Option<i64>, StoreError> {
-        sqlx::query_scalar(NEXT_DUE).bind(now).fetch_one(&self.readers).await.doing("look for jobs that wait")
+        sqlx::query_scalar(NEXT_DUE).bind(now).fetch_one(&self.readers).await.doing("find jobs that wait")
     }
 }
 
-/// Returns the pause after this number of consecutive errors, in milliseconds.
+/// Returns the pause of a job after this number of consecutive server errors, in milliseconds.
 fn pause_ms(errors: u32) -> i64 {
     let doublings = errors.saturating_sub(1).min(16);
     (FIRST_PAUSE_MS << doublings).min(LONGEST_PAUSE_MS)

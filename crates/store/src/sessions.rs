@@ -53,7 +53,7 @@ impl Store {
 
     /// Returns the session with this hash, if it has not expired.
     pub async fn session_find(&self, sha256: &[u8], now: i64) -> Result<Option<SessionRow>, StoreError> {
-        let doing = "look for a session";
+        let doing = "look up a session";
         let row =
             sqlx::query("SELECT key_id, operator_sha256, expires_at FROM sessions WHERE sha256 = ? AND expires_at > ?")
                 .bind(sha256)
@@ -99,7 +99,7 @@ impl Store {
             .bind(now)
             .execute(&self.writer)
             .await
-            .doing("remove old sessions")?;
+            .doing("remove expired sessions")?;
         Ok(())
     }
 }

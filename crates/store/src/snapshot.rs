@@ -35,7 +35,7 @@ impl Store {
                     break;
                 }
                 () = tokio::time::sleep(Duration::from_millis(1)), if pause.is_some() => {
-                    // The first bytes were written, so the copy's moment in time is fixed.
+                    // Once the copy's first bytes are written, SQLite has fixed the state of the database that it copies.
                     let has_begun = std::fs::metadata(path).is_ok_and(|file| file.len() > 0);
                     if has_begun || Instant::now() > end {
                         rollback(pause.take()).await?;
@@ -47,7 +47,7 @@ impl Store {
     }
 
     /// Blocks other writers while the returned transaction is open. `None` if the data directory is mounted read-only, or the disk
-    /// is too slow for the server's writes; the caller then detects which files are gone.
+    /// is too slow for the server's writes; the caller then checks which checkpoints lost their files during the copy.
     async fn pause_writes(&self) -> Option<Transaction<'static, Sqlite>> {
         // SQLite's own waiting polls ten times a second, and so misses the gaps of a server that writes continuously.
         const BEGIN: &str = "PRAGMA busy_timeout = 0; BEGIN IMMEDIATE; PRAGMA busy_timeout = 10000";
@@ -85,7 +85,7 @@ impl Store {
         )
         .fetch_all(&self.readers)
         .await
-        .doing("list the checkpoints that jobs go on from")?
+        .doing("list the checkpoints that jobs resume from")?
         .iter()
         .map(|row| id_column(row, "id"))
         .collect()
@@ -97,7 +97,7 @@ impl Store {
             .bind(id.to_string())
             .execute(&self.writer)
             .await
-            .doing("forget a checkpoint")?;
+            .doing("delete the row of a checkpoint")?;
         Ok(())
     }
 
@@ -107,7 +107,7 @@ impl Store {
             .bind(id.to_string())
             .execute(&self.writer)
             .await
-            .doing("forget a dataset")?;
+            .doing("delete the row of a dataset")?;
         Ok(())
     }
 
@@ -135,7 +135,7 @@ fn is_busy(error: &sqlx::Error) -> bool {
 
 async fn rollback(pause: Option<Transaction<'static, Sqlite>>) -> Result<(), StoreError> {
     match pause {
-        Some(pause) => pause.rollback().await.doing("let others write again"),
+        Some(pause) => pause.rollback().await.doing("unblock other writers"),
         None => Ok(()),
     }
 }

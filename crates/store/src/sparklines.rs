@@ -58,7 +58,7 @@ impl Store {
             .bind(json!((0..sections).collect::<Vec<_>>()).to_string())
             .fetch_all(&self.readers)
             .await
-            .doing("read the courses of rewards")?
+            .doing("read rewards over time")?
             .iter()
             .map(|row| {
                 // A section without a value has neither step nor value.

@@ -14,7 +14,7 @@ const FIELD_END: char = '\u{1f}';
 pub const STEP_LINES: &str = "SELECT group_concat(line, char(30)) FROM (\
      SELECT step || char(31) || kind || char(31) || metrics AS line FROM steps \
      WHERE job_id = ? AND step >= ? AND step <= ? ORDER BY step, kind LIMIT ?)";
-/// Selects some steps, in order.
+/// Selects the given steps, in order.
 pub const SOME_STEP_LINES: &str = "SELECT group_concat(line, char(30)) FROM (\
      SELECT steps.step || char(31) || kind || char(31) || metrics AS line FROM json_each(?2) AS wanted \
      CROSS JOIN steps ON steps.job_id = ?1 AND steps.step = wanted.value ORDER BY wanted.key, kind LIMIT -1)";
@@ -28,7 +28,7 @@ pub struct StepLines(String);
 pub struct StepLine<'a> {
     /// Number of the optimizer step.
     pub step: u64,
-    /// Whether it belongs to training or to evaluation.
+    /// Whether the line belongs to training or to evaluation.
     pub kind: SamplePhase,
     /// Metrics as a JSON object of numbers and nulls.
     pub metrics: &'a str,
@@ -77,7 +77,7 @@ impl Store {
         if text.is_empty() || lines < limit as usize {
             return Ok((StepLines(text), None));
         }
-        // The last step may have another line, so it is returned with the next ones.
+        // The last step may have another line that the limit cuts off, so this page leaves the whole step to the next one.
         let step_of = |line: &str| line.split(FIELD_END).next().and_then(|step| step.parse::<u64>().ok());
         let last = text.rsplit(LINE_END).next().and_then(step_of).ok_or_else(|| corrupt("step")("not a number"))?;
         while let Some(start) = text.rfind(LINE_END)
@@ -88,7 +88,7 @@ impl Store {
         Ok((StepLines(text), Some(last)))
     }
 
-    /// Returns the lines of these steps.
+    /// Returns the lines of the given steps.
     pub async fn some_step_lines(&self, job: JobId, steps: &[u64]) -> Result<StepLines, StoreError> {
         let text: Option<String> = sqlx::query_scalar(SOME_STEP_LINES)
             .bind(job.to_string())

@@ -84,7 +84,7 @@ pub async fn report(store: &Store, files: &DataDir) -> Result<StorageReport, Sto
 impl Store {
     async fn model_places(&self) -> Result<Vec<ModelPlace>, StoreError> {
         let sql = "SELECT source, owner, COALESCE(json_extract(card, '$.size_bytes'), 0) AS size_bytes FROM models";
-        let rows = sqlx::query(sql).fetch_all(&self.readers).await.doing("list the places of models")?;
+        let rows = sqlx::query(sql).fetch_all(&self.readers).await.doing("list the directories of models")?;
         let place = |row: &SqliteRow| {
             let source: String = column(row, "source")?;
             Ok(ModelPlace {
@@ -112,7 +112,7 @@ impl Store {
                         COUNT(DISTINCT job_id) AS jobs FROM journal JOIN jobs ON jobs.id = job_id GROUP BY owner";
         let mut found = Vec::new();
         for (kind, sql) in [(StorageKind::Samples, samples), (StorageKind::Journals, journals)] {
-            let rows = sqlx::query(sql).fetch_all(&self.readers).await.doing("add up what jobs keep")?;
+            let rows = sqlx::query(sql).fetch_all(&self.readers).await.doing("compute the storage use of jobs")?;
             for row in &rows {
                 let used =
                     StorageUse { size_bytes: count_column(row, "size_bytes")?, count: count_column(row, "jobs")? };

@@ -1,4 +1,4 @@
-//! Rows of tasks, without the events that report them.
+//! Database rows of tasks (verdicts and exports), without the events that report them.
 
 use rlood_types::task::TaskState;
 use serde::{Deserialize, Serialize};
@@ -29,14 +29,14 @@ impl TaskKind {
     }
 }
 
-/// A verdict or an export.
+/// A task: a verdict or an export.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TaskRow {
     /// Id of the task: `vrd_…` or `exp_…`.
     pub id: String,
     /// Kind of the task.
     pub kind: TaskKind,
-    /// Id of the job whose checkpoint it works on.
+    /// Id of the job that wrote the checkpoint.
     pub job: JobId,
     /// Id of the checkpoint.
     pub checkpoint: CheckpointId,
@@ -44,25 +44,25 @@ pub struct TaskRow {
     pub step: u64,
     /// Current state of the task.
     pub state: TaskState,
-    /// Number of times that it was started.
+    /// Number of times that the task was started.
     pub attempt: u64,
-    /// The request, as JSON.
+    /// The request for the verdict or export, as JSON.
     pub request: Value,
     /// Number of completed units of work.
     pub done: u64,
     /// Total number of units of work; 0 = not known yet.
     pub total: u64,
-    /// The result, once it has succeeded.
+    /// The result, once the task has succeeded.
     pub result: Option<Value>,
-    /// Why it failed: `{code, message}`.
+    /// Why the task failed: `{code, message}`.
     pub error: Option<Value>,
     /// Time of creation, Unix time in milliseconds.
     pub created_at: i64,
-    /// Start of the latest attempt, Unix time in milliseconds.
+    /// Start of the task's latest attempt, Unix time in milliseconds.
     pub started_at: Option<i64>,
-    /// Time at which it ended, Unix time in milliseconds.
+    /// Time at which the task ended, Unix time in milliseconds.
     pub finished_at: Option<i64>,
-    /// Time at which its files are removed, Unix time in milliseconds.
+    /// Time at which the task's files are removed, Unix time in milliseconds.
     pub expires_at: Option<i64>,
 }
 
@@ -73,13 +73,13 @@ pub struct NewTask {
     pub id: String,
     /// Kind of the task.
     pub kind: TaskKind,
-    /// Id of the job whose checkpoint it works on.
+    /// Id of the job that wrote the checkpoint.
     pub job: JobId,
     /// Id of the checkpoint.
     pub checkpoint: CheckpointId,
     /// Step of the checkpoint.
     pub step: u64,
-    /// The request, as JSON.
+    /// The request for the verdict or export, as JSON.
     pub request: Value,
 }
 
@@ -133,7 +133,7 @@ pub(super) async fn verdict_begin(
 }
 
 impl TaskRow {
-    /// Returns the type of the event that reports its state: `verdict.queued`, `verdict.succeeded`, ….
+    /// Returns the type of the event that reports the task's state: `verdict.queued`, `verdict.succeeded`, ….
     pub(super) fn event(&self) -> String {
         format!("{}.{}", self.kind.as_str(), self.state.as_str())
     }

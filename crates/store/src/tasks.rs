@@ -23,9 +23,9 @@ use crate::verdict::{RowOutcome, VerdictRow};
 /// How a task ended.
 #[derive(Debug, Clone)]
 pub enum TaskEnd {
-    /// It succeeded with this result; its files are removed at the given time, Unix time in milliseconds.
+    /// The task succeeded with this result; its files are removed at the given time, Unix time in milliseconds.
     Succeeded(Value, Option<i64>),
-    /// It failed with this error, `{code, message}`.
+    /// The task failed with this error, `{code, message}`.
     Failed(Value),
 }
 
@@ -102,7 +102,7 @@ impl Store {
         .doing(doing)?;
         let Some(row) = begun else { return Ok(None) };
         let row = TaskRow::read(&row)?;
-        // Rows that an interrupted attempt left.
+        // An interrupted attempt may have left judged rows, which this attempt creates again.
         sqlx::query("DELETE FROM verdict_rows WHERE verdict_id = ?")
             .bind(&row.id)
             .execute(&mut *tx)
@@ -122,7 +122,7 @@ impl Store {
                 .bind(int(attempt))
                 .execute(&self.writer)
                 .await
-                .doing("note a task's progress")?;
+                .doing("store a task's progress")?;
         Ok(noted.rows_affected() == 1)
     }
 
@@ -217,7 +217,7 @@ impl Store {
             .bind(now)
             .fetch_all(&self.readers)
             .await
-            .doing("look for expired tasks")?
+            .doing("find expired tasks")?
             .iter()
             .map(TaskRow::read)
             .collect()
@@ -225,7 +225,7 @@ impl Store {
 
     /// Stores judged rows of a running verdict; does nothing if it no longer belongs to this attempt.
     pub async fn verdict_rows_append(&self, row: &TaskRow, judged: &[VerdictRow]) -> Result<(), StoreError> {
-        let doing = "keep judged rows";
+        let doing = "store judged rows";
         let mut tx = self.begin(doing).await?;
         for one in judged {
             sqlx::query(

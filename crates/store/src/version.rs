@@ -19,7 +19,7 @@ pub(super) static MIGRATIONS: LazyLock<Migrator> = LazyLock::new(|| {
     Migrator::with_migrations(FILES.iter().map(migration).collect())
 });
 
-/// The files of `migrations`: version, description, SQL (build.rs).
+/// The SQL files of the directory `migrations`, each with version and description; build.rs embeds them.
 const FILES: &[(i64, &str, &str)] = include!(concat!(env!("OUT_DIR"), "/migrations.rs"));
 
 impl Store {
@@ -82,7 +82,7 @@ impl Store {
             .bind(name)
             .fetch_one(&self.readers)
             .await
-            .doing("look for a table")
+            .doing("look up a table")
     }
 
     async fn missing_migration(&self) -> Result<Option<i64>, StoreError> {

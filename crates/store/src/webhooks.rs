@@ -13,7 +13,7 @@ pub struct WebhookRow {
     pub id: WebhookId,
     /// Owner; empty = the operator.
     pub owner: String,
-    /// Whether it reports on the jobs of all owners.
+    /// Whether the webhook reports on the jobs of all owners.
     pub all_jobs: bool,
     /// URL that messages are sent to.
     pub url: String,
@@ -40,7 +40,7 @@ pub struct WebhookRow {
 pub struct NewWebhook {
     /// Owner; empty = the operator.
     pub owner: String,
-    /// Whether it reports on the jobs of all owners.
+    /// Whether the webhook reports on the jobs of all owners.
     pub all_jobs: bool,
     /// URL that messages are sent to.
     pub url: String,
@@ -70,9 +70,9 @@ pub struct WebhookPatch {
 /// How long previous secrets also sign messages after a rotation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KeepOld {
-    /// The previous one until this time (Unix time in milliseconds); older ones as planned before.
+    /// The previous secret signs until this time (Unix time in milliseconds); for older ones the time set before applies.
     Until(i64),
-    /// All of them at most until this time (Unix time in milliseconds).
+    /// All previous secrets sign at most until this time (Unix time in milliseconds).
     AtMost(i64),
 }
 
@@ -103,7 +103,7 @@ impl Store {
         .bind(now)
         .fetch_one(&self.writer)
         .await
-        .doing("make a webhook")?;
+        .doing("create a webhook")?;
         WebhookRow::read(&row)
     }
 

@@ -23,18 +23,18 @@ pub struct WorkerRow {
     pub version: String,
     /// Whether it is a child process of this server, which ends when the server does.
     pub child: bool,
-    /// Time of its last message, Unix time in milliseconds.
+    /// Time of the worker's last message, Unix time in milliseconds.
     pub seen_at: i64,
     /// Time of registration, Unix time in milliseconds.
     pub created_at: i64,
-    /// Whether one of its leases expired and it has not sent a message since.
+    /// Whether one of the worker's leases expired and the worker has not sent a message since.
     pub lost: bool,
-    /// Id of the job that it runs; `None` = idle.
+    /// Id of the job that the worker runs; `None` = idle.
     pub job: Option<JobId>,
 }
 
 impl Store {
-    /// Registers a worker (again).
+    /// Registers a worker, or updates its registration.
     pub async fn worker_register(&self, register: &Register, now: i64) -> Result<(), StoreError> {
         let Register { worker, device, pid, threads, version, child, protocol: _ } = register;
         sqlx::query(
@@ -58,7 +58,7 @@ impl Store {
 
     /// Records a message from a worker; `NotFound` if it has to register again.
     pub async fn worker_seen(&self, worker: WorkerId, now: i64) -> Result<(), StoreError> {
-        let mut writer = self.writer.acquire().await.doing("reach the writer")?;
+        let mut writer = self.writer.acquire().await.doing("reach the database's writer connection")?;
         worker_touch(&mut writer, worker, now).await
     }
 
@@ -98,7 +98,7 @@ impl Store {
         let children = sqlx::query("SELECT id FROM workers WHERE child = 1")
             .fetch_all(&self.readers)
             .await
-            .doing("find the former workers")?;
+            .doing("find the former server's workers")?;
         let mut requeued = Vec::new();
         for child in &children {
             let worker = id_column(child, "id")?;
@@ -116,7 +116,7 @@ impl Store {
         .bind(before)
         .execute(&self.writer)
         .await
-        .doing("forget old workers")?;
+        .doing("remove old workers")?;
         Ok(())
     }
 
@@ -127,7 +127,7 @@ impl Store {
         detail: Option<&str>,
         now: i64,
     ) -> Result<Option<JobId>, StoreError> {
-        let doing = "forget a worker";
+        let doing = "remove a worker";
         let mut tx = self.begin(doing).await?;
         let held = jobs_of_worker(&mut tx, worker).await?;
         for job in &held {
@@ -146,7 +146,7 @@ impl Store {
         self.commit(tx, doing).await?;
         held.iter().for_each(|job| self.wake_job(job.id));
         self.wake_queue();
-        // A worker holds at most one job, which claiming ensures.
+        // A worker holds at most one job, because claiming returns its previous job to the queue.
         Ok(held.first().map(|job| job.id))
     }
 }
@@ -175,7 +175,7 @@ pub(super) async fn worker_touch(tx: &mut SqliteConnection, worker: WorkerId, no
         .bind(worker.to_string())
         .execute(tx)
         .await
-        .doing("note a worker")?;
+        .doing("record a message from a worker")?;
     if done.rows_affected() == 0 {
         return Err(StoreError::NotFound { kind: "worker", id: worker.to_string() });
     }
@@ -189,6 +189,6 @@ pub(super) async fn worker_mark_lost(tx: &mut SqliteConnection, worker: WorkerId
         .bind(worker.to_string())
         .execute(tx)
         .await
-        .doing("note a lost worker")?;
+        .doing("mark a worker as lost")?;
     Ok(())
 }

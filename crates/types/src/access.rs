@@ -43,7 +43,7 @@ impl Scope {
     }
 }
 
-/// The error for a word that is not a scope.
+/// The error for a text that is not the name of a scope.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("'{0}' is not a scope: use read, submit, admin or worker")]
 pub struct ScopeError(String);
@@ -134,7 +134,8 @@ const ROUTES: &[(&str, &str, Access)] = {
         ("GET", "/livez", Open),
         ("GET", "/readyz", Open),
         ("GET", "/openapi.json", Open),
-        // Signs in: the body contains the key. The other methods act on the session of the cookie or key.
+        // Signing in needs no credentials, because the body contains the key. The other methods act on the session of the cookie or
+        // key.
         ("POST", "/session", Open),
         ("GET", "/session", Needs(Read)),
         ("DELETE", "/session", Needs(Read)),
@@ -235,7 +236,7 @@ pub fn methods_of(route: &str) -> Vec<(&'static str, Access)> {
     ROUTES.iter().filter(|(_, path, _)| *path == route).map(|(method, _, access)| (*method, *access)).collect()
 }
 
-/// Whether a request with this method to this route changes anything.
+/// Whether a request with this method to this route changes stored data, and is therefore recorded in the audit log.
 pub fn changes(method: &str, route: &str) -> bool {
     !matches!(method, "GET" | "HEAD" | "OPTIONS" | "TRACE") && !QUESTIONS.contains(&route)
 }

@@ -12,7 +12,7 @@ use sha2::Sha256;
 /// Maximum number of errors that are reported for one body.
 const MAX_FLAWS: usize = 100;
 
-/// Where reward services may send late answers, and the key from which their tokens are derived.
+/// Base URL to which reward services may send late answers, and the key from which their tokens are derived.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CallbackTerms {
     /// The server's public address, without a trailing slash; null = callbacks are not offered to services.
@@ -65,12 +65,12 @@ pub struct Accepted {
     pub eta_ms: Option<u64>,
 }
 
-/// A part of a service's answer.
+/// A part of a service's late answer.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Chunk {
     /// Entries in the order in which they were given. A sample id can occur twice.
     pub entries: Vec<Entry>,
-    /// Whether this is the last part.
+    /// Whether this is the last part of the answer.
     pub done: bool,
 }
 
@@ -83,7 +83,7 @@ pub struct Entry {
     pub result: String,
 }
 
-/// An error in a part of an answer.
+/// An error in a part of a service's late answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Flaw {
     /// JSON pointer to the error.
@@ -109,7 +109,11 @@ impl Chunk {
         match body.get("id") {
             None | Some(Value::Null) => {}
             Some(Value::String(given)) if given == id => {}
-            Some(_) => flaws.push("/id", "invalid_value", format!("this is the callback address of {id}")),
+            Some(_) => flaws.push(
+                "/id",
+                "invalid_value",
+                format!("the body is for another request: this is the callback address of {id}"),
+            ),
         }
         let done = match body.get("done") {
             None | Some(Value::Null) => false,
@@ -155,13 +159,17 @@ fn read_entry(value: &Value, pointer: &str, flaws: &mut Flaws) -> Option<Entry> 
             None
         }
         None => {
-            flaws.push(&format!("{pointer}/sample_id"), "required", "give the id of the sample".to_owned());
+            flaws.push(
+                &format!("{pointer}/sample_id"),
+                "required",
+                "give the sample's id as in the request".to_owned(),
+            );
             None
         }
     }
 }
 
-/// Checks that the value is a finite number, null or an error.
+/// Checks that a result has an error, or a `reward` that is a finite number or null.
 fn check_value(entry: &Map<String, Value>, pointer: &str, flaws: &mut Flaws) {
     match entry.get("error") {
         None | Some(Value::Null) => {}
@@ -182,7 +190,11 @@ fn check_value(entry: &Map<String, Value>, pointer: &str, flaws: &mut Flaws) {
         Some(other) => {
             flaws.push(&at, "invalid_value", format!("must be a finite number or null, not {}", name(other)))
         }
-        None => flaws.push(&at, "required", "give a finite number, null (does not apply), or an error".to_owned()),
+        None => flaws.push(
+            &at,
+            "required",
+            "the reward must be a finite number, null (does not apply), or an error".to_owned(),
+        ),
     }
 }
 
@@ -201,7 +213,7 @@ fn flaw(pointer: &str, code: &'static str, detail: String) -> Flaw {
     Flaw { pointer: pointer.to_owned(), code, detail }
 }
 
-/// Describes the type of a value in words.
+/// Names the JSON type of a value for an error message.
 pub fn name(value: &Value) -> &'static str {
     match value {
         Value::Null => "null",
@@ -217,7 +229,7 @@ pub fn name(value: &Value) -> &'static str {
 /// become strings, so that the error can name their index and the other samples keep their values.
 ///
 /// # Errors
-/// Returns why the text is not JSON, and how it begins.
+/// Returns why a service's answer is not JSON, and its first characters.
 pub fn parse(body: &[u8]) -> Result<Value, String> {
     let text = std::str::from_utf8(body).map_err(|_| "the answer is not UTF-8".to_owned())?;
     let text = text.trim_start_matches('\u{feff}');

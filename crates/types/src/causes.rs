@@ -1,8 +1,9 @@
-//! Formats an error with its causes as a single text for logs. (An error that is passed to a JSON log as a value loses its causes.)
+//! Formats an error with its causes as a single text for logs. (A JSON log shows only the outermost message of an error that is
+//! passed as a value.)
 
 use std::error::Error;
 
-/// Returns the error and its causes, each once.
+/// Returns the error and its causes as one text each, without repetitions.
 pub fn with_causes(error: &dyn Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();

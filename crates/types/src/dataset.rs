@@ -115,7 +115,7 @@ pub struct RowReader {
     start: Vec<u8>,
     begun: bool,
     header: Option<Vec<String>>,
-    /// Whether parsing has stopped, because the beginning of the next row is unknown.
+    /// Whether parsing has stopped at an error after which the beginning of the next row is unknown.
     stopped: bool,
 }
 
@@ -126,7 +126,7 @@ enum Split {
     Json(JsonSplit),
 }
 
-/// Receives each row's line, counted from 1, and the row, or why it cannot be parsed.
+/// Callback that receives each row with its line (counted from 1), or the reason why the row cannot be parsed.
 pub type OnRow<'r> = dyn FnMut(u64, Result<Value, RowError>) + 'r;
 
 impl RowReader {
@@ -200,10 +200,10 @@ impl RowReader {
     }
 }
 
-/// A row's fields as found by a splitter, or why there are none.
+/// The fields of a row that a splitter has separated, or why they cannot be separated.
 type Raw<'a, T> = Result<T, split::Broken<'a>>;
 
-/// Converts the splitter's output to rows.
+/// Converts a splitter's raw rows (bytes or CSV fields) to JSON objects.
 struct RowParser<'t> {
     limit: usize,
     needed: Option<&'static str>,
@@ -258,7 +258,7 @@ impl RowParser<'_> {
         };
         if header.len() != texts.len() {
             let detail = format!(
-                "{} fields, but the header has {}: quote fields that hold commas or line breaks",
+                "the row has {} fields, but the header has {}: quote fields that contain commas or line breaks",
                 texts.len(),
                 header.len()
             );
@@ -269,7 +269,7 @@ impl RowParser<'_> {
         row(line, Ok(Value::Object(fields)));
     }
 
-    /// Returns the row, unless the splitter could not find its end.
+    /// Returns the row as JSON; fails if the splitter could not find the row's end.
     fn whole<T>(&mut self, line: u64, raw: Raw<'_, T>, row: &mut OnRow<'_>) -> Option<T> {
         if *self.stopped {
             return None;
@@ -278,7 +278,7 @@ impl RowParser<'_> {
             Ok(whole) => Some(whole),
             Err(split::Broken { code, detail, last }) => {
                 let detail = match code {
-                    "row_too_long" => format!("longer than {} MiB, the most a row may have", self.limit >> 20),
+                    "row_too_long" => format!("the row is longer than {} MiB, which is the maximum", self.limit >> 20),
                     _ => detail.to_owned(),
                 };
                 row(line, Err(RowError { line, code, detail }));
@@ -356,7 +356,7 @@ pub struct Rows {
 }
 
 impl Rows {
-    /// Adds a row, or an error in its place. The row is appended to `out` unless there was a bad row before.
+    /// Adds a row, or counts an error in its place. The row is appended to `out` unless an earlier row was bad.
     pub fn add(&mut self, line: u64, row: Result<Value, RowError>, out: &mut Vec<u8>) {
         match row {
             Ok(value) => self.add_value(line, &value, out),
@@ -378,14 +378,14 @@ impl Rows {
     pub fn add_value(&mut self, line: u64, value: &Value, out: &mut Vec<u8>) {
         let row = match (check_row(value), value) {
             (Ok(row), _) => row,
-            // A file's rows can be mapped, so the error suggests a mapping.
+            // Rows of a file can be mapped before they are checked, so the error suggests a mapping.
             (Err((code @ "missing_prompt", _)), Value::Object(row)) => {
                 return self.error(line, code, presets::advice(row));
             }
             (Err((code, detail)), _) => return self.error(line, code, detail),
         };
         for name in row.keys() {
-            // Most rows have the same columns, so a linear search of the short list is fast.
+            // Most rows have the same columns, so a linear search of the short column list is fast.
             if !self.columns.iter().any(|known| known == name) {
                 if self.columns.len() == MAX_COLUMNS {
                     let detail =
@@ -432,7 +432,7 @@ impl Rows {
 /// Checks one row: an object, without image columns, with a usable prompt. Also used for rows inside a job.
 ///
 /// # Errors
-/// Returns a stable code, and a text on how to fix the row.
+/// Fails with a stable code, and a text on how to fix the row.
 pub fn check_row(value: &Value) -> Result<&Map<String, Value>, (&'static str, String)> {
     let Value::Object(row) = value else {
         return Err(("not_an_object", format!("a row must be a JSON object, not {}", kind(value))));
@@ -440,7 +440,7 @@ pub fn check_row(value: &Value) -> Result<&Map<String, Value>, (&'static str, St
     if let Some(name) = ["image", "images"].into_iter().find(|name| row.contains_key(*name)) {
         return Err((
             "images_unsupported",
-            format!("the column '{name}' holds images: only text can be trained on; remove it"),
+            format!("the column '{name}' contains images: only text can be trained on; remove the column"),
         ));
     }
     match row.get(PROMPT) {
@@ -452,7 +452,7 @@ pub fn check_row(value: &Value) -> Result<&Map<String, Value>, (&'static str, St
 /// Checks a prompt: a non-empty string, or a non-empty list of chat messages.
 ///
 /// # Errors
-/// Returns a stable code, and a text on how to fix the prompt.
+/// Fails with a stable code, and a text on how to fix the prompt.
 pub fn check_prompt(prompt: &Value) -> Result<(), (&'static str, String)> {
     match prompt {
         Value::String(text) if text.trim().is_empty() => Err(("empty_prompt", "the prompt is empty".to_owned())),
@@ -482,7 +482,7 @@ fn check_message(index: usize, message: &Value) -> Result<(), (&'static str, Str
     match message.get("content") {
         Some(Value::String(_)) => Ok(()),
         Some(Value::Array(_)) => {
-            wrong("has 'content' in parts: only a string is supported (text, no images)".to_owned())
+            wrong("content is a list of parts: only a string is supported (text, no images)".to_owned())
         }
         Some(other) => wrong(format!("has {} as 'content': it must be a string", kind(other))),
         None => wrong("has no 'content'".to_owned()),

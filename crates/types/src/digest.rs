@@ -76,7 +76,7 @@ impl FromStr for Sha256Digest {
 
     fn from_str(text: &str) -> Result<Sha256Digest, InvalidDigest> {
         let mut bytes = [0; 32];
-        // Upper-case digits are valid hexadecimal, but digests are never written with them.
+        // Upper-case digits are valid hexadecimal, but a digest is never written with them, so they are rejected.
         if text.bytes().any(|digit| digit.is_ascii_uppercase()) || hex::decode_to_slice(text, &mut bytes).is_err() {
             return Err(InvalidDigest);
         }

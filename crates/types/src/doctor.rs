@@ -45,7 +45,7 @@ mod rules;
 use history::History;
 pub use input::RuleInput;
 
-/// A change after a step or an evaluation.
+/// A change after a step or an evaluation: an alert begins or ends, or the training phase changes.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Finding {
     /// A rule raised an alert.
@@ -61,17 +61,17 @@ pub enum Finding {
     Phase(PhaseChange),
 }
 
-/// A rule's result for the current metrics.
+/// Result of a rule for the current metrics.
 enum Verdict {
-    /// Above the upper threshold.
+    /// The metrics are beyond the threshold at which the rule raises an alert.
     Raise(Symptom),
-    /// Between the thresholds, or not enough data: nothing changes.
+    /// The metrics are between the two thresholds, or too few: an active alert stays, and no alert is raised.
     Hold,
-    /// Below the lower threshold.
+    /// The metrics are beyond the threshold at which the rule's alert ends.
     Clear,
 }
 
-/// The texts and numbers of an alert.
+/// The message, evidence and fix of an alert.
 struct Symptom {
     message: String,
     evidence: Vec<Observation>,
@@ -103,7 +103,7 @@ impl Doctor {
             match (rules::examine(rule, &case), self.active.get(&rule).copied()) {
                 (Verdict::Raise(Symptom { message, evidence, fix }), None) => {
                     self.active.insert(rule, step);
-                    // The first observation is the one that raised the alert.
+                    // The first piece of evidence is the one that raised the alert, so its first step counts.
                     let since_step = evidence.first().map_or(step, |seen| seen.from_step);
                     let severity = rule.severity();
                     let alert =
@@ -128,7 +128,7 @@ impl Doctor {
     }
 }
 
-/// The data that a rule examines.
+/// The metrics and settings that a rule examines.
 struct Case<'a> {
     history: &'a History,
     input: &'a RuleInput<'a>,

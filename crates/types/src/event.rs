@@ -45,9 +45,9 @@ impl Phase {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum SamplePhase {
-    /// Part of a training rollout.
+    /// The sample or request is part of a training rollout.
     Train,
-    /// Part of an evaluation.
+    /// The sample or request is part of an evaluation.
     Eval,
 }
 
@@ -71,7 +71,7 @@ pub struct Sample {
     /// Optimizer step (from 1) that first used the completion. For an evaluation, the step that it follows (0 =
     /// before the first step).
     pub step: u64,
-    /// Whether it belongs to training or to evaluation.
+    /// Whether the completion belongs to training or to evaluation.
     pub phase: SamplePhase,
     /// Id of the completion's group: all completions of one prompt in one rollout.
     pub group_id: String,
@@ -100,7 +100,7 @@ pub struct Sample {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RewardChange {
-    /// Too many requests fail.
+    /// Too many requests to the reward's service fail.
     Degraded,
     /// Requests to the service succeed again.
     Recovered,
@@ -137,14 +137,14 @@ pub enum Event {
     Step {
         /// Optimizer step, from 1. For an evaluation, the step that it follows (0 = before the first step).
         step: u64,
-        /// Whether it belongs to training or to evaluation.
+        /// Whether the metrics belong to training or to evaluation.
         kind: SamplePhase,
-        /// The metrics, with TRL's names.
+        /// Metrics of the step or evaluation, with TRL's names.
         metrics: Metrics,
     },
     /// Completions with their rewards and advantages.
     Samples {
-        /// The samples, in block order.
+        /// Samples, in the order of the generation block.
         samples: Vec<Sample>,
     },
     /// A warning for the user; the run continues.
@@ -160,11 +160,11 @@ pub enum Event {
     Reward {
         /// Name of the reward.
         reward: String,
-        /// The change of state.
+        /// How the state of the reward's service changed.
         change: RewardChange,
         /// Human-readable message in English.
         message: String,
-        /// Figures behind the change, by name.
+        /// Figures behind the change of the service's state, by name.
         data: serde_json::Value,
     },
     /// An alert was raised.
@@ -197,13 +197,13 @@ pub enum Event {
     EarlyStopping {
         /// Number of completed optimizer steps.
         step: u64,
-        /// The metric that did not improve.
+        /// The metric of early stopping, which did not improve.
         metric: String,
-        /// The metric's best value; null = none.
+        /// Best value of the metric of early stopping; null = none.
         best: Option<f64>,
-        /// The step of the best value; null = none.
+        /// Step of the best value of the metric of early stopping; null = none.
         best_step: Option<u64>,
-        /// Number of evaluations in a row without a new best value.
+        /// Number of evaluations in a row without a new best value of the metric.
         evaluations: u32,
     },
 }

@@ -68,16 +68,16 @@ pub struct ExportTask {
     pub out_dir: PathBuf,
 }
 
-/// A line of the export process's output.
+/// The last line of an export process: its result.
 pub type ExportLine = ChildLine<(), ExportReport>;
 
 /// The result of an export process.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ExportReport {
-    /// The output directory is complete.
+    /// The output directory contains the complete export.
     Exported(ExportResult),
-    /// Nothing was written, for this reason.
+    /// Nothing was exported, for this reason.
     Failed(ExportError),
 }
 

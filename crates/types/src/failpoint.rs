@@ -70,26 +70,26 @@ pub enum Action {
     NoSpace,
     /// Nothing happens; the point is only recorded.
     Note,
-    /// The place is limited to this many bytes per second, every time.
+    /// The place, such as the hashing of a file, is limited to this many bytes per second, every time.
     Slow(u64),
 }
 
 /// A rule that a test can turn off.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Rule {
-    /// A worker's writes name the attempt that owns the job.
+    /// Rule: a worker's writes name the attempt that owns the job.
     Fence,
-    /// Transactions take the write lock when they begin.
+    /// Rule: transactions take the write lock when they begin.
     Immediate,
-    /// A lease lasts for several heartbeat intervals.
+    /// Rule: a lease lasts for several heartbeat intervals.
     LeaseMargin,
-    /// A restarted server first renews every lease.
+    /// Rule: a restarted server first renews every lease.
     BootMargin,
-    /// A checkpoint gets its name only when all its files are there.
+    /// Rule: a checkpoint gets its name only when all its files are there.
     ManifestLast,
-    /// A change and its event are written in one transaction.
+    /// Rule: a change and its event are written in one transaction.
     SameTransaction,
-    /// Progress is measured against the furthest step of any earlier attempt.
+    /// Rule: progress is measured against the furthest step of any earlier attempt.
     Reached,
 }
 
@@ -100,7 +100,7 @@ thread_local! {
     static OFF: Cell<Option<Rule>> = const { Cell::new(None) };
 }
 
-/// Calls `hook` at every point that this thread reaches, until it is replaced.
+/// Calls `hook` at every failpoint that this thread reaches, until it is replaced.
 pub fn set_hook(hook: Option<Hook>) {
     HOOK.set(hook);
 }
@@ -115,19 +115,19 @@ pub fn is_off(rule: Rule) -> bool {
     OFF.get() == Some(rule)
 }
 
-/// Acts as [`fail_point!`](crate::fail_point) requires at this point.
+/// Carries out the action that a test has set for this point; see [`fail_point!`](crate::fail_point).
 ///
 /// # Errors
-/// Fails if the test requests it.
+/// Returns the error that the test requests.
 pub fn reach(point: &str, what: &str) -> io::Result<()> {
     let name = if what.is_empty() { point.to_owned() } else { format!("{point}:{what}") };
     let hooked = HOOK.with_borrow_mut(|hook| hook.as_mut().and_then(|hook| hook(&name)));
     match hooked.or_else(|| of_environment(&name)) {
         None | Some(Action::Note | Action::Slow(_)) => Ok(()),
-        Some(Action::Error) => Err(io::Error::other(format!("a test lets {name} fail"))),
+        Some(Action::Error) => Err(io::Error::other(format!("a test makes {name} fail"))),
         Some(Action::NoSpace) => Err(io::Error::from_raw_os_error(libc::ENOSPC)),
         Some(Action::Exit) => std::process::exit(EXIT),
-        Some(Action::Panic) => panic!("a test lets {name} panic"),
+        Some(Action::Panic) => panic!("a test makes {name} panic"),
     }
 }
 
@@ -147,7 +147,7 @@ fn plan() -> &'static [(String, Action)] {
 fn of_environment(name: &str) -> Option<Action> {
     let (_, action) = plan().iter().find(|(point, _)| point == name || point == "*")?;
     let dir = PathBuf::from(std::env::var_os("RLOOD_FAILPOINTS_DIR")?);
-    // The process that creates the file is the one that fails.
+    // A point acts once: only the process that creates the point's file fails.
     File::create_new(dir.join(name.replace('/', "_"))).ok().map(|_| *action)
 }
 
@@ -161,7 +161,7 @@ fn parse(text: &str) -> Vec<(String, Action)> {
         slow if slow.starts_with("slow:") => {
             Action::Slow(slow["slow:".len()..].parse().expect("RLOOD_FAILPOINTS: slow:BYTES_A_SECOND"))
         }
-        other => panic!("RLOOD_FAILPOINTS: '{other}' is no action"),
+        other => panic!("RLOOD_FAILPOINTS: '{other}' is not an action"),
     };
     let entry = |entry: &str| {
         let (point, word) = entry.rsplit_once('=').expect("RLOOD_FAILPOINTS: NAME=ACTION");

@@ -39,7 +39,7 @@ pub struct GenerationTask {
 pub enum GenerationReport {
     /// The completions of both models.
     Generated(Generation),
-    /// The request is invalid: which field, and how to fix it.
+    /// The request is invalid: the field at fault, and how to fix it.
     Refused(FieldError),
     /// The files of the model or the checkpoint cannot be used, for this reason.
     Unusable(String),

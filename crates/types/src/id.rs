@@ -25,7 +25,7 @@ macro_rules! id_type {
             pub const PREFIX: &'static str = $prefix;
 
             /// Creates a new id. It sorts after every id created earlier on this machine (to the millisecond).
-            #[expect(clippy::new_without_default, reason = "a new id is an event, not a default value")]
+            #[expect(clippy::new_without_default, reason = "every call returns a different id, so there is no default value")]
             pub fn new() -> Self {
                 Self(ulid::Ulid::generate())
             }

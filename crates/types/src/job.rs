@@ -155,7 +155,7 @@ pub struct Failure {
 }
 
 impl Failure {
-    /// Returns the failure code for the history, if the machine was at fault and another attempt may succeed.
+    /// Returns the failure's code for the job's history, if the machine was at fault and another attempt may succeed.
     pub fn may_pass(&self) -> Option<&'static str> {
         let passing = ["file_error", "scratch_error", "transfer_damaged", "transfer_failed"];
         passing.into_iter().find(|code| self.class == FailureClass::Infra && *code == self.code)
@@ -173,7 +173,7 @@ pub enum RetryFrom {
 }
 
 impl RetryFrom {
-    /// Returns the default after a job that ended with this failure, or without one.
+    /// Returns where a retry begins by default, for a job that ended with this failure or without one.
     ///
     /// After an infra or reward failure the run itself was sound, so the retry resumes it. After a user failure (including
     /// a diverged run) the same checkpoint would lead to the same failure, so the retry starts over. Cancelled and
@@ -203,7 +203,7 @@ pub enum EndingCode {
 /// Why a run ended before its last step, and which checkpoint is its result.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Ending {
-    /// The reason for the end.
+    /// Why the run ended.
     pub code: EndingCode,
     /// Human-readable message in English.
     pub message: String,
@@ -213,9 +213,9 @@ pub struct Ending {
     pub rule: Option<Rule>,
     /// The metric of early stopping; null = not early stopping.
     pub metric: Option<String>,
-    /// The metric's best value; null = none.
+    /// Best value of the metric of early stopping; null = none.
     pub best: Option<f64>,
-    /// The step of the best value; null = none.
+    /// Step of the best value of the metric of early stopping; null = none.
     pub best_step: Option<u64>,
     /// First step of the alert's evidence. Checkpoints of earlier steps are not affected; null = not an alert.
     pub good_before_step: Option<u64>,

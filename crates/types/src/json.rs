@@ -12,7 +12,7 @@ use serde_json::{Map, Number, Value};
 
 /// Magnitude from which integers are parsed as floats: 2^63.
 const LARGE: f64 = 9_223_372_036_854_775_808.0;
-/// serde_json treats an object that begins with this key specially, so the object could not be read back.
+/// serde_json treats an object that begins with this key specially, so an object with the key could not be read back.
 const RESERVED: &str = "$serde_json::private::RawValue";
 /// Maximum number of characters of a key or a number that an error shows.
 const SHOWN: usize = 40;
@@ -36,7 +36,7 @@ pub fn error_text(error: &serde_json::Error) -> String {
 #[derive(Debug)]
 pub struct Exact {
     value: Value,
-    /// Whether there is a number so large that it may be a rounded integer.
+    /// Whether a value contains a number so large that it may be a rounded integer.
     large: bool,
 }
 
@@ -49,7 +49,7 @@ impl Exact {
         let rounded = if self.large { long_integer(text) } else { None };
         match rounded {
             None => Ok(self.value),
-            // serde_json takes an error's position from the end of its text.
+            // serde_json reads an error's position from the end of the error's text.
             Some(Integer { line, column, digits }) => Err(serde_json::Error::custom(format!(
                 "the integer {} has more than 64 bits and would be rounded: write it as a string at line {line} column {column}",
                 shown(&digits)
@@ -134,7 +134,7 @@ impl<'de> Visitor<'de> for Exactly {
     }
 }
 
-/// Fails in place of the second value, so that the error's position is at the key.
+/// Fails when it reads the second value of a duplicate key, so that the error's position is at the key.
 struct Twice<'k>(&'k str);
 
 impl<'de> DeserializeSeed<'de> for Twice<'_> {
@@ -152,7 +152,7 @@ struct Integer {
     digits: String,
 }
 
-/// Returns the first such integer in a text that is valid JSON.
+/// Returns the first integer beyond 64 bits in a text that is valid JSON.
 fn long_integer(text: &[u8]) -> Option<Integer> {
     let (mut line, mut line_begin, mut at) = (1, 0, 0);
     while let Some(byte) = text.get(at) {
@@ -226,7 +226,7 @@ mod tests {
         assert!(text.starts_with("duplicate key 'prompt'"), "{text}");
         assert_eq!(line, 2);
         assert!(refused(r#"[{"a": {"b": 1, "c": 2, "b": 1}}]"#).0.contains("duplicate key 'b'"));
-        // The same key in a different spelling is a duplicate too.
+        // The same key with different escapes is a duplicate too.
         assert!(refused(r#"{"a": 1, "\u0061": 2}"#).0.contains("duplicate key 'a'"));
     }
 

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 macro_rules! message_types {
-    // The names are `tt` because utoipa does not see them inside a `literal`.
+    // The macro takes the message names as `tt`, because utoipa does not see a text inside a `literal`.
     ($($(#[$doc:meta])* $variant:ident = $word:tt;)+) => {
         /// Type of a lifecycle message.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, ToSchema)]
@@ -60,7 +60,7 @@ pub const RETRY_MS: [i64; 9] = {
 };
 
 /// Returns the delay until the next delivery after this many failures, in milliseconds; `None` = no more deliveries. `spread` (0 to
-/// 1) adds up to a tenth, so that an endpoint that recovers does not receive everything at once.
+/// 1) lengthens it by up to a tenth, so that an endpoint that recovers does not receive all pending messages at once.
 pub fn retry_in_ms(tries: u64, spread: f64) -> Option<i64> {
     let pause = RETRY_MS.get(usize::try_from(tries.checked_sub(1)?).ok()?)?;
     Some(pause + (*pause as f64 * 0.1 * spread.clamp(0.0, 1.0)) as i64)

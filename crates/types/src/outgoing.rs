@@ -100,7 +100,7 @@ impl OutgoingPolicy {
     }
 }
 
-/// A block of IP addresses.
+/// A block of IP addresses in CIDR notation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Net {
     address: IpAddr,

@@ -50,7 +50,7 @@ pub struct ProbeReport {
     pub error: Option<ProbeError>,
     /// Number of prompts that were sampled and scored, spread over the dataset.
     pub prompts: u64,
-    /// Number of completions that were sampled and scored.
+    /// The failure that ended the preflight early; null = none, or the time limit was reached.
     pub completions: u64,
     /// Mean of the weighted reward, before clipping and KL penalty.
     pub reward: Option<f64>,
@@ -59,7 +59,7 @@ pub struct ProbeReport {
     /// Lowest and highest possible weighted reward, as [lowest, highest]; null = unknown. Built-in rewards declare their range;
     /// services declare it in the `range` of their answer to `reward.ping`.
     pub reward_range: Option<(f64, f64)>,
-    /// Results by reward name.
+    /// Results of each reward, by the reward's name.
     pub rewards: BTreeMap<String, ProbedReward>,
     /// Fraction of completions without a reward to train on.
     pub missing_fraction: Option<f64>,
@@ -84,7 +84,7 @@ pub struct ProbeReport {
     pub checkpoints_bytes: Option<u64>,
     /// Free space on the server's disk, in bytes.
     pub free_disk_bytes: Option<u64>,
-    /// Some of the completions.
+    /// Some of the sampled completions, as examples.
     pub samples: Vec<ProbedSample>,
     /// Warnings from the rewards.
     pub warnings: Vec<String>,
@@ -119,9 +119,9 @@ pub struct ProbedReward {
 /// Time of an optimizer step by stage, in seconds.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct StepSeconds {
-    /// Time spent sampling, in seconds.
+    /// Time that the step spends on sampling, in seconds.
     pub generate: f64,
-    /// Time spent waiting for rewards, in seconds.
+    /// Time that the step waits for rewards, in seconds.
     pub reward: f64,
     /// Time spent on log-probabilities, forward and backward passes and the optimizer, in seconds; null = the time
     /// limit was reached first.
@@ -139,7 +139,7 @@ pub struct ProbedSample {
     pub prompt: String,
     /// The completion as text, without special tokens.
     pub completion: String,
-    /// The weighted reward; null = none.
+    /// Weighted reward of the completion; null = none.
     pub reward: Option<f64>,
     /// Value of each reward, by name; null = missing or not applicable.
     pub rewards: BTreeMap<String, Option<f64>>,
@@ -149,7 +149,7 @@ pub struct ProbedSample {
     pub num_tokens: u32,
 }
 
-/// One conclusion from the figures.
+/// One conclusion from the preflight's figures.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Finding {
     /// Type of the finding.
@@ -186,7 +186,7 @@ pub enum FindingCode {
     Ready,
 }
 
-/// One scored completion, as input of the figures.
+/// One scored completion, from which the preflight's figures are computed.
 #[derive(Debug, Clone)]
 pub struct Observed {
     /// Value of each reward, in the plan's order.
@@ -196,7 +196,7 @@ pub struct Observed {
 }
 
 impl ProbeReport {
-    /// Computes the figures from the completions, in groups of `num_generations`.
+    /// Computes the preflight's figures from the completions, in groups of `num_generations`.
     pub fn observe(&mut self, reward_names: &[String], num_generations: NonZeroUsize, observed: &[Observed]) {
         let groups: Vec<&[Observed]> = observed.chunks(num_generations.get()).collect();
         let rewards: Vec<f64> = observed.iter().filter_map(|one| one.sample.reward).collect();

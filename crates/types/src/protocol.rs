@@ -90,7 +90,7 @@ pub struct Register {
     /// Whether the server started the worker as a child process; such a worker ends when the server does.
     #[serde(default)]
     pub child: bool,
-    /// [`PROTOCOL`] of the worker.
+    /// Version of this protocol ([`PROTOCOL`]) in the worker.
     #[serde(default = "first_protocol")]
     pub protocol: u32,
 }
@@ -102,7 +102,7 @@ pub struct Registered {
     pub heartbeat_ms: u64,
     /// Lease of a claim without a heartbeat, in milliseconds.
     pub lease_ms: u64,
-    /// [`PROTOCOL`] of the server.
+    /// Version of this protocol ([`PROTOCOL`]) in the server.
     #[serde(default = "first_protocol")]
     pub protocol: u32,
 }
@@ -140,7 +140,7 @@ pub struct Claim {
     /// Paths of the reward models on the server, by model id; used like `model_path`.
     #[serde(default)]
     pub reward_models: BTreeMap<String, String>,
-    /// Newest published checkpoint; null = none.
+    /// Newest published checkpoint of the job, to resume from; null = none.
     pub resume: Option<ResumePoint>,
     /// Files that the job starts from, if its plan has a warm start.
     #[serde(default)]
@@ -180,15 +180,15 @@ pub struct ResumePoint {
 pub struct DamagedFile {
     /// Number of the attempt.
     pub attempt: u64,
-    /// The claim's list that contains the file.
+    /// The list in the claim that names the file.
     pub list: FileList,
-    /// Completed optimizer steps of the checkpoint to resume from; 0 for `initial`.
+    /// Step of the checkpoint to resume from, as completed optimizer steps; 0 for `initial`.
     pub step: u64,
     /// Name of the file in the list.
     pub file: String,
 }
 
-/// A list of files in a claim.
+/// A list of files in a claim: `resume` or `initial`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FileList {
@@ -214,7 +214,7 @@ pub struct Inspection {
 pub enum Verdict {
     /// The server is still reading the file; ask again.
     Checking,
-    /// The file is as listed; fetch it again.
+    /// The file on the server matches the list; the worker fetches it again.
     Whole,
     /// The file is damaged. A checkpoint to resume from has been discarded.
     Damaged,
@@ -228,7 +228,7 @@ pub struct BadFileName(String);
 /// Checks that a name is a plain file name: `[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}`.
 ///
 /// # Errors
-/// Fails for any other name.
+/// Fails for a name that is not a plain file name.
 pub fn check_file_name(name: &str) -> Result<(), BadFileName> {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'_' | b'-');
     if (1..=100).contains(&name.len()) && !name.starts_with('.') && name.bytes().all(plain) {
@@ -265,7 +265,7 @@ pub struct Heartbeat {
     pub status_reason: Option<String>,
     /// Number of completed optimizer steps.
     pub step: u64,
-    /// Estimated seconds remaining; null = unknown.
+    /// Estimated seconds until the job ends; null = unknown.
     pub eta_s: Option<f64>,
     /// Resident memory of the worker process, in bytes; null = unknown.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -296,9 +296,9 @@ pub struct EventBatch {
     pub attempt: u64,
     /// Number of the batch within the attempt, from 0. A repeated batch is accepted and ignored.
     pub batch: u64,
-    /// Events since the last batch.
+    /// Events of the attempt since the last batch.
     pub events: Vec<Event>,
-    /// Log lines since the last batch.
+    /// Log lines of the attempt since the last batch.
     pub log: Vec<String>,
 }
 
@@ -328,7 +328,7 @@ pub struct Published {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "entry", rename_all = "snake_case")]
 pub enum JournalEntry {
-    /// These completions were sampled.
+    /// Completions that were sampled, and need not be sampled again.
     Rollout {
         /// Id of the rollout.
         rollout: RolloutId,
@@ -355,7 +355,7 @@ pub enum JournalEntry {
     Accepted {
         /// Id of the rollout.
         rollout: RolloutId,
-        /// Digest of the request's samples.
+        /// Digest of the samples in the request.
         key: String,
         /// Id of the request.
         id: String,
@@ -366,11 +366,11 @@ pub enum JournalEntry {
     Answer {
         /// Id of the rollout.
         rollout: RolloutId,
-        /// Digest of the request's samples.
+        /// Digest of the samples in the request.
         key: String,
         /// Id of the request.
         id: String,
-        /// Result of the request.
+        /// Result of the reward request.
         answer: RewardAnswer,
     },
     /// The rollout's answers of this reward must not be used: they are invalid, and the job pauses until its user has fixed
@@ -394,7 +394,7 @@ pub enum RewardAnswer {
     },
     /// The results received by the request's deadline. Missing samples are requested again.
     Expired {
-        /// JSON body, in the same form as `Body`.
+        /// JSON body with the results received so far, in the same form as `Body`.
         body: String,
     },
     /// Status 413: the request is split in half and sent again.
@@ -420,7 +420,7 @@ pub struct JournalBatch {
 /// Journal entries that former attempts wrote since the newest checkpoint. An answered request is represented only by its answer.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct JournalPage {
-    /// Journal entries, in the order in which they arrived.
+    /// Journal entries, oldest first.
     pub entries: Vec<JournalEntry>,
     /// `after` of the next page; null = this is the last page.
     pub next: Option<i64>,
@@ -429,10 +429,10 @@ pub struct JournalPage {
 /// Late results of reward services for requests of a job that are not answered yet.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct CallbackUpdates {
-    /// Updates in the order in which they arrived.
+    /// Late results, oldest first.
     #[serde(rename = "news")]
     pub updates: Vec<CallbackUpdate>,
-    /// `after` of the next call.
+    /// Value of `after` for the next call.
     pub next: i64,
 }
 

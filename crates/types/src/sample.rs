@@ -15,17 +15,17 @@ pub use crate::trajectory::{Segment, Segments, exact_f32s};
 /// `round`, and completions that are sampled in addition to the trained ones have another `part`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct RolloutId {
-    /// Whether it belongs to training or to evaluation.
+    /// Whether the rollout belongs to training or to evaluation.
     pub phase: SamplePhase,
     /// Optimizer step of the rollout, from 1 (the first step that uses the block). For an evaluation, the step that it follows.
     pub step: u64,
     /// Number of the rollout within the step, from 0.
     pub round: u32,
-    /// Which completions of the round.
+    /// Which of the round's completions the rollout has.
     pub part: RolloutPart,
 }
 
-/// Which completions of a round.
+/// Which of a round's completions a rollout has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RolloutPart {
@@ -168,7 +168,7 @@ pub struct RewardSample {
     pub group_id: String,
     /// Dataset row of the prompt, `row_N`.
     pub prompt_id: String,
-    /// Name of the dataset source that the row comes from, if there are several.
+    /// Name of the dataset source that the row comes from, if the dataset has several.
     pub source: Option<String>,
     /// The prompt as text.
     pub prompt: String,
@@ -182,14 +182,14 @@ pub struct RewardSample {
     pub num_tokens: u32,
     /// Token ids of the completion, if they are known.
     pub completion_ids: Option<Vec<u32>>,
-    /// The other columns of the row.
+    /// The columns of the dataset row other than the prompt.
     pub columns: Map<String, Value>,
 }
 
 /// Value of each reward for one sample.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Score {
-    /// Values in the plan's order.
+    /// Values of the rewards, in the plan's order.
     pub values: Vec<RewardValue>,
 }
 
@@ -206,7 +206,7 @@ pub enum RewardValue {
 }
 
 impl RewardValue {
-    /// Returns the number; `None` for the other variants.
+    /// Returns the number; `None` if the reward does not apply or is missing.
     pub fn number(self) -> Option<f64> {
         match self {
             RewardValue::Number(value) => Some(value),
@@ -225,8 +225,8 @@ mod tests {
 
     #[test]
     fn log_probs_survive_json_bit_for_bit_and_may_be_absent() {
-        // Includes a value whose shortest decimal form changes when it is converted through f64, and values that
-        // JSON numbers cannot represent.
+        // The values include one whose shortest decimal form changes when it is converted through f64, and values that JSON numbers
+        // cannot represent.
         let logps = [-0.0, -1.1754944e-38, -7.038531e-26, 1e-45, -0.1, f32::NAN, f32::NEG_INFINITY, -16_777_217.0];
         let generated = completion(&[1; 8], Some(logps.to_vec()));
         let text = serde_json::to_string(&generated).unwrap();

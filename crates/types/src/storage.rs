@@ -33,7 +33,7 @@ pub enum StorageKind {
     Staging,
     /// Files of the server's own workers that are not published yet.
     Scratch,
-    /// All other files in the directory.
+    /// All other files in the data directory.
     Other,
 }
 
@@ -54,7 +54,7 @@ impl StorageKind {
         StorageKind::Other,
     ];
 
-    /// The kinds that can have a limit, which are those that users add.
+    /// The kinds of data that can have a limit, which are those that users add.
     pub const LIMITED: [StorageKind; 3] = [StorageKind::Models, StorageKind::Datasets, StorageKind::Checkpoints];
 
     /// Returns the name in the API.

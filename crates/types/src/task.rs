@@ -7,15 +7,15 @@ use utoipa::ToSchema;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum TaskState {
-    /// Waits for the tasks of its kind that were requested before it.
+    /// The task waits for the tasks of its kind that were requested before it.
     Queued,
-    /// A process of the server works on it.
+    /// A process of the server works on the task.
     Running,
-    /// Ended with a result.
+    /// The task ended with a result.
     Succeeded,
-    /// Ended by an error, which `error` describes.
+    /// The task ended with an error, which `error` describes.
     Failed,
-    /// Ended by a user before it was done.
+    /// A user ended the task before it was done.
     Cancelled,
 }
 
@@ -43,7 +43,7 @@ impl TaskState {
 /// Progress of a verdict or an export.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct TaskProgress {
-    /// Number of completed units of work.
+    /// Number of completed units of work: weights of an export, or rows of a verdict that were sampled or scored.
     pub done: u64,
     /// Total number of units of work; 0 = not known yet.
     pub total: u64,

@@ -101,7 +101,7 @@ impl Segments {
         self.0.iter().filter(|segment| segment.is_model()).map(|segment| segment.ids().len()).sum()
     }
 
-    /// Returns the index among all tokens of the last token that the model sampled, from 0; `None` if it sampled none.
+    /// Returns the position, among all tokens, of the last token that the model sampled, from 0; `None` if the model sampled none.
     pub fn last_model_token(&self) -> Option<usize> {
         let mut end = 0;
         let mut last = None;

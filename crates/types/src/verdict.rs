@@ -48,7 +48,7 @@ pub struct JudgeTask {
     pub rows_from: RowsFrom,
     /// The test rows, with their numbers in the dataset.
     pub rows: Vec<(u64, Map<String, Value>)>,
-    /// Rows of the guard set.
+    /// Rows of the guard set, on which training must not make the model worse.
     pub guard_rows: Vec<(u64, Map<String, Value>)>,
     /// How both models are sampled, and which reward passes.
     pub sampling: VerdictSampling,
@@ -92,13 +92,13 @@ pub enum RowsFrom {
 /// A line of the verdict process's output.
 pub type JudgeLine = ChildLine<VerdictRow, JudgeReport>;
 
-/// The result of a verdict process.
+/// The last line of a verdict process: its result.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum JudgeReport {
-    /// The comparison was completed.
+    /// The comparison of the two models was completed.
     Judged(Box<VerdictResult>),
-    /// Nothing was judged, for this reason.
+    /// The process judged no row, for this reason.
     Failed(VerdictError),
 }
 
@@ -158,7 +158,7 @@ impl VerdictRow {
     /// Compares the answers of both models.
     pub fn new(set: RowSet, row: u64, prompt: String, base: Answers, trained: Answers) -> Self {
         let difference = trained.reward.zip(base.reward).map(|(trained, base)| match trained - base {
-            // Such differences are rounding errors between means of the same rewards, summed in a different order.
+            // Two equal means of the same rewards, summed in a different order, may differ by this rounding error.
             rounding if rounding.abs() < 1e-12 => 0.0,
             difference => difference,
         });
@@ -212,7 +212,7 @@ pub enum VerdictWord {
     NoDifference,
     /// The trained model is worse: the 95 % interval is below 0.
     Worse,
-    /// The reward on the guard set may have fallen by more than its margin.
+    /// The reward on the guard set may have fallen by more than the allowed margin.
     GuardFell,
     /// There are too few rows for a conclusion.
     TooFewRows,
@@ -236,7 +236,7 @@ pub struct VerdictResult {
     /// Results on the test rows.
     #[serde(flatten)]
     pub test: PairedRows,
-    /// Results on the guard set; null = there is none.
+    /// Results on the guard set; null = the job has no guard set.
     pub guard: Option<GuardResult>,
     /// Some rows on which the trained model had a higher reward.
     pub won_examples: Vec<VerdictRow>,
@@ -292,7 +292,7 @@ pub struct PassAt {
 /// Results on the guard set.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct GuardResult {
-    /// How far the mean reward may fall.
+    /// How far the mean reward on the guard set may fall.
     pub margin: f64,
     /// Whether the reward may have fallen further, that is, whether the interval's lower end is below −margin; null = too few rows.
     pub fell: Option<bool>,
@@ -389,7 +389,7 @@ impl VerdictResult {
     }
 }
 
-/// The test rows decide first. A guard set that fell overrides everything but "worse".
+/// The test rows decide first. A guard set whose reward fell overrides every conclusion but "worse".
 fn conclude(direction: Direction, guard: Option<&GuardResult>) -> VerdictWord {
     let fell = guard.map(|guard| guard.fell);
     match (direction, fell) {
@@ -420,14 +420,14 @@ fn summary(verdict: VerdictWord, test: &PairedRows, guard: Option<&GuardResult>)
         (VerdictWord::NoDifference, _) => format!("No difference was shown: {}.", compared(test)),
         (VerdictWord::Worse, _) => format!("The trained model is worse: {}.", compared(test)),
         (VerdictWord::GuardFell, Some(guard)) => format!(
-            "The guard's reward may have fallen by more than {}: {}. On the test rows: {}.",
+            "The reward on the guard set may have fallen by more than {}: {}. On the test rows: {}.",
             guard.margin,
             compared(&guard.rows),
             compared(test)
         ),
         (VerdictWord::GuardFell | VerdictWord::TooFewRows, guard) => {
             let few = match guard {
-                Some(guard) if test.rows >= FEWEST_ROWS as u64 => format!("the guard has {}", guard.rows.rows),
+                Some(guard) if test.rows >= FEWEST_ROWS as u64 => format!("the guard set has {}", guard.rows.rows),
                 Some(_) | None => format!("there are {}", test.rows),
             };
             format!("Too few rows: a verdict needs at least {FEWEST_ROWS} with a reward of both models, and {few}.")
@@ -438,7 +438,7 @@ fn summary(verdict: VerdictWord, test: &PairedRows, guard: Option<&GuardResult>)
 fn note(test: &PairedRows, guard: Option<&GuardResult>, optimistic: bool) -> Option<String> {
     let mut notes = Vec::new();
     if optimistic {
-        notes.push("these rows also chose this checkpoint: optimistic".to_owned());
+        notes.push("the checkpoint was chosen with these rows too, so the result is optimistic".to_owned());
     }
     let missing = test.missing_rows + guard.map_or(0, |guard| guard.rows.missing_rows);
     if missing > 0 {

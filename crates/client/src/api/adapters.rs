@@ -28,7 +28,7 @@ pub struct StoredAdapter {
     pub size_bytes: u64,
     /// SHA-256 over the adapter's files, in lower-case hex.
     pub sha256: String,
-    /// Content of its adapter_config.json.
+    /// Content of the adapter's adapter_config.json.
     pub config: Value,
     /// Hub repository and commit of an adapter from the hub; `None` for an uploaded one.
     #[serde(default)]
@@ -54,7 +54,7 @@ impl Client {
     /// existing adapter is returned.
     ///
     /// # Errors
-    /// `invalid_adapter` if the files are not an adapter, or any other [`Error`]; also if a file cannot be read.
+    /// Fails with `invalid_adapter` if the files are not an adapter, or with any other [`Error`]; also if a file cannot be read.
     pub async fn create_adapter(&self, name: Option<&str>, source: &AdapterSource) -> Result<StoredAdapter, Error> {
         let call = self.post_once(&["adapters"]).query_if("name", name);
         match source {
@@ -66,7 +66,7 @@ impl Client {
     /// Returns the adapter with this id.
     ///
     /// # Errors
-    /// `not_found`, or any other [`Error`].
+    /// Fails with `not_found`, or with any other [`Error`].
     pub async fn get_stored_adapter(&self, id: AdapterId) -> Result<StoredAdapter, Error> {
         self.json(self.get(&["adapters", &id.to_string()])).await
     }
@@ -74,7 +74,7 @@ impl Client {
     /// Deletes an adapter. Jobs that start from it keep its files.
     ///
     /// # Errors
-    /// `not_found`, or any other [`Error`].
+    /// Fails with `not_found`, or with any other [`Error`].
     pub async fn delete_adapter(&self, id: AdapterId) -> Result<(), Error> {
         self.delete(&["adapters", &id.to_string()]).await
     }

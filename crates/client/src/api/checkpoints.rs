@@ -29,15 +29,15 @@ pub struct Checkpoint {
     pub files: Vec<FileEntry>,
     /// Metrics of the checkpoint's step; a value of `None` = undefined.
     pub metrics: Metrics,
-    /// Whether it is the best checkpoint so far.
+    /// Whether the checkpoint is the best one so far.
     pub best: bool,
     /// Whether the checkpoint is kept when older ones are deleted.
     pub pinned: bool,
-    /// Time at which it was published.
+    /// Time at which the checkpoint was published.
     pub created_at: Timestamp,
 }
 
-/// A choice of a job's checkpoint.
+/// Selects one of a job's checkpoints.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Which {
     /// The newest checkpoint of the job.
@@ -71,7 +71,7 @@ impl Client {
     /// Downloads a job's LoRA adapter in PEFT's layout, as a tar; by default of the job's result.
     ///
     /// # Errors
-    /// `no_checkpoint` if there is none yet, `no_adapter` after full fine-tuning, or any other [`Error`].
+    /// Fails with `no_checkpoint` if there is none yet, `no_adapter` after full fine-tuning, or with any other [`Error`].
     pub async fn download_adapter(&self, id: JobId, which: Option<Which>, to: &Path) -> Result<Downloaded, Error> {
         let which = which.map(|which| match which {
             Which::Last => "last",
@@ -120,7 +120,7 @@ impl Client {
         for file in files {
             let path = folder.join(&file.name);
             if Path::new(&file.name).file_name() != Some(file.name.as_ref()) {
-                return Err(Error::Settings(format!("'{}' is not a name for a file", file.name)));
+                return Err(Error::Settings(format!("'{}' is not a valid file name", file.name)));
             }
             let FileEntry { name: _, size_bytes, sha256 } = file;
             downloaded.push(if hash_of(&path, *size_bytes).await.as_ref() == Some(sha256) {

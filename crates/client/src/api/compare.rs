@@ -51,7 +51,7 @@ pub struct Compared {
 /// The results of one evaluation.
 #[derive(Debug, Clone, Deserialize)]
 pub struct Evaluation {
-    /// Step that the evaluation follows.
+    /// Step after which the evaluation ran.
     pub step: u64,
     /// Means over the evaluation's rows, by metric name.
     pub metrics: Metrics,

@@ -32,10 +32,10 @@ pub struct Dataset {
     pub sha256: Sha256Digest,
     /// Column names, in order of first appearance.
     pub columns: Vec<String>,
-    /// Owner of the key that uploaded it; empty = the operator.
+    /// Owner of the key that uploaded the dataset; empty = the operator.
     #[serde(default)]
     pub owner: String,
-    /// Time of the first upload.
+    /// Time at which the dataset was first uploaded.
     pub created_at: Timestamp,
 }
 
@@ -65,7 +65,7 @@ impl DatasetUpload {
         Self { name: None, media_type: "application/x-ndjson".to_owned(), rows: rows.into(), mapping: None }
     }
 
-    /// Sets the mapping of rows.
+    /// Sets how each row is mapped before it is stored.
     #[must_use]
     pub fn mapped(self, mapping: Recipe) -> Self {
         Self { mapping: Some(mapping), ..self }
@@ -89,7 +89,7 @@ pub struct DatasetPreview {
     pub rows: Vec<PreviewRow>,
     /// A suggested `map`, which has not been applied.
     pub suggested_map: Option<Value>,
-    /// Errors in the first rows.
+    /// Errors in the previewed rows.
     pub errors: Vec<FieldError>,
 }
 
@@ -102,10 +102,10 @@ pub struct PreviewColumn {
     pub kind: String,
 }
 
-/// A row as it would be stored.
+/// A row as the server would store it.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct PreviewRow {
-    /// Columns of the row.
+    /// Values of the row, by column name.
     pub record: Value,
     /// The prompt as the model would see it.
     #[serde(default)]
@@ -123,7 +123,7 @@ pub struct PreviewRow {
 pub struct Row {
     /// Number of the row, from 0.
     pub row: u64,
-    /// Columns of the row.
+    /// Values of the row, by column name.
     pub record: Map<String, Value>,
 }
 
@@ -136,7 +136,7 @@ impl Client {
     /// Uploads rows. If the same rows were uploaded before, the existing dataset is returned.
     ///
     /// # Errors
-    /// `invalid_dataset` with the invalid rows, or any other [`Error`]; also if a file cannot be read.
+    /// Fails with `invalid_dataset`, which lists the invalid rows, or with any other [`Error`]; also if a file cannot be read.
     pub async fn create_dataset(&self, upload: &DatasetUpload) -> Result<Dataset, Error> {
         let call = self.post_once(&["datasets"]).query_if("name", upload.name.as_ref());
         self.json(call.body(upload.body().await?)).await
@@ -145,7 +145,7 @@ impl Client {
     /// Creates a dataset from one on the Hugging Face Hub.
     ///
     /// # Errors
-    /// `invalid_dataset` if it cannot be found or mapped, `hub_unreachable`, or any other [`Error`].
+    /// Fails with `invalid_dataset` if the dataset cannot be found or mapped, `hub_unreachable`, or with any other [`Error`].
     pub async fn create_hub_dataset(&self, name: Option<&str>, dataset: &HubDataset) -> Result<Dataset, Error> {
         self.json(self.post_once(&["datasets"]).query_if("name", name).json(&json!(dataset))).await
     }
@@ -153,7 +153,7 @@ impl Client {
     /// Previews how the first rows of an upload would be mapped, and how a registered model would read them. Nothing is stored.
     ///
     /// # Errors
-    /// Fails if no row can be read. Errors in single rows are part of the answer.
+    /// Fails if no row can be read. Errors in single rows are part of the preview.
     pub async fn preview_dataset(&self, upload: &DatasetUpload, model: Option<&str>) -> Result<DatasetPreview, Error> {
         let call = self.call(Method::POST, &["datasets", "preview"]).query_if("model", model);
         self.json(call.body(upload.body().await?)).await
@@ -170,7 +170,7 @@ impl Client {
     /// Deletes a dataset and its rows.
     ///
     /// # Errors
-    /// `in_use` if jobs need it, or any other [`Error`].
+    /// Fails with `in_use` if jobs need the dataset, or with any other [`Error`].
     pub async fn delete_dataset(&self, id: DatasetId) -> Result<(), Error> {
         self.delete(&["datasets", &id.to_string()]).await
     }

@@ -28,7 +28,7 @@ pub struct Export {
     pub step: u64,
     /// Format of the export.
     pub format: ExportFormat,
-    /// Data type of the weights; `None` = not requested, and not known yet.
+    /// Data type of the exported weights; `None` = none was requested, and the server has not chosen one yet.
     pub dtype: Option<ExportDtype>,
     /// Current state of the export.
     pub state: TaskState,
@@ -42,13 +42,13 @@ pub struct Export {
     pub survived: Option<Survived>,
     /// Advice if too little of the update survives.
     pub advice: Option<String>,
-    /// Time of the request.
+    /// Time at which the export was requested.
     pub created_at: Timestamp,
     /// Time at which the export started.
     pub started_at: Option<Timestamp>,
     /// Time at which the export ended.
     pub finished_at: Option<Timestamp>,
-    /// Time at which its files are deleted.
+    /// Time at which the export's files are deleted.
     pub expires_at: Option<Timestamp>,
     /// Why the export failed.
     pub error: Option<ExportError>,
@@ -58,7 +58,7 @@ impl Client {
     /// Exports a checkpoint. [`Client::get_export`] returns the progress.
     ///
     /// # Errors
-    /// `invalid_body`, `storage_full`, or any other [`Error`].
+    /// Fails with `invalid_body`, `storage_full`, or with any other [`Error`].
     pub async fn create_export(&self, id: CheckpointId, request: &ExportRequest) -> Result<Export, Error> {
         self.json(self.post_once(&["checkpoints", &id.to_string(), "exports"]).json(&json!(request))).await
     }
@@ -95,7 +95,7 @@ impl Client {
     /// Downloads a file of an export and verifies its hash.
     ///
     /// # Errors
-    /// `not_ready` until the export has succeeded, or any other [`Error`].
+    /// Fails with `not_ready` until the export has succeeded, or with any other [`Error`].
     pub async fn download_export_file(&self, id: ExportId, file: &FileEntry, to: &Path) -> Result<Downloaded, Error> {
         let call = self.get(&["exports", &id.to_string(), "files", &file.name]);
         self.download(call, to, Some(file.sha256)).await
@@ -104,7 +104,7 @@ impl Client {
     /// Downloads all files of an export in one tar.
     ///
     /// # Errors
-    /// `not_ready` until the export has succeeded, or any other [`Error`].
+    /// Fails with `not_ready` until the export has succeeded, or with any other [`Error`].
     pub async fn download_export_archive(&self, id: ExportId, to: &Path) -> Result<Downloaded, Error> {
         self.download(self.get(&["exports", &id.to_string(), "archive.tar"]), to, None).await
     }
@@ -113,7 +113,7 @@ impl Client {
     /// are not downloaded again.
     ///
     /// # Errors
-    /// `not_ready` until the export has succeeded, or any other [`Error`].
+    /// Fails with `not_ready` until the export has succeeded, or with any other [`Error`].
     pub async fn download_export(&self, export: &Export, folder: &Path) -> Result<Vec<Downloaded>, Error> {
         let id = export.id.to_string();
         self.download_all(&export.files, folder, |name| self.get(&["exports", &id, "files", name])).await

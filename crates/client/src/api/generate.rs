@@ -19,7 +19,7 @@ const SERVER_TIME_LIMIT: Duration = Duration::from_secs(120);
 pub struct GenerationRequest {
     /// The prompt, as in a dataset: text, or a list of chat messages.
     pub prompt: Value,
-    /// The checkpoint: `"last"`, `"best"` or a step; default: the job's result.
+    /// Checkpoint to generate with: `"last"`, `"best"` or a step; default: the job's result.
     pub checkpoint: Option<Value>,
     /// Completions per model, 1 to 8.
     pub num_generations: Option<u32>,
@@ -47,7 +47,7 @@ pub struct Generation {
     pub checkpoint_id: CheckpointId,
     /// Step of the checkpoint.
     pub step: u64,
-    /// Kind of the checkpoint's weights: `adapter` or `model`.
+    /// Whether the checkpoint contains an adapter or the whole model: `adapter` or `model`.
     pub weights: String,
     /// Sampling settings that were used.
     pub sampling: Value,
@@ -67,7 +67,7 @@ impl Client {
     /// Generates completions with the base model and a checkpoint of a job. The server processes one request at a time.
     ///
     /// # Errors
-    /// `no_checkpoint`, `invalid_body`, `generation_timeout`, or any other [`Error`].
+    /// Fails with `no_checkpoint`, `invalid_body`, `generation_timeout`, or with any other [`Error`].
     pub async fn generate(&self, id: JobId, request: &GenerationRequest) -> Result<Generation, Error> {
         let GenerationRequest { prompt, checkpoint, num_generations, seed, sampling } = request;
         let mut body = json!({"prompt": prompt});

@@ -42,14 +42,14 @@ pub struct Job {
     pub phase: Option<Phase>,
     /// Why the job waits or has paused.
     pub status_reason: Option<String>,
-    /// Number of claims so far.
+    /// Number of times that a worker claimed the job.
     pub attempt: u64,
     /// Number of consecutive times that the server could not hand the job to a worker because of an internal error.
     #[serde(default)]
     pub server_errors: u32,
     /// Device that runs the job: `cpu`, `cuda:0`.
     pub device: Option<String>,
-    /// Sequence number (`seq`) of its latest event.
+    /// Sequence number (`seq`) of the job's latest event.
     pub last_seq: i64,
     /// Number of completed optimizer steps.
     pub step: u64,
@@ -70,18 +70,18 @@ pub struct Job {
     pub training_phase: Option<PhaseChange>,
     /// The resolved settings; deserialize as [`rlood_types::spec::Plan`].
     pub plan: Value,
-    /// Id of the job that it was created from.
+    /// Id of the job that this job was created from.
     pub parent: Option<JobId>,
-    /// Time at which it was submitted.
+    /// Time at which the job was submitted.
     pub created_at: Timestamp,
-    /// Time of the first claim.
+    /// Time at which a worker first claimed the job.
     pub started_at: Option<Timestamp>,
     /// Time at which the job ended.
     pub finished_at: Option<Timestamp>,
     /// The client's own labels, as key-value pairs.
     #[serde(default)]
     pub metadata: BTreeMap<String, String>,
-    /// Owner of the key that created it; empty = the operator.
+    /// Owner of the key that created the job; empty = the operator.
     #[serde(default)]
     pub owner: String,
 }
@@ -121,7 +121,7 @@ pub struct JobAlert {
 /// Why a job ended before its last step.
 #[derive(Debug, Clone, Deserialize)]
 pub struct JobEnding {
-    /// The reason for the end.
+    /// Why the job ended.
     pub code: EndingCode,
     /// Human-readable message in English.
     pub message: String,
@@ -129,11 +129,11 @@ pub struct JobEnding {
     pub step: u64,
     /// The alert rule that ended the job.
     pub rule: Option<Rule>,
-    /// The metric of early stopping.
+    /// The metric that early stopping checked.
     pub metric: Option<String>,
-    /// Best value of the metric.
+    /// Best value of the metric of early stopping.
     pub best: Option<f64>,
-    /// Step of the best value.
+    /// Step of the best value of the metric of early stopping.
     pub best_step: Option<u64>,
     /// First step of the alert's evidence. Checkpoints of earlier steps are not affected.
     pub good_before_step: Option<u64>,
@@ -183,7 +183,7 @@ pub struct Validation {
     pub errors: Vec<FieldError>,
     /// Warnings about settings that are legal but probably not intended.
     pub warnings: Vec<Warning>,
-    /// Estimated memory and tokens.
+    /// Estimated memory and tokens of the run.
     pub estimate: Option<Estimate>,
     /// The result of the preflight.
     pub probe: Option<ProbeReport>,
@@ -219,7 +219,7 @@ impl Client {
     /// Submits a job whose rows are in its document, or in a dataset that it names.
     ///
     /// # Errors
-    /// `invalid_spec` with every invalid field, or any other [`Error`].
+    /// Fails with `invalid_spec`, which lists every invalid field, or with any other [`Error`].
     pub async fn create_job(&self, document: &Document) -> Result<Job, Error> {
         let body = Body::bytes(document.media_type, document.bytes.clone());
         self.json(self.post_once(&["jobs"]).body(body)).await
@@ -298,7 +298,7 @@ impl Client {
         self.json(self.get(&["jobs", &id.to_string()]).query_if("wait", seconds).work(wait)).await
     }
 
-    /// Returns a job when it has ended or paused, without a time limit.
+    /// Waits, without a time limit, until a job has ended or paused, and returns it.
     ///
     /// # Errors
     /// Returns an [`Error`] if the call fails.
@@ -309,7 +309,7 @@ impl Client {
             if job.is_settled() {
                 return Ok(job);
             }
-            // A server that is shutting down answers immediately.
+            // A server that is shutting down answers a long poll immediately, so pause before the next request.
             if begun.elapsed() < Duration::from_secs(1) {
                 tokio::time::sleep(Duration::from_secs(1)).await;
             }
@@ -335,7 +335,7 @@ impl Client {
     /// Cancels a job. Its checkpoints are kept.
     ///
     /// # Errors
-    /// `illegal_move` if it has ended, or any other [`Error`].
+    /// Fails with `illegal_move` if the job has ended, or with any other [`Error`].
     pub async fn cancel_job(&self, id: JobId) -> Result<Job, Error> {
         self.json(self.post_once(&["jobs", &id.to_string(), "cancel"])).await
     }
@@ -343,7 +343,7 @@ impl Client {
     /// Stops a job at a checkpoint. A running job pauses a little later.
     ///
     /// # Errors
-    /// `illegal_move` if it has ended, or any other [`Error`].
+    /// Fails with `illegal_move` if the job has ended, or with any other [`Error`].
     pub async fn pause_job(&self, id: JobId) -> Result<Job, Error> {
         self.json(self.post_once(&["jobs", &id.to_string(), "pause"])).await
     }
@@ -351,7 +351,7 @@ impl Client {
     /// Queues a paused job again.
     ///
     /// # Errors
-    /// `illegal_move` if it is not paused, or any other [`Error`].
+    /// Fails with `illegal_move` if the job is not paused, or with any other [`Error`].
     pub async fn resume_job(&self, id: JobId) -> Result<Job, Error> {
         self.json(self.post_once(&["jobs", &id.to_string(), "resume"])).await
     }
@@ -360,7 +360,7 @@ impl Client {
     /// how the old job ended.
     ///
     /// # Errors
-    /// `illegal_move` if it has not ended, or any other [`Error`].
+    /// Fails with `illegal_move` if the old job has not ended, or with any other [`Error`].
     pub async fn retry_job(&self, id: JobId, from: Option<RetryFrom>) -> Result<Job, Error> {
         let call = self.post_once(&["jobs", &id.to_string(), "retry"]);
         self.json(match from {
@@ -370,10 +370,10 @@ impl Client {
         .await
     }
 
-    /// Creates a new job that continues from a step of this one.
+    /// Creates a new job that continues from a step of the given job.
     ///
     /// # Errors
-    /// `no_checkpoint` or `no_such_checkpoint`, `invalid_spec`, or any other [`Error`].
+    /// Fails with `no_checkpoint`, `no_such_checkpoint`, `invalid_spec`, or with any other [`Error`].
     pub async fn fork_job(&self, id: JobId, fork: &Fork) -> Result<Job, Error> {
         let Fork { from_step, overrides } = fork;
         let mut body = json!({"from_step": from_step});
@@ -386,7 +386,7 @@ impl Client {
     /// Returns a job's resolved settings in a form that can be submitted again. Secrets are left out.
     ///
     /// # Errors
-    /// See [`Error`]; also fails if TOML cannot represent the settings.
+    /// Fails with an [`Error`] of the call; also if TOML cannot represent the settings.
     pub async fn get_config(&self, id: JobId, format: Format) -> Result<Document, Error> {
         let call = self.get(&["jobs", &id.to_string(), "config"]).query("format", format.as_str()).accept("*/*");
         Ok(Document::text(format, self.text(call).await?))

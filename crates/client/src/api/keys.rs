@@ -26,7 +26,7 @@ pub struct ApiKey {
     pub prefix: String,
     /// Whether the key is valid.
     pub state: KeyState,
-    /// Time at which it was created.
+    /// Time at which the key was created.
     pub created_at: Timestamp,
     /// Time at which the key expires.
     pub expires_at: Option<Timestamp>,
@@ -86,7 +86,7 @@ pub struct RevokedKeyWebhook {
     pub description: Option<String>,
     /// Whether messages are sent.
     pub enabled: bool,
-    /// Time at which it was created.
+    /// Time at which the key was created.
     pub created_at: Timestamp,
 }
 

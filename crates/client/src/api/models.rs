@@ -22,7 +22,7 @@ pub struct Model {
     pub sha256: Sha256Digest,
     /// Properties of the model; `None` = the server's record cannot be read.
     pub card: Option<ModelCard>,
-    /// Owner of the key that registered it; empty = available to everyone.
+    /// Owner of the key that registered the model; empty = available to everyone.
     #[serde(default)]
     pub owner: String,
     /// Time of the first registration.
@@ -67,7 +67,8 @@ impl Client {
     /// Registers the model in a directory on the server's machine, given as an absolute path.
     ///
     /// # Errors
-    /// `invalid_model` if it cannot be used, `conflict` if another model has this name, or any other [`Error`].
+    /// Fails with `invalid_model` if the model cannot be used, `conflict` if another model has this name, or
+    /// with any other [`Error`].
     pub async fn create_model(&self, id: &str, source: &str) -> Result<Model, Error> {
         self.json(self.post_once(&["models"]).json(&json!({"id": id, "source": source}))).await
     }
@@ -75,7 +76,7 @@ impl Client {
     /// Registers a Hugging Face Hub model, `org/name`, which the server then downloads. The id defaults to the model's name.
     ///
     /// # Errors
-    /// `invalid_model` if it cannot be found or used, `hub_unreachable`, `conflict`, or any other [`Error`].
+    /// Fails with `invalid_model` if the model cannot be found or used, `hub_unreachable`, `conflict`, or with any other [`Error`].
     pub async fn create_hub_model(&self, id: Option<&str>, hub: &str, revision: Option<&str>) -> Result<Model, Error> {
         let mut body = json!({"hub": hub});
         for (key, value) in [("id", id), ("revision", revision)] {
@@ -97,7 +98,7 @@ impl Client {
     /// Unregisters a model. Its files are kept.
     ///
     /// # Errors
-    /// `in_use` if jobs need it, or any other [`Error`].
+    /// Fails with `in_use` if jobs need the model, or with any other [`Error`].
     pub async fn delete_model(&self, id: &str) -> Result<(), Error> {
         self.delete(&["models", id]).await
     }

@@ -33,7 +33,7 @@ pub struct LogLine {
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(from = "Metrics")]
 pub struct MetricsRow {
-    /// Optimizer step. For an evaluation, the step that it follows.
+    /// Optimizer step of the metrics. For an evaluation, the step after which it ran.
     pub step: u64,
     /// Metrics with TRL's names, those of an evaluation with the prefix `eval_`; a value of `None` = undefined.
     pub metrics: Metrics,
@@ -87,9 +87,9 @@ pub struct SampleQuery {
     pub min_step: Option<u64>,
     /// Last step to return.
     pub max_step: Option<u64>,
-    /// Only training, or only evaluation.
+    /// Only samples of training, or only those of evaluations.
     pub phase: Option<SamplePhase>,
-    /// Only this dataset row, `row_N`.
+    /// Only samples of this dataset row, `row_N`.
     pub prompt_id: Option<String>,
     /// Only samples of this group.
     pub group_id: Option<String>,
@@ -133,7 +133,7 @@ pub struct Summary {
     pub eval_reward: Option<MetricTrend>,
     /// Latest mean KL divergence per token.
     pub kl: Option<f64>,
-    /// Prompt and completion tokens so far.
+    /// Number of prompt and completion tokens that the job has processed so far.
     pub num_tokens: Option<f64>,
     /// Amounts that follow from the settings; deserialize as [`rlood_types::spec::Totals`].
     pub totals: Value,

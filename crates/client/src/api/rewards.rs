@@ -20,15 +20,15 @@ const SERVER_TIME_LIMIT: std::time::Duration = std::time::Duration::from_secs(12
 /// The result of a reward test.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct RewardTest {
-    /// Whether the reward gave a number for every sample, or does not apply to it.
+    /// Whether the reward returned a number for every sample to which it applies.
     pub ok: bool,
-    /// One result per sample, in order.
+    /// The test's results, one per sample, in order.
     pub results: Vec<RewardTestResult>,
     /// Total scoring time, in milliseconds.
     pub latency_ms: f64,
     /// Answer to `reward.ping`; `None` for built-in rewards.
     pub ping: Option<Value>,
-    /// The HTTP requests and responses.
+    /// The HTTP requests and responses of the test.
     #[serde(default)]
     pub exchanges: Vec<Value>,
     /// Warnings about things that work but should be changed.
@@ -41,16 +41,16 @@ pub struct RewardTest {
 pub struct RewardTestResult {
     /// Id of the sample, as sent to the service.
     pub sample_id: String,
-    /// The reward; `None` = no value.
+    /// Value of the reward; `None` = no value.
     pub reward: Option<f64>,
     /// Whether the reward does not apply to this sample.
     #[serde(default)]
     pub not_applicable: bool,
-    /// Why there is no value.
+    /// Why the reward has no value for the sample.
     pub error: Option<SampleProblem>,
-    /// Explanation from the service.
+    /// Explanation that the service returned with the reward.
     pub reason: Option<String>,
-    /// Metrics from the service.
+    /// Metrics that the service returned with the reward.
     #[serde(default)]
     pub metrics: Map<String, Value>,
 }
@@ -69,9 +69,9 @@ pub struct SampleProblem {
 pub struct Rescore {
     /// Name of the new reward.
     pub reward: String,
-    /// Name of the job's reward that it replaces; `None` = all of them together.
+    /// Name of the job's reward that the new one replaces; `None` = all of them together.
     pub replaces: Option<String>,
-    /// Phase of the samples.
+    /// Whether the samples are from training or from evaluations.
     pub phase: SamplePhase,
     /// First step of the samples.
     pub from_step: u64,
@@ -79,18 +79,18 @@ pub struct Rescore {
     pub to_step: u64,
     /// Number of samples that were scored.
     pub samples: usize,
-    /// Whether all samples were sent and answered in time.
+    /// Whether all samples were sent to the reward and answered in time.
     pub complete: bool,
     /// Number of samples without a value.
     pub missing: usize,
     /// Number of samples to which the new reward does not apply.
     pub not_applicable: usize,
-    /// Limitations of the comparison.
+    /// Limitations of the comparison, for the user to read.
     #[serde(default)]
     pub warnings: Vec<String>,
     /// Total scoring time, in milliseconds.
     pub latency_ms: f64,
-    /// One result per sample, oldest first.
+    /// The rewards of each sample, oldest sample first.
     pub results: Vec<RescoredSample>,
     /// Figures of the comparison: `errors`, `old`, `new`, `correlation`, `advantages`, `groups`.
     #[serde(flatten)]
@@ -108,7 +108,7 @@ pub struct RescoredSample {
     pub prompt_id: String,
     /// Index of the completion in its group, from 0.
     pub index: usize,
-    /// The reward as it was stored.
+    /// The reward that is stored with the sample.
     pub old: Option<f64>,
     /// The value of the new reward.
     pub new: Option<f64>,
@@ -116,9 +116,9 @@ pub struct RescoredSample {
     pub old_advantage: Option<f64>,
     /// Advantage with the new reward.
     pub new_advantage: Option<f64>,
-    /// Why there is no new value.
+    /// Why the new reward has no value for the sample.
     pub error: Option<SampleProblem>,
-    /// Explanation from the service.
+    /// Explanation that the service returned with the reward.
     pub reason: Option<String>,
 }
 
@@ -134,23 +134,23 @@ pub struct JobReward {
     pub weight: f64,
     /// Whether a sample without this reward is unscorable.
     pub required: bool,
-    /// Whether it is a separate reward of the evaluation.
+    /// Whether the reward is a separate one of the evaluation.
     pub evaluation: bool,
-    /// Time of the last report.
+    /// Time of the last report on the reward.
     pub updated_at: Option<Timestamp>,
     /// Number of the attempt that reported last.
     pub attempt: u64,
     /// Fraction of samples without a value.
     pub missing_fraction: Option<f64>,
-    /// Number of failed requests.
+    /// Number of requests to the reward's service that failed.
     pub failed: u64,
-    /// Number of samples so far.
+    /// Number of samples that the reward has scored so far.
     pub samples: u64,
     /// Number of samples without a value.
     pub missing: u64,
-    /// Number of requests so far.
+    /// Number of requests that were sent so far, with retries.
     pub requests: u64,
-    /// Number of retries so far.
+    /// Number of requests that repeated a failed one.
     pub retries: u64,
     /// Number of failed requests, by reason.
     #[serde(default)]
@@ -162,12 +162,12 @@ pub struct JobReward {
     pub figures: Map<String, Value>,
 }
 
-/// How the results of a late answer were processed.
+/// How many results of a late answer the server stored or ignored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 pub struct CallbackCounts {
-    /// Number of new results.
+    /// Number of results that were stored.
     pub accepted: u64,
-    /// Number of results that were received before.
+    /// Number of results for samples that already had one; these are ignored.
     pub duplicate: u64,
     /// Number of results for samples that are not in the request.
     pub unknown: u64,
@@ -177,7 +177,8 @@ impl Client {
     /// Tests a reward (as in a job) on samples of `{prompt, completion, columns}`. The service is called once.
     ///
     /// # Errors
-    /// `invalid_body` if the reward or the samples are not valid, or any other [`Error`]. A failure of the service is not an error.
+    /// Fails with `invalid_body` if the reward or the samples are not valid, or with any other [`Error`]. A failure of the service
+    /// is not an error.
     pub async fn test_reward(&self, reward: &Value, samples: &Value) -> Result<RewardTest, Error> {
         let call = self.call(Method::POST, &["rewards", "test"]).json(&json!({"reward": reward, "samples": samples}));
         self.json(call.repeat(Repeat::Again).work(SERVER_TIME_LIMIT)).await
@@ -204,7 +205,7 @@ impl Client {
     /// document. A result that is sent twice counts once.
     ///
     /// # Errors
-    /// `gone` if the request no longer waits for an answer, or any other [`Error`].
+    /// Fails with `gone` if the request no longer waits for an answer, or with any other [`Error`].
     pub async fn take_reward_callback(
         &self,
         id: RewardRequestId,

@@ -81,7 +81,7 @@ pub struct Disk {
     pub total_bytes: u64,
     /// Space that can be written, in bytes.
     pub free_bytes: u64,
-    /// Free space that is reserved, in bytes: jobs pause below it.
+    /// Free space that is reserved, in bytes: if less is free, jobs pause.
     pub reserve_bytes: u64,
 }
 
@@ -112,7 +112,7 @@ pub struct KindStorage {
 pub struct OwnerStorage {
     /// Name of the owner; empty = the operator.
     pub owner: String,
-    /// Size and number in total.
+    /// Size and number of all objects of the owner.
     #[serde(flatten)]
     pub amount: Amount,
     /// Storage use by kind, for kinds that the owner uses.
@@ -141,7 +141,7 @@ impl Client {
     /// Checks that the server is ready.
     ///
     /// # Errors
-    /// `not_ready` after several tries, or any other [`Error`].
+    /// Fails with `not_ready` after several tries, or with any other [`Error`].
     pub async fn readyz(&self) -> Result<(), Error> {
         self.text(self.get(&["readyz"]).accept("*/*")).await.map(drop)
     }
@@ -171,7 +171,7 @@ impl Client {
         let document: Value = self.json(call.clone()).await?;
         match document["info"]["version"].as_str() {
             Some(version) => Ok(version.to_owned()),
-            None => Err(call.not_understood("it has no version")),
+            None => Err(call.not_understood("the API document has no version")),
         }
     }
 
@@ -194,7 +194,7 @@ impl Client {
     /// Returns the caller's identity and permissions, according to the client's key.
     ///
     /// # Errors
-    /// `unauthorized` if the key is not valid, or any other [`Error`].
+    /// Fails with `unauthorized` if the key is not valid, or with any other [`Error`].
     pub async fn get_session(&self) -> Result<Session, Error> {
         self.json(self.get(&["session"])).await
     }

@@ -41,7 +41,7 @@ pub struct Verdict {
     pub progress: TaskProgress,
     /// How both models are sampled.
     pub sampling: VerdictSampling,
-    /// Time of the request.
+    /// Time at which the verdict was requested.
     pub created_at: Timestamp,
     /// Time at which the verdict started.
     pub started_at: Option<Timestamp>,
@@ -57,7 +57,7 @@ impl Client {
     /// Compares a checkpoint of a job with its base model. [`Client::get_verdict`] returns the progress.
     ///
     /// # Errors
-    /// `no_evaluation`, `no_checkpoint`, `invalid_body`, or any other [`Error`].
+    /// Fails with `no_evaluation`, `no_checkpoint`, `invalid_body`, or with any other [`Error`].
     pub async fn create_verdict(&self, id: JobId, request: &VerdictRequest) -> Result<Verdict, Error> {
         let VerdictRequest { checkpoint, num_generations, temperature, pass_threshold } = request;
         let mut body = json!({});
@@ -77,7 +77,7 @@ impl Client {
     /// Returns the newest verdict of a job.
     ///
     /// # Errors
-    /// `no_verdict`, or any other [`Error`].
+    /// Fails with `no_verdict`, or with any other [`Error`].
     pub async fn get_job_verdict(&self, id: JobId) -> Result<Verdict, Error> {
         self.json(self.get(&["jobs", &id.to_string(), "verdict"])).await
     }

@@ -29,15 +29,15 @@ pub struct Webhook {
     pub enabled: bool,
     /// Why the server disabled the webhook.
     pub disabled_reason: Option<String>,
-    /// Whether it reports on the jobs of all owners.
+    /// Whether the webhook reports on the jobs of all owners.
     pub all_jobs: bool,
-    /// Owner of the key that created it; empty = the operator.
+    /// Owner of the key that created the webhook; empty = the operator.
     pub owner: String,
     /// Time until which the previous secret signs messages too.
     pub old_secret_until: Option<Timestamp>,
-    /// Time at which it was created.
+    /// Time at which the webhook was created.
     pub created_at: Timestamp,
-    /// Time of the last change.
+    /// Time at which the webhook was last changed.
     pub updated_at: Timestamp,
 }
 
@@ -102,7 +102,7 @@ pub struct WebhookDelivery {
     pub job_id: Option<JobId>,
     /// State of the delivery: `pending`, `delivered` or `failed`.
     pub state: String,
-    /// Time of the next attempt.
+    /// Time of the next delivery attempt.
     pub next_try_at: Option<Timestamp>,
     /// Delivery attempts, oldest first.
     pub tries: Vec<WebhookTry>,
@@ -111,13 +111,13 @@ pub struct WebhookDelivery {
 /// One attempt to deliver a message.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct WebhookTry {
-    /// Time at which the attempt started.
+    /// Time at which the delivery attempt started.
     pub time: Timestamp,
-    /// Duration of the attempt, in milliseconds.
+    /// Duration of the delivery attempt, in milliseconds.
     pub duration_ms: u64,
     /// HTTP status of the endpoint's response; `None` = no response.
     pub status: Option<u16>,
-    /// Why the attempt failed.
+    /// Why the delivery attempt failed.
     pub error: Option<String>,
 }
 
@@ -167,8 +167,8 @@ impl Client {
         self.delete(&["webhooks", &id.to_string()]).await
     }
 
-    /// Replaces the signing secret with the given one, or one that the server creates. The previous secret also signs messages for
-    /// `keep_old_s` seconds, a day by default.
+    /// Replaces a webhook's signing secret with the given one, or one that the server creates. The previous secret also
+    /// signs messages for `keep_old_s` seconds, a day by default.
     ///
     /// # Errors
     /// Returns an [`Error`] if the call fails.
@@ -185,7 +185,7 @@ impl Client {
     /// Sends a test message and returns its delivery.
     ///
     /// # Errors
-    /// `conflict` if the webhook is disabled, or any other [`Error`].
+    /// Fails with `conflict` if the webhook is disabled, or with any other [`Error`].
     pub async fn test_webhook(&self, id: WebhookId) -> Result<WebhookDelivery, Error> {
         self.json(self.post_once(&["webhooks", &id.to_string(), "test"]).work(SERVER_TIME_LIMIT)).await
     }
@@ -196,10 +196,10 @@ impl Client {
         Pages::new(self, self.get(&["webhooks", &id.to_string(), "deliveries"]).query_if("state", state))
     }
 
-    /// Sends a message again.
+    /// Queues a message for delivery again.
     ///
     /// # Errors
-    /// `conflict` if the webhook is disabled, or any other [`Error`].
+    /// Fails with `conflict` if the webhook is disabled, or with any other [`Error`].
     pub async fn redeliver(&self, id: WebhookId, delivery: &str) -> Result<WebhookDelivery, Error> {
         self.json(self.post_once(&["webhooks", &id.to_string(), "deliveries", delivery, "redeliver"])).await
     }

@@ -256,7 +256,7 @@ fn rows_with_answers_keep_them() {
     let unknown = of(&pair, json!({"map": {"prompt": "question", "completion": "anser"}}), &options()).unwrap_err();
     assert!(unknown.contains("map.completion") && unknown.contains("did you mean 'answer'"), "{unknown}");
     let twice = json!({"map": {"prompt": "question", "completion": "answer", "columns": {"completion": "answer"}}});
-    assert!(of(&pair, twice, &options()).unwrap_err().contains("one of the two"));
+    assert!(of(&pair, twice, &options()).unwrap_err().contains("either that one or map.completion"));
 }
 
 #[test]
@@ -303,10 +303,13 @@ fn errors_name_file_row_and_column() {
             json!({"map": {"prompt": "question", "keep": ["anwser"]}}),
             "map.keep: there is no column 'anwser'; columns are answer, question (did you mean 'answer'?)",
         ),
-        (json!({"map": {"prompt": "question", "keep": [], "drop": []}}), "map.drop: give keep or drop, not both"),
+        (
+            json!({"map": {"prompt": "question", "keep": [], "drop": []}}),
+            "map.drop: give either keep or drop, not both",
+        ),
         (json!({"map": {"prompt": "question", "columns": {"a": "{{ answer"}}}), "map.columns.a: "),
         (json!({"map": {"prompt": "question", "system": "s", "chat": false}}), "map.chat: "),
-        (json!({"seed": 1}), "seed: it chooses which rows stay: give limit as well"),
+        (json!({"seed": 1}), "seed: a seed selects which rows limit keeps: give limit as well"),
         (json!({"limit": 0}), "limit: it must be at least 1"),
         (
             json!({"map": {"prompt": "question", "columns": {"a": "answer"}}}),

@@ -19,7 +19,7 @@ impl StagedDir {
 
 impl Drop for StagedDir {
     fn drop(&mut self) {
-        // A directory that cannot be removed now is removed at the next start.
+        // If the directory cannot be removed now, the next server start removes it.
         let _ = remove_tree(&self.0);
     }
 }

@@ -84,14 +84,14 @@ pub fn files_below(root: &Path) -> Result<Vec<PathBuf>, FilesError> {
 /// volume count too. Blocking.
 pub fn is_vacant(path: &Path) -> Result<bool, FilesError> {
     match fs::metadata(path) {
-        // A dangling link is not vacant.
+        // A link whose target is missing is no free path.
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(fs::symlink_metadata(path).is_err()),
-        Err(error) => Err(cannot("look at", path)(error)),
+        Err(error) => Err(cannot("inspect", path)(error)),
         Ok(found) => Ok(found.is_dir() && entries(path)?.iter().all(|path| is_of_the_volume(path) || is_lock(path))),
     }
 }
 
-/// Whether the path is in the root of a new file system and may be readable by root only.
+/// Whether the path is `lost+found`, which a new file system has in its root and only root may read.
 fn is_of_the_volume(path: &Path) -> bool {
     path.file_name().is_some_and(|name| name == "lost+found") && path.is_dir()
 }
@@ -145,7 +145,7 @@ pub fn move_into(from: &Path, to: &Path, last: &str) -> Result<(), FilesError> {
         let synced = if path.ends_with(last) { sync_dir(to) } else { Ok(()) };
         if let Err(error) = synced.and_then(|()| fs::rename(&path, &target).map_err(cannot("move a file to", &target)))
         {
-            // The error is more useful than another error from the cleanup.
+            // Errors of the cleanup are ignored, because the error of the failed move is more useful.
             let _ = moved.iter().try_for_each(|path| remove_tree(path));
             return Err(error);
         }

@@ -23,7 +23,7 @@ impl DataDir {
     /// Creates an empty directory in which an export is written. Blocking.
     ///
     /// # Errors
-    /// Fails if it cannot be created.
+    /// Fails if the directory cannot be created.
     pub fn export_begin(&self, id: &str) -> Result<PathBuf, FilesError> {
         let unfinished = self.export_unfinished_dir(id);
         remove_tree(&unfinished)?;
@@ -35,7 +35,7 @@ impl DataDir {
     /// Moves a completely written directory to the path of its export. Blocking.
     ///
     /// # Errors
-    /// Fails if it cannot be moved.
+    /// Fails if the directory cannot be moved.
     pub fn export_place(&self, id: &str) -> Result<(), FilesError> {
         remove_tree(&self.export_dir(id))?;
         initial::place(&self.export_unfinished_dir(id), &self.export_dir(id))
@@ -44,7 +44,7 @@ impl DataDir {
     /// Removes an export's files, complete or not. Blocking.
     ///
     /// # Errors
-    /// Fails if they cannot be removed.
+    /// Fails if the files cannot be removed.
     pub fn export_remove(&self, id: &str) -> Result<(), FilesError> {
         remove_tree(&self.export_unfinished_dir(id))?;
         remove_tree(&self.export_dir(id))
@@ -53,7 +53,7 @@ impl DataDir {
     /// Removes exports without a database row, and incomplete ones. Called at start. Blocking.
     ///
     /// # Errors
-    /// Fails if they cannot be removed.
+    /// Fails if the files cannot be removed.
     pub fn export_sweep(&self, ids: &[String]) -> Result<(), FilesError> {
         let kept: HashSet<PathBuf> = ids.iter().map(|id| self.export_dir(id)).collect();
         if !self.exports().is_dir() {

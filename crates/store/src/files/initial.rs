@@ -11,7 +11,7 @@ use crate::failpoint::fail_point;
 use crate::id::JobId;
 use crate::protocol::{FileEntry, check_file_name};
 
-/// File name of the list of files, in their directory.
+/// Name of the file that lists a job's starting files, in the same directory.
 const LIST: &str = "files.json";
 
 impl DataDir {

@@ -25,7 +25,7 @@ pub struct PinnedFiles {
 }
 
 impl DataDir {
-    /// Starts without any pinned files. Blocking.
+    /// Creates a set of pinned files, which is empty at first. Blocking.
     pub fn pin_files(&self) -> PinnedFiles {
         self.remove_stale_links();
         PinnedFiles { links_in: links_in(&self.staging()), links: HashMap::new() }

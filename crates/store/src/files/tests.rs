@@ -58,7 +58,7 @@ async fn a_checkpoint_is_moved_only_when_every_byte_is_as_listed() {
     let listed = [entry("manifest.json", b"{}"), entry("weights", b"1234")];
 
     for (wrong, what) in [
-        (vec![listed[0].clone()], "uploaded but not listed"),
+        (vec![listed[0].clone()], "uploaded but is not listed"),
         (vec![listed[0].clone(), entry("weights", b"1235")], "SHA-256"),
         (vec![listed[0].clone(), entry("weights", b"12345")], "4 bytes instead of 5"),
         (vec![listed[0].clone(), listed[1].clone(), entry("more", b"")], "not uploaded"),

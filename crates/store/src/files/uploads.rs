@@ -132,10 +132,10 @@ impl DataDir {
 }
 
 fn compare_size(path: &Path, file: &FileEntry) -> Result<(), FilesError> {
-    let size_bytes = fs::metadata(path).map_err(cannot("look at", path))?.len();
+    let size_bytes = fs::metadata(path).map_err(cannot("inspect", path))?.len();
     if size_bytes == file.size_bytes {
         Ok(())
     } else {
-        Err(mismatch(&file.name, &format!("{size_bytes} bytes instead of {}", file.size_bytes)))
+        Err(mismatch(&file.name, &format!("the file has {size_bytes} bytes instead of {}", file.size_bytes)))
     }
 }

@@ -37,7 +37,7 @@ impl DataDir {
     pub fn usage(&self, owners: &Owners) -> Result<Usage, FilesError> {
         let mut walk = Walk { owners, usage: Usage::new(), counted: Counted::new() };
         let mut names = entries(self.root())?;
-        // Published files come before links to them.
+        // Checkpoints are counted before the hard links to their files, which then count nothing.
         let rank = |path: &PathBuf| match name_of(path).as_str() {
             "checkpoints" => 0,
             "initial" => 1,
@@ -80,13 +80,13 @@ impl Walk<'_> {
                 (StorageKind::Adapters, owner.unwrap_or_default())
             })?,
             "exports" => self.each(path, |walk, dir| {
-                // An unfinished export has an ending behind its id.
+                // The directory of an unfinished export has a suffix after the export's id.
                 let id = dir.file_stem().and_then(|stem| stem.to_str()?.parse::<ExportId>().ok());
                 let owner = id.and_then(|id| walk.owners.exports.get(&id).cloned());
                 (StorageKind::Exports, owner.unwrap_or_default())
             })?,
             "staging" => self.each(path, |walk, entry| (StorageKind::Staging, walk.owner_of_job(entry)))?,
-            // Remains of downloads from a hub, which are kept for a day.
+            // Partial downloads from a hub, which are kept for a day.
             "hub" => {
                 for folder in entries(path)? {
                     let has_holes = name_of(&folder) == "outlines";
@@ -102,7 +102,7 @@ impl Walk<'_> {
                 for model in entries(path)? {
                     let versions = entries(&model)?;
                     match versions.is_empty() {
-                        // A file, or a model that is directly in this directory.
+                        // `model` is a file, or a model without a directory per version.
                         true => self.one(StorageKind::Models, self.owner_of_model(&model), &model)?,
                         false => {
                             for version in versions {
@@ -129,7 +129,7 @@ impl Walk<'_> {
         Ok(())
     }
 
-    /// Counts one object with everything below it.
+    /// Adds the size of one path and of everything below it to the usage of its owner.
     fn one(&mut self, kind: StorageKind, owner: String, path: &Path) -> Result<(), FilesError> {
         let size_bytes = size_below(path, &mut self.counted)?;
         self.add(kind, owner, size_bytes);
@@ -177,7 +177,7 @@ fn allocated_below(path: &Path) -> Result<u64, FilesError> {
 pub(crate) fn metadata(path: &Path) -> Result<Option<Metadata>, FilesError> {
     match fs::symlink_metadata(path) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-        found => found.map(Some).map_err(cannot("look at", path)),
+        found => found.map(Some).map_err(cannot("inspect", path)),
     }
 }
 

@@ -14,13 +14,13 @@ use crate::id::JobId;
 use crate::storage::StorageError;
 use crate::{Store, TaskKind};
 
-/// A file or directory, as it was before the rows were read.
+/// A file or directory, as garbage collection found it before it read the database rows.
 #[derive(Debug)]
 pub(super) struct Candidate {
     kind: StorageKind,
     path: PathBuf,
     size_bytes: u64,
-    /// Time of the last change of it or of anything below, Unix time in milliseconds.
+    /// Time of the last change to the path or to anything below it, Unix time in milliseconds.
     changed_at: i64,
 }
 
@@ -53,7 +53,8 @@ pub(super) fn list_candidates(files: &DataDir) -> Result<Vec<Candidate>, FilesEr
     Ok(seen)
 }
 
-/// Returns those that no row names, and that nothing is about to create a row for.
+/// Returns the files and directories that no database row names, except those for which a running upload, download or backup is
+/// about to create a row.
 pub(super) async fn without_rows(
     store: &Store,
     files: &DataDir,
@@ -81,11 +82,12 @@ pub(super) async fn without_rows(
                 let related = |other: &PathBuf| other.starts_with(&path) || path.starts_with(other);
                 models.iter().any(related) || kept.iter().any(related)
             }
-            // A slow upload may not change anything here for a long time.
+            // Age alone does not show that an upload was abandoned, because a slow one may change nothing in this directory for a
+            // long time.
             StorageKind::Staging => {
                 is_locked_backup(&path) || (rules.is_served && job.is_some_and(|job| running.contains(&job)))
             }
-            // Each worker of the server empties its own directory.
+            // While a server runs, each of its workers empties its own directory when it starts.
             StorageKind::Scratch => rules.is_served,
             _ => named.contains(&path),
         };
@@ -98,10 +100,10 @@ pub(super) async fn without_rows(
             continue;
         }
         let reason = match kind {
-            StorageKind::Staging => "left by an upload or a backup that did not end",
-            StorageKind::Scratch => "left by a worker of the server",
-            StorageKind::Models => "downloaded, and no model is registered there",
-            _ => "no row of the database names it",
+            StorageKind::Staging => "left by an upload or a backup that was interrupted",
+            StorageKind::Scratch => "unpublished files of a worker that has ended",
+            StorageKind::Models => "downloaded files without a registered model",
+            _ => "no row of the database refers to it",
         };
         items.push(GcItem { kind, name, size_bytes, reason: reason.to_owned(), removal: Some(Removal::Orphan(path)) });
     }

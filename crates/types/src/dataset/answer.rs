@@ -17,7 +17,7 @@ pub enum Answered {
         /// Text of the answer.
         completion: String,
     },
-    /// Chat messages; the last one is the assistant's.
+    /// Chat messages; the last one is the assistant's answer.
     Chat(Vec<Value>),
 }
 
@@ -25,7 +25,7 @@ pub enum Answered {
 /// a text, or a list with the assistant's message.
 ///
 /// # Errors
-/// Returns a stable code and how to fix the row, if it has no answer, an empty one, or two.
+/// Fails with a stable code and how to fix the row, if it has no answer, an empty one, or two.
 pub fn answered(prompt: &Value, columns: &Map<String, Value>) -> Result<Answered, (&'static str, String)> {
     let completion = match columns.get(COMPLETION) {
         None | Some(Value::Null) => None,
@@ -47,7 +47,7 @@ pub fn answered(prompt: &Value, columns: &Map<String, Value>) -> Result<Answered
                     let last = messages.last().and_then(|last| last["content"].as_str()).unwrap_or_default();
                     check_text(last)?;
                     if messages.len() == 1 {
-                        let detail = "there is no turn before the assistant's: a prompt is needed";
+                        let detail = "the prompt has no turn before the assistant's: add the user's message";
                         return Err(("missing_prompt", detail.to_owned()));
                     }
                     Ok(Answered::Chat(messages.clone()))
@@ -66,7 +66,7 @@ fn is_assistants(message: &Value) -> bool {
     message["role"] == "assistant"
 }
 
-/// Returns the answer in a completion.
+/// Returns the answer in the column `completion`: a text, or a list with the assistant's message.
 fn text_of(completion: &Value) -> Result<String, (&'static str, String)> {
     let text = match completion {
         Value::String(text) => Some(text),
@@ -90,7 +90,7 @@ fn text_of(completion: &Value) -> Result<String, (&'static str, String)> {
 
 fn check_text(text: &str) -> Result<(), (&'static str, String)> {
     match text.trim().is_empty() {
-        true => Err(("empty_completion", "the assistant's turn is empty: there is nothing to learn".to_owned())),
+        true => Err(("empty_completion", "the assistant's turn is empty: the warm-up cannot learn from it".to_owned())),
         false => Ok(()),
     }
 }

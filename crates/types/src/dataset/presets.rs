@@ -1,4 +1,5 @@
-//! Mappings for common dataset layouts. An error message suggests them; they are never applied automatically.
+//! Mappings for common dataset layouts, such as GSM8K's question and answer. An error message suggests them; they are never applied
+//! automatically.
 
 use serde_json::{Map, Value, json};
 

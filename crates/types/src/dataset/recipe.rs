@@ -97,7 +97,7 @@ pub struct InvalidRecipe {
 }
 
 impl Recipe {
-    /// Whether rows are stored unchanged.
+    /// Whether the recipe stores rows unchanged.
     pub fn is_plain(&self) -> bool {
         *self == Recipe::default()
     }
@@ -106,7 +106,7 @@ impl Recipe {
     /// drop (names separated by commas). Other keys are ignored.
     ///
     /// # Errors
-    /// Fails for a value that its key does not accept.
+    /// Fails for a value that is not valid for its key.
     pub fn from_query<'q>(pairs: impl IntoIterator<Item = (&'q str, &'q str)>) -> Result<Recipe, InvalidRecipe> {
         let wrong = |at: &str, detail: &str| InvalidRecipe { at: at.to_owned(), detail: detail.to_owned() };
         let number = |at: &str, text: &str| text.parse().map_err(|_| wrong(at, "it must be a whole number"));
@@ -143,40 +143,46 @@ impl Recipe {
             return wrong("limit", "it must be at least 1".to_owned());
         }
         if self.seed.is_some() && self.limit.is_none() {
-            return wrong("seed", "it chooses which rows stay: give limit as well".to_owned());
+            return wrong("seed", "a seed selects which rows limit keeps: give limit as well".to_owned());
         }
         let Some(map) = &self.map else { return Ok(()) };
         if map.system.is_some() && map.chat == Some(false) {
-            return wrong("map.chat", "with a system message the prompt is a chat: leave chat out".to_owned());
+            return wrong("map.chat", "with a system message the prompt is always a chat: leave chat out".to_owned());
         }
         if map.keep.is_some() && map.drop.is_some() {
-            return wrong("map.drop", "give keep or drop, not both".to_owned());
+            return wrong("map.drop", "give either keep or drop, not both".to_owned());
         }
         if map.unique.as_ref().is_some_and(|unique| unique.columns().is_empty()) {
-            return wrong("map.unique", "it names no column".to_owned());
+            return wrong("map.unique", "it must name at least one column".to_owned());
         }
         for (at, text) in
             [("map.prompt", &map.prompt), ("map.completion", &map.completion), ("map.where", &map.condition)]
         {
             if text.as_ref().is_some_and(|text| text.trim().is_empty()) {
-                return wrong(at, "it is empty".to_owned());
+                return wrong(at, "it must not be empty".to_owned());
             }
         }
         if map.completion.is_some() && map.columns.contains_key(super::COMPLETION) {
-            return wrong("map.completion", "map.columns makes a completion too: give one of the two".to_owned());
+            return wrong(
+                "map.completion",
+                "map.columns also creates a column completion: give either that one or map.completion".to_owned(),
+            );
         }
         let dropped: BTreeSet<&str> = map.drop.iter().flatten().map(String::as_str).collect();
         for (name, value) in &map.columns {
             let at = format!("map.columns.{name}");
             if name.is_empty() || name == super::PROMPT {
-                return wrong(&at, "a column needs a name; the prompt is map.prompt".to_owned());
+                return wrong(&at, "a new column needs a name, and the prompt must be given as map.prompt".to_owned());
             }
             match value.as_str() {
                 Some(text) if !text.trim().is_empty() => {}
                 _ => return wrong(&at, "it must be the name of a column, or a template".to_owned()),
             }
             if dropped.contains(name.as_str()) {
-                return wrong("map.drop", format!("'{name}' is made by map.columns: drop it there"));
+                return wrong(
+                    "map.drop",
+                    format!("the column '{name}' is created by map.columns: remove the column there instead"),
+                );
             }
         }
         Ok(())

@@ -5,7 +5,7 @@
 pub(super) struct Broken<'a> {
     pub code: &'static str,
     pub detail: &'a str,
-    /// Whether the end of the row is unknown, so that nothing after it can be parsed.
+    /// Whether the end of the bad row is unknown, so that nothing after it can be parsed.
     pub last: bool,
 }
 
@@ -13,12 +13,12 @@ fn too_long(last: bool) -> Broken<'static> {
     Broken { code: "row_too_long", detail: TOO_LONG, last }
 }
 
-/// Placeholder for an error text; the reader replaces it with the maximum row size.
+/// Placeholder for the error of a row that is too long; the reader, which knows the maximum size, writes the text.
 const TOO_LONG: &str = "too long";
 
-/// Receives a row's line and its bytes.
+/// Callback that receives a row's line and its bytes.
 type JsonRow<'r> = dyn FnMut(u64, Result<&[u8], Broken<'_>>) + 'r;
-/// Receives a row's line and its fields.
+/// Callback that receives a row's line and its fields.
 type CsvRow<'r> = dyn FnMut(u64, Result<&[Vec<u8>], Broken<'_>>) + 'r;
 
 /// Splits rows at line breaks; blank lines are skipped.
@@ -90,7 +90,7 @@ enum CsvState {
     FieldStart,
     Bare,
     Quoted,
-    /// After a quote inside quotes: the end of the field, or the first half of an escaped quote.
+    /// Parser state after a quote inside a quoted field: the end of the field, or the first half of an escaped quote.
     QuoteInQuoted,
     Broken,
 }
@@ -172,7 +172,7 @@ impl CsvSplit {
     }
 }
 
-/// Splits the elements of `[…]` or of `{"records": […]}`. The content of an element is checked later, by a full parser.
+/// Splits the elements of `[…]` or of `{"records": […]}`. A full JSON parser checks the content of each element later.
 #[derive(Debug)]
 pub(super) struct JsonSplit {
     /// Maximum row size, in bytes.
@@ -190,18 +190,18 @@ pub(super) struct JsonSplit {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum JsonState {
-    /// Before the opening `[` or `{`.
+    /// Parser state before the opening `[` or `{`.
     Start,
-    /// After `{`, up to and including the `[`.
+    /// Parser state after `{`, up to and including the `[` of the records.
     Key,
-    /// Before the first element or `]`.
+    /// Parser state before the first element or `]`.
     First,
-    /// After a comma between elements.
+    /// Parser state after a comma between elements.
     Next,
     Element,
-    /// Before a `,` or `]`.
+    /// Parser state after an element, before a `,` or `]`.
     AfterElement,
-    /// After the `]` of an object, before its `}`.
+    /// Parser state after the `]` of an object's records, before the object's `}`.
     CloseObject,
     End,
     Broken,
@@ -267,7 +267,9 @@ impl JsonSplit {
             }
             (JsonState::AfterElement, b',') => self.state = JsonState::Next,
             (JsonState::CloseObject, b'}') => self.state = JsonState::End,
-            (JsonState::First | JsonState::Next, b',' | b']' | b'}') => self.broken("a row is missing here", row),
+            (JsonState::First | JsonState::Next, b',' | b']' | b'}') => {
+                self.broken("a row is missing between two commas or brackets", row)
+            }
             (JsonState::First | JsonState::Next, _) => {
                 self.begin = self.line;
                 self.state = JsonState::Element;
@@ -276,7 +278,7 @@ impl JsonSplit {
             (JsonState::Start | JsonState::Key, _) => self.broken(EXPECTED, row),
             (JsonState::AfterElement, _) => self.broken("',' or ']' is expected after a row", row),
             (JsonState::CloseObject, _) => self.broken("'records' must be the only field", row),
-            (JsonState::End, _) => self.broken("something follows the end of the JSON", row),
+            (JsonState::End, _) => self.broken("there is text after the end of the JSON", row),
             (JsonState::Element, _) => {}
         }
     }

@@ -12,7 +12,7 @@ const MAX_RECENT: usize = 24;
 /// Number of values from the beginning of a run that are kept permanently.
 pub(super) const EARLY: usize = 5;
 
-/// Metrics that some rule examines, in addition to those of the rewards of weight 0.
+/// Metrics that some rule examines, in addition to the rewards of weight 0.
 const WATCHED: [&str; 15] = [
     "reward",
     "reward_std",
@@ -30,17 +30,17 @@ const WATCHED: [&str; 15] = [
     "eval_gap",
     "reward_at_eval",
 ];
-/// Durations depend on the machine and not on the run, so they are left out of the trainer state.
+/// Metrics that are durations. They depend on the machine and not on the run, so they are left out of the trainer state.
 const DURATIONS: [&str; 2] = ["step_time", "step_time/reward"];
 
-/// The values of one metric, as `(step, value)` in order.
+/// The recent and first values of one metric, as `(step, value)` in order.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 struct Series {
-    /// Total number of values so far.
+    /// Number of values that the metric ever had.
     count: u64,
-    /// The first [`EARLY`] values.
+    /// The first [`EARLY`] values of the metric.
     early: Vec<(u64, f64)>,
-    /// The last [`MAX_RECENT`] values.
+    /// The last [`MAX_RECENT`] values of the metric.
     recent: VecDeque<(u64, f64)>,
 }
 
@@ -57,16 +57,16 @@ impl Series {
     }
 }
 
-/// The metrics of a run that are remembered.
+/// The metrics of a run that the alert rules remember.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub(super) struct History {
     series: BTreeMap<String, Series>,
     #[serde(skip)]
     times: BTreeMap<String, Series>,
-    /// The lowest and the highest reward of a completion.
+    /// The lowest and the highest reward of any completion so far.
     seen: Option<(f64, f64)>,
-    /// The highest mean reward of a rollout.
+    /// The highest mean reward of a rollout so far.
     best_reward: Option<f64>,
 }
 
@@ -113,18 +113,18 @@ impl History {
         self.series.get(metric).or_else(|| self.times.get(metric))
     }
 
-    /// Returns the last `length` values; `None` if there are fewer.
+    /// Returns the last `length` values of a metric; `None` if there are fewer.
     pub(super) fn last(&self, metric: &str, length: usize) -> Option<Window> {
         self.before(metric, length, 0)
     }
 
-    /// Returns the last values, at most `length`; `None` if there are none.
+    /// Returns the last values of a metric, at most `length`; `None` if there are none.
     pub(super) fn up_to(&self, metric: &str, length: usize) -> Option<Window> {
         let known = self.of(metric)?.recent.len();
         self.before(metric, length.min(known), 0)
     }
 
-    /// Returns `length` values before the last `skip`; `None` if there are fewer.
+    /// Returns the `length` values of a metric that precede its last `skip` values; `None` if there are fewer.
     pub(super) fn before(&self, metric: &str, length: usize, skip: usize) -> Option<Window> {
         let recent = &self.of(metric)?.recent;
         let end = recent.len().checked_sub(skip)?;
@@ -132,13 +132,13 @@ impl History {
         Some(Window { metric: metric.to_owned(), points: recent.range(start..end).copied().collect() })
     }
 
-    /// Returns the first [`EARLY`] values; `None` if there are fewer.
+    /// Returns the first [`EARLY`] values of a metric; `None` if there are fewer.
     pub(super) fn early(&self, metric: &str) -> Option<Window> {
         let early = &self.of(metric)?.early;
         (early.len() == EARLY).then(|| Window { metric: metric.to_owned(), points: early.clone() })
     }
 
-    /// Returns the total number of values so far.
+    /// Returns the number of values that a metric ever had.
     pub(super) fn count(&self, metric: &str) -> u64 {
         self.of(metric).map_or(0, |series| series.count)
     }
@@ -159,7 +159,7 @@ impl Window {
         self.points.iter().map(|(_, value)| *value)
     }
 
-    /// Returns the values as `(step, value)`, in order.
+    /// Returns a metric's remembered values as `(step, value)`, in order.
     pub(super) fn points(&self) -> &[(u64, f64)] {
         &self.points
     }

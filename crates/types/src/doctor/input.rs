@@ -8,7 +8,7 @@ use crate::spec::{Plan, RewardPlan};
 pub struct RuleInput<'a> {
     /// The job's resolved plan.
     pub plan: &'a Plan,
-    /// Prompts per rollout, the number of independent draws in a mean reward.
+    /// Prompts per rollout, which is the number of independent samples behind a mean reward.
     pub prompts_per_rollout: f64,
     /// Lowest and highest possible reward; `None` if a reward does not declare them.
     pub reward_range: Option<(f64, f64)>,
@@ -43,7 +43,7 @@ impl<'a> RuleInput<'a> {
         self.plan.rloo.num_generations.get()
     }
 
-    /// Returns what this rule's alert does; `None` = the rule is off.
+    /// Returns what an alert of this rule does (note, pause or stop); `None` = the rule is off.
     pub fn on_alert(&self, rule: Rule) -> Option<OnAlert> {
         let doctor = &self.plan.doctor;
         match doctor.rules.get(&rule) {
@@ -53,7 +53,8 @@ impl<'a> RuleInput<'a> {
     }
 }
 
-/// Returns the sum of the weighted bounds over the rewards; `None` if a reward with a weight has no bounds.
+/// Returns the bounds of the weighted reward: the sums of the weighted bounds of all rewards. `None` if a reward with a
+/// weight has no bounds.
 fn range_of(rewards: &[RewardPlan]) -> Option<(f64, f64)> {
     let mut range = (0.0, 0.0);
     for reward in rewards.iter().filter(|reward| reward.weight != 0.0) {

@@ -15,15 +15,15 @@ use crate::event::{Observation, PhaseChange, TrainingPhase};
 #[serde(default)]
 pub(super) struct Current {
     phase: Option<TrainingPhase>,
-    /// A different phase that the latest rollout indicated, and the number of rollouts by then. A single rollout
-    /// does not change the phase.
+    /// A different phase that the latest rollout indicated, and the number of rollouts judged by then. A single rollout does
+    /// not change the phase.
     candidate: Option<(TrainingPhase, u64)>,
-    /// Number of rollouts that have been judged.
+    /// Number of rollouts from which the phase was judged.
     judged: u64,
 }
 
 impl Current {
-    /// Judges each new rollout once and returns a change of phase.
+    /// Judges the training phase after each new rollout, and returns a change of phase.
     pub(super) fn follow(&mut self, case: &Case<'_>) -> Option<PhaseChange> {
         let rollouts = case.history.count("reward");
         if rollouts == self.judged {
@@ -61,18 +61,22 @@ fn judge(case: &Case<'_>, current: Option<TrainingPhase>) -> Option<(TrainingPha
     else {
         return Some((TrainingPhase::Exploration, evidence));
     };
-    // A run in convergence needs twice the change to leave that phase.
+    // A run in convergence leaves that phase only at twice the usual change of the reward.
     let slack = if current == Some(TrainingPhase::Convergence) { 2.0 } else { 1.0 };
     let flat = slack * case.chance_difference().unwrap_or(0.0);
     let trend = recent.mean() - before.mean();
     let gain = recent.mean() - first.mean();
-    evidence.push(recent.observe("change from the five before", trend, Some(flat)));
-    evidence.push(recent.observe("change from the first five", gain, Some((flat / slack).max(0.05 * (high - low)))));
+    evidence.push(recent.observe("change from the five rollouts before", trend, Some(flat)));
+    evidence.push(recent.observe(
+        "change from the first five rollouts",
+        gain,
+        Some((flat / slack).max(0.05 * (high - low))),
+    ));
     let stable_kl = match (history.last("kl", RECENT), history.before("kl", RECENT, RECENT)) {
         (Some(kl), Some(kl_before)) => {
             let change = kl.mean() - kl_before.mean();
             let limit = slack * 0.25 * kl_before.mean().max(0.02);
-            evidence.push(kl.observe("change from the five before", change, Some(limit)));
+            evidence.push(kl.observe("change from the five rollouts before", change, Some(limit)));
             change.abs() <= limit
         }
         _ => true, // No reference, no KL.

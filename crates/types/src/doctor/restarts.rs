@@ -2,7 +2,7 @@
 
 use crate::event::{Alert, AttemptEnd, Observation, OnAlert, Phase, Rule};
 
-/// Number of ended attempts after which an alert is raised, each time.
+/// Number of further ended attempts after which the alert is raised again.
 pub const ENDS_AN_ALERT: u64 = 10;
 
 /// Returns the alert about these ends, oldest first; `total` counts all ended attempts of the job. The alert only informs: an
@@ -75,7 +75,7 @@ mod tests {
         );
         assert!(alert.message.contains("at step 2, memory unknown"), "{}", alert.message);
         assert_eq!((alert.step, alert.since_step, alert.ends.len()), (3, 1, 3));
-        // An unknown amount of memory is not a number in the evidence.
+        // An attempt whose memory use is unknown is left out of the evidence, which has only numbers.
         assert_eq!(
             alert.evidence.iter().map(|seen| seen.value).collect::<Vec<_>>(),
             [10.0, 1073741824.0, 3221225472.0]

@@ -3,7 +3,7 @@
 use super::history::{EARLY, Window};
 use super::{Case, Rule, Symptom, Verdict};
 
-/// Number of values in the usual window.
+/// Number of latest values of a metric in the usual window of a rule.
 pub(super) const RECENT: usize = 5;
 /// Position of the mean reward above which low diversity is not a problem.
 const HIGH_POSITION: f64 = 0.9;
@@ -25,10 +25,10 @@ pub(super) fn examine(rule: Rule, case: &Case<'_>) -> Verdict {
         Rule::EntropyCollapse => entropy_collapse(case),
         Rule::SlowReward => slow_reward(case),
         Rule::NonFinite => non_finite(case),
-        // The server raises this alert; see `restarts`.
+        // `many_restarts` is raised by the server and not from metrics; see `restarts`.
         Rule::ManyRestarts => None,
     };
-    // `None` means that there is not enough data.
+    // A rule returns `None` if there is not enough data.
     verdict.unwrap_or(Verdict::Hold)
 }
 
@@ -70,7 +70,7 @@ impl Case<'_> {
         let Some(best) = self.history.best_reward() else { return false };
         match self.position(best) {
             Some(position) => position <= 0.05,
-            // Every reward was the same. A constant above 0 need not be the lowest possible reward.
+            // Every reward was the same. This constant need not be the lowest possible reward if it is above 0.
             None => best <= 0.0,
         }
     }
@@ -144,7 +144,7 @@ fn kl_explosion(case: &Case<'_>) -> Option<Verdict> {
             kl.exp()
         );
         let mut evidence = vec![recent.observe_mean(Some(1.0))];
-        evidence.extend(before.map(|before| before.observe("mean of the ten before", earlier, None)));
+        evidence.extend(before.map(|before| before.observe("mean of the ten rollouts before", earlier, None)));
         let fix = format!(
             "raise rloo.beta (now {}; 0.1 is a usual value against this), lower optimizer.learning_rate (now {:e}), evaluate more often, and continue from a checkpoint before step {}",
             case.input.plan.rloo.beta,
@@ -171,7 +171,7 @@ fn reward_collapse(case: &Case<'_>) -> Option<Verdict> {
     if share <= limit - 0.1 || case.is_near_the_top() {
         return Some(Verdict::Clear);
     }
-    // A model that never earned anything has a separate rule.
+    // The rule `cold_start` covers a model that never earned anything.
     if share <= limit || case.is_rising() || case.has_never_left_the_floor() {
         return Some(Verdict::Hold);
     }
@@ -237,11 +237,11 @@ fn empty_output(case: &Case<'_>) -> Option<Verdict> {
     raise(message, evidence, fix)
 }
 
-/// The training reward and an independent measure at two times. Changes are shares of each one's range.
+/// How far the training reward rose while an independent measure fell. Both changes are fractions of the reward's range.
 struct Divergence {
     gain: f64,
     loss: f64,
-    /// Twice the standard error of the loss, or the minimum loss that counts.
+    /// Twice the standard error of the measure's fall, or the minimum fall that counts.
     noise: f64,
     evidence: Vec<super::Observation>,
     measure: String,
@@ -289,8 +289,8 @@ fn independent_divergences(case: &Case<'_>) -> Vec<Divergence> {
                 loss: (then.mean() - now.mean()) / own_width,
                 noise: 0.05,
                 evidence: vec![
-                    last.observe("mean (the first five: see limit)", last.mean(), Some(first.mean())),
-                    now.observe("mean (the first five: see limit)", now.mean(), Some(then.mean())),
+                    last.observe("mean (limit: mean of the first five)", last.mean(), Some(first.mean())),
+                    now.observe("mean (limit: mean of the first five)", now.mean(), Some(then.mean())),
                 ],
                 measure: format!("reward '{name}' (weight 0)"),
             });
@@ -313,10 +313,13 @@ fn evaluation_divergence(case: &Case<'_>, width: f64) -> Option<Divergence> {
     let own_width = high - low;
     let std = case.history.up_to("eval_reward_std", 1).map_or(0.0, |std| std.latest());
     let standard_error = std * (2.0 / case.input.eval_completions.max(1.0)).sqrt() / own_width;
-    let mut seen = evals.observe("last (the best before: see limit)", now, Some(best));
+    let mut seen = evals.observe("last evaluation (limit: the best evaluation before)", now, Some(best));
     (seen.from_step, seen.to_step) = (best_step + 1, now_step);
-    let mut reward =
-        trained.observe("mean of the last rollouts (at the best evaluation: see limit)", trained_now, at(best_step));
+    let mut reward = trained.observe(
+        "mean of the last rollouts (limit: their mean at the best evaluation)",
+        trained_now,
+        at(best_step),
+    );
     (reward.from_step, reward.to_step) = (best_step + 1, now_step);
     Some(Divergence {
         gain: (trained_now - at(best_step)?) / width,

@@ -114,7 +114,7 @@ impl Rule {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Severity {
-    /// Information for the user.
+    /// The alert only informs the user.
     Info,
     /// The run will probably not improve without a change.
     Warning,
@@ -146,13 +146,13 @@ pub struct Observation {
     pub value: f64,
     /// The threshold that the value is compared with; null = the value is only explanatory.
     pub limit: Option<f64>,
-    /// First step of the window.
+    /// First step of the values that the observation covers.
     pub from_step: u64,
-    /// Last step of the window.
+    /// Last step of the values that the observation covers.
     pub to_step: u64,
 }
 
-/// An alert: what is wrong, since when, the evidence, and how to fix it.
+/// An alert: the problem, its first step, the evidence, and how to fix it.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Alert {
     /// The rule that raised the alert.
@@ -182,13 +182,13 @@ pub struct Alert {
 pub struct AttemptEnd {
     /// Number of the attempt: counts the claims of a job, from 1.
     pub attempt: u64,
-    /// Time of the end, Unix time in milliseconds.
+    /// Time at which the attempt ended, Unix time in milliseconds.
     pub time_ms: i64,
     /// Reason for the end: `worker_lost`, `lease_expired`, `claim_abandoned`, `worker_shutdown`, `preempted`, `server_restart`, ….
     pub reason: String,
-    /// The phase that the run was in; null = unknown.
+    /// The phase that the run was in when the attempt ended; null = unknown.
     pub phase: Option<Phase>,
-    /// Number of completed optimizer steps.
+    /// Number of completed optimizer steps when the attempt ended.
     pub step: u64,
     /// Resident memory of the worker process at its last heartbeat, in bytes; null = not reported.
     pub memory_bytes: Option<u64>,
@@ -211,7 +211,7 @@ impl AttemptEnd {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum TrainingPhase {
-    /// The reward is close to where it began, and varies.
+    /// The reward is close to its first values, and varies.
     Exploration,
     /// The mean reward is rising.
     Exploitation,

@@ -11,7 +11,7 @@ use crate::job::{Ending, Failure, State};
 /// The body of a message. Every delivery attempt sends the same bytes.
 #[derive(Debug, Serialize)]
 pub struct Message<'a, D> {
-    /// Type of the message, such as `job.queued`.
+    /// Type of the lifecycle message, such as `job.queued`.
     #[serde(rename = "type")]
     pub kind: &'a str,
     /// Time of the event, in UTC (RFC 3339).
@@ -152,7 +152,7 @@ pub struct CheckpointDetail {
     pub checkpoint: CheckpointId,
     /// Number of completed optimizer steps.
     pub step: u64,
-    /// Whether it is the best checkpoint so far.
+    /// Whether the checkpoint is the job's best one so far.
     pub best: bool,
 }
 

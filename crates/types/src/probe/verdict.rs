@@ -57,7 +57,7 @@ pub fn verdict(report: &ProbeReport, plan: &Plan) -> Vec<Finding> {
         let fix = if report.complete {
             "submit the job"
         } else {
-            "submit the job, or probe with fewer prompts or more time to measure the rest"
+            "submit the job, or run the preflight with fewer prompts or more time to measure the rest"
         };
         findings.push(finding(FindingCode::Ready, detail, fix));
     }
@@ -80,15 +80,15 @@ fn not_measured(report: &ProbeReport, plan: &Plan) -> Option<Finding> {
         Some(error) => finding(
             FindingCode::NotMeasured,
             error.message.clone(),
-            "correct what the error names: the job itself would end the same way",
+            "fix what the error names: the job itself would end the same way",
         ),
         None => finding(
             FindingCode::NotMeasured,
             format!(
-                "not one prompt's {} completions were sampled and scored within the time limit",
+                "no prompt had all of its {} completions sampled and scored within the time limit",
                 plan.rloo.num_generations
             ),
-            "probe with a longer probe_timeout_s; to make the job itself faster, lower sampling.max_completion_length or use a faster device",
+            "run the preflight with a longer probe_timeout_s; to make the job itself faster, lower sampling.max_completion_length or use a faster device",
         ),
     })
 }
@@ -104,7 +104,7 @@ fn reward_not_usable(report: &ProbeReport, plan: &Plan) -> Option<Finding> {
     if let Some(warning) = report.warnings.iter().find(|warning| warning.contains(&format!("'{}'", reward.name))) {
         detail = format!("{detail} ({warning})");
     }
-    let fix = "try it with POST /rewards/test and correct it: completions without a value train nothing";
+    let fix = "try the reward with POST /rewards/test and correct it: completions without a value train nothing";
     Some(finding(FindingCode::RewardNotUsable, detail, fix))
 }
 
@@ -136,7 +136,7 @@ fn level(report: &ProbeReport, plan: &Plan) -> Option<Finding> {
                     "let the job learn from good answers first (warm_up: {dataset, steps}), start with easier prompts, or give a partial reward for partial success"
                 }
                 Some(_) => {
-                    "the job's warm_up comes before its first rollout and is not part of this look: see what the evaluation says behind it, and whether its answers score with these rewards"
+                    "the preflight samples the base model, without the job's warm_up: check in the first evaluation after the warm-up whether the job's answers earn these rewards"
                 }
             },
         ));
@@ -145,7 +145,7 @@ fn level(report: &ProbeReport, plan: &Plan) -> Option<Finding> {
         return Some(finding(
             FindingCode::NothingToLearn,
             format!("the base model's mean reward is {reward:.3} already, {of_what}"),
-            "take harder prompts, or a reward that still tells good answers from better ones",
+            "use harder prompts, or a reward that still tells good answers from better ones",
         ));
     }
     let (low, high) = plan.rloo.reward_clip_range.filter(|(low, high)| reward <= *low || reward >= *high)?;
@@ -185,7 +185,7 @@ fn ties(report: &ProbeReport, plan: &Plan) -> Option<Finding> {
             "in {} of the groups all rewards are equal, mostly with different completions: they train nothing",
             percent(tied)
         ),
-        "take prompts that the model solves sometimes, a reward of finer steps, or a higher rloo.num_generations",
+        "use prompts that the model solves sometimes, a reward with more levels, or a higher rloo.num_generations",
     ))
 }
 
@@ -217,7 +217,7 @@ fn bottleneck(report: &ProbeReport, plan: &Plan) -> Option<Finding> {
     let concurrency = services.map(|service| service.max_concurrency);
     let fix = match concurrency.max() {
         Some(most) => format!(
-            "make the reward service faster or run more of it, then raise max_concurrency (now {most}) and max_batch_samples"
+            "make the reward service faster or run more instances of it, then raise max_concurrency (now {most}) and max_batch_samples"
         ),
         None => "use a cheaper reward".to_owned(),
     };
@@ -251,14 +251,14 @@ mod tests {
             "max_tries": 1, "max_invalid_tries": 1, "on_invalid": "mask", "max_outage_s": 1}))
     }
 
-    /// Returns a job with one reward between 0 and 1.
+    /// Returns a test job with one reward between 0 and 1.
     fn plan() -> Plan {
         let document = json!({"model": "m", "dataset": {"records": [{"prompt": "p"}]},
             "rewards": [{"type": "regex", "pattern": "x", "name": "r"}], "training": {"prompts_per_step": 1}});
         crate::spec::example::resolved(document)
     }
 
-    /// Returns a report without problems.
+    /// Returns a test report without problems.
     fn good() -> ProbeReport {
         ProbeReport {
             complete: true,
@@ -307,7 +307,7 @@ mod tests {
     fn a_model_that_scores_nearly_everything_has_nothing_to_learn() {
         assert_eq!(codes(|report| report.reward = Some(CEILING)), [FindingCode::NothingToLearn]);
         assert_eq!(codes(|report| report.reward = Some(CEILING - 0.01)), [FindingCode::Ready]);
-        // Ties of such a model are not caused by the sampling.
+        // A model with the highest reward everywhere has ties for that reason, and not because of the sampling.
         let all = |report: &mut ProbeReport| {
             report.reward = Some(1.0);
             (report.tied_groups_fraction, report.identical_groups_fraction) = (Some(1.0), Some(1.0));

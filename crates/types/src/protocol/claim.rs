@@ -1,4 +1,4 @@
-//! Parses a claim on the worker's side. Unknown fields are errors.
+//! Parses a claim that a worker received. Unknown fields are errors.
 
 use serde::Deserialize;
 use serde_json::Value;
@@ -12,7 +12,7 @@ pub enum ClaimError {
     #[error("the claim is not valid")]
     Form(#[source] serde_json::Error),
     /// The claim has a field that this version does not know.
-    #[error("'{0}' is not known to this version")]
+    #[error("the field '{0}' is not known to this version of rlood")]
     Unknown(String),
 }
 

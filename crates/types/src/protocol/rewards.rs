@@ -43,11 +43,11 @@ pub struct RewardHealth {
     pub retries: u64,
     /// Number of requests whose answer was in the journal of a former attempt.
     pub replayed: u64,
-    /// Number of requests with a usable response; for rewards that the worker computes, the number of scored rollouts.
+    /// Number of requests with a usable response; for rewards that the worker computes itself, the number of scored rollouts.
     pub answers: u64,
-    /// Total duration of these requests, in milliseconds.
+    /// Total duration of the requests with a usable response, in milliseconds.
     pub answers_ms: f64,
-    /// Latency of the last 512 of these requests; null before the first.
+    /// Latency of the last 512 requests with a usable response; null before the first.
     pub latency_ms: Option<RewardLatency>,
     /// Number of failed requests and samples by class: `timeout`, `connect`, `connection`, `rate_limited`, `busy`, `server_error`,
     /// `rejected`, `redirect`, `too_large`, `gone`, `address_refused`, `invalid_answer`, `sample`.
@@ -85,12 +85,12 @@ pub enum BreakerState {
     Closed,
     /// No requests are sent until `retry_at`.
     Open,
-    /// One test request is in flight; its result decides.
+    /// One test request is in flight; its result closes or reopens the circuit breaker.
     HalfOpen,
 }
 
 impl BreakerState {
-    /// All states, in order of severity.
+    /// All states of a circuit breaker, in order of severity.
     pub const ALL: [BreakerState; 3] = [BreakerState::Closed, BreakerState::HalfOpen, BreakerState::Open];
 
     /// Returns the name used in the API.
@@ -108,7 +108,7 @@ impl BreakerState {
 pub struct BreakerReport {
     /// State of the circuit breaker.
     pub state: BreakerState,
-    /// Number of times that it opened.
+    /// Number of times that the circuit breaker opened.
     pub opened: u64,
     /// Number of failures in a row since the last response.
     pub failures_in_a_row: u32,

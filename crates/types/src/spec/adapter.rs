@@ -14,13 +14,13 @@ use super::plan::LoraPlan;
 /// Rank and alpha of one linear layer's adapter.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ModuleRank {
-    /// Rank of the adapter.
+    /// Rank of the layer's adapter.
     pub r: u32,
-    /// Numerator of the scaling.
+    /// Alpha of the layer's adapter: the numerator of its scaling.
     pub alpha: f64,
 }
 
-/// Keys of adapter_config.json that must be absent, null, false or empty.
+/// Keys of adapter_config.json that must be absent, null, false or empty, because they request something unsupported.
 const UNSUPPORTED: [&str; 11] = [
     "use_dora",
     "use_qalora",
@@ -116,7 +116,7 @@ impl LoraPlan {
             let names: Vec<&str> = paths.iter().map(|path| name_of(path)).collect();
             return refuse(
                 "target_modules",
-                &format!("it selects nothing of this model, which has {}", names.join(", ")),
+                &format!("the name matches no linear layer of this model, which has {}", names.join(", ")),
             );
         }
         let plan = LoraPlan { use_rslora, dropout, ..LoraPlan::all_linear(r, alpha) };
@@ -142,7 +142,7 @@ fn check_kind(config: &Value) -> Result<(), String> {
             Some(_) => false,
         };
         if !is_neutral {
-            return refused(config, key, "this is not supported");
+            return refused(config, key, "this option is not supported");
         }
     }
     if !matches!(config.get("bias").map(Value::as_str), None | Some(Some("none"))) {
@@ -150,7 +150,7 @@ fn check_kind(config: &Value) -> Result<(), String> {
     }
     match config.get("init_lora_weights").and_then(Value::as_str) {
         Some(name) if ["pissa", "olora", "corda", "loftq"].iter().any(|n| name.starts_with(n)) => {
-            refused(config, "init_lora_weights", "it changes the base weights, which is not supported")
+            refused(config, "init_lora_weights", "this option changes the base weights, which is not supported")
         }
         Some(_) | None => Ok(()),
     }
@@ -245,9 +245,10 @@ impl Selection {
             Value::Null => Ok(Selection::None),
             Value::String(text) => match Regex::new(&format!("^(?:{text})$")) {
                 Ok(regex) => Ok(Selection::Matching(regex)),
-                Err(_) => {
-                    Err(format!("{FILE}: {key} is {}; it is no regular expression that can be read here", brief(value)))
-                }
+                Err(_) => Err(format!(
+                    "{FILE}: {key} is {}; it is not a regular expression that rlood can read",
+                    brief(value)
+                )),
             },
             Value::Array(names) => match names.iter().map(|name| name.as_str().map(str::to_owned)).collect() {
                 Some(names) => Ok(Selection::Names(names)),
@@ -280,7 +281,7 @@ impl<T: Copy> Patterns<T> {
         let read = |(pattern, value): (&String, &Value)| {
             let at = format!("{FILE}: {key} has {pattern:?}: {}", brief(value));
             let regex = Regex::new(&format!("^(?:.*\\.)?(?:{pattern})$"))
-                .map_err(|_| format!("{at}; its name is no regular expression that can be read here"))?;
+                .map_err(|_| format!("{at}; its name is not a regular expression that rlood can read"))?;
             Ok((regex, one(value).ok_or_else(|| format!("{at}; the values must be {what}"))?))
         };
         map.iter().map(read).collect::<Result<_, String>>().map(Patterns)
@@ -315,7 +316,7 @@ mod tests {
             json!({"rank_pattern": {"layers\\.1\\.mlp\\.up_proj": 2, "q_proj": 8}, "alpha_pattern": {"q_proj": 4}});
         let plan = read(patterns).unwrap();
         assert_eq!(plan.of(1, "mlp.up_proj"), Some(ModuleRank { r: 2, alpha: 8.0 }));
-        // 11 ends with 1, but is a different layer.
+        // A name that ends in 11 also ends in 1, but it names a different layer.
         assert_eq!(plan.of(11, "mlp.up_proj"), Some(ModuleRank { r: 4, alpha: 8.0 }));
         assert_eq!(plan.of(5, "self_attn.q_proj"), Some(ModuleRank { r: 8, alpha: 4.0 }));
         assert_eq!((plan.rank_pattern["q_proj"], plan.alpha_pattern["q_proj"]), (8, 4.0));
@@ -330,7 +331,7 @@ mod tests {
         assert_eq!(by_regex.target_modules, ["q_proj"]);
         assert_eq!(read(json!({"target_modules": "all-linear"})).unwrap().target_modules.len(), 4);
 
-        // A plan that is written and read again is unchanged.
+        // Writing a plan as adapter_config.json and reading it again gives the same plan.
         for plan in [plain, plan, some] {
             let again = json!({"target_modules": plan.target_modules, "rank_pattern": plan.rank_pattern, "alpha_pattern": plan.alpha_pattern});
             assert_eq!(read(again).unwrap(), plan);
@@ -345,7 +346,7 @@ mod tests {
             (json!({"use_dora": true}), "use_dora is true"),
             (json!({"peft_type": "IA3"}), "peft_type"),
             (json!({"target_modules": ["c_attn"]}), "q_proj, k_proj, up_proj, down_proj"),
-            (json!({"target_modules": "("}), "no regular expression"),
+            (json!({"target_modules": "("}), "not a regular expression"),
             (json!({"layers_to_transform": [12]}), "layers 0 to 11"),
             (json!({"rank_pattern": {"q_proj": 0}}), "positive whole numbers"),
             (json!({"r": 0}), "r is 0"),

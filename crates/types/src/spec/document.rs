@@ -35,7 +35,7 @@ pub struct JobSpec {
     pub eval: Option<EvalSpec>,
     /// The rewards, with unique names.
     pub rewards: Vec<RewardPlan>,
-    /// Secrets by reward name (those of the evaluation's own rewards by `eval_secret_name`), for rewards that have some.
+    /// Secrets by reward name (those of the evaluation's own rewards by `eval_secret_name`), for rewards that have secrets.
     pub secrets: BTreeMap<String, RewardSecrets>,
     /// Settings of the algorithm.
     pub rloo: RlooPlan,
@@ -93,7 +93,7 @@ impl JobSpec {
     pub fn read(mut document: Value) -> (JobSpec, Vec<FieldError>) {
         if !document.is_object() {
             let example = "{\"model\": …, \"dataset\": …, \"rewards\": […]}";
-            let detail = format!("a job is an object, {example}, not {}", kind_of(&document));
+            let detail = format!("a job must be an object such as {example}, not {}", kind_of(&document));
             return (Self::read(json!({})).0, vec![FieldError::new("", "invalid_type", detail)]);
         }
         let train_records = detach_records(&mut document, "/dataset");
@@ -154,7 +154,7 @@ pub fn submittable(plan: &Plan) -> Value {
         doctor,
         metadata,
         totals: _,
-        // A job created from this document follows the latest rules.
+        // The arithmetic rules are left out: a job created from this document follows the latest ones.
         arithmetic: _,
     } = plan;
     let mut document = json!({
@@ -163,12 +163,12 @@ pub fn submittable(plan: &Plan) -> Value {
         "early_stopping": early_stopping, "doctor": doctor, "metadata": metadata,
     });
     if let Some(eval) = eval {
-        // If a fraction is given, the rows are those of the training dataset, and their number follows from the fraction.
+        // The evaluation rows of a fraction come from the training dataset, and their number follows from the fraction.
         document["eval"]["dataset"] = eval.fraction.map_or_else(|| submittable_dataset(&eval.dataset), |_| Value::Null);
         document["eval"]["held_out_rows"] = Value::Null;
         document["eval"]["test_rows"] = Value::Null;
         if eval.fraction.is_some() {
-            // If it were left out, the default would apply.
+            // A document without `test_fraction` would get the default share instead of none.
             document["eval"]["test_fraction"] = json!(eval.test_fraction.unwrap_or(0.0));
         }
         if let Some(test) = &eval.test_dataset {
@@ -185,13 +185,13 @@ pub fn submittable(plan: &Plan) -> Value {
     }
     without_nulls(&mut document);
     if lora.is_none() {
-        // If it were left out, the job would have an adapter with default settings.
+        // A document without `lora` would get an adapter with default settings.
         document["lora"] = Value::Null;
     }
     document
 }
 
-/// Returns a dataset in the form in which a job can refer to it again.
+/// Returns the dataset of a plan in the form in which a job can refer to it again.
 pub fn submittable_dataset(dataset: &DatasetPlan) -> Value {
     match dataset.sources.as_slice() {
         [] => json!({"id": dataset.id}),
@@ -203,7 +203,7 @@ fn without_nulls(value: &mut Value) {
     match value {
         Value::Object(map) => {
             map.retain(|_, value| !value.is_null());
-            // Values that the client defines are not changed.
+            // Nulls in objects that the client defines freely are kept.
             let ours = |name: &str| !matches!(name, "params" | "chat_template_kwargs");
             map.iter_mut().filter(|(name, _)| ours(name)).for_each(|(_, value)| without_nulls(value));
         }

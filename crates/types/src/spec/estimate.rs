@@ -13,7 +13,7 @@ use super::{FieldError, MICRO_BATCH_TOKENS, MICRO_BATCH_TOKENS_ON_CPU, ModelFact
 pub struct Estimate {
     /// Number of weights in the base model.
     pub num_parameters: u64,
-    /// Number of weights that are trained: those of the adapter, or all.
+    /// Number of weights that are trained: those of the adapter, or all weights of the model.
     pub trainable_parameters: Option<u64>,
     /// Size of the base model's files, in bytes.
     pub model_bytes: u64,
@@ -74,7 +74,8 @@ pub(super) struct Limits<'a> {
 /// Minimum number of tokens to which a micro-batch is reduced to save memory.
 const MIN_MICRO_BATCH_TOKENS: u32 = 256;
 
-/// Chooses the micro-batch size and estimates the run's memory (on the first of the places). Fails if that exceeds the limit.
+/// Chooses the micro-batch size and estimates the run's memory (on the first of the devices that may run the job). Fails if the
+/// memory exceeds the limit.
 pub(super) fn choose_micro_batch(
     plan: &mut Plan,
     model: &ModelFacts,
@@ -154,7 +155,7 @@ pub(super) fn choose_micro_batch(
         total_bytes: part(|needs| needs.total),
         memory_limit_bytes: limit(place),
         checkpoint_bytes: trainable.zip(part(|needs| needs.optimizer)).map(|(count, moments)| {
-            // The reference weights are in memory in addition to the weights.
+            // The frozen reference weights are in memory in addition to the trained weights.
             let copies = if plan.has_warmed_reference() { 2 } else { 1 };
             copies * 4 * count + moments
         }),

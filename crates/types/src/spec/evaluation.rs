@@ -46,7 +46,7 @@ pub struct EvalSpec {
     /// Prompts that only the verdict uses, instead of a share of the training dataset.
     #[serde(skip)]
     pub test_dataset: Option<DatasetSource>,
-    /// The guard set; `None` = none.
+    /// The guard set (prompts on which training must not make the model worse); `None` = none.
     #[serde(skip)]
     pub guard: Option<GuardSpec>,
     /// Whether the server creates a verdict automatically when the job succeeds.
@@ -61,14 +61,14 @@ impl EvalSpec {
     }
 }
 
-/// A guard set, as requested.
+/// A requested guard set: prompts on which training must not make the model worse.
 #[derive(Debug, Clone)]
 pub struct GuardSpec {
     /// The prompts of the guard set; `None` = missing or rejected.
     pub dataset: Option<DatasetSource>,
     /// Rewards used on the guard set; `None` = those of the evaluation.
     pub rewards: Option<Vec<RewardPlan>>,
-    /// How far the mean reward may fall.
+    /// How far the mean reward on the guard set may fall.
     pub margin: f64,
 }
 
@@ -127,12 +127,12 @@ pub(super) fn read_eval(reader: Reader<'_>) -> (EvalSpec, BTreeMap<String, Rewar
     (eval, own.chain(of_guard).collect())
 }
 
-/// Reads prompts of which every row is used once.
+/// Reads an evaluation dataset, whose rows are all used once, so that weights of sources are rejected.
 fn read_unweighted(field: &Field<'_>) -> Option<DatasetSource> {
     let sources = field.value().and_then(Value::as_array).into_iter().flatten();
     let weighted = sources.into_iter().position(|source| !source["weight"].is_null());
     if let Some(item) = weighted.and_then(|index| field.items()?.into_iter().nth(index)) {
-        item.fail_at("weight", "unknown_field", "an evaluation takes every row once: leave the weight out");
+        item.fail_at("weight", "unknown_field", "an evaluation uses every row once: leave the weight out");
     }
     read_dataset(field)
 }
@@ -157,7 +157,7 @@ pub fn held_out_count(num_rows: u64, fraction: f64) -> u64 {
 /// Identity of a prompt: its SHA-256. Chat messages are equal whatever the order of their keys.
 pub type PromptKey = [u8; 32];
 
-/// Returns the key of a dataset's `prompt`.
+/// Returns the identity of the prompt in a dataset row.
 pub fn prompt_key(prompt: &Value) -> PromptKey {
     let mut hasher = Sha256::new();
     hash_canonical(prompt, &mut hasher);
@@ -238,7 +238,7 @@ pub fn test_rows(prompts: &[PromptKey], held_out: &[u64], fraction: f64, seed: u
     let of_seed = |key: &PromptKey| -> PromptKey {
         Sha256::new().chain_update(format!("verdict {seed} ")).chain_update(key).finalize().into()
     };
-    // Under the rule of row numbers, a prompt of the evaluation may have rows on both sides.
+    // Under [`SplitRule::RowNumber`], rows with the same prompt may be used both for evaluation and for training.
     let evaluated: HashSet<&PromptKey> = held_out.iter().filter_map(|row| prompts.get(*row as usize)).collect();
     let mut keyed: Vec<(PromptKey, u64)> = prompts
         .iter()
@@ -296,7 +296,7 @@ mod tests {
             let more = held_out_rows(rule, &prompts, 0.2, 42);
             assert!(more.len() == 20 && rows.iter().all(|row| more.contains(row)));
         }
-        // Recorded with rlood 0.1. Jobs of that version resume with these rows.
+        // The expected rows were recorded with rlood 0.1. Jobs of that version resume with these rows.
         assert_eq!(held_out_rows(SplitRule::RowNumber, &prompts, 0.05, 42), RECORDED);
     }
 
@@ -316,7 +316,7 @@ mod tests {
         let of_turned: Vec<u64> =
             held_out_rows(SplitRule::PromptHash, &turned, 0.2, 7).iter().map(|row| 89 - row).rev().collect();
         assert_eq!(of_turned, rows);
-        // The rule of row numbers puts equal prompts on both sides.
+        // [`SplitRule::RowNumber`] puts equal prompts on both sides.
         let by_number = held_out_rows(SplitRule::RowNumber, &prompts, 0.2, 7);
         let trained = (0..90).filter(|row| by_number.binary_search(row).is_err()).map(|row| &prompts[row as usize]);
         assert!(shared_prompts(trained, by_number.iter().map(|row| &prompts[*row as usize])) > 0);

@@ -36,7 +36,7 @@ pub struct Context {
 }
 
 impl Context {
-    /// Returns each known dataset, with the JSON pointer to its place in the job.
+    /// Returns each dataset whose facts are known, with the JSON pointer to the dataset in the job.
     pub(super) fn datasets(&self) -> impl Iterator<Item = (&DatasetFacts, &'static str)> {
         let named = [
             (&self.dataset, "/dataset"),
@@ -122,7 +122,7 @@ pub struct DatasetFacts {
     pub prompt_lengths: Option<PromptLengths>,
     /// Identities of the prompts, in the order of the rows; `None` = the worker computes them.
     pub prompt_keys: Option<Vec<PromptKey>>,
-    /// The sources of the rows, if there are several.
+    /// The sources of the dataset's rows, if there are several.
     pub sources: Vec<SourceFacts>,
 }
 
@@ -131,7 +131,7 @@ pub struct DatasetFacts {
 pub struct SourceFacts {
     /// The source as stored in the plan.
     pub plan: SourcePlan,
-    /// Columns that occur in any of its rows; `None` = unknown.
+    /// Columns that occur in any row of the source; `None` = unknown.
     pub columns: Option<Vec<String>>,
 }
 

@@ -71,13 +71,13 @@ const PANEL: u64 = 32;
 const HEAD_TABLE: u64 = 4;
 const HEAD_CHUNK: u64 = 512;
 
-/// Number of values that share a scale in 8-bit optimizer states.
+/// Number of 8-bit values of an optimizer state that share a scale.
 pub const OPTIMIZER_BLOCK: u64 = 256;
 
 /// Memory of the program itself, in bytes: code, threads, tokenizer, HTTP client.
 const PROCESS_BYTES: u64 = 24 << 20;
 
-/// Assumed number of prompt tokens if they were not counted.
+/// Assumed number of tokens of a prompt, if prompts were not counted.
 const UNCOUNTED_PROMPT_TOKENS: u64 = 512;
 
 /// Share of a rollout's or a training pass's buffers that the C library's allocator keeps after they were freed. The engine itself
@@ -121,7 +121,7 @@ pub struct Footprint {
 pub fn trainable_parameters(plan: &Plan, num_parameters: u64, shape: &ModelShape) -> u64 {
     plan.lora.as_ref().map_or(num_parameters, |lora| {
         let of_name = |name: &String| {
-            // The name stands for one layer or for all of them.
+            // A target module's name stands for one layer or for all of them.
             let layers = if name.starts_with("layers.") { 1 } else { shape.num_hidden_layers };
             let r = lora.rank_pattern.get(name).copied().unwrap_or(lora.r);
             in_plus_out(shape, last(name)) * layers * u64::from(r)
@@ -179,7 +179,7 @@ pub fn generation_rows(
     tokens_per_row: u64,
 ) -> u64 {
     let (budget, row) = match place {
-        // The prompt's share is unknown, so prompt and completion may each fill a window.
+        // The length of the prompt alone is unknown, so prompt and completion may each fill an attention window.
         Place::Cpu => {
             (KV_CACHE_BYTES, kv_bytes(shape, tokens_per_row, tokens_per_row.min(2 * shape.window + KV_UNSEEN)))
         }
@@ -340,8 +340,8 @@ impl Footprint {
     }
 }
 
-/// Returns the number of tokens in a micro-batch of the warm-up: whole rows until it is full, at least one. Any token may
-/// belong to an answer.
+/// Returns the number of tokens in a micro-batch of the warm-up: whole rows until it is full, at least one row. Any of the tokens
+/// may belong to an answer.
 fn warm_up_tokens(plan: &Plan, micro_batch_tokens: u64) -> u64 {
     let Some(warm_up) = &plan.warm_up else { return 0 };
     let row = warm_up.longest_row_tokens.unwrap_or(2 * UNCOUNTED_PROMPT_TOKENS).max(1);

@@ -26,21 +26,20 @@ const FOREIGN: &str = "foreign_key";
 const LATER: &str = "unsupported";
 
 const VALUE_MODEL: &str =
-    "RLOO has no value model: the baseline is the mean reward of the other completions of the prompt. Remove it";
+    "RLOO has no value model: the baseline is the mean reward of the other completions of the prompt. Remove this key";
 const ADVANTAGE_DISCOUNT: &str =
-    "belongs to PPO's generalized advantage estimation; RLOO gives the whole completion one advantage. Remove it";
+    "belongs to PPO's generalized advantage estimation; RLOO gives the whole completion one advantage. Remove this key";
 const PPO_CLIP: &str = "PPO's name of the policy clip: use rloo.epsilon (and rloo.epsilon_high)";
 const ADAPTIVE_KL: &str = "the KL coefficient is constant: use rloo.beta";
 const PRECISION: &str = "use training.dtype: \"f32\" or \"bf16\"";
-const QUANTIZED: &str = "quantized base models are not supported; register the unquantized model and remove it";
-const ONE_DEVICE: &str = "one worker drives one device, so there is nothing to distribute; remove it";
+const QUANTIZED: &str = "quantized base models are not supported; register the unquantized model and remove this key";
+const ONE_DEVICE: &str = "one worker drives one device, so there is nothing to distribute; remove this key";
 const TEXT_ONLY: &str = "prompts are text only: images cannot be used";
-const BATCH: &str = "batches are counted in prompts: use training.prompts_per_step (completions = prompts_per_step · rloo.num_generations); micro-batches are the worker's own business";
+const BATCH: &str = "batches are counted in prompts: use training.prompts_per_step (completions = prompts_per_step · rloo.num_generations); the worker chooses micro-batches itself";
 const SAVING: &str = "use checkpoints {every_steps, every_seconds, keep_last, keep_best, metric_for_best}";
 const EARLY: &str = "use early_stopping {metric, patience, min_delta}";
 const EVALUATING: &str = "use eval {dataset or fraction, every_steps, before_start, num_generations, temperature}";
-const LOGGING: &str =
-    "every step's metrics and every completion are kept: read /jobs/{id}/metrics and /jobs/{id}/samples; remove it";
+const LOGGING: &str = "every step's metrics and every completion are kept: read /jobs/{id}/metrics and /jobs/{id}/samples; remove this key";
 const REWARDS: &str = "use rewards: a list of {type, name, weight, …}";
 
 type Entry = (&'static [&'static str], &'static str, &'static str);
@@ -75,7 +74,7 @@ const KEYS: &[Entry] = &[
     (
         &["rloo_k", "num_samples_per_prompt", "n_samples_per_prompt", "group_size", "k"],
         FOREIGN,
-        "use rloo.num_generations: completions a prompt",
+        "use rloo.num_generations: completions per prompt",
     ),
     (
         &["token_level_kl"],
@@ -85,14 +84,14 @@ const KEYS: &[Entry] = &[
     (
         &["entropy_coef", "ent_coef", "entropy_bonus"],
         FOREIGN,
-        "RLOO has no entropy bonus; raise sampling.temperature or rloo.beta against collapse. Remove it",
+        "RLOO has no entropy bonus; raise sampling.temperature or rloo.beta against collapse. Remove this key",
     ),
     (&["missing_eos_penalty"], FOREIGN, "use rloo.mask_truncated_completions, or a reward on the length"),
     (&["response_length", "max_new_tokens", "max_tokens", "max_length"], FOREIGN, "use sampling.max_completion_length"),
     (
         &["max_prompt_length"],
         FOREIGN,
-        "prompts are never truncated; shorten the ones that the validation reports, and remove it",
+        "prompts are never truncated; shorten the ones that the validation reports, and remove this key",
     ),
     (
         &["total_episodes", "num_episodes"],
@@ -117,7 +116,7 @@ const KEYS: &[Entry] = &[
     (
         &["per_device_eval_batch_size", "eval_batch_size"],
         FOREIGN,
-        "the worker chooses the batches of an evaluation; remove it",
+        "the worker chooses the batches of an evaluation; remove this key",
     ),
     (&["num_generations_eval"], FOREIGN, "use eval.num_generations"),
     (&["eval_strategy", "evaluation_strategy", "eval_steps", "eval_dataset", "eval_on_start"], FOREIGN, EVALUATING),
@@ -160,7 +159,7 @@ const KEYS: &[Entry] = &[
             "bias",
         ],
         LATER,
-        "plain LoRA only in this version; remove it",
+        "plain LoRA only in this version; remove this key",
     ),
     (&["optim", "optimizer_type"], FOREIGN, "use optimizer {kind: \"adamw\" or \"adamw_8bit\", learning_rate, …}"),
     (&["adam_8bit", "adamw_8bit"], FOREIGN, "use optimizer.kind: \"adamw_8bit\""),
@@ -172,7 +171,7 @@ const KEYS: &[Entry] = &[
     (
         &["gradient_checkpointing_kwargs", "use_gradient_checkpointing"],
         FOREIGN,
-        "use training.gradient_checkpointing, or leave it out: it follows from the memory there is",
+        "use training.gradient_checkpointing, or leave it out: by default it depends on the available memory",
     ),
     (
         &[
@@ -191,17 +190,17 @@ const KEYS: &[Entry] = &[
     (
         &["reward_processing_classes", "processing_class", "tokenizer", "tokenizer_name"],
         FOREIGN,
-        "the tokenizer comes with the model; remove it",
+        "the tokenizer comes with the model; remove this key",
     ),
     (
         &["ref_model", "reference_model", "ref_policy"],
         FOREIGN,
-        "the reference is the base model, or the weights that a run starts from: see warm_start.reference; remove it",
+        "the reference is the base model, or the weights that a run starts from: see warm_start.reference; remove this key",
     ),
     (
         &["sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"],
         FOREIGN,
-        "the reference stays the base model; remove it",
+        "the reference stays the base model; remove this key",
     ),
     (
         &["initial_adapter", "resume_from_checkpoint", "adapter"],
@@ -221,7 +220,7 @@ const KEYS: &[Entry] = &[
     (
         &["model_init_kwargs", "trust_remote_code", "attn_implementation"],
         FOREIGN,
-        "models are described by their config.json alone; remove it",
+        "models are described by their config.json alone; remove this key",
     ),
     (&["bf16", "fp16", "tf32", "torch_dtype", "dtype", "load_in_16bit"], FOREIGN, PRECISION),
     (&["load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "quantization_config", "use_qlora"], FOREIGN, QUANTIZED),
@@ -248,12 +247,12 @@ const KEYS: &[Entry] = &[
             "cache_implementation",
         ],
         FOREIGN,
-        "the worker samples with its own kernels, the same as in training; remove it",
+        "the worker samples with its own kernels, the same as in training; remove this key",
     ),
     (
         &["use_liger_kernel", "use_liger_loss", "torch_compile", "max_seq_length"],
         FOREIGN,
-        "the worker has its own kernels and reads the model's limits by itself; remove it",
+        "the worker has its own kernels and reads the model's limits by itself; remove this key",
     ),
     (&["image", "images", "image_column", "pixel_values", "video", "videos"], LATER, TEXT_ONLY),
     (
@@ -274,7 +273,7 @@ const KEYS: &[Entry] = &[
 ];
 
 const PREFIXES: &[(&str, &str)] = &[
-    ("vllm_", "the worker samples with its own kernels, the same as in training; remove it"),
+    ("vllm_", "the worker samples with its own kernels, the same as in training; remove this key"),
     ("bnb_", QUANTIZED),
     ("fsdp_", ONE_DEVICE),
     ("deepspeed_", ONE_DEVICE),
@@ -283,7 +282,8 @@ const PREFIXES: &[(&str, &str)] = &[
     ("vf_", VALUE_MODEL),
 ];
 
-/// The place of each setting, for sections that every job has. The error for a known key in the wrong section names its place.
+/// The section of each setting, for sections that every job has. The error for a known key in the wrong section
+/// names the right one.
 static HOMES: LazyLock<BTreeMap<&'static str, String>> = LazyLock::new(|| {
     let sections = SECTIONS.iter().filter(|section| !section.is_optional);
     let settings = sections.flat_map(|section| section.settings.iter().map(move |setting| (section, setting)));

@@ -1,5 +1,5 @@
-//! Forks: creates the document of a new job from another job's plan, and decides whether its run may resume from
-//! the other job's checkpoint.
+//! Forks: creates the document of a new job from another job's plan, and decides whether its run may resume from the other job's
+//! checkpoint.
 
 use serde::Serialize;
 use serde_json::{Map, Value, json};
@@ -21,14 +21,14 @@ pub fn resume_identity(plan: &Plan) -> Value {
     shared.extend(fixed(&TRAINING, &plan.training));
     shared.extend(fixed_later(&OPTIMIZER, &plan.optimizer));
     if plan.lora.is_none() {
-        // The order of the moments in a checkpoint.
+        // Full fine-tuning: a checkpoint stores the optimizer moments in this order of the parameters.
         shared.insert("parameters".to_owned(), json!("decayed first"));
     }
     shared.extend(fixed_later(&TRAINING, &plan.training));
     let mut shared = Value::Object(shared);
     let rloo = &plan.rloo;
     if rloo.overlap {
-        // The checkpoint contains the next block, already sampled.
+        // A checkpoint of a run with overlap contains the next generation block, already sampled.
         shared["overlap"] = json!({"temperature": plan.sampling.temperature, "beta": rloo.beta, "remax": rloo.estimator == Estimator::Remax});
     }
     if let Some(fraction) = plan.eval.as_ref().and_then(|eval| eval.fraction) {
@@ -47,21 +47,22 @@ pub fn resume_identity(plan: &Plan) -> Value {
         let mut identity = json!(warm_up);
         identity["dataset"] = json!(warm_up.dataset.sha256);
         identity["longest_row_tokens"] = Value::Null;
-        // A checkpoint contains the reference weights if the run needs them.
+        // A checkpoint contains the reference weights if the run's KL penalty needs them.
         identity["keeps_reference"] = json!(plan.has_warmed_reference());
         shared["warm_up"] = identity;
     }
     shared
 }
 
-/// Returns the settings of a section that must be equal.
+/// Returns the settings of a section that must be equal for a run to resume from the checkpoint.
 fn fixed(section: &Section, plan: &impl Serialize) -> Map<String, Value> {
     let plan = json!(plan);
     let fixed = section.settings.iter().filter(|setting| setting.resume == Resume::Fixed);
     fixed.map(|setting| (setting.name.to_owned(), plan[setting.name].clone())).collect()
 }
 
-/// Returns the settings of a section that must be equal and were added later, if their value differs from the behavior before.
+/// Returns the settings of a section that must be equal for a run to resume and were added in a later version, if their value
+/// differs from the earlier behavior.
 fn fixed_later(section: &Section, plan: &impl Serialize) -> Map<String, Value> {
     let plan = json!(plan);
     let named = section.settings.iter().filter_map(|setting| {
@@ -75,7 +76,7 @@ fn fixed_later(section: &Section, plan: &impl Serialize) -> Map<String, Value> {
 pub fn continues(plan: &Plan, parent: &Plan, step: u64) -> Result<(), String> {
     let (new, old) = (resume_identity(plan), resume_identity(parent));
     let mut differ = differing(&new, &old);
-    // Inside a block, the checkpoint contains the block's rewards and log-probabilities.
+    // Within a generation block, the checkpoint contains the block's rewards and log-probabilities.
     let uses = u64::from(parent.rloo.num_iterations) * u64::from(parent.rloo.steps_per_generation);
     if !parent.rloo_step(step).unwrap_or(0).is_multiple_of(uses.max(1)) {
         let inside = |plan: &Plan, rewards: &[RewardPlan]| json!({"rewards": rewards, "rloo": plan.rloo, "temperature": plan.sampling.temperature});
@@ -150,7 +151,7 @@ mod tests {
         let mut document = json!({
             "model": "m", "dataset": {"records": vec![json!({"prompt": "p"}); 8]}, "rewards": [{"type": "length"}],
         });
-        // Every checkpoint of such a job contains the hash of this text.
+        // The expected text must not change, because every existing checkpoint contains the hash of it.
         let mut written = |changes: Value| {
             merge(&mut document, &changes, 0);
             let mut plan = resolved(document.clone());

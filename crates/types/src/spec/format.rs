@@ -24,7 +24,7 @@ pub enum Format {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct FormatError {
-    /// Human-readable message, with line and column if they are known.
+    /// Human-readable message, with the line and column of the error if they are known.
     pub message: String,
     /// JSON pointer to the invalid field if it is known; otherwise empty.
     pub pointer: String,
@@ -93,7 +93,10 @@ impl Format {
     pub fn read(self, text: &str) -> Result<Value, FormatError> {
         let text = text.strip_prefix('\u{feff}').unwrap_or(text);
         if text.trim().is_empty() {
-            return Err(FormatError::new(format!("the document is empty: {} is needed", self.as_str().to_uppercase())));
+            return Err(FormatError::new(format!(
+                "the document is empty: it must contain {}",
+                self.as_str().to_uppercase()
+            )));
         }
         match self {
             Format::Json => json::read(text.as_bytes()).map_err(|error| {
@@ -197,7 +200,7 @@ fn broken_toml(text: &str, error: &toml::de::Error) -> FormatError {
     FormatError::new(format!("{} (line {line}, column {column})", one_line(error.message())))
 }
 
-/// Joins the lines of a parser's message.
+/// Joins the lines of a parser's message into one line.
 fn one_line(text: &str) -> String {
     const LONGEST: usize = 300;
     let line = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect::<Vec<_>>().join(" ");

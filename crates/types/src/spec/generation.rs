@@ -34,7 +34,7 @@ pub struct GenerationSpec {
     pub sampling: SamplingPlan,
 }
 
-/// A choice of a job's checkpoint.
+/// Selects one of a job's checkpoints.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CheckpointChoice {
     /// The job's result: the newest checkpoint, unless the job ended early.
@@ -109,7 +109,7 @@ pub(super) fn read_checkpoint(field: &Field<'_>) -> CheckpointChoice {
     chosen.unwrap_or(CheckpointChoice::Result)
 }
 
-/// Returns the schema of a choice of checkpoint.
+/// Returns the JSON schema for the selection of a checkpoint.
 pub(super) fn checkpoint_schema(text: &str) -> OneOfBuilder {
     OneOfBuilder::new()
         .item(enumeration("", &["last", "best", "result"]))

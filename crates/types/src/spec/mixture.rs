@@ -29,7 +29,7 @@ impl Mixture {
     /// Creates the mixture of sources with these rows and weights. A source without rows provides nothing.
     pub fn new(sources: impl IntoIterator<Item = (u64, f64)>) -> Self {
         let sources: Vec<(u64, f64)> = sources.into_iter().collect();
-        // The first of the largest sources.
+        // If several sources are the largest, the first of them counts.
         let largest = sources.iter().rev().max_by_key(|(rows, _)| *rows).copied().unwrap_or_default();
         let share = |&(num_rows, weight): &(u64, f64)| {
             let per_epoch = if num_rows == 0 { 0.0 } else { largest.0 as f64 * weight / largest.1 };
@@ -57,7 +57,7 @@ impl Mixture {
         self.sources.iter().map(|share| share.num_rows)
     }
 
-    /// Returns the number of rows of all sources.
+    /// Returns the number of rows of all sources together.
     pub fn num_rows(&self) -> u64 {
         self.rows().sum()
     }

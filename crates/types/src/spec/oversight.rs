@@ -14,13 +14,13 @@ use crate::event::Rule;
 /// Early stopping, as requested.
 #[derive(Debug, Clone, Deserialize)]
 pub struct EarlyStoppingSpec {
-    /// The metric; `None` = `checkpoints.metric_for_best`.
+    /// The metric that early stopping checks; `None` = `checkpoints.metric_for_best`.
     pub metric: Option<String>,
-    /// Whether a higher value is better; `None` = by the metric's name.
+    /// Whether a higher value of the metric is better; `None` = by the metric's name.
     pub greater_is_better: Option<bool>,
     /// Number of evaluations in a row without a new best value after which the run ends.
     pub patience: u32,
-    /// Minimum improvement that counts as a new best value.
+    /// Minimum improvement of the metric that counts as a new best value.
     pub min_delta: f64,
 }
 

@@ -126,7 +126,7 @@ impl DatasetPlan {
 pub struct SourcePlan {
     /// Name of the source, unique in the dataset. It is part of metric names: `sources/{name}/…`.
     pub name: String,
-    /// Number of rows of this source.
+    /// Number of rows of the source.
     pub num_rows: u64,
     /// Weight of the source. Its share of the prompts is its weight divided by the sum of all weights.
     pub weight: f64,
@@ -189,7 +189,7 @@ fn yes() -> bool {
     true
 }
 
-#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde hands a reference")]
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes the value by reference")]
 fn is_yes(value: &bool) -> bool {
     *value
 }
@@ -202,7 +202,8 @@ pub struct GuardPlan {
     /// Rewards used on the guard set; null = those of the evaluation.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rewards: Option<Vec<RewardPlan>>,
-    /// How far the mean reward may fall. The lower end of the 95 % interval of the difference must be at least −margin.
+    /// How far the mean reward on the guard set may fall. The lower end of the 95 % interval of the difference must
+    /// be at least −margin.
     pub margin: f64,
 }
 
@@ -484,17 +485,17 @@ pub struct DoctorPlan {
     pub rules: BTreeMap<Rule, RulePlan>,
 }
 
-/// Settings of one rule.
+/// Settings of one alert rule.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct RulePlan {
-    /// Whether the rule is on.
+    /// Whether the alert rule is on.
     pub enabled: bool,
     /// Effect of an alert of this rule; null = as `doctor.on_alert` says.
     #[serde(default)]
     pub on_alert: Option<OnAlert>,
 }
 
-/// Amounts that follow from the settings.
+/// Amounts that follow from a job's settings, such as steps and completions.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Totals {
     /// Number of RLOO optimizer steps (`max_steps`).

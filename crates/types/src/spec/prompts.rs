@@ -7,7 +7,7 @@ use crate::dataset::check_row;
 
 /// Maximum number of rows whose errors are listed; for the others only their number is reported.
 const MAX_ROW_ERRORS: usize = 20;
-/// Columns that only a multimodal trainer could use.
+/// Columns with images, which only a multimodal trainer could use.
 const IMAGE_COLUMNS: [&str; 2] = ["image", "images"];
 
 /// The longest prompts of a dataset, in tokens of the job's model.
@@ -40,11 +40,7 @@ pub fn check_records(records: &[Value], pointer: &str) -> Vec<FieldError> {
         .collect();
     let more = all.count();
     if more > 0 {
-        errors.push(FieldError::new(
-            pointer,
-            "more_errors",
-            format!("{more} more rows are wrong in these or other ways"),
-        ));
+        errors.push(FieldError::new(pointer, "more_errors", format!("{more} more rows have errors")));
     }
     errors
 }
@@ -64,7 +60,7 @@ pub(super) fn image_column<'c>(mut columns: impl Iterator<Item = &'c str>) -> Op
     columns.find(|column| IMAGE_COLUMNS.contains(column))
 }
 
-/// Returns the error text for such a column.
+/// Returns the error text for a column that contains images.
 pub(super) fn image_detail(column: &str) -> String {
     format!("column '{column}': prompts are text only, images cannot be used; leave the column out")
 }

@@ -12,7 +12,7 @@ pub const LORA_LEARNING_RATE: f64 = 5e-5;
 pub const FULL_LEARNING_RATE: f64 = 1e-6;
 /// Lowest and highest learning rate of published recipes.
 const PUBLISHED_RATES: (f64, f64) = (4e-5, 1e-4);
-/// The scale alpha/r of those recipes.
+/// The scale alpha/r that the published recipes use.
 const USUAL_SCALE: f64 = 2.0;
 /// The hidden size for which the default is suggested.
 const USUAL_HIDDEN_SIZE: f64 = 2048.0;
@@ -35,7 +35,7 @@ pub fn suggested_lora_rate(lora: &LoraPlan, hidden_size: u64) -> f64 {
 /// rate is not that low.
 pub fn low_lora_rate(lora: &LoraPlan, hidden_size: u64, learning_rate: f64) -> Option<(String, String)> {
     let suggested = suggested_lora_rate(lora, hidden_size);
-    // Tolerates the rounding of decimal fractions.
+    // The factor allows for the rounding of decimal fractions.
     if learning_rate > suggested * LOW_RATE_FRACTION * (1.0 + 1e-9) {
         return None;
     }

@@ -1,5 +1,5 @@
-//! Reads a JSON object field by field and collects every error with its JSON pointer, instead of stopping at the first. A section
-//! requests the fields that it knows; [`Reader::finish`] reports the fields that are left.
+//! Reads a JSON object field by field and collects every error with its JSON pointer, instead of stopping at the first. The reader
+//! of a section requests the fields that it knows; [`Reader::finish`] reports the fields that are left.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -40,12 +40,12 @@ const MAX_ERRORS: usize = 1000;
 /// Maximum length of an unknown word for which a similar known word is suggested.
 const MAX_MISSPELT_BYTES: usize = 64;
 
-/// The errors found so far.
+/// The errors that were found in the document so far.
 #[derive(Debug, Default)]
 pub(super) struct Errors(RefCell<Vec<FieldError>>);
 
 impl Errors {
-    /// Adds an error. Beyond [`MAX_ERRORS`], it only records that there are more.
+    /// Adds an error. Beyond [`MAX_ERRORS`], only records that there are more errors.
     pub(super) fn add(&self, pointer: impl Into<String>, code: &str, detail: impl Into<String>) {
         let mut errors = self.0.borrow_mut();
         match errors.len() {
@@ -116,14 +116,14 @@ impl<'v> Reader<'v> {
         field
     }
 
-    /// Returns an object inside this one; a missing object reads as empty.
+    /// Returns an object that is a field of this object; a missing object reads as empty.
     pub(super) fn section(&self, name: &'static str) -> Reader<'v> {
         let field = self.field(name);
         let pointer = field.pointer.clone();
         field.object().unwrap_or_else(|| Self::over(&EMPTY, pointer, self.errors))
     }
 
-    /// Whether the document has the field, even if it is null.
+    /// Whether the document has the field, even if the field is null.
     pub(super) fn has(&self, name: &str) -> bool {
         self.object.contains_key(name)
     }
@@ -166,7 +166,7 @@ impl<'v> Field<'v> {
         self
     }
 
-    /// Returns the value itself.
+    /// Returns the JSON value as it was sent.
     pub(super) fn value(&self) -> Option<&'v Value> {
         self.value
     }
@@ -176,7 +176,7 @@ impl<'v> Field<'v> {
         self.errors.add(self.pointer.clone(), code, detail);
     }
 
-    /// Reports an error of a field inside this one.
+    /// Reports an error of a field inside this value.
     pub(super) fn fail_at(&self, name: &str, code: &str, detail: impl Into<String>) {
         self.errors.add(format!("{}/{}", self.pointer, escaped(name)), code, detail);
     }
@@ -262,7 +262,7 @@ impl<'v> Field<'v> {
         None
     }
 
-    /// Reads one of several words and returns the value that it stands for.
+    /// Reads one of several words and returns the value that the word stands for.
     pub(super) fn choice<T: Copy>(&self, choices: &[(&'static str, T)]) -> Option<T> {
         let words: Vec<_> = choices.iter().map(|(word, _)| *word).collect();
         let given = self.one_of(&words)?;
@@ -331,7 +331,7 @@ impl<'v> Field<'v> {
     }
 }
 
-/// Describes the type of a value in words.
+/// Names the JSON type of a value for an error message.
 pub(super) fn kind_of(value: &Value) -> &'static str {
     match value {
         Value::Null => "null",

@@ -38,18 +38,18 @@ const LOW_LORA_RATE: &str = "learning_rate_low_for_lora";
 /// Code of the warning, in a validation and in a run, that evaluation and training share prompts.
 pub const SHARED_PROMPTS: &str = "eval_prompts_in_training";
 
-/// A job that can run.
+/// A job that can run, because its settings are complete and valid.
 #[derive(Debug, Clone)]
 pub struct Resolution {
     /// The resolved plan of the job.
     pub plan: Plan,
     /// Warnings for the user.
     pub warnings: Vec<Warning>,
-    /// Estimated memory and tokens.
+    /// Estimated memory and tokens of the run.
     pub estimate: Estimate,
 }
 
-/// Resolves a job, or returns all of its errors. The list may be empty if the context is incomplete.
+/// Resolves a job, or returns all of its errors. The list may be empty if facts about the model or the data are missing.
 pub fn resolve(spec: &JobSpec, context: &Context) -> Result<Resolution, Vec<FieldError>> {
     let mut errors = Vec::new();
     for (facts, at) in context.datasets() {
@@ -235,7 +235,7 @@ fn check_dataset(
             let known: Vec<_> = facts.sources.iter().map(|source| source.plan.name.as_str()).collect();
             let there_are = match known.as_slice() {
                 [] if facts_are_of_evaluation => format!(
-                    "the {which} is not a list of sources: make it one, with the same names, or give evaluation rewards of its own"
+                    "the {which} is not a list of sources: make it one, with the same names, or give the evaluation its own rewards (eval.rewards)"
                 ),
                 [] => "the dataset is not a list of sources".to_owned(),
                 known => format!("the sources of the {which} are {}", known.join(", ")),
@@ -396,12 +396,12 @@ fn plan_training(spec: &JobSpec, sampling: &SamplingPlan, mixture: &Mixture) -> 
         let epochs = training.num_train_epochs.unwrap_or(1.0);
         let steps = match mixture.is_even() {
             true => epochs * steps_per_epoch as f64,
-            // The lengths of epochs differ by one prompt per source.
+            // Epochs differ by up to one prompt per source, so the steps of each are added.
             false => {
                 (0..epochs as u64).map(steps_of).sum::<u64>() as f64 + epochs.fract() * steps_of(epochs as u64) as f64
             }
         };
-        // transformers also counts a partial step as a step.
+        // transformers counts a partial last step as a step too.
         (steps.ceil() as u64).max(1)
     };
     let max_steps = training.max_steps.unwrap_or_else(by_epochs);
@@ -447,7 +447,7 @@ fn warnings(spec: &JobSpec, context: &Context, plan: &Plan, prompts: u64) -> Vec
     let totals = &plan.totals;
     if totals.dropped_rows_per_epoch > 0 {
         let detail = format!(
-            "{} of {prompts} {} are left out of each epoch: they do not fill a block of {} prompts",
+            "{} of {prompts} {} are left out of each epoch, because they do not fill a block of {} prompts",
             totals.dropped_rows_per_epoch,
             if plan.dataset.sources.is_empty() { "rows" } else { "prompts" },
             totals.prompts_per_block
@@ -462,12 +462,12 @@ fn warnings(spec: &JobSpec, context: &Context, plan: &Plan, prompts: u64) -> Vec
         warn("/training/max_steps".to_owned(), "few_steps", detail);
     }
     if plan.lora.as_ref().is_some_and(|lora| lora.dropout > 0.0) {
-        let detail = "only the training forward drops, so the ratio of the first update to the log-probs of sampling is not 1 (TRL's is not either): sampling/log_ratio_max shows how far";
+        let detail = "dropout is on only in the training forward, so the ratio of the first update to the log-probs of sampling is not 1 (nor in TRL): the metric sampling/log_ratio_max shows the difference";
         warn("/lora/dropout".to_owned(), "dropout_moves_the_ratio", detail.to_owned());
     }
     if plan.lora.is_some() && plan.optimizer.learning_rate <= 2e-6 {
         let detail = format!(
-            "{:e} suits full fine-tuning; a LoRA adapter learns next to nothing at it: 4e-5 to 1e-4 are usual",
+            "a learning rate of {:e} suits full fine-tuning; a LoRA adapter learns next to nothing at it: 4e-5 to 1e-4 are usual",
             plan.optimizer.learning_rate
         );
         warn("/optimizer/learning_rate".to_owned(), "low_learning_rate", detail);
@@ -480,14 +480,14 @@ fn warnings(spec: &JobSpec, context: &Context, plan: &Plan, prompts: u64) -> Vec
     }
     if plan.lora.is_none() && plan.optimizer.learning_rate >= 5e-5 {
         let detail = format!(
-            "{:e} suits a LoRA adapter; full fine-tuning usually takes a tenth of it or less: 1e-6 is the default",
+            "a learning rate of {:e} suits a LoRA adapter; full fine-tuning usually takes a tenth of it or less: 1e-6 is the default",
             plan.optimizer.learning_rate
         );
         warn("/optimizer/learning_rate".to_owned(), "high_learning_rate", detail);
     }
     if plan.optimizer.warmup_steps >= plan.training.max_steps {
         let detail = format!(
-            "warm-up takes {} steps and the job has {}: the learning rate never reaches its peak",
+            "warmup_steps is {} and the job has {} steps: the learning rate never reaches its peak",
             plan.optimizer.warmup_steps, plan.training.max_steps
         );
         warn("/optimizer/warmup_steps".to_owned(), "warmup_too_long", detail);
@@ -512,24 +512,25 @@ fn warn_of_rewards(spec: &JobSpec, plan: &Plan, warn: &mut impl FnMut(String, &s
         let signed = spec.secrets.get(&reward.name).is_some_and(|secrets| secrets.secret.is_some());
         if matches!(reward.kind, RewardKind::Webhook(_)) && !signed {
             let detail =
-                "requests go unsigned, so the service cannot tell them from forged ones: give a whsec_… secret";
+                "requests are not signed, so the service cannot tell them from forged ones: give a whsec_… secret";
             warn(format!("/rewards/{index}/secret"), "unsigned_webhook", detail.to_owned());
         }
         if let RewardKind::OpenaiJudge(judge) = &reward.kind
             && judge.votes > 1
             && judge.temperature == 0.0
         {
-            let detail = "at temperature 0 the votes are all alike: give the judge a temperature, or one vote";
+            let detail =
+                "at temperature 0 all votes of the judge are the same: raise the judge's temperature, or use one vote";
             warn(format!("/rewards/{index}/votes"), "votes_alike", detail.to_owned());
         }
         if service.on_invalid == OnInvalid::Zero {
-            let detail = "an invalid answer will count as reward 0, which teaches the model from the service's faults; mask leaves it out";
+            let detail = "an invalid answer counts as reward 0, which teaches the model from the service's faults; on_invalid mask leaves it out";
             warn(format!("/rewards/{index}/on_invalid"), "invalid_counts_as_zero", detail.to_owned());
         }
     }
 }
 
-/// Warns about an evaluation that cannot answer its question.
+/// Warns about an evaluation that cannot show whether training helped.
 fn warn_of_evaluation(spec: &JobSpec, plan: &Plan, context: &Context, warn: &mut impl FnMut(String, &str, String)) {
     if plan
         .eval
@@ -545,7 +546,7 @@ fn warn_of_evaluation(spec: &JobSpec, plan: &Plan, context: &Context, warn: &mut
         let shared = shared_prompts(trained, evaluated);
         if shared > 0 {
             let detail = format!(
-                "{shared} of {} evaluation prompts are training prompts too: on these the evaluation cannot show whether the model learned more than them; remove them from one of the two datasets",
+                "{shared} of {} evaluation prompts are training prompts too: on these prompts the evaluation cannot show whether the model learned more than them; remove them from one of the two datasets",
                 evaluated.len()
             );
             warn("/eval/dataset".to_owned(), SHARED_PROMPTS, detail);
@@ -555,8 +556,7 @@ fn warn_of_evaluation(spec: &JobSpec, plan: &Plan, context: &Context, warn: &mut
     if let Some(test) = &eval.test_dataset
         && [&plan.dataset, &eval.dataset].iter().any(|other| !test.sha256.is_empty() && other.sha256 == test.sha256)
     {
-        let detail =
-            "the test dataset is also used during training: a verdict on it is optimistic; give prompts of its own";
+        let detail = "the test dataset is also used during training, so a verdict on it is optimistic: use other prompts for the test";
         warn("/eval/test_dataset".to_owned(), "test_prompts_in_training", detail.to_owned());
     }
     let asked = spec.eval.as_ref().and_then(|eval| eval.test_fraction).filter(|asked| *asked > 0.0);
@@ -572,7 +572,7 @@ fn warn_of_evaluation(spec: &JobSpec, plan: &Plan, context: &Context, warn: &mut
 fn beyond_all_places(model: &ModelFacts, context: &Context) -> Option<FieldError> {
     let keys = model.beyond_gpu.filter(|_| !context.places.is_empty() && context.places.iter().all(is_gpu))?;
     let detail = format!(
-        "this model cannot run on a GPU yet ({keys} in its config.json), and this server has GPUs only: start one with --devices cpu"
+        "this model cannot run on a GPU yet ({keys} in its config.json), and this server has only GPUs: start a server with --devices cpu"
     );
     Some(FieldError::new("/model", "not_on_gpu", detail))
 }

@@ -28,10 +28,10 @@ const MAX_REWARDS: usize = 32;
 const MAX_WEIGHT: f64 = 1e6;
 const MAX_LIMIT: f64 = 1e12;
 
-/// The function that reads a reward type.
+/// The function that reads the settings of a reward type.
 type ReadKind = fn(&Reader<'_>) -> RewardKind;
 
-/// All types: services, then the built-in ones, then those that a worker runs.
+/// All reward types: services, then the built-in ones, then those that a worker runs.
 static KINDS: LazyLock<Vec<(&'static str, ReadKind)>> =
     LazyLock::new(|| [SERVICES, builtins::READERS, RUN_BY_WORKERS].concat());
 const SERVICES: &[(&str, ReadKind)] = &[
@@ -54,7 +54,7 @@ const RUN_BY_WORKERS: &[(&str, ReadKind)] = &[
     ("python", |reader| RewardKind::Python(python::read_python(reader))),
 ];
 
-/// Types of the reward contract that are not implemented yet.
+/// Reward types that are planned but not implemented yet.
 const UNIMPLEMENTED: [&str; 1] = ["judge"];
 
 /// Reads all rewards, and the secrets of the rewards that have some.
@@ -76,7 +76,7 @@ pub(super) fn read_rewards(field: &Field<'_>) -> (Vec<RewardPlan>, BTreeMap<Stri
         };
         if !names.insert(reward.name.clone()) {
             let detail = format!(
-                "two rewards are named '{0}': give each a name of its own (metrics are rewards/{0}/…)",
+                "two rewards are named '{0}': give each a different name (metrics are rewards/{0}/…)",
                 reward.name
             );
             item.fail_at("name", "duplicate", detail);
@@ -160,7 +160,7 @@ fn read_reward(reader: &Reader<'_>) -> Option<(RewardPlan, RewardSecrets)> {
     let max_abs_reward = limit.number(range, |limit| limit > 0.0 && limit <= MAX_LIMIT).unwrap_or(MAX_ABS_REWARD);
     if let Some((low, high)) = kind.bounds().filter(|(low, high)| low.abs().max(high.abs()) > max_abs_reward) {
         let detail = format!(
-            "the values of this reward reach from {low:?} to {high:?}, beyond \u{b1}{max_abs_reward}, where they are invalid: raise max_abs_reward, or lower them"
+            "the values of this reward reach from {low:?} to {high:?}, beyond \u{b1}{max_abs_reward}, where they are invalid: raise max_abs_reward, or lower the values"
         );
         limit.fail("conflict", detail);
     }
@@ -180,7 +180,7 @@ fn read_reward(reader: &Reader<'_>) -> Option<(RewardPlan, RewardSecrets)> {
     Some((RewardPlan { name, weight, required, max_abs_reward, blank_reference, applies_to, kind }, secrets))
 }
 
-/// Reads one source name or a list of them.
+/// Reads `applies_to`: one source name or a list of them.
 fn read_applies_to(field: &Field<'_>) -> Option<Vec<String>> {
     if let Some(name) = field.value()?.as_str() {
         return Some(vec![name.to_owned()]);

@@ -16,7 +16,7 @@ pub(super) fn read_rloo(reader: Reader<'_>) -> RlooPlan {
             if given {
                 reader.entry(name).fail(
                     "conflict",
-                    "with num_generations 1 no group has rewards to compare: use 2 or more, or leave it out",
+                    "with num_generations 1 no group has several rewards to compare: use 2 or more, or leave it out",
                 );
             }
         }
@@ -36,7 +36,7 @@ fn check_overlap(rloo: &RlooPlan, field: &Field<'_>) {
         field.fail("conflict", detail);
     }
     if rloo.min_informative_groups > 0 {
-        let detail = "which prompts refill tied groups, and so which ones come next, is known only when the rewards are: leave out either overlap or min_informative_groups";
+        let detail = "which prompts replace tied groups, and so which prompts come next, is known only after the rewards: leave out either overlap or min_informative_groups";
         field.fail("conflict", detail);
     }
 }
@@ -96,17 +96,19 @@ pub(super) fn warnings(plan: &Plan) -> Vec<Warning> {
         warn("loss", "loss_of_another_method", detail.to_owned());
     }
     if rloo.normalize_advantages && rloo.estimator.has_token_advantages() {
-        let detail = format!("estimator '{estimator}' whitens its advantages itself; this changes nothing");
+        let detail =
+            format!("estimator '{estimator}' whitens its advantages itself; normalize_advantages changes nothing");
         warn("normalize_advantages", "already_normalized", detail);
     }
     if rloo.normalize_advantages && rloo.estimator == Estimator::Grpo {
-        let detail = "grpo divides by the std of each group already; the block's is divided out on top of it";
+        let detail = "estimator 'grpo' already divides by the standard deviation of each group; normalize_advantages divides again, by the block's";
         warn("normalize_advantages", "normalized_twice", detail.to_owned());
     }
     let unpaired = matches!(rloo.estimator, Estimator::Reinforce | Estimator::Remax | Estimator::ReinforcePp);
     if rloo.drop_tied_groups && unpaired {
-        let detail =
-            format!("groups of equal rewards still teach with estimator '{estimator}', and are left out all the same");
+        let detail = format!(
+            "drop_tied_groups leaves out groups of equal rewards, although they still teach with estimator '{estimator}'"
+        );
         warn("drop_tied_groups", "drops_information", detail);
     }
     if rloo.min_informative_groups > 0 {

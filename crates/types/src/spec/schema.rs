@@ -249,7 +249,7 @@ fn reward_schema(RewardType { name: kind, schema, required, mut minimal }: Rewar
     own.properties.extend(into_object(schema).properties);
     let is_python = kind == "python";
     if is_python {
-        // The worker and the server set these fields.
+        // The worker and the server set these fields of a plan, so a job document does not have them.
         own.properties.retain(|name, _| !["url", "sha256"].contains(&name.as_str()));
     }
     own.schema_type = Type::Object.into();
@@ -301,7 +301,7 @@ fn reward_schema(RewardType { name: kind, schema, required, mut minimal }: Rewar
     object.into()
 }
 
-/// A reward type: its plan's schema, its required fields, and a reward that has only these.
+/// A reward type: the schema of its plan, its required fields, and an example with only these.
 struct RewardType {
     name: &'static str,
     schema: RefOr<Schema>,
@@ -379,7 +379,7 @@ pub(super) fn optional(schema: RefOr<Schema>, defaults: Option<&Value>, required
     object.into()
 }
 
-/// Returns the object schema. For a schema that extends others, it is the schema's own part.
+/// Returns the object schema of a plan. For a schema that extends others, it is the part that the schema adds.
 pub(super) fn into_object(schema: RefOr<Schema>) -> Object {
     match schema {
         RefOr::T(Schema::Object(object)) => object,

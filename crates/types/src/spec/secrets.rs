@@ -40,7 +40,7 @@ impl Plan {
 }
 
 impl JobSpec {
-    /// Iterates in the same way as [`Plan::rewards_by_secret_name`].
+    /// Iterates with mutable access in the same way as [`Plan::rewards_by_secret_name`].
     pub fn rewards_by_secret_name(&self) -> impl Iterator<Item = (String, &RewardPlan)> {
         let eval = self.eval.as_ref();
         let guard = eval.and_then(|eval| eval.guard.as_ref()?.rewards.as_deref());

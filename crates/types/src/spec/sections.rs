@@ -1,4 +1,4 @@
-//! Reads the sections of a job that do not depend on other sections, by their tables.
+//! Reads the sections of a job that do not depend on other sections, by their tables of settings.
 
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};

@@ -78,7 +78,7 @@ pub(super) struct Section {
 pub(super) struct Setting {
     /// Key of the setting in the section.
     pub name: &'static str,
-    /// Other accepted spellings of the name.
+    /// Other accepted spellings of the setting's key.
     pub aliases: &'static [&'static str],
     /// Type and limits of the value.
     pub kind: Kind,
@@ -90,11 +90,11 @@ pub(super) struct Setting {
     pub doc: &'static str,
     /// Text appended to an error about the value: the reason, or what to use instead.
     pub hint: &'static str,
-    /// Minimum whole number, if it depends on other settings.
+    /// Minimum of a whole number, if the minimum depends on other settings.
     pub lowest: Option<fn(&Values) -> u64>,
-    /// Returns why the value conflicts with settings read before it.
+    /// Returns why the value conflicts with the settings that were read before.
     pub conflict: Option<fn(&Values, &Value) -> Option<String>>,
-    /// Whether the setting is read before the others, because their limits or defaults depend on it.
+    /// Whether the setting is read before the others of its section, because their limits or defaults depend on it.
     pub is_first: bool,
     /// The corresponding setting of TRL.
     pub trl: Trl,
@@ -111,7 +111,7 @@ pub(super) struct Setting {
 pub(super) enum Kind {
     /// A boolean, true or false.
     Flag,
-    /// A whole number, limits included.
+    /// A whole number between two limits, both included.
     Whole(u64, u64),
     /// A finite number within a range.
     Number(Range),
@@ -119,18 +119,18 @@ pub(super) enum Kind {
     Variant(fn() -> Vec<String>),
     /// Text that is not blank, with at most this many characters.
     Text(usize),
-    /// A value with its own reader and schema.
+    /// A value with a separate reader and schema.
     Own {
-        /// Checks the value and returns it in the plan's form.
+        /// Checks the value and converts it to the form that the plan has.
         read: fn(&Field<'_>) -> Option<Value>,
         /// Schema of the value, without a description.
         schema: fn() -> RefOr<Schema>,
         /// Accepted values, in words.
         says: &'static str,
     },
-    /// A part of the document that a separate reader reads after the table.
+    /// A part of the document that another reader handles after the table's settings.
     Part {
-        /// Schema of the part, with its description.
+        /// Schema of this part of the document, with a description.
         schema: fn() -> RefOr<Schema>,
         /// Accepted values, in words.
         says: &'static str,
@@ -165,7 +165,8 @@ pub(super) enum Trl {
     Absent,
     /// TRL always behaves as with this value.
     Always(DefaultValue),
-    /// The first of these keys that is present, its form, and TRL's default.
+    /// TRL has the setting under one of these keys, of which the first that is present counts; with the value's
+    /// form and TRL's default.
     Key(&'static [&'static str], Form, DefaultValue),
     /// An adapter's setting: the key and default of `trl.ModelConfig`, then those of `peft.LoraConfig`.
     Adapter(Form, (&'static str, DefaultValue), (&'static str, DefaultValue)),
@@ -173,7 +174,7 @@ pub(super) enum Trl {
     Own(&'static [&'static str]),
 }
 
-/// How a TRL key is read and written.
+/// How the value of a TRL key is read and written.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Form {
     /// A number that is written as a float.
@@ -193,7 +194,7 @@ pub(super) enum Form {
 /// Whether a run that resumes from another job's checkpoint must have the same value of a setting.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Resume {
-    /// The value may differ.
+    /// A run that resumes from another job's checkpoint may have another value.
     Free,
     /// The values must be equal. These rows and their order are part of a checkpoint's identity: a different order would
     /// invalidate every existing checkpoint.
@@ -201,9 +202,9 @@ pub(super) enum Resume {
     /// The values must be equal. A checkpoint's identity contains the setting under `key`, unless it has `value`, which every job
     /// had before the setting existed.
     FixedUnless {
-        /// Key of the setting in the identity.
+        /// Key of the setting in a checkpoint's identity.
         key: &'static str,
-        /// Value that the identity leaves out.
+        /// Value of the setting at which a checkpoint's identity leaves the setting out.
         value: &'static str,
     },
     /// The values must be equal; `super::fork` compares them in a form of its own.
@@ -211,7 +212,7 @@ pub(super) enum Resume {
 }
 
 impl Section {
-    /// Creates a section that every job has.
+    /// Creates a section of settings that every job has.
     const fn new(name: &'static str, title: &'static str, doc: &'static str, settings: &'static [Setting]) -> Self {
         Self { name, title, doc, is_optional: false, plan: None, settings }
     }
@@ -325,7 +326,7 @@ impl Setting {
 }
 
 impl DefaultValue {
-    /// Returns the value as JSON; `read` holds the values that `Follows` depends on.
+    /// Returns a default value as JSON; `read` has the values of the settings that `Follows` depends on.
     pub(super) fn value(self, read: &Values) -> Value {
         match self {
             Self::Nothing => Value::Null,

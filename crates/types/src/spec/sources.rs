@@ -16,9 +16,9 @@ use crate::id::DatasetId;
 
 /// Maximum number of sources per job.
 const MAX_SOURCES: usize = 64;
-/// Maximum weight of a source; the minimum weight is one divided by it.
+/// Maximum weight of a source; the minimum weight is one divided by the maximum.
 const MAX_WEIGHT: f64 = 1e9;
-/// Fields that only a source in a list may have.
+/// Fields that only a source in a list of sources may have.
 const LIST_ONLY_FIELDS: [&str; 2] = ["name", "weight"];
 
 /// The source of a job's prompts.
@@ -54,7 +54,7 @@ pub struct HubDataset {
     /// Repository on the Hugging Face Hub: `org/name`, or `org/name@revision`.
     #[schema(example = "openai/gsm8k")]
     pub hub: String,
-    /// Branch, tag or commit; default: `main`. It is resolved to a commit.
+    /// Branch, tag or commit; default: `main`. The server resolves it to a commit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub revision: Option<String>,
     /// Configuration (subset); default: the default configuration, or the only one. Otherwise required.
@@ -95,7 +95,7 @@ pub(super) fn read_dataset(field: &Field<'_>) -> Option<DatasetSource> {
         field.fail_at(
             name,
             "unknown_field",
-            format!("'{name}' belongs to one of several sources: dataset is then a list"),
+            format!("'{name}' is only for one of several sources: give the dataset as a list"),
         );
     }
     Some(source)
@@ -150,7 +150,7 @@ fn read_source(field: &Field<'_>, known: &[&'static str]) -> Option<DatasetSourc
     let id = reader.field("id");
     let joined = reader.field("sources");
     if id.value().is_none() && joined.value().is_some() {
-        joined.fail("conflict", "the sources of a dataset that is stored already need its id");
+        joined.fail("conflict", "sources belong to a stored dataset: give its id too");
     }
     let records = reader.field("records");
     let source = match (id.value(), records.value()) {
@@ -176,12 +176,12 @@ fn read_source(field: &Field<'_>, known: &[&'static str]) -> Option<DatasetSourc
         (None, None) => {
             field.fail(
                 "required",
-                "give the id of an uploaded dataset, records: a list of {\"prompt\": …}, or hub: a data set of the hub",
+                "give the id of an uploaded dataset, records: a list of {\"prompt\": …}, or hub: a dataset of the Hugging Face Hub",
             );
             None
         }
     };
-    let mapped = "an uploaded dataset was mapped when it was uploaded (POST /datasets with the part mapping), and records are rows already: this belongs to {\"hub\": …}";
+    let mapped = "map and the other row settings belong to {\"hub\": …}: an uploaded dataset is mapped when it is uploaded (POST /datasets with the part mapping), and records are rows already";
     reader.finish(|name, pointer| match name {
         "map" | "limit" | "seed" | "config" | "split" | "revision" => {
             Some(("unknown_field", format!("{name}: {mapped}")))
@@ -218,12 +218,12 @@ fn read_joined(field: &Field<'_>) -> Option<Vec<SourcePlan>> {
 fn read_hub_dataset(field: &Field<'_>) -> Option<DatasetSource> {
     let mut value = field.value()?.clone();
     if let Some(object) = value.as_object_mut() {
-        // These fields are read or rejected together with the list.
+        // The fields of a source list are read or rejected together with the list.
         LIST_ONLY_FIELDS.iter().for_each(|name| drop(object.shift_remove(*name)));
     }
     match serde_json::from_value::<HubDataset>(value) {
         Err(error) => {
-            field.fail("invalid_value", format!("{error}: a data set of the hub is {{\"hub\": \"org/name\", \"config\", \"split\", \"map\", \"limit\", \"seed\"}}"));
+            field.fail("invalid_value", format!("{error}: a dataset of the hub is {{\"hub\": \"org/name\", \"config\", \"split\", \"map\", \"limit\", \"seed\"}}"));
             None
         }
         Ok(hub) => match hub.recipe().check() {
@@ -236,7 +236,7 @@ fn read_hub_dataset(field: &Field<'_>) -> Option<DatasetSource> {
     }
 }
 
-/// Inline records, with the index of their source if there are several.
+/// Inline records, with the index of their source if the dataset has several sources.
 pub(super) type Detached = Vec<(Option<usize>, Vec<Value>)>;
 
 /// Moves inline records out of the document to avoid a copy; an empty list replaces them.
@@ -263,7 +263,7 @@ pub(super) fn with_prompts(mut detached: Detached) -> Detached {
     detached
 }
 
-/// Returns records to their source as [`attach_records`] does, for records that a map turns into rows. Only checks
+/// Puts inline records back into their source, like [`attach_records`], for records that a map turns into rows. Checks only
 /// that there are some.
 pub(super) fn attach_unmapped(source: &mut DatasetSource, at: &str, detached: Detached) -> Vec<FieldError> {
     let mut errors = Vec::new();
@@ -282,7 +282,7 @@ pub(super) fn attach_unmapped(source: &mut DatasetSource, at: &str, detached: De
     errors
 }
 
-/// Returns records to their sources at the pointer `at`, and returns the records' errors.
+/// Puts inline records back into their sources at the pointer `at`, and returns the records' errors.
 pub(super) fn attach_records(source: &mut DatasetSource, at: &str, detached: Detached) -> Vec<FieldError> {
     let mut errors = Vec::new();
     for (index, records) in detached {

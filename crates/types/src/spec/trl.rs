@@ -45,8 +45,8 @@ pub struct Conversion {
 }
 
 impl Conversion {
-    /// Translates an error in the spec to the user's configuration: a pointer to a setting becomes a pointer to the key
-    /// that it came from.
+    /// Translates an error in the job that the translation produced: a pointer to a setting becomes a pointer to the TRL key that
+    /// the setting came from.
     pub fn at_submitted_key(&self, mut error: FieldError) -> FieldError {
         let mut at = error.pointer.as_str();
         loop {
@@ -253,7 +253,7 @@ fn read_adapter<'v>(
     }
 }
 
-/// Marks the flat keys as read, because they have been judged as a whole.
+/// Marks the flat `lora_*` keys as read, because they have been handled together.
 fn mark_flat_keys_read(keys: &Keys<'_>) {
     for key in peft::flat_keys() {
         let _ = keys.value(key);
@@ -267,7 +267,7 @@ fn without_dropout(keys: &Keys<'_>, mut lora: Map<String, Value>) -> Value {
     Value::Object(lora)
 }
 
-/// Writes the settings next to an RLOOConfig: model, data, rewards, labels.
+/// Writes the settings that are given next to an RLOOConfig: model, data, rewards, labels.
 fn write_sibling_settings(keys: &Keys<'_>, siblings: &BTreeMap<&'static str, &Value>, spec: &mut Map<String, Value>) {
     let mut first = Map::new();
     let name = siblings.get("name").copied().or(keys.value("run_name"));
@@ -323,10 +323,10 @@ fn write_rewards(keys: &Keys<'_>, rewards: Option<&Value>, spec: &mut Map<String
     let mut rewards = rewards.cloned().or(self::rewards::named_rewards(keys, rewards.is_some()));
     if let Some(weights) = keys.value("reward_weights") {
         match (weights.as_array(), rewards.as_mut().map(Value::as_array_mut)) {
-            (None, _) => keys.fail("reward_weights", "invalid_type", "must be a list of numbers, one a reward"),
+            (None, _) => keys.fail("reward_weights", "invalid_type", "must be a list of numbers, one per reward"),
             (Some(weights), Some(Some(rewards))) if weights.len() != rewards.len() => {
                 let detail = format!(
-                    "{} weights for {} rewards: give one a reward, in their order",
+                    "{} weights for {} rewards: give one weight per reward, in their order",
                     weights.len(),
                     rewards.len()
                 );
@@ -336,9 +336,8 @@ fn write_rewards(keys: &Keys<'_>, rewards: Option<&Value>, spec: &mut Map<String
                 for (index, (reward, weight)) in rewards.iter_mut().zip(weights).enumerate() {
                     let Some(reward) = reward.as_object_mut() else { continue };
                     if reward.get("weight").is_some_and(|own| own.as_f64() != weight.as_f64()) {
-                        let detail = format!(
-                            "reward {index} has a weight of its own that differs: give the weight in one place"
-                        );
+                        let detail =
+                            format!("reward {index} has a different weight of its own: give the weight in one place");
                         keys.fail("reward_weights", "conflict", detail);
                     }
                     reward.insert("weight".to_owned(), weight.clone());
@@ -414,7 +413,7 @@ fn sampling(keys: &Keys<'_>) -> Map<String, Value> {
             // Here a single temperature applies to sampling and log-probabilities; in TRL this one applies to sampling only.
             "temperature" if value.as_f64() != sampling["temperature"].as_f64() => keys.refuse(
                 &named,
-                "it would change how completions are sampled and leave their log-probs at 'temperature': give 'temperature' alone",
+                "this key would change how completions are sampled, but not their log-probabilities, which use 'temperature': give 'temperature' alone",
             ),
             "temperature" | "top_p" | "top_k" | "min_p" | "repetition_penalty" => {
                 sampling.insert(key, value);
@@ -426,12 +425,12 @@ fn sampling(keys: &Keys<'_>) -> Map<String, Value> {
                 sampling.insert("stop".to_owned(), value);
             }
             "do_sample" if value == json!(true) => {}
-            "do_sample" => keys.refuse(&named, "greedy completions of a prompt are all equal, and every advantage is 0: remove it"),
+            "do_sample" => keys.refuse(&named, "greedy completions of a prompt are all equal, and every advantage is 0: remove this key"),
             "num_beams" | "num_return_sequences" if value == json!(1) => {}
-            "use_cache" | "cache_implementation" => keys.ignore(&named, "the worker has a cache of its own"),
+            "use_cache" | "cache_implementation" => keys.ignore(&named, "the worker manages its own cache"),
             _ => keys.refuse(
                 &named,
-                "sampling has temperature, top_p, top_k, min_p, repetition_penalty, max_new_tokens and stop_strings: remove it",
+                "sampling has temperature, top_p, top_k, min_p, repetition_penalty, max_new_tokens and stop_strings: remove this key",
             ),
         }
     }
@@ -452,7 +451,7 @@ fn read_precision(keys: &Keys<'_>, training: &mut Map<String, Value>) {
             | "trust_remote_code" => {
                 keys.ignore(
                     &format!("model_init_kwargs.{key}"),
-                    "weights are read as they are; training.dtype says how is computed",
+                    "weights are read in their stored precision; training.dtype sets the precision of the computation",
                 );
             }
             _ if value.is_null() => {}
@@ -462,13 +461,13 @@ fn read_precision(keys: &Keys<'_>, training: &mut Map<String, Value>) {
             }
             _ => keys.refuse(
                 &format!("model_init_kwargs.{key}"),
-                "models are described by their config.json alone: remove it",
+                "models are described by their config.json alone: remove this key",
             ),
         }
     }
     for key in ["dtype", "torch_dtype"] {
         if keys.value(key).is_some() {
-            keys.ignore(key, "weights are read as they are; training.dtype says how is computed (bf16 here)");
+            keys.ignore(key, "weights are read in their stored precision; training.dtype sets the precision of the computation (bf16 here)");
         }
     }
     let (bf16, fp16) = (keys.flag("bf16"), keys.flag("fp16"));
@@ -537,13 +536,16 @@ fn report_remaining_keys(keys: &Keys<'_>) {
             match vllm_off {
                 true if is_off_value(value) => {}
                 true => keys.ignore(key, "without use_vllm it has no effect"),
-                false => keys.refuse(key, "there is no vLLM here: the worker samples with its own kernels, the same as in training; remove it"),
+                false => keys.refuse(
+                    key,
+                    "vLLM is not used: the worker samples with its own kernels, the same as in training; remove this key",
+                ),
             }
         } else if matches!(name, "ref_model_mixup_alpha" | "ref_model_sync_steps") {
             match moves_reference {
                 true => keys.refuse(
                     key,
-                    "the reference stays what it was at the start: remove it together with sync_ref_model",
+                    "the reference model does not change during a run: remove this key together with sync_ref_model",
                 ),
                 false => keys.ignore(key, "without sync_ref_model it has no effect"),
             }
@@ -566,6 +568,6 @@ fn unknown(key: &str) -> String {
         of_settings.chain(READ.iter().chain(&self::rewards::REWARD_FUNCS).chain(ignored).chain(refused).copied());
     match nearest(key, known) {
         Some(meant) => format!("not a key of RLOOConfig (TRL 1.16): did you mean '{meant}'?"),
-        None => "not a key of RLOOConfig (TRL 1.16), nor of the arguments around it: remove it".to_owned(),
+        None => "not a key of RLOOConfig (TRL 1.16), nor of the arguments around it: remove this key".to_owned(),
     }
 }

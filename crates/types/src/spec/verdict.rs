@@ -48,7 +48,7 @@ impl VerdictSpec {
         let samples = reader.field("num_generations").whole(1..=MAX_SAMPLES).unwrap_or(usual.num_generations);
         let given = reader.field("temperature");
         let temperature = given.number_in(GREEDY).unwrap_or(match usual.temperature {
-            // Several greedy completions would all be the same.
+            // Several greedy completions of a row would all be the same.
             0.0 if samples > 1 => plan.sampling.temperature,
             usual => usual,
         });

@@ -8,7 +8,7 @@ pub struct WarmStartFacts {
     /// The base model that it was trained from, as SHA-256 and id. `None` for an imported adapter, whose
     /// shapes were compared instead.
     pub model: Option<(String, String)>,
-    /// The checkpoint's adapter; `None` = it has all weights.
+    /// The adapter in the checkpoint; `None` = the checkpoint has all weights of the model.
     pub lora: Option<LoraPlan>,
     /// Stored location of an imported adapter; `None` for a checkpoint of a job.
     pub adapter: Option<AdapterPlan>,
@@ -23,7 +23,7 @@ pub(super) fn adapter(
     errors: &mut Vec<FieldError>,
 ) -> Option<LoraPlan> {
     const AT: &str = "/warm_start/checkpoint";
-    // Description of the starting weights for error messages.
+    // Names the starting weights in error messages: checkpoint or adapter.
     let what = if facts.adapter.is_some() { "adapter" } else { "checkpoint's adapter" };
     if let Some((theirs, id)) = facts.model.as_ref().filter(|(sha256, _)| *sha256 != model.sha256) {
         let detail = format!(

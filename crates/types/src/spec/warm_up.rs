@@ -84,12 +84,12 @@ fn read_rows(
     let items = field.value().and_then(Value::as_array);
     let weighted = items.into_iter().flatten().position(|source| !source["weight"].is_null());
     if let Some(item) = weighted.and_then(|index| field.items()?.into_iter().nth(index)) {
-        item.fail_at("weight", "unknown_field", "a warm-up takes every row as often: leave the weight out");
+        item.fail_at("weight", "unknown_field", "a warm-up uses every row equally often: leave the weight out");
     }
     let given = map.is_some();
     match &mut dataset {
         Some(DatasetSource::Hub(hub)) if given && hub.map.is_some() => {
-            map_field.fail("conflict", "the dataset has a map of its own: give one of the two");
+            map_field.fail("conflict", "the dataset has its own map: give one of the two");
         }
         Some(DatasetSource::Hub(hub)) if given => hub.map = map.clone(),
         Some(DatasetSource::Mixed(_) | DatasetSource::Joined(..)) if given => {

@@ -25,7 +25,7 @@ pub const FEWEST_FOR_BOOTSTRAP: usize = 50;
 pub const FEWEST_UNEQUAL: usize = 25;
 /// Number of bootstrap resamples.
 const RESAMPLES: usize = 10_000;
-/// Probability that the interval misses the true mean, half of it on each side.
+/// Probability that the interval misses the true mean, half of it below and half above.
 const ALPHA: f64 = 0.05;
 /// Maximum number of steps into which the largest difference is divided before signs are flipped. Rewards usually have few
 /// distinct values, and fewer steps represent them exactly. Otherwise the differences are rounded, and the test is exact
@@ -36,11 +36,11 @@ const MOST_STEPS: u32 = 255;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Method {
-    /// The interval of a BCa bootstrap.
+    /// The interval comes from a BCa bootstrap.
     Bca,
-    /// The exact sign-flip test.
+    /// The exact sign-flip test decides, and its inversion gives the interval.
     Exact,
-    /// No method: there are too few rows.
+    /// No method was used, because there are too few rows.
     None,
 }
 
@@ -53,7 +53,7 @@ pub enum Direction {
     Down,
     /// No difference between the models was shown.
     Unclear,
-    /// There are fewer rows than [`FEWEST_ROWS`].
+    /// There are fewer rows than [`FEWEST_ROWS`], so there is no conclusion.
     TooFewRows,
 }
 
@@ -117,7 +117,7 @@ fn paired_with(differences: &[f64], resamples: usize) -> Paired {
             false => bca(differences, resamples),
         };
         if direction == Direction::Unclear {
-            // Widens the interval so that it never contradicts the test.
+            // Widens the confidence interval so that it never contradicts the sign-flip test.
             (low, high) = (low.min(0.0), high.max(0.0));
         }
         interval = Some([low.min(difference), high.max(difference)]);
@@ -192,13 +192,13 @@ fn bca(values: &[f64], resamples: usize) -> [f64; 2] {
     means.sort_unstable_by(f64::total_cmp);
     let first = means.partition_point(|mean| *mean < center);
     let after = means.partition_point(|mean| *mean <= center);
-    // Ties count half, because rewards have few distinct values.
+    // Ties count half in the bias correction, because rewards have few distinct values.
     let below = (first + after) as f64 / 2.0 / resamples as f64;
     if below <= 0.0 || below >= 1.0 {
         return [center, center];
     }
     let bias = normal_quantile(below);
-    // The jackknife mean without a value lies opposite to the value, so its skewness is that of the values.
+    // The jackknife mean that leaves out a value lies opposite to that value, so the skewness of the values can be used instead.
     let (squares, cubes) = values.iter().fold((0.0, 0.0), |(squares, cubes), value| {
         let off = value - center;
         (squares + off * off, cubes + off * off * off)

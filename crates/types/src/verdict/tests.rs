@@ -125,5 +125,11 @@ fn samples_are_averaged_within_a_row_and_give_pass_at_k() {
     let text = serde_json::to_string(&judged(&all, &plan)).unwrap();
     assert_eq!(serde_json::from_str::<VerdictResult>(&text).unwrap(), judged(&all, &plan));
     assert_eq!(base, [(1, 0.25), (2, 0.5), (4, 1.0)]);
-    assert!(result.optimistic && result.note.unwrap().contains("these rows also chose this checkpoint: optimistic"));
+    assert!(
+        result.optimistic
+            && result
+                .note
+                .unwrap()
+                .contains("the checkpoint was chosen with these rows too, so the result is optimistic")
+    );
 }

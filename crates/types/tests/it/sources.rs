@@ -74,7 +74,7 @@ fn a_list_has_names_and_weights_and_its_errors_have_places() {
         (json!([{"id": id, "weight": 0}]), "/dataset/0/weight", "greater than 0"),
         (json!([{"id": id, "weight": -1}]), "/dataset/0/weight", "greater than 0"),
         (json!([{"id": id, "wieght": 1}]), "/dataset/0/wieght", "weight"),
-        (json!([{"id": id, "map": {"prompt": "q"}}]), "/dataset/0/map", "mapped when it was uploaded"),
+        (json!([{"id": id, "map": {"prompt": "q"}}]), "/dataset/0/map", "mapped when it is uploaded"),
         (json!([{"records": []}]), "/dataset/0/records", "the dataset is empty"),
         (json!([{"records": [{"prompt": "a"}, {"promt": "b"}]}]), "/dataset/0/records/1/prompt", "prompt"),
         (json!([{"hub": "a/x", "map": {"promt": "q"}}]), "/dataset/0", "promt"),
@@ -82,7 +82,7 @@ fn a_list_has_names_and_weights_and_its_errors_have_places() {
         (json!({"id": id, "weight": 2}), "/dataset/weight", "one of several sources"),
         (json!({"hub": "a/x", "name": "x"}), "/dataset/name", "one of several sources"),
         (json!({"id": id, "sources": [{"name": "a", "num_rows": 5}]}), "/dataset/sources/0/weight", "weight"),
-        (json!({"records": [{"prompt": "a"}], "sources": []}), "/dataset/sources", "need its id"),
+        (json!({"records": [{"prompt": "a"}], "sources": []}), "/dataset/sources", "give its id too"),
     ] {
         let (_, errors) = JobSpec::read(job(dataset.clone(), json!([{"type": "length"}]), json!({})));
         let found = errors.iter().find(|error| error.pointer == at);

@@ -72,7 +72,7 @@ impl Widths {
         }
     }
 
-    /// Returns the maximum that exists at the same time in a forward pass without gradient.
+    /// Returns the largest total width of the rows that exist at the same time in a forward pass without gradient.
     fn forward(&self) -> u64 {
         let Widths { stream, normed, attended, qkv, heads, inner, hidden, .. } = *self;
         let [of_qkv, _, of_gate_up, of_down] = hidden;
@@ -82,19 +82,20 @@ impl Widths {
         stream + project.max(attend).max(qkv + attended + stream + mlp)
     }
 
-    /// Returns what a layer keeps for its backward pass, without its input.
+    /// Returns the width of the rows that a layer keeps for its backward pass, without the layer's input.
     fn saved(&self) -> u64 {
         2 * self.qkv + self.attended + self.heads + self.stream + 2 * self.inner
     }
 
-    /// Returns the maximum that exists at the same time in a layer's backward pass in addition to what was saved, including dL/dy.
+    /// Returns the largest total width of the rows that exist at the same time in a layer's backward pass, in addition to the saved
+    /// rows and including dL/dy.
     fn backward(&self) -> u64 {
         let Widths { value, stream, normed, attended, qkv, heads, inner, hidden, drops } = *self;
         let [of_qkv, of_o, of_gate_up, of_down] = hidden;
         let rounded = if value < F32 { normed } else { 0 };
-        // f32 sums of the masked gradients, and the masked input.
+        // Only with dropout: f32 sums of the masked gradients, and the masked input.
         let masked = |width: u64| if drops { 2 * F32 * (width / value) + width } else { 0 };
-        // Saved buffers that have been freed by then.
+        // Saved activations that the backward pass has freed before a later stage.
         let (mlp, middle) = (2 * inner, 2 * inner + stream);
         let stages = [
             2 * inner + rounded + 2 * of_down + masked(inner),
@@ -111,7 +112,7 @@ impl Widths {
 /// Returns the ranks of the adapters that read the same input: qkv, o, gate and up, down.
 fn ranks(plan: &Plan) -> [u64; 4] {
     let Some(lora) = &plan.lora else { return [0; 4] };
-    // A name that occurs in several layers counts once.
+    // A target module's name that occurs in several layers counts once.
     let has = |name: &&&str| lora.target_modules.iter().any(|module| super::last(module) == **name);
     [&super::QKV[..], &["o_proj"], &super::GATE_UP, &super::DOWN]
         .map(|names| names.iter().filter(has).count() as u64 * super::largest_rank(lora))

@@ -66,7 +66,7 @@ pub struct RlooPlan {
     /// many; 0 = off.
     #[serde(default)]
     pub min_informative_groups: u32,
-    /// Maximum number of rounds of such replacements per block.
+    /// Maximum number of rounds per block in which tied groups are replaced by new prompts.
     #[serde(default = "default_max_refills")]
     pub max_refills: u32,
     /// Statistics by which the weighted reward is normalized, before clipping: (r − mean)/(std + 1e-4).
@@ -77,7 +77,7 @@ pub struct RlooPlan {
     pub overlap: bool,
 }
 
-/// Default maximum number of refill rounds.
+/// Default maximum number of rounds per block in which tied groups are replaced.
 pub const MAX_REFILLS: u32 = 4;
 
 fn default_max_refills() -> u32 {
@@ -128,7 +128,7 @@ impl Estimator {
         matches!(self, Estimator::ReinforcePp | Estimator::ReinforcePpBaseline)
     }
 
-    /// Whether one completion per prompt is enough.
+    /// Whether the estimator works with one completion per prompt.
     pub fn allows_one_generation(self) -> bool {
         matches!(self, Estimator::Reinforce | Estimator::Remax)
     }

@@ -1,4 +1,4 @@
-//! The rules that decide the bits of a run.
+//! The arithmetic rules of a plan: the choices that decide the exact bits of its run.
 //!
 //! A job keeps the rules it was accepted with, however much later it resumes. A plan that names none was stored by rlood
 //! 0.1 and follows [`Arithmetic::FIRST`]. A version that does not know a rule refuses the plan instead of guessing.
@@ -14,17 +14,17 @@ pub struct Arithmetic {
     pub split: SplitRule,
     /// When the rewards of a group are tied.
     pub ties: TieRule,
-    /// The order of summation.
+    /// The order in which floating-point sums are computed.
     pub sums: SumOrder,
 }
 
 impl Arithmetic {
-    /// The rules of rlood 0.1.
+    /// The arithmetic rules of rlood 0.1.
     pub const FIRST: Self = Self { split: SplitRule::RowNumber, ties: TieRule::Std, sums: SumOrder::V1 };
-    /// The rules of new jobs.
+    /// The arithmetic rules of new jobs.
     pub const LATEST: Self = Self { split: SplitRule::PromptHash, ties: TieRule::Equal, sums: SumOrder::V1 };
 
-    /// Whether these are the rules of a plan that names none.
+    /// Whether these are the arithmetic rules of rlood 0.1, which a plan without rules follows.
     pub fn is_first(&self) -> bool {
         *self == Self::FIRST
     }
@@ -34,10 +34,10 @@ impl Arithmetic {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum SplitRule {
-    /// Chosen by the hash of seed and row number: equal prompts may fall on both sides.
+    /// Held-out rows are chosen by the hash of seed and row number: equal prompts may be in both evaluation and training.
     #[default]
     RowNumber,
-    /// Chosen by the hash of seed and prompt: equal prompts fall on the same side.
+    /// Held-out rows are chosen by the hash of seed and prompt: equal prompts are either all held out or all trained on.
     PromptHash,
 }
 
@@ -45,18 +45,19 @@ pub enum SplitRule {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum TieRule {
-    /// The sample standard deviation is at most 1e-8; the rounding residue of the advantages is trained on.
+    /// A group is tied if the sample standard deviation of its rewards is at most 1e-8; the rounding residue of the
+    /// advantages is trained on.
     #[default]
     Std,
-    /// All scorable rewards of the group are equal; their advantages are exactly 0.
+    /// A group is tied if all its scorable rewards are equal; their advantages are exactly 0.
     Equal,
 }
 
-/// The order of summation in kernels and in metrics.
+/// The order in which kernels and metrics compute floating-point sums.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum SumOrder {
-    /// The first and only order.
+    /// The order of rlood 0.1, which is the only one so far.
     #[default]
     V1,
 }

@@ -1,4 +1,4 @@
-//! The rewards of a plan: what to call, and the weight of each.
+//! The rewards of a plan, with their settings and weights.
 
 use std::collections::BTreeMap;
 
@@ -13,7 +13,7 @@ mod builtins;
 pub use adapters::*;
 pub use builtins::*;
 
-/// One reward: what to call, and its weight.
+/// One reward of a plan: its type and settings, and its weight.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct RewardPlan {
     /// Name of the reward, unique in the job. It is part of metric names: `rewards/{name}/…`.
@@ -55,8 +55,8 @@ pub const MAX_ABS_REWARD: f64 = 1e6;
 pub enum BlankReference {
     /// The reward does not apply to the row.
     NotApplicable,
-    /// Blank text is compared like any other (every completion contains the empty text), null is not applicable, and a row without
-    /// the column is an error.
+    /// A blank text is compared like any other (every completion contains the empty text), null is not applicable, and a row
+    /// without the column is an error.
     Compare,
 }
 
@@ -64,7 +64,7 @@ pub enum BlankReference {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum RewardKind {
-    /// A reward service that implements contract v1 over HTTP.
+    /// A reward service over HTTP that implements rlood's own request format (reward contract v1).
     Webhook(WebhookPlan),
     /// OpenRLHF's remote reward model (`/get_reward`).
     Openrlhf(OpenrlhfPlan),
@@ -122,7 +122,7 @@ pub enum RewardKind {
     Multi(MultiPlan),
 }
 
-/// The service of a reward kind, as `&` or `&mut`.
+/// The service settings of a reward type, as `&` or `&mut`.
 macro_rules! service_of {
     ($kind:expr, $($reference:tt)+) => {
         match $kind {
@@ -173,7 +173,7 @@ impl RewardKind {
         }
     }
 
-    /// Returns the same reward with changed service settings.
+    /// Returns the same reward type with changed service settings.
     #[must_use]
     pub fn with_service(&self, change: impl FnOnce(&mut ServicePlan)) -> Self {
         let mut kind = self.clone();
@@ -260,7 +260,7 @@ impl RewardKind {
     }
 }
 
-/// A reward service that implements contract v1.
+/// A reward service that implements rlood's own request format (reward contract v1).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct WebhookPlan {
     /// Address and limits of the service.
@@ -306,7 +306,7 @@ pub struct ServicePlan {
     pub max_batch_bytes: u64,
     /// Time limit of one try, in milliseconds.
     pub timeout_ms: u64,
-    /// Time limit of a request including all its tries, in milliseconds. Contract v1 sends it in the request body.
+    /// Time limit of a request including all its tries, in milliseconds. Requests of reward contract v1 carry it in their body.
     pub deadline_ms: u64,
     /// Maximum number of tries in a row for transport errors and the statuses 408, 425, 429 and 5xx.
     pub max_tries: u32,
@@ -342,11 +342,11 @@ fn max_invalid_fraction() -> f64 {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum OnInvalid {
-    /// The value is missing.
+    /// A sample with an invalid response has no value.
     Mask,
-    /// The value is 0. The client must choose this explicitly.
+    /// A sample with an invalid response has the value 0. The client must choose this explicitly.
     Zero,
-    /// The job fails with an error.
+    /// An invalid response fails the job.
     Fail,
 }
 
@@ -357,7 +357,7 @@ pub struct RewardModelPlan {
     pub model: String,
     /// Name or number of the model's score that is the reward; null if the model has only one.
     pub label: Option<String>,
-    /// How prompt and completion become the model's input text.
+    /// How prompt and completion become the reward model's input text.
     pub format: RewardTextFormat,
     /// Maximum length of the input, in tokens; null = as much as the model accepts. Longer texts lose their beginning, and the
     /// metric `truncated` is set.

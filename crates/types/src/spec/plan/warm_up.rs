@@ -8,11 +8,11 @@ use super::{DatasetPlan, Plan};
 /// Supervised steps before the first RLOO step.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct WarmUpPlan {
-    /// The rows to learn from.
+    /// The rows that the warm-up trains on.
     pub dataset: DatasetPlan,
-    /// Number of optimizer steps. They are the first steps of the job.
+    /// Number of optimizer steps of the warm-up. They are the first steps of the job.
     pub steps: u64,
-    /// Number of rows per step.
+    /// Number of rows per step of the warm-up.
     pub batch_size: u32,
     /// Learning rate, constant over the warm-up.
     pub learning_rate: f64,

@@ -8,7 +8,7 @@ use super::super::{
 use super::service::{at_path, read_service};
 use super::template::SampleTemplate;
 
-/// Samples per request to a model server. It is the default maximum of text-embeddings-inference.
+/// Default number of samples per request to a model server, which is the default maximum of text-embeddings-inference.
 const BATCH: u32 = 32;
 
 pub(super) fn read_openrlhf(reader: &Reader<'_>) -> RewardKind {
@@ -70,7 +70,7 @@ pub(super) fn read_hf_text_classification(reader: &Reader<'_>) -> RewardKind {
     RewardKind::HfTextClassification(read_label_plan(reader, "/"))
 }
 
-/// Reads labels by number only, because these servers name only the most likely label.
+/// Reads labels by number only, because text-embeddings-inference and similar servers name only the most likely label.
 fn read_numbered(reader: &Reader<'_>) -> LabelPlan {
     let plan = read_label_plan(reader, "/classify");
     if plan.label.as_ref().is_some_and(|label| label.parse::<usize>().is_err()) {
@@ -103,7 +103,7 @@ fn read_pair_plan(reader: &Reader<'_>, path: &str) -> PairPlan {
 pub(super) fn read_openai_judge(reader: &Reader<'_>) -> RewardKind {
     let finite = |name, default: f64| reader.field(name).number("a finite number", |_| true).unwrap_or(default);
     let mut service = at_path(read_service(reader, 1), "/v1/chat/completions");
-    // Clients of this API are usually configured with a base URL.
+    // Clients of the chat/completions API are usually configured with a base URL, so that one is accepted too.
     if let Some(base) = service.url.strip_suffix("/v1").or_else(|| service.url.strip_suffix("/v1/")) {
         service.url = format!("{base}/v1/chat/completions");
     }

@@ -15,7 +15,7 @@ use super::adapters::read_template;
 use super::json_schema::JsonSchema;
 use super::{KINDS, ReadKind};
 
-/// The types, each with its reader.
+/// The built-in reward types, each with the function that reads its settings from a job.
 pub(super) const READERS: &[(&str, ReadKind)] = &[
     ("length", read_length),
     ("exact_match", read_exact_match),
@@ -97,7 +97,7 @@ fn read_regex(reader: &Reader<'_>) -> RewardKind {
     let pattern = field.nonempty(10_000).unwrap_or_default();
     if let Err(error) = regex::RegexBuilder::new(pattern).size_limit(1 << 20).build() {
         let text = error.to_string();
-        let reason = text.lines().last().unwrap_or("it cannot be parsed").trim_start_matches("error: ");
+        let reason = text.lines().last().unwrap_or("the pattern cannot be parsed").trim_start_matches("error: ");
         field.fail(
             "invalid_value",
             format!("not a regular expression in Rust's syntax (no look-around, no back-references): {reason}"),

@@ -6,7 +6,7 @@ use minijinja::{Environment, Error, ErrorKind, UndefinedBehavior, Value};
 
 use crate::jinja::{Template, limit_operators};
 
-/// Maximum number of steps per evaluation.
+/// Maximum number of steps per evaluation of a formula.
 const MAX_STEPS: u64 = 10_000;
 /// Maximum number of bytes that one evaluation may allocate. Numbers do not count.
 const MAX_ALLOCATED_BYTES: u64 = 1 << 20;
@@ -54,7 +54,7 @@ impl Formula {
             Ok(expression) => Ok(Self { environment, expression, text: text.to_owned() }),
             Err(error) => {
                 let why = error.detail().map_or_else(|| error.kind().to_string(), str::to_owned);
-                Err(format!("not a formula ({why}): + - * / ** ( ) and {} are there", FUNCTIONS.join(", ")))
+                Err(format!("not a formula ({why}): available are + - * / ** ( ) and {}", FUNCTIONS.join(", ")))
             }
         }
     }

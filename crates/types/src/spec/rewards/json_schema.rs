@@ -1,4 +1,4 @@
-//! JSON Schema: draft 2020-12 unless the schema's `$schema` says otherwise. NoLoader is fetched or read from files.
+//! JSON Schema: draft 2020-12 unless the schema's `$schema` says otherwise. Referenced schemas are neither fetched nor read from files.
 //!
 //! The validator (boon) has neither a step limit nor a stack limit, and 1 kB of schema can cause years of work: for example,
 //! definitions that each reference the previous one twice, or a recursive schema that does so on each level of a value. The work is
@@ -14,9 +14,10 @@ use serde_json::{Value, json};
 pub use cost::TooCostly;
 use graph::Graph;
 
-/// Address of the schema inside the compiler. References are relative to it.
+/// Address of the schema inside the compiler, to which the schema's references are relative.
 const SCHEMA_ADDRESS: &str = "schema:///reward";
-/// Address of `{"not": {"not": the schema}}`. Below `not` the validator stops at the first error and describes none.
+/// Address of `{"not": {"not": the schema}}`, which accepts the same values. Below `not` the validator stops at the first error and
+/// does not describe it.
 const BRIEF_ADDRESS: &str = "schema:///brief";
 /// Stack size of a thread that compiles or validates, in bytes. The depth is limited by [`cost::MAX_DEPTH`].
 const STACK_BYTES: usize = 64 << 20;

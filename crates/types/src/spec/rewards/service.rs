@@ -8,7 +8,7 @@ use base64::engine::general_purpose::STANDARD;
 use super::super::reader::{Field, Reader, shown};
 use super::super::{OnInvalid, RewardSecrets, ServicePlan, WebhookPlan};
 
-/// Headers that belong to the transport or to the contract itself.
+/// Headers that the HTTP transport or the reward contract sets.
 const RESERVED_HEADERS: [&str; 13] = [
     "host",
     "content-length",
@@ -25,7 +25,7 @@ const RESERVED_HEADERS: [&str; 13] = [
     "webhook-signature",
 ];
 
-/// Reads a reward that implements contract v1.
+/// Reads a reward that implements rlood's own request format (reward contract v1).
 pub(super) fn read_webhook(reader: &Reader<'_>) -> WebhookPlan {
     WebhookPlan {
         service: read_service(reader, 32),
@@ -34,7 +34,8 @@ pub(super) fn read_webhook(reader: &Reader<'_>) -> WebhookPlan {
     }
 }
 
-/// Reads address and limits. `batch` is the default number of samples per request; with 1, the endpoint accepts only one.
+/// Reads a service's address and limits. `batch` is the default number of samples per request; with 1, the
+/// endpoint accepts only one.
 pub(super) fn read_service(reader: &Reader<'_>, batch: u32) -> ServicePlan {
     let url = read_url(&reader.required("url", "give the http or https address of the reward service"));
     ServicePlan { url, ..read_limits(reader, batch) }
@@ -48,7 +49,7 @@ pub(super) fn read_limits(reader: &Reader<'_>, batch: u32) -> ServicePlan {
         max_concurrency: reader.field("max_concurrency").whole(1..=256).unwrap_or(8),
         max_batch_samples: reader
             .field("max_batch_samples")
-            .hint(if batch == 1 { "this endpoint takes one sample a request" } else { "" })
+            .hint(if batch == 1 { "this endpoint accepts one sample per request" } else { "" })
             .whole(1..=if batch == 1 { 1 } else { 10_000 })
             .unwrap_or(batch),
         max_batch_bytes: reader.field("max_batch_bytes").whole(1_024..=64_000_000).unwrap_or(1_000_000),
@@ -99,7 +100,9 @@ fn read_url(field: &Field<'_>) -> String {
         Ok(url) if !url.username().is_empty() || url.password().is_some() => {
             Some("credentials do not belong in a URL: give them in headers, which are never shown".to_owned())
         }
-        Ok(url) if url.fragment().is_some() => Some("a fragment (#…) is never sent to a server: remove it".to_owned()),
+        Ok(url) if url.fragment().is_some() => {
+            Some("a fragment (#…) is never sent to a server: remove the fragment".to_owned())
+        }
         Ok(_) => None,
     };
     if let Some(detail) = complaint {
@@ -115,9 +118,9 @@ pub(super) fn read_secrets(reader: &Reader<'_>) -> RewardSecrets {
     let previous = reader.field("previous_secret");
     let previous_secret = read_secret(&previous);
     if previous.value().is_some() && reader.field("secret").value().is_none() {
-        previous.fail("conflict", "give the secret that follows it as 'secret'");
+        previous.fail("conflict", "previous_secret needs a current secret: give it as 'secret'");
     } else if secret.is_some() && previous_secret == secret {
-        previous.fail("conflict", "it is the same as 'secret': leave it out");
+        previous.fail("conflict", "previous_secret is the same as 'secret': leave it out");
     }
     RewardSecrets { secret, previous_secret, headers: read_headers(&reader.field("headers")).unwrap_or_default() }
 }

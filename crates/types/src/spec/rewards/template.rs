@@ -22,7 +22,7 @@ static ENVIRONMENT: LazyLock<Environment<'static>> = LazyLock::new(|| {
     environment.set_undefined_behavior(UndefinedBehavior::Strict);
     environment.set_formatter(write);
     let syntax = SyntaxConfig::builder().keep_trailing_newline(true).build();
-    environment.set_syntax(syntax.expect("the delimiters are Jinja's own"));
+    environment.set_syntax(syntax.expect("Jinja's standard delimiters are valid"));
     environment
 });
 
@@ -55,7 +55,7 @@ impl SampleTemplate {
         Ok(Self { expression: Some((expression, source.to_owned())), ..Self::new("")? })
     }
 
-    /// Renders the text for these variables.
+    /// Renders the template's text for these variables.
     pub fn render(&self, variables: &Value) -> Result<String, String> {
         let text = self.template.render(&ENVIRONMENT, variables.clone(), MAX_ALLOCATED_BYTES, MAX_OUTPUT_BYTES);
         text.map_err(|error| describe_error(&error))
@@ -112,7 +112,7 @@ impl SampleTemplate {
         Value::from_object(Ordered(row.iter().map(|(name, value)| (name.clone(), to_value(value))).collect()))
     }
 
-    /// Returns the variables of a template for a batch: `samples`.
+    /// Returns the variables of a template for a request with several samples: `samples`.
     pub fn batch_variables(samples: impl Iterator<Item = Value>) -> Value {
         Value::from_object(Ordered(vec![("samples".to_owned(), samples.collect())]))
     }
@@ -216,7 +216,7 @@ mod tests {
 
     #[test]
     fn questions_to_the_budget_change_nothing_that_is_small() {
-        // The expected texts and errors are those of plain minijinja 3.0.5.
+        // Plain minijinja 3.0.5 gives the same texts and errors.
         for (source, expected) in [
             (
                 "{% for x in [3, 1, 2] if x != 1 %}{{ loop.index }}{{ x }}{% if not loop.last %},{% endif %}{% else %}no\

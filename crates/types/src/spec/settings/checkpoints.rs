@@ -20,7 +20,7 @@ pub(in crate::spec) static CHECKPOINTS: Section = Section::new(
             .label("Checkpoint every")
             .prominent(9),
         Setting::whole("every_seconds", 1, MAX_SECONDS)
-            .hint("leave it out for checkpoints by steps only")
+            .hint("leave it out to save checkpoints by steps only")
             .label("Checkpoint every … seconds"),
         Setting::whole("keep_last", 1, 1000)
             .hint("the newest one is what a job resumes from")

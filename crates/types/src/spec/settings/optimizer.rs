@@ -20,7 +20,7 @@ pub(in crate::spec) static OPTIMIZER: Section = Section::new(
             .default(Variant("adamw"))
             .trl(Trl::Own(&["optim"]))
             .resume(Resume::FixedUnless { key: "optimizer", value: "adamw" }),
-        // The default for an adapter. Full fine-tuning has a different default.
+        // The default learning rate of an adapter. Full fine-tuning has a different default.
         Setting::number("learning_rate", Range::above(0.0).at_most(1.0))
             .default(Number(LORA_LEARNING_RATE))
             .trl(Trl::Key(&["learning_rate"], Form::Number, Number(1e-6)))

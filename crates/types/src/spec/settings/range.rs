@@ -15,7 +15,7 @@ pub(in crate::spec) struct Range {
 struct Bound {
     value: f64,
     is_inside: bool,
-    /// Meaning of a value at the bound, such as "0 = off".
+    /// Meaning of the bound itself as a value, such as "0 = off".
     note: &'static str,
 }
 
@@ -43,7 +43,7 @@ impl Range {
         Self { high: Some(Bound { value: high, is_inside: true, note: "" }), ..self }
     }
 
-    /// Adds a note to the bound that was set last.
+    /// Adds the meaning of the value at the bound that was set last.
     pub(in crate::spec) const fn noting(mut self, note: &'static str) -> Self {
         match (&mut self.low, &mut self.high) {
             (_, Some(bound)) | (Some(bound), None) => bound.note = note,

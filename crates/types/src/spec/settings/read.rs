@@ -23,7 +23,7 @@ impl Values {
         serde_json::from_value(value).expect("a row of the table has the type of its plan's field")
     }
 
-    /// Whether the setting was not given, or was rejected.
+    /// Whether the setting was not given, or its value was rejected.
     pub(in crate::spec) fn is_default(&self, name: &str) -> bool {
         self.defaulted.contains(&name)
     }
@@ -61,7 +61,7 @@ impl Section {
         values
     }
 
-    /// Reads the rows that others depend on.
+    /// Reads the settings that others of the section depend on.
     pub(in crate::spec) fn read_first(&self, reader: &Reader<'_>) -> Values {
         let mut values = Values::default();
         for setting in self.settings.iter().filter(|setting| setting.is_first) {
@@ -77,7 +77,7 @@ impl Section {
         }
     }
 
-    /// Reads every row with other defaults, and one of the rows with other limits.
+    /// Reads every row of a section with other defaults, and one of the rows with other limits.
     pub(in crate::spec) fn read_over(
         &self,
         reader: &Reader<'_>,
@@ -93,7 +93,7 @@ impl Section {
         values
     }
 
-    /// Returns the values of a job that sets nothing.
+    /// Returns the values of a section that sets nothing.
     pub(in crate::spec) fn defaults(&self) -> Map<String, Value> {
         let (nothing, errors) = (Value::Object(Map::new()), Errors::default());
         self.read(&Reader::document(&nothing, &errors)).into_map()

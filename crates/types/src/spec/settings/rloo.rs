@@ -97,7 +97,7 @@ fn default_loss(read: &Values) -> Value {
     json!(if of_tokens { Loss::TokenMean } else { Loss::Sequence })
 }
 
-/// Reports a loss with one ratio per completion for an estimator with token advantages.
+/// Rejects a loss that has one ratio per completion together with an estimator that gives each token its own advantage.
 fn loss_conflict(read: &Values, given: &Value) -> Option<String> {
     let estimator: Estimator = read.get("estimator");
     let loss: Loss = serde_json::from_value(given.clone()).ok()?;
@@ -119,10 +119,10 @@ fn kl_estimator_conflict(read: &Values, given: &Value) -> Option<String> {
     let refused = match (read.get("kl_in"), serde_json::from_value(given.clone()).ok()?) {
         (KlIn::Reward, KlEstimator::K1) | (KlIn::Loss, KlEstimator::K2 | KlEstimator::K3) => return None,
         (KlIn::Reward, KlEstimator::K2 | KlEstimator::K3) => {
-            "the penalty in the reward is k1, whose expectation has the gradient of the KL: leave it out, or use kl_in 'loss' for k2 and k3"
+            "in the reward the penalty must be k1, whose expectation has the gradient of the KL: leave it out, or use kl_in 'loss' for k2 and k3"
         }
         (KlIn::Loss, KlEstimator::K1) => {
-            "in the loss the expected gradient of k1 is zero on-policy, so it would hold nothing back: use k3 (the default) or k2"
+            "as a loss term k1 has no effect, because its expected gradient is zero on-policy: use k3 (the default) or k2"
         }
     };
     Some(refused.to_owned())

@@ -25,7 +25,7 @@ pub(in crate::spec) static SAMPLING: Section = Section::new(
     "Sampling",
     "Rollouts.",
     &[
-        // The default of TRL 1.16; it was 256 before 1.10.
+        // The default of TRL 1.16; before TRL 1.10 it was 256.
         Setting::whole("max_completion_length", 1, 1_000_000)
             .default(Whole(256))
             .trl(Trl::Key(&["max_completion_length"], Form::Plain, Whole(512)))

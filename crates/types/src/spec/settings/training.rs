@@ -44,7 +44,7 @@ pub(in crate::spec) static TRAINING: Section = Section::new(
             .resume(Resume::FixedUnless { key: "dtype", value: "f32" }),
         Setting::whole("micro_batch_tokens", 16, 1_000_000)
             .doc("Tokens (prompts and completions) per micro-batch, with at least one group each; default: depends on the available memory.")
-            .hint("leave it out: it follows from the memory there is, and changes no result but by rounding"),
+            .hint("leave it out: the default depends on the available memory, and results change only by rounding"),
         Setting::flag("gradient_checkpointing")
             .doc("Whether to recompute activations in the backward pass instead of keeping them. Does not change the results. Default: only if memory requires it."),
         Setting::whole("max_attempts", 1, 10_000).hint("leave it out for no limit"),

@@ -18,7 +18,7 @@ pub(super) struct Batches {
 /// Reads and checks the batch settings. `None` if TRL would reject them or they cannot be expressed; the reason has been reported.
 pub(super) fn read_batches(keys: &Keys<'_>, evaluates: bool) -> Option<Batches> {
     if keys.flag("auto_find_batch_size") == Some(true) {
-        let detail = "generation and training batches must fit each other, so it is refused by TRL too: remove it; the worker chooses micro-batches that fit into its memory";
+        let detail = "rlood fits micro-batches to the available memory itself, and TRL rejects this key for RLOO too: remove this key";
         keys.fail("auto_find_batch_size", "invalid_value", detail);
     }
     let before = keys.findings.errors.borrow().len();
@@ -81,7 +81,7 @@ fn in_prompts(keys: &Keys<'_>, micro: Micro) -> Option<Batches> {
     if !whole_steps {
         let key = if keys.has("generation_batch_size") { "generation_batch_size" } else { "steps_per_generation" };
         let reason = format!(
-            "TRL counts micro-steps here: {steps} of them are not a whole number of optimizer steps of gradient_accumulation_steps {accumulation} each; the nearest that are: steps_per_generation {}",
+            "TRL counts micro-steps here: {steps} of them are not a whole number of optimizer steps of gradient_accumulation_steps {accumulation} each; the nearest valid values are steps_per_generation {}",
             multiples_near(steps, accumulation)
         );
         keys.refuse(key, reason);
@@ -140,7 +140,7 @@ fn multiples_near(number: u64, unit: u64) -> String {
 fn divisors_near(whole: u64, number: u64) -> String {
     let least = if number == 1 { 1 } else { 2 };
     let below = (least..number.min(whole + 1)).rev().find(|divisor| whole.is_multiple_of(*divisor));
-    // Jobs cannot have larger groups.
+    // A job cannot have larger groups than this.
     let above = (number + 1..=whole.min(1024)).find(|divisor| whole.is_multiple_of(*divisor));
     match (below, above) {
         (Some(below), Some(above)) => format!("{below} and {above}"),

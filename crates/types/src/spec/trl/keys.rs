@@ -21,7 +21,7 @@ pub(super) struct Refused {
 }
 
 impl Refused {
-    /// Whether the key requests nothing with this value.
+    /// Whether the key requests nothing unsupported with this value.
     pub(super) fn is_off(&self, value: &Value) -> bool {
         let listed = |off: &&str| {
             serde_json::from_str::<Value>(off).is_ok_and(|off| match (off.as_f64(), value.as_f64()) {
@@ -100,7 +100,7 @@ pub(super) const IGNORED: &[Entry] = &[
             "eval_accumulation_steps",
             "prediction_loss_only",
         ],
-        reason: "the worker chooses the batches of an evaluation",
+        reason: "the worker chooses the evaluation batches itself",
     },
     Entry {
         keys: &[
@@ -113,7 +113,7 @@ pub(super) const IGNORED: &[Entry] = &[
             "group_by_length",
             "past_index",
         ],
-        reason: "RLOO makes no use of it, in TRL neither",
+        reason: "RLOO does not use this key, in TRL either",
     },
     Entry { keys: &["remove_unused_columns"], reason: "every column of the dataset is sent to the rewards" },
     Entry {
@@ -139,7 +139,7 @@ pub(super) const IGNORED: &[Entry] = &[
             "jit_mode_eval",
             "use_ipex",
         ],
-        reason: "a matter of speed and memory: the worker has its own kernels and recomputes activations as memory asks",
+        reason: "this affects only speed and memory: the worker has its own kernels and recomputes activations if memory requires it",
     },
     Entry {
         keys: &["tf32", "bf16_full_eval", "fp16_full_eval", "half_precision_backend", "fp16_backend", "fp16_opt_level"],
@@ -209,7 +209,7 @@ pub(super) const IGNORED: &[Entry] = &[
             "push_to_hub_organization",
             "push_to_hub_token",
         ],
-        reason: "nothing is uploaded: download the adapter from /jobs/{id}/adapter",
+        reason: "the server uploads nothing: download the adapter from /jobs/{id}/adapter",
     },
     Entry {
         keys: &["bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage", "bnb_4bit_compute_dtype"],
@@ -219,7 +219,7 @@ pub(super) const IGNORED: &[Entry] = &[
 
 const NO_QUANTIZATION: &str =
     "quantized base models are not supported: register the unquantized model and train a LoRA adapter on it";
-const ONE_DEVICE: &str = "one worker drives one device, so there is nothing to distribute: remove it; several jobs run side by side, one a device";
+const ONE_DEVICE: &str = "one worker drives one device, so there is nothing to distribute: remove this key; several jobs run side by side, one per device";
 
 /// Keys that request something unsupported.
 pub(super) const REFUSED: &[Refused] = &[
@@ -243,14 +243,18 @@ pub(super) const REFUSED: &[Refused] = &[
     Refused {
         keys: &["sync_ref_model"],
         off: &[],
-        reason: "the reference stays what it was at the start: remove it, and raise rloo.beta less; to move the reference, start a new job from the adapter with warm_start {checkpoint, reference: \"initial\"}",
+        reason: "the reference model does not change during a run: remove this key, and use a lower rloo.beta; to move the reference, start a new job from the adapter with warm_start {checkpoint, reference: \"initial\"}",
     },
     Refused {
         keys: &["router_aux_loss_coef"],
         off: &["0"],
-        reason: "mixture-of-experts models are not supported, so there is no router to balance: remove it",
+        reason: "mixture-of-experts models are not supported, so there is no router to balance: remove this key",
     },
-    Refused { keys: &["neftune_noise_alpha"], off: &["0"], reason: "noise on embeddings is not supported: remove it" },
+    Refused {
+        keys: &["neftune_noise_alpha"],
+        off: &["0"],
+        reason: "noise on embeddings is not supported: remove this key",
+    },
     Refused {
         keys: &["push_to_hub"],
         off: &[],
@@ -264,30 +268,34 @@ pub(super) const REFUSED: &[Refused] = &[
     Refused {
         keys: &["eval_delay"],
         off: &["0"],
-        reason: "evaluation begins at eval.every_steps, or before the start: remove it",
+        reason: "evaluation begins at eval.every_steps, or before the start: remove this key",
     },
     Refused {
         keys: &["optim_args"],
         off: &[],
         reason: "AdamW's settings are optimizer.adam_beta1, adam_beta2, adam_epsilon, weight_decay",
     },
-    Refused { keys: &["optim_target_modules"], off: &[], reason: "what is trained is said by lora.target_modules" },
-    Refused { keys: &["adafactor"], off: &[], reason: "the optimizer is AdamW: remove it" },
+    Refused {
+        keys: &["optim_target_modules"],
+        off: &[],
+        reason: "lora.target_modules selects the layers that are trained",
+    },
+    Refused { keys: &["adafactor"], off: &[], reason: "the optimizer is AdamW: remove this key" },
     Refused {
         keys: &["max_prompt_length"],
         off: &[],
-        reason: "prompts are never truncated, as in TRL since 1.0: shorten the ones that the validation reports, and remove it",
+        reason: "prompts are never truncated, as in TRL since 1.0: shorten the ones that the validation reports, and remove this key",
     },
     Refused {
         keys: &["lora_target_parameters", "lora_modules_to_save", "use_dora"],
         off: &[],
-        reason: "plain LoRA on the linear layers only: remove it",
+        reason: "plain LoRA on the linear layers only: remove this key",
     },
-    Refused { keys: &["lora_task_type"], off: &["\"CAUSAL_LM\""], reason: "the task is CAUSAL_LM: remove it" },
+    Refused { keys: &["lora_task_type"], off: &["\"CAUSAL_LM\""], reason: "the task is CAUSAL_LM: remove this key" },
     Refused {
         keys: &["model_revision"],
         off: &["\"main\""],
-        reason: "a registered model is a directory with one revision: register that revision's files under an id of their own",
+        reason: "a registered model is a directory with one revision: register that revision's files under a separate id",
     },
     Refused {
         keys: &["reward_model_name_or_path", "reward_model_path", "reward_model"],
@@ -302,7 +310,7 @@ pub(super) const REFUSED: &[Refused] = &[
     Refused {
         keys: &["loss_type", "scale_rewards", "importance_sampling_level"],
         off: &[],
-        reason: "GRPOConfig's, not RLOOConfig's: here it is rloo.estimator and rloo.loss",
+        reason: "a key of GRPOConfig, not of RLOOConfig: use rloo.estimator and rloo.loss",
     },
 ];
 

@@ -21,20 +21,24 @@ const IGNORED: &[&str] = &[
     "ensure_weight_tying",
 ];
 
-const PLAIN_ONLY: &str = "plain LoRA on the linear layers only: remove it";
+const PLAIN_ONLY: &str = "plain LoRA on the linear layers only: remove this key";
 
 const REFUSED: &[Refused] = &[
-    Refused { keys: &["bias"], off: &["\"none\""], reason: "biases stay frozen: remove it, or set it to \"none\"" },
+    Refused {
+        keys: &["bias"],
+        off: &["\"none\""],
+        reason: "biases stay frozen: remove this key, or set it to \"none\"",
+    },
     Refused {
         keys: &["init_lora_weights"],
         off: &["true", "\"true\"", "\"kaiming\""],
-        reason: "A starts uniform (Kaiming) and B at zero, as PEFT's default does: remove it",
+        reason: "A starts uniform (Kaiming) and B at zero, as PEFT's default does: remove this key",
     },
-    Refused { keys: &["task_type"], off: &["\"CAUSAL_LM\""], reason: "the task is CAUSAL_LM: remove it" },
+    Refused { keys: &["task_type"], off: &["\"CAUSAL_LM\""], reason: "the task is CAUSAL_LM: remove this key" },
     Refused {
         keys: &["modules_to_save", "trainable_token_indices", "target_parameters", "lora_bias"],
         off: &[],
-        reason: "only the adapter's own matrices are trained: remove it",
+        reason: "only the adapter's own matrices are trained: remove this key",
     },
     Refused {
         keys: &[
@@ -81,7 +85,7 @@ pub(super) fn of_peft_config<'v>(
             }
         } else if IGNORED.contains(&key.as_str()) {
             if !value.is_null() {
-                keys.ignore(key, "it makes no difference here");
+                keys.ignore(key, "this key makes no difference here");
             }
         } else if !value.is_null() {
             keys.refuse(key, "not a key of PEFT's LoraConfig that is known here: r, lora_alpha, lora_dropout, target_modules and use_rslora are");

@@ -14,13 +14,13 @@ use crate::spec::settings::Form;
 /// A key of the submitted configuration, and a remark about it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Remark {
-    /// The key, as it was sent.
+    /// The key as it was sent.
     pub key: String,
     /// The reason, and what to use instead.
     pub reason: String,
 }
 
-/// Everything found so far.
+/// Remarks, errors and pointers that the translation has collected so far.
 #[derive(Debug, Default)]
 pub(super) struct Findings {
     pub errors: RefCell<Vec<FieldError>>,
@@ -31,7 +31,7 @@ pub(super) struct Findings {
     pub origins: RefCell<BTreeMap<String, String>>,
 }
 
-/// One object of the configuration.
+/// One object of the submitted TRL configuration.
 pub(super) struct Keys<'v> {
     map: &'v Map<String, Value>,
     pointer: String,
@@ -45,7 +45,7 @@ impl<'v> Keys<'v> {
         Self { map, pointer: pointer.into(), asked: RefCell::default(), findings }
     }
 
-    /// Returns a value; null and Python's "None" count as not given.
+    /// Returns the value of a key; null and Python's "None" count as not given.
     pub(super) fn value(&self, key: &'static str) -> Option<&'v Value> {
         self.asked.borrow_mut().insert(key);
         self.map.get(key).filter(|value| !value.is_null() && value.as_str() != Some("None"))
@@ -135,7 +135,7 @@ impl<'v> Keys<'v> {
         flag
     }
 
-    /// Reads a value in one of the forms of the settings' tables.
+    /// Reads a value in one of the forms ([`Form`]) of the settings' tables.
     pub(super) fn read(&self, key: &'static str, form: Form) -> Option<Value> {
         match form {
             Form::Number => self.number(key).map(Value::from),

@@ -17,7 +17,7 @@ const SERVED_AT: &str = "http://127.0.0.1:8090";
 /// Placeholder for an unknown file of reward functions.
 const PLACEHOLDER_FILE: &str = "rewards.py";
 
-/// Returns the rewards that the configuration names; `None` if it names none. With `given`, rewards next to
+/// Returns the rewards that the TRL configuration names; `None` if it names none. With `given`, rewards next to
 /// the config replace them.
 pub(super) fn named_rewards(keys: &Keys<'_>, given: bool) -> Option<Value> {
     let mut rewards = Vec::new();
@@ -25,7 +25,7 @@ pub(super) fn named_rewards(keys: &Keys<'_>, given: bool) -> Option<Value> {
     for key in REWARD_FUNCS {
         let Some(value) = keys.value(key) else { continue };
         if given {
-            keys.ignore(key, "rewards says which rewards there are");
+            keys.ignore(key, "the rewards are given by 'rewards', so this key is ignored");
             continue;
         }
         let list = match value {
@@ -50,7 +50,7 @@ pub(super) fn named_rewards(keys: &Keys<'_>, given: bool) -> Option<Value> {
     if !of_trl.is_empty() {
         let functions = of_trl.join(",");
         let detail = format!(
-            "functions of TRL's own are asked where they are served: run `rlood reward serve trl.rewards:{functions}` in the environment that has trl, before the job"
+            "TRL's own reward functions need a service: before the job, run `rlood reward serve trl.rewards:{functions}` in an environment that has trl"
         );
         keys.warn(key, "reward_to_be_served", detail);
     }

@@ -69,7 +69,7 @@ pub(super) fn optimizer(keys: &Keys<'_>, length: &Length) -> Map<String, Value> 
     };
     optimizer.insert("lr_scheduler_type".to_owned(), json!(name));
     if keys.object("lr_scheduler_kwargs").is_some_and(|kwargs| !kwargs.is_empty()) {
-        keys.refuse("lr_scheduler_kwargs", "the schedules have no settings of their own: remove it");
+        keys.refuse("lr_scheduler_kwargs", "learning-rate schedules have no further settings here: remove this key");
     }
     let warmup = warmup_steps(keys, length);
     if !warms && warmup.is_some_and(|steps| steps > 0) {

@@ -11,7 +11,7 @@ use super::graph::{Graph, Node};
 pub(super) const MAX_STEPS: u64 = 1_000_000;
 /// Maximum nesting depth of subschemas and parts of the value.
 pub(super) const MAX_DEPTH: usize = 1_000;
-/// Steps of a metaschema for each part of a value.
+/// Number of steps that a metaschema of JSON Schema takes for each part of a value.
 const METASCHEMA_STEPS: u64 = 300;
 
 /// Why a value is not checked against a schema.
@@ -29,7 +29,7 @@ pub enum TooCostly {
     #[error("the schema's references lead in a circle on this value: use a simpler schema")]
     Circle,
     /// The operating system could not start another thread.
-    #[error("no thread can be started to hold this value to its schema")]
+    #[error("no thread can be started to validate this value against its schema")]
     Thread,
 }
 
@@ -43,7 +43,7 @@ enum Part<'v> {
 impl Part<'_> {
     fn key(self) -> usize {
         match self {
-            // Values are aligned, so their addresses are even numbers.
+            // Values are aligned, so the addresses of values are even numbers, and odd ones are free for property names.
             Part::Value(value) => std::ptr::from_ref(value).addr(),
             Part::Name { longest_bytes } => longest_bytes * 2 + 1,
         }
@@ -59,15 +59,15 @@ pub(super) fn count(graph: &Graph, value: &Value) -> Result<usize, TooCostly> {
 
 struct Counter<'g> {
     graph: &'g Graph,
-    /// Steps and height by subschema and part; `None` while they are being counted.
+    /// Steps and height by subschema and part of the value; `None` while they are being counted.
     known: HashMap<(usize, usize), Option<(u64, usize)>>,
     deepest: usize,
-    /// Remaining steps of the count itself, which limit its work too.
+    /// Remaining steps of the count itself, whose work is limited too.
     left: u64,
 }
 
 impl Counter<'_> {
-    /// Returns the steps and the height of a subschema on a part.
+    /// Returns the number of steps and the nesting height of a subschema on a part of the value.
     fn visit(&mut self, number: usize, part: Part<'_>, depth: usize) -> Result<(u64, usize), TooCostly> {
         let key = (number, part.key());
         self.left = self.left.checked_sub(1).ok_or(TooCostly::Steps)?;
@@ -142,7 +142,7 @@ impl Counter<'_> {
                     if let Some(target) = node.properties.get(name) {
                         sum.add(self.visit(*target, inner, depth + 1)?);
                     } else {
-                        // The other subschemas apply to properties that no pattern matches.
+                        // `additionalProperties` and `unevaluatedProperties` apply to properties that no pattern matches.
                         for target in [node.additional, node.unevaluated_properties].into_iter().flatten() {
                             patterns.or(self.visit(target, inner, depth + 1)?);
                         }
@@ -168,7 +168,7 @@ impl Counter<'_> {
         if node.unique {
             let size = list.iter().map(parts).fold(0, u64::saturating_add);
             self.left = self.left.checked_sub(size).ok_or(TooCostly::Steps)?;
-            // Short lists are compared pair by pair.
+            // `uniqueItems` compares the items of short lists pair by pair.
             sum.add_steps(size.saturating_mul(12));
         }
         for (index, inner) in list.iter().enumerate() {
@@ -204,7 +204,8 @@ impl Sum {
     }
 }
 
-/// Whether the validator looks any further. Numbers can be equal even if they are written differently.
+/// Whether the validator examines a value further after `type`, `const` and `enum`. Numbers can be equal even if
+/// they are written differently.
 fn examines_further(types: &Option<Vec<String>>, fixed: &Option<Vec<Value>>, value: &Value) -> bool {
     let name = match value {
         Value::Null => "null",
@@ -219,7 +220,7 @@ fn examines_further(types: &Option<Vec<String>>, fixed: &Option<Vec<Value>>, val
         && !(scalar && fixed.as_ref().is_some_and(|fixed| !fixed.contains(value)))
 }
 
-/// Counts the values inside a value.
+/// Counts a JSON value and all values nested inside it.
 fn parts(value: &Value) -> u64 {
     1 + match value {
         Value::Array(list) => list.iter().map(parts).sum(),

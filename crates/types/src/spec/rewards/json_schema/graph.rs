@@ -46,13 +46,13 @@ const MAPS: [&str; 6] = ["properties", "patternProperties", "dependentSchemas", 
 /// One subschema, with edges to other subschemas (by index).
 #[derive(Debug, Default)]
 pub(super) struct Node {
-    /// Subschemas that are always applied to the same value.
+    /// Subschemas that this one always applies to the same value.
     pub same: Vec<usize>,
-    /// Groups of which one subschema is applied to the same value.
+    /// Groups of subschemas, one of which is applied to the same value.
     pub choices: Vec<Vec<usize>>,
     /// Number of references to a metaschema of JSON Schema itself.
     pub metaschemas: u64,
-    /// Subschemas applied to the same object if it has the property.
+    /// Subschemas that are applied to the same object if the object has the property.
     pub dependent: Vec<(String, usize)>,
     pub properties: HashMap<String, usize>,
     pub patterns: Vec<usize>,
@@ -91,7 +91,7 @@ impl Node {
         self.same.iter().copied().chain(self.dependent.iter().map(|(_, node)| *node))
     }
 
-    /// Returns every subschema that may be applied.
+    /// Returns every subschema that this subschema may apply.
     fn all(&self) -> impl Iterator<Item = usize> {
         let single = [
             self.additional,
@@ -191,7 +191,8 @@ impl Graph {
     }
 }
 
-/// Returns the strongly connected components, targets before sources, and each node's component number (Tarjan 1972).
+/// Returns the strongly connected components of the subschema graph, targets before sources, and each node's
+/// component number (Tarjan 1972).
 fn components(count: usize, edges: impl Fn(usize) -> Vec<usize>) -> (Vec<Vec<usize>>, Vec<usize>) {
     const NEW: usize = usize::MAX;
     let (mut index, mut low, mut component_of) = (vec![NEW; count], vec![0; count], vec![NEW; count]);
@@ -245,7 +246,7 @@ struct Builder<'s> {
     numbers: HashMap<String, usize>,
     /// JSON pointers by the address that `$id` gives.
     resources: HashMap<String, String>,
-    /// JSON pointers by resource (its pointer) and anchor.
+    /// JSON pointers by schema resource (the resource's own pointer) and anchor.
     anchors: HashMap<(String, String), String>,
     /// JSON pointers by dynamic anchor.
     dynamic: HashMap<String, Vec<String>>,
@@ -446,7 +447,7 @@ impl<'s> Builder<'s> {
                 group.extend(self.numbers.get(&target));
             }
             node.push_choice(group);
-            // The validator searches all the way back for the anchor.
+            // Resolving `$dynamicRef`, the validator searches the whole path that led here for the anchor.
             node.weight += 32;
         }
         if let Some(reference) = object.get("$recursiveRef").and_then(Value::as_str).filter(|_| self.draft == 2019) {
@@ -495,10 +496,10 @@ impl<'s> Builder<'s> {
                     ALL_PATTERNS_BYTES >> 20
                 ));
             }
-            // Each byte is compared with each state of the automaton in the worst case.
+            // The pattern matcher compares, in the worst case, each byte of the text with each state of its automaton.
             node.per_kib += size_bytes as u64 / 256;
         }
-        // Up to draft 7, `format` is enforced. This format compiles every text.
+        // Up to draft 7, `format` is enforced. The format `regex` compiles every text.
         if object.get("format").and_then(Value::as_str) == Some("regex") && self.draft < 2019 {
             node.weight += 1_000;
             node.per_kib += 100_000;
