@@ -204,7 +204,7 @@ impl ConfigError {
 /// Limit of this process's GPU memory from `RLOOD_GPU_MEMORY`, in bytes; None = no limit.
 ///
 /// # Errors
-/// When the value is not a size.
+/// Fails when the value is not a size.
 pub fn gpu_memory_limit() -> Result<Option<u64>, ConfigError> {
     match std::env::var(GPU_MEMORY) {
         Ok(size) if !size.is_empty() => parse_size_of(GPU_MEMORY, &size),

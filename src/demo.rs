@@ -75,7 +75,7 @@ fn system<E: std::error::Error + Send + Sync + 'static>(doing: impl Into<String>
 /// Runs the subcommand `rlood demo`.
 ///
 /// # Errors
-/// When the server cannot start, the API refuses a request, or the job does not succeed.
+/// Fails when the server cannot start, the API refuses a request, or the job does not succeed.
 pub async fn run(args: DemoArgs) -> Result<ExitCode, DemoError> {
     let begun = Instant::now();
     let mut terminate = signal(SignalKind::terminate()).map_err(system("listen for SIGTERM"))?;

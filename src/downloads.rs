@@ -155,7 +155,7 @@ impl Downloads {
     /// directory are not touched.
     ///
     /// # Errors
-    /// When the files cannot be removed.
+    /// Fails when the files cannot be removed.
     pub async fn remove_files(&self, row: &ModelRow) -> std::io::Result<()> {
         let Some(hub) = &row.hub else { return Ok(()) };
         let folder = self.folder(&hub.repo, &hub.commit);

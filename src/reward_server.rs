@@ -58,7 +58,7 @@ pub enum RewardServerError {
 /// `rlood reward-server`: serves until SIGTERM or SIGINT, then returns code 0. The first line of standard output is the address.
 ///
 /// # Errors
-/// When the model or the address cannot be used.
+/// Fails when the model or the address cannot be used.
 pub async fn run(args: RewardServerArgs) -> Result<ExitCode, RewardServerError> {
     let RewardServerArgs {
         model,

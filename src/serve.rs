@@ -182,7 +182,7 @@ impl Running {
 /// `rlood serve`: starts, prints the address, serves until SIGTERM or SIGINT, then shuts down. A second signal exits immediately.
 ///
 /// # Errors
-/// When the server cannot start.
+/// Fails when the server cannot start.
 pub async fn run(config: ServeConfig) -> Result<ExitCode, ServeError> {
     let system = |doing| move |source| ServeError::System { doing, source };
     let mut terminate = signal(SignalKind::terminate()).map_err(system("listen for SIGTERM"))?;
@@ -204,7 +204,7 @@ pub async fn run(config: ServeConfig) -> Result<ExitCode, ServeError> {
 /// Prints the first line of standard output, for people and for scripts that wait for it.
 ///
 /// # Errors
-/// When standard output is closed.
+/// Fails when standard output is closed.
 pub fn announce(addr: SocketAddr) -> std::io::Result<()> {
     let mut stdout = std::io::stdout().lock();
     writeln!(stdout, "listening on http://{addr}")?;
@@ -229,7 +229,7 @@ fn without_gpus(config: &mut ServeConfig) -> Option<String> {
 /// Starts a server in this process and returns when it answers requests.
 ///
 /// # Errors
-/// When the data directory, the database or the address cannot be used.
+/// Fails when the data directory, the database or the address cannot be used.
 pub async fn start(mut config: ServeConfig) -> Result<Running, ServeError> {
     // Required by every TLS client; a second installation is not an error.
     let _ = rustls::crypto::ring::default_provider().install_default();

@@ -70,7 +70,7 @@ impl WebhookSender {
     /// Creates a sender for a server's outbox.
     ///
     /// # Errors
-    /// When the HTTP client cannot be created.
+    /// Fails when the HTTP client cannot be created.
     pub fn new(store: Store, policy: OutgoingPolicy) -> Result<Self, WebhookSenderError> {
         let outgoing = Outgoing::new(policy)?;
         let with_keys = outgoing.clone();
@@ -80,7 +80,7 @@ impl WebhookSender {
     /// Sets the stricter policy that applies once the database contains a key.
     ///
     /// # Errors
-    /// When the HTTP client cannot be created.
+    /// Fails when the HTTP client cannot be created.
     pub fn narrowed_by_keys(self, policy: OutgoingPolicy) -> Result<Self, WebhookSenderError> {
         Ok(Self { with_keys: Outgoing::new(policy)?, ..self })
     }

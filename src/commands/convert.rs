@@ -46,7 +46,7 @@ pub enum ConvertError {
 /// Runs the command. Exit code 1 when a key of the run is refused or not supported.
 ///
 /// # Errors
-/// When a file cannot be read or parsed, or the job cannot be printed.
+/// Fails when a file cannot be read or parsed, or the job cannot be printed.
 pub fn run(args: &ConvertArgs) -> Result<ExitCode, ConvertError> {
     let mut document = read(&args.trl)?;
     if let Some(path) = &args.peft {

@@ -75,7 +75,7 @@ impl Sums {
 /// Runs the subcommand `rlood gc`.
 ///
 /// # Errors
-/// When a directory or the database cannot be used. Items that were already removed stay removed.
+/// Fails when a directory or the database cannot be used. Items that were already removed stay removed.
 pub async fn run(args: GcArgs) -> Result<ExitCode, GcError> {
     let is_dry = args.dry_run;
     let mut sums = Sums::default();

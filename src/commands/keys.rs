@@ -38,7 +38,7 @@ pub enum KeysError {
 /// Runs `rlood keys …`.
 ///
 /// # Errors
-/// When the data directory or the database does not exist or cannot be used, or the key does not exist.
+/// Fails when the data directory or the database does not exist or cannot be used, or the key does not exist.
 pub async fn run(args: KeysArgs) -> Result<ExitCode, KeysError> {
     let data_dir = match args.place()? {
         KeysPlace::DataDir(dir) => dir,

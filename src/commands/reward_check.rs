@@ -38,7 +38,7 @@ pub struct CheckError(String);
 /// `rlood reward check`: returns 0 if there are no failures, otherwise 1.
 ///
 /// # Errors
-/// When a flag is invalid.
+/// Fails when a flag is invalid.
 pub async fn run(args: RewardCheckArgs) -> Result<ExitCode, CheckError> {
     let report = examine(&args, !args.json).await?;
     if args.json {
@@ -54,7 +54,7 @@ pub async fn run(args: RewardCheckArgs) -> Result<ExitCode, CheckError> {
 /// Runs all checks against a service. Findings are printed as they occur if `show` is set.
 ///
 /// # Errors
-/// When a flag is invalid.
+/// Fails when a flag is invalid.
 pub async fn examine(args: &RewardCheckArgs, show: bool) -> Result<Report, CheckError> {
     let mut check = Check::new(args)?;
     check.show = show;

@@ -48,7 +48,7 @@ impl ServeError {
 /// Serves until it is asked to stop, then returns code 0.
 ///
 /// # Errors
-/// When a flag or a function is invalid, or the serving process exits by itself.
+/// Fails when a flag or a function is invalid, or the serving process exits by itself.
 pub async fn run(args: RewardServeArgs) -> Result<ExitCode, ServeError> {
     let system = |doing: &str| {
         let doing = doing.to_owned();

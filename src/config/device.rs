@@ -7,7 +7,7 @@ use super::{ConfigError, Device};
 /// Parses `auto`, `none`, or a list of devices.
 ///
 /// # Errors
-/// When the list is invalid; the error names a valid form.
+/// Fails when the list is invalid; the error names a valid form.
 pub(super) fn parse_devices(list: &str) -> Result<Vec<Device>, ConfigError> {
     match list.trim() {
         "auto" => Ok(detect_devices()),

@@ -116,7 +116,7 @@ impl Edge {
     /// The network limits of a reward server.
     ///
     /// # Errors
-    /// When a host is not a valid host name.
+    /// Fails when a host is not a valid host name.
     pub fn of_reward_server(allowed_hosts: &[String], max_connections: u32) -> Result<Self, ConfigError> {
         Ok(Self { allowed_hosts: hosts(allowed_hosts)?, max_connections, ..Self::default() })
     }

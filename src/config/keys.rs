@@ -38,7 +38,7 @@ impl KeysArgs {
     /// Returns the place from the flag, else from `RLOOD_DATA_DIR`, else the server that a variable or a profile names.
     ///
     /// # Errors
-    /// When the profile file cannot be read.
+    /// Fails when the profile file cannot be read.
     pub fn place(&self) -> Result<KeysPlace, rlood_cli::CliError> {
         let variable = || std::env::var_os("RLOOD_DATA_DIR").filter(|dir| !dir.is_empty()).map(PathBuf::from);
         match &self.data_dir {

@@ -34,7 +34,7 @@ impl PythonRewardsArgs {
     /// Checks that the folders exist.
     ///
     /// # Errors
-    /// When one is not a directory, or keys are given without a folder.
+    /// Fails when one is not a directory, or keys are given without a folder.
     pub fn resolve(&self) -> Result<PythonRewards, ConfigError> {
         let given = self.python_rewards.iter().flatten().filter(|folder| !folder.as_os_str().is_empty());
         let canonical = given.map(|folder| {

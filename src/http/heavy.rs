@@ -124,7 +124,7 @@ impl Slots {
     /// Waits for a slot for this key.
     ///
     /// # Errors
-    /// When too many requests already wait, or no slot becomes free within `wait`.
+    /// Fails when too many requests already wait, or no slot becomes free within `wait`.
     pub async fn acquire(&self, key: &str, wait: Duration) -> Result<Slot, NoSlot> {
         let (sender, receiver) = oneshot::channel();
         let ticket = {
@@ -258,7 +258,7 @@ pub(super) async fn slot(state: &AppState, slots: &Slots, caller: &Caller) -> Re
 /// slot until it ends.
 ///
 /// # Errors
-/// When there is no slot, the time is up or the server stops.
+/// Fails when there is no slot, the time is up or the server stops.
 pub(super) async fn run<T: Send + 'static>(
     state: &AppState,
     caller: &Caller,
@@ -288,7 +288,7 @@ pub(super) async fn run<T: Send + 'static>(
 /// may spend a long time rendering templates in between.
 ///
 /// # Errors
-/// When the server stops.
+/// Fails when the server stops.
 pub(super) async fn drive<T: Send + 'static>(
     state: &AppState,
     slot: Slot,

@@ -442,7 +442,7 @@ fn record(card: &Card, stamp: &str) -> Result<Value, Problem> {
 /// if these differ. Blocking.
 ///
 /// # Errors
-/// When the files cannot be read.
+/// Fails when the files cannot be read.
 pub(super) fn is_as_registered(row: &ModelRow, files: &[ModelFile]) -> Result<bool, ModelCardError> {
     let dir = FsPath::new(&row.source);
     let known = row.card.get(STAMP).and_then(Value::as_str);

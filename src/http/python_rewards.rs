@@ -92,7 +92,7 @@ async fn refusal(state: &AppState, caller: &Caller) -> Result<Option<String>, Pr
 /// Whether the caller may restart a job with such rewards.
 ///
 /// # Errors
-/// When the caller may not.
+/// Fails when the caller may not.
 pub(super) async fn check_plan(state: &AppState, caller: &Caller, plan: &Plan) -> Result<(), Problem> {
     if python_plans(plan).next().is_none() {
         return Ok(());

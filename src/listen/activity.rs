@@ -278,7 +278,7 @@ impl Connection {
     /// closed, but not for another stream.
     ///
     /// # Errors
-    /// When no connection can be closed.
+    /// Fails when no connection can be closed.
     pub fn admit(&self, asks_for_stream: bool) -> Result<(), Crowded> {
         let Self { activity, registry } = self;
         // The request itself is not a stream yet, so its connection is not closed for it.
@@ -296,7 +296,7 @@ impl Connection {
     /// Counts a new event stream.
     ///
     /// # Errors
-    /// When the connection has too many.
+    /// Fails when the connection has too many.
     pub fn open_stream(&self) -> Result<StreamPlace, Crowded> {
         self.activity.change(|state| {
             if state.streams >= STREAMS_OF_CONNECTION {

@@ -19,7 +19,7 @@ pub struct Name {
 /// without a socket may have no name.
 ///
 /// # Errors
-/// When HTTP requires another `Host` (RFC 9112, 3.2); the text says why. Answer 400.
+/// Fails when HTTP requires another `Host` (RFC 9112, 3.2); the text says why. Answer 400.
 pub fn names_of(request: &Request) -> Result<Vec<Name>, &'static str> {
     let mut hosts = request.headers().get_all(header::HOST).iter();
     let (host, target) = (hosts.next(), request.uri().authority());

@@ -45,7 +45,7 @@ impl DiskWatch {
     /// Pauses or resumes jobs for a given number of free bytes.
     ///
     /// # Errors
-    /// When the database does not answer.
+    /// Fails when the database does not answer.
     pub async fn apply(&mut self, store: &Store, free: u64, now: i64) -> Result<(), StoreError> {
         let enough = self.reserve_bytes.saturating_add(self.reserve_bytes / 2);
         // Hysteresis: once low, the disk counts as low until clearly more is free. Otherwise jobs would

@@ -28,7 +28,7 @@ pub(super) async fn run_retention(store: Store, files: DataDir, retention: Reten
 /// Removes everything whose retention time is over at `now` (Unix ms).
 ///
 /// # Errors
-/// When the database does not answer.
+/// Fails when the database does not answer.
 pub async fn round(store: &Store, files: &DataDir, retention: Retention, now: i64) -> Result<(), StoreError> {
     let Retention {
         events_ms,

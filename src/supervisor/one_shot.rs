@@ -97,7 +97,7 @@ impl<Task: Serialize + ?Sized, Report: DeserializeOwned> OneShot<Task, Report> {
     /// Runs one child to its end within `limit`. Dropping the future kills the child.
     ///
     /// # Errors
-    /// When the child writes no report.
+    /// Fails when the child writes no report.
     pub async fn run(&self, task: &Task, limit: Duration) -> Result<Report, OneShotError> {
         let line = serde_json::to_vec(task).map_err(|error| OneShotError::Failed(error.to_string()))?;
         let ended = self.kind.run(line, limit).await?;
@@ -114,7 +114,7 @@ where
     /// Runs one child to its end and forwards its progress lines. Dropping the future kills the child.
     ///
     /// # Errors
-    /// When the child writes no report.
+    /// Fails when the child writes no report.
     pub async fn follow(
         &self,
         task: &Task,
