@@ -65,8 +65,9 @@ impl Shape {
             }
         };
         for part in parts {
-            let (key, value) =
-                part.split_once('=').ok_or_else(|| refused(format!("'{part}' must have the form KEY=N, for example layers=2")))?;
+            let (key, value) = part
+                .split_once('=')
+                .ok_or_else(|| refused(format!("'{part}' must have the form KEY=N, for example layers=2")))?;
             if key == "tie" {
                 shape.tie = value.parse().map_err(|_| refused("tie must be true or false".to_owned()))?;
                 continue;

@@ -87,7 +87,9 @@ pub fn measure(setting: &Setting<'_>) -> Result<StepFigures, BenchError> {
     match ended {
         Ok(()) => Ok(clock.figures()),
         Err(RunEnd::Failed(error)) => Err(error.into()),
-        Err(end @ (RunEnd::Stopped(_) | RunEnd::Panicked)) => Err(BenchError::Job(format!("the measured run ended early: {end}"))),
+        Err(end @ (RunEnd::Stopped(_) | RunEnd::Panicked)) => {
+            Err(BenchError::Job(format!("the measured run ended early: {end}")))
+        }
     }
 }
 
