@@ -163,8 +163,8 @@ fn start_logging(filter: &str, format: LogFormat) -> Result<(), String> {
     Ok(())
 }
 
-/// Translates module names in a log filter, such as `rlood::store`, from the time when rlood was one crate to the current
-/// crates.
+/// Translates module names in a log filter, such as `rlood::store`, from the time when rlood was one crate
+/// to the current crates.
 fn by_crate(filter: &str) -> String {
     let directive = |directive: &str| {
         let Some(path) = directive.trim().strip_prefix("rlood::") else { return directive.to_owned() };
@@ -192,8 +192,8 @@ fn exit_with_usage_error(error: &clap::Error) -> ExitCode {
     exit_usage(LogFormat::Json, &text.trim_start_matches("error: ").trim_end())
 }
 
-/// Whether the user asked for JSON logs. Reads the flag and the variable directly, because clap could not parse the command
-/// line.
+/// Whether the user asked for JSON logs. Reads the flag and the variable directly, because clap could not
+/// parse the command line.
 fn asks_for_json() -> bool {
     let mut given = std::env::var("RLOOD_LOG_FORMAT").ok();
     let mut words = std::env::args_os().map(|word| word.to_string_lossy().into_owned());

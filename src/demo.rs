@@ -114,8 +114,8 @@ pub async fn run(args: DemoArgs) -> Result<ExitCode, DemoError> {
     }
 }
 
-/// Runs the demo over HTTP, as a user would: registers the model, uploads the data, submits the job, follows it, fetches the
-/// results.
+/// Runs the demo over HTTP, as a user would: registers the model, uploads the data, submits the job, follows
+/// it, fetches the results.
 async fn demonstrate(
     args: &DemoArgs,
     data_dir: &Path,

@@ -406,8 +406,8 @@ fn children(config: &ServeConfig, scratch_dir: PathBuf, addr: SocketAddr) -> Res
     })
 }
 
-/// Returns an address at which worker processes on this machine reach the server: loopback if it listens on the unspecified
-/// address.
+/// Returns an address at which worker processes on this machine reach the server: loopback if it listens
+/// on the unspecified address.
 fn reachable(addr: SocketAddr) -> SocketAddr {
     match addr {
         SocketAddr::V4(v4) if v4.ip().is_unspecified() => SocketAddr::from(([127, 0, 0, 1], v4.port())),

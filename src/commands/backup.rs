@@ -212,7 +212,7 @@ async fn copy(source: &Store, files: &DataDir, to: &Path) -> Result<Option<Taken
     // Links the files of nearly all checkpoints now, so that the snapshot below blocks the server only briefly.
     keep(&source.checkpoint_all().await?);
     source.snapshot_to(&database, &mut keep).await?;
-    // From here on the copied database determines what the backup contains. The copy is upgraded to this version's schema,
+    // The copied database determines from here on what the backup contains. The copy is upgraded to this version's schema,
     // whatever the server's version.
     let snapshot = Store::open(&database).await?;
     let entries = copy_files(Copying { source, snapshot: &snapshot, files, to }, held).await;

@@ -242,8 +242,8 @@ async fn read(state: &AppState, caller: &Caller, sent: Sent) -> Result<New, Prob
     Ok(New { row, dir })
 }
 
-/// Stores the adapter's files, then its database row. The same files are stored once per owner. Returns the row, and whether it
-/// is new.
+/// Stores the adapter's files, then its database row. The same files are stored once per owner. Returns the row, and
+/// whether it is new.
 async fn store(state: &AppState, new: New) -> Result<(AdapterRow, bool), Problem> {
     let New { row, dir } = new;
     let id = row.id;

@@ -315,8 +315,8 @@ fn not_taken(method: &Method, others: &[(&'static str, Access)]) -> Response {
     Problem::new(Code::MethodNotAllowed, detail).header(header::ALLOW, allowed).into_response()
 }
 
-/// Checks the credential of a request and its scope. For an unknown route `scope` is None: with any valid key the answer is
-/// 404.
+/// Checks the credential of a request and its scope. For an unknown route `scope` is None: with any valid key
+/// the answer is 404.
 async fn admit(
     state: &AppState,
     client: Client,

@@ -231,8 +231,8 @@ async fn find(state: &AppState, caller: &Caller, ids: &[JobId]) -> Result<Vec<Jo
     }))
 }
 
-/// Finds the settings whose values differ between the jobs' configurations. Lists are compared as a whole unless they contain
-/// objects.
+/// Finds the settings whose values differ between the jobs' configurations. Lists are compared as a whole
+/// unless they contain objects.
 fn differences(configs: &[Value]) -> Vec<Difference> {
     let mut found = Vec::new();
     let values: Vec<Option<&Value>> = configs.iter().map(Some).collect();

@@ -147,8 +147,8 @@ async fn store_dataset(
     Answer::new(if is_new { StatusCode::CREATED } else { StatusCode::OK }, Some(location), &Dataset::from(row))
 }
 
-/// Stores a dataset's file, then its database row. The same bytes are stored once per owner. Returns the row, and whether it is
-/// new.
+/// Stores a dataset's file, then its database row. The same bytes are stored once per owner. Returns the row, and
+/// whether it is new.
 pub(super) async fn store_rows(
     state: &AppState,
     owner: &str,

@@ -66,9 +66,9 @@ async fn create(state: AppState, caller: Caller) -> Result<Answer, Problem> {
     submit(state, caller, job(train, held_out), None).await
 }
 
-/// Updates the path of the bundled model in its database record, if there is one, and unpacks the model if its files are
-/// missing: a backup does not contain them, and the data directory may have been moved. Call this before workers can claim
-/// jobs.
+/// Updates the path of the bundled model in its database record, if there is one, and unpacks the model if its
+/// files are missing: a backup does not contain them, and the data directory may have been moved. Call this before
+/// workers can claim jobs.
 pub async fn settle(state: &AppState) -> Result<(), Problem> {
     let row = match state.store.model_get(MODEL).await {
         Ok(row) if row.owner.is_empty() => row,

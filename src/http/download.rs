@@ -273,8 +273,8 @@ fn answered_by_condition(headers: &HeaderMap, etag: &str) -> Result<Option<Respo
     Ok(None)
 }
 
-/// Whether a request header's list of entity tags contains this tag. The server's tags contain no comma, so the list is split
-/// at commas.
+/// Whether a request header's list of entity tags contains this tag. The server's tags contain no comma, so the list
+/// is split at commas.
 fn lists_tag(list: &str, etag: &str, weak: bool) -> bool {
     list.split(',')
         .map(str::trim)
@@ -297,8 +297,8 @@ enum Range {
     Unsatisfiable,
 }
 
-/// Parses a `Range` header with one range of bytes. Several ranges, other units and invalid syntax are ignored, as RFC 9110
-/// permits.
+/// Parses a `Range` header with one range of bytes. Several ranges, other units and invalid syntax are ignored,
+/// as RFC 9110 permits.
 fn parse_range(text: &str, size: u64) -> Range {
     let Some((unit, range)) = text.split_once('=') else { return Range::Whole };
     let Some((first, last)) = range.trim().split_once('-') else { return Range::Whole };

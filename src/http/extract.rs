@@ -347,8 +347,8 @@ fn too_slow() -> Problem {
     Problem::new(Code::RequestTimeout, "the body took too long to arrive")
 }
 
-/// Converts an error while reading a request body into a problem: too large, too slow, corrupt compression, invalid framing, or
-/// a disconnected client.
+/// Converts an error while reading a request body into a problem: too large, too slow, corrupt compression, invalid
+/// framing, or a disconnected client.
 pub fn body_problem(error: &(dyn std::error::Error + 'static)) -> Problem {
     body_fault(error).unwrap_or_else(|| {
         Problem::new(Code::BodyInterrupted, "the body could not be read to its end").because(chain(error))

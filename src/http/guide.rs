@@ -178,9 +178,9 @@ pub fn heading_ids(text: &str) -> Vec<String> {
     ids
 }
 
-/// Renders a page's Markdown as HTML. Links to other pages lead to `/guide`. A link to a file of the repository becomes its
-/// text with the path as a tooltip, because the server does not have that file. HTML in the Markdown, such as a comment, is
-/// left out.
+/// Renders a page's Markdown as HTML. Links to other pages lead to `/guide`. A link to a file of the repository becomes
+/// its text with the path as a tooltip, because the server does not have that file. HTML in the Markdown, such as a
+/// comment, is left out.
 fn render(file: &str, text: &str) -> String {
     let mut ids = heading_ids(text).into_iter();
     let mut are_links: Vec<bool> = Vec::new();

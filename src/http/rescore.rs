@@ -254,7 +254,7 @@ fn lend_secrets(wanted: &mut Wanted, plan: &Plan, mut secrets: BTreeMap<String, 
     let there = plan
         .rewards_by_secret_name()
         .filter(|(name, reward)| url(&reward.kind).as_ref() == Some(&asked) && secrets.contains_key(name));
-    // Of several equally good rewards the first one lends its secret.
+    // Among equally good rewards the first one lends its secret.
     let lender = there.reduce(|best, next| if preference(next.1) > preference(best.1) { next } else { best });
     if let Some(secret) = lender.and_then(|(name, _)| secrets.remove(&name)) {
         wanted.secrets = secret;
@@ -386,8 +386,8 @@ fn compare(wanted: &Wanted, plan: &Plan, own: &[RewardPlan], stored: &[Sample], 
     }
 }
 
-/// Returns a sample's weighted sum of rewards with the new value in place of the replaced one; `None` = the sample has no
-/// reward.
+/// Returns a sample's weighted sum of rewards with the new value in place of the replaced one; `None` = the
+/// sample has no reward.
 fn new_weighted(
     wanted: &Wanted,
     combine: Combine,

@@ -38,8 +38,8 @@ pub struct RetryRequest {
     from: Option<RetryFrom>,
 }
 
-/// Deserializes `from` through a JSON value, so that a value of the wrong type is reported as an invalid field, not as a syntax
-/// error.
+/// Deserializes `from` through a JSON value, so that a value of the wrong type is reported as an invalid field, not
+/// as a syntax error.
 fn read_from<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<RetryFrom>, D::Error> {
     let given = Value::deserialize(deserializer)?;
     serde_json::from_value(given).map_err(|_| D::Error::custom("must be \"latest\" or \"start\""))

@@ -249,8 +249,8 @@ async fn download(state: AppState, caller: Caller, id: JobId, download: Download
     Ok((headers, Body::from_stream(pieces)).into_response())
 }
 
-/// Returns the next chunk of the download, and the state from which the rest continues. The first chunk of a CSV begins with
-/// its header line.
+/// Returns the next chunk of the download, and the state from which the rest continues. The first chunk of a CSV begins
+/// with its header line.
 async fn piece(
     state: &AppState,
     caller: &Caller,

@@ -153,8 +153,8 @@ fn amount_of(StorageUse { size_bytes, count }: StorageUse) -> Amount {
     Amount { size_bytes, count }
 }
 
-/// Returns a new disk usage report, or one that is not older than `age`. Requests that arrive while a report is being created
-/// wait for it.
+/// Returns a new disk usage report, or one that is not older than `age`. Requests that arrive while a report is being
+/// created wait for it.
 async fn report(state: &AppState, age: Duration) -> Result<Arc<StorageReport>, Problem> {
     let asked = Instant::now();
     let mut last = state.storage.0.lock().await;

@@ -215,7 +215,7 @@ pub(super) async fn submit(
     Answer::new(StatusCode::CREATED, Some(format!("/jobs/{}", row.id)), &JobView::of(&state, row).await?)
 }
 
-/// In a form the dataset is a field of its own, so the job in `spec` must not name a dataset.
+/// The dataset of a form is a field of its own, so the job in `spec` must not name a dataset.
 fn put_placeholder(document: &mut Value) -> Option<FieldError> {
     let object = document.as_object_mut()?;
     if object.get("dataset").is_some_and(|dataset| !dataset.is_null()) {
@@ -473,8 +473,8 @@ async fn translated(
     Ok(validation)
 }
 
-/// Returns the number of rows of the uploaded dataset that a TRL run names; None if it names none, or one that does not exist
-/// (reported later).
+/// Returns the number of rows of the uploaded dataset that a TRL run names; None if it names none, or one that does
+/// not exist (reported later).
 async fn rows_of_named(state: &AppState, caller: &Caller, document: &Value) -> Result<Option<u64>, Problem> {
     let Some(id) = trl::named_dataset(document).and_then(|id| id.parse().ok()) else { return Ok(None) };
     match state.store.dataset_get(id).await {

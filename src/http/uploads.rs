@@ -202,8 +202,8 @@ async fn store_raw<E>(
     Ok(staged.finish().await?)
 }
 
-/// Returns how many bytes of an upload are needed: for a preview the beginning, but the whole of a parquet file, whose index is
-/// at the end.
+/// Returns how many bytes of an upload are needed: for a preview the beginning, but the whole of a parquet file, whose
+/// index is at the end.
 fn enough(purpose: Purpose, start: &[u8]) -> u64 {
     match purpose {
         Purpose::Preview if !start.starts_with(b"PAR1") => PREVIEW_BYTES,
@@ -372,8 +372,8 @@ fn check_room(state: &AppState, headers: &HeaderMap) -> Result<(), Problem> {
     }
 }
 
-/// Answers 413 before the body is read if its announced length is too large. `more` = additional bytes allowed for other fields
-/// of a form.
+/// Answers 413 before the body is read if its announced length is too large. `more` = additional bytes allowed for other
+/// fields of a form.
 fn check_length(state: &AppState, headers: &HeaderMap, more: u64) -> Result<(), Problem> {
     match announced_bytes(headers) {
         Some(length) if length > state.dataset_limit_bytes.saturating_add(more) => {

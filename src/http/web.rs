@@ -23,8 +23,8 @@ use utoipa_swagger_ui::{Config, SwaggerUi};
 use super::AppState;
 use super::error::Problem;
 
-/// Content security policy of the dashboard: all resources come from this server, nothing is inline, and text never becomes
-/// markup or script.
+/// Content security policy of the dashboard: all resources come from this server, nothing is inline, and text never
+/// becomes markup or script.
 pub(super) const DASHBOARD_POLICY: HeaderValue = HeaderValue::from_static(
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; \
      frame-ancestors 'none'; base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
@@ -144,8 +144,8 @@ async fn get_page(headers: HeaderMap) -> Response {
     }
 }
 
-/// A URL with another version comes from a page that was loaded before the server was replaced. The answer is this version's
-/// file, without caching.
+/// A URL with another version comes from a page that was loaded before the server was replaced. The answer is this
+/// version's file, without caching.
 async fn get_web_file(Path((version, name)): Path<(String, String)>, headers: HeaderMap) -> Response {
     match FILES.get(name.as_str()) {
         Some(file) if version == SENT.0 => file.answer(&headers, "public, max-age=31536000, immutable"),

@@ -349,8 +349,8 @@ async fn send_initial_file(
     send(state.files.initial_file(job, &name)?, name, sha256, &headers).await
 }
 
-/// Sends a checkpoint file to a worker, whole or from an offset. The worker compares its size and hash with the list in the
-/// claim.
+/// Sends a checkpoint file to a worker, whole or from an offset. The worker compares its size and hash with the
+/// list in the claim.
 async fn send(path: PathBuf, name: String, sha256: Sha256Digest, headers: &HeaderMap) -> Result<Response, Problem> {
     let unreadable = |error| Problem::internal(format!("cannot read {}: {error}", path.display()));
     let size_bytes = tokio::fs::metadata(&path).await.map_err(unreadable)?.len();

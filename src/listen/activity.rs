@@ -113,8 +113,8 @@ impl Activity {
         AtWork(activity.clone())
     }
 
-    /// Returns the rank of this connection in the order in which connections are closed to make room; None = it must not be
-    /// closed.
+    /// Returns the rank of this connection in the order in which connections are closed to make room; None = it
+    /// must not be closed.
     fn rank(&self) -> Option<(Rank, Instant)> {
         let state = self.lock();
         match (state.in_flight, state.is_worker) {

@@ -62,8 +62,8 @@ fn displace_oldest(all: &mut Vec<Entry>, address: Option<IpAddr>) {
     }
 }
 
-/// Displaces the oldest body of the address with the most bodies. Among several such addresses, the one with the oldest body is
-/// chosen.
+/// Displaces the oldest body of the address with the most bodies. Among several such addresses, the one with the
+/// oldest body is chosen.
 fn displace_greediest(all: &mut Vec<Entry>) {
     let mut counts: HashMap<Option<IpAddr>, usize> = HashMap::new();
     all.iter().for_each(|entry| *counts.entry(entry.address).or_default() += 1);

@@ -125,7 +125,7 @@ fn read_openrlhf(body: &Value) -> Result<Asked, Refusal> {
     }
     let mut prompts = prompts.into_iter();
     let samples = queries.into_iter().enumerate().map(|(index, query)| {
-        // In OpenRLHF's format a query is prompt + completion. If it does not begin with the given prompt, the whole query is
+        // A query in OpenRLHF's format is prompt + completion. If it does not begin with the given prompt, the whole query is
         // scored as one text.
         let prompt = prompts.next().flatten().filter(|prompt| query.starts_with(prompt)).unwrap_or_default();
         let completion = query[prompt.len()..].to_owned();

@@ -30,8 +30,8 @@ const MAX_PAUSE: Duration = Duration::from_secs(10);
 const GRACE: Duration = Duration::from_secs(5);
 const MIN_BYTES_PER_S: u64 = 16 * 1024;
 const MAX_DURATION: Duration = Duration::from_secs(120);
-/// When memory is short: how long a request body waits for the memory of another body that it displaced, and how many bodies it
-/// may displace.
+/// When memory is short: how long a request body waits for the memory of another body that it displaced, and how many
+/// bodies it may displace.
 const MEMORY_WAIT: Duration = Duration::from_millis(100);
 const MAX_DISPLACED: usize = 8;
 /// Requests with at most this announced length, in bytes, are read even if all slots for the model are taken, so

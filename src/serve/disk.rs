@@ -24,8 +24,8 @@ pub struct DiskWatch {
 }
 
 impl DiskWatch {
-    /// Creates a watch that keeps this many bytes free. With 0 it pauses no job, and only resumes jobs that paused because the
-    /// disk was full.
+    /// Creates a watch that keeps this many bytes free. With 0 it pauses no job, and only resumes jobs that paused because
+    /// the disk was full.
     pub fn new(reserve_bytes: u64) -> Self {
         Self { reserve_bytes, low: Arc::default(), resumed: HashMap::new() }
     }

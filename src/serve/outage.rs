@@ -116,8 +116,8 @@ impl Watch {
         Ok(())
     }
 
-    /// Registers a job that waits for reward services. Its services count as unavailable, whatever they answered for other jobs
-    /// before.
+    /// Registers a job that waits for reward services. Its services count as unavailable, whatever they answered
+    /// for other jobs before.
     fn wait_for(&mut self, job: JobId, last_seq: i64, services: Vec<(Address, RewardPlan, RewardSecrets)>) {
         let first = self.pace.of(FIRST_PING_DELAY);
         let at = Instant::now() + first;

@@ -73,8 +73,8 @@ impl Generations {
 }
 
 impl Verdicts {
-    /// Creates a runner for comparisons, on the first of the workers' devices with the threads of one worker; `stop` kills its
-    /// processes.
+    /// Creates a runner for comparisons, on the first of the workers' devices with the threads of one worker;
+    /// `stop` kills its processes.
     pub fn new(children: &Children, stop: CancellationToken) -> Self {
         let device = children.devices.first().copied().unwrap_or(Device::Cpu);
         Self::of(Arc::new(Kind::new(children, "judge", device, Duration::ZERO, stop)))

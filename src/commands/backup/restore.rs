@@ -47,8 +47,8 @@ async fn drop_credentials(database: &Path) -> Result<Dropped, BackupError> {
 
 /// The staging directory, on the target's file system, so that the data can be moved into place in one step. Removed on failure.
 struct Stage {
-    /// The temporary directory: next to the target if the target does not exist, otherwise inside it, because it may be a
-    /// separate volume.
+    /// The temporary directory: next to the target if the target does not exist, otherwise inside it, because it may
+    /// be a separate volume.
     around: tempfile::TempDir,
     root: PathBuf,
     target: PathBuf,

@@ -199,8 +199,8 @@ impl<'a> Generation<'a> {
         Ok(generate(&self.policy, &self.text, &request, &|| false).map(drop)?)
     }
 
-    /// Measures generation of one batch, given as (prompts, completions per prompt), and reports the figures after each
-    /// repetition.
+    /// Measures generation of one batch, given as (prompts, completions per prompt), and reports the
+    /// figures after each repetition.
     fn batch(
         &self,
         (prompts, generations): (usize, usize),
@@ -214,8 +214,8 @@ impl<'a> Generation<'a> {
         let tokens = (prompts * generations * completion) as f64;
         let bytes = self.setting.weights.bytes_per_step(self.setting.value_bytes());
         let batch = |all: Timing| {
-            // At least a nanosecond: with a tiny model, noise can make the difference of two durations zero, and it is a
-            // divisor.
+            // The duration is at least a nanosecond, because it is a divisor: with a tiny model, noise can make the difference
+            // of two measurements zero.
             let decode_step_s = ((all.min_s - first.min_s) / completion.saturating_sub(1).max(1) as f64).max(1e-9);
             Batch {
                 prompts,

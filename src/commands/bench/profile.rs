@@ -9,8 +9,8 @@ use crate::engine::model::Policy;
 #[cfg(feature = "cuda")]
 const NAMED: usize = 25;
 
-/// Kernel times of one operation, such as a backward pass. CUDA graphs are off while profiling, so the operation takes longer
-/// than usual.
+/// Kernel times of one operation, such as a backward pass. CUDA graphs are off while profiling, so the operation
+/// takes longer than usual.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct ProfileFigures {
     /// Wall-clock time in seconds, including gaps between kernels.
@@ -38,8 +38,8 @@ pub struct KernelTime {
     pub share: f64,
 }
 
-/// Runs `work` with profiling and returns its kernel times. Without `--profile`, or on the CPU, returns None and does not run
-/// `work`.
+/// Runs `work` with profiling and returns its kernel times. Without `--profile`, or on the CPU, returns None and
+/// does not run `work`.
 #[cfg(feature = "cuda")]
 pub(super) fn profile(
     policy: &Policy,

@@ -157,8 +157,8 @@ impl Weights {
         }
     }
 
-    /// Returns the minimum number of bytes that one decode step reads: every matrix with `value_bytes` per weight, and the
-    /// adapter in f32.
+    /// Returns the minimum number of bytes that one decode step reads: every matrix with `value_bytes` per weight, and
+    /// the adapter in f32.
     pub fn bytes_per_step(&self, value_bytes: u64) -> u64 {
         (self.linear + self.head) * value_bytes + self.lora * 4
     }

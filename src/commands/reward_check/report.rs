@@ -10,7 +10,7 @@ use crate::reward::webhook::PingReply;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Outcome {
-    /// In this check the service follows the reward contract.
+    /// The service follows the reward contract in this check.
     Ok,
     /// The service works, but should be improved.
     Warning,

@@ -27,8 +27,8 @@ pub(super) struct Rows {
 #[derive(Debug, Default)]
 pub(super) struct Columns {
     columns: Vec<Column>,
-    /// The column index of each key of the previous row, in its order: a fast path, because the next row most likely has the
-    /// same keys.
+    /// The column index of each key of the previous row, in its order: a fast path, because the next row most likely
+    /// has the same keys.
     likely: Vec<usize>,
 }
 

@@ -59,8 +59,8 @@ impl Kept {
     }
 }
 
-/// Returns the rows with the lowest and the highest value of a column (the first of equal ones); none if the column has no
-/// values.
+/// Returns the rows with the lowest and the highest value of a column (the first of equal ones); none if the
+/// column has no values.
 fn extremes(column: &[f64], range: std::ops::Range<usize>) -> impl Iterator<Item = usize> {
     let (mut lowest, mut highest) = (None, None);
     let (mut low, mut high) = (f64::INFINITY, f64::NEG_INFINITY);

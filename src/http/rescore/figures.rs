@@ -173,8 +173,8 @@ fn agreement(group: &[(f64, f64)]) -> f64 {
     f64::from(u32::try_from(same).unwrap_or(u32::MAX)) / f64::from(u32::try_from(all).unwrap_or(u32::MAX))
 }
 
-/// Computes leave-one-out advantages over the completions of one group that have a reward. A single such completion has
-/// advantage 0.
+/// Computes leave-one-out advantages over the completions of one group that have a reward. A single such
+/// completion has advantage 0.
 pub(super) fn leave_one_out(rewards: &[Option<f64>]) -> Vec<Option<f64>> {
     let count = rewards.iter().flatten().count() as f64;
     let sum: f64 = rewards.iter().flatten().sum();

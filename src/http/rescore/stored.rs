@@ -17,8 +17,8 @@ use crate::sample::RewardSample;
 use crate::spec::Plan;
 use crate::store::SampleQuery;
 
-/// Returns the newest matching samples that are found in time, oldest first, in whole groups. At most `limit` samples, but at
-/// least one group.
+/// Returns the newest matching samples that are found in time, oldest first, in whole groups. At most `limit` samples, but
+/// at least one group.
 pub(super) async fn newest_groups(
     state: &AppState,
     caller: &Caller,

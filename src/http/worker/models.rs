@@ -24,8 +24,8 @@ use crate::modelcard;
 use crate::protocol::{FileEntry, ModelFiles, check_file_name};
 use crate::store::{Store, StoreError};
 
-/// Maximum time that a worker's request for the list of a model's files is held open while the server hashes them; the worker
-/// then asks again.
+/// Maximum time that a worker's request for the list of a model's files is held open while the server hashes them; the
+/// worker then asks again.
 const HOLD_FOR: Duration = Duration::from_secs(10);
 
 /// Why a model cannot be sent to a worker.

@@ -50,8 +50,8 @@ pub(super) fn check_file_system(dir: &Path) -> Result<String, String> {
     Ok(format!("{kind} at {point}"))
 }
 
-/// Finds the mount that contains a path: the longest mount point above the path, and of equal ones the last, which hides the
-/// others.
+/// Finds the mount that contains a path: the longest mount point above the path, and of equal ones the last,
+/// which hides the others.
 fn mount_of(mounts: &str, path: &Path) -> Option<(String, String)> {
     let mut best: Option<(String, String)> = None;
     for line in mounts.lines() {
