@@ -336,9 +336,9 @@ async fn run_lease_timer(store: Store, files: DataDir, downloads: Downloads, lea
         interval.tick().await;
         let now = clock_ms();
         match watch.tick(&store, now, steady_ms()).await {
-            Ok(jobs) => {
-                jobs.iter().for_each(|job| tracing::warn!(%job, "its worker's lease expired; the job is queued again"))
-            }
+            Ok(jobs) => jobs
+                .iter()
+                .for_each(|job| tracing::warn!(%job, "the lease of the job's worker expired; the job is queued again")),
             Err(error) => tracing::error!(error = with_causes(&error), "could not requeue jobs with expired leases"),
         }
         disk.check(&store, &files, now).await;

@@ -341,7 +341,7 @@ fn copy_file(
     let copied = Entry { size_bytes, sha256: sha256.to_string() };
     if wanted.is_some_and(|wanted| *wanted != copied) {
         remove(&target)?;
-        return Ok(Err("its contents differ from the stored hash".to_owned()));
+        return Ok(Err("the file differs from the hash in the database".to_owned()));
     }
     entries.insert(name, copied);
     Ok(Ok(()))

@@ -250,7 +250,7 @@ fn figures_of_part(args: &BenchArgs) -> Result<String, BenchError> {
     let setting = Setting::of(args)?;
     match part {
         BenchPart::Limits | BenchPart::Kernels if args.device != Device::Cpu => {
-            Err(BenchError::Job(format!("the part kernels measures the CPU's kernels, not {}", args.device)))
+            Err(BenchError::Job(format!("the part `kernels` measures only the CPU's kernels, not {}", args.device)))
         }
         BenchPart::Limits | BenchPart::Kernels => json(&kernels::measure(&setting)?),
         BenchPart::Decode => json(&decode::measure(&setting)?),

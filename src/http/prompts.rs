@@ -167,8 +167,10 @@ impl Prompts {
                 let Some(prompts) = Self::stored(state, caller, *id, place, errors).await? else { return Ok(None) };
                 let rows: u64 = sources.iter().map(|source| source.num_rows).sum();
                 if rows != prompts.facts.num_rows {
-                    let detail =
-                        format!("the sources have {rows} rows together, the dataset {}", prompts.facts.num_rows);
+                    let detail = format!(
+                        "the sources have {rows} rows together, but the dataset that was built from them has {}",
+                        prompts.facts.num_rows
+                    );
                     errors.push(FieldError::new(format!("{}/sources", place.at), "invalid_value", detail));
                     return Ok(None);
                 }

@@ -205,7 +205,7 @@ async fn try_reward(
         }
     } else {
         let RewardKind::RewardModel(model) = &plan.kind else {
-            let detail = "it is computed in this process".to_owned();
+            let detail = "a built-in reward has no service to call".to_owned();
             return Err(BuildError { reward: plan.name.clone(), detail });
         };
         // Fails for a reward that this process cannot compute; the error says where to test it instead.

@@ -495,7 +495,7 @@ async fn finish_job(
     state.store.job_finish(job, attempt, outcome, clock_ms()).await?;
     state.workers.received.forget(job, attempt);
     if let Err(problem) = blocking(&state, move |files| files.staged_remove(job, attempt)).await {
-        tracing::warn!(%job, ?problem, "unpublished uploads could not be removed");
+        tracing::warn!(%job, ?problem, "uploaded checkpoint files that were not published could not be removed");
     }
     Ok(StatusCode::NO_CONTENT)
 }

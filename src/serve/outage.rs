@@ -108,7 +108,7 @@ impl Watch {
         for job in back {
             self.jobs.remove(&job);
             match self.store.job_resume_after_outage(job, clock_ms()).await {
-                Ok(true) => tracing::info!(%job, "its reward service is back; it is queued again"),
+                Ok(true) => tracing::info!(%job, "the reward service of a paused job answers again; the job is queued"),
                 Ok(false) => {}
                 Err(error) => unasked(job, &error),
             }

@@ -120,7 +120,7 @@ async fn fill(from: &Path, manifest: &Manifest, root: &Path) -> Result<u64, Back
             Err(error) => return Err(error.into()),
         };
         if (Entry { size_bytes, sha256: sha256.to_string() }) != *entry {
-            return Err(damaged(name, "its contents differ from the manifest"));
+            return Err(damaged(name, "the file differs from the hash in the manifest"));
         }
         if name == DATABASE {
             named = named_files(&root.join(DATABASE)).await?;

@@ -48,7 +48,7 @@ pub struct Lengths(usize, usize);
 /// Fails when the file does not exist, is not such an array, or a length is 0.
 pub fn read(setting: &Setting<'_>) -> Result<Vec<Lengths>, BenchError> {
     let path = setting.args.requests.as_ref();
-    let path = path.ok_or_else(|| BenchError::Job("the part requests requires --requests FILE".to_owned()))?;
+    let path = path.ok_or_else(|| BenchError::Job("the part `requests` needs the flag --requests FILE".to_owned()))?;
     let text = std::fs::read_to_string(path).map_err(super::io(format!("read {}", path.display())))?;
     parse(&text).map_err(|detail| BenchError::Job(format!("--requests {}: {detail}", path.display())))
 }

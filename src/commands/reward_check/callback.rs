@@ -249,11 +249,11 @@ async fn take(State(inbox): State<Shared>, Path(id): Path<String>, headers: Head
         return StatusCode::UNAUTHORIZED.into_response();
     }
     let Ok(body) = serde_json::from_slice::<Value>(&body) else {
-        inbox.problems.push("its body is not JSON".to_owned());
+        inbox.problems.push("the body of a callback is not JSON".to_owned());
         return StatusCode::UNPROCESSABLE_ENTITY.into_response();
     };
     if body.get("results").is_some_and(|results| !results.is_array()) {
-        inbox.problems.push("its 'results' is not a list".to_owned());
+        inbox.problems.push("the 'results' of a callback are not a list".to_owned());
         return StatusCode::UNPROCESSABLE_ENTITY.into_response();
     }
     let (accepted, duplicate, unknown) = inbox.accept(&body);
